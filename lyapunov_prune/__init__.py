@@ -1,0 +1,1 @@
+"""How compression errors travel through a transformer language model."""

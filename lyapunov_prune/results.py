@@ -1,0 +1,218 @@
+"""Results: frozen dataclasses that know what they were measured on and fit in one JSON file each."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import platform
+import tempfile
+import types
+import typing
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+import pandas as pd
+
+from lyapunov_prune.errors import LyapunovPruneError
+
+R = TypeVar("R", bound="Result")
+
+
+def versions() -> dict[str, str]:
+    """Versions of everything that can move a number in the last digits."""
+    found = {name: version(name) for name in ("lyapunov-prune", "torch", "transformers", "numpy", "scipy")}
+    return {"python": platform.python_version(), **found}
+
+
+@dataclass(frozen=True)
+class ModelIdentity:
+    """Enough of a model to tell it from another one, without its weights.
+
+    `samples` holds two weights of every layer; `same_as` compares them loosely, so that a model still
+    counts as itself after a change of dtype, while another fine-tune or a random twin does not.
+    """
+
+    name: str
+    model_type: str
+    num_layers: int
+    parameters: int
+    architecture: str  # SHA-256 over parameter names and shapes
+    samples: tuple[float, ...]
+
+    def same_as(self, other: ModelIdentity) -> bool:
+        return self.architecture == other.architecture and bool(
+            np.allclose(self.samples, other.samples, rtol=2**-7, atol=1e-6)
+        )
+
+
+@dataclass(frozen=True)
+class MeasuredOn:
+    """What a number was measured on. Two numbers can be compared when these agree."""
+
+    model: ModelIdentity
+    dtype: str
+    device: str
+    text: str  # where the text came from
+    split: str  # calibration, evaluation or all
+    text_hash: str  # SHA-256 of the token ids
+    tokens: int
+    context: int
+    bos: bool | None  # None: token ids were given directly
+    seed: int | None
+    versions: dict[str, str]
+
+    def line(self) -> str:
+        bos = {True: "BOS", False: "no BOS", None: "ids given"}[self.bos]
+        return (
+            f"{self.model.name}, {self.dtype} on {self.device}; {self.tokens} tokens of {self.text} "
+            f"({self.split}, {self.text_hash[:12]}), context {self.context}, {bos}"
+        )
+
+
+class Result:
+    """Base of every result: prints as a table, converts with `to_frame`, saves to one JSON file.
+
+    NaN and infinities are written as the strings JSON lacks (`"NaN"`), so files stay strict JSON.
+    """
+
+    def to_frame(self) -> pd.DataFrame:
+        raise NotImplementedError
+
+    def headline(self) -> str:
+        """One line above the table; empty by default."""
+        return ""
+
+    def __str__(self) -> str:
+        table = self.to_frame().to_string(index=False, float_format=lambda x: f"{x:.4g}")
+        return f"{self.headline()}\n{table}" if self.headline() else table
+
+    def to_json(self) -> dict[str, Any]:
+        return {"kind": type(self).__name__, **_encode(self)}
+
+    def save(self, path: str | Path) -> Path:
+        """Write the result as JSON, whole or not at all; returns the path."""
+        return write_whole(path, json.dumps(self.to_json(), indent=1, allow_nan=False) + "\n")
+
+    @classmethod
+    def load(cls: type[R], path: str | Path) -> R:
+        """Read a result of this class; raises LyapunovPruneError when the file is not one."""
+        try:
+            data = json.loads(Path(path).read_text(encoding="utf-8"))
+        except OSError as error:
+            raise LyapunovPruneError(
+                f"cannot read {path}: {error.strerror}; give the file a run wrote"
+            ) from None
+        except ValueError:
+            raise LyapunovPruneError(f"{path} is not complete JSON; make it again") from None
+        kind = data.pop("kind", None) if isinstance(data, dict) else None
+        if kind != cls.__name__:
+            raise LyapunovPruneError(f"{path} holds a {kind or 'foreign file'}, not a {cls.__name__}")
+        try:
+            return _decode(cls, data)
+        except (KeyError, TypeError, ValueError) as error:
+            raise LyapunovPruneError(
+                f"{path} does not fit this version's {cls.__name__} ({error}); make it again"
+            ) from None
+
+
+def write_whole(path: str | Path, text: str) -> Path:
+    """Write `text` to `path` through a temporary file beside it, so no reader sees half of it."""
+    path = Path(path)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+        try:
+            with os.fdopen(handle, "w", encoding="utf-8") as file:
+                file.write(text)
+            os.chmod(temporary, 0o644)
+            os.replace(temporary, path)
+        except BaseException:
+            os.unlink(temporary)
+            raise
+    except OSError as error:
+        raise LyapunovPruneError(
+            f"cannot write {path}: {error.strerror}; free space or choose another place"
+        ) from None
+    return path
+
+
+@contextmanager
+def whole_folder(target: str | Path) -> Iterator[Path]:
+    """A temporary folder beside `target`, renamed to it at the end; removed if anything fails.
+
+    Raises LyapunovPruneError when the target exists and is not empty, or the disk refuses.
+    """
+    import shutil
+
+    target = Path(target)
+    require_empty(target)
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        temporary = Path(tempfile.mkdtemp(dir=target.parent, prefix=f".{target.name}.partial-"))
+    except OSError as error:
+        raise LyapunovPruneError(
+            f"cannot write beside {target}: {error.strerror}; choose another place"
+        ) from None
+    try:
+        yield temporary
+        os.chmod(temporary, 0o755)
+        if target.exists():
+            target.rmdir()  # empty, as required above; fails if something appeared meanwhile
+        os.replace(temporary, target)
+    except OSError as error:
+        raise LyapunovPruneError(
+            f"writing {target} failed: {error.strerror or error}; nothing was left there, free space and retry"
+        ) from None
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
+def require_empty(target: str | Path) -> None:
+    """Raise LyapunovPruneError unless `target` is absent or an empty folder."""
+    target = Path(target)
+    if target.exists() and (not target.is_dir() or any(target.iterdir())):
+        raise LyapunovPruneError(f"{target} exists and is not empty; choose another --output or empty it")
+
+
+def _encode(value: Any) -> Any:
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {f.name: _encode(getattr(value, f.name)) for f in dataclasses.fields(value)}
+    if isinstance(value, np.ndarray | tuple | list):
+        return [_encode(v) for v in (value.tolist() if isinstance(value, np.ndarray) else value)]
+    if isinstance(value, dict):
+        return {str(k): _encode(v) for k, v in value.items()}
+    if isinstance(value, np.generic):
+        value = value.item()
+    if isinstance(value, float) and not np.isfinite(value):
+        return str(value)
+    return value
+
+
+def _decode(kind: Any, value: Any) -> Any:
+    """The inverse of `_encode`, led by the type annotations of the dataclass."""
+    origin, args = typing.get_origin(kind), typing.get_args(kind)
+    if origin in (typing.Union, types.UnionType):
+        if value is None:
+            return None
+        return _decode(next(a for a in args if a is not type(None)), value)
+    if dataclasses.is_dataclass(kind):
+        hints = typing.get_type_hints(kind)
+        unknown = set(value) - set(hints)
+        if unknown:
+            raise ValueError(f"unknown fields {sorted(unknown)}")
+        return typing.cast(type, kind)(**{name: _decode(hints[name], v) for name, v in value.items()})
+    if kind is np.ndarray:
+        return np.array(value, dtype=np.float64)
+    if origin is tuple:
+        return tuple(_decode(args[0], v) for v in value)
+    if origin is dict:
+        return {k: _decode(args[1], v) for k, v in value.items()}
+    if kind is float:
+        return float(value)
+    return value
