@@ -1,0 +1,69 @@
+"""Files appear whole or not at all."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from lyapunov_prune.errors import LyapunovPruneError
+
+
+def write_whole(path: str | Path, text: str) -> Path:
+    """Write `text` to `path` through a temporary file beside it, so no reader sees half of it."""
+    path = Path(path)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+        try:
+            with os.fdopen(handle, "w", encoding="utf-8") as file:
+                file.write(text)
+            os.chmod(temporary, 0o644)
+            os.replace(temporary, path)
+        except BaseException:
+            os.unlink(temporary)
+            raise
+    except OSError as error:
+        raise LyapunovPruneError(
+            f"cannot write {path}: {error.strerror}; free space or choose another place"
+        ) from None
+    return path
+
+
+@contextmanager
+def whole_folder(target: str | Path) -> Iterator[Path]:
+    """A temporary folder beside `target`, renamed to it at the end; removed if anything fails.
+
+    Raises LyapunovPruneError when the target exists and is not empty, or the disk refuses.
+    """
+    target = Path(target)
+    require_empty(target)
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        temporary = Path(tempfile.mkdtemp(dir=target.parent, prefix=f".{target.name}.partial-"))
+    except OSError as error:
+        raise LyapunovPruneError(
+            f"cannot write beside {target}: {error.strerror}; choose another place"
+        ) from None
+    try:
+        yield temporary
+        os.chmod(temporary, 0o755)
+        if target.exists():
+            target.rmdir()  # empty, as required above; fails if something appeared meanwhile
+        os.replace(temporary, target)
+    except OSError as error:
+        raise LyapunovPruneError(
+            f"writing {target} failed: {error.strerror or error}; nothing was left there, free space and retry"
+        ) from None
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
+def require_empty(target: str | Path) -> None:
+    """Raise LyapunovPruneError unless `target` is absent or an empty folder."""
+    target = Path(target)
+    if target.exists() and (not target.is_dir() or any(target.iterdir())):
+        raise LyapunovPruneError(f"{target} exists and is not empty; choose another --output or empty it")

@@ -1,0 +1,1 @@
+"""Everything that depends on how a model family is built."""

@@ -1,0 +1,110 @@
+"""Where a decoder keeps its layers, its text config and its backbone; which model it is."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from lyapunov_prune.errors import LyapunovPruneError
+from lyapunov_prune.results import ModelIdentity
+
+
+@dataclass(frozen=True)
+class Structure:
+    """The parts of a decoder-only language model that the analysis touches.
+
+    `backbone` maps token ids to final hidden states and holds `layers`; the head is not part of it, so
+    measuring the residual stream builds no tokens × vocabulary tensor.
+    """
+
+    model_type: str
+    backbone: nn.Module
+    layers: nn.ModuleList
+    layers_path: str  # the name of `layers` inside the model, as in state-dict keys
+    config: Any  # the text config: the one that holds num_hidden_layers
+
+    @property
+    def num_layers(self) -> int:
+        return len(self.layers)
+
+    @property
+    def max_context(self) -> int | None:
+        """Longest context the positions allow; None when the config names none."""
+        return getattr(self.config, "max_position_embeddings", None)
+
+
+def find_structure(model: PreTrainedModel) -> Structure:
+    """The structure of `model`, found by rule: the layers are the largest module list of the right length.
+
+    Raises LyapunovPruneError for an encoder, an encoder-decoder, or when no such list exists.
+    """
+    kind = type(model).__name__
+    if getattr(model.config, "is_encoder_decoder", False):
+        raise LyapunovPruneError(f"{kind} is an encoder-decoder; give a decoder-only language model")
+    if model.get_output_embeddings() is None:
+        raise LyapunovPruneError(
+            f"{kind} has no language-model head; load it with AutoModelForCausalLM, or give a decoder"
+        )
+    config = model.config.get_text_config(decoder=True)
+    length = config.num_hidden_layers
+    lists = {
+        name: module
+        for name, module in model.named_modules()
+        if isinstance(module, nn.ModuleList) and len(module) == length
+    }
+    if not lists:
+        raise LyapunovPruneError(
+            f"{kind} ({config.model_type}) keeps no module list of its {length} layers; this decoder is not supported"
+        )
+    path = max(lists, key=lambda name: sum(p.numel() for p in lists[name].parameters()))
+    return Structure(
+        model_type=config.model_type,
+        backbone=model.base_model,
+        layers=lists[path],
+        layers_path=path,
+        config=config,
+    )
+
+
+@torch.no_grad()
+def require_causal(model: PreTrainedModel) -> None:
+    """Raise LyapunovPruneError if an output depends on a later token, as in an encoder.
+
+    A behavioural test, so that no list of encoder names is needed: change the last of four tokens and
+    look whether the logits before it move.
+    """
+    vocabulary = model.config.get_text_config(decoder=True).vocab_size
+    ids = torch.arange(4, device=model.device).remainder(vocabulary).expand(2, 4).clone()
+    ids[1, -1] = vocabulary - 1
+    logits = model(ids, use_cache=False).logits[:, :-1].float()
+    if not torch.equal(logits[0].isfinite(), logits[1].isfinite()) or not torch.allclose(
+        logits[0].nan_to_num(), logits[1].nan_to_num(), rtol=1e-2, atol=1e-4
+    ):
+        raise LyapunovPruneError(
+            f"{type(model).__name__} looks at later tokens (an encoder); give a causal decoder"
+        )
+
+
+def identify(model: PreTrainedModel) -> ModelIdentity:
+    """What tells this model from another: names and shapes of all parameters, two weights of each layer."""
+    structure = find_structure(model)
+    digest = hashlib.sha256()
+    for name, parameter in model.named_parameters():
+        digest.update(f"{name}{tuple(parameter.shape)};".encode())
+    samples: list[float] = []
+    for layer in structure.layers:
+        weight = next(p for p in layer.parameters() if p.ndim >= 2).detach()
+        samples += [float(weight.flatten()[0]), float(weight.flatten()[-1])]
+    return ModelIdentity(
+        name=model.config._name_or_path or type(model).__name__,
+        model_type=structure.model_type,
+        num_layers=structure.num_layers,
+        parameters=model.num_parameters(),
+        architecture=digest.hexdigest(),
+        samples=tuple(samples),
+    )

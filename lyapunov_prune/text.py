@@ -1,0 +1,231 @@
+"""Text as windows of token ids, with calibration and evaluation kept apart.
+
+A text is cut in two by position: calibration is the first half, evaluation the second, less every
+paragraph of the first half that occurs there again. `require_disjoint` checks the tokens themselves.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from lyapunov_prune.errors import LyapunovPruneError
+from lyapunov_prune.models.structure import find_structure, identify
+from lyapunov_prune.results import MeasuredOn, versions
+
+Split = Literal["calibration", "evaluation", "all"]
+
+# A repeated paragraph shorter than this (a heading, a signature) is no leak.
+LEAK_CHARACTERS = 64
+# A run of this many tokens in both texts is a leak.
+LEAK_TOKENS = 64
+_PARAGRAPH_END = re.compile(r"(\n\s*\n)")
+
+
+@dataclass(frozen=True)
+class TokenBatch:
+    """Token ids, windows × context (int64), and where they came from."""
+
+    ids: torch.Tensor
+    text: str
+    split: str
+    bos: bool | None
+
+    @property
+    def context(self) -> int:
+        return self.ids.shape[1]
+
+    @property
+    def text_hash(self) -> str:
+        """SHA-256 of the ids and their shape."""
+        ids = self.ids.to("cpu", torch.int64).contiguous()
+        return hashlib.sha256(str(tuple(ids.shape)).encode() + ids.numpy().tobytes()).hexdigest()
+
+    def measured_on(self, model: PreTrainedModel, seed: int | None = None) -> MeasuredOn:
+        return MeasuredOn(
+            model=identify(model),
+            dtype=str(model.dtype).removeprefix("torch."),
+            device=model.device.type,
+            text=self.text,
+            split=self.split,
+            text_hash=self.text_hash,
+            tokens=self.ids.numel(),
+            context=self.context,
+            bos=self.bos,
+            seed=seed,
+            versions=versions(),
+        )
+
+
+def as_batch(model: PreTrainedModel, batch: TokenBatch | torch.Tensor) -> TokenBatch:
+    """A checked batch for `model`: two-dimensional ids inside its vocabulary and its context.
+
+    Raises LyapunovPruneError otherwise.
+    """
+    if isinstance(batch, torch.Tensor):
+        batch = TokenBatch(batch, text="token ids", split="all", bos=None)
+    if batch.ids.ndim != 2 or batch.ids.shape[0] == 0 or batch.ids.shape[1] < 2:
+        raise LyapunovPruneError(
+            f"token ids of shape {tuple(batch.ids.shape)}; give batch × tokens, two tokens or more"
+        )
+    if batch.ids.dtype not in (torch.int64, torch.int32):
+        raise LyapunovPruneError(f"token ids are {batch.ids.dtype}; give integers")
+    structure = find_structure(model)
+    if structure.max_context and batch.context > structure.max_context:
+        raise LyapunovPruneError(
+            f"context {batch.context} is longer than the model's {structure.max_context}; lower --context"
+        )
+    low, high = int(batch.ids.min()), int(batch.ids.max())
+    vocabulary = structure.config.vocab_size
+    if low < 0 or high >= vocabulary:
+        raise LyapunovPruneError(
+            f"token id {high if high >= vocabulary else low} is outside the model's vocabulary of {vocabulary}; "
+            "use the model's own tokenizer"
+        )
+    return batch
+
+
+def load_text(
+    source: str,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    tokens: int = 4096,
+    context: int = 512,
+    split: Split = "calibration",
+    bos: bool | None = None,
+    offline: bool = False,
+) -> TokenBatch:
+    """The first `tokens` tokens of a split, as whole windows of `context` tokens.
+
+    `source`: `builtin` (the language reference that CPython ships), a `.txt` file (any plain text), a
+    `.jsonl` file with a `text` field, or a hub data set `name[:config[:split]]` (extra `data`). With
+    `bos` every window starts with the BOS token; None follows the tokenizer's own habit.
+
+    Raises LyapunovPruneError when the text is missing, empty or shorter than asked for.
+    """
+    if context < 2:
+        raise LyapunovPruneError(f"context {context} is too short to score a token; give 2 or more")
+    if tokens < context:
+        raise LyapunovPruneError(f"{tokens} tokens do not fill one window of {context}; raise --tokens")
+    text = _split(_read(source, offline), split)
+    if bos is None:
+        bos = _adds_bos(tokenizer)
+    if bos and tokenizer.bos_token_id is None:
+        raise LyapunovPruneError("this tokenizer has no BOS token; use --no-bos")
+    width = context - 1 if bos else context
+    windows = tokens // context
+    # Four characters a token is usual; ten leaves room, and spares tokenizing whole corpora.
+    ids = tokenizer(text[: 10 * windows * width + 1000], add_special_tokens=False, verbose=False)["input_ids"]
+    if len(ids) < windows * width:
+        ids = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+    if len(ids) < windows * width:
+        raise LyapunovPruneError(
+            f"{source} ({split}) has {len(ids)} tokens and {windows * width} are needed; "
+            "lower --tokens or give a longer text"
+        )
+    matrix = torch.tensor(ids[: windows * width], dtype=torch.int64).view(windows, width)
+    if bos:
+        matrix = torch.cat([torch.full((windows, 1), tokenizer.bos_token_id), matrix], dim=1)
+    return TokenBatch(matrix, text=source, split=split, bos=bos)
+
+
+def require_disjoint(calibration: TokenBatch, evaluation: TokenBatch) -> None:
+    """Raise LyapunovPruneError if a run of 64 tokens stands in both batches."""
+    size = min(LEAK_TOKENS, calibration.context, evaluation.context)
+
+    def runs(batch: TokenBatch) -> set[bytes]:
+        windows = batch.ids.unfold(1, size, 1).reshape(-1, size)
+        return {row.tobytes() for row in windows.contiguous().numpy()}
+
+    if not runs(calibration).isdisjoint(runs(evaluation)):
+        raise LyapunovPruneError(
+            f"calibration ({calibration.text}) and evaluation text ({evaluation.text}) share {size} tokens in a row; "
+            "take the evaluation split, or another text"
+        )
+
+
+def _read(source: str, offline: bool) -> str:
+    path = Path(source)
+    if source == "builtin":
+        from pydoc_data.topics import topics
+
+        # Topics quote each other: keep the first copy of every paragraph.
+        return "\n\n".join(dict.fromkeys("\n\n".join(topics.values()).split("\n\n")))
+    if path.is_file():
+        try:
+            text = path.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise LyapunovPruneError(f"cannot read {source} as UTF-8 text: {error}") from None
+        return _join_jsonl(source, text) if path.suffix == ".jsonl" else text
+    if path.suffix in {".txt", ".jsonl"} or path.exists():
+        raise LyapunovPruneError(f"{source} is no readable file; give builtin, a .txt, a .jsonl or a data set")
+    return _read_dataset(source, offline)
+
+
+def _join_jsonl(source: str, text: str) -> str:
+    documents = []
+    for number, line in enumerate(text.splitlines(), start=1):
+        if not line.strip():
+            continue
+        try:
+            documents.append(json.loads(line)["text"])
+        except (ValueError, KeyError, TypeError):
+            raise LyapunovPruneError(
+                f'{source} line {number} is no JSON object with a "text" field; give {{"text": "…"}} a line'
+            ) from None
+    return "\n\n".join(documents)
+
+
+def _read_dataset(source: str, offline: bool) -> str:
+    name, _, rest = source.partition(":")
+    config, _, part = rest.partition(":")
+    if offline:
+        raise LyapunovPruneError(
+            f"{source} is no local file and --offline forbids the hub; give builtin or a file"
+        )
+    try:
+        from datasets import load_dataset
+    except ImportError:
+        raise LyapunovPruneError(
+            f"{source} is no local file, and a hub data set needs the extra: pip install 'lyapunov-prune[data]'"
+        ) from None
+    try:
+        data: Any = load_dataset(name, config or None, split=part or "test")
+    except Exception as error:  # datasets raises many kinds: network, name, format
+        raise LyapunovPruneError(
+            f"cannot load the data set {source}: {str(error).splitlines()[0]}"
+        ) from None
+    if "text" not in data.column_names:
+        raise LyapunovPruneError(f"{source} has no column text (it has {', '.join(data.column_names)})")
+    return "\n\n".join(data["text"])
+
+
+def _split(text: str, split: Split) -> str:
+    if split == "all":
+        return text
+    # At a blank line, or a line, or anywhere: a text may have neither.
+    middle = len(text) // 2
+    for mark in ("\n\n", "\n", " "):
+        found = text.find(mark, middle)
+        if found != -1 and found < len(text) - len(text) // 4:
+            middle = found + len(mark)
+            break
+    first, second = text[:middle], text[middle:]
+    if split == "calibration":
+        return first
+    if split != "evaluation":
+        raise LyapunovPruneError(f"unknown split {split!r}; give calibration, evaluation or all")
+    seen = {p.strip() for p in _PARAGRAPH_END.split(first) if len(p) >= LEAK_CHARACTERS}
+    return "".join(p for p in _PARAGRAPH_END.split(second) if p.strip() not in seen)
+
+
+def _adds_bos(tokenizer: PreTrainedTokenizerBase) -> bool:
+    ids = tokenizer("a")["input_ids"]
+    return tokenizer.bos_token_id is not None and bool(ids) and ids[0] == tokenizer.bos_token_id

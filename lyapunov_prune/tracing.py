@@ -1,0 +1,85 @@
+"""The residual stream of a decoder, seen through hooks that are gone when the block ends."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from lyapunov_prune.errors import LyapunovPruneError
+from lyapunov_prune.models.structure import Structure
+
+Visit = Callable[[int, torch.Tensor], None]
+Inject = Callable[[torch.Tensor], torch.Tensor]
+
+
+def hidden_of(output: Any) -> torch.Tensor:
+    """The hidden state a decoder layer returned.
+
+    Layers of transformers 5 return a bare tensor, older ones a tuple: `output[0]` of the former would be
+    the first row of the batch.
+    """
+    return output if isinstance(output, torch.Tensor) else output[0]
+
+
+def with_hidden(output: Any, hidden: torch.Tensor) -> Any:
+    """`output` with its hidden state replaced, in the form the layer returned."""
+    return hidden if isinstance(output, torch.Tensor) else (hidden, *output[1:])
+
+
+@contextmanager
+def residual_stream(structure: Structure, visit: Visit, inject: Inject | None = None) -> Iterator[None]:
+    """Call `visit(l, h_l)` for `l = 0 … L` on every forward inside the block.
+
+    `h_0` enters layer 0 (after `inject`, if given, has replaced it), `h_{l+1}` leaves layer `l`, before
+    the final norm. Hooks are removed on the way out, also after an exception.
+    """
+
+    def first(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        hidden = layer_input(args, kwargs)
+        if inject is not None:
+            hidden = inject(hidden)
+            args, kwargs = ((hidden, *args[1:]), kwargs) if args else (args, {**kwargs, "hidden_states": hidden})
+        visit(0, hidden)
+        return args, kwargs
+
+    def after(index: int) -> Callable[..., None]:
+        return lambda module, args, output: visit(index + 1, hidden_of(output))
+
+    handles = [structure.layers[0].register_forward_pre_hook(first, with_kwargs=True)]
+    try:
+        for index, layer in enumerate(structure.layers):
+            handles.append(layer.register_forward_hook(after(index)))
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+@contextmanager
+def skipped(structure: Structure, layers: tuple[int, ...]) -> Iterator[None]:
+    """Every forward inside the block passes over `layers`: each returns the hidden state it was given.
+
+    The layers still compute, so this is a reference for removal and no faster than the full model.
+    """
+
+    def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
+        return with_hidden(output, layer_input(args, kwargs))
+
+    handles = [structure.layers[i].register_forward_hook(hook, with_kwargs=True) for i in layers]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def layer_input(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
+    """The hidden state a decoder layer was called with."""
+    hidden = args[0] if args else kwargs.get("hidden_states")
+    if not isinstance(hidden, torch.Tensor):
+        raise LyapunovPruneError("a decoder layer was called without hidden states; this decoder is not supported")
+    return hidden
