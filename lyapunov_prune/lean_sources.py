@@ -18,18 +18,10 @@ from pathlib import Path
 
 LIBRARY, TESTS = "LyapunovPrune", "LyapunovPruneTest"
 
-FORBIDDEN = (
-    "admit",
-    "axiom",
-    "bv_decide",
-    "implemented_by",
-    "native_decide",
-    "skipKernelTC",
-    "sorry",
-    "sorryAx",
+# What would let a statement through without a proof, or with one that the kernel did not see.
+_FORBIDDEN = re.compile(
+    r"(?<![\w'])(?:admit|axiom|bv_decide|implemented_by|native_decide|skipKernelTC|sorry|sorryAx)(?![\w'!?])"
 )
-_FORBIDDEN = re.compile(rf"(?<![\w'])(?:{'|'.join(FORBIDDEN)})(?![\w'!?])")
-
 # Each command begins in column 0 with one of these, or its end cannot be seen without parsing Lean.
 _COMMAND = re.compile(
     r"abbrev|attribute|class|def|end|example|import|include|inductive|instance|lemma|namespace|notation|omit|"
@@ -40,12 +32,14 @@ _BURIED = re.compile(
 )
 _PROVED = ("theorem", "lemma")
 
-_COMMENT_OR_STRING = re.compile(r"""--[^\n]*|/-|"(?:[^"\\]|\\.)*"|'\\?"'""", re.DOTALL)
+_COMMENT_OR_STRING = re.compile(
+    r"""--[^\n]*|/-|\br(#*)".*?"\1|"(?:[^"\\]|\\.)*"|'\\?"'""",  # raw strings and '"' hide no quote
+    re.DOTALL,
+)
 _COMMENT_EDGE = re.compile(r"/-|-/")
-_STRING = re.compile(r'"(?:[^"\\]|\\.)*"', re.DOTALL)
-_PREFIX = re.compile(r"(?:\bin|\A(?:@\[[^\]]*\]\s*)+)\s*\Z")
+_PREFIX = re.compile(r"(?m)(?:\bin|^@\[[^\]]*\])\s*\Z")
 _HEAD = re.compile(
-    r"(?:(?:open|set_option|omit|include|variable)\b[^\n]*?\bin\s+)*"
+    r"\s*(?:(?:open|set_option|omit|include|variable)\b[^\n]*?\bin\s+)*"
     r"(?:@\[[^\]]*\]\s*)*"
     r"(?P<modifiers>(?:(?:local|noncomputable|private|protected|scoped)\s+)*)"
     r"(?P<keyword>\S+)\s*(?P<name>[^\s({\[:]*)"
@@ -81,8 +75,8 @@ class _Module:
     theorems: list[tuple[_Command, int]] = field(default_factory=list)  # with the length of its context
 
 
-def code_only(text: str) -> str:
-    """The source with every comment blanked; strings, line breaks and columns stay."""
+def code_only(text: str, strings: bool = True) -> str:
+    """The source with comments, and unless `strings` also strings, blanked; lines and columns stay."""
     kept, position = [], 0
     while match := _COMMENT_OR_STRING.search(text, position):
         end = match.end()
@@ -95,8 +89,8 @@ def code_only(text: str) -> str:
             depth += 1 if edge.group() == "/-" else -1
             end = edge.end()
         found = text[match.start() : end]
-        comment = found.startswith(("--", "/-"))
-        kept += [text[position : match.start()], re.sub(r"[^\n]", " ", found) if comment else found]
+        stays = strings and not found.startswith(("--", "/-"))
+        kept += [text[position : match.start()], found if stays else re.sub(r"[^\n]", " ", found)]
         position = end
     return "".join(kept) + text[position:]
 
@@ -113,8 +107,7 @@ def commands(code: str) -> Iterator[_Command]:
                 parts.append((line, part))
         line += part.count("\n")
     for line, text in parts:
-        head = _HEAD.match(text)
-        if head is not None:
+        if head := _HEAD.match(text):
             private = "private" in head["modifiers"]
             rest = text[head.end("keyword") :]
             yield _Command(head["keyword"], head["name"], private, rest, " ".join(text.split()), line)
@@ -138,10 +131,10 @@ def statements(root: str | Path) -> tuple[list[Statement], list[str]]:
     for path in _library_files(root):
         file = path.relative_to(root).as_posix()
         module = modules[_module_name(file)] = _Module(file)
-        for command in commands(code_only(path.read_text(encoding="utf-8"))):
+        for command in _commands_of(path):
             if not _COMMAND.fullmatch(command.keyword):
                 problems.append(f"{file}:{command.line}: unknown command `{command.keyword}`")
-            if buried := _BURIED.search(_STRING.sub(_blank, command.rest)):
+            if buried := _BURIED.search(code_only(command.rest, strings=False)):
                 place = f"{file}:{command.line + command.rest.count(chr(10), 0, buried.start())}"
                 problems.append(f"{place}: `{buried.group()}` does not begin in column 0")
             if command.keyword in _PROVED:
@@ -201,7 +194,7 @@ def _statement_problems(
 
 def _forbidden_words(root: Path) -> Iterator[str]:
     for path in sorted(root.rglob("*.lean")):
-        code = _STRING.sub(_blank, code_only(path.read_text(encoding="utf-8")))
+        code = code_only(path.read_text(encoding="utf-8"), strings=False)
         for match in _FORBIDDEN.finditer(code):
             line = code.count("\n", 0, match.start()) + 1
             yield f"{path.relative_to(root).as_posix()}:{line}: `{match.group()}`"
@@ -212,9 +205,10 @@ def _import_problems(root: Path) -> Iterator[str]:
     for path in (library, tests):
         if not path.is_file():
             yield f"{path.name} is missing"
-    modules = {
-        _module_name(p.relative_to(root).as_posix()): p for p in sorted((root / LIBRARY).rglob("*.lean"))
-    }
+    modules = {_module_name(p.relative_to(root).as_posix()): p for p in _library_files(root)}
+    for command in _commands_of(library):
+        if command.keyword != "import":
+            yield f"{library.name}:{command.line}: `{command.keyword}`; this file only imports"
     imported = {name for name in _imports_of(library) if name.split(".")[0] == LIBRARY}
     for name in sorted(set(modules) - imported):
         yield f"{modules[name].relative_to(root).as_posix()} is not imported by {library.name}"
@@ -229,9 +223,12 @@ def _import_problems(root: Path) -> Iterator[str]:
             yield f"{tests.name} no longer asks which axioms the theorems rest on (collectAxioms)"
 
 
+def _commands_of(path: Path) -> list[_Command]:
+    return list(commands(code_only(path.read_text(encoding="utf-8")))) if path.is_file() else []
+
+
 def _imports_of(path: Path) -> list[str]:
-    code = code_only(path.read_text(encoding="utf-8")) if path.is_file() else ""
-    return [command.name for command in commands(code) if command.keyword == "import"]
+    return [command.name for command in _commands_of(path) if command.keyword == "import"]
 
 
 def _imported(module: _Module, modules: Mapping[str, _Module]) -> list[str]:
@@ -252,7 +249,3 @@ def _library_files(root: Path) -> list[Path]:
 
 def _module_name(file: str) -> str:
     return file.removesuffix(".lean").replace("/", ".")
-
-
-def _blank(match: re.Match[str]) -> str:
-    return re.sub(r"[^\n]", " ", match.group())

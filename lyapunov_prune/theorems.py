@@ -28,8 +28,8 @@ _VERIFY = "lyapunov-prune theorems --verify"
 class Theorem:
     """One row of the registry.
 
-    `digest` covers the signature and everything it rests on (`lean_sources.statements`). After a change
-    that is meant, `tests/test_theorems.py` prints the new one.
+    `digest` covers the signature and everything it rests on (`lean_sources.statements`); after a change
+    that is meant, `check` names the new one.
     """
 
     number: str | None  # in the paper on structural sensitivity; None beyond its twelve
@@ -90,10 +90,10 @@ def verification(root: Path | None = None) -> Verification:
 
 
 def verify(root: Path | None = None) -> Verification:
-    """Run `lake build` and `lake test`, and remember that both passed.
+    """Fetch Mathlib's build files, run `lake build` and `lake test`, and remember that both passed.
 
-    Mathlib's build is downloaded first where it is missing: gigabytes, see lean/README.md. Raises
-    LyapunovPruneError when this cannot be run, CheckFailed when Lean or the registry says no.
+    The first run downloads gigabytes, see lean/README.md. Raises LyapunovPruneError when this cannot be
+    run, CheckFailed when lake or the registry says no.
     """
     root = root or source_root()
     if root is None:
@@ -104,13 +104,11 @@ def verify(root: Path | None = None) -> Verification:
     if lake is None:
         raise LyapunovPruneError("lake is not installed; install elan as lean/README.md says and try again")
     if problems := check(root):
-        raise CheckFailed("the Lean sources are not what the registry says:\n" + "\n".join(problems))
+        raise CheckFailed(f"sources and registry disagree: {'; '.join(problems)}; mend lean/ or the registry")
     repository, before = root.parent, sources_digest(root)
     (repository / STAMP).unlink(missing_ok=True)
-    if not (repository / ".lake/packages/mathlib/.lake/build").is_dir():
-        _run(lake, "exe", "cache", "get", cwd=repository)
-    _run(lake, "build", cwd=repository)
-    _run(lake, "test", cwd=repository)
+    for arguments in (["exe", "cache", "get"], ["build"], ["test"]):
+        _run(lake, *arguments, cwd=repository)
     if sources_digest(root) != before:
         raise CheckFailed("the Lean sources changed while lake ran; run it again")
     toolchain = (repository / "lean-toolchain").read_text(encoding="utf-8").strip()
@@ -130,7 +128,7 @@ def sources_digest(root: Path) -> str:
 
 
 def theorem_frame() -> pd.DataFrame:
-    """The registry as a table: number, name, statement, paper, use, digest, verified here or not."""
+    """The registry as a table: what each theorem says, where it is used, whether Lean verified it here."""
     verified = verification().verified
     rows = [
         {
@@ -179,8 +177,8 @@ _THEOREMS = (
             "Cache, sparsity and low rank together cost at most ‖W‖ ε + ‖W - S‖ ‖x'‖ + ‖S - L‖ ‖x'‖.",
             "edcd6242ddc72e4a"),
     Theorem("5", "efficiency_dominance", "Approximation", "structural sensitivity App. A, Thm 5",
-            "A cache look-up that costs no more than it saves, before an approximation no dearer "
-            "than the dense product, is no dearer than the dense product.",
+            "A look-up that costs no more than it saves and an approximation no dearer than the "
+            "dense product: the expected cost is no more than the dense one.",
             "1f7d41619b9099e3"),
     Theorem("5", "low_rank_cost_le", "Approximation", "structural sensitivity App. A, Thm 5",
             "A rank-r factorisation of an m × n matrix costs no more than the matrix when r (m + n) ≤ m n.",
@@ -195,7 +193,7 @@ _THEOREMS = (
             "With a common local error δ the total after n layers is at most e₀ + n δ.",
             "2f6ad9f9b2a6a494"),
     Theorem("8", "lyapunov_contraction_bound", "Propagation", "structural sensitivity §4.2, Thm 8",
-            "When every layer contracts the error by γ < 1, the total is at most γⁿ e₀ + δ (1 - "
+            "When every layer contracts the error by γ < 1, n layers leave at most γⁿ e₀ + δ (1 - "
             "γⁿ)/(1 - γ).",
             "dc6c11b4abf4a2c4"),
     Theorem("8", "lyapunov_contraction_bound_uniform", "Propagation", "structural sensitivity §4.2, Thm 8",
@@ -217,10 +215,10 @@ _THEOREMS = (
             "the error.",
             "2e1a58616e9ef64b"),
     Theorem("11", "nonlinear_composition_bound", "Propagation", "structural sensitivity §4.2, Thm 11",
-            "Two layers: e₂ ≤ K₁ K₀ e₀ + K₁ δ₀ + δ₁.",
+            "Two layers with stretching K₀, K₁ and local errors δ₀, δ₁: e₂ ≤ K₁ K₀ e₀ + K₁ δ₀ + δ₁.",
             "3df47b9daad7e9d2"),
     Theorem("12", "contraction_tightens_lipschitz", "Propagation", "structural sensitivity App. B, Thm 12",
-            "Multiplying the stretching factors by ρ ≤ 1 never raises the composed bound.",
+            "Multiplying the stretching factors by ρ between 0 and 1 never raises the composed bound.",
             "df4937b428aefb9f"),
     Theorem(None, "error_recurrence", "Propagation", "structural sensitivity §4.2, eq. (1)",
             "Layer by layer, the error between two trajectories is at most K times the one before "
@@ -243,7 +241,7 @@ _THEOREMS = (
             "The product of the first n factors ρ is the end-to-end ratio V_n / V_0.",
             "a42539621c105ac8", ("lyapunov_prune.contraction.measure_contraction",), "measurement"),
     Theorem(None, "relative_energy_le_pow", "Contraction", "structural sensitivity §6.2",
-            "If every layer contracts by γ, the relative error energy after n layers is at most γⁿ V_0.",
+            "If V_{k+1} ≤ γ V_k for every layer, then V_n ≤ γⁿ V_0.",
             "adfd4228563f212f"),
     Theorem(None, "spectral_residual_not_antitone", "Approximation", "structural sensitivity §3, refuted",
             "Keeping more entries can raise the operator norm of the residual (a 2 × 2 counterexample).",
@@ -291,8 +289,7 @@ _THEOREMS = (
             "That divergence is at most max d - min d.",
             "78f0f75a30bcca88"),
     Theorem(None, "kl_softmax_le_variance", "Probability", "representation hierarchies, Thm 3",
-            "KL(p‖q) ≤ (1/2 + 2c/9) Var_p(d) when |d_i - E_p[d]| ≤ c ≤ 1: the estimate Var_p(d)/2 "
-            "with its remainder.",
+            "KL(p‖q) ≤ (1/2 + 2c/9) Var_p(d) when |d_i - E_p[d]| ≤ c ≤ 1: Var_p(d)/2 and its remainder.",
             "9770f0f65f975016"),
     Theorem(None, "argmax_of_noise_lt_half_gap", "Decision", "boundary depth pruning, Thm 3",
             "A predictor with noise below half the gap between the best and the rest picks the best.",
