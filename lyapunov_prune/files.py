@@ -9,6 +9,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from safetensors import SafetensorError
+
 from lyapunov_prune.errors import LyapunovPruneError
 
 
@@ -54,9 +56,10 @@ def whole_folder(target: str | Path) -> Iterator[Path]:
         if target.exists():
             target.rmdir()  # empty, as required above; fails if something appeared meanwhile
         os.replace(temporary, target)
-    except OSError as error:
+    except (OSError, SafetensorError) as error:
+        reason = getattr(error, "strerror", None) or error
         raise LyapunovPruneError(
-            f"writing {target} failed: {error.strerror or error}; nothing was left there, free space and retry"
+            f"writing {target} failed: {reason}; nothing was left there, free space and retry"
         ) from None
     finally:
         shutil.rmtree(temporary, ignore_errors=True)

@@ -1,0 +1,292 @@
+"""The removal gate: a pruned model is right when four independent checks say so.
+
+1. Its logits are those of the original with the same layers passed over by hooks.
+2. Decoding step by step with a cache gives the logits of the uncached forward.
+3. Saved and reloaded with plain transformers it is the same model: same keys, same logits, same settings
+   in every layer.
+4. Layers, parameters and bytes on disk fell by exactly what was removed.
+
+Each check compares floating-point numbers on some tokens: evidence, not a proof.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import torch
+from safetensors import safe_open
+from torch import nn
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from lyapunov_prune.models.families import POSITION_ATTRIBUTES
+from lyapunov_prune.models.loading import quiet
+from lyapunov_prune.models.structure import Structure, find_structure
+from lyapunov_prune.plan import PruningPlan, as_plan
+from lyapunov_prune.results import Result
+from lyapunov_prune.text import TokenBatch, as_batch
+from lyapunov_prune.tracing import skipped
+
+# Largest relative deviation of a token's logits. The same kernels on the same shapes agree to the last
+# bit; folded constants (GPT-2) and the cache's other kernels do not.
+SAME_LIMIT = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 2e-3}
+CACHE_LIMIT = {torch.float64: 1e-9, torch.float32: 1e-4, torch.bfloat16: 1e-1, torch.float16: 1e-2}
+_TOKENS = 64
+_STEPS = 8
+_WINDOW_LIMIT = 1024  # a longer sliding window is not rolled over: the check would outlast the removal
+
+
+@dataclass(frozen=True)
+class GateCheck:
+    name: str
+    passed: bool
+    measured: float
+    limit: float
+    detail: str
+
+
+@dataclass(frozen=True)
+class GateReport(Result):
+    """The checks of the gate; `passed` when all did."""
+
+    checks: tuple[GateCheck, ...]
+
+    @property
+    def passed(self) -> bool:
+        return all(check.passed for check in self.checks)
+
+    def failure(self) -> str:
+        """The first check that failed, in words; empty when all passed."""
+        return next((f"{c.name}: {c.detail}" for c in self.checks if not c.passed), "")
+
+    def to_frame(self) -> pd.DataFrame:
+        return pd.DataFrame(
+            [(c.name, "passed" if c.passed else "FAILED", c.measured, c.limit, c.detail) for c in self.checks],
+            columns=["check", "result", "measured", "limit", "detail"],
+        )
+
+    def headline(self) -> str:
+        return "Removal gate: " + ("passed" if self.passed else "FAILED")
+
+
+@torch.no_grad()
+def verify_removal(
+    original: PreTrainedModel,
+    pruned: PreTrainedModel,
+    plan: PruningPlan | Sequence[int],
+    batch: TokenBatch | torch.Tensor | None = None,
+    *,
+    checkpoint: str | Path | None = None,
+) -> GateReport:
+    """Put `pruned` through the four checks on random tokens and on the start of `batch`.
+
+    `checkpoint` is a folder where `pruned` has been saved; without it the model is saved to a temporary
+    folder. Long enough inputs are used to roll over sliding windows of up to 1,024 tokens. Raises
+    LyapunovPruneError for a plan made for another model.
+    """
+    plan = as_plan(original, plan)
+    inputs = _inputs(original, batch)
+    checks = []
+    for check in (_skipped_check, _cache_check):
+        try:
+            checks.append(check(original, pruned, plan, inputs))
+        except Exception as error:  # a wrongly cut model fails in its own ways; that is a verdict too
+            checks.append(_crashed(check.__name__, error))
+    with _saved(pruned, checkpoint) as folder:
+        try:
+            checks.append(_reload_check(pruned, folder, inputs))
+        except Exception as error:
+            checks.append(_crashed("_reload_check", error))
+        checks.append(_count_check(original, pruned, plan, folder))
+    return GateReport(tuple(checks))
+
+
+def deviation(logits: torch.Tensor, reference: torch.Tensor) -> float:
+    """`max_t ‖z_t − z'_t‖ / ‖z'_t − mean z'_t‖` in float64; infinite when a value is not finite."""
+    a, b = logits.double(), reference.double()
+    if a.shape != b.shape or not (a.isfinite().all() and b.isfinite().all()):
+        return float("inf")
+    spread = torch.linalg.vector_norm(b - b.mean(-1, keepdim=True), dim=-1)
+    return float((torch.linalg.vector_norm(a - b, dim=-1) / spread.clamp_min(1e-300)).max())
+
+
+def _skipped_check(
+    original: PreTrainedModel, pruned: PreTrainedModel, plan: PruningPlan, inputs: list[torch.Tensor]
+) -> GateCheck:
+    with skipped(find_structure(original), plan.remove):
+        reference = [_logits(original, ids) for ids in inputs]
+    worst = max(deviation(_logits(pruned, ids), z) for ids, z in zip(inputs, reference, strict=True))
+    limit = SAME_LIMIT[pruned.dtype]
+    return GateCheck(
+        "same as skipping", worst <= limit, worst, limit, "logits against the original with the layers skipped"
+    )
+
+
+def _cache_check(
+    original: PreTrainedModel, pruned: PreTrainedModel, plan: PruningPlan, inputs: list[torch.Tensor]
+) -> GateCheck:
+    worst = max(deviation(_cached_logits(pruned, ids), _tail(_logits(pruned, ids))) for ids in inputs)
+    limit, detail = CACHE_LIMIT[pruned.dtype], "cached decoding against the uncached forward"
+    if worst > limit:
+        intact = max(deviation(_cached_logits(original, ids), _tail(_logits(original, ids))) for ids in inputs)
+        detail += f" (the intact model deviates by {intact:.2g})"
+    return GateCheck("cached decoding", worst <= limit, worst, limit, detail)
+
+
+def _reload_check(pruned: PreTrainedModel, folder: Path, inputs: list[torch.Tensor]) -> GateCheck:
+    with quiet():
+        reloaded, info = AutoModelForCausalLM.from_pretrained(
+            folder,
+            use_safetensors=True,
+            local_files_only=True,
+            trust_remote_code=False,
+            output_loading_info=True,
+            dtype=pruned.dtype,
+            device_map=pruned.device,
+            attn_implementation=pruned.config._attn_implementation,
+        )
+    reloaded.eval()
+    limit = SAME_LIMIT[pruned.dtype]
+    for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"):
+        if info[kind]:
+            keys = sorted(map(str, info[kind]))
+            detail = f"{len(keys)} {kind.replace('_', ' ')} on reloading, first {keys[0]}"
+            return GateCheck("reloads as saved", False, float("inf"), limit, detail)
+    changed = _changed_setting(find_structure(pruned), find_structure(reloaded))
+    if changed:
+        return GateCheck("reloads as saved", False, float("inf"), limit, changed)
+    worst = max(deviation(_logits(reloaded, ids), _logits(pruned, ids)) for ids in inputs)
+    return GateCheck("reloads as saved", worst <= limit, worst, limit, "logits after plain from_pretrained")
+
+
+def _count_check(original: PreTrainedModel, pruned: PreTrainedModel, plan: PruningPlan, folder: Path) -> GateCheck:
+    gone = _leaving(original, plan.remove)
+    structure = find_structure(pruned)
+    saved = 0
+    for file in folder.glob("*.safetensors"):
+        with safe_open(file, framework="pt") as tensors:
+            for name in tensors.keys():  # noqa: SIM118 - safe_open is no dict
+                part = tensors.get_slice(name)
+                saved += _numel(part.get_shape()) * _itemsize(part.get_dtype())
+    wanted = {
+        "layers": (structure.num_layers, len(plan.kept)),
+        "config's layer count": (structure.config.num_hidden_layers, len(plan.kept)),
+        "parameters": (_size(pruned.parameters()), _size(original.parameters()) - _size(gone)),
+        "bytes saved": (saved, _bytes(_persistent(original)) - _bytes(gone)),
+    }
+    for what, (found, expected) in wanted.items():
+        if found != expected:
+            return GateCheck("fell by what was removed", False, found, expected, f"{what}: {found:,}, not {expected:,}")
+    share = _size(gone) / _size(original.parameters())
+    return GateCheck("fell by what was removed", True, share, share, "share of parameters and bytes that left")
+
+
+def _inputs(model: PreTrainedModel, batch: TokenBatch | torch.Tensor | None) -> list[torch.Tensor]:
+    """Two rows of random tokens and, if given, the first window of `batch`, cut to a useful length."""
+    structure = find_structure(model)
+    window = getattr(structure.config, "sliding_window", None) or 0
+    length = max(_TOKENS, window + 2 * _STEPS) if window <= _WINDOW_LIMIT else _TOKENS
+    length = min(length, structure.max_context or length)
+    generator = torch.Generator().manual_seed(0)
+    inputs = [torch.randint(structure.config.vocab_size, (2, length), generator=generator)]
+    if batch is not None:
+        inputs.append(as_batch(model, batch).ids[:1, :length])
+    return [ids.to(model.device) for ids in inputs]
+
+
+def _logits(model: PreTrainedModel, ids: torch.Tensor) -> torch.Tensor:
+    return model(ids, use_cache=False).logits
+
+
+def _tail(logits: torch.Tensor) -> torch.Tensor:
+    return logits[:, -_STEPS - 1 :]
+
+
+def _cached_logits(model: PreTrainedModel, ids: torch.Tensor) -> torch.Tensor:
+    """Logits of the last tokens: a prefix at once, then one token at a time through the cache."""
+    output = model(ids[:, :-_STEPS], use_cache=True)
+    steps = [output.logits[:, -1:]]
+    for t in range(ids.shape[1] - _STEPS, ids.shape[1]):
+        output = model(ids[:, t : t + 1], past_key_values=output.past_key_values, use_cache=True)
+        steps.append(output.logits)
+    return torch.cat(steps, dim=1)
+
+
+@contextmanager
+def _saved(model: PreTrainedModel, checkpoint: str | Path | None) -> Iterator[Path]:
+    if checkpoint is not None:
+        yield Path(checkpoint)
+        return
+    with tempfile.TemporaryDirectory(prefix="lyapunov-prune-gate-") as folder, quiet():
+        model.save_pretrained(folder)
+        yield Path(folder)
+
+
+def _changed_setting(pruned: Structure, reloaded: Structure) -> str:
+    """The first plain attribute of a kept layer that reloading changed, or an empty string.
+
+    Catches what short inputs cannot: a layer that comes back with another window, scale or kind.
+    """
+    for index, (a, b) in enumerate(zip(pruned.layers, reloaded.layers, strict=True)):
+        for (name, before), (_, after) in zip(a.named_modules(), b.named_modules(), strict=True):
+            for key, value in _settings(before).items():
+                other = _settings(after).get(key)
+                if other != value and not (isinstance(value, float) and _close(value, other)):
+                    return f"layer {index} came back with {name + '.' if name else ''}{key} = {other!r}, not {value!r}"
+            for key in POSITION_ATTRIBUTES:
+                if getattr(before, key, None) != getattr(after, key, None):
+                    return f"layer {index} holds {key} {getattr(before, key)}, and {getattr(after, key)} after reloading"
+    return ""
+
+
+def _settings(module: nn.Module) -> dict[str, Any]:
+    return {
+        key: value
+        for key, value in vars(module).items()
+        if isinstance(value, bool | int | float | str | None) and key not in POSITION_ATTRIBUTES and key[0] != "_"
+    }
+
+
+def _close(a: float, b: Any) -> bool:
+    return isinstance(b, float) and abs(a - b) <= 1e-12 * abs(a)
+
+
+def _leaving(model: PreTrainedModel, layers: Sequence[int]) -> list[torch.Tensor]:
+    """Parameters and persistent buffers that leave with `layers`; a tensor used elsewhere too stays."""
+    structure = find_structure(model)
+    prefix = [f"{structure.layers_path}.{i}." for i in layers]
+    state = model.state_dict(keep_vars=True)
+    inside = {name for name in state if name.startswith(tuple(prefix))}
+    kept = {state[name].data_ptr() for name in state if name not in inside}
+    return list({state[n].data_ptr(): state[n] for n in inside if state[n].data_ptr() not in kept}.values())
+
+
+def _persistent(model: PreTrainedModel) -> list[torch.Tensor]:
+    """What a checkpoint holds: every tensor of the state dict once, tied ones too."""
+    return list({t.data_ptr(): t for t in model.state_dict(keep_vars=True).values()}.values())
+
+
+def _size(tensors: Any) -> int:
+    return sum(t.numel() for t in tensors if isinstance(t, nn.Parameter))
+
+
+def _bytes(tensors: list[torch.Tensor]) -> int:
+    return sum(t.numel() * t.element_size() for t in tensors)
+
+
+def _numel(shape: Sequence[int]) -> int:
+    return int(torch.Size(shape).numel())
+
+
+def _itemsize(dtype: str) -> int:
+    return {"F64": 8, "I64": 8, "F32": 4, "I32": 4, "F16": 2, "BF16": 2}.get(dtype, 1)
+
+
+def _crashed(name: str, error: Exception) -> GateCheck:
+    lines = str(error).strip().splitlines() or [""]
+    return GateCheck(name.strip("_").replace("_", " "), False, float("inf"), 0.0, f"{type(error).__name__}: {lines[0]}")

