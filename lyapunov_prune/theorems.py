@@ -152,7 +152,8 @@ def _not_verified(why: str) -> Verification:
 
 def _run(lake: str, *arguments: str, cwd: Path) -> None:
     try:
-        status = subprocess.run([lake, *arguments], cwd=cwd, check=False).returncode
+        # To stderr: stdout may be carrying the caller's JSON.
+        status = subprocess.run([lake, *arguments], cwd=cwd, stdout=2, check=False).returncode
     except OSError as error:
         raise LyapunovPruneError(f"cannot run {lake}: {error.strerror}; reinstall elan") from None
     if status != 0:
