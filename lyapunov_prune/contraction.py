@@ -24,7 +24,6 @@ from lyapunov_prune.models.structure import Structure, find_structure
 from lyapunov_prune.progress import track
 from lyapunov_prune.results import MeasuredOn, Result
 from lyapunov_prune.text import TokenBatch, as_batch
-
 from lyapunov_prune.tracing import residual_stream
 
 Pooling = Literal["energy", "token"]
@@ -276,7 +275,7 @@ def _collect(rows: list[tuple[torch.Tensor, ...]], where: str) -> _Sums:
 
 
 def _forward(structure: Structure, ids: torch.Tensor) -> None:
-    device = structure.backbone.get_input_embeddings().weight.device  # type: ignore[operator,union-attr]
+    device = structure.backbone.get_input_embeddings().weight.device  # type: ignore[operator]
     structure.backbone(input_ids=ids.to(device), use_cache=False)
 
 
@@ -347,5 +346,3 @@ def _jvp_sums(
                 f"({str(error).splitlines()[0]}); use method difference"
             ) from None
     return _collect(rows, f"windows {first_window} to {first_window + windows - 1}")
-
-

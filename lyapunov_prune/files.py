@@ -29,9 +29,7 @@ def write_whole(path: str | Path, text: str) -> Path:
             os.unlink(temporary)
             raise
     except OSError as error:
-        raise LyapunovPruneError(
-            f"cannot write {path}: {error.strerror}; free space or choose another place"
-        ) from None
+        raise LyapunovPruneError(f"cannot write {path}: {error.strerror}; free space or choose another place") from None
     return path
 
 
@@ -47,9 +45,7 @@ def whole_folder(target: str | Path) -> Iterator[Path]:
         target.parent.mkdir(parents=True, exist_ok=True)
         temporary = Path(tempfile.mkdtemp(dir=target.parent, prefix=f".{target.name}.partial-"))
     except OSError as error:
-        raise LyapunovPruneError(
-            f"cannot write beside {target}: {error.strerror}; choose another place"
-        ) from None
+        raise LyapunovPruneError(f"cannot write beside {target}: {error.strerror}; choose another place") from None
     try:
         yield temporary
         os.chmod(temporary, 0o755)

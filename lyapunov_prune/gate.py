@@ -123,7 +123,11 @@ def _skipped_check(
     worst = max(deviation(_logits(pruned, ids), z) for ids, z in zip(inputs, reference, strict=True))
     limit = SAME_LIMIT[pruned.dtype]
     return GateCheck(
-        "same as skipping", worst <= limit, worst, limit, "logits against the original with the layers skipped"
+        "same as skipping",
+        worst <= limit,
+        worst,
+        limit,
+        "logits against the original with the layers skipped",
     )
 
 
@@ -140,7 +144,7 @@ def _cache_check(
 
 def _reload_check(pruned: PreTrainedModel, folder: Path, inputs: list[torch.Tensor]) -> GateCheck:
     with quiet():
-        reloaded, info = AutoModelForCausalLM.from_pretrained(
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
             folder,
             use_safetensors=True,
             local_files_only=True,
@@ -150,6 +154,7 @@ def _reload_check(pruned: PreTrainedModel, folder: Path, inputs: list[torch.Tens
             device_map=pruned.device,
             attn_implementation=pruned.config._attn_implementation,
         )
+    reloaded, info = loaded
     reloaded.eval()
     limit = SAME_LIMIT[pruned.dtype]
     for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"):
@@ -240,7 +245,9 @@ def _changed_setting(pruned: Structure, reloaded: Structure) -> str:
                     return f"layer {index} came back with {name + '.' if name else ''}{key} = {other!r}, not {value!r}"
             for key in POSITION_ATTRIBUTES:
                 if getattr(before, key, None) != getattr(after, key, None):
-                    return f"layer {index} holds {key} {getattr(before, key)}, and {getattr(after, key)} after reloading"
+                    return (
+                        f"layer {index} holds {key} {getattr(before, key)}, and {getattr(after, key)} after reloading"
+                    )
     return ""
 
 

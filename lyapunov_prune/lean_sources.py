@@ -154,9 +154,7 @@ def statements(root: str | Path) -> tuple[list[Statement], list[str]]:
     return found, problems
 
 
-def check_sources(
-    root: str | Path, expected: Mapping[str, tuple[str, str]], helpers: Collection[str]
-) -> list[str]:
+def check_sources(root: str | Path, expected: Mapping[str, tuple[str, str]], helpers: Collection[str]) -> list[str]:
     """What is wrong with the sources below `root`, one line each; empty when nothing is.
 
     `expected` maps the name of a theorem to its file and digest; `helpers` are the public lemmas that
@@ -166,9 +164,7 @@ def check_sources(
     return [*_forbidden_words(root), *_import_problems(root), *_statement_problems(root, expected, helpers)]
 
 
-def _statement_problems(
-    root: Path, expected: Mapping[str, tuple[str, str]], helpers: Collection[str]
-) -> Iterator[str]:
+def _statement_problems(root: Path, expected: Mapping[str, tuple[str, str]], helpers: Collection[str]) -> Iterator[str]:
     found, problems = statements(root)
     yield from problems
     by_name: dict[str, Statement] = {}

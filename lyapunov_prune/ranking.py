@@ -89,7 +89,7 @@ def rank_layers(
     layers = np.arange(source.measured_on.model.num_layers)
 
     used: list[MeasuredOn] = []
-    scores = np.zeros(len(layers))
+    scores: np.ndarray = np.zeros(len(layers))
     if criterion in ("rho", "blend"):
         if profile is None:
             raise LyapunovPruneError(f"criterion {criterion} needs a contraction profile; measure one")

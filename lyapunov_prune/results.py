@@ -102,9 +102,7 @@ class Result:
         try:
             data = json.loads(Path(path).read_text(encoding="utf-8"))
         except OSError as error:
-            raise LyapunovPruneError(
-                f"cannot read {path}: {error.strerror}; give the file a run wrote"
-            ) from None
+            raise LyapunovPruneError(f"cannot read {path}: {error.strerror}; give the file a run wrote") from None
         except ValueError:
             raise LyapunovPruneError(f"{path} is not complete JSON; make it again") from None
         kind = data.pop("kind", None) if isinstance(data, dict) else None

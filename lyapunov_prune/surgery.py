@@ -76,7 +76,8 @@ def slice_config(config: Any, plan: PruningPlan) -> None:
 
 def _configs(model: PreTrainedModel, layers: int) -> list[Any]:
     """Every distinct text config the model's modules hold; usually one object, shared by all."""
-    found = {id(c): c for c in [model.config.get_text_config(decoder=True)]}
+    text: Any = model.config.get_text_config(decoder=True)
+    found = {id(text): text}
     for module in model.modules():
         config = getattr(module, "config", None)
         if getattr(config, "num_hidden_layers", None) == layers:

@@ -187,9 +187,7 @@ def _read_dataset(source: str, offline: bool) -> str:
     name, _, rest = source.partition(":")
     config, _, part = rest.partition(":")
     if offline:
-        raise LyapunovPruneError(
-            f"{source} is no local file and --offline forbids the hub; give builtin or a file"
-        )
+        raise LyapunovPruneError(f"{source} is no local file and --offline forbids the hub; give builtin or a file")
     try:
         from datasets import load_dataset
     except ImportError:
@@ -199,9 +197,7 @@ def _read_dataset(source: str, offline: bool) -> str:
     try:
         data: Any = load_dataset(name, config or None, split=part or "test")
     except Exception as error:  # datasets raises many kinds: network, name, format
-        raise LyapunovPruneError(
-            f"cannot load the data set {source}: {str(error).splitlines()[0]}"
-        ) from None
+        raise LyapunovPruneError(f"cannot load the data set {source}: {str(error).splitlines()[0]}") from None
     if "text" not in data.column_names:
         raise LyapunovPruneError(f"{source} has no column text (it has {', '.join(data.column_names)})")
     return "\n\n".join(data["text"])

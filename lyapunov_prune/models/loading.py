@@ -15,7 +15,13 @@ from typing import Any
 import torch
 import transformers
 from safetensors import SafetensorError, safe_open
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from lyapunov_prune.errors import LyapunovPruneError
@@ -39,9 +45,7 @@ class Loaded:
     structure: Structure
 
 
-def load(
-    name: str | Path, *, dtype: str | None = None, device: str = "cpu", offline: bool = False
-) -> Loaded:
+def load(name: str | Path, *, dtype: str | None = None, device: str = "cpu", offline: bool = False) -> Loaded:
     """Load a decoder and its tokenizer, in eval mode.
 
     `name`: a hub id, a local folder, a `.gguf` file, or `smollm2-135m`. `dtype` as in torch (`float32`,
@@ -98,9 +102,10 @@ def _load_folder(folder: Path, options: dict[str, Any]) -> Loaded:
     _require_decoder_config(folder)
     _require_safetensors(folder)
     with _loading_errors(folder), quiet():
-        model, info = AutoModelForCausalLM.from_pretrained(
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
             folder, use_safetensors=True, local_files_only=True, output_loading_info=True, **options
         )
+    model, info = loaded
     broken = sorted(info["missing_keys"]) + sorted(str(key) for key in info["mismatched_keys"])
     if broken:
         raise LyapunovPruneError(
@@ -113,12 +118,10 @@ def _load_gguf(path: Path, options: dict[str, Any]) -> Loaded:
     if not path.is_file():
         raise LyapunovPruneError(f"no GGUF file at {path}; check the path")
     with _loading_errors(path), quiet():
-        model = AutoModelForCausalLM.from_pretrained(
-            path.parent, gguf_file=path.name, local_files_only=True, **options
-        )
+        model = AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, local_files_only=True, **options)
     # The weights are dense now; with this left in place save_pretrained refuses.
     model.config.__dict__.pop("quantization_config", None)
-    model.hf_quantizer = None
+    model.__dict__.pop("hf_quantizer", None)
     return _finish(model, path.parent, gguf_file=path.name)
 
 
@@ -176,9 +179,7 @@ def _require_safetensors(folder: Path) -> None:
             with safe_open(file, framework="pt"):  # reads the header and compares it with the file's size
                 pass
         except (SafetensorError, OSError) as error:
-            raise LyapunovPruneError(
-                f"{file} is truncated or corrupt ({_first_line(error)}); fetch it again"
-            ) from None
+            raise LyapunovPruneError(f"{file} is truncated or corrupt ({_first_line(error)}); fetch it again") from None
 
 
 def _dtype(name: str | None) -> torch.dtype | None:

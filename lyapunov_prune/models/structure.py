@@ -85,9 +85,7 @@ def require_causal(model: PreTrainedModel) -> None:
     if not torch.equal(logits[0].isfinite(), logits[1].isfinite()) or not torch.allclose(
         logits[0].nan_to_num(), logits[1].nan_to_num(), rtol=1e-2, atol=1e-4
     ):
-        raise LyapunovPruneError(
-            f"{type(model).__name__} looks at later tokens (an encoder); give a causal decoder"
-        )
+        raise LyapunovPruneError(f"{type(model).__name__} looks at later tokens (an encoder); give a causal decoder")
 
 
 def identify(model: PreTrainedModel) -> ModelIdentity:

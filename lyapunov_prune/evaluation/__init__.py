@@ -1,0 +1,1 @@
+"""What is left of a model: perplexity and speed."""

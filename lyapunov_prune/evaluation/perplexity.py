@@ -1,0 +1,101 @@
+"""Perplexity over non-overlapping windows, every window scored on its own."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import pandas as pd
+import torch
+import torch.nn.functional as F
+from scipy import stats
+from transformers import PreTrainedModel
+
+from lyapunov_prune.errors import LyapunovPruneError
+from lyapunov_prune.progress import track
+from lyapunov_prune.results import MeasuredOn, Result
+from lyapunov_prune.text import TokenBatch, as_batch
+
+_CHUNK = 512  # tokens whose logits are widened at a time
+
+
+@dataclass(frozen=True)
+class Perplexity(Result):
+    """`exp(nll)`, `nll` the mean negative log-likelihood in nats over `scored` tokens, float64.
+
+    `windows` holds the mean of each window; `interval` is Student's 95 % interval over windows.
+    """
+
+    nll: float
+    scored: int
+    windows: np.ndarray
+    measured_on: MeasuredOn
+
+    @property
+    def value(self) -> float:
+        return float(np.exp(self.nll))
+
+    @property
+    def interval(self) -> tuple[float, float]:
+        """95 % interval of the perplexity from the spread of its windows; NaN for one window."""
+        return _interval(self.windows)
+
+    def ratio_interval(self, reference: Perplexity) -> tuple[float, float]:
+        """95 % interval of `value / reference.value`, paired by window, so that hard windows cancel."""
+        return _interval(self.windows - reference.windows)
+
+    def to_frame(self) -> pd.DataFrame:
+        low, high = self.interval
+        row = {"perplexity": self.value, "low": low, "high": high, "tokens": self.scored}
+        return pd.DataFrame([row])
+
+    def headline(self) -> str:
+        return self.measured_on.line()
+
+
+def _interval(nll: np.ndarray) -> tuple[float, float]:
+    """Student's interval of the mean, exponentiated."""
+    if len(nll) < 2:
+        return (float("nan"), float("nan"))
+    half = stats.t.ppf(0.975, len(nll) - 1) * stats.sem(nll)
+    return (float(np.exp(nll.mean() - half)), float(np.exp(nll.mean() + half)))
+
+
+@torch.no_grad()
+def perplexity(
+    model: PreTrainedModel,
+    batch: TokenBatch | torch.Tensor,
+    *,
+    batch_size: int = 1,
+    description: str = "perplexity",
+) -> Perplexity:
+    """Perplexity of `model`: windows × context ids, each window on its own, its first token unscored.
+
+    Log-likelihoods are taken in float32 from the model's own logits and summed in float64. Raises
+    LyapunovPruneError when a loss is not finite, for ids outside the vocabulary, or a context too long.
+    """
+    batch = as_batch(model, batch)
+    losses = []
+    for start in track(range(0, len(batch.ids), batch_size), description):
+        ids = batch.ids[start : start + batch_size].to(model.device)
+        logits = model(ids, use_cache=False).logits
+        for row, targets in zip(logits[:, :-1], ids[:, 1:], strict=True):
+            # In chunks, so that the vocabulary is widened for a few tokens at a time.
+            parts = [
+                F.cross_entropy(z.float(), y, reduction="none").double().sum()
+                for z, y in zip(row.split(_CHUNK), targets.to(row.device).split(_CHUNK), strict=True)
+            ]
+            losses.append(float(torch.stack(parts).sum()) / len(targets))
+        del logits
+    windows = np.array(losses)
+    if not np.isfinite(windows).all():
+        raise LyapunovPruneError(
+            f"the loss of window {int(np.argmin(np.isfinite(windows)))} is not finite; "
+            "load the model in a wider dtype (--dtype float32) or check its weights"
+        )
+    return Perplexity(
+        nll=float(windows.mean()),
+        scored=batch.ids.shape[0] * (batch.context - 1),
+        windows=windows,
+        measured_on=batch.measured_on(model),
+    )

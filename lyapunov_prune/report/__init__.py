@@ -1,0 +1,1 @@
+"""Figures and one HTML page, from saved results only: nothing here touches a model."""

@@ -1,0 +1,133 @@
+"""One self-contained HTML page about a run: it reads the run's JSON files and needs no network."""
+
+from __future__ import annotations
+
+import html
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+
+from lyapunov_prune.checkpoint import PROVENANCE, Provenance
+from lyapunov_prune.errors import LyapunovPruneError
+from lyapunov_prune.evaluation.evaluation import Evaluation
+from lyapunov_prune.evaluation.removal import RemovalCurve
+from lyapunov_prune.evaluation.speed import Speed
+from lyapunov_prune.files import write_whole
+from lyapunov_prune.plan import PruningPlan
+from lyapunov_prune.profile import LayerProfile
+from lyapunov_prune.report import figures
+from lyapunov_prune.results import Result
+
+_STYLE = """
+body { font: 16px/1.5 system-ui, sans-serif; color: #222; max-width: 62rem; margin: 2rem auto; padding: 0 1rem; }
+h1 { font-size: 1.6rem; } h2 { font-size: 1.2rem; margin-top: 2.2rem; }
+svg { max-width: 100%; height: auto; }
+table { border-collapse: collapse; font-size: .85rem; font-variant-numeric: tabular-nums; }
+th, td { padding: .15rem .7rem; text-align: right; border-bottom: 1px solid #ddd; }
+p.on { color: #666; font-size: .85rem; white-space: pre-line; } details { margin: .6rem 0; }
+"""
+
+
+@dataclass(frozen=True)
+class _Section:
+    """`file` holds a `kind`; `draw` gives the figures' names and SVG texts."""
+
+    file: str
+    kind: type[Result]
+    title: str
+    words: str
+    draw: Callable[[Any], dict[str, str]]
+
+
+_SECTIONS = (
+    _Section(
+        "profile.json",
+        LayerProfile,
+        "Contraction and Block Influence",
+        "ρ is the factor by which a layer changes the relative energy of an error that reaches it: below one "
+        "the layer absorbs it. Bars are 95 % bootstrap intervals over windows and seeds. Block Influence is "
+        "how far a layer turns the hidden state. Both are measurements on the text named below, not bounds.",
+        lambda r: {
+            "contraction": figures.contraction_figure(r.contraction),
+            "influence": figures.influence_figure(r.influence),
+        },
+    ),
+    _Section(
+        "removal.json",
+        RemovalCurve,
+        "Perplexity after removal",
+        "Layers physically removed, in the order of each criterion, on text that no score has seen. Bars are "
+        "95 % intervals of the ratio to the dense model, paired by window.",
+        lambda r: {"perplexity": figures.perplexity_figure(r)},
+    ),
+    _Section(
+        "eval.json",
+        Evaluation,
+        "Evaluation",
+        "Perplexity over non-overlapping windows, every window on its own.",
+        lambda r: {"speed": figures.speed_figure(r.speed)} if r.speed else {},
+    ),
+    _Section(
+        "speed.json",
+        Speed,
+        "Speed",
+        "All models measured in turns in one run; medians.",
+        lambda r: {"speed": figures.speed_figure(r)},
+    ),
+)
+
+
+def write_report(run: str | Path) -> Path:
+    """Write `report.html` and `figures/*.svg` into the folder `run` from the results it holds.
+
+    Raises LyapunovPruneError when the folder holds none.
+    """
+    run = Path(run)
+    body: list[str] = []
+    drawn: dict[str, str] = {}
+    plans = {path.stem.removeprefix("plan-"): PruningPlan.load(path) for path in sorted(run.glob("plan*.json"))}
+    scored = {name: plan for name, plan in plans.items() if len(plan.scores)}
+    for section in _SECTIONS:
+        if (run / section.file).is_file():
+            result = section.kind.load(run / section.file)
+            pictures = section.draw(result)
+            drawn |= pictures
+            body.append(_section(section.title, section.words, pictures, result))
+        if section.file == "profile.json" and scored:
+            pictures = {"ranking": figures.ranking_figure(scored)}
+            drawn |= pictures
+            words = "The number is a layer's rank: 1 would be removed first. Filled layers are removed by the plan."
+            body.append(_section("Rankings and plans", words, pictures, *scored.values()))
+    for path in sorted(run.glob(f"*/{PROVENANCE}")):
+        provenance = Provenance.load(path)
+        words = f"The checkpoint {path.parent.name}/ was written after these checks passed on its files."
+        body.append(_section("Removal gate", words, {}, provenance.gate))
+    if not body:
+        raise LyapunovPruneError(f"{run} holds no results; give a folder that profile, demo or eval wrote")
+    for name, svg in drawn.items():
+        write_whole(run / "figures" / f"{name}.svg", svg)
+    page = (
+        '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">'
+        f"<title>lyapunov-prune: {html.escape(run.name)}</title><style>{_STYLE}</style></head><body>"
+        f"<h1>lyapunov-prune: {html.escape(run.name)}</h1>{''.join(body)}</body></html>\n"
+    )
+    return write_whole(run / "report.html", page)
+
+
+def _section(title: str, words: str, pictures: dict[str, str], *results: Result) -> str:
+    parts = [f"<h2>{html.escape(title)}</h2><p>{html.escape(words)}</p>"]
+    parts += [f"<figure>{svg}</figure>" for svg in pictures.values()]
+    for result in results:
+        if result.headline():
+            parts.append(f'<p class="on">{html.escape(result.headline())}</p>')
+        table = _table(result.to_frame())
+        parts.append(f"<details><summary>numbers</summary>{table}</details>" if pictures else table)
+    return "".join(parts)
+
+
+def _table(frame: pd.DataFrame) -> str:
+    return frame.to_html(index=False, border=0, float_format=lambda x: f"{x:.4g}")
