@@ -19,17 +19,22 @@ from lyapunov_prune.results import Result, versions
 
 @dataclass(frozen=True)
 class SpeedRow:
+    """Tokens per second: the median, and the quartiles around it."""
+
     model: str
     parameters: int
-    prefill: float  # tokens a second
-    decode: float  # tokens a second, batch 1
+    prefill: float
+    prefill_quartiles: tuple[float, ...]
+    decode: float
+    decode_quartiles: tuple[float, ...]
 
 
 @dataclass(frozen=True)
 class Speed(Result):
-    """Prefill and cached decoding, tokens per second, median of `repeats`; the first row is the reference.
+    """Prefill and cached decoding at batch 1, in tokens per second; the first row is the reference.
 
-    Repeats interleave the models, so that a slow minute of the machine slows all of them alike.
+    Medians over `repeats` prefills and over all decoded tokens. Repeats interleave the models, so that a
+    slow minute of the machine slows all of them alike.
     """
 
     rows: tuple[SpeedRow, ...]
@@ -48,46 +53,51 @@ class Speed(Result):
                 "model": [r.model for r in self.rows],
                 "parameters": [r.parameters for r in self.rows],
                 "prefill tok/s": [r.prefill for r in self.rows],
-                "× dense": [r.prefill / first.prefill for r in self.rows],
+                "prefill ratio": [r.prefill / first.prefill for r in self.rows],
                 "decode tok/s": [r.decode for r in self.rows],
-                "× dense ": [r.decode / first.decode for r in self.rows],
+                "decode ratio": [r.decode / first.decode for r in self.rows],
             }
         )
 
     def headline(self) -> str:
         return (
             f"Speed, {self.dtype} on {self.device} ({self.threads} threads): prompt of {self.prompt}, "
-            f"{self.steps} decoded, median of {self.repeats}"
+            f"{self.steps} tokens decoded, {self.repeats} times"
         )
 
 
 @torch.no_grad()
 def measure_speed(
-    models: Mapping[str, PreTrainedModel], *, prompt: int = 256, steps: int = 32, repeats: int = 3
+    models: Mapping[str, PreTrainedModel], *, prompt: int = 256, steps: int = 16, repeats: int = 5
 ) -> Speed:
     """Time a prefill of `prompt` tokens and `steps` cached decoding steps of every model, batch 1.
 
-    One round of warm-up, then `repeats` rounds in which the models take turns; medians are reported. The
-    first model is the reference. Token ids are random: speed does not depend on them.
+    One round of warm-up, then `repeats` rounds in which the models take turns. The first model is the
+    reference. Token ids are random: speed does not depend on them.
 
     Raises LyapunovPruneError when prompt and steps do not fit the context.
     """
-    names = list(models)
-    first = models[names[0]]
+    first = next(iter(models.values()))
     structure = find_structure(first)
     if structure.max_context and prompt + steps > structure.max_context:
         raise LyapunovPruneError(
             f"{prompt} + {steps} tokens do not fit the context of {structure.max_context}; lower them"
         )
-    ids = torch.randint(structure.config.vocab_size, (1, prompt + steps), generator=torch.Generator().manual_seed(0))
-    times: dict[str, list[tuple[float, float]]] = {name: [] for name in names}
-    for _ in track(range(1 + repeats), "speed"):
-        for name in names:
-            times[name].append(_round(models[name], ids.to(models[name].device), prompt))
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(structure.config.vocab_size, (1, prompt + steps), generator=generator)
+    prefills: dict[str, list[float]] = {name: [] for name in models}
+    decodes: dict[str, list[float]] = {name: [] for name in models}
+    for turn in track(range(1 + repeats), "speed"):
+        for name, model in models.items():
+            prefill, decode = _round(model, ids.to(model.device), prompt)
+            if turn > 0:  # the first round warms up
+                prefills[name].append(prefill)
+                decodes[name] += decode
     rows = []
-    for name in names:
-        prefill, decode = np.median(np.array(times[name][1:]), axis=0)
-        rows.append(SpeedRow(name, models[name].num_parameters(), prompt / prefill, steps / decode))
+    for name, model in models.items():
+        low, middle, high = (prompt / np.percentile(prefills[name], [75, 50, 25])).tolist()
+        slow, usual, fast = (1 / np.percentile(decodes[name], [75, 50, 25])).tolist()
+        rows.append(SpeedRow(name, model.num_parameters(), middle, (low, high), usual, (slow, fast)))
     return Speed(
         rows=tuple(rows),
         prompt=prompt,
@@ -100,14 +110,16 @@ def measure_speed(
     )
 
 
-def _round(model: PreTrainedModel, ids: torch.Tensor, prompt: int) -> tuple[float, float]:
-    """Seconds for the prefill and for all decoding steps."""
-    start = _now(model)
+def _round(model: PreTrainedModel, ids: torch.Tensor, prompt: int) -> tuple[float, list[float]]:
+    """Seconds for the prefill and for each decoding step."""
+    marks = [_now(model)]
     output = model(ids[:, :prompt], use_cache=True)
-    middle = _now(model)
+    marks.append(_now(model))
     for t in range(prompt, ids.shape[1]):
         output = model(ids[:, t : t + 1], past_key_values=output.past_key_values, use_cache=True)
-    return middle - start, _now(model) - middle
+        marks.append(_now(model))
+    seconds = np.diff(marks).tolist()
+    return seconds[0], seconds[1:]
 
 
 def _now(model: PreTrainedModel) -> float:

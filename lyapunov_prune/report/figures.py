@@ -9,7 +9,7 @@ import matplotlib
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import MaxNLocator, ScalarFormatter
+from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter
 
 from lyapunov_prune.contraction import ContractionProfile
 from lyapunov_prune.evaluation.removal import RemovalCurve
@@ -42,23 +42,26 @@ def contraction_figure(profile: ContractionProfile) -> str:
         )
     axes.axhline(1, color=_GREY, linewidth=0.8)
     for layer in profile.pooling_disagrees:
-        share = profile.sink_state_share[layer + 1]
+        before, after = profile.sink_state_share[layer : layer + 2]
+        left = layer > 0.8 * len(layers)
         axes.annotate(
-            f"one token a window\nholds {share:.0%}",
+            f"energy in one token a window:\n{before:.0%} before, {after:.0%} after",
             (layer, profile.pooled("energy").rho[layer]),
-            xytext=(6, 8),
+            xytext=(-7 if left else 7, 0),
             textcoords="offset points",
+            ha="right" if left else "left",
+            va="center",
             fontsize=8,
             color=_INK,
         )
     hidden = layers[~profile.above_floor]
     if len(hidden):
         axes.plot(hidden, profile.rho[hidden], "x", color="red", label="not above rounding")
-    axes.set_yscale("log")
+    _log_axis(axes)
     axes.margins(y=0.12)
     axes.set_ylabel("contraction factor ρ")
     axes.legend(frameon=False, fontsize=8)
-    _depth_axis(axes)
+    _depth_axis(axes, len(layers))
     return _svg(figure)
 
 
@@ -68,9 +71,9 @@ def influence_figure(profile: InfluenceProfile) -> str:
     layers = np.arange(len(profile.influence))
     spread = None if np.isnan(profile.spread).any() else profile.spread
     axes.bar(layers, profile.influence, yerr=spread, color=COLOURS["bi"], width=0.7, error_kw={"linewidth": 0.8})
-    axes.set_yscale("log")
+    _log_axis(axes)
     axes.set_ylabel("Block Influence, 1 − cos")
-    _depth_axis(axes)
+    _depth_axis(axes, len(layers))
     return _svg(figure)
 
 
@@ -103,10 +106,9 @@ def ranking_figure(plans: Mapping[str, PruningPlan]) -> str:
     axes.set_yticks(range(len(plans)), [f"{name}" for name in plans])
     axes.set_ylim(len(plans) - 0.45, -0.55)
     count = len(next(iter(plans.values())).scores)
-    axes.set_xlim(-0.7, count - 0.3)
     axes.tick_params(left=False)
     axes.spines["left"].set_visible(False)
-    _depth_axis(axes)
+    _depth_axis(axes, count)
     return _svg(figure)
 
 
@@ -131,8 +133,7 @@ def perplexity_figure(curve: RemovalCurve) -> str:
             color=COLOURS.get(criterion),
             label=criterion,
         )
-    axes.set_yscale("log")
-    axes.yaxis.set_major_formatter(ScalarFormatter())
+    _log_axis(axes)
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.set_xlabel("layers removed")
     axes.set_ylabel("perplexity")
@@ -141,15 +142,20 @@ def perplexity_figure(curve: RemovalCurve) -> str:
 
 
 def speed_figure(speed: Speed) -> str:
-    """Tokens per second in prefill and in decoding, relative to the first model, with the numbers on the bars."""
+    """Tokens per second relative to the first model, with quartiles and the numbers on the bars."""
     figure, axes = _figure(6.5, 0.9 + 0.55 * len(speed.rows))
     first = speed.rows[0]
-    for offset, what, colour in ((-0.18, "prefill", COLOURS["rho"]), (0.18, "decode", COLOURS["bi"])):
+    for offset, what, label, colour in (
+        (-0.18, "prefill", "prefill", COLOURS["rho"]),
+        (0.18, "decode", "cached decoding", COLOURS["bi"]),
+    ):
         ratios = [getattr(r, what) / getattr(first, what) for r in speed.rows]
+        quartiles = np.array([getattr(r, f"{what}_quartiles") for r in speed.rows]).T / getattr(first, what)
         y = np.arange(len(speed.rows)) + offset
-        axes.barh(y, ratios, height=0.34, color=colour, label="prefill" if what == "prefill" else "cached decoding")
-        for row, position, ratio in zip(speed.rows, y, ratios, strict=True):
-            axes.text(ratio + 0.01, position, f"{getattr(row, what):.1f} tok/s", va="center", fontsize=8)
+        axes.barh(y, ratios, height=0.34, color=colour, alpha=0.85, label=label)
+        axes.errorbar(ratios, y, xerr=np.abs(quartiles - ratios), fmt="none", ecolor=_INK, elinewidth=0.8)
+        for row, position, edge in zip(speed.rows, y, quartiles[1], strict=True):
+            axes.text(edge + 0.015, position, f"{getattr(row, what):.1f} tok/s", va="center", fontsize=8)
     axes.axvline(1, color=_GREY, linewidth=0.8)
     axes.set_yticks(range(len(speed.rows)), [r.model for r in speed.rows])
     axes.invert_yaxis()
@@ -166,9 +172,18 @@ def _figure(width: float, height: float) -> tuple[Figure, Axes]:
     return figure, axes
 
 
-def _depth_axis(axes: Axes) -> None:
+def _depth_axis(axes: Axes, layers: int) -> None:
+    axes.set_xlim(-0.7, layers - 0.3)
     axes.set_xlabel("layer")
     axes.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=16))
+
+
+def _log_axis(axes: Axes) -> None:
+    """A logarithmic y axis labelled in plain numbers at 1, 2 and 5."""
+    axes.set_yscale("log")
+    axes.yaxis.set_major_locator(LogLocator(base=10, subs=(1, 2, 5)))
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda y, _: f"{y:g}"))
+    axes.yaxis.set_minor_formatter(NullFormatter())
 
 
 def _svg(figure: Figure) -> str:

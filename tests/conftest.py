@@ -1,0 +1,94 @@
+"""Tiny random decoders of every listed family, and the real built-in model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from lyapunov_prune.models.loading import Loaded, load
+from lyapunov_prune.text import TokenBatch, load_text
+
+torch.set_num_threads(1)  # tiny models, and two test processes on two cores
+
+LAYERS = 6
+_SMALL: dict[str, Any] = {
+    "vocab_size": 97,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": LAYERS,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 128,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+}
+_SLIDING = {"sliding_window": 8}
+# Every kind of layer a family mixes, and its switches.
+TINY: dict[str, tuple[str, dict[str, Any]]] = {
+    "gpt2": ("gpt2", {}),
+    "gpt2-inverse-layer": ("gpt2", {"scale_attn_by_inverse_layer_idx": True}),
+    "llama": ("llama", {}),
+    "mistral": ("mistral", _SLIDING),
+    "qwen2": ("qwen2", {**_SLIDING, "use_sliding_window": True, "max_window_layers": 3}),
+    "qwen3": ("qwen3", {**_SLIDING, "use_sliding_window": True, "max_window_layers": 2}),
+    "gemma2": ("gemma2", {**_SLIDING, "query_pre_attn_scalar": 8}),
+    "gemma3": ("gemma3_text", {**_SLIDING, "query_pre_attn_scalar": 8, "sliding_window_pattern": 3}),
+    "phi3": ("phi3", _SLIDING),
+    "gpt_neox": ("gpt_neox", {}),
+    "opt": ("opt", {"ffn_dim": 48, "word_embed_proj_dim": 32}),
+}
+
+
+def make_tiny(name: str, seed: int = 0, **changes: Any) -> PreTrainedModel:
+    """A random model of the family, float32, with weights large enough for every layer to matter."""
+    model_type, extra = TINY[name]
+    config = transformers.AutoConfig.for_model(model_type, **{**_SMALL, **extra, **changes})
+    torch.manual_seed(seed)
+    model = AutoModelForCausalLM.from_config(config).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim >= 2:
+                parameter.normal_(std=0.15)
+            else:
+                parameter.add_(0.1 * torch.randn_like(parameter))
+    return model
+
+
+@pytest.fixture(params=list(TINY))
+def family(request: pytest.FixtureRequest) -> str:
+    return request.param
+
+
+@pytest.fixture
+def tiny() -> Callable[..., PreTrainedModel]:
+    return make_tiny
+
+
+@pytest.fixture(scope="session")
+def llama() -> PreTrainedModel:
+    """One shared tiny Llama; a test that changes its model makes its own."""
+    return make_tiny("llama")
+
+
+@pytest.fixture
+def ids() -> torch.Tensor:
+    return torch.randint(97, (3, 40), generator=torch.Generator().manual_seed(1))
+
+
+@pytest.fixture(scope="session")
+def smollm2() -> Loaded:
+    """The real built-in model. Tests that use it share one process: xdist_group("smollm2")."""
+    torch.set_num_threads(2)
+    return load("smollm2-135m")
+
+
+@pytest.fixture(scope="session")
+def english(smollm2: Loaded) -> TokenBatch:
+    return load_text("builtin", smollm2.tokenizer, tokens=512, context=128)
