@@ -16,6 +16,8 @@ from rich.table import Table
 from lyapunov_prune.errors import LyapunovPruneError
 
 if TYPE_CHECKING:
+    import pandas as pd
+
     from lyapunov_prune.models.loading import Loaded
     from lyapunov_prune.plan import PruningPlan
     from lyapunov_prune.profile import LayerProfile
@@ -228,6 +230,23 @@ def evaluate(
 
 
 @app.command()
+def theorems(
+    verify: Annotated[bool, typer.Option("--verify", help="Run lake build and lake test first.")] = False,
+    as_json: Json = False,
+) -> None:
+    """List the theorems: what they say, where they are used, whether lake verified them here."""
+    from lyapunov_prune import theorems as registry
+
+    if verify:
+        registry.verify()
+    state, frame = registry.verification(), registry.theorem_frame()
+    if as_json:
+        print(json.dumps({"verified": state.verified, "message": state.message, "theorems": frame.to_dict("records")}))
+        return
+    _print_frame(state.message, frame)
+
+
+@app.command()
 def report(run: Annotated[Path, typer.Argument(help="Folder with the results of a run.")]) -> None:
     """Draw the figures and the self-contained report.html of a run."""
     from lyapunov_prune.report.page import write_report
@@ -346,20 +365,19 @@ def _show(result: Result, as_json: bool, written: Path | None, table: bool = Tru
         print(json.dumps(result.to_json(), allow_nan=False))
         return
     if table:
-        _print_table(result)
+        _print_frame(result.headline(), result.to_frame(), str(result))
     if written is not None:
         _say(f"Written: {written}")
 
 
-def _print_table(result: Result) -> None:
-    """The result's table on a terminal, its plain text elsewhere."""
+def _print_frame(headline: str, frame: pd.DataFrame, plain: str | None = None) -> None:
+    """A table on a terminal, plain text elsewhere."""
     console = Console()
     if not console.is_terminal:
-        _say(str(result))
+        _say(plain if plain is not None else f"{headline}\n{frame.to_string(index=False)}")
         return
-    frame = result.to_frame()
     table = Table(*frame.columns, box=None, header_style="bold")
     for row in frame.itertuples(index=False):
         table.add_row(*(f"{v:.4g}" if isinstance(v, float) else str(v) for v in row))
-    console.print(result.headline(), highlight=False)
+    console.print(headline, highlight=False)
     console.print(table)
