@@ -1,16 +1,22 @@
 """How compression errors travel through a transformer language model, and what it can do without."""
 
-from lyapunov_prune.contraction import ContractionProfile, measure_contraction
-from lyapunov_prune.errors import CheckFailed, LyapunovPruneError, NonFiniteError
-from lyapunov_prune.evaluation.perplexity import Perplexity, perplexity
-from lyapunov_prune.evaluation.speed import Speed, measure_speed
-from lyapunov_prune.gate import GateReport, verify_removal
-from lyapunov_prune.influence import InfluenceProfile, block_influence
-from lyapunov_prune.models.loading import Loaded, load
-from lyapunov_prune.plan import PruningPlan
-from lyapunov_prune.ranking import LayerRanking, rank_layers
-from lyapunov_prune.surgery import remove_layers
-from lyapunov_prune.text import TokenBatch, load_text
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from lyapunov_prune.contraction import ContractionProfile, measure_contraction
+    from lyapunov_prune.errors import CheckFailed, LyapunovPruneError, NonFiniteError
+    from lyapunov_prune.evaluation.perplexity import Perplexity, perplexity
+    from lyapunov_prune.evaluation.speed import Speed, measure_speed
+    from lyapunov_prune.gate import GateReport, verify_removal
+    from lyapunov_prune.influence import InfluenceProfile, block_influence
+    from lyapunov_prune.models.loading import Loaded, load
+    from lyapunov_prune.plan import PruningPlan
+    from lyapunov_prune.ranking import LayerRanking, rank_layers
+    from lyapunov_prune.surgery import remove_layers
+    from lyapunov_prune.text import TokenBatch, load_text
 
 __all__ = [
     "CheckFailed",
@@ -35,3 +41,29 @@ __all__ = [
     "remove_layers",
     "verify_removal",
 ]
+
+# Names are imported on first use: torch takes seconds, and `lyapunov-prune --help` needs none of it.
+_HOMES = {
+    "contraction": ("ContractionProfile", "measure_contraction"),
+    "errors": ("CheckFailed", "LyapunovPruneError", "NonFiniteError"),
+    "evaluation.perplexity": ("Perplexity", "perplexity"),
+    "evaluation.speed": ("Speed", "measure_speed"),
+    "gate": ("GateReport", "verify_removal"),
+    "influence": ("InfluenceProfile", "block_influence"),
+    "models.loading": ("Loaded", "load"),
+    "plan": ("PruningPlan",),
+    "ranking": ("LayerRanking", "rank_layers"),
+    "surgery": ("remove_layers",),
+    "text": ("TokenBatch", "load_text"),
+}
+
+
+def __getattr__(name: str) -> Any:
+    for module, names in _HOMES.items():
+        if name in names:
+            return getattr(import_module(f"lyapunov_prune.{module}"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

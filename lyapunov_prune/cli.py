@@ -8,7 +8,6 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-import click
 import typer
 from rich.console import Console
 from rich.table import Table
@@ -26,7 +25,6 @@ if TYPE_CHECKING:
 
 app = typer.Typer(
     name="lyapunov-prune",
-    no_args_is_help=True,
     add_completion=False,
     help="How compression errors travel through a transformer, and which layers it can do without.",
 )
@@ -243,7 +241,8 @@ def theorems(
     if as_json:
         print(json.dumps({"verified": state.verified, "message": state.message, "theorems": frame.to_dict("records")}))
         return
-    _print_frame(state.message, frame)
+    listed = [f"{t.number or '':>3} {t.name}: {t.statement}" for t in registry.theorems()]
+    _print_frame(state.message, frame, "\n".join([state.message, *listed]))
 
 
 @app.command()
@@ -257,12 +256,12 @@ def report(run: Annotated[Path, typer.Argument(help="Folder with the results of 
 def main() -> None:
     """Entry point: bad input is one line on stderr and exit code 2, a failed check exit code 1."""
     try:
-        code = app(standalone_mode=False)
+        code = app(sys.argv[1:] or ["--help"], standalone_mode=False)
     except LyapunovPruneError as error:
         _fail(str(error), error.exit_code)
-    except click.ClickException as error:
-        _fail(error.format_message().replace("\n", " "), 2)
-    except (click.Abort, KeyboardInterrupt):
+    except typer.TyperException as error:  # a usage error
+        _fail(f"{error.format_message().rstrip('.')}; see lyapunov-prune COMMAND --help", 2)
+    except (typer.Abort, KeyboardInterrupt):
         _fail("interrupted", 130)
     sys.exit(code if isinstance(code, int) else 0)
 
@@ -370,11 +369,11 @@ def _show(result: Result, as_json: bool, written: Path | None, table: bool = Tru
         _say(f"Written: {written}")
 
 
-def _print_frame(headline: str, frame: pd.DataFrame, plain: str | None = None) -> None:
+def _print_frame(headline: str, frame: pd.DataFrame, plain: str) -> None:
     """A table on a terminal, plain text elsewhere."""
     console = Console()
     if not console.is_terminal:
-        _say(plain if plain is not None else f"{headline}\n{frame.to_string(index=False)}")
+        _say(plain)
         return
     table = Table(*frame.columns, box=None, header_style="bold")
     for row in frame.itertuples(index=False):
