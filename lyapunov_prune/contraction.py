@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Literal, get_args
 
 import numpy as np
 import pandas as pd
@@ -104,8 +104,7 @@ class ContractionProfile(Result):
 
     def pooled(self, pooling: Pooling) -> ContractionProfile:
         """The same measurement under the other pooling."""
-        if pooling not in self.energies:
-            raise LyapunovPruneError(f"unknown pooling {pooling!r}; give energy or token")
+        _require_pooling(pooling)
         return replace(self, pooling=pooling)
 
     def to_frame(self) -> pd.DataFrame:
@@ -179,8 +178,9 @@ def measure_contraction(
     seeds = tuple(seeds)
     if not seeds or epsilon <= 0 or batch_size < 1:
         raise LyapunovPruneError("give one seed or more, epsilon > 0 and a batch size of 1 or more")
-    if method not in ("difference", "jvp"):
+    if method not in get_args(Method):
         raise LyapunovPruneError(f"unknown method {method!r}; give difference or jvp")
+    _require_pooling(pooling)
 
     run = _jvp_sums if method == "jvp" else _difference_sums
     starts = range(0, len(batch.ids), batch_size)
@@ -213,6 +213,11 @@ def measure_contraction(
         norm_growth=growth,
         measured_on=batch.measured_on(model, seed=seeds[0]),
     )
+
+
+def _require_pooling(pooling: str) -> None:
+    if pooling not in get_args(Pooling):
+        raise LyapunovPruneError(f"unknown pooling {pooling!r}; give energy or token")
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ Each check compares floating-point numbers on some tokens: evidence, not a proof
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -36,6 +36,8 @@ from lyapunov_prune.tracing import skipped
 # bit; folded constants (GPT-2) and the cache's other kernels do not.
 SAME_LIMIT = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 2e-3}
 CACHE_LIMIT = {torch.float64: 1e-9, torch.float32: 1e-4, torch.bfloat16: 1e-1, torch.float16: 1e-2}
+SKIPPED, CACHED = "same as skipping", "cached decoding"
+RELOADED, COUNTED = "reloads as saved", "fell by what was removed"
 _TOKENS = 64
 _STEPS = 8
 _WINDOW_LIMIT = 1024  # a longer sliding window is not rolled over: the check would outlast the removal
@@ -91,18 +93,16 @@ def verify_removal(
     """
     plan = as_plan(original, plan)
     inputs = _inputs(original, batch)
-    checks = []
-    for check in (_skipped_check, _cache_check):
-        try:
-            checks.append(check(original, pruned, plan, inputs))
-        except Exception as error:  # a wrongly cut model fails in its own ways; that is a verdict too
-            checks.append(_crashed(check.__name__, error))
-    with _saved(pruned, checkpoint) as folder:
-        try:
-            checks.append(_reload_check(pruned, folder, inputs))
-        except Exception as error:
-            checks.append(_crashed("_reload_check", error))
-        checks.append(_count_check(original, pruned, plan, folder))
+    checks = [
+        _attempt(SKIPPED, lambda: _skipped_check(original, pruned, plan, inputs)),
+        _attempt(CACHED, lambda: _cache_check(original, pruned, inputs)),
+    ]
+    try:
+        with _saved(pruned, checkpoint) as folder:
+            checks.append(_attempt(RELOADED, lambda: _reload_check(pruned, folder, inputs)))
+            checks.append(_attempt(COUNTED, lambda: _count_check(original, pruned, plan, folder)))
+    except Exception as error:  # it cannot even be saved
+        checks.append(_crashed(RELOADED, error))
     return GateReport(tuple(checks))
 
 
@@ -123,7 +123,7 @@ def _skipped_check(
     worst = max(deviation(_logits(pruned, ids), z) for ids, z in zip(inputs, reference, strict=True))
     limit = SAME_LIMIT[pruned.dtype]
     return GateCheck(
-        "same as skipping",
+        SKIPPED,
         worst <= limit,
         worst,
         limit,
@@ -131,15 +131,13 @@ def _skipped_check(
     )
 
 
-def _cache_check(
-    original: PreTrainedModel, pruned: PreTrainedModel, plan: PruningPlan, inputs: list[torch.Tensor]
-) -> GateCheck:
+def _cache_check(original: PreTrainedModel, pruned: PreTrainedModel, inputs: list[torch.Tensor]) -> GateCheck:
     worst = max(deviation(_cached_logits(pruned, ids), _tail(_logits(pruned, ids))) for ids in inputs)
     limit, detail = CACHE_LIMIT[pruned.dtype], "cached decoding against the uncached forward"
     if worst > limit:
         intact = max(deviation(_cached_logits(original, ids), _tail(_logits(original, ids))) for ids in inputs)
         detail += f" (the intact model deviates by {intact:.2g})"
-    return GateCheck("cached decoding", worst <= limit, worst, limit, detail)
+    return GateCheck(CACHED, worst <= limit, worst, limit, detail)
 
 
 def _reload_check(pruned: PreTrainedModel, folder: Path, inputs: list[torch.Tensor]) -> GateCheck:
@@ -161,12 +159,13 @@ def _reload_check(pruned: PreTrainedModel, folder: Path, inputs: list[torch.Tens
         if info[kind]:
             keys = sorted(map(str, info[kind]))
             detail = f"{len(keys)} {kind.replace('_', ' ')} on reloading, first {keys[0]}"
-            return GateCheck("reloads as saved", False, float("inf"), limit, detail)
+            return GateCheck(RELOADED, False, float("inf"), limit, detail)
     changed = _changed_setting(find_structure(pruned), find_structure(reloaded))
     if changed:
-        return GateCheck("reloads as saved", False, float("inf"), limit, changed)
+        return GateCheck(RELOADED, False, float("inf"), limit, changed)
+    _share_rounded_tables(pruned, reloaded)
     worst = max(deviation(_logits(reloaded, ids), _logits(pruned, ids)) for ids in inputs)
-    return GateCheck("reloads as saved", worst <= limit, worst, limit, "logits after plain from_pretrained")
+    return GateCheck(RELOADED, worst <= limit, worst, limit, "logits after plain from_pretrained")
 
 
 def _count_check(original: PreTrainedModel, pruned: PreTrainedModel, plan: PruningPlan, folder: Path) -> GateCheck:
@@ -186,9 +185,9 @@ def _count_check(original: PreTrainedModel, pruned: PreTrainedModel, plan: Pruni
     }
     for what, (found, expected) in wanted.items():
         if found != expected:
-            return GateCheck("fell by what was removed", False, found, expected, f"{what}: {found:,}, not {expected:,}")
+            return GateCheck(COUNTED, False, found, expected, f"{what}: {found:,}, not {expected:,}")
     share = _size(gone) / _size(original.parameters())
-    return GateCheck("fell by what was removed", True, share, share, "share of parameters and bytes that left")
+    return GateCheck(COUNTED, True, share, share, "share of parameters and bytes that left")
 
 
 def _inputs(model: PreTrainedModel, batch: TokenBatch | torch.Tensor | None) -> list[torch.Tensor]:
@@ -263,6 +262,22 @@ def _close(a: float, b: Any) -> bool:
     return isinstance(b, float) and abs(a - b) <= 1e-12 * abs(a)
 
 
+def _share_rounded_tables(pruned: PreTrainedModel, reloaded: PreTrainedModel) -> None:
+    """Let `reloaded` use the rotary tables of `pruned` where they agree up to rounding.
+
+    `model.bfloat16()` rounds tables that no checkpoint holds; `from_pretrained` keeps them in float32.
+    That difference is the cast's and not the removal's.
+    """
+    for name, module in pruned.named_modules():
+        other = reloaded.get_submodule(name)
+        for key in module._non_persistent_buffers_set & other._non_persistent_buffers_set:
+            a, b = module._buffers[key], other._buffers[key]
+            if a is None or b is None or a.shape != b.shape or not a.is_floating_point():
+                continue
+            if torch.allclose(a.double(), b.double(), rtol=max(1e-6, torch.finfo(a.dtype).eps), atol=0):
+                other._buffers[key] = a
+
+
 def _leaving(model: PreTrainedModel, layers: Sequence[int]) -> list[torch.Tensor]:
     """Parameters and persistent buffers that leave with `layers`; a tensor used elsewhere too stays."""
     structure = find_structure(model)
@@ -294,6 +309,13 @@ def _itemsize(dtype: str) -> int:
     return {"F64": 8, "I64": 8, "F32": 4, "I32": 4, "F16": 2, "BF16": 2}.get(dtype, 1)
 
 
+def _attempt(name: str, check: Callable[[], GateCheck]) -> GateCheck:
+    try:
+        return check()
+    except Exception as error:  # a wrongly cut model fails in its own ways; that is a verdict too
+        return _crashed(name, error)
+
+
 def _crashed(name: str, error: Exception) -> GateCheck:
     lines = str(error).strip().splitlines() or [""]
-    return GateCheck(name.strip("_").replace("_", " "), False, float("inf"), 0.0, f"{type(error).__name__}: {lines[0]}")
+    return GateCheck(name, False, float("inf"), 0.0, f"{type(error).__name__}: {lines[0]}")

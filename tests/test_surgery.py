@@ -1,0 +1,123 @@
+"""Removal in memory: every listed family passes the gate, and the original is left alone."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from conftest import LAYERS, TINY, make_tiny
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+from lyapunov_prune import LyapunovPruneError, remove_layers, verify_removal
+from lyapunov_prune.models.families import FAMILIES
+from lyapunov_prune.models.structure import find_structure
+
+REMOVALS = {
+    "one": [2],
+    "two apart": [1, 4],
+    "run at the end": [4, 5],
+    "layer 0": [0],
+    "all but the last": list(range(LAYERS - 1)),
+    "all but the first": list(range(1, LAYERS)),
+}
+
+
+def test_every_listed_family_is_tested() -> None:
+    assert {find_structure(make_tiny(name)).model_type for name in TINY} == set(FAMILIES)
+
+
+@pytest.mark.parametrize("removal", list(REMOVALS))
+def test_passes_the_gate(family: str, removal: str, ids: torch.Tensor) -> None:
+    model = make_tiny(family)
+    pruned = remove_layers(model, REMOVALS[removal])
+    report = verify_removal(model, pruned, REMOVALS[removal], ids)
+    assert report.passed, f"\n{report}"
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_passes_the_gate_in_other_dtypes(family: str, dtype: torch.dtype) -> None:
+    model = make_tiny(family).to(dtype)
+    pruned = remove_layers(model, [1, 4])
+    assert pruned.dtype == dtype
+    report = verify_removal(model, pruned, [1, 4])
+    assert report.passed, f"\n{report}"
+
+
+def test_the_original_is_untouched(family: str, ids: torch.Tensor) -> None:
+    model = make_tiny(family)
+    config, logits = model.config.to_dict(), model(ids).logits
+    pruned = remove_layers(model, [1, 4])
+    with torch.no_grad():
+        for parameter in pruned.parameters():
+            parameter.zero_()
+    assert model.config.to_dict() == config
+    assert torch.equal(model(ids).logits, logits)
+    assert find_structure(model).num_layers == LAYERS
+
+
+def test_removed_layers_are_not_copied(llama: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    copied = 0
+    clone = torch.nn.Parameter.__deepcopy__
+
+    def count(self: torch.nn.Parameter, memo: Any) -> Any:
+        nonlocal copied
+        copied += self.numel()
+        return clone(self, memo)
+
+    monkeypatch.setattr(torch.nn.Parameter, "__deepcopy__", count)
+    pruned = remove_layers(llama, [0, 1, 2, 3])
+    assert copied == pruned.num_parameters() < llama.num_parameters()
+
+
+def test_settings_of_layers_move_with_them() -> None:
+    """Gemma 3 mixes sliding and full attention, and reads the config's list while it runs."""
+    model = make_tiny("gemma3")
+    kinds = list(model.config.layer_types)
+    assert len(set(kinds)) == 2
+    pruned = remove_layers(model, [0, 1])
+    assert list(pruned.config.layer_types) == kinds[2:]
+    assert pruned.config.num_hidden_layers == LAYERS - 2
+    assert [layer.self_attn.layer_idx for layer in pruned.model.layers] == list(range(LAYERS - 2))
+
+
+def test_gpt2_folds_the_layer_number_into_its_queries(ids: torch.Tensor) -> None:
+    """The planted fault: without the fold the reloaded model computes something else."""
+    model = make_tiny("gpt2-inverse-layer")
+    assert verify_removal(model, remove_layers(model, [0]), [0], ids).passed
+    family = FAMILIES["gpt2"]
+    try:
+        FAMILIES["gpt2"] = type(family)()
+        report = verify_removal(model, remove_layers(model, [0]), [0], ids)
+    finally:
+        FAMILIES["gpt2"] = family
+    assert not report.passed
+    assert "scaling" in report.failure()
+
+
+def tiny_config(model_type: str, **extra: Any) -> PreTrainedModel:
+    config = AutoConfig.for_model(
+        model_type,
+        vocab_size=97,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        **extra,
+    )
+    torch.manual_seed(0)
+    return AutoModelForCausalLM.from_config(config).eval()
+
+
+def test_an_unlisted_family_that_passes_the_gate_is_handed_out(ids: torch.Tensor) -> None:
+    model = tiny_config("olmo2")
+    assert "olmo2" not in FAMILIES
+    assert find_structure(remove_layers(model, [1])).num_layers == 3
+
+
+def test_an_unlisted_family_that_fails_is_refused_with_the_reason() -> None:
+    """Qwen2-MoE's `decoder_sparse_step` turns sparse layers dense when they move."""
+    model = tiny_config("qwen2_moe", decoder_sparse_step=2, num_experts=4, moe_intermediate_size=16)
+    with pytest.raises(LyapunovPruneError, match=r"Qwen2Moe.* cannot be removed correctly yet: "):
+        remove_layers(model, [0])
