@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 import pandas as pd
+import torch
 from transformers import PreTrainedModel
 
 from lyapunov_prune.evaluation.perplexity import Perplexity, perplexity
@@ -59,7 +60,11 @@ class RemovalCurve(Result):
 
 
 def evaluate_removals(
-    model: PreTrainedModel, plans: Mapping[str, list[PruningPlan]], batch: TokenBatch, *, batch_size: int = 1
+    model: PreTrainedModel,
+    plans: Mapping[str, list[PruningPlan]],
+    batch: TokenBatch | torch.Tensor,
+    *,
+    batch_size: int = 1,
 ) -> RemovalCurve:
     """Perplexity of the dense model and of the physically pruned model of every plan, by criterion.
 

@@ -1,0 +1,82 @@
+"""The rules of the house: imports point one way, and what depends on a family stays in `models/`."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).parent.parent / "lyapunov_prune"
+# From the bottom up; a module may import from its own line's left and from the lines above.
+ORDER = [
+    "errors",
+    "files",
+    "results",
+    "progress",
+    "lean_sources",
+    "theorems",
+    "linalg",
+    "models.structure",
+    "models.loading",
+    "models.families",
+    "text",
+    "tracing",
+    "contraction",
+    "influence",
+    "profile",
+    "plan",
+    "ranking",
+    "gate",
+    "surgery",
+    "checkpoint",
+    "evaluation.perplexity",
+    "evaluation.removal",
+    "evaluation.speed",
+    "evaluation.evaluation",
+    "report.figures",
+    "report.page",
+    "demo",
+    "cli",
+]
+FAMILY_WORDS = {"gpt2", "llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma3_text", "phi3", "gpt_neox", "opt"}
+
+
+def modules() -> dict[str, Path]:
+    names = {".".join(p.relative_to(PACKAGE).with_suffix("").parts): p for p in PACKAGE.rglob("*.py")}
+    return {name: path for name, path in names.items() if not name.endswith("__init__")}
+
+
+def imports(path: Path) -> set[str]:
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom) and node.module and node.module.startswith("lyapunov_prune."):
+            found.add(node.module.removeprefix("lyapunov_prune."))
+        elif isinstance(node, ast.ImportFrom) and node.module == "lyapunov_prune":
+            found |= {alias.name for alias in node.names}
+    return found
+
+
+def test_every_module_has_its_place() -> None:
+    assert set(modules()) == set(ORDER)
+
+
+@pytest.mark.parametrize("name", ORDER)
+def test_imports_point_one_way(name: str) -> None:
+    later = set(ORDER[ORDER.index(name) :])
+    assert not imports(modules()[name]) & later
+
+
+def test_the_report_never_sees_a_model() -> None:
+    for name in ("report.figures", "report.page"):
+        assert "transformers" not in modules()[name].read_text()
+        assert "import torch" not in modules()[name].read_text()
+
+
+def test_no_module_outside_models_names_a_family() -> None:
+    for name, path in modules().items():
+        if name.startswith("models."):
+            continue
+        tree = ast.parse(path.read_text())
+        strings = {n.value for n in ast.walk(tree) if isinstance(n, ast.Constant) and isinstance(n.value, str)}
+        assert not strings & FAMILY_WORDS, name
