@@ -118,12 +118,15 @@ def rank(
 
     if (model is None) == (profile_file is None):
         raise LyapunovPruneError("give a MODEL to measure or --profile FILE, one of the two")
+    _require_criterion(criterion, alpha)
     if profile_file is not None:
         measured = LayerProfile.load(profile_file)
         run = output or profile_file.parent
     else:
         assert model is not None
         loaded, batch = _load(model, text, tokens, context, device, dtype, bos, offline)
+        if remove is not None:
+            _require_count(remove, loaded.structure.num_layers)
         measured = _profile(loaded, batch, batch_size, seeds, seed)
         run = _run_folder(output, model)
         measured.save(run / "profile.json")
@@ -159,12 +162,11 @@ def prune(
     from lyapunov_prune.checkpoint import write_pruned
     from lyapunov_prune.files import require_empty
     from lyapunov_prune.plan import PruningPlan
-    from lyapunov_prune.ranking import CRITERIA, rank_layers
+    from lyapunov_prune.ranking import rank_layers
 
     if sum(choice is not None for choice in (remove, layers, plan_file)) != 1:
         raise LyapunovPruneError("give --remove N, --layers 3,7 or --plan FILE, one of the three")
-    if criterion not in CRITERIA:
-        raise LyapunovPruneError(f"unknown criterion {criterion!r}; give one of {', '.join(CRITERIA)}")
+    _require_criterion(criterion, alpha)
     require_empty(output)
     loaded, batch = _load(model, text, tokens, context, device, dtype, bos, offline)
     plan: PruningPlan
@@ -325,6 +327,16 @@ def _profile(
     )
 
 
+def _require_criterion(criterion: str, alpha: float) -> None:
+    """Before minutes of measuring, as below: the ranking would refuse the same."""
+    from lyapunov_prune.ranking import CRITERIA
+
+    if criterion not in CRITERIA:
+        raise LyapunovPruneError(f"unknown criterion {criterion!r}; give one of {', '.join(CRITERIA)}")
+    if not 0 <= alpha <= 1:
+        raise LyapunovPruneError(f"alpha {alpha:g} is outside [0, 1]; give a weight between them")
+
+
 def _require_count(remove: int, layers: int) -> None:
     """Before minutes of measuring: the plan would refuse the same."""
     if not 1 <= remove < layers:
@@ -338,8 +350,12 @@ def _require_unseen(folder: Path, text: str, split: str) -> None:
     if not (folder / PROVENANCE).is_file():
         return
     seen = {(m.text, m.split) for m in Provenance.load(folder / PROVENANCE).plan.measured_on}
-    if any(text == source and (split in ("all", part)) for source, part in seen):
+    if any(_same_text(text, source) and (split in ("all", part)) for source, part in seen):
         raise LyapunovPruneError(f"{folder} was chosen on {text}; use --split evaluation or another --text")
+
+
+def _same_text(a: str, b: str) -> bool:
+    return a == b or (Path(a).is_file() and Path(a).resolve() == Path(b).resolve())
 
 
 def _indices(layers: str) -> list[int]:

@@ -39,7 +39,7 @@ def whole_folder(target: str | Path) -> Iterator[Path]:
 
     Raises LyapunovPruneError when the target exists and is not empty, or the disk refuses.
     """
-    target = Path(target)
+    target = Path(target).resolve()  # "." has no name to build on, a link cannot be replaced by a folder
     require_empty(target)
     try:
         target.parent.mkdir(parents=True, exist_ok=True)

@@ -44,7 +44,7 @@ class ModelIdentity:
 
     def same_as(self, other: ModelIdentity) -> bool:
         return self.architecture == other.architecture and bool(
-            np.allclose(self.samples, other.samples, rtol=2**-7, atol=1e-6)
+            np.allclose(self.samples, other.samples, rtol=2**-7, atol=1e-6, equal_nan=True)
         )
 
 
@@ -107,10 +107,12 @@ class Result:
             raise LyapunovPruneError(f"{path} is not complete JSON; make it again") from None
         kind = data.pop("kind", None) if isinstance(data, dict) else None
         if kind != cls.__name__:
-            raise LyapunovPruneError(f"{path} holds a {kind or 'foreign file'}, not a {cls.__name__}")
+            raise LyapunovPruneError(
+                f"{path} holds {kind or 'no result'}, not {cls.__name__}; give the file a run wrote"
+            )
         try:
             return _decode(cls, data)
-        except (KeyError, TypeError, ValueError) as error:
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise LyapunovPruneError(
                 f"{path} does not fit this version's {cls.__name__} ({error}); make it again"
             ) from None

