@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import transformers
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
+from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 
 from lyapunov_prune.models.loading import Loaded, load
 from lyapunov_prune.text import TokenBatch, load_text
@@ -92,3 +95,45 @@ def smollm2() -> Loaded:
 @pytest.fixture(scope="session")
 def english(smollm2: Loaded) -> TokenBatch:
     return load_text("builtin", smollm2.tokenizer, tokens=512, context=128)
+
+
+# A byte-level vocabulary with one merge: every text has a token sequence, nothing is unknown.
+VOCABULARY = ["<pad>", "<s>", "</s>", *sorted(pre_tokenizers.ByteLevel.alphabet()), "th"]
+
+
+def make_tokenizer(adds_bos: bool = False, **special: str) -> PreTrainedTokenizerFast:
+    """A tokenizer of 260 tokens, mostly one a byte."""
+    bpe = Tokenizer(models.BPE(vocab={token: i for i, token in enumerate(VOCABULARY)}, merges=[("t", "h")]))
+    bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    bpe.decoder = decoders.ByteLevel()
+    if adds_bos:
+        bpe.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
+    special = special or {"bos_token": "<s>", "eos_token": "</s>", "pad_token": "<pad>"}
+    return PreTrainedTokenizerFast(tokenizer_object=bpe, **special)
+
+
+@pytest.fixture(scope="session")
+def tokenizer() -> PreTrainedTokenizerFast:
+    return make_tokenizer()
+
+
+@pytest.fixture(scope="session")
+def reader() -> PreTrainedModel:
+    """A shared tiny Llama with the vocabulary of `tokenizer`; not to be changed."""
+    return make_tiny("llama", vocab_size=len(VOCABULARY))
+
+
+@pytest.fixture(scope="session")
+def _saved_checkpoint(
+    reader: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, tmp_path_factory: pytest.TempPathFactory
+) -> Path:
+    folder = tmp_path_factory.mktemp("checkpoint")
+    reader.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture
+def checkpoint(_saved_checkpoint: Path, tmp_path: Path) -> Path:
+    """`reader` and `tokenizer` in a folder that a test may spoil."""
+    return Path(shutil.copytree(_saved_checkpoint, tmp_path / "tiny"))
