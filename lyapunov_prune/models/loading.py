@@ -95,9 +95,13 @@ def builtin_folder() -> Path:
     with status("dequantising the built-in model, once, about half a minute"):
         loaded = _load_gguf(sources[0], {"dtype": torch.float32})
     loaded.model.config._name_or_path = BUILTIN
-    with whole_folder(target) as folder, quiet():
-        loaded.model.save_pretrained(folder)
-        loaded.tokenizer.save_pretrained(folder)
+    try:
+        with whole_folder(target) as folder, quiet():
+            loaded.model.save_pretrained(folder)
+            loaded.tokenizer.save_pretrained(folder)
+    except LyapunovPruneError:
+        if not (target / "config.json").is_file():  # else another process was faster
+            raise
     return target
 
 

