@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import torch
 
+from lyapunov_prune.norms import certified_norm, estimated_norm, exact_norm
+
+__all__ = ["certified_norm", "estimated_norm", "exact_norm", "token_energy", "widen"]
+
 
 def widen(x: torch.Tensor) -> torch.Tensor:
     """At least float32, exactly: differences of float16 and bfloat16 values are taken there."""
