@@ -33,9 +33,10 @@ from lyapunov_prune.text import TokenBatch, as_batch
 from lyapunov_prune.tracing import skipped
 
 # Largest relative deviation of a token's logits. The same kernels on the same shapes agree to the last
-# bit; folded constants (GPT-2) and the cache's other kernels do not.
+# bit; folded constants (GPT-2) and the cache's other kernels do not, and a model that a removal has
+# wrecked (SmolLM2 without layer 0) amplifies rounding a hundredfold. A wrong layer or index gives 0.1 to 10.
 SAME_LIMIT = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 2e-3}
-CACHE_LIMIT = {torch.float64: 1e-9, torch.float32: 1e-4, torch.bfloat16: 1e-1, torch.float16: 1e-2}
+CACHE_LIMIT = {torch.float64: 1e-9, torch.float32: 1e-3, torch.bfloat16: 1e-1, torch.float16: 3e-2}
 SKIPPED, CACHED = "same as skipping", "cached decoding"
 RELOADED, COUNTED = "reloads as saved", "fell by what was removed"
 _TOKENS = 64

@@ -16,7 +16,8 @@ from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokeni
 from lyapunov_prune.models.loading import Loaded, load
 from lyapunov_prune.text import TokenBatch, load_text
 
-torch.set_num_threads(1)  # tiny models, and two test processes on two cores
+# Two test processes on two cores: more threads would spend their time waiting for each other.
+torch.set_num_threads(1)
 
 LAYERS = 6
 _SMALL: dict[str, Any] = {
@@ -88,7 +89,6 @@ def ids() -> torch.Tensor:
 @pytest.fixture(scope="session")
 def smollm2() -> Loaded:
     """The real built-in model. Tests that use it share one process: xdist_group("smollm2")."""
-    torch.set_num_threads(2)
     return load("smollm2-135m")
 
 

@@ -1,0 +1,100 @@
+"""Ratios of time and memory on the built-in model, measured side by side in one run: `make bench`."""
+
+from __future__ import annotations
+
+import gc
+import resource
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+
+import torch
+
+import lyapunov_prune as lp
+from lyapunov_prune.evaluation.speed import measure_speed
+
+TOKENS, CONTEXT, REPEATS = 2048, 512, 5
+REMOVED = (2, 4, 8)
+
+
+def main() -> None:
+    if len(sys.argv) == 2:  # a child process: do one job and report its peak memory
+        print(peak_of(sys.argv[1]))
+        return
+    torch.manual_seed(0)
+    loaded = lp.load("smollm2-135m")
+    batch = lp.load_text("builtin", loaded.tokenizer, tokens=TOKENS, context=CONTEXT)
+    model = loaded.model
+
+    def plain() -> None:
+        with torch.no_grad():
+            for row in batch.ids:
+                model(row[None], use_cache=False)
+
+    seconds = interleaved(
+        {
+            "plain": plain,
+            "contraction": lambda: lp.measure_contraction(model, batch, seeds=(0,)),
+            "influence": lambda: lp.block_influence(model, batch),
+        }
+    )
+    line("measure_contraction, one seed / two plain forwards", seconds["contraction"] / 2 / seconds["plain"], 1.15)
+    line("block_influence / one plain forward", seconds["influence"] / seconds["plain"], 1.10)
+
+    idle = peak("idle")
+    line(
+        "peak memory over the model's: contraction / plain batch 2",
+        (peak("contraction") - idle) / (peak("plain") - idle),
+        1.10,
+    )
+
+    models = {"dense": model}
+    for count in REMOVED:
+        models[str(count)] = lp.remove_layers(model, range(12, 12 + count))
+    speed = measure_speed(models, prompt=64, steps=48, repeats=REPEATS)
+    dense = speed.rows[0]
+    for row in speed.rows[1:]:
+        ratio = (dense.decode / row.decode) / (row.parameters / dense.parameters)
+        line(f"time per token, {row.model} of 30 layers removed / dense × kept parameters", ratio, 1.10)
+
+
+def interleaved(jobs: dict[str, Callable[[], object]]) -> dict[str, float]:
+    """Median seconds of each job over repeats in which the jobs take turns, after one turn of warm-up."""
+    times: dict[str, list[float]] = {name: [] for name in jobs}
+    for turn in range(1 + REPEATS):
+        for name, job in jobs.items():
+            start = time.perf_counter()
+            job()
+            if turn:
+                times[name].append(time.perf_counter() - start)
+    return {name: statistics.median(values) for name, values in times.items()}
+
+
+def peak(job: str) -> float:
+    """Peak resident memory in bytes of a fresh process that does one job."""
+    return float(subprocess.run([sys.executable, __file__, job], check=True, capture_output=True, text=True).stdout)
+
+
+def peak_of(job: str) -> int:
+    loaded = lp.load("smollm2-135m")
+    batch = lp.load_text("builtin", loaded.tokenizer, tokens=TOKENS, context=CONTEXT)
+    for weight in loaded.model.parameters():  # resident before anything is measured: loading maps the file lazily
+        weight.data = weight.data.clone()
+    gc.collect()
+    if job == "contraction":
+        lp.measure_contraction(loaded.model, batch, seeds=(0,))
+    if job == "plain":
+        with torch.no_grad():
+            for row in batch.ids:
+                loaded.model(row.repeat(2, 1), use_cache=False)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def line(what: str, ratio: float, limit: float) -> None:
+    print(f"{what:<78} {ratio:5.2f}  limit {limit:.2f}  {'ok' if ratio <= limit else 'OVER'}", flush=True)
+
+
+if __name__ == "__main__":
+    main()
