@@ -256,15 +256,16 @@ def report(run: Annotated[Path, typer.Argument(help="Folder with the results of 
 
 
 def main() -> None:
-    """Entry point: bad input is one line on stderr and exit code 2, a failed check exit code 1."""
+    """Entry point: bad input is one line on stderr and exit code 2, a failed check exit code 1.
+
+    Typer itself makes Ctrl-C exit code 130.
+    """
     try:
-        code = app(sys.argv[1:] or ["--help"], standalone_mode=False)
+        code = app(sys.argv[1:] or ["--help"], prog_name="lyapunov-prune", standalone_mode=False)
     except LyapunovPruneError as error:
         _fail(str(error), error.exit_code)
     except typer.TyperException as error:  # a usage error
         _fail(f"{error.format_message().rstrip('.')}; see lyapunov-prune COMMAND --help", 2)
-    except (typer.Abort, KeyboardInterrupt):
-        _fail("interrupted", 130)
     sys.exit(code if isinstance(code, int) else 0)
 
 

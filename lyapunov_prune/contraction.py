@@ -176,7 +176,7 @@ def measure_contraction(
     batch = as_batch(model, batch)
     structure = find_structure(model)
     seeds = tuple(seeds)
-    if not seeds or epsilon <= 0 or batch_size < 1:
+    if not seeds or not epsilon > 0 or batch_size < 1:
         raise LyapunovPruneError("give one seed or more, epsilon > 0 and a batch size of 1 or more")
     if method not in get_args(Method):
         raise LyapunovPruneError(f"unknown method {method!r}; give difference or jvp")

@@ -1,0 +1,434 @@
+"""The command line: what it writes, and one line and an exit code for whatever is wrong."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import shutil
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NoReturn
+
+import pytest
+import torch
+from conftest import VOCABULARY, make_tiny
+from safetensors.torch import load_file, save_file
+from test_checkpoint import wrong_layer_idx
+from test_loading import BROKEN, bert, write_gguf
+from transformers import AutoModelForCausalLM, BertLMHeadModel, PreTrainedModel
+
+from lyapunov_prune import checkpoint as checkpoint_module
+from lyapunov_prune.cli import main
+from lyapunov_prune.evaluation.evaluation import Evaluation
+from lyapunov_prune.plan import PruningPlan
+from lyapunov_prune.profile import LayerProfile
+from lyapunov_prune.surgery import remove_layers
+
+TEXT = ["--tokens", "128", "--context", "64"]
+QUICK = [*TEXT, "--seeds", "1"]
+# Every command that takes a model, on the folder `tiny`.
+COMMANDS: dict[str, list[str]] = {
+    "profile": ["profile", "tiny", *QUICK],
+    "rank": ["rank", "tiny", "--remove", "1", *QUICK],
+    "prune": ["prune", "tiny", "--remove", "1", "-o", "out", *QUICK],
+    "prune --layers": ["prune", "tiny", "--layers", "1", "-o", "out", *QUICK],
+    "eval": ["eval", "tiny", *TEXT],
+}
+
+
+@dataclass(frozen=True)
+class Done:
+    code: int
+    out: str
+    err: str
+    changed: set[str]  # files and folders that came, went or changed
+
+
+def tree() -> dict[str, bytes | None]:
+    return {str(p): p.read_bytes() if p.is_file() else None for p in Path().rglob("*")}
+
+
+@pytest.fixture
+def run(checkpoint: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., Done]:
+    """Run the command line in a folder that holds the checkpoint `tiny`."""
+    monkeypatch.chdir(checkpoint.parent)
+
+    def call(*arguments: str) -> Done:
+        monkeypatch.setattr(sys, "argv", ["lyapunov-prune", *arguments])
+        capsys.readouterr()
+        before = tree()
+        with pytest.raises(SystemExit) as end:
+            main()
+        after = tree()
+        changed = {path for path in before.keys() | after.keys() if before.get(path, 0) != after.get(path, 0)}
+        out, err = capsys.readouterr()
+        assert isinstance(end.value.code, int)
+        return Done(end.value.code, out, err, changed)
+
+    return call
+
+
+@pytest.fixture
+def run_bad(run: Callable[..., Done]) -> Callable[..., str]:
+    """Run with bad input: one line on stderr, exit code 2, nothing printed, nothing written. Returns the line."""
+
+    def call(*arguments: str) -> str:
+        done = run(*arguments)
+        assert done.code == 2, done
+        assert done.err.startswith("error: ")
+        assert done.err.count("\n") == 1
+        assert done.err.endswith("\n")
+        assert done.out == ""
+        assert done.changed == set()
+        return done.err
+
+    return call
+
+
+@pytest.fixture(params=COMMANDS)
+def command(request: pytest.FixtureRequest) -> list[str]:
+    return COMMANDS[request.param]
+
+
+# What the commands write.
+
+
+def test_profile_writes_its_result_and_the_report(run: Callable[..., Done]) -> None:
+    done = run("profile", "tiny", "-o", "run", *QUICK)
+    assert (done.code, done.err) == (0, "")
+    assert {"run/profile.json", "run/report.html", "run/figures/contraction.svg"} <= done.changed
+    assert str(LayerProfile.load("run/profile.json")) in done.out
+
+
+def test_results_go_to_a_folder_named_after_the_model(run: Callable[..., Done]) -> None:
+    assert "runs/tiny/profile.json" in run(*COMMANDS["profile"]).changed
+
+
+def test_rank_reads_a_profile_and_measures_nothing(run: Callable[..., Done]) -> None:
+    run("profile", "tiny", "-o", "run", *QUICK)
+    shutil.rmtree("tiny")
+    done = run("rank", "--profile", "run/profile.json", "--criterion", "rho", "--remove", "2")
+    assert done.code == 0
+    assert done.changed == {"run/plan.json"}
+    plan, measured = PruningPlan.load("run/plan.json"), LayerProfile.load("run/profile.json")
+    distance = abs(measured.contraction.rho - 1)
+    assert plan.remove == tuple(sorted(distance.argsort()[:2].tolist()))
+
+
+def test_prune_by_a_plan_removes_what_it_names(run: Callable[..., Done]) -> None:
+    run("rank", "tiny", "--remove", "2", "-o", "run", *QUICK)
+    done = run("prune", "tiny", "--plan", "run/plan.json", "-o", "out", *QUICK)
+    assert done.code == 0, done.err
+    assert "Removal gate: passed" in done.out
+    plan = PruningPlan.load("run/plan.json")
+    with torch.no_grad():
+        ids = torch.arange(40).view(1, 40)
+        wanted = remove_layers(AutoModelForCausalLM.from_pretrained("tiny"), plan.remove)(ids).logits
+        assert torch.equal(AutoModelForCausalLM.from_pretrained("out")(ids).logits, wanted)
+
+
+def test_eval_measures_both_models_on_the_same_tokens(run: Callable[..., Done]) -> None:
+    run(*COMMANDS["prune"])
+    done = run("eval", "out", "--against", "tiny", "-o", "run", *TEXT)
+    assert done.code == 0, done.err
+    dense, pruned = Evaluation.load("run/eval.json").perplexities
+    assert dense.measured_on.text_hash == pruned.measured_on.text_hash
+    assert dense.measured_on.split == "evaluation"
+    assert (dense.measured_on.model.num_layers, pruned.measured_on.model.num_layers) == (6, 5)
+
+
+def test_report_draws_a_run_again(run: Callable[..., Done]) -> None:
+    run("profile", "tiny", "-o", "run", *QUICK)
+    Path("run/report.html").unlink()
+    assert run("report", "run").changed == {"run/report.html"}
+
+
+@pytest.mark.parametrize("name", [*COMMANDS, "theorems"])
+def test_json_is_one_document_and_nothing_else(name: str, run: Callable[..., Done]) -> None:
+    done = run(*COMMANDS.get(name, ["theorems"]), "--json")
+    assert (done.code, done.err) == (0, "")
+    assert isinstance(json.loads(done.out), dict)
+
+
+# Bad models: every command that takes one says so.
+
+
+def nan_in_layer_3(folder: Path) -> None:
+    weights = load_file(folder / "model.safetensors")
+    weights["model.layers.3.mlp.up_proj.weight"].fill_(float("nan"))
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
+
+
+@pytest.mark.parametrize("fault", ["truncated", "corrupt", "pickle only", "missing shard", "missing key", "no config"])
+def test_a_broken_checkpoint(fault: str, command: list[str], run_bad: Callable[..., str], checkpoint: Path) -> None:
+    BROKEN[fault][0](checkpoint)
+    assert "tiny" in run_bad(*command)
+
+
+def test_an_encoder(command: list[str], run_bad: Callable[..., str], checkpoint: Path) -> None:
+    BertLMHeadModel(bert()).save_pretrained(checkpoint)
+    assert "(an encoder); give a causal decoder" in run_bad(*command)
+
+
+@pytest.mark.parametrize("share", [0.1, 0.9])
+def test_a_truncated_gguf_file(
+    share: float, command: list[str], run_bad: Callable[..., str], reader: PreTrainedModel, checkpoint: Path
+) -> None:
+    path = write_gguf(reader, checkpoint.parent / "x.gguf")
+    path.write_bytes(path.read_bytes()[: int(share * path.stat().st_size)])
+    assert "x.gguf, it may be truncated or corrupt" in run_bad(*(a.replace("tiny", "x.gguf") for a in command))
+
+
+@pytest.mark.parametrize("model", ["./absent", "a/b/c", "absent.gguf"])
+def test_an_unknown_model(model: str, command: list[str], run_bad: Callable[..., str]) -> None:
+    assert "; " in run_bad(*(a.replace("tiny", model) for a in command))
+
+
+def test_a_hub_model_offline(
+    command: list[str], run_bad: Callable[..., str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    command = [a.replace("tiny", "some-org/some-model-that-nobody-has") for a in command]
+    assert "and --offline was given; download it first" in run_bad(*command, "--offline")
+
+
+@pytest.mark.parametrize("command", ["profile", "rank", "prune"], indirect=True)
+def test_nan_activations_are_named_by_layer(command: list[str], run_bad: Callable[..., str], checkpoint: Path) -> None:
+    nan_in_layer_3(checkpoint)
+    assert "NaN or infinite activations in the output of layer 3" in run_bad(*command)
+
+
+def test_nan_activations_have_no_perplexity(run_bad: Callable[..., str], checkpoint: Path) -> None:
+    nan_in_layer_3(checkpoint)
+    assert "not finite" in run_bad(*COMMANDS["eval"])
+
+
+# Bad text.
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("x.txt", b"", "x.txt (calibration) has 0 tokens and 128 are needed"),
+        ("x.txt", b"short", "lower --tokens or give a longer text"),
+        ("x.txt", b"caf\xe9 " * 999, "cannot read x.txt as UTF-8"),
+        ("x.jsonl", b'{"text": 1}', "x.jsonl line 1 is no JSON object"),
+        ("y.txt", b"", "x.txt is no readable file"),
+    ],
+    ids=["empty", "short", "Latin-1", "JSONL", "missing"],
+)
+def test_a_bad_text(name: str, content: bytes, message: str, run_bad: Callable[..., str]) -> None:
+    Path(name).write_bytes(content)
+    assert message in run_bad(*COMMANDS["profile"], "--text", name.replace("y", "x"))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--context", "129", "--tokens", "258"], "context 129 is longer than the model's 128; lower --context"),
+        (["--tokens", "32"], "32 tokens do not fill one window of 64; raise --tokens"),
+        (["--text", "org/set", "--offline"], "--offline forbids the hub"),
+        (["--dtype", "float99"], "unknown dtype float99; give one of"),
+        (["--device", "bogus"], "there is no device bogus here; give cpu"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_a_bad_common_option(options: list[str], message: str, command: list[str], run_bad: Callable[..., str]) -> None:
+    assert message in run_bad(*command, *options)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--method", "guess"], "unknown method 'guess'; give difference or jvp"),
+        (["--pooling", "mean"], "unknown pooling 'mean'; give energy or token"),
+        (["--epsilon", "0"], "epsilon > 0"),
+        (["--epsilon", "nan"], "epsilon"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_a_bad_option_of_profile(options: list[str], message: str, run_bad: Callable[..., str]) -> None:
+    assert message in run_bad(*COMMANDS["profile"], *options)
+
+
+# Bad choices of layers.
+
+
+@pytest.mark.parametrize(
+    ("choice", "message"),
+    [
+        (["--remove", "6"], "cannot remove 6 of 6 layers; give 1 to 5"),
+        (["--remove", "99"], "cannot remove 99 of 6 layers; give 1 to 5"),
+        (["--remove", "0"], "give 1 to 5"),
+        (["--remove", "-1"], "give 1 to 5"),
+        (["--layers", "3,3"], "layer 3 is named more than once; name each layer once"),
+        (["--layers", "99"], "layer 99 does not exist: tiny has layers 0 to 5"),
+        (["--layers", "-1"], "layer -1 does not exist"),
+        (["--layers", "0,1,2,3,4,5"], "keep at least one"),
+        (["--layers", "a,b"], "--layers 'a,b' is no list of numbers; write it as 3,7"),
+        (["--layers", ""], "is no list of numbers"),
+        ([], "give --remove N, --layers 3,7 or --plan FILE, one of the three"),
+        (["--remove", "1", "--layers", "1"], "one of the three"),
+        (["--remove", "1", "--criterion", "best"], "unknown criterion 'best'; give one of rho, bi"),
+        (["--remove", "1", "--alpha", "1.5"], "alpha 1.5 is outside [0, 1]; give"),
+        (["--plan", "absent.json"], "cannot read absent.json"),
+        (["--plan", "tiny/config.json"], "tiny/config.json holds no result, not PruningPlan; give"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_a_bad_choice_of_layers(choice: list[str], message: str, run_bad: Callable[..., str]) -> None:
+    assert message in run_bad("prune", "tiny", "-o", "out", *choice, *QUICK)
+
+
+@pytest.mark.parametrize(
+    "choice", [["--remove", "6"], ["--remove", "0"], ["--criterion", "best"], ["--alpha", "-1"]], ids=" ".join
+)
+@pytest.mark.parametrize("source", [["tiny"], ["--profile", "run/profile.json"]], ids=["model", "profile"])
+def test_a_bad_choice_when_ranking(
+    choice: list[str], source: list[str], run: Callable[..., Done], run_bad: Callable[..., str]
+) -> None:
+    run("profile", "tiny", "-o", "run", *QUICK)
+    run_bad("rank", *source, *QUICK, *choice)
+
+
+@pytest.mark.parametrize("source", [[], ["tiny", "--profile", "x"]], ids=["neither", "both"])
+def test_a_ranking_needs_a_model_or_a_profile(source: list[str], run_bad: Callable[..., str]) -> None:
+    assert "give a MODEL to measure or --profile FILE, one of the two" in run_bad("rank", *source)
+
+
+@pytest.mark.parametrize("cut", [10, -5])
+def test_a_profile_cut_short(cut: int, run: Callable[..., Done], run_bad: Callable[..., str]) -> None:
+    run("profile", "tiny", "-o", "run", *QUICK)
+    path = Path("run/profile.json")
+    path.write_text(path.read_text(encoding="utf-8")[:cut], encoding="utf-8")
+    assert "is not complete JSON; make it again" in run_bad("rank", "--profile", str(path))
+
+
+@pytest.mark.parametrize("other", ["gpt2", "llama"])
+def test_a_plan_made_for_another_model(
+    other: str, run: Callable[..., Done], run_bad: Callable[..., str], checkpoint: Path
+) -> None:
+    run("rank", "tiny", "--remove", "1", "-o", "run", *QUICK)
+    make_tiny(other, seed=1, vocab_size=len(VOCABULARY)).save_pretrained(checkpoint)
+    line = run_bad("prune", "tiny", "--plan", "run/plan.json", "-o", "out", *QUICK)
+    assert "this plan was made for tiny (llama, 6 layers), not for tiny; rank this model's layers anew" in line
+
+
+# Bad places, and disks.
+
+
+@pytest.mark.parametrize("output", ["tiny", "tiny/config.json"], ids=["folder", "file"])
+def test_an_output_that_is_not_empty(output: str, run_bad: Callable[..., str]) -> None:
+    line = run_bad("prune", "tiny", "--remove", "1", "-o", output, *QUICK)
+    assert f"{output} exists and is not empty; choose another --output or empty it" in line
+
+
+@pytest.mark.parametrize("name", ["profile", "rank", "eval"])
+def test_an_output_that_is_a_file(name: str, run_bad: Callable[..., str]) -> None:
+    assert "cannot write tiny/config.json/" in run_bad(*COMMANDS[name], "-o", "tiny/config.json")
+
+
+def test_a_full_disk(command: list[str], run: Callable[..., Done], monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*args: Any, **kwargs: Any) -> NoReturn:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "replace", full)
+    done = run(*command)
+    assert done.code == 2
+    assert done.err.startswith("error: ")
+    assert done.err.count("\n") == 1
+    assert "No space left on device" in done.err
+    assert not any(Path(path).is_file() for path in done.changed)
+
+
+@pytest.mark.parametrize("folder", ["tiny", "absent", "tiny/config.json"])
+def test_a_report_of_nothing(folder: str, run_bad: Callable[..., str]) -> None:
+    assert f"{folder} holds no results; give a folder" in run_bad("report", folder)
+
+
+# The text that a model was chosen on.
+
+
+@pytest.fixture
+def text(checkpoint: Path) -> str:
+    lines = (f"Line {n} of a text, and its number squared is {n * n}.\n\n" for n in range(200))
+    (checkpoint.parent / "own.txt").write_text("".join(lines))
+    return "own.txt"
+
+
+@pytest.mark.parametrize("split", ["calibration", "all"])
+@pytest.mark.parametrize("spelling", ["own.txt", "./own.txt", "tiny/../own.txt"])
+def test_a_pruned_model_is_not_scored_on_its_calibration_text(
+    split: str, spelling: str, text: str, run: Callable[..., Done], run_bad: Callable[..., str]
+) -> None:
+    run(*COMMANDS["prune"], "--text", text)
+    line = run_bad("eval", "out", *TEXT, "--text", spelling, "--split", split)
+    assert f"out was chosen on {spelling}; use --split evaluation or another --text" in line
+
+
+@pytest.mark.parametrize("options", [["--text", "own.txt"], ["--split", "all"]], ids=["other half", "other text"])
+def test_a_pruned_model_is_scored_on_other_text(options: list[str], text: str, run: Callable[..., Done]) -> None:
+    run(*COMMANDS["prune"], "--text", text)
+    assert run("eval", "out", *TEXT, *options).code == 0
+
+
+def test_an_unknown_split(run_bad: Callable[..., str]) -> None:
+    assert "unknown split 'test'; give calibration, evaluation or all" in run_bad(*COMMANDS["eval"], "--split", "test")
+
+
+# A failed check, usage, interruption.
+
+
+def test_a_failed_gate_is_exit_code_1_and_nothing_written(
+    run: Callable[..., Done], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def wrongly(model: PreTrainedModel, plan: PruningPlan) -> PreTrainedModel:
+        pruned = remove_layers(model, plan)
+        wrong_layer_idx(pruned)
+        return pruned
+
+    monkeypatch.setattr(checkpoint_module, "remove_layers", wrongly)
+    done = run(*COMMANDS["prune"])
+    assert done.code == 1
+    assert done.err.startswith("error: nothing written: the pruned model fails the gate, cached decoding: ")
+    assert (done.err.count("\n"), done.out, done.changed) == (1, "", set())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["unknown"], "No such command 'unknown'"),
+        (["--unknown"], "No such option: --unknown"),
+        (["profile"], "Missing argument 'model'"),
+        (["prune", "tiny"], "Missing option '--output'"),
+        (["prune", "tiny", "-o"], "requires an argument"),
+        (["profile", "tiny", "extra"], "extra"),
+        (["profile", "tiny", "--tokens", "many"], "'--tokens'"),
+        (["profile", "tiny", "--tokens", "1"], "'--tokens'"),
+        (["profile", "tiny", "--seeds", "0"], "'--seeds'"),
+        (["profile", "tiny", "--batch-size", "0"], "'--batch-size'"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_a_usage_error(arguments: list[str], message: str, run_bad: Callable[..., str]) -> None:
+    line = run_bad(*arguments)
+    assert message in line
+    assert line.endswith("; see lyapunov-prune COMMAND --help\n")
+
+
+@pytest.mark.parametrize("arguments", [[], ["--help"], ["prune", "--help"]], ids=" ".join)
+def test_help_is_no_error(arguments: list[str], run: Callable[..., Done]) -> None:
+    done = run(*arguments)
+    assert (done.code, done.err, done.changed) == (0, "", set())
+    assert "Usage: lyapunov-prune" in done.out
+
+
+def test_an_interruption_is_exit_code_130(run: Callable[..., Done], monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupt(*args: Any, **kwargs: Any) -> NoReturn:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(checkpoint_module, "remove_layers", interrupt)
+    done = run(*COMMANDS["prune"])
+    assert (done.code, done.err.strip(), done.changed) == (130, "", set())
