@@ -19,6 +19,7 @@ import pytest
 import torch
 from conftest import TINY, VOCABULARY, make_tiny
 from safetensors import SafetensorError, safe_open
+from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from lyapunov_prune import checkpoint as module
@@ -217,6 +218,20 @@ def test_a_model_that_fails_the_gate_is_not_written(
     with pytest.raises(CheckFailed, match="nothing written: the pruned model fails the gate") as caught:
         write()
     assert caught.value.exit_code == 1
+    assert os.listdir(target.parent) == []
+
+
+def test_the_gate_reads_the_files_that_were_written(
+    write: Callable[[], Provenance], target: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def spoil(self: Any, folder: Path) -> None:
+        weights = load_file(folder / "model.safetensors")
+        weights["model.layers.0.mlp.up_proj.weight"] *= 1.01
+        save_file(weights, folder / "model.safetensors", {"format": "pt"})
+
+    monkeypatch.setattr(PreTrainedTokenizerFast, "save_pretrained", spoil)  # it runs after the weights are written
+    with pytest.raises(CheckFailed, match="fails the gate, reloads as saved"):
+        write()
     assert os.listdir(target.parent) == []
 
 

@@ -103,9 +103,11 @@ def test_the_dtype_is_the_checkpoint_s_own_if_none_is_asked(checkpoint: Path, re
 
 
 def test_transformers_speaks_as_before(checkpoint: Path) -> None:
+    transformers.logging.set_verbosity_info()
     before = transformers.logging.get_verbosity(), transformers.logging.is_progress_bar_enabled()
     load(checkpoint)
     assert (transformers.logging.get_verbosity(), transformers.logging.is_progress_bar_enabled()) == before
+    transformers.logging.set_verbosity_warning()  # its default
 
 
 # Broken folders: a function that spoils the checkpoint, and what is said about it.

@@ -97,6 +97,12 @@ def test_a_paragraph_of_the_first_half_leaves_the_second(
     assert PARAGRAPHS[26][:100] in halves["evaluation"]
 
 
+@pytest.mark.parametrize("mark", ["\n\n", "\n", " ", ""])
+def test_the_halves_meet_and_do_not_overlap(mark: str) -> None:
+    text = mark.join(f"word{n}" for n in range(5000))
+    assert module._split(text, "calibration") + module._split(text, "evaluation") == text
+
+
 @pytest.mark.parametrize("mark", ["\n", " ", ""], ids=["lines", "one line", "one word"])
 def test_a_text_without_paragraphs_is_split_too(mark: str, read: Callable[..., TokenBatch], tmp_path: Path) -> None:
     (tmp_path / "x.txt").write_text(mark.join(f"word{n}" for n in range(5000)))
