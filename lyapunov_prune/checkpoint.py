@@ -12,10 +12,12 @@ from lyapunov_prune.errors import CheckFailed
 from lyapunov_prune.files import require_empty, whole_folder
 from lyapunov_prune.gate import GateReport, verify_removal
 from lyapunov_prune.models.loading import quiet
+from lyapunov_prune.models.structure import find_structure
 from lyapunov_prune.plan import PruningPlan
 from lyapunov_prune.results import Result, versions
 from lyapunov_prune.surgery import remove_layers
 from lyapunov_prune.text import TokenBatch
+from lyapunov_prune.tracing import require_finite
 
 PROVENANCE = "provenance.json"
 
@@ -54,6 +56,8 @@ def write_pruned(
     the target is not empty or the disk refuses; either way nothing is left at `target`.
     """
     require_empty(target)
+    if batch is not None:
+        require_finite(find_structure(model), batch.ids[:1], batch.text)  # else the gate would blame the removal
     pruned = remove_layers(model, plan)
     with whole_folder(target) as folder:
         with quiet():

@@ -290,9 +290,10 @@ def _load(
     split: str = "calibration",
 ) -> tuple[Loaded, TokenBatch]:
     from lyapunov_prune.models.loading import load
-    from lyapunov_prune.text import as_batch, load_text
+    from lyapunov_prune.text import as_batch, load_text, require_context
 
     loaded = load(model, dtype=dtype, device=device, offline=offline)
+    require_context(loaded.structure, context)
     batch = load_text(
         text,
         loaded.tokenizer,

@@ -1,35 +1,29 @@
 """The contraction factor: how each layer shrinks or grows a relative error that travels through it.
 
-Clean and perturbed rows go through the layers side by side in one batch, and only sums over tokens stay,
-so memory does not grow with depth.
+The error is followed by `propagation`; this module turns its sums into factors, intervals and a result.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
 import numpy as np
 import pandas as pd
 import torch
-from torch.autograd import forward_ad
-from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import PreTrainedModel
 
-from lyapunov_prune.errors import LyapunovPruneError, NonFiniteError
-from lyapunov_prune.linalg import token_energy, widen
-from lyapunov_prune.models.structure import Structure, find_structure
+from lyapunov_prune.errors import LyapunovPruneError
+from lyapunov_prune.models.structure import find_structure
 from lyapunov_prune.progress import track
+from lyapunov_prune.propagation import WindowSums, difference_sums, jvp_sums
 from lyapunov_prune.results import MeasuredOn, Result
 from lyapunov_prune.text import TokenBatch, as_batch
-from lyapunov_prune.tracing import residual_stream
 
 Pooling = Literal["energy", "token"]
 Method = Literal["difference", "jvp"]
 
-RESAMPLES = 2000
 # A relative energy this many times the rounding floor (ten in amplitude) is measured, not noise.
 ABOVE_FLOOR = 100.0
 # The floor needs an order of magnitude, so a stretch of one window is enough.
@@ -182,18 +176,18 @@ def measure_contraction(
         raise LyapunovPruneError(f"unknown method {method!r}; give difference or jvp")
     _require_pooling(pooling)
 
-    run = _jvp_sums if method == "jvp" else _difference_sums
+    run = jvp_sums if method == "jvp" else difference_sums
     starts = range(0, len(batch.ids), batch_size)
     sums = [
-        run(model, structure, batch.ids[start : start + batch_size], start, seeds, epsilon)
+        run(structure, batch.ids[start : start + batch_size], start, seeds, epsilon)
         for start in track(starts, "contraction")
     ]
-    total = _Sums(*(np.concatenate(parts, axis=-1) for parts in zip(*(vars(s).values() for s in sums), strict=True)))
+    total = WindowSums.join(sums)
 
     floor = np.zeros(structure.num_layers + 1)
     if method == "difference":
         unit = torch.finfo(model.dtype).eps
-        control = _difference_sums(model, structure, batch.ids[:1, :FLOOR_TOKENS], 0, (0,), unit)
+        control = difference_sums(structure, batch.ids[:1, :FLOOR_TOKENS], 0, (0,), unit)
         floor = control.energy("energy")
 
     state, error = total.state.sum(-1), total.error.sum((-2, -1))
@@ -218,136 +212,3 @@ def measure_contraction(
 def _require_pooling(pooling: str) -> None:
     if pooling not in get_args(Pooling):
         raise LyapunovPruneError(f"unknown pooling {pooling!r}; give energy or token")
-
-
-@dataclass(frozen=True)
-class _Sums:
-    """Sums over the tokens of each window; L + 1 boundaries, S seeds, W windows, float64."""
-
-    state: np.ndarray  # Σ_t ‖h‖², (L + 1, W)
-    error: np.ndarray  # Σ_t ‖e‖², (L + 1, S, W)
-    relative: np.ndarray  # mean_t ‖e‖²/‖h‖², (L + 1, S, W)
-    peak_state: np.ndarray  # max_t ‖h‖², (L + 1, W)
-    peak_error: np.ndarray  # ‖e‖² of that token, (L + 1, S, W)
-
-    def energy(self, pooling: str) -> np.ndarray:
-        if pooling == "token":
-            return self.relative.mean((-2, -1))
-        return self.error.mean(-2).sum(-1) / self.state.sum(-1)
-
-    def interval(self, pooling: str) -> np.ndarray:
-        """Percentile bootstrap of ρ; windows and seeds are drawn independently, with replacement."""
-        _, seeds, windows = self.error.shape
-        if seeds * windows == 1:
-            return np.full((len(self.state) - 1, 2), np.nan)
-        rng = np.random.default_rng(0)
-        a = rng.multinomial(windows, np.full(windows, 1 / windows), RESAMPLES)
-        b = rng.multinomial(seeds, np.full(seeds, 1 / seeds), RESAMPLES) / seeds
-        # V is (resamples, L + 1); counts of the draws weigh the sums, so nothing is copied.
-        if pooling == "token":
-            energy = np.einsum("rw,rs,lsw->rl", a / windows, b, self.relative, optimize=True)
-        else:
-            energy = np.einsum("rw,rs,lsw->rl", a, b, self.error, optimize=True) / (a @ self.state.T)
-        return np.quantile(energy[:, 1:] / energy[:, :-1], [0.025, 0.975], axis=0).T
-
-
-def _direction(hidden: torch.Tensor, first_window: int, seed: int) -> torch.Tensor:
-    """`‖h_t‖ u_t`, drawn window by window so that the draw does not depend on the batch size."""
-    rows = []
-    for window in range(first_window, first_window + len(hidden)):
-        generator = torch.Generator().manual_seed(seed * 1_000_003 + window)
-        rows.append(torch.randn(hidden.shape[1:], generator=generator))
-    noise = torch.stack(rows).to(hidden.device)
-    noise /= torch.linalg.vector_norm(noise, dim=-1, keepdim=True)
-    return noise * torch.linalg.vector_norm(widen(hidden), dim=-1, keepdim=True)
-
-
-def _reduce(state: torch.Tensor, errors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Sums over tokens at one boundary: `state` is (W, T), `errors` (S, W, T)."""
-    peak_state, peak = state.max(-1)
-    peak_error = errors.gather(-1, peak.expand(len(errors), -1).unsqueeze(-1)).squeeze(-1)
-    # A token whose state is exactly zero has no relative error; it counts as none.
-    relative = torch.where(state > 0, errors / state, 0).mean(-1)
-    return state.sum(-1), errors.sum(-1), relative, peak_state, peak_error
-
-
-def _collect(rows: list[tuple[torch.Tensor, ...]], where: str) -> _Sums:
-    sums = _Sums(*(torch.stack([part.cpu() for part in parts]).numpy() for parts in zip(*rows, strict=True)))
-    finite = np.isfinite(sums.state).all(-1) & np.isfinite(sums.error).all((-2, -1))
-    if not finite.all():
-        raise NonFiniteError(int(np.argmin(finite)), where)
-    return sums
-
-
-def _forward(structure: Structure, ids: torch.Tensor) -> None:
-    device = structure.backbone.get_input_embeddings().weight.device  # type: ignore[operator]
-    structure.backbone(input_ids=ids.to(device), use_cache=False)
-
-
-def _difference_sums(
-    model: PreTrainedModel,
-    structure: Structure,
-    ids: torch.Tensor,
-    first_window: int,
-    seeds: tuple[int, ...],
-    epsilon: float,
-) -> _Sums:
-    """One forward over `[clean; perturbed by seed 0; …]`, reduced at every boundary."""
-    windows = len(ids)
-    rows: list[tuple[torch.Tensor, ...]] = []
-
-    def inject(hidden: torch.Tensor) -> torch.Tensor:
-        hidden = hidden.clone()
-        clean = widen(hidden[:windows])
-        for k, seed in enumerate(seeds, start=1):
-            moved = clean + epsilon * _direction(clean, first_window, seed)
-            hidden[k * windows : (k + 1) * windows] = moved.to(hidden.dtype)
-        return hidden
-
-    def visit(layer: int, hidden: torch.Tensor) -> None:
-        clean = widen(hidden[:windows])
-        errors = [
-            token_energy(widen(hidden[k * windows : (k + 1) * windows]) - clean) for k in range(1, len(seeds) + 1)
-        ]
-        rows.append(_reduce(token_energy(clean), torch.stack(errors)))
-
-    with residual_stream(structure, visit, inject):
-        _forward(structure, ids.repeat(1 + len(seeds), 1))
-    return _collect(rows, f"windows {first_window} to {first_window + windows - 1}")
-
-
-def _jvp_sums(
-    model: PreTrainedModel,
-    structure: Structure,
-    ids: torch.Tensor,
-    first_window: int,
-    seeds: tuple[int, ...],
-    epsilon: float,
-) -> _Sums:
-    """One forward of dual numbers: the primal is the clean state, the tangents are the directions."""
-    windows = len(ids)
-    rows: list[tuple[torch.Tensor, ...]] = []
-
-    def inject(hidden: torch.Tensor) -> torch.Tensor:
-        clean = hidden[:windows]
-        tangent = torch.cat([_direction(clean, first_window, seed) for seed in seeds])
-        return forward_ad.make_dual(hidden, tangent.to(hidden.dtype))
-
-    def visit(layer: int, hidden: torch.Tensor) -> None:
-        primal, tangent = forward_ad.unpack_dual(hidden)
-        assert tangent is not None, "the tangent was lost on the way"
-        errors = token_energy(widen(tangent)).view(len(seeds), windows, -1) * epsilon**2
-        rows.append(_reduce(token_energy(widen(primal[:windows])), errors))
-
-    with ExitStack() as stack:
-        stack.enter_context(forward_ad.dual_level())
-        stack.enter_context(sdpa_kernel(SDPBackend.MATH))  # the fused kernels have no forward derivative
-        stack.enter_context(residual_stream(structure, visit, inject))
-        try:
-            _forward(structure, ids.repeat(len(seeds), 1))
-        except NotImplementedError as error:
-            raise LyapunovPruneError(
-                f"{type(model).__name__} has an operation without a forward-mode derivative "
-                f"({str(error).splitlines()[0]}); use method difference"
-            ) from None
-    return _collect(rows, f"windows {first_window} to {first_window + windows - 1}")

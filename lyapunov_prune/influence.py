@@ -15,7 +15,7 @@ from lyapunov_prune.models.structure import find_structure
 from lyapunov_prune.progress import track
 from lyapunov_prune.results import MeasuredOn, Result
 from lyapunov_prune.text import TokenBatch, as_batch
-from lyapunov_prune.tracing import residual_stream
+from lyapunov_prune.tracing import residual_stream, run_backbone
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,6 @@ def block_influence(
     """
     batch = as_batch(model, batch)
     structure = find_structure(model)
-    device = model.device
     starts = range(0, len(batch.ids), batch_size)
     rows: list[np.ndarray] = []
     for start in track(starts, "block influence"):
@@ -82,7 +81,7 @@ def block_influence(
             before.append((unit, norm))
 
         with residual_stream(structure, visit):
-            structure.backbone(input_ids=batch.ids[start : start + batch_size].to(device), use_cache=False)
+            run_backbone(structure, batch.ids[start : start + batch_size])
         rows.append(torch.stack([s.cpu() for s in sums]).numpy())
     values = np.concatenate(rows, axis=-1)  # (L, 2, windows)
     finite = np.isfinite(values).all((-2, -1))

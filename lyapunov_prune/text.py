@@ -17,7 +17,7 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from lyapunov_prune.errors import LyapunovPruneError
-from lyapunov_prune.models.structure import find_structure, identify
+from lyapunov_prune.models.structure import Structure, find_structure, identify
 from lyapunov_prune.results import MeasuredOn, versions
 
 Split = Literal["calibration", "evaluation", "all"]
@@ -78,10 +78,7 @@ def as_batch(model: PreTrainedModel, batch: TokenBatch | torch.Tensor) -> TokenB
     if batch.ids.dtype not in (torch.int64, torch.int32):
         raise LyapunovPruneError(f"token ids are {batch.ids.dtype}; give integers")
     structure = find_structure(model)
-    if structure.max_context and batch.context > structure.max_context:
-        raise LyapunovPruneError(
-            f"context {batch.context} is longer than the model's {structure.max_context}; lower --context"
-        )
+    require_context(structure, batch.context)
     low, high = int(batch.ids.min()), int(batch.ids.max())
     vocabulary = structure.config.vocab_size
     if low < 0 or high >= vocabulary:
@@ -90,6 +87,14 @@ def as_batch(model: PreTrainedModel, batch: TokenBatch | torch.Tensor) -> TokenB
             "use the model's own tokenizer"
         )
     return batch
+
+
+def require_context(structure: Structure, context: int) -> None:
+    """Raise LyapunovPruneError if the model's positions end before `context`."""
+    if structure.max_context and context > structure.max_context:
+        raise LyapunovPruneError(
+            f"context {context} is longer than the model's {structure.max_context}; lower --context"
+        )
 
 
 def load_text(

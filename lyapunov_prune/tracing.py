@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from lyapunov_prune.errors import LyapunovPruneError
+from lyapunov_prune.errors import LyapunovPruneError, NonFiniteError
 from lyapunov_prune.models.structure import Structure
 
 Visit = Callable[[int, torch.Tensor], None]
@@ -75,6 +75,24 @@ def skipped(structure: Structure, layers: tuple[int, ...]) -> Iterator[None]:
     finally:
         for handle in handles:
             handle.remove()
+
+
+def run_backbone(structure: Structure, ids: torch.Tensor) -> None:
+    """A forward without the head, for what hooks see on the way: no tokens × vocabulary tensor is built."""
+    embedding: Any = structure.backbone.get_input_embeddings()  # type: ignore[operator]
+    structure.backbone(input_ids=ids.to(embedding.weight.device), use_cache=False)
+
+
+@torch.no_grad()
+def require_finite(structure: Structure, ids: torch.Tensor, where: str) -> None:
+    """Raise NonFiniteError naming the first boundary at which a state of `ids` is NaN or infinite."""
+
+    def visit(layer: int, hidden: torch.Tensor) -> None:
+        if not hidden.isfinite().all():
+            raise NonFiniteError(layer, where)
+
+    with residual_stream(structure, visit):
+        run_backbone(structure, ids)
 
 
 def layer_input(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:

@@ -13,8 +13,9 @@ from hypothesis import strategies as st
 from transformers import PreTrainedModel
 
 from lyapunov_prune import LyapunovPruneError, NonFiniteError, measure_contraction
-from lyapunov_prune.contraction import ContractionProfile, _direction, _Sums
+from lyapunov_prune.contraction import ContractionProfile
 from lyapunov_prune.models.structure import find_structure
+from lyapunov_prune.propagation import WindowSums, direction
 
 
 def states_of(model: PreTrainedModel, ids: torch.Tensor, moved: torch.Tensor | None = None) -> list[torch.Tensor]:
@@ -55,7 +56,7 @@ def reference(
     for window in range(len(ids)):
         clean = states_of(model, ids[window : window + 1])
         for seed in seeds:
-            moved = epsilon * _direction(clean[0].float(), window, seed).double()
+            moved = epsilon * direction(clean[0].float(), window, seed).double()
             other = states_of(model, ids[window : window + 1], moved)
             for k, (h, g) in enumerate(zip(clean, other, strict=True)):
                 e2, h2 = (g - h).square().sum(-1), h.square().sum(-1)
@@ -186,7 +187,7 @@ def test_saves_and_loads(llama: PreTrainedModel, ids: torch.Tensor, tmp_path: An
 def test_the_bootstrap_brackets_the_estimate(windows: int, seeds: int, seed: int) -> None:
     rng = np.random.default_rng(seed)
     state, error = rng.gamma(9, size=(4, windows)), rng.gamma(9, size=(4, seeds, windows))
-    sums = _Sums(state, error, error / state[:, None], state, error)
+    sums = WindowSums(state, error, error / state[:, None], state, error)
     for pooling in ("energy", "token"):
         energy = sums.energy(pooling)
         low, high = sums.interval(pooling).T
@@ -200,6 +201,6 @@ def test_the_bootstrap_covers() -> None:
     for _ in range(200):
         noise = rng.lognormal(0, 0.3, size=(2, 1, 12))
         state = np.ones((2, 12))
-        low, high = _Sums(state, noise, noise, state, noise).interval("energy")[0]
+        low, high = WindowSums(state, noise, noise, state, noise).interval("energy")[0]
         hits += low <= 1 <= high
     assert 170 <= hits <= 199

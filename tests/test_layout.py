@@ -22,6 +22,7 @@ ORDER = [
     "models.families",
     "text",
     "tracing",
+    "propagation",
     "contraction",
     "influence",
     "profile",

@@ -10,7 +10,7 @@ import torch
 from conftest import make_tiny
 from transformers import PreTrainedModel
 
-from lyapunov_prune import LyapunovPruneError, Perplexity, perplexity
+from lyapunov_prune import LyapunovPruneError, NonFiniteError, Perplexity, perplexity
 from lyapunov_prune.models.structure import find_structure
 
 
@@ -50,6 +50,11 @@ def test_a_loss_that_is_not_finite_is_refused(ids: torch.Tensor) -> None:
     model = make_tiny("llama")
     with torch.no_grad():
         find_structure(model).layers[2].mlp.down_proj.weight[0, 0] = float("nan")
+    with pytest.raises(NonFiniteError, match="output of layer 2 "):
+        perplexity(model, ids)
+    model = make_tiny("llama")
+    with torch.no_grad():
+        model.lm_head.weight.fill_(float("inf"))
     with pytest.raises(LyapunovPruneError, match="loss of window 0 is not finite"):
         perplexity(model, ids)
 

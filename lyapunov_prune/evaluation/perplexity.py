@@ -12,9 +12,11 @@ from scipy import stats
 from transformers import PreTrainedModel
 
 from lyapunov_prune.errors import LyapunovPruneError
+from lyapunov_prune.models.structure import find_structure
 from lyapunov_prune.progress import track
 from lyapunov_prune.results import MeasuredOn, Result
 from lyapunov_prune.text import TokenBatch, as_batch
+from lyapunov_prune.tracing import require_finite
 
 _CHUNK = 512  # tokens whose logits are widened at a time
 
@@ -72,7 +74,8 @@ def perplexity(
     """Perplexity of `model`: windows × context ids, each window on its own, its first token unscored.
 
     Log-likelihoods are taken in float32 from the model's own logits and summed in float64. Raises
-    LyapunovPruneError when a loss is not finite, for ids outside the vocabulary, or a context too long.
+    NonFiniteError naming the layer when a loss is not finite, and LyapunovPruneError for ids outside the
+    vocabulary or a context too long.
     """
     batch = as_batch(model, batch)
     losses = []
@@ -89,8 +92,10 @@ def perplexity(
         del logits
     windows = np.array(losses)
     if not np.isfinite(windows).all():
+        bad = int(np.argmin(np.isfinite(windows)))
+        require_finite(find_structure(model), batch.ids[bad : bad + 1], f"window {bad} of {batch.text}")
         raise LyapunovPruneError(
-            f"the loss of window {int(np.argmin(np.isfinite(windows)))} is not finite; "
+            f"the loss of window {bad} is not finite; "
             "load the model in a wider dtype (--dtype float32) or check its weights"
         )
     return Perplexity(
