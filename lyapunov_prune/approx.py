@@ -1,0 +1,355 @@
+"""ApproxLinear: a projection that runs its approximation and keeps account of what that did.
+
+Inside `with approximate(model, …) as records:` the chosen matrices are replaced, so that errors travel on
+through the model, and every forward adds, for each matrix and token, the error against `W` on the very
+input that came, and the bound of its theorem. On the way out every module is what it was, bit for bit.
+
+The error is `‖W x − Ŵ x'‖ = ‖E x' + W (x − x')‖` with `E = W − Ŵ`, so one product of the residual is enough,
+and one more for the tokens that a cache answered. It is taken in float32 (float64 for float64 models); its
+rounding is at most `γ_{n+k} ‖E‖_F ‖x'‖`, and that is the margin. What the model itself rounds when it forms
+`Ŵ x'` in its own dtype is no part of the approximation and of no error here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+from torch.nn.functional import linear
+from transformers import PreTrainedModel
+
+from lyapunov_prune.bounds import (
+    BoundCheck,
+    composition_bound,
+    interpolation_bound,
+    retrieval_bound,
+    sparse_activation_bound,
+)
+from lyapunov_prune.errors import LyapunovPruneError
+from lyapunov_prune.linalg import certified_norm, token_energy, widen
+from lyapunov_prune.models.projections import Projection, find_projections
+from lyapunov_prune.norms import CertifiedNorm, certify
+
+
+@dataclass(frozen=True)
+class Approximation:
+    """`Ŵ` for one matrix, in the dtype the model will run it in, with certified norms.
+
+    `W = S + (W − S)`, `S = Ŵ + (S − Ŵ)`: a sparse stage and a low-rank stage, either of which may do
+    nothing (norm 0). Any other approximation counts as one stage, the sparse one, of which Theorem 2 asks
+    nothing. The directions are unit vectors that `W − Ŵ` and `W` stretch most, as far as was found.
+    """
+
+    weight: torch.Tensor
+    weight_norm: float  # ‖W‖
+    sparse_norm: float  # ‖W − S‖
+    low_rank_norm: float  # ‖S − Ŵ‖
+    total_norm: float  # ‖W − Ŵ‖
+    direction: torch.Tensor
+    weight_direction: torch.Tensor
+
+
+def approximation(
+    W: torch.Tensor, W_hat: torch.Tensor, *, sparse: torch.Tensor | None = None, weight: CertifiedNorm | None = None
+) -> Approximation:
+    """Certify what replacing `W` by `W_hat` can do; `sparse` is the stage between, for a low-rank `W_hat`.
+
+    All are output × input. `sparse=W` says that `W_hat` is a low-rank approximation of `W` itself. A known
+    `certify(W)` saves its computation. Raises LyapunovPruneError for another shape, NaN or infinity.
+    """
+    if W_hat.shape != W.shape:
+        raise LyapunovPruneError(f"an approximation of shape {tuple(W_hat.shape)} for a matrix of {tuple(W.shape)}")
+    W, W_hat = W.detach(), W_hat.detach().to(W)
+    stage = W_hat if sparse is None else sparse.detach().to(W)
+    total = certify(_difference(W, W_hat))
+    # A stage that does nothing leaves the whole residual to the other.
+    if torch.equal(stage, W_hat):
+        sparse_norm, low_rank_norm = total.bound * _ROUNDED, 0.0
+    elif torch.equal(stage, W):
+        sparse_norm, low_rank_norm = 0.0, total.bound * _ROUNDED
+    else:
+        sparse_norm = certified_norm(_difference(W, stage)) * _ROUNDED
+        low_rank_norm = certified_norm(_difference(stage, W_hat)) * _ROUNDED
+    weight = weight or certify(W)
+    return Approximation(
+        weight=W_hat,
+        weight_norm=weight.bound,
+        sparse_norm=sparse_norm,
+        low_rank_norm=low_rank_norm,
+        total_norm=total.bound * _ROUNDED,
+        direction=total.direction,
+        weight_direction=weight.direction,
+    )
+
+
+# The difference of two matrices is itself rounded, to at most u ‖W − S‖_F; this covers it with room.
+_ROUNDED = 1 + 2.0**-36
+# What a float32 product or entry may lose to underflow.
+_TINIEST = 2.0**-148
+
+
+def _difference(W: torch.Tensor, S: torch.Tensor) -> torch.Tensor:
+    return W.cpu().double() - S.cpu().double()
+
+
+@dataclass
+class Record:
+    """What one approximated matrix did so far."""
+
+    projection: Projection
+    approximation: Approximation
+    check: BoundCheck | None = None  # its theorem, the worst input of all forwards; None before the first
+    hits: int = 0  # inputs a cache answered
+    probe: BoundCheck | None = None  # Theorem 2 on the direction that the residual stretches most
+    weight_probe: BoundCheck | None = None  # Theorem 1 on the direction that W stretches most, if there is a cache
+    # The residual and W as installed (W if there is a cache), and the relative rounding of their entries.
+    residual: torch.Tensor = field(repr=False, default_factory=lambda: torch.zeros(0))
+    exact: torch.Tensor | None = field(repr=False, default=None)
+    unit: float = 2.0**-24
+
+    @property
+    def checks(self) -> tuple[BoundCheck, ...]:
+        """The worst actual input, and the probes; a matrix of an expert has probes alone."""
+        return tuple(c for c in (self.check, self.probe, self.weight_probe) if c is not None)
+
+    def take_probes(self) -> None:
+        """Feed the matrices as installed the directions that they should stretch by nearly their norms.
+
+        Text seldom comes near a bound, so a residual a little too large would pass unseen; this does not.
+        """
+        p, a = self.projection, self.approximation
+        error, size, rounding = self._stretch(self.residual, a.direction)
+        named: dict[str, Any] = {"rounding": rounding, "matrix": p.name, "layer": p.layer}
+        self.probe = sparse_activation_bound(error, size, a.total_norm, **named)
+        if self.exact is not None:
+            error, size, rounding = self._stretch(self.exact, a.weight_direction)
+            self.weight_probe = retrieval_bound(error, size, a.weight_norm, **(named | {"rounding": rounding}))
+
+    def _stretch(self, A: torch.Tensor, x: torch.Tensor) -> tuple[float, float, float]:
+        """`‖A x‖`, `‖x‖` and the rounding of the former, in float64; A was rounded to the dtype it runs in."""
+        A = A.cpu().double()
+        error = float(torch.linalg.vector_norm(A @ x))
+        rounding = float(torch.linalg.vector_norm(A)) * (self.unit + 2.0**-40) + _TINIEST * A.numel() ** 0.5
+        return error, float(torch.linalg.vector_norm(x)) * (1 + 2.0**-40), rounding
+
+
+class ApproxLinear:
+    """Stands in for the `forward` of one projection module; the module itself stays where it is.
+
+    `records` are the approximated parts of the module's matrix, the rest keeps its weights. `radius` is that
+    of a cache, relative to the input: token t is answered with the input of the earliest token s ≤ t of its
+    window with `‖x_t − x_s‖ ≤ radius ‖x_t‖`.
+    """
+
+    def __init__(self, module: nn.Module, records: Sequence[Record], radius: float = 0.0) -> None:
+        stored = module.weight.detach()  # type: ignore[operator]
+        W = stored.T if records[0].projection.transposed else stored
+        self.records, self.radius, self.module = records, radius, module
+        self.weight = W.clone()
+        for record in records:
+            self.weight[record.projection.start : record.projection.stop] = record.approximation.weight
+        wide = torch.float64 if W.dtype == torch.float64 else torch.float32
+        self.residual = (W.double() - self.weight.double()).to(wide)
+        self.exact = widen(W) if radius > 0 else None
+        self._unit = torch.finfo(wide).eps
+        for record in records:
+            rows = slice(record.projection.start, record.projection.stop)
+            record.unit = self._unit
+            record.residual = self.residual[rows]
+            record.exact = None if self.exact is None else self.exact[rows]
+
+    def __call__(self, input: torch.Tensor) -> torch.Tensor:
+        """`Ŵ x' + b` of any (…, n) input, in the model's dtype; the books are kept on the side."""
+        x = input.reshape(-1, *input.shape[-2:]) if input.ndim > 1 else input.view(1, 1, -1)
+        used, distance, radius = (x, None, None) if self.radius == 0 else _look_up(x, self.radius)
+        output = linear(used.view(input.shape), self.weight, self.module.bias)  # type: ignore[arg-type]
+        with torch.no_grad():
+            self._account(x, used, distance, radius)
+        return output
+
+    def _account(
+        self, x: torch.Tensor, used: torch.Tensor, distance: torch.Tensor | None, radius: torch.Tensor | None
+    ) -> None:
+        if torch.get_float32_matmul_precision() != "highest":
+            raise LyapunovPruneError("bounds are checked with full float32 products; leave matmul precision at highest")
+        error = linear(widen(used), self.residual)
+        size = token_energy(used).sqrt()
+        hit = None
+        if distance is not None:
+            hit = distance > 0
+            error[hit] += linear(widen(x[hit]) - widen(used[hit]), self.exact)  # type: ignore[arg-type]
+        steps = self._unit * (x.shape[-1] + 16)
+        underflow = _TINIEST * x.shape[-1] * (1 + float(size.max())) * self.residual.shape[0] ** 0.5
+        for record in self.records:
+            p, a = record.projection, record.approximation
+            rows = slice(p.start, p.stop)
+            e = token_energy(error[..., rows]).sqrt()
+            rounding = underflow + steps * float(torch.linalg.vector_norm(self.residual[rows].double())) * size
+            if hit is not None and distance is not None and self.exact is not None:
+                rounding = rounding + steps * float(torch.linalg.vector_norm(self.exact[rows].double())) * distance
+                record.hits += int(hit.sum())
+            check = _theorem(a, p, *(_flat(v) for v in (e, size, radius, rounding)))
+            record.check = check.with_more(record.check)
+
+
+def _flat(numbers: torch.Tensor | None) -> np.ndarray:
+    return np.zeros(1) if numbers is None else numbers.cpu().numpy().ravel()
+
+
+def _theorem(
+    a: Approximation, p: Projection, error: np.ndarray, size: np.ndarray, radius: np.ndarray, rounding: np.ndarray
+) -> BoundCheck:
+    """The theorem whose stages are at work here."""
+    named: dict[str, Any] = {"rounding": rounding, "matrix": p.name, "layer": p.layer}
+    if not radius.any():
+        if a.low_rank_norm == 0:
+            return sparse_activation_bound(error, size, a.sparse_norm, **named)
+        if a.sparse_norm == 0:
+            return interpolation_bound(error, size, a.low_rank_norm, **named)
+    elif a.total_norm == 0:
+        return retrieval_bound(error, radius, a.weight_norm, **named)
+    named |= {"weight_norm": a.weight_norm, "sparse_norm": a.sparse_norm, "low_rank_norm": a.low_rank_norm}
+    return composition_bound(error, size, radius, **named)
+
+
+def _look_up(x: torch.Tensor, relative: float) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """What a cache of radius `relative ‖x_t‖` answers: inputs, distances and radii, window by window.
+
+    The rough distance only finds the candidate; whether it lies within the radius is asked of the
+    difference itself.
+    """
+    wide = widen(x.detach())
+    radius = relative * token_energy(wide).sqrt()
+    near = torch.cdist(wide, wide).double() <= radius.unsqueeze(-1)
+    near = (near | torch.eye(x.shape[1], dtype=torch.bool, device=x.device)).tril()
+    first = near.int().argmax(-1)  # the earliest
+    found = x.gather(1, first.unsqueeze(-1).expand_as(x))
+    distance = token_energy(wide - widen(found.detach())).sqrt()
+    within = distance <= radius * (1 - 2.0**-20)  # the difference was rounded
+    used = torch.where(within.unsqueeze(-1), found, x)
+    return used, torch.where(within, distance, 0), radius
+
+
+class Records(dict[str, Record]):
+    """Record by name of the matrix, inside and after the block of `approximate`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.swaps: list[_Forward | _Experts] = []
+
+    @contextmanager
+    def suspended(self) -> Iterator[None]:
+        """The exact model inside this block, which lies inside that of `approximate`."""
+        with ExitStack() as stack:
+            for swap in self.swaps:
+                swap.remove()
+                stack.callback(swap.install)
+            yield
+
+
+Choice = torch.Tensor | Approximation | None
+Approximations = Mapping[str, torch.Tensor | Approximation] | Callable[[Projection, torch.Tensor], Choice]
+
+
+@contextmanager
+def approximate(
+    model: PreTrainedModel, approximations: Approximations, *, cache_radius: float = 0.0
+) -> Iterator[Records]:
+    """Run `model` with some of its matrices approximated, and yield a record for each by its name.
+
+    `approximations` maps names (`models.projections.find_projections`) to `Ŵ`, output × input, or is called
+    with every projection and its matrix and answers `Ŵ` or None. Experts kept as one 3-D parameter run
+    their approximation too, but inside a fused forward: what enters them is not seen, and they are checked
+    on the probe alone. At the end of the block the probes are taken and the model is restored, also after
+    an exception (which leaves no probes).
+
+    Raises LyapunovPruneError for an unknown name, a wrong shape, NaN, or a matrix approximated already.
+    """
+    if not 0 <= cache_radius < 1:
+        raise LyapunovPruneError(f"cache radius {cache_radius}; give a share of the input's norm, 0 to below 1")
+    records = _chosen(model, approximations)
+    by_module: dict[str, list[Record]] = {}
+    for record in records.values():
+        by_module.setdefault(record.projection.module, []).append(record)
+    with ExitStack() as stack:
+        for name, of_module in by_module.items():
+            module = model.get_submodule(name)
+            if of_module[0].projection.expert is None:
+                records.swaps.append(_Forward(name, module, ApproxLinear(module, of_module, cache_radius)))
+            else:
+                for key in dict.fromkeys(r.projection.parameter for r in of_module):
+                    same = [r for r in of_module if r.projection.parameter == key]
+                    records.swaps.append(_Experts(module, key, same))
+        for swap in records.swaps:
+            swap.install()
+            stack.callback(swap.remove)
+        yield records
+        for record in records.values():
+            record.take_probes()
+
+
+def _chosen(model: PreTrainedModel, approximations: Approximations) -> Records:
+    projections = {p.name: p for p in find_projections(model)}
+    if not callable(approximations) and (unknown := [n for n in approximations if n not in projections]):
+        known = next(iter(projections))
+        raise LyapunovPruneError(f"{type(model).__name__} has no matrix {unknown[0]}; names are like {known}")
+    records = Records()
+    for name, p in projections.items():
+        W = p.weight(model)
+        choice = approximations(p, W) if callable(approximations) else approximations.get(name)
+        if choice is None:
+            continue
+        try:
+            found = choice if isinstance(choice, Approximation) else approximation(W, choice)
+        except LyapunovPruneError as error:
+            raise LyapunovPruneError(f"{name}: {error}") from None
+        if found.weight.shape != W.shape:
+            raise LyapunovPruneError(f"{name}: an approximation of shape {tuple(found.weight.shape)}")
+        records[name] = Record(p, found)
+    return records
+
+
+class _Forward:
+    """`module.forward` is an ApproxLinear while installed; accelerate may have put its own there before."""
+
+    def __init__(self, name: str, module: nn.Module, replacement: ApproxLinear) -> None:
+        self.name, self.module, self.replacement = name, module, replacement
+
+    def install(self) -> None:
+        self.before = self.module.__dict__.get("forward")
+        if isinstance(self.before, ApproxLinear):
+            raise LyapunovPruneError(f"{self.name} is approximated already; leave the other block first")
+        self.module.forward = self.replacement
+
+    def remove(self) -> None:
+        if self.before is None:
+            del self.module.__dict__["forward"]
+        else:
+            self.module.forward = self.before
+
+
+class _Experts:
+    """Another parameter in the place of `key` while installed, with the approximated experts in it."""
+
+    def __init__(self, module: nn.Module, key: str, records: list[Record]) -> None:
+        self.module, self.key, self.before = module, key, module._parameters[key]
+        assert self.before is not None
+        exact, stored = self.before.detach(), self.before.detach().clone()
+        for record in records:
+            expert = record.projection.expert
+            assert expert is not None
+            stored[expert] = record.approximation.weight
+            record.unit = 2.0**-52
+            record.residual = _difference(exact[expert], stored[expert])
+        self.after = nn.Parameter(stored, requires_grad=self.before.requires_grad)
+
+    def install(self) -> None:
+        self.module._parameters[self.key] = self.after
+
+    def remove(self) -> None:
+        self.module._parameters[self.key] = self.before

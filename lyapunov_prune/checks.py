@@ -1,0 +1,371 @@
+"""Every matrix of a model approximated, and every bound checked on every forward.
+
+`check_bounds` takes one setting and follows the errors to the prediction; `check_grid` takes many settings
+and shares what they have in common: the norm of W, the sparse stage, the basis of the low-rank stage.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from lyapunov_prune.approx import Approximation, Record, Records, approximate, approximation
+from lyapunov_prune.bounds import (
+    BoundCheck,
+    TokenCertificate,
+    argmax_unchanged_of_state_error,
+    trajectory_error_le,
+)
+from lyapunov_prune.errors import LyapunovPruneError
+from lyapunov_prune.linalg import token_energy, widen
+from lyapunov_prune.models.projections import Projection, find_projections
+from lyapunov_prune.models.structure import Structure, find_structure
+from lyapunov_prune.norms import certify
+from lyapunov_prune.progress import track
+from lyapunov_prune.results import MeasuredOn, Result
+from lyapunov_prune.text import TokenBatch, as_batch
+from lyapunov_prune.tracing import hidden_of, residual_stream
+
+SPARSITIES = (0.0, 0.3, 0.5, 0.7, 0.9)
+RANKS = (None, 32, 8)
+CACHE_RADII = (0.0, 0.1)
+
+
+@dataclass(frozen=True)
+class Setting:
+    """The three stages: share of entries removed, rank kept (None: all), radius of the cache as a share of ‖x‖."""
+
+    sparsity: float
+    rank: int | None
+    cache_radius: float
+
+    def __str__(self) -> str:
+        return f"sparsity {self.sparsity:g}, rank {self.rank or 'full'}, cache radius {self.cache_radius:g}"
+
+
+@dataclass(frozen=True)
+class Violation:
+    setting: Setting
+    check: BoundCheck
+
+
+@dataclass(frozen=True)
+class BoundsReport(Result):
+    """What came of checking every matrix (M) under every setting (K).
+
+    `ratio` (K, M) is the largest error / bound of any token, NaN where none was seen (experts that a family
+    fuses); `attained` (K, M) the same for the direction that the residual stretches most, near 1 when the
+    bound is tight. `composition` and `decisions` come with a single setting only.
+    """
+
+    method: str
+    settings: tuple[Setting, ...]
+    names: tuple[str, ...]
+    components: tuple[str, ...]
+    layers: tuple[int, ...]
+    theorems: tuple[str, ...]  # checked, of Theorems 1 to 4
+    ratio: np.ndarray
+    attained: np.ndarray
+    hits: int  # inputs answered by the cache, over all matrices
+    inputs: int  # inputs checked, over all matrices
+    violations: tuple[Violation, ...]
+    composition: tuple[BoundCheck, ...]
+    decisions: TokenCertificate | None
+    measured_on: MeasuredOn
+
+    @property
+    def checks(self) -> int:
+        """Matrices times settings."""
+        return len(self.names) * len(self.settings)
+
+    @property
+    def passed(self) -> bool:
+        certified = () if self.decisions is None else self.decisions.violations
+        return not self.violations and not certified and all(c.holds for c in self.composition)
+
+    def to_frame(self) -> pd.DataFrame:
+        """One row a matrix, the worst over all settings."""
+        bad = [v.check.matrix for v in self.violations]
+        return pd.DataFrame(
+            {
+                "matrix": self.names,
+                "layer": self.layers,
+                "component": self.components,
+                "worst_ratio": np.fmax.reduce(self.ratio, axis=0),
+                "attained": np.fmax.reduce(self.attained, axis=0),
+                "violations": [bad.count(name) for name in self.names],
+            }
+        )
+
+    def headline(self) -> str:
+        lines = [
+            f"Bounds: {len(self.names)} matrices × {len(self.settings)} settings = {self.checks} checks on "
+            f"{self.inputs} inputs, {len(self.violations)} violations ({', '.join(self.theorems)})",
+            self.measured_on.line(),
+        ]
+        lines += [f"VIOLATION at {v.setting}: {v.check}" for v in self.violations]
+        if self.composition:
+            last = self.composition[-1]
+            lines.append(
+                f"After the last layer: error {last.error:.4g}, composed estimate {last.bound:.4g} "
+                "(trajectory_error_le with growth measured along this trajectory, no worst case)"
+            )
+        if self.decisions is not None:
+            lines.append(self.decisions.headline())
+        return "\n".join(lines)
+
+    def __str__(self) -> str:
+        frame = self.to_frame().groupby("component", sort=False)
+        columns: Any = {"matrices": ("matrix", "size"), "worst_ratio": ("worst_ratio", "max")}
+        table = frame.agg(**columns, attained=("attained", "min"), violations=("violations", "sum")).reset_index()
+        return f"{self.headline()}\n{table.to_string(index=False, float_format=lambda x: f'{x:.4g}')}"
+
+
+@torch.no_grad()
+def check_bounds(
+    model: PreTrainedModel,
+    batch: TokenBatch | torch.Tensor,
+    *,
+    method: str = "magnitude",
+    sparsity: float = 0.5,
+    rank: int | None = None,
+    cache_radius: float = 0.0,
+    batch_size: int = 1,
+) -> BoundsReport:
+    """Approximate every matrix of every layer and check its bound on every token (Theorems 1 to 4).
+
+    `method="magnitude"` zeroes the share `sparsity` of the smallest entries; with `rank`, what is left is
+    truncated to that rank; with `cache_radius`, tokens within that share of their norm reuse an earlier
+    token's product. Errors travel on; they are composed layer by layer (`trajectory_error_le`, an estimate)
+    and followed to the prediction (`argmax_unchanged_of_state_error`). A reported violation is one by
+    `violation_is_real`, and by `no_false_alarm` rounding alone reports none.
+
+    Raises LyapunovPruneError for a bad setting or batch, or NaN on the way.
+    """
+    batch = as_batch(model, batch)
+    setting = Setting(float(sparsity), rank, float(cache_radius))
+    _require(method, [setting])
+    projections = find_projections(model)
+    structure = find_structure(model)
+    chosen = {p.name: _approximate_one(p.weight(model), setting) for p in track(projections, "certified norms")}
+    with approximate(model, chosen, cache_radius=setting.cache_radius) as records:
+        trajectory = _Trajectory(model, structure, records)
+        for start in track(range(0, len(batch.ids), batch_size), "bounds"):
+            trajectory.follow(batch.ids[start : start + batch_size].to(model.device))
+    return _report(
+        method, projections, [setting], [dict(records)], trajectory.composition(), trajectory.decisions(), model, batch
+    )
+
+
+@torch.no_grad()
+def check_grid(
+    model: PreTrainedModel,
+    batch: TokenBatch | torch.Tensor,
+    *,
+    method: str = "magnitude",
+    sparsities: Sequence[float] = SPARSITIES,
+    ranks: Sequence[int | None] = RANKS,
+    cache_radii: Sequence[float] = CACHE_RADII,
+    batch_size: int = 1,
+) -> BoundsReport:
+    """`check_bounds` for every combination of sparsity × rank × cache radius: thirty by default.
+
+    Norms and decompositions are computed once for each matrix and reused. By default the settings hold every
+    one of Theorems 1 to 4, and one that changes nothing, whose error must be exactly zero. Alarms mean what
+    `no_false_alarm` and `violation_is_real` say. Memory: two copies of the layers beside the model.
+    """
+    batch = as_batch(model, batch)
+    settings = [Setting(float(s), r, float(c)) for s in sparsities for r in ranks for c in cache_radii]
+    _require(method, settings)
+    projections = find_projections(model)
+    structure = find_structure(model)
+    weights = {p.name: p.weight(model) for p in projections}
+    norms = {name: certify(W) for name, W in track(list(weights.items()), "norms of the weights")}
+    outcomes: list[dict[str, Record]] = []
+    for sparsity in sparsities:
+        sparse = {name: sparsify(W, sparsity) for name, W in weights.items()}
+        bases = {n: _basis(S) for n, S in sparse.items()} if any(r is not None for r in ranks) else {}
+        for rank in ranks:
+            chosen = {}
+            for name, W in track(list(weights.items()), f"certified norms at sparsity {sparsity:g}, rank {rank}"):
+                S = sparse[name]
+                L = S if rank is None else _truncate(S, rank, bases[name])
+                chosen[name] = approximation(W, L, sparse=S, weight=norms[name])
+            for cache_radius in cache_radii:
+                with approximate(model, chosen, cache_radius=cache_radius) as records:
+                    for start in range(0, len(batch.ids), batch_size):
+                        ids = batch.ids[start : start + batch_size].to(model.device)
+                        structure.backbone(input_ids=ids, use_cache=False)
+                outcomes.append({name: _without_weights(record) for name, record in records.items()})
+    return _report(method, projections, settings, outcomes, (), None, model, batch)
+
+
+def sparsify(W: torch.Tensor, sparsity: float) -> torch.Tensor:
+    """`W` without the `sparsity` share of its entries of smallest magnitude; ties go first come, first served."""
+    count = round(sparsity * W.numel())
+    if count == 0:
+        return W
+    size = W.abs().flatten()
+    limit = size.kthvalue(count).values
+    removed = size < limit
+    ties = (size == limit).nonzero().flatten()[: count - int(removed.sum())]
+    removed[ties] = True
+    return W.masked_fill(removed.view(W.shape), 0)
+
+
+def _basis(S: torch.Tensor) -> torch.Tensor:
+    """Eigenvectors of the smaller Gram matrix, float64, largest last: all that a truncation needs.
+
+    Exact enough to truncate by; the norm of what is left is certified from the truncation itself.
+    """
+    D = S.cpu().double()
+    return torch.linalg.eigh(D @ D.T if D.shape[0] <= D.shape[1] else D.T @ D)[1]
+
+
+def _truncate(S: torch.Tensor, rank: int, basis: torch.Tensor) -> torch.Tensor:
+    """The best rank-`rank` approximation, but for rounding; `S` itself when it has no more."""
+    if rank >= min(S.shape):
+        return S
+    D, top = S.cpu().double(), basis[:, -rank:]
+    L = top @ (top.T @ D) if D.shape[0] <= D.shape[1] else (D @ top) @ top.T
+    return L.to(S)
+
+
+def _approximate_one(W: torch.Tensor, setting: Setting) -> Approximation:
+    S = sparsify(W, setting.sparsity)
+    L = S if setting.rank is None else _truncate(S, setting.rank, _basis(S))
+    return approximation(W, L, sparse=S)
+
+
+def _require(method: str, settings: Sequence[Setting]) -> None:
+    if method != "magnitude":
+        raise LyapunovPruneError(f"unknown method {method!r}; give magnitude")
+    for s in settings:
+        if not (0 <= s.sparsity <= 1 and (s.rank is None or s.rank > 0) and 0 <= s.cache_radius < 1):
+            raise LyapunovPruneError(f"{s}: give a sparsity of 0 to 1, a rank of 1 or more, a cache radius of 0 to 1")
+    if not settings:
+        raise LyapunovPruneError("no setting to check; give one sparsity, rank and cache radius or more")
+
+
+def _without_weights(record: Record) -> Record:
+    """What a report needs of a record; its tensors may go."""
+    return replace(record, approximation=None, residual=torch.zeros(0), exact=None)  # type: ignore[arg-type]
+
+
+def _report(
+    method: str,
+    projections: Sequence[Projection],
+    settings: Sequence[Setting],
+    outcomes: Sequence[dict[str, Record]],
+    composition: tuple[BoundCheck, ...],
+    decisions: TokenCertificate | None,
+    model: PreTrainedModel,
+    batch: TokenBatch,
+) -> BoundsReport:
+    rows = [[outcome[p.name] for p in projections] for outcome in outcomes]
+    checks = [(setting, c) for setting, row in zip(settings, rows, strict=True) for r in row for c in r.checks]
+    seen = [r.check for row in rows for r in row if r.check is not None]
+    unseen = [r.projection.name for row in rows for r in row if r.check is None and r.projection.expert is None]
+    if unseen:
+        raise LyapunovPruneError(f"{unseen[0]} took no part in the forward, so its bound was not checked")
+    return BoundsReport(
+        method=method,
+        settings=tuple(settings),
+        names=tuple(p.name for p in projections),
+        components=tuple(p.component for p in projections),
+        layers=tuple(p.layer for p in projections),
+        theorems=tuple(dict.fromkeys(c.theorem for c in seen)),
+        ratio=np.array([[r.check.ratio if r.check else np.nan for r in row] for row in rows]),
+        attained=np.array([[r.probe.ratio if r.probe else np.nan for r in row] for row in rows]),
+        hits=sum(r.hits for row in rows for r in row),
+        inputs=sum(c.inputs for c in seen),
+        violations=tuple(Violation(setting, c) for setting, c in checks if not c.holds),
+        composition=composition,
+        decisions=decisions,
+        measured_on=batch.measured_on(model),
+    )
+
+
+class _Trajectory:
+    """Dense and approximated states side by side: what each layer stretches and what it adds.
+
+    With `h` dense and `h'` approximated, layer k is run exactly on `h'_k` as well (with the arguments the
+    model called it with), so that `‖f(h) − f(h')‖` and `‖f(h') − g(h')‖` are both seen. Sums of squares
+    over all windows: one long vector.
+    """
+
+    def __init__(self, model: PreTrainedModel, structure: Structure, records: Records) -> None:
+        self.model, self.structure, self.records = model, structure, records
+        self.error, self.stretched, self.local = (np.zeros(structure.num_layers + i) for i in (1, 0, 0))
+        self.states: list[tuple[torch.Tensor, torch.Tensor]] = []
+
+    def follow(self, ids: torch.Tensor) -> None:
+        dense: list[torch.Tensor] = []
+        with self.records.suspended(), residual_stream(self.structure, lambda k, h: dense.append(h)):
+            state = self._head_input(ids)
+        exact: list[torch.Tensor] = []
+
+        def visit(k: int, hidden: torch.Tensor) -> None:
+            self.error[k] += _energy(dense[k], hidden)
+            if k > 0:
+                self.stretched[k - 1] += _energy(dense[k], exact[-1])
+                self.local[k - 1] += _energy(exact.pop(), hidden)
+
+        with self._exact_layers(exact), residual_stream(self.structure, visit):
+            changed = self._head_input(ids)
+        self.states.append((state, changed))
+
+    def composition(self) -> tuple[BoundCheck, ...]:
+        error, stretched, local = np.sqrt(self.error), np.sqrt(self.stretched), np.sqrt(self.local)
+        growth = np.divide(stretched, error[:-1], out=np.zeros_like(stretched), where=error[:-1] > 0)
+        unit = 2.0**-52 if self.model.dtype == torch.float64 else 2.0**-23
+        return trajectory_error_le(error, growth, local, unit=unit)
+
+    def decisions(self) -> TokenCertificate:
+        state, changed = (torch.cat([pair[i] for pair in self.states]) for i in (0, 1))
+        head: Any = self.model.get_output_embeddings()
+        return argmax_unchanged_of_state_error(state, changed, head.weight, getattr(head, "bias", None))
+
+    def _head_input(self, ids: torch.Tensor) -> torch.Tensor:
+        found: list[torch.Tensor] = []
+
+        def hook(module: nn.Module, args: tuple[Any, ...]) -> None:
+            found.append(args[0].detach().flatten(0, -2))
+
+        head: Any = self.model.get_output_embeddings()
+        handle = head.register_forward_pre_hook(hook)
+        try:
+            self.model(input_ids=ids, use_cache=False)
+        finally:
+            handle.remove()
+        return found[0]
+
+    @contextmanager
+    def _exact_layers(self, outputs: list[torch.Tensor]) -> Iterator[None]:
+        """Before each layer runs, append what the exact one makes of the same arguments."""
+
+        def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            with self.records.suspended():
+                outputs.append(hidden_of(module.forward(*args, **kwargs)))
+
+        handles = [layer.register_forward_pre_hook(before, with_kwargs=True) for layer in self.structure.layers]
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+
+def _energy(a: torch.Tensor, b: torch.Tensor) -> float:
+    energy = float(token_energy(widen(a) - widen(b)).sum())
+    if not np.isfinite(energy):
+        raise LyapunovPruneError("NaN or infinite activations; load the model in a wider dtype or check its weights")
+    return energy

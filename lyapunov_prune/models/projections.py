@@ -1,0 +1,178 @@
+"""Where a decoder keeps the matrices of its layers, and how fused ones come apart.
+
+General rule: every `nn.Linear` and every `Conv1D` (GPT-2's, whose weight is stored transposed) inside a
+layer is one matrix. A fused projection is split by its row in the table below, or stays one matrix, for
+which every bound holds just as well. Experts that a family keeps as one 3-D parameter are one matrix each.
+
+Left out: embeddings and the language-model head (often one tied tensor, and part of no layer), routers,
+convolutions and everything that is no matrix.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+from transformers.pytorch_utils import Conv1D
+
+from lyapunov_prune.errors import LyapunovPruneError
+from lyapunov_prune.models.structure import find_structure
+
+# Part of a fused matrix: its role, its head (or None), its rows.
+Part = tuple[str, int | None, int, int]
+
+
+@dataclass(frozen=True)
+class Projection:
+    """One matrix of a layer, output × input: rows `start … stop` of a parameter."""
+
+    name: str  # of the module, with `:part` when it is part of one
+    layer: int
+    component: str  # its role: the path inside the layer, and the part
+    head: int | None
+    expert: int | None
+    module: str
+    parameter: str
+    start: int
+    stop: int
+    transposed: bool  # stored input × output
+
+    def weight(self, model: PreTrainedModel) -> torch.Tensor:
+        """A view of the matrix, output × input (an expert's as it is stored), detached."""
+        stored = getattr(model.get_submodule(self.module), self.parameter).detach()
+        if self.expert is not None:
+            return stored[self.expert]
+        return (stored.T if self.transposed else stored)[self.start : self.stop]
+
+
+def find_projections(model: PreTrainedModel) -> tuple[Projection, ...]:
+    """Every matrix of every layer, in order.
+
+    Raises LyapunovPruneError for weights that are not in memory as plain matrices (quantised, offloaded).
+    """
+    structure = find_structure(model)
+    found: list[Projection] = []
+    for index, layer in enumerate(structure.layers):
+        for path, module in layer.named_modules():
+            name = f"{structure.layers_path}.{index}.{path}" if path else f"{structure.layers_path}.{index}"
+            role = ".".join(p for p in path.split(".") if not p.isdigit())
+            if isinstance(module, nn.Linear | Conv1D):
+                _require_plain(name, module)
+                parts = list(_parts(structure.model_type, structure.config, path, module))
+                for part, head, start, stop in parts:
+                    suffix = f"{part}{'' if head is None else head}"
+                    found.append(
+                        Projection(
+                            name=f"{name}:{suffix}" if part else name,
+                            layer=index,
+                            component=f"{role}.{part}" if part else role,
+                            head=head,
+                            expert=None,
+                            module=name,
+                            parameter="weight",
+                            start=start,
+                            stop=stop,
+                            transposed=isinstance(module, Conv1D),
+                        )
+                    )
+            for key, parameter in module.named_parameters(recurse=False):
+                if parameter.ndim == 3 and getattr(module, "num_experts", None) == len(parameter):
+                    found += [
+                        Projection(
+                            name=f"{name}.{key}:{expert}",
+                            layer=index,
+                            component=f"{role}.{key}",
+                            head=None,
+                            expert=expert,
+                            module=name,
+                            parameter=key,
+                            start=0,
+                            stop=parameter.shape[1],
+                            transposed=False,
+                        )
+                        for expert in range(len(parameter))
+                    ]
+    if not found:
+        raise LyapunovPruneError(f"{type(model).__name__} holds no linear projections in its layers; nothing to check")
+    return tuple(found)
+
+
+def _parts_by_head(config: Any, rows: int) -> Iterator[Part]:
+    """All queries, all keys, all values, each head after head."""
+    heads = config.num_attention_heads
+    size = rows // (3 * heads)
+    for p, part in enumerate("qkv"):
+        for head in range(heads):
+            start = (p * heads + head) * size
+            yield part, head, start, start + size
+
+
+def _heads_by_part(config: Any, rows: int) -> Iterator[Part]:
+    """Head after head, each its query, key and value."""
+    heads = config.num_attention_heads
+    size = rows // (3 * heads)
+    for head in range(heads):
+        for p, part in enumerate("qkv"):
+            start = (3 * head + p) * size
+            yield part, head, start, start + size
+
+
+def _grouped(config: Any, rows: int) -> Iterator[Part]:
+    """All queries, then the fewer keys and values of grouped-query attention."""
+    queries, keys = config.num_attention_heads, config.num_key_value_heads
+    size = rows // (queries + 2 * keys)
+    start = 0
+    for part, width in (("q", queries * size), ("k", keys * size), ("v", keys * size)):
+        yield part, None, start, start + width
+        start += width
+
+
+def _gate_up(config: Any, rows: int) -> Iterator[Part]:
+    yield "gate", None, 0, rows // 2
+    yield "up", None, rows // 2, rows
+
+
+# model_type -> last name of the module -> how its rows come apart.
+FUSED: dict[str, dict[str, Callable[[Any, int], Iterator[Part]]]] = {
+    "bloom": {"query_key_value": _heads_by_part},
+    "glm": {"gate_up_proj": _gate_up},
+    "glm4": {"gate_up_proj": _gate_up},
+    "gpt2": {"c_attn": _parts_by_head},
+    "gpt_neox": {"query_key_value": _heads_by_part},
+    "mpt": {"Wqkv": _parts_by_head},
+    "phi3": {"qkv_proj": _grouped, "gate_up_proj": _gate_up},
+}
+
+
+def _parts(model_type: str, config: Any, path: str, module: nn.Module) -> Iterator[Part]:
+    weight: Any = module.weight
+    rows = weight.shape[1] if isinstance(module, Conv1D) else weight.shape[0]
+    split = FUSED.get(model_type, {}).get(path.rpartition(".")[2])
+    return iter([("", None, 0, rows)]) if split is None else split(config, rows)
+
+
+def _require_plain(name: str, module: nn.Module) -> None:
+    """Raise unless the module multiplies by its weight: not quantised, not offloaded, no adapter on top."""
+    weight: Any = module.weight
+    if weight.is_meta or not weight.is_floating_point() or weight.ndim != 2:
+        raise LyapunovPruneError(
+            f"{name} holds no plain matrix in memory ({weight.dtype}); load the model whole and without quantisation"
+        )
+    if type(module).forward in (nn.Linear.forward, Conv1D.forward):
+        return
+    x = torch.linspace(-1, 1, weight.shape[1], dtype=weight.dtype, device=weight.device).unsqueeze(0)
+    with torch.no_grad():
+        if not torch.allclose(module(x), nn.functional.linear(x, weight, module.bias), rtol=1e-2, atol=1e-4):  # type: ignore[arg-type]
+            raise LyapunovPruneError(f"{name} ({type(module).__name__}) does more than multiply by its weight")
+
+
+def groups(projections: tuple[Projection, ...]) -> dict[tuple[str, int], tuple[str, ...]]:
+    """Matrices by (component, layer): the paper's compression groups."""
+    found: dict[tuple[str, int], list[str]] = {}
+    for p in projections:
+        found.setdefault((p.component, p.layer), []).append(p.name)
+    return {key: tuple(names) for key, names in found.items()}
