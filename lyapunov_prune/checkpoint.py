@@ -65,7 +65,9 @@ def write_pruned(
             tokenizer.save_pretrained(folder)
         gate = verify_removal(model, pruned, plan, batch, checkpoint=folder)
         if not gate.passed:
-            raise CheckFailed(f"nothing written: the pruned model fails the gate, {gate.failure()}")
+            raise CheckFailed(
+                f"nothing written: the pruned model fails the gate, {gate.failure()}; remove other layers"
+            )
         provenance = Provenance(
             source=plan.model.name, kept_to_original=plan.kept, plan=plan, gate=gate, versions=versions()
         )

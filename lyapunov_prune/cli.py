@@ -5,51 +5,60 @@ from __future__ import annotations
 import json
 import re
 import sys
+from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.console import Console
-from rich.table import Table
 
 from lyapunov_prune.errors import LyapunovPruneError
+from lyapunov_prune.options import (
+    Alpha,
+    BatchSize,
+    Bos,
+    Context,
+    Criterion,
+    Device,
+    DType,
+    Epsilon,
+    Json,
+    Method,
+    Model,
+    Offline,
+    Output,
+    Pooling,
+    Seed,
+    Seeds,
+    Text,
+    Tokens,
+)
+from lyapunov_prune.terminal import print_frame, say, show
 
 if TYPE_CHECKING:
-    import pandas as pd
-
     from lyapunov_prune.models.loading import Loaded
     from lyapunov_prune.plan import PruningPlan
     from lyapunov_prune.profile import LayerProfile
-    from lyapunov_prune.results import Result
     from lyapunov_prune.text import TokenBatch
 
 app = typer.Typer(
     name="lyapunov-prune",
     add_completion=False,
-    help="How compression errors travel through a transformer, and which layers it can do without.",
 )
 
-Model = Annotated[str, typer.Argument(help="Hub id, folder, .gguf file, or smollm2-135m (built in).")]
-Text = Annotated[str, typer.Option(help="builtin, a .txt or .jsonl file, or a hub data set name[:config[:split]].")]
-Tokens = Annotated[int, typer.Option(min=2, help="How many tokens to measure on.")]
-Context = Annotated[int, typer.Option(min=2, help="Tokens in a window.")]
-BatchSize = Annotated[int, typer.Option(min=1, help="Windows in a forward.")]
-Device = Annotated[str, typer.Option(help="cpu, cuda, cuda:1, mps, or auto.")]
-DType = Annotated[str | None, typer.Option(help="float32, bfloat16, …; the checkpoint's own if not given.")]
-Seed = Annotated[int, typer.Option(help="First random seed.")]
-Seeds = Annotated[int, typer.Option(min=1, help="How many perturbations to average over.")]
-Bos = Annotated[
-    bool | None,
-    typer.Option("--bos/--no-bos", help="Start windows with BOS; the tokenizer's habit if not given."),
-]
-Offline = Annotated[bool, typer.Option(help="Never touch the network.")]
-Json = Annotated[bool, typer.Option("--json", help="Print the result as JSON on stdout.")]
-Output = Annotated[Path | None, typer.Option("--output", "-o", help="Folder for results; runs/MODEL if not given.")]
-Method = Annotated[str, typer.Option(help="difference, or jvp for the forward-mode derivative.")]
-Pooling = Annotated[str, typer.Option(help="energy or token.")]
-Epsilon = Annotated[float, typer.Option(help="Relative size of the perturbation.")]
-Criterion = Annotated[str, typer.Option(help="rho, bi, blend, from-end or random.")]
-Alpha = Annotated[float, typer.Option(help="Weight of |rho − 1| in the blend.")]
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        say(version("lyapunov-prune"))
+        raise typer.Exit
+
+
+@app.callback()
+def _common(
+    show_version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version.")
+    ] = False,
+) -> None:
+    """How compression errors travel through a transformer, and which layers it can do without."""
 
 
 @app.command()
@@ -60,8 +69,8 @@ def demo(
     """Profile, rank, prune, verify, evaluate and report on the built-in model (minutes on two cores)."""
     from lyapunov_prune.demo import run_demo
 
-    report = run_demo(output, resume=resume, say=_say)
-    _say(f"Report: {report}")
+    report = run_demo(output, resume=resume, say=say)
+    say(f"Report: {report}")
 
 
 @app.command()
@@ -89,7 +98,7 @@ def profile(
     run = _run_folder(output, model)
     result.save(run / "profile.json")
     _report(run)
-    _show(result, as_json, run / "profile.json")
+    show(result, as_json, run / "profile.json")
 
 
 @app.command()
@@ -134,7 +143,7 @@ def rank(
     written = None
     if remove is not None:
         written = ranking.plan(remove).save(run / "plan.json")
-    _show(ranking, as_json, written)
+    show(ranking, as_json, written)
 
 
 @app.command()
@@ -183,8 +192,8 @@ def prune(
         plan = ranking.plan(remove)
     provenance = write_pruned(loaded.model, loaded.tokenizer, plan, output, batch)
     if not as_json:
-        _say(f"{plan.headline()}\n{provenance.gate}")
-    _show(provenance, as_json, output, table=False)
+        say(f"{plan.headline()}\n{provenance.gate}")
+    show(provenance, as_json, output, table=False)
 
 
 @app.command("eval")
@@ -216,17 +225,20 @@ def evaluate(
     for name in names:
         _require_unseen(Path(name), text, split)
     first, batch = _load(names[0], text, tokens, context, device, dtype, bos, offline, split)
+    prompt = min(256, (first.structure.max_context or 512) // 2)
     models = {names[0]: first.model}
     for name in names[1:]:
         models[name] = load(name, dtype=dtype, device=device, offline=offline).model
     result = Evaluation(
         perplexities=tuple(perplexity(m, batch, batch_size=batch_size) for m in models.values()),
-        speed=measure_speed(models) if speed else None,
+        speed=measure_speed(models, prompt=prompt) if speed else None,
     )
     run = _run_folder(output, model)
     result.save(run / "eval.json")
     _report(run)
-    _show(result, as_json, run / "eval.json")
+    show(result, as_json, run / "eval.json")
+    if result.speed and not as_json:
+        show(result.speed, as_json, None)
 
 
 @app.command()
@@ -244,7 +256,7 @@ def theorems(
         print(json.dumps({"verified": state.verified, "message": state.message, "theorems": frame.to_dict("records")}))
         return
     listed = [f"{t.number or '':>3} {t.name}: {t.statement}" for t in registry.theorems()]
-    _print_frame(state.message, frame, "\n".join([state.message, *listed]))
+    print_frame(state.message, frame, "\n".join([state.message, *listed]))
 
 
 @app.command()
@@ -252,7 +264,7 @@ def report(run: Annotated[Path, typer.Argument(help="Folder with the results of 
     """Draw the figures and the self-contained report.html of a run."""
     from lyapunov_prune.report.page import write_report
 
-    _say(str(write_report(run)))
+    say(str(write_report(run)))
 
 
 def main() -> None:
@@ -274,10 +286,6 @@ def _fail(message: str, code: int) -> None:
     sys.exit(code)
 
 
-def _say(message: str) -> None:
-    print(message, flush=True)
-
-
 def _load(
     model: str,
     text: str,
@@ -290,8 +298,9 @@ def _load(
     split: str = "calibration",
 ) -> tuple[Loaded, TokenBatch]:
     from lyapunov_prune.models.loading import load
-    from lyapunov_prune.text import as_batch, load_text, require_context
+    from lyapunov_prune.text import as_batch, load_text, require_context, require_source
 
+    require_source(text)  # before minutes of loading
     loaded = load(model, dtype=dtype, device=device, offline=offline)
     require_context(loaded.structure, context)
     batch = load_text(
@@ -375,26 +384,3 @@ def _report(run: Path) -> None:
     from lyapunov_prune.report.page import write_report
 
     write_report(run)
-
-
-def _show(result: Result, as_json: bool, written: Path | None, table: bool = True) -> None:
-    if as_json:
-        print(json.dumps(result.to_json(), allow_nan=False))
-        return
-    if table:
-        _print_frame(result.headline(), result.to_frame(), str(result))
-    if written is not None:
-        _say(f"Written: {written}")
-
-
-def _print_frame(headline: str, frame: pd.DataFrame, plain: str) -> None:
-    """A table on a terminal, plain text elsewhere."""
-    console = Console()
-    if not console.is_terminal:
-        _say(plain)
-        return
-    table = Table(*frame.columns, box=None, header_style="bold")
-    for row in frame.itertuples(index=False):
-        table.add_row(*(f"{v:.4g}" if isinstance(v, float) else str(v) for v in row))
-    console.print(headline, highlight=False)
-    console.print(table)

@@ -156,6 +156,13 @@ def require_disjoint(calibration: TokenBatch, evaluation: TokenBatch) -> None:
         )
 
 
+def require_source(source: str) -> None:
+    """Raise LyapunovPruneError if `source` names a file that is not there."""
+    path = Path(source)
+    if not path.is_file() and (path.suffix in {".txt", ".jsonl"} or path.exists()):
+        raise LyapunovPruneError(f"{source} is no readable file; give builtin, a .txt, a .jsonl or a data set")
+
+
 def _read(source: str, offline: bool) -> str:
     path = Path(source)
     if source == "builtin":
@@ -169,8 +176,7 @@ def _read(source: str, offline: bool) -> str:
         except (OSError, UnicodeDecodeError) as error:
             raise LyapunovPruneError(f"cannot read {source} as UTF-8 text ({error}); convert it to UTF-8") from None
         return _join_jsonl(source, text) if path.suffix == ".jsonl" else text
-    if path.suffix in {".txt", ".jsonl"} or path.exists():
-        raise LyapunovPruneError(f"{source} is no readable file; give builtin, a .txt, a .jsonl or a data set")
+    require_source(source)
     return _read_dataset(source, offline)
 
 

@@ -38,6 +38,8 @@ ORDER = [
     "report.figures",
     "report.page",
     "demo",
+    "terminal",
+    "options",
     "cli",
 ]
 FAMILY_WORDS = {"gpt2", "llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma3_text", "phi3", "gpt_neox", "opt"}

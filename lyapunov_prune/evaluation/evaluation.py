@@ -38,6 +38,3 @@ class Evaluation(Result):
 
     def headline(self) -> str:
         return self.perplexities[0].headline()
-
-    def __str__(self) -> str:
-        return super().__str__() + (f"\n\n{self.speed}" if self.speed else "")

@@ -1,0 +1,28 @@
+"""Options that several commands share, so that one word means one thing."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+Model = Annotated[str, typer.Argument(help="Hub id, folder, .gguf file, or smollm2-135m (built in).")]
+Text = Annotated[str, typer.Option(help="builtin, a .txt or .jsonl file, or a hub data set name[:config[:split]].")]
+Tokens = Annotated[int, typer.Option(min=2, help="How many tokens to measure on.")]
+Context = Annotated[int, typer.Option(min=2, help="Tokens in a window.")]
+BatchSize = Annotated[int, typer.Option(min=1, help="Windows in a forward.")]
+Device = Annotated[str, typer.Option(help="cpu, cuda, cuda:1, mps, or auto.")]
+DType = Annotated[str | None, typer.Option(help="float32, bfloat16, …; the checkpoint's own if not given.")]
+Seed = Annotated[int, typer.Option(help="First random seed.")]
+Seeds = Annotated[int, typer.Option(min=1, help="How many perturbations to average over.")]
+Bos = Annotated[
+    bool | None,
+    typer.Option("--bos/--no-bos", help="Start windows with BOS; the tokenizer's habit if not given."),
+]
+Offline = Annotated[bool, typer.Option(help="Never touch the network.")]
+Json = Annotated[bool, typer.Option("--json", help="Print the result as JSON on stdout.")]
+Output = Annotated[Path | None, typer.Option("--output", "-o", help="Folder for results; runs/MODEL if not given.")]
+Method = Annotated[str, typer.Option(help="difference, or jvp for the forward-mode derivative.")]
+Pooling = Annotated[str, typer.Option(help="energy or token.")]
+Epsilon = Annotated[float, typer.Option(help="Relative size of the perturbation.")]
+Criterion = Annotated[str, typer.Option(help="rho, bi, blend, from-end or random.")]
+Alpha = Annotated[float, typer.Option(help="Weight of |rho − 1| in the blend.")]

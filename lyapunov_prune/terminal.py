@@ -1,0 +1,39 @@
+"""How results appear on stdout: a table on a terminal, plain text or JSON elsewhere."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pandas as pd
+from rich.console import Console
+from rich.table import Table
+
+from lyapunov_prune.results import Result
+
+
+def say(message: str) -> None:
+    print(message, flush=True)
+
+
+def show(result: Result, as_json: bool, written: Path | None, table: bool = True) -> None:
+    if as_json:
+        print(json.dumps(result.to_json(), allow_nan=False))
+        return
+    if table:
+        print_frame(result.headline(), result.to_frame(), str(result))
+    if written is not None:
+        say(f"Written: {written}")
+
+
+def print_frame(headline: str, frame: pd.DataFrame, plain: str) -> None:
+    """A table on a terminal, plain text elsewhere."""
+    console = Console()
+    if not console.is_terminal:
+        say(plain)
+        return
+    table = Table(*frame.columns, box=None, header_style="bold")
+    for row in frame.itertuples(index=False):
+        table.add_row(*(f"{v:.4g}" if isinstance(v, float) else str(v) for v in row))
+    console.print(headline, highlight=False)
+    console.print(table)
