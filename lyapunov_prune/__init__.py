@@ -6,6 +6,8 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from lyapunov_prune.approx import approximate
+    from lyapunov_prune.checks import BoundsReport, check_bounds, check_grid
     from lyapunov_prune.contraction import ContractionProfile, measure_contraction
     from lyapunov_prune.errors import CheckFailed, LyapunovPruneError, NonFiniteError
     from lyapunov_prune.evaluation.perplexity import Perplexity, perplexity
@@ -19,6 +21,7 @@ if TYPE_CHECKING:
     from lyapunov_prune.text import TokenBatch, load_text
 
 __all__ = [
+    "BoundsReport",
     "CheckFailed",
     "ContractionProfile",
     "GateReport",
@@ -31,7 +34,10 @@ __all__ = [
     "PruningPlan",
     "Speed",
     "TokenBatch",
+    "approximate",
     "block_influence",
+    "check_bounds",
+    "check_grid",
     "load",
     "load_text",
     "measure_contraction",
@@ -44,6 +50,8 @@ __all__ = [
 
 # Names are imported on first use: torch takes seconds, and `lyapunov-prune --help` needs none of it.
 _HOMES = {
+    "approx": ("approximate",),
+    "checks": ("BoundsReport", "check_bounds", "check_grid"),
     "contraction": ("ContractionProfile", "measure_contraction"),
     "errors": ("CheckFailed", "LyapunovPruneError", "NonFiniteError"),
     "evaluation.perplexity": ("Perplexity", "perplexity"),

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from lyapunov_prune.errors import LyapunovPruneError
+from lyapunov_prune.errors import CheckFailed, LyapunovPruneError
 from lyapunov_prune.options import (
     Alpha,
     BatchSize,
@@ -239,6 +239,47 @@ def evaluate(
     show(result, as_json, run / "eval.json")
     if result.speed and not as_json:
         show(result.speed, as_json, None)
+
+
+@app.command()
+def check(
+    model: Model,
+    sparsity: Annotated[float | None, typer.Option(help="Share of entries removed by magnitude.")] = None,
+    rank: Annotated[int | None, typer.Option(help="Rank kept of what is left.")] = None,
+    cache_radius: Annotated[float | None, typer.Option(help="Radius of an input cache, as a share of ‖x‖.")] = None,
+    text: Text = "builtin",
+    tokens: Tokens = 512,
+    context: Context = 128,
+    batch_size: BatchSize = 1,
+    device: Device = "cpu",
+    dtype: DType = None,
+    bos: Bos = None,
+    offline: Offline = False,
+    output: Output = None,
+    as_json: Json = False,
+) -> None:
+    """Approximate every matrix and check its bound on every forward; writes bounds.json.
+
+    Thirty settings of sparsity, rank and cache radius, or the one given. Exit code 1 on a violation.
+    """
+    from lyapunov_prune.checks import check_bounds, check_grid
+
+    loaded, batch = _load(model, text, tokens, context, device, dtype, bos, offline)
+    if sparsity is None and rank is None and cache_radius is None:
+        result = check_grid(loaded.model, batch, batch_size=batch_size)
+    else:
+        result = check_bounds(
+            loaded.model,
+            batch,
+            sparsity=sparsity or 0.0,
+            rank=rank,
+            cache_radius=cache_radius or 0.0,
+            batch_size=batch_size,
+        )
+    written = result.save(_run_folder(output, model) / "bounds.json")
+    show(result, as_json, written)
+    if not result.passed:
+        raise CheckFailed(f"{len(result.violations)} bounds are violated; see {written}")
 
 
 @app.command()

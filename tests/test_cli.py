@@ -8,7 +8,7 @@ import os
 import shutil
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -20,7 +20,9 @@ from test_checkpoint import wrong_layer_idx
 from test_loading import BROKEN, bert, write_gguf
 from transformers import AutoModelForCausalLM, BertLMHeadModel, PreTrainedModel
 
+from lyapunov_prune import approx as approx_module
 from lyapunov_prune import checkpoint as checkpoint_module
+from lyapunov_prune.checks import BoundsReport
 from lyapunov_prune.cli import main
 from lyapunov_prune.evaluation.evaluation import Evaluation
 from lyapunov_prune.plan import PruningPlan
@@ -36,6 +38,7 @@ COMMANDS: dict[str, list[str]] = {
     "prune": ["prune", "tiny", "--remove", "1", "-o", "out", *QUICK],
     "prune --layers": ["prune", "tiny", "--layers", "1", "-o", "out", *QUICK],
     "eval": ["eval", "tiny", *TEXT],
+    "check": ["check", "tiny", "--sparsity", "0.5", *TEXT],
 }
 
 
@@ -105,6 +108,25 @@ def test_profile_writes_its_result_and_the_report(run: Callable[..., Done]) -> N
 
 def test_results_go_to_a_folder_named_after_the_model(run: Callable[..., Done]) -> None:
     assert "runs/tiny/profile.json" in run(*COMMANDS["profile"]).changed
+
+
+def test_check_writes_every_matrix_and_setting(run: Callable[..., Done]) -> None:
+    done = run("check", "tiny", "-o", "run", "--tokens", "16", "--context", "16")
+    assert (done.code, done.err) == (0, "")
+    report = BoundsReport.load("run/bounds.json")
+    assert report.checks == 30 * len(report.names)
+    assert not report.violations
+    assert "0 violations" in done.out
+
+
+def test_a_violated_bound_is_exit_code_1(run: Callable[..., Done], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The planted fault: norms that are too small."""
+    certified = approx_module.certify
+    monkeypatch.setattr(approx_module, "certify", lambda W: replace(certified(W), bound=certified(W).bound * 0.99))
+    done = run(*COMMANDS["check"])
+    assert done.code == 1
+    assert "bounds are violated" in done.err
+    assert "VIOLATED" in done.out
 
 
 def test_rank_reads_a_profile_and_measures_nothing(run: Callable[..., Done]) -> None:
