@@ -67,6 +67,8 @@ _HOMES = {
 
 
 def __getattr__(name: str) -> Any:
+    if name == "linalg":
+        return import_module("lyapunov_prune.linalg")
     for module, names in _HOMES.items():
         if name in names:
             return getattr(import_module(f"lyapunov_prune.{module}"), name)

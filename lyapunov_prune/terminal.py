@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-import pandas as pd
 from rich.console import Console
 from rich.table import Table
 
-from lyapunov_prune.results import Result
+if TYPE_CHECKING:  # a usage error must not wait for pandas
+    import pandas as pd
+
+    from lyapunov_prune.results import Result
 
 
 def say(message: str) -> None:

@@ -21,6 +21,10 @@ def test_every_name_has_one_home() -> None:
     assert sorted(homes) == sorted(lyapunov_prune.__all__)
 
 
+def test_norms_are_reached_through_linalg() -> None:
+    assert lyapunov_prune.linalg.certified_norm.__name__ == "certified_norm"
+
+
 def test_an_unknown_name_is_an_attribute_error() -> None:
     with pytest.raises(AttributeError, match="'lyapunov_prune' has no attribute 'unknown'"):
         _ = lyapunov_prune.unknown
