@@ -35,7 +35,9 @@ def print_frame(headline: str, frame: pd.DataFrame, plain: str) -> None:
     if not console.is_terminal:
         say(plain)
         return
-    table = Table(*frame.columns, box=None, header_style="bold")
+    table = Table(box=None, header_style="bold")
+    for name in frame.columns:
+        table.add_column(name, justify="right" if frame[name].dtype.kind in "if" else "left")
     for row in frame.itertuples(index=False):
         table.add_row(*(f"{v:.4g}" if isinstance(v, float) else str(v) for v in row))
     console.print(headline, highlight=False)
