@@ -97,6 +97,10 @@ def _difference(W: torch.Tensor, S: torch.Tensor) -> torch.Tensor:
     return W.cpu().double() - S.cpu().double()
 
 
+def _frobenius(A: torch.Tensor) -> float:
+    return float(token_energy(A.flatten()).sqrt())
+
+
 @dataclass
 class Record:
     """What one approximated matrix did so far."""
@@ -111,6 +115,8 @@ class Record:
     residual: torch.Tensor = field(repr=False, default_factory=lambda: torch.zeros(0))
     exact: torch.Tensor | None = field(repr=False, default=None)
     unit: float = 2.0**-24
+    residual_size: float = 0.0  # ‖·‖_F of the two, for the margins
+    exact_size: float = 0.0
 
     @property
     def checks(self) -> tuple[BoundCheck, ...]:
@@ -153,15 +159,17 @@ class ApproxLinear:
         self.weight = W.clone()
         for record in records:
             self.weight[record.projection.start : record.projection.stop] = record.approximation.weight
-        wide = torch.float64 if W.dtype == torch.float64 else torch.float32
-        self.residual = (W.double() - self.weight.double()).to(wide)
+        self.residual = widen(W) - widen(self.weight)  # one rounding, part of the margin
         self.exact = widen(W) if radius > 0 else None
-        self._unit = torch.finfo(wide).eps
+        self._unit = torch.finfo(self.residual.dtype).eps
         for record in records:
             rows = slice(record.projection.start, record.projection.stop)
             record.unit = self._unit
             record.residual = self.residual[rows]
-            record.exact = None if self.exact is None else self.exact[rows]
+            record.residual_size = _frobenius(record.residual)
+            if self.exact is not None:
+                record.exact = self.exact[rows]
+                record.exact_size = _frobenius(record.exact)
 
     def __call__(self, input: torch.Tensor) -> torch.Tensor:
         """`Ŵ x' + b` of any (…, n) input, in the model's dtype; the books are kept on the side."""
@@ -189,9 +197,9 @@ class ApproxLinear:
             p, a = record.projection, record.approximation
             rows = slice(p.start, p.stop)
             e = token_energy(error[..., rows]).sqrt()
-            rounding = underflow + steps * float(torch.linalg.vector_norm(self.residual[rows].double())) * size
-            if hit is not None and distance is not None and self.exact is not None:
-                rounding = rounding + steps * float(torch.linalg.vector_norm(self.exact[rows].double())) * distance
+            rounding = underflow + steps * record.residual_size * size
+            if hit is not None and distance is not None:
+                rounding = rounding + steps * record.exact_size * distance
                 record.hits += int(hit.sum())
             check = _theorem(a, p, *(_flat(v) for v in (e, size, radius, rounding)))
             record.check = check.with_more(record.check)

@@ -6,10 +6,12 @@ and shares what they have in common: the norm of W, the sparse stage, the basis 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import os
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import pandas as pd
@@ -33,6 +35,8 @@ from lyapunov_prune.progress import track
 from lyapunov_prune.results import MeasuredOn, Result
 from lyapunov_prune.text import TokenBatch, as_batch
 from lyapunov_prune.tracing import hidden_of, residual_stream
+
+T = TypeVar("T")
 
 SPARSITIES = (0.0, 0.3, 0.5, 0.7, 0.9)
 RANKS = (None, 32, 8)
@@ -155,7 +159,8 @@ def check_bounds(
     _require(method, [setting])
     projections = find_projections(model)
     structure = find_structure(model)
-    chosen = {p.name: _approximate_one(p.weight(model), setting) for p in track(projections, "certified norms")}
+    weights = {p.name: p.weight(model) for p in projections}
+    chosen = _each(lambda name: _approximate_one(weights[name], setting), weights, "certified norms")
     with approximate(model, chosen, cache_radius=setting.cache_radius) as records:
         trajectory = _Trajectory(model, structure, records)
         for start in track(range(0, len(batch.ids), batch_size), "bounds"):
@@ -188,17 +193,21 @@ def check_grid(
     projections = find_projections(model)
     structure = find_structure(model)
     weights = {p.name: p.weight(model) for p in projections}
-    norms = {name: certify(W) for name, W in track(list(weights.items()), "norms of the weights")}
+    norms = _each(lambda name: certify(weights[name]), weights, "norms of the weights")
     outcomes: list[dict[str, Record]] = []
     for sparsity in sparsities:
-        sparse = {name: sparsify(W, sparsity) for name, W in weights.items()}
-        bases = {n: _basis(S) for n, S in sparse.items()} if any(r is not None for r in ranks) else {}
+        sparse = _each(lambda name: sparsify(weights[name], sparsity), weights, f"sparsity {sparsity:g}")  # noqa: B023
+        bases = {}
+        if any(rank is not None for rank in ranks):
+            bases = _each(lambda name: _basis(sparse[name]), weights, f"bases at sparsity {sparsity:g}")  # noqa: B023
         for rank in ranks:
-            chosen = {}
-            for name, W in track(list(weights.items()), f"certified norms at sparsity {sparsity:g}, rank {rank}"):
-                S = sparse[name]
-                L = S if rank is None else _truncate(S, rank, bases[name])
-                chosen[name] = approximation(W, L, sparse=S, weight=norms[name])
+
+            def certified(name: str) -> Approximation:
+                S = sparse[name]  # noqa: B023
+                L = S if rank is None else _truncate(S, rank, bases[name])  # noqa: B023
+                return approximation(weights[name], L, sparse=S, weight=norms[name])
+
+            chosen = _each(certified, weights, f"certified norms at sparsity {sparsity:g}, rank {rank or 'full'}")
             for cache_radius in cache_radii:
                 with approximate(model, chosen, cache_radius=cache_radius) as records:
                     for start in range(0, len(batch.ids), batch_size):
@@ -206,6 +215,18 @@ def check_grid(
                         structure.backbone(input_ids=ids, use_cache=False)
                 outcomes.append({name: _without_weights(record) for name, record in records.items()})
     return _report(method, projections, settings, outcomes, (), None, model, batch)
+
+
+def _each(work: Callable[[str], T], names: Iterable[str], description: str) -> dict[str, T]:
+    """`work` of every matrix, one matrix a core: most are too small for several cores to share one."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        with ThreadPoolExecutor(os.cpu_count()) as pool:
+            futures = {name: pool.submit(work, name) for name in names}
+            return {name: future.result() for name, future in track(list(futures.items()), description)}
+    finally:
+        torch.set_num_threads(threads)
 
 
 def sparsify(W: torch.Tensor, sparsity: float) -> torch.Tensor:

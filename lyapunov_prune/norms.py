@@ -63,7 +63,7 @@ def estimated_norm(W: torch.Tensor, steps: int = _STEPS) -> float:
     anything but a matrix.
     """
     A, exponent = _scaled(W)
-    if not A.numel() or not A.any():
+    if not _nonzero(A):
         return 0.0
     _, x = _lanczos(lambda v: A @ (A.T @ v), A.shape[0], steps)
     return _unscaled(float(torch.linalg.vector_norm(A.T @ x)), exponent, up=False)
@@ -87,7 +87,7 @@ def certify(W: torch.Tensor) -> CertifiedNorm:
     """`certified_norm(W)` with the direction that was found on the way (theorem `opNorm_le_of_sq_le`)."""
     wide = W.ndim == 2 and W.shape[0] <= W.shape[1]
     A, exponent = _scaled(W)
-    if not A.numel() or not A.any():
+    if not _nonzero(A):
         columns = W.shape[1]
         return CertifiedNorm(0.0, 0.0, torch.full((columns,), columns**-0.5 if columns else 0.0, dtype=torch.float64))
     bound = _entrywise_bound(A)
@@ -127,6 +127,11 @@ def _scaled(W: torch.Tensor) -> tuple[torch.Tensor, int]:
     exponent = math.frexp(largest)[1]
     half = -exponent // 2  # 2^1074 is no float64, its root is
     return (A * 2.0**half * 2.0 ** (-exponent - half)).contiguous(), exponent
+
+
+def _nonzero(A: torch.Tensor) -> bool:
+    """Whether a scaled matrix holds anything: its largest entry lies in [1/2, 1) then."""
+    return A.numel() > 0 and float(A.abs().max()) > 0
 
 
 def _unscaled(norm: float, exponent: int, up: bool) -> float:
