@@ -176,7 +176,7 @@ class ApproxLinear:
         x = input.reshape(-1, *input.shape[-2:]) if input.ndim > 1 else input.view(1, 1, -1)
         used, distance, radius = (x, None, None) if self.radius == 0 else _look_up(x, self.radius)
         output = linear(used.view(input.shape), self.weight, self.module.bias)  # type: ignore[arg-type]
-        with torch.no_grad():
+        with torch.no_grad(), torch.autocast(x.device.type, enabled=False):
             self._account(x, used, distance, radius)
         return output
 

@@ -7,34 +7,26 @@ and shares what they have in common: the norm of W, the sparse stage, the basis 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 import numpy as np
 import pandas as pd
 import torch
-from torch import nn
 from transformers import PreTrainedModel
 
-from lyapunov_prune.approx import Approximation, Record, Records, approximate, approximation
-from lyapunov_prune.bounds import (
-    BoundCheck,
-    TokenCertificate,
-    argmax_unchanged_of_state_error,
-    trajectory_error_le,
-)
+from lyapunov_prune.approx import Approximation, Record, approximate, approximation
+from lyapunov_prune.bounds import BoundCheck, TokenCertificate
 from lyapunov_prune.errors import LyapunovPruneError
-from lyapunov_prune.linalg import token_energy, widen
 from lyapunov_prune.models.projections import Projection, find_projections
-from lyapunov_prune.models.structure import Structure, find_structure
+from lyapunov_prune.models.structure import find_structure
 from lyapunov_prune.norms import certify
 from lyapunov_prune.progress import track
 from lyapunov_prune.results import MeasuredOn, Result
 from lyapunov_prune.text import TokenBatch, as_batch
-from lyapunov_prune.tracing import hidden_of, residual_stream
+from lyapunov_prune.trajectory import Trajectory
 
 T = TypeVar("T")
 
@@ -162,7 +154,7 @@ def check_bounds(
     weights = {p.name: p.weight(model) for p in projections}
     chosen = _each(lambda name: _approximate_one(weights[name], setting), weights, "certified norms")
     with approximate(model, chosen, cache_radius=setting.cache_radius) as records:
-        trajectory = _Trajectory(model, structure, records)
+        trajectory = Trajectory(model, structure, records)
         for start in track(range(0, len(batch.ids), batch_size), "bounds"):
             trajectory.follow(batch.ids[start : start + batch_size].to(model.device))
     return _report(
@@ -313,80 +305,3 @@ def _report(
         decisions=decisions,
         measured_on=batch.measured_on(model),
     )
-
-
-class _Trajectory:
-    """Dense and approximated states side by side: what each layer stretches and what it adds.
-
-    With `h` dense and `h'` approximated, layer k is run exactly on `h'_k` as well (with the arguments the
-    model called it with), so that `‖f(h) − f(h')‖` and `‖f(h') − g(h')‖` are both seen. Sums of squares
-    over all windows: one long vector.
-    """
-
-    def __init__(self, model: PreTrainedModel, structure: Structure, records: Records) -> None:
-        self.model, self.structure, self.records = model, structure, records
-        self.error, self.stretched, self.local = (np.zeros(structure.num_layers + i) for i in (1, 0, 0))
-        self.states: list[tuple[torch.Tensor, torch.Tensor]] = []
-
-    def follow(self, ids: torch.Tensor) -> None:
-        dense: list[torch.Tensor] = []
-        with self.records.suspended(), residual_stream(self.structure, lambda k, h: dense.append(h)):
-            state = self._head_input(ids)
-        exact: list[torch.Tensor] = []
-
-        def visit(k: int, hidden: torch.Tensor) -> None:
-            self.error[k] += _energy(dense[k], hidden)
-            if k > 0:
-                self.stretched[k - 1] += _energy(dense[k], exact[-1])
-                self.local[k - 1] += _energy(exact.pop(), hidden)
-
-        with self._exact_layers(exact), residual_stream(self.structure, visit):
-            changed = self._head_input(ids)
-        self.states.append((state, changed))
-
-    def composition(self) -> tuple[BoundCheck, ...]:
-        error, stretched, local = np.sqrt(self.error), np.sqrt(self.stretched), np.sqrt(self.local)
-        growth = np.divide(stretched, error[:-1], out=np.zeros_like(stretched), where=error[:-1] > 0)
-        unit = 2.0**-52 if self.model.dtype == torch.float64 else 2.0**-23
-        return trajectory_error_le(error, growth, local, unit=unit)
-
-    def decisions(self) -> TokenCertificate:
-        state, changed = (torch.cat([pair[i] for pair in self.states]) for i in (0, 1))
-        head: Any = self.model.get_output_embeddings()
-        return argmax_unchanged_of_state_error(state, changed, head.weight, getattr(head, "bias", None))
-
-    def _head_input(self, ids: torch.Tensor) -> torch.Tensor:
-        found: list[torch.Tensor] = []
-
-        def hook(module: nn.Module, args: tuple[Any, ...]) -> None:
-            found.append(args[0].detach().flatten(0, -2))
-
-        head: Any = self.model.get_output_embeddings()
-        handle = head.register_forward_pre_hook(hook)
-        try:
-            self.model(input_ids=ids, use_cache=False)
-        finally:
-            handle.remove()
-        return found[0]
-
-    @contextmanager
-    def _exact_layers(self, outputs: list[torch.Tensor]) -> Iterator[None]:
-        """Before each layer runs, append what the exact one makes of the same arguments."""
-
-        def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            with self.records.suspended():
-                outputs.append(hidden_of(module.forward(*args, **kwargs)))
-
-        handles = [layer.register_forward_pre_hook(before, with_kwargs=True) for layer in self.structure.layers]
-        try:
-            yield
-        finally:
-            for handle in handles:
-                handle.remove()
-
-
-def _energy(a: torch.Tensor, b: torch.Tensor) -> float:
-    energy = float(token_energy(widen(a) - widen(b)).sum())
-    if not np.isfinite(energy):
-        raise LyapunovPruneError("NaN or infinite activations; load the model in a wider dtype or check its weights")
-    return energy

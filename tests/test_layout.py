@@ -35,6 +35,7 @@ ORDER = [
     "checkpoint",
     "bounds",
     "approx",
+    "trajectory",
     "checks",
     "evaluation.perplexity",
     "evaluation.removal",
