@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -31,7 +31,7 @@ from lyapunov_prune.bounds import (
     sparse_activation_bound,
 )
 from lyapunov_prune.errors import LyapunovPruneError
-from lyapunov_prune.linalg import certified_norm, token_energy, widen
+from lyapunov_prune.linalg import token_energy, widen
 from lyapunov_prune.models.projections import Projection, find_projections
 from lyapunov_prune.norms import CertifiedNorm, certify
 
@@ -55,42 +55,54 @@ class Approximation:
 
 
 def approximation(
-    W: torch.Tensor, W_hat: torch.Tensor, *, sparse: torch.Tensor | None = None, weight: CertifiedNorm | None = None
+    W: torch.Tensor,
+    W_hat: torch.Tensor,
+    *,
+    sparse: torch.Tensor | None = None,
+    weight: CertifiedNorm | None = None,
+    sparse_residual: CertifiedNorm | None = None,
 ) -> Approximation:
     """Certify what replacing `W` by `W_hat` can do; `sparse` is the stage between, for a low-rank `W_hat`.
 
-    All are output × input. `sparse=W` says that `W_hat` is a low-rank approximation of `W` itself. A known
-    `certify(W)` saves its computation. Raises LyapunovPruneError for another shape, NaN or infinity.
+    All are output × input. `sparse=W` says that `W_hat` is a low-rank approximation of `W` itself. What is
+    known already, `certify(W)` and `certify_difference(W, sparse)`, is not computed again. Raises
+    LyapunovPruneError for another shape, NaN or infinity.
     """
     if W_hat.shape != W.shape:
         raise LyapunovPruneError(f"an approximation of shape {tuple(W_hat.shape)} for a matrix of {tuple(W.shape)}")
     W, W_hat = W.detach(), W_hat.detach().to(W)
     stage = W_hat if sparse is None else sparse.detach().to(W)
-    total = certify(_difference(W, W_hat))
     # A stage that does nothing leaves the whole residual to the other.
     if torch.equal(stage, W_hat):
-        sparse_norm, low_rank_norm = total.bound * _ROUNDED, 0.0
-    elif torch.equal(stage, W):
-        sparse_norm, low_rank_norm = 0.0, total.bound * _ROUNDED
+        total = sparse_residual or certify_difference(W, W_hat)
+        sparse_norm, low_rank_norm = total.bound, 0.0
     else:
-        sparse_norm = certified_norm(_difference(W, stage)) * _ROUNDED
-        low_rank_norm = certified_norm(_difference(stage, W_hat)) * _ROUNDED
+        total = certify_difference(W, W_hat)
+        if torch.equal(stage, W):
+            sparse_norm, low_rank_norm = 0.0, total.bound
+        else:
+            sparse_norm = (sparse_residual or certify_difference(W, stage)).bound
+            low_rank_norm = certify_difference(stage, W_hat).bound
     weight = weight or certify(W)
     return Approximation(
         weight=W_hat,
         weight_norm=weight.bound,
         sparse_norm=sparse_norm,
         low_rank_norm=low_rank_norm,
-        total_norm=total.bound * _ROUNDED,
+        total_norm=total.bound,
         direction=total.direction,
         weight_direction=weight.direction,
     )
 
 
-# The difference of two matrices is itself rounded, to at most u ‖W − S‖_F; this covers it with room.
-_ROUNDED = 1 + 2.0**-36
 # What a float32 product or entry may lose to underflow.
 _TINIEST = 2.0**-148
+
+
+def certify_difference(W: torch.Tensor, S: torch.Tensor) -> CertifiedNorm:
+    """`certify(W − S)`. The difference is itself rounded, by at most `u ‖W − S‖_F`: covered with room."""
+    found = certify(_difference(W.detach(), S.detach()))
+    return replace(found, bound=found.bound * (1 + 2.0**-36))
 
 
 def _difference(W: torch.Tensor, S: torch.Tensor) -> torch.Tensor:

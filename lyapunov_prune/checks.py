@@ -7,9 +7,10 @@ and shares what they have in common: the norm of W, the sparse stage, the basis 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, TypeVar
 
 import numpy as np
@@ -17,18 +18,19 @@ import pandas as pd
 import torch
 from transformers import PreTrainedModel
 
-from lyapunov_prune.approx import Approximation, Record, approximate, approximation
+from lyapunov_prune.approx import Approximation, Record, approximate, approximation, certify_difference
 from lyapunov_prune.bounds import BoundCheck, TokenCertificate
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.models.projections import Projection, find_projections
 from lyapunov_prune.models.structure import find_structure
-from lyapunov_prune.norms import certify
+from lyapunov_prune.norms import CertifiedNorm, certify
 from lyapunov_prune.progress import track
 from lyapunov_prune.results import MeasuredOn, Result
 from lyapunov_prune.text import TokenBatch, as_batch
 from lyapunov_prune.trajectory import Trajectory
 
-T = TypeVar("T")
+A = TypeVar("A")
+B = TypeVar("B")
 
 SPARSITIES = (0.0, 0.3, 0.5, 0.7, 0.9)
 RANKS = (None, 32, 8)
@@ -152,7 +154,7 @@ def check_bounds(
     projections = find_projections(model)
     structure = find_structure(model)
     weights = {p.name: p.weight(model) for p in projections}
-    chosen = _each(lambda name: _approximate_one(weights[name], setting), weights, "certified norms")
+    chosen = _each(partial(_approximate_one, setting=setting), weights, "certified norms")
     with approximate(model, chosen, cache_radius=setting.cache_radius) as records:
         trajectory = Trajectory(model, structure, records)
         for start in track(range(0, len(batch.ids), batch_size), "bounds"):
@@ -183,42 +185,70 @@ def check_grid(
     settings = [Setting(float(s), r, float(c)) for s in sparsities for r in ranks for c in cache_radii]
     _require(method, settings)
     projections = find_projections(model)
-    structure = find_structure(model)
     weights = {p.name: p.weight(model) for p in projections}
-    norms = _each(lambda name: certify(weights[name]), weights, "norms of the weights")
+    norms = _each(certify, weights, "norms of the weights")
+    known = {name: (weights[name], norms[name]) for name in weights}
     outcomes: list[dict[str, Record]] = []
     for sparsity in sparsities:
-        sparse = _each(lambda name: sparsify(weights[name], sparsity), weights, f"sparsity {sparsity:g}")  # noqa: B023
-        bases = {}
-        if any(rank is not None for rank in ranks):
-            bases = _each(lambda name: _basis(sparse[name]), weights, f"bases at sparsity {sparsity:g}")  # noqa: B023
+        stage = partial(_sparse_stage, sparsity=sparsity, with_basis=any(rank is not None for rank in ranks))
+        stages = _each(stage, known, f"sparsity {sparsity:g}")
         for rank in ranks:
-
-            def certified(name: str) -> Approximation:
-                S = sparse[name]  # noqa: B023
-                L = S if rank is None else _truncate(S, rank, bases[name])  # noqa: B023
-                return approximation(weights[name], L, sparse=S, weight=norms[name])
-
-            chosen = _each(certified, weights, f"certified norms at sparsity {sparsity:g}, rank {rank or 'full'}")
-            for cache_radius in cache_radii:
-                with approximate(model, chosen, cache_radius=cache_radius) as records:
-                    for start in range(0, len(batch.ids), batch_size):
-                        ids = batch.ids[start : start + batch_size].to(model.device)
-                        structure.backbone(input_ids=ids, use_cache=False)
-                outcomes.append({name: _without_weights(record) for name, record in records.items()})
+            chosen = _each(partial(_approximate, rank=rank), stages, f"sparsity {sparsity:g}, rank {rank or 'full'}")
+            outcomes += [_outcome(model, batch, chosen, radius, batch_size) for radius in cache_radii]
+            chosen.clear()
     return _report(method, projections, settings, outcomes, (), None, model, batch)
 
 
-def _each(work: Callable[[str], T], names: Iterable[str], description: str) -> dict[str, T]:
+def _outcome(
+    model: PreTrainedModel, batch: TokenBatch, chosen: dict[str, Approximation], cache_radius: float, batch_size: int
+) -> dict[str, Record]:
+    """The records of one setting, without their weights."""
+    backbone = find_structure(model).backbone
+    with approximate(model, chosen, cache_radius=cache_radius) as records:
+        for start in range(0, len(batch.ids), batch_size):
+            backbone(input_ids=batch.ids[start : start + batch_size].to(model.device), use_cache=False)
+    return {name: _without_weights(record) for name, record in records.items()}
+
+
+def _each(work: Callable[[A], B], items: Mapping[str, A], description: str) -> dict[str, B]:
     """`work` of every matrix, one matrix a core: most are too small for several cores to share one."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
         with ThreadPoolExecutor(os.cpu_count()) as pool:
-            futures = {name: pool.submit(work, name) for name in names}
+            futures = {name: pool.submit(work, item) for name, item in items.items()}
             return {name: future.result() for name, future in track(list(futures.items()), description)}
     finally:
         torch.set_num_threads(threads)
+
+
+@dataclass(frozen=True)
+class _Stage:
+    """What every rank at one sparsity has in common."""
+
+    W: torch.Tensor
+    norm: CertifiedNorm
+    S: torch.Tensor
+    removed: CertifiedNorm  # ‖W − S‖
+    basis: torch.Tensor | None
+
+
+def _sparse_stage(known: tuple[torch.Tensor, CertifiedNorm], sparsity: float, with_basis: bool) -> _Stage:
+    W, norm = known
+    S = sparsify(W, sparsity)
+    return _Stage(W, norm, S, certify_difference(W, S), _basis(S) if with_basis else None)
+
+
+def _approximate(stage: _Stage, rank: int | None) -> Approximation:
+    L = stage.S
+    if rank is not None and stage.basis is not None:
+        L = _truncate(stage.S, rank, stage.basis)
+    return approximation(stage.W, L, sparse=stage.S, weight=stage.norm, sparse_residual=stage.removed)
+
+
+def _approximate_one(W: torch.Tensor, setting: Setting) -> Approximation:
+    stage = _sparse_stage((W, certify(W)), setting.sparsity, with_basis=setting.rank is not None)
+    return _approximate(stage, setting.rank)
 
 
 def sparsify(W: torch.Tensor, sparsity: float) -> torch.Tensor:
@@ -250,12 +280,6 @@ def _truncate(S: torch.Tensor, rank: int, basis: torch.Tensor) -> torch.Tensor:
     D, top = S.cpu().double(), basis[:, -rank:]
     L = top @ (top.T @ D) if D.shape[0] <= D.shape[1] else (D @ top) @ top.T
     return L.to(S)
-
-
-def _approximate_one(W: torch.Tensor, setting: Setting) -> Approximation:
-    S = sparsify(W, setting.sparsity)
-    L = S if setting.rank is None else _truncate(S, setting.rank, _basis(S))
-    return approximation(W, L, sparse=S)
 
 
 def _require(method: str, settings: Sequence[Setting]) -> None:

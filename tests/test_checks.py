@@ -234,7 +234,7 @@ def train_gpt2(seconds: float = 60) -> tuple[PreTrainedModel, torch.Tensor, floa
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
-        losses.append(float(loss))
+        losses.append(float(loss.detach()))
     return model.eval(), data[:256].view(2, 128), losses[0], losses[-1]
 
 
