@@ -32,7 +32,7 @@ from lyapunov_prune.options import (
     Text,
     Tokens,
 )
-from lyapunov_prune.terminal import print_frame, say, show
+from lyapunov_prune.terminal import say, show
 
 if TYPE_CHECKING:
     from lyapunov_prune.models.loading import Loaded
@@ -292,12 +292,14 @@ def theorems(
 
     if verify:
         registry.verify()
-    state, frame = registry.verification(), registry.theorem_frame()
+    state = registry.verification()
     if as_json:
-        print(json.dumps({"verified": state.verified, "message": state.message, "theorems": frame.to_dict("records")}))
+        rows = registry.theorem_frame().to_dict("records")
+        print(json.dumps({"verified": state.verified, "message": state.message, "theorems": rows}))
         return
-    listed = [f"{t.number or '':>3} {t.name}: {t.statement}" for t in registry.theorems()]
-    print_frame(state.message, frame, "\n".join([state.message, *listed]))
+    say(state.message)
+    for t in registry.theorems():
+        say(f"{t.number or '':>3} {t.name}: {t.statement} Used by: {', '.join(t.used_by) or 'nothing yet'}.")
 
 
 @app.command()

@@ -10,8 +10,6 @@ from rich.console import Console
 from rich.table import Table
 
 if TYPE_CHECKING:  # a usage error must not wait for pandas
-    import pandas as pd
-
     from lyapunov_prune.results import Result
 
 
@@ -24,21 +22,22 @@ def show(result: Result, as_json: bool, written: Path | None, table: bool = True
         print(json.dumps(result.to_json(), allow_nan=False))
         return
     if table:
-        print_frame(result.headline(), result.to_frame(), str(result))
+        _print_table(result)
     if written is not None:
         say(f"Written: {written}")
 
 
-def print_frame(headline: str, frame: pd.DataFrame, plain: str) -> None:
+def _print_table(result: Result) -> None:
     """A table on a terminal, plain text elsewhere."""
     console = Console()
     if not console.is_terminal:
-        say(plain)
+        say(str(result))
         return
+    frame = result.to_frame()
     table = Table(box=None, header_style="bold")
     for name in frame.columns:
         table.add_column(name, justify="right" if frame[name].dtype.kind in "if" else "left")
     for row in frame.itertuples(index=False):
         table.add_row(*(f"{v:.4g}" if isinstance(v, float) else str(v) for v in row))
-    console.print(headline, highlight=False)
+    console.print(result.headline(), highlight=False)
     console.print(table)

@@ -1,0 +1,51 @@
+"""Progressive layer removal by criterion: the paper's Table 6 on any model.
+
+    python experiments/01_progressive_removal/run.py [MODEL] [--text FILE]
+
+Writes removal.json and perplexity.svg beside this file.
+"""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+import lyapunov_prune as lp
+from lyapunov_prune.evaluation.removal import evaluate_removals
+from lyapunov_prune.report.figures import perplexity_figure
+from lyapunov_prune.text import require_disjoint
+
+HERE = Path(__file__).parent
+REMOVALS = (2, 4, 6, 8)  # of the paper
+
+
+def main(
+    model: str = "smollm2-135m",
+    text: Annotated[str, typer.Option(help="builtin, or a file")] = "builtin",
+    tokens: int = 4096,
+    context: int = 512,
+) -> None:
+    loaded = lp.load(model)
+    calibration = lp.load_text(text, loaded.tokenizer, tokens=tokens, context=context)
+    evaluation = lp.load_text(text, loaded.tokenizer, tokens=tokens, context=context, split="evaluation")
+    require_disjoint(calibration, evaluation)
+    profile = lp.measure_contraction(loaded.model, calibration, seeds=range(2))
+    influence = lp.block_influence(loaded.model, calibration)
+
+    rankings = {
+        "rho": lp.rank_layers(profile, criterion="rho"),
+        "rho, token pooling": lp.rank_layers(profile.pooled("token"), criterion="rho"),
+        "bi": lp.rank_layers(None, influence, criterion="bi"),
+        "blend": lp.rank_layers(profile, influence, criterion="blend"),
+        "from-end": lp.rank_layers(profile, criterion="from-end"),
+        "random": lp.rank_layers(profile, criterion="random", seed=0),
+    }
+    plans = {name: [ranking.plan(count) for count in REMOVALS] for name, ranking in rankings.items()}
+    curve = evaluate_removals(loaded.model, plans, evaluation)
+    curve.save(HERE / "removal.json")
+    (HERE / "perplexity.svg").write_text(perplexity_figure(curve), encoding="utf-8")
+    print(curve)
+
+
+if __name__ == "__main__":
+    typer.run(main)
