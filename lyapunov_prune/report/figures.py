@@ -18,7 +18,14 @@ from lyapunov_prune.influence import InfluenceProfile
 from lyapunov_prune.plan import PruningPlan
 
 # Okabe and Ito: told apart with any colour vision.
-COLOURS = {"rho": "#0072B2", "bi": "#D55E00", "blend": "#009E73", "from-end": "#CC79A7", "random": "#999999"}
+COLOURS = {
+    "rho": "#0072B2",
+    "rho, token pooling": "#E69F00",
+    "bi": "#D55E00",
+    "blend": "#009E73",
+    "from-end": "#CC79A7",
+    "random": "#999999",
+}
 _INK, _GREY = "#222222", "#888888"
 
 
@@ -26,7 +33,7 @@ def contraction_figure(profile: ContractionProfile) -> str:
     """ρ of every layer with its interval, on a logarithmic axis, and the other pooling beside it."""
     figure, axes = _figure(9, 3.6)
     layers = np.arange(len(profile.rho))
-    for pooling, colour, marker in (("token", "#E69F00", "s"), ("energy", COLOURS["rho"], "o")):
+    for pooling, colour, marker in (("token", COLOURS["rho, token pooling"], "s"), ("energy", COLOURS["rho"], "o")):
         pooled = profile.pooled(pooling)  # type: ignore[arg-type]
         interval = np.abs(pooled.rho_interval - pooled.rho[:, None]).T
         axes.errorbar(
@@ -179,9 +186,10 @@ def _depth_axis(axes: Axes, layers: int) -> None:
 
 
 def _log_axis(axes: Axes) -> None:
-    """A logarithmic y axis labelled in plain numbers at 1, 2 and 5."""
+    """A logarithmic y axis labelled in plain numbers, at 1, 2 and 5 unless it spans many decades."""
     axes.set_yscale("log")
-    axes.yaxis.set_major_locator(LogLocator(base=10, subs=(1, 2, 5)))
+    low, high = axes.get_ylim()
+    axes.yaxis.set_major_locator(LogLocator(base=10, subs=(1, 2, 5) if high < 1e4 * low else (1,)))
     axes.yaxis.set_major_formatter(FuncFormatter(lambda y, _: f"{y:g}"))
     axes.yaxis.set_minor_formatter(NullFormatter())
 
