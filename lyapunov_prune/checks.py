@@ -22,7 +22,7 @@ from lyapunov_prune.approx import Approximation, Record, approximate, approximat
 from lyapunov_prune.bounds import BoundCheck, TokenCertificate
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.models.projections import Projection, find_projections
-from lyapunov_prune.models.structure import find_structure
+from lyapunov_prune.models.structure import find_structure, in_eval_mode
 from lyapunov_prune.norms import CertifiedNorm, certify
 from lyapunov_prune.progress import track
 from lyapunov_prune.results import MeasuredOn, Result
@@ -127,6 +127,7 @@ class BoundsReport(Result):
         return f"{self.headline()}\n{table.to_string(index=False, float_format=lambda x: f'{x:.4g}')}"
 
 
+@in_eval_mode
 @torch.no_grad()
 def check_bounds(
     model: PreTrainedModel,
@@ -164,6 +165,7 @@ def check_bounds(
     )
 
 
+@in_eval_mode
 @torch.no_grad()
 def check_grid(
     model: PreTrainedModel,

@@ -15,7 +15,7 @@ import torch
 from transformers import PreTrainedModel
 
 from lyapunov_prune.errors import LyapunovPruneError
-from lyapunov_prune.models.structure import find_structure
+from lyapunov_prune.models.structure import find_structure, in_eval_mode
 from lyapunov_prune.progress import track
 from lyapunov_prune.propagation import WindowSums, difference_sums, jvp_sums
 from lyapunov_prune.results import MeasuredOn, Result
@@ -141,6 +141,7 @@ class ContractionProfile(Result):
         return "\n".join(lines)
 
 
+@in_eval_mode
 @torch.no_grad()
 def measure_contraction(
     model: PreTrainedModel,

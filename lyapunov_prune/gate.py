@@ -26,7 +26,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from lyapunov_prune.models.families import POSITION_ATTRIBUTES
 from lyapunov_prune.models.loading import quiet
-from lyapunov_prune.models.structure import Structure, find_structure
+from lyapunov_prune.models.structure import Structure, find_structure, in_eval_mode
 from lyapunov_prune.plan import PruningPlan, as_plan
 from lyapunov_prune.results import Result
 from lyapunov_prune.text import TokenBatch, as_batch
@@ -77,6 +77,7 @@ class GateReport(Result):
         return "Removal gate: " + ("passed" if self.passed else "FAILED")
 
 
+@in_eval_mode
 @torch.no_grad()
 def verify_removal(
     original: PreTrainedModel,

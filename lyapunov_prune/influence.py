@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 
 from lyapunov_prune.errors import NonFiniteError
 from lyapunov_prune.linalg import token_energy, widen
-from lyapunov_prune.models.structure import find_structure
+from lyapunov_prune.models.structure import find_structure, in_eval_mode
 from lyapunov_prune.progress import track
 from lyapunov_prune.results import MeasuredOn, Result
 from lyapunov_prune.text import TokenBatch, as_batch
@@ -46,6 +46,7 @@ class InfluenceProfile(Result):
         return f"Block Influence\n{self.measured_on.line()}"
 
 
+@in_eval_mode
 @torch.no_grad()
 def block_influence(
     model: PreTrainedModel, batch: TokenBatch | torch.Tensor, *, batch_size: int = 1

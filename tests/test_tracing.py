@@ -9,7 +9,14 @@ from test_contraction import states_of
 from torch import nn
 from transformers import PreTrainedModel
 
-from lyapunov_prune import LyapunovPruneError, block_influence, measure_contraction
+from lyapunov_prune import (
+    LyapunovPruneError,
+    block_influence,
+    measure_contraction,
+    perplexity,
+    remove_layers,
+    verify_removal,
+)
 from lyapunov_prune.models.structure import find_structure
 from lyapunov_prune.tracing import layer_input, residual_stream, skipped, with_hidden
 
@@ -62,6 +69,19 @@ def test_measuring_leaves_nothing_behind(family: str, ids: torch.Tensor) -> None
     block_influence(model, ids)
     assert hooks_of(model) == 0
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+
+
+def test_dropout_is_no_error_of_the_model(ids: torch.Tensor) -> None:
+    """`from_config` returns models in training mode; each measurement sets eval mode and restores it."""
+    model = make_tiny("gpt2")
+    expected = measure_contraction(model, ids).rho, block_influence(model, ids).influence, perplexity(model, ids).nll
+    model.train()
+    model.transformer.h[1].eval()
+    found = measure_contraction(model, ids).rho, block_influence(model, ids).influence, perplexity(model, ids).nll
+    assert all((a == b).all() for a, b in zip(map(torch.tensor, found), map(torch.tensor, expected), strict=True))
+    assert verify_removal(model, remove_layers(model, [2]), [2], ids).passed
+    assert model.training
+    assert not model.transformer.h[1].training
 
 
 def test_a_hook_left_behind_is_noticed(llama: PreTrainedModel) -> None:

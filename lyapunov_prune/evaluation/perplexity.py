@@ -12,7 +12,7 @@ from scipy import stats
 from transformers import PreTrainedModel
 
 from lyapunov_prune.errors import LyapunovPruneError
-from lyapunov_prune.models.structure import find_structure
+from lyapunov_prune.models.structure import find_structure, in_eval_mode
 from lyapunov_prune.progress import track
 from lyapunov_prune.results import MeasuredOn, Result
 from lyapunov_prune.text import TokenBatch, as_batch
@@ -63,6 +63,7 @@ def _interval(nll: np.ndarray) -> tuple[float, float]:
     return (float(np.exp(nll.mean() - half)), float(np.exp(nll.mean() + half)))
 
 
+@in_eval_mode
 @torch.no_grad()
 def perplexity(
     model: PreTrainedModel,

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from functools import wraps
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import nn
@@ -12,6 +14,9 @@ from transformers import PreTrainedModel
 
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.results import ModelIdentity
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -86,6 +91,27 @@ def require_causal(model: PreTrainedModel) -> None:
         logits[0].nan_to_num(), logits[1].nan_to_num(), rtol=1e-2, atol=1e-4
     ):
         raise LyapunovPruneError(f"{type(model).__name__} looks at later tokens (an encoder); give a causal decoder")
+
+
+def in_eval_mode(measure: Callable[P, T]) -> Callable[P, T]:
+    """Run a measurement with every model among its arguments in eval mode, and restore the mode afterwards.
+
+    `from_config` returns models in training mode, whose dropout would be measured as an error.
+    """
+
+    @wraps(measure)
+    def run(*args: P.args, **kwargs: P.kwargs) -> T:
+        given = [*args, *kwargs.values()]
+        training = [m for a in given if isinstance(a, nn.Module) for m in a.modules() if m.training]
+        for module in training:
+            module.training = False
+        try:
+            return measure(*args, **kwargs)
+        finally:
+            for module in training:
+                module.training = True
+
+    return run
 
 
 def identify(model: PreTrainedModel) -> ModelIdentity:
