@@ -27,6 +27,7 @@ from lyapunov_prune.norms import CertifiedNorm, certify
 from lyapunov_prune.progress import track
 from lyapunov_prune.results import MeasuredOn, Result
 from lyapunov_prune.text import TokenBatch, as_batch
+from lyapunov_prune.tracing import run_backbone
 from lyapunov_prune.trajectory import Trajectory
 
 A = TypeVar("A")
@@ -205,10 +206,10 @@ def _outcome(
     model: PreTrainedModel, batch: TokenBatch, chosen: dict[str, Approximation], cache_radius: float, batch_size: int
 ) -> dict[str, Record]:
     """The records of one setting, without their weights."""
-    backbone = find_structure(model).backbone
+    structure = find_structure(model)
     with approximate(model, chosen, cache_radius=cache_radius) as records:
         for start in range(0, len(batch.ids), batch_size):
-            backbone(input_ids=batch.ids[start : start + batch_size].to(model.device), use_cache=False)
+            run_backbone(structure, batch.ids[start : start + batch_size])
     return {name: _without_weights(record) for name, record in records.items()}
 
 

@@ -102,15 +102,14 @@ class ContractionProfile(Result):
         return replace(self, pooling=pooling)
 
     def to_frame(self) -> pd.DataFrame:
+        other: Pooling = "token" if self.pooling == "energy" else "energy"
         return pd.DataFrame(
             {
                 "layer": np.arange(len(self.rho)),
                 "rho": self.rho,
                 "low": self.rho_interval[:, 0],
                 "high": self.rho_interval[:, 1],
-                "rho_token" if self.pooling == "energy" else "rho_energy": self.pooled(
-                    "token" if self.pooling == "energy" else "energy"
-                ).rho,
+                f"rho_{other}": self.pooled(other).rho,
                 "error_growth": self.error_growth,
                 "state_growth": self.state_growth,
                 "sink_share": self.sink_state_share[1:],

@@ -11,6 +11,7 @@ Each check compares floating-point numbers on some tokens: evidence, not a proof
 
 from __future__ import annotations
 
+import math
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -178,7 +179,7 @@ def _count_check(original: PreTrainedModel, pruned: PreTrainedModel, plan: Pruni
         with safe_open(file, framework="pt") as tensors:
             for name in tensors.keys():  # noqa: SIM118 - safe_open is no dict
                 part = tensors.get_slice(name)
-                saved += _numel(part.get_shape()) * _itemsize(part.get_dtype())
+                saved += math.prod(part.get_shape()) * _itemsize(part.get_dtype())
     wanted = {
         "layers": (structure.num_layers, len(plan.kept)),
         "config's layer count": (structure.config.num_hidden_layers, len(plan.kept)),
@@ -301,10 +302,6 @@ def _size(tensors: Any) -> int:
 
 def _bytes(tensors: list[torch.Tensor]) -> int:
     return sum(t.numel() * t.element_size() for t in tensors)
-
-
-def _numel(shape: Sequence[int]) -> int:
-    return int(torch.Size(shape).numel())
 
 
 def _itemsize(dtype: str) -> int:
