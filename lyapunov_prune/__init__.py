@@ -6,6 +6,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from lyapunov_prune.activations import ActivationStatistics, activation_statistics
     from lyapunov_prune.approx import approximate
     from lyapunov_prune.checks import BoundsReport, check_bounds, check_grid
     from lyapunov_prune.contraction import ContractionProfile, measure_contraction
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
     from lyapunov_prune.text import TokenBatch, load_text
 
 __all__ = [
+    "ActivationStatistics",
     "BoundsReport",
     "CheckFailed",
     "ContractionProfile",
@@ -34,6 +36,7 @@ __all__ = [
     "PruningPlan",
     "Speed",
     "TokenBatch",
+    "activation_statistics",
     "approximate",
     "block_influence",
     "check_bounds",
@@ -50,6 +53,7 @@ __all__ = [
 
 # Names are imported on first use: torch takes seconds, and `lyapunov-prune --help` needs none of it.
 _HOMES = {
+    "activations": ("ActivationStatistics", "activation_statistics"),
     "approx": ("approximate",),
     "checks": ("BoundsReport", "check_bounds", "check_grid"),
     "contraction": ("ContractionProfile", "measure_contraction"),

@@ -27,6 +27,7 @@ ORDER = [
     "propagation",
     "contraction",
     "influence",
+    "activations",
     "profile",
     "plan",
     "ranking",
