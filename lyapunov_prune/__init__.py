@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from lyapunov_prune.evaluation.speed import Speed, measure_speed
     from lyapunov_prune.gate import GateReport, verify_removal
     from lyapunov_prune.influence import InfluenceProfile, block_influence
+    from lyapunov_prune.jacobian import JacobianNorms, sublayer_jacobians
     from lyapunov_prune.models.loading import Loaded, load
     from lyapunov_prune.plan import PruningPlan
     from lyapunov_prune.ranking import LayerRanking, rank_layers
@@ -28,6 +29,7 @@ __all__ = [
     "ContractionProfile",
     "GateReport",
     "InfluenceProfile",
+    "JacobianNorms",
     "LayerRanking",
     "Loaded",
     "LyapunovPruneError",
@@ -48,6 +50,7 @@ __all__ = [
     "perplexity",
     "rank_layers",
     "remove_layers",
+    "sublayer_jacobians",
     "verify_removal",
 ]
 
@@ -62,6 +65,7 @@ _HOMES = {
     "evaluation.speed": ("Speed", "measure_speed"),
     "gate": ("GateReport", "verify_removal"),
     "influence": ("InfluenceProfile", "block_influence"),
+    "jacobian": ("JacobianNorms", "sublayer_jacobians"),
     "models.loading": ("Loaded", "load"),
     "plan": ("PruningPlan",),
     "ranking": ("LayerRanking", "rank_layers"),

@@ -28,6 +28,8 @@ ORDER = [
     "contraction",
     "influence",
     "activations",
+    "branches",
+    "jacobian",
     "profile",
     "plan",
     "ranking",
