@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from lyapunov_prune.models.loading import Loaded, load
     from lyapunov_prune.plan import PruningPlan
     from lyapunov_prune.ranking import LayerRanking, rank_layers
+    from lyapunov_prune.sensitivity import Sensitivity, measure_sensitivity
     from lyapunov_prune.surgery import remove_layers
     from lyapunov_prune.text import TokenBatch, load_text
 
@@ -36,6 +37,7 @@ __all__ = [
     "NonFiniteError",
     "Perplexity",
     "PruningPlan",
+    "Sensitivity",
     "Speed",
     "TokenBatch",
     "activation_statistics",
@@ -46,6 +48,7 @@ __all__ = [
     "load",
     "load_text",
     "measure_contraction",
+    "measure_sensitivity",
     "measure_speed",
     "perplexity",
     "rank_layers",
@@ -69,6 +72,7 @@ _HOMES = {
     "models.loading": ("Loaded", "load"),
     "plan": ("PruningPlan",),
     "ranking": ("LayerRanking", "rank_layers"),
+    "sensitivity": ("Sensitivity", "measure_sensitivity"),
     "surgery": ("remove_layers",),
     "text": ("TokenBatch", "load_text"),
 }

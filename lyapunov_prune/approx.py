@@ -34,6 +34,7 @@ from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.linalg import token_energy, widen
 from lyapunov_prune.models.projections import Projection, find_projections
 from lyapunov_prune.norms import CertifiedNorm, certify
+from lyapunov_prune.replacement import Replacement
 
 
 @dataclass(frozen=True)
@@ -353,23 +354,11 @@ class _Forward:
             self.module.forward = self.before
 
 
-class _Experts:
-    """Another parameter in the place of `key` while installed, with the approximated experts in it."""
+class _Experts(Replacement):
+    """Experts kept as one parameter run their approximations inside a fused forward that shows nothing."""
 
     def __init__(self, module: nn.Module, key: str, records: list[Record]) -> None:
-        self.module, self.key, self.before = module, key, module._parameters[key]
-        assert self.before is not None
-        exact, stored = self.before.detach(), self.before.detach().clone()
+        super().__init__(module, key, {r.projection: r.approximation.weight for r in records})
         for record in records:
-            expert = record.projection.expert
-            assert expert is not None
-            stored[expert] = record.approximation.weight
             record.unit = 2.0**-52
-            record.residual = _difference(exact[expert], stored[expert])
-        self.after = nn.Parameter(stored, requires_grad=self.before.requires_grad)
-
-    def install(self) -> None:
-        self.module._parameters[self.key] = self.after
-
-    def remove(self) -> None:
-        self.module._parameters[self.key] = self.before
+            record.residual = _difference(*(record.projection.rows(p.detach()) for p in (self.before, self.after)))

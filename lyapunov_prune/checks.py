@@ -20,6 +20,8 @@ from transformers import PreTrainedModel
 
 from lyapunov_prune.approx import Approximation, Record, approximate, approximation, certify_difference
 from lyapunov_prune.bounds import BoundCheck, TokenCertificate
+from lyapunov_prune.compression.lowrank import basis, truncate
+from lyapunov_prune.compression.magnitude import sparsify
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.models.projections import Projection, find_projections
 from lyapunov_prune.models.structure import find_structure, in_eval_mode
@@ -121,11 +123,11 @@ class BoundsReport(Result):
             lines.append(self.decisions.headline())
         return "\n".join(lines)
 
-    def __str__(self) -> str:
+    def summary(self) -> pd.DataFrame:
+        """A line a component."""
         frame = self.to_frame().groupby("component", sort=False)
         columns: Any = {"matrices": ("matrix", "size"), "worst_ratio": ("worst_ratio", "max")}
-        table = frame.agg(**columns, attained=("attained", "min"), violations=("violations", "sum")).reset_index()
-        return f"{self.headline()}\n{table.to_string(index=False, float_format=lambda x: f'{x:.4g}')}"
+        return frame.agg(**columns, attained=("attained", "min"), violations=("violations", "sum")).reset_index()
 
 
 @in_eval_mode
@@ -239,50 +241,19 @@ class _Stage:
 def _sparse_stage(known: tuple[torch.Tensor, CertifiedNorm], sparsity: float, with_basis: bool) -> _Stage:
     W, norm = known
     S = sparsify(W, sparsity)
-    return _Stage(W, norm, S, certify_difference(W, S), _basis(S) if with_basis else None)
+    return _Stage(W, norm, S, certify_difference(W, S), basis(S) if with_basis else None)
 
 
 def _approximate(stage: _Stage, rank: int | None) -> Approximation:
     L = stage.S
     if rank is not None and stage.basis is not None:
-        L = _truncate(stage.S, rank, stage.basis)
+        L = truncate(stage.S, rank, stage.basis)
     return approximation(stage.W, L, sparse=stage.S, weight=stage.norm, sparse_residual=stage.removed)
 
 
 def _approximate_one(W: torch.Tensor, setting: Setting) -> Approximation:
     stage = _sparse_stage((W, certify(W)), setting.sparsity, with_basis=setting.rank is not None)
     return _approximate(stage, setting.rank)
-
-
-def sparsify(W: torch.Tensor, sparsity: float) -> torch.Tensor:
-    """`W` without the `sparsity` share of its entries of smallest magnitude; ties go first come, first served."""
-    count = round(sparsity * W.numel())
-    if count == 0:
-        return W
-    size = W.abs().flatten()
-    limit = size.kthvalue(count).values
-    removed = size < limit
-    ties = (size == limit).nonzero().flatten()[: count - int(removed.sum())]
-    removed[ties] = True
-    return W.masked_fill(removed.view(W.shape), 0)
-
-
-def _basis(S: torch.Tensor) -> torch.Tensor:
-    """Eigenvectors of the smaller Gram matrix, float64, largest last: all that a truncation needs.
-
-    Exact enough to truncate by; the norm of what is left is certified from the truncation itself.
-    """
-    D = S.cpu().double()
-    return torch.linalg.eigh(D @ D.T if D.shape[0] <= D.shape[1] else D.T @ D)[1]
-
-
-def _truncate(S: torch.Tensor, rank: int, basis: torch.Tensor) -> torch.Tensor:
-    """The best rank-`rank` approximation, but for rounding; `S` itself when it has no more."""
-    if rank >= min(S.shape):
-        return S
-    D, top = S.cpu().double(), basis[:, -rank:]
-    L = top @ (top.T @ D) if D.shape[0] <= D.shape[1] else (D @ top) @ top.T
-    return L.to(S)
 
 
 def _require(method: str, settings: Sequence[Setting]) -> None:

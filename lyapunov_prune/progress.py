@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import sys
-from collections.abc import Iterable, Iterator, Sized
+from collections.abc import Callable, Iterable, Iterator, Sized
 from contextlib import contextmanager
 from typing import TypeVar
 
@@ -12,6 +13,7 @@ from rich.progress import (
     BarColumn,
     MofNCompleteColumn,
     Progress,
+    TaskProgressColumn,
     TextColumn,
     TimeElapsedColumn,
     TimeRemainingColumn,
@@ -25,30 +27,42 @@ def _console() -> Console:
     return Console(file=sys.stderr)
 
 
-def track(items: Iterable[T], description: str) -> Iterable[T]:
-    """Iterate over `items` under a progress bar that disappears at the end."""
+def is_main() -> bool:
+    """Whether this is the process that speaks and writes, of those that `accelerate launch` started."""
+    return os.environ.get("RANK", "0") == "0"
+
+
+def track(items: Iterable[T], description: str, cost: Callable[[T], float] | None = None) -> Iterable[T]:
+    """Iterate over `items` under a progress bar that disappears at the end.
+
+    `cost` says how long an item takes beside the others, which the estimate of the time left follows.
+    """
     console = _console()
-    total = len(items) if isinstance(items, Sized) else None
+    items = list(items) if cost else items
+    total = sum(map(cost, items)) if cost else len(items) if isinstance(items, Sized) else None
     bar = Progress(
         TextColumn("{task.description}"),
         BarColumn(),
-        MofNCompleteColumn(),
+        TaskProgressColumn() if cost else MofNCompleteColumn(),
         TimeElapsedColumn(),
         TextColumn("left"),
         TimeRemainingColumn(),
         console=console,
         transient=True,
-        disable=not console.is_terminal,
+        disable=not (console.is_terminal and is_main()),
     )
     with bar:
-        yield from bar.track(items, total=total, description=description)
+        task = bar.add_task(description, total=total)
+        for item in items:
+            yield item
+            bar.advance(task, cost(item) if cost else 1)
 
 
 @contextmanager
 def status(message: str) -> Iterator[None]:
     """A spinner with `message` while the block runs."""
     console = _console()
-    if not console.is_terminal:
+    if not (console.is_terminal and is_main()):
         yield
         return
     with console.status(message):

@@ -85,12 +85,16 @@ class Result:
         """One line above the table; empty by default."""
         return ""
 
+    def summary(self) -> pd.DataFrame:
+        """What is printed: the whole frame, unless that would be too long to read."""
+        return self.to_frame()
+
     def __str__(self) -> str:
-        table = self.to_frame().to_string(index=False, float_format=lambda x: f"{x:.4g}")
+        table = self.summary().to_string(index=False, float_format=lambda x: f"{x:.4g}")
         return f"{self.headline()}\n{table}" if self.headline() else table
 
     def to_json(self) -> dict[str, Any]:
-        return {"kind": type(self).__name__, **_encode(self)}
+        return {"kind": type(self).__name__, **encode(self)}
 
     def save(self, path: str | Path) -> Path:
         """Write the result as JSON, whole or not at all; returns the path."""
@@ -111,20 +115,20 @@ class Result:
                 f"{path} holds {kind or 'no result'}, not {cls.__name__}; give the file a run wrote"
             )
         try:
-            return _decode(cls, data)
+            return decode(cls, data)
         except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise LyapunovPruneError(
                 f"{path} does not fit this version's {cls.__name__} ({error}); make it again"
             ) from None
 
 
-def _encode(value: Any) -> Any:
+def encode(value: Any) -> Any:
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return {f.name: _encode(getattr(value, f.name)) for f in dataclasses.fields(value)}
+        return {f.name: encode(getattr(value, f.name)) for f in dataclasses.fields(value)}
     if isinstance(value, np.ndarray | tuple | list):
-        return [_encode(v) for v in (value.tolist() if isinstance(value, np.ndarray) else value)]
+        return [encode(v) for v in (value.tolist() if isinstance(value, np.ndarray) else value)]
     if isinstance(value, dict):
-        return {str(k): _encode(v) for k, v in value.items()}
+        return {str(k): encode(v) for k, v in value.items()}
     if isinstance(value, np.generic):
         value = value.item()
     if isinstance(value, float) and not np.isfinite(value):
@@ -132,25 +136,25 @@ def _encode(value: Any) -> Any:
     return value
 
 
-def _decode(kind: Any, value: Any) -> Any:
-    """The inverse of `_encode`, led by the type annotations of the dataclass."""
+def decode(kind: Any, value: Any) -> Any:
+    """The inverse of `encode`, led by the type annotations of the dataclass."""
     origin, args = typing.get_origin(kind), typing.get_args(kind)
     if origin in (typing.Union, types.UnionType):
         if value is None:
             return None
-        return _decode(next(a for a in args if a is not type(None)), value)
+        return decode(next(a for a in args if a is not type(None)), value)
     if dataclasses.is_dataclass(kind):
         hints = typing.get_type_hints(kind)
         unknown = set(value) - set(hints)
         if unknown:
             raise ValueError(f"unknown fields {sorted(unknown)}")
-        return typing.cast(type, kind)(**{name: _decode(hints[name], v) for name, v in value.items()})
+        return typing.cast(type, kind)(**{name: decode(hints[name], v) for name, v in value.items()})
     if kind is np.ndarray:
         return np.array(value, dtype=np.float64)
     if origin is tuple:
-        return tuple(_decode(args[0], v) for v in value)
+        return tuple(decode(args[0], v) for v in value)
     if origin is dict:
-        return {k: _decode(args[1], v) for k, v in value.items()}
+        return {k: decode(args[1], v) for k, v in value.items()}
     if kind is float:
         return float(value)
     return value

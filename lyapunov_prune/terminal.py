@@ -33,7 +33,7 @@ def _print_table(result: Result) -> None:
     if not console.is_terminal:
         say(str(result))
         return
-    frame = result.to_frame()
+    frame = result.summary()
     table = Table(box=None, header_style="bold")
     for name in frame.columns:
         table.add_column(name, justify="right" if frame[name].dtype.kind in "if" else "left")

@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 
 from lyapunov_prune import approx
 from lyapunov_prune.approx import ApproxLinear, Record, Records, approximate, approximation
-from lyapunov_prune.checks import sparsify
+from lyapunov_prune.compression.magnitude import sparsify
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.models.projections import Projection, find_projections, groups
 

@@ -40,11 +40,11 @@ class Perplexity(Result):
     @property
     def interval(self) -> tuple[float, float]:
         """95 % interval of the perplexity from the spread of its windows; NaN for one window."""
-        return _interval(self.windows)
+        return interval_of(self.windows)
 
     def ratio_interval(self, reference: Perplexity) -> tuple[float, float]:
         """95 % interval of `value / reference.value`, paired by window, so that hard windows cancel."""
-        return _interval(self.windows - reference.windows)
+        return interval_of(self.windows - reference.windows)
 
     def to_frame(self) -> pd.DataFrame:
         low, high = self.interval
@@ -55,12 +55,25 @@ class Perplexity(Result):
         return self.measured_on.line()
 
 
-def _interval(nll: np.ndarray) -> tuple[float, float]:
+def interval_of(nll: np.ndarray) -> tuple[float, float]:
     """Student's interval of the mean, exponentiated."""
     if len(nll) < 2:
         return (float("nan"), float("nan"))
-    half = stats.t.ppf(0.975, len(nll) - 1) * stats.sem(nll)
-    return (float(np.exp(nll.mean() - half)), float(np.exp(nll.mean() + half)))
+    with np.errstate(over="ignore", invalid="ignore"):  # losses of a wrecked model may be infinite
+        half = stats.t.ppf(0.975, len(nll) - 1) * stats.sem(nll)
+        return (float(np.exp(nll.mean() - half)), float(np.exp(nll.mean() + half)))
+
+
+def next_token_loss(logits: torch.Tensor, ids: torch.Tensor) -> float:
+    """Mean loss in nats of one window: `logits` tokens × vocabulary, `ids` its tokens, the first unscored.
+
+    Logits are widened to float32 a chunk of tokens at a time, losses summed in float64.
+    """
+    parts = [
+        F.cross_entropy(z.float(), y, reduction="none").double().sum()
+        for z, y in zip(logits[:-1].split(_CHUNK), ids[1:].to(logits.device).split(_CHUNK), strict=True)
+    ]
+    return float(torch.stack(parts).sum()) / (len(ids) - 1)
 
 
 @in_eval_mode
@@ -79,17 +92,11 @@ def perplexity(
     vocabulary or a context too long.
     """
     batch = as_batch(model, batch)
-    losses = []
+    losses: list[float] = []
     for start in track(range(0, len(batch.ids), batch_size), description):
         ids = batch.ids[start : start + batch_size].to(model.device)
         logits = model(ids, use_cache=False).logits
-        for row, targets in zip(logits[:, :-1], ids[:, 1:], strict=True):
-            # In chunks, so that the vocabulary is widened for a few tokens at a time.
-            parts = [
-                F.cross_entropy(z.float(), y, reduction="none").double().sum()
-                for z, y in zip(row.split(_CHUNK), targets.to(row.device).split(_CHUNK), strict=True)
-            ]
-            losses.append(float(torch.stack(parts).sum()) / len(targets))
+        losses += [next_token_loss(rows, targets) for rows, targets in zip(logits, ids, strict=True)]
         del logits
     windows = np.array(losses)
     if not np.isfinite(windows).all():

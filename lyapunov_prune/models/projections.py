@@ -43,7 +43,10 @@ class Projection:
 
     def weight(self, model: PreTrainedModel) -> torch.Tensor:
         """A view of the matrix, output × input (an expert's as it is stored), detached."""
-        stored = getattr(model.get_submodule(self.module), self.parameter).detach()
+        return self.rows(getattr(model.get_submodule(self.module), self.parameter).detach())
+
+    def rows(self, stored: torch.Tensor) -> torch.Tensor:
+        """The view of this matrix in a tensor that is laid out like its parameter."""
         if self.expert is not None:
             return stored[self.expert]
         return (stored.T if self.transposed else stored)[self.start : self.stop]

@@ -1,0 +1,1 @@
+"""What a weight matrix can be replaced by: one file a method."""

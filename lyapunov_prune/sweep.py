@@ -1,0 +1,152 @@
+"""Change one thing, measure the loss: many small experiments on one model and one text."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+
+import numpy as np
+import torch
+from accelerate import PartialState
+from accelerate.utils import gather_object
+from transformers import PreTrainedModel
+
+from lyapunov_prune.errors import LyapunovPruneError
+from lyapunov_prune.models.projections import Projection
+from lyapunov_prune.models.structure import find_structure, in_eval_mode
+from lyapunov_prune.prefix import Prefix
+from lyapunov_prune.progress import track
+from lyapunov_prune.replacement import replaced
+from lyapunov_prune.results import decode, encode
+from lyapunov_prune.scoring import Scorer
+from lyapunov_prune.similarity import Reference
+from lyapunov_prune.store import Store
+from lyapunov_prune.text import TokenBatch, as_batch
+from lyapunov_prune.tracing import require_finite, skipped
+
+
+@dataclass(frozen=True)
+class Job:
+    """One change: some matrices replaced, or some layers removed. `key` names it, for ever and alone."""
+
+    key: str
+    first: int  # the first layer that changes; those before it run as they are
+    weights: Callable[[], Mapping[Projection, torch.Tensor]] | None = None
+    remove: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a change did: mean loss of every window, in nats, and `1 − CKA` of the states that the head reads."""
+
+    windows: np.ndarray
+    drift: float
+
+
+DENSE = "dense"
+
+
+class Sweep:
+    """Measures jobs on the windows of one batch.
+
+    Jobs are taken in the order of their first changed layer, and every forward begins there, with the dense
+    hidden state of that boundary: a sweep over all L layers costs about L / 2 forwards of the layers, and L of
+    the head. Of the dense states, one boundary's and the last are kept (2 × tokens × width).
+
+    Finished jobs are kept in `folder` and, with `resume`, not measured again. Under `accelerate launch` every
+    process takes its share of each `run`, and all know all results at its end.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        batch: TokenBatch | torch.Tensor,
+        *,
+        folder: str | Path | None = None,
+        resume: bool = False,
+        batch_size: int = 1,
+    ) -> None:
+        batch = as_batch(model, batch)
+        # Processes meet after each run; the slowest may take long.
+        self._processes = PartialState(timeout=timedelta(days=30))
+        self.model, self.batch, self.structure = model, batch, find_structure(model)
+        self.measured_on = batch.measured_on(model)
+        self._store = Store(folder, encode(self.measured_on), resume=resume)
+        self._ids = [ids.to(model.device) for ids in batch.ids.split(batch_size)]
+        self._ready = False
+
+    @property
+    def dense(self) -> np.ndarray:
+        """Mean loss of every window of the model as it is, in nats."""
+        return self.run([])[DENSE].windows
+
+    @torch.no_grad()
+    def run(self, jobs: Iterable[Job], description: str = "sweep") -> dict[str, Outcome]:
+        """The outcome of every job by its key, and that of the dense model as `dense`.
+
+        Raises NonFiniteError when a loss of the dense model is not finite; where a change makes one so, its
+        outcome says NaN or infinity.
+        """
+        wanted = {job.key: job for job in [Job(DENSE, 0), *jobs]}
+        pending = sorted((job for key, job in wanted.items() if key not in self._store), key=lambda job: job.first)
+        mine = pending[self._processes.process_index :: self._processes.num_processes]
+        if mine:
+            in_eval_mode(self._measure_all)(self.model, mine, description)
+        found = {job.key: self._store[job.key] for job in mine}
+        for others in gather_object([found]):
+            self._store.learn(others)
+        return {key: decode(Outcome, self._store[key]) for key in wanted}
+
+    def _measure_all(self, model: PreTrainedModel, jobs: list[Job], description: str) -> None:
+        self._prepare()
+        layers = self.structure.num_layers
+        at, states = 0, [torch.empty(0)] * len(self._ids)
+        for job in track(jobs, description, cost=lambda job: 1 + layers - job.first):
+            entry = self._prefix.entry(job.first)
+            if entry > at:
+                states = [self._prefix.advance(ids, at, h, entry) for ids, h in zip(self._ids, states, strict=True)]
+                at = entry
+            self._store.add(job.key, encode(self._measure(job, at, states)))
+
+    def _prepare(self) -> None:
+        """The dense model's own losses and final states, once a process, before its first job."""
+        if self._ready:
+            return
+        self._prefix = Prefix(self.structure, self._ids[0])
+        self._scorer = Scorer(self.model, self.structure, self._ids[0])
+        losses, finals = self._score(0, [torch.empty(0)] * len(self._ids))
+        if not np.isfinite(losses).all():
+            bad = int(np.argmin(np.isfinite(losses)))
+            require_finite(self.structure, self.batch.ids[bad : bad + 1], f"window {bad} of {self.batch.text}")
+            raise LyapunovPruneError(f"the loss of window {bad} is not finite; load the model in a wider dtype")
+        self._reference = Reference(finals)
+        self._ready = True
+
+    def _measure(self, job: Job, at: int, states: list[torch.Tensor]) -> Outcome:
+        with self._changed(job):
+            losses, finals = self._score(at, states)
+        return Outcome(losses, self._reference.drift(finals))
+
+    def _score(self, at: int, states: list[torch.Tensor]) -> tuple[np.ndarray, list[torch.Tensor]]:
+        losses: list[float] = []
+        finals: list[torch.Tensor] = []
+        for ids, hidden in zip(self._ids, states, strict=True):
+            with self._prefix.entered(at, hidden):
+                loss, final = self._scorer(ids)
+            losses += loss
+            finals.append(final)
+        return np.array(losses), finals
+
+    @contextmanager
+    def _changed(self, job: Job) -> Iterator[None]:
+        with ExitStack() as stack:
+            if job.weights is not None:
+                stack.enter_context(replaced(self.model, job.weights()))
+            if all(layer + 1 in (*self._prefix.entries, self.structure.num_layers) for layer in job.remove):
+                stack.enter_context(self._prefix.bypassed(job.remove))
+            else:  # a later layer wants more of it than its hidden state
+                stack.enter_context(skipped(self.structure, job.remove))
+            yield
