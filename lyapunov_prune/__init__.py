@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from lyapunov_prune.activations import ActivationStatistics, activation_statistics
     from lyapunov_prune.approx import approximate
-    from lyapunov_prune.checks import BoundsReport, check_bounds, check_grid
+    from lyapunov_prune.bounds_report import BoundsReport
+    from lyapunov_prune.checks import check_bounds, check_grid
     from lyapunov_prune.contraction import ContractionProfile, measure_contraction
     from lyapunov_prune.errors import CheckFailed, LyapunovPruneError, NonFiniteError
     from lyapunov_prune.evaluation.perplexity import Perplexity, perplexity
@@ -61,7 +62,8 @@ __all__ = [
 _HOMES = {
     "activations": ("ActivationStatistics", "activation_statistics"),
     "approx": ("approximate",),
-    "checks": ("BoundsReport", "check_bounds", "check_grid"),
+    "bounds_report": ("BoundsReport",),
+    "checks": ("check_bounds", "check_grid"),
     "contraction": ("ContractionProfile", "measure_contraction"),
     "errors": ("CheckFailed", "LyapunovPruneError", "NonFiniteError"),
     "evaluation.perplexity": ("Perplexity", "perplexity"),

@@ -9,17 +9,18 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
-import pandas as pd
 import torch
 from transformers import PreTrainedModel
 
 from lyapunov_prune.approx import Approximation, Record, approximate, approximation, certify_difference
 from lyapunov_prune.bounds import BoundCheck, TokenCertificate
+from lyapunov_prune.bounds_report import BoundsReport, Seen, Setting, Violation
 from lyapunov_prune.compression.lowrank import basis, truncate
 from lyapunov_prune.compression.magnitude import sparsify
 from lyapunov_prune.errors import LyapunovPruneError
@@ -27,7 +28,8 @@ from lyapunov_prune.models.projections import Projection, find_projections
 from lyapunov_prune.models.structure import find_structure, in_eval_mode
 from lyapunov_prune.norms import CertifiedNorm, certify
 from lyapunov_prune.progress import track
-from lyapunov_prune.results import MeasuredOn, Result
+from lyapunov_prune.results import decode, encode
+from lyapunov_prune.store import Store
 from lyapunov_prune.text import TokenBatch, as_batch
 from lyapunov_prune.tracing import run_backbone
 from lyapunov_prune.trajectory import Trajectory
@@ -38,96 +40,6 @@ B = TypeVar("B")
 SPARSITIES = (0.0, 0.3, 0.5, 0.7, 0.9)
 RANKS = (None, 32, 8)
 CACHE_RADII = (0.0, 0.1)
-
-
-@dataclass(frozen=True)
-class Setting:
-    """The three stages: share of entries removed, rank kept (None: all), radius of the cache as a share of ‖x‖."""
-
-    sparsity: float
-    rank: int | None
-    cache_radius: float
-
-    def __str__(self) -> str:
-        return f"sparsity {self.sparsity:g}, rank {self.rank or 'full'}, cache radius {self.cache_radius:g}"
-
-
-@dataclass(frozen=True)
-class Violation:
-    setting: Setting
-    check: BoundCheck
-
-
-@dataclass(frozen=True)
-class BoundsReport(Result):
-    """What came of checking every matrix (M) under every setting (K).
-
-    `ratio` (K, M) is the largest error / bound of any token, NaN where none was seen (experts that a family
-    fuses); `attained` (K, M) the same for the direction that the residual stretches most, near 1 when the
-    bound is tight. `composition` and `decisions` come with a single setting only.
-    """
-
-    method: str
-    settings: tuple[Setting, ...]
-    names: tuple[str, ...]
-    components: tuple[str, ...]
-    layers: tuple[int, ...]
-    theorems: tuple[str, ...]  # checked, of Theorems 1 to 4
-    ratio: np.ndarray
-    attained: np.ndarray
-    hits: int  # inputs answered by the cache, over all matrices
-    inputs: int  # inputs checked, over all matrices
-    violations: tuple[Violation, ...]
-    composition: tuple[BoundCheck, ...]
-    decisions: TokenCertificate | None
-    measured_on: MeasuredOn
-
-    @property
-    def checks(self) -> int:
-        """Matrices times settings."""
-        return len(self.names) * len(self.settings)
-
-    @property
-    def passed(self) -> bool:
-        certified = () if self.decisions is None else self.decisions.violations
-        return not self.violations and not certified and all(c.holds for c in self.composition)
-
-    def to_frame(self) -> pd.DataFrame:
-        """One row a matrix, the worst over all settings."""
-        bad = [v.check.matrix for v in self.violations]
-        return pd.DataFrame(
-            {
-                "matrix": self.names,
-                "layer": self.layers,
-                "component": self.components,
-                "worst_ratio": np.fmax.reduce(self.ratio, axis=0),
-                "attained": np.fmax.reduce(self.attained, axis=0),
-                "violations": [bad.count(name) for name in self.names],
-            }
-        )
-
-    def headline(self) -> str:
-        lines = [
-            f"Bounds: {len(self.names)} matrices × {len(self.settings)} settings = {self.checks} checks on "
-            f"{self.inputs} inputs, {len(self.violations)} violations ({', '.join(self.theorems)})",
-            self.measured_on.line(),
-        ]
-        lines += [f"VIOLATION at {v.setting}: {v.check}" for v in self.violations]
-        if self.composition:
-            last = self.composition[-1]
-            lines.append(
-                f"After the last layer: error {last.error:.4g}, composed estimate {last.bound:.4g} "
-                "(trajectory_error_le with growth measured along this trajectory, no worst case)"
-            )
-        if self.decisions is not None:
-            lines.append(self.decisions.headline())
-        return "\n".join(lines)
-
-    def summary(self) -> pd.DataFrame:
-        """A line a component."""
-        frame = self.to_frame().groupby("component", sort=False)
-        columns: Any = {"matrices": ("matrix", "size"), "worst_ratio": ("worst_ratio", "max")}
-        return frame.agg(**columns, attained=("attained", "min"), violations=("violations", "sum")).reset_index()
 
 
 @in_eval_mode
@@ -164,7 +76,7 @@ def check_bounds(
         for start in track(range(0, len(batch.ids), batch_size), "bounds"):
             trajectory.follow(batch.ids[start : start + batch_size].to(model.device))
     return _report(
-        method, projections, [setting], [dict(records)], trajectory.composition(), trajectory.decisions(), model, batch
+        method, projections, [setting], [_seen(records)], trajectory.composition(), trajectory.decisions(), model, batch
     )
 
 
@@ -179,12 +91,16 @@ def check_grid(
     ranks: Sequence[int | None] = RANKS,
     cache_radii: Sequence[float] = CACHE_RADII,
     batch_size: int = 1,
+    folder: str | Path | None = None,
+    resume: bool = False,
 ) -> BoundsReport:
     """`check_bounds` for every combination of sparsity × rank × cache radius: thirty by default.
 
     Norms and decompositions are computed once for each matrix and reused. By default the settings hold every
     one of Theorems 1 to 4, and one that changes nothing, whose error must be exactly zero. Alarms mean what
-    `no_false_alarm` and `violation_is_real` say. Memory: two copies of the layers beside the model.
+    `no_false_alarm` and `violation_is_real` say. Finished settings are kept in `folder`, and with `resume` not
+    checked again. Memory beside the model: the sparse, the low-rank and the residual weights of all layers, and
+    the float64 bases of one sparsity.
     """
     batch = as_batch(model, batch)
     settings = [Setting(float(s), r, float(c)) for s in sparsities for r in ranks for c in cache_radii]
@@ -193,26 +109,43 @@ def check_grid(
     weights = {p.name: p.weight(model) for p in projections}
     norms = _each(certify, weights, "norms of the weights")
     known = {name: (weights[name], norms[name]) for name in weights}
-    outcomes: list[dict[str, Record]] = []
+    about = {"measured_on": encode(batch.measured_on(model)), "method": method}
+    store = Store(folder, about, resume=resume)
+
+    def missing(*parts: Any) -> list[Setting]:
+        """The settings that begin like this and have not been checked."""
+        return [s for s in settings if (s.sparsity, s.rank)[: len(parts)] == parts and str(s) not in store]
+
     for sparsity in sparsities:
+        if not missing(sparsity):
+            continue
         stage = partial(_sparse_stage, sparsity=sparsity, with_basis=any(rank is not None for rank in ranks))
         stages = _each(stage, known, f"sparsity {sparsity:g}")
         for rank in ranks:
+            if not missing(sparsity, rank):
+                continue
             chosen = _each(partial(_approximate, rank=rank), stages, f"sparsity {sparsity:g}, rank {rank or 'full'}")
-            outcomes += [_outcome(model, batch, chosen, radius, batch_size) for radius in cache_radii]
+            for setting in missing(sparsity, rank):
+                seen = _outcome(model, batch, chosen, setting.cache_radius, batch_size)
+                store.add(str(setting), {name: encode(s) for name, s in seen.items()})
             chosen.clear()
+    outcomes = [{name: decode(Seen, s) for name, s in store[str(setting)].items()} for setting in settings]
     return _report(method, projections, settings, outcomes, (), None, model, batch)
 
 
 def _outcome(
     model: PreTrainedModel, batch: TokenBatch, chosen: dict[str, Approximation], cache_radius: float, batch_size: int
-) -> dict[str, Record]:
-    """The records of one setting, without their weights."""
+) -> dict[str, Seen]:
+    """What was seen under one setting."""
     structure = find_structure(model)
     with approximate(model, chosen, cache_radius=cache_radius) as records:
         for start in range(0, len(batch.ids), batch_size):
             run_backbone(structure, batch.ids[start : start + batch_size])
-    return {name: _without_weights(record) for name, record in records.items()}
+    return _seen(records)
+
+
+def _seen(records: Mapping[str, Record]) -> dict[str, Seen]:
+    return {name: Seen(r.check, r.probe, r.weight_probe, r.hits) for name, r in records.items()}
 
 
 def _each(work: Callable[[A], B], items: Mapping[str, A], description: str) -> dict[str, B]:
@@ -266,16 +199,11 @@ def _require(method: str, settings: Sequence[Setting]) -> None:
         raise LyapunovPruneError("no setting to check; give one sparsity, rank and cache radius or more")
 
 
-def _without_weights(record: Record) -> Record:
-    """What a report needs of a record; its tensors may go."""
-    return replace(record, approximation=None, residual=torch.zeros(0), exact=None)  # type: ignore[arg-type]
-
-
 def _report(
     method: str,
     projections: Sequence[Projection],
     settings: Sequence[Setting],
-    outcomes: Sequence[dict[str, Record]],
+    outcomes: Sequence[Mapping[str, Seen]],
     composition: tuple[BoundCheck, ...],
     decisions: TokenCertificate | None,
     model: PreTrainedModel,
@@ -284,7 +212,9 @@ def _report(
     rows = [[outcome[p.name] for p in projections] for outcome in outcomes]
     checks = [(setting, c) for setting, row in zip(settings, rows, strict=True) for r in row for c in r.checks]
     seen = [r.check for row in rows for r in row if r.check is not None]
-    unseen = [r.projection.name for row in rows for r in row if r.check is None and r.projection.expert is None]
+    unseen = [
+        p.name for row in rows for p, r in zip(projections, row, strict=True) if r.check is None and p.expert is None
+    ]
     if unseen:
         raise LyapunovPruneError(f"{unseen[0]} took no part in the forward, so its bound was not checked")
     return BoundsReport(

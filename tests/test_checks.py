@@ -17,7 +17,8 @@ from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedModel
 
 from lyapunov_prune import checks, norms
 from lyapunov_prune.approx import Approximation, approximation
-from lyapunov_prune.checks import BoundsReport, check_bounds, check_grid
+from lyapunov_prune.bounds_report import BoundsReport
+from lyapunov_prune.checks import check_bounds, check_grid
 from lyapunov_prune.compression.magnitude import sparsify
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.models.loading import Loaded

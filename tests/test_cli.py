@@ -22,7 +22,7 @@ from transformers import AutoModelForCausalLM, BertLMHeadModel, PreTrainedModel
 
 from lyapunov_prune import approx as approx_module
 from lyapunov_prune import checkpoint as checkpoint_module
-from lyapunov_prune.checks import BoundsReport
+from lyapunov_prune.bounds_report import BoundsReport
 from lyapunov_prune.cli import main
 from lyapunov_prune.evaluation.evaluation import Evaluation
 from lyapunov_prune.plan import PruningPlan

@@ -38,6 +38,7 @@ ORDER = [
     "surgery",
     "checkpoint",
     "bounds",
+    "bounds_report",
     "replacement",
     "approx",
     "trajectory",
