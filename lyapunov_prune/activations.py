@@ -39,8 +39,9 @@ class ActivationStatistics(Result):
     Of the outputs, with `λ` the eigenvalues of the covariance of y over tokens and `p = λ / Σλ`:
     `effective_rank = exp(−Σ p ln p)` (Roy and Vetterli, EUSIPCO 2007), `participation_ratio = (Σλ)² / Σλ²`.
     A few tokens of enormous norm (attention sinks) can be the whole covariance: `peak_share` is the share
-    of `Σ_t ‖y_t − ȳ‖²` (ȳ the window's mean) in one token of each window, the largest, and `rank_rest` the
-    effective rank without those tokens. No rank exceeds `tokens − 1`: few tokens read low.
+    of `Σ_t ‖y_t − ȳ‖²` (ȳ the window's mean) in one token of each window, the largest, and `token_rank` the
+    effective rank of `y_t / ‖y_t‖`, where all tokens weigh the same. No rank exceeds `tokens − 1`: few tokens
+    read low.
 
     Of the inputs, over all entries: `kurtosis`, Fisher's excess (0 for a normal distribution), and
     `sparsity`, the share of entries with `|x_ti| ≤ 0.01 · rms_i(x_t)`. The root mean square is that of the
@@ -53,7 +54,7 @@ class ActivationStatistics(Result):
     layers: tuple[int, ...]
     width: np.ndarray  # the dimension of y
     effective_rank: np.ndarray
-    rank_rest: np.ndarray
+    token_rank: np.ndarray
     participation_ratio: np.ndarray
     peak_share: np.ndarray
     kurtosis: np.ndarray
@@ -67,7 +68,7 @@ class ActivationStatistics(Result):
                 "component": self.components,
                 "width": self.width,
                 "effective_rank": self.effective_rank,
-                "rank_rest": self.rank_rest,
+                "token_rank": self.token_rank,
                 "participation": self.participation_ratio,
                 "peak_share": self.peak_share,
                 "kurtosis": self.kurtosis,
@@ -108,14 +109,14 @@ def activation_statistics(
                 raise LyapunovPruneError(
                     f"NaN or infinite activations at {matrix.name} ({batch.text}); load the model in a wider dtype"
                 )
-    width, rank, rest, participation, share, kurtosis, sparsity = np.array([found[m.name] for m in matrices]).T
+    width, rank, token_rank, participation, share, kurtosis, sparsity = np.array([found[m.name] for m in matrices]).T
     return ActivationStatistics(
         names=tuple(m.name for m in matrices),
         components=tuple(m.component for m in matrices),
         layers=tuple(m.layer for m in matrices),
         width=width,
         effective_rank=rank,
-        rank_rest=rest,
+        token_rank=token_rank,
         participation_ratio=participation,
         peak_share=share,
         kurtosis=kurtosis,
@@ -133,8 +134,7 @@ class _Matrix:
 
     def __init__(self, name: str, component: str, layer: int, width: float, few: bool, module: nn.Module) -> None:
         self.name, self.component, self.layer, self.width = name, component, layer, width
-        self.module, self.outputs = module, _Outputs(few)
-        self.peaks: list[torch.Tensor] = []
+        self.module, self.outputs, self.directions = module, _Outputs(few), _Outputs(few)
         self.energy = self.peak_energy = 0.0
         self.pivot: torch.Tensor | None = None
         self.powers, self.entries, self.small = np.zeros(4), 0, 0
@@ -152,12 +152,10 @@ class _Matrix:
         windows = shape[0] if y.numel() == shape.numel() * y.shape[-1] else 1
         outputs = _double(y).reshape(windows, -1, y.shape[-1])
         energy = (outputs - outputs.mean(1, keepdim=True)).square().sum(-1)
-        highest, at = energy.max(-1)
         self.energy += float(energy.sum())
-        self.peak_energy += float(highest.sum())
-        peak = torch.zeros_like(energy, dtype=torch.bool).scatter_(1, at.unsqueeze(-1), True)
-        self.peaks.append(outputs[peak])
-        self.outputs.add(outputs[~peak])
+        self.peak_energy += float(energy.amax(-1).sum())
+        self.outputs.add(outputs.flatten(0, 1))
+        self.directions.add(torch.nn.functional.normalize(outputs.flatten(0, 1), dim=-1))
 
     def _add_input(self, x: torch.Tensor) -> None:
         # Powers about a value near the mean: about zero, a large mean would cancel all digits.
@@ -174,13 +172,13 @@ class _Matrix:
         """The numbers of ActivationStatistics from `width` on; the sums are gone afterwards."""
         if not self.entries or self.spoiled:
             return (self.width, *[np.nan] * 6)
-        rest, _ = spectral_ranks(self.outputs.eigenvalues())
-        self.outputs.add(torch.cat(self.peaks))
         rank, participation = spectral_ranks(self.outputs.eigenvalues())
+        token_rank, _ = spectral_ranks(self.directions.eigenvalues())
         share = self.peak_energy / self.energy if self.energy > 0 else np.nan
         sparsity = self.small / self.entries
-        del self.outputs, self.peaks
-        return (self.width, rank, rest, participation, share, excess_kurtosis(self.powers / self.entries), sparsity)
+        del self.outputs, self.directions
+        kurtosis = excess_kurtosis(self.powers / self.entries)
+        return (self.width, rank, token_rank, participation, share, kurtosis, sparsity)
 
 
 class _Outputs:
@@ -197,8 +195,6 @@ class _Outputs:
             self.rows.append(rows)
             return
         new = len(rows)
-        if not new:
-            return
         mean = rows.mean(0)
         centred = rows - mean
         step = mean - self.mean.to(mean)
@@ -215,7 +211,7 @@ class _Outputs:
             rows = torch.cat(self.rows)
             centred = rows - rows.mean(0)
             scatter = centred @ centred.T
-        return torch.linalg.eigvalsh(scatter).cpu().numpy() if scatter.ndim == 2 else np.zeros(0)
+        return torch.linalg.eigvalsh(scatter).cpu().numpy()
 
 
 def spectral_ranks(eigenvalues: np.ndarray) -> tuple[float, float]:
@@ -259,7 +255,7 @@ def _groups(matrices: Sequence[_Matrix], tokens: int) -> Iterator[list[_Matrix]]
     held = 0.0
     for layer in dict.fromkeys(m.layer for m in matrices):
         own = [m for m in matrices if m.layer == layer]
-        needed = sum(8 * m.width * min(m.width, tokens) for m in own if not np.isnan(m.width))
+        needed = sum(16 * m.width * min(m.width, tokens) for m in own if not np.isnan(m.width))
         if group and held + needed > _BUDGET:
             yield group
             group, held = [], 0.0

@@ -51,13 +51,12 @@ def rank_of(tokens: torch.Tensor) -> float:
 def expected(x: torch.Tensor, y: torch.Tensor, windows: int) -> list[float]:
     y = y.reshape(windows, -1, y.shape[-1])
     energy = (y - y.mean(1, keepdim=True)).square().sum(-1)
-    rest = torch.cat([w[torch.arange(len(w)) != e.argmax()] for w, e in zip(y, energy, strict=True)])
     values = torch.linalg.eigvalsh(torch.cov(y.flatten(0, 1).T))
     x = x.flatten(0, -2)
     small = x.abs() <= 0.01 * x.square().mean(-1, keepdim=True).sqrt()
     return [
         rank_of(y.flatten(0, 1)),
-        rank_of(rest),
+        rank_of(y.flatten(0, 1) / y.flatten(0, 1).norm(dim=-1, keepdim=True)),
         float(values.sum() ** 2 / values.square().sum()),
         float(energy.amax(-1).sum() / energy.sum()),
         float(scipy.stats.kurtosis(x.numpy(), axis=None)),
@@ -69,7 +68,7 @@ def numbers(found: ActivationStatistics) -> np.ndarray:
     return np.array(
         [
             found.effective_rank,
-            found.rank_rest,
+            found.token_rank,
             found.participation_ratio,
             found.peak_share,
             found.kurtosis,
@@ -137,7 +136,7 @@ def test_matrices_that_show_what_is_measured(ids: torch.Tensor) -> None:
     assert frame.sparsity[5, "mlp.gate_proj"] < 0.1
 
 
-def test_a_sink_token_is_seen_and_can_be_left_out(ids: torch.Tensor) -> None:
+def test_a_sink_token_is_seen_and_can_be_weighed_like_the_others(ids: torch.Tensor) -> None:
     """One token a window with an enormous state: it is the covariance, and says nothing of the others."""
     model = make_tiny("gpt2")
     before = activation_statistics(model, ids).to_frame().set_index(["layer", "component"])
@@ -152,7 +151,7 @@ def test_a_sink_token_is_seen_and_can_be_left_out(ids: torch.Tensor) -> None:
     found = after.loc[0, "mlp.c_proj"]
     assert found.peak_share > 0.97  # a lone token moves the mean of its 40 and reads 39/40
     assert found.effective_rank < 3  # a direction a window
-    assert found.rank_rest > 10
+    assert found.token_rank > 10
     assert before.loc[0, "mlp.c_proj"].peak_share < 0.2
     assert found.sparsity < 0.5  # the sink is measured by its own size, and so is every other token
 
@@ -254,5 +253,5 @@ def test_the_builtin_model_has_its_sink(smollm2: Loaded, english: TokenBatch) ->
     down = found[found.component == "mlp.down_proj"].set_index("layer")
     assert down.peak_share.idxmax() in (10, 11)
     assert down.peak_share.max() > 0.9
-    assert down.rank_rest[10:12].max() > 10 * down.effective_rank[10:12].min()
+    assert down.token_rank[10:12].max() > 10 * down.effective_rank[10:12].min()
     assert found.sparsity.between(0, 1).all()
