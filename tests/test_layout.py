@@ -56,7 +56,9 @@ ORDER = [
     "evaluation.removal",
     "evaluation.speed",
     "evaluation.evaluation",
+    "report.drawing",
     "report.figures",
+    "report.internals",
     "report.page",
     "demo",
     "terminal",
@@ -92,7 +94,7 @@ def test_imports_point_one_way(name: str) -> None:
 
 
 def test_the_report_never_sees_a_model() -> None:
-    for name in ("report.figures", "report.page"):
+    for name in ("report.drawing", "report.figures", "report.internals", "report.page"):
         assert "transformers" not in modules()[name].read_text()
         assert "import torch" not in modules()[name].read_text()
 

@@ -10,15 +10,18 @@ from typing import Any
 
 import pandas as pd
 
+from lyapunov_prune.activations import ActivationStatistics
+from lyapunov_prune.bounds_report import BoundsReport
 from lyapunov_prune.checkpoint import PROVENANCE, Provenance
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.evaluation.evaluation import Evaluation
 from lyapunov_prune.evaluation.removal import RemovalCurve
 from lyapunov_prune.evaluation.speed import Speed
 from lyapunov_prune.files import write_whole
+from lyapunov_prune.jacobian import JacobianNorms
 from lyapunov_prune.plan import PruningPlan
 from lyapunov_prune.profile import LayerProfile
-from lyapunov_prune.report import figures
+from lyapunov_prune.report import figures, internals
 from lyapunov_prune.results import Result
 
 _STYLE = """
@@ -54,6 +57,35 @@ _SECTIONS = (
             "contraction": figures.contraction_figure(r.contraction),
             "influence": figures.influence_figure(r.influence),
         },
+    ),
+    _Section(
+        "activations.json",
+        ActivationStatistics,
+        "Activations of the MLP",
+        "Three properties that the paper associates with early layers that cannot be compressed: the effective "
+        "rank of what leaves a matrix, the tails of what enters it, and how much of what enters it is nearly "
+        "zero. Attention sinks, tokens of enormous norm, can be all of the covariance: on the "
+        "broken line all tokens weigh the same. Correlations, and no explanation by themselves.",
+        lambda r: {"activations": internals.activation_figure(r)},
+    ),
+    _Section(
+        "jacobian.json",
+        JacobianNorms,
+        "Jacobians of the branches",
+        "By how much attention and MLP, each with its norm, stretch a small change of the residual stream that "
+        "enters them: the worst direction found, an estimate from below and no bound, and the root mean square "
+        "over random directions. Where the worst is above one, the branch alone cannot promise that an error "
+        "shrinks.",
+        lambda r: {"jacobian": internals.jacobian_figure(r)},
+    ),
+    _Section(
+        "bounds.json",
+        BoundsReport,
+        "Bounds",
+        "Every matrix replaced by an approximation, and the error of every token held against the bound that a "
+        "theorem sets it. At one the bound is attained; above, it would be violated. A check that holds speaks "
+        "of the inputs it saw.",
+        lambda r: {"bounds": internals.bounds_figure(r)},
     ),
     _Section(
         "removal.json",
@@ -124,7 +156,9 @@ def _section(title: str, words: str, pictures: dict[str, str], *results: Result)
     for result in results:
         if result.headline():
             parts.append(f'<p class="on">{html.escape(result.headline())}</p>')
-        table = _table(result.to_frame())
+        summary, table = _table(result.summary()), _table(result.to_frame())
+        if summary != table:
+            parts.append(summary)
         parts.append(f"<details><summary>numbers</summary>{table}</details>" if pictures else table)
     return "".join(parts)
 

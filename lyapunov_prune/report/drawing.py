@@ -1,0 +1,64 @@
+"""What the figures share: colours, axes, and SVG text that is the same for the same result."""
+
+from __future__ import annotations
+
+import io
+
+import matplotlib
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter
+
+# Okabe and Ito: told apart with any colour vision.
+COLOURS = {
+    "rho": "#0072B2",
+    "rho, token pooling": "#E69F00",
+    "bi": "#D55E00",
+    "blend": "#009E73",
+    "from-end": "#CC79A7",
+    "random": "#999999",
+}
+INK, GREY = "#222222", "#888888"
+
+
+def one_panel(width: float, height: float) -> tuple[Figure, Axes]:
+    """A figure with one pair of axes, in inches."""
+    figure, (axes,) = panels(width, height, 1)
+    return figure, axes
+
+
+def panels(width: float, height: float, count: int) -> tuple[Figure, list[Axes]]:
+    """A figure with `count` pairs of axes below each other that share their horizontal axis."""
+    figure = Figure(figsize=(width, height), layout="constrained")
+    column = [figure.add_subplot(count, 1, i + 1) for i in range(count)]
+    for axes in column:
+        axes.spines[["top", "right"]].set_visible(False)
+    for axes in column[:-1]:
+        axes.sharex(column[-1])
+        axes.tick_params(labelbottom=False)
+    return figure, column
+
+
+def depth_axis(axes: Axes, layers: int) -> None:
+    """The horizontal axis is the layers 0 … layers − 1."""
+    axes.set_xlim(-0.7, layers - 0.3)
+    axes.set_xlabel("layer")
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=16))
+
+
+def log_axis(axes: Axes) -> None:
+    """A logarithmic y axis labelled in plain numbers, at 1, 2 and 5 unless it spans many decades."""
+    axes.set_yscale("log")
+    low, high = axes.get_ylim()
+    axes.yaxis.set_major_locator(LogLocator(base=10, subs=(1, 2, 5) if high < 1e4 * low else (1,)))
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda y, _: f"{y:g}"))
+    axes.yaxis.set_minor_formatter(NullFormatter())
+
+
+def svg(figure: Figure) -> str:
+    """The figure as an `<svg>` element. A fixed salt and no date: the same result gives the same text."""
+    buffer = io.StringIO()
+    with matplotlib.rc_context({"svg.hashsalt": "lyapunov-prune", "svg.fonttype": "none"}):
+        figure.savefig(buffer, format="svg", metadata={"Date": None})
+    text = buffer.getvalue()
+    return text[text.index("<svg") :]
