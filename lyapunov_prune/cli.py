@@ -3,15 +3,26 @@
 from __future__ import annotations
 
 import json
-import re
 import sys
 from importlib.metadata import version
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from lyapunov_prune.errors import CheckFailed, LyapunovPruneError
+from lyapunov_prune.inputs import (
+    kept_profile,
+    layer_indices,
+    load_batch,
+    load_inputs,
+    profile_model,
+    require_count,
+    require_criterion,
+    require_studies,
+    require_unseen,
+    run_folder,
+)
 from lyapunov_prune.options import (
     Alpha,
     BatchSize,
@@ -27,6 +38,7 @@ from lyapunov_prune.options import (
     Offline,
     Output,
     Pooling,
+    Resume,
     Seed,
     Seeds,
     Text,
@@ -35,10 +47,7 @@ from lyapunov_prune.options import (
 from lyapunov_prune.terminal import say, show
 
 if TYPE_CHECKING:
-    from lyapunov_prune.models.loading import Loaded
     from lyapunov_prune.plan import PruningPlan
-    from lyapunov_prune.profile import LayerProfile
-    from lyapunov_prune.text import TokenBatch
 
 app = typer.Typer(
     name="lyapunov-prune",
@@ -64,7 +73,7 @@ def _common(
 @app.command()
 def demo(
     output: Annotated[Path, typer.Option("--output", "-o", help="Folder of the run.")] = Path("runs/demo"),
-    resume: Annotated[bool, typer.Option("--resume", help="Keep the steps already done.")] = False,
+    resume: Resume = False,
 ) -> None:
     """Profile, rank, prune, verify, evaluate and report on the built-in model (minutes on two cores)."""
     from lyapunov_prune.demo import run_demo
@@ -93,9 +102,9 @@ def profile(
     as_json: Json = False,
 ) -> None:
     """Measure contraction and Block Influence of every layer; writes profile.json and figures."""
-    loaded, batch = _load(model, text, tokens, context, device, dtype, bos, offline)
-    result = _profile(loaded, batch, batch_size, seeds, seed, epsilon, method, pooling)
-    run = _run_folder(output, model)
+    loaded, batch = load_inputs(model, text, tokens, context, device, dtype, bos, offline)
+    result = profile_model(loaded, batch, batch_size, seeds, seed, epsilon, method, pooling)
+    run = run_folder(output, model)
     result.save(run / "profile.json")
     _report(run)
     show(result, as_json, run / "profile.json")
@@ -127,17 +136,17 @@ def rank(
 
     if (model is None) == (profile_file is None):
         raise LyapunovPruneError("give a MODEL to measure or --profile FILE, one of the two")
-    _require_criterion(criterion, alpha)
+    require_criterion(criterion, alpha)
     if profile_file is not None:
         measured = LayerProfile.load(profile_file)
         run = output or profile_file.parent
     else:
         assert model is not None
-        loaded, batch = _load(model, text, tokens, context, device, dtype, bos, offline)
+        loaded, batch = load_inputs(model, text, tokens, context, device, dtype, bos, offline)
         if remove is not None:
-            _require_count(remove, loaded.structure.num_layers)
-        measured = _profile(loaded, batch, batch_size, seeds, seed)
-        run = _run_folder(output, model)
+            require_count(remove, loaded.structure.num_layers)
+        measured = profile_model(loaded, batch, batch_size, seeds, seed)
+        run = run_folder(output, model)
         measured.save(run / "profile.json")
     ranking = rank_layers(measured.contraction, measured.influence, criterion=criterion, alpha=alpha, seed=seed)
     written = None
@@ -175,19 +184,19 @@ def prune(
 
     if sum(choice is not None for choice in (remove, layers, plan_file)) != 1:
         raise LyapunovPruneError("give --remove N, --layers 3,7 or --plan FILE, one of the three")
-    _require_criterion(criterion, alpha)
+    require_criterion(criterion, alpha)
     require_empty(output)
-    loaded, batch = _load(model, text, tokens, context, device, dtype, bos, offline)
+    loaded, batch = load_inputs(model, text, tokens, context, device, dtype, bos, offline)
     plan: PruningPlan
     if layers is not None:
-        plan = PruningPlan.given(loaded.model, _indices(layers))
+        plan = PruningPlan.given(loaded.model, layer_indices(layers))
     elif plan_file is not None:
         plan = PruningPlan.load(plan_file)
         plan.require_model(loaded.model)
     else:
         assert remove is not None
-        _require_count(remove, loaded.structure.num_layers)
-        measured = _profile(loaded, batch, batch_size, seeds, seed)
+        require_count(remove, loaded.structure.num_layers)
+        measured = profile_model(loaded, batch, batch_size, seeds, seed)
         ranking = rank_layers(measured.contraction, measured.influence, criterion=criterion, alpha=alpha, seed=seed)
         plan = ranking.plan(remove)
     provenance = write_pruned(loaded.model, loaded.tokenizer, plan, output, batch)
@@ -223,8 +232,8 @@ def evaluate(
 
     names = [against, model] if against else [model]
     for name in names:
-        _require_unseen(Path(name), text, split)
-    first, batch = _load(names[0], text, tokens, context, device, dtype, bos, offline, split)
+        require_unseen(Path(name), text, split)
+    first, batch = load_inputs(names[0], text, tokens, context, device, dtype, bos, offline, split)
     prompt = min(256, (first.structure.max_context or 512) // 2)
     models = {names[0]: first.model}
     for name in names[1:]:
@@ -233,7 +242,7 @@ def evaluate(
         perplexities=tuple(perplexity(m, batch, batch_size=batch_size) for m in models.values()),
         speed=measure_speed(models, prompt=prompt) if speed else None,
     )
-    run = _run_folder(output, model)
+    run = run_folder(output, model)
     result.save(run / "eval.json")
     _report(run)
     show(result, as_json, run / "eval.json")
@@ -255,6 +264,7 @@ def check(
     dtype: DType = None,
     bos: Bos = None,
     offline: Offline = False,
+    resume: Resume = False,
     output: Output = None,
     as_json: Json = False,
 ) -> None:
@@ -264,9 +274,11 @@ def check(
     """
     from lyapunov_prune.checks import check_bounds, check_grid
 
-    loaded, batch = _load(model, text, tokens, context, device, dtype, bos, offline)
+    run = run_folder(output, model)
+    loaded, batch = load_inputs(model, text, tokens, context, device, dtype, bos, offline)
     if sparsity is None and rank is None and cache_radius is None:
-        result = check_grid(loaded.model, batch, batch_size=batch_size)
+        jobs = run / "jobs" / "check"
+        result = check_grid(loaded.model, batch, batch_size=batch_size, folder=jobs, resume=resume)
     else:
         result = check_bounds(
             loaded.model,
@@ -276,10 +288,67 @@ def check(
             cache_radius=cache_radius or 0.0,
             batch_size=batch_size,
         )
-    written = result.save(_run_folder(output, model) / "bounds.json")
+    written = result.save(run / "bounds.json")
+    _report(run)
     show(result, as_json, written)
     if not result.passed:
         raise CheckFailed(f"{len(result.violations)} bounds are violated; see {written}")
+
+
+@app.command()
+def sensitivity(
+    model: Model,
+    study: Annotated[
+        str,
+        typer.Option(
+            help="all, or some of matrix, group, layer, component, forward, backward, sparsity, rank, layer0, cliff, "
+            "greedy, threshold, removal."
+        ),
+    ] = "group,layer,removal",
+    method: Annotated[str, typer.Option(help="magnitude or wanda.")] = "magnitude",
+    sparsity: Annotated[float, typer.Option(help="Share of entries removed.")] = 0.5,
+    rank: Annotated[int | None, typer.Option(help="Rank kept of what is left.")] = None,
+    limit: Annotated[float, typer.Option(help="Regret that counts as a catastrophe, for s*.")] = 10.0,
+    text: Text = "builtin",
+    tokens: Tokens = 1024,
+    context: Context = 256,
+    batch_size: BatchSize = 1,
+    device: Device = "cpu",
+    dtype: DType = None,
+    bos: Bos = None,
+    offline: Offline = False,
+    resume: Resume = False,
+    output: Output = None,
+    as_json: Json = False,
+) -> None:
+    """Change one thing at a time and measure the loss: which matrices and layers can bear it.
+
+    Writes profile.json, sensitivity.json and a heat map. Interrupted, it goes on with --resume; under
+    `accelerate launch -m lyapunov_prune.cli` the processes share the work.
+    """
+    from lyapunov_prune.sensitivity import measure_sensitivity
+
+    studies = require_studies(study)
+    run = run_folder(output, model)
+    loaded, calibration = load_inputs(model, text, tokens, context, device, dtype, bos, offline)
+    batch = load_batch(loaded, text, tokens, context, bos, offline, "evaluation")
+    result = measure_sensitivity(
+        loaded.model,
+        batch,
+        studies=studies,
+        method=method,
+        sparsity=sparsity,
+        rank=rank,
+        limit=limit,
+        calibration=calibration,
+        profile=kept_profile(run, loaded, calibration, batch_size, resume),
+        folder=run / "jobs" / "sensitivity",
+        resume=resume,
+        batch_size=batch_size,
+    )
+    result.save(run / "sensitivity.json")
+    _report(run)
+    show(result, as_json, run / "sensitivity.json")
 
 
 @app.command()
@@ -310,6 +379,12 @@ def report(run: Annotated[Path, typer.Argument(help="Folder with the results of 
     say(str(write_report(run)))
 
 
+def _report(run: Path) -> None:
+    from lyapunov_prune.report.page import write_report
+
+    write_report(run)
+
+
 def main() -> None:
     """Entry point: bad input is one line on stderr and exit code 2, a failed check exit code 1.
 
@@ -329,101 +404,5 @@ def _fail(message: str, code: int) -> None:
     sys.exit(code)
 
 
-def _load(
-    model: str,
-    text: str,
-    tokens: int,
-    context: int,
-    device: str,
-    dtype: str | None,
-    bos: bool | None,
-    offline: bool,
-    split: str = "calibration",
-) -> tuple[Loaded, TokenBatch]:
-    from lyapunov_prune.models.loading import load
-    from lyapunov_prune.text import as_batch, load_text, require_context, require_source
-
-    require_source(text)  # before minutes of loading
-    loaded = load(model, dtype=dtype, device=device, offline=offline)
-    require_context(loaded.structure, context)
-    batch = load_text(
-        text,
-        loaded.tokenizer,
-        tokens=tokens,
-        context=context,
-        split=split,  # type: ignore[arg-type]
-        bos=bos,
-        offline=offline,
-    )
-    return loaded, as_batch(loaded.model, batch)
-
-
-def _profile(
-    loaded: Loaded,
-    batch: TokenBatch,
-    batch_size: int,
-    seeds: int,
-    seed: int,
-    epsilon: float = 1e-2,
-    method: Any = "difference",
-    pooling: Any = "energy",
-) -> LayerProfile:
-    from lyapunov_prune.profile import profile_layers
-
-    return profile_layers(
-        loaded.model,
-        batch,
-        epsilon=epsilon,
-        seeds=range(seed, seed + seeds),
-        method=method,
-        pooling=pooling,
-        batch_size=batch_size,
-    )
-
-
-def _require_criterion(criterion: str, alpha: float) -> None:
-    """Before minutes of measuring, as below: the ranking would refuse the same."""
-    from lyapunov_prune.ranking import CRITERIA
-
-    if criterion not in CRITERIA:
-        raise LyapunovPruneError(f"unknown criterion {criterion!r}; give one of {', '.join(CRITERIA)}")
-    if not 0 <= alpha <= 1:
-        raise LyapunovPruneError(f"alpha {alpha:g} is outside [0, 1]; give a weight between them")
-
-
-def _require_count(remove: int, layers: int) -> None:
-    """Before minutes of measuring: the plan would refuse the same."""
-    if not 1 <= remove < layers:
-        raise LyapunovPruneError(f"cannot remove {remove} of {layers} layers; give 1 to {layers - 1}")
-
-
-def _require_unseen(folder: Path, text: str, split: str) -> None:
-    """Refuse to score a pruned model on the slice that its layers were chosen with."""
-    from lyapunov_prune.checkpoint import PROVENANCE, Provenance
-
-    if not (folder / PROVENANCE).is_file():
-        return
-    seen = {(m.text, m.split) for m in Provenance.load(folder / PROVENANCE).plan.measured_on}
-    if any(_same_text(text, source) and (split in ("all", part)) for source, part in seen):
-        raise LyapunovPruneError(f"{folder} was chosen on {text}; use --split evaluation or another --text")
-
-
-def _same_text(a: str, b: str) -> bool:
-    return a == b or (Path(a).is_file() and Path(a).resolve() == Path(b).resolve())
-
-
-def _indices(layers: str) -> list[int]:
-    try:
-        return [int(part) for part in layers.split(",")]
-    except ValueError:
-        raise LyapunovPruneError(f"--layers {layers!r} is no list of numbers; write it as 3,7") from None
-
-
-def _run_folder(output: Path | None, model: str) -> Path:
-    return output or Path("runs") / re.sub(r"[^\w.-]+", "-", model).strip("-.")
-
-
-def _report(run: Path) -> None:
-    from lyapunov_prune.report.page import write_report
-
-    write_report(run)
+if __name__ == "__main__":
+    main()

@@ -9,15 +9,20 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 from rich.table import Table
 
+from lyapunov_prune.progress import is_main
+
 if TYPE_CHECKING:  # a usage error must not wait for pandas
     from lyapunov_prune.results import Result
 
 
 def say(message: str) -> None:
-    print(message, flush=True)
+    if is_main():
+        print(message, flush=True)
 
 
 def show(result: Result, as_json: bool, written: Path | None, table: bool = True) -> None:
+    if not is_main():
+        return
     if as_json:
         print(json.dumps(result.to_json(), allow_nan=False))
         return

@@ -21,6 +21,7 @@ ORDER = [
     "linalg",
     "models.structure",
     "models.loading",
+    "models.layer_settings",
     "models.families",
     "models.projections",
     "text",
@@ -34,6 +35,7 @@ ORDER = [
     "profile",
     "plan",
     "ranking",
+    "logits",
     "gate",
     "surgery",
     "checkpoint",
@@ -59,10 +61,12 @@ ORDER = [
     "report.drawing",
     "report.figures",
     "report.internals",
+    "report.maps",
     "report.page",
     "demo",
     "terminal",
     "options",
+    "inputs",
     "cli",
 ]
 FAMILY_WORDS = {"gpt2", "llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma3_text", "phi3", "gpt_neox", "opt"}

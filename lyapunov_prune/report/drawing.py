@@ -47,10 +47,14 @@ def depth_axis(axes: Axes, layers: int) -> None:
 
 
 def log_axis(axes: Axes) -> None:
-    """A logarithmic y axis labelled in plain numbers, at 1, 2 and 5 unless it spans many decades."""
+    """A logarithmic y axis labelled in plain numbers: at 1, 2 and 5, at powers of ten if it spans many decades, at
+    round steps if it spans less than one."""
     axes.set_yscale("log")
     low, high = axes.get_ylim()
-    axes.yaxis.set_major_locator(LogLocator(base=10, subs=(1, 2, 5) if high < 1e4 * low else (1,)))
+    if high < 5 * low:
+        axes.yaxis.set_major_locator(MaxNLocator(5))
+    else:
+        axes.yaxis.set_major_locator(LogLocator(base=10, subs=(1, 2, 5) if high < 1e4 * low else (1,)))
     axes.yaxis.set_major_formatter(FuncFormatter(lambda y, _: f"{y:g}"))
     axes.yaxis.set_minor_formatter(NullFormatter())
 

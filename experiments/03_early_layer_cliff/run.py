@@ -1,0 +1,41 @@
+"""The cliff behind the first layers, at five levels, and what goes with it: Figure 3 and Table 2 (§6.1, §6.3).
+
+    python experiments/03_early_layer_cliff/run.py [MODEL] [--text FILE]
+
+Writes cliff.json, activations.json and the figures beside this file.
+"""
+
+import sys
+from pathlib import Path
+
+import typer
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from common import draw, inputs
+
+import lyapunov_prune as lp
+from lyapunov_prune.report.internals import activation_figure
+from lyapunov_prune.report.maps import cliff_figure, levels_figure
+
+HERE = Path(__file__).parent
+
+
+def main(model: str = "smollm2-135m", text: str = "builtin", tokens: int = 1024, context: int = 256) -> None:
+    given = inputs(model, text, tokens, context)
+    result = given.sensitivity(("layer0", "cliff", "threshold"))
+    result.save(HERE / "cliff.json")
+    activations = lp.activation_statistics(given.loaded.model, given.calibration)
+    activations.save(HERE / "activations.json")
+    draw(
+        HERE,
+        {
+            "cliff": cliff_figure(result),
+            "levels": levels_figure(result),
+            "activations": activation_figure(activations),
+        },
+    )
+    print(result, activations, sep="\n\n")
+
+
+if __name__ == "__main__":
+    typer.run(main)

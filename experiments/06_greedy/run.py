@@ -1,0 +1,30 @@
+"""Group after group in the order of their regret: the paper's greedy allocation (§5, Figure 7).
+
+    python experiments/06_greedy/run.py [MODEL] [--text FILE]
+
+Writes greedy.json and greedy.svg beside this file.
+"""
+
+import sys
+from pathlib import Path
+
+import typer
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from common import draw, inputs
+
+from lyapunov_prune.report.maps import greedy_figure
+
+HERE = Path(__file__).parent
+RANK = 32  # of the paper's greedy runs
+
+
+def main(model: str = "smollm2-135m", text: str = "builtin", tokens: int = 1024, context: int = 256) -> None:
+    result = inputs(model, text, tokens, context).sensitivity(("greedy",), rank=RANK)
+    result.save(HERE / "greedy.json")
+    draw(HERE, {"greedy": greedy_figure(result)})
+    print(result)
+
+
+if __name__ == "__main__":
+    typer.run(main)

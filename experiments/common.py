@@ -1,0 +1,61 @@
+"""What the experiments share: texts that do not overlap, and one store of finished measurements a model."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import lyapunov_prune as lp
+from lyapunov_prune.profile import LayerProfile, profile_layers
+from lyapunov_prune.text import require_disjoint
+
+# The paper keeps 5 % of the entries (§3 calls that sparsity 5 %), at rank 16 or, for the greedy order, 32.
+SPARSITY, RANK = 0.95, 16
+
+
+@dataclass(frozen=True)
+class Inputs:
+    loaded: lp.Loaded
+    calibration: lp.TokenBatch
+    evaluation: lp.TokenBatch
+    jobs: Path
+
+    def profile(self) -> LayerProfile:
+        """Contraction and Block Influence on the calibration text, measured once."""
+        path = self.jobs / f"profile-{self.calibration.text_hash[:16]}.json"
+        if not path.is_file():
+            profile_layers(self.loaded.model, self.calibration, seeds=range(2)).save(path)
+        return LayerProfile.load(path)
+
+    def sensitivity(self, studies: Sequence[str], *, rank: int | None = RANK) -> lp.Sensitivity:
+        """The studies at the paper's setting. Whatever another experiment has measured is not measured again."""
+        return lp.measure_sensitivity(
+            self.loaded.model,
+            self.evaluation,
+            studies=studies,
+            sparsity=SPARSITY,
+            rank=rank,
+            calibration=self.calibration,
+            profile=self.profile(),
+            folder=self.jobs / f"sensitivity-{self.evaluation.text_hash[:16]}",
+            resume=True,
+            batch_size=2,
+        )
+
+
+def inputs(model: str, text: str, tokens: int, context: int) -> Inputs:
+    """The model, `tokens` tokens to measure scores on and as many others to measure perplexity on."""
+    loaded = lp.load(model)
+    calibration = lp.load_text(text, loaded.tokenizer, tokens=tokens, context=context)
+    evaluation = lp.load_text(text, loaded.tokenizer, tokens=tokens, context=context, split="evaluation")
+    require_disjoint(calibration, evaluation)
+    jobs = Path("runs") / "experiments" / re.sub(r"[^\w.-]+", "-", model).strip("-.")
+    return Inputs(loaded, calibration, evaluation, jobs)
+
+
+def draw(folder: Path, figures: dict[str, str]) -> None:
+    """Write the SVG texts beside the experiment that they belong to."""
+    for name, svg in figures.items():
+        (folder / f"{name}.svg").write_text(svg, encoding="utf-8")

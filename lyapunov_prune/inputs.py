@@ -1,0 +1,144 @@
+"""What commands make of their options: model and text, a profile, refusals before minutes of measuring."""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from lyapunov_prune.errors import LyapunovPruneError
+
+if TYPE_CHECKING:  # a usage error must not wait for torch
+    from lyapunov_prune.models.loading import Loaded
+    from lyapunov_prune.profile import LayerProfile
+    from lyapunov_prune.text import TokenBatch
+
+
+def load_inputs(
+    model: str,
+    text: str,
+    tokens: int,
+    context: int,
+    device: str,
+    dtype: str | None,
+    bos: bool | None,
+    offline: bool,
+    split: str = "calibration",
+) -> tuple[Loaded, TokenBatch]:
+    from lyapunov_prune.models.loading import load
+    from lyapunov_prune.text import require_context, require_source
+
+    require_source(text)  # before minutes of loading
+    if device == "cuda":  # a process of accelerate launch has one of its own
+        device = f"cuda:{os.environ.get('LOCAL_RANK', '0')}"
+    loaded = load(model, dtype=dtype, device=device, offline=offline)
+    require_context(loaded.structure, context)
+    return loaded, load_batch(loaded, text, tokens, context, bos, offline, split)
+
+
+def load_batch(
+    loaded: Loaded, text: str, tokens: int, context: int, bos: bool | None, offline: bool, split: str
+) -> TokenBatch:
+    from lyapunov_prune.text import as_batch, load_text
+
+    batch = load_text(
+        text,
+        loaded.tokenizer,
+        tokens=tokens,
+        context=context,
+        split=split,  # type: ignore[arg-type]
+        bos=bos,
+        offline=offline,
+    )
+    return as_batch(loaded.model, batch)
+
+
+def kept_profile(run: Path, loaded: Loaded, batch: TokenBatch, batch_size: int, resume: bool) -> LayerProfile:
+    """The profile in the folder `run` if it is of this model and text, or a new one, which is kept there."""
+    from lyapunov_prune.profile import LayerProfile
+
+    path = run / "profile.json"
+    if resume and path.is_file():
+        found = LayerProfile.load(path)
+        if found.contraction.measured_on == batch.measured_on(loaded.model):
+            return found
+    found = profile_model(loaded, batch, batch_size, seeds=2, seed=0)
+    found.save(path)
+    return found
+
+
+def profile_model(
+    loaded: Loaded,
+    batch: TokenBatch,
+    batch_size: int,
+    seeds: int,
+    seed: int,
+    epsilon: float = 1e-2,
+    method: Any = "difference",
+    pooling: Any = "energy",
+) -> LayerProfile:
+    from lyapunov_prune.profile import profile_layers
+
+    return profile_layers(
+        loaded.model,
+        batch,
+        epsilon=epsilon,
+        seeds=range(seed, seed + seeds),
+        method=method,
+        pooling=pooling,
+        batch_size=batch_size,
+    )
+
+
+def require_criterion(criterion: str, alpha: float) -> None:
+    """Before minutes of measuring, as below: the ranking would refuse the same."""
+    from lyapunov_prune.ranking import CRITERIA
+
+    if criterion not in CRITERIA:
+        raise LyapunovPruneError(f"unknown criterion {criterion!r}; give one of {', '.join(CRITERIA)}")
+    if not 0 <= alpha <= 1:
+        raise LyapunovPruneError(f"alpha {alpha:g} is outside [0, 1]; give a weight between them")
+
+
+def require_studies(study: str) -> tuple[str, ...]:
+    """The names in a list such as `group,layer`; `all` stands for every one."""
+    from lyapunov_prune.studies import STUDIES
+
+    names = tuple(STUDIES) if study == "all" else tuple(name.strip() for name in study.split(","))
+    unknown = [name for name in names if name not in STUDIES]
+    if unknown:
+        raise LyapunovPruneError(f"unknown study {unknown[0]!r}; give all, or some of {', '.join(STUDIES)}")
+    return names
+
+
+def require_count(remove: int, layers: int) -> None:
+    """Before minutes of measuring: the plan would refuse the same."""
+    if not 1 <= remove < layers:
+        raise LyapunovPruneError(f"cannot remove {remove} of {layers} layers; give 1 to {layers - 1}")
+
+
+def require_unseen(folder: Path, text: str, split: str) -> None:
+    """Refuse to score a pruned model on the slice that its layers were chosen with."""
+    from lyapunov_prune.checkpoint import PROVENANCE, Provenance
+
+    if not (folder / PROVENANCE).is_file():
+        return
+    seen = {(m.text, m.split) for m in Provenance.load(folder / PROVENANCE).plan.measured_on}
+    if any(_same_text(text, source) and (split in ("all", part)) for source, part in seen):
+        raise LyapunovPruneError(f"{folder} was chosen on {text}; use --split evaluation or another --text")
+
+
+def _same_text(a: str, b: str) -> bool:
+    return a == b or (Path(a).is_file() and Path(a).resolve() == Path(b).resolve())
+
+
+def layer_indices(layers: str) -> list[int]:
+    try:
+        return [int(part) for part in layers.split(",")]
+    except ValueError:
+        raise LyapunovPruneError(f"--layers {layers!r} is no list of numbers; write it as 3,7") from None
+
+
+def run_folder(output: Path | None, model: str) -> Path:
+    return output or Path("runs") / re.sub(r"[^\w.-]+", "-", model).strip("-.")
