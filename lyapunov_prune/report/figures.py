@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import matplotlib
 import numpy as np
@@ -13,7 +13,7 @@ from lyapunov_prune.evaluation.removal import RemovalCurve
 from lyapunov_prune.evaluation.speed import Speed
 from lyapunov_prune.influence import InfluenceProfile
 from lyapunov_prune.plan import PruningPlan
-from lyapunov_prune.report.drawing import COLOURS, GREY, INK, depth_axis, log_axis, one_panel, svg
+from lyapunov_prune.report.drawing import COLOURS, GREY, INK, depth_axis, log_axis, one_panel, panels, svg
 
 
 def contraction_figure(profile: ContractionProfile) -> str:
@@ -56,6 +56,28 @@ def contraction_figure(profile: ContractionProfile) -> str:
     axes.set_ylabel("contraction factor ρ")
     axes.legend(frameon=False, fontsize=8)
     depth_axis(axes, len(layers))
+    return svg(figure)
+
+
+def growth_figure(profiles: Sequence[ContractionProfile]) -> str:
+    """Above: growth of error and state of the first profile, whose quotient is ρ. Below: ρ at every ε."""
+    figure, (growth, factor) = panels(9, 5.4, 2)
+    first = profiles[0]
+    layers = np.arange(len(first.rho))
+    for values, label, colour, marker in (
+        (first.error_growth, "error, Σ‖e‖² after / before", COLOURS["bi"], "s"),
+        (first.state_growth, "state, Σ‖h‖² after / before", COLOURS["blend"], "o"),
+    ):
+        growth.plot(layers, values, f"-{marker}", markersize=4, linewidth=0.8, color=colour, label=label)
+    growth.set_ylabel("growth")
+    for profile, colour, marker in zip(profiles, COLOURS.values(), "os^Dv", strict=False):
+        factor.plot(layers, profile.rho, marker, markersize=4, color=colour, label=f"ε = {profile.epsilon:g}")
+    factor.set_ylabel("contraction factor ρ")
+    for axes in (growth, factor):
+        axes.axhline(1, color=GREY, linewidth=0.8)
+        log_axis(axes)
+        axes.legend(frameon=False, fontsize=8)
+    depth_axis(factor, len(layers))
     return svg(figure)
 
 

@@ -1,0 +1,39 @@
+"""Why errors contract: growth of the error against growth of the state, and Jacobians (§6.2, Figure 5).
+
+    python experiments/05_residual_growth/run.py [MODEL] [--text FILE]
+
+Writes contraction-EPSILON.json, jacobian.json and the figures beside this file.
+"""
+
+import sys
+from pathlib import Path
+
+import typer
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from common import draw, inputs
+
+import lyapunov_prune as lp
+from lyapunov_prune.report.figures import growth_figure
+from lyapunov_prune.report.internals import jacobian_figure
+
+HERE = Path(__file__).parent
+EPSILONS = (1e-3, 1e-2, 1e-1)
+
+
+def main(model: str = "smollm2-135m", text: str = "builtin", tokens: int = 2048, context: int = 512) -> None:
+    given = inputs(model, text, tokens, context)
+    profiles = [
+        lp.measure_contraction(given.loaded.model, given.calibration, epsilon=epsilon, seeds=range(2))
+        for epsilon in EPSILONS
+    ]
+    for profile in profiles:
+        profile.save(HERE / f"contraction-{profile.epsilon:g}.json")
+    jacobian = lp.sublayer_jacobians(given.loaded.model, given.calibration)
+    jacobian.save(HERE / "jacobian.json")
+    draw(HERE, {"growth": growth_figure(profiles), "jacobian": jacobian_figure(jacobian)})
+    print(*profiles, jacobian, sep="\n\n")
+
+
+if __name__ == "__main__":
+    typer.run(main)
