@@ -11,7 +11,7 @@ import lyapunov_prune as lp
 from lyapunov_prune.profile import LayerProfile, profile_layers
 from lyapunov_prune.text import require_disjoint
 
-# The paper keeps 5 % of the entries (§3 calls that sparsity 5 %), at rank 16 or, for the greedy order, 32.
+# The paper keeps 5 % of the entries (§3 calls that sparsity 5 %) at rank 16.
 SPARSITY, RANK = 0.95, 16
 
 
@@ -29,14 +29,14 @@ class Inputs:
             profile_layers(self.loaded.model, self.calibration, seeds=range(2)).save(path)
         return LayerProfile.load(path)
 
-    def sensitivity(self, studies: Sequence[str], *, rank: int | None = RANK) -> lp.Sensitivity:
+    def sensitivity(self, studies: Sequence[str]) -> lp.Sensitivity:
         """The studies at the paper's setting. Whatever another experiment has measured is not measured again."""
         return lp.measure_sensitivity(
             self.loaded.model,
             self.evaluation,
             studies=studies,
             sparsity=SPARSITY,
-            rank=rank,
+            rank=RANK,
             calibration=self.calibration,
             profile=self.profile(),
             folder=self.jobs / f"sensitivity-{self.evaluation.text_hash[:16]}",

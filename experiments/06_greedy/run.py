@@ -16,11 +16,10 @@ from common import draw, inputs
 from lyapunov_prune.report.maps import greedy_figure
 
 HERE = Path(__file__).parent
-RANK = 32  # of the paper's greedy runs
 
 
 def main(model: str = "smollm2-135m", text: str = "builtin", tokens: int = 1024, context: int = 256) -> None:
-    result = inputs(model, text, tokens, context).sensitivity(("greedy",), rank=RANK)
+    result = inputs(model, text, tokens, context).sensitivity(("greedy",))
     result.save(HERE / "greedy.json")
     draw(HERE, {"greedy": greedy_figure(result)})
     print(result)
