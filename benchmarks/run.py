@@ -7,12 +7,15 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import torch
 
 import lyapunov_prune as lp
 from lyapunov_prune.evaluation.speed import measure_speed
+from lyapunov_prune.models.projections import Projection, find_projections
+from lyapunov_prune.sweep import Job, Sweep
 
 TOKENS, CONTEXT, REPEATS = 2048, 512, 5
 REMOVED = (2, 4, 8)
@@ -45,6 +48,8 @@ def main() -> None:
     memory = peak("contraction") / peak("plain")
     line("peak memory above the model's, contraction / plain batch of 2", memory, 1.10)
 
+    sweeps()
+
     models = {"dense": model}
     for count in REMOVED:
         models[str(count)] = lp.remove_layers(model, range(12, 12 + count))
@@ -55,10 +60,38 @@ def main() -> None:
         line(f"time per token, {row.model} of 30 layers removed / dense × kept parameters", ratio, 1.10)
 
 
-def interleaved(jobs: dict[str, Callable[[], object]]) -> dict[str, float]:
+def sweeps() -> None:
+    """A sweep that changes each of the L layers in turn, against L plain forwards that form their logits."""
+    loaded = lp.load("smollm2-135m")
+    batch = lp.load_text("builtin", loaded.tokenizer, tokens=1024, context=512)
+    model, layers = loaded.model, range(loaded.structure.num_layers)
+    weights = {p: p.weight(model).clone() for p in find_projections(model)}
+
+    def plain() -> None:
+        with torch.no_grad():
+            for row in batch.ids:
+                model(row[None], use_cache=False)
+
+    def of_layer(layer: int) -> dict[Projection, torch.Tensor]:
+        return {p: W for p, W in weights.items() if p.layer == layer}
+
+    seconds = interleaved(
+        {
+            "plain": plain,
+            "removed": lambda: Sweep(model, batch).run([Job(f"{k}", k, remove=(k,)) for k in layers]),
+            "replaced": lambda: Sweep(model, batch).run([Job(f"{k}", k, partial(of_layer, k)) for k in layers]),
+        },
+        repeats=3,
+    )
+    for what in ("removed", "replaced"):
+        ratio = seconds[what] / len(layers) / seconds["plain"]
+        line(f"sweep, one layer {what} at a time / as many plain forwards", ratio, 0.60)
+
+
+def interleaved(jobs: dict[str, Callable[[], object]], repeats: int = REPEATS) -> dict[str, float]:
     """Median seconds of each job over repeats in which the jobs take turns, after one turn of warm-up."""
     times: dict[str, list[float]] = {name: [] for name in jobs}
-    for turn in range(1 + REPEATS):
+    for turn in range(1 + repeats):
         for name, job in jobs.items():
             start = time.perf_counter()
             job()
