@@ -29,13 +29,14 @@ class Store:
             return
         folder = Path(folder)
         self._file = folder / f"{os.environ.get('RANK', '0')}.jsonl"
+        files = sorted(path for path in folder.glob("*.jsonl") if path.stem.isdecimal())
         if resume:
-            for path in sorted(folder.glob("*.jsonl")):
+            for path in files:
                 self._read(path)
         else:
             # Files of processes that this run does not have must not be read by a later --resume.
             last = int(os.environ.get("WORLD_SIZE", "1")) - 1
-            for path in folder.glob("*.jsonl"):
+            for path in files:
                 if path == self._file or (self._file.stem == "0" and int(path.stem) > last):
                     path.unlink()
 
