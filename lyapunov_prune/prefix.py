@@ -41,7 +41,11 @@ class Prefix:
         finally:
             for handle in handles:
                 handle.remove()
-        self.entries = (0, *(k for k in range(1, len(states)) if self._reproduces(k, states[k], ids, whole)))
+        # What a layer leaves behind on a module is now that of other tokens, and, from the last boundary to the
+        # first, stays so until the layer itself has computed again.
+        final_state(structure, (ids + 1) % structure.config.vocab_size)
+        found = [k for k in range(len(states) - 1, 0, -1) if self._reproduces(k, states[k], ids, whole)]
+        self.entries = (0, *reversed(found))
 
     def entry(self, layer: int) -> int:
         """The last boundary, no later than that before `layer`, that a forward can begin at."""
