@@ -1,0 +1,168 @@
+"""Losses block by block are those of the model's own logits, in float64."""
+
+from __future__ import annotations
+
+import copy
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from conftest import make_tiny
+from test_tracing import hooks_of
+from transformers import PreTrainedModel
+
+from lyapunov_prune import perplexity, scoring
+from lyapunov_prune.models.structure import find_structure
+from lyapunov_prune.prefix import final_state
+from lyapunov_prune.scoring import Scorer
+
+
+@pytest.fixture(autouse=True)
+def _small_blocks(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Several blocks of rows and of columns, the last of each smaller."""
+    monkeypatch.setattr(scoring, "_ROWS", 16)
+    monkeypatch.setattr(scoring, "_COLUMNS", 20)
+    with torch.no_grad():
+        yield
+
+
+def scorer(model: PreTrainedModel, ids: torch.Tensor) -> Scorer:
+    return Scorer(model, find_structure(model), ids)
+
+
+def exact(model: PreTrainedModel, ids: torch.Tensor) -> np.ndarray:
+    """Mean loss of each window, all of it in float64."""
+    logits = copy.deepcopy(model).double()(ids).logits[:, :-1]
+    return -logits.log_softmax(-1).gather(-1, ids[:, 1:, None]).squeeze(-1).mean(-1).numpy()
+
+
+def with_bias(model: Any) -> Any:
+    """A head with a bias, large enough to matter."""
+    head = torch.nn.Linear(32, 97)
+    head.weight, head.bias.data = model.lm_head.weight, torch.randn(97)
+    model.lm_head = head
+    return model
+
+
+def test_losses_agree_with_float64(family: str, ids: torch.Tensor) -> None:
+    model = make_tiny(family)
+    score = scorer(model, ids)
+    assert score.blockwise == (family != "gemma2")  # which caps its logits
+    losses, state = score(ids)
+    np.testing.assert_allclose(losses, exact(model, ids), rtol=1e-5)
+    np.testing.assert_allclose(losses, perplexity(model, ids).windows, rtol=1e-6)
+    assert torch.equal(state, final_state(find_structure(model), ids))
+    assert hooks_of(model) == 0
+
+
+@pytest.mark.parametrize(("rows", "columns"), [(1, 1), (39, 97), (1024, 1024), (40, 96), (7, 98)])
+def test_the_size_of_a_block_does_not_matter(
+    rows: int, columns: int, llama: PreTrainedModel, ids: torch.Tensor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(scoring, "_ROWS", rows)
+    monkeypatch.setattr(scoring, "_COLUMNS", columns)
+    np.testing.assert_allclose(scorer(llama, ids)(ids)[0], exact(llama, ids), rtol=1e-5)
+
+
+def test_a_head_with_a_bias(ids: torch.Tensor) -> None:
+    model = with_bias(make_tiny("llama"))
+    score = scorer(model, ids)
+    assert score.blockwise
+    np.testing.assert_allclose(score(ids)[0], exact(model, ids), rtol=1e-5)
+    model.lm_head.bias.data.zero_()
+    assert abs(score(ids)[0][0] - exact(with_bias(model), ids)[0]) > 1e-2  # the bias is in it
+
+
+def test_a_scaled_head_uses_the_models_own_logits(ids: torch.Tensor) -> None:
+    """Granite and Cohere multiply the logits."""
+    model: Any = make_tiny("llama")
+    model.lm_head.register_forward_hook(lambda module, args, output: output * 0.5)
+    score = scorer(model, ids)
+    assert not score.blockwise
+    np.testing.assert_allclose(score(ids)[0], perplexity(model, ids).windows)
+
+
+def test_planted_fault_a_cap_that_is_overlooked_is_seen(ids: torch.Tensor) -> None:
+    model = make_tiny("gemma2")
+    with torch.no_grad():
+        model.lm_head.weight.mul_(10)
+    score = scorer(model, ids)
+    np.testing.assert_allclose(score(ids)[0], exact(model, ids), rtol=1e-5)
+    score.blockwise = True
+    assert not np.allclose(score(ids)[0], exact(model, ids), rtol=1e-3)
+
+
+def test_planted_fault_a_block_that_is_left_out_is_seen(
+    llama: PreTrainedModel, ids: torch.Tensor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    score, logaddexp = scorer(llama, ids), torch.logaddexp
+    calls: list[int] = []
+
+    def forgetful(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        calls.append(1)
+        return a if len(calls) % 4 == 0 else logaddexp(a, b)
+
+    monkeypatch.setattr(torch, "logaddexp", forgetful)
+    assert not np.allclose(score(ids)[0], exact(llama, ids), rtol=1e-3)
+
+
+def test_large_logits_do_not_overflow(ids: torch.Tensor) -> None:
+    model = make_tiny("llama")
+    model.lm_head.weight.mul_(1000)
+    np.testing.assert_allclose(scorer(model, ids)(ids)[0], exact(model, ids), rtol=1e-5)
+    assert exact(model, ids).min() > 100
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_nan_is_told_and_not_hidden(when: str, ids: torch.Tensor) -> None:
+    model = make_tiny("llama")
+    layer: Any = find_structure(model).layers[2]
+    score = scorer(model, ids)
+    layer.mlp.down_proj.weight[0, 0] = float("nan")
+    if when == "before":
+        score = scorer(model, ids)
+    losses, state = score(ids)
+    assert all(map(math.isnan, losses))
+    assert state.isnan().any()
+
+
+def test_a_window_that_is_not_finite_leaves_the_others_alone(llama: PreTrainedModel, ids: torch.Tensor) -> None:
+    score, own = scorer(llama, ids), scorer(llama, ids)(ids)[0]
+
+    def spoil(module: Any, args: Any, output: Any) -> None:
+        output[0][1] = float("inf")
+
+    handle = llama.base_model.register_forward_hook(spoil)
+    try:
+        losses, _ = score(ids)
+    finally:
+        handle.remove()
+    assert not math.isfinite(losses[1])
+    assert [losses[0], losses[2]] == [own[0], own[2]]
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama", "gemma2"])
+def test_a_bfloat16_model(name: str, ids: torch.Tensor) -> None:
+    model = make_tiny(name).bfloat16()
+    score = scorer(model, ids)
+    losses, state = score(ids)
+    assert score.blockwise == (name != "gemma2")
+    assert state.dtype == torch.bfloat16
+    np.testing.assert_allclose(losses, perplexity(model, ids).windows, rtol=2e-3)
+    if score.blockwise:
+        logits = score.head.double()(state.double())[:, :-1]
+        reference = -logits.log_softmax(-1).gather(-1, ids[:, 1:, None]).squeeze(-1).mean(-1)
+        np.testing.assert_allclose(losses, reference, rtol=2e-3)
+
+
+def test_no_tensor_of_tokens_by_vocabulary_is_built(llama: PreTrainedModel, ids: torch.Tensor) -> None:
+    score = scorer(llama, ids)
+    calls: list[int] = []
+    handle = llama.get_output_embeddings().register_forward_hook(lambda *args: calls.append(1))
+    try:
+        score(ids)
+    finally:
+        handle.remove()
+    assert not calls
