@@ -12,6 +12,7 @@ Each check compares floating-point numbers on some tokens: evidence, not a proof
 from __future__ import annotations
 
 import math
+import re
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -25,12 +26,13 @@ from safetensors import safe_open
 from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from lyapunov_prune.models.families import POSITION_ATTRIBUTES
+from lyapunov_prune.logits import cached_logits, deviation, last_steps, sample_inputs, uncached_logits
+from lyapunov_prune.models.families import FAMILIES, POSITION_ATTRIBUTES, Family
 from lyapunov_prune.models.loading import quiet
 from lyapunov_prune.models.structure import Structure, find_structure, in_eval_mode
 from lyapunov_prune.plan import PruningPlan, as_plan
 from lyapunov_prune.results import Result
-from lyapunov_prune.text import TokenBatch, as_batch
+from lyapunov_prune.text import TokenBatch
 from lyapunov_prune.tracing import skipped
 
 # Largest relative deviation of a token's logits. The same kernels on the same shapes agree to the last
@@ -40,9 +42,6 @@ SAME_LIMIT = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 2e-2, t
 CACHE_LIMIT = {torch.float64: 1e-9, torch.float32: 1e-3, torch.bfloat16: 1e-1, torch.float16: 3e-2}
 SKIPPED, CACHED = "same as skipping", "cached decoding"
 RELOADED, COUNTED = "reloads as saved", "fell by what was removed"
-_TOKENS = 64
-_STEPS = 8
-_WINDOW_LIMIT = 1024  # a longer sliding window is not rolled over: the check would outlast the removal
 
 
 @dataclass(frozen=True)
@@ -80,6 +79,23 @@ class GateReport(Result):
 
 @in_eval_mode
 @torch.no_grad()
+def verify_intact(model: PreTrainedModel, batch: TokenBatch | torch.Tensor | None = None) -> GateReport:
+    """The control: what the gate asks of a pruned model, asked of `model` as it came.
+
+    A removal from a model that fails its own control cannot be checked.
+    """
+    inputs = sample_inputs(model, batch)
+    checks = [_attempt(CACHED, lambda: _cache_check(model, model, inputs))]
+    try:
+        with _saved(model, None) as folder:
+            checks.append(_attempt(RELOADED, lambda: _reload_check(model, folder, inputs)))
+    except Exception as error:
+        checks.append(_crashed(RELOADED, error))
+    return GateReport(tuple(checks))
+
+
+@in_eval_mode
+@torch.no_grad()
 def verify_removal(
     original: PreTrainedModel,
     pruned: PreTrainedModel,
@@ -95,7 +111,7 @@ def verify_removal(
     LyapunovPruneError for a plan made for another model.
     """
     plan = as_plan(original, plan)
-    inputs = _inputs(original, batch)
+    inputs = sample_inputs(original, batch)
     checks = [
         _attempt(SKIPPED, lambda: _skipped_check(original, pruned, plan, inputs)),
         _attempt(CACHED, lambda: _cache_check(original, pruned, inputs)),
@@ -109,21 +125,12 @@ def verify_removal(
     return GateReport(tuple(checks))
 
 
-def deviation(logits: torch.Tensor, reference: torch.Tensor) -> float:
-    """`max_t ‖z_t − z'_t‖ / ‖z'_t − mean z'_t‖` in float64; infinite when a value is not finite."""
-    a, b = logits.double(), reference.double()
-    if a.shape != b.shape or not (a.isfinite().all() and b.isfinite().all()):
-        return float("inf")
-    spread = torch.linalg.vector_norm(b - b.mean(-1, keepdim=True), dim=-1)
-    return float((torch.linalg.vector_norm(a - b, dim=-1) / spread.clamp_min(1e-300)).max())
-
-
 def _skipped_check(
     original: PreTrainedModel, pruned: PreTrainedModel, plan: PruningPlan, inputs: list[torch.Tensor]
 ) -> GateCheck:
     with skipped(find_structure(original), plan.remove):
-        reference = [_logits(original, ids) for ids in inputs]
-    worst = max(deviation(_logits(pruned, ids), z) for ids, z in zip(inputs, reference, strict=True))
+        reference = [uncached_logits(original, ids) for ids in inputs]
+    worst = max(deviation(uncached_logits(pruned, ids), z) for ids, z in zip(inputs, reference, strict=True))
     limit = SAME_LIMIT[pruned.dtype]
     return GateCheck(
         SKIPPED,
@@ -135,12 +142,32 @@ def _skipped_check(
 
 
 def _cache_check(original: PreTrainedModel, pruned: PreTrainedModel, inputs: list[torch.Tensor]) -> GateCheck:
-    worst = max(deviation(_cached_logits(pruned, ids), _tail(_logits(pruned, ids))) for ids in inputs)
     limit, detail = CACHE_LIMIT[pruned.dtype], "cached decoding against the uncached forward"
-    if worst > limit:
-        intact = max(deviation(_cached_logits(original, ids), _tail(_logits(original, ids))) for ids in inputs)
-        detail += f" (the intact model deviates by {intact:.2g})"
+    worst = _cache_deviation(pruned, inputs, limit)
+    if worst is None:
+        lost = _cache_deviation(original, inputs[:1], limit) is not None
+        detail = "the cache is gone" if lost else "this decoder keeps no cache: every step is an uncached forward"
+        return GateCheck(CACHED, not lost, float("inf") if lost else 0.0, limit, detail)
+    if not worst <= limit:
+        detail += f" (the intact model deviates by {_cache_deviation(original, inputs, limit):.2g})"
     return GateCheck(CACHED, worst <= limit, worst, limit, detail)
+
+
+def _cache_deviation(model: PreTrainedModel, inputs: list[torch.Tensor], limit: float) -> float | None:
+    """The largest deviation of cached decoding; None for a decoder without a cache."""
+    worst = 0.0
+    for ids in inputs:
+        reference = last_steps(uncached_logits(model, ids))
+        found = []
+        for positions in (False, True):
+            steps = cached_logits(model, ids, positions=positions)
+            if steps is None:
+                return None
+            found.append(deviation(steps, reference))
+            if found[-1] <= limit:
+                break
+        worst = max(worst, min(found))
+    return worst
 
 
 def _reload_check(pruned: PreTrainedModel, folder: Path, inputs: list[torch.Tensor]) -> GateCheck:
@@ -167,12 +194,12 @@ def _reload_check(pruned: PreTrainedModel, folder: Path, inputs: list[torch.Tens
     if changed:
         return GateCheck(RELOADED, False, float("inf"), limit, changed)
     _share_rounded_tables(pruned, reloaded)
-    worst = max(deviation(_logits(reloaded, ids), _logits(pruned, ids)) for ids in inputs)
+    worst = max(deviation(uncached_logits(reloaded, ids), uncached_logits(pruned, ids)) for ids in inputs)
     return GateCheck(RELOADED, worst <= limit, worst, limit, "logits after plain from_pretrained")
 
 
 def _count_check(original: PreTrainedModel, pruned: PreTrainedModel, plan: PruningPlan, folder: Path) -> GateCheck:
-    gone = _leaving(original, plan.remove)
+    parameters, size = _leaving(original, plan)
     structure = find_structure(pruned)
     saved = 0
     for file in folder.glob("*.safetensors"):
@@ -180,48 +207,17 @@ def _count_check(original: PreTrainedModel, pruned: PreTrainedModel, plan: Pruni
             for name in tensors.keys():  # noqa: SIM118 - safe_open is no dict
                 part = tensors.get_slice(name)
                 saved += math.prod(part.get_shape()) * _itemsize(part.get_dtype())
+    total = sum(p.numel() for p in original.parameters())
     wanted = {
         "layers": (structure.num_layers, len(plan.kept)),
-        "config's layer count": (structure.config.num_hidden_layers, len(plan.kept)),
-        "parameters": (_size(pruned.parameters()), _size(original.parameters()) - _size(gone)),
-        "bytes saved": (saved, _bytes(_persistent(original)) - _bytes(gone)),
+        "config's layer count": (getattr(structure.config, structure.count), len(plan.kept)),
+        "parameters": (sum(p.numel() for p in pruned.parameters()), total - parameters),
+        "bytes saved": (saved, _bytes(_persistent(original)) - size),
     }
     for what, (found, expected) in wanted.items():
         if found != expected:
             return GateCheck(COUNTED, False, found, expected, f"{what}: {found:,}, not {expected:,}")
-    share = _size(gone) / _size(original.parameters())
-    return GateCheck(COUNTED, True, share, share, "share of parameters and bytes that left")
-
-
-def _inputs(model: PreTrainedModel, batch: TokenBatch | torch.Tensor | None) -> list[torch.Tensor]:
-    """Two rows of random tokens and, if given, the first window of `batch`, cut to a useful length."""
-    structure = find_structure(model)
-    window = getattr(structure.config, "sliding_window", None) or 0
-    length = max(_TOKENS, window + 2 * _STEPS) if window <= _WINDOW_LIMIT else _TOKENS
-    length = min(length, structure.max_context or length)
-    generator = torch.Generator().manual_seed(0)
-    inputs = [torch.randint(structure.config.vocab_size, (2, length), generator=generator)]
-    if batch is not None:
-        inputs.append(as_batch(model, batch).ids[:1, :length])
-    return [ids.to(model.device) for ids in inputs]
-
-
-def _logits(model: PreTrainedModel, ids: torch.Tensor) -> torch.Tensor:
-    return model(ids, use_cache=False).logits
-
-
-def _tail(logits: torch.Tensor) -> torch.Tensor:
-    return logits[:, -_STEPS - 1 :]
-
-
-def _cached_logits(model: PreTrainedModel, ids: torch.Tensor) -> torch.Tensor:
-    """Logits of the last tokens: a prefix at once, then one token at a time through the cache."""
-    output = model(ids[:, :-_STEPS], use_cache=True)
-    steps = [output.logits[:, -1:]]
-    for t in range(ids.shape[1] - _STEPS, ids.shape[1]):
-        output = model(ids[:, t : t + 1], past_key_values=output.past_key_values, use_cache=True)
-        steps.append(output.logits)
-    return torch.cat(steps, dim=1)
+    return GateCheck(COUNTED, True, parameters / total, parameters / total, "share of parameters and bytes that left")
 
 
 @contextmanager
@@ -281,14 +277,25 @@ def _share_rounded_tables(pruned: PreTrainedModel, reloaded: PreTrainedModel) ->
                 other._buffers[key] = a
 
 
-def _leaving(model: PreTrainedModel, layers: Sequence[int]) -> list[torch.Tensor]:
-    """Parameters and persistent buffers that leave with `layers`; a tensor used elsewhere too stays."""
+def _leaving(model: PreTrainedModel, plan: PruningPlan) -> tuple[int, int]:
+    """The parameters and bytes that leave: those of the layers unless used elsewhere too, and their share of tables."""
     structure = find_structure(model)
-    prefix = [f"{structure.layers_path}.{i}." for i in layers]
+    prefix = tuple(f"{structure.layers_path}.{i}." for i in plan.remove)
     state = model.state_dict(keep_vars=True)
-    inside = {name for name in state if name.startswith(tuple(prefix))}
+    inside = {name for name in state if name.startswith(prefix)}
     kept = {state[name].data_ptr() for name in state if name not in inside}
-    return list({state[n].data_ptr(): state[n] for n in inside if state[n].data_ptr() not in kept}.values())
+    gone = {state[n].data_ptr(): state[n] for n in inside if state[n].data_ptr() not in kept}
+    family = FAMILIES.get(structure.model_type, Family())
+    if family.leaves is not None:
+        gone |= {t.data_ptr(): t for t in family.leaves(structure.layers, structure.config, plan.remove)}
+    parameters = sum(t.numel() for t in gone.values() if isinstance(t, nn.Parameter))
+    size = _bytes(list(gone.values()))
+    for path, module in model.named_modules():
+        if path.rpartition(".")[2] in dict(family.tables):
+            weight: Any = module.weight
+            share = weight.numel() // structure.num_layers * len(plan.remove)
+            parameters, size = parameters + share, size + share * weight.element_size()
+    return parameters, size
 
 
 def _persistent(model: PreTrainedModel) -> list[torch.Tensor]:
@@ -296,16 +303,14 @@ def _persistent(model: PreTrainedModel) -> list[torch.Tensor]:
     return list({t.data_ptr(): t for t in model.state_dict(keep_vars=True).values()}.values())
 
 
-def _size(tensors: Any) -> int:
-    return sum(t.numel() for t in tensors if isinstance(t, nn.Parameter))
-
-
 def _bytes(tensors: list[torch.Tensor]) -> int:
     return sum(t.numel() * t.element_size() for t in tensors)
 
 
 def _itemsize(dtype: str) -> int:
-    return {"F64": 8, "I64": 8, "F32": 4, "I32": 4, "F16": 2, "BF16": 2}.get(dtype, 1)
+    """Bytes an element, from the name safetensors gives: F32, BF16, I64, U8, F8_E4M3, BOOL, …"""
+    digits = re.search(r"\d+", dtype)
+    return int(digits.group()) // 8 if digits else 1
 
 
 def _attempt(name: str, check: Callable[[], GateCheck]) -> GateCheck:

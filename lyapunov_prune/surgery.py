@@ -6,13 +6,15 @@ import copy
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import nn
 from transformers import PreTrainedModel
 
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.gate import verify_removal
-from lyapunov_prune.models.families import FAMILIES, POSITION_ATTRIBUTES
-from lyapunov_prune.models.structure import find_structure
+from lyapunov_prune.models.families import DEPTH_ATTRIBUTES, FAMILIES, POSITION_ATTRIBUTES, TRUSTED, Cut
+from lyapunov_prune.models.layer_settings import require_attention, slice_settings
+from lyapunov_prune.models.structure import Structure, find_structure
 from lyapunov_prune.plan import PruningPlan, as_plan
 
 
@@ -20,21 +22,23 @@ def remove_layers(model: PreTrainedModel, plan: PruningPlan | Sequence[int]) -> 
     """A new model without the layers of `plan` (or a plain list of indices); `model` is untouched.
 
     One rule for every decoder: drop the layers, renumber every nested `layer_idx` (caches are indexed by
-    it), slice every per-layer list of the config (some models read it while they run), set the layer
-    count. What a family needs beyond it stands in `models/families.py`. Removed layers are not copied.
+    it), slice everything in the config that speaks of single layers (some models read it while they
+    run), set the layer count. What a family needs beyond it stands in `models/families.py`. Removed
+    layers are not copied.
 
-    The result saves with `save_pretrained` and loads with plain transformers. A decoder without an entry
-    in the family table is put through the gate on random tokens first (`verify_removal` is the full
-    gate, with your text). Raises LyapunovPruneError for a bad plan, a plan for another model, or a
-    decoder that fails.
+    The result saves with `save_pretrained` and loads with plain transformers. A decoder that the tests do
+    not vouch for is put through the gate on random tokens first (`verify_removal` is the full gate, with
+    your text). Raises LyapunovPruneError for a bad plan, a plan for another model, a removal that the
+    family's checkpoint format cannot express, or a decoder that fails the gate.
     """
     plan = as_plan(model, plan)
     pruned = _without(model, plan)
-    if find_structure(model).model_type not in FAMILIES:
+    if find_structure(model).model_type not in TRUSTED:
         report = verify_removal(model, pruned, plan)
         if not report.passed:
             raise LyapunovPruneError(
-                f"layers of {type(model).__name__} cannot be removed correctly yet: {report.failure()}"
+                f"these layers of {type(model).__name__} cannot be removed correctly: {report.failure()}; "
+                "remove other layers"
             )
     return pruned
 
@@ -49,37 +53,69 @@ def _without(model: PreTrainedModel, plan: PruningPlan) -> PreTrainedModel:
     for index in reversed(plan.remove):
         del layers[index]
 
-    for config in _configs(pruned, original.num_layers):
-        slice_config(config, plan)
-    config = pruned.config.get_text_config(decoder=True)
+    for config in _configs(pruned, original):
+        slice_settings(config, original.count, plan.kept, original.num_layers)
+    _renumber(pruned, layers, plan.kept, original.num_layers)
     family = FAMILIES.get(original.model_type)
-    for new, old in enumerate(plan.kept):
-        for module in layers[new].modules():
-            for name in POSITION_ATTRIBUTES:
-                if getattr(module, name, None) == old:
-                    setattr(module, name, new)
-        if family is not None and family.renumber is not None:
-            family.renumber(layers[new], old, new, config)
+    if family is not None:
+        _slice_tables(pruned, family.tables, plan.kept, original.num_layers)
+        if family.adapt is not None:
+            config = pruned.config.get_text_config(decoder=True)
+            family.adapt(Cut(pruned, layers, config, original.config, plan.kept))
+    require_attention(original.config, pruned.config.get_text_config(decoder=True))
+    _rename_ties(pruned)
     return pruned
 
 
-def slice_config(config: Any, plan: PruningPlan) -> None:
-    """Set the layer count of a text config and slice its per-layer lists, in place.
+def _renumber(pruned: PreTrainedModel, layers: nn.ModuleList, kept: tuple[int, ...], total: int) -> None:
+    done: set[int] = set()  # layers may share a module, which must not be renumbered twice
+    for new, old in enumerate(kept):
+        for module in layers[new].modules():
+            if id(module) in done:
+                continue
+            done.add(id(module))
+            for name in POSITION_ATTRIBUTES:
+                if getattr(module, name, None) == old:
+                    setattr(module, name, new)
+            for name in DEPTH_ATTRIBUTES:
+                if getattr(module, name, None) == total:
+                    setattr(module, name, len(kept))
 
-    A per-layer list is one with `layer` in its name and one entry a layer.
-    """
-    for name, value in list(vars(config).items()):
-        if "layer" in name and isinstance(value, list | tuple) and len(value) == plan.model.num_layers:
-            setattr(config, name, type(value)(value[i] for i in plan.kept))
-    config.num_hidden_layers = len(plan.kept)
+
+def _rename_ties(pruned: PreTrainedModel) -> None:
+    """Where a model ties layers to each other, it keeps their old numbers; a fresh one knows the new."""
+    tied = {name: module for name, module in pruned.named_modules() if "_tied_weights_keys" in vars(module)}
+    if not tied:
+        return
+    with torch.device("meta"):
+        fresh = type(pruned)(copy.deepcopy(pruned.config))
+    for name, module in tied.items():
+        module._tied_weights_keys = fresh.get_submodule(name)._tied_weights_keys
+    pruned.all_tied_weights_keys = fresh.all_tied_weights_keys
 
 
-def _configs(model: PreTrainedModel, layers: int) -> list[Any]:
+@torch.no_grad()
+def _slice_tables(
+    pruned: PreTrainedModel, tables: tuple[tuple[str, int], ...], kept: tuple[int, ...], total: int
+) -> None:
+    """Cut the blocks of removed layers out of parameters that lie outside the layers."""
+    for suffix, axis in tables:
+        for path, module in list(pruned.named_modules()):
+            if path.rpartition(".")[2] != suffix:
+                continue
+            weight: Any = module.weight
+            blocks = weight.detach().chunk(total, dim=axis)
+            module.weight = nn.Parameter(torch.cat([blocks[i] for i in kept], dim=axis), weight.requires_grad)
+            size = "embedding_dim" if isinstance(module, nn.Embedding) else ("out_features", "in_features")[axis]
+            setattr(module, size, module.weight.shape[axis])
+
+
+def _configs(model: PreTrainedModel, original: Structure) -> list[Any]:
     """Every distinct text config the model's modules hold; usually one object, shared by all."""
     text: Any = model.config.get_text_config(decoder=True)
     found = {id(text): text}
     for module in model.modules():
         config = getattr(module, "config", None)
-        if getattr(config, "num_hidden_layers", None) == layers:
+        if type(config) is type(text) and getattr(config, original.count, None) == original.num_layers:
             found[id(config)] = config
     return list(found.values())

@@ -15,6 +15,10 @@ from transformers import PreTrainedModel
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.results import ModelIdentity
 
+# What configs call their number of decoder layers. Of an encoder-decoder's decoder, `num_hidden_layers` counts
+# the encoder; Longcat's counts two caches a layer. So the narrower names come first.
+LAYER_COUNTS = ("decoder_layers", "num_decoder_layers", "num_layers", "num_hidden_layers")
+
 P = ParamSpec("P")
 T = TypeVar("T")
 
@@ -31,7 +35,8 @@ class Structure:
     backbone: nn.Module
     layers: nn.ModuleList
     layers_path: str  # the name of `layers` inside the model, as in state-dict keys
-    config: Any  # the text config: the one that holds num_hidden_layers
+    config: Any  # the text config: the one that holds the number of layers
+    count: str  # the name of that number
 
     @property
     def num_layers(self) -> int:
@@ -56,23 +61,28 @@ def find_structure(model: PreTrainedModel) -> Structure:
             f"{kind} has no language-model head; load it with AutoModelForCausalLM, or give a decoder"
         )
     config = model.config.get_text_config(decoder=True)
-    length = config.num_hidden_layers
-    lists = {
-        name: module
-        for name, module in model.named_modules()
-        if isinstance(module, nn.ModuleList) and len(module) == length
-    }
-    if not lists:
-        raise LyapunovPruneError(
-            f"{kind} ({config.model_type}) keeps no module list of its {length} layers; this decoder is not supported"
-        )
-    path = max(lists, key=lambda name: sum(p.numel() for p in lists[name].parameters()))
-    return Structure(
-        model_type=config.model_type,
-        backbone=model.base_model,
-        layers=lists[path],
-        layers_path=path,
-        config=config,
+    lengths = {name: getattr(config, name) for name in LAYER_COUNTS if getattr(config, name, None)}
+    if not lengths:
+        raise LyapunovPruneError(f"the config of {kind} ({config.model_type}) counts no decoder layers; not supported")
+    for count, length in lengths.items():
+        lists = {
+            name: module
+            for name, module in model.named_modules()
+            if isinstance(module, nn.ModuleList) and len(module) == length
+        }
+        if lists:
+            path = max(lists, key=lambda name: sum(p.numel() for p in lists[name].parameters()))
+            return Structure(
+                model_type=config.model_type,
+                backbone=model.base_model,
+                layers=lists[path],
+                layers_path=path,
+                config=config,
+                count=count,
+            )
+    length = list(lengths.values())[-1]
+    raise LyapunovPruneError(
+        f"{kind} ({config.model_type}) keeps no module list of its {length} layers; this decoder is not supported"
     )
 
 
