@@ -50,7 +50,11 @@ class BoundsReport(Result):
 
     `ratio` (K, M) is the largest error / bound of any token, NaN where none was seen (experts that a family
     fuses); `attained` (K, M) the same for the direction that the residual stretches most, near 1 when the
-    bound is tight. `composition` and `decisions` come with a single setting only.
+    bound is tight. `composition`, `contraction` and `decisions` come with a single setting only.
+
+    `composition` holds Equation (1) for each layer, `contraction` Theorem 9 for each layer that meets its
+    hypothesis and Theorem 8 if the largest growth of the relative error, `gamma`, is below one. What they assume
+    of a layer is measured along these trajectories (`trajectory.Trajectory`): they are estimates, no worst case.
     """
 
     method: str
@@ -65,6 +69,8 @@ class BoundsReport(Result):
     inputs: int  # inputs checked, over all matrices
     violations: tuple[Violation, ...]
     composition: tuple[BoundCheck, ...]
+    contraction: tuple[BoundCheck, ...]
+    gamma: float  # NaN when nothing was followed
     decisions: TokenCertificate | None
     measured_on: MeasuredOn
 
@@ -76,7 +82,7 @@ class BoundsReport(Result):
     @property
     def passed(self) -> bool:
         certified = () if self.decisions is None else self.decisions.violations
-        return not self.violations and not certified and all(c.holds for c in self.composition)
+        return not self.violations and not certified and all(c.holds for c in (*self.composition, *self.contraction))
 
     def to_frame(self) -> pd.DataFrame:
         """One row a matrix, the worst over all settings."""
@@ -105,9 +111,27 @@ class BoundsReport(Result):
                 f"After the last layer: error {last.error:.4g}, composed estimate {last.bound:.4g} "
                 "(trajectory_error_le with growth measured along this trajectory, no worst case)"
             )
+            lines += self._contraction_lines()
         if self.decisions is not None:
             lines.append(self.decisions.headline())
         return "\n".join(lines)
+
+    def _contraction_lines(self) -> list[str]:
+        geometric = [c for c in self.contraction if c.theorem == "lyapunov_contraction_bound"]
+        layers = [str(c.layer) for c in self.contraction if c not in geometric]
+        lines = [
+            f"State outgrows error, with what the layer adds, in {len(layers)} of {len(self.composition)} layers"
+            f"{' (' + ', '.join(layers) + ')' if layers else ''}: there the relative error must fall "
+            "(residual_growth_contraction, measured)",
+            f"Largest growth of the relative error γ = {self.gamma:.4g}: "
+            + (
+                f"worst relative error {geometric[0].error:.4g}, geometric estimate {geometric[0].bound:.4g} "
+                "(lyapunov_contraction_bound, measured)"
+                if geometric
+                else "not below one, so that lyapunov_contraction_bound says nothing here"
+            ),
+        ]
+        return lines + [f"VIOLATION: {c}" for c in (*self.composition, *self.contraction) if not c.holds]
 
     def summary(self) -> pd.DataFrame:
         """A line a component."""

@@ -19,7 +19,6 @@ import torch
 from transformers import PreTrainedModel
 
 from lyapunov_prune.approx import Approximation, Record, approximate, approximation, certify_difference
-from lyapunov_prune.bounds import BoundCheck, TokenCertificate
 from lyapunov_prune.bounds_report import BoundsReport, Seen, Setting, Violation
 from lyapunov_prune.compression.lowrank import basis, truncate
 from lyapunov_prune.compression.magnitude import sparsify
@@ -58,8 +57,9 @@ def check_bounds(
 
     `method="magnitude"` zeroes the share `sparsity` of the smallest entries; with `rank`, what is left is
     truncated to that rank; with `cache_radius`, tokens within that share of their norm reuse an earlier
-    token's product. Errors travel on; they are composed layer by layer (`trajectory_error_le`, an estimate)
-    and followed to the prediction (`argmax_unchanged_of_state_error`). A reported violation is one by
+    token's product. Errors travel on; they are composed layer by layer (`trajectory_error_le`), held against the
+    growth of the state (`residual_growth_contraction`, `lyapunov_contraction_bound`), all estimates, and
+    followed to the prediction (`argmax_unchanged_of_state_error`). A reported violation is one by
     `violation_is_real`, and by `no_false_alarm` rounding alone reports none.
 
     Raises LyapunovPruneError for a bad setting or batch, or NaN on the way.
@@ -75,9 +75,7 @@ def check_bounds(
         trajectory = Trajectory(model, structure, records)
         for start in track(range(0, len(batch.ids), batch_size), "bounds"):
             trajectory.follow(batch.ids[start : start + batch_size].to(model.device))
-    return _report(
-        method, projections, [setting], [_seen(records)], trajectory.composition(), trajectory.decisions(), model, batch
-    )
+    return _report(method, projections, [setting], [_seen(records)], trajectory, model, batch)
 
 
 @in_eval_mode
@@ -130,7 +128,7 @@ def check_grid(
                 store.add(str(setting), {name: encode(s) for name, s in seen.items()})
             chosen.clear()
     outcomes = [{name: decode(Seen, s) for name, s in store[str(setting)].items()} for setting in settings]
-    return _report(method, projections, settings, outcomes, (), None, model, batch)
+    return _report(method, projections, settings, outcomes, None, model, batch)
 
 
 def _outcome(
@@ -204,8 +202,7 @@ def _report(
     projections: Sequence[Projection],
     settings: Sequence[Setting],
     outcomes: Sequence[Mapping[str, Seen]],
-    composition: tuple[BoundCheck, ...],
-    decisions: TokenCertificate | None,
+    trajectory: Trajectory | None,
     model: PreTrainedModel,
     batch: TokenBatch,
 ) -> BoundsReport:
@@ -229,7 +226,9 @@ def _report(
         hits=sum(r.hits for row in rows for r in row),
         inputs=sum(c.inputs for c in seen),
         violations=tuple(Violation(setting, c) for setting, c in checks if not c.holds),
-        composition=composition,
-        decisions=decisions,
+        composition=trajectory.composition() if trajectory else (),
+        contraction=trajectory.contraction() if trajectory else (),
+        gamma=trajectory.gamma if trajectory else np.nan,
+        decisions=trajectory.decisions() if trajectory else None,
         measured_on=batch.measured_on(model),
     )

@@ -16,6 +16,8 @@ from lyapunov_prune.bounds import (
     BoundCheck,
     TokenCertificate,
     argmax_unchanged_of_state_error,
+    lyapunov_contraction_bound,
+    residual_growth_contraction,
     trajectory_error_le,
 )
 from lyapunov_prune.errors import LyapunovPruneError
@@ -34,7 +36,7 @@ class Trajectory:
 
     def __init__(self, model: PreTrainedModel, structure: Structure, records: Records) -> None:
         self.model, self.structure, self.records = model, structure, records
-        self.error, self.stretched, self.local = (np.zeros(structure.num_layers + i) for i in (1, 0, 0))
+        self.size, self.error, self.stretched, self.local = (np.zeros(structure.num_layers + i) for i in (1, 1, 0, 0))
         self.states: list[tuple[torch.Tensor, torch.Tensor]] = []
 
     def follow(self, ids: torch.Tensor) -> None:
@@ -45,6 +47,7 @@ class Trajectory:
         exact: list[torch.Tensor] = []
 
         def visit(k: int, hidden: torch.Tensor) -> None:
+            self.size[k] += float(token_energy(widen(dense[k])).sum())
             self.error[k] += _energy(dense[k], hidden)
             if k > 0:
                 self.stretched[k - 1] += _energy(dense[k], exact[-1])
@@ -56,10 +59,37 @@ class Trajectory:
 
     def composition(self) -> tuple[BoundCheck, ...]:
         """The error after each layer against the composed bound, with growth as measured here: estimates."""
-        error, stretched, local = np.sqrt(self.error), np.sqrt(self.stretched), np.sqrt(self.local)
-        growth = np.divide(stretched, error[:-1], out=np.zeros_like(stretched), where=error[:-1] > 0)
-        unit = 2.0**-52 if self.model.dtype == torch.float64 else 2.0**-23
-        return trajectory_error_le(error, growth, local, unit=unit)
+        return trajectory_error_le(np.sqrt(self.error), self._growth(), np.sqrt(self.local), unit=self._unit)
+
+    def contraction(self) -> tuple[BoundCheck, ...]:
+        """Theorems 9 and 8 on the relative error `r_k = ‖h_k − h'_k‖ / ‖h_k‖`, with numbers measured here: estimates.
+
+        Theorem 9, a check for each layer where even with what the layer adds, `K + δ/‖e‖`, the error grows less
+        than the state: `r` must fall there. Theorem 8, one check from the end of layer 0 on (no error enters
+        it), if `gamma` is below one.
+        """
+        relative, state = self.error / self.size, self.size[1:] / self.size[:-1]
+        reached = np.sqrt(self.stretched) + np.sqrt(self.local)
+        growth = np.divide(reached**2, self.error[:-1], out=np.full_like(reached, np.inf), where=self.error[:-1] > 0)
+        checks = residual_growth_contraction(relative, growth, state, unit=self._unit)
+        if self.gamma < 1 and len(state) > 1:
+            added = float(np.sqrt(self.local / self.size[1:])[1:].max())
+            checks += (lyapunov_contraction_bound(np.sqrt(relative[1:]), self.gamma, added, unit=self._unit),)
+        return checks
+
+    @property
+    def gamma(self) -> float:
+        """`γ = max_k K_k ‖h_k‖ / ‖h_{k+1}‖`: by what factor a layer at most shrinks or grows the relative error."""
+        return float((self._growth() * np.sqrt(self.size[:-1] / self.size[1:])).max())
+
+    def _growth(self) -> np.ndarray:
+        """`K_k = ‖f(h_k) − f(h'_k)‖ / ‖h_k − h'_k‖`; any would do, and 0 does, where there is no error yet."""
+        error, stretched = np.sqrt(self.error[:-1]), np.sqrt(self.stretched)
+        return np.divide(stretched, error, out=np.zeros_like(stretched), where=error > 0)
+
+    @property
+    def _unit(self) -> float:
+        return 2.0**-52 if self.model.dtype == torch.float64 else 2.0**-23
 
     def decisions(self) -> TokenCertificate:
         """Which predictions cannot have changed, given how far the state before the head moved."""

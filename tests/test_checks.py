@@ -24,6 +24,7 @@ from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.models.loading import Loaded
 from lyapunov_prune.models.projections import find_projections
 from lyapunov_prune.text import TokenBatch
+from lyapunov_prune.trajectory import Trajectory
 
 
 @pytest.fixture
@@ -78,6 +79,73 @@ def test_the_approximated_trajectory_is_followed_to_the_prediction(few: torch.Te
     flips = (dense.logits.argmax(-1) != changed.logits.argmax(-1)).double().flatten().numpy()
     np.testing.assert_array_equal(report.decisions.changed, flips)
     assert 0 < report.decisions.certified.sum() < few.numel()
+
+
+def growing() -> PreTrainedModel:
+    """Every layer adds twice as much of one vector as the layer before."""
+    model = make_tiny("gpt2")
+    with torch.no_grad():
+        for k, layer in enumerate(model.transformer.h):
+            layer.mlp.c_proj.bias += 3.0 * 2**k
+    return model
+
+
+def test_the_contraction_theorems_speak_of_the_relative_errors(few: torch.Tensor) -> None:
+    """A state that grows by a constant outgrows every error: Theorems 8 and 9 meet their hypotheses."""
+    model = growing()
+    report = check_bounds(model, few, sparsity=0.02)
+    states = []
+    for sparsity in (0.0, 0.02):
+        twin = make_tiny("gpt2")
+        twin.load_state_dict(model.state_dict())
+        with torch.no_grad():
+            for p in find_projections(twin):
+                p.weight(twin).copy_(sparsify(p.weight(model), sparsity))
+            states.append(twin(few, output_hidden_states=True).hidden_states[:-1])
+    relative = [float((h - h2).norm() / h.norm()) for h, h2 in zip(*states, strict=True)]
+    *growth, geometric = report.contraction
+    assert report.passed
+    assert report.gamma < 1
+    assert geometric.theorem == "lyapunov_contraction_bound"
+    assert geometric.error < geometric.bound < 1
+    assert [c.theorem for c in growth] == ["residual_growth_contraction"] * len(growth)
+    assert growth
+    for check in growth:
+        assert check.layer is not None
+        assert check.estimate
+        if check.layer + 1 < len(relative):
+            assert check.error == pytest.approx(relative[check.layer + 1] ** 2, rel=1e-3)
+            assert relative[check.layer + 1] < relative[check.layer]
+        assert check.error <= check.bound
+    assert "geometric estimate" in str(report)
+
+
+def test_a_hypothesis_that_is_not_met_is_told(few: torch.Tensor) -> None:
+    report = check_bounds(make_tiny("llama"), few)
+    assert report.gamma >= 1
+    assert all(c.theorem == "residual_growth_contraction" for c in report.contraction)
+    assert "not below one" in str(report)
+    nothing = check_bounds(make_tiny("llama"), few, sparsity=0.0)
+    assert nothing.gamma == 0
+    assert nothing.passed
+
+
+@pytest.mark.parametrize("lost", ["local", "stretched"])
+def test_planted_fault_in_the_trajectory_breaks_the_contraction(
+    lost: str, few: torch.Tensor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What a layer adds, or what it stretches, is measured at a tenth."""
+    follow = Trajectory.follow
+
+    def faulty(self: Trajectory, ids: torch.Tensor) -> None:
+        follow(self, ids)
+        setattr(self, lost, getattr(self, lost) / 100)
+
+    monkeypatch.setattr(Trajectory, "follow", faulty)
+    report = check_bounds(growing(), few[:1], sparsity=0.1)
+    assert not report.passed
+    assert "residual_growth_contraction is VIOLATED by layer" in str(report)
+    assert lost == "local" or "lyapunov_contraction_bound is VIOLATED by residual stream" in str(report)
 
 
 def test_every_family_passes_the_grid(family: str, few: torch.Tensor) -> None:
@@ -173,6 +241,7 @@ def test_report_saves_loads_and_prints(few: torch.Tensor, tmp_path: Path) -> Non
     assert str(again) == str(report)
     assert again.settings == report.settings
     assert again.passed
+    assert (again.contraction, again.gamma) == (report.contraction, report.gamma)
     assert len(again.to_frame()) == 90
     assert "attn.c_attn.q" in str(report)
     assert "no worst case" in str(report)  # the estimate is labelled as one
