@@ -327,8 +327,10 @@ def sensitivity(
     `accelerate launch -m lyapunov_prune.cli` the processes share the work.
     """
     from lyapunov_prune.sensitivity import measure_sensitivity
+    from lyapunov_prune.studies import Compression
 
     studies = require_studies(study)
+    Compression(method, sparsity, rank).require()
     run = run_folder(output, model)
     loaded, calibration = load_inputs(model, text, tokens, context, device, dtype, bos, offline)
     batch = load_batch(loaded, text, tokens, context, bos, offline, "evaluation")

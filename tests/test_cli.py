@@ -22,12 +22,15 @@ from transformers import AutoModelForCausalLM, BertLMHeadModel, PreTrainedModel
 
 from lyapunov_prune import approx as approx_module
 from lyapunov_prune import checkpoint as checkpoint_module
+from lyapunov_prune import checks as checks_module
 from lyapunov_prune.bounds_report import BoundsReport
 from lyapunov_prune.cli import main
 from lyapunov_prune.evaluation.evaluation import Evaluation
 from lyapunov_prune.plan import PruningPlan
 from lyapunov_prune.profile import LayerProfile
+from lyapunov_prune.sensitivity import Sensitivity
 from lyapunov_prune.surgery import remove_layers
+from lyapunov_prune.sweep import Sweep
 
 TEXT = ["--tokens", "128", "--context", "64"]
 QUICK = [*TEXT, "--seeds", "1"]
@@ -39,6 +42,7 @@ COMMANDS: dict[str, list[str]] = {
     "prune --layers": ["prune", "tiny", "--layers", "1", "-o", "out", *QUICK],
     "eval": ["eval", "tiny", *TEXT],
     "check": ["check", "tiny", "--sparsity", "0.5", *TEXT],
+    "sensitivity": ["sensitivity", "tiny", "--study", "layer,removal", *TEXT],
 }
 
 
@@ -160,6 +164,59 @@ def test_eval_measures_both_models_on_the_same_tokens(run: Callable[..., Done]) 
     assert dense.measured_on.text_hash == pruned.measured_on.text_hash
     assert dense.measured_on.split == "evaluation"
     assert (dense.measured_on.model.num_layers, pruned.measured_on.model.num_layers) == (6, 5)
+
+
+def test_sensitivity_writes_its_result_the_profile_and_a_map(run: Callable[..., Done]) -> None:
+    done = run("sensitivity", "tiny", "--study", "group,threshold", "--limit", "3", "-o", "run", *TEXT)
+    assert (done.code, done.err) == (0, "")
+    assert {"run/profile.json", "run/sensitivity.json", "run/figures/sensitivity-map.svg"} <= done.changed
+    result = Sensitivity.load("run/sensitivity.json")
+    assert str(result) in done.out
+    assert result.calibrated_on is not None
+    assert {result.measured_on.split, result.calibrated_on.split} == {"evaluation", "calibration"}
+    assert "Sensitivity" in Path("run/report.html").read_text(encoding="utf-8")
+
+
+INTERRUPTIBLE = {
+    "sensitivity": (Sweep, "_measure", ["sensitivity", "tiny", "--study", "layer,removal", *TEXT]),
+    "check": (checks_module, "_outcome", ["check", "tiny", "--tokens", "64", "--context", "32"]),
+}
+
+
+@pytest.mark.parametrize("name", INTERRUPTIBLE)
+def test_an_interrupted_run_goes_on_where_it_stopped(
+    name: str, run: Callable[..., Done], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    owner, attribute, arguments = INTERRUPTIBLE[name]
+    work, calls, limit = getattr(owner, attribute), [0], [5]
+
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        if calls[0] == limit[0]:
+            raise KeyboardInterrupt
+        calls[0] += 1
+        return work(*args, **kwargs)
+
+    monkeypatch.setattr(owner, attribute, counted)
+    whole = {"sensitivity": 13, "check": 30}[name]  # the dense model, six layers twice; thirty settings
+    assert run(*arguments).code == 130
+    limit[0] = whole
+    done = run(*arguments, "--resume")
+    assert (done.code, calls[0]) == (0, whole)
+    again = run(*arguments, "--resume")
+    assert (again.code, calls[0]) == (0, whole)
+    assert again.out == done.out
+    assert not again.changed
+    limit[0] = 2 * whole
+    assert run(*arguments).code == 0
+    assert calls[0] == 2 * whole
+
+
+def test_resuming_on_other_text_is_refused(run: Callable[..., Done]) -> None:
+    arguments = ["sensitivity", "tiny", "--study", "removal", "-o", "run"]
+    assert run(*arguments, *TEXT).code == 0
+    done = run(*arguments, "--tokens", "192", "--context", "64", "--resume")
+    assert done.code == 2
+    assert "run without --resume" in done.err
 
 
 def test_report_draws_a_run_again(run: Callable[..., Done]) -> None:
