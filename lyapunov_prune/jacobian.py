@@ -83,8 +83,8 @@ def sublayer_jacobians(
     """Estimate `‖J‖` and `‖J‖_F/√n` of the attention and the MLP of every layer, as JacobianNorms defines them.
 
     `J v` is a forward-mode and `Jᵀ u` a reverse-mode derivative of the layer itself, called again with the
-    arguments that the model called it with; windows are taken one by one. Time: about
-    `2 (5 · steps + 2 · probes)` forwards a window, so give few and short windows. Memory: one layer's graph
+    arguments that the model called it with; windows are taken one by one. Time: some
+    `2 (3 · steps + probes)` forwards a window, so give few and short windows. Memory: one layer's graph
     and `2 · steps` states of a window in float64.
 
     A branch begins where the residual stream enters the norm that feeds it (or it directly, without a norm)
@@ -131,7 +131,8 @@ def sublayer_jacobians(
         except NotImplementedError as error:
             raise LyapunovPruneError(
                 f"{type(model).__name__} has an operation without a forward-mode derivative "
-                f"({str(error).splitlines()[0]}); load it with attn_implementation and experts_implementation eager"
+                f"({str(error).splitlines()[0]}); "
+                "load it with attn_implementation and experts_implementation eager, or give a model without it"
             ) from None
         finally:
             for handle in handles:

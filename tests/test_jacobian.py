@@ -94,7 +94,7 @@ def gains(found: JacobianNorms) -> np.ndarray:
 
 @pytest.mark.parametrize("name", list(TINY))
 def test_agrees_with_the_full_jacobian_in_float64(name: str, window: torch.Tensor) -> None:
-    model = make_tiny(name)
+    model = make_tiny(name, num_hidden_layers=3)
     found = sublayer_jacobians(model, window, steps=16, probes=24)
     reference = full_jacobians(name, model, window)
     exact = np.array([[float(torch.linalg.matrix_norm(J, 2)) for J in pair] for pair in reference])
