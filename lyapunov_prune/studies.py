@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -79,8 +80,10 @@ class Change:
         """The same for the same change in whatever study, so that it is measured once."""
         if self.remove:
             return f"remove {','.join(map(str, self.remove))}"
-        names = hashlib.sha256(",".join(p.name for p in self.matrices).encode()).hexdigest()[:16]
-        return f"{self.compression}: {len(self.matrices)} matrices, {names}"
+        assert self.compression is not None
+        c, names = self.compression, ",".join(sorted(p.name for p in self.matrices))
+        setting = f"{c.method}, sparsity {float(c.sparsity)!r}, rank {c.rank or 'full'}"
+        return f"{setting}: {len(self.matrices)} matrices, {hashlib.sha256(names.encode()).hexdigest()[:16]}"
 
 
 class Compressor:
@@ -205,7 +208,7 @@ def _threshold(ps: tuple[Projection, ...], base: Compression, losses: Mapping[st
 def _cliff(ps: tuple[Projection, ...], base: Compression, losses: Mapping[str, float]) -> list[Change]:
     """The most sensitive component, layer by layer, at five levels."""
     alone = _group(ps, base, losses)
-    worst = max(alone, key=lambda group: losses[group.key]).component
+    worst = max(alone, key=lambda group: _badness(losses[group.key])).component
     return [
         Change("cliff", f"{group.label}, sparsity {s:g}", group.matrices, Compression(base.method, s, base.rank))
         for s in CLIFF_SPARSITIES
@@ -216,7 +219,7 @@ def _cliff(ps: tuple[Projection, ...], base: Compression, losses: Mapping[str, f
 
 def _greedy(ps: tuple[Projection, ...], base: Compression, losses: Mapping[str, float]) -> list[Change]:
     """In round k the k groups of least regret, measured alone, are compressed together."""
-    order = sorted(_group(ps, base, losses), key=lambda group: losses[group.key])
+    order = sorted(_group(ps, base, losses), key=lambda group: _badness(losses[group.key]))
     return [
         Change("greedy", f"+ {order[k].label}", tuple(p for group in order[: k + 1] for p in group.matrices), base)
         for k in range(min(ROUNDS, len(order)))
@@ -225,6 +228,11 @@ def _greedy(ps: tuple[Projection, ...], base: Compression, losses: Mapping[str, 
 
 def _removal(ps: tuple[Projection, ...], base: Compression, losses: Mapping[str, float]) -> list[Change]:
     return [Change("removal", f"layer {k}", remove=(k,)) for k in _by_layer(ps)]
+
+
+def _badness(loss: float) -> float:
+    """NaN has no place in an order; a change that gives it is as bad as can be."""
+    return math.inf if math.isnan(loss) else loss
 
 
 def _by_layer(ps: tuple[Projection, ...]) -> dict[int, tuple[Projection, ...]]:
