@@ -56,7 +56,8 @@ class Sweep:
     hidden state of that boundary: a sweep over all L layers costs about L / 2 forwards of the layers, and L of
     the head. Of the dense states, one boundary's and the last are kept (2 × tokens × width).
 
-    Finished jobs are kept in `folder` and, with `resume`, not measured again. Under `accelerate launch` every
+    Finished jobs are kept in `folder` and, with `resume`, not measured again, if the model, the text and what
+    `also` names (on which their changes depend) are the same. Under `accelerate launch` every
     process takes its share of each `run`, and all know all results at its end.
     """
 
@@ -68,13 +69,17 @@ class Sweep:
         folder: str | Path | None = None,
         resume: bool = False,
         batch_size: int = 1,
+        also: Mapping[str, str | None] | None = None,
     ) -> None:
         batch = as_batch(model, batch)
         # Processes meet after each run; the slowest may take long.
-        self._processes = PartialState(timeout=timedelta(days=30))
+        # Without `cpu` those of a machine that has no GPU would not know of each other.
+        self._processes = PartialState(cpu=model.device.type == "cpu", timeout=timedelta(days=30))
         self.model, self.batch, self.structure = model, batch, find_structure(model)
         self.measured_on = batch.measured_on(model)
-        self._store = Store(folder, encode(self.measured_on), resume=resume)
+        self._store = Store(folder, {**encode(self.measured_on), **(also or {})}, resume=resume)
+        # One that reads what another has already added would share the rest out in its own way.
+        self._processes.wait_for_everyone()
         self._ids = [ids.to(model.device) for ids in batch.ids.split(batch_size)]
         self._ready = False
 
