@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.evaluation.perplexity import interval_of
+from lyapunov_prune.models.structure import identify
 from lyapunov_prune.profile import LayerProfile
 from lyapunov_prune.results import MeasuredOn, Result
 from lyapunov_prune.studies import AFTER_GROUPS, STUDIES, Change, Compression, Compressor, changes
@@ -105,7 +106,8 @@ class Sensitivity(Result):
         """A line a study."""
         rows = []
         for study, frame in self.to_frame().groupby("study", sort=False):
-            most, least = frame.loc[frame.regret.idxmax()], frame.loc[frame.regret.idxmin()]
+            order = frame.regret.fillna(np.inf)  # NaN is a wreck
+            most, least = frame.loc[order.idxmax()], frame.loc[order.idxmin()]
             rows.append(
                 {
                     "study": study,
@@ -135,8 +137,11 @@ class Sensitivity(Result):
             # Groups are averaged over the components of a layer: the claim is about layers.
             values = frame[frame.study == study].groupby("layer")[what].mean().dropna()
             for name in names:
-                if name in self.scores and len(values) > 2:
-                    found = stats.spearmanr(values, self.scores[name][values.index.to_numpy(dtype=int)])
+                if name not in self.scores or len(values) < 3:
+                    continue
+                against = self.scores[name][values.index.to_numpy(dtype=int)]
+                if min(values.nunique(), len(np.unique(against))) > 1:  # a constant has no ranks
+                    found = stats.spearmanr(values, against)
                     rows.append((f"{what}, {study}", name, found.statistic, found.pvalue, len(values)))
         return pd.DataFrame(rows, columns=["measured", "against", "spearman", "p", "layers"])
 
@@ -178,7 +183,8 @@ def measure_sensitivity(
     share text with `batch`. Jobs are kept in `folder`, and with `resume` none is done twice. Structural
     sensitivity, §5 and §6.1.
 
-    Raises LyapunovPruneError for an unknown study or method, overlapping text, or a missing calibration.
+    Raises LyapunovPruneError for an unknown study or method, overlapping text, a missing calibration, or a profile
+    of another model.
     """
     base = Compression(method, float(sparsity), rank)
     base.require()
@@ -191,10 +197,13 @@ def measure_sensitivity(
         require_disjoint(calibration, batch)
     if profile is not None and profile.contraction.measured_on.text_hash == batch.text_hash:
         raise LyapunovPruneError("the profile was measured on the tokens of the regret; give it other text")
+    if profile is not None and not profile.contraction.measured_on.model.same_as(identify(model)):
+        raise LyapunovPruneError("the profile was measured on another model; measure this one")
     compressor = Compressor(model, calibration)
     if calibration is None and ("threshold" in studies or method == "wanda"):
         raise LyapunovPruneError("wanda needs calibration text; give some, or leave out the study threshold")
-    sweep = Sweep(model, batch, folder=folder, resume=resume, batch_size=batch_size)
+    also = {"calibration": None if calibration is None else calibration.text_hash}
+    sweep = Sweep(model, batch, folder=folder, resume=resume, batch_size=batch_size, also=also)
     groups = changes("group", compressor.projections, base, {})
     losses: dict[str, float] = {}
     found: list[tuple[Change, Outcome]] = []
