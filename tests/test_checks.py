@@ -273,14 +273,6 @@ def test_bad_settings_are_refused(few: torch.Tensor) -> None:
         check_grid(model, few, sparsities=())
 
 
-def test_sparsify_removes_exactly_the_share_also_among_ties() -> None:
-    W = torch.tensor([[1.0, -1.0, 1.0, 1.0], [2.0, 0.5, -3.0, 1.0]])
-    assert int((sparsify(W, 0.5) == 0).sum()) == 4
-    assert sparsify(W, 0.125).tolist() == [[1.0, -1.0, 1.0, 1.0], [2.0, 0.0, -3.0, 1.0]]
-    assert torch.equal(sparsify(W, 0.0), W)
-    assert not sparsify(W, 1.0).any()
-
-
 # Real sizes.
 
 

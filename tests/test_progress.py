@@ -1,0 +1,107 @@
+"""Progress: what passes through, what the bar is told, and who is allowed to speak."""
+
+from __future__ import annotations
+
+import io
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from lyapunov_prune import progress
+from lyapunov_prune.progress import is_main, status, track
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.fixture
+def terminal(monkeypatch: pytest.MonkeyPatch) -> Terminal:
+    """A stderr that is a terminal."""
+    found = Terminal()
+    monkeypatch.setattr(progress, "sys", SimpleNamespace(stderr=found))
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("COLUMNS", "100")
+    return found
+
+
+@pytest.fixture
+def told(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, Any]]:
+    """The total and every advance that the bar is told."""
+    calls: list[tuple[str, Any]] = []
+
+    class Bar(progress.Progress):
+        def add_task(self, description: str, *args: Any, **options: Any) -> Any:
+            calls.append((description, options["total"]))
+            return super().add_task(description, *args, **options)
+
+        def advance(self, task_id: Any, advance: float = 1) -> None:
+            calls.append(("advance", advance))
+            super().advance(task_id, advance)
+
+    monkeypatch.setattr(progress, "Progress", Bar)
+    return calls
+
+
+def test_every_item_passes_once_in_order() -> None:
+    assert list(track([3, 1, 2], "x")) == [3, 1, 2]
+    assert list(track([3, 1, 2], "x", cost=float)) == [3, 1, 2]
+    assert list(track(iter("ab"), "x")) == ["a", "b"]
+    assert list(track(iter("ab"), "x", cost=lambda item: 2)) == ["a", "b"]
+    assert list(track([], "x", cost=float)) == []
+
+
+def test_the_bar_counts_items(told: list[tuple[str, Any]]) -> None:
+    list(track([3, 1], "items"))
+    assert told == [("items", 2), ("advance", 1), ("advance", 1)]
+
+
+def test_the_bar_follows_the_cost(told: list[tuple[str, Any]]) -> None:
+    list(track(iter([3, 1, 2]), "jobs", cost=lambda item: 10 * item))
+    assert told == [("jobs", 60), ("advance", 30), ("advance", 10), ("advance", 20)]
+
+
+def test_an_item_counts_when_it_is_done(told: list[tuple[str, Any]]) -> None:
+    items = iter(track([1, 2], "x"))
+    next(items)
+    assert told == [("x", 2)]
+    next(items)
+    assert told == [("x", 2), ("advance", 1)]
+
+
+def test_a_length_that_is_not_known_is_no_error(told: list[tuple[str, Any]]) -> None:
+    list(track(iter([1]), "x"))
+    assert told[0] == ("x", None)
+
+
+def test_a_terminal_sees_the_bar_and_it_disappears(terminal: Terminal) -> None:
+    list(track([1, 2], "measuring", cost=float))
+    assert "measuring" in terminal.getvalue()
+    assert terminal.getvalue().rstrip().endswith("\x1b[2K")  # the line is erased
+
+
+def test_only_the_main_process_speaks(terminal: Terminal, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert is_main()
+    monkeypatch.setenv("RANK", "0")
+    assert is_main()
+    monkeypatch.setenv("RANK", "1")
+    assert not is_main()
+    assert list(track([1, 2], "measuring")) == [1, 2]
+    with status("waiting"):
+        pass
+    assert "measuring" not in terminal.getvalue()
+    assert "waiting" not in terminal.getvalue()
+
+
+def test_what_is_no_terminal_sees_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+    with status("waiting"):
+        list(track([1, 2], "measuring"))
+    assert capsys.readouterr() == ("", "")
+
+
+def test_the_block_of_a_status_runs(terminal: Terminal) -> None:
+    with pytest.raises(RuntimeError, match="planted"), status("waiting"):
+        raise RuntimeError("planted")
+    assert "waiting" in terminal.getvalue()
