@@ -9,6 +9,7 @@ if TYPE_CHECKING:
     from lyapunov_prune.activations import ActivationStatistics, activation_statistics
     from lyapunov_prune.approx import approximate
     from lyapunov_prune.bounds_report import BoundsReport
+    from lyapunov_prune.branch_influence import SublayerInfluence, sublayer_influence
     from lyapunov_prune.checks import check_bounds, check_grid
     from lyapunov_prune.contraction import ContractionProfile, measure_contraction
     from lyapunov_prune.errors import CheckFailed, LyapunovPruneError, NonFiniteError
@@ -19,9 +20,9 @@ if TYPE_CHECKING:
     from lyapunov_prune.jacobian import JacobianNorms, sublayer_jacobians
     from lyapunov_prune.models.loading import Loaded, load
     from lyapunov_prune.plan import PruningPlan
-    from lyapunov_prune.ranking import LayerRanking, rank_layers
+    from lyapunov_prune.ranking import LayerRanking, rank_layers, rank_sublayers
     from lyapunov_prune.sensitivity import Sensitivity, measure_sensitivity
-    from lyapunov_prune.surgery import remove_layers
+    from lyapunov_prune.surgery import drop_sublayers, remove_layers
     from lyapunov_prune.text import TokenBatch, load_text
 
 __all__ = [
@@ -40,12 +41,14 @@ __all__ = [
     "PruningPlan",
     "Sensitivity",
     "Speed",
+    "SublayerInfluence",
     "TokenBatch",
     "activation_statistics",
     "approximate",
     "block_influence",
     "check_bounds",
     "check_grid",
+    "drop_sublayers",
     "load",
     "load_text",
     "measure_contraction",
@@ -53,7 +56,9 @@ __all__ = [
     "measure_speed",
     "perplexity",
     "rank_layers",
+    "rank_sublayers",
     "remove_layers",
+    "sublayer_influence",
     "sublayer_jacobians",
     "verify_removal",
 ]
@@ -63,6 +68,7 @@ _HOMES = {
     "activations": ("ActivationStatistics", "activation_statistics"),
     "approx": ("approximate",),
     "bounds_report": ("BoundsReport",),
+    "branch_influence": ("SublayerInfluence", "sublayer_influence"),
     "checks": ("check_bounds", "check_grid"),
     "contraction": ("ContractionProfile", "measure_contraction"),
     "errors": ("CheckFailed", "LyapunovPruneError", "NonFiniteError"),
@@ -73,9 +79,9 @@ _HOMES = {
     "jacobian": ("JacobianNorms", "sublayer_jacobians"),
     "models.loading": ("Loaded", "load"),
     "plan": ("PruningPlan",),
-    "ranking": ("LayerRanking", "rank_layers"),
+    "ranking": ("LayerRanking", "rank_layers", "rank_sublayers"),
     "sensitivity": ("Sensitivity", "measure_sensitivity"),
-    "surgery": ("remove_layers",),
+    "surgery": ("drop_sublayers", "remove_layers"),
     "text": ("TokenBatch", "load_text"),
 }
 

@@ -76,6 +76,21 @@ def write_pruned(
     return provenance
 
 
+def _removed(plan: PruningPlan) -> str:
+    """What is gone, in words for the card."""
+    lines = []
+    if plan.remove:
+        lines.append(f"Layers of the original, counted from 0: {', '.join(map(str, plan.remove))}.")
+    for part, layers in (("Attention", plan.drop_attention), ("MLP", plan.drop_mlp)):
+        if layers:
+            lines.append(
+                f"{part} of layers of the original: {', '.join(map(str, layers))}. The output projection is zero,\n"
+                "which computes the same as leaving the branch out. It saves no time or memory; only removing whole\n"
+                "layers does."
+            )
+    return "\n".join(lines)
+
+
 def _card(provenance: Provenance, parameters: int) -> str:
     plan, layers = provenance.plan, provenance.plan.model.num_layers
     measured = "\n".join(f"- {m.line()}" for m in plan.measured_on) or "- nothing: the layers were given by hand"
@@ -110,7 +125,7 @@ No custom code is needed.
 
 ## Removed
 
-Layers of the original, counted from 0: {", ".join(map(str, plan.remove))}.
+{_removed(plan)}
 Layer *i* of this model is layer `kept_to_original[i]` of the original (`{PROVENANCE}`).
 
 The scores were measured on:

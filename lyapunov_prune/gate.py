@@ -1,6 +1,6 @@
 """The removal gate: a pruned model is right when four independent checks say so.
 
-1. Its logits are those of the original with the same layers passed over by hooks.
+1. Its logits are those of the original with the same layers and sublayers passed over by hooks.
 2. Decoding step by step with a cache gives the logits of the uncached forward.
 3. Saved and reloaded with plain transformers it is the same model: same keys, same logits, same settings
    in every layer.
@@ -32,6 +32,7 @@ from lyapunov_prune.models.loading import quiet
 from lyapunov_prune.models.structure import Structure, find_structure, in_eval_mode
 from lyapunov_prune.plan import PruningPlan, as_plan
 from lyapunov_prune.results import Result
+from lyapunov_prune.sublayers import silenced
 from lyapunov_prune.text import TokenBatch
 from lyapunov_prune.tracing import skipped
 
@@ -128,7 +129,8 @@ def verify_removal(
 def _skipped_check(
     original: PreTrainedModel, pruned: PreTrainedModel, plan: PruningPlan, inputs: list[torch.Tensor]
 ) -> GateCheck:
-    with skipped(find_structure(original), plan.remove):
+    silent = silenced(original, plan.drop_attention, plan.drop_mlp)
+    with silent, skipped(find_structure(original), plan.remove):
         reference = [uncached_logits(original, ids) for ids in inputs]
     worst = max(deviation(uncached_logits(pruned, ids), z) for ids, z in zip(inputs, reference, strict=True))
     limit = SAME_LIMIT[pruned.dtype]

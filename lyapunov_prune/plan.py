@@ -1,4 +1,4 @@
-"""A decision as an object: which layers to remove, why, and from which measurements."""
+"""A decision as an object: which layers or sublayers to remove, why, and from which measurements."""
 
 from __future__ import annotations
 
@@ -16,10 +16,12 @@ from lyapunov_prune.results import MeasuredOn, ModelIdentity, Result
 
 @dataclass(frozen=True)
 class PruningPlan(Result):
-    """The layers to remove (ascending), with their reasons.
+    """The layers to remove and those to lose their attention or MLP only (ascending), with the reasons.
 
-    `scores` holds the criterion of every layer, smallest removed first; empty when the layers were given
-    by hand. Raises LyapunovPruneError when an index is repeated, out of range, or no layer would be left.
+    Indices are those of the original model. `scores` holds the criterion of every layer, smallest removed
+    first, NaN where there is nothing to remove; empty when the layers were given by hand. Raises
+    LyapunovPruneError when an index is repeated or out of range, when a sublayer of a removed layer is named,
+    and when nothing would be removed or no layer left.
     """
 
     remove: tuple[int, ...]
@@ -28,37 +30,57 @@ class PruningPlan(Result):
     scores: np.ndarray
     model: ModelIdentity
     measured_on: tuple[MeasuredOn, ...]
+    drop_attention: tuple[int, ...] = ()
+    drop_mlp: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         layers = self.model.num_layers
-        if any(isinstance(i, bool) or not isinstance(i, int | np.integer) for i in self.remove):
-            raise LyapunovPruneError(f"layer indices must be integers, got {list(self.remove)}")
-        outside = [i for i in self.remove if not 0 <= i < layers]
-        if outside:
-            raise LyapunovPruneError(
-                f"layer {outside[0]} does not exist: {self.model.name} has layers 0 to {layers - 1}"
-            )
-        repeated = sorted({i for i in self.remove if self.remove.count(i) > 1})
-        if repeated:
-            raise LyapunovPruneError(f"layer {repeated[0]} is named more than once; name each layer once")
-        if not self.remove:
+        for field in ("remove", "drop_attention", "drop_mlp"):
+            object.__setattr__(self, field, self._checked(getattr(self, field)))
+        twice = sorted({*self.drop_attention, *self.drop_mlp} & set(self.remove))
+        if twice:
+            raise LyapunovPruneError(f"layer {twice[0]} is removed whole, sublayers and all; name it once")
+        if not (self.remove or self.drop_attention or self.drop_mlp):
             raise LyapunovPruneError("the plan removes no layer; name one or more")
         if len(self.remove) >= layers:
             raise LyapunovPruneError(
                 f"{len(self.remove)} layers to remove and {self.model.name} has {layers}; keep at least one"
             )
-        object.__setattr__(self, "remove", tuple(sorted(int(i) for i in self.remove)))
+
+    def _checked(self, given: tuple[int, ...]) -> tuple[int, ...]:
+        """`given` in ascending order."""
+        layers = self.model.num_layers
+        if any(isinstance(i, bool) or not isinstance(i, int | np.integer) for i in given):
+            raise LyapunovPruneError(f"layer indices must be integers, got {list(given)}")
+        outside = [i for i in given if not 0 <= i < layers]
+        if outside:
+            raise LyapunovPruneError(
+                f"layer {outside[0]} does not exist: {self.model.name} has layers 0 to {layers - 1}"
+            )
+        repeated = sorted({i for i in given if given.count(i) > 1})
+        if repeated:
+            raise LyapunovPruneError(f"layer {repeated[0]} is named more than once; name each layer once")
+        return tuple(sorted(int(i) for i in given))
 
     @classmethod
-    def given(cls, model: PreTrainedModel, remove: Sequence[int]) -> PruningPlan:
-        """A plan for layers chosen by hand."""
+    def given(
+        cls,
+        model: PreTrainedModel,
+        remove: Sequence[int] = (),
+        *,
+        drop_attention: Sequence[int] = (),
+        drop_mlp: Sequence[int] = (),
+    ) -> PruningPlan:
+        """A plan for layers and sublayers chosen by hand."""
         return cls(
             remove=tuple(remove),
             criterion="given",
             alpha=None,
             scores=np.empty(0),
-            model=identify(model),
+            model=_identity(model),
             measured_on=(),
+            drop_attention=tuple(drop_attention),
+            drop_mlp=tuple(drop_mlp),
         )
 
     @property
@@ -66,18 +88,26 @@ class PruningPlan(Result):
         """The original index of every layer of the pruned model, in order."""
         return tuple(i for i in range(self.model.num_layers) if i not in self.remove)
 
-    def require_model(self, model: PreTrainedModel) -> None:
+    @property
+    def drops_sublayers(self) -> bool:
+        return bool(self.drop_attention or self.drop_mlp)
+
+    def require_model(self, model: PreTrainedModel | ModelIdentity) -> None:
         """Raise LyapunovPruneError unless the plan was made for this model."""
-        if not self.model.same_as(identify(model)):
+        found = _identity(model)
+        if not self.model.same_as(found):
             raise LyapunovPruneError(
                 f"this plan was made for {self.model.name} ({self.model.model_type}, {self.model.num_layers} layers), "
-                f"not for {identify(model).name}; rank this model's layers anew"
+                f"not for {found.name}; rank this model's layers anew"
             )
 
     def to_frame(self) -> pd.DataFrame:
-        """One row a layer: its score, its rank (0 goes first) and whether it is removed."""
+        """One row a layer: its score, its rank (0 goes first), whether it or a branch of it is removed."""
         layers = np.arange(self.model.num_layers)
         frame = pd.DataFrame({"layer": layers, "removed": np.isin(layers, self.remove)})
+        if self.drops_sublayers:
+            frame["no_attention"] = np.isin(layers, self.drop_attention)
+            frame["no_mlp"] = np.isin(layers, self.drop_mlp)
         if len(self.scores):
             frame.insert(1, "score", self.scores)
             frame.insert(2, "rank", np.argsort(np.argsort(self.scores, kind="stable")))
@@ -85,10 +115,19 @@ class PruningPlan(Result):
 
     def headline(self) -> str:
         blend = f" (alpha {self.alpha:g})" if self.alpha is not None else ""
-        return (
-            f"Remove {len(self.remove)} of {self.model.num_layers} layers of {self.model.name} "
-            f"by {self.criterion}{blend}: {', '.join(map(str, self.remove))}"
-        )
+        parts = {"": self.remove, "the attention of ": self.drop_attention, "the MLP of ": self.drop_mlp}
+        what = [
+            f"{part}{len(indices)} of {self.model.num_layers} layers of {self.model.name} "
+            f"by {self.criterion}{blend}: {', '.join(map(str, indices))}"
+            for part, indices in parts.items()
+            if indices
+        ]
+        costs = "; sublayers are zeroed, which saves no time or memory" if self.drops_sublayers else ""
+        return f"Remove {'; '.join(what)}{costs}"
+
+
+def _identity(model: PreTrainedModel | ModelIdentity) -> ModelIdentity:
+    return model if isinstance(model, ModelIdentity) else identify(model)
 
 
 def as_plan(model: PreTrainedModel, plan: PruningPlan | Sequence[int]) -> PruningPlan:

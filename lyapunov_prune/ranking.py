@@ -1,4 +1,4 @@
-"""Scores of layers, the order they give, and the plan that follows."""
+"""Scores of layers or of their branches, the order they give, and the plan that follows."""
 
 from __future__ import annotations
 
@@ -7,39 +7,54 @@ from dataclasses import dataclass
 import numpy as np
 import pandas as pd
 
+from lyapunov_prune.branch_influence import SublayerInfluence
 from lyapunov_prune.contraction import ContractionProfile
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.influence import InfluenceProfile
 from lyapunov_prune.plan import PruningPlan
 from lyapunov_prune.results import MeasuredOn, ModelIdentity, Result
+from lyapunov_prune.sublayers import KINDS
 
 CRITERIA = ("rho", "bi", "blend", "from-end", "random")
+TARGETS = ("layers", *KINDS)
 
 
 @dataclass(frozen=True)
 class LayerRanking(Result):
-    """A score for every layer, (L,) float64; the smallest is removed first."""
+    """A score for every layer, (L,) float64; the smallest is removed first.
+
+    `what` goes: whole layers, or their attention or MLP alone. Layers that lack it have no score (NaN).
+    """
 
     criterion: str
     alpha: float | None
     scores: np.ndarray
     model: ModelIdentity
     measured_on: tuple[MeasuredOn, ...]
+    what: str = "layers"
 
     @property
     def order(self) -> tuple[int, ...]:
         """Layers from the first to remove to the last; equal scores keep their order in the model."""
-        return tuple(int(i) for i in np.argsort(self.scores, kind="stable"))
+        return tuple(int(i) for i in np.argsort(self.scores, kind="stable") if not np.isnan(self.scores[i]))
 
     def plan(self, remove: int) -> PruningPlan:
-        """The plan that removes the `remove` layers of smallest score.
+        """The plan that removes `what` of the `remove` layers of smallest score.
 
-        Raises LyapunovPruneError when that is less than one layer or would leave none.
+        Raises LyapunovPruneError when that is less than one, more than there are, or would leave no layer.
         """
         if remove < 1:
             raise LyapunovPruneError(f"cannot remove {remove} layers; give 1 or more")
+        if self.what != "layers" and remove > len(self.order):
+            raise LyapunovPruneError(
+                f"cannot leave out the {self.what} of {remove} layers: {self.model.name} has {len(self.order)} "
+                "with one to leave out; give fewer"
+            )
+        chosen = {what: self.order[:remove] if what == self.what else () for what in TARGETS}
         return PruningPlan(
-            remove=self.order[:remove],
+            remove=chosen["layers"],
+            drop_attention=chosen["attention"],
+            drop_mlp=chosen["mlp"],
             criterion=self.criterion,
             alpha=self.alpha,
             scores=self.scores,
@@ -53,7 +68,8 @@ class LayerRanking(Result):
 
     def headline(self) -> str:
         blend = f" (alpha {self.alpha:g})" if self.alpha is not None else ""
-        return f"Layers of {self.model.name} by {self.criterion}{blend}, first to remove first"
+        what = {"layers": "Layers", "attention": "Attention of the layers", "mlp": "MLPs of the layers"}[self.what]
+        return f"{what} of {self.model.name} by {self.criterion}{blend}, first to remove first"
 
 
 def rank_layers(
@@ -115,6 +131,23 @@ def rank_layers(
         scores=scores,
         model=source.measured_on.model,
         measured_on=tuple(used),
+    )
+
+
+def rank_sublayers(influence: SublayerInfluence, what: str) -> LayerRanking:
+    """Rank the attention or the MLP of every layer by its Block Influence (LLM-Drop, arXiv:2406.15786).
+
+    Raises LyapunovPruneError when `what` is neither `attention` nor `mlp`.
+    """
+    if what not in KINDS:
+        raise LyapunovPruneError(f"a layer has no {what!r} to leave out; give {' or '.join(KINDS)}")
+    return LayerRanking(
+        criterion="bi",
+        alpha=None,
+        scores=influence.attention if what == "attention" else influence.mlp,
+        model=influence.measured_on.model,
+        measured_on=(influence.measured_on,),
+        what=what,
     )
 
 

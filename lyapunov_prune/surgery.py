@@ -1,4 +1,4 @@
-"""Physical layer removal in memory: a new model without the layers a plan names."""
+"""Layer removal in memory: a new model without the layers and sublayers a plan names."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from lyapunov_prune.models.families import DEPTH_ATTRIBUTES, FAMILIES, POSITION_
 from lyapunov_prune.models.layer_settings import require_attention, slice_settings
 from lyapunov_prune.models.structure import Structure, find_structure
 from lyapunov_prune.plan import PruningPlan, as_plan
+from lyapunov_prune.sublayers import zero_sublayers
 
 
 def remove_layers(model: PreTrainedModel, plan: PruningPlan | Sequence[int]) -> PreTrainedModel:
@@ -24,7 +25,8 @@ def remove_layers(model: PreTrainedModel, plan: PruningPlan | Sequence[int]) -> 
     One rule for every decoder: drop the layers, renumber every nested `layer_idx` (caches are indexed by
     it), slice everything in the config that speaks of single layers (some models read it while they
     run), set the layer count. What a family needs beyond it stands in `models/families.py`. Removed
-    layers are not copied.
+    layers are not copied. Where the plan drops a sublayer alone, its output projection becomes zero
+    (`sublayers.py`): that computes the same and saves no time or memory.
 
     The result saves with `save_pretrained` and loads with plain transformers. A decoder that the tests do
     not vouch for is put through the gate on random tokens first (`verify_removal` is the full gate, with
@@ -32,7 +34,9 @@ def remove_layers(model: PreTrainedModel, plan: PruningPlan | Sequence[int]) -> 
     family's checkpoint format cannot express, or a decoder that fails the gate.
     """
     plan = as_plan(model, plan)
-    pruned = _without(model, plan)
+    pruned = _without(model, plan) if plan.remove else copy.deepcopy(model)
+    attention, mlp = (tuple(plan.kept.index(i) for i in drop) for drop in (plan.drop_attention, plan.drop_mlp))
+    zero_sublayers(pruned, attention, mlp)
     if find_structure(model).model_type not in TRUSTED:
         report = verify_removal(model, pruned, plan)
         if not report.passed:
@@ -67,6 +71,17 @@ def _without(model: PreTrainedModel, plan: PruningPlan) -> PreTrainedModel:
     return pruned
 
 
+def drop_sublayers(
+    model: PreTrainedModel, *, attention: Sequence[int] = (), mlp: Sequence[int] = ()
+) -> PreTrainedModel:
+    """A new model that computes as `model` without the attention or the MLP of these layers.
+
+    Their output projections are zero: parameters, time and memory stay as they were. Raises as
+    `remove_layers` does, and for layers without such a branch.
+    """
+    return remove_layers(model, PruningPlan.given(model, drop_attention=attention, drop_mlp=mlp))
+
+
 def _renumber(pruned: PreTrainedModel, layers: nn.ModuleList, kept: tuple[int, ...], total: int) -> None:
     done: set[int] = set()  # layers may share a module, which must not be renumbered twice
     for new, old in enumerate(kept):
@@ -87,8 +102,14 @@ def _rename_ties(pruned: PreTrainedModel) -> None:
     tied = {name: module for name, module in pruned.named_modules() if "_tied_weights_keys" in vars(module)}
     if not tied:
         return
-    with torch.device("meta"):
-        fresh = type(pruned)(copy.deepcopy(pruned.config))
+    try:
+        with torch.device("meta"):
+            fresh = type(pruned)(copy.deepcopy(pruned.config))
+    except Exception as error:  # the family's own code says what it cannot build, in its own way
+        raise LyapunovPruneError(
+            f"these layers of {type(pruned).__name__} cannot be removed correctly: without them no such model can be "
+            f"built ({type(error).__name__}: {' '.join(str(error).split())[:100]}); remove other layers"
+        ) from None
     for name, module in tied.items():
         module._tied_weights_keys = fresh.get_submodule(name)._tied_weights_keys
     pruned.all_tied_weights_keys = fresh.all_tied_weights_keys

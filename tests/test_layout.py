@@ -32,6 +32,8 @@ ORDER = [
     "influence",
     "activations",
     "branches",
+    "sublayers",
+    "branch_influence",
     "jacobian",
     "profile",
     "plan",
