@@ -323,5 +323,4 @@ def _attempt(name: str, check: Callable[[], GateCheck]) -> GateCheck:
 
 
 def _crashed(name: str, error: Exception) -> GateCheck:
-    lines = str(error).strip().splitlines() or [""]
-    return GateCheck(name, False, float("inf"), 0.0, f"{type(error).__name__}: {lines[0]}")
+    return GateCheck(name, False, float("inf"), 0.0, f"{type(error).__name__}: {' '.join(str(error).split())[:200]}")

@@ -31,15 +31,26 @@ def with_hidden(output: Any, hidden: torch.Tensor) -> Any:
 
 
 @contextmanager
-def residual_stream(structure: Structure, visit: Visit, inject: Inject | None = None) -> Iterator[None]:
+def residual_stream(
+    structure: Structure, visit: Visit, inject: Inject | None = None, *, one_state: bool = True
+) -> Iterator[None]:
     """Call `visit(l, h_l)` for `l = 0 … L` on every forward inside the block.
 
     `h_0` enters layer 0 (after `inject`, if given, has replaced it), `h_{l+1}` leaves layer `l`, before
-    the final norm. Hooks are removed on the way out, also after an exception.
+    the final norm. Hooks are removed on the way out, also after an exception. With `one_state` a decoder
+    that carries several states a token (windows × tokens × width does not hold) raises LyapunovPruneError.
     """
 
+    def checked(hidden: torch.Tensor) -> torch.Tensor:
+        if one_state and hidden.ndim != 3:
+            raise LyapunovPruneError(
+                f"{type(structure.backbone).__name__} carries several states a token (shape {tuple(hidden.shape)}); "
+                "its layers can be removed, but what they do to an error is not defined here"
+            )
+        return hidden
+
     def first(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        hidden = layer_input(args, kwargs)
+        hidden = checked(layer_input(args, kwargs))
         if inject is not None:
             hidden = inject(hidden)
             args, kwargs = ((hidden, *args[1:]), kwargs) if args else (args, {**kwargs, "hidden_states": hidden})
@@ -47,7 +58,7 @@ def residual_stream(structure: Structure, visit: Visit, inject: Inject | None = 
         return args, kwargs
 
     def after(index: int) -> Callable[..., None]:
-        return lambda module, args, output: visit(index + 1, hidden_of(output))
+        return lambda module, args, output: visit(index + 1, checked(hidden_of(output)))
 
     handles = [structure.layers[0].register_forward_pre_hook(first, with_kwargs=True)]
     try:
@@ -63,10 +74,21 @@ def residual_stream(structure: Structure, visit: Visit, inject: Inject | None = 
 def skipped(structure: Structure, layers: tuple[int, ...]) -> Iterator[None]:
     """Every forward inside the block passes over `layers`: each returns the hidden state it was given.
 
+    A second state that goes from layer to layer beside it (Zaya's routers) is handed on as well. What a
+    layer leaves elsewhere for others, shared keys and values, stays: skipping leaves out what a layer adds
+    to the residual stream, not what others read from it.
+
     The layers still compute, so this is a reference for removal and no faster than the full model.
     """
 
     def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
+        if isinstance(output, tuple):
+            given = args[: len(output)]
+            passed = [
+                before if before is None or getattr(before, "shape", None) == getattr(after, "shape", ()) else after
+                for before, after in zip(given, output, strict=False)
+            ]
+            output = (*passed, *output[len(passed) :])
         return with_hidden(output, layer_input(args, kwargs))
 
     handles = [structure.layers[i].register_forward_hook(hook, with_kwargs=True) for i in layers]
@@ -91,7 +113,7 @@ def require_finite(structure: Structure, ids: torch.Tensor, where: str) -> None:
         if not hidden.isfinite().all():
             raise NonFiniteError(layer, where)
 
-    with residual_stream(structure, visit):
+    with residual_stream(structure, visit, one_state=False):
         run_backbone(structure, ids)
 
 

@@ -73,7 +73,25 @@ def test_the_largest_list_of_the_right_length_wins(tiny: Make) -> None:
     assert find_structure(model).layers_path == "model.layers"
 
 
+def test_the_decoder_of_an_encoder_decoder_counts_its_own_layers() -> None:
+    """In a BART config `num_hidden_layers` is the number of encoder layers."""
+    config = transformers.BartConfig(
+        vocab_size=97, d_model=32, encoder_layers=2, decoder_layers=3, decoder_attention_heads=4, decoder_ffn_dim=48
+    )
+    config.is_encoder_decoder = False
+    found = find_structure(transformers.BartForCausalLM(config))
+    assert (found.num_layers, found.count, found.layers_path) == (3, "decoder_layers", "model.decoder.layers")
+
+
 # What is refused.
+
+
+def test_layers_in_separate_lists_are_refused(tiny: Make) -> None:
+    """XLM keeps attentions and feed-forwards apart: there is no layer to skip, measure or remove."""
+    model = tiny("llama")
+    model.model.attentions = nn.ModuleList(nn.Linear(32, 32) for _ in range(LAYERS))
+    with pytest.raises(LyapunovPruneError, match=r"separate lists, model\.layers, model\.attentions"):
+        find_structure(model)
 
 
 def test_a_model_without_a_list_of_its_layers_is_refused(tiny: Make) -> None:

@@ -7,10 +7,11 @@ from typing import Any
 import pytest
 import torch
 from conftest import LAYERS, TINY, make_tiny
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, PreTrainedModel
 
 from lyapunov_prune import LyapunovPruneError, remove_layers, verify_removal
 from lyapunov_prune.models.families import FAMILIES, TRUSTED, Family
+from lyapunov_prune.models.layer_settings import slice_settings
 from lyapunov_prune.models.structure import find_structure
 
 REMOVALS = {
@@ -117,9 +118,16 @@ def test_an_unlisted_family_that_passes_the_gate_is_handed_out(ids: torch.Tensor
 
 
 def test_an_unlisted_family_that_fails_is_refused_with_the_reason() -> None:
-    """Beam weighs what a layer adds by the layer's number, and no checkpoint can say otherwise."""
-    with pytest.raises(LyapunovPruneError, match=r"layers of Beam.* cannot be removed correctly: reloads as saved: "):
-        remove_layers(tiny_config("beam", num_experts=4, num_experts_per_tok=2, n_group=2, topk_group=1), [0])
+    """The last layer of this family alone has an output bias; without its entry the gate finds the key missing."""
+    model = tiny_config("gpt_neox_japanese")
+    with pytest.raises(LyapunovPruneError, match="only the last layer of this family has an output bias; keep it"):
+        remove_layers(model, [3])
+    entry = FAMILIES.pop("gpt_neox_japanese")
+    try:
+        with pytest.raises(LyapunovPruneError, match="cannot be removed correctly: reloads as saved: 1 missing keys"):
+            remove_layers(model, [3])
+    finally:
+        FAMILIES["gpt_neox_japanese"] = entry
 
 
 def test_a_step_becomes_a_list_of_exceptions(ids: torch.Tensor) -> None:
@@ -128,3 +136,53 @@ def test_a_step_becomes_a_list_of_exceptions(ids: torch.Tensor) -> None:
     pruned = remove_layers(model, [0])
     assert (pruned.config.decoder_sparse_step, pruned.config.mlp_only_layers) == (1, [1])
     assert verify_removal(model, pruned, [0], ids).passed
+
+
+def sliced(kept: tuple[int, ...], total: int = 8, **settings: Any) -> dict[str, Any]:
+    config = LlamaConfig(num_hidden_layers=total)
+    for name, value in settings.items():
+        setattr(config, name, value)
+    slice_settings(config, "num_hidden_layers", kept, total)
+    return {name: getattr(config, name) for name in settings}
+
+
+KEPT = (1, 2, 5, 7)
+
+
+@pytest.mark.parametrize(
+    ("name", "before", "after"),
+    [
+        ("kinds", list("abcdefgh"), list("bcfh")),
+        ("flags", (1, 1, 0, 1, 1, 0, 1, 0), (1, 0, 0, 0)),
+        ("suppressed_tokens", list(range(8)), list(range(8))),
+        ("unrelated", [1, 2, 3], [1, 2, 3]),
+        ("moe_layers", [1, 3, 5, 7], [0, 2, 3]),
+        ("moe_layers", list(range(8)), [0, 1, 2, 3]),  # as long as there are layers, and still indices
+        ("mlp_only_layers", [], []),
+        ("first_k_dense_replace", 3, 2),
+        ("first_k_dense_replace", 0, 0),
+        ("num_kv_shared_layers", 3, 2),
+    ],
+)
+def test_what_a_config_says_of_single_layers_follows(name: str, before: Any, after: Any) -> None:
+    assert sliced(KEPT, **{name: before}) == {name: after}
+
+
+def test_a_step_and_its_exceptions_become_exceptions() -> None:
+    """Sparse are 1, 5 and 7 of eight: every second one but 3."""
+    after = sliced(KEPT, decoder_sparse_step=2, mlp_only_layers=[3])
+    assert after == {"decoder_sparse_step": 1, "mlp_only_layers": [1]}
+
+
+def test_overrides_of_single_layers_move_with_them() -> None:
+    config = LlamaConfig(num_hidden_layers=4, per_layer_config={1: {"head_dim": 8}, 2: {"head_dim": 16}})
+    slice_settings(config, "num_hidden_layers", (0, 2), 4)
+    assert [layer.head_dim for layer in config.per_layer_config] == [LlamaConfig().head_dim, 16]
+
+
+def test_a_hybrid_keeps_a_layer_with_attention() -> None:
+    kinds = ["linear_attention", "full_attention", "linear_attention", "full_attention"]
+    model = tiny_config("qwen3_5_text", layer_types=kinds)
+    with pytest.raises(LyapunovPruneError, match=r"no layer with attention is left.*; keep one of layers 1, 3"):
+        remove_layers(model, [1, 3])
+    assert find_structure(remove_layers(model, [1])).num_layers == 3

@@ -150,6 +150,22 @@ def _first_layer_stays(what: str) -> Callable[[Cut], None]:
     return adapt
 
 
+def _random_blocks(cut: Cut) -> None:
+    """BigBird draws its random blocks with the layer's number as seed; full attention draws none."""
+    if cut.config.attention_type == "original_full":
+        for new, layer in enumerate(cut.layers):
+            attention: Any = layer.attention
+            attention.seed = new
+
+
+def _only_the_end(cut: Cut) -> None:
+    if cut.kept != tuple(range(len(cut.kept))):
+        raise LyapunovPruneError(
+            "this family weighs what a layer adds by the layer's number, which no checkpoint holds; "
+            "remove a run at the end"
+        )
+
+
 def _last_layer_stays(cut: Cut) -> None:
     if cut.kept[-1] != cut.before.num_hidden_layers - 1:
         raise LyapunovPruneError("only the last layer of this family has an output bias; keep it")
@@ -196,6 +212,38 @@ def _shared_keys(cut: Cut) -> None:
     for new, layer in enumerate(cut.layers):
         attention: Any = layer.self_attn
         attention.store_full_length_kv = cut.config.kv_sharing_modes[new] == "store"
+
+
+def _shared_index(cut: Cut) -> None:
+    """A layer with a shared indexer attends to the tokens that the last full indexer before it chose."""
+    kinds = cut.before.indexer_types
+    for i in cut.kept:
+        source = max((j for j in range(i + 1) if kinds[j] == "full"), default=i)
+        if source not in cut.kept:
+            raise LyapunovPruneError(
+                f"layer {i} attends to the tokens that layer {source} chooses; "
+                f"keep layer {source}, or remove every layer that follows its choice"
+            )
+
+
+def _ngram_layers(cut: Cut) -> None:
+    """Qwen 4 counts the layers with n-gram embeddings from one, and sizes their tables by their order."""
+    before = [i - 1 for i in cut.before.ple_layer_ids]
+    left = [i for i in before if i in cut.kept]
+    if left != before[: len(left)]:
+        first = next(i for i in before if i not in left)
+        raise LyapunovPruneError(
+            f"the n-gram tables of layers {', '.join(map(str, left))} have sizes that count those before them; "
+            f"keep layer {first}"
+        )
+    cut.config.ple_layer_ids = [cut.kept.index(i) + 1 for i in left]
+
+
+def _refused(reason: str) -> Callable[[Cut], None]:
+    def adapt(cut: Cut) -> None:
+        raise LyapunovPruneError(f"no layer of this family can be removed alone: {reason}")
+
+    return adapt
 
 
 def _gemma4(cut: Cut) -> None:
@@ -259,6 +307,8 @@ def _zamba2_leaves(layers: nn.ModuleList, config: Any, removed: tuple[int, ...])
 
 _PER_LAYER_INPUTS = (("embed_tokens_per_layer", 1), ("per_layer_model_projection", 0))
 FAMILIES: dict[str, Family] = {
+    "big_bird": Family(adapt=_random_blocks),
+    "beam": Family(adapt=_only_the_end),
     "diffllama": Family(adapt=_diffllama),
     "ernie4_5_moe": Family(adapt=_ernie_experts),
     "gemma3n_text": Family(adapt=_shared_keys, tables=_PER_LAYER_INPUTS),
@@ -267,11 +317,15 @@ FAMILIES: dict[str, Family] = {
     "gpt2": Family(adapt=_gpt2),
     "gpt_neo": Family(adapt=_attention_types),
     "gpt_neox_japanese": Family(adapt=_last_layer_stays),
+    "glm_moe_dsa": Family(adapt=_shared_index),
+    "hy_v4": Family(adapt=_shared_index),
+    "inkling2_text": Family(adapt=_refused("every block of layers reads the outputs of all blocks before it")),
     "jamba": Family(adapt=_jamba),
     "longcat_flash": Family(adapt=_longcat),
     "minimax": Family(adapt=_first_has_attention),
     "minicpm3": Family(adapt=_residual_scale),
     "modernbert-decoder": Family(adapt=_first_layer_stays("has no norm before its attention")),
+    "qwen4_exp_text": Family(adapt=_ngram_layers),
     "recurrent_gemma": Family(adapt=_block_types),
     "zamba": Family(adapt=_zamba),
     "zamba2": Family(adapt=_zamba2, leaves=_zamba2_leaves),

@@ -71,7 +71,15 @@ def find_structure(model: PreTrainedModel) -> Structure:
             if isinstance(module, nn.ModuleList) and len(module) == length
         }
         if lists:
-            path = max(lists, key=lambda name: sum(p.numel() for p in lists[name].parameters()))
+            sizes = {name: sum(p.numel() for p in module.parameters()) for name, module in lists.items()}
+            path = max(lists, key=lambda name: sizes[name])
+            parent = path.rpartition(".")[0]
+            parts = [name for name in lists if name.rpartition(".")[0] == parent and sizes[name] > 0.05 * sizes[path]]
+            if len(parts) > 1:
+                raise LyapunovPruneError(
+                    f"{kind} ({config.model_type}) keeps the parts of its layers in separate lists, "
+                    f"{', '.join(parts)}; this decoder is not supported"
+                )
             return Structure(
                 model_type=config.model_type,
                 backbone=model.base_model,

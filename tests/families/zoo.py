@@ -107,6 +107,7 @@ _TEXT = {name: SMALL[name] for name in list(SMALL)[:11] if name != "head_dim"}
 CHANGES: dict[str, dict[str, Any]] = {
     "bailing_hybrid": {**_MIXED, "num_key_value_heads": 4},
     "bamba": {"attn_layer_indices": [2, 5, 7]},
+    "big_bird": {"attention_type": "original_full"},  # it switches to this by itself on short inputs
     "blt": {
         "patcher_config": {
             "hidden_size": 32,
@@ -169,7 +170,14 @@ CHANGES: dict[str, dict[str, Any]] = {
     "flint": _DENSE_AND_SPARSE,
     "gemma2": {"query_pre_attn_scalar": 8},
     "gemma3_text": {"query_pre_attn_scalar": 8, "sliding_window_pattern": 3},
-    "gemma3n_text": {**_PER_LAYER, **_SHARED, "num_kv_shared_layers": 2, "laurel_rank": 4, "altup_num_inputs": 2},
+    "gemma3n_text": {
+        **_PER_LAYER,
+        **_SHARED,
+        "num_kv_shared_layers": 2,
+        "laurel_rank": 4,
+        "altup_num_inputs": 2,
+        "activation_sparsity_pattern": [0.5, 0.0] * 4,
+    },
     "gemma4_text": {**_PER_LAYER, **_SHARED, "num_kv_shared_layers": 2, "global_head_dim": 8},
     "gemma4_unified_text": {**_SHARED, "num_kv_shared_layers": 2, "global_head_dim": 8},
     "got_ocr2": {
@@ -179,6 +187,7 @@ CHANGES: dict[str, dict[str, Any]] = {
     "git": {"vision_config": _VISION},
     "gpt_neo": {"attention_types": [[["global", "local"], 4]], "window_size": 8},
     "gptj": _ROTARY,
+    "glm_moe_dsa": {"indexer_types": ["full", "full", "shared", "full", "full", "full", "shared", "full"]},
     "granitemoehybrid": _MIXED,
     "inkling2_text": {
         "swa_num_attention_heads": 4,
@@ -233,7 +242,7 @@ CHANGES: dict[str, dict[str, Any]] = {
     },
     "prophetnet": {"num_encoder_layers": LAYERS, "num_decoder_layers": LAYERS, "num_decoder_attention_heads": 4},
     "qwen4_exp_text": {
-        "layer_types": ["linear_attention", "indexed_attention"] * 4,
+        "layer_types": ["indexed_attention" if i in (2, 5, 7) else "linear_attention" for i in range(LAYERS)],
         "indexer_n_heads": 2,
         "indexer_kv_heads": 1,
         "indexer_head_dim": 8,
@@ -279,6 +288,8 @@ CHANGES: dict[str, dict[str, Any]] = {
     "smollm3": {"no_rope_layer_interval": 3, **_ALTERNATING},
     "xlnet": {"d_inner": 48},
     "xmod": {"default_language": "en_XX"},
+    # Transformers gives other weights back where this family ties its embeddings.
+    "youtu": {"tie_word_embeddings": False},
     "zamba": {"attn_layer_period": 2, "attn_layer_offset": 0, "attention_head_dim": 16, "attention_hidden_size": 64},
     "zamba2": {
         "layers_block_type": [*_LINEAR, "hybrid", *_LINEAR, "hybrid", *_LINEAR[1:], "hybrid"],
@@ -293,6 +304,7 @@ CHANGES: dict[str, dict[str, Any]] = {
 # A family whose switch changes what removal has to do, once more with the switch on.
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "zamba2-two-blocks": ("zamba2", {"num_mem_blocks": 2}),
+    "ernie4_5_moe-interval": ("ernie4_5_moe", {"moe_layer_interval": 2, "moe_layer_end_index": 6}),
     "gpt2-inverse-layer": ("gpt2", {"scale_attn_by_inverse_layer_idx": True}),
     "qwen2_moe-sparse-step": ("qwen2_moe", {"decoder_sparse_step": 2, "mlp_only_layers": [3]}),
 }
