@@ -18,7 +18,7 @@ from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.store import Store
 
 ABOUT = {"text": "a", "tokens": 5}
-JOBS = [f"job {i}" for i in range(60)]
+JOBS = [f"job {i}" for i in range(50)]
 
 
 def value_of(key: str) -> dict[str, Any]:
