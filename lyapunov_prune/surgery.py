@@ -12,7 +12,8 @@ from transformers import PreTrainedModel
 
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.gate import verify_removal
-from lyapunov_prune.models.families import DEPTH_ATTRIBUTES, FAMILIES, POSITION_ATTRIBUTES, TRUSTED, Cut
+from lyapunov_prune.models.adaptations import Cut
+from lyapunov_prune.models.families import DEPTH_ATTRIBUTES, FAMILIES, POSITION_ATTRIBUTES, TRUSTED
 from lyapunov_prune.models.layer_settings import require_attention, slice_settings
 from lyapunov_prune.models.structure import Structure, find_structure
 from lyapunov_prune.plan import PruningPlan, as_plan

@@ -2,21 +2,19 @@
 
 The general rule renumbers every `layer_idx` (surgery.py) and slices everything in the config that speaks
 of single layers (layer_settings.py). An entry here holds only what the rule cannot know; most families
-need none. A removal that the family's checkpoint format cannot express is refused here, with the reason.
+need none.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
-import torch
 from torch import nn
-from transformers import PreTrainedModel
 
-from lyapunov_prune.errors import LyapunovPruneError
+from lyapunov_prune.models import adaptations as adapt
+from lyapunov_prune.models.adaptations import Cut
 
 # Attributes of a module that hold the position of its layer, and the number of layers.
 POSITION_ATTRIBUTES = ("layer_idx", "layer_id", "layer_number")
@@ -25,16 +23,6 @@ DEPTH_ATTRIBUTES = ("num_hidden_layers",)
 # Families of which the tests put every kind through the gate: they are handed out without it. Every other
 # decoder has to pass it before.
 TRUSTED = frozenset({"gemma2", "gemma3_text", "gpt2", "gpt_neox", "llama", "mistral", "opt", "phi3", "qwen2", "qwen3"})
-
-
-class Cut(NamedTuple):
-    """A model after the general rule: `layers[new]` was layer `kept[new]` of a model with config `before`."""
-
-    model: PreTrainedModel
-    layers: nn.ModuleList
-    config: Any
-    before: Any
-    kept: tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -50,283 +38,28 @@ class Family:
     leaves: Callable[[nn.ModuleList, Any, tuple[int, ...]], list[nn.Parameter]] | None = None
 
 
-@torch.no_grad()
-def _gpt2(cut: Cut) -> None:
-    """With `scale_attn_by_inverse_layer_idx` the scores are divided by the layer's number.
-
-    A reloaded layer divides by its new number, so the quotient moves into the queries.
-    """
-    if not cut.config.scale_attn_by_inverse_layer_idx:
-        return
-    for new, old in enumerate(cut.kept):
-        attention: Any = cut.layers[new].attn
-        width = attention.split_size
-        attention.c_attn.weight[:, :width] *= (new + 1) / (old + 1)
-        attention.c_attn.bias[:width] *= (new + 1) / (old + 1)
-        attention.scaling *= (old + 1) / (new + 1)
-
-
-@torch.no_grad()
-def _diffllama(cut: Cut) -> None:
-    """`λ = exp(q₁·k₁) − exp(q₂·k₂) + λ_init` and a factor `1 − λ_init`, with `λ_init` fixed by the position.
-
-    λ_init falls with the position, so exp(q₁·k₁) takes up the difference; the factor moves into the
-    output projection.
-    """
-    for new, old in enumerate(cut.kept):
-        attention: Any = cut.layers[new].self_attn
-        was, now = (0.8 - 0.6 * math.exp(-0.3 * i) for i in (old, new))
-        q, k = attention.lambda_q1.double(), attention.lambda_k1.double()
-        score = q @ k
-        if new != old and not k.any():
-            raise LyapunovPruneError(f"layer {old} has lambda_k1 = 0, into which its depth cannot be folded; keep it")
-        if new != old:
-            step = torch.log(score.exp() + was - now) - score
-            attention.lambda_q1.copy_(q + k * step / (k @ k))
-        attention.o_proj.weight *= (1 - was) / (1 - now)
-        attention.lambda_init = now
-
-
-def _attention_types(cut: Cut) -> None:
-    """GPT-Neo repeats a pattern; one pattern a layer says the same."""
-    cut.config.attention_types = [[[kind], 1] for kind in cut.config.attention_layers]
-
-
-def _block_types(cut: Cut) -> None:
-    """RecurrentGemma repeats `block_types`; written out once a layer nothing is repeated."""
-    cycle = cut.before.block_types
-    cut.config.block_types = [cycle[i % len(cycle)] for i in cut.kept]
-
-
-def _jamba(cut: Cut) -> None:
-    _set_period(cut, "attn_layer_period", "attn_layer_offset")
-    _set_period(cut, "expert_layer_period", "expert_layer_offset")
-
-
-def _set_period(cut: Cut, period: str, offset: str) -> None:
-    """Find `period` and `offset` such that `i % period == offset` marks the layers that it marked before."""
-    before, depth = cut.before, len(cut.kept)
-    wanted = [i % getattr(before, period) == getattr(before, offset) for i in cut.kept]
-    for p in range(1, depth + 2):
-        for o in range(p):
-            if [i % p == o for i in range(depth)] == wanted:
-                setattr(cut.config, period, p)
-                setattr(cut.config, offset, o)
-                return
-    marked = ", ".join(str(i) for i, yes in enumerate(wanted) if yes)
-    raise LyapunovPruneError(
-        f"{period} and {offset} describe every n-th layer, and {marked} of the {depth} layers left are none such; "
-        "remove whole periods, or a run at the end"
-    )
-
-
-def _ernie_experts(cut: Cut) -> None:
-    """Experts sit in every `moe_layer_interval`-th layer from a first to a last one."""
-    before = cut.before
-    last = before.moe_layer_end_index
-    sparse = [(i + 1) % before.moe_layer_interval == 0 and before.moe_layer_start_index <= i <= last for i in cut.kept]
-    marked = [i for i, yes in enumerate(sparse) if yes]
-    config = cut.config
-    config.moe_layer_start_index = marked[0] if marked else len(cut.kept)
-    config.moe_layer_end_index = marked[-1] if marked else len(cut.kept) - 1
-    for interval in range(1, len(cut.kept) + 2):
-        if sparse == [
-            (i + 1) % interval == 0 and config.moe_layer_start_index <= i <= config.moe_layer_end_index
-            for i in range(len(cut.kept))
-        ]:
-            config.moe_layer_interval = interval
-            return
-    raise LyapunovPruneError(
-        f"moe_layer_interval describes every n-th layer, and {marked} of the {len(cut.kept)} left are none such; "
-        "remove whole intervals, or a run at the end"
-    )
-
-
-def _first_layer_stays(what: str) -> Callable[[Cut], None]:
-    def adapt(cut: Cut) -> None:
-        if cut.kept[0] != 0:
-            raise LyapunovPruneError(f"the first layer of this family {what}, and no other can be first; keep layer 0")
-
-    return adapt
-
-
-def _random_blocks(cut: Cut) -> None:
-    """BigBird draws its random blocks with the layer's number as seed; full attention draws none."""
-    if cut.config.attention_type == "original_full":
-        for new, layer in enumerate(cut.layers):
-            attention: Any = layer.attention
-            attention.seed = new
-
-
-def _only_the_end(cut: Cut) -> None:
-    if cut.kept != tuple(range(len(cut.kept))):
-        raise LyapunovPruneError(
-            "this family weighs what a layer adds by the layer's number, which no checkpoint holds; "
-            "remove a run at the end"
-        )
-
-
-def _last_layer_stays(cut: Cut) -> None:
-    if cut.kept[-1] != cut.before.num_hidden_layers - 1:
-        raise LyapunovPruneError("only the last layer of this family has an output bias; keep it")
-
-
-def _first_has_attention(cut: Cut) -> None:
-    """MiniMax reads the length of the cache at the first layer, where linear attention keeps none."""
-    if cut.config.layer_types[0] != "full_attention":
-        raise LyapunovPruneError(
-            "this family counts positions in the cache of its first layer, and that would have no attention; "
-            f"keep a layer with full attention before layer {cut.kept[0]}"
-        )
-
-
-def _residual_scale(cut: Cut) -> None:
-    """MiniCPM multiplies each branch by `scale_depth / √layers`; the quotient stays."""
-    cut.config.scale_depth *= math.sqrt(len(cut.kept) / cut.before.num_hidden_layers)
-
-
-def _longcat(cut: Cut) -> None:
-    """Each layer has two attentions with a cache each; `num_hidden_layers` counts the caches."""
-    cut.config.num_hidden_layers = 2 * len(cut.kept)
-    for new, layer in enumerate(cut.layers):
-        attentions: Any = layer.self_attn
-        for part, attention in enumerate(attentions):
-            attention.layer_idx = 2 * new + part
-
-
-def _shared_keys(cut: Cut) -> None:
-    """The last `num_kv_shared_layers` read keys and values of the last layer of their kind before them.
-
-    Skipping a layer leaves out what it adds to the residual stream, not what others read from it: a
-    reader whose source goes cannot be expressed.
-    """
-    modes = cut.before.kv_sharing_modes
-    kinds = cut.before.layer_types
-    readers = {kinds[i]: i for i in cut.kept if modes[i] == "reuse"}
-    for source, mode in enumerate(modes):
-        if mode == "store" and source not in cut.kept and kinds[source] in readers:
-            raise LyapunovPruneError(
-                f"layer {readers[kinds[source]]} reads the keys and values of layer {source}; "
-                f"keep layer {source}, or remove every layer that reads it"
-            )
-    for new, layer in enumerate(cut.layers):
-        attention: Any = layer.self_attn
-        attention.store_full_length_kv = cut.config.kv_sharing_modes[new] == "store"
-
-
-def _shared_index(cut: Cut) -> None:
-    """A layer with a shared indexer attends to the tokens that the last full indexer before it chose."""
-    kinds = cut.before.indexer_types
-    for i in cut.kept:
-        source = max((j for j in range(i + 1) if kinds[j] == "full"), default=i)
-        if source not in cut.kept:
-            raise LyapunovPruneError(
-                f"layer {i} attends to the tokens that layer {source} chooses; "
-                f"keep layer {source}, or remove every layer that follows its choice"
-            )
-
-
-def _ngram_layers(cut: Cut) -> None:
-    """Qwen 4 counts the layers with n-gram embeddings from one, and sizes their tables by their order."""
-    before = [i - 1 for i in cut.before.ple_layer_ids]
-    left = [i for i in before if i in cut.kept]
-    if left != before[: len(left)]:
-        first = next(i for i in before if i not in left)
-        raise LyapunovPruneError(
-            f"the n-gram tables of layers {', '.join(map(str, left))} have sizes that count those before them; "
-            f"keep layer {first}"
-        )
-    cut.config.ple_layer_ids = [cut.kept.index(i) + 1 for i in left]
-
-
-def _refused(reason: str) -> Callable[[Cut], None]:
-    def adapt(cut: Cut) -> None:
-        raise LyapunovPruneError(f"no layer of this family can be removed alone: {reason}")
-
-    return adapt
-
-
-def _gemma4(cut: Cut) -> None:
-    if cut.config.layer_types[-1] != "full_attention":
-        raise LyapunovPruneError(
-            "the last layer of this family always has full attention on loading, and layer "
-            f"{cut.kept[-1]} has {cut.config.layer_types[-1]}; keep the last layer with full attention and remove none "
-            "after it alone"
-        )
-    _shared_keys(cut)
-    for module in cut.model.modules():
-        if hasattr(module, "first_kv_shared_layer_idx"):
-            module.first_kv_shared_layer_idx = len(cut.kept) - cut.config.num_kv_shared_layers
-
-
-def _zamba(cut: Cut) -> None:
-    """Loading ties the shared block of the first hybrid layer to the others, and raises without others."""
-    if sum(kind == "hybrid" for kind in cut.config.layers_block_type) == 1:
-        raise LyapunovPruneError("one hybrid layer is left, which this family cannot load; keep two of them, or none")
-
-
-def _adapters(layer: nn.Module) -> list[tuple[nn.Module, str, nn.ModuleList]]:
-    """Zamba 2: the lists of adapters in a shared block, one adapter a hybrid layer of the model."""
-    shared = getattr(layer, "shared_transformer", nn.Identity())
-    return [
-        (module, name, child)
-        for module in shared.modules()
-        for name, child in module.named_children()
-        if isinstance(child, nn.ModuleList)
-    ]
-
-
-def _zamba2(cut: Cut) -> None:
-    """Hybrid layers take `num_mem_blocks` shared blocks in turn; adapters go by the hybrid's number."""
-    left = [j for j, old in enumerate(cut.before.hybrid_layer_ids) if old in cut.kept]
-    blocks = [j % cut.before.num_mem_blocks for j in left]
-    turn = list(dict.fromkeys(blocks))
-    if any(block != turn[j % len(turn)] for j, block in enumerate(blocks)):
-        raise LyapunovPruneError(
-            f"hybrid layers take {cut.before.num_mem_blocks} shared blocks in turn, and those left would take "
-            f"{', '.join(map(str, blocks))}; remove hybrid layers so that the turn is kept"
-        )
-    cut.config.num_mem_blocks = len(turn) or 1
-    for layer in cut.layers:
-        for module, name, adapters in _adapters(layer):
-            setattr(module, name, nn.ModuleList(adapters[j] for j in left))
-        for module in getattr(layer, "shared_transformer", nn.Identity()).modules():
-            holder: Any = module
-            if hasattr(holder, "block_id"):
-                holder.block_id = turn.index(holder.block_id)
-            if hasattr(holder, "layer_dic"):
-                holder.layer_dic = {new: j for j, new in enumerate(cut.config.hybrid_layer_ids)}
-                holder.num_fwd_mem_blocks = len(left)
-
-
-def _zamba2_leaves(layers: nn.ModuleList, config: Any, removed: tuple[int, ...]) -> list[nn.Parameter]:
-    """The adapters of removed hybrid layers, which lie in blocks that other layers still use."""
-    gone = [j for j, old in enumerate(config.hybrid_layer_ids) if old in removed]
-    return [p for layer in layers for _, _, lists in _adapters(layer) for j in gone for p in lists[j].parameters()]
-
-
 _PER_LAYER_INPUTS = (("embed_tokens_per_layer", 1), ("per_layer_model_projection", 0))
 FAMILIES: dict[str, Family] = {
-    "big_bird": Family(adapt=_random_blocks),
-    "beam": Family(adapt=_only_the_end),
-    "diffllama": Family(adapt=_diffllama),
-    "ernie4_5_moe": Family(adapt=_ernie_experts),
-    "gemma3n_text": Family(adapt=_shared_keys, tables=_PER_LAYER_INPUTS),
-    "gemma4_text": Family(adapt=_gemma4, tables=_PER_LAYER_INPUTS),
-    "gemma4_unified_text": Family(adapt=_gemma4),
-    "gpt2": Family(adapt=_gpt2),
-    "gpt_neo": Family(adapt=_attention_types),
-    "gpt_neox_japanese": Family(adapt=_last_layer_stays),
-    "glm_moe_dsa": Family(adapt=_shared_index),
-    "hy_v4": Family(adapt=_shared_index),
-    "inkling2_text": Family(adapt=_refused("every block of layers reads the outputs of all blocks before it")),
-    "jamba": Family(adapt=_jamba),
-    "longcat_flash": Family(adapt=_longcat),
-    "minimax": Family(adapt=_first_has_attention),
-    "minicpm3": Family(adapt=_residual_scale),
-    "modernbert-decoder": Family(adapt=_first_layer_stays("has no norm before its attention")),
-    "qwen4_exp_text": Family(adapt=_ngram_layers),
-    "recurrent_gemma": Family(adapt=_block_types),
-    "zamba": Family(adapt=_zamba),
-    "zamba2": Family(adapt=_zamba2, leaves=_zamba2_leaves),
+    "beam": Family(adapt=adapt.only_the_end),
+    "big_bird": Family(adapt=adapt.random_blocks),
+    "diffllama": Family(adapt=adapt.diffllama),
+    "ernie4_5_moe": Family(adapt=adapt.ernie_experts),
+    "gemma3n_text": Family(adapt=adapt.shared_keys, tables=_PER_LAYER_INPUTS),
+    "gemma4_text": Family(adapt=adapt.gemma4, tables=_PER_LAYER_INPUTS),
+    "gemma4_unified_text": Family(adapt=adapt.gemma4),
+    "glm_moe_dsa": Family(adapt=adapt.shared_index),
+    "gpt2": Family(adapt=adapt.gpt2),
+    "gpt_neo": Family(adapt=adapt.attention_types),
+    "gpt_neox_japanese": Family(adapt=adapt.last_layer_stays),
+    "hy_v4": Family(adapt=adapt.shared_index),
+    "inkling2_text": Family(adapt=adapt.refused("every block of layers reads the outputs of all blocks before it")),
+    "jamba": Family(adapt=adapt.jamba),
+    "longcat_flash": Family(adapt=adapt.longcat),
+    "minicpm3": Family(adapt=adapt.residual_scale),
+    "minimax": Family(adapt=adapt.first_has_attention),
+    "modernbert-decoder": Family(adapt=adapt.first_layer_stays("has no norm before its attention")),
+    "qwen4_exp_text": Family(adapt=adapt.ngram_layers),
+    "recurrent_gemma": Family(adapt=adapt.block_types),
+    "zamba": Family(adapt=adapt.zamba),
+    "zamba2": Family(adapt=adapt.zamba2, leaves=adapt.zamba2_leaves),
 }

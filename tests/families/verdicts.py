@@ -1,14 +1,16 @@
-"""What the gate says about every family: `python tests/families/verdicts.py` writes the table and its page.
+"""What the gate says about every family: `python tests/families/verdicts.py [NAME ...]` writes table and page.
 
-The table is `results.json` beside this file, the page `docs/families.md`. The test compares with the table.
+With names only their rows are made anew. The table is `results.json` beside this file, the page
+`docs/families.md`. The test compares with the table.
 """
 
 from __future__ import annotations
 
 import json
 import multiprocessing
+import sys
 from pathlib import Path
-from typing import Any, TypedDict
+from typing import TypedDict
 
 import numpy as np
 import torch
@@ -176,9 +178,11 @@ def _start() -> None:
 
 
 def main() -> None:
+    names = sys.argv[1:] or list(ZOO)
     with multiprocessing.get_context("spawn").Pool(2, initializer=_start) as pool:
-        rows: list[Any] = pool.map(judge, ZOO, chunksize=1)
-    table = dict(zip(ZOO, rows, strict=True))
+        rows = dict(zip(names, pool.map(judge, names, chunksize=1), strict=True))
+    kept = load_table() if TABLE.exists() else {}
+    table = {name: rows.get(name) or kept[name] for name in ZOO}
     TABLE.write_text(json.dumps(table, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
     PAGE.write_text(page(table), encoding="utf-8")
     print("\n".join(page(table).splitlines()[6:16]))
