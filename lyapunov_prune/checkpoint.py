@@ -11,8 +11,9 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from lyapunov_prune.errors import CheckFailed
 from lyapunov_prune.files import require_empty, whole_folder
 from lyapunov_prune.gate import GateReport, verify_removal
+from lyapunov_prune.models.kinds import Pattern, find_pattern
 from lyapunov_prune.models.loading import quiet
-from lyapunov_prune.models.structure import find_structure
+from lyapunov_prune.models.structure import Structure, find_structure
 from lyapunov_prune.plan import PruningPlan
 from lyapunov_prune.results import Result, versions
 from lyapunov_prune.surgery import remove_layers
@@ -26,7 +27,8 @@ PROVENANCE = "provenance.json"
 class Provenance(Result):
     """Where a pruned checkpoint came from: plan, scores, what they were measured on, and the gate.
 
-    `kept_to_original[i]` is the index in the original model of layer `i` of the pruned one.
+    `kept_to_original[i]` is the index in the original model of layer `i` of the pruned one. `not_run` names
+    checks of the gate that were not made: logits need the model in memory.
     """
 
     source: str
@@ -34,6 +36,7 @@ class Provenance(Result):
     plan: PruningPlan
     gate: GateReport
     versions: dict[str, str]
+    not_run: tuple[str, ...] = ()
 
     def to_frame(self) -> pd.DataFrame:
         return pd.DataFrame({"layer": range(len(self.kept_to_original)), "original": self.kept_to_original})
@@ -68,11 +71,32 @@ def write_pruned(
             raise CheckFailed(
                 f"nothing written: the pruned model fails the gate, {gate.failure()}; remove other layers"
             )
-        provenance = Provenance(
-            source=plan.model.name, kept_to_original=plan.kept, plan=plan, gate=gate, versions=versions()
-        )
-        provenance.save(folder / PROVENANCE)
-        (folder / "README.md").write_text(_card(provenance, pruned.num_parameters()), encoding="utf-8")
+        return describe(folder, plan, gate, find_structure(model), pruned.num_parameters())
+
+
+def describe(
+    folder: Path,
+    plan: PruningPlan,
+    gate: GateReport,
+    structure: Structure,
+    parameters: int,
+    not_run: tuple[str, ...] = (),
+) -> Provenance:
+    """Write provenance.json and the model card beside the weights in `folder`.
+
+    `structure` is the original's, `parameters` the number that is left.
+    """
+    provenance = Provenance(
+        source=plan.model.name,
+        kept_to_original=plan.kept,
+        plan=plan,
+        gate=gate,
+        versions=versions(),
+        not_run=not_run,
+    )
+    provenance.save(folder / PROVENANCE)
+    card = _card(provenance, parameters, find_pattern(structure))
+    (folder / "README.md").write_text(card, encoding="utf-8")
     return provenance
 
 
@@ -91,13 +115,17 @@ def _removed(plan: PruningPlan) -> str:
     return "\n".join(lines)
 
 
-def _card(provenance: Provenance, parameters: int) -> str:
+def _card(provenance: Provenance, parameters: int, pattern: Pattern) -> str:
     plan, layers = provenance.plan, provenance.plan.model.num_layers
     measured = "\n".join(f"- {m.line()}" for m in plan.measured_on) or "- nothing: the layers were given by hand"
     checks = "\n".join(
         f"| {c.name} | {'passed' if c.passed else 'failed'} | {c.measured:.3g} | {c.limit:.3g} |"
         for c in provenance.gate.checks
     )
+    checks += "".join(f"\n| {name} | not run | | |" for name in provenance.not_run)
+    how = "in floating point, on some tokens"
+    if provenance.not_run:
+        how = "on the files alone: the layers were removed on disk, and no logits of this model have been computed"
     # A hub id makes a link on the hub; a local path would make the card invalid there.
     is_hub = provenance.source.count("/") == 1 and not Path(provenance.source).exists()
     base = f"base_model: {provenance.source}\n" if is_hub else ""
@@ -132,9 +160,13 @@ The scores were measured on:
 
 {measured}
 
+## Engines
+
+{_engines(pattern, plan.kept)}
+
 ## Gate
 
-Checked when this folder was written, in floating point, on some tokens:
+Checked when this folder was written, {how}:
 
 | check | result | measured | limit |
 | --- | --- | --- | --- |
@@ -142,3 +174,19 @@ Checked when this folder was written, in floating point, on some tokens:
 
 Licence and intended use are those of the original model.
 """
+
+
+def _engines(pattern: Pattern, kept: tuple[int, ...]) -> str:
+    """Who may stumble over the layers that are left, in plain words."""
+    if pattern.survives(kept):
+        return (
+            "Every layer is of the kind that the layer of its number has in the original, so an engine that runs the\n"
+            "original should need nothing but the number of layers, which config.json gives."
+        )
+    repeated = f"repeat every {pattern.period} layers" if pattern.period else "follow a pattern"
+    return (
+        f"The layers of the original are of {len(set(pattern.kinds))} kinds, which {repeated}; those of this model\n"
+        "do not any more. `transformers` reads the kind of every layer from config.json and loads it. Serving\n"
+        "engines and converters that work out the kind from the layer's number instead may refuse this model or,\n"
+        "worse, run layers as the wrong kind: compare a few outputs with those of `transformers` before use."
+    )

@@ -59,20 +59,43 @@ def load(name: str | Path, *, dtype: str | None = None, device: str = "cpu", off
     _require_device(device)
     name = str(name)
     options: dict[str, Any] = {"dtype": wanted or "auto", "device_map": device}
-    if name == BUILTIN:
-        loaded = _load_folder(builtin_folder(), options)
-    elif name.endswith(".gguf"):
+    if name.endswith(".gguf"):
         loaded = _load_gguf(Path(name), options | {"dtype": wanted or torch.float32})
-    elif Path(name).is_dir():
-        loaded = _load_folder(Path(name), options)
-    elif Path(name).exists():
-        raise LyapunovPruneError(f"{name} is a file that holds no model; give its folder, or a .gguf file")
-    elif name.startswith((".", "/", "~")) or not _HUB_ID.fullmatch(name):
-        raise LyapunovPruneError(f"no model at {name}; give a folder, a .gguf file, a hub id or {BUILTIN}")
     else:
-        loaded = _load_folder(_download(name, offline), options)
+        loaded = _load_folder(checkpoint_folder(name, offline=offline), options)
     loaded.model.config._name_or_path = name
     require_causal(loaded.model)
+    return loaded
+
+
+def checkpoint_folder(name: str, *, offline: bool = False) -> Path:
+    """The folder that holds the checkpoint `name`, fetched from the hub if need be.
+
+    Raises LyapunovPruneError with the remedy when there is none.
+    """
+    if name == BUILTIN:
+        return builtin_folder()
+    if Path(name).is_dir():
+        return Path(name)
+    if Path(name).exists():
+        raise LyapunovPruneError(f"{name} is a file that holds no model; give its folder, or a .gguf file")
+    if name.startswith((".", "/", "~")) or not _HUB_ID.fullmatch(name):
+        raise LyapunovPruneError(f"no model at {name}; give a folder, a .gguf file, a hub id or {BUILTIN}")
+    return _download(name, offline)
+
+
+def load_outline(folder: Path, name: str | Path) -> Loaded:
+    """A model on the `meta` device: the config, every name and shape, and no weight, which stays on disk.
+
+    Raises LyapunovPruneError for what `load` would refuse, except that a model which runs nowhere cannot be
+    shown to look at later tokens: an encoder is known by its config here.
+    """
+    loaded = _load_folder(folder, {"dtype": "auto", "device_map": "meta"})
+    if not getattr(loaded.structure.config, "is_decoder", True):
+        raise LyapunovPruneError(
+            f"{type(loaded.model).__name__} looks at later tokens (an encoder); give a causal decoder"
+        )
+    loaded.model.config._name_or_path = str(name)
     return loaded
 
 

@@ -1,0 +1,70 @@
+"""Which layers of a decoder are of one kind, and after how many the kinds repeat."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterable
+from dataclasses import dataclass
+
+from torch import nn
+
+from lyapunov_prune.models.families import POSITION_ATTRIBUTES
+from lyapunov_prune.models.structure import Structure
+
+
+@dataclass(frozen=True)
+class Pattern:
+    """The kind of every layer, numbered in order of appearance.
+
+    `period` is the smallest p such that two whole periods fit and layer i + p is of the kind of layer i: 1
+    when all layers are alike, None when the kinds do not repeat.
+    """
+
+    kinds: tuple[int, ...]
+
+    @property
+    def period(self) -> int | None:
+        for p in range(1, len(self.kinds) // 2 + 1):
+            if self.kinds[p:] == self.kinds[:-p]:
+                return p
+        return None
+
+    def survives(self, kept: tuple[int, ...]) -> bool:
+        """Whether every layer that stays is of the kind that its new number has in the original."""
+        return tuple(self.kinds[i] for i in kept) == self.kinds[: len(kept)]
+
+
+def find_pattern(structure: Structure) -> Pattern:
+    """The pattern of a model's layers, by rule.
+
+    Two layers are of one kind when they consist of the same modules with parameters of the same shapes and
+    the same switches, windows and names of kinds; a float, such as a scale that follows the depth, makes no
+    kind. Where that does not repeat (some models begin with a dense layer or two), the `layer_types` of the
+    config may.
+    """
+    found = Pattern(_numbered(_description(layer) for layer in structure.layers))
+    named = getattr(structure.config, "layer_types", None)
+    if found.period is None and isinstance(named, list | tuple) and len(named) == structure.num_layers:
+        listed = Pattern(_numbered(named))
+        return listed if (listed.period or 1) > 1 else found
+    return found
+
+
+def _numbered(descriptions: Iterable[Hashable]) -> tuple[int, ...]:
+    seen: dict[Hashable, int] = {}
+    return tuple(seen.setdefault(description, len(seen)) for description in descriptions)
+
+
+def _description(layer: nn.Module) -> Hashable:
+    return tuple(
+        (
+            name,
+            type(module).__name__,
+            tuple((key, tuple(p.shape)) for key, p in module.named_parameters(recurse=False)),
+            tuple(
+                (key, value)
+                for key, value in sorted(vars(module).items())
+                if isinstance(value, bool | int | str | None) and key not in POSITION_ATTRIBUTES and key[0] != "_"
+            ),
+        )
+        for name, module in layer.named_modules()
+    )

@@ -1,0 +1,146 @@
+"""A checkpoint known by its headers: names, shapes and places of all tensors, and none of their numbers."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from torch import nn
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
+
+from lyapunov_prune.errors import LyapunovPruneError
+from lyapunov_prune.models.loading import load_outline
+from lyapunov_prune.models.structure import Structure, identify
+from lyapunov_prune.results import ModelIdentity
+from lyapunov_prune.tensor_files import Stored, read_tensors
+
+
+@dataclass(frozen=True)
+class Target:
+    """The parameter that transformers fills from a tensor, and the conversion on the way; None if it only renames."""
+
+    name: str
+    converter: WeightConverter | None = None
+    pattern: str = ""
+
+
+@dataclass(frozen=True)
+class Outline:
+    """`model` is on the `meta` device; `stored` and `targets` are by the checkpoint's own names of tensors.
+
+    Tensors that the model does not take (another program's, or of training) are in neither.
+    """
+
+    model: PreTrainedModel
+    tokenizer: PreTrainedTokenizerBase
+    structure: Structure
+    stored: dict[str, Stored]
+    targets: dict[str, Target]
+    identity: ModelIdentity
+
+
+def read_outline(folder: Path, name: str | Path) -> Outline:
+    """Read the headers of the checkpoint in `folder`, and of its numbers two a layer, which tell it from others.
+
+    Raises LyapunovPruneError for what cannot be loaded whole and for a quantised checkpoint.
+    """
+    loaded = load_outline(folder, name)
+    if getattr(loaded.model.config, "quantization_config", None) is not None:
+        raise LyapunovPruneError(f"{name} is quantised, and its scales do not follow on disk; prune it in memory")
+    stored = read_tensors(folder)
+    targets = _targets(loaded.model, stored)
+    stored = {key: stored[key] for key in targets}
+    with _anchored(loaded.model, loaded.structure, stored, targets):
+        identity = identify(loaded.model)
+    return Outline(loaded.model, loaded.tokenizer, loaded.structure, stored, targets, identity)
+
+
+def layer_of(name: str, structure: Structure) -> int | None:
+    """The layer that the parameter `name` of the model belongs to; None outside the layers."""
+    prefix = f"{structure.layers_path}."
+    return int(name[len(prefix) :].partition(".")[0]) if name.startswith(prefix) else None
+
+
+def _targets(model: PreTrainedModel, keys: dict[str, Stored]) -> dict[str, Target]:
+    """As transformers' loader assigns them: renamed, then converted by at most one rule, with or without the prefix."""
+    rules = get_model_conversion_mapping(model)
+    renamings = [rule for rule in rules if isinstance(rule, WeightRenaming)]
+    converters = [rule for rule in rules if isinstance(rule, WeightConverter)]
+    by_pattern = {pattern: rule for rule in converters for pattern in rule.source_patterns}
+    state, prefix = model.state_dict(), model.base_model_prefix
+    found: dict[str, Target] = {}
+    for key in sorted(keys, key=dot_natural_key):
+        name, pattern = rename_source_key(key, renamings, converters, prefix, state)
+        if name not in state and key in state:
+            name, pattern = rename_source_key(key, [], [], prefix, state)
+        if name in state:
+            found[key] = Target(name) if pattern is None else Target(name, by_pattern[pattern], pattern)
+    return found
+
+
+@contextmanager
+def _anchored(
+    model: PreTrainedModel, structure: Structure, stored: dict[str, Stored], targets: dict[str, Target]
+) -> Iterator[None]:
+    """In each layer, the first matrix stands for the layer in `identify`: inside the block it is there, at no cost.
+
+    Its file is mapped, and two of its numbers are looked at.
+    """
+    names: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(name)  # a shared one is in the checkpoint under one of its names
+    sources: dict[str, list[str]] = {}
+    for key, target in targets.items():
+        sources.setdefault(target.name, []).append(key)
+    replaced: list[tuple[nn.Module, str, nn.Parameter]] = []
+    try:
+        for layer in structure.layers:
+            parameter = next(p for p in layer.parameters() if p.ndim >= 2)
+            if parameter.device.type != "meta":
+                continue  # shared with a layer before
+            found = next((name for name in names[id(parameter)] if name in sources), None)
+            if found is None:
+                raise LyapunovPruneError(
+                    f"the checkpoint has no tensor for {names[id(parameter)][0]} alone; prune it in memory"
+                )
+            value = nn.Parameter(_read(model, found, sources[found], stored, targets), requires_grad=False)
+            for name in names[id(parameter)]:
+                owner, _, attribute = name.rpartition(".")
+                module = model.get_submodule(owner)
+                replaced.append((module, attribute, parameter))
+                setattr(module, attribute, value)
+        yield
+    finally:
+        for module, attribute, parameter in replaced:
+            setattr(module, attribute, parameter)
+
+
+def _read(
+    model: PreTrainedModel, name: str, keys: list[str], stored: dict[str, Stored], targets: dict[str, Target]
+) -> torch.Tensor:
+    rule = copy.deepcopy(targets[keys[0]].converter)
+    if rule is None:
+        return _mapped(stored[keys[0]], keys[0])
+    for key in keys:
+        tensor: Any = _mapped(stored[key], key)  # the loader's own come from other threads
+        rule.add_tensor(name, key, targets[key].pattern, tensor)
+    value = rule.convert(name, model=model, config=model.config)[name]
+    value = value[0] if isinstance(value, list) else value
+    # Converted numbers are in memory. Only the two that are looked at stay: untouched memory is not taken.
+    kept = torch.empty(value.shape, dtype=value.dtype)
+    for end in (0, -1):
+        kept.view(-1)[end] = value.reshape(-1)[end]
+    return kept
+
+
+def _mapped(tensor: Stored, key: str) -> torch.Tensor:
+    with safe_open(tensor.file, framework="pt") as file:
+        return file.get_tensor(key)
