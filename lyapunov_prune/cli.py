@@ -17,10 +17,12 @@ from lyapunov_prune.inputs import (
     load_batch,
     load_inputs,
     profile_model,
+    rank_branches,
     require_count,
     require_criterion,
     require_studies,
     require_unseen,
+    require_what,
     run_folder,
 )
 from lyapunov_prune.options import (
@@ -43,6 +45,7 @@ from lyapunov_prune.options import (
     Seeds,
     Text,
     Tokens,
+    What,
 )
 from lyapunov_prune.terminal import say, show
 
@@ -115,6 +118,7 @@ def rank(
     model: Annotated[str | None, typer.Argument(help="As for profile; not needed with --profile.")] = None,
     profile_file: Annotated[Path | None, typer.Option("--profile", help="A profile.json to rank by.")] = None,
     remove: Annotated[int | None, typer.Option(help="Write plan.json for so many layers.")] = None,
+    what: What = "layers",
     criterion: Criterion = "blend",
     alpha: Alpha = 0.5,
     text: Text = "builtin",
@@ -130,25 +134,32 @@ def rank(
     output: Output = None,
     as_json: Json = False,
 ) -> None:
-    """Order the layers for removal; with --remove N writes plan.json."""
+    """Order the layers, or their attention or MLP, for removal; with --remove N writes plan.json."""
     from lyapunov_prune.profile import LayerProfile
     from lyapunov_prune.ranking import rank_layers
 
     if (model is None) == (profile_file is None):
         raise LyapunovPruneError("give a MODEL to measure or --profile FILE, one of the two")
     require_criterion(criterion, alpha)
+    require_what(what, criterion)
     if profile_file is not None:
+        if what != "layers":
+            raise LyapunovPruneError(f"a profile holds no scores of {what}; give a MODEL to measure")
         measured = LayerProfile.load(profile_file)
         run = output or profile_file.parent
+        ranking = rank_layers(measured.contraction, measured.influence, criterion=criterion, alpha=alpha, seed=seed)
     else:
         assert model is not None
         loaded, batch = load_inputs(model, text, tokens, context, device, dtype, bos, offline)
         if remove is not None:
-            require_count(remove, loaded.structure.num_layers)
-        measured = profile_model(loaded, batch, batch_size, seeds, seed)
+            require_count(remove, loaded.structure.num_layers, what)
         run = run_folder(output, model)
-        measured.save(run / "profile.json")
-    ranking = rank_layers(measured.contraction, measured.influence, criterion=criterion, alpha=alpha, seed=seed)
+        if what == "layers":
+            measured = profile_model(loaded, batch, batch_size, seeds, seed)
+            measured.save(run / "profile.json")
+            ranking = rank_layers(measured.contraction, measured.influence, criterion=criterion, alpha=alpha, seed=seed)
+        else:
+            ranking = rank_branches(loaded, batch, what, batch_size, run / "sublayers.json")
     written = None
     if remove is not None:
         written = ranking.plan(remove).save(run / "plan.json")
@@ -162,6 +173,7 @@ def prune(
     remove: Annotated[int | None, typer.Option(help="How many layers, by --criterion.")] = None,
     layers: Annotated[str | None, typer.Option(help="Layers by hand, as 3,7 (counted from 0).")] = None,
     plan_file: Annotated[Path | None, typer.Option("--plan", help="A plan.json.")] = None,
+    what: What = "layers",
     criterion: Criterion = "blend",
     alpha: Alpha = 0.5,
     text: Text = "builtin",
@@ -176,28 +188,37 @@ def prune(
     offline: Offline = False,
     as_json: Json = False,
 ) -> None:
-    """Remove layers physically, pass the gate, write a plain transformers checkpoint."""
+    """Remove layers physically, pass the gate, write a plain transformers checkpoint.
+
+    With --what attention or mlp these are zeroed instead: the same output as without them, at the same cost.
+    """
     from lyapunov_prune.checkpoint import write_pruned
     from lyapunov_prune.files import require_empty
-    from lyapunov_prune.plan import PruningPlan
+    from lyapunov_prune.plan import FIELDS, PruningPlan
     from lyapunov_prune.ranking import rank_layers
 
     if sum(choice is not None for choice in (remove, layers, plan_file)) != 1:
         raise LyapunovPruneError("give --remove N, --layers 3,7 or --plan FILE, one of the three")
+    if plan_file is not None and what != "layers":
+        raise LyapunovPruneError("a plan says what goes; leave out --what")
     require_criterion(criterion, alpha)
+    require_what(what, criterion if remove is not None else None)
     require_empty(output)
     loaded, batch = load_inputs(model, text, tokens, context, device, dtype, bos, offline)
     plan: PruningPlan
     if layers is not None:
-        plan = PruningPlan.given(loaded.model, layer_indices(layers))
+        plan = PruningPlan.given(loaded.model, **{FIELDS[what]: layer_indices(layers)})
     elif plan_file is not None:
         plan = PruningPlan.load(plan_file)
         plan.require_model(loaded.model)
     else:
         assert remove is not None
-        require_count(remove, loaded.structure.num_layers)
-        measured = profile_model(loaded, batch, batch_size, seeds, seed)
-        ranking = rank_layers(measured.contraction, measured.influence, criterion=criterion, alpha=alpha, seed=seed)
+        require_count(remove, loaded.structure.num_layers, what)
+        if what == "layers":
+            measured = profile_model(loaded, batch, batch_size, seeds, seed)
+            ranking = rank_layers(measured.contraction, measured.influence, criterion=criterion, alpha=alpha, seed=seed)
+        else:
+            ranking = rank_branches(loaded, batch, what, batch_size, None)
         plan = ranking.plan(remove)
     provenance = write_pruned(loaded.model, loaded.tokenizer, plan, output, batch)
     if not as_json:

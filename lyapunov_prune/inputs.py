@@ -12,6 +12,7 @@ from lyapunov_prune.errors import LyapunovPruneError
 if TYPE_CHECKING:  # a usage error must not wait for torch
     from lyapunov_prune.models.loading import Loaded
     from lyapunov_prune.profile import LayerProfile
+    from lyapunov_prune.ranking import LayerRanking
     from lyapunov_prune.text import TokenBatch
 
 
@@ -91,8 +92,29 @@ def profile_model(
     )
 
 
+def rank_branches(loaded: Loaded, batch: TokenBatch, what: str, batch_size: int, path: Path | None) -> LayerRanking:
+    """Rank the attention or the MLP of every layer; the scores are kept at `path`."""
+    from lyapunov_prune.branch_influence import sublayer_influence
+    from lyapunov_prune.ranking import rank_sublayers
+
+    measured = sublayer_influence(loaded.model, batch, batch_size=batch_size)
+    if path is not None:
+        measured.save(path)
+    return rank_sublayers(measured, what)
+
+
+def require_what(what: str, ranked_by: str | None) -> None:
+    """Before minutes of measuring, as below: `ranked_by` is None where nothing is ranked."""
+    from lyapunov_prune.plan import FIELDS
+
+    if what not in FIELDS:
+        raise LyapunovPruneError(f"unknown --what {what!r}; give one of {', '.join(FIELDS)}")
+    if what != "layers" and ranked_by not in (None, "bi"):
+        raise LyapunovPruneError(f"--what {what} is ranked by Block Influence only; give --criterion bi with it")
+
+
 def require_criterion(criterion: str, alpha: float) -> None:
-    """Before minutes of measuring, as below: the ranking would refuse the same."""
+    """The ranking would refuse the same."""
     from lyapunov_prune.ranking import CRITERIA
 
     if criterion not in CRITERIA:
@@ -112,10 +134,11 @@ def require_studies(study: str) -> tuple[str, ...]:
     return names
 
 
-def require_count(remove: int, layers: int) -> None:
+def require_count(remove: int, layers: int, what: str) -> None:
     """Before minutes of measuring: the plan would refuse the same."""
-    if not 1 <= remove < layers:
-        raise LyapunovPruneError(f"cannot remove {remove} of {layers} layers; give 1 to {layers - 1}")
+    most = layers - 1 if what == "layers" else layers
+    if not 1 <= remove <= most:
+        raise LyapunovPruneError(f"cannot remove {remove} of {layers} layers; give 1 to {most}")
 
 
 def require_unseen(folder: Path, text: str, split: str) -> None:

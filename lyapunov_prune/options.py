@@ -25,5 +25,9 @@ Method = Annotated[str, typer.Option(help="difference, or jvp for the forward-mo
 Pooling = Annotated[str, typer.Option(help="energy or token.")]
 Epsilon = Annotated[float, typer.Option(help="Relative size of the perturbation.")]
 Criterion = Annotated[str, typer.Option(help="rho, bi, blend, from-end or random.")]
+What = Annotated[
+    str,
+    typer.Option(help="layers, or their attention or mlp alone: zeroed, which saves no time (with --criterion bi)."),
+]
 Alpha = Annotated[float, typer.Option(help="Weight of |rho − 1| in the blend.")]
 Resume = Annotated[bool, typer.Option("--resume", help="Keep what an interrupted run has done.")]

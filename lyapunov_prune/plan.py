@@ -13,6 +13,9 @@ from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.models.structure import identify
 from lyapunov_prune.results import MeasuredOn, ModelIdentity, Result
 
+# What a plan can take out, and the field that lists the layers.
+FIELDS = {"layers": "remove", "attention": "drop_attention", "mlp": "drop_mlp"}
+
 
 @dataclass(frozen=True)
 class PruningPlan(Result):
@@ -35,12 +38,12 @@ class PruningPlan(Result):
 
     def __post_init__(self) -> None:
         layers = self.model.num_layers
-        for field in ("remove", "drop_attention", "drop_mlp"):
+        for field in FIELDS.values():
             object.__setattr__(self, field, self._checked(getattr(self, field)))
         twice = sorted({*self.drop_attention, *self.drop_mlp} & set(self.remove))
         if twice:
             raise LyapunovPruneError(f"layer {twice[0]} is removed whole, sublayers and all; name it once")
-        if not (self.remove or self.drop_attention or self.drop_mlp):
+        if not self.touched:
             raise LyapunovPruneError("the plan removes no layer; name one or more")
         if len(self.remove) >= layers:
             raise LyapunovPruneError(
@@ -87,6 +90,11 @@ class PruningPlan(Result):
     def kept(self) -> tuple[int, ...]:
         """The original index of every layer of the pruned model, in order."""
         return tuple(i for i in range(self.model.num_layers) if i not in self.remove)
+
+    @property
+    def touched(self) -> tuple[int, ...]:
+        """Every layer that goes, or of which a branch goes."""
+        return tuple(sorted({*self.remove, *self.drop_attention, *self.drop_mlp}))
 
     @property
     def drops_sublayers(self) -> bool:

@@ -11,12 +11,11 @@ from lyapunov_prune.branch_influence import SublayerInfluence
 from lyapunov_prune.contraction import ContractionProfile
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.influence import InfluenceProfile
-from lyapunov_prune.plan import PruningPlan
+from lyapunov_prune.plan import FIELDS, PruningPlan
 from lyapunov_prune.results import MeasuredOn, ModelIdentity, Result
 from lyapunov_prune.sublayers import KINDS
 
 CRITERIA = ("rho", "bi", "blend", "from-end", "random")
-TARGETS = ("layers", *KINDS)
 
 
 @dataclass(frozen=True)
@@ -50,11 +49,10 @@ class LayerRanking(Result):
                 f"cannot leave out the {self.what} of {remove} layers: {self.model.name} has {len(self.order)} "
                 "with one to leave out; give fewer"
             )
-        chosen = {what: self.order[:remove] if what == self.what else () for what in TARGETS}
+        chosen: dict[str, tuple[int, ...]] = dict.fromkeys(FIELDS.values(), ())
+        chosen[FIELDS[self.what]] = self.order[:remove]
         return PruningPlan(
-            remove=chosen["layers"],
-            drop_attention=chosen["attention"],
-            drop_mlp=chosen["mlp"],
+            **chosen,
             criterion=self.criterion,
             alpha=self.alpha,
             scores=self.scores,

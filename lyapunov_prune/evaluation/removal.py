@@ -66,23 +66,24 @@ def evaluate_removals(
     *,
     batch_size: int = 1,
 ) -> RemovalCurve:
-    """Perplexity of the dense model and of the physically pruned model of every plan, by criterion.
+    """Perplexity of the dense model and of the pruned model of every plan, by criterion.
 
-    Plans that remove the same layers are measured once.
+    Plans that remove the same are measured once.
     """
     dense = perplexity(model, batch, batch_size=batch_size, description="perplexity, dense")
     rows = [_row("dense", (), dense, dense, model)]
-    measured: dict[tuple[int, ...], RemovalRow] = {}
+    measured: dict[tuple[tuple[int, ...], ...], RemovalRow] = {}
     jobs = [(criterion, plan) for criterion, chosen in plans.items() for plan in chosen]
     for criterion, plan in track(jobs, "removing layers"):
-        if plan.remove not in measured:
+        goes = (plan.remove, plan.drop_attention, plan.drop_mlp)
+        if goes not in measured:
             pruned = remove_layers(model, plan)
             found = perplexity(
-                pruned, batch, batch_size=batch_size, description=f"{criterion}, {len(plan.remove)} removed"
+                pruned, batch, batch_size=batch_size, description=f"{criterion}, {len(plan.touched)} removed"
             )
-            measured[plan.remove] = _row(criterion, plan.remove, found, dense, pruned)
+            measured[goes] = _row(criterion, plan.touched, found, dense, pruned)
             del pruned
-        rows.append(replace(measured[plan.remove], criterion=criterion))
+        rows.append(replace(measured[goes], criterion=criterion))
     return RemovalCurve(tuple(rows), dense.measured_on)
 
 

@@ -99,7 +99,7 @@ def ranking_figure(plans: Mapping[str, PruningPlan]) -> str:
     for row, (name, plan) in enumerate(plans.items()):
         ranks = np.argsort(np.argsort(plan.scores, kind="stable")) + 1
         for layer, rank in enumerate(ranks):
-            removed = layer in plan.remove
+            removed = layer in plan.touched
             axes.add_patch(
                 matplotlib.patches.Rectangle(
                     (layer - 0.46, row - 0.42),
@@ -113,7 +113,7 @@ def ranking_figure(plans: Mapping[str, PruningPlan]) -> str:
             axes.text(
                 layer,
                 row,
-                str(rank),
+                "–" if np.isnan(plan.scores[layer]) else str(rank),
                 ha="center",
                 va="center",
                 fontsize=7,
