@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from lyapunov_prune.errors import LyapunovPruneError
 
@@ -13,7 +15,12 @@ if TYPE_CHECKING:  # a usage error must not wait for torch
     from lyapunov_prune.models.loading import Loaded
     from lyapunov_prune.profile import LayerProfile
     from lyapunov_prune.ranking import LayerRanking
+    from lyapunov_prune.results import MeasuredOn, Result
     from lyapunov_prune.text import TokenBatch
+
+R = TypeVar("R", bound="Result")
+
+_JACOBIAN_TOKENS = 64
 
 
 def load_inputs(
@@ -55,18 +62,46 @@ def load_batch(
     return as_batch(loaded.model, batch)
 
 
+def kept(path: Path, kind: type[R], wanted: MeasuredOn, resume: bool, measure: Callable[[], R]) -> R:
+    """The result that an interrupted run left at `path` if it was measured on the same, or a new one, kept there."""
+    if resume and path.is_file():
+        found: Any = kind.load(path)
+        if replace(getattr(found, "contraction", found).measured_on, seed=None) == wanted:
+            return found
+    result = measure()
+    result.save(path)
+    return result
+
+
 def kept_profile(run: Path, loaded: Loaded, batch: TokenBatch, batch_size: int, resume: bool) -> LayerProfile:
-    """The profile in the folder `run` if it is of this model and text, or a new one, which is kept there."""
     from lyapunov_prune.profile import LayerProfile
 
-    path = run / "profile.json"
-    if resume and path.is_file():
-        found = LayerProfile.load(path)
-        if found.contraction.measured_on == batch.measured_on(loaded.model):
-            return found
-    found = profile_model(loaded, batch, batch_size, seeds=2, seed=0)
-    found.save(path)
-    return found
+    wanted = batch.measured_on(loaded.model)
+    return kept(
+        run / "profile.json", LayerProfile, wanted, resume, lambda: profile_model(loaded, batch, batch_size, 2, 0)
+    )
+
+
+def explain(run: Path, loaded: Loaded, batch: TokenBatch, batch_size: int, resume: bool) -> None:
+    """Activations on the whole batch, Jacobian norms on the start of its first window: they cost far more a token."""
+    from lyapunov_prune.activations import ActivationStatistics, activation_statistics
+    from lyapunov_prune.jacobian import JacobianNorms, sublayer_jacobians
+
+    kept(
+        run / "activations.json",
+        ActivationStatistics,
+        batch.measured_on(loaded.model),
+        resume,
+        lambda: activation_statistics(loaded.model, batch, batch_size=batch_size),
+    )
+    few = replace(batch, ids=batch.ids[:1, :_JACOBIAN_TOKENS])
+    kept(
+        run / "jacobian.json",
+        JacobianNorms,
+        few.measured_on(loaded.model),
+        resume,
+        lambda: sublayer_jacobians(loaded.model, few),
+    )
 
 
 def profile_model(

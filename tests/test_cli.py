@@ -177,6 +177,14 @@ def test_sensitivity_writes_its_result_the_profile_and_a_map(run: Callable[..., 
     assert "Sensitivity" in Path("run/report.html").read_text(encoding="utf-8")
 
 
+def test_sensitivity_why_measures_what_may_explain_it(run: Callable[..., Done]) -> None:
+    arguments = ["sensitivity", "tiny", "--study", "removal", "--why", "-o", "run", *TEXT]
+    done = run(*arguments)
+    assert (done.code, done.err) == (0, "")
+    assert {"run/activations.json", "run/jacobian.json"} <= done.changed
+    assert not run(*arguments, "--resume").changed
+
+
 INTERRUPTIBLE = {
     "sensitivity": (Sweep, "_measure", ["sensitivity", "tiny", "--study", "layer,removal", *TEXT]),
     "check": (checks_module, "_outcome", ["check", "tiny", "--tokens", "64", "--context", "32"]),
