@@ -7,6 +7,7 @@ The three properties that the paper associates with the early-layer catastrophe 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,7 +23,7 @@ from lyapunov_prune.models.structure import Structure, find_structure, in_eval_m
 from lyapunov_prune.progress import track
 from lyapunov_prune.results import MeasuredOn, Result
 from lyapunov_prune.text import TokenBatch, as_batch
-from lyapunov_prune.tracing import require_finite, run_backbone
+from lyapunov_prune.tracing import Enough, require_finite, run_backbone
 
 # An entry this small beside the root mean square of its token counts as zero.
 NEGLIGIBLE = 0.01
@@ -123,10 +124,6 @@ def activation_statistics(
         sparsity=sparsity,
         measured_on=batch.measured_on(model),
     )
-
-
-class _Enough(Exception):
-    """The forward has come as far as it is needed."""
 
 
 class _Matrix:
@@ -271,14 +268,13 @@ def _feed(structure: Structure, group: Sequence[_Matrix], ids: torch.Tensor) -> 
         return lambda module, args, output: matrix.add(args[0], output, ids.shape)
 
     def stop(*_: Any) -> None:
-        raise _Enough
+        raise Enough
 
     handles = [m.module.register_forward_hook(watch(m)) for m in group if not np.isnan(m.width)]
     handles.append(structure.layers[group[-1].layer].register_forward_hook(stop))
     try:
-        run_backbone(structure, ids)
-    except _Enough:
-        pass
+        with suppress(Enough):
+            run_backbone(structure, ids)
     finally:
         for handle in handles:
             handle.remove()

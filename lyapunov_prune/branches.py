@@ -8,6 +8,7 @@ from one to the next.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,11 +19,7 @@ from transformers import PreTrainedModel
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.models.projections import find_projections
 from lyapunov_prune.models.structure import Structure
-from lyapunov_prune.tracing import hidden_of
-
-
-class _Enough(Exception):
-    """The branch has ended, and the rest of the layer is not needed."""
+from lyapunov_prune.tracing import Enough, hidden_of, with_input
 
 
 @dataclass(frozen=True)
@@ -59,20 +56,19 @@ class Branch:
         found: list[torch.Tensor] = []
 
         def enter(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-            return ((x, *args[1:]), kwargs) if args else (args, {**kwargs, "hidden_states": x})
+            return with_input(args, kwargs, x)
 
         def leave(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
             found.append(hidden_of(output))
-            raise _Enough
+            raise Enough
 
         handles = [
             self.entry.register_forward_pre_hook(enter, with_kwargs=True),
             self.exit.register_forward_hook(leave),
         ]
         try:
-            self.layer.forward(*self.args, **self.kwargs)
-        except _Enough:
-            pass
+            with suppress(Enough):
+                self.layer.forward(*self.args, **self.kwargs)
         finally:
             for handle in handles:
                 handle.remove()

@@ -3,21 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from typing import Any
 
 import torch
 from torch import nn
 
 from lyapunov_prune.models.structure import Structure
-from lyapunov_prune.tracing import layer_input, residual_stream, run_backbone
+from lyapunov_prune.tracing import Enough, layer_input, residual_stream, run_backbone
 
 _TOKENS = 32
 _SAME = 1e-4
-
-
-class _Reached(Exception):
-    """Unwinds a forward that has come as far as it is needed."""
 
 
 class Prefix:
@@ -69,14 +65,12 @@ class Prefix:
 
         def arrived(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             found.append(layer_input(args, kwargs))
-            raise _Reached
+            raise Enough
 
         handle = self.structure.layers[stop].register_forward_pre_hook(arrived, with_kwargs=True)
         try:
-            with self.entered(start, hidden if hidden is not None else torch.empty(0)):
+            with suppress(Enough), self.entered(start, hidden if hidden is not None else torch.empty(0)):
                 run_backbone(self.structure, ids)
-        except _Reached:
-            pass
         finally:
             handle.remove()
         return found[0]

@@ -16,6 +16,10 @@ Visit = Callable[[int, torch.Tensor], None]
 Inject = Callable[[torch.Tensor], torch.Tensor]
 
 
+class Enough(Exception):
+    """Raised by a hook when a forward has come as far as it is needed."""
+
+
 def hidden_of(output: Any) -> torch.Tensor:
     """The hidden state a decoder layer returned.
 
@@ -28,6 +32,11 @@ def hidden_of(output: Any) -> torch.Tensor:
 def with_hidden(output: Any, hidden: torch.Tensor) -> Any:
     """`output` with its hidden state replaced, in the form the layer returned."""
     return hidden if isinstance(output, torch.Tensor) else (hidden, *output[1:])
+
+
+def with_input(args: tuple[Any, ...], kwargs: dict[str, Any], hidden: torch.Tensor) -> tuple[Any, dict[str, Any]]:
+    """The arguments of a layer, or of a part of one, with another hidden state among them."""
+    return ((hidden, *args[1:]), kwargs) if args else (args, {**kwargs, "hidden_states": hidden})
 
 
 @contextmanager
@@ -53,7 +62,7 @@ def residual_stream(
         hidden = checked(layer_input(args, kwargs))
         if inject is not None:
             hidden = inject(hidden)
-            args, kwargs = ((hidden, *args[1:]), kwargs) if args else (args, {**kwargs, "hidden_states": hidden})
+            args, kwargs = with_input(args, kwargs, hidden)
         visit(0, hidden)
         return args, kwargs
 
@@ -101,8 +110,8 @@ def skipped(structure: Structure, layers: tuple[int, ...]) -> Iterator[None]:
 
 def run_backbone(structure: Structure, ids: torch.Tensor) -> None:
     """A forward without the head, for what hooks see on the way: no tokens × vocabulary tensor is built."""
-    embedding: Any = structure.backbone.get_input_embeddings()  # type: ignore[operator]
-    structure.backbone(input_ids=ids.to(embedding.weight.device), use_cache=False)
+    embedding = next(structure.backbone.parameters())  # some backbones do not say which it is; it comes first
+    structure.backbone(input_ids=ids.to(embedding.device), use_cache=False)
 
 
 @torch.no_grad()
