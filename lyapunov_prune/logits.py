@@ -34,8 +34,10 @@ def sample_inputs(model: PreTrainedModel, batch: TokenBatch | torch.Tensor | Non
     generator = torch.Generator().manual_seed(0)
     random = torch.randint(config.vocab_size, (2, length), generator=generator)
     # Padding is no text: some families count positions past it, in one forward but not through a cache.
-    random[random == getattr(config, "pad_token_id", None)] += 1
-    inputs = [random.remainder(config.vocab_size)]
+    pad = getattr(config, "pad_token_id", None)
+    if pad is not None:
+        random[random == pad] = (pad + 1) % config.vocab_size
+    inputs = [random]
     if batch is not None:
         inputs.append(as_batch(model, batch).ids[:1, :length])
     return [ids.to(model.device) for ids in inputs]

@@ -227,8 +227,7 @@ def gemma4(cut: Cut) -> None:
     if cut.config.layer_types[-1] != "full_attention":
         raise LyapunovPruneError(
             "the last layer of this family always has full attention on loading, and layer "
-            f"{cut.kept[-1]} has {cut.config.layer_types[-1]}; keep the last layer with full attention and remove none "
-            "after it alone"
+            f"{cut.kept[-1]} has {cut.config.layer_types[-1]}; let a layer with full attention be the last one left"
         )
     shared_keys(cut)
     for module in cut.model.modules():

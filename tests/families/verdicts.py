@@ -90,6 +90,8 @@ def _removal(model: PreTrainedModel, layers: list[int]) -> str:
         pruned = remove_layers(model, layers)
     except LyapunovPruneError as error:
         return str(error)
+    except Exception as error:
+        return f"{WRONG}: {_line(error)}"
     if find_structure(model).model_type in TRUSTED:  # the others have been through the gate
         report = verify_removal(model, pruned, layers)
         if not report.passed:
@@ -105,6 +107,8 @@ def _measured(model: PreTrainedModel) -> str:
         matrices = find_projections(model)
     except LyapunovPruneError as error:
         return str(error)
+    except Exception as error:
+        return f"{WRONG}: {_line(error)}"
     sound = {
         "the error before layer 0 is not ε": np.isclose(profile.relative_energy[0], EPSILON**2, rtol=1e-3),
         "a factor is not finite and positive": (np.isfinite(profile.rho) & (profile.rho > 0)).all(),
