@@ -36,9 +36,11 @@ from lyapunov_prune.options import (
     Epsilon,
     Json,
     Method,
+    KeepPeriod,
     Model,
     Offline,
     Output,
+    OnDisk,
     Pooling,
     Resume,
     Seed,
@@ -175,6 +177,8 @@ def prune(
     plan_file: Annotated[Path | None, typer.Option("--plan", help="A plan.json.")] = None,
     what: What = "layers",
     criterion: Criterion = "blend",
+    keep_period: KeepPeriod = False,
+    on_disk: OnDisk = False,
     alpha: Alpha = 0.5,
     text: Text = "builtin",
     tokens: Tokens = 4096,
@@ -192,10 +196,13 @@ def prune(
 
     With --what attention or mlp these are zeroed instead: the same output as without them, at the same cost.
     """
+    With --on-disk, or where the model does not fit in memory, the files are pruned; the gate then computes no logits.
     from lyapunov_prune.checkpoint import write_pruned
     from lyapunov_prune.files import require_empty
     from lyapunov_prune.plan import FIELDS, PruningPlan
-    from lyapunov_prune.ranking import rank_layers
+    from lyapunov_prune.models.kinds import find_pattern
+    from lyapunov_prune.ranking import rank_layers, require_periods
+    from lyapunov_prune.shards import too_large
 
     if sum(choice is not None for choice in (remove, layers, plan_file)) != 1:
         raise LyapunovPruneError("give --remove N, --layers 3,7 or --plan FILE, one of the three")
@@ -204,8 +211,21 @@ def prune(
     require_criterion(criterion, alpha)
     require_what(what, criterion if remove is not None else None)
     require_empty(output)
+    if keep_period and what != "layers":
+        raise LyapunovPruneError(f"{what} that is zeroed leaves every layer in its place; leave out --keep-period")
     loaded, batch = load_inputs(model, text, tokens, context, device, dtype, bos, offline)
+    why = "--on-disk" if on_disk else too_large(model, offline=offline) if device == "cpu" else ""
+    if why:
+        for given, option in ((remove is not None, "--remove"), (what != "layers", "--what"), (dtype, "--dtype")):
+            if given:
+                raise LyapunovPruneError(
+                    f"{option} needs the model in memory ({why}); give --layers 3,7 or a --plan FILE of rank, and no "
+                    f"{option}"
+                )
+        _prune_on_disk(model, output, layers, plan_file, keep_period, offline, as_json, why)
+        return
     plan: PruningPlan
+    period = find_pattern(loaded.structure).require_period() if keep_period else 1
     if layers is not None:
         plan = PruningPlan.given(loaded.model, **{FIELDS[what]: layer_indices(layers)})
     elif plan_file is not None:
@@ -215,11 +235,14 @@ def prune(
         assert remove is not None
         require_count(remove, loaded.structure.num_layers, what)
         if what == "layers":
+        if keep_period:
+            require_periods(remove, loaded.structure.num_layers, period)
             measured = profile_model(loaded, batch, batch_size, seeds, seed)
             ranking = rank_layers(measured.contraction, measured.influence, criterion=criterion, alpha=alpha, seed=seed)
         else:
             ranking = rank_branches(loaded, batch, what, batch_size, None)
-        plan = ranking.plan(remove)
+        plan = ranking.plan(remove, period)
+    plan.require_periods(period)
     provenance = write_pruned(loaded.model, loaded.tokenizer, plan, output, batch)
     if not as_json:
         say(f"{plan.headline()}\n{provenance.gate}")
@@ -227,6 +250,40 @@ def prune(
 
 
 @app.command("eval")
+def _prune_on_disk(
+    model: str,
+    output: Path,
+    layers: str | None,
+    plan_file: Path | None,
+    keep_period: bool,
+    offline: bool,
+    as_json: bool,
+    why: str,
+) -> None:
+    from lyapunov_prune.models.kinds import find_pattern
+    from lyapunov_prune.models.loading import checkpoint_folder
+    from lyapunov_prune.outline import read_outline
+    from lyapunov_prune.plan import PruningPlan
+    from lyapunov_prune.shards import prune_on_disk
+
+    if model.endswith(".gguf"):
+        raise LyapunovPruneError(
+            f"{model} is no safetensors file, and only those are pruned on disk; leave out --on-disk"
+        )
+    outline = read_outline(checkpoint_folder(model, offline=offline), model)
+    if layers is not None:
+        plan = PruningPlan.given(outline.identity, layer_indices(layers))
+    else:
+        assert plan_file is not None
+        plan = PruningPlan.load(plan_file)
+    if keep_period:
+        plan.require_periods(find_pattern(outline.structure).require_period())
+    provenance = prune_on_disk(outline, plan, output)
+    if not as_json:
+        say(f"Pruned on disk ({why}).\n{plan.headline()}\n{provenance.gate}\nNot run: {', '.join(provenance.not_run)}.")
+    show(provenance, as_json, output, table=False)
+
+
 def evaluate(
     model: Model,
     against: Annotated[

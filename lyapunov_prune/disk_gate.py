@@ -33,7 +33,8 @@ def verify_files(outline: Outline, pruned: PreTrainedModel, plan: PruningPlan, f
     try:
         written = read_outline(folder, plan.model.name)
     except LyapunovPruneError as error:
-        return GateReport((GateCheck(KEYS, False, float("inf"), 0.0, str(error)),))
+        reason = str(error).replace(str(folder), "what was written").rpartition(";")[0]
+        return GateReport((GateCheck(KEYS, False, float("inf"), 0.0, reason),))
     return GateReport(
         (
             _keys_check(written, pruned, folder),

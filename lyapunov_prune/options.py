@@ -31,3 +31,7 @@ What = Annotated[
 ]
 Alpha = Annotated[float, typer.Option(help="Weight of |rho − 1| in the blend.")]
 Resume = Annotated[bool, typer.Option("--resume", help="Keep what an interrupted run has done.")]
+OnDisk = Annotated[bool, typer.Option("--on-disk", help="Copy the kept tensors; the model is never in memory.")]
+KeepPeriod = Annotated[
+    bool, typer.Option("--keep-period", help="Remove whole periods of a hybrid, as some serving engines need.")
+]

@@ -68,7 +68,7 @@ class PruningPlan(Result):
     @classmethod
     def given(
         cls,
-        model: PreTrainedModel,
+        model: PreTrainedModel | ModelIdentity,
         remove: Sequence[int] = (),
         *,
         drop_attention: Sequence[int] = (),
@@ -85,6 +85,17 @@ class PruningPlan(Result):
             drop_attention=tuple(drop_attention),
             drop_mlp=tuple(drop_mlp),
         )
+
+    def require_periods(self, period: int) -> None:
+        """Raise LyapunovPruneError unless whole periods are removed, aligned with the first layer."""
+        for layer in self.remove:
+            start = layer - layer % period
+            missing = set(range(start, start + period)) - set(self.remove)
+            if missing:
+                raise LyapunovPruneError(
+                    f"layer {layer} leaves and layer {min(missing)} of the same period stays; name all of layers "
+                    f"{start} to {start + period - 1} or none, or leave out --keep-period"
+                )
 
     @property
     def kept(self) -> tuple[int, ...]:

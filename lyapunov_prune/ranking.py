@@ -37,10 +37,12 @@ class LayerRanking(Result):
         """Layers from the first to remove to the last; equal scores keep their order in the model."""
         return tuple(int(i) for i in np.argsort(self.scores, kind="stable") if not np.isnan(self.scores[i]))
 
-    def plan(self, remove: int) -> PruningPlan:
+    def plan(self, remove: int, period: int = 1) -> PruningPlan:
         """The plan that removes `what` of the `remove` layers of smallest score.
 
-        Raises LyapunovPruneError when that is less than one, more than there are, or would leave no layer.
+        With a `period`, layers leave by whole periods, aligned with the first layer: those of smallest sum of
+        scores. Raises LyapunovPruneError when that is less than one, more than there are, no whole number of
+        periods, or would leave no layer.
         """
         if remove < 1:
             raise LyapunovPruneError(f"cannot remove {remove} layers; give 1 or more")
@@ -50,7 +52,7 @@ class LayerRanking(Result):
                 "with one to leave out; give fewer"
             )
         chosen: dict[str, tuple[int, ...]] = dict.fromkeys(FIELDS.values(), ())
-        chosen[FIELDS[self.what]] = self.order[:remove]
+        chosen[FIELDS[self.what]] = self.order[:remove] if period == 1 else self._periods(remove, period)
         return PruningPlan(
             **chosen,
             criterion=self.criterion,
@@ -60,6 +62,13 @@ class LayerRanking(Result):
             measured_on=self.measured_on,
         )
 
+    def _periods(self, remove: int, period: int) -> tuple[int, ...]:
+        require_periods(remove, len(self.scores), period)
+        whole = len(self.scores) // period  # a rest at the end is no period, and stays
+        sums = self.scores[: whole * period].reshape(whole, period).sum(1)
+        chosen = np.argsort(sums, kind="stable")[: remove // period]
+        return tuple(int(p) * period + i for p in chosen for i in range(period))
+
     def to_frame(self) -> pd.DataFrame:
         order = list(self.order)
         return pd.DataFrame({"rank": range(len(order)), "layer": order, "score": self.scores[order]})
@@ -68,6 +77,17 @@ class LayerRanking(Result):
         blend = f" (alpha {self.alpha:g})" if self.alpha is not None else ""
         what = {"layers": "Layers", "attention": "Attention of the layers", "mlp": "MLPs of the layers"}[self.what]
         return f"{what} of {self.model.name} by {self.criterion}{blend}, first to remove first"
+
+
+def require_periods(remove: int, layers: int, period: int) -> None:
+    """Raise LyapunovPruneError unless `remove` layers are whole periods and one of them would be left."""
+    most = (layers // period - 1) * period
+    if remove % period or not 0 < remove <= most:
+        choices = ", ".join(map(str, range(period, most + 1, period)[:3])) + (", …" if most > 3 * period else "")
+        raise LyapunovPruneError(
+            f"{remove} layers are no whole periods: the kinds of these {layers} repeat every {period}; "
+            f"give --remove {choices}, or leave out --keep-period"
+        )
 
 
 def rank_layers(

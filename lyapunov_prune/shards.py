@@ -27,10 +27,13 @@ SHARD_BYTES = 5 * 10**9
 COPIES = 3  # of the model that removal in memory holds at its peak: original, pruned, reloaded for the gate
 
 
-def fits(name: str, *, offline: bool = False) -> bool:
-    """Whether the memory that is free now holds the copies that `write_pruned` makes of the checkpoint `name`."""
+def too_large(name: str, *, offline: bool = False) -> str:
+    """Why the copies that `write_pruned` makes of the checkpoint `name` do not fit in the memory free now; or ""."""
+    if name.endswith(".gguf"):
+        return ""  # no safetensors to copy from
     files = checkpoint_folder(name, offline=offline).glob("*.safetensors")
-    return COPIES * sum(file.stat().st_size for file in files) <= psutil.virtual_memory().available
+    needed, free = COPIES * sum(file.stat().st_size for file in files), psutil.virtual_memory().available
+    return f"{COPIES} copies need {needed / 1e9:.1f} GB and {free / 1e9:.1f} GB are free" if needed > free else ""
 
 
 def prune_on_disk(
@@ -46,6 +49,10 @@ def prune_on_disk(
     """
     require_empty(target)
     plan.require_model(outline.identity)
+    if plan.drops_sublayers:
+        raise _not_by_copying(outline, "a sublayer is left out by setting numbers to zero")
+    if plan.drops_sublayers:
+        raise LyapunovPruneError("to see which weights silence a sublayer the model has to run; prune it in memory")
     pruned = _cut(outline, plan)
     pieces = _pieces(outline, pruned, plan)
     with whole_folder(target) as folder:

