@@ -12,6 +12,7 @@ import typer
 
 from lyapunov_prune.errors import CheckFailed, LyapunovPruneError
 from lyapunov_prune.inputs import (
+    explain,
     kept_profile,
     layer_indices,
     load_batch,
@@ -35,12 +36,12 @@ from lyapunov_prune.options import (
     DType,
     Epsilon,
     Json,
-    Method,
     KeepPeriod,
+    Method,
     Model,
     Offline,
-    Output,
     OnDisk,
+    Output,
     Pooling,
     Resume,
     Seed,
@@ -176,9 +177,9 @@ def prune(
     layers: Annotated[str | None, typer.Option(help="Layers by hand, as 3,7 (counted from 0).")] = None,
     plan_file: Annotated[Path | None, typer.Option("--plan", help="A plan.json.")] = None,
     what: What = "layers",
-    criterion: Criterion = "blend",
     keep_period: KeepPeriod = False,
     on_disk: OnDisk = False,
+    criterion: Criterion = "blend",
     alpha: Alpha = 0.5,
     text: Text = "builtin",
     tokens: Tokens = 4096,
@@ -195,12 +196,12 @@ def prune(
     """Remove layers physically, pass the gate, write a plain transformers checkpoint.
 
     With --what attention or mlp these are zeroed instead: the same output as without them, at the same cost.
-    """
     With --on-disk, or where the model does not fit in memory, the files are pruned; the gate then computes no logits.
+    """
     from lyapunov_prune.checkpoint import write_pruned
     from lyapunov_prune.files import require_empty
-    from lyapunov_prune.plan import FIELDS, PruningPlan
     from lyapunov_prune.models.kinds import find_pattern
+    from lyapunov_prune.plan import FIELDS, PruningPlan
     from lyapunov_prune.ranking import rank_layers, require_periods
     from lyapunov_prune.shards import too_large
 
@@ -210,10 +211,9 @@ def prune(
         raise LyapunovPruneError("a plan says what goes; leave out --what")
     require_criterion(criterion, alpha)
     require_what(what, criterion if remove is not None else None)
-    require_empty(output)
     if keep_period and what != "layers":
         raise LyapunovPruneError(f"{what} that is zeroed leaves every layer in its place; leave out --keep-period")
-    loaded, batch = load_inputs(model, text, tokens, context, device, dtype, bos, offline)
+    require_empty(output)
     why = "--on-disk" if on_disk else too_large(model, offline=offline) if device == "cpu" else ""
     if why:
         for given, option in ((remove is not None, "--remove"), (what != "layers", "--what"), (dtype, "--dtype")):
@@ -224,8 +224,9 @@ def prune(
                 )
         _prune_on_disk(model, output, layers, plan_file, keep_period, offline, as_json, why)
         return
-    plan: PruningPlan
+    loaded, batch = load_inputs(model, text, tokens, context, device, dtype, bos, offline)
     period = find_pattern(loaded.structure).require_period() if keep_period else 1
+    plan: PruningPlan
     if layers is not None:
         plan = PruningPlan.given(loaded.model, **{FIELDS[what]: layer_indices(layers)})
     elif plan_file is not None:
@@ -234,9 +235,9 @@ def prune(
     else:
         assert remove is not None
         require_count(remove, loaded.structure.num_layers, what)
-        if what == "layers":
         if keep_period:
             require_periods(remove, loaded.structure.num_layers, period)
+        if what == "layers":
             measured = profile_model(loaded, batch, batch_size, seeds, seed)
             ranking = rank_layers(measured.contraction, measured.influence, criterion=criterion, alpha=alpha, seed=seed)
         else:
@@ -249,7 +250,6 @@ def prune(
     show(provenance, as_json, output, table=False)
 
 
-@app.command("eval")
 def _prune_on_disk(
     model: str,
     output: Path,
@@ -284,6 +284,7 @@ def _prune_on_disk(
     show(provenance, as_json, output, table=False)
 
 
+@app.command("eval")
 def evaluate(
     model: Model,
     against: Annotated[
@@ -387,6 +388,9 @@ def sensitivity(
     sparsity: Annotated[float, typer.Option(help="Share of entries removed.")] = 0.5,
     rank: Annotated[int | None, typer.Option(help="Rank kept of what is left.")] = None,
     limit: Annotated[float, typer.Option(help="Regret that counts as a catastrophe, for s*.")] = 10.0,
+    why: Annotated[
+        bool, typer.Option("--why", help="Also what may explain it: rank, tails and sparsity, Jacobian norms.")
+    ] = False,
     text: Text = "builtin",
     tokens: Tokens = 1024,
     context: Context = 256,
@@ -401,8 +405,8 @@ def sensitivity(
 ) -> None:
     """Change one thing at a time and measure the loss: which matrices and layers can bear it.
 
-    Writes profile.json, sensitivity.json and a heat map. Interrupted, it goes on with --resume; under
-    `accelerate launch -m lyapunov_prune.cli` the processes share the work.
+    Writes profile.json, sensitivity.json and a heat map, with --why activations.json and jacobian.json. Interrupted,
+    it goes on with --resume; under `accelerate launch -m lyapunov_prune.cli` the processes share the work.
     """
     from lyapunov_prune.sensitivity import measure_sensitivity
     from lyapunov_prune.studies import Compression
@@ -427,6 +431,8 @@ def sensitivity(
         batch_size=batch_size,
     )
     result.save(run / "sensitivity.json")
+    if why:
+        explain(run, loaded, calibration, batch_size, resume)
     _report(run)
     show(result, as_json, run / "sensitivity.json")
 

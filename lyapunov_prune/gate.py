@@ -24,11 +24,12 @@ import pandas as pd
 import torch
 from safetensors import safe_open
 from torch import nn
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import PreTrainedModel
 
 from lyapunov_prune.logits import cached_logits, deviation, last_steps, sample_inputs, uncached_logits
 from lyapunov_prune.models.families import FAMILIES, POSITION_ATTRIBUTES, Family
 from lyapunov_prune.models.loading import quiet
+from lyapunov_prune.models.plain import loading_class
 from lyapunov_prune.models.structure import Structure, find_structure, in_eval_mode
 from lyapunov_prune.plan import PruningPlan, as_plan
 from lyapunov_prune.results import Result
@@ -174,7 +175,7 @@ def _cache_deviation(model: PreTrainedModel, inputs: list[torch.Tensor], limit: 
 
 def _reload_check(pruned: PreTrainedModel, folder: Path, inputs: list[torch.Tensor]) -> GateCheck:
     with quiet():
-        loaded: Any = AutoModelForCausalLM.from_pretrained(
+        loaded: Any = loading_class(pruned).from_pretrained(
             folder,
             use_safetensors=True,
             local_files_only=True,

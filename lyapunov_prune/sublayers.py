@@ -7,7 +7,7 @@ are stored and multiplied like any weight, so this shows what a sublayer is wort
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -37,7 +37,7 @@ class Sublayers:
 
 @in_eval_mode
 @torch.no_grad()
-def find_sublayers(model: PreTrainedModel, layers: Iterable[int]) -> dict[int, Sublayers]:
+def find_sublayers(model: PreTrainedModel, layers: Sequence[int]) -> dict[int, Sublayers]:
     """Attention and MLP of `layers`, found in a forward of a few random tokens.
 
     Of two branches the first is attention, unless only the second looks at other tokens; a layer with one has
@@ -62,7 +62,7 @@ def find_sublayers(model: PreTrainedModel, layers: Iterable[int]) -> dict[int, S
     finally:
         for handle in handles:
             handle.remove()
-    return found
+    return {i: found.get(i, Sublayers({}, False, "does not run on text alone")) for i in layers}
 
 
 def _sublayers(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], matrices: dict[str, bool]) -> Sublayers:

@@ -15,6 +15,7 @@ from lyapunov_prune.gate import verify_removal
 from lyapunov_prune.models.adaptations import Cut
 from lyapunov_prune.models.families import DEPTH_ATTRIBUTES, FAMILIES, POSITION_ATTRIBUTES, TRUSTED
 from lyapunov_prune.models.layer_settings import require_attention, slice_settings
+from lyapunov_prune.models.plain import is_wrapped, require_plain, require_text_alone
 from lyapunov_prune.models.structure import Structure, find_structure
 from lyapunov_prune.plan import PruningPlan, as_plan
 from lyapunov_prune.sublayers import zero_sublayers
@@ -31,14 +32,21 @@ def remove_layers(model: PreTrainedModel, plan: PruningPlan | Sequence[int]) -> 
 
     The result saves with `save_pretrained` and loads with plain transformers. A decoder that the tests do
     not vouch for is put through the gate on random tokens first (`verify_removal` is the full gate, with
-    your text). Raises LyapunovPruneError for a bad plan, a plan for another model, a removal that the
-    family's checkpoint format cannot express, or a decoder that fails the gate.
+    your text), and so is every decoder inside a multimodal model, whose other parts are copied as they are.
+    Raises LyapunovPruneError for a bad plan, a plan for another model, a removal that the family's checkpoint
+    format cannot express, a decoder that fails the gate, and a model that is not its plain weights (adapters,
+    quantised or offloaded weights).
     """
+    require_plain(model)
     plan = as_plan(model, plan)
+    structure = find_structure(model)
+    wrapped = is_wrapped(model, structure)
+    if wrapped:
+        require_text_alone(model, structure, plan.remove)
     pruned = _without(model, plan) if plan.remove else copy.deepcopy(model)
     attention, mlp = (tuple(plan.kept.index(i) for i in drop) for drop in (plan.drop_attention, plan.drop_mlp))
     zero_sublayers(pruned, attention, mlp)
-    if find_structure(model).model_type not in TRUSTED:
+    if wrapped or structure.model_type not in TRUSTED:
         report = verify_removal(model, pruned, plan)
         if not report.passed:
             raise LyapunovPruneError(
@@ -69,6 +77,7 @@ def _without(model: PreTrainedModel, plan: PruningPlan) -> PreTrainedModel:
             family.adapt(Cut(pruned, layers, config, original.config, plan.kept))
     require_attention(original.config, pruned.config.get_text_config(decoder=True))
     _rename_ties(pruned)
+    _renumber_devices(pruned, original.layers_path, plan)
     return pruned
 
 
@@ -114,6 +123,22 @@ def _rename_ties(pruned: PreTrainedModel) -> None:
     for name, module in tied.items():
         module._tied_weights_keys = fresh.get_submodule(name)._tied_weights_keys
     pruned.all_tied_weights_keys = fresh.all_tied_weights_keys
+
+
+def _renumber_devices(pruned: PreTrainedModel, path: str, plan: PruningPlan) -> None:
+    """accelerate's note of which module lies on which device names layers by number."""
+    before: dict[str, Any] | None = vars(pruned).get("hf_device_map")
+    if before is None:
+        return
+    places: dict[str, Any] = {}
+    for name, device in before.items():
+        index, dot, rest = name.removeprefix(f"{path}.").partition(".")
+        if name.startswith(f"{path}.") and int(index) in plan.remove:
+            continue
+        if name.startswith(f"{path}."):
+            name = f"{path}.{plan.kept.index(int(index))}{dot}{rest}"
+        places[name] = device
+    vars(pruned)["hf_device_map"] = places
 
 
 @torch.no_grad()

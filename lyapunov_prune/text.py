@@ -17,6 +17,7 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from lyapunov_prune.errors import LyapunovPruneError
+from lyapunov_prune.models.plain import require_in_memory
 from lyapunov_prune.models.structure import Structure, find_structure, identify
 from lyapunov_prune.results import MeasuredOn, versions
 
@@ -67,8 +68,9 @@ class TokenBatch:
 def as_batch(model: PreTrainedModel, batch: TokenBatch | torch.Tensor) -> TokenBatch:
     """A checked batch for `model`: two-dimensional ids inside its vocabulary and its context.
 
-    Raises LyapunovPruneError otherwise.
+    Raises LyapunovPruneError otherwise, and for a model that cannot be measured: some of its weights are elsewhere.
     """
+    require_in_memory(model)
     if isinstance(batch, torch.Tensor):
         batch = TokenBatch(batch, text="token ids", split="all", bos=None)
     if batch.ids.ndim != 2 or batch.ids.shape[0] == 0 or batch.ids.shape[1] < 2:

@@ -21,6 +21,7 @@ ORDER = [
     "norms",
     "linalg",
     "models.structure",
+    "models.plain",
     "models.loading",
     "models.layer_settings",
     "models.adaptations",

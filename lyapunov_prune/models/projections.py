@@ -20,6 +20,7 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from lyapunov_prune.errors import LyapunovPruneError
+from lyapunov_prune.models.plain import require_no_adapters
 from lyapunov_prune.models.structure import find_structure
 
 # Part of a fused matrix: its role, its head (or None), its rows.
@@ -55,16 +56,17 @@ class Projection:
 def find_projections(model: PreTrainedModel) -> tuple[Projection, ...]:
     """Every matrix of every layer, in order.
 
-    Raises LyapunovPruneError for weights that are not in memory as plain matrices (quantised, offloaded).
+    Raises LyapunovPruneError for weights that are not in memory as plain matrices (quantised, offloaded) or
+    have adapters attached.
     """
+    require_no_adapters(model)
     structure = find_structure(model)
     found: list[Projection] = []
     for index, layer in enumerate(structure.layers):
         for path, module in layer.named_modules():
             name = f"{structure.layers_path}.{index}.{path}" if path else f"{structure.layers_path}.{index}"
             role = ".".join(p for p in path.split(".") if not p.isdigit())
-            if isinstance(module, nn.Linear | Conv1D):
-                _require_plain(name, module)
+            if isinstance(module, nn.Linear | Conv1D) and _require_plain(name, module):
                 parts = list(_parts(structure.model_type, structure.config, path, module))
                 for part, head, start, stop in parts:
                     suffix = f"{part}{'' if head is None else head}"
@@ -158,19 +160,26 @@ def _parts(model_type: str, config: Any, path: str, module: nn.Module) -> Iterat
     return iter([("", None, 0, rows)]) if split is None else split(config, rows)
 
 
-def _require_plain(name: str, module: nn.Module) -> None:
-    """Raise unless the module multiplies by its weight: not quantised, not offloaded, no adapter on top."""
+def _require_plain(name: str, module: nn.Module) -> bool:
+    """Raise unless the module multiplies by its weight: not quantised, not offloaded. False for a router.
+
+    Llama 4's is a matrix by class, and returns scores beside the product.
+    """
     weight: Any = module.weight
     if weight.is_meta or not weight.is_floating_point() or weight.ndim != 2:
         raise LyapunovPruneError(
             f"{name} holds no plain matrix in memory ({weight.dtype}); load the model whole and without quantisation"
         )
     if type(module).forward in (nn.Linear.forward, Conv1D.forward):
-        return
+        return True
     x = torch.linspace(-1, 1, weight.shape[1], dtype=weight.dtype, device=weight.device).unsqueeze(0)
     with torch.no_grad():
-        if not torch.allclose(module(x), nn.functional.linear(x, weight, module.bias), rtol=1e-2, atol=1e-4):  # type: ignore[arg-type]
+        output = module(x)
+        if isinstance(output, tuple):
+            return False
+        if not torch.allclose(output, nn.functional.linear(x, weight, module.bias), rtol=1e-2, atol=1e-4):  # type: ignore[arg-type]
             raise LyapunovPruneError(f"{name} ({type(module).__name__}) does more than multiply by its weight")
+    return True
 
 
 def groups(projections: tuple[Projection, ...]) -> dict[tuple[str, int], tuple[str, ...]]:
