@@ -30,6 +30,7 @@ lint: install
 
 bench: install
 	$(BIN)/python benchmarks/run.py
+	$(BIN)/python benchmarks/on_disk.py
 
 clean:
 	rm -rf .venv runs .pytest_cache .hypothesis .mypy_cache .ruff_cache
