@@ -97,3 +97,42 @@ def test_bad_requests_are_refused() -> None:
     }.items():
         with pytest.raises(LyapunovPruneError, match=message):
             call()
+
+
+# Whole periods.
+
+
+@settings(max_examples=50)
+@given(_POSITIVE, st.integers(2, 3), st.integers(1, 2))
+def test_periods_leave_whole_and_the_best_of_them(influence: np.ndarray, period: int, count: int) -> None:
+    whole = LAYERS // period
+    count = min(count, whole - 1)
+    plan = rank_layers(None, with_influence(influence), criterion="bi").plan(count * period, period)
+    plan.require_periods(period)
+    sums = [influence[p * period : (p + 1) * period].sum() for p in range(whole)]
+    removed = {layer // period for layer in plan.remove}
+    assert (len(plan.remove), len(removed)) == (count * period, count)
+    assert max(sums[p] for p in removed) <= min(sums[p] for p in range(whole) if p not in removed)
+
+
+def test_a_rest_that_is_no_whole_period_stays() -> None:
+    falling = with_influence(np.arange(LAYERS, 0, -1.0))  # the rest at the end has the smallest scores
+    assert rank_layers(None, falling, criterion="bi").plan(2).remove == (4, 5)
+    ranking = replace(rank_layers(None, falling, criterion="bi"), scores=np.array([3.0, 3, 2, 2, 1]))
+    ranking = replace(ranking, model=replace(ranking.model, num_layers=5))
+    assert ranking.plan(2, period=2).remove == (2, 3)
+
+
+@pytest.mark.parametrize("remove", [1, 4, 6, 0])
+def test_a_number_that_is_no_whole_periods_is_refused(remove: int) -> None:
+    with pytest.raises(
+        LyapunovPruneError, match="give" if not remove else r"repeat every 3; give --remove 3, or leave"
+    ):
+        rank_layers(_PROFILE, criterion="rho").plan(remove, period=3)
+
+
+def test_layers_by_hand_that_split_a_period_are_refused() -> None:
+    plan = replace(rank_layers(_PROFILE, criterion="rho").plan(2), remove=(1, 2))
+    with pytest.raises(LyapunovPruneError, match="layer 1 leaves and layer 0 of the same period stays; name all of"):
+        plan.require_periods(2)
+    replace(plan, remove=(2, 3)).require_periods(2)
