@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from lyapunov_prune.influence import InfluenceProfile, block_influence
     from lyapunov_prune.jacobian import JacobianNorms, sublayer_jacobians
     from lyapunov_prune.models.loading import Loaded, load
+    from lyapunov_prune.models.plain import merge_adapters
     from lyapunov_prune.plan import PruningPlan
     from lyapunov_prune.ranking import LayerRanking, rank_layers, rank_sublayers
     from lyapunov_prune.sensitivity import Sensitivity, measure_sensitivity
@@ -54,6 +55,7 @@ __all__ = [
     "measure_contraction",
     "measure_sensitivity",
     "measure_speed",
+    "merge_adapters",
     "perplexity",
     "rank_layers",
     "rank_sublayers",
@@ -78,6 +80,7 @@ _HOMES = {
     "influence": ("InfluenceProfile", "block_influence"),
     "jacobian": ("JacobianNorms", "sublayer_jacobians"),
     "models.loading": ("Loaded", "load"),
+    "models.plain": ("merge_adapters",),
     "plan": ("PruningPlan",),
     "ranking": ("LayerRanking", "rank_layers", "rank_sublayers"),
     "sensitivity": ("Sensitivity", "measure_sensitivity"),

@@ -13,6 +13,7 @@ from lyapunov_prune.files import require_empty, whole_folder
 from lyapunov_prune.gate import GateReport, verify_removal
 from lyapunov_prune.models.kinds import Pattern, find_pattern
 from lyapunov_prune.models.loading import quiet
+from lyapunov_prune.models.plain import loading_class
 from lyapunov_prune.models.structure import Structure, find_structure
 from lyapunov_prune.plan import PruningPlan
 from lyapunov_prune.results import Result, versions
@@ -54,7 +55,8 @@ def write_pruned(
 ) -> Provenance:
     """Remove the layers of `plan`, pass the gate on the saved files, and write the folder `target`.
 
-    The folder loads with `AutoModelForCausalLM.from_pretrained` and holds the tokenizer, a model card
+    The folder loads with `AutoModelForCausalLM.from_pretrained` (a decoder inside a multimodal model: with the
+    class of that, whose processor is not written) and holds the tokenizer, a model card
     (README.md) and `provenance.json`. Raises CheckFailed when the gate fails and LyapunovPruneError when
     the target is not empty or the disk refuses; either way nothing is left at `target`.
     """
@@ -71,7 +73,8 @@ def write_pruned(
             raise CheckFailed(
                 f"nothing written: the pruned model fails the gate, {gate.failure()}; remove other layers"
             )
-        return describe(folder, plan, gate, find_structure(model), pruned.num_parameters())
+        loader = loading_class(pruned).__name__
+        return describe(folder, plan, gate, find_structure(model), pruned.num_parameters(), loader=loader)
 
 
 def describe(
@@ -81,10 +84,11 @@ def describe(
     structure: Structure,
     parameters: int,
     not_run: tuple[str, ...] = (),
+    loader: str = "AutoModelForCausalLM",
 ) -> Provenance:
     """Write provenance.json and the model card beside the weights in `folder`.
 
-    `structure` is the original's, `parameters` the number that is left.
+    `structure` is the original's, `parameters` the number that is left, `loader` the class that loads it.
     """
     provenance = Provenance(
         source=plan.model.name,
@@ -95,7 +99,7 @@ def describe(
         not_run=not_run,
     )
     provenance.save(folder / PROVENANCE)
-    card = _card(provenance, parameters, find_pattern(structure))
+    card = _card(provenance, parameters, find_pattern(structure), loader)
     (folder / "README.md").write_text(card, encoding="utf-8")
     return provenance
 
@@ -115,7 +119,7 @@ def _removed(plan: PruningPlan) -> str:
     return "\n".join(lines)
 
 
-def _card(provenance: Provenance, parameters: int, pattern: Pattern) -> str:
+def _card(provenance: Provenance, parameters: int, pattern: Pattern, loader: str) -> str:
     plan, layers = provenance.plan, provenance.plan.model.num_layers
     measured = "\n".join(f"- {m.line()}" for m in plan.measured_on) or "- nothing: the layers were given by hand"
     checks = "\n".join(
@@ -143,9 +147,9 @@ trained after the removal.
 ## Load
 
 ```python
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import {loader}, AutoTokenizer
 
-model = AutoModelForCausalLM.from_pretrained("path/to/this/folder")
+model = {loader}.from_pretrained("path/to/this/folder")
 tokenizer = AutoTokenizer.from_pretrained("path/to/this/folder")
 ```
 

@@ -37,6 +37,7 @@ from lyapunov_prune.options import (
     Epsilon,
     Json,
     KeepPeriod,
+    MergeAdapter,
     Method,
     Model,
     Offline,
@@ -179,6 +180,7 @@ def prune(
     what: What = "layers",
     keep_period: KeepPeriod = False,
     on_disk: OnDisk = False,
+    merge_adapter: MergeAdapter = False,
     criterion: Criterion = "blend",
     alpha: Alpha = 0.5,
     text: Text = "builtin",
@@ -216,7 +218,8 @@ def prune(
     require_empty(output)
     why = "--on-disk" if on_disk else too_large(model, offline=offline) if device == "cpu" else ""
     if why:
-        for given, option in ((remove is not None, "--remove"), (what != "layers", "--what"), (dtype, "--dtype")):
+        refused = {"--remove": remove is not None, "--what": what != "layers", "--dtype": dtype}
+        for option, given in (refused | {"--merge-adapter": merge_adapter}).items():
             if given:
                 raise LyapunovPruneError(
                     f"{option} needs the model in memory ({why}); give --layers 3,7 or a --plan FILE of rank, and no "
@@ -224,7 +227,7 @@ def prune(
                 )
         _prune_on_disk(model, output, layers, plan_file, keep_period, offline, as_json, why)
         return
-    loaded, batch = load_inputs(model, text, tokens, context, device, dtype, bos, offline)
+    loaded, batch = load_inputs(model, text, tokens, context, device, dtype, bos, offline, merge_adapter=merge_adapter)
     period = find_pattern(loaded.structure).require_period() if keep_period else 1
     plan: PruningPlan
     if layers is not None:

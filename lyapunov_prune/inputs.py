@@ -33,6 +33,7 @@ def load_inputs(
     bos: bool | None,
     offline: bool,
     split: str = "calibration",
+    merge_adapter: bool = False,
 ) -> tuple[Loaded, TokenBatch]:
     from lyapunov_prune.models.loading import load
     from lyapunov_prune.text import require_context, require_source
@@ -40,7 +41,7 @@ def load_inputs(
     require_source(text)  # before minutes of loading
     if device == "cuda":  # a process of accelerate launch has one of its own
         device = f"cuda:{os.environ.get('LOCAL_RANK', '0')}"
-    loaded = load(model, dtype=dtype, device=device, offline=offline)
+    loaded = load(model, dtype=dtype, device=device, offline=offline, merge_adapter=merge_adapter)
     require_context(loaded.structure, context)
     return loaded, load_batch(loaded, text, tokens, context, bos, offline, split)
 

@@ -29,6 +29,9 @@ What = Annotated[
     str,
     typer.Option(help="layers, or their attention or mlp alone: zeroed, which saves no time (with --criterion bi)."),
 ]
+MergeAdapter = Annotated[
+    bool, typer.Option("--merge-adapter", help="MODEL holds LoRA adapters: add them to their base model's weights.")
+]
 Alpha = Annotated[float, typer.Option(help="Weight of |rho − 1| in the blend.")]
 Resume = Annotated[bool, typer.Option("--resume", help="Keep what an interrupted run has done.")]
 OnDisk = Annotated[bool, typer.Option("--on-disk", help="Copy the kept tensors; the model is never in memory.")]

@@ -10,6 +10,7 @@ import pandas as pd
 from transformers import PreTrainedModel
 
 from lyapunov_prune.errors import LyapunovPruneError
+from lyapunov_prune.models.plain import require_in_memory
 from lyapunov_prune.models.structure import identify
 from lyapunov_prune.results import MeasuredOn, ModelIdentity, Result
 
@@ -146,7 +147,10 @@ class PruningPlan(Result):
 
 
 def _identity(model: PreTrainedModel | ModelIdentity) -> ModelIdentity:
-    return model if isinstance(model, ModelIdentity) else identify(model)
+    if isinstance(model, ModelIdentity):
+        return model
+    require_in_memory(model)
+    return identify(model)
 
 
 def as_plan(model: PreTrainedModel, plan: PruningPlan | Sequence[int]) -> PruningPlan:

@@ -240,6 +240,15 @@ def _require_decoder_config(folder: Path) -> None:
     if packed:
         raise LyapunovPruneError(f"the weights in {folder} are {packed}; {UNPACK}")
     architectures = ", ".join(config.architectures or ()) or config.model_type
+    if (
+        not config.is_encoder_decoder
+        and config.get_text_config(decoder=True) is not config
+        and config.model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+    ):
+        raise LyapunovPruneError(
+            f"{folder} holds a decoder inside a multimodal model ({architectures}); load it in Python with that class "
+            "and call lyapunov_prune.remove_layers, or give its text model alone"
+        )
     if config.is_encoder_decoder or config.model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
         raise LyapunovPruneError(f"{folder} is no causal language model ({architectures}); give a decoder")
 
