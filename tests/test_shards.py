@@ -333,24 +333,27 @@ def test_a_real_limit_on_file_size_leaves_nothing(size: int, checkpoint: Path, t
 def test_killed_at_any_moment_it_leaves_a_whole_checkpoint_or_none(checkpoint: Path, tmp_path: Path) -> None:
     on_disk(checkpoint, tmp_path / "whole", shard_bytes=10_000)
     wanted = tensors(tmp_path / "whole")
-    start = time.perf_counter()
-    child = in_a_child(lambda: on_disk(checkpoint, tmp_path / "timed", shard_bytes=10_000))
-    child.join()
-    duration = time.perf_counter() - start
-    seen = set()
-    for part in np.linspace(0.05, 1.3, 12):
-        target = tmp_path / "disk"
-        child = in_a_child(lambda target=target: on_disk(checkpoint, target, shard_bytes=10_000))
-        time.sleep(part * duration)
+    target = tmp_path / "disk"
+
+    def kill(child: Any) -> None:
         os.kill(child.pid, signal.SIGKILL)
         child.join()
-        seen.add(target.exists())
-        if target.exists():
-            assert tensors(target) == wanted
-            assert Provenance.load(target / PROVENANCE).gate.passed
-            shutil.rmtree(target)
-    assert seen == {True, False}
-    left = set(os.listdir(tmp_path)) - {checkpoint.name, "whole", "timed"}
+        assert not target.exists() or tensors(target) == wanted
+        assert not target.exists() or Provenance.load(target / PROVENANCE).gate.passed
+        shutil.rmtree(target, ignore_errors=True)
+
+    child = in_a_child(lambda: on_disk(checkpoint, target, shard_bytes=10_000))
+    start = time.perf_counter()
+    while not target.exists():  # the last of the moments: as soon as it appears
+        time.sleep(1e-4)
+    duration = time.perf_counter() - start
+    kill(child)
+    for part in np.linspace(0.1, 1, 8):
+        child = in_a_child(lambda: on_disk(checkpoint, target, shard_bytes=10_000))
+        time.sleep(part * duration)
+        kill(child)
+    left = set(os.listdir(tmp_path)) - {checkpoint.name, "whole"}
+    assert left
     assert all(name.startswith(".disk.partial-") for name in left)
 
 
