@@ -89,7 +89,7 @@ def test_the_decoder_of_an_encoder_decoder_counts_its_own_layers() -> None:
 def test_layers_in_separate_lists_are_refused(tiny: Make) -> None:
     """XLM keeps attentions and feed-forwards apart: there is no layer to skip, measure or remove."""
     model = tiny("llama")
-    model.model.attentions = nn.ModuleList(nn.Linear(32, 32) for _ in range(LAYERS))
+    model.model.attentions = nn.ModuleList(nn.Linear(32, 128) for _ in range(LAYERS))
     with pytest.raises(LyapunovPruneError, match=r"separate lists, model\.layers, model\.attentions"):
         find_structure(model)
 

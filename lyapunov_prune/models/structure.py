@@ -74,7 +74,7 @@ def find_structure(model: PreTrainedModel) -> Structure:
             sizes = {name: sum(p.numel() for p in module.parameters()) for name, module in lists.items()}
             path = max(lists, key=lambda name: sizes[name])
             parent = path.rpartition(".")[0]
-            parts = [name for name in lists if name.rpartition(".")[0] == parent and sizes[name] > 0.05 * sizes[path]]
+            parts = [name for name in lists if name.rpartition(".")[0] == parent and sizes[name] > sizes[path] / 4]
             if len(parts) > 1:
                 raise LyapunovPruneError(
                     f"{kind} ({config.model_type}) keeps the parts of its layers in separate lists, "

@@ -45,6 +45,7 @@ def test_every_entry_is_tried() -> None:
     assert set(ENTRIES) | {"gpt_neo"} == set(FAMILIES)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model_type", list(ENTRIES))
 def test_without_its_entry_the_gate_refuses(model_type: str, monkeypatch: pytest.MonkeyPatch) -> None:
     name, layers = ENTRIES[model_type]

@@ -148,7 +148,8 @@ def page(table: dict[str, Row]) -> str:
         "",
         f"- {len(table)} rows: {len(set(map(model_type_of, table)))} model types, some in a second variant",
         f"- {len(passed)} pass their own intact control: causal, finite, every layer matters, cached decoding like",
-        "  uncached, the same after saving and loading",
+        "  uncached, the same after saving and loading. The others fail in transformers itself, are no causal",
+        "  decoders, or (BLT, HRM, XLM) have no chain of layers that this program finds; the column says which",
         f"- of these, {len(every)} ({len(every) / len(passed):.0%}) lose every set of layers tried and pass the gate,",
         f"  {len(some)} some sets (the others are refused with the reason), {len(none)} none",
         f"- {removed} of {len(verdicts)} removals are done and correct, {len(verdicts) - removed - wrong} refused, "

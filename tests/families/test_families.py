@@ -1,0 +1,30 @@
+"""Every decoder of transformers: removed correctly or refused with a reason, and never worse than the table says."""
+
+from __future__ import annotations
+
+import pytest
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from verdicts import PAGE, WRONG, YES, judge, load_table, page
+from zoo import ZOO, model_type_of
+
+
+def test_the_table_holds_every_family() -> None:
+    assert set(map(model_type_of, ZOO)) == set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
+    assert tuple(load_table()) == ZOO
+
+
+def test_the_page_shows_the_table() -> None:
+    assert PAGE.read_text(encoding="utf-8") == page(load_table()), "run python tests/families/verdicts.py"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ZOO)
+def test_is_no_worse_than_the_table_says(name: str) -> None:
+    was, now = load_table()[name], judge(name)
+    for part in ("control", "measured"):
+        assert now[part] == YES or was[part] != YES, f"{name}, {part}: {now[part]}"
+    for label, verdict in was["removals"].items():
+        found = now["removals"].get(label, "not tried")
+        assert found == YES or verdict != YES, f"{name}, {label}: {found}"
+        assert not found.startswith(WRONG), f"{name}, {label}: {found}"
+    assert not now["measured"].startswith(WRONG), f"{name}: {now['measured']}"
