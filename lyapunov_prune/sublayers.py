@@ -66,11 +66,13 @@ def find_sublayers(model: PreTrainedModel, layers: Sequence[int]) -> dict[int, S
 
 
 def _sublayers(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], matrices: dict[str, bool]) -> Sublayers:
+    if layer_input(args, kwargs).ndim != 3:
+        return Sublayers({}, False, "carries several states a token")
     blocks = [name for name, bare in matrices.items() if not bare]
     blocks += [" + ".join(row)] if (row := [name for name, bare in matrices.items() if bare]) else []
     if len(blocks) not in (1, 2):
         return Sublayers(
-            {}, False, f"has {len(blocks)} branches ({', '.join(blocks)})" if blocks else "has no matrices"
+            {}, False, f"has {len(blocks)} parts with matrices ({', '.join(blocks)})" if blocks else "has no matrices"
         )
     branches = find_branches(layer, args, kwargs, matrices)
     mixes = [_mixes(branch) for branch in branches]
@@ -144,10 +146,9 @@ def zero_sublayers(model: PreTrainedModel, attention: tuple[int, ...], mlp: tupl
             tried.append((parameter, parameter.clone()))
             parameter.zero_()
         if branch(branch.x).any():
-            end = type(branch.exit).__name__
             raise LyapunovPruneError(
-                f"the {kind} of layer {index} ends in a {end} that adds a bias of its own, which zeroing the output "
-                "projection leaves in; remove the whole layer"
+                f"the {kind} of layer {index} ends in a {type(branch.exit).__name__} that adds something of its own, a "
+                "bias or the residual stream, which zeroing the output projection leaves in; remove the whole layer"
             )
         for parameter, before in reversed(tried):
             parameter.copy_(before)

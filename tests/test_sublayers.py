@@ -158,7 +158,7 @@ def test_a_branch_that_ends_in_a_norm_with_a_bias_is_refused() -> None:
         layer.post_attention_layernorm = torch.nn.LayerNorm(32)
     torch.nn.init.ones_(model.model.layers[1].post_attention_layernorm.bias)
     drop_sublayers(model, mlp=[1])
-    with pytest.raises(LyapunovPruneError, match="layer 1 ends in a LayerNorm that adds a bias of its own"):
+    with pytest.raises(LyapunovPruneError, match="layer 1 ends in a LayerNorm that adds something of its own, a bias"):
         drop_sublayers(model, attention=[1])
 
 
@@ -168,6 +168,21 @@ def test_a_matrix_that_another_layer_uses_is_refused() -> None:
     drop_sublayers(model, attention=[1])
     with pytest.raises(LyapunovPruneError, match=r"is also model\.layers\.3\.mlp\.down_proj\.weight"):
         drop_sublayers(model, mlp=[1])
+
+
+@pytest.mark.parametrize(
+    ("model_type", "message"),
+    [
+        ("bloom", "ends in a BloomMLP that adds something of its own, a bias or the residual stream"),
+        ("bert", r"has 3 parts with matrices \(attention, intermediate, output\), and no mlp to leave out"),
+    ],
+)
+def test_families_whose_branches_cannot_be_told_apart_are_refused(model_type: str, message: str) -> None:
+    """BLOOM adds the residual stream inside its branches, BERT's MLP is two modules with a norm between."""
+    sizes = {"vocab_size": 97, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "pad_token_id": 0}
+    config = AutoConfig.for_model(model_type, **sizes, is_decoder=True)
+    with pytest.raises(LyapunovPruneError, match=message):
+        drop_sublayers(AutoModelForCausalLM.from_config(config).eval(), mlp=[1])
 
 
 def one_branch_model() -> PreTrainedModel:
@@ -318,6 +333,9 @@ def test_ranked_planned_pruned_and_loaded(what: str, shell: Callable[..., Any]) 
     assert torch.equal(logits[0], logits[2])
     with silenced(dense := AutoModelForCausalLM.from_pretrained("tiny"), plan.drop_attention, plan.drop_mlp):
         torch.testing.assert_close(dense(ids).logits, logits[0])
+    done = shell("prune", "tiny", "--plan", "runs/tiny/plan.json", "--on-disk", "-o", "on-disk")
+    assert (done.code, done.changed) == (2, set())
+    assert done.err.endswith("prune it in memory\n")
     card = Path("by-plan/README.md").read_text()
     assert "saves no time or memory" in card
     assert f"of layers of the original: {', '.join(map(str, plan.touched))}." in card
