@@ -116,24 +116,28 @@ def cumulative_figure(s: Sensitivity) -> str:
 
 def levels_figure(s: Sensitivity) -> str:
     """Perplexity over sparsity (all layers, or the first alone) and over the rank kept in all layers."""
-    figure, (left, right) = _grid(9, 3.4, 2, 2)
-    for study, label, colour, marker in (
+    by_sparsity = (
         ("sparsity", f"all layers, {s.compression.method}", COLOURS["rho"], "o"),
         ("layer0", f"layer 0, {s.compression.method}, rank {s.compression.rank or 'full'}", COLOURS["bi"], "s"),
         ("threshold", "layer 0, wanda", COLOURS["blend"], "^"),
-    ):
-        _with_intervals(left, s.of(study), "sparsity", label, colour, marker)
-    left.set_xlabel("sparsity")
-    _with_intervals(right, s.of("rank"), "rank", "all layers, sparsity 0", COLOURS["rho"], "o")
-    right.set_xscale("log", base=2)
-    right.xaxis.set_major_formatter(FuncFormatter(lambda x, _: f"{x:g}"))
-    right.set_xlabel("rank kept")
-    for axes in (left, right):
+    )
+    by_rank = (("rank", "all layers, sparsity 0", COLOURS["rho"], "o"),)
+    have = {e.study for e in s.effects}
+    axis_of = {"sparsity": by_sparsity, "rank": by_rank}
+    axis_of = {x: [line for line in lines if line[0] in have] for x, lines in axis_of.items()}
+    axis_of = {x: lines for x, lines in axis_of.items() if lines}
+    figure, all_axes = _grid(1 + 4.5 * len(axis_of), 3.4, len(axis_of), len(axis_of))
+    for axes, (x, lines) in zip(all_axes, axis_of.items(), strict=True):
+        for study, label, colour, marker in lines:
+            _with_intervals(axes, s.of(study), x, label, colour, marker)
+        axes.set_xlabel("rank kept" if x == "rank" else x)
+        if x == "rank":
+            axes.set_xscale("log", base=2)
+            axes.xaxis.set_major_formatter(FuncFormatter(lambda x, _: f"{x:g}"))
         axes.axhline(1, color=GREY, linewidth=0.8)
         axes.set_ylabel(_RATIO)
-        if axes.get_legend_handles_labels()[0]:
-            axes.legend(frameon=False, fontsize=8)
-            log_axis(axes)
+        axes.legend(frameon=False, fontsize=8)
+        log_axis(axes)
     return svg(figure)
 
 
