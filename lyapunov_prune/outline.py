@@ -18,6 +18,7 @@ from transformers.core_model_loading import WeightConverter, WeightRenaming, dot
 
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.models.loading import load_outline
+from lyapunov_prune.models.plain import UNPACK, is_wrapped, quantisation
 from lyapunov_prune.models.structure import Structure, identify
 from lyapunov_prune.results import ModelIdentity
 from lyapunov_prune.tensor_files import Stored, read_tensors
@@ -50,11 +51,18 @@ class Outline:
 def read_outline(folder: Path, name: str | Path) -> Outline:
     """Read the headers of the checkpoint in `folder`, and of its numbers two a layer, which tell it from others.
 
-    Raises LyapunovPruneError for what cannot be loaded whole and for a quantised checkpoint.
+    Raises LyapunovPruneError for what cannot be loaded whole, for quantised weights, and for a decoder
+    inside a multimodal model.
     """
     loaded = load_outline(folder, name)
-    if getattr(loaded.model.config, "quantization_config", None) is not None:
-        raise LyapunovPruneError(f"{name} is quantised, and its scales do not follow on disk; prune it in memory")
+    packed = quantisation(loaded.model.config)
+    if packed:
+        raise LyapunovPruneError(f"the weights of {name} are {packed}; {UNPACK}")
+    if is_wrapped(loaded.model, loaded.structure):
+        raise LyapunovPruneError(
+            f"{name} holds a decoder inside a {type(loaded.model).__name__}, which has to be run to see that a removal "
+            "is right; prune it in memory"
+        )
     stored = read_tensors(folder)
     targets = _targets(loaded.model, stored)
     stored = {key: stored[key] for key in targets}

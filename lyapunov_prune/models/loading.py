@@ -38,6 +38,8 @@ _ADAPTER = "adapter_config.json"
 _DTYPES = ("float32", "bfloat16", "float16", "float64")
 _HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
+# Decoders that fail the gate as they come, or turn out to be encoders when they run (docs/families.md).
+_RUN_TO_JUDGE = frozenset({"cpmant", "moshi", "prophetnet", "reformer", "rwkv", "xlnet", "xlstm"})
 # What a checkpoint needs besides its weights; nothing here can hold code.
 _HUB_FILES = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
 
@@ -100,14 +102,17 @@ def checkpoint_folder(name: str, *, offline: bool = False) -> Path:
 def load_outline(folder: Path, name: str | Path) -> Loaded:
     """A model on the `meta` device: the config, every name and shape, and no weight, which stays on disk.
 
-    Raises LyapunovPruneError for what `load` would refuse. That it looks at no later token cannot be tried
-    without weights: the config has to call it a decoder, or its attention itself causal.
+    Raises LyapunovPruneError for what `load` would refuse, and for a decoder that has to be run to be judged.
+    That it looks at no later token cannot be tried without weights: the config has to call it a decoder, or
+    its attention itself causal.
     """
     loaded = _load_folder(folder, {"dtype": "auto", "device_map": "meta"})
+    config = loaded.structure.config
     causal = (getattr(module, "is_causal", False) for module in loaded.structure.layers.modules())
-    if not (getattr(loaded.structure.config, "is_decoder", True) or any(causal)):
+    if config.model_type in _RUN_TO_JUDGE or not (getattr(config, "is_decoder", True) or any(causal)):
         raise LyapunovPruneError(
-            f"{type(loaded.model).__name__} cannot be told from an encoder without running it; prune it in memory"
+            f"{type(loaded.model).__name__} cannot be judged without running it (an encoder, or one that differs from "
+            "layer to layer in ways its config does not say); prune it in memory"
         )
     loaded.model.config._name_or_path = str(name)
     return loaded

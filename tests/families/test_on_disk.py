@@ -38,7 +38,15 @@ def test_every_decoder_is_pruned_as_in_memory_or_refused(
         identity = identify(model)
     except Exception:
         pytest.skip("this decoder cannot be built, saved and loaded here")
-    outline = read_outline(source, model.config._name_or_path)
+    try:
+        outline = read_outline(source, model.config._name_or_path)
+    except LyapunovPruneError as error:
+        reason = str(error)
+    else:
+        reason = ""
+    if reason:
+        assert reason.endswith("prune it in memory")
+        return
     assert replace(outline.identity, samples=()) == replace(identity, samples=())
     assert np.array_equal(outline.identity.samples, identity.samples)
     try:
@@ -74,9 +82,11 @@ def test_tables_are_cut_block_by_block(
         ("diffllama", (2,), "diffllama computes with weights .*; prune it in memory"),
         ("zamba", (2,), "is shared with layers that stay; prune it in memory"),
         ("zamba2", (2,), "is counted anew; prune it in memory"),
+        ("rwkv", (2,), "RwkvForCausalLM cannot be judged without running it .*; prune it in memory"),
+        ("gemma3", (2,), "a decoder inside a Gemma3.*, which has to be run .*; prune it in memory"),
     ],
 )
-def test_a_removal_that_changes_numbers_is_refused(
+def test_what_copying_or_headers_cannot_do_is_refused(
     name: str, remove: tuple[int, ...], message: str, tokenizer: PreTrainedTokenizerFast, tmp_path: Path
 ) -> None:
     make_zoo(name).save_pretrained(tmp_path / "source")
