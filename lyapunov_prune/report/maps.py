@@ -123,11 +123,10 @@ def levels_figure(s: Sensitivity) -> str:
     )
     by_rank = (("rank", "all layers, sparsity 0", COLOURS["rho"], "o"),)
     have = {e.study for e in s.effects}
-    axis_of = {"sparsity": by_sparsity, "rank": by_rank}
-    axis_of = {x: [line for line in lines if line[0] in have] for x, lines in axis_of.items()}
-    axis_of = {x: lines for x, lines in axis_of.items() if lines}
-    figure, all_axes = _grid(1 + 4.5 * len(axis_of), 3.4, len(axis_of), len(axis_of))
-    for axes, (x, lines) in zip(all_axes, axis_of.items(), strict=True):
+    asked = (("sparsity", by_sparsity), ("rank", by_rank))
+    drawn = [(x, lines) for x, lines in asked if have & {study for study, *_ in lines}]
+    figure, all_axes = _grid(1 + 4.5 * len(drawn), 3.4, len(drawn), len(drawn))
+    for axes, (x, lines) in zip(all_axes, drawn, strict=True):
         for study, label, colour, marker in lines:
             _with_intervals(axes, s.of(study), x, label, colour, marker)
         axes.set_xlabel("rank kept" if x == "rank" else x)
