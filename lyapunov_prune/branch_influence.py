@@ -70,11 +70,13 @@ def sublayer_influence(
     starts = range(0, len(batch.ids), batch_size)
     rows: list[np.ndarray] = []
     for start in track(starts, "sublayer influence"):
-        turned: dict[int, torch.Tensor] = {}
+        ids = batch.ids[start : start + batch_size]
+        unseen = torch.full((2, len(ids)), torch.nan, dtype=torch.float64)  # of a layer that text does not run
+        turned = dict.fromkeys(found, unseen)
         with ExitStack() as hooks:
             for index, sublayers in found.items():
                 _watch(structure.layers[index], index, sublayers, turned, hooks)
-            run_backbone(structure, batch.ids[start : start + batch_size])
+            run_backbone(structure, ids)
         rows.append(torch.stack([turned[i] for i in range(structure.num_layers)]).numpy())
     values = np.concatenate(rows, axis=-1)  # (L, 2, windows)
     missing = np.array([[kind not in found[i].branches for kind in KINDS] for i in range(len(values))])

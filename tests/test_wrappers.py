@@ -235,6 +235,13 @@ def test_a_wrapper_that_text_cannot_check_is_refused(kind: str) -> None:
     assert "\n" not in str(error.value)
 
 
+def test_a_layer_that_text_does_not_run_has_no_score(ids: torch.Tensor) -> None:
+    scores = sublayer_influence(make_wrapped("MllamaForConditionalGeneration"), ids % 90)
+    for values in (scores.attention, scores.mlp):
+        assert values.shape == (DEPTH,)
+        assert [layer for layer in range(DEPTH) if values[layer] != values[layer]] == [1]
+
+
 def test_a_layer_that_takes_in_a_level_of_the_image_stays() -> None:
     """Qwen3-VL adds a feature of the image after each of its first layers, by number."""
     model = make_wrapped("Qwen3VLForConditionalGeneration")
