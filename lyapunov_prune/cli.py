@@ -283,7 +283,10 @@ def _prune_on_disk(
         plan.require_periods(find_pattern(outline.structure).require_period())
     provenance = prune_on_disk(outline, plan, output)
     if not as_json:
-        say(f"Pruned on disk ({why}).\n{plan.headline()}\n{provenance.gate}\nNot run: {', '.join(provenance.not_run)}.")
+        # Its headline would call the gate passed, of which this is a part.
+        checks = provenance.gate.to_frame().to_string(index=False, float_format=lambda x: f"{x:.4g}")
+        left = ", ".join(provenance.not_run)
+        say(f"{plan.headline()}\nPruned on disk ({why}); the gate's checks on files:\n{checks}\nNot run: {left}.")
     show(provenance, as_json, output, table=False)
 
 

@@ -267,7 +267,8 @@ def command(
 def test_prune_on_disk_says_what_was_checked(command: Callable[..., Any]) -> None:
     code, out, err = command("--on-disk", "--layers", "1,4")
     assert (code, err) == (0, "")
-    assert "Pruned on disk (--on-disk)." in out
+    assert "Pruned on disk (--on-disk); the gate's checks on files:" in out
+    assert "Removal gate: passed" not in out
     assert "Not run: same as skipping, cached decoding, logits after reloading." in out
     assert len(Provenance.load(Path("out") / PROVENANCE).kept_to_original) == 4
 
@@ -277,7 +278,7 @@ def test_what_does_not_fit_is_pruned_on_disk(command: Callable[..., Any], monkey
     assert "and 0.0 GB are free" in too_large("tiny")
     code, out, err = command("--layers", "1,4")
     assert (code, err) == (0, "")
-    assert "Pruned on disk (3 copies need 0.0 GB and 0.0 GB are free)." in out
+    assert "Pruned on disk (3 copies need 0.0 GB and 0.0 GB are free)" in out
 
 
 def test_what_fits_is_pruned_in_memory(command: Callable[..., Any]) -> None:
