@@ -11,7 +11,7 @@ import numpy as np
 from transformers import PreTrainedModel
 
 from lyapunov_prune.errors import LyapunovPruneError
-from lyapunov_prune.gate import CACHED, COUNTED, SKIPPED, GateCheck, GateReport, _changed_setting
+from lyapunov_prune.gate import CACHED, COUNTED, SKIPPED, GateCheck, GateReport, changed_setting
 from lyapunov_prune.models.families import FAMILIES, Family
 from lyapunov_prune.models.structure import find_structure
 from lyapunov_prune.outline import Outline, layer_of, read_outline
@@ -47,7 +47,7 @@ def verify_files(outline: Outline, pruned: PreTrainedModel, plan: PruningPlan, f
 def _keys_check(written: Outline, pruned: PreTrainedModel, folder: Path) -> GateCheck:
     extra = sorted(read_tensors(folder).keys() - written.stored.keys())
     wrong = f"{extra[0]} is no tensor of the model" if extra else ""
-    wrong = wrong or _changed_setting(find_structure(pruned), written.structure)
+    wrong = wrong or changed_setting(find_structure(pruned), written.structure)
     return GateCheck(KEYS, not wrong, float(bool(wrong)), 0.0, wrong or "names, shapes and settings on plain loading")
 
 

@@ -193,7 +193,7 @@ def _reload_check(pruned: PreTrainedModel, folder: Path, inputs: list[torch.Tens
             keys = sorted(map(str, info[kind]))
             detail = f"{len(keys)} {kind.replace('_', ' ')} on reloading, first {keys[0]}"
             return GateCheck(RELOADED, False, float("inf"), limit, detail)
-    changed = _changed_setting(find_structure(pruned), find_structure(reloaded))
+    changed = changed_setting(find_structure(pruned), find_structure(reloaded))
     if changed:
         return GateCheck(RELOADED, False, float("inf"), limit, changed)
     _share_rounded_tables(pruned, reloaded)
@@ -233,7 +233,7 @@ def _saved(model: PreTrainedModel, checkpoint: str | Path | None) -> Iterator[Pa
         yield Path(folder)
 
 
-def _changed_setting(pruned: Structure, reloaded: Structure) -> str:
+def changed_setting(pruned: Structure, reloaded: Structure) -> str:
     """The first plain attribute of a kept layer that reloading changed, or an empty string.
 
     Catches what short inputs cannot: a layer that comes back with another window, scale or kind.

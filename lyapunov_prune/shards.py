@@ -20,7 +20,7 @@ from lyapunov_prune.models.loading import checkpoint_folder, quiet
 from lyapunov_prune.models.structure import Structure
 from lyapunov_prune.outline import Outline, layer_of
 from lyapunov_prune.plan import PruningPlan
-from lyapunov_prune.surgery import _without
+from lyapunov_prune.surgery import without_layers
 from lyapunov_prune.tensor_files import Piece, write_tensors
 
 SHARD_BYTES = 5 * 10**9
@@ -66,7 +66,7 @@ def prune_on_disk(
 
 def _cut(outline: Outline, plan: PruningPlan) -> PreTrainedModel:
     try:
-        return _without(outline.model, plan).eval()
+        return without_layers(outline.model, plan).eval()
     except LyapunovPruneError:
         raise
     except Exception as error:  # a family that reads numbers meets tensors that have none

@@ -43,7 +43,7 @@ def remove_layers(model: PreTrainedModel, plan: PruningPlan | Sequence[int]) -> 
     wrapped = is_wrapped(model, structure)
     if wrapped:
         require_text_alone(model, structure, plan.remove)
-    pruned = _without(model, plan) if plan.remove else copy.deepcopy(model)
+    pruned = without_layers(model, plan) if plan.remove else copy.deepcopy(model)
     attention, mlp = (tuple(plan.kept.index(i) for i in drop) for drop in (plan.drop_attention, plan.drop_mlp))
     zero_sublayers(pruned, attention, mlp)
     if wrapped or structure.model_type not in TRUSTED:
@@ -56,7 +56,11 @@ def remove_layers(model: PreTrainedModel, plan: PruningPlan | Sequence[int]) -> 
     return pruned
 
 
-def _without(model: PreTrainedModel, plan: PruningPlan) -> PreTrainedModel:
+def without_layers(model: PreTrainedModel, plan: PruningPlan) -> PreTrainedModel:
+    """A copy of `model`, whose weights may be on the meta device, without the layers of `plan`; no gate, no sublayers.
+
+    Raises LyapunovPruneError when the family's checkpoint format cannot express what is left.
+    """
     original = find_structure(model)
     # An entry in the memo stands for the copy: removed layers are replaced, never copied.
     memo: dict[int, Any] = {id(original.layers[i]): nn.Identity() for i in plan.remove}

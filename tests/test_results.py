@@ -36,8 +36,10 @@ def example(kind: Any, floats: Iterator[float]) -> Any:
     if origin in (typing.Union, types.UnionType):
         return None if kind == (bool | None) else example(args[0], floats)
     if dataclasses.is_dataclass(kind):
-        hints = typing.get_type_hints(kind)
-        return typing.cast(type, kind)(**{name: example(hint, floats) for name, hint in hints.items()})
+        values = {name: example(hint, floats) for name, hint in typing.get_type_hints(kind).items()}
+        # A plan does not drop parts of layers that it removes.
+        values |= {name: (2, 3) for name in values if name.startswith("drop_")}
+        return typing.cast(type, kind)(**values)
     if origin is tuple:
         return (0, 1) if args[0] is int else tuple(example(args[0], floats) for _ in range(2))
     if origin is dict:
