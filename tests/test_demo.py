@@ -28,7 +28,7 @@ with torch.no_grad():
 """
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")  # a module's end may come between two of its tests under xdist
 def run(tmp_path_factory: pytest.TempPathFactory, smollm2: Loaded) -> Path:
     """A short demo: every step of the long one, on 512 tokens and with fewer removals."""
     folder = tmp_path_factory.mktemp("demo")
