@@ -48,13 +48,10 @@ class Violation:
 class BoundsReport(Result):
     """What came of checking every matrix (M) under every setting (K).
 
-    `ratio` (K, M) is the largest error / bound of any token, NaN where none was seen (experts that a family
-    fuses); `attained` (K, M) the same for the direction that the residual stretches most, near 1 when the
-    bound is tight. `composition`, `contraction` and `decisions` come with a single setting only.
-
-    `composition` holds Equation (1) for each layer, `contraction` Theorem 9 for each layer that meets its
-    hypothesis and Theorem 8 if the largest growth of the relative error, `gamma`, is below one. What they assume
-    of a layer is measured along these trajectories (`trajectory.Trajectory`): they are estimates, no worst case.
+    `ratio` (K, M) is the largest error / bound of any token, NaN where none was seen (`unseen`: experts that a
+    family fuses, weights that a module multiplies by itself, what took no part in the forward); `attained`
+    (K, M) the same for the direction that the residual stretches most, near 1 when the bound is tight.
+    `composition`, `contraction` and `decisions` come with a single setting only.
     """
 
     method: str
@@ -78,6 +75,11 @@ class BoundsReport(Result):
     def checks(self) -> int:
         """Matrices times settings."""
         return len(self.names) * len(self.settings)
+
+    @property
+    def unseen(self) -> tuple[str, ...]:
+        """Matrices whose inputs no one saw: their bounds are checked on the probe alone."""
+        return tuple(name for name, row in zip(self.names, self.ratio.T, strict=True) if np.isnan(row).any())
 
     @property
     def passed(self) -> bool:
@@ -105,6 +107,11 @@ class BoundsReport(Result):
             self.measured_on.line(),
         ]
         lines += [f"VIOLATION at {v.setting}: {v.check}" for v in self.violations]
+        if self.unseen:
+            lines.append(
+                f"{len(self.unseen)} matrices, {self.unseen[0]} the first, were given no input in sight: their "
+                "bounds are checked on one direction each, and on no token"
+            )
         if self.composition:
             last = self.composition[-1]
             lines.append(

@@ -250,8 +250,10 @@ def test_report_saves_loads_and_prints(few: torch.Tensor, tmp_path: Path) -> Non
 def test_a_projection_that_never_ran_is_not_called_checked(few: torch.Tensor) -> None:
     model = make_tiny("llama")
     model.model.layers[2].extra = torch.nn.Linear(4, 4)
-    with pytest.raises(LyapunovPruneError, match=r"layers\.2\.extra took no part"):
-        check_bounds(model, few)
+    report = check_bounds(model, few)
+    assert report.unseen == ("model.layers.2.extra",)
+    assert "1 matrices, model.layers.2.extra the first, were given no input in sight" in report.headline()
+    assert not check_bounds(make_tiny("llama"), few).unseen
 
 
 def test_model_is_left_alone(family: str, few: torch.Tensor) -> None:
