@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,11 +14,12 @@ from transformers import PreTrainedModel
 
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.evaluation.perplexity import interval_of
+from lyapunov_prune.models.projections import Projection
 from lyapunov_prune.models.structure import identify
 from lyapunov_prune.profile import LayerProfile
 from lyapunov_prune.results import MeasuredOn, Result
 from lyapunov_prune.studies import AFTER_GROUPS, STUDIES, Change, Compression, Compressor, changes
-from lyapunov_prune.sweep import DENSE, Outcome, Sweep
+from lyapunov_prune.sweep import Outcome, Sweep
 from lyapunov_prune.text import TokenBatch, as_batch, require_disjoint
 
 DEFAULT_STUDIES = ("group", "layer", "removal")
@@ -204,33 +205,33 @@ def measure_sensitivity(
         raise LyapunovPruneError("wanda needs calibration text; give some, or leave out the study threshold")
     also = {"calibration": None if calibration is None else calibration.text_hash}
     sweep = Sweep(model, batch, folder=folder, resume=resume, batch_size=batch_size, also=also)
-    groups = changes("group", compressor.projections, base, {})
     losses: dict[str, float] = {}
     found: list[tuple[Change, Outcome]] = []
     for study in sorted(dict.fromkeys(studies), key=list(STUDIES).index):
         if study in AFTER_GROUPS and not losses:
-            losses = {key: float(o.windows.mean()) for key, o in sweep.run(compressor.jobs(groups), "group").items()}
+            groups = compressor.jobs(changes("group", compressor.projections, base, {}))
+            losses = {key: float(o.windows.mean()) for key, o in sweep.run(groups, "group").items()}
         asked = changes(study, compressor.projections, base, losses)
         outcomes = sweep.run(compressor.jobs(asked), study)
         found += [(change, outcomes[change.key]) for change in asked]
+    shapes = {p: p.weight(model).shape for p in compressor.projections}
     return Sensitivity(
         compression=base,
         limit=limit,
-        dense=sweep.run([])[DENSE].windows,
-        effects=tuple(_effect(change, outcome, compressor) for change, outcome in found),
+        dense=sweep.dense,
+        effects=tuple(_effect(change, outcome, shapes) for change, outcome in found),
         scores={} if profile is None else _scores(profile),
         measured_on=sweep.measured_on,
         calibrated_on=None if calibration is None else calibration.measured_on(model),
     )
 
 
-def _effect(change: Change, outcome: Outcome, compressor: Compressor) -> Effect:
-    sizes = {p: p.weight(compressor.model).numel() for p in compressor.projections}
+def _effect(change: Change, outcome: Outcome, shapes: Mapping[Projection, torch.Size]) -> Effect:
     c = change.compression
     if c is None:
-        saved: float = sum(size for p, size in sizes.items() if p.layer in change.remove)
+        saved: float = sum(shape.numel() for p, shape in shapes.items() if p.layer in change.remove)
     else:
-        saved = sum(sizes[p] - c.kept(p.weight(compressor.model).shape) for p in change.matrices)
+        saved = sum(shapes[p].numel() - c.kept(shapes[p]) for p in change.matrices)
     return Effect(
         study=change.study,
         label=change.label,
@@ -239,7 +240,7 @@ def _effect(change: Change, outcome: Outcome, compressor: Compressor) -> Effect:
         method=c.method if c else None,
         sparsity=c.sparsity if c else None,
         rank=c.rank if c else None,
-        saved=saved / sum(sizes.values()),
+        saved=saved / sum(shape.numel() for shape in shapes.values()),
         windows=outcome.windows,
         drift=outcome.drift,
     )

@@ -20,7 +20,7 @@ from lyapunov_prune.text import TokenBatch, load_text
 torch.set_num_threads(1)
 
 LAYERS = 6
-_SMALL: dict[str, Any] = {
+SMALL: dict[str, Any] = {
     "vocab_size": 97,
     "hidden_size": 32,
     "intermediate_size": 48,
@@ -53,7 +53,7 @@ TINY: dict[str, tuple[str, dict[str, Any]]] = {
 def make_tiny(name: str, seed: int = 0, **changes: Any) -> PreTrainedModel:
     """A random model of the family, float32, with weights large enough for every layer to matter."""
     model_type, extra = TINY[name]
-    config = transformers.AutoConfig.for_model(model_type, **{**_SMALL, **extra, **changes})
+    config = transformers.AutoConfig.for_model(model_type, **{**SMALL, **extra, **changes})
     torch.manual_seed(seed)
     model = AutoModelForCausalLM.from_config(config).eval()
     with torch.no_grad():

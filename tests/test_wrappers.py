@@ -13,7 +13,7 @@ import test_cli
 import torch
 import transformers
 from accelerate import cpu_offload, disk_offload, dispatch_model
-from conftest import LAYERS, make_tiny
+from conftest import LAYERS, SMALL, make_tiny
 from peft import LoraConfig, get_peft_model
 from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
@@ -37,19 +37,7 @@ from lyapunov_prune.models.structure import find_structure
 from lyapunov_prune.tracing import skipped
 
 DEPTH = 4
-_TEXT: dict[str, Any] = {
-    "vocab_size": 97,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": DEPTH,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "max_position_embeddings": 128,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-    "pad_token_id": 0,
-}
+_TEXT: dict[str, Any] = {**SMALL, "num_hidden_layers": DEPTH}
 _IMAGE: dict[str, Any] = {
     "hidden_size": 16,
     "intermediate_size": 24,

@@ -59,11 +59,12 @@ def input_norms(
 
         return hook
 
+    structure = find_structure(model)
     modules = {p.module for p in projections}
     handles = [model.get_submodule(name).register_forward_pre_hook(summing(name)) for name in modules]
     try:
         for row in track(batch.ids, "calibration"):
-            run_backbone(find_structure(model), row[None])
+            run_backbone(structure, row[None])
     finally:
         for handle in handles:
             handle.remove()
