@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from lyapunov_prune.models.structure import Structure
-from lyapunov_prune.tracing import Enough, layer_input, residual_stream, run_backbone
+from lyapunov_prune.tracing import Enough, layer_input, residual_stream, run_backbone, skipped
 
 _TOKENS = 32
 _SAME = 1e-4
@@ -21,8 +21,8 @@ class Prefix:
 
     The model's own forward makes masks, positions and whatever else it hands to its layers: nothing is
     rebuilt. Where later layers use more of the earlier ones than their hidden state (shared keys and values),
-    a forward cannot begin in between. So every boundary is tried once, on a few tokens, against the whole
-    forward; `entries` are those where both agree, 0 always among them.
+    a forward cannot begin in between. So every boundary is tried once, on a few tokens; `entries` are those from
+    which the rest of the model computes what it does in the whole forward, 0 always among them.
     """
 
     def __init__(self, structure: Structure, ids: torch.Tensor) -> None:
@@ -37,11 +37,17 @@ class Prefix:
         finally:
             for handle in handles:
                 handle.remove()
-        # What a layer leaves behind on a module is now that of other tokens, and, from the last boundary to the
-        # first, stays so until the layer itself has computed again.
-        final_state(structure, (ids + 1) % structure.config.vocab_size)
-        found = [k for k in range(len(states) - 1, 0, -1) if self._reproduces(k, states[k], ids, whole)]
-        self.entries = (0, *reversed(found))
+        layers = len(states) - 1
+        after = [*states[1:layers], whole, whole]
+        # From the last layer down, while each computes the same from its state alone, so do all together.
+        self._leave_other_tokens(ids)
+        last = layers
+        while last > 0 and self._same(last, states[last], ids, after[last], stop=last + 1):
+            last -= 1
+        found = list(range(last + 1, layers + 1))
+        self._leave_other_tokens(ids)
+        found += [k for k in range(last, 0, -1) if self._same(k, states[k], ids, whole, stop=layers)]
+        self.entries = (0, *sorted(found))
 
     def entry(self, layer: int) -> int:
         """The last boundary, no later than that before `layer`, that a forward can begin at."""
@@ -57,6 +63,18 @@ class Prefix:
     def bypassed(self, layers: Iterable[int]) -> Iterator[None]:
         """Every forward inside the block goes past `layers`: they hand on what they are given."""
         with self._answering(layers, layer_input):
+            yield
+
+    @contextmanager
+    def without(self, layers: Iterable[int]) -> Iterator[None]:
+        """Every forward inside the block leaves out what `layers` add to the stream.
+
+        They are gone past where a forward can begin behind them. Where a later layer wants more of one than
+        its hidden state, they compute and their output is dropped (`tracing.skipped`).
+        """
+        layers = tuple(layers)
+        ends = {*self.entries, self.structure.num_layers}
+        with self.bypassed(layers) if ends.issuperset(k + 1 for k in layers) else skipped(self.structure, layers):
             yield
 
     def advance(self, ids: torch.Tensor, start: int, hidden: torch.Tensor | None, stop: int) -> torch.Tensor:
@@ -82,13 +100,21 @@ class Prefix:
 
         return hook
 
-    def _reproduces(self, boundary: int, hidden: torch.Tensor, ids: torch.Tensor, whole: torch.Tensor) -> bool:
+    def _leave_other_tokens(self, ids: torch.Tensor) -> None:
+        """What a layer leaves behind on a module is now that of other tokens, until it has computed again."""
+        final_state(self.structure, (ids + 1) % self.structure.config.vocab_size)
+
+    def _same(self, start: int, hidden: torch.Tensor, ids: torch.Tensor, wanted: torch.Tensor, *, stop: int) -> bool:
+        """Whether layers `start … stop − 1` (and, after the last, the final norm) make `wanted` of `hidden`."""
         try:
-            with self.entered(boundary, hidden):
-                again = final_state(self.structure, ids)
+            if stop < self.structure.num_layers:
+                again = self.advance(ids, start, hidden, stop)
+            else:
+                with self.entered(start, hidden):
+                    again = final_state(self.structure, ids)
         except Exception:  # a layer that misses what another would have left for it fails in its own way
             return False
-        return again.shape == whole.shape and bool((again - whole).abs().max() <= _SAME * whole.abs().max())
+        return again.shape == wanted.shape and bool((again - wanted).abs().max() <= _SAME * wanted.abs().max())
 
     @contextmanager
     def _answering(
@@ -103,16 +129,17 @@ class Prefix:
                     hidden = answer(args, kwargs)
                     return (hidden, *[None] * (width - 1)) if width else hidden
 
-                stack.callback(_restore, layer, layer.__dict__.get("forward"))
+                stack.callback(restore, layer, layer.__dict__.get("forward"))
                 layer.forward = forward
             yield
 
 
-def _restore(layer: nn.Module, before: Any) -> None:
+def restore(module: nn.Module, before: Any) -> None:
+    """Put back `before`, the forward that stood on the instance itself; None: that of its class."""
     if before is None:
-        del layer.__dict__["forward"]
+        del module.__dict__["forward"]
     else:
-        layer.forward = before
+        module.forward = before
 
 
 def final_state(structure: Structure, ids: torch.Tensor) -> torch.Tensor:
