@@ -204,16 +204,29 @@ def shared_index(cut: Cut) -> None:
 
 
 def ngram_layers(cut: Cut) -> None:
-    """Qwen 4 counts the layers with n-gram embeddings from one, and sizes their tables by their order."""
+    """Qwen 4 counts the layers with n-gram embeddings from one; their tables have the next primes as sizes, in order.
+
+    When the first of these layers leave, the config counts from the first prime of those left. The multipliers
+    of the hashes, which go by the same order, are buffers of the checkpoint and stay.
+    """
     before = [i - 1 for i in cut.before.ple_layer_ids]
     left = [i for i in before if i in cut.kept]
-    if left != before[: len(left)]:
-        first = next(i for i in before if i not in left)
-        raise LyapunovPruneError(
-            f"the n-gram tables of layers {', '.join(map(str, left))} have sizes that count those before them; "
-            f"keep layer {first}"
-        )
     cut.config.ple_layer_ids = [cut.kept.index(i) + 1 for i in left]
+    if not left:
+        return
+    first = before.index(left[0])
+    if left != before[first : first + len(left)]:
+        gap = next(i for i in before[first:] if i not in left)
+        raise LyapunovPruneError(
+            f"the n-gram tables of layers {', '.join(map(str, left))} have sizes that count those between them; "
+            f"keep layer {gap}"
+        )
+    tables: list[Any] = [cut.layers[cut.kept.index(i)].get_submodule("ple.ple_embedding") for i in left]
+    if first:
+        cut.config.ngram_vocab_size_base = tables[0].head_vocab_sizes[0]
+    for new, table in enumerate(tables):
+        table.ple_layer_index = new
+        table.ngram_vocab_size_base = cut.config.ngram_vocab_size_base
 
 
 def refused(reason: str) -> Callable[[Cut], None]:
@@ -233,6 +246,29 @@ def gemma4(cut: Cut) -> None:
     for module in cut.model.modules():
         if hasattr(module, "first_kv_shared_layer_idx"):
             module.first_kv_shared_layer_idx = len(cut.kept) - cut.config.num_kv_shared_layers
+
+
+def has_linear_attention(cut: Cut) -> None:
+    if "linear_attention" not in cut.config.layer_types:
+        linear = [i for i, kind in enumerate(cut.before.layer_types) if kind == "linear_attention"]
+        raise LyapunovPruneError(
+            "no layer with linear attention is left, without which this family cannot be loaded; "
+            f"keep one of layers {', '.join(map(str, linear))}"
+        )
+
+
+def zaya(cut: Cut) -> None:
+    """A router adds that of the layer before, scaled; the first layer has none before it, and so no scale."""
+    router: Any = cut.layers[0].get_submodule("mlp.gate")
+    if router.use_eda:
+        router.use_eda = False
+        del router.router_states_scale
+
+
+def zaya_leaves(layers: nn.ModuleList, config: Any, removed: tuple[int, ...]) -> list[nn.Parameter]:
+    """The scale of the layer that becomes the first."""
+    router: Any = layers[min(set(range(len(layers))) - set(removed))].get_submodule("mlp.gate")
+    return [router.router_states_scale] if router.use_eda else []
 
 
 def zamba(cut: Cut) -> None:

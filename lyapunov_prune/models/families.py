@@ -58,8 +58,10 @@ FAMILIES: dict[str, Family] = {
     "minicpm3": Family(adapt=adapt.residual_scale),
     "minimax": Family(adapt=adapt.first_has_attention),
     "modernbert-decoder": Family(adapt=adapt.first_layer_stays("has no norm before its attention")),
+    "olmo_hybrid": Family(adapt=adapt.has_linear_attention),
     "qwen4_exp_text": Family(adapt=adapt.ngram_layers),
     "recurrent_gemma": Family(adapt=adapt.block_types),
     "zamba": Family(adapt=adapt.zamba),
     "zamba2": Family(adapt=adapt.zamba2, leaves=adapt.zamba2_leaves),
+    "zaya": Family(adapt=adapt.zaya, leaves=adapt.zaya_leaves),
 }

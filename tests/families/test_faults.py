@@ -34,10 +34,12 @@ ENTRIES: dict[str, tuple[str, list[int]]] = {
     "minicpm3": ("minicpm3", [3]),
     "minimax": ("minimax", [0]),
     "modernbert-decoder": ("modernbert-decoder", [0]),
+    "olmo_hybrid": ("olmo_hybrid", [0, 1, 3, 4, 5, 6, 7]),
     "qwen4_exp_text": ("qwen4_exp_text", [3]),
     "recurrent_gemma": ("recurrent_gemma", [2, 5]),
     "zamba": ("zamba", [0, 1, 3, 4, 5, 6, 7]),
     "zamba2": ("zamba2", [3]),
+    "zaya": ("zaya", [0]),
 }
 
 
