@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from lyapunov_prune.activations import ActivationStatistics, activation_statistics
+    from lyapunov_prune.allocation.allocation import Allocation
+    from lyapunov_prune.allocation.schedules import allocate
     from lyapunov_prune.approx import approximate
     from lyapunov_prune.bounds_report import BoundsReport
     from lyapunov_prune.branch_influence import SublayerInfluence, sublayer_influence
@@ -16,6 +18,7 @@ if TYPE_CHECKING:
     from lyapunov_prune.evaluation.perplexity import Perplexity, perplexity
     from lyapunov_prune.evaluation.speed import Speed, measure_speed
     from lyapunov_prune.gate import GateReport, verify_removal
+    from lyapunov_prune.healing import Healed, Healing, heal
     from lyapunov_prune.influence import InfluenceProfile, block_influence
     from lyapunov_prune.jacobian import JacobianNorms, sublayer_jacobians
     from lyapunov_prune.models.loading import Loaded, load
@@ -28,10 +31,13 @@ if TYPE_CHECKING:
 
 __all__ = [
     "ActivationStatistics",
+    "Allocation",
     "BoundsReport",
     "CheckFailed",
     "ContractionProfile",
     "GateReport",
+    "Healed",
+    "Healing",
     "InfluenceProfile",
     "JacobianNorms",
     "LayerRanking",
@@ -45,11 +51,13 @@ __all__ = [
     "SublayerInfluence",
     "TokenBatch",
     "activation_statistics",
+    "allocate",
     "approximate",
     "block_influence",
     "check_bounds",
     "check_grid",
     "drop_sublayers",
+    "heal",
     "load",
     "load_text",
     "measure_contraction",
@@ -68,6 +76,8 @@ __all__ = [
 # Names are imported on first use: torch takes seconds, and `lyapunov-prune --help` needs none of it.
 _HOMES = {
     "activations": ("ActivationStatistics", "activation_statistics"),
+    "allocation.allocation": ("Allocation",),
+    "allocation.schedules": ("allocate",),
     "approx": ("approximate",),
     "bounds_report": ("BoundsReport",),
     "branch_influence": ("SublayerInfluence", "sublayer_influence"),
@@ -77,6 +87,7 @@ _HOMES = {
     "evaluation.perplexity": ("Perplexity", "perplexity"),
     "evaluation.speed": ("Speed", "measure_speed"),
     "gate": ("GateReport", "verify_removal"),
+    "healing": ("Healed", "Healing", "heal"),
     "influence": ("InfluenceProfile", "block_influence"),
     "jacobian": ("JacobianNorms", "sublayer_jacobians"),
     "models.loading": ("Loaded", "load"),

@@ -1,0 +1,72 @@
+"""Low-rank updates of a model's matrices: trained beside the weights, added to them at the end."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import nn
+from torch.nn.functional import linear
+from transformers import PreTrainedModel
+
+from lyapunov_prune.errors import LyapunovPruneError
+from lyapunov_prune.linalg import lift
+from lyapunov_prune.models.projections import find_projections
+
+
+@contextmanager
+def low_rank_updates(model: PreTrainedModel, rank: int, seed: int = 0) -> Iterator[dict[str, nn.Parameter]]:
+    """Run `model` with `W + B A` in the place of every matrix of its layers, and yield the factors by name.
+
+    `W` is m × n, `B` (m × rank) begins at zero and `A` (rank × n) at N(0, 1/n), so that nothing changes before the
+    first step (Hu et al., LoRA, ICLR 2022, §4.1; their scale α/r is 1). At the end of the block the product is added
+    to the weight, in float64 and rounded once: the model is a plain one again, with the parameters it had. After an
+    exception the weights are as they were.
+
+    A weight that several modules share gets one update. Raises LyapunovPruneError for a rank below 1 or above
+    that of a matrix, and for experts that a family keeps as one 3-D parameter.
+    """
+    weights: dict[nn.Parameter, tuple[str, bool]] = {}  # a shared weight once, by its first name
+    users: dict[nn.Parameter, list[nn.Module]] = {}
+    for p in find_projections(model):
+        if p.expert is not None:
+            raise LyapunovPruneError(
+                f"{p.name} is one of several experts in one parameter, which takes no low-rank update; heal all "
+                "parameters (no rank)"
+            )
+        module = model.get_submodule(p.module)
+        weight = module._parameters["weight"]
+        assert weight is not None
+        if not 1 <= rank <= min(weight.shape):
+            raise LyapunovPruneError(f"rank {rank} for {p.module}, which has {min(weight.shape)}; give 1 to that")
+        weights.setdefault(weight, (p.module, p.transposed))
+        if module not in users.setdefault(weight, []):  # the parts of a fused matrix name one module
+            users[weight].append(module)
+
+    generator = torch.Generator().manual_seed(seed)
+    factors: dict[str, nn.Parameter] = {}
+    handles = []
+    try:
+        for weight, (name, transposed) in weights.items():
+            m, n = weight.shape[::-1] if transposed else weight.shape
+            A = nn.Parameter((torch.randn(rank, n, generator=generator) / n**0.5).to(weight))
+            B = nn.Parameter(torch.zeros(m, rank).to(weight))
+            factors |= {f"{name}.A": A, f"{name}.B": B}
+            handles += [module.register_forward_hook(_adding(A, B)) for module in users[weight]]
+        yield factors
+        for weight, (name, transposed) in weights.items():
+            update = lift(factors[f"{name}.B"].detach()) @ lift(factors[f"{name}.A"].detach())
+            weight.data.copy_(lift(weight.data) + (update.T if transposed else update))
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _adding(
+    A: torch.Tensor, B: torch.Tensor
+) -> Callable[[nn.Module, tuple[torch.Tensor, ...], torch.Tensor], torch.Tensor]:
+    def hook(module: nn.Module, args: tuple[torch.Tensor, ...], output: torch.Tensor) -> torch.Tensor:
+        return output + linear(linear(args[0], A), B)
+
+    return hook

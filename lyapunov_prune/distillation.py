@@ -1,0 +1,129 @@
+"""Distillation: a student model trained to predict what its teacher predicts."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from lyapunov_prune.errors import LyapunovPruneError
+from lyapunov_prune.linalg import widen
+
+CLIP = 1.0  # the largest norm of a step's gradient
+WARM_UP = 0.1  # share of the steps in which the learning rate rises
+_TOKENS = 64  # tokens whose distributions are in memory at a time
+
+
+@torch.no_grad()
+def distillation_loss(
+    student: torch.Tensor, teacher: torch.Tensor, temperature: float = 1.0
+) -> tuple[float, torch.Tensor]:
+    """`T²/N Σ_t KL(p_t ‖ q_t)` in nats, and its gradient by the student's logits, `T/N (q − p)`.
+
+    `p = softmax(z/T)` of the teacher, `q` of the student; the factor T² keeps the gradient's size when T changes
+    (Hinton, Vinyals and Dean, arXiv:1503.02531, §2.1). Logits are tokens × vocabulary (N × V) and finite. The
+    gradient has the student's shape, dtype and device; **it is written over `teacher`**, so that no third tensor of
+    this size is ever made. Distributions in float32 or wider, the sum in float64.
+
+    Raises LyapunovPruneError for different shapes and for a temperature that is not positive.
+    """
+    if student.shape != teacher.shape or student.ndim != 2:
+        raise LyapunovPruneError(
+            f"logits of shape {tuple(student.shape)} against {tuple(teacher.shape)}; give two tokens × vocabulary"
+        )
+    require_temperature(temperature)
+    gradient = teacher.to(student.device, student.dtype)
+    total = torch.zeros((), dtype=torch.float64)
+    for z, out in zip(student.split(_TOKENS), gradient.split(_TOKENS), strict=True):
+        log_q = widen(z).div(temperature).log_softmax(-1)
+        log_p = widen(out).div(temperature).log_softmax(-1)
+        p = log_p.exp()
+        total += (p * (log_p - log_q)).sum(-1).cpu().double().sum()
+        out.copy_((log_q.exp() - p) * (temperature / len(student)))
+    return float(total) * temperature**2 / len(student), gradient
+
+
+def require_temperature(temperature: float) -> None:
+    """Raise LyapunovPruneError unless `temperature` is positive and finite."""
+    if not 0 < temperature < float("inf"):
+        raise LyapunovPruneError(f"temperature {temperature:g}; give a positive number")
+
+
+class Distillation:
+    """The training of `parameters` of `model` for `steps`, one window of tokens each.
+
+    AdamW without weight decay (the aim is the teacher, not small weights), gradients clipped to norm 1, the learning
+    rate rising over the first tenth of the steps, then falling along half a cosine. What the next step depends on is
+    `tensors` alone. Both models are used as they are: put them in eval mode, or dropout is learnt.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        teacher: PreTrainedModel,
+        parameters: dict[str, nn.Parameter],
+        learning_rate: float,
+        temperature: float,
+        steps: int,
+    ) -> None:
+        self.model, self.teacher, self.parameters = model, teacher, parameters
+        self.learning_rate, self.temperature, self.steps = learning_rate, temperature, steps
+        self.losses: list[float] = []  # before each step taken so far
+        self._optimizer = torch.optim.AdamW(parameters.values(), weight_decay=0.0, fused=True)
+
+    @property
+    def step(self) -> int:
+        """How many steps are taken."""
+        return len(self.losses)
+
+    @torch.enable_grad()
+    def take_step(self, window: torch.Tensor) -> None:
+        """One step on `window`, tokens of one text; raises LyapunovPruneError for a loss or gradient not finite."""
+        ids = window.unsqueeze(0)
+        with torch.no_grad():
+            target = self.teacher(ids.to(self.teacher.device), use_cache=False).logits[0]
+        logits = self.model(ids.to(self.model.device), use_cache=False).logits[0]
+        loss, gradient = distillation_loss(logits, target, self.temperature)
+        self._optimizer.zero_grad()
+        logits.backward(gradient)
+        norm = nn.utils.clip_grad_norm_(self.parameters.values(), CLIP)
+        if not (math.isfinite(loss) and norm.isfinite()):
+            raise LyapunovPruneError(
+                f"the {'gradient' if math.isfinite(loss) else 'loss'} of step {self.step} is not finite; "
+                + ("lower the learning rate" if self.step else "check the weights of both models")
+            )
+        for group in self._optimizer.param_groups:
+            group["lr"] = self.learning_rate * schedule(self.step, self.steps)
+        self._optimizer.step()
+        self.losses.append(loss)
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """The losses, the parameters, and what AdamW keeps of each, by `kind/name`."""
+        found = {"losses": torch.tensor(self.losses, dtype=torch.float64)}
+        for name, parameter in self.parameters.items():
+            found[f"parameter/{name}"] = parameter
+            found |= {f"{kind}/{name}": value for kind, value in self._optimizer.state.get(parameter, {}).items()}
+        return found
+
+    @torch.no_grad()
+    def go_on_from(self, tensors: dict[str, torch.Tensor]) -> None:
+        """Take up the run that had these `tensors`."""
+        for key, value in tensors.items():
+            kind, _, name = key.partition("/")
+            if kind == "losses":
+                self.losses = value.tolist()
+            elif kind == "parameter":
+                self.parameters[name].copy_(value)
+            else:
+                parameter = self.parameters[name]
+                self._optimizer.state[parameter][kind] = value.to(parameter.device)
+
+
+def schedule(step: int, steps: int) -> float:
+    """The share of the learning rate at `step`, 0 to 1, never 0."""
+    rise = int(WARM_UP * steps)
+    if step < rise:
+        return (step + 1) / (rise + 1)
+    return 0.5 * (1 + math.cos(math.pi * (step - rise) / (steps - rise)))
