@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from lyapunov_prune.branch_influence import SublayerInfluence, sublayer_influence
     from lyapunov_prune.checks import check_bounds, check_grid
     from lyapunov_prune.contraction import ContractionProfile, measure_contraction
+    from lyapunov_prune.divergence import SkipDivergence, rank_by_divergence, skip_divergence
     from lyapunov_prune.errors import CheckFailed, LyapunovPruneError, NonFiniteError
     from lyapunov_prune.evaluation.perplexity import Perplexity, perplexity
     from lyapunov_prune.evaluation.speed import Speed, measure_speed
@@ -47,6 +48,7 @@ __all__ = [
     "Perplexity",
     "PruningPlan",
     "Sensitivity",
+    "SkipDivergence",
     "Speed",
     "SublayerInfluence",
     "TokenBatch",
@@ -65,9 +67,11 @@ __all__ = [
     "measure_speed",
     "merge_adapters",
     "perplexity",
+    "rank_by_divergence",
     "rank_layers",
     "rank_sublayers",
     "remove_layers",
+    "skip_divergence",
     "sublayer_influence",
     "sublayer_jacobians",
     "verify_removal",
@@ -83,6 +87,7 @@ _HOMES = {
     "branch_influence": ("SublayerInfluence", "sublayer_influence"),
     "checks": ("check_bounds", "check_grid"),
     "contraction": ("ContractionProfile", "measure_contraction"),
+    "divergence": ("SkipDivergence", "rank_by_divergence", "skip_divergence"),
     "errors": ("CheckFailed", "LyapunovPruneError", "NonFiniteError"),
     "evaluation.perplexity": ("Perplexity", "perplexity"),
     "evaluation.speed": ("Speed", "measure_speed"),

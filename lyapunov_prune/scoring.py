@@ -7,10 +7,12 @@ from typing import Any
 import torch
 from torch.nn.functional import linear
 from transformers import PreTrainedModel
+from transformers.utils import ModelOutput
 
+from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.evaluation.perplexity import next_token_loss
 from lyapunov_prune.models.structure import Structure
-from lyapunov_prune.prefix import final_state
+from lyapunov_prune.prefix import final_state, restore
 
 # A block of logits this large stays in the cache between the product and the exponentials.
 _ROWS, _COLUMNS = 1024, 1024
@@ -30,10 +32,19 @@ class Scorer:
         self.model, self.structure = model, structure
         self.head: Any = model.get_output_embeddings()
         ids = ids[:1, :_TOKENS]
-        logits = model(ids, use_cache=False).logits[0].float()
+        outputs: list[Any] = []
+        handle = structure.backbone.register_forward_hook(lambda module, args, output: outputs.append(output))
+        try:
+            logits = model(ids, use_cache=False).logits[0]
+        finally:
+            handle.remove()
         state = final_state(structure, ids)[0]
-        bare = self._logits(state).float() if state.shape[-1] == self.head.weight.shape[-1] else logits[:0]
-        self.blockwise = bare.shape == logits.shape and bool((bare - logits).abs().max() <= _SAME * logits.abs().max())
+        bare = self._bare(state) if state.shape[-1] == self.head.weight.shape[-1] else logits[:0]
+        self.blockwise = _same(bare, logits)
+        # The model's own forward gives the logits of any state that its backbone is made to answer with, ...
+        self._answer: Any = outputs[-1] if outputs and isinstance(outputs[-1], ModelOutput) else None
+        # ... unless it asks another module, or more of the backbone than its state.
+        self._enters = self.blockwise or (self._answer is not None and _same(self._own(state), logits))
 
     def __call__(self, ids: torch.Tensor) -> tuple[list[float], torch.Tensor]:
         """The mean loss of each window, in nats, summed in float64, and the final state (windows × tokens × width)."""
@@ -47,6 +58,22 @@ class Scorer:
         finally:
             handle.remove()
         return [next_token_loss(rows, targets) for rows, targets in zip(logits, ids, strict=True)], states[0]
+
+    def logits(self, state: torch.Tensor) -> torch.Tensor:
+        """The model's logits of final states: tokens × width to tokens × vocabulary, in the model's dtype.
+
+        Where the head's matrix does not give them, the model's own forward does, its backbone answering with
+        `state` at once. Raises LyapunovPruneError when that forward does not go by its backbone's state alone, or
+        gives no finite logits.
+        """
+        if self.blockwise:
+            return self._bare(state)
+        if not self._enters:
+            raise LyapunovPruneError(
+                f"the logits of {type(self.model).__name__} are not finite, or no function of its final state alone; "
+                "load it in a wider dtype, or give another decoder"
+            )
+        return self._own(state)
 
     def _loss(self, state: torch.Tensor, targets: torch.Tensor) -> float:
         W, bias = self.head.weight, self.head.bias
@@ -65,5 +92,23 @@ class Scorer:
             total += float((logsumexp - own).double().sum())
         return total / len(targets)
 
-    def _logits(self, state: torch.Tensor) -> torch.Tensor:
+    def _bare(self, state: torch.Tensor) -> torch.Tensor:
         return linear(state.to(self.head.weight.device), self.head.weight, self.head.bias)
+
+    def _own(self, state: torch.Tensor) -> torch.Tensor:
+        backbone: Any = self.structure.backbone
+        before = backbone.__dict__.get("forward")
+        answer = type(self._answer)(**{**self._answer, next(iter(self._answer)): state[None]})
+        ids = torch.zeros(1, len(state), dtype=torch.int64, device=next(backbone.parameters()).device)
+        backbone.forward = lambda *args, **kwargs: answer
+        try:
+            return self.model(ids, use_cache=False).logits[0]
+        finally:
+            restore(backbone, before)
+
+
+def _same(found: torch.Tensor, wanted: torch.Tensor) -> bool:
+    if found.shape != wanted.shape:
+        return False
+    found, wanted = found.float(), wanted.float()
+    return bool((found - wanted).abs().max() <= _SAME * wanted.abs().max())

@@ -1,0 +1,172 @@
+"""What passing over one layer does to the prediction: divergence of the next token's probabilities."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import pandas as pd
+import torch
+from transformers import PreTrainedModel
+
+from lyapunov_prune.errors import LyapunovPruneError
+from lyapunov_prune.linalg import lift
+from lyapunov_prune.models.structure import find_structure, in_eval_mode
+from lyapunov_prune.prefix import Prefix, final_state
+from lyapunov_prune.progress import track
+from lyapunov_prune.ranking import LayerRanking
+from lyapunov_prune.results import MeasuredOn, Result
+from lyapunov_prune.scoring import Scorer
+from lyapunov_prune.text import TokenBatch, as_batch
+from lyapunov_prune.tracing import require_finite
+
+# Entries of a chunk of tokens × vocabulary: 32 MiB in float64, and a product large enough for its matrix.
+_CHUNK = 2**22
+# Entries taken through the exponentials at once: they stay in the cache.
+_BLOCK = 2**18
+
+
+@dataclass(frozen=True)
+class SkipDivergence(Result):
+    """Per layer, (L,) float64: how far the prediction moves when the layer is skipped, in nats.
+
+    With `p_t = softmax(z_t/T)` of the dense model, `q_t = softmax((z_t + Δz_t)/T)` of the model without the
+    layer, and means over every position `t` of a window but its last (they predict a token of the window):
+
+    - `variance = mean_t Var_{p_t}(Δz_t) / (2T²)`, the second-order estimate of `kl` (Demystifying When Pruning
+      Works via Representation Hierarchies, Theorem 3, eq. 9). It bounds nothing where `Δz` is large;
+    - `kl = mean_t KL(p_t‖q_t)` and `reverse_kl = mean_t KL(q_t‖p_t)`, exactly;
+    - `flipped`, the share of positions whose likeliest token is another one.
+
+    A layer whose skipping makes the logits infinite or NaN has NaN in all four.
+    """
+
+    variance: np.ndarray
+    kl: np.ndarray
+    reverse_kl: np.ndarray
+    flipped: np.ndarray
+    temperature: float
+    measured_on: MeasuredOn
+
+    def to_frame(self) -> pd.DataFrame:
+        return pd.DataFrame(
+            {
+                "layer": np.arange(len(self.kl)),
+                "variance": self.variance,
+                "kl": self.kl,
+                "reverse_kl": self.reverse_kl,
+                "flipped": self.flipped,
+            }
+        )
+
+    def headline(self) -> str:
+        return f"Divergence when one layer is skipped, T = {self.temperature:g}\n{self.measured_on.line()}"
+
+
+@in_eval_mode
+@torch.no_grad()
+def skip_divergence(
+    model: PreTrainedModel,
+    batch: TokenBatch | torch.Tensor,
+    *,
+    temperature: float = 1.0,
+    batch_size: int = 1,
+) -> SkipDivergence:
+    """Skip every layer of `model` by itself and measure `SkipDivergence` on `batch` (windows × tokens).
+
+    Every forward begins where its layer is, so that `batch_size` windows cost about L / 2 forwards of the
+    layers; then the head is applied to L + 1 final states a token. Memory: L × `batch_size` × tokens × width
+    in the model's dtype, and a chunk of tokens × vocabulary. Sums and exponentials in float64.
+
+    Raises NonFiniteError naming the layer when the dense model is not finite, and LyapunovPruneError for ids
+    outside the vocabulary, a context too long, a temperature that is not above 0, or a decoder whose logits
+    are not a function of its final state.
+    """
+    if not 0 < temperature < float("inf"):
+        raise LyapunovPruneError(f"temperature {temperature:g} is no temperature; give a number above 0")
+    batch = as_batch(model, batch)
+    structure = find_structure(model)
+    windows = [ids.to(model.device) for ids in batch.ids.split(batch_size)]
+    prefix, scorer = Prefix(structure, windows[0]), Scorer(model, structure, windows[0])
+    sums = torch.zeros(structure.num_layers, 4, dtype=torch.float64)
+    for ids in track(windows, "skipping layers"):
+        dense, skipped = _final_states(prefix, ids)
+        if not dense.isfinite().all():
+            require_finite(structure, ids, batch.text)
+        sums += _divergences(scorer, dense, skipped, temperature)
+    means = (sums / (batch.ids.shape[0] * (batch.context - 1))).numpy()
+    means[~np.isfinite(means).all(-1)] = np.nan
+    variance, kl, reverse_kl, flipped = means.T.copy()
+    return SkipDivergence(variance, kl, reverse_kl, flipped, float(temperature), batch.measured_on(model))
+
+
+def _final_states(prefix: Prefix, ids: torch.Tensor) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    """The dense final state of every position that predicts (positions × width), and that without each layer."""
+    structure, at, hidden = prefix.structure, 0, torch.empty(0)
+
+    def final() -> torch.Tensor:
+        with prefix.entered(at, hidden):
+            return final_state(structure, ids)[:, :-1].flatten(0, 1)
+
+    found = []
+    for layer in range(structure.num_layers):
+        entry = prefix.entry(layer)
+        if entry > at:
+            at, hidden = entry, prefix.advance(ids, at, hidden, entry)
+        with prefix.without((layer,)):
+            found.append(final())
+    return final(), found
+
+
+def _divergences(scorer: Scorer, dense: torch.Tensor, skipped: list[torch.Tensor], temperature: float) -> torch.Tensor:
+    """Sums over positions of the four measures, layers × 4, float64."""
+    sums = torch.zeros(len(skipped), 4, dtype=torch.float64)
+    vocabulary = len(scorer.head.weight)
+    chunk, rows = (max(1, entries // vocabulary) for entries in (_CHUNK, _BLOCK))
+    for start in range(0, len(dense), chunk):
+        part = slice(start, start + chunk)
+        z = scorer.logits(dense[part])
+        if not z.isfinite().all():
+            raise LyapunovPruneError("the logits of the dense model are not finite; load it in a wider dtype")
+        first, log_p = z.argmax(-1).split(rows), [_log_softmax(b, temperature) for b in z.split(rows)]
+        for layer, states in enumerate(skipped):
+            for i, b in enumerate(scorer.logits(states[part]).split(rows)):
+                flipped = (b.argmax(-1) != first[i]).to(log_p[i])
+                found = [*divergences(log_p[i], _log_softmax(b, temperature)), flipped]
+                sums[layer] += torch.stack(found).sum(-1).cpu()
+    return sums
+
+
+def _log_softmax(logits: torch.Tensor, temperature: float) -> torch.Tensor:
+    return (lift(logits) / temperature).log_softmax(-1)
+
+
+def divergences(log_p: torch.Tensor, log_q: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """`Var_p(u) / 2`, `KL(p‖q)` and `KL(q‖p)` of every row, `u = log q − log p`; rows × vocabulary, float64.
+
+    `u` is `Δz/T` less a number of the row's own, which no variance sees. `Σ (q − p)` is 0 but for the rounding
+    of the two normalisers, which changes `KL = Σ (q − p) − Σ p u` in second order only, and `−Σ p u` in first.
+    """
+    p, q, u = log_p.exp(), log_q.exp(), log_q - log_p
+    mean, excess = torch.linalg.vecdot(p, u), (q - p).sum(-1)
+    variance = torch.linalg.vecdot(p, (u - mean.unsqueeze(-1)).square()) / 2
+    return variance, excess - mean, torch.linalg.vecdot(q, u) - excess
+
+
+def rank_by_divergence(measured: SkipDivergence) -> LayerRanking:
+    """Rank layers by `variance`, smallest removed first (criterion `kl`).
+
+    Raises LyapunovPruneError when a layer has no finite score.
+    """
+    if not np.isfinite(measured.variance).all():
+        raise LyapunovPruneError(
+            f"the score of layer {int(np.argmin(np.isfinite(measured.variance)))} is not finite; "
+            "measure again in float32"
+        )
+    return LayerRanking(
+        criterion="kl",
+        alpha=None,
+        scores=measured.variance,
+        model=measured.measured_on.model,
+        measured_on=(measured.measured_on,),
+    )
