@@ -1,0 +1,211 @@
+"""How much each matrix of a model is compressed, and the arithmetic that makes the sum right."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import numpy as np
+import pandas as pd
+from transformers import PreTrainedModel
+
+from lyapunov_prune.errors import LyapunovPruneError
+from lyapunov_prune.models.projections import Projection, find_projections
+from lyapunov_prune.models.structure import identify
+from lyapunov_prune.results import MeasuredOn, ModelIdentity, Result
+
+# A matrix of zeros has no direction left.
+SPARSEST = 0.99
+# Budgets this far outside the attainable range are its end: means are rounded.
+ROUNDING = 1e-13
+# Targets must lie within this factor of each other; beyond it their scale has no place in float64.
+SPAN = 1e290
+
+
+@dataclass(frozen=True)
+class Allocation(Result):
+    """The compression of every matrix: `amount` (M,) float64, in the order of the model.
+
+    `unit` is `sparsity` (share of the entries that become zero) or `bits` (a weight). The mean weighted by
+    `sizes` (entries) is the budget. Embeddings and head are no matrices of a layer and do not count.
+    """
+
+    schedule: str
+    unit: str
+    budget: float
+    names: tuple[str, ...]
+    layers: tuple[int, ...]
+    sizes: tuple[int, ...]
+    amount: np.ndarray
+    parameters: dict[str, float]
+    model: ModelIdentity
+    measured_on: tuple[MeasuredOn, ...]
+
+    def of(self, name: str) -> float:
+        """The amount of one matrix; raises LyapunovPruneError when there is none of this name."""
+        if name not in self.names:
+            raise LyapunovPruneError(f"{self.model.name} has no matrix {name!r}; give one of the allocation's names")
+        return float(self.amount[self.names.index(name)])
+
+    @property
+    def mean(self) -> float:
+        """`Σ size · amount / Σ size`: the budget, up to rounding (1e-12)."""
+        return float(np.average(self.amount, weights=self.sizes))
+
+    def by_layer(self) -> np.ndarray:
+        """The mean amount of each layer weighted by size, (L,) float64; NaN for a layer without matrices."""
+        L = self.model.num_layers
+        total = np.bincount(self.layers, self.sizes, L)
+        means = np.full(L, np.nan)
+        return np.divide(np.bincount(self.layers, self.amount * self.sizes, L), total, out=means, where=total > 0)
+
+    def to_frame(self) -> pd.DataFrame:
+        """One row a matrix."""
+        return pd.DataFrame({"layer": self.layers, "matrix": self.names, "entries": self.sizes, self.unit: self.amount})
+
+    def summary(self) -> pd.DataFrame:
+        """One row a layer: mean weighted by size, least and most of its matrices."""
+        rows = self.to_frame().groupby("layer")
+        ends = rows[self.unit].agg(["min", "max"])
+        return pd.DataFrame(
+            {
+                "layer": list(ends.index),
+                "entries": rows["entries"].sum().to_numpy(),
+                self.unit: self.by_layer()[list(ends.index)],
+                "least": ends["min"].to_numpy(),
+                "most": ends["max"].to_numpy(),
+            }
+        )
+
+    def headline(self) -> str:
+        given = "".join(f", {name} {value:g}" for name, value in self.parameters.items())
+        return f"{self.schedule}{given}: {self.unit} {self.budget:g} over {self.model.name}"
+
+
+@dataclass(frozen=True)
+class Matrices:
+    """The matrices of a model's layers as arrays of one value a matrix, (M,)."""
+
+    projections: tuple[Projection, ...]
+    layers: np.ndarray  # int
+    sizes: np.ndarray  # entries, int
+    model: ModelIdentity
+
+    @classmethod
+    def of(cls, model: PreTrainedModel) -> Matrices:
+        projections = find_projections(model)
+        return cls(
+            projections=projections,
+            layers=np.array([p.layer for p in projections]),
+            sizes=np.array([p.weight(model).numel() for p in projections]),
+            model=identify(model),
+        )
+
+    def layer_sum(self, values: np.ndarray) -> np.ndarray:
+        """For every matrix the sum of `values` over all matrices of its layer, (M,) float64."""
+        return np.bincount(self.layers, values)[self.layers]
+
+    def allocated(
+        self,
+        schedule: str,
+        budget: float,
+        amount: np.ndarray,
+        parameters: Mapping[str, float],
+        measured_on: tuple[MeasuredOn, ...] = (),
+        unit: str = "sparsity",
+    ) -> Allocation:
+        return Allocation(
+            schedule=schedule,
+            unit=unit,
+            budget=float(budget),
+            names=tuple(p.name for p in self.projections),
+            layers=tuple(map(int, self.layers)),
+            sizes=tuple(map(int, self.sizes)),
+            amount=amount,
+            parameters={name: float(value) for name, value in parameters.items()},
+            model=self.model,
+            measured_on=measured_on,
+        )
+
+
+def require_sparsity(budget: float) -> None:
+    """Raise LyapunovPruneError unless `0 ≤ budget < 1`."""
+    if not 0 <= budget < 1:
+        raise LyapunovPruneError(f"a sparsity of {budget:g} is no share of the entries; give 0 or more and less than 1")
+
+
+def fit(
+    target: np.ndarray,
+    sizes: np.ndarray,
+    budget: float,
+    low: float | np.ndarray = 0.0,
+    high: float | np.ndarray = 1.0,
+) -> np.ndarray:
+    """`clip(c · target, low, high)` with the smallest `c ≥ 0` that meets the budget, (M,) float64.
+
+    `Σ size · clip(c · target, low, high) = budget · Σ size`. The left side is piecewise linear in c, so c comes
+    from one segment between two breakpoints, without iteration. `target` (M,) ≥ 0; `sizes` (M,) > 0; bounds are
+    numbers or (M,). The order of targets that share their bounds is kept.
+
+    Raises LyapunovPruneError with the attainable range when no c meets the budget, and for targets that are
+    negative, not finite or too far apart for float64.
+    """
+    target = np.asarray(target, dtype=np.float64)
+    some = target[target > 0]
+    if not (np.isfinite(target).all() and (target >= 0).all()):
+        raise LyapunovPruneError("targets of an allocation must be finite and not negative; check what they rest on")
+    if len(some) and some.max() / SPAN > some.min():
+        raise LyapunovPruneError(f"targets from {some.min():g} to {some.max():g} are too far apart; bound the schedule")
+    unit = target / some.max() if len(some) else target
+    positive = unit > 0
+    low, high = _bounds(low, high, unit)
+    points = np.concatenate([[0.0], low[positive] / unit[positive], high[positive] / unit[positive]])
+    return _solve(lambda c: np.clip(c * unit, low, high), points[points >= 0], sizes, budget)
+
+
+def shift(
+    target: np.ndarray,
+    sizes: np.ndarray,
+    budget: float,
+    low: float | np.ndarray = 0.0,
+    high: float | np.ndarray = 1.0,
+) -> np.ndarray:
+    """`clip(target + c, low, high)` with the c that meets the budget, (M,) float64; otherwise as `fit`.
+
+    Targets may be negative. Any budget between the mean of `low` and that of `high` is met.
+    """
+    target = np.asarray(target, dtype=np.float64)
+    if not np.isfinite(target).all():
+        raise LyapunovPruneError("targets of an allocation must be finite; check what they rest on")
+    low, high = _bounds(low, high, target)
+    points = np.concatenate([low - target, high - target])
+    return _solve(lambda c: np.clip(target + c, low, high), points, sizes, budget)
+
+
+def _bounds(low: float | np.ndarray, high: float | np.ndarray, target: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    low, high = (np.broadcast_to(np.asarray(b, dtype=np.float64), target.shape) for b in (low, high))
+    if not (low <= high).all():
+        raise LyapunovPruneError("an allocation's lower bound is above its upper one; change the bounds")
+    return low, high
+
+
+def _solve(amount: Callable[[float], np.ndarray], points: np.ndarray, sizes: np.ndarray, budget: float) -> np.ndarray:
+    """`amount(c)` of the mean `budget`, where it is monotone in c and linear between `points`."""
+
+    def mean(c: float) -> float:
+        return float(np.average(amount(c), weights=sizes))
+
+    points = np.unique(points)
+    least, most = mean(points[0]), mean(points[-1])
+    if not least - ROUNDING <= budget <= most + ROUNDING:
+        raise LyapunovPruneError(
+            f"no allocation of this schedule has the mean {budget:.6g}: it reaches {least:.6g} to {most:.6g}; "
+            "change the budget or the bounds"
+        )
+    i = bisect_left(points, budget, key=mean)
+    if i in (0, len(points)):
+        return amount(points[min(i, len(points) - 1)])
+    a, b = points[i - 1], points[i]
+    before = mean(a)
+    return amount(a + (b - a) * ((budget - before) / (mean(b) - before)))

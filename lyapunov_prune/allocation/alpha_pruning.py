@@ -1,0 +1,78 @@
+"""AlphaPruning: layers whose spectra have the heavier tails stay denser."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from transformers import PreTrainedModel
+
+from lyapunov_prune.allocation.allocation import SPARSEST, Allocation, Matrices, fit, require_sparsity
+from lyapunov_prune.errors import LyapunovPruneError
+from lyapunov_prune.linalg import lift
+from lyapunov_prune.progress import track
+
+
+def hill(eigenvalues: np.ndarray) -> float:
+    """Hill estimate of the exponent α of a density `∝ λ^−α` from its `n` samples.
+
+    `α = 1 + k / Σ_{i=1..k} ln(λ_{n−i+1} / λ_{n−k})` with `λ_1 ≤ … ≤ λ_n` and `k = ⌊n / 2⌋`: the upper half
+    over the largest sample below it. Lu et al., AlphaPruning (NeurIPS 2024), PL_Alpha_Hill.
+
+    Raises LyapunovPruneError for fewer than two samples, a λ_{n−k} that is not positive, and an upper half
+    without spread.
+    """
+    ascending = np.sort(np.asarray(eigenvalues, dtype=np.float64))
+    n = len(ascending)
+    k = n // 2
+    if n < 2 or not ascending[n - k - 1] > 0:
+        raise LyapunovPruneError("a tail needs two eigenvalues or more, half of them positive; use another schedule")
+    logs = float(np.log(ascending[n - k :] / ascending[n - k - 1]).sum())
+    if not (np.isfinite(logs) and logs > 0):
+        raise LyapunovPruneError("the upper eigenvalues are equal or not finite and have no tail; use another schedule")
+    return 1 + k / logs
+
+
+def alpha_pruning(model: PreTrainedModel, budget: float, *, tau: float = 0.3) -> Allocation:
+    """Sparsity grows with the tail exponent of the layer: a lighter tail (larger α) is less trained.
+
+    `s_l = η · (1 − τ + 2τ (α_l − min α) / (max α − min α))`, `α_l` the mean of `hill` over the eigenvalues of
+    `WᵀW` of the matrices of layer l, and η such that the mean is the budget. Matrices of one row or column have
+    no tail and do not count. Equal exponents give equal sparsities. Lu et al., AlphaPruning (NeurIPS 2024),
+    §3.2. Singular values in float64: minutes for a model of a billion parameters on a CPU.
+
+    Raises LyapunovPruneError for τ outside `[0, 1)`, a budget that no η meets inside `0 … 0.99`, and a matrix
+    of which half the singular values vanish, or are equal.
+    """
+    require_sparsity(budget)
+    if not 0 <= tau < 1:
+        raise LyapunovPruneError(f"tau {tau:g} is outside [0, 1)")
+    matrices = Matrices.of(model)
+    alpha = tail_exponents(model, matrices)
+    span = alpha.max() - alpha.min()
+    place = (alpha - alpha.min()) / span if span > 0 else np.full_like(alpha, 0.5)
+    amount = fit(1 - tau + 2 * tau * place, matrices.sizes, budget, high=SPARSEST)
+    return matrices.allocated("alpha-pruning", budget, amount, {"tau": tau})
+
+
+@torch.no_grad()
+def tail_exponents(model: PreTrainedModel, matrices: Matrices) -> np.ndarray:
+    """`α_l` of the layer of every matrix, (M,) float64."""
+    found = np.zeros(len(matrices.sizes))
+    counts = np.zeros(len(matrices.sizes))
+    for i, p in enumerate(track(matrices.projections, "spectra")):
+        W = lift(p.weight(model))
+        if min(W.shape) < 2:
+            continue
+        values = torch.linalg.svdvals(W).cpu().numpy()
+        # Below this a singular value of float64 is rounding: the tail would be one of noise.
+        noise = values.max() * max(W.shape) * np.finfo(np.float64).eps
+        try:
+            found[i] = hill(np.where(values > noise, values, 0) ** 2)
+        except LyapunovPruneError as error:
+            raise LyapunovPruneError(f"{p.name}: {error}") from None
+        counts[i] = 1
+    total = matrices.layer_sum(counts)
+    if not total.all():
+        layer = int(matrices.layers[np.argmin(total)])
+        raise LyapunovPruneError(f"no matrix of layer {layer} has a tail; use another schedule")
+    return matrices.layer_sum(found) / total

@@ -1,0 +1,35 @@
+"""ATP: sparsities in arithmetic progression, the first layer the densest."""
+
+from __future__ import annotations
+
+from transformers import PreTrainedModel
+
+from lyapunov_prune.allocation.allocation import SPARSEST, Allocation, Matrices, require_sparsity, shift
+from lyapunov_prune.errors import LyapunovPruneError
+
+
+def steepest(budget: float, num_layers: int) -> float:
+    """The largest common difference: `min(2S, 2(1 − S)) / (L − 1)`, where an end reaches 0 or 1; 0 for one layer."""
+    return min(2 * budget, 2 * (1 - budget)) / (num_layers - 1) if num_layers > 1 else 0.0
+
+
+def atp(model: PreTrainedModel, budget: float, *, beta: float | None = None) -> Allocation:
+    """`s_l = S − β (L − 1) / 2 + β l` for `l = 0 … L − 1`, `S` the budget, `0 ≤ β ≤ min(2S, 2(1 − S)) / (L − 1)`.
+
+    Huang et al., Determining layer-wise sparsity for large language models through a theoretical perspective
+    (ICML 2025, arXiv:2502.14770). The paper finds β by a search for the lowest perplexity; without `beta` it is half of
+    the largest here, which no experiment backs. Layers of unequal size move together until the mean is right,
+    and none exceeds 0.99.
+
+    Raises LyapunovPruneError for β outside its range and a budget outside `0 … 0.99`.
+    """
+    require_sparsity(budget)
+    matrices = Matrices.of(model)
+    L = matrices.model.num_layers
+    largest = steepest(budget, L)
+    beta = largest / 2 if beta is None else beta
+    if not 0 <= beta <= largest:
+        raise LyapunovPruneError(f"beta {beta:g} is outside 0 to {largest:.6g}, where sparsities of 0 to 1 end")
+    target = budget - beta * (L - 1) / 2 + beta * matrices.layers
+    amount = shift(target, matrices.sizes, budget, high=SPARSEST)
+    return matrices.allocated("atp", budget, amount, {"beta": beta})

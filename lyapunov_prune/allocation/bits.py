@@ -1,0 +1,42 @@
+"""Bit widths by amplification: the layers whose errors grow most get the wide weights."""
+
+from __future__ import annotations
+
+import numpy as np
+from transformers import PreTrainedModel
+
+from lyapunov_prune.allocation.allocation import Allocation, Matrices
+from lyapunov_prune.allocation.lyapunov import log_amplification, require_profile
+from lyapunov_prune.contraction import ContractionProfile
+from lyapunov_prune.errors import LyapunovPruneError
+
+
+def allocate_bits(
+    model: PreTrainedModel, budget: float, profile: ContractionProfile, *, low: int = 4, high: int = 8
+) -> Allocation:
+    """`high` bits a weight for the layers of largest `A_l = Π_{k > l} ρ_k`, `low` for the others.
+
+    As many layers as make the mean over all entries the `budget`, in bits; of equal A the earlier layer comes
+    first. The error that rounding leaves is multiplied by `A_l` on its way to the output (structural
+    sensitivity, §6.2).
+
+    Raises LyapunovPruneError with the nearest attainable budgets when whole layers do not add up to this one,
+    for widths that are no ascending integers from 1 to 16, a profile of another model, and a ρ that is not finite
+    or not positive.
+    """
+    if not (low % 1 == 0 and high % 1 == 0 and 1 <= low < high <= 16):
+        raise LyapunovPruneError(f"bit widths {low:g} and {high:g}; give two integers from 1 to 16, the lower first")
+    matrices = Matrices.of(model)
+    require_profile(profile, matrices.model)
+    order = np.argsort(-log_amplification(profile), kind="stable")
+    entries = np.bincount(matrices.layers, matrices.sizes, len(order))[order]
+    wide = np.concatenate([[0.0], np.cumsum(entries)])
+    attainable = low + (high - low) * (wide / wide[-1])
+    count = int(np.argmin(np.abs(attainable - budget)))
+    if not abs(attainable[count] - budget) <= 1e-12 * high:
+        below, above = attainable[attainable < budget], attainable[attainable > budget]
+        nearest = " or ".join(repr(float(b)) for b in (*below[-1:], *above[:1]))
+        raise LyapunovPruneError(f"whole layers of {low} and {high} bits have no mean of {budget:g}; give {nearest}")
+    amount = np.where(np.isin(matrices.layers, order[:count]), float(high), float(low))
+    parameters = {"low": low, "high": high}
+    return matrices.allocated("bits", budget, amount, parameters, (profile.measured_on,), unit="bits")

@@ -1,0 +1,111 @@
+"""Schedules from the contraction profile: what an error of each layer becomes at the end of the model."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import torch
+from transformers import PreTrainedModel
+
+from lyapunov_prune.allocation.allocation import SPAN, SPARSEST, Allocation, Matrices, fit, require_sparsity
+from lyapunov_prune.contraction import ContractionProfile
+from lyapunov_prune.errors import LyapunovPruneError
+from lyapunov_prune.linalg import lift
+from lyapunov_prune.results import ModelIdentity
+
+
+def log_amplification(profile: ContractionProfile) -> np.ndarray:
+    """`ln A_l = Σ_{k > l} ln ρ_k`, (L,) float64; 0 for the last layer.
+
+    Logarithms, as the product over many layers leaves the range of a float. Raises LyapunovPruneError for a ρ
+    that is not finite or not positive.
+    """
+    with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
+        rho = profile.rho
+    wrong = ~(np.isfinite(rho) & (rho > 0))
+    if wrong.any():
+        layer = int(np.argmax(wrong))
+        raise LyapunovPruneError(f"rho of layer {layer} is {rho[layer]:g}; measure again in float32 or with method jvp")
+    logs = np.log(rho)
+    return np.concatenate([np.cumsum(logs[:0:-1])[::-1], [0.0]])
+
+
+def tolerance(profile: ContractionProfile) -> np.ndarray:
+    """Each layer's share of the error energy that a model may take up, (L,) float64, sum 1: `τ_l ∝ 1 / A_l`.
+
+    Then `A_l τ_l`, what the error of layer l becomes at the output, is the same for all layers: the Lyapunov
+    budget (structural sensitivity, §6.4), with `A_l` as in `log_amplification`. Where later layers contract,
+    the early ones may err more. Raises LyapunovPruneError as `log_amplification` does.
+    """
+    logs = -log_amplification(profile)
+    share = np.exp(logs - logs.max())
+    return share / share.sum()
+
+
+def lyapunov(
+    model: PreTrainedModel, budget: float, profile: ContractionProfile, *, least: float = 0.8, most: float = 1.2
+) -> Allocation:
+    """The schedule of least error at the output under a quadratic model of the error.
+
+    Minimises `Σ_l w_l A_l s_l²`, where `w_l` is the sum of `‖W‖_F²` over the matrices of layer l and
+    `A_l = Π_{k > l} ρ_k`, under `Σ_l n_l s_l = S Σ_l n_l` and `least · S ≤ s_l ≤ min(most · S, 0.99)`, with `n_l`
+    the entries of layer l and `S` the budget. The minimum is `s_l = clip(c n_l / (w_l A_l))`, `c` from the
+    budget. Structural sensitivity, §6.4 and Appendix E, where layers are of one size and `n_l` falls out. The
+    true error grows slower than s², so that the formula without bounds is too steep (same place): the paper
+    clamps it. Its bounds did not survive; these defaults are ours.
+
+    Raises LyapunovPruneError for bounds that do not hold 1, a budget that the bounds exclude, a profile of
+    another model, a ρ that is not finite or not positive, and a layer of zeros.
+    """
+    require_sparsity(budget)
+    if not 0 <= least <= 1 <= most:
+        raise LyapunovPruneError(f"least {least:g} and most {most:g} are multiples of the budget: give one below 1 "
+                                 "and one above")  # fmt: skip
+    matrices = Matrices.of(model)
+    require_profile(profile, matrices.model)
+    w = matrices.layer_sum(weight_energy(model, matrices))
+    if not (np.isfinite(w) & (w > 0)).all():
+        layer = int(matrices.layers[np.argmin(np.isfinite(w) & (w > 0))])
+        raise LyapunovPruneError(f"the weights of layer {layer} are all zero or not finite; use another schedule")
+    logs = np.log(matrices.layer_sum(matrices.sizes)) - np.log(w) - log_amplification(profile)[matrices.layers]
+    high = min(most * budget, SPARSEST)
+    amount = fit(_exponentials(logs), matrices.sizes, budget, low=min(least * budget, high), high=high)
+    parameters = {"least": least, "most": most}
+    return matrices.allocated("lyapunov", budget, amount, parameters, (profile.measured_on,))
+
+
+def lyapunov_budget(model: PreTrainedModel, budget: float, profile: ContractionProfile) -> Allocation:
+    """`s_l ∝ √τ_l`, with `τ` the `tolerance`: the error energy of a sparsity grows as its square.
+
+    Every layer then adds the same error at the output, but for those at the ceiling of 0.99. Structural
+    sensitivity, §6.4. Raises LyapunovPruneError for a budget outside `0 … 0.99`, a profile of another model,
+    and a ρ that is not finite or not positive.
+    """
+    require_sparsity(budget)
+    matrices = Matrices.of(model)
+    require_profile(profile, matrices.model)
+    target = _exponentials(-log_amplification(profile)[matrices.layers] / 2)
+    amount = fit(target, matrices.sizes, budget, high=SPARSEST)
+    return matrices.allocated("lyapunov-budget", budget, amount, {}, (profile.measured_on,))
+
+
+@torch.no_grad()
+def weight_energy(model: PreTrainedModel, matrices: Matrices) -> np.ndarray:
+    """`‖W‖_F²` of every matrix, (M,), squares summed in float64."""
+    return np.array([float(lift(p.weight(model)).square().sum()) for p in matrices.projections])
+
+
+def require_profile(profile: ContractionProfile, model: ModelIdentity) -> None:
+    """Raise LyapunovPruneError unless the profile is one of this model."""
+    if not profile.measured_on.model.same_as(model):
+        raise LyapunovPruneError(
+            f"the contraction profile is of {profile.measured_on.model.name}, not of {model.name}; measure this model"
+        )
+
+
+def _exponentials(logs: np.ndarray) -> np.ndarray:
+    """`exp(logs)` up to a common factor."""
+    if np.ptp(logs) > math.log(SPAN):
+        raise LyapunovPruneError("the amplifications of the layers are too far apart for float64; use another schedule")
+    return np.exp(logs - logs.max())

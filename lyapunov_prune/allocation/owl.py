@@ -1,0 +1,63 @@
+"""OWL: layers with more outliers among their Wanda scores stay denser."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from transformers import PreTrainedModel
+
+from lyapunov_prune.allocation.allocation import SPARSEST, Allocation, Matrices, require_sparsity, shift
+from lyapunov_prune.compression.wanda import input_norms
+from lyapunov_prune.errors import LyapunovPruneError
+from lyapunov_prune.linalg import lift
+from lyapunov_prune.models.projections import Projection
+from lyapunov_prune.progress import track
+from lyapunov_prune.text import TokenBatch, as_batch
+
+
+def owl(
+    model: PreTrainedModel,
+    budget: float,
+    batch: TokenBatch | torch.Tensor,
+    *,
+    outlier: float = 5.0,
+    width: float = 0.08,
+) -> Allocation:
+    """Sparsity falls with the layer's share of outliers `D_l`; the paper's M is `outlier`, its λ `width`.
+
+    `D_l` is the share of the scores `|W_ij| ‖x_j‖₂` of all matrices of layer l that exceed M × their mean over
+    the layer. `s_l` is linear in `D_l` with `max s − min s = 2λ` and the mean `S`, the budget; equal shares give
+    equal sparsities. Yin et al., Outlier weighed layerwise sparsity (ICML 2024), §3.2.
+
+    Raises LyapunovPruneError for a budget that no shift of it meets inside `0 … 0.99`, for parameters that are not
+    positive, and for fused experts, whose inputs cannot be seen.
+    """
+    require_sparsity(budget)
+    if not (outlier > 0 and width >= 0):
+        raise LyapunovPruneError(f"outlier {outlier:g} and width {width:g}; give more than 0, and 0 or more")
+    batch = as_batch(model, batch)
+    matrices = Matrices.of(model)
+    D = outlier_share(model, batch, matrices, outlier)
+    span = D.max() - D.min()
+    target = -2 * width * (D - D.min()) / span if span > 0 else np.zeros_like(D)
+    amount = shift(target, matrices.sizes, budget, high=SPARSEST)
+    parameters = {"outlier": outlier, "width": width}
+    return matrices.allocated("owl", budget, amount, parameters, (batch.measured_on(model),))
+
+
+@torch.no_grad()
+def outlier_share(
+    model: PreTrainedModel, batch: TokenBatch | torch.Tensor, matrices: Matrices, outlier: float
+) -> np.ndarray:
+    """`D_l` of the layer of every matrix, (M,) float64: share of its scores above `outlier` × their mean."""
+    norms = input_norms(model, batch, matrices.projections)
+
+    def scores(p: Projection) -> torch.Tensor:
+        W = lift(p.weight(model)).abs()
+        return W * norms[p.name].to(W.device)
+
+    sums = np.array([float(scores(p).sum()) for p in track(matrices.projections, "mean score")])
+    limits = outlier * matrices.layer_sum(sums) / matrices.layer_sum(matrices.sizes)
+    pairs = zip(matrices.projections, limits, strict=True)
+    counts = np.array([int((scores(p) > limit).sum()) for p, limit in track(list(pairs), "outliers")])
+    return matrices.layer_sum(counts) / matrices.layer_sum(matrices.sizes)

@@ -1,0 +1,74 @@
+"""The schedules by name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from transformers import PreTrainedModel
+
+from lyapunov_prune.allocation.allocation import Allocation
+from lyapunov_prune.allocation.alpha_pruning import alpha_pruning
+from lyapunov_prune.allocation.atp import atp
+from lyapunov_prune.allocation.bits import allocate_bits
+from lyapunov_prune.allocation.guidelines import guidelines
+from lyapunov_prune.allocation.lyapunov import lyapunov, lyapunov_budget
+from lyapunov_prune.allocation.owl import owl
+from lyapunov_prune.allocation.uniform import uniform
+from lyapunov_prune.contraction import ContractionProfile
+from lyapunov_prune.errors import LyapunovPruneError
+from lyapunov_prune.text import TokenBatch
+
+
+class Schedule(NamedTuple):
+    """`allocate(model, budget, …)`, the measurement that it `needs` after them, and its keyword parameters."""
+
+    allocate: Callable[..., Allocation]
+    needs: str | None = None  # batch or profile
+    parameters: tuple[str, ...] = ()
+
+
+SCHEDULES: dict[str, Schedule] = {
+    "alpha-pruning": Schedule(alpha_pruning, parameters=("tau",)),
+    "atp": Schedule(atp, parameters=("beta",)),
+    "bits": Schedule(allocate_bits, "profile", ("low", "high")),
+    "guidelines": Schedule(guidelines, parameters=("ceiling", "extra", "protected")),
+    "lyapunov": Schedule(lyapunov, "profile", ("least", "most")),
+    "lyapunov-budget": Schedule(lyapunov_budget, "profile"),
+    "owl": Schedule(owl, "batch", ("outlier", "width")),
+    "uniform": Schedule(uniform),
+}
+REMEDIES = {"batch": "a calibration batch; give batch", "profile": "a contraction profile; measure one and give it"}
+
+
+def allocate(
+    model: PreTrainedModel,
+    schedule: str,
+    budget: float,
+    *,
+    batch: TokenBatch | torch.Tensor | None = None,
+    profile: ContractionProfile | None = None,
+    **parameters: float,
+) -> Allocation:
+    """How much of every matrix of `model` is compressed by a schedule of `SCHEDULES`, in the mean `budget`.
+
+    The budget is a sparsity (`0 ≤ S < 1`), or for `bits` a number of bits a weight. `parameters` are those of the
+    schedule's own function. A measurement that the schedule does not need is not used.
+
+    Raises LyapunovPruneError for an unknown schedule or parameter, a measurement that is missing, and as the
+    schedule does, in particular for a budget that it cannot meet.
+    """
+    if schedule not in SCHEDULES:
+        raise LyapunovPruneError(f"unknown schedule {schedule!r}; give one of {', '.join(SCHEDULES)}")
+    known = SCHEDULES[schedule]
+    unknown = next((name for name in parameters if name not in known.parameters), None)
+    if unknown:
+        has = f"it has {', '.join(known.parameters)}" if known.parameters else "it has none"
+        raise LyapunovPruneError(f"schedule {schedule} has no parameter {unknown!r}; {has}")
+    if known.needs is None:
+        return known.allocate(model, budget, **parameters)
+    given = batch if known.needs == "batch" else profile
+    if given is None:
+        raise LyapunovPruneError(f"schedule {schedule} needs {REMEDIES[known.needs]}")
+    return known.allocate(model, budget, given, **parameters)

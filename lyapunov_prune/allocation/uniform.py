@@ -1,0 +1,18 @@
+"""Uniform: every matrix the same."""
+
+from __future__ import annotations
+
+from transformers import PreTrainedModel
+
+from lyapunov_prune.allocation.allocation import SPARSEST, Allocation, Matrices, fit, require_sparsity
+
+
+def uniform(model: PreTrainedModel, budget: float) -> Allocation:
+    """`s = S` for every matrix, `S` the budget (share of the entries that become zero).
+
+    Raises LyapunovPruneError for a budget outside `0 … 0.99`.
+    """
+    require_sparsity(budget)
+    matrices = Matrices.of(model)
+    amount = fit(matrices.sizes > 0, matrices.sizes, budget, high=SPARSEST)
+    return matrices.allocated("uniform", budget, amount, {})
