@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lyapunov_prune.compression.magnitude import sparsify
+from lyapunov_prune.errors import LyapunovPruneError
 
 
 def test_sparsify_removes_exactly_the_share_also_among_ties() -> None:
@@ -38,3 +39,10 @@ def test_dtype_and_the_matrix_itself_are_kept(dtype: torch.dtype) -> None:
     assert sparsify(W.T, 0.3).shape == (7, 5)
     assert sparsify(W, 0.3).dtype == dtype
     assert torch.equal(W, before)
+
+
+def test_a_pattern_keeps_the_largest_of_each_group() -> None:
+    W = torch.tensor([[1.0, -4.0, 3.0, 2.0, 1.0, 1.0, 1.0, 1.0]])
+    assert sparsify(W, 0.5, (2, 4)).tolist() == [[0.0, -4.0, 3.0, 0.0, 0.0, 0.0, 1.0, 1.0]]
+    with pytest.raises(LyapunovPruneError, match=r"sparsity 0\.5, not 0\.75"):
+        sparsify(W, 0.75, (2, 4))

@@ -80,6 +80,14 @@ def test_planted_fault_a_sort_that_is_not_stable_is_seen(monkeypatch: pytest.Mon
     assert (wanda(W, norms, 0.5).numpy() != reference(W.numpy(), norms.numpy(), 0.5)).any()
 
 
+def test_a_pattern_keeps_the_best_of_each_group() -> None:
+    W = torch.tensor([[1.0, -4.0, 3.0, 2.0, 1.0, 1.0, 1.0, 1.0]])
+    norms = torch.tensor([9.0, 1.0, 1.0, 2.0, 1.0, 3.0, 2.0, 1.0], dtype=torch.float64)
+    assert wanda(W, norms, 0.5, (2, 4)).tolist() == [[1.0, 0.0, 0.0, 2.0, 0.0, 1.0, 1.0, 0.0]]
+    with pytest.raises(LyapunovPruneError, match=r"sparsity 0\.5, not 0\.25"):
+        wanda(W, norms, 0.25, (2, 4))
+
+
 # Input norms.
 
 

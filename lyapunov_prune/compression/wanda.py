@@ -9,8 +9,9 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from lyapunov_prune.compression.masks import Pattern, row_mask
 from lyapunov_prune.errors import LyapunovPruneError
-from lyapunov_prune.linalg import token_energy
+from lyapunov_prune.linalg import lift, token_energy
 from lyapunov_prune.models.projections import Projection
 from lyapunov_prune.models.structure import find_structure, in_eval_mode
 from lyapunov_prune.progress import track
@@ -18,21 +19,22 @@ from lyapunov_prune.text import TokenBatch, as_batch
 from lyapunov_prune.tracing import run_backbone
 
 
-def wanda(W: torch.Tensor, input_norms: torch.Tensor, sparsity: float) -> torch.Tensor:
+def wanda(W: torch.Tensor, input_norms: torch.Tensor, sparsity: float, pattern: Pattern | None = None) -> torch.Tensor:
     """`W` (m × n) without the `round(sparsity · n)` entries of each row of smallest `|W_ij| ‖x_j‖₂`.
 
     `input_norms` (n, float64) are the norms of the input features over calibration tokens. Sun et al., A simple
     and effective pruning approach for large language models (ICLR 2024), eq. 1. Ties: the earlier entry goes.
-    Raises LyapunovPruneError for norms of another length.
+    With `pattern` (keep, of) only the `keep` best of every `of` consecutive inputs of a row stay. `W` itself for a
+    share that rounds to 0. Raises LyapunovPruneError for norms of another length, and for a pattern that does not
+    fit the matrix or whose sparsity is another.
     """
     if input_norms.shape != W.shape[1:]:
         raise LyapunovPruneError(f"{len(input_norms)} input norms for a matrix with {W.shape[1]} columns")
-    count = round(sparsity * W.shape[1])
-    if count == 0:
+    if pattern is None and round(sparsity * W.shape[1]) == 0:
         return W
-    score = W.detach().cpu().double().abs() * input_norms
-    least = score.argsort(dim=1, stable=True)[:, :count]
-    return W.scatter(1, least.to(W.device), 0)
+    size = lift(W.detach()).abs()
+    removed = row_mask(size * lift(input_norms).to(size.device), sparsity, pattern)
+    return W.masked_fill(removed.to(W.device), 0)
 
 
 @in_eval_mode

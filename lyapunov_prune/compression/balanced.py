@@ -1,0 +1,56 @@
+"""Balanced truncation of a matrix between what its inputs do and what its outputs are worth.
+
+A state-space model is balanced by two Gramians, which solve Lyapunov equations of its dynamics (Moore, Principal
+component analysis in linear systems, IEEE TAC 26, 1981; Glover, All optimal Hankel-norm approximations, Int. J.
+Control 39, 1984). A matrix `y = W x` has no dynamics, so no Lyapunov equation is left to solve: its Gramians are
+measured. Controllability is `P = E[x xᵀ]` (n × n), how far the inputs reach; observability is `Q = E[g gᵀ]` (m × m),
+`g` the derivative of the loss by `y`, how much the outputs are seen.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from lyapunov_prune.compression.gram import damped, root
+from lyapunov_prune.linalg import lift
+
+
+def hankel_values(W: torch.Tensor, gram: torch.Tensor, sensitivity: torch.Tensor) -> torch.Tensor:
+    """`σ(Q^½ W P^½)`, largest first: float64, min(m, n) of them, for `gram` = P (n × n) and `sensitivity` = Q (m × m).
+
+    The Hankel singular values of `z_{t+1} = B u_t, y_t = C z_t` with `C B = W`, inputs of covariance P and outputs
+    weighted by Q (Moore 1981, §V). They scale with the roots of the scales of P and Q. Raises LyapunovPruneError
+    for what is no Gram matrix of n inputs, or of m outputs.
+    """
+    D = lift(W.detach())
+    A, S = _roots(D, gram, sensitivity, 0.0)
+    return torch.linalg.svdvals(A @ D @ S)
+
+
+def balanced(
+    W: torch.Tensor, gram: torch.Tensor, sensitivity: torch.Tensor, rank: int, *, damping: float = 1e-6
+) -> torch.Tensor:
+    """`argmin ‖Q^½ (W − Ŵ) P^½‖_F` over `Ŵ` (m × n) of rank `rank`: `Q^{-½} [Q^½ W P^½]_r P^{-½}`.
+
+    `gram` is P (n × n), `sensitivity` is Q (m × m), float64 in any scale; to each `damping · mean(diag) · I` is added.
+    With `[M]_r = U_r U_rᵀ M` this is `Q^{-½} U_r U_rᵀ Q^½ W`. The error in that norm is `sqrt(Σ_{i>r} σ_i²)` of the
+    Hankel values: the tail that balanced truncation drops (Moore 1981; optimal here by Eckart and Young).
+
+    Float64, rounded once to the dtype of `W`, which leaves directions of the size of that rounding beyond the rank.
+    `W` itself when it has no more rank. Raises LyapunovPruneError for what is no Gram matrix of n inputs, or of m
+    outputs.
+    """
+    if rank >= min(W.shape):
+        return W
+    D = lift(W.detach())
+    A, S = _roots(D, gram, sensitivity, damping)
+    U = torch.linalg.svd(A @ D @ S, full_matrices=False)[0][:, :rank]
+    return (torch.linalg.solve(A, U) @ (U.T @ A @ D)).to(W)
+
+
+def _roots(
+    D: torch.Tensor, gram: torch.Tensor, sensitivity: torch.Tensor, damping: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`Q^½` and `P^½`, damped."""
+    m, n = D.shape
+    return root(damped(sensitivity, m, damping, D.device)), root(damped(gram, n, damping, D.device))

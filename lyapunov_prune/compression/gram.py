@@ -1,0 +1,37 @@
+"""Gram matrices of calibration vectors: damped until they have an inverse, and their square roots."""
+
+from __future__ import annotations
+
+import torch
+
+from lyapunov_prune.errors import LyapunovPruneError
+from lyapunov_prune.linalg import lift
+
+# Eigenvalues this far below zero, over the largest, are no rounding.
+_NEGATIVE = 1e-8
+
+
+def damped(gram: torch.Tensor, size: int, damping: float, device: torch.device) -> torch.Tensor:
+    """`G + damping · mean(diag G) · I`, a new float64 tensor on `device`: the same for every scale of G but for it.
+
+    Raises LyapunovPruneError unless `gram` is size × size with a positive diagonal mean.
+    """
+    if gram.shape != (size, size):
+        raise LyapunovPruneError(f"a Gram matrix of {tuple(gram.shape)} where {size} × {size} is needed")
+    G = lift(gram).to(device).clone()
+    mean = float(G.diagonal().mean())
+    if not mean > 0:
+        raise LyapunovPruneError("a Gram matrix without energy: nothing reached this matrix; give more text")
+    G.diagonal().add_(damping * mean)
+    return G
+
+
+def root(gram: torch.Tensor) -> torch.Tensor:
+    """The symmetric `S` with `S S = gram`, float64; a singular Gram matrix has one too.
+
+    Raises LyapunovPruneError where an eigenvalue is clearly negative: no Gram matrix then.
+    """
+    values, vectors = torch.linalg.eigh(gram)
+    if float(values[0]) < -_NEGATIVE * float(values[-1].abs()):
+        raise LyapunovPruneError("not a Gram matrix: it has a negative eigenvalue; collect the statistics again")
+    return (vectors * values.clamp_min(0).sqrt()) @ vectors.T

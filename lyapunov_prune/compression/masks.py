@@ -1,0 +1,60 @@
+"""Masks: which entries of a matrix go, given a score of each. Of equal scores the earlier entry goes."""
+
+from __future__ import annotations
+
+import torch
+
+from lyapunov_prune.errors import LyapunovPruneError
+
+Pattern = tuple[int, int]
+
+
+def smallest(score: torch.Tensor, count: int) -> torch.Tensor:
+    """True at the `count` smallest entries of `score` (any shape), counted over the whole of it, row by row."""
+    if count == 0:
+        return torch.zeros_like(score, dtype=torch.bool)
+    flat = score.flatten()
+    limit = flat.kthvalue(count).values
+    removed = flat < limit
+    ties = (flat == limit).nonzero().flatten()[: count - int(removed.sum())]
+    removed[ties] = True
+    return removed.view(score.shape)
+
+
+def per_row(score: torch.Tensor, sparsity: float) -> torch.Tensor:
+    """True at the `round(sparsity · n)` smallest entries of each row of `score` (m × n)."""
+    least = score.argsort(dim=1, stable=True)[:, : round(sparsity * score.shape[1])]
+    return torch.zeros_like(score, dtype=torch.bool).scatter(1, least, True)
+
+
+def n_of_m(score: torch.Tensor, keep: int, of: int) -> torch.Tensor:
+    """True at all but the `keep` largest of every `of` consecutive entries in each row of `score` (m × n), as in 2:4.
+
+    Raises LyapunovPruneError for n that `of` does not divide, and for `keep` outside 1 … of − 1.
+    """
+    m, n = score.shape
+    _require_fit(keep, of, n)
+    return per_row(score.reshape(-1, of), 1 - keep / of).view(m, n)
+
+
+def row_mask(score: torch.Tensor, sparsity: float, pattern: Pattern | None) -> torch.Tensor:
+    """`per_row`, or `n_of_m` where a pattern (keep, of) of that sparsity is given."""
+    if pattern is None:
+        return per_row(score, sparsity)
+    require_pattern(pattern, score.shape[1], sparsity)
+    return n_of_m(score, *pattern)
+
+
+def require_pattern(pattern: Pattern, inputs: int, sparsity: float) -> None:
+    """Raise LyapunovPruneError unless a pattern (keep, of) fits rows of `inputs` and leaves out that share."""
+    keep, of = pattern
+    _require_fit(keep, of, inputs)
+    if abs(sparsity - (1 - keep / of)) > 1e-9:
+        raise LyapunovPruneError(f"pattern {keep}:{of} has sparsity {1 - keep / of:g}, not {sparsity:g}; give that")
+
+
+def _require_fit(keep: int, of: int, inputs: int) -> None:
+    if not 0 < keep < of:
+        raise LyapunovPruneError(f"pattern {keep}:{of} keeps all or nothing; give one like 2:4")
+    if inputs % of:
+        raise LyapunovPruneError(f"pattern {keep}:{of} does not fit {inputs} inputs; {of} must divide them")

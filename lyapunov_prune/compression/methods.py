@@ -1,0 +1,115 @@
+"""Every compression method under one name and one call."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from lyapunov_prune.compression.balanced import balanced
+from lyapunov_prune.compression.lowrank import basis, truncate
+from lyapunov_prune.compression.magnitude import sparsify
+from lyapunov_prune.compression.masks import Pattern
+from lyapunov_prune.compression.rounding import round_to_nearest
+from lyapunov_prune.compression.sparsegpt import sparsegpt
+from lyapunov_prune.compression.statistics import Statistics
+from lyapunov_prune.compression.wanda import wanda
+from lyapunov_prune.compression.weight_only import weight_only
+from lyapunov_prune.compression.whitened import whitened
+from lyapunov_prune.errors import LyapunovPruneError
+
+
+@dataclass(frozen=True)
+class Method:
+    """How a method is called, what it must know, and what its amount is.
+
+    `apply(W, statistics, amount, option)`; the option is the pattern of a `sparsity`, the group size of `bits`, None
+    for a `rank`. `needs`: "nothing", "norms", "gram" or "sensitivity" (with "gram"), the fields of Statistics.
+    """
+
+    apply: Callable[..., torch.Tensor]
+    needs: str
+    amount: str
+
+
+METHODS: dict[str, Method] = {
+    "magnitude": Method(lambda W, s, amount, pattern: sparsify(W, amount, pattern), "nothing", "sparsity"),
+    "weight-only": Method(lambda W, s, amount, pattern: weight_only(W, amount, pattern), "nothing", "sparsity"),
+    "wanda": Method(lambda W, s, amount, pattern: wanda(W, s.norms, amount, pattern), "norms", "sparsity"),
+    "sparsegpt": Method(lambda W, s, amount, pattern: sparsegpt(W, s.gram, amount, pattern), "gram", "sparsity"),
+    "svd": Method(lambda W, s, amount, _: truncate(W, int(amount), basis(W)), "nothing", "rank"),
+    "whitened-svd": Method(lambda W, s, amount, _: whitened(W, s.gram, int(amount)), "gram", "rank"),
+    "balanced": Method(lambda W, s, amount, _: balanced(W, s.gram, s.sensitivity, int(amount)), "sensitivity", "rank"),
+    "rtn": Method(lambda W, s, amount, group_size: round_to_nearest(W, int(amount), group_size), "nothing", "bits"),
+}
+_FIELDS = {"nothing": (), "norms": ("norms",), "gram": ("gram",), "sensitivity": ("gram", "sensitivity")}
+_OPTIONS = {"sparsity": "pattern", "bits": "group_size"}
+
+
+def compressed(
+    method: str,
+    W: torch.Tensor,
+    statistics: Statistics | None,
+    amount: float,
+    *,
+    pattern: Pattern | None = None,
+    group_size: int | None = None,
+) -> torch.Tensor:
+    """`W` (m × n) compressed by a method of METHODS: same shape, dtype and device, `W` untouched.
+
+    `amount` is a sparsity in [0, 1], a rank of 1 or more, or 2 to 8 bits. `pattern` (keep, of) goes with a sparsity,
+    `group_size` with bits. The result may share the memory of `W` where nothing changes.
+
+    Raises LyapunovPruneError for an unknown method, an option it does not have, an amount out of range, statistics
+    that are missing, of another shape or not finite, and for weights that are not finite or no matrix.
+    """
+    if method not in METHODS:
+        raise LyapunovPruneError(f"unknown method {method!r}; give one of {', '.join(METHODS)}")
+    needs, kind = METHODS[method].needs, METHODS[method].amount
+    _require_amount(method, kind, amount)
+    options = {"pattern": pattern, "group_size": group_size}
+    for option, value in options.items():
+        if value is not None and _OPTIONS.get(kind) != option:
+            takers = ", ".join(name for name, other in METHODS.items() if _OPTIONS.get(other.amount) == option)
+            raise LyapunovPruneError(f"method {method} has no {option}; leave it out, or take one of {takers}")
+    if W.ndim != 2 or not W.is_floating_point():
+        raise LyapunovPruneError(f"{method} compresses a real matrix, not {W.dtype} of shape {tuple(W.shape)}")
+    if not bool(W.isfinite().all()):
+        raise LyapunovPruneError("the matrix holds NaN or infinity; check the weights")
+    for field in _FIELDS[needs]:
+        known = getattr(statistics, field, None)
+        if known is None:
+            raise LyapunovPruneError(
+                f"method {method} needs calibration statistics with {field}; collect them, or take method magnitude"
+            )
+        if not bool(known.isfinite().all()):
+            raise LyapunovPruneError(f"the {field} of the calibration holds NaN or infinity; check weights and text")
+    return METHODS[method].apply(W.detach(), statistics, amount, options.get(_OPTIONS.get(kind, "")))
+
+
+def rank_for(shape: Sequence[int], sparsity: float) -> int:
+    """The largest `r` with `r (m + n) ≤ (1 − sparsity) m n`: two factors that hold no more than the entries kept.
+
+    Raises LyapunovPruneError for a sparsity outside [0, 1], and where not even rank 1 is that small.
+    """
+    _require_amount("a rank", "sparsity", sparsity)
+    m, n = shape
+    # Not floor alone: (1 − 0.9) · 400 is 39.99… in float64.
+    rank = math.floor((1 - sparsity) * m * n / (m + n) + 1e-9)
+    if rank == 0:
+        limit = 1 - (m + n) / (m * n)
+        remedy = f"give a sparsity of at most {math.floor(limit * 1e4) / 1e4:g}" if limit >= 0 else "leave it as it is"
+        raise LyapunovPruneError(f"no rank makes a {m} × {n} matrix {sparsity:g} smaller; {remedy}")
+    return rank
+
+
+def _require_amount(name: str, kind: str, amount: float) -> None:
+    right, given = {
+        "sparsity": (0 <= amount <= 1, "a sparsity from 0 to 1"),
+        "rank": (amount >= 1 and amount % 1 == 0, "a whole rank of 1 or more"),
+        "bits": (amount in range(2, 9), "2 to 8 whole bits"),
+    }[kind]
+    if not right:
+        raise LyapunovPruneError(f"{name} cannot take {kind} {amount:g}; give {given}")
