@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from lyapunov_prune.bounds_report import BoundsReport
     from lyapunov_prune.branch_influence import SublayerInfluence, sublayer_influence
     from lyapunov_prune.checks import check_bounds, check_grid
+    from lyapunov_prune.compression.compress import Compressed, CompressionReport, compress
     from lyapunov_prune.contraction import ContractionProfile, measure_contraction
     from lyapunov_prune.divergence import SkipDivergence, rank_by_divergence, skip_divergence
     from lyapunov_prune.errors import CheckFailed, LyapunovPruneError, NonFiniteError
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
     from lyapunov_prune.jacobian import JacobianNorms, sublayer_jacobians
     from lyapunov_prune.models.loading import Loaded, load
     from lyapunov_prune.models.plain import merge_adapters
+    from lyapunov_prune.oracle import GreedyRemoval, greedy_removal
     from lyapunov_prune.plan import PruningPlan
     from lyapunov_prune.ranking import LayerRanking, rank_layers, rank_sublayers
     from lyapunov_prune.sensitivity import Sensitivity, measure_sensitivity
@@ -35,8 +37,11 @@ __all__ = [
     "Allocation",
     "BoundsReport",
     "CheckFailed",
+    "Compressed",
+    "CompressionReport",
     "ContractionProfile",
     "GateReport",
+    "GreedyRemoval",
     "Healed",
     "Healing",
     "InfluenceProfile",
@@ -58,7 +63,9 @@ __all__ = [
     "block_influence",
     "check_bounds",
     "check_grid",
+    "compress",
     "drop_sublayers",
+    "greedy_removal",
     "heal",
     "load",
     "load_text",
@@ -86,6 +93,7 @@ _HOMES = {
     "bounds_report": ("BoundsReport",),
     "branch_influence": ("SublayerInfluence", "sublayer_influence"),
     "checks": ("check_bounds", "check_grid"),
+    "compression.compress": ("Compressed", "CompressionReport", "compress"),
     "contraction": ("ContractionProfile", "measure_contraction"),
     "divergence": ("SkipDivergence", "rank_by_divergence", "skip_divergence"),
     "errors": ("CheckFailed", "LyapunovPruneError", "NonFiniteError"),
@@ -97,6 +105,7 @@ _HOMES = {
     "jacobian": ("JacobianNorms", "sublayer_jacobians"),
     "models.loading": ("Loaded", "load"),
     "models.plain": ("merge_adapters",),
+    "oracle": ("GreedyRemoval", "greedy_removal"),
     "plan": ("PruningPlan",),
     "ranking": ("LayerRanking", "rank_layers", "rank_sublayers"),
     "sensitivity": ("Sensitivity", "measure_sensitivity"),
