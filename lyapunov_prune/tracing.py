@@ -87,10 +87,17 @@ def skipped(structure: Structure, layers: tuple[int, ...]) -> Iterator[None]:
     layer leaves elsewhere for others, shared keys and values, stays: skipping leaves out what a layer adds
     to the residual stream, not what others read from it.
 
-    The layers still compute, so this is a reference for removal and no faster than the full model.
+    The layers still compute, so this is a reference for removal and no faster than the full model. Raises
+    LyapunovPruneError where a layer returns its states by name (Reformer's two streams): nothing says which
+    input each of them was.
     """
 
     def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
+        if hasattr(output, "_fields"):
+            raise LyapunovPruneError(
+                f"{type(module).__name__} returns several states by name ({', '.join(output._fields)}); "
+                "this decoder is not supported"
+            )
         if isinstance(output, tuple):
             given = args[: len(output)]
             passed = [

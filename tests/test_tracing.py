@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import pytest
 import torch
 from conftest import LAYERS, make_tiny
@@ -118,3 +120,17 @@ def test_a_layer_called_by_keyword_is_understood() -> None:
     assert layer_input((x,), {}) is x
     with pytest.raises(LyapunovPruneError, match="without hidden states"):
         layer_input((), {})
+
+
+class _Named(NamedTuple):
+    hidden_states: torch.Tensor
+    second: torch.Tensor
+
+
+def test_states_by_name_are_not_guessed(llama: PreTrainedModel, ids: torch.Tensor) -> None:
+    handle = find_structure(llama).layers[1].register_forward_hook(lambda module, args, out: _Named(out, out))
+    try:
+        with skipped(find_structure(llama), (1,)), pytest.raises(LyapunovPruneError, match="hidden_states, second"):
+            llama(ids, use_cache=False)
+    finally:
+        handle.remove()

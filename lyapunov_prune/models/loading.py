@@ -27,6 +27,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.files import whole_folder
+from lyapunov_prune.models.judged import JUDGED
 from lyapunov_prune.models.plain import UNPACK, merge_adapters, quantisation
 from lyapunov_prune.models.structure import Structure, find_structure, require_causal
 from lyapunov_prune.progress import status
@@ -38,8 +39,8 @@ _ADAPTER = "adapter_config.json"
 _DTYPES = ("float32", "bfloat16", "float16", "float64")
 _HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
-# Decoders that fail the gate as they come, or turn out to be encoders when they run (docs/families.md).
-_RUN_TO_JUDGE = frozenset({"cpmant", "moshi", "prophetnet", "reformer", "rwkv", "xlnet", "xlstm"})
+# Its mask is causal whatever its config calls it; its attention does not say so.
+_CAUSAL_BY_MASK = frozenset({"gpt_neox_japanese"})
 # What a checkpoint needs besides its weights; nothing here can hold code.
 _HUB_FILES = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
 
@@ -102,17 +103,21 @@ def checkpoint_folder(name: str, *, offline: bool = False) -> Path:
 def load_outline(folder: Path, name: str | Path) -> Loaded:
     """A model on the `meta` device: the config, every name and shape, and no weight, which stays on disk.
 
-    Raises LyapunovPruneError for what `load` would refuse, and for a decoder that has to be run to be judged.
-    That it looks at no later token cannot be tried without weights: the config has to call it a decoder, or
-    its attention itself causal.
+    Raises LyapunovPruneError for what `load` would refuse, and for a decoder that has to be run to be judged:
+    one of a family that is not in `JUDGED`, and one that may be an encoder. That it looks at no later token
+    cannot be tried without weights: the config has to call it a decoder, or its attention itself causal.
     """
     loaded = _load_folder(folder, {"dtype": "auto", "device_map": "meta"})
     config = loaded.structure.config
-    causal = (getattr(module, "is_causal", False) for module in loaded.structure.layers.modules())
-    if config.model_type in _RUN_TO_JUDGE or not (getattr(config, "is_decoder", True) or any(causal)):
+    causal = any(getattr(module, "is_causal", False) for module in loaded.structure.layers.modules())
+    why = ""
+    if config.model_type not in JUDGED:
+        why = f"the family {config.model_type} has not passed its control, see docs/families.md"
+    elif not (causal or getattr(config, "is_decoder", True) or config.model_type in _CAUSAL_BY_MASK):
+        why = "its config calls it an encoder"
+    if why:
         raise LyapunovPruneError(
-            f"{type(loaded.model).__name__} cannot be judged without running it (an encoder, or one that differs from "
-            "layer to layer in ways its config does not say); prune it in memory"
+            f"{type(loaded.model).__name__} cannot be judged without running it ({why}); prune it in memory"
         )
     loaded.model.config._name_or_path = str(name)
     return loaded

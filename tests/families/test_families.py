@@ -7,10 +7,16 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from verdicts import PAGE, WRONG, YES, judge, load_table, page
 from zoo import ZOO, model_type_of
 
+from lyapunov_prune.models.judged import JUDGED
+
 
 def test_the_table_holds_every_family() -> None:
     assert set(map(model_type_of, ZOO)) == set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
     assert tuple(load_table()) == ZOO
+
+
+def test_on_disk_only_families_of_the_table_are_taken() -> None:
+    assert {model_type_of(name) for name, row in load_table().items() if row["control"] == YES} == JUDGED
 
 
 def test_the_page_shows_the_table() -> None:

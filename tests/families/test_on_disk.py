@@ -10,11 +10,12 @@ import numpy as np
 import pytest
 from test_shards import on_disk, tensors
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
-from zoo import LAYERS, ZOO, make_zoo
+from zoo import LAYERS, SMALL, ZOO, make_zoo
 
 from lyapunov_prune import tensor_files
 from lyapunov_prune.errors import LyapunovPruneError
-from lyapunov_prune.models.structure import identify
+from lyapunov_prune.models import loading
+from lyapunov_prune.models.structure import identify, require_causal
 from lyapunov_prune.outline import read_outline
 from lyapunov_prune.plan import PruningPlan
 from lyapunov_prune.shards import prune_on_disk
@@ -59,6 +60,45 @@ def test_every_decoder_is_pruned_as_in_memory_or_refused(
     assert (disk / "config.json").read_text() == (memory / "config.json").read_text()
 
 
+@pytest.mark.parametrize("name", ["bert", "gpt_neox", "gpt_neox_japanese"])
+def test_a_config_that_says_encoder_is_believed_where_it_is_true(
+    name: str, tokenizer: PreTrainedTokenizerFast, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(SMALL, "is_decoder", False)
+    model = make_zoo(name)
+    model.save_pretrained(tmp_path / "source")
+    tokenizer.save_pretrained(tmp_path / "source")
+    try:
+        require_causal(model)
+    except LyapunovPruneError:
+        with pytest.raises(LyapunovPruneError, match=r"its config calls it an encoder.*; prune it in memory"):
+            read_outline(tmp_path / "source", name)
+    else:
+        assert read_outline(tmp_path / "source", name).structure.num_layers == LAYERS
+
+
+def test_a_family_that_no_test_has_judged_is_refused(
+    tokenizer: PreTrainedTokenizerFast, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make_zoo("llama").save_pretrained(tmp_path / "source")
+    tokenizer.save_pretrained(tmp_path / "source")
+    monkeypatch.setattr(loading, "JUDGED", frozenset({"mistral"}))
+    with pytest.raises(LyapunovPruneError, match=r"the family llama has not passed .*; prune it in memory"):
+        on_disk(tmp_path / "source", tmp_path / "disk", (2,))
+
+
+def test_counts_that_move_on_are_copied_as_in_memory(tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> None:
+    """Qwen 4's second n-gram table stays when the first leaves, with the hash of the checkpoint."""
+    source, memory, disk = tmp_path / "source", tmp_path / "memory", tmp_path / "disk"
+    model = make_zoo("qwen4_exp_text")
+    model.save_pretrained(source)
+    tokenizer.save_pretrained(source)
+    on_disk(source, disk, (0,))
+    remove_layers(AutoModelForCausalLM.from_pretrained(source), (0,)).save_pretrained(memory)
+    assert tensors(disk) == tensors(memory)
+    assert (disk / "config.json").read_text() == (memory / "config.json").read_text()
+
+
 def test_tables_are_cut_block_by_block(
     tokenizer: PreTrainedTokenizerFast, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -82,6 +122,7 @@ def test_tables_are_cut_block_by_block(
         ("diffllama", (2,), "diffllama computes with weights .*; prune it in memory"),
         ("zamba", (2,), "is shared with layers that stay; prune it in memory"),
         ("zamba2", (2,), "is counted anew; prune it in memory"),
+        ("zaya", (0,), "router_states_scale is counted anew; prune it in memory"),
         ("rwkv", (2,), "RwkvForCausalLM cannot be judged without running it .*; prune it in memory"),
         ("gemma3", (2,), "a decoder inside a Gemma3.*, which has to be run .*; prune it in memory"),
     ],

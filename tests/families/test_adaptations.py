@@ -1,0 +1,32 @@
+"""Single entries of the family table where the zoo's own sets of layers do not reach every branch."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from zoo import CHANGES, LAYERS, make_zoo
+
+from lyapunov_prune import LyapunovPruneError, remove_layers
+from lyapunov_prune.models.structure import find_structure
+
+
+def test_ngram_tables_after_the_first_keep_their_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three tables, of layers 0, 3 and 6: the sizes of those left have to follow each other."""
+    monkeypatch.setitem(CHANGES["qwen4_exp_text"], "ple_layer_ids", [1, 4, 7])
+    model = make_zoo("qwen4_exp_text")
+    layers = find_structure(model).layers
+    second, third = (layers[i].get_submodule("ple.ple_embedding").head_vocab_sizes[0] for i in (3, 6))
+    for removed, base in (([0], second), ([0, 3], third), ([6], 50), ([0, 3, 6], 50)):
+        pruned = remove_layers(model, removed)  # through the gate
+        assert pruned.config.ngram_vocab_size_base == base
+    with pytest.raises(LyapunovPruneError, match=r"tables of layers 0, 6 have sizes .*; keep layer 3"):
+        remove_layers(model, [3])
+
+
+@torch.no_grad()
+def test_the_first_router_takes_nothing_from_a_layer_before() -> None:
+    model = make_zoo("zaya")
+    pruned = remove_layers(model, [0, 1])
+    assert not any("layers.0" in name and "router_states_scale" in name for name in pruned.state_dict())
+    assert sum("router_states_scale" in name for name in pruned.state_dict()) == LAYERS - 3
+    assert "router_states_scale" in dict(find_structure(model).layers[2].mlp.gate.named_parameters())  # the original's
