@@ -152,6 +152,8 @@ def test_matrices_are_those_of_the_model(llama: PreTrainedModel) -> None:
 
 
 def test_an_allocation_answers_by_matrix_and_by_layer(allocation: Allocation) -> None:
+    amount = np.linspace(0, 1, len(allocation.names))  # another for every matrix of a layer
+    allocation = dataclasses.replace(allocation, amount=amount)
     name = "model.layers.3.mlp.up_proj"
     assert allocation.of(name) == allocation.amount[allocation.names.index(name)]
     for layer, value in enumerate(allocation.by_layer()):

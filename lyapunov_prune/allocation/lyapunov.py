@@ -60,8 +60,7 @@ def lyapunov(
     """
     require_sparsity(budget)
     if not 0 <= least <= 1 <= most:
-        raise LyapunovPruneError(f"least {least:g} and most {most:g} are multiples of the budget: give one below 1 "
-                                 "and one above")  # fmt: skip
+        raise LyapunovPruneError(f"least {least:g}, most {most:g}; give multiples of the budget, 0 to 1 and 1 or more")
     matrices = Matrices.of(model)
     require_profile(profile, matrices.model)
     w = matrices.layer_sum(weight_energy(model, matrices))

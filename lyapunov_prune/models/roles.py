@@ -9,8 +9,8 @@ NAMES: dict[str, tuple[str, ...]] = {
     "key": ("k_proj", "key_proj", "self.key", "c_attn.k", "qkv_proj.k", "query_key_value.k", "Wqkv.k"),
     "value": ("v_proj", "value_proj", "self.value", "c_attn.v", "qkv_proj.v", "query_key_value.v", "Wqkv.v"),
     "attention-output": (
-        "o_proj", "attn.c_proj", "attn.out_proj", "self_attn.out_proj", "attention.out_proj", "attn.Wo", "attention.dense",
-        "self_attention.dense", "self_attn.dense", "attention.output.dense",
+        "o_proj", "attn.c_proj", "attn.out_proj", "self_attn.out_proj", "attention.out_proj", "attn.Wo",
+        "attention.dense", "self_attention.dense", "self_attn.dense", "attention.output.dense",
     ),
     "mlp-in": (
         "gate_proj", "up_proj", "gate_up_proj", "gate_up_proj.gate", "gate_up_proj.up", "c_fc", "fc1", "fc_in",
