@@ -144,13 +144,18 @@ def _log_softmax(logits: torch.Tensor, temperature: float) -> torch.Tensor:
 def divergences(log_p: torch.Tensor, log_q: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """`Var_p(u) / 2`, `KL(p‖q)` and `KL(q‖p)` of every row, `u = log q − log p`; rows × vocabulary, float64.
 
-    `u` is `Δz/T` less a number of the row's own, which no variance sees. `Σ (q − p)` is 0 but for the rounding
-    of the two normalisers, which changes `KL = Σ (q − p) − Σ p u` in second order only, and `−Σ p u` in first.
+    `u` is `Δz/T` less a number of the row's own, which no variance sees. The divergences are `Σ (q − p − p u)` and
+    `Σ (q u − q + p)`: as `Σ q = Σ p`, the same as `−Σ p u` and `Σ q u`, but no term is negative, so nothing
+    cancels, and what the rounding of a normaliser adds to `u` counts in second order only.
     """
     p, q, u = log_p.exp(), log_q.exp(), log_q - log_p
-    mean, excess = torch.linalg.vecdot(p, u), (q - p).sum(-1)
-    variance = torch.linalg.vecdot(p, (u - mean.unsqueeze(-1)).square()) / 2
-    return variance, excess - mean, torch.linalg.vecdot(q, u) - excess
+    moved = torch.where(u < 1, p * torch.expm1(u), q - p)  # q − p with its digits; expm1 overflows elsewhere
+    mean = torch.linalg.vecdot(p, u).unsqueeze(-1)
+    return (
+        torch.linalg.vecdot(p, (u - mean).square()) / 2,
+        (moved - p * u).sum(-1),
+        (q * u - moved).sum(-1),
+    )
 
 
 def rank_by_divergence(measured: SkipDivergence) -> LayerRanking:

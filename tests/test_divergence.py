@@ -285,6 +285,30 @@ def test_planted_faults_a_wrong_sign_or_a_forgotten_temperature_break_the_bound(
     assert abs(warm / by_definition(z, dz, 1.0)[0] - 1).min() > 0.1
 
 
+@pytest.mark.parametrize("scale", [1e-2, 1e-4, 1e-6])
+def test_tiny_changes_keep_their_digits(scale: float) -> None:
+    """Against the first three cumulants of Δz under p; `−Σ p u` alone has two digits left at the end."""
+    rng = np.random.default_rng(0)
+    z, dz = 4 * rng.normal(size=(1, 300)), scale * rng.normal(size=(1, 300))
+    p = softmax(z, axis=-1)
+    d = dz - (p * dz).sum(-1, keepdims=True)
+    half, sixth = (p * d**2).sum(-1) / 2, (p * d**3).sum(-1) / 6
+    _, kl, reverse = of(z, dz)
+    rtol = scale**2 + 1e-9 / scale * 1e-6
+    np.testing.assert_allclose(kl, half + sixth, rtol=rtol)
+    np.testing.assert_allclose(reverse, half + 2 * sixth, rtol=rtol)
+    u = log_softmax(z + dz, -1) - log_softmax(z, -1)
+    if scale == 1e-6:
+        assert abs(-(p * u).sum() / (half + sixth) - 1) > 1e-5
+
+
+def test_exponentials_and_sums_of_float32_logits_are_in_float64() -> None:
+    z = torch.randn(3, 97, generator=torch.Generator().manual_seed(0))
+    found = module._log_softmax(z, 1.5)
+    assert found.dtype == torch.float64
+    np.testing.assert_allclose(found, log_softmax(z.double().numpy() / 1.5, -1), rtol=1e-14)
+
+
 def test_huge_logits_do_not_overflow() -> None:
     z = np.array([[0.0, 2000.0, -3000.0]])
     found = of(z, -2 * z)
