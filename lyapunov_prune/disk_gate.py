@@ -11,11 +11,12 @@ import numpy as np
 from transformers import PreTrainedModel
 
 from lyapunov_prune.errors import LyapunovPruneError
-from lyapunov_prune.gate import CACHED, COUNTED, SKIPPED, GateCheck, GateReport, changed_setting
+from lyapunov_prune.gate import CACHED, COUNTED, SKIPPED, GateReport
 from lyapunov_prune.models.families import FAMILIES, Family
 from lyapunov_prune.models.structure import find_structure
 from lyapunov_prune.outline import Outline, layer_of, read_outline
 from lyapunov_prune.plan import PruningPlan
+from lyapunov_prune.reloading import GateCheck, changed_setting
 from lyapunov_prune.tensor_files import read_tensors
 
 KEYS, PLACED = "keys and settings", "layers in their places"

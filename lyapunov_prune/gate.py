@@ -27,32 +27,18 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from lyapunov_prune.logits import cached_logits, deviation, last_steps, sample_inputs, uncached_logits
-from lyapunov_prune.models.families import FAMILIES, POSITION_ATTRIBUTES, Family
+from lyapunov_prune.models.families import FAMILIES, Family
 from lyapunov_prune.models.loading import quiet
-from lyapunov_prune.models.plain import loading_class
-from lyapunov_prune.models.structure import Structure, find_structure, in_eval_mode
+from lyapunov_prune.models.structure import find_structure, in_eval_mode
 from lyapunov_prune.plan import PruningPlan, as_plan
+from lyapunov_prune.reloading import RELOADED, SAME_LIMIT, GateCheck, reload_check
 from lyapunov_prune.results import Result
 from lyapunov_prune.sublayers import silenced
 from lyapunov_prune.text import TokenBatch
 from lyapunov_prune.tracing import skipped
 
-# Largest relative deviation of a token's logits. The same kernels on the same shapes agree to the last
-# bit; folded constants (GPT-2) and the cache's other kernels do not, and a model that a removal has
-# wrecked (SmolLM2 without layer 0) amplifies rounding a hundredfold. A wrong layer or index gives 0.1 to 10.
-SAME_LIMIT = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 2e-3}
 CACHE_LIMIT = {torch.float64: 1e-9, torch.float32: 1e-3, torch.bfloat16: 1e-1, torch.float16: 3e-2}
-SKIPPED, CACHED = "same as skipping", "cached decoding"
-RELOADED, COUNTED = "reloads as saved", "fell by what was removed"
-
-
-@dataclass(frozen=True)
-class GateCheck:
-    name: str
-    passed: bool
-    measured: float
-    limit: float
-    detail: str
+SKIPPED, CACHED, COUNTED = "same as skipping", "cached decoding", "fell by what was removed"
 
 
 @dataclass(frozen=True)
@@ -90,7 +76,7 @@ def verify_intact(model: PreTrainedModel, batch: TokenBatch | torch.Tensor | Non
     checks = [_attempt(CACHED, lambda: _cache_check(model, model, inputs))]
     try:
         with _saved(model, None) as folder:
-            checks.append(_attempt(RELOADED, lambda: _reload_check(model, folder, inputs)))
+            checks.append(_attempt(RELOADED, lambda: reload_check(model, folder, inputs)))
     except Exception as error:
         checks.append(_crashed(RELOADED, error))
     return GateReport(tuple(checks))
@@ -120,7 +106,7 @@ def verify_removal(
     ]
     try:
         with _saved(pruned, checkpoint) as folder:
-            checks.append(_attempt(RELOADED, lambda: _reload_check(pruned, folder, inputs)))
+            checks.append(_attempt(RELOADED, lambda: reload_check(pruned, folder, inputs)))
             checks.append(_attempt(COUNTED, lambda: _count_check(original, pruned, plan, folder)))
     except Exception as error:  # it cannot even be saved
         checks.append(_crashed(RELOADED, error))
@@ -173,34 +159,6 @@ def _cache_deviation(model: PreTrainedModel, inputs: list[torch.Tensor], limit: 
     return worst
 
 
-def _reload_check(pruned: PreTrainedModel, folder: Path, inputs: list[torch.Tensor]) -> GateCheck:
-    with quiet():
-        loaded: Any = loading_class(pruned).from_pretrained(
-            folder,
-            use_safetensors=True,
-            local_files_only=True,
-            trust_remote_code=False,
-            output_loading_info=True,
-            dtype=pruned.dtype,
-            device_map=pruned.device,
-            attn_implementation=pruned.config._attn_implementation,
-        )
-    reloaded, info = loaded
-    reloaded.eval()
-    limit = SAME_LIMIT[pruned.dtype]
-    for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"):
-        if info[kind]:
-            keys = sorted(map(str, info[kind]))
-            detail = f"{len(keys)} {kind.replace('_', ' ')} on reloading, first {keys[0]}"
-            return GateCheck(RELOADED, False, float("inf"), limit, detail)
-    changed = changed_setting(find_structure(pruned), find_structure(reloaded))
-    if changed:
-        return GateCheck(RELOADED, False, float("inf"), limit, changed)
-    _share_rounded_tables(pruned, reloaded)
-    worst = max(deviation(uncached_logits(reloaded, ids), uncached_logits(pruned, ids)) for ids in inputs)
-    return GateCheck(RELOADED, worst <= limit, worst, limit, "logits after plain from_pretrained")
-
-
 def _count_check(original: PreTrainedModel, pruned: PreTrainedModel, plan: PruningPlan, folder: Path) -> GateCheck:
     parameters, size = _leaving(original, plan)
     structure = find_structure(pruned)
@@ -231,53 +189,6 @@ def _saved(model: PreTrainedModel, checkpoint: str | Path | None) -> Iterator[Pa
     with tempfile.TemporaryDirectory(prefix="lyapunov-prune-gate-") as folder, quiet():
         model.save_pretrained(folder)
         yield Path(folder)
-
-
-def changed_setting(pruned: Structure, reloaded: Structure) -> str:
-    """The first plain attribute of a kept layer that reloading changed, or an empty string.
-
-    Catches what short inputs cannot: a layer that comes back with another window, scale or kind.
-    """
-    for index, (a, b) in enumerate(zip(pruned.layers, reloaded.layers, strict=True)):
-        for (name, before), (_, after) in zip(a.named_modules(), b.named_modules(), strict=True):
-            for key, value in _settings(before).items():
-                other = _settings(after).get(key)
-                if other != value and not (isinstance(value, float) and _close(value, other)):
-                    return f"layer {index} came back with {name + '.' if name else ''}{key} = {other!r}, not {value!r}"
-            for key in POSITION_ATTRIBUTES:
-                if getattr(before, key, None) != getattr(after, key, None):
-                    return (
-                        f"layer {index} holds {key} {getattr(before, key)}, and {getattr(after, key)} after reloading"
-                    )
-    return ""
-
-
-def _settings(module: nn.Module) -> dict[str, Any]:
-    return {
-        key: value
-        for key, value in vars(module).items()
-        if isinstance(value, bool | int | float | str | None) and key not in POSITION_ATTRIBUTES and key[0] != "_"
-    }
-
-
-def _close(a: float, b: Any) -> bool:
-    return isinstance(b, float) and abs(a - b) <= 1e-12 * abs(a)
-
-
-def _share_rounded_tables(pruned: PreTrainedModel, reloaded: PreTrainedModel) -> None:
-    """Let `reloaded` use the rotary tables of `pruned` where they agree up to rounding.
-
-    `model.bfloat16()` rounds tables that no checkpoint holds; `from_pretrained` keeps them in float32.
-    That difference is the cast's and not the removal's.
-    """
-    for name, module in pruned.named_modules():
-        other = reloaded.get_submodule(name)
-        for key in module._non_persistent_buffers_set & other._non_persistent_buffers_set:
-            a, b = module._buffers[key], other._buffers[key]
-            if a is None or b is None or a.shape != b.shape or not a.is_floating_point():
-                continue
-            if torch.allclose(a.double(), b.double(), rtol=max(1e-6, torch.finfo(a.dtype).eps), atol=0):
-                other._buffers[key] = a
 
 
 def _leaving(model: PreTrainedModel, plan: PruningPlan) -> tuple[int, int]:

@@ -30,6 +30,7 @@ from lyapunov_prune.training_state import TrainingState
 
 # Found on SmolLM2-135M without four of its layers.
 FULL_RATE, LOW_RANK_RATE = 1e-4, 1e-3
+REPORT = "healing.json"  # beside the weights of a healed checkpoint
 
 
 @dataclass(frozen=True)
@@ -72,6 +73,12 @@ class Healing(Result):
             return None
         before, after, teacher = (p.value for p in (self.held_out.before, self.held_out.after, self.held_out.teacher))
         return (before - after) / (before - teacher) if before > teacher else float("nan")
+
+    def about(self) -> str:
+        """What a model card says of it."""
+        lost = self.recovered is not None and math.isfinite(self.recovered)
+        recovered = f", which recovered {self.recovered:.0%} of the perplexity lost" if lost else ""
+        return f"{self.headline()}\n\n{self.steps} steps of distillation from {self.teacher.name}{recovered}."
 
     def to_frame(self) -> pd.DataFrame:
         return pd.DataFrame({"step": np.arange(self.steps), "loss": self.losses})

@@ -12,7 +12,10 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from lyapunov_prune.errors import LyapunovPruneError
 
 if TYPE_CHECKING:  # a usage error must not wait for torch
+    from lyapunov_prune.allocation.allocation import Allocation
+    from lyapunov_prune.contraction import ContractionProfile
     from lyapunov_prune.models.loading import Loaded
+    from lyapunov_prune.oracle import GreedyRemoval
     from lyapunov_prune.profile import LayerProfile
     from lyapunov_prune.ranking import LayerRanking
     from lyapunov_prune.results import MeasuredOn, Result
@@ -128,15 +131,62 @@ def profile_model(
     )
 
 
-def rank_branches(loaded: Loaded, batch: TokenBatch, what: str, batch_size: int, path: Path | None) -> LayerRanking:
-    """Rank the attention or the MLP of every layer; the scores are kept at `path`."""
-    from lyapunov_prune.branch_influence import sublayer_influence
-    from lyapunov_prune.ranking import rank_sublayers
+# Criteria that look at the predictions, beside those of a profile.
+LOGIT_CRITERIA = ("kl", "oracle")
 
-    measured = sublayer_influence(loaded.model, batch, batch_size=batch_size)
-    if path is not None:
-        measured.save(path)
-    return rank_sublayers(measured, what)
+
+def measure_ranking(
+    loaded: Loaded,
+    batch: TokenBatch,
+    what: str,
+    criterion: str,
+    alpha: float,
+    remove: int | None,
+    batch_size: int,
+    seeds: int,
+    seed: int,
+    *,
+    run: Path | None,
+    resume: bool,
+) -> LayerRanking | GreedyRemoval:
+    """Measure what the criterion goes by, and rank; the measurement is kept in `run`."""
+    from lyapunov_prune.branch_influence import sublayer_influence
+    from lyapunov_prune.divergence import rank_by_divergence, skip_divergence
+    from lyapunov_prune.oracle import greedy_removal
+    from lyapunov_prune.ranking import rank_layers, rank_sublayers
+
+    measured: Result
+    ranking: LayerRanking | GreedyRemoval
+    if what != "layers":
+        name = "sublayers.json"
+        measured = found = sublayer_influence(loaded.model, batch, batch_size=batch_size)
+        ranking = rank_sublayers(found, what)
+    elif criterion == "kl":
+        name = "divergence.json"
+        measured = divergence = skip_divergence(loaded.model, batch, batch_size=batch_size)
+        ranking = rank_by_divergence(divergence)
+    elif criterion == "oracle":
+        assert remove is not None
+        name = "oracle.json"
+        jobs = run / "jobs" / "oracle" if run else None
+        measured = ranking = greedy_removal(
+            loaded.model, batch, remove, folder=jobs, resume=resume, batch_size=batch_size
+        )
+    else:
+        name = "profile.json"
+        measured = profile = profile_model(loaded, batch, batch_size, seeds, seed)
+        ranking = rank_layers(profile.contraction, profile.influence, criterion=criterion, alpha=alpha, seed=seed)
+    if run is not None:
+        measured.save(run / name)
+    return ranking
+
+
+def require_one_by_one(criterion: str, remove: int | None, keep_period: bool = False) -> None:
+    """The oracle takes layers out one at a time, and must know when to stop."""
+    if criterion == "oracle" and remove is None:
+        raise LyapunovPruneError("criterion oracle searches step by step; give --remove N with it")
+    if criterion == "oracle" and keep_period:
+        raise LyapunovPruneError("criterion oracle removes single layers, not periods; leave out --keep-period")
 
 
 def require_what(what: str, ranked_by: str | None) -> None:
@@ -153,8 +203,9 @@ def require_criterion(criterion: str, alpha: float) -> None:
     """The ranking would refuse the same."""
     from lyapunov_prune.ranking import CRITERIA
 
-    if criterion not in CRITERIA:
-        raise LyapunovPruneError(f"unknown criterion {criterion!r}; give one of {', '.join(CRITERIA)}")
+    known = (*CRITERIA, *LOGIT_CRITERIA)
+    if criterion not in known:
+        raise LyapunovPruneError(f"unknown criterion {criterion!r}; give one of {', '.join(known)}")
     if not 0 <= alpha <= 1:
         raise LyapunovPruneError(f"alpha {alpha:g} is outside [0, 1]; give a weight between them")
 
@@ -178,18 +229,54 @@ def require_count(remove: int, layers: int, what: str) -> None:
 
 
 def require_unseen(folder: Path, text: str, split: str) -> None:
-    """Refuse to score a pruned model on the slice that its layers were chosen with."""
+    """Refuse to score a pruned or compressed model on the slice that it was made with."""
+    from lyapunov_prune import healing
     from lyapunov_prune.checkpoint import PROVENANCE, Provenance
+    from lyapunov_prune.compression import compress
+    from lyapunov_prune.compression.compress import CompressionReport
+    from lyapunov_prune.healing import Healing
 
-    if not (folder / PROVENANCE).is_file():
-        return
-    seen = {(m.text, m.split) for m in Provenance.load(folder / PROVENANCE).plan.measured_on}
-    if any(_same_text(text, source) and (split in ("all", part)) for source, part in seen):
-        raise LyapunovPruneError(f"{folder} was chosen on {text}; use --split evaluation or another --text")
+    measured: list[MeasuredOn] = []
+    if (folder / PROVENANCE).is_file():
+        measured += Provenance.load(folder / PROVENANCE).plan.measured_on
+    if (folder / compress.REPORT).is_file():
+        calibration = CompressionReport.load(folder / compress.REPORT).calibration
+        measured += [calibration] if calibration else []
+    if (folder / healing.REPORT).is_file():
+        measured.append(Healing.load(folder / healing.REPORT).measured_on)
+    if any(_same_text(text, m.text) and split in ("all", m.split) for m in measured):
+        raise LyapunovPruneError(f"{folder} was made with {text}; use --split evaluation or another --text")
 
 
 def _same_text(a: str, b: str) -> bool:
     return a == b or (Path(a).is_file() and Path(a).resolve() == Path(b).resolve())
+
+
+def parse_pattern(pattern: str | None) -> tuple[int, int] | None:
+    if pattern is None:
+        return None
+    found = re.fullmatch(r"(\d+):(\d+)", pattern)
+    if not found:
+        raise LyapunovPruneError(f"--pattern {pattern!r} is no pattern; write it as 2:4, 2 of 4 kept")
+    return int(found[1]), int(found[2])
+
+
+def chosen_allocation(allocation: str) -> str | Allocation:
+    """A schedule's name, or the Allocation in a file of that name."""
+    from lyapunov_prune.allocation.allocation import Allocation
+
+    return Allocation.load(allocation) if Path(allocation).is_file() else allocation
+
+
+def profile_for(
+    schedule: str | Allocation, loaded: Loaded, batch: TokenBatch, batch_size: int
+) -> ContractionProfile | None:
+    """The contraction profile that the schedule goes by; None where it needs none."""
+    from lyapunov_prune.allocation.schedules import SCHEDULES
+
+    if not isinstance(schedule, str) or SCHEDULES[schedule].needs != "profile":
+        return None
+    return profile_model(loaded, batch, batch_size, 2, 0).contraction
 
 
 def layer_indices(layers: str) -> list[int]:
@@ -201,3 +288,10 @@ def layer_indices(layers: str) -> list[int]:
 
 def run_folder(output: Path | None, model: str) -> Path:
     return output or Path("runs") / re.sub(r"[^\w.-]+", "-", model).strip("-.")
+
+
+def draw_report(run: Path) -> None:
+    """Figures and page of the results in `run`, without loading torch for a usage error."""
+    from lyapunov_prune.report.page import write_report
+
+    write_report(run)

@@ -24,7 +24,23 @@ Output = Annotated[Path | None, typer.Option("--output", "-o", help="Folder for 
 Method = Annotated[str, typer.Option(help="difference, or jvp for the forward-mode derivative.")]
 Pooling = Annotated[str, typer.Option(help="energy or token.")]
 Epsilon = Annotated[float, typer.Option(help="Relative size of the perturbation.")]
-Criterion = Annotated[str, typer.Option(help="rho, bi, blend, from-end or random.")]
+Compressor = Annotated[
+    str, typer.Option("--method", help="magnitude, weight-only, wanda, sparsegpt, svd, whitened-svd, balanced or rtn.")
+]
+Schedule = Annotated[
+    str,
+    typer.Option(
+        "--allocation",
+        help="uniform, owl, alpha-pruning, atp, lyapunov, lyapunov-budget, guidelines, or bits (for rtn); or the JSON "
+        "file of an Allocation.",
+    ),
+]
+Pattern = Annotated[str | None, typer.Option(help="Keep so many of so many inputs, as 2:4 (then without --sparsity).")]
+GroupSize = Annotated[int | None, typer.Option(help="Weights that share a grid (rtn); a row if not given.")]
+Sparsity = Annotated[float | None, typer.Option(help="Share removed: of entries, or of parameters by low rank.")]
+Rank = Annotated[int | None, typer.Option(help="Rank kept (svd, whitened-svd, balanced).")]
+Bits = Annotated[float | None, typer.Option(help="Bits a weight (rtn); the mean of all with --allocation bits.")]
+Criterion = Annotated[str, typer.Option(help="rho, bi, blend, kl, oracle, from-end or random.")]
 What = Annotated[
     str,
     typer.Option(help="layers, or their attention or mlp alone: zeroed, which saves no time (with --criterion bi)."),

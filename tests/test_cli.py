@@ -24,8 +24,11 @@ from lyapunov_prune import approx as approx_module
 from lyapunov_prune import checkpoint as checkpoint_module
 from lyapunov_prune import checks as checks_module
 from lyapunov_prune.bounds_report import BoundsReport
+from lyapunov_prune.checkpoint import Provenance
 from lyapunov_prune.cli import main
+from lyapunov_prune.compression.compress import CompressionReport
 from lyapunov_prune.evaluation.evaluation import Evaluation
+from lyapunov_prune.healing import Healing
 from lyapunov_prune.plan import PruningPlan
 from lyapunov_prune.profile import LayerProfile
 from lyapunov_prune.sensitivity import Sensitivity
@@ -40,6 +43,7 @@ COMMANDS: dict[str, list[str]] = {
     "rank": ["rank", "tiny", "--remove", "1", *QUICK],
     "prune": ["prune", "tiny", "--remove", "1", "-o", "out", *QUICK],
     "prune --layers": ["prune", "tiny", "--layers", "1", "-o", "out", *QUICK],
+    "compress": ["compress", "tiny", "--sparsity", "0.5", "-o", "out", *TEXT],
     "eval": ["eval", "tiny", *TEXT],
     "check": ["check", "tiny", "--sparsity", "0.5", *TEXT],
     "sensitivity": ["sensitivity", "tiny", "--study", "layer,removal", *TEXT],
@@ -452,7 +456,7 @@ def test_a_pruned_model_is_not_scored_on_its_calibration_text(
 ) -> None:
     run(*COMMANDS["prune"], "--text", text)
     line = run_bad("eval", "out", *TEXT, "--text", spelling, "--split", split)
-    assert f"out was chosen on {spelling}; use --split evaluation or another --text" in line
+    assert f"out was made with {spelling}; use --split evaluation or another --text" in line
 
 
 @pytest.mark.parametrize("options", [["--text", "own.txt"], ["--split", "all"]], ids=["other half", "other text"])
@@ -519,3 +523,67 @@ def test_an_interruption_is_exit_code_130(run: Callable[..., Done], monkeypatch:
     monkeypatch.setattr(checkpoint_module, "remove_layers", interrupt)
     done = run(*COMMANDS["prune"])
     assert (done.code, done.err.strip(), done.changed) == (130, "", set())
+
+
+def test_compress_writes_a_plain_checkpoint_that_says_what_it_is(run: Any) -> None:
+    done = run("compress", "tiny", "--method", "wanda", "--pattern", "2:4", "-o", "out", *TEXT)
+    assert done.code == 0
+    assert "neither memory nor time is saved" in done.out
+    AutoModelForCausalLM.from_pretrained("out")
+    assert Path("out/compression.json").is_file()
+    assert run("eval", "out", "--split", "calibration", *TEXT).code == 2  # its calibration text
+    done = run("eval", "out", "--against", "tiny", *TEXT)
+    assert done.code == 0
+    assert "50% of the entries are zero" in done.out
+
+
+def test_an_allocation_is_measured_or_read(run: Any) -> None:
+    sparse = ["compress", "tiny", "--method", "magnitude", "-o"]
+    assert run(*sparse, "a", "--sparsity", "0.5", "--allocation", "lyapunov", *TEXT).code == 0
+    allocation = CompressionReport.load("a/compression.json").allocation
+    allocation.save("allocation.json")
+    assert run(*sparse, "b", "--allocation", "allocation.json", *TEXT).code == 0
+    a, b = (load_file(f"{name}/model.safetensors") for name in "ab")
+    assert all(torch.equal(a[key], b[key]) for key in a)
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (["--method", "wanda", "--pattern", "2-4"], "write it as 2:4"),
+        (["--method", "wanda", "--bits", "4"], "takes sparsity"),
+        (["--method", "wanda", "--sparsity", "0.5", "--allocation", "none.json"], "unknown allocation"),
+        (["--method", "best", "--sparsity", "0.5"], "unknown method"),
+    ],
+)
+def test_compress_refuses_before_it_loads(run: Any, args: list[str], message: str) -> None:
+    done = run("compress", "tiny", "-o", "out", *args, *TEXT)
+    assert done.code == 2
+    assert message in done.err
+    assert not done.changed
+
+
+def test_criteria_that_look_at_the_predictions(run: Any) -> None:
+    assert run("rank", "tiny", "--criterion", "kl", "--remove", "2", *TEXT).code == 0
+    assert PruningPlan.load("runs/tiny/plan.json").criterion == "kl"
+    assert Path("runs/tiny/divergence.json").is_file()
+    assert run("prune", "tiny", "--criterion", "oracle", "--remove", "2", "-o", "out", *TEXT).code == 0
+    by_hand = run("rank", "tiny", "--criterion", "oracle", "--remove", "2", "--resume", *TEXT)
+    assert by_hand.code == 0
+    assert PruningPlan.load("runs/tiny/plan.json").remove == Provenance.load("out/provenance.json").plan.remove
+    done = run("rank", "tiny", "--criterion", "oracle", *TEXT)
+    assert done.code == 2
+    assert "give --remove N" in done.err
+    assert "a profile holds no scores of criterion kl" in run("rank", "--profile", "x.json", "--criterion", "kl").err
+
+
+def test_a_pruned_model_is_healed_by_the_one_it_came_from(run: Any) -> None:
+    assert run("prune", "tiny", "--layers", "1,3", "-o", "out", *TEXT).code == 0
+    done = run("heal", "out", "-o", "healed", "--steps", "3", "--rank", "2", *TEXT)
+    assert done.code == 0
+    report = Healing.load("healed/healing.json")
+    assert (report.steps, report.rank) == (3, 2)
+    assert Provenance.load("healed/provenance.json").plan.remove == (1, 3)
+    AutoModelForCausalLM.from_pretrained("healed")
+    assert "--teacher" in run("heal", "tiny", "-o", "again", "--steps", "1", *TEXT).err
+    assert run("eval", "healed", "--split", "calibration", *TEXT).code == 2

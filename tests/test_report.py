@@ -156,7 +156,7 @@ def test_experts_that_were_not_seen_leave_gaps(ids: torch.Tensor) -> None:
 
 
 def test_an_evaluation_alone_makes_a_page(llama: PreTrainedModel, ids: torch.Tensor, tmp_path: Path) -> None:
-    Evaluation((perplexity(llama, ids),), None).save(tmp_path / "eval.json")
+    Evaluation((perplexity(llama, ids),), (0.0,), None).save(tmp_path / "eval.json")
     assert "perplexity" in write_report(tmp_path).read_text()
 
 
@@ -172,5 +172,5 @@ def test_an_empty_folder_is_refused(tmp_path: Path) -> None:
 
 def test_names_are_escaped(llama: PreTrainedModel, ids: torch.Tensor, tmp_path: Path) -> None:
     (tmp_path / "<b>").mkdir()
-    Evaluation((perplexity(llama, ids),), None).save(tmp_path / "<b>" / "eval.json")
+    Evaluation((perplexity(llama, ids),), (0.0,), None).save(tmp_path / "<b>" / "eval.json")
     assert "<b>" not in write_report(tmp_path / "<b>").read_text()

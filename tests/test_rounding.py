@@ -64,6 +64,11 @@ def test_rows_that_are_constant_zero_or_one_sided() -> None:
     assert found[4].tolist() == [-4.0, -6.0, 0.0, -6.0]
 
 
+def test_a_range_that_is_symmetric_takes_no_point_more() -> None:
+    """Both ends lie halfway between two points, and there is one for the lower end only."""
+    assert round_to_nearest(torch.tensor([[-1.5, -1.0, 0.0, 1.0, 1.5]]), 2).tolist() == [[-2.0, -1.0, 0.0, 1.0, 1.0]]
+
+
 def test_a_row_keeps_its_own_grid() -> None:
     """One large row costs the others nothing; one large weight costs its group and no other."""
     W = torch.randn(2, 16, generator=torch.Generator().manual_seed(1))

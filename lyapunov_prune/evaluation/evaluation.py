@@ -1,26 +1,35 @@
-"""What `lyapunov-prune eval` measures: perplexity, and speed on request, against another model or alone."""
+"""What `lyapunov-prune eval` measures: perplexity, zeros, and speed on request, against another model or alone."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 import pandas as pd
+from transformers import PreTrainedModel
 
 from lyapunov_prune.evaluation.perplexity import Perplexity
 from lyapunov_prune.evaluation.speed import Speed
+from lyapunov_prune.models.structure import find_structure
 from lyapunov_prune.results import Result
+
+# From here on a reader may take a model for a sparse one.
+SPARSE = 0.05
 
 
 @dataclass(frozen=True)
 class Evaluation(Result):
-    """Perplexity of one model, or of two on the same tokens; speeds measured in one run."""
+    """Perplexity of one model, or of two on the same tokens; speeds measured in one run.
+
+    `zeros` is the share of zeros among the entries of each model's layers (matrices and larger tensors).
+    """
 
     perplexities: tuple[Perplexity, ...]  # the reference model first, when there is one
+    zeros: tuple[float, ...]
     speed: Speed | None
 
     def to_frame(self) -> pd.DataFrame:
         rows = []
-        for found in self.perplexities:
+        for found, zeros in zip(self.perplexities, self.zeros, strict=True):
             low, high = found.ratio_interval(self.perplexities[0])
             rows.append(
                 {
@@ -31,10 +40,24 @@ class Evaluation(Result):
                     "high": high,
                     "layers": found.measured_on.model.num_layers,
                     "parameters": found.measured_on.model.parameters,
+                    "zeros": zeros,
                 }
             )
         frame = pd.DataFrame(rows)
         return frame if len(rows) > 1 else frame.drop(columns=["× first", "low", "high"])
 
     def headline(self) -> str:
-        return self.perplexities[0].headline()
+        line = self.perplexities[0].headline()
+        if max(self.zeros) < SPARSE:
+            return line
+        speed = "" if self.speed else "; --speed measures it"
+        return (
+            f"{line}\n{max(self.zeros):.0%} of the entries are zero. They are stored and multiplied like all others: "
+            f"neither memory nor time is saved{speed}"
+        )
+
+
+def zero_share(model: PreTrainedModel) -> float:
+    """Share of zeros among the entries of the tensors of two and more dimensions in the layers of `model`."""
+    tensors = [p.detach() for layer in find_structure(model).layers for p in layer.parameters() if p.ndim > 1]
+    return sum(int((p == 0).sum()) for p in tensors) / sum(p.numel() for p in tensors)
