@@ -207,6 +207,7 @@ def test_a_rank_of_zero_is_refused_with_what_is_possible() -> None:
     with pytest.raises(LyapunovPruneError, match=r"give a sparsity of at most 0\.9687$"):
         rank_for((64, 64), 0.99)
     assert rank_for((64, 64), 0.9687) == 1
+    assert rank_for((20, 20), 0.9) == 1  # (1 − 0.9) · 400 / 40 is below 1 in float64
     with pytest.raises(LyapunovPruneError, match="leave it as it is"):
         rank_for((1, 64), 0.0)
     with pytest.raises(LyapunovPruneError, match=r"cannot take sparsity 1\.5"):
