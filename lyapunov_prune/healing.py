@@ -28,8 +28,8 @@ from lyapunov_prune.results import MeasuredOn, ModelIdentity, Result, encode
 from lyapunov_prune.text import TokenBatch, as_batch, require_disjoint
 from lyapunov_prune.training_state import TrainingState
 
-# Found on SmolLM2-135M without four of its layers.
-FULL_RATE, LOW_RANK_RATE = 1e-4, 1e-3
+# SmolLM2-135M without four layers: 54 % recovered in 40 steps of 256 tokens, 43 % in 24 (rank 8).
+FULL_RATE, LOW_RANK_RATE = 1e-4, 2e-3
 REPORT = "healing.json"  # beside the weights of a healed checkpoint
 
 
@@ -139,7 +139,7 @@ def heal(
     Without `rank` all parameters of the layers are trained, with it low-rank updates of their matrices
     (`adapters.py`), merged at the end. Embeddings and head stay those of the teacher: they were not removed, are
     often one tensor, and most of their rows stand for tokens that a short text never shows. `learning_rate` is
-    1e-4 for the former, 1e-3 for the latter unless given.
+    1e-4 for the former, 2e-3 for the latter unless given.
 
     The state is kept in `folder` about every 20 seconds and at the end; with `resume` the run goes on from there, and
     on the CPU, with as many threads, ends as if it had never stopped, bit for bit. It holds the trained tensors
