@@ -48,9 +48,7 @@ class Inputs:
 def inputs(model: str, text: str, tokens: int, context: int) -> Inputs:
     """The model, `tokens` tokens to measure scores on and as many others to measure perplexity on."""
     loaded = lp.load(model)
-    calibration = lp.load_text(text, loaded.tokenizer, tokens=tokens, context=context)
-    evaluation = lp.load_text(text, loaded.tokenizer, tokens=tokens, context=context, split="evaluation")
-    require_disjoint(calibration, evaluation)
+    calibration, evaluation = texts(loaded, text, calibration=tokens, evaluation=tokens, context=context)
     jobs = Path("runs") / "experiments" / re.sub(r"[^\w.-]+", "-", model).strip("-.")
     return Inputs(loaded, calibration, evaluation, jobs)
 
@@ -59,3 +57,13 @@ def draw(folder: Path, figures: dict[str, str]) -> None:
     """Write the SVG texts beside the experiment that they belong to."""
     for name, svg in figures.items():
         (folder / f"{name}.svg").write_text(svg, encoding="utf-8")
+
+
+def texts(
+    loaded: lp.Loaded, text: str, *, calibration: int, evaluation: int, context: int
+) -> tuple[lp.TokenBatch, lp.TokenBatch]:
+    """So many tokens of the two halves of a text, which share nothing."""
+    first = lp.load_text(text, loaded.tokenizer, tokens=calibration, context=context)
+    second = lp.load_text(text, loaded.tokenizer, tokens=evaluation, context=context, split="evaluation")
+    require_disjoint(first, second)
+    return first, second

@@ -12,14 +12,17 @@ import torch
 from transformers import PreTrainedModel
 
 from lyapunov_prune.compression.lowrank import basis, truncate
-from lyapunov_prune.compression.magnitude import sparsify
-from lyapunov_prune.compression.wanda import input_norms, wanda
+from lyapunov_prune.compression.methods import METHODS as ALL_METHODS
+from lyapunov_prune.compression.methods import compressed
+from lyapunov_prune.compression.statistics import Statistics
+from lyapunov_prune.compression.wanda import input_norms
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.models.projections import Projection, find_projections, groups
 from lyapunov_prune.sweep import Job
 from lyapunov_prune.text import TokenBatch
 
-METHODS = ("magnitude", "wanda")
+# Those that need one pass over the text at most: a sweep changes one thing in the dense model.
+METHODS = tuple(name for name, m in ALL_METHODS.items() if m.amount == "sparsity" and m.needs in ("nothing", "norms"))
 UNIFORM_SPARSITIES = (0.1, 0.3, 0.5, 0.7, 0.9)
 UNIFORM_RANKS = (8, 16, 32, 64, 128, 256)
 FIRST_LAYER_SPARSITIES = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.97, 0.98, 0.99)
@@ -39,7 +42,7 @@ class Compression:
     def require(self) -> None:
         """Raise LyapunovPruneError for an unknown method or an impossible share or rank."""
         if self.method not in METHODS:
-            raise LyapunovPruneError(f"unknown method {self.method!r}; give {' or '.join(METHODS)}")
+            raise LyapunovPruneError(f"unknown method {self.method!r}; give one of {', '.join(METHODS)}")
         if not 0 <= self.sparsity <= 1 or (self.rank is not None and self.rank < 1):
             raise LyapunovPruneError(f"{self}: give a sparsity of 0 to 1 and a rank of 1 or more")
 
@@ -120,10 +123,9 @@ class Compressor:
 
     def _compress(self, setting: Compression, p: Projection) -> torch.Tensor:
         W = p.weight(self.model)
-        if setting.method == "wanda":
-            S = wanda(W, self._input_norms()[p.name], setting.sparsity)
-        else:
-            S = sparsify(W, setting.sparsity)
+        needs = ALL_METHODS[setting.method].needs
+        statistics = None if needs == "nothing" else Statistics(self._input_norms()[p.name])
+        S = compressed(setting.method, W, statistics, setting.sparsity)
         return S if setting.rank is None or setting.rank >= min(S.shape) else truncate(S, setting.rank, basis(S))
 
     def _input_norms(self) -> dict[str, torch.Tensor]:

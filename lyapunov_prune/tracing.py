@@ -24,8 +24,12 @@ def hidden_of(output: Any) -> torch.Tensor:
     """The hidden state a decoder layer returned.
 
     Layers of transformers 5 return a bare tensor, older ones a tuple: `output[0]` of the former would be
-    the first row of the batch.
+    the first row of the batch. Raises LyapunovPruneError for states by name (Reformer's two streams).
     """
+    if hasattr(output, "_fields"):
+        raise LyapunovPruneError(
+            f"a layer returns several states by name ({', '.join(output._fields)}); this decoder is not supported"
+        )
     return output if isinstance(output, torch.Tensor) else output[0]
 
 
@@ -87,17 +91,11 @@ def skipped(structure: Structure, layers: tuple[int, ...]) -> Iterator[None]:
     layer leaves elsewhere for others, shared keys and values, stays: skipping leaves out what a layer adds
     to the residual stream, not what others read from it.
 
-    The layers still compute, so this is a reference for removal and no faster than the full model. Raises
-    LyapunovPruneError where a layer returns its states by name (Reformer's two streams): nothing says which
-    input each of them was.
+    The layers still compute, so this is a reference for removal and no faster than the full model.
     """
 
     def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
-        if hasattr(output, "_fields"):
-            raise LyapunovPruneError(
-                f"{type(module).__name__} returns several states by name ({', '.join(output._fields)}); "
-                "this decoder is not supported"
-            )
+        hidden_of(output)
         if isinstance(output, tuple):
             given = args[: len(output)]
             passed = [

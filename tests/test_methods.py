@@ -27,7 +27,7 @@ def sample(seed: int = 0) -> tuple[torch.Tensor, Statistics]:
     X = torch.randn(n, n, generator=g, dtype=torch.float64) @ torch.randn(n, tokens, generator=g, dtype=torch.float64)
     G = torch.randn(m, tokens, generator=g, dtype=torch.float64)
     W = torch.randn(m, n, generator=g, dtype=torch.float64)
-    return W, Statistics(tokens, X.norm(dim=1), X @ X.T, G @ G.T)
+    return W, Statistics(X.norm(dim=1), X @ X.T, G @ G.T)
 
 
 @pytest.fixture(params=list(METHODS))

@@ -58,7 +58,6 @@ def test_every_layer_sees_what_the_compressed_layers_before_it_make(
     def change(here: Sequence[Projection], found: dict[str, Statistics]) -> None:
         for p in here:
             x = references[p.layer][p.module]
-            assert found[p.name].tokens == len(x) == ids.numel()
             gram = found[p.name].gram
             assert gram is not None
             torch.testing.assert_close(gram, x.T @ x, rtol=1e-5, atol=1e-5)

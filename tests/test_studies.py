@@ -311,7 +311,7 @@ def test_multiplications_that_stay(setting: Compression, kept: float) -> None:
 
 def test_impossible_settings_are_refused() -> None:
     for setting, message in (
-        (Compression("hope", 0.5, None), "unknown method 'hope'; give magnitude or wanda"),
+        (Compression("hope", 0.5, None), "unknown method 'hope'; give one of magnitude, weight-only, wanda"),
         (Compression("wanda", 1.5, None), "sparsity of 0 to 1"),
         (Compression("wanda", -0.1, None), "sparsity of 0 to 1"),
         (Compression("wanda", float("nan"), None), "sparsity of 0 to 1"),

@@ -238,7 +238,7 @@ def heal(
     ] = None,
     steps: Annotated[int, typer.Option(min=1, help="Training steps, of one window each.")] = 100,
     rank: Annotated[int | None, typer.Option(min=1, help="Train updates of this rank; else all of the layers.")] = None,
-    learning_rate: Annotated[float | None, typer.Option(help="1e-4 for all, 1e-3 for low rank, if not given.")] = None,
+    learning_rate: Annotated[float | None, typer.Option(help="1e-4 for all, 2e-3 for low rank, if not given.")] = None,
     temperature: Annotated[float, typer.Option(help="Of both softmaxes.")] = 1.0,
     text: Text = "builtin",
     tokens: Tokens = 25600,

@@ -232,7 +232,7 @@ def sensitivity(
             "greedy, threshold, removal."
         ),
     ] = "group,layer,removal",
-    method: Annotated[str, typer.Option(help="magnitude or wanda.")] = "magnitude",
+    method: Annotated[str, typer.Option(help="magnitude, weight-only or wanda.")] = "magnitude",
     sparsity: Annotated[float, typer.Option(help="Share of entries removed.")] = 0.5,
     rank: Annotated[int | None, typer.Option(help="Rank kept of what is left.")] = None,
     limit: Annotated[float, typer.Option(help="Regret that counts as a catastrophe, for s*.")] = 10.0,

@@ -9,13 +9,12 @@ import torch
 
 @dataclass(frozen=True, eq=False)
 class Statistics:
-    """Sums over `tokens` calibration tokens for a matrix `y = W x` (m × n), float64.
+    """Sums over calibration tokens t for a matrix `y = W x` (m × n), float64.
 
     `norms` (n): `‖x_j‖₂` over the tokens. `gram` (n × n): `Σ_t x_t x_tᵀ`. `sensitivity` (m × m): `Σ_t g_t g_tᵀ`, `g`
     the derivative of the loss by `y`. None: not collected.
     """
 
-    tokens: int
     norms: torch.Tensor
     gram: torch.Tensor | None = None
     sensitivity: torch.Tensor | None = None

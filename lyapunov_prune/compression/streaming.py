@@ -84,7 +84,6 @@ class _Gathering:
     def __init__(self, model: PreTrainedModel, projections: Sequence[Projection], needs: str) -> None:
         self.projections, self.needs = projections, needs
         self.modules = {p.module: model.get_submodule(p.module) for p in projections}
-        self.tokens: dict[str, int] = {}
         self.energy: dict[str, torch.Tensor] = {}
         self.grams: dict[str, torch.Tensor] = {}
         self.sensitivities: dict[str, torch.Tensor] = {}
@@ -117,7 +116,6 @@ class _Gathering:
         return hook
 
     def _add(self, name: str, x: torch.Tensor) -> None:
-        self.tokens[name] = self.tokens.get(name, 0) + len(x)
         if self.needs == "norms":
             self._sum(self.energy, name, token_energy(x.T))
         else:
@@ -141,9 +139,9 @@ class _Gathering:
         """The statistics of every matrix, by its name."""
         result: dict[str, Statistics] = {}
         for p in self.projections:
-            leader = self._leader.get(p.module, p.module)
-            if not self.tokens.get(leader):
+            if p.module not in self._leader:
                 raise LyapunovPruneError(f"{p.name} took no part in the calibration forward; give more text")
+            leader = self._leader[p.module]
             gram = self.grams.get(leader)
             energy = self.energy[leader] if gram is None else gram.diagonal()
             if not energy.isfinite().all():
@@ -151,7 +149,7 @@ class _Gathering:
             sensitivity = self.sensitivities.get(p.module)
             if sensitivity is not None:
                 sensitivity = sensitivity[p.start : p.stop, p.start : p.stop]
-            result[p.name] = Statistics(self.tokens[leader], energy.sqrt(), gram, sensitivity)
+            result[p.name] = Statistics(energy.sqrt(), gram, sensitivity)
         return result
 
 

@@ -46,17 +46,18 @@ def depth_axis(axes: Axes, layers: int) -> None:
     axes.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=16))
 
 
-def log_axis(axes: Axes) -> None:
-    """A logarithmic y axis labelled in plain numbers: at 1, 2 and 5, at powers of ten if it spans many decades, at
+def log_axis(axes: Axes, which: str = "y") -> None:
+    """A logarithmic axis labelled in plain numbers: at 1, 2 and 5, at powers of ten if it spans many decades, at
     round steps if it spans less than one."""
-    axes.set_yscale("log")
-    low, high = axes.get_ylim()
+    (axes.set_yscale if which == "y" else axes.set_xscale)("log")
+    low, high = sorted(axes.get_ylim() if which == "y" else axes.get_xlim())
+    axis = axes.yaxis if which == "y" else axes.xaxis
     if high < 5 * low:
-        axes.yaxis.set_major_locator(MaxNLocator(5))
+        axis.set_major_locator(MaxNLocator(5))
     else:
-        axes.yaxis.set_major_locator(LogLocator(base=10, subs=(1, 2, 5) if high < 1e4 * low else (1,)))
-    axes.yaxis.set_major_formatter(FuncFormatter(lambda y, _: f"{y:g}"))
-    axes.yaxis.set_minor_formatter(NullFormatter())
+        axis.set_major_locator(LogLocator(base=10, subs=(1, 2, 5) if high < 1e4 * low else (1,)))
+    axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    axis.set_minor_formatter(NullFormatter())
 
 
 def svg(figure: Figure) -> str:

@@ -1,0 +1,87 @@
+"""Does the sensitivity hierarchy survive a method that looks at activations (§6.1, Table 7), and does the Lyapunov
+budget follow the regret of layers (§6.4)?
+
+    python experiments/11_sensitivity_spread/run.py [MODEL] [--text FILE]
+
+One component of all layers, or all components of one layer, at 50 % by each method. Writes spread.json, one
+sensitivity a method, and spread.svg.
+"""
+
+import sys
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import typer
+from scipy import stats
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from common import draw, inputs
+
+import lyapunov_prune as lp
+from lyapunov_prune.allocation.lyapunov import tolerance
+from lyapunov_prune.report.drawing import COLOURS, log_axis, one_panel, svg
+
+HERE = Path(__file__).parent
+METHODS = {"weight-only": COLOURS["bi"], "magnitude": COLOURS["rho, token pooling"], "wanda": COLOURS["rho"]}
+
+
+def main(model: str = "smollm2-135m", text: str = "builtin", tokens: int = 1024, context: int = 256) -> None:
+    given = inputs(model, text, tokens, context)
+    profile = given.profile()
+    measured = {
+        method: lp.measure_sensitivity(
+            given.loaded.model,
+            given.evaluation,
+            studies=("component", "layer"),
+            method=method,
+            sparsity=0.5,
+            calibration=given.calibration,
+            profile=profile,
+            folder=given.jobs / f"spread-{method}-{given.evaluation.text_hash[:16]}",
+            resume=True,
+            batch_size=2,
+        )
+        for method in METHODS
+    }
+    rows = []
+    budget = tolerance(profile.contraction)
+    for method, found in measured.items():
+        found.save(HERE / f"{method}.json")
+        components, layers = found.of("component"), found.of("layer")
+        rows.append(
+            {
+                "method": method,
+                "least": components.regret.min(),
+                "of": components.label[components.regret.idxmin()],
+                "most": components.regret.max(),
+                "of ": components.label[components.regret.idxmax()],
+                "spread": components.regret.max() / components.regret.min(),
+                "layers": layers.regret.max() / layers.regret.clip(lower=1e-3).min(),
+                "budget vs regret": stats.spearmanr(budget, layers.regret).statistic,
+                "p": stats.spearmanr(budget, layers.regret).pvalue,
+            }
+        )
+    L = len(budget)
+    print(pd.DataFrame(rows).to_string(index=False, float_format=lambda x: f"{x:.3g}"))
+    print(f"tolerance of the last third {budget[2 * L // 3 :].sum():.2f}, of the first {budget[: L // 3].sum():.2f}")
+    draw(HERE, {"spread": figure(measured)})
+
+
+def figure(measured: dict[str, lp.Sensitivity]) -> str:
+    page, axes = one_panel(6.5, 3.4)
+    width = 0.8 / len(measured)
+    for k, (method, found) in enumerate(measured.items()):
+        rows = found.of("component")
+        x = np.arange(len(rows)) + (k - (len(measured) - 1) / 2) * width
+        bars = found.perplexity * np.abs(rows[["low", "high"]].to_numpy().T - rows.degradation.to_numpy())
+        axes.bar(x, rows.regret, width, yerr=bars, capsize=2, label=method, color=METHODS[method])
+        axes.set_xticks(np.arange(len(rows)), [label.rpartition(".")[2] for label in rows.label])
+    log_axis(axes)
+    axes.set_ylabel("regret (perplexity)")
+    axes.legend(frameon=False, fontsize=8)
+    return svg(page)
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -1,0 +1,50 @@
+"""Layers removed, weights pruned, and both: perplexity and speed side by side (§6.5, Table 5).
+
+    python experiments/12_depth_and_sparsity/run.py [MODEL] [--text FILE]
+
+Writes depth.json beside this file.
+"""
+
+import sys
+from pathlib import Path
+
+import typer
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from common import texts
+
+import lyapunov_prune as lp
+from lyapunov_prune.evaluation.evaluation import Evaluation, zero_share
+
+HERE = Path(__file__).parent
+REMOVED, SPARSITY = 4, 0.5
+
+
+def main(model: str = "smollm2-135m", text: str = "builtin") -> None:
+    loaded = lp.load(model)
+    calibration, evaluation = texts(loaded, text, calibration=2048, evaluation=4096, context=512)
+    influence = lp.block_influence(loaded.model, calibration)
+    profile = lp.measure_contraction(loaded.model, calibration, seeds=range(2))
+    plans = {
+        "bi": lp.rank_layers(None, influence, criterion="bi").plan(REMOVED),
+        "rho": lp.rank_layers(profile, criterion="rho").plan(REMOVED),
+    }
+    models = {"dense": loaded.model}
+    models |= {f"{name} -{REMOVED}": lp.remove_layers(loaded.model, plan) for name, plan in plans.items()}
+    for name in ("dense", *list(models)[1:]):
+        for schedule in ("uniform", "atp"):
+            small = lp.compress(models[name], calibration, method="wanda", sparsity=SPARSITY, allocation=schedule)
+            models[f"{name}, wanda {schedule} {SPARSITY:g}"] = small.model
+    for name, one in models.items():
+        one.config._name_or_path = name
+    result = Evaluation(
+        perplexities=tuple(lp.perplexity(m, evaluation, description=name) for name, m in models.items()),
+        zeros=tuple(zero_share(m) for m in models.values()),
+        speed=lp.measure_speed(models, prompt=128, steps=32, repeats=5),
+    )
+    result.save(HERE / "depth.json")
+    print(result, result.speed, sep="\n\n")
+
+
+if __name__ == "__main__":
+    typer.run(main)

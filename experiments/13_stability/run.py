@@ -1,0 +1,74 @@
+"""Are degradation factors stable in the amount and the kind of text (Appendix D)?
+
+    python experiments/13_stability/run.py [MODEL] --text A.txt --text B.jsonl
+
+Perplexity over the first 4,096 to 51,200 tokens of each text, dense and compressed; calibration on the other half of
+the first. Writes stability.json and stability.svg.
+"""
+
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import numpy as np
+import pandas as pd
+import typer
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from common import draw
+
+import lyapunov_prune as lp
+from lyapunov_prune.evaluation.perplexity import interval_of
+from lyapunov_prune.files import write_whole
+from lyapunov_prune.report.drawing import COLOURS, one_panel, svg
+
+HERE = Path(__file__).parent
+CONTEXT, TOKENS = 512, (4096, 8192, 16384, 25600, 51200)
+
+
+def main(model: str = "smollm2-135m", text: Annotated[list[str] | None, typer.Option()] = None) -> None:
+    names = text or ["builtin"]
+    loaded = lp.load(model)
+    calibration = lp.load_text(names[0], loaded.tokenizer, tokens=4096, context=CONTEXT)
+    small = lp.compress(loaded.model, calibration, method="wanda", sparsity=0.5)
+    rows = []
+    for name in names:
+        batch = lp.load_text(name, loaded.tokenizer, tokens=TOKENS[-1], context=CONTEXT, split="evaluation")
+        dense, pruned = (
+            lp.perplexity(m, batch, description=Path(name).name).windows for m in (loaded.model, small.model)
+        )
+        for tokens in TOKENS:
+            n = tokens // CONTEXT
+            low, high = interval_of(pruned[:n] - dense[:n])
+            rows.append(
+                {
+                    "text": Path(name).name,
+                    "text_hash": batch.text_hash,
+                    "tokens": tokens,
+                    "dense": float(np.exp(dense[:n].mean())),
+                    "compressed": float(np.exp(pruned[:n].mean())),
+                    "degradation": float(np.exp((pruned[:n] - dense[:n]).mean())),
+                    "low": low,
+                    "high": high,
+                }
+            )
+    frame = pd.DataFrame(rows)
+    write_whole(HERE / "stability.json", frame.to_json(orient="records", indent=1) + "\n")
+    draw(HERE, {"stability": figure(frame)})
+    print(calibration.measured_on(loaded.model).line())
+    print(frame.drop(columns="text_hash").to_string(index=False, float_format=lambda x: f"{x:.4g}"))
+
+
+def figure(frame: pd.DataFrame) -> str:
+    page, axes = one_panel(6.5, 3.2)
+    for (name, rows), colour in zip(frame.groupby("text", sort=False), (COLOURS["rho"], COLOURS["bi"]), strict=False):
+        bars = np.abs(rows[["low", "high"]].to_numpy().T - rows.degradation.to_numpy())
+        axes.errorbar(rows.tokens, rows.degradation, yerr=bars, marker="o", capsize=2, label=name, color=colour)
+    axes.set_xlabel("tokens of evaluation text")
+    axes.set_ylabel("perplexity / dense")
+    axes.legend(frameon=False, fontsize=8)
+    return svg(page)
+
+
+if __name__ == "__main__":
+    typer.run(main)

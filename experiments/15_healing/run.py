@@ -1,0 +1,47 @@
+"""What a few minutes of distillation bring back after layers are removed (§7, future work 4).
+
+    python experiments/15_healing/run.py [MODEL] [--text FILE]
+
+Writes full.json and low-rank.json beside this file.
+"""
+
+import sys
+from pathlib import Path
+
+import typer
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from common import draw, texts
+
+import lyapunov_prune as lp
+from lyapunov_prune.report.drawing import COLOURS, one_panel, svg
+
+HERE = Path(__file__).parent
+STEPS, RANK = 80, 8
+
+
+def main(model: str = "smollm2-135m", text: str = "builtin", remove: int = 4) -> None:
+    loaded = lp.load(model)
+    calibration, evaluation = texts(loaded, text, calibration=256 * STEPS, evaluation=4096, context=256)
+    influence = lp.block_influence(loaded.model, calibration)
+    pruned = lp.remove_layers(loaded.model, lp.rank_layers(None, influence, criterion="bi").plan(remove))
+    reports = {}
+    for name, rank in (("full", None), ("low-rank", RANK)):
+        jobs = Path("runs") / "experiments" / f"healing-{name}-{remove}"
+        done = lp.heal(
+            pruned, loaded.model, calibration, steps=STEPS, rank=rank, evaluation=evaluation, folder=jobs, resume=True
+        )
+        done.report.save(HERE / f"{name}.json")
+        reports[name] = done.report
+        print(done.report, end="\n\n")
+    page, axes = one_panel(6.5, 3.0)
+    for (name, report), colour in zip(reports.items(), (COLOURS["rho"], COLOURS["bi"]), strict=True):
+        axes.plot(report.losses, color=colour, linewidth=1, label=f"{name}, recovered {report.recovered:.0%}")
+    axes.set_xlabel("step")
+    axes.set_ylabel("KL(dense ‖ pruned), nats a token")
+    axes.legend(frameon=False, fontsize=8)
+    draw(HERE, {"healing": svg(page)})
+
+
+if __name__ == "__main__":
+    typer.run(main)
