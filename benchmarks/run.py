@@ -67,24 +67,26 @@ def sweeps() -> None:
     model, layers = loaded.model, range(loaded.structure.num_layers)
     weights = {p: p.weight(model).clone() for p in find_projections(model)}
 
-    def plain() -> None:
-        with torch.no_grad():
-            for row in batch.ids:
-                model(row[None], use_cache=False)
-
     def of_layer(layer: int) -> dict[Projection, torch.Tensor]:
         return {p: W for p, W in weights.items() if p.layer == layer}
 
-    seconds = interleaved(
-        {
-            "plain": plain,
-            "removed": lambda: Sweep(model, batch).run([Job(f"{k}", k, remove=(k,)) for k in layers]),
-            "replaced": lambda: Sweep(model, batch).run([Job(f"{k}", k, partial(of_layer, k)) for k in layers]),
-        },
-        repeats=3,
-    )
-    for what in ("removed", "replaced"):
-        ratio = seconds[what] / len(layers) / seconds["plain"]
+    def plain() -> None:
+        with torch.no_grad():
+            for _ in layers:
+                for row in batch.ids:
+                    model(row[None], use_cache=False)
+
+    jobs = {
+        "removed": [Job(f"{k}", k, remove=(k,)) for k in layers],
+        "replaced": [Job(f"{k}", k, partial(of_layer, k)) for k in layers],
+    }
+    for what, changes in jobs.items():
+        # Each takes a minute or more, over which this machine's moods even out.
+        start = time.perf_counter()
+        plain()
+        between = time.perf_counter()
+        Sweep(model, batch).run(changes)
+        ratio = (time.perf_counter() - between) / (between - start)
         line(f"sweep, one layer {what} at a time / as many plain forwards", ratio, 0.60)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -25,7 +25,7 @@ from lyapunov_prune.scoring import Scorer
 from lyapunov_prune.similarity import Reference
 from lyapunov_prune.store import Store
 from lyapunov_prune.text import TokenBatch, as_batch
-from lyapunov_prune.tracing import require_finite, skipped
+from lyapunov_prune.tracing import require_finite, residual_stream
 
 
 @dataclass(frozen=True)
@@ -52,9 +52,9 @@ DENSE = "dense"
 class Sweep:
     """Measures jobs on the windows of one batch.
 
-    Jobs are taken in the order of their first changed layer, and every forward begins there, with the dense
-    hidden state of that boundary: a sweep over all L layers costs about L / 2 forwards of the layers, and L of
-    the head. Of the dense states, one boundary's and the last are kept (2 × tokens × width).
+    Every forward begins at the first layer that changes, with the dense hidden state of that boundary: a sweep
+    over all L layers costs about L / 2 forwards of the layers, and L of the head. The dense states of all
+    boundaries are kept (L × tokens × width).
 
     Finished jobs are kept in `folder` and, with `resume`, not measured again, if the model, the text and what
     `also` names (on which their changes depend) are the same. Under `accelerate launch` every
@@ -108,13 +108,8 @@ class Sweep:
     def _measure_all(self, model: PreTrainedModel, jobs: list[Job], description: str) -> None:
         self._prepare()
         layers = self.structure.num_layers
-        at, states = 0, [torch.empty(0)] * len(self._ids)
         for job in track(jobs, description, cost=lambda job: 1 + layers - job.first):
-            entry = self._prefix.entry(job.first)
-            if entry > at:
-                states = [self._prefix.advance(ids, at, h, entry) for ids, h in zip(self._ids, states, strict=True)]
-                at = entry
-            self._store.add(job.key, encode(self._measure(job, at, states)))
+            self._store.add(job.key, encode(self._measure(job)))
 
     def _prepare(self) -> None:
         """The dense model's own losses and final states, once a process, before its first job."""
@@ -122,7 +117,9 @@ class Sweep:
             return
         self._prefix = Prefix(self.structure, self._ids[0])
         self._scorer = Scorer(self.model, self.structure, self._ids[0])
-        losses, finals = self._score(0, [torch.empty(0)] * len(self._ids))
+        self._states: dict[int, list[torch.Tensor]] = {entry: [] for entry in self._prefix.entries}
+        with residual_stream(self.structure, self._keep, one_state=False):
+            losses, finals = self._score(0)
         if not np.isfinite(losses).all():
             bad = int(np.argmin(np.isfinite(losses)))
             require_finite(self.structure, self.batch.ids[bad : bad + 1], f"window {bad} of {self.batch.text}")
@@ -131,18 +128,22 @@ class Sweep:
         self._dense = Outcome(losses, self._reference.drift(finals))
         self._ready = True
 
-    def _measure(self, job: Job, at: int, states: list[torch.Tensor]) -> Outcome:
+    def _keep(self, boundary: int, hidden: torch.Tensor) -> None:
+        if boundary in self._states:
+            self._states[boundary].append(hidden)
+
+    def _measure(self, job: Job) -> Outcome:
         if job.key == DENSE:
             return self._dense
         with self._changed(job):
-            losses, finals = self._score(at, states)
+            losses, finals = self._score(self._prefix.entry(job.first))
         return Outcome(losses, self._reference.drift(finals))
 
-    def _score(self, at: int, states: list[torch.Tensor]) -> tuple[np.ndarray, list[torch.Tensor]]:
+    def _score(self, at: int) -> tuple[np.ndarray, list[torch.Tensor]]:
         losses: list[float] = []
         finals: list[torch.Tensor] = []
-        for ids, hidden in zip(self._ids, states, strict=True):
-            with self._prefix.entered(at, hidden):
+        for window, ids in enumerate(self._ids):
+            with self._prefix.entered(at, self._states[at][window]) if at else nullcontext():
                 loss, final = self._scorer(ids)
             losses += loss
             finals.append(final)
@@ -153,8 +154,5 @@ class Sweep:
         with ExitStack() as stack:
             if job.weights is not None:
                 stack.enter_context(replaced(self.model, job.weights()))
-            if all(layer + 1 in (*self._prefix.entries, self.structure.num_layers) for layer in job.remove):
-                stack.enter_context(self._prefix.bypassed(job.remove))
-            else:  # a later layer wants more of it than its hidden state
-                stack.enter_context(skipped(self.structure, job.remove))
+            stack.enter_context(self._prefix.without(job.remove))
             yield

@@ -16,8 +16,7 @@ from transformers import PreTrainedModel
 
 from lyapunov_prune import GreedyRemoval, LyapunovPruneError, block_influence, greedy_removal, perplexity, remove_layers
 from lyapunov_prune.models.structure import find_structure
-from lyapunov_prune.prefix import Prefix
-from lyapunov_prune.sweep import Sweep
+from lyapunov_prune.sweep import Job, Outcome, Sweep
 from lyapunov_prune.tracing import skipped
 
 SMALLER = 5
@@ -69,21 +68,17 @@ def test_a_layer_that_needs_more_than_its_state_is_given_it(ids: torch.Tensor) -
 def test_planted_fault_the_states_of_another_removed_set_are_seen(
     ids: torch.Tensor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The walk to a boundary runs the layers that are gone."""
+    """The states that forwards begin with are those of the model that nothing was removed from."""
     model = make_tiny("llama", num_hidden_layers=SMALLER)
-    wanted, advance = brute_force(model, ids, 3), Prefix.advance
+    wanted = brute_force(model, ids, 3)
+    first: dict[int, Any] = {}
+    measure = Sweep._measure
 
-    def stale(self: Prefix, *args: Any) -> torch.Tensor:
-        patched = {layer: layer.__dict__.pop("forward", None) for layer in self.structure.layers}
-        try:
-            return advance(self, *args)
-        finally:
-            for layer, forward in patched.items():
-                if forward is not None:
-                    layer.forward = forward
+    def stale(self: Sweep, job: Job) -> Outcome:
+        self._states = first.setdefault(0, self._states)
+        return measure(self, job)
 
-    monkeypatch.setattr(Prefix, "advance", stale)
-    monkeypatch.setattr(Prefix, "_same", lambda *args, **kwargs: True)
+    monkeypatch.setattr(Sweep, "_measure", stale)
     with pytest.raises(AssertionError):
         assert_agree(greedy_removal(model, ids, 3), wanted)
 

@@ -129,8 +129,8 @@ def test_planted_fault_a_forward_that_begins_too_late_is_seen(
 
 def test_planted_fault_states_of_another_order_are_seen(ids: torch.Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
     model = make_tiny("llama")
-    job, advance = sparse(model, [3]), Prefix.advance
-    monkeypatch.setattr(Prefix, "advance", lambda self, ids, *rest: advance(self, ids.flip(1), *rest))
+    job, keep = sparse(model, [3]), Sweep._keep
+    monkeypatch.setattr(Sweep, "_keep", lambda self, boundary, hidden: keep(self, boundary, hidden.flip(1)))
     found = Sweep(model, ids).run([job])
     with pytest.raises(AssertionError):
         assert_all_agree(found, really("llama", [job], ids))
@@ -165,9 +165,8 @@ def test_a_sweep_over_all_layers_costs_half_its_forwards(family: str, ids: torch
     assert np.isfinite(found.dense).all()
     calls = computed(model)
     found.run([sparse(model, [k]) for k in reversed(range(LAYERS))])
-    # Layer k: once in each of the k + 1 jobs that begin at or before it, and once where the walk passes it.
-    walk = [windows if k < LAYERS - 1 else 0 for k in range(LAYERS)]
-    assert [calls[k] for k in range(LAYERS)] == [windows * (k + 1) + walk[k] for k in range(LAYERS)]
+    # Layer k: once in each of the k + 1 jobs that begin at or before it.
+    assert [calls[k] for k in range(LAYERS)] == [windows * (k + 1) for k in range(LAYERS)]
 
 
 def test_a_job_is_measured_once(ids: torch.Tensor) -> None:
