@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from lyapunov_prune.checks import check_bounds, check_grid
     from lyapunov_prune.compression.compress import Compressed, CompressionReport, compress
     from lyapunov_prune.contraction import ContractionProfile, measure_contraction
-    from lyapunov_prune.divergence import SkipDivergence, rank_by_divergence, skip_divergence
+    from lyapunov_prune.divergence import SkipDivergence, plan_under_budget, rank_by_divergence, skip_divergence
     from lyapunov_prune.errors import CheckFailed, LyapunovPruneError, NonFiniteError
     from lyapunov_prune.evaluation.perplexity import Perplexity, perplexity
     from lyapunov_prune.evaluation.speed import Speed, measure_speed
@@ -74,6 +74,7 @@ __all__ = [
     "measure_speed",
     "merge_adapters",
     "perplexity",
+    "plan_under_budget",
     "rank_by_divergence",
     "rank_layers",
     "rank_sublayers",
@@ -95,7 +96,7 @@ _HOMES = {
     "checks": ("check_bounds", "check_grid"),
     "compression.compress": ("Compressed", "CompressionReport", "compress"),
     "contraction": ("ContractionProfile", "measure_contraction"),
-    "divergence": ("SkipDivergence", "rank_by_divergence", "skip_divergence"),
+    "divergence": ("SkipDivergence", "plan_under_budget", "rank_by_divergence", "skip_divergence"),
     "errors": ("CheckFailed", "LyapunovPruneError", "NonFiniteError"),
     "evaluation.perplexity": ("Perplexity", "perplexity"),
     "evaluation.speed": ("Speed", "measure_speed"),
