@@ -20,7 +20,9 @@ if TYPE_CHECKING:
     from lyapunov_prune.evaluation.perplexity import Perplexity, perplexity
     from lyapunov_prune.evaluation.speed import Speed, measure_speed
     from lyapunov_prune.gate import GateReport, verify_removal
+    from lyapunov_prune.generation import GenerationDivergence, compare_generation
     from lyapunov_prune.healing import Healed, Healing, heal
+    from lyapunov_prune.hierarchy import HierarchyProbe, probe_layers
     from lyapunov_prune.influence import InfluenceProfile, block_influence
     from lyapunov_prune.jacobian import JacobianNorms, sublayer_jacobians
     from lyapunov_prune.models.loading import Loaded, load
@@ -41,9 +43,11 @@ __all__ = [
     "CompressionReport",
     "ContractionProfile",
     "GateReport",
+    "GenerationDivergence",
     "GreedyRemoval",
     "Healed",
     "Healing",
+    "HierarchyProbe",
     "InfluenceProfile",
     "JacobianNorms",
     "LayerRanking",
@@ -63,6 +67,7 @@ __all__ = [
     "block_influence",
     "check_bounds",
     "check_grid",
+    "compare_generation",
     "compress",
     "drop_sublayers",
     "greedy_removal",
@@ -75,6 +80,7 @@ __all__ = [
     "merge_adapters",
     "perplexity",
     "plan_under_budget",
+    "probe_layers",
     "rank_by_divergence",
     "rank_layers",
     "rank_sublayers",
@@ -101,7 +107,9 @@ _HOMES = {
     "evaluation.perplexity": ("Perplexity", "perplexity"),
     "evaluation.speed": ("Speed", "measure_speed"),
     "gate": ("GateReport", "verify_removal"),
+    "generation": ("GenerationDivergence", "compare_generation"),
     "healing": ("Healed", "Healing", "heal"),
+    "hierarchy": ("HierarchyProbe", "probe_layers"),
     "influence": ("InfluenceProfile", "block_influence"),
     "jacobian": ("JacobianNorms", "sublayer_jacobians"),
     "models.loading": ("Loaded", "load"),
