@@ -162,7 +162,7 @@ def compare_generation(
                 )
             both = ~ended.any(0)
             running[t] += both.sum()
-            sums[t] += _measures(*(x[both.to(x.device)] for x in (h, h2, z, z2)), temperature)
+            sums[t] += _measures(temperature, *(x[both.to(x.device)] for x in (h, h2, z, z2)))
             for model_ended, tokens, logits in zip(ended, written, (z, z2), strict=True):
                 tokens.append(logits.argmax(-1).cpu())
                 model_ended |= torch.isin(tokens[-1], ends)
@@ -233,7 +233,7 @@ def _told_positions(model: PreTrainedModel) -> bool:
     )
 
 
-def _measures(h: torch.Tensor, h2: torch.Tensor, z: torch.Tensor, z2: torch.Tensor, T: float) -> torch.Tensor:
+def _measures(T: float, h: torch.Tensor, h2: torch.Tensor, z: torch.Tensor, z2: torch.Tensor) -> torch.Tensor:
     """Sums over the prompts of the three cosines and of `KL(p‖q)`, (4,) float64."""
     device = lift(z).device
     h, h2, z, z2 = (lift(x).to(device) for x in (h, h2, z, z2))
