@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import torch
 
-from lyapunov_prune.compression.gram import damped, root
+from lyapunov_prune.compression.gram import damped, leading, root
 from lyapunov_prune.linalg import lift
 
 
@@ -23,7 +23,8 @@ def hankel_values(W: torch.Tensor, gram: torch.Tensor, sensitivity: torch.Tensor
     for what is no Gram matrix of n inputs, or of m outputs.
     """
     D = lift(W.detach())
-    A, S = _roots(D, gram, sensitivity, 0.0)
+    m, n = D.shape
+    A, S = root(damped(sensitivity, m, 0.0, D.device)), root(damped(gram, n, 0.0, D.device))
     return torch.linalg.svdvals(A @ D @ S)
 
 
@@ -43,14 +44,8 @@ def balanced(
     if rank >= min(W.shape):
         return W
     D = lift(W.detach())
-    A, S = _roots(D, gram, sensitivity, damping)
-    U = torch.linalg.svd(A @ D @ S, full_matrices=False)[0][:, :rank]
+    m, n = D.shape
+    A = root(damped(sensitivity, m, damping, D.device))
+    U = leading(A @ D, damped(gram, n, damping, D.device), rank)
     return (torch.linalg.solve(A, U) @ (U.T @ A @ D)).to(W)
 
-
-def _roots(
-    D: torch.Tensor, gram: torch.Tensor, sensitivity: torch.Tensor, damping: float
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """`Q^½` and `P^½`, damped."""
-    m, n = D.shape
-    return root(damped(sensitivity, m, damping, D.device)), root(damped(gram, n, damping, D.device))

@@ -26,12 +26,28 @@ def damped(gram: torch.Tensor, size: int, damping: float, device: torch.device) 
     return G
 
 
+def leading(D: torch.Tensor, gram: torch.Tensor, rank: int) -> torch.Tensor:
+    """The `rank` leading left singular vectors of `D S`, `S Sᵀ = gram` (m × n and n × n, float64): m × rank.
+
+    Eigenvectors of `D gram Dᵀ`, or of its part in the columns of a tall `D`: a tenth of the time of the SVD, and
+    exact enough to project on, as an error of the vectors enters that of the projection squared. Raises as `root`.
+    """
+    Q, R = torch.linalg.qr(D) if D.shape[0] > D.shape[1] else (None, D)
+    vectors = _eigh(R @ gram @ R.T)[1][:, -rank:]
+    return vectors if Q is None else Q @ vectors
+
+
 def root(gram: torch.Tensor) -> torch.Tensor:
     """The symmetric `S` with `S S = gram`, float64; a singular Gram matrix has one too.
 
     Raises LyapunovPruneError where an eigenvalue is clearly negative: no Gram matrix then.
     """
+    values, vectors = _eigh(gram)
+    return (vectors * values.clamp_min(0).sqrt()) @ vectors.T
+
+
+def _eigh(gram: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     values, vectors = torch.linalg.eigh(gram)
     if float(values[0]) < -_NEGATIVE * float(values[-1].abs()):
         raise LyapunovPruneError("not a Gram matrix: it has a negative eigenvalue; collect the statistics again")
-    return (vectors * values.clamp_min(0).sqrt()) @ vectors.T
+    return values, vectors

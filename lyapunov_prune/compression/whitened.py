@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import torch
 
-from lyapunov_prune.compression.gram import damped, root
+from lyapunov_prune.compression.gram import damped, leading
 from lyapunov_prune.linalg import lift
 
 
 def whitened(W: torch.Tensor, gram: torch.Tensor, rank: int, *, damping: float = 1e-6) -> torch.Tensor:
     """`argmin ‖(W − Ŵ) X‖_F` over `Ŵ` (m × n) of rank `rank`, for inputs X (n × tokens) with `gram = X Xᵀ`.
 
-    With `S S = gram + damping · mean(diag) · I` and `[W S]_r = U_r U_rᵀ W S` the truncated SVD,
+    With `S Sᵀ = gram + damping · mean(diag) · I` and `[W S]_r = U_r U_rᵀ W S` the truncated SVD,
     `Ŵ = [W S]_r S⁻¹ = U_r U_rᵀ W`, so that `S` needs no inverse, and `‖(W − Ŵ) S‖_F² = Σ_{i>r} σ_i(W S)²`. Wang et
     al., SVD-LLM (ICLR 2025, arXiv:2403.07378), §3.1; Eckart and Young. `gram` is n × n, float64, in any scale.
 
@@ -21,6 +21,5 @@ def whitened(W: torch.Tensor, gram: torch.Tensor, rank: int, *, damping: float =
     if rank >= min(W.shape):
         return W
     D = lift(W.detach())
-    S = root(damped(gram, D.shape[1], damping, D.device))
-    U = torch.linalg.svd(D @ S, full_matrices=False)[0][:, :rank]
+    U = leading(D, damped(gram, D.shape[1], damping, D.device), rank)
     return (U @ (U.T @ D)).to(W)
