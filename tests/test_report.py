@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 from xml.etree import ElementTree
 
+import numpy as np
 import pytest
 import torch
 from conftest import make_tiny
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.extra.numpy import arrays
 from test_approx import moe
+from test_results import example
 from transformers import PreTrainedModel
 
 from lyapunov_prune import (
@@ -19,18 +25,31 @@ from lyapunov_prune import (
     activation_statistics,
     check_bounds,
     check_grid,
+    compress,
+    greedy_removal,
+    heal,
     measure_speed,
     perplexity,
     rank_layers,
+    remove_layers,
+    skip_divergence,
     sublayer_jacobians,
 )
 from lyapunov_prune.bounds import BoundCheck
 from lyapunov_prune.bounds_report import BoundsReport, Violation
+from lyapunov_prune.compression.compress import CompressedMatrix, CompressionReport
+from lyapunov_prune.divergence import SkipDivergence
+from lyapunov_prune.evaluation.compressions import CompressionRow, CompressionTable
 from lyapunov_prune.evaluation.evaluation import Evaluation
 from lyapunov_prune.evaluation.removal import evaluate_removals
+from lyapunov_prune.healing import Healing
+from lyapunov_prune.oracle import GreedyRemoval, Step
 from lyapunov_prune.profile import profile_layers
+from lyapunov_prune.report.compressions import compression_figure, compressions_figure
+from lyapunov_prune.report.drawing import COLOURS
 from lyapunov_prune.report.internals import activation_figure, bounds_figure, jacobian_figure
 from lyapunov_prune.report.page import write_report
+from lyapunov_prune.report.removal import divergence_figure, healing_figure, oracle_figure
 from lyapunov_prune.text import as_batch
 
 # What ends and what begins the MLP where it is not down, gate and up.
@@ -40,6 +59,22 @@ MLPS = {
     "opt": ("fc2", "fc1"),
     "phi3": ("mlp.down_proj", "mlp.gate_up_proj"),
 }
+
+
+MADE_UP = {
+    kind: example(kind, itertools.cycle([0.5]))
+    for kind in (SkipDivergence, GreedyRemoval, Healing, CompressionReport, CompressionTable)
+}
+MAYBE = st.floats(1e-9, 1e3) | st.sampled_from([0.0, float("nan")])
+
+
+MEASURES = ("variance", "kl", "reverse_kl", "flipped")
+LOST = {"before": 30.0, "after": 15.0, "teacher": 10.0}
+
+
+def points_of(svg: str, colour: str) -> int:
+    """Markers filled with the colour, caps of error bars among them."""
+    return len(re.findall(rf"<use [^>]*style=\"fill: {colour.lower()}", svg))
 
 
 def words_of(svg: str) -> list[str]:
@@ -62,6 +97,12 @@ def run(tmp_path_factory: pytest.TempPathFactory, llama: PreTrainedModel) -> Pat
     activation_statistics(llama, ids).save(folder / "activations.json")
     sublayer_jacobians(llama, ids[:, :4], steps=3, probes=1).save(folder / "jacobian.json")
     check_grid(llama, ids[:1], sparsities=(0.5,), ranks=(None, 8), cache_radii=(0.0,)).save(folder / "bounds.json")
+    skip_divergence(llama, ids).save(folder / "divergence.json")
+    greedy_removal(llama, ids, 2).save(folder / "oracle.json")
+    compress(llama, ids, method="sparsegpt", sparsity=0.5).report.save(folder / "compression.json")
+    other = torch.randint(97, (2, 24), generator=torch.Generator().manual_seed(1))
+    healed = heal(remove_layers(llama, plans["bi"][1]), llama, ids, steps=3, evaluation=other)
+    healed.report.save(folder / "healing.json")
     write_report(folder)
     return folder
 
@@ -79,6 +120,10 @@ def test_every_figure_is_drawn_as_svg_with_labelled_axes(run: Path) -> None:
         ],
         "jacobian": ["stretch of an error", "attention, ‖J‖ from below", "MLP, ‖J‖_F/√n", "layer"],
         "bounds": ["worst error / bound", "self_attn.q_proj", "mlp.down_proj", "layer"],
+        "divergence": ["nats a token", "KL(dense ‖", "the estimate", "tokens flipped, %", "layer"],
+        "oracle": ["perplexity", "dense", "oracle", "layers removed"],
+        "compression": ["sparsity", "relative error", "weights", "outputs", "layer"],
+        "healing": ["distillation loss", "step", "mean of 1", "→"],
     }
     assert {path.stem for path in (run / "figures").glob("*.svg")} == set(labels)
     for name, words in labels.items():
@@ -98,7 +143,7 @@ def test_the_page_needs_nothing_else(run: Path) -> None:
 
     links = Links()
     links.feed(page)
-    assert page.count("<svg") == 8
+    assert page.count("<svg") == 12
     assert "url(http" not in page
     assert not [link for link in links.found if "//" in link]
 
@@ -174,3 +219,92 @@ def test_names_are_escaped(llama: PreTrainedModel, ids: torch.Tensor, tmp_path: 
     (tmp_path / "<b>").mkdir()
     Evaluation((perplexity(llama, ids),), (0.0,), None).save(tmp_path / "<b>" / "eval.json")
     assert "<b>" not in write_report(tmp_path / "<b>").read_text()
+
+
+def test_a_checkpoint_alone_and_within_a_run_has_its_page(run: Path, tmp_path: Path) -> None:
+    for name in ("compression.json", "healing.json"):
+        (tmp_path / "a<b").mkdir(exist_ok=True)
+        (tmp_path / "a<b" / name).write_text((run / name).read_text())
+    (tmp_path / "a<b" / "config.json").write_text("{}")
+    alone = write_report(tmp_path / "a<b").read_text()
+    assert "<h2>Compression</h2>" in alone
+    assert "<h2>Healing</h2>" in alone
+    above = write_report(tmp_path).read_text()
+    assert "<h2>Compression: a&lt;b/</h2>" in above
+    assert "<h2>Healing: a&lt;b/</h2>" in above
+    assert {path.name for path in (tmp_path / "figures").iterdir()} == {"compression-a<b.svg", "healing-a<b.svg"}
+
+
+@settings(max_examples=5, deadline=None)
+@given(arrays(np.float64, (4, 5), elements=MAYBE))
+def test_divergences_draw_one_point_for_each_number(rows: np.ndarray) -> None:
+    picture = divergence_figure(replace(MADE_UP[SkipDivergence], **dict(zip(MEASURES, rows, strict=True))))
+    assert {"nats a token", "tokens flipped, %"} <= set(words_of(picture))
+    shown = {"rho": (rows[1] > 0).sum(), "bi": (rows[0] > 0).sum(), "blend": np.isfinite(rows[3]).sum()}
+    in_the_legend = {"rho": 1, "bi": 1, "blend": 0}
+    for name, count in shown.items():
+        assert points_of(picture, COLOURS[name]) == count + in_the_legend[name], name
+
+
+@settings(max_examples=5, deadline=None)
+@given(arrays(np.float64, (7, 3), elements=st.floats(0.1, 5) | st.just(float("nan"))))
+def test_every_step_of_a_search_names_its_layer(losses: np.ndarray) -> None:
+    """Layers have numbers that no axis has; a step without a number is left out."""
+    steps = tuple(Step(1003 + 7 * i, windows, 1.0, 1) for i, windows in enumerate(losses[1:]))
+    words = words_of(oracle_figure(replace(MADE_UP[GreedyRemoval], dense=losses[0], steps=steps)))
+    assert [w for w in words if re.fullmatch(r"10\d\d", w)] == [
+        str(step.layer) for step in steps if np.isfinite(step.windows).all()
+    ]
+    assert {"perplexity", MADE_UP[GreedyRemoval].criterion.strip()} <= {*words}
+
+
+def test_healing_says_what_came_back() -> None:
+    made = MADE_UP[Healing]
+    values = {name: replace(made.held_out.before, nll=np.log(x)) for name, x in LOST.items()}
+    held_out = replace(made.held_out, **values)
+    losses = np.array([2.0, np.nan, *np.linspace(1, 0, 23)])
+    words = words_of(healing_figure(replace(made, losses=losses, held_out=held_out)))
+    assert {"75 % recovered: perplexity 30 → 15, dense 10", "mean of 3"} <= set(words)
+    nothing = replace(made, losses=losses, held_out=replace(held_out, before=held_out.teacher))
+    assert "perplexity 10 → 15, dense 10" in words_of(healing_figure(nothing))  # NaN: the removal cost nothing
+    without = words_of(healing_figure(replace(made, losses=np.full(3, np.nan), held_out=None)))
+    assert "distillation loss, nats a token" in without
+    assert not any("dense" in word for word in without)
+
+
+@settings(max_examples=5, deadline=None)
+@given(st.lists(st.tuples(MAYBE, MAYBE | st.none()), min_size=6, max_size=6))
+def test_a_compression_draws_every_matrix(errors: list[tuple[float, float | None]]) -> None:
+    """Three matrices in each of layers 0 and 3 of five."""
+    matrices = tuple(
+        CompressedMatrix(f"m{i}", 3 * (i // 3), "c", 4, 4, 3.0, 0.0, None, 3, weight, output)
+        for i, (weight, output) in enumerate(errors)
+    )
+    made = MADE_UP[CompressionReport]
+    allocation = replace(made.allocation, unit="bits", model=replace(made.allocation.model, num_layers=5))
+    picture = compression_figure(replace(made, matrices=matrices, allocation=allocation))
+    words = words_of(picture)
+    assert {"bits a weight", "relative error", "weights, ‖W − Ŵ‖ / ‖W‖", "4"} <= {*words}  # to the last layer
+    assert ("outputs, ‖(W − Ŵ) X‖ / ‖W X‖" in words) == any(e is not None and e == e for _, e in errors)
+
+
+def test_amounts_are_told_apart_and_what_all_rows_share_is_not_repeated() -> None:
+    nan = float("nan")
+
+    def rows(*names: tuple[str, str, str, float]) -> CompressionTable:
+        made = [CompressionRow(m, s, unit, amount, 0.5, 2.0, 1.0, 0.9, 1.2) for m, s, unit, amount in names]
+        made[0] = replace(made[0], degradation=nan, low=nan, high=nan)
+        made[-1] = replace(made[-1], degradation=1.0, low=1.0 + 2e-16, high=1.0)  # rounded
+        return replace(MADE_UP[CompressionTable], rows=tuple(made), dense=17.31)
+
+    methods = compressions_figure(
+        rows(*((m, "uniform", "sparsity", 0.55) for m in ("svd", "wanda")), ("rtn", "uniform", "bits", 4.0))
+    )
+    assert {"svd, 55 %", "wanda, 55 %", "rtn, 4 bits", "perplexity / dense (17.3)"} <= set(words_of(methods))
+    schedules = compressions_figure(rows(*(("wanda", s, "sparsity", a) for a in (0.5, 0.7) for s in ("atp", "owl"))))
+    assert {"atp, 50 %", "owl, 50 %", "atp, 70 %", "owl, 70 %"} <= set(words_of(schedules))
+    first, second = list(COLOURS.values())[:2]
+    assert (points_of(schedules, first), points_of(schedules, second)) == (3, 6)  # with two caps each; one is NaN
+    both = compressions_figure(rows(("wanda", "owl", "rank", 4.0), ("svd", "atp", "rank", 4.0)))
+    assert {"wanda, owl, rank 4", "svd, atp, rank 4"} <= set(words_of(both))
+    assert "70 %" in words_of(compressions_figure(rows(("wanda", "owl", "sparsity", 0.7))))

@@ -13,15 +13,21 @@ import pandas as pd
 from lyapunov_prune.activations import ActivationStatistics
 from lyapunov_prune.bounds_report import BoundsReport
 from lyapunov_prune.checkpoint import PROVENANCE, Provenance
+from lyapunov_prune.compression.compress import REPORT as COMPRESSION
+from lyapunov_prune.compression.compress import CompressionReport
+from lyapunov_prune.divergence import SkipDivergence
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.evaluation.evaluation import Evaluation
 from lyapunov_prune.evaluation.removal import RemovalCurve
 from lyapunov_prune.evaluation.speed import Speed
 from lyapunov_prune.files import write_whole
+from lyapunov_prune.healing import REPORT as HEALING
+from lyapunov_prune.healing import Healing
 from lyapunov_prune.jacobian import JacobianNorms
+from lyapunov_prune.oracle import GreedyRemoval
 from lyapunov_prune.plan import PruningPlan
 from lyapunov_prune.profile import LayerProfile
-from lyapunov_prune.report import figures, internals
+from lyapunov_prune.report import compressions, figures, internals, removal
 from lyapunov_prune.report.maps import sensitivity_figures
 from lyapunov_prune.results import Result
 from lyapunov_prune.sensitivity import Sensitivity
@@ -38,13 +44,21 @@ p.on { color: #666; font-size: .85rem; white-space: pre-line; } details { margin
 
 @dataclass(frozen=True)
 class _Section:
-    """`file` holds a `kind`; `draw` gives the figures' names and SVG texts."""
+    """`file` holds a `kind`; `draw` gives the figures' names and SVG texts.
+
+    With `in_checkpoints` the file stands beside weights: folders within the run are looked through for it too.
+    """
 
     file: str
     kind: type[Result]
     title: str
     words: str
     draw: Callable[[Any], dict[str, str]]
+    in_checkpoints: bool = False
+
+    def found(self, run: Path) -> list[Path]:
+        below = sorted(run.glob(f"*/{self.file}")) if self.in_checkpoints else []
+        return [path for path in (run / self.file, *below) if path.is_file()]
 
 
 _SECTIONS = (
@@ -81,6 +95,26 @@ _SECTIONS = (
         lambda r: {"jacobian": internals.jacobian_figure(r)},
     ),
     _Section(
+        "divergence.json",
+        SkipDivergence,
+        "Prediction without a layer",
+        "Each layer skipped by itself: how far the probabilities of the next token move, as Kullback–Leibler "
+        "divergence from the dense model's, and its estimate by the variance of the change of the logits, which is "
+        "good only where that change is small; the criterion kl ranks by the estimate. Below, how often the likeliest "
+        "token is another. A prediction that moves need not be a worse one, and layers skipped together may cost "
+        "more than the sum.",
+        lambda r: {"divergence": removal.divergence_figure(r)},
+    ),
+    _Section(
+        "oracle.json",
+        GreedyRemoval,
+        "Greedy removal",
+        "At each step every candidate was tried, and the one whose removal raises the perplexity least went; "
+        "the number at a point is that layer. The perplexity is that of the text that chose the layers, so it "
+        "flatters them: other text must judge. A greedy order need not hold the best set of layers.",
+        lambda r: {"oracle": removal.oracle_figure(r)},
+    ),
+    _Section(
         "sensitivity.json",
         Sensitivity,
         "Sensitivity",
@@ -105,6 +139,27 @@ _SECTIONS = (
         "Layers physically removed, in the order of each criterion, on text that no score has seen. Bars are "
         "95 % intervals of the ratio to the dense model, paired by window.",
         lambda r: {"perplexity": figures.perplexity_figure(r)},
+    ),
+    _Section(
+        COMPRESSION,
+        CompressionReport,
+        "Compression",
+        "How much was taken from each layer, and what its matrices lost, relative to what they held: points are "
+        "matrices, lines the root mean square of a layer. The error of the outputs is measured on the calibration "
+        "text that the method saw, where it collected the second moments of the inputs. Errors of single matrices do "
+        "not say what the whole model has lost: evaluate it.",
+        lambda r: {"compression": compressions.compression_figure(r)},
+        in_checkpoints=True,
+    ),
+    _Section(
+        HEALING,
+        Healing,
+        "Healing",
+        "The pruned model learns to predict what the dense one predicts, from one window a step, so the loss jumps "
+        "with the text; the line is a running mean. A loss on the text learnt from shows progress, not success: "
+        "the share recovered, of the perplexity that the removal cost, is measured on other text.",
+        lambda r: {"healing": removal.healing_figure(r)},
+        in_checkpoints=True,
     ),
     _Section(
         "eval.json",
@@ -134,11 +189,14 @@ def write_report(run: str | Path) -> Path:
     plans = {path.stem.removeprefix("plan-"): PruningPlan.load(path) for path in sorted(run.glob("plan*.json"))}
     scored = {name: plan for name, plan in plans.items() if len(plan.scores)}
     for section in _SECTIONS:
-        if (run / section.file).is_file():
-            result = section.kind.load(run / section.file)
-            pictures = section.draw(result)
+        for path in section.found(run):
+            result = section.kind.load(path)
+            pictures, title = section.draw(result), section.title
+            if path.parent != run:
+                title += f": {path.parent.name}/"
+                pictures = {f"{name}-{path.parent.name}": picture for name, picture in pictures.items()}
             drawn |= pictures
-            body.append(_section(section.title, section.words, pictures, result))
+            body.append(_section(title, section.words, pictures, result))
         if section.file == "profile.json" and scored:
             pictures = {"ranking": figures.ranking_figure(scored)}
             drawn |= pictures
