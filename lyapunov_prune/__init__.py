@@ -12,7 +12,9 @@ if TYPE_CHECKING:
     from lyapunov_prune.approx import approximate
     from lyapunov_prune.bounds_report import BoundsReport
     from lyapunov_prune.branch_influence import SublayerInfluence, sublayer_influence
+    from lyapunov_prune.candidates import ChoiceComparison, compare_choices
     from lyapunov_prune.checks import check_bounds, check_grid
+    from lyapunov_prune.choice_items import ChoiceItem, load_items
     from lyapunov_prune.compression.compress import Compressed, CompressionReport, compress
     from lyapunov_prune.contraction import ContractionProfile, measure_contraction
     from lyapunov_prune.divergence import SkipDivergence, plan_under_budget, rank_by_divergence, skip_divergence
@@ -39,6 +41,8 @@ __all__ = [
     "Allocation",
     "BoundsReport",
     "CheckFailed",
+    "ChoiceComparison",
+    "ChoiceItem",
     "Compressed",
     "CompressionReport",
     "ContractionProfile",
@@ -67,12 +71,14 @@ __all__ = [
     "block_influence",
     "check_bounds",
     "check_grid",
+    "compare_choices",
     "compare_generation",
     "compress",
     "drop_sublayers",
     "greedy_removal",
     "heal",
     "load",
+    "load_items",
     "load_text",
     "measure_contraction",
     "measure_sensitivity",
@@ -99,7 +105,9 @@ _HOMES = {
     "approx": ("approximate",),
     "bounds_report": ("BoundsReport",),
     "branch_influence": ("SublayerInfluence", "sublayer_influence"),
+    "candidates": ("ChoiceComparison", "compare_choices"),
     "checks": ("check_bounds", "check_grid"),
+    "choice_items": ("ChoiceItem", "load_items"),
     "compression.compress": ("Compressed", "CompressionReport", "compress"),
     "contraction": ("ContractionProfile", "measure_contraction"),
     "divergence": ("SkipDivergence", "plan_under_budget", "rank_by_divergence", "skip_divergence"),

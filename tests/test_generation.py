@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.special import rel_entr, softmax
 from test_tracing import hooks_of
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, LlamaForCausalLM, PreTrainedModel
 
 from lyapunov_prune import GenerationDivergence, LyapunovPruneError, NonFiniteError, compare_generation, remove_layers
 from lyapunov_prune import generation as module
@@ -200,6 +200,23 @@ def test_a_decoder_without_a_cache_reads_its_text_again(prompts: torch.Tensor) -
     wanted, first, _ = exact(model, other, ("transformer.h.5",) * 2, prompts)
     assert_agree(found, wanted.mean(0), 1e-9)
     assert [list(t) for t in found.dense_tokens] == first
+
+
+class Counting(LlamaForCausalLM):
+    """Counts its positions from zero at every call, unless it is told them."""
+
+    def forward(self, input_ids: Any, past_key_values: Any = None, position_ids: Any = None, **given: Any) -> Any:
+        if position_ids is None:
+            position_ids = torch.arange(input_ids.shape[1])[None]
+        return super().forward(input_ids, past_key_values=past_key_values, position_ids=position_ids, **given)
+
+
+def test_a_decoder_that_must_be_told_its_positions_is(llama: PreTrainedModel, prompts: torch.Tensor) -> None:
+    other = copy.deepcopy(llama)
+    other.__class__ = Counting
+    found = compare_generation(llama, other, prompts, steps=STEPS)
+    assert found.first_difference == (STEPS,) * len(prompts)
+    np.testing.assert_allclose(found.kl, 0, atol=1e-9)
 
 
 def test_a_cache_that_is_wrong_is_refused(prompts: torch.Tensor) -> None:

@@ -95,6 +95,8 @@ ORDER = [
     "spaces",
     "hierarchy",
     "generation",
+    "choice_items",
+    "candidates",
     "sweep",
     "oracle",
     "studies",
