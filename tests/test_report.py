@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import make_tiny
-from hypothesis import given, settings
+from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 from test_approx import moe
@@ -65,6 +65,8 @@ MADE_UP = {
     kind: example(kind, itertools.cycle([0.5]))
     for kind in (SkipDivergence, GreedyRemoval, Healing, CompressionReport, CompressionTable)
 }
+# Each example is a drawn figure: shrinking a failure would take minutes.
+few = settings(max_examples=5, deadline=None, phases=(Phase.explicit, Phase.reuse, Phase.generate))
 MAYBE = st.floats(1e-9, 1e3) | st.sampled_from([0.0, float("nan")])
 
 
@@ -235,7 +237,7 @@ def test_a_checkpoint_alone_and_within_a_run_has_its_page(run: Path, tmp_path: P
     assert {path.name for path in (tmp_path / "figures").iterdir()} == {"compression-a<b.svg", "healing-a<b.svg"}
 
 
-@settings(max_examples=5, deadline=None)
+@few
 @given(arrays(np.float64, (4, 5), elements=MAYBE))
 def test_divergences_draw_one_point_for_each_number(rows: np.ndarray) -> None:
     picture = divergence_figure(replace(MADE_UP[SkipDivergence], **dict(zip(MEASURES, rows, strict=True))))
@@ -246,7 +248,7 @@ def test_divergences_draw_one_point_for_each_number(rows: np.ndarray) -> None:
         assert points_of(picture, COLOURS[name]) == count + in_the_legend[name], name
 
 
-@settings(max_examples=5, deadline=None)
+@few
 @given(arrays(np.float64, (7, 3), elements=st.floats(0.1, 5) | st.just(float("nan"))))
 def test_every_step_of_a_search_names_its_layer(losses: np.ndarray) -> None:
     """Layers have numbers that no axis has; a step without a number is left out."""
@@ -272,7 +274,7 @@ def test_healing_says_what_came_back() -> None:
     assert not any("dense" in word for word in without)
 
 
-@settings(max_examples=5, deadline=None)
+@few
 @given(st.lists(st.tuples(MAYBE, MAYBE | st.none()), min_size=6, max_size=6))
 def test_a_compression_draws_every_matrix(errors: list[tuple[float, float | None]]) -> None:
     """Three matrices in each of layers 0 and 3 of five."""
