@@ -111,6 +111,7 @@ ORDER = [
     "report.hierarchy",
     "report.compressions",
     "report.internals",
+    "report.generation",
     "report.maps",
     "report.removal",
     "report.page",
