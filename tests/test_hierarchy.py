@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import LAYERS, make_tiny
+from test_branches import make_other
 from test_divergence import other_head
 from test_prefix import leave
 from test_spaces import directions_by_definition, predictions_by_definition
@@ -19,6 +20,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from lyapunov_prune import HierarchyProbe, LyapunovPruneError, NonFiniteError, compress, probe_layers
 from lyapunov_prune import hierarchy as module
 from lyapunov_prune.layer_changes import WHAT
+from lyapunov_prune.models.projections import find_projections
 from lyapunov_prune.models.structure import find_structure
 from lyapunov_prune.scoring import Scorer
 from lyapunov_prune.spaces import HIDDEN, LOGITS
@@ -196,6 +198,21 @@ def test_the_same_weights_change_nothing(prompts: torch.Tensor, llama: PreTraine
     found = probe_layers(llama, prompts, change=copy.deepcopy(llama), steps=2)
     for name in ("hidden", "logit", "kl", "kl_estimate", "range_bound", "variance_bound"):
         assert np.all(getattr(found, name) == 0), name
+
+
+@pytest.mark.parametrize("name", ["gpt_neox", "opt", "phi3", "phi", "cohere"])
+def test_each_matrix_is_replaced_with_its_branch(name: str, prompts: torch.Tensor) -> None:
+    """Parallel branches, with a norm of their own or a shared one, and an MLP of bare matrices."""
+    model = make_other(name) if name in ("phi", "cohere") else make_tiny(name)
+    other = copy.deepcopy(model)
+    for p in find_projections(other):
+        if "att" not in p.module:
+            p.weight(other).mul_(0.5)
+    found = probe_layers(model, prompts[:1], change=other, steps=2)
+    whole, attention, mlp = found.kl
+    assert (attention == 0).all()
+    assert (mlp > 0).all()
+    np.testing.assert_array_equal(whole, mlp)
 
 
 def test_a_change_that_overflows_has_no_numbers_and_no_alarm(prompts: torch.Tensor) -> None:

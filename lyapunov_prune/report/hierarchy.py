@@ -15,7 +15,8 @@ _SPACES = (("hidden", "state h"), ("logit", "logits z"), ("probability", "probab
 def hierarchy_figure(probe: HierarchyProbe) -> str:
     """`1 − cos` of the state, the logits and the probabilities over layers: measured, and the estimate as a line.
 
-    Means over steps; the thin bars reach from the smallest step to the largest.
+    Means over steps; the thin bars hold the middle half of the steps. One scale for the three, so that what grows
+    from one space to the next is seen.
     """
     figure, column = panels(9, 8.4, 3)
     frame, means = probe.to_frame(), probe.by_layer()
@@ -24,16 +25,18 @@ def hierarchy_figure(probe: HierarchyProbe) -> str:
             part = means[means.what == what]
             x = part.layer + 0.2 * (i - (len(probe.what) - 1) / 2)
             steps = frame[frame.what == what].groupby("layer")[space]
-            axes.vlines(x, _shown(steps.min()), _shown(steps.max()), color=colour, linewidth=0.8, alpha=0.6)
+            axes.vlines(
+                x, _shown(steps.quantile(0.25)), _shown(steps.quantile(0.75)), color=colour, linewidth=0.8, alpha=0.6
+            )
             axes.plot(x, _shown(part[space]), marker, markersize=4, color=colour, label=what)
             axes.plot(x, _shown(part[f"{space}_estimate"]), linewidth=0.9, color=colour)
         axes.plot([], [], color=GREY, linewidth=0.9, label="second-order estimate")
-        log_axis(axes)
+        axes.set_yscale("log")
         axes.set_ylabel(f"1 − cos, {name}")
-    # One scale for the three, so that what grows from one space to the next is seen.
     low, high = zip(*(axes.get_ylim() for axes in column), strict=True)
     for axes in column:
         axes.set_ylim(min(low), max(high))
+        log_axis(axes)
     column[0].legend(frameon=False, fontsize=8, ncols=4, loc="lower left", bbox_to_anchor=(0, 1))
     depth_axis(column[-1], probe.kl.shape[1])
     return svg(figure)
@@ -56,10 +59,10 @@ def kl_figure(probe: HierarchyProbe) -> str:
     if len(means):
         ends = np.array([means.kl_estimate.min(), means.kl_estimate.max()])
         axes.plot(ends, ends, color=GREY, linewidth=0.8, label="measured = estimate")
+        log_axis(axes)
+        log_axis(axes, "x")
     axes.plot([], [], "_", color=GREY, label="range bound")
     axes.plot([], [], "+", color=GREY, label="variance bound, where c ≤ 1")
-    log_axis(axes)
-    log_axis(axes, "x")
     axes.set_xlabel(f"estimate Var_p(Δz)/(2T²), T = {probe.temperature:g}")
     axes.set_ylabel("KL(p‖q), nats")
     axes.legend(frameon=False, fontsize=8)
