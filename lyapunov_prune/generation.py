@@ -16,11 +16,12 @@ from transformers import PreTrainedModel
 from lyapunov_prune.divergence import divergences
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.gate import CACHE_LIMIT
-from lyapunov_prune.linalg import lift, token_energy
+from lyapunov_prune.linalg import lift
 from lyapunov_prune.logits import cached_logits, deviation, last_steps, sample_inputs, uncached_logits
 from lyapunov_prune.models.structure import find_structure, identify, in_eval_mode
 from lyapunov_prune.progress import track
 from lyapunov_prune.results import MeasuredOn, ModelIdentity, Result
+from lyapunov_prune.spaces import direction
 from lyapunov_prune.text import TokenBatch, as_batch
 from lyapunov_prune.tracing import hidden_of, require_finite
 
@@ -237,17 +238,11 @@ def _measures(T: float, h: torch.Tensor, h2: torch.Tensor, z: torch.Tensor, z2: 
     """Sums over the prompts of the three cosines and of `KL(p‖q)`, (4,) float64."""
     device = lift(z).device
     h, h2, z, z2 = (lift(x).to(device) for x in (h, h2, z, z2))
-    state = cosine(h, h2) if h.shape == h2.shape else torch.full((len(h),), torch.nan)
+    turned = direction(h, h2)[0] if h.shape == h2.shape else torch.full((len(h),), torch.nan)
     log_p, log_q = ((x / T).log_softmax(-1) for x in (z, z2))
-    found = (state, cosine(z, z2), cosine(log_p.exp(), log_q.exp()), divergences(log_p, log_q)[1])
+    turns = (turned, direction(z, z2)[0], direction(log_p.exp(), log_q.exp())[0])
+    found = (*(1 - turn for turn in turns), divergences(log_p, log_q)[1])
     return torch.stack([x.sum().double().cpu() for x in found])
-
-
-def cosine(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """`cos(a, b) = 1 − ½ ‖a/‖a‖ − b/‖b‖‖²` of every row, float64: exactly 1 for equal rows."""
-    tiny = torch.finfo(torch.float64).tiny
-    unit, other = (x / torch.linalg.vector_norm(x, dim=-1, keepdim=True).clamp_min(tiny) for x in (a, b))
-    return 1 - token_energy(unit - other) / 2
 
 
 def _ends(model: PreTrainedModel) -> torch.Tensor:
