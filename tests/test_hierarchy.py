@@ -200,19 +200,20 @@ def test_the_same_weights_change_nothing(prompts: torch.Tensor, llama: PreTraine
         assert np.all(getattr(found, name) == 0), name
 
 
-@pytest.mark.parametrize("name", ["gpt_neox", "opt", "phi3", "phi", "cohere"])
-def test_each_matrix_is_replaced_with_its_branch(name: str, prompts: torch.Tensor) -> None:
+@pytest.mark.parametrize("kind", ["attention", "mlp"])
+@pytest.mark.parametrize("name", ["gpt_neox", "opt", "phi", "cohere"])
+def test_each_matrix_is_replaced_with_its_branch(name: str, kind: str, prompts: torch.Tensor) -> None:
     """Parallel branches, with a norm of their own or a shared one, and an MLP of bare matrices."""
     model = make_other(name) if name in ("phi", "cohere") else make_tiny(name)
     other = copy.deepcopy(model)
     for p in find_projections(other):
-        if "att" not in p.module:
+        if ("att" in p.module) == (kind == "attention"):
             p.weight(other).mul_(0.5)
     found = probe_layers(model, prompts[:1], change=other, steps=2)
-    whole, attention, mlp = found.kl
-    assert (attention == 0).all()
-    assert (mlp > 0).all()
-    np.testing.assert_array_equal(whole, mlp)
+    whole, mine, others = found.kl[[0, WHAT.index(kind), 3 - WHAT.index(kind)]]
+    assert (others == 0).all()
+    assert (mine > 0).all()
+    np.testing.assert_array_equal(whole, mine)
 
 
 def test_a_change_that_overflows_has_no_numbers_and_no_alarm(prompts: torch.Tensor) -> None:
