@@ -78,6 +78,7 @@ def test_rows_are_the_texts_and_share_their_context(query: str, choices: list[st
         assert len(row) > context >= 1
         assert (query + joint + choice).startswith(tokenizer.decode(rows[0][bos:context]))
     assert len({tuple(row[:context]) for row in rows}) == 1
+    assert all((row[length:] == row[length - 1]).all() for row, length in zip(ids, lengths, strict=True))
     assert len(tokenizer.decode(rows[0][bos:context])) <= len(query)
 
 
