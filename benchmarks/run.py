@@ -13,11 +13,12 @@ from pathlib import Path
 import torch
 
 import lyapunov_prune as lp
+from lyapunov_prune.compression.streaming import stream
 from lyapunov_prune.evaluation.speed import measure_speed
 from lyapunov_prune.models.projections import Projection, find_projections
 from lyapunov_prune.sweep import Job, Sweep
 
-TOKENS, CONTEXT, REPEATS = 2048, 512, 5
+TOKENS, CONTEXT, REPEATS = 2048, 512, 3
 REMOVED = (2, 4, 8)
 
 
@@ -35,11 +36,15 @@ def main() -> None:
             for row in batch.ids:
                 model(row[None], use_cache=False)
 
+    def calibrate(needs: str) -> None:
+        stream(model, batch, find_projections(model), needs, lambda here, found: None)
+
     seconds = interleaved(
         {
             "plain": plain,
             "contraction": lambda: lp.measure_contraction(model, batch, seeds=(0,)),
             "influence": lambda: lp.block_influence(model, batch),
+            **{needs: partial(calibrate, needs) for needs in ("norms", "gram", "sensitivity")},
         }
     )
     line("measure_contraction, one seed / two plain forwards", seconds["contraction"] / 2 / seconds["plain"], 1.15)
@@ -47,6 +52,10 @@ def main() -> None:
 
     memory = peak("contraction") / peak("plain")
     line("peak memory above the model's, contraction / plain batch of 2", memory, 1.10)
+
+    for needs in ("norms", "gram", "sensitivity"):
+        ratio = seconds[needs] / seconds["plain"]
+        line(f"calibration layer by layer, {needs} / one plain forward", ratio, 3.0)
 
     sweeps()
 

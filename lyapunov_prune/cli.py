@@ -12,6 +12,7 @@ import typer
 
 from lyapunov_prune.commands.change import compress, heal, prune
 from lyapunov_prune.commands.measure import check, evaluate, profile, rank, sensitivity
+from lyapunov_prune.commands.predictions import hierarchy
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.options import Json, Resume
 from lyapunov_prune.terminal import say
@@ -57,6 +58,7 @@ app.command()(heal)
 app.command("eval")(evaluate)
 app.command()(check)
 app.command()(sensitivity)
+app.command()(hierarchy)
 
 
 @app.command()

@@ -129,16 +129,16 @@ def _divergences(scorer: Scorer, dense: torch.Tensor, skipped: list[torch.Tensor
         z = scorer.logits(dense[part])
         if not z.isfinite().all():
             raise LyapunovPruneError("the logits of the dense model are not finite; load it in a wider dtype")
-        first, log_p = z.argmax(-1).split(rows), [_log_softmax(b, temperature) for b in z.split(rows)]
+        first, log_p = z.argmax(-1).split(rows), [log_softmax(b, temperature) for b in z.split(rows)]
         for layer, states in enumerate(skipped):
             for i, b in enumerate(scorer.logits(states[part]).split(rows)):
                 flipped = (b.argmax(-1) != first[i]).to(log_p[i])
-                found = [*divergences(log_p[i], _log_softmax(b, temperature)), flipped]
+                found = [*divergences(log_p[i], log_softmax(b, temperature)), flipped]
                 sums[layer] += torch.stack(found).sum(-1).cpu()
     return sums
 
 
-def _log_softmax(logits: torch.Tensor, temperature: float) -> torch.Tensor:
+def log_softmax(logits: torch.Tensor, temperature: float) -> torch.Tensor:
     return (lift(logits) / temperature).log_softmax(-1)
 
 

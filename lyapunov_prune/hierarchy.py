@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 
 from lyapunov_prune.bounds import BoundCheck
 from lyapunov_prune.decoding import decode_greedily
-from lyapunov_prune.divergence import _log_softmax
+from lyapunov_prune.divergence import log_softmax
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.layer_changes import WHAT, compressed_layers, dropped_layers
 from lyapunov_prune.models.structure import find_structure, identify, in_eval_mode
@@ -218,10 +218,10 @@ def _compare(
         z = scorer.logits(state[part])
         if not z.isfinite().all():
             raise LyapunovPruneError("the logits of the dense model are not finite; load it in a wider dtype")
-        blocks = [(b, _log_softmax(b, temperature)) for b in z.split(rows)]
+        blocks = [(b, log_softmax(b, temperature)) for b in z.split(rows)]
         for found, other in zip(parts, states, strict=True):
             for (b, log_p), b2 in zip(blocks, scorer.logits(other[part]).split(rows), strict=True):
-                found.append(torch.cat([direction(b, b2), prediction(log_p, _log_softmax(b2, temperature))]))
+                found.append(torch.cat([direction(b, b2), prediction(log_p, log_softmax(b2, temperature))]))
     h = dense.flatten(0, 1)
     return [
         torch.cat([direction(h, h2.flatten(0, 1)).to(found[0].device), torch.cat(found, dim=-1)])

@@ -40,6 +40,12 @@ GroupSize = Annotated[int | None, typer.Option(help="Weights that share a grid (
 Sparsity = Annotated[float | None, typer.Option(help="Share removed: of entries, or of parameters by low rank.")]
 Rank = Annotated[int | None, typer.Option(help="Rank kept (svd, whitened-svd, balanced).")]
 Bits = Annotated[float | None, typer.Option(help="Bits a weight (rtn); the mean of all with --allocation bits.")]
+MaxKL = Annotated[
+    float | None,
+    typer.Option(
+        "--max-kl", help="With --criterion kl, in place of a number: remove while the estimates' sum stays below."
+    ),
+]
 Criterion = Annotated[str, typer.Option(help="rho, bi, blend, kl, oracle, from-end or random.")]
 What = Annotated[
     str,

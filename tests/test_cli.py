@@ -29,6 +29,7 @@ from lyapunov_prune.cli import main
 from lyapunov_prune.compression.compress import CompressionReport
 from lyapunov_prune.evaluation.evaluation import Evaluation
 from lyapunov_prune.healing import Healing
+from lyapunov_prune.hierarchy import HierarchyProbe
 from lyapunov_prune.plan import PruningPlan
 from lyapunov_prune.profile import LayerProfile
 from lyapunov_prune.sensitivity import Sensitivity
@@ -583,7 +584,28 @@ def test_a_pruned_model_is_healed_by_the_one_it_came_from(run: Any) -> None:
     assert done.code == 0
     report = Healing.load("healed/healing.json")
     assert (report.steps, report.rank) == (3, 2)
+    assert not list(Path("runs").rglob("jobs/heal"))
     assert Provenance.load("healed/provenance.json").plan.remove == (1, 3)
     AutoModelForCausalLM.from_pretrained("healed")
     assert "--teacher" in run("heal", "tiny", "-o", "again", "--steps", "1", *TEXT).err
     assert run("eval", "healed", "--split", "calibration", *TEXT).code == 2
+
+
+def test_the_budget_of_divergence_says_how_many_layers_go(run: Any) -> None:
+    assert run("rank", "tiny", "--criterion", "kl", "--max-kl", "1000", *TEXT).code == 0
+    assert len(PruningPlan.load("runs/tiny/plan.json").remove) == 5  # one layer stays
+    assert "raise the budget" in run("rank", "tiny", "--criterion", "kl", "--max-kl", "1e-9", *TEXT).err
+    assert "--max-kl" in run("rank", "tiny", "--criterion", "bi", "--max-kl", "1", *TEXT).err
+
+
+def test_hierarchy_follows_a_compressed_and_a_pruned_model(run: Any) -> None:
+    few = ["--tokens", "32", "--context", "16", "--steps", "3"]
+    assert run("compress", "tiny", "--method", "rtn", "--bits", "8", "-o", "rounded", *TEXT).code == 0
+    assert run("hierarchy", "tiny", "rounded", *few).code == 0
+    assert {"hierarchy.json", "generation.json", "report.html"} <= {p.name for p in Path("runs/tiny").iterdir()}
+    rounded = HierarchyProbe.load("runs/tiny/hierarchy.json")
+    assert run("hierarchy", "tiny", *few).code == 0
+    dropped = HierarchyProbe.load("runs/tiny/hierarchy.json")
+    assert rounded.kl.mean() < dropped.kl.mean()
+    assert run("prune", "tiny", "--layers", "1", "-o", "out", *TEXT).code == 0
+    assert run("hierarchy", "tiny", "out", *few).code == 0

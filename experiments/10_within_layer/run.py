@@ -25,7 +25,7 @@ from lyapunov_prune.models.roles import role
 from lyapunov_prune.report.compressions import compressions_figure
 
 HERE = Path(__file__).parent
-STEPS = (-0.1, -0.05, 0.05, 0.1, 0.2)
+STEPS = (-0.1, 0.1, 0.2)
 
 
 def main(model: str = "smollm2-135m", text: str = "builtin") -> None:

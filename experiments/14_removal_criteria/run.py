@@ -26,7 +26,7 @@ from lyapunov_prune.report.figures import perplexity_figure
 from lyapunov_prune.text import require_disjoint
 
 HERE = Path(__file__).parent
-REMOVALS = (1, 2, 4, 7)
+REMOVALS = (2, 4, 7)
 ALPHAS = (0.0, 0.25, 0.5, 0.75, 1.0)
 ALPHA_AT = 4
 

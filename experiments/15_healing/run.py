@@ -17,7 +17,7 @@ import lyapunov_prune as lp
 from lyapunov_prune.report.drawing import COLOURS, one_panel, svg
 
 HERE = Path(__file__).parent
-STEPS, RANK = 80, 8
+STEPS, RANK = 40, 8
 
 
 def main(model: str = "smollm2-135m", text: str = "builtin", remove: int = 4) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -269,6 +270,7 @@ def heal(
             raise LyapunovPruneError(f"{model} does not say what it was made from; give the dense model as --teacher")
         teacher = provenance.source
     loaded, batch = load_inputs(model, text, tokens, context, device, "float32", bos, offline)
+    jobs = run_folder(None, model) / "jobs" / "heal"
     done = heal_model(
         loaded.model,
         load(teacher, dtype="float32", device=device, offline=offline).model,
@@ -278,7 +280,7 @@ def heal(
         learning_rate=learning_rate,
         temperature=temperature,
         seed=seed,
-        folder=run_folder(None, model) / "jobs" / "heal",
+        folder=jobs,
         resume=resume,
         evaluation=load_batch(loaded, text, min(tokens, 4096), context, bos, offline, "evaluation"),
     )
@@ -287,4 +289,5 @@ def heal(
         results[PROVENANCE] = provenance
     title = f"{Path(model).name}, healed"
     write_model(done.model, loaded.tokenizer, output, results, title, done.report.about())
+    shutil.rmtree(jobs)  # three times the size of what was trained
     show(done.report, as_json, output)

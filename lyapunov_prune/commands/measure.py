@@ -35,6 +35,7 @@ from lyapunov_prune.options import (
     DType,
     Epsilon,
     Json,
+    MaxKL,
     Method,
     Model,
     Offline,
@@ -85,6 +86,7 @@ def rank(
     model: Annotated[str | None, typer.Argument(help="As for profile; not needed with --profile.")] = None,
     profile_file: Annotated[Path | None, typer.Option("--profile", help="A profile.json to rank by.")] = None,
     remove: Annotated[int | None, typer.Option(help="Write plan.json for so many layers.")] = None,
+    max_kl: MaxKL = None,
     what: What = "layers",
     criterion: Criterion = "blend",
     alpha: Alpha = 0.5,
@@ -102,7 +104,8 @@ def rank(
     output: Output = None,
     as_json: Json = False,
 ) -> None:
-    """Order the layers, or their attention or MLP, for removal; with --remove N writes plan.json."""
+    """Order the layers, or their attention or MLP, for removal; with --remove N or --max-kl X writes plan.json."""
+    from lyapunov_prune.divergence import SkipDivergence, plan_under_budget
     from lyapunov_prune.profile import LayerProfile
     from lyapunov_prune.ranking import rank_layers
 
@@ -111,6 +114,8 @@ def rank(
     require_criterion(criterion, alpha)
     require_what(what, criterion)
     require_one_by_one(criterion, remove)
+    if max_kl is not None and (criterion != "kl" or remove is not None or profile_file is not None):
+        raise LyapunovPruneError("--max-kl says how far to go by --criterion kl; give both, and no --remove")
     if profile_file is not None:
         if what != "layers" or criterion in LOGIT_CRITERIA:
             missing = what if what != "layers" else f"criterion {criterion}"
@@ -131,6 +136,9 @@ def rank(
     written = None
     if remove is not None:
         written = ranking.plan(remove).save(run / "plan.json")
+    if max_kl is not None:
+        plan = plan_under_budget(SkipDivergence.load(run / "divergence.json"), max_kl)
+        written = plan.save(run / "plan.json")
     show(ranking, as_json, written)
 
 

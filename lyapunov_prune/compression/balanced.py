@@ -48,4 +48,3 @@ def balanced(
     A = root(damped(sensitivity, m, damping, D.device))
     U = leading(A @ D, damped(gram, n, damping, D.device), rank)
     return (torch.linalg.solve(A, U) @ (U.T @ A @ D)).to(W)
-

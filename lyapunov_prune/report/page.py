@@ -21,13 +21,17 @@ from lyapunov_prune.evaluation.evaluation import Evaluation
 from lyapunov_prune.evaluation.removal import RemovalCurve
 from lyapunov_prune.evaluation.speed import Speed
 from lyapunov_prune.files import write_whole
+from lyapunov_prune.generation import GenerationDivergence
 from lyapunov_prune.healing import REPORT as HEALING
 from lyapunov_prune.healing import Healing
+from lyapunov_prune.hierarchy import HierarchyProbe
 from lyapunov_prune.jacobian import JacobianNorms
 from lyapunov_prune.oracle import GreedyRemoval
 from lyapunov_prune.plan import PruningPlan
 from lyapunov_prune.profile import LayerProfile
 from lyapunov_prune.report import compressions, figures, internals, removal
+from lyapunov_prune.report.generation import generation_figure
+from lyapunov_prune.report.hierarchy import hierarchy_figure, kl_figure
 from lyapunov_prune.report.maps import sensitivity_figures
 from lyapunov_prune.results import Result
 from lyapunov_prune.sensitivity import Sensitivity
@@ -160,6 +164,23 @@ _SECTIONS = (
         "the share recovered, of the perplexity that the removal cost, is measured on other text.",
         lambda r: {"healing": removal.healing_figure(r)},
         in_checkpoints=True,
+    ),
+    _Section(
+        "hierarchy.json",
+        HierarchyProbe,
+        "Hidden state, logits, probabilities",
+        "One layer at a time replaced inside the dense model's own context, at each step that it decodes: how far the "
+        "state, the logits and the probabilities turn, beside their second-order estimates, and the divergence of the "
+        "prediction beside its proven bounds. A bound that holds speaks of these steps.",
+        lambda r: {"hierarchy": hierarchy_figure(r), "kl": kl_figure(r)},
+    ),
+    _Section(
+        "generation.json",
+        GenerationDivergence,
+        "Generation",
+        "Both models decode on their own from the same prompts. Once their texts differ they answer different "
+        "questions, and similarity falls for that reason too.",
+        lambda r: {"generation": generation_figure(r)},
     ),
     _Section(
         "eval.json",

@@ -1,0 +1,74 @@
+"""Commands about what a change does to the predictions."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from lyapunov_prune.errors import CheckFailed
+from lyapunov_prune.inputs import draw_report, load_inputs, run_folder
+from lyapunov_prune.options import (
+    BatchSize,
+    Bos,
+    Context,
+    Device,
+    DType,
+    Json,
+    Model,
+    Offline,
+    Output,
+    Text,
+    Tokens,
+)
+from lyapunov_prune.terminal import show
+
+
+def hierarchy(
+    dense: Model,
+    compressed: Annotated[str | None, typer.Argument(help="Made from DENSE: pruned, sparsified, rounded.")] = None,
+    steps: Annotated[int, typer.Option(min=1, help="Tokens decoded after each prompt.")] = 16,
+    temperature: Annotated[float, typer.Option(help="Of the softmax.")] = 1.0,
+    text: Text = "builtin",
+    tokens: Tokens = 128,
+    context: Context = 32,
+    batch_size: BatchSize = 1,
+    device: Device = "cpu",
+    dtype: DType = None,
+    bos: Bos = None,
+    offline: Offline = False,
+    output: Output = None,
+    as_json: Json = False,
+) -> None:
+    """Follow a change from hidden state to logits to probabilities; writes hierarchy.json and generation.json.
+
+    Each layer by itself is replaced by that of COMPRESSED, or dropped where COMPRESSED has fewer or is not given, in
+    the dense model's own context; estimates and proven bounds stand beside what is measured. With COMPRESSED both
+    models then decode on their own. Prompts are windows of --context tokens. Exit code 1 on a violated bound.
+    """
+    from lyapunov_prune.generation import compare_generation
+    from lyapunov_prune.hierarchy import probe_layers
+    from lyapunov_prune.models.loading import load
+
+    loaded, prompts = load_inputs(dense, text, tokens, context, device, dtype, bos, offline, "evaluation")
+    other = load(compressed, dtype=dtype, device=device, offline=offline) if compressed else None
+    same_layers = other is not None and other.structure.num_layers == loaded.structure.num_layers
+    probe = probe_layers(
+        loaded.model,
+        prompts,
+        change=other.model if other is not None and same_layers else "dropped",
+        steps=steps,
+        temperature=temperature,
+        batch_size=batch_size,
+    )
+    run = run_folder(output, dense)
+    probe.save(run / "hierarchy.json")
+    written = run / "hierarchy.json"
+    show(probe, as_json, written)
+    if other is not None:
+        generated = compare_generation(loaded.model, other.model, prompts, steps=steps, temperature=temperature)
+        written = generated.save(run / "generation.json")
+        show(generated, as_json, written)
+    draw_report(run)
+    if probe.violations:
+        raise CheckFailed(f"{len(probe.violations)} bounds are violated; see {run / 'hierarchy.json'}")
