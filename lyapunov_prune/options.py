@@ -43,7 +43,7 @@ Bits = Annotated[float | None, typer.Option(help="Bits a weight (rtn); the mean 
 MaxKL = Annotated[
     float | None,
     typer.Option(
-        "--max-kl", help="With --criterion kl, in place of a number: remove while the estimates' sum stays below."
+        "--max-kl", help="By --criterion kl, for --remove: layers while the sum of estimates stays below."
     ),
 ]
 Criterion = Annotated[str, typer.Option(help="rho, bi, blend, kl, oracle, from-end or random.")]
