@@ -12,7 +12,7 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from lyapunov_prune.bounds import argmax_unchanged_of_state_error
-from lyapunov_prune.choice_items import ChoiceItem, sets_bos, tokenize
+from lyapunov_prune.choice_items import ChoiceItem, tokenize
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.linalg import lift
 from lyapunov_prune.models.structure import find_structure, identify, in_eval_mode
@@ -20,7 +20,7 @@ from lyapunov_prune.prefix import final_state
 from lyapunov_prune.progress import track
 from lyapunov_prune.results import MeasuredOn, ModelIdentity, Result
 from lyapunov_prune.scoring import Scorer
-from lyapunov_prune.text import TokenBatch, as_batch
+from lyapunov_prune.text import TokenBatch, adds_bos, as_batch
 from lyapunov_prune.tracing import require_finite
 
 # Positions whose logits are formed at once.
@@ -194,7 +194,7 @@ def compare_choices(
         moved=columns[4],
         changed=columns[5],
         compressed_model=identify(compressed),
-        measured_on=_measured_on(dense, tokenized, sets_bos(tokenizer)),
+        measured_on=_measured_on(dense, tokenized, adds_bos(tokenizer)),
     )
 
 

@@ -10,6 +10,7 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from lyapunov_prune.errors import LyapunovPruneError
+from lyapunov_prune.text import adds_bos
 
 _FORM = '{"query": "…", "choices": ["…", "…"], "gold": 0}'
 
@@ -61,7 +62,7 @@ def tokenize(item: ChoiceItem, tokenizer: PreTrainedTokenizerBase) -> tuple[torc
     """
     joint = "" if item.query[-1].isspace() else " "
     texts = [item.query + joint + choice for choice in item.choices]
-    start = [tokenizer.bos_token_id] if sets_bos(tokenizer) else []
+    start = [tokenizer.bos_token_id] if adds_bos(tokenizer) else []
     found = [start + tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"] for text in texts]
     query = start + tokenizer(item.query, add_special_tokens=False, verbose=False)["input_ids"]
     # A choice may begin inside a token of the query, so what is shared is looked for.
@@ -83,8 +84,3 @@ def _shared(rows: list[list[int]]) -> int:
             break
         same += 1
     return same
-
-
-def sets_bos(tokenizer: PreTrainedTokenizerBase) -> bool:
-    ids = tokenizer("a")["input_ids"]
-    return tokenizer.bos_token_id is not None and bool(ids) and ids[0] == tokenizer.bos_token_id

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
-from typing import Any
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 
 import torch
-from torch import nn
 from transformers import PreTrainedModel
 
 from lyapunov_prune.branches import Branch
@@ -16,8 +14,7 @@ from lyapunov_prune.models.projections import Projection, find_projections
 from lyapunov_prune.models.structure import find_structure, identify
 from lyapunov_prune.prefix import Prefix
 from lyapunov_prune.replacement import replaced
-from lyapunov_prune.sublayers import KINDS, find_sublayers
-from lyapunov_prune.tracing import hidden_of, with_hidden
+from lyapunov_prune.sublayers import KINDS, find_sublayers, silent
 
 WHAT = ("layer", *KINDS)
 
@@ -33,7 +30,7 @@ def dropped_layers(model: PreTrainedModel, prefix: Prefix) -> Changes:
         if what == "layer":
             return prefix.bypassed((layer,))
         branch = found[layer].branches.get(what)
-        return None if branch is None else _silent(branch)
+        return None if branch is None else silent(branch)
 
     return change
 
@@ -72,18 +69,6 @@ def compressed_layers(model: PreTrainedModel, compressed: PreTrainedModel) -> Ch
         return None if not chosen else replaced(model, {p: p.weight(compressed) for p in chosen})
 
     return change
-
-
-@contextmanager
-def _silent(branch: Branch) -> Iterator[None]:
-    def hook(module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
-        return with_hidden(output, torch.zeros_like(hidden_of(output)))
-
-    handle = branch.exit.register_forward_hook(hook)
-    try:
-        yield
-    finally:
-        handle.remove()
 
 
 def _children(branch: Branch) -> set[str]:

@@ -8,7 +8,7 @@ are stored and multiplied like any weight, so this shows what a sublayer is wort
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -113,17 +113,24 @@ def silenced(model: PreTrainedModel, attention: tuple[int, ...], mlp: tuple[int,
     The branches still compute: a reference for `zero_sublayers`, and no faster than the full model.
     """
 
+    with ExitStack() as stack:
+        for _, _, branch in _branches(model, attention, mlp) if attention or mlp else ():
+            stack.enter_context(silent(branch))
+        yield
+
+
+@contextmanager
+def silent(branch: Branch) -> Iterator[None]:
+    """As `silenced`, for one branch."""
+
     def hook(module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
         return with_hidden(output, torch.zeros_like(hidden_of(output)))
 
-    handles = []
+    handle = branch.exit.register_forward_hook(hook)
     try:
-        for _, _, branch in _branches(model, attention, mlp) if attention or mlp else ():
-            handles.append(branch.exit.register_forward_hook(hook))
         yield
     finally:
-        for handle in handles:
-            handle.remove()
+        handle.remove()
 
 
 @in_eval_mode

@@ -123,7 +123,7 @@ def load_text(
         raise LyapunovPruneError(f"{tokens} tokens do not fill one window of {context}; raise --tokens")
     text = _split(_read(source, offline), split)
     if bos is None:
-        bos = _adds_bos(tokenizer)
+        bos = adds_bos(tokenizer)
     if bos and tokenizer.bos_token_id is None:
         raise LyapunovPruneError("this tokenizer has no BOS token; use --no-bos")
     width = context - 1 if bos else context
@@ -242,6 +242,7 @@ def _split(text: str, split: Split) -> str:
     return "".join(p for p in _PARAGRAPH_END.split(second) if p.strip() not in seen)
 
 
-def _adds_bos(tokenizer: PreTrainedTokenizerBase) -> bool:
+def adds_bos(tokenizer: PreTrainedTokenizerBase) -> bool:
+    """Whether the tokenizer begins every text with its BOS token."""
     ids = tokenizer("a")["input_ids"]
     return tokenizer.bos_token_id is not None and bool(ids) and ids[0] == tokenizer.bos_token_id
