@@ -86,7 +86,7 @@ def retrieval_bound(
 
     `error` and `distance` (or the radius of a cache, `retrieval_bound_of_le`) have one entry an input.
     """
-    return worst_of("retrieval_bound", matrix, layer, error, weight_norm * as_array(distance), rounding)
+    return _worst("retrieval_bound", matrix, layer, error, weight_norm * _array(distance), rounding)
 
 
 def sparse_activation_bound(
@@ -103,7 +103,7 @@ def sparse_activation_bound(
     `size` is `‖x‖`, one entry an input; `residual_norm` a certified `‖W − S‖`
     (`error_le_of_certified_norm`).
     """
-    return worst_of("sparse_activation_bound", matrix, layer, error, residual_norm * as_array(size), rounding)
+    return _worst("sparse_activation_bound", matrix, layer, error, residual_norm * _array(size), rounding)
 
 
 def interpolation_bound(
@@ -116,7 +116,7 @@ def interpolation_bound(
     layer: int | None = None,
 ) -> BoundCheck:
     """Theorem 3, `interpolation_bound`: `‖W x − L x‖ ≤ ‖R‖ ‖x‖` for a low-rank `L` and `R = W − L`."""
-    return worst_of("interpolation_bound", matrix, layer, error, residual_norm * as_array(size), rounding)
+    return _worst("interpolation_bound", matrix, layer, error, residual_norm * _array(size), rounding)
 
 
 def composition_bound(
@@ -135,8 +135,8 @@ def composition_bound(
 
     `size` is `‖x'‖`, `radius` the `ε ≥ ‖x − x'‖` of each input; the norms are certified.
     """
-    bound = weight_norm * as_array(radius) + (sparse_norm + low_rank_norm) * as_array(size)
-    return worst_of("composition_bound", matrix, layer, error, bound, rounding)
+    bound = weight_norm * _array(radius) + (sparse_norm + low_rank_norm) * _array(size)
+    return _worst("composition_bound", matrix, layer, error, bound, rounding)
 
 
 def trajectory_error_le(
@@ -148,7 +148,7 @@ def trajectory_error_le(
     `‖f_k(h'_k) − g_k(h'_k)‖ ≤ δ_k`. K measured along a trajectory holds for that one only: the checks are
     marked as estimates. `unit` is the relative rounding of the measured norms.
     """
-    e, K, delta = as_array(errors), as_array(growth), as_array(local)
+    e, K, delta = _array(errors), _array(growth), _array(local)
     if len(e) != len(K) + 1 or len(K) != len(delta):
         raise LyapunovPruneError(f"{len(e)} errors, {len(K)} growth factors and {len(delta)} local errors do not fit")
     checks, bound = [], float(e[0])
@@ -156,7 +156,7 @@ def trajectory_error_le(
         bound = float(K[n] * bound + delta[n])
         rounding = 8 * (n + 2) * unit * bound
         checks.append(
-            worst_of("trajectory_error_le", matrix, n, e[n + 1 : n + 2], np.array([bound]), rounding, estimate=True)
+            _worst("trajectory_error_le", matrix, n, e[n + 1 : n + 2], np.array([bound]), rounding, estimate=True)
         )
     return tuple(checks)
 
@@ -168,9 +168,9 @@ def nonlinear_composition_bound(
 
     `errors` holds `e_0, e_1, e_2`, `growth` `K_0, K_1` and `local` `δ_0, δ_1`; an estimate as above.
     """
-    e, (K0, K1), (d0, d1) = as_array(errors), as_array(growth), as_array(local)
+    e, (K0, K1), (d0, d1) = _array(errors), _array(growth), _array(local)
     bound = np.array([K1 * K0 * e[0] + K1 * d0 + d1])
-    return worst_of("nonlinear_composition_bound", matrix, None, e[2:3], bound, 32 * unit * bound, estimate=True)
+    return _worst("nonlinear_composition_bound", matrix, None, e[2:3], bound, 32 * unit * bound, estimate=True)
 
 
 def lyapunov_contraction_bound(
@@ -183,10 +183,10 @@ def lyapunov_contraction_bound(
     """
     if not 0 <= gamma < 1:
         raise LyapunovPruneError(f"Theorem 8 needs a contraction 0 ≤ γ < 1, not {gamma:.4g}; use trajectory_error_le")
-    e = as_array(errors)
+    e = _array(errors)
     power = gamma ** np.arange(1, len(e), dtype=np.float64)
     bound = power * e[0] + local * (1 - power) / (1 - gamma)
-    return worst_of("lyapunov_contraction_bound", matrix, None, e[1:], bound, 8 * len(e) * unit * bound, estimate=True)
+    return _worst("lyapunov_contraction_bound", matrix, None, e[1:], bound, 8 * len(e) * unit * bound, estimate=True)
 
 
 def residual_growth_contraction(
@@ -198,9 +198,9 @@ def residual_growth_contraction(
     `state_growth` (L,). One check for each layer that meets the hypothesis `a < g`, and none for the others:
     `V' ≤ (a/g) V` with energies for a and g (`relative_error_le`), which is below V.
     """
-    V, a, g = as_array(relative_energy), as_array(error_growth), as_array(state_growth)
+    V, a, g = _array(relative_energy), _array(error_growth), _array(state_growth)
     return tuple(
-        worst_of(
+        _worst(
             "residual_growth_contraction",
             f"layer {k}",
             k,
@@ -274,11 +274,11 @@ def argmax_unchanged_of_state_error(
     return TokenCertificate(*(torch.cat(parts).numpy() for parts in (radii, moves, flips)))
 
 
-def as_array(numbers: Numbers) -> np.ndarray:
+def _array(numbers: Numbers) -> np.ndarray:
     return np.atleast_1d(np.asarray(numbers, dtype=np.float64))
 
 
-def worst_of(
+def _worst(
     theorem: str,
     matrix: str,
     layer: int | None,
@@ -288,10 +288,10 @@ def worst_of(
     estimate: bool = False,
 ) -> BoundCheck:
     """The input with the largest error / (bound + margin). NaN is no check: it raises."""
-    error, bound = np.broadcast_arrays(as_array(error), bound)
+    error, bound = np.broadcast_arrays(_array(error), bound)
     if not len(error):
         raise LyapunovPruneError(f"{theorem} on {matrix}: no inputs to check")
-    margin = np.broadcast_to(as_array(rounding), bound.shape) + _BOUND_ROUNDING * bound
+    margin = np.broadcast_to(_array(rounding), bound.shape) + _BOUND_ROUNDING * bound
     if not (np.isfinite(error).all() and np.isfinite(bound).all() and np.isfinite(margin).all()):
         raise LyapunovPruneError(f"{theorem} on {matrix}: NaN or infinity; check the activations and the weights")
     with np.errstate(over="ignore"):  # any error is infinitely worse than a bound of zero

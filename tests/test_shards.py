@@ -331,8 +331,17 @@ def test_a_real_limit_on_file_size_leaves_nothing(size: int, checkpoint: Path, t
     assert os.listdir(tmp_path) == [checkpoint.name]
 
 
-def test_killed_at_any_moment_it_leaves_a_whole_checkpoint_or_none(checkpoint: Path, tmp_path: Path) -> None:
+def test_killed_at_any_moment_it_leaves_a_whole_checkpoint_or_none(
+    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     on_disk(checkpoint, tmp_path / "whole", shard_bytes=10_000)
+    copy = tensor_files._copy
+
+    def slowly(*args: Any) -> None:
+        time.sleep(0.01)  # else a small checkpoint is written between two moments
+        copy(*args)
+
+    monkeypatch.setattr(tensor_files, "_copy", slowly)  # the children are forks
     wanted = tensors(tmp_path / "whole")
     target = tmp_path / "disk"
 
