@@ -23,7 +23,7 @@ from test_checkpoint import limit_file_size
 from test_loading import bert
 from transformers import AutoConfig, AutoModelForCausalLM, BertLMHeadModel, PreTrainedTokenizerFast
 
-from lyapunov_prune import disk_gate, shards
+from lyapunov_prune import disk_gate, shards, tensor_files
 from lyapunov_prune.checkpoint import PROVENANCE, Provenance, write_pruned
 from lyapunov_prune.cli import main
 from lyapunov_prune.errors import CheckFailed, LyapunovPruneError
