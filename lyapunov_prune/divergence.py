@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 import pandas as pd
@@ -83,8 +85,7 @@ def skip_divergence(
     outside the vocabulary, a context too long, a temperature that is not above 0, or a decoder whose logits
     are not a function of its final state.
     """
-    if not 0 < temperature < float("inf"):
-        raise LyapunovPruneError(f"temperature {temperature:g} is no temperature; give a number above 0")
+    require_temperature(temperature)
     batch = as_batch(model, batch)
     structure = find_structure(model)
     windows = [ids.to(model.device) for ids in batch.ids.split(batch_size)]
@@ -99,6 +100,12 @@ def skip_divergence(
     means[~np.isfinite(means).all(-1)] = np.nan
     variance, kl, reverse_kl, flipped = means.T.copy()
     return SkipDivergence(variance, kl, reverse_kl, flipped, float(temperature), batch.measured_on(model))
+
+
+def require_temperature(temperature: float) -> None:
+    """Raise LyapunovPruneError unless `temperature` is positive and finite."""
+    if not 0 < temperature < float("inf"):
+        raise LyapunovPruneError(f"temperature {temperature:g} is no temperature; give a number above 0")
 
 
 def _final_states(prefix: Prefix, ids: torch.Tensor) -> tuple[torch.Tensor, list[torch.Tensor]]:
@@ -122,6 +129,38 @@ def _final_states(prefix: Prefix, ids: torch.Tensor) -> tuple[torch.Tensor, list
 def _divergences(scorer: Scorer, dense: torch.Tensor, skipped: list[torch.Tensor], temperature: float) -> torch.Tensor:
     """Sums over positions of the four measures, layers × 4, float64."""
     sums = torch.zeros(len(skipped), 4, dtype=torch.float64)
+    for layer, p, q in prediction_blocks(scorer, dense, skipped, temperature):
+        flipped = (p.top != q.top).to(p.log)
+        sums[layer] += torch.stack([*divergences(p.log, q.log), flipped]).sum(-1).cpu()
+    return sums
+
+
+class Prediction:
+    """Logits `z` (rows × vocabulary), and what is taken of them when it is asked for, once."""
+
+    def __init__(self, z: torch.Tensor, temperature: float) -> None:
+        self.z, self.temperature = z, temperature
+
+    @cached_property
+    def log(self) -> torch.Tensor:
+        """`log softmax(z/T)`, float64."""
+        return log_softmax(self.z, self.temperature)
+
+    @cached_property
+    def top(self) -> torch.Tensor:
+        """The likeliest token of every row."""
+        return self.z.argmax(-1)
+
+
+def prediction_blocks(
+    scorer: Scorer, dense: torch.Tensor, changed: Sequence[torch.Tensor], temperature: float
+) -> Iterator[tuple[int, Prediction, Prediction]]:
+    """Final states (positions × width) of a dense model beside those of each of `changed`, as predictions.
+
+    Each block of positions comes as the number of the changed, the dense prediction and the changed one, in the order
+    of the positions for every number. Dense logits are formed once for all; a chunk of tokens × vocabulary is in
+    memory. Raises LyapunovPruneError when they are not finite, and as `Scorer.logits` does.
+    """
     vocabulary = len(scorer.head.weight)
     chunk, rows = (max(1, entries // vocabulary) for entries in (_CHUNK, _BLOCK))
     for start in range(0, len(dense), chunk):
@@ -129,13 +168,10 @@ def _divergences(scorer: Scorer, dense: torch.Tensor, skipped: list[torch.Tensor
         z = scorer.logits(dense[part])
         if not z.isfinite().all():
             raise LyapunovPruneError("the logits of the dense model are not finite; load it in a wider dtype")
-        first, log_p = z.argmax(-1).split(rows), [log_softmax(b, temperature) for b in z.split(rows)]
-        for layer, states in enumerate(skipped):
-            for i, b in enumerate(scorer.logits(states[part]).split(rows)):
-                flipped = (b.argmax(-1) != first[i]).to(log_p[i])
-                found = [*divergences(log_p[i], log_softmax(b, temperature)), flipped]
-                sums[layer] += torch.stack(found).sum(-1).cpu()
-    return sums
+        known = [Prediction(b, temperature) for b in z.split(rows)]
+        for number, states in enumerate(changed):
+            for p, b in zip(known, scorer.logits(states[part]).split(rows), strict=True):
+                yield number, p, Prediction(b, temperature)
 
 
 def log_softmax(logits: torch.Tensor, temperature: float) -> torch.Tensor:

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import pandas as pd
 import torch
-from torch import nn
 from transformers import PreTrainedModel
 
-from lyapunov_prune.divergence import divergences
+from lyapunov_prune.decoding import walk
+from lyapunov_prune.divergence import divergences, require_temperature
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.gate import CACHE_LIMIT
 from lyapunov_prune.linalg import lift
@@ -23,7 +20,7 @@ from lyapunov_prune.progress import track
 from lyapunov_prune.results import MeasuredOn, ModelIdentity, Result
 from lyapunov_prune.spaces import direction
 from lyapunov_prune.text import TokenBatch, as_batch
-from lyapunov_prune.tracing import hidden_of, require_finite
+from lyapunov_prune.tracing import require_finite
 
 # A text has collapsed when it ends in a cycle of at most so many tokens, ...
 CYCLE = 8
@@ -136,8 +133,7 @@ def compare_generation(
     ids outside them, prompts that leave no room for the steps, a temperature that is not above 0, or a decoder
     whose cache does not give what it computes without.
     """
-    if not 0 < temperature < float("inf"):
-        raise LyapunovPruneError(f"temperature {temperature:g} is no temperature; give a number above 0")
+    require_temperature(temperature)
     if steps < 1:
         raise LyapunovPruneError(f"{steps} steps write nothing; give 1 or more")
     batch = as_batch(compressed, as_batch(dense, prompts))
@@ -155,7 +151,7 @@ def compare_generation(
     for ids in track(batch.ids.split(batch_size), "generation"):
         written: tuple[list[torch.Tensor], list[torch.Tensor]] = ([], [])
         ended = torch.zeros(2, len(ids), dtype=torch.bool)
-        walks = [_walk(model, ids, steps, by) for model, by in zip(models, told, strict=True)]
+        walks = [walk(model, ids, steps, by) for model, by in zip(models, told, strict=True)]
         for t, ((h, z), (h2, z2)) in enumerate(zip(*walks, strict=True)):
             if z.shape != z2.shape:
                 raise LyapunovPruneError(
@@ -184,40 +180,6 @@ def compare_generation(
         compressed=identify(compressed),
         measured_on=batch.measured_on(dense),
     )
-
-
-def _walk(
-    model: PreTrainedModel, prompts: torch.Tensor, steps: int, told: bool
-) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """At every step what leaves the last layer (prompts × d) and the logits (prompts × vocabulary); then goes on."""
-    structure, taken = find_structure(model), inspect.signature(model.forward).parameters
-    states: list[torch.Tensor] = []
-
-    def note(module: nn.Module, args: Any, output: Any) -> None:
-        states.append(hidden_of(output)[:, -1].flatten(1))
-
-    text = ids = prompts.to(model.device)
-    given: dict[str, Any] = {"logits_to_keep": 1} if "logits_to_keep" in taken else {}
-    carried: dict[str, Any] = {}
-    for t in range(steps):
-        if carried and told and "position_ids" in taken:
-            carried["position_ids"] = torch.full_like(ids, text.shape[1] - 1)
-        handle = structure.layers[-1].register_forward_hook(note)
-        try:
-            output = model(ids, **given, **carried, use_cache=True)
-        finally:
-            handle.remove()
-        logits = output.logits[:, -1]
-        if not logits.isfinite().all():
-            require_finite(structure, text, f"step {t}")
-            raise LyapunovPruneError(f"the logits of step {t} are not finite; load the model in a wider dtype")
-        # What the forward both returns and takes is the cache, whatever it is called.
-        carried = {name: value for name, value in output.items() if name in taken and value is not None}
-        del output
-        yield states.pop(), logits
-        tokens = logits.argmax(-1, keepdim=True)
-        text = torch.cat([text, tokens], 1)
-        ids = tokens if carried else text
 
 
 def _told_positions(model: PreTrainedModel) -> bool:

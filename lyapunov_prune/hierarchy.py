@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 
 from lyapunov_prune.bounds import BoundCheck
 from lyapunov_prune.decoding import decode_greedily
-from lyapunov_prune.divergence import log_softmax
+from lyapunov_prune.divergence import prediction_blocks, require_temperature
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.layer_changes import WHAT, compressed_layers, dropped_layers
 from lyapunov_prune.models.structure import find_structure, identify, in_eval_mode
@@ -28,10 +28,6 @@ from lyapunov_prune.text import TokenBatch, as_batch, require_context
 from lyapunov_prune.tracing import require_finite, residual_stream, run_backbone
 
 _MEASURES = (*HIDDEN, *LOGITS, *PROBABILITIES)
-# Entries of a chunk of tokens × vocabulary: 32 MiB in float64, and a product large enough for its matrix.
-_CHUNK = 2**22
-# Entries taken through the exponentials at once: they stay in the cache.
-_BLOCK = 2**18
 
 
 @dataclass(frozen=True)
@@ -137,8 +133,7 @@ def probe_layers(
     logits are no function of the state that leaves its last layer, and a compressed model that differs in more than
     matrices.
     """
-    if not 0 < temperature < float("inf"):
-        raise LyapunovPruneError(f"temperature {temperature:g} is no temperature; give a number above 0")
+    require_temperature(temperature)
     if steps < 1:
         raise LyapunovPruneError(f"{steps} decoding steps are none; give 1 or more")
     if not what or not set(what) <= set(WHAT):
@@ -210,18 +205,9 @@ def _compare(
             return final_state(prefix.structure, ids).flatten(0, 1)
 
     state, states = normed(dense), [normed(h) for h in changed]
-    vocabulary = len(scorer.head.weight)
-    chunk, rows = (max(1, entries // vocabulary) for entries in (_CHUNK, _BLOCK))
     parts: list[list[torch.Tensor]] = [[] for _ in changed]
-    for start in range(0, len(state), chunk):
-        part = slice(start, start + chunk)
-        z = scorer.logits(state[part])
-        if not z.isfinite().all():
-            raise LyapunovPruneError("the logits of the dense model are not finite; load it in a wider dtype")
-        blocks = [(b, log_softmax(b, temperature)) for b in z.split(rows)]
-        for found, other in zip(parts, states, strict=True):
-            for (b, log_p), b2 in zip(blocks, scorer.logits(other[part]).split(rows), strict=True):
-                found.append(torch.cat([direction(b, b2), prediction(log_p, log_softmax(b2, temperature))]))
+    for number, p, q in prediction_blocks(scorer, state, states, temperature):
+        parts[number].append(torch.cat([direction(p.z, q.z), prediction(p.log, q.log)]))
     h = dense.flatten(0, 1)
     return [
         torch.cat([direction(h, h2.flatten(0, 1)).to(found[0].device), torch.cat(found, dim=-1)])

@@ -22,7 +22,7 @@ from lyapunov_prune.prefix import Prefix
 from lyapunov_prune.progress import is_main
 from lyapunov_prune.results import MeasuredOn, Result, decode, encode
 from lyapunov_prune.store import Store
-from lyapunov_prune.sweep import DENSE, Job, Sweep
+from lyapunov_prune.sweep import DENSE, Job, Sweep, badness
 from lyapunov_prune.text import TokenBatch, as_batch
 from lyapunov_prune.tracing import layer_input
 
@@ -159,7 +159,7 @@ def greedy_removal(
                     tried = _tried(candidates, removed, structure.num_layers)
                     jobs = [Job(f"remove {layer}", layer, remove=(layer,)) for layer in tried]
                     found = sweep.run(jobs, f"step {number + 1} of {remove}")
-            layer = min(tried, key=lambda k: _badness(found[f"remove {k}"].windows))
+            layer = min(tried, key=lambda k: badness(float(found[f"remove {k}"].windows.mean())))
             windows = found[f"remove {layer}"].windows
             if not np.isfinite(windows).all():
                 raise LyapunovPruneError(
@@ -186,11 +186,6 @@ def _tried(candidates: Candidates | None, removed: tuple[int, ...], layers: int)
     if not chosen or not set(chosen) <= set(left):
         raise LyapunovPruneError(f"candidates {chosen} beside the removed {list(removed)}; name layers that are left")
     return chosen
-
-
-def _badness(windows: np.ndarray) -> float:
-    """The mean loss; NaN has no place in an order and is as bad as can be."""
-    return float(np.nan_to_num(windows.mean(), nan=np.inf))
 
 
 @contextmanager

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -18,7 +17,7 @@ from lyapunov_prune.compression.statistics import Statistics
 from lyapunov_prune.compression.wanda import input_norms
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.models.projections import Projection, find_projections, groups
-from lyapunov_prune.sweep import Job
+from lyapunov_prune.sweep import Job, badness
 from lyapunov_prune.text import TokenBatch
 
 # Those that need one pass over the text at most: a sweep changes one thing in the dense model.
@@ -210,7 +209,7 @@ def _threshold(ps: tuple[Projection, ...], base: Compression, losses: Mapping[st
 def _cliff(ps: tuple[Projection, ...], base: Compression, losses: Mapping[str, float]) -> list[Change]:
     """The most sensitive component, layer by layer, at five levels."""
     alone = _group(ps, base, losses)
-    worst = max(alone, key=lambda group: _badness(losses[group.key])).component
+    worst = max(alone, key=lambda group: badness(losses[group.key])).component
     return [
         Change("cliff", f"{group.label}, sparsity {s:g}", group.matrices, Compression(base.method, s, base.rank))
         for s in CLIFF_SPARSITIES
@@ -221,7 +220,7 @@ def _cliff(ps: tuple[Projection, ...], base: Compression, losses: Mapping[str, f
 
 def _greedy(ps: tuple[Projection, ...], base: Compression, losses: Mapping[str, float]) -> list[Change]:
     """In round k the k groups of least regret, measured alone, are compressed together."""
-    order = sorted(_group(ps, base, losses), key=lambda group: _badness(losses[group.key]))
+    order = sorted(_group(ps, base, losses), key=lambda group: badness(losses[group.key]))
     return [
         Change("greedy", f"+ {order[k].label}", tuple(p for group in order[: k + 1] for p in group.matrices), base)
         for k in range(min(ROUNDS, len(order)))
@@ -230,11 +229,6 @@ def _greedy(ps: tuple[Projection, ...], base: Compression, losses: Mapping[str, 
 
 def _removal(ps: tuple[Projection, ...], base: Compression, losses: Mapping[str, float]) -> list[Change]:
     return [Change("removal", f"layer {k}", remove=(k,)) for k in _by_layer(ps)]
-
-
-def _badness(loss: float) -> float:
-    """NaN has no place in an order; a change that gives it is as bad as can be."""
-    return math.inf if math.isnan(loss) else loss
 
 
 def _by_layer(ps: tuple[Projection, ...]) -> dict[int, tuple[Projection, ...]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -47,6 +48,11 @@ class Outcome:
 
 
 DENSE = "dense"
+
+
+def badness(loss: float) -> float:
+    """NaN has no place in an order; a change that gives it is as bad as can be."""
+    return math.inf if math.isnan(loss) else loss
 
 
 class Sweep:

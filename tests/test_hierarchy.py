@@ -18,6 +18,7 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from lyapunov_prune import HierarchyProbe, LyapunovPruneError, NonFiniteError, compress, probe_layers
+from lyapunov_prune import divergence as divergence_module
 from lyapunov_prune import hierarchy as module
 from lyapunov_prune.layer_changes import WHAT
 from lyapunov_prune.models.projections import find_projections
@@ -38,8 +39,8 @@ PARTS = {
 @pytest.fixture(autouse=True)
 def _small_chunks(monkeypatch: pytest.MonkeyPatch) -> Any:
     """Several chunks of tokens, several blocks in each, the last of each smaller."""
-    monkeypatch.setattr(module, "_CHUNK", 97 * 4)
-    monkeypatch.setattr(module, "_BLOCK", 97 * 3)
+    monkeypatch.setattr(divergence_module, "_CHUNK", 97 * 4)
+    monkeypatch.setattr(divergence_module, "_BLOCK", 97 * 3)
     with torch.no_grad():
         yield
 

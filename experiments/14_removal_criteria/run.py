@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Annotated
 
 import numpy as np
+import torch
 import typer
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
@@ -24,6 +25,7 @@ from lyapunov_prune.prefix import Prefix
 from lyapunov_prune.report.drawing import COLOURS, log_axis, one_panel, svg
 from lyapunov_prune.report.figures import perplexity_figure
 from lyapunov_prune.text import require_disjoint
+from lyapunov_prune.tracing import residual_stream, run_backbone
 
 HERE = Path(__file__).parent
 REMOVALS = (2, 4, 7)
@@ -82,8 +84,6 @@ def half(text: str, which: int) -> str:
 
 def remeasured(loaded: lp.Loaded, batch: lp.TokenBatch, remove: int) -> list[int]:
     """The layer of least Block Influence, again and again, measured on what is left."""
-    import torch
-
     removed: list[int] = []
     with torch.no_grad():
         prefix = Prefix(loaded.structure, batch.ids[:1])
@@ -97,10 +97,6 @@ def remeasured(loaded: lp.Loaded, batch: lp.TokenBatch, remove: int) -> list[int
 
 def nearest_run(loaded: lp.Loaded, batch: lp.TokenBatch, count: int) -> list[int]:
     """The `count` layers in a row whose last output is nearest in angle to their first input."""
-    import torch
-
-    from lyapunov_prune.tracing import residual_stream, run_backbone
-
     states: list[list[torch.Tensor]] = []
     with torch.no_grad():
         for row in batch.ids:

@@ -20,7 +20,7 @@ from lyapunov_prune.compression.streaming import stream
 from lyapunov_prune.contraction import ContractionProfile
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.linalg import lift
-from lyapunov_prune.models.projections import Projection
+from lyapunov_prune.models.projections import Projection, find_projections
 from lyapunov_prune.models.structure import identify, in_eval_mode
 from lyapunov_prune.progress import track
 from lyapunov_prune.results import MeasuredOn, Result
@@ -140,26 +140,27 @@ def compress(
     """
     kind = require_amount(method, sparsity, rank, bits, allocation)
     given = None if batch is None else as_batch(model, batch)
+    if isinstance(allocation, Allocation) and not allocation.model.same_as(identify(model)):
+        raise LyapunovPruneError(f"this allocation was made for {allocation.model.name}; allocate for this model anew")
     if isinstance(allocation, str):
         allocation = _allocated(model, kind, sparsity, rank, bits, allocation, given, profile)
     if pattern is not None and allocation.schedule != "uniform":
         raise LyapunovPruneError("a pattern keeps the same share of every matrix; give allocation uniform with it")
-    if not allocation.model.same_as(identify(model)):
-        raise LyapunovPruneError(f"this allocation was made for {allocation.model.name}; allocate for this model anew")
     small = copy.deepcopy(model)
-    projections = Matrices.of(small).projections
+    projections = find_projections(small)
+    wanted = dict(zip(allocation.names, allocation.amount.tolist(), strict=True))
     _require_apart(small, projections)
     done: dict[str, CompressedMatrix] = {}
 
     @torch.no_grad()
     def change(here: Sequence[Projection], found: dict[str, Statistics]) -> None:
         for p in here:
-            amount = _amount(method, allocation.of(p.name), allocation.unit, p.weight(small).shape)
+            amount = _amount(method, wanted[p.name], allocation.unit, p.weight(small).shape)
             W, statistics = p.weight(small), found.get(p.name)
             after = W.clone()
             if amount is not None:
                 after = compressed(method, W, statistics, amount, pattern=pattern, group_size=group_size)
-            done[p.name] = _describe(p, method, W, after, statistics, allocation.of(p.name), amount)
+            done[p.name] = _describe(p, method, W, after, statistics, wanted[p.name], amount)
             W.copy_(after)
 
     needs = METHODS[method].needs

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
-import numpy as np
 import torch
-from torch import nn
 from transformers import PreTrainedModel
 
+from lyapunov_prune.compression.gathering import Gathering, require_seen
 from lyapunov_prune.compression.masks import Pattern, row_mask
 from lyapunov_prune.errors import LyapunovPruneError
-from lyapunov_prune.linalg import lift, token_energy
+from lyapunov_prune.linalg import lift
 from lyapunov_prune.models.projections import Projection
 from lyapunov_prune.models.structure import find_structure, in_eval_mode
 from lyapunov_prune.progress import track
@@ -45,34 +44,12 @@ def input_norms(
     """`‖x_j‖₂` over all tokens of `batch`, for each feature j that enters each of `projections`, by its name.
 
     Float64, from one forward of the model as it is. Raises LyapunovPruneError for experts that a family fuses,
-    whose inputs cannot be seen.
+    whose inputs cannot be seen, for a matrix that no token reached, and for activations that are not finite.
     """
     batch = as_batch(model, batch)
-    fused = next((p.name for p in projections if p.expert is not None), None)
-    if fused:
-        raise LyapunovPruneError(f"the inputs of {fused} are not seen outside its fused forward; use method magnitude")
-    sums: dict[str, torch.Tensor] = {}
-
-    def summing(name: str) -> Callable[[nn.Module, tuple[torch.Tensor, ...]], None]:
-        def hook(module: nn.Module, args: tuple[torch.Tensor, ...]) -> None:
-            x = args[0].reshape(-1, args[0].shape[-1])
-            energy = token_energy(x.T).cpu()
-            sums[name] = sums[name] + energy if name in sums else energy
-
-        return hook
-
-    structure = find_structure(model)
-    modules = {p.module for p in projections}
-    handles = [model.get_submodule(name).register_forward_pre_hook(summing(name)) for name in modules]
-    try:
+    require_seen(projections)
+    structure, gathering = find_structure(model), Gathering(model, projections, "norms")
+    with gathering.watching():
         for row in track(batch.ids, "calibration"):
             run_backbone(structure, row[None])
-    finally:
-        for handle in handles:
-            handle.remove()
-    unseen = next((p.name for p in projections if p.module not in sums), None)
-    if unseen:
-        raise LyapunovPruneError(f"{unseen} took no part in the calibration forward; give more text")
-    if not np.isfinite([float(s.sum()) for s in sums.values()]).all():
-        raise LyapunovPruneError("NaN or infinite activations in the calibration; check the weights")
-    return {p.name: sums[p.module].sqrt() for p in projections}
+    return {name: statistics.norms.cpu() for name, statistics in gathering.found().items()}
