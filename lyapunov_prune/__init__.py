@@ -12,12 +12,13 @@ if TYPE_CHECKING:
     from lyapunov_prune.approx import approximate
     from lyapunov_prune.bounds_report import BoundsReport
     from lyapunov_prune.branch_influence import SublayerInfluence, sublayer_influence
+    from lyapunov_prune.budget import BudgetedRemoval, remove_under_budget
     from lyapunov_prune.candidates import ChoiceComparison, compare_choices
     from lyapunov_prune.checks import check_bounds, check_grid
     from lyapunov_prune.choice_items import ChoiceItem, load_items
     from lyapunov_prune.compression.compress import Compressed, CompressionReport, compress
     from lyapunov_prune.contraction import ContractionProfile, measure_contraction
-    from lyapunov_prune.divergence import SkipDivergence, plan_under_budget, rank_by_divergence, skip_divergence
+    from lyapunov_prune.divergence import SkipDivergence, rank_by_divergence, skip_divergence
     from lyapunov_prune.errors import CheckFailed, LyapunovPruneError, NonFiniteError
     from lyapunov_prune.evaluation.perplexity import Perplexity, perplexity
     from lyapunov_prune.evaluation.speed import Speed, measure_speed
@@ -40,6 +41,7 @@ __all__ = [
     "ActivationStatistics",
     "Allocation",
     "BoundsReport",
+    "BudgetedRemoval",
     "CheckFailed",
     "ChoiceComparison",
     "ChoiceItem",
@@ -85,12 +87,12 @@ __all__ = [
     "measure_speed",
     "merge_adapters",
     "perplexity",
-    "plan_under_budget",
     "probe_layers",
     "rank_by_divergence",
     "rank_layers",
     "rank_sublayers",
     "remove_layers",
+    "remove_under_budget",
     "skip_divergence",
     "sublayer_influence",
     "sublayer_jacobians",
@@ -105,12 +107,13 @@ _HOMES = {
     "approx": ("approximate",),
     "bounds_report": ("BoundsReport",),
     "branch_influence": ("SublayerInfluence", "sublayer_influence"),
+    "budget": ("BudgetedRemoval", "remove_under_budget"),
     "candidates": ("ChoiceComparison", "compare_choices"),
     "checks": ("check_bounds", "check_grid"),
     "choice_items": ("ChoiceItem", "load_items"),
     "compression.compress": ("Compressed", "CompressionReport", "compress"),
     "contraction": ("ContractionProfile", "measure_contraction"),
-    "divergence": ("SkipDivergence", "plan_under_budget", "rank_by_divergence", "skip_divergence"),
+    "divergence": ("SkipDivergence", "rank_by_divergence", "skip_divergence"),
     "errors": ("CheckFailed", "LyapunovPruneError", "NonFiniteError"),
     "evaluation.perplexity": ("Perplexity", "perplexity"),
     "evaluation.speed": ("Speed", "measure_speed"),

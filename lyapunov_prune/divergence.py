@@ -14,7 +14,6 @@ from transformers import PreTrainedModel
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.linalg import lift
 from lyapunov_prune.models.structure import find_structure, in_eval_mode
-from lyapunov_prune.plan import PruningPlan
 from lyapunov_prune.prefix import Prefix, final_state
 from lyapunov_prune.progress import track
 from lyapunov_prune.ranking import LayerRanking
@@ -212,26 +211,3 @@ def rank_by_divergence(measured: SkipDivergence) -> LayerRanking:
         model=measured.measured_on.model,
         measured_on=(measured.measured_on,),
     )
-
-
-def plan_under_budget(measured: SkipDivergence, max_kl: float) -> PruningPlan:
-    """Remove layers in the order of `variance` while the sum of their scores is at most `max_kl`, in nats a token.
-
-    One layer always stays, whatever the budget. The sum of what layers cost one at a time predicts the divergence
-    of removing them together; it is no bound of it. The estimate is of second order, and layers that are removed
-    together change each other's inputs. Measure `KL(p‖q)` of the pruned model before trusting the plan.
-
-    Raises LyapunovPruneError when the cheapest layer alone costs more, when `max_kl` is not a number above 0, and
-    when a layer has no finite score.
-    """
-    if not max_kl > 0:
-        raise LyapunovPruneError(f"a budget of {max_kl:g} nats a token removes nothing; give a number above 0")
-    ranking = rank_by_divergence(measured)
-    spent = np.cumsum(measured.variance[list(ranking.order)])
-    remove = int(np.searchsorted(spent, max_kl, side="right"))
-    if remove == 0:
-        raise LyapunovPruneError(
-            f"no layer can go within {max_kl:g} nats a token: the least, layer {ranking.order[0]}, "
-            f"is estimated at {spent[0]:.3g}; raise the budget"
-        )
-    return ranking.plan(max(1, min(remove, len(spent) - 1)))

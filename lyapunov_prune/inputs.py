@@ -189,6 +189,16 @@ def require_one_by_one(criterion: str, remove: int | None, keep_period: bool = F
         raise LyapunovPruneError("criterion oracle removes single layers, not periods; leave out --keep-period")
 
 
+def require_budget(max_kl: float, what: str, otherwise: bool) -> None:
+    """`otherwise`: something else that is given says what goes already."""
+    if not max_kl > 0:
+        raise LyapunovPruneError(f"--max-kl {max_kl:g} removes nothing; give a number above 0, in nats a token")
+    if otherwise or what != "layers":
+        raise LyapunovPruneError(
+            "--max-kl says how many layers of a MODEL go; give it without --remove, --profile, --keep-period and --what"
+        )
+
+
 def require_what(what: str, ranked_by: str | None) -> None:
     """Before minutes of measuring, as below: `ranked_by` is None where nothing is ranked."""
     from lyapunov_prune.plan import FIELDS

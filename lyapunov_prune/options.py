@@ -42,7 +42,9 @@ Rank = Annotated[int | None, typer.Option(help="Rank kept (svd, whitened-svd, ba
 Bits = Annotated[float | None, typer.Option(help="Bits a weight (rtn); the mean of all with --allocation bits.")]
 MaxKL = Annotated[
     float | None,
-    typer.Option("--max-kl", help="By --criterion kl, for --remove: layers while the sum of estimates stays below."),
+    typer.Option(
+        "--max-kl", help="Instead of --remove: as many as keep KL(dense ‖ pruned) on the text below it, nats a token."
+    ),
 ]
 Criterion = Annotated[str, typer.Option(help="rho, bi, blend, kl, oracle, from-end or random.")]
 What = Annotated[

@@ -24,6 +24,7 @@ from lyapunov_prune import approx as approx_module
 from lyapunov_prune import checkpoint as checkpoint_module
 from lyapunov_prune import checks as checks_module
 from lyapunov_prune.bounds_report import BoundsReport
+from lyapunov_prune.budget import BudgetedRemoval
 from lyapunov_prune.checkpoint import Provenance
 from lyapunov_prune.cli import main
 from lyapunov_prune.compression.compress import CompressionReport
@@ -592,10 +593,18 @@ def test_a_pruned_model_is_healed_by_the_one_it_came_from(run: Any) -> None:
 
 
 def test_the_budget_of_divergence_says_how_many_layers_go(run: Any) -> None:
-    assert run("rank", "tiny", "--criterion", "kl", "--max-kl", "1000", *TEXT).code == 0
+    kl = ("tiny", "--criterion", "kl", *TEXT)
+    assert run("rank", *kl, "--max-kl", "1000").code == 0
     assert len(PruningPlan.load("runs/tiny/plan.json").remove) == 5  # one layer stays
-    assert "raise the budget" in run("rank", "tiny", "--criterion", "kl", "--max-kl", "1e-9", *TEXT).err
-    assert "--max-kl" in run("rank", "tiny", "--criterion", "bi", "--max-kl", "1", *TEXT).err
+    assert "raise the budget" in run("rank", *kl, "--max-kl", "1e-9").err
+    spent = BudgetedRemoval.load("runs/tiny/budget.json")
+    assert run("prune", *kl, "--max-kl", str(spent.kl[0]), "-o", "out").code == 0
+    assert Provenance.load("out/provenance.json").plan.remove == spent.ranking.order[:1]
+    assert run("rank", "tiny", "--criterion", "bi", *TEXT, "--max-kl", "1000").code == 0
+    for wrong in (("--remove", "2"), ("--what", "mlp", "--criterion", "bi")):
+        assert "--max-kl says how many" in run("rank", *kl, "--max-kl", "1", *wrong).err
+    assert "removes nothing" in run("prune", *kl, "--max-kl", "0", "-o", "no").err
+    assert "give --remove N" in run("rank", "tiny", "--criterion", "oracle", "--max-kl", "1", *TEXT).err
 
 
 def test_hierarchy_follows_a_compressed_and_a_pruned_model(run: Any) -> None:

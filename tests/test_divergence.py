@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import LAYERS, SMALL, make_tiny
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 from scipy.special import log_softmax, rel_entr, softmax
@@ -23,7 +23,6 @@ from lyapunov_prune import (
     LyapunovPruneError,
     NonFiniteError,
     SkipDivergence,
-    plan_under_budget,
     rank_by_divergence,
     skip_divergence,
 )
@@ -32,7 +31,6 @@ from lyapunov_prune.divergence import divergences
 from lyapunov_prune.models.structure import find_structure
 from lyapunov_prune.prefix import Prefix
 from lyapunov_prune.scoring import Scorer
-from lyapunov_prune.text import as_batch
 from lyapunov_prune.tracing import skipped
 
 MEASURES = ("variance", "kl", "reverse_kl", "flipped")
@@ -371,66 +369,6 @@ def test_a_ranking_is_by_the_variance(llama: PreTrainedModel, ids: torch.Tensor)
     assert plan.criterion == "kl"
     assert set(plan.remove) == set(np.argsort(found.variance)[:2].tolist())
     assert plan.measured_on == (found.measured_on,)
-
-
-# The budget.
-
-
-def measured(model: PreTrainedModel, variance: list[float]) -> SkipDivergence:
-    """What was measured on `model`, if these had been the scores; KL is another number on purpose."""
-    scores = np.array(variance)
-    return SkipDivergence(
-        scores, 5 - scores, 7 * scores, scores, 1.0, as_batch(model, torch.arange(4)[None]).measured_on(model)
-    )
-
-
-SCORES = st.lists(st.floats(1e-6, 10), min_size=LAYERS, max_size=LAYERS)
-
-
-@settings(max_examples=80, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(SCORES, st.floats(1e-3, 100), st.floats(1, 3))
-def test_a_budget_buys_the_cheapest_layers_that_fit(
-    llama: PreTrainedModel, scores: list[float], budget: float, more: float
-) -> None:
-    found = measured(llama, scores)
-    if min(scores) > budget:
-        with pytest.raises(LyapunovPruneError, match="no layer can go"):
-            plan_under_budget(found, budget)
-        return
-    plan = plan_under_budget(found, budget)
-    gone = [scores[i] for i in plan.remove]
-    left = sorted(scores[i] for i in plan.kept)
-    assert math.fsum(gone) <= budget * (1 + 1e-12)
-    assert max(gone) <= left[0]
-    assert len(left) == 1 or math.fsum(gone) + left[0] > budget * (1 - 1e-12)  # and no other would fit
-    assert set(plan.remove) <= set(plan_under_budget(found, more * budget).remove)
-    assert plan.criterion == "kl"
-    assert plan.measured_on == (found.measured_on,)
-
-
-def test_the_budget_is_met_exactly_and_a_little_less_is_not_enough(llama: PreTrainedModel) -> None:
-    found = measured(llama, [4.0, 0.5, 2.0, 0.25, 8.0, 1.0])
-    assert plan_under_budget(found, 0.75).remove == (1, 3)
-    assert plan_under_budget(found, 0.7499).remove == (3,)
-    assert plan_under_budget(found, 1.7499).remove == (1, 3)
-    assert plan_under_budget(found, math.inf).remove == (0, 1, 2, 3, 5)  # one layer stays
-    with pytest.raises(
-        LyapunovPruneError, match=r"within 0\.2 nats a token: the least, layer 3, is estimated at 0\.25"
-    ):
-        plan_under_budget(found, 0.2)
-
-
-@pytest.mark.parametrize("budget", [0.0, -1.0, math.nan])
-def test_a_budget_that_is_none_is_refused(llama: PreTrainedModel, budget: float) -> None:
-    with pytest.raises(LyapunovPruneError, match="removes nothing; give a number above 0"):
-        plan_under_budget(measured(llama, [1.0] * LAYERS), budget)
-
-
-def test_a_budget_needs_finite_scores_and_a_layer_to_keep(llama: PreTrainedModel) -> None:
-    with pytest.raises(LyapunovPruneError, match="score of layer 2 is not finite"):
-        plan_under_budget(measured(llama, [1.0, 1.0, math.nan, 1.0, 1.0, 1.0]), 9)
-    with pytest.raises(LyapunovPruneError, match="keep at least one"):
-        plan_under_budget(measured(make_tiny("llama", num_hidden_layers=1), [1.0]), 9)
 
 
 def test_a_bfloat16_model(ids: torch.Tensor) -> None:

@@ -93,6 +93,7 @@ ORDER = [
     "similarity",
     "scoring",
     "divergence",
+    "budget",
     "spaces",
     "hierarchy",
     "generation",

@@ -32,6 +32,7 @@ from lyapunov_prune import (
     perplexity,
     rank_layers,
     remove_layers,
+    remove_under_budget,
     skip_divergence,
     sublayer_jacobians,
 )
@@ -100,6 +101,8 @@ def run(tmp_path_factory: pytest.TempPathFactory, llama: PreTrainedModel) -> Pat
     sublayer_jacobians(llama, ids[:, :4], steps=3, probes=1).save(folder / "jacobian.json")
     check_grid(llama, ids[:1], sparsities=(0.5,), ranks=(None, 8), cache_radii=(0.0,)).save(folder / "bounds.json")
     skip_divergence(llama, ids).save(folder / "divergence.json")
+    ranking = rank_layers(None, profile.influence, criterion="bi")
+    remove_under_budget(llama, ids, ranking, float("inf")).save(folder / "budget.json")
     greedy_removal(llama, ids, 2).save(folder / "oracle.json")
     compress(llama, ids, method="sparsegpt", sparsity=0.5).report.save(folder / "compression.json")
     other = torch.randint(97, (2, 24), generator=torch.Generator().manual_seed(1))
@@ -123,6 +126,7 @@ def test_every_figure_is_drawn_as_svg_with_labelled_axes(run: Path) -> None:
         "jacobian": ["stretch of an error", "attention, ‖J‖ from below", "MLP, ‖J‖_F/√n", "layer"],
         "bounds": ["worst error / bound", "self_attn.q_proj", "mlp.down_proj", "layer"],
         "divergence": ["nats a token", "KL(dense ‖", "the estimate", "tokens flipped, %", "layer"],
+        "budget": ["KL(dense ‖ pruned), nats a token", "measured, removed together", "layers removed, by bi"],
         "oracle": ["perplexity", "dense", "oracle", "layers removed"],
         "compression": ["sparsity", "relative error", "weights", "outputs", "layer"],
         "healing": ["distillation loss", "step", "mean of 1", "→"],
@@ -145,7 +149,7 @@ def test_the_page_needs_nothing_else(run: Path) -> None:
 
     links = Links()
     links.feed(page)
-    assert page.count("<svg") == 12
+    assert page.count("<svg") == 13
     assert "url(http" not in page
     assert not [link for link in links.found if "//" in link]
 

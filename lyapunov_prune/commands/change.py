@@ -17,6 +17,7 @@ from lyapunov_prune.inputs import (
     measure_ranking,
     parse_pattern,
     profile_for,
+    require_budget,
     require_count,
     require_criterion,
     require_one_by_one,
@@ -36,6 +37,7 @@ from lyapunov_prune.options import (
     GroupSize,
     Json,
     KeepPeriod,
+    MaxKL,
     MergeAdapter,
     Model,
     Offline,
@@ -62,6 +64,7 @@ def prune(
     model: Model,
     output: Annotated[Path, typer.Option("--output", "-o", help="Folder of the pruned checkpoint; must be empty.")],
     remove: Annotated[int | None, typer.Option(help="How many layers, by --criterion.")] = None,
+    max_kl: MaxKL = None,
     layers: Annotated[str | None, typer.Option(help="Layers by hand, as 3,7 (counted from 0).")] = None,
     plan_file: Annotated[Path | None, typer.Option("--plan", help="A plan.json.")] = None,
     what: What = "layers",
@@ -87,6 +90,7 @@ def prune(
     With --what attention or mlp these are zeroed instead: the same output as without them, at the same cost.
     With --on-disk, or where the model does not fit in memory, the files are pruned; the gate then computes no logits.
     """
+    from lyapunov_prune.budget import remove_under_budget
     from lyapunov_prune.checkpoint import write_pruned
     from lyapunov_prune.files import require_empty
     from lyapunov_prune.models.kinds import find_pattern
@@ -94,19 +98,27 @@ def prune(
     from lyapunov_prune.ranking import LayerRanking, require_periods
     from lyapunov_prune.shards import too_large
 
-    if sum(choice is not None for choice in (remove, layers, plan_file)) != 1:
-        raise LyapunovPruneError("give --remove N, --layers 3,7 or --plan FILE, one of the three")
+    if sum(choice is not None for choice in (remove, max_kl, layers, plan_file)) != 1:
+        raise LyapunovPruneError("give --remove N, --max-kl X, --layers 3,7 or --plan FILE, one of the four")
     if plan_file is not None and what != "layers":
         raise LyapunovPruneError("a plan says what goes; leave out --what")
     require_criterion(criterion, alpha)
     require_what(what, criterion if remove is not None else None)
-    require_one_by_one(criterion, remove, keep_period)
+    if max_kl is not None:
+        require_budget(max_kl, what, keep_period)
+    if remove is not None or max_kl is not None:
+        require_one_by_one(criterion, remove, keep_period)
     if keep_period and what != "layers":
         raise LyapunovPruneError(f"{what} that is zeroed leaves every layer in its place; leave out --keep-period")
     require_empty(output)
     why = "--on-disk" if on_disk else too_large(model, offline=offline) if device == "cpu" else ""
     if why:
-        refused = {"--remove": remove is not None, "--what": what != "layers", "--dtype": dtype}
+        refused = {
+            "--remove": remove is not None,
+            "--max-kl": max_kl is not None,
+            "--what": what != "layers",
+            "--dtype": dtype,
+        }
         for option, given in (refused | {"--merge-adapter": merge_adapter}).items():
             if given:
                 raise LyapunovPruneError(
@@ -124,14 +136,24 @@ def prune(
         plan = PruningPlan.load(plan_file)
         plan.require_model(loaded.model)
     else:
-        assert remove is not None
-        require_count(remove, loaded.structure.num_layers, what)
-        if keep_period:
+        if remove is not None:
+            require_count(remove, loaded.structure.num_layers, what)
+        if remove is not None and keep_period:
             require_periods(remove, loaded.structure.num_layers, period)
         ranking = measure_ranking(
             loaded, batch, what, criterion, alpha, remove, batch_size, seeds, seed, run=None, resume=False
         )
-        plan = ranking.plan(remove, period) if isinstance(ranking, LayerRanking) else ranking.plan(remove)
+        if not isinstance(ranking, LayerRanking):
+            assert remove is not None  # the oracle asks for it
+            plan = ranking.plan(remove)
+        elif remove is not None:
+            plan = ranking.plan(remove, period)
+        else:
+            assert max_kl is not None
+            spent = remove_under_budget(loaded.model, batch, ranking, max_kl, batch_size=batch_size)
+            plan = spent.plan()
+            if not as_json:
+                show(spent, as_json, None)
     plan.require_periods(period)
     provenance = write_pruned(loaded.model, loaded.tokenizer, plan, output, batch)
     if not as_json:

@@ -17,6 +17,7 @@ from lyapunov_prune.inputs import (
     load_inputs,
     measure_ranking,
     profile_model,
+    require_budget,
     require_count,
     require_criterion,
     require_one_by_one,
@@ -105,17 +106,17 @@ def rank(
     as_json: Json = False,
 ) -> None:
     """Order the layers, or their attention or MLP, for removal; with --remove N or --max-kl X writes plan.json."""
-    from lyapunov_prune.divergence import SkipDivergence, plan_under_budget
+    from lyapunov_prune.budget import remove_under_budget
     from lyapunov_prune.profile import LayerProfile
-    from lyapunov_prune.ranking import rank_layers
+    from lyapunov_prune.ranking import LayerRanking, rank_layers
 
     if (model is None) == (profile_file is None):
         raise LyapunovPruneError("give a MODEL to measure or --profile FILE, one of the two")
     require_criterion(criterion, alpha)
     require_what(what, criterion)
     require_one_by_one(criterion, remove)
-    if max_kl is not None and (criterion != "kl" or remove is not None or profile_file is not None):
-        raise LyapunovPruneError("--max-kl says how far to go by --criterion kl; give both, and no --remove")
+    if max_kl is not None:
+        require_budget(max_kl, what, remove is not None or profile_file is not None)
     if profile_file is not None:
         if what != "layers" or criterion in LOGIT_CRITERIA:
             missing = what if what != "layers" else f"criterion {criterion}"
@@ -137,8 +138,12 @@ def rank(
     if remove is not None:
         written = ranking.plan(remove).save(run / "plan.json")
     if max_kl is not None:
-        plan = plan_under_budget(SkipDivergence.load(run / "divergence.json"), max_kl)
-        written = plan.save(run / "plan.json")
+        assert isinstance(ranking, LayerRanking)  # the oracle asks for --remove
+        spent = remove_under_budget(loaded.model, batch, ranking, max_kl, batch_size=batch_size)
+        spent.save(run / "budget.json")
+        written = spent.plan().save(run / "plan.json")
+        show(spent, as_json, written)
+        return
     show(ranking, as_json, written)
 
 

@@ -12,6 +12,7 @@ import pandas as pd
 
 from lyapunov_prune.activations import ActivationStatistics
 from lyapunov_prune.bounds_report import BoundsReport
+from lyapunov_prune.budget import BudgetedRemoval
 from lyapunov_prune.checkpoint import PROVENANCE, Provenance
 from lyapunov_prune.compression.compress import REPORT as COMPRESSION
 from lyapunov_prune.compression.compress import CompressionReport
@@ -108,6 +109,15 @@ _SECTIONS = (
         "token is another. A prediction that moves need not be a worse one, and layers skipped together may cost "
         "more than the sum.",
         lambda r: {"divergence": removal.divergence_figure(r)},
+    ),
+    _Section(
+        "budget.json",
+        BudgetedRemoval,
+        "Layers within a budget of divergence",
+        "The first layers of a ranking removed together, more and more of them, until the probabilities of the next "
+        "token have moved further from the dense model's than the budget allows, on the text named below. The sum of "
+        "what the layers cost alone predicts it and bounds nothing.",
+        lambda r: {"budget": removal.budget_figure(r)},
     ),
     _Section(
         "oracle.json",

@@ -7,6 +7,7 @@ import math
 import numpy as np
 from matplotlib.ticker import MaxNLocator
 
+from lyapunov_prune.budget import BudgetedRemoval
 from lyapunov_prune.divergence import SkipDivergence
 from lyapunov_prune.healing import Healing
 from lyapunov_prune.oracle import GreedyRemoval
@@ -33,6 +34,25 @@ def divergence_figure(measured: SkipDivergence) -> str:
     share.set_ylim(bottom=0)
     share.set_ylabel("tokens flipped, %")
     depth_axis(share, len(layers))
+    return svg(figure)
+
+
+def budget_figure(spent: BudgetedRemoval) -> str:
+    """KL of the prediction without the first n layers, for criterion `kl` beside its prediction, and the budget."""
+    figure, axes = one_panel(6.5, 3.4)
+    removed = np.arange(1, len(spent.kl) + 1)
+    shown = [(spent.kl, "measured, removed together", "-o", COLOURS["rho"])]
+    if spent.predicted is not None:
+        shown.append((spent.predicted, "predicted: sum of the estimates", "--s", COLOURS["bi"]))
+    for values, label, style, colour in shown:
+        axes.plot(removed, values, style, markersize=4, linewidth=0.9, color=colour, label=label)
+    if np.isfinite(spent.max_kl):
+        axes.axhline(spent.max_kl, color=GREY, linewidth=0.8, label=f"budget, {spent.max_kl:g}")
+    log_axis(axes)
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    axes.set_xlabel(f"layers removed, by {spent.ranking.criterion}")
+    axes.set_ylabel("KL(dense ‖ pruned), nats a token")
+    axes.legend(frameon=False, fontsize=8)
     return svg(figure)
 
 
