@@ -25,6 +25,7 @@ from lyapunov_prune import checkpoint as checkpoint_module
 from lyapunov_prune import checks as checks_module
 from lyapunov_prune.bounds_report import BoundsReport
 from lyapunov_prune.budget import BudgetedRemoval
+from lyapunov_prune.candidates import ChoiceComparison
 from lyapunov_prune.checkpoint import Provenance
 from lyapunov_prune.cli import main
 from lyapunov_prune.compression.compress import CompressionReport
@@ -610,8 +611,12 @@ def test_the_budget_of_divergence_says_how_many_layers_go(run: Any) -> None:
 def test_hierarchy_follows_a_compressed_and_a_pruned_model(run: Any) -> None:
     few = ["--tokens", "32", "--context", "16", "--steps", "3"]
     assert run("compress", "tiny", "--method", "rtn", "--bits", "8", "-o", "rounded", *TEXT).code == 0
-    assert run("hierarchy", "tiny", "rounded", *few).code == 0
-    assert {"hierarchy.json", "generation.json", "report.html"} <= {p.name for p in Path("runs/tiny").iterdir()}
+    Path("items.jsonl").write_text('{"query": "one two", "choices": ["three", "four five"], "gold": 1}\n' * 3)
+    assert "give COMPRESSED too" in run("hierarchy", "tiny", "--choices", "items.jsonl").err
+    assert run("hierarchy", "tiny", "rounded", "--choices", "items.jsonl", "--limit", "2", *few).code == 0
+    written = {p.name for p in Path("runs/tiny").iterdir()}
+    assert {"hierarchy.json", "generation.json", "choices.json", "report.html"} <= written
+    assert len(ChoiceComparison.load("runs/tiny/choices.json").gold) == 2
     rounded = HierarchyProbe.load("runs/tiny/hierarchy.json")
     assert run("hierarchy", "tiny", *few).code == 0
     dropped = HierarchyProbe.load("runs/tiny/hierarchy.json")

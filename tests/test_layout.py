@@ -111,6 +111,7 @@ ORDER = [
     "report.drawing",
     "report.figures",
     "report.hierarchy",
+    "report.choices",
     "report.compressions",
     "report.internals",
     "report.generation",

@@ -34,6 +34,7 @@ from lyapunov_prune import (
     remove_layers,
     remove_under_budget,
     skip_divergence,
+    sublayer_influence,
     sublayer_jacobians,
 )
 from lyapunov_prune.bounds import BoundCheck
@@ -100,6 +101,7 @@ def run(tmp_path_factory: pytest.TempPathFactory, llama: PreTrainedModel) -> Pat
     activation_statistics(llama, ids).save(folder / "activations.json")
     sublayer_jacobians(llama, ids[:, :4], steps=3, probes=1).save(folder / "jacobian.json")
     check_grid(llama, ids[:1], sparsities=(0.5,), ranks=(None, 8), cache_radii=(0.0,)).save(folder / "bounds.json")
+    sublayer_influence(llama, ids).save(folder / "sublayers.json")
     skip_divergence(llama, ids).save(folder / "divergence.json")
     ranking = rank_layers(None, profile.influence, criterion="bi")
     remove_under_budget(llama, ids, ranking, float("inf")).save(folder / "budget.json")
@@ -125,6 +127,7 @@ def test_every_figure_is_drawn_as_svg_with_labelled_axes(run: Path) -> None:
         ],
         "jacobian": ["stretch of an error", "attention, ‖J‖ from below", "MLP, ‖J‖_F/√n", "layer"],
         "bounds": ["worst error / bound", "self_attn.q_proj", "mlp.down_proj", "layer"],
+        "sublayers": ["Block Influence, 1 − cos", "attention", "MLP", "layer"],
         "divergence": ["nats a token", "KL(dense ‖", "the estimate", "tokens flipped, %", "layer"],
         "budget": ["KL(dense ‖ pruned), nats a token", "measured, removed together", "layers removed, by bi"],
         "oracle": ["perplexity", "dense", "oracle", "layers removed"],
@@ -149,7 +152,7 @@ def test_the_page_needs_nothing_else(run: Path) -> None:
 
     links = Links()
     links.feed(page)
-    assert page.count("<svg") == 13
+    assert page.count("<svg") == 14
     assert "url(http" not in page
     assert not [link for link in links.found if "//" in link]
 

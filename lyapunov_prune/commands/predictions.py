@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from lyapunov_prune.errors import CheckFailed
+from lyapunov_prune.errors import CheckFailed, LyapunovPruneError
 from lyapunov_prune.inputs import draw_report, load_inputs, run_folder
 from lyapunov_prune.options import (
     BatchSize,
@@ -29,6 +30,10 @@ def hierarchy(
     compressed: Annotated[str | None, typer.Argument(help="Made from DENSE: pruned, sparsified, rounded.")] = None,
     steps: Annotated[int, typer.Option(min=1, help="Tokens decoded after each prompt.")] = 16,
     temperature: Annotated[float, typer.Option(help="Of the softmax.")] = 1.0,
+    choices: Annotated[
+        Path | None, typer.Option(help="Multiple-choice items, a JSONL file of query, choices, gold; for COMPRESSED.")
+    ] = None,
+    limit: Annotated[int | None, typer.Option(min=1, help="Of the items; all if not given.")] = None,
     text: Text = "builtin",
     tokens: Tokens = 128,
     context: Context = 32,
@@ -40,16 +45,22 @@ def hierarchy(
     output: Output = None,
     as_json: Json = False,
 ) -> None:
-    """Follow a change from hidden state to logits to probabilities; writes hierarchy.json and generation.json.
+    """Follow a change from hidden state to logits to probabilities; writes hierarchy.json and what follows.
 
     Each layer by itself is replaced by that of COMPRESSED, or dropped where COMPRESSED has fewer or is not given, in
     the dense model's own context; estimates and proven bounds stand beside what is measured. With COMPRESSED both
-    models then decode on their own. Prompts are windows of --context tokens. Exit code 1 on a violated bound.
+    models then decode on their own (generation.json), and answer --choices (choices.json). Prompts are windows of
+    --context tokens. Exit code 1 on a violated bound.
     """
+    from lyapunov_prune.candidates import compare_choices
+    from lyapunov_prune.choice_items import load_items
     from lyapunov_prune.generation import compare_generation
     from lyapunov_prune.hierarchy import probe_layers
     from lyapunov_prune.models.loading import load
 
+    if choices is not None and compressed is None:
+        raise LyapunovPruneError("--choices compares two models; give COMPRESSED too")
+    items = load_items(choices) if choices else ()
     loaded, prompts = load_inputs(dense, text, tokens, context, device, dtype, bos, offline, "evaluation")
     other = load(compressed, dtype=dtype, device=device, offline=offline) if compressed else None
     same_layers = other is not None and other.structure.num_layers == loaded.structure.num_layers
@@ -69,6 +80,12 @@ def hierarchy(
         generated = compare_generation(loaded.model, other.model, prompts, steps=steps, temperature=temperature)
         written = generated.save(run / "generation.json")
         show(generated, as_json, written)
+    violated = len(probe.violations)
+    if other is not None and items:
+        answered = compare_choices(loaded.model, other.model, items, loaded.tokenizer, limit=limit)
+        written = answered.save(run / "choices.json")
+        show(answered, as_json, written)
+        violated += len(answered.violations)
     draw_report(run)
-    if probe.violations:
-        raise CheckFailed(f"{len(probe.violations)} bounds are violated; see {run / 'hierarchy.json'}")
+    if violated:
+        raise CheckFailed(f"{violated} bounds are violated; see {run}")

@@ -8,6 +8,7 @@ import matplotlib
 import numpy as np
 from matplotlib.ticker import MaxNLocator
 
+from lyapunov_prune.branch_influence import SublayerInfluence
 from lyapunov_prune.contraction import ContractionProfile
 from lyapunov_prune.evaluation.removal import RemovalCurve
 from lyapunov_prune.evaluation.speed import Speed
@@ -89,6 +90,23 @@ def influence_figure(profile: InfluenceProfile) -> str:
     axes.bar(layers, profile.influence, yerr=spread, color=COLOURS["bi"], width=0.7, error_kw={"linewidth": 0.8})
     log_axis(axes)
     axes.set_ylabel("Block Influence, 1 − cos")
+    depth_axis(axes, len(layers))
+    return svg(figure)
+
+
+def sublayer_figure(measured: SublayerInfluence) -> str:
+    """Block Influence of attention and MLP side by side, with standard errors, on a logarithmic axis."""
+    figure, axes = one_panel(9, 3.2)
+    layers = np.arange(len(measured.attention))
+    for offset, values, spread, label, colour in (
+        (-0.2, measured.attention, measured.attention_spread, "attention", COLOURS["rho"]),
+        (0.2, measured.mlp, measured.mlp_spread, "MLP", COLOURS["bi"]),
+    ):
+        bars = None if np.isnan(spread).all() else spread
+        axes.bar(layers + offset, values, yerr=bars, color=colour, width=0.38, error_kw={"linewidth": 0.8}, label=label)
+    log_axis(axes)
+    axes.set_ylabel("Block Influence, 1 − cos")
+    axes.legend(frameon=False, fontsize=8)
     depth_axis(axes, len(layers))
     return svg(figure)
 

@@ -12,7 +12,9 @@ import pandas as pd
 
 from lyapunov_prune.activations import ActivationStatistics
 from lyapunov_prune.bounds_report import BoundsReport
+from lyapunov_prune.branch_influence import SublayerInfluence
 from lyapunov_prune.budget import BudgetedRemoval
+from lyapunov_prune.candidates import ChoiceComparison
 from lyapunov_prune.checkpoint import PROVENANCE, Provenance
 from lyapunov_prune.compression.compress import REPORT as COMPRESSION
 from lyapunov_prune.compression.compress import CompressionReport
@@ -31,6 +33,7 @@ from lyapunov_prune.oracle import GreedyRemoval
 from lyapunov_prune.plan import PruningPlan
 from lyapunov_prune.profile import LayerProfile
 from lyapunov_prune.report import compressions, figures, internals, removal
+from lyapunov_prune.report.choices import choices_figures
 from lyapunov_prune.report.generation import generation_figure
 from lyapunov_prune.report.hierarchy import hierarchy_figure, kl_figure
 from lyapunov_prune.report.maps import sensitivity_figures
@@ -98,6 +101,14 @@ _SECTIONS = (
         "over random directions. Where the worst is above one, the branch alone cannot promise that an error "
         "shrinks.",
         lambda r: {"jacobian": internals.jacobian_figure(r)},
+    ),
+    _Section(
+        "sublayers.json",
+        SublayerInfluence,
+        "Block Influence of attention and MLP",
+        "How far each branch by itself turns the residual stream; the branch of least influence is zeroed first. Bars "
+        "are standard errors over windows. A measurement on the text named below.",
+        lambda r: {"sublayers": figures.sublayer_figure(r)},
     ),
     _Section(
         "divergence.json",
@@ -191,6 +202,15 @@ _SECTIONS = (
         "Both models decode on their own from the same prompts. Once their texts differ they answer different "
         "questions, and similarity falls for that reason too.",
         lambda r: {"generation": generation_figure(r)},
+    ),
+    _Section(
+        "choices.json",
+        ChoiceComparison,
+        "Multiple choice",
+        "A choice is made among the few tokens that begin the options, which together may hold little of the "
+        "probability: that is why it can survive a compression that changes what the model writes. The certificate "
+        "speaks of the first token among those of the options, in these items.",
+        choices_figures,
     ),
     _Section(
         "eval.json",
