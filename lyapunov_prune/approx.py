@@ -107,11 +107,11 @@ def certify_difference(W: torch.Tensor, S: torch.Tensor) -> CertifiedNorm:
 
 
 def _difference(W: torch.Tensor, S: torch.Tensor) -> torch.Tensor:
-    return W.cpu().double() - S.cpu().double()
+    return torch.sub(W.cpu().double(), S.cpu())  # widens S on the way
 
 
 def _frobenius(A: torch.Tensor) -> float:
-    return float(token_energy(A.flatten()).sqrt())
+    return float(torch.linalg.vector_norm(A if A.device.type != "mps" else A.cpu(), dtype=torch.float64))
 
 
 @dataclass
@@ -142,18 +142,17 @@ class Record:
         Text seldom comes near a bound, so a residual a little too large would pass unseen; this does not.
         """
         p, a = self.projection, self.approximation
-        error, size, rounding = self._stretch(self.residual, a.direction)
+        error, size, rounding = self._stretch(self.residual, self.residual_size, a.direction)
         named: dict[str, Any] = {"rounding": rounding, "matrix": p.name, "layer": p.layer}
         self.probe = sparse_activation_bound(error, size, a.total_norm, **named)
         if self.exact is not None:
-            error, size, rounding = self._stretch(self.exact, a.weight_direction)
+            error, size, rounding = self._stretch(self.exact, self.exact_size, a.weight_direction)
             self.weight_probe = retrieval_bound(error, size, a.weight_norm, **(named | {"rounding": rounding}))
 
-    def _stretch(self, A: torch.Tensor, x: torch.Tensor) -> tuple[float, float, float]:
+    def _stretch(self, A: torch.Tensor, frobenius: float, x: torch.Tensor) -> tuple[float, float, float]:
         """`‖A x‖`, `‖x‖` and the rounding of the former, in float64; A was rounded to the dtype it runs in."""
-        A = A.cpu().double()
-        error = float(torch.linalg.vector_norm(A @ x))
-        rounding = float(torch.linalg.vector_norm(A)) * (self.unit + 2.0**-40) + _TINIEST * A.numel() ** 0.5
+        error = float(torch.linalg.vector_norm(A.cpu().double() @ x))
+        rounding = frobenius * (self.unit + 2.0**-40) + _TINIEST * A.numel() ** 0.5
         return error, float(torch.linalg.vector_norm(x)) * (1 + 2.0**-40), rounding
 
 
@@ -169,9 +168,11 @@ class ApproxLinear:
         stored = module.weight.detach()  # type: ignore[operator]
         W = stored.T if records[0].projection.transposed else stored
         self.records, self.radius, self.module = records, radius, module
-        self.weight = W.clone()
-        for record in records:
-            self.weight[record.projection.start : record.projection.stop] = record.approximation.weight
+        self.weight = records[0].approximation.weight.to(W)
+        if len(self.weight) < len(W):  # a part of a fused matrix
+            self.weight = W.clone()
+            for record in records:
+                self.weight[record.projection.start : record.projection.stop] = record.approximation.weight
         self.residual = widen(W) - widen(self.weight)  # one rounding, part of the margin
         self.exact = widen(W) if radius > 0 else None
         self._unit = torch.finfo(self.residual.dtype).eps
@@ -362,3 +363,4 @@ class _Experts(Replacement):
         for record in records:
             record.unit = 2.0**-52
             record.residual = _difference(*(record.projection.rows(p.detach()) for p in (self.before, self.after)))
+            record.residual_size = _frobenius(record.residual)

@@ -32,6 +32,8 @@ _U = 2.0**-53
 # Up to this size all eigenpairs cost less than the overhead of Lanczos.
 _SMALL = 128
 _STEPS = 64
+# Rows of a Gram matrix that are formed at once.
+_BLOCK = 192
 # What the first test adds to the guess of ‖A‖²: half of it is the excess of the norm.
 _EXCESS = 1e-4
 
@@ -94,7 +96,7 @@ def certify(W: torch.Tensor) -> CertifiedNorm:
     if len(A) == 1:
         x = torch.ones(1, dtype=torch.float64)
     else:
-        G = A @ A.T
+        G = gram(A)
         if len(A) <= _SMALL:
             values, vectors = torch.linalg.eigh(G)
             guess, x = float(values[-1]), vectors[:, -1]
@@ -109,6 +111,20 @@ def certify(W: torch.Tensor) -> CertifiedNorm:
     return CertifiedNorm(_unscaled(bound, exponent, up=True), _unscaled(estimate, exponent, up=False), x)
 
 
+def gram(A: torch.Tensor) -> torch.Tensor:
+    """`A Aᵀ` (p × p, dtype of `A`) of a matrix (p × q): its lower half in blocks of rows, the rest by symmetry.
+
+    Two thirds of the time of the whole product.
+    """
+    G = A.new_empty(len(A), len(A))
+    for start in range(0, len(A), _BLOCK):
+        stop = start + _BLOCK
+        low = A[start:stop] @ A[:stop].T
+        G[start:stop, :stop] = low
+        G[:start, start:stop] = low[:, :start].T
+    return G
+
+
 def _scaled(W: torch.Tensor) -> tuple[torch.Tensor, int]:
     """`W` or its transpose as a wide float64 matrix `A` on the CPU with `W = A · 2^exponent`, max |a| in [1/2, 1).
 
@@ -117,7 +133,7 @@ def _scaled(W: torch.Tensor) -> tuple[torch.Tensor, int]:
     if W.ndim != 2 or not W.is_floating_point():
         raise LyapunovPruneError(f"a norm needs a real matrix, not {W.dtype} of shape {tuple(W.shape)}")
     A = W.detach().cpu().double()
-    largest = float(A.abs().max()) if A.numel() else 0.0
+    largest = float(torch.stack(torch.aminmax(A)).abs().max()) if A.numel() else 0.0
     if not math.isfinite(largest):
         raise LyapunovPruneError(
             f"a matrix of shape {tuple(W.shape)} holds NaN or infinity and has no norm; check the weights"
@@ -126,12 +142,12 @@ def _scaled(W: torch.Tensor) -> tuple[torch.Tensor, int]:
         A = A.T
     exponent = math.frexp(largest)[1]
     half = -exponent // 2  # 2^1074 is no float64, its root is
-    return (A * 2.0**half * 2.0 ** (-exponent - half)).contiguous(), exponent
+    return (A * 2.0**half).mul_(2.0 ** (-exponent - half)), exponent
 
 
 def _nonzero(A: torch.Tensor) -> bool:
     """Whether a scaled matrix holds anything: its largest entry lies in [1/2, 1) then."""
-    return A.numel() > 0 and float(A.abs().max()) > 0
+    return bool(A.any())
 
 
 def _unscaled(norm: float, exponent: int, up: bool) -> float:
@@ -151,7 +167,7 @@ def _gamma(k: int) -> float:
 def _entrywise_bound(A: torch.Tensor) -> float:
     """`min(‖A‖_F, sqrt(‖A‖_1 ‖A‖_∞))`, rounded up: sums of k nonnegative terms are within `γ_k`."""
     entries = A.abs()
-    frobenius = math.sqrt(float(A.square().sum())) * (1 + _gamma(A.numel() + 4))
+    frobenius = float(torch.linalg.vector_norm(A)) * (1 + _gamma(A.numel() + 4))
     mixed = math.sqrt(float(entries.sum(0).max()) * float(entries.sum(1).max())) * (1 + _gamma(sum(A.shape) + 4))
     return min(frobenius, mixed)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import platform
 import types
@@ -136,6 +137,9 @@ def encode(value: Any) -> Any:
     return value
 
 
+_hints = functools.cache(typing.get_type_hints)  # it compiles every annotation anew
+
+
 def decode(kind: Any, value: Any) -> Any:
     """The inverse of `encode`, led by the type annotations of the dataclass."""
     origin, args = typing.get_origin(kind), typing.get_args(kind)
@@ -144,7 +148,7 @@ def decode(kind: Any, value: Any) -> Any:
             return None
         return decode(next(a for a in args if a is not type(None)), value)
     if dataclasses.is_dataclass(kind):
-        hints = typing.get_type_hints(kind)
+        hints = _hints(typing.cast(type, kind))
         unknown = set(value) - set(hints)
         if unknown:
             raise ValueError(f"unknown fields {sorted(unknown)}")

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import torch
 
+from lyapunov_prune.norms import gram
+
 
 def basis(S: torch.Tensor) -> torch.Tensor:
     """Eigenvectors of the smaller Gram matrix of `S`, float64 on the CPU, largest last: all that a truncation needs.
@@ -11,7 +13,7 @@ def basis(S: torch.Tensor) -> torch.Tensor:
     Exact enough to truncate by; the norm of what is left is certified from the truncation itself.
     """
     D = S.cpu().double()
-    return torch.linalg.eigh(D @ D.T if D.shape[0] <= D.shape[1] else D.T @ D)[1]
+    return torch.linalg.eigh(gram(D if D.shape[0] <= D.shape[1] else D.T))[1]
 
 
 def truncate(S: torch.Tensor, rank: int, vectors: torch.Tensor) -> torch.Tensor:
