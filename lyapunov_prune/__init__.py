@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from lyapunov_prune.errors import CheckFailed, LyapunovPruneError, NonFiniteError
     from lyapunov_prune.evaluation.perplexity import Perplexity, perplexity
     from lyapunov_prune.evaluation.speed import Speed, measure_speed
+    from lyapunov_prune.evaluation.tasks import TaskScores, evaluate_tasks, load_tasks
     from lyapunov_prune.gate import GateReport, verify_removal
     from lyapunov_prune.generation import GenerationDivergence, compare_generation
     from lyapunov_prune.healing import Healed, Healing, heal
@@ -66,6 +67,7 @@ __all__ = [
     "SkipDivergence",
     "Speed",
     "SublayerInfluence",
+    "TaskScores",
     "TokenBatch",
     "activation_statistics",
     "allocate",
@@ -77,10 +79,12 @@ __all__ = [
     "compare_generation",
     "compress",
     "drop_sublayers",
+    "evaluate_tasks",
     "greedy_removal",
     "heal",
     "load",
     "load_items",
+    "load_tasks",
     "load_text",
     "measure_contraction",
     "measure_sensitivity",
@@ -117,6 +121,7 @@ _HOMES = {
     "errors": ("CheckFailed", "LyapunovPruneError", "NonFiniteError"),
     "evaluation.perplexity": ("Perplexity", "perplexity"),
     "evaluation.speed": ("Speed", "measure_speed"),
+    "evaluation.tasks": ("TaskScores", "evaluate_tasks", "load_tasks"),
     "gate": ("GateReport", "verify_removal"),
     "generation": ("GenerationDivergence", "compare_generation"),
     "healing": ("Healed", "Healing", "heal"),

@@ -23,6 +23,11 @@ class ChoiceItem:
     choices: tuple[str, ...]
     gold: int
 
+    @property
+    def stem(self) -> str:
+        """What a choice follows: the query, and a space unless it ends in white space."""
+        return self.query if self.query[-1].isspace() else f"{self.query} "
+
 
 def load_items(path: str | Path) -> tuple[ChoiceItem, ...]:
     """The items of a JSONL file: an object a line with `query`, `choices` (two or more) and `gold` (from 0).
@@ -60,8 +65,7 @@ def tokenize(item: ChoiceItem, tokenizer: PreTrainedTokenizerBase) -> tuple[torc
 
     What is repeated is no padding to the model. It need not be: no position looks at a later one.
     """
-    joint = "" if item.query[-1].isspace() else " "
-    texts = [item.query + joint + choice for choice in item.choices]
+    texts = [item.stem + choice for choice in item.choices]
     start = [tokenizer.bos_token_id] if adds_bos(tokenizer) else []
     found = [start + tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"] for text in texts]
     query = start + tokenizer(item.query, add_special_tokens=False, verbose=False)["input_ids"]

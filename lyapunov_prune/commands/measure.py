@@ -153,6 +153,13 @@ def evaluate(
         str | None, typer.Option(help="A reference model, measured in the same run (the dense one).")
     ] = None,
     speed: Annotated[bool, typer.Option("--speed", help="Measure prefill and decoding speed too.")] = False,
+    tasks: Annotated[
+        str | None, typer.Option(help="Score tasks too: .jsonl files, names of lm-evaluation-harness (piqa,arc_easy).")
+    ] = None,
+    limit: Annotated[int | None, typer.Option(min=1, help="How many items of a task; all if not given.")] = None,
+    few_shot: Annotated[
+        int | None, typer.Option(min=0, help="Examples before an item: the first of the file. None, or the task's own.")
+    ] = None,
     text: Text = "builtin",
     split: Annotated[str, typer.Option(help="evaluation, all, or calibration.")] = "evaluation",
     tokens: Tokens = 4096,
@@ -165,15 +172,19 @@ def evaluate(
     output: Output = None,
     as_json: Json = False,
 ) -> None:
-    """Perplexity, and speed on request; writes eval.json."""
+    """Perplexity, and on request speed and tasks; writes eval.json."""
     from lyapunov_prune.evaluation.evaluation import Evaluation, zero_share
     from lyapunov_prune.evaluation.perplexity import perplexity
     from lyapunov_prune.evaluation.speed import measure_speed
+    from lyapunov_prune.evaluation.tasks import evaluate_tasks, load_tasks
     from lyapunov_prune.models.loading import load
 
+    if tasks is None and (limit is not None or few_shot is not None):
+        raise LyapunovPruneError("--limit and --few-shot are of tasks; give --tasks with them")
     names = [against, model] if against else [model]
     for name in names:
         require_unseen(Path(name), text, split)
+    chosen = load_tasks(tasks.split(","), few_shot=few_shot, offline=offline) if tasks is not None else None
     first, batch = load_inputs(names[0], text, tokens, context, device, dtype, bos, offline, split)
     prompt = min(256, (first.structure.max_context or 512) // 2)
     models = {names[0]: first.model}
@@ -183,13 +194,17 @@ def evaluate(
         perplexities=tuple(perplexity(m, batch, batch_size=batch_size) for m in models.values()),
         zeros=tuple(zero_share(m) for m in models.values()),
         speed=measure_speed(models, prompt=prompt) if speed else None,
+        tasks=evaluate_tasks(models, first.tokenizer, chosen, limit=limit, bos=bos, batch_size=batch_size)
+        if chosen
+        else None,
     )
     run = run_folder(output, model)
     result.save(run / "eval.json")
     draw_report(run)
     show(result, as_json, run / "eval.json")
-    if result.speed and not as_json:
-        show(result.speed, as_json, None)
+    for part in (result.speed, result.tasks):
+        if part and not as_json:
+            show(part, as_json, None)
 
 
 def check(

@@ -1,4 +1,4 @@
-"""What `lyapunov-prune eval` measures: perplexity, zeros, and speed on request, against another model or alone."""
+"""What `lyapunov-prune eval` measures: perplexity and zeros, on request speed and tasks, of one model or of two."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from transformers import PreTrainedModel
 
 from lyapunov_prune.evaluation.perplexity import Perplexity
 from lyapunov_prune.evaluation.speed import Speed
+from lyapunov_prune.evaluation.tasks import TaskScores
 from lyapunov_prune.models.structure import find_structure
 from lyapunov_prune.results import Result
 
@@ -18,7 +19,7 @@ SPARSE = 0.05
 
 @dataclass(frozen=True)
 class Evaluation(Result):
-    """Perplexity of one model, or of two on the same tokens; speeds measured in one run.
+    """Perplexity of one model, or of two on the same tokens; speeds and tasks measured in the same run.
 
     `zeros` is the share of zeros among the entries of each model's layers (matrices and larger tensors).
     """
@@ -26,6 +27,7 @@ class Evaluation(Result):
     perplexities: tuple[Perplexity, ...]  # the reference model first, when there is one
     zeros: tuple[float, ...]
     speed: Speed | None
+    tasks: TaskScores | None = None
 
     def to_frame(self) -> pd.DataFrame:
         rows = []

@@ -37,6 +37,7 @@ from lyapunov_prune.report.choices import choices_figures
 from lyapunov_prune.report.generation import generation_figure
 from lyapunov_prune.report.hierarchy import hierarchy_figure, kl_figure
 from lyapunov_prune.report.maps import sensitivity_figures
+from lyapunov_prune.report.tasks import tasks_figure
 from lyapunov_prune.results import Result
 from lyapunov_prune.sensitivity import Sensitivity
 
@@ -52,7 +53,7 @@ p.on { color: #666; font-size: .85rem; white-space: pre-line; } details { margin
 
 @dataclass(frozen=True)
 class _Section:
-    """`file` holds a `kind`; `draw` gives the figures' names and SVG texts.
+    """`file` holds a `kind`; `part` takes what is shown from it, None for nothing; `draw` gives names and SVG texts.
 
     With `in_checkpoints` the file stands beside weights: folders within the run are looked through for it too.
     """
@@ -63,6 +64,7 @@ class _Section:
     words: str
     draw: Callable[[Any], dict[str, str]]
     in_checkpoints: bool = False
+    part: Callable[[Any], Result | None] = lambda r: r
 
     def found(self, run: Path) -> list[Path]:
         below = sorted(run.glob(f"*/{self.file}")) if self.in_checkpoints else []
@@ -220,6 +222,17 @@ _SECTIONS = (
         lambda r: {"speed": figures.speed_figure(r.speed)} if r.speed else {},
     ),
     _Section(
+        "eval.json",
+        Evaluation,
+        "Tasks",
+        "Multiple choice asks which of a few given texts is likelier; generation has the model write, greedily. A "
+        "model may keep the first and lose the second, so the share of answers that end in a cycle, and of 3-grams "
+        "that are repeated, stand below the accuracies. Bars are 95 % intervals over items, each model on its own: "
+        "Wilson's, of 3-grams 1.96 standard errors.",
+        lambda r: {"tasks": tasks_figure(r)},
+        part=lambda r: r.tasks,
+    ),
+    _Section(
         "speed.json",
         Speed,
         "Speed",
@@ -241,7 +254,9 @@ def write_report(run: str | Path) -> Path:
     scored = {name: plan for name, plan in plans.items() if len(plan.scores)}
     for section in _SECTIONS:
         for path in section.found(run):
-            result = section.kind.load(path)
+            result = section.part(section.kind.load(path))
+            if result is None:
+                continue
             pictures, title = section.draw(result), section.title
             if path.parent != run:
                 title += f": {path.parent.name}/"

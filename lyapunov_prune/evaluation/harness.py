@@ -1,0 +1,274 @@
+"""lm-evaluation-harness (extra `tasks`) by the rules of this project: its model, its tasks from files, one run."""
+
+from __future__ import annotations
+
+import copy
+import io
+import logging
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, redirect_stderr, redirect_stdout
+from typing import Any, TextIO
+
+import datasets
+import torch
+import transformers
+from lm_eval.api.task import ConfigurableTask
+from lm_eval.evaluator import evaluate
+from lm_eval.models.huggingface import HFLM
+from lm_eval.tasks import TaskManager
+from torch import nn
+from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
+
+from lyapunov_prune.errors import LyapunovPruneError
+from lyapunov_prune.evaluation.task_items import TaskFile
+from lyapunov_prune.models.plain import require_in_memory
+from lyapunov_prune.models.structure import find_structure, in_eval_mode
+from lyapunov_prune.progress import track
+from lyapunov_prune.tracing import require_finite
+
+# The seed by which the harness draws examples for its own tasks.
+SEED = 1234
+# Tokens that an answer may have, and what ends it before: those of the harness' gsm8k.
+ANSWER = 256
+_UNTIL = ("Question:", "</s>", "<|im_end|>")
+# Longer than any context: what does not fit is refused here, where the harness would cut off its beginning.
+_UNCUT = 2**31
+# Requests between two steps of the progress bar.
+_STRETCH = 16
+# Draws of the bootstrap of metrics without a closed standard error; those of local files have one.
+_DRAWS = 1000
+
+_MULTIPLE_CHOICE: dict[str, Any] = {
+    "output_type": "multiple_choice",
+    "doc_to_text": "query",
+    "doc_to_choice": "choices",
+    "doc_to_target": "gold",
+    "target_delimiter": "",
+    "metric_list": [{"metric": name, "aggregation": "mean", "higher_is_better": True} for name in ("acc", "acc_norm")],
+}
+_GENERATION: dict[str, Any] = {  # but for its data: gsm8k of the harness, version 3
+    "output_type": "generate_until",
+    "doc_to_text": lambda item: f"Question: {item['question']}\nAnswer:",
+    "doc_to_target": "answer",
+    "generation_kwargs": {"until": list(_UNTIL), "do_sample": False, "temperature": 0.0, "max_gen_toks": ANSWER},
+    "metric_list": [
+        {
+            "metric": "exact_match",
+            "aggregation": "mean",
+            "higher_is_better": True,
+            "ignore_case": True,
+            "ignore_punctuation": False,
+            "regexes_to_ignore": [",", r"\$", "(?s).*#### ", r"\.$"],
+        }
+    ],
+    "filter_list": [
+        {
+            "name": "strict-match",
+            "filter": [{"function": "regex", "regex_pattern": r"#### (\-?[0-9\.\,]+)"}, {"function": "take_first"}],
+        },
+        {
+            "name": "flexible-extract",
+            "filter": [
+                {"function": "regex", "group_select": -1, "regex_pattern": r"(-?[$0-9.,]{2,})|(-?[0-9]+)"},
+                {"function": "take_first"},
+            ],
+        },
+    ],
+}
+
+
+class ProjectModel(HFLM):
+    """A loaded model as the harness asks it, by the rules of this project.
+
+    BOS as `bos` says and no other special token; nothing cut off: an item that does not fit the context is refused;
+    greedy decoding that asks the generation settings of the model for nothing but its end-of-text tokens. `read` holds
+    the ids of every text that was scored, or continued; `bars` is where progress is shown.
+    """
+
+    def __init__(
+        self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, *, bos: bool, batch_size: int, bars: TextIO
+    ) -> None:
+        structure = find_structure(model)
+        self._start = [tokenizer.bos_token_id] if bos else []
+        self._context = structure.max_context or _UNCUT
+        self._vocabulary = structure.config.vocab_size
+        self._bars = bars
+        self.read: list[list[int]] = []
+        # A copy: the harness gives a tokenizer without a padding token one.
+        super().__init__(pretrained=model, tokenizer=copy.deepcopy(tokenizer), batch_size=batch_size, max_length=_UNCUT)
+
+    def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: Any) -> list[int]:
+        ids = self.tokenizer(string, add_special_tokens=False, verbose=False)["input_ids"]
+        return ids if add_special_tokens is False else [*self._start, *ids]
+
+    def tok_batch_encode(
+        self, strings: Sequence[str], padding_side: str = "left", left_truncate_len: int | None = None, **_: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        rows = [self.tok_encode(string) for string in strings]
+        if left_truncate_len:  # what the answer leaves of `_UNCUT`
+            self._require(rows, room=_UNCUT - left_truncate_len)
+        batch = self.tokenizer.pad({"input_ids": rows}, padding_side=padding_side, return_tensors="pt")
+        return batch["input_ids"], batch["attention_mask"]
+
+    def loglikelihood(self, requests: Any, disable_tqdm: bool = False) -> list[tuple[float, bool]]:
+        return super().loglikelihood(requests, disable_tqdm=True)
+
+    def _loglikelihood_tokens(
+        self, requests: Any, disable_tqdm: bool = False, override_bs: int | None = None
+    ) -> list[tuple[float, bool]]:
+        rows = [[*context, *continuation] for _, context, continuation in requests]
+        self._require(rows)
+        self.read += rows
+        found: list[tuple[float, bool]] = []
+        with redirect_stderr(self._bars):
+            width = _STRETCH * self.batch_size
+            for start in track(range(0, len(requests), width), "log-likelihoods"):
+                some = requests[start : start + width]
+                found += super()._loglikelihood_tokens(some, disable_tqdm=True, override_bs=override_bs)
+        return found
+
+    def generate_until(self, requests: Any, disable_tqdm: bool = False) -> list[str]:
+        rows = [self.tok_encode(request.args[0]) for request in requests]
+        self._require(rows)
+        self.read += rows
+        if self.tokenizer.eos_token_id is None:
+            raise LyapunovPruneError("this tokenizer has no end-of-text token, which generation stops at; give it one")
+        order = sorted(range(len(rows)), key=lambda i: -len(rows[i]))  # what does not fit is found first
+        found: dict[int, str] = {}
+        with redirect_stderr(self._bars):
+            for start in track(range(0, len(order), self.batch_size), "answers"):
+                some = order[start : start + self.batch_size]
+                answers = super().generate_until([requests[i] for i in some], disable_tqdm=True)
+                found.update(zip(some, answers, strict=True))
+        return [found[i] for i in range(len(rows))]
+
+    def _require(self, rows: Sequence[Sequence[int]], room: int = 0) -> None:
+        longest = max(map(len, rows))
+        if longest + room > self._context:
+            words = f" and {room} to write" if room else ""
+            raise LyapunovPruneError(
+                f"an item of {longest} tokens{words} does not fit the model's context of {self._context}; "
+                "leave it out, or give fewer examples (--few-shot)"
+            )
+        if max(map(max, rows)) >= self._vocabulary:
+            raise LyapunovPruneError(
+                f"token id {max(map(max, rows))} is outside the model's vocabulary of {self._vocabulary}; "
+                "use the model's own tokenizer"
+            )
+
+
+def local_task(file: TaskFile, few_shot: int) -> ConfigurableTask:
+    """The items of `file` as a task of the harness; the first `few_shot` are examples and are not scored."""
+    examples, items = file.items[:few_shot], file.items[few_shot:]
+    if not items:
+        raise LyapunovPruneError(f"{file.path} has {len(file.items)} items, and {few_shot} are examples; give fewer")
+    config = {
+        **(_MULTIPLE_CHOICE if file.kind == "multiple choice" else _GENERATION),
+        "task": file.path.stem,
+        # Not its JSON loader: that leaves a copy of every file in a cache.
+        "custom_dataset": lambda **_: {"test": datasets.Dataset.from_list(list(items))},
+        "test_split": "test",
+        "num_fewshot": few_shot,
+        "fewshot_config": {"sampler": "first_n", "samples": list(examples)},
+    }
+    with quietly():
+        return ConfigurableTask(config=copy.deepcopy(config))
+
+
+def hub_tasks(names: Sequence[str], few_shot: int | None) -> dict[str, ConfigurableTask]:
+    """Tasks of the harness by name; a group stands for its tasks. Their items come from the hub.
+
+    Raises LyapunovPruneError for a name that the harness does not know and a download that fails.
+    """
+    manager = TaskManager()
+    unknown = [name for name in names if name not in manager.all_tasks]
+    if unknown:
+        raise LyapunovPruneError(
+            f"{unknown[0]} is neither a .jsonl file nor a task of lm-evaluation-harness; `lm-eval ls tasks` lists those"
+        )
+    try:
+        with quietly():
+            found = manager.load(list(names))["tasks"]
+    except Exception as error:  # datasets raises many kinds: network, name, format
+        reason = next(iter(str(error).splitlines()), "") or type(error).__name__
+        raise LyapunovPruneError(
+            f"cannot load {', '.join(names)} from the hub: {reason}; check the network, or give .jsonl files of items"
+        ) from None
+    for task in found.values():
+        if few_shot is not None:
+            task.set_config(key="num_fewshot", value=few_shot)
+    return found
+
+
+@in_eval_mode
+@torch.no_grad()
+def run(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    tasks: Mapping[str, ConfigurableTask],
+    *,
+    limit: int | None,
+    bos: bool,
+    batch_size: int,
+) -> tuple[dict[str, Any], list[list[int]]]:
+    """What the harness' `evaluate` returns, and the ids of every text that was scored or continued.
+
+    The model, its generation settings, the tokenizer and the random states are left as they were. Raises NonFiniteError
+    naming the layer when logits are not finite, and LyapunovPruneError for an item that does not fit the model.
+    """
+    require_in_memory(model)
+    for task in tasks.values():
+        task.set_fewshot_seed(SEED)  # every model is shown the same examples
+    shown = sys.stderr  # where `quietly` lets nothing through but the bars
+    with quietly(), _only_finite(model), _greedy(model):
+        asked = ProjectModel(model, tokenizer, bos=bos, batch_size=batch_size, bars=shown)
+        # Not simple_evaluate, which seeds every generator and asks the hub for the model.
+        found = evaluate(asked, dict(tasks), limit=limit, bootstrap_iters=_DRAWS, log_samples=True)
+    return found, asked.read
+
+
+@contextmanager
+def quietly() -> Iterator[None]:
+    """No logs, bars or prints of the harness and of what it calls."""
+    loggers = [logging.getLogger(name) for name in ("lm_eval", "datasets", "huggingface_hub")]
+    levels = [logger.level for logger in loggers]
+    verbosity = transformers.logging.get_verbosity()
+    try:
+        for logger in loggers:
+            logger.setLevel(logging.CRITICAL)
+        transformers.logging.set_verbosity_error()
+        with redirect_stderr(io.StringIO()), redirect_stdout(io.StringIO()):
+            yield
+    finally:
+        transformers.logging.set_verbosity(verbosity)
+        for logger, level in zip(loggers, levels, strict=True):
+            logger.setLevel(level)
+
+
+@contextmanager
+def _only_finite(model: PreTrainedModel) -> Iterator[None]:
+    """The harness would take the argmax of NaN for an answer."""
+
+    def check(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        if not output.logits.isfinite().all():
+            ids = args[0] if args else kwargs["input_ids"]
+            require_finite(find_structure(model), ids, "an item")
+            raise LyapunovPruneError("logits are not finite; load the model in a wider dtype")
+
+    handle = model.register_forward_hook(check, with_kwargs=True)
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+@contextmanager
+def _greedy(model: PreTrainedModel) -> Iterator[None]:
+    """Penalties on repetition, which some models carry in their settings, would hide a collapse."""
+    kept = model.generation_config
+    model.generation_config = GenerationConfig(eos_token_id=getattr(kept, "eos_token_id", None))
+    try:
+        yield
+    finally:
+        model.generation_config = kept

@@ -1,0 +1,251 @@
+"""Zero-shot multiple choice and generation tasks, scored by lm-evaluation-harness, of models side by side."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import torch
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from lyapunov_prune.errors import LyapunovPruneError
+from lyapunov_prune.evaluation.task_items import read_task
+from lyapunov_prune.generation import collapsed, repetition
+from lyapunov_prune.results import MeasuredOn, Result, versions
+from lyapunov_prune.text import TokenBatch, adds_bos
+
+EXTRA = "tasks need lm-evaluation-harness; run: pip install 'lyapunov-prune[tasks]'"
+# What is measured of the answers of a generation task, beside the harness' own metrics.
+COLLAPSED, REPEATED, LENGTH = "collapsed", "repeated 3-grams", "tokens"
+
+
+@dataclass(frozen=True)
+class Task:
+    """A task to evaluate: `harness` is the harness' own object, `sha256` that of the file, None for a name."""
+
+    name: str
+    source: str
+    sha256: str | None
+    harness: Any
+
+
+@dataclass(frozen=True)
+class ScoredTask:
+    """What was scored. `sha256`: of the file, or of the scored items of a task of the harness' own.
+
+    `chance` is what guessing scores in accuracy, the mean of `1 / choices`; NaN for what is not multiple choice.
+    `few_shot` examples stand before each of the `items`.
+    """
+
+    name: str
+    kind: str  # multiple choice, generation, or what the harness calls another output type
+    source: str  # the file, or lm-evaluation-harness
+    sha256: str
+    items: int
+    few_shot: int
+    chance: float
+
+
+@dataclass(frozen=True)
+class TaskScore:
+    """`value` of a metric and its standard error over items (NaN where it has none)."""
+
+    model: str
+    task: str
+    metric: str
+    value: float
+    error: float
+
+
+@dataclass(frozen=True)
+class TaskScores(Result):
+    """Scores of one or more models on the same items; `measured_on` is in the order of `models`.
+
+    Metrics are the harness', with the name of the filter behind a comma where it has one: `acc`, `acc_norm` (by
+    log-likelihood a character); `exact_match, strict-match` (the number behind `####`) and `exact_match,
+    flexible-extract` (the last number). Of the answers of a generation task, tokenised again, there are also
+    `collapsed`, the share that ends in a cycle (`generation.collapsed`), `repeated 3-grams`, the mean share of
+    repeated ones (`generation.repetition`), and `tokens`, the mean length.
+    """
+
+    models: tuple[str, ...]
+    tasks: tuple[ScoredTask, ...]
+    scores: tuple[TaskScore, ...]
+    limit: int | None
+    measured_on: tuple[MeasuredOn, ...]
+
+    def score(self, model: str, task: str, metric: str) -> TaskScore:
+        return next(s for s in self.scores if (s.model, s.task, s.metric) == (model, task, metric))
+
+    def to_frame(self) -> pd.DataFrame:
+        """A row a model, task and metric."""
+        tasks = {task.name: task for task in self.tasks}
+        return pd.DataFrame(
+            [
+                {
+                    "task": s.task,
+                    "kind": tasks[s.task].kind,
+                    "metric": s.metric,
+                    "model": s.model,
+                    "value": s.value,
+                    "error": s.error,
+                    "items": tasks[s.task].items,
+                    "few_shot": tasks[s.task].few_shot,
+                    "chance": tasks[s.task].chance if s.metric.startswith("acc") else math.nan,
+                    "sha256": tasks[s.task].sha256[:12],
+                }
+                for s in self.scores
+            ]
+        )
+
+    def summary(self) -> pd.DataFrame:
+        """A row a task and metric, the models side by side: value ± standard error."""
+        rows: dict[tuple[str, str], dict[str, Any]] = {}
+        for s in self.scores:
+            row = rows.setdefault((s.task, s.metric), {"task": s.task, "metric": s.metric})
+            row[s.model] = f"{s.value:.4g}" + (f" ± {s.error:.2g}" if math.isfinite(s.error) else "")
+        return pd.DataFrame(list(rows.values()))
+
+    def headline(self) -> str:
+        on = self.measured_on[0]
+        sizes = ", ".join(
+            f"{t.name} {t.items}" + (f" ({t.few_shot} shots)" if t.few_shot else "")
+            + (f", chance {t.chance:.3g}" if math.isfinite(t.chance) else "")
+            for t in self.tasks
+        )  # fmt: skip
+        return f"Tasks, lm-eval {on.versions['lm-eval']}, value ± standard error; items: {sizes}\n{on.line()}"
+
+
+def load_tasks(names: Sequence[str | Path], *, few_shot: int | None = None, offline: bool = False) -> tuple[Task, ...]:
+    """Tasks from `.jsonl` files, and from the hub by their names in lm-evaluation-harness. Needs the extra `tasks`.
+
+    A file of `{"query", "choices", "gold"}` lines is multiple choice: a choice follows its query after one space, or
+    directly where the query ends in white space, which the harness then scores with every choice. A file of
+    `{"question", "answer"}` lines is generation, scored as the harness' gsm8k. The first `few_shot` items of a file
+    are examples before the others, none by default; tasks by name have their own default.
+
+    Raises LyapunovPruneError for a missing extra, a file with anything else in it, two tasks of one name, a name that
+    the harness does not know, a failed download, and a name when `offline`.
+    """
+    if few_shot is not None and few_shot < 0:
+        raise LyapunovPruneError(f"{few_shot} examples cannot be shown; give 0 or more")
+    files = [str(name) for name in names if Path(name).suffix == ".jsonl"]
+    hub = [str(name) for name in names if str(name) not in files]
+    if hub and offline:
+        raise LyapunovPruneError(f"{hub[0]} comes from the hub, which --offline forbids; give a .jsonl file of items")
+    read = {name: read_task(name) for name in files}
+    try:
+        from lyapunov_prune.evaluation import harness
+    except ImportError:
+        raise LyapunovPruneError(EXTRA) from None
+    found = [
+        Task(file.path.stem, name, file.sha256, harness.local_task(file, few_shot or 0)) for name, file in read.items()
+    ]
+    if hub:
+        loaded = harness.hub_tasks(hub, few_shot)
+        found += [Task(name, "lm-evaluation-harness", None, task) for name, task in loaded.items()]
+    known = [task.name for task in found]
+    twice = next((name for name in known if known.count(name) > 1), None)
+    if twice is not None or not found:
+        raise LyapunovPruneError(
+            f"two tasks are called {twice}; rename a file" if twice is not None else "no tasks are given; name some"
+        )
+    return tuple(found)
+
+
+def evaluate_tasks(
+    models: Mapping[str, PreTrainedModel],
+    tokenizer: PreTrainedTokenizerBase,
+    tasks: Sequence[Task],
+    *,
+    limit: int | None = None,
+    bos: bool | None = None,
+    batch_size: int = 1,
+) -> TaskScores:
+    """Score every model on the first `limit` items of every task, all by default; the harness scores, see TaskScores.
+
+    `bos` puts a BOS token before every text; None follows the tokenizer's own habit. Answers are decoded greedily, at
+    most 256 tokens of those of a file; penalties in a model's generation settings are not applied. Log-likelihoods
+    are the harness', in the model's dtype; those of a file are `compare_choices`' up to one constant an item, of the
+    tokens that its choices share. The models and the random states are left as they were.
+
+    Raises NonFiniteError naming the layer when logits are not finite, and LyapunovPruneError for a limit below 1, an
+    item that does not fit the context (nothing is cut off), and ids outside the vocabulary.
+    """
+    from lyapunov_prune.evaluation import harness
+
+    if bos is None:
+        bos = adds_bos(tokenizer)
+    if bos and tokenizer.bos_token_id is None:
+        raise LyapunovPruneError("this tokenizer has no BOS token; use --no-bos")
+    if limit is not None and limit < 1:  # the harness takes 0 for no limit
+        raise LyapunovPruneError(f"a limit of {limit} leaves no items to score; give 1 or more")
+    objects = {task.name: task.harness for task in tasks}
+    scores: list[TaskScore] = []
+    scored: list[ScoredTask] = []
+    measured: list[MeasuredOn] = []
+    for name, model in models.items():
+        found, read = harness.run(model, tokenizer, objects, limit=limit, bos=bos, batch_size=batch_size)
+        for task in tasks:
+            scores += _scores(name, task.name, found, tokenizer)
+        scored = scored or [_scored(task, found) for task in tasks]
+        measured.append(_measured_on(model, read, bos, [task.name for task in tasks], harness.SEED))
+    return TaskScores(tuple(models), tuple(scored), tuple(scores), limit, tuple(measured))
+
+
+def _scores(model: str, task: str, found: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase) -> list[TaskScore]:
+    """The metrics of the harness in its order, then what is measured of the answers."""
+    results, samples = found["results"][task], found["samples"][task]
+    rows = []
+    for key, value in results.items():
+        metric, comma, chosen = key.partition(",")
+        if not comma or metric.endswith("_stderr"):
+            continue
+        error = results.get(f"{metric}_stderr,{chosen}", math.nan)
+        label = metric if chosen == "none" else f"{metric}, {chosen}"
+        rows.append(TaskScore(model, task, label, float(value), error if isinstance(error, float) else math.nan))
+    if found["configs"][task]["output_type"] == "generate_until":
+        answers = {sample["doc_id"]: sample["resps"][0][0] for sample in samples}.values()
+        tokens = [tuple(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]) for text in answers]
+        for label, values in (
+            (COLLAPSED, [float(collapsed(text)) for text in tokens]),
+            (REPEATED, [repetition(text, 3) for text in tokens]),
+            (LENGTH, [float(len(text)) for text in tokens]),
+        ):
+            error = float(np.std(values, ddof=1) / math.sqrt(len(values))) if len(values) > 1 else math.nan
+            rows.append(TaskScore(model, task, label, float(np.mean(values)), error))
+    return rows
+
+
+def _scored(task: Task, found: Mapping[str, Any]) -> ScoredTask:
+    output, samples = found["configs"][task.name]["output_type"], found["samples"][task.name]
+    items = {sample["doc_id"]: sample for sample in samples}
+    chance = math.nan
+    if output == "multiple_choice":
+        chance = float(np.mean([1 / len(task.harness.doc_to_choice(sample["doc"])) for sample in items.values()]))
+    digest = hashlib.sha256("".join(sample["doc_hash"] for sample in items.values()).encode()).hexdigest()
+    return ScoredTask(
+        name=task.name,
+        kind={"multiple_choice": "multiple choice", "generate_until": "generation"}.get(output, output),
+        source=task.source,
+        sha256=task.sha256 or digest,
+        items=len(items),
+        few_shot=int(found["n-shot"][task.name] or 0),
+        chance=chance,
+    )
+
+
+def _measured_on(
+    model: PreTrainedModel, read: Sequence[Sequence[int]], bos: bool, tasks: Sequence[str], seed: int
+) -> MeasuredOn:
+    ids = torch.tensor([[token for row in read for token in row]], dtype=torch.int64)
+    on = TokenBatch(ids, text=", ".join(tasks), split="all", bos=bos).measured_on(model, seed=seed)
+    told = {**versions(), "lm-eval": version("lm_eval"), "datasets": version("datasets")}
+    return replace(on, context=max(map(len, read)), versions=told)
