@@ -1,0 +1,327 @@
+"""A layer's attention or MLP left out: state, logits and probabilities, measured, estimated and bounded.
+
+    python experiments/16_spaces/run.py [MODEL]
+
+Figures 4, 5, 6 and 11 of the paper. Writes spaces.json and the figures beside this file.
+"""
+
+import sys
+from collections.abc import Iterable, Sequence
+from dataclasses import fields, replace
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import torch
+import typer
+from scipy import stats
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from common import draw
+from hierarchies import as_json, encoded, kept, measured_on, records, summarise
+
+import lyapunov_prune as lp
+from lyapunov_prune.files import write_whole
+from lyapunov_prune.linalg import lift
+from lyapunov_prune.prefix import Prefix, final_state
+from lyapunov_prune.report.drawing import COLOURS, INK, depth_axis, log_axis, panels, svg
+from lyapunov_prune.report.hierarchy import hierarchy_figure
+from lyapunov_prune.scoring import Scorer
+from lyapunov_prune.spaces import direction
+from lyapunov_prune.sublayers import find_sublayers, silent
+from lyapunov_prune.tracing import residual_stream, run_backbone
+
+HERE = Path(__file__).parent
+NAMES = {"attention": "attention", "mlp": "MLP"}
+PARTS = tuple(NAMES)
+CENTRED, LAST = ("hidden", "logit", "logit_without_mean", "mean_share"), 8
+TEMPERATURES = (0.5, 0.7, 1.5, 2.0)  # besides 1
+BITS = 8  # rounding to so many is a change small enough for the variance bound
+ARRAYS = [f.name for f in fields(lp.HierarchyProbe) if f.type == "np.ndarray"]
+MEASURES = [
+    *("hidden", "logit", "probability", "hidden_estimate", "logit_estimate", "probability_estimate"),
+    *("hidden_orthogonal", "logit_orthogonal", "kl", "kl_estimate", "range_bound"),
+]
+
+
+def main(model: str = "smollm2-135m", steps: int = 32) -> None:
+    loaded = lp.load(model)
+    prompts = encoded(loaded)
+    at = loaded.structure.num_layers // 2  # of Figures 5, 6 and 11: the 14th of 28 in the paper
+
+    def probes(names: Sequence[str], count: int, temperature: float = 1.0) -> list[lp.HierarchyProbe]:
+        def work(ids: torch.Tensor) -> lp.HierarchyProbe:
+            return lp.probe_layers(loaded.model, ids, steps=count, what=PARTS, temperature=temperature)
+
+        return [
+            kept(model, f"probe-{k}-{count}-{temperature:g}", lp.HierarchyProbe, lambda k=k: work(prompts[k]))
+            for k in names
+        ]
+
+    found = probes(list(prompts), steps)
+    few, short = list(prompts)[::2], steps // 4
+    warm = {T: probes(few, short, T) for T in TEMPERATURES}
+    rounded = lp.compress(loaded.model, method="rtn", bits=BITS).model
+    small = [
+        kept(
+            model,
+            f"probe-{k}-{short}-rounded-{BITS}",
+            lp.HierarchyProbe,
+            lambda k=k: lp.probe_layers(loaded.model, prompts[k], change=rounded, steps=short, what=("layer",)),
+        )
+        for k in few
+    ]
+    whole, frame = pooled(found, loaded, prompts), together(found, prompts)
+    layers = summarise(frame, "prompt", ("layer", "what"), MEASURES)
+    spread = frame.groupby(["layer", "what"], sort=False)[["hidden", "logit", "probability"]]
+    layers = layers.merge(spread.min().add_suffix("_min").reset_index())
+    layers = layers.merge(spread.max().add_suffix("_max").reset_index())
+    chosen = only(frame, at)
+    by_step = summarise(chosen, "prompt", ("step",), MEASURES)
+    heated = [chosen[(chosen.step < short) & chosen.prompt.isin(few)].assign(temperature=1.0)]
+    heated += [only(together(list_, few), at).assign(temperature=T) for T, list_ in warm.items()]
+    temperatures = summarise(pd.concat(heated), "prompt", ("temperature",), MEASURES).sort_values("temperature")
+    mean_out = summarise(without_mean(loaded, [prompts[k] for k in few]), "prompt", ("layer",), CENTRED)
+    near = together(small, few)
+    rounding = summarise(near, "prompt", ("layer",), [m for m in MEASURES if m[0] == "k" or m == "range_bound"])
+    within = near.assign(within=near.variance_bound.notna()).groupby("layer")[["variance_bound", "within"]].mean()
+    rounding = rounding.merge(within.reset_index())
+    everything = [*found, *small, *(p for list_ in warm.values() for p in list_)]
+    facts = {
+        "measured on": whole.measured_on.line(),
+        "prompts": len(prompts),
+        "steps": steps,
+        "prompts and steps of the temperatures and the rounding": [len(few), short],
+        "layer of the steps and temperatures": at,
+        "numbers held against a bound": sum(p.checked for p in everything),
+        "violations": sum(len(p.violations) for p in everything),
+        **accuracy(frame),
+        **tightness("left out", frame),
+        **tightness(f"rounded to {BITS} bits", near),
+    }
+    tables = {
+        "layers": layers,
+        "steps": by_step,
+        "temperatures": temperatures,
+        f"rounded to {BITS} bits": rounding,
+        "attention left out, logits without their mean": mean_out,
+    }
+    write_whole(HERE / "spaces.json", as_json({**facts, **{k: records(t) for k, t in tables.items()}}))
+    draw(
+        HERE,
+        {
+            "spaces": hierarchy_figure(whole),
+            "orthogonal": orthogonal_figure(layers),
+            "steps": steps_figure(by_step, at),
+            "temperatures": temperatures_figure(temperatures, at),
+            "bounds": bounds_figure(layers, rounding),
+        },
+    )
+    for name, value in facts.items():
+        print(f"{name:<44} {value}")
+    shown = ["layer", "what", "hidden", "logit", "probability", "probability_estimate", "kl", "kl_estimate"]
+    print(layers[shown].to_string(index=False, float_format=lambda x: f"{x:.3g}"))
+    print(temperatures[["temperature", *shown[4:]]].to_string(index=False, float_format=lambda x: f"{x:.3g}"))
+
+
+def together(found: Sequence[lp.HierarchyProbe], prompts: Iterable[str]) -> pd.DataFrame:
+    """A row a prompt, layer, part and step."""
+    return pd.concat([p.to_frame().assign(prompt=name) for p, name in zip(found, prompts, strict=True)])
+
+
+def only(frame: pd.DataFrame, at: int) -> pd.DataFrame:
+    return frame[(frame.layer == at) & (frame.what == "attention")]
+
+
+def pooled(found: list[lp.HierarchyProbe], loaded: lp.Loaded, prompts: dict[str, torch.Tensor]) -> lp.HierarchyProbe:
+    """One probe of all prompts, as `probe_layers` would make it had they the same length."""
+    stacks = {name: np.stack([getattr(p, name) for p in found]) for name in ARRAYS}
+    return replace(
+        found[0],
+        **{name: x.max(0) if name == "deviation" else x.mean(0) for name, x in stacks.items()},
+        checked=sum(p.checked for p in found),
+        violations=tuple(v for p in found for v in p.violations),
+        measured_on=measured_on(loaded, prompts),
+    )
+
+
+@torch.no_grad()
+def without_mean(loaded: lp.Loaded, prompts: Sequence[torch.Tensor]) -> pd.DataFrame:
+    """`1 − cos` of the logits less their mean over the vocabulary, which no softmax sees; attention left out.
+
+    At the last `LAST` tokens of each prompt. `mean_share` is that of the mean in `‖z‖²`.
+    """
+    structure, rows = loaded.structure, []
+    parts = find_sublayers(loaded.model, range(structure.num_layers))
+    for number, ids in enumerate(prompts):
+        prefix, scorer = Prefix(structure, ids), Scorer(loaded.model, structure, ids)
+        states: list[torch.Tensor] = []
+        with residual_stream(structure, lambda boundary, hidden, states=states: states.append(hidden)):
+            run_backbone(structure, ids)
+
+        def logits(h: torch.Tensor, ids: torch.Tensor = ids, prefix: Prefix = prefix, scorer: Scorer = scorer):
+            with prefix.entered(structure.num_layers, h):
+                return lift(scorer.logits(final_state(structure, ids)[0, -LAST:]))
+
+        for layer, found in parts.items():
+            if "attention" not in found.branches:
+                continue
+            start = prefix.entry(layer)
+            with silent(found.branches["attention"]):
+                changed = prefix.advance(ids, start, states[start], layer + 1)
+            h, h2 = states[layer + 1][0, -LAST:], changed[0, -LAST:]
+            z, z2 = logits(states[layer + 1]), logits(changed)
+            middle, middle2 = z.mean(-1, keepdim=True), z2.mean(-1, keepdim=True)
+            turned = [direction(a, b)[0] for a, b in ((h, h2), (z, z2), (z - middle, z2 - middle2))]
+            share = middle.squeeze(-1).square() * z.shape[-1] / z.square().sum(-1)
+            values = [float(x.mean()) for x in (*turned, share)]
+            rows.append({"prompt": number, "layer": layer, **dict(zip(CENTRED, values, strict=True))})
+    return pd.DataFrame(rows)
+
+
+def accuracy(frame: pd.DataFrame) -> dict[str, object]:
+    """Estimates against measurements, and space against space; over every prompt, layer, part and step."""
+    facts: dict[str, object] = {}
+    inner = frame[(frame.layer > 0) & (frame.layer < frame.layer.max())]
+    for name, part in (("all layers", frame), ("without the first and the last", inner)):
+        for measured in ("hidden", "logit", "probability", "kl"):
+            estimate = f"{measured}_estimate"
+            rows = part[(part[measured] > 0) & (part[estimate] > 0)]
+            facts[f"{estimate} / {measured}, {name}: 5 %, median, 95 %"] = quantiles(rows[estimate] / rows[measured])
+            rank = stats.spearmanr(rows[measured], rows[estimate]).statistic
+            facts[f"{estimate} and {measured}, {name}: rank correlation"] = float(f"{rank:.4g}")
+    for what, part in frame.groupby("what", sort=False):
+        means = part.groupby("layer")[["hidden", "logit", "probability"]].mean()
+        for space, verb, mask in (
+            ("logits", "less", means.logit < means.hidden),
+            ("probabilities", "more", means.probability > means.hidden),
+        ):
+            facts[f"{what}: layers where the {space} turn {verb} than the state"] = f"{mask.sum()} of {len(means)}"
+    return facts
+
+
+def tightness(name: str, frame: pd.DataFrame) -> dict[str, object]:
+    """How far above the measurement the bounds are; over every prompt, layer, part and step."""
+    rows = frame[frame.kl > 0]
+    near = rows[rows.variance_bound.notna()]
+    facts: dict[str, object] = {
+        f"{name}: range bound / KL: 5 %, median, 95 %": quantiles(rows.range_bound / rows.kl),
+        f"{name}: share with c <= 1": float(f"{frame.variance_bound.notna().mean():.4g}"),
+    }
+    if len(near):
+        facts[f"{name}: variance bound / KL where c <= 1: 5 %, median, 95 %"] = quantiles(near.variance_bound / near.kl)
+    return facts
+
+
+def quantiles(ratio: pd.Series) -> list[float]:
+    return [float(f"{x:.4g}") for x in ratio.quantile([0.05, 0.5, 0.95])]
+
+
+def band(axes, x, table: pd.DataFrame, column: str, **style) -> None:
+    """A line and its interval over prompts."""
+    axes.plot(x, positive(table[column]), **style)
+    axes.fill_between(
+        x,
+        positive(table[f"{column}_low"]),
+        positive(table[f"{column}_high"]),
+        color=style["color"],
+        alpha=0.2,
+        linewidth=0,
+    )
+
+
+def positive(values: pd.Series) -> np.ndarray:
+    return np.where(values > 0, values, np.nan)
+
+
+def orthogonal_figure(layers: pd.DataFrame) -> str:
+    """Figure 5 and 18: the part of the change across h, and across z, over depth."""
+    figure, column = panels(9, 5.2, 2)
+    for axes, what in zip(column, PARTS, strict=True):
+        part = layers[layers.what == what]
+        for name, label, colour, marker in (
+            ("hidden_orthogonal", "state h", COLOURS["rho"], "o"),
+            ("logit_orthogonal", "logits z", COLOURS["bi"], "s"),
+        ):
+            band(axes, part.layer, part, name, color=colour, marker=marker, markersize=3, linewidth=0.9, label=label)
+        log_axis(axes)
+        axes.set_ylabel(f"‖Δ⊥‖ / ‖v‖, {NAMES[what]}")
+    column[0].legend(frameon=False, fontsize=8, ncols=2, loc="lower left", bbox_to_anchor=(0, 1))
+    depth_axis(column[-1], int(layers.layer.max()) + 1)
+    return svg(figure)
+
+
+PAIRS = (("probability", "1 − cos(p, q)"), ("kl", "KL(p‖q), nats"))
+
+
+def steps_figure(steps: pd.DataFrame, at: int) -> str:
+    """Figure 6: measured and estimated at one attention, over decoding steps."""
+    figure, column = panels(9, 5.2, 2)
+    for axes, (name, label) in zip(column, PAIRS, strict=True):
+        band(axes, steps.step, steps, name, color=COLOURS["rho"], marker="o", markersize=3, label="measured")
+        estimate = f"{name}_estimate"
+        band(axes, steps.step, steps, estimate, color=COLOURS["bi"], linestyle="--", label="second-order estimate")
+        log_axis(axes)
+        axes.set_ylabel(label)
+    column[0].legend(frameon=False, fontsize=8, ncols=2, loc="lower left", bbox_to_anchor=(0, 1))
+    column[-1].set_xlabel(f"decoding step, the attention of layer {at} left out")
+    return svg(figure)
+
+
+def temperatures_figure(table: pd.DataFrame, at: int) -> str:
+    """Figure 11: the same over temperatures, means over steps."""
+    figure, column = panels(6.5, 5.2, 2)
+    for axes, (name, label) in zip(column, PAIRS, strict=True):
+        for shown, colour, marker, legend in (
+            (name, COLOURS["rho"], "o", "measured"),
+            (f"{name}_estimate", COLOURS["bi"], "s", "second-order estimate"),
+        ):
+            bars = np.abs(table[[f"{shown}_low", f"{shown}_high"]].to_numpy().T - table[shown].to_numpy())
+            axes.errorbar(
+                table.temperature,
+                table[shown],
+                yerr=bars,
+                marker=marker,
+                markersize=4,
+                capsize=2,
+                color=colour,
+                label=legend,
+            )
+        log_axis(axes)
+        axes.set_ylabel(label)
+    column[0].legend(frameon=False, fontsize=8, ncols=2, loc="lower left", bbox_to_anchor=(0, 1))
+    column[-1].set_xlabel(f"temperature T, the attention of layer {at} left out")
+    return svg(figure)
+
+
+def bounds_figure(layers: pd.DataFrame, rounding: pd.DataFrame) -> str:
+    """KL over depth with its estimate, and the bounds that hold whatever the change, or where c ≤ 1."""
+    figure, column = panels(9, 7.4, 3)
+    tables = {f"{NAMES[what]} left out": layers[layers.what == what] for what in PARTS}
+    tables[f"rounded to {BITS} bits"] = rounding
+    for axes, (name, part) in zip(column, tables.items(), strict=True):
+        band(axes, part.layer, part, "range_bound", color=COLOURS["from-end"], linewidth=0.9, label="range bound")
+        if "variance_bound" in part:
+            axes.plot(part.layer, part.variance_bound, "+", color=COLOURS["bi"])
+        band(
+            axes,
+            part.layer,
+            part,
+            "kl",
+            color=COLOURS["rho"],
+            marker="o",
+            markersize=3,
+            linewidth=0.9,
+            label="measured",
+        )
+        axes.plot(part.layer, part.kl_estimate, "--", color=INK, linewidth=0.9, label="second-order estimate")
+        log_axis(axes)
+        axes.set_ylabel(f"KL(p‖q), nats\n{name}")
+    column[0].plot([], [], "+", color=COLOURS["bi"], label="variance bound, steps with c ≤ 1")
+    column[0].legend(frameon=False, fontsize=8, ncols=4, loc="lower left", bbox_to_anchor=(0, 1))
+    depth_axis(column[-1], int(layers.layer.max()) + 1)
+    return svg(figure)
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -1,0 +1,145 @@
+"""What experiments 16 to 18 share: the prompts of the paper's Table 3, the models that it compares, intervals."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import cache, partial
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+import pandas as pd
+import torch
+from transformers import PreTrainedModel
+
+import lyapunov_prune as lp
+from lyapunov_prune.results import MeasuredOn, Result, encode
+from lyapunov_prune.text import adds_bos
+
+# Math2 in the longer words of Table 2.
+PROMPTS = {
+    "MC1": "Tom has 15 candies. He eats 4 and gives 3 to his friend. How many candies does Tom have left? "
+    "Choose the correct answer: A) 6 B) 7 C) 8 D) 9",
+    "MC2": "Which planet is known as the Red Planet? Choose the correct answer: A) Venus B) Mars C) Jupiter D) Saturn",
+    "MC3": "Which of the following animals is a mammal? Choose the correct answer: A) Snake B) Frog C) Dog D) Lizard",
+    "MC4": "Mark is older than John, and John is older than Alex. Who is the youngest? "
+    "Choose the correct answer: A) Mark B) John C) Alex D) None of them",
+    "Math1": "John has twice as many books as Mary. Together they have 18 books. How many books does John have?",
+    "Math2": "Natalia sold clips to 48 of her friends in April, and then she sold half as many clips in May. "
+    "How many clips did Natalia sell altogether in April and May?",
+    "Math3": "Emma has three times as many apples as Liam. Together they have 24 apples. "
+    "How many apples does Emma have?",
+    "Math4": "Alice buys 5 packs of pencils, each containing 12 pencils. She gives 8 pencils to her brother and 15 to "
+    "her friend. How many pencils does Alice have left?",
+    "Gen1": "Tell a short, coherent story about a child who finds a mysterious key and discovers what it opens.",
+    "Gen2": "Explain step by step how to solve a math word problem where a student calculates how many apples remain "
+    "after giving some away.",
+    "Gen3": "Write a short explanation suitable for a 10-year-old describing why the Earth has day and night.",
+    "Gen4": "Describe, step by step, how to make a peanut butter and jelly sandwich.",
+}
+DRAWS = 2000
+R = TypeVar("R", bound=Result)
+
+
+def kept(model: str, name: str, kind: type[R], work: Callable[[], R]) -> R:
+    """The result that an earlier run of `name` has left in `runs/experiments/`, or else a new one, left there."""
+    folder, file = (re.sub(r"[^\w.-]+", "-", part).strip("-.") for part in (model, name))
+    path = Path("runs") / "experiments" / folder / f"{file}.json"
+    if not path.is_file():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        work().save(path)
+    return kind.load(path)
+
+
+def encoded(loaded: lp.Loaded) -> dict[str, torch.Tensor]:
+    """The prompts as ids, 1 × tokens: as a user's message where the tokenizer has a template for that."""
+    tokenizer = loaded.tokenizer
+    if tokenizer.chat_template is None:
+        return {name: tokenizer(text, return_tensors="pt")["input_ids"] for name, text in PROMPTS.items()}
+    found = {}
+    for name, text in PROMPTS.items():
+        message = [{"role": "user", "content": text}]
+        whole = tokenizer.apply_chat_template(message, add_generation_prompt=True, tokenize=False)
+        found[name] = tokenizer(whole, add_special_tokens=False, return_tensors="pt")["input_ids"]
+    return found
+
+
+def measured_on(loaded: lp.Loaded, prompts: dict[str, torch.Tensor]) -> MeasuredOn:
+    """Prompts of different lengths as one measurement; the context is that of the longest."""
+    ids = torch.cat(list(prompts.values()), dim=1)
+    bos = None if loaded.tokenizer.chat_template else adds_bos(loaded.tokenizer)
+    batch = lp.TokenBatch(ids, text=f"{len(prompts)} prompts of the paper", split="all", bos=bos)
+    return replace(batch.measured_on(loaded.model), context=max(p.shape[1] for p in prompts.values()))
+
+
+def makers(loaded: lp.Loaded, calibration: lp.TokenBatch) -> dict[str, Callable[[], PreTrainedModel]]:
+    """The models that are compared, made on `calibration` when they are asked for; layers go by Block Influence."""
+    dense = loaded.model
+    influence = {"layers": lp.block_influence, "attention": lp.sublayer_influence, "MLP": lp.sublayer_influence}
+    measure = cache(lambda measured_by: measured_by(dense, calibration))
+
+    def drop(what: str, count: int) -> PreTrainedModel:
+        found = measure(influence[what])
+        by = lp.rank_layers(None, found, criterion="bi") if what == "layers" else lp.rank_sublayers(found, what.lower())
+        return lp.remove_layers(dense, by.plan(count))
+
+    def compress(**setting: Any) -> PreTrainedModel:
+        return lp.compress(dense, calibration, **setting).model
+
+    return {
+        **{f"{what} − {count}": partial(drop, what, count) for what in influence for count in (4, 8)},
+        "Wanda 50 %": partial(compress, method="wanda", sparsity=0.5),
+        "SparseGPT 50 %": partial(compress, method="sparsegpt", sparsity=0.5),
+        "4 bits, a row": partial(compress, method="rtn", bits=4),
+        "4 bits, groups of 64": partial(compress, method="rtn", bits=4, group_size=64),
+        "8 bits, a row": partial(compress, method="rtn", bits=8),
+    }
+
+
+def interval(values: np.ndarray) -> np.ndarray:
+    """Mean over the first axis and its 95 % interval, 3 × …: percentile bootstrap; NaN entries are left out."""
+    draws = np.random.default_rng(0).integers(len(values), size=(DRAWS, len(values)))
+    seen = np.isfinite(values)
+    filled = np.where(seen, values, 0.0)
+    with np.errstate(invalid="ignore"):  # a draw in which all are missing
+        means = filled[draws].sum(1) / seen[draws].sum(1)
+        mean = filled.sum(0) / seen.sum(0)
+    low, high = np.nanquantile(means, [0.025, 0.975], axis=0) if np.isfinite(means).any() else (mean, mean)
+    return np.stack([mean, low, high])
+
+
+def summarise(frame: pd.DataFrame, over: str, by: Sequence[str], columns: Sequence[str]) -> pd.DataFrame:
+    """For each group of `by`: mean, low and high of `columns` over the values of `over`, each of which counts once."""
+    rows = []
+    for key, part in frame.groupby(list(by), sort=False):
+        each = part.groupby(over, sort=False)[list(columns)].mean()
+        found = interval(each.to_numpy(float))
+        row: dict[str, Any] = dict(zip(by, key, strict=True))
+        for column, three in zip(columns, found.T, strict=True):
+            row |= dict(zip((column, f"{column}_low", f"{column}_high"), three, strict=True))
+        rows.append(row)
+    return pd.DataFrame(rows)
+
+
+def records(frame: pd.DataFrame) -> list[dict[str, Any]]:
+    """The rows, numbers to six digits."""
+    return [
+        {str(k): float(f"{v:.6g}") if isinstance(v, float) else v for k, v in row.items()}
+        for row in frame.to_dict("records")
+    ]
+
+
+def as_json(content: dict[str, Any]) -> str:
+    """One row of a table a line."""
+    parts = []
+    for name, value in content.items():
+        if isinstance(value, list):
+            lines = ",\n  ".join(json.dumps(encode(row), ensure_ascii=False) for row in value)
+            text = f"[\n  {lines}\n ]"
+        else:
+            text = json.dumps(encode(value), ensure_ascii=False)
+        parts.append(f" {json.dumps(name)}: {text}")
+    return "{\n" + ",\n".join(parts) + "\n}\n"
