@@ -9,6 +9,7 @@ if TYPE_CHECKING:
     from lyapunov_prune.activations import ActivationStatistics, activation_statistics
     from lyapunov_prune.allocation.allocation import Allocation
     from lyapunov_prune.allocation.schedules import allocate
+    from lyapunov_prune.angular import AngularDistance, angular_distance
     from lyapunov_prune.approx import approximate
     from lyapunov_prune.bounds_report import BoundsReport
     from lyapunov_prune.branch_influence import SublayerInfluence, sublayer_influence
@@ -41,6 +42,7 @@ if TYPE_CHECKING:
 __all__ = [
     "ActivationStatistics",
     "Allocation",
+    "AngularDistance",
     "BoundsReport",
     "BudgetedRemoval",
     "CheckFailed",
@@ -71,6 +73,7 @@ __all__ = [
     "TokenBatch",
     "activation_statistics",
     "allocate",
+    "angular_distance",
     "approximate",
     "block_influence",
     "check_bounds",
@@ -108,6 +111,7 @@ _HOMES = {
     "activations": ("ActivationStatistics", "activation_statistics"),
     "allocation.allocation": ("Allocation",),
     "allocation.schedules": ("allocate",),
+    "angular": ("AngularDistance", "angular_distance"),
     "approx": ("approximate",),
     "bounds_report": ("BoundsReport",),
     "branch_influence": ("SublayerInfluence", "sublayer_influence"),

@@ -13,6 +13,7 @@ from lyapunov_prune.errors import LyapunovPruneError
 
 if TYPE_CHECKING:  # a usage error must not wait for torch
     from lyapunov_prune.allocation.allocation import Allocation
+    from lyapunov_prune.angular import AngularDistance
     from lyapunov_prune.contraction import ContractionProfile
     from lyapunov_prune.models.loading import Loaded
     from lyapunov_prune.oracle import GreedyRemoval
@@ -131,8 +132,8 @@ def profile_model(
     )
 
 
-# Criteria that look at the predictions, beside those of a profile.
-LOGIT_CRITERIA = ("kl", "oracle")
+# Criteria that go by more than a profile holds; the last two choose a whole set, not layer by layer.
+MEASURED_CRITERIA = ("kl", "oracle", "angular")
 
 
 def measure_ranking(
@@ -148,15 +149,16 @@ def measure_ranking(
     *,
     run: Path | None,
     resume: bool,
-) -> LayerRanking | GreedyRemoval:
+) -> LayerRanking | GreedyRemoval | AngularDistance:
     """Measure what the criterion goes by, and rank; the measurement is kept in `run`."""
+    from lyapunov_prune.angular import angular_distance
     from lyapunov_prune.branch_influence import sublayer_influence
     from lyapunov_prune.divergence import rank_by_divergence, skip_divergence
     from lyapunov_prune.oracle import greedy_removal
     from lyapunov_prune.ranking import rank_layers, rank_sublayers
 
     measured: Result
-    ranking: LayerRanking | GreedyRemoval
+    ranking: LayerRanking | GreedyRemoval | AngularDistance
     if what != "layers":
         name = "sublayers.json"
         measured = found = sublayer_influence(loaded.model, batch, batch_size=batch_size)
@@ -172,6 +174,9 @@ def measure_ranking(
         measured = ranking = greedy_removal(
             loaded.model, batch, remove, folder=jobs, resume=resume, batch_size=batch_size
         )
+    elif criterion == "angular":
+        name = "angular.json"
+        measured = ranking = angular_distance(loaded.model, batch, batch_size=batch_size)
     else:
         name = "profile.json"
         measured = profile = profile_model(loaded, batch, batch_size, seeds, seed)
@@ -181,12 +186,13 @@ def measure_ranking(
     return ranking
 
 
-def require_one_by_one(criterion: str, remove: int | None, keep_period: bool = False) -> None:
-    """The oracle takes layers out one at a time, and must know when to stop."""
-    if criterion == "oracle" and remove is None:
-        raise LyapunovPruneError("criterion oracle searches step by step; give --remove N with it")
-    if criterion == "oracle" and keep_period:
-        raise LyapunovPruneError("criterion oracle removes single layers, not periods; leave out --keep-period")
+def require_known_count(criterion: str, remove: int | None, keep_period: bool = False) -> None:
+    """Some criteria give no order of all layers: they must know how many go."""
+    how = {"oracle": "searches step by step", "angular": "removes a run of layers"}.get(criterion)
+    if how and remove is None:
+        raise LyapunovPruneError(f"criterion {criterion} {how}; give --remove N with it")
+    if how and keep_period:
+        raise LyapunovPruneError(f"criterion {criterion} {how}, not periods; leave out --keep-period")
 
 
 def require_budget(max_kl: float, what: str, otherwise: bool) -> None:
@@ -213,7 +219,7 @@ def require_criterion(criterion: str, alpha: float) -> None:
     """The ranking would refuse the same."""
     from lyapunov_prune.ranking import CRITERIA
 
-    known = (*CRITERIA, *LOGIT_CRITERIA)
+    known = (*CRITERIA, *MEASURED_CRITERIA)
     if criterion not in known:
         raise LyapunovPruneError(f"unknown criterion {criterion!r}; give one of {', '.join(known)}")
     if not 0 <= alpha <= 1:

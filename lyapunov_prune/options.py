@@ -46,7 +46,7 @@ MaxKL = Annotated[
         "--max-kl", help="Instead of --remove: as many as keep KL(dense ‖ pruned) on the text below it, nats a token."
     ),
 ]
-Criterion = Annotated[str, typer.Option(help="rho, bi, blend, kl, oracle, from-end or random.")]
+Criterion = Annotated[str, typer.Option(help="rho, bi, blend, angular, kl, oracle, from-end or random.")]
 What = Annotated[
     str,
     typer.Option(help="layers, or their attention or mlp alone: zeroed, which saves no time (with --criterion bi)."),

@@ -221,9 +221,9 @@ def test_an_interrupted_run_goes_on_where_it_stopped(
     assert (again.code, calls[0]) == (0, whole)
     assert again.out == done.out
     assert not again.changed
-    limit[0] = 2 * whole
-    assert run(*arguments).code == 0
-    assert calls[0] == 2 * whole
+    limit[0] = whole + 1
+    assert run(*arguments).code == 130  # without --resume the first job is done anew
+    assert calls[0] == whole + 1
 
 
 def test_resuming_on_other_text_is_refused(run: Callable[..., Done]) -> None:
@@ -578,6 +578,17 @@ def test_criteria_that_look_at_the_predictions(run: Any) -> None:
     assert done.code == 2
     assert "give --remove N" in done.err
     assert "a profile holds no scores of criterion kl" in run("rank", "--profile", "x.json", "--criterion", "kl").err
+
+
+def test_a_run_of_layers_goes_as_one(run: Any) -> None:
+    assert run("rank", "tiny", "--criterion", "angular", "--remove", "2", *TEXT).code == 0
+    plan = PruningPlan.load("runs/tiny/plan.json")
+    assert plan.remove == (plan.remove[0], plan.remove[0] + 1)
+    assert run("prune", "tiny", "--criterion", "angular", "--remove", "2", "-o", "out", *TEXT).code == 0
+    assert Provenance.load("out/provenance.json").plan.remove == plan.remove
+    assert "give --remove N" in run("rank", "tiny", "--criterion", "angular", *TEXT).err
+    periods = ("--remove", "2", "--keep-period", "-o", "no")
+    assert "leave out --keep-period" in run("prune", "tiny", "--criterion", "angular", *periods, *TEXT).err
 
 
 def test_a_pruned_model_is_healed_by_the_one_it_came_from(run: Any) -> None:

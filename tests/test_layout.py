@@ -45,6 +45,7 @@ ORDER = [
     "jacobian",
     "profile",
     "plan",
+    "angular",
     "ranking",
     "logits",
     "decoding",

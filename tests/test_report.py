@@ -23,6 +23,7 @@ from transformers import PreTrainedModel
 from lyapunov_prune import (
     LyapunovPruneError,
     activation_statistics,
+    angular_distance,
     check_bounds,
     check_grid,
     compress,
@@ -53,6 +54,8 @@ from lyapunov_prune.report.internals import activation_figure, bounds_figure, ja
 from lyapunov_prune.report.page import write_report
 from lyapunov_prune.report.removal import divergence_figure, healing_figure, oracle_figure
 from lyapunov_prune.text import as_batch
+
+pytestmark = pytest.mark.xdist_group("report")  # one process makes `run`, not each
 
 # What ends and what begins the MLP where it is not down, gate and up.
 MLPS = {
@@ -101,6 +104,7 @@ def run(tmp_path_factory: pytest.TempPathFactory, llama: PreTrainedModel) -> Pat
     activation_statistics(llama, ids).save(folder / "activations.json")
     sublayer_jacobians(llama, ids[:, :4], steps=3, probes=1).save(folder / "jacobian.json")
     check_grid(llama, ids[:1], sparsities=(0.5,), ranks=(None, 8), cache_radii=(0.0,)).save(folder / "bounds.json")
+    angular_distance(llama, ids).save(folder / "angular.json")
     sublayer_influence(llama, ids).save(folder / "sublayers.json")
     skip_divergence(llama, ids).save(folder / "divergence.json")
     ranking = rank_layers(None, profile.influence, criterion="bi")
@@ -127,6 +131,7 @@ def test_every_figure_is_drawn_as_svg_with_labelled_axes(run: Path) -> None:
         ],
         "jacobian": ["stretch of an error", "attention, ‖J‖ from below", "MLP, ‖J‖_F/√n", "layer"],
         "bounds": ["worst error / bound", "self_attn.q_proj", "mlp.down_proj", "layer"],
+        "angular": ["1 − cos, ends of the run", "4 in a row", "first layer of the run"],
         "sublayers": ["Block Influence, 1 − cos", "attention", "MLP", "layer"],
         "divergence": ["nats a token", "KL(dense ‖", "the estimate", "tokens flipped, %", "layer"],
         "budget": ["KL(dense ‖ pruned), nats a token", "measured, removed together", "layers removed, by bi"],
@@ -152,7 +157,7 @@ def test_the_page_needs_nothing_else(run: Path) -> None:
 
     links = Links()
     links.feed(page)
-    assert page.count("<svg") == 14
+    assert page.count("<svg") == 15
     assert "url(http" not in page
     assert not [link for link in links.found if "//" in link]
 

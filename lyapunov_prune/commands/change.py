@@ -20,7 +20,7 @@ from lyapunov_prune.inputs import (
     require_budget,
     require_count,
     require_criterion,
-    require_one_by_one,
+    require_known_count,
     require_what,
     run_folder,
 )
@@ -107,7 +107,7 @@ def prune(
     if max_kl is not None:
         require_budget(max_kl, what, keep_period)
     if remove is not None or max_kl is not None:
-        require_one_by_one(criterion, remove, keep_period)
+        require_known_count(criterion, remove, keep_period)
     if keep_period and what != "layers":
         raise LyapunovPruneError(f"{what} that is zeroed leaves every layer in its place; leave out --keep-period")
     require_empty(output)
@@ -144,7 +144,7 @@ def prune(
             loaded, batch, what, criterion, alpha, remove, batch_size, seeds, seed, run=None, resume=False
         )
         if not isinstance(ranking, LayerRanking):
-            assert remove is not None  # the oracle asks for it
+            assert remove is not None  # those that give no ranking ask for it
             plan = ranking.plan(remove)
         elif remove is not None:
             plan = ranking.plan(remove, period)

@@ -9,7 +9,7 @@ import typer
 
 from lyapunov_prune.errors import CheckFailed, LyapunovPruneError
 from lyapunov_prune.inputs import (
-    LOGIT_CRITERIA,
+    MEASURED_CRITERIA,
     draw_report,
     explain,
     kept_profile,
@@ -20,7 +20,7 @@ from lyapunov_prune.inputs import (
     require_budget,
     require_count,
     require_criterion,
-    require_one_by_one,
+    require_known_count,
     require_studies,
     require_unseen,
     require_what,
@@ -52,6 +52,7 @@ from lyapunov_prune.options import (
 from lyapunov_prune.terminal import show
 
 if TYPE_CHECKING:
+    from lyapunov_prune.angular import AngularDistance
     from lyapunov_prune.oracle import GreedyRemoval
     from lyapunov_prune.ranking import LayerRanking
 
@@ -114,15 +115,15 @@ def rank(
         raise LyapunovPruneError("give a MODEL to measure or --profile FILE, one of the two")
     require_criterion(criterion, alpha)
     require_what(what, criterion)
-    require_one_by_one(criterion, remove)
+    require_known_count(criterion, remove)
     if max_kl is not None:
         require_budget(max_kl, what, remove is not None or profile_file is not None)
     if profile_file is not None:
-        if what != "layers" or criterion in LOGIT_CRITERIA:
+        if what != "layers" or criterion in MEASURED_CRITERIA:
             missing = what if what != "layers" else f"criterion {criterion}"
             raise LyapunovPruneError(f"a profile holds no scores of {missing}; give a MODEL to measure")
         measured = LayerProfile.load(profile_file)
-        ranking: LayerRanking | GreedyRemoval
+        ranking: LayerRanking | GreedyRemoval | AngularDistance
         run = output or profile_file.parent
         ranking = rank_layers(measured.contraction, measured.influence, criterion=criterion, alpha=alpha, seed=seed)
     else:
@@ -138,7 +139,7 @@ def rank(
     if remove is not None:
         written = ranking.plan(remove).save(run / "plan.json")
     if max_kl is not None:
-        assert isinstance(ranking, LayerRanking)  # the oracle asks for --remove
+        assert isinstance(ranking, LayerRanking)  # the others ask for --remove
         spent = remove_under_budget(loaded.model, batch, ranking, max_kl, batch_size=batch_size)
         spent.save(run / "budget.json")
         written = spent.plan().save(run / "plan.json")

@@ -8,6 +8,7 @@ import matplotlib
 import numpy as np
 from matplotlib.ticker import MaxNLocator
 
+from lyapunov_prune.angular import AngularDistance
 from lyapunov_prune.branch_influence import SublayerInfluence
 from lyapunov_prune.contraction import ContractionProfile
 from lyapunov_prune.evaluation.removal import RemovalCurve
@@ -91,6 +92,26 @@ def influence_figure(profile: InfluenceProfile) -> str:
     log_axis(axes)
     axes.set_ylabel("Block Influence, 1 − cos")
     depth_axis(axes, len(layers))
+    return svg(figure)
+
+
+def angular_figure(measured: AngularDistance) -> str:
+    """How far runs of 1, 2, 4, … layers turn the state, at the layer that each begins with; the nearest is filled."""
+    figure, axes = one_panel(9, 3.6)
+    layers = len(measured.distance) - 1
+    lengths = [2**k for k in range(layers.bit_length()) if 2**k < layers]
+    for length, colour in zip(lengths, COLOURS.values(), strict=False):
+        begins = measured.begins(length)
+        axes.plot(
+            begins, "-o", markersize=4, linewidth=0.8, color=colour, markerfacecolor="white", label=f"{length} in a row"
+        )
+        first = int(np.nanargmin(begins))
+        axes.plot(first, begins[first], "o", markersize=6, color=colour)
+    log_axis(axes)
+    axes.set_ylabel("1 − cos, ends of the run")
+    axes.legend(frameon=False, fontsize=8, ncols=2)
+    depth_axis(axes, layers)
+    axes.set_xlabel("first layer of the run")
     return svg(figure)
 
 

@@ -11,6 +11,7 @@ from typing import Any
 import pandas as pd
 
 from lyapunov_prune.activations import ActivationStatistics
+from lyapunov_prune.angular import AngularDistance
 from lyapunov_prune.bounds_report import BoundsReport
 from lyapunov_prune.branch_influence import SublayerInfluence
 from lyapunov_prune.budget import BudgetedRemoval
@@ -111,6 +112,14 @@ _SECTIONS = (
         "How far each branch by itself turns the residual stream; the branch of least influence is zeroed first. Bars "
         "are standard errors over windows. A measurement on the text named below.",
         lambda r: {"sublayers": figures.sublayer_figure(r)},
+    ),
+    _Section(
+        "angular.json",
+        AngularDistance,
+        "Runs of layers",
+        "How far layers in a row turn the hidden state, all together: the run whose ends are nearest is removed as one "
+        "by criterion angular. Of single layers it is Block Influence. A measurement on the text named below.",
+        lambda r: {"angular": figures.angular_figure(r)},
     ),
     _Section(
         "divergence.json",
