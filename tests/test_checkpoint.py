@@ -35,6 +35,8 @@ from lyapunov_prune.results import versions
 from lyapunov_prune.surgery import remove_layers
 from lyapunov_prune.text import TokenBatch, load_text
 
+pytestmark = pytest.mark.xdist_group("checkpoint")  # one process makes `reloaded`, not each
+
 REMOVE = (1, 4)
 IDS = torch.randint(len(VOCABULARY), (3, 40), generator=torch.Generator().manual_seed(1))
 
