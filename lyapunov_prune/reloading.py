@@ -68,8 +68,9 @@ def changed_setting(pruned: Structure, reloaded: Structure) -> str:
     """
     for index, (a, b) in enumerate(zip(pruned.layers, reloaded.layers, strict=True)):
         for (name, before), (_, after) in zip(a.named_modules(), b.named_modules(), strict=True):
+            found = _settings(after)
             for key, value in _settings(before).items():
-                other = _settings(after).get(key)
+                other = found.get(key)
                 if other != value and not (isinstance(value, float) and _close(value, other)):
                     return f"layer {index} came back with {name + '.' if name else ''}{key} = {other!r}, not {value!r}"
             for key in POSITION_ATTRIBUTES:

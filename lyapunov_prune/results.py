@@ -24,8 +24,12 @@ R = TypeVar("R", bound="Result")
 
 def versions() -> dict[str, str]:
     """Versions of everything that can move a number in the last digits."""
-    found = {name: version(name) for name in ("lyapunov-prune", "torch", "transformers", "numpy", "scipy")}
-    return {"python": platform.python_version(), **found}
+    return {"python": platform.python_version(), **_installed()}
+
+
+@functools.cache  # every measurement asks, and each answer is a file read and parsed
+def _installed() -> dict[str, str]:
+    return {name: version(name) for name in ("lyapunov-prune", "torch", "transformers", "numpy", "scipy")}
 
 
 @dataclass(frozen=True)
