@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ import torch
 from lyapunov_prune import PruningPlan, block_influence, measure_contraction, perplexity, remove_layers, verify_removal
 from lyapunov_prune import demo as demo_module
 from lyapunov_prune.evaluation.removal import RemovalCurve
+from lyapunov_prune.evaluation.speed import measure_speed
 from lyapunov_prune.models.loading import Loaded
 from lyapunov_prune.text import TokenBatch
 
@@ -30,11 +32,12 @@ with torch.no_grad():
 
 @pytest.fixture(scope="session")  # a module's end may come between two of its tests under xdist
 def run(tmp_path_factory: pytest.TempPathFactory, smollm2: Loaded) -> Path:
-    """A short demo: every step of the long one, on 512 tokens and with fewer removals."""
+    """A short demo: every step of the long one, on 512 tokens, with fewer removals and a short race."""
     folder = tmp_path_factory.mktemp("demo")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(demo_module, "load", lambda name: smollm2)
         patch.setattr(demo_module, "REMOVALS", (1, 4))
+        patch.setattr(demo_module, "measure_speed", partial(measure_speed, prompt=32, steps=4, repeats=2))
         demo_module.run_demo(folder, tokens=512, context=128, say=lambda _: None)
     return folder
 
