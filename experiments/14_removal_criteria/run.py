@@ -1,26 +1,36 @@
-"""Criteria for layer removal and what they cost: Block Influence, kl, the blend over α, the greedy oracle, and searches
-that are meant to come near it with a tenth of its forwards (§6.5; representation hierarchies, §5).
+"""Criteria for layer removal and what they cost: Block Influence, kl, the blend over α, the greedy oracle, and attempts
+to reach it with a tenth of its forwards (§6.5; representation hierarchies, §5).
+
+Three attempts choose other layers: Block Influence measured anew after each removal, the run of layers that turns the
+state least (angular), the oracle among three candidates on half the text. One mends: the MLP before each gap is given
+the linear map that brings its layer's output nearest to what the removed layers made.
 
     python experiments/14_removal_criteria/run.py [MODEL] --calibration FILE --evaluation FILE
 
 Writes oracle.json, divergence.json, removal.json, forwards.json, criteria.svg and alpha.svg beside this file.
 """
 
+import json
 import sys
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Annotated
 
 import numpy as np
 import torch
 import typer
+from transformers import PreTrainedModel
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from common import draw
 
 import lyapunov_prune as lp
-from lyapunov_prune.evaluation.removal import RemovalCurve, evaluate_removals
+from lyapunov_prune.evaluation.removal import RemovalCurve, RemovalRow, evaluate_removals
 from lyapunov_prune.files import write_whole
 from lyapunov_prune.influence import block_influence
+from lyapunov_prune.models.projections import find_projections
+from lyapunov_prune.models.roles import role
+from lyapunov_prune.models.structure import find_structure
 from lyapunov_prune.prefix import Prefix
 from lyapunov_prune.report.drawing import COLOURS, log_axis, one_panel, svg
 from lyapunov_prune.report.figures import perplexity_figure
@@ -31,6 +41,7 @@ HERE = Path(__file__).parent
 REMOVALS = (2, 4, 7)
 ALPHAS = (0.0, 0.25, 0.5, 0.75, 1.0)
 ALPHA_AT = 4
+MENDED_ON, RIDGE = 4096, 0.1
 
 
 def main(
@@ -51,27 +62,57 @@ def main(
     divergence.save(HERE / "divergence.json")
     influence = lp.block_influence(loaded.model, few)
     profile = lp.measure_contraction(loaded.model, few, seeds=range(2))
+    angular = lp.angular_distance(loaded.model, few)
+    anew = remeasured(loaded)
+    guided = lp.greedy_removal(
+        loaded.model,
+        few.ids[:1],
+        REMOVALS[-1],
+        candidates=lambda removed: anew(few.ids[:1], removed)[:3],
+        criterion="oracle among 3",
+    )
     blends = {f"α = {a:g}": lp.rank_layers(profile, influence, criterion="blend", alpha=a) for a in ALPHAS}
-    order = remeasured(loaded, few, REMOVALS[-1])
+    order: list[int] = []
+    for _ in range(REMOVALS[-1]):
+        order.append(anew(few, order)[0])
     plans = {
         "bi": [lp.rank_layers(None, influence, criterion="bi").plan(n) for n in REMOVALS],
         "bi, measured anew": [lp.PruningPlan.given(loaded.model, order[:n]) for n in REMOVALS],
-        "run of layers": [lp.PruningPlan.given(loaded.model, nearest_run(loaded, few, n)) for n in REMOVALS],
+        "angular": [angular.plan(n) for n in REMOVALS],
         "kl": [lp.rank_by_divergence(divergence).plan(n) for n in REMOVALS],
+        "oracle among 3": [guided.plan(n) for n in REMOVALS],
         "oracle": [oracle.plan(n) for n in REMOVALS],
         **{name: [ranking.plan(ALPHA_AT)] for name, ranking in blends.items()},
     }
     curve = evaluate_removals(loaded.model, plans, many)
+    lesson = lp.load_text(calibration, loaded.tokenizer, tokens=MENDED_ON, context=512, split=half(calibration, 0))
+    require_disjoint(lesson, many)
+    dense = lp.perplexity(loaded.model, many, description="dense")
+    rows = list(curve.rows)
+    for name in ("bi", "angular", "oracle"):
+        for plan in plans[name]:
+            small = mended(loaded, plan, lesson)
+            found = lp.perplexity(small, many, description=f"{name}, mended")
+            low, high = found.ratio_interval(dense)
+            ratio = found.value / dense.value
+            size = small.num_parameters()
+            rows.append(RemovalRow(f"{name}, mended", plan.remove, found.value, ratio, low, high, size))
+    curve = RemovalCurve(tuple(rows), curve.measured_on)
     curve.save(HERE / "removal.json")
-    L = loaded.structure.num_layers
+    L, again = loaded.structure.num_layers, float(sum(1 - n / loaded.structure.num_layers for n in range(REMOVALS[-1])))
+    mending = (2 - REMOVALS[-1] / L) * MENDED_ON / few.ids.numel()
     forwards = {
         "bi": 1.0,
-        "bi, measured anew": float(sum(1 - n / L for n in range(REMOVALS[-1]))),
-        "run of layers": 1.0,
+        "bi, measured anew": again,
+        "angular": 1.0,
         "kl": (L + 1) / 2,
+        "oracle among 3": (guided.forwards + again) / 2,
         "oracle": oracle.forwards,
+        "bi, mended": 1 + mending,
+        "angular, mended": 1 + mending,
+        "oracle, mended": oracle.forwards + mending,
     }
-    write_whole(HERE / "forwards.json", str(forwards).replace("'", '"') + "\n")
+    write_whole(HERE / "forwards.json", json.dumps(forwards, indent=1) + "\n")
     shown = RemovalCurve(tuple(r for r in curve.rows if not r.criterion.startswith("α")), curve.measured_on)
     draw(HERE, {"criteria": perplexity_figure(shown), "alpha": alpha_figure(curve)})
     print(curve, forwards, sep="\n\n")
@@ -82,35 +123,61 @@ def half(text: str, which: int) -> str:
     return ("calibration", "evaluation")[which] if text == "builtin" else "all"
 
 
-def remeasured(loaded: lp.Loaded, batch: lp.TokenBatch, remove: int) -> list[int]:
-    """The layer of least Block Influence, again and again, measured on what is left."""
-    removed: list[int] = []
+def remeasured(loaded: lp.Loaded) -> Callable[[torch.Tensor | lp.TokenBatch, Sequence[int]], list[int]]:
+    """The layers that are left when some are removed, by Block Influence measured on what is left."""
     with torch.no_grad():
-        prefix = Prefix(loaded.structure, batch.ids[:1])
-    for _ in range(remove):
+        prefix = Prefix(loaded.structure, torch.arange(1, 33)[None])
+
+    def order(batch: torch.Tensor | lp.TokenBatch, removed: Sequence[int]) -> list[int]:
         with prefix.without(tuple(removed)):
-            score = block_influence(loaded.model, batch).influence.copy()
-        score[removed] = np.inf
-        removed.append(int(score.argmin()))
-    return removed
+            score = block_influence(loaded.model, batch).influence
+        return [int(layer) for layer in np.argsort(score) if layer not in removed]
+
+    return order
 
 
-def nearest_run(loaded: lp.Loaded, batch: lp.TokenBatch, count: int) -> list[int]:
-    """The `count` layers in a row whose last output is nearest in angle to their first input."""
-    states: list[list[torch.Tensor]] = []
-    with torch.no_grad():
+@torch.no_grad()
+def mended(loaded: lp.Loaded, plan: lp.PruningPlan, batch: lp.TokenBatch) -> PreTrainedModel:
+    """The pruned model, the MLP before each gap taught to stand in for the removed layers.
+
+    With m the MLP's output, h the state behind it and y the dense state behind the gap, E minimises
+    `Σ_t ‖E m_t − (y_t − h_t)‖² / ‖y_t‖² + λ‖E‖²`, and its last matrix W becomes `(I + E) W`: plain transformers loads
+    the result, and no parameter is added. Gap by gap, the states going through what is mended; a forward of each model.
+    """
+    small = lp.remove_layers(loaded.model, plan)
+    kept = [k for k in range(loaded.structure.num_layers) if k not in plan.remove]
+    ends = [*kept[1:], loaded.structure.num_layers]
+    gaps = [(position, end) for position, end in enumerate(ends) if end != kept[position] + 1]
+    targets: dict[int, list[torch.Tensor]] = {end: [] for _, end in gaps}
+
+    def keep(boundary: int, hidden: torch.Tensor) -> None:
+        if boundary in targets:
+            targets[boundary].append(hidden[0])
+
+    with residual_stream(loaded.structure, keep):
         for row in batch.ids:
-            found: list[torch.Tensor] = []
-            with residual_stream(loaded.structure, lambda layer, h, found=found: found.append(h[0].double())):
-                run_backbone(loaded.structure, row[None])
-            states.append(found)
-    L = loaded.structure.num_layers
-    distance = [
-        sum(float(1 - torch.cosine_similarity(h[k], h[k + count], dim=-1).mean()) for h in states)
-        for k in range(L - count + 1)
-    ]
-    first = int(np.argmin(distance))
-    return list(range(first, first + count))
+            run_backbone(loaded.structure, row[None])
+    structure = find_structure(small)
+    prefix, at = Prefix(structure, batch.ids[:1]), 0
+    states: list[torch.Tensor | None] = [None] * len(batch.ids)
+    last = {p.layer: p for p in find_projections(small) if role(p.component) == "mlp-out"}
+    for position, end in gaps:
+        outputs: list[torch.Tensor] = []
+        module = small.get_submodule(last[position].module)
+        handle = module.register_forward_hook(lambda module, args, output, outputs=outputs: outputs.append(output[0]))
+        after = [prefix.advance(row[None], at, h, position + 1) for row, h in zip(batch.ids, states, strict=True)]
+        handle.remove()
+        m, h, y = (torch.cat(rows).double() for rows in (outputs, [s[0] for s in after], targets[end]))
+        weight = 1 / y.pow(2).sum(-1, keepdim=True)
+        gram = (weight * m).T @ m
+        ridge = RIDGE * gram.diagonal().mean() * torch.eye(len(gram), dtype=gram.dtype)
+        E = torch.linalg.solve(gram + ridge, (weight * m).T @ (y - h)).T
+        W = last[position].weight(small)
+        W += (E @ W.double()).to(W)
+        if getattr(module, "bias", None) is not None:
+            module.bias += (E @ module.bias.double()).to(W)
+        states, at = [s + (out.double() @ E.T).to(s) for s, out in zip(after, outputs, strict=True)], position + 1
+    return small
 
 
 def alpha_figure(curve: RemovalCurve) -> str:
