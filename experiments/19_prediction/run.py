@@ -1,0 +1,154 @@
+"""Which score, known before anything is generated, tells what a removal does to perplexity and to generation?
+(Representation hierarchies, §5: its estimate as a predictor, which the paper does not try.)
+
+    python experiments/19_prediction/run.py [MODEL] [--text FILE]
+
+Every layer removed alone, and sets of two to eight layers chosen by each criterion and at random. For each set the sum
+of the scores of its layers, perplexity on held-out text, and greedy decoding from held-out prompts beside the dense
+model's. Writes prediction.json, correlation.json, sets.svg and correlation.svg; interrupted, it goes on.
+"""
+
+import sys
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import typer
+from scipy import stats
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from common import draw, texts
+
+import lyapunov_prune as lp
+from lyapunov_prune.files import write_whole
+from lyapunov_prune.generation import collapsed, repetition
+from lyapunov_prune.progress import track
+from lyapunov_prune.report.drawing import COLOURS, log_axis, one_panel, svg
+from lyapunov_prune.results import encode
+from lyapunov_prune.store import Store
+
+HERE = Path(__file__).parent
+COUNTS, RANDOM = (2, 3, 4, 6, 8), 3
+PROMPTS, PROMPT, STEPS = 8, 32, 32
+SCORES = ("kl", "bi", "rho", "blend")
+WHAT = {"log_ratio": "log perplexity ratio", "parted": "first difference, negated", "repetition": "3-grams repeated"}
+DRAWS = 500
+
+
+def main(model: str = "smollm2-135m", text: str = "builtin") -> None:
+    loaded = lp.load(model)
+    calibration, held_out = texts(loaded, text, calibration=2048, evaluation=4096, context=512)
+    scoring = lp.TokenBatch(held_out.ids[:4], text=held_out.text, split=held_out.split, bos=held_out.bos)
+    # Prompts lie behind what perplexity is measured on.
+    prompts = held_out.ids[4:].reshape(-1, PROMPT)[:: held_out.ids[4:].numel() // PROMPT // PROMPTS][:PROMPTS]
+    profile = lp.measure_contraction(loaded.model, calibration, seeds=range(2))
+    influence = lp.block_influence(loaded.model, calibration)
+    rankings = {
+        "kl": lp.rank_by_divergence(lp.skip_divergence(loaded.model, calibration)),
+        **{name: lp.rank_layers(profile, influence, criterion=name) for name in SCORES[1:]},
+    }
+    about = {"calibration": encode(calibration.measured_on(loaded.model)), "prompts": f"{PROMPTS} × {PROMPT} + {STEPS}"}
+    jobs = Store(Path("runs") / "experiments" / f"prediction-{calibration.text_hash[:16]}", about, resume=True)
+    dense = lp.perplexity(loaded.model, scoring)
+    chosen = sets(rankings, loaded.structure.num_layers)
+    for removed in track(list(chosen), "sets of layers"):
+        key = ",".join(map(str, removed))
+        if key in jobs:
+            continue
+        small = lp.remove_layers(loaded.model, removed)
+        found = lp.compare_generation(loaded.model, small, prompts, steps=STEPS)
+        jobs.add(
+            key,
+            {
+                "log_ratio": lp.perplexity(small, scoring).nll - dense.nll,
+                "first_difference": float(np.mean(found.first_difference)),
+                "repetition": float(np.mean([repetition(t, 3) for t in found.compressed_tokens])),
+                "collapsed": float(np.mean([collapsed(t) for t in found.compressed_tokens])),
+                "dense_repetition": float(np.mean([repetition(t, 3) for t in found.dense_tokens])),
+            },
+        )
+    rows = [
+        {"removed": list(removed), "by": by}
+        | {name: float(r.scores[list(removed)].sum()) for name, r in rankings.items()}
+        | jobs[",".join(map(str, removed))]
+        for removed, by in chosen.items()
+    ]
+    frame = pd.DataFrame(rows)
+    frame["parted"] = -frame.first_difference
+    content = {"measured_on": encode(scoring.measured_on(loaded.model)), **about, "sets": frame.to_dict("records")}
+    write_whole(HERE / "prediction.json", pd.Series(content).to_json(indent=1, force_ascii=False) + "\n")
+    table = correlations(frame)
+    write_whole(HERE / "correlation.json", table.to_json(orient="records", indent=1) + "\n")
+    draw(HERE, {"sets": sets_figure(frame), "correlation": correlation_figure(table)})
+    print(table.to_string(index=False, float_format=lambda x: f"{x:.2f}"))
+
+
+def sets(rankings: dict[str, lp.LayerRanking], layers: int) -> dict[tuple[int, ...], str]:
+    """Every layer alone, the first of every ranking, and random ones, each with the first that chose it."""
+    found = {(layer,): "alone" for layer in range(layers)}
+    for name, ranking in rankings.items():
+        for count in COUNTS:
+            found.setdefault(ranking.plan(count).remove, name)
+    random = np.random.default_rng(0)
+    for count in COUNTS:
+        for _ in range(RANDOM):
+            found.setdefault(tuple(sorted(random.choice(layers, count, replace=False).tolist())), "random")
+    return found
+
+
+def correlations(frame: pd.DataFrame) -> pd.DataFrame:
+    """Spearman of every score with every measure, with the 95 % interval of a bootstrap over the sets."""
+    rows = []
+    for kind, part in (("one layer", frame[frame.by == "alone"]), ("two to eight", frame[frame.by != "alone"])):
+        draws = np.random.default_rng(0).integers(len(part), size=(DRAWS, len(part)))
+        for score in SCORES:
+            for measure in WHAT:
+                x, y = part[score].to_numpy(), part[measure].to_numpy()
+                each = [stats.spearmanr(x[d], y[d]).statistic for d in draws]
+                low, high = np.nanquantile(each, [0.025, 0.975])
+                value = stats.spearmanr(x, y).statistic
+                rows.append((kind, len(part), score, measure, value, low, high))
+    return pd.DataFrame(rows, columns=["removed", "sets", "score", "measure", "spearman", "low", "high"])
+
+
+def sets_figure(frame: pd.DataFrame) -> str:
+    figure, axes = one_panel(6.5, 4.0)
+    colours = {
+        "alone": "#444444",
+        **{name: COLOURS.get(name, "#CC79A7") for name in SCORES},
+        "random": COLOURS["random"],
+    }
+    for by, part in frame.groupby("by", sort=False):
+        axes.scatter(
+            part.kl, np.exp(part.log_ratio), s=14, color=colours[by], label="one layer" if by == "alone" else by
+        )
+    log_axis(axes, "x")
+    log_axis(axes)
+    axes.set_xlabel("sum of Var(Δz) / 2T² of the layers, each measured alone, nats a token")
+    axes.set_ylabel("perplexity / dense, held out")
+    axes.legend(frameon=False, fontsize=8, title="chosen by", title_fontsize=8)
+    return svg(figure)
+
+
+def correlation_figure(table: pd.DataFrame) -> str:
+    figure, axes = one_panel(6.5, 3.6)
+    groups = [(kind, measure) for kind in table.removed.unique() for measure in WHAT]
+    for i, score in enumerate(SCORES):
+        own = table[table.score == score].set_index(["removed", "measure"])
+        rows = [own.loc[group] for group in groups]
+        y = np.array([r.spearman for r in rows])
+        bars = np.abs(np.array([[r.low, r.high] for r in rows]).T - y)
+        x = np.arange(len(groups)) + 0.16 * (i - 1.5)
+        axes.errorbar(
+            x, y, yerr=bars, fmt="o", markersize=4, capsize=2, color=COLOURS.get(score, "#CC79A7"), label=score
+        )
+    axes.axhline(0, color="#888888", linewidth=0.8)
+    axes.set_ylim(-1.05, 1.05)
+    axes.set_xticks(range(len(groups)), [f"{WHAT[m]}\n({k})".replace(", ", ",\n") for k, m in groups], fontsize=7)
+    axes.set_ylabel("Spearman over sets of layers")
+    axes.legend(frameon=False, fontsize=8, ncols=4, loc="lower left")
+    return svg(figure)
+
+
+if __name__ == "__main__":
+    typer.run(main)
