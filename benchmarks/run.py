@@ -14,11 +14,13 @@ import torch
 
 import lyapunov_prune as lp
 from lyapunov_prune.compression.streaming import stream
+from lyapunov_prune.decoding import decode_greedily
 from lyapunov_prune.evaluation.speed import measure_speed
 from lyapunov_prune.models.projections import Projection, find_projections
 from lyapunov_prune.sweep import Job, Sweep
 
 TOKENS, CONTEXT, REPEATS = 2048, 512, 3
+PROMPT, STEPS = 128, 32
 REMOVED = (2, 4, 8)
 
 
@@ -56,6 +58,7 @@ def main() -> None:
     line("calibration layer by layer, norms / one plain forward", seconds["calibration"] / seconds["plain"], 3.0)
 
     sweeps()
+    probe()
 
     models = {"dense": model}
     for count in REMOVED:
@@ -77,24 +80,41 @@ def sweeps() -> None:
     def of_layer(layer: int) -> dict[Projection, torch.Tensor]:
         return {p: W for p, W in weights.items() if p.layer == layer}
 
-    def plain() -> None:
+    def plain() -> float:
+        start = time.perf_counter()
         with torch.no_grad():
-            for _ in layers:
-                for row in batch.ids:
-                    model(row[None], use_cache=False)
+            for row in batch.ids:
+                model(row[None], use_cache=False)
+        return time.perf_counter() - start
 
     jobs = {
         "removed": [Job(f"{k}", k, remove=(k,)) for k in layers],
         "replaced": [Job(f"{k}", k, partial(of_layer, k)) for k in layers],
     }
     for what, changes in jobs.items():
-        # Each takes a minute or more, over which this machine's moods even out.
-        start = time.perf_counter()
         plain()
-        between = time.perf_counter()
-        Sweep(model, batch).run(changes)
-        ratio = (time.perf_counter() - between) / (between - start)
-        line(f"sweep, one layer {what} at a time / as many plain forwards", ratio, 0.60)
+        sweep, mine, theirs = Sweep(model, batch), 0.0, 0.0
+        for job in changes:  # in turns; the first pays for the dense states
+            start = time.perf_counter()
+            sweep.run([job])
+            mine += time.perf_counter() - start
+            theirs += plain()
+        line(f"sweep, one layer {what} at a time / as many plain forwards", mine / theirs, 0.60)
+
+
+def probe() -> None:
+    """Every layer and both of its branches dropped alone at every step, against L times the decoding of the steps."""
+    loaded = lp.load("smollm2-135m")
+    prompts = lp.load_text("builtin", loaded.tokenizer, tokens=PROMPT, context=PROMPT)
+    seconds = interleaved(
+        {
+            "probe": lambda: lp.probe_layers(loaded.model, prompts, steps=STEPS),
+            "decoding": lambda: decode_greedily(loaded.model, prompts.ids, STEPS),
+        }
+    )
+    ratio = seconds["probe"] / seconds["decoding"] / loaded.structure.num_layers
+    line(f"hierarchy probe of all layers / L × decoding of {STEPS} steps", ratio, 0.60)
+    line("peak memory above the model's, the probe, GB", peak("probe") / 1e9, 1.0)
 
 
 def interleaved(jobs: dict[str, Callable[[], object]], repeats: int = REPEATS) -> dict[str, float]:
@@ -124,6 +144,8 @@ def peak_of(job: str) -> int:
     Path("/proc/self/clear_refs").write_text("5")  # resets the peak
     if job == "contraction":
         lp.measure_contraction(loaded.model, batch, seeds=(0,))
+    elif job == "probe":
+        lp.probe_layers(loaded.model, batch.ids[:1, :PROMPT], steps=STEPS)
     else:
         with torch.no_grad():
             for row in batch.ids:

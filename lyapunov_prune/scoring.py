@@ -80,17 +80,30 @@ class Scorer:
         state, targets = state.to(W.device), targets.to(W.device)
         total = 0.0
         for rows, wanted in zip(state.split(_ROWS), targets.split(_ROWS), strict=True):
-            logsumexp: torch.Tensor | None = None
-            for start in range(0, len(W), _COLUMNS):
-                part = slice(start, start + _COLUMNS)
-                block = linear(rows, W[part], None if bias is None else bias[part]).float().logsumexp(-1)
-                logsumexp = block if logsumexp is None else torch.logaddexp(logsumexp, block)
-            assert logsumexp is not None
             own = (rows.float() * W[wanted].float()).sum(-1)
             if bias is not None:
                 own = own + bias[wanted].float()
-            total += float((logsumexp - own).double().sum())
+            total += float((self._logsumexp(rows) - own).double().sum())
         return total / len(targets)
+
+    def _logsumexp(self, rows: torch.Tensor) -> torch.Tensor:
+        """`log Σ_v exp z_v` of every row, float32."""
+        W, bias = self.head.weight, self.head.bias
+        parts = [slice(start, start + _COLUMNS) for start in range(0, len(W), _COLUMNS)]
+
+        def block(part: slice) -> torch.Tensor:
+            return linear(rows, W[part], None if bias is None else bias[part]).float()
+
+        # The largest of the first block serves all: a maximum of each would be another pass over the vocabulary.
+        first = block(parts[0])
+        shift = first.amax(-1, keepdim=True)
+        total = first.sub_(shift).exp_().sum(-1)
+        for part in parts[1:]:
+            total += block(part).sub_(shift).exp_().sum(-1)
+        if total.isfinite().all():
+            return total.log() + shift.squeeze(-1)
+        # A later block towers over the first by more than exp can hold.
+        return torch.stack([block(part).logsumexp(-1) for part in parts]).logsumexp(0)
 
     def _bare(self, state: torch.Tensor) -> torch.Tensor:
         return linear(state.to(self.head.weight.device), self.head.weight, self.head.bias)

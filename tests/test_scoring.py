@@ -97,15 +97,22 @@ def test_planted_fault_a_cap_that_is_overlooked_is_seen(ids: torch.Tensor) -> No
 def test_planted_fault_a_block_that_is_left_out_is_seen(
     llama: PreTrainedModel, ids: torch.Tensor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    score, logaddexp = scorer(llama, ids), torch.logaddexp
+    score, linear = scorer(llama, ids), scoring.linear
     calls: list[int] = []
 
-    def forgetful(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    def forgetful(x: torch.Tensor, W: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         calls.append(1)
-        return a if len(calls) % 4 == 0 else logaddexp(a, b)
+        return linear(x, W, bias) - (1000 if len(calls) % 4 == 0 else 0)
 
-    monkeypatch.setattr(torch, "logaddexp", forgetful)
+    monkeypatch.setattr(scoring, "linear", forgetful)
     assert not np.allclose(score(ids)[0], exact(llama, ids), rtol=1e-3)
+
+
+def test_a_later_block_may_tower_over_the_first(ids: torch.Tensor) -> None:
+    for height in (50.0, 300.0):  # exp holds the first, in float32, and not the second
+        model = with_bias(make_tiny("llama"))
+        model.lm_head.bias.data[90] = height
+        np.testing.assert_allclose(scorer(model, ids)(ids)[0], exact(model, ids), rtol=1e-5)
 
 
 def test_large_logits_do_not_overflow(ids: torch.Tensor) -> None:
