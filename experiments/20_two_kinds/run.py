@@ -1,0 +1,86 @@
+"""Tasks of both kinds with attention or MLPs left out: multiple choice beside answers in the model's own words.
+
+    python experiments/20_two_kinds/run.py [MODEL] --choices FILE.jsonl… --questions FILE.jsonl [--text FILE]
+
+Figure 1 and Table 1 of Representation hierarchies. Scores are lm-evaluation-harness' (extra `tasks`). Writes
+choices.json, answers.json and kinds.svg beside this file.
+"""
+
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import numpy as np
+import typer
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from common import draw, texts
+
+import lyapunov_prune as lp
+from lyapunov_prune.report.drawing import COLOURS, GREY, panels, svg
+
+HERE = Path(__file__).parent
+COUNTS = (0, 4, 8)
+KINDS = {"attention": "rho", "mlp": "bi"}
+SHOWN = {"acc": "accuracy", "collapsed": "answers that end in a cycle", "repeated 3-grams": "3-grams repeated"}
+
+
+def main(
+    choices: Annotated[list[str], typer.Option(help="items of multiple choice")],
+    questions: Annotated[str, typer.Option(help="questions and answers")],
+    model: Annotated[str, typer.Argument()] = "smollm2-135m",
+    text: str = "builtin",
+    items: int = 80,
+    answers: int = 16,
+) -> None:
+    loaded = lp.load(model)
+    calibration, _ = texts(loaded, text, calibration=2048, evaluation=2048, context=512)
+    influence = lp.sublayer_influence(loaded.model, calibration)
+    models = {"dense": loaded.model}
+    for kind in KINDS:
+        for count in COUNTS[1:]:
+            models[name(kind, count)] = lp.remove_layers(loaded.model, lp.rank_sublayers(influence, kind).plan(count))
+    chosen = lp.evaluate_tasks(models, loaded.tokenizer, lp.load_tasks(choices), limit=items, batch_size=4)
+    chosen.save(HERE / "choices.json")
+    print(chosen)
+    asked = lp.load_tasks([questions], few_shot=2)
+    written = lp.evaluate_tasks(models, loaded.tokenizer, asked, limit=answers, batch_size=8)
+    written.save(HERE / "answers.json")
+    print(written)
+    draw(HERE, {"kinds": figure(chosen, written)})
+
+
+def name(kind: str, count: int) -> str:
+    return f"{kind} − {count}" if count else "dense"
+
+
+def figure(chosen: lp.TaskScores, written: lp.TaskScores) -> str:
+    page, axes = panels(6.5, 6.0, 3)
+    for ax, (metric, label) in zip(axes, SHOWN.items(), strict=True):
+        scores = chosen if metric == "acc" else written
+        for t, task in enumerate(scores.tasks):
+            for k, (kind, colour) in enumerate(KINDS.items()):
+                found = [scores.score(name(kind, count), task.name, metric) for count in COUNTS]
+                ax.errorbar(
+                    np.array(COUNTS) + 0.12 * (k + 2 * t - 1.5),
+                    [s.value for s in found],
+                    yerr=[1.96 * s.error for s in found],
+                    marker="os^D"[t],
+                    markersize=4,
+                    capsize=2,
+                    linewidth=0.9,
+                    color=COLOURS[colour],
+                    label=f"{task.name}, {kind}",
+                )
+            if metric == "acc":
+                ax.axhline(task.chance, color=GREY, linewidth=0.7, linestyle=":")
+        ax.set_ylim(-0.03, 1.03)
+        ax.set_ylabel(label, fontsize=8)
+        ax.legend(frameon=False, fontsize=7, ncols=2)
+    axes[-1].set_xticks(COUNTS)
+    axes[-1].set_xlabel("attentions or MLPs left out, of least Block Influence first")
+    return svg(page)
+
+
+if __name__ == "__main__":
+    typer.run(main)
