@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from lyapunov_prune.allocation.schedules import allocate
     from lyapunov_prune.angular import AngularDistance, angular_distance
     from lyapunov_prune.approx import approximate
+    from lyapunov_prune.attention_error import AttentionPaths, attention_paths
     from lyapunov_prune.bounds_report import BoundsReport
     from lyapunov_prune.branch_influence import SublayerInfluence, sublayer_influence
     from lyapunov_prune.budget import BudgetedRemoval, remove_under_budget
@@ -43,6 +44,7 @@ __all__ = [
     "ActivationStatistics",
     "Allocation",
     "AngularDistance",
+    "AttentionPaths",
     "BoundsReport",
     "BudgetedRemoval",
     "CheckFailed",
@@ -75,6 +77,7 @@ __all__ = [
     "allocate",
     "angular_distance",
     "approximate",
+    "attention_paths",
     "block_influence",
     "check_bounds",
     "check_grid",
@@ -113,6 +116,7 @@ _HOMES = {
     "allocation.schedules": ("allocate",),
     "angular": ("AngularDistance", "angular_distance"),
     "approx": ("approximate",),
+    "attention_error": ("AttentionPaths", "attention_paths"),
     "bounds_report": ("BoundsReport",),
     "branch_influence": ("SublayerInfluence", "sublayer_influence"),
     "budget": ("BudgetedRemoval", "remove_under_budget"),

@@ -626,7 +626,7 @@ def test_hierarchy_follows_a_compressed_and_a_pruned_model(run: Any) -> None:
     assert "give COMPRESSED too" in run("hierarchy", "tiny", "--choices", "items.jsonl").err
     assert run("hierarchy", "tiny", "rounded", "--choices", "items.jsonl", "--limit", "2", *few).code == 0
     written = {p.name for p in Path("runs/tiny").iterdir()}
-    assert {"hierarchy.json", "generation.json", "choices.json", "report.html"} <= written
+    assert {"hierarchy.json", "generation.json", "paths.json", "choices.json", "report.html"} <= written
     assert len(ChoiceComparison.load("runs/tiny/choices.json").gold) == 2
     rounded = HierarchyProbe.load("runs/tiny/hierarchy.json")
     assert run("hierarchy", "tiny", *few).code == 0

@@ -98,6 +98,7 @@ ORDER = [
     "spaces",
     "hierarchy",
     "generation",
+    "attention_error",
     "choice_items",
     "candidates",
     "sweep",

@@ -11,8 +11,8 @@ import torch
 from conftest import make_tiny
 from transformers import PreTrainedModel
 
-from lyapunov_prune import GenerationDivergence, compare_generation, remove_layers
-from lyapunov_prune.report.generation import generation_figure
+from lyapunov_prune import GenerationDivergence, attention_paths, compare_generation, compress, remove_layers
+from lyapunov_prune.report.generation import generation_figure, paths_figure
 
 
 @pytest.fixture(scope="module")
@@ -46,3 +46,14 @@ def test_what_was_not_measured_is_not_drawn(measured: GenerationDivergence) -> N
     assert "state" not in words(generation_figure(other))
     ended = replace(measured, kl=np.append(measured.kl[:-1], np.nan), running=np.append(measured.running[:-1], 0))
     generation_figure(ended)
+
+
+def test_the_paths_are_drawn_by_layer_and_by_step(llama: PreTrainedModel) -> None:
+    prompts = torch.randint(97, (2, 6), generator=torch.Generator().manual_seed(1))
+    found = attention_paths(llama, compress(llama, method="rtn", bits=3).model, prompts, steps=4)
+    drawn = words(paths_figure(found))
+    assert {"whole change", "value path", "weight path", "norm / dense output", "layer"} <= drawn
+    assert {"attention to the prompt", "change that comes from the prompt", "share, %", "decoding step"} <= drawn
+    assert paths_figure(found) != paths_figure(replace(found, value=found.value / 2))
+    equal = attention_paths(llama, llama, prompts, steps=2)
+    assert "change that comes from the prompt" not in words(paths_figure(equal))

@@ -22,7 +22,7 @@ from lyapunov_prune.options import (
     Text,
     Tokens,
 )
-from lyapunov_prune.terminal import show
+from lyapunov_prune.terminal import say, show
 
 
 def hierarchy(
@@ -49,9 +49,10 @@ def hierarchy(
 
     Each layer by itself is replaced by that of COMPRESSED, or dropped where COMPRESSED has fewer or is not given, in
     the dense model's own context; estimates and proven bounds stand beside what is measured. With COMPRESSED both
-    models then decode on their own (generation.json), and answer --choices (choices.json). Prompts are windows of
-    --context tokens. Exit code 1 on a violated bound.
+    models then decode on their own (generation.json, paths.json), and answer --choices (choices.json). Prompts are
+    windows of --context tokens. Exit code 1 on a violated bound.
     """
+    from lyapunov_prune.attention_error import attention_paths
     from lyapunov_prune.candidates import compare_choices
     from lyapunov_prune.choice_items import load_items
     from lyapunov_prune.generation import compare_generation
@@ -80,6 +81,14 @@ def hierarchy(
         generated = compare_generation(loaded.model, other.model, prompts, steps=steps, temperature=temperature)
         written = generated.save(run / "generation.json")
         show(generated, as_json, written)
+    if other is not None and same_layers:
+        try:
+            paths = attention_paths(loaded.model, other.model, prompts, steps=steps)
+        except LyapunovPruneError as error:  # not every family lets its attention be seen
+            say(f"no paths through attention: {error}")
+        else:
+            written = paths.save(run / "paths.json")
+            show(paths, as_json, written)
     violated = len(probe.violations)
     if other is not None and items:
         answered = compare_choices(loaded.model, other.model, items, loaded.tokenizer, limit=limit)

@@ -12,6 +12,7 @@ import pandas as pd
 
 from lyapunov_prune.activations import ActivationStatistics
 from lyapunov_prune.angular import AngularDistance
+from lyapunov_prune.attention_error import AttentionPaths
 from lyapunov_prune.bounds_report import BoundsReport
 from lyapunov_prune.branch_influence import SublayerInfluence
 from lyapunov_prune.budget import BudgetedRemoval
@@ -35,7 +36,7 @@ from lyapunov_prune.plan import PruningPlan
 from lyapunov_prune.profile import LayerProfile
 from lyapunov_prune.report import compressions, figures, internals, removal
 from lyapunov_prune.report.choices import choices_figures
-from lyapunov_prune.report.generation import generation_figure
+from lyapunov_prune.report.generation import generation_figure, paths_figure
 from lyapunov_prune.report.hierarchy import hierarchy_figure, kl_figure
 from lyapunov_prune.report.maps import sensitivity_figures
 from lyapunov_prune.report.tasks import tasks_figure
@@ -213,6 +214,15 @@ _SECTIONS = (
         "Both models decode on their own from the same prompts. Once their texts differ they answer different "
         "questions, and similarity falls for that reason too.",
         lambda r: {"generation": generation_figure(r)},
+    ),
+    _Section(
+        "paths.json",
+        AttentionPaths,
+        "Paths of the error through attention",
+        "What attention hands on is an average of values. It changes because the values change, or the weights that "
+        "average them; norms relative to the dense model's output. Each model reads its own text: what comes from the "
+        "prompt is the compression's doing, what comes from generated tokens also that these are others.",
+        lambda r: {"paths": paths_figure(r)},
     ),
     _Section(
         "choices.json",
