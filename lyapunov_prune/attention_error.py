@@ -82,8 +82,8 @@ def attention_paths(
     """Let both models decode `steps` tokens greedily from `prompts`, each from its own tokens, and split `Δo`.
 
     Each model then reads its own text twice, uncached: as it is, and through its family's own eager attention, which
-    must compute the same. Memory: the
-    weights of `steps` positions and the values of all, of every layer and one prompt. Sums in float64.
+    must compute the same. Memory: the weights of `steps` positions and the values of all, of every layer and one
+    prompt. Sums in float64.
 
     Raises NonFiniteError naming the layer when a model is not finite, and LyapunovPruneError for models with other
     layers, and for attention that transformers' attention interface does not reach or that is no such sum.
@@ -166,9 +166,8 @@ def _recorded(model: PreTrainedModel, steps: int) -> Iterator[list[tuple[int, to
         a, v = lift(weights[0, :, -steps:]), lift(value[0])
         v = v.repeat_interleave(len(a) // len(v), dim=0)
         wanted = lift(output[0, -steps:]).transpose(0, 1)
-        if a.shape[-1] != v.shape[1] or not torch.allclose(
-            a @ v, wanted, rtol=0, atol=_SAME * float(wanted.abs().max())
-        ):
+        close = max(_SAME, 4 * torch.finfo(output.dtype).eps) * float(wanted.abs().max())
+        if a.shape[-1] != v.shape[1] or not torch.allclose(a @ v, wanted, rtol=0, atol=close):
             raise LyapunovPruneError(f"the output of {type(module).__name__} is no weighted sum of its values")
         seen.append((int(getattr(module, "layer_idx", len(seen))), a, v))
         return output, weights

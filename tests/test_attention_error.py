@@ -143,6 +143,12 @@ def test_refusals(llama: PreTrainedModel, prompts: torch.Tensor) -> None:
         attention_paths(llama, broken, prompts, steps=1)
 
 
+def test_a_bfloat16_model(llama: PreTrainedModel, prompts: torch.Tensor) -> None:
+    found = attention_paths(copy.deepcopy(llama).bfloat16(), rounded(llama).bfloat16(), prompts, steps=1)
+    wanted = attention_paths(llama, rounded(llama), prompts, steps=1)
+    np.testing.assert_allclose(found.total, wanted.total, rtol=0.2)
+
+
 def test_it_prints_and_comes_back_from_its_file(llama: PreTrainedModel, prompts: torch.Tensor, tmp_path: Path) -> None:
     found = attention_paths(llama, rounded(llama), prompts, steps=STEPS)
     again = AttentionPaths.load(found.save(tmp_path / "paths.json"))
