@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -10,17 +9,15 @@ import pandas as pd
 import torch
 from transformers import PreTrainedModel
 
-from lyapunov_prune.divergence import divergences, prediction_blocks, require_temperature
+from lyapunov_prune.divergence import divergences_without, require_temperature
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.models.structure import find_structure, identify, in_eval_mode
 from lyapunov_prune.plan import PruningPlan
-from lyapunov_prune.prefix import Prefix, final_state
-from lyapunov_prune.progress import track
+from lyapunov_prune.prefix import Prefix
 from lyapunov_prune.ranking import LayerRanking
 from lyapunov_prune.results import MeasuredOn, Result
 from lyapunov_prune.scoring import Scorer
 from lyapunov_prune.text import TokenBatch, as_batch
-from lyapunov_prune.tracing import require_finite, residual_stream
 
 # Numbers of layers measured at once, with the dense logits formed once; what lies behind the budget is wasted.
 _TOGETHER = 4
@@ -112,42 +109,13 @@ def remove_under_budget(
         raise LyapunovPruneError(f"{ranking.model.name} has one layer, and one has to stay")
     windows = [ids.to(model.device) for ids in batch.ids.split(batch_size)]
     prefix, scorer = Prefix(structure, windows[0]), Scorer(model, structure, windows[0])
-    positions = batch.ids.shape[0] * (batch.context - 1)
     found = np.empty((0, 2))
     while len(found) < most and (found[:, 0] <= max_kl).all():
         counts = range(len(found) + 1, min(len(found) + _TOGETHER, most) + 1)
-        sums = torch.zeros(len(counts), 2, dtype=torch.float64)
-        for ids in track(windows, f"removing {counts[0]} to {counts[-1]} layers"):
-            dense, pruned = _final_states(prefix, ids, [ranking.order[:n] for n in counts])
-            if not dense.isfinite().all():
-                require_finite(structure, ids, batch.text)
-            for number, p, q in prediction_blocks(scorer, dense, pruned, temperature):
-                sums[number, 0] += divergences(p.log, q.log)[1].sum().cpu()
-                sums[number, 1] += (p.top != q.top).sum().cpu()
-        found = np.concatenate([found, sums.numpy() / positions])
+        sets = [ranking.order[:n] for n in counts]
+        description = f"removing {counts[0]} to {counts[-1]} layers"
+        means = divergences_without(prefix, scorer, windows, sets, temperature, description, batch.text)
+        found = np.concatenate([found, means[:, [1, 3]]])
     over = np.flatnonzero(~(found[:, 0] <= max_kl))  # NaN is over any budget
     kl, flipped = found[: over[0] + 1 if len(over) else None].T.copy()
     return BudgetedRemoval(ranking, kl, flipped, float(max_kl), float(temperature), batch.measured_on(model))
-
-
-def _final_states(
-    prefix: Prefix, ids: torch.Tensor, sets: Sequence[tuple[int, ...]]
-) -> tuple[torch.Tensor, list[torch.Tensor]]:
-    """The dense final state of every position that predicts (positions × width), and that without each of `sets`."""
-    entries = [prefix.entry(min(removed)) for removed in sets]
-    states: dict[int, torch.Tensor] = {0: torch.empty(0)}
-
-    def keep(boundary: int, hidden: torch.Tensor) -> None:
-        if boundary in entries and boundary > 0:
-            states[boundary] = hidden
-
-    def final() -> torch.Tensor:
-        return final_state(prefix.structure, ids)[:, :-1].flatten(0, 1)
-
-    with residual_stream(prefix.structure, keep, one_state=False):
-        dense = final()
-    found = []
-    for removed, entry in zip(sets, entries, strict=True):
-        with prefix.without(removed), prefix.entered(entry, states[entry]):
-            found.append(final())
-    return dense, found

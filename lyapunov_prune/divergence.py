@@ -89,13 +89,8 @@ def skip_divergence(
     structure = find_structure(model)
     windows = [ids.to(model.device) for ids in batch.ids.split(batch_size)]
     prefix, scorer = Prefix(structure, windows[0]), Scorer(model, structure, windows[0])
-    sums = torch.zeros(structure.num_layers, 4, dtype=torch.float64)
-    for ids in track(windows, "skipping layers"):
-        dense, skipped = _final_states(prefix, ids)
-        if not dense.isfinite().all():
-            require_finite(structure, ids, batch.text)
-        sums += _divergences(scorer, dense, skipped, temperature)
-    means = (sums / (batch.ids.shape[0] * (batch.context - 1))).numpy()
+    sets = [(layer,) for layer in range(structure.num_layers)]
+    means = divergences_without(prefix, scorer, windows, sets, temperature, "skipping layers", batch.text)
     means[~np.isfinite(means).all(-1)] = np.nan
     variance, kl, reverse_kl, flipped = means.T.copy()
     return SkipDivergence(variance, kl, reverse_kl, flipped, float(temperature), batch.measured_on(model))
@@ -107,31 +102,52 @@ def require_temperature(temperature: float) -> None:
         raise LyapunovPruneError(f"temperature {temperature:g} is no temperature; give a number above 0")
 
 
-def _final_states(prefix: Prefix, ids: torch.Tensor) -> tuple[torch.Tensor, list[torch.Tensor]]:
-    """The dense final state of every position that predicts (positions × width), and that without each layer."""
-    structure, at, hidden = prefix.structure, 0, torch.empty(0)
+def divergences_without(
+    prefix: Prefix,
+    scorer: Scorer,
+    windows: Sequence[torch.Tensor],
+    sets: Sequence[tuple[int, ...]],
+    temperature: float,
+    description: str,
+    text: str,
+) -> np.ndarray:
+    """The four measures of `SkipDivergence` with each set of layers left out, sets × 4, means over `windows`.
+
+    `text` names what the windows are of. Raises NonFiniteError naming the layer when the dense model is not finite.
+    """
+    sums = torch.zeros(len(sets), 4, dtype=torch.float64)
+    for ids in track(windows, description):
+        dense, changed = _final_states(prefix, ids, sets)
+        if not dense.isfinite().all():
+            require_finite(prefix.structure, ids, text)
+        for number, p, q in prediction_blocks(scorer, dense, changed, temperature):
+            flipped = (p.top != q.top).to(p.log)
+            sums[number] += torch.stack([*divergences(p.log, q.log), flipped]).sum(-1).cpu()
+    return (sums / sum(ids[:, 1:].numel() for ids in windows)).numpy()
+
+
+def _final_states(
+    prefix: Prefix, ids: torch.Tensor, sets: Sequence[tuple[int, ...]]
+) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    """The dense final state of every position that predicts (positions × width), and that without each of `sets`.
+
+    Every forward begins at the first layer of its set. The sets are gone through in the order of the model, so that
+    one dense state at a time is kept to begin with.
+    """
+    at, hidden = 0, torch.empty(0)
 
     def final() -> torch.Tensor:
         with prefix.entered(at, hidden):
-            return final_state(structure, ids)[:, :-1].flatten(0, 1)
+            return final_state(prefix.structure, ids)[:, :-1].flatten(0, 1)
 
-    found = []
-    for layer in range(structure.num_layers):
-        entry = prefix.entry(layer)
+    found: dict[int, torch.Tensor] = {}
+    for number in sorted(range(len(sets)), key=lambda k: min(sets[k])):
+        entry = prefix.entry(min(sets[number]))
         if entry > at:
             at, hidden = entry, prefix.advance(ids, at, hidden, entry)
-        with prefix.without((layer,)):
-            found.append(final())
-    return final(), found
-
-
-def _divergences(scorer: Scorer, dense: torch.Tensor, skipped: list[torch.Tensor], temperature: float) -> torch.Tensor:
-    """Sums over positions of the four measures, layers × 4, float64."""
-    sums = torch.zeros(len(skipped), 4, dtype=torch.float64)
-    for layer, p, q in prediction_blocks(scorer, dense, skipped, temperature):
-        flipped = (p.top != q.top).to(p.log)
-        sums[layer] += torch.stack([*divergences(p.log, q.log), flipped]).sum(-1).cpu()
-    return sums
+        with prefix.without(sets[number]):
+            found[number] = final()
+    return final(), [found[number] for number in range(len(sets))]
 
 
 class Prediction:

@@ -138,8 +138,8 @@ def prune(
     else:
         if remove is not None:
             require_count(remove, loaded.structure.num_layers, what)
-        if remove is not None and keep_period:
-            require_periods(remove, loaded.structure.num_layers, period)
+            if keep_period:
+                require_periods(remove, loaded.structure.num_layers, period)
         ranking = measure_ranking(
             loaded, batch, what, criterion, alpha, remove, batch_size, seeds, seed, run=None, resume=False
         )
