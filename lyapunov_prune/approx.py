@@ -23,8 +23,8 @@ from torch import nn
 from torch.nn.functional import linear
 from transformers import PreTrainedModel
 
+from lyapunov_prune.bound_check import BoundCheck
 from lyapunov_prune.bounds import (
-    BoundCheck,
     composition_bound,
     interpolation_bound,
     retrieval_bound,

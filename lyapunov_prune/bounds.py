@@ -11,66 +11,19 @@ Norms must come from `linalg.certified_norm`: an estimate from below raises fals
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 import pandas as pd
 import torch
 
+from lyapunov_prune.bound_check import BoundCheck, Numbers, as_array, worst_check
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.linalg import token_energy
 from lyapunov_prune.results import Result
 
-# Relative rounding of a bound: a norm of a vector of up to 2¹³ entries, and some products.
-_BOUND_ROUNDING = 2.0**-37
 # Tokens whose logits are formed at once.
 _TOKENS = 64
-
-Numbers = npt.ArrayLike
-
-
-@dataclass(frozen=True)
-class BoundCheck:
-    """One theorem on one matrix: the worst of `inputs` inputs, that is the largest error / (bound + margin).
-
-    `estimate` marks a bound whose hypothesis was only measured (growth along one trajectory).
-    """
-
-    theorem: str
-    matrix: str
-    layer: int | None
-    error: float
-    bound: float
-    margin: float  # u + v: what rounding may account for
-    inputs: int
-    estimate: bool = False
-
-    @property
-    def slack(self) -> float:
-        """How far the error stays below the bound."""
-        return self.bound - self.error
-
-    @property
-    def ratio(self) -> float:
-        """Error / bound; 1 is a bound attained."""
-        return self.error / self.bound if self.bound > 0 else (0.0 if self.error == 0 else np.inf)
-
-    @property
-    def holds(self) -> bool:
-        return self.error <= self.bound + self.margin
-
-    def __str__(self) -> str:
-        verb = "holds for" if self.holds else "is VIOLATED by"
-        numbers = f"error {self.error:.6g}, bound {self.bound:.6g} (± {self.margin:.2g})"
-        return f"{self.theorem} {verb} {self.matrix}: {numbers}"
-
-    def with_more(self, other: BoundCheck | None) -> BoundCheck:
-        """The worse of two checks of one theorem on one matrix, with the inputs of both."""
-        if other is None:
-            return self
-        worst = max(self, other, key=lambda c: (not c.holds, c.ratio))
-        return replace(worst, inputs=self.inputs + other.inputs)
 
 
 def retrieval_bound(
@@ -86,7 +39,7 @@ def retrieval_bound(
 
     `error` and `distance` (or the radius of a cache, `retrieval_bound_of_le`) have one entry an input.
     """
-    return _worst("retrieval_bound", matrix, layer, error, weight_norm * _array(distance), rounding)
+    return worst_check("retrieval_bound", matrix, layer, error, weight_norm * as_array(distance), rounding)
 
 
 def sparse_activation_bound(
@@ -103,7 +56,7 @@ def sparse_activation_bound(
     `size` is `‖x‖`, one entry an input; `residual_norm` a certified `‖W − S‖`
     (`error_le_of_certified_norm`).
     """
-    return _worst("sparse_activation_bound", matrix, layer, error, residual_norm * _array(size), rounding)
+    return worst_check("sparse_activation_bound", matrix, layer, error, residual_norm * as_array(size), rounding)
 
 
 def interpolation_bound(
@@ -116,7 +69,7 @@ def interpolation_bound(
     layer: int | None = None,
 ) -> BoundCheck:
     """Theorem 3, `interpolation_bound`: `‖W x − L x‖ ≤ ‖R‖ ‖x‖` for a low-rank `L` and `R = W − L`."""
-    return _worst("interpolation_bound", matrix, layer, error, residual_norm * _array(size), rounding)
+    return worst_check("interpolation_bound", matrix, layer, error, residual_norm * as_array(size), rounding)
 
 
 def composition_bound(
@@ -135,8 +88,8 @@ def composition_bound(
 
     `size` is `‖x'‖`, `radius` the `ε ≥ ‖x − x'‖` of each input; the norms are certified.
     """
-    bound = weight_norm * _array(radius) + (sparse_norm + low_rank_norm) * _array(size)
-    return _worst("composition_bound", matrix, layer, error, bound, rounding)
+    bound = weight_norm * as_array(radius) + (sparse_norm + low_rank_norm) * as_array(size)
+    return worst_check("composition_bound", matrix, layer, error, bound, rounding)
 
 
 def trajectory_error_le(
@@ -148,7 +101,7 @@ def trajectory_error_le(
     `‖f_k(h'_k) − g_k(h'_k)‖ ≤ δ_k`. K measured along a trajectory holds for that one only: the checks are
     marked as estimates. `unit` is the relative rounding of the measured norms.
     """
-    e, K, delta = _array(errors), _array(growth), _array(local)
+    e, K, delta = as_array(errors), as_array(growth), as_array(local)
     if len(e) != len(K) + 1 or len(K) != len(delta):
         raise LyapunovPruneError(f"{len(e)} errors, {len(K)} growth factors and {len(delta)} local errors do not fit")
     checks, bound = [], float(e[0])
@@ -156,7 +109,7 @@ def trajectory_error_le(
         bound = float(K[n] * bound + delta[n])
         rounding = 8 * (n + 2) * unit * bound
         checks.append(
-            _worst("trajectory_error_le", matrix, n, e[n + 1 : n + 2], np.array([bound]), rounding, estimate=True)
+            worst_check("trajectory_error_le", matrix, n, e[n + 1 : n + 2], np.array([bound]), rounding, estimate=True)
         )
     return tuple(checks)
 
@@ -168,9 +121,9 @@ def nonlinear_composition_bound(
 
     `errors` holds `e_0, e_1, e_2`, `growth` `K_0, K_1` and `local` `δ_0, δ_1`; an estimate as above.
     """
-    e, (K0, K1), (d0, d1) = _array(errors), _array(growth), _array(local)
+    e, (K0, K1), (d0, d1) = as_array(errors), as_array(growth), as_array(local)
     bound = np.array([K1 * K0 * e[0] + K1 * d0 + d1])
-    return _worst("nonlinear_composition_bound", matrix, None, e[2:3], bound, 32 * unit * bound, estimate=True)
+    return worst_check("nonlinear_composition_bound", matrix, None, e[2:3], bound, 32 * unit * bound, estimate=True)
 
 
 def lyapunov_contraction_bound(
@@ -183,10 +136,12 @@ def lyapunov_contraction_bound(
     """
     if not 0 <= gamma < 1:
         raise LyapunovPruneError(f"Theorem 8 needs a contraction 0 ≤ γ < 1, not {gamma:.4g}; use trajectory_error_le")
-    e = _array(errors)
+    e = as_array(errors)
     power = gamma ** np.arange(1, len(e), dtype=np.float64)
     bound = power * e[0] + local * (1 - power) / (1 - gamma)
-    return _worst("lyapunov_contraction_bound", matrix, None, e[1:], bound, 8 * len(e) * unit * bound, estimate=True)
+    return worst_check(
+        "lyapunov_contraction_bound", matrix, None, e[1:], bound, 8 * len(e) * unit * bound, estimate=True
+    )
 
 
 def residual_growth_contraction(
@@ -198,9 +153,9 @@ def residual_growth_contraction(
     `state_growth` (L,). One check for each layer that meets the hypothesis `a < g`, and none for the others:
     `V' ≤ (a/g) V` with energies for a and g (`relative_error_le`), which is below V.
     """
-    V, a, g = _array(relative_energy), _array(error_growth), _array(state_growth)
+    V, a, g = as_array(relative_energy), as_array(error_growth), as_array(state_growth)
     return tuple(
-        _worst(
+        worst_check(
             "residual_growth_contraction",
             f"layer {k}",
             k,
@@ -272,38 +227,3 @@ def argmax_unchanged_of_state_error(
         moves.append(token_energy(h2 - h).sqrt() * (1 + unit))
         flips.append(((h2 @ W.T + b).argmax(-1) != first).double())
     return TokenCertificate(*(torch.cat(parts).numpy() for parts in (radii, moves, flips)))
-
-
-def _array(numbers: Numbers) -> np.ndarray:
-    return np.atleast_1d(np.asarray(numbers, dtype=np.float64))
-
-
-def _worst(
-    theorem: str,
-    matrix: str,
-    layer: int | None,
-    error: Numbers,
-    bound: np.ndarray,
-    rounding: Numbers,
-    estimate: bool = False,
-) -> BoundCheck:
-    """The input with the largest error / (bound + margin). NaN is no check: it raises."""
-    error, bound = np.broadcast_arrays(_array(error), bound)
-    if not len(error):
-        raise LyapunovPruneError(f"{theorem} on {matrix}: no inputs to check")
-    margin = np.broadcast_to(_array(rounding), bound.shape) + _BOUND_ROUNDING * bound
-    if not (np.isfinite(error).all() and np.isfinite(bound).all() and np.isfinite(margin).all()):
-        raise LyapunovPruneError(f"{theorem} on {matrix}: NaN or infinity; check the activations and the weights")
-    with np.errstate(over="ignore"):  # any error is infinitely worse than a bound of zero
-        share = error / np.maximum(bound + margin, np.finfo(np.float64).tiny)
-    at = int(np.argmax(share))
-    return BoundCheck(
-        theorem=theorem,
-        matrix=matrix,
-        layer=layer,
-        error=float(error[at]),
-        bound=float(bound[at]),
-        margin=float(margin[at]),
-        inputs=len(error),
-        estimate=estimate,
-    )

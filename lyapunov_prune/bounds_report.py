@@ -8,7 +8,8 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from lyapunov_prune.bounds import BoundCheck, TokenCertificate
+from lyapunov_prune.bound_check import BoundCheck
+from lyapunov_prune.bounds import TokenCertificate
 from lyapunov_prune.results import MeasuredOn, Result
 
 

@@ -12,7 +12,7 @@ import pandas as pd
 import torch
 from transformers import PreTrainedModel
 
-from lyapunov_prune.bounds import BoundCheck
+from lyapunov_prune.bound_check import BoundCheck
 from lyapunov_prune.decoding import decode_greedily
 from lyapunov_prune.divergence import prediction_blocks, require_temperature
 from lyapunov_prune.errors import LyapunovPruneError

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from lyapunov_prune.bounds import BoundCheck, Numbers, _array, _worst
+from lyapunov_prune.bound_check import BoundCheck, Numbers, as_array, worst_check
 from lyapunov_prune.errors import LyapunovPruneError
 
 # Relative rounding of float64 sums over a vocabulary, and of log-probabilities down to e⁻²⁵⁶.
@@ -21,8 +21,8 @@ def kl_softmax_le_range(kl: Numbers, span: Numbers, *, matrix: str = "", layer: 
     known within `δ`, `KL = Σ p (eᵘ − 1 − u)` is known within `δ Σ p|u|`, which is at most `δ span`; a common shift
     of `u` counts with its square.
     """
-    S = _array(span)
-    return _worst("kl_softmax_le_range", matrix, layer, kl, S, _UNIT * (S + _UNIT))
+    S = as_array(span)
+    return worst_check("kl_softmax_le_range", matrix, layer, kl, S, _UNIT * (S + _UNIT))
 
 
 def kl_softmax_le_variance(
@@ -34,14 +34,14 @@ def kl_softmax_le_variance(
     of `kl_softmax_le_range` with `Σ p|u| ≤ √Var + KL`. Raises LyapunovPruneError where `c > 1`, which the theorem
     does not speak of.
     """
-    V, c = _array(variance), _array(deviation)
+    V, c = as_array(variance), as_array(deviation)
     if (c > 1).any():
         raise LyapunovPruneError(f"a change deviates by c = {c.max():.4g} from its mean; the bound needs c ≤ 1")
-    rounding = _UNIT * (np.sqrt(V) + np.abs(_array(kl)) + _UNIT)
-    return _worst("kl_softmax_le_variance", matrix, layer, kl, variance_bound(V, c), rounding)
+    rounding = _UNIT * (np.sqrt(V) + np.abs(as_array(kl)) + _UNIT)
+    return worst_check("kl_softmax_le_variance", matrix, layer, kl, variance_bound(V, c), rounding)
 
 
 def variance_bound(variance: Numbers, deviation: Numbers) -> np.ndarray:
     """`(1/2 + 2c/9) Var_p(d)` of each input, NaN where `c > 1`."""
-    V, c = _array(variance), _array(deviation)
+    V, c = as_array(variance), as_array(deviation)
     return np.where(c <= 1, (1 / 2 + 2 * c / 9) * V, np.nan)

@@ -12,8 +12,8 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from lyapunov_prune.approx import Records
+from lyapunov_prune.bound_check import BoundCheck
 from lyapunov_prune.bounds import (
-    BoundCheck,
     TokenCertificate,
     argmax_unchanged_of_state_error,
     lyapunov_contraction_bound,

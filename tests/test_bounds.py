@@ -10,8 +10,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from lyapunov_prune.bound_check import BoundCheck
 from lyapunov_prune.bounds import (
-    BoundCheck,
     TokenCertificate,
     argmax_unchanged_of_state_error,
     composition_bound,

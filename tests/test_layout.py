@@ -56,6 +56,7 @@ ORDER = [
     "checkpoint",
     "disk_gate",
     "shards",
+    "bound_check",
     "bounds",
     "probability_bounds",
     "bounds_report",

@@ -38,7 +38,7 @@ from lyapunov_prune import (
     sublayer_influence,
     sublayer_jacobians,
 )
-from lyapunov_prune.bounds import BoundCheck
+from lyapunov_prune.bound_check import BoundCheck
 from lyapunov_prune.bounds_report import BoundsReport, Violation
 from lyapunov_prune.compression.compress import CompressedMatrix, CompressionReport
 from lyapunov_prune.divergence import SkipDivergence
