@@ -82,8 +82,8 @@ def attention_paths(
     """Let both models decode `steps` tokens greedily from `prompts`, each from its own tokens, and split `Δo`.
 
     Each model then reads its own text twice, uncached: as it is, and through its family's own eager attention, which
-    must compute the same. Memory: the weights of `steps` positions and the values of all, of every layer and one
-    prompt. Sums in float64.
+    must compute the same. Memory: the caches of all prompts, then the weights of `steps` positions and the values of
+    all, of every layer and one prompt. Sums in float64.
 
     Raises NonFiniteError naming the layer when a model is not finite, and LyapunovPruneError for models with other
     layers, and for attention that transformers' attention interface does not reach or that is no such sum.
@@ -94,8 +94,10 @@ def attention_paths(
     require_context(find_structure(dense), batch.context + steps - 1)
     rows: list[torch.Tensor] = []
     layers: tuple[int, ...] = ()
-    for prompt in track(batch.ids, "attention paths"):
-        ours, theirs = (_read(model, prompt[None], steps) for model in (dense, compressed))
+    models = (dense, compressed)
+    texts = [torch.cat([batch.ids, decode_greedily(m, batch.ids, steps)], dim=1)[:, :-1] for m in models]
+    for each in track(list(zip(*texts, strict=True)), "attention paths"):
+        ours, theirs = (_read(model, text[None], steps) for model, text in zip(models, each, strict=True))
         shapes = [[(layer, v.shape) for layer, _, v in seen] for seen in (ours, theirs)]
         if shapes[0] != shapes[1]:
             raise LyapunovPruneError(
@@ -131,10 +133,9 @@ def _split(a: torch.Tensor, v: torch.Tensor, a2: torch.Tensor, v2: torch.Tensor,
     )
 
 
-def _read(model: PreTrainedModel, prompt: torch.Tensor, steps: int) -> list[tuple[int, torch.Tensor, torch.Tensor]]:
+def _read(model: PreTrainedModel, text: torch.Tensor, steps: int) -> list[tuple[int, torch.Tensor, torch.Tensor]]:
     """Of every attention of `model` over its own text: layer, weights of the decoding positions, values; float64."""
-    ids = torch.cat([prompt, decode_greedily(model, prompt, steps)], dim=1)[:, :-1].to(model.device)
-    structure = find_structure(model)
+    structure, ids = find_structure(model), text.to(model.device)
     own = final_state(structure, ids)
     with _recorded(model, steps) as seen:
         watched = final_state(structure, ids)
