@@ -8,6 +8,7 @@ from pathlib import Path
 import pandas as pd
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from lyapunov_prune.cards import as_text, front_matter
 from lyapunov_prune.errors import CheckFailed
 from lyapunov_prune.files import require_empty, whole_folder
 from lyapunov_prune.gate import GateReport, verify_removal
@@ -121,27 +122,20 @@ def _removed(plan: PruningPlan) -> str:
 
 def _card(provenance: Provenance, parameters: int, pattern: Pattern, loader: str) -> str:
     plan, layers = provenance.plan, provenance.plan.model.num_layers
-    measured = "\n".join(f"- {m.line()}" for m in plan.measured_on) or "- nothing: the layers were given by hand"
+    texts = [as_text(m.line()) for m in plan.measured_on] or ["nothing: the layers were given by hand"]
+    measured = "\n".join(f"- {text}" for text in texts)
     checks = "\n".join(
-        f"| {c.name} | {'passed' if c.passed else 'failed'} | {c.measured:.3g} | {c.limit:.3g} |"
+        f"| {as_text(c.name)} | {'passed' if c.passed else 'failed'} | {c.measured:.3g} | {c.limit:.3g} |"
         for c in provenance.gate.checks
     )
     checks += "".join(f"\n| {name} | not run | | |" for name in provenance.not_run)
     how = "in floating point, on some tokens"
     if provenance.not_run:
         how = "on the files alone: the layers were removed on disk, and no logits of this model have been computed"
-    # A hub id makes a link on the hub; a local path would make the card invalid there.
-    is_hub = provenance.source.count("/") == 1 and not Path(provenance.source).exists()
-    base = f"base_model: {provenance.source}\n" if is_hub else ""
-    return f"""---
-library_name: transformers
-{base}tags:
-- lyapunov-prune
-- depth-pruning
----
-# {Path(provenance.source).name} with {len(plan.kept)} of {layers} layers
+    return f"""{front_matter("lyapunov-prune", "depth-pruning", source=provenance.source)}
+# {as_text(Path(provenance.source).name)} with {len(plan.kept)} of {layers} layers
 
-{plan.headline()}. {parameters:,} parameters of {plan.model.parameters:,} are left. The model has not been
+{as_text(plan.headline())}. {parameters:,} parameters of {plan.model.parameters:,} are left. The model has not been
 trained after the removal.
 
 ## Load

@@ -97,15 +97,15 @@ def main() -> None:
     try:
         code = app(sys.argv[1:] or ["--help"], prog_name="lyapunov-prune", standalone_mode=False)
     except LyapunovPruneError as error:
-        _fail(str(error), error.exit_code)
+        _fail(error)
     except typer.TyperException as error:  # a usage error
-        _fail(f"{error.format_message().rstrip('.')}; see lyapunov-prune COMMAND --help", 2)
+        _fail(LyapunovPruneError(f"{error.format_message().rstrip('.')}; see lyapunov-prune COMMAND --help"))
     sys.exit(code if isinstance(code, int) else 0)
 
 
-def _fail(message: str, code: int) -> None:
-    print(f"error: {' '.join(message.split())}", file=sys.stderr)
-    sys.exit(code)
+def _fail(error: LyapunovPruneError) -> None:
+    print(f"error: {error}", file=sys.stderr)
+    sys.exit(error.exit_code)
 
 
 if __name__ == "__main__":

@@ -3,13 +3,24 @@
 from __future__ import annotations
 
 
-class LyapunovPruneError(Exception):
-    """Bad input, or a model that cannot be handled. The message names the cause and the remedy.
+def printable(text: str) -> str:
+    """`text` on one line, with what a terminal would obey (control and format characters) as its escape, `\\x1b`.
 
-    The command line prints it as one line and ends with `exit_code`.
+    Names in files that others made are shown through this: no name adds a line or moves the cursor.
+    """
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+
+
+class LyapunovPruneError(Exception):
+    """Bad input, or a model that cannot be handled. The message names the cause and the remedy, on one printable line.
+
+    The command line prints it and ends with `exit_code`.
     """
 
     exit_code = 2
+
+    def __init__(self, message: str) -> None:
+        super().__init__(printable(" ".join(message.split())))
 
 
 class NonFiniteError(LyapunovPruneError):

@@ -1,10 +1,10 @@
-"""Files appear whole or not at all."""
+"""Files appear whole or not at all, with the permissions that the umask leaves."""
 
 from __future__ import annotations
 
 import os
+import secrets
 import shutil
-import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -19,14 +19,13 @@ def write_whole(path: str | Path, text: str) -> Path:
     path = Path(path)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+        temporary = path.parent / f".{path.name}.{secrets.token_hex(8)}"
         try:
-            with os.fdopen(handle, "w", encoding="utf-8") as file:
+            with temporary.open("x", encoding="utf-8") as file:  # tempfile's would be the owner's alone
                 file.write(text)
-            os.chmod(temporary, 0o644)
             os.replace(temporary, path)
         except BaseException:
-            os.unlink(temporary)
+            temporary.unlink(missing_ok=True)
             raise
     except OSError as error:
         raise LyapunovPruneError(f"cannot write {path}: {error.strerror}; free space or choose another place") from None
@@ -43,12 +42,13 @@ def whole_folder(target: str | Path) -> Iterator[Path]:
     require_empty(target)
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
-        temporary = Path(tempfile.mkdtemp(dir=target.parent, prefix=f".{target.name}.partial-"))
+        temporary = target.parent / f".{target.name}.partial-{secrets.token_hex(8)}"
+        temporary.mkdir()
     except OSError as error:
         raise LyapunovPruneError(f"cannot write beside {target}: {error.strerror}; choose another place") from None
     try:
         yield temporary
-        os.chmod(temporary, 0o755)
+        _open_as_folder(temporary)
         if target.exists():
             target.rmdir()  # empty, as required above; fails if something appeared meanwhile
         os.replace(temporary, target)
@@ -59,6 +59,14 @@ def whole_folder(target: str | Path) -> Iterator[Path]:
         ) from None
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
+
+
+def _open_as_folder(folder: Path) -> None:
+    """Give the files in `folder` the permissions that the umask gave the folder: safetensors makes them the owner's."""
+    mode = folder.stat().st_mode & 0o666
+    for file in folder.rglob("*"):
+        if file.is_file():
+            file.chmod(mode)
 
 
 def require_empty(target: str | Path) -> None:

@@ -18,6 +18,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from lyapunov_prune.adapters import low_rank_updates
+from lyapunov_prune.cards import as_text
 from lyapunov_prune.distillation import Distillation, require_temperature
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.evaluation.perplexity import Perplexity, perplexity
@@ -78,7 +79,8 @@ class Healing(Result):
         """What a model card says of it."""
         lost = self.recovered is not None and math.isfinite(self.recovered)
         recovered = f", which recovered {self.recovered:.0%} of the perplexity lost" if lost else ""
-        return f"{self.headline()}\n\n{self.steps} steps of distillation from {self.teacher.name}{recovered}."
+        headline = "\n".join(map(as_text, self.headline().splitlines()))
+        return f"{headline}\n\n{self.steps} steps of distillation from {as_text(self.teacher.name)}{recovered}."
 
     def to_frame(self) -> pd.DataFrame:
         return pd.DataFrame({"step": np.arange(self.steps), "loss": self.losses})

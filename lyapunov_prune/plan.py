@@ -9,7 +9,7 @@ import numpy as np
 import pandas as pd
 from transformers import PreTrainedModel
 
-from lyapunov_prune.errors import LyapunovPruneError
+from lyapunov_prune.errors import LyapunovPruneError, printable
 from lyapunov_prune.models.plain import require_in_memory
 from lyapunov_prune.models.structure import identify
 from lyapunov_prune.results import MeasuredOn, ModelIdentity, Result
@@ -143,7 +143,7 @@ class PruningPlan(Result):
             if indices
         ]
         costs = "; sublayers are zeroed, which saves no time or memory" if self.drops_sublayers else ""
-        return f"Remove {'; '.join(what)}{costs}"
+        return printable(f"Remove {'; '.join(what)}{costs}")
 
 
 def _identity(model: PreTrainedModel | ModelIdentity) -> ModelIdentity:

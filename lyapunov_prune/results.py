@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 import numpy as np
 import pandas as pd
 
-from lyapunov_prune.errors import LyapunovPruneError
+from lyapunov_prune.errors import LyapunovPruneError, printable
 from lyapunov_prune.files import write_whole
 
 R = TypeVar("R", bound="Result")
@@ -47,6 +47,9 @@ class ModelIdentity:
     architecture: str  # SHA-256 over parameter names and shapes
     samples: tuple[float, ...]
 
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "name", printable(self.name))  # it is shown, and folders have names of any kind
+
     def same_as(self, other: ModelIdentity) -> bool:
         return self.architecture == other.architecture and bool(
             np.allclose(self.samples, other.samples, rtol=2**-7, atol=1e-6, equal_nan=True)
@@ -71,7 +74,7 @@ class MeasuredOn:
 
     def line(self) -> str:
         bos = {True: "BOS", False: "no BOS", None: "ids given"}[self.bos]
-        return (
+        return printable(
             f"{self.model.name}, {self.dtype} on {self.device}; {self.tokens} tokens of {self.text} "
             f"({self.split}, {self.text_hash[:12]}), context {self.context}, {bos}"
         )

@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from lyapunov_prune.cards import as_text, front_matter
 from lyapunov_prune.errors import CheckFailed
 from lyapunov_prune.files import require_empty, whole_folder
 from lyapunov_prune.logits import sample_inputs
@@ -28,6 +29,8 @@ def write_model(
 ) -> None:
     """Save model, tokenizer, `results` by file name and a model card to the folder `target`.
 
+    `title` is text, `about` is Markdown, in which names went through `as_text`.
+
     Raises CheckFailed when plain transformers would load another model from the files, and LyapunovPruneError when
     the target is not empty or the disk refuses; either way nothing is left there.
     """
@@ -46,12 +49,8 @@ def write_model(
 
 
 def _card(title: str, about: str, loader: str) -> str:
-    return f"""---
-library_name: transformers
-tags:
-- lyapunov-prune
----
-# {title}
+    return f"""{front_matter("lyapunov-prune")}
+# {as_text(title)}
 
 {about}
 

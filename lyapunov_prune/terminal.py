@@ -8,7 +8,9 @@ from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
+from lyapunov_prune.errors import printable
 from lyapunov_prune.progress import is_main
 
 if TYPE_CHECKING:  # a usage error must not wait for pandas
@@ -17,7 +19,12 @@ if TYPE_CHECKING:  # a usage error must not wait for pandas
 
 def say(message: str) -> None:
     if is_main():
-        print(message, flush=True)
+        print(_lines(message), flush=True)
+
+
+def _lines(message: str) -> str:
+    """`message`, whose lines are its own: whatever else a terminal would obey is shown as its escape."""
+    return "\n".join(map(printable, message.split("\n")))
 
 
 def show(result: Result, as_json: bool, written: Path | None, table: bool = True) -> None:
@@ -43,6 +50,6 @@ def _print_table(result: Result) -> None:
     for name in frame.columns:
         table.add_column(name, justify="right" if frame[name].dtype.kind in "if" else "left")
     for row in frame.itertuples(index=False):
-        table.add_row(*(f"{v:.4g}" if isinstance(v, float) else str(v) for v in row))
-    console.print(result.headline(), highlight=False)
+        table.add_row(*(Text(f"{v:.4g}" if isinstance(v, float) else printable(str(v))) for v in row))
+    console.print(Text(_lines(result.headline())))  # text: in a string, [brackets] are rich's markup
     console.print(table)

@@ -6,17 +6,20 @@ import errno
 import json
 import multiprocessing
 import os
+import re
 import resource
 import signal
 import subprocess
 import sys
 import tempfile
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NoReturn
 
 import pytest
 import torch
+import yaml
 from conftest import TINY, VOCABULARY, make_tiny
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
@@ -168,6 +171,80 @@ def test_the_card_links_to_a_hub_model_only(
     model.config._name_or_path = name
     write_pruned(model, tokenizer, PruningPlan.given(model, [3]), target)
     assert (f"base_model: {name}\n" in (target / "README.md").read_text(encoding="utf-8")) is is_link
+
+
+# Names that others chose: text in the card and on the terminal, and nothing else.
+
+STRANGE = {
+    "keys": "org/model\ntags:\n- evil\nlicense: mit",
+    "colon": "org/model: {a: b}",
+    "end of line": "org/model\n",
+    "front matter": "org/model\n---\n# Another card",
+    "screen": "org/\x1b[2J\x1b]0;title\x07model\r\u202elive",
+    "markdown": "org/[a](http://b)`c`<img src=x>|d\\*e*",
+}
+
+
+def front(card: str) -> dict[str, Any]:
+    _, text, _ = card.split("---\n", 2)
+    return yaml.safe_load(text)
+
+
+@pytest.mark.parametrize("name", STRANGE.values(), ids=STRANGE)
+@pytest.mark.parametrize("where", ["model", "plan file"])
+def test_a_strange_name_is_text_in_the_card(
+    name: str,
+    where: str,
+    tiny: Callable[..., PreTrainedModel],
+    tokenizer: PreTrainedTokenizerFast,
+    batch: TokenBatch,
+    plan: PruningPlan,
+    target: Path,
+) -> None:
+    model = tiny("llama", vocab_size=len(VOCABULARY))
+    if where == "model":
+        model.config._name_or_path = name
+        plan = rank_layers(influence=block_influence(model, batch), criterion="bi").plan(1)
+    else:
+        data = json.loads(plan.save(target.parent / "plan.json").read_text())
+        data["model"]["name"] = data["criterion"] = name
+        for measured in data["measured_on"]:
+            measured["model"]["name"] = measured["text"] = name
+        (target.parent / "plan.json").write_text(json.dumps(data))
+        plan = PruningPlan.load(target.parent / "plan.json")
+    plain = replace(plan, criterion="bi", model=replace(plan.model, name="x"), measured_on=())
+    write_pruned(model, tokenizer, plain, target.parent / "plain")
+    write_pruned(model, tokenizer, plan, target)
+    card, other = ((folder / "README.md").read_text(encoding="utf-8") for folder in (target, target.parent / "plain"))
+    assert front(card) == front(other) == {"library_name": "transformers", "tags": ["lyapunov-prune", "depth-pruning"]}
+    marks = [re.findall(r"^(?:#|\||`|--)", text, re.M) for text in (card, other)]
+    assert marks[0] == marks[1]
+    assert all(c.isprintable() for c in card.replace("\n", ""))
+    markup = re.sub(r"\\\\|\\[`*\[\]<>|&]", "", card)
+    assert not re.search(r"http[^\n]*\)\]|<img|\]\(http|`c`", markup)
+    assert all(c.isprintable() for c in plan.headline())
+
+
+def test_a_name_of_yaml_s_own_is_a_string(
+    tiny: Callable[..., PreTrainedModel], tokenizer: PreTrainedTokenizerFast, target: Path
+) -> None:
+    model = tiny("llama", vocab_size=len(VOCABULARY))
+    model.config._name_or_path = "1/2"
+    write_pruned(model, tokenizer, PruningPlan.given(model, [3]), target)
+    assert front((target / "README.md").read_text(encoding="utf-8"))["base_model"] == "1/2"
+
+
+def test_all_files_of_a_checkpoint_have_the_permissions_that_the_umask_leaves(
+    write: Callable[[], Provenance], target: Path
+) -> None:
+    before = os.umask(0o027)
+    try:
+        write()
+    finally:
+        os.umask(before)
+    assert {path.name: oct(path.stat().st_mode & 0o777) for path in [target, *target.iterdir()]} == {
+        path.name: oct(0o750 if path.is_dir() else 0o640) for path in [target, *target.iterdir()]
+    }
 
 
 # What is refused.

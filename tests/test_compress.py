@@ -190,3 +190,21 @@ def test_the_checkpoint_is_plain_and_whole(
     with pytest.raises(CheckFailed, match="nothing written"):
         write_model(done.model, tokenizer, tmp_path / "wrong", {}, "wrong", "")
     assert not (tmp_path / "wrong").exists()
+
+
+def test_a_strange_name_is_text_in_the_card(
+    tokenizer: PreTrainedTokenizerFast, ids: torch.Tensor, tmp_path: Path
+) -> None:
+    model = make_tiny("llama")
+    model.config._name_or_path = "m\n---\n# x\x1b[2J [a](http://b) `c`"
+    done = compress(model, ids, method="wanda", sparsity=0.5)
+    title = "t\n---\n# <b>"
+    write_model(done.model, tokenizer, tmp_path / "small", {REPORT: done.report}, title, done.report.about())
+    card = (tmp_path / "small" / "README.md").read_text(encoding="utf-8")
+    assert all(c.isprintable() for c in card.replace("\n", ""))
+    assert [line for line in card.splitlines() if line.startswith(("#", "---"))] == [
+        "---",
+        "---",
+        r"# t\\n---\\n# \<b\>",
+    ]
+    assert r"\[a\](http://b) \`c\`" in card

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import errno
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import NoReturn
 
 import pytest
+import torch
 from safetensors import SafetensorError
+from safetensors.torch import save_file
 
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.files import require_empty, whole_folder, write_whole
@@ -143,3 +146,34 @@ def test_what_was_there_before_is_refused_and_kept(tmp_path: Path, kind: str) ->
 def test_an_absent_or_empty_target_is_accepted(tmp_path: Path) -> None:
     require_empty(tmp_path)
     require_empty(tmp_path / "absent")
+
+
+# Who may read it.
+
+
+@pytest.fixture(params=[0o022, 0o077, 0o002, 0o000], ids=oct)
+def umask(request: pytest.FixtureRequest) -> Iterator[int]:
+    before = os.umask(request.param)
+    yield request.param
+    os.umask(before)
+
+
+def mode(path: Path) -> int:
+    return path.stat().st_mode & 0o777
+
+
+def test_a_file_has_the_permissions_that_the_umask_leaves(umask: int, tmp_path: Path) -> None:
+    path = write_whole(tmp_path / "sub/x", "1")
+    assert mode(path) == 0o666 & ~umask
+    assert mode(path.parent) == 0o777 & ~umask
+
+
+def test_all_of_a_folder_has_the_permissions_that_the_umask_leaves(umask: int, tmp_path: Path) -> None:
+    with whole_folder(tmp_path / "target") as folder:
+        (folder / "x").write_text("1")
+        save_file({"a": torch.zeros(1)}, folder / "x.safetensors")  # the owner's alone, as safetensors writes it
+        (folder / "sub").mkdir()
+        save_file({"a": torch.zeros(1)}, folder / "sub/x.safetensors")
+    assert mode(tmp_path / "target") == mode(tmp_path / "target/sub") == 0o777 & ~umask
+    for file in ("x", "x.safetensors", "sub/x.safetensors"):
+        assert mode(tmp_path / "target" / file) == 0o666 & ~umask, file

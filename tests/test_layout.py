@@ -50,6 +50,7 @@ ORDER = [
     "logits",
     "decoding",
     "reloading",
+    "cards",
     "saving",
     "gate",
     "surgery",

