@@ -20,7 +20,8 @@ class LyapunovPruneError(Exception):
     exit_code = 2
 
     def __init__(self, message: str) -> None:
-        super().__init__(printable(" ".join(message.split())))
+        lines = map(str.strip, message.splitlines())
+        super().__init__(printable(" ".join(filter(None, lines))))
 
 
 class NonFiniteError(LyapunovPruneError):

@@ -63,7 +63,7 @@ def read_outline(folder: Path, name: str | Path) -> Outline:
             f"{name} holds a decoder inside a {type(loaded.model).__name__}, which has to be run to see that a removal "
             "is right; prune it in memory"
         )
-    stored = read_tensors(folder)
+    stored = read_tensors(folder, getattr(loaded.model.config, "transformers_weights", None))
     targets = _targets(loaded.model, stored)
     stored = {key: stored[key] for key in targets}
     with _anchored(loaded.model, loaded.structure, stored, targets):

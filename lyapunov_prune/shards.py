@@ -32,7 +32,8 @@ def too_large(name: str, *, offline: bool = False) -> str:
     if name.endswith(".gguf"):
         return ""  # no safetensors to copy from
     files = checkpoint_folder(name, offline=offline).glob("*.safetensors")
-    needed, free = COPIES * sum(file.stat().st_size for file in files), psutil.virtual_memory().available
+    sizes = (file.stat().st_size for file in files if file.is_file())  # a link may lead nowhere
+    needed, free = COPIES * sum(sizes), psutil.virtual_memory().available
     return f"{COPIES} copies need {needed / 1e9:.1f} GB and {free / 1e9:.1f} GB are free" if needed > free else ""
 
 

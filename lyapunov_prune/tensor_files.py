@@ -9,19 +9,22 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from io import FileIO
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 import numpy as np
 
+from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.progress import track
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"  # as transformers names them
 BUFFER = 2**24
+_OF_A_RANK = re.compile(r"shard-\d{5}-model-\d{5}-of-\d{5}\.safetensors$")
 
 
 @dataclass(frozen=True)
@@ -57,16 +60,55 @@ class Piece:
         return tuple(shape)
 
 
-def read_tensors(folder: Path) -> dict[str, Stored]:
-    """Every tensor that transformers finds in `folder`, by name: those of one file, or of all the index names."""
-    if (folder / SINGLE).is_file():
-        files = [SINGLE]
-    else:
-        index = json.loads((folder / INDEX).read_text(encoding="utf-8"))
-        files = sorted(set(index["weight_map"].values()))
+def weight_files(folder: Path, named: str | None = None) -> list[Path]:
+    """The files that transformers loads the weights in `folder` from: one, or all that an index names; [] for none.
+
+    `named` is what the config gives as `transformers_weights`, a file or an index that goes before the usual
+    names. Raises LyapunovPruneError for a name that is no safetensors file of the folder itself (what
+    transformers does not know by its ending it unpickles, and it follows any path), and for one that is not there.
+    """
+    ranked = [file.name for file in folder.glob("shard-*.safetensors") if _OF_A_RANK.match(file.name)]
+    if ranked:  # where one of these is, transformers looks at nothing else
+        raise LyapunovPruneError(f"{folder} holds the shards of a distributed run ({ranked[0]}); save the model whole")
+    usual = (name for name in (SINGLE, INDEX) if (folder / name).is_file())
+    name = next(usual, None) if named is None else named
+    if name is None:
+        return []
+    names = [name]
+    if isinstance(name, str) and name.endswith(".safetensors.index.json"):
+        names = _indexed(_inside(folder, name))
+    for name in names:
+        if not (isinstance(name, str) and name.endswith(".safetensors")):
+            raise LyapunovPruneError(
+                f"{folder} names {name} as weights, and only safetensors files are read; convert it to safetensors"
+            )
+    return [_inside(folder, name) for name in names]
+
+
+def _inside(folder: Path, name: str) -> Path:
+    # By its name alone: in the hub's cache every file is a link, to a place that the cache chose.
+    if Path(name).name != name:
+        raise LyapunovPruneError(f"{folder} names {name} as weights, which is not a file of that folder; move it there")
+    if not (folder / name).is_file():
+        raise LyapunovPruneError(f"cannot load {folder}, which names {name} as weights and lacks it; fetch it again")
+    return folder / name
+
+
+def _indexed(index: Path) -> list[Any]:
+    try:
+        where = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+        return sorted({*where.values()})
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise LyapunovPruneError(
+            f"{index} is no index of weights, it may be truncated or corrupt ({error}); fetch it again"
+        ) from None
+
+
+def read_tensors(folder: Path, named: str | None = None) -> dict[str, Stored]:
+    """Every tensor that transformers finds in `folder`, by name; `named` as in `weight_files`."""
     found: dict[str, Stored] = {}
-    for name in files:
-        found |= _read_header(folder / name)
+    for file in weight_files(folder, named):
+        found |= _read_header(file)
     return found
 
 

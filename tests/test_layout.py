@@ -23,6 +23,8 @@ ORDER = [
     "linalg",
     "models.structure",
     "models.plain",
+    "models.folder",
+    "models.adapter_folder",
     "models.judged",
     "models.loading",
     "models.layer_settings",

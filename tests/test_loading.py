@@ -25,6 +25,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerFast
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.models import loading
 from lyapunov_prune.models.loading import BUILTIN, builtin_folder, load
+from lyapunov_prune.models.plain import quantisation
 
 WEIGHTS = "model.safetensors"
 
@@ -250,6 +251,170 @@ def test_code_beside_a_known_architecture_is_ignored(checkpoint: Path, trap: Pat
     assert not trap.exists()
 
 
+# What a checkpoint may name: files of its own, of the two formats, and what is built in.
+
+
+def index(folder: Path, **places: Any) -> None:
+    """The weights in one file as an index knows them; `places` says where tensors are that are elsewhere."""
+    (folder / WEIGHTS).rename(folder / "a.safetensors")
+    where = dict.fromkeys(load_file(folder / "a.safetensors"), "a.safetensors") | places
+    (folder / f"{WEIGHTS}.index.json").write_text(json.dumps({"metadata": {}, "weight_map": where}))
+
+
+@pytest.fixture
+def never_unpickled(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "load", lambda *_, **__: pytest.fail("a pickle was read"))
+
+
+@pytest.mark.parametrize("all_of_it", [True, False], ids=["all", "one tensor"])
+@pytest.mark.parametrize("name", ["x.bin", "X.BIN", "x.pt", "x.pth", "x.ckpt", "x", "x.SAFETENSORS", "x.gguf"])
+def test_an_index_that_names_another_format_is_refused(
+    name: str, all_of_it: bool, checkpoint: Path, never_unpickled: None
+) -> None:
+    weights = load_file(checkpoint / WEIGHTS)
+    torch.save(weights, checkpoint / name)
+    index(checkpoint, **(dict.fromkeys(weights, name) if all_of_it else {UP: name}))
+    with pytest.raises(LyapunovPruneError, match=f"names {name} as weights, and only safetensors files are read; conv"):
+        load(checkpoint)
+
+
+OUTSIDE = ["../x.safetensors", "{}/x.safetensors", "sub/x.safetensors", "sub/../a.safetensors", "./a.safetensors"]
+
+
+@pytest.mark.parametrize("name", OUTSIDE)
+def test_an_index_that_leaves_the_folder_is_refused(name: str, checkpoint: Path) -> None:
+    (checkpoint / "sub").mkdir()
+    for place in (checkpoint.parent, checkpoint / "sub"):
+        save_file({UP: torch.zeros(48, 32)}, place / "x.safetensors", {"format": "pt"})
+    index(checkpoint, **{UP: (name := name.format(checkpoint.parent))})
+    with pytest.raises(LyapunovPruneError, match=f"names {name} as weights, which is not a file of that folder; move"):
+        load(checkpoint)
+
+
+@pytest.mark.parametrize(
+    "content",
+    ["{", "[]", "{}", '{"weight_map": []}', '{"weight_map": {"a": 1, "b": "c"}}', "[" * 9**5],
+    ids=["cut", "a list", "no map", "a list as map", "numbers", "deep"],
+)
+def test_a_broken_index_is_refused(content: str, checkpoint: Path) -> None:
+    index(checkpoint)
+    (checkpoint / f"{WEIGHTS}.index.json").write_text(content)
+    with pytest.raises(LyapunovPruneError, match=r"index\.json is no index of weights.*; fetch it again"):
+        load(checkpoint)
+
+
+@pytest.mark.parametrize("name", [3, {"a": "b"}, "x.safetensors\0"])
+def test_an_index_of_no_names_is_refused(name: Any, checkpoint: Path) -> None:
+    index(checkpoint, **dict.fromkeys(load_file(checkpoint / WEIGHTS), name))
+    with pytest.raises(LyapunovPruneError, match=r"as weights|no index of weights"):
+        load(checkpoint)
+
+
+@pytest.mark.parametrize("name", ["adapter_model.bin", "x.bin", "../x.safetensors", "sub/x.safetensors", "", 5])
+def test_a_config_that_names_other_weights_is_refused(name: Any, checkpoint: Path, never_unpickled: None) -> None:
+    (checkpoint / "sub").mkdir()
+    weights = load_file(checkpoint / WEIGHTS)
+    for place in (checkpoint, checkpoint.parent, checkpoint / "sub"):
+        save_file(weights, place / "x.safetensors", {"format": "pt"})
+    torch.save(weights, checkpoint / "adapter_model.bin")
+    edit_json(checkpoint / "config.json", transformers_weights=name)
+    with pytest.raises(LyapunovPruneError, match=rf"names {name} as weights, "):
+        load(checkpoint)
+
+
+def test_a_config_that_names_weights_which_are_not_there_is_refused(checkpoint: Path) -> None:
+    edit_json(checkpoint / "config.json", transformers_weights="x.safetensors")
+    with pytest.raises(LyapunovPruneError, match=r"names x\.safetensors as weights and lacks it; fetch it again"):
+        load(checkpoint)
+
+
+def test_a_config_that_names_weights_twice_is_refused(checkpoint: Path) -> None:
+    """transformers takes the config of the text inside for these, and the name that it gives."""
+    config = transformers.AutoConfig.for_model("qwen3_5")
+    config.text_config.transformers_weights = "x.safetensors"
+    config.to_json_file(checkpoint / "config.json")
+    with pytest.raises(LyapunovPruneError, match=r"names the weights None and x\.safetensors; name one of them"):
+        load(checkpoint)
+
+
+def test_the_shards_of_a_distributed_run_are_refused(checkpoint: Path) -> None:
+    save_file({UP: torch.zeros(1)}, checkpoint / "shard-00001-model-00001-of-00001.safetensors", {"format": "pt"})
+    with pytest.raises(LyapunovPruneError, match=r"holds the shards of a distributed run .*; save the model whole"):
+        load(checkpoint)
+
+
+def test_a_folder_of_links_as_the_hub_s_cache_has_them_is_loaded(checkpoint: Path, reader: PreTrainedModel) -> None:
+    linked(checkpoint)
+    assert equal(load(checkpoint).model, reader)
+
+
+def linked(folder: Path) -> None:
+    """Move every file elsewhere, under the name of a hash, and leave a link."""
+    blobs = folder.parent / "blobs"
+    blobs.mkdir()
+    for number, file in enumerate(sorted(folder.iterdir())):
+        file.rename(blobs / f"{number:040}")
+        file.symlink_to(f"../blobs/{number:040}")
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"_attn_implementation": "kernels-community/flash-attn"},
+        {"attn_implementation": "org/any:function"},
+        {"_attn_implementation": "flash_attention_2"},
+        {"attn_implementation": {"": "org/any"}},
+        {"_attn_implementation": "paged|org/any"},
+        {"experts_implementation": "sonicmoe"},
+        {"text_config": {"_attn_implementation": "org/any"}},
+    ],
+    ids=str,
+)
+def test_a_config_that_asks_for_a_kernel_is_refused(
+    changes: dict[str, Any], checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fetched = lambda *_, **__: pytest.fail("a kernel was asked for")  # noqa: E731
+    monkeypatch.setattr(transformers.modeling_utils, "lazy_import_flash_attention", fetched)
+    edit_json(checkpoint / "config.json", **changes)
+    with pytest.raises(LyapunovPruneError, match=r"asks for .* and only what is built into torch is run \(eager, sdpa"):
+        load(checkpoint, offline=True)
+
+
+@pytest.mark.parametrize("name", ["eager", "sdpa", None])
+def test_a_config_may_choose_among_what_is_built_in(
+    name: str | None, checkpoint: Path, reader: PreTrainedModel
+) -> None:
+    edit_json(checkpoint / "config.json", _attn_implementation=name, _attn_implementation_autoset=True)
+    edit_json(checkpoint / "config.json", cache_implementation="hybrid")
+    loaded = load(checkpoint)
+    assert equal(loaded.model, reader)
+    assert loaded.model.config._attn_implementation == (name or "sdpa")
+
+
+@pytest.mark.parametrize("content", [b"", b'{"temperature": 0.', b"[]", b"null", b"\xff\xfe{", None], ids=str)
+def test_a_broken_generation_config_is_refused(content: bytes | None, checkpoint: Path) -> None:
+    file = checkpoint / "generation_config.json"
+    file.unlink()
+    if content is None:
+        file.symlink_to("nowhere")
+    else:
+        file.write_bytes(content)
+    with pytest.raises(LyapunovPruneError, match=r"cannot load .*generation_config\.json, it may be trunc.*; fetch it"):
+        load(checkpoint)
+
+
+def test_a_checkpoint_needs_no_generation_config(checkpoint: Path, reader: PreTrainedModel) -> None:
+    (checkpoint / "generation_config.json").unlink()
+    assert equal(load(checkpoint).model, reader)
+
+
+def test_a_quantised_text_model_inside_is_refused() -> None:
+    config = transformers.AutoConfig.for_model("gemma3")
+    config.text_config.quantization_config = {"quant_method": "fp8"}
+    assert quantisation(config) == "quantised (fp8)"
+    assert quantisation(transformers.AutoConfig.for_model("gemma3")) == ""
+
+
 # Names, dtypes and devices.
 
 
@@ -314,6 +479,25 @@ def test_a_gguf_file_of_other_bytes_is_refused(tmp_path: Path) -> None:
 def test_a_gguf_file_without_a_weight_is_refused(reader: PreTrainedModel, tmp_path: Path) -> None:
     with pytest.raises(LyapunovPruneError, match=f"x.gguf lacks 1 weights of a LlamaForCausalLM .*{UP}"):
         load(write_gguf(reader, tmp_path / "x.gguf", leave_out=UP))
+
+
+def test_the_gguf_file_is_that_of_the_path(
+    reader: PreTrainedModel, tiny: Callable[..., PreTrainedModel], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And not one of the same name in the current folder."""
+    (tmp_path / "here").mkdir()
+    write_gguf(tiny("llama", seed=1, vocab_size=len(VOCABULARY)), tmp_path / "here/x.gguf")
+    path = write_gguf(reader, tmp_path / "x.gguf")
+    monkeypatch.chdir(tmp_path / "here")
+    for name in (path, "../x.gguf"):
+        weight = load(name).model.model.layers[5].mlp.up_proj.weight
+        assert torch.equal(weight, reader.model.layers[5].mlp.up_proj.weight)
+
+
+def test_adapters_beside_a_gguf_file_are_not_picked_up_silently(reader: PreTrainedModel, tmp_path: Path) -> None:
+    (tmp_path / "adapter_config.json").write_text('{"base_model_name_or_path": "org/other"}')
+    with pytest.raises(LyapunovPruneError, match="holds adapters for org/other"):
+        load(write_gguf(reader, tmp_path / "x.gguf"))
 
 
 def test_a_missing_gguf_file_is_refused(tmp_path: Path) -> None:

@@ -20,8 +20,8 @@ from conftest import TINY, VOCABULARY, make_tiny
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from test_checkpoint import limit_file_size
-from test_loading import bert
-from transformers import AutoConfig, AutoModelForCausalLM, BertLMHeadModel, PreTrainedTokenizerFast
+from test_loading import bert, linked
+from transformers import AutoConfig, AutoModelForCausalLM, BertLMHeadModel, PreTrainedTokenizerFast, modeling_utils
 
 from lyapunov_prune import disk_gate, shards, tensor_files
 from lyapunov_prune.checkpoint import PROVENANCE, Provenance, write_pruned
@@ -104,6 +104,99 @@ def test_files_that_the_index_does_not_name_are_left_out(checkpoint: Path, tmp_p
     save_file({"model.layers.0.mlp.up_proj.weight": torch.zeros(1)}, checkpoint / "consolidated.safetensors")
     on_disk(checkpoint, tmp_path / "disk")
     assert "consolidated.safetensors" not in os.listdir(tmp_path / "disk")
+
+
+# The files that transformers itself would load, and none besides.
+
+
+def decoys(folder: Path) -> None:
+    """Other weights of the same names and shapes, wherever a guess might look."""
+    other = {name: torch.ones_like(tensor) for name, tensor in load_file(folder / "model.safetensors").items()}
+    (folder / "model.safetensors").rename(folder / "true.safetensors")
+    for name in ("model.safetensors", "other.safetensors", "model-00001-of-00001.safetensors"):
+        save_file(other, folder / name, {"format": "pt"})
+    for name, file in {"model.safetensors": "other.safetensors", "true.safetensors": "true.safetensors"}.items():
+        index = {"metadata": {}, "weight_map": dict.fromkeys(other, file)}
+        (folder / f"{name}.index.json").write_text(json.dumps(index))
+
+
+@pytest.mark.parametrize(
+    ("named", "single"),
+    [
+        (None, True),
+        (None, False),
+        ("true.safetensors", True),
+        ("true.safetensors.index.json", True),
+        ("other.safetensors", False),
+    ],
+)
+def test_the_files_read_are_those_that_transformers_opens(
+    named: str | None, single: bool, checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    decoys(checkpoint)
+    config = json.loads((checkpoint / "config.json").read_text())
+    (checkpoint / "config.json").write_text(json.dumps(config | ({"transformers_weights": named} if named else {})))
+    if not single:
+        (checkpoint / "model.safetensors").unlink()
+    opened: set[Path] = set()
+
+    def noted(file: Any, *args: Any, **options: Any) -> Any:
+        opened.add(Path(file))
+        return safe_open(file, *args, **options)
+
+    with monkeypatch.context() as watched:
+        watched.setattr(modeling_utils, "safe_open", noted)
+        plain = AutoModelForCausalLM.from_pretrained(checkpoint, use_safetensors=True)
+    assert {tensor.file for tensor in read_outline(checkpoint, checkpoint).stored.values()} == opened
+    loaded = load(checkpoint)
+    assert all(torch.equal(a, b) for a, b in zip(loaded.model.parameters(), plain.parameters(), strict=True))
+    write_pruned(loaded.model, loaded.tokenizer, PruningPlan.given(loaded.model, REMOVE), tmp_path / "memory")
+    on_disk(checkpoint, tmp_path / "disk")
+    assert tensors(tmp_path / "disk") == tensors(tmp_path / "memory")
+    assert configs(tmp_path / "disk") == configs(tmp_path / "memory")
+    ids = torch.randint(97, (2, 24), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        wanted = remove_layers(plain.eval(), REMOVE)(ids).logits
+        assert torch.equal(AutoModelForCausalLM.from_pretrained(tmp_path / "disk")(ids).logits, wanted)
+
+
+@pytest.mark.parametrize("name", ["../x.safetensors", "{}/x.safetensors", "x.bin"])
+@pytest.mark.parametrize("where", ["index", "config"])
+def test_nothing_outside_is_copied(name: str, where: str, checkpoint: Path, tmp_path: Path) -> None:
+    weights = load_file(checkpoint / "model.safetensors")
+    save_file(weights, tmp_path / "x.safetensors", {"format": "pt"})
+    torch.save(weights, checkpoint / "x.bin")
+    name = name.format(tmp_path)
+    if where == "index":
+        (checkpoint / "model.safetensors").rename(checkpoint / "a.safetensors")
+        index = {"metadata": {}, "weight_map": dict.fromkeys(weights, name)}
+        (checkpoint / "model.safetensors.index.json").write_text(json.dumps(index))
+    else:
+        config = json.loads((checkpoint / "config.json").read_text())
+        (checkpoint / "config.json").write_text(json.dumps(config | {"transformers_weights": name}))
+    with pytest.raises(LyapunovPruneError, match=f"names {name} as weights, .*; "):
+        on_disk(checkpoint, tmp_path / "disk")
+    assert not (tmp_path / "disk").exists()
+
+
+def test_a_broken_generation_config_is_refused(checkpoint: Path, tmp_path: Path) -> None:
+    (checkpoint / "generation_config.json").write_text('{"temperature": 0.')
+    with pytest.raises(LyapunovPruneError, match=r"cannot load .*generation_config\.json"):
+        on_disk(checkpoint, tmp_path / "disk")
+
+
+def test_a_folder_of_links_as_the_hub_s_cache_has_them_is_pruned(checkpoint: Path, tmp_path: Path) -> None:
+    shutil.copytree(checkpoint, tmp_path / "plain")
+    linked(checkpoint)
+    on_disk(tmp_path / "plain", tmp_path / "wanted")
+    on_disk(checkpoint, tmp_path / "disk")
+    assert tensors(tmp_path / "disk") == tensors(tmp_path / "wanted")
+    assert not any(file.is_symlink() for file in (tmp_path / "disk").iterdir())
+
+
+def test_a_link_that_leads_nowhere_has_no_size(checkpoint: Path) -> None:
+    (checkpoint / "x.safetensors").symlink_to("nowhere")
+    assert too_large(str(checkpoint)) == ""
 
 
 # Plans.

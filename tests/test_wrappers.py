@@ -14,7 +14,8 @@ import torch
 import transformers
 from accelerate import cpu_offload, disk_offload, dispatch_model
 from conftest import LAYERS, SMALL, make_tiny
-from peft import LoraConfig, get_peft_model
+from peft import LoraConfig, PeftModel, get_peft_model
+from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 
@@ -351,6 +352,63 @@ def test_what_is_no_folder_of_adapters_has_nothing_to_merge(adapters: Path, chec
     (adapters / "adapter_config.json").write_text("{}")
     with pytest.raises(LyapunovPruneError, match="cannot load"):
         load(adapters)
+
+
+def kept_if(keep: Callable[[int], bool]) -> Callable[[dict[str, torch.Tensor]], dict[str, torch.Tensor]]:
+    return lambda tensors: {name: t for i, (name, t) in enumerate(sorted(tensors.items())) if keep(i)}
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (kept_if(lambda i: i != 3), "1 tensors are missing and 0 have no place"),
+        (kept_if(lambda i: i % 3 == 0), "16 tensors are missing and 0 have no place"),
+        (kept_if(lambda i: False), "24 tensors are missing and 0 have no place"),
+        (
+            lambda tensors: {name.replace("q_proj", "k_proj"): t for name, t in tensors.items()},
+            "12 tensors are missing and 12 have no place",
+        ),
+        (lambda tensors: tensors | {"base_model.model.x.lora_A.weight": torch.zeros(1)}, "0 .* missing and 1 have no"),
+        (lambda tensors: {name: t[:1] for name, t in tensors.items()}, "cannot load .*adapters"),
+    ],
+    ids=["one missing", "most missing", "empty", "renamed", "one more", "wrong shape"],
+)
+def test_adapters_that_lack_a_tensor_are_not_made_up(
+    change: Callable[..., dict[str, torch.Tensor]], message: str, adapters: Path, shell: Callable[..., Any]
+) -> None:
+    file = adapters / "adapter_model.safetensors"
+    save_file(change(load_file(file)), file)
+    with pytest.raises(LyapunovPruneError, match=message):
+        load(adapters, merge_adapter=True)
+    done = shell("prune", "adapters", "--layers", "1", "--merge-adapter", "-o", "out", *test_cli.TEXT)
+    assert (done.code, done.changed, done.err.count("\n")) == (2, set(), 1)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"target_modules": ["q_proj"]}, "0 tensors are missing and 12 have no place"),
+        ({"target_modules": ["q_proj", "down_proj", "up_proj"]}, "12 tensors are missing and 0 have no place"),
+        ({"peft_type": "XLORA"}, "the adapters in .* are XLORA, not LORA; merge them with the tool of theirs"),
+        ({"base_model_name_or_path": None}, "names no base model; set base_model_name_or_path in adapter_config.json"),
+    ],
+    ids=str,
+)
+def test_adapters_that_do_not_fit_their_config_are_refused(
+    changes: dict[str, Any], message: str, adapters: Path
+) -> None:
+    config = json.loads((adapters / "adapter_config.json").read_text())
+    (adapters / "adapter_config.json").write_text(json.dumps(config | changes))
+    with pytest.raises(LyapunovPruneError, match=message):
+        load(adapters, merge_adapter=True)
+
+
+def test_a_folder_of_adapters_is_merged_as_peft_merges_it(adapters: Path, checkpoint: Path) -> None:
+    wanted = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(checkpoint), str(adapters))
+    state = wanted.merge_and_unload(safe_merge=True).state_dict()
+    found = load(adapters, merge_adapter=True).model.state_dict()
+    assert found.keys() == state.keys()
+    assert all(torch.equal(found[name], state[name]) for name in state)
 
 
 def test_an_adapter_in_the_folder_of_a_model_is_not_picked_up_silently(adapters: Path, checkpoint: Path) -> None:

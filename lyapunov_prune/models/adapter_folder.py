@@ -1,0 +1,57 @@
+"""LoRA adapters in a folder of their own, as peft saves them: which model they are for, and all of their tensors."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from safetensors.torch import load_file
+from transformers import PreTrainedModel
+
+from lyapunov_prune.errors import LyapunovPruneError
+from lyapunov_prune.models.folder import ADAPTER_CONFIG, loading_errors
+
+WEIGHTS = "adapter_model.safetensors"
+
+
+def base_of(folder: Path) -> str:
+    """The model that the adapters in `folder` were made for.
+
+    Raises LyapunovPruneError where there are none, and for other adapters than LoRA: some read files elsewhere.
+    """
+    if not (folder / ADAPTER_CONFIG).is_file():
+        raise LyapunovPruneError(f"{folder} holds no adapters ({ADAPTER_CONFIG}); leave out --merge-adapter")
+    if not (folder / WEIGHTS).is_file():
+        raise LyapunovPruneError(f"{folder} holds no {WEIGHTS}; convert the adapters to safetensors")
+    with loading_errors(folder):
+        config = json.loads((folder / ADAPTER_CONFIG).read_text(encoding="utf-8"))
+        base, kind = config["base_model_name_or_path"], config["peft_type"]
+    if kind != "LORA":
+        raise LyapunovPruneError(f"the adapters in {folder} are {kind}, not LORA; merge them with the tool of theirs")
+    if not (isinstance(base, str) and base):
+        raise LyapunovPruneError(f"{folder} names no base model; set base_model_name_or_path in {ADAPTER_CONFIG}")
+    return base
+
+
+def attach_adapters(model: PreTrainedModel, folder: Path) -> Any:
+    """`model` with the adapters of `folder`, a `peft.PeftModel`. `model` itself is changed.
+
+    peft leaves what the file lacks at its random start and ignores what it does not know. Here every tensor
+    of the file must have its place and every place its tensor, or LyapunovPruneError is raised.
+    """
+    try:
+        from peft import LoraConfig, PeftModel, set_peft_model_state_dict
+    except ImportError:
+        raise LyapunovPruneError("merging adapters needs peft; run: pip install 'lyapunov-prune[lora]'") from None
+    with loading_errors(folder):
+        adapted = PeftModel(model, LoraConfig.from_pretrained(str(folder)))
+        loaded: Any = set_peft_model_state_dict(adapted, load_file(folder / WEIGHTS))
+    missing = sorted(key for key in loaded.missing_keys if "lora_" in key and ".default" in key)
+    strange = sorted(loaded.unexpected_keys)
+    if missing or strange:
+        raise LyapunovPruneError(
+            f"the adapters in {folder} do not fit their config: {len(missing)} tensors are missing and "
+            f"{len(strange)} have no place ({(missing + strange)[0]}); fetch them again"
+        )
+    return adapted

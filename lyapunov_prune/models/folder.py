@@ -1,0 +1,139 @@
+"""A checkpoint's folder before transformers reads it: a decoder, whole, and nothing in it but files of its own.
+
+transformers trusts what it finds: it unpickles a file that an index names, follows a path out of the folder, fetches
+the attention kernel that a config asks for, and takes defaults for a broken `generation_config.json`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError, safe_open
+from transformers import AutoConfig, PreTrainedConfig
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+from lyapunov_prune.errors import LyapunovPruneError
+from lyapunov_prune.models.plain import UNPACK, quantisation
+from lyapunov_prune.tensor_files import weight_files
+
+ADAPTER_CONFIG = "adapter_config.json"
+_GENERATION = "generation_config.json"
+_PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
+# What torch alone computes. Another is of a package, or a repository's code, which is fetched when it is named.
+_BUILT_IN = ("eager", "sdpa", "flex_attention", "batched_mm", "grouped_mm")
+_CHOICES = ("attn_implementation", "experts_implementation")
+
+
+def require_loadable(folder: Path) -> None:
+    """Raise LyapunovPruneError unless `folder` holds a decoder's config and whole safetensors weights, its own.
+
+    The weights are those that transformers would take; of each file the header and the size are looked at.
+    """
+    require_no_adapter_config(folder)
+    config = _decoder_config(folder)
+    for choice in _chosen(vars(config)):
+        if choice not in _BUILT_IN:
+            raise LyapunovPruneError(
+                f"the config in {folder} asks for {choice} as attention or experts, and only what is built into torch "
+                f"is run ({', '.join(_BUILT_IN)}); take that line out of config.json"
+            )
+    # For some, transformers goes on with the config of the text inside.
+    named, inner = (getattr(c, "transformers_weights", None) for c in (config, config.get_text_config(decoder=True)))
+    if named != inner:
+        raise LyapunovPruneError(f"the config in {folder} names the weights {named} and {inner}; name one of them")
+    _require_safetensors(folder, named)
+    if os.path.lexists(folder / _GENERATION):
+        with loading_errors(folder / _GENERATION):
+            if not isinstance(json.loads((folder / _GENERATION).read_text(encoding="utf-8")), dict):
+                raise ValueError("it is no JSON object")
+
+
+def require_no_adapter_config(folder: Path) -> None:
+    """Raise LyapunovPruneError for adapters: transformers would attach them, to a base model that they choose."""
+    if (folder / ADAPTER_CONFIG).is_file():
+        with loading_errors(folder):
+            base = json.loads((folder / ADAPTER_CONFIG).read_text(encoding="utf-8"))["base_model_name_or_path"]
+        raise LyapunovPruneError(
+            f"{folder} holds adapters for {base}; merge them into it (--merge-adapter, or load it with "
+            "merge_adapter=True)"
+        )
+
+
+def _chosen(value: Any, chosen: bool = False) -> Iterator[str]:
+    """The implementations that a config names, those of the configs inside it too."""
+    if isinstance(value, PreTrainedConfig):
+        value = vars(value)
+    if isinstance(value, dict):
+        for key, inner in value.items():
+            yield from _chosen(inner, chosen or any(choice in str(key) for choice in _CHOICES))
+    elif isinstance(value, list | tuple):
+        for inner in value:
+            yield from _chosen(inner, chosen)
+    elif chosen and isinstance(value, str):
+        yield value
+
+
+def _decoder_config(folder: Path) -> PreTrainedConfig:
+    if not (folder / "config.json").is_file():
+        raise LyapunovPruneError(f"{folder} has no config.json; give the folder of a transformers checkpoint")
+    with loading_errors(folder):
+        config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    packed = quantisation(config)
+    if packed:
+        raise LyapunovPruneError(f"the weights in {folder} are {packed}; {UNPACK}")
+    architectures = ", ".join(config.architectures or ()) or config.model_type
+    if (
+        not config.is_encoder_decoder
+        and config.get_text_config(decoder=True) is not config
+        and config.model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+    ):
+        raise LyapunovPruneError(
+            f"{folder} holds a decoder inside a multimodal model ({architectures}); load it in Python with that class "
+            "and call lyapunov_prune.remove_layers, or give its text model alone"
+        )
+    if config.is_encoder_decoder or config.model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+        raise LyapunovPruneError(f"{folder} is no causal language model ({architectures}); give a decoder")
+    return config
+
+
+def _require_safetensors(folder: Path, named: str | None) -> None:
+    files = weight_files(folder, named)
+    if not files:
+        pickles = [p.name for pattern in _PICKLES for p in folder.glob(pattern)]
+        if pickles:
+            raise LyapunovPruneError(
+                f"{folder} holds only pickled weights ({pickles[0]}), which can run code; "
+                "convert them to safetensors first"
+            )
+        raise LyapunovPruneError(f"{folder} holds no safetensors weights; give a complete checkpoint")
+    for file in files:
+        try:
+            with safe_open(file, framework="pt"):  # reads the header and compares it with the file's size
+                pass
+        except (SafetensorError, OSError) as error:
+            raise LyapunovPruneError(f"{file} is truncated or corrupt ({first_line(error)}); fetch it again") from None
+
+
+@contextmanager
+def loading_errors(where: Path | str) -> Iterator[None]:
+    """Turn whatever the reading of foreign bytes raises into one line about `where`."""
+    try:
+        yield
+    except Exception as error:  # foreign bytes: transformers and gguf raise whatever their parsing meets
+        if "trust_remote_code" in str(error):
+            raise LyapunovPruneError(
+                f"{where} needs Python code of its own, which is never run; give a model that transformers knows"
+            ) from None
+        raise LyapunovPruneError(
+            f"cannot load {where}, it may be truncated or corrupt: {first_line(error)}; fetch it again"
+        ) from error
+
+
+def first_line(error: Exception) -> str:
+    lines = str(error).strip().splitlines()
+    return lines[0].rstrip(".") if lines else type(error).__name__
