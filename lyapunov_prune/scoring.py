@@ -127,7 +127,7 @@ class Scorer:
         scales = torch.cat([_HEIGHTS, -_HEIGHTS]).to(state.device) / largest
         rows = (scales.unsqueeze(-1) * row).to(state.dtype)
         wanted = self._bare(rows)
-        held = rows.isfinite().all(-1) & wanted.isfinite().all(-1).to(rows.device)  # half precision ends at 65,504
+        held = wanted.isfinite().all(-1) & rows.isfinite().all(-1).to(wanted.device)  # half precision ends at 65,504
         return _same(self._own(rows)[held], wanted[held])
 
     def _bare(self, state: torch.Tensor) -> torch.Tensor:
