@@ -32,6 +32,7 @@ from lyapunov_prune.bounds import (
 )
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.linalg import token_energy, widen
+from lyapunov_prune.models.held import held
 from lyapunov_prune.models.projections import Projection, find_projections
 from lyapunov_prune.norms import CertifiedNorm, certify
 from lyapunov_prune.replacement import Replacement
@@ -294,11 +295,12 @@ def approximate(
     """
     if not 0 <= cache_radius < 1:
         raise LyapunovPruneError(f"cache radius {cache_radius}; give a share of the input's norm, 0 to below 1")
-    records = _chosen(model, approximations)
-    by_module: dict[str, list[Record]] = {}
-    for record in records.values():
-        by_module.setdefault(record.projection.module, []).append(record)
     with ExitStack() as stack:
+        stack.enter_context(held(model))
+        records = _chosen(model, approximations)
+        by_module: dict[str, list[Record]] = {}
+        for record in records.values():
+            by_module.setdefault(record.projection.module, []).append(record)
         for name, of_module in by_module.items():
             module = model.get_submodule(name)
             if of_module[0].projection.expert is None:

@@ -14,6 +14,7 @@ from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.gate import verify_removal
 from lyapunov_prune.models.adaptations import Cut
 from lyapunov_prune.models.families import DEPTH_ATTRIBUTES, FAMILIES, POSITION_ATTRIBUTES, TRUSTED
+from lyapunov_prune.models.held import held
 from lyapunov_prune.models.layer_settings import require_attention, slice_settings
 from lyapunov_prune.models.plain import is_wrapped, require_plain, require_text_alone
 from lyapunov_prune.models.structure import Structure, find_structure
@@ -41,9 +42,10 @@ def remove_layers(model: PreTrainedModel, plan: PruningPlan | Sequence[int]) -> 
     plan = as_plan(model, plan)
     structure = find_structure(model)
     wrapped = is_wrapped(model, structure)
-    if wrapped:
-        require_text_alone(model, structure, plan.remove)
-    pruned = without_layers(model, plan) if plan.remove else copy.deepcopy(model)
+    with held(model):  # what a measurement has put on it would be copied too
+        if wrapped:
+            require_text_alone(model, structure, plan.remove)
+        pruned = without_layers(model, plan) if plan.remove else copy.deepcopy(model)
     attention, mlp = (tuple(plan.kept.index(i) for i in drop) for drop in (plan.drop_attention, plan.drop_mlp))
     zero_sublayers(pruned, attention, mlp)
     if wrapped or structure.model_type not in TRUSTED:

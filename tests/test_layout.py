@@ -21,6 +21,7 @@ ORDER = [
     "theorems",
     "norms",
     "linalg",
+    "models.held",
     "models.structure",
     "models.plain",
     "models.folder",

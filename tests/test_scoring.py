@@ -173,3 +173,74 @@ def test_no_tensor_of_tokens_by_vocabulary_is_built(llama: PreTrainedModel, ids:
     finally:
         handle.remove()
     assert not calls
+
+
+# What a model does to large logits alone.
+
+
+def quiet_on_the_first_tokens() -> Any:
+    """The first 48 tokens have logits of about 0.01, the others of about 100: the state is the token's embedding."""
+    model: Any = make_tiny("llama")
+    for layer in model.model.layers:
+        layer.self_attn.o_proj.weight.zero_()
+        layer.mlp.down_proj.weight.zero_()
+    model.model.embed_tokens.weight[:48, 16:] = 0
+    model.model.embed_tokens.weight[48:, :16] = 0
+    model.model.norm.weight[:16], model.model.norm.weight[16:] = 1e-3, 20.0
+    return model
+
+
+def cap(z: torch.Tensor) -> torch.Tensor:
+    return 10 * torch.tanh(z / 10)
+
+
+class CappedHead(torch.nn.Linear):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return cap(super().forward(x))
+
+
+def cap_by_hook(model: Any) -> None:
+    model.lm_head.register_forward_hook(lambda module, args, output: cap(output))
+
+
+def cap_in_the_head(model: Any) -> None:
+    model.lm_head.__class__ = CappedHead
+
+
+def cap_in_the_forward(model: Any) -> None:
+    forward = model.forward
+
+    def capped(*args: Any, **kwargs: Any) -> Any:
+        output = forward(*args, **kwargs)
+        output.logits = output.logits.clamp(-10, 10)
+        return output
+
+    model.forward = capped
+
+
+def cap_before_the_head(model: Any) -> None:
+    model.lm_head.register_forward_pre_hook(lambda module, args: (args[0].clamp(-1, 1),))
+
+
+@pytest.mark.parametrize("add", [cap_by_hook, cap_in_the_head, cap_in_the_forward, cap_before_the_head])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_cap_that_small_logits_do_not_show_is_seen(add: Any, dtype: torch.dtype, ids: torch.Tensor) -> None:
+    model = quiet_on_the_first_tokens().to(dtype)
+    assert scorer(model, ids % 48).blockwise
+    add(model)
+    windows = torch.cat([ids[:1] % 48, 48 + ids[1:] % 49])
+    score = scorer(model, windows)
+    assert not score.blockwise
+    losses, state = score(windows)
+    np.testing.assert_allclose(losses, perplexity(model, windows).windows, rtol=1e-6)
+    bare = score._bare(state[1]).float()
+    wrong = torch.nn.functional.cross_entropy(bare[:-1], windows[1, 1:]) - losses[1]
+    assert wrong > 20  # nats, which the head's matrix alone would add
+    torch.testing.assert_close(score.logits(state[1]), model(windows[1:2]).logits[0])
+
+
+def test_half_precision_takes_the_states_that_it_can_hold(llama: PreTrainedModel, ids: torch.Tensor) -> None:
+    model = copy.deepcopy(llama).half()
+    assert scorer(model, ids).blockwise
+    cap_in_the_forward(model)
+    assert not scorer(model, ids).blockwise

@@ -17,15 +17,23 @@ from conftest import LAYERS, SMALL, make_tiny
 from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
 from torch import nn
+from torch.nn.utils import parametrizations, prune
+from torch.nn.utils.parametrize import register_parametrization, remove_parametrizations
 from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 
 from lyapunov_prune import (
     LyapunovPruneError,
     PruningPlan,
+    allocate,
+    approximate,
     block_influence,
+    check_bounds,
+    compress,
     drop_sublayers,
+    heal,
     load,
     measure_contraction,
+    measure_sensitivity,
     merge_adapters,
     remove_layers,
     sublayer_influence,
@@ -508,3 +516,58 @@ def test_a_module_with_a_base_layer_of_its_own_is_no_adapter() -> None:
     model: Any = make_tiny("llama")
     model.model.layers[0].mlp.base_layer = nn.Identity()
     assert find_projections(model)
+
+
+# Weights that are made of others at every forward.
+
+
+class Halved(nn.Module):
+    def forward(self, W: torch.Tensor) -> torch.Tensor:
+        return W / 2
+
+
+PARAMETRISED: dict[str, Callable[[nn.Module], Any]] = {
+    "weight_norm": parametrizations.weight_norm,
+    "the older weight_norm": nn.utils.weight_norm,
+    "the older spectral_norm": nn.utils.spectral_norm,
+    "prune": lambda module: prune.l1_unstructured(module, "weight", 0.3),
+    "orthogonal": parametrizations.orthogonal,
+    "one of the user's": lambda module: register_parametrization(module, "weight", Halved()),
+}
+WRITERS: dict[str, Callable[[PreTrainedModel, torch.Tensor], Any]] = {
+    "compress": lambda model, ids: compress(model, method="magnitude", sparsity=0.5),
+    "compress by activations": lambda model, ids: compress(model, ids, method="wanda", sparsity=0.5),
+    "allocate": lambda model, ids: allocate(model, "uniform", 0.5),
+    "approximate": lambda model, ids: approximate(model, {}).__enter__(),
+    "check_bounds": lambda model, ids: check_bounds(model, ids, sparsity=0.5),
+    "heal": lambda model, ids: heal(model, make_tiny("llama"), ids, steps=1),
+    "drop_sublayers": lambda model, ids: drop_sublayers(model, mlp=[2]),
+    "remove_layers": lambda model, ids: remove_layers(model, [1]),
+    "measure_sensitivity": lambda model, ids: measure_sensitivity(model, ids, studies=["layer"]),
+}
+
+
+@pytest.mark.filterwarnings("ignore:.*weight_norm.*:FutureWarning")
+@pytest.mark.parametrize("kind", PARAMETRISED)
+def test_weights_made_of_others_are_refused(kind: str, ids: torch.Tensor) -> None:
+    model: Any = make_tiny("llama")
+    PARAMETRISED[kind](model.model.layers[2].mlp.down_proj)
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    for name, write in WRITERS.items():
+        with pytest.raises(
+            LyapunovPruneError, match=r"layers\.2\.mlp\.down_proj\.weight is no parameter.*parametri"
+        ) as error:
+            write(model, ids)
+        assert "\n" not in str(error.value), name
+    assert all(torch.equal(before[name], tensor) for name, tensor in model.state_dict().items())
+    block_influence(model, ids)  # which writes nothing
+
+
+def test_once_they_are_parameters_again_they_are_compressed(ids: torch.Tensor) -> None:
+    model: Any = make_tiny("llama")
+    down = model.model.layers[2].mlp.down_proj
+    parametrizations.weight_norm(down)
+    remove_parametrizations(down, "weight")
+    done: Any = compress(model, method="magnitude", sparsity=0.5)
+    zeros = (done.model.model.layers[2].mlp.down_proj.weight == 0).float().mean()
+    assert abs(float(zeros) - 0.5) < 1e-3

@@ -18,6 +18,7 @@ from lyapunov_prune.allocation.owl import owl
 from lyapunov_prune.allocation.uniform import uniform
 from lyapunov_prune.contraction import ContractionProfile
 from lyapunov_prune.errors import LyapunovPruneError
+from lyapunov_prune.models.held import held
 from lyapunov_prune.text import TokenBatch
 
 
@@ -66,9 +67,10 @@ def allocate(
     if unknown:
         has = f"it has {', '.join(known.parameters)}" if known.parameters else "it has none"
         raise LyapunovPruneError(f"schedule {schedule} has no parameter {unknown!r}; {has}")
-    if known.needs is None:
-        return known.allocate(model, budget, **parameters)
-    given = batch if known.needs == "batch" else profile
-    if given is None:
-        raise LyapunovPruneError(f"schedule {schedule} needs {REMEDIES[known.needs]}")
-    return known.allocate(model, budget, given, **parameters)
+    with held(model):  # another thread may have other weights in it
+        if known.needs is None:
+            return known.allocate(model, budget, **parameters)
+        given = batch if known.needs == "batch" else profile
+        if given is None:
+            raise LyapunovPruneError(f"schedule {schedule} needs {REMEDIES[known.needs]}")
+        return known.allocate(model, budget, given, **parameters)

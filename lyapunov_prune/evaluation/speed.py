@@ -12,6 +12,7 @@ import torch
 from transformers import PreTrainedModel
 
 from lyapunov_prune.errors import LyapunovPruneError
+from lyapunov_prune.models.held import held
 from lyapunov_prune.models.structure import find_structure
 from lyapunov_prune.progress import track
 from lyapunov_prune.results import Result, versions
@@ -87,12 +88,13 @@ def measure_speed(
     ids = torch.randint(structure.config.vocab_size, (1, prompt + steps), generator=generator)
     prefills: dict[str, list[float]] = {name: [] for name in models}
     decodes: dict[str, list[float]] = {name: [] for name in models}
-    for turn in track(range(1 + repeats), "speed"):
-        for name, model in models.items():
-            prefill, decode = _round(model, ids.to(model.device), prompt)
-            if turn > 0:  # the first round warms up
-                prefills[name].append(prefill)
-                decodes[name] += decode
+    with held(*models.values()):
+        for turn in track(range(1 + repeats), "speed"):
+            for name, model in models.items():
+                prefill, decode = _round(model, ids.to(model.device), prompt)
+                if turn > 0:  # the first round warms up
+                    prefills[name].append(prefill)
+                    decodes[name] += decode
     rows = []
     for name, model in models.items():
         low, middle, high = (prompt / np.percentile(prefills[name], [75, 50, 25])).tolist()

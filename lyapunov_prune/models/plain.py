@@ -9,20 +9,22 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.utils.parametrize import is_parametrized
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from lyapunov_prune.errors import LyapunovPruneError
-from lyapunov_prune.models.structure import Structure, require_causal
+from lyapunov_prune.models.structure import Structure, find_structure, require_causal
 
 
-def require_plain(model: nn.Module) -> None:
-    """Raise LyapunovPruneError for attached adapters, quantised weights, and weights that are offloaded."""
+def require_plain(model: PreTrainedModel) -> None:
+    """Raise LyapunovPruneError for attached adapters, and for quantised, offloaded and parametrised weights."""
     require_no_adapters(model)
     method = quantisation(getattr(model, "config", None))
     if method:
         raise LyapunovPruneError(f"the weights are {method}; {UNPACK}")
     require_in_memory(model)
+    require_parameters(find_structure(model))
 
 
 def require_no_adapters(model: nn.Module) -> None:
@@ -33,6 +35,27 @@ def require_no_adapters(model: nn.Module) -> None:
             f"adapters are attached{where}, which a plain checkpoint cannot hold; merge them first "
             "(lyapunov_prune.merge_adapters, or prune ADAPTER --merge-adapter)"
         )
+
+
+def require_parameters(structure: Structure) -> None:
+    """Raise LyapunovPruneError for a weight of a layer that is made anew at every forward: what is written is lost."""
+    for name, module in structure.layers.named_modules(prefix=structure.layers_path):
+        made = list(module.parametrizations) if is_parametrized(module) else _made_by_hooks(module)
+        if made:
+            raise LyapunovPruneError(
+                f"{name}.{made[0]} is no parameter, but made of others at every forward; make it one (torch.nn.utils."
+                "parametrize.remove_parametrizations, remove_weight_norm, remove_spectral_norm or prune.remove)"
+            )
+
+
+def _made_by_hooks(module: nn.Module) -> list[str]:
+    """What the older weight_norm, spectral_norm and prune leave: `weight` on the instance, made of `weight_g` or so."""
+    return [
+        name
+        for name, value in vars(module).items()
+        if isinstance(value, torch.Tensor)
+        and (name == "weight" or not module._parameters.keys().isdisjoint({f"{name}_g", f"{name}_orig"}))
+    ]
 
 
 def require_in_memory(model: nn.Module) -> None:

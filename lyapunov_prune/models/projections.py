@@ -20,7 +20,7 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from lyapunov_prune.errors import LyapunovPruneError
-from lyapunov_prune.models.plain import require_no_adapters
+from lyapunov_prune.models.plain import require_no_adapters, require_parameters
 from lyapunov_prune.models.structure import find_structure
 
 # Part of a fused matrix: its role, its head (or None), its rows.
@@ -56,11 +56,12 @@ class Projection:
 def find_projections(model: PreTrainedModel) -> tuple[Projection, ...]:
     """Every matrix of every layer, in order.
 
-    Raises LyapunovPruneError for weights that are not in memory as plain matrices (quantised, offloaded) or
-    have adapters attached.
+    Raises LyapunovPruneError for weights that are not in memory as plain matrices (quantised, offloaded,
+    parametrised) or have adapters attached.
     """
     require_no_adapters(model)
     structure = find_structure(model)
+    require_parameters(structure)
     found: list[Projection] = []
     for index, layer in enumerate(structure.layers):
         for path, module in layer.named_modules():

@@ -13,6 +13,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from lyapunov_prune.errors import LyapunovPruneError
+from lyapunov_prune.models.held import held
 from lyapunov_prune.results import ModelIdentity
 
 # What configs call their number of decoder layers. Of an encoder-decoder's decoder, `num_hidden_layers` counts
@@ -114,20 +115,22 @@ def require_causal(model: PreTrainedModel) -> None:
 def in_eval_mode(measure: Callable[P, T]) -> Callable[P, T]:
     """Run a measurement with every model among its arguments in eval mode, and restore the mode afterwards.
 
-    `from_config` returns models in training mode, whose dropout would be measured as an error.
+    `from_config` returns models in training mode, whose dropout would be measured as an error. No other thread may
+    measure these models meanwhile (`held`).
     """
 
     @wraps(measure)
     def run(*args: P.args, **kwargs: P.kwargs) -> T:
-        given = [*args, *kwargs.values()]
-        training = [m for a in given if isinstance(a, nn.Module) for m in a.modules() if m.training]
-        for module in training:
-            module.training = False
-        try:
-            return measure(*args, **kwargs)
-        finally:
+        models = [a for a in (*args, *kwargs.values()) if isinstance(a, nn.Module)]
+        with held(*models):
+            training = [m for model in models for m in model.modules() if m.training]
             for module in training:
-                module.training = True
+                module.training = False
+            try:
+                return measure(*args, **kwargs)
+            finally:
+                for module in training:
+                    module.training = True
 
     return run
 

@@ -1,0 +1,37 @@
+"""A model serves one thread at a time: measurements hook into it, swap its weights and its mode."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+from weakref import WeakKeyDictionary
+
+from torch import nn
+
+from lyapunov_prune.errors import LyapunovPruneError
+
+# Not on the model itself: a lock cannot be copied or saved, and models are.
+_LOCKS: WeakKeyDictionary[nn.Module, Any] = WeakKeyDictionary()
+_NEW = threading.Lock()
+
+
+@contextmanager
+def held(*models: nn.Module) -> Iterator[None]:
+    """This thread alone uses `models` inside the block; it may hold them again further in.
+
+    Raises LyapunovPruneError at once when another thread holds one of them: what it measures would be of a model that
+    this one has changed.
+    """
+    with ExitStack() as stack:
+        for model in models:
+            with _NEW:
+                lock = _LOCKS.setdefault(model, threading.RLock())
+            if not lock.acquire(blocking=False):
+                raise LyapunovPruneError(
+                    f"another thread is at work on this {type(model).__name__}, and a model serves one at a time; "
+                    "wait for it, or give each thread a copy (copy.deepcopy)"
+                )
+            stack.callback(lock.release)
+        yield
