@@ -21,6 +21,7 @@ ORDER = [
     "theorems",
     "norms",
     "linalg",
+    "models.digest",
     "models.structure",
     "models.plain",
     "models.judged",
