@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import hashlib
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -165,8 +164,8 @@ def heal(
     settings = {"steps": steps, "rank": rank, "learning_rate": learning_rate, "temperature": temperature}
     about: dict[str, Any] = {}
     if folder is not None:
-        weights = {"student": _weights_hash(student), "teacher": _weights_hash(teacher)}
-        about = {**encode(measured_on), **settings, **weights}
+        weights = {"student": measured_on.model.weights, "teacher": identify(teacher).weights}
+        about = {**weights, **encode(measured_on), **settings}
     state = TrainingState(folder, about, resume=resume)
     tensors = state.load()
     if evaluation is not None:  # first, so that text on which a model fails costs no training
@@ -246,12 +245,3 @@ def _order(windows: int, steps: int, seed: int) -> list[int]:
     generator = torch.Generator().manual_seed(seed)
     rounds = [torch.randperm(windows, generator=generator) for _ in range(math.ceil(steps / windows))]
     return torch.cat(rounds)[:steps].tolist()
-
-
-def _weights_hash(model: PreTrainedModel) -> str:
-    """SHA-256 over all parameters: the identity of a model samples two a layer, too few for a run to go on from."""
-    digest = hashlib.sha256()
-    for name, parameter in model.named_parameters():
-        digest.update(name.encode())
-        digest.update(parameter.detach().cpu().reshape(-1).view(torch.uint8).numpy().data)
-    return digest.hexdigest()

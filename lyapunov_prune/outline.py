@@ -1,25 +1,24 @@
-"""A checkpoint known by its headers: names, shapes and places of all tensors, and none of their numbers."""
+"""A checkpoint that stays on disk: names, shapes, places and digests of all tensors, and none of their numbers."""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import safe_open
-from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
 
 from lyapunov_prune.errors import LyapunovPruneError
+from lyapunov_prune.models.digest import combined, digests_of, saved_tensors
 from lyapunov_prune.models.loading import load_outline
 from lyapunov_prune.models.plain import UNPACK, is_wrapped, quantisation
 from lyapunov_prune.models.structure import Structure, identify
+from lyapunov_prune.progress import status
 from lyapunov_prune.results import ModelIdentity
 from lyapunov_prune.tensor_files import Stored, read_tensors
 
@@ -45,11 +44,12 @@ class Outline:
     structure: Structure
     stored: dict[str, Stored]
     targets: dict[str, Target]
+    digests: dict[str, dict[str, str]]  # of each tensor of the model, by its first name there
     identity: ModelIdentity
 
 
 def read_outline(folder: Path, name: str | Path) -> Outline:
-    """Read the headers of the checkpoint in `folder`, and of its numbers two a layer, which tell it from others.
+    """Read the headers of the checkpoint in `folder`, and its numbers once, for the digests that tell it from others.
 
     Raises LyapunovPruneError for what cannot be loaded whole, for quantised weights, and for a decoder
     inside a multimodal model.
@@ -66,9 +66,9 @@ def read_outline(folder: Path, name: str | Path) -> Outline:
     stored = read_tensors(folder, getattr(loaded.model.config, "transformers_weights", None))
     targets = _targets(loaded.model, stored)
     stored = {key: stored[key] for key in targets}
-    with _anchored(loaded.model, loaded.structure, stored, targets):
-        identity = identify(loaded.model)
-    return Outline(loaded.model, loaded.tokenizer, loaded.structure, stored, targets, identity)
+    digests = _digests(loaded.model, stored, targets)
+    identity = identify(loaded.model, combined(digests))
+    return Outline(loaded.model, loaded.tokenizer, loaded.structure, stored, targets, digests, identity)
 
 
 def layer_of(name: str, structure: Structure) -> int | None:
@@ -94,41 +94,26 @@ def _targets(model: PreTrainedModel, keys: dict[str, Stored]) -> dict[str, Targe
     return found
 
 
-@contextmanager
-def _anchored(
-    model: PreTrainedModel, structure: Structure, stored: dict[str, Stored], targets: dict[str, Target]
-) -> Iterator[None]:
-    """In each layer, the first matrix stands for the layer in `identify`: inside the block it is there, at no cost.
-
-    Its file is mapped, and two of its numbers are looked at.
-    """
+def _digests(
+    model: PreTrainedModel, stored: dict[str, Stored], targets: dict[str, Target]
+) -> dict[str, dict[str, str]]:
+    """`tensor_digests` of all that a checkpoint holds of the model, read from the files one tensor after the other."""
     names: dict[int, list[str]] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        names.setdefault(id(parameter), []).append(name)  # a shared one is in the checkpoint under one of its names
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        names.setdefault(id(tensor), []).append(name)  # a shared one is in the checkpoint under one of its names
     sources: dict[str, list[str]] = {}
     for key, target in targets.items():
         sources.setdefault(target.name, []).append(key)
-    replaced: list[tuple[nn.Module, str, nn.Parameter]] = []
-    try:
-        for layer in structure.layers:
-            parameter = next(p for p in layer.parameters() if p.ndim >= 2)
-            if parameter.device.type != "meta":
-                continue  # shared with a layer before
-            found = next((name for name in names[id(parameter)] if name in sources), None)
-            if found is None:
-                raise LyapunovPruneError(
-                    f"the checkpoint has no tensor for {names[id(parameter)][0]} alone; prune it in memory"
-                )
-            value = nn.Parameter(_read(model, found, sources[found], stored, targets), requires_grad=False)
-            for name in names[id(parameter)]:
-                owner, _, attribute = name.rpartition(".")
-                module = model.get_submodule(owner)
-                replaced.append((module, attribute, parameter))
-                setattr(module, attribute, value)
-        yield
-    finally:
-        for module, attribute, parameter in replaced:
-            setattr(module, attribute, parameter)
+
+    def read(name: str) -> torch.Tensor:
+        found = next((other for other in names[id(wanted[name])] if other in sources), None)
+        if found is None:
+            raise LyapunovPruneError(f"the checkpoint has no tensor for {name} alone; prune it in memory")
+        return _read(model, found, sources[found], stored, targets)
+
+    wanted = dict(saved_tensors(model))
+    with status("reading the weights"):
+        return digests_of(wanted, read)
 
 
 def _read(
@@ -141,12 +126,7 @@ def _read(
         tensor: Any = _mapped(stored[key], key)  # the loader's own come from other threads
         rule.add_tensor(name, key, targets[key].pattern, tensor)
     value = rule.convert(name, model=model, config=model.config)[name]
-    value = value[0] if isinstance(value, list) else value
-    # Converted numbers are in memory. Only the two that are looked at stay: untouched memory is not taken.
-    kept = torch.empty(value.shape, dtype=value.dtype)
-    for end in (0, -1):
-        kept.view(-1)[end] = value.reshape(-1)[end]
-    return kept
+    return value[0] if isinstance(value, list) else value
 
 
 def _mapped(tensor: Stored, key: str) -> torch.Tensor:

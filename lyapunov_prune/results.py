@@ -36,8 +36,8 @@ def _installed() -> dict[str, str]:
 class ModelIdentity:
     """Enough of a model to tell it from another one, without its weights.
 
-    `samples` holds two weights of every layer; `same_as` compares them loosely, so that a model still
-    counts as itself after a change of dtype, while another fine-tune or a random twin does not.
+    `weights` holds digests of all of them, by dtype: as they are, and rounded to every narrower one
+    (`models/digest.py`). So a model still counts as itself after a cast, and one changed bit makes it another.
     """
 
     name: str
@@ -45,15 +45,23 @@ class ModelIdentity:
     num_layers: int
     parameters: int
     architecture: str  # SHA-256 over parameter names and shapes
-    samples: tuple[float, ...]
+    weights: dict[str, str]
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "name", printable(self.name))  # it is shown, and folders have names of any kind
 
     def same_as(self, other: ModelIdentity) -> bool:
-        return self.architecture == other.architecture and bool(
-            np.allclose(self.samples, other.samples, rtol=2**-7, atol=1e-6, equal_nan=True)
-        )
+        """Raises LyapunovPruneError when the weights are in dtypes of which none can be rounded to the other."""
+        if self.architecture != other.architecture:
+            return False
+        common = self.weights.keys() & other.weights.keys()
+        if not common:
+            mine, theirs = (", ".join(identity.weights) for identity in (self, other))
+            raise LyapunovPruneError(
+                f"cannot tell whether {self.name} in {mine} is {other.name} in {theirs}; "
+                "load both in one dtype (--dtype)"
+            )
+        return all(self.weights[dtype] == other.weights[dtype] for dtype in common)
 
 
 @dataclass(frozen=True)

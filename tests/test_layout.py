@@ -22,6 +22,7 @@ ORDER = [
     "norms",
     "linalg",
     "models.held",
+    "models.digest",
     "models.structure",
     "models.plain",
     "models.folder",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +51,17 @@ def test_a_plan_for_another_model_is_refused(llama: PreTrainedModel) -> None:
         with pytest.raises(LyapunovPruneError, match="made for"):
             as_plan(other, plan)
     assert as_plan(make_tiny("llama").bfloat16(), plan) is plan
+
+
+def test_a_plan_of_an_earlier_version_is_refused_in_one_line(llama: PreTrainedModel, tmp_path: Path) -> None:
+    """It knew the model by two numbers of each layer."""
+    path = PruningPlan.given(llama, [1]).save(tmp_path / "plan.json")
+    content = json.loads(path.read_text())
+    del content["model"]["weights"]
+    content["model"]["samples"] = [0.5, -0.5]
+    path.write_text(json.dumps(content))
+    with pytest.raises(LyapunovPruneError, match=r"does not fit this version's PruningPlan .*; make it again$"):
+        PruningPlan.load(path)
 
 
 def test_saves_and_loads_with_its_reasons(llama: PreTrainedModel, ids: torch.Tensor, tmp_path: Path) -> None:

@@ -124,7 +124,7 @@ class Headed(Example):
 
 @pytest.fixture
 def one() -> Example:
-    model = ModelIdentity("m", "llama", 2, 10, "abc", (0.5, -0.5))
+    model = ModelIdentity("m", "llama", 2, 10, "abc", {"float32": "def"})
     return Example(model, np.array([1.0, math.nan]), None, {"a": (math.inf,)})
 
 

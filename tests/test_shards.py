@@ -207,6 +207,23 @@ def test_a_plan_made_in_memory_is_accepted(checkpoint: Path, tmp_path: Path) -> 
     assert prune_on_disk(read_outline(checkpoint, checkpoint), plan, tmp_path / "disk").plan == plan
 
 
+def test_a_plan_made_in_memory_in_a_narrower_dtype_is_accepted(checkpoint: Path, tmp_path: Path) -> None:
+    plan = PruningPlan.given(load(checkpoint, dtype="bfloat16").model, REMOVE)
+    assert prune_on_disk(read_outline(checkpoint, checkpoint), plan, tmp_path / "disk").plan == plan
+
+
+@pytest.mark.parametrize("name", ["model.layers.3.mlp.down_proj.weight", "lm_head.weight", "model.norm.weight"])
+def test_a_plan_from_before_a_weight_of_the_files_changed_is_refused(
+    name: str, checkpoint: Path, tmp_path: Path
+) -> None:
+    plan = PruningPlan.given(read_outline(checkpoint, checkpoint).identity, REMOVE)
+    weights = load_file(checkpoint / "model.safetensors")
+    weights[name].view(-1)[7] += 0.01
+    save_file(weights, checkpoint / "model.safetensors", {"format": "pt"})
+    with pytest.raises(LyapunovPruneError, match=r"this plan was made for .*; rank this model's layers anew"):
+        prune_on_disk(read_outline(checkpoint, checkpoint), plan, tmp_path / "disk")
+
+
 def test_a_plan_for_another_model_is_refused(checkpoint: Path, tmp_path: Path) -> None:
     other = make_tiny("llama", seed=1, vocab_size=len(VOCABULARY))
     with pytest.raises(LyapunovPruneError, match=r"this plan was made for .*; rank this model's layers anew"):
@@ -275,6 +292,11 @@ def swapped_layers(pieces: dict[str, Piece]) -> None:
         pieces[name], pieces[other] = pieces[other], pieces[name]
 
 
+def swapped_matrices(pieces: dict[str, Piece]) -> None:
+    first, other = (f"model.layers.{layer}.mlp.down_proj.weight" for layer in (1, 2))
+    pieces[first], pieces[other] = pieces[other], pieces[first]
+
+
 @pytest.mark.parametrize(
     ("fault", "message"),
     [
@@ -282,6 +304,7 @@ def swapped_layers(pieces: dict[str, Piece]) -> None:
         (stray_tensor, "keys and settings: model.layers.4.mlp.up_proj.weight is no tensor of the model"),
         (wrong_shape, "keys and settings: what was written lacks 1 weights"),
         (swapped_layers, "layers in their places: layer 1 does not hold the weights of layer 2"),
+        (swapped_matrices, "layers in their places: layer 1 does not hold the weights of layer 2"),
     ],
 )
 def test_the_gate_on_files_sees_a_planted_fault(

@@ -246,14 +246,20 @@ def test_without_resume_all_is_measured_again(ids: torch.Tensor, tmp_path: Path)
     assert len(taken) == 2
 
 
-@pytest.mark.parametrize("what", ["text", "model", "dtype", "calibration"])
+@pytest.mark.parametrize("what", ["text", "model", "mlp", "head", "dtype", "calibration"])
 def test_what_was_measured_on_something_else_is_refused(what: str, ids: torch.Tensor, tmp_path: Path) -> None:
     model = make_tiny("llama")
     Sweep(model, ids, folder=tmp_path, also={"calibration": "a"}).run([sparse(model, [2])])
     other: dict[str, Any] = {"model": model, "batch": ids, "also": {"calibration": "a"}}
+    retrained: dict[str, Any] = {part: make_tiny("llama") for part in ("mlp", "head")}
+    with torch.no_grad():
+        retrained["mlp"].model.layers[2].mlp.up_proj.weight[3, 3] += 0.01
+        retrained["head"].lm_head.weight[3, 3] += 0.01
     other |= {
         "text": {"batch": ids.flip(1)},
         "model": {"model": make_tiny("llama", seed=1)},
+        "mlp": {"model": retrained["mlp"]},
+        "head": {"model": retrained["head"]},
         "dtype": {"model": make_tiny("llama").double()},
         "calibration": {"also": {"calibration": "b"}},
     }[what]

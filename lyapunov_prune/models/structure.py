@@ -13,6 +13,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from lyapunov_prune.errors import LyapunovPruneError
+from lyapunov_prune.models.digest import weight_digests
 from lyapunov_prune.models.held import held
 from lyapunov_prune.results import ModelIdentity
 
@@ -135,21 +136,20 @@ def in_eval_mode(measure: Callable[P, T]) -> Callable[P, T]:
     return run
 
 
-def identify(model: PreTrainedModel) -> ModelIdentity:
-    """What tells this model from another: names and shapes of all parameters, two weights of each layer."""
+def identify(model: PreTrainedModel, weights: dict[str, str] | None = None) -> ModelIdentity:
+    """What tells this model from another: names and shapes of all parameters, and digests of all weights.
+
+    `weights` are the digests of a model whose numbers are elsewhere, on the disk.
+    """
     structure = find_structure(model)
     digest = hashlib.sha256()
     for name, parameter in model.named_parameters():
         digest.update(f"{name}{tuple(parameter.shape)};".encode())
-    samples: list[float] = []
-    for layer in structure.layers:
-        weight = next(p for p in layer.parameters() if p.ndim >= 2).detach()
-        samples += [float(weight.flatten()[0]), float(weight.flatten()[-1])]
     return ModelIdentity(
         name=model.config._name_or_path or type(model).__name__,
         model_type=structure.model_type,
         num_layers=structure.num_layers,
         parameters=model.num_parameters(),
         architecture=digest.hexdigest(),
-        samples=tuple(samples),
+        weights=weight_digests(model) if weights is None else weights,
     )

@@ -1,0 +1,113 @@
+"""Digests of a model's weights: one changed bit of one weight changes them, a change of dtype does not.
+
+A tensor's bytes are read as rows of 64-bit words `x`, and each row becomes `Σ_j a_j (x_j ⊕ (x_j >> 32)) mod 2^64`
+with odd weights `a_j`. Both steps can be undone word by word, so one changed word always changes the sum; without
+the first, a changed sign would only ever move the top bit, and two of them would cancel. SHA-256 over the sums is the
+digest: this runs at the speed of memory, on the model's device, and is no defence against somebody who wants two
+models to look alike.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import weakref
+from collections.abc import Callable, Collection, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import torch
+from torch import nn
+
+# What a model of the dtype may be cast to and still be the same model; itself comes first.
+_CASTS = {
+    torch.float64: (torch.float64, torch.float32, torch.float16, torch.bfloat16),
+    torch.float32: (torch.float32, torch.float16, torch.bfloat16),
+}
+_WIDTH, _ROWS = 4096, 64  # words in a row, which the digest depends on; rows at once, on which it does not
+_ODD = torch.frombuffer(bytearray(hashlib.shake_256(b"lyapunov-prune").digest(8 * _WIDTH)), dtype=torch.int64) | 1
+
+_known: weakref.WeakKeyDictionary[nn.Module, tuple[Any, dict[str, str]]] = weakref.WeakKeyDictionary()
+
+
+def weight_digests(model: nn.Module) -> dict[str, str]:
+    """`combined` over the tensors of `model`, kept until one of them changes.
+
+    The change is seen by the tensors' addresses and torch's counts of changes in place, and where a write through
+    `.data` goes past these, by a few of the numbers.
+    """
+    tensors = dict(saved_tensors(model))
+    state = tuple(map(_state, tensors.values()))
+    known = _known.get(model)
+    if known is None or known[0] != state:
+        known = _known[model] = state, combined(digests_of(tensors, tensors.__getitem__))
+    return known[1]
+
+
+def digests_of(names: Collection[str], read: Callable[[str], torch.Tensor]) -> dict[str, dict[str, str]]:
+    """`tensor_digests` of what `read` gives for each name; at most four tensors at a time."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # a thread a tensor, and no waiting for each other at each of thousands of short steps
+    try:
+        with ThreadPoolExecutor(min(threads, 4)) as pool:
+            found = pool.map(lambda name: tensor_digests(read(name)), names)
+            return dict(zip(names, found, strict=True))
+    finally:
+        torch.set_num_threads(threads)
+
+
+def saved_tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """What a checkpoint holds of `model`: parameters and persistent buffers, a shared one under its first name."""
+    seen: set[int] = set()
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        if isinstance(tensor, torch.Tensor) and id(tensor) not in seen:
+            seen.add(id(tensor))
+            yield name, tensor
+
+
+@torch.no_grad()
+def tensor_digests(tensor: torch.Tensor) -> dict[str, str]:
+    """A digest of `tensor` in its own dtype and after rounding to each narrower one, by the dtype's name."""
+    flat = tensor.detach().reshape(-1)
+    dtypes = _CASTS.get(flat.dtype, (flat.dtype,))
+    return {str(dtype).removeprefix("torch."): _digest(flat, dtype) for dtype in dtypes}
+
+
+def combined(tensors: Mapping[str, dict[str, str]]) -> dict[str, str]:
+    """One digest over the `tensor_digests` of all names, in whatever order, by dtype.
+
+    The weights as they are stand under their dtype, several of them joined by `+`, and rounded under each dtype that
+    is narrower than all of them. So models agree under every key that both have when they are the same, or one was
+    cast from the other. What holds no floating-point numbers stays as it is.
+    """
+    found = sorted(tensors.items())
+    own = [next(iter(digests)) for _, digests in found]  # what a tensor is comes before what it can be rounded to
+    floating = [set(of) for (_, of), dtype in zip(found, own, strict=True) if getattr(torch, dtype).is_floating_point]
+    exact = "+".join(sorted({dtype for dtype in own if getattr(torch, dtype).is_floating_point}))
+    whole = {}
+    for form in sorted({exact, *set.intersection(*floating)}):
+        lines = [f"{name} {of.get(form, of[dtype])}\n" for (name, of), dtype in zip(found, own, strict=True)]
+        whole[form] = hashlib.sha256("".join(lines).encode()).hexdigest()
+    return whole
+
+
+def _state(tensor: torch.Tensor) -> tuple[Any, ...]:
+    flat = tensor.detach().reshape(-1)
+    changes = None if tensor.is_inference() else tensor._version
+    return tensor.data_ptr(), changes, tensor.dtype, tensor.shape, flat[:: len(flat) // 8 + 1].tolist()
+
+
+def _digest(flat: torch.Tensor, dtype: torch.dtype) -> str:
+    row = 8 * _WIDTH // dtype.itemsize
+    rows = min(_ROWS, -(-len(flat) // row))
+    block = torch.zeros(rows * row, dtype=dtype, device=flat.device)
+    words, odd = block.view(torch.int64).view(rows, _WIDTH), _ODD.to(flat.device)
+    mixed, sums = torch.empty_like(words), []
+    for part in flat.split(rows * row) if rows else ():
+        block[: len(part)].copy_(part)
+        block[len(part) :].zero_()
+        torch.bitwise_right_shift(words, 32, out=mixed).bitwise_xor_(words).mul_(odd)
+        sums.append(mixed.sum(dim=1))
+    whole = hashlib.sha256(str(len(flat)).encode())
+    if sums:
+        whole.update(torch.cat(sums)[: -(-len(flat) // row)].cpu().numpy().data)
+    return whole.hexdigest()
