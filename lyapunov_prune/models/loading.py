@@ -27,6 +27,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.files import whole_folder
+from lyapunov_prune.history import keep_history, read_history
 from lyapunov_prune.models.judged import JUDGED
 from lyapunov_prune.models.plain import UNPACK, merge_adapters, quantisation
 from lyapunov_prune.models.structure import Structure, find_structure, require_causal
@@ -160,7 +161,9 @@ def _load_folder(folder: Path, options: dict[str, Any]) -> Loaded:
         )
     _require_decoder_config(folder)
     _require_safetensors(folder)
-    return _load_whole(folder, folder, {}, options | {"use_safetensors": True})
+    loaded = _load_whole(folder, folder, {}, options | {"use_safetensors": True})
+    keep_history(loaded.model, read_history(folder))
+    return loaded
 
 
 def _adapted(folder: Path) -> str:
