@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import pandas as pd
@@ -61,7 +61,9 @@ class BudgetedRemoval(Result):
                 f"no layer can go within {self.max_kl:g} nats a token: the first, layer {self.ranking.order[0]}, "
                 f"costs {self.kl[0]:.3g}; raise the budget"
             )
-        return self.ranking.plan(self.within)
+        plan = self.ranking.plan(self.within)
+        known = self.measured_on.text_hash in {on.text_hash for on in plan.measured_on}
+        return plan if known else replace(plan, measured_on=(*plan.measured_on, self.measured_on))
 
     def to_frame(self) -> pd.DataFrame:
         columns = {"removed": np.arange(1, len(self.kl) + 1), "layer": self.ranking.order[: len(self.kl)]}

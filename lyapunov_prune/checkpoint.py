@@ -12,6 +12,7 @@ from lyapunov_prune.cards import as_text, front_matter
 from lyapunov_prune.errors import CheckFailed
 from lyapunov_prune.files import require_empty, whole_folder
 from lyapunov_prune.gate import GateReport, verify_removal
+from lyapunov_prune.history import HISTORY, history_of
 from lyapunov_prune.models.kinds import Pattern, find_pattern
 from lyapunov_prune.models.loading import quiet
 from lyapunov_prune.models.plain import loading_class
@@ -58,8 +59,8 @@ def write_pruned(
 
     The folder loads with `AutoModelForCausalLM.from_pretrained` (a decoder inside a multimodal model: with the
     class of that, whose processor is not written) and holds the tokenizer, a model card
-    (README.md) and `provenance.json`. Raises CheckFailed when the gate fails and LyapunovPruneError when
-    the target is not empty or the disk refuses; either way nothing is left at `target`.
+    (README.md), `provenance.json` and `history.json`. Raises CheckFailed when the gate fails and LyapunovPruneError
+    when the target is not empty or the disk refuses; either way nothing is left at `target`.
     """
     require_empty(target)
     if batch is not None:
@@ -74,6 +75,7 @@ def write_pruned(
             raise CheckFailed(
                 f"nothing written: the pruned model fails the gate, {gate.failure()}; remove other layers"
             )
+        history_of(pruned).save(folder / HISTORY)
         loader = loading_class(pruned).__name__
         return describe(folder, plan, gate, find_structure(model), pruned.num_parameters(), loader=loader)
 

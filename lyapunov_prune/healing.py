@@ -21,11 +21,12 @@ from lyapunov_prune.cards import as_text
 from lyapunov_prune.distillation import Distillation, require_temperature
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.evaluation.perplexity import Perplexity, perplexity
+from lyapunov_prune.history import add_step
 from lyapunov_prune.models.plain import require_plain
 from lyapunov_prune.models.structure import find_structure, identify, in_eval_mode
 from lyapunov_prune.progress import track
 from lyapunov_prune.results import MeasuredOn, ModelIdentity, Result, encode
-from lyapunov_prune.text import TokenBatch, as_batch, require_disjoint
+from lyapunov_prune.text import TokenBatch, as_batch, require_disjoint, require_unseen
 from lyapunov_prune.training_state import TrainingState
 
 # SmolLM2-135M without four layers: 54 % recovered in 40 steps of 256 tokens, 43 % in 24 (rank 8).
@@ -147,8 +148,8 @@ def heal(
     three times over; delete it when the model is saved. `evaluation` is text to measure what was recovered on.
 
     Raises LyapunovPruneError for a student in half precision or with adapters or packed weights, another vocabulary,
-    tokens outside it, fewer than one step, text that both batches share, a state of another run, and a loss or
-    gradient that is not finite, naming the step.
+    tokens outside it, fewer than one step, text that both batches share, evaluation text that the models were made
+    with, a state of another run, and a loss or gradient that is not finite, naming the step.
     """
     require_plain(student)
     batch = as_batch(student, batch)
@@ -159,6 +160,8 @@ def heal(
     if evaluation is not None:
         evaluation = as_batch(student, evaluation)
         require_disjoint(batch, evaluation)
+        for model in (student, teacher):
+            require_unseen(model, evaluation)
 
     measured_on = batch.measured_on(student, seed)
     settings = {"steps": steps, "rank": rank, "learning_rate": learning_rate, "temperature": temperature}
@@ -196,6 +199,7 @@ def heal(
         held_out=held_out,
         measured_on=measured_on,
     )
+    add_step(model, "heal", (measured_on,), student, teacher)
     return Healed(model, report)
 
 

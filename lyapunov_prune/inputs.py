@@ -244,30 +244,6 @@ def require_count(remove: int, layers: int, what: str) -> None:
         raise LyapunovPruneError(f"cannot remove {remove} of {layers} layers; give 1 to {most}")
 
 
-def require_unseen(folder: Path, text: str, split: str) -> None:
-    """Refuse to score a pruned or compressed model on the slice that it was made with."""
-    from lyapunov_prune import healing
-    from lyapunov_prune.checkpoint import PROVENANCE, Provenance
-    from lyapunov_prune.compression import compress
-    from lyapunov_prune.compression.compress import CompressionReport
-    from lyapunov_prune.healing import Healing
-
-    measured: list[MeasuredOn] = []
-    if (folder / PROVENANCE).is_file():
-        measured += Provenance.load(folder / PROVENANCE).plan.measured_on
-    if (folder / compress.REPORT).is_file():
-        calibration = CompressionReport.load(folder / compress.REPORT).calibration
-        measured += [calibration] if calibration else []
-    if (folder / healing.REPORT).is_file():
-        measured.append(Healing.load(folder / healing.REPORT).measured_on)
-    if any(_same_text(text, m.text) and split in ("all", m.split) for m in measured):
-        raise LyapunovPruneError(f"{folder} was made with {text}; use --split evaluation or another --text")
-
-
-def _same_text(a: str, b: str) -> bool:
-    return a == b or (Path(a).is_file() and Path(a).resolve() == Path(b).resolve())
-
-
 def parse_pattern(pattern: str | None) -> tuple[int, int] | None:
     if pattern is None:
         return None

@@ -18,6 +18,7 @@ import pandas as pd
 
 from lyapunov_prune.errors import LyapunovPruneError, printable
 from lyapunov_prune.files import write_whole
+from lyapunov_prune.overlap import Fingerprint
 
 R = TypeVar("R", bound="Result")
 
@@ -79,6 +80,7 @@ class MeasuredOn:
     bos: bool | None  # None: token ids were given directly
     seed: int | None
     versions: dict[str, str]
+    fingerprint: Fingerprint | None = None  # of the tokens; None in files of older versions
 
     def line(self) -> str:
         bos = {True: "BOS", False: "no BOS", None: "ids given"}[self.bos]

@@ -11,6 +11,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from lyapunov_prune.cards import as_text, front_matter
 from lyapunov_prune.errors import CheckFailed
 from lyapunov_prune.files import require_empty, whole_folder
+from lyapunov_prune.history import HISTORY, history_of
 from lyapunov_prune.logits import sample_inputs
 from lyapunov_prune.models.loading import quiet
 from lyapunov_prune.models.plain import loading_class
@@ -27,7 +28,7 @@ def write_model(
     title: str,
     about: str,
 ) -> None:
-    """Save model, tokenizer, `results` by file name and a model card to the folder `target`.
+    """Save model, tokenizer, `results` by file name, history and a model card to the folder `target`.
 
     `title` is text, `about` is Markdown, in which names went through `as_text`.
 
@@ -43,6 +44,7 @@ def write_model(
             check = in_eval_mode(reload_check)(model, folder, sample_inputs(model, None))
         if not check.passed:
             raise CheckFailed(f"nothing written: the model does not reload as it was saved, {check.detail}")
+        history_of(model).save(folder / HISTORY)
         for name, result in results.items():
             result.save(folder / name)
         (folder / "README.md").write_text(_card(title, about, loading_class(model).__name__), encoding="utf-8")

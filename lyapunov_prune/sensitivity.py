@@ -20,7 +20,7 @@ from lyapunov_prune.profile import LayerProfile
 from lyapunov_prune.results import MeasuredOn, Result
 from lyapunov_prune.studies import AFTER_GROUPS, STUDIES, Change, Compression, Compressor, changes
 from lyapunov_prune.sweep import Outcome, Sweep
-from lyapunov_prune.text import TokenBatch, as_batch, require_disjoint
+from lyapunov_prune.text import TokenBatch, as_batch, require_disjoint, require_unseen
 
 DEFAULT_STUDIES = ("group", "layer", "removal")
 
@@ -196,7 +196,8 @@ def measure_sensitivity(
     if calibration is not None:
         calibration = as_batch(model, calibration)
         require_disjoint(calibration, batch)
-    if profile is not None and profile.contraction.measured_on.text_hash == batch.text_hash:
+    require_unseen(model, batch)
+    if profile is not None and batch.shared_with(profile.contraction.measured_on):
         raise LyapunovPruneError("the profile was measured on the tokens of the regret; give it other text")
     if profile is not None and not profile.contraction.measured_on.model.same_as(identify(model)):
         raise LyapunovPruneError("the profile was measured on another model; measure this one")

@@ -15,6 +15,7 @@ from lyapunov_prune.checkpoint import Provenance, describe
 from lyapunov_prune.disk_gate import NOT_RUN, verify_files
 from lyapunov_prune.errors import CheckFailed, LyapunovPruneError
 from lyapunov_prune.files import require_empty, whole_folder
+from lyapunov_prune.history import HISTORY, add_step, history_of
 from lyapunov_prune.models.families import FAMILIES, Family
 from lyapunov_prune.models.loading import checkpoint_folder, quiet
 from lyapunov_prune.models.structure import Structure
@@ -53,6 +54,7 @@ def prune_on_disk(
     if plan.drops_sublayers:
         raise _not_by_copying(outline, "a sublayer is left out by setting numbers to zero")
     pruned = _cut(outline, plan)
+    add_step(pruned, "prune", plan.measured_on, outline.model)
     pieces = _pieces(outline, pruned, plan)
     with whole_folder(target) as folder:
         with quiet():
@@ -62,6 +64,7 @@ def prune_on_disk(
         gate = verify_files(outline, pruned, plan, folder)
         if not gate.passed:
             raise CheckFailed(f"nothing written: the files fail the gate, {gate.failure()}; prune it in memory")
+        history_of(pruned).save(folder / HISTORY)
         return describe(folder, plan, gate, outline.structure, pruned.num_parameters(), NOT_RUN)
 
 

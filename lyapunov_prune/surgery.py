@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.gate import verify_removal
+from lyapunov_prune.history import add_step
 from lyapunov_prune.models.adaptations import Cut
 from lyapunov_prune.models.families import DEPTH_ATTRIBUTES, FAMILIES, POSITION_ATTRIBUTES, TRUSTED
 from lyapunov_prune.models.held import held
@@ -48,6 +49,7 @@ def remove_layers(model: PreTrainedModel, plan: PruningPlan | Sequence[int]) -> 
         pruned = without_layers(model, plan) if plan.remove else copy.deepcopy(model)
     attention, mlp = (tuple(plan.kept.index(i) for i in drop) for drop in (plan.drop_attention, plan.drop_mlp))
     zero_sublayers(pruned, attention, mlp)
+    add_step(pruned, "prune", plan.measured_on, model)
     if wrapped or structure.model_type not in TRUSTED:
         report = verify_removal(model, pruned, plan)
         if not report.passed:

@@ -1,7 +1,8 @@
 """Text as windows of token ids, with calibration and evaluation kept apart.
 
 A text is cut in two by position: calibration is the first half, evaluation the second, less every
-paragraph of the first half that occurs there again. `require_disjoint` checks the tokens themselves.
+paragraph of the first half that occurs there again. `require_disjoint` and `require_unseen` check the tokens
+themselves.
 """
 
 from __future__ import annotations
@@ -13,12 +14,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+import numpy as np
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from lyapunov_prune.errors import LyapunovPruneError
+from lyapunov_prune.history import history_of
 from lyapunov_prune.models.plain import require_in_memory
 from lyapunov_prune.models.structure import Structure, find_structure, identify
+from lyapunov_prune.overlap import fingerprint, run_hashes, shared_tokens
 from lyapunov_prune.results import MeasuredOn, versions
 
 Split = Literal["calibration", "evaluation", "all"]
@@ -27,6 +31,8 @@ Split = Literal["calibration", "evaluation", "all"]
 LEAK_CHARACTERS = 64
 # A run of this many tokens in both texts is a leak.
 LEAK_TOKENS = 64
+# A stretch this long that comes again is a repeat, by chance it would not.
+SAMPLE_CHARACTERS = 256
 _PARAGRAPH_END = re.compile(r"(\n\s*\n)")
 
 
@@ -49,6 +55,20 @@ class TokenBatch:
         ids = self.ids.to("cpu", torch.int64).contiguous()
         return hashlib.sha256(str(tuple(ids.shape)).encode() + ids.numpy().tobytes()).hexdigest()
 
+    @property
+    def stream(self) -> np.ndarray:
+        """The tokens in a row, (n,) int64, without the BOS that every window begins with."""
+        ids = self.ids.to("cpu", torch.int64)
+        # In ids that were given, a token that begins every window is taken for one.
+        begins = len(ids) > 1 and bool((ids[:, 0] == ids[0, 0]).all()) if self.bos is None else self.bos
+        return ids[:, int(begins) :].flatten().numpy()
+
+    def shared_with(self, seen: MeasuredOn) -> int:
+        """About how many of these tokens are among those that something was measured on, in runs of 64 and more."""
+        if seen.text_hash == self.text_hash:
+            return self.ids.numel()
+        return shared_tokens(self.stream, seen.fingerprint) if seen.fingerprint else 0
+
     def measured_on(self, model: PreTrainedModel, seed: int | None = None) -> MeasuredOn:
         return MeasuredOn(
             model=identify(model),
@@ -62,6 +82,7 @@ class TokenBatch:
             bos=self.bos,
             seed=seed,
             versions=versions(),
+            fingerprint=fingerprint(self.stream, LEAK_TOKENS),
         )
 
 
@@ -115,13 +136,17 @@ def load_text(
     `.jsonl` file with a `text` field, or a hub data set `name[:config[:split]]` (extra `data`). With
     `bos` every window starts with the BOS token; None follows the tokenizer's own habit.
 
-    Raises LyapunovPruneError when the text is missing, empty or shorter than asked for.
+    Raises LyapunovPruneError when the text is missing, empty or shorter than asked for, when it is one token over and
+    over, and for an evaluation half that mostly repeats the first half.
     """
     if context < 2:
         raise LyapunovPruneError(f"context {context} is too short to score a token; give 2 or more")
     if tokens < context:
         raise LyapunovPruneError(f"{tokens} tokens do not fill one window of {context}; raise --tokens")
-    text = _split(_read(source, offline), split)
+    whole = _read(source, offline)
+    text = _split(whole, split)
+    if split == "evaluation":
+        _require_new(source, whole, text)
     if bos is None:
         bos = adds_bos(tokenizer)
     if bos and tokenizer.bos_token_id is None:
@@ -138,24 +163,44 @@ def load_text(
             "lower --tokens or give a longer text"
         )
     matrix = torch.tensor(ids[: windows * width], dtype=torch.int64).view(windows, width)
+    flat = matrix.flatten()
+    if (flat[1:] == flat[:-1]).float().mean() > 0.5:
+        raise LyapunovPruneError(f"{source} ({split}) is one token over and over, no text to measure on; give another")
     if bos:
         matrix = torch.cat([torch.full((windows, 1), tokenizer.bos_token_id), matrix], dim=1)
     return TokenBatch(matrix, text=source, split=split, bos=bos)
 
 
 def require_disjoint(calibration: TokenBatch, evaluation: TokenBatch) -> None:
-    """Raise LyapunovPruneError if a run of 64 tokens stands in both batches."""
-    size = min(LEAK_TOKENS, calibration.context, evaluation.context)
+    """Raise LyapunovPruneError if a run of 64 tokens stands in both batches, at any place, across windows too.
 
-    def runs(batch: TokenBatch) -> set[bytes]:
-        windows = batch.ids.unfold(1, size, 1).reshape(-1, size)
-        return {row.tobytes() for row in windows.contiguous().numpy()}
+    Shorter windows need not follow each other: a run as long as the shorter of them, inside windows, is enough.
+    """
+    batches = calibration, evaluation
+    for rows in ([batch.ids.cpu().numpy() for batch in batches], [batch.stream[None] for batch in batches]):
+        size = min(LEAK_TOKENS, *(row.shape[1] for row in rows))
+        first, second = (run_hashes(row, size) for row in rows)
+        if np.isin(first, second).any():
+            raise LyapunovPruneError(
+                f"calibration ({calibration.text}) and evaluation text ({evaluation.text}) share {size} tokens in a "
+                "row; take the evaluation split, or another text"
+            )
 
-    if not runs(calibration).isdisjoint(runs(evaluation)):
-        raise LyapunovPruneError(
-            f"calibration ({calibration.text}) and evaluation text ({evaluation.text}) share {size} tokens in a row; "
-            "take the evaluation split, or another text"
-        )
+
+def require_unseen(model: PreTrainedModel, batch: TokenBatch) -> None:
+    """Raise LyapunovPruneError if a step that made `model` saw tokens of `batch`, so that it must not be scored on it.
+
+    Tokens are known by their hash and by runs of 64, whatever file or window they stand in.
+    """
+    for number, step in enumerate(history_of(model).steps, start=1):
+        for seen in step.saw:
+            shared = batch.shared_with(seen)
+            if shared:
+                raise LyapunovPruneError(
+                    f"about {shared} of the {batch.ids.numel()} tokens to score are of what step {number} of its "
+                    f"history ({step.kind}) saw, {seen.text} ({seen.split}): {identify(model).name} was made with "
+                    f"{batch.text}; use --split evaluation or another --text"
+                )
 
 
 def require_source(source: str) -> None:
@@ -223,9 +268,7 @@ def _read_dataset(source: str, offline: bool) -> str:
     return "\n\n".join(data["text"])
 
 
-def _split(text: str, split: Split) -> str:
-    if split == "all":
-        return text
+def _halves(text: str) -> tuple[str, str]:
     # At a blank line, or a line, or anywhere: a text may have neither.
     middle = len(text) // 2
     for mark in ("\n\n", "\n", " "):
@@ -233,13 +276,32 @@ def _split(text: str, split: Split) -> str:
         if found != -1 and found < len(text) - len(text) // 4:
             middle = found + len(mark)
             break
-    first, second = text[:middle], text[middle:]
+    return text[:middle], text[middle:]
+
+
+def _split(text: str, split: Split) -> str:
+    if split == "all":
+        return text
+    first, second = _halves(text)
     if split == "calibration":
         return first
     if split != "evaluation":
         raise LyapunovPruneError(f"unknown split {split!r}; give calibration, evaluation or all")
     seen = {p.strip() for p in _PARAGRAPH_END.split(first) if len(p) >= LEAK_CHARACTERS}
     return "".join(p for p in _PARAGRAPH_END.split(second) if p.strip() not in seen)
+
+
+def _require_new(source: str, whole: str, left: str) -> None:
+    """Refuse an evaluation half that mostly repeats the first half, by paragraphs (not in `left`) or by samples."""
+    first, second = _halves(whole)
+    last = max(len(left) - SAMPLE_CHARACTERS, 0)
+    samples = [left[i : i + SAMPLE_CHARACTERS] for i in range(0, last + 1, max(last // 15, 1))]
+    new = sum(sample not in first for sample in samples) / len(samples) * len(left)
+    if new < len(second) / 2:
+        raise LyapunovPruneError(
+            f"{source} repeats itself: {1 - new / len(second):.0%} of its second half, the evaluation split, stands in "
+            "the first too; remove the repeats or give another text"
+        )
 
 
 def adds_bos(tokenizer: PreTrainedTokenizerBase) -> bool:

@@ -75,6 +75,13 @@ def test_it_stops_at_the_first_that_is_over(
     assert (plan.criterion, plan.measured_on) == ("kl", ranking.measured_on)
 
 
+def test_the_plan_saw_the_text_of_the_budget_too(
+    llama: PreTrainedModel, ids: torch.Tensor, ranking: LayerRanking
+) -> None:
+    found = remove_under_budget(llama, ids.flip(1), ranking, math.inf)
+    assert found.plan().measured_on == (*ranking.measured_on, found.measured_on)
+
+
 def test_a_larger_set_within_the_budget_does_not_count_after_one_that_is_over(ranking: LayerRanking) -> None:
     made = BudgetedRemoval(ranking, np.array([0.1, 0.9, 0.2]), np.zeros(3), 0.5, 1.0, ranking.measured_on[0])
     assert made.within == 1

@@ -30,6 +30,7 @@ from lyapunov_prune.checkpoint import PROVENANCE, Provenance, write_pruned
 from lyapunov_prune.cli import main
 from lyapunov_prune.contraction import measure_contraction
 from lyapunov_prune.errors import CheckFailed, LyapunovPruneError
+from lyapunov_prune.history import HISTORY
 from lyapunov_prune.influence import block_influence
 from lyapunov_prune.models.structure import find_structure
 from lyapunov_prune.plan import PruningPlan
@@ -106,7 +107,7 @@ def test_plain_transformers_in_a_new_process_gives_the_same_logits(family: str, 
 
 def test_the_folder_holds_a_checkpoint_and_nothing_more(write: Callable[[], Provenance], target: Path) -> None:
     write()
-    wanted = {"README.md", PROVENANCE, "config.json", "generation_config.json", "model.safetensors"}
+    wanted = {"README.md", PROVENANCE, HISTORY, "config.json", "generation_config.json", "model.safetensors"}
     assert set(os.listdir(target)) == wanted | {"tokenizer.json", "tokenizer_config.json"}
     assert os.listdir(target.parent) == ["pruned"]
 

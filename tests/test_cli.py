@@ -32,6 +32,7 @@ from lyapunov_prune.compression.compress import CompressionReport
 from lyapunov_prune.evaluation.evaluation import Evaluation
 from lyapunov_prune.healing import Healing
 from lyapunov_prune.hierarchy import HierarchyProbe
+from lyapunov_prune.history import History
 from lyapunov_prune.plan import PruningPlan
 from lyapunov_prune.profile import LayerProfile
 from lyapunov_prune.sensitivity import Sensitivity
@@ -466,6 +467,90 @@ def test_a_pruned_model_is_not_scored_on_its_calibration_text(
 def test_a_pruned_model_is_scored_on_other_text(options: list[str], text: str, run: Callable[..., Done]) -> None:
     run(*COMMANDS["prune"], "--text", text)
     assert run("eval", "out", *TEXT, *options).code == 0
+
+
+LONGER = ["--tokens", "512", "--context", "64"]
+COMPRESS = ["compress", "--method", "magnitude", "--sparsity", "0.3"]
+PRUNE = ["prune", "--remove", "1", "--seeds", "1"]
+
+
+def elsewhere() -> tuple[str, str]:
+    Path("deep/er").mkdir(parents=True)
+    os.chdir("deep/er")
+    return "../../out", "../../own.txt"
+
+
+def copied() -> tuple[str, str]:
+    shutil.copy("own.txt", "copy.txt")
+    return "out", "copy.txt"
+
+
+def with_a_paragraph_more() -> tuple[str, str]:
+    own = Path("own.txt").read_text()
+    Path("more.txt").write_text("A paragraph that was added.\n\n" + own)
+    return "out", "more.txt"
+
+
+@pytest.mark.parametrize("moved", [elsewhere, copied, with_a_paragraph_more])
+def test_the_calibration_text_is_known_by_its_content(
+    moved: Callable[[], tuple[str, str]], text: str, run: Callable[..., Done], run_bad: Callable[..., str]
+) -> None:
+    assert run(*PRUNE, "tiny", "-o", "out", *LONGER, "--text", text).code == 0
+    model, where = moved()
+    line = run_bad("eval", model, *LONGER, "--text", where, "--split", "calibration")
+    assert (
+        f"of what step 1 of its history (prune) saw, {text} (calibration): {model} was made with {where}; use" in line
+    )
+    assert run("eval", model, *LONGER, "--text", where).code == 0
+
+
+@pytest.mark.parametrize("allocation", ["owl", "lyapunov"])
+def test_what_an_allocation_was_measured_on_was_seen(
+    allocation: str, text: str, run: Callable[..., Done], run_bad: Callable[..., str]
+) -> None:
+    run(*COMPRESS, "tiny", "--allocation", allocation, "-o", "out", *LONGER, "--text", text)
+    assert CompressionReport.load("out/compression.json").calibration is None
+    assert "(compress) saw" in run_bad("eval", "out", *LONGER, "--text", text, "--split", "calibration")
+    assert f"Allocation: by tiny, float32 on cpu; 512 tokens of {text}" in Path("out/README.md").read_text()
+    assert run("eval", "out", *LONGER, "--text", text).code == 0
+
+
+def test_weights_alone_see_no_text(text: str, run: Callable[..., Done]) -> None:
+    run(*COMPRESS, "tiny", "-o", "out", *LONGER, "--text", text)
+    assert run("eval", "out", *LONGER, "--text", text, "--split", "calibration").code == 0
+
+
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [
+        (PRUNE, COMPRESS),
+        (["compress", "--method", "wanda", "--sparsity", "0.3"], ["prune", "--layers", "0"]),
+        (PRUNE, ["prune", "--layers", "0"]),
+        (PRUNE, ["prune", "--layers", "0", "--on-disk"]),
+        ([*COMPRESS, "--allocation", "owl"], ["prune", "--layers", "0", "--on-disk"]),
+        (PRUNE, ["heal", "--steps", "1", "--teacher", "tiny"]),
+    ],
+    ids=lambda options: " ".join(options[::2]),
+)
+def test_a_second_step_keeps_what_the_first_saw(
+    first: list[str], second: list[str], text: str, run: Callable[..., Done], run_bad: Callable[..., str]
+) -> None:
+    assert run(*first, "tiny", "-o", "out", *LONGER, "--text", text).code == 0
+    assert run(*second, "out", "-o", "again", *LONGER).code == 0
+    assert [step.kind for step in History.load("again/history.json").steps] == [first[0], second[0]]
+    line = run_bad("eval", "again", *LONGER, "--text", text, "--split", "calibration")
+    assert f"step 1 of its history ({first[0]}) saw, own.txt" in line
+    assert run("eval", "again", *LONGER, "--text", text).code == 0
+
+
+def test_hierarchy_and_sensitivity_ask_the_history_too(text: str, run: Callable[..., Done]) -> None:
+    halves = "".join(Path(text).read_text().partition("Line 100 ")[::2][::-1])  # the other half first
+    Path("turned.txt").write_text(halves)
+    run(*PRUNE, "tiny", "-o", "out", *LONGER, "--text", text)
+    for command in (["hierarchy", "tiny", "out", "--steps", "1"], ["sensitivity", "out", "--study", "removal"]):
+        done = run(*command, *LONGER, "--text", "turned.txt")
+        assert done.code == 2, command
+        assert "step 1 of its history (prune) saw, own.txt (calibration): out was made with turned.txt" in done.err
 
 
 def test_an_unknown_split(run_bad: Callable[..., str]) -> None:

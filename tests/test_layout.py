@@ -12,7 +12,9 @@ PACKAGE = Path(__file__).parent.parent / "lyapunov_prune"
 ORDER = [
     "errors",
     "files",
+    "overlap",
     "results",
+    "history",
     "progress",
     "tensor_files",
     "store",

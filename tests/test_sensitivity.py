@@ -322,6 +322,9 @@ def test_a_profile_on_the_same_tokens_is_refused(few: torch.Tensor) -> None:
     profile = profile_layers(model, as_batch(model, few), seeds=range(1))
     with pytest.raises(LyapunovPruneError, match="the profile was measured on the tokens of the regret"):
         measure_sensitivity(model, few, profile=profile)
+    longer = torch.cat([few, few.flip(1)]).view(2, -1)
+    with pytest.raises(LyapunovPruneError, match="the profile was measured on the tokens of the regret"):
+        measure_sensitivity(model, longer, profile=profile)
 
 
 @pytest.mark.parametrize("changed", [{"num_hidden_layers": 4}, {"seed": 1}], ids=str)

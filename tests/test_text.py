@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import sys
 from collections.abc import Callable
@@ -16,7 +17,8 @@ from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from lyapunov_prune import text as module
 from lyapunov_prune.errors import LyapunovPruneError
-from lyapunov_prune.text import LEAK_TOKENS, TokenBatch, as_batch, load_text, require_disjoint
+from lyapunov_prune.history import add_step
+from lyapunov_prune.text import LEAK_TOKENS, TokenBatch, as_batch, load_text, require_disjoint, require_unseen
 
 # Paragraphs that all differ, and one that comes back: in the first half, and again in the second.
 REPEATED = "This paragraph stands in the text twice, and it is longer than a heading would ever be: a leak."
@@ -84,6 +86,38 @@ def test_windows_shorter_than_a_leak_are_compared_whole() -> None:
         require_disjoint(TokenBatch(ids, "a", "all", None), TokenBatch(ids.flip(0), "b", "all", None))
 
 
+@pytest.mark.parametrize("bos", [False, True, None])
+@pytest.mark.parametrize("context", [16, 32, 64, 65, 128, 1024])
+def test_a_shift_by_one_token_hides_no_leak(context: int, bos: bool | None) -> None:
+    """`bos` None: ids that were given, with a BOS that nobody spoke of."""
+    tokens = torch.randperm(1025, generator=torch.Generator().manual_seed(0)) + 1
+    width = context if bos is False else context - 1
+
+    def cut(ids: torch.Tensor) -> TokenBatch:
+        windows = ids[: len(ids) // width * width].view(-1, width)
+        if width < context:
+            windows = torch.cat([torch.zeros(len(windows), 1, dtype=torch.int64), windows], dim=1)
+        return TokenBatch(windows, "a", "all", bos)
+
+    with pytest.raises(LyapunovPruneError, match="share"):
+        require_disjoint(cut(tokens[:-1]), cut(tokens[1:]))
+
+
+def test_halves_of_different_tokens_share_nothing() -> None:
+    halves = torch.randperm(1024).view(2, 16, 32)
+    require_disjoint(*(TokenBatch(half, "a", "all", None) for half in halves))
+
+
+def test_a_run_that_the_end_of_a_window_cuts_is_a_leak() -> None:
+    tokens = torch.arange(2000)
+    seen, other = tokens[:960].view(10, 96), tokens[1000:1960].view(10, 96).clone()
+    other.flatten()[64:128] = seen.flatten()[100:164]  # 32 of them in either window
+    with pytest.raises(LyapunovPruneError, match="share 64 tokens in a row"):
+        require_disjoint(TokenBatch(seen, "a", "all", False), TokenBatch(other, "b", "all", False))
+    other.flatten()[64] = 0
+    require_disjoint(TokenBatch(seen, "a", "all", False), TokenBatch(other, "b", "all", False))
+
+
 def test_a_paragraph_of_the_first_half_leaves_the_second(
     read: Callable[..., TokenBatch], tokenizer: PreTrainedTokenizerFast, tmp_path: Path
 ) -> None:
@@ -120,6 +154,71 @@ def test_all_is_the_whole_text(
 def test_an_unknown_split_is_refused(source: str, read: Callable[..., TokenBatch]) -> None:
     with pytest.raises(LyapunovPruneError, match="unknown split 'test'; give calibration, evaluation or all"):
         read(source, split="test")
+
+
+@pytest.mark.parametrize("between", ["", "\n\n", "\n\nA paragraph that nothing else in this text is like.\n\n"])
+@pytest.mark.parametrize("mark", ["\n\n", "\n", " "], ids=["paragraphs", "lines", "one line"])
+def test_a_doubled_text_has_no_evaluation_half(
+    mark: str, between: str, read: Callable[..., TokenBatch], tmp_path: Path
+) -> None:
+    once = mark.join(PARAGRAPHS)
+    (tmp_path / "x.txt").write_text(once + between + once)
+    with pytest.raises(
+        LyapunovPruneError, match=r"x\.txt repeats itself: \d+% of its second half.*; remove the repeats"
+    ):
+        read(str(tmp_path / "x.txt"), split="evaluation", tokens=200)
+    assert read(str(tmp_path / "x.txt")).ids.shape == (40, 200)
+
+
+def test_some_repeats_leave_an_evaluation_half(read: Callable[..., TokenBatch], tmp_path: Path) -> None:
+    (tmp_path / "x.txt").write_text("\n\n".join(PARAGRAPHS + PARAGRAPHS[:5] + PARAGRAPHS[-5:]))
+    path = str(tmp_path / "x.txt")
+    require_disjoint(read(path), read(path, split="evaluation"))
+
+
+@pytest.mark.parametrize("context", [2, 200])
+@pytest.mark.parametrize("bos", [False, True])
+@pytest.mark.parametrize("split", ["calibration", "all"])
+def test_one_token_over_and_over_is_no_text(
+    split: str, bos: bool, context: int, read: Callable[..., TokenBatch], tmp_path: Path
+) -> None:
+    (tmp_path / "x.txt").write_text("\n" * 40_000)
+    with pytest.raises(LyapunovPruneError, match=rf"x\.txt \({split}\) is one token over and over, no text to measure"):
+        read(str(tmp_path / "x.txt"), split=split, bos=bos, context=context)
+
+
+@pytest.mark.parametrize("context", [2, 200])
+def test_short_windows_of_a_text_are_no_repetition(context: int, read: Callable[..., TokenBatch]) -> None:
+    assert read("builtin", context=context, bos=True).context == context
+
+
+# What a model was made with.
+
+
+def seen_by(model: PreTrainedModel, batch: TokenBatch) -> PreTrainedModel:
+    made = copy.copy(model)
+    add_step(made, "prune", [batch.measured_on(model)], model)
+    return made
+
+
+def test_a_model_is_not_scored_on_what_it_was_made_with(
+    source: str, reader: PreTrainedModel, read: Callable[..., TokenBatch]
+) -> None:
+    batch = read(source, context=100)
+    model = seen_by(reader, batch)
+    require_unseen(reader, batch)
+    require_unseen(model, read(source, context=100, split="evaluation"))
+    for options in ({}, {"context": 128}, {"bos": True}, {"tokens": 400}, {"split": "all"}, {"tokens": 9000}):
+        with pytest.raises(LyapunovPruneError, match=r"history \(prune\) saw.*; use --split evaluation or another"):
+            require_unseen(model, read(source, **{"context": 100, **options}))
+
+
+def test_the_line_says_how_much_is_shared(reader: PreTrainedModel, read: Callable[..., TokenBatch]) -> None:
+    batch = read("builtin", context=100)
+    other = read("builtin", context=100, split="evaluation")
+    other.ids[3:6] = batch.ids[10:13]
+    with pytest.raises(LyapunovPruneError, match=r"about (29\d|30\d) of the 8000 tokens to score are of what step 1"):
+        require_unseen(seen_by(reader, batch), other)
 
 
 # Windows and their hash.

@@ -22,7 +22,6 @@ from lyapunov_prune.inputs import (
     require_criterion,
     require_known_count,
     require_studies,
-    require_unseen,
     require_what,
     run_folder,
 )
@@ -179,18 +178,19 @@ def evaluate(
     from lyapunov_prune.evaluation.speed import measure_speed
     from lyapunov_prune.evaluation.tasks import evaluate_tasks, load_tasks
     from lyapunov_prune.models.loading import load
+    from lyapunov_prune.text import require_unseen
 
     if tasks is None and (limit is not None or few_shot is not None):
         raise LyapunovPruneError("--limit and --few-shot are of tasks; give --tasks with them")
     names = [against, model] if against else [model]
-    for name in names:
-        require_unseen(Path(name), text, split)
     chosen = load_tasks(tasks.split(","), few_shot=few_shot, offline=offline) if tasks is not None else None
     first, batch = load_inputs(names[0], text, tokens, context, device, dtype, bos, offline, split)
     prompt = min(256, (first.structure.max_context or 512) // 2)
     models = {names[0]: first.model}
     for name in names[1:]:
         models[name] = load(name, dtype=dtype, device=device, offline=offline).model
+    for found in models.values():
+        require_unseen(found, batch)
     result = Evaluation(
         perplexities=tuple(perplexity(m, batch, batch_size=batch_size) for m in models.values()),
         zeros=tuple(zero_share(m) for m in models.values()),

@@ -20,6 +20,7 @@ from lyapunov_prune.compression.statistics import Statistics
 from lyapunov_prune.compression.streaming import stream
 from lyapunov_prune.contraction import ContractionProfile
 from lyapunov_prune.errors import LyapunovPruneError
+from lyapunov_prune.history import add_step
 from lyapunov_prune.linalg import lift
 from lyapunov_prune.models.projections import Projection, find_projections
 from lyapunov_prune.models.structure import identify, in_eval_mode
@@ -54,7 +55,11 @@ class CompressedMatrix:
 
 @dataclass(frozen=True)
 class CompressionReport(Result):
-    """A compression: its method, its allocation, and every matrix."""
+    """A compression: its method, its allocation, and every matrix.
+
+    `calibration` is what the method went by, None for one that looks at weights alone; `allocation.measured_on` what
+    decided how much of each matrix.
+    """
 
     method: str
     pattern: tuple[int, ...] | None
@@ -66,10 +71,16 @@ class CompressionReport(Result):
     def about(self) -> str:
         """What a model card says of it."""
         calibration = self.calibration.line() if self.calibration else "none, the method looks at weights alone"
+        allocation = "".join(f"\n\nAllocation: by {as_text(on.line())}." for on in self.allocation.measured_on)
         return (
             f"{as_text(self.headline())}. The model has not been trained afterwards. `{REPORT}` lists every matrix.\n\n"
-            f"Calibration: {as_text(calibration)}."
+            f"Calibration: {as_text(calibration)}.{allocation}"
         )
+
+    @property
+    def saw(self) -> tuple[MeasuredOn, ...]:
+        """The texts that had a part in it."""
+        return self.allocation.measured_on + ((self.calibration,) if self.calibration else ())
 
     @property
     def zeros(self) -> float:
@@ -180,6 +191,7 @@ def compress(
         matrices=tuple(done[p.name] for p in projections),
         calibration=None if needs == "nothing" or given is None else given.measured_on(model),
     )
+    add_step(small, "compress", report.saw, model)
     return Compressed(small, report)
 
 

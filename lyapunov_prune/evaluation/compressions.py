@@ -15,7 +15,7 @@ from lyapunov_prune.contraction import ContractionProfile
 from lyapunov_prune.evaluation.perplexity import Perplexity, perplexity
 from lyapunov_prune.progress import track
 from lyapunov_prune.results import MeasuredOn, Result
-from lyapunov_prune.text import TokenBatch, require_disjoint
+from lyapunov_prune.text import TokenBatch, require_disjoint, require_unseen
 
 
 @dataclass(frozen=True)
@@ -80,6 +80,7 @@ def evaluate_compressions(
     Raises LyapunovPruneError when the texts overlap, and as `compress` and `perplexity` do.
     """
     require_disjoint(calibration, evaluation)
+    require_unseen(model, evaluation)
     dense = perplexity(model, evaluation, batch_size=batch_size, description="perplexity, dense")
     rows = []
     for setting in track(list(settings), "compressions"):

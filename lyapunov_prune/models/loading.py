@@ -23,6 +23,7 @@ from transformers import (
 
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.files import whole_folder
+from lyapunov_prune.history import keep_history, read_history
 from lyapunov_prune.models.adapter_folder import attach_adapters, base_of
 from lyapunov_prune.models.folder import first_line, loading_errors, require_loadable, require_no_adapter_config
 from lyapunov_prune.models.judged import JUDGED
@@ -150,7 +151,9 @@ def builtin_folder() -> Path:
 
 def _load_folder(folder: Path, options: dict[str, Any]) -> Loaded:
     require_loadable(folder)
-    return _load_whole(folder, folder, {}, options | {"use_safetensors": True})
+    loaded = _load_whole(folder, folder, {}, options | {"use_safetensors": True})
+    keep_history(loaded.model, read_history(folder))
+    return loaded
 
 
 def _load_merged(folder: Path, options: dict[str, Any], offline: bool) -> Loaded:
