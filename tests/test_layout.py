@@ -26,6 +26,7 @@ ORDER = [
     "models.plain",
     "models.judged",
     "models.loading",
+    "models.tokenizers",
     "models.layer_settings",
     "models.adaptations",
     "models.families",

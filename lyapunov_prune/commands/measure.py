@@ -179,6 +179,7 @@ def evaluate(
     from lyapunov_prune.evaluation.speed import measure_speed
     from lyapunov_prune.evaluation.tasks import evaluate_tasks, load_tasks
     from lyapunov_prune.models.loading import load
+    from lyapunov_prune.models.tokenizers import require_same_tokenizer
 
     if tasks is None and (limit is not None or few_shot is not None):
         raise LyapunovPruneError("--limit and --few-shot are of tasks; give --tasks with them")
@@ -190,7 +191,9 @@ def evaluate(
     prompt = min(256, (first.structure.max_context or 512) // 2)
     models = {names[0]: first.model}
     for name in names[1:]:
-        models[name] = load(name, dtype=dtype, device=device, offline=offline).model
+        other = load(name, dtype=dtype, device=device, offline=offline)
+        require_same_tokenizer(first.tokenizer, other.tokenizer, (names[0], name))
+        models[name] = other.model
     result = Evaluation(
         perplexities=tuple(perplexity(m, batch, batch_size=batch_size) for m in models.values()),
         zeros=tuple(zero_share(m) for m in models.values()),
