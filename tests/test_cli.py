@@ -33,6 +33,7 @@ from lyapunov_prune.evaluation.evaluation import Evaluation
 from lyapunov_prune.healing import Healing
 from lyapunov_prune.hierarchy import HierarchyProbe
 from lyapunov_prune.history import History
+from lyapunov_prune.models import loading
 from lyapunov_prune.plan import PruningPlan
 from lyapunov_prune.profile import LayerProfile
 from lyapunov_prune.sensitivity import Sensitivity
@@ -678,7 +679,7 @@ def test_a_run_of_layers_goes_as_one(run: Any) -> None:
 
 def test_a_pruned_model_is_healed_by_the_one_it_came_from(run: Any) -> None:
     assert run("prune", "tiny", "--layers", "1,3", "-o", "out", *TEXT).code == 0
-    done = run("heal", "out", "-o", "healed", "--steps", "3", "--rank", "2", *TEXT)
+    done = run("heal", "out", "-o", "healed", "--teacher", "tiny", "--steps", "3", "--rank", "2", *TEXT)
     assert done.code == 0
     report = Healing.load("healed/healing.json")
     assert (report.steps, report.rank) == (3, 2)
@@ -687,6 +688,53 @@ def test_a_pruned_model_is_healed_by_the_one_it_came_from(run: Any) -> None:
     AutoModelForCausalLM.from_pretrained("healed")
     assert "--teacher" in run("heal", "tiny", "-o", "again", "--steps", "1", *TEXT).err
     assert run("eval", "healed", "--split", "calibration", *TEXT).code == 2
+
+
+def test_a_strangers_provenance_does_not_choose_what_is_loaded(
+    run: Any, run_bad: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run("prune", "tiny", "--layers", "1,3", "-o", "out", *TEXT)
+    made = Path("out/provenance.json")
+    content = json.loads(made.read_text())
+    for source in ("tiny", "someone/large", "/etc", "\x1b[2J\nerror: no"):
+        made.write_text(json.dumps(content | {"source": source}))
+        monkeypatch.setattr(loading, "load", pytest.fail)
+        told = run_bad("heal", "out", "-o", "healed", "--steps", "1", *TEXT)
+        assert f"was made from {source!r}; if you trust it, give that as --teacher" in told
+        assert "\x1b" not in told
+
+
+def test_the_built_in_model_teaches_without_being_named(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    run("prune", "tiny", "--layers", "1,3", "-o", "out", *TEXT)
+    made = Path("out/provenance.json")
+    made.write_text(json.dumps(json.loads(made.read_text()) | {"source": loading.BUILTIN}))
+    monkeypatch.setattr(loading, "builtin_folder", lambda: Path("tiny"))
+    assert run("heal", "out", "-o", "healed", "--steps", "1", *TEXT).code == 0
+
+
+def test_a_teacher_of_other_weights_than_those_pruned_is_refused(run: Any, run_bad: Any) -> None:
+    run("prune", "tiny", "--layers", "1,3", "-o", "out", *TEXT)
+    shutil.copytree("tiny", "tuned")
+    weights = load_file("tuned/model.safetensors")
+    weights["model.layers.4.mlp.up_proj.weight"][3, 3] += 0.01
+    save_file(weights, "tuned/model.safetensors", {"format": "pt"})
+    told = run_bad("heal", "out", "-o", "healed", "--teacher", "tuned", "--steps", "1", *TEXT)
+    assert "tuned is not the model that out was made from, which out/provenance.json records as 'tiny'" in told
+
+
+def test_models_that_read_text_otherwise_are_not_compared(run: Any, run_bad: Any) -> None:
+    shutil.copytree("tiny", "other")
+    names = VOCABULARY[:3] + VOCABULARY[-2:2:-1] + VOCABULARY[-1:]
+    content = json.loads(Path("tiny/tokenizer.json").read_text())
+    content["model"]["vocab"] = {name: i for i, name in enumerate(names)}
+    Path("other/tokenizer.json").write_text(json.dumps(content))
+    for command in (
+        ("eval", "tiny", "--against", "other"),
+        ("hierarchy", "other", "tiny"),
+        ("heal", "tiny", "--teacher", "other", "-o", "healed"),
+    ):
+        told = run_bad(*command, *TEXT)
+        assert "other and tiny have different tokenizers (token '!' has id 258 and id 3); give two models" in told
 
 
 def test_the_budget_of_divergence_says_how_many_layers_go(run: Any) -> None:

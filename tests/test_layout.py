@@ -31,6 +31,7 @@ ORDER = [
     "models.adapter_folder",
     "models.judged",
     "models.loading",
+    "models.tokenizers",
     "models.layer_settings",
     "models.adaptations",
     "models.families",

@@ -257,7 +257,7 @@ def heal(
     model: Annotated[str, typer.Argument(help="Folder of a pruned checkpoint.")],
     output: Annotated[Path, typer.Option("--output", "-o", help="Folder of the healed checkpoint; must be empty.")],
     teacher: Annotated[
-        str | None, typer.Option(help="The dense model; the one that MODEL was made from, if not given.")
+        str | None, typer.Option(help="The dense model; not needed for what was made from the built-in one.")
     ] = None,
     steps: Annotated[int, typer.Option(min=1, help="Training steps, of one window each.")] = 100,
     rank: Annotated[int | None, typer.Option(min=1, help="Train updates of this rank; else all of the layers.")] = None,
@@ -281,7 +281,9 @@ def heal(
     from lyapunov_prune.files import require_empty
     from lyapunov_prune.healing import REPORT
     from lyapunov_prune.healing import heal as heal_model
-    from lyapunov_prune.models.loading import load
+    from lyapunov_prune.models.loading import BUILTIN, load
+    from lyapunov_prune.models.structure import identify
+    from lyapunov_prune.models.tokenizers import require_same_tokenizer
     from lyapunov_prune.saving import write_model
 
     require_empty(output)
@@ -290,12 +292,23 @@ def heal(
     if teacher is None:
         if provenance is None:
             raise LyapunovPruneError(f"{model} does not say what it was made from; give the dense model as --teacher")
-        teacher = provenance.source
+        if provenance.source != BUILTIN:  # a file that may be a stranger's does not choose what is loaded
+            raise LyapunovPruneError(
+                f"{model} says that it was made from {provenance.source!r}; if you trust it, give that as --teacher"
+            )
+        teacher = BUILTIN
     loaded, batch = load_inputs(model, text, tokens, context, device, "float32", bos, offline)
+    dense = load(teacher, dtype="float32", device=device, offline=offline)
+    if provenance is not None and not provenance.plan.model.same_as(identify(dense.model)):
+        raise LyapunovPruneError(
+            f"{teacher} is not the model that {model} was made from, which {made} records as {provenance.source!r}; "
+            "give that one as --teacher"
+        )
+    require_same_tokenizer(dense.tokenizer, loaded.tokenizer, (teacher, model))
     jobs = run_folder(None, model) / "jobs" / "heal"
     done = heal_model(
         loaded.model,
-        load(teacher, dtype="float32", device=device, offline=offline).model,
+        dense.model,
         batch,
         steps=steps,
         rank=rank,

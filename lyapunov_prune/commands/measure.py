@@ -178,6 +178,7 @@ def evaluate(
     from lyapunov_prune.evaluation.speed import measure_speed
     from lyapunov_prune.evaluation.tasks import evaluate_tasks, load_tasks
     from lyapunov_prune.models.loading import load
+    from lyapunov_prune.models.tokenizers import require_same_tokenizer
     from lyapunov_prune.text import require_unseen
 
     if tasks is None and (limit is not None or few_shot is not None):
@@ -188,7 +189,9 @@ def evaluate(
     prompt = min(256, (first.structure.max_context or 512) // 2)
     models = {names[0]: first.model}
     for name in names[1:]:
-        models[name] = load(name, dtype=dtype, device=device, offline=offline).model
+        other = load(name, dtype=dtype, device=device, offline=offline)
+        require_same_tokenizer(first.tokenizer, other.tokenizer, (names[0], name))
+        models[name] = other.model
     for found in models.values():
         require_unseen(found, batch)
     result = Evaluation(

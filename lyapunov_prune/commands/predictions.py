@@ -58,13 +58,17 @@ def hierarchy(
     from lyapunov_prune.generation import compare_generation
     from lyapunov_prune.hierarchy import probe_layers
     from lyapunov_prune.models.loading import load
+    from lyapunov_prune.models.tokenizers import require_same_tokenizer
     from lyapunov_prune.text import require_unseen
 
     if choices is not None and compressed is None:
         raise LyapunovPruneError("--choices compares two models; give COMPRESSED too")
     items = load_items(choices) if choices else ()
     loaded, prompts = load_inputs(dense, text, tokens, context, device, dtype, bos, offline, "evaluation")
-    other = load(compressed, dtype=dtype, device=device, offline=offline) if compressed else None
+    other = None
+    if compressed is not None:
+        other = load(compressed, dtype=dtype, device=device, offline=offline)
+        require_same_tokenizer(loaded.tokenizer, other.tokenizer, (dense, compressed))
     for model in (loaded.model, *([other.model] if other else [])):
         require_unseen(model, prompts)
     same_layers = other is not None and other.structure.num_layers == loaded.structure.num_layers
