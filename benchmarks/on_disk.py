@@ -22,10 +22,10 @@ from safetensors.torch import save_file
 from tokenizers import Tokenizer, models
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
-from lyapunov_prune.outline import Outline, read_outline
-from lyapunov_prune.plan import PruningPlan
-from lyapunov_prune.shards import prune_on_disk
-from lyapunov_prune.tensor_files import read_tensors
+from lyapunov_prune.checkpoints.outline import Outline, read_outline
+from lyapunov_prune.checkpoints.tensor_files import read_tensors
+from lyapunov_prune.pruning.on_disk import prune_on_disk
+from lyapunov_prune.pruning.plan import PruningPlan
 
 SHAPES = {"vocab_size": 32_000, "hidden_size": 4096, "intermediate_size": 16_384, "num_hidden_layers": 5}
 REMOVE, REPEATS, SHARD = (1, 3), 3, 10**9

@@ -13,11 +13,11 @@ from pathlib import Path
 import torch
 
 import lyapunov_prune as lp
-from lyapunov_prune.compression.streaming import stream
-from lyapunov_prune.decoding import decode_greedily
+from lyapunov_prune.calibration.streaming import stream
 from lyapunov_prune.evaluation.speed import measure_speed
+from lyapunov_prune.forward.decoding import decode_greedily
 from lyapunov_prune.models.projections import Projection, find_projections
-from lyapunov_prune.sweep import Job, Sweep
+from lyapunov_prune.sensitivity.sweep import Job, Sweep
 
 TOKENS, CONTEXT, REPEATS = 2048, 512, 3
 PROMPT, STEPS = 128, 32

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import lyapunov_prune as lp
-from lyapunov_prune.profile import LayerProfile, profile_layers
-from lyapunov_prune.text import require_disjoint
+from lyapunov_prune.data.batch import require_disjoint
+from lyapunov_prune.profiles.profile import LayerProfile, profile_layers
 
 # The paper keeps 5 % of the entries (§3 calls that sparsity 5 %) at rank 16.
 SPARSITY, RANK = 0.95, 16

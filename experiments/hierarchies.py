@@ -16,8 +16,8 @@ import torch
 from transformers import PreTrainedModel
 
 import lyapunov_prune as lp
-from lyapunov_prune.results import MeasuredOn, Result, encode
-from lyapunov_prune.text import adds_bos
+from lyapunov_prune.data.text import adds_bos
+from lyapunov_prune.results.result import MeasuredOn, Result, encode
 
 # Math2 in the longer words of Table 2.
 PROMPTS = {

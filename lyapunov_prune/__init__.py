@@ -6,39 +6,41 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from lyapunov_prune.activations import ActivationStatistics, activation_statistics
     from lyapunov_prune.allocation.allocation import Allocation
     from lyapunov_prune.allocation.schedules import allocate
-    from lyapunov_prune.angular import AngularDistance, angular_distance
-    from lyapunov_prune.approx import approximate
-    from lyapunov_prune.attention_error import AttentionPaths, attention_paths
-    from lyapunov_prune.bounds_report import BoundsReport
-    from lyapunov_prune.branch_influence import SublayerInfluence, sublayer_influence
-    from lyapunov_prune.budget import BudgetedRemoval, remove_under_budget
-    from lyapunov_prune.candidates import ChoiceComparison, compare_choices
-    from lyapunov_prune.checks import check_bounds, check_grid
-    from lyapunov_prune.choice_items import ChoiceItem, load_items
+    from lyapunov_prune.bounds.approximate import approximate
+    from lyapunov_prune.bounds.check import check_bounds, check_grid
+    from lyapunov_prune.bounds.report import BoundsReport
     from lyapunov_prune.compression.compress import Compressed, CompressionReport, compress
-    from lyapunov_prune.contraction import ContractionProfile, measure_contraction
-    from lyapunov_prune.divergence import SkipDivergence, rank_by_divergence, skip_divergence
+    from lyapunov_prune.data.batch import TokenBatch
+    from lyapunov_prune.data.choices import ChoiceItem, load_items
+    from lyapunov_prune.data.text import load_text
     from lyapunov_prune.errors import CheckFailed, LyapunovPruneError, NonFiniteError
     from lyapunov_prune.evaluation.perplexity import Perplexity, perplexity
     from lyapunov_prune.evaluation.speed import Speed, measure_speed
     from lyapunov_prune.evaluation.tasks import TaskScores, evaluate_tasks, load_tasks
-    from lyapunov_prune.gate import GateReport, verify_removal
-    from lyapunov_prune.generation import GenerationDivergence, compare_generation
-    from lyapunov_prune.healing import Healed, Healing, heal
-    from lyapunov_prune.hierarchy import HierarchyProbe, probe_layers
-    from lyapunov_prune.influence import InfluenceProfile, block_influence
-    from lyapunov_prune.jacobian import JacobianNorms, sublayer_jacobians
+    from lyapunov_prune.healing.heal import Healed, Healing, heal
+    from lyapunov_prune.models.adapters import merge_adapters
     from lyapunov_prune.models.loading import Loaded, load
-    from lyapunov_prune.models.plain import merge_adapters
-    from lyapunov_prune.oracle import GreedyRemoval, greedy_removal
-    from lyapunov_prune.plan import PruningPlan
-    from lyapunov_prune.ranking import LayerRanking, rank_layers, rank_sublayers
-    from lyapunov_prune.sensitivity import Sensitivity, measure_sensitivity
-    from lyapunov_prune.surgery import drop_sublayers, remove_layers
-    from lyapunov_prune.text import TokenBatch, load_text
+    from lyapunov_prune.predictions.attention_paths import AttentionPaths, attention_paths
+    from lyapunov_prune.predictions.choices import ChoiceComparison, compare_choices
+    from lyapunov_prune.predictions.divergence import SkipDivergence, skip_divergence
+    from lyapunov_prune.predictions.generation import GenerationDivergence, compare_generation
+    from lyapunov_prune.predictions.hierarchy import HierarchyProbe, probe_layers
+    from lyapunov_prune.profiles.activations import ActivationStatistics, activation_statistics
+    from lyapunov_prune.profiles.contraction import ContractionProfile, measure_contraction
+    from lyapunov_prune.profiles.influence import InfluenceProfile, block_influence
+    from lyapunov_prune.profiles.jacobian import JacobianNorms, sublayer_jacobians
+    from lyapunov_prune.profiles.sublayer_influence import SublayerInfluence, sublayer_influence
+    from lyapunov_prune.pruning.gate import GateReport, verify_removal
+    from lyapunov_prune.pruning.plan import PruningPlan
+    from lyapunov_prune.pruning.surgery import drop_sublayers, remove_layers
+    from lyapunov_prune.ranking.angular import AngularDistance, angular_distance
+    from lyapunov_prune.ranking.budget import BudgetedRemoval, remove_under_budget
+    from lyapunov_prune.ranking.kl import rank_by_divergence
+    from lyapunov_prune.ranking.oracle import GreedyRemoval, greedy_removal
+    from lyapunov_prune.ranking.ranking import LayerRanking, rank_layers, rank_sublayers
+    from lyapunov_prune.sensitivity.sensitivity import Sensitivity, measure_sensitivity
 
 __all__ = [
     "ActivationStatistics",
@@ -111,39 +113,124 @@ __all__ = [
 
 # Names are imported on first use: torch takes seconds, and `lyapunov-prune --help` needs none of it.
 _HOMES = {
-    "activations": ("ActivationStatistics", "activation_statistics"),
     "allocation.allocation": ("Allocation",),
     "allocation.schedules": ("allocate",),
-    "angular": ("AngularDistance", "angular_distance"),
-    "approx": ("approximate",),
-    "attention_error": ("AttentionPaths", "attention_paths"),
-    "bounds_report": ("BoundsReport",),
-    "branch_influence": ("SublayerInfluence", "sublayer_influence"),
-    "budget": ("BudgetedRemoval", "remove_under_budget"),
-    "candidates": ("ChoiceComparison", "compare_choices"),
-    "checks": ("check_bounds", "check_grid"),
-    "choice_items": ("ChoiceItem", "load_items"),
-    "compression.compress": ("Compressed", "CompressionReport", "compress"),
-    "contraction": ("ContractionProfile", "measure_contraction"),
-    "divergence": ("SkipDivergence", "rank_by_divergence", "skip_divergence"),
-    "errors": ("CheckFailed", "LyapunovPruneError", "NonFiniteError"),
-    "evaluation.perplexity": ("Perplexity", "perplexity"),
-    "evaluation.speed": ("Speed", "measure_speed"),
-    "evaluation.tasks": ("TaskScores", "evaluate_tasks", "load_tasks"),
-    "gate": ("GateReport", "verify_removal"),
-    "generation": ("GenerationDivergence", "compare_generation"),
-    "healing": ("Healed", "Healing", "heal"),
-    "hierarchy": ("HierarchyProbe", "probe_layers"),
-    "influence": ("InfluenceProfile", "block_influence"),
-    "jacobian": ("JacobianNorms", "sublayer_jacobians"),
-    "models.loading": ("Loaded", "load"),
-    "models.plain": ("merge_adapters",),
-    "oracle": ("GreedyRemoval", "greedy_removal"),
-    "plan": ("PruningPlan",),
-    "ranking": ("LayerRanking", "rank_layers", "rank_sublayers"),
-    "sensitivity": ("Sensitivity", "measure_sensitivity"),
-    "surgery": ("drop_sublayers", "remove_layers"),
-    "text": ("TokenBatch", "load_text"),
+    "bounds.approximate": ("approximate",),
+    "bounds.check": (
+        "check_bounds",
+        "check_grid",
+    ),
+    "bounds.report": ("BoundsReport",),
+    "compression.compress": (
+        "Compressed",
+        "CompressionReport",
+        "compress",
+    ),
+    "data.batch": ("TokenBatch",),
+    "data.choices": (
+        "ChoiceItem",
+        "load_items",
+    ),
+    "data.text": ("load_text",),
+    "errors": (
+        "CheckFailed",
+        "LyapunovPruneError",
+        "NonFiniteError",
+    ),
+    "evaluation.perplexity": (
+        "Perplexity",
+        "perplexity",
+    ),
+    "evaluation.speed": (
+        "Speed",
+        "measure_speed",
+    ),
+    "evaluation.tasks": (
+        "TaskScores",
+        "evaluate_tasks",
+        "load_tasks",
+    ),
+    "healing.heal": (
+        "Healed",
+        "Healing",
+        "heal",
+    ),
+    "models.adapters": ("merge_adapters",),
+    "models.loading": (
+        "Loaded",
+        "load",
+    ),
+    "predictions.attention_paths": (
+        "AttentionPaths",
+        "attention_paths",
+    ),
+    "predictions.choices": (
+        "ChoiceComparison",
+        "compare_choices",
+    ),
+    "predictions.divergence": (
+        "SkipDivergence",
+        "skip_divergence",
+    ),
+    "predictions.generation": (
+        "GenerationDivergence",
+        "compare_generation",
+    ),
+    "predictions.hierarchy": (
+        "HierarchyProbe",
+        "probe_layers",
+    ),
+    "profiles.activations": (
+        "ActivationStatistics",
+        "activation_statistics",
+    ),
+    "profiles.contraction": (
+        "ContractionProfile",
+        "measure_contraction",
+    ),
+    "profiles.influence": (
+        "InfluenceProfile",
+        "block_influence",
+    ),
+    "profiles.jacobian": (
+        "JacobianNorms",
+        "sublayer_jacobians",
+    ),
+    "profiles.sublayer_influence": (
+        "SublayerInfluence",
+        "sublayer_influence",
+    ),
+    "pruning.gate": (
+        "GateReport",
+        "verify_removal",
+    ),
+    "pruning.plan": ("PruningPlan",),
+    "pruning.surgery": (
+        "drop_sublayers",
+        "remove_layers",
+    ),
+    "ranking.angular": (
+        "AngularDistance",
+        "angular_distance",
+    ),
+    "ranking.budget": (
+        "BudgetedRemoval",
+        "remove_under_budget",
+    ),
+    "ranking.kl": ("rank_by_divergence",),
+    "ranking.oracle": (
+        "GreedyRemoval",
+        "greedy_removal",
+    ),
+    "ranking.ranking": (
+        "LayerRanking",
+        "rank_layers",
+        "rank_sublayers",
+    ),
+    "sensitivity.sensitivity": (
+        "Sensitivity",
+        "measure_sensitivity",
+    ),
 }
 
 

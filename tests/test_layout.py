@@ -1,147 +1,17 @@
-"""The rules of the house: imports point one way, and what depends on a family stays in `models/`."""
+"""The rules of the house: imports point one way, what depends on a family stays in `models/`, tests mirror rooms."""
 
 from __future__ import annotations
 
 import ast
+import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
-PACKAGE = Path(__file__).parent.parent / "lyapunov_prune"
-# From the bottom up; a module may import from its own line's left and from the lines above.
-ORDER = [
-    "errors",
-    "files",
-    "overlap",
-    "results",
-    "history",
-    "progress",
-    "tensor_files",
-    "store",
-    "training_state",
-    "lean_sources",
-    "theorems",
-    "norms",
-    "linalg",
-    "models.held",
-    "models.digest",
-    "models.structure",
-    "models.plain",
-    "models.folder",
-    "models.adapter_folder",
-    "models.judged",
-    "models.loading",
-    "models.tokenizers",
-    "models.layer_settings",
-    "models.adaptations",
-    "models.families",
-    "models.kinds",
-    "models.projections",
-    "models.roles",
-    "outline",
-    "text",
-    "tracing",
-    "prefix",
-    "propagation",
-    "contraction",
-    "influence",
-    "activations",
-    "branches",
-    "sublayers",
-    "branch_influence",
-    "jacobian",
-    "profile",
-    "plan",
-    "angular",
-    "ranking",
-    "logits",
-    "decoding",
-    "reloading",
-    "cards",
-    "saving",
-    "gate",
-    "surgery",
-    "checkpoint",
-    "disk_gate",
-    "shards",
-    "bound_check",
-    "bounds",
-    "probability_bounds",
-    "bounds_report",
-    "replacement",
-    "layer_changes",
-    "adapters",
-    "distillation",
-    "approx",
-    "trajectory",
-    "compression.masks",
-    "compression.magnitude",
-    "compression.weight_only",
-    "compression.lowrank",
-    "compression.statistics",
-    "compression.gathering",
-    "compression.wanda",
-    "allocation.allocation",
-    "allocation.uniform",
-    "allocation.owl",
-    "allocation.alpha_pruning",
-    "allocation.atp",
-    "allocation.lyapunov",
-    "allocation.guidelines",
-    "allocation.bits",
-    "allocation.schedules",
-    "compression.gram",
-    "compression.sparsegpt",
-    "compression.whitened",
-    "compression.balanced",
-    "compression.rounding",
-    "compression.methods",
-    "compression.streaming",
-    "compression.compress",
-    "checks",
-    "evaluation.perplexity",
-    "similarity",
-    "scoring",
-    "divergence",
-    "budget",
-    "spaces",
-    "hierarchy",
-    "generation",
-    "attention_error",
-    "choice_items",
-    "candidates",
-    "sweep",
-    "oracle",
-    "studies",
-    "sensitivity",
-    "evaluation.removal",
-    "evaluation.compressions",
-    "healing",
-    "evaluation.speed",
-    "evaluation.task_items",
-    "evaluation.harness",
-    "evaluation.tasks",
-    "evaluation.evaluation",
-    "report.drawing",
-    "report.figures",
-    "report.hierarchy",
-    "report.choices",
-    "report.compressions",
-    "report.internals",
-    "report.generation",
-    "report.maps",
-    "report.removal",
-    "report.tasks",
-    "report.page",
-    "demo",
-    "terminal",
-    "options",
-    "inputs",
-    "commands.measure",
-    "commands.change",
-    "commands.predictions",
-    "cli",
-]
+REPOSITORY = Path(__file__).parent.parent
+PACKAGE = REPOSITORY / "lyapunov_prune"
 FAMILY_WORDS = {"gpt2", "llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma3_text", "phi3", "gpt_neox", "opt"}
 
 
@@ -150,28 +20,46 @@ def modules() -> dict[str, Path]:
     return {name: path for name, path in names.items() if not name.endswith("__init__")}
 
 
-def imports(path: Path) -> set[str]:
-    found = set()
-    for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.ImportFrom) and node.module and node.module.startswith("lyapunov_prune."):
-            found.add(node.module.removeprefix("lyapunov_prune."))
-        elif isinstance(node, ast.ImportFrom) and node.module == "lyapunov_prune":
-            found |= {alias.name for alias in node.names}
-    return found
+def lint(root: Path) -> str:
+    """What import-linter says of the package in `root`, by the contracts in its pyproject.toml."""
+    done = subprocess.run(
+        [Path(sys.executable).with_name("lint-imports"), "--no-cache"], cwd=root, capture_output=True, text=True
+    )
+    return done.stdout + done.stderr
 
 
-def test_every_module_has_its_place() -> None:
-    assert set(modules()) == set(ORDER)
+def test_imports_point_one_way() -> None:
+    assert "Contracts: 2 kept, 0 broken." in lint(REPOSITORY)
 
 
-@pytest.mark.parametrize("name", ORDER)
-def test_imports_point_one_way(name: str) -> None:
-    later = set(ORDER[ORDER.index(name) :])
-    assert not imports(modules()[name]) & later
+@pytest.mark.parametrize(
+    ("module", "line", "contract"),
+    [
+        ("linalg.py", "from lyapunov_prune.forward import hooks", "order of rooms"),
+        ("profiles/influence.py", "from lyapunov_prune.evaluation import perplexity", "order of rooms"),
+        ("ranking/ranking.py", "from lyapunov_prune.ranking import oracle, kl", "cycle between files"),
+        ("strange.py", "x = 1", "order of rooms"),
+    ],
+    ids=["back", "neighbours", "files", "a module outside"],
+)
+def test_a_planted_import_is_seen(module: str, line: str, contract: str, tmp_path: Path) -> None:
+    shutil.copytree(PACKAGE, tmp_path / "lyapunov_prune", ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copy(REPOSITORY / "pyproject.toml", tmp_path)
+    with (tmp_path / "lyapunov_prune" / module).open("a") as file:
+        file.write(f"\n{line}\n")
+    told = lint(tmp_path)
+    assert "Contracts: 2 kept" not in told
+    assert contract in told
+
+
+def test_tests_mirror_rooms() -> None:
+    rooms = {path.name for path in PACKAGE.iterdir() if path.is_dir() and path.name != "__pycache__"}
+    mirrored = {path.parent.name for path in (REPOSITORY / "tests").glob("*/test_*.py")}
+    assert mirrored - rooms == {"families"}
 
 
 def test_the_report_never_sees_a_model() -> None:
-    for name in [n for n in ORDER if n.startswith("report.")]:
+    for name in [n for n in modules() if n.startswith("report.")]:
         assert "transformers" not in modules()[name].read_text()
         assert "import torch" not in modules()[name].read_text()
 

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lyapunov_prune import norms
+from lyapunov_prune import linalg as norms
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.linalg import certified_norm, estimated_norm, exact_norm
 from lyapunov_prune.models.loading import Loaded

@@ -42,7 +42,7 @@ def test_star_brings_the_public_names() -> None:
 def test_help_and_usage_errors_wait_for_no_heavy_import(arguments: list[str]) -> None:
     script = (
         "import sys\n"
-        "from lyapunov_prune.cli import main\n"
+        "from lyapunov_prune.cli.app import main\n"
         "try: main()\n"
         "except SystemExit: pass\n"
         "heavy = {'torch', 'transformers', 'numpy', 'pandas', 'matplotlib', 'scipy'} & sys.modules.keys()\n"

@@ -11,9 +11,9 @@ from typing import Annotated
 import typer
 
 import lyapunov_prune as lp
-from lyapunov_prune.evaluation.removal import evaluate_removals
-from lyapunov_prune.report.figures import perplexity_figure
-from lyapunov_prune.text import require_disjoint
+from lyapunov_prune.data.batch import require_disjoint
+from lyapunov_prune.pruning.curve import evaluate_removals
+from lyapunov_prune.report.ranking import perplexity_figure
 
 HERE = Path(__file__).parent
 REMOVALS = (2, 4, 6, 8)  # of the paper

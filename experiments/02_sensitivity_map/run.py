@@ -5,15 +5,12 @@
 Writes sensitivity.json and the figures beside this file.
 """
 
-import sys
 from pathlib import Path
 
 import typer
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
-from common import draw, inputs
-
-from lyapunov_prune.report.maps import sensitivity_figures
+from experiments.common import draw, inputs
+from lyapunov_prune.report.sensitivity import sensitivity_figures
 
 HERE = Path(__file__).parent
 

@@ -5,17 +5,14 @@
 Writes cliff.json, activations.json and the figures beside this file.
 """
 
-import sys
 from pathlib import Path
 
 import typer
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
-from common import draw, inputs
-
 import lyapunov_prune as lp
-from lyapunov_prune.report.internals import activation_figure
-from lyapunov_prune.report.maps import cliff_figure, levels_figure
+from experiments.common import draw, inputs
+from lyapunov_prune.report.profiles import activation_figure
+from lyapunov_prune.report.sensitivity import cliff_figure, levels_figure
 
 HERE = Path(__file__).parent
 

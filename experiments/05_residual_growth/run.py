@@ -5,18 +5,14 @@
 Writes contraction-EPSILON.json, jacobian.json and the figures beside this file.
 """
 
-import sys
 from dataclasses import replace
 from pathlib import Path
 
 import typer
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
-from common import draw, inputs
-
 import lyapunov_prune as lp
-from lyapunov_prune.report.figures import growth_figure
-from lyapunov_prune.report.internals import jacobian_figure
+from experiments.common import draw, inputs
+from lyapunov_prune.report.profiles import growth_figure, jacobian_figure
 
 HERE = Path(__file__).parent
 EPSILONS = (1e-3, 1e-2, 1e-1)

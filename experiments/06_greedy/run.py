@@ -5,15 +5,12 @@
 Writes greedy.json and greedy.svg beside this file.
 """
 
-import sys
 from pathlib import Path
 
 import typer
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
-from common import draw, inputs
-
-from lyapunov_prune.report.maps import greedy_figure
+from experiments.common import draw, inputs
+from lyapunov_prune.report.sensitivity import greedy_figure
 
 HERE = Path(__file__).parent
 

@@ -6,15 +6,12 @@ Writes summary.json beside this file.
 """
 
 import json
-import sys
 from pathlib import Path
 
 import typer
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
-from common import inputs
-
 import lyapunov_prune as lp
+from experiments.common import inputs
 
 HERE = Path(__file__).parent
 CHECKED_TOKENS, CHECKED_CONTEXT = 128, 64  # for the bounds: thirty settings of every matrix

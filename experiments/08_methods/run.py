@@ -5,17 +5,14 @@
 Writes methods.json and methods.svg beside this file.
 """
 
-import sys
 from pathlib import Path
 
 import typer
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
-from common import draw, texts
-
 import lyapunov_prune as lp
-from lyapunov_prune.evaluation.compressions import Setting, evaluate_compressions
-from lyapunov_prune.report.compressions import compressions_figure
+from experiments.common import draw, texts
+from lyapunov_prune.compression.comparison import Setting, evaluate_compressions
+from lyapunov_prune.report.compression import compressions_figure
 
 HERE = Path(__file__).parent
 SETTINGS = [

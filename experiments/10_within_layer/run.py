@@ -6,7 +6,6 @@ Attention is pruned more or less by a step, the MLP of the same layer less or mo
 sparsity; and the first MLP is left whole, the rest of the model paying for it. Writes within.json and within.svg.
 """
 
-import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -14,15 +13,14 @@ from pathlib import Path
 import numpy as np
 import typer
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
-from common import draw, texts
-
 import lyapunov_prune as lp
-from lyapunov_prune.allocation.allocation import Allocation, fit
-from lyapunov_prune.evaluation.compressions import Setting, evaluate_compressions
+from experiments.common import draw, texts
+from lyapunov_prune.allocation.allocation import Allocation
+from lyapunov_prune.allocation.fitting import fit
+from lyapunov_prune.compression.comparison import Setting, evaluate_compressions
 from lyapunov_prune.models.projections import find_projections
 from lyapunov_prune.models.roles import role
-from lyapunov_prune.report.compressions import compressions_figure
+from lyapunov_prune.report.compression import compressions_figure
 
 HERE = Path(__file__).parent
 STEPS = (-0.1, 0.1, 0.2)

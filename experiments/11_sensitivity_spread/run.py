@@ -7,7 +7,6 @@ One component of all layers, or all components of one layer, at 50 % by each met
 sensitivity a method, and spread.svg.
 """
 
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -15,10 +14,8 @@ import pandas as pd
 import typer
 from scipy import stats
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
-from common import draw, inputs
-
 import lyapunov_prune as lp
+from experiments.common import draw, inputs
 from lyapunov_prune.allocation.lyapunov import tolerance
 from lyapunov_prune.report.drawing import COLOURS, log_axis, one_panel, svg
 

@@ -5,15 +5,12 @@
 Writes depth.json beside this file.
 """
 
-import sys
 from pathlib import Path
 
 import typer
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
-from common import texts
-
 import lyapunov_prune as lp
+from experiments.common import texts
 from lyapunov_prune.evaluation.evaluation import Evaluation, zero_share
 
 HERE = Path(__file__).parent

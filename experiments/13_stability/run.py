@@ -6,7 +6,6 @@ Perplexity over the first 4,096 to 51,200 tokens of each text, dense and compres
 the first. Writes stability.json and stability.svg.
 """
 
-import sys
 from pathlib import Path
 from typing import Annotated
 
@@ -14,13 +13,11 @@ import numpy as np
 import pandas as pd
 import typer
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
-from common import draw
-
 import lyapunov_prune as lp
+from experiments.common import draw
 from lyapunov_prune.evaluation.perplexity import interval_of
-from lyapunov_prune.files import write_whole
 from lyapunov_prune.report.drawing import COLOURS, one_panel, svg
+from lyapunov_prune.results.files import write_whole
 
 HERE = Path(__file__).parent
 CONTEXT, TOKENS = 512, (4096, 8192, 16384, 25600, 51200)

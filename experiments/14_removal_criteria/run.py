@@ -11,7 +11,6 @@ Writes oracle.json, divergence.json, removal.json, forwards.json, criteria.svg a
 """
 
 import json
-import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Annotated
@@ -21,21 +20,19 @@ import torch
 import typer
 from transformers import PreTrainedModel
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
-from common import draw
-
 import lyapunov_prune as lp
-from lyapunov_prune.evaluation.removal import RemovalCurve, RemovalRow, evaluate_removals
-from lyapunov_prune.files import write_whole
-from lyapunov_prune.influence import block_influence
+from experiments.common import draw
+from lyapunov_prune.data.batch import require_disjoint
+from lyapunov_prune.forward.hooks import residual_stream, run_backbone
+from lyapunov_prune.forward.prefix import Prefix
 from lyapunov_prune.models.projections import find_projections
 from lyapunov_prune.models.roles import role
 from lyapunov_prune.models.structure import find_structure
-from lyapunov_prune.prefix import Prefix
+from lyapunov_prune.profiles.influence import block_influence
+from lyapunov_prune.pruning.curve import RemovalCurve, RemovalRow, evaluate_removals
 from lyapunov_prune.report.drawing import COLOURS, log_axis, one_panel, svg
-from lyapunov_prune.report.figures import perplexity_figure
-from lyapunov_prune.text import require_disjoint
-from lyapunov_prune.tracing import residual_stream, run_backbone
+from lyapunov_prune.report.ranking import perplexity_figure
+from lyapunov_prune.results.files import write_whole
 
 HERE = Path(__file__).parent
 REMOVALS = (2, 4, 7)

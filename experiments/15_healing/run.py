@@ -5,15 +5,12 @@
 Writes full.json and low-rank.json beside this file.
 """
 
-import sys
 from pathlib import Path
 
 import typer
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
-from common import draw, texts
-
 import lyapunov_prune as lp
+from experiments.common import draw, texts
 from lyapunov_prune.report.drawing import COLOURS, one_panel, svg
 
 HERE = Path(__file__).parent

@@ -5,7 +5,6 @@
 Figures 4, 5, 6 and 11 of the paper. Writes spaces.json and the figures beside this file.
 """
 
-import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import fields, replace
 from pathlib import Path
@@ -16,20 +15,18 @@ import torch
 import typer
 from scipy import stats
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
-from common import draw
-from hierarchies import as_json, encoded, kept, measured_on, records, summarise
-
 import lyapunov_prune as lp
-from lyapunov_prune.files import write_whole
+from experiments.common import draw
+from experiments.hierarchies import as_json, encoded, kept, measured_on, records, summarise
+from lyapunov_prune.forward.hooks import residual_stream, run_backbone
+from lyapunov_prune.forward.prefix import Prefix, final_state
+from lyapunov_prune.forward.scoring import Scorer
+from lyapunov_prune.forward.sublayers import find_sublayers, silent
 from lyapunov_prune.linalg import lift
-from lyapunov_prune.prefix import Prefix, final_state
+from lyapunov_prune.predictions.spaces import direction
 from lyapunov_prune.report.drawing import COLOURS, INK, depth_axis, log_axis, panels, svg
-from lyapunov_prune.report.hierarchy import hierarchy_figure
-from lyapunov_prune.scoring import Scorer
-from lyapunov_prune.spaces import direction
-from lyapunov_prune.sublayers import find_sublayers, silent
-from lyapunov_prune.tracing import residual_stream, run_backbone
+from lyapunov_prune.report.predictions import hierarchy_figure
+from lyapunov_prune.results.files import write_whole
 
 HERE = Path(__file__).parent
 NAMES = {"attention": "attention", "mlp": "MLP"}

@@ -5,7 +5,6 @@
 Figures 7 and 12 and Table 2 of the paper. Writes generation.json and the figures beside this file.
 """
 
-import sys
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -19,18 +18,16 @@ from matplotlib.ticker import MaxNLocator
 from scipy import stats
 from transformers import PreTrainedModel
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
-from common import draw, texts
-from hierarchies import as_json, encoded, interval, kept, makers, measured_on, records, summarise
-
 import lyapunov_prune as lp
-from lyapunov_prune.decoding import walk
-from lyapunov_prune.divergence import divergences, log_softmax
-from lyapunov_prune.files import write_whole
-from lyapunov_prune.generation import collapsed, repetition
+from experiments.common import draw, texts
+from experiments.hierarchies import as_json, encoded, interval, kept, makers, measured_on, records, summarise
+from lyapunov_prune.evaluation.repetition import collapsed, repetition
+from lyapunov_prune.forward.decoding import walk
 from lyapunov_prune.linalg import lift
+from lyapunov_prune.predictions.divergence import divergences, log_softmax
+from lyapunov_prune.predictions.spaces import direction
 from lyapunov_prune.report.drawing import COLOURS, GREY, INK, log_axis, one_panel, panels, svg
-from lyapunov_prune.spaces import direction
+from lyapunov_prune.results.files import write_whole
 
 HERE = Path(__file__).parent
 PAPERS = "attention − 8"  # Drop-8A, the pruned model of its Figure 7

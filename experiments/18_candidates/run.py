@@ -6,7 +6,6 @@ Figure 8 of the paper. Without a file: its four multiple-choice prompts. Writes 
 this file.
 """
 
-import sys
 from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
@@ -20,16 +19,14 @@ from matplotlib.axes import Axes
 from scipy import stats
 from transformers import PreTrainedModel
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
-from common import draw
-from hierarchies import PROMPTS, as_json, interval, kept, makers, records
-
 import lyapunov_prune as lp
-from lyapunov_prune.choice_items import tokenize
-from lyapunov_prune.divergence import log_softmax
-from lyapunov_prune.files import write_whole
+from experiments.common import draw
+from experiments.hierarchies import PROMPTS, as_json, interval, kept, makers, records
+from lyapunov_prune.data.choices import tokenize
+from lyapunov_prune.predictions.divergence import log_softmax
 from lyapunov_prune.progress import track
 from lyapunov_prune.report.drawing import COLOURS, GREY, log_axis, one_panel, panels, svg
+from lyapunov_prune.results.files import write_whole
 
 HERE = Path(__file__).parent
 MODELS = ("layers − 4", "attention − 8", "MLP − 8", "4 bits, a row", "8 bits, a row")

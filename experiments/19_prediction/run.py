@@ -8,7 +8,6 @@ of the scores of its layers, perplexity on held-out text, and greedy decoding fr
 model's. Writes prediction.json, correlation.json, sets.svg and correlation.svg; interrupted, it goes on.
 """
 
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -16,16 +15,14 @@ import pandas as pd
 import typer
 from scipy import stats
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
-from common import draw, texts
-
 import lyapunov_prune as lp
-from lyapunov_prune.files import write_whole
-from lyapunov_prune.generation import collapsed, repetition
+from experiments.common import draw, texts
+from lyapunov_prune.evaluation.repetition import collapsed, repetition
 from lyapunov_prune.progress import track
 from lyapunov_prune.report.drawing import COLOURS, log_axis, one_panel, svg
-from lyapunov_prune.results import encode
-from lyapunov_prune.store import Store
+from lyapunov_prune.results.files import write_whole
+from lyapunov_prune.results.result import encode
+from lyapunov_prune.results.store import Store
 
 HERE = Path(__file__).parent
 COUNTS, RANDOM = (2, 3, 4, 6, 8), 3

@@ -6,17 +6,14 @@ Figure 1 and Table 1 of Representation hierarchies. Scores are lm-evaluation-har
 choices.json, answers.json and kinds.svg beside this file.
 """
 
-import sys
 from pathlib import Path
 from typing import Annotated
 
 import numpy as np
 import typer
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
-from common import draw, texts
-
 import lyapunov_prune as lp
+from experiments.common import draw, texts
 from lyapunov_prune.report.drawing import COLOURS, GREY, panels, svg
 
 HERE = Path(__file__).parent

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from bisect import bisect_left
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -13,14 +12,10 @@ from transformers import PreTrainedModel
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.models.projections import Projection, find_projections
 from lyapunov_prune.models.structure import identify
-from lyapunov_prune.results import MeasuredOn, ModelIdentity, Result
+from lyapunov_prune.results.result import MeasuredOn, ModelIdentity, Result
 
 # A matrix of zeros has no direction left.
 SPARSEST = 0.99
-# Budgets this far outside the attainable range are its end: means are rounded.
-ROUNDING = 1e-13
-# Targets must lie within this factor of each other; beyond it their scale has no place in float64.
-SPAN = 1e290
 
 
 @dataclass(frozen=True)
@@ -133,79 +128,3 @@ def require_sparsity(budget: float) -> None:
     """Raise LyapunovPruneError unless `0 ≤ budget < 1`."""
     if not 0 <= budget < 1:
         raise LyapunovPruneError(f"a sparsity of {budget:g} is no share of the entries; give 0 or more and less than 1")
-
-
-def fit(
-    target: np.ndarray,
-    sizes: np.ndarray,
-    budget: float,
-    low: float | np.ndarray = 0.0,
-    high: float | np.ndarray = 1.0,
-) -> np.ndarray:
-    """`clip(c · target, low, high)` with the smallest `c ≥ 0` that meets the budget, (M,) float64.
-
-    `Σ size · clip(c · target, low, high) = budget · Σ size`. The left side is piecewise linear in c, so c comes
-    from one segment between two breakpoints, without iteration. `target` (M,) ≥ 0; `sizes` (M,) > 0; bounds are
-    numbers or (M,). The order of targets that share their bounds is kept.
-
-    Raises LyapunovPruneError with the attainable range when no c meets the budget, and for targets that are
-    negative, not finite or too far apart for float64.
-    """
-    target = np.asarray(target, dtype=np.float64)
-    some = target[target > 0]
-    if not (np.isfinite(target).all() and (target >= 0).all()):
-        raise LyapunovPruneError("targets of an allocation must be finite and not negative; check what they rest on")
-    if len(some) and some.max() / SPAN > some.min():
-        raise LyapunovPruneError(f"targets from {some.min():g} to {some.max():g} are too far apart; bound the schedule")
-    unit = target / some.max() if len(some) else target
-    positive = unit > 0
-    low, high = _bounds(low, high, unit)
-    points = np.concatenate([[0.0], low[positive] / unit[positive], high[positive] / unit[positive]])
-    return _solve(lambda c: np.clip(c * unit, low, high), points[points >= 0], sizes, budget)
-
-
-def shift(
-    target: np.ndarray,
-    sizes: np.ndarray,
-    budget: float,
-    low: float | np.ndarray = 0.0,
-    high: float | np.ndarray = 1.0,
-) -> np.ndarray:
-    """`clip(target + c, low, high)` with the c that meets the budget, (M,) float64; otherwise as `fit`.
-
-    Targets may be negative. Any budget between the mean of `low` and that of `high` is met.
-    """
-    target = np.asarray(target, dtype=np.float64)
-    if not np.isfinite(target).all():
-        raise LyapunovPruneError("targets of an allocation must be finite; check what they rest on")
-    low, high = _bounds(low, high, target)
-    points = np.concatenate([low - target, high - target])
-    return _solve(lambda c: np.clip(target + c, low, high), points, sizes, budget)
-
-
-def _bounds(low: float | np.ndarray, high: float | np.ndarray, target: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    low, high = (np.broadcast_to(np.asarray(b, dtype=np.float64), target.shape) for b in (low, high))
-    if not (low <= high).all():
-        raise LyapunovPruneError("an allocation's lower bound is above its upper one; change the bounds")
-    return low, high
-
-
-def _solve(amount: Callable[[float], np.ndarray], points: np.ndarray, sizes: np.ndarray, budget: float) -> np.ndarray:
-    """`amount(c)` of the mean `budget`, where it is monotone in c and linear between `points`."""
-
-    def mean(c: float) -> float:
-        return float(np.average(amount(c), weights=sizes))
-
-    points = np.unique(points)
-    least, most = mean(points[0]), mean(points[-1])
-    if not least - ROUNDING <= budget <= most + ROUNDING:
-        raise LyapunovPruneError(
-            f"no allocation of this schedule has the mean {budget:.6g}: it reaches {least:.6g} to {most:.6g}; "
-            "change the budget or the bounds"
-        )
-    i = bisect_left(points, budget, key=mean)
-    if i in (0, len(points)):
-        return amount(points[min(i, len(points) - 1)])
-    a, b = points[i - 1], points[i]
-    before = mean(a)
-    return amount(a + (b - a) * ((budget - before) / (mean(b) - before)))

@@ -6,7 +6,8 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
-from lyapunov_prune.allocation.allocation import SPARSEST, Allocation, Matrices, fit, require_sparsity
+from lyapunov_prune.allocation.allocation import SPARSEST, Allocation, Matrices, require_sparsity
+from lyapunov_prune.allocation.fitting import fit
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.linalg import lift
 from lyapunov_prune.progress import track

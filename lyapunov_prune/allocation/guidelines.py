@@ -5,7 +5,8 @@ from __future__ import annotations
 import numpy as np
 from transformers import PreTrainedModel
 
-from lyapunov_prune.allocation.allocation import SPARSEST, Allocation, Matrices, require_sparsity, shift
+from lyapunov_prune.allocation.allocation import SPARSEST, Allocation, Matrices, require_sparsity
+from lyapunov_prune.allocation.fitting import shift
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.models.roles import role
 

@@ -8,11 +8,12 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
-from lyapunov_prune.allocation.allocation import SPAN, SPARSEST, Allocation, Matrices, fit, require_sparsity
-from lyapunov_prune.contraction import ContractionProfile
+from lyapunov_prune.allocation.allocation import SPARSEST, Allocation, Matrices, require_sparsity
+from lyapunov_prune.allocation.fitting import SPAN, fit
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.linalg import lift
-from lyapunov_prune.results import ModelIdentity
+from lyapunov_prune.profiles.contraction import ContractionProfile
+from lyapunov_prune.results.result import ModelIdentity
 
 
 def log_amplification(profile: ContractionProfile) -> np.ndarray:

@@ -6,13 +6,14 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
-from lyapunov_prune.allocation.allocation import SPARSEST, Allocation, Matrices, require_sparsity, shift
-from lyapunov_prune.compression.wanda import input_norms
+from lyapunov_prune.allocation.allocation import SPARSEST, Allocation, Matrices, require_sparsity
+from lyapunov_prune.allocation.fitting import shift
+from lyapunov_prune.calibration.norms import input_norms
+from lyapunov_prune.data.batch import TokenBatch, as_batch
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.linalg import lift
 from lyapunov_prune.models.projections import Projection
 from lyapunov_prune.progress import track
-from lyapunov_prune.text import TokenBatch, as_batch
 
 
 def owl(

@@ -16,10 +16,10 @@ from lyapunov_prune.allocation.guidelines import guidelines
 from lyapunov_prune.allocation.lyapunov import lyapunov, lyapunov_budget
 from lyapunov_prune.allocation.owl import owl
 from lyapunov_prune.allocation.uniform import uniform
-from lyapunov_prune.contraction import ContractionProfile
+from lyapunov_prune.data.batch import TokenBatch
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.models.held import held
-from lyapunov_prune.text import TokenBatch
+from lyapunov_prune.profiles.contraction import ContractionProfile
 
 
 class Schedule(NamedTuple):

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from transformers import PreTrainedModel
 
-from lyapunov_prune.allocation.allocation import SPARSEST, Allocation, Matrices, fit, require_sparsity
+from lyapunov_prune.allocation.allocation import SPARSEST, Allocation, Matrices, require_sparsity
+from lyapunov_prune.allocation.fitting import fit
 
 
 def uniform(model: PreTrainedModel, budget: float) -> Allocation:

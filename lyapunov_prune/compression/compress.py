@@ -13,20 +13,20 @@ from transformers import PreTrainedModel
 
 from lyapunov_prune.allocation.allocation import Allocation, Matrices
 from lyapunov_prune.allocation.schedules import SCHEDULES, allocate
-from lyapunov_prune.cards import as_text
+from lyapunov_prune.calibration.statistics import Statistics
+from lyapunov_prune.calibration.streaming import stream
+from lyapunov_prune.checkpoints.cards import as_text
 from lyapunov_prune.compression.masks import Pattern
 from lyapunov_prune.compression.methods import METHODS, compressed, rank_for
-from lyapunov_prune.compression.statistics import Statistics
-from lyapunov_prune.compression.streaming import stream
-from lyapunov_prune.contraction import ContractionProfile
+from lyapunov_prune.data.batch import TokenBatch, as_batch
 from lyapunov_prune.errors import LyapunovPruneError
-from lyapunov_prune.history import add_step
 from lyapunov_prune.linalg import lift
 from lyapunov_prune.models.projections import Projection, find_projections
 from lyapunov_prune.models.structure import identify, in_eval_mode
+from lyapunov_prune.profiles.contraction import ContractionProfile
 from lyapunov_prune.progress import track
-from lyapunov_prune.results import MeasuredOn, Result
-from lyapunov_prune.text import TokenBatch, as_batch
+from lyapunov_prune.results.history import add_step
+from lyapunov_prune.results.result import MeasuredOn, Result
 
 REPORT = "compression.json"  # beside the weights of a compressed checkpoint
 

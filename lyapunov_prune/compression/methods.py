@@ -8,16 +8,16 @@ from dataclasses import dataclass
 
 import torch
 
+from lyapunov_prune.calibration.statistics import Statistics
 from lyapunov_prune.compression.balanced import balanced
-from lyapunov_prune.compression.lowrank import basis, truncate
 from lyapunov_prune.compression.magnitude import sparsify
 from lyapunov_prune.compression.masks import Pattern
-from lyapunov_prune.compression.rounding import round_to_nearest
+from lyapunov_prune.compression.rtn import round_to_nearest
 from lyapunov_prune.compression.sparsegpt import sparsegpt
-from lyapunov_prune.compression.statistics import Statistics
+from lyapunov_prune.compression.svd import basis, truncate
 from lyapunov_prune.compression.wanda import wanda
 from lyapunov_prune.compression.weight_only import weight_only
-from lyapunov_prune.compression.whitened import whitened
+from lyapunov_prune.compression.whitened_svd import whitened
 from lyapunov_prune.errors import LyapunovPruneError
 
 

@@ -11,7 +11,7 @@ from lyapunov_prune.evaluation.perplexity import Perplexity
 from lyapunov_prune.evaluation.speed import Speed
 from lyapunov_prune.evaluation.tasks import TaskScores
 from lyapunov_prune.models.structure import find_structure
-from lyapunov_prune.results import Result
+from lyapunov_prune.results.result import Result
 
 # From here on a reader may take a model for a sparse one.
 SPARSE = 0.05

@@ -20,12 +20,12 @@ from lm_eval.tasks import TaskManager
 from torch import nn
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
+from lyapunov_prune.data.tasks import TaskFile
 from lyapunov_prune.errors import LyapunovPruneError
-from lyapunov_prune.evaluation.task_items import TaskFile
+from lyapunov_prune.forward.hooks import require_finite
 from lyapunov_prune.models.plain import require_in_memory
 from lyapunov_prune.models.structure import find_structure, in_eval_mode
 from lyapunov_prune.progress import track
-from lyapunov_prune.tracing import require_finite
 
 # The seed by which the harness draws examples for its own tasks.
 SEED = 1234
@@ -38,7 +38,6 @@ _UNCUT = 2**31
 _STRETCH = 16
 # Draws of the bootstrap of metrics without a closed standard error; those of local files have one.
 _DRAWS = 1000
-
 _MULTIPLE_CHOICE: dict[str, Any] = {
     "output_type": "multiple_choice",
     "doc_to_text": "query",

@@ -7,18 +7,16 @@ from dataclasses import dataclass
 import numpy as np
 import pandas as pd
 import torch
-import torch.nn.functional as F
 from scipy import stats
 from transformers import PreTrainedModel
 
+from lyapunov_prune.data.batch import TokenBatch, as_batch
 from lyapunov_prune.errors import LyapunovPruneError
+from lyapunov_prune.forward.hooks import require_finite
+from lyapunov_prune.forward.scoring import next_token_loss
 from lyapunov_prune.models.structure import find_structure, in_eval_mode
 from lyapunov_prune.progress import track
-from lyapunov_prune.results import MeasuredOn, Result
-from lyapunov_prune.text import TokenBatch, as_batch
-from lyapunov_prune.tracing import require_finite
-
-_CHUNK = 512  # tokens whose logits are widened at a time
+from lyapunov_prune.results.result import MeasuredOn, Result
 
 
 @dataclass(frozen=True)
@@ -62,18 +60,6 @@ def interval_of(nll: np.ndarray) -> tuple[float, float]:
     with np.errstate(over="ignore", invalid="ignore"):  # losses of a wrecked model may be infinite
         half = stats.t.ppf(0.975, len(nll) - 1) * stats.sem(nll)
         return (float(np.exp(nll.mean() - half)), float(np.exp(nll.mean() + half)))
-
-
-def next_token_loss(logits: torch.Tensor, ids: torch.Tensor) -> float:
-    """Mean loss in nats of one window: `logits` tokens × vocabulary, `ids` its tokens, the first unscored.
-
-    Logits are widened to float32 a chunk of tokens at a time, losses summed in float64.
-    """
-    parts = [
-        F.cross_entropy(z.float(), y, reduction="none").double().sum()
-        for z, y in zip(logits[:-1].split(_CHUNK), ids[1:].to(logits.device).split(_CHUNK), strict=True)
-    ]
-    return float(torch.stack(parts).sum()) / (len(ids) - 1)
 
 
 @in_eval_mode

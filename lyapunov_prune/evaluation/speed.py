@@ -15,7 +15,7 @@ from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.models.held import held
 from lyapunov_prune.models.structure import find_structure
 from lyapunov_prune.progress import track
-from lyapunov_prune.results import Result, versions
+from lyapunov_prune.results.result import Result, versions
 
 
 @dataclass(frozen=True)

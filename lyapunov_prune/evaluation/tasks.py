@@ -15,11 +15,12 @@ import pandas as pd
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from lyapunov_prune.data.batch import TokenBatch
+from lyapunov_prune.data.tasks import read_task
+from lyapunov_prune.data.text import adds_bos
 from lyapunov_prune.errors import LyapunovPruneError
-from lyapunov_prune.evaluation.task_items import read_task
-from lyapunov_prune.generation import collapsed, repetition
-from lyapunov_prune.results import MeasuredOn, Result, versions
-from lyapunov_prune.text import TokenBatch, adds_bos
+from lyapunov_prune.evaluation.repetition import collapsed, repetition
+from lyapunov_prune.results.result import MeasuredOn, Result, versions
 
 EXTRA = "tasks need lm-evaluation-harness; run: pip install 'lyapunov-prune[tasks]'"
 # What is measured of the answers of a generation task, beside the harness' own metrics.

@@ -1,1 +1,11 @@
-"""Everything that depends on how a model family is built."""
+"""Everything that depends on a model family; no other room asks for a model's name or `model_type`.
+
+- `structure`: where a decoder keeps its layers; which model it is;
+- `loading`: a hub id, a folder, a GGUF file or the built-in model, in memory; `adapters`, `plain`, `wrappers`: what a
+  model must be for its weights to be changed;
+- `projections`, `roles`: its matrices, and what each does; `kinds`: which layers are alike;
+- `layer_settings`, `adaptations`, `families`: what removing layers asks of a config and of a family.
+
+A new family usually needs nothing. If the gate refuses it, its row goes into `families` and its rule into
+`adaptations`; tests/families puts every family through every contract.
+"""

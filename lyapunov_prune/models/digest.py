@@ -25,7 +25,6 @@ _CASTS = {
 }
 _WIDTH, _ROWS = 4096, 64  # words in a row, which the digest depends on; rows at once, on which it does not
 _ODD = torch.frombuffer(bytearray(hashlib.shake_256(b"lyapunov-prune").digest(8 * _WIDTH)), dtype=torch.int64) | 1
-
 _known: weakref.WeakKeyDictionary[nn.Module, tuple[Any, dict[str, str]]] = weakref.WeakKeyDictionary()
 
 

@@ -19,7 +19,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.models.plain import UNPACK, quantisation
-from lyapunov_prune.tensor_files import weight_files
+from lyapunov_prune.models.weight_files import weight_files
 
 ADAPTER_CONFIG = "adapter_config.json"
 _GENERATION = "generation_config.json"

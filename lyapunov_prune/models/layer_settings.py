@@ -27,7 +27,6 @@ INDEX_LISTS = (
 # The number of layers at the start, or at the end, that are of another kind.
 FIRST_LAYERS = ("first_k_dense_replace", "max_window_layers", "moe_layer_start_index", "num_dense_layers")
 LAST_LAYERS = ("num_kv_shared_layers",)
-
 # Kinds of layers without keys and values, as transformers' caches call them.
 NO_KEYS = frozenset({"linear_attention", "mamba", "conv", "moe", "mlp"})
 

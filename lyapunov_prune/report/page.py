@@ -10,38 +10,59 @@ from typing import Any
 
 import pandas as pd
 
-from lyapunov_prune.activations import ActivationStatistics
-from lyapunov_prune.angular import AngularDistance
-from lyapunov_prune.attention_error import AttentionPaths
-from lyapunov_prune.bounds_report import BoundsReport
-from lyapunov_prune.branch_influence import SublayerInfluence
-from lyapunov_prune.budget import BudgetedRemoval
-from lyapunov_prune.candidates import ChoiceComparison
-from lyapunov_prune.checkpoint import PROVENANCE, Provenance
+from lyapunov_prune.bounds.report import BoundsReport
 from lyapunov_prune.compression.compress import REPORT as COMPRESSION
 from lyapunov_prune.compression.compress import CompressionReport
-from lyapunov_prune.divergence import SkipDivergence
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.evaluation.evaluation import Evaluation
-from lyapunov_prune.evaluation.removal import RemovalCurve
 from lyapunov_prune.evaluation.speed import Speed
-from lyapunov_prune.files import write_whole
-from lyapunov_prune.generation import GenerationDivergence
-from lyapunov_prune.healing import REPORT as HEALING
-from lyapunov_prune.healing import Healing
-from lyapunov_prune.hierarchy import HierarchyProbe
-from lyapunov_prune.jacobian import JacobianNorms
-from lyapunov_prune.oracle import GreedyRemoval
-from lyapunov_prune.plan import PruningPlan
-from lyapunov_prune.profile import LayerProfile
-from lyapunov_prune.report import compressions, figures, internals, removal
-from lyapunov_prune.report.choices import choices_figures
-from lyapunov_prune.report.generation import generation_figure, paths_figure
-from lyapunov_prune.report.hierarchy import hierarchy_figure, kl_figure
-from lyapunov_prune.report.maps import sensitivity_figures
-from lyapunov_prune.report.tasks import tasks_figure
-from lyapunov_prune.results import Result
-from lyapunov_prune.sensitivity import Sensitivity
+from lyapunov_prune.healing.heal import REPORT as HEALING
+from lyapunov_prune.healing.heal import Healing
+from lyapunov_prune.predictions.attention_paths import AttentionPaths
+from lyapunov_prune.predictions.choices import ChoiceComparison
+from lyapunov_prune.predictions.divergence import SkipDivergence
+from lyapunov_prune.predictions.generation import GenerationDivergence
+from lyapunov_prune.predictions.hierarchy import HierarchyProbe
+from lyapunov_prune.profiles.activations import ActivationStatistics
+from lyapunov_prune.profiles.jacobian import JacobianNorms
+from lyapunov_prune.profiles.profile import LayerProfile
+from lyapunov_prune.profiles.sublayer_influence import SublayerInfluence
+from lyapunov_prune.pruning.checkpoint import PROVENANCE, Provenance
+from lyapunov_prune.pruning.curve import RemovalCurve
+from lyapunov_prune.pruning.plan import PruningPlan
+from lyapunov_prune.ranking.angular import AngularDistance
+from lyapunov_prune.ranking.budget import BudgetedRemoval
+from lyapunov_prune.ranking.oracle import GreedyRemoval
+from lyapunov_prune.report.bounds import bounds_figure
+from lyapunov_prune.report.compression import compression_figure
+from lyapunov_prune.report.evaluation import speed_figure, tasks_figure
+from lyapunov_prune.report.healing import healing_figure
+from lyapunov_prune.report.predictions import (
+    choices_figures,
+    divergence_figure,
+    generation_figure,
+    hierarchy_figure,
+    kl_figure,
+    paths_figure,
+)
+from lyapunov_prune.report.profiles import (
+    activation_figure,
+    contraction_figure,
+    influence_figure,
+    jacobian_figure,
+    sublayer_figure,
+)
+from lyapunov_prune.report.ranking import (
+    angular_figure,
+    budget_figure,
+    oracle_figure,
+    perplexity_figure,
+    ranking_figure,
+)
+from lyapunov_prune.report.sensitivity import sensitivity_figures
+from lyapunov_prune.results.files import write_whole
+from lyapunov_prune.results.result import Result
+from lyapunov_prune.sensitivity.sensitivity import Sensitivity
 
 _STYLE = """
 body { font: 16px/1.5 system-ui, sans-serif; color: #222; max-width: 62rem; margin: 2rem auto; padding: 0 1rem; }
@@ -82,8 +103,8 @@ _SECTIONS = (
         "the layer absorbs it. Bars are 95 % bootstrap intervals over windows and seeds. Block Influence is "
         "how far a layer turns the hidden state. Both are measurements on the text named below, not bounds.",
         lambda r: {
-            "contraction": figures.contraction_figure(r.contraction),
-            "influence": figures.influence_figure(r.influence),
+            "contraction": contraction_figure(r.contraction),
+            "influence": influence_figure(r.influence),
         },
     ),
     _Section(
@@ -94,7 +115,7 @@ _SECTIONS = (
         "rank of what leaves a matrix, the tails of what enters it, and how much of what enters it is nearly "
         "zero. Attention sinks, tokens of enormous norm, can be all of the covariance: on the "
         "broken line all tokens weigh the same. Correlations, and no explanation by themselves.",
-        lambda r: {"activations": internals.activation_figure(r)},
+        lambda r: {"activations": activation_figure(r)},
     ),
     _Section(
         "jacobian.json",
@@ -104,7 +125,7 @@ _SECTIONS = (
         "enters them: the worst direction found, an estimate from below and no bound, and the root mean square "
         "over random directions. Where the worst is above one, the branch alone cannot promise that an error "
         "shrinks.",
-        lambda r: {"jacobian": internals.jacobian_figure(r)},
+        lambda r: {"jacobian": jacobian_figure(r)},
     ),
     _Section(
         "sublayers.json",
@@ -112,7 +133,7 @@ _SECTIONS = (
         "Block Influence of attention and MLP",
         "How far each branch by itself turns the residual stream; the branch of least influence is zeroed first. Bars "
         "are standard errors over windows. A measurement on the text named below.",
-        lambda r: {"sublayers": figures.sublayer_figure(r)},
+        lambda r: {"sublayers": sublayer_figure(r)},
     ),
     _Section(
         "angular.json",
@@ -120,7 +141,7 @@ _SECTIONS = (
         "Runs of layers",
         "How far layers in a row turn the hidden state, all together: the run whose ends are nearest is removed as one "
         "by criterion angular. Of single layers it is Block Influence. A measurement on the text named below.",
-        lambda r: {"angular": figures.angular_figure(r)},
+        lambda r: {"angular": angular_figure(r)},
     ),
     _Section(
         "divergence.json",
@@ -131,7 +152,7 @@ _SECTIONS = (
         "good only where that change is small; the criterion kl ranks by the estimate. Below, how often the likeliest "
         "token is another. A prediction that moves need not be a worse one, and layers skipped together may cost "
         "more than the sum.",
-        lambda r: {"divergence": removal.divergence_figure(r)},
+        lambda r: {"divergence": divergence_figure(r)},
     ),
     _Section(
         "budget.json",
@@ -140,7 +161,7 @@ _SECTIONS = (
         "The first layers of a ranking removed together, more and more of them, until the probabilities of the next "
         "token have moved further from the dense model's than the budget allows, on the text named below. The sum of "
         "what the layers cost alone predicts it and bounds nothing.",
-        lambda r: {"budget": removal.budget_figure(r)},
+        lambda r: {"budget": budget_figure(r)},
     ),
     _Section(
         "oracle.json",
@@ -149,7 +170,7 @@ _SECTIONS = (
         "At each step every candidate was tried, and the one whose removal raises the perplexity least went; "
         "the number at a point is that layer. The perplexity is that of the text that chose the layers, so it "
         "flatters them: other text must judge. A greedy order need not hold the best set of layers.",
-        lambda r: {"oracle": removal.oracle_figure(r)},
+        lambda r: {"oracle": oracle_figure(r)},
     ),
     _Section(
         "sensitivity.json",
@@ -167,7 +188,7 @@ _SECTIONS = (
         "Every matrix replaced by an approximation, and the error of every token held against the bound that a "
         "theorem sets it. At one the bound is attained; above, it would be violated. A check that holds speaks "
         "of the inputs it saw.",
-        lambda r: {"bounds": internals.bounds_figure(r)},
+        lambda r: {"bounds": bounds_figure(r)},
     ),
     _Section(
         "removal.json",
@@ -175,7 +196,7 @@ _SECTIONS = (
         "Perplexity after removal",
         "Layers physically removed, in the order of each criterion, on text that no score has seen. Bars are "
         "95 % intervals of the ratio to the dense model, paired by window.",
-        lambda r: {"perplexity": figures.perplexity_figure(r)},
+        lambda r: {"perplexity": perplexity_figure(r)},
     ),
     _Section(
         COMPRESSION,
@@ -185,7 +206,7 @@ _SECTIONS = (
         "matrices, lines the root mean square of a layer. The error of the outputs is measured on the calibration "
         "text that the method saw, where it collected the second moments of the inputs. Errors of single matrices do "
         "not say what the whole model has lost: evaluate it.",
-        lambda r: {"compression": compressions.compression_figure(r)},
+        lambda r: {"compression": compression_figure(r)},
         in_checkpoints=True,
     ),
     _Section(
@@ -195,7 +216,7 @@ _SECTIONS = (
         "The pruned model learns to predict what the dense one predicts, from one window a step, so the loss jumps "
         "with the text; the line is a running mean. A loss on the text learnt from shows progress, not success: "
         "the share recovered, of the perplexity that the removal cost, is measured on other text.",
-        lambda r: {"healing": removal.healing_figure(r)},
+        lambda r: {"healing": healing_figure(r)},
         in_checkpoints=True,
     ),
     _Section(
@@ -238,7 +259,7 @@ _SECTIONS = (
         Evaluation,
         "Evaluation",
         "Perplexity over non-overlapping windows, every window on its own.",
-        lambda r: {"speed": figures.speed_figure(r.speed)} if r.speed else {},
+        lambda r: {"speed": speed_figure(r.speed)} if r.speed else {},
     ),
     _Section(
         "eval.json",
@@ -256,7 +277,7 @@ _SECTIONS = (
         Speed,
         "Speed",
         "All models measured in turns in one run; medians.",
-        lambda r: {"speed": figures.speed_figure(r)},
+        lambda r: {"speed": speed_figure(r)},
     ),
 )
 
@@ -283,7 +304,7 @@ def write_report(run: str | Path) -> Path:
             drawn |= pictures
             body.append(_section(title, section.words, pictures, result))
         if section.file == "profile.json" and scored:
-            pictures = {"ranking": figures.ranking_figure(scored)}
+            pictures = {"ranking": ranking_figure(scored)}
             drawn |= pictures
             words = "The number is a layer's rank: 1 would be removed first. Filled layers are removed by the plan."
             body.append(_section("Rankings and plans", words, pictures, *scored.values()))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from zoo import CHANGES, LAYERS, make_zoo
+from families.zoo import CHANGES, LAYERS, make_zoo
 
 from lyapunov_prune import LyapunovPruneError, remove_layers
 from lyapunov_prune.models.structure import find_structure

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import pytest
+from families.verdicts import PAGE, WRONG, YES, judge, load_table, page
+from families.zoo import ZOO, model_type_of
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
-from verdicts import PAGE, WRONG, YES, judge, load_table, page
-from zoo import ZOO, model_type_of
 
-from lyapunov_prune.models.judged import JUDGED
+from lyapunov_prune.models.families import JUDGED
 
 
 def test_the_table_holds_every_family() -> None:

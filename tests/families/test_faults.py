@@ -6,13 +6,14 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from families.zoo import LAYERS, make_zoo
 from torch import nn
 from transformers import PreTrainedModel
-from zoo import LAYERS, make_zoo
 
-from lyapunov_prune import LyapunovPruneError, remove_layers, surgery, verify_removal
+from lyapunov_prune import LyapunovPruneError, remove_layers, verify_removal
 from lyapunov_prune.models.families import FAMILIES
 from lyapunov_prune.models.structure import find_structure
+from lyapunov_prune.pruning import surgery
 
 # Model of the zoo, and layers that its entry removes correctly or refuses. GPT-Neo is not here: its entry
 # corrects a second notation of the same fact, which transformers 5 writes but does not read.

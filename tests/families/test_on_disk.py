@@ -6,19 +6,19 @@ import os
 from pathlib import Path
 
 import pytest
-from test_shards import on_disk, tensors
+from families.zoo import LAYERS, SMALL, ZOO, make_zoo
+from helpers import on_disk, tensors
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
-from zoo import LAYERS, SMALL, ZOO, make_zoo
 
-from lyapunov_prune import tensor_files
+from lyapunov_prune.checkpoints import tensor_files
+from lyapunov_prune.checkpoints.outline import read_outline
+from lyapunov_prune.checkpoints.tensor_files import read_tensors
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.models import loading
 from lyapunov_prune.models.structure import identify, require_causal
-from lyapunov_prune.outline import read_outline
-from lyapunov_prune.plan import PruningPlan
-from lyapunov_prune.shards import prune_on_disk
-from lyapunov_prune.surgery import remove_layers
-from lyapunov_prune.tensor_files import read_tensors
+from lyapunov_prune.pruning.on_disk import prune_on_disk
+from lyapunov_prune.pruning.plan import PruningPlan
+from lyapunov_prune.pruning.surgery import remove_layers
 
 REMOVE = (2, 5)
 

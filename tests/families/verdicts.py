@@ -14,9 +14,9 @@ from typing import TypedDict
 
 import numpy as np
 import torch
+from families.zoo import LAYERS, VOCABULARY, ZOO, make_zoo, model_type_of
 from transformers import PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
-from zoo import LAYERS, VOCABULARY, ZOO, make_zoo, model_type_of
 
 from lyapunov_prune import (
     LyapunovPruneError,
@@ -26,12 +26,12 @@ from lyapunov_prune import (
     remove_layers,
     verify_removal,
 )
-from lyapunov_prune.gate import verify_intact
-from lyapunov_prune.logits import deviation, sample_inputs, uncached_logits
+from lyapunov_prune.forward.hooks import skipped
+from lyapunov_prune.forward.logits import deviation, sample_inputs, uncached_logits
 from lyapunov_prune.models.families import TRUSTED
 from lyapunov_prune.models.projections import find_projections
 from lyapunov_prune.models.structure import find_structure, require_causal
-from lyapunov_prune.tracing import skipped
+from lyapunov_prune.pruning.gate import verify_intact
 
 TABLE = Path(__file__).with_name("results.json")
 PAGE = Path(__file__).parents[2] / "docs" / "families.md"

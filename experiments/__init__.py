@@ -1,0 +1,1 @@
+"""One folder for each table or figure of the papers; what they share is here."""

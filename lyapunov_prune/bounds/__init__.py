@@ -1,0 +1,9 @@
+"""Theorems, the checkers that rest on them, and checks of a whole model.
+
+- `bound_check`: one check; `checkers`, `probability`, `decision`: one checker a theorem;
+- `approximate`, `trajectory`: matrices that check themselves on every forward, and states side by side;
+- `check`, `report`: a model put through a grid of settings, and the result;
+- `theorems`, `lean`: the registry of what is proven in `lean/`, and how its sources are read.
+
+A new theorem gets a row in `theorems` with the fingerprint of its statement, and a checker that names it.
+"""

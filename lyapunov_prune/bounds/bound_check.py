@@ -1,0 +1,93 @@
+"""A bound checked: the worst of many inputs, with what rounding may account for."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+import numpy.typing as npt
+
+from lyapunov_prune.errors import LyapunovPruneError
+
+# Relative rounding of a bound: a norm of a vector of up to 2¹³ entries, and some products.
+_ROUNDING = 2.0**-37
+Numbers = npt.ArrayLike
+
+
+@dataclass(frozen=True)
+class BoundCheck:
+    """One theorem on one matrix: the worst of `inputs` inputs, that is the largest error / (bound + margin).
+
+    `estimate` marks a bound whose hypothesis was only measured (growth along one trajectory).
+    """
+
+    theorem: str
+    matrix: str
+    layer: int | None
+    error: float
+    bound: float
+    margin: float  # u + v: what rounding may account for
+    inputs: int
+    estimate: bool = False
+
+    @property
+    def slack(self) -> float:
+        """How far the error stays below the bound."""
+        return self.bound - self.error
+
+    @property
+    def ratio(self) -> float:
+        """Error / bound; 1 is a bound attained."""
+        return self.error / self.bound if self.bound > 0 else (0.0 if self.error == 0 else np.inf)
+
+    @property
+    def holds(self) -> bool:
+        return self.error <= self.bound + self.margin
+
+    def __str__(self) -> str:
+        verb = "holds for" if self.holds else "is VIOLATED by"
+        numbers = f"error {self.error:.6g}, bound {self.bound:.6g} (± {self.margin:.2g})"
+        return f"{self.theorem} {verb} {self.matrix}: {numbers}"
+
+    def with_more(self, other: BoundCheck | None) -> BoundCheck:
+        """The worse of two checks of one theorem on one matrix, with the inputs of both."""
+        if other is None:
+            return self
+        worst = max(self, other, key=lambda c: (not c.holds, c.ratio))
+        return replace(worst, inputs=self.inputs + other.inputs)
+
+
+def as_array(numbers: Numbers) -> np.ndarray:
+    """(n,) float64, also of one number."""
+    return np.atleast_1d(np.asarray(numbers, dtype=np.float64))
+
+
+def worst_check(
+    theorem: str,
+    matrix: str,
+    layer: int | None,
+    error: Numbers,
+    bound: np.ndarray,
+    rounding: Numbers,
+    estimate: bool = False,
+) -> BoundCheck:
+    """The input with the largest error / (bound + margin). NaN is no check: it raises."""
+    error, bound = np.broadcast_arrays(as_array(error), bound)
+    if not len(error):
+        raise LyapunovPruneError(f"{theorem} on {matrix}: no inputs to check")
+    margin = np.broadcast_to(as_array(rounding), bound.shape) + _ROUNDING * bound
+    if not (np.isfinite(error).all() and np.isfinite(bound).all() and np.isfinite(margin).all()):
+        raise LyapunovPruneError(f"{theorem} on {matrix}: NaN or infinity; check the activations and the weights")
+    with np.errstate(over="ignore"):  # any error is infinitely worse than a bound of zero
+        share = error / np.maximum(bound + margin, np.finfo(np.float64).tiny)
+    at = int(np.argmax(share))
+    return BoundCheck(
+        theorem=theorem,
+        matrix=matrix,
+        layer=layer,
+        error=float(error[at]),
+        bound=float(bound[at]),
+        margin=float(margin[at]),
+        inputs=len(error),
+        estimate=estimate,
+    )

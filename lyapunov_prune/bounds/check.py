@@ -1,0 +1,230 @@
+"""Every matrix of a model approximated, and every bound checked on every forward.
+
+`check_bounds` takes one setting and follows the errors to the prediction; `check_grid` takes many settings
+and shares what they have in common: the norm of W, the sparse stage, the basis of the low-rank stage.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+from transformers import PreTrainedModel
+
+from lyapunov_prune.bounds.approximate import Approximation, Record, approximate, approximation, certify_difference
+from lyapunov_prune.bounds.report import BoundsReport, Seen, Setting, Violation
+from lyapunov_prune.bounds.trajectory import Trajectory
+from lyapunov_prune.compression.magnitude import sparsify
+from lyapunov_prune.compression.svd import basis, truncate
+from lyapunov_prune.data.batch import TokenBatch, as_batch
+from lyapunov_prune.errors import LyapunovPruneError
+from lyapunov_prune.forward.hooks import run_backbone
+from lyapunov_prune.linalg import CertifiedNorm, certify
+from lyapunov_prune.models.projections import Projection, find_projections
+from lyapunov_prune.models.structure import find_structure, in_eval_mode
+from lyapunov_prune.progress import track
+from lyapunov_prune.results.result import decode, encode
+from lyapunov_prune.results.store import Store
+
+A = TypeVar("A")
+B = TypeVar("B")
+SPARSITIES = (0.0, 0.3, 0.5, 0.7, 0.9)
+RANKS = (None, 32, 8)
+CACHE_RADII = (0.0, 0.1)
+
+
+@in_eval_mode
+@torch.no_grad()
+def check_bounds(
+    model: PreTrainedModel,
+    batch: TokenBatch | torch.Tensor,
+    *,
+    method: str = "magnitude",
+    sparsity: float = 0.5,
+    rank: int | None = None,
+    cache_radius: float = 0.0,
+    batch_size: int = 1,
+) -> BoundsReport:
+    """Approximate every matrix of every layer and check its bound on every token (Theorems 1 to 4).
+
+    `method="magnitude"` zeroes the share `sparsity` of the smallest entries; with `rank`, what is left is
+    truncated to that rank; with `cache_radius`, tokens within that share of their norm reuse an earlier
+    token's product. Errors travel on; they are composed layer by layer (`trajectory_error_le`), held against the
+    growth of the state (`residual_growth_contraction`, `lyapunov_contraction_bound`), all estimates, and
+    followed to the prediction (`argmax_unchanged_of_state_error`). A reported violation is one by
+    `violation_is_real`, and by `no_false_alarm` rounding alone reports none.
+
+    Raises LyapunovPruneError for a bad setting or batch, or NaN on the way.
+    """
+    batch = as_batch(model, batch)
+    setting = Setting(float(sparsity), rank, float(cache_radius))
+    _require(method, [setting])
+    projections = find_projections(model)
+    structure = find_structure(model)
+    weights = {p.name: p.weight(model) for p in projections}
+    chosen = _each(partial(_approximate_one, setting=setting), weights, "certified norms")
+    with approximate(model, chosen, cache_radius=setting.cache_radius) as records:
+        trajectory = Trajectory(model, structure, records)
+        for start in track(range(0, len(batch.ids), batch_size), "bounds"):
+            trajectory.follow(batch.ids[start : start + batch_size].to(model.device))
+    return _report(method, projections, [setting], [_seen(records)], trajectory, model, batch)
+
+
+@in_eval_mode
+@torch.no_grad()
+def check_grid(
+    model: PreTrainedModel,
+    batch: TokenBatch | torch.Tensor,
+    *,
+    method: str = "magnitude",
+    sparsities: Sequence[float] = SPARSITIES,
+    ranks: Sequence[int | None] = RANKS,
+    cache_radii: Sequence[float] = CACHE_RADII,
+    batch_size: int = 1,
+    folder: str | Path | None = None,
+    resume: bool = False,
+) -> BoundsReport:
+    """`check_bounds` for every combination of sparsity × rank × cache radius: thirty by default.
+
+    Norms and decompositions are computed once for each matrix and reused. By default the settings hold every
+    one of Theorems 1 to 4, and one that changes nothing, whose error must be exactly zero. Alarms mean what
+    `no_false_alarm` and `violation_is_real` say. Finished settings are kept in `folder`, and with `resume` not
+    checked again. Memory beside the model: the sparse, the low-rank and the residual weights of all layers, and
+    the float64 bases of one sparsity.
+    """
+    batch = as_batch(model, batch)
+    settings = [Setting(float(s), r, float(c)) for s in sparsities for r in ranks for c in cache_radii]
+    _require(method, settings)
+    projections = find_projections(model)
+    weights = {p.name: p.weight(model) for p in projections}
+    norms = _each(certify, weights, "norms of the weights")
+    known = {name: (weights[name], norms[name]) for name in weights}
+    about = {"measured_on": encode(batch.measured_on(model)), "method": method}
+    store = Store(folder, about, resume=resume)
+
+    def missing(*parts: Any) -> list[Setting]:
+        """The settings that begin like this and have not been checked."""
+        return [s for s in settings if (s.sparsity, s.rank)[: len(parts)] == parts and str(s) not in store]
+
+    for sparsity in sparsities:
+        if not missing(sparsity):
+            continue
+        stage = partial(_sparse_stage, sparsity=sparsity, with_basis=any(rank is not None for rank in ranks))
+        stages = _each(stage, known, f"sparsity {sparsity:g}")
+        for rank in ranks:
+            if not missing(sparsity, rank):
+                continue
+            chosen = _each(partial(_approximate, rank=rank), stages, f"sparsity {sparsity:g}, rank {rank or 'full'}")
+            for setting in missing(sparsity, rank):
+                seen = _outcome(model, batch, chosen, setting.cache_radius, batch_size)
+                store.add(str(setting), {name: encode(s) for name, s in seen.items()})
+            chosen.clear()
+    outcomes = [{name: decode(Seen, s) for name, s in store[str(setting)].items()} for setting in settings]
+    return _report(method, projections, settings, outcomes, None, model, batch)
+
+
+def _outcome(
+    model: PreTrainedModel, batch: TokenBatch, chosen: dict[str, Approximation], cache_radius: float, batch_size: int
+) -> dict[str, Seen]:
+    """What was seen under one setting."""
+    structure = find_structure(model)
+    with approximate(model, chosen, cache_radius=cache_radius) as records:
+        for start in range(0, len(batch.ids), batch_size):
+            run_backbone(structure, batch.ids[start : start + batch_size])
+    return _seen(records)
+
+
+def _seen(records: Mapping[str, Record]) -> dict[str, Seen]:
+    return {name: Seen(r.check, r.probe, r.weight_probe, r.hits) for name, r in records.items()}
+
+
+def _each(work: Callable[[A], B], items: Mapping[str, A], description: str) -> dict[str, B]:
+    """`work` of every matrix, one matrix a core: most are too small for several cores to share one."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        with ThreadPoolExecutor(os.cpu_count()) as pool:
+            futures = {name: pool.submit(work, item) for name, item in items.items()}
+            return {name: future.result() for name, future in track(list(futures.items()), description)}
+    finally:
+        torch.set_num_threads(threads)
+
+
+@dataclass(frozen=True)
+class _Stage:
+    """What every rank at one sparsity has in common."""
+
+    W: torch.Tensor
+    norm: CertifiedNorm
+    S: torch.Tensor
+    removed: CertifiedNorm  # ‖W − S‖
+    basis: torch.Tensor | None
+
+
+def _sparse_stage(known: tuple[torch.Tensor, CertifiedNorm], sparsity: float, with_basis: bool) -> _Stage:
+    W, norm = known
+    S = sparsify(W, sparsity)
+    return _Stage(W, norm, S, certify_difference(W, S), basis(S) if with_basis else None)
+
+
+def _approximate(stage: _Stage, rank: int | None) -> Approximation:
+    L = stage.S
+    if rank is not None and stage.basis is not None:
+        L = truncate(stage.S, rank, stage.basis)
+    return approximation(stage.W, L, sparse=stage.S, weight=stage.norm, sparse_residual=stage.removed)
+
+
+def _approximate_one(W: torch.Tensor, setting: Setting) -> Approximation:
+    stage = _sparse_stage((W, certify(W)), setting.sparsity, with_basis=setting.rank is not None)
+    return _approximate(stage, setting.rank)
+
+
+def _require(method: str, settings: Sequence[Setting]) -> None:
+    if method != "magnitude":
+        raise LyapunovPruneError(f"unknown method {method!r}; give magnitude")
+    for s in settings:
+        if not (0 <= s.sparsity <= 1 and (s.rank is None or s.rank > 0) and 0 <= s.cache_radius < 1):
+            raise LyapunovPruneError(f"{s}: give a sparsity of 0 to 1, a rank of 1 or more, a cache radius of 0 to 1")
+    if not settings:
+        raise LyapunovPruneError("no setting to check; give one sparsity, rank and cache radius or more")
+
+
+def _report(
+    method: str,
+    projections: Sequence[Projection],
+    settings: Sequence[Setting],
+    outcomes: Sequence[Mapping[str, Seen]],
+    trajectory: Trajectory | None,
+    model: PreTrainedModel,
+    batch: TokenBatch,
+) -> BoundsReport:
+    rows = [[outcome[p.name] for p in projections] for outcome in outcomes]
+    checks = [(setting, c) for setting, row in zip(settings, rows, strict=True) for r in row for c in r.checks]
+    seen = [r.check for row in rows for r in row if r.check is not None]
+    if not seen:
+        raise LyapunovPruneError("no matrix was given an input in sight, so no bound was checked")
+    return BoundsReport(
+        method=method,
+        settings=tuple(settings),
+        names=tuple(p.name for p in projections),
+        components=tuple(p.component for p in projections),
+        layers=tuple(p.layer for p in projections),
+        theorems=tuple(dict.fromkeys(c.theorem for c in seen)),
+        ratio=np.array([[r.check.ratio if r.check else np.nan for r in row] for row in rows]),
+        attained=np.array([[r.probe.ratio if r.probe else np.nan for r in row] for row in rows]),
+        hits=sum(r.hits for row in rows for r in row),
+        inputs=sum(c.inputs for c in seen),
+        violations=tuple(Violation(setting, c) for setting, c in checks if not c.holds),
+        composition=trajectory.composition() if trajectory else (),
+        contraction=trajectory.contraction() if trajectory else (),
+        gamma=trajectory.gamma if trajectory else np.nan,
+        decisions=trajectory.decisions() if trajectory else None,
+        measured_on=batch.measured_on(model),
+    )

@@ -1,0 +1,159 @@
+"""One checker per theorem: numbers that were measured against the bound that the theorem sets them.
+
+Every checker is arithmetic on float64 numbers and knows no model. `error` is what was computed, within
+`rounding` of the truth (`u` of lean/LyapunovPrune/Checker.lean); the computed bound is within `v`, a few
+parts in 10¹¹ of itself. A check holds when `error ≤ bound + (u + v)`: by `no_false_alarm` a true bound
+raises no alarm, by `violation_is_real` an alarm is a violation of the true bound. A check that holds is a
+measurement on its inputs, no proof.
+
+Norms must come from `linalg.certified_norm`: an estimate from below raises false alarms.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from lyapunov_prune.bounds.bound_check import BoundCheck, Numbers, as_array, worst_check
+from lyapunov_prune.errors import LyapunovPruneError
+
+
+def retrieval_bound(
+    error: Numbers,
+    distance: Numbers,
+    weight_norm: float,
+    *,
+    rounding: Numbers = 0.0,
+    matrix: str = "",
+    layer: int | None = None,
+) -> BoundCheck:
+    """Theorem 1, `retrieval_bound`: `‖W x − W x'‖ ≤ ‖W‖ ‖x − x'‖` for each input.
+
+    `error` and `distance` (or the radius of a cache, `retrieval_bound_of_le`) have one entry an input.
+    """
+    return worst_check("retrieval_bound", matrix, layer, error, weight_norm * as_array(distance), rounding)
+
+
+def sparse_activation_bound(
+    error: Numbers,
+    size: Numbers,
+    residual_norm: float,
+    *,
+    rounding: Numbers = 0.0,
+    matrix: str = "",
+    layer: int | None = None,
+) -> BoundCheck:
+    """Theorem 2, `sparse_activation_bound`: `‖W x − S x‖ ≤ ‖W − S‖ ‖x‖`, for any `S`.
+
+    `size` is `‖x‖`, one entry an input; `residual_norm` a certified `‖W − S‖`
+    (`error_le_of_certified_norm`).
+    """
+    return worst_check("sparse_activation_bound", matrix, layer, error, residual_norm * as_array(size), rounding)
+
+
+def interpolation_bound(
+    error: Numbers,
+    size: Numbers,
+    residual_norm: float,
+    *,
+    rounding: Numbers = 0.0,
+    matrix: str = "",
+    layer: int | None = None,
+) -> BoundCheck:
+    """Theorem 3, `interpolation_bound`: `‖W x − L x‖ ≤ ‖R‖ ‖x‖` for a low-rank `L` and `R = W − L`."""
+    return worst_check("interpolation_bound", matrix, layer, error, residual_norm * as_array(size), rounding)
+
+
+def composition_bound(
+    error: Numbers,
+    size: Numbers,
+    radius: Numbers,
+    *,
+    weight_norm: float,
+    sparse_norm: float,
+    low_rank_norm: float,
+    rounding: Numbers = 0.0,
+    matrix: str = "",
+    layer: int | None = None,
+) -> BoundCheck:
+    """Theorem 4, `composition_bound`: `‖W x − L x'‖ ≤ ‖W‖ ε + ‖W − S‖ ‖x'‖ + ‖S − L‖ ‖x'‖`.
+
+    `size` is `‖x'‖`, `radius` the `ε ≥ ‖x − x'‖` of each input; the norms are certified.
+    """
+    bound = weight_norm * as_array(radius) + (sparse_norm + low_rank_norm) * as_array(size)
+    return worst_check("composition_bound", matrix, layer, error, bound, rounding)
+
+
+def trajectory_error_le(
+    errors: Numbers, growth: Numbers, local: Numbers, *, unit: float = 2.0**-24, matrix: str = "residual stream"
+) -> tuple[BoundCheck, ...]:
+    """Equation (1), `trajectory_error_le`: `‖h_n − h'_n‖ ≤ composedBound K δ ‖h_0 − h'_0‖ n`, for `n = 1 … N`.
+
+    `errors` (N + 1,), `growth` K (N,) with `‖f_k(h_k) − f_k(h'_k)‖ ≤ K_k ‖h_k − h'_k‖`, `local` δ (N,) with
+    `‖f_k(h'_k) − g_k(h'_k)‖ ≤ δ_k`. K measured along a trajectory holds for that one only: the checks are
+    marked as estimates. `unit` is the relative rounding of the measured norms.
+    """
+    e, K, delta = as_array(errors), as_array(growth), as_array(local)
+    if len(e) != len(K) + 1 or len(K) != len(delta):
+        raise LyapunovPruneError(f"{len(e)} errors, {len(K)} growth factors and {len(delta)} local errors do not fit")
+    checks, bound = [], float(e[0])
+    for n in range(len(K)):
+        bound = float(K[n] * bound + delta[n])
+        rounding = 8 * (n + 2) * unit * bound
+        checks.append(
+            worst_check("trajectory_error_le", matrix, n, e[n + 1 : n + 2], np.array([bound]), rounding, estimate=True)
+        )
+    return tuple(checks)
+
+
+def nonlinear_composition_bound(
+    errors: Numbers, growth: Numbers, local: Numbers, *, unit: float = 2.0**-24, matrix: str = "residual stream"
+) -> BoundCheck:
+    """Theorem 11, `nonlinear_composition_bound`: `e_2 ≤ K_1 K_0 e_0 + K_1 δ_0 + δ_1` for two layers.
+
+    `errors` holds `e_0, e_1, e_2`, `growth` `K_0, K_1` and `local` `δ_0, δ_1`; an estimate as above.
+    """
+    e, (K0, K1), (d0, d1) = as_array(errors), as_array(growth), as_array(local)
+    bound = np.array([K1 * K0 * e[0] + K1 * d0 + d1])
+    return worst_check("nonlinear_composition_bound", matrix, None, e[2:3], bound, 32 * unit * bound, estimate=True)
+
+
+def lyapunov_contraction_bound(
+    errors: Numbers, gamma: float, local: float, *, unit: float = 2.0**-24, matrix: str = "residual stream"
+) -> BoundCheck:
+    """Theorem 8, `lyapunov_contraction_bound`: `e_n ≤ γⁿ e_0 + δ (1 − γⁿ)/(1 − γ)` for `n = 1 … N`.
+
+    `errors` is (N + 1,); `gamma` bounds every growth factor, `local` every local error; both measured, so
+    the check is an estimate. Raises LyapunovPruneError unless `0 ≤ γ < 1`, the theorem's hypothesis.
+    """
+    if not 0 <= gamma < 1:
+        raise LyapunovPruneError(f"Theorem 8 needs a contraction 0 ≤ γ < 1, not {gamma:.4g}; use trajectory_error_le")
+    e = as_array(errors)
+    power = gamma ** np.arange(1, len(e), dtype=np.float64)
+    bound = power * e[0] + local * (1 - power) / (1 - gamma)
+    return worst_check(
+        "lyapunov_contraction_bound", matrix, None, e[1:], bound, 8 * len(e) * unit * bound, estimate=True
+    )
+
+
+def residual_growth_contraction(
+    relative_energy: Numbers, error_growth: Numbers, state_growth: Numbers, *, unit: float = 2.0**-24
+) -> tuple[BoundCheck, ...]:
+    """Theorem 9, `residual_growth_contraction`: where the state grows faster than the error, `V' < V`.
+
+    Energies, as a ContractionProfile holds them: `relative_energy` (L + 1,), `error_growth` and
+    `state_growth` (L,). One check for each layer that meets the hypothesis `a < g`, and none for the others:
+    `V' ≤ (a/g) V` with energies for a and g (`relative_error_le`), which is below V.
+    """
+    V, a, g = as_array(relative_energy), as_array(error_growth), as_array(state_growth)
+    return tuple(
+        worst_check(
+            "residual_growth_contraction",
+            f"layer {k}",
+            k,
+            V[k + 1 : k + 2],
+            a[k] / g[k] * V[k : k + 1],
+            16 * unit * V[k],
+            estimate=True,
+        )
+        for k in np.flatnonzero(a < g).tolist()
+    )

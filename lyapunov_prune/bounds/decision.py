@@ -1,0 +1,76 @@
+"""The token certificate: how far a state may move before the predicted token can change."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import pandas as pd
+import torch
+
+from lyapunov_prune.linalg import token_energy
+from lyapunov_prune.results.result import Result
+
+# Tokens whose logits are formed at once.
+_TOKENS = 64
+
+
+@dataclass(frozen=True)
+class TokenCertificate(Result):
+    """Per token, whether an approximation can change the predicted token at all. Arrays are (tokens,).
+
+    A token is certified when its state moved by less than `radius`, the largest movement that provably
+    changes nothing. A certified token that changed all the same is a violation.
+    """
+
+    radius: np.ndarray  # min_j (z_i − z_j) / (‖w_i‖ + ‖w_j‖), i the dense prediction
+    moved: np.ndarray  # ‖h' − h‖, rounded up
+    changed: np.ndarray  # 1 where the prediction is another one, by its logits in float64
+
+    @property
+    def certified(self) -> np.ndarray:
+        return self.moved < self.radius
+
+    @property
+    def violations(self) -> tuple[int, ...]:
+        return tuple(int(t) for t in np.flatnonzero(self.certified & (self.changed > 0)))
+
+    def to_frame(self) -> pd.DataFrame:
+        columns = {"radius": self.radius, "moved": self.moved, "certified": self.certified}
+        return pd.DataFrame({"token": np.arange(len(self.radius)), **columns, "changed": self.changed > 0})
+
+    def headline(self) -> str:
+        return (
+            f"Token certificate (argmax_unchanged_of_state_error): {int(self.certified.sum())} of {len(self.radius)} "
+            f"predictions cannot change, {int(self.changed.sum())} did, {len(self.violations)} of the certified ones"
+        )
+
+
+@torch.no_grad()
+def argmax_unchanged_of_state_error(
+    state: torch.Tensor, changed: torch.Tensor, head: torch.Tensor, bias: torch.Tensor | None = None
+) -> TokenCertificate:
+    """Theorem `argmax_unchanged_of_state_error`: `i` stays the argmax while `z_i − z_j > (‖w_i‖ + ‖w_j‖) r`.
+
+    `state` and `changed` (tokens × d) are what enters the head of the dense and of the approximated model,
+    `r` their distance; `head` is (vocabulary × d). A bias shifts both logits alike (`argmax_unchanged`), and
+    a soft cap or scale of the logits is monotone, so both leave the statement as it is.
+    """
+    W = head.detach().cpu().double()
+    b = torch.zeros(len(W), dtype=torch.float64) if bias is None else bias.detach().cpu().double()
+    norms = torch.linalg.vector_norm(W, dim=-1)
+    unit = 2.0**-52 * (W.shape[1] + 8)
+    radii, moves, flips = [], [], []
+    for h, h2 in zip(state.cpu().double().split(_TOKENS), changed.cpu().double().split(_TOKENS), strict=True):
+        z = h @ W.T + b
+        best, first = z.max(-1)
+        reach = norms[first].unsqueeze(-1) + norms
+        # What rounding may have added to the lead of i over j.
+        rounding = unit * (reach * token_energy(h).sqrt().unsqueeze(-1) + b.abs().max() * 2)
+        lead = best.unsqueeze(-1) - z - rounding
+        radius = torch.where(reach > 0, lead / reach.clamp_min(torch.finfo(torch.float64).tiny), torch.inf)
+        radius.scatter_(1, first.unsqueeze(-1), torch.inf)
+        radii.append(radius.amin(-1) * (1 - unit))
+        moves.append(token_energy(h2 - h).sqrt() * (1 + unit))
+        flips.append(((h2 @ W.T + b).argmax(-1) != first).double())
+    return TokenCertificate(*(torch.cat(parts).numpy() for parts in (radii, moves, flips)))

@@ -1,0 +1,129 @@
+"""Dense and approximated states side by side, layer by layer, up to the prediction."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from lyapunov_prune.bounds.approximate import Records
+from lyapunov_prune.bounds.bound_check import BoundCheck
+from lyapunov_prune.bounds.checkers import lyapunov_contraction_bound, residual_growth_contraction, trajectory_error_le
+from lyapunov_prune.bounds.decision import TokenCertificate, argmax_unchanged_of_state_error
+from lyapunov_prune.errors import LyapunovPruneError
+from lyapunov_prune.forward.hooks import hidden_of, residual_stream
+from lyapunov_prune.linalg import token_energy, widen
+from lyapunov_prune.models.structure import Structure
+
+
+class Trajectory:
+    """What each layer stretches and what it adds, on the windows that were followed.
+
+    With `h` dense and `h'` approximated, layer k is run exactly on `h'_k` as well (with the arguments the
+    model called it with), so that `‖f(h) − f(h')‖` and `‖f(h') − g(h')‖` are both seen. Sums of squares
+    over all windows: one long vector.
+    """
+
+    def __init__(self, model: PreTrainedModel, structure: Structure, records: Records) -> None:
+        self.model, self.structure, self.records = model, structure, records
+        self.size, self.error, self.stretched, self.local = (np.zeros(structure.num_layers + i) for i in (1, 1, 0, 0))
+        self.states: list[tuple[torch.Tensor, torch.Tensor]] = []
+
+    def follow(self, ids: torch.Tensor) -> None:
+        """Run windows through both models; inside the block of `approximate`."""
+        dense: list[torch.Tensor] = []
+        with self.records.suspended(), residual_stream(self.structure, lambda k, h: dense.append(h)):
+            state = self._head_input(ids)
+        exact: list[torch.Tensor] = []
+
+        def visit(k: int, hidden: torch.Tensor) -> None:
+            self.size[k] += float(token_energy(widen(dense[k])).sum())
+            self.error[k] += _energy(dense[k], hidden)
+            if k > 0:
+                self.stretched[k - 1] += _energy(dense[k], exact[-1])
+                self.local[k - 1] += _energy(exact.pop(), hidden)
+
+        with self._exact_layers(exact), residual_stream(self.structure, visit):
+            changed = self._head_input(ids)
+        self.states.append((state, changed))
+
+    def composition(self) -> tuple[BoundCheck, ...]:
+        """The error after each layer against the composed bound, with growth as measured here: estimates."""
+        return trajectory_error_le(np.sqrt(self.error), self._growth(), np.sqrt(self.local), unit=self._unit)
+
+    def contraction(self) -> tuple[BoundCheck, ...]:
+        """Theorems 9 and 8 on the relative error `r_k = ‖h_k − h'_k‖ / ‖h_k‖`, with numbers measured here: estimates.
+
+        Theorem 9, a check for each layer where even with what the layer adds, `K + δ/‖e‖`, the error grows less
+        than the state: `r` must fall there. Theorem 8, one check from the end of layer 0 on (no error enters
+        it), if `gamma` is below one.
+        """
+        relative, state = self.error / self.size, self.size[1:] / self.size[:-1]
+        reached = np.sqrt(self.stretched) + np.sqrt(self.local)
+        growth = np.divide(reached**2, self.error[:-1], out=np.full_like(reached, np.inf), where=self.error[:-1] > 0)
+        checks = residual_growth_contraction(relative, growth, state, unit=self._unit)
+        if self.gamma < 1 and len(state) > 1:
+            added = float(np.sqrt(self.local / self.size[1:])[1:].max())
+            checks += (lyapunov_contraction_bound(np.sqrt(relative[1:]), self.gamma, added, unit=self._unit),)
+        return checks
+
+    @property
+    def gamma(self) -> float:
+        """`γ = max_k K_k ‖h_k‖ / ‖h_{k+1}‖`: by what factor a layer at most shrinks or grows the relative error."""
+        return float((self._growth() * np.sqrt(self.size[:-1] / self.size[1:])).max())
+
+    def _growth(self) -> np.ndarray:
+        """`K_k = ‖f(h_k) − f(h'_k)‖ / ‖h_k − h'_k‖`; any would do, and 0 does, where there is no error yet."""
+        error, stretched = np.sqrt(self.error[:-1]), np.sqrt(self.stretched)
+        return np.divide(stretched, error, out=np.zeros_like(stretched), where=error > 0)
+
+    @property
+    def _unit(self) -> float:
+        return 2.0**-52 if self.model.dtype == torch.float64 else 2.0**-23
+
+    def decisions(self) -> TokenCertificate:
+        """Which predictions cannot have changed, given how far the state before the head moved."""
+        state, changed = (torch.cat([pair[i] for pair in self.states]) for i in (0, 1))
+        head: Any = self.model.get_output_embeddings()
+        return argmax_unchanged_of_state_error(state, changed, head.weight, getattr(head, "bias", None))
+
+    def _head_input(self, ids: torch.Tensor) -> torch.Tensor:
+        found: list[torch.Tensor] = []
+
+        def hook(module: nn.Module, args: tuple[Any, ...]) -> None:
+            found.append(args[0].detach().flatten(0, -2))
+
+        head: Any = self.model.get_output_embeddings()
+        handle = head.register_forward_pre_hook(hook)
+        try:
+            self.model(input_ids=ids, use_cache=False)
+        finally:
+            handle.remove()
+        return found[0]
+
+    @contextmanager
+    def _exact_layers(self, outputs: list[torch.Tensor]) -> Iterator[None]:
+        """Before each layer runs, append what the exact one makes of the same arguments."""
+
+        def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            with self.records.suspended():
+                outputs.append(hidden_of(module.forward(*args, **kwargs)))
+
+        handles = [layer.register_forward_pre_hook(before, with_kwargs=True) for layer in self.structure.layers]
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+
+def _energy(a: torch.Tensor, b: torch.Tensor) -> float:
+    energy = float(token_energy(widen(a) - widen(b)).sum())
+    if not np.isfinite(energy):
+        raise LyapunovPruneError("NaN or infinite activations; load the model in a wider dtype or check its weights")
+    return energy

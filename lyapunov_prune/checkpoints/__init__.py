@@ -1,0 +1,5 @@
+"""The bytes of a checkpoint.
+
+- `tensor_files`: safetensors read and written tensor by tensor; `outline`: a model known from its files alone;
+- `reloading`: what was saved, loaded again and compared; `saving`: a changed model written whole or not at all.
+"""

@@ -1,0 +1,135 @@
+"""A checkpoint that stays on disk: names, shapes, places and digests of all tensors, and none of their numbers."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
+
+from lyapunov_prune.checkpoints.tensor_files import Stored, read_tensors
+from lyapunov_prune.errors import LyapunovPruneError
+from lyapunov_prune.models.digest import combined, digests_of, saved_tensors
+from lyapunov_prune.models.loading import load_outline
+from lyapunov_prune.models.plain import UNPACK, quantisation
+from lyapunov_prune.models.structure import Structure, identify
+from lyapunov_prune.models.wrappers import is_wrapped
+from lyapunov_prune.progress import status
+from lyapunov_prune.results.result import ModelIdentity
+
+
+@dataclass(frozen=True)
+class Target:
+    """The parameter that transformers fills from a tensor, and the conversion on the way; None if it only renames."""
+
+    name: str
+    converter: WeightConverter | None = None
+    pattern: str = ""
+
+
+@dataclass(frozen=True)
+class Outline:
+    """`model` is on the `meta` device; `stored` and `targets` are by the checkpoint's own names of tensors.
+
+    Tensors that the model does not take (another program's, or of training) are in neither.
+    """
+
+    model: PreTrainedModel
+    tokenizer: PreTrainedTokenizerBase
+    structure: Structure
+    stored: dict[str, Stored]
+    targets: dict[str, Target]
+    digests: dict[str, dict[str, str]]  # of each tensor of the model, by its first name there
+    identity: ModelIdentity
+
+
+def read_outline(folder: Path, name: str | Path) -> Outline:
+    """Read the headers of the checkpoint in `folder`, and its numbers once, for the digests that tell it from others.
+
+    Raises LyapunovPruneError for what cannot be loaded whole, for quantised weights, and for a decoder
+    inside a multimodal model.
+    """
+    loaded = load_outline(folder, name)
+    packed = quantisation(loaded.model.config)
+    if packed:
+        raise LyapunovPruneError(f"the weights of {name} are {packed}; {UNPACK}")
+    if is_wrapped(loaded.model, loaded.structure):
+        raise LyapunovPruneError(
+            f"{name} holds a decoder inside a {type(loaded.model).__name__}, which has to be run to see that a removal "
+            "is right; prune it in memory"
+        )
+    stored = read_tensors(folder, getattr(loaded.model.config, "transformers_weights", None))
+    targets = _targets(loaded.model, stored)
+    stored = {key: stored[key] for key in targets}
+    digests = _digests(loaded.model, stored, targets)
+    identity = identify(loaded.model, combined(digests))
+    return Outline(loaded.model, loaded.tokenizer, loaded.structure, stored, targets, digests, identity)
+
+
+def layer_of(name: str, structure: Structure) -> int | None:
+    """The layer that the parameter `name` of the model belongs to; None outside the layers."""
+    prefix = f"{structure.layers_path}."
+    return int(name[len(prefix) :].partition(".")[0]) if name.startswith(prefix) else None
+
+
+def _targets(model: PreTrainedModel, keys: dict[str, Stored]) -> dict[str, Target]:
+    """As transformers' loader assigns them: renamed, then converted by at most one rule, with or without the prefix."""
+    rules = get_model_conversion_mapping(model)
+    renamings = [rule for rule in rules if isinstance(rule, WeightRenaming)]
+    converters = [rule for rule in rules if isinstance(rule, WeightConverter)]
+    by_pattern = {pattern: rule for rule in converters for pattern in rule.source_patterns}
+    state, prefix = model.state_dict(), model.base_model_prefix
+    found: dict[str, Target] = {}
+    for key in sorted(keys, key=dot_natural_key):
+        name, pattern = rename_source_key(key, renamings, converters, prefix, state)
+        if name not in state and key in state:
+            name, pattern = rename_source_key(key, [], [], prefix, state)
+        if name in state:
+            found[key] = Target(name) if pattern is None else Target(name, by_pattern[pattern], pattern)
+    return found
+
+
+def _digests(
+    model: PreTrainedModel, stored: dict[str, Stored], targets: dict[str, Target]
+) -> dict[str, dict[str, str]]:
+    """`tensor_digests` of all that a checkpoint holds of the model, read from the files one tensor after the other."""
+    names: dict[int, list[str]] = {}
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        names.setdefault(id(tensor), []).append(name)  # a shared one is in the checkpoint under one of its names
+    sources: dict[str, list[str]] = {}
+    for key, target in targets.items():
+        sources.setdefault(target.name, []).append(key)
+
+    def read(name: str) -> torch.Tensor:
+        found = next((other for other in names[id(wanted[name])] if other in sources), None)
+        if found is None:
+            raise LyapunovPruneError(f"the checkpoint has no tensor for {name} alone; prune it in memory")
+        return _read(model, found, sources[found], stored, targets)
+
+    wanted = dict(saved_tensors(model))
+    with status("reading the weights"):
+        return digests_of(wanted, read)
+
+
+def _read(
+    model: PreTrainedModel, name: str, keys: list[str], stored: dict[str, Stored], targets: dict[str, Target]
+) -> torch.Tensor:
+    rule = copy.deepcopy(targets[keys[0]].converter)
+    if rule is None:
+        return _mapped(stored[keys[0]], keys[0])
+    for key in keys:
+        tensor: Any = _mapped(stored[key], key)  # the loader's own come from other threads
+        rule.add_tensor(name, key, targets[key].pattern, tensor)
+    value = rule.convert(name, model=model, config=model.config)[name]
+    return value[0] if isinstance(value, list) else value
+
+
+def _mapped(tensor: Stored, key: str) -> torch.Tensor:
+    with safe_open(tensor.file, framework="pt") as file:
+        return file.get_tensor(key)

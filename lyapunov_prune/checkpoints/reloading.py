@@ -1,0 +1,105 @@
+"""Whether a saved model comes back as it was: the same keys, settings and logits with plain transformers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from lyapunov_prune.forward.logits import SAME_LIMIT, deviation, uncached_logits
+from lyapunov_prune.models.families import POSITION_ATTRIBUTES
+from lyapunov_prune.models.loading import quiet
+from lyapunov_prune.models.structure import Structure, find_structure
+from lyapunov_prune.models.wrappers import loading_class
+
+RELOADED = "reloads as saved"
+
+
+@dataclass(frozen=True)
+class GateCheck:
+    name: str
+    passed: bool
+    measured: float
+    limit: float
+    detail: str
+
+
+def reload_check(pruned: PreTrainedModel, folder: Path, inputs: list[torch.Tensor]) -> GateCheck:
+    """`pruned` against what plain `from_pretrained` makes of `folder`, where it was saved, on `inputs` (token ids)."""
+    with quiet():
+        loaded: Any = loading_class(pruned).from_pretrained(
+            folder,
+            use_safetensors=True,
+            local_files_only=True,
+            trust_remote_code=False,
+            output_loading_info=True,
+            dtype=pruned.dtype,
+            device_map=pruned.device,
+            attn_implementation=pruned.config._attn_implementation,
+        )
+    reloaded, info = loaded
+    reloaded.eval()
+    limit = SAME_LIMIT[pruned.dtype]
+    for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"):
+        if info[kind]:
+            keys = sorted(map(str, info[kind]))
+            detail = f"{len(keys)} {kind.replace('_', ' ')} on reloading, first {keys[0]}"
+            return GateCheck(RELOADED, False, float("inf"), limit, detail)
+    changed = changed_setting(find_structure(pruned), find_structure(reloaded))
+    if changed:
+        return GateCheck(RELOADED, False, float("inf"), limit, changed)
+    _share_rounded_tables(pruned, reloaded)
+    worst = max(deviation(uncached_logits(reloaded, ids), uncached_logits(pruned, ids)) for ids in inputs)
+    return GateCheck(RELOADED, worst <= limit, worst, limit, "logits after plain from_pretrained")
+
+
+def changed_setting(pruned: Structure, reloaded: Structure) -> str:
+    """The first plain attribute of a kept layer that reloading changed, or an empty string.
+
+    Catches what short inputs cannot: a layer that comes back with another window, scale or kind.
+    """
+    for index, (a, b) in enumerate(zip(pruned.layers, reloaded.layers, strict=True)):
+        for (name, before), (_, after) in zip(a.named_modules(), b.named_modules(), strict=True):
+            found = _settings(after)
+            for key, value in _settings(before).items():
+                other = found.get(key)
+                if other != value and not (isinstance(value, float) and _close(value, other)):
+                    return f"layer {index} came back with {name + '.' if name else ''}{key} = {other!r}, not {value!r}"
+            for key in POSITION_ATTRIBUTES:
+                if getattr(before, key, None) != getattr(after, key, None):
+                    return (
+                        f"layer {index} holds {key} {getattr(before, key)}, and {getattr(after, key)} after reloading"
+                    )
+    return ""
+
+
+def _settings(module: nn.Module) -> dict[str, Any]:
+    return {
+        key: value
+        for key, value in vars(module).items()
+        if isinstance(value, bool | int | float | str | None) and key not in POSITION_ATTRIBUTES and key[0] != "_"
+    }
+
+
+def _close(a: float, b: Any) -> bool:
+    return isinstance(b, float) and abs(a - b) <= 1e-12 * abs(a)
+
+
+def _share_rounded_tables(pruned: PreTrainedModel, reloaded: PreTrainedModel) -> None:
+    """Let `reloaded` use the rotary tables of `pruned` where they agree up to rounding.
+
+    `model.bfloat16()` rounds tables that no checkpoint holds; `from_pretrained` keeps them in float32.
+    That difference is the cast's and not the removal's.
+    """
+    for name, module in pruned.named_modules():
+        other = reloaded.get_submodule(name)
+        for key in module._non_persistent_buffers_set & other._non_persistent_buffers_set:
+            a, b = module._buffers[key], other._buffers[key]
+            if a is None or b is None or a.shape != b.shape or not a.is_floating_point():
+                continue
+            if torch.allclose(a.double(), b.double(), rtol=max(1e-6, torch.finfo(a.dtype).eps), atol=0):
+                other._buffers[key] = a

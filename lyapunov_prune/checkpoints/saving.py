@@ -1,0 +1,67 @@
+"""A changed model of unchanged shape as a plain transformers checkpoint, whole or not at all."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from lyapunov_prune.checkpoints.cards import as_text, front_matter
+from lyapunov_prune.checkpoints.reloading import reload_check
+from lyapunov_prune.errors import CheckFailed
+from lyapunov_prune.forward.logits import sample_inputs
+from lyapunov_prune.models.loading import quiet
+from lyapunov_prune.models.structure import in_eval_mode
+from lyapunov_prune.models.wrappers import loading_class
+from lyapunov_prune.results.files import require_empty, whole_folder
+from lyapunov_prune.results.history import HISTORY, history_of
+from lyapunov_prune.results.result import Result
+
+
+def write_model(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    target: str | Path,
+    results: Mapping[str, Result],
+    title: str,
+    about: str,
+) -> None:
+    """Save model, tokenizer, `results` by file name, history and a model card to the folder `target`.
+
+    `title` is text, `about` is Markdown, in which names went through `as_text`.
+
+    Raises CheckFailed when plain transformers would load another model from the files, and LyapunovPruneError when
+    the target is not empty or the disk refuses; either way nothing is left there.
+    """
+    require_empty(target)
+    with whole_folder(target) as folder:
+        with quiet():
+            model.save_pretrained(folder)
+            tokenizer.save_pretrained(folder)
+        with torch.no_grad():
+            check = in_eval_mode(reload_check)(model, folder, sample_inputs(model, None))
+        if not check.passed:
+            raise CheckFailed(f"nothing written: the model does not reload as it was saved, {check.detail}")
+        history_of(model).save(folder / HISTORY)
+        for name, result in results.items():
+            result.save(folder / name)
+        (folder / "README.md").write_text(_card(title, about, loading_class(model).__name__), encoding="utf-8")
+
+
+def _card(title: str, about: str, loader: str) -> str:
+    return f"""{front_matter("lyapunov-prune")}
+# {as_text(title)}
+
+{about}
+
+```python
+from transformers import {loader}, AutoTokenizer
+
+model = {loader}.from_pretrained("path/to/this/folder")
+tokenizer = AutoTokenizer.from_pretrained("path/to/this/folder")
+```
+
+No custom code is needed. Licence and intended use are those of the original model.
+"""

@@ -1,0 +1,168 @@
+"""The safetensors format by its bytes: where each tensor of a checkpoint lies, and new files from those ranges.
+
+A file is the length of a header (8 bytes, little-endian), the header in JSON, and the bytes of the tensors
+without a gap. Ranges are copied undecoded: what is written is what was read, bit for bit, and memory holds
+one buffer whatever the size of a tensor.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from io import FileIO
+from pathlib import Path
+from typing import BinaryIO
+
+import numpy as np
+
+from lyapunov_prune.models.weight_files import INDEX, SINGLE, weight_files
+from lyapunov_prune.progress import track
+
+BUFFER = 2**24
+
+
+@dataclass(frozen=True)
+class Stored:
+    """Where the bytes of a tensor lie: `size` of them from `start` of `file`."""
+
+    file: Path
+    start: int
+    size: int
+    dtype: str
+    shape: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Piece:
+    """What is to be written of a tensor: all of it, or the blocks `kept` of `total` along `axis`."""
+
+    stored: Stored
+    axis: int = 0
+    total: int = 1
+    kept: tuple[int, ...] = (0,)
+
+    @property
+    def size(self) -> int:
+        return self.stored.size // self.total * len(self.kept)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        if self.total == 1:
+            return self.stored.shape
+        shape = list(self.stored.shape)
+        shape[self.axis] = shape[self.axis] // self.total * len(self.kept)
+        return tuple(shape)
+
+
+def read_tensors(folder: Path, named: str | None = None) -> dict[str, Stored]:
+    """Every tensor that transformers finds in `folder`, by name; `named` as in `weight_files`."""
+    found: dict[str, Stored] = {}
+    for file in weight_files(folder, named):
+        found |= _read_header(file)
+    return found
+
+
+def _read_header(path: Path) -> dict[str, Stored]:
+    with path.open("rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+        header = json.loads(file.read(length))
+    header.pop("__metadata__", None)
+    return {
+        name: Stored(path, 8 + length + entry["data_offsets"][0], _span(entry), entry["dtype"], tuple(entry["shape"]))
+        for name, entry in header.items()
+    }
+
+
+def _span(entry: Mapping[str, list[int]]) -> int:
+    begin, end = entry["data_offsets"]
+    return end - begin
+
+
+def write_tensors(folder: Path, pieces: Mapping[str, Piece], shard_bytes: int) -> None:
+    """Write `pieces` to files of at most `shard_bytes` each (a larger tensor has its own), with an index if several."""
+    shards = _split(pieces, shard_bytes)
+    names = [SINGLE] if len(shards) == 1 else [f"model-{i:05}-of-{len(shards):05}.safetensors" for i in _from_1(shards)]
+    for name, shard in zip(names, track(shards, "copying", lambda s: sum(p.size for p in s.values())), strict=True):
+        _write_file(folder / name, shard)
+    if len(shards) > 1:
+        total = sum(piece.size for piece in pieces.values())
+        where = {key: name for name, shard in zip(names, shards, strict=True) for key in shard}
+        index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(where.items()))}
+        (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+
+
+def _from_1(shards: list[dict[str, Piece]]) -> Iterable[int]:
+    return range(1, len(shards) + 1)
+
+
+def _split(pieces: Mapping[str, Piece], limit: int) -> list[dict[str, Piece]]:
+    shards: list[dict[str, Piece]] = [{}]
+    room = limit
+    for name, piece in pieces.items():
+        if shards[-1] and piece.size > room:
+            shards.append({})
+            room = limit
+        shards[-1][name] = piece
+        room -= piece.size
+    return shards
+
+
+def _write_file(path: Path, pieces: Mapping[str, Piece]) -> None:
+    # Widest elements first, so that every tensor starts at a multiple of its element's size.
+    ordered = sorted(pieces.items(), key=lambda item: -_width(item[1]))
+    header: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for name, piece in ordered:
+        header[name] = {"dtype": piece.stored.dtype, "shape": piece.shape, "data_offsets": [end, end + piece.size]}
+        end += piece.size
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    with path.open("wb") as target:
+        target.write(len(text).to_bytes(8, "little") + text)
+        for _, piece in ordered:
+            _copy(piece, target)
+
+
+def _width(piece: Piece) -> int:
+    elements = int(np.prod(piece.stored.shape, dtype=np.int64))
+    return piece.stored.size // elements if elements else 0
+
+
+def _copy(piece: Piece, target: BinaryIO) -> None:
+    stored = piece.stored
+    if piece.total > 1:
+        _copy_blocks(piece, target)
+        return
+    left = stored.size
+    target.flush()  # what follows goes past the buffer of `target`
+    with stored.file.open("rb", buffering=0) as source:
+        source.seek(stored.start)
+        while left:
+            count = _move(source, target, min(left, BUFFER))
+            if not count:
+                raise OSError(None, f"{stored.file} became shorter while it was read")
+            left -= count
+
+
+def _move(source: FileIO, target: BinaryIO, count: int) -> int:
+    """Up to `count` bytes from file to file, inside the kernel where it can: half the time of a copy through here."""
+    if hasattr(os, "copy_file_range"):
+        with suppress(OSError):  # another file system, or one that does not know how; a full disk fails again below
+            return os.copy_file_range(source.fileno(), target.fileno(), count)
+    data = source.read(count)
+    target.write(data)
+    target.flush()
+    return len(data)
+
+
+def _copy_blocks(piece: Piece, target: BinaryIO) -> None:
+    stored = piece.stored
+    outer = int(np.prod(stored.shape[: piece.axis], dtype=np.int64))
+    inner = stored.size // (outer * piece.total)
+    data = np.memmap(stored.file, np.uint8, "r", stored.start, (outer, piece.total, inner))
+    rows = max(1, BUFFER // (piece.total * inner))
+    for start in range(0, outer, rows):
+        target.write(data[start : start + rows, list(piece.kept)].tobytes())

@@ -1,0 +1,112 @@
+"""The command line: parse, call, save. Results go to files and stdout, progress to stderr."""
+
+from __future__ import annotations
+
+import json
+import sys
+from importlib.metadata import version
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from lyapunov_prune.cli.commands.change import compress, heal, prune
+from lyapunov_prune.cli.commands.measure import check, evaluate, profile, rank, sensitivity
+from lyapunov_prune.cli.commands.predictions import hierarchy
+from lyapunov_prune.cli.options import Json, Resume
+from lyapunov_prune.cli.terminal import say
+from lyapunov_prune.errors import LyapunovPruneError
+
+app = typer.Typer(
+    name="lyapunov-prune",
+    add_completion=False,
+)
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        say(version("lyapunov-prune"))
+        raise typer.Exit
+
+
+@app.callback()
+def _common(
+    show_version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version.")
+    ] = False,
+) -> None:
+    """How compression errors travel through a transformer, and which layers it can do without."""
+
+
+@app.command()
+def demo(
+    output: Annotated[Path, typer.Option("--output", "-o", help="Folder of the run.")] = Path("runs/demo"),
+    resume: Resume = False,
+) -> None:
+    """Profile, rank, prune, verify, evaluate and report on the built-in model (minutes on two cores)."""
+    from lyapunov_prune.cli.demo import run_demo
+
+    report = run_demo(output, resume=resume, say=say)
+    say(f"Report: {report}")
+
+
+app.command()(profile)
+app.command()(rank)
+app.command()(prune)
+app.command()(compress)
+app.command()(heal)
+app.command("eval")(evaluate)
+app.command()(check)
+app.command()(sensitivity)
+app.command()(hierarchy)
+
+
+@app.command()
+def theorems(
+    verify: Annotated[bool, typer.Option("--verify", help="Run lake build and lake test first.")] = False,
+    as_json: Json = False,
+) -> None:
+    """List the theorems: what they say, where they are used, whether lake verified them here."""
+    from lyapunov_prune.bounds import theorems as registry
+
+    if verify:
+        registry.verify()
+    state = registry.verification()
+    if as_json:
+        rows = registry.theorem_frame().to_dict("records")
+        print(json.dumps({"verified": state.verified, "message": state.message, "theorems": rows}))
+        return
+    say(state.message)
+    for t in registry.theorems():
+        say(f"{t.number or '':>3} {t.name}: {t.statement} Used by: {', '.join(t.used_by) or 'nothing yet'}.")
+
+
+@app.command()
+def report(run: Annotated[Path, typer.Argument(help="Folder with the results of a run.")]) -> None:
+    """Draw the figures and the self-contained report.html of a run."""
+    from lyapunov_prune.report.page import write_report
+
+    say(str(write_report(run)))
+
+
+def main() -> None:
+    """Entry point: bad input is one line on stderr and exit code 2, a failed check exit code 1.
+
+    Typer itself makes Ctrl-C exit code 130.
+    """
+    try:
+        code = app(sys.argv[1:] or ["--help"], prog_name="lyapunov-prune", standalone_mode=False)
+    except LyapunovPruneError as error:
+        _fail(error)
+    except typer.TyperException as error:  # a usage error
+        _fail(LyapunovPruneError(f"{error.format_message().rstrip('.')}; see lyapunov-prune COMMAND --help"))
+    sys.exit(code if isinstance(code, int) else 0)
+
+
+def _fail(error: LyapunovPruneError) -> None:
+    print(f"error: {error}", file=sys.stderr)
+    sys.exit(error.exit_code)
+
+
+if __name__ == "__main__":
+    main()

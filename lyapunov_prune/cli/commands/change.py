@@ -1,0 +1,328 @@
+"""Commands that write a smaller model."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from lyapunov_prune.cli.inputs import (
+    chosen_allocation,
+    layer_indices,
+    load_batch,
+    load_inputs,
+    measure_ranking,
+    parse_pattern,
+    profile_for,
+    require_budget,
+    require_count,
+    require_criterion,
+    require_known_count,
+    require_what,
+    run_folder,
+)
+from lyapunov_prune.cli.options import (
+    Alpha,
+    BatchSize,
+    Bits,
+    Bos,
+    Compressor,
+    Context,
+    Criterion,
+    Device,
+    DType,
+    GroupSize,
+    Json,
+    KeepPeriod,
+    MaxKL,
+    MergeAdapter,
+    Model,
+    Offline,
+    OnDisk,
+    Pattern,
+    Rank,
+    Resume,
+    Schedule,
+    Seed,
+    Seeds,
+    Sparsity,
+    Text,
+    Tokens,
+    What,
+)
+from lyapunov_prune.cli.terminal import say, show
+from lyapunov_prune.errors import LyapunovPruneError
+
+if TYPE_CHECKING:
+    from lyapunov_prune.pruning.plan import PruningPlan
+    from lyapunov_prune.results.result import Result
+
+
+def prune(
+    model: Model,
+    output: Annotated[Path, typer.Option("--output", "-o", help="Folder of the pruned checkpoint; must be empty.")],
+    remove: Annotated[int | None, typer.Option(help="How many layers, by --criterion.")] = None,
+    max_kl: MaxKL = None,
+    layers: Annotated[str | None, typer.Option(help="Layers by hand, as 3,7 (counted from 0).")] = None,
+    plan_file: Annotated[Path | None, typer.Option("--plan", help="A plan.json.")] = None,
+    what: What = "layers",
+    keep_period: KeepPeriod = False,
+    on_disk: OnDisk = False,
+    merge_adapter: MergeAdapter = False,
+    criterion: Criterion = "blend",
+    alpha: Alpha = 0.5,
+    text: Text = "builtin",
+    tokens: Tokens = 4096,
+    context: Context = 512,
+    batch_size: BatchSize = 1,
+    seeds: Seeds = 4,
+    seed: Seed = 0,
+    device: Device = "cpu",
+    dtype: DType = None,
+    bos: Bos = None,
+    offline: Offline = False,
+    as_json: Json = False,
+) -> None:
+    """Remove layers physically, pass the gate, write a plain transformers checkpoint.
+
+    With --what attention or mlp these are zeroed instead: the same output as without them, at the same cost.
+    With --on-disk, or where the model does not fit in memory, the files are pruned; the gate then computes no logits.
+    """
+    from lyapunov_prune.models.kinds import find_pattern
+    from lyapunov_prune.pruning.checkpoint import write_pruned
+    from lyapunov_prune.pruning.on_disk import too_large
+    from lyapunov_prune.pruning.plan import FIELDS, PruningPlan
+    from lyapunov_prune.ranking.budget import remove_under_budget
+    from lyapunov_prune.ranking.ranking import LayerRanking, require_periods
+    from lyapunov_prune.results.files import require_empty
+
+    if sum(choice is not None for choice in (remove, max_kl, layers, plan_file)) != 1:
+        raise LyapunovPruneError("give --remove N, --max-kl X, --layers 3,7 or --plan FILE, one of the four")
+    if plan_file is not None and what != "layers":
+        raise LyapunovPruneError("a plan says what goes; leave out --what")
+    require_criterion(criterion, alpha)
+    require_what(what, criterion if remove is not None else None)
+    if max_kl is not None:
+        require_budget(max_kl, what, keep_period)
+    if remove is not None or max_kl is not None:
+        require_known_count(criterion, remove, keep_period)
+    if keep_period and what != "layers":
+        raise LyapunovPruneError(f"{what} that is zeroed leaves every layer in its place; leave out --keep-period")
+    require_empty(output)
+    why = "--on-disk" if on_disk else too_large(model, offline=offline) if device == "cpu" else ""
+    if why:
+        refused = {
+            "--remove": remove is not None,
+            "--max-kl": max_kl is not None,
+            "--what": what != "layers",
+            "--dtype": dtype,
+        }
+        for option, given in (refused | {"--merge-adapter": merge_adapter}).items():
+            if given:
+                raise LyapunovPruneError(
+                    f"{option} needs the model in memory ({why}); give --layers 3,7 or a --plan FILE of rank, and no "
+                    f"{option}"
+                )
+        _prune_on_disk(model, output, layers, plan_file, keep_period, offline, as_json, why)
+        return
+    loaded, batch = load_inputs(model, text, tokens, context, device, dtype, bos, offline, merge_adapter=merge_adapter)
+    period = find_pattern(loaded.structure).require_period() if keep_period else 1
+    plan: PruningPlan
+    if layers is not None:
+        plan = PruningPlan.given(loaded.model, **{FIELDS[what]: layer_indices(layers)})
+    elif plan_file is not None:
+        plan = PruningPlan.load(plan_file)
+        plan.require_model(loaded.model)
+    else:
+        if remove is not None:
+            require_count(remove, loaded.structure.num_layers, what)
+            if keep_period:
+                require_periods(remove, loaded.structure.num_layers, period)
+        ranking = measure_ranking(
+            loaded, batch, what, criterion, alpha, remove, batch_size, seeds, seed, run=None, resume=False
+        )
+        if not isinstance(ranking, LayerRanking):
+            assert remove is not None  # those that give no ranking ask for it
+            plan = ranking.plan(remove)
+        elif remove is not None:
+            plan = ranking.plan(remove, period)
+        else:
+            assert max_kl is not None
+            spent = remove_under_budget(loaded.model, batch, ranking, max_kl, batch_size=batch_size)
+            plan = spent.plan()
+            if not as_json:
+                show(spent, as_json, None)
+    plan.require_periods(period)
+    provenance = write_pruned(loaded.model, loaded.tokenizer, plan, output, batch)
+    if not as_json:
+        say(f"{plan.headline()}\n{provenance.gate}")
+    show(provenance, as_json, output, table=False)
+
+
+def _prune_on_disk(
+    model: str,
+    output: Path,
+    layers: str | None,
+    plan_file: Path | None,
+    keep_period: bool,
+    offline: bool,
+    as_json: bool,
+    why: str,
+) -> None:
+    from lyapunov_prune.checkpoints.outline import read_outline
+    from lyapunov_prune.models.kinds import find_pattern
+    from lyapunov_prune.models.loading import checkpoint_folder
+    from lyapunov_prune.pruning.on_disk import prune_on_disk
+    from lyapunov_prune.pruning.plan import PruningPlan
+
+    if model.endswith(".gguf"):
+        raise LyapunovPruneError(
+            f"{model} is no safetensors file, and only those are pruned on disk; leave out --on-disk"
+        )
+    outline = read_outline(checkpoint_folder(model, offline=offline), model)
+    if layers is not None:
+        plan = PruningPlan.given(outline.identity, layer_indices(layers))
+    else:
+        assert plan_file is not None
+        plan = PruningPlan.load(plan_file)
+    if keep_period:
+        plan.require_periods(find_pattern(outline.structure).require_period())
+    provenance = prune_on_disk(outline, plan, output)
+    if not as_json:
+        # Its headline would call the gate passed, of which this is a part.
+        checks = provenance.gate.to_frame().to_string(index=False, float_format=lambda x: f"{x:.4g}")
+        left = ", ".join(provenance.not_run)
+        say(f"{plan.headline()}\nPruned on disk ({why}); the gate's checks on files:\n{checks}\nNot run: {left}.")
+    show(provenance, as_json, output, table=False)
+
+
+def compress(
+    model: Model,
+    output: Annotated[Path, typer.Option("--output", "-o", help="Folder of the checkpoint; must be empty.")],
+    method: Compressor = "wanda",
+    sparsity: Sparsity = None,
+    rank: Rank = None,
+    bits: Bits = None,
+    allocation: Schedule = "uniform",
+    pattern: Pattern = None,
+    group_size: GroupSize = None,
+    text: Text = "builtin",
+    tokens: Tokens = 4096,
+    context: Context = 512,
+    batch_size: BatchSize = 1,
+    device: Device = "cpu",
+    dtype: DType = None,
+    bos: Bos = None,
+    offline: Offline = False,
+    as_json: Json = False,
+) -> None:
+    """Compress every matrix of the layers; writes a plain transformers checkpoint with compression.json.
+
+    Zeros, low ranks and rounded weights are stored as dense matrices of the same size: the checkpoint shows what
+    a compression does to the predictions, and is neither smaller nor faster.
+    """
+    from lyapunov_prune.checkpoints.saving import write_model
+    from lyapunov_prune.compression.compress import REPORT, require_amount
+    from lyapunov_prune.compression.compress import compress as compress_model
+    from lyapunov_prune.results.files import require_empty
+
+    require_empty(output)
+    keep_of = parse_pattern(pattern)
+    if keep_of and sparsity is None:
+        sparsity = 1 - keep_of[0] / keep_of[1]
+    schedule = chosen_allocation(allocation)
+    require_amount(method, sparsity, rank, bits, schedule)
+    loaded, batch = load_inputs(model, text, tokens, context, device, dtype, bos, offline)
+    done = compress_model(
+        loaded.model,
+        batch,
+        method=method,
+        sparsity=sparsity,
+        rank=rank,
+        bits=bits,
+        allocation=schedule,
+        profile=profile_for(schedule, loaded, batch, batch_size),
+        pattern=keep_of,
+        group_size=group_size,
+        batch_size=batch_size,
+    )
+    title = f"{Path(model).name}, compressed"
+    write_model(done.model, loaded.tokenizer, output, {REPORT: done.report}, title, done.report.about())
+    show(done.report, as_json, output)
+
+
+def heal(
+    model: Annotated[str, typer.Argument(help="Folder of a pruned checkpoint.")],
+    output: Annotated[Path, typer.Option("--output", "-o", help="Folder of the healed checkpoint; must be empty.")],
+    teacher: Annotated[
+        str | None, typer.Option(help="The dense model; not needed for what was made from the built-in one.")
+    ] = None,
+    steps: Annotated[int, typer.Option(min=1, help="Training steps, of one window each.")] = 100,
+    rank: Annotated[int | None, typer.Option(min=1, help="Train updates of this rank; else all of the layers.")] = None,
+    learning_rate: Annotated[float | None, typer.Option(help="1e-4 for all, 2e-3 for low rank, if not given.")] = None,
+    temperature: Annotated[float, typer.Option(help="Of both softmaxes.")] = 1.0,
+    text: Text = "builtin",
+    tokens: Tokens = 25600,
+    context: Context = 256,
+    seed: Seed = 0,
+    device: Device = "cpu",
+    bos: Bos = None,
+    offline: Offline = False,
+    resume: Resume = False,
+    as_json: Json = False,
+) -> None:
+    """Train a pruned model to predict what the dense one predicts; writes a plain checkpoint with healing.json.
+
+    Learns from the calibration half of the text and is scored on the other. Interrupted, it goes on with --resume.
+    """
+    from lyapunov_prune.checkpoints.saving import write_model
+    from lyapunov_prune.healing.heal import REPORT
+    from lyapunov_prune.healing.heal import heal as heal_model
+    from lyapunov_prune.models.loading import BUILTIN, load
+    from lyapunov_prune.models.structure import identify
+    from lyapunov_prune.models.tokenizers import require_same_tokenizer
+    from lyapunov_prune.pruning.checkpoint import PROVENANCE, Provenance
+    from lyapunov_prune.results.files import require_empty
+
+    require_empty(output)
+    made = Path(model) / PROVENANCE
+    provenance = Provenance.load(made) if made.is_file() else None
+    if teacher is None:
+        if provenance is None:
+            raise LyapunovPruneError(f"{model} does not say what it was made from; give the dense model as --teacher")
+        if provenance.source != BUILTIN:  # a file that may be a stranger's does not choose what is loaded
+            raise LyapunovPruneError(
+                f"{model} says that it was made from {provenance.source!r}; if you trust it, give that as --teacher"
+            )
+        teacher = BUILTIN
+    loaded, batch = load_inputs(model, text, tokens, context, device, "float32", bos, offline)
+    dense = load(teacher, dtype="float32", device=device, offline=offline)
+    if provenance is not None and not provenance.plan.model.same_as(identify(dense.model)):
+        raise LyapunovPruneError(
+            f"{teacher} is not the model that {model} was made from, which {made} records as {provenance.source!r}; "
+            "give that one as --teacher"
+        )
+    require_same_tokenizer(dense.tokenizer, loaded.tokenizer, (teacher, model))
+    jobs = run_folder(None, model) / "jobs" / "heal"
+    done = heal_model(
+        loaded.model,
+        dense.model,
+        batch,
+        steps=steps,
+        rank=rank,
+        learning_rate=learning_rate,
+        temperature=temperature,
+        seed=seed,
+        folder=jobs,
+        resume=resume,
+        evaluation=load_batch(loaded, text, min(tokens, 4096), context, bos, offline, "evaluation"),
+    )
+    results: dict[str, Result] = {REPORT: done.report}
+    if provenance is not None:
+        results[PROVENANCE] = provenance
+    title = f"{Path(model).name}, healed"
+    write_model(done.model, loaded.tokenizer, output, results, title, done.report.about())
+    shutil.rmtree(jobs)  # three times the size of what was trained
+    show(done.report, as_json, output)

@@ -1,1 +1,0 @@
-"""The commands: parse, call, save."""

@@ -1,0 +1,6 @@
+"""Text and items into token batches.
+
+- `text`: a source of text, cut into calibration and evaluation halves, as windows of tokens;
+- `batch`: the windows themselves, checked against a model;
+- `choices`, `tasks`: multiple-choice items and questions from JSONL files.
+"""

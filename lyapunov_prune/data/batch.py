@@ -1,0 +1,121 @@
+"""Windows of token ids: what every measurement takes, checked once, and kept apart from what others saw."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+import torch
+from transformers import PreTrainedModel
+
+from lyapunov_prune.errors import LyapunovPruneError
+from lyapunov_prune.models.plain import require_in_memory
+from lyapunov_prune.models.structure import Structure, find_structure, identify
+from lyapunov_prune.results.overlap import fingerprint, run_hashes, shared_tokens
+from lyapunov_prune.results.result import MeasuredOn, versions
+
+Split = Literal["calibration", "evaluation", "all"]
+# A run of this many tokens in both texts is a leak.
+LEAK_TOKENS = 64
+
+
+@dataclass(frozen=True)
+class TokenBatch:
+    """Token ids, windows × context (int64), and where they came from."""
+
+    ids: torch.Tensor
+    text: str
+    split: str
+    bos: bool | None
+
+    @property
+    def context(self) -> int:
+        return self.ids.shape[1]
+
+    @property
+    def text_hash(self) -> str:
+        """SHA-256 of the ids and their shape."""
+        ids = self.ids.to("cpu", torch.int64).contiguous()
+        return hashlib.sha256(str(tuple(ids.shape)).encode() + ids.numpy().tobytes()).hexdigest()
+
+    @property
+    def stream(self) -> np.ndarray:
+        """The tokens in a row, (n,) int64, without the BOS that every window begins with."""
+        ids = self.ids.to("cpu", torch.int64)
+        # In ids that were given, a token that begins every window is taken for one.
+        begins = len(ids) > 1 and bool((ids[:, 0] == ids[0, 0]).all()) if self.bos is None else self.bos
+        return ids[:, int(begins) :].flatten().numpy()
+
+    def shared_with(self, seen: MeasuredOn) -> int:
+        """About how many of these tokens are among those that something was measured on, in runs of 64 and more."""
+        if seen.text_hash == self.text_hash:
+            return self.ids.numel()
+        return shared_tokens(self.stream, seen.fingerprint) if seen.fingerprint else 0
+
+    def measured_on(self, model: PreTrainedModel, seed: int | None = None) -> MeasuredOn:
+        return MeasuredOn(
+            model=identify(model),
+            dtype=str(model.dtype).removeprefix("torch."),
+            device=model.device.type,
+            text=self.text,
+            split=self.split,
+            text_hash=self.text_hash,
+            tokens=self.ids.numel(),
+            context=self.context,
+            bos=self.bos,
+            seed=seed,
+            versions=versions(),
+            fingerprint=fingerprint(self.stream, LEAK_TOKENS),
+        )
+
+
+def as_batch(model: PreTrainedModel, batch: TokenBatch | torch.Tensor) -> TokenBatch:
+    """A checked batch for `model`: two-dimensional ids inside its vocabulary and its context.
+
+    Raises LyapunovPruneError otherwise, and for a model that cannot be measured: some of its weights are elsewhere.
+    """
+    require_in_memory(model)
+    if isinstance(batch, torch.Tensor):
+        batch = TokenBatch(batch, text="token ids", split="all", bos=None)
+    if batch.ids.ndim != 2 or batch.ids.shape[0] == 0 or batch.ids.shape[1] < 2:
+        raise LyapunovPruneError(
+            f"token ids of shape {tuple(batch.ids.shape)}; give batch × tokens, two tokens or more"
+        )
+    if batch.ids.dtype not in (torch.int64, torch.int32):
+        raise LyapunovPruneError(f"token ids are {batch.ids.dtype}; give integers")
+    structure = find_structure(model)
+    require_context(structure, batch.context)
+    low, high = int(batch.ids.min()), int(batch.ids.max())
+    vocabulary = structure.config.vocab_size
+    if low < 0 or high >= vocabulary:
+        raise LyapunovPruneError(
+            f"token id {high if high >= vocabulary else low} is outside the model's vocabulary of {vocabulary}; "
+            "use the model's own tokenizer"
+        )
+    return batch
+
+
+def require_context(structure: Structure, context: int) -> None:
+    """Raise LyapunovPruneError if the model's positions end before `context`."""
+    if structure.max_context and context > structure.max_context:
+        raise LyapunovPruneError(
+            f"context {context} is longer than the model's {structure.max_context}; lower --context"
+        )
+
+
+def require_disjoint(calibration: TokenBatch, evaluation: TokenBatch) -> None:
+    """Raise LyapunovPruneError if a run of 64 tokens stands in both batches, at any place, across windows too.
+
+    Shorter windows need not follow each other: a run as long as the shorter of them, inside windows, is enough.
+    """
+    batches = calibration, evaluation
+    for rows in ([batch.ids.cpu().numpy() for batch in batches], [batch.stream[None] for batch in batches]):
+        size = min(LEAK_TOKENS, *(row.shape[1] for row in rows))
+        first, second = (run_hashes(row, size) for row in rows)
+        if np.isin(first, second).any():
+            raise LyapunovPruneError(
+                f"calibration ({calibration.text}) and evaluation text ({evaluation.text}) share {size} tokens in a "
+                "row; take the evaluation split, or another text"
+            )

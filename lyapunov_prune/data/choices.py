@@ -1,0 +1,90 @@
+"""Items of multiple choice: read from a file, and as tokens."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from transformers import PreTrainedTokenizerBase
+
+from lyapunov_prune.data.text import adds_bos
+from lyapunov_prune.errors import LyapunovPruneError
+
+_FORM = '{"query": "…", "choices": ["…", "…"], "gold": 0}'
+
+
+@dataclass(frozen=True)
+class ChoiceItem:
+    """A question, the texts that may follow it, and the index of the right one."""
+
+    query: str
+    choices: tuple[str, ...]
+    gold: int
+
+    @property
+    def stem(self) -> str:
+        """What a choice follows: the query, and a space unless it ends in white space."""
+        return self.query if self.query[-1].isspace() else f"{self.query} "
+
+
+def load_items(path: str | Path) -> tuple[ChoiceItem, ...]:
+    """The items of a JSONL file: an object a line with `query`, `choices` (two or more) and `gold` (from 0).
+
+    Raises LyapunovPruneError with the number of the line for anything else, and for a file without items.
+    """
+    try:
+        lines = Path(path).read_text(encoding="utf-8-sig").split("\n")
+    except (OSError, UnicodeDecodeError) as error:
+        raise LyapunovPruneError(f"cannot read {path} as UTF-8 text ({error}); give a .jsonl file of items") from None
+    found = [_item(line, f"{path} line {number}") for number, line in enumerate(lines, start=1) if line.strip()]
+    if not found:
+        raise LyapunovPruneError(f"{path} holds no items; give a line {_FORM} for each")
+    return tuple(found)
+
+
+def _item(line: str, where: str) -> ChoiceItem:
+    try:
+        data = json.loads(line)
+        query, choices, gold = data["query"], data["choices"], data["gold"]
+        texts = isinstance(choices, list) and all(isinstance(text, str) and text for text in [query, *choices])
+    except (ValueError, KeyError, TypeError):
+        texts = False
+    if not texts:
+        raise LyapunovPruneError(f"{where} is no item; give {_FORM} a line")
+    if len(choices) < 2 or type(gold) is not int or not 0 <= gold < len(choices):
+        raise LyapunovPruneError(
+            f"{where} has {len(choices)} choices and gold {gold!r}; give two or more, and an index"
+        )
+    return ChoiceItem(query, tuple(choices), gold)
+
+
+def tokenize(item: ChoiceItem, tokenizer: PreTrainedTokenizerBase) -> tuple[torch.Tensor, list[int], int]:
+    """Ids, choices × tokens, each row's last token repeated to the end; the lengths; how many tokens all share.
+
+    What is repeated is no padding to the model. It need not be: no position looks at a later one.
+    """
+    texts = [item.stem + choice for choice in item.choices]
+    start = [tokenizer.bos_token_id] if adds_bos(tokenizer) else []
+    found = [start + tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"] for text in texts]
+    query = start + tokenizer(item.query, add_special_tokens=False, verbose=False)["input_ids"]
+    # A choice may begin inside a token of the query, so what is shared is looked for.
+    context = _shared([query, *found])
+    if context == 0 or len({tuple(row) for row in found}) < len(found) or min(map(len, found)) == context:
+        raise LyapunovPruneError(
+            f"the item {item.query[:40]!r} gives no tokens to tell its choices by; give choices of different tokens"
+        )
+    lengths = [len(row) for row in found]
+    ids = [row + [row[-1]] * (max(lengths) - len(row)) for row in found]
+    return torch.tensor(ids, dtype=torch.int64), lengths, context
+
+
+def _shared(rows: list[list[int]]) -> int:
+    """The number of tokens at the start that all rows have in common."""
+    same = 0
+    for column in zip(*rows, strict=False):
+        if len(set(column)) > 1:
+            break
+        same += 1
+    return same

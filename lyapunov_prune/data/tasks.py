@@ -1,0 +1,69 @@
+"""Items of a local task file: multiple choice, or questions whose answer ends in a number."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from lyapunov_prune.data.choices import load_items
+from lyapunov_prune.errors import LyapunovPruneError
+
+Kind = Literal["multiple choice", "generation"]
+_FORMS = '{"query": "…", "choices": ["…", "…"], "gold": 0} or {"question": "…", "answer": "… #### 42"}'
+# The number that the strict match of the harness' gsm8k looks for, at the end of a text.
+_ENDS_IN_A_NUMBER = re.compile(r"#### -?[0-9][0-9.,]*\s*\Z")
+
+
+@dataclass(frozen=True)
+class TaskFile:
+    """The items of a file as the harness takes them, and the SHA-256 of its bytes.
+
+    Multiple choice: `query` (up to where a choice begins), `choices`, `gold`. Generation: `question`, `answer`.
+    """
+
+    path: Path
+    kind: Kind
+    items: tuple[dict[str, Any], ...]
+    sha256: str
+
+
+def read_task(path: str | Path) -> TaskFile:
+    """Read a JSONL file of one kind of item, an object a line; its first line says which kind.
+
+    Raises LyapunovPruneError with the number of the line for anything else, for an answer that does not end in
+    `#### ` and a number, and for a file without items.
+    """
+    path = Path(path)
+    try:
+        content = path.read_bytes()
+        lines = content.decode("utf-8-sig").split("\n")
+    except (OSError, UnicodeDecodeError) as error:
+        raise LyapunovPruneError(f"cannot read {path} as UTF-8 text ({error}); give a .jsonl file of items") from None
+    kind: Kind = "generation"
+    first = next((line for line in lines if line.strip()), "")
+    if '"choices"' in first:
+        kind = "multiple choice"
+        items = [{"query": i.stem, "choices": list(i.choices), "gold": i.gold} for i in load_items(path)]
+    else:
+        items = [_question(line, f"{path} line {n}") for n, line in enumerate(lines, start=1) if line.strip()]
+    if not items:
+        raise LyapunovPruneError(f"{path} holds no items; give a line {_FORMS} for each")
+    return TaskFile(path, kind, tuple(items), hashlib.sha256(content).hexdigest())
+
+
+def _question(line: str, where: str) -> dict[str, Any]:
+    try:
+        data = json.loads(line)
+        question, answer = data["question"], data["answer"]
+        texts = isinstance(question, str) and isinstance(answer, str) and bool(question.strip())
+    except (ValueError, KeyError, TypeError):
+        texts = False
+    if not texts:
+        raise LyapunovPruneError(f"{where} is no item; give {_FORMS} a line")
+    if not _ENDS_IN_A_NUMBER.search(answer):
+        raise LyapunovPruneError(f'{where} has an answer that does not end in "#### " and a number; add them')
+    return {"question": question, "answer": answer}

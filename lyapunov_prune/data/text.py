@@ -1,0 +1,201 @@
+"""Text as windows of token ids, with calibration and evaluation kept apart.
+
+A text is cut in two by position: calibration is the first half, evaluation the second, less every
+paragraph of the first half that occurs there again. `require_disjoint` and `require_unseen` check the tokens
+themselves.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from lyapunov_prune.data.batch import Split, TokenBatch
+from lyapunov_prune.errors import LyapunovPruneError
+from lyapunov_prune.models.structure import identify
+from lyapunov_prune.results.history import history_of
+
+# A repeated paragraph shorter than this (a heading, a signature) is no leak.
+LEAK_CHARACTERS = 64
+# A stretch this long that comes again is a repeat, by chance it would not.
+SAMPLE_CHARACTERS = 256
+_PARAGRAPH_END = re.compile(r"(\n\s*\n)")
+
+
+def load_text(
+    source: str,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    tokens: int = 4096,
+    context: int = 512,
+    split: Split = "calibration",
+    bos: bool | None = None,
+    offline: bool = False,
+) -> TokenBatch:
+    """The first `tokens` tokens of a split, as whole windows of `context` tokens.
+
+    `source`: `builtin` (the language reference that CPython ships), a `.txt` file (any plain text), a
+    `.jsonl` file with a `text` field, or a hub data set `name[:config[:split]]` (extra `data`). With
+    `bos` every window starts with the BOS token; None follows the tokenizer's own habit.
+
+    Raises LyapunovPruneError when the text is missing, empty or shorter than asked for, when it is one token over and
+    over, and for an evaluation half that mostly repeats the first half.
+    """
+    if context < 2:
+        raise LyapunovPruneError(f"context {context} is too short to score a token; give 2 or more")
+    if tokens < context:
+        raise LyapunovPruneError(f"{tokens} tokens do not fill one window of {context}; raise --tokens")
+    whole = _read(source, offline)
+    text = _split(whole, split)
+    if split == "evaluation":
+        _require_new(source, whole, text)
+    if bos is None:
+        bos = adds_bos(tokenizer)
+    if bos and tokenizer.bos_token_id is None:
+        raise LyapunovPruneError("this tokenizer has no BOS token; use --no-bos")
+    width = context - 1 if bos else context
+    windows = tokens // context
+    # Four characters a token is usual; ten leaves room, and spares tokenizing whole corpora.
+    ids = tokenizer(text[: 10 * windows * width + 1000], add_special_tokens=False, verbose=False)["input_ids"]
+    if len(ids) < windows * width:
+        ids = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+    if len(ids) < windows * width:
+        raise LyapunovPruneError(
+            f"{source} ({split}) has {len(ids)} tokens and {windows * width} are needed; "
+            "lower --tokens or give a longer text"
+        )
+    matrix = torch.tensor(ids[: windows * width], dtype=torch.int64).view(windows, width)
+    flat = matrix.flatten()
+    if (flat[1:] == flat[:-1]).float().mean() > 0.5:
+        raise LyapunovPruneError(f"{source} ({split}) is one token over and over, no text to measure on; give another")
+    if bos:
+        matrix = torch.cat([torch.full((windows, 1), tokenizer.bos_token_id), matrix], dim=1)
+    return TokenBatch(matrix, text=source, split=split, bos=bos)
+
+
+def require_unseen(model: PreTrainedModel, batch: TokenBatch) -> None:
+    """Raise LyapunovPruneError if a step that made `model` saw tokens of `batch`, so that it must not be scored on it.
+
+    Tokens are known by their hash and by runs of 64, whatever file or window they stand in.
+    """
+    for number, step in enumerate(history_of(model).steps, start=1):
+        for seen in step.saw:
+            shared = batch.shared_with(seen)
+            if shared:
+                raise LyapunovPruneError(
+                    f"about {shared} of the {batch.ids.numel()} tokens to score are of what step {number} of its "
+                    f"history ({step.kind}) saw, {seen.text} ({seen.split}): {identify(model).name} was made with "
+                    f"{batch.text}; use --split evaluation or another --text"
+                )
+
+
+def require_source(source: str) -> None:
+    """Raise LyapunovPruneError if `source` names a file that is not there."""
+    path = Path(source)
+    if not path.is_file() and (path.suffix in {".txt", ".jsonl"} or path.exists()):
+        raise LyapunovPruneError(f"{source} is no readable file; give builtin, a .txt, a .jsonl or a data set")
+
+
+def _read(source: str, offline: bool) -> str:
+    path = Path(source)
+    if source == "builtin":
+        from pydoc_data.topics import topics
+
+        # Topics quote each other: keep the first copy of every paragraph.
+        return "\n\n".join(dict.fromkeys("\n\n".join(topics.values()).split("\n\n")))
+    if path.is_file():
+        try:
+            text = path.read_text(encoding="utf-8-sig")  # some editors write a byte-order mark
+        except (OSError, UnicodeDecodeError) as error:
+            raise LyapunovPruneError(f"cannot read {source} as UTF-8 text ({error}); convert it to UTF-8") from None
+        return _join_jsonl(source, text) if path.suffix == ".jsonl" else text
+    require_source(source)
+    return _read_dataset(source, offline)
+
+
+def _join_jsonl(source: str, text: str) -> str:
+    documents = []
+    for number, line in enumerate(text.split("\n"), start=1):  # splitlines() would cut at U+2028 inside a string
+        if not line.strip():
+            continue
+        try:
+            documents.append(json.loads(line)["text"])
+            if not isinstance(documents[-1], str):
+                raise TypeError
+        except (ValueError, KeyError, TypeError):
+            raise LyapunovPruneError(
+                f'{source} line {number} is no JSON object with a "text" string; give {{"text": "…"}} a line'
+            ) from None
+    return "\n\n".join(documents)
+
+
+def _read_dataset(source: str, offline: bool) -> str:
+    name, _, rest = source.partition(":")
+    config, _, part = rest.partition(":")
+    if offline:
+        raise LyapunovPruneError(f"{source} is no local file and --offline forbids the hub; give builtin or a file")
+    try:
+        from datasets import load_dataset
+    except ImportError:
+        raise LyapunovPruneError(
+            f"{source} is no local file, and a hub data set needs the extra: pip install 'lyapunov-prune[data]'"
+        ) from None
+    try:
+        data: Any = load_dataset(name, config or None, split=part or "test")
+    except Exception as error:  # datasets raises many kinds: network, name, format
+        reason = next(iter(str(error).splitlines()), type(error).__name__)
+        raise LyapunovPruneError(
+            f"cannot load the data set {source}: {reason}; check the name and the network, or give a file"
+        ) from None
+    if "text" not in data.column_names:
+        raise LyapunovPruneError(
+            f"{source} has no column text (it has {', '.join(data.column_names)}); give a data set with one"
+        )
+    return "\n\n".join(data["text"])
+
+
+def _halves(text: str) -> tuple[str, str]:
+    # At a blank line, or a line, or anywhere: a text may have neither.
+    middle = len(text) // 2
+    for mark in ("\n\n", "\n", " "):
+        found = text.find(mark, middle)
+        if found != -1 and found < len(text) - len(text) // 4:
+            middle = found + len(mark)
+            break
+    return text[:middle], text[middle:]
+
+
+def _split(text: str, split: Split) -> str:
+    if split == "all":
+        return text
+    first, second = _halves(text)
+    if split == "calibration":
+        return first
+    if split != "evaluation":
+        raise LyapunovPruneError(f"unknown split {split!r}; give calibration, evaluation or all")
+    seen = {p.strip() for p in _PARAGRAPH_END.split(first) if len(p) >= LEAK_CHARACTERS}
+    return "".join(p for p in _PARAGRAPH_END.split(second) if p.strip() not in seen)
+
+
+def _require_new(source: str, whole: str, left: str) -> None:
+    """Refuse an evaluation half that mostly repeats the first half, by paragraphs (not in `left`) or by samples."""
+    first, second = _halves(whole)
+    last = max(len(left) - SAMPLE_CHARACTERS, 0)
+    samples = [left[i : i + SAMPLE_CHARACTERS] for i in range(0, last + 1, max(last // 15, 1))]
+    new = sum(sample not in first for sample in samples) / len(samples) * len(left)
+    if new < len(second) / 2:
+        raise LyapunovPruneError(
+            f"{source} repeats itself: {1 - new / len(second):.0%} of its second half, the evaluation split, stands in "
+            "the first too; remove the repeats or give another text"
+        )
+
+
+def adds_bos(tokenizer: PreTrainedTokenizerBase) -> bool:
+    """Whether the tokenizer begins every text with its BOS token."""
+    ids = tokenizer("a")["input_ids"]
+    return tokenizer.bos_token_id is not None and bool(ids) and ids[0] == tokenizer.bos_token_id

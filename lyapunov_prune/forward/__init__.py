@@ -1,0 +1,9 @@
+"""Run all of a model, part of it, or a changed one.
+
+- `hooks`: the residual stream seen, injected into, and layers skipped; `prefix`: a forward that begins at any layer;
+- `branches`, `sublayers`: attention and MLP of a layer, run or silenced on their own;
+- `replacement`, `changes`: other weights, or a changed layer, for as long as a block lasts;
+- `scoring`, `logits`, `decoding`: losses, logits and greedy tokens of what runs.
+
+Nothing here outlives its block: a hook is removed and a weight put back, also after an error.
+"""

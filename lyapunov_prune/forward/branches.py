@@ -1,0 +1,134 @@
+"""The branches of a layer, attention and MLP: found by what the layer does, run on their own.
+
+Nothing is known of a family. The layer is called with the arguments that the model called it with, and its
+children are told apart by whether they hold matrices, by the order of their calls, and by the tensors that go
+from one to the next.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from lyapunov_prune.errors import LyapunovPruneError
+from lyapunov_prune.forward.hooks import Enough, hidden_of, with_input
+from lyapunov_prune.models.projections import find_projections
+from lyapunov_prune.models.structure import Structure
+
+
+@dataclass(frozen=True)
+class _Call:
+    """One call of a direct child of a layer."""
+
+    name: str
+    module: nn.Module
+    given: torch.Tensor
+    returned: torch.Tensor
+
+    @property
+    def changes(self) -> bool:
+        """Not so for dropout in eval mode, which hands through what it was given."""
+        return not _same(self.given, self.returned)
+
+
+@dataclass(frozen=True)
+class Branch:
+    """A branch of `layer`, from the input of `entry` to the output of `exit`.
+
+    `x` is what entered it when it was found: the residual stream of those windows.
+    """
+
+    layer: nn.Module
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    entry: nn.Module
+    exit: nn.Module
+    x: torch.Tensor
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """The branch's output when `x` enters it."""
+        found: list[torch.Tensor] = []
+
+        def enter(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            return with_input(args, kwargs, x)
+
+        def leave(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+            found.append(hidden_of(output))
+            raise Enough
+
+        handles = [
+            self.entry.register_forward_pre_hook(enter, with_kwargs=True),
+            self.exit.register_forward_hook(leave),
+        ]
+        try:
+            with suppress(Enough):
+                self.layer.forward(*self.args, **self.kwargs)
+        finally:
+            for handle in handles:
+                handle.remove()
+        return found[0]
+
+
+def find_branches(
+    layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], matrices: dict[str, bool]
+) -> tuple[Branch, ...]:
+    """Attention and MLP of a layer called with `args` and `kwargs`: its first and last child with matrices.
+
+    `matrices` comes from `matrix_children`. An MLP that is a row of bare matrices (OPT) begins with the first of
+    the row. A branch includes the norm that feeds it alone and the norm that its output alone goes through
+    (Gemma 2); a layer with one child of the kind has one branch. Raises LyapunovPruneError for one with none.
+    """
+    calls: list[_Call] = []
+
+    def note(name: str) -> Callable[..., None]:
+        def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+            given = args[0] if args else kwargs.get("hidden_states")
+            if isinstance(given, torch.Tensor):
+                calls.append(_Call(name, module, given, hidden_of(output)))
+
+        return hook
+
+    children = layer.named_children()
+    handles = [child.register_forward_hook(note(name), with_kwargs=True) for name, child in children]
+    try:
+        layer.forward(*args, **kwargs)
+    finally:
+        for handle in handles:
+            handle.remove()
+    places = [i for i, call in enumerate(calls) if call.name in matrices]
+    if not places:
+        raise LyapunovPruneError(f"{type(layer).__name__} calls no child that holds a matrix; it is not supported")
+    first = last = len(places) - 1
+    while first > 1 and matrices[calls[places[first]].name] and matrices[calls[places[first - 1]].name]:
+        first -= 1
+    spans = [(places[0], places[0])] if last == 0 else [(places[0], places[0]), (places[first], places[last])]
+    ends = [_ends(calls, matrices, *span) for span in spans]
+    return tuple(Branch(layer, args, kwargs, a.module, b.module, a.given.detach()) for a, b in ends)
+
+
+def _ends(calls: Sequence[_Call], matrices: dict[str, bool], first: int, last: int) -> tuple[_Call, _Call]:
+    """The norm that feeds `calls[first]` and the norm that `calls[last]` feeds, or these themselves."""
+    norms = [c for c in calls if c.name not in matrices and c.changes]
+    entry = next((c for c in norms if _same(c.returned, calls[first].given)), calls[first])
+    exit = next((c for c in norms if _same(c.given, calls[last].returned)), calls[last])
+    return entry, exit
+
+
+def _same(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether two tensors are the same numbers in the same place, up to shape."""
+    return a.data_ptr() == b.data_ptr() and a.numel() == b.numel()
+
+
+def matrix_children(model: PreTrainedModel, structure: Structure) -> list[dict[str, bool]]:
+    """For each layer its children that hold matrices, and whether the child is itself one."""
+    found: list[dict[str, bool]] = [{} for _ in structure.layers]
+    for p in find_projections(model):
+        child, _, rest = p.module.removeprefix(f"{structure.layers_path}.{p.layer}.").partition(".")
+        found[p.layer][child] = not rest
+    return found

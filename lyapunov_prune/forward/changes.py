@@ -1,0 +1,88 @@
+"""One layer changed, or its attention or its MLP alone, for as long as a block lasts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+
+import torch
+from transformers import PreTrainedModel
+
+from lyapunov_prune.errors import LyapunovPruneError
+from lyapunov_prune.forward.branches import Branch
+from lyapunov_prune.forward.prefix import Prefix
+from lyapunov_prune.forward.replacement import replaced
+from lyapunov_prune.forward.sublayers import KINDS, find_sublayers, silent
+from lyapunov_prune.models.projections import Projection, find_projections
+from lyapunov_prune.models.structure import find_structure, identify
+
+WHAT = ("layer", *KINDS)
+# (layer, what) -> a context in which it is changed; None where the layer has no such part.
+Changes = Callable[[int, str], AbstractContextManager[None] | None]
+
+
+def dropped_layers(model: PreTrainedModel, prefix: Prefix) -> Changes:
+    """A layer hands on what it is given; a branch of it adds nothing."""
+    found = find_sublayers(model, range(prefix.structure.num_layers))
+
+    def change(layer: int, what: str) -> AbstractContextManager[None] | None:
+        if what == "layer":
+            return prefix.bypassed((layer,))
+        branch = found[layer].branches.get(what)
+        return None if branch is None else silent(branch)
+
+    return change
+
+
+def compressed_layers(model: PreTrainedModel, compressed: PreTrainedModel) -> Changes:
+    """A layer, or a branch of it, has the matrices of `compressed`.
+
+    Raises LyapunovPruneError for a model of other shapes, or whose layers differ in more than matrices.
+    """
+    structure = find_structure(model)
+    if identify(compressed).architecture != identify(model).architecture:
+        raise LyapunovPruneError(
+            "the compressed model has other layers than the dense one; give one of the same shapes"
+        )
+    projections = find_projections(model)
+    matrices = {f"{p.module}.{p.parameter}" for p in projections}
+    theirs = dict(compressed.named_parameters())
+    for name, parameter in model.named_parameters():
+        inside = name.startswith(f"{structure.layers_path}.") and name not in matrices
+        if inside and not torch.equal(parameter, theirs[name].to(parameter)):
+            raise LyapunovPruneError(f"the compressed model has another {name}; give one that changed matrices alone")
+    found = find_sublayers(model, range(structure.num_layers))
+    parts: dict[tuple[int, str], list[Projection]] = {}
+    for layer, sublayers in found.items():
+        here = [p for p in projections if p.layer == layer]
+        parts[layer, "layer"] = here
+        seen: set[str] = set()  # branches that share a norm: the second's forward goes past the first
+        for kind, branch in sublayers.branches.items():
+            called = _children(branch) - seen
+            seen |= called
+            base = f"{structure.layers_path}.{layer}."
+            parts[layer, kind] = [p for p in here if p.module.removeprefix(base).partition(".")[0] in called]
+
+    def change(layer: int, what: str) -> AbstractContextManager[None] | None:
+        chosen = parts.get((layer, what))
+        return None if not chosen else replaced(model, {p: p.weight(compressed) for p in chosen})
+
+    return change
+
+
+def _children(branch: Branch) -> set[str]:
+    """The names of the layer's children that are called between the branch's entry and its exit."""
+    called: set[str] = set()
+
+    def note(name: str) -> Callable[..., None]:
+        return lambda module, args: called.add(name)
+
+    # In this order: where the entry is a child, it is cleared before the child is noted.
+    handles = [branch.entry.register_forward_pre_hook(lambda module, args: called.clear())]
+    handles += [child.register_forward_pre_hook(note(name)) for name, child in branch.layer.named_children()]
+    try:
+        branch(branch.x)
+    finally:
+        for handle in handles:
+            handle.remove()
+    return called

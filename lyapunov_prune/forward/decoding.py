@@ -1,0 +1,61 @@
+"""Greedy decoding through whatever cache a decoder keeps."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from lyapunov_prune.errors import LyapunovPruneError
+from lyapunov_prune.forward.hooks import hidden_of, require_finite
+from lyapunov_prune.models.structure import find_structure
+
+
+@torch.no_grad()
+def decode_greedily(model: PreTrainedModel, prompts: torch.Tensor, steps: int) -> torch.Tensor:
+    """The `steps` likeliest tokens one after the other: prompts (windows × tokens) to (windows × steps), int64."""
+    return torch.stack([logits.argmax(-1) for _, logits in walk(model, prompts, steps, told=True)], 1).to(prompts)
+
+
+def walk(
+    model: PreTrainedModel, prompts: torch.Tensor, steps: int, told: bool
+) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """At every step what leaves the last layer (prompts × d) and the logits (prompts × vocabulary); then goes on.
+
+    The next token is the argmax of the model's own logits. Nothing else has a say: the model's generation config (its
+    penalties, its EOS) is not asked, so decoding goes on behind the end of a text. `told`: every step is given its
+    position, without which some forwards count from zero at every call. A decoder that hands no cache back runs on the
+    whole text again at every step. Raises NonFiniteError naming the layer when the model is not finite.
+    """
+    structure, taken = find_structure(model), inspect.signature(model.forward).parameters
+    states: list[torch.Tensor] = []
+
+    def note(module: nn.Module, args: Any, output: Any) -> None:
+        states.append(hidden_of(output)[:, -1].flatten(1))
+
+    text = ids = prompts.to(model.device)
+    given: dict[str, Any] = {"logits_to_keep": 1} if "logits_to_keep" in taken else {}
+    carried: dict[str, Any] = {}
+    for t in range(steps):
+        if carried and told and "position_ids" in taken:
+            carried["position_ids"] = torch.full_like(ids, text.shape[1] - 1)
+        handle = structure.layers[-1].register_forward_hook(note)
+        try:
+            output = model(ids, **given, **carried, use_cache=True)
+        finally:
+            handle.remove()
+        logits = output.logits[:, -1]
+        if not logits.isfinite().all():
+            require_finite(structure, text, f"step {t}")
+            raise LyapunovPruneError(f"the logits of step {t} are not finite; load the model in a wider dtype")
+        # What the forward both returns and takes is the cache, whatever it is called.
+        carried = {name: value for name, value in output.items() if name in taken and value is not None}
+        del output
+        yield states.pop(), logits
+        tokens = logits.argmax(-1, keepdim=True)
+        text = torch.cat([text, tokens], 1)
+        ids = tokens if carried else text

@@ -1,0 +1,83 @@
+"""Logits of a decoder on a few tokens: at once, and step by step through whatever cache it keeps."""
+
+from __future__ import annotations
+
+import inspect
+
+import torch
+from transformers import PreTrainedModel
+
+from lyapunov_prune.data.batch import TokenBatch, as_batch
+from lyapunov_prune.models.structure import find_structure
+
+# Largest relative deviation of a token's logits. The same kernels on the same shapes agree to the last
+# bit; folded constants (GPT-2) and the cache's other kernels do not, and a model that a removal has
+# wrecked (SmolLM2 without layer 0) amplifies rounding a hundredfold. A wrong layer or index gives 0.1 to 10.
+SAME_LIMIT = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 2e-3}
+TOKENS = 64
+STEPS = 8
+WINDOW_LIMIT = 1024  # a longer sliding window is not rolled over: the check would outlast the removal
+
+
+def deviation(logits: torch.Tensor, reference: torch.Tensor) -> float:
+    """`max_t ‖z_t − z'_t‖ / ‖z'_t − mean z'_t‖` in float64; infinite when a value is not finite."""
+    a, b = logits.double(), reference.double()
+    if a.shape != b.shape or not (a.isfinite().all() and b.isfinite().all()):
+        return float("inf")
+    spread = torch.linalg.vector_norm(b - b.mean(-1, keepdim=True), dim=-1)
+    return float((torch.linalg.vector_norm(a - b, dim=-1) / spread.clamp_min(1e-300)).max())
+
+
+def sample_inputs(model: PreTrainedModel, batch: TokenBatch | torch.Tensor | None) -> list[torch.Tensor]:
+    """Two rows of random tokens and, if given, the first window of `batch`, cut to a useful length."""
+    structure = find_structure(model)
+    config = structure.config
+    window = getattr(config, "sliding_window", None) or 0
+    length = max(TOKENS, window + 2 * STEPS) if window <= WINDOW_LIMIT else TOKENS
+    length = min(length, structure.max_context or length)
+    generator = torch.Generator().manual_seed(0)
+    random = torch.randint(config.vocab_size, (2, length), generator=generator)
+    # Padding is no text: some families count positions past it, in one forward but not through a cache.
+    pad = getattr(config, "pad_token_id", None)
+    if pad is not None:
+        random[random == pad] = (pad + 1) % config.vocab_size
+    inputs = [random]
+    if batch is not None:
+        inputs.append(as_batch(model, batch).ids[:1, :length])
+    return [ids.to(model.device) for ids in inputs]
+
+
+def uncached_logits(model: PreTrainedModel, ids: torch.Tensor) -> torch.Tensor:
+    return model(ids, use_cache=False).logits
+
+
+def last_steps(logits: torch.Tensor) -> torch.Tensor:
+    """The positions that `cached_logits` returns."""
+    return logits[:, -STEPS - 1 :]
+
+
+def cached_logits(model: PreTrainedModel, ids: torch.Tensor, *, positions: bool = False) -> torch.Tensor | None:
+    """Logits of the last tokens: a prefix at once, then one token at a time through the cache.
+
+    `positions` hands over the position of each step, as `generate` does; some forwards count from zero
+    at every call without it. None for a decoder that hands no cache back: it can only run on the whole
+    text again.
+    """
+    taken = inspect.signature(model.forward).parameters
+    start = ids.shape[1] - STEPS
+    output = model(ids[:, :start], use_cache=True)
+    steps = [output.logits[:, -1:]]
+    for t in range(start, ids.shape[1]):
+        # What the forward both returns and takes: past_key_values, cache_params, state, mems, ...
+        carried = {name: value for name, value in output.items() if name in taken and value is not None}
+        if not carried:
+            return None
+        if positions and "position_ids" in taken:
+            carried["position_ids"] = torch.full_like(ids[:, :1], t)
+        output = model(ids[:, t : t + 1], **carried, use_cache=True)
+        steps.append(output.logits)
+    return torch.cat(steps, dim=1)
+
+
+# Also of a float64 model transformers takes some softmax and norms in float32, with other rounding for other lengths.
+CACHE_LIMIT = {torch.float64: 1e-5, torch.float32: 1e-3, torch.bfloat16: 1e-1, torch.float16: 3e-2}

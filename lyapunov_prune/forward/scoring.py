@@ -1,0 +1,168 @@
+"""Losses of windows from the states that the head reads, without a tokens × vocabulary tensor."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.nn.functional import linear
+from transformers import PreTrainedModel
+from transformers.utils import ModelOutput
+
+from lyapunov_prune.errors import LyapunovPruneError
+from lyapunov_prune.forward.prefix import final_state, restore
+from lyapunov_prune.models.structure import Structure
+
+# A block of logits this large stays in the cache between the product and the exponentials.
+_ROWS, _COLUMNS = 1024, 1024
+_TOKENS = 32
+_SAME = 1e-4
+# Largest logits of the states that the head is tried on: what a model does to large ones alone, a cap, shows there.
+_HEIGHTS = 4.0 ** torch.arange(-2, 11)
+
+
+class Scorer:
+    """Mean loss of every window, `mean_t (log Σ_v exp z_tv − z_t,y)`, and the state that gave it.
+
+    Where the logits are those of the head's matrix, the sum over the vocabulary is taken block by block. It is tried
+    once against the model's own, on a few tokens and, as a cap leaves small logits alone, on states scaled to logits
+    of 1/16 to 2²⁰ of both signs. Where the model does more to them (a scale, a cap), its own logits are used.
+    """
+
+    def __init__(self, model: PreTrainedModel, structure: Structure, ids: torch.Tensor) -> None:
+        self.model, self.structure = model, structure
+        self.head: Any = model.get_output_embeddings()
+        ids = ids[:1, :_TOKENS]
+        answers: list[tuple[nn.Module, ModelOutput]] = []
+
+        def note(module: nn.Module, args: Any, output: Any) -> None:
+            if isinstance(output, ModelOutput) and isinstance(next(iter(output.values()), None), torch.Tensor):
+                answers.append((module, output))
+
+        handles = [module.register_forward_hook(note) for module in model.modules()]
+        try:
+            logits = model(ids, use_cache=False).logits[0]
+        finally:
+            for handle in handles:
+                handle.remove()
+        state = final_state(structure, ids)[0]
+        # The model's own forward gives the logits of any state that its decoder is made to answer with, ...
+        own = [(module, output) for module, output in answers if _same(output[0][0], state)]
+        self._decoder: Any = own[-1][0] if own else None
+        self._answer: Any = own[-1][1] if own else None
+        # ... unless it asks another module, or more of the decoder than its state.
+        self._enters = bool(own) and _same(self._own(state), logits)
+        self.blockwise = (
+            self._enters
+            and state.shape[-1] == self.head.weight.shape[-1]
+            and _same(self._bare(state), logits)
+            and self._bare_at_all_heights(state)
+        )
+
+    def __call__(self, ids: torch.Tensor) -> tuple[list[float], torch.Tensor]:
+        """The mean loss of each window, in nats, summed in float64, and the final state (windows × tokens × width)."""
+        if self.blockwise:
+            state = final_state(self.structure, ids)
+            return [self._loss(rows[:-1], targets[1:]) for rows, targets in zip(state, ids, strict=True)], state
+        states: list[torch.Tensor] = []
+        handle = self.structure.backbone.register_forward_hook(lambda module, args, output: states.append(output[0]))
+        try:
+            logits = self.model(ids, use_cache=False).logits
+        finally:
+            handle.remove()
+        return [next_token_loss(rows, targets) for rows, targets in zip(logits, ids, strict=True)], states[0]
+
+    def logits(self, state: torch.Tensor) -> torch.Tensor:
+        """The model's logits of final states: tokens × width to tokens × vocabulary, in the model's dtype.
+
+        Where the head's matrix does not give them, the model's own forward does, its decoder answering with
+        `state` at once. Raises LyapunovPruneError when that forward does not go by its decoder's state alone, or
+        gives no finite logits.
+        """
+        if self.blockwise:
+            return self._bare(state)
+        if not self._enters:
+            raise LyapunovPruneError(
+                f"the logits of {type(self.model).__name__} are not finite, or no function of its final state alone; "
+                "load it in a wider dtype, or give another decoder"
+            )
+        return self._own(state)
+
+    def _loss(self, state: torch.Tensor, targets: torch.Tensor) -> float:
+        W, bias = self.head.weight, self.head.bias
+        state, targets = state.to(W.device), targets.to(W.device)
+        total = 0.0
+        for rows, wanted in zip(state.split(_ROWS), targets.split(_ROWS), strict=True):
+            own = (rows.float() * W[wanted].float()).sum(-1)
+            if bias is not None:
+                own = own + bias[wanted].float()
+            total += float((self._logsumexp(rows) - own).double().sum())
+        return total / len(targets)
+
+    def _logsumexp(self, rows: torch.Tensor) -> torch.Tensor:
+        """`log Σ_v exp z_v` of every row, float32."""
+        W, bias = self.head.weight, self.head.bias
+        parts = [slice(start, start + _COLUMNS) for start in range(0, len(W), _COLUMNS)]
+
+        def block(part: slice) -> torch.Tensor:
+            return linear(rows, W[part], None if bias is None else bias[part]).float()
+
+        # The largest of the first block serves all: a maximum of each would be another pass over the vocabulary.
+        first = block(parts[0])
+        shift = first.amax(-1, keepdim=True)
+        total = first.sub_(shift).exp_().sum(-1)
+        for part in parts[1:]:
+            total += block(part).sub_(shift).exp_().sum(-1)
+        if total.isfinite().all():
+            return total.log() + shift.squeeze(-1)
+        # A later block towers over the first by more than exp can hold.
+        return torch.stack([block(part).logsumexp(-1) for part in parts]).logsumexp(0)
+
+    def _bare_at_all_heights(self, state: torch.Tensor) -> bool:
+        """Whether the head's matrix gives the model's own logits, however large they are."""
+        bare = self._bare(state).float().abs().amax(-1)
+        row, largest = state[bare.argmax()].float(), bare.max().to(state.device)
+        scales = torch.cat([_HEIGHTS, -_HEIGHTS]).to(state.device) / largest
+        rows = (scales.unsqueeze(-1) * row).to(state.dtype)
+        wanted = self._bare(rows)
+        held = wanted.isfinite().all(-1) & rows.isfinite().all(-1).to(wanted.device)  # half precision ends at 65,504
+        return _same(self._own(rows)[held], wanted[held])
+
+    def _bare(self, state: torch.Tensor) -> torch.Tensor:
+        return linear(state.to(self.head.weight.device), self.head.weight, self.head.bias)
+
+    def _own(self, state: torch.Tensor) -> torch.Tensor:
+        decoder = self._decoder
+        before = decoder.__dict__.get("forward")
+        answer = type(self._answer)(**{**self._answer, next(iter(self._answer)): state[None]})
+        ids = torch.zeros(1, len(state), dtype=torch.int64, device=next(decoder.parameters()).device)
+        decoder.forward = lambda *args, **kwargs: answer
+        try:
+            return self.model(ids, use_cache=False).logits[0]
+        finally:
+            restore(decoder, before)
+
+
+def _same(found: torch.Tensor, wanted: torch.Tensor) -> bool:
+    """Whether every row of logits is the wanted one, up to rounding."""
+    if found.shape != wanted.shape:
+        return False
+    found, wanted = found.float(), wanted.float()
+    return bool(((found - wanted).abs().amax(-1) <= _SAME * wanted.abs().amax(-1)).all())
+
+
+_CHUNK = 512  # tokens whose logits are widened at a time
+
+
+def next_token_loss(logits: torch.Tensor, ids: torch.Tensor) -> float:
+    """Mean loss in nats of one window: `logits` tokens × vocabulary, `ids` its tokens, the first unscored.
+
+    Logits are widened to float32 a chunk of tokens at a time, losses summed in float64.
+    """
+    parts = [
+        F.cross_entropy(z.float(), y, reduction="none").double().sum()
+        for z, y in zip(logits[:-1].split(_CHUNK), ids[1:].to(logits.device).split(_CHUNK), strict=True)
+    ]
+    return float(torch.stack(parts).sum()) / (len(ids) - 1)

@@ -1,0 +1,128 @@
+"""Attention and MLP of a layer: which branch is which, and a branch silenced by a hook."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from lyapunov_prune.errors import LyapunovPruneError
+from lyapunov_prune.forward.branches import Branch, find_branches, matrix_children
+from lyapunov_prune.forward.hooks import hidden_of, layer_input, run_backbone, with_hidden
+from lyapunov_prune.models.structure import find_structure, in_eval_mode
+
+KINDS = ("attention", "mlp")
+_TOKENS = 8
+_MOVED = 1e-3
+
+
+@dataclass(frozen=True)
+class Sublayers:
+    """The branches of a layer by kind, in the order of their calls. `parallel`: both read the layer's input."""
+
+    branches: dict[str, Branch]
+    parallel: bool
+    lack: str  # why a kind is missing
+
+
+@in_eval_mode
+@torch.no_grad()
+def find_sublayers(model: PreTrainedModel, layers: Sequence[int]) -> dict[int, Sublayers]:
+    """Attention and MLP of `layers`, found in a forward of a few random tokens.
+
+    Of two branches the first is attention, unless only the second looks at other tokens; a layer with one has
+    an attention if that one does, else an MLP. A layer of more than two has neither: which of them would be left
+    out is not for a rule to say. Raises LyapunovPruneError for weights that are not in memory as plain matrices.
+    """
+    structure = find_structure(model)
+    matrices = matrix_children(model, structure)
+    found: dict[int, Sublayers] = {}
+
+    def note(index: int) -> Callable[..., None]:
+        def hook(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+            found[index] = _sublayers(layer, args, kwargs, matrices[index])
+
+        return hook
+
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(structure.config.vocab_size, (1, _TOKENS), generator=generator)
+    handles = [structure.layers[i].register_forward_hook(note(i), with_kwargs=True) for i in layers]
+    try:
+        run_backbone(structure, ids)
+    finally:
+        for handle in handles:
+            handle.remove()
+    return {i: found.get(i, Sublayers({}, False, "does not run on text alone")) for i in layers}
+
+
+def _sublayers(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], matrices: dict[str, bool]) -> Sublayers:
+    if layer_input(args, kwargs).ndim != 3:
+        return Sublayers({}, False, "carries several states a token")
+    blocks = [name for name, bare in matrices.items() if not bare]
+    blocks += [" + ".join(row)] if (row := [name for name, bare in matrices.items() if bare]) else []
+    if len(blocks) not in (1, 2):
+        return Sublayers(
+            {}, False, f"has {len(blocks)} parts with matrices ({', '.join(blocks)})" if blocks else "has no matrices"
+        )
+    branches = find_branches(layer, args, kwargs, matrices)
+    mixes = [_mixes(branch) for branch in branches]
+    if len(branches) == 1:
+        return Sublayers({KINDS[not mixes[0]]: branches[0]}, False, f"has one branch, {blocks[0]}")
+    kinds = KINDS[::-1] if mixes == [False, True] else KINDS
+    stream = layer_input(args, kwargs)
+    parallel = all(branch.x.data_ptr() == stream.data_ptr() for branch in branches)
+    return Sublayers(dict(zip(kinds, branches, strict=True)), parallel, "")
+
+
+def _mixes(branch: Branch) -> bool:
+    """Whether what leaves the branch at the last token depends on what entered it at others."""
+    other = -branch.x
+    other[..., -1, :] = branch.x[..., -1, :]
+    before, after = branch(branch.x)[..., -1, :], branch(other)[..., -1, :]
+    return bool((after - before).norm() > _MOVED * before.norm())
+
+
+def _branches(
+    model: PreTrainedModel, attention: tuple[int, ...], mlp: tuple[int, ...]
+) -> Iterator[tuple[int, str, Branch]]:
+    """The branches to leave out; raises LyapunovPruneError for a layer that lacks one."""
+    found = find_sublayers(model, sorted({*attention, *mlp}))
+    for kind, layers in zip(KINDS, (attention, mlp), strict=True):
+        for i in layers:
+            if kind not in found[i].branches:
+                raise LyapunovPruneError(
+                    f"layer {i} {found[i].lack}, and no {kind} to leave out; choose other layers, or remove it whole"
+                )
+            yield i, kind, found[i].branches[kind]
+
+
+@contextmanager
+def silenced(model: PreTrainedModel, attention: tuple[int, ...], mlp: tuple[int, ...]) -> Iterator[None]:
+    """Every forward inside the block adds nothing to the residual stream where these branches end.
+
+    The branches still compute: a reference for `zero_sublayers`, and no faster than the full model.
+    """
+
+    with ExitStack() as stack:
+        for _, _, branch in _branches(model, attention, mlp) if attention or mlp else ():
+            stack.enter_context(silent(branch))
+        yield
+
+
+@contextmanager
+def silent(branch: Branch) -> Iterator[None]:
+    """As `silenced`, for one branch."""
+
+    def hook(module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+        return with_hidden(output, torch.zeros_like(hidden_of(output)))
+
+    handle = branch.exit.register_forward_hook(hook)
+    try:
+        yield
+    finally:
+        handle.remove()

@@ -1,0 +1,57 @@
+"""Which files hold the weights of a checkpoint: those that transformers would load, and none outside its folder."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+from lyapunov_prune.errors import LyapunovPruneError
+
+SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"  # as transformers names them
+_OF_A_RANK = re.compile(r"shard-\d{5}-model-\d{5}-of-\d{5}\.safetensors$")
+
+
+def weight_files(folder: Path, named: str | None = None) -> list[Path]:
+    """The files that transformers loads the weights in `folder` from: one, or all that an index names; [] for none.
+
+    `named` is what the config gives as `transformers_weights`, a file or an index that goes before the usual
+    names. Raises LyapunovPruneError for a name that is no safetensors file of the folder itself (what
+    transformers does not know by its ending it unpickles, and it follows any path), and for one that is not there.
+    """
+    ranked = [file.name for file in folder.glob("shard-*.safetensors") if _OF_A_RANK.match(file.name)]
+    if ranked:  # where one of these is, transformers looks at nothing else
+        raise LyapunovPruneError(f"{folder} holds the shards of a distributed run ({ranked[0]}); save the model whole")
+    usual = (name for name in (SINGLE, INDEX) if (folder / name).is_file())
+    name = next(usual, None) if named is None else named
+    if name is None:
+        return []
+    names = [name]
+    if isinstance(name, str) and name.endswith(".safetensors.index.json"):
+        names = _indexed(_inside(folder, name))
+    for name in names:
+        if not (isinstance(name, str) and name.endswith(".safetensors")):
+            raise LyapunovPruneError(
+                f"{folder} names {name} as weights, and only safetensors files are read; convert it to safetensors"
+            )
+    return [_inside(folder, name) for name in names]
+
+
+def _inside(folder: Path, name: str) -> Path:
+    # By its name alone: in the hub's cache every file is a link, to a place that the cache chose.
+    if Path(name).name != name:
+        raise LyapunovPruneError(f"{folder} names {name} as weights, which is not a file of that folder; move it there")
+    if not (folder / name).is_file():
+        raise LyapunovPruneError(f"cannot load {folder}, which names {name} as weights and lacks it; fetch it again")
+    return folder / name
+
+
+def _indexed(index: Path) -> list[Any]:
+    try:
+        where = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+        return sorted({*where.values()})
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise LyapunovPruneError(
+            f"{index} is no index of weights, it may be truncated or corrupt ({error}); fetch it again"
+        ) from None

@@ -1,0 +1,65 @@
+"""A decoder inside a model with more than text: how it is told, loaded again, and judged on text alone."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+
+from lyapunov_prune.errors import LyapunovPruneError
+from lyapunov_prune.models.structure import Structure, require_causal
+
+
+def loading_class(model: PreTrainedModel) -> Any:
+    """The class that loads `model` again with plain transformers.
+
+    `AutoModelForCausalLM`, unless transformers itself defines `model`'s class and the auto class would build
+    another one from its config, or none: a decoder inside a multimodal model comes back as that model.
+    """
+    automatic = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(model.config), None)
+    found = automatic if isinstance(automatic, tuple) else (automatic,)
+    own = type(model).__module__.startswith("transformers.") and type(model) not in found
+    return type(model) if own else AutoModelForCausalLM
+
+
+def is_wrapped(model: PreTrainedModel, structure: Structure) -> bool:
+    """Whether the decoder is a part of a model with more than text."""
+    return structure.config is not model.config
+
+
+@torch.no_grad()
+def require_text_alone(model: PreTrainedModel, structure: Structure, removed: tuple[int, ...]) -> None:
+    """Raise LyapunovPruneError for a wrapped decoder whose removal token ids alone cannot show to be right."""
+    kind = type(model).__name__
+    run: set[int] = set()
+
+    def note(index: int) -> Any:
+        return lambda module, args, output: run.add(index)
+
+    handles = [layer.register_forward_hook(note(i)) for i, layer in enumerate(structure.layers)]
+    try:
+        model(input_ids=torch.arange(4, device=model.device).unsqueeze(0), use_cache=False)
+    except (TypeError, ValueError, AttributeError) as error:
+        reason = " ".join(str(error).split())[:120].rstrip(".")
+        raise LyapunovPruneError(
+            f"{kind} does not run on text alone ({reason}); load its text model alone with AutoModelForCausalLM"
+        ) from None
+    finally:
+        for handle in handles:
+            handle.remove()
+    require_causal(model)
+    silent = sorted(set(range(structure.num_layers)) - run)
+    if silent:
+        raise LyapunovPruneError(
+            f"layers {', '.join(map(str, silent))} of {kind} run only when there is an image, so no check on text "
+            "can see that a removal is right; not supported"
+        )
+    levels = len(getattr(getattr(model.config, "vision_config", None), "deepstack_visual_indexes", None) or ())
+    early = [i for i in removed if i < levels]
+    if early:
+        raise LyapunovPruneError(
+            f"layer {early[0]} of {kind} is one of the first {levels}, each of which takes in a level of the image; "
+            f"remove layers from {levels} on"
+        )

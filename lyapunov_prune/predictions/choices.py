@@ -1,0 +1,232 @@
+"""Multiple choice: what a compression does among the few options that decide, and to the whole prediction."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import torch
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from lyapunov_prune.bounds.decision import argmax_unchanged_of_state_error
+from lyapunov_prune.data.batch import TokenBatch, as_batch
+from lyapunov_prune.data.choices import ChoiceItem, tokenize
+from lyapunov_prune.data.text import adds_bos
+from lyapunov_prune.errors import LyapunovPruneError
+from lyapunov_prune.forward.hooks import require_finite
+from lyapunov_prune.forward.prefix import final_state
+from lyapunov_prune.forward.scoring import Scorer
+from lyapunov_prune.linalg import lift
+from lyapunov_prune.models.structure import find_structure, identify, in_eval_mode
+from lyapunov_prune.progress import track
+from lyapunov_prune.results.result import MeasuredOn, ModelIdentity, Result
+
+# Positions whose logits are formed at once.
+_ROWS = 64
+Scores = tuple[tuple[float, ...], ...]
+
+
+@dataclass(frozen=True)
+class ChoiceComparison(Result):
+    """Multiple choice with the dense and with a compressed model, an item a row.
+
+    `dense` and `compressed` hold `log P(choice | query)` in nats, the sum over its tokens, of every choice;
+    `characters` the length of each, by which `acc_norm` of lm-evaluation-harness divides it. The chosen is the
+    largest. At the position that predicts the first token of the answer, (items,) float64:
+
+    - `dense_mass` and `compressed_mass`: probability of the first tokens of all choices together, out of the
+      vocabulary (Demystifying When Pruning Works via Representation Hierarchies, §7.2);
+    - `same_top`: 1 where the likeliest token of the vocabulary is the same;
+    - `radius` and `moved`: among the first tokens of the choices alone, the one of largest logit provably stays so
+      while the state that the head reads moves by less than `radius` (`argmax_unchanged_of_state_error`), and how far
+      it moved; `changed`: 1 where that token is another one. NaN where all choices begin with one token, and where the
+      theorem does not speak of the models: two heads, or logits that are more than a matrix times the state.
+    """
+
+    dense: Scores
+    compressed: Scores
+    characters: Scores
+    gold: tuple[int, ...]
+    dense_mass: np.ndarray
+    compressed_mass: np.ndarray
+    same_top: np.ndarray
+    radius: np.ndarray
+    moved: np.ndarray
+    changed: np.ndarray
+    compressed_model: ModelIdentity
+    measured_on: MeasuredOn
+
+    def chosen(self, which: str, *, per_character: bool = False) -> np.ndarray:
+        """(items,) indices of the choices that `dense` or `compressed` takes; the first of equals."""
+        scores: Scores = getattr(self, which)
+        return np.array(
+            [
+                int(np.argmax(np.array(row) / (np.array(length) if per_character else 1)))
+                for row, length in zip(scores, self.characters, strict=True)
+            ]
+        )
+
+    def accuracy(self, which: str, *, per_character: bool = False) -> float:
+        """`acc` of lm-evaluation-harness, or `acc_norm` with `per_character`."""
+        return float((self.chosen(which, per_character=per_character) == self.gold).mean())
+
+    def survival(self, *, per_character: bool = False) -> float:
+        """The share of items in which both models take the same choice, right or wrong."""
+        first, second = (self.chosen(which, per_character=per_character) for which in ("dense", "compressed"))
+        return float((first == second).mean())
+
+    @property
+    def certified(self) -> np.ndarray:
+        """Where the theorem proves that the first token among those of the choices stays the same."""
+        return self.moved < self.radius
+
+    @property
+    def violations(self) -> tuple[int, ...]:
+        """Certified items whose token changed all the same; there must be none."""
+        return tuple(int(i) for i in np.flatnonzero(self.certified & (self.changed > 0)))
+
+    def to_frame(self) -> pd.DataFrame:
+        return pd.DataFrame(
+            {
+                "item": np.arange(len(self.gold)),
+                "gold": self.gold,
+                "dense": self.chosen("dense"),
+                "compressed": self.chosen("compressed"),
+                "dense_mass": self.dense_mass,
+                "compressed_mass": self.compressed_mass,
+                "same_top": self.same_top > 0,
+                "radius": self.radius,
+                "moved": self.moved,
+                "certified": self.certified,
+            }
+        )
+
+    def summary(self) -> pd.DataFrame:
+        """A row a model. `error` is the standard error of `accuracy` over items."""
+        rows = []
+        for which, mass in (("dense", self.dense_mass), ("compressed", self.compressed_mass)):
+            accuracy = self.accuracy(which)
+            error = np.sqrt(accuracy * (1 - accuracy) / (len(self.gold) - 1)) if len(self.gold) > 1 else np.nan
+            rows.append((which, accuracy, error, self.accuracy(which, per_character=True), mass.mean()))
+        return pd.DataFrame(rows, columns=["model", "accuracy", "error", "accuracy_per_character", "options_mass"])
+
+    def headline(self) -> str:
+        decided = int(np.isfinite(self.moved).sum())
+        proven = (
+            f"proven to keep its first token among the options: {int(self.certified.sum())} of {decided} items, "
+            f"{int((self.changed > 0).sum())} changed, {len(self.violations)} of the proven ones"
+            if decided
+            else "no proof: the models have no plain head in common, or the options begin alike"
+        )
+        return (
+            f"Multiple choice, {len(self.gold)} items, against {self.compressed_model.name}: "
+            f"the choice survives in {self.survival():.1%}, the likeliest next token in {self.same_top.mean():.1%}\n"
+            f"{proven}\n{self.measured_on.line()}"
+        )
+
+
+@in_eval_mode
+@torch.no_grad()
+def compare_choices(
+    dense: PreTrainedModel,
+    compressed: PreTrainedModel,
+    items: Sequence[ChoiceItem],
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    limit: int | None = None,
+) -> ChoiceComparison:
+    """Score the choices of the first `limit` items, all by default, with both models; see ChoiceComparison.
+
+    A choice follows its query after one space, or directly where the query ends in white space. The tokens of an
+    item that all its choices share are the context; a BOS token stands before them where the tokenizer sets one.
+    Two forwards an item, all its choices in one batch; logits of at most 64 positions at once. Log-likelihoods in
+    float64 from the models' logits.
+
+    Raises NonFiniteError naming the layer when a model is not finite, and LyapunovPruneError for no items, two
+    choices of the same tokens, one that is longer than the context, or a tokenizer of another vocabulary.
+    """
+    items = items[:limit]
+    if not items or (limit is not None and limit < 1):
+        raise LyapunovPruneError("no items to score; give one or more")
+    tokenized = [tokenize(item, tokenizer) for item in items]
+    models = (dense, compressed)
+    for ids, _, _ in tokenized:
+        for model in models:
+            as_batch(model, ids)
+    scorers = [Scorer(m, find_structure(m), tokenized[0][0][:1].to(m.device)) for m in models]
+    provable = _same_heads(*scorers)
+    likelihoods: tuple[list[tuple[float, ...]], list[tuple[float, ...]]] = ([], [])
+    rows: list[list[float]] = []
+    for ids, lengths, context in track(tokenized, "multiple choice"):
+        firsts = ids[:, context].unique()
+        states, masses, tops = [], [], []
+        for model, scorer, found in zip(models, scorers, likelihoods, strict=True):
+            state = final_state(scorer.structure, ids.to(model.device))
+            if not state.isfinite().all():
+                require_finite(scorer.structure, ids, "an item")
+            sums, log_p = _likelihoods(scorer, state, ids, lengths, context)
+            found.append(sums)
+            states.append(state[:1, context - 1])
+            masses.append(float(log_p[firsts].exp().sum()))
+            tops.append(int(log_p.argmax()))
+        proof = [float("nan")] * 3
+        if provable and len(firsts) > 1:
+            head: Any = scorers[0].head
+            bias = None if head.bias is None else head.bias[firsts.to(head.bias.device)]
+            one = argmax_unchanged_of_state_error(
+                states[0], states[1], head.weight[firsts.to(head.weight.device)], bias
+            )
+            proof = [float(x[0]) for x in (one.radius, one.moved, one.changed)]
+        rows.append([*masses, float(tops[0] == tops[1]), *proof])
+    columns = np.array(rows).T
+    return ChoiceComparison(
+        dense=tuple(likelihoods[0]),
+        compressed=tuple(likelihoods[1]),
+        characters=tuple(tuple(float(len(choice)) for choice in item.choices) for item in items),
+        gold=tuple(item.gold for item in items),
+        dense_mass=columns[0],
+        compressed_mass=columns[1],
+        same_top=columns[2],
+        radius=columns[3],
+        moved=columns[4],
+        changed=columns[5],
+        compressed_model=identify(compressed),
+        measured_on=_measured_on(dense, tokenized, adds_bos(tokenizer)),
+    )
+
+
+def _likelihoods(
+    scorer: Scorer, state: torch.Tensor, ids: torch.Tensor, lengths: list[int], context: int
+) -> tuple[tuple[float, ...], torch.Tensor]:
+    """`Σ log p` of the tokens of every choice, and `log p` (vocabulary) of the first of them, float64."""
+    counts = [length - context for length in lengths]
+    wanted = torch.cat([row[context:length] for row, length in zip(ids, lengths, strict=True)])
+    read = torch.cat([row[context - 1 : length - 1] for row, length in zip(state, lengths, strict=True)])
+    parts: list[torch.Tensor] = []
+    first = torch.empty(0)
+    for rows, tokens in zip(read.split(_ROWS), wanted.split(_ROWS), strict=True):
+        log_p = lift(scorer.logits(rows)).log_softmax(-1).cpu()
+        first = first if parts else log_p[0].clone()
+        parts.append(log_p.gather(-1, tokens.unsqueeze(-1)).squeeze(-1))
+    each = torch.cat(parts)
+    if not each.isfinite().all():
+        raise LyapunovPruneError("a log-likelihood is not finite; load the model in a wider dtype")
+    return tuple(float(part.sum()) for part in each.split(counts)), first
+
+
+def _same_heads(first: Scorer, second: Scorer) -> bool:
+    """Whether both models make their logits of a state with one matrix and no more: what the theorem asks for."""
+    a, b = ([scorer.head.weight, scorer.head.bias] for scorer in (first, second))
+    return (first.blockwise and second.blockwise) and all(
+        (x is None) == (y is None) and (x is None or (x.shape == y.shape and torch.equal(x.cpu(), y.cpu())))
+        for x, y in zip(a, b, strict=True)
+    )
+
+
+def _measured_on(dense: PreTrainedModel, tokenized: list[tuple[torch.Tensor, list[int], int]], bos: bool) -> MeasuredOn:
+    rows = [row[:length] for ids, lengths, _ in tokenized for row, length in zip(ids, lengths, strict=True)]
+    batch = TokenBatch(torch.cat(rows)[None], text=f"{len(tokenized)} items", split="all", bos=bos)
+    return replace(batch.measured_on(dense), context=max(map(len, rows)))

@@ -1,0 +1,209 @@
+"""What passing over one layer does to the prediction: divergence of the next token's probabilities."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+import pandas as pd
+import torch
+from transformers import PreTrainedModel
+
+from lyapunov_prune.data.batch import TokenBatch, as_batch
+from lyapunov_prune.errors import LyapunovPruneError
+from lyapunov_prune.forward.hooks import require_finite
+from lyapunov_prune.forward.prefix import Prefix, final_state
+from lyapunov_prune.forward.scoring import Scorer
+from lyapunov_prune.linalg import lift
+from lyapunov_prune.models.structure import find_structure, in_eval_mode
+from lyapunov_prune.progress import track
+from lyapunov_prune.results.result import MeasuredOn, Result
+
+# Entries of a chunk of tokens × vocabulary: 32 MiB in float64, and a product large enough for its matrix.
+_CHUNK = 2**22
+# Entries taken through the exponentials at once: they stay in the cache.
+_BLOCK = 2**18
+
+
+@dataclass(frozen=True)
+class SkipDivergence(Result):
+    """Per layer, (L,) float64: how far the prediction moves when the layer is skipped, in nats.
+
+    With `p_t = softmax(z_t/T)` of the dense model, `q_t = softmax((z_t + Δz_t)/T)` of the model without the
+    layer, and means over every position `t` of a window but its last (they predict a token of the window):
+
+    - `variance = mean_t Var_{p_t}(Δz_t) / (2T²)`, the second-order estimate of `kl` (Demystifying When Pruning
+      Works via Representation Hierarchies, Theorem 3, eq. 9). It bounds nothing where `Δz` is large;
+    - `kl = mean_t KL(p_t‖q_t)` and `reverse_kl = mean_t KL(q_t‖p_t)`, exactly;
+    - `flipped`, the share of positions whose likeliest token is another one.
+
+    A layer whose skipping makes the logits infinite or NaN has NaN in all four.
+    """
+
+    variance: np.ndarray
+    kl: np.ndarray
+    reverse_kl: np.ndarray
+    flipped: np.ndarray
+    temperature: float
+    measured_on: MeasuredOn
+
+    def to_frame(self) -> pd.DataFrame:
+        return pd.DataFrame(
+            {
+                "layer": np.arange(len(self.kl)),
+                "variance": self.variance,
+                "kl": self.kl,
+                "reverse_kl": self.reverse_kl,
+                "flipped": self.flipped,
+            }
+        )
+
+    def headline(self) -> str:
+        return f"Divergence when one layer is skipped, T = {self.temperature:g}\n{self.measured_on.line()}"
+
+
+@in_eval_mode
+@torch.no_grad()
+def skip_divergence(
+    model: PreTrainedModel,
+    batch: TokenBatch | torch.Tensor,
+    *,
+    temperature: float = 1.0,
+    batch_size: int = 1,
+) -> SkipDivergence:
+    """Skip every layer of `model` by itself and measure `SkipDivergence` on `batch` (windows × tokens).
+
+    Every forward begins where its layer is, so that `batch_size` windows cost about L / 2 forwards of the
+    layers; then the head is applied to L + 1 final states a token. Memory: L × `batch_size` × tokens × width
+    in the model's dtype, and a chunk of tokens × vocabulary. Sums and exponentials in float64.
+
+    Raises NonFiniteError naming the layer when the dense model is not finite, and LyapunovPruneError for ids
+    outside the vocabulary, a context too long, a temperature that is not above 0, or a decoder whose logits
+    are not a function of its final state.
+    """
+    require_temperature(temperature)
+    batch = as_batch(model, batch)
+    structure = find_structure(model)
+    windows = [ids.to(model.device) for ids in batch.ids.split(batch_size)]
+    prefix, scorer = Prefix(structure, windows[0]), Scorer(model, structure, windows[0])
+    sets = [(layer,) for layer in range(structure.num_layers)]
+    means = divergences_without(prefix, scorer, windows, sets, temperature, "skipping layers", batch.text)
+    means[~np.isfinite(means).all(-1)] = np.nan
+    variance, kl, reverse_kl, flipped = means.T.copy()
+    return SkipDivergence(variance, kl, reverse_kl, flipped, float(temperature), batch.measured_on(model))
+
+
+def require_temperature(temperature: float) -> None:
+    """Raise LyapunovPruneError unless `temperature` is positive and finite."""
+    if not 0 < temperature < float("inf"):
+        raise LyapunovPruneError(f"temperature {temperature:g} is no temperature; give a number above 0")
+
+
+def divergences_without(
+    prefix: Prefix,
+    scorer: Scorer,
+    windows: Sequence[torch.Tensor],
+    sets: Sequence[tuple[int, ...]],
+    temperature: float,
+    description: str,
+    text: str,
+) -> np.ndarray:
+    """The four measures of `SkipDivergence` with each set of layers left out, sets × 4, means over `windows`.
+
+    `text` names what the windows are of. Raises NonFiniteError naming the layer when the dense model is not finite.
+    """
+    sums = torch.zeros(len(sets), 4, dtype=torch.float64)
+    for ids in track(windows, description):
+        dense, changed = _final_states(prefix, ids, sets)
+        if not dense.isfinite().all():
+            require_finite(prefix.structure, ids, text)
+        for number, p, q in prediction_blocks(scorer, dense, changed, temperature):
+            flipped = (p.top != q.top).to(p.log)
+            sums[number] += torch.stack([*divergences(p.log, q.log), flipped]).sum(-1).cpu()
+    return (sums / sum(ids[:, 1:].numel() for ids in windows)).numpy()
+
+
+def _final_states(
+    prefix: Prefix, ids: torch.Tensor, sets: Sequence[tuple[int, ...]]
+) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    """The dense final state of every position that predicts (positions × width), and that without each of `sets`.
+
+    Every forward begins at the first layer of its set. The sets are gone through in the order of the model, so that
+    one dense state at a time is kept to begin with.
+    """
+    at, hidden = 0, torch.empty(0)
+
+    def final() -> torch.Tensor:
+        with prefix.entered(at, hidden):
+            return final_state(prefix.structure, ids)[:, :-1].flatten(0, 1)
+
+    found: dict[int, torch.Tensor] = {}
+    for number in sorted(range(len(sets)), key=lambda k: min(sets[k])):
+        entry = prefix.entry(min(sets[number]))
+        if entry > at:
+            at, hidden = entry, prefix.advance(ids, at, hidden, entry)
+        with prefix.without(sets[number]):
+            found[number] = final()
+    return final(), [found[number] for number in range(len(sets))]
+
+
+class Prediction:
+    """Logits `z` (rows × vocabulary), and what is taken of them when it is asked for, once."""
+
+    def __init__(self, z: torch.Tensor, temperature: float) -> None:
+        self.z, self.temperature = z, temperature
+
+    @cached_property
+    def log(self) -> torch.Tensor:
+        """`log softmax(z/T)`, float64."""
+        return log_softmax(self.z, self.temperature)
+
+    @cached_property
+    def top(self) -> torch.Tensor:
+        """The likeliest token of every row."""
+        return self.z.argmax(-1)
+
+
+def prediction_blocks(
+    scorer: Scorer, dense: torch.Tensor, changed: Sequence[torch.Tensor], temperature: float
+) -> Iterator[tuple[int, Prediction, Prediction]]:
+    """Final states (positions × width) of a dense model beside those of each of `changed`, as predictions.
+
+    Each block of positions comes as the number of the changed, the dense prediction and the changed one, in the order
+    of the positions for every number. Dense logits are formed once for all; a chunk of tokens × vocabulary is in
+    memory. Raises LyapunovPruneError when they are not finite, and as `Scorer.logits` does.
+    """
+    vocabulary = len(scorer.head.weight)
+    chunk, rows = (max(1, entries // vocabulary) for entries in (_CHUNK, _BLOCK))
+    for start in range(0, len(dense), chunk):
+        part = slice(start, start + chunk)
+        z = scorer.logits(dense[part])
+        if not z.isfinite().all():
+            raise LyapunovPruneError("the logits of the dense model are not finite; load it in a wider dtype")
+        known = [Prediction(b, temperature) for b in z.split(rows)]
+        for number, states in enumerate(changed):
+            for p, b in zip(known, scorer.logits(states[part]).split(rows), strict=True):
+                yield number, p, Prediction(b, temperature)
+
+
+def log_softmax(logits: torch.Tensor, temperature: float) -> torch.Tensor:
+    return (lift(logits) / temperature).log_softmax(-1)
+
+
+def divergences(log_p: torch.Tensor, log_q: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """`Var_p(u) / 2`, `KL(p‖q)` and `KL(q‖p)` of every row, `u = log q − log p`; rows × vocabulary, float64.
+
+    `u` is `Δz/T` less a number of the row's own, which no variance sees. The divergences are `Σ (q − p − p u)` and
+    `Σ (q u − q + p)`: as `Σ q = Σ p`, the same as `−Σ p u` and `Σ q u`, but no term is negative, so nothing
+    cancels, and what the rounding of a normaliser adds to `u` counts in second order only.
+    """
+    p, q, u = log_p.exp(), log_q.exp(), log_q - log_p
+    moved = torch.where(u < 1, p * torch.expm1(u), q - p)  # q − p with its digits; expm1 overflows elsewhere
+    mean = torch.linalg.vecdot(p, u).unsqueeze(-1)
+    return (
+        torch.linalg.vecdot(p, (u - mean).square()) / 2,
+        (moved - p * u).sum(-1),
+        (q * u - moved).sum(-1),
+    )

@@ -1,0 +1,212 @@
+"""Two models write from the same prompts, each from its own tokens: how far apart they are, step by step."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import pandas as pd
+import torch
+from transformers import PreTrainedModel
+
+from lyapunov_prune.data.batch import TokenBatch, as_batch
+from lyapunov_prune.errors import LyapunovPruneError
+from lyapunov_prune.evaluation.repetition import collapsed, repetition
+from lyapunov_prune.forward.decoding import walk
+from lyapunov_prune.forward.hooks import require_finite
+from lyapunov_prune.forward.logits import (
+    CACHE_LIMIT,
+    cached_logits,
+    deviation,
+    last_steps,
+    sample_inputs,
+    uncached_logits,
+)
+from lyapunov_prune.linalg import lift
+from lyapunov_prune.models.structure import find_structure, identify, in_eval_mode
+from lyapunov_prune.predictions.divergence import divergences, require_temperature
+from lyapunov_prune.predictions.spaces import direction
+from lyapunov_prune.progress import track
+from lyapunov_prune.results.result import MeasuredOn, ModelIdentity, Result
+
+
+@dataclass(frozen=True)
+class GenerationDivergence(Result):
+    """Greedy decoding of the dense and of a compressed model from the same prompts, each from its own tokens.
+
+    Per step, (steps,) float64, means over the prompts in which neither model has ended its text before:
+
+    - `state_similarity`, `logit_similarity`, `probability_similarity`: cosine of what leaves the last layer
+      (before the final norm; NaN where the widths differ), of the logits `z`, and of `p = softmax(z/T)`;
+    - `kl`: `KL(p‖q)` in nats, `q` of the compressed model.
+
+    `running` is the share of prompts in that mean; once it is 0 the four are NaN. Where the texts have parted,
+    the same step of two different texts is compared (Demystifying When Pruning Works via Representation
+    Hierarchies, §7.1). `dense_tokens` and `compressed_tokens` are what was written from each prompt, up to the
+    end-of-text token and without it.
+    """
+
+    state_similarity: np.ndarray
+    logit_similarity: np.ndarray
+    probability_similarity: np.ndarray
+    kl: np.ndarray
+    running: np.ndarray
+    dense_tokens: tuple[tuple[int, ...], ...]
+    compressed_tokens: tuple[tuple[int, ...], ...]
+    temperature: float
+    compressed: ModelIdentity
+    measured_on: MeasuredOn
+
+    @property
+    def first_difference(self) -> tuple[int, ...]:
+        """Of every prompt, the first step at which the texts differ; the number of steps if they never do."""
+        pairs = zip(self.dense_tokens, self.compressed_tokens, strict=True)
+        return tuple(_first_difference(a, b, len(self.kl)) for a, b in pairs)
+
+    @property
+    def same_text(self) -> np.ndarray:
+        """(steps,): the share of prompts whose texts agree up to and including this step."""
+        return (np.array(self.first_difference) > np.arange(len(self.kl))[:, None]).mean(-1)
+
+    def to_frame(self) -> pd.DataFrame:
+        return pd.DataFrame(
+            {
+                "step": np.arange(len(self.kl)),
+                "state": self.state_similarity,
+                "logits": self.logit_similarity,
+                "probabilities": self.probability_similarity,
+                "kl": self.kl,
+                "same_text": self.same_text,
+                "running": self.running,
+            }
+        )
+
+    def summary(self) -> pd.DataFrame:
+        """Steps 0, 1, 2, 4, 8, … and the last."""
+        steps = len(self.kl)
+        return self.to_frame().iloc[sorted({0, steps - 1, *(2**k for k in range(steps.bit_length()) if 2**k < steps)})]
+
+    def headline(self) -> str:
+        first, texts = self.first_difference, (self.dense_tokens, self.compressed_tokens)
+        repeated = " and ".join(f"{np.mean([repetition(t, 3) for t in text]):.0%}" for text in texts)
+        ends = " and ".join(str(sum(map(collapsed, text))) for text in texts)
+        return (
+            f"Greedy decoding, {len(self.kl)} steps from {len(first)} prompts, T = {self.temperature:g}, "
+            f"against {self.compressed.name} ({self.compressed.num_layers} layers)\n"
+            f"first difference: median step {np.median(first):g}, none in {sum(f == len(self.kl) for f in first)}; "
+            f"dense and compressed: {repeated} of 3-grams repeated, {ends} texts collapsed\n{self.measured_on.line()}"
+        )
+
+
+@in_eval_mode
+@torch.no_grad()
+def compare_generation(
+    dense: PreTrainedModel,
+    compressed: PreTrainedModel,
+    prompts: TokenBatch | torch.Tensor,
+    *,
+    steps: int,
+    temperature: float = 1.0,
+    batch_size: int = 8,
+) -> GenerationDivergence:
+    """Decode `steps` tokens greedily with both models from `prompts` (prompts × tokens) and measure.
+
+    The models may differ in their layers and widths, not in their vocabulary. Each keeps its own cache; a decoder
+    without one reads its whole text again at every step. A text ends at an end-of-text token of the dense model's
+    generation settings. `temperature` is that of `p` and `q`; it does not change the tokens. Memory: both caches,
+    and some tensors of `batch_size` × vocabulary, of one step at a time (after a trial of the cache on 2 × 64
+    tokens). Cosines and divergences in float64.
+
+    Raises NonFiniteError naming the layer when a model is not finite, and LyapunovPruneError for two vocabularies,
+    ids outside them, prompts that leave no room for the steps, a temperature that is not above 0, or a decoder
+    whose cache does not give what it computes without.
+    """
+    require_temperature(temperature)
+    if steps < 1:
+        raise LyapunovPruneError(f"{steps} steps write nothing; give 1 or more")
+    batch = as_batch(compressed, as_batch(dense, prompts))
+    models = (dense, compressed)
+    for model in models:
+        most = find_structure(model).max_context
+        if most and batch.context + steps > most:
+            raise LyapunovPruneError(
+                f"prompts of {batch.context} and {steps} steps do not fit the context of {most}; shorten either"
+            )
+    told = [_told_positions(model) for model in models]
+    ends = _ends(dense)
+    sums, running = torch.zeros(steps, 4, dtype=torch.float64), torch.zeros(steps, dtype=torch.float64)
+    texts: tuple[list[tuple[int, ...]], list[tuple[int, ...]]] = ([], [])
+    for ids in track(batch.ids.split(batch_size), "generation"):
+        written: tuple[list[torch.Tensor], list[torch.Tensor]] = ([], [])
+        ended = torch.zeros(2, len(ids), dtype=torch.bool)
+        walks = [walk(model, ids, steps, by) for model, by in zip(models, told, strict=True)]
+        for t, ((h, z), (h2, z2)) in enumerate(zip(*walks, strict=True)):
+            if z.shape != z2.shape:
+                raise LyapunovPruneError(
+                    f"vocabularies of {z.shape[-1]} and {z2.shape[-1]}; compare two versions of one model"
+                )
+            both = ~ended.any(0)
+            running[t] += both.sum()
+            sums[t] += _measures(temperature, *(x[both.to(x.device)] for x in (h, h2, z, z2)))
+            for model_ended, tokens, logits in zip(ended, written, (z, z2), strict=True):
+                tokens.append(logits.argmax(-1).cpu())
+                model_ended |= torch.isin(tokens[-1], ends)
+            if ended.all():
+                break
+        for text, tokens in zip(texts, written, strict=True):
+            text += [_cut(row, ends) for row in torch.stack(tokens, -1)]
+    state, logit, probability, kl = (sums / running.unsqueeze(-1)).numpy().T.copy()  # 0 / 0 is NaN, as said
+    return GenerationDivergence(
+        state_similarity=state,
+        logit_similarity=logit,
+        probability_similarity=probability,
+        kl=kl,
+        running=(running / len(batch.ids)).numpy(),
+        dense_tokens=tuple(texts[0]),
+        compressed_tokens=tuple(texts[1]),
+        temperature=float(temperature),
+        compressed=identify(compressed),
+        measured_on=batch.measured_on(dense),
+    )
+
+
+def _told_positions(model: PreTrainedModel) -> bool:
+    """Whether decoding through the cache is right only when every step is told its position."""
+    ids = sample_inputs(model, None)[0]
+    wanted = last_steps(uncached_logits(model, ids))
+    for positions in (False, True):
+        found = cached_logits(model, ids, positions=positions)
+        if found is None or deviation(found, wanted) <= CACHE_LIMIT[model.dtype]:
+            return positions
+    require_finite(find_structure(model), ids, "random tokens")
+    raise LyapunovPruneError(
+        f"{type(model).__name__} does not decode through its cache what it computes without; it cannot be compared"
+    )
+
+
+def _measures(T: float, h: torch.Tensor, h2: torch.Tensor, z: torch.Tensor, z2: torch.Tensor) -> torch.Tensor:
+    """Sums over the prompts of the three cosines and of `KL(p‖q)`, (4,) float64."""
+    device = lift(z).device
+    h, h2, z, z2 = (lift(x).to(device) for x in (h, h2, z, z2))
+    turned = direction(h, h2)[0] if h.shape == h2.shape else torch.full((len(h),), torch.nan)
+    log_p, log_q = ((x / T).log_softmax(-1) for x in (z, z2))
+    turns = (turned, direction(z, z2)[0], direction(log_p.exp(), log_q.exp())[0])
+    found = (*(1 - turn for turn in turns), divergences(log_p, log_q)[1])
+    return torch.stack([x.sum().double().cpu() for x in found])
+
+
+def _ends(model: PreTrainedModel) -> torch.Tensor:
+    found = getattr(model.generation_config, "eos_token_id", None)
+    return torch.tensor([] if found is None else found, dtype=torch.int64).flatten()
+
+
+def _cut(tokens: torch.Tensor, ends: torch.Tensor) -> tuple[int, ...]:
+    """The tokens before the first end of text."""
+    stop = torch.isin(tokens, ends).nonzero()
+    return tuple(tokens[: int(stop[0]) if len(stop) else None].tolist())
+
+
+def _first_difference(a: tuple[int, ...], b: tuple[int, ...], steps: int) -> int:
+    if a == b:
+        return steps
+    return next((t for t, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))

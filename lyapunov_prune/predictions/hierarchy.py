@@ -1,0 +1,252 @@
+"""From hidden state to logits to probabilities: what a change of one layer does in each of the three spaces."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, fields
+from typing import Literal
+
+import numpy as np
+import pandas as pd
+import torch
+from transformers import PreTrainedModel
+
+from lyapunov_prune.bounds.bound_check import BoundCheck
+from lyapunov_prune.bounds.probability import kl_softmax_le_range, kl_softmax_le_variance, variance_bound
+from lyapunov_prune.data.batch import TokenBatch, as_batch, require_context
+from lyapunov_prune.errors import LyapunovPruneError
+from lyapunov_prune.forward.changes import WHAT, compressed_layers, dropped_layers
+from lyapunov_prune.forward.decoding import decode_greedily
+from lyapunov_prune.forward.hooks import require_finite, residual_stream, run_backbone
+from lyapunov_prune.forward.prefix import Prefix, final_state
+from lyapunov_prune.forward.scoring import Scorer
+from lyapunov_prune.models.structure import find_structure, identify, in_eval_mode
+from lyapunov_prune.predictions.divergence import prediction_blocks, require_temperature
+from lyapunov_prune.predictions.spaces import HIDDEN, LOGITS, PROBABILITIES, direction, prediction
+from lyapunov_prune.progress import track
+from lyapunov_prune.results.result import MeasuredOn, ModelIdentity, Result
+
+_MEASURES = (*HIDDEN, *LOGITS, *PROBABILITIES)
+
+
+@dataclass(frozen=True)
+class HierarchyProbe(Result):
+    """What changing one layer does to `h → z = W_lm norm(h) → p = softmax(z/T)` at every decoding step.
+
+    Arrays are (len(what) × L × steps), float64, means over prompts. `h` leaves the changed layer (`what` says
+    whether all of it, its attention or its MLP was changed), everything before it is dense, and the final norm and
+    the head read `h` at once. With `Δ` the change of h or z, `d = Δz/T`, `q` the changed probabilities:
+
+    - `hidden`, `logit`, `probability`: `1 − cos` of h, z, p, dense against changed;
+    - `hidden_parallel`, `hidden_orthogonal`, and of `logit`: `‖Δ∥‖/‖v‖` and `‖Δ⊥‖/‖v‖`, v = h or z;
+    - `hidden_estimate`, `logit_estimate`: `‖Δ⊥‖²/(2‖v‖²)`; `probability_estimate`: `Var_r(d)/2`, `r_i = p_i²/‖p‖²`;
+    - `kl = KL(p‖q)`, `reverse_kl = KL(q‖p)`, in nats, and `kl_estimate = Var_p(d)/2`;
+    - `range_bound = max d − min d` and `variance_bound = (1/2 + 2c/9) Var_p(d)`, bounds of `kl` (`lean/`); the second
+      is NaN unless `c = max |d − E_p d| ≤ 1` for every prompt. `deviation` is the largest c of the prompts.
+
+    NaN throughout where a layer has no such part, or where the change makes the logits infinite or NaN.
+    Source: Demystifying When Pruning Works via Representation Hierarchies, §5 and 6; there the state after
+    an attention is read before the MLP has run, here after it.
+    """
+
+    what: tuple[str, ...]
+    compressed: ModelIdentity | None  # None: the layer, or its part, is left out
+    hidden: np.ndarray
+    hidden_estimate: np.ndarray
+    hidden_parallel: np.ndarray
+    hidden_orthogonal: np.ndarray
+    logit: np.ndarray
+    logit_estimate: np.ndarray
+    logit_parallel: np.ndarray
+    logit_orthogonal: np.ndarray
+    probability: np.ndarray
+    probability_estimate: np.ndarray
+    kl: np.ndarray
+    reverse_kl: np.ndarray
+    kl_estimate: np.ndarray
+    range_bound: np.ndarray
+    variance_bound: np.ndarray
+    deviation: np.ndarray
+    temperature: float
+    checked: int  # numbers held against a bound
+    violations: tuple[BoundCheck, ...]
+    measured_on: MeasuredOn
+
+    def to_frame(self) -> pd.DataFrame:
+        """One row for every layer, `what` and step."""
+        parts, layers, steps = self.kl.shape
+        layer, part, step = (x.ravel() for x in np.meshgrid(range(layers), range(parts), range(steps), indexing="ij"))
+        frame = pd.DataFrame({"layer": layer, "what": np.array(self.what)[part], "step": step})
+        arrays = [f.name for f in fields(self) if f.type == "np.ndarray"]
+        return frame.assign(**{name: getattr(self, name)[part, layer, step] for name in arrays})
+
+    def by_layer(self) -> pd.DataFrame:
+        """Means over steps, one row for every layer and `what`; `within` is the share of steps with `c ≤ 1`.
+
+        A mean over steps of which one is NaN is NaN.
+        """
+        frame = self.to_frame().assign(within=lambda f: f.variance_bound.notna().astype(float))
+        return frame.drop(columns="step").groupby(["layer", "what"], sort=False).mean(skipna=False).reset_index()
+
+    def summary(self) -> pd.DataFrame:
+        spaces = ["hidden", "logit", "probability"]
+        kl = ["kl", "kl_estimate", "reverse_kl", "variance_bound", "range_bound", "within"]
+        return self.by_layer()[["layer", "what", *spaces, *(f"{name}_estimate" for name in spaces), *kl]]
+
+    def headline(self) -> str:
+        change = "left out" if self.compressed is None else f"compressed as in {self.compressed.name}"
+        found = f"{len(self.violations)} of its bounds VIOLATED" if self.violations else "no bound violated"
+        lines = [
+            f"One layer {change}, over {self.kl.shape[-1]} decoding steps, T = {self.temperature:g}: "
+            f"1 − cos in three spaces, KL in nats; {self.checked} numbers checked, {found}",
+            self.measured_on.line(),
+        ]
+        return "\n".join([*lines, *map(str, self.violations)])
+
+
+@in_eval_mode
+@torch.no_grad()
+def probe_layers(
+    model: PreTrainedModel,
+    prompts: TokenBatch | torch.Tensor,
+    *,
+    change: Literal["dropped"] | PreTrainedModel = "dropped",
+    steps: int = 32,
+    what: Sequence[str] = WHAT,
+    temperature: float = 1.0,
+    batch_size: int = 1,
+) -> HierarchyProbe:
+    """Change every layer of `model` by itself and measure `HierarchyProbe` while it decodes from `prompts`.
+
+    The dense model continues each prompt (windows × tokens) greedily by `steps` tokens; one forward over the text gives
+    the states that enter every layer. Then each layer alone runs changed, over that text: left out, or with
+    the matrices of a compressed model of the same shapes (`compress(...).model`). `what` names what is changed:
+    the whole `layer`, its `attention`, its `mlp`.
+
+    Cost: for each layer a forward of that layer for every change, and the head on `steps` states of it and of every
+    change. Memory: L × `batch_size` × (tokens + steps) × width, and a chunk of tokens × vocabulary, however many
+    steps. The bounds hold for the computed logits, whatever the model's dtype; changes near its rounding are noise.
+
+    Raises NonFiniteError naming the layer when the dense model is not finite, and LyapunovPruneError for ids outside
+    the vocabulary, prompts and steps that do not fit the context, a temperature that is not above 0, a decoder whose
+    logits are no function of the state that leaves its last layer, and a compressed model that differs in more than
+    matrices.
+    """
+    require_temperature(temperature)
+    if steps < 1:
+        raise LyapunovPruneError(f"{steps} decoding steps are none; give 1 or more")
+    if not what or not set(what) <= set(WHAT):
+        raise LyapunovPruneError(f"cannot change {', '.join(what) or 'nothing'}; give some of {', '.join(WHAT)}")
+    batch = as_batch(model, prompts)
+    structure = find_structure(model)
+    require_context(structure, batch.context + steps - 1)
+    windows = [ids.to(model.device) for ids in batch.ids.split(batch_size)]
+    prefix, scorer = Prefix(structure, windows[0]), Scorer(model, structure, windows[0])
+    if structure.num_layers not in prefix.entries:
+        require_finite(structure, windows[0], batch.text)
+        raise LyapunovPruneError(
+            f"the head of {type(model).__name__} reads more than the state that leaves its last layer; "
+            "give another decoder"
+        )
+    if isinstance(change, PreTrainedModel):
+        changes = compressed_layers(model, change)
+    elif change == "dropped":
+        changes = dropped_layers(model, prefix)
+    else:
+        raise LyapunovPruneError(f"unknown change {change!r}; give 'dropped', or a compressed model")
+    shape = (len(what), structure.num_layers, len(_MEASURES), len(batch.ids), steps)
+    values = torch.full(shape, torch.nan, dtype=torch.float64)
+    places = [(k, layer) for k in range(len(windows)) for layer in range(structure.num_layers)]
+    for k, layer in track(places, "hierarchy probe"):
+        if layer == 0:
+            ids = torch.cat([windows[k], decode_greedily(model, windows[k], steps)], dim=1)[:, :-1]
+            states = _states(prefix, ids, batch.text)
+        rows = slice(k * batch_size, k * batch_size + len(ids))
+        have = [(i, changed) for i, part in enumerate(what) if (changed := changes(layer, part)) is not None]
+        found = [_changed(prefix, ids, states, layer, changed)[:, -steps:] for _, changed in have]
+        measures = _compare(prefix, scorer, ids[:, -steps:], states[layer + 1][:, -steps:], found, temperature)
+        for (i, _), m in zip(have, measures, strict=True):
+            values[i, layer, :, rows] = m.view(len(_MEASURES), len(ids), steps).cpu()
+    return _result(tuple(what), values.numpy(), temperature, change, batch.measured_on(model))
+
+
+def _states(prefix: Prefix, ids: torch.Tensor, text: str) -> list[torch.Tensor]:
+    """The dense state of every boundary (windows × tokens × width)."""
+    states: list[torch.Tensor] = []
+    with residual_stream(prefix.structure, lambda boundary, hidden: states.append(hidden)):
+        run_backbone(prefix.structure, ids)
+    if not states[-1].isfinite().all():
+        require_finite(prefix.structure, ids, text)
+    return states
+
+
+def _changed(
+    prefix: Prefix, ids: torch.Tensor, states: list[torch.Tensor], layer: int, change: AbstractContextManager[None]
+) -> torch.Tensor:
+    """The state that leaves `layer` when it runs changed on what the dense model hands it."""
+    start = prefix.entry(layer)
+    with change:
+        return prefix.advance(ids, start, states[start], layer + 1)
+
+
+def _compare(
+    prefix: Prefix,
+    scorer: Scorer,
+    ids: torch.Tensor,
+    dense: torch.Tensor,
+    changed: list[torch.Tensor],
+    temperature: float,
+) -> list[torch.Tensor]:
+    """The measures of every changed state (windows × steps × width) against the dense one: each measures × rows."""
+
+    def normed(hidden: torch.Tensor) -> torch.Tensor:
+        with prefix.entered(prefix.structure.num_layers, hidden):
+            return final_state(prefix.structure, ids).flatten(0, 1)
+
+    state, states = normed(dense), [normed(h) for h in changed]
+    parts: list[list[torch.Tensor]] = [[] for _ in changed]
+    for number, p, q in prediction_blocks(scorer, state, states, temperature):
+        parts[number].append(torch.cat([direction(p.z, q.z), prediction(p.log, q.log)]))
+    h = dense.flatten(0, 1)
+    return [
+        torch.cat([direction(h, h2.flatten(0, 1)).to(found[0].device), torch.cat(found, dim=-1)])
+        for h2, found in zip(changed, parts, strict=True)
+    ]
+
+
+def _result(
+    what: tuple[str, ...],
+    values: np.ndarray,
+    temperature: float,
+    change: Literal["dropped"] | PreTrainedModel,
+    measured_on: MeasuredOn,
+) -> HierarchyProbe:
+    """Means over prompts, and every bound checked; `values` is what × layers × measures × prompts × steps."""
+    values[~np.isfinite(values).all(2, keepdims=True).repeat(values.shape[2], 2)] = np.nan
+    of = dict(zip(_MEASURES, np.moveaxis(values, 2, 0), strict=True))
+    of["range_bound"] = of.pop("span")
+    variance, deviation = 2 * of["kl_estimate"], of.pop("deviation")
+    of["variance_bound"] = variance_bound(variance, deviation)
+    checked, violations = 0, []
+    for i, layer in np.ndindex(values.shape[:2]):
+        kl, span, V, c = (x[i, layer].ravel() for x in (of["kl"], of["range_bound"], variance, deviation))
+        at, near = np.isfinite(kl), np.isfinite(kl) & (c <= 1)
+        checks = []
+        if at.any():
+            checks.append(kl_softmax_le_range(kl[at], span[at], matrix=f"{what[i]} of layer {layer}", layer=layer))
+        if near.any():
+            name = f"{what[i]} of layer {layer}"
+            checks.append(kl_softmax_le_variance(kl[near], V[near], c[near], matrix=name, layer=layer))
+        checked += sum(check.inputs for check in checks)
+        violations += [check for check in checks if not check.holds]
+    return HierarchyProbe(
+        what=what,
+        compressed=identify(change) if isinstance(change, PreTrainedModel) else None,
+        **{name: measured.mean(-2) for name, measured in of.items()},
+        deviation=deviation.max(-2),
+        temperature=float(temperature),
+        checked=checked,
+        violations=tuple(violations),
+        measured_on=measured_on,
+    )

@@ -1,0 +1,6 @@
+"""What each layer does to the state and to an error in it.
+
+- `propagation`: an error followed through the layers; `contraction`: the factor ρ made of it;
+- `influence`, `sublayer_influence`: how far a layer, or its attention or MLP alone, turns the state;
+- `profile`: contraction and influence in one result; `activations`, `jacobian`: what may explain them.
+"""

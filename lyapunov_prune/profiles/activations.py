@@ -1,0 +1,284 @@
+"""What enters and leaves every matrix: rank of the outputs, tails and sparsity of the inputs.
+
+The three properties that the paper associates with the early-layer catastrophe (structural sensitivity,
+§6.1: low output covariance rank, heavy-tailed activations, low sparsity).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from lyapunov_prune.data.batch import TokenBatch, as_batch
+from lyapunov_prune.errors import LyapunovPruneError
+from lyapunov_prune.forward.hooks import Enough, require_finite, run_backbone
+from lyapunov_prune.models.projections import Projection, find_projections
+from lyapunov_prune.models.structure import Structure, find_structure, in_eval_mode
+from lyapunov_prune.progress import track
+from lyapunov_prune.results.result import MeasuredOn, Result
+
+# An entry this small beside the root mean square of its token counts as zero.
+NEGLIGIBLE = 0.01
+# Bytes of sums held at once; layers beyond it wait for another forward.
+_BUDGET = 2 * 2**30
+
+
+@dataclass(frozen=True)
+class ActivationStatistics(Result):
+    """One entry a matrix `y = W x` (M; a fused projection is one), float64; NaN for a matrix that no token met.
+
+    Experts kept as one 3-D parameter are one entry, NaN: their inputs are seen by no hook.
+
+    Of the outputs, with `λ` the eigenvalues of the covariance of y over tokens and `p = λ / Σλ`:
+    `effective_rank = exp(−Σ p ln p)` (Roy and Vetterli, EUSIPCO 2007), `participation_ratio = (Σλ)² / Σλ²`.
+    A few tokens of enormous norm (attention sinks) can be the whole covariance: `peak_share` is the share
+    of `Σ_t ‖y_t − ȳ‖²` (ȳ the window's mean) in one token of each window, the largest, and `token_rank` the
+    effective rank of `y_t / ‖y_t‖`, where all tokens weigh the same. No rank exceeds `tokens − 1`: few tokens
+    read low.
+
+    Of the inputs, over all entries: `kurtosis`, Fisher's excess (0 for a normal distribution), and
+    `sparsity`, the share of entries with `|x_ti| ≤ 0.01 · rms_i(x_t)`. The root mean square is that of the
+    entry's own token, so that a sink does not make every other token look empty. The input of an MLP's last
+    matrix is what came through the nonlinearity: its sparsity is the paper's "GELU sparsity".
+    """
+
+    names: tuple[str, ...]
+    components: tuple[str, ...]
+    layers: tuple[int, ...]
+    width: np.ndarray  # the dimension of y
+    effective_rank: np.ndarray
+    token_rank: np.ndarray
+    participation_ratio: np.ndarray
+    peak_share: np.ndarray
+    kurtosis: np.ndarray
+    sparsity: np.ndarray
+    measured_on: MeasuredOn
+
+    def to_frame(self) -> pd.DataFrame:
+        return pd.DataFrame(
+            {
+                "layer": self.layers,
+                "component": self.components,
+                "width": self.width,
+                "effective_rank": self.effective_rank,
+                "token_rank": self.token_rank,
+                "participation": self.participation_ratio,
+                "peak_share": self.peak_share,
+                "kurtosis": self.kurtosis,
+                "sparsity": self.sparsity,
+            }
+        )
+
+    def headline(self) -> str:
+        most = self.measured_on.tokens - 1
+        return f"Activations of {len(self.names)} matrices (ranks are at most {most})\n{self.measured_on.line()}"
+
+
+@in_eval_mode
+@torch.no_grad()
+def activation_statistics(
+    model: PreTrainedModel, batch: TokenBatch | torch.Tensor, *, batch_size: int = 1
+) -> ActivationStatistics:
+    """Measure rank, tails and sparsity of the activations at every matrix, as ActivationStatistics defines them.
+
+    Scatter matrices are summed in float64, the smaller of tokens × tokens and width × width. Layers share
+    one forward over the text as long as their sums fit in 2 GiB (all of SmolLM2-135M's); the forward stops
+    after the last layer that it is for.
+
+    Raises NonFiniteError naming the first layer with NaN or infinite activations, and LyapunovPruneError
+    for ids outside the vocabulary, a context too long, or weights that are no plain matrices.
+    """
+    batch = as_batch(model, batch)
+    structure = find_structure(model)
+    matrices = _matrices(structure, find_projections(model), batch.ids.numel(), model)
+    found: dict[str, tuple[float, ...]] = {}
+    for group in track(list(_groups(matrices, batch.ids.numel())), "activations"):
+        for start in range(0, len(batch.ids), batch_size):
+            _feed(structure, group, batch.ids[start : start + batch_size])
+        for matrix in group:
+            found[matrix.name] = matrix.statistics()
+            if matrix.spoiled:
+                require_finite(structure, batch.ids, batch.text)
+                raise LyapunovPruneError(
+                    f"NaN or infinite activations at {matrix.name} ({batch.text}); load the model in a wider dtype"
+                )
+    width, rank, token_rank, participation, share, kurtosis, sparsity = np.array([found[m.name] for m in matrices]).T
+    return ActivationStatistics(
+        names=tuple(m.name for m in matrices),
+        components=tuple(m.component for m in matrices),
+        layers=tuple(m.layer for m in matrices),
+        width=width,
+        effective_rank=rank,
+        token_rank=token_rank,
+        participation_ratio=participation,
+        peak_share=share,
+        kurtosis=kurtosis,
+        sparsity=sparsity,
+        measured_on=batch.measured_on(model),
+    )
+
+
+class _Matrix:
+    """One matrix and the sums over its inputs and outputs."""
+
+    def __init__(self, name: str, component: str, layer: int, width: float, few: bool, module: nn.Module) -> None:
+        self.name, self.component, self.layer, self.width = name, component, layer, width
+        self.module, self.outputs, self.directions = module, _Outputs(few), _Outputs(few)
+        self.energy = self.peak_energy = 0.0
+        self.pivot: torch.Tensor | None = None
+        self.powers, self.entries, self.small = np.zeros(4), 0, 0
+
+    @property
+    def spoiled(self) -> bool:
+        return not np.isfinite([self.energy, *self.powers]).all()
+
+    def add(self, x: torch.Tensor, y: torch.Tensor, shape: torch.Size) -> None:
+        """Take in the inputs and outputs (…, d) of one call, in a forward over ids of this shape."""
+        if not x.numel():
+            return
+        self._add_input(_double(x))
+        # An expert of a mixture sees a few tokens of every window, and which is whose is lost: one window.
+        windows = shape[0] if y.numel() == shape.numel() * y.shape[-1] else 1
+        outputs = _double(y).reshape(windows, -1, y.shape[-1])
+        energy = (outputs - outputs.mean(1, keepdim=True)).square().sum(-1)
+        self.energy += float(energy.sum())
+        self.peak_energy += float(energy.amax(-1).sum())
+        self.outputs.add(outputs.flatten(0, 1))
+        self.directions.add(torch.nn.functional.normalize(outputs.flatten(0, 1), dim=-1))
+
+    def _add_input(self, x: torch.Tensor) -> None:
+        # Powers about a value near the mean: about zero, a large mean would cancel all digits.
+        self.pivot = x.mean() if self.pivot is None else self.pivot
+        centred = x - self.pivot
+        square = centred.square()
+        self.powers += [
+            float(s) for s in (centred.sum(), square.sum(), (square * centred).sum(), square.square().sum())
+        ]
+        self.entries += x.numel()
+        self.small += int((x.abs() <= NEGLIGIBLE * x.square().mean(-1, keepdim=True).sqrt()).sum())
+
+    def statistics(self) -> tuple[float, ...]:
+        """The numbers of ActivationStatistics from `width` on; the sums are gone afterwards."""
+        if not self.entries or self.spoiled:
+            return (self.width, *[np.nan] * 6)
+        rank, participation = spectral_ranks(self.outputs.eigenvalues())
+        token_rank, _ = spectral_ranks(self.directions.eigenvalues())
+        share = self.peak_energy / self.energy if self.energy > 0 else np.nan
+        sparsity = self.small / self.entries
+        del self.outputs, self.directions
+        kurtosis = excess_kurtosis(self.powers / self.entries)
+        return (self.width, rank, token_rank, participation, share, kurtosis, sparsity)
+
+
+class _Outputs:
+    """Tokens of one output, as they are while they are `few`, else as count, mean and scatter matrix."""
+
+    def __init__(self, few: bool) -> None:
+        self.few, self.count = few, 0
+        self.rows: list[torch.Tensor] = []
+        self.mean = self.scatter = torch.zeros(())
+
+    def add(self, rows: torch.Tensor) -> None:
+        """Take in tokens (n, d), float64: the update of Chan, Golub and LeVeque, which cancels nothing."""
+        if self.few:
+            self.rows.append(rows)
+            return
+        new = len(rows)
+        mean = rows.mean(0)
+        centred = rows - mean
+        step = mean - self.mean.to(mean)
+        total = self.count + new
+        self.scatter = (
+            self.scatter.to(mean) + centred.T @ centred + torch.outer(step, step) * (self.count * new / total)
+        )
+        self.mean, self.count = self.mean.to(mean) + step * (new / total), total
+
+    def eigenvalues(self) -> np.ndarray:
+        """Those of the scatter matrix that can differ from zero."""
+        scatter = self.scatter
+        if self.few:
+            rows = torch.cat(self.rows)
+            centred = rows - rows.mean(0)
+            scatter = centred @ centred.T
+        return torch.linalg.eigvalsh(scatter).cpu().numpy()
+
+
+def spectral_ranks(eigenvalues: np.ndarray) -> tuple[float, float]:
+    """`exp(−Σ p ln p)` and `(Σλ)² / Σλ²` for `p = λ / Σλ`; NaN for a spectrum of zeros."""
+    kept = eigenvalues[eigenvalues > 0]  # rounding leaves some just below zero
+    if not len(kept):
+        return np.nan, np.nan
+    p = kept / kept.sum()
+    return float(np.exp(-(p * np.log(p)).sum())), float(1 / np.square(p).sum())
+
+
+def excess_kurtosis(moments: np.ndarray) -> float:
+    """`m_4 / m_2² − 3` of a distribution with these first four moments, about whatever point."""
+    m1, m2, m3, m4 = moments
+    variance = m2 - m1**2
+    return float((m4 - 4 * m1 * m3 + 6 * m1**2 * m2 - 3 * m1**4) / variance**2 - 3) if variance > 0 else np.nan
+
+
+def _matrices(
+    structure: Structure, projections: Sequence[Projection], tokens: int, model: PreTrainedModel
+) -> list[_Matrix]:
+    """One a parameter: parts of a fused projection and experts of one tensor are not told apart."""
+    found: dict[tuple[str, str], _Matrix] = {}
+    for p in projections:
+        if (p.module, p.parameter) in found:
+            continue
+        role = p.component
+        if p.expert is None and ":" in p.name:
+            role = role.rpartition(".")[0]
+        name = p.module if p.expert is None else f"{p.module}.{p.parameter}"
+        module = model.get_submodule(p.module)
+        weight: Any = getattr(module, p.parameter)
+        width = float(weight.shape[1 if p.transposed else 0]) if p.expert is None else np.nan
+        found[p.module, p.parameter] = _Matrix(name, role, p.layer, width, tokens < width, module)
+    return list(found.values())
+
+
+def _groups(matrices: Sequence[_Matrix], tokens: int) -> Iterator[list[_Matrix]]:
+    """Consecutive layers whose sums fit in the budget together, one layer at the least."""
+    group: list[_Matrix] = []
+    held = 0.0
+    for layer in dict.fromkeys(m.layer for m in matrices):
+        own = [m for m in matrices if m.layer == layer]
+        needed = sum(16 * m.width * min(m.width, tokens) for m in own if not np.isnan(m.width))
+        if group and held + needed > _BUDGET:
+            yield group
+            group, held = [], 0.0
+        group += own
+        held += needed
+    yield group
+
+
+def _feed(structure: Structure, group: Sequence[_Matrix], ids: torch.Tensor) -> None:
+    """Show the matrices of `group` one forward over `ids`, which ends after their last layer."""
+
+    def watch(matrix: _Matrix) -> Callable[..., None]:
+        return lambda module, args, output: matrix.add(args[0], output, ids.shape)
+
+    def stop(*_: Any) -> None:
+        raise Enough
+
+    handles = [m.module.register_forward_hook(watch(m)) for m in group if not np.isnan(m.width)]
+    handles.append(structure.layers[group[-1].layer].register_forward_hook(stop))
+    try:
+        with suppress(Enough):
+            run_backbone(structure, ids)
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _double(x: torch.Tensor) -> torch.Tensor:
+    return (x.cpu() if x.device.type == "mps" else x).double()  # no float64 there

@@ -1,0 +1,213 @@
+"""The contraction factor: how each layer shrinks or grows a relative error that travels through it.
+
+The error is followed by `propagation`; this module turns its sums into factors, intervals and a result.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from typing import Literal, get_args
+
+import numpy as np
+import pandas as pd
+import torch
+from transformers import PreTrainedModel
+
+from lyapunov_prune.data.batch import TokenBatch, as_batch
+from lyapunov_prune.errors import LyapunovPruneError
+from lyapunov_prune.models.structure import find_structure, in_eval_mode
+from lyapunov_prune.profiles.propagation import WindowSums, difference_sums, jvp_sums
+from lyapunov_prune.progress import track
+from lyapunov_prune.results.result import MeasuredOn, Result
+
+Pooling = Literal["energy", "token"]
+Method = Literal["difference", "jvp"]
+# A relative energy this many times the rounding floor (ten in amplitude) is measured, not noise.
+ABOVE_FLOOR = 100.0
+# The floor needs an order of magnitude, so a stretch of one window is enough.
+FLOOR_TOKENS = 128
+
+
+@dataclass(frozen=True)
+class ContractionProfile(Result):
+    """Contraction of every layer of a model. Arrays are float64; `L` layers, boundaries `0 … L`.
+
+    `ρ_l = V_{l+1} / V_l`, with `V_l = Σ_t ‖e_l,t‖² / Σ_t ‖h_l,t‖²` under energy pooling and
+    `mean_t ‖e_l,t‖² / ‖h_l,t‖²` under token pooling. Both are kept; `pooling` says which one `rho`,
+    `rho_interval` and `relative_energy` speak of, and `pooled` changes it.
+
+    A measurement along the trajectories of one text: no bound and no Lipschitz constant.
+    """
+
+    pooling: str
+    method: str
+    epsilon: float
+    seeds: tuple[int, ...]
+    energies: dict[str, np.ndarray]  # pooling -> V, (L + 1,)
+    intervals: dict[str, np.ndarray]  # pooling -> 95 % bootstrap interval of rho, (L, 2)
+    error_growth: np.ndarray  # Σ‖e_{l+1}‖² / Σ‖e_l‖², (L,)
+    state_growth: np.ndarray  # Σ‖h_{l+1}‖² / Σ‖h_l‖², (L,)
+    floor: np.ndarray  # V of a perturbation of one rounding unit, (L + 1,); zeros for jvp
+    sink_state_share: np.ndarray  # share of Σ‖h_l‖² in the largest token of each window, (L + 1,)
+    sink_error_share: np.ndarray  # share of Σ‖e_l‖² in those same tokens, (L + 1,)
+    norm_growth: np.ndarray  # K = Π_l ‖h_{l+1}‖/‖h_l‖, one value a window
+    measured_on: MeasuredOn
+
+    @property
+    def relative_energy(self) -> np.ndarray:
+        """V before the first layer and after each, (L + 1,)."""
+        return self.energies[self.pooling]
+
+    @property
+    def rho(self) -> np.ndarray:
+        """ρ of every layer, (L,)."""
+        return self.relative_energy[1:] / self.relative_energy[:-1]
+
+    @property
+    def rho_interval(self) -> np.ndarray:
+        """95 % interval of ρ, (L, 2): percentile bootstrap over windows and seeds.
+
+        With a single window only the seeds vary, and with a single seed and window the interval is NaN.
+        """
+        return self.intervals[self.pooling]
+
+    @property
+    def above_floor(self) -> np.ndarray:
+        """Which ratios rest on energies at least 100 × the rounding floor, (L,) of bool."""
+        clear = self.energies["energy"] > ABOVE_FLOOR * self.floor
+        return clear[:-1] & clear[1:]
+
+    @property
+    def contracting(self) -> tuple[int, int]:
+        """How many of the `L − 1` inter-layer transitions contract (ρ < 1), as the paper counts them."""
+        transitions = self.rho[:-1] if len(self.rho) > 1 else self.rho
+        return int((transitions < 1).sum()), len(transitions)
+
+    @property
+    def downstream_amplification(self) -> np.ndarray:
+        """`A_l = Π_{k > l} ρ_k`, (L,); 1 for the last layer."""
+        return self.relative_energy[-1] / self.relative_energy[1:]
+
+    @property
+    def pooling_disagrees(self) -> tuple[int, ...]:
+        """Layers whose two poolings differ more than twofold: a few tokens carry the energy there."""
+        ratio = np.abs(np.log2(self.pooled("energy").rho / self.pooled("token").rho))
+        return tuple(int(i) for i in np.flatnonzero(ratio > 1))
+
+    def pooled(self, pooling: Pooling) -> ContractionProfile:
+        """The same measurement under the other pooling."""
+        _require_pooling(pooling)
+        return replace(self, pooling=pooling)
+
+    def to_frame(self) -> pd.DataFrame:
+        other: Pooling = "token" if self.pooling == "energy" else "energy"
+        return pd.DataFrame(
+            {
+                "layer": np.arange(len(self.rho)),
+                "rho": self.rho,
+                "low": self.rho_interval[:, 0],
+                "high": self.rho_interval[:, 1],
+                f"rho_{other}": self.pooled(other).rho,
+                "error_growth": self.error_growth,
+                "state_growth": self.state_growth,
+                "sink_share": self.sink_state_share[1:],
+                "above_floor": self.above_floor,
+            }
+        )
+
+    def headline(self) -> str:
+        contracting, transitions = self.contracting
+        spread = self.norm_growth.std() / self.norm_growth.mean()
+        lines = [
+            f"Contraction ({self.method}, {self.pooling} pooling, ε = {self.epsilon:g}, {len(self.seeds)} seeds): "
+            f"{contracting} of {transitions} transitions contract; "
+            f"K = {self.norm_growth.mean():.4g} (CV {spread:.2g})",
+            self.measured_on.line(),
+        ]
+        if self.pooling_disagrees:
+            shares = ", ".join(
+                f"{i} ({self.sink_state_share[i + 1]:.0%} of the state's energy in one token a window)"
+                for i in self.pooling_disagrees
+            )
+            lines.append(f"Poolings disagree more than twofold at layer {shares}")
+        if not self.above_floor.all():
+            lines.append(
+                f"{int((~self.above_floor).sum())} ratios are not well above rounding in {self.measured_on.dtype}: "
+                "use method jvp or float32"
+            )
+        return "\n".join(lines)
+
+
+@in_eval_mode
+@torch.no_grad()
+def measure_contraction(
+    model: PreTrainedModel,
+    batch: TokenBatch | torch.Tensor,
+    *,
+    epsilon: float = 1e-2,
+    seeds: Iterable[int] = range(4),
+    method: Method = "difference",
+    pooling: Pooling = "energy",
+    batch_size: int = 1,
+) -> ContractionProfile:
+    """Measure the contraction factor ρ of every layer (structural sensitivity, §6.2, eq. 2 and 4).
+
+    Every token of the state before layer 0 is moved by `ε ‖h_0,t‖ u_t`, `u_t` uniform on the sphere, one
+    draw a token, window and seed; the error `e_l = h̃_l − h_l` is then followed through the layers.
+    `method="jvp"` follows the forward-mode derivative in the same directions instead (`ε → 0`), where
+    rounding of a difference plays no part; it is scaled by ε, so that `V` compares.
+
+    That ρ is the quotient of error growth and state growth, and that the factors multiply to the
+    end-to-end ratio, are the Lean theorems `rho_eq_error_growth_div_state_growth` and
+    `relative_energy_telescope`; the numbers themselves are measurements.
+
+    One forward carries `batch_size × (1 + seeds)` rows (difference) or `batch_size × seeds` (jvp).
+    Raises NonFiniteError naming the first layer with NaN or infinite activations, and LyapunovPruneError
+    for ids outside the vocabulary, a context too long, or a model without forward-mode derivatives.
+    """
+    batch = as_batch(model, batch)
+    structure = find_structure(model)
+    seeds = tuple(seeds)
+    if not seeds or not epsilon > 0 or batch_size < 1:
+        raise LyapunovPruneError("give one seed or more, epsilon > 0 and a batch size of 1 or more")
+    if method not in get_args(Method):
+        raise LyapunovPruneError(f"unknown method {method!r}; give difference or jvp")
+    _require_pooling(pooling)
+
+    run = jvp_sums if method == "jvp" else difference_sums
+    starts = range(0, len(batch.ids), batch_size)
+    sums = [
+        run(structure, batch.ids[start : start + batch_size], start, seeds, epsilon)
+        for start in track(starts, "contraction")
+    ]
+    total = WindowSums.join(sums)
+
+    floor = np.zeros(structure.num_layers + 1)
+    if method == "difference":
+        unit = torch.finfo(model.dtype).eps
+        control = difference_sums(structure, batch.ids[:1, :FLOOR_TOKENS], 0, (0,), unit)
+        floor = control.energy("energy")
+
+    state, error = total.state.sum(-1), total.error.sum((-2, -1))
+    growth = np.sqrt(total.state[-1] / total.state[0])
+    return ContractionProfile(
+        pooling=pooling,
+        method=method,
+        epsilon=epsilon,
+        seeds=seeds,
+        energies={p: total.energy(p) for p in ("energy", "token")},
+        intervals={p: total.interval(p) for p in ("energy", "token")},
+        error_growth=error[1:] / error[:-1],
+        state_growth=state[1:] / state[:-1],
+        floor=floor,
+        sink_state_share=total.peak_state.sum(-1) / state,
+        sink_error_share=total.peak_error.sum((-2, -1)) / error,
+        norm_growth=growth,
+        measured_on=batch.measured_on(model, seed=seeds[0]),
+    )
+
+
+def _require_pooling(pooling: str) -> None:
+    if pooling not in get_args(Pooling):
+        raise LyapunovPruneError(f"unknown pooling {pooling!r}; give energy or token")

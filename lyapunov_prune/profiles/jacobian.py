@@ -1,0 +1,209 @@
+"""How much each branch of a layer stretches a small change of the residual stream that enters it.
+
+The paper measures that these operator norms lie far above one, so that contraction cannot come from the
+branches themselves but from the growth of the state (structural sensitivity, §6.2).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import torch
+from torch import nn
+from torch.autograd import forward_ad
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from transformers import PreTrainedModel
+
+from lyapunov_prune.data.batch import TokenBatch, as_batch
+from lyapunov_prune.errors import LyapunovPruneError, NonFiniteError
+from lyapunov_prune.forward.branches import Branch, find_branches, matrix_children
+from lyapunov_prune.forward.hooks import layer_input, run_backbone
+from lyapunov_prune.models.structure import find_structure, in_eval_mode
+from lyapunov_prune.progress import track
+from lyapunov_prune.results.result import MeasuredOn, Result
+
+# A new direction this small beside the old one is rounding: the subspace holds all there is.
+_EXHAUSTED = 1e-6
+Product = Callable[[torch.Tensor], torch.Tensor]
+
+
+@dataclass(frozen=True)
+class JacobianNorms(Result):
+    """Stretch of the two branches of every layer, float64, (L,). Estimates from below, never bounds.
+
+    `J` is the derivative of a branch, `x ↦ f(LN(x))`, by the residual stream of a whole window that enters
+    it (tokens · d to tokens · d), where the text takes it. `norm` is `‖J v‖ / ‖v‖` for the best `v` in a
+    Krylov space of `steps` dimensions, the largest of all windows; `rise` by what share the last step still
+    raised it. `gain = ‖J‖_F / √(tokens · d)`, from `probes` random vectors: the stretch of a typical error.
+
+    A layer with one branch has its numbers under attention and NaN under MLP.
+    """
+
+    steps: int
+    probes: int
+    attention_norm: np.ndarray
+    attention_gain: np.ndarray
+    attention_rise: np.ndarray
+    mlp_norm: np.ndarray
+    mlp_gain: np.ndarray
+    mlp_rise: np.ndarray
+    measured_on: MeasuredOn
+
+    def to_frame(self) -> pd.DataFrame:
+        names = [f"{branch}_{what}" for branch in ("attention", "mlp") for what in ("norm", "gain", "rise")]
+        return pd.DataFrame({"layer": np.arange(len(self.mlp_norm)), **{name: getattr(self, name) for name in names}})
+
+    def headline(self) -> str:
+        norms = np.concatenate([self.attention_norm, self.mlp_norm])
+        norms = norms[~np.isnan(norms)]
+        rise = np.nanmax([self.attention_rise, self.mlp_rise])
+        return (
+            f"Operator norms of the branches' Jacobians, estimated from below: {norms.min():.3g} to {norms.max():.3g}, "
+            f"above 1 in {int((norms > 1).sum())} of {len(norms)} branches ({self.steps} steps; the last raised "
+            f"none by more than {rise:.2g})\n{self.measured_on.line()}"
+        )
+
+
+@in_eval_mode
+@torch.no_grad()
+def sublayer_jacobians(
+    model: PreTrainedModel,
+    batch: TokenBatch | torch.Tensor,
+    *,
+    steps: int = 12,
+    probes: int = 8,
+    seed: int = 0,
+) -> JacobianNorms:
+    """Estimate `‖J‖` and `‖J‖_F/√n` of the attention and the MLP of every layer, as JacobianNorms defines them.
+
+    `J v` is a forward-mode and `Jᵀ u` a reverse-mode derivative of the layer itself, called again with the
+    arguments that the model called it with; windows are taken one by one. Time: some
+    `2 (3 · steps + probes)` forwards a window, so give few and short windows. Memory: one layer's graph
+    and `2 · steps` states of a window in float64.
+
+    A branch begins where the residual stream enters the norm that feeds it (or it directly, without a norm)
+    and ends with its output, or with the norm that this output alone goes through (Gemma). The layer's own
+    factors on a branch (Granite) are not part of it; where the norm sits on the stream itself (post-norm OPT),
+    the MLP's norm is the one after the attention.
+
+    Raises LyapunovPruneError for fewer than two steps or one probe, ids outside the vocabulary, a context too
+    long, or an operation without forward-mode derivative, and NonFiniteError naming the layer for NaN.
+    """
+    batch = as_batch(model, batch)
+    if steps < 2 or probes < 1:
+        raise LyapunovPruneError(f"{steps} steps and {probes} probes; give two steps or more and one probe or more")
+    structure = find_structure(model)
+    matrices = matrix_children(model, structure)
+    windows: list[np.ndarray] = []
+    for number, ids in enumerate(track(batch.ids, "jacobians")):
+        rows: list[list[float]] = []
+        generator = torch.Generator().manual_seed(seed * 1_000_003 + number)
+
+        def measure(
+            layer: nn.Module,
+            args: tuple[Any, ...],
+            kwargs: dict[str, Any],
+            rows: list[list[float]] = rows,
+            generator: torch.Generator = generator,
+        ) -> None:
+            index = len(rows)
+            if not layer_input(args, kwargs).isfinite().all():
+                raise NonFiniteError(index, batch.text)
+            found: list[float] = []
+            for branch in find_branches(layer, args, kwargs, matrices[index]):
+                with products(branch) as (forward, adjoint, size):
+                    norm, rise = largest_stretch(forward, adjoint, _signs(size, generator), steps)
+                    gains = [forward(_signs(size, generator)).square().sum() / size for _ in range(probes)]
+                found += [norm, float(torch.stack(gains).mean()), rise]
+            if not np.isfinite(found).all():
+                raise NonFiniteError(index + 1, batch.text)
+            rows.append([*found, *[np.nan] * (6 - len(found))])
+
+        handles = [layer.register_forward_pre_hook(measure, with_kwargs=True) for layer in structure.layers]
+        try:
+            run_backbone(structure, ids.unsqueeze(0))
+        except NotImplementedError as error:
+            raise LyapunovPruneError(
+                f"{type(model).__name__} has an operation without a forward-mode derivative "
+                f"({str(error).splitlines()[0]}); "
+                "load it with attn_implementation and experts_implementation eager, or give a model without it"
+            ) from None
+        finally:
+            for handle in handles:
+                handle.remove()
+        windows.append(np.array(rows))
+    values = np.stack(windows)  # (windows, L, 6)
+    highest, mean = values.max(0), values.mean(0)
+    return JacobianNorms(
+        steps=steps,
+        probes=probes,
+        attention_norm=highest[:, 0],
+        attention_gain=np.sqrt(mean[:, 1]),
+        attention_rise=highest[:, 2],
+        mlp_norm=highest[:, 3],
+        mlp_gain=np.sqrt(mean[:, 4]),
+        mlp_rise=highest[:, 5],
+        measured_on=batch.measured_on(model, seed=seed),
+    )
+
+
+def largest_stretch(forward: Product, adjoint: Product, start: torch.Tensor, steps: int) -> tuple[float, float]:
+    """`max ‖J v‖/‖v‖` over the Krylov space of `JᵀJ` and `start` (n,), and the relative rise by its last step.
+
+    Power iteration that forgets nothing (Lanczos with full reorthogonalisation): the maximum over a
+    subspace that holds every power is at least the last power's, at the same products. The images `J v` are
+    kept as they came, so the value is attained by a combination of what was measured.
+    """
+    basis = torch.zeros(0, len(start), dtype=torch.float64)
+    images: list[torch.Tensor] = []
+    norms = [0.0]
+    v = start
+    for _ in range(steps):
+        before = torch.linalg.vector_norm(v)
+        for _ in range(2):  # once leaves rounding of the size of what cancelled
+            v = v - basis.T @ (basis @ v)
+        size = torch.linalg.vector_norm(v)
+        if not size > _EXHAUSTED * before:
+            break
+        basis = torch.cat([basis, (v / size).unsqueeze(0)])
+        images.append(forward(basis[-1]))
+        if not images[-1].isfinite().all():
+            return np.nan, np.nan
+        stacked = torch.stack(images)
+        norms.append(float(torch.linalg.eigvalsh(stacked @ stacked.T)[-1].clamp_min(0).sqrt()))
+        v = adjoint(images[-1])
+    rise = norms[-1] / norms[-2] - 1 if len(norms) == steps + 1 and norms[-2] > 0 else 0.0
+    return norms[-1], rise
+
+
+@contextmanager
+def products(branch: Branch) -> Iterator[tuple[Product, Product, int]]:
+    """`v ↦ J v`, `u ↦ Jᵀ u` on flat float64 vectors, and the size of v."""
+    with sdpa_kernel(SDPBackend.MATH):  # the fused kernels have no forward derivative
+        x = branch.x.clone().requires_grad_()
+        with torch.enable_grad():
+            output = branch(x)
+
+        def forward(v: torch.Tensor) -> torch.Tensor:
+            with forward_ad.dual_level():
+                result = branch(forward_ad.make_dual(x.detach(), v.to(x).view_as(x)))
+                tangent = forward_ad.unpack_dual(result).tangent
+            if tangent is None:
+                raise NotImplementedError("the tangent was lost on the way")
+            return tangent.flatten().cpu().double()
+
+        def adjoint(u: torch.Tensor) -> torch.Tensor:
+            (found,) = torch.autograd.grad(output, x, u.to(output).view_as(output), retain_graph=True)
+            return found.flatten().cpu().double()
+
+        yield forward, adjoint, x.numel()
+
+
+def _signs(size: int, generator: torch.Generator) -> torch.Tensor:
+    """Random signs: `E ‖J s‖² = ‖J‖_F²` (Hutchinson)."""
+    return torch.randint(2, (size,), generator=generator).double() * 2 - 1

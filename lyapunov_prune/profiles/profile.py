@@ -1,0 +1,53 @@
+"""Both measurements of a model's layers in one result: contraction and Block Influence."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import pandas as pd
+from transformers import PreTrainedModel
+
+from lyapunov_prune.data.batch import TokenBatch
+from lyapunov_prune.profiles.contraction import ContractionProfile, Method, Pooling, measure_contraction
+from lyapunov_prune.profiles.influence import InfluenceProfile, block_influence
+from lyapunov_prune.results.result import Result
+
+
+@dataclass(frozen=True)
+class LayerProfile(Result):
+    """What `lyapunov-prune profile` writes and `rank --profile` reads."""
+
+    contraction: ContractionProfile
+    influence: InfluenceProfile
+
+    def to_frame(self) -> pd.DataFrame:
+        return self.contraction.to_frame().merge(self.influence.to_frame(), on="layer")
+
+    def headline(self) -> str:
+        return self.contraction.headline()
+
+
+def profile_layers(
+    model: PreTrainedModel,
+    batch: TokenBatch,
+    *,
+    epsilon: float = 1e-2,
+    seeds: Iterable[int] = range(4),
+    method: Method = "difference",
+    pooling: Pooling = "energy",
+    batch_size: int = 1,
+) -> LayerProfile:
+    """`measure_contraction` and `block_influence` on the same tokens."""
+    return LayerProfile(
+        contraction=measure_contraction(
+            model,
+            batch,
+            epsilon=epsilon,
+            seeds=seeds,
+            method=method,
+            pooling=pooling,
+            batch_size=batch_size,
+        ),
+        influence=block_influence(model, batch, batch_size=batch_size),
+    )

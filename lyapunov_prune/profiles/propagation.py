@@ -1,0 +1,153 @@
+"""Follow an error through the layers: energies of state and error at every boundary.
+
+Clean and perturbed rows go through the layers side by side in one batch, and only sums over tokens stay,
+so memory does not grow with depth.
+"""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch.autograd import forward_ad
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from lyapunov_prune.errors import LyapunovPruneError, NonFiniteError
+from lyapunov_prune.forward.hooks import residual_stream, run_backbone
+from lyapunov_prune.linalg import token_energy, widen
+from lyapunov_prune.models.structure import Structure
+
+RESAMPLES = 2000
+
+
+@dataclass(frozen=True)
+class WindowSums:
+    """Sums over the tokens of each window; L + 1 boundaries, S seeds, W windows, float64."""
+
+    state: np.ndarray  # Σ_t ‖h‖², (L + 1, W)
+    error: np.ndarray  # Σ_t ‖e‖², (L + 1, S, W)
+    relative: np.ndarray  # mean_t ‖e‖²/‖h‖², (L + 1, S, W)
+    peak_state: np.ndarray  # max_t ‖h‖², (L + 1, W)
+    peak_error: np.ndarray  # ‖e‖² of that token, (L + 1, S, W)
+
+    @classmethod
+    def join(cls, parts: list[WindowSums]) -> WindowSums:
+        """The windows of all parts, in order."""
+        return cls(*(np.concatenate(same, axis=-1) for same in zip(*(vars(p).values() for p in parts), strict=True)))
+
+    def energy(self, pooling: str) -> np.ndarray:
+        if pooling == "token":
+            return self.relative.mean((-2, -1))
+        return self.error.mean(-2).sum(-1) / self.state.sum(-1)
+
+    def interval(self, pooling: str) -> np.ndarray:
+        """Percentile bootstrap of ρ; windows and seeds are drawn independently, with replacement."""
+        _, seeds, windows = self.error.shape
+        if seeds * windows == 1:
+            return np.full((len(self.state) - 1, 2), np.nan)
+        rng = np.random.default_rng(0)
+        a = rng.multinomial(windows, np.full(windows, 1 / windows), RESAMPLES)
+        b = rng.multinomial(seeds, np.full(seeds, 1 / seeds), RESAMPLES) / seeds
+        # V is (resamples, L + 1); counts of the draws weigh the sums, so nothing is copied.
+        if pooling == "token":
+            energy = np.einsum("rw,rs,lsw->rl", a / windows, b, self.relative, optimize=True)
+        else:
+            energy = np.einsum("rw,rs,lsw->rl", a, b, self.error, optimize=True) / (a @ self.state.T)
+        return np.quantile(energy[:, 1:] / energy[:, :-1], [0.025, 0.975], axis=0).T
+
+
+def direction(hidden: torch.Tensor, first_window: int, seed: int) -> torch.Tensor:
+    """`‖h_t‖ u_t`, drawn window by window so that the draw does not depend on the batch size."""
+    rows = []
+    for window in range(first_window, first_window + len(hidden)):
+        generator = torch.Generator().manual_seed(seed * 1_000_003 + window)
+        rows.append(torch.randn(hidden.shape[1:], generator=generator))
+    noise = torch.stack(rows).to(hidden.device)
+    noise /= torch.linalg.vector_norm(noise, dim=-1, keepdim=True)
+    return noise * torch.linalg.vector_norm(widen(hidden), dim=-1, keepdim=True)
+
+
+def _reduce(state: torch.Tensor, errors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Sums over tokens at one boundary: `state` is (W, T), `errors` (S, W, T)."""
+    peak_state, peak = state.max(-1)
+    peak_error = errors.gather(-1, peak.expand(len(errors), -1).unsqueeze(-1)).squeeze(-1)
+    # A token whose state is exactly zero has no relative error; it counts as none.
+    relative = torch.where(state > 0, errors / state, 0).mean(-1)
+    return state.sum(-1), errors.sum(-1), relative, peak_state, peak_error
+
+
+def _collect(rows: list[tuple[torch.Tensor, ...]], where: str) -> WindowSums:
+    sums = WindowSums(*(torch.stack([part.cpu() for part in parts]).numpy() for parts in zip(*rows, strict=True)))
+    finite = np.isfinite(sums.state).all(-1) & np.isfinite(sums.error).all((-2, -1))
+    if not finite.all():
+        raise NonFiniteError(int(np.argmin(finite)), where)
+    return sums
+
+
+def difference_sums(
+    structure: Structure,
+    ids: torch.Tensor,
+    first_window: int,
+    seeds: tuple[int, ...],
+    epsilon: float,
+) -> WindowSums:
+    """One forward over `[clean; perturbed by seed 0; …]`, reduced at every boundary."""
+    windows = len(ids)
+    rows: list[tuple[torch.Tensor, ...]] = []
+
+    def inject(hidden: torch.Tensor) -> torch.Tensor:
+        hidden = hidden.clone()
+        clean = widen(hidden[:windows])
+        for k, seed in enumerate(seeds, start=1):
+            moved = clean + epsilon * direction(clean, first_window, seed)
+            hidden[k * windows : (k + 1) * windows] = moved.to(hidden.dtype)
+        return hidden
+
+    def visit(layer: int, hidden: torch.Tensor) -> None:
+        clean = widen(hidden[:windows])
+        errors = [
+            token_energy(widen(hidden[k * windows : (k + 1) * windows]) - clean) for k in range(1, len(seeds) + 1)
+        ]
+        rows.append(_reduce(token_energy(clean), torch.stack(errors)))
+
+    with residual_stream(structure, visit, inject):
+        run_backbone(structure, ids.repeat(1 + len(seeds), 1))
+    return _collect(rows, f"windows {first_window} to {first_window + windows - 1}")
+
+
+def jvp_sums(
+    structure: Structure,
+    ids: torch.Tensor,
+    first_window: int,
+    seeds: tuple[int, ...],
+    epsilon: float,
+) -> WindowSums:
+    """One forward of dual numbers: the primal is the clean state, the tangents are the directions."""
+    windows = len(ids)
+    rows: list[tuple[torch.Tensor, ...]] = []
+
+    def inject(hidden: torch.Tensor) -> torch.Tensor:
+        clean = hidden[:windows]
+        tangent = torch.cat([direction(clean, first_window, seed) for seed in seeds])
+        return forward_ad.make_dual(hidden, tangent.to(hidden.dtype))
+
+    def visit(layer: int, hidden: torch.Tensor) -> None:
+        primal, tangent = forward_ad.unpack_dual(hidden)
+        assert tangent is not None, "the tangent was lost on the way"
+        errors = token_energy(widen(tangent)).view(len(seeds), windows, -1) * epsilon**2
+        rows.append(_reduce(token_energy(widen(primal[:windows])), errors))
+
+    with ExitStack() as stack:
+        stack.enter_context(forward_ad.dual_level())
+        stack.enter_context(sdpa_kernel(SDPBackend.MATH))  # the fused kernels have no forward derivative
+        stack.enter_context(residual_stream(structure, visit, inject))
+        try:
+            run_backbone(structure, ids.repeat(len(seeds), 1))
+        except NotImplementedError as error:
+            raise LyapunovPruneError(
+                f"{type(structure.backbone).__name__} has an operation without a forward-mode derivative "
+                f"({str(error).splitlines()[0]}); use method difference"
+            ) from None
+    return _collect(rows, f"windows {first_window} to {first_window + windows - 1}")

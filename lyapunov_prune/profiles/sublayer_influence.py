@@ -1,0 +1,135 @@
+"""Block Influence of attention and MLP, each on its own."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from lyapunov_prune.data.batch import TokenBatch, as_batch
+from lyapunov_prune.errors import NonFiniteError
+from lyapunov_prune.forward.hooks import hidden_of, layer_input, run_backbone
+from lyapunov_prune.forward.sublayers import KINDS, Sublayers, find_sublayers
+from lyapunov_prune.linalg import token_energy, widen
+from lyapunov_prune.models.structure import find_structure, in_eval_mode
+from lyapunov_prune.progress import track
+from lyapunov_prune.results.result import MeasuredOn, Result
+
+
+@dataclass(frozen=True)
+class SublayerInfluence(Result):
+    """`1 − mean_t cos(h_t, h_t + b(h)_t)` of both branches `b` of every layer, float64, (L,).
+
+    `h` is the residual stream before the branch (LLM-Drop, arXiv:2406.15786). The spreads are standard
+    errors over windows (NaN for one window). A layer without such a branch holds NaN.
+    """
+
+    attention: np.ndarray
+    mlp: np.ndarray
+    attention_spread: np.ndarray
+    mlp_spread: np.ndarray
+    measured_on: MeasuredOn
+
+    def to_frame(self) -> pd.DataFrame:
+        return pd.DataFrame(
+            {
+                "layer": np.arange(len(self.attention)),
+                "attention": self.attention,
+                "attention_error": self.attention_spread,
+                "mlp": self.mlp,
+                "mlp_error": self.mlp_spread,
+            }
+        )
+
+    def headline(self) -> str:
+        return f"Block Influence of attention and MLP\n{self.measured_on.line()}"
+
+
+@in_eval_mode
+@torch.no_grad()
+def sublayer_influence(
+    model: PreTrainedModel, batch: TokenBatch | torch.Tensor, *, batch_size: int = 1
+) -> SublayerInfluence:
+    """Measure both branches of every layer in one forward per window.
+
+    The stream after the first branch is what enters the second, so factors that a layer puts on its branches
+    count; parallel branches are both measured from the layer's input. `1 − cos` is computed as in
+    `block_influence`. Raises NonFiniteError naming the first layer with NaN or infinite activations, and
+    LyapunovPruneError for weights that are not in memory as plain matrices.
+    """
+    batch = as_batch(model, batch)
+    structure = find_structure(model)
+    found = find_sublayers(model, range(structure.num_layers))
+    starts = range(0, len(batch.ids), batch_size)
+    rows: list[np.ndarray] = []
+    for start in track(starts, "sublayer influence"):
+        ids = batch.ids[start : start + batch_size]
+        unseen = torch.full((2, len(ids)), torch.nan, dtype=torch.float64)  # of a layer that text does not run
+        turned = dict.fromkeys(found, unseen)
+        with ExitStack() as hooks:
+            for index, sublayers in found.items():
+                _watch(structure.layers[index], index, sublayers, turned, hooks)
+            run_backbone(structure, ids)
+        rows.append(torch.stack([turned[i] for i in range(structure.num_layers)]).numpy())
+    values = np.concatenate(rows, axis=-1)  # (L, 2, windows)
+    missing = np.array([[kind not in found[i].branches for kind in KINDS] for i in range(len(values))])
+    finite = (np.isfinite(values) | missing[..., None]).all((-2, -1))
+    if not finite.all():
+        raise NonFiniteError(int(np.argmin(finite)) + 1, batch.text)
+    windows = values.shape[-1]
+    spread = values.std(-1, ddof=1) / np.sqrt(windows) if windows > 1 else np.full(values.shape[:2], np.nan)
+    (attention, mlp), (attention_spread, mlp_spread) = values.mean(-1).T, spread.T
+    return SublayerInfluence(attention, mlp, attention_spread, mlp_spread, batch.measured_on(model))
+
+
+def _watch(
+    layer: nn.Module, index: int, sublayers: Sublayers, turned: dict[int, torch.Tensor], hooks: ExitStack
+) -> None:
+    """Put into `turned[index]` how far attention and MLP of `layer` turn the stream in each window: (2, windows)."""
+    branches = list(sublayers.branches.values())
+    between: list[torch.Tensor] = []  # the stream as it enters the second branch
+    added: list[torch.Tensor] = []  # by each branch
+
+    def enter(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        between.append(layer_input(args, kwargs))
+
+    def leave(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        added.append(hidden_of(output))
+
+    def finish(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+        before = layer_input(args, kwargs)
+        if sublayers.parallel:
+            steps = [(before, before + branch.view_as(before)) for branch in added]
+        else:
+            stream = [before, *(h.view_as(before) for h in between), hidden_of(output)]
+            steps = list(pairwise(stream))
+        rows = dict(zip(sublayers.branches, (_turn(*step) for step in steps), strict=False))
+        nothing = torch.full(before.shape[:1], torch.nan, dtype=torch.float64)
+        turned[index] = torch.stack([rows.get(kind, nothing) for kind in KINDS])
+        between.clear()
+        added.clear()
+
+    if sublayers.parallel:
+        handles = [branch.exit.register_forward_hook(leave) for branch in branches]
+    else:
+        handles = [branch.entry.register_forward_pre_hook(enter, with_kwargs=True) for branch in branches[1:]]
+    for handle in [*handles, layer.register_forward_hook(finish, with_kwargs=True)]:
+        hooks.callback(handle.remove)
+
+
+def _turn(before: torch.Tensor, after: torch.Tensor) -> torch.Tensor:
+    """`mean_t 1 − cos` of each window, float64, on the CPU."""
+    a, b = (_unit(widen(h)) for h in (before, after))
+    return (token_energy(a - b) / 2).mean(-1).cpu()
+
+
+def _unit(hidden: torch.Tensor) -> torch.Tensor:
+    norm = token_energy(hidden).sqrt().clamp_min(torch.finfo(torch.float32).tiny)
+    return hidden / norm.unsqueeze(-1).to(hidden)

@@ -1,0 +1,100 @@
+"""Perplexity against the number of layers removed, criterion by criterion."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+import pandas as pd
+import torch
+from transformers import PreTrainedModel
+
+from lyapunov_prune.data.batch import TokenBatch
+from lyapunov_prune.evaluation.perplexity import Perplexity, perplexity
+from lyapunov_prune.progress import track
+from lyapunov_prune.pruning.plan import PruningPlan
+from lyapunov_prune.pruning.surgery import remove_layers
+from lyapunov_prune.results.result import MeasuredOn, Result
+
+
+@dataclass(frozen=True)
+class RemovalRow:
+    """`degradation = perplexity / dense perplexity`; its interval is paired over windows."""
+
+    criterion: str
+    removed: tuple[int, ...]
+    perplexity: float
+    degradation: float
+    low: float
+    high: float
+    parameters: int
+
+
+@dataclass(frozen=True)
+class RemovalCurve(Result):
+    """Perplexity after physical removal by several plans; the dense model is the first row."""
+
+    rows: tuple[RemovalRow, ...]
+    measured_on: MeasuredOn
+
+    @property
+    def dense(self) -> RemovalRow:
+        return self.rows[0]
+
+    def to_frame(self) -> pd.DataFrame:
+        return pd.DataFrame(
+            {
+                "criterion": [r.criterion for r in self.rows],
+                "removed": [len(r.removed) for r in self.rows],
+                "perplexity": [r.perplexity for r in self.rows],
+                "degradation": [r.degradation for r in self.rows],
+                "low": [r.low for r in self.rows],
+                "high": [r.high for r in self.rows],
+                "parameters": [r.parameters for r in self.rows],
+                "layers": [" ".join(map(str, r.removed)) for r in self.rows],
+            }
+        )
+
+    def headline(self) -> str:
+        return f"Perplexity after removing layers\n{self.measured_on.line()}"
+
+
+def evaluate_removals(
+    model: PreTrainedModel,
+    plans: Mapping[str, list[PruningPlan]],
+    batch: TokenBatch | torch.Tensor,
+    *,
+    batch_size: int = 1,
+) -> RemovalCurve:
+    """Perplexity of the dense model and of the pruned model of every plan, by criterion.
+
+    Plans that remove the same are measured once.
+    """
+    dense = perplexity(model, batch, batch_size=batch_size, description="perplexity, dense")
+    rows = [_row("dense", (), dense, dense, model)]
+    measured: dict[tuple[tuple[int, ...], ...], RemovalRow] = {}
+    jobs = [(criterion, plan) for criterion, chosen in plans.items() for plan in chosen]
+    for criterion, plan in track(jobs, "removing layers"):
+        goes = (plan.remove, plan.drop_attention, plan.drop_mlp)
+        if goes not in measured:
+            pruned = remove_layers(model, plan)
+            found = perplexity(
+                pruned, batch, batch_size=batch_size, description=f"{criterion}, {len(plan.touched)} removed"
+            )
+            measured[goes] = _row(criterion, plan.touched, found, dense, pruned)
+            del pruned
+        rows.append(replace(measured[goes], criterion=criterion))
+    return RemovalCurve(tuple(rows), dense.measured_on)
+
+
+def _row(
+    criterion: str, removed: tuple[int, ...], found: Perplexity, dense: Perplexity, model: PreTrainedModel
+) -> RemovalRow:
+    return RemovalRow(
+        criterion,
+        removed,
+        found.value,
+        found.value / dense.value,
+        *found.ratio_interval(dense),
+        model.num_parameters(),
+    )

@@ -1,0 +1,245 @@
+"""The removal gate: a pruned model is right when four independent checks say so.
+
+1. Its logits are those of the original with the same layers and sublayers passed over by hooks.
+2. Decoding step by step with a cache gives the logits of the uncached forward.
+3. Saved and reloaded with plain transformers it is the same model: same keys, same logits, same settings
+   in every layer.
+4. Layers, parameters and bytes on disk fell by exactly what was removed.
+
+Each check compares floating-point numbers on some tokens: evidence, not a proof.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import torch
+from safetensors import safe_open
+from torch import nn
+from transformers import PreTrainedModel
+
+from lyapunov_prune.checkpoints.reloading import RELOADED, GateCheck, reload_check
+from lyapunov_prune.data.batch import TokenBatch
+from lyapunov_prune.forward.hooks import skipped
+from lyapunov_prune.forward.logits import (
+    CACHE_LIMIT,
+    SAME_LIMIT,
+    cached_logits,
+    deviation,
+    last_steps,
+    sample_inputs,
+    uncached_logits,
+)
+from lyapunov_prune.forward.sublayers import silenced
+from lyapunov_prune.models.families import FAMILIES, Family
+from lyapunov_prune.models.loading import quiet
+from lyapunov_prune.models.structure import find_structure, in_eval_mode
+from lyapunov_prune.pruning.plan import PruningPlan, as_plan
+from lyapunov_prune.results.result import Result
+
+SKIPPED, CACHED, COUNTED = "same as skipping", "cached decoding", "fell by what was removed"
+
+
+@dataclass(frozen=True)
+class GateReport(Result):
+    """The checks of the gate; `passed` when all did."""
+
+    checks: tuple[GateCheck, ...]
+
+    @property
+    def passed(self) -> bool:
+        return all(check.passed for check in self.checks)
+
+    def failure(self) -> str:
+        """The first check that failed, in words; empty when all passed."""
+        return next((f"{c.name}: {c.detail}" for c in self.checks if not c.passed), "")
+
+    def to_frame(self) -> pd.DataFrame:
+        return pd.DataFrame(
+            [(c.name, "passed" if c.passed else "FAILED", c.measured, c.limit, c.detail) for c in self.checks],
+            columns=["check", "result", "measured", "limit", "detail"],
+        )
+
+    def headline(self) -> str:
+        return "Removal gate: " + ("passed" if self.passed else "FAILED")
+
+
+@in_eval_mode
+@torch.no_grad()
+def verify_intact(model: PreTrainedModel, batch: TokenBatch | torch.Tensor | None = None) -> GateReport:
+    """The control: what the gate asks of a pruned model, asked of `model` as it came.
+
+    A removal from a model that fails its own control cannot be checked.
+    """
+    inputs = sample_inputs(model, batch)
+    checks = [_attempt(CACHED, lambda: _cache_check(model, model, inputs))]
+    try:
+        with _saved(model, None) as folder:
+            checks.append(_attempt(RELOADED, lambda: reload_check(model, folder, inputs)))
+    except Exception as error:
+        checks.append(_crashed(RELOADED, error))
+    return GateReport(tuple(checks))
+
+
+@in_eval_mode
+@torch.no_grad()
+def verify_removal(
+    original: PreTrainedModel,
+    pruned: PreTrainedModel,
+    plan: PruningPlan | Sequence[int],
+    batch: TokenBatch | torch.Tensor | None = None,
+    *,
+    checkpoint: str | Path | None = None,
+) -> GateReport:
+    """Put `pruned` through the four checks on random tokens and on the start of `batch`.
+
+    `checkpoint` is a folder where `pruned` has been saved; without it the model is saved to a temporary
+    folder. Long enough inputs are used to roll over sliding windows of up to 1,024 tokens. Raises
+    LyapunovPruneError for a plan made for another model.
+    """
+    plan = as_plan(original, plan)
+    inputs = sample_inputs(original, batch)
+    checks = [
+        _attempt(SKIPPED, lambda: _skipped_check(original, pruned, plan, inputs)),
+        _attempt(CACHED, lambda: _cache_check(original, pruned, inputs)),
+    ]
+    try:
+        with _saved(pruned, checkpoint) as folder:
+            checks.append(_attempt(RELOADED, lambda: reload_check(pruned, folder, inputs)))
+            checks.append(_attempt(COUNTED, lambda: _count_check(original, pruned, plan, folder)))
+    except Exception as error:  # it cannot even be saved
+        checks.append(_crashed(RELOADED, error))
+    return GateReport(tuple(checks))
+
+
+def _skipped_check(
+    original: PreTrainedModel, pruned: PreTrainedModel, plan: PruningPlan, inputs: list[torch.Tensor]
+) -> GateCheck:
+    silent = silenced(original, plan.drop_attention, plan.drop_mlp)
+    with silent, skipped(find_structure(original), plan.remove):
+        reference = [uncached_logits(original, ids) for ids in inputs]
+    worst = max(deviation(uncached_logits(pruned, ids), z) for ids, z in zip(inputs, reference, strict=True))
+    limit = SAME_LIMIT[pruned.dtype]
+    return GateCheck(
+        SKIPPED,
+        worst <= limit,
+        worst,
+        limit,
+        "logits against the original with the layers skipped",
+    )
+
+
+def _cache_check(original: PreTrainedModel, pruned: PreTrainedModel, inputs: list[torch.Tensor]) -> GateCheck:
+    limit, detail = CACHE_LIMIT[pruned.dtype], "cached decoding against the uncached forward"
+    worst = _cache_deviation(pruned, inputs, limit)
+    if worst is None:
+        lost = _cache_deviation(original, inputs[:1], limit) is not None
+        detail = "the cache is gone" if lost else "this decoder keeps no cache: every step is an uncached forward"
+        return GateCheck(CACHED, not lost, float("inf") if lost else 0.0, limit, detail)
+    if not worst <= limit:
+        detail += f" (the intact model deviates by {_cache_deviation(original, inputs, limit):.2g})"
+    return GateCheck(CACHED, worst <= limit, worst, limit, detail)
+
+
+def _cache_deviation(model: PreTrainedModel, inputs: list[torch.Tensor], limit: float) -> float | None:
+    """The largest deviation of cached decoding; None for a decoder without a cache."""
+    worst = 0.0
+    for ids in inputs:
+        reference = last_steps(uncached_logits(model, ids))
+        found = []
+        for positions in (False, True):
+            steps = cached_logits(model, ids, positions=positions)
+            if steps is None:
+                return None
+            found.append(deviation(steps, reference))
+            if found[-1] <= limit:
+                break
+        worst = max(worst, min(found))
+    return worst
+
+
+def _count_check(original: PreTrainedModel, pruned: PreTrainedModel, plan: PruningPlan, folder: Path) -> GateCheck:
+    parameters, size = _leaving(original, plan)
+    structure = find_structure(pruned)
+    saved = 0
+    for file in folder.glob("*.safetensors"):
+        with safe_open(file, framework="pt") as tensors:
+            for name in tensors.keys():  # noqa: SIM118 - safe_open is no dict
+                part = tensors.get_slice(name)
+                saved += math.prod(part.get_shape()) * _itemsize(part.get_dtype())
+    total = sum(p.numel() for p in original.parameters())
+    wanted = {
+        "layers": (structure.num_layers, len(plan.kept)),
+        "config's layer count": (getattr(structure.config, structure.count), len(plan.kept)),
+        "parameters": (sum(p.numel() for p in pruned.parameters()), total - parameters),
+        "bytes saved": (saved, _bytes(_persistent(original)) - size),
+    }
+    for what, (found, expected) in wanted.items():
+        if found != expected:
+            return GateCheck(COUNTED, False, found, expected, f"{what}: {found:,}, not {expected:,}")
+    return GateCheck(COUNTED, True, parameters / total, parameters / total, "share of parameters and bytes that left")
+
+
+@contextmanager
+def _saved(model: PreTrainedModel, checkpoint: str | Path | None) -> Iterator[Path]:
+    if checkpoint is not None:
+        yield Path(checkpoint)
+        return
+    with tempfile.TemporaryDirectory(prefix="lyapunov-prune-gate-") as folder, quiet():
+        model.save_pretrained(folder)
+        yield Path(folder)
+
+
+def _leaving(model: PreTrainedModel, plan: PruningPlan) -> tuple[int, int]:
+    """The parameters and bytes that leave: those of the layers unless used elsewhere too, and their share of tables."""
+    structure = find_structure(model)
+    prefix = tuple(f"{structure.layers_path}.{i}." for i in plan.remove)
+    state = model.state_dict(keep_vars=True)
+    inside = {name for name in state if name.startswith(prefix)}
+    kept = {state[name].data_ptr() for name in state if name not in inside}
+    gone = {state[n].data_ptr(): state[n] for n in inside if state[n].data_ptr() not in kept}
+    family = FAMILIES.get(structure.model_type, Family())
+    if family.leaves is not None:
+        gone |= {t.data_ptr(): t for t in family.leaves(structure.layers, structure.config, plan.remove)}
+    parameters = sum(t.numel() for t in gone.values() if isinstance(t, nn.Parameter))
+    size = _bytes(list(gone.values()))
+    for path, module in model.named_modules():
+        if path.rpartition(".")[2] in dict(family.tables):
+            weight: Any = module.weight
+            share = weight.numel() // structure.num_layers * len(plan.remove)
+            parameters, size = parameters + share, size + share * weight.element_size()
+    return parameters, size
+
+
+def _persistent(model: PreTrainedModel) -> list[torch.Tensor]:
+    """What a checkpoint holds: every tensor of the state dict once, tied ones too."""
+    return list({t.data_ptr(): t for t in model.state_dict(keep_vars=True).values()}.values())
+
+
+def _bytes(tensors: list[torch.Tensor]) -> int:
+    return sum(t.numel() * t.element_size() for t in tensors)
+
+
+def _itemsize(dtype: str) -> int:
+    """Bytes an element, from the name safetensors gives: F32, BF16, I64, U8, F8_E4M3, BOOL, …"""
+    digits = re.search(r"\d+", dtype)
+    return int(digits.group()) // 8 if digits else 1
+
+
+def _attempt(name: str, check: Callable[[], GateCheck]) -> GateCheck:
+    try:
+        return check()
+    except Exception as error:  # a wrongly cut model fails in its own ways; that is a verdict too
+        return _crashed(name, error)
+
+
+def _crashed(name: str, error: Exception) -> GateCheck:
+    return GateCheck(name, False, float("inf"), 0.0, f"{type(error).__name__}: {' '.join(str(error).split())[:200]}")

@@ -1,0 +1,149 @@
+"""Layer removal on disk: the kept tensors are copied from file to file, and the model is never in memory.
+
+The same surgery as in memory is done to the model on the `meta` device, where it decides names, shapes and
+the config. A removal that changes numbers cannot be done by copying and is refused.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import psutil
+from transformers import PreTrainedModel
+
+from lyapunov_prune.checkpoints.outline import Outline, layer_of
+from lyapunov_prune.checkpoints.tensor_files import Piece, write_tensors
+from lyapunov_prune.errors import CheckFailed, LyapunovPruneError
+from lyapunov_prune.models.families import FAMILIES, Family
+from lyapunov_prune.models.loading import checkpoint_folder, quiet
+from lyapunov_prune.models.structure import Structure
+from lyapunov_prune.pruning.checkpoint import Provenance, describe
+from lyapunov_prune.pruning.disk_gate import NOT_RUN, verify_files
+from lyapunov_prune.pruning.plan import PruningPlan
+from lyapunov_prune.pruning.surgery import without_layers
+from lyapunov_prune.results.files import require_empty, whole_folder
+from lyapunov_prune.results.history import HISTORY, add_step, history_of
+
+SHARD_BYTES = 5 * 10**9
+COPIES = 3  # of the model that removal in memory holds at its peak: original, pruned, reloaded for the gate
+
+
+def too_large(name: str, *, offline: bool = False) -> str:
+    """Why the copies that `write_pruned` makes of the checkpoint `name` do not fit in the memory free now; or ""."""
+    if name.endswith(".gguf"):
+        return ""  # no safetensors to copy from
+    files = checkpoint_folder(name, offline=offline).glob("*.safetensors")
+    sizes = (file.stat().st_size for file in files if file.is_file())  # a link may lead nowhere
+    needed, free = COPIES * sum(sizes), psutil.virtual_memory().available
+    return f"{COPIES} copies need {needed / 1e9:.1f} GB and {free / 1e9:.1f} GB are free" if needed > free else ""
+
+
+def prune_on_disk(
+    outline: Outline, plan: PruningPlan, target: str | Path, *, shard_bytes: int = SHARD_BYTES
+) -> Provenance:
+    """Remove the layers of `plan` from the checkpoint of `outline` into the folder `target`, as `write_pruned` does.
+
+    Memory: one buffer beside the headers. Of the gate, what needs no weights is checked on the files
+    written: they hold exactly the keys and shapes that plain transformers asks for, every layer has its
+    settings and is in its place, and what left is what was removed. The provenance names what was not
+    run. Raises LyapunovPruneError for a plan for another model, a target that is not empty, a disk that
+    refuses, or a removal that changes numbers; CheckFailed when a check fails. Then nothing is at `target`.
+    """
+    require_empty(target)
+    plan.require_model(outline.identity)
+    if plan.drops_sublayers:
+        raise _not_by_copying(outline, "a sublayer is left out by setting numbers to zero")
+    pruned = _cut(outline, plan)
+    add_step(pruned, "prune", plan.measured_on, outline.model)
+    pieces = _pieces(outline, pruned, plan)
+    with whole_folder(target) as folder:
+        with quiet():
+            pruned.save_pretrained(folder, state_dict={})  # the configs as transformers writes them, no weights
+            outline.tokenizer.save_pretrained(folder)
+        write_tensors(folder, pieces, shard_bytes)
+        gate = verify_files(outline, pruned, plan, folder)
+        if not gate.passed:
+            raise CheckFailed(f"nothing written: the files fail the gate, {gate.failure()}; prune it in memory")
+        history_of(pruned).save(folder / HISTORY)
+        return describe(folder, plan, gate, outline.structure, pruned.num_parameters(), NOT_RUN)
+
+
+def _cut(outline: Outline, plan: PruningPlan) -> PreTrainedModel:
+    try:
+        return without_layers(outline.model, plan).eval()
+    except LyapunovPruneError:
+        raise
+    except Exception as error:  # a family that reads numbers meets tensors that have none
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise LyapunovPruneError(
+            f"{outline.structure.model_type} computes with weights when layers leave ({reason}); prune it in memory"
+        ) from error
+
+
+def _pieces(outline: Outline, pruned: PreTrainedModel, plan: PruningPlan) -> dict[str, Piece]:
+    """What to write, by the name that the pruned checkpoint gives it.
+
+    Raises LyapunovPruneError when that would not be what the removal in memory does.
+    """
+    structure = outline.structure
+    before, after = (model.state_dict(keep_vars=True) for model in (outline.model, pruned))
+    tables = dict(FAMILIES.get(structure.model_type, Family()).tables)
+    number = {old: new for new, old in enumerate(plan.kept)}
+    used = {id(tensor) for name, tensor in before.items() if layer_of(name, structure) not in plan.remove}
+    renamed = {name: _renumbered(name, structure.layers_path.count(".") + 1, number, structure) for name in before}
+    strange = after.keys() ^ {new for new in renamed.values() if new is not None}
+    if strange:
+        raise _not_by_copying(outline, f"{min(strange)} is counted anew")
+    depth = _depth(outline)
+    pieces: dict[str, Piece] = {}
+    for key, target in outline.targets.items():
+        layer, new = layer_of(target.name, structure), renamed[target.name]
+        if new is None:
+            if id(before[target.name]) in used:
+                raise _not_by_copying(outline, f"{key} is shared with layers that stay")
+            continue
+        table = target.name.split(".")[-2]
+        if table in tables:
+            piece = Piece(outline.stored[key], tables[table], structure.num_layers, plan.kept)
+        else:
+            piece = Piece(outline.stored[key])
+        # `_version` counts changes in place: the surgery has computed with this tensor, and a copy would not.
+        same = after[new].shape == before[target.name].shape if piece.total == 1 else target.converter is None
+        if after[new]._version or not same:
+            raise _not_by_copying(outline, f"the numbers of {new} change")
+        pieces[key if layer is None else _with_number(key, depth, number[layer])] = piece
+    return pieces
+
+
+def _not_by_copying(outline: Outline, reason: str) -> LyapunovPruneError:
+    return LyapunovPruneError(
+        f"copying cannot remove these layers of {outline.structure.model_type}: {reason}; prune it in memory"
+    )
+
+
+def _renumbered(name: str, depth: int, number: dict[int, int], structure: Structure) -> str | None:
+    """The parameter's name in the pruned model; None when its layer is removed. `depth` is where the number stands."""
+    layer = layer_of(name, structure)
+    if layer is None:
+        return name
+    return _with_number(name, depth, number[layer]) if layer in number else None
+
+
+def _with_number(name: str, depth: int, number: int) -> str:
+    parts = name.split(".")
+    parts[depth] = str(number)
+    return ".".join(parts)
+
+
+def _depth(outline: Outline) -> int:
+    """Where the checkpoint's own names hold the number of the layer: after the one path that all of them share."""
+    paths: set[tuple[str, ...]] | None = None
+    for key, target in outline.targets.items():
+        layer = layer_of(target.name, outline.structure)
+        if layer is not None:
+            parts = tuple(key.split("."))
+            found = {parts[:place] for place, part in enumerate(parts) if part == str(layer)}
+            paths = found if paths is None else paths & found
+    if paths is None or len(paths) != 1:
+        raise _not_by_copying(outline, "its checkpoint numbers the layers in another way than the model")
+    return len(paths.pop())

@@ -1,0 +1,161 @@
+"""A decision as an object: which layers or sublayers to remove, why, and from which measurements."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import pandas as pd
+from transformers import PreTrainedModel
+
+from lyapunov_prune.errors import LyapunovPruneError, printable
+from lyapunov_prune.models.plain import require_in_memory
+from lyapunov_prune.models.structure import identify
+from lyapunov_prune.results.result import MeasuredOn, ModelIdentity, Result
+
+# What a plan can take out, and the field that lists the layers.
+FIELDS = {"layers": "remove", "attention": "drop_attention", "mlp": "drop_mlp"}
+
+
+@dataclass(frozen=True)
+class PruningPlan(Result):
+    """The layers to remove and those to lose their attention or MLP only (ascending), with the reasons.
+
+    Indices are those of the original model. `scores` holds the criterion of every layer, smallest removed
+    first, NaN where there is nothing to remove; empty when the layers were given by hand. Raises
+    LyapunovPruneError when an index is repeated or out of range, when a sublayer of a removed layer is named,
+    and when nothing would be removed or no layer left.
+    """
+
+    remove: tuple[int, ...]
+    criterion: str
+    alpha: float | None
+    scores: np.ndarray
+    model: ModelIdentity
+    measured_on: tuple[MeasuredOn, ...]
+    drop_attention: tuple[int, ...] = ()
+    drop_mlp: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        layers = self.model.num_layers
+        for field in FIELDS.values():
+            object.__setattr__(self, field, self._checked(getattr(self, field)))
+        twice = sorted({*self.drop_attention, *self.drop_mlp} & set(self.remove))
+        if twice:
+            raise LyapunovPruneError(f"layer {twice[0]} is removed whole, sublayers and all; name it once")
+        if not self.touched:
+            raise LyapunovPruneError("the plan removes no layer; name one or more")
+        if len(self.remove) >= layers:
+            raise LyapunovPruneError(
+                f"{len(self.remove)} layers to remove and {self.model.name} has {layers}; keep at least one"
+            )
+
+    def _checked(self, given: tuple[int, ...]) -> tuple[int, ...]:
+        """`given` in ascending order."""
+        layers = self.model.num_layers
+        if any(isinstance(i, bool) or not isinstance(i, int | np.integer) for i in given):
+            raise LyapunovPruneError(f"layer indices must be integers, got {list(given)}")
+        outside = [i for i in given if not 0 <= i < layers]
+        if outside:
+            raise LyapunovPruneError(
+                f"layer {outside[0]} does not exist: {self.model.name} has layers 0 to {layers - 1}"
+            )
+        repeated = sorted({i for i in given if given.count(i) > 1})
+        if repeated:
+            raise LyapunovPruneError(f"layer {repeated[0]} is named more than once; name each layer once")
+        return tuple(sorted(int(i) for i in given))
+
+    @classmethod
+    def given(
+        cls,
+        model: PreTrainedModel | ModelIdentity,
+        remove: Sequence[int] = (),
+        *,
+        drop_attention: Sequence[int] = (),
+        drop_mlp: Sequence[int] = (),
+    ) -> PruningPlan:
+        """A plan for layers and sublayers chosen by hand."""
+        return cls(
+            remove=tuple(remove),
+            criterion="given",
+            alpha=None,
+            scores=np.empty(0),
+            model=_identity(model),
+            measured_on=(),
+            drop_attention=tuple(drop_attention),
+            drop_mlp=tuple(drop_mlp),
+        )
+
+    def require_periods(self, period: int) -> None:
+        """Raise LyapunovPruneError unless whole periods are removed, aligned with the first layer."""
+        for layer in self.remove:
+            start = layer - layer % period
+            missing = set(range(start, start + period)) - set(self.remove)
+            if missing:
+                raise LyapunovPruneError(
+                    f"layer {layer} leaves and layer {min(missing)} of the same period stays; name all of layers "
+                    f"{start} to {start + period - 1} or none, or leave out --keep-period"
+                )
+
+    @property
+    def kept(self) -> tuple[int, ...]:
+        """The original index of every layer of the pruned model, in order."""
+        return tuple(i for i in range(self.model.num_layers) if i not in self.remove)
+
+    @property
+    def touched(self) -> tuple[int, ...]:
+        """Every layer that goes, or of which a branch goes."""
+        return tuple(sorted({*self.remove, *self.drop_attention, *self.drop_mlp}))
+
+    @property
+    def drops_sublayers(self) -> bool:
+        return bool(self.drop_attention or self.drop_mlp)
+
+    def require_model(self, model: PreTrainedModel | ModelIdentity) -> None:
+        """Raise LyapunovPruneError unless the plan was made for this model."""
+        found = _identity(model)
+        if not self.model.same_as(found):
+            raise LyapunovPruneError(
+                f"this plan was made for {self.model.name} ({self.model.model_type}, {self.model.num_layers} layers), "
+                f"not for {found.name}; rank this model's layers anew"
+            )
+
+    def to_frame(self) -> pd.DataFrame:
+        """One row a layer: its score, its rank (0 goes first), whether it or a branch of it is removed."""
+        layers = np.arange(self.model.num_layers)
+        frame = pd.DataFrame({"layer": layers, "removed": np.isin(layers, self.remove)})
+        if self.drops_sublayers:
+            frame["no_attention"] = np.isin(layers, self.drop_attention)
+            frame["no_mlp"] = np.isin(layers, self.drop_mlp)
+        if len(self.scores):
+            frame.insert(1, "score", self.scores)
+            frame.insert(2, "rank", np.argsort(np.argsort(self.scores, kind="stable")))
+        return frame
+
+    def headline(self) -> str:
+        blend = f" (alpha {self.alpha:g})" if self.alpha is not None else ""
+        parts = {"": self.remove, "the attention of ": self.drop_attention, "the MLP of ": self.drop_mlp}
+        what = [
+            f"{part}{len(indices)} of {self.model.num_layers} layers of {self.model.name} "
+            f"by {self.criterion}{blend}: {', '.join(map(str, indices))}"
+            for part, indices in parts.items()
+            if indices
+        ]
+        costs = "; sublayers are zeroed, which saves no time or memory" if self.drops_sublayers else ""
+        return printable(f"Remove {'; '.join(what)}{costs}")
+
+
+def _identity(model: PreTrainedModel | ModelIdentity) -> ModelIdentity:
+    if isinstance(model, ModelIdentity):
+        return model
+    require_in_memory(model)
+    return identify(model)
+
+
+def as_plan(model: PreTrainedModel, plan: PruningPlan | Sequence[int]) -> PruningPlan:
+    """`plan`, or a plan for a plain list of indices; raises LyapunovPruneError unless it fits `model`."""
+    if isinstance(plan, PruningPlan):
+        plan.require_model(model)
+        return plan
+    return PruningPlan.given(model, plan)

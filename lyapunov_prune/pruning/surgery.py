@@ -1,0 +1,177 @@
+"""Layer removal in memory: a new model without the layers and sublayers a plan names."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from lyapunov_prune.errors import LyapunovPruneError
+from lyapunov_prune.models.adaptations import Cut
+from lyapunov_prune.models.families import DEPTH_ATTRIBUTES, FAMILIES, POSITION_ATTRIBUTES, TRUSTED
+from lyapunov_prune.models.held import held
+from lyapunov_prune.models.layer_settings import require_attention, slice_settings
+from lyapunov_prune.models.plain import require_plain
+from lyapunov_prune.models.structure import Structure, find_structure
+from lyapunov_prune.models.wrappers import is_wrapped, require_text_alone
+from lyapunov_prune.pruning.gate import verify_removal
+from lyapunov_prune.pruning.plan import PruningPlan, as_plan
+from lyapunov_prune.pruning.zeroing import zero_sublayers
+from lyapunov_prune.results.history import add_step
+
+
+def remove_layers(model: PreTrainedModel, plan: PruningPlan | Sequence[int]) -> PreTrainedModel:
+    """A new model without the layers of `plan` (or a plain list of indices); `model` is untouched.
+
+    One rule for every decoder: drop the layers, renumber every nested `layer_idx` (caches are indexed by
+    it), slice everything in the config that speaks of single layers (some models read it while they
+    run), set the layer count. What a family needs beyond it stands in `models/families.py`. Removed
+    layers are not copied. Where the plan drops a sublayer alone, its output projection becomes zero
+    (`sublayers.py`): that computes the same and saves no time or memory.
+
+    The result saves with `save_pretrained` and loads with plain transformers. A decoder that the tests do
+    not vouch for is put through the gate on random tokens first (`verify_removal` is the full gate, with
+    your text), and so is every decoder inside a multimodal model, whose other parts are copied as they are.
+    Raises LyapunovPruneError for a bad plan, a plan for another model, a removal that the family's checkpoint
+    format cannot express, a decoder that fails the gate, and a model that is not its plain weights (adapters,
+    quantised or offloaded weights).
+    """
+    require_plain(model)
+    plan = as_plan(model, plan)
+    structure = find_structure(model)
+    wrapped = is_wrapped(model, structure)
+    with held(model):  # what a measurement has put on it would be copied too
+        if wrapped:
+            require_text_alone(model, structure, plan.remove)
+        pruned = without_layers(model, plan) if plan.remove else copy.deepcopy(model)
+    attention, mlp = (tuple(plan.kept.index(i) for i in drop) for drop in (plan.drop_attention, plan.drop_mlp))
+    zero_sublayers(pruned, attention, mlp)
+    add_step(pruned, "prune", plan.measured_on, model)
+    if wrapped or structure.model_type not in TRUSTED:
+        report = verify_removal(model, pruned, plan)
+        if not report.passed:
+            raise LyapunovPruneError(
+                f"these layers of {type(model).__name__} cannot be removed correctly: {report.failure()}; "
+                "remove other layers"
+            )
+    return pruned
+
+
+def without_layers(model: PreTrainedModel, plan: PruningPlan) -> PreTrainedModel:
+    """A copy of `model`, whose weights may be on the meta device, without the layers of `plan`; no gate, no sublayers.
+
+    Raises LyapunovPruneError when the family's checkpoint format cannot express what is left.
+    """
+    original = find_structure(model)
+    # An entry in the memo stands for the copy: removed layers are replaced, never copied.
+    memo: dict[int, Any] = {id(original.layers[i]): nn.Identity() for i in plan.remove}
+    pruned = copy.deepcopy(model, memo)
+    layers = pruned.get_submodule(original.layers_path)
+    assert isinstance(layers, nn.ModuleList)
+    for index in reversed(plan.remove):
+        del layers[index]
+
+    for config in _configs(pruned, original):
+        slice_settings(config, original.count, plan.kept, original.num_layers)
+    _renumber(pruned, layers, plan.kept, original.num_layers)
+    family = FAMILIES.get(original.model_type)
+    if family is not None:
+        _slice_tables(pruned, family.tables, plan.kept, original.num_layers)
+        if family.adapt is not None:
+            config = pruned.config.get_text_config(decoder=True)
+            family.adapt(Cut(pruned, layers, config, original.config, plan.kept))
+    require_attention(original.config, pruned.config.get_text_config(decoder=True))
+    _rename_ties(pruned)
+    _renumber_devices(pruned, original.layers_path, plan)
+    return pruned
+
+
+def drop_sublayers(
+    model: PreTrainedModel, *, attention: Sequence[int] = (), mlp: Sequence[int] = ()
+) -> PreTrainedModel:
+    """A new model that computes as `model` without the attention or the MLP of these layers.
+
+    Their output projections are zero: parameters, time and memory stay as they were. Raises as
+    `remove_layers` does, and for layers without such a branch.
+    """
+    return remove_layers(model, PruningPlan.given(model, drop_attention=attention, drop_mlp=mlp))
+
+
+def _renumber(pruned: PreTrainedModel, layers: nn.ModuleList, kept: tuple[int, ...], total: int) -> None:
+    done: set[int] = set()  # layers may share a module, which must not be renumbered twice
+    for new, old in enumerate(kept):
+        for module in layers[new].modules():
+            if id(module) in done:
+                continue
+            done.add(id(module))
+            for name in POSITION_ATTRIBUTES:
+                if getattr(module, name, None) == old:
+                    setattr(module, name, new)
+            for name in DEPTH_ATTRIBUTES:
+                if getattr(module, name, None) == total:
+                    setattr(module, name, len(kept))
+
+
+def _rename_ties(pruned: PreTrainedModel) -> None:
+    """Where a model ties layers to each other, it keeps their old numbers; a fresh one knows the new."""
+    tied = {name: module for name, module in pruned.named_modules() if "_tied_weights_keys" in vars(module)}
+    if not tied:
+        return
+    try:
+        with torch.device("meta"):
+            fresh = type(pruned)(copy.deepcopy(pruned.config))
+    except Exception as error:  # the family's own code says what it cannot build, in its own way
+        raise LyapunovPruneError(
+            f"these layers of {type(pruned).__name__} cannot be removed correctly: without them no such model can be "
+            f"built ({type(error).__name__}: {' '.join(str(error).split())[:100]}); remove other layers"
+        ) from None
+    for name, module in tied.items():
+        module._tied_weights_keys = fresh.get_submodule(name)._tied_weights_keys
+    pruned.all_tied_weights_keys = fresh.all_tied_weights_keys
+
+
+def _renumber_devices(pruned: PreTrainedModel, path: str, plan: PruningPlan) -> None:
+    """accelerate's note of which module lies on which device names layers by number."""
+    before: dict[str, Any] | None = vars(pruned).get("hf_device_map")
+    if before is None:
+        return
+    places: dict[str, Any] = {}
+    for name, device in before.items():
+        index, dot, rest = name.removeprefix(f"{path}.").partition(".")
+        if name.startswith(f"{path}.") and int(index) in plan.remove:
+            continue
+        if name.startswith(f"{path}."):
+            name = f"{path}.{plan.kept.index(int(index))}{dot}{rest}"
+        places[name] = device
+    vars(pruned)["hf_device_map"] = places
+
+
+@torch.no_grad()
+def _slice_tables(
+    pruned: PreTrainedModel, tables: tuple[tuple[str, int], ...], kept: tuple[int, ...], total: int
+) -> None:
+    """Cut the blocks of removed layers out of parameters that lie outside the layers."""
+    for suffix, axis in tables:
+        for path, module in list(pruned.named_modules()):
+            if path.rpartition(".")[2] != suffix:
+                continue
+            weight: Any = module.weight
+            blocks = weight.detach().chunk(total, dim=axis)
+            module.weight = nn.Parameter(torch.cat([blocks[i] for i in kept], dim=axis), weight.requires_grad)
+            size = "embedding_dim" if isinstance(module, nn.Embedding) else ("out_features", "in_features")[axis]
+            setattr(module, size, module.weight.shape[axis])
+
+
+def _configs(model: PreTrainedModel, original: Structure) -> list[Any]:
+    """Every distinct text config the model's modules hold; usually one object, shared by all."""
+    text: Any = model.config.get_text_config(decoder=True)
+    found = {id(text): text}
+    for module in model.modules():
+        config = getattr(module, "config", None)
+        if type(config) is type(text) and getattr(config, original.count, None) == original.num_layers:
+            found[id(config)] = config
+    return list(found.values())

@@ -1,0 +1,5 @@
+"""Scores into an order into a plan.
+
+- `ranking`: ρ, Block Influence, their blend, and the controls; `kl`, `angular`, `oracle`: criteria that measure more;
+- `budget`: as many layers as a divergence allows.
+"""

@@ -1,0 +1,105 @@
+"""How far runs of layers turn the hidden state: the run that turns it least is removed as one."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import pandas as pd
+import torch
+from transformers import PreTrainedModel
+
+from lyapunov_prune.data.batch import TokenBatch, as_batch
+from lyapunov_prune.errors import LyapunovPruneError, NonFiniteError
+from lyapunov_prune.forward.hooks import residual_stream, run_backbone
+from lyapunov_prune.linalg import lift
+from lyapunov_prune.models.structure import find_structure, in_eval_mode
+from lyapunov_prune.progress import track
+from lyapunov_prune.pruning.plan import PruningPlan
+from lyapunov_prune.results.result import MeasuredOn, Result
+
+
+@dataclass(frozen=True)
+class AngularDistance(Result):
+    """`distance[i, j] = 1 − mean_t cos(h_i,t, h_j,t)` between all boundaries, (L + 1, L + 1) float64.
+
+    `h_i` enters layer i, `h_L` leaves the last. Beside the diagonal lies Block Influence: `distance[l, l + 1]`. That a
+    run of layers can go whose ends are near in angle is from arXiv:2403.17887, which takes the angle itself, at the
+    last token.
+    """
+
+    distance: np.ndarray
+    measured_on: MeasuredOn
+
+    def begins(self, remove: int) -> np.ndarray:
+        """`distance[l, l + remove]` for every layer l, (L,); NaN where no such run begins.
+
+        Raises LyapunovPruneError unless a run of that length leaves a layer.
+        """
+        layers = len(self.distance) - 1
+        if not 1 <= remove < layers:
+            raise LyapunovPruneError(f"cannot remove a run of {remove} of {layers} layers; give 1 to {layers - 1}")
+        return np.append(self.distance.diagonal(remove), np.full(remove - 1, np.nan))
+
+    def plan(self, remove: int) -> PruningPlan:
+        """The plan that removes the run of `remove` layers whose ends are nearest; of equal ones the first.
+
+        Its scores are `begins(remove)`.
+        """
+        scores = self.begins(remove)
+        first = int(np.nanargmin(scores))
+        return PruningPlan(
+            remove=tuple(range(first, first + remove)),
+            criterion="angular",
+            alpha=None,
+            scores=scores,
+            model=self.measured_on.model,
+            measured_on=(self.measured_on,),
+        )
+
+    def to_frame(self) -> pd.DataFrame:
+        """The nearest run of every length."""
+        plans = [self.plan(n) for n in range(1, len(self.distance) - 1)]
+        return pd.DataFrame(
+            {
+                "layers": [len(p.remove) for p in plans],
+                "first": [p.remove[0] for p in plans],
+                "last": [p.remove[-1] for p in plans],
+                "distance": [float(p.scores[p.remove[0]]) for p in plans],
+            }
+        )
+
+    def headline(self) -> str:
+        return f"Runs of layers that turn the state least, 1 − cos\n{self.measured_on.line()}"
+
+
+@in_eval_mode
+@torch.no_grad()
+def angular_distance(
+    model: PreTrainedModel, batch: TokenBatch | torch.Tensor, *, batch_size: int = 1
+) -> AngularDistance:
+    """Measure `AngularDistance` in one forward per window. Memory: L × `batch_size` × tokens × width in float64.
+
+    Raises NonFiniteError naming the first layer with NaN or infinite activations, and LyapunovPruneError for ids
+    outside the vocabulary, a context too long, or a decoder that carries several states a token.
+    """
+    batch = as_batch(model, batch)
+    structure = find_structure(model)
+    sums = np.zeros((structure.num_layers + 1,) * 2)
+    for ids in track(batch.ids.split(batch_size), "angular distance"):
+        units: list[torch.Tensor] = []
+
+        def visit(layer: int, hidden: torch.Tensor, units: list[torch.Tensor] = units) -> None:
+            hidden = lift(hidden)
+            norm = torch.linalg.vector_norm(hidden, dim=-1, keepdim=True)
+            units.append((hidden / norm.clamp_min(torch.finfo(torch.float32).tiny)).flatten())
+
+        with residual_stream(structure, visit):
+            run_backbone(structure, ids)
+        U = torch.stack(units)
+        sums += (U @ U.T).cpu().numpy()
+    if not np.isfinite(sums).all():
+        raise NonFiniteError(int(np.argmin(np.isfinite(sums.diagonal()))), batch.text)
+    distance = 1 - sums / batch.ids.numel()
+    np.fill_diagonal(distance, 0.0)
+    return AngularDistance(distance, batch.measured_on(model))

@@ -1,0 +1,123 @@
+"""Remove layers in a given order until the prediction has moved as far as it may."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+import pandas as pd
+import torch
+from transformers import PreTrainedModel
+
+from lyapunov_prune.data.batch import TokenBatch, as_batch
+from lyapunov_prune.errors import LyapunovPruneError
+from lyapunov_prune.forward.prefix import Prefix
+from lyapunov_prune.forward.scoring import Scorer
+from lyapunov_prune.models.structure import find_structure, identify, in_eval_mode
+from lyapunov_prune.predictions.divergence import divergences_without, require_temperature
+from lyapunov_prune.pruning.plan import PruningPlan
+from lyapunov_prune.ranking.ranking import LayerRanking
+from lyapunov_prune.results.result import MeasuredOn, Result
+
+# Numbers of layers measured at once, with the dense logits formed once; what lies behind the budget is wasted.
+_TOGETHER = 4
+
+
+@dataclass(frozen=True)
+class BudgetedRemoval(Result):
+    """The first `n = 1, 2, …` layers of `ranking` removed together, up to the first `n` that is over `max_kl`.
+
+    (n,) float64, means over every position of a window but its last, with `p` of the dense model and `q` of the one
+    without the `n` layers, both at `temperature`: `kl = KL(p‖q)` in nats, `flipped` the share of positions whose
+    likeliest token is another one. The last row is over the budget, unless all layers but one went.
+    """
+
+    ranking: LayerRanking
+    kl: np.ndarray
+    flipped: np.ndarray
+    max_kl: float
+    temperature: float
+    measured_on: MeasuredOn
+
+    @property
+    def predicted(self) -> np.ndarray | None:
+        """For criterion `kl` the sum of the scores of the `n` layers, each measured alone; None for others.
+
+        It predicts `kl`, and bounds nothing: layers that go together change each other's inputs.
+        """
+        if self.ranking.criterion != "kl":
+            return None
+        return np.cumsum(self.ranking.scores[list(self.ranking.order)])[: len(self.kl)]
+
+    @property
+    def within(self) -> int:
+        """How many layers go before the first `n` over the budget."""
+        return int(np.cumprod(self.kl <= self.max_kl).sum())
+
+    def plan(self) -> PruningPlan:
+        """The plan that removes them. Raises LyapunovPruneError when the first layer alone is over the budget."""
+        if self.within == 0:
+            raise LyapunovPruneError(
+                f"no layer can go within {self.max_kl:g} nats a token: the first, layer {self.ranking.order[0]}, "
+                f"costs {self.kl[0]:.3g}; raise the budget"
+            )
+        plan = self.ranking.plan(self.within)
+        known = self.measured_on.text_hash in {on.text_hash for on in plan.measured_on}
+        return plan if known else replace(plan, measured_on=(*plan.measured_on, self.measured_on))
+
+    def to_frame(self) -> pd.DataFrame:
+        columns = {"removed": np.arange(1, len(self.kl) + 1), "layer": self.ranking.order[: len(self.kl)]}
+        if self.predicted is not None:
+            columns["predicted"] = self.predicted
+        return pd.DataFrame({**columns, "kl": self.kl, "flipped": self.flipped, "within": self.kl <= self.max_kl})
+
+    def headline(self) -> str:
+        return (
+            f"{self.within} layers by {self.ranking.criterion} within {self.max_kl:g} nats a token, "
+            f"T = {self.temperature:g}\n{self.measured_on.line()}"
+        )
+
+
+@in_eval_mode
+@torch.no_grad()
+def remove_under_budget(
+    model: PreTrainedModel,
+    batch: TokenBatch | torch.Tensor,
+    ranking: LayerRanking,
+    max_kl: float,
+    *,
+    temperature: float = 1.0,
+    batch_size: int = 1,
+) -> BudgetedRemoval:
+    """Pass over the first layers of `ranking`, more and more of them, until `KL(p‖q)` on `batch` exceeds `max_kl`.
+
+    Every forward begins at its first removed layer with the dense state. One layer always stays. The model is
+    untouched; what was within the budget on `batch` need not be so on other text.
+
+    Raises NonFiniteError naming the layer when the dense model is not finite, and LyapunovPruneError when `max_kl` is
+    not a number above 0, for a ranking of another model or of parts of layers, a model of one layer, a temperature
+    that is not above 0, and logits that are not a function of the final state.
+    """
+    if not max_kl > 0:
+        raise LyapunovPruneError(f"a budget of {max_kl:g} nats a token removes nothing; give a number above 0")
+    require_temperature(temperature)
+    if not ranking.model.same_as(identify(model)):
+        raise LyapunovPruneError(f"this ranking is of {ranking.model.name}; rank the layers of this model")
+    if ranking.what != "layers":
+        raise LyapunovPruneError(f"a budget is spent on whole layers; rank them, not {ranking.what}")
+    structure, batch = find_structure(model), as_batch(model, batch)
+    most = structure.num_layers - 1
+    if most < 1:
+        raise LyapunovPruneError(f"{ranking.model.name} has one layer, and one has to stay")
+    windows = [ids.to(model.device) for ids in batch.ids.split(batch_size)]
+    prefix, scorer = Prefix(structure, windows[0]), Scorer(model, structure, windows[0])
+    found = np.empty((0, 2))
+    while len(found) < most and (found[:, 0] <= max_kl).all():
+        counts = range(len(found) + 1, min(len(found) + _TOGETHER, most) + 1)
+        sets = [ranking.order[:n] for n in counts]
+        description = f"removing {counts[0]} to {counts[-1]} layers"
+        means = divergences_without(prefix, scorer, windows, sets, temperature, description, batch.text)
+        found = np.concatenate([found, means[:, [1, 3]]])
+    over = np.flatnonzero(~(found[:, 0] <= max_kl))  # NaN is over any budget
+    kl, flipped = found[: over[0] + 1 if len(over) else None].T.copy()
+    return BudgetedRemoval(ranking, kl, flipped, float(max_kl), float(temperature), batch.measured_on(model))

@@ -1,0 +1,216 @@
+"""Greedy removal by the loss itself: at each step the layer whose removal raises perplexity least."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import torch
+from accelerate.utils import gather_object
+from torch import nn
+from transformers import PreTrainedModel
+
+from lyapunov_prune.data.batch import TokenBatch, as_batch
+from lyapunov_prune.errors import LyapunovPruneError
+from lyapunov_prune.forward.hooks import layer_input
+from lyapunov_prune.forward.prefix import Prefix
+from lyapunov_prune.models.structure import Structure, find_structure, in_eval_mode
+from lyapunov_prune.progress import is_main
+from lyapunov_prune.pruning.plan import PruningPlan
+from lyapunov_prune.results.result import MeasuredOn, Result, decode, encode
+from lyapunov_prune.results.store import Store
+from lyapunov_prune.sensitivity.sweep import DENSE, Job, Sweep, badness
+
+Candidates = Callable[[tuple[int, ...]], Collection[int]]
+
+
+@dataclass(frozen=True)
+class Step:
+    """One removal: the layer, the mean loss of every window (nats) without it and those before, and the cost.
+
+    `forwards` counts the layers that computed for it, trials and all, in forwards of the whole dense model over
+    the whole batch; `heads` the models scored, each of which applied the head once.
+    """
+
+    layer: int
+    windows: np.ndarray
+    forwards: float
+    heads: int
+
+
+@dataclass(frozen=True)
+class GreedyRemoval(Result):
+    """Layers in the order in which a greedy search removed them; `dense` is the loss of every window before, nats."""
+
+    dense: np.ndarray
+    steps: tuple[Step, ...]
+    criterion: str
+    measured_on: MeasuredOn
+
+    @property
+    def order(self) -> tuple[int, ...]:
+        return tuple(step.layer for step in self.steps)
+
+    @property
+    def losses(self) -> np.ndarray:
+        """Mean loss in nats of the dense model and after each step, (1 + steps,)."""
+        return np.array([self.dense.mean(), *(step.windows.mean() for step in self.steps)])
+
+    @property
+    def forwards(self) -> float:
+        """Forwards of the dense model over the batch that the search has cost, without the heads."""
+        return float(sum(step.forwards for step in self.steps))
+
+    def plan(self, remove: int) -> PruningPlan:
+        """The plan that removes the first `remove` layers of the order.
+
+        Its scores are the steps (0 left first), NaN for layers that stayed. Raises LyapunovPruneError when the
+        search did not go so far.
+        """
+        if not 1 <= remove <= len(self.steps):
+            raise LyapunovPruneError(f"the search removed {len(self.steps)} layers, not {remove}; search further")
+        scores = np.full(self.measured_on.model.num_layers, np.nan)
+        scores[list(self.order)] = np.arange(len(self.order))
+        return PruningPlan(
+            remove=self.order[:remove],
+            criterion=self.criterion,
+            alpha=None,
+            scores=scores,
+            model=self.measured_on.model,
+            measured_on=(self.measured_on,),
+        )
+
+    def to_frame(self) -> pd.DataFrame:
+        return pd.DataFrame(
+            {
+                "step": np.arange(1, len(self.steps) + 1),
+                "layer": self.order,
+                "perplexity": np.exp(self.losses[1:]),
+                "× dense": np.exp(self.losses[1:] - self.losses[0]),
+                "forwards": [step.forwards for step in self.steps],
+                "heads": [step.heads for step in self.steps],
+            }
+        )
+
+    def headline(self) -> str:
+        return f"Greedy removal by {self.criterion}\n{self.measured_on.line()}"
+
+
+@in_eval_mode
+@torch.no_grad()
+def greedy_removal(
+    model: PreTrainedModel,
+    batch: TokenBatch | torch.Tensor,
+    remove: int,
+    *,
+    folder: str | Path | None = None,
+    resume: bool = False,
+    batch_size: int = 1,
+    candidates: Candidates | None = None,
+    criterion: str = "oracle",
+) -> GreedyRemoval:
+    """Remove `remove` layers of `model` one by one, each the one whose removal raises the loss on `batch` least.
+
+    A step is a `Sweep` of the model with the layers chosen so far passed over, so that of L − n layers left it
+    costs about (L − n) / 2 forwards of them, and as many heads. Of equal losses the earlier layer goes. `model`
+    is untouched.
+
+    `candidates` names the layers to try, given those removed so far; None: all that are left. It is called while
+    these are passed over, so what it measures on `model` is the pruned model. `criterion` names the search in
+    plans and on disk.
+
+    Finished steps and jobs are kept in `folder`, and with `resume` not repeated (a step that was cut off counts
+    the forwards it needed after). Raises LyapunovPruneError when `remove` is no number of layers that leaves one,
+    when a candidate is not there to remove, when no candidate leaves a finite loss, and as `Sweep` does.
+    """
+    batch = as_batch(model, batch)
+    structure = find_structure(model)
+    if not 1 <= remove < structure.num_layers:
+        raise LyapunovPruneError(
+            f"cannot remove {remove} of {structure.num_layers} layers; give 1 to {structure.num_layers - 1}"
+        )
+    measured_on = batch.measured_on(model)
+    folder = None if folder is None else Path(folder)
+    store = Store(folder, {**encode(measured_on), "criterion": criterion}, resume=resume)
+    if folder is not None and not resume and is_main():
+        for path in folder.glob("step-*/*.jsonl"):  # also of steps that this search will not come to
+            path.unlink()
+    removed: tuple[int, ...] = ()
+    prefix: Prefix | None = None
+    for number in range(remove):
+        key = f"step {number}"
+        if key not in store:
+            with _computed_tokens(structure) as tokens:
+                prefix = prefix or Prefix(structure, batch.ids[:1].to(model.device))
+                with prefix.without(removed):
+                    sweep = Sweep(
+                        model,
+                        batch,
+                        folder=None if folder is None else folder / f"step-{number}",
+                        resume=resume,
+                        batch_size=batch_size,
+                        also={"removed": ",".join(map(str, removed))},
+                    )
+                    tried = _tried(candidates, removed, structure.num_layers)
+                    jobs = [Job(f"remove {layer}", layer, remove=(layer,)) for layer in tried]
+                    found = sweep.run(jobs, f"step {number + 1} of {remove}")
+            layer = min(tried, key=lambda k: badness(float(found[f"remove {k}"].windows.mean())))
+            windows = found[f"remove {layer}"].windows
+            if not np.isfinite(windows).all():
+                raise LyapunovPruneError(
+                    f"no layer beside {', '.join(map(str, removed)) or 'none'} can be removed with a finite loss; "
+                    "remove fewer, or load the model in a wider dtype"
+                )
+            whole = structure.num_layers * batch.ids.numel()
+            forwards = sum(gather_object([sum(tokens) / whole]))
+            if number == 0:
+                store.add(DENSE, encode(found[DENSE].windows))
+            store.add(key, encode(Step(layer, windows, forwards, len(found))))
+        removed += (store[key]["layer"],)
+    return GreedyRemoval(
+        dense=decode(np.ndarray, store[DENSE]),
+        steps=tuple(decode(Step, store[f"step {number}"]) for number in range(remove)),
+        criterion=criterion,
+        measured_on=measured_on,
+    )
+
+
+def _tried(candidates: Candidates | None, removed: tuple[int, ...], layers: int) -> list[int]:
+    left = [layer for layer in range(layers) if layer not in removed]
+    chosen = left if candidates is None else sorted(set(candidates(removed)))
+    if not chosen or not set(chosen) <= set(left):
+        raise LyapunovPruneError(f"candidates {chosen} beside the removed {list(removed)}; name layers that are left")
+    return chosen
+
+
+@contextmanager
+def _computed_tokens(structure: Structure) -> Iterator[list[int]]:
+    """The tokens of every call of a layer inside the block, if it computed: a part of it was called too."""
+    found: list[int] = []
+    computing: set[int] = set()
+    with ExitStack() as stack:
+
+        def watch(index: int, layer: nn.Module) -> None:
+            def begins(module: nn.Module, args: Any) -> None:
+                computing.discard(index)
+
+            def computes(module: nn.Module, args: Any) -> None:
+                computing.add(index)
+
+            def ends(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+                if index in computing:
+                    found.append(layer_input(args, kwargs)[..., 0].numel())
+
+            stack.callback(layer.register_forward_pre_hook(begins).remove)
+            stack.callback(layer.register_forward_hook(ends, with_kwargs=True).remove)
+            for part in layer.children():
+                stack.callback(part.register_forward_pre_hook(computes).remove)
+
+        for index, layer in enumerate(structure.layers):
+            watch(index, layer)
+        yield found

@@ -1,0 +1,83 @@
+"""Figures of evaluation: scores of tasks, and speed."""
+
+from __future__ import annotations
+
+from itertools import cycle
+
+import numpy as np
+from scipy import stats
+
+from lyapunov_prune.evaluation.speed import Speed
+from lyapunov_prune.evaluation.tasks import COLLAPSED, REPEATED, TaskScore, TaskScores
+from lyapunov_prune.report.drawing import COLOURS, GREY, INK, one_panel, svg
+
+
+def speed_figure(speed: Speed) -> str:
+    """Tokens per second relative to the first model, with quartiles and the numbers on the bars."""
+    figure, axes = one_panel(6.5, 0.9 + 0.55 * len(speed.rows))
+    first = speed.rows[0]
+    for offset, what, label, colour in (
+        (-0.18, "prefill", "prefill", COLOURS["rho"]),
+        (0.18, "decode", "cached decoding", COLOURS["bi"]),
+    ):
+        ratios = [getattr(r, what) / getattr(first, what) for r in speed.rows]
+        quartiles = np.array([getattr(r, f"{what}_quartiles") for r in speed.rows]).T / getattr(first, what)
+        y = np.arange(len(speed.rows)) + offset
+        axes.barh(y, ratios, height=0.34, color=colour, alpha=0.85, label=label)
+        axes.errorbar(ratios, y, xerr=np.abs(quartiles - ratios), fmt="none", ecolor=INK, elinewidth=0.8)
+        for row, position, edge in zip(speed.rows, y, quartiles[1], strict=True):
+            axes.text(edge + 0.015, position, f"{getattr(row, what):.1f} tok/s", va="center", fontsize=8)
+    axes.axvline(1, color=GREY, linewidth=0.8)
+    axes.set_yticks(range(len(speed.rows)), [r.model for r in speed.rows])
+    axes.invert_yaxis()
+    axes.margins(x=0.22)
+    axes.set_xlabel(f"speed, × {first.model}")
+    axes.legend(frameon=False, fontsize=8, loc="lower right", bbox_to_anchor=(1, 1), ncols=2)
+    return svg(figure)
+
+
+# Metrics that are shares of the items, before the comma of a filter; others stand in the table alone.
+_SHARES = ("acc", "acc_norm", "exact_match", COLLAPSED, REPEATED)
+
+
+def tasks_figure(scores: TaskScores) -> str:
+    """Every share with its 95 % interval; dotted where guessing would be."""
+    tasks = {task.name: task for task in scores.tasks}
+    shares = [s for s in scores.scores if s.metric.partition(",")[0] in _SHARES]
+    # Multiple choice comes first, so that generation is read against it.
+    rows = sorted(dict.fromkeys((s.task, s.metric) for s in shares), key=lambda row: tasks[row[0]].kind == "generation")
+    figure, axes = one_panel(7.5, 1.0 + (0.22 + 0.16 * len(scores.models)) * len(rows))
+    height = 0.8 / len(scores.models)
+    for i, (model, colour) in enumerate(zip(scores.models, cycle(COLOURS.values()), strict=False)):
+        found = {(s.task, s.metric): s for s in shares if s.model == model}
+        values = np.array([100 * found[row].value for row in rows])
+        bars = [100 * np.array(_interval(found[row], tasks[row[0]].items)) for row in rows]
+        y = np.arange(len(rows)) + height * (i - (len(scores.models) - 1) / 2)
+        axes.barh(y, values, height=0.9 * height, color=colour, alpha=0.85, label=model)
+        axes.errorbar(
+            values, y, xerr=np.abs(np.transpose(bars) - values), fmt="none", ecolor=INK, elinewidth=0.8, capsize=2
+        )
+    label: str | None = "guessing"
+    for row, (task, metric) in enumerate(rows):
+        if metric.startswith("acc") and np.isfinite(tasks[task].chance):
+            axes.plot(
+                [100 * tasks[task].chance] * 2, [row - 0.45, row + 0.45], ":", color=INK, linewidth=1.2, label=label
+            )
+            label = None
+    split = sum(tasks[task].kind != "generation" for task, _ in rows)
+    if 0 < split < len(rows):
+        axes.axhline(split - 0.5, color=GREY, linewidth=0.8)
+    axes.set_yticks(np.arange(len(rows)), [f"{task}: {metric}" for task, metric in rows], fontsize=8)
+    axes.set_ylim(len(rows) - 0.5, -0.5)
+    axes.set_xlim(0, 100)
+    axes.set_xlabel("share of items (of 3-grams, where they are named), %")
+    axes.legend(frameon=False, fontsize=8, loc="lower left", bbox_to_anchor=(0, 1), ncols=3)
+    return svg(figure)
+
+
+def _interval(score: TaskScore, items: int) -> tuple[float, float]:
+    """Wilson's interval where an item is right or wrong: 1.96 standard errors are nothing at 0 and 1."""
+    if score.metric == REPEATED:
+        return score.value - 1.96 * score.error, score.value + 1.96 * score.error
+    found = stats.binomtest(round(score.value * items), items).proportion_ci(method="wilson")
+    return found.low, found.high

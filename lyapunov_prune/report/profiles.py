@@ -1,0 +1,194 @@
+"""Figures of what the layers do: contraction, growth, influence, activations, Jacobians."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.ticker import FuncFormatter
+
+from lyapunov_prune.profiles.activations import ActivationStatistics
+from lyapunov_prune.profiles.contraction import ContractionProfile
+from lyapunov_prune.profiles.influence import InfluenceProfile
+from lyapunov_prune.profiles.jacobian import JacobianNorms
+from lyapunov_prune.profiles.sublayer_influence import SublayerInfluence
+from lyapunov_prune.report.drawing import COLOURS, GREY, INK, depth_axis, log_axis, one_panel, panels, svg
+
+# The matrix that ends the MLP, then those that begin it.
+_STYLES = ((COLOURS["rho"], "o"), (COLOURS["bi"], "s"), (COLOURS["blend"], "^"), (COLOURS["from-end"], "D"))
+
+
+def activation_figure(statistics: ActivationStatistics) -> str:
+    """Rank of the outputs, kurtosis and sparsity of the inputs over depth, for the matrices of the MLP.
+
+    The MLP's are the last matrix of a layer and those beside it in the same module.
+    """
+    figure, (ranks, tails, zeros) = panels(9, 7.2, 3)
+    chosen = _mlp(statistics)
+    relative = statistics.effective_rank / statistics.width
+    alike = statistics.token_rank / statistics.width
+    for (component, at), (colour, marker) in zip(chosen.items(), _STYLES, strict=False):
+        layers = np.array(statistics.layers)[at]
+        ranks.plot(layers, relative[at], marker=marker, markersize=4, color=colour, label=component)
+        ranks.plot(layers, alike[at], "--", marker=marker, markersize=4, color=colour, markerfacecolor="white")
+    ranks.plot([], [], "--", color=GREY, label="every token weighed alike")
+    log_axis(ranks)
+    ranks.set_ylabel("effective rank of y / width")
+    ranks.legend(frameon=False, fontsize=8, ncols=5, loc="lower left", bbox_to_anchor=(0, 1))
+    for axes, values, label in (
+        (tails, statistics.kurtosis, "excess kurtosis of x"),
+        (zeros, 100 * statistics.sparsity, "sparsity of x, %"),
+    ):
+        # Gate and up see the same input: one line for both.
+        shared: dict[bytes, list[str]] = {}
+        for component, at in chosen.items():
+            shared.setdefault(values[at].tobytes(), []).append(component)
+        for names, (colour, marker) in zip(shared.values(), _STYLES, strict=False):
+            at = chosen[names[0]]
+            layers = np.array(statistics.layers)[at]
+            axes.plot(layers, values[at], marker=marker, markersize=4, color=colour, label=", ".join(names))
+        axes.set_ylabel(label)
+        axes.legend(frameon=False, fontsize=8)
+    _signed_log_axis(tails)
+    zeros.set_ylim(bottom=0)
+    depth_axis(zeros, max(statistics.layers) + 1)
+    return svg(figure)
+
+
+def jacobian_figure(norms: JacobianNorms) -> str:
+    """Largest and typical stretch of both branches over depth, on a logarithmic axis; 1 is drawn."""
+    figure, axes = one_panel(9, 3.8)
+    layers = np.arange(len(norms.attention_norm))
+    for branch, label, colour, marker in (
+        ("attention", "attention", COLOURS["rho"], "o"),
+        ("mlp", "MLP", COLOURS["bi"], "s"),
+    ):
+        largest, typical = getattr(norms, f"{branch}_norm"), getattr(norms, f"{branch}_gain")
+        axes.plot(layers, largest, marker=marker, markersize=4, color=colour, label=f"{label}, ‖J‖ from below")
+        axes.plot(
+            layers,
+            typical,
+            "--",
+            marker=marker,
+            markersize=4,
+            color=colour,
+            markerfacecolor="white",
+            label=f"{label}, ‖J‖_F/√n",
+        )
+    axes.axhline(1, color=GREY, linewidth=0.8)
+    log_axis(axes)
+    axes.set_ylabel("stretch of an error")
+    axes.legend(frameon=False, fontsize=8, ncols=2)
+    depth_axis(axes, len(layers))
+    return svg(figure)
+
+
+def _mlp(statistics: ActivationStatistics) -> dict[str, list[int]]:
+    """Component -> places of its matrices: the last component of the first layer, then its neighbours."""
+    first = [i for i, layer in enumerate(statistics.layers) if layer == statistics.layers[0]]
+    own = list(dict.fromkeys(statistics.components[i] for i in first))
+    module = own[-1].rpartition(".")[0]
+    names = [own[-1], *(name for name in own[:-1] if name.rpartition(".")[0] == module)]
+    return {name: [i for i, c in enumerate(statistics.components) if c == name] for name in names}
+
+
+def _signed_log_axis(axes: Axes) -> None:
+    """Logarithmic beyond ±1 and linear between: an excess may be negative."""
+    axes.set_yscale("symlog", linthresh=1)
+    axes.axhline(0, color=GREY, linewidth=0.8)
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda y, _: f"{y:g}"))
+
+
+def contraction_figure(profile: ContractionProfile) -> str:
+    """ρ of every layer with its interval, on a logarithmic axis, and the other pooling beside it."""
+    figure, axes = one_panel(9, 3.6)
+    layers = np.arange(len(profile.rho))
+    for pooling, colour, marker in (("token", COLOURS["rho, token pooling"], "s"), ("energy", COLOURS["rho"], "o")):
+        pooled = profile.pooled(pooling)  # type: ignore[arg-type]
+        interval = np.abs(pooled.rho_interval - pooled.rho[:, None]).T
+        axes.errorbar(
+            layers,
+            pooled.rho,
+            yerr=None if np.isnan(interval).any() else interval,
+            fmt=marker,
+            markersize=4,
+            color=colour,
+            capsize=2,
+            alpha=1.0 if pooling == profile.pooling else 0.55,
+            label=f"{pooling} pooling",
+        )
+    axes.axhline(1, color=GREY, linewidth=0.8)
+    for layer in profile.pooling_disagrees:
+        before, after = profile.sink_state_share[layer : layer + 2]
+        left = layer > 0.8 * len(layers)
+        axes.annotate(
+            f"energy in one token a window:\n{before:.0%} before, {after:.0%} after",
+            (layer, profile.pooled("energy").rho[layer]),
+            xytext=(-7 if left else 7, 0),
+            textcoords="offset points",
+            ha="right" if left else "left",
+            va="center",
+            fontsize=8,
+            color=INK,
+        )
+    hidden = layers[~profile.above_floor]
+    if len(hidden):
+        axes.plot(hidden, profile.rho[hidden], "x", color="red", label="not above rounding")
+    log_axis(axes)
+    axes.margins(y=0.12)
+    axes.set_ylabel("contraction factor ρ")
+    axes.legend(frameon=False, fontsize=8)
+    depth_axis(axes, len(layers))
+    return svg(figure)
+
+
+def growth_figure(profiles: Sequence[ContractionProfile]) -> str:
+    """Above: growth of error and state of the first profile, whose quotient is ρ. Below: ρ at every ε."""
+    figure, (growth, factor) = panels(9, 5.4, 2)
+    first = profiles[0]
+    layers = np.arange(len(first.rho))
+    for values, label, colour, marker in (
+        (first.error_growth, "error, Σ‖e‖² after / before", COLOURS["bi"], "s"),
+        (first.state_growth, "state, Σ‖h‖² after / before", COLOURS["blend"], "o"),
+    ):
+        growth.plot(layers, values, f"-{marker}", markersize=4, linewidth=0.8, color=colour, label=label)
+    growth.set_ylabel("growth")
+    for profile, colour, marker in zip(profiles, COLOURS.values(), "os^Dv", strict=False):
+        factor.plot(layers, profile.rho, marker, markersize=4, color=colour, label=f"ε = {profile.epsilon:g}")
+    factor.set_ylabel("contraction factor ρ")
+    for axes in (growth, factor):
+        axes.axhline(1, color=GREY, linewidth=0.8)
+        log_axis(axes)
+        axes.legend(frameon=False, fontsize=8)
+    depth_axis(factor, len(layers))
+    return svg(figure)
+
+
+def influence_figure(profile: InfluenceProfile) -> str:
+    """Block Influence of every layer with its standard error, on a logarithmic axis."""
+    figure, axes = one_panel(9, 3.2)
+    layers = np.arange(len(profile.influence))
+    spread = None if np.isnan(profile.spread).any() else profile.spread
+    axes.bar(layers, profile.influence, yerr=spread, color=COLOURS["bi"], width=0.7, error_kw={"linewidth": 0.8})
+    log_axis(axes)
+    axes.set_ylabel("Block Influence, 1 − cos")
+    depth_axis(axes, len(layers))
+    return svg(figure)
+
+
+def sublayer_figure(measured: SublayerInfluence) -> str:
+    """Block Influence of attention and MLP side by side, with standard errors, on a logarithmic axis."""
+    figure, axes = one_panel(9, 3.2)
+    layers = np.arange(len(measured.attention))
+    for offset, values, spread, label, colour in (
+        (-0.2, measured.attention, measured.attention_spread, "attention", COLOURS["rho"]),
+        (0.2, measured.mlp, measured.mlp_spread, "MLP", COLOURS["bi"]),
+    ):
+        bars = None if np.isnan(spread).all() else spread
+        axes.bar(layers + offset, values, yerr=bars, color=colour, width=0.38, error_kw={"linewidth": 0.8}, label=label)
+    log_axis(axes)
+    axes.set_ylabel("Block Influence, 1 − cos")
+    axes.legend(frameon=False, fontsize=8)
+    depth_axis(axes, len(layers))
+    return svg(figure)

@@ -1,0 +1,146 @@
+"""Figures of removal: scores and the order that they give, searches, budgets, perplexity over layers removed."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import matplotlib
+import numpy as np
+from matplotlib.ticker import MaxNLocator
+
+from lyapunov_prune.pruning.curve import RemovalCurve
+from lyapunov_prune.pruning.plan import PruningPlan
+from lyapunov_prune.ranking.angular import AngularDistance
+from lyapunov_prune.ranking.budget import BudgetedRemoval
+from lyapunov_prune.ranking.oracle import GreedyRemoval
+from lyapunov_prune.report.drawing import COLOURS, GREY, INK, depth_axis, log_axis, one_panel, svg
+
+
+def budget_figure(spent: BudgetedRemoval) -> str:
+    """KL of the prediction without the first n layers, for criterion `kl` beside its prediction, and the budget."""
+    figure, axes = one_panel(6.5, 3.4)
+    removed = np.arange(1, len(spent.kl) + 1)
+    shown = [(spent.kl, "measured, removed together", "-o", COLOURS["rho"])]
+    if spent.predicted is not None:
+        shown.append((spent.predicted, "predicted: sum of the estimates", "--s", COLOURS["bi"]))
+    for values, label, style, colour in shown:
+        axes.plot(removed, values, style, markersize=4, linewidth=0.9, color=colour, label=label)
+    if np.isfinite(spent.max_kl):
+        axes.axhline(spent.max_kl, color=GREY, linewidth=0.8, label=f"budget, {spent.max_kl:g}")
+    log_axis(axes)
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    axes.set_xlabel(f"layers removed, by {spent.ranking.criterion}")
+    axes.set_ylabel("KL(dense ‖ pruned), nats a token")
+    axes.legend(frameon=False, fontsize=8)
+    return svg(figure)
+
+
+def oracle_figure(search: GreedyRemoval) -> str:
+    """Perplexity on the text of the search after each step, with the number of the layer that went."""
+    figure, axes = one_panel(6.5, 3.6)
+    with np.errstate(over="ignore"):
+        perplexity = np.exp(search.losses)
+    axes.axhline(perplexity[0], color=GREY, linewidth=0.8, label=f"dense, {perplexity[0]:.3g}")
+    axes.plot(perplexity, "-o", markersize=4, linewidth=0.9, color=COLOURS["rho"], label=search.criterion)
+    log_axis(axes)
+    axes.margins(y=0.12)
+    for step, layer in enumerate(search.order, 1):
+        if np.isfinite(perplexity[step]):
+            axes.annotate(
+                str(layer),
+                (step, perplexity[step]),
+                xytext=(0, 6),
+                textcoords="offset points",
+                ha="center",
+                fontsize=8,
+                color=INK,
+            )
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    axes.set_xlabel("layers removed; the number is the layer that goes")
+    axes.set_ylabel("perplexity")
+    axes.legend(frameon=False, fontsize=8)
+    return svg(figure)
+
+
+def angular_figure(measured: AngularDistance) -> str:
+    """How far runs of 1, 2, 4, … layers turn the state, at the layer that each begins with; the nearest is filled."""
+    figure, axes = one_panel(9, 3.6)
+    layers = len(measured.distance) - 1
+    lengths = [2**k for k in range(layers.bit_length()) if 2**k < layers]
+    for length, colour in zip(lengths, COLOURS.values(), strict=False):
+        begins = measured.begins(length)
+        axes.plot(
+            begins, "-o", markersize=4, linewidth=0.8, color=colour, markerfacecolor="white", label=f"{length} in a row"
+        )
+        first = int(np.nanargmin(begins))
+        axes.plot(first, begins[first], "o", markersize=6, color=colour)
+    log_axis(axes)
+    axes.set_ylabel("1 − cos, ends of the run")
+    axes.legend(frameon=False, fontsize=8, ncols=2)
+    depth_axis(axes, layers)
+    axes.set_xlabel("first layer of the run")
+    return svg(figure)
+
+
+def ranking_figure(plans: Mapping[str, PruningPlan]) -> str:
+    """One strip a criterion: every layer with its rank (1 goes first), the removed ones filled."""
+    figure, axes = one_panel(9, 0.9 + 0.5 * len(plans))
+    for row, (name, plan) in enumerate(plans.items()):
+        ranks = np.argsort(np.argsort(plan.scores, kind="stable")) + 1
+        for layer, rank in enumerate(ranks):
+            removed = layer in plan.touched
+            axes.add_patch(
+                matplotlib.patches.Rectangle(
+                    (layer - 0.46, row - 0.42),
+                    0.92,
+                    0.84,
+                    facecolor=COLOURS.get(name, GREY) if removed else "white",
+                    edgecolor=COLOURS.get(name, GREY),
+                    linewidth=0.8,
+                )
+            )
+            axes.text(
+                layer,
+                row,
+                "–" if np.isnan(plan.scores[layer]) else str(rank),
+                ha="center",
+                va="center",
+                fontsize=7,
+                color="white" if removed else INK,
+            )
+    axes.set_yticks(range(len(plans)), [f"{name}" for name in plans])
+    axes.set_ylim(len(plans) - 0.45, -0.55)
+    count = len(next(iter(plans.values())).scores)
+    axes.tick_params(left=False)
+    axes.spines["left"].set_visible(False)
+    depth_axis(axes, count)
+    return svg(figure)
+
+
+def perplexity_figure(curve: RemovalCurve) -> str:
+    """Perplexity over the number of layers removed, one line a criterion, with paired intervals."""
+    figure, axes = one_panel(6.5, 3.8)
+    dense = curve.dense.perplexity
+    axes.axhline(dense, color=GREY, linewidth=0.8, label=f"dense, {dense:.3g}")
+    criteria = list(dict.fromkeys(row.criterion for row in curve.rows[1:]))
+    for position, criterion in enumerate(criteria):
+        rows = sorted((r for r in curve.rows if r.criterion == criterion), key=lambda r: len(r.removed))
+        x = np.array([len(r.removed) for r in rows]) + 0.06 * (position - (len(criteria) - 1) / 2)
+        y = np.array([r.perplexity for r in rows])
+        bars = np.abs(np.array([[dense * r.low, dense * r.high] for r in rows]).T - y)
+        axes.errorbar(
+            x,
+            y,
+            yerr=None if np.isnan(bars).any() else bars,
+            marker="o",
+            markersize=4,
+            capsize=2,
+            color=COLOURS.get(criterion),
+            label=criterion,
+        )
+    log_axis(axes)
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    axes.set_xlabel("layers removed")
+    axes.set_ylabel("perplexity")
+    axes.legend(frameon=False, fontsize=8)
+    return svg(figure)

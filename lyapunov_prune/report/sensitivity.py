@@ -1,0 +1,228 @@
+"""Figures of a sensitivity map: what each change did to the perplexity."""
+
+from __future__ import annotations
+
+import numpy as np
+import pandas as pd
+from matplotlib.axes import Axes
+from matplotlib.colors import LogNorm
+from matplotlib.figure import Figure
+from matplotlib.ticker import FuncFormatter, MaxNLocator, NullFormatter
+
+from lyapunov_prune.report.drawing import COLOURS, GREY, depth_axis, log_axis, one_panel, svg
+from lyapunov_prune.sensitivity.sensitivity import Sensitivity
+
+_LINES = (*COLOURS.values(), "#56B4E9")
+# Loss that no map needs to tell apart from none: a thousandth of a nat, 0.1 % of the perplexity.
+_FAINT = 1e-3
+_RATIO = "perplexity / dense"
+
+
+def sensitivity_figures(s: Sensitivity) -> dict[str, str]:
+    """Every figure that the studies of `s` allow, by name."""
+    have = {e.study for e in s.effects}
+    drawn = {}
+    if "group" in have:
+        drawn["sensitivity-map"] = heat_map(s)
+    if have & {"layer", "removal"}:
+        drawn["sensitivity-layers"] = layers_figure(s)
+    if "component" in have:
+        drawn["sensitivity-components"] = components_figure(s)
+    if have & {"forward", "backward"}:
+        drawn["sensitivity-cumulative"] = cumulative_figure(s)
+    if have & {"sparsity", "rank", "layer0", "threshold"}:
+        drawn["sensitivity-levels"] = levels_figure(s)
+    if "cliff" in have:
+        drawn["sensitivity-cliff"] = cliff_figure(s)
+    if "greedy" in have:
+        drawn["sensitivity-greedy"] = greedy_figure(s)
+    if len(s.correlations()):
+        drawn["sensitivity-predictors"] = predictors_figure(s)
+    return drawn
+
+
+def heat_map(s: Sensitivity) -> str:
+    """Increase of the loss for every component of every layer, on a logarithmic colour scale."""
+    frame = s.of("group").assign(loss=_loss_increase(s, "group"))
+    table = frame.pivot(index="component", columns="layer", values="loss").reindex(frame.component.unique())
+    figure, axes = one_panel(9, 1.3 + 0.34 * len(table))
+    values = table.to_numpy(dtype=float)
+    top = max(float(np.nanmax(np.where(np.isfinite(values), values, np.nan))), 10 * _FAINT)
+    picture = axes.pcolormesh(
+        np.arange(values.shape[1] + 1) - 0.5,
+        np.arange(len(table) + 1) - 0.5,
+        np.where(np.isnan(values), np.nan, np.clip(values, _FAINT, top)),
+        norm=LogNorm(_FAINT, top),
+        cmap="cividis",
+        edgecolor="white",
+        linewidth=0.6,
+    )
+    axes.set_facecolor("#dddddd")  # no such matrix there, or no number
+    axes.set_yticks(range(len(table)), list(table.index))
+    axes.invert_yaxis()
+    depth_axis(axes, values.shape[1])
+    axes.set_xlim(-0.5, values.shape[1] - 0.5)
+    bar = figure.colorbar(picture, ax=axes, pad=0.01, extend="min")
+    bar.set_label("increase of the loss, nats")
+    bar.ax.yaxis.set_major_formatter(FuncFormatter(lambda x, _: f"{x:g}"))
+    return svg(figure)
+
+
+def layers_figure(s: Sensitivity) -> str:
+    """Perplexity with one whole layer compressed, or removed, with paired intervals."""
+    figure, axes = one_panel(9, 3.4)
+    for study, label, colour, marker in (
+        ("layer", f"compressed: {s.compression}", COLOURS["rho"], "o"),
+        ("removal", "removed", COLOURS["bi"], "s"),
+    ):
+        _with_intervals(axes, s.of(study), "layer", label, colour, marker)
+    return _over_depth(s, axes, figure)
+
+
+def components_figure(s: Sensitivity) -> str:
+    """Perplexity with one component compressed in all layers."""
+    rows = s.of("component").sort_values("degradation")
+    figure, axes = one_panel(6.5, 0.9 + 0.3 * len(rows))
+    axes.barh(rows.label, rows.degradation, color=COLOURS["rho"], height=0.7)
+    axes.set_xscale("log")
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda x, _: f"{x:g}"))
+    axes.xaxis.set_minor_formatter(NullFormatter())
+    axes.set_xlabel(_RATIO)
+    for y, value in enumerate(rows.degradation):
+        axes.text(value, y, f" {value:.3g}", va="center", fontsize=8)
+    axes.margins(x=0.15)
+    return svg(figure)
+
+
+def cumulative_figure(s: Sensitivity) -> str:
+    """Perplexity over the number of layers compressed, from the first on and from the last back."""
+    figure, axes = one_panel(6.5, 3.6)
+    for study, label, colour, marker in (
+        ("forward", "from the first layer on", COLOURS["bi"], "o"),
+        ("backward", "from the last layer back", COLOURS["rho"], "s"),
+    ):
+        rows = s.of(study)
+        if len(rows):
+            rows = rows.assign(count=np.arange(1, len(rows) + 1))
+            _with_intervals(axes, rows, "count", label, colour, marker)
+    axes.axhline(1, color=GREY, linewidth=0.8)
+    log_axis(axes)
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    axes.set_xlabel(f"layers compressed ({s.compression})")
+    axes.set_ylabel(_RATIO)
+    axes.legend(frameon=False, fontsize=8)
+    return svg(figure)
+
+
+def levels_figure(s: Sensitivity) -> str:
+    """Perplexity over sparsity (all layers, or the first alone) and over the rank kept in all layers."""
+    by_sparsity = (
+        ("sparsity", f"all layers, {s.compression.method}", COLOURS["rho"], "o"),
+        ("layer0", f"layer 0, {s.compression.method}, rank {s.compression.rank or 'full'}", COLOURS["bi"], "s"),
+        ("threshold", "layer 0, wanda", COLOURS["blend"], "^"),
+    )
+    by_rank = (("rank", "all layers, sparsity 0", COLOURS["rho"], "o"),)
+    have = {e.study for e in s.effects}
+    asked = (("sparsity", by_sparsity), ("rank", by_rank))
+    drawn = [(x, lines) for x, lines in asked if have & {study for study, *_ in lines}]
+    figure, all_axes = _grid(1 + 4.5 * len(drawn), 3.4, len(drawn), len(drawn))
+    for axes, (x, lines) in zip(all_axes, drawn, strict=True):
+        for study, label, colour, marker in lines:
+            _with_intervals(axes, s.of(study), x, label, colour, marker)
+        axes.set_xlabel("rank kept" if x == "rank" else x)
+        if x == "rank":
+            axes.set_xscale("log", base=2)
+            axes.xaxis.set_major_formatter(FuncFormatter(lambda x, _: f"{x:g}"))
+        axes.axhline(1, color=GREY, linewidth=0.8)
+        axes.set_ylabel(_RATIO)
+        axes.legend(frameon=False, fontsize=8)
+        log_axis(axes)
+    return svg(figure)
+
+
+def cliff_figure(s: Sensitivity) -> str:
+    """The most sensitive component, layer by layer, at several levels."""
+    figure, axes = one_panel(9, 3.6)
+    frame = s.of("cliff")
+    for (sparsity, rows), colour in zip(frame.groupby("sparsity"), _LINES, strict=False):
+        axes.plot(
+            rows.layer, rows.degradation, marker="o", markersize=3.5, color=colour, label=f"sparsity {sparsity:g}"
+        )
+    axes.set_title(f"{frame.component.iloc[0]}, rank {s.compression.rank or 'full'}", fontsize=9)
+    return _over_depth(s, axes, figure)
+
+
+def greedy_figure(s: Sensitivity) -> str:
+    """Perplexity over the share of multiplications saved, group after group in the order of their regret."""
+    figure, axes = one_panel(6.5, 3.6)
+    rows = s.of("greedy")
+    _with_intervals(axes, rows.assign(percent=100 * rows.saved), "percent", "", COLOURS["rho"], "o")
+    axes.axhline(1, color=GREY, linewidth=0.8)
+    log_axis(axes)
+    axes.set_xlabel("multiplications of the layers' matrices saved, %")
+    axes.set_ylabel(_RATIO)
+    return svg(figure)
+
+
+def predictors_figure(s: Sensitivity) -> str:
+    """What was measured against what may predict it, one point a layer."""
+    rows = s.correlations()
+    figure, all_axes = _grid(9, 2.6 * -(-len(rows) // 3), len(rows), 3)
+    frame = s.to_frame()
+    for axes, row in zip(all_axes, rows.itertuples(), strict=True):
+        what, study = row.measured.split(", ")
+        values = frame[(frame.study == study) & frame.layer.notna()].groupby("layer")[what].mean()
+        axes.scatter(s.scores[row.against][values.index.to_numpy(dtype=int)], values, s=14, color=COLOURS["rho"])
+        axes.set_xscale("log")
+        if what == "regret":
+            axes.set_yscale("symlog", linthresh=0.1)
+        else:
+            axes.set_yscale("log")
+        for axis in (axes.xaxis, axes.yaxis):
+            axis.set_major_formatter(FuncFormatter(lambda x, _: f"{x:g}"))
+            axis.set_minor_formatter(NullFormatter())
+        axes.margins(0.08)
+        axes.set_xlabel(row.against, fontsize=8)
+        axes.set_ylabel(row.measured, fontsize=8)
+        axes.tick_params(labelsize=7)
+        axes.set_title(f"Spearman {row.spearman:+.2f}, p = {row.p:.2g}", fontsize=8)
+    return svg(figure)
+
+
+def _grid(width: float, height: float, count: int, columns: int) -> tuple[Figure, list[Axes]]:
+    figure = Figure(figsize=(width, height), layout="constrained")
+    grid = [figure.add_subplot(-(-count // columns), columns, i + 1) for i in range(count)]
+    for axes in grid:
+        axes.spines[["top", "right"]].set_visible(False)
+    return figure, grid
+
+
+def _loss_increase(s: Sensitivity, study: str) -> list[float]:
+    return [float((e.windows - s.dense).mean()) for e in s.effects if e.study == study]
+
+
+def _with_intervals(axes: Axes, rows: pd.DataFrame, x: str, label: str, colour: str, marker: str) -> None:
+    if rows.empty:
+        return
+    y = rows.degradation.to_numpy()
+    bars = np.abs(rows[["low", "high"]].to_numpy().T - y)
+    axes.errorbar(
+        rows[x].to_numpy(dtype=float),
+        y,
+        yerr=bars if np.isfinite(bars).all() else None,
+        fmt=f"-{marker}",
+        markersize=4,
+        linewidth=1,
+        capsize=2,
+        color=colour,
+        label=label,
+    )
+
+
+def _over_depth(s: Sensitivity, axes: Axes, figure: Figure) -> str:
+    axes.axhline(1, color=GREY, linewidth=0.8)
+    log_axis(axes)
+    axes.set_ylabel(_RATIO)
+    axes.legend(frameon=False, fontsize=8)
+    depth_axis(axes, s.measured_on.model.num_layers)
+    return svg(figure)

@@ -1,0 +1,9 @@
+"""What a measurement is, and how it is kept.
+
+- `result`: the base of every result (frozen, prints as a table, saves to and loads from one JSON file), and what a
+  number was measured on;
+- `files`: files and folders that appear whole or not at all;
+- `store`: finished jobs on disk, one line each, for work that must survive `kill -9`.
+
+A new result is a frozen dataclass that derives from `Result` and ends with `measured_on`.
+"""

@@ -1,0 +1,181 @@
+"""Results: frozen dataclasses that know what they were measured on and fit in one JSON file each."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+import platform
+import types
+import typing
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+import pandas as pd
+
+from lyapunov_prune.errors import LyapunovPruneError, printable
+from lyapunov_prune.results.files import write_whole
+from lyapunov_prune.results.overlap import Fingerprint
+
+R = TypeVar("R", bound="Result")
+
+
+def versions() -> dict[str, str]:
+    """Versions of everything that can move a number in the last digits."""
+    return {"python": platform.python_version(), **_installed()}
+
+
+@functools.cache  # every measurement asks, and each answer is a file read and parsed
+def _installed() -> dict[str, str]:
+    return {name: version(name) for name in ("lyapunov-prune", "torch", "transformers", "numpy", "scipy")}
+
+
+@dataclass(frozen=True)
+class ModelIdentity:
+    """Enough of a model to tell it from another one, without its weights.
+
+    `weights` holds digests of all of them, by dtype: as they are, and rounded to every narrower one
+    (`models/digest.py`). So a model still counts as itself after a cast, and one changed bit makes it another.
+    """
+
+    name: str
+    model_type: str
+    num_layers: int
+    parameters: int
+    architecture: str  # SHA-256 over parameter names and shapes
+    weights: dict[str, str]
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "name", printable(self.name))  # it is shown, and folders have names of any kind
+
+    def same_as(self, other: ModelIdentity) -> bool:
+        """Raises LyapunovPruneError when the weights are in dtypes of which none can be rounded to the other."""
+        if self.architecture != other.architecture:
+            return False
+        common = self.weights.keys() & other.weights.keys()
+        if not common:
+            mine, theirs = (", ".join(identity.weights) for identity in (self, other))
+            raise LyapunovPruneError(
+                f"cannot tell whether {self.name} in {mine} is {other.name} in {theirs}; "
+                "load both in one dtype (--dtype)"
+            )
+        return all(self.weights[dtype] == other.weights[dtype] for dtype in common)
+
+
+@dataclass(frozen=True)
+class MeasuredOn:
+    """What a number was measured on. Two numbers can be compared when these agree."""
+
+    model: ModelIdentity
+    dtype: str
+    device: str
+    text: str  # where the text came from
+    split: str  # calibration, evaluation or all
+    text_hash: str  # SHA-256 of the token ids
+    tokens: int
+    context: int
+    bos: bool | None  # None: token ids were given directly
+    seed: int | None
+    versions: dict[str, str]
+    fingerprint: Fingerprint | None = None  # of the tokens; None in files of older versions
+
+    def line(self) -> str:
+        bos = {True: "BOS", False: "no BOS", None: "ids given"}[self.bos]
+        return printable(
+            f"{self.model.name}, {self.dtype} on {self.device}; {self.tokens} tokens of {self.text} "
+            f"({self.split}, {self.text_hash[:12]}), context {self.context}, {bos}"
+        )
+
+
+class Result:
+    """Base of every result: prints as a table, converts with `to_frame`, saves to one JSON file.
+
+    NaN and infinities are written as the strings JSON lacks (`"NaN"`), so files stay strict JSON.
+    """
+
+    def to_frame(self) -> pd.DataFrame:
+        raise NotImplementedError
+
+    def headline(self) -> str:
+        """One line above the table; empty by default."""
+        return ""
+
+    def summary(self) -> pd.DataFrame:
+        """What is printed: the whole frame, unless that would be too long to read."""
+        return self.to_frame()
+
+    def __str__(self) -> str:
+        table = self.summary().to_string(index=False, float_format=lambda x: f"{x:.4g}")
+        return f"{self.headline()}\n{table}" if self.headline() else table
+
+    def to_json(self) -> dict[str, Any]:
+        return {"kind": type(self).__name__, **encode(self)}
+
+    def save(self, path: str | Path) -> Path:
+        """Write the result as JSON, whole or not at all; returns the path."""
+        return write_whole(path, json.dumps(self.to_json(), indent=1, allow_nan=False) + "\n")
+
+    @classmethod
+    def load(cls: type[R], path: str | Path) -> R:
+        """Read a result of this class; raises LyapunovPruneError when the file is not one."""
+        try:
+            data = json.loads(Path(path).read_text(encoding="utf-8"))
+        except OSError as error:
+            raise LyapunovPruneError(f"cannot read {path}: {error.strerror}; give the file a run wrote") from None
+        except ValueError:
+            raise LyapunovPruneError(f"{path} is not complete JSON; make it again") from None
+        kind = data.pop("kind", None) if isinstance(data, dict) else None
+        if kind != cls.__name__:
+            raise LyapunovPruneError(
+                f"{path} holds {kind or 'no result'}, not {cls.__name__}; give the file a run wrote"
+            )
+        try:
+            return decode(cls, data)
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            raise LyapunovPruneError(
+                f"{path} does not fit this version's {cls.__name__} ({error}); make it again"
+            ) from None
+
+
+def encode(value: Any) -> Any:
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {f.name: encode(getattr(value, f.name)) for f in dataclasses.fields(value)}
+    if isinstance(value, np.ndarray | tuple | list):
+        return [encode(v) for v in (value.tolist() if isinstance(value, np.ndarray) else value)]
+    if isinstance(value, dict):
+        return {str(k): encode(v) for k, v in value.items()}
+    if isinstance(value, np.generic):
+        value = value.item()
+    if isinstance(value, float) and not np.isfinite(value):
+        return str(value)
+    return value
+
+
+_hints = functools.cache(typing.get_type_hints)  # it compiles every annotation anew
+
+
+def decode(kind: Any, value: Any) -> Any:
+    """The inverse of `encode`, led by the type annotations of the dataclass."""
+    origin, args = typing.get_origin(kind), typing.get_args(kind)
+    if origin in (typing.Union, types.UnionType):
+        if value is None:
+            return None
+        return decode(next(a for a in args if a is not type(None)), value)
+    if dataclasses.is_dataclass(kind):
+        hints = _hints(typing.cast(type, kind))
+        unknown = set(value) - set(hints)
+        if unknown:
+            raise ValueError(f"unknown fields {sorted(unknown)}")
+        return typing.cast(type, kind)(**{name: decode(hints[name], v) for name, v in value.items()})
+    if kind is np.ndarray:
+        return np.array(value, dtype=np.float64)
+    if origin is tuple:
+        return tuple(decode(args[0], v) for v in value)
+    if origin is dict:
+        return {k: decode(args[1], v) for k, v in value.items()}
+    if kind is float:
+        return float(value)
+    return value

@@ -1,0 +1,5 @@
+"""Change one thing, measure the loss.
+
+- `sweep`: many small changes on one model and one text, none measured twice; `studies`: which changes;
+- `sensitivity`: the map that they give; `drift`: how far the states moved.
+"""

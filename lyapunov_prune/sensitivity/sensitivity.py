@@ -1,0 +1,257 @@
+"""Which matrices and layers can bear compression: regret of every change, and what goes with it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import torch
+from scipy import stats
+from transformers import PreTrainedModel
+
+from lyapunov_prune.data.batch import TokenBatch, as_batch, require_disjoint
+from lyapunov_prune.data.text import require_unseen
+from lyapunov_prune.errors import LyapunovPruneError
+from lyapunov_prune.evaluation.perplexity import interval_of
+from lyapunov_prune.models.projections import Projection
+from lyapunov_prune.models.structure import identify
+from lyapunov_prune.profiles.profile import LayerProfile
+from lyapunov_prune.results.result import MeasuredOn, Result
+from lyapunov_prune.sensitivity.studies import AFTER_GROUPS, STUDIES, Change, Compression, Compressor, changes
+from lyapunov_prune.sensitivity.sweep import Outcome, Sweep
+
+DEFAULT_STUDIES = ("group", "layer", "removal")
+
+
+@dataclass(frozen=True)
+class Effect:
+    """What one change did. `windows` holds the mean loss of each window in nats, `drift` is `1 − CKA` of the
+    states that the head reads, `saved` the share of the multiplications of the layers' matrices."""
+
+    study: str
+    label: str
+    layer: int | None
+    component: str | None
+    method: str | None
+    sparsity: float | None
+    rank: int | None
+    saved: float
+    windows: np.ndarray
+    drift: float
+
+
+@dataclass(frozen=True)
+class Sensitivity(Result):
+    """Regret of every change: `exp(nll) − exp(nll of the dense model)`; degradation is the quotient of the two.
+
+    `scores` holds what may predict it, one value a layer: `|rho - 1|`, `bi`, and `amplification`, the
+    downstream `A_l = Π_{k > l} ρ_k`. Empty when no profile was given.
+    """
+
+    compression: Compression
+    limit: float
+    dense: np.ndarray  # mean loss of each window, in nats
+    effects: tuple[Effect, ...]
+    scores: dict[str, np.ndarray]
+    measured_on: MeasuredOn
+    calibrated_on: MeasuredOn | None
+
+    @property
+    def perplexity(self) -> float:
+        """Of the dense model."""
+        return float(np.exp(self.dense.mean()))
+
+    @property
+    def threshold(self) -> float | None:
+        """`s*`: the highest sparsity at which pruning layer 0 alone with Wanda keeps the regret below `limit`.
+
+        None when the study `threshold` was not run, or no sparsity of it keeps below.
+        """
+        rows = self.of("threshold")
+        below = rows[rows.regret < self.limit]
+        return float(below.sparsity.max()) if len(below) else None
+
+    def of(self, study: str) -> pd.DataFrame:
+        """The rows of one study, in the order they were asked for."""
+        frame = self.to_frame()
+        return frame[frame.study == study].reset_index(drop=True)
+
+    def to_frame(self) -> pd.DataFrame:
+        rows = []
+        for e in self.effects:
+            low, high = interval_of(e.windows - self.dense)
+            with np.errstate(over="ignore"):  # a wrecked model's perplexity may be beyond float64: infinity
+                value, ratio = float(np.exp(e.windows.mean())), float(np.exp((e.windows - self.dense).mean()))
+            rows.append(
+                {
+                    "study": e.study,
+                    "label": e.label,
+                    "layer": e.layer,
+                    "component": e.component,
+                    "sparsity": e.sparsity,
+                    "rank": e.rank,
+                    "saved": e.saved,
+                    "perplexity": value,
+                    "regret": value - self.perplexity,
+                    "degradation": ratio,
+                    "low": low,
+                    "high": high,
+                    "drift": e.drift,
+                }
+            )
+        return pd.DataFrame(rows).astype({"layer": "Int64", "rank": "Int64"})
+
+    def summary(self) -> pd.DataFrame:
+        """A line a study."""
+        rows = []
+        for study, frame in self.to_frame().groupby("study", sort=False):
+            order = frame.regret.fillna(np.inf)  # NaN is a wreck
+            most, least = frame.loc[order.idxmax()], frame.loc[order.idxmin()]
+            rows.append(
+                {
+                    "study": study,
+                    "changes": len(frame),
+                    "median regret": frame.regret.median(),
+                    "least": least.regret,
+                    "of": least.label,
+                    "most": most.regret,
+                    "of ": most.label,
+                }
+            )
+        return pd.DataFrame(rows)
+
+    def correlations(self) -> pd.DataFrame:
+        """Spearman's rank correlation over layers of what was measured with what may predict it."""
+        frame = self.to_frame()
+        frame = frame[frame.layer.notna()]
+        pairs = [
+            ("removal", "regret", ("|rho - 1|", "bi")),
+            ("layer", "regret", ("amplification", "|rho - 1|", "bi")),
+            ("layer", "drift", ("amplification", "|rho - 1|")),
+            ("group", "regret", ("amplification",)),
+            ("group", "drift", ("amplification",)),
+        ]
+        rows = []
+        for study, what, names in pairs:
+            # Groups are averaged over the components of a layer: the claim is about layers.
+            values = frame[frame.study == study].groupby("layer")[what].mean().dropna()
+            for name in names:
+                if name not in self.scores or len(values) < 3:
+                    continue
+                against = self.scores[name][values.index.to_numpy(dtype=int)]
+                if min(values.nunique(), len(np.unique(against))) > 1:  # a constant has no ranks
+                    found = stats.spearmanr(values, against)
+                    rows.append((f"{what}, {study}", name, found.statistic, found.pvalue, len(values)))
+        return pd.DataFrame(rows, columns=["measured", "against", "spearman", "p", "layers"])
+
+    def headline(self) -> str:
+        lines = [f"Sensitivity ({self.compression}): dense perplexity {self.perplexity:.4g}", self.measured_on.line()]
+        if (frame := self.of("threshold")).size:
+            star = "below " + f"{frame.sparsity.min():g}" if self.threshold is None else f"{self.threshold:g}"
+            lines.append(f"Catastrophe threshold s* = {star} (Wanda on layer 0, regret below {self.limit:g})")
+        lines += [
+            f"Spearman of {row.measured} with {row.against}: {row.spearman:+.2f} (p = {row.p:.2g}, {row.layers} layers)"
+            for row in self.correlations().itertuples()
+        ]
+        return "\n".join(lines)
+
+
+def measure_sensitivity(
+    model: PreTrainedModel,
+    batch: TokenBatch | torch.Tensor,
+    *,
+    studies: Sequence[str] = DEFAULT_STUDIES,
+    method: str = "magnitude",
+    sparsity: float = 0.5,
+    rank: int | None = None,
+    limit: float = 10.0,
+    calibration: TokenBatch | torch.Tensor | None = None,
+    profile: LayerProfile | None = None,
+    folder: str | Path | None = None,
+    resume: bool = False,
+    batch_size: int = 1,
+) -> Sensitivity:
+    """Change one thing after another and measure what it does to the loss on `batch`.
+
+    Studies: `matrix`, `group` (a component of a layer), `layer`, `component` (in all layers), `forward` and
+    `backward` (cumulative), `sparsity` and `rank` (uniform), `layer0`, `cliff` (the worst component at five
+    levels), `greedy` (groups in the order of their regret), `threshold` (Wanda on layer 0, for s*), and
+    `removal` (one layer gone). All but the last use `method`, `sparsity` and `rank` where they say nothing else.
+
+    `calibration` is the text that Wanda weighs inputs by, `profile` what the regret is compared with; neither may
+    share text with `batch`. Jobs are kept in `folder`, and with `resume` none is done twice. Structural
+    sensitivity, §5 and §6.1.
+
+    Raises LyapunovPruneError for an unknown study or method, overlapping text, a missing calibration, or a profile
+    of another model.
+    """
+    base = Compression(method, float(sparsity), rank)
+    base.require()
+    unknown = [name for name in studies if name not in STUDIES]
+    if unknown or not studies:
+        raise LyapunovPruneError(f"unknown study {''.join(unknown[:1])!r}; give some of {', '.join(STUDIES)}")
+    batch = as_batch(model, batch)
+    if calibration is not None:
+        calibration = as_batch(model, calibration)
+        require_disjoint(calibration, batch)
+    require_unseen(model, batch)
+    if profile is not None and batch.shared_with(profile.contraction.measured_on):
+        raise LyapunovPruneError("the profile was measured on the tokens of the regret; give it other text")
+    if profile is not None and not profile.contraction.measured_on.model.same_as(identify(model)):
+        raise LyapunovPruneError("the profile was measured on another model; measure this one")
+    compressor = Compressor(model, calibration)
+    if calibration is None and ("threshold" in studies or method == "wanda"):
+        raise LyapunovPruneError("wanda needs calibration text; give some, or leave out the study threshold")
+    also = {"calibration": None if calibration is None else calibration.text_hash}
+    sweep = Sweep(model, batch, folder=folder, resume=resume, batch_size=batch_size, also=also)
+    losses: dict[str, float] = {}
+    found: list[tuple[Change, Outcome]] = []
+    for study in sorted(dict.fromkeys(studies), key=list(STUDIES).index):
+        if study in AFTER_GROUPS and not losses:
+            groups = compressor.jobs(changes("group", compressor.projections, base, {}))
+            losses = {key: float(o.windows.mean()) for key, o in sweep.run(groups, "group").items()}
+        asked = changes(study, compressor.projections, base, losses)
+        outcomes = sweep.run(compressor.jobs(asked), study)
+        found += [(change, outcomes[change.key]) for change in asked]
+    shapes = {p: p.weight(model).shape for p in compressor.projections}
+    return Sensitivity(
+        compression=base,
+        limit=limit,
+        dense=sweep.dense,
+        effects=tuple(_effect(change, outcome, shapes) for change, outcome in found),
+        scores={} if profile is None else _scores(profile),
+        measured_on=sweep.measured_on,
+        calibrated_on=None if calibration is None else calibration.measured_on(model),
+    )
+
+
+def _effect(change: Change, outcome: Outcome, shapes: Mapping[Projection, torch.Size]) -> Effect:
+    c = change.compression
+    if c is None:
+        saved: float = sum(shape.numel() for p, shape in shapes.items() if p.layer in change.remove)
+    else:
+        saved = sum(shapes[p].numel() - c.kept(shapes[p]) for p in change.matrices)
+    return Effect(
+        study=change.study,
+        label=change.label,
+        layer=change.layer,
+        component=change.component,
+        method=c.method if c else None,
+        sparsity=c.sparsity if c else None,
+        rank=c.rank if c else None,
+        saved=saved / sum(shape.numel() for shape in shapes.values()),
+        windows=outcome.windows,
+        drift=outcome.drift,
+    )
+
+
+def _scores(profile: LayerProfile) -> dict[str, np.ndarray]:
+    contraction = profile.contraction
+    return {
+        "|rho - 1|": np.abs(contraction.rho - 1),
+        "bi": profile.influence.influence,
+        "amplification": contraction.downstream_amplification,
+    }

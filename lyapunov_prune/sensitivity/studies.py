@@ -1,0 +1,254 @@
+"""What to change: the experiments of a sensitivity map, as jobs of a sweep."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from transformers import PreTrainedModel
+
+from lyapunov_prune.calibration.norms import input_norms
+from lyapunov_prune.calibration.statistics import Statistics
+from lyapunov_prune.compression.methods import METHODS as ALL_METHODS
+from lyapunov_prune.compression.methods import compressed
+from lyapunov_prune.compression.svd import basis, truncate
+from lyapunov_prune.data.batch import TokenBatch
+from lyapunov_prune.errors import LyapunovPruneError
+from lyapunov_prune.models.projections import Projection, find_projections, groups
+from lyapunov_prune.sensitivity.sweep import Job, badness
+
+# Those that need one pass over the text at most: a sweep changes one thing in the dense model.
+METHODS = tuple(name for name, m in ALL_METHODS.items() if m.amount == "sparsity" and m.needs in ("nothing", "norms"))
+UNIFORM_SPARSITIES = (0.1, 0.3, 0.5, 0.7, 0.9)
+UNIFORM_RANKS = (8, 16, 32, 64, 128, 256)
+FIRST_LAYER_SPARSITIES = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.97, 0.98, 0.99)
+CLIFF_SPARSITIES = (0.3, 0.5, 0.7, 0.9, 0.95)
+THRESHOLD_SPARSITIES = (0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.99)
+ROUNDS = 36
+
+
+@dataclass(frozen=True)
+class Compression:
+    """A share `sparsity` of the entries removed by `method`; what is left truncated to `rank`, if one is given."""
+
+    method: str
+    sparsity: float
+    rank: int | None
+
+    def require(self) -> None:
+        """Raise LyapunovPruneError for an unknown method or an impossible share or rank."""
+        if self.method not in METHODS:
+            raise LyapunovPruneError(f"unknown method {self.method!r}; give one of {', '.join(METHODS)}")
+        if not 0 <= self.sparsity <= 1 or (self.rank is not None and self.rank < 1):
+            raise LyapunovPruneError(f"{self}: give a sparsity of 0 to 1 and a rank of 1 or more")
+
+    def __str__(self) -> str:
+        return f"{self.method}, sparsity {self.sparsity:g}, rank {self.rank or 'full'}"
+
+    def kept(self, shape: Sequence[int]) -> float:
+        """Multiplications for one input, of the `m n` of a whole matrix: entries kept, or two factors if fewer."""
+        m, n = shape[-2:]
+        entries = (1 - self.sparsity) * m * n
+        return entries if self.rank is None else min(entries, self.rank * (m + n))
+
+
+@dataclass(frozen=True)
+class Change:
+    """One experiment of one study: `matrices` under `compression`, or the layers `remove` gone."""
+
+    study: str
+    label: str
+    matrices: tuple[Projection, ...] = ()
+    compression: Compression | None = None
+    remove: tuple[int, ...] = ()
+
+    @property
+    def layer(self) -> int | None:
+        """The layer, when it is only one."""
+        layers = {p.layer for p in self.matrices} | set(self.remove)
+        return layers.pop() if len(layers) == 1 else None
+
+    @property
+    def component(self) -> str | None:
+        """The component, when it is only one."""
+        components = {p.component for p in self.matrices}
+        return components.pop() if len(components) == 1 else None
+
+    @property
+    def key(self) -> str:
+        """The same for the same change in whatever study, so that it is measured once."""
+        if self.remove:
+            return f"remove {','.join(map(str, self.remove))}"
+        assert self.compression is not None
+        c, names = self.compression, ",".join(sorted(p.name for p in self.matrices))
+        setting = f"{c.method}, sparsity {float(c.sparsity)!r}, rank {c.rank or 'full'}"
+        return f"{setting}: {len(self.matrices)} matrices, {hashlib.sha256(names.encode()).hexdigest()[:16]}"
+
+
+class Compressor:
+    """Compressed matrices of one model, each made once for the setting that was last asked for.
+
+    Memory: a copy of the layers beside the model when a study compresses them all.
+    """
+
+    def __init__(self, model: PreTrainedModel, calibration: TokenBatch | torch.Tensor | None) -> None:
+        self.model, self.calibration = model, calibration
+        self.projections = find_projections(model)
+        self._norms: dict[str, torch.Tensor] | None = None
+        self._setting: Compression | None = None
+        self._made: dict[Projection, torch.Tensor] = {}
+
+    def __call__(self, setting: Compression, matrices: Iterable[Projection]) -> Mapping[Projection, torch.Tensor]:
+        if setting != self._setting:
+            self._setting, self._made = setting, {}
+        wanted = tuple(matrices)
+        for p in wanted:
+            if p not in self._made:
+                self._made[p] = self._compress(setting, p)
+        return {p: self._made[p] for p in wanted}
+
+    def jobs(self, changes: Iterable[Change]) -> list[Job]:
+        """The changes as jobs of a sweep."""
+        return [self._job(change) for change in changes]
+
+    def _job(self, change: Change) -> Job:
+        if change.compression is None:
+            return Job(change.key, min(change.remove), remove=change.remove)
+        weights: Callable[[], Mapping[Projection, torch.Tensor]] = partial(self, change.compression, change.matrices)
+        return Job(change.key, min(p.layer for p in change.matrices), weights=weights)
+
+    def _compress(self, setting: Compression, p: Projection) -> torch.Tensor:
+        W = p.weight(self.model)
+        needs = ALL_METHODS[setting.method].needs
+        statistics = None if needs == "nothing" else Statistics(self._input_norms()[p.name])
+        S = compressed(setting.method, W, statistics, setting.sparsity)
+        return S if setting.rank is None or setting.rank >= min(S.shape) else truncate(S, setting.rank, basis(S))
+
+    def _input_norms(self) -> dict[str, torch.Tensor]:
+        if self._norms is None:
+            if self.calibration is None:
+                raise LyapunovPruneError("wanda needs calibration text; give some, or method magnitude")
+            self._norms = input_norms(self.model, self.calibration, self.projections)
+        return self._norms
+
+
+def changes(
+    study: str, projections: Sequence[Projection], base: Compression, losses: Mapping[str, float]
+) -> list[Change]:
+    """The experiments of a study (structural sensitivity, §5 and §6.1) under the setting `base`.
+
+    `losses` with every group compressed alone, by its key, for the studies that go by it (`AFTER_GROUPS`).
+    Raises LyapunovPruneError for an unknown study.
+    """
+    if study not in STUDIES:
+        raise LyapunovPruneError(f"unknown study {study!r}; give one of {', '.join(STUDIES)}")
+    return STUDIES[study](tuple(projections), base, losses)
+
+
+Study = Callable[[tuple[Projection, ...], Compression, Mapping[str, float]], list[Change]]
+
+
+def _matrix(ps: tuple[Projection, ...], base: Compression, losses: Mapping[str, float]) -> list[Change]:
+    return [Change("matrix", p.name, (p,), base) for p in ps]
+
+
+def _group(ps: tuple[Projection, ...], base: Compression, losses: Mapping[str, float]) -> list[Change]:
+    """A component of one layer, with all its heads or experts: the paper's compression groups."""
+    named = {p.name: p for p in ps}
+    return [
+        Change("group", f"{layer} {component}", tuple(named[name] for name in names), base)
+        for (component, layer), names in groups(ps).items()
+    ]
+
+
+def _layer(ps: tuple[Projection, ...], base: Compression, losses: Mapping[str, float]) -> list[Change]:
+    return [Change("layer", f"layer {k}", group, base) for k, group in _by_layer(ps).items()]
+
+
+def _component(ps: tuple[Projection, ...], base: Compression, losses: Mapping[str, float]) -> list[Change]:
+    names = dict.fromkeys(p.component for p in ps)
+    return [Change("component", name, tuple(p for p in ps if p.component == name), base) for name in names]
+
+
+def _forward(ps: tuple[Projection, ...], base: Compression, losses: Mapping[str, float]) -> list[Change]:
+    return [Change("forward", f"layers 0 to {k}", tuple(p for p in ps if p.layer <= k), base) for k in _by_layer(ps)]
+
+
+def _backward(ps: tuple[Projection, ...], base: Compression, losses: Mapping[str, float]) -> list[Change]:
+    last = max(_by_layer(ps))
+    return [
+        Change("backward", f"layers {k} to {last}", tuple(p for p in ps if p.layer >= k), base)
+        for k in sorted(_by_layer(ps), reverse=True)
+    ]
+
+
+def _sparsity(ps: tuple[Projection, ...], base: Compression, losses: Mapping[str, float]) -> list[Change]:
+    return [Change("sparsity", f"sparsity {s:g}", ps, Compression(base.method, s, None)) for s in UNIFORM_SPARSITIES]
+
+
+def _rank(ps: tuple[Projection, ...], base: Compression, losses: Mapping[str, float]) -> list[Change]:
+    return [Change("rank", f"rank {r}", ps, Compression(base.method, 0.0, r)) for r in UNIFORM_RANKS]
+
+
+def _layer0(ps: tuple[Projection, ...], base: Compression, losses: Mapping[str, float]) -> list[Change]:
+    first = _by_layer(ps)[min(_by_layer(ps))]
+    return [
+        Change("layer0", f"sparsity {s:g}", first, Compression(base.method, s, base.rank))
+        for s in FIRST_LAYER_SPARSITIES
+    ]
+
+
+def _threshold(ps: tuple[Projection, ...], base: Compression, losses: Mapping[str, float]) -> list[Change]:
+    first = _by_layer(ps)[min(_by_layer(ps))]
+    return [Change("threshold", f"sparsity {s:g}", first, Compression("wanda", s, None)) for s in THRESHOLD_SPARSITIES]
+
+
+def _cliff(ps: tuple[Projection, ...], base: Compression, losses: Mapping[str, float]) -> list[Change]:
+    """The most sensitive component, layer by layer, at five levels."""
+    alone = _group(ps, base, losses)
+    worst = max(alone, key=lambda group: badness(losses[group.key])).component
+    return [
+        Change("cliff", f"{group.label}, sparsity {s:g}", group.matrices, Compression(base.method, s, base.rank))
+        for s in CLIFF_SPARSITIES
+        for group in alone
+        if group.component == worst
+    ]
+
+
+def _greedy(ps: tuple[Projection, ...], base: Compression, losses: Mapping[str, float]) -> list[Change]:
+    """In round k the k groups of least regret, measured alone, are compressed together."""
+    order = sorted(_group(ps, base, losses), key=lambda group: badness(losses[group.key]))
+    return [
+        Change("greedy", f"+ {order[k].label}", tuple(p for group in order[: k + 1] for p in group.matrices), base)
+        for k in range(min(ROUNDS, len(order)))
+    ]
+
+
+def _removal(ps: tuple[Projection, ...], base: Compression, losses: Mapping[str, float]) -> list[Change]:
+    return [Change("removal", f"layer {k}", remove=(k,)) for k in _by_layer(ps)]
+
+
+def _by_layer(ps: tuple[Projection, ...]) -> dict[int, tuple[Projection, ...]]:
+    return {k: tuple(p for p in ps if p.layer == k) for k in dict.fromkeys(p.layer for p in ps)}
+
+
+STUDIES: dict[str, Study] = {
+    "matrix": _matrix,
+    "group": _group,
+    "layer": _layer,
+    "component": _component,
+    "forward": _forward,
+    "backward": _backward,
+    "sparsity": _sparsity,
+    "rank": _rank,
+    "layer0": _layer0,
+    "cliff": _cliff,
+    "greedy": _greedy,
+    "threshold": _threshold,
+    "removal": _removal,
+}
+# Their experiments depend on what the groups' showed.
+AFTER_GROUPS = ("cliff", "greedy")

@@ -1,0 +1,164 @@
+"""Change one thing, measure the loss: many small experiments on one model and one text."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+
+import numpy as np
+import torch
+from accelerate import PartialState
+from accelerate.utils import gather_object
+from transformers import PreTrainedModel
+
+from lyapunov_prune.data.batch import TokenBatch, as_batch
+from lyapunov_prune.errors import LyapunovPruneError
+from lyapunov_prune.forward.hooks import require_finite, residual_stream
+from lyapunov_prune.forward.prefix import Prefix
+from lyapunov_prune.forward.replacement import replaced
+from lyapunov_prune.forward.scoring import Scorer
+from lyapunov_prune.models.projections import Projection
+from lyapunov_prune.models.structure import find_structure, in_eval_mode
+from lyapunov_prune.progress import track
+from lyapunov_prune.results.result import decode, encode
+from lyapunov_prune.results.store import Store
+from lyapunov_prune.sensitivity.drift import Reference
+
+
+@dataclass(frozen=True)
+class Job:
+    """One change: some matrices replaced, or some layers removed. `key` names it, for ever and alone."""
+
+    key: str
+    first: int  # the first layer that changes; those before it run as they are
+    weights: Callable[[], Mapping[Projection, torch.Tensor]] | None = None
+    remove: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a change did: mean loss of every window, in nats, and `1 − CKA` of the states that the head reads."""
+
+    windows: np.ndarray
+    drift: float
+
+
+DENSE = "dense"
+
+
+def badness(loss: float) -> float:
+    """NaN has no place in an order; a change that gives it is as bad as can be."""
+    return math.inf if math.isnan(loss) else loss
+
+
+class Sweep:
+    """Measures jobs on the windows of one batch.
+
+    Every forward begins at the first layer that changes, with the dense hidden state of that boundary: a sweep
+    over all L layers costs about L / 2 forwards of the layers, and L of the head. The dense states of all
+    boundaries are kept (L × tokens × width).
+
+    Finished jobs are kept in `folder` and, with `resume`, not measured again, if the model, the text and what
+    `also` names (on which their changes depend) are the same. Under `accelerate launch` every
+    process takes its share of each `run`, and all know all results at its end.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        batch: TokenBatch | torch.Tensor,
+        *,
+        folder: str | Path | None = None,
+        resume: bool = False,
+        batch_size: int = 1,
+        also: Mapping[str, str | None] | None = None,
+    ) -> None:
+        batch = as_batch(model, batch)
+        # Processes meet after each run; the slowest may take long.
+        # Without `cpu` those of a machine that has no GPU would not know of each other.
+        self._processes = PartialState(cpu=model.device.type == "cpu", timeout=timedelta(days=30))
+        self.model, self.batch, self.structure = model, batch, find_structure(model)
+        self.measured_on = batch.measured_on(model)
+        self._store = Store(folder, {**encode(self.measured_on), **(also or {})}, resume=resume)
+        # One that reads what another has already added would share the rest out in its own way.
+        self._processes.wait_for_everyone()
+        self._ids = [ids.to(model.device) for ids in batch.ids.split(batch_size)]
+        self._ready = False
+
+    @property
+    def dense(self) -> np.ndarray:
+        """Mean loss of every window of the model as it is, in nats."""
+        return self.run([])[DENSE].windows
+
+    @torch.no_grad()
+    def run(self, jobs: Iterable[Job], description: str = "sweep") -> dict[str, Outcome]:
+        """The outcome of every job by its key, and that of the dense model as `dense`.
+
+        Raises NonFiniteError when a loss of the dense model is not finite; where a change makes one so, its
+        outcome says NaN or infinity.
+        """
+        wanted = {job.key: job for job in [Job(DENSE, 0), *jobs]}
+        pending = sorted((job for key, job in wanted.items() if key not in self._store), key=lambda job: job.first)
+        mine = pending[self._processes.process_index :: self._processes.num_processes]
+        if mine:
+            in_eval_mode(self._measure_all)(self.model, mine, description)
+        found = {job.key: self._store[job.key] for job in mine}
+        for others in gather_object([found]):
+            self._store.learn(others)
+        return {key: decode(Outcome, self._store[key]) for key in wanted}
+
+    def _measure_all(self, model: PreTrainedModel, jobs: list[Job], description: str) -> None:
+        self._prepare()
+        layers = self.structure.num_layers
+        for job in track(jobs, description, cost=lambda job: 1 + layers - job.first):
+            self._store.add(job.key, encode(self._measure(job)))
+
+    def _prepare(self) -> None:
+        """The dense model's own losses and final states, once a process, before its first job."""
+        if self._ready:
+            return
+        self._prefix = Prefix(self.structure, self._ids[0])
+        self._scorer = Scorer(self.model, self.structure, self._ids[0])
+        self._states: dict[int, list[torch.Tensor]] = {entry: [] for entry in self._prefix.entries}
+        with residual_stream(self.structure, self._keep, one_state=False):
+            losses, finals = self._score(0)
+        if not np.isfinite(losses).all():
+            bad = int(np.argmin(np.isfinite(losses)))
+            require_finite(self.structure, self.batch.ids[bad : bad + 1], f"window {bad} of {self.batch.text}")
+            raise LyapunovPruneError(f"the loss of window {bad} is not finite; load the model in a wider dtype")
+        self._reference = Reference(finals)
+        self._dense = Outcome(losses, self._reference.drift(finals))
+        self._ready = True
+
+    def _keep(self, boundary: int, hidden: torch.Tensor) -> None:
+        if boundary in self._states:
+            self._states[boundary].append(hidden)
+
+    def _measure(self, job: Job) -> Outcome:
+        if job.key == DENSE:
+            return self._dense
+        with self._changed(job):
+            losses, finals = self._score(self._prefix.entry(job.first))
+        return Outcome(losses, self._reference.drift(finals))
+
+    def _score(self, at: int) -> tuple[np.ndarray, list[torch.Tensor]]:
+        losses: list[float] = []
+        finals: list[torch.Tensor] = []
+        for window, ids in enumerate(self._ids):
+            with self._prefix.entered(at, self._states[at][window]) if at else nullcontext():
+                loss, final = self._scorer(ids)
+            losses += loss
+            finals.append(final)
+        return np.array(losses), finals
+
+    @contextmanager
+    def _changed(self, job: Job) -> Iterator[None]:
+        with ExitStack() as stack:
+            if job.weights is not None:
+                stack.enter_context(replaced(self.model, job.weights()))
+            stack.enter_context(self._prefix.without(job.remove))
+            yield

@@ -1,0 +1,154 @@
+"""Schedules from the contraction profile: optimality, equal shares, and profiles that do not serve."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import pytest
+import scipy.optimize
+import torch
+from helpers import LAYERS, RHO, make_tiny, profile_of
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers import PreTrainedModel
+
+from lyapunov_prune import ContractionProfile, LyapunovPruneError
+from lyapunov_prune.allocation import lyapunov as module
+from lyapunov_prune.allocation.allocation import SPARSEST
+from lyapunov_prune.allocation.lyapunov import log_amplification, lyapunov, lyapunov_budget, tolerance
+from lyapunov_prune.models.projections import find_projections
+
+
+@pytest.fixture(scope="module")
+def profile(llama: PreTrainedModel) -> ContractionProfile:
+    return profile_of(llama)
+
+
+def test_the_amplification_is_the_product_of_what_follows(profile: ContractionProfile) -> None:
+    wanted = [np.prod(RHO[layer + 1 :]) for layer in range(LAYERS)]
+    np.testing.assert_allclose(np.exp(log_amplification(profile)), wanted, rtol=1e-12)
+    np.testing.assert_allclose(profile.downstream_amplification, wanted, rtol=1e-12)
+
+
+def test_every_layer_adds_the_same_error_at_the_output(profile: ContractionProfile) -> None:
+    share = tolerance(profile)
+    np.testing.assert_allclose(share.sum(), 1, rtol=1e-14)
+    np.testing.assert_allclose(share * np.exp(log_amplification(profile)), share[-1], rtol=1e-12)
+
+
+def test_products_beyond_the_range_of_a_float_are_kept(profile: ContractionProfile) -> None:
+    wide = dataclasses.replace(profile, energies={"energy": 10.0 ** np.array([-150, 150, -150, 150, -150, 0, 0])})
+    wanted = np.log(10) * np.array([-150, 150, -150, 150, 0, 0])
+    np.testing.assert_allclose(log_amplification(wide), wanted, rtol=1e-12)
+    assert np.isfinite(tolerance(wide)).all()
+
+
+def weights(model: PreTrainedModel) -> tuple[np.ndarray, np.ndarray]:
+    """Σ‖W‖_F² and entries of every layer."""
+    found = np.zeros((2, LAYERS))
+    for p in find_projections(model):
+        W = p.weight(model).double().numpy()
+        found[:, p.layer] += (W**2).sum(), W.size
+    return found[0], found[1]
+
+
+@pytest.mark.parametrize(("least", "most"), [(0.8, 1.2), (0.0, 1e6), (0.5, 1.1)])
+def test_no_other_schedule_has_less_error(least: float, most: float) -> None:
+    """Against scipy, on layers of unequal weights and, for the widths of one MLP, unequal size."""
+    model = make_tiny("llama")
+    with torch.no_grad():
+        for p in find_projections(model):
+            p.weight(model).mul_(1 + p.layer / 4)
+    mlp = model.get_submodule("model.layers.4.mlp")
+    for name, shape in (("gate_proj", (32, 80)), ("up_proj", (32, 80)), ("down_proj", (80, 32))):
+        setattr(mlp, name, torch.nn.Linear(*shape, bias=False))
+    profile = profile_of(model)
+    w, n = weights(model)
+    cost = w * np.exp(log_amplification(profile))
+    high = min(most * 0.5, SPARSEST)
+    found = lyapunov(model, 0.5, profile, least=least, most=most)
+    best = scipy.optimize.minimize(
+        lambda s: (cost * s**2).sum() / cost.mean(),
+        np.full(LAYERS, 0.5),
+        jac=lambda s: 2 * cost * s / cost.mean(),
+        bounds=[(least * 0.5, high)] * LAYERS,
+        constraints={"type": "eq", "fun": lambda s: (n @ s) / n.sum() - 0.5, "jac": lambda s: n / n.sum()},
+        method="SLSQP",
+        options={"ftol": 1e-14, "maxiter": 500},
+    )
+    assert best.success
+    np.testing.assert_allclose(found.by_layer(), best.x, atol=1e-5)
+    assert abs(found.mean - 0.5) <= 1e-12
+
+
+def test_a_layer_whose_errors_grow_more_stays_denser(llama: PreTrainedModel, profile: ContractionProfile) -> None:
+    A = log_amplification(profile)
+    for found in (lyapunov(llama, 0.5, profile, least=0, most=9), lyapunov_budget(llama, 0.5, profile)):
+        s = found.by_layer()
+        assert (np.diff(s[np.argsort(A, kind="stable")]) <= 0.02).all()  # weights differ a little
+        assert s[A.argmin()] == s.max()
+
+
+@settings(max_examples=30, deadline=None)
+@given(rho=st.lists(st.floats(0.05, 20), min_size=LAYERS, max_size=LAYERS), budget=st.floats(0, 0.98))
+def test_the_budget_follows_the_root_of_the_tolerance(
+    llama: PreTrainedModel, profile: ContractionProfile, rho: list[float], budget: float
+) -> None:
+    own = dataclasses.replace(profile, energies={"energy": np.cumprod([1e-4, *rho])})
+    s = lyapunov_budget(llama, budget, own).by_layer()
+    assert abs(s.mean() - budget) <= 1e-12
+    free = s < SPARSEST - 1e-9
+    error = s[free] ** 2 / tolerance(own)[free]
+    np.testing.assert_allclose(error, error[0] if len(error) else 0, rtol=1e-8)
+
+
+@pytest.mark.parametrize("bad", [0.0, -1.0, np.inf, np.nan])
+def test_a_factor_that_is_none_is_named(llama: PreTrainedModel, profile: ContractionProfile, bad: float) -> None:
+    energies = profile.relative_energy.copy()
+    energies[3] *= bad
+    broken = dataclasses.replace(profile, energies={"energy": energies})
+    for call in (tolerance, lambda p: lyapunov(llama, 0.5, p), lambda p: lyapunov_budget(llama, 0.5, p)):
+        with pytest.raises(LyapunovPruneError, match="rho of layer 2 is"):
+            call(broken)
+
+
+def test_a_profile_of_another_model_is_refused(profile: ContractionProfile) -> None:
+    other = make_tiny("llama", seed=1)
+    for schedule in (lyapunov, lyapunov_budget):
+        with pytest.raises(LyapunovPruneError, match="the contraction profile is of"):
+            schedule(other, 0.5, profile)
+
+
+def test_amplifications_too_far_apart_are_refused(llama: PreTrainedModel, profile: ContractionProfile) -> None:
+    far = dataclasses.replace(profile, energies={"energy": 10.0 ** np.array([0, -150, 150, 0, 0, 0, 0])})
+    assert lyapunov_budget(llama, 0.1, far).mean == pytest.approx(0.1, abs=1e-12)
+    with pytest.raises(LyapunovPruneError, match="too far apart"):
+        lyapunov(llama, 0.5, far)
+
+
+def test_weights_of_nothing_and_bounds_without_the_budget_are_refused(profile: ContractionProfile) -> None:
+    model = make_tiny("llama")
+    with pytest.raises(LyapunovPruneError, match="give multiples of the budget"):
+        lyapunov(model, 0.5, profile, least=1.1)
+    with torch.no_grad():
+        for p in find_projections(model):
+            if p.layer == 3:
+                p.weight(model).zero_()
+    with pytest.raises(LyapunovPruneError, match="the weights of layer 3 are all zero"):
+        lyapunov(model, 0.5, profile_of(model))
+
+
+def test_planted_fault_a_layer_s_own_factor_in_its_amplification_is_seen(
+    profile: ContractionProfile, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "log_amplification", lambda p: np.cumsum(np.log(p.rho)[::-1])[::-1])
+    output = tolerance(profile) * np.exp(log_amplification(profile))
+    assert not np.allclose(output, output[-1], rtol=1e-2)
+
+
+def test_the_matrices_of_a_layer_are_alike(llama: PreTrainedModel, profile: ContractionProfile) -> None:
+    found = lyapunov_budget(llama, 0.3, profile)
+    for name, layer in zip(found.names, found.layers, strict=True):
+        assert f"layers.{layer}." in name
+        assert found.of(name) == pytest.approx(found.by_layer()[layer], rel=1e-14)

@@ -1,0 +1,92 @@
+"""OWL's outlier shares and sparsities against numpy in float64."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from helpers import captured, make_tiny
+from transformers import AutoModelForCausalLM, MixtralConfig, PreTrainedModel
+
+from lyapunov_prune import LyapunovPruneError
+from lyapunov_prune.allocation import owl as module
+from lyapunov_prune.allocation.allocation import Matrices
+from lyapunov_prune.allocation.owl import outlier_share, owl
+from lyapunov_prune.models.projections import find_projections
+
+
+def reference(model: PreTrainedModel, ids: torch.Tensor, outlier: float) -> list[float]:
+    """All scores of a layer in one heap, and the share above `outlier` times their mean."""
+    norms = captured(model, ids)
+    heaps: dict[int, list[np.ndarray]] = {}
+    for p in find_projections(model):
+        W = p.weight(model).double().numpy()
+        heaps.setdefault(p.layer, []).append((np.abs(W) * norms[p.module]).ravel())
+    found = [np.concatenate(heaps[layer]) for layer in sorted(heaps)]
+    return [float((heap > outlier * heap.mean()).mean()) for heap in found]
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
+@pytest.mark.parametrize("outlier", [2.0, 5.0])
+def test_the_shares_and_the_sparsities_are_those_of_the_definition(
+    name: str, outlier: float, ids: torch.Tensor
+) -> None:
+    model = make_tiny(name)
+    matrices = Matrices.of(model)
+    D = np.array(reference(model, ids, outlier))
+    # A float32 forward may put an entry on the other side of the limit.
+    np.testing.assert_allclose(outlier_share(model, ids, matrices, outlier), D[matrices.layers], atol=2e-4)
+    assert np.ptp(D) > 1e-3
+
+    found = owl(model, 0.5, ids, outlier=outlier, width=0.1)
+    s = found.by_layer()
+    place = (D - D.min()) / np.ptp(D)
+    np.testing.assert_allclose(s, 0.5 - 0.2 * (place - place.mean()), atol=5e-3)
+    assert (np.argsort(s) == np.argsort(-D)).all()
+    np.testing.assert_allclose(np.ptp(s), 0.2)
+    assert abs(found.mean - 0.5) <= 1e-12
+
+
+def test_the_layer_is_the_unit_and_not_the_matrix(ids: torch.Tensor) -> None:
+    """One matrix of large scores makes the outliers of its layer, of which it is the greater part by itself."""
+    model = make_tiny("llama")
+    with torch.no_grad():
+        model.get_submodule("model.layers.2.self_attn.k_proj").weight *= 30
+    matrices = Matrices.of(model)
+    D = outlier_share(model, ids, matrices, 5.0)
+    assert (D[matrices.layers == 2] == D.max()).all()
+    np.testing.assert_allclose(D[matrices.layers == 2][0], reference(model, ids, 5.0)[2], atol=2e-4)
+    assert owl(model, 0.5, ids).by_layer().argmin() == 2
+
+
+def test_layers_without_outliers_are_alike(llama: PreTrainedModel, ids: torch.Tensor) -> None:
+    found = owl(llama, 0.5, ids, outlier=1e9)
+    assert (found.amount == 0.5).all()
+    assert found.measured_on[0].tokens == ids.numel()
+
+
+@pytest.mark.parametrize(("outlier", "width"), [(0.0, 0.08), (5.0, -0.1), (np.nan, 0.08)])
+def test_parameters_without_sense_are_refused(
+    llama: PreTrainedModel, ids: torch.Tensor, outlier: float, width: float
+) -> None:
+    with pytest.raises(LyapunovPruneError, match="give more than 0, and 0 or more"):
+        owl(llama, 0.5, ids, outlier=outlier, width=width)
+
+
+def test_fused_experts_are_refused(ids: torch.Tensor) -> None:
+    config = MixtralConfig(
+        vocab_size=97, hidden_size=16, intermediate_size=16, num_hidden_layers=2, num_attention_heads=2,
+        num_key_value_heads=1, num_local_experts=3, pad_token_id=0,
+    )  # fmt: skip
+    with pytest.raises(LyapunovPruneError, match="not seen outside its fused forward"):
+        owl(AutoModelForCausalLM.from_config(config), 0.5, ids)
+
+
+def test_planted_fault_scores_without_inputs_are_seen(
+    llama: PreTrainedModel, ids: torch.Tensor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    flat = {p.name: torch.ones(p.weight(llama).shape[1]) for p in find_projections(llama)}
+    monkeypatch.setattr(module, "input_norms", lambda model, batch, projections: flat)
+    matrices = Matrices.of(llama)
+    wanted = np.array(reference(llama, ids, 2.0))[matrices.layers]
+    assert not np.allclose(outlier_share(llama, ids, matrices, 2.0), wanted, atol=2e-3)

@@ -1,0 +1,279 @@
+"""Each checker on numbers that keep its bound, and on numbers that break it; bounds by sampling."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lyapunov_prune.bounds.bound_check import BoundCheck
+from lyapunov_prune.bounds.checkers import (
+    composition_bound,
+    interpolation_bound,
+    lyapunov_contraction_bound,
+    nonlinear_composition_bound,
+    residual_growth_contraction,
+    retrieval_bound,
+    sparse_activation_bound,
+    trajectory_error_le,
+)
+from lyapunov_prune.bounds.decision import TokenCertificate, argmax_unchanged_of_state_error
+from lyapunov_prune.errors import LyapunovPruneError
+from lyapunov_prune.linalg import certified_norm, certify, estimated_norm, exact_norm
+
+
+def rand(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+
+
+def norm(x: torch.Tensor) -> np.ndarray:
+    return torch.linalg.vector_norm(x, dim=-1).numpy()
+
+
+def stages(seed: int = 0) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """W, a sparse S and a low-rank L of S."""
+    W = rand(24, 40, seed=seed)
+    S = torch.where(W.abs() > 0.7, W, 0)
+    U, s, V = torch.linalg.svd(S, full_matrices=False)
+    return W, S, (U[:, :6] * s[:6]) @ V[:6]
+
+
+def inputs(A: torch.Tensor, seed: int = 0) -> torch.Tensor:
+    """Random inputs of every size, and the worst one of `A`."""
+    x = rand(200, A.shape[1], seed=seed) * torch.logspace(-8, 8, 200, dtype=torch.float64).unsqueeze(-1)
+    return torch.cat([x, 3 * certify(A).direction.unsqueeze(0)])
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_theorems_1_to_4_hold_on_samples_and_are_nearly_attained(seed: int) -> None:
+    W, S, L = stages(seed)
+    x = inputs(W - S, seed)
+    check = sparse_activation_bound(norm(x @ (W - S).T), norm(x), certified_norm(W - S), matrix="m", layer=3)
+    assert check.holds
+    assert 0.999 < check.ratio < 1
+    assert (check.theorem, check.matrix, check.layer, check.inputs) == ("sparse_activation_bound", "m", 3, 201)
+    assert check.slack == check.bound - check.error > 0
+
+    x = inputs(S - L, seed)
+    check = interpolation_bound(norm(x @ (S - L).T), norm(x), certified_norm(S - L))
+    assert check.holds
+    assert check.ratio > 0.999
+    assert certified_norm(S - L) == pytest.approx(float(torch.linalg.svdvals(S)[6]), rel=1e-3)
+
+    d = inputs(W, seed)
+    check = retrieval_bound(norm(d @ W.T), norm(d), certified_norm(W))
+    assert check.holds
+    assert check.ratio > 0.999
+
+    x2, d = inputs(W - L, seed), inputs(W, seed + 1)
+    error = norm((x2 + d) @ W.T - x2 @ L.T)
+    norms = {
+        "weight_norm": certified_norm(W),
+        "sparse_norm": certified_norm(W - S),
+        "low_rank_norm": certified_norm(S - L),
+    }
+    assert composition_bound(error, norm(x2), norm(d), **norms).holds
+    # Each of its three terms is needed: inputs that only this one accounts for break the bound without it.
+    d = inputs(W, seed)
+    assert not composition_bound(norm(d @ W.T), 0 * norm(d), norm(d), **(norms | {"weight_norm": 0.0})).holds
+    for name, E in (("sparse_norm", W - S), ("low_rank_norm", S - L)):
+        x = inputs(E, seed)
+        alone = {"weight_norm": 0.0, "sparse_norm": 0.0, "low_rank_norm": 0.0, name: norms[name]}
+        assert composition_bound(norm(x @ E.T), norm(x), 0 * norm(x), **alone).holds
+        assert not composition_bound(norm(x @ E.T), norm(x), 0 * norm(x), **(alone | {name: 0.0})).holds
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_planted_fault_a_residual_scaled_after_its_norm_was_taken(seed: int) -> None:
+    W, S, _ = stages(seed)
+    E, bound = W - S, certified_norm(W - S)
+    x = inputs(E)
+    assert sparse_activation_bound(norm(x @ E.T), norm(x), bound).holds
+    assert not sparse_activation_bound(norm(x @ (1.01 * E).T), norm(x), bound).holds
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_planted_fault_a_norm_estimated_from_below(seed: int) -> None:
+    E = rand(300, 300, seed=seed)
+    found = certify(E)
+    rough = estimated_norm(E, steps=4)
+    assert rough < exact_norm(E)
+    error = norm(found.direction @ E.T)
+    assert not sparse_activation_bound(error, 1.0, rough).holds
+    assert sparse_activation_bound(error, 1.0, found.bound).holds
+
+
+def test_planted_fault_a_margin_of_the_wrong_size() -> None:
+    """The margin is what stands between rounding and an alarm, and no more than that."""
+    above = 1 + 1e-6
+    assert not sparse_activation_bound(above, 1.0, 1.0).holds
+    assert sparse_activation_bound(above, 1.0, 1.0, rounding=1.1e-6).holds
+    assert not sparse_activation_bound(above, 1.0, 1.0, rounding=0.9e-6).holds
+    check = sparse_activation_bound(1.0, 1.0, 1.0)
+    assert 0 < check.margin < 1e-10
+    # The worst input is chosen with its own margin, not by its error alone.
+    check = sparse_activation_bound([1.0, 0.5], [1.0, 0.4], 1.0, rounding=[0.0, 0.0])
+    assert not check.holds
+    assert check.error == 0.5
+    check = sparse_activation_bound([1.0, 0.5], [1.0, 0.4], 1.0, rounding=[0.0, 0.2])
+    assert check.holds
+
+
+def test_nan_infinity_and_no_inputs_are_no_checks() -> None:
+    for bad in (math.nan, math.inf):
+        with pytest.raises(LyapunovPruneError, match="NaN or infinity"):
+            sparse_activation_bound([1.0, bad], 1.0, 2.0)
+        with pytest.raises(LyapunovPruneError, match="NaN or infinity"):
+            retrieval_bound(1.0, 1.0, bad)
+    with pytest.raises(LyapunovPruneError, match="no inputs"):
+        sparse_activation_bound([], [], 1.0)
+
+
+def test_a_zero_bound_allows_no_error() -> None:
+    assert sparse_activation_bound(0.0, 1.0, 0.0).holds
+    assert sparse_activation_bound(0.0, 1.0, 0.0).ratio == 0
+    broken = sparse_activation_bound(1e-30, 1.0, 0.0, matrix="m")
+    assert not broken.holds
+    assert broken.ratio == math.inf
+    assert "VIOLATED by m" in str(broken)
+
+
+def test_checks_add_up_to_the_worse_one() -> None:
+    a = BoundCheck("t", "m", 0, error=1.0, bound=2.0, margin=0.0, inputs=5)
+    b = BoundCheck("t", "m", 0, error=3.0, bound=2.9, margin=0.0, inputs=7)
+    for worst in (a.with_more(b), b.with_more(a)):
+        assert (worst.error, worst.inputs, worst.holds) == (3.0, 12, False)
+    assert a.with_more(None) is a
+
+
+def trajectory(layers: int, seed: int, gain: float = 0.3) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Errors, growth and local errors of a random dense and compressed residual network."""
+    h = rand(50, 16, seed=seed)
+    h2 = h + 0.01 * rand(50, 16, seed=seed + 1)
+    errors, growth, local = [float((h - h2).norm())], [], []
+    for k in range(layers):
+        A = gain * rand(16, 16, seed=seed + 10 + k)
+        B = torch.where(A.abs() > 0.1, A, 0)
+
+        def f(x: torch.Tensor, M: torch.Tensor = A) -> torch.Tensor:
+            return x + torch.tanh(x @ M)
+
+        exact, h2_next = f(h2), f(h2, B)
+        growth.append(float((f(h) - exact).norm()) / errors[-1])
+        local.append(float((exact - h2_next).norm()))
+        h, h2 = f(h), h2_next
+        errors.append(float((h - h2).norm()))
+    return np.array(errors), np.array(growth), np.array(local)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_composition_over_layers(seed: int) -> None:
+    errors, growth, local = trajectory(6, seed)
+    checks = trajectory_error_le(errors, growth, local)
+    assert [c.layer for c in checks] == list(range(6))
+    assert all(c.holds and c.estimate for c in checks)
+    # The closed form of the composed bound.
+    closed = np.prod(growth) * errors[0] + sum(np.prod(growth[k + 1 :]) * local[k] for k in range(6))
+    assert checks[-1].bound == pytest.approx(closed, rel=1e-12)
+    two = nonlinear_composition_bound(errors[:3], growth[:2], local[:2])
+    assert two.holds
+    assert two.estimate
+    assert two.bound == pytest.approx(checks[1].bound, rel=1e-12)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_planted_fault_a_growth_or_local_error_too_small(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    K, delta = rng.uniform(0.5, 2, 4), rng.uniform(0.1, 1, 4)
+    e = [1.0]
+    for k in range(4):  # attained: every layer stretches and adds in the same direction
+        e.append(K[k] * e[-1] + delta[k])
+    assert all(c.holds for c in trajectory_error_le(e, K, delta))
+    assert nonlinear_composition_bound(e[:3], K[:2], delta[:2]).holds
+    for k in range(4):
+        smaller = np.where(np.arange(4) == k, 0.99, 1.0)
+        for broken in (trajectory_error_le(e, K * smaller, delta), trajectory_error_le(e, K, delta * smaller)):
+            assert [c.holds for c in broken[: k + 1]] == [True] * k + [False]
+    assert not nonlinear_composition_bound(e[:3], K[:2] * 0.99, delta[:2]).holds
+    assert not nonlinear_composition_bound(e[:3], K[:2], delta[:2] * 0.99).holds
+    with pytest.raises(LyapunovPruneError, match="do not fit"):
+        trajectory_error_le(e, K[:-1], delta)
+
+
+@settings(max_examples=100, deadline=None)
+@given(gamma=st.floats(0, 0.99), delta=st.floats(0, 10), first=st.floats(0, 10), n=st.integers(1, 30))
+def test_contraction_bound_is_the_geometric_series(gamma: float, delta: float, first: float, n: int) -> None:
+    e = [first]
+    for _ in range(n):
+        e.append(gamma * e[-1] + delta)
+    assert lyapunov_contraction_bound(e, gamma, delta).holds
+    if delta > 1e-3:
+        assert not lyapunov_contraction_bound([*e[:-1], e[-1] * 1.01], gamma, delta).holds
+
+
+@pytest.mark.parametrize("gamma", [1.0, 1.5, -0.1, math.nan])
+def test_contraction_bound_without_its_hypothesis(gamma: float) -> None:
+    with pytest.raises(LyapunovPruneError, match="0 ≤ γ < 1"):
+        lyapunov_contraction_bound([1.0, 0.5], gamma, 0.1)
+
+
+def test_residual_growth_contraction_speaks_only_of_layers_that_meet_its_hypothesis() -> None:
+    a, g = np.array([0.5, 2.0, 3.0]), np.array([1.0, 4.0, 2.0])
+    V = np.concatenate([[1.0], np.cumprod(a / g)])
+    checks = residual_growth_contraction(V, a, g)
+    assert [c.layer for c in checks] == [0, 1]
+    assert all(c.holds for c in checks)
+    V[1] *= 1.01
+    assert [c.holds for c in residual_growth_contraction(V, a, g)] == [False, True]
+
+
+def test_token_certificate_by_sampling_inside_and_outside_its_radius() -> None:
+    """No movement below the radius changes a prediction; one a little above the exact one does."""
+    W, h = rand(40, 12, seed=3), rand(60, 12, seed=4)
+    still = argmax_unchanged_of_state_error(h, h, W)
+    assert (still.moved == 0).all()
+    assert not still.changed.any()
+    assert (still.radius > 0).all()
+    radius = torch.from_numpy(still.radius)
+    for seed in range(20):
+        direction = torch.nn.functional.normalize(rand(60, 12, seed=100 + seed), dim=-1)
+        moved = argmax_unchanged_of_state_error(h, h + 0.999 * radius.unsqueeze(-1) * direction, W)
+        assert moved.certified.all()
+        assert not moved.changed.any()
+        assert moved.violations == ()
+    z = h @ W.T
+    first, second = z.topk(2).indices.T
+    away = W[second] - W[first]
+    needed = (z.gather(1, first[:, None]) - z.gather(1, second[:, None])) / away.square().sum(-1, keepdim=True)
+    flipped = argmax_unchanged_of_state_error(h, h + 1.001 * needed * away, W)
+    assert flipped.changed.all()
+    assert not flipped.certified.any()
+
+
+def test_token_certificate_sees_a_planted_violation_and_survives_saving(tmp_path) -> None:  # type: ignore[no-untyped-def]
+    W, h = rand(10, 5), rand(4, 5, seed=1)
+    found = argmax_unchanged_of_state_error(h, -h, W, bias=rand(10, seed=2))
+    assert found.violations == ()
+    lied = TokenCertificate(radius=found.radius + 100, moved=found.moved, changed=found.changed)
+    assert lied.violations == tuple(np.flatnonzero(found.changed))
+    assert lied.violations
+    again = TokenCertificate.load(lied.save(tmp_path / "tokens.json"))
+    assert again.violations == lied.violations
+    assert str(again) == str(lied)
+
+
+def test_token_certificate_uses_the_bias() -> None:
+    W, h = torch.eye(3, dtype=torch.float64), torch.tensor([[1.0, 0.0, 0.0]])
+    plain = argmax_unchanged_of_state_error(h, h, W)
+    biased = argmax_unchanged_of_state_error(h, h, W, bias=torch.tensor([0.0, 0.5, 0.0]))
+    assert plain.radius[0] == pytest.approx(0.5)
+    assert biased.radius[0] == pytest.approx(0.25)
+
+
+def test_a_tie_is_never_certified() -> None:
+    W = torch.ones(2, 3, dtype=torch.float64)
+    assert not argmax_unchanged_of_state_error(rand(5, 3), rand(5, 3), W).certified.any()

@@ -1,0 +1,731 @@
+"""The command line: what it writes, and one line and an exit code for whatever is wrong."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import shutil
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NoReturn
+
+import pytest
+import torch
+from helpers import BROKEN, QUICK, TEXT, VOCABULARY, Done, bert, make_tiny, write_gguf, wrong_layer_idx
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, BertLMHeadModel, PreTrainedModel
+
+from lyapunov_prune.bounds import approximate as approx_module
+from lyapunov_prune.bounds import check as checks_module
+from lyapunov_prune.bounds.report import BoundsReport
+from lyapunov_prune.compression.compress import CompressionReport
+from lyapunov_prune.evaluation.evaluation import Evaluation
+from lyapunov_prune.healing.heal import Healing
+from lyapunov_prune.models import loading
+from lyapunov_prune.predictions.choices import ChoiceComparison
+from lyapunov_prune.predictions.hierarchy import HierarchyProbe
+from lyapunov_prune.profiles.profile import LayerProfile
+from lyapunov_prune.pruning import checkpoint as checkpoint_module
+from lyapunov_prune.pruning.checkpoint import Provenance
+from lyapunov_prune.pruning.plan import PruningPlan
+from lyapunov_prune.pruning.surgery import remove_layers
+from lyapunov_prune.ranking.budget import BudgetedRemoval
+from lyapunov_prune.results.history import History
+from lyapunov_prune.sensitivity.sensitivity import Sensitivity
+from lyapunov_prune.sensitivity.sweep import Sweep
+
+# Every command that takes a model, on the folder `tiny`.
+COMMANDS: dict[str, list[str]] = {
+    "profile": ["profile", "tiny", *QUICK],
+    "rank": ["rank", "tiny", "--remove", "1", *QUICK],
+    "prune": ["prune", "tiny", "--remove", "1", "-o", "out", *QUICK],
+    "prune --layers": ["prune", "tiny", "--layers", "1", "-o", "out", *QUICK],
+    "compress": ["compress", "tiny", "--sparsity", "0.5", "-o", "out", *TEXT],
+    "eval": ["eval", "tiny", *TEXT],
+    "check": ["check", "tiny", "--sparsity", "0.5", *TEXT],
+    "sensitivity": ["sensitivity", "tiny", "--study", "layer,removal", *TEXT],
+}
+
+
+@pytest.fixture
+def run_bad(run: Callable[..., Done]) -> Callable[..., str]:
+    """Run with bad input: one line on stderr, exit code 2, nothing printed, nothing written. Returns the line."""
+
+    def call(*arguments: str) -> str:
+        done = run(*arguments)
+        assert done.code == 2, done
+        assert done.err.startswith("error: ")
+        assert done.err.count("\n") == 1
+        assert done.err.endswith("\n")
+        assert done.out == ""
+        assert done.changed == set()
+        return done.err
+
+    return call
+
+
+@pytest.fixture(params=COMMANDS)
+def command(request: pytest.FixtureRequest) -> list[str]:
+    return COMMANDS[request.param]
+
+
+# What the commands write.
+
+
+def test_profile_writes_its_result_and_the_report(run: Callable[..., Done]) -> None:
+    done = run("profile", "tiny", "-o", "run", *QUICK)
+    assert (done.code, done.err) == (0, "")
+    assert {"run/profile.json", "run/report.html", "run/figures/contraction.svg"} <= done.changed
+    assert str(LayerProfile.load("run/profile.json")) in done.out
+
+
+def test_results_go_to_a_folder_named_after_the_model(run: Callable[..., Done]) -> None:
+    assert "runs/tiny/profile.json" in run(*COMMANDS["profile"]).changed
+
+
+def test_check_writes_every_matrix_and_setting(run: Callable[..., Done]) -> None:
+    done = run("check", "tiny", "-o", "run", "--tokens", "16", "--context", "16")
+    assert (done.code, done.err) == (0, "")
+    report = BoundsReport.load("run/bounds.json")
+    assert report.checks == 30 * len(report.names)
+    assert not report.violations
+    assert "0 violations" in done.out
+
+
+def test_a_violated_bound_is_exit_code_1(run: Callable[..., Done], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The planted fault: norms that are too small."""
+    certified = approx_module.certify
+    monkeypatch.setattr(approx_module, "certify", lambda W: replace(certified(W), bound=certified(W).bound * 0.99))
+    done = run(*COMMANDS["check"])
+    assert done.code == 1
+    assert "bounds are violated" in done.err
+    assert "VIOLATED" in done.out
+
+
+def test_rank_reads_a_profile_and_measures_nothing(run: Callable[..., Done]) -> None:
+    run("profile", "tiny", "-o", "run", *QUICK)
+    shutil.rmtree("tiny")
+    done = run("rank", "--profile", "run/profile.json", "--criterion", "rho", "--remove", "2")
+    assert done.code == 0
+    assert done.changed == {"run/plan.json"}
+    plan, measured = PruningPlan.load("run/plan.json"), LayerProfile.load("run/profile.json")
+    distance = abs(measured.contraction.rho - 1)
+    assert plan.remove == tuple(sorted(distance.argsort()[:2].tolist()))
+
+
+def test_prune_by_a_plan_removes_what_it_names(run: Callable[..., Done]) -> None:
+    run("rank", "tiny", "--remove", "2", "-o", "run", *QUICK)
+    done = run("prune", "tiny", "--plan", "run/plan.json", "-o", "out", *QUICK)
+    assert done.code == 0, done.err
+    assert "Removal gate: passed" in done.out
+    plan = PruningPlan.load("run/plan.json")
+    with torch.no_grad():
+        ids = torch.arange(40).view(1, 40)
+        wanted = remove_layers(AutoModelForCausalLM.from_pretrained("tiny"), plan.remove)(ids).logits
+        assert torch.equal(AutoModelForCausalLM.from_pretrained("out")(ids).logits, wanted)
+
+
+def test_eval_measures_both_models_on_the_same_tokens(run: Callable[..., Done]) -> None:
+    run(*COMMANDS["prune"])
+    done = run("eval", "out", "--against", "tiny", "-o", "run", *TEXT)
+    assert done.code == 0, done.err
+    dense, pruned = Evaluation.load("run/eval.json").perplexities
+    assert dense.measured_on.text_hash == pruned.measured_on.text_hash
+    assert dense.measured_on.split == "evaluation"
+    assert (dense.measured_on.model.num_layers, pruned.measured_on.model.num_layers) == (6, 5)
+
+
+def test_sensitivity_writes_its_result_the_profile_and_a_map(run: Callable[..., Done]) -> None:
+    done = run("sensitivity", "tiny", "--study", "group,threshold", "--limit", "3", "-o", "run", *TEXT)
+    assert (done.code, done.err) == (0, "")
+    assert {"run/profile.json", "run/sensitivity.json", "run/figures/sensitivity-map.svg"} <= done.changed
+    result = Sensitivity.load("run/sensitivity.json")
+    assert str(result) in done.out
+    assert result.calibrated_on is not None
+    assert {result.measured_on.split, result.calibrated_on.split} == {"evaluation", "calibration"}
+    assert "Sensitivity" in Path("run/report.html").read_text(encoding="utf-8")
+
+
+def test_sensitivity_why_measures_what_may_explain_it(run: Callable[..., Done]) -> None:
+    arguments = ["sensitivity", "tiny", "--study", "removal", "--why", "-o", "run", *TEXT]
+    done = run(*arguments)
+    assert (done.code, done.err) == (0, "")
+    assert {"run/activations.json", "run/jacobian.json"} <= done.changed
+    assert not run(*arguments, "--resume").changed
+
+
+INTERRUPTIBLE = {
+    "sensitivity": (Sweep, "_measure", ["sensitivity", "tiny", "--study", "layer,removal", *TEXT]),
+    "check": (checks_module, "_outcome", ["check", "tiny", "--tokens", "64", "--context", "32"]),
+}
+
+
+@pytest.mark.parametrize("name", INTERRUPTIBLE)
+def test_an_interrupted_run_goes_on_where_it_stopped(
+    name: str, run: Callable[..., Done], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    owner, attribute, arguments = INTERRUPTIBLE[name]
+    work, calls, limit = getattr(owner, attribute), [0], [5]
+
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        if calls[0] == limit[0]:
+            raise KeyboardInterrupt
+        calls[0] += 1
+        return work(*args, **kwargs)
+
+    monkeypatch.setattr(owner, attribute, counted)
+    whole = {"sensitivity": 13, "check": 30}[name]  # the dense model, six layers twice; thirty settings
+    assert run(*arguments).code == 130
+    limit[0] = whole
+    done = run(*arguments, "--resume")
+    assert (done.code, calls[0]) == (0, whole)
+    again = run(*arguments, "--resume")
+    assert (again.code, calls[0]) == (0, whole)
+    assert again.out == done.out
+    assert not again.changed
+    limit[0] = whole + 1
+    assert run(*arguments).code == 130  # without --resume the first job is done anew
+    assert calls[0] == whole + 1
+
+
+def test_resuming_on_other_text_is_refused(run: Callable[..., Done]) -> None:
+    arguments = ["sensitivity", "tiny", "--study", "removal", "-o", "run"]
+    assert run(*arguments, *TEXT).code == 0
+    done = run(*arguments, "--tokens", "192", "--context", "64", "--resume")
+    assert done.code == 2
+    assert "run without --resume" in done.err
+
+
+def test_report_draws_a_run_again(run: Callable[..., Done]) -> None:
+    run("profile", "tiny", "-o", "run", *QUICK)
+    Path("run/report.html").unlink()
+    assert run("report", "run").changed == {"run/report.html"}
+
+
+@pytest.mark.parametrize("name", [*COMMANDS, "theorems"])
+def test_json_is_one_document_and_nothing_else(name: str, run: Callable[..., Done]) -> None:
+    done = run(*COMMANDS.get(name, ["theorems"]), "--json")
+    assert (done.code, done.err) == (0, "")
+    assert isinstance(json.loads(done.out), dict)
+
+
+# Bad models: every command that takes one says so.
+
+
+def nan_in_layer_3(folder: Path) -> None:
+    weights = load_file(folder / "model.safetensors")
+    weights["model.layers.3.mlp.up_proj.weight"].fill_(float("nan"))
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
+
+
+@pytest.mark.parametrize("fault", ["truncated", "corrupt", "pickle only", "missing shard", "missing key", "no config"])
+def test_a_broken_checkpoint(fault: str, command: list[str], run_bad: Callable[..., str], checkpoint: Path) -> None:
+    BROKEN[fault][0](checkpoint)
+    assert "tiny" in run_bad(*command)
+
+
+def test_an_encoder(command: list[str], run_bad: Callable[..., str], checkpoint: Path) -> None:
+    BertLMHeadModel(bert()).save_pretrained(checkpoint)
+    assert "(an encoder); give a causal decoder" in run_bad(*command)
+
+
+@pytest.mark.parametrize("share", [0.1, 0.9])
+def test_a_truncated_gguf_file(
+    share: float, command: list[str], run_bad: Callable[..., str], reader: PreTrainedModel, checkpoint: Path
+) -> None:
+    path = write_gguf(reader, checkpoint.parent / "x.gguf")
+    path.write_bytes(path.read_bytes()[: int(share * path.stat().st_size)])
+    assert "x.gguf, it may be truncated or corrupt" in run_bad(*(a.replace("tiny", "x.gguf") for a in command))
+
+
+@pytest.mark.parametrize("model", ["./absent", "a/b/c", "absent.gguf"])
+def test_an_unknown_model(model: str, command: list[str], run_bad: Callable[..., str]) -> None:
+    assert "; " in run_bad(*(a.replace("tiny", model) for a in command))
+
+
+def test_a_hub_model_offline(
+    command: list[str], run_bad: Callable[..., str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    command = [a.replace("tiny", "some-org/some-model-that-nobody-has") for a in command]
+    assert "and --offline was given; download it first" in run_bad(*command, "--offline")
+
+
+@pytest.mark.parametrize("command", ["profile", "rank", "prune"], indirect=True)
+def test_nan_activations_are_named_by_layer(command: list[str], run_bad: Callable[..., str], checkpoint: Path) -> None:
+    nan_in_layer_3(checkpoint)
+    assert "NaN or infinite activations in the output of layer 3" in run_bad(*command)
+
+
+def test_nan_activations_have_no_perplexity(run_bad: Callable[..., str], checkpoint: Path) -> None:
+    nan_in_layer_3(checkpoint)
+    assert "output of layer 3" in run_bad(*COMMANDS["eval"])
+
+
+# Bad text.
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("x.txt", b"", "x.txt (calibration) has 0 tokens and 128 are needed"),
+        ("x.txt", b"short", "lower --tokens or give a longer text"),
+        ("x.txt", b"caf\xe9 " * 999, "cannot read x.txt as UTF-8"),
+        ("x.jsonl", b'{"text": 1}', "x.jsonl line 1 is no JSON object"),
+        ("y.txt", b"", "x.txt is no readable file"),
+    ],
+    ids=["empty", "short", "Latin-1", "JSONL", "missing"],
+)
+def test_a_bad_text(name: str, content: bytes, message: str, run_bad: Callable[..., str]) -> None:
+    Path(name).write_bytes(content)
+    assert message in run_bad(*COMMANDS["profile"], "--text", name.replace("y", "x"))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--context", "129", "--tokens", "258"], "context 129 is longer than the model's 128; lower --context"),
+        (["--tokens", "32"], "32 tokens do not fill one window of 64; raise --tokens"),
+        (["--text", "org/set", "--offline"], "--offline forbids the hub"),
+        (["--dtype", "float99"], "unknown dtype float99; give one of"),
+        (["--device", "bogus"], "there is no device bogus here; give cpu"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_a_bad_common_option(options: list[str], message: str, command: list[str], run_bad: Callable[..., str]) -> None:
+    assert message in run_bad(*command, *options)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--method", "guess"], "unknown method 'guess'; give difference or jvp"),
+        (["--pooling", "mean"], "unknown pooling 'mean'; give energy or token"),
+        (["--epsilon", "0"], "epsilon > 0"),
+        (["--epsilon", "nan"], "epsilon"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_a_bad_option_of_profile(options: list[str], message: str, run_bad: Callable[..., str]) -> None:
+    assert message in run_bad(*COMMANDS["profile"], *options)
+
+
+# Bad choices of layers.
+
+
+@pytest.mark.parametrize(
+    ("choice", "message"),
+    [
+        (["--remove", "6"], "cannot remove 6 of 6 layers; give 1 to 5"),
+        (["--remove", "99"], "cannot remove 99 of 6 layers; give 1 to 5"),
+        (["--remove", "0"], "give 1 to 5"),
+        (["--remove", "-1"], "give 1 to 5"),
+        (["--layers", "3,3"], "layer 3 is named more than once; name each layer once"),
+        (["--layers", "99"], "layer 99 does not exist: tiny has layers 0 to 5"),
+        (["--layers", "-1"], "layer -1 does not exist"),
+        (["--layers", "0,1,2,3,4,5"], "keep at least one"),
+        (["--layers", "a,b"], "--layers 'a,b' is no list of numbers; write it as 3,7"),
+        (["--layers", ""], "is no list of numbers"),
+        ([], "give --remove N, --max-kl X, --layers 3,7 or --plan FILE, one of the four"),
+        (["--remove", "1", "--layers", "1"], "one of the four"),
+        (["--remove", "1", "--criterion", "best"], "unknown criterion 'best'; give one of rho, bi"),
+        (["--remove", "1", "--alpha", "1.5"], "alpha 1.5 is outside [0, 1]; give"),
+        (["--plan", "absent.json"], "cannot read absent.json"),
+        (["--plan", "tiny/config.json"], "tiny/config.json holds no result, not PruningPlan; give"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_a_bad_choice_of_layers(choice: list[str], message: str, run_bad: Callable[..., str]) -> None:
+    assert message in run_bad("prune", "tiny", "-o", "out", *choice, *QUICK)
+
+
+@pytest.mark.parametrize(
+    "choice", [["--remove", "6"], ["--remove", "0"], ["--criterion", "best"], ["--alpha", "-1"]], ids=" ".join
+)
+@pytest.mark.parametrize("source", [["tiny"], ["--profile", "run/profile.json"]], ids=["model", "profile"])
+def test_a_bad_choice_when_ranking(
+    choice: list[str], source: list[str], run: Callable[..., Done], run_bad: Callable[..., str]
+) -> None:
+    run("profile", "tiny", "-o", "run", *QUICK)
+    run_bad("rank", *source, *QUICK, *choice)
+
+
+@pytest.mark.parametrize("source", [[], ["tiny", "--profile", "x"]], ids=["neither", "both"])
+def test_a_ranking_needs_a_model_or_a_profile(source: list[str], run_bad: Callable[..., str]) -> None:
+    assert "give a MODEL to measure or --profile FILE, one of the two" in run_bad("rank", *source)
+
+
+@pytest.mark.parametrize("cut", [10, -5])
+def test_a_profile_cut_short(cut: int, run: Callable[..., Done], run_bad: Callable[..., str]) -> None:
+    run("profile", "tiny", "-o", "run", *QUICK)
+    path = Path("run/profile.json")
+    path.write_text(path.read_text(encoding="utf-8")[:cut], encoding="utf-8")
+    assert "is not complete JSON; make it again" in run_bad("rank", "--profile", str(path))
+
+
+@pytest.mark.parametrize("other", ["gpt2", "llama"])
+def test_a_plan_made_for_another_model(
+    other: str, run: Callable[..., Done], run_bad: Callable[..., str], checkpoint: Path
+) -> None:
+    run("rank", "tiny", "--remove", "1", "-o", "run", *QUICK)
+    make_tiny(other, seed=1, vocab_size=len(VOCABULARY)).save_pretrained(checkpoint)
+    line = run_bad("prune", "tiny", "--plan", "run/plan.json", "-o", "out", *QUICK)
+    assert "this plan was made for tiny (llama, 6 layers), not for tiny; rank this model's layers anew" in line
+
+
+# Bad places, and disks.
+
+
+@pytest.mark.parametrize("output", ["tiny", "tiny/config.json"], ids=["folder", "file"])
+def test_an_output_that_is_not_empty(output: str, run_bad: Callable[..., str]) -> None:
+    line = run_bad("prune", "tiny", "--remove", "1", "-o", output, *QUICK)
+    assert f"{output} exists and is not empty; choose another --output or empty it" in line
+
+
+@pytest.mark.parametrize("name", ["profile", "rank", "eval"])
+def test_an_output_that_is_a_file(name: str, run_bad: Callable[..., str]) -> None:
+    assert "cannot write tiny/config.json/" in run_bad(*COMMANDS[name], "-o", "tiny/config.json")
+
+
+def test_a_full_disk(command: list[str], run: Callable[..., Done], monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*args: Any, **kwargs: Any) -> NoReturn:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "replace", full)
+    done = run(*command)
+    assert done.code == 2
+    assert done.err.startswith("error: ")
+    assert done.err.count("\n") == 1
+    assert "No space left on device" in done.err
+    assert not any(Path(path).is_file() for path in done.changed)
+
+
+@pytest.mark.parametrize("folder", ["tiny", "absent", "tiny/config.json"])
+def test_a_report_of_nothing(folder: str, run_bad: Callable[..., str]) -> None:
+    assert f"{folder} holds no results; give a folder" in run_bad("report", folder)
+
+
+# The text that a model was chosen on.
+
+
+@pytest.fixture
+def text(checkpoint: Path) -> str:
+    lines = (f"Line {n} of a text, and its number squared is {n * n}.\n\n" for n in range(200))
+    (checkpoint.parent / "own.txt").write_text("".join(lines))
+    return "own.txt"
+
+
+@pytest.mark.parametrize("split", ["calibration", "all"])
+@pytest.mark.parametrize("spelling", ["own.txt", "./own.txt", "tiny/../own.txt"])
+def test_a_pruned_model_is_not_scored_on_its_calibration_text(
+    split: str, spelling: str, text: str, run: Callable[..., Done], run_bad: Callable[..., str]
+) -> None:
+    run(*COMMANDS["prune"], "--text", text)
+    line = run_bad("eval", "out", *TEXT, "--text", spelling, "--split", split)
+    assert f"out was made with {spelling}; use --split evaluation or another --text" in line
+
+
+@pytest.mark.parametrize("options", [["--text", "own.txt"], ["--split", "all"]], ids=["other half", "other text"])
+def test_a_pruned_model_is_scored_on_other_text(options: list[str], text: str, run: Callable[..., Done]) -> None:
+    run(*COMMANDS["prune"], "--text", text)
+    assert run("eval", "out", *TEXT, *options).code == 0
+
+
+LONGER = ["--tokens", "512", "--context", "64"]
+COMPRESS = ["compress", "--method", "magnitude", "--sparsity", "0.3"]
+PRUNE = ["prune", "--remove", "1", "--seeds", "1"]
+
+
+def elsewhere() -> tuple[str, str]:
+    Path("deep/er").mkdir(parents=True)
+    os.chdir("deep/er")
+    return "../../out", "../../own.txt"
+
+
+def copied() -> tuple[str, str]:
+    shutil.copy("own.txt", "copy.txt")
+    return "out", "copy.txt"
+
+
+def with_a_paragraph_more() -> tuple[str, str]:
+    own = Path("own.txt").read_text()
+    Path("more.txt").write_text("A paragraph that was added.\n\n" + own)
+    return "out", "more.txt"
+
+
+@pytest.mark.parametrize("moved", [elsewhere, copied, with_a_paragraph_more])
+def test_the_calibration_text_is_known_by_its_content(
+    moved: Callable[[], tuple[str, str]], text: str, run: Callable[..., Done], run_bad: Callable[..., str]
+) -> None:
+    assert run(*PRUNE, "tiny", "-o", "out", *LONGER, "--text", text).code == 0
+    model, where = moved()
+    line = run_bad("eval", model, *LONGER, "--text", where, "--split", "calibration")
+    assert (
+        f"of what step 1 of its history (prune) saw, {text} (calibration): {model} was made with {where}; use" in line
+    )
+    assert run("eval", model, *LONGER, "--text", where).code == 0
+
+
+@pytest.mark.parametrize("allocation", ["owl", "lyapunov"])
+def test_what_an_allocation_was_measured_on_was_seen(
+    allocation: str, text: str, run: Callable[..., Done], run_bad: Callable[..., str]
+) -> None:
+    run(*COMPRESS, "tiny", "--allocation", allocation, "-o", "out", *LONGER, "--text", text)
+    assert CompressionReport.load("out/compression.json").calibration is None
+    assert "(compress) saw" in run_bad("eval", "out", *LONGER, "--text", text, "--split", "calibration")
+    assert f"Allocation: by tiny, float32 on cpu; 512 tokens of {text}" in Path("out/README.md").read_text()
+    assert run("eval", "out", *LONGER, "--text", text).code == 0
+
+
+def test_weights_alone_see_no_text(text: str, run: Callable[..., Done]) -> None:
+    run(*COMPRESS, "tiny", "-o", "out", *LONGER, "--text", text)
+    assert run("eval", "out", *LONGER, "--text", text, "--split", "calibration").code == 0
+
+
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [
+        (PRUNE, COMPRESS),
+        (["compress", "--method", "wanda", "--sparsity", "0.3"], ["prune", "--layers", "0"]),
+        (PRUNE, ["prune", "--layers", "0"]),
+        (PRUNE, ["prune", "--layers", "0", "--on-disk"]),
+        ([*COMPRESS, "--allocation", "owl"], ["prune", "--layers", "0", "--on-disk"]),
+        (PRUNE, ["heal", "--steps", "1", "--teacher", "tiny"]),
+    ],
+    ids=lambda options: " ".join(options[::2]),
+)
+def test_a_second_step_keeps_what_the_first_saw(
+    first: list[str], second: list[str], text: str, run: Callable[..., Done], run_bad: Callable[..., str]
+) -> None:
+    assert run(*first, "tiny", "-o", "out", *LONGER, "--text", text).code == 0
+    assert run(*second, "out", "-o", "again", *LONGER).code == 0
+    assert [step.kind for step in History.load("again/history.json").steps] == [first[0], second[0]]
+    line = run_bad("eval", "again", *LONGER, "--text", text, "--split", "calibration")
+    assert f"step 1 of its history ({first[0]}) saw, own.txt" in line
+    assert run("eval", "again", *LONGER, "--text", text).code == 0
+
+
+def test_hierarchy_and_sensitivity_ask_the_history_too(text: str, run: Callable[..., Done]) -> None:
+    halves = "".join(Path(text).read_text().partition("Line 100 ")[::2][::-1])  # the other half first
+    Path("turned.txt").write_text(halves)
+    run(*PRUNE, "tiny", "-o", "out", *LONGER, "--text", text)
+    for command in (["hierarchy", "tiny", "out", "--steps", "1"], ["sensitivity", "out", "--study", "removal"]):
+        done = run(*command, *LONGER, "--text", "turned.txt")
+        assert done.code == 2, command
+        assert "step 1 of its history (prune) saw, own.txt (calibration): out was made with turned.txt" in done.err
+
+
+def test_an_unknown_split(run_bad: Callable[..., str]) -> None:
+    assert "unknown split 'test'; give calibration, evaluation or all" in run_bad(*COMMANDS["eval"], "--split", "test")
+
+
+# A failed check, usage, interruption.
+
+
+def test_a_failed_gate_is_exit_code_1_and_nothing_written(
+    run: Callable[..., Done], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def wrongly(model: PreTrainedModel, plan: PruningPlan) -> PreTrainedModel:
+        pruned = remove_layers(model, plan)
+        wrong_layer_idx(pruned)
+        return pruned
+
+    monkeypatch.setattr(checkpoint_module, "remove_layers", wrongly)
+    done = run(*COMMANDS["prune"])
+    assert done.code == 1
+    assert done.err.startswith("error: nothing written: the pruned model fails the gate, cached decoding: ")
+    assert (done.err.count("\n"), done.out, done.changed) == (1, "", set())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["unknown"], "No such command 'unknown'"),
+        (["--unknown"], "No such option: --unknown"),
+        (["profile"], "Missing argument 'model'"),
+        (["prune", "tiny"], "Missing option '--output'"),
+        (["prune", "tiny", "-o"], "requires an argument"),
+        (["profile", "tiny", "extra"], "extra"),
+        (["profile", "tiny", "--tokens", "many"], "'--tokens'"),
+        (["profile", "tiny", "--tokens", "1"], "'--tokens'"),
+        (["profile", "tiny", "--seeds", "0"], "'--seeds'"),
+        (["profile", "tiny", "--batch-size", "0"], "'--batch-size'"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_a_usage_error(arguments: list[str], message: str, run_bad: Callable[..., str]) -> None:
+    line = run_bad(*arguments)
+    assert message in line
+    assert line.endswith("; see lyapunov-prune COMMAND --help\n")
+
+
+@pytest.mark.parametrize("arguments", [[], ["--help"], ["prune", "--help"]], ids=" ".join)
+def test_help_is_no_error(arguments: list[str], run: Callable[..., Done]) -> None:
+    done = run(*arguments)
+    assert (done.code, done.err, done.changed) == (0, "", set())
+    assert "Usage: lyapunov-prune" in done.out
+
+
+def test_an_interruption_is_exit_code_130(run: Callable[..., Done], monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupt(*args: Any, **kwargs: Any) -> NoReturn:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(checkpoint_module, "remove_layers", interrupt)
+    done = run(*COMMANDS["prune"])
+    assert (done.code, done.err.strip(), done.changed) == (130, "", set())
+
+
+def test_compress_writes_a_plain_checkpoint_that_says_what_it_is(run: Any) -> None:
+    done = run("compress", "tiny", "--method", "wanda", "--pattern", "2:4", "-o", "out", *TEXT)
+    assert done.code == 0
+    assert "neither memory nor time is saved" in done.out
+    AutoModelForCausalLM.from_pretrained("out")
+    assert Path("out/compression.json").is_file()
+    assert run("eval", "out", "--split", "calibration", *TEXT).code == 2  # its calibration text
+    done = run("eval", "out", "--against", "tiny", *TEXT)
+    assert done.code == 0
+    assert "50% of the entries are zero" in done.out
+
+
+def test_an_allocation_is_measured_or_read(run: Any) -> None:
+    sparse = ["compress", "tiny", "--method", "magnitude", "-o"]
+    assert run(*sparse, "a", "--sparsity", "0.5", "--allocation", "lyapunov", *TEXT).code == 0
+    allocation = CompressionReport.load("a/compression.json").allocation
+    allocation.save("allocation.json")
+    assert run(*sparse, "b", "--allocation", "allocation.json", *TEXT).code == 0
+    a, b = (load_file(f"{name}/model.safetensors") for name in "ab")
+    assert all(torch.equal(a[key], b[key]) for key in a)
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (["--method", "wanda", "--pattern", "2-4"], "write it as 2:4"),
+        (["--method", "wanda", "--bits", "4"], "takes sparsity"),
+        (["--method", "wanda", "--sparsity", "0.5", "--allocation", "none.json"], "unknown allocation"),
+        (["--method", "best", "--sparsity", "0.5"], "unknown method"),
+    ],
+)
+def test_compress_refuses_before_it_loads(run: Any, args: list[str], message: str) -> None:
+    done = run("compress", "tiny", "-o", "out", *args, *TEXT)
+    assert done.code == 2
+    assert message in done.err
+    assert not done.changed
+
+
+def test_criteria_that_look_at_the_predictions(run: Any) -> None:
+    assert run("rank", "tiny", "--criterion", "kl", "--remove", "2", *TEXT).code == 0
+    assert PruningPlan.load("runs/tiny/plan.json").criterion == "kl"
+    assert Path("runs/tiny/divergence.json").is_file()
+    assert run("prune", "tiny", "--criterion", "oracle", "--remove", "2", "-o", "out", *TEXT).code == 0
+    by_hand = run("rank", "tiny", "--criterion", "oracle", "--remove", "2", "--resume", *TEXT)
+    assert by_hand.code == 0
+    assert PruningPlan.load("runs/tiny/plan.json").remove == Provenance.load("out/provenance.json").plan.remove
+    done = run("rank", "tiny", "--criterion", "oracle", *TEXT)
+    assert done.code == 2
+    assert "give --remove N" in done.err
+    assert "a profile holds no scores of criterion kl" in run("rank", "--profile", "x.json", "--criterion", "kl").err
+
+
+def test_a_run_of_layers_goes_as_one(run: Any) -> None:
+    assert run("rank", "tiny", "--criterion", "angular", "--remove", "2", *TEXT).code == 0
+    plan = PruningPlan.load("runs/tiny/plan.json")
+    assert plan.remove == (plan.remove[0], plan.remove[0] + 1)
+    assert run("prune", "tiny", "--criterion", "angular", "--remove", "2", "-o", "out", *TEXT).code == 0
+    assert Provenance.load("out/provenance.json").plan.remove == plan.remove
+    assert "give --remove N" in run("rank", "tiny", "--criterion", "angular", *TEXT).err
+    periods = ("--remove", "2", "--keep-period", "-o", "no")
+    assert "leave out --keep-period" in run("prune", "tiny", "--criterion", "angular", *periods, *TEXT).err
+
+
+def test_a_pruned_model_is_healed_by_the_one_it_came_from(run: Any) -> None:
+    assert run("prune", "tiny", "--layers", "1,3", "-o", "out", *TEXT).code == 0
+    done = run("heal", "out", "-o", "healed", "--teacher", "tiny", "--steps", "3", "--rank", "2", *TEXT)
+    assert done.code == 0
+    report = Healing.load("healed/healing.json")
+    assert (report.steps, report.rank) == (3, 2)
+    assert not list(Path("runs").rglob("jobs/heal"))
+    assert Provenance.load("healed/provenance.json").plan.remove == (1, 3)
+    AutoModelForCausalLM.from_pretrained("healed")
+    assert "--teacher" in run("heal", "tiny", "-o", "again", "--steps", "1", *TEXT).err
+    assert run("eval", "healed", "--split", "calibration", *TEXT).code == 2
+
+
+def test_a_strangers_provenance_does_not_choose_what_is_loaded(
+    run: Any, run_bad: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run("prune", "tiny", "--layers", "1,3", "-o", "out", *TEXT)
+    made = Path("out/provenance.json")
+    content = json.loads(made.read_text())
+    for source in ("tiny", "someone/large", "/etc", "\x1b[2J\nerror: no"):
+        made.write_text(json.dumps(content | {"source": source}))
+        monkeypatch.setattr(loading, "load", pytest.fail)
+        told = run_bad("heal", "out", "-o", "healed", "--steps", "1", *TEXT)
+        assert f"was made from {source!r}; if you trust it, give that as --teacher" in told
+        assert "\x1b" not in told
+
+
+def test_the_built_in_model_teaches_without_being_named(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    run("prune", "tiny", "--layers", "1,3", "-o", "out", *TEXT)
+    made = Path("out/provenance.json")
+    made.write_text(json.dumps(json.loads(made.read_text()) | {"source": loading.BUILTIN}))
+    monkeypatch.setattr(loading, "builtin_folder", lambda: Path("tiny"))
+    assert run("heal", "out", "-o", "healed", "--steps", "1", *TEXT).code == 0
+
+
+def test_a_teacher_of_other_weights_than_those_pruned_is_refused(run: Any, run_bad: Any) -> None:
+    run("prune", "tiny", "--layers", "1,3", "-o", "out", *TEXT)
+    shutil.copytree("tiny", "tuned")
+    weights = load_file("tuned/model.safetensors")
+    weights["model.layers.4.mlp.up_proj.weight"][3, 3] += 0.01
+    save_file(weights, "tuned/model.safetensors", {"format": "pt"})
+    told = run_bad("heal", "out", "-o", "healed", "--teacher", "tuned", "--steps", "1", *TEXT)
+    assert "tuned is not the model that out was made from, which out/provenance.json records as 'tiny'" in told
+
+
+def test_models_that_read_text_otherwise_are_not_compared(run: Any, run_bad: Any) -> None:
+    shutil.copytree("tiny", "other")
+    names = VOCABULARY[:3] + VOCABULARY[-2:2:-1] + VOCABULARY[-1:]
+    content = json.loads(Path("tiny/tokenizer.json").read_text())
+    content["model"]["vocab"] = {name: i for i, name in enumerate(names)}
+    Path("other/tokenizer.json").write_text(json.dumps(content))
+    for command in (
+        ("eval", "tiny", "--against", "other"),
+        ("hierarchy", "other", "tiny"),
+        ("heal", "tiny", "--teacher", "other", "-o", "healed"),
+    ):
+        told = run_bad(*command, *TEXT)
+        assert "other and tiny have different tokenizers (token '!' has id 258 and id 3); give two models" in told
+
+
+def test_the_budget_of_divergence_says_how_many_layers_go(run: Any) -> None:
+    kl = ("tiny", "--criterion", "kl", *TEXT)
+    assert run("rank", *kl, "--max-kl", "1000").code == 0
+    assert len(PruningPlan.load("runs/tiny/plan.json").remove) == 5  # one layer stays
+    assert "raise the budget" in run("rank", *kl, "--max-kl", "1e-9").err
+    spent = BudgetedRemoval.load("runs/tiny/budget.json")
+    assert run("prune", *kl, "--max-kl", str(spent.kl[0]), "-o", "out").code == 0
+    assert Provenance.load("out/provenance.json").plan.remove == spent.ranking.order[:1]
+    assert run("rank", "tiny", "--criterion", "bi", *TEXT, "--max-kl", "1000").code == 0
+    for wrong in (("--remove", "2"), ("--what", "mlp", "--criterion", "bi")):
+        assert "--max-kl says how many" in run("rank", *kl, "--max-kl", "1", *wrong).err
+    assert "removes nothing" in run("prune", *kl, "--max-kl", "0", "-o", "no").err
+    assert "give --remove N" in run("rank", "tiny", "--criterion", "oracle", "--max-kl", "1", *TEXT).err
+
+
+def test_hierarchy_follows_a_compressed_and_a_pruned_model(run: Any) -> None:
+    few = ["--tokens", "32", "--context", "16", "--steps", "3"]
+    assert run("compress", "tiny", "--method", "rtn", "--bits", "8", "-o", "rounded", *TEXT).code == 0
+    Path("items.jsonl").write_text('{"query": "one two", "choices": ["three", "four five"], "gold": 1}\n' * 3)
+    assert "give COMPRESSED too" in run("hierarchy", "tiny", "--choices", "items.jsonl").err
+    assert run("hierarchy", "tiny", "rounded", "--choices", "items.jsonl", "--limit", "2", *few).code == 0
+    written = {p.name for p in Path("runs/tiny").iterdir()}
+    assert {"hierarchy.json", "generation.json", "paths.json", "choices.json", "report.html"} <= written
+    assert len(ChoiceComparison.load("runs/tiny/choices.json").gold) == 2
+    rounded = HierarchyProbe.load("runs/tiny/hierarchy.json")
+    assert run("hierarchy", "tiny", *few).code == 0
+    dropped = HierarchyProbe.load("runs/tiny/hierarchy.json")
+    assert rounded.kl.mean() < dropped.kl.mean()
+    assert run("prune", "tiny", "--layers", "1", "-o", "out", *TEXT).code == 0
+    assert run("hierarchy", "tiny", "out", *few).code == 0

@@ -1,0 +1,105 @@
+"""End to end on the real built-in model."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+
+from lyapunov_prune import PruningPlan, block_influence, measure_contraction, perplexity, remove_layers, verify_removal
+from lyapunov_prune.cli import demo as demo_module
+from lyapunov_prune.data.batch import TokenBatch
+from lyapunov_prune.evaluation.speed import measure_speed
+from lyapunov_prune.models.loading import Loaded
+from lyapunov_prune.pruning.curve import RemovalCurve
+
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("smollm2")]
+
+PLAIN = """
+import sys, torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+model = AutoModelForCausalLM.from_pretrained(sys.argv[1])
+AutoTokenizer.from_pretrained(sys.argv[1])
+assert not [name for name in sys.modules if name.startswith("lyapunov_prune")]
+with torch.no_grad():
+    torch.save(model(torch.load(sys.argv[2])).logits, sys.argv[3])
+"""
+
+
+@pytest.fixture(scope="session")  # a module's end may come between two of its tests under xdist
+def run(tmp_path_factory: pytest.TempPathFactory, smollm2: Loaded) -> Path:
+    """A short demo: every step of the long one, on 512 tokens, with fewer removals and a short race."""
+    folder = tmp_path_factory.mktemp("demo")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(demo_module, "load", lambda name: smollm2)
+        patch.setattr(demo_module, "REMOVALS", (1, 4))
+        patch.setattr(demo_module, "measure_speed", partial(measure_speed, prompt=32, steps=4, repeats=2))
+        demo_module.run_demo(folder, tokens=512, context=128, say=lambda _: None)
+    return folder
+
+
+def test_the_demo_writes_every_result(run: Path) -> None:
+    names = {path.name for path in run.iterdir()}
+    plans = {f"plan-{c}.json" for c in demo_module.CRITERIA}
+    assert names == {"profile.json", "removal.json", "speed.json", "report.html", "figures", "pruned"} | plans
+    assert (run / "report.html").read_text().count("<svg") == 5
+    curve = RemovalCurve.load(run / "removal.json")
+    assert len(curve.rows) == 1 + 2 * 3
+    assert 5 < curve.dense.perplexity < 60
+    assert all(row.perplexity > curve.dense.perplexity for row in curve.rows[1:])
+
+
+def test_the_demo_resumes(run: Path, smollm2: Loaded, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(demo_module, "load", lambda name: smollm2)
+    for work in ("profile_layers", "evaluate_removals", "write_pruned", "measure_speed"):
+        monkeypatch.setattr(demo_module, work, lambda *a, **k: pytest.fail("repeated"))
+    demo_module.run_demo(run, tokens=512, context=128, resume=True, say=lambda _: None)
+
+
+def test_the_checkpoint_is_plain_transformers(run: Path, smollm2: Loaded, english: TokenBatch, tmp_path: Path) -> None:
+    plan = PruningPlan.load(run / "plan-blend.json")
+    ids = english.ids[:1, :64]
+    torch.save(ids, tmp_path / "ids.pt")
+    arguments = [sys.executable, "-c", PLAIN, run / "pruned", tmp_path / "ids.pt", tmp_path / "logits.pt"]
+    subprocess.run(arguments, check=True, capture_output=True, cwd=tmp_path)
+    with torch.no_grad():
+        expected = remove_layers(smollm2.model, plan)(ids).logits
+    # Another process may run with another number of threads, and so in another order of sums.
+    torch.testing.assert_close(torch.load(tmp_path / "logits.pt"), expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("remove", [[0], [11], [5, 20], [26, 27, 28, 29]])
+def test_the_real_model_passes_the_gate(smollm2: Loaded, english: TokenBatch, remove: list[int]) -> None:
+    report = verify_removal(smollm2.model, remove_layers(smollm2.model, remove), remove, english)
+    assert report.passed, f"\n{report}"
+
+
+def test_the_attention_sink_of_layer_11(smollm2: Loaded, english: TokenBatch) -> None:
+    """Energy pooling sees a strong contraction there, token pooling next to none."""
+    profile = measure_contraction(smollm2.model, english, seeds=(0,))
+    assert profile.rho[11] < 0.2
+    assert 0.8 < profile.pooled("token").rho[11] < 1.25
+    assert 11 in profile.pooling_disagrees
+    assert profile.sink_state_share[12] > 0.8
+
+
+def test_difference_and_derivative_agree(smollm2: Loaded, english: TokenBatch) -> None:
+    batch = TokenBatch(english.ids[:1, :64], english.text, english.split, english.bos)
+    difference = measure_contraction(smollm2.model, batch, seeds=(0,), epsilon=1e-3)
+    derivative = measure_contraction(smollm2.model, batch, seeds=(0,), method="jvp")
+    assert abs(difference.rho / derivative.rho - 1).max() < 0.02
+
+
+def test_influence_is_largest_at_the_ends(smollm2: Loaded, english: TokenBatch) -> None:
+    influence = block_influence(smollm2.model, english).influence
+    assert set(influence.argsort()[-3:]) >= {0, 29}
+
+
+def test_perplexity_is_the_library_s_own_loss(smollm2: Loaded, english: TokenBatch) -> None:
+    with torch.no_grad():
+        losses = [float(smollm2.model(row[None], labels=row[None]).loss) for row in english.ids]
+    assert perplexity(smollm2.model, english).nll == pytest.approx(sum(losses) / len(losses), rel=1e-5)

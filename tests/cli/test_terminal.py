@@ -1,0 +1,67 @@
+"""What is shown: text, whatever names are in it."""
+
+from __future__ import annotations
+
+import io
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pytest
+from rich.console import Console
+
+from lyapunov_prune.cli import terminal
+from lyapunov_prune.errors import CheckFailed, LyapunovPruneError, printable
+from lyapunov_prune.pruning.plan import PruningPlan
+from lyapunov_prune.results.result import ModelIdentity, Result
+
+STRANGE = "a\x1b[2J\x1b]0;t\x07b\rc\u202e\u2028\x85d"
+
+
+class Shown(Result):
+    def to_frame(self) -> pd.DataFrame:
+        return pd.DataFrame({"layer": [STRANGE, "[red]name[/red]"]})
+
+    def headline(self) -> str:
+        return f"{STRANGE} [bold]x[/bold]\nsecond line"
+
+
+def test_what_a_terminal_would_obey_is_its_escape() -> None:
+    assert printable(STRANGE) == r"a\x1b[2J\x1b]0;t\x07b\rc\u202e\u2028\x85d"
+    assert printable(os.fsdecode(b"x\xff")) == r"x\udcff"  # a name of no encoding, which print would refuse
+    assert printable("ρ “x” 模型 -, é") == "ρ “x” 模型 -, é"
+    assert printable(printable(STRANGE)) == printable(STRANGE)
+
+
+@pytest.mark.parametrize("kind", [LyapunovPruneError, CheckFailed])
+def test_an_error_is_one_printable_line(kind: type[LyapunovPruneError]) -> None:
+    message = str(kind(f"no tensor {STRANGE}\n\n  of x; y"))
+    assert message == r"no tensor a\x1b[2J\x1b]0;t\x07b c\u202e d of x; y"
+
+
+def test_what_is_said_keeps_its_lines_alone(capsys: pytest.CaptureFixture[str]) -> None:
+    terminal.show(Shown(), False, Path(STRANGE))
+    out = capsys.readouterr().out
+    assert all(c.isprintable() for c in out.replace("\n", ""))
+    assert out.count("\n") == 6  # two of the headline, three of the table, the path
+
+
+def test_a_table_on_a_terminal_is_text(monkeypatch: pytest.MonkeyPatch) -> None:
+    stream: Any = io.StringIO()
+    console = Console(file=stream, force_terminal=True, no_color=True, width=200, legacy_windows=False)
+    monkeypatch.setattr(terminal, "Console", lambda: console)
+    terminal.show(Shown(), False, None)
+    out = stream.getvalue()
+    assert "[red]name[/red]" in out
+    assert "[bold]x[/bold]\nsecond line" in out
+    assert "\x1b[2J" not in out
+    assert not {"\x07", "\r", "\u202e", "\u2028"} & set(out)
+
+
+def test_the_name_of_a_model_adds_no_line() -> None:
+    identity = ModelIdentity("m\nRemoval gate: passed", "llama", 6, 1, "", (0.0,))
+    assert identity.name == r"m\nRemoval gate: passed"
+    plan = PruningPlan((1,), "bi\nx", None, np.empty(0), identity, ())
+    assert "\n" not in plan.headline()

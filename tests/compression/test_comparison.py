@@ -1,0 +1,126 @@
+"""Compressions side by side: every row against a float64 reference, the same text for all, nothing seen before."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from helpers import make_tiny
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from scipy import stats
+from scipy.special import log_softmax
+from transformers import PreTrainedModel
+
+from lyapunov_prune import Allocation, LyapunovPruneError, allocate, compress, measure_contraction
+from lyapunov_prune.compression.comparison import CompressionTable, Setting, evaluate_compressions
+from lyapunov_prune.data.batch import TokenBatch
+
+
+def batch(seed: int, split: str, windows: int = 4) -> TokenBatch:
+    ids = torch.randint(97, (windows, 24), generator=torch.Generator().manual_seed(seed))
+    return TokenBatch(ids, text="drawn", split=split, bos=None)
+
+
+SEEN, UNSEEN = batch(0, "calibration"), batch(1, "evaluation")
+SETTINGS = (
+    Setting("magnitude", sparsity=0.0, label="dense"),
+    Setting("wanda", sparsity=0.5, pattern=(2, 4), label="wanda 2:4"),
+    Setting("rtn", bits=3, group_size=8),
+)
+
+
+def reference(model: PreTrainedModel, ids: torch.Tensor) -> np.ndarray:
+    """The loss of every window in nats, from the model's logits, in float64."""
+    with torch.no_grad():
+        log_p = log_softmax(model(ids).logits[:, :-1].double().numpy(), axis=-1)
+    return -np.take_along_axis(log_p, ids[:, 1:, None].numpy(), axis=-1)[..., 0].mean(-1)
+
+
+@pytest.fixture(scope="module")
+def table(llama: PreTrainedModel) -> CompressionTable:
+    return evaluate_compressions(llama, SETTINGS, SEEN, UNSEEN)
+
+
+def test_rows_are_the_compressed_models_on_the_text_that_they_have_not_seen(
+    llama: PreTrainedModel, table: CompressionTable
+) -> None:
+    dense = reference(llama, UNSEEN.ids)
+    assert table.dense == pytest.approx(np.exp(dense.mean()), rel=1e-6)
+    small = (
+        compress(llama, SEEN, method="wanda", sparsity=0.5, pattern=(2, 4)).model,
+        compress(llama, method="rtn", bits=3, group_size=8).model,
+    )
+    for row, model in zip(table.rows[1:], small, strict=True):
+        windows = reference(model, UNSEEN.ids)
+        assert row.perplexity == pytest.approx(np.exp(windows.mean()), rel=1e-6)
+        paired = windows - dense
+        assert row.degradation == pytest.approx(np.exp(paired.mean()), rel=1e-6)
+        wanted = stats.t.interval(0.95, len(paired) - 1, loc=paired.mean(), scale=stats.sem(paired))
+        assert np.log([row.low, row.high]) == pytest.approx(wanted, rel=1e-4)
+        assert row.degradation != 1
+
+
+def test_a_compression_that_takes_nothing_is_the_dense_model(table: CompressionTable) -> None:
+    row = table.rows[0]
+    assert (row.perplexity, row.degradation, row.low, row.high) == (table.dense, 1.0, 1.0, 1.0)
+    assert row.zeros == 0
+
+
+def test_rows_say_what_was_done_in_the_order_that_was_asked(table: CompressionTable) -> None:
+    assert [(r.method, r.allocation, r.unit, r.amount) for r in table.rows] == [
+        ("dense", "uniform", "sparsity", 0.0),
+        ("wanda 2:4", "uniform", "sparsity", 0.5),
+        ("rtn", "uniform", "bits", 3.0),
+    ]
+    assert table.rows[1].zeros == 0.5
+    assert (table.calibration.text_hash, table.measured_on.text_hash) == (SEEN.text_hash, UNSEEN.text_hash)
+    assert f"drawn (calibration, {SEEN.text_hash[:12]})" in table.headline()
+    assert list(table.to_frame()["degradation"]) == [r.degradation for r in table.rows]
+
+
+def test_saves_and_loads(table: CompressionTable, tmp_path: Path) -> None:
+    assert CompressionTable.load(table.save(tmp_path / "methods.json")) == table
+
+
+@settings(max_examples=5, deadline=None)
+@given(st.lists(st.floats(0, 0.95), min_size=1, max_size=2))
+def test_every_sparsity_is_met_and_stands_in_its_interval(llama: PreTrainedModel, sparsities: list[float]) -> None:
+    found = evaluate_compressions(llama, [Setting("magnitude", sparsity=s) for s in sparsities], SEEN, UNSEEN)
+    for row, sparsity in zip(found.rows, sparsities, strict=True):
+        assert row.amount == sparsity
+        assert row.zeros == pytest.approx(sparsity, abs=0.5 / (16 * 32))  # rounded to entries; 16 × 32 is the least
+        assert row.perplexity == pytest.approx(row.degradation * found.dense)
+        assert row.low * (1 - 1e-12) <= row.degradation <= row.high * (1 + 1e-12)
+
+
+def test_the_model_stays_and_batches_do_not_matter(table: CompressionTable) -> None:
+    model = make_tiny("llama")
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    found = evaluate_compressions(model, SETTINGS[2:], SEEN, UNSEEN, batch_size=3)
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert found.rows[0].degradation == pytest.approx(table.rows[2].degradation, rel=1e-5)
+
+
+def test_schedules_take_the_profile_or_an_allocation_by_hand(llama: PreTrainedModel) -> None:
+    by_hand: Allocation = allocate(llama, "atp", 0.4)
+    chosen = [Setting("wanda", "lyapunov", sparsity=0.4), Setting("magnitude", by_hand)]
+    with pytest.raises(LyapunovPruneError, match="profile"):
+        evaluate_compressions(llama, chosen[:1], SEEN, UNSEEN)
+    profile = measure_contraction(llama, SEEN.ids, seeds=(0,))
+    rows = evaluate_compressions(llama, chosen, SEEN, UNSEEN, profile=profile).rows
+    assert [(r.allocation, r.amount) for r in rows] == [("lyapunov", 0.4), ("atp", 0.4)]
+
+
+def test_one_window_has_no_interval(llama: PreTrainedModel) -> None:
+    one = evaluate_compressions(llama, SETTINGS[2:], SEEN, batch(1, "evaluation", windows=1)).rows[0]
+    assert np.isnan([one.low, one.high]).all()
+    assert one.degradation > 0
+
+
+def test_text_that_both_share_is_refused(llama: PreTrainedModel) -> None:
+    shared = TokenBatch(torch.cat([UNSEEN.ids, SEEN.ids[:1]]), text="leaky", split="evaluation", bos=None)
+    with pytest.raises(LyapunovPruneError, match=r"evaluation text \(leaky\) share 24 tokens in a row"):
+        evaluate_compressions(llama, SETTINGS, SEEN, shared)

@@ -1,0 +1,209 @@
+"""One-shot compression: every method and schedule on two families, what the report says, what is refused."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from helpers import inputs_of, make_tiny
+from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
+
+from lyapunov_prune.allocation.schedules import SCHEDULES, allocate
+from lyapunov_prune.checkpoints import saving
+from lyapunov_prune.checkpoints.saving import write_model
+from lyapunov_prune.compression.compress import REPORT, CompressionReport, compress
+from lyapunov_prune.compression.methods import METHODS, rank_for
+from lyapunov_prune.errors import CheckFailed, LyapunovPruneError
+from lyapunov_prune.models.projections import find_projections
+from lyapunov_prune.profiles.contraction import ContractionProfile, measure_contraction
+
+FAMILIES = ("llama", "gpt2")
+
+
+@pytest.fixture(scope="module")
+def profiles() -> dict[str, ContractionProfile]:
+    ids = torch.randint(97, (3, 40), generator=torch.Generator().manual_seed(1))
+    return {name: measure_contraction(make_tiny(name), ids, seeds=(0,)) for name in FAMILIES}
+
+
+@pytest.mark.parametrize(
+    ("name", "method", "schedule"),
+    [
+        (name, method, schedule)
+        for name, (method, known), schedule in itertools.product(FAMILIES, METHODS.items(), SCHEDULES)
+        if schedule == "uniform" or (schedule == "bits") == (known.amount == "bits")
+    ],
+)
+def test_every_method_with_every_schedule(
+    name: str, method: str, schedule: str, ids: torch.Tensor, profiles: dict[str, ContractionProfile]
+) -> None:
+    """The contract: original untouched, same shapes and dtype, the budget met by what was kept, finite logits."""
+    model = make_tiny(name)
+    before = copy.deepcopy(model.state_dict())
+    kind = METHODS[method].amount
+    # Rank 1 of a head of GPT-2 (8 × 32) is 16 % of its parameters: no low rank is smaller.
+    amount: dict[str, Any] = {"bits": 6} if kind == "bits" else {"sparsity": 0.4}
+    done = compress(model, ids, method=method, allocation=schedule, profile=profiles[name], **amount)
+    for key, value in model.state_dict().items():
+        assert torch.equal(value, before[key]), key
+    projections = {p.name: p for p in find_projections(done.model)}
+    assert set(projections) == {m.name for m in done.report.matrices}
+    sizes = [m.rows * m.columns for m in done.report.matrices]
+    assert np.average([m.amount for m in done.report.matrices], weights=sizes) == pytest.approx(
+        next(iter(amount.values())), rel=1e-9
+    )
+    for m in done.report.matrices:
+        W = projections[m.name].weight(done.model)
+        assert W.shape == (m.rows, m.columns)
+        if kind == "sparsity":
+            # Wanda's share is that of every row, so it may be off by half an entry a row.
+            assert m.zeros == pytest.approx(m.amount, abs=0.5 / m.columns + 1e-9)
+        elif kind == "rank" and m.amount > 0:
+            assert m.rank == rank_for((m.rows, m.columns), m.amount)
+            assert int(torch.linalg.matrix_rank(W.double(), rtol=1e-5)) <= m.rank
+        elif kind == "bits":
+            assert m.bits == m.amount
+            assert all(len(row.unique()) <= 2**m.bits for row in W)
+    untouched = set(before) - {f"{p.module}.{p.parameter}" for p in projections.values()}
+    after = done.model.state_dict()
+    assert all(torch.equal(after[key], before[key]) for key in untouched)
+    assert done.model(ids).logits.isfinite().all()
+
+
+def test_the_report_says_what_the_outputs_lost(ids: torch.Tensor) -> None:
+    """Errors against a float64 reference: the first layer sees the same inputs as in the dense model."""
+    model = make_tiny("llama")
+    done = compress(model, ids, method="sparsegpt", sparsity=0.5)
+    inputs = inputs_of(model, ids)
+    first = [p for p in find_projections(model) if p.layer == 0]
+    rows = {m.name: m for m in done.report.matrices}
+    for p in first:
+        W, after, x = p.weight(model).double(), p.weight(done.model).double(), inputs[p.module]
+        assert rows[p.name].weight_error == pytest.approx(float((W - after).norm() / W.norm()), rel=1e-6)
+        if p.component in ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"):
+            wanted = float((x @ (W - after).T).norm() / (x @ W.T).norm())
+            assert rows[p.name].output_error == pytest.approx(wanted, rel=1e-5)
+    frame = done.report.summary()
+    assert list(frame["layer"]) == list(range(6))
+    assert frame["zeros"].tolist() == pytest.approx([0.5] * 6)
+
+
+def test_streaming_sees_the_compressed_layers_before(ids: torch.Tensor) -> None:
+    """With statistics of the dense model the masks of later layers would be others."""
+    model = make_tiny("llama")
+    done = compress(model, ids, method="wanda", sparsity=0.7)
+    dense = inputs_of(model, ids)
+    p = next(p for p in find_projections(model) if p.layer == 5 and p.component == "mlp.down_proj")
+    score = p.weight(model).double().abs() * dense[p.module].norm(dim=0)
+    mask = torch.zeros_like(score).scatter_(1, score.argsort(1)[:, : round(0.7 * score.shape[1])], 1).bool()
+    assert not torch.equal(p.weight(done.model) == 0, mask)
+
+
+def test_a_pattern_and_an_allocation_by_hand(ids: torch.Tensor, tmp_path: Path) -> None:
+    model = make_tiny("llama")
+    done = compress(model, ids, method="wanda", sparsity=0.5, pattern=(2, 4))
+    for p in find_projections(done.model):
+        assert ((p.weight(done.model).unflatten(1, (-1, 4)) == 0).sum(-1) == 2).all()
+    chosen = allocate(model, "atp", 0.5)
+    amounts = chosen.amount.copy()
+    amounts[0] = 0.0
+    by_hand = type(chosen)(**{**vars(chosen), "amount": amounts, "schedule": "by hand"})
+    done = compress(model, ids, method="magnitude", allocation=by_hand)
+    assert torch.equal(
+        find_projections(model)[0].weight(done.model), find_projections(model)[0].weight(model)
+    )  # nothing taken from it
+    loaded = CompressionReport.load(done.report.save(tmp_path / "compression.json"))
+    assert str(loaded) == str(done.report)
+    assert "neither memory nor time" in loaded.headline()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"method": "wnada", "sparsity": 0.5}, "unknown method 'wnada'"),
+        ({"method": "wanda"}, "got nothing"),
+        ({"method": "wanda", "sparsity": 0.5, "rank": 3}, "got sparsity, rank"),
+        ({"method": "wanda", "bits": 4}, "takes sparsity"),
+        ({"method": "rtn", "sparsity": 0.5}, "takes bits"),
+        ({"method": "rtn", "bits": 4, "allocation": "owl"}, "owl does not share out bits"),
+        ({"method": "svd", "rank": 4, "allocation": "owl"}, "owl does not share out rank"),
+        ({"method": "wanda", "sparsity": 0.5, "allocation": "bits"}, "bits does not share out sparsity"),
+        ({"method": "wanda", "sparsity": 0.5, "allocation": "best"}, "unknown allocation 'best'"),
+        ({"method": "wanda", "sparsity": 0.5, "allocation": "lyapunov"}, "contraction profile"),
+        ({"method": "wanda", "sparsity": 1.5}, "1.5"),
+        ({"method": "wanda", "sparsity": 0.4, "pattern": (2, 4)}, "0.5"),
+        ({"method": "wanda", "sparsity": 0.5, "pattern": (2, 4), "allocation": "atp"}, "allocation uniform"),
+        ({"method": "svd", "sparsity": 0.99}, "no rank"),
+        ({"method": "svd", "sparsity": 0.5, "group_size": 8}, "no group_size"),
+    ],
+)
+def test_what_makes_no_sense_is_refused(options: dict[str, Any], message: str, llama: PreTrainedModel) -> None:
+    ids = torch.arange(64).reshape(2, 32)
+    with pytest.raises(LyapunovPruneError, match=message):
+        compress(llama, ids, **options)
+
+
+def test_text_is_asked_for_where_it_is_needed(llama: PreTrainedModel) -> None:
+    with pytest.raises(LyapunovPruneError, match="calibration text"):
+        compress(llama, method="sparsegpt", sparsity=0.5)
+    assert compress(llama, method="magnitude", sparsity=0.5).report.calibration is None
+
+
+def test_an_allocation_of_another_model_is_refused(llama: PreTrainedModel) -> None:
+    with pytest.raises(LyapunovPruneError, match="allocate for this model anew"):
+        compress(llama, method="magnitude", allocation=allocate(make_tiny("gpt2"), "uniform", 0.5))
+
+
+def test_matrices_shared_between_layers_are_refused() -> None:
+    model = make_tiny("llama")
+    layers = model.model.layers
+    layers[3].mlp.up_proj.weight = layers[1].mlp.up_proj.weight
+    with pytest.raises(LyapunovPruneError, match="are one matrix"):
+        compress(model, method="magnitude", sparsity=0.5)
+
+
+def test_the_checkpoint_is_plain_and_whole(
+    tokenizer: PreTrainedTokenizerFast, ids: torch.Tensor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = make_tiny("llama")
+    done = compress(model, ids, method="wanda", sparsity=0.5)
+    write_model(done.model, tokenizer, tmp_path / "small", {REPORT: done.report}, "small", done.report.about())
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "small").eval()
+    with torch.no_grad():
+        assert torch.equal(loaded(ids).logits, done.model(ids).logits)
+    assert CompressionReport.load(tmp_path / "small" / "compression.json").zeros == pytest.approx(0.5, abs=0.01)
+    assert "neither memory nor time" in (tmp_path / "small" / "README.md").read_text()
+
+    def wrong(model: PreTrainedModel, folder: Path, inputs: list[torch.Tensor]) -> Any:
+        with torch.no_grad():  # planted: what is on disk is another model
+            model.model.layers[2].mlp.up_proj.weight.mul_(1.01)
+        return reload_check(model, folder, inputs)
+
+    reload_check = saving.reload_check
+    monkeypatch.setattr(saving, "reload_check", wrong)
+    with pytest.raises(CheckFailed, match="nothing written"):
+        write_model(done.model, tokenizer, tmp_path / "wrong", {}, "wrong", "")
+    assert not (tmp_path / "wrong").exists()
+
+
+def test_a_strange_name_is_text_in_the_card(
+    tokenizer: PreTrainedTokenizerFast, ids: torch.Tensor, tmp_path: Path
+) -> None:
+    model = make_tiny("llama")
+    model.config._name_or_path = "m\n---\n# x\x1b[2J [a](http://b) `c`"
+    done = compress(model, ids, method="wanda", sparsity=0.5)
+    title = "t\n---\n# <b>"
+    write_model(done.model, tokenizer, tmp_path / "small", {REPORT: done.report}, title, done.report.about())
+    card = (tmp_path / "small" / "README.md").read_text(encoding="utf-8")
+    assert all(c.isprintable() for c in card.replace("\n", ""))
+    assert [line for line in card.splitlines() if line.startswith(("#", "---"))] == [
+        "---",
+        "---",
+        r"# t\\n---\\n# \<b\>",
+    ]
+    assert r"\[a\](http://b) \`c\`" in card

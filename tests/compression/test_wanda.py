@@ -1,0 +1,170 @@
+"""Wanda's mask and its input norms against numpy in float64, to the entry."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from helpers import captured, hooks_of, make_tiny
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+from transformers import AutoModelForCausalLM, MixtralConfig, PreTrainedModel
+
+from lyapunov_prune.calibration.norms import input_norms
+from lyapunov_prune.compression import wanda as module
+from lyapunov_prune.compression.wanda import wanda
+from lyapunov_prune.errors import LyapunovPruneError
+from lyapunov_prune.models.projections import find_projections
+
+
+def reference(W: np.ndarray, norms: np.ndarray, sparsity: float) -> np.ndarray:
+    """Row by row, entry by entry: of equal scores the earlier goes."""
+    out = W.copy()
+    for row, weights in zip(out, np.abs(W.astype(np.float64)), strict=True):
+        score = weights * norms
+        for j in sorted(range(len(score)), key=lambda j: (score[j], j))[: round(sparsity * len(score))]:
+            row[j] = 0
+    return out
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(0, 2**32 - 1), st.integers(1, 8), st.integers(1, 12), st.floats(0, 1), st.booleans())
+def test_the_mask_is_that_of_the_definition(seed: int, m: int, n: int, sparsity: float, ties: bool) -> None:
+    g = torch.Generator().manual_seed(seed)
+    W, norms = torch.randn(m, n, generator=g), torch.rand(n, generator=g, dtype=torch.float64)
+    if ties:  # few distinct scores
+        W, norms = W.sign() * W.abs().ceil(), (2 * norms).ceil()
+    found = wanda(W, norms, sparsity)
+    np.testing.assert_array_equal(found.numpy(), reference(W.numpy(), norms.numpy(), sparsity))
+    assert ((found == 0).sum(1) == round(sparsity * n)).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16])
+def test_dtype_device_and_the_matrix_itself_are_kept(dtype: torch.dtype) -> None:
+    W = torch.randn(6, 10, generator=torch.Generator().manual_seed(0)).to(dtype)
+    before, norms = W.clone(), torch.rand(10, dtype=torch.float64)
+    found = wanda(W, norms, 0.4)
+    assert (found.dtype, found.device) == (W.dtype, W.device)
+    assert torch.equal(W, before)
+    np.testing.assert_array_equal(found.double(), reference(W.double().numpy(), norms.numpy(), 0.4))
+    assert wanda(W.T.contiguous().T, norms, 0.4).equal(found)
+    assert wanda(W, norms, 0.04) is W
+
+
+def test_the_mask_follows_the_inputs_and_not_the_weights_alone() -> None:
+    W = torch.tensor([[1.0, 2.0, 3.0, 4.0]])
+    assert wanda(W, torch.tensor([40.0, 1.0, 1.0, 1.0]).double(), 0.5).tolist() == [[1.0, 0.0, 0.0, 4.0]]
+    assert wanda(W, torch.ones(4).double(), 0.5).tolist() == [[0.0, 0.0, 3.0, 4.0]]
+    assert wanda(W, torch.zeros(4).double(), 0.5).tolist() == [[0.0, 0.0, 3.0, 4.0]]
+
+
+def test_scores_are_compared_in_float64() -> None:
+    """Two scores that float32 cannot tell apart."""
+    W = torch.tensor([[1.0, 1.0]])
+    norms = torch.tensor([1 + 1e-12, 1.0], dtype=torch.float64)
+    assert wanda(W, norms, 0.5).tolist() == [[1.0, 0.0]]
+
+
+def test_norms_of_another_length_are_refused() -> None:
+    with pytest.raises(LyapunovPruneError, match="5 input norms for a matrix with 4 columns"):
+        wanda(torch.ones(2, 4), torch.ones(5), 0.5)
+
+
+def test_planted_fault_a_sort_that_is_not_stable_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    W, norms = torch.ones(3, 6), torch.ones(6, dtype=torch.float64)
+    monkeypatch.setattr(torch.Tensor, "argsort", lambda self, dim, stable: torch.arange(5, -1, -1).expand(3, 6))
+    assert (wanda(W, norms, 0.5).numpy() != reference(W.numpy(), norms.numpy(), 0.5)).any()
+
+
+def test_a_pattern_keeps_the_best_of_each_group() -> None:
+    W = torch.tensor([[1.0, -4.0, 3.0, 2.0, 1.0, 1.0, 1.0, 1.0]])
+    norms = torch.tensor([9.0, 1.0, 1.0, 2.0, 1.0, 3.0, 2.0, 1.0], dtype=torch.float64)
+    assert wanda(W, norms, 0.5, (2, 4)).tolist() == [[1.0, 0.0, 0.0, 2.0, 0.0, 1.0, 1.0, 0.0]]
+    with pytest.raises(LyapunovPruneError, match=r"sparsity 0\.5, not 0\.25"):
+        wanda(W, norms, 0.25, (2, 4))
+
+
+# Input norms.
+
+
+def test_input_norms_are_those_of_the_tokens_that_enter(family: str, ids: torch.Tensor) -> None:
+    model = make_tiny(family)
+    projections = find_projections(model)
+    found, wanted = input_norms(model, ids, projections), captured(model, ids)
+    assert list(found) == [p.name for p in projections]
+    for p in projections:
+        assert found[p.name].dtype == torch.float64
+        assert found[p.name].shape == p.weight(model).shape[1:]
+        np.testing.assert_allclose(found[p.name], wanted[p.module], rtol=1e-5)
+
+
+def test_the_parts_of_a_fused_matrix_share_its_inputs(ids: torch.Tensor) -> None:
+    model = make_tiny("gpt2")
+    projections = [p for p in find_projections(model) if p.module.endswith("h.3.attn.c_attn")]
+    assert len(projections) == 12  # queries, keys and values of four heads
+    assert len({tuple(norms.tolist()) for norms in input_norms(model, ids, projections).values()}) == 1
+
+
+def test_only_the_modules_asked_for_are_listened_to(llama: PreTrainedModel, ids: torch.Tensor) -> None:
+    projections = find_projections(llama)[4:6]
+    assert list(input_norms(llama, ids, projections)) == [p.name for p in projections]
+    assert hooks_of(llama) == 0
+
+
+def test_a_bfloat16_model_is_summed_in_float64(ids: torch.Tensor) -> None:
+    model = make_tiny("llama").bfloat16()
+    found, wanted = input_norms(model, ids, find_projections(model)), captured(model, ids)
+    for p in find_projections(model):
+        np.testing.assert_allclose(found[p.name], wanted[p.module], rtol=1e-2)
+
+
+def test_planted_fault_windows_after_the_first_that_are_forgotten_are_seen(
+    llama: PreTrainedModel, ids: torch.Tensor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "track", lambda rows, description: rows[:1])
+    found, wanted = input_norms(llama, ids, find_projections(llama)), captured(llama, ids)
+    p = find_projections(llama)[0]
+    assert not np.allclose(found[p.name], wanted[p.module], rtol=1e-2)
+
+
+def test_experts_of_a_fused_forward_are_refused(ids: torch.Tensor) -> None:
+    config = MixtralConfig(
+        vocab_size=97, hidden_size=16, intermediate_size=16, num_hidden_layers=2, num_attention_heads=2,
+        num_key_value_heads=1, num_local_experts=3, pad_token_id=0,
+    )  # fmt: skip
+    model = AutoModelForCausalLM.from_config(config)
+    with pytest.raises(LyapunovPruneError, match=r"layers\.0\..*not seen outside its fused forward.*magnitude"):
+        input_norms(model, ids, find_projections(model))
+    assert hooks_of(model) == 0
+    attention = [p for p in find_projections(model) if p.expert is None]
+    assert input_norms(model, ids, attention)
+
+
+def test_a_module_that_took_no_part_is_named(ids: torch.Tensor) -> None:
+    model: Any = make_tiny("llama")
+    model.model.layers[2].extra = nn.Linear(4, 4)
+    with pytest.raises(LyapunovPruneError, match=r"layers\.2\.extra took no part"):
+        input_norms(model, ids, find_projections(model))
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_activations_that_are_not_finite_are_refused(bad: float, ids: torch.Tensor) -> None:
+    model: Any = make_tiny("llama")
+    with torch.no_grad():
+        model.model.layers[2].mlp.down_proj.weight[0, 0] = bad
+    with pytest.raises(LyapunovPruneError, match="NaN or infinite activations in the calibration"):
+        input_norms(model, ids, find_projections(model))
+    assert hooks_of(model) == 0
+
+
+def test_dropout_is_off_while_norms_are_taken(ids: torch.Tensor) -> None:
+    model = make_tiny("gpt2")
+    wanted = captured(model, ids)
+    found = input_norms(model.train(), ids, find_projections(model))
+    assert model.training
+    for p in find_projections(model):
+        np.testing.assert_allclose(found[p.name], wanted[p.module], rtol=1e-5)

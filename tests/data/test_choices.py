@@ -1,0 +1,96 @@
+"""Items of multiple choice: what a file must hold, and where the tokens of a choice begin."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from helpers import make_tokenizer
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers import PreTrainedTokenizerFast
+
+from lyapunov_prune import ChoiceItem, LyapunovPruneError, load_items
+from lyapunov_prune.data.choices import tokenize
+
+GOOD = {"query": "Which?", "choices": ["one", "two"], "gold": 1}
+
+
+def written(folder: Path, *lines: Any) -> Path:
+    path = folder / "items.jsonl"
+    path.write_text("\n".join(x if isinstance(x, str) else json.dumps(x) for x in lines), encoding="utf-8")
+    return path
+
+
+def test_items_come_from_a_file(tmp_path: Path) -> None:
+    more = {"query": "a\u2028b", "choices": ["x", "y", "z"], "gold": 0, "ind": 7}
+    found = load_items(written(tmp_path, GOOD, "", json.dumps(more, ensure_ascii=False), ""))
+    assert found == (ChoiceItem("Which?", ("one", "two"), 1), ChoiceItem("a\u2028b", ("x", "y", "z"), 0))
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("{", "line 2 is no item"),
+        ([1], "line 2 is no item"),
+        ({"context_options": ["a", "b"], "continuation": "c", "gold": 1}, "line 2 is no item"),
+        ({**GOOD, "query": 3}, "line 2 is no item"),
+        ({**GOOD, "query": ""}, "line 2 is no item"),
+        ({**GOOD, "choices": "one"}, "line 2 is no item"),
+        ({**GOOD, "choices": ["one", ""]}, "line 2 is no item"),
+        ({**GOOD, "choices": ["one", None]}, "line 2 is no item"),
+        ({**GOOD, "choices": ["one"], "gold": 0}, "line 2 has 1 choices"),
+        ({**GOOD, "gold": 2}, "line 2 has 2 choices and gold 2"),
+        ({**GOOD, "gold": -1}, "gold -1"),
+        ({**GOOD, "gold": True}, "gold True"),
+        ({**GOOD, "gold": "1"}, "gold '1'"),
+    ],
+    ids=str,
+)
+def test_a_bad_line_is_named(line: Any, message: str, tmp_path: Path) -> None:
+    with pytest.raises(LyapunovPruneError, match=message):
+        load_items(written(tmp_path, GOOD, line))
+
+
+def test_a_file_that_is_none_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(LyapunovPruneError, match="cannot read"):
+        load_items(tmp_path / "absent.jsonl")
+    with pytest.raises(LyapunovPruneError, match="holds no items"):
+        load_items(written(tmp_path, "", ""))
+
+
+TOKENIZERS = {bos: make_tokenizer(adds_bos=bos) for bos in (False, True)}
+TEXT = st.text("th aé\n", min_size=1, max_size=12)
+
+
+@settings(max_examples=200)
+@given(TEXT, st.lists(TEXT, min_size=2, max_size=4, unique=True), st.booleans())
+def test_rows_are_the_texts_and_share_their_context(query: str, choices: list[str], bos: bool) -> None:
+    tokenizer = TOKENIZERS[bos]
+    ids, lengths, context = tokenize(ChoiceItem(query, tuple(choices), 0), tokenizer)
+    joint = "" if query[-1].isspace() else " "
+    rows = [row[:length].tolist() for row, length in zip(ids, lengths, strict=True)]
+    for row, choice in zip(rows, choices, strict=True):
+        assert row[0] == 1 or not bos
+        assert tokenizer.decode(row[bos:]) == query + joint + choice
+        assert len(row) > context >= 1
+        assert (query + joint + choice).startswith(tokenizer.decode(rows[0][bos:context]))
+    assert len({tuple(row[:context]) for row in rows}) == 1
+    assert all((row[length:] == row[length - 1]).all() for row, length in zip(ids, lengths, strict=True))
+    assert len(tokenizer.decode(rows[0][bos:context])) <= len(query)
+
+
+def test_a_token_may_reach_over_the_end_of_the_query(tokenizer: PreTrainedTokenizerFast) -> None:
+    """`th` is one token: where the query ends in `t` it stays the query's, and is not where it does not."""
+    ids, _, context = tokenize(ChoiceItem("a\nt ", ("h", "x"), 0), tokenizer)
+    assert tokenizer.decode(ids[0, :context]) == "a\nt "
+    joined = ChoiceItem("\n", ("th", "x"), 0)
+    ids, lengths, context = tokenize(joined, tokenizer)
+    assert (context, lengths) == (1, [2, 2])
+
+
+def test_choices_of_the_same_tokens_are_refused(tokenizer: PreTrainedTokenizerFast) -> None:
+    with pytest.raises(LyapunovPruneError, match="the item 'Which' gives no tokens to tell its choices by"):
+        tokenize(ChoiceItem("Which", ("one", "one"), 0), tokenizer)

@@ -1,0 +1,80 @@
+"""Perplexity against the definition in float64."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from helpers import make_tiny
+from transformers import PreTrainedModel
+
+from lyapunov_prune import LyapunovPruneError, NonFiniteError, Perplexity, perplexity
+from lyapunov_prune.models.structure import find_structure
+
+
+def test_agrees_with_the_definition_in_float64(family: str, ids: torch.Tensor) -> None:
+    model = make_tiny(family)
+    found = perplexity(model, ids)
+    with torch.no_grad():
+        logits = model.double()(ids).logits[:, :-1].double()
+    losses = -logits.log_softmax(-1).gather(-1, ids[:, 1:, None])
+    assert found.value == pytest.approx(float(losses.mean().exp()), rel=1e-5)
+    np.testing.assert_allclose(found.windows, losses.squeeze(-1).mean(-1), rtol=1e-5)
+    assert found.scored == losses.numel()
+
+
+def test_a_model_that_knows_nothing_scores_its_vocabulary(ids: torch.Tensor) -> None:
+    model = make_tiny("llama")
+    with torch.no_grad():
+        model.lm_head.weight.zero_()
+    found = perplexity(model, ids)
+    assert found.value == pytest.approx(97)
+    assert found.interval == pytest.approx((97, 97))
+
+
+def test_windows_are_scored_on_their_own(llama: PreTrainedModel, ids: torch.Tensor) -> None:
+    together, alone = perplexity(llama, ids, batch_size=3), [perplexity(llama, row[None]).nll for row in ids]
+    np.testing.assert_allclose(together.windows, alone, rtol=1e-5)
+    assert together.nll == pytest.approx(np.mean(alone), rel=1e-5)
+
+
+def test_the_ratio_is_paired_by_window(llama: PreTrainedModel, ids: torch.Tensor) -> None:
+    found = perplexity(llama, ids)
+    assert found.ratio_interval(found) == (1, 1)
+    assert np.isnan(perplexity(llama, ids[:1]).interval).all()
+
+
+def test_a_loss_that_is_not_finite_is_refused(ids: torch.Tensor) -> None:
+    model = make_tiny("llama")
+    with torch.no_grad():
+        find_structure(model).layers[2].mlp.down_proj.weight[0, 0] = float("nan")
+    with pytest.raises(NonFiniteError, match="output of layer 2 "):
+        perplexity(model, ids)
+    model = make_tiny("llama")
+    with torch.no_grad():
+        model.lm_head.weight.fill_(float("inf"))
+    with pytest.raises(LyapunovPruneError, match="loss of window 0 is not finite"):
+        perplexity(model, ids)
+
+
+@pytest.mark.parametrize(
+    ("bad", "message"),
+    [
+        (torch.zeros(1, 200, dtype=torch.long), "longer than the model's 128"),
+        (torch.full((1, 8), 97), "outside the model's vocabulary"),
+        (torch.full((1, 8), -1), "outside the model's vocabulary"),
+        (torch.zeros(8, dtype=torch.long), "batch × tokens"),
+        (torch.zeros(1, 1, dtype=torch.long), "two tokens"),
+        (torch.zeros(1, 8), "give integers"),
+    ],
+)
+def test_bad_ids_are_refused(llama: PreTrainedModel, bad: torch.Tensor, message: str) -> None:
+    with pytest.raises(LyapunovPruneError, match=message):
+        perplexity(llama, bad)
+
+
+def test_saves_and_loads(llama: PreTrainedModel, ids: torch.Tensor, tmp_path: Path) -> None:
+    found = perplexity(llama, ids)
+    assert str(Perplexity.load(found.save(tmp_path / "p.json"))) == str(found)

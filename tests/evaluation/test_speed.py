@@ -1,0 +1,42 @@
+"""Speed: what is run, and what is reported. No test looks at how long anything took."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from helpers import make_tiny
+from transformers import PreTrainedModel
+
+from lyapunov_prune import LyapunovPruneError, Speed, measure_speed, remove_layers
+
+
+def test_models_take_turns_and_decode_through_the_cache(llama: PreTrainedModel) -> None:
+    pruned = remove_layers(llama, [1, 2])
+    calls: list[tuple[str, int]] = []
+    handles = [
+        m.register_forward_pre_hook(lambda _, args, name=name: calls.append((name, args[0].shape[1])))
+        for name, m in {"dense": llama, "pruned": pruned}.items()
+    ]
+    measure_speed({"dense": llama, "pruned": pruned}, prompt=8, steps=2, repeats=2)
+    for handle in handles:
+        handle.remove()
+    turn = [("dense", 8), ("dense", 1), ("dense", 1), ("pruned", 8), ("pruned", 1), ("pruned", 1)]
+    assert calls == turn * 3  # one round warms up
+
+
+def test_reports_tokens_per_second_against_the_first_model(
+    llama: PreTrainedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = iter(range(1000))
+    monkeypatch.setattr("lyapunov_prune.evaluation.speed._now", lambda model: float(next(clock)))
+    speed = measure_speed({"dense": llama, "other": make_tiny("llama")}, prompt=8, steps=4, repeats=3)
+    assert [(r.prefill, r.decode) for r in speed.rows] == [(8, 1), (8, 1)]
+    assert speed.rows[0].parameters == llama.num_parameters()
+    assert speed.to_frame()["decode ratio"].tolist() == [1, 1]
+    assert str(Speed.load(speed.save(tmp_path / "speed.json"))) == str(speed)
+
+
+def test_more_tokens_than_the_context_are_refused(llama: PreTrainedModel) -> None:
+    with pytest.raises(LyapunovPruneError, match="do not fit the context of 128"):
+        measure_speed({"dense": llama}, prompt=128, steps=1)

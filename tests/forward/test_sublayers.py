@@ -1,0 +1,358 @@
+"""Attention or MLP alone: every listed family passes the gate, and every fault that is planted fails it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from helpers import LAYERS, PARALLEL, TEXT, TINY, branches_of, hooks_of, make_other, make_tiny
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+from lyapunov_prune import (
+    LayerRanking,
+    LyapunovPruneError,
+    PruningPlan,
+    drop_sublayers,
+    rank_sublayers,
+    remove_layers,
+    sublayer_influence,
+    verify_removal,
+)
+from lyapunov_prune.forward.sublayers import find_sublayers, silenced
+from lyapunov_prune.models.structure import find_structure
+
+
+@pytest.mark.parametrize("layers", [(2,), (0, LAYERS - 1)], ids=str)
+@pytest.mark.parametrize("kind", ["attention", "mlp"])
+def test_passes_the_gate(family: str, kind: str, layers: tuple[int, ...], ids: torch.Tensor) -> None:
+    model = make_tiny(family)
+    before = {name: p.clone() for name, p in model.named_parameters()}
+    pruned = drop_sublayers(model, **{kind: layers})
+    plan = PruningPlan.given(model, **{f"drop_{kind}": layers})
+    report = verify_removal(model, pruned, plan, ids)
+    assert report.passed, f"\n{report}"
+    assert hooks_of(model) == hooks_of(pruned) == 0
+    assert all(torch.equal(p, before[name]) for name, p in model.named_parameters())
+    changed = {name for name, p in pruned.named_parameters() if not torch.equal(p, before[name])}
+    path = find_structure(model).layers_path
+    assert {int(name.removeprefix(f"{path}.").split(".")[0]) for name in changed} == set(layers)
+    assert len(changed) == len(layers) * (1 + any(name.endswith("bias") for name in changed))
+
+
+# Families that no list of the package names: mixtures, a shared expert, and a layer of one branch (Nemotron-H).
+MIXTURES: dict[str, dict[str, Any]] = {
+    "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
+    "qwen2_moe": {"num_experts": 4, "moe_intermediate_size": 16, "shared_expert_intermediate_size": 16},
+    "gpt_oss": {"num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 8},
+}
+
+
+def make_mixture(model_type: str) -> PreTrainedModel:
+    config = AutoConfig.for_model(
+        model_type,
+        vocab_size=97,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        pad_token_id=0,
+        **MIXTURES[model_type],
+    )
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.15 * torch.randn_like(parameter))
+    return model
+
+
+@pytest.mark.parametrize("model_type", list(MIXTURES))
+@pytest.mark.parametrize("kind", ["attention", "mlp"])
+def test_every_expert_is_zeroed(model_type: str, kind: str, ids: torch.Tensor) -> None:
+    model = make_mixture(model_type)
+    pruned = drop_sublayers(model, **{kind: [1]})
+    plan = PruningPlan.given(model, **{f"drop_{kind}": [1]})
+    assert verify_removal(model, pruned, plan, ids).passed
+    zeroed = {name for name, p in pruned.named_parameters() if not p.any() and model.get_parameter(name).any()}
+    expected = {
+        ("mixtral", "mlp"): {"mlp.experts.down_proj"},
+        ("qwen2_moe", "mlp"): {"mlp.experts.down_proj", "mlp.shared_expert.down_proj.weight"},
+        ("gpt_oss", "mlp"): {"mlp.experts.down_proj", "mlp.experts.down_proj_bias"},
+        ("gpt_oss", "attention"): {"self_attn.o_proj.weight", "self_attn.o_proj.bias"},
+    }.get((model_type, kind), {"self_attn.o_proj.weight"})
+    assert zeroed == {f"model.layers.1.{name}" for name in expected}
+
+
+def fails(model: PreTrainedModel, pruned: PreTrainedModel, plan: PruningPlan, ids: torch.Tensor) -> bool:
+    return verify_removal(model, pruned, plan, ids).failure().startswith("same as skipping")
+
+
+def test_planted_fault_an_expert_forgotten(ids: torch.Tensor) -> None:
+    for model_type in ("mixtral", "qwen2_moe"):
+        model = make_mixture(model_type)
+        plan = PruningPlan.given(model, drop_mlp=[1])
+        pruned: Any = remove_layers(model, plan)
+        with torch.no_grad():
+            pruned.model.layers[1].mlp.experts.down_proj[3] = model.model.layers[1].mlp.experts.down_proj[3]  # type: ignore[union-attr, index]
+        assert fails(model, pruned, plan, ids)
+
+
+@pytest.mark.parametrize("name", ["gpt2", "opt", "gpt_neox"])
+def test_planted_fault_the_bias_left_in(name: str, ids: torch.Tensor) -> None:
+    model = make_tiny(name)
+    plan = PruningPlan.given(model, drop_mlp=[1])
+    pruned = remove_layers(model, plan)
+    changed = [n for n, p in pruned.named_parameters() if not torch.equal(p, model.get_parameter(n))]
+    (bias,) = (n for n in changed if n.endswith("bias"))
+    with torch.no_grad():
+        pruned.get_parameter(bias).copy_(model.get_parameter(bias))
+    assert fails(model, pruned, plan, ids)
+
+
+def test_planted_fault_the_wrong_layer_or_branch(llama: PreTrainedModel, ids: torch.Tensor) -> None:
+    plan = PruningPlan.given(llama, drop_attention=[2])
+    assert fails(llama, drop_sublayers(llama, attention=[3]), plan, ids)
+    assert fails(llama, drop_sublayers(llama, mlp=[2]), plan, ids)
+
+
+def test_layers_and_sublayers_go_together_by_original_index(family: str, ids: torch.Tensor) -> None:
+    model = make_tiny(family)
+    plan = PruningPlan.given(model, [1, 2], drop_attention=[3], drop_mlp=[0, 3])
+    pruned = remove_layers(model, plan)
+    assert find_structure(pruned).num_layers == LAYERS - 2
+    report = verify_removal(model, pruned, plan, ids)
+    assert report.passed, f"\n{report}"
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_passes_the_gate_in_other_dtypes(dtype: torch.dtype) -> None:
+    for name in ("gemma2", "gpt2"):
+        model = make_tiny(name).to(dtype)
+        plan = PruningPlan.given(model, drop_attention=[1], drop_mlp=[2])
+        report = verify_removal(model, remove_layers(model, plan), plan)
+        assert report.passed, f"\n{report}"
+
+
+@pytest.mark.parametrize("name", ["phi", "cohere", "olmo2", "glm4", "biogpt", "lfm2"])
+def test_families_that_no_list_names(name: str, ids: torch.Tensor) -> None:
+    """They have to pass the gate to be handed out."""
+    model = make_other(name)
+    for kind in ("attention", "mlp"):
+        pruned = drop_sublayers(model, **{kind: [1]})
+        assert not torch.equal(pruned(ids).logits, model(ids).logits)
+
+
+def test_a_branch_that_ends_in_a_norm_with_a_bias_is_refused() -> None:
+    """Zeroing what feeds a LayerNorm leaves its bias in the stream."""
+    model: Any = make_tiny("gemma2")
+    for layer in model.model.layers:
+        layer.post_attention_layernorm = torch.nn.LayerNorm(32)
+    torch.nn.init.ones_(model.model.layers[1].post_attention_layernorm.bias)
+    drop_sublayers(model, mlp=[1])
+    with pytest.raises(LyapunovPruneError, match="layer 1 ends in a LayerNorm that adds something of its own, a bias"):
+        drop_sublayers(model, attention=[1])
+
+
+def test_a_matrix_that_another_layer_uses_is_refused() -> None:
+    model: Any = make_tiny("llama")
+    model.model.layers[3].mlp = model.model.layers[1].mlp
+    drop_sublayers(model, attention=[1])
+    with pytest.raises(LyapunovPruneError, match=r"is also model\.layers\.3\.mlp\.down_proj\.weight"):
+        drop_sublayers(model, mlp=[1])
+
+
+@pytest.mark.parametrize(
+    ("model_type", "message"),
+    [
+        ("bloom", "ends in a BloomMLP that adds something of its own, a bias or the residual stream"),
+        ("bert", r"has 3 parts with matrices \(attention, intermediate, output\), and no mlp to leave out"),
+    ],
+)
+def test_families_whose_branches_cannot_be_told_apart_are_refused(model_type: str, message: str) -> None:
+    """BLOOM adds the residual stream inside its branches, BERT's MLP is two modules with a norm between."""
+    sizes = {"vocab_size": 97, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "pad_token_id": 0}
+    config = AutoConfig.for_model(model_type, **sizes, is_decoder=True)
+    with pytest.raises(LyapunovPruneError, match=message):
+        drop_sublayers(AutoModelForCausalLM.from_config(config).eval(), mlp=[1])
+
+
+def one_branch_model() -> PreTrainedModel:
+    """Nemotron-H: a layer is attention, or an MLP, or a state-space mixer, and has nothing else."""
+    config = AutoConfig.for_model(
+        "nemotron_h",
+        vocab_size=97,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=4,
+        hybrid_override_pattern="*-M-",
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        mamba_num_heads=4,
+        mamba_head_dim=16,
+        ssm_state_size=8,
+        n_groups=1,
+        chunk_size=8,
+        pad_token_id=0,
+    )
+    torch.manual_seed(0)
+    return AutoModelForCausalLM.from_config(config).eval()
+
+
+def test_layers_of_one_branch_have_one_score(ids: torch.Tensor) -> None:
+    model = one_branch_model()
+    kinds = [list(find_sublayers(model, range(4))[i].branches) for i in range(4)]
+    assert kinds == [["attention"], ["mlp"], ["attention"], ["mlp"]]
+    scores = sublayer_influence(model, ids)
+    assert np.isnan(scores.attention).tolist() == np.logical_not(np.isnan(scores.mlp)).tolist() == [False, True] * 2
+    ranking = rank_sublayers(scores, "mlp")
+    assert set(ranking.order) == {1, 3}
+    assert ranking.plan(2).drop_mlp == (1, 3)
+    with pytest.raises(LyapunovPruneError, match="has 2 with one to leave out"):
+        ranking.plan(3)
+    with pytest.raises(LyapunovPruneError, match="layer 0 has one branch, mixer, and no mlp to leave out"):
+        drop_sublayers(model, mlp=[0])
+
+
+def test_silencing_leaves_no_hook_after_an_error(llama: PreTrainedModel) -> None:
+    with pytest.raises(LyapunovPruneError), silenced(llama, (1,), (2,)):
+        PruningPlan.given(llama)
+    assert hooks_of(llama) == 0
+
+
+# Scores.
+
+
+@pytest.mark.parametrize("name", [*TINY, "phi", "cohere", "olmo2", "glm4", "biogpt", "lfm2"])
+def test_scores_are_the_definition(name: str, ids: torch.Tensor) -> None:
+    """`1 − mean cos(h, h + b(h))` in float64, with the branches run one by one."""
+    model = (make_tiny(name) if name in TINY else make_other(name)).double()
+    scores = sublayer_influence(model, ids[:, :12], batch_size=2)
+    assert hooks_of(model) == 0
+    expected = []
+    for branches, output in branches_of(model, ids[:, :12]):
+        row = []
+        for branch in branches:
+            with torch.no_grad():
+                before, added = branch.x.view_as(output), branch(branch.x).view_as(output)
+            row.append(float(1 - torch.cosine_similarity(before, before + added, dim=-1, eps=0).mean()))
+        expected.append(row)
+    attention, mlp = np.array(expected).T
+    np.testing.assert_allclose(scores.attention, attention, rtol=1e-6, atol=1e-9)
+    np.testing.assert_allclose(scores.mlp, mlp, rtol=1e-6, atol=1e-9)
+    parallel = all(s.parallel for s in find_sublayers(model, [0, 1]).values())
+    assert parallel == (name in PARALLEL)
+
+
+def test_a_factor_of_the_layer_counts() -> None:
+    """Granite multiplies its branches before it adds them: with factor 0 nothing turns."""
+    config = AutoConfig.for_model(
+        "granite", vocab_size=97, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, residual_multiplier=0.0, pad_token_id=0,
+    )  # fmt: skip
+    model = AutoModelForCausalLM.from_config(config).eval()
+    scores = sublayer_influence(model, torch.arange(24).view(2, 12))
+    assert (scores.attention < 1e-12).all()
+    assert (scores.mlp < 1e-12).all()
+
+
+def test_scores_save_and_rank(llama: PreTrainedModel, ids: torch.Tensor, tmp_path: Path) -> None:
+    scores = sublayer_influence(llama, ids)
+    again = type(scores).load(scores.save(tmp_path / "sublayers.json"))
+    assert str(again) == str(scores)
+    for what in ("attention", "mlp"):
+        ranking = rank_sublayers(scores, what)
+        assert ranking.order == tuple(np.argsort(getattr(scores, what)))
+        plan = LayerRanking.load(ranking.save(tmp_path / "ranking.json")).plan(2)
+        assert (plan.remove, getattr(plan, f"drop_{what}")) == ((), tuple(sorted(ranking.order[:2])))
+    with pytest.raises(LyapunovPruneError, match="give attention or mlp"):
+        rank_sublayers(scores, "norms")
+
+
+# Plans.
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"remove": [1], "drop_mlp": [1]}, "layer 1 is removed whole"),
+        ({"drop_attention": [LAYERS]}, "layer 6 does not exist"),
+        ({"drop_mlp": [2, 2]}, "named more than once"),
+        ({"drop_mlp": [True]}, "must be integers"),
+        ({}, "removes no layer"),
+    ],
+)
+def test_bad_plans_are_refused(llama: PreTrainedModel, fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(LyapunovPruneError, match=message):
+        PruningPlan.given(llama, **fields)
+
+
+def test_plans_save_and_load_and_old_files_too(llama: PreTrainedModel, tmp_path: Path) -> None:
+    plan = PruningPlan.given(llama, [1], drop_attention=[3, 0], drop_mlp=[0])
+    again = PruningPlan.load(plan.save(tmp_path / "plan.json"))
+    assert (again.remove, again.drop_attention, again.drop_mlp) == ((1,), (0, 3), (0,))
+    assert str(again) == str(plan)
+    assert "the attention of 2 of 6 layers" in plan.headline()
+    assert plan.headline().endswith("which saves no time or memory")
+    old = PruningPlan.given(llama, [1]).to_json()
+    del old["drop_attention"], old["drop_mlp"]
+    (tmp_path / "old.json").write_text(json.dumps(old))
+    loaded = PruningPlan.load(tmp_path / "old.json")
+    assert (loaded.remove, loaded.touched, loaded.drops_sublayers) == ((1,), (1,), False)
+
+
+# The command line.
+
+
+@pytest.mark.parametrize("what", ["attention", "mlp"])
+def test_ranked_planned_pruned_and_loaded(what: str, run: Callable[..., Any]) -> None:
+    assert run("rank", "tiny", "--what", what, "--criterion", "bi", "--remove", "2", *TEXT).code == 0
+    plan = PruningPlan.load("runs/tiny/plan.json")
+    assert len(getattr(plan, f"drop_{what}")) == 2
+    assert run("prune", "tiny", "--plan", "runs/tiny/plan.json", "-o", "by-plan", *TEXT).code == 0
+    done = run("prune", "tiny", "--what", what, "--criterion", "bi", "--remove", "2", "-o", "directly", *TEXT)
+    assert "saves no time or memory" in done.out + done.err
+    hand = ",".join(map(str, plan.touched))
+    assert run("prune", "tiny", "--what", what, "--layers", hand, "-o", "by-hand", *TEXT).code == 0
+    ids = torch.arange(20).unsqueeze(0)
+    logits = [AutoModelForCausalLM.from_pretrained(f)(ids).logits for f in ("by-plan", "directly", "by-hand")]
+    assert torch.equal(logits[0], logits[1])
+    assert torch.equal(logits[0], logits[2])
+    with silenced(dense := AutoModelForCausalLM.from_pretrained("tiny"), plan.drop_attention, plan.drop_mlp):
+        torch.testing.assert_close(dense(ids).logits, logits[0])
+    done = run("prune", "tiny", "--plan", "runs/tiny/plan.json", "--on-disk", "-o", "on-disk")
+    assert (done.code, done.changed) == (2, set())
+    assert done.err.endswith("prune it in memory\n")
+    card = Path("by-plan/README.md").read_text()
+    assert "saves no time or memory" in card
+    assert f"of layers of the original: {', '.join(map(str, plan.touched))}." in card
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--what", "mlp", "--remove", "1"], "ranked by Block Influence only; give --criterion bi"),
+        (["--what", "norms", "--remove", "1"], "unknown --what 'norms'; give one of layers, attention, mlp"),
+        (["--what", "mlp", "--plan", "plan.json"], "a plan says what goes; leave out --what"),
+        (
+            ["--what", "mlp", "--criterion", "bi", "--remove", "7", *TEXT],
+            "cannot remove 7 of 6 layers; give 1 to 6",
+        ),
+    ],
+)
+def test_bad_options(options: list[str], message: str, run: Callable[..., Any]) -> None:
+    done = run("prune", "tiny", "-o", "out", *options)
+    assert (done.code, done.changed, done.err.count("\n")) == (2, set(), 1)
+    assert message in done.err
+
+
+def test_a_profile_cannot_rank_sublayers(run: Callable[..., Any]) -> None:
+    done = run("rank", "--profile", "profile.json", "--what", "mlp", "--criterion", "bi")
+    assert done.code == 2
+    assert "a profile holds no scores of mlp; give a MODEL to measure" in done.err

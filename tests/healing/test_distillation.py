@@ -1,0 +1,176 @@
+"""The distillation loss against float64 autograd and finite differences; steps that follow from their tensors alone."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+from helpers import make_tiny
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lyapunov_prune.errors import LyapunovPruneError
+from lyapunov_prune.healing import distillation as module
+from lyapunov_prune.healing.distillation import Distillation, distillation_loss, schedule
+
+
+def reference(student: torch.Tensor, teacher: torch.Tensor, temperature: float) -> tuple[float, torch.Tensor]:
+    """Token by token from the definition, in float64, with autograd's gradient."""
+    z = student.double().requires_grad_()
+    total = torch.zeros((), dtype=torch.float64)
+    for s, t in zip(z, teacher.double(), strict=True):
+        p, q = F.softmax(t / temperature, 0), F.softmax(s / temperature, 0)
+        total = total + (p * (p.log() - q.log())).sum()
+    loss = temperature**2 * total / len(z)
+    loss.backward()
+    assert z.grad is not None
+    return loss.item(), z.grad
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.integers(0, 2**32 - 1), st.integers(1, 150), st.integers(1, 30), st.floats(0.5, 4), st.floats(0.1, 5))
+def test_loss_and_gradient_are_those_of_the_definition(
+    seed: int, tokens: int, vocabulary: int, temperature: float, scale: float
+) -> None:
+    g = torch.Generator().manual_seed(seed)
+    z, t = (scale * torch.randn(tokens, vocabulary, generator=g) for _ in range(2))
+    wanted, slope = reference(z, t, temperature)
+    loss, gradient = distillation_loss(z, t.clone(), temperature)
+    assert loss == pytest.approx(wanted, rel=1e-5, abs=1e-6)
+    torch.testing.assert_close(gradient, slope.float(), rtol=1e-4, atol=1e-6)
+
+
+def test_the_gradient_is_that_of_finite_differences() -> None:
+    g = torch.Generator().manual_seed(0)
+    z, t, direction = (torch.randn(70, 11, generator=g, dtype=torch.float64) for _ in range(3))
+    _, gradient = distillation_loss(z, t.clone(), 2.0)
+    h = 1e-5
+    up, down = (distillation_loss(z + sign * h * direction, t.clone(), 2.0)[0] for sign in (1, -1))
+    assert float((gradient * direction).sum()) == pytest.approx((up - down) / (2 * h), rel=1e-7)
+
+
+def test_the_gradient_takes_the_place_of_the_teachers_logits() -> None:
+    z, t = torch.randn(2, 5, 7)
+    _, gradient = distillation_loss(z, t)
+    assert gradient.data_ptr() == t.data_ptr()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_a_teacher_of_another_dtype_keeps_its_logits(dtype: torch.dtype) -> None:
+    z, t = torch.randn(2, 5, 7, generator=torch.Generator().manual_seed(0))
+    t = t.to(dtype)
+    before = t.clone()
+    loss, gradient = distillation_loss(z, t)
+    assert torch.equal(t, before)
+    assert gradient.dtype == z.dtype
+    assert loss == pytest.approx(reference(z, t, 1.0)[0], rel=1e-5)
+
+
+def test_no_loss_where_the_two_agree_whatever_is_added_to_all_logits() -> None:
+    t = torch.randn(3, 9, generator=torch.Generator().manual_seed(0))
+    loss, gradient = distillation_loss(t + 5, t.clone())
+    assert abs(loss) < 1e-6
+    assert gradient.abs().max() < 1e-6
+
+
+@pytest.mark.parametrize("shape", [(4, 8), (5, 7), (5,)])
+def test_other_shapes_are_refused(shape: tuple[int, ...]) -> None:
+    with pytest.raises(LyapunovPruneError, match=r"logits of shape \(5, 8\) against .*; give two tokens × vocabulary"):
+        distillation_loss(torch.zeros(5, 8), torch.zeros(shape))
+
+
+@pytest.mark.parametrize("temperature", [0.0, -1.0, math.nan, math.inf])
+def test_a_temperature_that_is_none_is_refused(temperature: float) -> None:
+    with pytest.raises(LyapunovPruneError, match=r"temperature .*; give a positive number"):
+        distillation_loss(torch.zeros(5, 8), torch.zeros(5, 8), temperature)
+
+
+@given(st.integers(1, 500))
+def test_the_learning_rate_rises_once_to_its_height_and_falls_never_to_zero(steps: int) -> None:
+    rates = [schedule(step, steps) for step in range(steps)]
+    top = rates.index(1.0)
+    assert top == steps // 10
+    assert rates[: top + 1] == sorted(rates[: top + 1])
+    assert rates[top:] == sorted(rates[top:], reverse=True)
+    assert 0 < min(rates) <= max(rates) == 1
+
+
+# Steps.
+
+
+def distil(steps: int = 8, **changes: float) -> Distillation:
+    student, teacher = make_tiny("llama", seed=1), make_tiny("llama")
+    named = dict(student.named_parameters())
+    return Distillation(
+        student, teacher, named, **{"learning_rate": 3e-3, "temperature": 1.0, "steps": steps, **changes}
+    )
+
+
+def test_a_step_is_one_of_adam_on_the_clipped_gradient(ids: torch.Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
+    run, twin = distil(steps=1, temperature=2.0), distil()
+    run.take_step(ids[0])
+    target = twin.teacher(ids[:1]).logits[0].detach()
+    loss = 4 * F.kl_div(
+        (twin.model(ids[:1]).logits[0] / 2).log_softmax(-1), (target / 2).softmax(-1), reduction="batchmean"
+    )
+    loss.backward()
+    assert run.losses == [pytest.approx(float(loss), rel=1e-5)]
+    norm = math.sqrt(sum(float(p.grad.double().square().sum()) for p in twin.parameters.values() if p.grad is not None))
+    assert norm > module.CLIP
+    for name, p in twin.parameters.items():
+        assert p.grad is not None
+        clipped = p.grad.double() / norm
+        torch.testing.assert_close(run.parameters[name].grad, clipped.float(), rtol=1e-3, atol=1e-6)
+        # Adam's first step: mean and root mean square of one gradient.
+        wanted = p.detach().double() - 3e-3 * clipped / (clipped.abs() + 1e-8)
+        large = clipped.abs() > 1e-5  # below, the rounding of the gradient shows
+        torch.testing.assert_close(run.parameters[name].detach().double()[large], wanted[large], rtol=0, atol=2e-5)
+
+
+def test_the_teacher_runs_without_gradient_and_stays_as_it_was(ids: torch.Tensor) -> None:
+    run = distil()
+    before = {name: p.clone() for name, p in run.teacher.named_parameters()}
+    seen: list[bool] = []
+    run.teacher.lm_head.register_forward_hook(lambda *_: seen.append(torch.is_grad_enabled()))
+    for row in ids:
+        run.take_step(row)
+    assert seen == [False] * len(ids)
+    assert all(torch.equal(p, before[name]) and p.grad is None for name, p in run.teacher.named_parameters())
+
+
+def test_the_loss_falls(ids: torch.Tensor) -> None:
+    run = distil(steps=20)
+    for _ in range(20):
+        run.take_step(ids[0])
+    assert run.losses[-1] < 0.5 * run.losses[0]
+
+
+def test_a_run_goes_on_from_its_tensors_bit_for_bit(ids: torch.Tensor) -> None:
+    whole, first, second = distil(), distil(), distil()
+    for step in range(8):
+        whole.take_step(ids[step % 3])
+    for step in range(5):
+        first.take_step(ids[step % 3])
+    second.go_on_from({name: t.clone() for name, t in first.tensors().items()})
+    for step in range(5, 8):
+        second.take_step(ids[step % 3])
+    assert second.losses == whole.losses
+    assert all(torch.equal(t, second.tensors()[name]) for name, t in whole.tensors().items())
+
+
+def test_a_loss_that_is_not_finite_ends_the_run_at_its_step(ids: torch.Tensor) -> None:
+    run = distil()
+    run.take_step(ids[0])
+    before = {name: p.clone() for name, p in run.parameters.items()}
+    head = run.model.get_output_embeddings().weight
+    head.data[3] = math.inf
+    with pytest.raises(LyapunovPruneError, match="the loss of step 1 is not finite; lower the learning rate"):
+        run.take_step(ids[1])
+    assert all(torch.equal(p, before[name]) for name, p in run.parameters.items() if p is not head)
+    assert run.step == 1
+    broken = distil()
+    broken.teacher.get_output_embeddings().weight.data[3] = math.nan
+    with pytest.raises(LyapunovPruneError, match="the loss of step 0 is not finite; check the weights"):
+        broken.take_step(ids[0])

@@ -1,0 +1,118 @@
+"""Low-rank updates: the merged model is the model that was trained, and nothing of them is left in it."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from helpers import hooks_of, make_tiny
+from transformers import AutoModelForCausalLM, MixtralConfig, PreTrainedModel
+
+from lyapunov_prune.errors import LyapunovPruneError
+from lyapunov_prune.healing.low_rank import low_rank_updates
+from lyapunov_prune.models.projections import find_projections
+
+
+def randomise(factors: dict[str, torch.nn.Parameter], seed: int = 5) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    for factor in factors.values():
+        factor.data = 0.1 * torch.randn(factor.shape, generator=generator)
+
+
+@torch.no_grad()
+def logits(model: PreTrainedModel, ids: torch.Tensor) -> torch.Tensor:
+    return model(ids, use_cache=False).logits
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2", "phi3", "gpt_neox"])
+def test_the_merged_model_is_the_one_with_the_updates(family: str, ids: torch.Tensor) -> None:
+    model = make_tiny(family)
+    names, keys = [n for n, _ in model.named_parameters()], list(model.state_dict())
+    before, held = logits(model, ids), dict(model.named_parameters())
+    with low_rank_updates(model, 3, seed=1) as factors:
+        torch.testing.assert_close(logits(model, ids), before, rtol=0, atol=0)
+        assert {n.rpartition(".")[0] for n in factors} == {p.module for p in find_projections(model)}
+        randomise(factors)
+        during = logits(model, ids)
+    after = logits(model, ids)
+    torch.testing.assert_close(after, during, rtol=1e-5, atol=1e-5 * float(during.abs().max()))
+    assert (after - before).abs().max() > 0.1
+    assert [n for n, _ in model.named_parameters()] == names
+    assert list(model.state_dict()) == keys
+    assert all(p is held[n] for n, p in model.named_parameters())  # what was tied stays tied
+    assert hooks_of(model) == 0
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_the_update_is_the_product_rounded_once(family: str) -> None:
+    model = make_tiny(family)
+    before = copy.deepcopy(model)
+    with low_rank_updates(model, 2) as factors:
+        randomise(factors)
+    for name in {p.module for p in find_projections(model)}:
+        W = before.get_submodule(name).weight.detach().double()
+        update = factors[f"{name}.B"].detach().double() @ factors[f"{name}.A"].detach().double()
+        wanted = (W + (update.T if family == "gpt2" else update)).float()
+        assert torch.equal(model.get_submodule(name).weight, wanted)
+        assert torch.linalg.matrix_rank(update) == 2
+    projections = {f"{p.module}.weight" for p in find_projections(model)}
+    assert all(torch.equal(p, model.get_parameter(n)) for n, p in before.named_parameters() if n not in projections)
+
+
+def test_an_exception_leaves_the_weights_as_they_were(ids: torch.Tensor) -> None:
+    model = make_tiny("llama")
+    before = copy.deepcopy(model.state_dict())
+
+    def interrupted() -> None:
+        with low_rank_updates(model, 2) as factors:
+            randomise(factors)
+            logits(model, ids)
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        interrupted()
+    assert hooks_of(model) == 0
+    assert all(torch.equal(t, before[n]) for n, t in model.state_dict().items())
+
+
+def test_a_shared_weight_gets_one_update(ids: torch.Tensor) -> None:
+    model = make_tiny("llama")
+    layers = model.model.layers
+    layers[4].mlp.up_proj.weight = layers[1].mlp.up_proj.weight  # one parameter in two modules
+    layers[5].mlp = layers[2].mlp  # one module in two layers
+    with low_rank_updates(model, 2) as factors:
+        assert "model.layers.1.mlp.up_proj.A" in factors
+        assert not {"model.layers.4.mlp.up_proj.A", "model.layers.5.mlp.up_proj.A"} & factors.keys()
+        randomise(factors)
+        during = logits(model, ids)
+    torch.testing.assert_close(logits(model, ids), during, rtol=1e-5, atol=1e-4)
+    assert layers[4].mlp.up_proj.weight is layers[1].mlp.up_proj.weight
+
+
+def test_the_seed_says_what_is_drawn() -> None:
+    model = make_tiny("llama")
+    drawn = []
+    for seed in (1, 1, 2):
+        with low_rank_updates(model, 2, seed) as factors:
+            drawn.append(factors["model.layers.0.mlp.up_proj.A"])
+    assert torch.equal(drawn[0], drawn[1])
+    assert not torch.equal(drawn[0], drawn[2])
+
+
+@pytest.mark.parametrize("rank", [0, -1, 17])
+def test_a_rank_that_the_smallest_matrix_has_not_is_refused(rank: int) -> None:
+    model = make_tiny("llama")
+    with pytest.raises(LyapunovPruneError, match=rf"rank {rank} for .*; give 1 to"), low_rank_updates(model, rank):
+        pass
+    assert hooks_of(model) == 0
+
+
+def test_experts_in_one_parameter_are_refused() -> None:
+    config = MixtralConfig(
+        vocab_size=97, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2,
+        num_key_value_heads=1, num_local_experts=2, pad_token_id=0,
+    )  # fmt: skip
+    model = AutoModelForCausalLM.from_config(config)
+    with pytest.raises(LyapunovPruneError, match="takes no low-rank update; heal all"), low_rank_updates(model, 2):
+        pass

@@ -1,0 +1,129 @@
+"""A state of a run comes back as it was; nothing foreign, damaged or half-written is taken for one."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+import torch
+from helpers import disk_full
+
+from lyapunov_prune.errors import LyapunovPruneError
+from lyapunov_prune.healing import state as module
+from lyapunov_prune.healing.state import TrainingState
+
+ABOUT = {"text": "a", "steps": 5, "rank": None}
+
+
+def tensors(step: int) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(step)
+    return {
+        "losses": torch.rand(step, generator=generator, dtype=torch.float64),
+        "parameter/w": torch.randn(3, 4, generator=generator).T,  # not contiguous
+        "step/w": torch.tensor(float(step)),
+    }
+
+
+def test_the_newest_state_comes_back_and_the_older_go(tmp_path: Path) -> None:
+    state = TrainingState(tmp_path / "a", ABOUT)
+    for step in (2, 9, 10):
+        state.save(step, tensors(step))
+        assert os.listdir(tmp_path / "a") == [f"step-{step}"]
+    found = TrainingState(tmp_path / "a", ABOUT, resume=True).load()
+    assert found.keys() == tensors(10).keys()
+    for name, tensor in tensors(10).items():
+        assert found[name].dtype == tensor.dtype
+        assert torch.equal(found[name], tensor)
+
+
+def test_without_resume_or_a_folder_there_is_none(tmp_path: Path) -> None:
+    TrainingState(tmp_path, ABOUT).save(2, tensors(2))
+    (tmp_path / "mine").mkdir()
+    assert TrainingState(tmp_path, ABOUT).load() == {}
+    assert os.listdir(tmp_path) == ["mine"]
+    nowhere = TrainingState(None, ABOUT, resume=True)
+    nowhere.save(2, tensors(2))
+    assert nowhere.load() == {}
+    assert not nowhere.is_due()
+    assert TrainingState(tmp_path / "absent", ABOUT, resume=True).load() == {}
+
+
+def test_half_a_state_is_none_and_is_cleared(tmp_path: Path) -> None:
+    TrainingState(tmp_path, ABOUT).save(2, tensors(2))
+    half = tmp_path / ".step-3.partial-x"
+    half.mkdir()
+    (half / "state.safetensors").write_bytes(b"half")
+    assert len(TrainingState(tmp_path, ABOUT, resume=True).load()["losses"]) == 2
+    assert os.listdir(tmp_path) == ["step-2"]
+
+
+def test_two_whole_states_are_what_a_kill_between_them_leaves(tmp_path: Path) -> None:
+    TrainingState(tmp_path / "a", ABOUT).save(9, tensors(9))
+    TrainingState(tmp_path / "b", ABOUT).save(10, tensors(10))
+    (tmp_path / "b/step-10").rename(tmp_path / "a/step-10")
+    state = TrainingState(tmp_path / "a", ABOUT, resume=True)
+    assert len(state.load()["losses"]) == 10
+    state.save(11, tensors(11))
+    assert os.listdir(tmp_path / "a") == ["step-11"]
+
+
+def test_a_disk_that_is_full_keeps_the_last_state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    state = TrainingState(tmp_path, ABOUT)
+    state.save(2, tensors(2))
+    monkeypatch.setattr(module, "save_file", disk_full)
+    with pytest.raises(LyapunovPruneError, match="No space left on device"):
+        state.save(3, tensors(3))
+    assert os.listdir(tmp_path) == ["step-2"]
+
+
+def test_a_state_of_another_run_is_refused_in_one_line(tmp_path: Path) -> None:
+    TrainingState(tmp_path, ABOUT).save(2, tensors(2))
+    for other, message in [
+        ({**ABOUT, "steps": 6}, r"is of another steps \(5\); run without --resume"),
+        ({**ABOUT, "rank": 8}, r"is of another rank \(None\)"),
+        ({"text": "a", "steps": 5}, "is of another run"),
+    ]:
+        with pytest.raises(LyapunovPruneError, match=message) as raised:
+            TrainingState(tmp_path, other, resume=True).load()
+        assert "\n" not in str(raised.value)
+    assert TrainingState(tmp_path, ABOUT, resume=True).load()
+
+
+@pytest.mark.parametrize("damage", ["cut", "empty", "gone", "no state"])
+def test_a_damaged_state_is_refused(tmp_path: Path, damage: str) -> None:
+    TrainingState(tmp_path, ABOUT).save(2, tensors(2))
+    path = tmp_path / "step-2/state.safetensors"
+    whole = path.read_bytes()
+    if damage == "gone":
+        path.unlink()
+    elif damage == "no state":
+        module.save_file({"a": torch.zeros(1)}, path)
+    else:
+        path.write_bytes(whole[:-3] if damage == "cut" else b"")
+    with pytest.raises(LyapunovPruneError, match=r"state\.safetensors is damaged; run without --resume"):
+        TrainingState(tmp_path, ABOUT, resume=True).load()
+
+
+def test_a_state_is_due_after_its_seconds_and_later_where_writing_is_slow(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = [0.0]
+    monkeypatch.setattr(module.time, "monotonic", lambda: now[0])
+    state = TrainingState(tmp_path, ABOUT)
+    now[0] = module.SECONDS - 1
+    assert not state.is_due()
+    now[0] = module.SECONDS
+    assert state.is_due()
+    save_file = module.save_file
+
+    def slow(*args: object, **kwargs: object) -> None:
+        now[0] += 5
+        save_file(*args, **kwargs)
+
+    monkeypatch.setattr(module, "save_file", slow)
+    state.save(1, tensors(1))
+    now[0] += 49
+    assert not state.is_due()
+    now[0] += 1
+    assert state.is_due()

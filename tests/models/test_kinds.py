@@ -1,0 +1,110 @@
+"""The pattern of a decoder's layers, found by rule."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from helpers import VOCABULARY, make_tiny
+from hypothesis import given
+from hypothesis import strategies as st
+from transformers import PreTrainedModel, PreTrainedTokenizerFast
+
+from lyapunov_prune.cli.app import main
+from lyapunov_prune.errors import LyapunovPruneError
+from lyapunov_prune.models.kinds import Pattern, find_pattern
+from lyapunov_prune.models.structure import find_structure
+from lyapunov_prune.pruning.checkpoint import write_pruned
+from lyapunov_prune.pruning.plan import PruningPlan
+
+# The kinds of six layers of the families that mix some; every other family has one.
+MIXED = {
+    "gemma2": ((0, 1, 0, 1, 0, 1), 2),
+    "gemma3": ((0, 0, 1, 0, 0, 1), 3),
+    "qwen2": ((0, 0, 0, 1, 1, 1), None),
+    "qwen3": ((0, 0, 1, 1, 1, 1), None),
+}
+
+
+def test_kinds_and_period_of_a_family(family: str) -> None:
+    pattern = find_pattern(find_structure(make_tiny(family)))
+    assert (pattern.kinds, pattern.period) == MIXED.get(family, ((0,) * 6, 1))
+
+
+@given(st.lists(st.integers(0, 2), min_size=1, max_size=12))
+def test_the_period_is_the_smallest_that_fits_twice(kinds: list[int]) -> None:
+    fits = [p for p in range(1, len(kinds) // 2 + 1) if all(kinds[i] == kinds[i % p] for i in range(len(kinds)))]
+    assert Pattern(tuple(kinds)).period == min(fits, default=None)
+
+
+@given(st.lists(st.integers(0, 1), min_size=2, max_size=3), st.integers(2, 4), st.data())
+def test_whole_periods_leave_the_pattern_as_it_was(cycle: list[int], times: int, data: st.DataObject) -> None:
+    pattern = Pattern(tuple(cycle * times))
+    gone = data.draw(st.sets(st.integers(0, times - 1), max_size=times - 1))
+    assert pattern.survives(tuple(i for i in range(len(pattern.kinds)) if i // len(cycle) not in gone))
+
+
+def test_layer_types_count_where_the_modules_do_not_repeat() -> None:
+    """A dense layer at the start hides the pattern of attention that engines look for."""
+    model = make_tiny("gemma2")
+    layers = find_structure(model).layers
+    layers[0].mlp, layers[0].self_attn.switch = layers[1].self_attn, True
+    assert find_pattern(find_structure(model)) == Pattern((0, 1, 0, 1, 0, 1))
+
+
+def test_a_model_without_a_period_has_none_to_keep() -> None:
+    with pytest.raises(LyapunovPruneError, match="do not repeat; leave out --keep-period"):
+        Pattern((0, 0, 1, 1)).require_period()
+    with pytest.raises(LyapunovPruneError, match="all of one kind; leave out --keep-period"):
+        Pattern((0, 0, 0)).require_period()
+    assert Pattern((0, 1, 0, 1)).require_period() == 2
+
+
+# What the command and the card make of it.
+
+
+@pytest.fixture
+def prune(
+    tokenizer: PreTrainedTokenizerFast, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> Callable[..., tuple[int, str]]:
+    make_tiny("gemma2", vocab_size=len(VOCABULARY)).save_pretrained(tmp_path / "tiny")
+    tokenizer.save_pretrained(tmp_path / "tiny")
+    monkeypatch.chdir(tmp_path)
+
+    def run(*options: str) -> tuple[int, str]:
+        quick = ["--tokens", "128", "--context", "64", "--seeds", "1"]
+        monkeypatch.setattr(sys, "argv", ["lyapunov-prune", "prune", "tiny", "-o", "out", *quick, *options])
+        capsys.readouterr()
+        with pytest.raises(SystemExit) as end:
+            main()
+        return end.value.code, capsys.readouterr().err  # type: ignore[return-value]
+
+    return run
+
+
+@pytest.mark.parametrize("options", [["--remove", "2"], ["--layers", "2,3"], ["--layers", "2,3", "--on-disk"]])
+def test_keep_period_removes_whole_periods(options: list[str], prune: Callable[..., tuple[int, str]]) -> None:
+    assert prune("--keep-period", *options) == (0, "")
+    card = Path("out/README.md").read_text(encoding="utf-8")
+    assert "Every layer is of the kind that the layer of its number has in the original" in card
+
+
+@pytest.mark.parametrize("options", [["--layers", "1,2"], ["--layers", "1,2", "--on-disk"], ["--remove", "3"]])
+def test_keep_period_refuses_what_splits_one(options: list[str], prune: Callable[..., tuple[int, str]]) -> None:
+    code, err = prune("--keep-period", *options)
+    assert (code, err.count("\n")) == (2, 1)
+    assert "or leave out --keep-period" in err
+    assert not Path("out").exists()
+
+
+def test_the_card_warns_of_engines_when_the_pattern_is_broken(
+    tiny: Callable[..., PreTrainedModel], tokenizer: PreTrainedTokenizerFast, tmp_path: Path
+) -> None:
+    model = tiny("gemma2", vocab_size=len(VOCABULARY))
+    write_pruned(model, tokenizer, PruningPlan.given(model, [3]), tmp_path / "out")
+    card = (tmp_path / "out" / "README.md").read_text(encoding="utf-8")
+    assert "are of 2 kinds, which repeat every 2 layers; those of this model\ndo not any more" in card
+    assert "may refuse this model or,\nworse, run layers as the wrong kind" in card

@@ -1,0 +1,569 @@
+"""Models that are more, or less, than their plain weights: multimodal ones, adapters, quantised, dispatched."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from accelerate import cpu_offload, disk_offload, dispatch_model
+from helpers import LAYERS, SMALL, TEXT, make_tiny
+from peft import LoraConfig, PeftModel, get_peft_model
+from safetensors.torch import load_file, save_file
+from torch import nn
+from torch.nn.utils import parametrizations, prune
+from torch.nn.utils.parametrize import register_parametrization, remove_parametrizations
+from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
+
+from lyapunov_prune import (
+    LyapunovPruneError,
+    PruningPlan,
+    allocate,
+    approximate,
+    block_influence,
+    check_bounds,
+    compress,
+    drop_sublayers,
+    heal,
+    load,
+    measure_contraction,
+    measure_sensitivity,
+    merge_adapters,
+    remove_layers,
+    sublayer_influence,
+    verify_removal,
+)
+from lyapunov_prune.forward.hooks import skipped
+from lyapunov_prune.models.projections import find_projections
+from lyapunov_prune.models.structure import find_structure
+from lyapunov_prune.models.wrappers import loading_class
+from lyapunov_prune.pruning.checkpoint import write_pruned
+
+DEPTH = 4
+_TEXT: dict[str, Any] = {**SMALL, "num_hidden_layers": DEPTH}
+_IMAGE: dict[str, Any] = {
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "image_size": 28,
+    "patch_size": 14,
+}
+_TOWER = {"depth": 2, "hidden_size": 16, "intermediate_size": 24, "num_heads": 2, "out_hidden_size": 32}
+_MROPE = {"type": "mrope", "rope_type": "default", "mrope_section": [1, 1, 2]}
+_QWEN_IDS = {"image_token_id": 90, "video_token_id": 91, "vision_start_token_id": 92, "vision_end_token_id": 93}
+
+
+def text(model_type: str, **extra: Any) -> dict[str, Any]:
+    return {"model_type": model_type, **_TEXT, **extra}
+
+
+# Class of the model -> its config.
+WRAPPERS: dict[str, dict[str, Any]] = {
+    "Gemma3ForConditionalGeneration": {
+        "model_type": "gemma3",
+        "text_config": text("gemma3_text", sliding_window=8, layer_types=["sliding_attention", "full_attention"] * 2),
+        "vision_config": {"model_type": "siglip_vision_model", **_IMAGE},
+        "mm_tokens_per_image": 4,
+        "image_token_index": 90,
+        "boi_token_index": 91,
+        "eoi_token_index": 92,
+    },
+    "LlavaForConditionalGeneration": {
+        "model_type": "llava",
+        "text_config": text("llama"),
+        "vision_config": {"model_type": "clip_vision_model", **_IMAGE},
+        "image_token_index": 90,
+    },
+    "Mistral3ForConditionalGeneration": {
+        "model_type": "mistral3",
+        "text_config": text("mistral"),
+        "vision_config": {"model_type": "pixtral", **_IMAGE, "head_dim": 8},
+        "image_token_index": 90,
+    },
+    "Idefics3ForConditionalGeneration": {
+        "model_type": "idefics3",
+        "text_config": text("llama"),
+        "vision_config": {"model_type": "idefics3_vision", **_IMAGE},
+        "image_token_id": 90,
+        "scale_factor": 2,
+    },
+    "InternVLForConditionalGeneration": {
+        "model_type": "internvl",
+        "text_config": text("qwen2"),
+        "vision_config": {"model_type": "internvl_vision", **_IMAGE, "image_size": [28, 28], "patch_size": [14, 14]},
+        "image_token_id": 90,
+    },
+    "Qwen2_5_VLForConditionalGeneration": {
+        "model_type": "qwen2_5_vl",
+        "text_config": text("qwen2_5_vl_text", rope_scaling=_MROPE),
+        "vision_config": {"model_type": "qwen2_5_vl", **_TOWER, "fullatt_block_indexes": [1]},
+        **_QWEN_IDS,
+    },
+    "Qwen3VLForConditionalGeneration": {
+        "model_type": "qwen3_vl",
+        "text_config": text("qwen3_vl_text", rope_scaling={**_MROPE, "mrope_interleaved": True}),
+        "vision_config": {
+            "model_type": "qwen3_vl",
+            **_TOWER,
+            "deepstack_visual_indexes": [0],
+            "num_position_embeddings": 16,
+        },
+        **_QWEN_IDS,
+    },
+    "Qwen2AudioForConditionalGeneration": {
+        "model_type": "qwen2_audio",
+        "text_config": text("qwen2"),
+        "audio_config": {
+            "model_type": "qwen2_audio_encoder",
+            "d_model": 16,
+            "encoder_layers": 2,
+            "encoder_attention_heads": 2,
+            "encoder_ffn_dim": 24,
+            "num_mel_bins": 8,
+            "max_source_positions": 20,
+        },
+    },
+    "Llama4ForConditionalGeneration": {
+        "model_type": "llama4",
+        "text_config": text(
+            "llama4_text",
+            num_local_experts=2,
+            intermediate_size_mlp=48,
+            attention_chunk_size=16,
+            moe_layers=[1, 3],
+        ),
+        "vision_config": {
+            "model_type": "llama4_vision_model",
+            **_IMAGE,
+            "intermediate_size": 64,
+            "vision_output_dim": 16,
+            "projector_input_dim": 16,
+            "projector_output_dim": 16,
+        },
+        "image_token_index": 90,
+        "boi_token_index": 91,
+        "eoi_token_index": 92,
+    },
+}
+# Refused, and why.
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "PaliGemmaForConditionalGeneration": (
+        {
+            "model_type": "paligemma",
+            "text_config": text("gemma"),
+            "vision_config": {"model_type": "siglip_vision_model", **_IMAGE},
+            "image_token_index": 90,
+            "projection_dim": 32,
+        },
+        "looks at later tokens",
+    ),
+    "MllamaForConditionalGeneration": (
+        {
+            "model_type": "mllama",
+            "text_config": text("mllama_text_model", cross_attention_layers=[1]),
+            "vision_config": {
+                "model_type": "mllama_vision_model",
+                **_IMAGE,
+                "num_global_layers": 1,
+                "attention_heads": 2,
+                "vision_output_dim": 32,
+                "intermediate_layers_indices": [0],
+            },
+            "image_token_index": 90,
+        },
+        r"layers 1 of MllamaForConditionalGeneration run only when there is an image.*not supported",
+    ),
+    "Blip2ForConditionalGeneration": (
+        {
+            "model_type": "blip-2",
+            "text_config": text("opt", ffn_dim=48, word_embed_proj_dim=32),
+            "vision_config": {"model_type": "blip_2_vision_model", **_IMAGE},
+            "qformer_config": {"model_type": "blip_2_qformer", **_IMAGE, "encoder_hidden_size": 16},
+        },
+        "does not run on text alone .*load its text model alone with AutoModelForCausalLM",
+    ),
+}
+
+
+def make_wrapped(kind: str) -> PreTrainedModel:
+    described = dict(WRAPPERS[kind] if kind in WRAPPERS else REFUSED[kind][0])
+    config = transformers.AutoConfig.for_model(described.pop("model_type"), **described)
+    torch.manual_seed(0)
+    model = getattr(transformers, kind)(config).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.1 * torch.randn_like(parameter))
+    return model
+
+
+def outside(model: PreTrainedModel) -> dict[str, torch.Tensor]:
+    """Every tensor that belongs to no decoder layer."""
+    path = find_structure(model).layers_path
+    return {name: t for name, t in model.state_dict().items() if not name.startswith(f"{path}.")}
+
+
+@pytest.mark.parametrize("kind", list(WRAPPERS))
+def test_a_decoder_inside_a_multimodal_model(kind: str, ids: torch.Tensor) -> None:
+    model, ids = make_wrapped(kind), ids % 90
+    assert len(block_influence(model, ids).influence) == DEPTH
+    assert len(sublayer_influence(model, ids).mlp) == DEPTH
+    plan = PruningPlan.given(model, [1, 2], drop_mlp=[3])
+    pruned = remove_layers(model, plan)
+    assert type(pruned) is type(model)
+    report = verify_removal(model, pruned, plan, ids)
+    assert report.passed, f"\n{report}"
+    before, after = outside(model), outside(pruned)
+    assert before.keys() == after.keys()
+    assert any("vis" in name or "audio" in name for name in before)
+    assert all(torch.equal(after[name], tensor) for name, tensor in before.items())
+
+
+@pytest.mark.parametrize("kind", list(REFUSED))
+def test_a_wrapper_that_text_cannot_check_is_refused(kind: str) -> None:
+    with pytest.raises(LyapunovPruneError, match=REFUSED[kind][1]) as error:
+        remove_layers(make_wrapped(kind), [2])
+    assert "\n" not in str(error.value)
+
+
+def test_a_layer_that_text_does_not_run_has_no_score(ids: torch.Tensor) -> None:
+    scores = sublayer_influence(make_wrapped("MllamaForConditionalGeneration"), ids % 90)
+    for values in (scores.attention, scores.mlp):
+        assert values.shape == (DEPTH,)
+        assert [layer for layer in range(DEPTH) if values[layer] != values[layer]] == [1]
+
+
+def test_a_layer_that_takes_in_a_level_of_the_image_stays() -> None:
+    """Qwen3-VL adds a feature of the image after each of its first layers, by number."""
+    model = make_wrapped("Qwen3VLForConditionalGeneration")
+    with pytest.raises(LyapunovPruneError, match="one of the first 1, each of which takes in a level of the image"):
+        remove_layers(model, [0, 2])
+    drop_sublayers(model, attention=[0])
+
+
+def test_with_an_image_too_the_layers_are_as_skipped(ids: torch.Tensor) -> None:
+    """What the gate cannot see, it compares on text, shown once: the image enters before layer 0."""
+    model = make_wrapped("LlavaForConditionalGeneration")
+    ids = ids % 90
+    ids[:, 5:9] = 90
+    inputs = {"input_ids": ids, "pixel_values": torch.randn(len(ids), 3, 28, 28), "use_cache": False}
+    with skipped(find_structure(model), (1, 2)):
+        expected = model(**inputs).logits
+    assert not torch.allclose(model(**{**inputs, "pixel_values": -inputs["pixel_values"]}).logits, expected, atol=0.1)
+    torch.testing.assert_close(remove_layers(model, [1, 2])(**inputs).logits, expected)
+
+
+def test_planted_fault_a_change_in_a_wrapped_layer(ids: torch.Tensor) -> None:
+    model = make_wrapped("LlavaForConditionalGeneration")
+    pruned: Any = remove_layers(model, [1])
+    with torch.no_grad():
+        pruned.model.language_model.layers[1].mlp.down_proj.weight[0] += 1
+    assert "same as skipping" in verify_removal(model, pruned, [1], ids % 90).failure()
+
+
+def test_a_wrapper_is_written_and_its_card_names_its_class(tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> None:
+    model = make_wrapped("LlavaForConditionalGeneration")
+    write_pruned(model, tokenizer, PruningPlan.given(model, [1]), tmp_path / "out")
+    assert "model = LlavaForConditionalGeneration.from_pretrained" in (tmp_path / "out" / "README.md").read_text()
+    again = transformers.LlavaForConditionalGeneration.from_pretrained(tmp_path / "out")
+    assert find_structure(again).num_layers == DEPTH - 1
+    with pytest.raises(LyapunovPruneError, match=r"a decoder inside a multimodal model .*give its text model alone"):
+        load(tmp_path / "out")
+
+
+def test_a_class_of_ones_own_must_load_with_the_automatic_class(llama: PreTrainedModel) -> None:
+    class Mine(transformers.LlamaForCausalLM):
+        pass
+
+    assert loading_class(llama) is loading_class(Mine(llama.config)) is AutoModelForCausalLM
+    assert loading_class(make_wrapped("LlavaForConditionalGeneration")) is transformers.LlavaForConditionalGeneration
+
+
+# Adapters.
+
+
+def with_adapters(model: PreTrainedModel) -> Any:
+    torch.manual_seed(1)
+    adapted = get_peft_model(model, LoraConfig(r=2, target_modules=["q_proj", "down_proj"], lora_alpha=8))
+    with torch.no_grad():
+        for name, parameter in adapted.named_parameters():
+            if "lora_" in name:
+                parameter.normal_(std=0.1)
+    return adapted.eval()
+
+
+def test_attached_adapters_are_refused(ids: torch.Tensor) -> None:
+    adapted = with_adapters(make_tiny("llama"))
+    for refused in (remove_layers, lambda model, _: find_projections(model)):
+        for model in (adapted, adapted.base_model.model):
+            with pytest.raises(LyapunovPruneError, match=r"adapters are attached .*merge them first") as error:
+                refused(model, [1])
+            assert "\n" not in str(error.value)
+
+
+def test_adapters_attached_by_transformers_are_refused_and_merged(ids: torch.Tensor) -> None:
+    model = make_tiny("llama")
+    model.add_adapter(LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False))
+    logits = model.eval()(ids).logits
+    with pytest.raises(LyapunovPruneError, match="adapters are attached"):
+        remove_layers(model, [1])
+    merged = merge_adapters(model)
+    torch.testing.assert_close(merged(ids).logits, logits, rtol=1e-4, atol=1e-4)
+    assert verify_removal(merged, remove_layers(merged, [1]), [1], ids).passed
+
+
+def test_merged_adapters_are_in_the_weights(ids: torch.Tensor) -> None:
+    adapted = with_adapters(model := make_tiny("llama"))
+    logits, plain = adapted(ids).logits, make_tiny("llama")(ids).logits
+    merged = merge_adapters(adapted)
+    assert type(merged) is type(model)
+    assert (plain - logits).abs().max() > 0.1
+    torch.testing.assert_close(merged(ids).logits, logits, rtol=1e-4, atol=1e-4)
+    assert verify_removal(merged, remove_layers(merged, [1]), [1], ids).passed
+
+
+@pytest.fixture
+def adapters(checkpoint: Path) -> Path:
+    """A folder with adapters for the model in `tiny`, beside it."""
+    adapted = with_adapters(AutoModelForCausalLM.from_pretrained(checkpoint))
+    adapted.save_pretrained(checkpoint.parent / "adapters")
+    return checkpoint.parent / "adapters"
+
+
+def test_a_folder_of_adapters(adapters: Path, run: Callable[..., Any], ids: torch.Tensor) -> None:
+    with pytest.raises(LyapunovPruneError, match=r"holds adapters for .*tiny; merge them into it \(--merge-adapter"):
+        load(adapters)
+    done = run("prune", "adapters", "--layers", "1", "-o", "out", *TEXT)
+    assert (done.code, done.changed) == (2, set())
+    assert run("prune", "adapters", "--layers", "1", "--merge-adapter", "-o", "out", *TEXT).code == 0
+    merged = load(adapters, merge_adapter=True).model
+    expected = remove_layers(merged, [1])(ids).logits
+    torch.testing.assert_close(AutoModelForCausalLM.from_pretrained("out")(ids).logits, expected)
+    assert not torch.allclose(remove_layers(load("tiny").model, [1])(ids).logits, expected, atol=0.1)
+
+
+def test_what_is_no_folder_of_adapters_has_nothing_to_merge(adapters: Path, checkpoint: Path) -> None:
+    with pytest.raises(LyapunovPruneError, match=r"holds no adapters .*leave out --merge-adapter"):
+        load(checkpoint, merge_adapter=True)
+    (adapters / "adapter_model.safetensors").rename(adapters / "adapter_model.bin")
+    with pytest.raises(LyapunovPruneError, match=r"holds no adapter_model.safetensors; convert"):
+        load(adapters, merge_adapter=True)
+    (adapters / "adapter_config.json").write_text("{}")
+    with pytest.raises(LyapunovPruneError, match="cannot load"):
+        load(adapters)
+
+
+def kept_if(keep: Callable[[int], bool]) -> Callable[[dict[str, torch.Tensor]], dict[str, torch.Tensor]]:
+    return lambda tensors: {name: t for i, (name, t) in enumerate(sorted(tensors.items())) if keep(i)}
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (kept_if(lambda i: i != 3), "1 tensors are missing and 0 have no place"),
+        (kept_if(lambda i: i % 3 == 0), "16 tensors are missing and 0 have no place"),
+        (kept_if(lambda i: False), "24 tensors are missing and 0 have no place"),
+        (
+            lambda tensors: {name.replace("q_proj", "k_proj"): t for name, t in tensors.items()},
+            "12 tensors are missing and 12 have no place",
+        ),
+        (lambda tensors: tensors | {"base_model.model.x.lora_A.weight": torch.zeros(1)}, "0 .* missing and 1 have no"),
+        (lambda tensors: {name: t[:1] for name, t in tensors.items()}, "cannot load .*adapters"),
+    ],
+    ids=["one missing", "most missing", "empty", "renamed", "one more", "wrong shape"],
+)
+def test_adapters_that_lack_a_tensor_are_not_made_up(
+    change: Callable[..., dict[str, torch.Tensor]], message: str, adapters: Path, run: Callable[..., Any]
+) -> None:
+    file = adapters / "adapter_model.safetensors"
+    save_file(change(load_file(file)), file)
+    with pytest.raises(LyapunovPruneError, match=message):
+        load(adapters, merge_adapter=True)
+    done = run("prune", "adapters", "--layers", "1", "--merge-adapter", "-o", "out", *TEXT)
+    assert (done.code, done.changed, done.err.count("\n")) == (2, set(), 1)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"target_modules": ["q_proj"]}, "0 tensors are missing and 12 have no place"),
+        ({"target_modules": ["q_proj", "down_proj", "up_proj"]}, "12 tensors are missing and 0 have no place"),
+        ({"peft_type": "XLORA"}, "the adapters in .* are XLORA, not LORA; merge them with the tool of theirs"),
+        ({"base_model_name_or_path": None}, "names no base model; set base_model_name_or_path in adapter_config.json"),
+    ],
+    ids=str,
+)
+def test_adapters_that_do_not_fit_their_config_are_refused(
+    changes: dict[str, Any], message: str, adapters: Path
+) -> None:
+    config = json.loads((adapters / "adapter_config.json").read_text())
+    (adapters / "adapter_config.json").write_text(json.dumps(config | changes))
+    with pytest.raises(LyapunovPruneError, match=message):
+        load(adapters, merge_adapter=True)
+
+
+def test_a_folder_of_adapters_is_merged_as_peft_merges_it(adapters: Path, checkpoint: Path) -> None:
+    wanted = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(checkpoint), str(adapters))
+    state = wanted.merge_and_unload(safe_merge=True).state_dict()
+    found = load(adapters, merge_adapter=True).model.state_dict()
+    assert found.keys() == state.keys()
+    assert all(torch.equal(found[name], state[name]) for name in state)
+
+
+def test_an_adapter_in_the_folder_of_a_model_is_not_picked_up_silently(adapters: Path, checkpoint: Path) -> None:
+    shutil.copy(adapters / "adapter_config.json", checkpoint)
+    with pytest.raises(LyapunovPruneError, match="holds adapters"):
+        load(checkpoint)
+
+
+# Quantised.
+
+
+@pytest.mark.parametrize(
+    "packed",
+    [
+        {"quant_method": "bitsandbytes", "load_in_4bit": True},
+        {"quant_method": "gptq", "bits": 4},
+        {"quant_method": "awq", "bits": 4},
+        {"quant_method": "fp8"},
+        {"quant_method": "mxfp4"},
+        {"quant_method": "compressed-tensors"},
+    ],
+    ids=lambda packed: packed["quant_method"],
+)
+def test_a_quantised_checkpoint_is_refused_before_it_is_loaded(
+    packed: dict[str, Any], checkpoint: Path, run: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = json.loads((checkpoint / "config.json").read_text())
+    (checkpoint / "config.json").write_text(json.dumps({**config, "quantization_config": packed}))
+    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", None)  # nothing is loaded
+    done = run("prune", "tiny", "--layers", "1", "-o", "out", *TEXT)
+    assert (done.code, done.changed, done.err.count("\n")) == (2, set(), 1)
+    assert f"quantised ({packed['quant_method']}); give the original weights, or a GGUF file" in done.err
+
+
+def test_a_quantised_model_in_memory_is_refused() -> None:
+    model = make_tiny("llama")
+    model.config.quantization_config = transformers.BitsAndBytesConfig(load_in_8bit=True)
+    with pytest.raises(LyapunovPruneError, match=r"quantised \(bitsandbytes\); give the original weights"):
+        remove_layers(model, [1])
+
+
+# Dispatched by accelerate.
+
+DEVICES = {
+    "model.embed_tokens": "cpu",
+    **{f"model.layers.{i}": "cpu" for i in range(LAYERS)},
+    "model.norm": "cpu",
+    "model.rotary_emb": "cpu",
+    "lm_head": "cpu",
+}
+
+
+def test_a_dispatched_model_in_memory(ids: torch.Tensor) -> None:
+    plain = make_tiny("llama")
+    model: Any = dispatch_model(make_tiny("llama"), DEVICES, force_hooks=True)
+    assert hasattr(model.model.layers[1], "_hf_hook")
+    assert str(block_influence(model, ids).to_frame()) == str(block_influence(plain, ids).to_frame())
+    assert len(measure_contraction(model, ids, seeds=(0,)).rho) == LAYERS
+    plan = PruningPlan.given(model, [1, 4], drop_attention=[2])
+    pruned: Any = remove_layers(model, plan)
+    report = verify_removal(model, pruned, plan, ids)
+    assert report.passed, f"\n{report}"
+    assert torch.equal(pruned(ids).logits, remove_layers(plain, plan)(ids).logits)
+    layers = [name for name in pruned.hf_device_map if ".layers." in name]
+    assert layers == [f"model.layers.{i}" for i in range(LAYERS - 2)]
+    assert model.hf_device_map == DEVICES
+    mine, theirs = set(map(id, pruned.modules())), set(map(id, model.modules()))
+    assert not mine & theirs
+    for module in pruned.modules():  # accelerate's forward is bound to the module that it was put on
+        wrapped = vars(module).get("forward")
+        assert wrapped is None or (wrapped.args[0] is module and module._old_forward.__self__ is module)
+
+
+@pytest.mark.parametrize("place", ["cpu", "disk", "some on disk"])
+def test_offloaded_weights_are_refused(place: str, ids: torch.Tensor, tmp_path: Path) -> None:
+    model: Any = make_tiny("llama")
+    if place == "cpu":
+        cpu_offload(model, execution_device=torch.device("cpu"))
+    elif place == "disk":
+        disk_offload(model, str(tmp_path), execution_device=torch.device("cpu"))
+    else:
+        model = dispatch_model(model, {**DEVICES, "model.layers.5": "disk"}, main_device="cpu", offload_dir=tmp_path)
+    refused: list[Callable[[], object]] = [
+        lambda: remove_layers(model, [1]),
+        lambda: drop_sublayers(model, mlp=[1]),
+        lambda: PruningPlan.given(model, [1]),
+        lambda: block_influence(model, ids),
+        lambda: sublayer_influence(model, ids),
+    ]
+    for call in refused:
+        with pytest.raises(LyapunovPruneError, match=r"weights are offloaded .*load the model whole") as error:
+            call()
+        assert "\n" not in str(error.value)
+
+
+def test_a_module_with_a_base_layer_of_its_own_is_no_adapter() -> None:
+    model: Any = make_tiny("llama")
+    model.model.layers[0].mlp.base_layer = nn.Identity()
+    assert find_projections(model)
+
+
+# Weights that are made of others at every forward.
+
+
+class Halved(nn.Module):
+    def forward(self, W: torch.Tensor) -> torch.Tensor:
+        return W / 2
+
+
+PARAMETRISED: dict[str, Callable[[nn.Module], Any]] = {
+    "weight_norm": parametrizations.weight_norm,
+    "the older weight_norm": nn.utils.weight_norm,
+    "the older spectral_norm": nn.utils.spectral_norm,
+    "prune": lambda module: prune.l1_unstructured(module, "weight", 0.3),
+    "orthogonal": parametrizations.orthogonal,
+    "one of the user's": lambda module: register_parametrization(module, "weight", Halved()),
+}
+WRITERS: dict[str, Callable[[PreTrainedModel, torch.Tensor], Any]] = {
+    "compress": lambda model, ids: compress(model, method="magnitude", sparsity=0.5),
+    "compress by activations": lambda model, ids: compress(model, ids, method="wanda", sparsity=0.5),
+    "allocate": lambda model, ids: allocate(model, "uniform", 0.5),
+    "approximate": lambda model, ids: approximate(model, {}).__enter__(),
+    "check_bounds": lambda model, ids: check_bounds(model, ids, sparsity=0.5),
+    "heal": lambda model, ids: heal(model, make_tiny("llama"), ids, steps=1),
+    "drop_sublayers": lambda model, ids: drop_sublayers(model, mlp=[2]),
+    "remove_layers": lambda model, ids: remove_layers(model, [1]),
+    "measure_sensitivity": lambda model, ids: measure_sensitivity(model, ids, studies=["layer"]),
+}
+
+
+@pytest.mark.filterwarnings("ignore:.*weight_norm.*:FutureWarning")
+@pytest.mark.parametrize("kind", PARAMETRISED)
+def test_weights_made_of_others_are_refused(kind: str, ids: torch.Tensor) -> None:
+    model: Any = make_tiny("llama")
+    PARAMETRISED[kind](model.model.layers[2].mlp.down_proj)
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    for name, write in WRITERS.items():
+        with pytest.raises(
+            LyapunovPruneError, match=r"layers\.2\.mlp\.down_proj\.weight is no parameter.*parametri"
+        ) as error:
+            write(model, ids)
+        assert "\n" not in str(error.value), name
+    assert all(torch.equal(before[name], tensor) for name, tensor in model.state_dict().items())
+    block_influence(model, ids)  # which writes nothing
+
+
+def test_once_they_are_parameters_again_they_are_compressed(ids: torch.Tensor) -> None:
+    model: Any = make_tiny("llama")
+    down = model.model.layers[2].mlp.down_proj
+    parametrizations.weight_norm(down)
+    remove_parametrizations(down, "weight")
+    done: Any = compress(model, method="magnitude", sparsity=0.5)
+    zeros = (done.model.model.layers[2].mlp.down_proj.weight == 0).float().mean()
+    assert abs(float(zeros) - 0.5) < 1e-3

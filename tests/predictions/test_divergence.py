@@ -1,0 +1,358 @@
+"""What a skipped layer does to the prediction, against whole logits in float64 and against the theorems."""
+
+from __future__ import annotations
+
+import copy
+import math
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from helpers import LAYERS, computed, hooks_of, leave, make_tiny, other_head
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.extra.numpy import arrays
+from scipy.special import log_softmax, rel_entr, softmax
+from transformers import PreTrainedModel
+
+from lyapunov_prune import LyapunovPruneError, NonFiniteError, SkipDivergence, rank_by_divergence, skip_divergence
+from lyapunov_prune.forward.hooks import skipped
+from lyapunov_prune.forward.prefix import Prefix
+from lyapunov_prune.forward.scoring import Scorer
+from lyapunov_prune.models.structure import find_structure
+from lyapunov_prune.predictions import divergence as module
+from lyapunov_prune.predictions.divergence import divergences
+
+MEASURES = ("variance", "kl", "reverse_kl", "flipped")
+
+
+@pytest.fixture(autouse=True)
+def _small_chunks(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Several chunks of tokens, several blocks in each, the last of each smaller."""
+    monkeypatch.setattr(module, "_CHUNK", 97 * 16)
+    monkeypatch.setattr(module, "_BLOCK", 97 * 5)
+    with torch.no_grad():
+        yield
+
+
+def exact(model: PreTrainedModel, ids: torch.Tensor, T: float = 1.0) -> dict[str, np.ndarray]:
+    """All of it in float64, from the model's own logits, by the definitions."""
+    twin = copy.deepcopy(model).double()
+    structure, rows = find_structure(twin), []
+    z = twin(ids).logits[:, :-1].numpy()
+    for layer in range(structure.num_layers):
+        with skipped(structure, (layer,)):
+            z2 = twin(ids).logits[:, :-1].numpy()
+        rows.append([x.mean() for x in by_definition(z, z2 - z, T)] + [(z.argmax(-1) != z2.argmax(-1)).mean()])
+    return dict(zip(MEASURES, np.array(rows).T, strict=True))
+
+
+def by_definition(z: np.ndarray, dz: np.ndarray, T: float) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    p, q = softmax(z / T, axis=-1), softmax((z + dz) / T, axis=-1)
+    mean = (p * dz).sum(-1, keepdims=True)
+    variance = (p * (dz - mean) ** 2).sum(-1) / (2 * T**2)
+    return variance, rel_entr(p, q).sum(-1), rel_entr(q, p).sum(-1)
+
+
+def assert_agree(found: SkipDivergence, wanted: dict[str, np.ndarray], rtol: float = 1e-4) -> None:
+    for name in MEASURES:
+        np.testing.assert_allclose(getattr(found, name), wanted[name], rtol=rtol, err_msg=name)
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2", "gemma3", "gpt_neox"])
+def test_measures_are_the_definitions(name: str, ids: torch.Tensor) -> None:
+    model = make_tiny(name)
+    found = skip_divergence(model, ids, batch_size=2)
+    assert_agree(found, exact(model, ids))
+    assert hooks_of(model) == 0
+    assert not any("forward" in m.__dict__ for m in model.modules())
+
+
+@pytest.mark.parametrize("T", [0.5, 3.0])
+def test_the_temperature_is_in_every_measure(T: float, llama: PreTrainedModel, ids: torch.Tensor) -> None:
+    found = skip_divergence(llama, ids, temperature=T)
+    assert_agree(found, exact(llama, ids, T))
+    assert found.temperature == T
+
+
+def test_dividing_the_logits_is_a_temperature(ids: torch.Tensor) -> None:
+    model = make_tiny("llama")
+    warm = skip_divergence(model, ids, temperature=2)
+    model.lm_head.weight.div_(2)  # type: ignore[union-attr]
+    found = skip_divergence(model, ids)
+    assert_agree(found, {name: getattr(warm, name) for name in MEASURES}, rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "extra"),
+    [
+        ("gemma2", {"query_pre_attn_scalar": 8, "final_logit_softcapping": 2.0}),
+        ("granite", {"logits_scaling": 4.0}),
+        ("cohere", {"logit_scale": 0.25}),
+    ],
+)
+def test_caps_and_scales_of_the_logits_are_the_models_own(
+    model_type: str, extra: dict[str, Any], ids: torch.Tensor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = other_head(model_type, **extra)
+    wanted, calls = exact(model, ids), computed(model)
+    assert not Scorer(model, find_structure(model), ids).blockwise
+    calls.clear()
+    found = skip_divergence(model, ids)
+    assert_agree(found, wanted)
+    # The head's forwards run no layer: as many as a walk, whatever the number of chunks.
+    assert max(calls.values()) <= (LAYERS + 3) * len(ids) + 2 * LAYERS
+    assert not any("forward" in m.__dict__ for m in model.modules())
+    # Planted fault: the head's matrix alone.
+    monkeypatch.setattr(Scorer, "logits", Scorer._bare)
+    with pytest.raises(AssertionError):
+        assert_agree(skip_divergence(model, ids), wanted)
+
+
+def test_logits_that_are_no_function_of_the_state_are_refused(ids: torch.Tensor) -> None:
+    model: Any = make_tiny("llama")
+    model.register_forward_hook(lambda m, args, output: output | {"logits": output.logits + torch.rand(1)})
+    structure = find_structure(model)
+    scorer = Scorer(model, structure, ids)
+    assert not scorer.blockwise
+    with pytest.raises(LyapunovPruneError, match="no function of its final state alone"):
+        scorer.logits(torch.zeros(3, 32))
+
+
+@pytest.mark.parametrize("taken", [True, False], ids=["taken away", "left for ever"])
+def test_a_layer_that_needs_more_than_its_state_is_given_it(taken: bool, ids: torch.Tensor) -> None:
+    model = make_tiny("llama")
+    leave(model, 1, 4, taken=taken)
+    twin = make_tiny("llama").double()
+    leave(twin, 1, 4, taken=taken)
+    found = skip_divergence(model, ids)
+    copied = copy.deepcopy
+    try:
+        copy.deepcopy = lambda x: twin if x is model else copied(x)  # type: ignore[assignment]
+        wanted = exact(model, ids)
+    finally:
+        copy.deepcopy = copied
+    assert_agree(found, wanted)
+
+
+def test_windows_chunks_and_batches_do_not_matter(
+    llama: PreTrainedModel, ids: torch.Tensor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = skip_divergence(llama, ids, batch_size=3)
+    alone = [skip_divergence(llama, row[None]) for row in ids]
+    monkeypatch.setattr(module, "_CHUNK", 1)
+    single = skip_divergence(llama, ids)
+    for name in MEASURES:
+        means = np.mean([getattr(one, name) for one in alone], axis=0)
+        np.testing.assert_allclose(getattr(whole, name), means, rtol=1e-5)
+        np.testing.assert_allclose(getattr(single, name), means, rtol=1e-5)
+
+
+def test_a_window_costs_about_half_a_forward_a_layer(ids: torch.Tensor) -> None:
+    model = make_tiny("llama")
+    calls = computed(model)
+    Prefix(find_structure(model), ids[:1])
+    Scorer(model, find_structure(model), ids[:1])
+    before = dict(calls)
+    calls.clear()
+    skip_divergence(model, ids)
+    # Layer k computes after each of the k layers before it is skipped, once where the walk passes or ends.
+    assert [calls[k] - before[k] for k in range(LAYERS)] == [len(ids) * (k + 1) for k in range(LAYERS)]
+
+
+def test_no_block_of_logits_is_larger_than_a_chunk(
+    llama: PreTrainedModel, ids: torch.Tensor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sizes, bare = [], Scorer._bare
+    monkeypatch.setattr(Scorer, "_bare", lambda self, state: sizes.append(len(state)) or bare(self, state))
+    skip_divergence(llama, ids, batch_size=3)
+    assert max(sizes[3:]) == 16  # the first are the trials
+
+
+# Small layers.
+
+
+def quiet(model: Any, layer: int, factor: float) -> Any:
+    """`layer` adds `factor` times what it did."""
+    block = model.model.layers[layer]
+    block.self_attn.o_proj.weight.mul_(factor)
+    block.mlp.down_proj.weight.mul_(factor)
+    return model
+
+
+def test_a_layer_that_adds_nothing_has_zero(ids: torch.Tensor) -> None:
+    found = skip_divergence(quiet(make_tiny("llama"), 2, 0), ids)
+    for name in MEASURES:
+        values = getattr(found, name)
+        assert values[2] == 0
+        assert (np.delete(values, 2) > 0).all()
+    assert rank_by_divergence(found).order[0] == 2
+
+
+def test_the_estimate_tends_to_the_divergence(ids: torch.Tensor) -> None:
+    """`Var/2` to either KL, with an error of first order: a forgotten factor is no such limit."""
+    ratios = []
+    for factor in (1e-1, 1e-2, 1e-3, 1e-4):
+        found = skip_divergence(quiet(make_tiny("llama").double(), 3, factor), ids)
+        ratios.append([found.variance[3] / found.kl[3], found.variance[3] / found.reverse_kl[3]])
+    for before, after in pairwise(ratios):
+        assert (np.abs(np.array(after) - 1) < 0.3 * np.abs(np.array(before) - 1)).all()
+    np.testing.assert_allclose(ratios[-1], 1, atol=1e-4)
+
+
+def test_float32_keeps_the_digits_of_a_small_divergence(ids: torch.Tensor) -> None:
+    model = quiet(make_tiny("llama"), 3, 1e-3)
+    found, wanted = skip_divergence(model, ids), exact(model, ids)
+    assert wanted["kl"][3] < 1e-5
+    for name in ("variance", "kl", "reverse_kl"):
+        np.testing.assert_allclose(getattr(found, name), wanted[name], rtol=2e-3)
+
+
+# The formulas, and the theorems about them.
+
+LOGITS = arrays(np.float64, (2, 7), elements=st.floats(-8, 8))
+
+
+def of(z: np.ndarray, dz: np.ndarray, T: float = 1.0) -> tuple[np.ndarray, ...]:
+    found = divergences(torch.tensor(log_softmax(z / T, -1)), torch.tensor(log_softmax((z + dz) / T, -1)))
+    return tuple(x.numpy() for x in found)
+
+
+@settings(max_examples=200)
+@given(LOGITS, LOGITS, st.floats(0.25, 4))
+def test_formulas_agree_with_the_definitions(z: np.ndarray, dz: np.ndarray, T: float) -> None:
+    for found, wanted in zip(of(z, dz, T), by_definition(z, dz, T), strict=True):
+        np.testing.assert_allclose(found, wanted, rtol=1e-10, atol=1e-12)
+
+
+@settings(max_examples=200)
+@given(LOGITS, LOGITS, st.floats(-50, 50))
+def test_a_shift_of_all_logits_changes_nothing(z: np.ndarray, dz: np.ndarray, shift: float) -> None:
+    for found, wanted in zip(of(z, dz + shift), of(z, dz), strict=True):
+        np.testing.assert_allclose(found, wanted, rtol=1e-9, atol=1e-12)
+
+
+@settings(max_examples=200)
+@given(LOGITS, LOGITS, st.floats(0.25, 4))
+def test_theorems_of_the_divergence_hold(z: np.ndarray, dz: np.ndarray, T: float) -> None:
+    """`kl_softmax_nonneg`, `kl_softmax_le_range`."""
+    _, kl, reverse = of(z, dz, T)
+    for found in (kl, reverse):
+        assert (found >= -1e-13).all()
+        assert (found <= np.ptp(dz, axis=-1) / T + 1e-12).all()
+
+
+@settings(max_examples=300)
+@given(LOGITS, LOGITS, st.floats(0.01, 1), st.floats(0.25, 4))
+def test_the_variance_bounds_the_divergence_of_a_small_change(
+    z: np.ndarray, dz: np.ndarray, c: float, T: float
+) -> None:
+    """`kl_softmax_le_variance`: KL ≤ (1/2 + 2c/9) Var_p(Δz/T) when |Δz/T − mean| ≤ c ≤ 1."""
+    p = softmax(z / T, axis=-1)
+    away = np.abs(dz - (p * dz).sum(-1, keepdims=True)).max(-1, keepdims=True)
+    dz = dz * c * T / np.maximum(away, 1e-3)
+    half_variance, kl, _ = of(z, dz, T)
+    assert (kl <= (1 + 4 * c / 9) * half_variance + 1e-14).all()
+
+
+def test_planted_faults_a_wrong_sign_or_a_forgotten_temperature_break_the_bound() -> None:
+    """Where the theorem is nearly tight: an unlikely token gains."""
+    T, c = 2.0, 1.0
+    z = np.array([[0.0, -9.0]])
+    dz = np.array([[0.0, c * T]])
+    half_variance, kl, _ = of(z, dz, T)
+    assert 0 < kl <= (1 + 4 * c / 9) * half_variance
+    assert kl > half_variance  # the remainder is needed: this is no bound without it
+    assert of(z, -dz, T)[1] < 0.9 * kl  # the sign of Δz matters to KL and not to its estimate
+    assert kl > (1 + 4 * c / 9) * half_variance / T**2
+    warm = of(z, dz, T)[0]
+    np.testing.assert_allclose(warm, by_definition(z, dz, T)[0])
+    assert abs(warm / by_definition(z, dz, 1.0)[0] - 1).min() > 0.1
+
+
+@pytest.mark.parametrize("scale", [1e-2, 1e-4, 1e-6])
+def test_tiny_changes_keep_their_digits(scale: float) -> None:
+    """Against the first three cumulants of Δz under p; `−Σ p u` alone has two digits left at the end."""
+    rng = np.random.default_rng(0)
+    z, dz = 4 * rng.normal(size=(1, 300)), scale * rng.normal(size=(1, 300))
+    p = softmax(z, axis=-1)
+    d = dz - (p * dz).sum(-1, keepdims=True)
+    half, sixth = (p * d**2).sum(-1) / 2, (p * d**3).sum(-1) / 6
+    _, kl, reverse = of(z, dz)
+    rtol = scale**2 + 1e-9 / scale * 1e-6
+    np.testing.assert_allclose(kl, half + sixth, rtol=rtol)
+    np.testing.assert_allclose(reverse, half + 2 * sixth, rtol=rtol)
+    u = log_softmax(z + dz, -1) - log_softmax(z, -1)
+    if scale == 1e-6:
+        assert abs(-(p * u).sum() / (half + sixth) - 1) > 1e-5
+
+
+def test_exponentials_and_sums_of_float32_logits_are_in_float64() -> None:
+    z = torch.randn(3, 97, generator=torch.Generator().manual_seed(0))
+    found = module.log_softmax(z, 1.5)
+    assert found.dtype == torch.float64
+    np.testing.assert_allclose(found, log_softmax(z.double().numpy() / 1.5, -1), rtol=1e-14)
+
+
+def test_huge_logits_do_not_overflow() -> None:
+    z = np.array([[0.0, 2000.0, -3000.0]])
+    found = of(z, -2 * z)
+    assert np.isfinite(found).all()
+    np.testing.assert_allclose(found[1:], [[4000 - 0.0 + 1000], [3000.0 + 2000]], rtol=1e-12)
+
+
+# What is said of numbers that are none, and of bad input.
+
+
+def test_a_model_that_is_not_finite_is_refused_and_the_layer_named(ids: torch.Tensor) -> None:
+    model: Any = make_tiny("llama")
+    model.model.layers[2].mlp.down_proj.weight[0, 0] = math.nan
+    with pytest.raises(NonFiniteError, match="output of layer 2"):
+        skip_divergence(model, ids)
+    model = make_tiny("llama")
+    model.lm_head.weight.fill_(1e38)
+    with pytest.raises(LyapunovPruneError, match="logits of LlamaForCausalLM are not finite"):
+        skip_divergence(model, ids)
+
+
+def test_a_layer_without_which_the_model_overflows_has_no_score(ids: torch.Tensor) -> None:
+    model: Any = make_tiny("llama")
+    usual: list[torch.Tensor] = []
+    mlp = model.model.layers[2].mlp
+    mlp.register_forward_pre_hook(lambda m, args: usual.append(args[0]))
+    model(ids[:1])
+
+    def overflow(module: Any, args: Any, output: torch.Tensor) -> torch.Tensor:
+        same = torch.allclose(args[0], usual[0][:, : args[0].shape[1]], atol=1e-4)
+        return output if same else output * math.inf
+
+    mlp.register_forward_hook(overflow)
+    found = skip_divergence(model, ids[:1])
+    for name in MEASURES:
+        values = getattr(found, name)
+        assert np.isnan(values[:2]).all()
+        assert np.isfinite(values[2:]).all()
+    with pytest.raises(LyapunovPruneError, match="score of layer 0 is not finite"):
+        rank_by_divergence(found)
+
+
+@pytest.mark.parametrize("T", [0.0, -1.0, math.nan, math.inf])
+def test_bad_temperatures_are_refused(T: float, llama: PreTrainedModel, ids: torch.Tensor) -> None:
+    with pytest.raises(LyapunovPruneError, match="is no temperature; give a number above 0"):
+        skip_divergence(llama, ids, temperature=T)
+
+
+def test_a_ranking_is_by_the_variance(llama: PreTrainedModel, ids: torch.Tensor) -> None:
+    found = skip_divergence(llama, ids)
+    plan = rank_by_divergence(found).plan(2)
+    assert plan.criterion == "kl"
+    assert set(plan.remove) == set(np.argsort(found.variance)[:2].tolist())
+    assert plan.measured_on == (found.measured_on,)
+
+
+def test_a_bfloat16_model(ids: torch.Tensor) -> None:
+    model = make_tiny("llama").bfloat16()
+    found, wanted = skip_divergence(model, ids), exact(model, ids)
+    np.testing.assert_allclose(found.kl, wanted["kl"], rtol=0.1)

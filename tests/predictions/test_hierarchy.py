@@ -1,0 +1,279 @@
+"""One layer changed while the dense model decodes: against real cached decoding, in float64, by the definitions."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from helpers import (
+    LAYERS,
+    directions_by_definition,
+    hooks_of,
+    leave,
+    make_other,
+    make_tiny,
+    other_head,
+    predictions_by_definition,
+)
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+from lyapunov_prune import HierarchyProbe, LyapunovPruneError, NonFiniteError, compress, probe_layers
+from lyapunov_prune.forward.changes import WHAT
+from lyapunov_prune.forward.hooks import skipped
+from lyapunov_prune.forward.scoring import Scorer
+from lyapunov_prune.models.projections import find_projections
+from lyapunov_prune.models.structure import find_structure
+from lyapunov_prune.predictions import divergence as divergence_module
+from lyapunov_prune.predictions import hierarchy as module
+from lyapunov_prune.predictions.spaces import HIDDEN, LOGITS
+
+STEPS, LAYER, T = 5, 2, 1.7
+# Where each model keeps its layers, its final norm, and the ends of both branches.
+PARTS = {
+    "llama": ("model.layers", "model.norm", "self_attn", "self_attn.o_proj", "mlp.down_proj"),
+    "gpt2": ("transformer.h", "transformer.ln_f", "attn", "attn.c_proj", "mlp.c_proj"),
+    "gemma2": ("model.layers", "model.norm", "self_attn", "post_attention_layernorm", "post_feedforward_layernorm"),
+}
+
+
+@pytest.fixture(autouse=True)
+def _small_chunks(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Several chunks of tokens, several blocks in each, the last of each smaller."""
+    monkeypatch.setattr(divergence_module, "_CHUNK", 97 * 4)
+    monkeypatch.setattr(divergence_module, "_BLOCK", 97 * 3)
+    with torch.no_grad():
+        yield
+
+
+@pytest.fixture
+def prompts(ids: torch.Tensor) -> torch.Tensor:
+    return ids[:, :7]
+
+
+def make_double(name: str) -> PreTrainedModel:
+    if name == "gemma2":
+        return other_head("gemma2", query_pre_attn_scalar=8, final_logit_softcapping=2.0).double()
+    return make_tiny(name).double()
+
+
+def changed_by_hand(model: PreTrainedModel, name: str, what: str, compressed: PreTrainedModel | None) -> Any:
+    """A twin with layer LAYER changed: other weights, or none where the branch ends."""
+    twin: Any = copy.deepcopy(model)
+    layers, _, attention, *ends = PARTS[name]
+    layer = twin.get_submodule(f"{layers}.{LAYER}")
+    if compressed is not None:
+        for key, parameter in layer.named_parameters():
+            in_attention = key.startswith(f"{attention}.")
+            if what == "layer" or (what == "attention") == in_attention:
+                parameter.copy_(compressed.get_submodule(f"{layers}.{LAYER}").get_parameter(key))
+    elif what == "layer":
+        layer.forward = lambda hidden, *args, **kwargs: hidden
+    else:
+        layer.get_submodule(ends[what == "mlp"]).register_forward_hook(lambda m, args, output: 0 * output)
+    return twin
+
+
+def decoded(twin: Any, name: str, prompts: torch.Tensor, following: torch.Tensor) -> tuple[np.ndarray, np.ndarray]:
+    """h and z at each step of a real decoding with a cache: prompts × steps × width."""
+    layers, norm, *_ = PARTS[name]
+    states: list[torch.Tensor] = []
+    hook = lambda m, args, output: states.append(output[:, -1])  # noqa: E731
+    twin.get_submodule(f"{layers}.{LAYER}").register_forward_hook(hook)
+    output = twin(prompts, use_cache=True)
+    for step in range(STEPS - 1):
+        output = twin(following[:, step : step + 1], past_key_values=output.past_key_values, use_cache=True)
+    h = torch.stack(states, dim=1)
+    z = twin.get_output_embeddings()(twin.get_submodule(norm)(h))
+    if name == "gemma2":
+        z = 2 * torch.tanh(z / 2)
+    return h.numpy(), z.numpy()
+
+
+def exact(
+    model: PreTrainedModel, name: str, what: str, prompts: torch.Tensor, compressed: PreTrainedModel | None
+) -> dict[str, np.ndarray]:
+    """Every measure of LAYER, means over prompts."""
+    text = prompts
+    for _ in range(STEPS):
+        text = torch.cat([text, model(text, use_cache=False).logits[:, -1:].argmax(-1)], dim=1)
+    following = text[:, prompts.shape[1] :]
+    h, z = decoded(copy.deepcopy(model), name, prompts, following)
+    h2, z2 = decoded(changed_by_hand(model, name, what, compressed), name, prompts, following)
+    found = directions_by_definition(h, h2 - h)
+    found |= dict(zip(LOGITS, directions_by_definition(z, z2 - z).values(), strict=True))
+    found |= predictions_by_definition(z, z2 - z, T)
+    c = found["deviation"]
+    found["range_bound"] = found.pop("span")
+    found["variance_bound"] = np.where(c <= 1, (1 / 2 + 2 * c / 9) * 2 * found["kl_estimate"], np.nan)
+    found["deviation"] = np.broadcast_to(c.max(0), c.shape)
+    return {key: values.mean(0) for key, values in found.items()}
+
+
+def assert_agree(found: HierarchyProbe, i: int, wanted: dict[str, np.ndarray], rtol: float = 1e-7) -> None:
+    for key, values in wanted.items():
+        np.testing.assert_allclose(getattr(found, key)[i, LAYER], values, rtol=rtol, atol=1e-12, err_msg=key)
+
+
+@pytest.mark.parametrize("change", ["dropped", "compressed"])
+@pytest.mark.parametrize("name", list(PARTS))
+def test_measures_are_those_of_real_decoding(name: str, change: str, prompts: torch.Tensor) -> None:
+    model = make_double(name)
+    compressed = compress(model, method="magnitude", sparsity=0.1).model if change == "compressed" else None
+    before = {key: p.clone() for key, p in model.named_parameters()}
+    found = probe_layers(model, prompts, change=compressed or "dropped", steps=STEPS, temperature=T, batch_size=2)
+    for i, what in enumerate(WHAT):
+        # Gemma takes its norms in float32 whatever the dtype of its weights.
+        wanted = exact(model, name, what, prompts, compressed)
+        assert_agree(found, i, wanted, rtol=1e-3 if name == "gemma2" else 1e-7)
+    assert found.violations == ()
+    assert found.checked >= 3 * LAYERS * len(prompts) * STEPS
+    assert hooks_of(model) == 0
+    assert not any("forward" in m.__dict__ for m in model.modules())
+    assert all(torch.equal(p, before[key]) for key, p in model.named_parameters())
+
+
+def test_planted_faults_are_seen(prompts: torch.Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = make_double("llama")
+    wanted = exact(model, "llama", "layer", prompts, None)
+    probe = lambda **more: probe_layers(model, prompts, **{"steps": STEPS, "temperature": T, **more})  # noqa: E731
+    assert_agree(probe(), 0, wanted)
+    faults: list[HierarchyProbe] = [probe(temperature=1.0), probe(what=("attention",))]
+    with monkeypatch.context() as patch:  # the context ends one token late
+        patch.setattr(module, "decode_greedily", lambda m, ids, steps: ids[:, :steps])
+        faults.append(probe())
+    with monkeypatch.context() as patch:  # the head without the final norm
+        patch.setattr(module, "final_state", lambda structure, ids: model.get_input_embeddings()(ids))
+        faults.append(probe())
+    for fault in faults:
+        with pytest.raises(AssertionError):
+            assert_agree(fault, 0, wanted)
+
+
+def test_a_violated_bound_is_counted_and_named(
+    prompts: torch.Tensor, llama: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = module.kl_softmax_le_range
+    monkeypatch.setattr(module, "kl_softmax_le_range", lambda kl, span, **more: whole(kl, 1e-3 * span, **more))
+    found = probe_layers(llama, prompts, steps=2, what=("mlp",))
+    assert len(found.violations) == LAYERS
+    assert "6 of its bounds VIOLATED" in str(found)
+    assert "kl_softmax_le_range is VIOLATED by mlp of layer 5" in str(found)
+
+
+def test_every_family_is_probed(family: str, prompts: torch.Tensor) -> None:
+    """Against hooks on the whole forward: the state of the next boundary without a layer, and no bound violated."""
+    model = make_tiny(family).double()
+    found = probe_layers(model, prompts[:1], steps=2)
+    assert found.violations == ()
+    assert np.isfinite(found.kl).all()
+    assert (found.kl[0] > 0).all()
+    # The last layer's state is what the head reads: dropping it is what skipping it does to the logits.
+    structure, ids = find_structure(model), prompts[:1]
+    z = model(ids, use_cache=False).logits[:, -1].numpy()
+    with skipped(structure, (LAYERS - 1,)):
+        z2 = model(ids, use_cache=False).logits[:, -1].numpy()
+    np.testing.assert_allclose(found.kl[0, -1, 0], predictions_by_definition(z, z2 - z, 1.0)["kl"][0], rtol=1e-6)
+
+
+def test_where_no_forward_can_begin_it_begins_before(prompts: torch.Tensor) -> None:
+    wanted, model = make_tiny("llama"), make_tiny("llama")
+    leave(model, 1, 4, taken=False)
+    found = probe_layers(model, prompts, steps=2)
+    # Layer 4 adds what layer 1 left: more than the same layer of the plain model does.
+    plain = probe_layers(wanted, prompts, steps=2)
+    np.testing.assert_allclose(found.kl[:, :4, 0], plain.kl[:, :4, 0], rtol=1e-3, atol=1e-6)
+    assert (np.abs(found.kl[0, 4] / plain.kl[0, 4] - 1) > 0.01).all()
+
+
+def test_a_layer_without_an_mlp_has_none_to_leave_out(prompts: torch.Tensor) -> None:
+    config = AutoConfig.for_model("mamba", vocab_size=97, hidden_size=32, num_hidden_layers=2)
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config).eval()
+    found = probe_layers(model, prompts, steps=2, what=("mlp", "attention", "layer"))
+    assert np.isnan(found.kl[0]).all()
+    assert np.isfinite(found.kl[1:]).all()
+    np.testing.assert_array_equal(found.kl[1], found.kl[2])
+
+
+def test_the_same_weights_change_nothing(prompts: torch.Tensor, llama: PreTrainedModel) -> None:
+    found = probe_layers(llama, prompts, change=copy.deepcopy(llama), steps=2)
+    for name in ("hidden", "logit", "kl", "kl_estimate", "range_bound", "variance_bound"):
+        assert np.all(getattr(found, name) == 0), name
+
+
+@pytest.mark.parametrize("kind", ["attention", "mlp"])
+@pytest.mark.parametrize("name", ["gpt_neox", "opt", "phi", "cohere"])
+def test_each_matrix_is_replaced_with_its_branch(name: str, kind: str, prompts: torch.Tensor) -> None:
+    """Parallel branches, with a norm of their own or a shared one, and an MLP of bare matrices."""
+    model = make_other(name) if name in ("phi", "cohere") else make_tiny(name)
+    other = copy.deepcopy(model)
+    for p in find_projections(other):
+        if ("att" in p.module) == (kind == "attention"):
+            p.weight(other).mul_(0.5)
+    found = probe_layers(model, prompts[:1], change=other, steps=2)
+    whole, mine, others = found.kl[[0, WHAT.index(kind), 3 - WHAT.index(kind)]]
+    assert (others == 0).all()
+    assert (mine > 0).all()
+    np.testing.assert_array_equal(whole, mine)
+
+
+def test_a_change_that_overflows_has_no_numbers_and_no_alarm(prompts: torch.Tensor) -> None:
+    model = make_tiny("llama")
+    other = copy.deepcopy(model)
+    structure = find_structure(other)
+    structure.layers[3].mlp.down_proj.weight.fill_(torch.inf)  # type: ignore[union-attr, operator]
+    found = probe_layers(model, prompts, change=other, steps=2)
+    bad = np.isnan(found.kl).all(-1)
+    assert bad[:, 3].tolist() == [True, False, True]
+    assert bad.sum() == 2
+    assert found.violations == ()
+
+
+def test_vocabulary_sized_tensors_are_chunks_and_the_dense_ones_are_made_once(
+    prompts: torch.Tensor, llama: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows: list[int] = []
+    logits = Scorer.logits
+    monkeypatch.setattr(Scorer, "logits", lambda self, state: rows.append(len(state)) or logits(self, state))
+    probe_layers(llama, prompts[:1], steps=10)
+    assert rows == [4, 4, 4, 4, 4, 4, 4, 4, 2, 2, 2, 2] * LAYERS
+
+
+def test_frame_and_summary(prompts: torch.Tensor, llama: PreTrainedModel) -> None:
+    found = probe_layers(llama, prompts, steps=3, what=("layer", "mlp"))
+    frame = found.to_frame()
+    assert len(frame) == 2 * LAYERS * 3
+    row = frame[(frame.layer == 4) & (frame.what == "mlp") & (frame.step == 1)].iloc[0]
+    assert row.kl == found.kl[1, 4, 1]
+    summary = found.summary()
+    assert list(summary.layer) == [k for k in range(LAYERS) for _ in range(2)]
+    assert summary.kl[9] == pytest.approx(found.kl[1, 4].mean())
+    assert summary.within[9] == np.isfinite(found.variance_bound[1, 4]).mean()
+    assert set(HIDDEN) < set(frame)
+
+
+def test_what_cannot_be_probed_is_said(prompts: torch.Tensor, llama: PreTrainedModel) -> None:
+    for more, told in (
+        ({"temperature": 0.0}, "is no temperature"),
+        ({"steps": 0}, "give 1 or more"),
+        ({"steps": 123}, "longer than the model's 128"),
+        ({"what": ("head",)}, "cannot change head"),
+        ({"what": ()}, "cannot change nothing"),
+        ({"change": "skipped"}, "unknown change"),
+        ({"change": make_tiny("gpt2")}, "has other layers"),
+    ):
+        with pytest.raises(LyapunovPruneError, match=told):
+            probe_layers(llama, prompts, **more)
+    healed = copy.deepcopy(llama)
+    norm: nn.Parameter = find_structure(healed).layers[2].input_layernorm.weight  # type: ignore[union-attr, assignment]
+    norm.mul_(2)
+    with pytest.raises(LyapunovPruneError, match=r"has another model\.layers\.2\.input_layernorm\.weight"):
+        probe_layers(llama, prompts, change=healed)
+    broken = make_tiny("llama")
+    find_structure(broken).layers[1].mlp.down_proj.weight.fill_(torch.nan)  # type: ignore[union-attr, operator]
+    with pytest.raises(NonFiniteError):
+        probe_layers(broken, prompts, steps=2)

@@ -1,0 +1,178 @@
+"""`measure_contraction` against an independent float64 reference, and its properties."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from helpers import LAYERS, TINY, make_tiny, states_of
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers import PreTrainedModel
+
+from lyapunov_prune import LyapunovPruneError, NonFiniteError, measure_contraction
+from lyapunov_prune.models.structure import find_structure
+from lyapunov_prune.profiles.contraction import ContractionProfile
+from lyapunov_prune.profiles.propagation import WindowSums, direction
+
+
+def reference(
+    model: PreTrainedModel, ids: torch.Tensor, epsilon: float, seeds: tuple[int, ...]
+) -> dict[str, np.ndarray]:
+    """V of both poolings straight from the definition, in float64, one seed and one window at a time."""
+    layers = LAYERS + 1
+    error, state = np.zeros(layers), np.zeros(layers)
+    relative: list[list[float]] = [[] for _ in range(layers)]
+    for window in range(len(ids)):
+        clean = states_of(model, ids[window : window + 1])
+        for seed in seeds:
+            moved = epsilon * direction(clean[0].float(), window, seed).double()
+            other = states_of(model, ids[window : window + 1], moved)
+            for k, (h, g) in enumerate(zip(clean, other, strict=True)):
+                e2, h2 = (g - h).square().sum(-1), h.square().sum(-1)
+                error[k] += float(e2.sum())
+                state[k] += float(h2.sum())
+                relative[k] += (e2 / h2).flatten().tolist()
+    return {"energy": error / state, "token": np.array([np.mean(r) for r in relative])}
+
+
+@pytest.fixture(scope="module")
+def sink() -> PreTrainedModel:
+    """A tiny Llama in which one token's state dwarfs the others', as an attention sink's does."""
+    model = make_tiny("llama").double()
+    with torch.no_grad():
+        model.get_input_embeddings().weight[5] *= 40
+    return model
+
+
+@pytest.mark.parametrize("name", list(TINY))
+@pytest.mark.parametrize("pooling", ["energy", "token"])
+def test_agrees_with_the_definition_in_float64(name: str, pooling: Any, ids: torch.Tensor) -> None:
+    model = make_tiny(name)
+    profile = measure_contraction(model, ids, seeds=(0, 3), pooling=pooling)
+    expected = reference(model.double(), ids, 1e-2, (0, 3))[pooling]
+    np.testing.assert_allclose(profile.relative_energy, expected, rtol=2e-3)
+    np.testing.assert_allclose(profile.rho, expected[1:] / expected[:-1], rtol=2e-3)
+
+
+def test_the_two_poolings_are_told_apart_by_the_reference(sink: PreTrainedModel, ids: torch.Tensor) -> None:
+    """The planted fault: token pooling under the name of energy pooling does not pass."""
+    ids = ids.clone()
+    ids[:, 0] = 5
+    profile = measure_contraction(sink, ids, seeds=(0,))
+    expected = reference(sink, ids, 1e-2, (0,))
+    np.testing.assert_allclose(profile.rho, expected["energy"][1:] / expected["energy"][:-1], rtol=1e-6)
+    with pytest.raises(AssertionError):
+        np.testing.assert_allclose(profile.pooled("token").energies["token"], expected["energy"], rtol=0.05)
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama", "gemma3", "opt"])
+def test_jvp_is_the_limit_of_small_perturbations(name: str, ids: torch.Tensor) -> None:
+    model = make_tiny(name).double()
+    limit = measure_contraction(model, ids, method="jvp", seeds=(0, 1))
+    # Not smaller: the norms of these models compute in float32 whatever the model's dtype.
+    small = measure_contraction(model, ids, epsilon=1e-4, seeds=(0, 1))
+    np.testing.assert_allclose(limit.rho, small.rho, rtol=2e-3)
+    assert (limit.floor == 0).all()
+
+
+def test_rho_is_error_growth_over_state_growth(llama: PreTrainedModel, ids: torch.Tensor) -> None:
+    profile = measure_contraction(llama, ids)
+    np.testing.assert_allclose(profile.rho, profile.error_growth / profile.state_growth, rtol=1e-12)
+    np.testing.assert_allclose(profile.rho.prod(), profile.relative_energy[-1] / profile.relative_energy[0])
+    np.testing.assert_allclose(profile.downstream_amplification[2], profile.rho[3:].prod())
+    assert profile.downstream_amplification[-1] == 1
+
+
+def test_the_perturbation_has_the_asked_size(llama: PreTrainedModel, ids: torch.Tensor) -> None:
+    profile = measure_contraction(llama, ids, epsilon=0.03, pooling="token")
+    np.testing.assert_allclose(profile.relative_energy[0], 0.03**2, rtol=1e-4)
+
+
+@pytest.mark.parametrize("batch_size", [2, 3])
+def test_the_batch_size_changes_nothing(llama: PreTrainedModel, ids: torch.Tensor, batch_size: int) -> None:
+    one, many = measure_contraction(llama, ids), measure_contraction(llama, ids, batch_size=batch_size)
+    np.testing.assert_allclose(one.rho, many.rho, rtol=1e-3)
+    np.testing.assert_allclose(one.rho_interval, many.rho_interval, rtol=1e-3)
+
+
+def test_norm_growth_is_the_quotient_of_norms(llama: PreTrainedModel, ids: torch.Tensor) -> None:
+    growth = measure_contraction(llama, ids, seeds=(0,)).norm_growth
+    states = states_of(llama, ids)
+    expected = torch.linalg.matrix_norm(states[-1]) / torch.linalg.matrix_norm(states[0])
+    np.testing.assert_allclose(growth, expected.numpy(), rtol=1e-5)
+
+
+def test_the_sink_is_seen(sink: PreTrainedModel, ids: torch.Tensor) -> None:
+    ids = torch.where(ids == 5, 6, ids)
+    ids[:, 0] = 5
+    profile = measure_contraction(sink, ids, seeds=(0,))
+    assert profile.sink_state_share[0] > 0.9
+    assert ((profile.sink_state_share > 0) & (profile.sink_state_share <= 1)).all()
+
+
+def test_half_precision_is_marked_as_rounding(ids: torch.Tensor) -> None:
+    assert measure_contraction(make_tiny("llama"), ids).above_floor.all()
+    profile = measure_contraction(make_tiny("llama").bfloat16(), ids)
+    assert not profile.above_floor.any()
+    assert "not well above rounding" in str(profile)
+    assert "bfloat16" in str(profile)
+
+
+@pytest.mark.parametrize("layer", [0, 3])
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_bad_activations_are_named_by_layer(layer: int, value: float, ids: torch.Tensor) -> None:
+    model = make_tiny("llama")
+    with torch.no_grad():
+        find_structure(model).layers[layer].mlp.down_proj.weight[0, 0] = value
+    with pytest.raises(NonFiniteError, match=f"output of layer {layer} ") as caught:
+        measure_contraction(model, ids)
+    assert caught.value.layer == layer + 1
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"seeds": ()}, {"epsilon": 0.0}, {"batch_size": 0}, {"method": "guess"}, {"pooling": "max"}]
+)
+def test_bad_arguments_are_refused(llama: PreTrainedModel, ids: torch.Tensor, wrong: dict[str, Any]) -> None:
+    with pytest.raises(LyapunovPruneError):
+        measure_contraction(llama, ids, **wrong)
+
+
+def test_one_window_and_seed_give_no_interval(llama: PreTrainedModel, ids: torch.Tensor) -> None:
+    assert np.isnan(measure_contraction(llama, ids[:1], seeds=(0,)).rho_interval).all()
+    interval = measure_contraction(llama, ids, seeds=range(4)).rho_interval
+    assert (interval[:, 0] <= interval[:, 1]).all()
+
+
+def test_saves_and_loads(llama: PreTrainedModel, ids: torch.Tensor, tmp_path: Any) -> None:
+    profile = measure_contraction(llama, ids, seeds=(0, 1))
+    again = ContractionProfile.load(profile.save(tmp_path / "profile.json"))
+    np.testing.assert_array_equal(again.rho, profile.rho)
+    assert str(again) == str(profile)
+    assert again.measured_on == profile.measured_on
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.integers(2, 6), st.integers(1, 4), st.integers(0, 10_000))
+def test_the_bootstrap_brackets_the_estimate(windows: int, seeds: int, seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    state, error = rng.gamma(9, size=(4, windows)), rng.gamma(9, size=(4, seeds, windows))
+    sums = WindowSums(state, error, error / state[:, None], state, error)
+    for pooling in ("energy", "token"):
+        energy = sums.energy(pooling)
+        low, high = sums.interval(pooling).T
+        rho = energy[1:] / energy[:-1]
+        assert ((low <= rho * 1.0001) & (rho <= high * 1.0001)).all()
+
+
+def test_the_bootstrap_covers() -> None:
+    """Of 200 samples of 12 windows, the 95 % interval misses the truth in few."""
+    rng, hits = np.random.default_rng(1), 0
+    for _ in range(200):
+        noise = rng.lognormal(0, 0.3, size=(2, 1, 12))
+        state = np.ones((2, 12))
+        low, high = WindowSums(state, noise, noise, state, noise).interval("energy")[0]
+        hits += low <= 1 <= high
+    assert 170 <= hits <= 199

@@ -1,0 +1,72 @@
+"""Block Influence against its definition in float64."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pytest
+import torch
+from helpers import TINY, make_tiny, states_of
+from transformers import PreTrainedModel
+
+from lyapunov_prune import NonFiniteError, block_influence
+from lyapunov_prune.models.structure import find_structure
+from lyapunov_prune.profiles.influence import InfluenceProfile
+
+
+@pytest.mark.parametrize("name", list(TINY))
+def test_agrees_with_the_definition_in_float64(name: str, ids: torch.Tensor) -> None:
+    model = make_tiny(name)
+    found = block_influence(model, ids)
+    states = states_of(model.double(), ids)
+    influence, change = [], []
+    for before, after in itertools.pairwise(states):
+        influence.append(1 - torch.nn.functional.cosine_similarity(before, after, dim=-1).mean())
+        change.append(((after - before).norm(dim=-1) / before.norm(dim=-1)).mean())
+    np.testing.assert_allclose(found.influence, influence, rtol=1e-4)
+    np.testing.assert_allclose(found.change, change, rtol=1e-4)
+
+
+def test_keeps_its_digits_when_a_layer_barely_turns(ids: torch.Tensor) -> None:
+    """`1 - cos` in float32 would give 0 or 6e-8 here."""
+    model = make_tiny("llama")
+    layer = find_structure(model).layers[2]
+    with torch.no_grad():
+        layer.self_attn.o_proj.weight *= 1e-5
+        layer.mlp.down_proj.weight *= 1e-5
+    found = block_influence(model, ids).influence[2]
+    states = states_of(model.double(), ids)
+    expected = 1 - torch.nn.functional.cosine_similarity(states[2], states[3], dim=-1).mean()
+    assert 0 < expected < 1e-7
+    np.testing.assert_allclose(found, expected, rtol=0.02)
+
+
+def test_a_layer_that_does_nothing_has_none(ids: torch.Tensor) -> None:
+    model = make_tiny("llama")
+    layer = find_structure(model).layers[2]
+    with torch.no_grad():
+        layer.self_attn.o_proj.weight.zero_()
+        layer.mlp.down_proj.weight.zero_()
+    found = block_influence(model, ids)
+    assert found.influence[2] == 0
+    assert found.change[2] == 0
+
+
+def test_the_batch_size_changes_nothing(llama: PreTrainedModel, ids: torch.Tensor) -> None:
+    one, many = block_influence(llama, ids), block_influence(llama, ids, batch_size=3)
+    np.testing.assert_allclose(one.influence, many.influence, rtol=1e-4)
+    np.testing.assert_allclose(one.spread, many.spread, rtol=1e-3)
+
+
+def test_bad_activations_are_named_by_layer(ids: torch.Tensor) -> None:
+    model = make_tiny("gpt2")
+    with torch.no_grad():
+        model.transformer.h[4].mlp.c_proj.weight[0, 0] = float("nan")
+    with pytest.raises(NonFiniteError, match="output of layer 4"):
+        block_influence(model, ids)
+
+
+def test_saves_and_loads(llama: PreTrainedModel, ids: torch.Tensor, tmp_path) -> None:  # type: ignore[no-untyped-def]
+    found = block_influence(llama, ids)
+    assert str(InfluenceProfile.load(found.save(tmp_path / "bi.json"))) == str(found)

@@ -1,0 +1,123 @@
+"""The gate catches what it is there for: every fault is planted once."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from helpers import hooks_of, make_tiny
+from safetensors.torch import load_file, save_file
+from transformers import PreTrainedModel
+
+from lyapunov_prune import remove_layers, verify_removal
+from lyapunov_prune.models.structure import find_structure
+from lyapunov_prune.pruning.gate import GateReport, deviation
+
+REMOVE = [1, 3]
+
+
+def wrong_layer_idx(pruned: PreTrainedModel) -> None:
+    find_structure(pruned).layers[2].self_attn.layer_idx = 3
+
+
+def changed_weight(pruned: PreTrainedModel) -> None:
+    with torch.no_grad():
+        find_structure(pruned).layers[0].mlp.down_proj.weight[0, 0] += 0.1
+
+
+def hook_left_behind(pruned: PreTrainedModel) -> None:
+    find_structure(pruned).layers[0].register_forward_hook(lambda module, args, output: output * 1.01)
+
+
+def stale_layer_count(pruned: PreTrainedModel) -> None:
+    pruned.config.num_hidden_layers += 1
+
+
+def layer_left_in(pruned: PreTrainedModel) -> None:
+    layers = find_structure(pruned).layers
+    layers.append(copy.deepcopy(layers[0]))
+    pruned.config.num_hidden_layers += 1
+
+
+def stale_layer_types(pruned: PreTrainedModel) -> None:
+    pruned.config.layer_types = list(reversed(pruned.config.layer_types))
+
+
+@pytest.mark.parametrize(
+    ("fault", "check"),
+    [
+        (wrong_layer_idx, "cached decoding"),
+        (changed_weight, "same as skipping"),
+        (hook_left_behind, "same as skipping"),
+        (stale_layer_count, "reload"),
+        (layer_left_in, "same as skipping"),
+        (stale_layer_types, "same as skipping"),
+    ],
+)
+def test_a_planted_fault_fails(fault: Callable[[PreTrainedModel], None], check: str, ids: torch.Tensor) -> None:
+    model = make_tiny("gemma3" if fault is stale_layer_types else "llama")
+    pruned = remove_layers(model, REMOVE)
+    assert verify_removal(model, pruned, REMOVE, ids).passed
+    fault(pruned)
+    report = verify_removal(model, pruned, REMOVE, ids)
+    assert not report.passed
+    assert any(check in c.name for c in report.checks if not c.passed), f"\n{report}"
+
+
+def test_removing_other_layers_than_planned_fails(llama: PreTrainedModel, ids: torch.Tensor) -> None:
+    report = verify_removal(llama, remove_layers(llama, [1, 2]), REMOVE, ids)
+    assert "same as skipping" in report.failure()
+
+
+def test_counting_looks_at_the_files(llama: PreTrainedModel, ids: torch.Tensor, tmp_path: Path) -> None:
+    pruned = remove_layers(llama, REMOVE)
+    pruned.save_pretrained(tmp_path)
+    assert verify_removal(llama, pruned, REMOVE, ids, checkpoint=tmp_path).passed
+    file = tmp_path / "model.safetensors"
+    tensors = load_file(file)
+    save_file({**tensors, "model.extra": torch.zeros(3)}, file, metadata={"format": "pt"})
+    report = verify_removal(llama, pruned, REMOVE, ids, checkpoint=tmp_path)
+    assert "unexpected keys" in report.failure()
+    assert not report.checks[-1].passed
+    del tensors["model.layers.0.mlp.up_proj.weight"]
+    save_file(tensors, file, metadata={"format": "pt"})
+    assert "missing keys" in verify_removal(llama, pruned, REMOVE, ids, checkpoint=tmp_path).failure()
+
+
+def test_a_setting_that_short_inputs_cannot_show_is_compared(ids: torch.Tensor) -> None:
+    """A window longer than the input changes no logits: the layers' settings are compared instead."""
+    model = make_tiny("mistral", sliding_window=100)
+    pruned = remove_layers(model, REMOVE)
+    pruned.model.layers[1].self_attn.scaling_note = "other"  # any plain attribute that reloading loses
+    report = verify_removal(model, pruned, REMOVE, ids)
+    assert "layer 1 came back with self_attn.scaling_note" in report.failure()
+
+
+def test_the_gate_leaves_no_hook_and_no_file(
+    llama: PreTrainedModel, ids: torch.Tensor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))  # other processes run their gates in /tmp
+    pruned = remove_layers(llama, REMOVE)
+    verify_removal(llama, pruned, REMOVE, ids)
+    assert hooks_of(llama) == hooks_of(pruned) == 0
+    assert not list(tmp_path.iterdir())
+
+
+def test_the_report_saves_and_loads(llama: PreTrainedModel, ids: torch.Tensor, tmp_path: Path) -> None:
+    pruned = remove_layers(llama, REMOVE)
+    wrong_layer_idx(pruned)
+    report = verify_removal(llama, pruned, REMOVE, ids)
+    again = GateReport.load(report.save(tmp_path / "gate.json"))
+    assert again == report
+    assert "FAILED" in str(again)
+
+
+def test_deviation_is_relative_to_the_spread_of_a_token() -> None:
+    z = torch.randn(2, 5, 97) + 100  # a common offset must not hide a difference
+    assert deviation(z, z) == 0
+    assert deviation(z + 1e-3 * torch.randn_like(z), z) == pytest.approx(1e-3, rel=0.5)
+    assert deviation(z * float("nan"), z) == float("inf")
+    assert deviation(z[:1], z) == float("inf")

@@ -1,0 +1,536 @@
+"""Layer removal on disk: the very files that removal in memory writes, or a refusal; whole or not at all."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import shutil
+import signal
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from helpers import REMOVE, TINY, VOCABULARY, bert, limit_file_size, linked, make_tiny, on_disk, tensors
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from transformers import AutoConfig, AutoModelForCausalLM, BertLMHeadModel, PreTrainedTokenizerFast, modeling_utils
+
+from lyapunov_prune.checkpoints import tensor_files
+from lyapunov_prune.checkpoints.outline import Outline, read_outline
+from lyapunov_prune.checkpoints.tensor_files import Piece, read_tensors
+from lyapunov_prune.cli.app import main
+from lyapunov_prune.errors import CheckFailed, LyapunovPruneError
+from lyapunov_prune.models.loading import load
+from lyapunov_prune.pruning import disk_gate
+from lyapunov_prune.pruning import on_disk as shards
+from lyapunov_prune.pruning.checkpoint import PROVENANCE, Provenance, write_pruned
+from lyapunov_prune.pruning.on_disk import prune_on_disk, too_large
+from lyapunov_prune.pruning.plan import PruningPlan
+from lyapunov_prune.pruning.surgery import remove_layers
+
+# Numbers of these change when layers leave, and a copy changes none.
+FOLDED = {"gpt2-inverse-layer"}
+
+
+def configs(folder: Path) -> dict[str, Any]:
+    return {name: json.loads((folder / name).read_text()) for name in ("config.json", "generation_config.json")}
+
+
+# The same as in memory.
+
+
+@pytest.mark.parametrize("shard", ["5GB", "20KB"], ids=["one file", "shards"])
+@pytest.mark.parametrize("name", sorted(TINY.keys() - FOLDED))
+def test_the_files_are_those_that_removal_in_memory_writes(
+    name: str, shard: str, tokenizer: PreTrainedTokenizerFast, tmp_path: Path
+) -> None:
+    source, memory, disk = tmp_path / "source", tmp_path / "memory", tmp_path / "disk"
+    model = make_tiny(name, vocab_size=len(VOCABULARY))
+    model.save_pretrained(source, max_shard_size=shard)
+    tokenizer.save_pretrained(source)
+    loaded = load(source)
+    write_pruned(loaded.model, loaded.tokenizer, PruningPlan.given(loaded.model, REMOVE), memory)
+    on_disk(source, disk, shard_bytes=5 * 10**9 if shard == "5GB" else 20_000)
+    assert len(list(disk.glob("*.safetensors"))) > 3 or shard == "5GB"
+    assert tensors(disk) == tensors(memory)
+    assert configs(disk) == configs(memory)
+    assert {p.name for p in disk.iterdir()} >= {p.name for p in memory.iterdir() if p.suffix != ".safetensors"}
+    ids = torch.randint(97, (2, 24), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        wanted = remove_layers(loaded.model, REMOVE)(ids).logits
+        assert torch.equal(AutoModelForCausalLM.from_pretrained(disk)(ids).logits, wanted)
+
+
+def test_a_checkpoint_without_the_prefix_and_with_a_stranger_is_pruned(checkpoint: Path, tmp_path: Path) -> None:
+    """As old checkpoints of a bare backbone are, and as trainers leave tensors behind."""
+    weights = load_file(checkpoint / "model.safetensors")
+    bare = {name.removeprefix("model."): tensor for name, tensor in weights.items()}
+    save_file(bare | {"optimizer.5.step": torch.zeros(3)}, checkpoint / "model.safetensors", {"format": "pt"})
+    on_disk(checkpoint, tmp_path / "disk")
+    written = load_file(tmp_path / "disk" / "model.safetensors")
+    assert {name for name in written if "up_proj" in name} == {f"layers.{i}.mlp.up_proj.weight" for i in range(4)}
+    assert "optimizer.5.step" not in written
+    for new, old in enumerate((0, 2, 3, 5)):
+        assert torch.equal(
+            written[f"layers.{new}.mlp.up_proj.weight"], weights[f"model.layers.{old}.mlp.up_proj.weight"]
+        )
+
+
+def test_files_that_the_index_does_not_name_are_left_out(checkpoint: Path, tmp_path: Path) -> None:
+    save_file({"model.layers.0.mlp.up_proj.weight": torch.zeros(1)}, checkpoint / "consolidated.safetensors")
+    on_disk(checkpoint, tmp_path / "disk")
+    assert "consolidated.safetensors" not in os.listdir(tmp_path / "disk")
+
+
+# The files that transformers itself would load, and none besides.
+
+
+def decoys(folder: Path) -> None:
+    """Other weights of the same names and shapes, wherever a guess might look."""
+    other = {name: torch.ones_like(tensor) for name, tensor in load_file(folder / "model.safetensors").items()}
+    (folder / "model.safetensors").rename(folder / "true.safetensors")
+    for name in ("model.safetensors", "other.safetensors", "model-00001-of-00001.safetensors"):
+        save_file(other, folder / name, {"format": "pt"})
+    for name, file in {"model.safetensors": "other.safetensors", "true.safetensors": "true.safetensors"}.items():
+        index = {"metadata": {}, "weight_map": dict.fromkeys(other, file)}
+        (folder / f"{name}.index.json").write_text(json.dumps(index))
+
+
+@pytest.mark.parametrize(
+    ("named", "single"),
+    [
+        (None, True),
+        (None, False),
+        ("true.safetensors", True),
+        ("true.safetensors.index.json", True),
+        ("other.safetensors", False),
+    ],
+)
+def test_the_files_read_are_those_that_transformers_opens(
+    named: str | None, single: bool, checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    decoys(checkpoint)
+    config = json.loads((checkpoint / "config.json").read_text())
+    (checkpoint / "config.json").write_text(json.dumps(config | ({"transformers_weights": named} if named else {})))
+    if not single:
+        (checkpoint / "model.safetensors").unlink()
+    opened: set[Path] = set()
+
+    def noted(file: Any, *args: Any, **options: Any) -> Any:
+        opened.add(Path(file))
+        return safe_open(file, *args, **options)
+
+    with monkeypatch.context() as watched:
+        watched.setattr(modeling_utils, "safe_open", noted)
+        plain = AutoModelForCausalLM.from_pretrained(checkpoint, use_safetensors=True)
+    assert {tensor.file for tensor in read_outline(checkpoint, checkpoint).stored.values()} == opened
+    loaded = load(checkpoint)
+    assert all(torch.equal(a, b) for a, b in zip(loaded.model.parameters(), plain.parameters(), strict=True))
+    write_pruned(loaded.model, loaded.tokenizer, PruningPlan.given(loaded.model, REMOVE), tmp_path / "memory")
+    on_disk(checkpoint, tmp_path / "disk")
+    assert tensors(tmp_path / "disk") == tensors(tmp_path / "memory")
+    assert configs(tmp_path / "disk") == configs(tmp_path / "memory")
+    ids = torch.randint(97, (2, 24), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        wanted = remove_layers(plain.eval(), REMOVE)(ids).logits
+        assert torch.equal(AutoModelForCausalLM.from_pretrained(tmp_path / "disk")(ids).logits, wanted)
+
+
+@pytest.mark.parametrize("name", ["../x.safetensors", "{}/x.safetensors", "x.bin"])
+@pytest.mark.parametrize("where", ["index", "config"])
+def test_nothing_outside_is_copied(name: str, where: str, checkpoint: Path, tmp_path: Path) -> None:
+    weights = load_file(checkpoint / "model.safetensors")
+    save_file(weights, tmp_path / "x.safetensors", {"format": "pt"})
+    torch.save(weights, checkpoint / "x.bin")
+    name = name.format(tmp_path)
+    if where == "index":
+        (checkpoint / "model.safetensors").rename(checkpoint / "a.safetensors")
+        index = {"metadata": {}, "weight_map": dict.fromkeys(weights, name)}
+        (checkpoint / "model.safetensors.index.json").write_text(json.dumps(index))
+    else:
+        config = json.loads((checkpoint / "config.json").read_text())
+        (checkpoint / "config.json").write_text(json.dumps(config | {"transformers_weights": name}))
+    with pytest.raises(LyapunovPruneError, match=f"names {name} as weights, .*; "):
+        on_disk(checkpoint, tmp_path / "disk")
+    assert not (tmp_path / "disk").exists()
+
+
+def test_a_broken_generation_config_is_refused(checkpoint: Path, tmp_path: Path) -> None:
+    (checkpoint / "generation_config.json").write_text('{"temperature": 0.')
+    with pytest.raises(LyapunovPruneError, match=r"cannot load .*generation_config\.json"):
+        on_disk(checkpoint, tmp_path / "disk")
+
+
+def test_a_folder_of_links_as_the_hub_s_cache_has_them_is_pruned(checkpoint: Path, tmp_path: Path) -> None:
+    shutil.copytree(checkpoint, tmp_path / "plain")
+    linked(checkpoint)
+    on_disk(tmp_path / "plain", tmp_path / "wanted")
+    on_disk(checkpoint, tmp_path / "disk")
+    assert tensors(tmp_path / "disk") == tensors(tmp_path / "wanted")
+    assert not any(file.is_symlink() for file in (tmp_path / "disk").iterdir())
+
+
+def test_a_link_that_leads_nowhere_has_no_size(checkpoint: Path) -> None:
+    (checkpoint / "x.safetensors").symlink_to("nowhere")
+    assert too_large(str(checkpoint)) == ""
+
+
+# Plans.
+
+
+def test_a_plan_made_in_memory_is_accepted(checkpoint: Path, tmp_path: Path) -> None:
+    plan = PruningPlan.given(load(checkpoint).model, REMOVE)
+    assert prune_on_disk(read_outline(checkpoint, checkpoint), plan, tmp_path / "disk").plan == plan
+
+
+def test_a_plan_made_in_memory_in_a_narrower_dtype_is_accepted(checkpoint: Path, tmp_path: Path) -> None:
+    plan = PruningPlan.given(load(checkpoint, dtype="bfloat16").model, REMOVE)
+    assert prune_on_disk(read_outline(checkpoint, checkpoint), plan, tmp_path / "disk").plan == plan
+
+
+@pytest.mark.parametrize("name", ["model.layers.3.mlp.down_proj.weight", "lm_head.weight", "model.norm.weight"])
+def test_a_plan_from_before_a_weight_of_the_files_changed_is_refused(
+    name: str, checkpoint: Path, tmp_path: Path
+) -> None:
+    plan = PruningPlan.given(read_outline(checkpoint, checkpoint).identity, REMOVE)
+    weights = load_file(checkpoint / "model.safetensors")
+    weights[name].view(-1)[7] += 0.01
+    save_file(weights, checkpoint / "model.safetensors", {"format": "pt"})
+    with pytest.raises(LyapunovPruneError, match=r"this plan was made for .*; rank this model's layers anew"):
+        prune_on_disk(read_outline(checkpoint, checkpoint), plan, tmp_path / "disk")
+
+
+def test_a_plan_for_another_model_is_refused(checkpoint: Path, tmp_path: Path) -> None:
+    other = make_tiny("llama", seed=1, vocab_size=len(VOCABULARY))
+    with pytest.raises(LyapunovPruneError, match=r"this plan was made for .*; rank this model's layers anew"):
+        prune_on_disk(read_outline(checkpoint, checkpoint), PruningPlan.given(other, REMOVE), tmp_path / "disk")
+    assert not (tmp_path / "disk").exists()
+
+
+# What copying cannot do.
+
+
+def test_sublayers_are_zeroed_in_memory_only(checkpoint: Path, tmp_path: Path) -> None:
+    outline = read_outline(checkpoint, checkpoint)
+    plan = PruningPlan.given(outline.identity, (1,), drop_mlp=(3,))
+    with pytest.raises(LyapunovPruneError, match="setting numbers to zero; prune it in memory"):
+        prune_on_disk(outline, plan, tmp_path / "disk")
+
+
+def test_an_encoder_is_refused(checkpoint: Path, tmp_path: Path) -> None:
+    BertLMHeadModel(bert()).save_pretrained(checkpoint)
+    with pytest.raises(LyapunovPruneError, match="cannot be judged without running it"):
+        on_disk(checkpoint, tmp_path / "disk")
+
+
+def test_a_quantised_checkpoint_is_refused(checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from lyapunov_prune.checkpoints import outline
+
+    def quantised(*args: Any) -> Any:
+        loaded = load_outline(*args)
+        loaded.model.config.quantization_config = {"quant_method": "fp8"}
+        return loaded
+
+    load_outline = outline.load_outline
+    monkeypatch.setattr(outline, "load_outline", quantised)
+    with pytest.raises(LyapunovPruneError, match=r"are quantised \(fp8\); give the original weights"):
+        on_disk(checkpoint, tmp_path / "disk")
+
+
+# The gate on files: every planted fault is seen, and nothing is left.
+
+
+def spoiled(change: Callable[[dict[str, Piece]], None]) -> Callable[..., None]:
+    write = shards.write_tensors
+
+    def wrongly(folder: Path, pieces: dict[str, Piece], shard_bytes: int) -> None:
+        change(pieces)
+        write(folder, pieces, shard_bytes)
+
+    return wrongly
+
+
+def missing_tensor(pieces: dict[str, Piece]) -> None:
+    del pieces["model.layers.2.mlp.up_proj.weight"]
+
+
+def stray_tensor(pieces: dict[str, Piece]) -> None:
+    pieces["model.layers.4.mlp.up_proj.weight"] = pieces["model.layers.2.mlp.up_proj.weight"]
+
+
+def wrong_shape(pieces: dict[str, Piece]) -> None:
+    pieces["model.layers.2.mlp.up_proj.weight"] = pieces["model.layers.2.mlp.down_proj.weight"]
+
+
+def swapped_layers(pieces: dict[str, Piece]) -> None:
+    for name in [name for name in pieces if ".layers.1." in name]:
+        other = name.replace(".layers.1.", ".layers.2.")
+        pieces[name], pieces[other] = pieces[other], pieces[name]
+
+
+def swapped_matrices(pieces: dict[str, Piece]) -> None:
+    first, other = (f"model.layers.{layer}.mlp.down_proj.weight" for layer in (1, 2))
+    pieces[first], pieces[other] = pieces[other], pieces[first]
+
+
+@pytest.mark.parametrize(
+    ("fault", "message"),
+    [
+        (missing_tensor, "keys and settings: what was written lacks 1 weights"),
+        (stray_tensor, "keys and settings: model.layers.4.mlp.up_proj.weight is no tensor of the model"),
+        (wrong_shape, "keys and settings: what was written lacks 1 weights"),
+        (swapped_layers, "layers in their places: layer 1 does not hold the weights of layer 2"),
+        (swapped_matrices, "layers in their places: layer 1 does not hold the weights of layer 2"),
+    ],
+)
+def test_the_gate_on_files_sees_a_planted_fault(
+    fault: Callable[..., None], message: str, checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shards, "write_tensors", spoiled(fault))
+    with pytest.raises(CheckFailed, match=f"nothing written: the files fail the gate, {message}"):
+        on_disk(checkpoint, tmp_path / "disk")
+    assert os.listdir(tmp_path) == [checkpoint.name]
+
+
+def test_the_gate_on_files_sees_a_setting_that_is_lost(
+    tokenizer: PreTrainedTokenizerFast, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make_tiny("gemma2", vocab_size=len(VOCABULARY)).save_pretrained(tmp_path / "source")
+    tokenizer.save_pretrained(tmp_path / "source")
+    write = shards.write_tensors
+
+    def turned(folder: Path, *args: Any) -> None:
+        write(folder, *args)
+        config = json.loads((folder / "config.json").read_text())
+        config["layer_types"] = config["layer_types"][::-1]
+        (folder / "config.json").write_text(json.dumps(config))
+
+    monkeypatch.setattr(shards, "write_tensors", turned)
+    with pytest.raises(CheckFailed, match="keys and settings: layer 0 came back with"):
+        on_disk(tmp_path / "source", tmp_path / "disk", (0, 1))
+    assert os.listdir(tmp_path) == ["source"]
+
+
+def test_the_gate_on_files_counts(checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    leaving = disk_gate._leaving
+
+    def wrongly(outline: Outline, plan: PruningPlan) -> tuple[int, int]:
+        parameters, size = leaving(outline, plan)
+        return parameters, size + 4
+
+    monkeypatch.setattr(disk_gate, "_leaving", wrongly)
+    with pytest.raises(CheckFailed, match="fell by what was removed: bytes saved: "):
+        on_disk(checkpoint, tmp_path / "disk")
+
+
+def test_the_card_claims_no_more_than_was_checked(checkpoint: Path, tmp_path: Path) -> None:
+    provenance = on_disk(checkpoint, tmp_path / "disk")
+    assert provenance.gate.passed
+    assert [check.name for check in provenance.gate.checks] == [
+        "keys and settings",
+        "layers in their places",
+        "fell by what was removed",
+    ]
+    assert provenance.not_run == ("same as skipping", "cached decoding", "logits after reloading")
+    assert Provenance.load(tmp_path / "disk" / PROVENANCE).to_json() == provenance.to_json()
+    card = (tmp_path / "disk" / "README.md").read_text(encoding="utf-8")
+    assert (card.count("| passed |"), card.count("| not run |")) == (3, 3)
+    assert "no logits of this model have been computed" in card
+
+
+# The command.
+
+
+@pytest.fixture
+def command(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> Callable[..., Any]:
+    monkeypatch.chdir(checkpoint.parent)
+
+    def run(*options: str) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["lyapunov-prune", "prune", "tiny", "-o", "out", *options])
+        with pytest.raises(SystemExit) as end:
+            main()
+        return (end.value.code, *capsys.readouterr())  # type: ignore[return-value]
+
+    return run
+
+
+def test_prune_on_disk_says_what_was_checked(command: Callable[..., Any]) -> None:
+    code, out, err = command("--on-disk", "--layers", "1,4")
+    assert (code, err) == (0, "")
+    assert "Pruned on disk (--on-disk); the gate's checks on files:" in out
+    assert "Removal gate: passed" not in out
+    assert "Not run: same as skipping, cached decoding, logits after reloading." in out
+    assert len(Provenance.load(Path("out") / PROVENANCE).kept_to_original) == 4
+
+
+def test_what_does_not_fit_is_pruned_on_disk(command: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shards.psutil, "virtual_memory", lambda: type("Memory", (), {"available": 1000}))
+    assert "and 0.0 GB are free" in too_large("tiny")
+    code, out, err = command("--layers", "1,4")
+    assert (code, err) == (0, "")
+    assert "Pruned on disk (3 copies need 0.0 GB and 0.0 GB are free)" in out
+
+
+def test_what_fits_is_pruned_in_memory(command: Callable[..., Any]) -> None:
+    assert too_large("tiny") == ""
+    code, out, _ = command("--layers", "1,4", "--tokens", "128", "--context", "64")
+    assert code == 0
+    assert "Pruned on disk" not in out
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (
+            ["--remove", "2"],
+            "--remove needs the model in memory (--on-disk); give --layers 3,7 or a --plan FILE of rank",
+        ),
+        (["--layers", "1", "--dtype", "float32"], "--dtype needs the model in memory (--on-disk)"),
+        (["--layers", "1", "--what", "mlp"], "--what needs the model in memory (--on-disk)"),
+        (["--layers", "9"], "layer 9 does not exist: tiny has layers 0 to 5"),
+        (["--layers", "1", "--keep-period"], "layers are all of one kind; leave out --keep-period"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_what_cannot_be_done_on_disk_is_one_line(options: list[str], message: str, command: Callable[..., Any]) -> None:
+    code, out, err = command("--on-disk", *options)
+    assert (code, out, err.count("\n")) == (2, "", 1)
+    assert message in err
+    assert not Path("out").exists()
+
+
+# A disk that fills up, and a process that is killed.
+
+
+def in_a_child(work: Callable[[], object]) -> Any:
+    process = multiprocessing.get_context("fork").Process(target=work)
+    process.start()
+    return process
+
+
+@pytest.mark.parametrize("size", [400, 6_000, 60_000], ids=["config", "tokenizer", "weights"])
+def test_a_real_limit_on_file_size_leaves_nothing(size: int, checkpoint: Path, tmp_path: Path) -> None:
+    def work() -> None:
+        limit_file_size(size)
+        with pytest.raises(LyapunovPruneError, match=r"writing .*disk failed: .*; nothing was left there, free space"):
+            on_disk(checkpoint, tmp_path / "disk")
+
+    child = in_a_child(work)
+    child.join()
+    assert child.exitcode == 0
+    assert os.listdir(tmp_path) == [checkpoint.name]
+
+
+def test_killed_at_any_moment_it_leaves_a_whole_checkpoint_or_none(
+    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    on_disk(checkpoint, tmp_path / "whole", shard_bytes=10_000)
+    copy = tensor_files._copy
+
+    def slowly(*args: Any) -> None:
+        time.sleep(0.01)  # else a small checkpoint is written between two moments
+        copy(*args)
+
+    monkeypatch.setattr(tensor_files, "_copy", slowly)  # the children are forks
+    wanted = tensors(tmp_path / "whole")
+    target = tmp_path / "disk"
+
+    def kill(child: Any) -> None:
+        os.kill(child.pid, signal.SIGKILL)
+        child.join()
+        assert not target.exists() or tensors(target) == wanted
+        assert not target.exists() or Provenance.load(target / PROVENANCE).gate.passed
+        shutil.rmtree(target, ignore_errors=True)
+
+    child = in_a_child(lambda: on_disk(checkpoint, target, shard_bytes=10_000))
+    start = time.perf_counter()
+    while not target.exists():  # the last of the moments: as soon as it appears
+        time.sleep(1e-4)
+    duration = time.perf_counter() - start
+    kill(child)
+    for part in np.linspace(0.1, 1, 8):
+        child = in_a_child(lambda: on_disk(checkpoint, target, shard_bytes=10_000))
+        time.sleep(part * duration)
+        kill(child)
+    left = set(os.listdir(tmp_path)) - {checkpoint.name, "whole"}
+    assert left
+    assert all(name.startswith(".disk.partial-") for name in left)
+
+
+# A large one.
+
+LARGE = {"vocab_size": 32_000, "hidden_size": 4096, "intermediate_size": 16_384, "num_hidden_layers": 5}
+
+
+def write_large(folder: Path) -> dict[str, int]:
+    """A sharded bfloat16 checkpoint of 3 GB: the shapes of a Llama, and one block of random bytes again and again."""
+    config = AutoConfig.for_model("llama", **LARGE, num_attention_heads=32, dtype="bfloat16")
+    config.architectures = ["LlamaForCausalLM"]
+    config.save_pretrained(folder)
+    with torch.device("meta"):
+        state = AutoModelForCausalLM.from_config(config).state_dict()
+    block = np.random.default_rng(0).integers(0, 2**16, 2**20 + 7, dtype=np.uint16)
+    sizes: dict[str, int] = {}
+    where: dict[str, str] = {}
+    for number, (name, tensor) in enumerate(state.items()):
+        values = torch.from_numpy(np.resize(np.roll(block, number), tensor.numel()).view(np.int16)).view(torch.bfloat16)
+        where[name] = f"model-{number + 1:05}-of-{len(state):05}.safetensors"
+        save_file({name: values.view(tensor.shape)}, folder / where[name], {"format": "pt"})
+        sizes[name] = values.nbytes
+    index = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": where}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    return sizes
+
+
+def peak_of(work: Callable[[], object]) -> int:
+    """Bytes of resident memory, mapped files included, that `work` needs at its peak in a process of its own."""
+    queue = multiprocessing.get_context("fork").Queue()
+
+    def status(field: str) -> int:
+        lines = Path("/proc/self/status").read_text().splitlines()
+        return int(next(text for text in lines if text.startswith(field)).split()[1]) * 1024
+
+    def child() -> None:
+        Path("/proc/self/clear_refs").write_text("5")  # resets the peak
+        before = status("VmRSS")
+        work()
+        queue.put(status("VmHWM") - before)
+
+    process = in_a_child(child)
+    process.join()
+    assert process.exitcode == 0
+    return queue.get(timeout=5)
+
+
+@pytest.mark.slow
+def test_several_gigabytes_need_no_more_memory_than_a_tensor(
+    tokenizer: PreTrainedTokenizerFast, tmp_path: Path
+) -> None:
+    source, target = tmp_path / "source", tmp_path / "disk"
+    try:
+        sizes = write_large(source)
+        tokenizer.save_pretrained(source)
+        assert sum(sizes.values()) > 2.5e9
+        peak = peak_of(lambda: on_disk(source, target, (1, 3), shard_bytes=10**9))
+        assert peak < max(sizes.values()) + 500e6, f"{peak / 1e6:.0f} MB"
+        before, after = read_tensors(source), read_tensors(target)
+        assert len({tensor.file for tensor in after.values()}) == 3
+        for name, tensor in after.items():
+            old = name.replace(".layers.1.", ".layers.2.") if ".layers.1." in name else name
+            old = old.replace(".layers.2.", ".layers.4.") if ".layers.2." in name else old
+            assert raw(tensor) == raw(before[old]), name
+    finally:
+        shutil.rmtree(source, ignore_errors=True)
+        shutil.rmtree(target, ignore_errors=True)
+
+
+def raw(tensor: Any) -> memoryview:
+    return memoryview(np.memmap(tensor.file, np.uint8, "r", tensor.start, (tensor.size,)))

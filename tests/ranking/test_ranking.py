@@ -1,0 +1,138 @@
+"""Ranking: the criteria's formulas, ties, and what is refused."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from helpers import LAYERS, make_tiny
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.extra.numpy import arrays
+
+from lyapunov_prune import InfluenceProfile, LyapunovPruneError, block_influence, measure_contraction, rank_layers
+from lyapunov_prune.profiles.contraction import ContractionProfile
+
+_MODEL = make_tiny("llama")
+_IDS = torch.randint(97, (2, 16), generator=torch.Generator().manual_seed(0))
+_PROFILE = measure_contraction(_MODEL, _IDS, seeds=(0,))
+_INFLUENCE = block_influence(_MODEL, _IDS)
+_POSITIVE = arrays(np.float64, LAYERS, elements=st.floats(0.01, 100))
+
+
+def with_rho(rho: np.ndarray) -> ContractionProfile:
+    energy = np.concatenate([[1.0], np.cumprod(rho)])
+    return replace(_PROFILE, energies={"energy": energy, "token": energy})
+
+
+def with_influence(influence: np.ndarray) -> InfluenceProfile:
+    return replace(_INFLUENCE, influence=influence)
+
+
+@settings(max_examples=50)
+@given(_POSITIVE, _POSITIVE, st.floats(0, 1))
+def test_scores_are_the_definitions(rho: np.ndarray, influence: np.ndarray, alpha: float) -> None:
+    profile, bi = with_rho(rho), with_influence(influence)
+
+    def minmax(x: np.ndarray) -> np.ndarray:
+        return (x - x.min()) / (x.max() - x.min()) if x.max() > x.min() else 0 * x
+
+    distance = np.abs(profile.rho - 1)
+    expected = alpha * minmax(distance) + (1 - alpha) * minmax(influence)
+    np.testing.assert_array_equal(rank_layers(profile, criterion="rho").scores, distance)
+    np.testing.assert_array_equal(rank_layers(None, bi, criterion="bi").scores, influence)
+    np.testing.assert_allclose(rank_layers(profile, bi, alpha=alpha).scores, expected)
+
+
+@settings(max_examples=50)
+@given(_POSITIVE, st.integers(1, LAYERS - 1))
+def test_a_plan_removes_the_smallest_scores(influence: np.ndarray, count: int) -> None:
+    ranking = rank_layers(None, with_influence(influence), criterion="bi")
+    plan = ranking.plan(count)
+    assert sorted(ranking.order) == list(range(LAYERS))
+    assert len(plan.remove) == count
+    assert max(influence[list(plan.remove)]) <= min(influence[list(plan.kept)])
+
+
+def test_the_ends_of_the_blend_are_the_pure_criteria() -> None:
+    assert rank_layers(_PROFILE, _INFLUENCE, alpha=1).order == rank_layers(_PROFILE, criterion="rho").order
+    assert rank_layers(_PROFILE, _INFLUENCE, alpha=0).order == rank_layers(None, _INFLUENCE, criterion="bi").order
+
+
+def test_equal_scores_keep_the_order_of_the_model() -> None:
+    assert rank_layers(None, with_influence(np.ones(LAYERS)), criterion="bi").order == tuple(range(LAYERS))
+
+
+def test_rho_follows_the_pooling() -> None:
+    token = _PROFILE.pooled("token")
+    np.testing.assert_array_equal(rank_layers(token, criterion="rho").scores, np.abs(token.rho - 1))
+
+
+def test_positional_criteria() -> None:
+    assert rank_layers(_PROFILE, criterion="from-end").plan(2).remove == (LAYERS - 2, LAYERS - 1)
+    orders = {rank_layers(_PROFILE, criterion="random", seed=s).order for s in range(5)}
+    assert len(orders) > 1
+    assert all(sorted(order) == list(range(LAYERS)) for order in orders)
+    assert (
+        rank_layers(_PROFILE, criterion="random", seed=3).order
+        == rank_layers(_PROFILE, criterion="random", seed=3).order
+    )
+
+
+def test_bad_requests_are_refused() -> None:
+    other = block_influence(make_tiny("gpt2"), _IDS)
+    nan = with_influence(np.array([1.0, np.nan, 1, 1, 1, 1]))
+    for message, call in {
+        "unknown criterion": lambda: rank_layers(_PROFILE, criterion="best"),
+        "outside": lambda: rank_layers(_PROFILE, _INFLUENCE, alpha=1.5),
+        "needs a contraction": lambda: rank_layers(None, _INFLUENCE, criterion="rho"),
+        "needs Block Influence": lambda: rank_layers(_PROFILE, criterion="blend"),
+        "nothing to rank": lambda: rank_layers(),
+        "two models": lambda: rank_layers(_PROFILE, other),
+        "not finite": lambda: rank_layers(None, nan, criterion="bi"),
+        "cannot remove 0": lambda: rank_layers(_PROFILE, criterion="rho").plan(0),
+        "keep at least one": lambda: rank_layers(_PROFILE, criterion="rho").plan(LAYERS),
+    }.items():
+        with pytest.raises(LyapunovPruneError, match=message):
+            call()
+
+
+# Whole periods.
+
+
+@settings(max_examples=50)
+@given(_POSITIVE, st.integers(2, 3), st.integers(1, 2))
+def test_periods_leave_whole_and_the_best_of_them(influence: np.ndarray, period: int, count: int) -> None:
+    whole = LAYERS // period
+    count = min(count, whole - 1)
+    plan = rank_layers(None, with_influence(influence), criterion="bi").plan(count * period, period)
+    plan.require_periods(period)
+    sums = [influence[p * period : (p + 1) * period].sum() for p in range(whole)]
+    removed = {layer // period for layer in plan.remove}
+    assert (len(plan.remove), len(removed)) == (count * period, count)
+    assert max(sums[p] for p in removed) <= min(sums[p] for p in range(whole) if p not in removed)
+
+
+def test_a_rest_that_is_no_whole_period_stays() -> None:
+    falling = with_influence(np.arange(LAYERS, 0, -1.0))  # the rest at the end has the smallest scores
+    assert rank_layers(None, falling, criterion="bi").plan(2).remove == (4, 5)
+    ranking = replace(rank_layers(None, falling, criterion="bi"), scores=np.array([3.0, 3, 2, 2, 1]))
+    ranking = replace(ranking, model=replace(ranking.model, num_layers=5))
+    assert ranking.plan(2, period=2).remove == (2, 3)
+
+
+@pytest.mark.parametrize("remove", [1, 4, 6, 0])
+def test_a_number_that_is_no_whole_periods_is_refused(remove: int) -> None:
+    with pytest.raises(
+        LyapunovPruneError, match="give" if not remove else r"repeat every 3; give --remove 3, or leave"
+    ):
+        rank_layers(_PROFILE, criterion="rho").plan(remove, period=3)
+
+
+def test_layers_by_hand_that_split_a_period_are_refused() -> None:
+    plan = replace(rank_layers(_PROFILE, criterion="rho").plan(2), remove=(1, 2))
+    with pytest.raises(LyapunovPruneError, match="layer 1 leaves and layer 0 of the same period stays; name all of"):
+        plan.require_periods(2)
+    replace(plan, remove=(2, 3)).require_periods(2)

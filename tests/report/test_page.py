@@ -1,0 +1,321 @@
+"""Figures and the page: every result has its picture, from files alone, with no network."""
+
+from __future__ import annotations
+
+import itertools
+import re
+from dataclasses import replace
+from html.parser import HTMLParser
+from pathlib import Path
+from xml.etree import ElementTree
+
+import numpy as np
+import pytest
+import torch
+from helpers import example, make_tiny, moe, words_of
+from hypothesis import Phase, given, settings
+from hypothesis import strategies as st
+from hypothesis.extra.numpy import arrays
+from transformers import PreTrainedModel
+
+from lyapunov_prune import (
+    LyapunovPruneError,
+    activation_statistics,
+    angular_distance,
+    check_bounds,
+    check_grid,
+    compress,
+    greedy_removal,
+    heal,
+    measure_speed,
+    perplexity,
+    rank_layers,
+    remove_layers,
+    remove_under_budget,
+    skip_divergence,
+    sublayer_influence,
+    sublayer_jacobians,
+)
+from lyapunov_prune.bounds.bound_check import BoundCheck
+from lyapunov_prune.bounds.report import BoundsReport, Violation
+from lyapunov_prune.compression.comparison import CompressionRow, CompressionTable
+from lyapunov_prune.compression.compress import CompressedMatrix, CompressionReport
+from lyapunov_prune.data.batch import as_batch
+from lyapunov_prune.evaluation.evaluation import Evaluation
+from lyapunov_prune.healing.heal import Healing
+from lyapunov_prune.predictions.divergence import SkipDivergence
+from lyapunov_prune.profiles.profile import profile_layers
+from lyapunov_prune.pruning.curve import evaluate_removals
+from lyapunov_prune.ranking.oracle import GreedyRemoval, Step
+from lyapunov_prune.report.bounds import bounds_figure
+from lyapunov_prune.report.compression import compression_figure, compressions_figure
+from lyapunov_prune.report.drawing import COLOURS
+from lyapunov_prune.report.healing import healing_figure
+from lyapunov_prune.report.page import write_report
+from lyapunov_prune.report.predictions import divergence_figure
+from lyapunov_prune.report.profiles import activation_figure, jacobian_figure
+from lyapunov_prune.report.ranking import oracle_figure
+
+pytestmark = pytest.mark.xdist_group("report")  # one process makes `run`, not each
+
+# What ends and what begins the MLP where it is not down, gate and up.
+MLPS = {
+    "gpt2": ("mlp.c_proj", "mlp.c_fc"),
+    "gpt_neox": ("mlp.dense_4h_to_h", "mlp.dense_h_to_4h"),
+    "opt": ("fc2", "fc1"),
+    "phi3": ("mlp.down_proj", "mlp.gate_up_proj"),
+}
+
+
+MADE_UP = {
+    kind: example(kind, itertools.cycle([0.5]))
+    for kind in (SkipDivergence, GreedyRemoval, Healing, CompressionReport, CompressionTable)
+}
+# Each example is a drawn figure: shrinking a failure would take minutes.
+few = settings(max_examples=5, deadline=None, phases=(Phase.explicit, Phase.reuse, Phase.generate))
+MAYBE = st.floats(1e-9, 1e3) | st.sampled_from([0.0, float("nan")])
+
+
+MEASURES = ("variance", "kl", "reverse_kl", "flipped")
+LOST = {"before": 30.0, "after": 15.0, "teacher": 10.0}
+
+
+def points_of(svg: str, colour: str) -> int:
+    """Markers filled with the colour, caps of error bars among them."""
+    return len(re.findall(rf"<use [^>]*style=\"fill: {colour.lower()}", svg))
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory, llama: PreTrainedModel) -> Path:
+    folder = tmp_path_factory.mktemp("run")
+    ids = torch.randint(97, (3, 24), generator=torch.Generator().manual_seed(0))
+    profile = profile_layers(llama, as_batch(llama, ids), seeds=(0, 1))
+    profile.save(folder / "profile.json")
+    plans = {}
+    for criterion in ("rho", "bi", "blend"):
+        ranking = rank_layers(profile.contraction, profile.influence, criterion=criterion)
+        plans[criterion] = [ranking.plan(1), ranking.plan(3)]
+        ranking.plan(2).save(folder / f"plan-{criterion}.json")
+    evaluate_removals(llama, plans, ids).save(folder / "removal.json")
+    measure_speed({"dense": llama}, prompt=4, steps=2, repeats=1).save(folder / "speed.json")
+    activation_statistics(llama, ids).save(folder / "activations.json")
+    sublayer_jacobians(llama, ids[:, :4], steps=3, probes=1).save(folder / "jacobian.json")
+    check_grid(llama, ids[:1], sparsities=(0.5,), ranks=(None, 8), cache_radii=(0.0,)).save(folder / "bounds.json")
+    angular_distance(llama, ids).save(folder / "angular.json")
+    sublayer_influence(llama, ids).save(folder / "sublayers.json")
+    skip_divergence(llama, ids).save(folder / "divergence.json")
+    ranking = rank_layers(None, profile.influence, criterion="bi")
+    remove_under_budget(llama, ids, ranking, float("inf")).save(folder / "budget.json")
+    greedy_removal(llama, ids, 2).save(folder / "oracle.json")
+    compress(llama, ids, method="sparsegpt", sparsity=0.5).report.save(folder / "compression.json")
+    other = torch.randint(97, (2, 24), generator=torch.Generator().manual_seed(1))
+    healed = heal(remove_layers(llama, plans["bi"][1]), llama, ids, steps=3, evaluation=other)
+    healed.report.save(folder / "healing.json")
+    write_report(folder)
+    return folder
+
+
+def test_every_figure_is_drawn_as_svg_with_labelled_axes(run: Path) -> None:
+    labels = {
+        "contraction": ["contraction factor ρ", "layer"],
+        "influence": ["Block Influence", "layer"],
+        "ranking": ["rho", "bi", "blend", "layer"],
+        "perplexity": ["perplexity", "layers removed"],
+        "speed": ["tok/s", "dense"],
+        "activations": [
+            *("mlp.down_proj", "mlp.gate_proj, mlp.up_proj", "every token weighed alike", "layer"),
+            *("effective rank of y / width", "excess kurtosis of x", "sparsity of x, %"),
+        ],
+        "jacobian": ["stretch of an error", "attention, ‖J‖ from below", "MLP, ‖J‖_F/√n", "layer"],
+        "bounds": ["worst error / bound", "self_attn.q_proj", "mlp.down_proj", "layer"],
+        "angular": ["1 − cos, ends of the run", "4 in a row", "first layer of the run"],
+        "sublayers": ["Block Influence, 1 − cos", "attention", "MLP", "layer"],
+        "divergence": ["nats a token", "KL(dense ‖", "the estimate", "tokens flipped, %", "layer"],
+        "budget": ["KL(dense ‖ pruned), nats a token", "measured, removed together", "layers removed, by bi"],
+        "oracle": ["perplexity", "dense", "oracle", "layers removed"],
+        "compression": ["sparsity", "relative error", "weights", "outputs", "layer"],
+        "healing": ["distillation loss", "step", "mean of 1", "→"],
+    }
+    assert {path.stem for path in (run / "figures").glob("*.svg")} == set(labels)
+    for name, words in labels.items():
+        text = " ".join(ElementTree.parse(run / "figures" / f"{name}.svg").getroot().itertext())
+        assert all(word in text for word in words), name
+
+
+def test_the_page_needs_nothing_else(run: Path) -> None:
+    page = (run / "report.html").read_text()
+
+    class Links(HTMLParser):
+        found: list[str] = []  # noqa: RUF012
+
+        def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+            assert tag not in {"script", "link", "img", "iframe"}
+            self.found += [v or "" for k, v in attrs if k in {"src", "href"}]
+
+    links = Links()
+    links.feed(page)
+    assert page.count("<svg") == 15
+    assert "url(http" not in page
+    assert not [link for link in links.found if "//" in link]
+
+
+def test_the_page_says_what_was_measured_on_what(run: Path) -> None:
+    page = (run / "report.html").read_text()
+    assert re.search(r"float32 on cpu; 72 tokens of token ids", page)
+    assert "95 %" in page
+    assert "an estimate from below and no bound" in page
+    assert "84 checks" in page
+    assert "<td>mlp.down_proj</td>" in page  # a line a component before the line a matrix
+
+
+def test_the_same_results_draw_the_same_figures(run: Path) -> None:
+    before = {path: path.read_bytes() for path in (run / "figures").iterdir()}
+    write_report(run)
+    assert {path: path.read_bytes() for path in (run / "figures").iterdir()} == before
+
+
+def test_the_worst_of_all_settings_and_heads_is_in_its_cell(ids: torch.Tensor) -> None:
+    report = check_grid(make_tiny("gpt2"), ids[:1], sparsities=(0.5,), ranks=(None, 6), cache_radii=(0.0,))
+    frame = report.to_frame().groupby(["component", "layer"]).worst_ratio.max()
+    drawn = [text for text in words_of(bounds_figure(report)) if re.fullmatch(r"\d?\.\d\d", text)]
+    components = list(dict.fromkeys(report.components))
+    assert drawn == [f"{frame[c, layer]:.2f}".removeprefix("0") for c in components for layer in range(6)]
+    assert "violation" not in words_of(bounds_figure(report))
+
+
+def test_planted_fault_a_violation_is_drawn_and_told(llama: PreTrainedModel, ids: torch.Tensor, tmp_path: Path) -> None:
+    report = check_bounds(llama, ids)
+    check = BoundCheck("sparse_activation_bound", report.names[9], 1, error=2.0, bound=1.0, margin=0.0, inputs=1)
+    wrong = replace(report, violations=(Violation(report.settings[0], check),))
+    assert words_of(bounds_figure(wrong)).count("violation") == 1
+    wrong.save(tmp_path / "bounds.json")
+    assert f"is VIOLATED by {report.names[9]}" in write_report(tmp_path).read_text()
+    assert BoundsReport.load(tmp_path / "bounds.json").violations == wrong.violations
+
+
+def test_every_family_has_its_figures(family: str, ids: torch.Tensor) -> None:
+    model = make_tiny(family)
+    texts = words_of(activation_figure(activation_statistics(model, ids[:1])))
+    ends, begins = MLPS.get(family.partition("-")[0], ("mlp.down_proj", "mlp.gate_proj, mlp.up_proj"))
+    assert {ends, begins} <= set(texts)
+    assert not any("attn" in text or "attention" in text for text in texts)
+    assert "stretch of an error" in words_of(jacobian_figure(sublayer_jacobians(model, ids[:1, :4], steps=2, probes=1)))
+
+
+def test_experts_that_were_not_seen_leave_gaps(ids: torch.Tensor) -> None:
+    model = moe("mixtral")
+    assert "effective rank of y / width" in words_of(activation_figure(activation_statistics(model, ids[:1])))
+    report = check_bounds(model, ids[:1])
+    seen = {(c, n) for c, n, r in zip(report.components, report.layers, report.ratio[0], strict=True) if r == r}
+    drawn = [text for text in words_of(bounds_figure(report)) if re.fullmatch(r"\d?\.\d\d", text)]
+    assert len(drawn) == len(seen) < len(set(zip(report.components, report.layers, strict=True)))
+
+
+def test_an_evaluation_alone_makes_a_page(llama: PreTrainedModel, ids: torch.Tensor, tmp_path: Path) -> None:
+    Evaluation((perplexity(llama, ids),), (0.0,), None).save(tmp_path / "eval.json")
+    assert "perplexity" in write_report(tmp_path).read_text()
+
+
+def test_one_window_draws_without_intervals(llama: PreTrainedModel, ids: torch.Tensor, tmp_path: Path) -> None:
+    profile_layers(llama, as_batch(llama, ids[:1]), seeds=(0,)).save(tmp_path / "profile.json")
+    assert write_report(tmp_path).is_file()
+
+
+def test_an_empty_folder_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(LyapunovPruneError, match="holds no results"):
+        write_report(tmp_path)
+
+
+def test_names_are_escaped(llama: PreTrainedModel, ids: torch.Tensor, tmp_path: Path) -> None:
+    (tmp_path / "<b>").mkdir()
+    Evaluation((perplexity(llama, ids),), (0.0,), None).save(tmp_path / "<b>" / "eval.json")
+    assert "<b>" not in write_report(tmp_path / "<b>").read_text()
+
+
+def test_a_checkpoint_alone_and_within_a_run_has_its_page(run: Path, tmp_path: Path) -> None:
+    for name in ("compression.json", "healing.json"):
+        (tmp_path / "a<b").mkdir(exist_ok=True)
+        (tmp_path / "a<b" / name).write_text((run / name).read_text())
+    (tmp_path / "a<b" / "config.json").write_text("{}")
+    alone = write_report(tmp_path / "a<b").read_text()
+    assert "<h2>Compression</h2>" in alone
+    assert "<h2>Healing</h2>" in alone
+    above = write_report(tmp_path).read_text()
+    assert "<h2>Compression: a&lt;b/</h2>" in above
+    assert "<h2>Healing: a&lt;b/</h2>" in above
+    assert {path.name for path in (tmp_path / "figures").iterdir()} == {"compression-a<b.svg", "healing-a<b.svg"}
+
+
+@few
+@given(arrays(np.float64, (4, 5), elements=MAYBE))
+def test_divergences_draw_one_point_for_each_number(rows: np.ndarray) -> None:
+    picture = divergence_figure(replace(MADE_UP[SkipDivergence], **dict(zip(MEASURES, rows, strict=True))))
+    assert {"nats a token", "tokens flipped, %"} <= set(words_of(picture))
+    shown = {"rho": (rows[1] > 0).sum(), "bi": (rows[0] > 0).sum(), "blend": np.isfinite(rows[3]).sum()}
+    in_the_legend = {"rho": 1, "bi": 1, "blend": 0}
+    for name, count in shown.items():
+        assert points_of(picture, COLOURS[name]) == count + in_the_legend[name], name
+
+
+@few
+@given(arrays(np.float64, (7, 3), elements=st.floats(0.1, 5) | st.just(float("nan"))))
+def test_every_step_of_a_search_names_its_layer(losses: np.ndarray) -> None:
+    """Layers have numbers that no axis has; a step without a number is left out."""
+    steps = tuple(Step(1003 + 7 * i, windows, 1.0, 1) for i, windows in enumerate(losses[1:]))
+    words = words_of(oracle_figure(replace(MADE_UP[GreedyRemoval], dense=losses[0], steps=steps)))
+    assert [w for w in words if re.fullmatch(r"10\d\d", w)] == [
+        str(step.layer) for step in steps if np.isfinite(step.windows).all()
+    ]
+    assert {"perplexity", MADE_UP[GreedyRemoval].criterion.strip()} <= {*words}
+
+
+def test_healing_says_what_came_back() -> None:
+    made = MADE_UP[Healing]
+    values = {name: replace(made.held_out.before, nll=np.log(x)) for name, x in LOST.items()}
+    held_out = replace(made.held_out, **values)
+    losses = np.array([2.0, np.nan, *np.linspace(1, 0, 23)])
+    words = words_of(healing_figure(replace(made, losses=losses, held_out=held_out)))
+    assert {"75 % recovered: perplexity 30 → 15, dense 10", "mean of 3"} <= set(words)
+    nothing = replace(made, losses=losses, held_out=replace(held_out, before=held_out.teacher))
+    assert "perplexity 10 → 15, dense 10" in words_of(healing_figure(nothing))  # NaN: the removal cost nothing
+    without = words_of(healing_figure(replace(made, losses=np.full(3, np.nan), held_out=None)))
+    assert "distillation loss, nats a token" in without
+    assert not any("dense" in word for word in without)
+
+
+@few
+@given(st.lists(st.tuples(MAYBE, MAYBE | st.none()), min_size=6, max_size=6))
+def test_a_compression_draws_every_matrix(errors: list[tuple[float, float | None]]) -> None:
+    """Three matrices in each of layers 0 and 3 of five."""
+    matrices = tuple(
+        CompressedMatrix(f"m{i}", 3 * (i // 3), "c", 4, 4, 3.0, 0.0, None, 3, weight, output)
+        for i, (weight, output) in enumerate(errors)
+    )
+    made = MADE_UP[CompressionReport]
+    allocation = replace(made.allocation, unit="bits", model=replace(made.allocation.model, num_layers=5))
+    picture = compression_figure(replace(made, matrices=matrices, allocation=allocation))
+    words = words_of(picture)
+    assert {"bits a weight", "relative error", "weights, ‖W − Ŵ‖ / ‖W‖", "4"} <= {*words}  # to the last layer
+    assert ("outputs, ‖(W − Ŵ) X‖ / ‖W X‖" in words) == any(e is not None and e == e for _, e in errors)
+
+
+def test_amounts_are_told_apart_and_what_all_rows_share_is_not_repeated() -> None:
+    nan = float("nan")
+
+    def rows(*names: tuple[str, str, str, float]) -> CompressionTable:
+        made = [CompressionRow(m, s, unit, amount, 0.5, 2.0, 1.0, 0.9, 1.2) for m, s, unit, amount in names]
+        made[0] = replace(made[0], degradation=nan, low=nan, high=nan)
+        made[-1] = replace(made[-1], degradation=1.0, low=1.0 + 2e-16, high=1.0)  # rounded
+        return replace(MADE_UP[CompressionTable], rows=tuple(made), dense=17.31)
+
+    methods = compressions_figure(
+        rows(*((m, "uniform", "sparsity", 0.55) for m in ("svd", "wanda")), ("rtn", "uniform", "bits", 4.0))
+    )
+    assert {"svd, 55 %", "wanda, 55 %", "rtn, 4 bits", "perplexity / dense (17.3)"} <= set(words_of(methods))
+    schedules = compressions_figure(rows(*(("wanda", s, "sparsity", a) for a in (0.5, 0.7) for s in ("atp", "owl"))))
+    assert {"atp, 50 %", "owl, 50 %", "atp, 70 %", "owl, 70 %"} <= set(words_of(schedules))
+    first, second = list(COLOURS.values())[:2]
+    assert (points_of(schedules, first), points_of(schedules, second)) == (3, 6)  # with two caps each; one is NaN
+    both = compressions_figure(rows(("wanda", "owl", "rank", 4.0), ("svd", "atp", "rank", 4.0)))
+    assert {"wanda, owl, rank 4", "svd, atp, rank 4"} <= set(words_of(both))
+    assert "70 %" in words_of(compressions_figure(rows(("wanda", "owl", "sparsity", 0.7))))

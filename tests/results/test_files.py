@@ -1,0 +1,175 @@
+"""Files and folders appear whole or not at all."""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NoReturn
+
+import pytest
+import torch
+from helpers import disk_full
+from safetensors import SafetensorError
+from safetensors.torch import save_file
+
+from lyapunov_prune.errors import LyapunovPruneError
+from lyapunov_prune.results.files import require_empty, whole_folder, write_whole
+
+# One file.
+
+
+def test_a_file_is_written_with_its_folders(tmp_path: Path) -> None:
+    path = write_whole(tmp_path / "a/b.json", "ρ\n")
+    assert path.read_text(encoding="utf-8") == "ρ\n"
+    assert os.listdir(path.parent) == ["b.json"]
+
+
+def test_a_file_is_replaced(tmp_path: Path) -> None:
+    (tmp_path / "x").write_text("old")
+    assert write_whole(tmp_path / "x", "new").read_text() == "new"
+
+
+def test_a_full_disk_keeps_the_old_file_and_leaves_no_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "x").write_text("old")
+    monkeypatch.setattr(os, "replace", disk_full)
+    with pytest.raises(LyapunovPruneError, match="No space left on device; free space"):
+        write_whole(tmp_path / "x", "new")
+    assert (tmp_path / "x").read_text() == "old"
+    assert os.listdir(tmp_path) == ["x"]
+
+
+def test_an_interrupted_write_leaves_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupt(*args: object) -> NoReturn:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(os, "replace", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        write_whole(tmp_path / "x", "new")
+    assert os.listdir(tmp_path) == []
+
+
+def test_a_file_where_a_folder_is_needed_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(LyapunovPruneError, match=r"cannot write .*file/x"):
+        write_whole(tmp_path / "file/x", "new")
+
+
+# One folder.
+
+
+def fill(target: Path, error: BaseException | None = None) -> None:
+    """Write one file into a whole folder, and fail after it if told to."""
+    with whole_folder(target) as folder:
+        (folder / "x").write_text("1")
+        if error is not None:
+            raise error
+
+
+def test_a_folder_appears_when_the_block_ends(tmp_path: Path) -> None:
+    target = tmp_path / "deep/target"
+    with whole_folder(target) as folder:
+        (folder / "x").write_text("1")
+        assert not target.exists()
+    assert (target / "x").read_text() == "1"
+    assert os.listdir(target.parent) == ["target"]
+    assert target.stat().st_mode & 0o777 == 0o755
+
+
+@pytest.mark.parametrize(
+    ("error", "raised"),
+    [
+        (OSError(errno.ENOSPC, "No space left on device"), LyapunovPruneError),
+        (SafetensorError("I/O error: No space left on device"), LyapunovPruneError),
+        (RuntimeError("a bug"), RuntimeError),
+        (KeyboardInterrupt(), KeyboardInterrupt),
+    ],
+    ids=lambda value: type(value).__name__ if isinstance(value, BaseException) else "",
+)
+def test_nothing_is_left_when_the_block_fails(
+    tmp_path: Path, error: BaseException, raised: type[BaseException]
+) -> None:
+    with pytest.raises(raised):
+        fill(tmp_path / "target", error)
+    assert os.listdir(tmp_path) == []
+
+
+def test_a_full_disk_is_named(tmp_path: Path) -> None:
+    with pytest.raises(LyapunovPruneError, match="No space left on device; nothing was left"):
+        fill(tmp_path / "target", OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)))
+
+
+def test_an_empty_folder_is_filled(tmp_path: Path) -> None:
+    (tmp_path / "target").mkdir()
+    fill(tmp_path / "target")
+    assert os.listdir(tmp_path / "target") == ["x"]
+
+
+def test_the_current_folder_is_filled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    fill(Path("."))
+    assert os.listdir(tmp_path / "here") == ["x"]
+
+
+def test_a_link_to_an_empty_folder_is_followed(tmp_path: Path) -> None:
+    (tmp_path / "real").mkdir()
+    (tmp_path / "link").symlink_to("real")
+    fill(tmp_path / "link")
+    assert os.listdir(tmp_path / "real") == ["x"]
+
+
+def test_what_appears_meanwhile_is_kept(tmp_path: Path) -> None:
+    target = tmp_path / "target"
+    with pytest.raises(LyapunovPruneError, match="Directory not empty"), whole_folder(target):
+        write_whole(target / "theirs", "1")
+    assert os.listdir(target) == ["theirs"]
+    assert os.listdir(tmp_path) == ["target"]
+
+
+@pytest.mark.parametrize("kind", ["folder", "file"])
+def test_what_was_there_before_is_refused_and_kept(tmp_path: Path, kind: str) -> None:
+    target = tmp_path / "target"
+    there = target / "x" if kind == "folder" else target
+    there.parent.mkdir(exist_ok=True)
+    there.write_text("mine")
+    with pytest.raises(LyapunovPruneError, match=r"exists and is not empty; choose another"), whole_folder(target):
+        pytest.fail("the block ran")
+    assert there.read_text() == "mine"
+
+
+def test_an_absent_or_empty_target_is_accepted(tmp_path: Path) -> None:
+    require_empty(tmp_path)
+    require_empty(tmp_path / "absent")
+
+
+# Who may read it.
+
+
+@pytest.fixture(params=[0o022, 0o077, 0o002, 0o000], ids=oct)
+def umask(request: pytest.FixtureRequest) -> Iterator[int]:
+    before = os.umask(request.param)
+    yield request.param
+    os.umask(before)
+
+
+def mode(path: Path) -> int:
+    return path.stat().st_mode & 0o777
+
+
+def test_a_file_has_the_permissions_that_the_umask_leaves(umask: int, tmp_path: Path) -> None:
+    path = write_whole(tmp_path / "sub/x", "1")
+    assert mode(path) == 0o666 & ~umask
+    assert mode(path.parent) == 0o777 & ~umask
+
+
+def test_all_of_a_folder_has_the_permissions_that_the_umask_leaves(umask: int, tmp_path: Path) -> None:
+    with whole_folder(tmp_path / "target") as folder:
+        (folder / "x").write_text("1")
+        save_file({"a": torch.zeros(1)}, folder / "x.safetensors")  # the owner's alone, as safetensors writes it
+        (folder / "sub").mkdir()
+        save_file({"a": torch.zeros(1)}, folder / "sub/x.safetensors")
+    assert mode(tmp_path / "target") == mode(tmp_path / "target/sub") == 0o777 & ~umask
+    for file in ("x", "x.safetensors", "sub/x.safetensors"):
+        assert mode(tmp_path / "target" / file) == 0o666 & ~umask, file

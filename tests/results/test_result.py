@@ -1,0 +1,179 @@
+"""Every result comes back from its file as it was, and no other file is taken for one."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import itertools
+import json
+import math
+import pkgutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NoReturn
+
+import numpy as np
+import pandas as pd
+import pytest
+from helpers import example
+
+import lyapunov_prune
+from lyapunov_prune.errors import LyapunovPruneError
+from lyapunov_prune.results.result import ModelIdentity, Result, versions
+
+
+def result_classes() -> list[type[Result]]:
+    for module in pkgutil.walk_packages(lyapunov_prune.__path__, "lyapunov_prune."):
+        importlib.import_module(module.name)
+    return sorted((c for c in Result.__subclasses__() if c.__module__ != __name__), key=lambda c: c.__name__)
+
+
+def same(a: Any, b: Any) -> bool:
+    """Equal in value and in type, all the way down; NaN equals itself."""
+    if type(a) is not type(b):
+        return False
+    if dataclasses.is_dataclass(a):
+        return all(same(getattr(a, f.name), getattr(b, f.name)) for f in dataclasses.fields(a))
+    if isinstance(a, np.ndarray):
+        return a.dtype == b.dtype and np.array_equal(a, b, equal_nan=True)
+    if isinstance(a, tuple):
+        return len(a) == len(b) and all(map(same, a, b))
+    if isinstance(a, dict):
+        return a.keys() == b.keys() and all(same(a[k], b[k]) for k in a)
+    return a == b or (isinstance(a, float) and math.isnan(a) and math.isnan(b))
+
+
+def strict(text: str) -> Any:
+    def refuse(constant: str) -> NoReturn:
+        raise ValueError(f"{constant} is not JSON")
+
+    return json.loads(text, parse_constant=refuse)
+
+
+@pytest.fixture(params=result_classes(), ids=lambda c: c.__name__)
+def result(request: pytest.FixtureRequest) -> Result:
+    return example(request.param, itertools.cycle([math.nan, 0.1, math.inf, -math.inf, 1e-300]))
+
+
+def test_every_result_comes_back_from_its_file(result: Result, tmp_path: Path) -> None:
+    path = result.save(tmp_path / "result.json")
+    assert same(type(result).load(path), result)
+
+
+def test_every_file_is_strict_json_with_its_kind(result: Result, tmp_path: Path) -> None:
+    data = strict(result.save(tmp_path / "result.json").read_text(encoding="utf-8"))
+    assert data["kind"] == type(result).__name__
+    assert data == strict(json.dumps(result.to_json(), allow_nan=False))
+
+
+def test_a_file_cut_short_is_refused(result: Result, tmp_path: Path) -> None:
+    path = result.save(tmp_path / "result.json")
+    path.write_text(path.read_text(encoding="utf-8")[:-3], encoding="utf-8")
+    with pytest.raises(LyapunovPruneError, match="is not complete JSON; make it again"):
+        type(result).load(path)
+
+
+def test_a_missing_field_is_named(result: Result, tmp_path: Path) -> None:
+    data = result.to_json()
+    name = next(key for key in data if key != "kind")
+    del data[name]
+    with pytest.raises(LyapunovPruneError, match=rf"does not fit this version's .*{name}.*; make it again"):
+        type(result).load(written(tmp_path, data))
+
+
+# The rest is the same code for every class: one example is enough.
+
+
+@dataclass(frozen=True)
+class Example(Result):
+    model: ModelIdentity
+    values: np.ndarray
+    note: str | None
+    table: dict[str, tuple[float, ...]]
+
+    def to_frame(self) -> pd.DataFrame:
+        return pd.DataFrame({"value": self.values})
+
+
+@dataclass(frozen=True)
+class Headed(Example):
+    def headline(self) -> str:
+        return "above"
+
+
+@pytest.fixture
+def one() -> Example:
+    model = ModelIdentity("m", "llama", 2, 10, "abc", {"float32": "def"})
+    return Example(model, np.array([1.0, math.nan]), None, {"a": (math.inf,)})
+
+
+def written(folder: Path, data: Any) -> Path:
+    path = folder / "result.json"
+    path.write_text(json.dumps(data), encoding="utf-8")
+    return path
+
+
+def test_numpy_scalars_are_written_as_numbers(one: Example, tmp_path: Path) -> None:
+    scalars = dataclasses.replace(one, table={"a": (np.float64(1.5), np.float32("nan"), np.int64(2))})
+    assert Example.load(scalars.save(tmp_path / "x")).table["a"][::2] == (1.5, 2.0)
+
+
+def test_a_present_optional_comes_back(one: Example, tmp_path: Path) -> None:
+    noted = dataclasses.replace(one, note="n")
+    assert Example.load(noted.save(tmp_path / "x")).note == "n"
+
+
+def test_an_empty_array_comes_back(one: Example, tmp_path: Path) -> None:
+    empty = dataclasses.replace(one, values=np.empty(0))
+    assert Example.load(empty.save(tmp_path / "x")).values.shape == (0,)
+
+
+def test_another_kind_is_refused(one: Example, tmp_path: Path) -> None:
+    with pytest.raises(LyapunovPruneError, match="holds Example, not Headed; give"):
+        Headed.load(one.save(tmp_path / "x"))
+
+
+@pytest.mark.parametrize("data", [{"model_type": "llama"}, [1, 2], 3, None, "text"])
+def test_a_foreign_file_is_refused(data: Any, tmp_path: Path) -> None:
+    with pytest.raises(LyapunovPruneError, match="holds no result, not Example"):
+        Example.load(written(tmp_path, data))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"unheard": 1},
+        {"model": {"unheard": 1}},
+        {"model": 3},
+        {"model": None},
+        {"table": [1]},
+        {"table": {"a": 3}},
+        {"values": ["x"]},
+        {"values": [[1.0], [1.0, 2.0]]},
+    ],
+    ids=str,
+)
+def test_fields_that_do_not_fit_are_refused(change: dict[str, Any], one: Example, tmp_path: Path) -> None:
+    with pytest.raises(LyapunovPruneError, match="does not fit this version's Example"):
+        Example.load(written(tmp_path, one.to_json() | change))
+
+
+def test_bytes_that_are_no_text_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "x").write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(LyapunovPruneError, match="is not complete JSON"):
+        Example.load(tmp_path / "x")
+
+
+@pytest.mark.parametrize("name", ["absent", "."])
+def test_what_cannot_be_read_is_named(name: str, tmp_path: Path) -> None:
+    with pytest.raises(LyapunovPruneError, match=r"cannot read .*; give the file a run wrote"):
+        Example.load(tmp_path / name)
+
+
+def test_a_result_prints_as_its_table_under_its_headline(one: Example) -> None:
+    assert str(one).splitlines()[0].strip() == "value"
+    assert str(Headed(one.model, one.values, None, {})).splitlines()[0] == "above"
+
+
+def test_versions_name_what_can_move_a_number() -> None:
+    assert {"python", "lyapunov-prune", "torch", "transformers", "numpy", "scipy"} <= versions().keys()

@@ -1,0 +1,378 @@
+"""Sensitivity: regret against direct measurement, what is refused, and what an interruption costs."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+from helpers import LAYERS, assert_same, bits, computed, hooks_of, make_tiny
+from scipy import stats
+from transformers import PreTrainedModel
+
+from lyapunov_prune.calibration.norms import input_norms
+from lyapunov_prune.compression.magnitude import sparsify
+from lyapunov_prune.compression.svd import basis, truncate
+from lyapunov_prune.compression.wanda import wanda
+from lyapunov_prune.data.batch import as_batch
+from lyapunov_prune.errors import LyapunovPruneError
+from lyapunov_prune.evaluation.perplexity import perplexity
+from lyapunov_prune.forward.hooks import skipped
+from lyapunov_prune.models.projections import Projection, find_projections
+from lyapunov_prune.models.structure import find_structure
+from lyapunov_prune.profiles.profile import profile_layers
+from lyapunov_prune.sensitivity import studies
+from lyapunov_prune.sensitivity.sensitivity import Effect, Sensitivity, measure_sensitivity
+from lyapunov_prune.sensitivity.studies import STUDIES, Compression, Compressor
+
+
+@pytest.fixture
+def few(ids: torch.Tensor) -> torch.Tensor:
+    return ids[:2, :16]
+
+
+@pytest.fixture(scope="module")
+def other() -> torch.Tensor:
+    """Tokens for calibration and profile, that `few` does not hold."""
+    return torch.randint(97, (2, 30), generator=torch.Generator().manual_seed(7))
+
+
+def regrets(found: Sensitivity, study: str) -> list[float]:
+    return found.of(study).regret.tolist()
+
+
+def with_weights(name: str, weights: Mapping[Projection, torch.Tensor], ids: torch.Tensor) -> float:
+    """Perplexity of a model whose matrices were overwritten."""
+    twin = make_tiny(name)
+    for p, W in weights.items():
+        p.weight(twin).copy_(W)
+    return perplexity(twin, ids).value
+
+
+# The numbers.
+
+
+def test_gpt2_has_six_groups_a_layer(few: torch.Tensor) -> None:
+    """Queries, keys, values, output and the two of the MLP, each with all its heads."""
+    model = make_tiny("gpt2")
+    frame = measure_sensitivity(model, few, studies=["group"]).of("group")
+    assert len(frame) == 6 * LAYERS
+    assert frame.groupby("component").layer.apply(list).to_dict() == {
+        c: list(range(LAYERS))
+        for c in ("attn.c_attn.q", "attn.c_attn.k", "attn.c_attn.v", "attn.c_proj", "mlp.c_fc", "mlp.c_proj")
+    }
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama", "gemma2", "phi3"])
+def test_regret_is_that_of_the_changed_model(name: str, few: torch.Tensor) -> None:
+    model = make_tiny(name)
+    before = bits(model)
+    found = measure_sensitivity(model, few, studies=["removal", "layer", "sparsity"], sparsity=0.6)
+    assert_same(model, before)
+    assert hooks_of(model) == 0
+    dense, ps = perplexity(model, few).value, find_projections(model)
+    assert found.perplexity == pytest.approx(dense, rel=1e-6)
+    for k in (0, 3, 5):
+        pruned = with_weights(name, {p: sparsify(p.weight(model), 0.6) for p in ps if p.layer == k}, few)
+        assert regrets(found, "layer")[k] == pytest.approx(pruned - dense, rel=1e-3, abs=1e-4 * dense)
+        with skipped(find_structure(model), (k,)):
+            removed = perplexity(model, few).value
+        assert regrets(found, "removal")[k] == pytest.approx(removed - dense, rel=1e-3, abs=1e-4 * dense)
+    pruned = with_weights(name, {p: sparsify(p.weight(model), 0.9) for p in ps}, few)
+    row = found.of("sparsity").iloc[-1]
+    assert row.perplexity == pytest.approx(pruned, rel=1e-4)
+    assert row.degradation == pytest.approx(pruned / dense, rel=1e-4)
+    assert row.low <= row.degradation <= row.high
+
+
+def test_wanda_and_rank_are_those_of_the_methods(few: torch.Tensor, other: torch.Tensor) -> None:
+    model = make_tiny("gpt2")
+    ps, dense = find_projections(model), perplexity(model, few).value
+    norms = input_norms(model, other, ps)
+    found = measure_sensitivity(
+        model, few, studies=["component"], method="wanda", sparsity=0.4, rank=6, calibration=other
+    )
+    weights = {}
+    for p in ps:
+        if p.component == "mlp.c_fc":
+            S = wanda(p.weight(model), norms[p.name], 0.4)
+            weights[p] = truncate(S, 6, basis(S))
+    row = found.of("component").set_index("component").loc["mlp.c_fc"]
+    assert row.regret == pytest.approx(with_weights("gpt2", weights, few) - dense, rel=1e-3)
+    assert (row.sparsity, row["rank"]) == (0.4, 6)
+
+
+def test_planted_fault_matrices_of_the_next_layer_are_seen(few: torch.Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = make_tiny("llama")
+    ps, dense = find_projections(model), perplexity(model, few).value
+    by_layer = studies._by_layer
+    monkeypatch.setattr(
+        studies, "_by_layer", lambda ps: dict(zip(range(6), [*by_layer(ps).values()][::-1], strict=True))
+    )
+    found = measure_sensitivity(model, few, studies=["layer"])
+    wanted = with_weights("llama", {p: sparsify(p.weight(model), 0.5) for p in ps if p.layer == 0}, few) - dense
+    assert regrets(found, "layer")[0] != pytest.approx(wanted, rel=1e-3)
+
+
+def test_what_is_saved_is_the_share_of_multiplications(few: torch.Tensor) -> None:
+    model = make_tiny("gpt2")
+    found = measure_sensitivity(model, few, studies=["removal", "group", "sparsity", "rank"], sparsity=0.25)
+    frame = found.to_frame().set_index("study")
+    np.testing.assert_allclose(frame.saved["removal"], 1 / LAYERS)
+    np.testing.assert_allclose(frame.saved["group"].sum(), 0.25)
+    np.testing.assert_allclose(frame.saved["sparsity"], [0.1, 0.3, 0.5, 0.7, 0.9])
+    # Rank 8: heads are 8 × 32, of no more rank; 32 × 32, 128 × 32 and 32 × 128 become two factors.
+    saved, whole = (32 * 32 - 8 * 64) + 2 * (128 * 32 - 8 * 160), 4 * 32 * 32 + 2 * 128 * 32
+    assert frame.saved["rank"].iloc[0] == pytest.approx(saved / whole)
+    assert frame.saved["rank"].iloc[-1] == 0
+
+
+@pytest.mark.parametrize("family", ["gpt2", "gemma2", "phi3", "opt"])
+def test_every_study_runs(family: str, few: torch.Tensor, other: torch.Tensor, monkeypatch: Any) -> None:
+    monkeypatch.setattr(studies, "ROUNDS", 2)
+    monkeypatch.setattr(studies, "CLIFF_SPARSITIES", (0.5,))
+    monkeypatch.setattr(studies, "FIRST_LAYER_SPARSITIES", (0.3,))
+    monkeypatch.setattr(studies, "THRESHOLD_SPARSITIES", (0.9,))
+    monkeypatch.setattr(studies, "UNIFORM_RANKS", (8, 256))
+    few, asked = few[:1, :6], [s for s in STUDIES if s != "matrix"]
+    found = measure_sensitivity(make_tiny(family), few, studies=asked, calibration=other[:1, :8])
+    assert list(found.to_frame().study.unique()) == asked
+    assert len(found.of("greedy")) == 2
+    cliff, group = found.of("cliff"), found.of("group")
+    assert set(cliff.component) == {group.component[group.perplexity.idxmax()]}
+    assert found.of("greedy").regret[0] == group.regret.min()
+    assert found.summary().changes.tolist() == [len(found.of(s)) for s in asked]
+    assert found.of("rank").regret.tolist()[-1] == pytest.approx(0, abs=1e-4)  # 256 is no restriction
+
+
+# The threshold.
+
+
+def effect(study: str, layer: int | None, loss: Any, **rest: Any) -> Effect:
+    windows = np.array(loss if isinstance(loss, list) else [loss, loss])
+    given: dict[str, Any] = {"label": f"{study} {layer}", "component": None, "method": "wanda", "sparsity": None}
+    return Effect(study, layer=layer, windows=windows, **{**given, "rank": None, "saved": 0.1, "drift": 0.2, **rest})
+
+
+@pytest.fixture(scope="module")
+def blank(llama: PreTrainedModel) -> Sensitivity:
+    """A result without effects, whose dense perplexity is 1."""
+    on = as_batch(llama, torch.zeros(2, 4, dtype=torch.long)).measured_on(llama)
+    return Sensitivity(Compression("wanda", 0.5, None), 10.0, np.zeros(2), (), {}, on, None)
+
+
+def test_the_threshold_is_the_highest_sparsity_below_the_limit(blank: Sensitivity) -> None:
+    def star(*regret: float, limit: float = 10.0) -> float | None:
+        effects = [
+            effect("threshold", 0, math.log1p(r), sparsity=s, label=f"{s}")
+            for s, r in zip((0.5, 0.6, 0.7, 0.8), regret, strict=True)
+        ]
+        return replace(blank, effects=tuple(effects), limit=limit).threshold
+
+    assert star(0, 1, 9, 11) == 0.7
+    assert star(0, 1, 9, 11, limit=5) == 0.6
+    assert star(0, 0, 0, 0) == 0.8
+    assert star(20, 30, 40, 50) is None
+    assert star(0, 1, 9, math.inf) == 0.7
+    assert star(0, 1, math.nan, math.nan) == 0.6
+
+
+def test_the_threshold_is_wanda_on_layer_zero(few: torch.Tensor, other: torch.Tensor) -> None:
+    model = make_tiny("llama")
+    ps, dense = find_projections(model), perplexity(model, few).value
+    norms = input_norms(model, other, ps)
+    found = measure_sensitivity(model, few, studies=["threshold"], calibration=other, limit=1e9)
+    assert found.threshold == 0.99
+    wanted = {p: wanda(p.weight(model), norms[p.name], 0.8) for p in ps if p.layer == 0}
+    assert regrets(found, "threshold")[3] == pytest.approx(with_weights("llama", wanted, few) - dense, rel=1e-3)
+    limit = float(np.median(regrets(found, "threshold")))
+    below = found.of("threshold").query("regret < @limit").sparsity.max()
+    assert replace(found, limit=limit).threshold == below
+    assert f"s* = {below:g} (Wanda on layer 0" in str(replace(found, limit=limit))
+    assert "s* = below 0.5" in str(replace(found, limit=-1e9))
+
+
+# Correlations.
+
+
+def test_correlations_are_spearmans(blank: Sensitivity) -> None:
+    dice = np.random.default_rng(0)
+    regret = {study: dice.random(6) for study in ("removal", "layer")}
+    groups, drift = dice.random((6, 2)), dice.random(6)
+    scores = {name: dice.random(6) for name in ("|rho - 1|", "bi", "amplification")}
+    effects = [effect("removal", k, math.log1p(regret["removal"][k])) for k in range(6)]
+    effects += [effect("layer", k, math.log1p(regret["layer"][k]), drift=drift[k]) for k in (3, 1, 0, 2, 5, 4)]
+    effects += [effect("group", k, math.log1p(groups[k, c]), component=f"c{c}") for k in range(6) for c in range(2)]
+    effects += [effect("forward", None, 1.0)]
+    found = replace(blank, effects=tuple(effects), scores=scores).correlations().set_index(["measured", "against"])
+    wanted = {
+        ("regret, removal", "|rho - 1|"): (regret["removal"], scores["|rho - 1|"]),
+        ("regret, removal", "bi"): (regret["removal"], scores["bi"]),
+        ("regret, layer", "amplification"): (regret["layer"], scores["amplification"]),
+        ("drift, layer", "|rho - 1|"): (drift, scores["|rho - 1|"]),
+        ("regret, group", "amplification"): (groups.mean(1), scores["amplification"]),
+    }
+    for key, (x, y) in wanted.items():
+        spearman = stats.spearmanr(x, y)
+        assert found.loc[key, "spearman"] == pytest.approx(spearman.statistic)
+        assert found.loc[key, "p"] == pytest.approx(spearman.pvalue)
+        assert found.loc[key, "layers"] == 6
+        # The definition: Pearson's correlation of ranks.
+        assert found.loc[key, "spearman"] == pytest.approx(np.corrcoef(stats.rankdata(x), stats.rankdata(y))[0, 1])
+
+
+def test_a_layer_without_a_number_is_left_out_of_the_correlation(blank: Sensitivity) -> None:
+    scores = {"bi": np.array([1.0, 2.0, 9.0, 3.0, 4.0])}
+    losses = [0.1, 0.2, math.nan, 0.3, math.inf]
+    found = replace(blank, effects=tuple(effect("removal", k, x) for k, x in enumerate(losses)), scores=scores)
+    row = found.correlations().iloc[0]
+    assert (row.spearman, row.layers) == (pytest.approx(1), 4)
+
+
+def test_without_a_profile_nothing_is_correlated(few: torch.Tensor) -> None:
+    found = measure_sensitivity(make_tiny("llama"), few, studies=["removal"])
+    assert found.scores == {}
+    assert found.correlations().empty
+    assert "Spearman" not in str(found)
+
+
+def test_scores_are_those_of_the_profile(few: torch.Tensor, other: torch.Tensor) -> None:
+    model = make_tiny("llama")
+    profile = profile_layers(model, as_batch(model, other), seeds=range(1))
+    found = measure_sensitivity(model, few, profile=profile)
+    rho = profile.contraction.rho
+    np.testing.assert_allclose(found.scores["|rho - 1|"], np.abs(rho - 1))
+    np.testing.assert_allclose(found.scores["bi"], profile.influence.influence)
+    downstream = [np.prod(rho[k + 1 :]) for k in range(LAYERS)]
+    np.testing.assert_allclose(found.scores["amplification"], downstream, rtol=1e-6)
+    assert len(found.correlations()) == 9
+    assert str(found).count("Spearman of") == 9
+
+
+# The file.
+
+
+def test_a_result_saves_loads_and_prints(few: torch.Tensor, other: torch.Tensor, tmp_path: Path) -> None:
+    found = measure_sensitivity(make_tiny("gpt2"), few, studies=["component", "removal", "forward"], calibration=other)
+    again = Sensitivity.load(found.save(tmp_path / "s.json"))
+    pd.testing.assert_frame_equal(again.to_frame(), found.to_frame())
+    assert str(again) == str(found)
+    assert again.measured_on == found.measured_on
+    assert again.calibrated_on == found.calibrated_on
+    assert [again.effects[i].layer for i in (0, 6, -1)] == [None, 0, 5]
+    assert "dense perplexity" in str(found)
+
+
+@pytest.mark.parametrize("loss", [math.nan, math.inf, 1e4], ids=str)
+def test_a_study_that_wrecks_the_model_everywhere_prints_and_saves(
+    loss: float, blank: Sensitivity, tmp_path: Path
+) -> None:
+    effects = (*(effect("removal", k, loss) for k in range(4)), effect("layer", 0, 0.1))
+    found = replace(blank, effects=effects, scores={"bi": np.arange(4.0)})
+    assert found.summary().study.tolist() == ["removal", "layer"]
+    assert "removal" in str(found)
+    assert str(Sensitivity.load(found.save(tmp_path / "s.json"))) == str(found)
+
+
+# Refused.
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"studies": ["group", "hope"]}, "unknown study 'hope'; give some of matrix"),
+        ({"studies": []}, "unknown study"),
+        ({"method": "hope"}, "unknown method 'hope'"),
+        ({"sparsity": 1.5}, "sparsity of 0 to 1"),
+        ({"rank": 0}, "rank of 1 or more"),
+        ({"method": "wanda"}, "wanda needs calibration text"),
+        ({"studies": ["threshold"]}, "wanda needs calibration text"),
+    ],
+    ids=str,
+)
+def test_bad_settings_are_refused_before_anything_runs(
+    options: dict[str, Any], message: str, few: torch.Tensor, tmp_path: Path
+) -> None:
+    model = make_tiny("llama")
+    calls = computed(model)
+    with pytest.raises(LyapunovPruneError, match=message):
+        measure_sensitivity(model, few, folder=tmp_path, **options)
+    assert not calls
+    assert not list(tmp_path.iterdir())
+
+
+def test_text_that_is_in_both_is_refused(llama: PreTrainedModel, few: torch.Tensor) -> None:
+    for calibration in (few, few[1:], few.flip(0)):
+        with pytest.raises(LyapunovPruneError, match=r"share 16 tokens in a row"):
+            measure_sensitivity(llama, few, method="wanda", calibration=calibration)
+
+
+def test_a_profile_on_the_same_tokens_is_refused(few: torch.Tensor) -> None:
+    model = make_tiny("llama")
+    profile = profile_layers(model, as_batch(model, few), seeds=range(1))
+    with pytest.raises(LyapunovPruneError, match="the profile was measured on the tokens of the regret"):
+        measure_sensitivity(model, few, profile=profile)
+    longer = torch.cat([few, few.flip(1)]).view(2, -1)
+    with pytest.raises(LyapunovPruneError, match="the profile was measured on the tokens of the regret"):
+        measure_sensitivity(model, longer, profile=profile)
+
+
+@pytest.mark.parametrize("changed", [{"num_hidden_layers": 4}, {"seed": 1}], ids=str)
+def test_a_profile_of_another_model_is_refused(changed: dict[str, Any], few: torch.Tensor, other: torch.Tensor) -> None:
+    model = make_tiny("llama", **changed)
+    profile = profile_layers(model, as_batch(model, other), seeds=range(1))
+    with pytest.raises(LyapunovPruneError, match="measured on another model"):
+        measure_sensitivity(make_tiny("llama"), few, profile=profile)
+
+
+# Interrupted.
+
+
+@pytest.mark.parametrize("after", [1, 4, 9])
+def test_after_an_interruption_only_the_remaining_jobs_run(
+    after: int, few: torch.Tensor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, asked = make_tiny("llama"), ["layer", "forward", "removal"]
+    wanted = measure_sensitivity(model, few, studies=asked)
+    made: list[tuple[str, ...]] = []
+    compress = Compressor.__call__
+
+    def interrupt(self: Compressor, setting: Compression, matrices: tuple[Projection, ...]) -> Any:
+        if len(made) == after:
+            raise KeyboardInterrupt
+        made.append(tuple(p.name for p in matrices))
+        return compress(self, setting, matrices)
+
+    monkeypatch.setattr(Compressor, "__call__", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        measure_sensitivity(model, few, studies=asked, folder=tmp_path)
+    assert hooks_of(model) == 0
+    done = [json.loads(line)["key"] for line in (tmp_path / "0.jsonl").read_text().splitlines()[1:]]
+    assert len(done) == after + 1  # and the dense model
+    first, after = list(made), -1  # from here on without an interruption
+    made.clear()
+    found = measure_sensitivity(model, few, studies=asked, folder=tmp_path, resume=True)
+    assert set(Counter(first + made).values()) == {1}
+    assert len(first + made) == LAYERS + LAYERS - 1  # layer 0 alone is in both studies
+    pd.testing.assert_frame_equal(found.to_frame(), wanted.to_frame())
+
+
+def test_wanda_s_jobs_are_not_taken_over_for_another_calibration(
+    few: torch.Tensor, other: torch.Tensor, tmp_path: Path
+) -> None:
+    model = make_tiny("llama")
+    options: dict[str, Any] = {"studies": ["layer"], "method": "wanda", "folder": tmp_path}
+    measure_sensitivity(model, few, calibration=other, **options)
+    with pytest.raises(LyapunovPruneError, match=r"another calibration .*run without --resume"):
+        measure_sensitivity(model, few, calibration=other.flip(1), resume=True, **options)
+    calls = computed(model)
+    measure_sensitivity(model, few, calibration=other, resume=True, **options)
+    assert not calls

@@ -1,0 +1,323 @@
+"""Every study changes what it says it changes, and the same change has one key wherever it is asked for."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+from helpers import LAYERS, make_tiny
+from hypothesis import example, given
+from hypothesis import strategies as st
+from transformers import PreTrainedModel
+
+from lyapunov_prune.calibration.norms import input_norms
+from lyapunov_prune.compression.magnitude import sparsify
+from lyapunov_prune.compression.wanda import wanda
+from lyapunov_prune.errors import LyapunovPruneError
+from lyapunov_prune.models.projections import Projection, find_projections
+from lyapunov_prune.sensitivity import studies
+from lyapunov_prune.sensitivity.studies import STUDIES, Change, Compression, Compressor, changes
+
+BASE = Compression("magnitude", 0.5, None)
+# Component types of GPT-2: queries, keys, values, output, and the two of the MLP.
+GPT2 = ("attn.c_attn.q", "attn.c_attn.k", "attn.c_attn.v", "attn.c_proj", "mlp.c_fc", "mlp.c_proj")
+
+
+@pytest.fixture(scope="module")
+def gpt2() -> PreTrainedModel:
+    return make_tiny("gpt2")
+
+
+@pytest.fixture(scope="module")
+def ps(gpt2: PreTrainedModel) -> tuple[Projection, ...]:
+    return find_projections(gpt2)
+
+
+def losses_of(ps: Sequence[Projection], base: Compression = BASE) -> dict[str, float]:
+    """A loss for every group: layer 3's is the least of each component, mlp.c_fc has the worst, in layer 4."""
+    groups = changes("group", ps, base, {})
+    found = {g.key: 1 + 0.01 * abs((g.layer or 0) - 3) + 0.1 * GPT2.index(g.component or "") for g in groups}
+    worst = next(g for g in groups if (g.component, g.layer) == ("mlp.c_fc", 4))
+    return {**found, worst.key: 9.0}
+
+
+def test_the_number_of_changes_of_each_study(ps: tuple[Projection, ...]) -> None:
+    found = {study: len(changes(study, ps, BASE, losses_of(ps))) for study in STUDIES}
+    assert len(ps) == LAYERS * (3 * 4 + 3)  # queries, keys and values of each of four heads
+    assert found == {
+        "matrix": 90,
+        "group": 6 * LAYERS,
+        "layer": LAYERS,
+        "component": 6,
+        "forward": LAYERS,
+        "backward": LAYERS,
+        "sparsity": 5,
+        "rank": 6,
+        "layer0": 13,
+        "cliff": 5 * LAYERS,
+        "greedy": 36,
+        "threshold": 7,
+        "removal": LAYERS,
+    }
+
+
+def test_every_family_has_every_study(family: str) -> None:
+    found = find_projections(make_tiny(family))
+    components = {p.component for p in found}
+    groups = changes("group", found, BASE, {})
+    losses = {g.key: float(i) for i, g in enumerate(groups)}
+    assert len(groups) == len(components) * LAYERS
+    for study in STUDIES:
+        asked = changes(study, found, BASE, losses)
+        assert {c.study for c in asked} == {study}
+        assert len({c.label for c in asked}) == len(asked)
+        assert len({c.key for c in asked}) == len(asked)
+
+
+def test_what_each_study_changes(ps: tuple[Projection, ...]) -> None:
+    def matrices(study: str) -> list[set[Projection]]:
+        return [set(c.matrices) for c in changes(study, ps, BASE, losses_of(ps))]
+
+    def where(*layers: int) -> set[Projection]:
+        return {p for p in ps if p.layer in layers}
+
+    assert matrices("matrix") == [{p} for p in ps]
+    assert matrices("group") == [
+        {p for p in ps if (p.component, p.layer) == (c, k)} for k in range(LAYERS) for c in GPT2
+    ]
+    assert matrices("layer") == [where(k) for k in range(LAYERS)]
+    assert matrices("component") == [{p for p in ps if p.component == c} for c in GPT2]
+    assert matrices("forward") == [where(*range(k + 1)) for k in range(LAYERS)]
+    assert matrices("backward") == [where(*range(k, LAYERS)) for k in reversed(range(LAYERS))]
+    assert matrices("sparsity") == [set(ps)] * 5
+    assert matrices("rank") == [set(ps)] * 6
+    assert matrices("layer0") == [where(0)] * 13
+    assert matrices("threshold") == [where(0)] * 7
+    assert matrices("removal") == [set()] * LAYERS
+    assert [c.remove for c in changes("removal", ps, BASE, {})] == [(k,) for k in range(LAYERS)]
+
+
+def test_the_setting_of_each_study(ps: tuple[Projection, ...]) -> None:
+    base = Compression("wanda", 0.4, 7)
+
+    def settings(study: str) -> list[tuple[str, float, int | None]]:
+        asked = changes(study, ps, base, losses_of(ps, base))
+        found = [c.compression for c in asked if c.compression is not None]
+        return list(dict.fromkeys((c.method, c.sparsity, c.rank) for c in found))
+
+    for study in ("matrix", "group", "layer", "component", "forward", "backward", "greedy"):
+        assert settings(study) == [("wanda", 0.4, 7)]
+    assert settings("sparsity") == [("wanda", s, None) for s in (0.1, 0.3, 0.5, 0.7, 0.9)]
+    assert settings("rank") == [("wanda", 0.0, r) for r in (8, 16, 32, 64, 128, 256)]
+    assert settings("layer0")[0] == ("wanda", 0.1, 7)
+    assert settings("layer0")[-1] == ("wanda", 0.99, 7)
+    assert settings("cliff") == [("wanda", s, 7) for s in (0.3, 0.5, 0.7, 0.9, 0.95)]
+    assert settings("threshold") == [("wanda", s, None) for s in (0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.99)]
+    assert settings("removal") == []
+
+
+def test_threshold_is_wanda_whatever_the_method(ps: tuple[Projection, ...]) -> None:
+    assert {c.compression.method for c in changes("threshold", ps, BASE, {}) if c.compression} == {"wanda"}
+
+
+def test_greedy_adds_group_after_group_from_the_least(ps: tuple[Projection, ...]) -> None:
+    losses = losses_of(ps)
+    asked = changes("greedy", ps, BASE, losses)
+    labels = {g.label: losses[g.key] for g in changes("group", ps, BASE, {})}
+    added = [labels[c.label.removeprefix("+ ")] for c in asked]
+    assert added == sorted(labels.values())
+    assert asked[0].label == "+ 3 attn.c_attn.q"
+    assert asked[-1].label == "+ 4 mlp.c_fc"
+    for one, two in pairwise(asked):
+        assert set(one.matrices) < set(two.matrices)
+    assert set(asked[-1].matrices) == set(ps)
+
+
+def test_greedy_stops_after_its_rounds(ps: tuple[Projection, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(studies, "ROUNDS", 4)
+    assert len(changes("greedy", ps, BASE, losses_of(ps))) == 4
+
+
+def test_the_cliff_takes_the_component_with_the_worst_group(ps: tuple[Projection, ...]) -> None:
+    asked = changes("cliff", ps, BASE, losses_of(ps))
+    assert {c.component for c in asked} == {"mlp.c_fc"}
+    assert Counter(c.layer for c in asked) == dict.fromkeys(range(LAYERS), 5)
+    assert asked[0].label == "0 mlp.c_fc, sparsity 0.3"
+
+
+def test_a_group_that_gives_nan_is_the_worst(ps: tuple[Projection, ...]) -> None:
+    groups = changes("group", ps, BASE, {})
+    for bad in groups[::7]:
+        losses = {**losses_of(ps), bad.key: math.nan}
+        order = [c.label for c in changes("greedy", ps, BASE, losses)]
+        known = {g.label: losses[g.key] for g in groups if g is not bad}
+        assert order[-1] == f"+ {bad.label}"
+        assert [known[label.removeprefix("+ ")] for label in order[:-1]] == sorted(known.values())
+        assert {c.component for c in changes("cliff", ps, BASE, losses)} == {bad.component}
+
+
+def test_planted_fault_the_least_component_is_not_the_cliff(
+    ps: tuple[Projection, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(studies, "max", min, raising=False)
+    assert {c.component for c in changes("cliff", ps, BASE, losses_of(ps))} != {"mlp.c_fc"}
+
+
+def test_an_unknown_study_is_refused(ps: tuple[Projection, ...]) -> None:
+    with pytest.raises(LyapunovPruneError, match="unknown study 'hope'; give one of matrix, group"):
+        changes("hope", ps, BASE, {})
+
+
+# Keys.
+
+
+def everything(ps: tuple[Projection, ...], base: Compression = BASE) -> list[Change]:
+    return [c for study in STUDIES for c in changes(study, ps, base, losses_of(ps, base))]
+
+
+def meaning(change: Change) -> Any:
+    return frozenset(p.name for p in change.matrices), change.compression, change.remove
+
+
+def test_a_key_is_the_same_for_the_same_change_and_for_no_other(ps: tuple[Projection, ...]) -> None:
+    asked = [
+        change
+        for base in (
+            BASE,
+            Compression("wanda", 0.5, None),
+            Compression("magnitude", 0.5, 4),
+            Compression("wanda", 0, 8),
+        )
+        for change in everything(ps, base)
+    ]
+    meanings = {change.key: meaning(change) for change in asked}
+    keys = {meaning(change): change.key for change in asked}
+    assert len(meanings) == len(keys)
+    for change in asked:
+        assert meanings[change.key] == meaning(change)
+        assert keys[meaning(change)] == change.key
+    assert len(keys) < len(asked)
+
+
+def test_equal_changes_of_several_studies(ps: tuple[Projection, ...]) -> None:
+    by = {s: [c.key for c in changes(s, ps, BASE, losses_of(ps))] for s in STUDIES}
+    assert by["forward"][0] == by["layer"][0] == by["layer0"][4]
+    assert by["backward"][0] == by["layer"][-1]
+    assert by["forward"][-1] == by["backward"][-1] == by["sparsity"][2] == by["greedy"][-1]  # all matrices
+    assert by["greedy"][0] in by["group"]
+    assert set(by["cliff"]) & set(by["group"])
+
+
+@given(st.floats(0, 1), st.floats(0, 1))
+@example(0.12345671, 0.12345672)
+def test_two_sparsities_never_share_a_key(a: float, b: float) -> None:
+    p = Projection("x", 0, "x", None, None, "x", "weight", 0, 1, False)
+    keys = {Change("matrix", "x", (p,), Compression("magnitude", s, None)).key for s in (a, b)}
+    assert len(keys) == len({a, b})
+
+
+def test_a_change_names_its_layer_and_component_when_there_is_one(ps: tuple[Projection, ...]) -> None:
+    def kinds(study: str) -> tuple[Any, Any]:
+        change = changes(study, ps, BASE, losses_of(ps))[1]
+        return change.layer, change.component
+
+    assert kinds("group") == (0, "attn.c_attn.k")
+    assert kinds("layer") == (1, None)
+    assert kinds("component") == (None, "attn.c_attn.k")
+    assert kinds("forward") == (None, None)
+    assert kinds("removal") == (1, None)
+
+
+# Jobs.
+
+
+def test_a_job_begins_at_the_smallest_layer_that_changes(gpt2: PreTrainedModel, ps: tuple[Projection, ...]) -> None:
+    compressor = Compressor(gpt2, None)
+    asked = everything(ps)
+    for change, job in zip(asked, compressor.jobs(asked), strict=True):
+        assert job.key == change.key
+        assert job.first == min([p.layer for p in change.matrices] + list(change.remove))
+        assert job.remove == change.remove
+        assert (job.weights is None) == bool(change.remove)
+
+
+def test_a_job_makes_the_weights_of_its_setting(
+    gpt2: PreTrainedModel, ps: tuple[Projection, ...], ids: torch.Tensor
+) -> None:
+    compressor, norms = Compressor(gpt2, ids), input_norms(gpt2, ids, ps)
+
+    def made(method: str, sparsity: float, rank: int | None) -> dict[Projection, torch.Tensor]:
+        job = compressor.jobs([Change("x", "x", ps[:30], Compression(method, sparsity, rank))])[0]
+        assert job.weights is not None
+        return dict(job.weights())
+
+    for sparsity in (0.0, 0.3):
+        for p, W in made("magnitude", sparsity, None).items():
+            assert torch.equal(W, sparsify(p.weight(gpt2), sparsity))
+        for p, W in made("wanda", sparsity, None).items():
+            assert torch.equal(W, wanda(p.weight(gpt2), norms[p.name], sparsity))
+        for p, W in made("wanda", sparsity, 3).items():
+            S = wanda(p.weight(gpt2), norms[p.name], sparsity).double()
+            U, sigma, Vt = torch.linalg.svd(S, full_matrices=False)
+            torch.testing.assert_close(W.double(), U[:, :3] * sigma[:3] @ Vt[:3], atol=1e-5, rtol=1e-5)
+        for p, W in made("magnitude", sparsity, 1000).items():
+            assert torch.equal(W, sparsify(p.weight(gpt2), sparsity))
+
+
+def test_a_matrix_is_made_once_for_a_setting(
+    gpt2: PreTrainedModel, ps: tuple[Projection, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[str] = []
+    compress = Compressor._compress
+    monkeypatch.setattr(Compressor, "_compress", lambda self, c, p: (made.append(p.name), compress(self, c, p))[1])
+    compressor = Compressor(gpt2, None)
+    for study in ("forward", "layer", "group"):
+        for job in compressor.jobs(changes(study, ps, BASE, {})):
+            assert job.weights is not None
+            job.weights()
+    assert sorted(made) == sorted(p.name for p in ps)
+    compressor(Compression("magnitude", 0.7, None), ps[:2])
+    assert len(made) == len(ps) + 2
+    assert len(compressor._made) == 2  # those of the former setting are gone
+
+
+def test_wanda_without_calibration_is_refused(gpt2: PreTrainedModel, ps: tuple[Projection, ...]) -> None:
+    with pytest.raises(LyapunovPruneError, match="wanda needs calibration text"):
+        Compressor(gpt2, None)(Compression("wanda", 0.5, None), ps[:1])
+
+
+# Settings.
+
+
+@pytest.mark.parametrize(
+    ("setting", "kept"),
+    [
+        (Compression("magnitude", 0.0, None), 1200.0),
+        (Compression("magnitude", 0.75, None), 300.0),
+        (Compression("magnitude", 0.0, 5), 350.0),  # two factors, 30 × 5 and 5 × 40
+        (Compression("magnitude", 0.75, 5), 300.0),  # sparse is cheaper than factors
+        (Compression("magnitude", 0.0, 1000), 1200.0),
+        (Compression("magnitude", 1.0, None), 0.0),
+    ],
+    ids=str,
+)
+def test_multiplications_that_stay(setting: Compression, kept: float) -> None:
+    assert setting.kept((30, 40)) == kept
+
+
+def test_impossible_settings_are_refused() -> None:
+    for setting, message in (
+        (Compression("hope", 0.5, None), "unknown method 'hope'; give one of magnitude, weight-only, wanda"),
+        (Compression("wanda", 1.5, None), "sparsity of 0 to 1"),
+        (Compression("wanda", -0.1, None), "sparsity of 0 to 1"),
+        (Compression("wanda", float("nan"), None), "sparsity of 0 to 1"),
+        (Compression("wanda", 0.5, 0), "rank of 1 or more"),
+    ):
+        with pytest.raises(LyapunovPruneError, match=message):
+            setting.require()
+    Compression("magnitude", 1.0, 1).require()
