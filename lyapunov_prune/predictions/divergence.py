@@ -19,12 +19,15 @@ from lyapunov_prune.forward.scoring import Scorer
 from lyapunov_prune.linalg import lift
 from lyapunov_prune.models.structure import find_structure, in_eval_mode
 from lyapunov_prune.progress import track
+from lyapunov_prune.results.arrays import require_array
 from lyapunov_prune.results.result import MeasuredOn, Result
 
 # Entries of a chunk of tokens × vocabulary: 32 MiB in float64, and a product large enough for its matrix.
 _CHUNK = 2**22
 # Entries taken through the exponentials at once: they stay in the cache.
 _BLOCK = 2**18
+# Sums of terms that are not negative, each rounded.
+_ROUNDING = 1e-9
 
 
 @dataclass(frozen=True)
@@ -48,6 +51,11 @@ class SkipDivergence(Result):
     flipped: np.ndarray
     temperature: float
     measured_on: MeasuredOn
+
+    def __post_init__(self) -> None:
+        for name in ("variance", "kl", "reverse_kl", "flipped"):
+            shape = (self.measured_on.model.num_layers,)
+            require_array(f"divergence, {name}", getattr(self, name), shape, least=-_ROUNDING, finite=False)
 
     def to_frame(self) -> pd.DataFrame:
         return pd.DataFrame(

@@ -20,6 +20,7 @@ from lyapunov_prune.forward.sublayers import KINDS, Sublayers, find_sublayers
 from lyapunov_prune.linalg import token_energy, widen
 from lyapunov_prune.models.structure import find_structure, in_eval_mode
 from lyapunov_prune.progress import track
+from lyapunov_prune.results.arrays import require_array
 from lyapunov_prune.results.result import MeasuredOn, Result
 
 
@@ -36,6 +37,11 @@ class SublayerInfluence(Result):
     attention_spread: np.ndarray
     mlp_spread: np.ndarray
     measured_on: MeasuredOn
+
+    def __post_init__(self) -> None:
+        for name in ("attention", "mlp", "attention_spread", "mlp_spread"):
+            shape = (self.measured_on.model.num_layers,)
+            require_array(f"Block Influence, {name}", getattr(self, name), shape, finite=False)
 
     def to_frame(self) -> pd.DataFrame:
         return pd.DataFrame(

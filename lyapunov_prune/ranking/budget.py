@@ -15,6 +15,7 @@ from lyapunov_prune.forward.prefix import Prefix
 from lyapunov_prune.forward.scoring import Scorer
 from lyapunov_prune.models.structure import find_structure, identify, in_eval_mode
 from lyapunov_prune.predictions.divergence import divergences_without, require_temperature
+from lyapunov_prune.profiles.contraction import floor_note
 from lyapunov_prune.pruning.plan import PruningPlan
 from lyapunov_prune.ranking.ranking import LayerRanking
 from lyapunov_prune.results.result import MeasuredOn, Result
@@ -74,7 +75,7 @@ class BudgetedRemoval(Result):
     def headline(self) -> str:
         return (
             f"{self.within} layers by {self.ranking.criterion} within {self.max_kl:g} nats a token, "
-            f"T = {self.temperature:g}\n{self.measured_on.line()}"
+            f"T = {self.temperature:g}{floor_note(self.ranking.below_floor)}\n{self.measured_on.line()}"
         )
 
 
