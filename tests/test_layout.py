@@ -15,6 +15,7 @@ ORDER = [
     "results",
     "progress",
     "tensor_files",
+    "claim",
     "store",
     "training_state",
     "lean_sources",
