@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import NoReturn
 
@@ -11,7 +12,7 @@ import pytest
 from safetensors import SafetensorError
 
 from lyapunov_prune.errors import LyapunovPruneError
-from lyapunov_prune.files import require_empty, whole_folder, write_whole
+from lyapunov_prune.files import fingerprint, require_empty, whole_folder, write_whole
 
 
 def disk_full(*args: object, **kwargs: object) -> NoReturn:
@@ -143,3 +144,27 @@ def test_what_was_there_before_is_refused_and_kept(tmp_path: Path, kind: str) ->
 def test_an_absent_or_empty_target_is_accepted(tmp_path: Path) -> None:
     require_empty(tmp_path)
     require_empty(tmp_path / "absent")
+
+
+# What is in one.
+
+
+def test_the_fingerprint_of_a_folder_is_that_of_all_in_it(tmp_path: Path) -> None:
+    fill(tmp_path / "a")
+    (tmp_path / "a/below").mkdir()
+    seen = {fingerprint(tmp_path / "a")}
+    x, y, new = tmp_path / "b/x", tmp_path / "b/below/y", tmp_path / "b/new"
+    (tmp_path / "a").rename(tmp_path / "b")
+    assert seen == {fingerprint(tmp_path / "b")}
+    changes: list[Callable[[], object]] = [
+        lambda: x.write_text("12"),
+        lambda: os.utime(x, ns=(0, 5)),  # written again, the same
+        lambda: y.write_text(""),
+        lambda: os.utime(y, ns=(0, 7)),
+        lambda: x.rename(new),
+        x.mkdir,
+    ]
+    for number, change in enumerate(changes, 2):
+        change()
+        seen.add(fingerprint(tmp_path / "b"))
+        assert len(seen) == number
