@@ -142,11 +142,8 @@ def run(tmp_path_factory: pytest.TempPathFactory, smollm2: Loaded) -> Path:
 def test_the_demo_writes_every_result(run: Path) -> None:
     names = {path.name for path in run.iterdir()}
     plans = {f"plan-{c}.json" for c in demo_module.CRITERIA}
-    assert (
-        names
-        == {"profile.json", "removal.json", "speed.json", "report.html", "figures", "pruned", "pruned.fingerprint"}
-        | plans
-    )
+    results = {"profile.json", "removal.json", "speed.json", "report.html", "figures", "pruned", "pruned.fingerprint"}
+    assert names == results | plans
     assert (run / "report.html").read_text().count("<svg") == 5
     curve = RemovalCurve.load(run / "removal.json")
     assert len(curve.rows) == 1 + 2 * 3
