@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import lyapunov_prune as lp
+from lyapunov_prune.inputs import folder_name
 from lyapunov_prune.profile import LayerProfile, profile_layers
 from lyapunov_prune.text import require_disjoint
 
@@ -49,7 +49,7 @@ def inputs(model: str, text: str, tokens: int, context: int) -> Inputs:
     """The model, `tokens` tokens to measure scores on and as many others to measure perplexity on."""
     loaded = lp.load(model)
     calibration, evaluation = texts(loaded, text, calibration=tokens, evaluation=tokens, context=context)
-    jobs = Path("runs") / "experiments" / re.sub(r"[^\w.-]+", "-", model).strip("-.")
+    jobs = Path("runs") / "experiments" / folder_name(model)
     return Inputs(loaded, calibration, evaluation, jobs)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cache, partial
@@ -16,6 +15,7 @@ import torch
 from transformers import PreTrainedModel
 
 import lyapunov_prune as lp
+from lyapunov_prune.inputs import folder_name
 from lyapunov_prune.results import MeasuredOn, Result, encode
 from lyapunov_prune.text import adds_bos
 
@@ -46,8 +46,7 @@ R = TypeVar("R", bound=Result)
 
 def kept(model: str, name: str, kind: type[R], work: Callable[[], R]) -> R:
     """The result that an earlier run of `name` has left in `runs/experiments/`, or else a new one, left there."""
-    folder, file = (re.sub(r"[^\w.-]+", "-", part).strip("-.") for part in (model, name))
-    path = Path("runs") / "experiments" / folder / f"{file}.json"
+    path = Path("runs") / "experiments" / folder_name(model) / f"{folder_name(name)}.json"
     if not path.is_file():
         path.parent.mkdir(parents=True, exist_ok=True)
         work().save(path)

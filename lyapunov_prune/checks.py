@@ -96,38 +96,40 @@ def check_grid(
 
     Norms and decompositions are computed once for each matrix and reused. By default the settings hold every
     one of Theorems 1 to 4, and one that changes nothing, whose error must be exactly zero. Alarms mean what
-    `no_false_alarm` and `violation_is_real` say. Finished settings are kept in `folder`, and with `resume` not
-    checked again. Memory beside the model: the sparse, the low-rank and the residual weights of all layers, and
-    the float64 bases of one sparsity.
+    `no_false_alarm` and `violation_is_real` say. Finished settings are kept in `folder` (see `Store`), and with
+    `resume` not checked again. Memory beside the model: the sparse, the low-rank and the residual weights of all
+    layers, and the float64 bases of one sparsity.
     """
     batch = as_batch(model, batch)
     settings = [Setting(float(s), r, float(c)) for s in sparsities for r in ranks for c in cache_radii]
     _require(method, settings)
     projections = find_projections(model)
     weights = {p.name: p.weight(model) for p in projections}
-    norms = _each(certify, weights, "norms of the weights")
-    known = {name: (weights[name], norms[name]) for name in weights}
-    about = {"measured_on": encode(batch.measured_on(model)), "method": method}
-    store = Store(folder, about, resume=resume)
+    about = {**encode(batch.measured_on(model)), "method": method}
+    with Store(folder, "check", about, resume=resume) as store:
+        norms = _each(certify, weights, "norms of the weights")
+        known = {name: (weights[name], norms[name]) for name in weights}
 
-    def missing(*parts: Any) -> list[Setting]:
-        """The settings that begin like this and have not been checked."""
-        return [s for s in settings if (s.sparsity, s.rank)[: len(parts)] == parts and str(s) not in store]
+        def missing(*parts: Any) -> list[Setting]:
+            """The settings that begin like this and have not been checked."""
+            return [s for s in settings if (s.sparsity, s.rank)[: len(parts)] == parts and str(s) not in store]
 
-    for sparsity in sparsities:
-        if not missing(sparsity):
-            continue
-        stage = partial(_sparse_stage, sparsity=sparsity, with_basis=any(rank is not None for rank in ranks))
-        stages = _each(stage, known, f"sparsity {sparsity:g}")
-        for rank in ranks:
-            if not missing(sparsity, rank):
+        for sparsity in sparsities:
+            if not missing(sparsity):
                 continue
-            chosen = _each(partial(_approximate, rank=rank), stages, f"sparsity {sparsity:g}, rank {rank or 'full'}")
-            for setting in missing(sparsity, rank):
-                seen = _outcome(model, batch, chosen, setting.cache_radius, batch_size)
-                store.add(str(setting), {name: encode(s) for name, s in seen.items()})
-            chosen.clear()
-    outcomes = [{name: decode(Seen, s) for name, s in store[str(setting)].items()} for setting in settings]
+            stage = partial(_sparse_stage, sparsity=sparsity, with_basis=any(rank is not None for rank in ranks))
+            stages = _each(stage, known, f"sparsity {sparsity:g}")
+            for rank in ranks:
+                if not missing(sparsity, rank):
+                    continue
+                chosen = _each(
+                    partial(_approximate, rank=rank), stages, f"sparsity {sparsity:g}, rank {rank or 'full'}"
+                )
+                for setting in missing(sparsity, rank):
+                    seen = _outcome(model, batch, chosen, setting.cache_radius, batch_size)
+                    store.add(str(setting), {name: encode(s) for name, s in seen.items()})
+                chosen.clear()
+        outcomes = [{name: decode(Seen, s) for name, s in store[str(setting)].items()} for setting in settings]
     return _report(method, projections, settings, outcomes, None, model, batch)
 
 

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-import shutil
+import os
 from collections.abc import Callable
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TypeVar
 
-from lyapunov_prune.checkpoint import Provenance, write_pruned
+from lyapunov_prune.checkpoint import PROVENANCE, Provenance, write_pruned
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.evaluation.removal import RemovalCurve, evaluate_removals
 from lyapunov_prune.evaluation.speed import Speed, measure_speed
+from lyapunov_prune.files import fingerprint, whole_folder, write_whole
 from lyapunov_prune.models.loading import BUILTIN, load
 from lyapunov_prune.profile import LayerProfile, profile_layers
 from lyapunov_prune.ranking import rank_layers
@@ -25,6 +27,7 @@ REMOVALS = (1, 2, 4, 8)
 CRITERIA = ("rho", "bi", "blend")
 # The checkpoint that is written: four of thirty layers, by the paper's default.
 WRITTEN = ("blend", 4)
+_RECORD = "pruned.fingerprint"
 
 
 def run_demo(
@@ -37,8 +40,10 @@ def run_demo(
 ) -> Path:
     """Run every step into the folder `run` and return the path of its report.
 
-    With `resume`, steps whose results are already there are read instead of repeated.
+    With `resume`, steps whose results are already there are read instead of repeated. Raises LyapunovPruneError when
+    `pruned` in it is not as an earlier demo left it: nobody else's folder is replaced.
     """
+    _require_own(run)
 
     def step(name: str, kind: type[R], work: Callable[[], R]) -> R:
         path = run / name
@@ -68,10 +73,15 @@ def run_demo(
 
     criterion, count = WRITTEN
     target = run / "pruned"
-    if not (resume and target.is_dir()):
-        shutil.rmtree(target, ignore_errors=True)  # of an earlier demo: the folder is the demo's own
-        write_pruned(model, tokenizer, rankings[criterion].plan(count), target, calibration)
-    say(f"{Provenance.load(target / 'provenance.json').gate}\n")
+    if not (resume and (target / PROVENANCE).is_file()):
+        _require_own(run)  # still
+        if target.exists():
+            with TemporaryDirectory(dir=run, prefix=".pruned.old-") as old:  # half of it would be nobody's
+                target.rename(Path(old) / "pruned")
+        with whole_folder(target) as partial:
+            write_pruned(model, tokenizer, rankings[criterion].plan(count), partial, calibration)
+            write_whole(run / _RECORD, fingerprint(partial) + "\n")
+    say(f"{Provenance.load(target / PROVENANCE).gate}\n")
 
     def speed() -> Speed:
         models = {"dense": model}
@@ -81,3 +91,13 @@ def run_demo(
 
     say(f"{step('speed.json', Speed, speed)}\n")
     return write_report(run)
+
+
+def _require_own(run: Path) -> None:
+    """The record beside `pruned` is written before the folder has its name: no kill leaves one without the other."""
+    target, record = run / "pruned", run / _RECORD
+    if not os.path.lexists(target):
+        return
+    told = record.read_text(encoding="utf-8").strip() if record.is_file() else None
+    if target.is_symlink() or not target.is_dir() or (any(target.iterdir()) and fingerprint(target) != told):
+        raise LyapunovPruneError(f"{target} is not what a demo left there; move it away or give another --output")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import secrets
 import shutil
@@ -67,6 +68,17 @@ def _open_as_folder(folder: Path) -> None:
     for file in folder.rglob("*"):
         if file.is_file():
             file.chmod(mode)
+
+
+def fingerprint(folder: str | Path) -> str:
+    """SHA-256 over names, sizes and times of all in `folder`: whatever anybody puts or changes there alters it."""
+    digest = hashlib.sha256()
+    for path in sorted(Path(folder).rglob("*")):
+        found = path.lstat()
+        # The times of a folder tell less than the names in it, and change on the way.
+        what = (found.st_size, found.st_mtime_ns) if path.is_file() else ()
+        digest.update(repr((path.relative_to(folder).as_posix(), *what)).encode())
+    return digest.hexdigest()
 
 
 def require_empty(target: str | Path) -> None:

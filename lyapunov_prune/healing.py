@@ -145,7 +145,8 @@ def heal(
 
     The state is kept in `folder` about every 20 seconds and at the end; with `resume` the run goes on from there, and
     on the CPU, with as many threads, ends as if it had never stopped, bit for bit. It holds the trained tensors
-    three times over; delete it when the model is saved. `evaluation` is text to measure what was recovered on.
+    three times over; delete it when the model is saved. A folder that holds anything of that name but no header of
+    such a run, or in which another run is at work, is refused. `evaluation` is text to measure what was recovered on.
 
     Raises LyapunovPruneError for a student in half precision or with adapters or packed weights, another vocabulary,
     tokens outside it, fewer than one step, text that both batches share, evaluation text that the models were made
@@ -169,23 +170,23 @@ def heal(
     if folder is not None:
         weights = {"student": measured_on.model.weights, "teacher": identify(teacher).weights}
         about = {**weights, **encode(measured_on), **settings}
-    state = TrainingState(folder, about, resume=resume)
-    tensors = state.load()
-    if evaluation is not None:  # first, so that text on which a model fails costs no training
-        before = perplexity(student, evaluation, description="perplexity, pruned")
-        dense = perplexity(teacher, evaluation, description="perplexity, dense")
-
-    model = copy.deepcopy(student)
-    with _trained(model, rank, seed) as parameters:
-        run = Distillation(model, teacher, parameters, learning_rate, temperature, steps)
-        if tensors:
-            run.go_on_from(tensors)
-        order = _order(len(batch.ids), steps, seed)
-        for window in track(order[run.step :], "healing"):
-            run.take_step(batch.ids[window])
-            if state.is_due():
-                state.save(run.step, run.tensors())
-        state.save(run.step, run.tensors())
+    with TrainingState(folder, about, resume=resume) as state:
+        tensors = state.load()
+        if evaluation is not None:  # first, so that text on which a model fails costs no training
+            before = perplexity(student, evaluation, description="perplexity, pruned")
+            dense = perplexity(teacher, evaluation, description="perplexity, dense")
+        state.hold()
+        model = copy.deepcopy(student)
+        with _trained(model, rank, seed) as parameters:
+            run = Distillation(model, teacher, parameters, learning_rate, temperature, steps)
+            if tensors:
+                run.go_on_from(tensors)
+            order = _order(len(batch.ids), steps, seed)
+            for window in track(order[run.step :], "healing"):
+                run.take_step(batch.ids[window])
+                if state.is_due():
+                    state.save(run.step, run.tensors())
+            state.save(run.step, run.tensors())
     held_out = None
     if evaluation is not None:
         held_out = HeldOut(before, perplexity(model, evaluation, description="perplexity, healed"), dense)

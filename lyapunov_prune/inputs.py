@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import re
 from collections.abc import Callable
@@ -279,7 +280,15 @@ def layer_indices(layers: str) -> list[int]:
 
 
 def run_folder(output: Path | None, model: str) -> Path:
-    return output or Path("runs") / re.sub(r"[^\w.-]+", "-", model).strip("-.")
+    return output or Path("runs") / folder_name(model)
+
+
+def folder_name(name: str) -> str:
+    """`name` where that can name a folder, else what can with a hash of `name` behind: no two share a folder."""
+    plain = re.sub(r"[^\w.-]+", "-", name).strip("-.")
+    if plain == name and not re.search(r"(^|-)[0-9a-f]{8}$", name):
+        return name
+    return f"{plain[-100:]}-{hashlib.sha256(name.encode()).hexdigest()[:8]}".lstrip("-.")
 
 
 def draw_report(run: Path) -> None:

@@ -124,9 +124,9 @@ def greedy_removal(
     these are passed over, so what it measures on `model` is the pruned model. `criterion` names the search in
     plans and on disk.
 
-    Finished steps and jobs are kept in `folder`, and with `resume` not repeated (a step that was cut off counts
-    the forwards it needed after). Raises LyapunovPruneError when `remove` is no number of layers that leaves one,
-    when a candidate is not there to remove, when no candidate leaves a finite loss, and as `Sweep` does.
+    Finished steps and jobs are kept in `folder` (see `Store`), and with `resume` not repeated (a step that was cut off
+    counts the forwards it needed after). Raises LyapunovPruneError when `remove` is no number of layers that leaves
+    one, when a candidate is not there to remove, when no candidate leaves a finite loss, and as `Sweep` does.
     """
     batch = as_batch(model, batch)
     structure = find_structure(model)
@@ -136,48 +136,45 @@ def greedy_removal(
         )
     measured_on = batch.measured_on(model)
     folder = None if folder is None else Path(folder)
-    store = Store(folder, {**encode(measured_on), "criterion": criterion}, resume=resume)
-    if folder is not None and not resume and is_main():
-        for path in folder.glob("step-*/*.jsonl"):  # also of steps that this search will not come to
-            path.unlink()
-    removed: tuple[int, ...] = ()
-    prefix: Prefix | None = None
-    for number in range(remove):
-        key = f"step {number}"
-        if key not in store:
-            with _computed_tokens(structure) as tokens:
-                prefix = prefix or Prefix(structure, batch.ids[:1].to(model.device))
-                with prefix.without(removed):
-                    sweep = Sweep(
-                        model,
-                        batch,
-                        folder=None if folder is None else folder / f"step-{number}",
-                        resume=resume,
-                        batch_size=batch_size,
-                        also={"removed": ",".join(map(str, removed))},
+    with Store(folder, "greedy removal", {**encode(measured_on), "criterion": criterion}, resume=resume) as store:
+        if folder is not None and not resume and is_main():
+            for path in folder.glob("step-[0-9]*"):  # also of steps that this search will not come to
+                Store(path, "sweep", {}).close()  # not resumed, it leaves nothing there
+        removed: tuple[int, ...] = ()
+        prefix: Prefix | None = None
+        for number in range(remove):
+            key = f"step {number}"
+            if key not in store:
+                with _computed_tokens(structure) as tokens:
+                    prefix = prefix or Prefix(structure, batch.ids[:1].to(model.device))
+                    kept = None if folder is None else folder / f"step-{number}"
+                    also = {"removed": ",".join(map(str, removed))}
+                    with (
+                        prefix.without(removed),
+                        Sweep(model, batch, folder=kept, resume=resume, batch_size=batch_size, also=also) as sweep,
+                    ):
+                        tried = _tried(candidates, removed, structure.num_layers)
+                        jobs = [Job(f"remove {layer}", layer, remove=(layer,)) for layer in tried]
+                        found = sweep.run(jobs, f"step {number + 1} of {remove}")
+                layer = min(tried, key=lambda k: badness(float(found[f"remove {k}"].windows.mean())))
+                windows = found[f"remove {layer}"].windows
+                if not np.isfinite(windows).all():
+                    raise LyapunovPruneError(
+                        f"no layer beside {', '.join(map(str, removed)) or 'none'} can be removed with a finite loss; "
+                        "remove fewer, or load the model in a wider dtype"
                     )
-                    tried = _tried(candidates, removed, structure.num_layers)
-                    jobs = [Job(f"remove {layer}", layer, remove=(layer,)) for layer in tried]
-                    found = sweep.run(jobs, f"step {number + 1} of {remove}")
-            layer = min(tried, key=lambda k: badness(float(found[f"remove {k}"].windows.mean())))
-            windows = found[f"remove {layer}"].windows
-            if not np.isfinite(windows).all():
-                raise LyapunovPruneError(
-                    f"no layer beside {', '.join(map(str, removed)) or 'none'} can be removed with a finite loss; "
-                    "remove fewer, or load the model in a wider dtype"
-                )
-            whole = structure.num_layers * batch.ids.numel()
-            forwards = sum(gather_object([sum(tokens) / whole]))
-            if number == 0:
-                store.add(DENSE, encode(found[DENSE].windows))
-            store.add(key, encode(Step(layer, windows, forwards, len(found))))
-        removed += (store[key]["layer"],)
-    return GreedyRemoval(
-        dense=decode(np.ndarray, store[DENSE]),
-        steps=tuple(decode(Step, store[f"step {number}"]) for number in range(remove)),
-        criterion=criterion,
-        measured_on=measured_on,
-    )
+                whole = structure.num_layers * batch.ids.numel()
+                forwards = sum(gather_object([sum(tokens) / whole]))
+                if number == 0:
+                    store.add(DENSE, encode(found[DENSE].windows))
+                store.add(key, encode(Step(layer, windows, forwards, len(found))))
+            removed += (store[key]["layer"],)
+        return GreedyRemoval(
+            dense=decode(np.ndarray, store[DENSE]),
+            steps=tuple(decode(Step, store[f"step {number}"]) for number in range(remove)),
+            criterion=criterion,
+            measured_on=measured_on,
+        )
 
 
 def _tried(candidates: Candidates | None, removed: tuple[int, ...], layers: int) -> list[int]:

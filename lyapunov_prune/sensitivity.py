@@ -181,7 +181,7 @@ def measure_sensitivity(
     `removal` (one layer gone). All but the last use `method`, `sparsity` and `rank` where they say nothing else.
 
     `calibration` is the text that Wanda weighs inputs by, `profile` what the regret is compared with; neither may
-    share text with `batch`. Jobs are kept in `folder`, and with `resume` none is done twice. Structural
+    share text with `batch`. Jobs are kept in `folder` (see `Store`), and with `resume` none is done twice. Structural
     sensitivity, §5 and §6.1.
 
     Raises LyapunovPruneError for an unknown study or method, overlapping text, a missing calibration, or a profile
@@ -205,21 +205,22 @@ def measure_sensitivity(
     if calibration is None and ("threshold" in studies or method == "wanda"):
         raise LyapunovPruneError("wanda needs calibration text; give some, or leave out the study threshold")
     also = {"calibration": None if calibration is None else calibration.text_hash}
-    sweep = Sweep(model, batch, folder=folder, resume=resume, batch_size=batch_size, also=also)
     losses: dict[str, float] = {}
     found: list[tuple[Change, Outcome]] = []
-    for study in sorted(dict.fromkeys(studies), key=list(STUDIES).index):
-        if study in AFTER_GROUPS and not losses:
-            groups = compressor.jobs(changes("group", compressor.projections, base, {}))
-            losses = {key: float(o.windows.mean()) for key, o in sweep.run(groups, "group").items()}
-        asked = changes(study, compressor.projections, base, losses)
-        outcomes = sweep.run(compressor.jobs(asked), study)
-        found += [(change, outcomes[change.key]) for change in asked]
+    with Sweep(model, batch, folder=folder, resume=resume, batch_size=batch_size, also=also) as sweep:
+        for study in sorted(dict.fromkeys(studies), key=list(STUDIES).index):
+            if study in AFTER_GROUPS and not losses:
+                groups = compressor.jobs(changes("group", compressor.projections, base, {}))
+                losses = {key: float(o.windows.mean()) for key, o in sweep.run(groups, "group").items()}
+            asked = changes(study, compressor.projections, base, losses)
+            outcomes = sweep.run(compressor.jobs(asked), study)
+            found += [(change, outcomes[change.key]) for change in asked]
+        dense = sweep.dense
     shapes = {p: p.weight(model).shape for p in compressor.projections}
     return Sensitivity(
         compression=base,
         limit=limit,
-        dense=sweep.dense,
+        dense=dense,
         effects=tuple(_effect(change, outcome, shapes) for change, outcome in found),
         scores={} if profile is None else _scores(profile),
         measured_on=sweep.measured_on,

@@ -4,41 +4,52 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from lyapunov_prune.claim import Claim
 from lyapunov_prune.errors import LyapunovPruneError
+from lyapunov_prune.progress import is_main
 
 
 class Store:
     """Results by key, in `folder/<process>.jsonl`; in memory alone when `folder` is None.
 
     Every process appends to a file of its own and reads those of all. A line is complete when its newline is
-    there: what a kill cut off is dropped, and at most the job in flight is lost. The first line says what the
-    results were measured on (`about`). With `resume` the finished jobs are kept, without it they are deleted.
+    there: what a kill cut off is dropped, and at most the job in flight is lost. The folder is claimed (`claim.py`)
+    as one of this `kind`, whose results were measured on what `about` says, and every line bears the claim's origin.
+    With `resume` the finished jobs are kept, without it those of any run of the kind are deleted. `close`, or the end
+    of a `with` block, lets another run have the folder.
 
-    Raises LyapunovPruneError when a file was written about something else, or the disk refuses.
+    Raises LyapunovPruneError when a file was written about something else, when the folder is not a run's of this
+    kind or another run is at work in it, or the disk refuses.
     """
 
-    def __init__(self, folder: str | Path | None, about: Mapping[str, Any], *, resume: bool = False) -> None:
-        self._about = json.loads(json.dumps(about))
+    def __init__(self, folder: str | Path | None, kind: str, about: Mapping[str, Any], *, resume: bool = False) -> None:
         self._done: dict[str, Any] = {}
         self._file: Path | None = None
         if folder is None:
             return
         folder = Path(folder)
         self._file = folder / f"{os.environ.get('RANK', '0')}.jsonl"
-        files = sorted(path for path in folder.glob("*.jsonl") if path.stem.isdecimal())
-        if resume:
-            for path in files:
-                self._read(path)
-        else:
-            # Files of processes that this run does not have must not be read by a later --resume.
-            last = int(os.environ.get("WORLD_SIZE", "1")) - 1
-            for path in files:
-                if path == self._file or (self._file.stem == "0" and int(path.stem) > last):
-                    path.unlink()
+        self._claim = Claim(folder, kind, about, self._file.name)
+        try:
+            self._begin(resume)
+        except BaseException:  # a traceback would keep the lock
+            self.close()
+            raise
+
+    def __enter__(self) -> Store:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        if self._file is not None:
+            self._claim.release()
 
     def __contains__(self, key: str) -> bool:
         return key in self._done
@@ -51,12 +62,10 @@ class Store:
         self._done[key] = value
         if self._file is None:
             return
+        self._claim.hold()
         try:
-            self._file.parent.mkdir(parents=True, exist_ok=True)
             with self._file.open("ab") as file:
-                if file.tell() == 0:
-                    file.write(_line({"about": self._about}))
-                file.write(_line({"key": key, "value": value}))
+                file.write(_line({"origin": self._claim.origin, "key": key, "value": value}))
                 file.flush()
                 os.fsync(file.fileno())
         except OSError as error:
@@ -71,33 +80,37 @@ class Store:
     def items(self) -> dict[str, Any]:
         return dict(self._done)
 
+    def _begin(self, resume: bool) -> None:
+        if not self._claim.begin(self._files, resume):
+            return
+        if resume:
+            for path in self._files():
+                self._read(path)
+        elif is_main():  # for all processes: a later --resume must not read files of some that this run does not have
+            for path in self._files():
+                path.unlink()
+            self._claim.give_up()
+
+    def _files(self) -> list[Path]:
+        assert self._file is not None
+        found = self._file.parent.glob("*.jsonl")
+        return sorted(path for path in found if re.fullmatch("0|[1-9][0-9]*", path.stem))
+
     def _read(self, path: Path) -> None:
         text = path.read_bytes()
         whole = text[: text.rfind(b"\n") + 1]
         if path == self._file and len(whole) < len(text):
             os.truncate(path, len(whole))
-        lines = whole.splitlines()
-        if not lines:
-            return
         try:
-            about, *rows = [json.loads(line) for line in lines]
+            rows = [json.loads(line) for line in whole.splitlines()]
             found = {row["key"]: row["value"] for row in rows}
-            told = about["about"]
+            origins = {row["origin"] for row in rows}
         except (ValueError, KeyError, TypeError):
             raise LyapunovPruneError(f"{path} is damaged; run without --resume") from None
-        if told != self._about:
-            raise LyapunovPruneError(
-                f"{path.parent} was measured on {_difference(told, self._about)}; run without --resume"
-            )
+        if origins - {self._claim.origin}:
+            raise LyapunovPruneError(f"{path} holds results of another run; run without --resume")
         self._done.update(found)
 
 
 def _line(content: Any) -> bytes:
     return json.dumps(content, allow_nan=False).encode() + b"\n"
-
-
-def _difference(told: Any, wanted: Any) -> str:
-    if not isinstance(told, dict):
-        return "something else"
-    key = next((k for k in wanted if told.get(k) != wanted[k]), None)
-    return f"another {key} ({str(told.get(key))[:60]})" if key else "something else"

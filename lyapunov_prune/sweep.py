@@ -63,8 +63,9 @@ class Sweep:
     boundaries are kept (L × tokens × width).
 
     Finished jobs are kept in `folder` and, with `resume`, not measured again, if the model, the text and what
-    `also` names (on which their changes depend) are the same. Under `accelerate launch` every
-    process takes its share of each `run`, and all know all results at its end.
+    `also` names (on which their changes depend) are the same. At the end of a `with` block the folder is free for
+    another sweep. Under `accelerate launch` every process takes its share of each `run`, and all know all results at
+    its end.
     """
 
     def __init__(
@@ -83,11 +84,17 @@ class Sweep:
         self._processes = PartialState(cpu=model.device.type == "cpu", timeout=timedelta(days=30))
         self.model, self.batch, self.structure = model, batch, find_structure(model)
         self.measured_on = batch.measured_on(model)
-        self._store = Store(folder, {**encode(self.measured_on), **(also or {})}, resume=resume)
+        self._store = Store(folder, "sweep", {**encode(self.measured_on), **(also or {})}, resume=resume)
         # One that reads what another has already added would share the rest out in its own way.
         self._processes.wait_for_everyone()
         self._ids = [ids.to(model.device) for ids in batch.ids.split(batch_size)]
         self._ready = False
+
+    def __enter__(self) -> Sweep:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._store.close()
 
     @property
     def dense(self) -> np.ndarray:

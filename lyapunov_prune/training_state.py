@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import json
-import shutil
+import re
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
+from lyapunov_prune.claim import Claim
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.files import whole_folder
 
@@ -25,18 +26,39 @@ class TrainingState:
     """The newest state in `folder/step-<n>/`; nothing at all when `folder` is None.
 
     `about` says which run it is of. A state is written beside the last one and renamed, so a kill at any moment
-    leaves one that is whole. Without `resume` the states of an earlier run are deleted.
+    leaves one that is whole. The folder is claimed (`claim.py`) by `hold` or with the first state. Without `resume`
+    the states of an earlier run are deleted. `close`, or the end of a `with` block, lets another run have the folder.
 
-    Raises LyapunovPruneError when the disk refuses.
+    Raises LyapunovPruneError when the folder is not of training or another run is at work in it, with `resume` when
+    the states are of another run, or when the disk refuses.
     """
 
     def __init__(self, folder: str | Path | None, about: Mapping[str, Any], *, resume: bool = False) -> None:
         self._folder = None if folder is None else Path(folder)
-        self._about = json.loads(json.dumps(about))
         self._due = time.monotonic() + SECONDS
+        if self._folder is None:
+            return
+        self._claim = Claim(self._folder, "training state", about, "state")
+        try:
+            self._begin(resume)
+        except BaseException:  # a traceback would keep the lock
+            self.close()
+            raise
+
+    def __enter__(self) -> TrainingState:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def close(self) -> None:
         if self._folder is not None:
-            for path in [*self._folder.glob(".step-*.partial-*"), *([] if resume else self._states())]:
-                shutil.rmtree(path, ignore_errors=True)
+            self._claim.release()
+
+    def hold(self) -> None:
+        """Keep other runs out of the folder from now on."""
+        if self._folder is not None:
+            self._claim.hold()
 
     def load(self) -> dict[str, torch.Tensor]:
         """The tensors of the newest state, on the CPU; none when there is no state.
@@ -49,15 +71,12 @@ class TrainingState:
         path = states[-1] / _NAME
         try:
             with safe_open(path, framework="pt") as file:
-                told = json.loads(file.metadata()["about"])
+                origin = file.metadata()["origin"]
                 tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (no mapping)
         except (OSError, SafetensorError, ValueError, KeyError, TypeError):
             raise LyapunovPruneError(f"{path} is damaged; run without --resume") from None
-        if told != self._about:
-            what = next((key for key in self._about if told.get(key) != self._about[key]), "run")
-            raise LyapunovPruneError(
-                f"{self._folder} is of another {what} ({str(told.get(what))[:60]}); run without --resume"
-            )
+        if origin != self._claim.origin:
+            raise LyapunovPruneError(f"{path} is a state of another run; run without --resume")
         return tensors
 
     def is_due(self) -> bool:
@@ -69,19 +88,40 @@ class TrainingState:
         if self._folder is None:
             return
         began = time.monotonic()
+        self.hold()
         before = self._states()
         target = self._folder / f"step-{step}"
         if target in before:
             return
         with whole_folder(target) as partial:
             held = {name: t.detach().contiguous() for name, t in tensors.items()}
-            save_file(held, partial / _NAME, metadata={"about": json.dumps(self._about)})
-        for path in before:
-            shutil.rmtree(path, ignore_errors=True)
+            save_file(held, partial / _NAME, metadata={"origin": self._claim.origin})
+        _delete(before)
         now = time.monotonic()
         self._due = now + max(SECONDS, (now - began) / _SHARE)
 
+    def _begin(self, resume: bool) -> None:
+        assert self._folder is not None
+        if not self._claim.begin(self._states, resume):
+            return
+        if not resume:
+            states = self._states()
+            for path in states:
+                if more := sorted({p.name for p in path.iterdir()} - {_NAME}):
+                    raise LyapunovPruneError(f"{path} holds {more[0]}, which is of no state; move it away")
+            _delete(states)
+            self._claim.give_up()
+        _delete(self._folder.glob(".step-*.partial-*"))
+
     def _states(self) -> list[Path]:
         """Oldest first."""
-        found = [] if self._folder is None else [p for p in self._folder.glob("step-*") if p.name[5:].isdecimal()]
-        return sorted(found, key=lambda path: int(path.name[5:]))
+        found = [] if self._folder is None else [p for p in self._folder.glob("step-*") if p.is_dir()]
+        states = [path for path in found if re.fullmatch("step-(0|[1-9][0-9]*)", path.name)]
+        return sorted(states, key=lambda path: int(path.name[5:]))
+
+
+def _delete(states: Iterable[Path]) -> None:
+    for path in states:
+        (path / _NAME).unlink(missing_ok=True)
+        with suppress(OSError):  # what others put there stays
+            path.rmdir()

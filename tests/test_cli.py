@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import errno
 import json
+import math
 import os
+import re
 import shutil
 import sys
 from collections.abc import Callable
@@ -23,22 +25,27 @@ from transformers import AutoModelForCausalLM, BertLMHeadModel, PreTrainedModel
 from lyapunov_prune import approx as approx_module
 from lyapunov_prune import checkpoint as checkpoint_module
 from lyapunov_prune import checks as checks_module
+from lyapunov_prune import training_state
 from lyapunov_prune.bounds_report import BoundsReport
 from lyapunov_prune.budget import BudgetedRemoval
 from lyapunov_prune.candidates import ChoiceComparison
 from lyapunov_prune.checkpoint import Provenance
 from lyapunov_prune.cli import main
 from lyapunov_prune.compression.compress import CompressionReport
+from lyapunov_prune.distillation import Distillation
 from lyapunov_prune.evaluation.evaluation import Evaluation
 from lyapunov_prune.healing import Healing
 from lyapunov_prune.hierarchy import HierarchyProbe
 from lyapunov_prune.history import History
+from lyapunov_prune.inputs import folder_name
 from lyapunov_prune.models import loading
 from lyapunov_prune.plan import PruningPlan
 from lyapunov_prune.profile import LayerProfile
 from lyapunov_prune.sensitivity import Sensitivity
+from lyapunov_prune.store import Store
 from lyapunov_prune.surgery import remove_layers
 from lyapunov_prune.sweep import Sweep
+from lyapunov_prune.training_state import TrainingState
 
 TEXT = ["--tokens", "128", "--context", "64"]
 QUICK = [*TEXT, "--seeds", "1"]
@@ -683,7 +690,7 @@ def test_a_pruned_model_is_healed_by_the_one_it_came_from(run: Any) -> None:
     assert done.code == 0
     report = Healing.load("healed/healing.json")
     assert (report.steps, report.rank) == (3, 2)
-    assert not list(Path("runs").rglob("jobs/heal"))
+    assert not list(Path("runs").rglob("jobs/*"))
     assert Provenance.load("healed/provenance.json").plan.remove == (1, 3)
     AutoModelForCausalLM.from_pretrained("healed")
     assert "--teacher" in run("heal", "tiny", "-o", "again", "--steps", "1", *TEXT).err
@@ -735,6 +742,64 @@ def test_models_that_read_text_otherwise_are_not_compared(run: Any, run_bad: Any
     ):
         told = run_bad(*command, *TEXT)
         assert "other and tiny have different tokenizers (token '!' has id 258 and id 3); give two models" in told
+
+
+def test_two_ways_to_heal_one_model_run_side_by_side(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each begins where the other has a state, and is killed: each goes on from its own."""
+    assert run("prune", "tiny", "--layers", "1,3", "-o", "out", *TEXT).code == 0
+    heal = ("heal", "out", "--rank", "2", *TEXT)
+    take_step = Distillation.take_step
+
+    def killed(self: Distillation, window: torch.Tensor) -> None:
+        if self.step == 2:
+            raise KeyboardInterrupt
+        take_step(self, window)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Distillation, "take_step", killed)
+        patch.setattr(training_state, "SECONDS", 0.0)
+        patch.setattr(training_state, "_SHARE", math.inf)
+        for output, steps in (("a", "3"), ("b", "4"), ("./c/a", "5")):
+            assert run(*heal, "-o", output, "--steps", steps).code == 130
+    taken: list[int] = []
+    with monkeypatch.context() as patch:
+        patch.setattr(Distillation, "take_step", lambda self, w: (taken.append(self.step), take_step(self, w)))
+        for output, steps in (("c/a", "5"), ("a", "3"), ("b", "4")):
+            assert run(*heal, "-o", output, "--steps", steps, "--resume").code == 0
+            assert Healing.load(f"{output}/healing.json").steps == int(steps)
+    assert taken == [2, 3, 4, 2, 2, 3]
+    assert not list(Path("runs").rglob("jobs/*"))
+
+
+def test_a_second_run_in_a_folder_at_work_is_refused_in_one_line(run: Any, run_bad: Callable[..., str]) -> None:
+    assert run("prune", "tiny", "--layers", "1", "-o", "out", *TEXT).code == 0
+    jobs = Path("runs/out/jobs") / f"heal-{folder_name(str(Path('healed').resolve()))}"
+    with TrainingState(jobs, {}) as state, Store("runs/tiny/jobs/sensitivity", "sweep", {}) as store:
+        state.hold()
+        store.add("a", 1)
+        assert "another run is at work in runs/out" in run_bad("heal", "out", "-o", "healed", "--steps", "1", *TEXT)
+        for resume in ([], ["--resume"]):
+            assert "another run is at work in runs/tiny" in run("sensitivity", "tiny", *TEXT, *resume).err
+        assert store.items() == {"a": 1}
+
+
+def test_two_models_never_share_a_run_folder(run: Any) -> None:
+    for name in ("a/b", "a-b"):
+        shutil.copytree("tiny", name)
+        assert run("profile", name, *QUICK).code == 0
+    found = [LayerProfile.load(path).contraction.measured_on.model.name for path in Path("runs").glob("*/profile.json")]
+    assert sorted(found) == ["a-b", "a/b"]
+    assert Path("runs/a-b/profile.json").is_file()
+
+
+def test_names_of_run_folders() -> None:
+    for name in ("smollm2-135m", "gpt2", "Llama-3.2-1B", "tiny_model", "größe"):
+        assert folder_name(name) == name
+    names = ["a/b", "a-b", "a--b", "a b", "/a/b", "-a-b", "a/b/", "a-b.", "a.b", ".", "..", "../a-b", "./a-b", "~/a-b"]
+    names += [folder_name("a/b"), folder_name(folder_name("a/b")), folder_name("."), "x" * 300, "y/" + "x" * 300]
+    found = {folder_name(name) for name in names[:-2]} | {folder_name("y/" + "x" * 300)}
+    assert len(found) == len(names) - 1
+    assert all(re.fullmatch(r"\w[\w.-]{0,120}", name) for name in found)
 
 
 def test_the_budget_of_divergence_says_how_many_layers_go(run: Any) -> None:

@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from lyapunov_prune import PruningPlan, block_influence, measure_contraction, perplexity, remove_layers, verify_removal
 from lyapunov_prune import demo as demo_module
+from lyapunov_prune.checkpoint import write_pruned
+from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.evaluation.removal import RemovalCurve
 from lyapunov_prune.evaluation.speed import measure_speed
-from lyapunov_prune.models.loading import Loaded
+from lyapunov_prune.files import fingerprint
+from lyapunov_prune.models.loading import Loaded, load
 from lyapunov_prune.text import TokenBatch
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("smollm2")]
@@ -28,6 +34,97 @@ assert not [name for name in sys.modules if name.startswith("lyapunov_prune")]
 with torch.no_grad():
     torch.save(model(torch.load(sys.argv[2])).logits, sys.argv[3])
 """
+
+
+# Whose folder `pruned` is.
+
+
+@pytest.fixture
+def tiny_demo(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Path]:
+    """The demo in `run`, on a tiny model, of which one layer goes."""
+    loaded = load(checkpoint)
+    monkeypatch.setattr(demo_module, "load", lambda name: loaded)
+    monkeypatch.setattr(demo_module, "REMOVALS", (1,))
+    monkeypatch.setattr(demo_module, "WRITTEN", ("blend", 1))
+    monkeypatch.setattr(demo_module, "measure_speed", partial(measure_speed, prompt=8, steps=2, repeats=1))
+
+    def demo(resume: bool = False) -> Path:
+        run = checkpoint.parent / "run"
+        demo_module.run_demo(run, tokens=128, context=64, resume=resume, say=lambda _: None)
+        return run / "pruned"
+
+    return demo
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {str(p.relative_to(folder)): p.read_bytes() for p in sorted(folder.rglob("*")) if p.is_file()}
+
+
+def test_a_demo_replaces_the_checkpoint_of_an_earlier_one(tiny_demo: Callable[..., Path]) -> None:
+    pruned = tiny_demo()
+    first, record = contents(pruned), pruned.parent / "pruned.fingerprint"
+    told = record.read_text()
+    tiny_demo()
+    assert contents(pruned) == first
+    assert record.read_text() != told  # written anew
+    told = record.read_text()
+    tiny_demo(resume=True)
+    assert record.read_text() == told == f"{fingerprint(pruned)}\n"
+    shutil.rmtree(pruned)  # as a kill leaves it before the folder has its name
+    tiny_demo(resume=True)
+    assert contents(pruned) == first
+
+
+def own_checkpoint(pruned: Path) -> None:
+    """Of the very plan that the demo carries out, by `prune`."""
+    plan = PruningPlan.load(pruned.parent / "plan-blend.json")
+    loaded = load(pruned.parent.parent / "tiny")
+    shutil.rmtree(pruned)
+    write_pruned(loaded.model, loaded.tokenizer, plan, pruned)
+
+
+OWN: dict[str, Callable[[Path], object]] = {
+    "a checkpoint by prune": own_checkpoint,
+    "a file beside the weights": lambda pruned: (pruned / "notes.txt").write_text("mine"),
+    "a file below": lambda pruned: (pruned / "logs").mkdir() or (pruned / "logs/0").touch(),
+    "weights trained further": lambda pruned: (pruned / "model.safetensors").write_bytes(b"mine"),
+    "no record": lambda pruned: (pruned.parent / "pruned.fingerprint").unlink(),
+    "a link": lambda pruned: pruned.symlink_to(pruned.rename(pruned.parent / "elsewhere")),
+    "a file": lambda pruned: shutil.rmtree(pruned) or pruned.write_text("mine"),
+}
+
+
+@pytest.mark.parametrize("own", OWN.values(), ids=list(OWN))
+def test_a_folder_that_is_not_the_demo_s_is_refused_before_anything_is_measured(
+    own: Callable[[Path], object], tiny_demo: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pruned = tiny_demo()
+    own(pruned)
+    before = contents(pruned.parent)
+    monkeypatch.setattr(demo_module, "load", lambda name: pytest.fail("loaded"))
+    for resume in (False, True):
+        with pytest.raises(LyapunovPruneError, match="pruned is not what a demo left there; move it away") as raised:
+            tiny_demo(resume)
+        assert "\n" not in str(raised.value)
+    assert contents(pruned.parent) == before
+
+
+def test_what_is_put_there_while_the_demo_runs_stays(
+    tiny_demo: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pruned, evaluate = tiny_demo(), demo_module.evaluate_removals
+
+    def late(*arguments: Any) -> Any:
+        (pruned / "notes.txt").write_text("mine")
+        return evaluate(*arguments)
+
+    monkeypatch.setattr(demo_module, "evaluate_removals", late)
+    with pytest.raises(LyapunovPruneError, match="move it away"):
+        tiny_demo()
+    assert (pruned / "notes.txt").read_text() == "mine"
+
+
+# On the real model.
 
 
 @pytest.fixture(scope="session")  # a module's end may come between two of its tests under xdist
@@ -45,7 +142,8 @@ def run(tmp_path_factory: pytest.TempPathFactory, smollm2: Loaded) -> Path:
 def test_the_demo_writes_every_result(run: Path) -> None:
     names = {path.name for path in run.iterdir()}
     plans = {f"plan-{c}.json" for c in demo_module.CRITERIA}
-    assert names == {"profile.json", "removal.json", "speed.json", "report.html", "figures", "pruned"} | plans
+    results = {"profile.json", "removal.json", "speed.json", "report.html", "figures", "pruned", "pruned.fingerprint"}
+    assert names == results | plans
     assert (run / "report.html").read_text().count("<svg") == 5
     curve = RemovalCurve.load(run / "removal.json")
     assert len(curve.rows) == 1 + 2 * 3

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NoReturn
 
@@ -14,7 +14,7 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 from lyapunov_prune.errors import LyapunovPruneError
-from lyapunov_prune.files import require_empty, whole_folder, write_whole
+from lyapunov_prune.files import fingerprint, require_empty, whole_folder, write_whole
 
 
 def disk_full(*args: object, **kwargs: object) -> NoReturn:
@@ -177,3 +177,27 @@ def test_all_of_a_folder_has_the_permissions_that_the_umask_leaves(umask: int, t
     assert mode(tmp_path / "target") == mode(tmp_path / "target/sub") == 0o777 & ~umask
     for file in ("x", "x.safetensors", "sub/x.safetensors"):
         assert mode(tmp_path / "target" / file) == 0o666 & ~umask, file
+
+
+# What is in one.
+
+
+def test_the_fingerprint_of_a_folder_is_that_of_all_in_it(tmp_path: Path) -> None:
+    fill(tmp_path / "a")
+    (tmp_path / "a/below").mkdir()
+    seen = {fingerprint(tmp_path / "a")}
+    x, y, new = tmp_path / "b/x", tmp_path / "b/below/y", tmp_path / "b/new"
+    (tmp_path / "a").rename(tmp_path / "b")
+    assert seen == {fingerprint(tmp_path / "b")}
+    changes: list[Callable[[], object]] = [
+        lambda: x.write_text("12"),
+        lambda: os.utime(x, ns=(0, 5)),  # written again, the same
+        lambda: y.write_text(""),
+        lambda: os.utime(y, ns=(0, 7)),
+        lambda: x.rename(new),
+        x.mkdir,
+    ]
+    for number, change in enumerate(changes, 2):
+        change()
+        seen.add(fingerprint(tmp_path / "b"))
+        assert len(seen) == number

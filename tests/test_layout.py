@@ -17,6 +17,7 @@ ORDER = [
     "history",
     "progress",
     "tensor_files",
+    "claim",
     "store",
     "training_state",
     "lean_sources",

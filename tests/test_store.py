@@ -27,14 +27,15 @@ def value_of(key: str) -> dict[str, Any]:
 
 def filled(folder: Path, keys: list[str]) -> bytes:
     """The bytes of a store of `keys`."""
-    store = Store(folder, ABOUT)
-    for key in keys:
-        store.add(key, value_of(key))
-    return (folder / "0.jsonl").read_bytes()
+    with Store(folder, "jobs", ABOUT) as store:
+        store._claim.hold()
+        for key in keys:
+            store.add(key, value_of(key))
+    return (folder / "0.jsonl").read_bytes() if keys else b""
 
 
 def kept(folder: Path) -> set[str]:
-    return set(Store(folder, ABOUT, resume=True).items())
+    return set(Store(folder, "jobs", ABOUT, resume=True).items())
 
 
 # Killed.
@@ -42,7 +43,7 @@ def kept(folder: Path) -> set[str]:
 
 def work(folder: Path, log: int) -> None:
     """What a process does: every job that is not done, one after the other, told to `log` as it begins."""
-    store = Store(folder, ABOUT, resume=True)
+    store = Store(folder, "jobs", ABOUT, resume=True)
     for key in JOBS:
         if key not in store:
             os.write(log, f"{key}\n".encode())
@@ -76,7 +77,7 @@ def test_a_kill_loses_at_most_the_job_in_flight(tmp_path: Path) -> None:
             assert not set(began) & before  # nothing done twice
             assert after >= before | set(began[:-1])
             kills += 1
-        assert Store(tmp_path / str(seed), ABOUT, resume=True).items() == {key: value_of(key) for key in JOBS}
+        assert Store(tmp_path / str(seed), "jobs", ABOUT, resume=True).items() == {key: value_of(key) for key in JOBS}
     assert kills > 2
 
 
@@ -85,12 +86,12 @@ def test_planted_fault_a_line_that_waits_in_a_buffer_is_lost(tmp_path: Path, mon
 
     def late(self: Store, key: str, value: Any) -> None:
         assert self._file is not None
-        self._file.parent.mkdir(exist_ok=True)
         files.setdefault(self._file, self._file.open("a")).write(key)
         time.sleep(0.001)
 
+    filled(tmp_path / "x", [])
     monkeypatch.setattr(Store, "add", late)
-    _, began = next(lives(tmp_path / "x", 0))
+    began = next(began for _, began in lives(tmp_path / "x", 0) if len(began) > 1)
     monkeypatch.undo()
     assert not kept(tmp_path / "x") >= set(began[:-1])
 
@@ -100,12 +101,12 @@ def test_a_line_torn_anywhere_costs_that_job_alone(tmp_path: Path) -> None:
     ends = [i + 1 for i, byte in enumerate(whole) if byte == ord("\n")]
     for length in range(len(whole) + 1):
         (tmp_path / "0.jsonl").write_bytes(whole[:length])
-        store = Store(tmp_path, ABOUT, resume=True)
-        lines = sum(end <= length for end in ends)
-        assert set(store.items()) == set(JOBS[: max(0, lines - 1)])
-        for key in JOBS[:2]:
-            if key not in store:
-                store.add(key, value_of(key))
+        with Store(tmp_path, "jobs", ABOUT, resume=True) as store:
+            lines = sum(end <= length for end in ends)
+            assert set(store.items()) == set(JOBS[:lines])
+            for key in JOBS[:2]:
+                if key not in store:
+                    store.add(key, value_of(key))
         assert (tmp_path / "0.jsonl").read_bytes() == whole
 
 
@@ -120,7 +121,7 @@ def test_what_was_measured_on_something_else_is_refused_in_one_line(tmp_path: Pa
         ({"text": "a"}, "was measured on something else"),
     ]:
         with pytest.raises(LyapunovPruneError, match=message) as raised:
-            Store(tmp_path, other, resume=True)
+            Store(tmp_path, "jobs", other, resume=True)
         assert "\n" not in str(raised.value)
     assert (tmp_path / "0.jsonl").read_bytes() == before
 
@@ -132,10 +133,10 @@ def test_what_was_measured_on_something_else_is_refused_in_one_line(tmp_path: Pa
 )
 def test_a_damaged_file_is_refused_in_one_line(tmp_path: Path, damage: bytes) -> None:
     head, *rows = filled(tmp_path, JOBS[:2]).splitlines(keepends=True)
-    for content in (damage + b"\n", head + damage + b"".join(rows), rows[0]):
+    for content in (damage + b"\n", head + damage + b"".join(rows)):
         (tmp_path / "0.jsonl").write_bytes(content)
         with pytest.raises(LyapunovPruneError, match=r"0\.jsonl is damaged; run without --resume") as raised:
-            Store(tmp_path, ABOUT, resume=True)
+            Store(tmp_path, "jobs", ABOUT, resume=True)
         assert "\n" not in str(raised.value)
         assert (tmp_path / "0.jsonl").read_bytes() == content
 
@@ -143,7 +144,7 @@ def test_a_damaged_file_is_refused_in_one_line(tmp_path: Path, damage: bytes) ->
 def test_a_value_that_is_no_strict_json_is_not_written(tmp_path: Path) -> None:
     before = filled(tmp_path, JOBS[:2])
     with pytest.raises(ValueError, match="JSON"):
-        Store(tmp_path, ABOUT, resume=True).add("x", float("nan"))
+        Store(tmp_path, "jobs", ABOUT, resume=True).add("x", float("nan"))
     assert (tmp_path / "0.jsonl").read_bytes() == before
 
 
@@ -152,7 +153,7 @@ def test_a_value_that_is_no_strict_json_is_not_written(tmp_path: Path) -> None:
 
 def test_a_full_disk_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     filled(tmp_path, JOBS[:2])
-    store = Store(tmp_path, ABOUT, resume=True)
+    store = Store(tmp_path, "jobs", ABOUT, resume=True)
     monkeypatch.setattr(os, "fsync", disk_full)
     with pytest.raises(LyapunovPruneError, match=r"0\.jsonl: No space left on device; free space and go on"):
         store.add(JOBS[2], value_of(JOBS[2]))
@@ -161,14 +162,14 @@ def test_a_full_disk_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
 @pytest.mark.parametrize("room", range(0, 90, 11))
 def test_a_disk_that_fills_in_the_middle_of_a_line_keeps_those_before(tmp_path: Path, room: int) -> None:
     before = filled(tmp_path, JOBS[:2])
-    store = Store(tmp_path, ABOUT, resume=True)
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (len(before) + room, limits[1]))
-    try:
-        with pytest.raises(LyapunovPruneError, match="cannot write") as raised:
-            store.add("long", "x" * 100)
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    with Store(tmp_path, "jobs", ABOUT, resume=True) as store:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (len(before) + room, limits[1]))
+        try:
+            with pytest.raises(LyapunovPruneError, match="cannot write") as raised:
+                store.add("long", "x" * 100)
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert "\n" not in str(raised.value)
     assert kept(tmp_path) == set(JOBS[:2])
     assert (tmp_path / "0.jsonl").read_bytes() == before  # what was torn is gone: the next line begins on its own
@@ -177,7 +178,7 @@ def test_a_disk_that_fills_in_the_middle_of_a_line_keeps_those_before(tmp_path: 
 def test_a_folder_that_cannot_be_made_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(LyapunovPruneError, match=r"cannot write .*0\.jsonl"):
-        Store(tmp_path / "file" / "x", ABOUT).add("a", 1)
+        Store(tmp_path / "file" / "x", "jobs", ABOUT).add("a", 1)
 
 
 # Several processes.
@@ -197,16 +198,16 @@ def process(monkeypatch: pytest.MonkeyPatch) -> Any:
 def test_each_process_writes_its_own_file_and_reads_all(tmp_path: Path, process: Any) -> None:
     for rank in range(3):
         process(rank, 3)
-        Store(tmp_path, ABOUT).add(f"of {rank}", rank)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["0.jsonl", "1.jsonl", "2.jsonl"]
+        Store(tmp_path, "jobs", ABOUT).add(f"of {rank}", rank)
+    assert sorted(path.name for path in tmp_path.glob("*.jsonl")) == ["0.jsonl", "1.jsonl", "2.jsonl"]
     for rank, count in ((0, 1), (2, 3), (5, 6)):
         process(rank, count)
-        assert Store(tmp_path, ABOUT, resume=True).items() == {"of 0": 0, "of 1": 1, "of 2": 2}
+        assert Store(tmp_path, "jobs", ABOUT, resume=True).items() == {"of 0": 0, "of 1": 1, "of 2": 2}
 
 
 def test_another_process_s_unfinished_line_is_left_to_it(tmp_path: Path, process: Any) -> None:
     process(1, 2)
-    Store(tmp_path, ABOUT).add("a", 1)
+    Store(tmp_path, "jobs", ABOUT).add("a", 1)
     whole = (tmp_path / "1.jsonl").read_bytes()
     (tmp_path / "1.jsonl").write_bytes(whole + b'{"key": "b"')
     process(0, 2)
@@ -220,13 +221,13 @@ def test_another_process_s_unfinished_line_is_left_to_it(tmp_path: Path, process
 def test_a_fresh_start_leaves_nothing_of_former_processes(tmp_path: Path, process: Any) -> None:
     for rank in range(4):
         process(rank, 4)
-        Store(tmp_path, ABOUT).add(f"of {rank}", rank)
+        Store(tmp_path, "jobs", ABOUT).add(f"of {rank}", rank)
     process(1, 2)
-    Store(tmp_path, ABOUT)  # deletes its own, and leaves the main process's alone
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["0.jsonl", "2.jsonl", "3.jsonl"]
+    Store(tmp_path, "jobs", ABOUT).close()  # leaves that to the main process
+    assert len(list(tmp_path.glob("*.jsonl"))) == 4
     process(0, 2)
-    Store(tmp_path, ABOUT)
-    assert not list(tmp_path.iterdir())
+    Store(tmp_path, "jobs", ABOUT).close()
+    assert not list(tmp_path.glob("*.jsonl"))
     assert not kept(tmp_path)
 
 
@@ -239,7 +240,7 @@ def test_files_of_others_in_the_folder_are_left_alone(tmp_path: Path) -> None:
 
 def test_what_others_found_is_known_and_not_written(tmp_path: Path) -> None:
     before = filled(tmp_path, JOBS[:1])
-    store = Store(tmp_path, ABOUT, resume=True)
+    store = Store(tmp_path, "jobs", ABOUT, resume=True)
     store.learn({"theirs": 1})
     assert "theirs" in store
     assert store["theirs"] == 1
@@ -255,7 +256,7 @@ def test_without_a_folder_nothing_is_written(tmp_path: Path, monkeypatch: pytest
 
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(Path, "open", touched)
-    store = Store(None, ABOUT, resume=True)
+    store = Store(None, "jobs", ABOUT, resume=True)
     store.add("a", 1)
     assert store.items() == {"a": 1}
     assert "a" in store
@@ -264,11 +265,11 @@ def test_without_a_folder_nothing_is_written(tmp_path: Path, monkeypatch: pytest
 
 
 def test_no_folder_appears_before_the_first_job(tmp_path: Path) -> None:
-    Store(tmp_path / "x", ABOUT, resume=True)
-    Store(tmp_path / "x", ABOUT)
+    Store(tmp_path / "x", "jobs", ABOUT, resume=True)
+    Store(tmp_path / "x", "jobs", ABOUT)
     assert not (tmp_path / "x").exists()
 
 
 def test_what_is_measured_on_is_compared_as_json_keeps_it(tmp_path: Path) -> None:
-    Store(tmp_path, {"layers": (1, 2), "none": None}).add("a", 1)
-    assert "a" in Store(tmp_path, {"none": None, "layers": [1, 2]}, resume=True)
+    Store(tmp_path, "jobs", {"layers": (1, 2), "none": None}).add("a", 1)
+    assert "a" in Store(tmp_path, "jobs", {"none": None, "layers": [1, 2]}, resume=True)

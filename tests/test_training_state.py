@@ -25,11 +25,20 @@ def tensors(step: int) -> dict[str, torch.Tensor]:
     }
 
 
-def test_the_newest_state_comes_back_and_the_older_go(tmp_path: Path) -> None:
-    state = TrainingState(tmp_path / "a", ABOUT)
-    for step in (2, 9, 10):
+def states(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.glob("*step-*"))
+
+
+def save(folder: Path, step: int) -> None:
+    with TrainingState(folder, ABOUT) as state:
         state.save(step, tensors(step))
-        assert os.listdir(tmp_path / "a") == [f"step-{step}"]
+
+
+def test_the_newest_state_comes_back_and_the_older_go(tmp_path: Path) -> None:
+    with TrainingState(tmp_path / "a", ABOUT) as state:
+        for step in (2, 9, 10):
+            state.save(step, tensors(step))
+            assert states(tmp_path / "a") == [f"step-{step}"]
     found = TrainingState(tmp_path / "a", ABOUT, resume=True).load()
     assert found.keys() == tensors(10).keys()
     for name, tensor in tensors(10).items():
@@ -38,9 +47,10 @@ def test_the_newest_state_comes_back_and_the_older_go(tmp_path: Path) -> None:
 
 
 def test_without_resume_or_a_folder_there_is_none(tmp_path: Path) -> None:
-    TrainingState(tmp_path, ABOUT).save(2, tensors(2))
+    save(tmp_path, 2)
     (tmp_path / "mine").mkdir()
-    assert TrainingState(tmp_path, ABOUT).load() == {}
+    with TrainingState(tmp_path, ABOUT) as state:
+        assert state.load() == {}
     assert os.listdir(tmp_path) == ["mine"]
     nowhere = TrainingState(None, ABOUT, resume=True)
     nowhere.save(2, tensors(2))
@@ -50,22 +60,22 @@ def test_without_resume_or_a_folder_there_is_none(tmp_path: Path) -> None:
 
 
 def test_half_a_state_is_none_and_is_cleared(tmp_path: Path) -> None:
-    TrainingState(tmp_path, ABOUT).save(2, tensors(2))
+    save(tmp_path, 2)
     half = tmp_path / ".step-3.partial-x"
     half.mkdir()
     (half / "state.safetensors").write_bytes(b"half")
     assert len(TrainingState(tmp_path, ABOUT, resume=True).load()["losses"]) == 2
-    assert os.listdir(tmp_path) == ["step-2"]
+    assert states(tmp_path) == ["step-2"]
 
 
 def test_two_whole_states_are_what_a_kill_between_them_leaves(tmp_path: Path) -> None:
-    TrainingState(tmp_path / "a", ABOUT).save(9, tensors(9))
-    TrainingState(tmp_path / "b", ABOUT).save(10, tensors(10))
+    save(tmp_path / "a", 9)
+    save(tmp_path / "b", 10)
     (tmp_path / "b/step-10").rename(tmp_path / "a/step-10")
     state = TrainingState(tmp_path / "a", ABOUT, resume=True)
     assert len(state.load()["losses"]) == 10
     state.save(11, tensors(11))
-    assert os.listdir(tmp_path / "a") == ["step-11"]
+    assert states(tmp_path / "a") == ["step-11"]
 
 
 def test_a_disk_that_is_full_keeps_the_last_state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -74,15 +84,15 @@ def test_a_disk_that_is_full_keeps_the_last_state(tmp_path: Path, monkeypatch: p
     monkeypatch.setattr(module, "save_file", disk_full)
     with pytest.raises(LyapunovPruneError, match="No space left on device"):
         state.save(3, tensors(3))
-    assert os.listdir(tmp_path) == ["step-2"]
+    assert states(tmp_path) == ["step-2"]
 
 
 def test_a_state_of_another_run_is_refused_in_one_line(tmp_path: Path) -> None:
-    TrainingState(tmp_path, ABOUT).save(2, tensors(2))
+    save(tmp_path, 2)
     for other, message in [
-        ({**ABOUT, "steps": 6}, r"is of another steps \(5\); run without --resume"),
-        ({**ABOUT, "rank": 8}, r"is of another rank \(None\)"),
-        ({"text": "a", "steps": 5}, "is of another run"),
+        ({**ABOUT, "steps": 6}, r"was measured on another steps \(5\); run without --resume"),
+        ({**ABOUT, "rank": 8}, r"was measured on another rank \(None\)"),
+        ({"text": "a", "steps": 5}, "was measured on something else"),
     ]:
         with pytest.raises(LyapunovPruneError, match=message) as raised:
             TrainingState(tmp_path, other, resume=True).load()
@@ -90,9 +100,36 @@ def test_a_state_of_another_run_is_refused_in_one_line(tmp_path: Path) -> None:
     assert TrainingState(tmp_path, ABOUT, resume=True).load()
 
 
+def test_a_state_of_another_run_under_this_header_is_refused(tmp_path: Path) -> None:
+    save(tmp_path / "a", 2)
+    with TrainingState(tmp_path / "b", {**ABOUT, "steps": 6}) as state:
+        state.save(9, tensors(9))
+    (tmp_path / "b/step-9").rename(tmp_path / "a/step-9")
+    with pytest.raises(LyapunovPruneError, match=r"step-9/state\.safetensors is a state of another run; run without"):
+        TrainingState(tmp_path / "a", ABOUT, resume=True).load()
+
+
+def test_what_lies_beside_a_state_is_not_deleted(tmp_path: Path) -> None:
+    save(tmp_path, 2)
+    (tmp_path / "step-2/notes").write_text("mine")
+    with pytest.raises(LyapunovPruneError, match="step-2 holds notes, which is of no state; move it away"):
+        TrainingState(tmp_path, ABOUT)
+    assert len(TrainingState(tmp_path, ABOUT, resume=True).load()["losses"]) == 2
+    with TrainingState(tmp_path, ABOUT, resume=True) as state:
+        state.save(3, tensors(3))
+    assert (tmp_path / "step-2/notes").read_text() == "mine"
+
+
+def test_a_run_in_the_folder_of_another_that_is_at_work_is_refused(tmp_path: Path) -> None:
+    with TrainingState(tmp_path, ABOUT) as state:
+        state.hold()
+        with pytest.raises(LyapunovPruneError, match="another run is at work in"):
+            TrainingState(tmp_path, ABOUT, resume=True)
+
+
 @pytest.mark.parametrize("damage", ["cut", "empty", "gone", "no state"])
 def test_a_damaged_state_is_refused(tmp_path: Path, damage: str) -> None:
-    TrainingState(tmp_path, ABOUT).save(2, tensors(2))
+    save(tmp_path, 2)
     path = tmp_path / "step-2/state.safetensors"
     whole = path.read_bytes()
     if damage == "gone":

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -11,6 +10,7 @@ import typer
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.inputs import (
     chosen_allocation,
+    folder_name,
     layer_indices,
     load_batch,
     load_inputs,
@@ -275,7 +275,8 @@ def heal(
 ) -> None:
     """Train a pruned model to predict what the dense one predicts; writes a plain checkpoint with healing.json.
 
-    Learns from the calibration half of the text and is scored on the other. Interrupted, it goes on with --resume.
+    Learns from the calibration half of the text and is scored on the other. Interrupted, it goes on with the same
+    --output and --resume.
     """
     from lyapunov_prune.checkpoint import PROVENANCE, Provenance
     from lyapunov_prune.files import require_empty
@@ -285,6 +286,7 @@ def heal(
     from lyapunov_prune.models.structure import identify
     from lyapunov_prune.models.tokenizers import require_same_tokenizer
     from lyapunov_prune.saving import write_model
+    from lyapunov_prune.training_state import TrainingState
 
     require_empty(output)
     made = Path(model) / PROVENANCE
@@ -305,7 +307,8 @@ def heal(
             "give that one as --teacher"
         )
     require_same_tokenizer(dense.tokenizer, loaded.tokenizer, (teacher, model))
-    jobs = run_folder(None, model) / "jobs" / "heal"
+    # Of this output alone: two ways to heal one model may run side by side.
+    jobs = run_folder(None, model) / "jobs" / f"heal-{folder_name(str(output.resolve()))}"
     done = heal_model(
         loaded.model,
         dense.model,
@@ -324,5 +327,5 @@ def heal(
         results[PROVENANCE] = provenance
     title = f"{Path(model).name}, healed"
     write_model(done.model, loaded.tokenizer, output, results, title, done.report.about())
-    shutil.rmtree(jobs)  # three times the size of what was trained
+    TrainingState(jobs, {}).close()  # not resumed, none is left: three times the size of what was trained
     show(done.report, as_json, output)
