@@ -747,7 +747,7 @@ def test_models_that_read_text_otherwise_are_not_compared(run: Any, run_bad: Any
 def test_two_ways_to_heal_one_model_run_side_by_side(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each begins where the other has a state, and is killed: each goes on from its own."""
     assert run("prune", "tiny", "--layers", "1,3", "-o", "out", *TEXT).code == 0
-    heal = ("heal", "out", "--rank", "2", *TEXT)
+    heal = ("heal", "out", "--teacher", "tiny", "--rank", "2", *TEXT)
     take_step = Distillation.take_step
 
     def killed(self: Distillation, window: torch.Tensor) -> None:
@@ -777,7 +777,9 @@ def test_a_second_run_in_a_folder_at_work_is_refused_in_one_line(run: Any, run_b
     with TrainingState(jobs, {}) as state, Store("runs/tiny/jobs/sensitivity", "sweep", {}) as store:
         state.hold()
         store.add("a", 1)
-        assert "another run is at work in runs/out" in run_bad("heal", "out", "-o", "healed", "--steps", "1", *TEXT)
+        assert "another run is at work in runs/out" in run_bad(
+            "heal", "out", "--teacher", "tiny", "-o", "healed", "--steps", "1", *TEXT
+        )
         for resume in ([], ["--resume"]):
             assert "another run is at work in runs/tiny" in run("sensitivity", "tiny", *TEXT, *resume).err
         assert store.items() == {"a": 1}
