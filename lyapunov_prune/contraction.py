@@ -62,8 +62,9 @@ class ContractionProfile(Result):
 
     @property
     def rho(self) -> np.ndarray:
-        """ρ of every layer, (L,)."""
-        return self.relative_energy[1:] / self.relative_energy[:-1]
+        """ρ of every layer, (L,); NaN or infinite where no error is left to grow."""
+        with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
+            return self.relative_energy[1:] / self.relative_energy[:-1]
 
     @property
     def rho_interval(self) -> np.ndarray:
@@ -78,6 +79,19 @@ class ContractionProfile(Result):
         """Which ratios rest on energies at least 100 × the rounding floor, (L,) of bool."""
         clear = self.energies["energy"] > ABOVE_FLOOR * self.floor
         return clear[:-1] & clear[1:]
+
+    @property
+    def below_floor(self) -> tuple[int, ...]:
+        """The layers whose ratio is not `above_floor`: rounding, and no measurement."""
+        return tuple(int(i) for i in np.flatnonzero(~self.above_floor))
+
+    def require_above_floor(self) -> None:
+        """Raise LyapunovPruneError when every ρ is `below_floor`: to go by it would be to go by noise."""
+        if not self.above_floor.any():
+            raise LyapunovPruneError(
+                f"every rho of this profile lies below the rounding floor of {self.measured_on.dtype}; measure with "
+                "--dtype float32 or profile --method jvp, or go by something else (--criterion bi, --allocation atp)"
+            )
 
     @property
     def contracting(self) -> tuple[int, int]:
@@ -132,9 +146,9 @@ class ContractionProfile(Result):
                 for i in self.pooling_disagrees
             )
             lines.append(f"Poolings disagree more than twofold at layer {shares}")
-        if not self.above_floor.all():
+        if self.below_floor:
             lines.append(
-                f"{int((~self.above_floor).sum())} ratios are not well above rounding in {self.measured_on.dtype}: "
+                f"{len(self.below_floor)} ratios are not well above rounding in {self.measured_on.dtype}: "
                 "use method jvp or float32"
             )
         return "\n".join(lines)
@@ -207,6 +221,11 @@ def measure_contraction(
         norm_growth=growth,
         measured_on=batch.measured_on(model, seed=seeds[0]),
     )
+
+
+def floor_note(below_floor: tuple[int, ...]) -> str:
+    """What a decision that goes by ρ says of the layers whose ρ is rounding; empty for none."""
+    return f"; rho lies below the rounding floor at layer {', '.join(map(str, below_floor))}" if below_floor else ""
 
 
 def _require_pooling(pooling: str) -> None:

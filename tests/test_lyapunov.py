@@ -14,9 +14,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import PreTrainedModel
 
-from lyapunov_prune import ContractionProfile, LyapunovPruneError, measure_contraction
+from lyapunov_prune import ContractionProfile, LyapunovPruneError, allocate, measure_contraction
 from lyapunov_prune.allocation import lyapunov as module
 from lyapunov_prune.allocation.allocation import SPARSEST
+from lyapunov_prune.allocation.bits import allocate_bits
 from lyapunov_prune.allocation.lyapunov import log_amplification, lyapunov, lyapunov_budget, tolerance
 from lyapunov_prune.models.projections import find_projections
 
@@ -162,3 +163,23 @@ def test_the_matrices_of_a_layer_are_alike(llama: PreTrainedModel, profile: Cont
     for name, layer in zip(found.names, found.layers, strict=True):
         assert f"layers.{layer}." in name
         assert found.of(name) == pytest.approx(found.by_layer()[layer], rel=1e-14)
+
+
+def test_a_profile_of_noise_allocates_nothing(llama: PreTrainedModel, profile: ContractionProfile) -> None:
+    noise = dataclasses.replace(profile, floor=profile.energies["energy"])
+    for schedule in (lyapunov, lyapunov_budget):
+        with pytest.raises(LyapunovPruneError, match=r"every rho .* below the rounding floor of float32.*atp"):
+            schedule(llama, 0.5, noise)
+    with pytest.raises(LyapunovPruneError, match="every rho"):
+        allocate_bits(llama, 4.0, noise)
+
+
+def test_layers_below_the_floor_are_told(llama: PreTrainedModel, profile: ContractionProfile) -> None:
+    floor = np.append(profile.energies["energy"][:2], np.zeros(LAYERS - 1))
+    some = dataclasses.replace(profile, floor=floor)
+    for found in (lyapunov(llama, 0.5, some), lyapunov_budget(llama, 0.5, some), allocate_bits(llama, 4.0, some)):
+        assert found.below_floor == (0, 1)
+        assert found.headline().endswith("; rho lies below the rounding floor at layer 0, 1")
+        np.testing.assert_array_equal(
+            found.amount, allocate(llama, found.schedule, found.budget, profile=profile).amount
+        )

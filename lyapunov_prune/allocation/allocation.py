@@ -10,6 +10,7 @@ import numpy as np
 import pandas as pd
 from transformers import PreTrainedModel
 
+from lyapunov_prune.contraction import floor_note
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.models.projections import Projection, find_projections
 from lyapunov_prune.models.structure import identify
@@ -28,7 +29,8 @@ class Allocation(Result):
     """The compression of every matrix: `amount` (M,) float64, in the order of the model.
 
     `unit` is `sparsity` (share of the entries that become zero) or `bits` (a weight). The mean weighted by
-    `sizes` (entries) is the budget. Embeddings and head are no matrices of a layer and do not count.
+    `sizes` (entries) is the budget. Embeddings and head are no matrices of a layer and do not count. Of a schedule
+    that goes by ρ, `below_floor` holds the layers whose ρ is rounding (`ContractionProfile.below_floor`).
     """
 
     schedule: str
@@ -41,6 +43,7 @@ class Allocation(Result):
     parameters: dict[str, float]
     model: ModelIdentity
     measured_on: tuple[MeasuredOn, ...]
+    below_floor: tuple[int, ...] = ()
 
     def of(self, name: str) -> float:
         """The amount of one matrix; raises LyapunovPruneError when there is none of this name."""
@@ -80,7 +83,9 @@ class Allocation(Result):
 
     def headline(self) -> str:
         given = "".join(f", {name} {value:g}" for name, value in self.parameters.items())
-        return f"{self.schedule}{given}: {self.unit} {self.budget:g} over {self.model.name}"
+        return (
+            f"{self.schedule}{given}: {self.unit} {self.budget:g} over {self.model.name}{floor_note(self.below_floor)}"
+        )
 
 
 @dataclass(frozen=True)
@@ -114,6 +119,7 @@ class Matrices:
         parameters: Mapping[str, float],
         measured_on: tuple[MeasuredOn, ...] = (),
         unit: str = "sparsity",
+        below_floor: tuple[int, ...] = (),
     ) -> Allocation:
         return Allocation(
             schedule=schedule,
@@ -126,6 +132,7 @@ class Matrices:
             parameters={name: float(value) for name, value in parameters.items()},
             model=self.model,
             measured_on=measured_on,
+            below_floor=below_floor,
         )
 
 
