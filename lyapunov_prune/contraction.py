@@ -14,6 +14,7 @@ import pandas as pd
 import torch
 from transformers import PreTrainedModel
 
+from lyapunov_prune.arrays import require_array
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.models.structure import find_structure, in_eval_mode
 from lyapunov_prune.progress import track
@@ -28,6 +29,8 @@ Method = Literal["difference", "jvp"]
 ABOVE_FLOOR = 100.0
 # The floor needs an order of magnitude, so a stretch of one window is enough.
 FLOOR_TOKENS = 128
+# A share, summed in another order than the whole.
+_WHOLE = 1 + 1e-6
 
 
 @dataclass(frozen=True)
@@ -54,6 +57,25 @@ class ContractionProfile(Result):
     sink_error_share: np.ndarray  # share of Σ‖e_l‖² in those same tokens, (L + 1,)
     norm_growth: np.ndarray  # K = Π_l ‖h_{l+1}‖/‖h_l‖, one value a window
     measured_on: MeasuredOn
+
+    def __post_init__(self) -> None:
+        L = self.measured_on.model.num_layers
+        _require_pooling(self.pooling)
+        if not set(self.energies) == set(self.intervals) == set(get_args(Pooling)):
+            raise LyapunovPruneError(
+                "a contraction profile has energies and intervals of both poolings; measure it again"
+            )
+        of = "contraction profile"
+        for pooling in get_args(Pooling):
+            require_array(f"{of}, {pooling} energies", self.energies[pooling], (L + 1,))
+            require_array(f"{of}, {pooling} intervals", self.intervals[pooling], (L, 2), finite=False)
+        require_array(f"{of}, floor", self.floor, (L + 1,))
+        # NaN or infinite where no error is left to grow or to share.
+        require_array(f"{of}, error_growth", self.error_growth, (L,), finite=False)
+        require_array(f"{of}, state_growth", self.state_growth, (L,), finite=False)
+        require_array(f"{of}, sink_state_share", self.sink_state_share, (L + 1,), most=_WHOLE, finite=False)
+        require_array(f"{of}, sink_error_share", self.sink_error_share, (L + 1,), most=_WHOLE, finite=False)
+        require_array(f"{of}, norm_growth", self.norm_growth, (self.norm_growth.size,), finite=False)
 
     @property
     def relative_energy(self) -> np.ndarray:

@@ -11,6 +11,7 @@ import pandas as pd
 import torch
 from transformers import PreTrainedModel
 
+from lyapunov_prune.arrays import require_array
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.linalg import lift
 from lyapunov_prune.models.structure import find_structure, in_eval_mode
@@ -49,6 +50,11 @@ class SkipDivergence(Result):
     flipped: np.ndarray
     temperature: float
     measured_on: MeasuredOn
+
+    def __post_init__(self) -> None:
+        for name in ("variance", "kl", "reverse_kl", "flipped"):
+            shape = (self.measured_on.model.num_layers,)
+            require_array(f"divergence, {name}", getattr(self, name), shape, finite=False)
 
     def to_frame(self) -> pd.DataFrame:
         return pd.DataFrame(

@@ -9,6 +9,7 @@ import numpy as np
 import pandas as pd
 from transformers import PreTrainedModel
 
+from lyapunov_prune.arrays import require_array, require_layers
 from lyapunov_prune.contraction import floor_note
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.models.plain import require_in_memory
@@ -44,6 +45,10 @@ class PruningPlan(Result):
         layers = self.model.num_layers
         for field in FIELDS.values():
             object.__setattr__(self, field, self._checked(getattr(self, field)))
+        require_array(
+            "scores of the plan", self.scores, (layers if len(self.scores) else 0,), least=-np.inf, finite=False
+        )
+        require_layers("plan, below_floor", self.below_floor, layers)
         twice = sorted({*self.drop_attention, *self.drop_mlp} & set(self.remove))
         if twice:
             raise LyapunovPruneError(f"layer {twice[0]} is removed whole, sublayers and all; name it once")

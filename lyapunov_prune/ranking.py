@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 import pandas as pd
 
+from lyapunov_prune.arrays import require_array, require_layers
 from lyapunov_prune.branch_influence import SublayerInfluence
 from lyapunov_prune.contraction import ContractionProfile, floor_note
 from lyapunov_prune.errors import LyapunovPruneError
@@ -33,6 +34,11 @@ class LayerRanking(Result):
     measured_on: tuple[MeasuredOn, ...]
     what: str = "layers"
     below_floor: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        layers = self.model.num_layers
+        require_array("ranking, scores", self.scores, (layers,), least=-np.inf, finite=self.what == "layers")
+        require_layers("ranking, below_floor", self.below_floor, layers)
 
     @property
     def order(self) -> tuple[int, ...]:
@@ -116,7 +122,7 @@ def rank_layers(
     | `random` | a permutation drawn from `seed` |
 
     `rho` follows the pooling of the profile. Raises LyapunovPruneError for an unknown criterion, a
-    missing measurement, measurements of two models, a ρ or Block Influence that is not finite, and by `rho` or
+    missing measurement, measurements of two models, a ρ that is not finite, and by `rho` or
     `blend` for a profile whose every ρ lies below the rounding floor.
     """
     if criterion not in CRITERIA:
@@ -136,7 +142,11 @@ def rank_layers(
     if criterion in ("rho", "blend"):
         if profile is None:
             raise LyapunovPruneError(f"criterion {criterion} needs a contraction profile; measure one")
-        _require_finite("rho", profile.rho)
+        if not np.isfinite(profile.rho).all():
+            layer = int(np.argmin(np.isfinite(profile.rho)))
+            raise LyapunovPruneError(
+                f"rho of layer {layer} is {profile.rho[layer]:g}, not finite; measure again in float32"
+            )
         profile.require_above_floor()
         below_floor = profile.below_floor
         scores = np.abs(profile.rho - 1)
@@ -144,7 +154,6 @@ def rank_layers(
     if criterion in ("bi", "blend"):
         if influence is None:
             raise LyapunovPruneError(f"criterion {criterion} needs Block Influence; measure it")
-        _require_finite("Block Influence", influence.influence)
         blended = alpha * _minmax(scores) + (1 - alpha) * _minmax(influence.influence)
         scores = influence.influence if criterion == "bi" else blended
         used.append(influence.measured_on)
@@ -160,12 +169,6 @@ def rank_layers(
         measured_on=tuple(used),
         below_floor=below_floor,
     )
-
-
-def _require_finite(name: str, values: np.ndarray) -> None:
-    if not np.isfinite(values).all():
-        layer = int(np.argmin(np.isfinite(values)))
-        raise LyapunovPruneError(f"{name} of layer {layer} is {values[layer]:g}, not finite; measure again in float32")
 
 
 def rank_sublayers(influence: SublayerInfluence, what: str) -> LayerRanking:

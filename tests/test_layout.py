@@ -12,6 +12,7 @@ PACKAGE = Path(__file__).parent.parent / "lyapunov_prune"
 ORDER = [
     "errors",
     "files",
+    "arrays",
     "results",
     "progress",
     "tensor_files",

@@ -92,7 +92,6 @@ def test_positional_criteria() -> None:
 
 def test_bad_requests_are_refused() -> None:
     other = block_influence(make_tiny("gpt2"), _IDS)
-    nan = with_influence(np.array([1.0, np.nan, 1, 1, 1, 1]))
     for message, call in {
         "unknown criterion": lambda: rank_layers(_PROFILE, criterion="best"),
         "outside": lambda: rank_layers(_PROFILE, _INFLUENCE, alpha=1.5),
@@ -100,7 +99,7 @@ def test_bad_requests_are_refused() -> None:
         "needs Block Influence": lambda: rank_layers(_PROFILE, criterion="blend"),
         "nothing to rank": lambda: rank_layers(),
         "two models": lambda: rank_layers(_PROFILE, other),
-        "not finite": lambda: rank_layers(None, nan, criterion="bi"),
+        "not finite": lambda: with_influence(np.array([1.0, np.nan, 1, 1, 1, 1])),
         "cannot remove 0": lambda: rank_layers(_PROFILE, criterion="rho").plan(0),
         "keep at least one": lambda: rank_layers(_PROFILE, criterion="rho").plan(LAYERS),
     }.items():
@@ -127,8 +126,8 @@ def test_periods_leave_whole_and_the_best_of_them(influence: np.ndarray, period:
 def test_a_rest_that_is_no_whole_period_stays() -> None:
     falling = with_influence(np.arange(LAYERS, 0, -1.0))  # the rest at the end has the smallest scores
     assert rank_layers(None, falling, criterion="bi").plan(2).remove == (4, 5)
-    ranking = replace(rank_layers(None, falling, criterion="bi"), scores=np.array([3.0, 3, 2, 2, 1]))
-    ranking = replace(ranking, model=replace(ranking.model, num_layers=5))
+    ranking = rank_layers(None, falling, criterion="bi")
+    ranking = replace(ranking, scores=np.array([3.0, 3, 2, 2, 1]), model=replace(ranking.model, num_layers=5))
     assert ranking.plan(2, period=2).remove == (2, 3)
 
 

@@ -10,6 +10,7 @@ import numpy as np
 import pandas as pd
 from transformers import PreTrainedModel
 
+from lyapunov_prune.arrays import require_array, require_layers
 from lyapunov_prune.contraction import floor_note
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.models.projections import Projection, find_projections
@@ -44,6 +45,27 @@ class Allocation(Result):
     model: ModelIdentity
     measured_on: tuple[MeasuredOn, ...]
     below_floor: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        count = len(self.names)
+        most = {"sparsity": 1.0, "rank": np.inf, "bits": 16.0}.get(self.unit)
+        if most is None:
+            raise LyapunovPruneError(f"an allocation of {self.unit!r}; give sparsity, rank or bits")
+        if not count or len(set(self.names)) != count:
+            raise LyapunovPruneError("an allocation names every matrix once; make it again")
+        require_array("allocation, amount", self.amount, (count,), most=most)
+        require_array("allocation, sizes", np.array(self.sizes), (count,), least=1)
+        require_array("allocation, layers", np.array(self.layers), (count,))
+        require_layers("allocation, layers", self.layers, self.model.num_layers)
+        require_layers("allocation, below_floor", self.below_floor, self.model.num_layers)
+
+    def require_model(self, model: PreTrainedModel) -> None:
+        """Raise LyapunovPruneError unless these are the matrices of `model`."""
+        found = Matrices.of(model)
+        own = (self.names, self.layers, self.sizes)
+        theirs = (tuple(p.name for p in found.projections), tuple(found.layers), tuple(found.sizes))
+        if not self.model.same_as(found.model) or own != theirs:
+            raise LyapunovPruneError(f"this allocation was made for {self.model.name}; allocate for this model anew")
 
     def of(self, name: str) -> float:
         """The amount of one matrix; raises LyapunovPruneError when there is none of this name."""
