@@ -18,7 +18,10 @@ def require_array(
     most: float = np.inf,
     finite: bool = True,
 ) -> None:
-    """Raise LyapunovPruneError unless `values` has this shape and is in `least … most`; NaN only where not `finite`."""
+    """Raise LyapunovPruneError unless `values` has this shape and lies in `least … most`.
+
+    NaN (and, where `most` allows it, infinity) is let through only where not `finite`.
+    """
     if np.shape(values) != shape:
         wanted, found = (" × ".join(map(str, s)) or "no array" for s in (shape, np.shape(values)))
         raise LyapunovPruneError(f"{name}: {found} numbers where the model has {wanted}; measure or make it again")

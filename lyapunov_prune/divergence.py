@@ -27,6 +27,8 @@ from lyapunov_prune.tracing import require_finite
 _CHUNK = 2**22
 # Entries taken through the exponentials at once: they stay in the cache.
 _BLOCK = 2**18
+# Sums of terms that are not negative, each rounded.
+_ROUNDING = 1e-9
 
 
 @dataclass(frozen=True)
@@ -54,7 +56,7 @@ class SkipDivergence(Result):
     def __post_init__(self) -> None:
         for name in ("variance", "kl", "reverse_kl", "flipped"):
             shape = (self.measured_on.model.num_layers,)
-            require_array(f"divergence, {name}", getattr(self, name), shape, finite=False)
+            require_array(f"divergence, {name}", getattr(self, name), shape, least=-_ROUNDING, finite=False)
 
     def to_frame(self) -> pd.DataFrame:
         return pd.DataFrame(

@@ -45,9 +45,8 @@ class PruningPlan(Result):
         layers = self.model.num_layers
         for field in FIELDS.values():
             object.__setattr__(self, field, self._checked(getattr(self, field)))
-        require_array(
-            "scores of the plan", self.scores, (layers if len(self.scores) else 0,), least=-np.inf, finite=False
-        )
+        count = layers if len(self.scores) else 0
+        require_array("plan, scores", self.scores, (count,), least=-np.inf, finite=False)
         require_layers("plan, below_floor", self.below_floor, layers)
         twice = sorted({*self.drop_attention, *self.drop_mlp} & set(self.remove))
         if twice:
