@@ -13,6 +13,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from lyapunov_prune.arrays import require_array
 from lyapunov_prune.errors import NonFiniteError
 from lyapunov_prune.linalg import token_energy, widen
 from lyapunov_prune.models.structure import find_structure, in_eval_mode
@@ -36,6 +37,11 @@ class SublayerInfluence(Result):
     attention_spread: np.ndarray
     mlp_spread: np.ndarray
     measured_on: MeasuredOn
+
+    def __post_init__(self) -> None:
+        for name in ("attention", "mlp", "attention_spread", "mlp_spread"):
+            shape = (self.measured_on.model.num_layers,)
+            require_array(f"Block Influence, {name}", getattr(self, name), shape, finite=False)
 
     def to_frame(self) -> pd.DataFrame:
         return pd.DataFrame(

@@ -9,6 +9,7 @@ import pandas as pd
 import torch
 from transformers import PreTrainedModel
 
+from lyapunov_prune.contraction import floor_note
 from lyapunov_prune.divergence import divergences_without, require_temperature
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.models.structure import find_structure, identify, in_eval_mode
@@ -74,7 +75,7 @@ class BudgetedRemoval(Result):
     def headline(self) -> str:
         return (
             f"{self.within} layers by {self.ranking.criterion} within {self.max_kl:g} nats a token, "
-            f"T = {self.temperature:g}\n{self.measured_on.line()}"
+            f"T = {self.temperature:g}{floor_note(self.ranking.below_floor)}\n{self.measured_on.line()}"
         )
 
 

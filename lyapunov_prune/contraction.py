@@ -14,6 +14,7 @@ import pandas as pd
 import torch
 from transformers import PreTrainedModel
 
+from lyapunov_prune.arrays import require_array
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.models.structure import find_structure, in_eval_mode
 from lyapunov_prune.progress import track
@@ -28,6 +29,8 @@ Method = Literal["difference", "jvp"]
 ABOVE_FLOOR = 100.0
 # The floor needs an order of magnitude, so a stretch of one window is enough.
 FLOOR_TOKENS = 128
+# A share, summed in another order than the whole.
+_WHOLE = 1 + 1e-6
 
 
 @dataclass(frozen=True)
@@ -55,6 +58,25 @@ class ContractionProfile(Result):
     norm_growth: np.ndarray  # K = Π_l ‖h_{l+1}‖/‖h_l‖, one value a window
     measured_on: MeasuredOn
 
+    def __post_init__(self) -> None:
+        L = self.measured_on.model.num_layers
+        _require_pooling(self.pooling)
+        if not set(self.energies) == set(self.intervals) == set(get_args(Pooling)):
+            raise LyapunovPruneError(
+                "a contraction profile has energies and intervals of both poolings; measure it again"
+            )
+        of = "contraction profile"
+        for pooling in get_args(Pooling):
+            require_array(f"{of}, {pooling} energies", self.energies[pooling], (L + 1,))
+            require_array(f"{of}, {pooling} intervals", self.intervals[pooling], (L, 2), finite=False)
+        require_array(f"{of}, floor", self.floor, (L + 1,))
+        # NaN or infinite where no error is left to grow or to share.
+        require_array(f"{of}, error_growth", self.error_growth, (L,), finite=False)
+        require_array(f"{of}, state_growth", self.state_growth, (L,), finite=False)
+        require_array(f"{of}, sink_state_share", self.sink_state_share, (L + 1,), most=_WHOLE, finite=False)
+        require_array(f"{of}, sink_error_share", self.sink_error_share, (L + 1,), most=_WHOLE, finite=False)
+        require_array(f"{of}, norm_growth", self.norm_growth, (self.norm_growth.size,), finite=False)
+
     @property
     def relative_energy(self) -> np.ndarray:
         """V before the first layer and after each, (L + 1,)."""
@@ -62,8 +84,9 @@ class ContractionProfile(Result):
 
     @property
     def rho(self) -> np.ndarray:
-        """ρ of every layer, (L,)."""
-        return self.relative_energy[1:] / self.relative_energy[:-1]
+        """ρ of every layer, (L,); NaN or infinite where no error is left to grow."""
+        with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
+            return self.relative_energy[1:] / self.relative_energy[:-1]
 
     @property
     def rho_interval(self) -> np.ndarray:
@@ -78,6 +101,19 @@ class ContractionProfile(Result):
         """Which ratios rest on energies at least 100 × the rounding floor, (L,) of bool."""
         clear = self.energies["energy"] > ABOVE_FLOOR * self.floor
         return clear[:-1] & clear[1:]
+
+    @property
+    def below_floor(self) -> tuple[int, ...]:
+        """The layers whose ratio is not `above_floor`: rounding, and no measurement."""
+        return tuple(int(i) for i in np.flatnonzero(~self.above_floor))
+
+    def require_above_floor(self) -> None:
+        """Raise LyapunovPruneError when every ρ is `below_floor`: to go by it would be to go by noise."""
+        if not self.above_floor.any():
+            raise LyapunovPruneError(
+                f"every rho of this profile lies below the rounding floor of {self.measured_on.dtype}; measure with "
+                "--dtype float32 or profile --method jvp, or go by something else (--criterion bi, --allocation atp)"
+            )
 
     @property
     def contracting(self) -> tuple[int, int]:
@@ -132,9 +168,9 @@ class ContractionProfile(Result):
                 for i in self.pooling_disagrees
             )
             lines.append(f"Poolings disagree more than twofold at layer {shares}")
-        if not self.above_floor.all():
+        if self.below_floor:
             lines.append(
-                f"{int((~self.above_floor).sum())} ratios are not well above rounding in {self.measured_on.dtype}: "
+                f"{len(self.below_floor)} ratios are not well above rounding in {self.measured_on.dtype}: "
                 "use method jvp or float32"
             )
         return "\n".join(lines)
@@ -207,6 +243,11 @@ def measure_contraction(
         norm_growth=growth,
         measured_on=batch.measured_on(model, seed=seeds[0]),
     )
+
+
+def floor_note(below_floor: tuple[int, ...]) -> str:
+    """What a decision that goes by ρ says of the layers whose ρ is rounding; empty for none."""
+    return f"; rho lies below the rounding floor at layer {', '.join(map(str, below_floor))}" if below_floor else ""
 
 
 def _require_pooling(pooling: str) -> None:

@@ -11,6 +11,7 @@ import pandas as pd
 import torch
 from transformers import PreTrainedModel
 
+from lyapunov_prune.arrays import require_array
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.linalg import lift
 from lyapunov_prune.models.structure import find_structure, in_eval_mode
@@ -26,6 +27,8 @@ from lyapunov_prune.tracing import require_finite
 _CHUNK = 2**22
 # Entries taken through the exponentials at once: they stay in the cache.
 _BLOCK = 2**18
+# Sums of terms that are not negative, each rounded.
+_ROUNDING = 1e-9
 
 
 @dataclass(frozen=True)
@@ -49,6 +52,11 @@ class SkipDivergence(Result):
     flipped: np.ndarray
     temperature: float
     measured_on: MeasuredOn
+
+    def __post_init__(self) -> None:
+        for name in ("variance", "kl", "reverse_kl", "flipped"):
+            shape = (self.measured_on.model.num_layers,)
+            require_array(f"divergence, {name}", getattr(self, name), shape, least=-_ROUNDING, finite=False)
 
     def to_frame(self) -> pd.DataFrame:
         return pd.DataFrame(

@@ -9,6 +9,7 @@ import pandas as pd
 import torch
 from transformers import PreTrainedModel
 
+from lyapunov_prune.arrays import require_array
 from lyapunov_prune.errors import NonFiniteError
 from lyapunov_prune.linalg import token_energy, widen
 from lyapunov_prune.models.structure import find_structure, in_eval_mode
@@ -31,6 +32,12 @@ class InfluenceProfile(Result):
     spread: np.ndarray
     change: np.ndarray
     measured_on: MeasuredOn
+
+    def __post_init__(self) -> None:
+        shape = (self.measured_on.model.num_layers,)
+        require_array("Block Influence, influence", self.influence, shape)
+        require_array("Block Influence, spread", self.spread, shape, finite=False)
+        require_array("Block Influence, change", self.change, shape)
 
     def to_frame(self) -> pd.DataFrame:
         return pd.DataFrame(

@@ -9,6 +9,8 @@ import numpy as np
 import pandas as pd
 from transformers import PreTrainedModel
 
+from lyapunov_prune.arrays import require_array, require_layers
+from lyapunov_prune.contraction import floor_note
 from lyapunov_prune.errors import LyapunovPruneError, printable
 from lyapunov_prune.models.plain import require_in_memory
 from lyapunov_prune.models.structure import identify
@@ -23,7 +25,8 @@ class PruningPlan(Result):
     """The layers to remove and those to lose their attention or MLP only (ascending), with the reasons.
 
     Indices are those of the original model. `scores` holds the criterion of every layer, smallest removed
-    first, NaN where there is nothing to remove; empty when the layers were given by hand. Raises
+    first, NaN where there is nothing to remove; empty when the layers were given by hand. Where they rest on ρ,
+    `below_floor` holds the layers whose ρ is rounding (`ContractionProfile.below_floor`). Raises
     LyapunovPruneError when an index is repeated or out of range, when a sublayer of a removed layer is named,
     and when nothing would be removed or no layer left.
     """
@@ -36,11 +39,15 @@ class PruningPlan(Result):
     measured_on: tuple[MeasuredOn, ...]
     drop_attention: tuple[int, ...] = ()
     drop_mlp: tuple[int, ...] = ()
+    below_floor: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         layers = self.model.num_layers
         for field in FIELDS.values():
             object.__setattr__(self, field, self._checked(getattr(self, field)))
+        count = layers if len(self.scores) else 0
+        require_array("plan, scores", self.scores, (count,), least=-np.inf, finite=False)
+        require_layers("plan, below_floor", self.below_floor, layers)
         twice = sorted({*self.drop_attention, *self.drop_mlp} & set(self.remove))
         if twice:
             raise LyapunovPruneError(f"layer {twice[0]} is removed whole, sublayers and all; name it once")
@@ -131,6 +138,8 @@ class PruningPlan(Result):
         if len(self.scores):
             frame.insert(1, "score", self.scores)
             frame.insert(2, "rank", np.argsort(np.argsort(self.scores, kind="stable")))
+        if self.below_floor:
+            frame["below_floor"] = np.isin(layers, self.below_floor)
         return frame
 
     def headline(self) -> str:
@@ -143,7 +152,7 @@ class PruningPlan(Result):
             if indices
         ]
         costs = "; sublayers are zeroed, which saves no time or memory" if self.drops_sublayers else ""
-        return printable(f"Remove {'; '.join(what)}{costs}")
+        return printable(f"Remove {'; '.join(what)}{costs}{floor_note(self.below_floor)}")
 
 
 def _identity(model: PreTrainedModel | ModelIdentity) -> ModelIdentity:

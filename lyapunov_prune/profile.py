@@ -9,6 +9,7 @@ import pandas as pd
 from transformers import PreTrainedModel
 
 from lyapunov_prune.contraction import ContractionProfile, Method, Pooling, measure_contraction
+from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.influence import InfluenceProfile, block_influence
 from lyapunov_prune.results import Result
 from lyapunov_prune.text import TokenBatch
@@ -20,6 +21,10 @@ class LayerProfile(Result):
 
     contraction: ContractionProfile
     influence: InfluenceProfile
+
+    def __post_init__(self) -> None:
+        if not self.contraction.measured_on.model.same_as(self.influence.measured_on.model):
+            raise LyapunovPruneError("contraction and Block Influence of the profile are of two models; measure one")
 
     def to_frame(self) -> pd.DataFrame:
         return self.contraction.to_frame().merge(self.influence.to_frame(), on="layer")

@@ -7,8 +7,9 @@ from dataclasses import dataclass
 import numpy as np
 import pandas as pd
 
+from lyapunov_prune.arrays import require_array, require_layers
 from lyapunov_prune.branch_influence import SublayerInfluence
-from lyapunov_prune.contraction import ContractionProfile
+from lyapunov_prune.contraction import ContractionProfile, floor_note
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.influence import InfluenceProfile
 from lyapunov_prune.plan import FIELDS, PruningPlan
@@ -22,7 +23,8 @@ CRITERIA = ("rho", "bi", "blend", "from-end", "random")
 class LayerRanking(Result):
     """A score for every layer, (L,) float64; the smallest is removed first.
 
-    `what` goes: whole layers, or their attention or MLP alone. Layers that lack it have no score (NaN).
+    `what` goes: whole layers, or their attention or MLP alone. Layers that lack it have no score (NaN). Where the
+    scores rest on ρ, `below_floor` holds the layers whose ρ is rounding (`ContractionProfile.below_floor`).
     """
 
     criterion: str
@@ -31,6 +33,12 @@ class LayerRanking(Result):
     model: ModelIdentity
     measured_on: tuple[MeasuredOn, ...]
     what: str = "layers"
+    below_floor: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        layers = self.model.num_layers
+        require_array("ranking, scores", self.scores, (layers,), least=-np.inf, finite=self.what == "layers")
+        require_layers("ranking, below_floor", self.below_floor, layers)
 
     @property
     def order(self) -> tuple[int, ...]:
@@ -60,6 +68,7 @@ class LayerRanking(Result):
             scores=self.scores,
             model=self.model,
             measured_on=self.measured_on,
+            below_floor=self.below_floor,
         )
 
     def _periods(self, remove: int, period: int) -> tuple[int, ...]:
@@ -71,12 +80,16 @@ class LayerRanking(Result):
 
     def to_frame(self) -> pd.DataFrame:
         order = list(self.order)
-        return pd.DataFrame({"rank": range(len(order)), "layer": order, "score": self.scores[order]})
+        frame = pd.DataFrame({"rank": range(len(order)), "layer": order, "score": self.scores[order]})
+        if self.below_floor:
+            frame["below_floor"] = np.isin(order, self.below_floor)
+        return frame
 
     def headline(self) -> str:
         blend = f" (alpha {self.alpha:g})" if self.alpha is not None else ""
         what = {"layers": "Layers", "attention": "Attention of the layers", "mlp": "MLPs of the layers"}[self.what]
-        return f"{what} of {self.model.name} by {self.criterion}{blend}, first to remove first"
+        note = floor_note(self.below_floor)
+        return f"{what} of {self.model.name} by {self.criterion}{blend}, first to remove first{note}"
 
 
 def require_periods(remove: int, layers: int, period: int) -> None:
@@ -109,7 +122,8 @@ def rank_layers(
     | `random` | a permutation drawn from `seed` |
 
     `rho` follows the pooling of the profile. Raises LyapunovPruneError for an unknown criterion, a
-    missing measurement, measurements of two models, or scores that are not finite.
+    missing measurement, measurements of two models, a ρ that is not finite, and by `rho` or
+    `blend` for a profile whose every ρ lies below the rounding floor.
     """
     if criterion not in CRITERIA:
         raise LyapunovPruneError(f"unknown criterion {criterion!r}; give one of {', '.join(CRITERIA)}")
@@ -123,10 +137,18 @@ def rank_layers(
     layers = np.arange(source.measured_on.model.num_layers)
 
     used: list[MeasuredOn] = []
+    below_floor: tuple[int, ...] = ()
     scores: np.ndarray = np.zeros(len(layers))
     if criterion in ("rho", "blend"):
         if profile is None:
             raise LyapunovPruneError(f"criterion {criterion} needs a contraction profile; measure one")
+        if not np.isfinite(profile.rho).all():
+            layer = int(np.argmin(np.isfinite(profile.rho)))
+            raise LyapunovPruneError(
+                f"rho of layer {layer} is {profile.rho[layer]:g}, not finite; measure again in float32"
+            )
+        profile.require_above_floor()
+        below_floor = profile.below_floor
         scores = np.abs(profile.rho - 1)
         used.append(profile.measured_on)
     if criterion in ("bi", "blend"):
@@ -139,16 +161,13 @@ def rank_layers(
         scores = (len(layers) - 1.0) - layers
     if criterion == "random":
         scores = np.random.default_rng(seed).permutation(len(layers)).astype(np.float64)
-    if not np.isfinite(scores).all():
-        raise LyapunovPruneError(
-            f"the score of layer {int(np.argmin(np.isfinite(scores)))} is not finite; measure again in float32"
-        )
     return LayerRanking(
         criterion=criterion,
         alpha=alpha if criterion == "blend" else None,
         scores=scores,
         model=source.measured_on.model,
         measured_on=tuple(used),
+        below_floor=below_floor,
     )
 
 

@@ -37,7 +37,7 @@ def remove_layers(model: PreTrainedModel, plan: PruningPlan | Sequence[int]) -> 
     your text), and so is every decoder inside a multimodal model, whose other parts are copied as they are.
     Raises LyapunovPruneError for a bad plan, a plan for another model, a removal that the family's checkpoint
     format cannot express, a decoder that fails the gate, and a model that is not its plain weights (adapters,
-    quantised or offloaded weights).
+    quantised, offloaded or parametrised weights).
     """
     require_plain(model)
     plan = as_plan(model, plan)

@@ -78,7 +78,7 @@ def test_widths_without_sense_are_refused(
 def test_factors_and_profiles_that_do_not_serve_are_refused(
     llama: PreTrainedModel, profile: ContractionProfile
 ) -> None:
-    broken = dataclasses.replace(profile, energies={"energy": np.zeros(LAYERS + 1)})
+    broken = dataclasses.replace(profile, energies=dict.fromkeys(("energy", "token"), np.zeros(LAYERS + 1)))
     with pytest.raises(LyapunovPruneError, match="rho of layer 0 is nan"):
         allocate_bits(llama, 4.0, broken)
     with pytest.raises(LyapunovPruneError, match="the contraction profile is of"):

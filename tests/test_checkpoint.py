@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import errno
 import json
 import multiprocessing
@@ -392,3 +393,11 @@ def test_what_a_killed_process_left_is_no_obstacle(
     prune_in_a_child(die_while_saving, checkpoint, target)
     write()
     assert Provenance.load(target / PROVENANCE).gate.passed
+
+
+def test_the_card_says_which_scores_were_rounding(
+    reader: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, plan: PruningPlan, target: Path
+) -> None:
+    write_pruned(reader, tokenizer, dataclasses.replace(plan, below_floor=(1, 3)), target)
+    assert "rho lies below the rounding floor at layer 1, 3" in " ".join((target / "README.md").read_text().split())
+    assert Provenance.load(target / "provenance.json").plan.below_floor == (1, 3)

@@ -834,3 +834,15 @@ def test_hierarchy_follows_a_compressed_and_a_pruned_model(run: Any) -> None:
     assert rounded.kl.mean() < dropped.kl.mean()
     assert run("prune", "tiny", "--layers", "1", "-o", "out", *TEXT).code == 0
     assert run("hierarchy", "tiny", "out", *few).code == 0
+
+
+@pytest.mark.parametrize("command", ["rank", "prune"])
+@pytest.mark.parametrize("criterion", ["rho", "blend"])
+def test_rho_of_nothing_but_rounding_decides_nothing(
+    command: str, criterion: str, run: Callable[..., Done], run_bad: Callable[..., str]
+) -> None:
+    asked = [command, "tiny", "--criterion", criterion, "--remove", "1", "-o", "out", *TEXT]
+    assert "every rho of this profile lies below the rounding floor of bfloat16" in run_bad(
+        *asked, "--dtype", "bfloat16"
+    )
+    assert run(*asked).code == 0

@@ -13,6 +13,7 @@ ORDER = [
     "errors",
     "files",
     "overlap",
+    "arrays",
     "results",
     "history",
     "progress",

@@ -14,9 +14,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import PreTrainedModel
 
-from lyapunov_prune import ContractionProfile, LyapunovPruneError, measure_contraction
+from lyapunov_prune import ContractionProfile, LyapunovPruneError, allocate, measure_contraction
 from lyapunov_prune.allocation import lyapunov as module
 from lyapunov_prune.allocation.allocation import SPARSEST
+from lyapunov_prune.allocation.bits import allocate_bits
 from lyapunov_prune.allocation.lyapunov import log_amplification, lyapunov, lyapunov_budget, tolerance
 from lyapunov_prune.models.projections import find_projections
 
@@ -27,7 +28,11 @@ def profile_of(model: PreTrainedModel, rho: Sequence[float] = RHO) -> Contractio
     """A profile of the model with factors of our choice."""
     measured = measure_contraction(model, torch.ones(1, 4, dtype=torch.int64), seeds=[0])
     energies = np.cumprod([1e-4, *rho])
-    return dataclasses.replace(measured, energies={"energy": energies, "token": energies})
+    return with_energies(measured, energies)
+
+
+def with_energies(profile: ContractionProfile, energies: np.ndarray) -> ContractionProfile:
+    return dataclasses.replace(profile, energies={"energy": energies, "token": energies})
 
 
 @pytest.fixture(scope="module")
@@ -48,7 +53,7 @@ def test_every_layer_adds_the_same_error_at_the_output(profile: ContractionProfi
 
 
 def test_products_beyond_the_range_of_a_float_are_kept(profile: ContractionProfile) -> None:
-    wide = dataclasses.replace(profile, energies={"energy": 10.0 ** np.array([-150, 150, -150, 150, -150, 0, 0])})
+    wide = with_energies(profile, 10.0 ** np.array([-150, 150, -150, 150, -150, 0, 0]))
     wanted = np.log(10) * np.array([-150, 150, -150, 150, 0, 0])
     np.testing.assert_allclose(log_amplification(wide), wanted, rtol=1e-12)
     assert np.isfinite(tolerance(wide)).all()
@@ -105,7 +110,7 @@ def test_a_layer_whose_errors_grow_more_stays_denser(llama: PreTrainedModel, pro
 def test_the_budget_follows_the_root_of_the_tolerance(
     llama: PreTrainedModel, profile: ContractionProfile, rho: list[float], budget: float
 ) -> None:
-    own = dataclasses.replace(profile, energies={"energy": np.cumprod([1e-4, *rho])})
+    own = with_energies(profile, np.cumprod([1e-4, *rho]))
     s = lyapunov_budget(llama, budget, own).by_layer()
     assert abs(s.mean() - budget) <= 1e-12
     free = s < SPARSEST - 1e-9
@@ -113,13 +118,12 @@ def test_the_budget_follows_the_root_of_the_tolerance(
     np.testing.assert_allclose(error, error[0] if len(error) else 0, rtol=1e-8)
 
 
-@pytest.mark.parametrize("bad", [0.0, -1.0, np.inf, np.nan])
-def test_a_factor_that_is_none_is_named(llama: PreTrainedModel, profile: ContractionProfile, bad: float) -> None:
+def test_a_factor_that_is_none_is_named(llama: PreTrainedModel, profile: ContractionProfile) -> None:
     energies = profile.relative_energy.copy()
-    energies[3] *= bad
-    broken = dataclasses.replace(profile, energies={"energy": energies})
+    energies[3] = 0
+    broken = with_energies(profile, energies)
     for call in (tolerance, lambda p: lyapunov(llama, 0.5, p), lambda p: lyapunov_budget(llama, 0.5, p)):
-        with pytest.raises(LyapunovPruneError, match="rho of layer 2 is"):
+        with pytest.raises(LyapunovPruneError, match="rho of layer 2 is 0"):
             call(broken)
 
 
@@ -131,7 +135,7 @@ def test_a_profile_of_another_model_is_refused(profile: ContractionProfile) -> N
 
 
 def test_amplifications_too_far_apart_are_refused(llama: PreTrainedModel, profile: ContractionProfile) -> None:
-    far = dataclasses.replace(profile, energies={"energy": 10.0 ** np.array([0, -150, 150, 0, 0, 0, 0])})
+    far = with_energies(profile, 10.0 ** np.array([0, -150, 150, 0, 0, 0, 0]))
     assert lyapunov_budget(llama, 0.1, far).mean == pytest.approx(0.1, abs=1e-12)
     with pytest.raises(LyapunovPruneError, match="too far apart"):
         lyapunov(llama, 0.5, far)
@@ -162,3 +166,23 @@ def test_the_matrices_of_a_layer_are_alike(llama: PreTrainedModel, profile: Cont
     for name, layer in zip(found.names, found.layers, strict=True):
         assert f"layers.{layer}." in name
         assert found.of(name) == pytest.approx(found.by_layer()[layer], rel=1e-14)
+
+
+def test_a_profile_of_noise_allocates_nothing(llama: PreTrainedModel, profile: ContractionProfile) -> None:
+    noise = dataclasses.replace(profile, floor=profile.energies["energy"])
+    for schedule in (lyapunov, lyapunov_budget):
+        with pytest.raises(LyapunovPruneError, match=r"every rho .* below the rounding floor of float32.*atp"):
+            schedule(llama, 0.5, noise)
+    with pytest.raises(LyapunovPruneError, match="every rho"):
+        allocate_bits(llama, 4.0, noise)
+
+
+def test_layers_below_the_floor_are_told(llama: PreTrainedModel, profile: ContractionProfile) -> None:
+    floor = np.append(profile.energies["energy"][:2], np.zeros(LAYERS - 1))
+    some = dataclasses.replace(profile, floor=floor)
+    for found in (lyapunov(llama, 0.5, some), lyapunov_budget(llama, 0.5, some), allocate_bits(llama, 4.0, some)):
+        assert found.below_floor == (0, 1)
+        assert found.headline().endswith("; rho lies below the rounding floor at layer 0, 1")
+        np.testing.assert_array_equal(
+            found.amount, allocate(llama, found.schedule, found.budget, profile=profile).amount
+        )

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -12,7 +14,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
-from lyapunov_prune import InfluenceProfile, LyapunovPruneError, block_influence, measure_contraction, rank_layers
+from lyapunov_prune import (
+    InfluenceProfile,
+    LyapunovPruneError,
+    PruningPlan,
+    block_influence,
+    measure_contraction,
+    rank_layers,
+)
 from lyapunov_prune.contraction import ContractionProfile
 
 _MODEL = make_tiny("llama")
@@ -83,7 +92,6 @@ def test_positional_criteria() -> None:
 
 def test_bad_requests_are_refused() -> None:
     other = block_influence(make_tiny("gpt2"), _IDS)
-    nan = with_influence(np.array([1.0, np.nan, 1, 1, 1, 1]))
     for message, call in {
         "unknown criterion": lambda: rank_layers(_PROFILE, criterion="best"),
         "outside": lambda: rank_layers(_PROFILE, _INFLUENCE, alpha=1.5),
@@ -91,7 +99,7 @@ def test_bad_requests_are_refused() -> None:
         "needs Block Influence": lambda: rank_layers(_PROFILE, criterion="blend"),
         "nothing to rank": lambda: rank_layers(),
         "two models": lambda: rank_layers(_PROFILE, other),
-        "not finite": lambda: rank_layers(None, nan, criterion="bi"),
+        "not finite": lambda: with_influence(np.array([1.0, np.nan, 1, 1, 1, 1])),
         "cannot remove 0": lambda: rank_layers(_PROFILE, criterion="rho").plan(0),
         "keep at least one": lambda: rank_layers(_PROFILE, criterion="rho").plan(LAYERS),
     }.items():
@@ -118,8 +126,8 @@ def test_periods_leave_whole_and_the_best_of_them(influence: np.ndarray, period:
 def test_a_rest_that_is_no_whole_period_stays() -> None:
     falling = with_influence(np.arange(LAYERS, 0, -1.0))  # the rest at the end has the smallest scores
     assert rank_layers(None, falling, criterion="bi").plan(2).remove == (4, 5)
-    ranking = replace(rank_layers(None, falling, criterion="bi"), scores=np.array([3.0, 3, 2, 2, 1]))
-    ranking = replace(ranking, model=replace(ranking.model, num_layers=5))
+    ranking = rank_layers(None, falling, criterion="bi")
+    ranking = replace(ranking, scores=np.array([3.0, 3, 2, 2, 1]), model=replace(ranking.model, num_layers=5))
     assert ranking.plan(2, period=2).remove == (2, 3)
 
 
@@ -136,3 +144,59 @@ def test_layers_by_hand_that_split_a_period_are_refused() -> None:
     with pytest.raises(LyapunovPruneError, match="layer 1 leaves and layer 0 of the same period stays; name all of"):
         plan.require_periods(2)
     replace(plan, remove=(2, 3)).require_periods(2)
+
+
+# Ratios that are rounding.
+
+
+def with_floor(below: tuple[int, ...]) -> ContractionProfile:
+    """A profile whose ratios of these layers lie below the floor; a floor belongs to a boundary, so neighbours do."""
+    floor = np.zeros(LAYERS + 1)
+    floor[[layer + 1 for layer in below]] = 1.0
+    return replace(_PROFILE, floor=floor)
+
+
+def test_a_profile_of_noise_ranks_nothing() -> None:
+    model = make_tiny("llama").bfloat16()
+    profile, influence = measure_contraction(model, _IDS, seeds=(0,)), block_influence(model, _IDS)
+    assert profile.below_floor == tuple(range(LAYERS))
+    for criterion in ("rho", "blend"):
+        with pytest.raises(LyapunovPruneError, match=r"every rho .* floor of bfloat16; .*float32.*jvp.*bi") as error:
+            rank_layers(profile, influence, criterion=criterion)
+        assert "\n" not in str(error.value)
+    for criterion in ("bi", "from-end", "random"):  # which go by something else
+        assert rank_layers(profile, influence, criterion=criterion).below_floor == ()
+    derivative = measure_contraction(model, _IDS, seeds=(0,), method="jvp")
+    assert rank_layers(derivative, criterion="rho").below_floor == ()
+
+
+@pytest.mark.parametrize("criterion", ["rho", "blend"])
+def test_layers_below_the_floor_are_told_wherever_they_decide(criterion: str, tmp_path: Path) -> None:
+    ranking = rank_layers(with_floor((2,)), _INFLUENCE, criterion=criterion)
+    assert ranking.below_floor == (2, 3)
+    assert np.array_equal(ranking.scores, rank_layers(_PROFILE, _INFLUENCE, criterion=criterion).scores)
+    plan = PruningPlan.load(ranking.plan(2).save(tmp_path / "plan.json"))
+    for said in (ranking, plan):
+        assert "rho lies below the rounding floor at layer 2, 3" in said.headline()
+        frame = said.to_frame().set_index("layer")
+        assert set(frame.index[frame.below_floor]) == {2, 3}
+    above = rank_layers(_PROFILE, _INFLUENCE, criterion=criterion)
+    assert "floor" not in f"{above}{above.plan(2)}"
+
+
+def test_a_plan_of_before_the_floor_was_told_is_read(tmp_path: Path) -> None:
+    path = rank_layers(_PROFILE, criterion="rho").plan(2).save(tmp_path / "plan.json")
+    data = json.loads(path.read_text())
+    del data["below_floor"]
+    path.write_text(json.dumps(data))
+    assert PruningPlan.load(path).below_floor == ()
+
+
+@pytest.mark.parametrize("criterion", ["rho", "blend"])
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+def test_a_rho_that_is_no_number_is_named(criterion: str, bad: float) -> None:
+    energy = np.ones(LAYERS + 1)
+    energy[3:5] = 0 if np.isnan(bad) else (0, 1)
+    broken = replace(_PROFILE, energies={"energy": energy, "token": energy})
+    with pytest.raises(LyapunovPruneError, match=r"rho of layer 3 is (nan|inf), not finite"):
+        rank_layers(broken, _INFLUENCE, criterion=criterion)

@@ -39,6 +39,7 @@ def example(kind: Any, floats: Iterator[float]) -> Any:
         values = {name: example(hint, floats) for name, hint in typing.get_type_hints(kind).items()}
         # A plan does not drop parts of layers that it removes.
         values |= {name: (2, 3) for name in values if name.startswith("drop_")}
+        values |= sound(kind.__name__, values, floats)
         return typing.cast(type, kind)(**values)
     if origin is tuple:
         return (0, 1) if args[0] is int else tuple(example(args[0], floats) for _ in range(2))
@@ -47,6 +48,41 @@ def example(kind: Any, floats: Iterator[float]) -> Any:
     if kind is np.ndarray:
         return np.array([[next(floats) for _ in range(2)] for _ in range(3)])
     return {int: 5, float: next(floats), str: "ρ “x”\n", bool: True}[kind]
+
+
+def sound(name: str, values: dict[str, Any], floats: Iterator[float]) -> dict[str, Any]:
+    """Fields of a result that is checked when it is made, of five layers: no NaN where a number must be."""
+
+    def some(*shape: int, finite: bool = True, most: float = np.inf) -> np.ndarray:
+        found = np.minimum(np.abs([next(floats) for _ in range(math.prod(shape))]), most).reshape(shape)
+        return np.nan_to_num(found, nan=0.25, posinf=2.0) if finite else found
+
+    def loose(*shape: int) -> np.ndarray:
+        return some(*shape, finite=False)
+
+    if name == "ContractionProfile":
+        lengths = {"error_growth": 5, "state_growth": 5, "norm_growth": 3}
+        shares = {field: some(6, finite=False, most=1) for field in ("sink_state_share", "sink_error_share")}
+        energies, intervals = (
+            {p: make() for p in ("energy", "token")} for make in (lambda: some(6), lambda: loose(5, 2))
+        )
+        made = {field: loose(length) for field, length in lengths.items()}
+        return {"pooling": "token", "energies": energies, "intervals": intervals, "floor": some(6), **made, **shares}
+    if name == "InfluenceProfile":
+        return {"influence": some(5), "spread": loose(5), "change": some(5)}
+    if name == "LayerProfile":
+        return {"influence": dataclasses.replace(values["influence"], measured_on=values["contraction"].measured_on)}
+    if name == "SublayerInfluence":
+        return {field: loose(5) for field in ("attention", "mlp", "attention_spread", "mlp_spread")}
+    if name == "SkipDivergence":
+        return {field: loose(5) for field in ("variance", "kl", "reverse_kl")} | {"flipped": some(5, most=1)}
+    if name in ("LayerRanking", "PruningPlan"):
+        return {"scores": loose(5)}
+    if name == "Allocation":
+        amount = some(2, most=1)
+        kept = {"names": ("a", "b"), "sizes": (5, 5), "amount": amount, "budget": float(amount.mean())}
+        return {"unit": "sparsity", **kept}
+    return {}
 
 
 def same(a: Any, b: Any) -> bool:

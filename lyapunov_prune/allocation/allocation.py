@@ -10,6 +10,8 @@ import numpy as np
 import pandas as pd
 from transformers import PreTrainedModel
 
+from lyapunov_prune.arrays import require_array, require_layers
+from lyapunov_prune.contraction import floor_note
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.models.projections import Projection, find_projections
 from lyapunov_prune.models.structure import identify
@@ -28,7 +30,8 @@ class Allocation(Result):
     """The compression of every matrix: `amount` (M,) float64, in the order of the model.
 
     `unit` is `sparsity` (share of the entries that become zero) or `bits` (a weight). The mean weighted by
-    `sizes` (entries) is the budget. Embeddings and head are no matrices of a layer and do not count.
+    `sizes` (entries) is the budget. Embeddings and head are no matrices of a layer and do not count. Of a schedule
+    that goes by ρ, `below_floor` holds the layers whose ρ is rounding (`ContractionProfile.below_floor`).
     """
 
     schedule: str
@@ -41,6 +44,28 @@ class Allocation(Result):
     parameters: dict[str, float]
     model: ModelIdentity
     measured_on: tuple[MeasuredOn, ...]
+    below_floor: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        count = len(self.names)
+        most = {"sparsity": 1.0, "rank": np.inf, "bits": 16.0}.get(self.unit)
+        if most is None:
+            raise LyapunovPruneError(f"an allocation of {self.unit!r}; give sparsity, rank or bits")
+        if not count or len(set(self.names)) != count:
+            raise LyapunovPruneError("an allocation names every matrix once; make it again")
+        require_array("allocation, amount", self.amount, (count,), most=most)
+        require_array("allocation, sizes", np.array(self.sizes), (count,), least=1)
+        require_array("allocation, layers", np.array(self.layers), (count,))
+        require_layers("allocation, layers", self.layers, self.model.num_layers)
+        require_layers("allocation, below_floor", self.below_floor, self.model.num_layers)
+
+    def require_model(self, model: PreTrainedModel) -> None:
+        """Raise LyapunovPruneError unless these are the matrices of `model`."""
+        found = Matrices.of(model)
+        own = (self.names, self.layers, self.sizes)
+        theirs = (tuple(p.name for p in found.projections), tuple(found.layers), tuple(found.sizes))
+        if not self.model.same_as(found.model) or own != theirs:
+            raise LyapunovPruneError(f"this allocation was made for {self.model.name}; allocate for this model anew")
 
     def of(self, name: str) -> float:
         """The amount of one matrix; raises LyapunovPruneError when there is none of this name."""
@@ -80,7 +105,9 @@ class Allocation(Result):
 
     def headline(self) -> str:
         given = "".join(f", {name} {value:g}" for name, value in self.parameters.items())
-        return f"{self.schedule}{given}: {self.unit} {self.budget:g} over {self.model.name}"
+        return (
+            f"{self.schedule}{given}: {self.unit} {self.budget:g} over {self.model.name}{floor_note(self.below_floor)}"
+        )
 
 
 @dataclass(frozen=True)
@@ -114,6 +141,7 @@ class Matrices:
         parameters: Mapping[str, float],
         measured_on: tuple[MeasuredOn, ...] = (),
         unit: str = "sparsity",
+        below_floor: tuple[int, ...] = (),
     ) -> Allocation:
         return Allocation(
             schedule=schedule,
@@ -126,6 +154,7 @@ class Matrices:
             parameters={name: float(value) for name, value in parameters.items()},
             model=self.model,
             measured_on=measured_on,
+            below_floor=below_floor,
         )
 
 

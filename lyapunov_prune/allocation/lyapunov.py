@@ -19,14 +19,14 @@ def log_amplification(profile: ContractionProfile) -> np.ndarray:
     """`ln A_l = Σ_{k > l} ln ρ_k`, (L,) float64; 0 for the last layer.
 
     Logarithms, as the product over many layers leaves the range of a float. Raises LyapunovPruneError for a ρ
-    that is not finite or not positive.
+    that is not finite or not positive, and when every ρ lies below the rounding floor.
     """
-    with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
-        rho = profile.rho
+    rho = profile.rho
     wrong = ~(np.isfinite(rho) & (rho > 0))
     if wrong.any():
         layer = int(np.argmax(wrong))
         raise LyapunovPruneError(f"rho of layer {layer} is {rho[layer]:g}; measure again in float32 or with method jvp")
+    profile.require_above_floor()
     logs = np.log(rho)
     return np.concatenate([np.cumsum(logs[:0:-1])[::-1], [0.0]])
 
@@ -71,7 +71,9 @@ def lyapunov(
     high = min(most * budget, SPARSEST)
     amount = fit(_exponentials(logs), matrices.sizes, budget, low=min(least * budget, high), high=high)
     parameters = {"least": least, "most": most}
-    return matrices.allocated("lyapunov", budget, amount, parameters, (profile.measured_on,))
+    return matrices.allocated(
+        "lyapunov", budget, amount, parameters, (profile.measured_on,), below_floor=profile.below_floor
+    )
 
 
 def lyapunov_budget(model: PreTrainedModel, budget: float, profile: ContractionProfile) -> Allocation:
@@ -86,7 +88,9 @@ def lyapunov_budget(model: PreTrainedModel, budget: float, profile: ContractionP
     require_profile(profile, matrices.model)
     target = _exponentials(-log_amplification(profile)[matrices.layers] / 2)
     amount = fit(target, matrices.sizes, budget, high=SPARSEST)
-    return matrices.allocated("lyapunov-budget", budget, amount, {}, (profile.measured_on,))
+    return matrices.allocated(
+        "lyapunov-budget", budget, amount, {}, (profile.measured_on,), below_floor=profile.below_floor
+    )
 
 
 @torch.no_grad()

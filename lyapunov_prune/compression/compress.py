@@ -23,7 +23,7 @@ from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.history import add_step
 from lyapunov_prune.linalg import lift
 from lyapunov_prune.models.projections import Projection, find_projections
-from lyapunov_prune.models.structure import identify, in_eval_mode
+from lyapunov_prune.models.structure import in_eval_mode
 from lyapunov_prune.progress import track
 from lyapunov_prune.results import MeasuredOn, Result
 from lyapunov_prune.text import TokenBatch, as_batch
@@ -152,9 +152,9 @@ def compress(
     """
     kind = require_amount(method, sparsity, rank, bits, allocation)
     given = None if batch is None else as_batch(model, batch)
-    if isinstance(allocation, Allocation) and not allocation.model.same_as(identify(model)):
-        raise LyapunovPruneError(f"this allocation was made for {allocation.model.name}; allocate for this model anew")
-    if isinstance(allocation, str):
+    if isinstance(allocation, Allocation):
+        allocation.require_model(model)
+    else:
         allocation = _allocated(model, kind, sparsity, rank, bits, allocation, given, profile)
     if pattern is not None and allocation.schedule != "uniform":
         raise LyapunovPruneError("a pattern keeps the same share of every matrix; give allocation uniform with it")

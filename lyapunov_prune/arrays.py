@@ -1,0 +1,41 @@
+"""What a later step reads in a result: as many numbers as the model has places for, and numbers that can be."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import numpy as np
+
+from lyapunov_prune.errors import LyapunovPruneError
+
+
+def require_array(
+    name: str,
+    values: np.ndarray,
+    shape: tuple[int, ...],
+    *,
+    least: float = 0.0,
+    most: float = np.inf,
+    finite: bool = True,
+) -> None:
+    """Raise LyapunovPruneError unless `values` has this shape and lies in `least … most`.
+
+    NaN (and, where `most` allows it, infinity) is let through only where not `finite`.
+    """
+    if np.shape(values) != shape:
+        wanted, found = (" × ".join(map(str, s)) or "no array" for s in (shape, np.shape(values)))
+        raise LyapunovPruneError(f"{name}: {found} numbers where the model has {wanted}; measure or make it again")
+    flat = np.ravel(values)
+    broken = ~np.isfinite(flat) & finite
+    wrong = (flat < least) | (flat > most) | broken
+    if wrong.any():
+        place = int(np.argmax(wrong))
+        why = "is not finite" if broken[place] else f"is outside {least:g} to {most:g}"
+        raise LyapunovPruneError(f"{name}: {flat[place]:g} at place {place} {why}; measure or make it again")
+
+
+def require_layers(name: str, layers: Iterable[int], count: int) -> None:
+    """Raise LyapunovPruneError for a layer that a model of `count` layers does not have."""
+    outside = [layer for layer in layers if not 0 <= layer < count]
+    if outside:
+        raise LyapunovPruneError(f"{name}: there is no layer {outside[0]} among {count}; measure or make it again")
