@@ -158,8 +158,9 @@ def load_text(
     if len(ids) < windows * width:
         ids = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
     if len(ids) < windows * width:
+        less = ", less what repeats the first half" if split == "evaluation" else ""
         raise LyapunovPruneError(
-            f"{source} ({split}) has {len(ids)} tokens and {windows * width} are needed; "
+            f"{source} ({split}{less}) has {len(ids)} tokens and {windows * width} are needed; "
             "lower --tokens or give a longer text"
         )
     matrix = torch.tensor(ids[: windows * width], dtype=torch.int64).view(windows, width)

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import make_tiny
+from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 
 from lyapunov_prune import compress, heal, load, rank_layers, remove_layers
@@ -85,6 +86,16 @@ def test_a_step_on_a_checkpoint_goes_on_with_its_history(
     found = read_history(tmp_path / "second")
     assert steps(found) == [*wanted, ("prune", [])]
     assert found.steps[-1].source == "first"
+
+
+def test_merged_adapters_have_the_history_of_their_model(
+    made: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, tmp_path: Path
+) -> None:
+    write_pruned(made, tokenizer, chosen(made, some(4)), tmp_path / "base")
+    base = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
+    get_peft_model(base, LoraConfig(r=2, target_modules=["q_proj"])).save_pretrained(tmp_path / "adapters")
+    loaded = load(tmp_path / "adapters", merge_adapter=True)
+    assert steps(history_of(loaded.model)) == [*STEPS, ("prune", ["text 4"])]
 
 
 def test_a_model_that_nothing_made_has_no_history(

@@ -176,6 +176,14 @@ def test_some_repeats_leave_an_evaluation_half(read: Callable[..., TokenBatch], 
     require_disjoint(read(path), read(path, split="evaluation"))
 
 
+def test_an_evaluation_half_that_is_too_short_without_its_repeats(
+    read: Callable[..., TokenBatch], tmp_path: Path
+) -> None:
+    (tmp_path / "x.txt").write_text("\n\n".join(PARAGRAPHS[:4] + PARAGRAPHS[:2] + PARAGRAPHS[6:8]))
+    with pytest.raises(LyapunovPruneError, match=r"\(evaluation, less what repeats the first half\) has \d+ tok"):
+        read(str(tmp_path / "x.txt"), split="evaluation", tokens=3000)
+
+
 @pytest.mark.parametrize("context", [2, 200])
 @pytest.mark.parametrize("bos", [False, True])
 @pytest.mark.parametrize("split", ["calibration", "all"])
