@@ -21,7 +21,6 @@ from xml.etree import ElementTree
 
 import gguf
 import numpy as np
-import pytest
 import torch
 import transformers
 from safetensors import safe_open
@@ -303,11 +302,6 @@ def profile_of(model: PreTrainedModel, rho: Sequence[float] = RHO) -> Contractio
 
 def with_energies(profile: ContractionProfile, energies: np.ndarray) -> ContractionProfile:
     return dataclasses.replace(profile, energies={"energy": energies, "token": energies})
-
-
-@pytest.fixture(scope="module")
-def profile(llama: PreTrainedModel) -> ContractionProfile:
-    return profile_of(llama)
 
 
 def words_of(svg: str) -> list[str]:

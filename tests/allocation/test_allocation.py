@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from transformers import PreTrainedModel
 
 from lyapunov_prune import Allocation, LyapunovPruneError
-from lyapunov_prune.allocation import allocation as module
+from lyapunov_prune.allocation import fitting as module
 from lyapunov_prune.allocation.allocation import Matrices, require_sparsity
 from lyapunov_prune.allocation.atp import atp
 from lyapunov_prune.allocation.fitting import fit, shift

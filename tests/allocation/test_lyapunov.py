@@ -21,6 +21,11 @@ from lyapunov_prune.allocation.lyapunov import log_amplification, lyapunov, lyap
 from lyapunov_prune.models.projections import find_projections
 
 
+@pytest.fixture(scope="module")
+def profile(llama: PreTrainedModel) -> ContractionProfile:
+    return profile_of(llama)
+
+
 def test_the_amplification_is_the_product_of_what_follows(profile: ContractionProfile) -> None:
     wanted = [np.prod(RHO[layer + 1 :]) for layer in range(LAYERS)]
     np.testing.assert_allclose(np.exp(log_amplification(profile)), wanted, rtol=1e-12)
