@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from typing import Any
 
 import numpy as np
@@ -18,6 +17,7 @@ from lyapunov_prune.bounds.decision import TokenCertificate, argmax_unchanged_of
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.forward.hooks import hidden_of, residual_stream
 from lyapunov_prune.linalg import token_energy, widen
+from lyapunov_prune.models.hooked import hooked
 from lyapunov_prune.models.structure import Structure
 
 
@@ -95,31 +95,22 @@ class Trajectory:
     def _head_input(self, ids: torch.Tensor) -> torch.Tensor:
         found: list[torch.Tensor] = []
 
-        def hook(module: nn.Module, args: tuple[Any, ...]) -> None:
+        def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             found.append(args[0].detach().flatten(0, -2))
 
         head: Any = self.model.get_output_embeddings()
-        handle = head.register_forward_pre_hook(hook)
-        try:
+        with hooked(before=[(head, hook)]):
             self.model(input_ids=ids, use_cache=False)
-        finally:
-            handle.remove()
         return found[0]
 
-    @contextmanager
-    def _exact_layers(self, outputs: list[torch.Tensor]) -> Iterator[None]:
+    def _exact_layers(self, outputs: list[torch.Tensor]) -> AbstractContextManager[None]:
         """Before each layer runs, append what the exact one makes of the same arguments."""
 
         def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             with self.records.suspended():
                 outputs.append(hidden_of(module.forward(*args, **kwargs)))
 
-        handles = [layer.register_forward_pre_hook(before, with_kwargs=True) for layer in self.structure.layers]
-        try:
-            yield
-        finally:
-            for handle in handles:
-                handle.remove()
+        return hooked(before=[(layer, before) for layer in self.structure.layers])
 
 
 def _energy(a: torch.Tensor, b: torch.Tensor) -> float:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 from lyapunov_prune.calibration.statistics import Statistics
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.linalg import lift, token_energy
+from lyapunov_prune.models.hooked import hooked
 from lyapunov_prune.models.projections import Projection
 
 
@@ -39,17 +40,11 @@ class Gathering:
         self._last: tuple[torch.Tensor | None, str] = (None, "")
         self._outputs: list[tuple[str, torch.Tensor]] = []
 
-    @contextmanager
-    def watching(self) -> Iterator[None]:
-        handles = [m.register_forward_hook(self._hook(name)) for name, m in self.modules.items()]
-        try:
-            yield
-        finally:
-            for handle in handles:
-                handle.remove()
+    def watching(self) -> AbstractContextManager[None]:
+        return hooked(after=[(module, self._hook(name)) for name, module in self.modules.items()])
 
     def _hook(self, name: str) -> Callable[..., None]:
-        def hook(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
             x, (before, leader) = args[0], self._last
             if x is not before:
                 leader = name

@@ -7,7 +7,7 @@ import io
 import logging
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, redirect_stderr, redirect_stdout
+from contextlib import AbstractContextManager, contextmanager, redirect_stderr, redirect_stdout
 from typing import Any, TextIO
 
 import datasets
@@ -23,6 +23,7 @@ from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerB
 from lyapunov_prune.data.tasks import TaskFile
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.forward.hooks import require_finite
+from lyapunov_prune.models.hooked import hooked
 from lyapunov_prune.models.plain import require_in_memory
 from lyapunov_prune.models.structure import find_structure, in_eval_mode
 from lyapunov_prune.progress import track
@@ -245,8 +246,7 @@ def quietly() -> Iterator[None]:
             logger.setLevel(level)
 
 
-@contextmanager
-def _only_finite(model: PreTrainedModel) -> Iterator[None]:
+def _only_finite(model: PreTrainedModel) -> AbstractContextManager[None]:
     """The harness would take the argmax of NaN for an answer."""
 
     def check(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
@@ -255,11 +255,7 @@ def _only_finite(model: PreTrainedModel) -> Iterator[None]:
             require_finite(find_structure(model), ids, "an item")
             raise LyapunovPruneError("logits are not finite; load the model in a wider dtype")
 
-    handle = model.register_forward_hook(check, with_kwargs=True)
-    try:
-        yield
-    finally:
-        handle.remove()
+    return hooked(after=[(model, check)])
 
 
 @contextmanager

@@ -18,6 +18,7 @@ from transformers import PreTrainedModel
 
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.forward.hooks import Enough, hidden_of, with_input
+from lyapunov_prune.models.hooked import hooked
 from lyapunov_prune.models.projections import find_projections
 from lyapunov_prune.models.structure import Structure
 
@@ -58,20 +59,12 @@ class Branch:
         def enter(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             return with_input(args, kwargs, x)
 
-        def leave(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        def leave(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
             found.append(hidden_of(output))
             raise Enough
 
-        handles = [
-            self.entry.register_forward_pre_hook(enter, with_kwargs=True),
-            self.exit.register_forward_hook(leave),
-        ]
-        try:
-            with suppress(Enough):
-                self.layer.forward(*self.args, **self.kwargs)
-        finally:
-            for handle in handles:
-                handle.remove()
+        with suppress(Enough), hooked(before=[(self.entry, enter)], after=[(self.exit, leave)]):
+            self.layer.forward(*self.args, **self.kwargs)
         return found[0]
 
 
@@ -94,13 +87,8 @@ def find_branches(
 
         return hook
 
-    children = layer.named_children()
-    handles = [child.register_forward_hook(note(name), with_kwargs=True) for name, child in children]
-    try:
+    with hooked(after=[(child, note(name)) for name, child in layer.named_children()]):
         layer.forward(*args, **kwargs)
-    finally:
-        for handle in handles:
-            handle.remove()
     places = [i for i, call in enumerate(calls) if call.name in matrices]
     if not places:
         raise LyapunovPruneError(f"{type(layer).__name__} calls no child that holds a matrix; it is not supported")

@@ -13,6 +13,7 @@ from lyapunov_prune.forward.branches import Branch
 from lyapunov_prune.forward.prefix import Prefix
 from lyapunov_prune.forward.replacement import replaced
 from lyapunov_prune.forward.sublayers import KINDS, find_sublayers, silent
+from lyapunov_prune.models.hooked import hooked
 from lyapunov_prune.models.projections import Projection, find_projections
 from lyapunov_prune.models.structure import find_structure, identify
 
@@ -75,14 +76,10 @@ def _children(branch: Branch) -> set[str]:
     called: set[str] = set()
 
     def note(name: str) -> Callable[..., None]:
-        return lambda module, args: called.add(name)
+        return lambda module, args, kwargs: called.add(name)
 
     # In this order: where the entry is a child, it is cleared before the child is noted.
-    handles = [branch.entry.register_forward_pre_hook(lambda module, args: called.clear())]
-    handles += [child.register_forward_pre_hook(note(name)) for name, child in branch.layer.named_children()]
-    try:
+    begins = (branch.entry, lambda module, args, kwargs: called.clear())
+    with hooked(before=[begins, *((child, note(name)) for name, child in branch.layer.named_children())]):
         branch(branch.x)
-    finally:
-        for handle in handles:
-            handle.remove()
     return called

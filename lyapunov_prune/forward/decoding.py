@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.forward.hooks import hidden_of, require_finite
+from lyapunov_prune.models.hooked import hooked
 from lyapunov_prune.models.structure import find_structure
 
 
@@ -34,7 +35,7 @@ def walk(
     structure, taken = find_structure(model), inspect.signature(model.forward).parameters
     states: list[torch.Tensor] = []
 
-    def note(module: nn.Module, args: Any, output: Any) -> None:
+    def note(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         states.append(hidden_of(output)[:, -1].flatten(1))
 
     text = ids = prompts.to(model.device)
@@ -43,11 +44,8 @@ def walk(
     for t in range(steps):
         if carried and told and "position_ids" in taken:
             carried["position_ids"] = torch.full_like(ids, text.shape[1] - 1)
-        handle = structure.layers[-1].register_forward_hook(note)
-        try:
+        with hooked(after=[(structure.layers[-1], note)]):
             output = model(ids, **given, **carried, use_cache=True)
-        finally:
-            handle.remove()
         logits = output.logits[:, -1]
         if not logits.isfinite().all():
             require_finite(structure, text, f"step {t}")

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 from torch import nn
 
 from lyapunov_prune.errors import LyapunovPruneError, NonFiniteError
+from lyapunov_prune.models.hooked import hooked
 from lyapunov_prune.models.structure import Structure
 
 Visit = Callable[[int, torch.Tensor], None]
@@ -43,10 +44,9 @@ def with_input(args: tuple[Any, ...], kwargs: dict[str, Any], hidden: torch.Tens
     return ((hidden, *args[1:]), kwargs) if args else (args, {**kwargs, "hidden_states": hidden})
 
 
-@contextmanager
 def residual_stream(
     structure: Structure, visit: Visit, inject: Inject | None = None, *, one_state: bool = True
-) -> Iterator[None]:
+) -> AbstractContextManager[None]:
     """Call `visit(l, h_l)` for `l = 0 … L` on every forward inside the block.
 
     `h_0` enters layer 0 (after `inject`, if given, has replaced it), `h_{l+1}` leaves layer `l`, before
@@ -71,20 +71,13 @@ def residual_stream(
         return args, kwargs
 
     def after(index: int) -> Callable[..., None]:
-        return lambda module, args, output: visit(index + 1, checked(hidden_of(output)))
+        return lambda module, args, kwargs, output: visit(index + 1, checked(hidden_of(output)))
 
-    handles = [structure.layers[0].register_forward_pre_hook(first, with_kwargs=True)]
-    try:
-        for index, layer in enumerate(structure.layers):
-            handles.append(layer.register_forward_hook(after(index)))
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()
+    leaving = [(layer, after(index)) for index, layer in enumerate(structure.layers)]
+    return hooked(before=[(structure.layers[0], first)], after=leaving)
 
 
-@contextmanager
-def skipped(structure: Structure, layers: tuple[int, ...]) -> Iterator[None]:
+def skipped(structure: Structure, layers: tuple[int, ...]) -> AbstractContextManager[None]:
     """Every forward inside the block passes over `layers`: each returns the hidden state it was given.
 
     A second state that goes from layer to layer beside it (Zaya's routers) is handed on as well. What a
@@ -105,12 +98,7 @@ def skipped(structure: Structure, layers: tuple[int, ...]) -> Iterator[None]:
             output = (*passed, *output[len(passed) :])
         return with_hidden(output, layer_input(args, kwargs))
 
-    handles = [structure.layers[i].register_forward_hook(hook, with_kwargs=True) for i in layers]
-    try:
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()
+    return hooked(after=[(structure.layers[i], hook) for i in layers])
 
 
 def run_backbone(structure: Structure, ids: torch.Tensor) -> None:

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from lyapunov_prune.forward.hooks import Enough, hidden_of, layer_input, residual_stream, run_backbone, skipped
+from lyapunov_prune.models.hooked import hooked
 from lyapunov_prune.models.structure import Structure
 
 _TOKENS = 32
@@ -30,13 +31,11 @@ class Prefix:
         self._widths: dict[int, int] = {}  # of layers that return a tuple
         ids = ids[:1, :_TOKENS]
         states: list[torch.Tensor] = []
-        handles = [layer.register_forward_hook(self._note_width(index)) for index, layer in enumerate(structure.layers)]
-        try:
-            with residual_stream(structure, lambda boundary, hidden: states.append(hidden.clone())):
-                whole = final_state(structure, ids)
-        finally:
-            for handle in handles:
-                handle.remove()
+        with (
+            hooked(after=[(layer, self._note_width(index)) for index, layer in enumerate(structure.layers)]),
+            residual_stream(structure, lambda boundary, hidden: states.append(hidden.clone())),
+        ):
+            whole = final_state(structure, ids)
         layers = len(states) - 1
         after = [*states[1:layers], whole, whole]
         # From the last layer down, while each computes the same from its state alone, so do all together.
@@ -81,20 +80,17 @@ class Prefix:
         """The state of boundary `stop` of a forward that begins at `start`; layers from `stop` on do not run."""
         found: list[torch.Tensor] = []
 
-        def arrived(module: nn.Module, args: Any, output: Any) -> None:
+        def arrived(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
             found.append(hidden_of(output))
             raise Enough
 
-        handle = self.structure.layers[stop - 1].register_forward_hook(arrived)
-        try:
-            with suppress(Enough), self.entered(start, hidden if hidden is not None else torch.empty(0)):
-                run_backbone(self.structure, ids)
-        finally:
-            handle.remove()
+        entered = self.entered(start, hidden if hidden is not None else torch.empty(0))
+        with suppress(Enough), entered, hooked(after=[(self.structure.layers[stop - 1], arrived)]):
+            run_backbone(self.structure, ids)
         return found[0]
 
     def _note_width(self, index: int) -> Callable[..., None]:
-        def hook(module: nn.Module, args: Any, output: Any) -> None:
+        def hook(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
             if not isinstance(output, torch.Tensor):
                 self._widths[index] = len(output)
 
@@ -148,9 +144,6 @@ def restore(module: nn.Module, before: Any) -> None:
 def final_state(structure: Structure, ids: torch.Tensor) -> torch.Tensor:
     """The state that the head reads, after the final norm: windows × tokens × width."""
     found: list[torch.Tensor] = []
-    handle = structure.backbone.register_forward_hook(lambda module, args, output: found.append(output[0]))
-    try:
+    with hooked(after=[(structure.backbone, lambda module, args, kwargs, output: found.append(output[0]))]):
         run_backbone(structure, ids)
-    finally:
-        handle.remove()
     return found[0]

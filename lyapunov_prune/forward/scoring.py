@@ -13,6 +13,7 @@ from transformers.utils import ModelOutput
 
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.forward.prefix import final_state, restore
+from lyapunov_prune.models.hooked import hooked
 from lyapunov_prune.models.structure import Structure
 
 # A block of logits this large stays in the cache between the product and the exponentials.
@@ -37,16 +38,12 @@ class Scorer:
         ids = ids[:1, :_TOKENS]
         answers: list[tuple[nn.Module, ModelOutput]] = []
 
-        def note(module: nn.Module, args: Any, output: Any) -> None:
+        def note(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
             if isinstance(output, ModelOutput) and isinstance(next(iter(output.values()), None), torch.Tensor):
                 answers.append((module, output))
 
-        handles = [module.register_forward_hook(note) for module in model.modules()]
-        try:
+        with hooked(after=[(module, note) for module in model.modules()]):
             logits = model(ids, use_cache=False).logits[0]
-        finally:
-            for handle in handles:
-                handle.remove()
         state = final_state(structure, ids)[0]
         # The model's own forward gives the logits of any state that its decoder is made to answer with, ...
         own = [(module, output) for module, output in answers if _same(output[0][0], state)]
@@ -67,11 +64,8 @@ class Scorer:
             state = final_state(self.structure, ids)
             return [self._loss(rows[:-1], targets[1:]) for rows, targets in zip(state, ids, strict=True)], state
         states: list[torch.Tensor] = []
-        handle = self.structure.backbone.register_forward_hook(lambda module, args, output: states.append(output[0]))
-        try:
+        with hooked(after=[(self.structure.backbone, lambda module, args, kwargs, output: states.append(output[0]))]):
             logits = self.model(ids, use_cache=False).logits
-        finally:
-            handle.remove()
         return [next_token_loss(rows, targets) for rows, targets in zip(logits, ids, strict=True)], states[0]
 
     def logits(self, state: torch.Tensor) -> torch.Tensor:

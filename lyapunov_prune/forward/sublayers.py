@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.forward.branches import Branch, find_branches, matrix_children
 from lyapunov_prune.forward.hooks import hidden_of, layer_input, run_backbone, with_hidden
+from lyapunov_prune.models.hooked import hooked
 from lyapunov_prune.models.structure import find_structure, in_eval_mode
 
 KINDS = ("attention", "mlp")
@@ -51,12 +52,8 @@ def find_sublayers(model: PreTrainedModel, layers: Sequence[int]) -> dict[int, S
 
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(structure.config.vocab_size, (1, _TOKENS), generator=generator)
-    handles = [structure.layers[i].register_forward_hook(note(i), with_kwargs=True) for i in layers]
-    try:
+    with hooked(after=[(structure.layers[i], note(i)) for i in layers]):
         run_backbone(structure, ids)
-    finally:
-        for handle in handles:
-            handle.remove()
     return {i: found.get(i, Sublayers({}, False, "does not run on text alone")) for i in layers}
 
 
@@ -114,15 +111,10 @@ def silenced(model: PreTrainedModel, attention: tuple[int, ...], mlp: tuple[int,
         yield
 
 
-@contextmanager
-def silent(branch: Branch) -> Iterator[None]:
+def silent(branch: Branch) -> AbstractContextManager[None]:
     """As `silenced`, for one branch."""
 
-    def hook(module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+    def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
         return with_hidden(output, torch.zeros_like(hidden_of(output)))
 
-    handle = branch.exit.register_forward_hook(hook)
-    try:
-        yield
-    finally:
-        handle.remove()
+    return hooked(after=[(branch.exit, hook)])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import nn
@@ -12,6 +13,7 @@ from transformers import PreTrainedModel
 
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.linalg import lift
+from lyapunov_prune.models.hooked import hooked
 from lyapunov_prune.models.projections import find_projections
 
 
@@ -46,27 +48,22 @@ def low_rank_updates(model: PreTrainedModel, rank: int, seed: int = 0) -> Iterat
 
     generator = torch.Generator().manual_seed(seed)
     factors: dict[str, nn.Parameter] = {}
-    handles = []
-    try:
-        for weight, (name, transposed) in weights.items():
-            m, n = weight.shape[::-1] if transposed else weight.shape
-            A = nn.Parameter((torch.randn(rank, n, generator=generator) / n**0.5).to(weight))
-            B = nn.Parameter(torch.zeros(m, rank).to(weight))
-            factors |= {f"{name}.A": A, f"{name}.B": B}
-            handles += [module.register_forward_hook(_adding(A, B)) for module in users[weight]]
+    adding: list[tuple[nn.Module, Callable[..., torch.Tensor]]] = []
+    for weight, (name, transposed) in weights.items():
+        m, n = weight.shape[::-1] if transposed else weight.shape
+        A = nn.Parameter((torch.randn(rank, n, generator=generator) / n**0.5).to(weight))
+        B = nn.Parameter(torch.zeros(m, rank).to(weight))
+        factors |= {f"{name}.A": A, f"{name}.B": B}
+        adding += [(module, _adding(A, B)) for module in users[weight]]
+    with hooked(after=adding):
         yield factors
-        for weight, (name, transposed) in weights.items():
-            update = lift(factors[f"{name}.B"].detach()) @ lift(factors[f"{name}.A"].detach())
-            weight.data.copy_(lift(weight.data) + (update.T if transposed else update))
-    finally:
-        for handle in handles:
-            handle.remove()
+    for weight, (name, transposed) in weights.items():
+        update = lift(factors[f"{name}.B"].detach()) @ lift(factors[f"{name}.A"].detach())
+        weight.data.copy_(lift(weight.data) + (update.T if transposed else update))
 
 
-def _adding(
-    A: torch.Tensor, B: torch.Tensor
-) -> Callable[[nn.Module, tuple[torch.Tensor, ...], torch.Tensor], torch.Tensor]:
-    def hook(module: nn.Module, args: tuple[torch.Tensor, ...], output: torch.Tensor) -> torch.Tensor:
+def _adding(A: torch.Tensor, B: torch.Tensor) -> Callable[..., torch.Tensor]:
+    def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: torch.Tensor) -> torch.Tensor:
         return output + linear(linear(args[0], A), B)
 
     return hook

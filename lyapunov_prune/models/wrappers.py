@@ -9,6 +9,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from lyapunov_prune.errors import LyapunovPruneError
+from lyapunov_prune.models.hooked import hooked
 from lyapunov_prune.models.structure import Structure, require_causal
 
 
@@ -36,19 +37,16 @@ def require_text_alone(model: PreTrainedModel, structure: Structure, removed: tu
     run: set[int] = set()
 
     def note(index: int) -> Any:
-        return lambda module, args, output: run.add(index)
+        return lambda module, args, kwargs, output: run.add(index)
 
-    handles = [layer.register_forward_hook(note(i)) for i, layer in enumerate(structure.layers)]
     try:
-        model(input_ids=torch.arange(4, device=model.device).unsqueeze(0), use_cache=False)
+        with hooked(after=[(layer, note(i)) for i, layer in enumerate(structure.layers)]):
+            model(input_ids=torch.arange(4, device=model.device).unsqueeze(0), use_cache=False)
     except (TypeError, ValueError, AttributeError) as error:
         reason = " ".join(str(error).split())[:120].rstrip(".")
         raise LyapunovPruneError(
             f"{kind} does not run on text alone ({reason}); load its text model alone with AutoModelForCausalLM"
         ) from None
-    finally:
-        for handle in handles:
-            handle.remove()
     require_causal(model)
     silent = sorted(set(range(structure.num_layers)) - run)
     if silent:

@@ -20,6 +20,7 @@ from transformers import PreTrainedModel
 from lyapunov_prune.data.batch import TokenBatch, as_batch
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.forward.hooks import Enough, require_finite, run_backbone
+from lyapunov_prune.models.hooked import hooked
 from lyapunov_prune.models.projections import Projection, find_projections
 from lyapunov_prune.models.structure import Structure, find_structure, in_eval_mode
 from lyapunov_prune.progress import track
@@ -265,19 +266,14 @@ def _feed(structure: Structure, group: Sequence[_Matrix], ids: torch.Tensor) -> 
     """Show the matrices of `group` one forward over `ids`, which ends after their last layer."""
 
     def watch(matrix: _Matrix) -> Callable[..., None]:
-        return lambda module, args, output: matrix.add(args[0], output, ids.shape)
+        return lambda module, args, kwargs, output: matrix.add(args[0], output, ids.shape)
 
     def stop(*_: Any) -> None:
         raise Enough
 
-    handles = [m.module.register_forward_hook(watch(m)) for m in group if not np.isnan(m.width)]
-    handles.append(structure.layers[group[-1].layer].register_forward_hook(stop))
-    try:
-        with suppress(Enough):
-            run_backbone(structure, ids)
-    finally:
-        for handle in handles:
-            handle.remove()
+    watched = [(m.module, watch(m)) for m in group if not np.isnan(m.width)]
+    with suppress(Enough), hooked(after=[*watched, (structure.layers[group[-1].layer], stop)]):
+        run_backbone(structure, ids)
 
 
 def _double(x: torch.Tensor) -> torch.Tensor:

@@ -23,6 +23,7 @@ from lyapunov_prune.data.batch import TokenBatch, as_batch
 from lyapunov_prune.errors import LyapunovPruneError, NonFiniteError
 from lyapunov_prune.forward.branches import Branch, find_branches, matrix_children
 from lyapunov_prune.forward.hooks import layer_input, run_backbone
+from lyapunov_prune.models.hooked import hooked
 from lyapunov_prune.models.structure import find_structure, in_eval_mode
 from lyapunov_prune.progress import track
 from lyapunov_prune.results.result import MeasuredOn, Result
@@ -124,18 +125,15 @@ def sublayer_jacobians(
                 raise NonFiniteError(index + 1, batch.text)
             rows.append([*found, *[np.nan] * (6 - len(found))])
 
-        handles = [layer.register_forward_pre_hook(measure, with_kwargs=True) for layer in structure.layers]
         try:
-            run_backbone(structure, ids.unsqueeze(0))
+            with hooked(before=[(layer, measure) for layer in structure.layers]):
+                run_backbone(structure, ids.unsqueeze(0))
         except NotImplementedError as error:
             raise LyapunovPruneError(
                 f"{type(model).__name__} has an operation without a forward-mode derivative "
                 f"({str(error).splitlines()[0]}); "
                 "load it with attn_implementation and experts_implementation eager, or give a model without it"
             ) from None
-        finally:
-            for handle in handles:
-                handle.remove()
         windows.append(np.array(rows))
     values = np.stack(windows)  # (windows, L, 6)
     highest, mean = values.max(0), values.mean(0)

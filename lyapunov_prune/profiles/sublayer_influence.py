@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -18,6 +18,7 @@ from lyapunov_prune.errors import NonFiniteError
 from lyapunov_prune.forward.hooks import hidden_of, layer_input, run_backbone
 from lyapunov_prune.forward.sublayers import KINDS, Sublayers, find_sublayers
 from lyapunov_prune.linalg import token_energy, widen
+from lyapunov_prune.models.hooked import hooked
 from lyapunov_prune.models.structure import find_structure, in_eval_mode
 from lyapunov_prune.progress import track
 from lyapunov_prune.results.arrays import require_array
@@ -81,7 +82,7 @@ def sublayer_influence(
         turned = dict.fromkeys(found, unseen)
         with ExitStack() as hooks:
             for index, sublayers in found.items():
-                _watch(structure.layers[index], index, sublayers, turned, hooks)
+                hooks.enter_context(_watched(structure.layers[index], index, sublayers, turned))
             run_backbone(structure, ids)
         rows.append(torch.stack([turned[i] for i in range(structure.num_layers)]).numpy())
     values = np.concatenate(rows, axis=-1)  # (L, 2, windows)
@@ -95,9 +96,9 @@ def sublayer_influence(
     return SublayerInfluence(attention, mlp, attention_spread, mlp_spread, batch.measured_on(model))
 
 
-def _watch(
-    layer: nn.Module, index: int, sublayers: Sublayers, turned: dict[int, torch.Tensor], hooks: ExitStack
-) -> None:
+def _watched(
+    layer: nn.Module, index: int, sublayers: Sublayers, turned: dict[int, torch.Tensor]
+) -> AbstractContextManager[None]:
     """Put into `turned[index]` how far attention and MLP of `layer` turn the stream in each window: (2, windows)."""
     branches = list(sublayers.branches.values())
     between: list[torch.Tensor] = []  # the stream as it enters the second branch
@@ -106,7 +107,7 @@ def _watch(
     def enter(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         between.append(layer_input(args, kwargs))
 
-    def leave(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+    def leave(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         added.append(hidden_of(output))
 
     def finish(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
@@ -123,11 +124,8 @@ def _watch(
         added.clear()
 
     if sublayers.parallel:
-        handles = [branch.exit.register_forward_hook(leave) for branch in branches]
-    else:
-        handles = [branch.entry.register_forward_pre_hook(enter, with_kwargs=True) for branch in branches[1:]]
-    for handle in [*handles, layer.register_forward_hook(finish, with_kwargs=True)]:
-        hooks.callback(handle.remove)
+        return hooked(after=[*((branch.exit, leave) for branch in branches), (layer, finish)])
+    return hooked(before=[(branch.entry, enter) for branch in branches[1:]], after=[(layer, finish)])
 
 
 def _turn(before: torch.Tensor, after: torch.Tensor) -> torch.Tensor:

@@ -16,6 +16,7 @@ from transformers import PreTrainedModel
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.forward.branches import Branch
 from lyapunov_prune.forward.sublayers import _branches
+from lyapunov_prune.models.hooked import hooked
 from lyapunov_prune.models.structure import in_eval_mode
 
 
@@ -58,17 +59,13 @@ def _outputs_first(branch: Branch) -> list[nn.Parameter]:
     called: list[str] = []
     names = {id(module): _role(name) for name, module in branch.layer.named_modules()}
 
-    def note(module: nn.Module, args: tuple[Any, ...]) -> None:
+    def note(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if any(p.ndim >= 2 for p in module.parameters(recurse=False)):
             called.append(names[id(module)])
 
-    handles = [branch.entry.register_forward_pre_hook(lambda module, args: called.clear())]
-    handles += [module.register_forward_pre_hook(note) for module in branch.layer.modules()]
-    try:
+    begins = (branch.entry, lambda module, args, kwargs: called.clear())
+    with hooked(before=[begins, *((module, note) for module in branch.layer.modules())]):
         branch(branch.x)
-    finally:
-        for handle in handles:
-            handle.remove()
     modules: dict[str, list[nn.Module]] = {}
     for name, module in branch.layer.named_modules():
         modules.setdefault(_role(name), []).append(module)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ from lyapunov_prune.data.batch import TokenBatch, as_batch
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.forward.hooks import layer_input
 from lyapunov_prune.forward.prefix import Prefix
+from lyapunov_prune.models.hooked import hooked
 from lyapunov_prune.models.structure import Structure, find_structure, in_eval_mode
 from lyapunov_prune.progress import is_main
 from lyapunov_prune.pruning.plan import PruningPlan
@@ -188,26 +189,20 @@ def _tried(candidates: Candidates | None, removed: tuple[int, ...], layers: int)
 @contextmanager
 def _computed_tokens(structure: Structure) -> Iterator[list[int]]:
     """The tokens of every call of a layer inside the block, if it computed: a part of it was called too."""
-    found: list[int] = []
-    computing: set[int] = set()
-    with ExitStack() as stack:
+    tokens: list[int] = []
+    computing: set[nn.Module] = set()
 
-        def watch(index: int, layer: nn.Module) -> None:
-            def begins(module: nn.Module, args: Any) -> None:
-                computing.discard(index)
+    def begins(layer: nn.Module, args: Any, kwargs: Any) -> None:
+        computing.discard(layer)
 
-            def computes(module: nn.Module, args: Any) -> None:
-                computing.add(index)
+    def ends(layer: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        if layer in computing:
+            tokens.append(layer_input(args, kwargs)[..., 0].numel())
 
-            def ends(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-                if index in computing:
-                    found.append(layer_input(args, kwargs)[..., 0].numel())
+    def computes(layer: nn.Module) -> Callable[..., None]:
+        return lambda module, args, kwargs: computing.add(layer)
 
-            stack.callback(layer.register_forward_pre_hook(begins).remove)
-            stack.callback(layer.register_forward_hook(ends, with_kwargs=True).remove)
-            for part in layer.children():
-                stack.callback(part.register_forward_pre_hook(computes).remove)
-
-        for index, layer in enumerate(structure.layers):
-            watch(index, layer)
-        yield found
+    parts = [(part, computes(layer)) for layer in structure.layers for part in layer.children()]
+    before = [*((layer, begins) for layer in structure.layers), *parts]
+    with hooked(before=before, after=[(layer, ends) for layer in structure.layers]):
+        yield tokens
