@@ -85,7 +85,7 @@ def verify_intact(model: PreTrainedModel, batch: TokenBatch | torch.Tensor | Non
         with _saved(model, None) as folder:
             checks.append(_attempt(RELOADED, lambda: reload_check(model, folder, inputs)))
     except Exception as error:
-        checks.append(_crashed(RELOADED, error))
+        checks.append(crashed(RELOADED, error))
     return GateReport(tuple(checks))
 
 
@@ -116,7 +116,7 @@ def verify_removal(
             checks.append(_attempt(RELOADED, lambda: reload_check(pruned, folder, inputs)))
             checks.append(_attempt(COUNTED, lambda: _count_check(original, pruned, plan, folder)))
     except Exception as error:  # it cannot even be saved
-        checks.append(_crashed(RELOADED, error))
+        checks.append(crashed(RELOADED, error))
     return GateReport(tuple(checks))
 
 
@@ -238,8 +238,9 @@ def _attempt(name: str, check: Callable[[], GateCheck]) -> GateCheck:
     try:
         return check()
     except Exception as error:  # a wrongly cut model fails in its own ways; that is a verdict too
-        return _crashed(name, error)
+        return crashed(name, error)
 
 
-def _crashed(name: str, error: Exception) -> GateCheck:
+def crashed(name: str, error: Exception) -> GateCheck:
+    """The check `name` failed by an error of the model's own."""
     return GateCheck(name, False, float("inf"), 0.0, f"{type(error).__name__}: {' '.join(str(error).split())[:200]}")

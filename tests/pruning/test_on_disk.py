@@ -32,7 +32,7 @@ from lyapunov_prune.pruning import on_disk as shards
 from lyapunov_prune.pruning.checkpoint import PROVENANCE, Provenance, write_pruned
 from lyapunov_prune.pruning.on_disk import prune_on_disk, too_large
 from lyapunov_prune.pruning.plan import PruningPlan
-from lyapunov_prune.pruning.surgery import remove_layers
+from lyapunov_prune.pruning.removal import remove_layers
 
 # Numbers of these change when layers leave, and a copy changes none.
 FOLDED = {"gpt2-inverse-layer"}
