@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from lyapunov_prune.profiles.sublayer_influence import SublayerInfluence, sublayer_influence
     from lyapunov_prune.pruning.gate import GateReport, verify_removal
     from lyapunov_prune.pruning.plan import PruningPlan
-    from lyapunov_prune.pruning.surgery import drop_sublayers, remove_layers
+    from lyapunov_prune.pruning.removal import drop_sublayers, remove_layers
     from lyapunov_prune.ranking.angular import AngularDistance, angular_distance
     from lyapunov_prune.ranking.budget import BudgetedRemoval, remove_under_budget
     from lyapunov_prune.ranking.kl import rank_by_divergence
@@ -205,7 +205,7 @@ _HOMES = {
         "verify_removal",
     ),
     "pruning.plan": ("PruningPlan",),
-    "pruning.surgery": (
+    "pruning.removal": (
         "drop_sublayers",
         "remove_layers",
     ),

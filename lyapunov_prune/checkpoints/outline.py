@@ -48,6 +48,10 @@ class Outline:
     digests: dict[str, dict[str, str]]  # of each tensor of the model, by its first name there
     identity: ModelIdentity
 
+    def sizes(self) -> list[tuple[str, int]]:
+        """The bytes of every tensor of the files, with its name in the model."""
+        return [(target.name, self.stored[key].size) for key, target in self.targets.items()]
+
 
 def read_outline(folder: Path, name: str | Path) -> Outline:
     """Read the headers of the checkpoint in `folder`, and its numbers once, for the digests that tell it from others.

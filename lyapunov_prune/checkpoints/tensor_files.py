@@ -61,11 +61,12 @@ def read_tensors(folder: Path, named: str | None = None) -> dict[str, Stored]:
     """Every tensor that transformers finds in `folder`, by name; `named` as in `weight_files`."""
     found: dict[str, Stored] = {}
     for file in weight_files(folder, named):
-        found |= _read_header(file)
+        found |= read_header(file)
     return found
 
 
-def _read_header(path: Path) -> dict[str, Stored]:
+def read_header(path: Path) -> dict[str, Stored]:
+    """Every tensor in the file `path`, by name."""
     with path.open("rb") as file:
         length = int.from_bytes(file.read(8), "little")
         header = json.loads(file.read(length))

@@ -16,7 +16,7 @@ from lyapunov_prune.models.loading import BUILTIN, load
 from lyapunov_prune.profiles.profile import LayerProfile, profile_layers
 from lyapunov_prune.pruning.checkpoint import PROVENANCE, Provenance, write_pruned
 from lyapunov_prune.pruning.curve import RemovalCurve, evaluate_removals
-from lyapunov_prune.pruning.surgery import remove_layers
+from lyapunov_prune.pruning.removal import remove_layers
 from lyapunov_prune.ranking.ranking import rank_layers
 from lyapunov_prune.report.page import write_report
 from lyapunov_prune.results.files import fingerprint, whole_folder, write_whole

@@ -1,5 +1,7 @@
 """Remove layers, prove that it is right, write the result.
 
-- `plan`: the decision; `surgery`, `zeroing`: the cut in memory; `gate`: the four checks; `checkpoint`: what is written;
-- `on_disk`, `disk_gate`: the same without loading the model; `curve`: perplexity over layers removed.
+- `plan`: the decision; `surgery`, `zeroing`: the cut, which proves nothing; `gate`, `counting`: the four checks,
+  once on each path;
+- `removal`: cut and proven, in memory; `checkpoint`: cut, proven and written; `on_disk`, `disk_gate`: the same without
+  loading the model; `curve`: perplexity over layers removed.
 """

@@ -6,9 +6,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pandas as pd
+from safetensors import SafetensorError
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from lyapunov_prune.checkpoints.cards import as_text, front_matter
+from lyapunov_prune.checkpoints.reloading import RELOADED
 from lyapunov_prune.data.batch import TokenBatch
 from lyapunov_prune.errors import CheckFailed
 from lyapunov_prune.forward.hooks import require_finite
@@ -16,9 +18,9 @@ from lyapunov_prune.models.kinds import Pattern, find_pattern
 from lyapunov_prune.models.loading import quiet
 from lyapunov_prune.models.structure import Structure, find_structure
 from lyapunov_prune.models.wrappers import loading_class
-from lyapunov_prune.pruning.gate import GateReport, verify_removal
+from lyapunov_prune.pruning.gate import GateReport, crashed, verify_removal
 from lyapunov_prune.pruning.plan import PruningPlan
-from lyapunov_prune.pruning.surgery import remove_layers
+from lyapunov_prune.pruning.surgery import cut
 from lyapunov_prune.results.files import require_empty, whole_folder
 from lyapunov_prune.results.history import HISTORY, history_of
 from lyapunov_prune.results.result import Result, versions
@@ -55,7 +57,7 @@ def write_pruned(
     target: str | Path,
     batch: TokenBatch | None = None,
 ) -> Provenance:
-    """Remove the layers of `plan`, pass the gate on the saved files, and write the folder `target`.
+    """Cut the layers of `plan` out, pass the gate on the saved files, and write the folder `target`.
 
     The folder loads with `AutoModelForCausalLM.from_pretrained` (a decoder inside a multimodal model: with the
     class of that, whose processor is not written) and holds the tokenizer, a model card
@@ -65,19 +67,32 @@ def write_pruned(
     require_empty(target)
     if batch is not None:
         require_finite(find_structure(model), batch.ids[:1], batch.text)  # else the gate would blame the removal
-    pruned = remove_layers(model, plan)
+    pruned = cut(model, plan)
     with whole_folder(target) as folder:
         with quiet():
-            pruned.save_pretrained(folder)
+            _save(pruned, folder)
             tokenizer.save_pretrained(folder)
         gate = verify_removal(model, pruned, plan, batch, checkpoint=folder)
         if not gate.passed:
-            raise CheckFailed(
-                f"nothing written: the pruned model fails the gate, {gate.failure()}; remove other layers"
-            )
+            raise _refused(gate.failure())
         history_of(pruned).save(folder / HISTORY)
         loader = loading_class(pruned).__name__
         return describe(folder, plan, gate, find_structure(model), pruned.num_parameters(), loader=loader)
+
+
+def _save(pruned: PreTrainedModel, folder: Path) -> None:
+    """`save_pretrained`; a model that it cannot save fails the gate."""
+    try:
+        pruned.save_pretrained(folder)
+    except (OSError, SafetensorError):
+        raise  # the disk
+    except Exception as error:
+        check = crashed(RELOADED, error)
+        raise _refused(f"{check.name}: {check.detail}") from error
+
+
+def _refused(failure: str) -> CheckFailed:
+    return CheckFailed(f"nothing written: the pruned model fails the gate, {failure}; remove other layers")
 
 
 def describe(

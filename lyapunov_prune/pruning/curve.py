@@ -13,7 +13,7 @@ from lyapunov_prune.data.batch import TokenBatch
 from lyapunov_prune.evaluation.perplexity import Perplexity, perplexity
 from lyapunov_prune.progress import track
 from lyapunov_prune.pruning.plan import PruningPlan
-from lyapunov_prune.pruning.surgery import remove_layers
+from lyapunov_prune.pruning.removal import remove_layers
 from lyapunov_prune.results.result import MeasuredOn, Result
 
 

@@ -13,9 +13,9 @@ from lyapunov_prune.checkpoints.outline import Outline, layer_of, read_outline
 from lyapunov_prune.checkpoints.reloading import GateCheck, changed_setting
 from lyapunov_prune.checkpoints.tensor_files import read_tensors
 from lyapunov_prune.errors import LyapunovPruneError
-from lyapunov_prune.models.families import FAMILIES, Family
 from lyapunov_prune.models.structure import find_structure
-from lyapunov_prune.pruning.gate import CACHED, COUNTED, SKIPPED, GateReport
+from lyapunov_prune.pruning.counting import count_check
+from lyapunov_prune.pruning.gate import CACHED, SKIPPED, GateReport
 from lyapunov_prune.pruning.plan import PruningPlan
 
 KEYS, PLACED = "keys and settings", "layers in their places"
@@ -39,7 +39,7 @@ def verify_files(outline: Outline, pruned: PreTrainedModel, plan: PruningPlan, f
         (
             _keys_check(written, pruned, folder),
             _places_check(outline, written, plan),
-            _count_check(outline, written, plan),
+            count_check(outline.model, outline.sizes(), written.model, sum(size for _, size in written.sizes()), plan),
         )
     )
 
@@ -67,45 +67,3 @@ def _by_layer(outline: Outline) -> dict[int | None, dict[str, dict[str, str]]]:
         inside = name.removeprefix(f"{outline.structure.layers_path}.").partition(".")[2]
         found.setdefault(layer_of(name, outline.structure), {})[inside] = digests
     return found
-
-
-def _count_check(outline: Outline, written: Outline, plan: PruningPlan) -> GateCheck:
-    parameters, size = _leaving(outline, plan)
-    total, bytes_before = outline.identity.parameters, _bytes(outline)
-    config = written.structure.config
-    wanted = {
-        "layers": (written.structure.num_layers, len(plan.kept)),
-        "config's layer count": (getattr(config, written.structure.count), len(plan.kept)),
-        "parameters": (written.identity.parameters, total - parameters),
-        "bytes saved": (_bytes(written), bytes_before - size),
-    }
-    for what, (found, expected) in wanted.items():
-        if found != expected:
-            return GateCheck(COUNTED, False, found, expected, f"{what}: {found:,}, not {expected:,}")
-    return GateCheck(COUNTED, True, parameters / total, parameters / total, "share of parameters and bytes that left")
-
-
-def _leaving(outline: Outline, plan: PruningPlan) -> tuple[int, int]:
-    """The parameters and bytes of the removed layers, by the headers of the original, and their share of tables."""
-    structure, model = outline.structure, outline.model
-    share = len(plan.remove) / structure.num_layers
-    tables = dict(FAMILIES.get(structure.model_type, Family()).tables)
-    parameters: dict[int, int] = {}  # by identity: what layers share counts once
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        if layer_of(name, structure) in plan.remove:
-            parameters.setdefault(id(parameter), parameter.numel())
-        elif name.split(".")[-2] in tables:
-            parameters[id(parameter)] = round(parameter.numel() * share)
-        else:
-            parameters[id(parameter)] = 0
-    size = 0
-    for key, target in outline.targets.items():
-        if layer_of(target.name, structure) in plan.remove:
-            size += outline.stored[key].size
-        elif target.name.split(".")[-2] in tables:
-            size += round(outline.stored[key].size * share)
-    return sum(parameters.values()), size
-
-
-def _bytes(outline: Outline) -> int:
-    return sum(tensor.size for tensor in outline.stored.values())

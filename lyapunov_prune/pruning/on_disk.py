@@ -18,6 +18,7 @@ from lyapunov_prune.models.families import FAMILIES, Family
 from lyapunov_prune.models.loading import checkpoint_folder, quiet
 from lyapunov_prune.models.structure import Structure
 from lyapunov_prune.pruning.checkpoint import Provenance, describe
+from lyapunov_prune.pruning.counting import shares_leaving
 from lyapunov_prune.pruning.disk_gate import NOT_RUN, verify_files
 from lyapunov_prune.pruning.plan import PruningPlan
 from lyapunov_prune.pruning.surgery import without_layers
@@ -89,7 +90,7 @@ def _pieces(outline: Outline, pruned: PreTrainedModel, plan: PruningPlan) -> dic
     before, after = (model.state_dict(keep_vars=True) for model in (outline.model, pruned))
     tables = dict(FAMILIES.get(structure.model_type, Family()).tables)
     number = {old: new for new, old in enumerate(plan.kept)}
-    used = {id(tensor) for name, tensor in before.items() if layer_of(name, structure) not in plan.remove}
+    shares = shares_leaving(outline.model, plan)
     renamed = {name: _renumbered(name, structure.layers_path.count(".") + 1, number, structure) for name in before}
     strange = after.keys() ^ {new for new in renamed.values() if new is not None}
     if strange:
@@ -99,7 +100,7 @@ def _pieces(outline: Outline, pruned: PreTrainedModel, plan: PruningPlan) -> dic
     for key, target in outline.targets.items():
         layer, new = layer_of(target.name, structure), renamed[target.name]
         if new is None:
-            if id(before[target.name]) in used:
+            if not shares[target.name]:
                 raise _not_by_copying(outline, f"{key} is shared with layers that stay")
             continue
         table = target.name.split(".")[-2]

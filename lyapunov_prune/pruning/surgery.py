@@ -1,4 +1,4 @@
-"""Layer removal in memory: a new model without the layers and sublayers a plan names."""
+"""The cut: a new model without the layers and sublayers that a plan names. It proves nothing: `gate.py` does."""
 
 from __future__ import annotations
 
@@ -12,57 +12,45 @@ from transformers import PreTrainedModel
 
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.models.adaptations import Cut
-from lyapunov_prune.models.families import DEPTH_ATTRIBUTES, FAMILIES, POSITION_ATTRIBUTES, TRUSTED
+from lyapunov_prune.models.families import DEPTH_ATTRIBUTES, FAMILIES, POSITION_ATTRIBUTES
 from lyapunov_prune.models.held import held
 from lyapunov_prune.models.layer_settings import require_attention, slice_settings
 from lyapunov_prune.models.plain import require_plain
 from lyapunov_prune.models.structure import Structure, find_structure
 from lyapunov_prune.models.wrappers import is_wrapped, require_text_alone
-from lyapunov_prune.pruning.gate import verify_removal
 from lyapunov_prune.pruning.plan import PruningPlan, as_plan
 from lyapunov_prune.pruning.zeroing import zero_sublayers
 from lyapunov_prune.results.history import add_step
 
 
-def remove_layers(model: PreTrainedModel, plan: PruningPlan | Sequence[int]) -> PreTrainedModel:
-    """A new model without the layers of `plan` (or a plain list of indices); `model` is untouched.
+def cut(model: PreTrainedModel, plan: PruningPlan | Sequence[int]) -> PreTrainedModel:
+    """A new model without what `plan` (or a plain list of layers) names, not yet proven right; `model` is untouched.
 
     One rule for every decoder: drop the layers, renumber every nested `layer_idx` (caches are indexed by
     it), slice everything in the config that speaks of single layers (some models read it while they
     run), set the layer count. What a family needs beyond it stands in `models/families.py`. Removed
     layers are not copied. Where the plan drops a sublayer alone, its output projection becomes zero
-    (`sublayers.py`): that computes the same and saves no time or memory.
+    (`zeroing.py`): that computes the same and saves no time or memory.
 
-    The result saves with `save_pretrained` and loads with plain transformers. A decoder that the tests do
-    not vouch for is put through the gate on random tokens first (`verify_removal` is the full gate, with
-    your text), and so is every decoder inside a multimodal model, whose other parts are copied as they are.
     Raises LyapunovPruneError for a bad plan, a plan for another model, a removal that the family's checkpoint
-    format cannot express, a decoder that fails the gate, and a model that is not its plain weights (adapters,
-    quantised, offloaded or parametrised weights).
+    format cannot express, a decoder inside a multimodal model that text alone cannot judge, and a model that is
+    not its plain weights (adapters, quantised, offloaded or parametrised weights).
     """
     require_plain(model)
     plan = as_plan(model, plan)
     structure = find_structure(model)
-    wrapped = is_wrapped(model, structure)
     with held(model):  # what a measurement has put on it would be copied too
-        if wrapped:
+        if is_wrapped(model, structure):
             require_text_alone(model, structure, plan.remove)
         pruned = without_layers(model, plan) if plan.remove else copy.deepcopy(model)
     attention, mlp = (tuple(plan.kept.index(i) for i in drop) for drop in (plan.drop_attention, plan.drop_mlp))
     zero_sublayers(pruned, attention, mlp)
     add_step(pruned, "prune", plan.measured_on, model)
-    if wrapped or structure.model_type not in TRUSTED:
-        report = verify_removal(model, pruned, plan)
-        if not report.passed:
-            raise LyapunovPruneError(
-                f"these layers of {type(model).__name__} cannot be removed correctly: {report.failure()}; "
-                "remove other layers"
-            )
     return pruned
 
 
 def without_layers(model: PreTrainedModel, plan: PruningPlan) -> PreTrainedModel:
-    """A copy of `model`, whose weights may be on the meta device, without the layers of `plan`; no gate, no sublayers.
+    """A copy of `model`, whose weights may be on the meta device, without the layers of `plan`; its sublayers stay.
 
     Raises LyapunovPruneError when the family's checkpoint format cannot express what is left.
     """
@@ -88,17 +76,6 @@ def without_layers(model: PreTrainedModel, plan: PruningPlan) -> PreTrainedModel
     _rename_ties(pruned)
     _renumber_devices(pruned, original.layers_path, plan)
     return pruned
-
-
-def drop_sublayers(
-    model: PreTrainedModel, *, attention: Sequence[int] = (), mlp: Sequence[int] = ()
-) -> PreTrainedModel:
-    """A new model that computes as `model` without the attention or the MLP of these layers.
-
-    Their output projections are zero: parameters, time and memory stay as they were. Raises as
-    `remove_layers` does, and for layers without such a branch.
-    """
-    return remove_layers(model, PruningPlan.given(model, drop_attention=attention, drop_mlp=mlp))
 
 
 def _renumber(pruned: PreTrainedModel, layers: nn.ModuleList, kept: tuple[int, ...], total: int) -> None:

@@ -36,7 +36,8 @@ from lyapunov_prune.profiles.profile import LayerProfile
 from lyapunov_prune.pruning import checkpoint as checkpoint_module
 from lyapunov_prune.pruning.checkpoint import Provenance
 from lyapunov_prune.pruning.plan import PruningPlan
-from lyapunov_prune.pruning.surgery import remove_layers
+from lyapunov_prune.pruning.removal import remove_layers
+from lyapunov_prune.pruning.surgery import cut
 from lyapunov_prune.ranking.budget import BudgetedRemoval
 from lyapunov_prune.results.history import History
 from lyapunov_prune.results.store import Store
@@ -534,11 +535,11 @@ def test_a_failed_gate_is_exit_code_1_and_nothing_written(
     run: Callable[..., Done], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def wrongly(model: PreTrainedModel, plan: PruningPlan) -> PreTrainedModel:
-        pruned = remove_layers(model, plan)
+        pruned = cut(model, plan)
         wrong_layer_idx(pruned)
         return pruned
 
-    monkeypatch.setattr(checkpoint_module, "remove_layers", wrongly)
+    monkeypatch.setattr(checkpoint_module, "cut", wrongly)
     done = run(*COMMANDS["prune"])
     assert done.code == 1
     assert done.err.startswith("error: nothing written: the pruned model fails the gate, cached decoding: ")
@@ -578,7 +579,7 @@ def test_an_interruption_is_exit_code_130(run: Callable[..., Done], monkeypatch:
     def interrupt(*args: Any, **kwargs: Any) -> NoReturn:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(checkpoint_module, "remove_layers", interrupt)
+    monkeypatch.setattr(checkpoint_module, "cut", interrupt)
     done = run(*COMMANDS["prune"])
     assert (done.code, done.err.strip(), done.changed) == (130, "", set())
 

@@ -18,7 +18,7 @@ from lyapunov_prune.models import loading
 from lyapunov_prune.models.structure import identify, require_causal
 from lyapunov_prune.pruning.on_disk import prune_on_disk
 from lyapunov_prune.pruning.plan import PruningPlan
-from lyapunov_prune.pruning.surgery import remove_layers
+from lyapunov_prune.pruning.removal import remove_layers
 
 REMOVE = (2, 5)
 

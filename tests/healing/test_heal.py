@@ -21,7 +21,7 @@ from lyapunov_prune.evaluation.perplexity import perplexity
 from lyapunov_prune.healing import state as training_state
 from lyapunov_prune.healing.distillation import Distillation
 from lyapunov_prune.healing.heal import Healed, Healing, HeldOut, heal
-from lyapunov_prune.pruning.surgery import remove_layers
+from lyapunov_prune.pruning.removal import remove_layers
 
 
 def pair(family: str = "llama", **changes: Any) -> tuple[PreTrainedModel, PreTrainedModel]:

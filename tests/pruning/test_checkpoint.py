@@ -35,7 +35,8 @@ from lyapunov_prune.profiles.influence import block_influence
 from lyapunov_prune.pruning import checkpoint as module
 from lyapunov_prune.pruning.checkpoint import PROVENANCE, Provenance, write_pruned
 from lyapunov_prune.pruning.plan import PruningPlan
-from lyapunov_prune.pruning.surgery import remove_layers
+from lyapunov_prune.pruning.removal import remove_layers
+from lyapunov_prune.pruning.surgery import cut
 from lyapunov_prune.ranking.ranking import rank_layers
 from lyapunov_prune.results.history import HISTORY
 from lyapunov_prune.results.result import versions
@@ -287,11 +288,11 @@ def test_a_model_that_fails_the_gate_is_not_written(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def wrongly(model: PreTrainedModel, plan: PruningPlan) -> PreTrainedModel:
-        pruned = remove_layers(model, plan)
+        pruned = cut(model, plan)
         fault(pruned)
         return pruned
 
-    monkeypatch.setattr(module, "remove_layers", wrongly)
+    monkeypatch.setattr(module, "cut", wrongly)
     with pytest.raises(CheckFailed, match="nothing written: the pruned model fails the gate") as caught:
         write()
     assert caught.value.exit_code == 1

@@ -22,17 +22,17 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, BertLMHeadModel, PreTrainedTokenizerFast, modeling_utils
 
 from lyapunov_prune.checkpoints import tensor_files
-from lyapunov_prune.checkpoints.outline import Outline, read_outline
+from lyapunov_prune.checkpoints.outline import read_outline
 from lyapunov_prune.checkpoints.tensor_files import Piece, read_tensors
 from lyapunov_prune.cli.app import main
 from lyapunov_prune.errors import CheckFailed, LyapunovPruneError
 from lyapunov_prune.models.loading import load
-from lyapunov_prune.pruning import disk_gate
+from lyapunov_prune.pruning import counting
 from lyapunov_prune.pruning import on_disk as shards
 from lyapunov_prune.pruning.checkpoint import PROVENANCE, Provenance, write_pruned
 from lyapunov_prune.pruning.on_disk import prune_on_disk, too_large
 from lyapunov_prune.pruning.plan import PruningPlan
-from lyapunov_prune.pruning.surgery import remove_layers
+from lyapunov_prune.pruning.removal import remove_layers
 
 # Numbers of these change when layers leave, and a copy changes none.
 FOLDED = {"gpt2-inverse-layer"}
@@ -318,13 +318,13 @@ def test_the_gate_on_files_sees_a_setting_that_is_lost(
 
 
 def test_the_gate_on_files_counts(checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    leaving = disk_gate._leaving
+    leaving = counting.leaving
 
-    def wrongly(outline: Outline, plan: PruningPlan) -> tuple[int, int]:
-        parameters, size = leaving(outline, plan)
+    def wrongly(*args: Any) -> tuple[int, int]:
+        parameters, size = leaving(*args)
         return parameters, size + 4
 
-    monkeypatch.setattr(disk_gate, "_leaving", wrongly)
+    monkeypatch.setattr(counting, "leaving", wrongly)
     with pytest.raises(CheckFailed, match="fell by what was removed: bytes saved: "):
         on_disk(checkpoint, tmp_path / "disk")
 

@@ -1,0 +1,80 @@
+"""What leaves with the layers of a plan, counted by one rule for a model in memory and for one on disk.
+
+The rule goes by names and shapes, which the `meta` device has too. How many bytes stand for a name is asked of whoever
+holds them: the model, or the headers of its files.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from fractions import Fraction
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from lyapunov_prune.checkpoints.outline import layer_of
+from lyapunov_prune.checkpoints.reloading import GateCheck
+from lyapunov_prune.models.digest import saved_tensors
+from lyapunov_prune.models.families import FAMILIES, Family
+from lyapunov_prune.models.structure import find_structure
+from lyapunov_prune.pruning.plan import PruningPlan
+
+COUNTED = "fell by what was removed"
+Sizes = Sequence[tuple[str, int]]  # names of tensors in a model, and the bytes that its checkpoint holds of each
+
+
+def shares_leaving(model: PreTrainedModel, plan: PruningPlan) -> dict[str, Fraction]:
+    """How much of each tensor leaves with the layers of `plan`, by every name in the state dict of `model`.
+
+    All of what removed layers alone hold, and of what a family lets go with them (`Family.leaves`); the blocks of
+    removed layers of a table that has one a layer (`Family.tables`); nothing of what a kept layer uses.
+    """
+    structure = find_structure(model)
+    family = FAMILIES.get(structure.model_type, Family())
+    places = {name: _place(t) for name, t in model.state_dict(keep_vars=True).items() if isinstance(t, torch.Tensor)}
+    stays = {place for name, place in places.items() if layer_of(name, structure) not in plan.remove}
+    if family.leaves is not None:
+        stays -= {_place(p) for p in family.leaves(structure.layers, structure.config, plan.remove)}
+    tables = tuple(f".{table}.weight" for table, _ in family.tables)
+    blocks = Fraction(len(plan.remove), structure.num_layers)
+    return {name: blocks if name.endswith(tables) else Fraction(place not in stays) for name, place in places.items()}
+
+
+def leaving(model: PreTrainedModel, sizes: Sizes, plan: PruningPlan) -> tuple[int, int]:
+    """The parameters and the bytes that leave with the layers of `plan`."""
+    shares = shares_leaving(model, plan)
+    parameters = sum(p.numel() * shares[name] for name, p in saved_tensors(model) if isinstance(p, nn.Parameter))
+    return int(parameters), int(sum(size * shares[name] for name, size in sizes))
+
+
+def sizes_in_memory(model: PreTrainedModel) -> Sizes:
+    """What a checkpoint of `model` holds: every tensor of the state dict once, tied ones too."""
+    return list({_place(t): (name, t.nbytes) for name, t in saved_tensors(model)}.values())
+
+
+def count_check(
+    original: PreTrainedModel, sizes: Sizes, pruned: PreTrainedModel, saved: int, plan: PruningPlan
+) -> GateCheck:
+    """Whether layers, parameters and bytes fell by exactly what leaves with `plan`.
+
+    `sizes` are those of the original, `saved` the bytes of all tensors in the pruned checkpoint.
+    """
+    parameters, leave = leaving(original, sizes, plan)
+    total = original.num_parameters()
+    structure = find_structure(pruned)
+    wanted = {
+        "layers": (structure.num_layers, len(plan.kept)),
+        "config's layer count": (getattr(structure.config, structure.count), len(plan.kept)),
+        "parameters": (pruned.num_parameters(), total - parameters),
+        "bytes saved": (saved, sum(size for _, size in sizes) - leave),
+    }
+    for part, (counted, expected) in wanted.items():
+        if counted != expected:
+            return GateCheck(COUNTED, False, counted, expected, f"{part}: {counted:,}, not {expected:,}")
+    return GateCheck(COUNTED, True, parameters / total, parameters / total, "share of parameters and bytes that left")
+
+
+def _place(tensor: torch.Tensor) -> int:
+    """Where its numbers lie, which tied names share; on the meta device nowhere, and the tensor tells itself."""
+    return tensor.data_ptr() or id(tensor)

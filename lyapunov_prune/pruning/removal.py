@@ -1,0 +1,50 @@
+"""Layers and sublayers removed in memory: cut, and proven before the model is handed out."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from transformers import PreTrainedModel
+
+from lyapunov_prune.errors import LyapunovPruneError
+from lyapunov_prune.models.families import TRUSTED
+from lyapunov_prune.models.structure import find_structure
+from lyapunov_prune.models.wrappers import is_wrapped
+from lyapunov_prune.pruning.gate import verify_removal
+from lyapunov_prune.pruning.plan import PruningPlan
+from lyapunov_prune.pruning.surgery import cut
+
+
+def remove_layers(model: PreTrainedModel, plan: PruningPlan | Sequence[int]) -> PreTrainedModel:
+    """A new model without the layers of `plan` (or a plain list of indices); `model` is untouched.
+
+    How is said at `surgery.cut`. The result saves with `save_pretrained` and loads with plain transformers. A
+    decoder that the tests do not vouch for is put through the gate on random tokens first (`verify_removal` is the
+    full gate, with your text), and so is every decoder inside a multimodal model, whose other parts are copied as
+    they are.
+
+    Raises LyapunovPruneError for a bad plan, a plan for another model, a removal that the family's checkpoint
+    format cannot express, a decoder that fails the gate, and a model that is not its plain weights (adapters,
+    quantised or offloaded weights).
+    """
+    pruned = cut(model, plan)
+    structure = find_structure(model)
+    if is_wrapped(model, structure) or structure.model_type not in TRUSTED:
+        report = verify_removal(model, pruned, plan)
+        if not report.passed:
+            raise LyapunovPruneError(
+                f"these layers of {type(model).__name__} cannot be removed correctly: {report.failure()}; "
+                "remove other layers"
+            )
+    return pruned
+
+
+def drop_sublayers(
+    model: PreTrainedModel, *, attention: Sequence[int] = (), mlp: Sequence[int] = ()
+) -> PreTrainedModel:
+    """A new model that computes as `model` without the attention or the MLP of these layers.
+
+    Their output projections are zero: parameters, time and memory stay as they were. Raises as
+    `remove_layers` does, and for layers without such a branch.
+    """
+    return remove_layers(model, PruningPlan.given(model, drop_attention=attention, drop_mlp=mlp))

@@ -1,0 +1,89 @@
+"""What leaves is counted by one rule: of a model in memory, of its files, and as the cut really does it."""
+
+from __future__ import annotations
+
+from fractions import Fraction
+from pathlib import Path
+
+import pytest
+import torch
+from families.zoo import LAYERS, make_zoo
+from helpers import make_tiny
+from transformers import PreTrainedModel, PreTrainedTokenizerFast
+
+from lyapunov_prune.checkpoints.outline import read_outline
+from lyapunov_prune.models.structure import find_structure
+from lyapunov_prune.pruning.counting import count_check, leaving, shares_leaving, sizes_in_memory
+from lyapunov_prune.pruning.plan import PruningPlan
+from lyapunov_prune.pruning.surgery import cut
+
+# Plain; embeddings tied to the head; tables with a block a layer; blocks that layers share; a scale of the first layer.
+CASES = {
+    "plain": ("llama", [2, 5]),
+    "tied": ("gemma2", [2, 5]),
+    "tables, Gemma 3n": ("gemma3n_text", [3]),
+    "tables, Gemma 4": ("gemma4_text", [0, 3]),
+    "shared blocks, Zamba": ("zamba", [2, 5]),
+    "shared blocks and their adapters, Zamba 2": ("zamba2", [3]),
+    "Zaya's first layer": ("zaya", [0, 1]),
+    "Zaya's others": ("zaya", [3]),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("case", CASES)
+def test_memory_and_files_give_the_same_and_the_cut_does_it(
+    case: str, dtype: torch.dtype, tokenizer: PreTrainedTokenizerFast, tmp_path: Path
+) -> None:
+    name, remove = CASES[case]
+    model = make_zoo(name).to(dtype)
+    plan = PruningPlan.given(model, remove)
+    model.save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    outline = read_outline(tmp_path, name)
+    assert outline.model.device.type == "meta"
+    assert shares_leaving(outline.model, plan) == shares_leaving(model, plan)
+    sizes = sizes_in_memory(model)
+    parameters, size = leaving(model, sizes, plan)
+    assert leaving(outline.model, outline.sizes(), plan) == (parameters, size)
+    pruned = cut(model, plan)
+    left = sum(size for _, size in sizes_in_memory(pruned))
+    assert (parameters, size) == (
+        model.num_parameters() - pruned.num_parameters(),
+        sum(size for _, size in sizes) - left,
+    )
+    assert count_check(model, sizes, pruned, left, plan).passed
+
+
+def share(model: PreTrainedModel, remove: list[int]) -> dict[str, Fraction]:
+    return shares_leaving(model, PruningPlan.given(model, remove))
+
+
+def test_a_table_leaves_by_its_blocks() -> None:
+    shares = share(make_zoo("gemma4_text"), [0, 3])
+    blocks = {name: part for name, part in shares.items() if part not in (0, 1)}
+    assert {name.split(".")[-2] for name in blocks} == {"embed_tokens_per_layer", "per_layer_model_projection"}
+    assert set(blocks.values()) == {Fraction(2, LAYERS)}
+
+
+def test_what_a_kept_layer_uses_stays_under_every_name() -> None:
+    model = make_tiny("llama")
+    up = [layer.mlp.up_proj for layer in find_structure(model).layers]  # type: ignore[union-attr]
+    up[1].weight = up[2].weight = up[4].weight
+    names = [f"model.layers.{i}.mlp.up_proj.weight" for i in (1, 2, 4)]
+    assert [share(model, [1, 2])[name] for name in names] == [0, 0, 0]
+    assert [share(model, [1, 2, 4])[name] for name in names] == [1, 1, 1]
+    plan = PruningPlan.given(model, [1, 2, 4])
+    layer = sum(p.numel() for p in find_structure(model).layers[0].parameters())
+    once = 3 * layer - 2 * up[1].weight.numel()
+    assert leaving(model, sizes_in_memory(model), plan) == (once, 4 * once)
+
+
+def test_one_parameter_too_many_is_seen(llama: PreTrainedModel) -> None:
+    plan = PruningPlan.given(llama, [1])
+    pruned, sizes = cut(llama, plan), sizes_in_memory(llama)
+    left = sum(size for _, size in sizes_in_memory(pruned))
+    assert count_check(llama, sizes, pruned, left, plan).passed
+    assert count_check(llama, sizes, pruned, left + 4, plan).detail.startswith(f"bytes saved: {left + 4:,}, not ")
+    pruned.register_parameter("stray", torch.nn.Parameter(torch.zeros(1)))
+    assert count_check(llama, sizes, pruned, left, plan).detail.startswith("parameters: ")

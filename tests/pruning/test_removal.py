@@ -1,0 +1,117 @@
+"""Cut, then proven once: how often each path goes through the gate, and what it does with the verdict."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NoReturn
+
+import pytest
+import torch
+from families.zoo import make_zoo
+from helpers import on_disk
+from transformers import PreTrainedModel, PreTrainedTokenizerFast
+
+from lyapunov_prune import PruningPlan, drop_sublayers, remove_layers
+from lyapunov_prune.errors import CheckFailed
+from lyapunov_prune.models.families import FAMILIES, TRUSTED
+from lyapunov_prune.models.structure import find_structure
+from lyapunov_prune.models.wrappers import is_wrapped
+from lyapunov_prune.pruning import disk_gate, gate
+from lyapunov_prune.pruning.checkpoint import write_pruned
+from lyapunov_prune.pruning.curve import evaluate_removals
+from lyapunov_prune.pruning.surgery import cut
+
+TRUSTED_ONE, OTHER, WRAPPED = "llama", "olmo2", "gemma3"
+NAMES = (TRUSTED_ONE, OTHER, WRAPPED)
+
+
+@pytest.fixture
+def gates(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
+    """How often each gate was entered, by whichever module of the package."""
+    calls: Counter[str] = Counter()
+
+    def counted(name: str, verify: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            calls[name] += 1
+            return verify(*args, **kwargs)
+
+        return call
+
+    for name, verify in (("memory", gate.verify_removal), ("disk", disk_gate.verify_files)):
+        for module in [m for title, m in sys.modules.items() if title.startswith("lyapunov_prune.")]:
+            if vars(module).get(verify.__name__) is verify:
+                monkeypatch.setattr(module, verify.__name__, counted(name, verify))
+    return calls
+
+
+def test_the_families_are_of_the_three_sorts() -> None:
+    models = [make_zoo(name) for name in NAMES]
+    assert [find_structure(model).model_type in TRUSTED for model in models[:2]] == [True, False]
+    assert [is_wrapped(model, find_structure(model)) for model in models] == [False, False, True]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_cut_proves_nothing(name: str, gates: Counter[str]) -> None:
+    assert find_structure(cut(make_zoo(name), [2, 5])).num_layers == 6
+    assert gates == {}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_in_memory_what_the_tests_do_not_vouch_for_is_proven_once(name: str, gates: Counter[str]) -> None:
+    model, once = make_zoo(name), int(name != TRUSTED_ONE)
+    remove_layers(model, [2, 5])
+    assert gates["memory"] == once
+    drop_sublayers(model, mlp=[2])
+    assert gates["memory"] == 2 * once
+    plans = [PruningPlan.given(model, remove) for remove in ([2], [2, 5])]
+    evaluate_removals(model, {"given": plans, "again": plans}, torch.arange(3, 35).view(2, 16))
+    assert gates == ({"memory": 4} if once else {})
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_what_is_written_is_proven_once_on_its_files(
+    name: str, gates: Counter[str], tokenizer: PreTrainedTokenizerFast, tmp_path: Path
+) -> None:
+    model = make_zoo(name)
+    plan = PruningPlan.given(model, [2], drop_mlp=[3])
+    assert write_pruned(model, tokenizer, plan, tmp_path / "pruned").gate.passed
+    assert gates == {"memory": 1}
+
+
+@pytest.mark.parametrize("name", [TRUSTED_ONE, OTHER])
+def test_on_disk_the_gate_on_files_is_the_one(
+    name: str, gates: Counter[str], tokenizer: PreTrainedTokenizerFast, tmp_path: Path
+) -> None:
+    make_zoo(name).save_pretrained(tmp_path / "source")
+    tokenizer.save_pretrained(tmp_path / "source")
+    on_disk(tmp_path / "source", tmp_path / "disk")
+    assert gates == {"disk": 1}
+
+
+def test_an_unvouched_family_that_fails_is_not_written(
+    tokenizer: PreTrainedTokenizerFast, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without its entry the layer that becomes the last lacks its bias; the gate on the files sees it."""
+    model = make_zoo("gpt_neox_japanese")
+    monkeypatch.delitem(FAMILIES, "gpt_neox_japanese")
+    with pytest.raises(CheckFailed, match="nothing written: the pruned model fails the gate, reloads as saved: 1 miss"):
+        write_pruned(model, tokenizer, PruningPlan.given(model, [7]), tmp_path / "pruned")
+    assert os.listdir(tmp_path) == []
+
+
+@pytest.mark.parametrize("name", [TRUSTED_ONE, OTHER])
+def test_a_model_that_cannot_be_saved_fails_the_gate(
+    name: str, tokenizer: PreTrainedTokenizerFast, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def inconsistent(self: PreTrainedModel, *args: Any, **kwargs: Any) -> NoReturn:
+        raise RuntimeError("two tensors\nshare memory")
+
+    monkeypatch.setattr(PreTrainedModel, "save_pretrained", inconsistent)
+    model = make_zoo(name)
+    with pytest.raises(CheckFailed, match="gate, reloads as saved: RuntimeError: two tensors share memory; remove oth"):
+        write_pruned(model, tokenizer, PruningPlan.given(model, [2]), tmp_path / "pruned")
+    assert os.listdir(tmp_path) == []
