@@ -64,6 +64,15 @@ def test_every_result_comes_back_from_its_file(result: Result, tmp_path: Path) -
     assert same(type(result).load(path), result)
 
 
+# What a model was made by, not measured by; speeds of random tokens, which name device, dtype and versions themselves;
+# and a certificate of tensors, which a result of a model holds.
+ELSEWHERE = {"CompressionReport", "History", "Provenance", "Speed", "TokenCertificate"}
+
+
+def test_every_result_knows_what_it_was_measured_on(result: Result) -> None:
+    assert hasattr(result, "measured_on") != (type(result).__name__ in ELSEWHERE)
+
+
 def test_every_file_is_strict_json_with_its_kind(result: Result, tmp_path: Path) -> None:
     data = strict(result.save(tmp_path / "result.json").read_text(encoding="utf-8"))
     assert data["kind"] == type(result).__name__
