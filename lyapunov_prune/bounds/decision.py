@@ -25,7 +25,10 @@ class TokenCertificate(Result):
 
     radius: np.ndarray  # min_j (z_i − z_j) / (‖w_i‖ + ‖w_j‖), i the dense prediction
     moved: np.ndarray  # ‖h' − h‖, rounded up
-    changed: np.ndarray  # 1 where the prediction is another one, by its logits in float64
+    changed: np.ndarray  # bool: the prediction is another one, by its logits in float64
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "changed", self.changed.astype(bool))  # 0.0 and 1.0 in files of older versions
 
     @property
     def certified(self) -> np.ndarray:
@@ -33,11 +36,11 @@ class TokenCertificate(Result):
 
     @property
     def violations(self) -> tuple[int, ...]:
-        return tuple(int(t) for t in np.flatnonzero(self.certified & (self.changed > 0)))
+        return tuple(int(t) for t in np.flatnonzero(self.certified & self.changed))
 
     def to_frame(self) -> pd.DataFrame:
         columns = {"radius": self.radius, "moved": self.moved, "certified": self.certified}
-        return pd.DataFrame({"token": np.arange(len(self.radius)), **columns, "changed": self.changed > 0})
+        return pd.DataFrame({"token": np.arange(len(self.radius)), **columns, "changed": self.changed})
 
     def headline(self) -> str:
         return (
@@ -72,5 +75,5 @@ def argmax_unchanged_of_state_error(
         radius.scatter_(1, first.unsqueeze(-1), torch.inf)
         radii.append(radius.amin(-1) * (1 - unit))
         moves.append(token_energy(h2 - h).sqrt() * (1 + unit))
-        flips.append(((h2 @ W.T + b).argmax(-1) != first).double())
+        flips.append((h2 @ W.T + b).argmax(-1) != first)
     return TokenCertificate(*(torch.cat(parts).numpy() for parts in (radii, moves, flips)))

@@ -11,7 +11,7 @@ from lyapunov_prune.evaluation.perplexity import Perplexity
 from lyapunov_prune.evaluation.speed import Speed
 from lyapunov_prune.evaluation.tasks import TaskScores
 from lyapunov_prune.models.structure import find_structure
-from lyapunov_prune.results.result import Result
+from lyapunov_prune.results.result import MeasuredOn, Result
 
 # From here on a reader may take a model for a sparse one.
 SPARSE = 0.05
@@ -28,6 +28,11 @@ class Evaluation(Result):
     zeros: tuple[float, ...]
     speed: Speed | None
     tasks: TaskScores | None = None
+
+    @property
+    def measured_on(self) -> tuple[MeasuredOn, ...]:
+        """Of each model, in the order of `perplexities`."""
+        return tuple(found.measured_on for found in self.perplexities)
 
     def to_frame(self) -> pd.DataFrame:
         rows = []

@@ -39,7 +39,7 @@ class ChoiceComparison(Result):
 
     - `dense_mass` and `compressed_mass`: probability of the first tokens of all choices together, out of the
       vocabulary (Demystifying When Pruning Works via Representation Hierarchies, §7.2);
-    - `same_top`: 1 where the likeliest token of the vocabulary is the same;
+    - `same_top`, bool: the likeliest token of the vocabulary is the same;
     - `radius` and `moved`: among the first tokens of the choices alone, the one of largest logit provably stays so
       while the state that the head reads moves by less than `radius` (`argmax_unchanged_of_state_error`), and how far
       it moved; `changed`: 1 where that token is another one. NaN where all choices begin with one token, and where the
@@ -189,7 +189,7 @@ def compare_choices(
         gold=tuple(item.gold for item in items),
         dense_mass=columns[0],
         compressed_mass=columns[1],
-        same_top=columns[2],
+        same_top=columns[2] > 0,
         radius=columns[3],
         moved=columns[4],
         changed=columns[5],

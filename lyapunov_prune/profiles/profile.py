@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pandas as pd
 from transformers import PreTrainedModel
@@ -12,19 +12,30 @@ from lyapunov_prune.data.batch import TokenBatch
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.profiles.contraction import ContractionProfile, Method, Pooling, measure_contraction
 from lyapunov_prune.profiles.influence import InfluenceProfile, block_influence
-from lyapunov_prune.results.result import Result
+from lyapunov_prune.results.result import MeasuredOn, Result
 
 
 @dataclass(frozen=True)
 class LayerProfile(Result):
-    """What `lyapunov-prune profile` writes and `rank --profile` reads."""
+    """What `lyapunov-prune profile` writes and `rank --profile` reads.
+
+    Raises LyapunovPruneError when its parts were measured on two models, on two texts, or in two ways.
+    """
 
     contraction: ContractionProfile
     influence: InfluenceProfile
 
     def __post_init__(self) -> None:
-        if not self.contraction.measured_on.model.same_as(self.influence.measured_on.model):
-            raise LyapunovPruneError("contraction and Block Influence of the profile are of two models; measure one")
+        # Block Influence draws nothing, so that only one of the two has a seed.
+        if replace(self.measured_on, seed=None) != replace(self.influence.measured_on, seed=None):
+            raise LyapunovPruneError(
+                "contraction and Block Influence of one profile are of two models or texts; measure both with profile"
+            )
+
+    @property
+    def measured_on(self) -> MeasuredOn:
+        """Of both parts, with the first seed of the contraction."""
+        return self.contraction.measured_on
 
     def to_frame(self) -> pd.DataFrame:
         return self.contraction.to_frame().merge(self.influence.to_frame(), on="layer")

@@ -14,7 +14,7 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pandas as pd
@@ -23,7 +23,7 @@ from transformers import PreTrainedModel
 
 from lyapunov_prune.checkpoints.reloading import RELOADED, GateCheck, reload_check
 from lyapunov_prune.checkpoints.tensor_files import read_header
-from lyapunov_prune.data.batch import TokenBatch
+from lyapunov_prune.data.batch import TokenBatch, as_batch
 from lyapunov_prune.forward.hooks import skipped
 from lyapunov_prune.forward.logits import (
     CACHE_LIMIT,
@@ -39,16 +39,21 @@ from lyapunov_prune.models.loading import quiet
 from lyapunov_prune.models.structure import find_structure, in_eval_mode
 from lyapunov_prune.pruning.counting import COUNTED, count_check, sizes_in_memory
 from lyapunov_prune.pruning.plan import PruningPlan, as_plan
-from lyapunov_prune.results.result import Result
+from lyapunov_prune.results.result import MeasuredOn, Result
 
 SKIPPED, CACHED = "same as skipping", "cached decoding"
 
 
 @dataclass(frozen=True)
 class GateReport(Result):
-    """The checks of the gate; `passed` when all did."""
+    """The checks of the gate; `passed` when all did.
+
+    `measured_on` is of the original model and all tokens that both ran on; None where only files were compared, and in
+    reports of older versions.
+    """
 
     checks: tuple[GateCheck, ...]
+    measured_on: MeasuredOn | None = None
 
     @property
     def passed(self) -> bool:
@@ -82,7 +87,7 @@ def verify_intact(model: PreTrainedModel, batch: TokenBatch | torch.Tensor | Non
             checks.append(_attempt(RELOADED, lambda: reload_check(model, folder, inputs)))
     except Exception as error:
         checks.append(crashed(RELOADED, error))
-    return GateReport(tuple(checks))
+    return GateReport(tuple(checks), _measured_on(model, batch, inputs))
 
 
 @in_eval_mode
@@ -113,7 +118,19 @@ def verify_removal(
             checks.append(_attempt(COUNTED, lambda: _counted(original, pruned, plan, folder)))
     except Exception as error:  # it cannot even be saved
         checks.append(crashed(RELOADED, error))
-    return GateReport(tuple(checks))
+    return GateReport(tuple(checks), _measured_on(original, batch, inputs))
+
+
+def _measured_on(
+    model: PreTrainedModel, batch: TokenBatch | torch.Tensor | None, inputs: list[torch.Tensor]
+) -> MeasuredOn:
+    """All `inputs` in a row; the context is that of the longest."""
+    tokens, text, split, bos = torch.cat([ids.flatten() for ids in inputs]).unsqueeze(0), "random tokens", "all", None
+    if batch is not None:
+        given = as_batch(model, batch)
+        text, split, bos = f"{text} and the start of {given.text}", given.split, given.bos
+    seen = TokenBatch(tokens, text, split, bos)
+    return replace(seen.measured_on(model), context=max(ids.shape[1] for ids in inputs))
 
 
 def _skipped_check(

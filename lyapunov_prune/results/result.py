@@ -2,24 +2,25 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import json
+import math
 import platform
-import types
-import typing
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, TypeVar
 
+import cattrs
 import numpy as np
 import pandas as pd
+from cattrs.v import format_exception
 
 from lyapunov_prune.errors import LyapunovPruneError, printable
 from lyapunov_prune.results.files import write_whole
 from lyapunov_prune.results.overlap import Fingerprint
 
+T = TypeVar("T")
 R = TypeVar("R", bound="Result")
 
 
@@ -134,48 +135,50 @@ class Result:
             )
         try:
             return decode(cls, data)
-        except (AttributeError, KeyError, TypeError, ValueError) as error:
+        except ValueError as error:
             raise LyapunovPruneError(
                 f"{path} does not fit this version's {cls.__name__} ({error}); make it again"
             ) from None
 
 
-def encode(value: Any) -> Any:
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return {f.name: encode(getattr(value, f.name)) for f in dataclasses.fields(value)}
-    if isinstance(value, np.ndarray | tuple | list):
-        return [encode(v) for v in (value.tolist() if isinstance(value, np.ndarray) else value)]
+# What JSON's own numbers tell; arrays of other types, and empty ones, say their type and shape.
+_PLAIN = (np.bool_, np.int64, np.float64)
+
+
+def _encode_array(array: np.ndarray) -> Any:
+    values = encode(array.tolist())
+    plain = array.size and array.dtype in _PLAIN
+    return values if plain else {"dtype": str(array.dtype), "shape": list(array.shape), "values": values}
+
+
+def _decode_array(value: Any, _: Any) -> np.ndarray:
     if isinstance(value, dict):
-        return {str(k): encode(v) for k, v in value.items()}
-    if isinstance(value, np.generic):
-        value = value.item()
-    if isinstance(value, float) and not np.isfinite(value):
-        return str(value)
-    return value
+        return np.array(value["values"], value["dtype"]).reshape(value["shape"])
+    array = np.array(value)
+    return array if array.size and array.dtype in _PLAIN else np.array(value, np.float64)  # it parses "nan"
 
 
-_hints = functools.cache(typing.get_type_hints)  # it compiles every annotation anew
+_converter = cattrs.Converter(forbid_extra_keys=True, unstruct_collection_overrides={tuple: list})
+for _number in (bool, int):  # fields of these may hold numpy's
+    _converter.register_unstructure_hook(_number, _number)
+_converter.register_unstructure_hook(float, lambda x: float(x) if math.isfinite(x) else str(x))
+_converter.register_unstructure_hook(np.generic, lambda x: encode(x.item()))
+_converter.register_unstructure_hook(np.ndarray, _encode_array)
+_converter.register_structure_hook(np.ndarray, _decode_array)
 
 
-def decode(kind: Any, value: Any) -> Any:
-    """The inverse of `encode`, led by the type annotations of the dataclass."""
-    origin, args = typing.get_origin(kind), typing.get_args(kind)
-    if origin in (typing.Union, types.UnionType):
-        if value is None:
-            return None
-        return decode(next(a for a in args if a is not type(None)), value)
-    if dataclasses.is_dataclass(kind):
-        hints = _hints(typing.cast(type, kind))
-        unknown = set(value) - set(hints)
-        if unknown:
-            raise ValueError(f"unknown fields {sorted(unknown)}")
-        return typing.cast(type, kind)(**{name: decode(hints[name], v) for name, v in value.items()})
-    if kind is np.ndarray:
-        return np.array(value, dtype=np.float64)
-    if origin is tuple:
-        return tuple(decode(args[0], v) for v in value)
-    if origin is dict:
-        return {k: decode(args[1], v) for k, v in value.items()}
-    if kind is float:
-        return float(value)
-    return value
+def encode(value: Any) -> Any:
+    """`value` as what JSON holds: dataclasses as dictionaries, numpy's numbers and arrays as numbers and lists."""
+    return _converter.unstructure(value)
+
+
+def decode(kind: type[T], value: Any) -> T:
+    """The inverse of `encode`, led by the annotations of `kind`. Raises ValueError naming a field that does not fit."""
+    try:
+        return _converter.structure(value, kind)
+    except cattrs.BaseValidationError as error:
+        raise ValueError(cattrs.transform_error(error, format_exception=_reason)[0]) from None
+
+
+def _reason(error: BaseException, kind: type | None) -> str:
+    return str(error) if isinstance(error, LyapunovPruneError) else format_exception(error, kind)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import math
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -263,7 +265,18 @@ def test_token_certificate_sees_a_planted_violation_and_survives_saving(tmp_path
     assert lied.violations
     again = TokenCertificate.load(lied.save(tmp_path / "tokens.json"))
     assert again.violations == lied.violations
+    assert again.changed.dtype == bool
     assert str(again) == str(lied)
+
+
+def test_flags_of_older_files_are_flags(tmp_path: Path) -> None:
+    """They were written as 0.0 and 1.0."""
+    found = argmax_unchanged_of_state_error(rand(4, 5), -rand(4, 5), rand(10, 5))
+    content = found.to_json() | {"changed": found.changed.astype(float).tolist()}
+    (tmp_path / "old.json").write_text(json.dumps(content))
+    old = TokenCertificate.load(tmp_path / "old.json")
+    assert old.changed.dtype == bool
+    assert old.changed.tolist() == found.changed.tolist()
 
 
 def test_token_certificate_uses_the_bias() -> None:

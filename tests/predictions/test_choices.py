@@ -148,6 +148,7 @@ def test_a_limit_takes_the_first_items(
     assert found.measured_on.context == len(longest)
     again = ChoiceComparison.load(found.save(tmp_path / "c.json"))
     assert str(again) == str(found)
+    assert again.same_top.dtype == bool
     assert len(found.to_frame()) == 2
     for limit in (0, -1):
         with pytest.raises(LyapunovPruneError, match="no items to score"):

@@ -13,8 +13,9 @@ from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel
 
 from lyapunov_prune import remove_layers, verify_removal
-from lyapunov_prune.models.structure import find_structure
-from lyapunov_prune.pruning.gate import GateReport, deviation
+from lyapunov_prune.data.batch import TokenBatch
+from lyapunov_prune.models.structure import find_structure, identify
+from lyapunov_prune.pruning.gate import GateReport, deviation, verify_intact
 
 REMOVE = [1, 3]
 
@@ -113,6 +114,33 @@ def test_the_report_saves_and_loads(llama: PreTrainedModel, ids: torch.Tensor, t
     again = GateReport.load(report.save(tmp_path / "gate.json"))
     assert again == report
     assert "FAILED" in str(again)
+
+
+def test_the_report_says_which_model_and_tokens_it_looked_at(llama: PreTrainedModel, ids: torch.Tensor) -> None:
+    pruned, batch = remove_layers(llama, REMOVE), TokenBatch(ids, "a book", "calibration", False)
+    seen = [
+        report.measured_on
+        for report in (
+            verify_removal(llama, pruned, REMOVE, batch),
+            verify_removal(llama, pruned, REMOVE, batch),
+            verify_removal(llama, pruned, REMOVE, TokenBatch(ids.flip(1), "a book", "calibration", False)),
+            verify_removal(llama, pruned, REMOVE),
+            verify_intact(pruned, batch),
+        )
+    ]
+    assert seen[0] == seen[1]
+    assert len({on.text_hash for on in seen if on}) == 3
+    first, random, intact = seen[0], seen[3], seen[4]
+    assert first is not None
+    assert (first.text, first.split, first.bos) == ("random tokens and the start of a book", "calibration", False)
+    assert first.model == random.model == identify(llama)  # type: ignore[union-attr]
+    assert random.text == "random tokens"  # type: ignore[union-attr]
+    assert intact.model == identify(pruned)  # type: ignore[union-attr]
+
+
+def test_a_report_of_an_older_version_loads(tmp_path: Path) -> None:
+    (tmp_path / "gate.json").write_text('{"kind": "GateReport", "checks": []}')
+    assert GateReport.load(tmp_path / "gate.json").measured_on is None
 
 
 def test_deviation_is_relative_to_the_spread_of_a_token() -> None:

@@ -212,7 +212,10 @@ def test_experts_that_were_not_seen_leave_gaps(ids: torch.Tensor) -> None:
 
 
 def test_an_evaluation_alone_makes_a_page(llama: PreTrainedModel, ids: torch.Tensor, tmp_path: Path) -> None:
-    Evaluation((perplexity(llama, ids),), (0.0,), None).save(tmp_path / "eval.json")
+    found = perplexity(llama, ids)
+    evaluation = Evaluation((found,), (0.0,), None)
+    assert evaluation.measured_on == (found.measured_on,)
+    evaluation.save(tmp_path / "eval.json")
     assert "perplexity" in write_report(tmp_path).read_text()
 
 

@@ -16,10 +16,14 @@ import numpy as np
 import pandas as pd
 import pytest
 from helpers import example
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.extra.numpy import array_shapes, arrays
 
 import lyapunov_prune
 from lyapunov_prune.errors import LyapunovPruneError
-from lyapunov_prune.results.result import ModelIdentity, Result, versions
+from lyapunov_prune.pruning.plan import PruningPlan
+from lyapunov_prune.results.result import ModelIdentity, Result, decode, encode, versions
 
 
 def result_classes() -> list[type[Result]]:
@@ -58,6 +62,15 @@ def result(request: pytest.FixtureRequest) -> Result:
 def test_every_result_comes_back_from_its_file(result: Result, tmp_path: Path) -> None:
     path = result.save(tmp_path / "result.json")
     assert same(type(result).load(path), result)
+
+
+# What a model was made by, not measured by; speeds of random tokens, which name device, dtype and versions themselves;
+# and a certificate of tensors, which a result of a model holds.
+ELSEWHERE = {"CompressionReport", "History", "Provenance", "Speed", "TokenCertificate"}
+
+
+def test_every_result_knows_what_it_was_measured_on(result: Result) -> None:
+    assert hasattr(result, "measured_on") != (type(result).__name__ in ELSEWHERE)
 
 
 def test_every_file_is_strict_json_with_its_kind(result: Result, tmp_path: Path) -> None:
@@ -126,6 +139,44 @@ def test_a_present_optional_comes_back(one: Example, tmp_path: Path) -> None:
 def test_an_empty_array_comes_back(one: Example, tmp_path: Path) -> None:
     empty = dataclasses.replace(one, values=np.empty(0))
     assert Example.load(empty.save(tmp_path / "x")).values.shape == (0,)
+
+
+@given(
+    arrays(
+        st.sampled_from([np.bool_, np.int64, np.float64, np.uint8, np.uint64, np.int32, np.float32]),
+        array_shapes(min_dims=0, max_dims=3, min_side=0, max_side=3),
+    )
+)
+def test_an_array_comes_back_in_its_type_and_shape(values: np.ndarray) -> None:
+    text = json.dumps(encode(values), allow_nan=False)
+    again = decode(np.ndarray, json.loads(text))
+    assert (again.dtype, again.shape) == (values.dtype, values.shape)
+    assert np.array_equal(again, values, equal_nan=values.dtype.kind == "f")
+
+
+def test_the_lists_of_older_files_are_float64() -> None:
+    assert decode(np.ndarray, []).dtype == decode(np.ndarray, ["nan", 1.0]).dtype == np.float64
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        ({"table": {"a": [1.0, "many"]}}, r"\$\.table\['a'\]\[1\]"),
+        ({"model": {"unheard": 1}}, r"\$\.model\.name"),
+        ({"values": ["x"]}, r"\$\.values"),
+    ],
+    ids=str,
+)
+def test_the_field_that_does_not_fit_is_named(change: dict[str, Any], named: str, one: Example, tmp_path: Path) -> None:
+    with pytest.raises(LyapunovPruneError, match=named):
+        Example.load(written(tmp_path, one.to_json() | change))
+
+
+def test_what_a_result_refuses_itself_is_said_with_the_file(tmp_path: Path) -> None:
+    plan = PruningPlan.given(ModelIdentity("m", "llama", 3, 10, "abc", {}), [1])
+    path = written(tmp_path, plan.to_json() | {"remove": [9]})
+    with pytest.raises(LyapunovPruneError, match=r"result\.json does not fit .*\(layer 9 does not exist: m has layers"):
+        PruningPlan.load(path)
 
 
 def test_another_kind_is_refused(one: Example, tmp_path: Path) -> None:

@@ -329,8 +329,8 @@ from pathlib import Path
 sys.path[:0] = {tests!r}
 import torch
 from helpers import make_tiny
-from helpers import removed, sparse
-from lyapunov_prune.sweep import Sweep
+from test_sweep import removed, sparse
+from lyapunov_prune.sensitivity.sweep import Sweep
 
 folder, rank = Path({folder!r}), os.environ["RANK"]
 model, ids = make_tiny("llama"), torch.randint(97, (3, 40), generator=torch.Generator().manual_seed(1))
