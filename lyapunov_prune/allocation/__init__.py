@@ -6,3 +6,7 @@
 A new schedule is a function from a model and a budget to an `Allocation`, in a file of its own, and a row in
 `schedules.SCHEDULES`, which the command line, its help and the tests read.
 """
+
+import lazy_loader
+
+__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

@@ -7,3 +7,7 @@
 A new method is a function from a matrix (and what calibration tells of its inputs) to a matrix, in a file of its own,
 and a row in `methods.METHODS`, which the command line, its help and the tests read.
 """
+
+import lazy_loader
+
+__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

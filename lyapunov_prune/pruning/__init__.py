@@ -3,3 +3,7 @@
 - `plan`: the decision; `surgery`, `zeroing`: the cut in memory; `gate`: the four checks; `checkpoint`: what is written;
 - `on_disk`, `disk_gate`: the same without loading the model; `curve`: perplexity over layers removed.
 """
+
+import lazy_loader
+
+__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

@@ -3,3 +3,7 @@
 - `sweep`: many small changes on one model and one text, none measured twice; `studies`: which changes;
 - `sensitivity`: the map that they give; `drift`: how far the states moved.
 """
+
+import lazy_loader
+
+__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

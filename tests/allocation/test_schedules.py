@@ -12,7 +12,8 @@ import torch
 from helpers import make_tiny, profile_of
 from transformers import AutoModelForCausalLM, MixtralConfig, PreTrainedModel
 
-from lyapunov_prune import Allocation, LyapunovPruneError, allocate, measure_contraction
+from lyapunov_prune import LyapunovPruneError, allocate, measure_contraction
+from lyapunov_prune.allocation import Allocation
 from lyapunov_prune.allocation.allocation import SPARSEST
 from lyapunov_prune.allocation.schedules import SCHEDULES
 from lyapunov_prune.models.projections import find_projections
