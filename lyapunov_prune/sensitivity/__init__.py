@@ -1,6 +1,7 @@
 """Change one thing, measure the loss.
 
-- `sweep`: many small changes on one model and one text, none measured twice; `studies`: which changes;
+- `sweep`: many small changes on one model and one text, none measured twice; `studies`: which changes, `table`: their
+  names and references;
 - `sensitivity`: the map that they give; `drift`: how far the states moved.
 """
 
