@@ -3,7 +3,7 @@
 - `bound_check`: one check; `checkers`, `probability`, `decision`: one checker a theorem;
 - `approximate`, `trajectory`: matrices that check themselves on every forward, and states side by side;
 - `check`, `report`: a model put through a grid of settings, and the result;
-- `theorems`, `lean`: the registry of what is proven in `lean/`, and how its sources are read.
+- `theorems`: the registry of what is proven in `lean/`.
 
 A new theorem gets a row in `theorems` with the fingerprint of its statement, and a checker that names it.
 """
