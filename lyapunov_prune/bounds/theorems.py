@@ -211,7 +211,7 @@ _THEOREMS = (
             "2e1a58616e9ef64b"),
     Theorem("11", "nonlinear_composition_bound", "Propagation", "structural sensitivity §4.2, Thm 11",
             "Two layers with stretching K₀, K₁ and local errors δ₀, δ₁: e₂ ≤ K₁ K₀ e₀ + K₁ δ₀ + δ₁.",
-            "3df47b9daad7e9d2", ("lyapunov_prune.bounds.checkers.nonlinear_composition_bound",), "checker"),
+            "3df47b9daad7e9d2", ("lyapunov_prune.bounds.checkers.trajectory_error_le",), "checker"),
     Theorem("12", "contraction_tightens_lipschitz", "Propagation", "structural sensitivity App. B, Thm 12",
             "Multiplying the stretching factors by ρ between 0 and 1 never raises the composed bound.",
             "df4937b428aefb9f"),
