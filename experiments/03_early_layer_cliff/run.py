@@ -21,7 +21,7 @@ def main(model: str = "smollm2-135m", text: str = "builtin", tokens: int = 1024,
     given = inputs(model, text, tokens, context)
     result = given.sensitivity(("layer0", "cliff", "threshold"))
     result.save(HERE / "cliff.json")
-    activations = lp.activation_statistics(given.loaded.model, given.calibration)
+    activations = lp.profiles.activation_statistics(given.loaded.model, given.calibration)
     activations.save(HERE / "activations.json")
     draw(
         HERE,

@@ -28,7 +28,7 @@ def main(model: str = "smollm2-135m", text: str = "builtin", tokens: int = 2048,
     for profile in profiles:
         profile.save(HERE / f"contraction-{profile.epsilon:g}.json")
     few = replace(given.calibration, ids=given.calibration.ids[:WINDOWS, :TOKENS])
-    jacobian = lp.sublayer_jacobians(given.loaded.model, few)
+    jacobian = lp.profiles.sublayer_jacobians(given.loaded.model, few)
     jacobian.save(HERE / "jacobian.json")
     draw(HERE, {"growth": growth_figure(profiles), "jacobian": jacobian_figure(jacobian)})
     print(*profiles, jacobian, sep="\n\n")

@@ -25,7 +25,7 @@ def main(model: str = "smollm2-135m", text: str = "builtin", tokens: int = 1024,
     )
     half = found.of("sparsity").set_index("sparsity").loc[0.5]
     few = lp.load_text(text, given.loaded.tokenizer, tokens=CHECKED_TOKENS, context=CHECKED_CONTEXT)
-    bounds = lp.check_grid(dense, few, folder=given.jobs / "bounds", resume=True)
+    bounds = lp.bounds.check_grid(dense, few, folder=given.jobs / "bounds", resume=True)
     contracting, transitions = profile.contracting
     summary = {
         "model": model,

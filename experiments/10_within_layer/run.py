@@ -41,7 +41,7 @@ def main(model: str = "smollm2-135m", text: str = "builtin") -> None:
     print(table)
 
 
-def allocations(loaded: lp.Loaded, budget: float) -> Iterator[Allocation]:
+def allocations(loaded: lp.models.Loaded, budget: float) -> Iterator[Allocation]:
     even = lp.allocate(loaded.model, "uniform", budget)
     projections = find_projections(loaded.model)
     sizes, layers = np.array(even.sizes), np.array(even.layers)

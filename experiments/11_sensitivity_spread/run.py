@@ -65,7 +65,7 @@ def main(model: str = "smollm2-135m", text: str = "builtin", tokens: int = 1024,
     draw(HERE, {"spread": figure(measured)})
 
 
-def figure(measured: dict[str, lp.Sensitivity]) -> str:
+def figure(measured: dict[str, lp.sensitivity.Sensitivity]) -> str:
     page, axes = one_panel(6.5, 3.4)
     width = 0.8 / len(measured)
     for k, (method, found) in enumerate(measured.items()):

@@ -52,16 +52,16 @@ def main(
     many = lp.load_text(evaluation, loaded.tokenizer, tokens=tokens, context=1024, split=half(evaluation, 1))
     require_disjoint(few, many)
     jobs = Path("runs") / "experiments" / f"oracle-{few.text_hash[:16]}"
-    oracle = lp.greedy_removal(loaded.model, few, REMOVALS[-1], folder=jobs, resume=True)
+    oracle = lp.ranking.greedy_removal(loaded.model, few, REMOVALS[-1], folder=jobs, resume=True)
     oracle.save(HERE / "oracle.json")
     print(oracle, end="\n\n")
-    divergence = lp.skip_divergence(loaded.model, few)
+    divergence = lp.predictions.skip_divergence(loaded.model, few)
     divergence.save(HERE / "divergence.json")
     influence = lp.block_influence(loaded.model, few)
     profile = lp.measure_contraction(loaded.model, few, seeds=range(2))
-    angular = lp.angular_distance(loaded.model, few)
+    angular = lp.ranking.angular_distance(loaded.model, few)
     anew = remeasured(loaded)
-    guided = lp.greedy_removal(
+    guided = lp.ranking.greedy_removal(
         loaded.model,
         few.ids[:1],
         REMOVALS[-1],
@@ -76,7 +76,7 @@ def main(
         "bi": [lp.rank_layers(None, influence, criterion="bi").plan(n) for n in REMOVALS],
         "bi, measured anew": [lp.PruningPlan.given(loaded.model, order[:n]) for n in REMOVALS],
         "angular": [angular.plan(n) for n in REMOVALS],
-        "kl": [lp.rank_by_divergence(divergence).plan(n) for n in REMOVALS],
+        "kl": [lp.ranking.rank_by_divergence(divergence).plan(n) for n in REMOVALS],
         "oracle among 3": [guided.plan(n) for n in REMOVALS],
         "oracle": [oracle.plan(n) for n in REMOVALS],
         **{name: [ranking.plan(ALPHA_AT)] for name, ranking in blends.items()},
@@ -120,7 +120,7 @@ def half(text: str, which: int) -> str:
     return ("calibration", "evaluation")[which] if text == "builtin" else "all"
 
 
-def remeasured(loaded: lp.Loaded) -> Callable[[torch.Tensor | lp.TokenBatch, Sequence[int]], list[int]]:
+def remeasured(loaded: lp.models.Loaded) -> Callable[[torch.Tensor | lp.TokenBatch, Sequence[int]], list[int]]:
     """The layers that are left when some are removed, by Block Influence measured on what is left."""
     with torch.no_grad():
         prefix = Prefix(loaded.structure, torch.arange(1, 33)[None])
@@ -134,7 +134,7 @@ def remeasured(loaded: lp.Loaded) -> Callable[[torch.Tensor | lp.TokenBatch, Seq
 
 
 @torch.no_grad()
-def mended(loaded: lp.Loaded, plan: lp.PruningPlan, batch: lp.TokenBatch) -> PreTrainedModel:
+def mended(loaded: lp.models.Loaded, plan: lp.PruningPlan, batch: lp.TokenBatch) -> PreTrainedModel:
     """The pruned model, the MLP before each gap taught to stand in for the removed layers.
 
     With m the MLP's output, h the state behind it and y the dense state behind the gap, E minimises

@@ -34,7 +34,7 @@ PARTS = tuple(NAMES)
 CENTRED, LAST = ("hidden", "logit", "logit_without_mean", "mean_share"), 8
 TEMPERATURES = (0.5, 0.7, 1.5, 2.0)  # besides 1
 BITS = 8  # rounding to so many is a change small enough for the variance bound
-ARRAYS = [f.name for f in fields(lp.HierarchyProbe) if f.type == "np.ndarray"]
+ARRAYS = [f.name for f in fields(lp.predictions.HierarchyProbe) if f.type == "np.ndarray"]
 MEASURES = [
     *("hidden", "logit", "probability", "hidden_estimate", "logit_estimate", "probability_estimate"),
     *("hidden_orthogonal", "logit_orthogonal", "kl", "kl_estimate", "range_bound"),
@@ -46,12 +46,14 @@ def main(model: str = "smollm2-135m", steps: int = 32) -> None:
     prompts = encoded(loaded)
     at = loaded.structure.num_layers // 2  # of Figures 5, 6 and 11: the 14th of 28 in the paper
 
-    def probes(names: Sequence[str], count: int, temperature: float = 1.0) -> list[lp.HierarchyProbe]:
-        def work(ids: torch.Tensor) -> lp.HierarchyProbe:
+    def probes(names: Sequence[str], count: int, temperature: float = 1.0) -> list[lp.predictions.HierarchyProbe]:
+        def work(ids: torch.Tensor) -> lp.predictions.HierarchyProbe:
             return lp.probe_layers(loaded.model, ids, steps=count, what=PARTS, temperature=temperature)
 
         return [
-            kept(model, f"probe-{k}-{count}-{temperature:g}", lp.HierarchyProbe, lambda k=k: work(prompts[k]))
+            kept(
+                model, f"probe-{k}-{count}-{temperature:g}", lp.predictions.HierarchyProbe, lambda k=k: work(prompts[k])
+            )
             for k in names
         ]
 
@@ -63,7 +65,7 @@ def main(model: str = "smollm2-135m", steps: int = 32) -> None:
         kept(
             model,
             f"probe-{k}-{short}-rounded-{BITS}",
-            lp.HierarchyProbe,
+            lp.predictions.HierarchyProbe,
             lambda k=k: lp.probe_layers(loaded.model, prompts[k], change=rounded, steps=short, what=("layer",)),
         )
         for k in few
@@ -121,7 +123,7 @@ def main(model: str = "smollm2-135m", steps: int = 32) -> None:
     print(temperatures[["temperature", *shown[4:]]].to_string(index=False, float_format=lambda x: f"{x:.3g}"))
 
 
-def together(found: Sequence[lp.HierarchyProbe], prompts: Iterable[str]) -> pd.DataFrame:
+def together(found: Sequence[lp.predictions.HierarchyProbe], prompts: Iterable[str]) -> pd.DataFrame:
     """A row a prompt, layer, part and step."""
     return pd.concat([p.to_frame().assign(prompt=name) for p, name in zip(found, prompts, strict=True)])
 
@@ -130,7 +132,9 @@ def only(frame: pd.DataFrame, at: int) -> pd.DataFrame:
     return frame[(frame.layer == at) & (frame.what == "attention")]
 
 
-def pooled(found: list[lp.HierarchyProbe], loaded: lp.Loaded, prompts: dict[str, torch.Tensor]) -> lp.HierarchyProbe:
+def pooled(
+    found: list[lp.predictions.HierarchyProbe], loaded: lp.models.Loaded, prompts: dict[str, torch.Tensor]
+) -> lp.predictions.HierarchyProbe:
     """One probe of all prompts, as `probe_layers` would make it had they the same length."""
     stacks = {name: np.stack([getattr(p, name) for p in found]) for name in ARRAYS}
     return replace(
@@ -143,7 +147,7 @@ def pooled(found: list[lp.HierarchyProbe], loaded: lp.Loaded, prompts: dict[str,
 
 
 @torch.no_grad()
-def without_mean(loaded: lp.Loaded, prompts: Sequence[torch.Tensor]) -> pd.DataFrame:
+def without_mean(loaded: lp.models.Loaded, prompts: Sequence[torch.Tensor]) -> pd.DataFrame:
     """`1 − cos` of the logits less their mean over the vocabulary, which no softmax sees; attention left out.
 
     At the last `LAST` tokens of each prompt. `mean_share` is that of the mean in `‖z‖²`.

@@ -48,9 +48,9 @@ def main(model: str = "smollm2-135m", text: str = "builtin", steps: int = 32) ->
     prompts = {k: ids for k, ids in encoded(loaded).items() if not k.startswith("MC")}
     calibration, evaluation = texts(loaded, text, calibration=2048, evaluation=2048, context=512)
 
-    def score(name: str, measured: Callable[[], PreTrainedModel]) -> lp.Perplexity:
+    def score(name: str, measured: Callable[[], PreTrainedModel]) -> lp.evaluation.Perplexity:
         file = f"perplexity-{evaluation.text_hash[:16]}-{name}"
-        return kept(model, file, lp.Perplexity, lambda: lp.perplexity(measured(), evaluation))
+        return kept(model, file, lp.evaluation.Perplexity, lambda: lp.perplexity(measured(), evaluation))
 
     dense = score("dense", lambda: loaded.model)
     frames, rows = [unrelated(loaded, prompts, steps)], []
@@ -61,7 +61,7 @@ def main(model: str = "smollm2-135m", text: str = "builtin", steps: int = 32) ->
             k: kept(
                 model,
                 f"generation-{name}-{k}-{steps}",
-                lp.GenerationDivergence,
+                lp.predictions.GenerationDivergence,
                 lambda ids=ids, small=small: lp.compare_generation(loaded.model, small(), ids, steps=steps),
             )
             for k, ids in prompts.items()
@@ -110,7 +110,7 @@ def main(model: str = "smollm2-135m", text: str = "builtin", steps: int = 32) ->
     print(other.T.to_string(float_format=lambda x: f"{x:.3g}"))
 
 
-def together(name: str, found: dict[str, lp.GenerationDivergence]) -> pd.DataFrame:
+def together(name: str, found: dict[str, lp.predictions.GenerationDivergence]) -> pd.DataFrame:
     """A row a prompt and step; `parted`: the texts that the two models have read by then differ."""
     return pd.concat(
         [
@@ -120,7 +120,7 @@ def together(name: str, found: dict[str, lp.GenerationDivergence]) -> pd.DataFra
     )
 
 
-def outcome(found: dict[str, lp.GenerationDivergence], steps: int) -> dict[str, object]:
+def outcome(found: dict[str, lp.predictions.GenerationDivergence], steps: int) -> dict[str, object]:
     """How long the texts agree, and what becomes of them."""
     first = [f.first_difference[0] for f in found.values()]
     made = [f.compressed_tokens[0] for f in found.values()]
@@ -151,7 +151,7 @@ def spans(frame: pd.DataFrame) -> dict[str, float]:
 
 
 @torch.no_grad()
-def unrelated(loaded: lp.Loaded, prompts: dict[str, torch.Tensor], steps: int) -> pd.DataFrame:
+def unrelated(loaded: lp.models.Loaded, prompts: dict[str, torch.Tensor], steps: int) -> pd.DataFrame:
     """The dense model at the same step of the next prompt's text: what the measures say where nothing is related."""
     walks = {}
     for k, ids in prompts.items():

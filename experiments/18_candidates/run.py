@@ -47,7 +47,7 @@ def main(
     calibration = lp.load_text(text, loaded.tokenizer, tokens=2048, context=512)
     sets = {("paper", "letters"): papers_items()}
     for path in items or ():
-        found = lp.load_items(path)[:limit]
+        found = lp.data.load_items(path)[:limit]
         if min(len(item.choices) for item in found) > 2:
             sets[path.stem, "letters"] = tuple(map(lettered, found))
         sets[path.stem, "texts"] = found
@@ -64,8 +64,10 @@ def main(
             measured = kept(
                 model,
                 f"choices-{name}-{source}-{form}-{len(given)}",
-                lp.ChoiceComparison,
-                lambda given=given, small=small: lp.compare_choices(loaded.model, small(), given, loaded.tokenizer),
+                lp.predictions.ChoiceComparison,
+                lambda given=given, small=small: lp.predictions.compare_choices(
+                    loaded.model, small(), given, loaded.tokenizer
+                ),
             )
             lines[f"{source}, {form}"] = measured.measured_on.line()
             rows.append({"model": name, "items": source, "form": form, **outcome(measured)})
@@ -93,16 +95,16 @@ def main(
     print(moved.T.to_string(float_format=lambda x: f"{x:.3g}"))
 
 
-def papers_items() -> tuple[lp.ChoiceItem, ...]:
+def papers_items() -> tuple[lp.data.ChoiceItem, ...]:
     """Its prompts name their options A) to D) themselves."""
-    return tuple(lp.ChoiceItem(f"{PROMPTS[k]}\nAnswer:", tuple(LETTERS[:4]), gold) for k, gold in GOLD.items())
+    return tuple(lp.data.ChoiceItem(f"{PROMPTS[k]}\nAnswer:", tuple(LETTERS[:4]), gold) for k, gold in GOLD.items())
 
 
-def lettered(item: lp.ChoiceItem) -> lp.ChoiceItem:
+def lettered(item: lp.data.ChoiceItem) -> lp.data.ChoiceItem:
     """The options named in the query, and answered by their letters: one token decides."""
     letters = LETTERS[: len(item.choices)]
     lines = [item.query.rstrip(), *(f"{a}. {c}" for a, c in zip(letters, item.choices, strict=True)), "Answer:"]
-    return lp.ChoiceItem("\n".join(lines), tuple(letters), item.gold)
+    return lp.data.ChoiceItem("\n".join(lines), tuple(letters), item.gold)
 
 
 class Decision:
@@ -116,7 +118,7 @@ class Decision:
 
 
 @torch.no_grad()
-def decisions(loaded: lp.Loaded, model: PreTrainedModel, items: Sequence[lp.ChoiceItem]) -> list[Decision]:
+def decisions(loaded: lp.models.Loaded, model: PreTrainedModel, items: Sequence[lp.data.ChoiceItem]) -> list[Decision]:
     found = []
     for item in track(items, "decisions"):
         ids, _, context = tokenize(item, loaded.tokenizer)
@@ -125,7 +127,7 @@ def decisions(loaded: lp.Loaded, model: PreTrainedModel, items: Sequence[lp.Choi
     return found
 
 
-def outcome(measured: lp.ChoiceComparison) -> dict[str, float]:
+def outcome(measured: lp.predictions.ChoiceComparison) -> dict[str, float]:
     """Of one model and one set of items. Intervals of shares are Wilson's, 95 %."""
     n = len(measured.gold)
     same = int((measured.chosen("dense") == measured.chosen("compressed")).sum())

@@ -41,7 +41,7 @@ def main(model: str = "smollm2-135m", text: str = "builtin") -> None:
     profile = lp.measure_contraction(loaded.model, calibration, seeds=range(2))
     influence = lp.block_influence(loaded.model, calibration)
     rankings = {
-        "kl": lp.rank_by_divergence(lp.skip_divergence(loaded.model, calibration)),
+        "kl": lp.ranking.rank_by_divergence(lp.predictions.skip_divergence(loaded.model, calibration)),
         **{name: lp.rank_layers(profile, influence, criterion=name) for name in SCORES[1:]},
     }
     about = {"calibration": encode(calibration.measured_on(loaded.model)), "prompts": f"{PROMPTS} × {PROMPT} + {STEPS}"}
@@ -81,7 +81,7 @@ def main(model: str = "smollm2-135m", text: str = "builtin") -> None:
     print(table.to_string(index=False, float_format=lambda x: f"{x:.2f}"))
 
 
-def sets(rankings: dict[str, lp.LayerRanking], layers: int) -> dict[tuple[int, ...], str]:
+def sets(rankings: dict[str, lp.ranking.LayerRanking], layers: int) -> dict[tuple[int, ...], str]:
     """Every layer alone, the first of every ranking, and random ones, each with the first that chose it."""
     found = {(layer,): "alone" for layer in range(layers)}
     for name, ranking in rankings.items():

@@ -32,15 +32,17 @@ def main(
 ) -> None:
     loaded = lp.load(model)
     calibration, _ = texts(loaded, text, calibration=2048, evaluation=2048, context=512)
-    influence = lp.sublayer_influence(loaded.model, calibration)
+    influence = lp.profiles.sublayer_influence(loaded.model, calibration)
     models = {"dense": loaded.model}
     for kind in KINDS:
         for count in COUNTS[1:]:
-            models[name(kind, count)] = lp.remove_layers(loaded.model, lp.rank_sublayers(influence, kind).plan(count))
-    chosen = lp.evaluate_tasks(models, loaded.tokenizer, lp.load_tasks(choices), limit=items, batch_size=4)
+            models[name(kind, count)] = lp.remove_layers(
+                loaded.model, lp.ranking.rank_sublayers(influence, kind).plan(count)
+            )
+    chosen = lp.evaluate_tasks(models, loaded.tokenizer, lp.evaluation.load_tasks(choices), limit=items, batch_size=4)
     chosen.save(HERE / "choices.json")
     print(chosen)
-    asked = lp.load_tasks([questions], few_shot=2)
+    asked = lp.evaluation.load_tasks([questions], few_shot=2)
     written = lp.evaluate_tasks(models, loaded.tokenizer, asked, limit=answers, batch_size=8)
     written.save(HERE / "answers.json")
     print(written)
@@ -51,7 +53,7 @@ def name(kind: str, count: int) -> str:
     return f"{kind} − {count}" if count else "dense"
 
 
-def figure(chosen: lp.TaskScores, written: lp.TaskScores) -> str:
+def figure(chosen: lp.evaluation.TaskScores, written: lp.evaluation.TaskScores) -> str:
     page, axes = panels(6.5, 6.0, 3)
     for ax, (metric, label) in zip(axes, SHOWN.items(), strict=True):
         scores = chosen if metric == "acc" else written

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
 
 import torch
 from transformers import PreTrainedModel
@@ -15,30 +14,23 @@ from lyapunov_prune.allocation.bits import allocate_bits
 from lyapunov_prune.allocation.guidelines import guidelines
 from lyapunov_prune.allocation.lyapunov import lyapunov, lyapunov_budget
 from lyapunov_prune.allocation.owl import owl
+from lyapunov_prune.allocation.table import SCHEDULES
 from lyapunov_prune.allocation.uniform import uniform
 from lyapunov_prune.data.batch import TokenBatch
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.models.held import held
 from lyapunov_prune.profiles.contraction import ContractionProfile
 
-
-class Schedule(NamedTuple):
-    """`allocate(model, budget, …)`, the measurement that it `needs` after them, and its keyword parameters."""
-
-    allocate: Callable[..., Allocation]
-    needs: str | None = None  # batch or profile
-    parameters: tuple[str, ...] = ()
-
-
-SCHEDULES: dict[str, Schedule] = {
-    "alpha-pruning": Schedule(alpha_pruning, parameters=("tau",)),
-    "atp": Schedule(atp, parameters=("beta",)),
-    "bits": Schedule(allocate_bits, "profile", ("low", "high")),
-    "guidelines": Schedule(guidelines, parameters=("ceiling", "extra", "protected")),
-    "lyapunov": Schedule(lyapunov, "profile", ("least", "most")),
-    "lyapunov-budget": Schedule(lyapunov_budget, "profile"),
-    "owl": Schedule(owl, "batch", ("outlier", "width")),
-    "uniform": Schedule(uniform),
+# `function(model, budget, …)` with the measurement that it needs and its keyword parameters.
+_FUNCTIONS: dict[str, Callable[..., Allocation]] = {
+    "alpha-pruning": alpha_pruning,
+    "atp": atp,
+    "bits": allocate_bits,
+    "guidelines": guidelines,
+    "lyapunov": lyapunov,
+    "lyapunov-budget": lyapunov_budget,
+    "owl": owl,
+    "uniform": uniform,
 }
 REMEDIES = {"batch": "a calibration batch; give batch", "profile": "a contraction profile; measure one and give it"}
 
@@ -62,15 +54,15 @@ def allocate(
     """
     if schedule not in SCHEDULES:
         raise LyapunovPruneError(f"unknown schedule {schedule!r}; give one of {', '.join(SCHEDULES)}")
-    known = SCHEDULES[schedule]
+    known, function = SCHEDULES[schedule], _FUNCTIONS[schedule]
     unknown = next((name for name in parameters if name not in known.parameters), None)
     if unknown:
         has = f"it has {', '.join(known.parameters)}" if known.parameters else "it has none"
         raise LyapunovPruneError(f"schedule {schedule} has no parameter {unknown!r}; {has}")
     with held(model):  # another thread may have other weights in it
         if known.needs is None:
-            return known.allocate(model, budget, **parameters)
+            return function(model, budget, **parameters)
         given = batch if known.needs == "batch" else profile
         if given is None:
             raise LyapunovPruneError(f"schedule {schedule} needs {REMEDIES[known.needs]}")
-        return known.allocate(model, budget, given, **parameters)
+        return function(model, budget, given, **parameters)

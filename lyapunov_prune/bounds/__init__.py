@@ -3,7 +3,11 @@
 - `bound_check`: one check; `checkers`, `probability`, `decision`: one checker a theorem;
 - `approximate`, `trajectory`: matrices that check themselves on every forward, and states side by side;
 - `check`, `report`: a model put through a grid of settings, and the result;
-- `theorems`, `lean`: the registry of what is proven in `lean/`, and how its sources are read.
+- `theorems`: the registry of what is proven in `lean/`.
 
 A new theorem gets a row in `theorems` with the fingerprint of its statement, and a checker that names it.
 """
+
+import lazy_loader
+
+__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

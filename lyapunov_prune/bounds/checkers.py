@@ -88,6 +88,8 @@ def trajectory_error_le(
 ) -> tuple[BoundCheck, ...]:
     """Equation (1), `trajectory_error_le`: `‖h_n − h'_n‖ ≤ composedBound K δ ‖h_0 − h'_0‖ n`, for `n = 1 … N`.
 
+    For `N = 2` it is Theorem 11, `nonlinear_composition_bound`.
+
     `errors` (N + 1,), `growth` K (N,) with `‖f_k(h_k) − f_k(h'_k)‖ ≤ K_k ‖h_k − h'_k‖`, `local` δ (N,) with
     `‖f_k(h'_k) − g_k(h'_k)‖ ≤ δ_k`. K measured along a trajectory holds for that one only: the checks are
     marked as estimates. `unit` is the relative rounding of the measured norms.
@@ -103,18 +105,6 @@ def trajectory_error_le(
             worst_check("trajectory_error_le", matrix, n, e[n + 1 : n + 2], np.array([bound]), rounding, estimate=True)
         )
     return tuple(checks)
-
-
-def nonlinear_composition_bound(
-    errors: Numbers, growth: Numbers, local: Numbers, *, unit: float = 2.0**-24, matrix: str = "residual stream"
-) -> BoundCheck:
-    """Theorem 11, `nonlinear_composition_bound`: `e_2 ≤ K_1 K_0 e_0 + K_1 δ_0 + δ_1` for two layers.
-
-    `errors` holds `e_0, e_1, e_2`, `growth` `K_0, K_1` and `local` `δ_0, δ_1`; an estimate as above.
-    """
-    e, (K0, K1), (d0, d1) = as_array(errors), as_array(growth), as_array(local)
-    bound = np.array([K1 * K0 * e[0] + K1 * d0 + d1])
-    return worst_check("nonlinear_composition_bound", matrix, None, e[2:3], bound, 32 * unit * bound, estimate=True)
 
 
 def lyapunov_contraction_bound(

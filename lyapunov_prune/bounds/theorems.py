@@ -1,8 +1,9 @@
 """The theorems of `lean/`: what each says, where the Python side uses it, whether Lean checked it here.
 
-The registry below is the map that `tests/bounds/test_theorems.py` holds against the Lean sources. A row is a
-theorem over the real numbers; `kind` says what the Python function is that rests on it, and a function
-that computes in floating point proves nothing, however often it passes.
+The registry below is the map that `tools/lean_sources.py` of the repository holds against the Lean sources, in the
+tests and before lake runs; an installed package has neither, and lists what is claimed. A row is a theorem over the
+real numbers; `kind` says what the Python function is that rests on it, and a function that computes in floating point
+proves nothing, however often it passes.
 """
 
 from __future__ import annotations
@@ -11,12 +12,12 @@ import hashlib
 import json
 import shutil
 import subprocess
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 
 import pandas as pd
 
-from lyapunov_prune.bounds.lean import check_sources
 from lyapunov_prune.errors import CheckFailed, LyapunovPruneError
 from lyapunov_prune.results.files import write_whole
 
@@ -28,8 +29,8 @@ _VERIFY = "lyapunov-prune theorems --verify"
 class Theorem:
     """One row of the registry.
 
-    `digest` covers the signature and everything it rests on (`lean_sources.statements`); after a change
-    that is meant, `check` names the new one.
+    `digest` covers the signature and everything it rests on (`tools/lean_sources.py`, which names the new one
+    after a change that is meant).
     """
 
     number: str | None  # in the paper on structural sensitivity; None beyond its twelve
@@ -65,18 +66,11 @@ def source_root() -> Path | None:
     return repository / "lean" if (repository / "lakefile.lean").is_file() else None
 
 
-def check(root: Path) -> list[str]:
-    """Where the sources below `root` and the registry disagree; empty when they agree."""
-    return check_sources(root, {t.name: (t.file, t.digest) for t in _THEOREMS}, _HELPERS)
-
-
 def verification(root: Path | None = None) -> Verification:
     """What is known here about the sources in `root` (this checkout's by default)."""
     root = root or source_root()
     if root is None:
         return _not_verified("the Lean sources are not part of an installed package; clone the repository")
-    if problems := check(root):
-        return _not_verified(f"sources and registry disagree: {problems[0]}")
     try:
         stamp = json.loads((root.parent / STAMP).read_text(encoding="utf-8"))
         known, toolchain = stamp["digest"], stamp["toolchain"]
@@ -85,15 +79,15 @@ def verification(root: Path | None = None) -> Verification:
     except (OSError, ValueError, TypeError, KeyError):
         return _not_verified(f"{root.parent / STAMP} is damaged; run `{_VERIFY}`")
     if known != sources_digest(root):
-        return _not_verified(f"the sources changed since Lean last checked them; run `{_VERIFY}`")
+        return _not_verified(f"the sources changed, or the registry, since Lean last checked them; run `{_VERIFY}`")
     return Verification(True, f"verified here: `lake build` and `lake test` passed with {toolchain}")
 
 
 def verify(root: Path | None = None) -> Verification:
-    """Fetch Mathlib's build files, run `lake build` and `lake test`, and remember that both passed.
+    """Read the sources, fetch Mathlib's build files, run `lake build` and `lake test`; remember that all passed.
 
     The first run downloads gigabytes, see lean/README.md. Raises LyapunovPruneError when this cannot be
-    run, CheckFailed when lake or the registry says no.
+    run, CheckFailed when the reader or lake says no.
     """
     root = root or source_root()
     if root is None:
@@ -103,10 +97,9 @@ def verify(root: Path | None = None) -> Verification:
     lake = shutil.which("lake")
     if lake is None:
         raise LyapunovPruneError("lake is not installed; install elan as lean/README.md says and try again")
-    if problems := check(root):
-        raise CheckFailed(f"sources and registry disagree: {'; '.join(problems)}; mend lean/ or the registry")
     repository, before = root.parent, sources_digest(root)
     (repository / STAMP).unlink(missing_ok=True)
+    _run(sys.executable, "tools/lean_sources.py", cwd=repository)
     for arguments in (["exe", "cache", "get"], ["build"], ["test"]):
         _run(lake, *arguments, cwd=repository)
     if sources_digest(root) != before:
@@ -117,9 +110,9 @@ def verify(root: Path | None = None) -> Verification:
 
 
 def sources_digest(root: Path) -> str:
-    """SHA-256 over everything that decides what lake checks: sources, lakefile, Lean and Mathlib pins."""
+    """SHA-256 over what lake checks, sources, lakefile, Lean and Mathlib pins, and the registry held against it."""
     pins = [root.parent / name for name in ("lakefile.lean", "lean-toolchain", "lake-manifest.json")]
-    digest = hashlib.sha256()
+    digest = hashlib.sha256(repr([(t.name, t.file, t.digest) for t in _THEOREMS]).encode())
     for path in [*pins, *sorted(root.rglob("*.lean"))]:
         name = path.relative_to(root.parent).as_posix().encode()
         data = path.read_bytes() if path.is_file() else b""
@@ -150,14 +143,15 @@ def _not_verified(why: str) -> Verification:
     return Verification(False, f"not verified here: {why}")
 
 
-def _run(lake: str, *arguments: str, cwd: Path) -> None:
+def _run(program: str, *arguments: str, cwd: Path) -> None:
     try:
         # To stderr: stdout may be carrying the caller's JSON.
-        status = subprocess.run([lake, *arguments], cwd=cwd, stdout=2, check=False).returncode
+        status = subprocess.run([program, *arguments], cwd=cwd, stdout=2, check=False).returncode
     except OSError as error:
-        raise LyapunovPruneError(f"cannot run {lake}: {error.strerror}; reinstall elan") from None
+        raise LyapunovPruneError(f"cannot run {program}: {error.strerror}; reinstall elan") from None
     if status != 0:
-        raise CheckFailed(f"`lake {' '.join(arguments)}` ended with status {status}; its output says why")
+        command = " ".join([Path(program).name, *arguments])
+        raise CheckFailed(f"`{command}` ended with status {status}; its output says why")
 
 
 # fmt: off
@@ -217,7 +211,7 @@ _THEOREMS = (
             "2e1a58616e9ef64b"),
     Theorem("11", "nonlinear_composition_bound", "Propagation", "structural sensitivity §4.2, Thm 11",
             "Two layers with stretching K₀, K₁ and local errors δ₀, δ₁: e₂ ≤ K₁ K₀ e₀ + K₁ δ₀ + δ₁.",
-            "3df47b9daad7e9d2", ("lyapunov_prune.bounds.checkers.nonlinear_composition_bound",), "checker"),
+            "3df47b9daad7e9d2", ("lyapunov_prune.bounds.checkers.trajectory_error_le",), "checker"),
     Theorem("12", "contraction_tightens_lipschitz", "Propagation", "structural sensitivity App. B, Thm 12",
             "Multiplying the stretching factors by ρ between 0 and 1 never raises the composed bound.",
             "df4937b428aefb9f"),
@@ -313,10 +307,3 @@ _THEOREMS = (
             "The merged matrix is no larger than the product: ‖W₂ W₁‖ ≤ ‖W₂‖ ‖W₁‖.",
             "191d872e3e68c2bb"),
 )
-# Steps of proofs, and facts about the definitions: public in Lean, claimed by nobody.
-_HELPERS = frozenset({
-    "composedBound_succ", "composedBound_zero", "error_growth_of_sublayer", "error_step",
-    "exp_expectation_le", "exp_le_quadratic", "le_composedBound", "softmax_add", "softmax_pos",
-    "state_growth_of_alignment", "sum_exp_pos", "sum_mul_exp_eq", "sum_mul_exp_le",
-    "sum_mul_sub_expectation", "sum_softmax",
-})

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 import sys
-from importlib.metadata import version
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from lyapunov_prune import __version__
 from lyapunov_prune.cli.commands.change import compress, heal, prune
 from lyapunov_prune.cli.commands.measure import check, evaluate, profile, rank, sensitivity
 from lyapunov_prune.cli.commands.predictions import hierarchy
@@ -25,7 +25,7 @@ app = typer.Typer(
 
 def _print_version(wanted: bool) -> None:
     if wanted:
-        say(version("lyapunov-prune"))
+        say(__version__)
         raise typer.Exit
 
 

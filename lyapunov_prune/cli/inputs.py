@@ -231,7 +231,7 @@ def require_criterion(criterion: str, alpha: float) -> None:
 
 def require_studies(study: str) -> tuple[str, ...]:
     """The names in a list such as `group,layer`; `all` stands for every one."""
-    from lyapunov_prune.sensitivity.studies import STUDIES
+    from lyapunov_prune.sensitivity.table import STUDIES
 
     names = tuple(STUDIES) if study == "all" else tuple(name.strip() for name in study.split(","))
     unknown = [name for name in names if name not in STUDIES]
@@ -267,7 +267,7 @@ def profile_for(
     schedule: str | Allocation, loaded: Loaded, batch: TokenBatch, batch_size: int
 ) -> ContractionProfile | None:
     """The contraction profile that the schedule goes by; None where it needs none."""
-    from lyapunov_prune.allocation.schedules import SCHEDULES
+    from lyapunov_prune.allocation.table import SCHEDULES
 
     if not isinstance(schedule, str) or SCHEDULES[schedule].needs != "profile":
         return None

@@ -1,9 +1,19 @@
 """Options that several commands share, so that one word means one thing."""
 
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
+
+from lyapunov_prune.allocation.table import SCHEDULES
+from lyapunov_prune.compression.table import METHODS
+
+
+def one_of(table: Mapping[str, Any], *more: str) -> str:
+    """Help of an option that takes a name of a table: `more`, then a line an entry."""
+    return "\n\n".join([*more, *(f"{name}: {entry.help}" for name, entry in table.items())])
+
 
 Model = Annotated[str, typer.Argument(help="Hub id, folder, .gguf file, or smollm2-135m (built in).")]
 Text = Annotated[str, typer.Option(help="builtin, a .txt or .jsonl file, or a hub data set name[:config[:split]].")]
@@ -24,15 +34,11 @@ Output = Annotated[Path | None, typer.Option("--output", "-o", help="Folder for 
 Method = Annotated[str, typer.Option(help="difference, or jvp for the forward-mode derivative.")]
 Pooling = Annotated[str, typer.Option(help="energy or token.")]
 Epsilon = Annotated[float, typer.Option(help="Relative size of the perturbation.")]
-Compressor = Annotated[
-    str, typer.Option("--method", help="magnitude, weight-only, wanda, sparsegpt, svd, whitened-svd, balanced or rtn.")
-]
+Compressor = Annotated[str, typer.Option("--method", help=one_of(METHODS, "What a matrix is replaced by."))]
 Schedule = Annotated[
     str,
     typer.Option(
-        "--allocation",
-        help="uniform, owl, alpha-pruning, atp, lyapunov, lyapunov-budget, guidelines, or bits (for rtn); or the JSON "
-        "file of an Allocation.",
+        "--allocation", help=one_of(SCHEDULES, "How much of which matrix, or the JSON file of an Allocation.")
     ),
 ]
 Pattern = Annotated[str | None, typer.Option(help="Keep so many of so many inputs, as 2:4 (then without --sparsity).")]

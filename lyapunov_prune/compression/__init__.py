@@ -1,9 +1,13 @@
 """What a matrix can be replaced by, and a model with every matrix replaced.
 
 - one file a method, named as the method: `magnitude`, `weight_only`, `wanda`, `sparsegpt`, `svd`, `whitened_svd`,
-  `balanced`, `rtn`; `masks` and `gram` hold what several share; `methods`: all of them by name;
+  `balanced`, `rtn`; `masks` and `gram` hold what several share; `table`: all of them by name, `methods`: called so;
 - `compress`: every matrix of a model, layer by layer; `comparison`: several compressions side by side.
 
 A new method is a function from a matrix (and what calibration tells of its inputs) to a matrix, in a file of its own,
-and a row in `methods.METHODS`, which the command line, its help and the tests read.
+a row in `table.METHODS`, which help texts, model cards, docs/choices.md and the tests read, and one in `methods`.
 """
+
+import lazy_loader
+
+__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

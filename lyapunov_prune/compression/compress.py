@@ -12,12 +12,14 @@ import torch
 from transformers import PreTrainedModel
 
 from lyapunov_prune.allocation.allocation import Allocation, Matrices
-from lyapunov_prune.allocation.schedules import SCHEDULES, allocate
+from lyapunov_prune.allocation.schedules import allocate
+from lyapunov_prune.allocation.table import SCHEDULES, Schedule
 from lyapunov_prune.calibration.statistics import Statistics
 from lyapunov_prune.calibration.streaming import stream
 from lyapunov_prune.checkpoints.cards import as_text
 from lyapunov_prune.compression.masks import Pattern
-from lyapunov_prune.compression.methods import METHODS, compressed, rank_for
+from lyapunov_prune.compression.methods import compressed, rank_for
+from lyapunov_prune.compression.table import METHODS, Method
 from lyapunov_prune.data.batch import TokenBatch, as_batch
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.linalg import lift
@@ -72,8 +74,12 @@ class CompressionReport(Result):
         """What a model card says of it."""
         calibration = self.calibration.line() if self.calibration else "none, the method looks at weights alone"
         allocation = "".join(f"\n\nAllocation: by {as_text(on.line())}." for on in self.allocation.measured_on)
+        schedule = self.allocation.schedule
+        told = [_told(self.method, METHODS[self.method])]
+        told += [_told(schedule, SCHEDULES[schedule])] if schedule in SCHEDULES else []  # a file may name another
         return (
             f"{as_text(self.headline())}. The model has not been trained afterwards. `{REPORT}` lists every matrix.\n\n"
+            f"{as_text('; '.join(told))}.\n\n"
             f"Calibration: {as_text(calibration)}.{allocation}"
         )
 
@@ -115,6 +121,10 @@ class CompressionReport(Result):
             f"{self.method}{extra}, {self.allocation.headline()}: {self.zeros:.1%} of the entries are zero. Stored as "
             "dense matrices: neither memory nor time is saved"
         )
+
+
+def _told(name: str, entry: Method | Schedule) -> str:
+    return f"{name}: {entry.help} ({entry.reference})"
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 import torch
 
@@ -15,34 +14,22 @@ from lyapunov_prune.compression.masks import Pattern
 from lyapunov_prune.compression.rtn import round_to_nearest
 from lyapunov_prune.compression.sparsegpt import sparsegpt
 from lyapunov_prune.compression.svd import basis, truncate
+from lyapunov_prune.compression.table import METHODS
 from lyapunov_prune.compression.wanda import wanda
 from lyapunov_prune.compression.weight_only import weight_only
 from lyapunov_prune.compression.whitened_svd import whitened
 from lyapunov_prune.errors import LyapunovPruneError
 
-
-@dataclass(frozen=True)
-class Method:
-    """How a method is called, what it must know, and what its amount is.
-
-    `apply(W, statistics, amount, option)`; the option is the pattern of a `sparsity`, the group size of `bits`, None
-    for a `rank`. `needs`: "nothing", "norms", "gram" or "sensitivity" (with "gram"), the fields of Statistics.
-    """
-
-    apply: Callable[..., torch.Tensor]
-    needs: str
-    amount: str
-
-
-METHODS: dict[str, Method] = {
-    "magnitude": Method(lambda W, s, amount, pattern: sparsify(W, amount, pattern), "nothing", "sparsity"),
-    "weight-only": Method(lambda W, s, amount, pattern: weight_only(W, amount, pattern), "nothing", "sparsity"),
-    "wanda": Method(lambda W, s, amount, pattern: wanda(W, s.norms, amount, pattern), "norms", "sparsity"),
-    "sparsegpt": Method(lambda W, s, amount, pattern: sparsegpt(W, s.gram, amount, pattern), "gram", "sparsity"),
-    "svd": Method(lambda W, s, amount, _: truncate(W, int(amount), basis(W)), "nothing", "rank"),
-    "whitened-svd": Method(lambda W, s, amount, _: whitened(W, s.gram, int(amount)), "gram", "rank"),
-    "balanced": Method(lambda W, s, amount, _: balanced(W, s.gram, s.sensitivity, int(amount)), "sensitivity", "rank"),
-    "rtn": Method(lambda W, s, amount, group_size: round_to_nearest(W, int(amount), group_size), "nothing", "bits"),
+# `function(W, statistics, amount, option)`; the option is a pattern, a group size, or None for a rank.
+_FUNCTIONS: dict[str, Callable[..., torch.Tensor]] = {
+    "magnitude": lambda W, s, amount, pattern: sparsify(W, amount, pattern),
+    "weight-only": lambda W, s, amount, pattern: weight_only(W, amount, pattern),
+    "wanda": lambda W, s, amount, pattern: wanda(W, s.norms, amount, pattern),
+    "sparsegpt": lambda W, s, amount, pattern: sparsegpt(W, s.gram, amount, pattern),
+    "svd": lambda W, s, amount, _: truncate(W, int(amount), basis(W)),
+    "whitened-svd": lambda W, s, amount, _: whitened(W, s.gram, int(amount)),
+    "balanced": lambda W, s, amount, _: balanced(W, s.gram, s.sensitivity, int(amount)),
+    "rtn": lambda W, s, amount, group_size: round_to_nearest(W, int(amount), group_size),
 }
 _FIELDS = {"nothing": (), "norms": ("norms",), "gram": ("gram",), "sensitivity": ("gram", "sensitivity")}
 _OPTIONS = {"sparsity": "pattern", "bits": "group_size"}
@@ -86,7 +73,7 @@ def compressed(
             )
         if not bool(known.isfinite().all()):
             raise LyapunovPruneError(f"the {field} of the calibration holds NaN or infinity; check weights and text")
-    return METHODS[method].apply(W.detach(), statistics, amount, options.get(_OPTIONS.get(kind, "")))
+    return _FUNCTIONS[method](W.detach(), statistics, amount, options.get(_OPTIONS.get(kind, "")))
 
 
 def rank_for(shape: Sequence[int], sparsity: float) -> int:

@@ -4,3 +4,7 @@
 - `batch`: the windows themselves, checked against a model;
 - `choices`, `tasks`: multiple-choice items and questions from JSONL files.
 """
+
+import lazy_loader
+
+__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

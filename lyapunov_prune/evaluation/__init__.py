@@ -3,3 +3,7 @@
 - `perplexity`, `speed`: measured by this package; `tasks`, `harness`: asked through lm-evaluation-harness;
 - `repetition`: whether what it writes goes in circles; `evaluation`: what `lyapunov-prune eval` puts together.
 """
+
+import lazy_loader
+
+__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

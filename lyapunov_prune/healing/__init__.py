@@ -3,3 +3,7 @@
 - `heal`: the run; `distillation`: its loss and its step; `low_rank`: updates trained beside the weights;
 - `state`: the run on disk, taken up again after `kill -9`.
 """
+
+import lazy_loader
+
+__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

@@ -10,3 +10,7 @@
 A new family usually needs nothing. If the gate refuses it, its row goes into `families` and its rule into
 `adaptations`; tests/families puts every family through every contract.
 """
+
+import lazy_loader
+
+__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

@@ -3,3 +3,7 @@
 - `divergence`: one layer skipped; `spaces`: the measures; `hierarchy`: h → z → p at each decoding step;
 - `generation`, `attention_paths`: two models writing on their own; `choices`: the same items answered by both.
 """
+
+import lazy_loader
+
+__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

@@ -4,3 +4,7 @@
 - `influence`, `sublayer_influence`: how far a layer, or its attention or MLP alone, turns the state;
 - `profile`: contraction and influence in one result; `activations`, `jacobian`: what may explain them.
 """
+
+import lazy_loader
+
+__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

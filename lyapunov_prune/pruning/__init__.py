@@ -5,3 +5,7 @@
 - `removal`: cut and proven, in memory; `checkpoint`: cut, proven and written; `on_disk`, `disk_gate`: the same without
   loading the model; `curve`: perplexity over layers removed.
 """
+
+import lazy_loader
+
+__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

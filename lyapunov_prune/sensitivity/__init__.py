@@ -1,5 +1,10 @@
 """Change one thing, measure the loss.
 
-- `sweep`: many small changes on one model and one text, none measured twice; `studies`: which changes;
+- `sweep`: many small changes on one model and one text, none measured twice; `studies`: which changes, `table`: their
+  names and references;
 - `sensitivity`: the map that they give; `drift`: how far the states moved.
 """
+
+import lazy_loader
+
+__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

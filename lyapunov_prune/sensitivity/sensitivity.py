@@ -20,8 +20,9 @@ from lyapunov_prune.models.projections import Projection
 from lyapunov_prune.models.structure import identify
 from lyapunov_prune.profiles.profile import LayerProfile
 from lyapunov_prune.results.result import MeasuredOn, Result
-from lyapunov_prune.sensitivity.studies import AFTER_GROUPS, STUDIES, Change, Compression, Compressor, changes
+from lyapunov_prune.sensitivity.studies import Change, Compression, Compressor, changes
 from lyapunov_prune.sensitivity.sweep import Outcome, Sweep
+from lyapunov_prune.sensitivity.table import STUDIES
 
 DEFAULT_STUDIES = ("group", "layer", "removal")
 
@@ -176,10 +177,8 @@ def measure_sensitivity(
 ) -> Sensitivity:
     """Change one thing after another and measure what it does to the loss on `batch`.
 
-    Studies: `matrix`, `group` (a component of a layer), `layer`, `component` (in all layers), `forward` and
-    `backward` (cumulative), `sparsity` and `rank` (uniform), `layer0`, `cliff` (the worst component at five
-    levels), `greedy` (groups in the order of their regret), `threshold` (Wanda on layer 0, for s*), and
-    `removal` (one layer gone). All but the last use `method`, `sparsity` and `rank` where they say nothing else.
+    `studies` are those of `table.STUDIES`, which says what each changes. All but `removal` use `method`, `sparsity`
+    and `rank` where they say nothing else.
 
     `calibration` is the text that Wanda weighs inputs by, `profile` what the regret is compared with; neither may
     share text with `batch`. Jobs are kept in `folder` (see `Store`), and with `resume` none is done twice. Structural
@@ -210,7 +209,7 @@ def measure_sensitivity(
     found: list[tuple[Change, Outcome]] = []
     with Sweep(model, batch, folder=folder, resume=resume, batch_size=batch_size, also=also) as sweep:
         for study in sorted(dict.fromkeys(studies), key=list(STUDIES).index):
-            if study in AFTER_GROUPS and not losses:
+            if STUDIES[study].after_groups and not losses:
                 groups = compressor.jobs(changes("group", compressor.projections, base, {}))
                 losses = {key: float(o.windows.mean()) for key, o in sweep.run(groups, "group").items()}
             asked = changes(study, compressor.projections, base, losses)

@@ -12,16 +12,14 @@ from transformers import PreTrainedModel
 
 from lyapunov_prune.calibration.norms import input_norms
 from lyapunov_prune.calibration.statistics import Statistics
-from lyapunov_prune.compression.methods import METHODS as ALL_METHODS
 from lyapunov_prune.compression.methods import compressed
 from lyapunov_prune.compression.svd import basis, truncate
 from lyapunov_prune.data.batch import TokenBatch
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.models.projections import Projection, find_projections, groups
 from lyapunov_prune.sensitivity.sweep import Job, badness
+from lyapunov_prune.sensitivity.table import METHODS, STUDIES
 
-# Those that need one pass over the text at most: a sweep changes one thing in the dense model.
-METHODS = tuple(name for name, m in ALL_METHODS.items() if m.amount == "sparsity" and m.needs in ("nothing", "norms"))
 UNIFORM_SPARSITIES = (0.1, 0.3, 0.5, 0.7, 0.9)
 UNIFORM_RANKS = (8, 16, 32, 64, 128, 256)
 FIRST_LAYER_SPARSITIES = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.97, 0.98, 0.99)
@@ -122,7 +120,7 @@ class Compressor:
 
     def _compress(self, setting: Compression, p: Projection) -> torch.Tensor:
         W = p.weight(self.model)
-        needs = ALL_METHODS[setting.method].needs
+        needs = METHODS[setting.method].needs
         statistics = None if needs == "nothing" else Statistics(self._input_norms()[p.name])
         S = compressed(setting.method, W, statistics, setting.sparsity)
         return S if setting.rank is None or setting.rank >= min(S.shape) else truncate(S, setting.rank, basis(S))
@@ -140,15 +138,12 @@ def changes(
 ) -> list[Change]:
     """The experiments of a study (structural sensitivity, §5 and §6.1) under the setting `base`.
 
-    `losses` with every group compressed alone, by its key, for the studies that go by it (`AFTER_GROUPS`).
+    `losses` with every group compressed alone, by its key, for the studies that go by it (`after_groups`).
     Raises LyapunovPruneError for an unknown study.
     """
     if study not in STUDIES:
         raise LyapunovPruneError(f"unknown study {study!r}; give one of {', '.join(STUDIES)}")
-    return STUDIES[study](tuple(projections), base, losses)
-
-
-Study = Callable[[tuple[Projection, ...], Compression, Mapping[str, float]], list[Change]]
+    return _FUNCTIONS[study](tuple(projections), base, losses)
 
 
 def _matrix(ps: tuple[Projection, ...], base: Compression, losses: Mapping[str, float]) -> list[Change]:
@@ -235,7 +230,7 @@ def _by_layer(ps: tuple[Projection, ...]) -> dict[int, tuple[Projection, ...]]:
     return {k: tuple(p for p in ps if p.layer == k) for k in dict.fromkeys(p.layer for p in ps)}
 
 
-STUDIES: dict[str, Study] = {
+_FUNCTIONS: dict[str, Callable[[tuple[Projection, ...], Compression, Mapping[str, float]], list[Change]]] = {
     "matrix": _matrix,
     "group": _group,
     "layer": _layer,
@@ -250,5 +245,3 @@ STUDIES: dict[str, Study] = {
     "threshold": _threshold,
     "removal": _removal,
 }
-# Their experiments depend on what the groups' showed.
-AFTER_GROUPS = ("cliff", "greedy")

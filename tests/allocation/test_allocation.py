@@ -12,7 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import PreTrainedModel
 
-from lyapunov_prune import Allocation, LyapunovPruneError
+from lyapunov_prune import LyapunovPruneError
+from lyapunov_prune.allocation import Allocation
 from lyapunov_prune.allocation import fitting as module
 from lyapunov_prune.allocation.allocation import Matrices, require_sparsity
 from lyapunov_prune.allocation.atp import atp

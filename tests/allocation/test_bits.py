@@ -11,10 +11,11 @@ import torch
 from helpers import LAYERS, make_tiny, profile_of
 from transformers import PreTrainedModel
 
-from lyapunov_prune import ContractionProfile, LyapunovPruneError
+from lyapunov_prune import LyapunovPruneError
 from lyapunov_prune.allocation import bits as module
 from lyapunov_prune.allocation.bits import allocate_bits
 from lyapunov_prune.models.structure import identify
+from lyapunov_prune.profiles import ContractionProfile
 
 
 @pytest.fixture(scope="module")

@@ -12,9 +12,10 @@ import torch
 from helpers import make_tiny, profile_of
 from transformers import AutoModelForCausalLM, MixtralConfig, PreTrainedModel
 
-from lyapunov_prune import Allocation, LyapunovPruneError, allocate, measure_contraction
+from lyapunov_prune import LyapunovPruneError, allocate, measure_contraction
+from lyapunov_prune.allocation import Allocation, schedules
 from lyapunov_prune.allocation.allocation import SPARSEST
-from lyapunov_prune.allocation.schedules import SCHEDULES
+from lyapunov_prune.allocation.table import SCHEDULES
 from lyapunov_prune.models.projections import find_projections
 
 SPARSITIES = [name for name in SCHEDULES if name != "bits"]
@@ -102,8 +103,8 @@ def test_parameters_reach_their_schedule(llama: PreTrainedModel) -> None:
 
 def test_the_table_names_the_parameters_of_its_functions() -> None:
     assert list(SCHEDULES) == sorted(SCHEDULES)
-    for schedule in SCHEDULES.values():
-        parameters = inspect.signature(schedule.allocate).parameters.values()
+    for name, schedule in SCHEDULES.items():
+        parameters = inspect.signature(schedules._FUNCTIONS[name]).parameters.values()
         assert [p.name for p in parameters if p.kind is p.KEYWORD_ONLY] == list(schedule.parameters)
         assert [p.name for p in parameters if p.kind is not p.KEYWORD_ONLY][2:] == [schedule.needs][
             : bool(schedule.needs)

@@ -11,8 +11,8 @@ from helpers import TINY, make_tiny, moe
 from torch import nn
 from transformers import PreTrainedModel
 
-from lyapunov_prune.bounds import approximate as approx
-from lyapunov_prune.bounds.approximate import ApproxLinear, Record, Records, approximate, approximation
+from lyapunov_prune.bounds import approximate
+from lyapunov_prune.bounds.approximate import ApproxLinear, Record, Records, _Forward, approximation
 from lyapunov_prune.compression.magnitude import sparsify
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.models.projections import Projection, find_projections, groups
@@ -93,7 +93,7 @@ def test_every_family_is_whole_after_an_exception(family: str, ids: torch.Tensor
 def test_planted_fault_a_wrapper_left_behind_is_seen(ids: torch.Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
     model = make_tiny("gpt2")
     before = trace(model)
-    monkeypatch.setattr(approx._Forward, "remove", lambda self: None)
+    monkeypatch.setattr(_Forward, "remove", lambda self: None)
     with approximate(model, half):
         pass
     assert trace(model) != before

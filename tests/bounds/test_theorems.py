@@ -9,9 +9,9 @@ import shutil
 from pathlib import Path
 
 import pytest
+from lean_sources import code_only, commands, problems_of, signature
 
 from lyapunov_prune.bounds import theorems as registry
-from lyapunov_prune.bounds.lean import code_only, commands, signature
 from lyapunov_prune.errors import CheckFailed, LyapunovPruneError
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -23,6 +23,8 @@ THEOREMS = registry.theorems()
 def lean(tmp_path: Path) -> Path:
     """A copy of the Lean project that a test may spoil."""
     shutil.copytree(REPOSITORY / "lean", tmp_path / "lean")
+    (tmp_path / "tools").mkdir()
+    shutil.copy(REPOSITORY / "tools" / "lean_sources.py", tmp_path / "tools")
     for name in PINS:
         shutil.copy(REPOSITORY / name, tmp_path / name)
     return tmp_path / "lean"
@@ -39,7 +41,7 @@ def replace(path: Path, old: str, new: str) -> None:
 
 def test_sources_and_registry_agree() -> None:
     assert registry.source_root() == REPOSITORY / "lean"
-    assert registry.check(REPOSITORY / "lean") == []
+    assert problems_of(REPOSITORY / "lean") == []
 
 
 def test_the_twelve_theorems_are_all_there() -> None:
@@ -182,31 +184,31 @@ FAULTS = {
 @pytest.mark.parametrize("fault", FAULTS)
 def test_planted_fault_is_seen(lean: Path, fault: str) -> None:
     module, old, new, told = FAULTS[fault]
-    assert registry.check(lean) == []
+    assert problems_of(lean) == []
     replace(lean / "LyapunovPrune" / f"{module}.lean", old, new)
-    problems = registry.check(lean)
+    problems = problems_of(lean)
     assert any(told in problem for problem in problems), problems
 
 
 def test_file_left_out_of_the_root_is_seen(lean: Path) -> None:
     replace(lean / "LyapunovPrune.lean", "import LyapunovPrune.Merging\n", "")
-    assert registry.check(lean) == ["LyapunovPrune/Merging.lean is not imported by LyapunovPrune.lean"]
+    assert problems_of(lean) == ["LyapunovPrune/Merging.lean is not imported by LyapunovPrune.lean"]
 
 
 def test_theorem_in_the_root_is_seen(lean: Path) -> None:
     with (lean / "LyapunovPrune.lean").open("a", encoding="utf-8") as root:
         root.write("\ntheorem news : True := trivial\n")
-    assert registry.check(lean) == ["LyapunovPrune.lean:10: `theorem`; this file only imports"]
+    assert problems_of(lean) == ["LyapunovPrune.lean:10: `theorem`; this file only imports"]
 
 
 def test_file_outside_both_libraries_is_seen(lean: Path) -> None:
     (lean / "Stray.lean").write_text("theorem stray : True := trivial\n", encoding="utf-8")
-    assert registry.check(lean) == ["Stray.lean belongs to neither library"]
+    assert problems_of(lean) == ["Stray.lean belongs to neither library"]
 
 
 def test_import_without_a_file_is_seen(lean: Path) -> None:
     (lean / "LyapunovPrune" / "Merging.lean").unlink()
-    problems = registry.check(lean)
+    problems = problems_of(lean)
     assert "LyapunovPrune.lean imports LyapunovPrune.Merging, which has no file" in problems
     assert any("`merged_projection` is in the registry" in problem for problem in problems)
 
@@ -215,7 +217,7 @@ def test_spoilt_test_library_is_seen(lean: Path) -> None:
     tests = lean / "LyapunovPruneTest.lean"
     replace(tests, "import LyapunovPrune\n", "")
     replace(tests, "← liftCoreM (collectAxioms name)", "[]")
-    problems = " ".join(registry.check(lean))
+    problems = " ".join(problems_of(lean))
     assert "does not import LyapunovPrune" in problems
     assert "collectAxioms" in problems
 
@@ -224,7 +226,7 @@ def test_words_in_comments_strings_and_longer_names_pass(lean: Path) -> None:
     checker = lean / "LyapunovPrune" / "Checker.lean"
     replace(checker, "namespace", '/- sorry /- axiom -/ admit -/ -- sorry "\nnamespace')
     replace(lean / "LyapunovPruneTest.lean", "rests on {ax}", "sorry: rests on {ax}")
-    assert registry.check(lean) == []
+    assert problems_of(lean) == []
 
 
 def test_a_changed_proof_or_comment_changes_no_digest(lean: Path) -> None:
@@ -232,7 +234,7 @@ def test_a_changed_proof_or_comment_changes_no_digest(lean: Path) -> None:
     replace(merging, "  W₂.opNorm_comp_le W₁", "  ContinuousLinearMap.opNorm_comp_le W₂ W₁")
     replace(merging, "/-- Two affine maps", "/-- Reworded: two affine maps")
     replace(merging, "(σ τ : F → F) (a : F) :\n    ", "(σ τ : F → F)\n    (a : F) : ")
-    assert registry.check(lean) == []
+    assert problems_of(lean) == []
 
 
 def test_reading_commands() -> None:
@@ -405,13 +407,25 @@ def test_a_source_changed_while_lake_ran_is_not_verified(lean: Path, monkeypatch
     assert not registry.verification(lean).verified
 
 
-def test_a_spoilt_source_is_neither_verified_nor_verifiable(lean: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_changed_registry_makes_the_stamp_stale(lean: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fake_lake(lean.parent / "bin", monkeypatch, "exit 0")
+    registry.verify(lean)
+    monkeypatch.setattr(registry, "_THEOREMS", THEOREMS[1:])
+    assert "changed, or the registry," in registry.verification(lean).message
+
+
+def test_a_spoilt_source_is_neither_verified_nor_verifiable(
+    lean: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
     fake_lake(lean.parent / "bin", monkeypatch, "exit 0")
     registry.verify(lean)
     replace(lean / "LyapunovPrune" / "Merging.lean", "  W₂.opNorm_comp_le W₁", "  sorry")
-    assert "`sorry`" in registry.verification(lean).message
-    with pytest.raises(CheckFailed, match="sorry"):
+    assert "the sources changed" in registry.verification(lean).message
+    with pytest.raises(CheckFailed, match=r"tools/lean_sources\.py` ended with status 1"):
         registry.verify(lean)
+    assert "LyapunovPrune/Merging.lean:30: `sorry`" in capfd.readouterr().err
+    assert "build" not in (lean.parent / "calls.txt").read_text().splitlines()[3:]
+    assert not registry.verification(lean).verified
 
 
 def test_a_damaged_stamp_is_not_a_verification(lean: Path) -> None:

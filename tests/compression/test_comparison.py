@@ -14,7 +14,8 @@ from scipy import stats
 from scipy.special import log_softmax
 from transformers import PreTrainedModel
 
-from lyapunov_prune import Allocation, LyapunovPruneError, allocate, compress, measure_contraction
+from lyapunov_prune import LyapunovPruneError, allocate, compress, measure_contraction
+from lyapunov_prune.allocation import Allocation
 from lyapunov_prune.compression.comparison import CompressionTable, Setting, evaluate_compressions
 from lyapunov_prune.data.batch import TokenBatch
 

@@ -13,11 +13,14 @@ import torch
 from helpers import inputs_of, make_tiny
 from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 
-from lyapunov_prune.allocation.schedules import SCHEDULES, allocate
+from lyapunov_prune.allocation.schedules import allocate
+from lyapunov_prune.allocation.table import SCHEDULES
 from lyapunov_prune.checkpoints import saving
+from lyapunov_prune.checkpoints.cards import as_text
 from lyapunov_prune.checkpoints.saving import write_model
 from lyapunov_prune.compression.compress import REPORT, CompressionReport, compress
-from lyapunov_prune.compression.methods import METHODS, rank_for
+from lyapunov_prune.compression.methods import rank_for
+from lyapunov_prune.compression.table import METHODS
 from lyapunov_prune.errors import CheckFailed, LyapunovPruneError
 from lyapunov_prune.models.projections import find_projections
 from lyapunov_prune.profiles.contraction import ContractionProfile, measure_contraction
@@ -177,7 +180,10 @@ def test_the_checkpoint_is_plain_and_whole(
     with torch.no_grad():
         assert torch.equal(loaded(ids).logits, done.model(ids).logits)
     assert CompressionReport.load(tmp_path / "small" / "compression.json").zeros == pytest.approx(0.5, abs=0.01)
-    assert "neither memory nor time" in (tmp_path / "small" / "README.md").read_text()
+    card = (tmp_path / "small" / "README.md").read_text(encoding="utf-8")
+    assert "neither memory nor time" in card
+    for entry in (METHODS[done.report.method], SCHEDULES["uniform"]):
+        assert as_text(f"{entry.help} ({entry.reference})") in card
 
     def wrong(model: PreTrainedModel, folder: Path, inputs: list[torch.Tensor]) -> Any:
         with torch.no_grad():  # planted: what is on disk is another model

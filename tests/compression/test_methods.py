@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 
 from lyapunov_prune.calibration.statistics import Statistics
 from lyapunov_prune.compression import methods
-from lyapunov_prune.compression.methods import METHODS, Method, compressed, rank_for
+from lyapunov_prune.compression.methods import compressed, rank_for
+from lyapunov_prune.compression.table import METHODS, Method
 from lyapunov_prune.errors import LyapunovPruneError
 
 SHAPE = (12, 16)

@@ -12,7 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerFast
 
-from lyapunov_prune import ChoiceItem, LyapunovPruneError, load_items
+from lyapunov_prune import LyapunovPruneError
+from lyapunov_prune.data import ChoiceItem, load_items
 from lyapunov_prune.data.choices import tokenize
 
 GOOD = {"query": "Which?", "choices": ["one", "two"], "gold": 1}

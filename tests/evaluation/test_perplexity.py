@@ -10,7 +10,8 @@ import torch
 from helpers import make_tiny
 from transformers import PreTrainedModel
 
-from lyapunov_prune import LyapunovPruneError, NonFiniteError, Perplexity, perplexity
+from lyapunov_prune import LyapunovPruneError, NonFiniteError, perplexity
+from lyapunov_prune.evaluation import Perplexity
 from lyapunov_prune.models.structure import find_structure
 
 

@@ -8,7 +8,8 @@ import pytest
 from helpers import make_tiny
 from transformers import PreTrainedModel
 
-from lyapunov_prune import LyapunovPruneError, Speed, measure_speed, remove_layers
+from lyapunov_prune import LyapunovPruneError, measure_speed, remove_layers
+from lyapunov_prune.evaluation import Speed
 
 
 def test_models_take_turns_and_decode_through_the_cache(llama: PreTrainedModel) -> None:

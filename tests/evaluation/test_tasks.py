@@ -21,21 +21,14 @@ from helpers import ITEMS, VOCABULARY, by_definition, hooks_of, make_tiny, make_
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 import lyapunov_prune.evaluation
-from lyapunov_prune import (
-    LyapunovPruneError,
-    NonFiniteError,
-    TaskScores,
-    compare_choices,
-    evaluate_tasks,
-    load_tasks,
-    remove_layers,
-)
+from lyapunov_prune import LyapunovPruneError, NonFiniteError, evaluate_tasks, remove_layers
 from lyapunov_prune.cli.app import main
-from lyapunov_prune.evaluation import harness
+from lyapunov_prune.evaluation import TaskScores, harness, load_tasks
 from lyapunov_prune.evaluation.evaluation import Evaluation
 from lyapunov_prune.evaluation.repetition import repetition
 from lyapunov_prune.evaluation.tasks import TaskScore
 from lyapunov_prune.forward.decoding import decode_greedily
+from lyapunov_prune.predictions import compare_choices
 from lyapunov_prune.report.evaluation import _interval, tasks_figure
 
 STEPS = 12

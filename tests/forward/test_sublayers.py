@@ -13,18 +13,11 @@ import torch
 from helpers import LAYERS, PARALLEL, TEXT, TINY, branches_of, hooks_of, make_other, make_tiny
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from lyapunov_prune import (
-    LayerRanking,
-    LyapunovPruneError,
-    PruningPlan,
-    drop_sublayers,
-    rank_sublayers,
-    remove_layers,
-    sublayer_influence,
-    verify_removal,
-)
+from lyapunov_prune import LyapunovPruneError, PruningPlan, drop_sublayers, remove_layers, verify_removal
 from lyapunov_prune.forward.sublayers import find_sublayers, silenced
 from lyapunov_prune.models.structure import find_structure
+from lyapunov_prune.profiles import sublayer_influence
+from lyapunov_prune.ranking import LayerRanking, rank_sublayers
 
 
 @pytest.mark.parametrize("layers", [(2,), (0, LAYERS - 1)], ids=str)

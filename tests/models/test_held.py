@@ -56,8 +56,8 @@ def at_work(model: PreTrainedModel, measure: Callable[[PreTrainedModel], Any]) -
 @pytest.mark.parametrize("training", [False, True])
 def test_of_two_threads_on_one_model_one_is_refused(training: bool) -> None:
     model = make_tiny("llama").train(training)
-    before, alone = state_of(model), lp.skip_divergence(model, IDS)
-    with at_work(model, lambda m: lp.skip_divergence(m, IDS)) as end:
+    before, alone = state_of(model), lp.predictions.skip_divergence(model, IDS)
+    with at_work(model, lambda m: lp.predictions.skip_divergence(m, IDS)) as end:
         with pytest.raises(lp.LyapunovPruneError, match=r"another thread is at work on this LlamaForCausalLM.*copy"):
             lp.block_influence(model, IDS)
         assert end().kl.tolist() == alone.kl.tolist()
@@ -67,13 +67,13 @@ def test_of_two_threads_on_one_model_one_is_refused(training: bool) -> None:
 
 def test_threads_that_begin_together() -> None:
     model = make_tiny("llama")
-    before, alone = state_of(model), lp.skip_divergence(model, IDS).kl.tolist()
+    before, alone = state_of(model), lp.predictions.skip_divergence(model, IDS).kl.tolist()
     start = threading.Barrier(4)
 
     def measure() -> list[float] | str:
         start.wait()
         try:
-            return lp.skip_divergence(model, IDS).kl.tolist()
+            return lp.predictions.skip_divergence(model, IDS).kl.tolist()
         except lp.LyapunovPruneError as error:
             return str(error)
 
@@ -93,16 +93,16 @@ def test_threads_on_models_of_their_own() -> None:
 
 
 MEASUREMENTS: dict[str, Callable[[PreTrainedModel], Any]] = {
-    "activation_statistics": lambda m: lp.activation_statistics(m, IDS),
+    "activation_statistics": lambda m: lp.profiles.activation_statistics(m, IDS),
     "allocate": lambda m: lp.allocate(m, "uniform", 0.5),
-    "angular_distance": lambda m: lp.angular_distance(m, IDS),
-    "approximate": lambda m: lp.approximate(m, {}).__enter__(),
-    "attention_paths": lambda m: lp.attention_paths(m, m, IDS),
+    "angular_distance": lambda m: lp.ranking.angular_distance(m, IDS),
+    "approximate": lambda m: lp.bounds.approximate(m, {}).__enter__(),
+    "attention_paths": lambda m: lp.predictions.attention_paths(m, m, IDS),
     "check_bounds": lambda m: lp.check_bounds(m, IDS, sparsity=0.5),
     "compare_generation": lambda m: lp.compare_generation(m, m, IDS),
     "compress": lambda m: lp.compress(m, method="magnitude", sparsity=0.5),
     "drop_sublayers": lambda m: lp.drop_sublayers(m, mlp=[1]),
-    "greedy_removal": lambda m: lp.greedy_removal(m, IDS, 1),
+    "greedy_removal": lambda m: lp.ranking.greedy_removal(m, IDS, 1),
     "heal": lambda m: lp.heal(m, m, IDS, steps=1),
     "measure_contraction": lambda m: lp.measure_contraction(m, IDS),
     "measure_sensitivity": lambda m: lp.measure_sensitivity(m, IDS, studies=["layer"]),
@@ -110,9 +110,9 @@ MEASUREMENTS: dict[str, Callable[[PreTrainedModel], Any]] = {
     "perplexity": lambda m: lp.perplexity(m, IDS),
     "probe_layers": lambda m: lp.probe_layers(m, IDS),
     "remove_layers": lambda m: lp.remove_layers(m, [1]),
-    "skip_divergence": lambda m: lp.skip_divergence(m, IDS),
-    "sublayer_influence": lambda m: lp.sublayer_influence(m, IDS),
-    "sublayer_jacobians": lambda m: lp.sublayer_jacobians(m, IDS),
+    "skip_divergence": lambda m: lp.predictions.skip_divergence(m, IDS),
+    "sublayer_influence": lambda m: lp.profiles.sublayer_influence(m, IDS),
+    "sublayer_jacobians": lambda m: lp.profiles.sublayer_jacobians(m, IDS),
     "verify_removal": lambda m: lp.verify_removal(m, m, [1]),
 }
 
@@ -127,7 +127,7 @@ def test_every_measurement_is_refused_while_another_thread_has_the_model(name: s
 
 
 def test_a_block_of_approximate_is_one_threads(llama: PreTrainedModel) -> None:
-    with ThreadPoolExecutor(1) as other, lp.approximate(llama, lambda p, W: 0 * W):
+    with ThreadPoolExecutor(1) as other, lp.bounds.approximate(llama, lambda p, W: 0 * W):
         lp.perplexity(llama, IDS)  # the thread of the block goes on
         assert "another thread" in str(other.submit(lp.perplexity, llama, IDS).exception())
     lp.perplexity(llama, IDS)

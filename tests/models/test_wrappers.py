@@ -24,7 +24,6 @@ from lyapunov_prune import (
     LyapunovPruneError,
     PruningPlan,
     allocate,
-    approximate,
     block_influence,
     check_bounds,
     compress,
@@ -35,13 +34,14 @@ from lyapunov_prune import (
     measure_sensitivity,
     merge_adapters,
     remove_layers,
-    sublayer_influence,
     verify_removal,
 )
+from lyapunov_prune.bounds import approximate
 from lyapunov_prune.forward.hooks import skipped
 from lyapunov_prune.models.projections import find_projections
 from lyapunov_prune.models.structure import find_structure
 from lyapunov_prune.models.wrappers import loading_class
+from lyapunov_prune.profiles import sublayer_influence
 from lyapunov_prune.pruning.checkpoint import write_pruned
 
 DEPTH = 4

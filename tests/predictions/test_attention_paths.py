@@ -13,8 +13,9 @@ from helpers import LAYERS, make_tiny
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.models.llama import modeling_llama
 
-from lyapunov_prune import AttentionPaths, LyapunovPruneError, NonFiniteError, attention_paths, compress, remove_layers
+from lyapunov_prune import LyapunovPruneError, NonFiniteError, compress, remove_layers
 from lyapunov_prune.forward.decoding import decode_greedily
+from lyapunov_prune.predictions import AttentionPaths, attention_paths
 from lyapunov_prune.predictions.attention_paths import _split
 
 STEPS = 4

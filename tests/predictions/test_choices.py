@@ -14,14 +14,9 @@ from helpers import ITEMS, by_definition, hooks_of, logits_of, make_tiny, make_t
 from scipy.special import softmax
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
-from lyapunov_prune import (
-    ChoiceComparison,
-    ChoiceItem,
-    LyapunovPruneError,
-    NonFiniteError,
-    compare_choices,
-    remove_layers,
-)
+from lyapunov_prune import LyapunovPruneError, NonFiniteError, remove_layers
+from lyapunov_prune.data import ChoiceItem
+from lyapunov_prune.predictions import ChoiceComparison, compare_choices
 from lyapunov_prune.predictions import choices as module
 
 

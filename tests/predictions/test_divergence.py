@@ -17,13 +17,15 @@ from hypothesis.extra.numpy import arrays
 from scipy.special import log_softmax, rel_entr, softmax
 from transformers import PreTrainedModel
 
-from lyapunov_prune import LyapunovPruneError, NonFiniteError, SkipDivergence, rank_by_divergence, skip_divergence
+from lyapunov_prune import LyapunovPruneError, NonFiniteError
 from lyapunov_prune.forward.hooks import skipped
 from lyapunov_prune.forward.prefix import Prefix
 from lyapunov_prune.forward.scoring import Scorer
 from lyapunov_prune.models.structure import find_structure
+from lyapunov_prune.predictions import SkipDivergence, skip_divergence
 from lyapunov_prune.predictions import divergence as module
 from lyapunov_prune.predictions.divergence import divergences
+from lyapunov_prune.ranking import rank_by_divergence
 
 MEASURES = ("variance", "kl", "reverse_kl", "flipped")
 

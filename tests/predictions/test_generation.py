@@ -18,8 +18,9 @@ from hypothesis import strategies as st
 from scipy.special import rel_entr, softmax
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaForCausalLM, PreTrainedModel
 
-from lyapunov_prune import GenerationDivergence, LyapunovPruneError, NonFiniteError, compare_generation, remove_layers
+from lyapunov_prune import LyapunovPruneError, NonFiniteError, compare_generation, remove_layers
 from lyapunov_prune.evaluation.repetition import collapsed, repetition
+from lyapunov_prune.predictions import GenerationDivergence
 from lyapunov_prune.predictions import generation as module
 
 STEPS = 8

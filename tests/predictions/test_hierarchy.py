@@ -21,12 +21,13 @@ from helpers import (
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from lyapunov_prune import HierarchyProbe, LyapunovPruneError, NonFiniteError, compress, probe_layers
+from lyapunov_prune import LyapunovPruneError, NonFiniteError, compress, probe_layers
 from lyapunov_prune.forward.changes import WHAT
 from lyapunov_prune.forward.hooks import skipped
 from lyapunov_prune.forward.scoring import Scorer
 from lyapunov_prune.models.projections import find_projections
 from lyapunov_prune.models.structure import find_structure
+from lyapunov_prune.predictions import HierarchyProbe
 from lyapunov_prune.predictions import divergence as divergence_module
 from lyapunov_prune.predictions import hierarchy as module
 from lyapunov_prune.predictions.spaces import HIDDEN, LOGITS

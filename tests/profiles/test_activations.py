@@ -14,11 +14,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import PreTrainedModel
 
-from lyapunov_prune import LyapunovPruneError, NonFiniteError, activation_statistics
+from lyapunov_prune import LyapunovPruneError, NonFiniteError
 from lyapunov_prune.data.batch import TokenBatch
 from lyapunov_prune.models.loading import Loaded
 from lyapunov_prune.models.projections import find_projections
-from lyapunov_prune.profiles import activations
+from lyapunov_prune.profiles import activation_statistics, activations
 from lyapunov_prune.profiles.activations import ActivationStatistics, excess_kurtosis, spectral_ranks
 
 Seen = dict[str, tuple[torch.Tensor, torch.Tensor]]

@@ -17,10 +17,11 @@ from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import PreTrainedModel
 
-from lyapunov_prune import LyapunovPruneError, NonFiniteError, sublayer_jacobians
+from lyapunov_prune import LyapunovPruneError, NonFiniteError
 from lyapunov_prune.data.batch import TokenBatch
 from lyapunov_prune.models.loading import Loaded
 from lyapunov_prune.models.structure import find_structure
+from lyapunov_prune.profiles import sublayer_jacobians
 from lyapunov_prune.profiles.jacobian import JacobianNorms, largest_stretch
 
 Map = Callable[[torch.Tensor], torch.Tensor]

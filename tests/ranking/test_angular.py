@@ -13,9 +13,10 @@ from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 from transformers import PreTrainedModel
 
-from lyapunov_prune import AngularDistance, LyapunovPruneError, NonFiniteError, angular_distance, block_influence
+from lyapunov_prune import LyapunovPruneError, NonFiniteError, block_influence
 from lyapunov_prune.data.batch import as_batch
 from lyapunov_prune.models.structure import find_structure
+from lyapunov_prune.ranking import AngularDistance, angular_distance
 
 
 @pytest.mark.parametrize("name", list(TINY))

@@ -14,19 +14,11 @@ from helpers import LAYERS, make_tiny
 from scipy.special import rel_entr, softmax
 from transformers import PreTrainedModel
 
-from lyapunov_prune import (
-    BudgetedRemoval,
-    LyapunovPruneError,
-    NonFiniteError,
-    block_influence,
-    rank_by_divergence,
-    rank_layers,
-    remove_layers,
-    remove_under_budget,
-    skip_divergence,
-)
+from lyapunov_prune import LyapunovPruneError, NonFiniteError, block_influence, rank_layers, remove_layers
 from lyapunov_prune.models.structure import identify
 from lyapunov_prune.predictions import divergence as divergence_module
+from lyapunov_prune.predictions import skip_divergence
+from lyapunov_prune.ranking import BudgetedRemoval, rank_by_divergence, remove_under_budget
 from lyapunov_prune.ranking import budget as module
 from lyapunov_prune.ranking.ranking import LayerRanking
 

@@ -12,9 +12,10 @@ import torch
 from helpers import LAYERS, computed, hooks_of, leave, make_tiny
 from transformers import PreTrainedModel
 
-from lyapunov_prune import GreedyRemoval, LyapunovPruneError, block_influence, greedy_removal, perplexity, remove_layers
+from lyapunov_prune import LyapunovPruneError, block_influence, perplexity, remove_layers
 from lyapunov_prune.forward.hooks import skipped
 from lyapunov_prune.models.structure import find_structure
+from lyapunov_prune.ranking import GreedyRemoval, greedy_removal
 from lyapunov_prune.sensitivity.sweep import Job, Outcome, Sweep
 
 SMALLER = 5

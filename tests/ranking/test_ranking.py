@@ -14,14 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
-from lyapunov_prune import (
-    InfluenceProfile,
-    LyapunovPruneError,
-    PruningPlan,
-    block_influence,
-    measure_contraction,
-    rank_layers,
-)
+from lyapunov_prune import LyapunovPruneError, PruningPlan, block_influence, measure_contraction, rank_layers
+from lyapunov_prune.profiles import InfluenceProfile
 from lyapunov_prune.profiles.contraction import ContractionProfile
 
 _MODEL = make_tiny("llama")

@@ -20,22 +20,15 @@ from transformers import PreTrainedModel
 
 from lyapunov_prune import (
     LyapunovPruneError,
-    activation_statistics,
-    angular_distance,
     check_bounds,
-    check_grid,
     compress,
-    greedy_removal,
     heal,
     measure_speed,
     perplexity,
     rank_layers,
     remove_layers,
-    remove_under_budget,
-    skip_divergence,
-    sublayer_influence,
-    sublayer_jacobians,
 )
+from lyapunov_prune.bounds import check_grid
 from lyapunov_prune.bounds.bound_check import BoundCheck
 from lyapunov_prune.bounds.report import BoundsReport, Violation
 from lyapunov_prune.compression.comparison import CompressionRow, CompressionTable
@@ -43,9 +36,12 @@ from lyapunov_prune.compression.compress import CompressedMatrix, CompressionRep
 from lyapunov_prune.data.batch import as_batch
 from lyapunov_prune.evaluation.evaluation import Evaluation
 from lyapunov_prune.healing.heal import Healing
+from lyapunov_prune.predictions import skip_divergence
 from lyapunov_prune.predictions.divergence import SkipDivergence
+from lyapunov_prune.profiles import activation_statistics, sublayer_influence, sublayer_jacobians
 from lyapunov_prune.profiles.profile import profile_layers
 from lyapunov_prune.pruning.curve import evaluate_removals
+from lyapunov_prune.ranking import angular_distance, greedy_removal, remove_under_budget
 from lyapunov_prune.ranking.oracle import GreedyRemoval, Step
 from lyapunov_prune.report.bounds import bounds_figure
 from lyapunov_prune.report.compression import compression_figure, compressions_figure

@@ -11,9 +11,9 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from lyapunov_prune import ChoiceComparison
 from lyapunov_prune.data.batch import as_batch
 from lyapunov_prune.models.structure import identify
+from lyapunov_prune.predictions import ChoiceComparison
 from lyapunov_prune.report.predictions import certificate_figure, choices_figures, options_figure
 
 

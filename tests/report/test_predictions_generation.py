@@ -11,7 +11,8 @@ import torch
 from helpers import make_tiny
 from transformers import PreTrainedModel
 
-from lyapunov_prune import GenerationDivergence, attention_paths, compare_generation, compress, remove_layers
+from lyapunov_prune import compare_generation, compress, remove_layers
+from lyapunov_prune.predictions import GenerationDivergence, attention_paths
 from lyapunov_prune.report.predictions import generation_figure, paths_figure
 
 

@@ -12,8 +12,9 @@ import torch
 from helpers import words_of
 from transformers import PreTrainedModel
 
-from lyapunov_prune import HierarchyProbe, probe_layers
+from lyapunov_prune import probe_layers
 from lyapunov_prune.models.projections import find_projections
+from lyapunov_prune.predictions import HierarchyProbe
 from lyapunov_prune.report.predictions import hierarchy_figure, kl_figure
 
 

@@ -14,22 +14,14 @@ import pytest
 import torch
 from helpers import LAYERS, make_tiny
 
-from lyapunov_prune import (
-    Allocation,
-    LyapunovPruneError,
-    PruningPlan,
-    allocate,
-    block_influence,
-    compress,
-    rank_by_divergence,
-    rank_layers,
-    rank_sublayers,
-    skip_divergence,
-    sublayer_influence,
-)
+from lyapunov_prune import LyapunovPruneError, PruningPlan, allocate, block_influence, compress, rank_layers
+from lyapunov_prune.allocation import Allocation
 from lyapunov_prune.allocation.bits import allocate_bits
 from lyapunov_prune.data.batch import as_batch
+from lyapunov_prune.predictions import skip_divergence
+from lyapunov_prune.profiles import sublayer_influence
 from lyapunov_prune.profiles.profile import profile_layers
+from lyapunov_prune.ranking import rank_by_divergence, rank_sublayers
 from lyapunov_prune.results.result import Result
 
 _MODEL = make_tiny("llama")

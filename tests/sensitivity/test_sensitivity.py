@@ -31,7 +31,8 @@ from lyapunov_prune.models.structure import find_structure
 from lyapunov_prune.profiles.profile import profile_layers
 from lyapunov_prune.sensitivity import studies
 from lyapunov_prune.sensitivity.sensitivity import Effect, Sensitivity, measure_sensitivity
-from lyapunov_prune.sensitivity.studies import STUDIES, Compression, Compressor
+from lyapunov_prune.sensitivity.studies import Compression, Compressor
+from lyapunov_prune.sensitivity.table import STUDIES
 
 
 @pytest.fixture

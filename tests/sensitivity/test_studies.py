@@ -21,7 +21,8 @@ from lyapunov_prune.compression.wanda import wanda
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.models.projections import Projection, find_projections
 from lyapunov_prune.sensitivity import studies
-from lyapunov_prune.sensitivity.studies import STUDIES, Change, Compression, Compressor, changes
+from lyapunov_prune.sensitivity.studies import Change, Compression, Compressor, changes
+from lyapunov_prune.sensitivity.table import STUDIES
 
 BASE = Compression("magnitude", 0.5, None)
 # Component types of GPT-2: queries, keys, values, output, and the two of the MLP.

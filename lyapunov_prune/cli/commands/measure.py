@@ -46,9 +46,11 @@ from lyapunov_prune.cli.options import (
     Text,
     Tokens,
     What,
+    one_of,
 )
 from lyapunov_prune.cli.terminal import show
 from lyapunov_prune.errors import CheckFailed, LyapunovPruneError
+from lyapunov_prune.sensitivity.table import METHODS, STUDIES
 
 if TYPE_CHECKING:
     from lyapunov_prune.ranking.angular import AngularDistance
@@ -259,12 +261,9 @@ def sensitivity(
     model: Model,
     study: Annotated[
         str,
-        typer.Option(
-            help="all, or some of matrix, group, layer, component, forward, backward, sparsity, rank, layer0, cliff, "
-            "greedy, threshold, removal."
-        ),
+        typer.Option(help=one_of(STUDIES, "What is changed, one thing after another: all, or some of these.")),
     ] = "group,layer,removal",
-    method: Annotated[str, typer.Option(help="magnitude, weight-only or wanda.")] = "magnitude",
+    method: Annotated[str, typer.Option(help=one_of(METHODS))] = "magnitude",
     sparsity: Annotated[float, typer.Option(help="Share of entries removed.")] = 0.5,
     rank: Annotated[int | None, typer.Option(help="Rank kept of what is left.")] = None,
     limit: Annotated[float, typer.Option(help="Regret that counts as a catastrophe, for s*.")] = 10.0,

@@ -1,5 +1,7 @@
 """Read the Lean sources without Lean: which theorems they state, and whether anything was tampered with.
 
+    python tools/lean_sources.py
+
 This proves nothing. It sees that the files still say what the registry says they say; whether the proofs
 hold is for `lake build` and `lake test`.
 
@@ -12,9 +14,12 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Collection, Iterator, Mapping
+import sys
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+
+from lyapunov_prune.bounds.theorems import theorems
 
 LIBRARY, TESTS = "LyapunovPrune", "LyapunovPruneTest"
 # What would let a statement through without a proof, or with one that the kernel did not see.
@@ -34,6 +39,17 @@ _COMMENT_OR_STRING = re.compile(
     r"""--[^\n]*|/-|\br(#*)".*?"\1|"(?:[^"\\]|\\.)*"|'\\?"'""",  # raw strings and '"' hide no quote
     re.DOTALL,
 )
+
+# fmt: off
+# Steps of proofs, and facts about the definitions: public in Lean, claimed by nobody.
+_HELPERS = frozenset({
+    "composedBound_succ", "composedBound_zero", "error_growth_of_sublayer", "error_step",
+    "exp_expectation_le", "exp_le_quadratic", "le_composedBound", "softmax_add", "softmax_pos",
+    "state_growth_of_alignment", "sum_exp_pos", "sum_mul_exp_eq", "sum_mul_exp_le",
+    "sum_mul_sub_expectation", "sum_softmax",
+})
+# fmt: on
+
 _COMMENT_EDGE = re.compile(r"/-|-/")
 _PREFIX = re.compile(r"(?m)(?:\bin|^@\[[^\]]*\])\s*\Z")
 _HEAD = re.compile(
@@ -121,9 +137,8 @@ def signature(command: str) -> str:
     return command
 
 
-def statements(root: str | Path) -> tuple[list[Statement], list[str]]:
+def statements(root: Path) -> tuple[list[Statement], list[str]]:
     """Every theorem of the library below `root`, and what kept this reader from being sure of them."""
-    root = Path(root)
     modules: dict[str, _Module] = {}
     problems: list[str] = []
     for path in _library_files(root):
@@ -152,17 +167,13 @@ def statements(root: str | Path) -> tuple[list[Statement], list[str]]:
     return found, problems
 
 
-def check_sources(root: str | Path, expected: Mapping[str, tuple[str, str]], helpers: Collection[str]) -> list[str]:
-    """What is wrong with the sources below `root`, one line each; empty when nothing is.
-
-    `expected` maps the name of a theorem to its file and digest; `helpers` are the public lemmas that
-    need no entry there.
-    """
-    root = Path(root)
-    return [*_forbidden_words(root), *_import_problems(root), *_statement_problems(root, expected, helpers)]
+def problems_of(root: Path) -> list[str]:
+    """What is wrong with the sources below `root`, or where the registry says other; empty when nothing is."""
+    return [*_forbidden_words(root), *_import_problems(root), *_statement_problems(root)]
 
 
-def _statement_problems(root: Path, expected: Mapping[str, tuple[str, str]], helpers: Collection[str]) -> Iterator[str]:
+def _statement_problems(root: Path) -> Iterator[str]:
+    expected = {t.name: (t.file, t.digest) for t in theorems()}
     found, problems = statements(root)
     yield from problems
     by_name: dict[str, Statement] = {}
@@ -171,7 +182,7 @@ def _statement_problems(root: Path, expected: Mapping[str, tuple[str, str]], hel
         if statement.name in by_name:
             yield f"{place}: a second theorem `{statement.name}`"
         by_name[statement.name] = statement
-        if not statement.private and statement.name not in expected and statement.name not in helpers:
+        if not statement.private and statement.name not in expected and statement.name not in _HELPERS:
             yield f"{place}: theorem `{statement.name}` is not in the registry (lyapunov_prune/bounds/theorems.py)"
     for name, (file, digest) in expected.items():
         known = by_name.get(name)
@@ -182,7 +193,7 @@ def _statement_problems(root: Path, expected: Mapping[str, tuple[str, str]], hel
                 f"{file}:{known.line}: `{name}` or something it rests on (a variable, a definition, an open) "
                 f"no longer reads as registered: digest {known.digest}, registered {digest}"
             )
-    for name in sorted(set(helpers) - set(by_name)):
+    for name in sorted(_HELPERS - set(by_name)):
         yield f"the helper lemma `{name}` is in no source file"
 
 
@@ -243,3 +254,7 @@ def _library_files(root: Path) -> list[Path]:
 
 def _module_name(file: str) -> str:
     return file.removesuffix(".lean").replace("/", ".")
+
+
+if __name__ == "__main__":
+    sys.exit("\n".join(problems_of(Path(__file__).resolve().parents[1] / "lean")) or 0)

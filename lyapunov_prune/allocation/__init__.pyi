@@ -1,0 +1,1 @@
+from .allocation import Allocation as Allocation

@@ -1,0 +1,2 @@
+from .compress import Compressed as Compressed
+from .compress import CompressionReport as CompressionReport

@@ -1,0 +1,2 @@
+from .choices import ChoiceItem as ChoiceItem
+from .choices import load_items as load_items

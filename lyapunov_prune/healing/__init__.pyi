@@ -1,0 +1,2 @@
+from .heal import Healed as Healed
+from .heal import Healing as Healing

@@ -1,0 +1,9 @@
+from .activations import ActivationStatistics as ActivationStatistics
+from .activations import activation_statistics as activation_statistics
+from .contraction import ContractionProfile as ContractionProfile
+from .influence import InfluenceProfile as InfluenceProfile
+from .jacobian import JacobianNorms as JacobianNorms
+from .jacobian import sublayer_jacobians as sublayer_jacobians
+from .profile import LayerProfile as LayerProfile
+from .sublayer_influence import SublayerInfluence as SublayerInfluence
+from .sublayer_influence import sublayer_influence as sublayer_influence

@@ -1,0 +1,1 @@
+from .gate import GateReport as GateReport

@@ -1,0 +1,9 @@
+from .angular import AngularDistance as AngularDistance
+from .angular import angular_distance as angular_distance
+from .budget import BudgetedRemoval as BudgetedRemoval
+from .budget import remove_under_budget as remove_under_budget
+from .kl import rank_by_divergence as rank_by_divergence
+from .oracle import GreedyRemoval as GreedyRemoval
+from .oracle import greedy_removal as greedy_removal
+from .ranking import LayerRanking as LayerRanking
+from .ranking import rank_sublayers as rank_sublayers

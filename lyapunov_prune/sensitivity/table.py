@@ -1,0 +1,42 @@
+"""The studies of a sensitivity map by name: what each changes, where the papers do. Imports no torch."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from lyapunov_prune.compression.table import METHODS as ALL_METHODS
+
+# Those that need one pass over the text at most: a sweep changes one thing in the dense model.
+METHODS = {name: m for name, m in ALL_METHODS.items() if m.amount == "sparsity" and m.needs in ("nothing", "norms")}
+
+
+class Study(NamedTuple):
+    """What a study changes, one thing after another, in a line, and its reference.
+
+    `after_groups`: which changes those are depends on what the study `group` showed.
+    """
+
+    help: str
+    reference: str
+    after_groups: bool = False
+
+
+STUDIES: dict[str, Study] = {
+    "matrix": Study("each matrix", "structural sensitivity, §6.1"),
+    "group": Study("each component of each layer", "structural sensitivity, §6.1, Figure 2"),
+    "layer": Study("each layer", "structural sensitivity, §6.1"),
+    "component": Study("each component in all layers", "structural sensitivity, §6.1"),
+    "forward": Study("layers 0 to k, for each k", "structural sensitivity, §6.1, Figure 4"),
+    "backward": Study("layers k to the last, for each k", "structural sensitivity, §6.1, Figure 4"),
+    "sparsity": Study("all layers, at rising sparsities", "structural sensitivity, §5"),
+    "rank": Study("all layers, at rising ranks", "structural sensitivity, §5"),
+    "layer0": Study("layer 0, at rising sparsities", "structural sensitivity, §5"),
+    "cliff": Study(
+        "the most sensitive component of each layer, at five sparsities", "structural sensitivity, §6.1, Figure 3", True
+    ),
+    "greedy": Study(
+        "the k groups of least regret together, for each k", "structural sensitivity, §6.4, Figure 7", True
+    ),
+    "threshold": Study("layer 0 by Wanda, at rising sparsities: where is s*", "structural sensitivity, §6.3, Table 2"),
+    "removal": Study("each layer removed", "structural sensitivity, §6.5"),
+}

@@ -1,0 +1,61 @@
+"""Every table of choices: its help, its references, its functions, and the documents that show it."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tables
+
+from lyapunov_prune.allocation import schedules
+from lyapunov_prune.cli.options import one_of
+from lyapunov_prune.compression import methods
+from lyapunov_prune.sensitivity import studies
+
+TABLES = pytest.mark.parametrize("table", tables.TABLES.values(), ids=tables.TABLES)
+FUNCTIONS = {"methods": methods._FUNCTIONS, "schedules": schedules._FUNCTIONS, "studies": studies._FUNCTIONS}
+
+
+@TABLES
+def test_every_entry_says_in_a_line_what_it_does_and_where_it_is_from(table: Mapping[str, Any]) -> None:
+    for entry in table.values():
+        assert 0 < len(entry.help) <= 70
+        assert not entry.help.endswith(".")
+        assert 0 < len(entry.reference) <= 80
+    assert len({entry.help for entry in table.values()}) == len(table)
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_what_has_a_name_has_a_function(name: str) -> None:
+    assert list(FUNCTIONS[name]) == list(tables.TABLES[name])
+
+
+@TABLES
+def test_the_help_of_an_option_gives_every_entry_a_line(table: Mapping[str, Any]) -> None:
+    assert one_of(table).split("\n\n") == [f"{name}: {entry.help}" for name, entry in table.items()]
+
+
+@pytest.mark.parametrize("document", tables.DOCUMENTS, ids=lambda path: path.name)
+def test_the_documents_show_the_tables_of_the_code(document: Path) -> None:
+    text = document.read_text(encoding="utf-8")
+    assert tables.filled(text) == text, "run `make tables`"
+
+
+def test_every_table_is_shown_somewhere() -> None:
+    texts = "".join(document.read_text(encoding="utf-8") for document in tables.DOCUMENTS)
+    assert all(f"<!-- {name} -->\n| name |" in texts for name in tables.TABLES)
+
+
+def test_planted_fault_a_table_that_parted_is_seen() -> None:
+    text = tables.filled("a\n<!-- studies -->\n<!-- end -->\nb\n")
+    assert "| `removal` | each layer removed |" in text
+    assert tables.filled(text.replace("each layer removed", "each layer doubled")) == text
+
+
+def test_the_tables_need_no_torch() -> None:
+    script = "import sys, tables; assert not {'torch', 'numpy', 'pandas'} & sys.modules.keys()"
+    subprocess.run([sys.executable, "-c", script], check=True, cwd=Path(tables.__file__).parent)
