@@ -4,5 +4,5 @@
 - one file a schedule: `uniform`, `owl`, `alpha_pruning`, `atp`, `lyapunov`, `guidelines`, `bits`.
 
 A new schedule is a function from a model and a budget to an `Allocation`, in a file of its own, and a row in
-`schedules.SCHEDULES`, which the command line, its help and the tests read.
+`schedules.SCHEDULES`, which the command line and the tests read; its name goes into `cli.choices`, for help.
 """

@@ -33,9 +33,9 @@ def run_demo(
     tokens: int = 4096,
     context: int = 512,
     resume: bool = False,
-    say: Callable[[str], None] = print,
+    show: Callable[[str, Result], None],
 ) -> Path:
-    """Run every step into the folder `run` and return the path of its report.
+    """Run every step into the folder `run` and return the path of its report; what is measured goes to `show`, by name.
 
     With `resume`, steps whose results are already there are read instead of repeated.
     """
@@ -57,21 +57,21 @@ def run_demo(
     profile = step("profile.json", LayerProfile, lambda: profile_layers(model, calibration, seeds=range(2)))
     if profile.contraction.measured_on.text_hash != calibration.text_hash:
         raise LyapunovPruneError(f"{run} was measured on other tokens; run without --resume")
-    say(f"{profile}\n")
+    show("profile", profile)
 
     rankings = {c: rank_layers(profile.contraction, profile.influence, criterion=c) for c in CRITERIA}
     plans = {c: [ranking.plan(k) for k in REMOVALS] for c, ranking in rankings.items()}
     for criterion, ranking in rankings.items():
         ranking.plan(WRITTEN[1]).save(run / f"plan-{criterion}.json")
     curve = step("removal.json", RemovalCurve, lambda: evaluate_removals(model, plans, evaluation))
-    say(f"{curve}\n")
+    show("removal", curve)
 
     criterion, count = WRITTEN
     target = run / "pruned"
     if not (resume and target.is_dir()):
         shutil.rmtree(target, ignore_errors=True)  # of an earlier demo: the folder is the demo's own
         write_pruned(model, tokenizer, rankings[criterion].plan(count), target, calibration)
-    say(f"{Provenance.load(target / 'provenance.json').gate}\n")
+    show("gate", Provenance.load(target / "provenance.json").gate)
 
     def speed() -> Speed:
         models = {"dense": model}
@@ -79,5 +79,5 @@ def run_demo(
             models[f"{len(plan.remove)} removed"] = remove_layers(model, plan)
         return measure_speed(models)
 
-    say(f"{step('speed.json', Speed, speed)}\n")
+    show("speed", step("speed.json", Speed, speed))
     return write_report(run)

@@ -5,5 +5,5 @@
 - `compress`: every matrix of a model, layer by layer; `comparison`: several compressions side by side.
 
 A new method is a function from a matrix (and what calibration tells of its inputs) to a matrix, in a file of its own,
-and a row in `methods.METHODS`, which the command line, its help and the tests read.
+and a row in `methods.METHODS`, which the command line and the tests read; its name goes into `cli.choices`, for help.
 """
