@@ -5,7 +5,8 @@
 - one file a schedule: `uniform`, `owl`, `alpha_pruning`, `atp`, `lyapunov`, `guidelines`, `bits`.
 
 A new schedule is a function from a model and a budget to an `Allocation`, in a file of its own, a row in
-`table.SCHEDULES`, which help texts, model cards, docs/choices.md and the tests read, and one in `schedules`.
+`table.SCHEDULES`, which help texts, model cards, docs/choices.md and the tests read, and one in `schedules`; its name
+goes into `cli.choices`.
 """
 
 import lazy_loader

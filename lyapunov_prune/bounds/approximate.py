@@ -32,7 +32,7 @@ from lyapunov_prune.bounds.checkers import (
 )
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.forward.replacement import Replacement
-from lyapunov_prune.linalg import CertifiedNorm, certify, token_energy, widen
+from lyapunov_prune.linalg import CertifiedNorm, certify, lift, token_energy, widen
 from lyapunov_prune.models.held import held
 from lyapunov_prune.models.projections import Projection, find_projections
 
@@ -247,7 +247,7 @@ def _look_up(x: torch.Tensor, relative: float) -> tuple[torch.Tensor, torch.Tens
     """
     wide = widen(x.detach())
     radius = relative * token_energy(wide).sqrt()
-    near = torch.cdist(wide, wide).double() <= radius.unsqueeze(-1)
+    near = (lift(torch.cdist(wide, wide)) <= radius.unsqueeze(-1)).to(x.device)
     near = (near | torch.eye(x.shape[1], dtype=torch.bool, device=x.device)).tril()
     first = near.int().argmax(-1)  # the earliest
     found = x.gather(1, first.unsqueeze(-1).expand_as(x))

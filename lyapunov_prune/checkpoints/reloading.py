@@ -11,6 +11,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from lyapunov_prune.forward.logits import SAME_LIMIT, deviation, uncached_logits
+from lyapunov_prune.linalg import lift
 from lyapunov_prune.models.families import POSITION_ATTRIBUTES
 from lyapunov_prune.models.loading import quiet
 from lyapunov_prune.models.structure import Structure, find_structure
@@ -101,5 +102,5 @@ def _share_rounded_tables(pruned: PreTrainedModel, reloaded: PreTrainedModel) ->
             a, b = module._buffers[key], other._buffers[key]
             if a is None or b is None or a.shape != b.shape or not a.is_floating_point():
                 continue
-            if torch.allclose(a.double(), b.double(), rtol=max(1e-6, torch.finfo(a.dtype).eps), atol=0):
+            if torch.allclose(lift(a), lift(b), rtol=max(1e-6, torch.finfo(a.dtype).eps), atol=0):
                 other._buffers[key] = a

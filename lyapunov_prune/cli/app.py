@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import sys
+from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -13,9 +13,13 @@ from lyapunov_prune import __version__
 from lyapunov_prune.cli.commands.change import compress, heal, prune
 from lyapunov_prune.cli.commands.measure import check, evaluate, profile, rank, sensitivity
 from lyapunov_prune.cli.commands.predictions import hierarchy
-from lyapunov_prune.cli.options import Json, Resume
-from lyapunov_prune.cli.terminal import say
+from lyapunov_prune.cli.options import Json, Resume, output_option, what_option, with_todays_words
+from lyapunov_prune.cli.records import flattened
+from lyapunov_prune.cli.terminal import print_json, say
 from lyapunov_prune.errors import LyapunovPruneError
+
+if TYPE_CHECKING:
+    from lyapunov_prune.results.result import Result
 
 app = typer.Typer(
     name="lyapunov-prune",
@@ -40,30 +44,46 @@ def _common(
 
 @app.command()
 def demo(
-    output: Annotated[Path, typer.Option("--output", "-o", help="Folder of the run.")] = Path("runs/demo"),
+    output: Annotated[Path, output_option("--output", "-o", help="Folder of the run.")] = Path("runs/demo"),
     resume: Resume = False,
+    as_json: Json = False,
 ) -> None:
     """Profile, rank, prune, verify, evaluate and report on the built-in model (minutes on two cores)."""
     from lyapunov_prune.cli.demo import run_demo
 
-    report = run_demo(output, resume=resume, say=say)
-    say(f"Report: {report}")
+    document: dict[str, Any] = {}
+
+    def show_part(name: str, result: Result) -> None:
+        if as_json:
+            document[name] = result.to_json()
+        else:
+            say(f"{result}\n")
+
+    page = run_demo(output, resume=resume, show=show_part)
+    if as_json:
+        print_json(document | {"report": str(page)})
+    else:
+        say(f"Report: {page}")
 
 
-app.command()(profile)
-app.command()(rank)
-app.command()(prune)
-app.command()(compress)
-app.command()(heal)
-app.command("eval")(evaluate)
-app.command()(check)
-app.command()(sensitivity)
-app.command()(hierarchy)
+COMMANDS: dict[str, Callable[..., None]] = {
+    "profile": profile,
+    "rank": rank,
+    "prune": prune,
+    "compress": compress,
+    "heal": heal,
+    "eval": evaluate,
+    "check": check,
+    "sensitivity": sensitivity,
+    "hierarchy": hierarchy,
+}
+for name, command in COMMANDS.items():
+    app.command(name)(flattened(command))
 
 
 @app.command()
 def theorems(
-    verify: Annotated[bool, typer.Option("--verify", help="Run lake build and lake test first.")] = False,
+    verify: Annotated[bool, what_option("--verify", help="Run lake build and lake test first.")] = False,
     as_json: Json = False,
 ) -> None:
     """List the theorems: what they say, where they are used, whether lake verified them here."""
@@ -74,7 +94,7 @@ def theorems(
     state = registry.verification()
     if as_json:
         rows = registry.theorem_frame().to_dict("records")
-        print(json.dumps({"verified": state.verified, "message": state.message, "theorems": rows}))
+        print_json({"verified": state.verified, "message": state.message, "theorems": rows})
         return
     say(state.message)
     for t in registry.theorems():
@@ -82,11 +102,17 @@ def theorems(
 
 
 @app.command()
-def report(run: Annotated[Path, typer.Argument(help="Folder with the results of a run.")]) -> None:
+def report(
+    run: Annotated[Path, typer.Argument(help="Folder with the results of a run.")], as_json: Json = False
+) -> None:
     """Draw the figures and the self-contained report.html of a run."""
     from lyapunov_prune.report.page import write_report
 
-    say(str(write_report(run)))
+    page = write_report(run)
+    if as_json:
+        print_json({"report": str(page)})
+    else:
+        say(str(page))
 
 
 def main() -> None:
@@ -95,9 +121,14 @@ def main() -> None:
     Typer itself makes Ctrl-C exit code 130.
     """
     try:
-        code = app(sys.argv[1:] or ["--help"], prog_name="lyapunov-prune", standalone_mode=False)
+        code = app(with_todays_words(sys.argv[1:]) or ["--help"], prog_name="lyapunov-prune", standalone_mode=False)
     except LyapunovPruneError as error:
         _fail(error)
+    except RuntimeError as error:
+        if type(error).__name__ != "OutOfMemoryError":  # torch's own, and torch may not have been imported
+            raise
+        told = str(error).partition(". ")[0]
+        _fail(LyapunovPruneError(f"{told}; lower --batch-size or --context, or give --device cpu"))
     except typer.TyperException as error:  # a usage error
         _fail(LyapunovPruneError(f"{error.format_message().rstrip('.')}; see lyapunov-prune COMMAND --help"))
     sys.exit(code if isinstance(code, int) else 0)

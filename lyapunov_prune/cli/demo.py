@@ -36,9 +36,9 @@ def run_demo(
     tokens: int = 4096,
     context: int = 512,
     resume: bool = False,
-    say: Callable[[str], None] = print,
+    show: Callable[[str, Result], None],
 ) -> Path:
-    """Run every step into the folder `run` and return the path of its report.
+    """Run every step into the folder `run` and return the path of its report; what is measured goes to `show`, by name.
 
     With `resume`, steps whose results are already there are read instead of repeated. Raises LyapunovPruneError when
     `pruned` in it is not as an earlier demo left it: nobody else's folder is replaced.
@@ -62,14 +62,14 @@ def run_demo(
     profile = step("profile.json", LayerProfile, lambda: profile_layers(model, calibration, seeds=range(2)))
     if profile.contraction.measured_on.text_hash != calibration.text_hash:
         raise LyapunovPruneError(f"{run} was measured on other tokens; run without --resume")
-    say(f"{profile}\n")
+    show("profile", profile)
 
     rankings = {c: rank_layers(profile.contraction, profile.influence, criterion=c) for c in CRITERIA}
     plans = {c: [ranking.plan(k) for k in REMOVALS] for c, ranking in rankings.items()}
     for criterion, ranking in rankings.items():
         ranking.plan(WRITTEN[1]).save(run / f"plan-{criterion}.json")
     curve = step("removal.json", RemovalCurve, lambda: evaluate_removals(model, plans, evaluation))
-    say(f"{curve}\n")
+    show("removal", curve)
 
     criterion, count = WRITTEN
     target = run / "pruned"
@@ -81,7 +81,7 @@ def run_demo(
         with whole_folder(target) as partial:
             write_pruned(model, tokenizer, rankings[criterion].plan(count), partial, calibration)
             write_whole(run / _RECORD, fingerprint(partial) + "\n")
-    say(f"{Provenance.load(target / PROVENANCE).gate}\n")
+    show("gate", Provenance.load(target / PROVENANCE).gate)
 
     def speed() -> Speed:
         models = {"dense": model}
@@ -89,7 +89,7 @@ def run_demo(
             models[f"{len(plan.remove)} removed"] = remove_layers(model, plan)
         return measure_speed(models)
 
-    say(f"{step('speed.json', Speed, speed)}\n")
+    show("speed", step("speed.json", Speed, speed))
     return write_report(run)
 
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import hashlib
-import os
 import re
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from lyapunov_prune.cli.choices import Derivative, Pooling, Split
+from lyapunov_prune.cli.options import ModelOptions, TextOptions
 from lyapunov_prune.errors import LyapunovPruneError
 
 if TYPE_CHECKING:  # a usage error must not wait for torch
@@ -29,44 +30,19 @@ _JACOBIAN_TOKENS = 64
 
 def load_inputs(
     model: str,
-    text: str,
-    tokens: int,
-    context: int,
-    device: str,
-    dtype: str | None,
-    bos: bool | None,
-    offline: bool,
-    split: str = "calibration",
+    source: ModelOptions,
+    text: TextOptions,
+    split: Split = "calibration",
+    *,
     merge_adapter: bool = False,
 ) -> tuple[Loaded, TokenBatch]:
     from lyapunov_prune.data.batch import require_context
     from lyapunov_prune.data.text import require_source
-    from lyapunov_prune.models.loading import load
 
-    require_source(text)  # before minutes of loading
-    if device == "cuda":  # a process of accelerate launch has one of its own
-        device = f"cuda:{os.environ.get('LOCAL_RANK', '0')}"
-    loaded = load(model, dtype=dtype, device=device, offline=offline, merge_adapter=merge_adapter)
-    require_context(loaded.structure, context)
-    return loaded, load_batch(loaded, text, tokens, context, bos, offline, split)
-
-
-def load_batch(
-    loaded: Loaded, text: str, tokens: int, context: int, bos: bool | None, offline: bool, split: str
-) -> TokenBatch:
-    from lyapunov_prune.data.batch import as_batch
-    from lyapunov_prune.data.text import load_text
-
-    batch = load_text(
-        text,
-        loaded.tokenizer,
-        tokens=tokens,
-        context=context,
-        split=split,  # type: ignore[arg-type]
-        bos=bos,
-        offline=offline,
-    )
-    return as_batch(loaded.model, batch)
+    require_source(text.text)  # before minutes of loading
+    loaded = source.load(model, merge_adapter=merge_adapter)
+    require_context(loaded.structure, text.context)
+    return loaded, text.load(loaded, split, offline=source.offline)
 
 
 def kept(path: Path, kind: type[R], wanted: MeasuredOn, resume: bool, measure: Callable[[], R]) -> R:
@@ -118,8 +94,8 @@ def profile_model(
     seeds: int,
     seed: int,
     epsilon: float = 1e-2,
-    method: Any = "difference",
-    pooling: Any = "energy",
+    derivative: Derivative = "difference",
+    pooling: Pooling = "energy",
 ) -> LayerProfile:
     from lyapunov_prune.profiles.profile import profile_layers
 
@@ -128,7 +104,7 @@ def profile_model(
         batch,
         epsilon=epsilon,
         seeds=range(seed, seed + seeds),
-        method=method,
+        method=derivative,
         pooling=pooling,
         batch_size=batch_size,
     )

@@ -1,13 +1,36 @@
-"""Options that several commands share, so that one word means one thing."""
+"""Options that several commands share, declared once, so that one word means one thing."""
+
+from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from lyapunov_prune.allocation.table import SCHEDULES
+from lyapunov_prune.cli import choices
 from lyapunov_prune.compression.table import METHODS
+
+if TYPE_CHECKING:  # a usage error must not wait for torch
+    from lyapunov_prune.data.batch import TokenBatch
+    from lyapunov_prune.models.loading import Loaded
+
+# The panels of help: what is done, to which model, on which text, and what becomes of it.
+what_option = partial(typer.Option, rich_help_panel="What")
+model_option = partial(typer.Option, rich_help_panel="Model")
+text_option = partial(typer.Option, rich_help_panel="Text")
+output_option = partial(typer.Option, rich_help_panel="Output")
+
+# Spellings of before, each a word that means something else in another command: understood, not shown.
+FORMER = {
+    "profile": {"--method": "--derivative"},
+    "heal": {"--rank": "--update-rank"},
+    "sensitivity": {"--limit": "--regret-limit"},
+    "hierarchy": {"--steps": "--new-tokens"},
+}
 
 
 def one_of(table: Mapping[str, Any], *more: str) -> str:
@@ -15,54 +38,102 @@ def one_of(table: Mapping[str, Any], *more: str) -> str:
     return "\n\n".join([*more, *(f"{name}: {entry.help}" for name, entry in table.items())])
 
 
+@dataclass(frozen=True)
+class ModelOptions:
+    """Where a model comes from and where it runs."""
+
+    device: Annotated[
+        str, model_option(help="cpu, cuda, cuda:1 or mps; auto is the GPU if there is one, else the CPU.")
+    ] = "auto"
+    dtype: Annotated[
+        choices.DType | None,
+        model_option(help="Of the weights in memory; without a default, as the checkpoint has them."),
+    ] = None
+    offline: Annotated[bool, model_option("--offline", help="Never touch the network.")] = False
+
+    def load(self, model: str, *, merge_adapter: bool = False) -> Loaded:
+        from lyapunov_prune.models.loading import load
+
+        return load(model, dtype=self.dtype, device=self.device, offline=self.offline, merge_adapter=merge_adapter)
+
+
+@dataclass(frozen=True)
+class TextOptions:
+    """The text, and how it is cut into windows and fed."""
+
+    text: Annotated[
+        str, text_option(help="builtin, a .txt or .jsonl file, or a hub data set name[:config[:split]].")
+    ] = "builtin"
+    tokens: Annotated[int, text_option(min=2, help="How many tokens to measure on.")] = 4096
+    context: Annotated[int, text_option(min=2, help="Tokens in a window.")] = 512
+    batch_size: Annotated[int, text_option(min=1, help="Windows in a forward.")] = 1
+    bos: Annotated[
+        bool | None,
+        text_option("--bos/--no-bos", help="Start windows with BOS; the tokenizer's habit if not given."),
+    ] = None
+
+    def load(self, loaded: Loaded, split: choices.Split, *, offline: bool) -> TokenBatch:
+        from lyapunov_prune.data.batch import as_batch
+        from lyapunov_prune.data.text import load_text
+
+        batch = load_text(
+            self.text,
+            loaded.tokenizer,
+            tokens=self.tokens,
+            context=self.context,
+            split=split,
+            bos=self.bos,
+            offline=offline,
+        )
+        return as_batch(loaded.model, batch)
+
+
 Model = Annotated[str, typer.Argument(help="Hub id, folder, .gguf file, or smollm2-135m (built in).")]
-Text = Annotated[str, typer.Option(help="builtin, a .txt or .jsonl file, or a hub data set name[:config[:split]].")]
-Tokens = Annotated[int, typer.Option(min=2, help="How many tokens to measure on.")]
-Context = Annotated[int, typer.Option(min=2, help="Tokens in a window.")]
-BatchSize = Annotated[int, typer.Option(min=1, help="Windows in a forward.")]
-Device = Annotated[str, typer.Option(help="cpu, cuda, cuda:1, mps, or auto.")]
-DType = Annotated[str | None, typer.Option(help="float32, bfloat16, …; the checkpoint's own if not given.")]
-Seed = Annotated[int, typer.Option(help="First random seed.")]
-Seeds = Annotated[int, typer.Option(min=1, help="How many perturbations to average over.")]
-Bos = Annotated[
-    bool | None,
-    typer.Option("--bos/--no-bos", help="Start windows with BOS; the tokenizer's habit if not given."),
+MergeAdapter = Annotated[
+    bool, model_option("--merge-adapter", help="MODEL holds LoRA adapters: add them to their base model's weights.")
 ]
-Offline = Annotated[bool, typer.Option(help="Never touch the network.")]
-Json = Annotated[bool, typer.Option("--json", help="Print the result as JSON on stdout.")]
-Output = Annotated[Path | None, typer.Option("--output", "-o", help="Folder for results; runs/MODEL if not given.")]
-Method = Annotated[str, typer.Option(help="difference, or jvp for the forward-mode derivative.")]
-Pooling = Annotated[str, typer.Option(help="energy or token.")]
-Epsilon = Annotated[float, typer.Option(help="Relative size of the perturbation.")]
-Compressor = Annotated[str, typer.Option("--method", help=one_of(METHODS, "What a matrix is replaced by."))]
-Schedule = Annotated[
-    str,
-    typer.Option(
-        "--allocation", help=one_of(SCHEDULES, "How much of which matrix, or the JSON file of an Allocation.")
-    ),
+OnDisk = Annotated[bool, model_option("--on-disk", help="Copy the kept tensors; the model is never in memory.")]
+
+Seed = Annotated[int, what_option(help="First random seed.")]
+Seeds = Annotated[int, what_option(min=1, help="How many perturbations to average over.")]
+Temperature = Annotated[float, what_option(help="Of both models' softmax.")]
+Items = Annotated[int | None, what_option("--limit", min=1, help="How many items of a file or task; all if not given.")]
+
+Criterion = Annotated[choices.Criterion, what_option(help="What the order of layers goes by.")]
+Alpha = Annotated[float, what_option(help="Weight of |rho − 1| in the blend.")]
+What = Annotated[
+    choices.What,
+    what_option(help="Whole layers, or one branch of each: zeroed, which saves no time (with --criterion bi)."),
 ]
-Pattern = Annotated[str | None, typer.Option(help="Keep so many of so many inputs, as 2:4 (then without --sparsity).")]
-GroupSize = Annotated[int | None, typer.Option(help="Weights that share a grid (rtn); a row if not given.")]
-Sparsity = Annotated[float | None, typer.Option(help="Share removed: of entries, or of parameters by low rank.")]
-Rank = Annotated[int | None, typer.Option(help="Rank kept (svd, whitened-svd, balanced).")]
-Bits = Annotated[float | None, typer.Option(help="Bits a weight (rtn); the mean of all with --allocation bits.")]
 MaxKL = Annotated[
     float | None,
-    typer.Option(
+    what_option(
         "--max-kl", help="Instead of --remove: as many as keep KL(dense ‖ pruned) on the text below it, nats a token."
     ),
 ]
-Criterion = Annotated[str, typer.Option(help="rho, bi, blend, angular, kl, oracle, from-end or random.")]
-What = Annotated[
-    str,
-    typer.Option(help="layers, or their attention or mlp alone: zeroed, which saves no time (with --criterion bi)."),
-]
-MergeAdapter = Annotated[
-    bool, typer.Option("--merge-adapter", help="MODEL holds LoRA adapters: add them to their base model's weights.")
-]
-Alpha = Annotated[float, typer.Option(help="Weight of |rho − 1| in the blend.")]
-Resume = Annotated[bool, typer.Option("--resume", help="Keep what an interrupted run has done.")]
-OnDisk = Annotated[bool, typer.Option("--on-disk", help="Copy the kept tensors; the model is never in memory.")]
 KeepPeriod = Annotated[
-    bool, typer.Option("--keep-period", help="Remove whole periods of a hybrid, as some serving engines need.")
+    bool, what_option("--keep-period", help="Remove whole periods of a hybrid, as some serving engines need.")
 ]
+
+Method = Annotated[choices.Method, what_option(help=one_of(METHODS, "What a matrix is replaced by."))]
+Sparsity = Annotated[float | None, what_option(help="Share removed: of entries, or of parameters by low rank.")]
+Rank = Annotated[int | None, what_option(help="Rank kept: of the matrix, or of what sparsity took from it.")]
+Bits = Annotated[float | None, what_option(help="Bits a weight (rtn); the mean of all with --allocation bits.")]
+Allocation = Annotated[
+    str,
+    what_option(help=one_of(SCHEDULES, "How much of which matrix, or the JSON file of an Allocation.")),
+]
+Pattern = Annotated[str | None, what_option(help="Keep so many of so many inputs, as 2:4 (then without --sparsity).")]
+GroupSize = Annotated[int | None, what_option(help="Weights that share a grid (rtn); a row if not given.")]
+
+Output = Annotated[Path | None, output_option("--output", "-o", help="Folder for results; runs/MODEL if not given.")]
+Target = Annotated[Path, output_option("--output", "-o", help="Folder of the checkpoint; must be empty.")]
+Resume = Annotated[bool, output_option("--resume", help="Keep what an interrupted run has done.")]
+Json = Annotated[bool, output_option("--json", help="Print one JSON document on stdout, and nothing else.")]
+
+
+def with_todays_words(arguments: list[str]) -> list[str]:
+    """`arguments` of the command line, its `FORMER` spellings replaced."""
+    former = FORMER.get(arguments[0], {}) if arguments else {}
+    split = (argument.partition("=") for argument in arguments)  # --rank 8, or --rank=8
+    return ["".join((former.get(name, name), equals, value)) for name, equals, value in split]

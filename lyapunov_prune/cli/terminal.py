@@ -1,10 +1,11 @@
-"""How results appear on stdout: a table on a terminal, plain text or JSON elsewhere."""
+"""How results appear on stdout: a table on a terminal, plain text elsewhere, or one JSON document and nothing else."""
 
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.table import Table
@@ -22,6 +23,17 @@ def say(message: str) -> None:
         print(_lines(message), flush=True)
 
 
+def note(message: str) -> None:
+    """What is no result goes to stderr: stdout may be carrying JSON."""
+    if is_main():
+        print(_lines(message), file=sys.stderr, flush=True)
+
+
+def print_json(document: dict[str, Any]) -> None:
+    if is_main():
+        print(json.dumps(document, allow_nan=False))
+
+
 def _lines(message: str) -> str:
     """`message`, whose lines are its own: whatever else a terminal would obey is shown as its escape."""
     return "\n".join(map(printable, message.split("\n")))
@@ -31,12 +43,32 @@ def show(result: Result, as_json: bool, written: Path | None, table: bool = True
     if not is_main():
         return
     if as_json:
-        print(json.dumps(result.to_json(), allow_nan=False))
+        print_json(result.to_json())
         return
     if table:
         _print_table(result)
     if written is not None:
         say(f"Written: {written}")
+
+
+class Parts:
+    """Results of one command, each kept in `run` under its name: shown as they come, or all at the end as JSON."""
+
+    def __init__(self, run: Path, as_json: bool) -> None:
+        self._run, self._as_json = run, as_json
+        self._document: dict[str, Any] = {}
+
+    def add(self, name: str, result: Result) -> None:
+        written = result.save(self._run / f"{name}.json")
+        if self._as_json:
+            self._document[name] = result.to_json()
+        else:
+            show(result, False, written)
+
+    def end(self) -> None:
+        """Call when every part is there; before a failed check is raised."""
+        if self._as_json:
+            print_json(self._document)
 
 
 def _print_table(result: Result) -> None:

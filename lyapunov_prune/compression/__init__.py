@@ -5,7 +5,8 @@
 - `compress`: every matrix of a model, layer by layer; `comparison`: several compressions side by side.
 
 A new method is a function from a matrix (and what calibration tells of its inputs) to a matrix, in a file of its own,
-a row in `table.METHODS`, which help texts, model cards, docs/choices.md and the tests read, and one in `methods`.
+a row in `table.METHODS`, which help texts, model cards, docs/choices.md and the tests read, and one in `methods`; its
+name goes into `cli.choices`.
 """
 
 import lazy_loader

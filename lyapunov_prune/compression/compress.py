@@ -276,7 +276,7 @@ def _describe(
         rows=W.shape[0],
         columns=W.shape[1],
         amount=wanted,
-        zeros=float((after == 0).double().mean()),
+        zeros=float(lift(after == 0).mean()),
         rank=int(amount) if kind == "rank" and amount is not None else None,
         bits=int(amount) if kind == "bits" and amount is not None else None,
         weight_error=_share((E * E).sum(), (before * before).sum()),

@@ -8,6 +8,7 @@ import torch
 from transformers import PreTrainedModel
 
 from lyapunov_prune.data.batch import TokenBatch, as_batch
+from lyapunov_prune.linalg import lift
 from lyapunov_prune.models.structure import find_structure
 
 # Largest relative deviation of a token's logits. The same kernels on the same shapes agree to the last
@@ -21,7 +22,7 @@ WINDOW_LIMIT = 1024  # a longer sliding window is not rolled over: the check wou
 
 def deviation(logits: torch.Tensor, reference: torch.Tensor) -> float:
     """`max_t ‖z_t − z'_t‖ / ‖z'_t − mean z'_t‖` in float64; infinite when a value is not finite."""
-    a, b = logits.double(), reference.double()
+    a, b = lift(logits), lift(reference)
     if a.shape != b.shape or not (a.isfinite().all() and b.isfinite().all()):
         return float("inf")
     spread = torch.linalg.vector_norm(b - b.mean(-1, keepdim=True), dim=-1)

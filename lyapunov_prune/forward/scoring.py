@@ -13,6 +13,7 @@ from transformers.utils import ModelOutput
 
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.forward.prefix import final_state, restore
+from lyapunov_prune.linalg import lift
 from lyapunov_prune.models.hooked import hooked
 from lyapunov_prune.models.structure import Structure
 
@@ -92,7 +93,7 @@ class Scorer:
             own = (rows.float() * W[wanted].float()).sum(-1)
             if bias is not None:
                 own = own + bias[wanted].float()
-            total += float((self._logsumexp(rows) - own).double().sum())
+            total += float(lift(self._logsumexp(rows) - own).sum())
         return total / len(targets)
 
     def _logsumexp(self, rows: torch.Tensor) -> torch.Tensor:
@@ -156,7 +157,7 @@ def next_token_loss(logits: torch.Tensor, ids: torch.Tensor) -> float:
     Logits are widened to float32 a chunk of tokens at a time, losses summed in float64.
     """
     parts = [
-        F.cross_entropy(z.float(), y, reduction="none").double().sum()
+        lift(F.cross_entropy(z.float(), y, reduction="none")).sum()
         for z, y in zip(logits[:-1].split(_CHUNK), ids[1:].to(logits.device).split(_CHUNK), strict=True)
     ]
     return float(torch.stack(parts).sum()) / (len(ids) - 1)

@@ -131,6 +131,7 @@ def heal(
     folder: str | Path | None = None,
     resume: bool = False,
     evaluation: TokenBatch | torch.Tensor | None = None,
+    batch_size: int = 1,
 ) -> Healed:
     """A copy of `student` trained for `steps` to predict what `teacher` predicts, and a report; both stay untouched.
 
@@ -147,7 +148,8 @@ def heal(
     The state is kept in `folder` about every 20 seconds and at the end; with `resume` the run goes on from there, and
     on the CPU, with as many threads, ends as if it had never stopped, bit for bit. It holds the trained tensors
     three times over; delete it when the model is saved. A folder that holds anything of that name but no header of
-    such a run, or in which another run is at work, is refused. `evaluation` is text to measure what was recovered on.
+    such a run, or in which another run is at work, is refused. `evaluation` is text to measure what was recovered on,
+    `batch_size` of its windows in a forward.
 
     Raises LyapunovPruneError for a student in half precision or with adapters or packed weights, another vocabulary,
     tokens outside it, fewer than one step, text that both batches share, evaluation text that the models were made
@@ -174,8 +176,8 @@ def heal(
     with TrainingState(folder, about, resume=resume) as state:
         tensors = state.load()
         if evaluation is not None:  # first, so that text on which a model fails costs no training
-            before = perplexity(student, evaluation, description="perplexity, pruned")
-            dense = perplexity(teacher, evaluation, description="perplexity, dense")
+            before = perplexity(student, evaluation, batch_size=batch_size, description="perplexity, pruned")
+            dense = perplexity(teacher, evaluation, batch_size=batch_size, description="perplexity, dense")
         state.hold()
         model = copy.deepcopy(student)
         with _trained(model, rank, seed) as parameters:
@@ -190,7 +192,8 @@ def heal(
             state.save(run.step, run.tensors())
     held_out = None
     if evaluation is not None:
-        held_out = HeldOut(before, perplexity(model, evaluation, description="perplexity, healed"), dense)
+        after = perplexity(model, evaluation, batch_size=batch_size, description="perplexity, healed")
+        held_out = HeldOut(before, after, dense)
     report = Healing(
         losses=np.array(run.losses),
         rank=rank,

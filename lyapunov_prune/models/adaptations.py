@@ -15,6 +15,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from lyapunov_prune.errors import LyapunovPruneError
+from lyapunov_prune.linalg import lift
 
 
 class Cut(NamedTuple):
@@ -53,7 +54,7 @@ def diffllama(cut: Cut) -> None:
     for new, old in enumerate(cut.kept):
         attention: Any = cut.layers[new].self_attn
         was, now = (0.8 - 0.6 * math.exp(-0.3 * i) for i in (old, new))
-        q, k = attention.lambda_q1.double(), attention.lambda_k1.double()
+        q, k = lift(attention.lambda_q1), lift(attention.lambda_k1)
         score = q @ k
         if new != old and not k.any():
             raise LyapunovPruneError(f"layer {old} has lambda_k1 = 0, into which its depth cannot be folded; keep it")

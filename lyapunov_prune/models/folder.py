@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors import SafetensorError, safe_open
 from transformers import AutoConfig, PreTrainedConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
@@ -124,6 +125,8 @@ def loading_errors(where: Path | str) -> Iterator[None]:
     """Turn whatever the reading of foreign bytes raises into one line about `where`."""
     try:
         yield
+    except torch.OutOfMemoryError:  # says nothing about the bytes
+        raise
     except Exception as error:  # foreign bytes: transformers and gguf raise whatever their parsing meets
         if "trust_remote_code" in str(error):
             raise LyapunovPruneError(

@@ -9,6 +9,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import psutil
+import torch
 from transformers import PreTrainedModel
 
 from lyapunov_prune.checkpoints.outline import Outline, layer_of
@@ -29,14 +30,18 @@ SHARD_BYTES = 5 * 10**9
 COPIES = 3  # of the model that removal in memory holds at its peak: original, pruned, reloaded for the gate
 
 
-def too_large(name: str, *, offline: bool = False) -> str:
-    """Why the copies that `write_pruned` makes of the checkpoint `name` do not fit in the memory free now; or ""."""
+def too_large(name: str, device: str = "cpu", *, offline: bool = False) -> str:
+    """Why the copies that `write_pruned` makes of the checkpoint `name` do not fit in what `device` has free; or ""."""
     if name.endswith(".gguf"):
         return ""  # no safetensors to copy from
     files = checkpoint_folder(name, offline=offline).glob("*.safetensors")
     sizes = (file.stat().st_size for file in files if file.is_file())  # a link may lead nowhere
-    needed, free = COPIES * sum(sizes), psutil.virtual_memory().available
-    return f"{COPIES} copies need {needed / 1e9:.1f} GB and {free / 1e9:.1f} GB are free" if needed > free else ""
+    needed, free, where = COPIES * sum(sizes), psutil.virtual_memory().available, ""
+    if device.startswith("cuda"):
+        free, where = torch.cuda.mem_get_info(device)[0], f" on {device}"
+    return (
+        f"{COPIES} copies need {needed / 1e9:.1f} GB and {free / 1e9:.1f} GB are free{where}" if needed > free else ""
+    )
 
 
 def prune_on_disk(

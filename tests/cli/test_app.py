@@ -22,14 +22,17 @@ from transformers import AutoModelForCausalLM, BertLMHeadModel, PreTrainedModel
 from lyapunov_prune.bounds import approximate as approx_module
 from lyapunov_prune.bounds import check as checks_module
 from lyapunov_prune.bounds.report import BoundsReport
+from lyapunov_prune.cli import demo as demo_module
 from lyapunov_prune.cli.inputs import folder_name
 from lyapunov_prune.compression.compress import CompressionReport
+from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.evaluation.evaluation import Evaluation
 from lyapunov_prune.healing import state as training_state
 from lyapunov_prune.healing.distillation import Distillation
 from lyapunov_prune.healing.heal import Healing
 from lyapunov_prune.healing.state import TrainingState
 from lyapunov_prune.models import loading
+from lyapunov_prune.predictions import attention_paths as attention_paths_module
 from lyapunov_prune.predictions.choices import ChoiceComparison
 from lyapunov_prune.predictions.hierarchy import HierarchyProbe
 from lyapunov_prune.profiles.profile import LayerProfile
@@ -40,6 +43,7 @@ from lyapunov_prune.pruning.removal import remove_layers
 from lyapunov_prune.pruning.surgery import cut
 from lyapunov_prune.ranking.budget import BudgetedRemoval
 from lyapunov_prune.results.history import History
+from lyapunov_prune.results.result import Result
 from lyapunov_prune.results.store import Store
 from lyapunov_prune.sensitivity.sensitivity import Sensitivity
 from lyapunov_prune.sensitivity.sweep import Sweep
@@ -146,7 +150,7 @@ def test_eval_measures_both_models_on_the_same_tokens(run: Callable[..., Done]) 
 
 
 def test_sensitivity_writes_its_result_the_profile_and_a_map(run: Callable[..., Done]) -> None:
-    done = run("sensitivity", "tiny", "--study", "group,threshold", "--limit", "3", "-o", "run", *TEXT)
+    done = run("sensitivity", "tiny", "--study", "group,threshold", "--regret-limit", "3", "-o", "run", *TEXT)
     assert (done.code, done.err) == (0, "")
     assert {"run/profile.json", "run/sensitivity.json", "run/figures/sensitivity-map.svg"} <= done.changed
     result = Sensitivity.load("run/sensitivity.json")
@@ -212,11 +216,74 @@ def test_report_draws_a_run_again(run: Callable[..., Done]) -> None:
     assert run("report", "run").changed == {"run/report.html"}
 
 
-@pytest.mark.parametrize("name", [*COMMANDS, "theorems"])
+# More that say something else in words: `out` is `tiny` with a layer less.
+JSON = COMMANDS | {
+    "rank --max-kl": ["rank", "tiny", "--criterion", "kl", "--max-kl", "1000", *TEXT],
+    "prune --max-kl": ["prune", "tiny", "--criterion", "kl", "--max-kl", "1000", "-o", "again", *TEXT],
+    "prune --on-disk": ["prune", "tiny", "--layers", "1", "--on-disk", "-o", "again"],
+    "heal": ["heal", "out", "--teacher", "tiny", "--steps", "1", "-o", "healed", *TEXT],
+    "eval --speed": ["eval", "out", "--against", "tiny", "--speed", *TEXT],
+    "sensitivity --why": ["sensitivity", "tiny", "--study", "removal", "--why", *TEXT],
+    "hierarchy": ["hierarchy", "tiny", "out", "--new-tokens", "1", "--tokens", "32", "--context", "16"],
+    "report": ["report", "runs/tiny"],
+    "theorems": ["theorems"],
+}
+
+
+@pytest.mark.parametrize("name", JSON)
 def test_json_is_one_document_and_nothing_else(name: str, run: Callable[..., Done]) -> None:
-    done = run(*COMMANDS.get(name, ["theorems"]), "--json")
+    if "out" in JSON[name][1:3]:
+        run("prune", "tiny", "--layers", "1", "-o", "out", *TEXT)
+    if name == "report":
+        run(*COMMANDS["profile"])
+    done = run(*JSON[name], "--json")
     assert (done.code, done.err) == (0, "")
     assert isinstance(json.loads(done.out), dict)
+
+
+def test_hierarchy_is_one_document_with_its_parts_by_name(
+    run: Callable[..., Done], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    Path("items.jsonl").write_text('{"query": "one two", "choices": ["three", "four five"], "gold": 1}\n')
+    run("compress", "tiny", "--method", "rtn", "--bits", "8", "-o", "rounded", *TEXT)
+    few = ["--tokens", "32", "--context", "16", "--new-tokens", "2", "--choices", "items.jsonl", "--json"]
+    done = run("hierarchy", "tiny", "rounded", *few)
+    document = json.loads(done.out)
+    assert list(document) == ["hierarchy", "generation", "paths", "choices"]
+    for name, part in document.items():
+        assert part == json.loads(Path(f"runs/tiny/{name}.json").read_text())
+
+    def unseen(*_: object, **__: object) -> NoReturn:
+        raise LyapunovPruneError("its attention cannot be seen; take another")
+
+    monkeypatch.setattr(attention_paths_module, "attention_paths", unseen)
+    done = run("hierarchy", "tiny", "rounded", *few)
+    assert (done.code, done.err) == (0, "no paths through attention: its attention cannot be seen; take another\n")
+    assert list(json.loads(done.out)) == ["hierarchy", "generation", "choices"]
+
+
+def test_demo_is_one_document_with_its_parts_by_name(run: Callable[..., Done], monkeypatch: pytest.MonkeyPatch) -> None:
+    run(*COMMANDS["profile"])
+    profile = LayerProfile.load("runs/tiny/profile.json")
+
+    def run_demo(folder: Path, *, resume: bool, show: Callable[[str, Result], None]) -> Path:
+        show("profile", profile)
+        return folder / "report.html"
+
+    monkeypatch.setattr(demo_module, "run_demo", run_demo)
+    done = run("demo", "--json")
+    assert json.loads(done.out) == {"profile": profile.to_json(), "report": "runs/demo/report.html"}
+    assert str(profile) in run("demo").out
+
+
+def test_a_violation_is_in_the_document_and_an_exit_code(
+    run: Callable[..., Done], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    certified = approx_module.certify
+    monkeypatch.setattr(approx_module, "certify", lambda W: replace(certified(W), bound=certified(W).bound * 0.99))
+    done = run(*COMMANDS["check"], "--json")
+    assert (done.code, done.err.count("\n")) == (1, 1)
+    assert json.loads(done.out) == json.loads(Path("runs/tiny/bounds.json").read_text())
 
 
 # Bad models: every command that takes one says so.
@@ -296,7 +363,7 @@ def test_a_bad_text(name: str, content: bytes, message: str, run_bad: Callable[.
         (["--context", "129", "--tokens", "258"], "context 129 is longer than the model's 128; lower --context"),
         (["--tokens", "32"], "32 tokens do not fill one window of 64; raise --tokens"),
         (["--text", "org/set", "--offline"], "--offline forbids the hub"),
-        (["--dtype", "float99"], "unknown dtype float99; give one of"),
+        (["--dtype", "float99"], "'float99' is not one of 'float32', 'bfloat16'"),
         (["--device", "bogus"], "there is no device bogus here; give cpu"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
@@ -308,8 +375,8 @@ def test_a_bad_common_option(options: list[str], message: str, command: list[str
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--method", "guess"], "unknown method 'guess'; give difference or jvp"),
-        (["--pooling", "mean"], "unknown pooling 'mean'; give energy or token"),
+        (["--derivative", "guess"], "'guess' is not one of 'difference', 'jvp'"),
+        (["--pooling", "mean"], "'mean' is not one of 'energy', 'token'"),
         (["--epsilon", "0"], "epsilon > 0"),
         (["--epsilon", "nan"], "epsilon"),
     ],
@@ -337,7 +404,7 @@ def test_a_bad_option_of_profile(options: list[str], message: str, run_bad: Call
         (["--layers", ""], "is no list of numbers"),
         ([], "give --remove N, --max-kl X, --layers 3,7 or --plan FILE, one of the four"),
         (["--remove", "1", "--layers", "1"], "one of the four"),
-        (["--remove", "1", "--criterion", "best"], "unknown criterion 'best'; give one of rho, bi"),
+        (["--remove", "1", "--criterion", "best"], "'best' is not one of 'rho', 'bi'"),
         (["--remove", "1", "--alpha", "1.5"], "alpha 1.5 is outside [0, 1]; give"),
         (["--plan", "absent.json"], "cannot read absent.json"),
         (["--plan", "tiny/config.json"], "tiny/config.json holds no result, not PruningPlan; give"),
@@ -518,14 +585,15 @@ def test_hierarchy_and_sensitivity_ask_the_history_too(text: str, run: Callable[
     halves = "".join(Path(text).read_text().partition("Line 100 ")[::2][::-1])  # the other half first
     Path("turned.txt").write_text(halves)
     run(*PRUNE, "tiny", "-o", "out", *LONGER, "--text", text)
-    for command in (["hierarchy", "tiny", "out", "--steps", "1"], ["sensitivity", "out", "--study", "removal"]):
+    for command in (["hierarchy", "tiny", "out", "--new-tokens", "1"], ["sensitivity", "out", "--study", "removal"]):
         done = run(*command, *LONGER, "--text", "turned.txt")
         assert done.code == 2, command
         assert "step 1 of its history (prune) saw, own.txt (calibration): out was made with turned.txt" in done.err
 
 
 def test_an_unknown_split(run_bad: Callable[..., str]) -> None:
-    assert "unknown split 'test'; give calibration, evaluation or all" in run_bad(*COMMANDS["eval"], "--split", "test")
+    told = run_bad(*COMMANDS["eval"], "--split", "test")
+    assert "'test' is not one of 'evaluation', 'all', 'calibration'" in told
 
 
 # A failed check, usage, interruption.
@@ -575,6 +643,15 @@ def test_help_is_no_error(arguments: list[str], run: Callable[..., Done]) -> Non
     assert "Usage: lyapunov-prune" in done.out
 
 
+def test_a_full_gpu_is_one_line(run_bad: Callable[..., str], monkeypatch: pytest.MonkeyPatch) -> None:
+    def load(*args: Any, **kwargs: Any) -> NoReturn:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB.\nMore lines.")
+
+    monkeypatch.setattr(loading, "load", load)
+    line = run_bad(*COMMANDS["profile"])
+    assert line == "error: CUDA out of memory; lower --batch-size or --context, or give --device cpu\n"
+
+
 def test_an_interruption_is_exit_code_130(run: Callable[..., Done], monkeypatch: pytest.MonkeyPatch) -> None:
     def interrupt(*args: Any, **kwargs: Any) -> NoReturn:
         raise KeyboardInterrupt
@@ -612,7 +689,7 @@ def test_an_allocation_is_measured_or_read(run: Any) -> None:
         (["--method", "wanda", "--pattern", "2-4"], "write it as 2:4"),
         (["--method", "wanda", "--bits", "4"], "takes sparsity"),
         (["--method", "wanda", "--sparsity", "0.5", "--allocation", "none.json"], "unknown allocation"),
-        (["--method", "best", "--sparsity", "0.5"], "unknown method"),
+        (["--method", "best", "--sparsity", "0.5"], "'best' is not one of 'magnitude'"),
     ],
 )
 def test_compress_refuses_before_it_loads(run: Any, args: list[str], message: str) -> None:
@@ -649,7 +726,7 @@ def test_a_run_of_layers_goes_as_one(run: Any) -> None:
 
 def test_a_pruned_model_is_healed_by_the_one_it_came_from(run: Any) -> None:
     assert run("prune", "tiny", "--layers", "1,3", "-o", "out", *TEXT).code == 0
-    done = run("heal", "out", "-o", "healed", "--teacher", "tiny", "--steps", "3", "--rank", "2", *TEXT)
+    done = run("heal", "out", "-o", "healed", "--teacher", "tiny", "--steps", "3", "--update-rank", "2", *TEXT)
     assert done.code == 0
     report = Healing.load("healed/healing.json")
     assert (report.steps, report.rank) == (3, 2)
@@ -783,7 +860,7 @@ def test_the_budget_of_divergence_says_how_many_layers_go(run: Any) -> None:
 
 
 def test_hierarchy_follows_a_compressed_and_a_pruned_model(run: Any) -> None:
-    few = ["--tokens", "32", "--context", "16", "--steps", "3"]
+    few = ["--tokens", "32", "--context", "16", "--new-tokens", "3"]
     assert run("compress", "tiny", "--method", "rtn", "--bits", "8", "-o", "rounded", *TEXT).code == 0
     Path("items.jsonl").write_text('{"query": "one two", "choices": ["three", "four five"], "gold": 1}\n' * 3)
     assert "give COMPRESSED too" in run("hierarchy", "tiny", "--choices", "items.jsonl").err

@@ -135,7 +135,7 @@ def run(tmp_path_factory: pytest.TempPathFactory, smollm2: Loaded) -> Path:
         patch.setattr(demo_module, "load", lambda name: smollm2)
         patch.setattr(demo_module, "REMOVALS", (1, 4))
         patch.setattr(demo_module, "measure_speed", partial(measure_speed, prompt=32, steps=4, repeats=2))
-        demo_module.run_demo(folder, tokens=512, context=128, say=lambda _: None)
+        demo_module.run_demo(folder, tokens=512, context=128, show=lambda *_: None)
     return folder
 
 
@@ -155,7 +155,7 @@ def test_the_demo_resumes(run: Path, smollm2: Loaded, monkeypatch: pytest.Monkey
     monkeypatch.setattr(demo_module, "load", lambda name: smollm2)
     for work in ("profile_layers", "evaluate_removals", "write_pruned", "measure_speed"):
         monkeypatch.setattr(demo_module, work, lambda *a, **k: pytest.fail("repeated"))
-    demo_module.run_demo(run, tokens=512, context=128, resume=True, say=lambda _: None)
+    demo_module.run_demo(run, tokens=512, context=128, resume=True, show=lambda *_: None)
 
 
 def test_the_checkpoint_is_plain_transformers(run: Path, smollm2: Loaded, english: TokenBatch, tmp_path: Path) -> None:

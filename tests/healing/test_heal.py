@@ -17,7 +17,8 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from lyapunov_prune.data.batch import TokenBatch
 from lyapunov_prune.errors import LyapunovPruneError
-from lyapunov_prune.evaluation.perplexity import perplexity
+from lyapunov_prune.evaluation.perplexity import Perplexity, perplexity
+from lyapunov_prune.healing import heal as heal_module
 from lyapunov_prune.healing import state as training_state
 from lyapunov_prune.healing.distillation import Distillation
 from lyapunov_prune.healing.heal import Healed, Healing, HeldOut, heal
@@ -43,6 +44,20 @@ def weights(model: PreTrainedModel) -> dict[str, torch.Tensor]:
 def same(a: PreTrainedModel, b: PreTrainedModel) -> bool:
     first, second = weights(a), weights(b)
     return first.keys() == second.keys() and all(torch.equal(p, second[name]) for name, p in first.items())
+
+
+def test_held_out_windows_go_together_if_asked(
+    ids: torch.Tensor, heldout: TokenBatch, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sizes: list[int] = []
+
+    def counted(*args: Any, batch_size: int, **options: Any) -> Perplexity:
+        sizes.append(batch_size)
+        return perplexity(*args, batch_size=batch_size, **options)
+
+    monkeypatch.setattr(heal_module, "perplexity", counted)
+    heal(*pair(), ids, steps=1, evaluation=heldout, batch_size=2)
+    assert sizes == [2, 2, 2]  # before, dense, healed
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2"])

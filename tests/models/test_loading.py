@@ -33,7 +33,10 @@ from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from lyapunov_prune.errors import LyapunovPruneError
+from lyapunov_prune.models import device as device_module
 from lyapunov_prune.models import loading
+from lyapunov_prune.models.device import resolve_device
+from lyapunov_prune.models.folder import loading_errors
 from lyapunov_prune.models.loading import BUILTIN, builtin_folder, load
 from lyapunov_prune.models.plain import quantisation
 
@@ -344,8 +347,39 @@ def test_a_device_that_is_not_there_is_refused(device: str, checkpoint: Path) ->
         load(checkpoint, device=device)
 
 
-def test_auto_spreads_the_layers(checkpoint: Path, reader: PreTrainedModel) -> None:
-    assert load(checkpoint, device="auto").model.num_parameters() == reader.num_parameters()
+@pytest.mark.parametrize(
+    ("cuda", "mps", "rank", "wanted"),
+    [
+        (True, True, None, "cuda"),
+        (True, False, "2", "cuda:2"),
+        (False, True, None, "mps"),
+        (False, False, None, "cpu"),
+        (False, False, "2", "cpu"),
+    ],
+)
+def test_auto_is_the_gpu_if_there_is_one(
+    cuda: bool, mps: bool, rank: str | None, wanted: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: cuda)
+    monkeypatch.setattr(torch.backends.mps, "is_available", lambda: mps)
+    monkeypatch.setattr(device_module, "_usable", lambda name: True)
+    if rank is not None:  # a process of accelerate launch
+        monkeypatch.setenv("LOCAL_RANK", rank)
+    assert resolve_device("auto") == wanted
+    assert resolve_device("cuda") == ("cuda" if rank is None else f"cuda:{rank}")
+    assert resolve_device("cuda:1") == "cuda:1"
+
+
+@pytest.mark.parametrize("place", ["auto", "balanced"])
+def test_a_model_is_whole_wherever_it_is(place: str, checkpoint: Path, reader: PreTrainedModel) -> None:
+    model = load(checkpoint, device=place).model
+    assert model.num_parameters() == reader.num_parameters()
+    assert not hasattr(model, "hf_device_map") or place == "balanced"
+
+
+def test_a_gpu_that_is_full_is_no_corrupt_file() -> None:
+    with pytest.raises(torch.OutOfMemoryError), loading_errors("x"):
+        raise torch.OutOfMemoryError("CUDA out of memory")
 
 
 # GGUF.

@@ -26,6 +26,7 @@ from lyapunov_prune.checkpoints.outline import read_outline
 from lyapunov_prune.checkpoints.tensor_files import Piece, read_tensors
 from lyapunov_prune.cli.app import main
 from lyapunov_prune.errors import CheckFailed, LyapunovPruneError
+from lyapunov_prune.models import device
 from lyapunov_prune.models.loading import load
 from lyapunov_prune.pruning import counting
 from lyapunov_prune.pruning import on_disk as shards
@@ -377,6 +378,19 @@ def test_what_does_not_fit_is_pruned_on_disk(command: Callable[..., Any], monkey
     code, out, err = command("--layers", "1,4")
     assert (code, err) == (0, "")
     assert "Pruned on disk (3 copies need 0.0 GB and 0.0 GB are free)" in out
+
+
+def test_what_does_not_fit_on_the_gpu_is_pruned_on_disk(
+    command: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The GPU of this machine is one that the test made up."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(device, "_usable", lambda name: True)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda name: {"cuda": (1000, 1000)}[name])
+    assert "--remove needs the model in memory (3 copies need" in command("--remove", "1")[2]
+    code, out, err = command("--layers", "1,4")
+    assert (code, err) == (0, "")
+    assert "Pruned on disk (3 copies need 0.0 GB and 0.0 GB are free on cuda)" in out
 
 
 def test_what_fits_is_pruned_in_memory(command: Callable[..., Any]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -11,7 +12,6 @@ from lyapunov_prune.cli.inputs import (
     chosen_allocation,
     folder_name,
     layer_indices,
-    load_batch,
     load_inputs,
     measure_ranking,
     parse_pattern,
@@ -24,33 +24,31 @@ from lyapunov_prune.cli.inputs import (
     run_folder,
 )
 from lyapunov_prune.cli.options import (
+    Allocation,
     Alpha,
-    BatchSize,
     Bits,
-    Bos,
-    Compressor,
-    Context,
     Criterion,
-    Device,
-    DType,
     GroupSize,
     Json,
     KeepPeriod,
     MaxKL,
     MergeAdapter,
+    Method,
     Model,
-    Offline,
+    ModelOptions,
     OnDisk,
     Pattern,
     Rank,
     Resume,
-    Schedule,
     Seed,
     Seeds,
     Sparsity,
-    Text,
-    Tokens,
+    Target,
+    Temperature,
+    TextOptions,
     What,
+    model_option,
+    what_option,
 )
 from lyapunov_prune.cli.terminal import say, show
 from lyapunov_prune.errors import LyapunovPruneError
@@ -62,27 +60,22 @@ if TYPE_CHECKING:
 
 def prune(
     model: Model,
-    output: Annotated[Path, typer.Option("--output", "-o", help="Folder of the pruned checkpoint; must be empty.")],
-    remove: Annotated[int | None, typer.Option(help="How many layers, by --criterion.")] = None,
+    *,
+    remove: Annotated[int | None, what_option(help="How many layers, by --criterion.")] = None,
     max_kl: MaxKL = None,
-    layers: Annotated[str | None, typer.Option(help="Layers by hand, as 3,7 (counted from 0).")] = None,
-    plan_file: Annotated[Path | None, typer.Option("--plan", help="A plan.json.")] = None,
+    layers: Annotated[str | None, what_option(help="Layers by hand, as 3,7 (counted from 0).")] = None,
+    plan_file: Annotated[Path | None, what_option("--plan", help="A plan.json.")] = None,
     what: What = "layers",
     keep_period: KeepPeriod = False,
-    on_disk: OnDisk = False,
-    merge_adapter: MergeAdapter = False,
     criterion: Criterion = "blend",
     alpha: Alpha = 0.5,
-    text: Text = "builtin",
-    tokens: Tokens = 4096,
-    context: Context = 512,
-    batch_size: BatchSize = 1,
     seeds: Seeds = 4,
     seed: Seed = 0,
-    device: Device = "cpu",
-    dtype: DType = None,
-    bos: Bos = None,
-    offline: Offline = False,
+    on_disk: OnDisk = False,
+    merge_adapter: MergeAdapter = False,
+    source: ModelOptions = ModelOptions(),
+    text: TextOptions = TextOptions(),
+    output: Target,
     as_json: Json = False,
 ) -> None:
     """Remove layers physically, pass the gate, write a plain transformers checkpoint.
@@ -90,6 +83,7 @@ def prune(
     With --what attention or mlp these are zeroed instead: the same output as without them, at the same cost.
     With --on-disk, or where the model does not fit in memory, the files are pruned; the gate then computes no logits.
     """
+    from lyapunov_prune.models.device import resolve_device
     from lyapunov_prune.models.kinds import find_pattern
     from lyapunov_prune.pruning.checkpoint import write_pruned
     from lyapunov_prune.pruning.on_disk import too_large
@@ -111,13 +105,13 @@ def prune(
     if keep_period and what != "layers":
         raise LyapunovPruneError(f"{what} that is zeroed leaves every layer in its place; leave out --keep-period")
     require_empty(output)
-    why = "--on-disk" if on_disk else too_large(model, offline=offline) if device == "cpu" else ""
+    why = "--on-disk" if on_disk else too_large(model, resolve_device(source.device), offline=source.offline)
     if why:
         refused = {
             "--remove": remove is not None,
             "--max-kl": max_kl is not None,
             "--what": what != "layers",
-            "--dtype": dtype,
+            "--dtype": source.dtype,
         }
         for option, given in (refused | {"--merge-adapter": merge_adapter}).items():
             if given:
@@ -125,9 +119,9 @@ def prune(
                     f"{option} needs the model in memory ({why}); give --layers 3,7 or a --plan FILE of rank, and no "
                     f"{option}"
                 )
-        _prune_on_disk(model, output, layers, plan_file, keep_period, offline, as_json, why)
+        _prune_on_disk(model, output, layers, plan_file, keep_period, source.offline, as_json, why)
         return
-    loaded, batch = load_inputs(model, text, tokens, context, device, dtype, bos, offline, merge_adapter=merge_adapter)
+    loaded, batch = load_inputs(model, source, text, merge_adapter=merge_adapter)
     period = find_pattern(loaded.structure).require_period() if keep_period else 1
     plan: PruningPlan
     if layers is not None:
@@ -141,7 +135,7 @@ def prune(
             if keep_period:
                 require_periods(remove, loaded.structure.num_layers, period)
         ranking = measure_ranking(
-            loaded, batch, what, criterion, alpha, remove, batch_size, seeds, seed, run=None, resume=False
+            loaded, batch, what, criterion, alpha, remove, text.batch_size, seeds, seed, run=None, resume=False
         )
         if not isinstance(ranking, LayerRanking):
             assert remove is not None  # those that give no ranking ask for it
@@ -150,7 +144,7 @@ def prune(
             plan = ranking.plan(remove, period)
         else:
             assert max_kl is not None
-            spent = remove_under_budget(loaded.model, batch, ranking, max_kl, batch_size=batch_size)
+            spent = remove_under_budget(loaded.model, batch, ranking, max_kl, batch_size=text.batch_size)
             plan = spent.plan()
             if not as_json:
                 show(spent, as_json, None)
@@ -200,22 +194,17 @@ def _prune_on_disk(
 
 def compress(
     model: Model,
-    output: Annotated[Path, typer.Option("--output", "-o", help="Folder of the checkpoint; must be empty.")],
-    method: Compressor = "wanda",
+    *,
+    method: Method = "wanda",
     sparsity: Sparsity = None,
     rank: Rank = None,
     bits: Bits = None,
-    allocation: Schedule = "uniform",
+    allocation: Allocation = "uniform",
     pattern: Pattern = None,
     group_size: GroupSize = None,
-    text: Text = "builtin",
-    tokens: Tokens = 4096,
-    context: Context = 512,
-    batch_size: BatchSize = 1,
-    device: Device = "cpu",
-    dtype: DType = None,
-    bos: Bos = None,
-    offline: Offline = False,
+    source: ModelOptions = ModelOptions(),
+    text: TextOptions = TextOptions(),
+    output: Target,
     as_json: Json = False,
 ) -> None:
     """Compress every matrix of the layers; writes a plain transformers checkpoint with compression.json.
@@ -234,7 +223,7 @@ def compress(
         sparsity = 1 - keep_of[0] / keep_of[1]
     schedule = chosen_allocation(allocation)
     require_amount(method, sparsity, rank, bits, schedule)
-    loaded, batch = load_inputs(model, text, tokens, context, device, dtype, bos, offline)
+    loaded, batch = load_inputs(model, source, text)
     done = compress_model(
         loaded.model,
         batch,
@@ -243,10 +232,10 @@ def compress(
         rank=rank,
         bits=bits,
         allocation=schedule,
-        profile=profile_for(schedule, loaded, batch, batch_size),
+        profile=profile_for(schedule, loaded, batch, text.batch_size),
         pattern=keep_of,
         group_size=group_size,
-        batch_size=batch_size,
+        batch_size=text.batch_size,
     )
     title = f"{Path(model).name}, compressed"
     write_model(done.model, loaded.tokenizer, output, {REPORT: done.report}, title, done.report.about())
@@ -255,22 +244,21 @@ def compress(
 
 def heal(
     model: Annotated[str, typer.Argument(help="Folder of a pruned checkpoint.")],
-    output: Annotated[Path, typer.Option("--output", "-o", help="Folder of the healed checkpoint; must be empty.")],
-    teacher: Annotated[
-        str | None, typer.Option(help="The dense model; not needed for what was made from the built-in one.")
+    *,
+    steps: Annotated[int, what_option(min=1, help="Training steps, of one window each.")] = 100,
+    update_rank: Annotated[
+        int | None, what_option(min=1, help="Train updates of this rank; else all of the layers.")
     ] = None,
-    steps: Annotated[int, typer.Option(min=1, help="Training steps, of one window each.")] = 100,
-    rank: Annotated[int | None, typer.Option(min=1, help="Train updates of this rank; else all of the layers.")] = None,
-    learning_rate: Annotated[float | None, typer.Option(help="1e-4 for all, 2e-3 for low rank, if not given.")] = None,
-    temperature: Annotated[float, typer.Option(help="Of both softmaxes.")] = 1.0,
-    text: Text = "builtin",
-    tokens: Tokens = 25600,
-    context: Context = 256,
+    learning_rate: Annotated[float | None, what_option(help="1e-4 for all, 2e-3 for low rank, if not given.")] = None,
+    temperature: Temperature = 1.0,
     seed: Seed = 0,
-    device: Device = "cpu",
-    bos: Bos = None,
-    offline: Offline = False,
+    teacher: Annotated[
+        str | None, model_option(help="The dense model; not needed for what was made from the built-in one.")
+    ] = None,
+    source: ModelOptions = ModelOptions(dtype="float32"),
+    text: TextOptions = TextOptions(tokens=25600, context=256),
     resume: Resume = False,
+    output: Target,
     as_json: Json = False,
 ) -> None:
     """Train a pruned model to predict what the dense one predicts; writes a plain checkpoint with healing.json.
@@ -282,7 +270,7 @@ def heal(
     from lyapunov_prune.healing.heal import REPORT
     from lyapunov_prune.healing.heal import heal as heal_model
     from lyapunov_prune.healing.state import TrainingState
-    from lyapunov_prune.models.loading import BUILTIN, load
+    from lyapunov_prune.models.loading import BUILTIN
     from lyapunov_prune.models.structure import identify
     from lyapunov_prune.models.tokenizers import require_same_tokenizer
     from lyapunov_prune.pruning.checkpoint import PROVENANCE, Provenance
@@ -299,14 +287,15 @@ def heal(
                 f"{model} says that it was made from {provenance.source!r}; if you trust it, give that as --teacher"
             )
         teacher = BUILTIN
-    loaded, batch = load_inputs(model, text, tokens, context, device, "float32", bos, offline)
-    dense = load(teacher, dtype="float32", device=device, offline=offline)
+    loaded, batch = load_inputs(model, source, text)
+    dense = source.load(teacher)
     if provenance is not None and not provenance.plan.model.same_as(identify(dense.model)):
         raise LyapunovPruneError(
             f"{teacher} is not the model that {model} was made from, which {made} records as {provenance.source!r}; "
             "give that one as --teacher"
         )
     require_same_tokenizer(dense.tokenizer, loaded.tokenizer, (teacher, model))
+    held_out = replace(text, tokens=min(text.tokens, 4096))
     # Of this output alone: two ways to heal one model may run side by side.
     jobs = run_folder(None, model) / "jobs" / f"heal-{folder_name(str(output.resolve()))}"
     done = heal_model(
@@ -314,13 +303,14 @@ def heal(
         dense.model,
         batch,
         steps=steps,
-        rank=rank,
+        rank=update_rank,
         learning_rate=learning_rate,
         temperature=temperature,
         seed=seed,
         folder=jobs,
         resume=resume,
-        evaluation=load_batch(loaded, text, min(tokens, 4096), context, bos, offline, "evaluation"),
+        batch_size=text.batch_size,
+        evaluation=held_out.load(loaded, "evaluation", offline=source.offline),
     )
     results: dict[str, Result] = {REPORT: done.report}
     if provenance is not None:

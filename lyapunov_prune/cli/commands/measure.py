@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from lyapunov_prune.cli import choices
 from lyapunov_prune.cli.inputs import (
     MEASURED_CRITERIA,
     draw_report,
     explain,
     kept_profile,
-    load_batch,
     load_inputs,
     measure_ranking,
     profile_model,
@@ -26,27 +26,23 @@ from lyapunov_prune.cli.inputs import (
 )
 from lyapunov_prune.cli.options import (
     Alpha,
-    BatchSize,
-    Bos,
-    Context,
     Criterion,
-    Device,
-    DType,
-    Epsilon,
+    Items,
     Json,
     MaxKL,
-    Method,
     Model,
-    Offline,
+    ModelOptions,
     Output,
-    Pooling,
+    Rank,
     Resume,
     Seed,
     Seeds,
-    Text,
-    Tokens,
+    TextOptions,
     What,
+    model_option,
     one_of,
+    text_option,
+    what_option,
 )
 from lyapunov_prune.cli.terminal import show
 from lyapunov_prune.errors import CheckFailed, LyapunovPruneError
@@ -60,25 +56,24 @@ if TYPE_CHECKING:
 
 def profile(
     model: Model,
-    text: Text = "builtin",
-    tokens: Tokens = 4096,
-    context: Context = 512,
-    batch_size: BatchSize = 1,
+    *,
     seeds: Seeds = 4,
     seed: Seed = 0,
-    epsilon: Epsilon = 1e-2,
-    method: Method = "difference",
-    pooling: Pooling = "energy",
-    device: Device = "cpu",
-    dtype: DType = None,
-    bos: Bos = None,
-    offline: Offline = False,
+    epsilon: Annotated[float, what_option(help="Relative size of the perturbation.")] = 1e-2,
+    derivative: Annotated[
+        choices.Derivative, what_option(help="Follow a finite difference, or the forward-mode derivative.")
+    ] = "difference",
+    pooling: Annotated[
+        choices.Pooling, what_option(help="Sum energies over tokens, or average their ratios.")
+    ] = "energy",
+    source: ModelOptions = ModelOptions(),
+    text: TextOptions = TextOptions(),
     output: Output = None,
     as_json: Json = False,
 ) -> None:
     """Measure contraction and Block Influence of every layer; writes profile.json and figures."""
-    loaded, batch = load_inputs(model, text, tokens, context, device, dtype, bos, offline)
-    result = profile_model(loaded, batch, batch_size, seeds, seed, epsilon, method, pooling)
+    loaded, batch = load_inputs(model, source, text)
+    result = profile_model(loaded, batch, text.batch_size, seeds, seed, epsilon, derivative, pooling)
     run = run_folder(output, model)
     result.save(run / "profile.json")
     draw_report(run)
@@ -87,22 +82,17 @@ def profile(
 
 def rank(
     model: Annotated[str | None, typer.Argument(help="As for profile; not needed with --profile.")] = None,
-    profile_file: Annotated[Path | None, typer.Option("--profile", help="A profile.json to rank by.")] = None,
-    remove: Annotated[int | None, typer.Option(help="Write plan.json for so many layers.")] = None,
+    *,
+    profile_file: Annotated[Path | None, what_option("--profile", help="A profile.json to rank by.")] = None,
+    remove: Annotated[int | None, what_option(help="Write plan.json for so many layers.")] = None,
     max_kl: MaxKL = None,
     what: What = "layers",
     criterion: Criterion = "blend",
     alpha: Alpha = 0.5,
-    text: Text = "builtin",
-    tokens: Tokens = 4096,
-    context: Context = 512,
-    batch_size: BatchSize = 1,
     seeds: Seeds = 4,
     seed: Seed = 0,
-    device: Device = "cpu",
-    dtype: DType = None,
-    bos: Bos = None,
-    offline: Offline = False,
+    source: ModelOptions = ModelOptions(),
+    text: TextOptions = TextOptions(),
     resume: Resume = False,
     output: Output = None,
     as_json: Json = False,
@@ -129,19 +119,19 @@ def rank(
         ranking = rank_layers(measured.contraction, measured.influence, criterion=criterion, alpha=alpha, seed=seed)
     else:
         assert model is not None
-        loaded, batch = load_inputs(model, text, tokens, context, device, dtype, bos, offline)
+        loaded, batch = load_inputs(model, source, text)
         if remove is not None:
             require_count(remove, loaded.structure.num_layers, what)
         run = run_folder(output, model)
         ranking = measure_ranking(
-            loaded, batch, what, criterion, alpha, remove, batch_size, seeds, seed, run=run, resume=resume
+            loaded, batch, what, criterion, alpha, remove, text.batch_size, seeds, seed, run=run, resume=resume
         )
     written = None
     if remove is not None:
         written = ranking.plan(remove).save(run / "plan.json")
     if max_kl is not None:
         assert isinstance(ranking, LayerRanking)  # the others ask for --remove
-        spent = remove_under_budget(loaded.model, batch, ranking, max_kl, batch_size=batch_size)
+        spent = remove_under_budget(loaded.model, batch, ranking, max_kl, batch_size=text.batch_size)
         spent.save(run / "budget.json")
         written = spent.plan().save(run / "plan.json")
         show(spent, as_json, written)
@@ -151,26 +141,21 @@ def rank(
 
 def evaluate(
     model: Model,
-    against: Annotated[
-        str | None, typer.Option(help="A reference model, measured in the same run (the dense one).")
-    ] = None,
-    speed: Annotated[bool, typer.Option("--speed", help="Measure prefill and decoding speed too.")] = False,
+    *,
+    speed: Annotated[bool, what_option("--speed", help="Measure prefill and decoding speed too.")] = False,
     tasks: Annotated[
-        str | None, typer.Option(help="Score tasks too: .jsonl files, names of lm-evaluation-harness (piqa,arc_easy).")
+        str | None, what_option(help="Score tasks too: .jsonl files, names of lm-evaluation-harness (piqa,arc_easy).")
     ] = None,
-    limit: Annotated[int | None, typer.Option(min=1, help="How many items of a task; all if not given.")] = None,
+    limit: Items = None,
     few_shot: Annotated[
-        int | None, typer.Option(min=0, help="Examples before an item: the first of the file. None, or the task's own.")
+        int | None, what_option(min=0, help="Examples before an item: the first of the file. None, or the task's own.")
     ] = None,
-    text: Text = "builtin",
-    split: Annotated[str, typer.Option(help="evaluation, all, or calibration.")] = "evaluation",
-    tokens: Tokens = 4096,
-    context: Context = 512,
-    batch_size: BatchSize = 1,
-    device: Device = "cpu",
-    dtype: DType = None,
-    bos: Bos = None,
-    offline: Offline = False,
+    against: Annotated[
+        str | None, model_option(help="A reference model, measured in the same run (the dense one).")
+    ] = None,
+    source: ModelOptions = ModelOptions(),
+    text: TextOptions = TextOptions(),
+    split: Annotated[choices.Split, text_option(help="Which half of the text.")] = "evaluation",
     output: Output = None,
     as_json: Json = False,
 ) -> None:
@@ -180,27 +165,26 @@ def evaluate(
     from lyapunov_prune.evaluation.perplexity import perplexity
     from lyapunov_prune.evaluation.speed import measure_speed
     from lyapunov_prune.evaluation.tasks import evaluate_tasks, load_tasks
-    from lyapunov_prune.models.loading import load
     from lyapunov_prune.models.tokenizers import require_same_tokenizer
 
     if tasks is None and (limit is not None or few_shot is not None):
         raise LyapunovPruneError("--limit and --few-shot are of tasks; give --tasks with them")
     names = [against, model] if against else [model]
-    chosen = load_tasks(tasks.split(","), few_shot=few_shot, offline=offline) if tasks is not None else None
-    first, batch = load_inputs(names[0], text, tokens, context, device, dtype, bos, offline, split)
+    chosen = load_tasks(tasks.split(","), few_shot=few_shot, offline=source.offline) if tasks is not None else None
+    first, batch = load_inputs(names[0], source, text, split)
     prompt = min(256, (first.structure.max_context or 512) // 2)
     models = {names[0]: first.model}
     for name in names[1:]:
-        other = load(name, dtype=dtype, device=device, offline=offline)
+        other = source.load(name)
         require_same_tokenizer(first.tokenizer, other.tokenizer, (names[0], name))
         models[name] = other.model
     for found in models.values():
         require_unseen(found, batch)
     result = Evaluation(
-        perplexities=tuple(perplexity(m, batch, batch_size=batch_size) for m in models.values()),
+        perplexities=tuple(perplexity(m, batch, batch_size=text.batch_size) for m in models.values()),
         zeros=tuple(zero_share(m) for m in models.values()),
         speed=measure_speed(models, prompt=prompt) if speed else None,
-        tasks=evaluate_tasks(models, first.tokenizer, chosen, limit=limit, bos=bos, batch_size=batch_size)
+        tasks=evaluate_tasks(models, first.tokenizer, chosen, limit=limit, bos=text.bos, batch_size=text.batch_size)
         if chosen
         else None,
     )
@@ -215,17 +199,12 @@ def evaluate(
 
 def check(
     model: Model,
-    sparsity: Annotated[float | None, typer.Option(help="Share of entries removed by magnitude.")] = None,
-    rank: Annotated[int | None, typer.Option(help="Rank kept of what is left.")] = None,
-    cache_radius: Annotated[float | None, typer.Option(help="Radius of an input cache, as a share of ‖x‖.")] = None,
-    text: Text = "builtin",
-    tokens: Tokens = 512,
-    context: Context = 128,
-    batch_size: BatchSize = 1,
-    device: Device = "cpu",
-    dtype: DType = None,
-    bos: Bos = None,
-    offline: Offline = False,
+    *,
+    sparsity: Annotated[float | None, what_option(help="Share of entries removed by magnitude.")] = None,
+    rank: Rank = None,
+    cache_radius: Annotated[float | None, what_option(help="Radius of an input cache, as a share of ‖x‖.")] = None,
+    source: ModelOptions = ModelOptions(),
+    text: TextOptions = TextOptions(tokens=512, context=128),
     resume: Resume = False,
     output: Output = None,
     as_json: Json = False,
@@ -237,10 +216,10 @@ def check(
     from lyapunov_prune.bounds.check import check_bounds, check_grid
 
     run = run_folder(output, model)
-    loaded, batch = load_inputs(model, text, tokens, context, device, dtype, bos, offline)
+    loaded, batch = load_inputs(model, source, text)
     if sparsity is None and rank is None and cache_radius is None:
         jobs = run / "jobs" / "check"
-        result = check_grid(loaded.model, batch, batch_size=batch_size, folder=jobs, resume=resume)
+        result = check_grid(loaded.model, batch, batch_size=text.batch_size, folder=jobs, resume=resume)
     else:
         result = check_bounds(
             loaded.model,
@@ -248,7 +227,7 @@ def check(
             sparsity=sparsity or 0.0,
             rank=rank,
             cache_radius=cache_radius or 0.0,
-            batch_size=batch_size,
+            batch_size=text.batch_size,
         )
     written = result.save(run / "bounds.json")
     draw_report(run)
@@ -259,25 +238,19 @@ def check(
 
 def sensitivity(
     model: Model,
+    *,
     study: Annotated[
-        str,
-        typer.Option(help=one_of(STUDIES, "What is changed, one thing after another: all, or some of these.")),
+        str, what_option(help=one_of(STUDIES, "What is changed: all, or some of these with commas between."))
     ] = "group,layer,removal",
-    method: Annotated[str, typer.Option(help=one_of(METHODS))] = "magnitude",
-    sparsity: Annotated[float, typer.Option(help="Share of entries removed.")] = 0.5,
-    rank: Annotated[int | None, typer.Option(help="Rank kept of what is left.")] = None,
-    limit: Annotated[float, typer.Option(help="Regret that counts as a catastrophe, for s*.")] = 10.0,
+    method: Annotated[choices.StudyMethod, what_option(help=one_of(METHODS))] = "magnitude",
+    sparsity: Annotated[float, what_option(help="Share of entries removed.")] = 0.5,
+    rank: Rank = None,
+    regret_limit: Annotated[float, what_option(help="Regret that counts as a catastrophe, for s*.")] = 10.0,
     why: Annotated[
-        bool, typer.Option("--why", help="Also what may explain it: rank, tails and sparsity, Jacobian norms.")
+        bool, what_option("--why", help="Also what may explain it: rank, tails and sparsity, Jacobian norms.")
     ] = False,
-    text: Text = "builtin",
-    tokens: Tokens = 1024,
-    context: Context = 256,
-    batch_size: BatchSize = 1,
-    device: Device = "cpu",
-    dtype: DType = None,
-    bos: Bos = None,
-    offline: Offline = False,
+    source: ModelOptions = ModelOptions(),
+    text: TextOptions = TextOptions(tokens=1024, context=256),
     resume: Resume = False,
     output: Output = None,
     as_json: Json = False,
@@ -293,8 +266,8 @@ def sensitivity(
     studies = require_studies(study)
     Compression(method, sparsity, rank).require()
     run = run_folder(output, model)
-    loaded, calibration = load_inputs(model, text, tokens, context, device, dtype, bos, offline)
-    batch = load_batch(loaded, text, tokens, context, bos, offline, "evaluation")
+    loaded, calibration = load_inputs(model, source, text)
+    batch = text.load(loaded, "evaluation", offline=source.offline)
     result = measure_sensitivity(
         loaded.model,
         batch,
@@ -302,15 +275,15 @@ def sensitivity(
         method=method,
         sparsity=sparsity,
         rank=rank,
-        limit=limit,
+        limit=regret_limit,
         calibration=calibration,
-        profile=kept_profile(run, loaded, calibration, batch_size, resume),
+        profile=kept_profile(run, loaded, calibration, text.batch_size, resume),
         folder=run / "jobs" / "sensitivity",
         resume=resume,
-        batch_size=batch_size,
+        batch_size=text.batch_size,
     )
     result.save(run / "sensitivity.json")
     if why:
-        explain(run, loaded, calibration, batch_size, resume)
+        explain(run, loaded, calibration, text.batch_size, resume)
     draw_report(run)
     show(result, as_json, run / "sensitivity.json")

@@ -8,40 +8,24 @@ from typing import Annotated
 import typer
 
 from lyapunov_prune.cli.inputs import draw_report, load_inputs, run_folder
-from lyapunov_prune.cli.options import (
-    BatchSize,
-    Bos,
-    Context,
-    Device,
-    DType,
-    Json,
-    Model,
-    Offline,
-    Output,
-    Text,
-    Tokens,
-)
-from lyapunov_prune.cli.terminal import say, show
+from lyapunov_prune.cli.options import Items, Json, Model, ModelOptions, Output, Temperature, TextOptions, what_option
+from lyapunov_prune.cli.terminal import Parts, note
 from lyapunov_prune.errors import CheckFailed, LyapunovPruneError
 
 
 def hierarchy(
     dense: Model,
     compressed: Annotated[str | None, typer.Argument(help="Made from DENSE: pruned, sparsified, rounded.")] = None,
-    steps: Annotated[int, typer.Option(min=1, help="Tokens decoded after each prompt.")] = 16,
-    temperature: Annotated[float, typer.Option(help="Of the softmax.")] = 1.0,
+    *,
+    new_tokens: Annotated[int, what_option(min=1, help="How many to decode after each prompt.")] = 16,
+    temperature: Temperature = 1.0,
     choices: Annotated[
-        Path | None, typer.Option(help="Multiple-choice items, a JSONL file of query, choices, gold; for COMPRESSED.")
+        Path | None,
+        what_option(help="Multiple-choice items, a JSONL file of query, choices, gold; for COMPRESSED."),
     ] = None,
-    limit: Annotated[int | None, typer.Option(min=1, help="Of the items; all if not given.")] = None,
-    text: Text = "builtin",
-    tokens: Tokens = 128,
-    context: Context = 32,
-    batch_size: BatchSize = 1,
-    device: Device = "cpu",
-    dtype: DType = None,
-    bos: Bos = None,
-    offline: Offline = False,
+    limit: Items = None,
+    source: ModelOptions = ModelOptions(),
+    text: TextOptions = TextOptions(tokens=128, context=32),
     output: Output = None,
     as_json: Json = False,
 ) -> None:
@@ -54,7 +38,6 @@ def hierarchy(
     """
     from lyapunov_prune.data.choices import load_items
     from lyapunov_prune.data.text import require_unseen
-    from lyapunov_prune.models.loading import load
     from lyapunov_prune.models.tokenizers import require_same_tokenizer
     from lyapunov_prune.predictions.attention_paths import attention_paths
     from lyapunov_prune.predictions.choices import compare_choices
@@ -64,10 +47,10 @@ def hierarchy(
     if choices is not None and compressed is None:
         raise LyapunovPruneError("--choices compares two models; give COMPRESSED too")
     items = load_items(choices) if choices else ()
-    loaded, prompts = load_inputs(dense, text, tokens, context, device, dtype, bos, offline, "evaluation")
+    loaded, prompts = load_inputs(dense, source, text, "evaluation")
     other = None
     if compressed is not None:
-        other = load(compressed, dtype=dtype, device=device, offline=offline)
+        other = source.load(compressed)
         require_same_tokenizer(loaded.tokenizer, other.tokenizer, (dense, compressed))
     for model in (loaded.model, *([other.model] if other else [])):
         require_unseen(model, prompts)
@@ -76,32 +59,29 @@ def hierarchy(
         loaded.model,
         prompts,
         change=other.model if other is not None and same_layers else "dropped",
-        steps=steps,
+        steps=new_tokens,
         temperature=temperature,
-        batch_size=batch_size,
+        batch_size=text.batch_size,
     )
     run = run_folder(output, dense)
-    probe.save(run / "hierarchy.json")
-    written = run / "hierarchy.json"
-    show(probe, as_json, written)
+    parts = Parts(run, as_json)
+    parts.add("hierarchy", probe)
     if other is not None:
-        generated = compare_generation(loaded.model, other.model, prompts, steps=steps, temperature=temperature)
-        written = generated.save(run / "generation.json")
-        show(generated, as_json, written)
+        generated = compare_generation(loaded.model, other.model, prompts, steps=new_tokens, temperature=temperature)
+        parts.add("generation", generated)
     if other is not None and same_layers:
         try:
-            paths = attention_paths(loaded.model, other.model, prompts, steps=steps)
+            paths = attention_paths(loaded.model, other.model, prompts, steps=new_tokens)
         except LyapunovPruneError as error:  # not every family lets its attention be seen
-            say(f"no paths through attention: {error}")
+            note(f"no paths through attention: {error}")
         else:
-            written = paths.save(run / "paths.json")
-            show(paths, as_json, written)
+            parts.add("paths", paths)
     violated = len(probe.violations)
     if other is not None and items:
         answered = compare_choices(loaded.model, other.model, items, loaded.tokenizer, limit=limit)
-        written = answered.save(run / "choices.json")
-        show(answered, as_json, written)
+        parts.add("choices", answered)
         violated += len(answered.violations)
     draw_report(run)
+    parts.end()
     if violated:
         raise CheckFailed(f"{violated} bounds are violated; see {run}")

@@ -1,0 +1,26 @@
+"""The names that options take, where help can list them without waiting for torch.
+
+Each is the names of a table or type of the package; `tests/cli/test_choices.py` holds them equal.
+"""
+
+from typing import Any, Literal, get_args
+
+Allocation = Literal[
+    "uniform", "owl", "alpha-pruning", "atp", "lyapunov", "lyapunov-budget", "guidelines", "bits"
+]  # fmt: skip
+Criterion = Literal["rho", "bi", "blend", "angular", "kl", "oracle", "from-end", "random"]
+Derivative = Literal["difference", "jvp"]
+DType = Literal["float32", "bfloat16", "float16", "float64"]
+Method = Literal["magnitude", "weight-only", "wanda", "sparsegpt", "svd", "whitened-svd", "balanced", "rtn"]
+Pooling = Literal["energy", "token"]
+Split = Literal["evaluation", "all", "calibration"]
+Study = Literal[
+    "matrix", "group", "layer", "component", "forward", "backward", "sparsity", "rank", "layer0", "cliff", "greedy",
+    "threshold", "removal",
+]  # fmt: skip
+StudyMethod = Literal["magnitude", "weight-only", "wanda"]
+What = Literal["layers", "attention", "mlp"]
+
+
+def listed(names: Any) -> str:
+    return ", ".join(get_args(names))

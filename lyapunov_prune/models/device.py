@@ -1,0 +1,35 @@
+"""Where a model runs."""
+
+from __future__ import annotations
+
+import os
+
+import torch
+
+from lyapunov_prune.errors import LyapunovPruneError
+
+# accelerate's word for a model that is spread over all GPUs.
+SPREAD = "balanced"
+
+
+def resolve_device(name: str) -> str:
+    """The device that `name` stands for: `auto` is the GPU if there is one, else the CPU; others are torch's own.
+
+    Of the processes that `accelerate launch` starts each has a GPU of its own, which is then meant by `cuda`.
+
+    Raises LyapunovPruneError for a device that is not there.
+    """
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
+    if name == "cuda" and "LOCAL_RANK" in os.environ:
+        name = f"cuda:{os.environ['LOCAL_RANK']}"
+    if name != SPREAD and not _usable(name):
+        raise LyapunovPruneError(f"there is no device {name} here; give cpu, cuda, cuda:1, mps or auto")
+    return name
+
+
+def _usable(name: str) -> bool:
+    try:
+        return torch.empty(1, device=name).device.type != "meta"  # meta holds no numbers
+    except (RuntimeError, AssertionError):  # which of the two depends on the backend that is not there
+        return False

@@ -1,0 +1,38 @@
+"""Names that help lists are those of the tables."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any, get_args
+
+import pytest
+
+from lyapunov_prune.allocation.table import SCHEDULES
+from lyapunov_prune.cli import choices
+from lyapunov_prune.cli.inputs import MEASURED_CRITERIA
+from lyapunov_prune.compression.table import METHODS
+from lyapunov_prune.data import batch
+from lyapunov_prune.models.loading import _DTYPES
+from lyapunov_prune.profiles import contraction
+from lyapunov_prune.pruning.plan import FIELDS
+from lyapunov_prune.ranking.ranking import CRITERIA
+from lyapunov_prune.sensitivity import table as studies
+
+TABLES: dict[str, tuple[Any, Iterable[str]]] = {
+    "allocation": (choices.Allocation, SCHEDULES),
+    "criterion": (choices.Criterion, (*CRITERIA, *MEASURED_CRITERIA)),
+    "derivative": (choices.Derivative, get_args(contraction.Method)),
+    "dtype": (choices.DType, _DTYPES),
+    "method": (choices.Method, METHODS),
+    "pooling": (choices.Pooling, get_args(contraction.Pooling)),
+    "split": (choices.Split, get_args(batch.Split)),
+    "study": (choices.Study, studies.STUDIES),
+    "method of a study": (choices.StudyMethod, studies.METHODS),
+    "what": (choices.What, FIELDS),
+}
+
+
+@pytest.mark.parametrize("name", TABLES)
+def test_help_lists_the_names_of_the_table(name: str) -> None:
+    listed, table = TABLES[name]
+    assert sorted(get_args(listed)) == sorted(table)
