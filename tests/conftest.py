@@ -28,6 +28,13 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
         pytest.fail("this pytest makes every process set up what a group shares; run make install", pytrace=False)
 
 
+@pytest.fixture(autouse=True)
+def _no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Commands take the GPU if there is one, and tests compare what they write with what the CPU computes."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.backends.mps, "is_available", lambda: False)
+
+
 @pytest.fixture(params=list(TINY))
 def family(request: pytest.FixtureRequest) -> str:
     return request.param
