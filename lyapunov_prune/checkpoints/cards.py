@@ -1,8 +1,9 @@
-"""What the model cards of all checkpoints share: the front matter, and names as text that is nothing but text."""
+"""The model card (README.md) of every checkpoint, and names in it as text that is nothing but text."""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Collection, Mapping
 from pathlib import Path
 
 from huggingface_hub import ModelCardData
@@ -11,14 +12,51 @@ from lyapunov_prune.errors import printable
 from lyapunov_prune.models.loading import HUB_ID
 
 
-def front_matter(*tags: str, source: str = "") -> str:
-    """The card's YAML. `source` is the model that this one was made from; it becomes a link if it is of a hub."""
-    # A hub id makes a link on the hub; a local path would make the card invalid there.
-    is_hub = source.count("/") == 1 and HUB_ID.fullmatch(source) and not Path(source).exists()
-    data = ModelCardData(library_name="transformers", base_model=source if is_hub else None, tags=list(tags))
-    return f"---\n{data.to_yaml(original_order=['library_name', 'base_model', 'tags'])}\n---"
+def write_card(
+    folder: Path,
+    title: str,
+    about: str,
+    loader: str,
+    sections: Mapping[str, str] | None = None,
+    *,
+    tags: Collection[str] = (),
+    source: str = "",
+) -> None:
+    """Write the card of the checkpoint in `folder`.
+
+    `title` is text; `about` and what stands under the headings of `sections` are Markdown, in which names went
+    through `as_text`. `loader` is the class that loads the checkpoint, `source` the model that this one was made
+    from, which becomes a link if it is of a hub.
+    """
+    more = "".join(f"## {heading}\n\n{text}\n\n" for heading, text in (sections or {}).items())
+    card = f"""{_front_matter(("lyapunov-prune", *tags), source)}
+# {as_text(title)}
+
+{about}
+
+## Load
+
+```python
+from transformers import {loader}, AutoTokenizer
+
+model = {loader}.from_pretrained("path/to/this/folder")
+tokenizer = AutoTokenizer.from_pretrained("path/to/this/folder")
+```
+
+No custom code is needed.
+
+{more}Licence and intended use are those of the original model.
+"""
+    (folder / "README.md").write_text(card, encoding="utf-8")
 
 
 def as_text(line: str) -> str:
     """`line`, with names from anywhere in it, as Markdown that shows it: no link, code, HTML or line of its own."""
     return re.sub(r"[\\`*\[\]<>|&]", r"\\\g<0>", printable(line))
+
+
+def _front_matter(tags: Collection[str], source: str) -> str:
+    # A hub id makes a link on the hub; a local path would make the card invalid there.
+    is_hub = source.count("/") == 1 and HUB_ID.fullmatch(source) and not Path(source).exists()
+    data = ModelCardData(library_name="transformers", base_model=source if is_hub else None, tags=list(tags))
+    return f"---\n{data.to_yaml(original_order=['library_name', 'base_model', 'tags'])}\n---"

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from lyapunov_prune.checkpoints.cards import as_text, front_matter
+from lyapunov_prune.checkpoints.cards import write_card
 from lyapunov_prune.checkpoints.reloading import reload_check
 from lyapunov_prune.errors import CheckFailed
 from lyapunov_prune.forward.logits import sample_inputs
@@ -47,21 +47,4 @@ def write_model(
         history_of(model).save(folder / HISTORY)
         for name, result in results.items():
             result.save(folder / name)
-        (folder / "README.md").write_text(_card(title, about, loading_class(model).__name__), encoding="utf-8")
-
-
-def _card(title: str, about: str, loader: str) -> str:
-    return f"""{front_matter("lyapunov-prune")}
-# {as_text(title)}
-
-{about}
-
-```python
-from transformers import {loader}, AutoTokenizer
-
-model = {loader}.from_pretrained("path/to/this/folder")
-tokenizer = AutoTokenizer.from_pretrained("path/to/this/folder")
-```
-
-No custom code is needed. Licence and intended use are those of the original model.
-"""
+        write_card(folder, title, about, loading_class(model).__name__)

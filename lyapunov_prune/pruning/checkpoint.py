@@ -9,7 +9,7 @@ import pandas as pd
 from safetensors import SafetensorError
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from lyapunov_prune.checkpoints.cards import as_text, front_matter
+from lyapunov_prune.checkpoints.cards import as_text, write_card
 from lyapunov_prune.checkpoints.reloading import RELOADED
 from lyapunov_prune.data.batch import TokenBatch
 from lyapunov_prune.errors import CheckFailed
@@ -117,13 +117,25 @@ def describe(
         not_run=not_run,
     )
     provenance.save(folder / PROVENANCE)
-    card = _card(provenance, parameters, find_pattern(structure), loader)
-    (folder / "README.md").write_text(card, encoding="utf-8")
+    write_card(
+        folder,
+        f"{Path(plan.model.name).name} with {len(plan.kept)} of {plan.model.num_layers} layers",
+        f"{as_text(plan.headline())}. {parameters:,} parameters of {plan.model.parameters:,} are left. "
+        "The model has not been\ntrained after the removal.",
+        loader,
+        {
+            "Removed": _removed(plan),
+            "Engines": _engines(find_pattern(structure), plan.kept),
+            "Gate": _checked(provenance),
+        },
+        tags=("depth-pruning",),
+        source=plan.model.name,
+    )
     return provenance
 
 
 def _removed(plan: PruningPlan) -> str:
-    """What is gone, in words for the card."""
+    """What is gone, and by which measurements."""
     lines = []
     if plan.remove:
         lines.append(f"Layers of the original, counted from 0: {', '.join(map(str, plan.remove))}.")
@@ -134,61 +146,24 @@ def _removed(plan: PruningPlan) -> str:
                 "which computes the same as leaving the branch out. It saves no time or memory; only removing whole\n"
                 "layers does."
             )
+    lines.append(f"Layer *i* of this model is layer `kept_to_original[i]` of the original (`{PROVENANCE}`).")
+    texts = [as_text(m.line()) for m in plan.measured_on] or ["nothing: the layers were given by hand"]
+    lines += ["", "The scores were measured on:", "", *(f"- {text}" for text in texts)]
     return "\n".join(lines)
 
 
-def _card(provenance: Provenance, parameters: int, pattern: Pattern, loader: str) -> str:
-    plan, layers = provenance.plan, provenance.plan.model.num_layers
-    texts = [as_text(m.line()) for m in plan.measured_on] or ["nothing: the layers were given by hand"]
-    measured = "\n".join(f"- {text}" for text in texts)
-    checks = "\n".join(
-        f"| {as_text(c.name)} | {'passed' if c.passed else 'failed'} | {c.measured:.3g} | {c.limit:.3g} |"
-        for c in provenance.gate.checks
-    )
-    checks += "".join(f"\n| {name} | not run | | |" for name in provenance.not_run)
+def _checked(provenance: Provenance) -> str:
+    """The table of the gate."""
     how = "in floating point, on some tokens"
     if provenance.not_run:
         how = "on the files alone: the layers were removed on disk, and no logits of this model have been computed"
-    return f"""{front_matter("lyapunov-prune", "depth-pruning", source=provenance.source)}
-# {as_text(Path(provenance.source).name)} with {len(plan.kept)} of {layers} layers
-
-{as_text(plan.headline())}. {parameters:,} parameters of {plan.model.parameters:,} are left. The model has not been
-trained after the removal.
-
-## Load
-
-```python
-from transformers import {loader}, AutoTokenizer
-
-model = {loader}.from_pretrained("path/to/this/folder")
-tokenizer = AutoTokenizer.from_pretrained("path/to/this/folder")
-```
-
-No custom code is needed.
-
-## Removed
-
-{_removed(plan)}
-Layer *i* of this model is layer `kept_to_original[i]` of the original (`{PROVENANCE}`).
-
-The scores were measured on:
-
-{measured}
-
-## Engines
-
-{_engines(pattern, plan.kept)}
-
-## Gate
-
-Checked when this folder was written, {how}:
-
-| check | result | measured | limit |
-| --- | --- | --- | --- |
-{checks}
-
-Licence and intended use are those of the original model.
-"""
+    rows = ["| check | result | measured | limit |", "| --- | --- | --- | --- |"]
+    rows += [
+        f"| {as_text(c.name)} | {'passed' if c.passed else 'failed'} | {c.measured:.3g} | {c.limit:.3g} |"
+        for c in provenance.gate.checks
+    ]
+    rows += [f"| {name} | not run | | |" for name in provenance.not_run]
+    return "\n".join([f"Checked when this folder was written, {how}:", "", *rows])
 
 
 def _engines(pattern: Pattern, kept: tuple[int, ...]) -> str:

@@ -11,17 +11,14 @@ import numpy as np
 import pytest
 import torch
 from helpers import inputs_of, make_tiny
-from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
+from transformers import PreTrainedModel
 
 from lyapunov_prune.allocation.schedules import allocate
 from lyapunov_prune.allocation.table import SCHEDULES
-from lyapunov_prune.checkpoints import saving
-from lyapunov_prune.checkpoints.cards import as_text
-from lyapunov_prune.checkpoints.saving import write_model
-from lyapunov_prune.compression.compress import REPORT, CompressionReport, compress
+from lyapunov_prune.compression.compress import CompressionReport, compress
 from lyapunov_prune.compression.methods import rank_for
 from lyapunov_prune.compression.table import METHODS
-from lyapunov_prune.errors import CheckFailed, LyapunovPruneError
+from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.models.projections import find_projections
 from lyapunov_prune.profiles.contraction import ContractionProfile, measure_contraction
 
@@ -168,48 +165,3 @@ def test_matrices_shared_between_layers_are_refused() -> None:
     layers[3].mlp.up_proj.weight = layers[1].mlp.up_proj.weight
     with pytest.raises(LyapunovPruneError, match="are one matrix"):
         compress(model, method="magnitude", sparsity=0.5)
-
-
-def test_the_checkpoint_is_plain_and_whole(
-    tokenizer: PreTrainedTokenizerFast, ids: torch.Tensor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    model = make_tiny("llama")
-    done = compress(model, ids, method="wanda", sparsity=0.5)
-    write_model(done.model, tokenizer, tmp_path / "small", {REPORT: done.report}, "small", done.report.about())
-    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "small").eval()
-    with torch.no_grad():
-        assert torch.equal(loaded(ids).logits, done.model(ids).logits)
-    assert CompressionReport.load(tmp_path / "small" / "compression.json").zeros == pytest.approx(0.5, abs=0.01)
-    card = (tmp_path / "small" / "README.md").read_text(encoding="utf-8")
-    assert "neither memory nor time" in card
-    for entry in (METHODS[done.report.method], SCHEDULES["uniform"]):
-        assert as_text(f"{entry.help} ({entry.reference})") in card
-
-    def wrong(model: PreTrainedModel, folder: Path, inputs: list[torch.Tensor]) -> Any:
-        with torch.no_grad():  # planted: what is on disk is another model
-            model.model.layers[2].mlp.up_proj.weight.mul_(1.01)
-        return reload_check(model, folder, inputs)
-
-    reload_check = saving.reload_check
-    monkeypatch.setattr(saving, "reload_check", wrong)
-    with pytest.raises(CheckFailed, match="nothing written"):
-        write_model(done.model, tokenizer, tmp_path / "wrong", {}, "wrong", "")
-    assert not (tmp_path / "wrong").exists()
-
-
-def test_a_strange_name_is_text_in_the_card(
-    tokenizer: PreTrainedTokenizerFast, ids: torch.Tensor, tmp_path: Path
-) -> None:
-    model = make_tiny("llama")
-    model.config._name_or_path = "m\n---\n# x\x1b[2J [a](http://b) `c`"
-    done = compress(model, ids, method="wanda", sparsity=0.5)
-    title = "t\n---\n# <b>"
-    write_model(done.model, tokenizer, tmp_path / "small", {REPORT: done.report}, title, done.report.about())
-    card = (tmp_path / "small" / "README.md").read_text(encoding="utf-8")
-    assert all(c.isprintable() for c in card.replace("\n", ""))
-    assert [line for line in card.splitlines() if line.startswith(("#", "---"))] == [
-        "---",
-        "---",
-        r"# t\\n---\\n# \<b\>",
-    ]
-    assert r"\[a\](http://b) \`c\`" in card

@@ -166,16 +166,6 @@ def test_the_card_of_layers_given_by_hand_claims_no_measurement(
     assert "- nothing: the layers were given by hand" in (target / "README.md").read_text(encoding="utf-8")
 
 
-@pytest.mark.parametrize(("name", "is_link"), [("org/model", True), ("/tmp", False), ("smollm2-135m", False)])
-def test_the_card_links_to_a_hub_model_only(
-    name: str, is_link: bool, tiny: Callable[..., PreTrainedModel], tokenizer: PreTrainedTokenizerFast, target: Path
-) -> None:
-    model = tiny("llama", vocab_size=len(VOCABULARY))
-    model.config._name_or_path = name
-    write_pruned(model, tokenizer, PruningPlan.given(model, [3]), target)
-    assert (f"base_model: {name}\n" in (target / "README.md").read_text(encoding="utf-8")) is is_link
-
-
 # Names that others chose: text in the card and on the terminal, and nothing else.
 
 STRANGE = {
@@ -226,15 +216,6 @@ def test_a_strange_name_is_text_in_the_card(
     markup = re.sub(r"\\\\|\\[`*\[\]<>|&]", "", card)
     assert not re.search(r"http[^\n]*\)\]|<img|\]\(http|`c`", markup)
     assert all(c.isprintable() for c in plan.headline())
-
-
-def test_a_name_of_yaml_s_own_is_a_string(
-    tiny: Callable[..., PreTrainedModel], tokenizer: PreTrainedTokenizerFast, target: Path
-) -> None:
-    model = tiny("llama", vocab_size=len(VOCABULARY))
-    model.config._name_or_path = "1/2"
-    write_pruned(model, tokenizer, PruningPlan.given(model, [3]), target)
-    assert front((target / "README.md").read_text(encoding="utf-8"))["base_model"] == "1/2"
 
 
 def test_all_files_of_a_checkpoint_have_the_permissions_that_the_umask_leaves(

@@ -1,0 +1,52 @@
+"""What was saved comes back the same, or the check says what did not."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from helpers import make_tiny
+from safetensors.torch import load_file, save_file
+from transformers import PreTrainedModel
+
+from lyapunov_prune.checkpoints.reloading import GateCheck, changed_setting, reload_check
+from lyapunov_prune.models.structure import find_structure
+
+
+@torch.no_grad()
+def check(model: PreTrainedModel, folder: Path) -> GateCheck:
+    return reload_check(model, folder, [torch.arange(3, 19).view(2, 8)])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_what_was_saved_comes_back(dtype: torch.dtype, tmp_path: Path) -> None:
+    """Cast to bfloat16 the rotary tables are rounded, and those of the reloaded model are not."""
+    model = make_tiny("llama").to(dtype)
+    model.save_pretrained(tmp_path)
+    assert check(model, tmp_path).passed
+
+
+def test_keys_and_numbers_are_compared(tmp_path: Path) -> None:
+    model = make_tiny("llama")
+    model.save_pretrained(tmp_path)
+    file, name = tmp_path / "model.safetensors", "model.layers.2.mlp.up_proj.weight"
+    weights = load_file(file)
+    save_file(weights | {name: 1.01 * weights[name]}, file, {"format": "pt"})
+    assert check(model, tmp_path).detail == "logits after plain from_pretrained"
+    assert not check(model, tmp_path).passed
+    save_file(weights | {"stray": torch.zeros(1)}, file, {"format": "pt"})
+    assert check(model, tmp_path).detail == "1 unexpected keys on reloading, first stray"
+    del weights[name]
+    save_file(weights, file, {"format": "pt"})
+    assert check(model, tmp_path).detail == f"1 missing keys on reloading, first {name}"
+
+
+def test_a_setting_and_a_number_of_a_layer_are_compared() -> None:
+    one, other = find_structure(make_tiny("llama")), find_structure(make_tiny("llama"))
+    assert changed_setting(one, other) == ""
+    other.layers[3].self_attn.layer_idx = 4
+    assert changed_setting(one, other) == "layer 3 holds layer_idx 3, and 4 after reloading"
+    other.layers[1].self_attn.window = 8
+    one.layers[1].self_attn.window = 16
+    assert changed_setting(one, other) == "layer 1 came back with self_attn.window = 8, not 16"
