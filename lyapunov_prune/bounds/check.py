@@ -111,7 +111,7 @@ def check_grid(
 
         def missing(*parts: Any) -> list[Setting]:
             """The settings that begin like this and have not been checked."""
-            return [s for s in settings if (s.sparsity, s.rank)[: len(parts)] == parts and str(s) not in store]
+            return [s for s in settings if (s.sparsity, s.rank)[: len(parts)] == parts and s.key not in store]
 
         for sparsity in sparsities:
             if not missing(sparsity):
@@ -126,9 +126,9 @@ def check_grid(
                 )
                 for setting in missing(sparsity, rank):
                     seen = _outcome(model, batch, chosen, setting.cache_radius, batch_size)
-                    store.add(str(setting), {name: encode(s) for name, s in seen.items()})
+                    store.add(setting.key, {name: encode(s) for name, s in seen.items()})
                 chosen.clear()
-        outcomes = [{name: decode(Seen, s) for name, s in store[str(setting)].items()} for setting in settings]
+        outcomes = [{name: decode(Seen, s) for name, s in store[setting.key].items()} for setting in settings]
     return _report(method, projections, settings, outcomes, None, model, batch)
 
 

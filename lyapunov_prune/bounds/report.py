@@ -24,6 +24,11 @@ class Setting:
     def __str__(self) -> str:
         return f"sparsity {self.sparsity:g}, rank {self.rank or 'full'}, cache radius {self.cache_radius:g}"
 
+    @property
+    def key(self) -> str:
+        """Its name among finished jobs, with every digit: 0.5 and 0.50000001 print alike."""
+        return f"sparsity {self.sparsity!r}, rank {self.rank or 'full'}, cache radius {self.cache_radius!r}"
+
 
 @dataclass(frozen=True)
 class Seen:

@@ -172,6 +172,17 @@ def test_grid_and_single_setting_agree(few: torch.Tensor) -> None:
         np.testing.assert_allclose(row, one.ratio[0], rtol=1e-6)
 
 
+def test_settings_that_print_alike_are_two(few: torch.Tensor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, taken = make_tiny("llama"), []
+    outcome = checks._outcome
+    monkeypatch.setattr(checks, "_outcome", lambda *given: (taken.append(1), outcome(*given))[1])
+    for sparsities, radii in (((0.5,), (0.1,)), ((0.5, 0.50000001), (0.1, 0.1000000001))):
+        check_grid(
+            model, few[:1], sparsities=sparsities, ranks=(None,), cache_radii=radii, folder=tmp_path, resume=True
+        )
+    assert len(taken) == 4
+
+
 def test_the_default_grid_has_thirty_settings(few: torch.Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
     taken: list[int] = []
     certify = norms.certify
