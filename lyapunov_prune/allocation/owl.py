@@ -9,8 +9,8 @@ from transformers import PreTrainedModel
 from lyapunov_prune.allocation.allocation import SPARSEST, Allocation, Matrices, require_sparsity
 from lyapunov_prune.allocation.fitting import shift
 from lyapunov_prune.calibration.norms import input_norms
-from lyapunov_prune.data.batch import TokenBatch, as_batch
 from lyapunov_prune.errors import LyapunovPruneError
+from lyapunov_prune.forward.reading import Readable, read
 from lyapunov_prune.linalg import lift
 from lyapunov_prune.models.projections import Projection
 from lyapunov_prune.progress import track
@@ -19,7 +19,7 @@ from lyapunov_prune.progress import track
 def owl(
     model: PreTrainedModel,
     budget: float,
-    batch: TokenBatch | torch.Tensor,
+    batch: Readable,
     *,
     outlier: float = 5.0,
     width: float = 0.08,
@@ -36,20 +36,18 @@ def owl(
     require_sparsity(budget)
     if not (outlier > 0 and width >= 0):
         raise LyapunovPruneError(f"outlier {outlier:g} and width {width:g}; give more than 0, and 0 or more")
-    batch = as_batch(model, batch)
+    reading = read(model, batch)
     matrices = Matrices.of(model)
-    D = outlier_share(model, batch, matrices, outlier)
+    D = outlier_share(model, reading, matrices, outlier)
     span = D.max() - D.min()
     target = -2 * width * (D - D.min()) / span if span > 0 else np.zeros_like(D)
     amount = shift(target, matrices.sizes, budget, high=SPARSEST)
     parameters = {"outlier": outlier, "width": width}
-    return matrices.allocated("owl", budget, amount, parameters, (batch.measured_on(model),))
+    return matrices.allocated("owl", budget, amount, parameters, (reading.measured_on(),))
 
 
 @torch.no_grad()
-def outlier_share(
-    model: PreTrainedModel, batch: TokenBatch | torch.Tensor, matrices: Matrices, outlier: float
-) -> np.ndarray:
+def outlier_share(model: PreTrainedModel, batch: Readable, matrices: Matrices, outlier: float) -> np.ndarray:
     """`D_l` of the layer of every matrix, (M,) float64: share of its scores above `outlier` × their mean."""
     norms = input_norms(model, batch, matrices.projections)
 

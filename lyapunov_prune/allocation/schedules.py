@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-import torch
 from transformers import PreTrainedModel
 
 from lyapunov_prune.allocation.allocation import Allocation
@@ -16,8 +15,8 @@ from lyapunov_prune.allocation.lyapunov import lyapunov, lyapunov_budget
 from lyapunov_prune.allocation.owl import owl
 from lyapunov_prune.allocation.table import SCHEDULES
 from lyapunov_prune.allocation.uniform import uniform
-from lyapunov_prune.data.batch import TokenBatch
 from lyapunov_prune.errors import LyapunovPruneError
+from lyapunov_prune.forward.reading import Readable
 from lyapunov_prune.models.held import held
 from lyapunov_prune.profiles.contraction import ContractionProfile
 
@@ -40,7 +39,7 @@ def allocate(
     schedule: str,
     budget: float,
     *,
-    batch: TokenBatch | torch.Tensor | None = None,
+    batch: Readable | None = None,
     profile: ContractionProfile | None = None,
     **parameters: float,
 ) -> Allocation:

@@ -23,12 +23,12 @@ from lyapunov_prune.bounds.report import BoundsReport, Seen, Setting, Violation
 from lyapunov_prune.bounds.trajectory import Trajectory
 from lyapunov_prune.compression.magnitude import sparsify
 from lyapunov_prune.compression.svd import basis, truncate
-from lyapunov_prune.data.batch import TokenBatch, as_batch
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.forward.hooks import run_backbone
+from lyapunov_prune.forward.reading import Readable, Reading, read
 from lyapunov_prune.linalg import CertifiedNorm, certify
 from lyapunov_prune.models.projections import Projection, find_projections
-from lyapunov_prune.models.structure import find_structure, in_eval_mode
+from lyapunov_prune.models.structure import in_eval_mode
 from lyapunov_prune.progress import track
 from lyapunov_prune.results.result import decode, encode
 from lyapunov_prune.results.store import Store
@@ -44,7 +44,7 @@ CACHE_RADII = (0.0, 0.1)
 @torch.no_grad()
 def check_bounds(
     model: PreTrainedModel,
-    batch: TokenBatch | torch.Tensor,
+    batch: Readable,
     *,
     method: str = "magnitude",
     sparsity: float = 0.5,
@@ -63,25 +63,24 @@ def check_bounds(
 
     Raises LyapunovPruneError for a bad setting or batch, or NaN on the way.
     """
-    batch = as_batch(model, batch)
+    reading = read(model, batch)
     setting = Setting(float(sparsity), rank, float(cache_radius))
     _require(method, [setting])
     projections = find_projections(model)
-    structure = find_structure(model)
     weights = {p.name: p.weight(model) for p in projections}
     chosen = _each(partial(_approximate_one, setting=setting), weights, "certified norms")
     with approximate(model, chosen, cache_radius=setting.cache_radius) as records:
-        trajectory = Trajectory(model, structure, records)
-        for start in track(range(0, len(batch.ids), batch_size), "bounds"):
-            trajectory.follow(batch.ids[start : start + batch_size].to(model.device))
-    return _report(method, projections, [setting], [_seen(records)], trajectory, model, batch)
+        trajectory = Trajectory(model, reading.structure, records)
+        for ids in track(reading.windows(batch_size), "bounds"):
+            trajectory.follow(ids)
+    return _report(method, projections, [setting], [_seen(records)], trajectory, reading)
 
 
 @in_eval_mode
 @torch.no_grad()
 def check_grid(
     model: PreTrainedModel,
-    batch: TokenBatch | torch.Tensor,
+    batch: Readable,
     *,
     method: str = "magnitude",
     sparsities: Sequence[float] = SPARSITIES,
@@ -99,12 +98,12 @@ def check_grid(
     `resume` not checked again. Memory beside the model: the sparse, the low-rank and the residual weights of all
     layers, and the float64 bases of one sparsity.
     """
-    batch = as_batch(model, batch)
+    reading = read(model, batch)
     settings = [Setting(float(s), r, float(c)) for s in sparsities for r in ranks for c in cache_radii]
     _require(method, settings)
     projections = find_projections(model)
     weights = {p.name: p.weight(model) for p in projections}
-    about = {**encode(batch.measured_on(model)), "method": method}
+    about = {**encode(reading.measured_on()), "method": method}
     with Store(folder, "check", about, resume=resume) as store:
         norms = _each(certify, weights, "norms of the weights")
         known = {name: (weights[name], norms[name]) for name in weights}
@@ -125,21 +124,20 @@ def check_grid(
                     partial(_approximate, rank=rank), stages, f"sparsity {sparsity:g}, rank {rank or 'full'}"
                 )
                 for setting in missing(sparsity, rank):
-                    seen = _outcome(model, batch, chosen, setting.cache_radius, batch_size)
+                    seen = _outcome(reading, chosen, setting.cache_radius, batch_size)
                     store.add(setting.key, {name: encode(s) for name, s in seen.items()})
                 chosen.clear()
         outcomes = [{name: decode(Seen, s) for name, s in store[setting.key].items()} for setting in settings]
-    return _report(method, projections, settings, outcomes, None, model, batch)
+    return _report(method, projections, settings, outcomes, None, reading)
 
 
 def _outcome(
-    model: PreTrainedModel, batch: TokenBatch, chosen: dict[str, Approximation], cache_radius: float, batch_size: int
+    reading: Reading, chosen: dict[str, Approximation], cache_radius: float, batch_size: int
 ) -> dict[str, Seen]:
     """What was seen under one setting."""
-    structure = find_structure(model)
-    with approximate(model, chosen, cache_radius=cache_radius) as records:
-        for start in range(0, len(batch.ids), batch_size):
-            run_backbone(structure, batch.ids[start : start + batch_size])
+    with approximate(reading.model, chosen, cache_radius=cache_radius) as records:
+        for ids in reading.windows(batch_size):
+            run_backbone(reading.structure, ids)
     return _seen(records)
 
 
@@ -204,8 +202,7 @@ def _report(
     settings: Sequence[Setting],
     outcomes: Sequence[Mapping[str, Seen]],
     trajectory: Trajectory | None,
-    model: PreTrainedModel,
-    batch: TokenBatch,
+    reading: Reading,
 ) -> BoundsReport:
     rows = [[outcome[p.name] for p in projections] for outcome in outcomes]
     checks = [(setting, c) for setting, row in zip(settings, rows, strict=True) for r in row for c in r.checks]
@@ -228,5 +225,5 @@ def _report(
         contraction=trajectory.contraction() if trajectory else (),
         gamma=trajectory.gamma if trajectory else np.nan,
         decisions=trajectory.decisions() if trajectory else None,
-        measured_on=batch.measured_on(model),
+        measured_on=reading.measured_on(),
     )

@@ -9,10 +9,8 @@ from transformers import PreTrainedModel
 
 from lyapunov_prune.calibration.gathering import Gathering, require_seen
 from lyapunov_prune.calibration.statistics import Statistics
-from lyapunov_prune.data.batch import TokenBatch
-from lyapunov_prune.forward.prefix import Prefix
+from lyapunov_prune.forward.reading import Readable, read
 from lyapunov_prune.models.projections import Projection
-from lyapunov_prune.models.structure import find_structure
 from lyapunov_prune.progress import track
 
 # Called with a layer's matrices and what entered each; changes the layer's weights before it returns.
@@ -21,7 +19,7 @@ Change = Callable[[Sequence[Projection], dict[str, Statistics]], None]
 
 def stream(
     model: PreTrainedModel,
-    batch: TokenBatch,
+    batch: Readable,
     projections: Sequence[Projection],
     needs: str,
     change: Change,
@@ -45,13 +43,11 @@ def stream(
     token reached, and for activations that are not finite.
     """
     require_seen(projections)
-    structure = find_structure(model)
-    windows = [ids.to(model.device) for ids in batch.ids.split(batch_size)]
-    with torch.no_grad():
-        prefix = Prefix(structure, windows[0])
+    reading = read(model, batch)
+    windows, prefix = reading.windows(batch_size), reading.prefix
     states, at = [torch.empty(0)] * len(windows), 0
     generator = torch.Generator().manual_seed(seed)
-    for layer in track(range(structure.num_layers), "calibration"):
+    for layer in track(range(reading.structure.num_layers), "calibration"):
         here = [p for p in projections if p.layer == layer]
         if not here:
             continue

@@ -14,6 +14,7 @@ from lyapunov_prune.compression.masks import Pattern
 from lyapunov_prune.data.batch import TokenBatch, require_disjoint
 from lyapunov_prune.data.text import require_unseen
 from lyapunov_prune.evaluation.perplexity import Perplexity, perplexity
+from lyapunov_prune.forward.reading import read
 from lyapunov_prune.profiles.contraction import ContractionProfile
 from lyapunov_prune.progress import track
 from lyapunov_prune.results.result import MeasuredOn, Result
@@ -82,12 +83,13 @@ def evaluate_compressions(
     """
     require_disjoint(calibration, evaluation)
     require_unseen(model, evaluation)
+    reading = read(model, calibration)
     dense = perplexity(model, evaluation, batch_size=batch_size, description="perplexity, dense")
     rows = []
     for setting in track(list(settings), "compressions"):
         done = compress(
             model,
-            calibration,
+            reading,
             method=setting.method,
             sparsity=setting.sparsity,
             bits=setting.bits,
@@ -100,7 +102,7 @@ def evaluate_compressions(
         found = perplexity(done.model, evaluation, batch_size=batch_size, description=setting.label or setting.method)
         rows.append(_row(setting, done.report.allocation, done.report.zeros, found, dense))
         del done
-    return CompressionTable(dense.value, tuple(rows), calibration.measured_on(model), dense.measured_on)
+    return CompressionTable(dense.value, tuple(rows), reading.measured_on(), dense.measured_on)
 
 
 def _row(

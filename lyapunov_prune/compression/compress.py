@@ -20,8 +20,8 @@ from lyapunov_prune.checkpoints.cards import as_text
 from lyapunov_prune.compression.masks import Pattern
 from lyapunov_prune.compression.methods import compressed, rank_for
 from lyapunov_prune.compression.table import METHODS, Method
-from lyapunov_prune.data.batch import TokenBatch, as_batch
 from lyapunov_prune.errors import LyapunovPruneError
+from lyapunov_prune.forward.reading import Readable, read
 from lyapunov_prune.linalg import lift
 from lyapunov_prune.models.projections import Projection, find_projections
 from lyapunov_prune.models.structure import in_eval_mode
@@ -138,7 +138,7 @@ class Compressed:
 @in_eval_mode
 def compress(
     model: PreTrainedModel,
-    batch: TokenBatch | torch.Tensor | None = None,
+    batch: Readable | None = None,
     *,
     method: str,
     sparsity: float | None = None,
@@ -161,7 +161,7 @@ def compress(
     that the method does not have, a missing text or profile, and matrices shared between layers.
     """
     kind = require_amount(method, sparsity, rank, bits, allocation)
-    given = None if batch is None else as_batch(model, batch)
+    given = None if batch is None else read(model, batch)
     if isinstance(allocation, Allocation):
         allocation.require_model(model)
     else:
@@ -199,7 +199,7 @@ def compress(
         group_size=group_size,
         allocation=allocation,
         matrices=tuple(done[p.name] for p in projections),
-        calibration=None if needs == "nothing" or given is None else given.measured_on(model),
+        calibration=None if needs == "nothing" or given is None else given.measured_on(),
     )
     add_step(small, "compress", report.saw, model)
     return Compressed(small, report)
@@ -237,7 +237,7 @@ def _allocated(
     rank: int | None,
     bits: float | None,
     schedule: str,
-    batch: TokenBatch | None,
+    batch: Readable | None,
     profile: ContractionProfile | None,
 ) -> Allocation:
     amount = next(x for x in (sparsity, rank, bits) if x is not None)

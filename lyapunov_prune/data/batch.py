@@ -77,6 +77,11 @@ def as_batch(model: PreTrainedModel, batch: TokenBatch | torch.Tensor) -> TokenB
     Raises LyapunovPruneError otherwise, and for a model that cannot be measured: some of its weights are elsewhere.
     """
     require_in_memory(model)
+    return checked_batch(find_structure(model), batch)
+
+
+def checked_batch(structure: Structure, batch: TokenBatch | torch.Tensor) -> TokenBatch:
+    """As `as_batch`, for a model whose structure is known."""
     if isinstance(batch, torch.Tensor):
         batch = TokenBatch(batch, text="token ids", split="all", bos=None)
     if batch.ids.ndim != 2 or batch.ids.shape[0] == 0 or batch.ids.shape[1] < 2:
@@ -85,7 +90,6 @@ def as_batch(model: PreTrainedModel, batch: TokenBatch | torch.Tensor) -> TokenB
         )
     if batch.ids.dtype not in (torch.int64, torch.int32):
         raise LyapunovPruneError(f"token ids are {batch.ids.dtype}; give integers")
-    structure = find_structure(model)
     require_context(structure, batch.context)
     low, high = int(batch.ids.min()), int(batch.ids.max())
     vocabulary = structure.config.vocab_size

@@ -25,7 +25,7 @@ from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.forward.hooks import require_finite
 from lyapunov_prune.models.hooked import hooked
 from lyapunov_prune.models.plain import require_in_memory
-from lyapunov_prune.models.structure import find_structure, in_eval_mode
+from lyapunov_prune.models.structure import Structure, find_structure, in_eval_mode
 from lyapunov_prune.progress import track
 
 # The seed by which the harness draws examples for its own tasks.
@@ -87,9 +87,15 @@ class ProjectModel(HFLM):
     """
 
     def __init__(
-        self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, *, bos: bool, batch_size: int, bars: TextIO
+        self,
+        model: PreTrainedModel,
+        structure: Structure,
+        tokenizer: PreTrainedTokenizerBase,
+        *,
+        bos: bool,
+        batch_size: int,
+        bars: TextIO,
     ) -> None:
-        structure = find_structure(model)
         self._start = [tokenizer.bos_token_id] if bos else []
         self._context = structure.max_context or _UNCUT
         self._vocabulary = structure.config.vocab_size
@@ -220,9 +226,10 @@ def run(
     require_in_memory(model)
     for task in tasks.values():
         task.set_fewshot_seed(SEED)  # every model is shown the same examples
+    structure = find_structure(model)
     shown = sys.stderr  # where `quietly` lets nothing through but the bars
-    with quietly(), _only_finite(model), _greedy(model):
-        asked = ProjectModel(model, tokenizer, bos=bos, batch_size=batch_size, bars=shown)
+    with quietly(), _only_finite(model, structure), _greedy(model):
+        asked = ProjectModel(model, structure, tokenizer, bos=bos, batch_size=batch_size, bars=shown)
         # Not simple_evaluate, which seeds every generator and asks the hub for the model.
         found = evaluate(asked, dict(tasks), limit=limit, bootstrap_iters=_DRAWS, log_samples=True)
     return found, asked.read
@@ -246,13 +253,13 @@ def quietly() -> Iterator[None]:
             logger.setLevel(level)
 
 
-def _only_finite(model: PreTrainedModel) -> AbstractContextManager[None]:
+def _only_finite(model: PreTrainedModel, structure: Structure) -> AbstractContextManager[None]:
     """The harness would take the argmax of NaN for an answer."""
 
     def check(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         if not output.logits.isfinite().all():
             ids = args[0] if args else kwargs["input_ids"]
-            require_finite(find_structure(model), ids, "an item")
+            require_finite(structure, ids, "an item")
             raise LyapunovPruneError("logits are not finite; load the model in a wider dtype")
 
     return hooked(after=[(model, check)])

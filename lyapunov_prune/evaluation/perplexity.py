@@ -10,11 +10,11 @@ import torch
 from scipy import stats
 from transformers import PreTrainedModel
 
-from lyapunov_prune.data.batch import TokenBatch, as_batch
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.forward.hooks import require_finite
+from lyapunov_prune.forward.reading import Readable, read
 from lyapunov_prune.forward.scoring import next_token_loss
-from lyapunov_prune.models.structure import find_structure, in_eval_mode
+from lyapunov_prune.models.structure import in_eval_mode
 from lyapunov_prune.progress import track
 from lyapunov_prune.results.result import MeasuredOn, Result
 
@@ -66,7 +66,7 @@ def interval_of(nll: np.ndarray) -> tuple[float, float]:
 @torch.no_grad()
 def perplexity(
     model: PreTrainedModel,
-    batch: TokenBatch | torch.Tensor,
+    batch: Readable,
     *,
     batch_size: int = 1,
     description: str = "perplexity",
@@ -77,17 +77,17 @@ def perplexity(
     NonFiniteError naming the layer when a loss is not finite, and LyapunovPruneError for ids outside the
     vocabulary or a context too long.
     """
-    batch = as_batch(model, batch)
+    reading = read(model, batch)
+    batch = reading.batch
     losses: list[float] = []
-    for start in track(range(0, len(batch.ids), batch_size), description):
-        ids = batch.ids[start : start + batch_size].to(model.device)
+    for ids in track(reading.windows(batch_size), description):
         logits = model(ids, use_cache=False).logits
         losses += [next_token_loss(rows, targets) for rows, targets in zip(logits, ids, strict=True)]
         del logits
     windows = np.array(losses)
     if not np.isfinite(windows).all():
         bad = int(np.argmin(np.isfinite(windows)))
-        require_finite(find_structure(model), batch.ids[bad : bad + 1], f"window {bad} of {batch.text}")
+        require_finite(reading.structure, batch.ids[bad : bad + 1], f"window {bad} of {batch.text}")
         raise LyapunovPruneError(
             f"the loss of window {bad} is not finite; "
             "load the model in a wider dtype (--dtype float32) or check its weights"
@@ -96,5 +96,5 @@ def perplexity(
         nll=float(windows.mean()),
         scored=batch.ids.shape[0] * (batch.context - 1),
         windows=windows,
-        measured_on=batch.measured_on(model),
+        measured_on=reading.measured_on(),
     )

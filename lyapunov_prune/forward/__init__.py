@@ -1,5 +1,6 @@
 """Run all of a model, part of it, or a changed one.
 
+- `reading`: a model and its batch, made once a measurement and handed on;
 - `hooks`: the residual stream seen, injected into, and layers skipped; `prefix`: a forward that begins at any layer;
 - `branches`, `sublayers`: attention and MLP of a layer, run or silenced on their own;
 - `replacement`, `changes`: other weights, or a changed layer, for as long as a block lasts;

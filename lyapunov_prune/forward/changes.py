@@ -10,37 +10,37 @@ from transformers import PreTrainedModel
 
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.forward.branches import Branch
-from lyapunov_prune.forward.prefix import Prefix
+from lyapunov_prune.forward.reading import Reading
 from lyapunov_prune.forward.replacement import replaced
 from lyapunov_prune.forward.sublayers import KINDS, find_sublayers, silent
 from lyapunov_prune.models.hooked import hooked
 from lyapunov_prune.models.projections import Projection, find_projections
-from lyapunov_prune.models.structure import find_structure, identify
+from lyapunov_prune.models.structure import identify
 
 WHAT = ("layer", *KINDS)
 # (layer, what) -> a context in which it is changed; None where the layer has no such part.
 Changes = Callable[[int, str], AbstractContextManager[None] | None]
 
 
-def dropped_layers(model: PreTrainedModel, prefix: Prefix) -> Changes:
+def dropped_layers(reading: Reading) -> Changes:
     """A layer hands on what it is given; a branch of it adds nothing."""
-    found = find_sublayers(model, range(prefix.structure.num_layers))
+    found = find_sublayers(reading.model, range(reading.structure.num_layers))
 
     def change(layer: int, what: str) -> AbstractContextManager[None] | None:
         if what == "layer":
-            return prefix.bypassed((layer,))
+            return reading.prefix.bypassed((layer,))
         branch = found[layer].branches.get(what)
         return None if branch is None else silent(branch)
 
     return change
 
 
-def compressed_layers(model: PreTrainedModel, compressed: PreTrainedModel) -> Changes:
+def compressed_layers(reading: Reading, compressed: PreTrainedModel) -> Changes:
     """A layer, or a branch of it, has the matrices of `compressed`.
 
     Raises LyapunovPruneError for a model of other shapes, or whose layers differ in more than matrices.
     """
-    structure = find_structure(model)
+    model, structure = reading.model, reading.structure
     if identify(compressed).architecture != identify(model).architecture:
         raise LyapunovPruneError(
             "the compressed model has other layers than the dense one; give one of the same shapes"

@@ -17,10 +17,11 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from lyapunov_prune.checkpoints.cards import as_text
-from lyapunov_prune.data.batch import TokenBatch, as_batch, require_disjoint
+from lyapunov_prune.data.batch import require_disjoint
 from lyapunov_prune.data.text import require_unseen
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.evaluation.perplexity import Perplexity, perplexity
+from lyapunov_prune.forward.reading import Readable, Reading, read
 from lyapunov_prune.healing.distillation import Distillation, require_temperature
 from lyapunov_prune.healing.low_rank import low_rank_updates
 from lyapunov_prune.healing.state import TrainingState
@@ -121,7 +122,7 @@ class Healed:
 def heal(
     student: PreTrainedModel,
     teacher: PreTrainedModel,
-    batch: TokenBatch | torch.Tensor,
+    batch: Readable,
     *,
     steps: int = 100,
     rank: int | None = None,
@@ -130,7 +131,7 @@ def heal(
     seed: int = 0,
     folder: str | Path | None = None,
     resume: bool = False,
-    evaluation: TokenBatch | torch.Tensor | None = None,
+    evaluation: Readable | None = None,
     batch_size: int = 1,
 ) -> Healed:
     """A copy of `student` trained for `steps` to predict what `teacher` predicts, and a report; both stay untouched.
@@ -156,18 +157,18 @@ def heal(
     with, a state of another run, and a loss or gradient that is not finite, naming the step.
     """
     require_plain(student)
-    batch = as_batch(student, batch)
-    as_batch(teacher, batch)
+    reading = read(student, batch)
+    taught = read(teacher, reading)
     if learning_rate is None:
         learning_rate = FULL_RATE if rank is None else LOW_RANK_RATE
-    _require(student, teacher, steps, learning_rate, temperature)
+    _require(reading, taught, steps, learning_rate, temperature)
     if evaluation is not None:
-        evaluation = as_batch(student, evaluation)
-        require_disjoint(batch, evaluation)
+        evaluation = read(student, evaluation)
+        require_disjoint(reading.batch, evaluation.batch)
         for model in (student, teacher):
-            require_unseen(model, evaluation)
+            require_unseen(model, evaluation.batch)
 
-    measured_on = batch.measured_on(student, seed)
+    measured_on = reading.measured_on(seed)
     settings = {"steps": steps, "rank": rank, "learning_rate": learning_rate, "temperature": temperature}
     about: dict[str, Any] = {}
     if folder is not None:
@@ -184,9 +185,9 @@ def heal(
             run = Distillation(model, teacher, parameters, learning_rate, temperature, steps)
             if tensors:
                 run.go_on_from(tensors)
-            order = _order(len(batch.ids), steps, seed)
+            order = _order(len(reading.batch.ids), steps, seed)
             for window in track(order[run.step :], "healing"):
-                run.take_step(batch.ids[window])
+                run.take_step(reading.batch.ids[window])
                 if state.is_due():
                     state.save(run.step, run.tensors())
             state.save(run.step, run.tensors())
@@ -228,15 +229,13 @@ def _trained(model: PreTrainedModel, rank: int | None, seed: int) -> Iterator[di
             parameter.grad = None
 
 
-def _require(
-    student: PreTrainedModel, teacher: PreTrainedModel, steps: int, learning_rate: float, temperature: float
-) -> None:
-    narrow = next((p.dtype for p in student.parameters() if p.dtype not in (torch.float32, torch.float64)), None)
+def _require(reading: Reading, taught: Reading, steps: int, learning_rate: float, temperature: float) -> None:
+    narrow = next((p.dtype for p in reading.model.parameters() if p.dtype not in (torch.float32, torch.float64)), None)
     if narrow is not None:
         raise LyapunovPruneError(
             f"the pruned model is in {str(narrow).removeprefix('torch.')}, which loses small steps; load it in float32"
         )
-    sizes = [find_structure(m).config.vocab_size for m in (student, teacher)]
+    sizes = [r.structure.config.vocab_size for r in (reading, taught)]
     if sizes[0] != sizes[1]:
         raise LyapunovPruneError(
             f"the pruned model has a vocabulary of {sizes[0]} and the dense one of {sizes[1]}; give the dense model "

@@ -16,14 +16,15 @@ from torch import nn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 from transformers.masking_utils import eager_mask
 
-from lyapunov_prune.data.batch import TokenBatch, as_batch, require_context
+from lyapunov_prune.data.batch import require_context
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.forward.decoding import decode_greedily
 from lyapunov_prune.forward.hooks import require_finite
 from lyapunov_prune.forward.logits import CACHE_LIMIT  # of two ways to compute the same, by other kernels
 from lyapunov_prune.forward.prefix import final_state
+from lyapunov_prune.forward.reading import Readable, Reading, read
 from lyapunov_prune.linalg import lift
-from lyapunov_prune.models.structure import find_structure, identify, in_eval_mode
+from lyapunov_prune.models.structure import identify, in_eval_mode
 from lyapunov_prune.progress import track
 from lyapunov_prune.results.result import MeasuredOn, ModelIdentity, Result
 
@@ -77,7 +78,7 @@ class AttentionPaths(Result):
 @in_eval_mode
 @torch.no_grad()
 def attention_paths(
-    dense: PreTrainedModel, compressed: PreTrainedModel, prompts: TokenBatch | torch.Tensor, *, steps: int
+    dense: PreTrainedModel, compressed: PreTrainedModel, prompts: Readable, *, steps: int
 ) -> AttentionPaths:
     """Let both models decode `steps` tokens greedily from `prompts`, each from its own tokens, and split `Δo`.
 
@@ -90,14 +91,14 @@ def attention_paths(
     """
     if steps < 1:
         raise LyapunovPruneError(f"{steps} decoding steps are none; give 1 or more")
-    batch = as_batch(compressed, as_batch(dense, prompts))
-    require_context(find_structure(dense), batch.context + steps - 1)
+    readings = [read(model, prompts) for model in (dense, compressed)]
+    batch = readings[0].batch
+    require_context(readings[0].structure, batch.context + steps - 1)
     rows: list[torch.Tensor] = []
     layers: tuple[int, ...] = ()
-    models = (dense, compressed)
-    texts = [torch.cat([batch.ids, decode_greedily(m, batch.ids, steps)], dim=1)[:, :-1] for m in models]
+    texts = [torch.cat([batch.ids, decode_greedily(r.model, batch.ids, steps)], dim=1)[:, :-1] for r in readings]
     for each in track(list(zip(*texts, strict=True)), "attention paths"):
-        ours, theirs = (_read(model, text[None], steps) for model, text in zip(models, each, strict=True))
+        ours, theirs = (_attended(r, text[None], steps) for r, text in zip(readings, each, strict=True))
         shapes = [[(layer, v.shape) for layer, _, v in seen] for seen in (ours, theirs)]
         if shapes[0] != shapes[1]:
             raise LyapunovPruneError(
@@ -108,7 +109,7 @@ def attention_paths(
         rows.append(torch.stack(parts, 1))
     value, weight, both, total, prompt_weight, prompt_share = torch.stack(rows).mean(0).cpu().numpy()
     return AttentionPaths(
-        value, weight, both, total, prompt_weight, prompt_share, layers, identify(compressed), batch.measured_on(dense)
+        value, weight, both, total, prompt_weight, prompt_share, layers, identify(compressed), readings[0].measured_on()
     )
 
 
@@ -133,9 +134,10 @@ def _split(a: torch.Tensor, v: torch.Tensor, a2: torch.Tensor, v2: torch.Tensor,
     )
 
 
-def _read(model: PreTrainedModel, text: torch.Tensor, steps: int) -> list[tuple[int, torch.Tensor, torch.Tensor]]:
-    """Of every attention of `model` over its own text: layer, weights of the decoding positions, values; float64."""
-    structure, ids = find_structure(model), text.to(model.device)
+def _attended(reading: Reading, text: torch.Tensor, steps: int) -> list[tuple[int, torch.Tensor, torch.Tensor]]:
+    """Of every attention of the model over its own text: layer, weights of the decoding positions, values; float64."""
+    model, structure = reading.model, reading.structure
+    ids = text.to(model.device)
     own = final_state(structure, ids)
     with _recorded(model, steps) as seen:
         watched = final_state(structure, ids)

@@ -12,15 +12,16 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from lyapunov_prune.bounds.decision import argmax_unchanged_of_state_error
-from lyapunov_prune.data.batch import TokenBatch, as_batch
+from lyapunov_prune.data.batch import TokenBatch, checked_batch
 from lyapunov_prune.data.choices import ChoiceItem, tokenize
 from lyapunov_prune.data.text import adds_bos
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.forward.hooks import require_finite
 from lyapunov_prune.forward.prefix import final_state
+from lyapunov_prune.forward.reading import read
 from lyapunov_prune.forward.scoring import Scorer
 from lyapunov_prune.linalg import lift
-from lyapunov_prune.models.structure import find_structure, identify, in_eval_mode
+from lyapunov_prune.models.structure import identify, in_eval_mode
 from lyapunov_prune.progress import track
 from lyapunov_prune.results.result import MeasuredOn, ModelIdentity, Result
 
@@ -153,10 +154,11 @@ def compare_choices(
         raise LyapunovPruneError("no items to score; give one or more")
     tokenized = [tokenize(item, tokenizer) for item in items]
     models = (dense, compressed)
+    readings = [read(model, tokenized[0][0]) for model in models]
     for ids, _, _ in tokenized:
-        for model in models:
-            as_batch(model, ids)
-    scorers = [Scorer(m, find_structure(m), tokenized[0][0][:1].to(m.device)) for m in models]
+        for reading in readings:
+            checked_batch(reading.structure, ids)
+    scorers = [reading.scorer for reading in readings]
     provable = _same_heads(*scorers)
     likelihoods: tuple[list[tuple[float, ...]], list[tuple[float, ...]]] = ([], [])
     rows: list[list[float]] = []

@@ -11,13 +11,13 @@ import pandas as pd
 import torch
 from transformers import PreTrainedModel
 
-from lyapunov_prune.data.batch import TokenBatch, as_batch
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.forward.hooks import require_finite
 from lyapunov_prune.forward.prefix import Prefix, final_state
+from lyapunov_prune.forward.reading import Readable, Reading, read
 from lyapunov_prune.forward.scoring import Scorer
 from lyapunov_prune.linalg import lift
-from lyapunov_prune.models.structure import find_structure, in_eval_mode
+from lyapunov_prune.models.structure import in_eval_mode
 from lyapunov_prune.progress import track
 from lyapunov_prune.results.arrays import require_array
 from lyapunov_prune.results.result import MeasuredOn, Result
@@ -76,7 +76,7 @@ class SkipDivergence(Result):
 @torch.no_grad()
 def skip_divergence(
     model: PreTrainedModel,
-    batch: TokenBatch | torch.Tensor,
+    batch: Readable,
     *,
     temperature: float = 1.0,
     batch_size: int = 1,
@@ -92,15 +92,12 @@ def skip_divergence(
     are not a function of its final state.
     """
     require_temperature(temperature)
-    batch = as_batch(model, batch)
-    structure = find_structure(model)
-    windows = [ids.to(model.device) for ids in batch.ids.split(batch_size)]
-    prefix, scorer = Prefix(structure, windows[0]), Scorer(model, structure, windows[0])
-    sets = [(layer,) for layer in range(structure.num_layers)]
-    means = divergences_without(prefix, scorer, windows, sets, temperature, "skipping layers", batch.text)
+    reading = read(model, batch)
+    sets = [(layer,) for layer in range(reading.structure.num_layers)]
+    means = divergences_without(reading, sets, temperature, batch_size, "skipping layers")
     means[~np.isfinite(means).all(-1)] = np.nan
     variance, kl, reverse_kl, flipped = means.T.copy()
-    return SkipDivergence(variance, kl, reverse_kl, flipped, float(temperature), batch.measured_on(model))
+    return SkipDivergence(variance, kl, reverse_kl, flipped, float(temperature), reading.measured_on())
 
 
 def require_temperature(temperature: float) -> None:
@@ -110,23 +107,22 @@ def require_temperature(temperature: float) -> None:
 
 
 def divergences_without(
-    prefix: Prefix,
-    scorer: Scorer,
-    windows: Sequence[torch.Tensor],
+    reading: Reading,
     sets: Sequence[tuple[int, ...]],
     temperature: float,
+    batch_size: int,
     description: str,
-    text: str,
 ) -> np.ndarray:
-    """The four measures of `SkipDivergence` with each set of layers left out, sets × 4, means over `windows`.
+    """The four measures of `SkipDivergence` with each set of layers left out, sets × 4, means over the batch.
 
-    `text` names what the windows are of. Raises NonFiniteError naming the layer when the dense model is not finite.
+    Raises NonFiniteError naming the layer when the dense model is not finite.
     """
+    windows, prefix, scorer = reading.windows(batch_size), reading.prefix, reading.scorer
     sums = torch.zeros(len(sets), 4, dtype=torch.float64)
     for ids in track(windows, description):
         dense, changed = _final_states(prefix, ids, sets)
         if not dense.isfinite().all():
-            require_finite(prefix.structure, ids, text)
+            require_finite(reading.structure, ids, reading.batch.text)
         for number, p, q in prediction_blocks(scorer, dense, changed, temperature):
             flipped = (p.top != q.top).to(p.log)
             sums[number] += torch.stack([*divergences(p.log, q.log), flipped]).sum(-1).cpu()

@@ -9,7 +9,6 @@ import pandas as pd
 import torch
 from transformers import PreTrainedModel
 
-from lyapunov_prune.data.batch import TokenBatch, as_batch
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.evaluation.repetition import collapsed, repetition
 from lyapunov_prune.forward.decoding import walk
@@ -22,8 +21,9 @@ from lyapunov_prune.forward.logits import (
     sample_inputs,
     uncached_logits,
 )
+from lyapunov_prune.forward.reading import Readable, Reading, read
 from lyapunov_prune.linalg import lift
-from lyapunov_prune.models.structure import find_structure, identify, in_eval_mode
+from lyapunov_prune.models.structure import identify, in_eval_mode
 from lyapunov_prune.predictions.divergence import divergences, require_temperature
 from lyapunov_prune.predictions.spaces import direction
 from lyapunov_prune.progress import track
@@ -103,7 +103,7 @@ class GenerationDivergence(Result):
 def compare_generation(
     dense: PreTrainedModel,
     compressed: PreTrainedModel,
-    prompts: TokenBatch | torch.Tensor,
+    prompts: Readable,
     *,
     steps: int,
     temperature: float = 1.0,
@@ -124,15 +124,15 @@ def compare_generation(
     require_temperature(temperature)
     if steps < 1:
         raise LyapunovPruneError(f"{steps} steps write nothing; give 1 or more")
-    batch = as_batch(compressed, as_batch(dense, prompts))
-    models = (dense, compressed)
-    for model in models:
-        most = find_structure(model).max_context
+    models, readings = (dense, compressed), [read(model, prompts) for model in (dense, compressed)]
+    batch = readings[0].batch
+    for reading in readings:
+        most = reading.structure.max_context
         if most and batch.context + steps > most:
             raise LyapunovPruneError(
                 f"prompts of {batch.context} and {steps} steps do not fit the context of {most}; shorten either"
             )
-    told = [_told_positions(model) for model in models]
+    told = [_told_positions(reading) for reading in readings]
     ends = _ends(dense)
     sums, running = torch.zeros(steps, 4, dtype=torch.float64), torch.zeros(steps, dtype=torch.float64)
     texts: tuple[list[tuple[int, ...]], list[tuple[int, ...]]] = ([], [])
@@ -166,19 +166,20 @@ def compare_generation(
         compressed_tokens=tuple(texts[1]),
         temperature=float(temperature),
         compressed=identify(compressed),
-        measured_on=batch.measured_on(dense),
+        measured_on=readings[0].measured_on(),
     )
 
 
-def _told_positions(model: PreTrainedModel) -> bool:
+def _told_positions(reading: Reading) -> bool:
     """Whether decoding through the cache is right only when every step is told its position."""
+    model = reading.model
     ids = sample_inputs(model, None)[0]
     wanted = last_steps(uncached_logits(model, ids))
     for positions in (False, True):
         found = cached_logits(model, ids, positions=positions)
         if found is None or deviation(found, wanted) <= CACHE_LIMIT[model.dtype]:
             return positions
-    require_finite(find_structure(model), ids, "random tokens")
+    require_finite(reading.structure, ids, "random tokens")
     raise LyapunovPruneError(
         f"{type(model).__name__} does not decode through its cache what it computes without; it cannot be compared"
     )

@@ -14,14 +14,15 @@ from transformers import PreTrainedModel
 
 from lyapunov_prune.bounds.bound_check import BoundCheck
 from lyapunov_prune.bounds.probability import kl_softmax_le_range, kl_softmax_le_variance, variance_bound
-from lyapunov_prune.data.batch import TokenBatch, as_batch, require_context
+from lyapunov_prune.data.batch import require_context
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.forward.changes import WHAT, compressed_layers, dropped_layers
 from lyapunov_prune.forward.decoding import decode_greedily
 from lyapunov_prune.forward.hooks import require_finite, residual_stream, run_backbone
 from lyapunov_prune.forward.prefix import Prefix, final_state
+from lyapunov_prune.forward.reading import Readable, read
 from lyapunov_prune.forward.scoring import Scorer
-from lyapunov_prune.models.structure import find_structure, identify, in_eval_mode
+from lyapunov_prune.models.structure import identify, in_eval_mode
 from lyapunov_prune.predictions.divergence import prediction_blocks, require_temperature
 from lyapunov_prune.predictions.spaces import HIDDEN, LOGITS, PROBABILITIES, direction, prediction
 from lyapunov_prune.progress import track
@@ -109,7 +110,7 @@ class HierarchyProbe(Result):
 @torch.no_grad()
 def probe_layers(
     model: PreTrainedModel,
-    prompts: TokenBatch | torch.Tensor,
+    prompts: Readable,
     *,
     change: Literal["dropped"] | PreTrainedModel = "dropped",
     steps: int = 32,
@@ -138,11 +139,10 @@ def probe_layers(
         raise LyapunovPruneError(f"{steps} decoding steps are none; give 1 or more")
     if not what or not set(what) <= set(WHAT):
         raise LyapunovPruneError(f"cannot change {', '.join(what) or 'nothing'}; give some of {', '.join(WHAT)}")
-    batch = as_batch(model, prompts)
-    structure = find_structure(model)
+    reading = read(model, prompts)
+    batch, structure, windows = reading.batch, reading.structure, reading.windows(batch_size)
     require_context(structure, batch.context + steps - 1)
-    windows = [ids.to(model.device) for ids in batch.ids.split(batch_size)]
-    prefix, scorer = Prefix(structure, windows[0]), Scorer(model, structure, windows[0])
+    prefix, scorer = reading.prefix, reading.scorer
     if structure.num_layers not in prefix.entries:
         require_finite(structure, windows[0], batch.text)
         raise LyapunovPruneError(
@@ -150,9 +150,9 @@ def probe_layers(
             "give another decoder"
         )
     if isinstance(change, PreTrainedModel):
-        changes = compressed_layers(model, change)
+        changes = compressed_layers(reading, change)
     elif change == "dropped":
-        changes = dropped_layers(model, prefix)
+        changes = dropped_layers(reading)
     else:
         raise LyapunovPruneError(f"unknown change {change!r}; give 'dropped', or a compressed model")
     shape = (len(what), structure.num_layers, len(_MEASURES), len(batch.ids), steps)
@@ -168,7 +168,7 @@ def probe_layers(
         measures = _compare(prefix, scorer, ids[:, -steps:], states[layer + 1][:, -steps:], found, temperature)
         for (i, _), m in zip(have, measures, strict=True):
             values[i, layer, :, rows] = m.view(len(_MEASURES), len(ids), steps).cpu()
-    return _result(tuple(what), values.numpy(), temperature, change, batch.measured_on(model))
+    return _result(tuple(what), values.numpy(), temperature, change, reading.measured_on())
 
 
 def _states(prefix: Prefix, ids: torch.Tensor, text: str) -> list[torch.Tensor]:

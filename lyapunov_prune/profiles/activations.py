@@ -17,12 +17,12 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from lyapunov_prune.data.batch import TokenBatch, as_batch
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.forward.hooks import Enough, require_finite, run_backbone
+from lyapunov_prune.forward.reading import Readable, read
 from lyapunov_prune.models.hooked import hooked
 from lyapunov_prune.models.projections import Projection, find_projections
-from lyapunov_prune.models.structure import Structure, find_structure, in_eval_mode
+from lyapunov_prune.models.structure import Structure, in_eval_mode
 from lyapunov_prune.progress import track
 from lyapunov_prune.results.result import MeasuredOn, Result
 
@@ -85,9 +85,7 @@ class ActivationStatistics(Result):
 
 @in_eval_mode
 @torch.no_grad()
-def activation_statistics(
-    model: PreTrainedModel, batch: TokenBatch | torch.Tensor, *, batch_size: int = 1
-) -> ActivationStatistics:
+def activation_statistics(model: PreTrainedModel, batch: Readable, *, batch_size: int = 1) -> ActivationStatistics:
     """Measure rank, tails and sparsity of the activations at every matrix, as ActivationStatistics defines them.
 
     Scatter matrices are summed in float64, the smaller of tokens × tokens and width × width. Layers share
@@ -97,13 +95,13 @@ def activation_statistics(
     Raises NonFiniteError naming the first layer with NaN or infinite activations, and LyapunovPruneError
     for ids outside the vocabulary, a context too long, or weights that are no plain matrices.
     """
-    batch = as_batch(model, batch)
-    structure = find_structure(model)
+    reading = read(model, batch)
+    batch, structure = reading.batch, reading.structure
     matrices = _matrices(structure, find_projections(model), batch.ids.numel(), model)
     found: dict[str, tuple[float, ...]] = {}
     for group in track(list(_groups(matrices, batch.ids.numel())), "activations"):
-        for start in range(0, len(batch.ids), batch_size):
-            _feed(structure, group, batch.ids[start : start + batch_size])
+        for ids in reading.windows(batch_size):
+            _feed(structure, group, ids)
         for matrix in group:
             found[matrix.name] = matrix.statistics()
             if matrix.spoiled:
@@ -123,7 +121,7 @@ def activation_statistics(
         peak_share=share,
         kurtosis=kurtosis,
         sparsity=sparsity,
-        measured_on=batch.measured_on(model),
+        measured_on=reading.measured_on(),
     )
 
 

@@ -14,9 +14,9 @@ import pandas as pd
 import torch
 from transformers import PreTrainedModel
 
-from lyapunov_prune.data.batch import TokenBatch, as_batch
 from lyapunov_prune.errors import LyapunovPruneError
-from lyapunov_prune.models.structure import find_structure, in_eval_mode
+from lyapunov_prune.forward.reading import Readable, read
+from lyapunov_prune.models.structure import in_eval_mode
 from lyapunov_prune.profiles.propagation import WindowSums, difference_sums, jvp_sums
 from lyapunov_prune.progress import track
 from lyapunov_prune.results.arrays import require_array
@@ -179,7 +179,7 @@ class ContractionProfile(Result):
 @torch.no_grad()
 def measure_contraction(
     model: PreTrainedModel,
-    batch: TokenBatch | torch.Tensor,
+    batch: Readable,
     *,
     epsilon: float = 1e-2,
     seeds: Iterable[int] = range(4),
@@ -202,8 +202,8 @@ def measure_contraction(
     Raises NonFiniteError naming the first layer with NaN or infinite activations, and LyapunovPruneError
     for ids outside the vocabulary, a context too long, or a model without forward-mode derivatives.
     """
-    batch = as_batch(model, batch)
-    structure = find_structure(model)
+    reading = read(model, batch)
+    structure = reading.structure
     seeds = tuple(seeds)
     if not seeds or not epsilon > 0 or batch_size < 1:
         raise LyapunovPruneError("give one seed or more, epsilon > 0 and a batch size of 1 or more")
@@ -212,17 +212,14 @@ def measure_contraction(
     _require_pooling(pooling)
 
     run = jvp_sums if method == "jvp" else difference_sums
-    starts = range(0, len(batch.ids), batch_size)
-    sums = [
-        run(structure, batch.ids[start : start + batch_size], start, seeds, epsilon)
-        for start in track(starts, "contraction")
-    ]
+    windows = reading.windows(batch_size)
+    sums = [run(structure, ids, k * batch_size, seeds, epsilon) for k, ids in enumerate(track(windows, "contraction"))]
     total = WindowSums.join(sums)
 
     floor = np.zeros(structure.num_layers + 1)
     if method == "difference":
         unit = torch.finfo(model.dtype).eps
-        control = difference_sums(structure, batch.ids[:1, :FLOOR_TOKENS], 0, (0,), unit)
+        control = difference_sums(structure, windows[0][:1, :FLOOR_TOKENS], 0, (0,), unit)
         floor = control.energy("energy")
 
     state, error = total.state.sum(-1), total.error.sum((-2, -1))
@@ -240,7 +237,7 @@ def measure_contraction(
         sink_state_share=total.peak_state.sum(-1) / state,
         sink_error_share=total.peak_error.sum((-2, -1)) / error,
         norm_growth=growth,
-        measured_on=batch.measured_on(model, seed=seeds[0]),
+        measured_on=reading.measured_on(seed=seeds[0]),
     )
 
 

@@ -9,11 +9,11 @@ import pandas as pd
 import torch
 from transformers import PreTrainedModel
 
-from lyapunov_prune.data.batch import TokenBatch, as_batch
 from lyapunov_prune.errors import NonFiniteError
 from lyapunov_prune.forward.hooks import residual_stream, run_backbone
+from lyapunov_prune.forward.reading import Readable, read
 from lyapunov_prune.linalg import token_energy, widen
-from lyapunov_prune.models.structure import find_structure, in_eval_mode
+from lyapunov_prune.models.structure import in_eval_mode
 from lyapunov_prune.progress import track
 from lyapunov_prune.results.arrays import require_array
 from lyapunov_prune.results.result import MeasuredOn, Result
@@ -55,20 +55,16 @@ class InfluenceProfile(Result):
 
 @in_eval_mode
 @torch.no_grad()
-def block_influence(
-    model: PreTrainedModel, batch: TokenBatch | torch.Tensor, *, batch_size: int = 1
-) -> InfluenceProfile:
+def block_influence(model: PreTrainedModel, batch: Readable, *, batch_size: int = 1) -> InfluenceProfile:
     """Measure Block Influence of every layer in one forward per window.
 
     `1 − cos(a, b)` is computed as `½ ‖a/‖a‖ − b/‖b‖‖²`, which keeps its digits when a layer barely
     turns the state. Raises NonFiniteError naming the first layer with NaN or infinite activations, and
     LyapunovPruneError for ids outside the vocabulary or a context too long.
     """
-    batch = as_batch(model, batch)
-    structure = find_structure(model)
-    starts = range(0, len(batch.ids), batch_size)
+    reading = read(model, batch)
     rows: list[np.ndarray] = []
-    for start in track(starts, "block influence"):
+    for ids in track(reading.windows(batch_size), "block influence"):
         sums: list[torch.Tensor] = []
         before: list[tuple[torch.Tensor, torch.Tensor]] = []  # unit vectors and norms, a copy
 
@@ -88,18 +84,18 @@ def block_influence(
                 sums.append(torch.stack([turned.mean(-1), moved.mean(-1)]))
             before.append((unit, norm))
 
-        with residual_stream(structure, visit):
-            run_backbone(structure, batch.ids[start : start + batch_size])
+        with residual_stream(reading.structure, visit):
+            run_backbone(reading.structure, ids)
         rows.append(torch.stack([s.cpu() for s in sums]).numpy())
     values = np.concatenate(rows, axis=-1)  # (L, 2, windows)
     finite = np.isfinite(values).all((-2, -1))
     if not finite.all():
-        raise NonFiniteError(int(np.argmin(finite)) + 1, batch.text)
+        raise NonFiniteError(int(np.argmin(finite)) + 1, reading.batch.text)
     windows = values.shape[-1]
     influence, change = values[:, 0], values[:, 1]
     return InfluenceProfile(
         influence=influence.mean(-1),
         spread=influence.std(-1, ddof=1) / np.sqrt(windows) if windows > 1 else np.full(len(values), np.nan),
         change=change.mean(-1),
-        measured_on=batch.measured_on(model),
+        measured_on=reading.measured_on(),
     )

@@ -19,12 +19,12 @@ from torch.autograd import forward_ad
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import PreTrainedModel
 
-from lyapunov_prune.data.batch import TokenBatch, as_batch
 from lyapunov_prune.errors import LyapunovPruneError, NonFiniteError
 from lyapunov_prune.forward.branches import Branch, find_branches, matrix_children
 from lyapunov_prune.forward.hooks import layer_input, run_backbone
+from lyapunov_prune.forward.reading import Readable, read
 from lyapunov_prune.models.hooked import hooked
-from lyapunov_prune.models.structure import find_structure, in_eval_mode
+from lyapunov_prune.models.structure import in_eval_mode
 from lyapunov_prune.progress import track
 from lyapunov_prune.results.result import MeasuredOn, Result
 
@@ -74,7 +74,7 @@ class JacobianNorms(Result):
 @torch.no_grad()
 def sublayer_jacobians(
     model: PreTrainedModel,
-    batch: TokenBatch | torch.Tensor,
+    batch: Readable,
     *,
     steps: int = 12,
     probes: int = 8,
@@ -95,13 +95,13 @@ def sublayer_jacobians(
     Raises LyapunovPruneError for fewer than two steps or one probe, ids outside the vocabulary, a context too
     long, or an operation without forward-mode derivative, and NonFiniteError naming the layer for NaN.
     """
-    batch = as_batch(model, batch)
+    reading = read(model, batch)
+    text, structure = reading.batch.text, reading.structure
     if steps < 2 or probes < 1:
         raise LyapunovPruneError(f"{steps} steps and {probes} probes; give two steps or more and one probe or more")
-    structure = find_structure(model)
     matrices = matrix_children(model, structure)
     windows: list[np.ndarray] = []
-    for number, ids in enumerate(track(batch.ids, "jacobians")):
+    for number, ids in enumerate(track(reading.windows(1), "jacobians")):
         rows: list[list[float]] = []
         generator = torch.Generator().manual_seed(seed * 1_000_003 + number)
 
@@ -114,7 +114,7 @@ def sublayer_jacobians(
         ) -> None:
             index = len(rows)
             if not layer_input(args, kwargs).isfinite().all():
-                raise NonFiniteError(index, batch.text)
+                raise NonFiniteError(index, text)
             found: list[float] = []
             for branch in find_branches(layer, args, kwargs, matrices[index]):
                 with products(branch) as (forward, adjoint, size):
@@ -122,12 +122,12 @@ def sublayer_jacobians(
                     gains = [forward(_signs(size, generator)).square().sum() / size for _ in range(probes)]
                 found += [norm, float(torch.stack(gains).mean()), rise]
             if not np.isfinite(found).all():
-                raise NonFiniteError(index + 1, batch.text)
+                raise NonFiniteError(index + 1, text)
             rows.append([*found, *[np.nan] * (6 - len(found))])
 
         try:
             with hooked(before=[(layer, measure) for layer in structure.layers]):
-                run_backbone(structure, ids.unsqueeze(0))
+                run_backbone(structure, ids)
         except NotImplementedError as error:
             raise LyapunovPruneError(
                 f"{type(model).__name__} has an operation without a forward-mode derivative "
@@ -146,7 +146,7 @@ def sublayer_jacobians(
         mlp_norm=highest[:, 3],
         mlp_gain=np.sqrt(mean[:, 4]),
         mlp_rise=highest[:, 5],
-        measured_on=batch.measured_on(model, seed=seed),
+        measured_on=reading.measured_on(seed=seed),
     )
 
 

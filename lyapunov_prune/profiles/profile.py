@@ -8,8 +8,8 @@ from dataclasses import dataclass, replace
 import pandas as pd
 from transformers import PreTrainedModel
 
-from lyapunov_prune.data.batch import TokenBatch
 from lyapunov_prune.errors import LyapunovPruneError
+from lyapunov_prune.forward.reading import Readable, read
 from lyapunov_prune.profiles.contraction import ContractionProfile, Method, Pooling, measure_contraction
 from lyapunov_prune.profiles.influence import InfluenceProfile, block_influence
 from lyapunov_prune.results.result import MeasuredOn, Result
@@ -46,7 +46,7 @@ class LayerProfile(Result):
 
 def profile_layers(
     model: PreTrainedModel,
-    batch: TokenBatch,
+    batch: Readable,
     *,
     epsilon: float = 1e-2,
     seeds: Iterable[int] = range(4),
@@ -55,15 +55,16 @@ def profile_layers(
     batch_size: int = 1,
 ) -> LayerProfile:
     """`measure_contraction` and `block_influence` on the same tokens."""
+    reading = read(model, batch)
     return LayerProfile(
         contraction=measure_contraction(
             model,
-            batch,
+            reading,
             epsilon=epsilon,
             seeds=seeds,
             method=method,
             pooling=pooling,
             batch_size=batch_size,
         ),
-        influence=block_influence(model, batch, batch_size=batch_size),
+        influence=block_influence(model, reading, batch_size=batch_size),
     )

@@ -13,13 +13,13 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from lyapunov_prune.data.batch import TokenBatch, as_batch
 from lyapunov_prune.errors import NonFiniteError
 from lyapunov_prune.forward.hooks import hidden_of, layer_input, run_backbone
+from lyapunov_prune.forward.reading import Readable, read
 from lyapunov_prune.forward.sublayers import KINDS, Sublayers, find_sublayers
 from lyapunov_prune.linalg import token_energy, widen
 from lyapunov_prune.models.hooked import hooked
-from lyapunov_prune.models.structure import find_structure, in_eval_mode
+from lyapunov_prune.models.structure import in_eval_mode
 from lyapunov_prune.progress import track
 from lyapunov_prune.results.arrays import require_array
 from lyapunov_prune.results.result import MeasuredOn, Result
@@ -61,9 +61,7 @@ class SublayerInfluence(Result):
 
 @in_eval_mode
 @torch.no_grad()
-def sublayer_influence(
-    model: PreTrainedModel, batch: TokenBatch | torch.Tensor, *, batch_size: int = 1
-) -> SublayerInfluence:
+def sublayer_influence(model: PreTrainedModel, batch: Readable, *, batch_size: int = 1) -> SublayerInfluence:
     """Measure both branches of every layer in one forward per window.
 
     The stream after the first branch is what enters the second, so factors that a layer puts on its branches
@@ -71,13 +69,11 @@ def sublayer_influence(
     `block_influence`. Raises NonFiniteError naming the first layer with NaN or infinite activations, and
     LyapunovPruneError for weights that are not in memory as plain matrices.
     """
-    batch = as_batch(model, batch)
-    structure = find_structure(model)
+    reading = read(model, batch)
+    structure = reading.structure
     found = find_sublayers(model, range(structure.num_layers))
-    starts = range(0, len(batch.ids), batch_size)
     rows: list[np.ndarray] = []
-    for start in track(starts, "sublayer influence"):
-        ids = batch.ids[start : start + batch_size]
+    for ids in track(reading.windows(batch_size), "sublayer influence"):
         unseen = torch.full((2, len(ids)), torch.nan, dtype=torch.float64)  # of a layer that text does not run
         turned = dict.fromkeys(found, unseen)
         with ExitStack() as hooks:
@@ -89,11 +85,11 @@ def sublayer_influence(
     missing = np.array([[kind not in found[i].branches for kind in KINDS] for i in range(len(values))])
     finite = (np.isfinite(values) | missing[..., None]).all((-2, -1))
     if not finite.all():
-        raise NonFiniteError(int(np.argmin(finite)) + 1, batch.text)
+        raise NonFiniteError(int(np.argmin(finite)) + 1, reading.batch.text)
     windows = values.shape[-1]
     spread = values.std(-1, ddof=1) / np.sqrt(windows) if windows > 1 else np.full(values.shape[:2], np.nan)
     (attention, mlp), (attention_spread, mlp_spread) = values.mean(-1).T, spread.T
-    return SublayerInfluence(attention, mlp, attention_spread, mlp_spread, batch.measured_on(model))
+    return SublayerInfluence(attention, mlp, attention_spread, mlp_spread, reading.measured_on())
 
 
 def _watched(

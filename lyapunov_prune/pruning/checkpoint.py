@@ -65,8 +65,9 @@ def write_pruned(
     when the target is not empty or the disk refuses; either way nothing is left at `target`.
     """
     require_empty(target)
+    structure = find_structure(model)
     if batch is not None:
-        require_finite(find_structure(model), batch.ids[:1], batch.text)  # else the gate would blame the removal
+        require_finite(structure, batch.ids[:1], batch.text)  # else the gate would blame the removal
     pruned = cut(model, plan)
     with whole_folder(target) as folder:
         with quiet():
@@ -77,7 +78,7 @@ def write_pruned(
             raise _refused(gate.failure())
         history_of(pruned).save(folder / HISTORY)
         loader = loading_class(pruned).__name__
-        return describe(folder, plan, gate, find_structure(model), pruned.num_parameters(), loader=loader)
+        return describe(folder, plan, gate, structure, pruned.num_parameters(), loader=loader)
 
 
 def _save(pruned: PreTrainedModel, folder: Path) -> None:

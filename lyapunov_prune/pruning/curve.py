@@ -6,11 +6,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 import pandas as pd
-import torch
 from transformers import PreTrainedModel
 
-from lyapunov_prune.data.batch import TokenBatch
 from lyapunov_prune.evaluation.perplexity import Perplexity, perplexity
+from lyapunov_prune.forward.reading import Readable, read
 from lyapunov_prune.progress import track
 from lyapunov_prune.pruning.plan import PruningPlan
 from lyapunov_prune.pruning.removal import remove_layers
@@ -62,7 +61,7 @@ class RemovalCurve(Result):
 def evaluate_removals(
     model: PreTrainedModel,
     plans: Mapping[str, list[PruningPlan]],
-    batch: TokenBatch | torch.Tensor,
+    batch: Readable,
     *,
     batch_size: int = 1,
 ) -> RemovalCurve:
@@ -70,7 +69,8 @@ def evaluate_removals(
 
     Plans that remove the same are measured once.
     """
-    dense = perplexity(model, batch, batch_size=batch_size, description="perplexity, dense")
+    reading = read(model, batch)
+    dense = perplexity(model, reading, batch_size=batch_size, description="perplexity, dense")
     rows = [_row("dense", (), dense, dense, model)]
     measured: dict[tuple[tuple[int, ...], ...], RemovalRow] = {}
     jobs = [(criterion, plan) for criterion, chosen in plans.items() for plan in chosen]
@@ -79,7 +79,7 @@ def evaluate_removals(
         if goes not in measured:
             pruned = remove_layers(model, plan)
             found = perplexity(
-                pruned, batch, batch_size=batch_size, description=f"{criterion}, {len(plan.touched)} removed"
+                pruned, reading, batch_size=batch_size, description=f"{criterion}, {len(plan.touched)} removed"
             )
             measured[goes] = _row(criterion, plan.touched, found, dense, pruned)
             del pruned

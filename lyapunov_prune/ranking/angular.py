@@ -9,11 +9,11 @@ import pandas as pd
 import torch
 from transformers import PreTrainedModel
 
-from lyapunov_prune.data.batch import TokenBatch, as_batch
 from lyapunov_prune.errors import LyapunovPruneError, NonFiniteError
 from lyapunov_prune.forward.hooks import residual_stream, run_backbone
+from lyapunov_prune.forward.reading import Readable, read
 from lyapunov_prune.linalg import lift
-from lyapunov_prune.models.structure import find_structure, in_eval_mode
+from lyapunov_prune.models.structure import in_eval_mode
 from lyapunov_prune.progress import track
 from lyapunov_prune.pruning.plan import PruningPlan
 from lyapunov_prune.results.result import MeasuredOn, Result
@@ -75,18 +75,16 @@ class AngularDistance(Result):
 
 @in_eval_mode
 @torch.no_grad()
-def angular_distance(
-    model: PreTrainedModel, batch: TokenBatch | torch.Tensor, *, batch_size: int = 1
-) -> AngularDistance:
+def angular_distance(model: PreTrainedModel, batch: Readable, *, batch_size: int = 1) -> AngularDistance:
     """Measure `AngularDistance` in one forward per window. Memory: L × `batch_size` × tokens × width in float64.
 
     Raises NonFiniteError naming the first layer with NaN or infinite activations, and LyapunovPruneError for ids
     outside the vocabulary, a context too long, or a decoder that carries several states a token.
     """
-    batch = as_batch(model, batch)
-    structure = find_structure(model)
+    reading = read(model, batch)
+    batch, structure = reading.batch, reading.structure
     sums = np.zeros((structure.num_layers + 1,) * 2)
-    for ids in track(batch.ids.split(batch_size), "angular distance"):
+    for ids in track(reading.windows(batch_size), "angular distance"):
         units: list[torch.Tensor] = []
 
         def visit(layer: int, hidden: torch.Tensor, units: list[torch.Tensor] = units) -> None:
@@ -102,4 +100,4 @@ def angular_distance(
         raise NonFiniteError(int(np.argmin(np.isfinite(sums.diagonal()))), batch.text)
     distance = 1 - sums / batch.ids.numel()
     np.fill_diagonal(distance, 0.0)
-    return AngularDistance(distance, batch.measured_on(model))
+    return AngularDistance(distance, reading.measured_on())

@@ -9,11 +9,9 @@ import pandas as pd
 import torch
 from transformers import PreTrainedModel
 
-from lyapunov_prune.data.batch import TokenBatch, as_batch
 from lyapunov_prune.errors import LyapunovPruneError
-from lyapunov_prune.forward.prefix import Prefix
-from lyapunov_prune.forward.scoring import Scorer
-from lyapunov_prune.models.structure import find_structure, identify, in_eval_mode
+from lyapunov_prune.forward.reading import Readable, read
+from lyapunov_prune.models.structure import identify, in_eval_mode
 from lyapunov_prune.predictions.divergence import divergences_without, require_temperature
 from lyapunov_prune.profiles.contraction import floor_note
 from lyapunov_prune.pruning.plan import PruningPlan
@@ -83,7 +81,7 @@ class BudgetedRemoval(Result):
 @torch.no_grad()
 def remove_under_budget(
     model: PreTrainedModel,
-    batch: TokenBatch | torch.Tensor,
+    batch: Readable,
     ranking: LayerRanking,
     max_kl: float,
     *,
@@ -106,19 +104,17 @@ def remove_under_budget(
         raise LyapunovPruneError(f"this ranking is of {ranking.model.name}; rank the layers of this model")
     if ranking.what != "layers":
         raise LyapunovPruneError(f"a budget is spent on whole layers; rank them, not {ranking.what}")
-    structure, batch = find_structure(model), as_batch(model, batch)
-    most = structure.num_layers - 1
+    reading = read(model, batch)
+    most = reading.structure.num_layers - 1
     if most < 1:
         raise LyapunovPruneError(f"{ranking.model.name} has one layer, and one has to stay")
-    windows = [ids.to(model.device) for ids in batch.ids.split(batch_size)]
-    prefix, scorer = Prefix(structure, windows[0]), Scorer(model, structure, windows[0])
     found = np.empty((0, 2))
     while len(found) < most and (found[:, 0] <= max_kl).all():
         counts = range(len(found) + 1, min(len(found) + _TOGETHER, most) + 1)
         sets = [ranking.order[:n] for n in counts]
         description = f"removing {counts[0]} to {counts[-1]} layers"
-        means = divergences_without(prefix, scorer, windows, sets, temperature, description, batch.text)
+        means = divergences_without(reading, sets, temperature, batch_size, description)
         found = np.concatenate([found, means[:, [1, 3]]])
     over = np.flatnonzero(~(found[:, 0] <= max_kl))  # NaN is over any budget
     kl, flipped = found[: over[0] + 1 if len(over) else None].T.copy()
-    return BudgetedRemoval(ranking, kl, flipped, float(max_kl), float(temperature), batch.measured_on(model))
+    return BudgetedRemoval(ranking, kl, flipped, float(max_kl), float(temperature), reading.measured_on())

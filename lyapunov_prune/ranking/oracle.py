@@ -15,12 +15,11 @@ from accelerate.utils import gather_object
 from torch import nn
 from transformers import PreTrainedModel
 
-from lyapunov_prune.data.batch import TokenBatch, as_batch
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.forward.hooks import layer_input
-from lyapunov_prune.forward.prefix import Prefix
+from lyapunov_prune.forward.reading import Readable, read
 from lyapunov_prune.models.hooked import hooked
-from lyapunov_prune.models.structure import Structure, find_structure, in_eval_mode
+from lyapunov_prune.models.structure import Structure, in_eval_mode
 from lyapunov_prune.progress import is_main
 from lyapunov_prune.pruning.plan import PruningPlan
 from lyapunov_prune.results.result import MeasuredOn, Result, decode, encode
@@ -106,7 +105,7 @@ class GreedyRemoval(Result):
 @torch.no_grad()
 def greedy_removal(
     model: PreTrainedModel,
-    batch: TokenBatch | torch.Tensor,
+    batch: Readable,
     remove: int,
     *,
     folder: str | Path | None = None,
@@ -129,29 +128,27 @@ def greedy_removal(
     counts the forwards it needed after). Raises LyapunovPruneError when `remove` is no number of layers that leaves
     one, when a candidate is not there to remove, when no candidate leaves a finite loss, and as `Sweep` does.
     """
-    batch = as_batch(model, batch)
-    structure = find_structure(model)
+    reading = read(model, batch)
+    batch, structure = reading.batch, reading.structure
     if not 1 <= remove < structure.num_layers:
         raise LyapunovPruneError(
             f"cannot remove {remove} of {structure.num_layers} layers; give 1 to {structure.num_layers - 1}"
         )
-    measured_on = batch.measured_on(model)
+    measured_on = reading.measured_on()
     folder = None if folder is None else Path(folder)
     with Store(folder, "greedy removal", {**encode(measured_on), "criterion": criterion}, resume=resume) as store:
         if folder is not None and not resume and is_main():
             for path in folder.glob("step-[0-9]*"):  # also of steps that this search will not come to
                 Store(path, "sweep", {}).close()  # not resumed, it leaves nothing there
         removed: tuple[int, ...] = ()
-        prefix: Prefix | None = None
         for number in range(remove):
             key = f"step {number}"
             if key not in store:
                 with _computed_tokens(structure) as tokens:
-                    prefix = prefix or Prefix(structure, batch.ids[:1].to(model.device))
                     kept = None if folder is None else folder / f"step-{number}"
                     also = {"removed": ",".join(map(str, removed))}
                     with (
-                        prefix.without(removed),
+                        reading.prefix.without(removed),
                         Sweep(model, batch, folder=kept, resume=resume, batch_size=batch_size, also=also) as sweep,
                     ):
                         tried = _tried(candidates, removed, structure.num_layers)

@@ -12,10 +12,11 @@ import torch
 from scipy import stats
 from transformers import PreTrainedModel
 
-from lyapunov_prune.data.batch import TokenBatch, as_batch, require_disjoint
+from lyapunov_prune.data.batch import require_disjoint
 from lyapunov_prune.data.text import require_unseen
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.evaluation.perplexity import interval_of
+from lyapunov_prune.forward.reading import Readable, read
 from lyapunov_prune.models.projections import Projection
 from lyapunov_prune.models.structure import identify
 from lyapunov_prune.profiles.profile import LayerProfile
@@ -162,14 +163,14 @@ class Sensitivity(Result):
 
 def measure_sensitivity(
     model: PreTrainedModel,
-    batch: TokenBatch | torch.Tensor,
+    batch: Readable,
     *,
     studies: Sequence[str] = DEFAULT_STUDIES,
     method: str = "magnitude",
     sparsity: float = 0.5,
     rank: int | None = None,
     limit: float = 10.0,
-    calibration: TokenBatch | torch.Tensor | None = None,
+    calibration: Readable | None = None,
     profile: LayerProfile | None = None,
     folder: str | Path | None = None,
     resume: bool = False,
@@ -192,22 +193,22 @@ def measure_sensitivity(
     unknown = [name for name in studies if name not in STUDIES]
     if unknown or not studies:
         raise LyapunovPruneError(f"unknown study {''.join(unknown[:1])!r}; give some of {', '.join(STUDIES)}")
-    batch = as_batch(model, batch)
+    reading = read(model, batch)
     if calibration is not None:
-        calibration = as_batch(model, calibration)
-        require_disjoint(calibration, batch)
-    require_unseen(model, batch)
-    if profile is not None and batch.shared_with(profile.contraction.measured_on):
+        calibration = read(model, calibration)
+        require_disjoint(calibration.batch, reading.batch)
+    require_unseen(model, reading.batch)
+    if profile is not None and reading.batch.shared_with(profile.contraction.measured_on):
         raise LyapunovPruneError("the profile was measured on the tokens of the regret; give it other text")
     if profile is not None and not profile.contraction.measured_on.model.same_as(identify(model)):
         raise LyapunovPruneError("the profile was measured on another model; measure this one")
     compressor = Compressor(model, calibration)
     if calibration is None and ("threshold" in studies or method == "wanda"):
         raise LyapunovPruneError("wanda needs calibration text; give some, or leave out the study threshold")
-    also = {"calibration": None if calibration is None else calibration.text_hash}
+    also = {"calibration": None if calibration is None else calibration.batch.text_hash}
     losses: dict[str, float] = {}
     found: list[tuple[Change, Outcome]] = []
-    with Sweep(model, batch, folder=folder, resume=resume, batch_size=batch_size, also=also) as sweep:
+    with Sweep(model, reading, folder=folder, resume=resume, batch_size=batch_size, also=also) as sweep:
         for study in sorted(dict.fromkeys(studies), key=list(STUDIES).index):
             if STUDIES[study].after_groups and not losses:
                 groups = compressor.jobs(changes("group", compressor.projections, base, {}))
@@ -224,7 +225,7 @@ def measure_sensitivity(
         effects=tuple(_effect(change, outcome, shapes) for change, outcome in found),
         scores={} if profile is None else _scores(profile),
         measured_on=sweep.measured_on,
-        calibrated_on=None if calibration is None else calibration.measured_on(model),
+        calibrated_on=None if calibration is None else calibration.measured_on(),
     )
 
 

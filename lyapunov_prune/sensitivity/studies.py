@@ -14,8 +14,8 @@ from lyapunov_prune.calibration.norms import input_norms
 from lyapunov_prune.calibration.statistics import Statistics
 from lyapunov_prune.compression.methods import compressed
 from lyapunov_prune.compression.svd import basis, truncate
-from lyapunov_prune.data.batch import TokenBatch
 from lyapunov_prune.errors import LyapunovPruneError
+from lyapunov_prune.forward.reading import Readable
 from lyapunov_prune.models.projections import Projection, find_projections, groups
 from lyapunov_prune.sensitivity.sweep import Job, badness
 from lyapunov_prune.sensitivity.table import METHODS, STUDIES
@@ -92,7 +92,7 @@ class Compressor:
     Memory: a copy of the layers beside the model when a study compresses them all.
     """
 
-    def __init__(self, model: PreTrainedModel, calibration: TokenBatch | torch.Tensor | None) -> None:
+    def __init__(self, model: PreTrainedModel, calibration: Readable | None) -> None:
         self.model, self.calibration = model, calibration
         self.projections = find_projections(model)
         self._norms: dict[str, torch.Tensor] | None = None

@@ -15,14 +15,12 @@ from accelerate import PartialState
 from accelerate.utils import gather_object
 from transformers import PreTrainedModel
 
-from lyapunov_prune.data.batch import TokenBatch, as_batch
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.forward.hooks import require_finite, residual_stream
-from lyapunov_prune.forward.prefix import Prefix
+from lyapunov_prune.forward.reading import Readable, read
 from lyapunov_prune.forward.replacement import replaced
-from lyapunov_prune.forward.scoring import Scorer
 from lyapunov_prune.models.projections import Projection
-from lyapunov_prune.models.structure import find_structure, in_eval_mode
+from lyapunov_prune.models.structure import in_eval_mode
 from lyapunov_prune.progress import track
 from lyapunov_prune.results.result import decode, encode
 from lyapunov_prune.results.store import Store
@@ -71,23 +69,22 @@ class Sweep:
     def __init__(
         self,
         model: PreTrainedModel,
-        batch: TokenBatch | torch.Tensor,
+        batch: Readable,
         *,
         folder: str | Path | None = None,
         resume: bool = False,
         batch_size: int = 1,
         also: Mapping[str, str | None] | None = None,
     ) -> None:
-        batch = as_batch(model, batch)
+        self.reading = read(model, batch)
         # Processes meet after each run; the slowest may take long.
         # Without `cpu` those of a machine that has no GPU would not know of each other.
         self._processes = PartialState(cpu=model.device.type == "cpu", timeout=timedelta(days=30))
-        self.model, self.batch, self.structure = model, batch, find_structure(model)
-        self.measured_on = batch.measured_on(model)
+        self.measured_on = self.reading.measured_on()
         self._store = Store(folder, "sweep", {**encode(self.measured_on), **(also or {})}, resume=resume)
         # One that reads what another has already added would share the rest out in its own way.
         self._processes.wait_for_everyone()
-        self._ids = [ids.to(model.device) for ids in batch.ids.split(batch_size)]
+        self._ids = self.reading.windows(batch_size)
         self._ready = False
 
     def __enter__(self) -> Sweep:
@@ -112,7 +109,7 @@ class Sweep:
         pending = sorted((job for key, job in wanted.items() if key not in self._store), key=lambda job: job.first)
         mine = pending[self._processes.process_index :: self._processes.num_processes]
         if mine:
-            in_eval_mode(self._measure_all)(self.model, mine, description)
+            in_eval_mode(self._measure_all)(self.reading.model, mine, description)
         found = {job.key: self._store[job.key] for job in mine}
         for others in gather_object([found]):
             self._store.learn(others)
@@ -120,7 +117,7 @@ class Sweep:
 
     def _measure_all(self, model: PreTrainedModel, jobs: list[Job], description: str) -> None:
         self._prepare()
-        layers = self.structure.num_layers
+        layers = self.reading.structure.num_layers
         for job in track(jobs, description, cost=lambda job: 1 + layers - job.first):
             self._store.add(job.key, encode(self._measure(job)))
 
@@ -128,14 +125,14 @@ class Sweep:
         """The dense model's own losses and final states, once a process, before its first job."""
         if self._ready:
             return
-        self._prefix = Prefix(self.structure, self._ids[0])
-        self._scorer = Scorer(self.model, self.structure, self._ids[0])
+        structure, batch = self.reading.structure, self.reading.batch
+        self._prefix, self._scorer = self.reading.prefix, self.reading.scorer
         self._states: dict[int, list[torch.Tensor]] = {entry: [] for entry in self._prefix.entries}
-        with residual_stream(self.structure, self._keep, one_state=False):
+        with residual_stream(structure, self._keep, one_state=False):
             losses, finals = self._score(0)
         if not np.isfinite(losses).all():
             bad = int(np.argmin(np.isfinite(losses)))
-            require_finite(self.structure, self.batch.ids[bad : bad + 1], f"window {bad} of {self.batch.text}")
+            require_finite(structure, batch.ids[bad : bad + 1], f"window {bad} of {batch.text}")
             raise LyapunovPruneError(f"the loss of window {bad} is not finite; load the model in a wider dtype")
         self._reference = Reference(finals)
         self._dense = Outcome(losses, self._reference.drift(finals))
@@ -166,6 +163,6 @@ class Sweep:
     def _changed(self, job: Job) -> Iterator[None]:
         with ExitStack() as stack:
             if job.weights is not None:
-                stack.enter_context(replaced(self.model, job.weights()))
+                stack.enter_context(replaced(self.reading.model, job.weights()))
             stack.enter_context(self._prefix.without(job.remove))
             yield

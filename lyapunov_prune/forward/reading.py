@@ -1,0 +1,69 @@
+"""One reading of a model: what every measurement works out before it begins, worked out once."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import torch
+from transformers import PreTrainedModel
+
+from lyapunov_prune.data.batch import TokenBatch, checked_batch
+from lyapunov_prune.forward.prefix import Prefix
+from lyapunov_prune.forward.scoring import Scorer
+from lyapunov_prune.models.plain import require_in_memory
+from lyapunov_prune.models.structure import Structure, find_structure
+from lyapunov_prune.results.result import MeasuredOn
+
+
+@dataclass(frozen=True, eq=False)
+class Reading:
+    """`model` and a batch that it can read; what more there is to know of them is found when first asked for, and kept.
+
+    A measurement hands its reading on to those it calls, as their batch. It is one of the model as it was: inside a
+    block that changes weights or leaves out layers a reading is made anew, of `batch`. `prefix` and `scorer` run the
+    model when first asked for: ask before hooks are set that would see it.
+    """
+
+    model: PreTrainedModel
+    batch: TokenBatch
+    structure: Structure
+
+    def windows(self, batch_size: int) -> list[torch.Tensor]:
+        """The token ids, `batch_size` windows at a time, on the model's device."""
+        return [ids.to(self.model.device) for ids in self.batch.ids.split(batch_size)]
+
+    def measured_on(self, seed: int | None = None) -> MeasuredOn:
+        return replace(self._measured_on, seed=seed)
+
+    @cached_property
+    def _measured_on(self) -> MeasuredOn:
+        return self.batch.measured_on(self.model)
+
+    @cached_property
+    @torch.no_grad()
+    def prefix(self) -> Prefix:
+        return Prefix(self.structure, self.windows(1)[0])
+
+    @cached_property
+    @torch.no_grad()
+    def scorer(self) -> Scorer:
+        return Scorer(self.model, self.structure, self.windows(1)[0])
+
+
+# What a measurement takes for its batch.
+Readable = TokenBatch | torch.Tensor | Reading
+
+
+def read(model: PreTrainedModel, batch: Readable) -> Reading:
+    """The reading of `batch` by `model`: `batch` itself if it is one of this model, that of its tokens otherwise.
+
+    Raises LyapunovPruneError as `as_batch` does.
+    """
+    if isinstance(batch, Reading):
+        if batch.model is model:
+            return batch
+        batch = batch.batch
+    require_in_memory(model)
+    structure = find_structure(model)
+    return Reading(model, checked_batch(structure, batch), structure)
