@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 
 from lyapunov_prune import LyapunovPruneError
 from lyapunov_prune.allocation import Allocation
-from lyapunov_prune.allocation import allocation as module
+from lyapunov_prune.allocation import fitting as module
 from lyapunov_prune.allocation.allocation import Matrices, require_sparsity
 from lyapunov_prune.allocation.atp import atp
 from lyapunov_prune.allocation.fitting import fit, shift
