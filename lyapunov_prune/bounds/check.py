@@ -65,7 +65,9 @@ def check_bounds(
     """
     batch = as_batch(model, batch)
     setting = Setting(float(sparsity), rank, float(cache_radius))
-    _require(method, [setting])
+    if method != "magnitude":
+        raise LyapunovPruneError(f"unknown method {method!r}; give magnitude")
+    _require([setting])
     projections = find_projections(model)
     structure = find_structure(model)
     weights = {p.name: p.weight(model) for p in projections}
@@ -74,7 +76,7 @@ def check_bounds(
         trajectory = Trajectory(model, structure, records)
         for start in track(range(0, len(batch.ids), batch_size), "bounds"):
             trajectory.follow(batch.ids[start : start + batch_size].to(model.device))
-    return _report(method, projections, [setting], [_seen(records)], trajectory, model, batch)
+    return _report(projections, [setting], [_seen(records)], trajectory, model, batch)
 
 
 @in_eval_mode
@@ -83,7 +85,6 @@ def check_grid(
     model: PreTrainedModel,
     batch: TokenBatch | torch.Tensor,
     *,
-    method: str = "magnitude",
     sparsities: Sequence[float] = SPARSITIES,
     ranks: Sequence[int | None] = RANKS,
     cache_radii: Sequence[float] = CACHE_RADII,
@@ -101,12 +102,12 @@ def check_grid(
     """
     batch = as_batch(model, batch)
     settings = [Setting(float(s), r, float(c)) for s in sparsities for r in ranks for c in cache_radii]
-    _require(method, settings)
+    _require(settings)
     projections = find_projections(model)
     weights = {p.name: p.weight(model) for p in projections}
     norms = _each(certify, weights, "norms of the weights")
     known = {name: (weights[name], norms[name]) for name in weights}
-    about = {"measured_on": encode(batch.measured_on(model)), "method": method}
+    about = {"measured_on": encode(batch.measured_on(model)), "method": "magnitude"}
     store = Store(folder, about, resume=resume)
 
     def missing(*parts: Any) -> list[Setting]:
@@ -127,7 +128,7 @@ def check_grid(
                 store.add(str(setting), {name: encode(s) for name, s in seen.items()})
             chosen.clear()
     outcomes = [{name: decode(Seen, s) for name, s in store[str(setting)].items()} for setting in settings]
-    return _report(method, projections, settings, outcomes, None, model, batch)
+    return _report(projections, settings, outcomes, None, model, batch)
 
 
 def _outcome(
@@ -186,9 +187,7 @@ def _approximate_one(W: torch.Tensor, setting: Setting) -> Approximation:
     return _approximate(stage, setting.rank)
 
 
-def _require(method: str, settings: Sequence[Setting]) -> None:
-    if method != "magnitude":
-        raise LyapunovPruneError(f"unknown method {method!r}; give magnitude")
+def _require(settings: Sequence[Setting]) -> None:
     for s in settings:
         if not (0 <= s.sparsity <= 1 and (s.rank is None or s.rank > 0) and 0 <= s.cache_radius < 1):
             raise LyapunovPruneError(f"{s}: give a sparsity of 0 to 1, a rank of 1 or more, a cache radius of 0 to 1")
@@ -197,7 +196,6 @@ def _require(method: str, settings: Sequence[Setting]) -> None:
 
 
 def _report(
-    method: str,
     projections: Sequence[Projection],
     settings: Sequence[Setting],
     outcomes: Sequence[Mapping[str, Seen]],
@@ -211,7 +209,7 @@ def _report(
     if not seen:
         raise LyapunovPruneError("no matrix was given an input in sight, so no bound was checked")
     return BoundsReport(
-        method=method,
+        method="magnitude",
         settings=tuple(settings),
         names=tuple(p.name for p in projections),
         components=tuple(p.component for p in projections),
