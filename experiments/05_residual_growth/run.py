@@ -5,14 +5,17 @@
 Writes contraction-EPSILON.json, jacobian.json and the figures beside this file.
 """
 
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import typer
 
 import lyapunov_prune as lp
 from experiments.common import draw, inputs
-from lyapunov_prune.report.profiles import growth_figure, jacobian_figure
+from lyapunov_prune.report.drawing import COLOURS, GREY, depth_axis, log_axis, panels, svg
+from lyapunov_prune.report.profiles import jacobian_figure
 
 HERE = Path(__file__).parent
 EPSILONS = (1e-3, 1e-2, 1e-1)
@@ -32,6 +35,28 @@ def main(model: str = "smollm2-135m", text: str = "builtin", tokens: int = 2048,
     jacobian.save(HERE / "jacobian.json")
     draw(HERE, {"growth": growth_figure(profiles), "jacobian": jacobian_figure(jacobian)})
     print(*profiles, jacobian, sep="\n\n")
+
+
+def growth_figure(profiles: Sequence[lp.profiles.ContractionProfile]) -> str:
+    """Above: growth of error and state of the first profile, whose quotient is ρ. Below: ρ at every ε."""
+    figure, (growth, factor) = panels(9, 5.4, 2)
+    first = profiles[0]
+    layers = np.arange(len(first.rho))
+    for values, label, colour, marker in (
+        (first.error_growth, "error, Σ‖e‖² after / before", COLOURS["bi"], "s"),
+        (first.state_growth, "state, Σ‖h‖² after / before", COLOURS["blend"], "o"),
+    ):
+        growth.plot(layers, values, f"-{marker}", markersize=4, linewidth=0.8, color=colour, label=label)
+    growth.set_ylabel("growth")
+    for profile, colour, marker in zip(profiles, COLOURS.values(), "os^Dv", strict=False):
+        factor.plot(layers, profile.rho, marker, markersize=4, color=colour, label=f"ε = {profile.epsilon:g}")
+    factor.set_ylabel("contraction factor ρ")
+    for axes in (growth, factor):
+        axes.axhline(1, color=GREY, linewidth=0.8)
+        log_axis(axes)
+        axes.legend(frameon=False, fontsize=8)
+    depth_axis(factor, len(layers))
+    return svg(figure)
 
 
 if __name__ == "__main__":

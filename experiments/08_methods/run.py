@@ -11,8 +11,7 @@ import typer
 
 import lyapunov_prune as lp
 from experiments.common import draw, texts
-from lyapunov_prune.compression.comparison import Setting, evaluate_compressions
-from lyapunov_prune.report.compression import compressions_figure
+from experiments.compressions import Setting, compressions_figure, evaluate_compressions
 
 HERE = Path(__file__).parent
 SETTINGS = [

@@ -15,12 +15,11 @@ import typer
 
 import lyapunov_prune as lp
 from experiments.common import draw, texts
+from experiments.compressions import Setting, compressions_figure, evaluate_compressions
 from lyapunov_prune.allocation.allocation import Allocation
 from lyapunov_prune.allocation.fitting import fit
-from lyapunov_prune.compression.comparison import Setting, evaluate_compressions
 from lyapunov_prune.models.projections import find_projections
 from lyapunov_prune.models.roles import role
-from lyapunov_prune.report.compression import compressions_figure
 
 HERE = Path(__file__).parent
 STEPS = (-0.1, 0.1, 0.2)

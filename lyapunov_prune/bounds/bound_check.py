@@ -31,11 +31,6 @@ class BoundCheck:
     estimate: bool = False
 
     @property
-    def slack(self) -> float:
-        """How far the error stays below the bound."""
-        return self.bound - self.error
-
-    @property
     def ratio(self) -> float:
         """Error / bound; 1 is a bound attained."""
         return self.error / self.bound if self.bound > 0 else (0.0 if self.error == 0 else np.inf)

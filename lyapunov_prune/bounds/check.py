@@ -65,7 +65,9 @@ def check_bounds(
     """
     reading = read(model, batch)
     setting = Setting(float(sparsity), rank, float(cache_radius))
-    _require(method, [setting])
+    if method != "magnitude":
+        raise LyapunovPruneError(f"unknown method {method!r}; give magnitude")
+    _require([setting])
     projections = find_projections(model)
     weights = {p.name: p.weight(model) for p in projections}
     chosen = _each(partial(_approximate_one, setting=setting), weights, "certified norms")
@@ -73,7 +75,7 @@ def check_bounds(
         trajectory = Trajectory(model, reading.structure, records)
         for ids in track(reading.windows(batch_size), "bounds"):
             trajectory.follow(ids)
-    return _report(method, projections, [setting], [_seen(records)], trajectory, reading)
+    return _report(projections, [setting], [_seen(records)], trajectory, reading)
 
 
 @in_eval_mode
@@ -82,7 +84,6 @@ def check_grid(
     model: PreTrainedModel,
     batch: Readable,
     *,
-    method: str = "magnitude",
     sparsities: Sequence[float] = SPARSITIES,
     ranks: Sequence[int | None] = RANKS,
     cache_radii: Sequence[float] = CACHE_RADII,
@@ -100,10 +101,10 @@ def check_grid(
     """
     reading = read(model, batch)
     settings = [Setting(float(s), r, float(c)) for s in sparsities for r in ranks for c in cache_radii]
-    _require(method, settings)
+    _require(settings)
     projections = find_projections(model)
     weights = {p.name: p.weight(model) for p in projections}
-    about = {**encode(reading.measured_on()), "method": method}
+    about = {**encode(reading.measured_on()), "method": "magnitude"}
     with Store(folder, "check", about, resume=resume) as store:
         norms = _each(certify, weights, "norms of the weights")
         known = {name: (weights[name], norms[name]) for name in weights}
@@ -128,7 +129,7 @@ def check_grid(
                     store.add(setting.key, {name: encode(s) for name, s in seen.items()})
                 chosen.clear()
         outcomes = [{name: decode(Seen, s) for name, s in store[setting.key].items()} for setting in settings]
-    return _report(method, projections, settings, outcomes, None, reading)
+    return _report(projections, settings, outcomes, None, reading)
 
 
 def _outcome(
@@ -186,9 +187,7 @@ def _approximate_one(W: torch.Tensor, setting: Setting) -> Approximation:
     return _approximate(stage, setting.rank)
 
 
-def _require(method: str, settings: Sequence[Setting]) -> None:
-    if method != "magnitude":
-        raise LyapunovPruneError(f"unknown method {method!r}; give magnitude")
+def _require(settings: Sequence[Setting]) -> None:
     for s in settings:
         if not (0 <= s.sparsity <= 1 and (s.rank is None or s.rank > 0) and 0 <= s.cache_radius < 1):
             raise LyapunovPruneError(f"{s}: give a sparsity of 0 to 1, a rank of 1 or more, a cache radius of 0 to 1")
@@ -197,7 +196,6 @@ def _require(method: str, settings: Sequence[Setting]) -> None:
 
 
 def _report(
-    method: str,
     projections: Sequence[Projection],
     settings: Sequence[Setting],
     outcomes: Sequence[Mapping[str, Seen]],
@@ -210,7 +208,7 @@ def _report(
     if not seen:
         raise LyapunovPruneError("no matrix was given an input in sight, so no bound was checked")
     return BoundsReport(
-        method=method,
+        method="magnitude",
         settings=tuple(settings),
         names=tuple(p.name for p in projections),
         components=tuple(p.component for p in projections),

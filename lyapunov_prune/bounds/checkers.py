@@ -16,6 +16,8 @@ import numpy as np
 from lyapunov_prune.bounds.bound_check import BoundCheck, Numbers, as_array, worst_check
 from lyapunov_prune.errors import LyapunovPruneError
 
+_STREAM = "residual stream"  # where no matrix is meant
+
 
 def retrieval_bound(
     error: Numbers,
@@ -84,7 +86,7 @@ def composition_bound(
 
 
 def trajectory_error_le(
-    errors: Numbers, growth: Numbers, local: Numbers, *, unit: float = 2.0**-24, matrix: str = "residual stream"
+    errors: Numbers, growth: Numbers, local: Numbers, *, unit: float = 2.0**-24
 ) -> tuple[BoundCheck, ...]:
     """Equation (1), `trajectory_error_le`: `‖h_n − h'_n‖ ≤ composedBound K δ ‖h_0 − h'_0‖ n`, for `n = 1 … N`.
 
@@ -102,14 +104,12 @@ def trajectory_error_le(
         bound = float(K[n] * bound + delta[n])
         rounding = 8 * (n + 2) * unit * bound
         checks.append(
-            worst_check("trajectory_error_le", matrix, n, e[n + 1 : n + 2], np.array([bound]), rounding, estimate=True)
+            worst_check("trajectory_error_le", _STREAM, n, e[n + 1 : n + 2], np.array([bound]), rounding, estimate=True)
         )
     return tuple(checks)
 
 
-def lyapunov_contraction_bound(
-    errors: Numbers, gamma: float, local: float, *, unit: float = 2.0**-24, matrix: str = "residual stream"
-) -> BoundCheck:
+def lyapunov_contraction_bound(errors: Numbers, gamma: float, local: float, *, unit: float = 2.0**-24) -> BoundCheck:
     """Theorem 8, `lyapunov_contraction_bound`: `e_n ≤ γⁿ e_0 + δ (1 − γⁿ)/(1 − γ)` for `n = 1 … N`.
 
     `errors` is (N + 1,); `gamma` bounds every growth factor, `local` every local error; both measured, so
@@ -121,7 +121,7 @@ def lyapunov_contraction_bound(
     power = gamma ** np.arange(1, len(e), dtype=np.float64)
     bound = power * e[0] + local * (1 - power) / (1 - gamma)
     return worst_check(
-        "lyapunov_contraction_bound", matrix, None, e[1:], bound, 8 * len(e) * unit * bound, estimate=True
+        "lyapunov_contraction_bound", _STREAM, None, e[1:], bound, 8 * len(e) * unit * bound, estimate=True
     )
 
 

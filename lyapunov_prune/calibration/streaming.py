@@ -25,7 +25,6 @@ def stream(
     change: Change,
     *,
     batch_size: int = 1,
-    seed: int = 0,
 ) -> None:
     """Go through the layers in order: gather what enters each, let `change` compress it, hand on its new output.
 
@@ -36,7 +35,7 @@ def stream(
 
     `needs` is `norms`, `gram` (`Σ_t x_t x_tᵀ`, n × n, float64, one for matrices that share their input), or
     `sensitivity`: also `Σ_t g_t g_tᵀ`, `g` the gradient at the matrix's output of `⟨v, layer output⟩` with
-    `v ~ N(0, I)` drawn from `seed`: in expectation `Σ Jᵀ J`, `J` the derivative of the layer's output.
+    `v ~ N(0, I)` drawn from seed 0: in expectation `Σ Jᵀ J`, `J` the derivative of the layer's output.
     Memory: the hidden states of the batch, twice at most, and the statistics of one layer.
 
     Raises LyapunovPruneError for experts that a family fuses, whose inputs cannot be seen, for a matrix that no
@@ -46,7 +45,7 @@ def stream(
     reading = read(model, batch)
     windows, prefix = reading.windows(batch_size), reading.prefix
     states, at = [torch.empty(0)] * len(windows), 0
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator().manual_seed(0)
     for layer in track(range(reading.structure.num_layers), "calibration"):
         here = [p for p in projections if p.layer == layer]
         if not here:

@@ -1,17 +1,9 @@
-"""Figures of compression: the perplexity of several against the dense model's, and the errors of one by layer."""
+"""The figure of a compression: how much of each layer, and the errors of its matrices."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from itertools import cycle
-
-import numpy as np
-
-from lyapunov_prune.compression.comparison import CompressionRow, CompressionTable
 from lyapunov_prune.compression.compress import CompressionReport
-from lyapunov_prune.report.drawing import COLOURS, GREY, depth_axis, log_axis, one_panel, panels, svg
-
-_POINTS = tuple(zip(COLOURS.values(), "osD^vP", strict=True))
+from lyapunov_prune.report.drawing import COLOURS, depth_axis, panels, svg
 
 
 def compression_figure(report: CompressionReport) -> str:
@@ -35,42 +27,3 @@ def compression_figure(report: CompressionReport) -> str:
     errors.legend(frameon=False, fontsize=8, ncols=2, loc="lower left", bbox_to_anchor=(0, 1))
     depth_axis(errors, report.allocation.model.num_layers)
     return svg(figure)
-
-
-def compressions_figure(table: CompressionTable) -> str:
-    """Degradation of every row with its paired interval, in the order of the table; a colour an amount."""
-    rows = table.rows
-    figure, axes = one_panel(6.5, 1.1 + 0.24 * len(rows))
-    amounts = [_amount(row) for row in rows]
-    colours = dict(zip(dict.fromkeys(amounts), cycle(_POINTS), strict=False))
-    for y, (row, amount) in enumerate(zip(rows, amounts, strict=True)):
-        colour, marker = colours[amount]
-        bar = np.abs(np.array([[row.low], [row.high]]) - row.degradation)
-        axes.errorbar(
-            row.degradation,
-            y,
-            xerr=bar if np.isfinite(bar).all() else None,
-            fmt=marker,
-            markersize=4,
-            capsize=2,
-            color=colour,
-        )
-    axes.axvline(1, color=GREY, linewidth=0.8)
-    axes.set_yticks(np.arange(len(rows)), _labels(rows, amounts), fontsize=8)
-    axes.set_ylim(len(rows) - 0.4, -0.6)
-    log_axis(axes, "x")
-    axes.set_xlabel(f"perplexity / dense ({table.dense:.3g})")
-    axes.grid(axis="x", color="#dddddd", linewidth=0.5)
-    return svg(figure)
-
-
-def _amount(row: CompressionRow) -> str:
-    """How much, in words."""
-    words = {"sparsity": f"{100 * row.amount:g} %", "bits": f"{row.amount:g} bits", "rank": f"rank {row.amount:g}"}
-    return words[row.unit]
-
-
-def _labels(rows: Sequence[CompressionRow], amounts: Sequence[str]) -> list[str]:
-    """What tells the rows apart, and the amount: a method or schedule that all rows share is left out."""
-    shown = [names for names in ([r.method for r in rows], [r.allocation for r in rows]) if len(set(names)) > 1]
-    return [", ".join(parts) for parts in zip(*shown, amounts, strict=True)]

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.ticker import FuncFormatter
@@ -140,28 +138,6 @@ def contraction_figure(profile: ContractionProfile) -> str:
     axes.set_ylabel("contraction factor ρ")
     axes.legend(frameon=False, fontsize=8)
     depth_axis(axes, len(layers))
-    return svg(figure)
-
-
-def growth_figure(profiles: Sequence[ContractionProfile]) -> str:
-    """Above: growth of error and state of the first profile, whose quotient is ρ. Below: ρ at every ε."""
-    figure, (growth, factor) = panels(9, 5.4, 2)
-    first = profiles[0]
-    layers = np.arange(len(first.rho))
-    for values, label, colour, marker in (
-        (first.error_growth, "error, Σ‖e‖² after / before", COLOURS["bi"], "s"),
-        (first.state_growth, "state, Σ‖h‖² after / before", COLOURS["blend"], "o"),
-    ):
-        growth.plot(layers, values, f"-{marker}", markersize=4, linewidth=0.8, color=colour, label=label)
-    growth.set_ylabel("growth")
-    for profile, colour, marker in zip(profiles, COLOURS.values(), "os^Dv", strict=False):
-        factor.plot(layers, profile.rho, marker, markersize=4, color=colour, label=f"ε = {profile.epsilon:g}")
-    factor.set_ylabel("contraction factor ρ")
-    for axes in (growth, factor):
-        axes.axhline(1, color=GREY, linewidth=0.8)
-        log_axis(axes)
-        axes.legend(frameon=False, fontsize=8)
-    depth_axis(factor, len(layers))
     return svg(figure)
 
 

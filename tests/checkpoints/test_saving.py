@@ -10,7 +10,8 @@ import torch
 from helpers import make_tiny
 from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 
-from lyapunov_prune import CompressionReport, compress
+from lyapunov_prune import compress
+from lyapunov_prune.compression import CompressionReport
 from lyapunov_prune.allocation.table import SCHEDULES
 from lyapunov_prune.checkpoints import saving
 from lyapunov_prune.checkpoints.cards import as_text

@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 from transformers import PreTrainedModel
 
+from experiments.compressions import CompressionRow, CompressionTable, compressions_figure
 from lyapunov_prune import (
     LyapunovPruneError,
     check_bounds,
@@ -31,7 +32,6 @@ from lyapunov_prune import (
 from lyapunov_prune.bounds import check_grid
 from lyapunov_prune.bounds.bound_check import BoundCheck
 from lyapunov_prune.bounds.report import BoundsReport, Violation
-from lyapunov_prune.compression.comparison import CompressionRow, CompressionTable
 from lyapunov_prune.compression.compress import CompressedMatrix, CompressionReport
 from lyapunov_prune.data.batch import as_batch
 from lyapunov_prune.evaluation.evaluation import Evaluation
@@ -44,7 +44,7 @@ from lyapunov_prune.pruning.curve import evaluate_removals
 from lyapunov_prune.ranking import angular_distance, greedy_removal, remove_under_budget
 from lyapunov_prune.ranking.oracle import GreedyRemoval, Step
 from lyapunov_prune.report.bounds import bounds_figure
-from lyapunov_prune.report.compression import compression_figure, compressions_figure
+from lyapunov_prune.report.compression import compression_figure
 from lyapunov_prune.report.drawing import COLOURS
 from lyapunov_prune.report.healing import healing_figure
 from lyapunov_prune.report.page import write_report

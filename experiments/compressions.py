@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import cycle
 
+import numpy as np
 import pandas as pd
 from transformers import PreTrainedModel
 
@@ -17,7 +19,10 @@ from lyapunov_prune.evaluation.perplexity import Perplexity, perplexity
 from lyapunov_prune.forward.reading import read
 from lyapunov_prune.profiles.contraction import ContractionProfile
 from lyapunov_prune.progress import track
+from lyapunov_prune.report.drawing import COLOURS, GREY, log_axis, one_panel, svg
 from lyapunov_prune.results.result import MeasuredOn, Result
+
+_POINTS = tuple(zip(COLOURS.values(), "osD^vP", strict=True))
 
 
 @dataclass(frozen=True)
@@ -118,3 +123,42 @@ def _row(
         found.value / dense.value,
         *found.ratio_interval(dense),
     )
+
+
+def compressions_figure(table: CompressionTable) -> str:
+    """Degradation of every row with its paired interval, in the order of the table; a colour an amount."""
+    rows = table.rows
+    figure, axes = one_panel(6.5, 1.1 + 0.24 * len(rows))
+    amounts = [_amount(row) for row in rows]
+    colours = dict(zip(dict.fromkeys(amounts), cycle(_POINTS), strict=False))
+    for y, (row, amount) in enumerate(zip(rows, amounts, strict=True)):
+        colour, marker = colours[amount]
+        bar = np.abs(np.array([[row.low], [row.high]]) - row.degradation)
+        axes.errorbar(
+            row.degradation,
+            y,
+            xerr=bar if np.isfinite(bar).all() else None,
+            fmt=marker,
+            markersize=4,
+            capsize=2,
+            color=colour,
+        )
+    axes.axvline(1, color=GREY, linewidth=0.8)
+    axes.set_yticks(np.arange(len(rows)), _labels(rows, amounts), fontsize=8)
+    axes.set_ylim(len(rows) - 0.4, -0.6)
+    log_axis(axes, "x")
+    axes.set_xlabel(f"perplexity / dense ({table.dense:.3g})")
+    axes.grid(axis="x", color="#dddddd", linewidth=0.5)
+    return svg(figure)
+
+
+def _amount(row: CompressionRow) -> str:
+    """How much, in words."""
+    words = {"sparsity": f"{100 * row.amount:g} %", "bits": f"{row.amount:g} bits", "rank": f"rank {row.amount:g}"}
+    return words[row.unit]
+
+
+def _labels(rows: Sequence[CompressionRow], amounts: Sequence[str]) -> list[str]:
+    """What tells the rows apart, and the amount: a method or schedule that all rows share is left out."""
+    shown = [names for names in ([r.method for r in rows], [r.allocation for r in rows]) if len(set(names)) > 1]
+    return [", ".join(parts) for parts in zip(*shown, amounts, strict=True)]

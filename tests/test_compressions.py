@@ -14,9 +14,9 @@ from scipy import stats
 from scipy.special import log_softmax
 from transformers import PreTrainedModel
 
+from experiments.compressions import CompressionTable, Setting, evaluate_compressions
 from lyapunov_prune import LyapunovPruneError, allocate, compress, measure_contraction
 from lyapunov_prune.allocation import Allocation
-from lyapunov_prune.compression.comparison import CompressionTable, Setting, evaluate_compressions
 from lyapunov_prune.data.batch import TokenBatch
 
 
