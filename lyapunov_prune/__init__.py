@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from lyapunov_prune.ranking.budget import BudgetedRemoval, remove_under_budget
     from lyapunov_prune.ranking.kl import rank_by_divergence
     from lyapunov_prune.ranking.oracle import GreedyRemoval, greedy_removal
+    from lyapunov_prune.ranking.rank import rank
     from lyapunov_prune.ranking.ranking import LayerRanking, rank_layers, rank_sublayers
     from lyapunov_prune.sensitivity.sensitivity import Sensitivity, measure_sensitivity
 
@@ -100,6 +101,7 @@ __all__ = [
     "merge_adapters",
     "perplexity",
     "probe_layers",
+    "rank",
     "rank_by_divergence",
     "rank_layers",
     "rank_sublayers",
@@ -222,6 +224,7 @@ _HOMES = {
         "GreedyRemoval",
         "greedy_removal",
     ),
+    "ranking.rank": ("rank",),
     "ranking.ranking": (
         "LayerRanking",
         "rank_layers",

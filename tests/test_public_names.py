@@ -37,7 +37,18 @@ def test_star_brings_the_public_names() -> None:
 
 
 @pytest.mark.parametrize(
-    "arguments", [[], ["--help"], ["prune", "--help"], ["prune"], ["--unknown"], ["unknown"]], ids=" ".join
+    "arguments",
+    [
+        [],
+        ["--help"],
+        ["prune", "--help"],
+        ["prune"],
+        ["--unknown"],
+        ["unknown"],
+        ["rank", "smollm2-135m", "--criterion", "best"],
+        ["prune", "smollm2-135m", "-o", "out", "--remove", "2", "--what", "norms"],
+    ],
+    ids=" ".join,
 )
 def test_help_and_usage_errors_wait_for_no_heavy_import(arguments: list[str]) -> None:
     script = (

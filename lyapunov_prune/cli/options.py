@@ -5,6 +5,8 @@ from typing import Annotated
 
 import typer
 
+from lyapunov_prune.ranking.criteria import CRITERIA
+
 Model = Annotated[str, typer.Argument(help="Hub id, folder, .gguf file, or smollm2-135m (built in).")]
 Text = Annotated[str, typer.Option(help="builtin, a .txt or .jsonl file, or a hub data set name[:config[:split]].")]
 Tokens = Annotated[int, typer.Option(min=2, help="How many tokens to measure on.")]
@@ -46,10 +48,10 @@ MaxKL = Annotated[
         "--max-kl", help="Instead of --remove: as many as keep KL(dense ‖ pruned) on the text below it, nats a token."
     ),
 ]
-Criterion = Annotated[str, typer.Option(help="rho, bi, blend, angular, kl, oracle, from-end or random.")]
+Criterion = Annotated[str, typer.Option(help="; ".join(f"{name}: {c.help}" for name, c in CRITERIA.items()) + ".")]
 What = Annotated[
     str,
-    typer.Option(help="layers, or their attention or mlp alone: zeroed, which saves no time (with --criterion bi)."),
+    typer.Option(help="layers, or their attention or mlp alone: zeroed, which saves no time (not by rho or angular)."),
 ]
 MergeAdapter = Annotated[
     bool, typer.Option("--merge-adapter", help="MODEL holds LoRA adapters: add them to their base model's weights.")
