@@ -51,7 +51,10 @@ MaxKL = Annotated[
 Criterion = Annotated[str, typer.Option(help="; ".join(f"{name}: {c.help}" for name, c in CRITERIA.items()) + ".")]
 What = Annotated[
     str,
-    typer.Option(help="layers, or their attention or mlp alone: zeroed, which saves no time (not by rho or angular)."),
+    typer.Option(
+        help="layers, or their attention or mlp alone: zeroed, which saves no time (by "
+        f"{', '.join(name for name, c in CRITERIA.items() if c.of_sublayers is not None)})."
+    ),
 ]
 MergeAdapter = Annotated[
     bool, typer.Option("--merge-adapter", help="MODEL holds LoRA adapters: add them to their base model's weights.")
