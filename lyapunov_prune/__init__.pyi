@@ -35,6 +35,7 @@ from .pruning.gate import verify_removal as verify_removal
 from .pruning.plan import PruningPlan as PruningPlan
 from .pruning.removal import drop_sublayers as drop_sublayers
 from .pruning.removal import remove_layers as remove_layers
+from .ranking.rank import rank as rank
 from .ranking.ranking import rank_layers as rank_layers
 from .sensitivity.sensitivity import measure_sensitivity as measure_sensitivity
 

@@ -495,7 +495,8 @@ def example(kind: Any, floats: Iterator[float]) -> Any:
     if origin in (typing.Union, types.UnionType):
         return None if kind == (bool | None) else example(args[0], floats)
     if dataclasses.is_dataclass(kind):
-        values = {name: example(hint, floats) for name, hint in typing.get_type_hints(kind).items()}
+        hints = typing.get_type_hints(kind)
+        values = {field.name: example(hints[field.name], floats) for field in dataclasses.fields(kind)}
         # A plan does not drop parts of layers that it removes.
         values |= {name: (2, 3) for name in values if name.startswith("drop_")}
         values |= sound(kind.__name__, values, floats)

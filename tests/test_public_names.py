@@ -98,7 +98,18 @@ def test_a_type_checker_sees_the_types_behind_the_names(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "arguments", [[], ["--help"], ["prune", "--help"], ["prune"], ["--unknown"], ["unknown"]], ids=" ".join
+    "arguments",
+    [
+        [],
+        ["--help"],
+        ["prune", "--help"],
+        ["prune"],
+        ["--unknown"],
+        ["unknown"],
+        ["rank", "smollm2-135m", "--criterion", "best"],
+        ["prune", "smollm2-135m", "-o", "out", "--remove", "2", "--what", "norms"],
+    ],
+    ids=" ".join,
 )
 def test_help_and_usage_errors_wait_for_no_heavy_import(arguments: list[str]) -> None:
     script = (

@@ -12,11 +12,17 @@ from typing import Any
 
 from lyapunov_prune.allocation.table import SCHEDULES
 from lyapunov_prune.compression.table import METHODS
+from lyapunov_prune.ranking.criteria import CRITERIA
 from lyapunov_prune.sensitivity.table import STUDIES
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 DOCUMENTS = [REPOSITORY / "README.md", *sorted((REPOSITORY / "docs").glob("*.md"))]
-TABLES: dict[str, Mapping[str, Any]] = {"methods": METHODS, "schedules": SCHEDULES, "studies": STUDIES}
+TABLES: dict[str, Mapping[str, Any]] = {
+    "criteria": CRITERIA,
+    "methods": METHODS,
+    "schedules": SCHEDULES,
+    "studies": STUDIES,
+}
 _ASKED = re.compile(rf"(<!-- ({'|'.join(TABLES)}) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 

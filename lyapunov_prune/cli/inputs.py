@@ -19,9 +19,6 @@ if TYPE_CHECKING:  # a usage error must not wait for torch
     from lyapunov_prune.models.loading import Loaded
     from lyapunov_prune.profiles.contraction import ContractionProfile
     from lyapunov_prune.profiles.profile import LayerProfile
-    from lyapunov_prune.ranking.angular import AngularDistance
-    from lyapunov_prune.ranking.oracle import GreedyRemoval
-    from lyapunov_prune.ranking.ranking import LayerRanking
     from lyapunov_prune.results.result import MeasuredOn, Result
 
 R = TypeVar("R", bound="Result")
@@ -110,99 +107,12 @@ def profile_model(
     )
 
 
-# Criteria that go by more than a profile holds; the last two choose a whole set, not layer by layer.
-MEASURED_CRITERIA = ("kl", "oracle", "angular")
-
-
-def measure_ranking(
-    loaded: Loaded,
-    batch: TokenBatch,
-    what: str,
-    criterion: str,
-    alpha: float,
-    remove: int | None,
-    batch_size: int,
-    seeds: int,
-    seed: int,
-    *,
-    run: Path | None,
-    resume: bool,
-) -> LayerRanking | GreedyRemoval | AngularDistance:
-    """Measure what the criterion goes by, and rank; the measurement is kept in `run`."""
-    from lyapunov_prune.predictions.divergence import skip_divergence
-    from lyapunov_prune.profiles.sublayer_influence import sublayer_influence
-    from lyapunov_prune.ranking.angular import angular_distance
-    from lyapunov_prune.ranking.kl import rank_by_divergence
-    from lyapunov_prune.ranking.oracle import greedy_removal
-    from lyapunov_prune.ranking.ranking import rank_layers, rank_sublayers
-
-    measured: Result
-    ranking: LayerRanking | GreedyRemoval | AngularDistance
-    if what != "layers":
-        name = "sublayers.json"
-        measured = found = sublayer_influence(loaded.model, batch, batch_size=batch_size)
-        ranking = rank_sublayers(found, what)
-    elif criterion == "kl":
-        name = "divergence.json"
-        measured = divergence = skip_divergence(loaded.model, batch, batch_size=batch_size)
-        ranking = rank_by_divergence(divergence)
-    elif criterion == "oracle":
-        assert remove is not None
-        name = "oracle.json"
-        jobs = run / "jobs" / "oracle" if run else None
-        measured = ranking = greedy_removal(
-            loaded.model, batch, remove, folder=jobs, resume=resume, batch_size=batch_size
-        )
-    elif criterion == "angular":
-        name = "angular.json"
-        measured = ranking = angular_distance(loaded.model, batch, batch_size=batch_size)
-    else:
-        name = "profile.json"
-        measured = profile = profile_model(loaded, batch, batch_size, seeds, seed)
-        ranking = rank_layers(profile.contraction, profile.influence, criterion=criterion, alpha=alpha, seed=seed)
-    if run is not None:
-        measured.save(run / name)
-    return ranking
-
-
-def require_known_count(criterion: str, remove: int | None, keep_period: bool = False) -> None:
-    """Some criteria give no order of all layers: they must know how many go."""
-    how = {"oracle": "searches step by step", "angular": "removes a run of layers"}.get(criterion)
-    if how and remove is None:
-        raise LyapunovPruneError(f"criterion {criterion} {how}; give --remove N with it")
-    if how and keep_period:
-        raise LyapunovPruneError(f"criterion {criterion} {how}, not periods; leave out --keep-period")
-
-
-def require_budget(max_kl: float, what: str, otherwise: bool) -> None:
+def require_budget_alone(what: str, otherwise: bool) -> None:
     """`otherwise`: something else that is given says what goes already."""
-    if not max_kl > 0:
-        raise LyapunovPruneError(f"--max-kl {max_kl:g} removes nothing; give a number above 0, in nats a token")
     if otherwise or what != "layers":
         raise LyapunovPruneError(
             "--max-kl says how many layers of a MODEL go; give it without --remove, --profile, --keep-period and --what"
         )
-
-
-def require_what(what: str, ranked_by: str | None) -> None:
-    """Before minutes of measuring, as below: `ranked_by` is None where nothing is ranked."""
-    from lyapunov_prune.pruning.plan import FIELDS
-
-    if what not in FIELDS:
-        raise LyapunovPruneError(f"unknown --what {what!r}; give one of {', '.join(FIELDS)}")
-    if what != "layers" and ranked_by not in (None, "bi"):
-        raise LyapunovPruneError(f"--what {what} is ranked by Block Influence only; give --criterion bi with it")
-
-
-def require_criterion(criterion: str, alpha: float) -> None:
-    """The ranking would refuse the same."""
-    from lyapunov_prune.ranking.ranking import CRITERIA
-
-    known = (*CRITERIA, *MEASURED_CRITERIA)
-    if criterion not in known:
-        raise LyapunovPruneError(f"unknown criterion {criterion!r}; give one of {', '.join(known)}")
-    if not 0 <= alpha <= 1:
-        raise LyapunovPruneError(f"alpha {alpha:g} is outside [0, 1]; give a weight between them")
 
 
 def require_studies(study: str) -> tuple[str, ...]:
@@ -214,13 +124,6 @@ def require_studies(study: str) -> tuple[str, ...]:
     if unknown:
         raise LyapunovPruneError(f"unknown study {unknown[0]!r}; give all, or some of {', '.join(STUDIES)}")
     return names
-
-
-def require_count(remove: int, layers: int, what: str) -> None:
-    """Before minutes of measuring: the plan would refuse the same."""
-    most = layers - 1 if what == "layers" else layers
-    if not 1 <= remove <= most:
-        raise LyapunovPruneError(f"cannot remove {remove} of {layers} layers; give 1 to {most}")
 
 
 def parse_pattern(pattern: str | None) -> tuple[int, int] | None:

@@ -13,6 +13,7 @@ import typer
 from lyapunov_prune.allocation.table import SCHEDULES
 from lyapunov_prune.cli import choices
 from lyapunov_prune.compression.table import METHODS
+from lyapunov_prune.ranking.criteria import CRITERIA
 
 if TYPE_CHECKING:  # a usage error must not wait for torch
     from lyapunov_prune.data.batch import TokenBatch
@@ -99,11 +100,14 @@ Seeds = Annotated[int, what_option(min=1, help="How many perturbations to averag
 Temperature = Annotated[float, what_option(help="Of both models' softmax.")]
 Items = Annotated[int | None, what_option("--limit", min=1, help="How many items of a file or task; all if not given.")]
 
-Criterion = Annotated[choices.Criterion, what_option(help="What the order of layers goes by.")]
+Criterion = Annotated[choices.Criterion, what_option(help=one_of(CRITERIA, "What the order of layers goes by."))]
 Alpha = Annotated[float, what_option(help="Weight of |rho − 1| in the blend.")]
 What = Annotated[
     choices.What,
-    what_option(help="Whole layers, or one branch of each: zeroed, which saves no time (with --criterion bi)."),
+    what_option(
+        help="Whole layers, or one branch of each: zeroed, which saves no time (by "
+        f"{', '.join(name for name, c in CRITERIA.items() if c.of_sublayers is not None)})."
+    ),
 ]
 MaxKL = Annotated[
     float | None,

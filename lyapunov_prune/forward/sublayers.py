@@ -22,6 +22,12 @@ _TOKENS = 8
 _MOVED = 1e-3
 
 
+def require_kind(kind: str) -> None:
+    """Raise LyapunovPruneError unless `kind` is one of KINDS."""
+    if kind not in KINDS:
+        raise LyapunovPruneError(f"a layer has no {kind!r} to leave out; give {' or '.join(KINDS)}")
+
+
 @dataclass(frozen=True)
 class Sublayers:
     """The branches of a layer by kind, in the order of their calls. `parallel`: both read the layer's input."""

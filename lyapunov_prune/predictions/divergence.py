@@ -1,10 +1,11 @@
-"""What passing over one layer does to the prediction: divergence of the next token's probabilities."""
+"""What leaving out one layer, or its attention or MLP, does to the probabilities of the next token."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 
 import numpy as np
 import pandas as pd
@@ -16,6 +17,7 @@ from lyapunov_prune.forward.hooks import require_finite
 from lyapunov_prune.forward.prefix import Prefix, final_state
 from lyapunov_prune.forward.reading import Readable, Reading, read
 from lyapunov_prune.forward.scoring import Scorer
+from lyapunov_prune.forward.sublayers import find_sublayers, require_kind, silent
 from lyapunov_prune.linalg import lift
 from lyapunov_prune.models.structure import in_eval_mode
 from lyapunov_prune.progress import track
@@ -28,6 +30,8 @@ _CHUNK = 2**22
 _BLOCK = 2**18
 # Sums of terms that are not negative, each rounded.
 _ROUNDING = 1e-9
+# The first layer that changes, and a block in which it is changed.
+Change = tuple[int, Callable[[], AbstractContextManager[None]]]
 
 
 @dataclass(frozen=True)
@@ -72,6 +76,20 @@ class SkipDivergence(Result):
         return f"Divergence when one layer is skipped, T = {self.temperature:g}\n{self.measured_on.line()}"
 
 
+@dataclass(frozen=True)
+class SublayerDivergence(SkipDivergence):
+    """`SkipDivergence` of one kind of branch, `attention` or `mlp`: that of each layer is silenced by itself.
+
+    A layer without such a branch has NaN in all four; one whose silencing makes the logits infinite or NaN infinity.
+    """
+
+    what: str
+
+    def headline(self) -> str:
+        part = {"attention": "attention", "mlp": "MLP"}[self.what]
+        return f"Divergence when one layer's {part} is silenced, T = {self.temperature:g}\n{self.measured_on.line()}"
+
+
 @in_eval_mode
 @torch.no_grad()
 def skip_divergence(
@@ -100,6 +118,37 @@ def skip_divergence(
     return SkipDivergence(variance, kl, reverse_kl, flipped, float(temperature), reading.measured_on())
 
 
+@in_eval_mode
+@torch.no_grad()
+def sublayer_divergence(
+    model: PreTrainedModel,
+    batch: Readable,
+    what: str,
+    *,
+    temperature: float = 1.0,
+    batch_size: int = 1,
+) -> SublayerDivergence:
+    """Silence `what`, the attention or the mlp, of every layer by itself and measure `SublayerDivergence` on `batch`.
+
+    Costs what `skip_divergence` does. Raises as that does, and LyapunovPruneError when `what` is neither, and for
+    weights that are not in memory as plain matrices.
+    """
+    require_temperature(temperature)
+    require_kind(what)
+    reading = read(model, batch)
+    layers = reading.structure.num_layers
+    sublayers = find_sublayers(model, range(layers))
+    branches = {i: found.branches[what] for i, found in sublayers.items() if what in found.branches}
+    changes = [(i, partial(silent, branch)) for i, branch in branches.items()]
+    values = np.full((layers, 4), np.nan)
+    if changes:
+        means = divergences_of(reading, changes, temperature, batch_size, f"silencing {what}")
+        means[~np.isfinite(means).all(-1)] = np.inf
+        values[list(branches)] = means
+    variance, kl, reverse_kl, flipped = values.T.copy()
+    return SublayerDivergence(variance, kl, reverse_kl, flipped, float(temperature), reading.measured_on(), what)
+
+
 def require_temperature(temperature: float) -> None:
     """Raise LyapunovPruneError unless `temperature` is positive and finite."""
     if not 0 < temperature < float("inf"):
@@ -113,14 +162,22 @@ def divergences_without(
     batch_size: int,
     description: str,
 ) -> np.ndarray:
-    """The four measures of `SkipDivergence` with each set of layers left out, sets × 4, means over the batch.
+    """`divergences_of` the model with each set of layers left out."""
+    changes = [(min(layers), partial(reading.prefix.without, layers)) for layers in sets]
+    return divergences_of(reading, changes, temperature, batch_size, description)
+
+
+def divergences_of(
+    reading: Reading, changes: Sequence[Change], temperature: float, batch_size: int, description: str
+) -> np.ndarray:
+    """The four measures of `SkipDivergence` of each of `changes`, changes × 4, means over the batch.
 
     Raises NonFiniteError naming the layer when the dense model is not finite.
     """
     windows, prefix, scorer = reading.windows(batch_size), reading.prefix, reading.scorer
-    sums = torch.zeros(len(sets), 4, dtype=torch.float64)
+    sums = torch.zeros(len(changes), 4, dtype=torch.float64)
     for ids in track(windows, description):
-        dense, changed = _final_states(prefix, ids, sets)
+        dense, changed = _final_states(prefix, ids, changes)
         if not dense.isfinite().all():
             require_finite(reading.structure, ids, reading.batch.text)
         for number, p, q in prediction_blocks(scorer, dense, changed, temperature):
@@ -130,11 +187,11 @@ def divergences_without(
 
 
 def _final_states(
-    prefix: Prefix, ids: torch.Tensor, sets: Sequence[tuple[int, ...]]
+    prefix: Prefix, ids: torch.Tensor, changes: Sequence[Change]
 ) -> tuple[torch.Tensor, list[torch.Tensor]]:
-    """The dense final state of every position that predicts (positions × width), and that without each of `sets`.
+    """The dense final state of every position that predicts (positions × width), and that of each of `changes`.
 
-    Every forward begins at the first layer of its set. The sets are gone through in the order of the model, so that
+    Every forward begins at the first layer that changes. They are gone through in the order of the model, so that
     one dense state at a time is kept to begin with.
     """
     at, hidden = 0, torch.empty(0)
@@ -143,14 +200,15 @@ def _final_states(
         with prefix.entered(at, hidden):
             return final_state(prefix.structure, ids)[:, :-1].flatten(0, 1)
 
-    found: dict[int, torch.Tensor] = {}
-    for number in sorted(range(len(sets)), key=lambda k: min(sets[k])):
-        entry = prefix.entry(min(sets[number]))
+    states: dict[int, torch.Tensor] = {}
+    for number in sorted(range(len(changes)), key=lambda k: changes[k][0]):
+        first, change = changes[number]
+        entry = prefix.entry(first)
         if entry > at:
             at, hidden = entry, prefix.advance(ids, at, hidden, entry)
-        with prefix.without(sets[number]):
-            found[number] = final()
-    return final(), [found[number] for number in range(len(sets))]
+        with change():
+            states[number] = final()
+    return final(), [states[number] for number in range(len(changes))]
 
 
 class Prediction:

@@ -6,4 +6,5 @@ from .kl import rank_by_divergence as rank_by_divergence
 from .oracle import GreedyRemoval as GreedyRemoval
 from .oracle import greedy_removal as greedy_removal
 from .ranking import LayerRanking as LayerRanking
+from .ranking import Ranking as Ranking
 from .ranking import rank_sublayers as rank_sublayers

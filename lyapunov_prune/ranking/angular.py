@@ -16,11 +16,13 @@ from lyapunov_prune.linalg import lift
 from lyapunov_prune.models.structure import in_eval_mode
 from lyapunov_prune.progress import track
 from lyapunov_prune.pruning.plan import PruningPlan
-from lyapunov_prune.results.result import MeasuredOn, Result
+from lyapunov_prune.ranking.criteria import require_known_count
+from lyapunov_prune.ranking.ranking import Ranking
+from lyapunov_prune.results.result import MeasuredOn
 
 
 @dataclass(frozen=True)
-class AngularDistance(Result):
+class AngularDistance(Ranking):
     """`distance[i, j] = 1 − mean_t cos(h_i,t, h_j,t)` between all boundaries, (L + 1, L + 1) float64.
 
     `h_i` enters layer i, `h_L` leaves the last. Beside the diagonal lies Block Influence: `distance[l, l + 1]`. That a
@@ -30,6 +32,9 @@ class AngularDistance(Result):
 
     distance: np.ndarray
     measured_on: MeasuredOn
+
+    criterion = "angular"
+    what = "layers"
 
     def begins(self, remove: int) -> np.ndarray:
         """`distance[l, l + remove]` for every layer l, (L,); NaN where no such run begins.
@@ -41,16 +46,17 @@ class AngularDistance(Result):
             raise LyapunovPruneError(f"cannot remove a run of {remove} of {layers} layers; give 1 to {layers - 1}")
         return np.append(self.distance.diagonal(remove), np.full(remove - 1, np.nan))
 
-    def plan(self, remove: int) -> PruningPlan:
+    def plan(self, remove: int, period: int = 1) -> PruningPlan:
         """The plan that removes the run of `remove` layers whose ends are nearest; of equal ones the first.
 
-        Its scores are `begins(remove)`.
+        Its scores are `begins(remove)`. Raises LyapunovPruneError as that does, and for a `period`: a run keeps none.
         """
+        require_known_count(self.criterion, remove, period > 1)
         scores = self.begins(remove)
         first = int(np.nanargmin(scores))
         return PruningPlan(
             remove=tuple(range(first, first + remove)),
-            criterion="angular",
+            criterion=self.criterion,
             alpha=None,
             scores=scores,
             model=self.measured_on.model,

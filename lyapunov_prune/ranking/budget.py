@@ -15,6 +15,7 @@ from lyapunov_prune.models.structure import identify, in_eval_mode
 from lyapunov_prune.predictions.divergence import divergences_without, require_temperature
 from lyapunov_prune.profiles.contraction import floor_note
 from lyapunov_prune.pruning.plan import PruningPlan
+from lyapunov_prune.ranking.criteria import require_budget
 from lyapunov_prune.ranking.ranking import LayerRanking
 from lyapunov_prune.results.result import MeasuredOn, Result
 
@@ -97,8 +98,7 @@ def remove_under_budget(
     not a number above 0, for a ranking of another model or of parts of layers, a model of one layer, a temperature
     that is not above 0, and logits that are not a function of the final state.
     """
-    if not max_kl > 0:
-        raise LyapunovPruneError(f"a budget of {max_kl:g} nats a token removes nothing; give a number above 0")
+    require_budget(max_kl)
     require_temperature(temperature)
     if not ranking.model.same_as(identify(model)):
         raise LyapunovPruneError(f"this ranking is of {ranking.model.name}; rank the layers of this model")

@@ -22,7 +22,9 @@ from lyapunov_prune.models.hooked import hooked
 from lyapunov_prune.models.structure import Structure, in_eval_mode
 from lyapunov_prune.progress import is_main
 from lyapunov_prune.pruning.plan import PruningPlan
-from lyapunov_prune.results.result import MeasuredOn, Result, decode, encode
+from lyapunov_prune.ranking.criteria import require_count, require_known_count
+from lyapunov_prune.ranking.ranking import Ranking
+from lyapunov_prune.results.result import MeasuredOn, decode, encode
 from lyapunov_prune.results.store import Store
 from lyapunov_prune.sensitivity.sweep import DENSE, Job, Sweep, badness
 
@@ -44,13 +46,15 @@ class Step:
 
 
 @dataclass(frozen=True)
-class GreedyRemoval(Result):
+class GreedyRemoval(Ranking):
     """Layers in the order in which a greedy search removed them; `dense` is the loss of every window before, nats."""
 
     dense: np.ndarray
     steps: tuple[Step, ...]
     criterion: str
     measured_on: MeasuredOn
+
+    what = "layers"
 
     @property
     def order(self) -> tuple[int, ...]:
@@ -66,12 +70,13 @@ class GreedyRemoval(Result):
         """Forwards of the dense model over the batch that the search has cost, without the heads."""
         return float(sum(step.forwards for step in self.steps))
 
-    def plan(self, remove: int) -> PruningPlan:
+    def plan(self, remove: int, period: int = 1) -> PruningPlan:
         """The plan that removes the first `remove` layers of the order.
 
         Its scores are the steps (0 left first), NaN for layers that stayed. Raises LyapunovPruneError when the
-        search did not go so far.
+        search did not go so far, and for periods, which it does not keep.
         """
+        require_known_count("oracle", remove, period > 1)
         if not 1 <= remove <= len(self.steps):
             raise LyapunovPruneError(f"the search removed {len(self.steps)} layers, not {remove}; search further")
         scores = np.full(self.measured_on.model.num_layers, np.nan)
@@ -130,10 +135,7 @@ def greedy_removal(
     """
     reading = read(model, batch)
     batch, structure = reading.batch, reading.structure
-    if not 1 <= remove < structure.num_layers:
-        raise LyapunovPruneError(
-            f"cannot remove {remove} of {structure.num_layers} layers; give 1 to {structure.num_layers - 1}"
-        )
+    require_count(remove, structure.num_layers)
     measured_on = reading.measured_on()
     folder = None if folder is None else Path(folder)
     with Store(folder, "greedy removal", {**encode(measured_on), "criterion": criterion}, resume=resume) as store:

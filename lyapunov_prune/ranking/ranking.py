@@ -2,25 +2,41 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 
 import numpy as np
 import pandas as pd
 
 from lyapunov_prune.errors import LyapunovPruneError
-from lyapunov_prune.forward.sublayers import KINDS
+from lyapunov_prune.forward.sublayers import require_kind
 from lyapunov_prune.profiles.contraction import ContractionProfile, floor_note
 from lyapunov_prune.profiles.influence import InfluenceProfile
 from lyapunov_prune.profiles.sublayer_influence import SublayerInfluence
 from lyapunov_prune.pruning.plan import FIELDS, PruningPlan
+from lyapunov_prune.ranking.criteria import CRITERIA, require_count, require_criterion, require_profiled
 from lyapunov_prune.results.arrays import require_array, require_layers
 from lyapunov_prune.results.result import MeasuredOn, ModelIdentity, Result
 
-CRITERIA = ("rho", "bi", "blend", "from-end", "random")
+_REMEDIES = {"rho": "a contraction profile; measure one", "bi": "Block Influence; measure it"}
+
+
+class Ranking(Result):
+    """What every criterion gives: it knows what it ranks, `layers` or their `attention` or `mlp`, and makes plans."""
+
+    criterion: str
+    what: str
+
+    def plan(self, remove: int, period: int = 1) -> PruningPlan:
+        """The plan that removes `what` of `remove` layers; with a `period` by whole periods of layers.
+
+        Raises LyapunovPruneError where there are not so many to remove, and for a criterion that keeps no periods.
+        """
+        raise NotImplementedError
 
 
 @dataclass(frozen=True)
-class LayerRanking(Result):
+class LayerRanking(Ranking):
     """A score for every layer, (L,) float64; the smallest is removed first.
 
     `what` goes: whole layers, or their attention or MLP alone. Layers that lack it have no score (NaN). Where the
@@ -52,8 +68,8 @@ class LayerRanking(Result):
         scores. Raises LyapunovPruneError when that is less than one, more than there are, no whole number of
         periods, or would leave no layer.
         """
-        if remove < 1:
-            raise LyapunovPruneError(f"cannot remove {remove} layers; give 1 or more")
+        if period == 1:
+            require_count(remove, len(self.scores), self.what)
         if self.what != "layers" and remove > len(self.order):
             raise LyapunovPruneError(
                 f"cannot leave out the {self.what} of {remove} layers: {self.model.name} has {len(self.order)} "
@@ -103,6 +119,39 @@ def require_periods(remove: int, layers: int, period: int) -> None:
         )
 
 
+def scored(
+    criterion: str,
+    values: Mapping[str, np.ndarray],
+    model: ModelIdentity,
+    measured_on: tuple[MeasuredOn, ...] = (),
+    *,
+    alpha: float = 0.5,
+    seed: int = 0,
+    what: str = "layers",
+) -> LayerRanking:
+    """Rank by the score that CRITERIA makes of `values`, one value a layer by name; a layer that lacks `what` has NaN.
+
+    `layer`, if not given, is the index of every layer, and `lot` a permutation drawn from `seed`. Raises
+    LyapunovPruneError when a score is not finite.
+    """
+    layer = values.get("layer", np.arange(model.num_layers, dtype=np.float64))
+    lot = np.random.default_rng(seed).permutation(model.num_layers) + 0 * layer  # NaN stays NaN
+    score = CRITERIA[criterion].score
+    assert score is not None
+    scores: np.ndarray = score({"layer": layer, "lot": lot, **values}, alpha)
+    wrong = ~np.isfinite(scores) if what == "layers" else np.isinf(scores)
+    if wrong.any():
+        raise LyapunovPruneError(f"the score of layer {int(np.argmax(wrong))} is not finite; measure again in float32")
+    return LayerRanking(
+        criterion=criterion,
+        alpha=alpha if criterion == "blend" else None,
+        scores=scores,
+        model=model,
+        measured_on=measured_on,
+        what=what,
+    )
+
+
 def rank_layers(
     profile: ContractionProfile | None = None,
     influence: InfluenceProfile | None = None,
@@ -111,7 +160,7 @@ def rank_layers(
     alpha: float = 0.5,
     seed: int = 0,
 ) -> LayerRanking:
-    """Rank layers for removal.
+    """Rank layers for removal by what was measured before; `rank` measures, and knows every criterion.
 
     | criterion | score, smallest removed first |
     | --- | --- |
@@ -125,23 +174,17 @@ def rank_layers(
     missing measurement, measurements of two models, a ρ that is not finite, and by `rho` or
     `blend` for a profile whose every ρ lies below the rounding floor.
     """
-    if criterion not in CRITERIA:
-        raise LyapunovPruneError(f"unknown criterion {criterion!r}; give one of {', '.join(CRITERIA)}")
-    if not 0 <= alpha <= 1:
-        raise LyapunovPruneError(f"alpha {alpha:g} is outside [0, 1]")
+    require_criterion(criterion, alpha)
+    require_profiled(criterion)
     if profile and influence and not profile.measured_on.model.same_as(influence.measured_on.model):
         raise LyapunovPruneError("the contraction profile and the Block Influence are of two models; measure one")
     source = profile or influence
     if source is None:
         raise LyapunovPruneError("nothing to rank by; give a contraction profile or a Block Influence")
-    layers = np.arange(source.measured_on.model.num_layers)
-
+    values: dict[str, np.ndarray] = {}
     used: list[MeasuredOn] = []
     below_floor: tuple[int, ...] = ()
-    scores: np.ndarray = np.zeros(len(layers))
-    if criterion in ("rho", "blend"):
-        if profile is None:
-            raise LyapunovPruneError(f"criterion {criterion} needs a contraction profile; measure one")
+    if "rho" in CRITERIA[criterion].needs and profile is not None:
         if not np.isfinite(profile.rho).all():
             layer = int(np.argmin(np.isfinite(profile.rho)))
             raise LyapunovPruneError(
@@ -149,26 +192,16 @@ def rank_layers(
             )
         profile.require_above_floor()
         below_floor = profile.below_floor
-        scores = np.abs(profile.rho - 1)
+        values["rho"] = profile.rho
         used.append(profile.measured_on)
-    if criterion in ("bi", "blend"):
-        if influence is None:
-            raise LyapunovPruneError(f"criterion {criterion} needs Block Influence; measure it")
-        blended = alpha * _minmax(scores) + (1 - alpha) * _minmax(influence.influence)
-        scores = influence.influence if criterion == "bi" else blended
+    if "bi" in CRITERIA[criterion].needs and influence is not None:
+        values["bi"] = influence.influence
         used.append(influence.measured_on)
-    if criterion == "from-end":
-        scores = (len(layers) - 1.0) - layers
-    if criterion == "random":
-        scores = np.random.default_rng(seed).permutation(len(layers)).astype(np.float64)
-    return LayerRanking(
-        criterion=criterion,
-        alpha=alpha if criterion == "blend" else None,
-        scores=scores,
-        model=source.measured_on.model,
-        measured_on=tuple(used),
-        below_floor=below_floor,
-    )
+    for name in CRITERIA[criterion].needs:
+        if name in _REMEDIES and name not in values:
+            raise LyapunovPruneError(f"criterion {criterion} needs {_REMEDIES[name]}")
+    ranking = scored(criterion, values, source.measured_on.model, tuple(used), alpha=alpha, seed=seed)
+    return replace(ranking, below_floor=below_floor)
 
 
 def rank_sublayers(influence: SublayerInfluence, what: str) -> LayerRanking:
@@ -176,18 +209,6 @@ def rank_sublayers(influence: SublayerInfluence, what: str) -> LayerRanking:
 
     Raises LyapunovPruneError when `what` is neither `attention` nor `mlp`.
     """
-    if what not in KINDS:
-        raise LyapunovPruneError(f"a layer has no {what!r} to leave out; give {' or '.join(KINDS)}")
-    return LayerRanking(
-        criterion="bi",
-        alpha=None,
-        scores=influence.attention if what == "attention" else influence.mlp,
-        model=influence.measured_on.model,
-        measured_on=(influence.measured_on,),
-        what=what,
-    )
-
-
-def _minmax(x: np.ndarray) -> np.ndarray:
-    span = x.max() - x.min()
-    return (x - x.min()) / span if span > 0 else np.zeros_like(x)
+    require_kind(what)
+    values = influence.attention if what == "attention" else influence.mlp
+    return scored("bi", {"bi": values}, influence.measured_on.model, (influence.measured_on,), what=what)

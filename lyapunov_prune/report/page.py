@@ -20,7 +20,7 @@ from lyapunov_prune.healing.heal import REPORT as HEALING
 from lyapunov_prune.healing.heal import Healing
 from lyapunov_prune.predictions.attention_paths import AttentionPaths
 from lyapunov_prune.predictions.choices import ChoiceComparison
-from lyapunov_prune.predictions.divergence import SkipDivergence
+from lyapunov_prune.predictions.divergence import SkipDivergence, SublayerDivergence
 from lyapunov_prune.predictions.generation import GenerationDivergence
 from lyapunov_prune.predictions.hierarchy import HierarchyProbe
 from lyapunov_prune.profiles.activations import ActivationStatistics
@@ -153,6 +153,14 @@ _SECTIONS = (
         "token is another. A prediction that moves need not be a worse one, and layers skipped together may cost "
         "more than the sum.",
         lambda r: {"divergence": divergence_figure(r)},
+    ),
+    _Section(
+        "sublayer-divergence.json",
+        SublayerDivergence,
+        "Prediction without the attention or the MLP of a layer",
+        "The same with one kind of branch alone, which adds nothing to the residual stream: how far the probabilities "
+        "of the next token move, and the estimate by which criterion kl ranks. Layers without such a branch have none.",
+        lambda r: {"sublayer-divergence": divergence_figure(r)},
     ),
     _Section(
         "budget.json",

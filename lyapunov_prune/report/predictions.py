@@ -10,7 +10,7 @@ from matplotlib.ticker import MaxNLocator
 
 from lyapunov_prune.predictions.attention_paths import AttentionPaths
 from lyapunov_prune.predictions.choices import ChoiceComparison
-from lyapunov_prune.predictions.divergence import SkipDivergence
+from lyapunov_prune.predictions.divergence import SkipDivergence, SublayerDivergence
 from lyapunov_prune.predictions.generation import GenerationDivergence
 from lyapunov_prune.predictions.hierarchy import HierarchyProbe
 from lyapunov_prune.report.drawing import COLOURS, GREY, INK, depth_axis, log_axis, one_panel, panels, svg
@@ -206,20 +206,22 @@ def _band(axes: Axes, x: np.ndarray, values: np.ndarray, label: str, colour: str
 def divergence_figure(measured: SkipDivergence) -> str:
     """Above: KL of the prediction without each layer and its estimate, logarithmic. Below: share of flipped tokens.
 
-    What is not above 0 has no place on the logarithmic axis and is left out, as is NaN.
+    What is not above 0 has no place on the logarithmic axis and is left out, as is what is not finite.
     """
     figure, (nats, share) = panels(9, 5.0, 2)
     layers = np.arange(len(measured.kl))
+    left_out = f"its {measured.what}" if isinstance(measured, SublayerDivergence) else "the layer"
     for values, label, style, marker, colour in (
-        (measured.kl, "KL(dense ‖ without the layer)", "-", "o", COLOURS["rho"]),
+        (measured.kl, f"KL(dense ‖ without {left_out})", "-", "o", COLOURS["rho"]),
         (measured.variance, "Var(Δz) / 2T², the estimate", "--", "s", COLOURS["bi"]),
     ):
-        shown = np.where(values > 0, values, np.nan)
+        shown = np.where(np.isfinite(values) & (values > 0), values, np.nan)
         nats.plot(layers, shown, style, marker=marker, markersize=4, linewidth=0.9, color=colour, label=label)
     log_axis(nats)
     nats.set_ylabel("nats a token")
     nats.legend(frameon=False, fontsize=8)
-    share.plot(layers, 100 * measured.flipped, "-o", markersize=4, linewidth=0.9, color=COLOURS["blend"])
+    flipped = np.where(np.isfinite(measured.flipped), measured.flipped, np.nan)
+    share.plot(layers, 100 * flipped, "-o", markersize=4, linewidth=0.9, color=COLOURS["blend"])
     share.set_ylim(bottom=0)
     share.set_ylabel("tokens flipped, %")
     depth_axis(share, len(layers))

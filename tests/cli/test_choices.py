@@ -9,18 +9,17 @@ import pytest
 
 from lyapunov_prune.allocation.table import SCHEDULES
 from lyapunov_prune.cli import choices
-from lyapunov_prune.cli.inputs import MEASURED_CRITERIA
 from lyapunov_prune.compression.table import METHODS
 from lyapunov_prune.data import batch
 from lyapunov_prune.models.loading import _DTYPES
 from lyapunov_prune.profiles import contraction
 from lyapunov_prune.pruning.plan import FIELDS
-from lyapunov_prune.ranking.ranking import CRITERIA
+from lyapunov_prune.ranking.criteria import CRITERIA
 from lyapunov_prune.sensitivity import table as studies
 
 TABLES: dict[str, tuple[Any, Iterable[str]]] = {
     "allocation": (choices.Allocation, SCHEDULES),
-    "criterion": (choices.Criterion, (*CRITERIA, *MEASURED_CRITERIA)),
+    "criterion": (choices.Criterion, CRITERIA),
     "derivative": (choices.Derivative, get_args(contraction.Method)),
     "dtype": (choices.DType, _DTYPES),
     "method": (choices.Method, METHODS),

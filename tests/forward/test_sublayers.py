@@ -13,7 +13,7 @@ import torch
 from helpers import LAYERS, PARALLEL, TEXT, TINY, branches_of, hooks_of, make_other, make_tiny
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from lyapunov_prune import LyapunovPruneError, PruningPlan, drop_sublayers, remove_layers, verify_removal
+from lyapunov_prune import LyapunovPruneError, PruningPlan, drop_sublayers, rank, remove_layers, verify_removal
 from lyapunov_prune.forward.sublayers import find_sublayers, silenced
 from lyapunov_prune.models.structure import find_structure
 from lyapunov_prune.profiles import sublayer_influence
@@ -209,6 +209,8 @@ def test_layers_of_one_branch_have_one_score(ids: torch.Tensor) -> None:
     assert ranking.plan(2).drop_mlp == (1, 3)
     with pytest.raises(LyapunovPruneError, match="has 2 with one to leave out"):
         ranking.plan(3)
+    for criterion in ("kl", "from-end", "random"):
+        assert set(rank(model, ids, criterion=criterion, what="mlp").plan(2).drop_mlp) == {1, 3}
     with pytest.raises(LyapunovPruneError, match="layer 0 has one branch, mixer, and no mlp to leave out"):
         drop_sublayers(model, mlp=[0])
 
@@ -330,7 +332,7 @@ def test_ranked_planned_pruned_and_loaded(what: str, run: Callable[..., Any]) ->
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--what", "mlp", "--remove", "1"], "ranked by Block Influence only; give --criterion bi"),
+        (["--what", "mlp", "--remove", "1"], "criterion blend is defined for whole layers only; with --what mlp give"),
         (["--what", "norms", "--remove", "1"], "unknown --what 'norms'; give one of layers, attention, mlp"),
         (["--what", "mlp", "--plan", "plan.json"], "a plan says what goes; leave out --what"),
         (

@@ -109,6 +109,7 @@ MEASUREMENTS: dict[str, Callable[[PreTrainedModel], Any]] = {
     "measure_speed": lambda m: lp.measure_speed({"a": m}, prompt=8, steps=2, repeats=1),
     "perplexity": lambda m: lp.perplexity(m, IDS),
     "probe_layers": lambda m: lp.probe_layers(m, IDS),
+    "rank": lambda m: lp.rank(m, IDS, criterion="random"),
     "remove_layers": lambda m: lp.remove_layers(m, [1]),
     "skip_divergence": lambda m: lp.predictions.skip_divergence(m, IDS),
     "sublayer_influence": lambda m: lp.profiles.sublayer_influence(m, IDS),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import math
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -21,10 +22,11 @@ from lyapunov_prune import LyapunovPruneError, NonFiniteError
 from lyapunov_prune.forward.hooks import skipped
 from lyapunov_prune.forward.prefix import Prefix
 from lyapunov_prune.forward.scoring import Scorer
+from lyapunov_prune.forward.sublayers import Sublayers, find_sublayers
 from lyapunov_prune.models.structure import find_structure
 from lyapunov_prune.predictions import SkipDivergence, skip_divergence
 from lyapunov_prune.predictions import divergence as module
-from lyapunov_prune.predictions.divergence import divergences
+from lyapunov_prune.predictions.divergence import SublayerDivergence, divergences, sublayer_divergence
 from lyapunov_prune.ranking import rank_by_divergence
 
 MEASURES = ("variance", "kl", "reverse_kl", "flipped")
@@ -358,3 +360,79 @@ def test_a_bfloat16_model(ids: torch.Tensor) -> None:
     model = make_tiny("llama").bfloat16()
     found, wanted = skip_divergence(model, ids), exact(model, ids)
     np.testing.assert_allclose(found.kl, wanted["kl"], rtol=0.1)
+
+
+# One branch silenced.
+
+# What a branch adds to the stream, made nothing by hand: the matrices, and their biases, that it ends with.
+ENDS = {
+    "llama": {"attention": "self_attn.o_proj", "mlp": "mlp.down_proj"},
+    "gpt2": {"attention": "attn.c_proj", "mlp": "mlp.c_proj"},
+    "gpt_neox": {"attention": "attention.dense", "mlp": "mlp.dense_4h_to_h"},  # parallel branches
+}
+
+
+@pytest.mark.parametrize("what", ["attention", "mlp"])
+@pytest.mark.parametrize("name", ENDS)
+def test_a_silenced_branch_is_measured_by_the_definitions(name: str, what: str, ids: torch.Tensor) -> None:
+    model, T = make_tiny(name), 2.0
+    found = sublayer_divergence(model, ids, what, temperature=T, batch_size=2)
+    z, rows = copy.deepcopy(model).double()(ids).logits[:, :-1].numpy(), []
+    for layer in range(LAYERS):
+        twin = copy.deepcopy(model).double()
+        for parameter in find_structure(twin).layers[layer].get_submodule(ENDS[name][what]).parameters():
+            parameter.zero_()
+        z2 = twin(ids).logits[:, :-1].numpy()
+        rows.append([x.mean() for x in by_definition(z, z2 - z, T)] + [(z.argmax(-1) != z2.argmax(-1)).mean()])
+    assert_agree(found, dict(zip(MEASURES, np.array(rows).T, strict=True)))
+    assert (hooks_of(model), found.what) == (0, what)
+    assert rank_by_divergence(found).what == what
+
+
+def test_a_layer_without_the_branch_has_no_divergence(
+    llama: PreTrainedModel, ids: torch.Tensor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = sublayer_divergence(llama, ids, "mlp")
+
+    def without_two(model: PreTrainedModel, layers: Any) -> dict[int, Sublayers]:
+        return find_sublayers(model, layers) | {2: Sublayers({}, False, "has none")}
+
+    monkeypatch.setattr(module, "find_sublayers", without_two)
+    found = sublayer_divergence(llama, ids, "mlp")
+    for name in MEASURES:
+        wanted = getattr(whole, name).copy()
+        wanted[2] = np.nan
+        np.testing.assert_array_equal(getattr(found, name), wanted)
+    assert 2 not in rank_by_divergence(found).order
+    monkeypatch.setattr(module, "find_sublayers", lambda m, layers: {i: Sublayers({}, False, "") for i in layers})
+    assert np.isnan(sublayer_divergence(llama, ids, "mlp").kl).all()
+
+
+def test_a_branch_without_which_the_model_overflows_is_not_ranked(ids: torch.Tensor) -> None:
+    model: Any = make_tiny("llama")
+    usual: list[torch.Tensor] = []
+    mlp = model.model.layers[2].mlp
+    mlp.register_forward_pre_hook(lambda m, args: usual.append(args[0]))
+    model(ids[:1])
+
+    def overflow(module: Any, args: Any, output: torch.Tensor) -> torch.Tensor:
+        same = torch.allclose(args[0], usual[0][:, : args[0].shape[1]], atol=1e-4)
+        return output if same or args[0].shape[1] < 32 else output * math.inf  # few tokens find the branches
+
+    mlp.register_forward_hook(overflow)
+    found = sublayer_divergence(model, ids[:1], "attention")
+    assert np.isinf(found.kl).tolist() == [True] * 3 + [False] * 3
+    with pytest.raises(LyapunovPruneError, match="score of layer 0 is not finite"):
+        rank_by_divergence(found)
+
+
+def test_only_attention_and_mlp_are_silenced(llama: PreTrainedModel, ids: torch.Tensor) -> None:
+    with pytest.raises(LyapunovPruneError, match="no 'norms' to leave out; give attention or mlp"):
+        sublayer_divergence(llama, ids, "norms")
+
+
+def test_a_measurement_of_branches_comes_back(llama: PreTrainedModel, ids: torch.Tensor, tmp_path: Path) -> None:
+    found = sublayer_divergence(llama, ids, "mlp")
+    again = SublayerDivergence.load(found.save(tmp_path / "sublayer-divergence.json"))
+    assert (str(again), again.what) == (str(found), "mlp")
+    assert "one layer's MLP is silenced, T = 1" in str(found)

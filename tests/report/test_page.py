@@ -37,7 +37,7 @@ from lyapunov_prune.data.batch import as_batch
 from lyapunov_prune.evaluation.evaluation import Evaluation
 from lyapunov_prune.healing.heal import Healing
 from lyapunov_prune.predictions import skip_divergence
-from lyapunov_prune.predictions.divergence import SkipDivergence
+from lyapunov_prune.predictions.divergence import SkipDivergence, sublayer_divergence
 from lyapunov_prune.profiles import activation_statistics, sublayer_influence, sublayer_jacobians
 from lyapunov_prune.profiles.profile import profile_layers
 from lyapunov_prune.pruning.curve import evaluate_removals
@@ -100,6 +100,7 @@ def run(tmp_path_factory: pytest.TempPathFactory, llama: PreTrainedModel) -> Pat
     angular_distance(llama, ids).save(folder / "angular.json")
     sublayer_influence(llama, ids).save(folder / "sublayers.json")
     skip_divergence(llama, ids).save(folder / "divergence.json")
+    sublayer_divergence(llama, ids, "mlp").save(folder / "sublayer-divergence.json")
     ranking = rank_layers(None, profile.influence, criterion="bi")
     remove_under_budget(llama, ids, ranking, float("inf")).save(folder / "budget.json")
     greedy_removal(llama, ids, 2).save(folder / "oracle.json")
@@ -127,6 +128,7 @@ def test_every_figure_is_drawn_as_svg_with_labelled_axes(run: Path) -> None:
         "angular": ["1 − cos, ends of the run", "4 in a row", "first layer of the run"],
         "sublayers": ["Block Influence, 1 − cos", "attention", "MLP", "layer"],
         "divergence": ["nats a token", "KL(dense ‖", "the estimate", "tokens flipped, %", "layer"],
+        "sublayer-divergence": ["nats a token", "KL(dense ‖ without its mlp)", "tokens flipped, %", "layer"],
         "budget": ["KL(dense ‖ pruned), nats a token", "measured, removed together", "layers removed, by bi"],
         "oracle": ["perplexity", "dense", "oracle", "layers removed"],
         "compression": ["sparsity", "relative error", "weights", "outputs", "layer"],
@@ -150,7 +152,7 @@ def test_the_page_needs_nothing_else(run: Path) -> None:
 
     links = Links()
     links.feed(page)
-    assert page.count("<svg") == 15
+    assert page.count("<svg") == 16
     assert "url(http" not in page
     assert not [link for link in links.found if "//" in link]
 

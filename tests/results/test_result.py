@@ -29,7 +29,12 @@ from lyapunov_prune.results.result import ModelIdentity, Result, decode, encode,
 def result_classes() -> list[type[Result]]:
     for module in pkgutil.walk_packages(lyapunov_prune.__path__, "lyapunov_prune."):
         importlib.import_module(module.name)
-    return sorted((c for c in Result.__subclasses__() if c.__module__ != __name__), key=lambda c: c.__name__)
+    classes, kinds = [Result], set()
+    while classes:
+        below = classes.pop().__subclasses__()
+        classes += below
+        kinds |= {c for c in below if dataclasses.is_dataclass(c) and c.__module__ != __name__}
+    return sorted(kinds, key=lambda c: c.__name__)
 
 
 def same(a: Any, b: Any) -> bool:

@@ -13,14 +13,9 @@ from lyapunov_prune.cli.inputs import (
     folder_name,
     layer_indices,
     load_inputs,
-    measure_ranking,
     parse_pattern,
     profile_for,
-    require_budget,
-    require_count,
-    require_criterion,
-    require_known_count,
-    require_what,
+    require_budget_alone,
     run_folder,
 )
 from lyapunov_prune.cli.options import (
@@ -52,6 +47,7 @@ from lyapunov_prune.cli.options import (
 )
 from lyapunov_prune.cli.terminal import say, show
 from lyapunov_prune.errors import LyapunovPruneError
+from lyapunov_prune.ranking.criteria import require_budget, require_criterion, require_known_count, require_part
 
 if TYPE_CHECKING:
     from lyapunov_prune.pruning.plan import PruningPlan
@@ -83,27 +79,30 @@ def prune(
     With --what attention or mlp these are zeroed instead: the same output as without them, at the same cost.
     With --on-disk, or where the model does not fit in memory, the files are pruned; the gate then computes no logits.
     """
+    if sum(choice is not None for choice in (remove, max_kl, layers, plan_file)) != 1:
+        raise LyapunovPruneError("give --remove N, --max-kl X, --layers 3,7 or --plan FILE, one of the four")
+    if plan_file is not None and what != "layers":
+        raise LyapunovPruneError("a plan says what goes; leave out --what")
+    require_criterion(criterion, alpha)
+    require_part(what, criterion if remove is not None else None)
+    if max_kl is not None:
+        require_budget(max_kl)
+        require_budget_alone(what, keep_period)
+    if remove is not None or max_kl is not None:
+        require_known_count(criterion, remove, keep_period)
+    if keep_period and what != "layers":
+        raise LyapunovPruneError(f"{what} that is zeroed leaves every layer in its place; leave out --keep-period")
+
     from lyapunov_prune.models.device import resolve_device
     from lyapunov_prune.models.kinds import find_pattern
     from lyapunov_prune.pruning.checkpoint import write_pruned
     from lyapunov_prune.pruning.on_disk import too_large
     from lyapunov_prune.pruning.plan import FIELDS, PruningPlan
     from lyapunov_prune.ranking.budget import remove_under_budget
+    from lyapunov_prune.ranking.rank import rank as rank_model
     from lyapunov_prune.ranking.ranking import LayerRanking, require_periods
     from lyapunov_prune.results.files import require_empty
 
-    if sum(choice is not None for choice in (remove, max_kl, layers, plan_file)) != 1:
-        raise LyapunovPruneError("give --remove N, --max-kl X, --layers 3,7 or --plan FILE, one of the four")
-    if plan_file is not None and what != "layers":
-        raise LyapunovPruneError("a plan says what goes; leave out --what")
-    require_criterion(criterion, alpha)
-    require_what(what, criterion if remove is not None else None)
-    if max_kl is not None:
-        require_budget(max_kl, what, keep_period)
-    if remove is not None or max_kl is not None:
-        require_known_count(criterion, remove, keep_period)
-    if keep_period and what != "layers":
-        raise LyapunovPruneError(f"{what} that is zeroed leaves every layer in its place; leave out --keep-period")
     require_empty(output)
     why = "--on-disk" if on_disk else too_large(model, resolve_device(source.device), offline=source.offline)
     if why:
@@ -130,19 +129,23 @@ def prune(
         plan = PruningPlan.load(plan_file)
         plan.require_model(loaded.model)
     else:
-        if remove is not None:
-            require_count(remove, loaded.structure.num_layers, what)
-            if keep_period:
-                require_periods(remove, loaded.structure.num_layers, period)
-        ranking = measure_ranking(
-            loaded, batch, what, criterion, alpha, remove, text.batch_size, seeds, seed, run=None, resume=False
+        if remove is not None and keep_period:
+            require_periods(remove, loaded.structure.num_layers, period)
+        ranking = rank_model(
+            loaded.model,
+            batch,
+            criterion=criterion,
+            what=what,
+            alpha=alpha,
+            remove=remove,
+            seeds=range(seed, seed + seeds),
+            seed=seed,
+            batch_size=text.batch_size,
         )
-        if not isinstance(ranking, LayerRanking):
-            assert remove is not None  # those that give no ranking ask for it
-            plan = ranking.plan(remove)
-        elif remove is not None:
+        if remove is not None:
             plan = ranking.plan(remove, period)
         else:
+            assert isinstance(ranking, LayerRanking)  # the others ask for --remove
             assert max_kl is not None
             spent = remove_under_budget(loaded.model, batch, ranking, max_kl, batch_size=text.batch_size)
             plan = spent.plan()

@@ -9,19 +9,13 @@ import typer
 
 from lyapunov_prune.cli import choices
 from lyapunov_prune.cli.inputs import (
-    MEASURED_CRITERIA,
     draw_report,
     explain,
     kept_profile,
     load_inputs,
-    measure_ranking,
     profile_model,
-    require_budget,
-    require_count,
-    require_criterion,
-    require_known_count,
+    require_budget_alone,
     require_studies,
-    require_what,
     run_folder,
 )
 from lyapunov_prune.cli.options import (
@@ -46,12 +40,17 @@ from lyapunov_prune.cli.options import (
 )
 from lyapunov_prune.cli.terminal import show
 from lyapunov_prune.errors import CheckFailed, LyapunovPruneError
+from lyapunov_prune.ranking.criteria import (
+    require_budget,
+    require_criterion,
+    require_known_count,
+    require_part,
+    require_profiled,
+)
 from lyapunov_prune.sensitivity.table import METHODS, STUDIES
 
 if TYPE_CHECKING:
-    from lyapunov_prune.ranking.angular import AngularDistance
-    from lyapunov_prune.ranking.oracle import GreedyRemoval
-    from lyapunov_prune.ranking.ranking import LayerRanking
+    from lyapunov_prune.ranking.ranking import Ranking
 
 
 def profile(
@@ -98,33 +97,43 @@ def rank(
     as_json: Json = False,
 ) -> None:
     """Order the layers, or their attention or MLP, for removal; with --remove N or --max-kl X writes plan.json."""
-    from lyapunov_prune.profiles.profile import LayerProfile
-    from lyapunov_prune.ranking.budget import remove_under_budget
-    from lyapunov_prune.ranking.ranking import LayerRanking, rank_layers
-
     if (model is None) == (profile_file is None):
         raise LyapunovPruneError("give a MODEL to measure or --profile FILE, one of the two")
     require_criterion(criterion, alpha)
-    require_what(what, criterion)
+    require_part(what, criterion)
     require_known_count(criterion, remove)
     if max_kl is not None:
-        require_budget(max_kl, what, remove is not None or profile_file is not None)
+        require_budget(max_kl)
+        require_budget_alone(what, remove is not None or profile_file is not None)
     if profile_file is not None:
-        if what != "layers" or criterion in MEASURED_CRITERIA:
-            missing = what if what != "layers" else f"criterion {criterion}"
-            raise LyapunovPruneError(f"a profile holds no scores of {missing}; give a MODEL to measure")
+        require_profiled(criterion, what)
+
+    from lyapunov_prune.profiles.profile import LayerProfile
+    from lyapunov_prune.ranking.budget import remove_under_budget
+    from lyapunov_prune.ranking.rank import rank as rank_model
+    from lyapunov_prune.ranking.ranking import LayerRanking, rank_layers
+
+    ranking: Ranking
+    if profile_file is not None:
         measured = LayerProfile.load(profile_file)
-        ranking: LayerRanking | GreedyRemoval | AngularDistance
         run = output or profile_file.parent
         ranking = rank_layers(measured.contraction, measured.influence, criterion=criterion, alpha=alpha, seed=seed)
     else:
         assert model is not None
         loaded, batch = load_inputs(model, source, text)
-        if remove is not None:
-            require_count(remove, loaded.structure.num_layers, what)
         run = run_folder(output, model)
-        ranking = measure_ranking(
-            loaded, batch, what, criterion, alpha, remove, text.batch_size, seeds, seed, run=run, resume=resume
+        ranking = rank_model(
+            loaded.model,
+            batch,
+            criterion=criterion,
+            what=what,
+            alpha=alpha,
+            remove=remove,
+            seeds=range(seed, seed + seeds),
+            seed=seed,
+            batch_size=text.batch_size,
+            folder=run,
+            resume=resume,
         )
     written = None
     if remove is not None:

@@ -1,0 +1,149 @@
+"""The criteria by name, and what is refused of them before minutes of measuring.
+
+It imports no torch: the command line asks here first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+from lyapunov_prune.errors import LyapunovPruneError
+
+PARTS = ("layers", "attention", "mlp")
+
+
+class Criterion(NamedTuple):
+    """How a criterion orders layers, and what that takes.
+
+    `measures` names what is measured of whole layers, the file it is kept in; `of_sublayers` the same of attention or
+    MLP alone, None where that is not defined; "": nothing is measured. From that `score` makes the scores (smallest
+    removed first), given the values that it `needs`, each an array with one value a layer, and alpha. A criterion that
+    has no scores chooses so many layers together: it must know how many, and `chooses` says how.
+    """
+
+    help: str
+    reference: str
+    measures: str
+    of_sublayers: str | None = None
+    needs: tuple[str, ...] = ()
+    score: Callable[[Mapping[str, Any], float], Any] | None = None
+    chooses: str = ""
+
+
+def _minmax(x: Any) -> Any:
+    return (x - x.min()) / (x.max() - x.min() or 1.0)
+
+
+CRITERIA: dict[str, Criterion] = {
+    "rho": Criterion(
+        "|rho − 1|, how far from 1 an error's growth is",
+        "structural sensitivity, §6.5",
+        "profile",
+        needs=("rho",),
+        score=lambda v, _: abs(v["rho"] - 1),
+    ),
+    "bi": Criterion(
+        "Block Influence, how far the state is turned",
+        "ShortGPT, arXiv:2403.03853; of sublayers LLM-Drop, arXiv:2406.15786",
+        "profile",
+        "sublayers",
+        needs=("bi",),
+        score=lambda v, _: v["bi"],
+    ),
+    "blend": Criterion(
+        "alpha of rho, the rest of bi, each from 0 to 1",
+        "structural sensitivity, §6.5",
+        "profile",
+        needs=("rho", "bi"),
+        score=lambda v, alpha: alpha * _minmax(abs(v["rho"] - 1)) + (1 - alpha) * _minmax(v["bi"]),
+    ),
+    "angular": Criterion(
+        "the run of layers that turns the state least",
+        "arXiv:2403.17887",
+        "angular",
+        chooses="removes a run of layers",
+    ),
+    "kl": Criterion(
+        "how far the prediction moves without it",
+        "Demystifying When Pruning Works via Representation Hierarchies, Theorem 3",
+        "divergence",
+        "sublayer-divergence",
+        needs=("variance",),
+        score=lambda v, _: v["variance"],
+    ),
+    "oracle": Criterion(
+        "one by one, each time the least loss",
+        "greedy search",
+        "oracle",
+        chooses="searches step by step",
+    ),
+    "from-end": Criterion(
+        "the last first",
+        "control",
+        "",
+        "",
+        needs=("layer",),
+        score=lambda v, _: (len(v["layer"]) - 1.0) - v["layer"],
+    ),
+    "random": Criterion(
+        "by lot",
+        "control",
+        "",
+        "",
+        needs=("lot",),
+        score=lambda v, _: v["lot"],
+    ),
+}
+
+
+def require_criterion(criterion: str, alpha: float = 0.5) -> None:
+    """Raise LyapunovPruneError for an unknown criterion, and for a weight `alpha` outside [0, 1]."""
+    if criterion not in CRITERIA:
+        raise LyapunovPruneError(f"unknown criterion {criterion!r}; give one of {', '.join(CRITERIA)}")
+    if not 0 <= alpha <= 1:
+        raise LyapunovPruneError(f"alpha {alpha:g} is outside [0, 1]; give a weight between them")
+
+
+def require_part(what: str, criterion: str | None = None) -> None:
+    """Raise LyapunovPruneError for an unknown part of a model, and for one that `criterion` does not rank."""
+    if what not in PARTS:
+        raise LyapunovPruneError(f"unknown --what {what!r}; give one of {', '.join(PARTS)}")
+    if criterion is not None and what != "layers" and CRITERIA[criterion].of_sublayers is None:
+        others = [name for name, other in CRITERIA.items() if other.of_sublayers is not None]
+        raise LyapunovPruneError(
+            f"criterion {criterion} is defined for whole layers only; "
+            f"with --what {what} give --criterion {', '.join(others[:-1])} or {others[-1]}"
+        )
+
+
+def require_known_count(criterion: str, remove: int | None, periods: bool = False) -> None:
+    """Raise LyapunovPruneError for one that chooses layers together and does not know how many, or is to keep periods.
+
+    It goes by no order that could be cut off later, or put together to whole periods.
+    """
+    chooses = CRITERIA[criterion].chooses
+    if chooses and remove is None:
+        raise LyapunovPruneError(f"criterion {criterion} {chooses}; give --remove N with it")
+    if chooses and periods:
+        raise LyapunovPruneError(f"criterion {criterion} {chooses}, not periods; leave out --keep-period")
+
+
+def require_count(remove: int, layers: int, what: str = "layers") -> None:
+    """Raise LyapunovPruneError unless `what` of `remove` of so many `layers` can go: of whole layers one stays."""
+    most, stays = (layers - 1, ", to keep at least one") if what == "layers" else (layers, "")
+    if not 1 <= remove <= most:
+        raise LyapunovPruneError(f"cannot remove {remove} of {layers} layers; give 1 to {most}{stays}")
+
+
+def require_profiled(criterion: str, what: str = "layers") -> None:
+    """Raise LyapunovPruneError for a ranking that a saved profile of whole layers does not give."""
+    if what != "layers" or CRITERIA[criterion].measures not in ("profile", ""):
+        missing = what if what != "layers" else f"criterion {criterion}"
+        raise LyapunovPruneError(f"a profile holds no scores of {missing}; give a MODEL to measure")
+
+
+def require_budget(max_kl: float) -> None:
+    """Raise LyapunovPruneError unless `max_kl` is a number above 0."""
+    if not max_kl > 0:
+        raise LyapunovPruneError(f"a budget of {max_kl:g} nats a token removes nothing; give a number above 0")

@@ -1,0 +1,152 @@
+"""One call for every criterion: the same as each by itself, kept under its name, refused before it measures."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from helpers import LAYERS, TEXT
+from transformers import PreTrainedModel
+
+import lyapunov_prune as lp
+from lyapunov_prune.predictions.divergence import SublayerDivergence, sublayer_divergence
+from lyapunov_prune.pruning.plan import FIELDS
+from lyapunov_prune.ranking import rank as module
+from lyapunov_prune.ranking.criteria import CRITERIA, PARTS
+from lyapunov_prune.ranking.ranking import Ranking
+
+SEEDS = (0, 1)
+
+
+def by_itself(model: PreTrainedModel, ids: torch.Tensor, criterion: str) -> Ranking:
+    """The ranking as it is made without `rank`."""
+    if criterion == "angular":
+        return lp.ranking.angular_distance(model, ids)
+    if criterion == "oracle":
+        return lp.ranking.greedy_removal(model, ids, 2)
+    if criterion == "kl":
+        return lp.ranking.rank_by_divergence(lp.predictions.skip_divergence(model, ids))
+    profile, influence = lp.measure_contraction(model, ids, seeds=SEEDS), lp.block_influence(model, ids)
+    return lp.rank_layers(profile, influence, criterion=criterion, alpha=0.3, seed=5)
+
+
+@pytest.mark.parametrize("criterion", CRITERIA)
+def test_every_criterion_by_one_call(criterion: str, llama: PreTrainedModel, ids: torch.Tensor, tmp_path: Path) -> None:
+    ranking = lp.rank(
+        llama, ids, criterion=criterion, alpha=0.3, remove=2, seeds=SEEDS, seed=5, batch_size=2, folder=tmp_path
+    )
+    assert (ranking.criterion, ranking.what) == (criterion, "layers")
+    wanted, plan = by_itself(llama, ids, criterion).plan(2), ranking.plan(2)
+    assert (plan.remove, plan.criterion, plan.alpha) == (wanted.remove, wanted.criterion, wanted.alpha)
+    assert [on.text_hash for on in plan.measured_on] == [on.text_hash for on in wanted.measured_on]
+    np.testing.assert_allclose(plan.scores, wanted.scores, rtol=1e-4)
+    kept = CRITERIA[criterion].measures
+    assert [path.name for path in tmp_path.glob("*.json")] == [f"{kept}.json"] * bool(kept)
+    again = type(ranking).load(ranking.save(tmp_path / "ranking.json"))
+    assert (str(again), again.plan(2).remove) == (str(ranking), plan.remove)
+
+
+@pytest.mark.parametrize("what", ["attention", "mlp"])
+@pytest.mark.parametrize("criterion", [name for name, c in CRITERIA.items() if c.of_sublayers is not None])
+def test_attention_and_mlp_by_one_call(
+    criterion: str, what: str, llama: PreTrainedModel, ids: torch.Tensor, tmp_path: Path
+) -> None:
+    ranking = lp.rank(llama, ids, criterion=criterion, what=what, remove=2, seed=5, folder=tmp_path)
+    scores = {
+        "bi": lambda: getattr(lp.profiles.sublayer_influence(llama, ids), what),
+        "kl": lambda: sublayer_divergence(llama, ids, what).variance,
+        "from-end": lambda: np.arange(LAYERS)[::-1],
+        "random": lambda: np.random.default_rng(5).permutation(LAYERS),
+    }[criterion]()
+    plan = ranking.plan(2)
+    np.testing.assert_array_equal(plan.scores, scores)
+    assert (plan.remove, plan.criterion) == ((), criterion)
+    assert getattr(plan, FIELDS[what]) == tuple(sorted(np.argsort(scores)[:2]))
+    kept = CRITERIA[criterion].of_sublayers
+    assert [path.name for path in tmp_path.glob("*.json")] == [f"{kept}.json"] * bool(kept)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"criterion": "best"}, "unknown criterion 'best'; give one of rho, bi, blend, angular, kl, oracle, from-end"),
+        ({"alpha": -0.1}, r"alpha -0.1 is outside \[0, 1\]; give a weight"),
+        ({"what": "norms"}, "give one of layers, attention, mlp"),
+        ({"criterion": "rho", "what": "mlp"}, "rho is defined for whole layers only; with --what mlp give .* bi, kl, "),
+        ({"criterion": "angular", "what": "mlp", "remove": 1}, "angular is defined for whole layers only"),
+        ({"criterion": "oracle"}, "oracle searches step by step; give --remove N with it"),
+        ({"criterion": "angular"}, "angular removes a run of layers; give --remove N with it"),
+        ({"remove": LAYERS}, "cannot remove 6 of 6 layers; give 1 to 5, to keep at least one"),
+        ({"criterion": "kl", "what": "mlp", "remove": LAYERS + 1}, "cannot remove 7 of 6 layers; give 1 to 6"),
+    ],
+)
+def test_refused_before_anything_is_measured(
+    options: dict[str, Any], message: str, llama: PreTrainedModel, ids: torch.Tensor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("profile_layers", "sublayer_influence", "sublayer_divergence", "angular_distance", "greedy_removal"):
+        monkeypatch.setattr(module, name, pytest.fail)
+    with pytest.raises(lp.LyapunovPruneError, match=message):
+        lp.rank(llama, ids, **options)
+
+
+@pytest.mark.parametrize("criterion", ["angular", "oracle"])
+def test_what_is_chosen_together_keeps_no_periods(criterion: str, llama: PreTrainedModel, ids: torch.Tensor) -> None:
+    ranking = lp.rank(llama, ids, criterion=criterion, remove=2)
+    with pytest.raises(lp.LyapunovPruneError, match=f"criterion {criterion} .*, not periods; leave out --keep-period"):
+        ranking.plan(2, period=2)
+
+
+def test_a_blend_hides_no_score_that_is_not_finite(llama: PreTrainedModel, ids: torch.Tensor) -> None:
+    influence = lp.block_influence(llama, ids)
+    influence.influence[3] = np.nan
+    with pytest.raises(lp.LyapunovPruneError, match="the score of layer"):
+        lp.rank_layers(lp.measure_contraction(llama, ids, seeds=(0,)), influence, criterion="blend")
+
+
+def test_the_parts_are_those_of_a_plan() -> None:
+    assert tuple(FIELDS) == PARTS
+
+
+def test_criteria_are_known_without_torch() -> None:
+    script = (
+        "import sys\n"
+        "from lyapunov_prune.ranking.criteria import CRITERIA\n"
+        "assert not {'torch', 'transformers', 'numpy', 'pandas'} & sys.modules.keys()\n"
+    )
+    subprocess.run([sys.executable, "-c", script], check=True)
+
+
+# The command line.
+
+
+@pytest.mark.parametrize("what", ["attention", "mlp"])
+def test_branches_by_divergence_on_the_command_line(what: str, run: Callable[..., Any]) -> None:
+    kl = ("--what", what, "--criterion", "kl", "--remove", "2", *TEXT)
+    done = run("rank", "tiny", *kl)
+    assert (done.code, {path.name for path in Path("runs/tiny").iterdir()}) == (
+        0,
+        {"plan.json", "sublayer-divergence.json"},
+    )
+    measured = SublayerDivergence.load("runs/tiny/sublayer-divergence.json")
+    plan = lp.PruningPlan.load("runs/tiny/plan.json")
+    assert getattr(plan, f"drop_{what}") == tuple(sorted(np.argsort(measured.variance)[:2]))
+    assert run("prune", "tiny", *kl, "-o", "out").code == 0
+    assert '"kl"' in Path("out/provenance.json").read_text()
+
+
+@pytest.mark.parametrize("criterion", ["rho", "blend", "angular", "oracle"])
+def test_criteria_of_whole_layers_are_refused_before_loading(criterion: str, run: Callable[..., Any]) -> None:
+    done = run("rank", "absent", "--what", "mlp", "--criterion", criterion, "--remove", "1")
+    assert (done.code, done.changed, done.err.count("\n")) == (2, set(), 1)
+    assert f"criterion {criterion} is defined for whole layers only" in done.err
+
+
+def test_the_help_names_every_criterion(run: Callable[..., Any]) -> None:
+    told = run("rank", "--help").out
+    assert all(f"{name}:" in told for name in CRITERIA)
