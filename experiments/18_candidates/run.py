@@ -65,6 +65,8 @@ def main(
                 model,
                 f"choices-{name}-{source}-{form}-{len(given)}",
                 lp.ChoiceComparison,
+                calibration.measured_on(loaded.model),
+                {"items": given, "model": name},
                 lambda given=given, small=small: lp.compare_choices(loaded.model, small(), given, loaded.tokenizer),
             )
             lines[f"{source}, {form}"] = measured.measured_on.line()

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 from lyapunov_prune.errors import LyapunovPruneError
 
@@ -20,10 +19,10 @@ if TYPE_CHECKING:  # a usage error must not wait for torch
     from lyapunov_prune.ranking.angular import AngularDistance
     from lyapunov_prune.ranking.oracle import GreedyRemoval
     from lyapunov_prune.ranking.ranking import LayerRanking
-    from lyapunov_prune.results.result import MeasuredOn, Result
+    from lyapunov_prune.results.result import Result
 
-R = TypeVar("R", bound="Result")
 _JACOBIAN_TOKENS = 64
+_JACOBIAN = {"steps": 12, "probes": 8, "seed": 0}
 
 
 def load_inputs(
@@ -68,45 +67,28 @@ def load_batch(
     return as_batch(loaded.model, batch)
 
 
-def kept(path: Path, kind: type[R], wanted: MeasuredOn, resume: bool, measure: Callable[[], R]) -> R:
-    """The result that an interrupted run left at `path` if it was measured on the same, or a new one, kept there."""
-    if resume and path.is_file():
-        found: Any = kind.load(path)
-        if replace(getattr(found, "contraction", found).measured_on, seed=None) == wanted:
-            return found
-    result = measure()
-    result.save(path)
-    return result
-
-
-def kept_profile(run: Path, loaded: Loaded, batch: TokenBatch, batch_size: int, resume: bool) -> LayerProfile:
-    from lyapunov_prune.profiles.profile import LayerProfile
-
-    wanted = batch.measured_on(loaded.model)
-    return kept(
-        run / "profile.json", LayerProfile, wanted, resume, lambda: profile_model(loaded, batch, batch_size, 2, 0)
-    )
-
-
 def explain(run: Path, loaded: Loaded, batch: TokenBatch, batch_size: int, resume: bool) -> None:
     """Activations on the whole batch, Jacobian norms on the start of its first window: they cost far more a token."""
     from lyapunov_prune.profiles.activations import ActivationStatistics, activation_statistics
     from lyapunov_prune.profiles.jacobian import JacobianNorms, sublayer_jacobians
+    from lyapunov_prune.results.once import once
 
-    kept(
+    once(
         run / "activations.json",
         ActivationStatistics,
         batch.measured_on(loaded.model),
-        resume,
+        {},
         lambda: activation_statistics(loaded.model, batch, batch_size=batch_size),
+        resume=resume,
     )
     few = replace(batch, ids=batch.ids[:1, :_JACOBIAN_TOKENS])
-    kept(
+    once(
         run / "jacobian.json",
         JacobianNorms,
         few.measured_on(loaded.model),
-        resume,
-        lambda: sublayer_jacobians(loaded.model, few),
+        _JACOBIAN,
+        lambda: sublayer_jacobians(loaded.model, few, **_JACOBIAN),
+        resume=resume,
     )
 
 

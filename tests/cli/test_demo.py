@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from functools import partial
 from pathlib import Path
 
 import pytest
@@ -13,8 +12,8 @@ import torch
 from lyapunov_prune import PruningPlan, block_influence, measure_contraction, perplexity, remove_layers, verify_removal
 from lyapunov_prune.cli import demo as demo_module
 from lyapunov_prune.data.batch import TokenBatch
-from lyapunov_prune.evaluation.speed import measure_speed
 from lyapunov_prune.models.loading import Loaded
+from lyapunov_prune.profiles import profile as profile_module
 from lyapunov_prune.pruning.curve import RemovalCurve
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("smollm2")]
@@ -37,7 +36,7 @@ def run(tmp_path_factory: pytest.TempPathFactory, smollm2: Loaded) -> Path:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(demo_module, "load", lambda name: smollm2)
         patch.setattr(demo_module, "REMOVALS", (1, 4))
-        patch.setattr(demo_module, "measure_speed", partial(measure_speed, prompt=32, steps=4, repeats=2))
+        patch.setattr(demo_module, "RACE", {"prompt": 32, "steps": 4, "repeats": 2})
         demo_module.run_demo(folder, tokens=512, context=128, say=lambda _: None)
     return folder
 
@@ -55,7 +54,8 @@ def test_the_demo_writes_every_result(run: Path) -> None:
 
 def test_the_demo_resumes(run: Path, smollm2: Loaded, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(demo_module, "load", lambda name: smollm2)
-    for work in ("profile_layers", "evaluate_removals", "write_pruned", "measure_speed"):
+    monkeypatch.setattr(profile_module, "profile_layers", lambda *a, **k: pytest.fail("repeated"))
+    for work in ("evaluate_removals", "write_pruned", "measure_speed"):
         monkeypatch.setattr(demo_module, work, lambda *a, **k: pytest.fail("repeated"))
     demo_module.run_demo(run, tokens=512, context=128, resume=True, say=lambda _: None)
 

@@ -11,7 +11,6 @@ from lyapunov_prune.cli.inputs import (
     MEASURED_CRITERIA,
     draw_report,
     explain,
-    kept_profile,
     load_batch,
     load_inputs,
     measure_ranking,
@@ -285,9 +284,11 @@ def sensitivity(
 ) -> None:
     """Change one thing at a time and measure the loss: which matrices and layers can bear it.
 
-    Writes profile.json, sensitivity.json and a heat map, with --why activations.json and jacobian.json. Interrupted,
-    it goes on with --resume; under `accelerate launch -m lyapunov_prune.cli` the processes share the work.
+    Writes sensitivity.json and a heat map, the profile that it is compared with as sensitivity/profile.json, with
+    --why activations.json and jacobian.json. Interrupted, it goes on with --resume; under
+    `accelerate launch -m lyapunov_prune.cli` the processes share the work.
     """
+    from lyapunov_prune.profiles.profile import kept_profile
     from lyapunov_prune.sensitivity.sensitivity import measure_sensitivity
     from lyapunov_prune.sensitivity.studies import Compression
 
@@ -296,6 +297,8 @@ def sensitivity(
     run = run_folder(output, model)
     loaded, calibration = load_inputs(model, text, tokens, context, device, dtype, bos, offline)
     batch = load_batch(loaded, text, tokens, context, bos, offline, "evaluation")
+    # run/profile.json is of `profile`, and as a rule by more tokens and seeds.
+    beside = run / "sensitivity" / "profile.json"
     result = measure_sensitivity(
         loaded.model,
         batch,
@@ -305,7 +308,7 @@ def sensitivity(
         rank=rank,
         limit=limit,
         calibration=calibration,
-        profile=kept_profile(run, loaded, calibration, batch_size, resume),
+        profile=kept_profile(beside, loaded.model, calibration, batch_size=batch_size, resume=resume),
         folder=run / "jobs" / "sensitivity",
         resume=resume,
         batch_size=batch_size,
