@@ -29,14 +29,19 @@ with torch.no_grad():
 """
 
 
+def shorten(patch: pytest.MonkeyPatch, smollm2: Loaded) -> None:
+    """Fewer removals and a short race."""
+    patch.setattr(demo_module, "load", lambda name: smollm2)
+    patch.setattr(demo_module, "REMOVALS", (1, 4))
+    patch.setattr(demo_module, "RACE", {"prompt": 32, "steps": 4, "repeats": 2})
+
+
 @pytest.fixture(scope="session")  # a module's end may come between two of its tests under xdist
 def run(tmp_path_factory: pytest.TempPathFactory, smollm2: Loaded) -> Path:
     """A short demo: every step of the long one, on 512 tokens, with fewer removals and a short race."""
     folder = tmp_path_factory.mktemp("demo")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(demo_module, "load", lambda name: smollm2)
-        patch.setattr(demo_module, "REMOVALS", (1, 4))
-        patch.setattr(demo_module, "RACE", {"prompt": 32, "steps": 4, "repeats": 2})
+        shorten(patch, smollm2)
         demo_module.run_demo(folder, tokens=512, context=128, say=lambda _: None)
     return folder
 
@@ -53,7 +58,7 @@ def test_the_demo_writes_every_result(run: Path) -> None:
 
 
 def test_the_demo_resumes(run: Path, smollm2: Loaded, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(demo_module, "load", lambda name: smollm2)
+    shorten(monkeypatch, smollm2)
     monkeypatch.setattr(profile_module, "profile_layers", lambda *a, **k: pytest.fail("repeated"))
     for work in ("evaluate_removals", "write_pruned", "measure_speed"):
         monkeypatch.setattr(demo_module, work, lambda *a, **k: pytest.fail("repeated"))
