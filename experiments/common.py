@@ -9,7 +9,7 @@ from pathlib import Path
 import lyapunov_prune as lp
 from lyapunov_prune.cli.inputs import folder_name
 from lyapunov_prune.data.batch import require_disjoint
-from lyapunov_prune.profiles.profile import LayerProfile, profile_layers
+from lyapunov_prune.profiles.profile import LayerProfile, kept_profile
 
 # The paper keeps 5 % of the entries (§3 calls that sparsity 5 %) at rank 16.
 SPARSITY, RANK = 0.95, 16
@@ -25,9 +25,7 @@ class Inputs:
     def profile(self) -> LayerProfile:
         """Contraction and Block Influence on the calibration text, measured once."""
         path = self.jobs / f"profile-{self.calibration.text_hash[:16]}.json"
-        if not path.is_file():
-            profile_layers(self.loaded.model, self.calibration, seeds=range(2)).save(path)
-        return LayerProfile.load(path)
+        return kept_profile(path, self.loaded.model, self.calibration)
 
     def sensitivity(self, studies: Sequence[str]) -> lp.sensitivity.Sensitivity:
         """The studies at the paper's setting. Whatever another experiment has measured is not measured again."""

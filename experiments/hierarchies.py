@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
@@ -17,6 +17,7 @@ from transformers import PreTrainedModel
 import lyapunov_prune as lp
 from lyapunov_prune.cli.inputs import folder_name
 from lyapunov_prune.data.text import adds_bos
+from lyapunov_prune.results.once import once
 from lyapunov_prune.results.result import MeasuredOn, Result, encode
 
 # Math2 in the longer words of Table 2.
@@ -44,13 +45,12 @@ DRAWS = 2000
 R = TypeVar("R", bound=Result)
 
 
-def kept(model: str, name: str, kind: type[R], work: Callable[[], R]) -> R:
-    """The result that an earlier run of `name` has left in `runs/experiments/`, or else a new one, left there."""
+def kept(
+    model: str, name: str, kind: type[R], origin: MeasuredOn, parameters: Mapping[str, Any], work: Callable[[], R]
+) -> R:
+    """The result that an earlier run of `name` has left in `runs/experiments/`, asked the same, or else a new one."""
     path = Path("runs") / "experiments" / folder_name(model) / f"{folder_name(name)}.json"
-    if not path.is_file():
-        path.parent.mkdir(parents=True, exist_ok=True)
-        work().save(path)
-    return kind.load(path)
+    return once(path, kind, origin, parameters, work)
 
 
 def encoded(loaded: lp.models.Loaded) -> dict[str, torch.Tensor]:

@@ -18,15 +18,18 @@ from scipy import stats
 import lyapunov_prune as lp
 from experiments.common import draw
 from experiments.hierarchies import as_json, encoded, kept, measured_on, records, summarise
+from lyapunov_prune.data.batch import as_batch
 from lyapunov_prune.forward.hooks import residual_stream, run_backbone
 from lyapunov_prune.forward.prefix import Prefix, final_state
 from lyapunov_prune.forward.scoring import Scorer
 from lyapunov_prune.forward.sublayers import find_sublayers, silent
 from lyapunov_prune.linalg import lift
+from lyapunov_prune.models.structure import identify
 from lyapunov_prune.predictions.spaces import direction
 from lyapunov_prune.report.drawing import COLOURS, INK, depth_axis, log_axis, panels, svg
 from lyapunov_prune.report.predictions import hierarchy_figure
 from lyapunov_prune.results.files import write_whole
+from lyapunov_prune.results.result import MeasuredOn
 
 HERE = Path(__file__).parent
 NAMES = {"attention": "attention", "mlp": "MLP"}
@@ -46,13 +49,22 @@ def main(model: str = "smollm2-135m", steps: int = 32) -> None:
     prompts = encoded(loaded)
     at = loaded.structure.num_layers // 2  # of Figures 5, 6 and 11: the 14th of 28 in the paper
 
+    def origin(name: str) -> MeasuredOn:
+        return as_batch(loaded.model, prompts[name]).measured_on(loaded.model)
+
     def probes(names: Sequence[str], count: int, temperature: float = 1.0) -> list[lp.predictions.HierarchyProbe]:
         def work(ids: torch.Tensor) -> lp.predictions.HierarchyProbe:
             return lp.probe_layers(loaded.model, ids, steps=count, what=PARTS, temperature=temperature)
 
+        asked = {"steps": count, "what": PARTS, "temperature": temperature}
         return [
             kept(
-                model, f"probe-{k}-{count}-{temperature:g}", lp.predictions.HierarchyProbe, lambda k=k: work(prompts[k])
+                model,
+                f"probe-{k}-{count}-{temperature:g}",
+                lp.predictions.HierarchyProbe,
+                origin(k),
+                asked,
+                lambda k=k: work(prompts[k]),
             )
             for k in names
         ]
@@ -66,6 +78,8 @@ def main(model: str = "smollm2-135m", steps: int = 32) -> None:
             model,
             f"probe-{k}-{short}-rounded-{BITS}",
             lp.predictions.HierarchyProbe,
+            origin(k),
+            {"steps": short, "what": ("layer",), "change": identify(rounded)},
             lambda k=k: lp.probe_layers(loaded.model, prompts[k], change=rounded, steps=short, what=("layer",)),
         )
         for k in few

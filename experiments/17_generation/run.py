@@ -21,6 +21,7 @@ from transformers import PreTrainedModel
 import lyapunov_prune as lp
 from experiments.common import draw, texts
 from experiments.hierarchies import as_json, encoded, interval, kept, makers, measured_on, records, summarise
+from lyapunov_prune.data.batch import as_batch
 from lyapunov_prune.evaluation.repetition import collapsed, repetition
 from lyapunov_prune.forward.decoding import walk
 from lyapunov_prune.linalg import lift
@@ -48,9 +49,13 @@ def main(model: str = "smollm2-135m", text: str = "builtin", steps: int = 32) ->
     prompts = {k: ids for k, ids in encoded(loaded).items() if not k.startswith("MC")}
     calibration, evaluation = texts(loaded, text, calibration=2048, evaluation=2048, context=512)
 
+    made_on, scored_on = (batch.measured_on(loaded.model) for batch in (calibration, evaluation))
+
     def score(name: str, measured: Callable[[], PreTrainedModel]) -> lp.evaluation.Perplexity:
-        file = f"perplexity-{evaluation.text_hash[:16]}-{name}"
-        return kept(model, file, lp.evaluation.Perplexity, lambda: lp.perplexity(measured(), evaluation))
+        file, asked = f"perplexity-{evaluation.text_hash[:16]}-{name}", {"model": name, "made on": made_on}
+        return kept(
+            model, file, lp.evaluation.Perplexity, scored_on, asked, lambda: lp.perplexity(measured(), evaluation)
+        )
 
     dense = score("dense", lambda: loaded.model)
     frames, rows = [unrelated(loaded, prompts, steps)], []
@@ -62,6 +67,8 @@ def main(model: str = "smollm2-135m", text: str = "builtin", steps: int = 32) ->
                 model,
                 f"generation-{name}-{k}-{steps}",
                 lp.predictions.GenerationDivergence,
+                as_batch(loaded.model, ids).measured_on(loaded.model),
+                {"steps": steps, "model": name, "made on": made_on},
                 lambda ids=ids, small=small: lp.compare_generation(loaded.model, small(), ids, steps=steps),
             )
             for k, ids in prompts.items()

@@ -65,6 +65,8 @@ def main(
                 model,
                 f"choices-{name}-{source}-{form}-{len(given)}",
                 lp.predictions.ChoiceComparison,
+                calibration.measured_on(loaded.model),
+                {"items": given, "model": name},
                 lambda given=given, small=small: lp.predictions.compare_choices(
                     loaded.model, small(), given, loaded.tokenizer
                 ),

@@ -6,25 +6,25 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TypeVar
 
 from lyapunov_prune.data.batch import require_disjoint
 from lyapunov_prune.data.text import load_text
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.evaluation.speed import Speed, measure_speed
 from lyapunov_prune.models.loading import BUILTIN, load
-from lyapunov_prune.profiles.profile import LayerProfile, profile_layers
+from lyapunov_prune.profiles.profile import kept_profile
 from lyapunov_prune.pruning.checkpoint import PROVENANCE, Provenance, write_pruned
 from lyapunov_prune.pruning.curve import RemovalCurve, evaluate_removals
 from lyapunov_prune.pruning.removal import remove_layers
 from lyapunov_prune.ranking.ranking import rank_layers
 from lyapunov_prune.report.page import write_report
 from lyapunov_prune.results.files import fingerprint, whole_folder, write_whole
+from lyapunov_prune.results.once import once
 from lyapunov_prune.results.result import Result
 
-R = TypeVar("R", bound=Result)
 REMOVALS = (1, 2, 4, 8)
 CRITERIA = ("rho", "bi", "blend")
+RACE = {"prompt": 256, "steps": 16, "repeats": 5}
 # The checkpoint that is written: four of thirty layers, by the paper's default.
 WRITTEN = ("blend", 4)
 _RECORD = "pruned.fingerprint"
@@ -40,56 +40,56 @@ def run_demo(
 ) -> Path:
     """Run every step into the folder `run` and return the path of its report; what is measured goes to `show`, by name.
 
-    With `resume`, steps whose results are already there are read instead of repeated. Raises LyapunovPruneError when
-    `pruned` in it is not as an earlier demo left it: nobody else's folder is replaced.
+    With `resume`, steps whose results are already there, of the same model, texts and plans, are read instead of
+    repeated. Raises LyapunovPruneError when `pruned` in it is not as an earlier demo left it: nobody else's folder is
+    replaced.
     """
     _require_own(run)
-
-    def step(name: str, kind: type[R], work: Callable[[], R]) -> R:
-        path = run / name
-        if resume and path.is_file():
-            return kind.load(path)
-        result = work()
-        result.save(path)
-        return result
-
     loaded = load(BUILTIN)
     model, tokenizer = loaded.model, loaded.tokenizer
     calibration = load_text("builtin", tokenizer, tokens=tokens, context=context)
     evaluation = load_text("builtin", tokenizer, tokens=tokens, context=context, split="evaluation")
     require_disjoint(calibration, evaluation)
 
-    profile = step("profile.json", LayerProfile, lambda: profile_layers(model, calibration, seeds=range(2)))
-    if profile.contraction.measured_on.text_hash != calibration.text_hash:
-        raise LyapunovPruneError(f"{run} was measured on other tokens; run without --resume")
+    profile = kept_profile(run / "profile.json", model, calibration, resume=resume)
     show("profile", profile)
 
     rankings = {c: rank_layers(profile.contraction, profile.influence, criterion=c) for c in CRITERIA}
     plans = {c: [ranking.plan(k) for k in REMOVALS] for c, ranking in rankings.items()}
     for criterion, ranking in rankings.items():
         ranking.plan(WRITTEN[1]).save(run / f"plan-{criterion}.json")
-    curve = step("removal.json", RemovalCurve, lambda: evaluate_removals(model, plans, evaluation))
+    removed = {"removed": {c: [plan.remove for plan in chosen] for c, chosen in plans.items()}}
+    curve = once(
+        run / "removal.json",
+        RemovalCurve,
+        evaluation.measured_on(model),
+        removed,
+        lambda: evaluate_removals(model, plans, evaluation),
+        resume=resume,
+    )
     show("removal", curve)
 
     criterion, count = WRITTEN
-    target = run / "pruned"
-    if not (resume and (target / PROVENANCE).is_file()):
+    plan, target = rankings[criterion].plan(count), run / "pruned"
+    made = target / PROVENANCE
+    if not (resume and made.is_file() and Provenance.load(made).plan.to_json() == plan.to_json()):
         _require_own(run)  # still
         if target.exists():
             with TemporaryDirectory(dir=run, prefix=".pruned.old-") as old:  # half of it would be nobody's
                 target.rename(Path(old) / "pruned")
         with whole_folder(target) as partial:
-            write_pruned(model, tokenizer, rankings[criterion].plan(count), partial, calibration)
+            write_pruned(model, tokenizer, plan, partial, calibration)
             write_whole(run / _RECORD, fingerprint(partial) + "\n")
-    show("gate", Provenance.load(target / PROVENANCE).gate)
+    show("gate", Provenance.load(made).gate)
 
     def speed() -> Speed:
         models = {"dense": model}
         for plan in plans[criterion]:
             models[f"{len(plan.remove)} removed"] = remove_layers(model, plan)
-        return measure_speed(models)
+        return measure_speed(models, **RACE)
 
-    show("speed", step("speed.json", Speed, speed))
+    origin = calibration.measured_on(model)
+    show("speed", once(run / "speed.json", Speed, origin, {**removed, **RACE}, speed, resume=resume))
     return write_report(run)
 
 

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING
 
 from lyapunov_prune.cli.choices import Derivative, Pooling, Split
 from lyapunov_prune.cli.options import ModelOptions, TextOptions
@@ -19,10 +18,9 @@ if TYPE_CHECKING:  # a usage error must not wait for torch
     from lyapunov_prune.models.loading import Loaded
     from lyapunov_prune.profiles.contraction import ContractionProfile
     from lyapunov_prune.profiles.profile import LayerProfile
-    from lyapunov_prune.results.result import MeasuredOn, Result
 
-R = TypeVar("R", bound="Result")
 _JACOBIAN_TOKENS = 64
+_JACOBIAN = {"steps": 12, "probes": 8, "seed": 0}
 
 
 def load_inputs(
@@ -42,45 +40,28 @@ def load_inputs(
     return loaded, text.load(loaded, split, offline=source.offline)
 
 
-def kept(path: Path, kind: type[R], wanted: MeasuredOn, resume: bool, measure: Callable[[], R]) -> R:
-    """The result that an interrupted run left at `path` if it was measured on the same, or a new one, kept there."""
-    if resume and path.is_file():
-        found: Any = kind.load(path)
-        if replace(getattr(found, "contraction", found).measured_on, seed=None) == wanted:
-            return found
-    result = measure()
-    result.save(path)
-    return result
-
-
-def kept_profile(run: Path, loaded: Loaded, batch: TokenBatch, batch_size: int, resume: bool) -> LayerProfile:
-    from lyapunov_prune.profiles.profile import LayerProfile
-
-    wanted = batch.measured_on(loaded.model)
-    return kept(
-        run / "profile.json", LayerProfile, wanted, resume, lambda: profile_model(loaded, batch, batch_size, 2, 0)
-    )
-
-
 def explain(run: Path, loaded: Loaded, batch: TokenBatch, batch_size: int, resume: bool) -> None:
     """Activations on the whole batch, Jacobian norms on the start of its first window: they cost far more a token."""
     from lyapunov_prune.profiles.activations import ActivationStatistics, activation_statistics
     from lyapunov_prune.profiles.jacobian import JacobianNorms, sublayer_jacobians
+    from lyapunov_prune.results.once import once
 
-    kept(
+    once(
         run / "activations.json",
         ActivationStatistics,
         batch.measured_on(loaded.model),
-        resume,
+        {},
         lambda: activation_statistics(loaded.model, batch, batch_size=batch_size),
+        resume=resume,
     )
     few = replace(batch, ids=batch.ids[:1, :_JACOBIAN_TOKENS])
-    kept(
+    once(
         run / "jacobian.json",
         JacobianNorms,
         few.measured_on(loaded.model),
-        resume,
-        lambda: sublayer_jacobians(loaded.model, few),
+        _JACOBIAN,
+        lambda: sublayer_jacobians(loaded.model, few, **_JACOBIAN),
+        resume=resume,
     )
 
 

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
 
 import pandas as pd
 from transformers import PreTrainedModel
 
+from lyapunov_prune.data.batch import TokenBatch
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.forward.reading import Readable, read
 from lyapunov_prune.profiles.contraction import ContractionProfile, Method, Pooling, measure_contraction
 from lyapunov_prune.profiles.influence import InfluenceProfile, block_influence
+from lyapunov_prune.results.once import once
 from lyapunov_prune.results.result import MeasuredOn, Result
 
 
@@ -67,4 +71,22 @@ def profile_layers(
             batch_size=batch_size,
         ),
         influence=block_influence(model, reading, batch_size=batch_size),
+    )
+
+
+# What other measurements are compared with, at half the seeds of a profile for its own sake.
+_BESIDE: dict[str, Any] = {"epsilon": 1e-2, "seeds": (0, 1), "method": "difference", "pooling": "energy"}
+
+
+def kept_profile(
+    path: str | Path, model: PreTrainedModel, batch: TokenBatch, *, batch_size: int = 1, resume: bool = True
+) -> LayerProfile:
+    """A profile by two seeds, measured `once` and kept at `path`."""
+    return once(
+        path,
+        LayerProfile,
+        batch.measured_on(model),
+        _BESIDE,
+        lambda: profile_layers(model, batch, **_BESIDE, batch_size=batch_size),
+        resume=resume,
     )

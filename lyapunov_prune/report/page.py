@@ -78,7 +78,8 @@ p.on { color: #666; font-size: .85rem; white-space: pre-line; } details { margin
 class _Section:
     """`file` holds a `kind`; `part` takes what is shown from it, None for nothing; `draw` gives names and SVG texts.
 
-    With `in_checkpoints` the file stands beside weights: folders within the run are looked through for it too.
+    With `in_folders` folders within the run are looked through for it too: it stands beside weights, or is of a command
+    that leaves the run's own file alone.
     """
 
     file: str
@@ -86,11 +87,11 @@ class _Section:
     title: str
     words: str
     draw: Callable[[Any], dict[str, str]]
-    in_checkpoints: bool = False
+    in_folders: bool = False
     part: Callable[[Any], Result | None] = lambda r: r
 
     def found(self, run: Path) -> list[Path]:
-        below = sorted(run.glob(f"*/{self.file}")) if self.in_checkpoints else []
+        below = sorted(run.glob(f"*/{self.file}")) if self.in_folders else []
         return [path for path in (run / self.file, *below) if path.is_file()]
 
 
@@ -106,6 +107,7 @@ _SECTIONS = (
             "contraction": contraction_figure(r.contraction),
             "influence": influence_figure(r.influence),
         },
+        in_folders=True,
     ),
     _Section(
         "activations.json",
@@ -215,7 +217,7 @@ _SECTIONS = (
         "text that the method saw, where it collected the second moments of the inputs. Errors of single matrices do "
         "not say what the whole model has lost: evaluate it.",
         lambda r: {"compression": compression_figure(r)},
-        in_checkpoints=True,
+        in_folders=True,
     ),
     _Section(
         HEALING,
@@ -225,7 +227,7 @@ _SECTIONS = (
         "with the text; the line is a running mean. A loss on the text learnt from shows progress, not success: "
         "the share recovered, of the perplexity that the removal cost, is measured on other text.",
         lambda r: {"healing": healing_figure(r)},
-        in_checkpoints=True,
+        in_folders=True,
     ),
     _Section(
         "hierarchy.json",

@@ -2,6 +2,7 @@
 
 - `result`: the base of every result (frozen, prints as a table, saves to and loads from one JSON file), and what a
   number was measured on;
+- `once`: a result read back instead of measured, where it was asked exactly the same;
 - `files`: files and folders that appear whole or not at all;
 - `store`: finished jobs on disk, one line each, for work that must survive `kill -9`.
 

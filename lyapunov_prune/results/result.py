@@ -6,6 +6,7 @@ import functools
 import json
 import math
 import platform
+from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -22,6 +23,7 @@ from lyapunov_prune.results.overlap import Fingerprint
 
 T = TypeVar("T")
 R = TypeVar("R", bound="Result")
+ASKED = "asked"  # beside the fields in a file: what `once` compares
 
 
 def versions() -> dict[str, str]:
@@ -115,9 +117,10 @@ class Result:
     def to_json(self) -> dict[str, Any]:
         return {"kind": type(self).__name__, **encode(self)}
 
-    def save(self, path: str | Path) -> Path:
-        """Write the result as JSON, whole or not at all; returns the path."""
-        return write_whole(path, json.dumps(self.to_json(), indent=1, allow_nan=False) + "\n")
+    def save(self, path: str | Path, asked: Mapping[str, Any] | None = None) -> Path:
+        """Write the result as JSON, with what it was `asked` (`once`), whole or not at all; returns the path."""
+        content = self.to_json() | ({ASKED: asked} if asked else {})
+        return write_whole(path, json.dumps(content, indent=1, allow_nan=False) + "\n")
 
     @classmethod
     def load(cls: type[R], path: str | Path) -> R:
@@ -133,6 +136,7 @@ class Result:
             raise LyapunovPruneError(
                 f"{path} holds {kind or 'no result'}, not {cls.__name__}; give the file a run wrote"
             )
+        data.pop(ASKED, None)
         try:
             return decode(cls, data)
         except ValueError as error:

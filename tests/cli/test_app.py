@@ -152,7 +152,7 @@ def test_eval_measures_both_models_on_the_same_tokens(run: Callable[..., Done]) 
 def test_sensitivity_writes_its_result_the_profile_and_a_map(run: Callable[..., Done]) -> None:
     done = run("sensitivity", "tiny", "--study", "group,threshold", "--regret-limit", "3", "-o", "run", *TEXT)
     assert (done.code, done.err) == (0, "")
-    assert {"run/profile.json", "run/sensitivity.json", "run/figures/sensitivity-map.svg"} <= done.changed
+    assert {"run/sensitivity/profile.json", "run/sensitivity.json", "run/figures/sensitivity-map.svg"} <= done.changed
     result = Sensitivity.load("run/sensitivity.json")
     assert str(result) in done.out
     assert result.calibrated_on is not None

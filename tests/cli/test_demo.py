@@ -6,7 +6,6 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +16,8 @@ from lyapunov_prune import PruningPlan, block_influence, measure_contraction, pe
 from lyapunov_prune.cli import demo as demo_module
 from lyapunov_prune.data.batch import TokenBatch
 from lyapunov_prune.errors import LyapunovPruneError
-from lyapunov_prune.evaluation.speed import measure_speed
 from lyapunov_prune.models.loading import Loaded, load
+from lyapunov_prune.profiles import profile as profile_module
 from lyapunov_prune.pruning.checkpoint import write_pruned
 from lyapunov_prune.pruning.curve import RemovalCurve
 from lyapunov_prune.results.files import fingerprint
@@ -46,11 +45,11 @@ def tiny_demo(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[...
     monkeypatch.setattr(demo_module, "load", lambda name: loaded)
     monkeypatch.setattr(demo_module, "REMOVALS", (1,))
     monkeypatch.setattr(demo_module, "WRITTEN", ("blend", 1))
-    monkeypatch.setattr(demo_module, "measure_speed", partial(measure_speed, prompt=8, steps=2, repeats=1))
+    monkeypatch.setattr(demo_module, "RACE", {"prompt": 8, "steps": 2, "repeats": 1})
 
     def demo(resume: bool = False) -> Path:
         run = checkpoint.parent / "run"
-        demo_module.run_demo(run, tokens=128, context=64, resume=resume, say=lambda _: None)
+        demo_module.run_demo(run, tokens=128, context=64, resume=resume, show=lambda *_: None)
         return run / "pruned"
 
     return demo
@@ -127,14 +126,19 @@ def test_what_is_put_there_while_the_demo_runs_stays(
 # On the real model.
 
 
+def shorten(patch: pytest.MonkeyPatch, smollm2: Loaded) -> None:
+    """Fewer removals and a short race."""
+    patch.setattr(demo_module, "load", lambda name: smollm2)
+    patch.setattr(demo_module, "REMOVALS", (1, 4))
+    patch.setattr(demo_module, "RACE", {"prompt": 32, "steps": 4, "repeats": 2})
+
+
 @pytest.fixture(scope="session")  # a module's end may come between two of its tests under xdist
 def run(tmp_path_factory: pytest.TempPathFactory, smollm2: Loaded) -> Path:
     """A short demo: every step of the long one, on 512 tokens, with fewer removals and a short race."""
     folder = tmp_path_factory.mktemp("demo")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(demo_module, "load", lambda name: smollm2)
-        patch.setattr(demo_module, "REMOVALS", (1, 4))
-        patch.setattr(demo_module, "measure_speed", partial(measure_speed, prompt=32, steps=4, repeats=2))
+        shorten(patch, smollm2)
         demo_module.run_demo(folder, tokens=512, context=128, show=lambda *_: None)
     return folder
 
@@ -152,8 +156,9 @@ def test_the_demo_writes_every_result(run: Path) -> None:
 
 
 def test_the_demo_resumes(run: Path, smollm2: Loaded, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(demo_module, "load", lambda name: smollm2)
-    for work in ("profile_layers", "evaluate_removals", "write_pruned", "measure_speed"):
+    shorten(monkeypatch, smollm2)
+    monkeypatch.setattr(profile_module, "profile_layers", lambda *a, **k: pytest.fail("repeated"))
+    for work in ("evaluate_removals", "write_pruned", "measure_speed"):
         monkeypatch.setattr(demo_module, work, lambda *a, **k: pytest.fail("repeated"))
     demo_module.run_demo(run, tokens=512, context=128, resume=True, show=lambda *_: None)
 

@@ -11,7 +11,6 @@ from lyapunov_prune.cli import choices
 from lyapunov_prune.cli.inputs import (
     draw_report,
     explain,
-    kept_profile,
     load_inputs,
     profile_model,
     require_budget_alone,
@@ -266,9 +265,11 @@ def sensitivity(
 ) -> None:
     """Change one thing at a time and measure the loss: which matrices and layers can bear it.
 
-    Writes profile.json, sensitivity.json and a heat map, with --why activations.json and jacobian.json. Interrupted,
-    it goes on with --resume; under `accelerate launch -m lyapunov_prune.cli` the processes share the work.
+    Writes sensitivity.json and a heat map, the profile that it is compared with as sensitivity/profile.json, with
+    --why activations.json and jacobian.json. Interrupted, it goes on with --resume; under
+    `accelerate launch -m lyapunov_prune.cli` the processes share the work.
     """
+    from lyapunov_prune.profiles.profile import kept_profile
     from lyapunov_prune.sensitivity.sensitivity import measure_sensitivity
     from lyapunov_prune.sensitivity.studies import Compression
 
@@ -277,6 +278,8 @@ def sensitivity(
     run = run_folder(output, model)
     loaded, calibration = load_inputs(model, source, text)
     batch = text.load(loaded, "evaluation", offline=source.offline)
+    # run/profile.json is of `profile`, and as a rule by more tokens and seeds.
+    beside = run / "sensitivity" / "profile.json"
     result = measure_sensitivity(
         loaded.model,
         batch,
@@ -286,7 +289,7 @@ def sensitivity(
         rank=rank,
         limit=regret_limit,
         calibration=calibration,
-        profile=kept_profile(run, loaded, calibration, text.batch_size, resume),
+        profile=kept_profile(beside, loaded.model, calibration, batch_size=text.batch_size, resume=resume),
         folder=run / "jobs" / "sensitivity",
         resume=resume,
         batch_size=text.batch_size,

@@ -1,0 +1,90 @@
+"""What a run finds in its folder is taken only where it is what the run would measure."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from helpers import QUICK, TEXT, Done
+
+from lyapunov_prune.cli import demo as demo_module
+from lyapunov_prune.cli import inputs
+from lyapunov_prune.models.loading import load
+from lyapunov_prune.profiles.jacobian import JacobianNorms
+from lyapunov_prune.profiles.profile import LayerProfile
+from lyapunov_prune.pruning.checkpoint import Provenance
+from lyapunov_prune.pruning.curve import RemovalCurve
+from lyapunov_prune.sensitivity.sensitivity import Sensitivity
+
+SENSITIVITY = ["sensitivity", "tiny", "--study", "removal", "-o", "run", *TEXT]
+OWN = Path("run/sensitivity/profile.json")
+
+
+def test_sensitivity_leaves_the_profile_as_it_is(run: Callable[..., Done]) -> None:
+    run("profile", "tiny", "-o", "run", *QUICK)
+    before = Path("run/profile.json").read_bytes()
+    for resume in ([], ["--resume"]):
+        assert run(*SENSITIVITY, *resume).code == 0
+        assert Path("run/profile.json").read_bytes() == before
+    assert len(LayerProfile.load(OWN).contraction.seeds) == 2
+    page = Path("run/report.html").read_text(encoding="utf-8")
+    assert "<h2>Contraction and Block Influence</h2>" in page
+    assert "<h2>Contraction and Block Influence: sensitivity/</h2>" in page
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        ["--seeds", "2", "--pooling", "token"],
+        ["--seeds", "2", "--epsilon", "0.1"],
+        ["--seeds", "2", "--method", "jvp"],
+        ["--seeds", "2", "--seed", "7"],
+        ["--seeds", "3"],
+    ],
+    ids=" ".join,
+)
+def test_resume_takes_no_profile_of_other_settings(other: list[str], run: Callable[..., Done]) -> None:
+    run(*SENSITIVITY)
+    wanted = OWN.read_bytes()
+    scores = Sensitivity.load("run/sensitivity.json").scores
+    assert run("profile", "tiny", "-o", "run", *TEXT, *other).code == 0
+    shutil.copy("run/profile.json", OWN)
+    assert run(*SENSITIVITY, "--resume").code == 0
+    assert OWN.read_bytes() == wanted
+    again = Sensitivity.load("run/sensitivity.json").scores
+    assert {name: values.tolist() for name, values in again.items()} == {k: v.tolist() for k, v in scores.items()}
+
+
+def test_resume_takes_no_jacobian_of_fewer_steps(run: Callable[..., Done], monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as patch:
+        patch.setitem(inputs._JACOBIAN, "steps", 3)
+        run(*SENSITIVITY, "--why")
+    assert JacobianNorms.load("run/jacobian.json").steps == 3
+    assert "run/jacobian.json" in run(*SENSITIVITY, "--why", "--resume").changed
+    assert JacobianNorms.load("run/jacobian.json").steps == 12
+
+
+def test_a_demo_on_other_tokens_takes_nothing_of_the_last(
+    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loaded, folder = load(str(checkpoint)), tmp_path / "demo"
+    monkeypatch.setattr(demo_module, "load", lambda name: loaded)
+    monkeypatch.setattr(demo_module, "REMOVALS", (1, 2))
+    monkeypatch.setattr(demo_module, "WRITTEN", ("blend", 2))
+    monkeypatch.setattr(demo_module, "RACE", {"prompt": 8, "steps": 2, "repeats": 1})
+
+    def texts(tokens: int, resume: bool) -> tuple[str, ...]:
+        demo_module.run_demo(folder, tokens=tokens, context=64, resume=resume, say=lambda _: None)
+        profile = LayerProfile.load(folder / "profile.json")
+        made = Provenance.load(folder / "pruned" / "provenance.json")
+        curve = RemovalCurve.load(folder / "removal.json")
+        assert made.plan.measured_on[0] == profile.measured_on
+        return profile.measured_on.text_hash, curve.measured_on.text_hash
+
+    first = texts(128, resume=False)
+    written = {path: path.stat().st_mtime_ns for path in folder.rglob("*.json") if "plan" not in path.name}
+    assert texts(128, resume=True) == first
+    assert written == {path: path.stat().st_mtime_ns for path in written}
+    assert not set(texts(256, resume=True)) & set(first)
