@@ -12,6 +12,7 @@ root_doc = "docs/index"
 include_patterns = ["README.md", "docs/**", "lean/README.md", "experiments/README.md", "experiments/*/README.md"]
 exclude_patterns = [".*", "build", "runs"]
 myst_heading_anchors = 3
+highlight_language = "text"
 html_theme = "furo"
 html_title = project
 html_show_copyright = False

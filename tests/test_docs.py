@@ -14,10 +14,11 @@ from typing import Any
 
 import pytest
 import typer
-from helpers import QUICK, TEXT, Done
+from helpers import QUICK, TEXT, Done, make_tiny
 
 import lyapunov_prune
 from lyapunov_prune.cli.app import app
+from lyapunov_prune.models import loading
 
 REPOSITORY = Path(__file__).parent.parent
 PACKAGE = REPOSITORY / "lyapunov_prune"
@@ -212,3 +213,35 @@ def test_a_walk_is_the_way_that_its_command_takes(command: str, arguments: list[
 def code_of(thing: Any) -> CodeType:
     function = inspect.unwrap(thing.__init__ if inspect.isclass(thing) else thing)
     return getattr(function, "__func__", function).__code__
+
+
+# Examples run as they are written, on a tiny model in place of the built-in one.
+
+
+@pytest.fixture
+def built_in(run: Callable[..., Done], tokenizer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = make_tiny("llama", vocab_size=len(tokenizer), max_position_embeddings=1024)
+    for layer in model.model.layers:  # no layer alone is worth a whole budget
+        layer.self_attn.o_proj.weight.data *= 0.1
+        layer.mlp.down_proj.weight.data *= 0.1
+    model.save_pretrained(tmp_path / "built-in")
+    tokenizer.save_pretrained(tmp_path / "built-in")
+    monkeypatch.setattr(loading, "builtin_folder", lambda: tmp_path / "built-in")
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/guide.md"])
+@pytest.mark.usefixtures("built_in")
+def test_the_examples_run_as_written(page: str, run: Callable[..., Done]) -> None:
+    blocks = [block for block in FENCE.findall(PAGES[page]) if block.startswith("```\n")]
+    commands = re.findall(r"^lyapunov-prune (.+)", "\n".join(blocks), re.MULTILINE)
+    assert len(commands) >= 5
+    for command in commands:
+        done = run(*command.split())
+        assert done.code == 0, f"{command}: {done.err}"
+
+
+@pytest.mark.usefixtures("built_in")
+def test_the_python_of_the_readme_runs_as_written(capsys: pytest.CaptureFixture[str]) -> None:
+    (block,) = re.findall(r"^```python\n(.*?)^```", PAGES["README.md"], re.MULTILINE | re.DOTALL)
+    exec(block, {})
+    assert "Removal gate: passed" in capsys.readouterr().out
