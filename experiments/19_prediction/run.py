@@ -45,7 +45,8 @@ def main(model: str = "smollm2-135m", text: str = "builtin") -> None:
         **{name: lp.rank_layers(profile, influence, criterion=name) for name in SCORES[1:]},
     }
     about = {"calibration": encode(calibration.measured_on(loaded.model)), "prompts": f"{PROMPTS} × {PROMPT} + {STEPS}"}
-    jobs = Store(Path("runs") / "experiments" / f"prediction-{calibration.text_hash[:16]}", about, resume=True)
+    folder = Path("runs") / "experiments" / f"prediction-{calibration.text_hash[:16]}"
+    jobs = Store(folder, {**about, "held out": held_out.text_hash}, resume=True)
     dense = lp.perplexity(loaded.model, scoring)
     chosen = sets(rankings, loaded.structure.num_layers)
     for removed in track(list(chosen), "sets of layers"):

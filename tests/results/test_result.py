@@ -29,7 +29,8 @@ from lyapunov_prune.results.result import ModelIdentity, Result, decode, encode,
 def result_classes() -> list[type[Result]]:
     for module in pkgutil.walk_packages(lyapunov_prune.__path__, "lyapunov_prune."):
         importlib.import_module(module.name)
-    return sorted((c for c in Result.__subclasses__() if c.__module__ != __name__), key=lambda c: c.__name__)
+    ours = (c for c in Result.__subclasses__() if c.__module__.startswith("lyapunov_prune."))
+    return sorted(ours, key=lambda c: c.__name__)
 
 
 def same(a: Any, b: Any) -> bool:
