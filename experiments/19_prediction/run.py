@@ -46,7 +46,7 @@ def main(model: str = "smollm2-135m", text: str = "builtin") -> None:
     }
     about = {"calibration": encode(calibration.measured_on(loaded.model)), "prompts": f"{PROMPTS} × {PROMPT} + {STEPS}"}
     folder = Path("runs") / "experiments" / f"prediction-{calibration.text_hash[:16]}"
-    jobs = Store(folder, "prediction", about, resume=True)
+    jobs = Store(folder, "prediction", {**about, "held out": held_out.text_hash}, resume=True)
     dense = lp.perplexity(loaded.model, scoring)
     chosen = sets(rankings, loaded.structure.num_layers)
     for removed in track(list(chosen), "sets of layers"):

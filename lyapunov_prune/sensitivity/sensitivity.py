@@ -198,9 +198,9 @@ def measure_sensitivity(
         calibration = read(model, calibration)
         require_disjoint(calibration.batch, reading.batch)
     require_unseen(model, reading.batch)
-    if profile is not None and reading.batch.shared_with(profile.contraction.measured_on):
+    if profile is not None and reading.batch.shared_with(profile.measured_on):
         raise LyapunovPruneError("the profile was measured on the tokens of the regret; give it other text")
-    if profile is not None and not profile.contraction.measured_on.model.same_as(identify(model)):
+    if profile is not None and not profile.measured_on.model.same_as(identify(model)):
         raise LyapunovPruneError("the profile was measured on another model; measure this one")
     compressor = Compressor(model, calibration)
     if calibration is None and ("threshold" in studies or method == "wanda"):

@@ -33,7 +33,7 @@ def result_classes() -> list[type[Result]]:
     while classes:
         below = classes.pop().__subclasses__()
         classes += below
-        kinds |= {c for c in below if dataclasses.is_dataclass(c) and c.__module__ != __name__}
+        kinds |= {c for c in below if dataclasses.is_dataclass(c) and c.__module__.startswith("lyapunov_prune.")}
     return sorted(kinds, key=lambda c: c.__name__)
 
 
