@@ -78,7 +78,7 @@ class Gathering:
                 self._sum(self.sensitivities, name, _gram(g))
         self._outputs = []
 
-    def found(self) -> dict[str, Statistics]:
+    def statistics(self) -> dict[str, Statistics]:
         """The statistics of every matrix, by its name.
 
         Raises LyapunovPruneError for a matrix that no token reached, and for activations that are not finite.

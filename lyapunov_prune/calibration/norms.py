@@ -29,4 +29,4 @@ def input_norms(model: PreTrainedModel, batch: Readable, projections: Sequence[P
     with gathering.watching():
         for ids in track(reading.windows(1), "calibration"):
             run_backbone(reading.structure, ids)
-    return {name: statistics.norms.cpu() for name, statistics in gathering.found().items()}
+    return {name: statistics.norms.cpu() for name, statistics in gathering.statistics().items()}

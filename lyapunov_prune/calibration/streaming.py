@@ -62,4 +62,4 @@ def stream(
                     output = prefix.advance(ids, at, hidden, layer + 1)
                 if needs == "sensitivity":
                     gathering.differentiate(output, generator)
-        change(here, gathering.found())
+        change(here, gathering.statistics())

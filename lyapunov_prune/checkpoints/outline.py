@@ -89,14 +89,14 @@ def _targets(model: PreTrainedModel, keys: dict[str, Stored]) -> dict[str, Targe
     converters = [rule for rule in rules if isinstance(rule, WeightConverter)]
     by_pattern = {pattern: rule for rule in converters for pattern in rule.source_patterns}
     state, prefix = model.state_dict(), model.base_model_prefix
-    found: dict[str, Target] = {}
+    targets: dict[str, Target] = {}
     for key in sorted(keys, key=dot_natural_key):
         name, pattern = rename_source_key(key, renamings, converters, prefix, state)
         if name not in state and key in state:
             name, pattern = rename_source_key(key, [], [], prefix, state)
         if name in state:
-            found[key] = Target(name) if pattern is None else Target(name, by_pattern[pattern], pattern)
-    return found
+            targets[key] = Target(name) if pattern is None else Target(name, by_pattern[pattern], pattern)
+    return targets
 
 
 def _digests(
@@ -111,10 +111,10 @@ def _digests(
         sources.setdefault(target.name, []).append(key)
 
     def read(name: str) -> torch.Tensor:
-        found = next((other for other in names[id(wanted[name])] if other in sources), None)
-        if found is None:
+        source = next((other for other in names[id(wanted[name])] if other in sources), None)
+        if source is None:
             raise LyapunovPruneError(f"the checkpoint has no tensor for {name} alone; prune it in memory")
-        return _read(model, found, sources[found], stored, targets)
+        return _read(model, source, sources[source], stored, targets)
 
     wanted = dict(saved_tensors(model))
     with status("reading the weights"):

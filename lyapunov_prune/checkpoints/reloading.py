@@ -65,9 +65,9 @@ def changed_setting(pruned: Structure, reloaded: Structure) -> str:
     """
     for index, (a, b) in enumerate(zip(pruned.layers, reloaded.layers, strict=True)):
         for (name, before), (_, after) in zip(a.named_modules(), b.named_modules(), strict=True):
-            found = _settings(after)
+            settings = _settings(after)
             for key, value in _settings(before).items():
-                other = found.get(key)
+                other = settings.get(key)
                 if other != value and not (isinstance(value, float) and _close(value, other)):
                     return f"layer {index} came back with {name + '.' if name else ''}{key} = {other!r}, not {value!r}"
             for key in POSITION_ATTRIBUTES:

@@ -59,10 +59,10 @@ class Piece:
 
 def read_tensors(folder: Path, named: str | None = None) -> dict[str, Stored]:
     """Every tensor that transformers finds in `folder`, by name; `named` as in `weight_files`."""
-    found: dict[str, Stored] = {}
+    tensors: dict[str, Stored] = {}
     for file in weight_files(folder, named):
-        found |= read_header(file)
-    return found
+        tensors |= read_header(file)
+    return tensors
 
 
 def read_header(path: Path) -> dict[str, Stored]:

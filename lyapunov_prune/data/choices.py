@@ -38,10 +38,10 @@ def load_items(path: str | Path) -> tuple[ChoiceItem, ...]:
         lines = Path(path).read_text(encoding="utf-8-sig").split("\n")
     except (OSError, UnicodeDecodeError) as error:
         raise LyapunovPruneError(f"cannot read {path} as UTF-8 text ({error}); give a .jsonl file of items") from None
-    found = [_item(line, f"{path} line {number}") for number, line in enumerate(lines, start=1) if line.strip()]
-    if not found:
+    items = [_item(line, f"{path} line {number}") for number, line in enumerate(lines, start=1) if line.strip()]
+    if not items:
         raise LyapunovPruneError(f"{path} holds no items; give a line {_FORM} for each")
-    return tuple(found)
+    return tuple(items)
 
 
 def _item(line: str, where: str) -> ChoiceItem:
@@ -67,16 +67,16 @@ def tokenize(item: ChoiceItem, tokenizer: PreTrainedTokenizerBase) -> tuple[torc
     """
     texts = [item.stem + choice for choice in item.choices]
     start = [tokenizer.bos_token_id] if adds_bos(tokenizer) else []
-    found = [start + tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"] for text in texts]
+    rows = [start + tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"] for text in texts]
     query = start + tokenizer(item.query, add_special_tokens=False, verbose=False)["input_ids"]
     # A choice may begin inside a token of the query, so what is shared is looked for.
-    context = _shared([query, *found])
-    if context == 0 or len({tuple(row) for row in found}) < len(found) or min(map(len, found)) == context:
+    context = _shared([query, *rows])
+    if context == 0 or len({tuple(row) for row in rows}) < len(rows) or min(map(len, rows)) == context:
         raise LyapunovPruneError(
             f"the item {item.query[:40]!r} gives no tokens to tell its choices by; give choices of different tokens"
         )
-    lengths = [len(row) for row in found]
-    ids = [row + [row[-1]] * (max(lengths) - len(row)) for row in found]
+    lengths = [len(row) for row in rows]
+    ids = [row + [row[-1]] * (max(lengths) - len(row)) for row in rows]
     return torch.tensor(ids, dtype=torch.int64), lengths, context
 
 

@@ -164,9 +164,9 @@ def _halves(text: str) -> tuple[str, str]:
     # At a blank line, or a line, or anywhere: a text may have neither.
     middle = len(text) // 2
     for mark in ("\n\n", "\n", " "):
-        found = text.find(mark, middle)
-        if found != -1 and found < len(text) - len(text) // 4:
-            middle = found + len(mark)
+        position = text.find(mark, middle)
+        if position != -1 and position < len(text) - len(text) // 4:
+            middle = position + len(mark)
             break
     return text[:middle], text[middle:]
 

@@ -54,18 +54,18 @@ class Branch:
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """The branch's output when `x` enters it."""
-        found: list[torch.Tensor] = []
+        outputs: list[torch.Tensor] = []
 
         def enter(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             return with_input(args, kwargs, x)
 
         def leave(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-            found.append(hidden_of(output))
+            outputs.append(hidden_of(output))
             raise Enough
 
         with suppress(Enough), hooked(before=[(self.entry, enter)], after=[(self.exit, leave)]):
             self.layer.forward(*self.args, **self.kwargs)
-        return found[0]
+        return outputs[0]
 
 
 def find_branches(
@@ -115,8 +115,8 @@ def _same(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 def matrix_children(model: PreTrainedModel, structure: Structure) -> list[dict[str, bool]]:
     """For each layer its children that hold matrices, and whether the child is itself one."""
-    found: list[dict[str, bool]] = [{} for _ in structure.layers]
+    children: list[dict[str, bool]] = [{} for _ in structure.layers]
     for p in find_projections(model):
         child, _, rest = p.module.removeprefix(f"{structure.layers_path}.{p.layer}.").partition(".")
-        found[p.layer][child] = not rest
-    return found
+        children[p.layer][child] = not rest
+    return children

@@ -18,18 +18,18 @@ from lyapunov_prune.models.projections import Projection, find_projections
 from lyapunov_prune.models.structure import identify
 
 WHAT = ("layer", *KINDS)
-# (layer, what) -> a context in which it is changed; None where the layer has no such part.
+# (layer, part) -> a context in which it is changed; None where the layer has no such part.
 Changes = Callable[[int, str], AbstractContextManager[None] | None]
 
 
 def dropped_layers(reading: Reading) -> Changes:
     """A layer hands on what it is given; a branch of it adds nothing."""
-    found = find_sublayers(reading.model, range(reading.structure.num_layers))
+    sublayers = find_sublayers(reading.model, range(reading.structure.num_layers))
 
-    def change(layer: int, what: str) -> AbstractContextManager[None] | None:
-        if what == "layer":
+    def change(layer: int, part: str) -> AbstractContextManager[None] | None:
+        if part == "layer":
             return reading.prefix.bypassed((layer,))
-        branch = found[layer].branches.get(what)
+        branch = sublayers[layer].branches.get(part)
         return None if branch is None else silent(branch)
 
     return change
@@ -52,9 +52,8 @@ def compressed_layers(reading: Reading, compressed: PreTrainedModel) -> Changes:
         inside = name.startswith(f"{structure.layers_path}.") and name not in matrices
         if inside and not torch.equal(parameter, theirs[name].to(parameter)):
             raise LyapunovPruneError(f"the compressed model has another {name}; give one that changed matrices alone")
-    found = find_sublayers(model, range(structure.num_layers))
     parts: dict[tuple[int, str], list[Projection]] = {}
-    for layer, sublayers in found.items():
+    for layer, sublayers in find_sublayers(model, range(structure.num_layers)).items():
         here = [p for p in projections if p.layer == layer]
         parts[layer, "layer"] = here
         seen: set[str] = set()  # branches that share a norm: the second's forward goes past the first
@@ -64,8 +63,8 @@ def compressed_layers(reading: Reading, compressed: PreTrainedModel) -> Changes:
             base = f"{structure.layers_path}.{layer}."
             parts[layer, kind] = [p for p in here if p.module.removeprefix(base).partition(".")[0] in called]
 
-    def change(layer: int, what: str) -> AbstractContextManager[None] | None:
-        chosen = parts.get((layer, what))
+    def change(layer: int, part: str) -> AbstractContextManager[None] | None:
+        chosen = parts.get((layer, part))
         return None if not chosen else replaced(model, {p: p.weight(compressed) for p in chosen})
 
     return change

@@ -43,10 +43,10 @@ class Prefix:
         last = layers
         while last > 0 and self._same(last, states[last], ids, after[last], stop=last + 1):
             last -= 1
-        found = list(range(last + 1, layers + 1))
+        entries = list(range(last + 1, layers + 1))
         self._leave_other_tokens(ids)
-        found += [k for k in range(last, 0, -1) if self._same(k, states[k], ids, whole, stop=layers)]
-        self.entries = (0, *sorted(found))
+        entries += [k for k in range(last, 0, -1) if self._same(k, states[k], ids, whole, stop=layers)]
+        self.entries = (0, *sorted(entries))
 
     def entry(self, layer: int) -> int:
         """The last boundary, no later than that before `layer`, that a forward can begin at."""
@@ -78,16 +78,16 @@ class Prefix:
 
     def advance(self, ids: torch.Tensor, start: int, hidden: torch.Tensor | None, stop: int) -> torch.Tensor:
         """The state of boundary `stop` of a forward that begins at `start`; layers from `stop` on do not run."""
-        found: list[torch.Tensor] = []
+        states: list[torch.Tensor] = []
 
         def arrived(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-            found.append(hidden_of(output))
+            states.append(hidden_of(output))
             raise Enough
 
         entered = self.entered(start, hidden if hidden is not None else torch.empty(0))
         with suppress(Enough), entered, hooked(after=[(self.structure.layers[stop - 1], arrived)]):
             run_backbone(self.structure, ids)
-        return found[0]
+        return states[0]
 
     def _note_width(self, index: int) -> Callable[..., None]:
         def hook(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
@@ -143,7 +143,7 @@ def restore(module: nn.Module, before: Any) -> None:
 
 def final_state(structure: Structure, ids: torch.Tensor) -> torch.Tensor:
     """The state that the head reads, after the final norm: windows × tokens × width."""
-    found: list[torch.Tensor] = []
-    with hooked(after=[(structure.backbone, lambda module, args, kwargs, output: found.append(output[0]))]):
+    states: list[torch.Tensor] = []
+    with hooked(after=[(structure.backbone, lambda module, args, kwargs, output: states.append(output[0]))]):
         run_backbone(structure, ids)
-    return found[0]
+    return states[0]

@@ -140,12 +140,12 @@ class Scorer:
             restore(decoder, before)
 
 
-def _same(found: torch.Tensor, wanted: torch.Tensor) -> bool:
+def _same(rows: torch.Tensor, wanted: torch.Tensor) -> bool:
     """Whether every row of logits is the wanted one, up to rounding."""
-    if found.shape != wanted.shape:
+    if rows.shape != wanted.shape:
         return False
-    found, wanted = found.float(), wanted.float()
-    return bool(((found - wanted).abs().amax(-1) <= _SAME * wanted.abs().amax(-1)).all())
+    rows, wanted = rows.float(), wanted.float()
+    return bool(((rows - wanted).abs().amax(-1) <= _SAME * wanted.abs().amax(-1)).all())
 
 
 _CHUNK = 512  # tokens whose logits are widened at a time

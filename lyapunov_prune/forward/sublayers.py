@@ -48,11 +48,11 @@ def find_sublayers(model: PreTrainedModel, layers: Sequence[int]) -> dict[int, S
     """
     structure = find_structure(model)
     matrices = matrix_children(model, structure)
-    found: dict[int, Sublayers] = {}
+    sublayers: dict[int, Sublayers] = {}
 
     def note(index: int) -> Callable[..., None]:
         def hook(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-            found[index] = _sublayers(layer, args, kwargs, matrices[index])
+            sublayers[index] = _sublayers(layer, args, kwargs, matrices[index])
 
         return hook
 
@@ -60,7 +60,7 @@ def find_sublayers(model: PreTrainedModel, layers: Sequence[int]) -> dict[int, S
     ids = torch.randint(structure.config.vocab_size, (1, _TOKENS), generator=generator)
     with hooked(after=[(structure.layers[i], note(i)) for i in layers]):
         run_backbone(structure, ids)
-    return {i: found.get(i, Sublayers({}, False, "does not run on text alone")) for i in layers}
+    return {i: sublayers.get(i, Sublayers({}, False, "does not run on text alone")) for i in layers}
 
 
 def _sublayers(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], matrices: dict[str, bool]) -> Sublayers:
@@ -94,14 +94,15 @@ def _branches(
     model: PreTrainedModel, attention: tuple[int, ...], mlp: tuple[int, ...]
 ) -> Iterator[tuple[int, str, Branch]]:
     """The branches to leave out; raises LyapunovPruneError for a layer that lacks one."""
-    found = find_sublayers(model, sorted({*attention, *mlp}))
+    sublayers = find_sublayers(model, sorted({*attention, *mlp}))
     for kind, layers in zip(KINDS, (attention, mlp), strict=True):
         for i in layers:
-            if kind not in found[i].branches:
+            if kind not in sublayers[i].branches:
                 raise LyapunovPruneError(
-                    f"layer {i} {found[i].lack}, and no {kind} to leave out; choose other layers, or remove it whole"
+                    f"layer {i} {sublayers[i].lack}, and no {kind} to leave out; "
+                    "choose other layers, or remove it whole"
                 )
-            yield i, kind, found[i].branches[kind]
+            yield i, kind, sublayers[i].branches[kind]
 
 
 @contextmanager

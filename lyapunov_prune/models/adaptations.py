@@ -120,10 +120,10 @@ def ernie_experts(cut: Cut) -> None:
     )
 
 
-def first_layer_stays(what: str) -> Callable[[Cut], None]:
+def first_layer_stays(lack: str) -> Callable[[Cut], None]:
     def adapt(cut: Cut) -> None:
         if cut.kept[0] != 0:
-            raise LyapunovPruneError(f"the first layer of this family {what}, and no other can be first; keep layer 0")
+            raise LyapunovPruneError(f"the first layer of this family {lack}, and no other can be first; keep layer 0")
 
     return adapt
 

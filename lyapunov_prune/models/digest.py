@@ -48,8 +48,8 @@ def digests_of(names: Collection[str], read: Callable[[str], torch.Tensor]) -> d
     torch.set_num_threads(1)  # a thread a tensor, and no waiting for each other at each of thousands of short steps
     try:
         with ThreadPoolExecutor(min(threads, 4)) as pool:
-            found = pool.map(lambda name: tensor_digests(read(name)), names)
-            return dict(zip(names, found, strict=True))
+            digests = pool.map(lambda name: tensor_digests(read(name)), names)
+            return dict(zip(names, digests, strict=True))
     finally:
         torch.set_num_threads(threads)
 
@@ -78,13 +78,13 @@ def combined(tensors: Mapping[str, dict[str, str]]) -> dict[str, str]:
     is narrower than all of them. So models agree under every key that both have when they are the same, or one was
     cast from the other. What holds no floating-point numbers stays as it is.
     """
-    found = sorted(tensors.items())
-    own = [next(iter(digests)) for _, digests in found]  # what a tensor is comes before what it can be rounded to
-    floating = [set(of) for (_, of), dtype in zip(found, own, strict=True) if getattr(torch, dtype).is_floating_point]
+    named = sorted(tensors.items())
+    own = [next(iter(digests)) for _, digests in named]  # what a tensor is comes before what it can be rounded to
+    floating = [set(of) for (_, of), dtype in zip(named, own, strict=True) if getattr(torch, dtype).is_floating_point]
     exact = "+".join(sorted({dtype for dtype in own if getattr(torch, dtype).is_floating_point}))
     whole = {}
     for form in sorted({exact, *set.intersection(*floating)}):
-        lines = [f"{name} {of.get(form, of[dtype])}\n" for (name, of), dtype in zip(found, own, strict=True)]
+        lines = [f"{name} {of.get(form, of[dtype])}\n" for (name, of), dtype in zip(named, own, strict=True)]
         whole[form] = hashlib.sha256("".join(lines).encode()).hexdigest()
     return whole
 

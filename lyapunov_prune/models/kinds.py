@@ -13,7 +13,7 @@ from lyapunov_prune.models.structure import Structure
 
 
 @dataclass(frozen=True)
-class Pattern:
+class LayerKinds:
     """The kind of every layer, numbered in order of appearance.
 
     `period` is the smallest p such that two whole periods fit and layer i + p is of the kind of layer i: 1
@@ -42,20 +42,20 @@ class Pattern:
         return tuple(self.kinds[i] for i in kept) == self.kinds[: len(kept)]
 
 
-def find_pattern(structure: Structure) -> Pattern:
-    """The pattern of a model's layers, by rule.
+def find_kinds(structure: Structure) -> LayerKinds:
+    """The kinds of a model's layers, by rule.
 
     Two layers are of one kind when they consist of the same modules with parameters of the same shapes and
     the same switches, windows and names of kinds; a float, such as a scale that follows the depth, makes no
     kind. Where that does not repeat (some models begin with a dense layer or two), the `layer_types` of the
     config may.
     """
-    found = Pattern(_numbered(_description(layer) for layer in structure.layers))
+    built = LayerKinds(_numbered(_description(layer) for layer in structure.layers))
     named = getattr(structure.config, "layer_types", None)
-    if found.period is None and isinstance(named, list | tuple) and len(named) == structure.num_layers:
-        listed = Pattern(_numbered(named))
-        return listed if (listed.period or 1) > 1 else found
-    return found
+    if built.period is None and isinstance(named, list | tuple) and len(named) == structure.num_layers:
+        listed = LayerKinds(_numbered(named))
+        return listed if (listed.period or 1) > 1 else built
+    return built
 
 
 def _numbered(descriptions: Iterable[Hashable]) -> tuple[int, ...]:

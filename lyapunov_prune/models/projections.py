@@ -62,7 +62,7 @@ def find_projections(model: PreTrainedModel) -> tuple[Projection, ...]:
     require_no_adapters(model)
     structure = find_structure(model)
     require_parameters(structure)
-    found: list[Projection] = []
+    projections: list[Projection] = []
     for index, layer in enumerate(structure.layers):
         for path, module in layer.named_modules():
             name = f"{structure.layers_path}.{index}.{path}" if path else f"{structure.layers_path}.{index}"
@@ -71,7 +71,7 @@ def find_projections(model: PreTrainedModel) -> tuple[Projection, ...]:
                 parts = list(_parts(structure.model_type, structure.config, path, module))
                 for part, head, start, stop in parts:
                     suffix = f"{part}{'' if head is None else head}"
-                    found.append(
+                    projections.append(
                         Projection(
                             name=f"{name}:{suffix}" if part else name,
                             layer=index,
@@ -87,7 +87,7 @@ def find_projections(model: PreTrainedModel) -> tuple[Projection, ...]:
                     )
             for key, parameter in module.named_parameters(recurse=False):
                 if parameter.ndim == 3 and getattr(module, "num_experts", None) == len(parameter):
-                    found += [
+                    projections += [
                         Projection(
                             name=f"{name}.{key}:{expert}",
                             layer=index,
@@ -102,9 +102,9 @@ def find_projections(model: PreTrainedModel) -> tuple[Projection, ...]:
                         )
                         for expert in range(len(parameter))
                     ]
-    if not found:
+    if not projections:
         raise LyapunovPruneError(f"{type(model).__name__} holds no linear projections in its layers; nothing to check")
-    return tuple(found)
+    return tuple(projections)
 
 
 def _parts_by_head(config: Any, rows: int) -> Iterator[Part]:
@@ -189,7 +189,7 @@ def _require_plain(name: str, module: nn.Module) -> bool:
 
 def groups(projections: tuple[Projection, ...]) -> dict[tuple[str, int], tuple[str, ...]]:
     """Matrices by (component, layer): the paper's compression groups."""
-    found: dict[tuple[str, int], list[str]] = {}
+    members: dict[tuple[str, int], list[str]] = {}
     for p in projections:
-        found.setdefault((p.component, p.layer), []).append(p.name)
-    return {key: tuple(names) for key, names in found.items()}
+        members.setdefault((p.component, p.layer), []).append(p.name)
+    return {key: tuple(names) for key, names in members.items()}

@@ -29,10 +29,10 @@ def require_same_tokenizer(
     normalisers, pre-tokenizers and added tokens differ: how these are written down changes between versions of
     transformers, and what they do does not. Padding, truncation, decoding and the chat template give no text other ids.
     """
-    found = _difference(first, second)
-    if found:
+    difference = _difference(first, second)
+    if difference:
         raise LyapunovPruneError(
-            f"{names[0]} and {names[1]} have different tokenizers ({found}); give two models that share one"
+            f"{names[0]} and {names[1]} have different tokenizers ({difference}); give two models that share one"
         )
 
 

@@ -20,8 +20,8 @@ def loading_class(model: PreTrainedModel) -> Any:
     another one from its config, or none: a decoder inside a multimodal model comes back as that model.
     """
     automatic = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(model.config), None)
-    found = automatic if isinstance(automatic, tuple) else (automatic,)
-    own = type(model).__module__.startswith("transformers.") and type(model) not in found
+    classes = automatic if isinstance(automatic, tuple) else (automatic,)
+    own = type(model).__module__.startswith("transformers.") and type(model) not in classes
     return type(model) if own else AutoModelForCausalLM
 
 

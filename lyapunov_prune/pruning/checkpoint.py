@@ -14,7 +14,7 @@ from lyapunov_prune.checkpoints.reloading import RELOADED
 from lyapunov_prune.data.batch import TokenBatch
 from lyapunov_prune.errors import CheckFailed
 from lyapunov_prune.forward.hooks import require_finite
-from lyapunov_prune.models.kinds import Pattern, find_pattern
+from lyapunov_prune.models.kinds import LayerKinds, find_kinds
 from lyapunov_prune.models.loading import quiet
 from lyapunov_prune.models.structure import Structure, find_structure
 from lyapunov_prune.models.wrappers import loading_class
@@ -126,7 +126,7 @@ def describe(
         loader,
         {
             "Removed": _removed(plan),
-            "Engines": _engines(find_pattern(structure), plan.kept),
+            "Engines": _engines(find_kinds(structure), plan.kept),
             "Gate": _checked(provenance),
         },
         tags=("depth-pruning",),
@@ -167,16 +167,16 @@ def _checked(provenance: Provenance) -> str:
     return "\n".join([f"Checked when this folder was written, {how}:", "", *rows])
 
 
-def _engines(pattern: Pattern, kept: tuple[int, ...]) -> str:
+def _engines(kinds: LayerKinds, kept: tuple[int, ...]) -> str:
     """Who may stumble over the layers that are left, in plain words."""
-    if pattern.survives(kept):
+    if kinds.survives(kept):
         return (
             "Every layer is of the kind that the layer of its number has in the original, so an engine that runs the\n"
             "original should need nothing but the number of layers, which config.json gives."
         )
-    repeated = f"repeat every {pattern.period} layers" if pattern.period else "follow a pattern"
+    repeated = f"repeat every {kinds.period} layers" if kinds.period else "follow a pattern"
     return (
-        f"The layers of the original are of {len(set(pattern.kinds))} kinds, which {repeated}; those of this model\n"
+        f"The layers of the original are of {len(set(kinds.kinds))} kinds, which {repeated}; those of this model\n"
         "do not any more. `transformers` reads the kind of every layer from config.json and loads it. Serving\n"
         "engines and converters that work out the kind from the layer's number instead may refuse this model or,\n"
         "worse, run layers as the wrong kind: compare a few outputs with those of `transformers` before use."

@@ -1,4 +1,4 @@
-"""The pattern of a decoder's layers, found by rule."""
+"""The kinds of a decoder's layers, found by rule."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from lyapunov_prune.cli.app import main
 from lyapunov_prune.errors import LyapunovPruneError
-from lyapunov_prune.models.kinds import Pattern, find_pattern
+from lyapunov_prune.models.kinds import LayerKinds, find_kinds
 from lyapunov_prune.models.structure import find_structure
 from lyapunov_prune.pruning.checkpoint import write_pruned
 from lyapunov_prune.pruning.plan import PruningPlan
@@ -30,21 +30,21 @@ MIXED = {
 
 
 def test_kinds_and_period_of_a_family(family: str) -> None:
-    pattern = find_pattern(find_structure(make_tiny(family)))
-    assert (pattern.kinds, pattern.period) == MIXED.get(family, ((0,) * 6, 1))
+    kinds = find_kinds(find_structure(make_tiny(family)))
+    assert (kinds.kinds, kinds.period) == MIXED.get(family, ((0,) * 6, 1))
 
 
 @given(st.lists(st.integers(0, 2), min_size=1, max_size=12))
 def test_the_period_is_the_smallest_that_fits_twice(kinds: list[int]) -> None:
     fits = [p for p in range(1, len(kinds) // 2 + 1) if all(kinds[i] == kinds[i % p] for i in range(len(kinds)))]
-    assert Pattern(tuple(kinds)).period == min(fits, default=None)
+    assert LayerKinds(tuple(kinds)).period == min(fits, default=None)
 
 
 @given(st.lists(st.integers(0, 1), min_size=2, max_size=3), st.integers(2, 4), st.data())
 def test_whole_periods_leave_the_pattern_as_it_was(cycle: list[int], times: int, data: st.DataObject) -> None:
-    pattern = Pattern(tuple(cycle * times))
+    kinds = LayerKinds(tuple(cycle * times))
     gone = data.draw(st.sets(st.integers(0, times - 1), max_size=times - 1))
-    assert pattern.survives(tuple(i for i in range(len(pattern.kinds)) if i // len(cycle) not in gone))
+    assert kinds.survives(tuple(i for i in range(len(kinds.kinds)) if i // len(cycle) not in gone))
 
 
 def test_layer_types_count_where_the_modules_do_not_repeat() -> None:
@@ -52,15 +52,15 @@ def test_layer_types_count_where_the_modules_do_not_repeat() -> None:
     model = make_tiny("gemma2")
     layers = find_structure(model).layers
     layers[0].mlp, layers[0].self_attn.switch = layers[1].self_attn, True
-    assert find_pattern(find_structure(model)) == Pattern((0, 1, 0, 1, 0, 1))
+    assert find_kinds(find_structure(model)) == LayerKinds((0, 1, 0, 1, 0, 1))
 
 
 def test_a_model_without_a_period_has_none_to_keep() -> None:
     with pytest.raises(LyapunovPruneError, match="do not repeat; leave out --keep-period"):
-        Pattern((0, 0, 1, 1)).require_period()
+        LayerKinds((0, 0, 1, 1)).require_period()
     with pytest.raises(LyapunovPruneError, match="all of one kind; leave out --keep-period"):
-        Pattern((0, 0, 0)).require_period()
-    assert Pattern((0, 1, 0, 1)).require_period() == 2
+        LayerKinds((0, 0, 0)).require_period()
+    assert LayerKinds((0, 1, 0, 1)).require_period() == 2
 
 
 # What the command and the card make of it.

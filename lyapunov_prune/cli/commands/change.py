@@ -94,7 +94,7 @@ def prune(
         raise LyapunovPruneError(f"{what} that is zeroed leaves every layer in its place; leave out --keep-period")
 
     from lyapunov_prune.models.device import resolve_device
-    from lyapunov_prune.models.kinds import find_pattern
+    from lyapunov_prune.models.kinds import find_kinds
     from lyapunov_prune.pruning.checkpoint import write_pruned
     from lyapunov_prune.pruning.on_disk import too_large
     from lyapunov_prune.pruning.plan import FIELDS, PruningPlan
@@ -121,7 +121,7 @@ def prune(
         _prune_on_disk(model, output, layers, plan_file, keep_period, source.offline, as_json, why)
         return
     loaded, batch = load_inputs(model, source, text, merge_adapter=merge_adapter)
-    period = find_pattern(loaded.structure).require_period() if keep_period else 1
+    period = find_kinds(loaded.structure).require_period() if keep_period else 1
     plan: PruningPlan
     if layers is not None:
         plan = PruningPlan.given(loaded.model, **{FIELDS[what]: layer_indices(layers)})
@@ -169,7 +169,7 @@ def _prune_on_disk(
     why: str,
 ) -> None:
     from lyapunov_prune.checkpoints.outline import read_outline
-    from lyapunov_prune.models.kinds import find_pattern
+    from lyapunov_prune.models.kinds import find_kinds
     from lyapunov_prune.models.loading import checkpoint_folder
     from lyapunov_prune.pruning.on_disk import prune_on_disk
     from lyapunov_prune.pruning.plan import PruningPlan
@@ -185,7 +185,7 @@ def _prune_on_disk(
         assert plan_file is not None
         plan = PruningPlan.load(plan_file)
     if keep_period:
-        plan.require_periods(find_pattern(outline.structure).require_period())
+        plan.require_periods(find_kinds(outline.structure).require_period())
     provenance = prune_on_disk(outline, plan, output)
     if not as_json:
         # Its headline would call the gate passed, of which this is a part.
