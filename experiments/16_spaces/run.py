@@ -25,7 +25,7 @@ from lyapunov_prune.forward.scoring import Scorer
 from lyapunov_prune.forward.sublayers import find_sublayers, silent
 from lyapunov_prune.linalg import lift
 from lyapunov_prune.models.structure import identify
-from lyapunov_prune.predictions.spaces import direction
+from lyapunov_prune.predictions.spaces import turn
 from lyapunov_prune.report.drawing import COLOURS, INK, depth_axis, log_axis, panels, svg
 from lyapunov_prune.report.predictions import hierarchy_figure
 from lyapunov_prune.results.files import write_whole
@@ -187,7 +187,7 @@ def without_mean(loaded: lp.models.Loaded, prompts: Sequence[torch.Tensor]) -> p
             h, h2 = states[layer + 1][0, -LAST:], changed[0, -LAST:]
             z, z2 = logits(states[layer + 1]), logits(changed)
             middle, middle2 = z.mean(-1, keepdim=True), z2.mean(-1, keepdim=True)
-            turned = [direction(a, b)[0] for a, b in ((h, h2), (z, z2), (z - middle, z2 - middle2))]
+            turned = [turn(a, b)[0] for a, b in ((h, h2), (z, z2), (z - middle, z2 - middle2))]
             share = middle.squeeze(-1).square() * z.shape[-1] / z.square().sum(-1)
             values = [float(x.mean()) for x in (*turned, share)]
             rows.append({"prompt": number, "layer": layer, **dict(zip(CENTRED, values, strict=True))})

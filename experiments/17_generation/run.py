@@ -26,7 +26,7 @@ from lyapunov_prune.evaluation.repetition import collapsed, repetition
 from lyapunov_prune.forward.decoding import walk
 from lyapunov_prune.linalg import lift
 from lyapunov_prune.predictions.divergence import divergences, log_softmax
-from lyapunov_prune.predictions.spaces import direction
+from lyapunov_prune.predictions.spaces import turn
 from lyapunov_prune.report.drawing import COLOURS, GREY, INK, log_axis, one_panel, panels, svg
 from lyapunov_prune.results.files import write_whole
 
@@ -168,7 +168,7 @@ def unrelated(loaded: lp.models.Loaded, prompts: dict[str, torch.Tensor], steps:
     for k, after in zip(names, [*names[1:], names[0]], strict=True):
         (h, z), (h2, z2) = walks[k], walks[after]
         log_p, log_q = log_softmax(z, 1.0), log_softmax(z2, 1.0)
-        turned = [direction(a, b)[0] for a, b in ((h, h2), (lift(z), lift(z2)), (log_p.exp(), log_q.exp()))]
+        turned = [turn(a, b)[0] for a, b in ((h, h2), (lift(z), lift(z2)), (log_p.exp(), log_q.exp()))]
         values = [*(1 - x for x in turned), divergences(log_p, log_q)[1]]
         columns = dict(zip(MEASURES, (x.numpy() for x in values), strict=True))
         frames.append(pd.DataFrame({"model": OTHER, "prompt": k, "step": range(steps), **columns}))

@@ -102,8 +102,8 @@ _TINIEST = 2.0**-148
 
 def certify_difference(W: torch.Tensor, S: torch.Tensor) -> CertifiedNorm:
     """`certify(W − S)`. The difference is itself rounded, by at most `u ‖W − S‖_F`: covered with room."""
-    found = certify(_difference(W.detach(), S.detach()))
-    return replace(found, bound=found.bound * (1 + 2.0**-36))
+    certified = certify(_difference(W.detach(), S.detach()))
+    return replace(certified, bound=certified.bound * (1 + 2.0**-36))
 
 
 def _difference(W: torch.Tensor, S: torch.Tensor) -> torch.Tensor:
@@ -250,10 +250,10 @@ def _look_up(x: torch.Tensor, relative: float) -> tuple[torch.Tensor, torch.Tens
     near = (lift(torch.cdist(wide, wide)) <= radius.unsqueeze(-1)).to(x.device)
     near = (near | torch.eye(x.shape[1], dtype=torch.bool, device=x.device)).tril()
     first = near.int().argmax(-1)  # the earliest
-    found = x.gather(1, first.unsqueeze(-1).expand_as(x))
-    distance = token_energy(wide - widen(found.detach())).sqrt()
+    cached = x.gather(1, first.unsqueeze(-1).expand_as(x))
+    distance = token_energy(wide - widen(cached.detach())).sqrt()
     within = distance <= radius * (1 - 2.0**-20)  # the difference was rounded
-    used = torch.where(within.unsqueeze(-1), found, x)
+    used = torch.where(within.unsqueeze(-1), cached, x)
     return used, torch.where(within, distance, 0), radius
 
 
@@ -328,12 +328,12 @@ def _chosen(model: PreTrainedModel, approximations: Approximations) -> Records:
         if choice is None:
             continue
         try:
-            found = choice if isinstance(choice, Approximation) else approximation(W, choice)
+            chosen = choice if isinstance(choice, Approximation) else approximation(W, choice)
         except LyapunovPruneError as error:
             raise LyapunovPruneError(f"{name}: {error}") from None
-        if found.weight.shape != W.shape:
-            raise LyapunovPruneError(f"{name}: an approximation of shape {tuple(found.weight.shape)}")
-        records[name] = Record(p, found)
+        if chosen.weight.shape != W.shape:
+            raise LyapunovPruneError(f"{name}: an approximation of shape {tuple(chosen.weight.shape)}")
+        records[name] = Record(p, chosen)
     return records
 
 

@@ -93,15 +93,15 @@ class Trajectory:
         return argmax_unchanged_of_state_error(state, changed, head.weight, getattr(head, "bias", None))
 
     def _head_input(self, ids: torch.Tensor) -> torch.Tensor:
-        found: list[torch.Tensor] = []
+        states: list[torch.Tensor] = []
 
         def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            found.append(args[0].detach().flatten(0, -2))
+            states.append(args[0].detach().flatten(0, -2))
 
         head: Any = self.model.get_output_embeddings()
         with hooked(before=[(head, hook)]):
             self.model(input_ids=ids, use_cache=False)
-        return found[0]
+        return states[0]
 
     def _exact_layers(self, outputs: list[torch.Tensor]) -> AbstractContextManager[None]:
         """Before each layer runs, append what the exact one makes of the same arguments."""

@@ -18,12 +18,12 @@ from lyapunov_prune.pruning.curve import RemovalCurve, evaluate_removals
 from lyapunov_prune.pruning.removal import remove_layers
 from lyapunov_prune.ranking.ranking import rank_layers
 from lyapunov_prune.report.page import write_report
-from lyapunov_prune.results.files import fingerprint, whole_folder, write_whole
+from lyapunov_prune.results.files import folder_digest, whole_folder, write_whole
 from lyapunov_prune.results.once import once
 from lyapunov_prune.results.result import Result
 
 REMOVALS = (1, 2, 4, 8)
-CRITERIA = ("rho", "bi", "blend")
+COMPARED = ("rho", "bi", "blend")
 RACE = {"prompt": 256, "steps": 16, "repeats": 5}
 # The checkpoint that is written: four of thirty layers, by the paper's default.
 WRITTEN = ("blend", 4)
@@ -54,7 +54,7 @@ def run_demo(
     profile = kept_profile(run / "profile.json", model, calibration, resume=resume)
     show("profile", profile)
 
-    rankings = {c: rank_layers(profile.contraction, profile.influence, criterion=c) for c in CRITERIA}
+    rankings = {c: rank_layers(profile.contraction, profile.influence, criterion=c) for c in COMPARED}
     plans = {c: [ranking.plan(k) for k in REMOVALS] for c, ranking in rankings.items()}
     for criterion, ranking in rankings.items():
         ranking.plan(WRITTEN[1]).save(run / f"plan-{criterion}.json")
@@ -79,7 +79,7 @@ def run_demo(
                 target.rename(Path(old) / "pruned")
         with whole_folder(target) as partial:
             write_pruned(model, tokenizer, plan, partial, calibration)
-            write_whole(run / _RECORD, fingerprint(partial) + "\n")
+            write_whole(run / _RECORD, folder_digest(partial) + "\n")
     show("gate", Provenance.load(made).gate)
 
     def speed() -> Speed:
@@ -99,5 +99,5 @@ def _require_own(run: Path) -> None:
     if not os.path.lexists(target):
         return
     told = record.read_text(encoding="utf-8").strip() if record.is_file() else None
-    if target.is_symlink() or not target.is_dir() or (any(target.iterdir()) and fingerprint(target) != told):
+    if target.is_symlink() or not target.is_dir() or (any(target.iterdir()) and folder_digest(target) != told):
         raise LyapunovPruneError(f"{target} is not what a demo left there; move it away or give another --output")

@@ -110,10 +110,10 @@ def require_studies(study: str) -> tuple[str, ...]:
 def parse_pattern(pattern: str | None) -> tuple[int, int] | None:
     if pattern is None:
         return None
-    found = re.fullmatch(r"(\d+):(\d+)", pattern)
-    if not found:
+    match = re.fullmatch(r"(\d+):(\d+)", pattern)
+    if not match:
         raise LyapunovPruneError(f"--pattern {pattern!r} is no pattern; write it as 2:4, 2 of 4 kept")
-    return int(found[1]), int(found[2])
+    return int(match[1]), int(match[2])
 
 
 def chosen_allocation(allocation: str) -> str | Allocation:

@@ -165,12 +165,12 @@ def compare_choices(
     for ids, lengths, context in track(tokenized, "multiple choice"):
         firsts = ids[:, context].unique()
         states, masses, tops = [], [], []
-        for model, scorer, found in zip(models, scorers, likelihoods, strict=True):
+        for model, scorer, of_model in zip(models, scorers, likelihoods, strict=True):
             state = final_state(scorer.structure, ids.to(model.device))
             if not state.isfinite().all():
                 require_finite(scorer.structure, ids, "an item")
             sums, log_p = _likelihoods(scorer, state, ids, lengths, context)
-            found.append(sums)
+            of_model.append(sums)
             states.append(state[:1, context - 1])
             masses.append(float(log_p[firsts].exp().sum()))
             tops.append(int(log_p.argmax()))

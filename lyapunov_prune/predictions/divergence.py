@@ -138,7 +138,7 @@ def sublayer_divergence(
     reading = read(model, batch)
     layers = reading.structure.num_layers
     sublayers = find_sublayers(model, range(layers))
-    branches = {i: found.branches[what] for i, found in sublayers.items() if what in found.branches}
+    branches = {i: sublayer.branches[what] for i, sublayer in sublayers.items() if what in sublayer.branches}
     changes = [(i, partial(silent, branch)) for i, branch in branches.items()]
     values = np.full((layers, 4), np.nan)
     if changes:

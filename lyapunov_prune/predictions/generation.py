@@ -25,7 +25,7 @@ from lyapunov_prune.forward.reading import Readable, Reading, read
 from lyapunov_prune.linalg import lift
 from lyapunov_prune.models.structure import identify, in_eval_mode
 from lyapunov_prune.predictions.divergence import divergences, require_temperature
-from lyapunov_prune.predictions.spaces import direction
+from lyapunov_prune.predictions.spaces import turn
 from lyapunov_prune.progress import track
 from lyapunov_prune.results.result import MeasuredOn, ModelIdentity, Result
 
@@ -176,8 +176,8 @@ def _told_positions(reading: Reading) -> bool:
     ids = sample_inputs(model, None)[0]
     wanted = last_steps(uncached_logits(model, ids))
     for positions in (False, True):
-        found = cached_logits(model, ids, positions=positions)
-        if found is None or deviation(found, wanted) <= CACHE_LIMIT[model.dtype]:
+        logits = cached_logits(model, ids, positions=positions)
+        if logits is None or deviation(logits, wanted) <= CACHE_LIMIT[model.dtype]:
             return positions
     require_finite(reading.structure, ids, "random tokens")
     raise LyapunovPruneError(
@@ -189,16 +189,16 @@ def _measures(T: float, h: torch.Tensor, h2: torch.Tensor, z: torch.Tensor, z2: 
     """Sums over the prompts of the three cosines and of `KL(p‖q)`, (4,) float64."""
     device = lift(z).device
     h, h2, z, z2 = (lift(x).to(device) for x in (h, h2, z, z2))
-    turned = direction(h, h2)[0] if h.shape == h2.shape else torch.full((len(h),), torch.nan)
+    turned = turn(h, h2)[0] if h.shape == h2.shape else torch.full((len(h),), torch.nan)
     log_p, log_q = ((x / T).log_softmax(-1) for x in (z, z2))
-    turns = (turned, direction(z, z2)[0], direction(log_p.exp(), log_q.exp())[0])
-    found = (*(1 - turn for turn in turns), divergences(log_p, log_q)[1])
-    return torch.stack([x.sum().double().cpu() for x in found])
+    turns = (turned, turn(z, z2)[0], turn(log_p.exp(), log_q.exp())[0])
+    measures = (*(1 - x for x in turns), divergences(log_p, log_q)[1])
+    return torch.stack([x.sum().double().cpu() for x in measures])
 
 
 def _ends(model: PreTrainedModel) -> torch.Tensor:
-    found = getattr(model.generation_config, "eos_token_id", None)
-    return torch.tensor([] if found is None else found, dtype=torch.int64).flatten()
+    ends = getattr(model.generation_config, "eos_token_id", None)
+    return torch.tensor([] if ends is None else ends, dtype=torch.int64).flatten()
 
 
 def _cut(tokens: torch.Tensor, ends: torch.Tensor) -> tuple[int, ...]:

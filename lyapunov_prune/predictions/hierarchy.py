@@ -24,7 +24,7 @@ from lyapunov_prune.forward.reading import Readable, read
 from lyapunov_prune.forward.scoring import Scorer
 from lyapunov_prune.models.structure import identify, in_eval_mode
 from lyapunov_prune.predictions.divergence import prediction_blocks, require_temperature
-from lyapunov_prune.predictions.spaces import HIDDEN, LOGITS, PROBABILITIES, direction, prediction
+from lyapunov_prune.predictions.spaces import HIDDEN, LOGITS, PROBABILITIES, prediction_measures, turn
 from lyapunov_prune.progress import track
 from lyapunov_prune.results.result import MeasuredOn, ModelIdentity, Result
 
@@ -97,10 +97,10 @@ class HierarchyProbe(Result):
 
     def headline(self) -> str:
         change = "left out" if self.compressed is None else f"compressed as in {self.compressed.name}"
-        found = f"{len(self.violations)} of its bounds VIOLATED" if self.violations else "no bound violated"
+        verdict = f"{len(self.violations)} of its bounds VIOLATED" if self.violations else "no bound violated"
         lines = [
             f"One layer {change}, over {self.kl.shape[-1]} decoding steps, T = {self.temperature:g}: "
-            f"1 − cos in three spaces, KL in nats; {self.checked} numbers checked, {found}",
+            f"1 − cos in three spaces, KL in nats; {self.checked} numbers checked, {verdict}",
             self.measured_on.line(),
         ]
         return "\n".join([*lines, *map(str, self.violations)])
@@ -164,8 +164,8 @@ def probe_layers(
             states = _states(prefix, ids, batch.text)
         rows = slice(k * batch_size, k * batch_size + len(ids))
         have = [(i, changed) for i, part in enumerate(what) if (changed := changes(layer, part)) is not None]
-        found = [_changed(prefix, ids, states, layer, changed)[:, -steps:] for _, changed in have]
-        measures = _compare(prefix, scorer, ids[:, -steps:], states[layer + 1][:, -steps:], found, temperature)
+        outputs = [_changed(prefix, ids, states, layer, changed)[:, -steps:] for _, changed in have]
+        measures = _compare(prefix, scorer, ids[:, -steps:], states[layer + 1][:, -steps:], outputs, temperature)
         for (i, _), m in zip(have, measures, strict=True):
             values[i, layer, :, rows] = m.view(len(_MEASURES), len(ids), steps).cpu()
     return _result(tuple(what), values.numpy(), temperature, change, reading.measured_on())
@@ -207,22 +207,22 @@ def _compare(
     state, states = normed(dense), [normed(h) for h in changed]
     parts: list[list[torch.Tensor]] = [[] for _ in changed]
     for number, p, q in prediction_blocks(scorer, state, states, temperature):
-        parts[number].append(torch.cat([direction(p.z, q.z), prediction(p.log, q.log)]))
+        parts[number].append(torch.cat([turn(p.z, q.z), prediction_measures(p.log, q.log)]))
     h = dense.flatten(0, 1)
     return [
-        torch.cat([direction(h, h2.flatten(0, 1)).to(found[0].device), torch.cat(found, dim=-1)])
-        for h2, found in zip(changed, parts, strict=True)
+        torch.cat([turn(h, h2.flatten(0, 1)).to(blocks[0].device), torch.cat(blocks, dim=-1)])
+        for h2, blocks in zip(changed, parts, strict=True)
     ]
 
 
 def _result(
-    what: tuple[str, ...],
+    parts: tuple[str, ...],
     values: np.ndarray,
     temperature: float,
     change: Literal["dropped"] | PreTrainedModel,
     measured_on: MeasuredOn,
 ) -> HierarchyProbe:
-    """Means over prompts, and every bound checked; `values` is what × layers × measures × prompts × steps."""
+    """Means over prompts, and every bound checked; `values` is parts × layers × measures × prompts × steps."""
     values[~np.isfinite(values).all(2, keepdims=True).repeat(values.shape[2], 2)] = np.nan
     of = dict(zip(_MEASURES, np.moveaxis(values, 2, 0), strict=True))
     of["range_bound"] = of.pop("span")
@@ -234,14 +234,14 @@ def _result(
         at, near = np.isfinite(kl), np.isfinite(kl) & (c <= 1)
         checks = []
         if at.any():
-            checks.append(kl_softmax_le_range(kl[at], span[at], matrix=f"{what[i]} of layer {layer}", layer=layer))
+            checks.append(kl_softmax_le_range(kl[at], span[at], matrix=f"{parts[i]} of layer {layer}", layer=layer))
         if near.any():
-            name = f"{what[i]} of layer {layer}"
+            name = f"{parts[i]} of layer {layer}"
             checks.append(kl_softmax_le_variance(kl[near], V[near], c[near], matrix=name, layer=layer))
         checked += sum(check.inputs for check in checks)
         violations += [check for check in checks if not check.holds]
     return HierarchyProbe(
-        what=what,
+        what=parts,
         compressed=identify(change) if isinstance(change, PreTrainedModel) else None,
         **{name: measured.mean(-2) for name, measured in of.items()},
         deviation=deviation.max(-2),

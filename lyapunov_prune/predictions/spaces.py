@@ -15,7 +15,7 @@ LOGITS = ("logit", "logit_estimate", "logit_parallel", "logit_orthogonal")
 PROBABILITIES = ("probability", "probability_estimate", "kl_estimate", "kl", "reverse_kl", "span", "deviation")
 
 
-def direction(v: torch.Tensor, changed: torch.Tensor) -> torch.Tensor:
+def turn(v: torch.Tensor, changed: torch.Tensor) -> torch.Tensor:
     """How `changed = v + Δ` turned away from `v`, both (rows × width), as (4 × rows), float64.
 
     `1 − cos(v, v + Δ)`; its second-order estimate `‖Δ⊥‖²/(2‖v‖²)`; `‖Δ∥‖/‖v‖` and `‖Δ⊥‖/‖v‖`, with Δ∥ the part of
@@ -33,7 +33,7 @@ def direction(v: torch.Tensor, changed: torch.Tensor) -> torch.Tensor:
     return torch.stack([turned, across.square() / 2, along.abs(), across])
 
 
-def prediction(log_p: torch.Tensor, log_q: torch.Tensor) -> torch.Tensor:
+def prediction_measures(log_p: torch.Tensor, log_q: torch.Tensor) -> torch.Tensor:
     """What a change of the logits did to `p = softmax(z/T)`, as (7 × rows); both (rows × vocabulary), float64.
 
     With `d = Δz/T`, which is `log q − log p` up to a number of the row's own: `1 − cos(p, q)` and its estimate
@@ -41,7 +41,7 @@ def prediction(log_p: torch.Tensor, log_q: torch.Tensor) -> torch.Tensor:
     that, and `KL(q‖p)`; `max d − min d`; and `c = max |d − E_p d|`.
     """
     p, u = log_p.exp(), log_q - log_p
-    turned = direction(p, log_q.exp())[0]
+    turned = turn(p, log_q.exp())[0]
     r = p.square()
     r /= r.sum(-1, keepdim=True)
     spread = u - torch.linalg.vecdot(r, u).unsqueeze(-1)

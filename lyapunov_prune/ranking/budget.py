@@ -108,13 +108,13 @@ def remove_under_budget(
     most = reading.structure.num_layers - 1
     if most < 1:
         raise LyapunovPruneError(f"{ranking.model.name} has one layer, and one has to stay")
-    found = np.empty((0, 2))
-    while len(found) < most and (found[:, 0] <= max_kl).all():
-        counts = range(len(found) + 1, min(len(found) + _TOGETHER, most) + 1)
+    costs = np.empty((0, 2))
+    while len(costs) < most and (costs[:, 0] <= max_kl).all():
+        counts = range(len(costs) + 1, min(len(costs) + _TOGETHER, most) + 1)
         sets = [ranking.order[:n] for n in counts]
         description = f"removing {counts[0]} to {counts[-1]} layers"
         means = divergences_without(reading, sets, temperature, batch_size, description)
-        found = np.concatenate([found, means[:, [1, 3]]])
-    over = np.flatnonzero(~(found[:, 0] <= max_kl))  # NaN is over any budget
-    kl, flipped = found[: over[0] + 1 if len(over) else None].T.copy()
+        costs = np.concatenate([costs, means[:, [1, 3]]])
+    over = np.flatnonzero(~(costs[:, 0] <= max_kl))  # NaN is over any budget
+    kl, flipped = costs[: over[0] + 1 if len(over) else None].T.copy()
     return BudgetedRemoval(ranking, kl, flipped, float(max_kl), float(temperature), reading.measured_on())

@@ -11,6 +11,6 @@ def rank_by_divergence(measured: SkipDivergence) -> LayerRanking:
 
     Raises LyapunovPruneError when a layer has no finite score.
     """
-    what = measured.what if isinstance(measured, SublayerDivergence) else "layers"
+    part = measured.what if isinstance(measured, SublayerDivergence) else "layers"
     on = measured.measured_on
-    return scored("kl", {"variance": measured.variance}, on.model, (on,), what=what)
+    return scored("kl", {"variance": measured.variance}, on.model, (on,), what=part)

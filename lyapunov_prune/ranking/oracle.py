@@ -155,9 +155,9 @@ def greedy_removal(
                     ):
                         tried = _tried(candidates, removed, structure.num_layers)
                         jobs = [Job(f"remove {layer}", layer, remove=(layer,)) for layer in tried]
-                        found = sweep.run(jobs, f"step {number + 1} of {remove}")
-                layer = min(tried, key=lambda k: badness(float(found[f"remove {k}"].windows.mean())))
-                windows = found[f"remove {layer}"].windows
+                        outcomes = sweep.run(jobs, f"step {number + 1} of {remove}")
+                layer = min(tried, key=lambda k: badness(float(outcomes[f"remove {k}"].windows.mean())))
+                windows = outcomes[f"remove {layer}"].windows
                 if not np.isfinite(windows).all():
                     raise LyapunovPruneError(
                         f"no layer beside {', '.join(map(str, removed)) or 'none'} can be removed with a finite loss; "
@@ -166,8 +166,8 @@ def greedy_removal(
                 whole = structure.num_layers * batch.ids.numel()
                 forwards = sum(gather_object([sum(tokens) / whole]))
                 if number == 0:
-                    store.add(DENSE, encode(found[DENSE].windows))
-                store.add(key, encode(Step(layer, windows, forwards, len(found))))
+                    store.add(DENSE, encode(outcomes[DENSE].windows))
+                store.add(key, encode(Step(layer, windows, forwards, len(outcomes))))
             removed += (store[key]["layer"],)
         return GreedyRemoval(
             dense=decode(np.ndarray, store[DENSE]),

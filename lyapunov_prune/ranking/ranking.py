@@ -103,9 +103,9 @@ class LayerRanking(Ranking):
 
     def headline(self) -> str:
         blend = f" (alpha {self.alpha:g})" if self.alpha is not None else ""
-        what = {"layers": "Layers", "attention": "Attention of the layers", "mlp": "MLPs of the layers"}[self.what]
+        subject = {"layers": "Layers", "attention": "Attention of the layers", "mlp": "MLPs of the layers"}[self.what]
         note = floor_note(self.below_floor)
-        return f"{what} of {self.model.name} by {self.criterion}{blend}, first to remove first{note}"
+        return f"{subject} of {self.model.name} by {self.criterion}{blend}, first to remove first{note}"
 
 
 def require_periods(remove: int, layers: int, period: int) -> None:

@@ -16,17 +16,17 @@ def speed_figure(speed: Speed) -> str:
     """Tokens per second relative to the first model, with quartiles and the numbers on the bars."""
     figure, axes = one_panel(6.5, 0.9 + 0.55 * len(speed.rows))
     first = speed.rows[0]
-    for offset, what, label, colour in (
+    for offset, phase, label, colour in (
         (-0.18, "prefill", "prefill", COLOURS["rho"]),
         (0.18, "decode", "cached decoding", COLOURS["bi"]),
     ):
-        ratios = [getattr(r, what) / getattr(first, what) for r in speed.rows]
-        quartiles = np.array([getattr(r, f"{what}_quartiles") for r in speed.rows]).T / getattr(first, what)
+        ratios = [getattr(r, phase) / getattr(first, phase) for r in speed.rows]
+        quartiles = np.array([getattr(r, f"{phase}_quartiles") for r in speed.rows]).T / getattr(first, phase)
         y = np.arange(len(speed.rows)) + offset
         axes.barh(y, ratios, height=0.34, color=colour, alpha=0.85, label=label)
         axes.errorbar(ratios, y, xerr=np.abs(quartiles - ratios), fmt="none", ecolor=INK, elinewidth=0.8)
         for row, position, edge in zip(speed.rows, y, quartiles[1], strict=True):
-            axes.text(edge + 0.015, position, f"{getattr(row, what):.1f} tok/s", va="center", fontsize=8)
+            axes.text(edge + 0.015, position, f"{getattr(row, phase):.1f} tok/s", va="center", fontsize=8)
     axes.axvline(1, color=GREY, linewidth=0.8)
     axes.set_yticks(range(len(speed.rows)), [r.model for r in speed.rows])
     axes.invert_yaxis()
@@ -49,9 +49,9 @@ def tasks_figure(scores: TaskScores) -> str:
     figure, axes = one_panel(7.5, 1.0 + (0.22 + 0.16 * len(scores.models)) * len(rows))
     height = 0.8 / len(scores.models)
     for i, (model, colour) in enumerate(zip(scores.models, cycle(COLOURS.values()), strict=False)):
-        found = {(s.task, s.metric): s for s in shares if s.model == model}
-        values = np.array([100 * found[row].value for row in rows])
-        bars = [100 * np.array(_interval(found[row], tasks[row[0]].items)) for row in rows]
+        by_row = {(s.task, s.metric): s for s in shares if s.model == model}
+        values = np.array([100 * by_row[row].value for row in rows])
+        bars = [100 * np.array(_interval(by_row[row], tasks[row[0]].items)) for row in rows]
         y = np.arange(len(rows)) + height * (i - (len(scores.models) - 1) / 2)
         axes.barh(y, values, height=0.9 * height, color=colour, alpha=0.85, label=model)
         axes.errorbar(
@@ -79,5 +79,5 @@ def _interval(score: TaskScore, items: int) -> tuple[float, float]:
     """Wilson's interval where an item is right or wrong: 1.96 standard errors are nothing at 0 and 1."""
     if score.metric == REPEATED:
         return score.value - 1.96 * score.error, score.value + 1.96 * score.error
-    found = stats.binomtest(round(score.value * items), items).proportion_ci(method="wilson")
-    return found.low, found.high
+    interval = stats.binomtest(round(score.value * items), items).proportion_ci(method="wilson")
+    return interval.low, interval.high

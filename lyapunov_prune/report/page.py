@@ -90,7 +90,7 @@ class _Section:
     in_folders: bool = False
     part: Callable[[Any], Result | None] = lambda r: r
 
-    def found(self, run: Path) -> list[Path]:
+    def paths(self, run: Path) -> list[Path]:
         below = sorted(run.glob(f"*/{self.file}")) if self.in_folders else []
         return [path for path in (run / self.file, *below) if path.is_file()]
 
@@ -303,7 +303,7 @@ def write_report(run: str | Path) -> Path:
     plans = {path.stem.removeprefix("plan-"): PruningPlan.load(path) for path in sorted(run.glob("plan*.json"))}
     scored = {name: plan for name, plan in plans.items() if len(plan.scores)}
     for section in _SECTIONS:
-        for path in section.found(run):
+        for path in section.paths(run):
             result = section.part(section.kind.load(path))
             if result is None:
                 continue

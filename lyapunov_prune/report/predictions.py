@@ -28,15 +28,15 @@ def hierarchy_figure(probe: HierarchyProbe) -> str:
     figure, column = panels(9, 8.4, 3)
     frame, means = probe.to_frame(), probe.by_layer()
     for axes, (space, name) in zip(column, _SPACES, strict=True):
-        for i, (what, (colour, marker)) in enumerate(zip(probe.what, _STYLES, strict=False)):
-            part = means[means.what == what]
-            x = part.layer + 0.2 * (i - (len(probe.what) - 1) / 2)
-            steps = frame[frame.what == what].groupby("layer")[space]
+        for i, (part, (colour, marker)) in enumerate(zip(probe.what, _STYLES, strict=False)):
+            rows = means[means.what == part]
+            x = rows.layer + 0.2 * (i - (len(probe.what) - 1) / 2)
+            steps = frame[frame.what == part].groupby("layer")[space]
             axes.vlines(
                 x, _shown(steps.quantile(0.25)), _shown(steps.quantile(0.75)), color=colour, linewidth=0.8, alpha=0.6
             )
-            axes.plot(x, _shown(part[space]), marker, markersize=4, color=colour, label=what)
-            axes.plot(x, _shown(part[f"{space}_estimate"]), linewidth=0.9, color=colour)
+            axes.plot(x, _shown(rows[space]), marker, markersize=4, color=colour, label=part)
+            axes.plot(x, _shown(rows[f"{space}_estimate"]), linewidth=0.9, color=colour)
         axes.plot([], [], color=GREY, linewidth=0.9, label="second-order estimate")
         axes.set_yscale("log")
         axes.set_ylabel(f"1 − cos, {name}")
@@ -57,12 +57,12 @@ def kl_figure(probe: HierarchyProbe) -> str:
     figure, axes = one_panel(6.5, 5)
     means = probe.by_layer()
     means = means[(means.kl > 0) & (means.kl_estimate > 0)]
-    for what, (colour, marker) in zip(probe.what, _STYLES, strict=False):
-        part = means[means.what == what]
-        axes.vlines(part.kl_estimate, part.kl, part.range_bound, color=colour, linewidth=0.4, alpha=0.4)
-        axes.plot(part.kl_estimate, part.range_bound, "_", color=colour, markersize=6)
-        axes.plot(part.kl_estimate, part.variance_bound, "+", color=colour, markersize=6)
-        axes.plot(part.kl_estimate, part.kl, marker, markersize=4, color=colour, label=what)
+    for part, (colour, marker) in zip(probe.what, _STYLES, strict=False):
+        rows = means[means.what == part]
+        axes.vlines(rows.kl_estimate, rows.kl, rows.range_bound, color=colour, linewidth=0.4, alpha=0.4)
+        axes.plot(rows.kl_estimate, rows.range_bound, "_", color=colour, markersize=6)
+        axes.plot(rows.kl_estimate, rows.variance_bound, "+", color=colour, markersize=6)
+        axes.plot(rows.kl_estimate, rows.kl, marker, markersize=4, color=colour, label=part)
     if len(means):
         ends = np.array([means.kl_estimate.min(), means.kl_estimate.max()])
         axes.plot(ends, ends, color=GREY, linewidth=0.8, label="measured = estimate")

@@ -170,11 +170,11 @@ def predictors_figure(s: Sensitivity) -> str:
     figure, all_axes = _grid(9, 2.6 * -(-len(rows) // 3), len(rows), 3)
     frame = s.to_frame()
     for axes, row in zip(all_axes, rows.itertuples(), strict=True):
-        what, study = row.measured.split(", ")
-        values = frame[(frame.study == study) & frame.layer.notna()].groupby("layer")[what].mean()
+        measured, study = row.measured.split(", ")
+        values = frame[(frame.study == study) & frame.layer.notna()].groupby("layer")[measured].mean()
         axes.scatter(s.scores[row.against][values.index.to_numpy(dtype=int)], values, s=14, color=COLOURS["rho"])
         axes.set_xscale("log")
-        if what == "regret":
+        if measured == "regret":
             axes.set_yscale("symlog", linthresh=0.1)
         else:
             axes.set_yscale("log")

@@ -23,8 +23,8 @@ def require_array(
     NaN (and, where `most` allows it, infinity) is let through only where not `finite`.
     """
     if np.shape(values) != shape:
-        wanted, found = (" × ".join(map(str, s)) or "no array" for s in (shape, np.shape(values)))
-        raise LyapunovPruneError(f"{name}: {found} numbers where the model has {wanted}; measure or make it again")
+        wanted, given = (" × ".join(map(str, s)) or "no array" for s in (shape, np.shape(values)))
+        raise LyapunovPruneError(f"{name}: {given} numbers where the model has {wanted}; measure or make it again")
     flat = np.ravel(values)
     broken = ~np.isfinite(flat) & finite
     wrong = (flat < least) | (flat > most) | broken

@@ -47,9 +47,9 @@ class Claim:
             self._acquire()
             told = self._read()  # the run that has just ended may have left nothing
         if told is None:
-            if found := pieces():  # looked for only now: who clears a folder takes the header last
+            if stored := pieces():  # looked for only now: who clears a folder takes the header last
                 raise LyapunovPruneError(
-                    f"{self.folder} holds {found[0].name} and no {HEADER} that says whose it is; give another folder"
+                    f"{self.folder} holds {stored[0].name} and no {HEADER} that says whose it is; give another folder"
                 )
             return False
         if resume and told != self._told:

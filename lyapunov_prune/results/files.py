@@ -70,14 +70,14 @@ def _open_as_folder(folder: Path) -> None:
             file.chmod(mode)
 
 
-def fingerprint(folder: str | Path) -> str:
+def folder_digest(folder: str | Path) -> str:
     """SHA-256 over names, sizes and times of all in `folder`: whatever anybody puts or changes there alters it."""
     digest = hashlib.sha256()
     for path in sorted(Path(folder).rglob("*")):
-        found = path.lstat()
+        status = path.lstat()
         # The times of a folder tell less than the names in it, and change on the way.
-        what = (found.st_size, found.st_mtime_ns) if path.is_file() else ()
-        digest.update(repr((path.relative_to(folder).as_posix(), *what)).encode())
+        stamp = (status.st_size, status.st_mtime_ns) if path.is_file() else ()
+        digest.update(repr((path.relative_to(folder).as_posix(), *stamp)).encode())
     return digest.hexdigest()
 
 

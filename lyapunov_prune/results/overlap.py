@@ -49,9 +49,9 @@ def run_hashes(tokens: np.ndarray, size: int) -> np.ndarray:
 def fingerprint(tokens: np.ndarray, size: int) -> Fingerprint:
     """The fingerprint of a text (n,) by runs of `size` tokens, or of all where these are fewer; at most 44 kB."""
     size = min(size, len(tokens))
-    found = run_hashes(tokens, size)
-    stride = max(_STRIDE, math.ceil(len(found) / _MOST))
-    return Fingerprint(size, stride, base64.b64encode(found[::stride].astype("<u8").tobytes()).decode())
+    hashes = run_hashes(tokens, size)
+    stride = max(_STRIDE, math.ceil(len(hashes) / _MOST))
+    return Fingerprint(size, stride, base64.b64encode(hashes[::stride].astype("<u8").tobytes()).decode())
 
 
 def shared_tokens(tokens: np.ndarray, seen: Fingerprint) -> int:

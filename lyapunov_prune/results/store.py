@@ -93,8 +93,8 @@ class Store:
 
     def _files(self) -> list[Path]:
         assert self._file is not None
-        found = self._file.parent.glob("*.jsonl")
-        return sorted(path for path in found if re.fullmatch("0|[1-9][0-9]*", path.stem))
+        paths = self._file.parent.glob("*.jsonl")
+        return sorted(path for path in paths if re.fullmatch("0|[1-9][0-9]*", path.stem))
 
     def _read(self, path: Path) -> None:
         text = path.read_bytes()
@@ -103,13 +103,13 @@ class Store:
             os.truncate(path, len(whole))
         try:
             rows = [json.loads(line) for line in whole.splitlines()]
-            found = {row["key"]: row["value"] for row in rows}
+            values = {row["key"]: row["value"] for row in rows}
             origins = {row["origin"] for row in rows}
         except (ValueError, KeyError, TypeError):
             raise LyapunovPruneError(f"{path} is damaged; run without --resume") from None
         if origins - {self._claim.origin}:
             raise LyapunovPruneError(f"{path} holds results of another run; run without --resume")
-        self._done.update(found)
+        self._done.update(values)
 
 
 def _line(content: Any) -> bytes:

@@ -137,16 +137,16 @@ class Sensitivity(Result):
             ("group", "drift", ("amplification",)),
         ]
         rows = []
-        for study, what, names in pairs:
+        for study, measured, names in pairs:
             # Groups are averaged over the components of a layer: the claim is about layers.
-            values = frame[frame.study == study].groupby("layer")[what].mean().dropna()
+            values = frame[frame.study == study].groupby("layer")[measured].mean().dropna()
             for name in names:
                 if name not in self.scores or len(values) < 3:
                     continue
                 against = self.scores[name][values.index.to_numpy(dtype=int)]
                 if min(values.nunique(), len(np.unique(against))) > 1:  # a constant has no ranks
-                    found = stats.spearmanr(values, against)
-                    rows.append((f"{what}, {study}", name, found.statistic, found.pvalue, len(values)))
+                    correlation = stats.spearmanr(values, against)
+                    rows.append((f"{measured}, {study}", name, correlation.statistic, correlation.pvalue, len(values)))
         return pd.DataFrame(rows, columns=["measured", "against", "spearman", "p", "layers"])
 
     def headline(self) -> str:
@@ -207,7 +207,7 @@ def measure_sensitivity(
         raise LyapunovPruneError("wanda needs calibration text; give some, or leave out the study threshold")
     also = {"calibration": None if calibration is None else calibration.batch.text_hash}
     losses: dict[str, float] = {}
-    found: list[tuple[Change, Outcome]] = []
+    pairs: list[tuple[Change, Outcome]] = []
     with Sweep(model, reading, folder=folder, resume=resume, batch_size=batch_size, also=also) as sweep:
         for study in sorted(dict.fromkeys(studies), key=list(STUDIES).index):
             if STUDIES[study].after_groups and not losses:
@@ -215,14 +215,14 @@ def measure_sensitivity(
                 losses = {key: float(o.windows.mean()) for key, o in sweep.run(groups, "group").items()}
             asked = changes(study, compressor.projections, base, losses)
             outcomes = sweep.run(compressor.jobs(asked), study)
-            found += [(change, outcomes[change.key]) for change in asked]
+            pairs += [(change, outcomes[change.key]) for change in asked]
         dense = sweep.dense
     shapes = {p: p.weight(model).shape for p in compressor.projections}
     return Sensitivity(
         compression=base,
         limit=limit,
         dense=dense,
-        effects=tuple(_effect(change, outcome, shapes) for change, outcome in found),
+        effects=tuple(_effect(change, outcome, shapes) for change, outcome in pairs),
         scores={} if profile is None else _scores(profile),
         measured_on=sweep.measured_on,
         calibrated_on=None if calibration is None else calibration.measured_on(),

@@ -18,7 +18,7 @@ from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.forward.reading import Readable
 from lyapunov_prune.models.projections import Projection, find_projections, groups
 from lyapunov_prune.sensitivity.sweep import Job, badness
-from lyapunov_prune.sensitivity.table import METHODS, STUDIES
+from lyapunov_prune.sensitivity.table import STUDIES, STUDY_METHODS
 
 UNIFORM_SPARSITIES = (0.1, 0.3, 0.5, 0.7, 0.9)
 UNIFORM_RANKS = (8, 16, 32, 64, 128, 256)
@@ -38,8 +38,8 @@ class Compression:
 
     def require(self) -> None:
         """Raise LyapunovPruneError for an unknown method or an impossible share or rank."""
-        if self.method not in METHODS:
-            raise LyapunovPruneError(f"unknown method {self.method!r}; give one of {', '.join(METHODS)}")
+        if self.method not in STUDY_METHODS:
+            raise LyapunovPruneError(f"unknown method {self.method!r}; give one of {', '.join(STUDY_METHODS)}")
         if not 0 <= self.sparsity <= 1 or (self.rank is not None and self.rank < 1):
             raise LyapunovPruneError(f"{self}: give a sparsity of 0 to 1 and a rank of 1 or more")
 
@@ -120,7 +120,7 @@ class Compressor:
 
     def _compress(self, setting: Compression, p: Projection) -> torch.Tensor:
         W = p.weight(self.model)
-        needs = METHODS[setting.method].needs
+        needs = STUDY_METHODS[setting.method].needs
         statistics = None if needs == "nothing" else Statistics(self._input_norms()[p.name])
         S = compressed(setting.method, W, statistics, setting.sparsity)
         return S if setting.rank is None or setting.rank >= min(S.shape) else truncate(S, setting.rank, basis(S))

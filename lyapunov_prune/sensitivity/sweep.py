@@ -110,8 +110,8 @@ class Sweep:
         mine = pending[self._processes.process_index :: self._processes.num_processes]
         if mine:
             in_eval_mode(self._measure_all)(self.reading.model, mine, description)
-        found = {job.key: self._store[job.key] for job in mine}
-        for others in gather_object([found]):
+        outcomes = {job.key: self._store[job.key] for job in mine}
+        for others in gather_object([outcomes]):
             self._store.learn(others)
         return {key: decode(Outcome, self._store[key]) for key in wanted}
 

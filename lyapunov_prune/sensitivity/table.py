@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from lyapunov_prune.compression.table import METHODS as ALL_METHODS
+from lyapunov_prune.compression.table import METHODS
 
 # Those that need one pass over the text at most: a sweep changes one thing in the dense model.
-METHODS = {name: m for name, m in ALL_METHODS.items() if m.amount == "sparsity" and m.needs in ("nothing", "norms")}
+STUDY_METHODS = {name: m for name, m in METHODS.items() if m.amount == "sparsity" and m.needs in ("nothing", "norms")}
 
 
 class Study(NamedTuple):

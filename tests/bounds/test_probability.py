@@ -13,7 +13,7 @@ from scipy.special import log_softmax
 from lyapunov_prune.bounds import probability as module
 from lyapunov_prune.bounds.probability import kl_softmax_le_range, kl_softmax_le_variance, variance_bound
 from lyapunov_prune.errors import LyapunovPruneError
-from lyapunov_prune.predictions.spaces import prediction
+from lyapunov_prune.predictions.spaces import prediction_measures
 
 logits = arrays(np.float64, 7, elements=st.floats(-60, 60))
 changes = arrays(np.float64, 7, elements=st.floats(-1, 1))
@@ -22,7 +22,7 @@ changes = arrays(np.float64, 7, elements=st.floats(-1, 1))
 def measured(z: np.ndarray, d: np.ndarray) -> dict[str, np.ndarray]:
     """What the program measures, from log-probabilities of another library."""
     rows = [torch.from_numpy(np.atleast_2d(log_softmax(x, axis=-1))) for x in (z, z + d)]
-    _, _, half, kl, _, span, deviation = prediction(*rows).numpy()
+    _, _, half, kl, _, span, deviation = prediction_measures(*rows).numpy()
     return {"kl": kl, "span": span, "variance": 2 * half, "deviation": deviation}
 
 

@@ -26,7 +26,7 @@ TABLES: dict[str, tuple[Any, Iterable[str]]] = {
     "pooling": (choices.Pooling, get_args(contraction.Pooling)),
     "split": (choices.Split, get_args(batch.Split)),
     "study": (choices.Study, studies.STUDIES),
-    "method of a study": (choices.StudyMethod, studies.METHODS),
+    "method of a study": (choices.StudyMethod, studies.STUDY_METHODS),
     "what": (choices.What, FIELDS),
 }
 

@@ -20,7 +20,7 @@ from lyapunov_prune.models.loading import Loaded, load
 from lyapunov_prune.profiles import profile as profile_module
 from lyapunov_prune.pruning.checkpoint import write_pruned
 from lyapunov_prune.pruning.curve import RemovalCurve
-from lyapunov_prune.results.files import fingerprint
+from lyapunov_prune.results.files import folder_digest
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("smollm2")]
 
@@ -68,7 +68,7 @@ def test_a_demo_replaces_the_checkpoint_of_an_earlier_one(tiny_demo: Callable[..
     assert record.read_text() != told  # written anew
     told = record.read_text()
     tiny_demo(resume=True)
-    assert record.read_text() == told == f"{fingerprint(pruned)}\n"
+    assert record.read_text() == told == f"{folder_digest(pruned)}\n"
     shutil.rmtree(pruned)  # as a kill leaves it before the folder has its name
     tiny_demo(resume=True)
     assert contents(pruned) == first
@@ -145,7 +145,7 @@ def run(tmp_path_factory: pytest.TempPathFactory, smollm2: Loaded) -> Path:
 
 def test_the_demo_writes_every_result(run: Path) -> None:
     names = {path.name for path in run.iterdir()}
-    plans = {f"plan-{c}.json" for c in demo_module.CRITERIA}
+    plans = {f"plan-{c}.json" for c in demo_module.COMPARED}
     results = {"profile.json", "removal.json", "speed.json", "report.html", "figures", "pruned", "pruned.fingerprint"}
     assert names == results | plans
     assert (run / "report.html").read_text().count("<svg") == 5

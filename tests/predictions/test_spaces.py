@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 from scipy.special import log_softmax
 
-from lyapunov_prune.predictions.spaces import HIDDEN, PROBABILITIES, direction, prediction
+from lyapunov_prune.predictions.spaces import HIDDEN, PROBABILITIES, prediction_measures, turn
 
 rows = arrays(np.float64, (3, 9), elements=st.floats(-5, 5).map(lambda x: round(x, 3)))
 
@@ -22,7 +22,7 @@ def named(names: tuple[str, ...], found: torch.Tensor) -> dict[str, np.ndarray]:
 
 def predicted(z: np.ndarray, dz: np.ndarray, T: float) -> dict[str, np.ndarray]:
     log_p, log_q = (torch.from_numpy(log_softmax(x / T, axis=-1)) for x in (z, z + dz))
-    return named(PROBABILITIES, prediction(log_p, log_q))
+    return named(PROBABILITIES, prediction_measures(log_p, log_q))
 
 
 def assert_agree(found: dict[str, np.ndarray], wanted: dict[str, np.ndarray]) -> None:
@@ -35,8 +35,8 @@ def assert_agree(found: dict[str, np.ndarray], wanted: dict[str, np.ndarray]) ->
 @given(v=rows, delta=rows)
 def test_directions_are_the_definitions(v: np.ndarray, delta: np.ndarray) -> None:
     v[:, 0] += 20  # away from zero, on both sides
-    assert_agree(named(HIDDEN, direction(*map(torch.from_numpy, (v, v + delta)))), directions_by_definition(v, delta))
-    back = named(HIDDEN, direction(*map(torch.from_numpy, (v, delta - v))))
+    assert_agree(named(HIDDEN, turn(*map(torch.from_numpy, (v, v + delta)))), directions_by_definition(v, delta))
+    back = named(HIDDEN, turn(*map(torch.from_numpy, (v, delta - v))))
     assert_agree(back, directions_by_definition(v, delta - 2 * v))
 
 
@@ -53,7 +53,7 @@ def test_estimates_meet_what_they_estimate_as_the_change_shrinks(z: np.ndarray, 
     dz -= 0.99 * (dz * z).sum(-1, keepdims=True) * z / np.maximum((z**2).sum(-1, keepdims=True), 1)
     z[:, 0] += 20
     for size in (1e-2, 1e-4):
-        h = named(HIDDEN, direction(*map(torch.from_numpy, (z, z + size * dz))))
+        h = named(HIDDEN, turn(*map(torch.from_numpy, (z, z + size * dz))))
         np.testing.assert_allclose(h["hidden_estimate"], h["hidden"], rtol=20 * size, atol=1e-30)
         p = predicted(z / 20, size * dz, 1.0)
         for name, estimate in (("probability", "probability_estimate"), ("kl", "kl_estimate")):
@@ -72,7 +72,7 @@ def test_planted_faults_are_seen(fault: str) -> None:
     elif fault == "wrong T":
         wanted = predictions_by_definition(z, dz, 1.0)
     else:
-        found = named(HIDDEN, direction(torch.from_numpy(z), torch.from_numpy(z + dz)))
+        found = named(HIDDEN, turn(torch.from_numpy(z), torch.from_numpy(z + dz)))
         wanted = directions_by_definition(z, dz)
         found["hidden_orthogonal"] = np.linalg.norm(dz, axis=-1) / np.linalg.norm(z, axis=-1)
     with pytest.raises(AssertionError):

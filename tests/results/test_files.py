@@ -15,7 +15,7 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 from lyapunov_prune.errors import LyapunovPruneError
-from lyapunov_prune.results.files import fingerprint, require_empty, whole_folder, write_whole
+from lyapunov_prune.results.files import folder_digest, require_empty, whole_folder, write_whole
 
 # One file.
 
@@ -181,10 +181,10 @@ def test_all_of_a_folder_has_the_permissions_that_the_umask_leaves(umask: int, t
 def test_the_fingerprint_of_a_folder_is_that_of_all_in_it(tmp_path: Path) -> None:
     fill(tmp_path / "a")
     (tmp_path / "a/below").mkdir()
-    seen = {fingerprint(tmp_path / "a")}
+    seen = {folder_digest(tmp_path / "a")}
     x, y, new = tmp_path / "b/x", tmp_path / "b/below/y", tmp_path / "b/new"
     (tmp_path / "a").rename(tmp_path / "b")
-    assert seen == {fingerprint(tmp_path / "b")}
+    assert seen == {folder_digest(tmp_path / "b")}
     changes: list[Callable[[], object]] = [
         lambda: x.write_text("12"),
         lambda: os.utime(x, ns=(0, 5)),  # written again, the same
@@ -195,5 +195,5 @@ def test_the_fingerprint_of_a_folder_is_that_of_all_in_it(tmp_path: Path) -> Non
     ]
     for number, change in enumerate(changes, 2):
         change()
-        seen.add(fingerprint(tmp_path / "b"))
+        seen.add(folder_digest(tmp_path / "b"))
         assert len(seen) == number

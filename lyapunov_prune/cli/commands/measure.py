@@ -46,7 +46,7 @@ from lyapunov_prune.ranking.criteria import (
     require_part,
     require_profiled,
 )
-from lyapunov_prune.sensitivity.table import METHODS, STUDIES
+from lyapunov_prune.sensitivity.table import STUDIES, STUDY_METHODS
 
 if TYPE_CHECKING:
     from lyapunov_prune.ranking.ranking import Ranking
@@ -186,8 +186,8 @@ def evaluate(
         other = source.load(name)
         require_same_tokenizer(first.tokenizer, other.tokenizer, (names[0], name))
         models[name] = other.model
-    for found in models.values():
-        require_unseen(found, batch)
+    for evaluated in models.values():
+        require_unseen(evaluated, batch)
     result = Evaluation(
         perplexities=tuple(perplexity(m, batch, batch_size=text.batch_size) for m in models.values()),
         zeros=tuple(zero_share(m) for m in models.values()),
@@ -250,7 +250,7 @@ def sensitivity(
     study: Annotated[
         str, what_option(help=one_of(STUDIES, "What is changed: all, or some of these with commas between."))
     ] = "group,layer,removal",
-    method: Annotated[choices.StudyMethod, what_option(help=one_of(METHODS))] = "magnitude",
+    method: Annotated[choices.StudyMethod, what_option(help=one_of(STUDY_METHODS))] = "magnitude",
     sparsity: Annotated[float, what_option(help="Share of entries removed.")] = 0.5,
     rank: Rank = None,
     regret_limit: Annotated[float, what_option(help="Regret that counts as a catastrophe, for s*.")] = 10.0,
