@@ -8,6 +8,7 @@ import torch
 from transformers import PreTrainedModel
 
 from lyapunov_prune.data.batch import TokenBatch, as_batch
+from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.linalg import lift
 from lyapunov_prune.models.structure import find_structure
 
@@ -18,6 +19,12 @@ SAME_LIMIT = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 2e-2, t
 TOKENS = 64
 STEPS = 8
 WINDOW_LIMIT = 1024  # a longer sliding window is not rolled over: the check would outlast the removal
+
+
+def require_temperature(temperature: float) -> None:
+    """Raise LyapunovPruneError unless `temperature` is positive and finite."""
+    if not 0 < temperature < float("inf"):
+        raise LyapunovPruneError(f"temperature {temperature:g} is no temperature; give a number above 0")
 
 
 def deviation(logits: torch.Tensor, reference: torch.Tensor) -> float:

@@ -9,6 +9,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from lyapunov_prune.errors import LyapunovPruneError
+from lyapunov_prune.forward.logits import require_temperature
 from lyapunov_prune.linalg import widen
 
 CLIP = 1.0  # the largest norm of a step's gradient
@@ -43,12 +44,6 @@ def distillation_loss(
         total += (p * (log_p - log_q)).sum(-1).cpu().double().sum()
         out.copy_((log_q.exp() - p) * (temperature / len(student)))
     return float(total) * temperature**2 / len(student), gradient
-
-
-def require_temperature(temperature: float) -> None:
-    """Raise LyapunovPruneError unless `temperature` is positive and finite."""
-    if not 0 < temperature < float("inf"):
-        raise LyapunovPruneError(f"temperature {temperature:g}; give a positive number")
 
 
 class Distillation:
@@ -101,11 +96,11 @@ class Distillation:
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """The losses, the parameters, and what AdamW keeps of each, by `kind/name`."""
-        found = {"losses": torch.tensor(self.losses, dtype=torch.float64)}
+        tensors = {"losses": torch.tensor(self.losses, dtype=torch.float64)}
         for name, parameter in self.parameters.items():
-            found[f"parameter/{name}"] = parameter
-            found |= {f"{kind}/{name}": value for kind, value in self._optimizer.state.get(parameter, {}).items()}
-        return found
+            tensors[f"parameter/{name}"] = parameter
+            tensors |= {f"{kind}/{name}": value for kind, value in self._optimizer.state.get(parameter, {}).items()}
+        return tensors
 
     @torch.no_grad()
     def go_on_from(self, tensors: dict[str, torch.Tensor]) -> None:

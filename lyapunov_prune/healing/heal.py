@@ -21,8 +21,9 @@ from lyapunov_prune.data.batch import require_disjoint
 from lyapunov_prune.data.text import require_unseen
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.evaluation.perplexity import Perplexity, perplexity
+from lyapunov_prune.forward.logits import require_temperature
 from lyapunov_prune.forward.reading import Readable, Reading, read
-from lyapunov_prune.healing.distillation import Distillation, require_temperature
+from lyapunov_prune.healing.distillation import Distillation
 from lyapunov_prune.healing.low_rank import low_rank_updates
 from lyapunov_prune.healing.state import TrainingState
 from lyapunov_prune.models.plain import require_plain
@@ -106,10 +107,10 @@ class Healing(Result):
         return pd.DataFrame([row])
 
     def headline(self) -> str:
-        what = "all parameters of the layers" if self.rank is None else f"updates of rank {self.rank}"
+        trained = "all parameters of the layers" if self.rank is None else f"updates of rank {self.rank}"
         held_out = [] if self.held_out is None else [f"held out: {self.held_out.after.measured_on.line()}"]
         rates = f"learning rate {self.learning_rate:g}, temperature {self.temperature:g}"
-        return "\n".join([f"Healing by {what}, {rates}", self.measured_on.line(), *held_out])
+        return "\n".join([f"Healing by {trained}, {rates}", self.measured_on.line(), *held_out])
 
 
 @dataclass(frozen=True)

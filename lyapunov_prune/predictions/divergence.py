@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.forward.hooks import require_finite
+from lyapunov_prune.forward.logits import require_temperature
 from lyapunov_prune.forward.prefix import Prefix, final_state
 from lyapunov_prune.forward.reading import Readable, Reading, read
 from lyapunov_prune.forward.scoring import Scorer
@@ -147,12 +148,6 @@ def sublayer_divergence(
         values[list(branches)] = means
     variance, kl, reverse_kl, flipped = values.T.copy()
     return SublayerDivergence(variance, kl, reverse_kl, flipped, float(temperature), reading.measured_on(), what)
-
-
-def require_temperature(temperature: float) -> None:
-    """Raise LyapunovPruneError unless `temperature` is positive and finite."""
-    if not 0 < temperature < float("inf"):
-        raise LyapunovPruneError(f"temperature {temperature:g} is no temperature; give a number above 0")
 
 
 def divergences_without(

@@ -18,13 +18,14 @@ from lyapunov_prune.forward.logits import (
     cached_logits,
     deviation,
     last_steps,
+    require_temperature,
     sample_inputs,
     uncached_logits,
 )
 from lyapunov_prune.forward.reading import Readable, Reading, read
 from lyapunov_prune.linalg import lift
 from lyapunov_prune.models.structure import identify, in_eval_mode
-from lyapunov_prune.predictions.divergence import divergences, require_temperature
+from lyapunov_prune.predictions.divergence import divergences
 from lyapunov_prune.predictions.spaces import direction
 from lyapunov_prune.progress import track
 from lyapunov_prune.results.result import MeasuredOn, ModelIdentity, Result

@@ -19,11 +19,12 @@ from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.forward.changes import WHAT, compressed_layers, dropped_layers
 from lyapunov_prune.forward.decoding import decode_greedily
 from lyapunov_prune.forward.hooks import require_finite, residual_stream, run_backbone
+from lyapunov_prune.forward.logits import require_temperature
 from lyapunov_prune.forward.prefix import Prefix, final_state
 from lyapunov_prune.forward.reading import Readable, read
 from lyapunov_prune.forward.scoring import Scorer
 from lyapunov_prune.models.structure import identify, in_eval_mode
-from lyapunov_prune.predictions.divergence import prediction_blocks, require_temperature
+from lyapunov_prune.predictions.divergence import prediction_blocks
 from lyapunov_prune.predictions.spaces import HIDDEN, LOGITS, PROBABILITIES, direction, prediction
 from lyapunov_prune.progress import track
 from lyapunov_prune.results.result import MeasuredOn, ModelIdentity, Result

@@ -10,9 +10,10 @@ import torch
 from transformers import PreTrainedModel
 
 from lyapunov_prune.errors import LyapunovPruneError
+from lyapunov_prune.forward.logits import require_temperature
 from lyapunov_prune.forward.reading import Readable, read
 from lyapunov_prune.models.structure import identify, in_eval_mode
-from lyapunov_prune.predictions.divergence import divergences_without, require_temperature
+from lyapunov_prune.predictions.divergence import divergences_without
 from lyapunov_prune.profiles.contraction import floor_note
 from lyapunov_prune.pruning.plan import PruningPlan
 from lyapunov_prune.ranking.criteria import require_budget

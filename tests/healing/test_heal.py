@@ -259,7 +259,7 @@ def test_what_cannot_be_healed_is_refused_in_one_line(ids: torch.Tensor) -> None
         ((student, teacher, ids), {"rank": 0}, "rank 0 for"),
         ((student, teacher, ids), {"learning_rate": 0.0}, "learning rate 0; give a positive number"),
         ((student, teacher, ids), {"learning_rate": math.nan}, "learning rate nan; give a positive number"),
-        ((student, teacher, ids), {"temperature": -1.0}, "temperature -1; give a positive number"),
+        ((student, teacher, ids), {"temperature": -1.0}, "temperature -1 is no temperature; give a number above 0"),
         ((student, teacher, ids), {"evaluation": ids[1:2]}, "share 40 tokens in a row"),
     ]:
         with pytest.raises(LyapunovPruneError, match=message) as raised:
