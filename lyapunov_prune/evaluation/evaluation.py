@@ -32,21 +32,21 @@ class Evaluation(Result):
     @property
     def measured_on(self) -> tuple[MeasuredOn, ...]:
         """Of each model, in the order of `perplexities`."""
-        return tuple(found.measured_on for found in self.perplexities)
+        return tuple(perplexity.measured_on for perplexity in self.perplexities)
 
     def to_frame(self) -> pd.DataFrame:
         rows = []
-        for found, zeros in zip(self.perplexities, self.zeros, strict=True):
-            low, high = found.ratio_interval(self.perplexities[0])
+        for perplexity, zeros in zip(self.perplexities, self.zeros, strict=True):
+            low, high = perplexity.ratio_interval(self.perplexities[0])
             rows.append(
                 {
-                    "model": found.measured_on.model.name,
-                    "perplexity": found.value,
-                    "× first": found.value / self.perplexities[0].value,
+                    "model": perplexity.measured_on.model.name,
+                    "perplexity": perplexity.value,
+                    "× first": perplexity.value / self.perplexities[0].value,
                     "low": low,
                     "high": high,
-                    "layers": found.measured_on.model.num_layers,
-                    "parameters": found.measured_on.model.parameters,
+                    "layers": perplexity.measured_on.model.num_layers,
+                    "parameters": perplexity.measured_on.model.parameters,
                     "zeros": zeros,
                 }
             )

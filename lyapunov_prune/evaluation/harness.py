@@ -126,13 +126,13 @@ class ProjectModel(HFLM):
         rows = [[*context, *continuation] for _, context, continuation in requests]
         self._require(rows)
         self.read += rows
-        found: list[tuple[float, bool]] = []
+        log_likelihoods: list[tuple[float, bool]] = []
         with redirect_stderr(self._bars):
             width = _STRETCH * self.batch_size
             for start in track(range(0, len(requests), width), "log-likelihoods"):
                 some = requests[start : start + width]
-                found += super()._loglikelihood_tokens(some, disable_tqdm=True, override_bs=override_bs)
-        return found
+                log_likelihoods += super()._loglikelihood_tokens(some, disable_tqdm=True, override_bs=override_bs)
+        return log_likelihoods
 
     def generate_until(self, requests: Any, disable_tqdm: bool = False) -> list[str]:
         rows = [self.tok_encode(request.args[0]) for request in requests]
@@ -141,13 +141,13 @@ class ProjectModel(HFLM):
         if self.tokenizer.eos_token_id is None:
             raise LyapunovPruneError("this tokenizer has no end-of-text token, which generation stops at; give it one")
         order = sorted(range(len(rows)), key=lambda i: -len(rows[i]))  # what does not fit is found first
-        found: dict[int, str] = {}
+        texts: dict[int, str] = {}
         with redirect_stderr(self._bars):
             for start in track(range(0, len(order), self.batch_size), "answers"):
                 some = order[start : start + self.batch_size]
                 answers = super().generate_until([requests[i] for i in some], disable_tqdm=True)
-                found.update(zip(some, answers, strict=True))
-        return [found[i] for i in range(len(rows))]
+                texts.update(zip(some, answers, strict=True))
+        return [texts[i] for i in range(len(rows))]
 
     def _require(self, rows: Sequence[Sequence[int]], room: int = 0) -> None:
         longest = max(map(len, rows))
@@ -195,16 +195,16 @@ def hub_tasks(names: Sequence[str], few_shot: int | None) -> dict[str, Configura
         )
     try:
         with quietly():
-            found = manager.load(list(names))["tasks"]
+            tasks = manager.load(list(names))["tasks"]
     except Exception as error:  # datasets raises many kinds: network, name, format
         reason = next(iter(str(error).splitlines()), "") or type(error).__name__
         raise LyapunovPruneError(
             f"cannot load {', '.join(names)} from the hub: {reason}; check the network, or give .jsonl files of items"
         ) from None
-    for task in found.values():
+    for task in tasks.values():
         if few_shot is not None:
             task.set_config(key="num_fewshot", value=few_shot)
-    return found
+    return tasks
 
 
 @in_eval_mode
@@ -231,8 +231,8 @@ def run(
     with quietly(), _only_finite(model, structure), _greedy(model):
         asked = ProjectModel(model, structure, tokenizer, bos=bos, batch_size=batch_size, bars=shown)
         # Not simple_evaluate, which seeds every generator and asks the hub for the model.
-        found = evaluate(asked, dict(tasks), limit=limit, bootstrap_iters=_DRAWS, log_samples=True)
-    return found, asked.read
+        harness_results = evaluate(asked, dict(tasks), limit=limit, bootstrap_iters=_DRAWS, log_samples=True)
+    return harness_results, asked.read
 
 
 @contextmanager

@@ -146,19 +146,19 @@ def load_tasks(names: Sequence[str | Path], *, few_shot: int | None = None, offl
         from lyapunov_prune.evaluation import harness
     except ImportError:
         raise LyapunovPruneError(EXTRA) from None
-    found = [
+    tasks = [
         Task(file.path.stem, name, file.sha256, harness.local_task(file, few_shot or 0)) for name, file in read.items()
     ]
     if hub:
         loaded = harness.hub_tasks(hub, few_shot)
-        found += [Task(name, "lm-evaluation-harness", None, task) for name, task in loaded.items()]
-    known = [task.name for task in found]
+        tasks += [Task(name, "lm-evaluation-harness", None, task) for name, task in loaded.items()]
+    known = [task.name for task in tasks]
     twice = next((name for name in known if known.count(name) > 1), None)
-    if twice is not None or not found:
+    if twice is not None or not tasks:
         raise LyapunovPruneError(
             f"two tasks are called {twice}; rename a file" if twice is not None else "no tasks are given; name some"
         )
-    return tuple(found)
+    return tuple(tasks)
 
 
 def evaluate_tasks(
@@ -193,17 +193,19 @@ def evaluate_tasks(
     scored: list[ScoredTask] = []
     measured: list[MeasuredOn] = []
     for name, model in models.items():
-        found, read = harness.run(model, tokenizer, objects, limit=limit, bos=bos, batch_size=batch_size)
+        harness_results, read = harness.run(model, tokenizer, objects, limit=limit, bos=bos, batch_size=batch_size)
         for task in tasks:
-            scores += _scores(name, task.name, found, tokenizer)
-        scored = scored or [_scored(task, found) for task in tasks]
+            scores += _scores(name, task.name, harness_results, tokenizer)
+        scored = scored or [_scored(task, harness_results) for task in tasks]
         measured.append(_measured_on(model, read, bos, [task.name for task in tasks], harness.SEED))
     return TaskScores(tuple(models), tuple(scored), tuple(scores), limit, tuple(measured))
 
 
-def _scores(model: str, task: str, found: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase) -> list[TaskScore]:
+def _scores(
+    model: str, task: str, harness_results: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase
+) -> list[TaskScore]:
     """The metrics of the harness in its order, then what is measured of the answers."""
-    results, samples = found["results"][task], found["samples"][task]
+    results, samples = harness_results["results"][task], harness_results["samples"][task]
     rows = []
     for key, value in results.items():
         metric, comma, chosen = key.partition(",")
@@ -212,7 +214,7 @@ def _scores(model: str, task: str, found: Mapping[str, Any], tokenizer: PreTrain
         error = results.get(f"{metric}_stderr,{chosen}", math.nan)
         label = metric if chosen == "none" else f"{metric}, {chosen}"
         rows.append(TaskScore(model, task, label, float(value), error if isinstance(error, float) else math.nan))
-    if found["configs"][task]["output_type"] == "generate_until":
+    if harness_results["configs"][task]["output_type"] == "generate_until":
         answers = {sample["doc_id"]: sample["resps"][0][0] for sample in samples}.values()
         tokens = [tuple(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]) for text in answers]
         for label, values in (
@@ -225,8 +227,8 @@ def _scores(model: str, task: str, found: Mapping[str, Any], tokenizer: PreTrain
     return rows
 
 
-def _scored(task: Task, found: Mapping[str, Any]) -> ScoredTask:
-    output, samples = found["configs"][task.name]["output_type"], found["samples"][task.name]
+def _scored(task: Task, harness_results: Mapping[str, Any]) -> ScoredTask:
+    output, samples = harness_results["configs"][task.name]["output_type"], harness_results["samples"][task.name]
     items = {sample["doc_id"]: sample for sample in samples}
     chance = math.nan
     if output == "multiple_choice":
@@ -238,7 +240,7 @@ def _scored(task: Task, found: Mapping[str, Any]) -> ScoredTask:
         source=task.source,
         sha256=task.sha256 or digest,
         items=len(items),
-        few_shot=int(found["n-shot"][task.name] or 0),
+        few_shot=int(harness_results["n-shot"][task.name] or 0),
         chance=chance,
     )
 
