@@ -98,18 +98,20 @@ def activation_statistics(model: PreTrainedModel, batch: Readable, *, batch_size
     reading = read(model, batch)
     batch, structure = reading.batch, reading.structure
     matrices = _matrices(structure, find_projections(model), batch.ids.numel(), model)
-    found: dict[str, tuple[float, ...]] = {}
+    statistics: dict[str, tuple[float, ...]] = {}
     for group in track(list(_groups(matrices, batch.ids.numel())), "activations"):
         for ids in reading.windows(batch_size):
             _feed(structure, group, ids)
         for matrix in group:
-            found[matrix.name] = matrix.statistics()
+            statistics[matrix.name] = matrix.statistics()
             if matrix.spoiled:
                 require_finite(structure, batch.ids, batch.text)
                 raise LyapunovPruneError(
                     f"NaN or infinite activations at {matrix.name} ({batch.text}); load the model in a wider dtype"
                 )
-    width, rank, token_rank, participation, share, kurtosis, sparsity = np.array([found[m.name] for m in matrices]).T
+    width, rank, token_rank, participation, share, kurtosis, sparsity = np.array(
+        [statistics[m.name] for m in matrices]
+    ).T
     return ActivationStatistics(
         names=tuple(m.name for m in matrices),
         components=tuple(m.component for m in matrices),
@@ -230,9 +232,9 @@ def _matrices(
     structure: Structure, projections: Sequence[Projection], tokens: int, model: PreTrainedModel
 ) -> list[_Matrix]:
     """One a parameter: parts of a fused projection and experts of one tensor are not told apart."""
-    found: dict[tuple[str, str], _Matrix] = {}
+    matrices: dict[tuple[str, str], _Matrix] = {}
     for p in projections:
-        if (p.module, p.parameter) in found:
+        if (p.module, p.parameter) in matrices:
             continue
         role = p.component
         if p.expert is None and ":" in p.name:
@@ -241,8 +243,8 @@ def _matrices(
         module = model.get_submodule(p.module)
         weight: Any = getattr(module, p.parameter)
         width = float(weight.shape[1 if p.transposed else 0]) if p.expert is None else np.nan
-        found[p.module, p.parameter] = _Matrix(name, role, p.layer, width, tokens < width, module)
-    return list(found.values())
+        matrices[p.module, p.parameter] = _Matrix(name, role, p.layer, width, tokens < width, module)
+    return list(matrices.values())
 
 
 def _groups(matrices: Sequence[_Matrix], tokens: int) -> Iterator[list[_Matrix]]:

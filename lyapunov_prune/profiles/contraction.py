@@ -23,7 +23,7 @@ from lyapunov_prune.results.arrays import require_array
 from lyapunov_prune.results.result import MeasuredOn, Result
 
 Pooling = Literal["energy", "token"]
-Method = Literal["difference", "jvp"]
+Derivative = Literal["difference", "jvp"]
 # A relative energy this many times the rounding floor (ten in amplitude) is measured, not noise.
 ABOVE_FLOOR = 100.0
 # The floor needs an order of magnitude, so a stretch of one window is enough.
@@ -183,7 +183,7 @@ def measure_contraction(
     *,
     epsilon: float = 1e-2,
     seeds: Iterable[int] = range(4),
-    method: Method = "difference",
+    method: Derivative = "difference",
     pooling: Pooling = "energy",
     batch_size: int = 1,
 ) -> ContractionProfile:
@@ -207,7 +207,7 @@ def measure_contraction(
     seeds = tuple(seeds)
     if not seeds or not epsilon > 0 or batch_size < 1:
         raise LyapunovPruneError("give one seed or more, epsilon > 0 and a batch size of 1 or more")
-    if method not in get_args(Method):
+    if method not in get_args(Derivative):
         raise LyapunovPruneError(f"unknown method {method!r}; give difference or jvp")
     _require_pooling(pooling)
 

@@ -56,7 +56,7 @@ class JacobianNorms(Result):
     measured_on: MeasuredOn
 
     def to_frame(self) -> pd.DataFrame:
-        names = [f"{branch}_{what}" for branch in ("attention", "mlp") for what in ("norm", "gain", "rise")]
+        names = [f"{branch}_{quantity}" for branch in ("attention", "mlp") for quantity in ("norm", "gain", "rise")]
         return pd.DataFrame({"layer": np.arange(len(self.mlp_norm)), **{name: getattr(self, name) for name in names}})
 
     def headline(self) -> str:
@@ -115,15 +115,15 @@ def sublayer_jacobians(
             index = len(rows)
             if not layer_input(args, kwargs).isfinite().all():
                 raise NonFiniteError(index, text)
-            found: list[float] = []
+            row: list[float] = []
             for branch in find_branches(layer, args, kwargs, matrices[index]):
                 with products(branch) as (forward, adjoint, size):
                     norm, rise = largest_stretch(forward, adjoint, _signs(size, generator), steps)
                     gains = [forward(_signs(size, generator)).square().sum() / size for _ in range(probes)]
-                found += [norm, float(torch.stack(gains).mean()), rise]
-            if not np.isfinite(found).all():
+                row += [norm, float(torch.stack(gains).mean()), rise]
+            if not np.isfinite(row).all():
                 raise NonFiniteError(index + 1, text)
-            rows.append([*found, *[np.nan] * (6 - len(found))])
+            rows.append([*row, *[np.nan] * (6 - len(row))])
 
         try:
             with hooked(before=[(layer, measure) for layer in structure.layers]):
@@ -196,8 +196,8 @@ def products(branch: Branch) -> Iterator[tuple[Product, Product, int]]:
             return tangent.flatten().cpu().double()
 
         def adjoint(u: torch.Tensor) -> torch.Tensor:
-            (found,) = torch.autograd.grad(output, x, u.to(output).view_as(output), retain_graph=True)
-            return found.flatten().cpu().double()
+            (gradient,) = torch.autograd.grad(output, x, u.to(output).view_as(output), retain_graph=True)
+            return gradient.flatten().cpu().double()
 
         yield forward, adjoint, x.numel()
 

@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 from lyapunov_prune.data.batch import TokenBatch
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.forward.reading import Readable, read
-from lyapunov_prune.profiles.contraction import ContractionProfile, Method, Pooling, measure_contraction
+from lyapunov_prune.profiles.contraction import ContractionProfile, Derivative, Pooling, measure_contraction
 from lyapunov_prune.profiles.influence import InfluenceProfile, block_influence
 from lyapunov_prune.results.once import once
 from lyapunov_prune.results.result import MeasuredOn, Result
@@ -54,7 +54,7 @@ def profile_layers(
     *,
     epsilon: float = 1e-2,
     seeds: Iterable[int] = range(4),
-    method: Method = "difference",
+    method: Derivative = "difference",
     pooling: Pooling = "energy",
     batch_size: int = 1,
 ) -> LayerProfile:

@@ -71,18 +71,18 @@ def sublayer_influence(model: PreTrainedModel, batch: Readable, *, batch_size: i
     """
     reading = read(model, batch)
     structure = reading.structure
-    found = find_sublayers(model, range(structure.num_layers))
+    sublayers = find_sublayers(model, range(structure.num_layers))
     rows: list[np.ndarray] = []
     for ids in track(reading.windows(batch_size), "sublayer influence"):
         unseen = torch.full((2, len(ids)), torch.nan, dtype=torch.float64)  # of a layer that text does not run
-        turned = dict.fromkeys(found, unseen)
+        turned = dict.fromkeys(sublayers, unseen)
         with ExitStack() as hooks:
-            for index, sublayers in found.items():
-                hooks.enter_context(_watched(structure.layers[index], index, sublayers, turned))
+            for index, of_layer in sublayers.items():
+                hooks.enter_context(_watched(structure.layers[index], index, of_layer, turned))
             run_backbone(structure, ids)
         rows.append(torch.stack([turned[i] for i in range(structure.num_layers)]).numpy())
     values = np.concatenate(rows, axis=-1)  # (L, 2, windows)
-    missing = np.array([[kind not in found[i].branches for kind in KINDS] for i in range(len(values))])
+    missing = np.array([[kind not in sublayers[i].branches for kind in KINDS] for i in range(len(values))])
     finite = (np.isfinite(values) | missing[..., None]).all((-2, -1))
     if not finite.all():
         raise NonFiniteError(int(np.argmin(finite)) + 1, reading.batch.text)

@@ -20,7 +20,7 @@ from lyapunov_prune.sensitivity import table as studies
 TABLES: dict[str, tuple[Any, Iterable[str]]] = {
     "allocation": (choices.Allocation, SCHEDULES),
     "criterion": (choices.Criterion, CRITERIA),
-    "derivative": (choices.Derivative, get_args(contraction.Method)),
+    "derivative": (choices.Derivative, get_args(contraction.Derivative)),
     "dtype": (choices.DType, _DTYPES),
     "method": (choices.Method, METHODS),
     "pooling": (choices.Pooling, get_args(contraction.Pooling)),
