@@ -56,10 +56,10 @@ class Allocation(Result):
 
     def require_model(self, model: PreTrainedModel) -> None:
         """Raise LyapunovPruneError unless these are the matrices of `model`."""
-        found = Matrices.of(model)
+        matrices = Matrices.of(model)
         own = (self.names, self.layers, self.sizes)
-        theirs = (tuple(p.name for p in found.projections), tuple(found.layers), tuple(found.sizes))
-        if not self.model.same_as(found.model) or own != theirs:
+        theirs = (tuple(p.name for p in matrices.projections), tuple(matrices.layers), tuple(matrices.sizes))
+        if not self.model.same_as(matrices.model) or own != theirs:
             raise LyapunovPruneError(f"this allocation was made for {self.model.name}; allocate for this model anew")
 
     def of(self, name: str) -> float:

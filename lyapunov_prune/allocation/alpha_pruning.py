@@ -58,7 +58,7 @@ def alpha_pruning(model: PreTrainedModel, budget: float, *, tau: float = 0.3) ->
 @torch.no_grad()
 def tail_exponents(model: PreTrainedModel, matrices: Matrices) -> np.ndarray:
     """`α_l` of the layer of every matrix, (M,) float64."""
-    found = np.zeros(len(matrices.sizes))
+    exponents = np.zeros(len(matrices.sizes))
     counts = np.zeros(len(matrices.sizes))
     for i, p in enumerate(track(matrices.projections, "spectra")):
         W = lift(p.weight(model))
@@ -68,7 +68,7 @@ def tail_exponents(model: PreTrainedModel, matrices: Matrices) -> np.ndarray:
         # Below this a singular value of float64 is rounding: the tail would be one of noise.
         noise = values.max() * max(W.shape) * np.finfo(np.float64).eps
         try:
-            found[i] = hill(np.where(values > noise, values, 0) ** 2)
+            exponents[i] = hill(np.where(values > noise, values, 0) ** 2)
         except LyapunovPruneError as error:
             raise LyapunovPruneError(f"{p.name}: {error}") from None
         counts[i] = 1
@@ -76,4 +76,4 @@ def tail_exponents(model: PreTrainedModel, matrices: Matrices) -> np.ndarray:
     if not total.all():
         layer = int(matrices.layers[np.argmin(total)])
         raise LyapunovPruneError(f"no matrix of layer {layer} has a tail; use another schedule")
-    return matrices.layer_sum(found) / total
+    return matrices.layer_sum(exponents) / total

@@ -38,8 +38,8 @@ def guidelines(
     kept = (roles == "mlp-in") & (matrices.layers < protected)
     first = np.isin(roles, ("key", "value"))
     if not first.any() or (protected and not kept.any()):
-        what = "matrices into its first MLPs" if first.any() else "keys and values"
-        raise LyapunovPruneError(f"{matrices.model.name} has no {what} known by name; use another schedule")
+        missing = "matrices into its first MLPs" if first.any() else "keys and values"
+        raise LyapunovPruneError(f"{matrices.model.name} has no {missing} known by name; use another schedule")
     amount = shift(np.where(first, extra, 0.0), matrices.sizes, budget, high=np.where(kept, 0.0, ceiling))
     parameters = {"ceiling": ceiling, "extra": extra, "protected": protected}
     return matrices.allocated("guidelines", budget, amount, parameters)
