@@ -115,8 +115,8 @@ class TrainingState:
 
     def _states(self) -> list[Path]:
         """Oldest first."""
-        found = [] if self._folder is None else [p for p in self._folder.glob("step-*") if p.is_dir()]
-        states = [path for path in found if re.fullmatch("step-(0|[1-9][0-9]*)", path.name)]
+        folders = [] if self._folder is None else [p for p in self._folder.glob("step-*") if p.is_dir()]
+        states = [path for path in folders if re.fullmatch("step-(0|[1-9][0-9]*)", path.name)]
         return sorted(states, key=lambda path: int(path.name[5:]))
 
 
