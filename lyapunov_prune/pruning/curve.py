@@ -78,23 +78,23 @@ def evaluate_removals(
         goes = (plan.remove, plan.drop_attention, plan.drop_mlp)
         if goes not in measured:
             pruned = remove_layers(model, plan)
-            found = perplexity(
+            after = perplexity(
                 pruned, reading, batch_size=batch_size, description=f"{criterion}, {len(plan.touched)} removed"
             )
-            measured[goes] = _row(criterion, plan.touched, found, dense, pruned)
+            measured[goes] = _row(criterion, plan.touched, after, dense, pruned)
             del pruned
         rows.append(replace(measured[goes], criterion=criterion))
     return RemovalCurve(tuple(rows), dense.measured_on)
 
 
 def _row(
-    criterion: str, removed: tuple[int, ...], found: Perplexity, dense: Perplexity, model: PreTrainedModel
+    criterion: str, removed: tuple[int, ...], after: Perplexity, dense: Perplexity, model: PreTrainedModel
 ) -> RemovalRow:
     return RemovalRow(
         criterion,
         removed,
-        found.value,
-        found.value / dense.value,
-        *found.ratio_interval(dense),
+        after.value,
+        after.value / dense.value,
+        *after.ratio_interval(dense),
         model.num_parameters(),
     )

@@ -62,8 +62,8 @@ def _places_check(outline: Outline, written: Outline, plan: PruningPlan) -> Gate
 
 def _by_layer(outline: Outline) -> dict[int | None, dict[str, dict[str, str]]]:
     """The digests of each layer's tensors, by their names inside the layer."""
-    found: dict[int | None, dict[str, dict[str, str]]] = {}
+    by_layer: dict[int | None, dict[str, dict[str, str]]] = {}
     for name, digests in outline.digests.items():
         inside = name.removeprefix(f"{outline.structure.layers_path}.").partition(".")[2]
-        found.setdefault(layer_of(name, outline.structure), {})[inside] = digests
-    return found
+        by_layer.setdefault(layer_of(name, outline.structure), {})[inside] = digests
+    return by_layer

@@ -167,15 +167,15 @@ def _cache_deviation(model: PreTrainedModel, inputs: list[torch.Tensor], limit: 
     worst = 0.0
     for ids in inputs:
         reference = last_steps(uncached_logits(model, ids))
-        found = []
+        deviations = []
         for positions in (False, True):
             steps = cached_logits(model, ids, positions=positions)
             if steps is None:
                 return None
-            found.append(deviation(steps, reference))
-            if found[-1] <= limit:
+            deviations.append(deviation(steps, reference))
+            if deviations[-1] <= limit:
                 break
-        worst = max(worst, min(found))
+        worst = max(worst, min(deviations))
     return worst
 
 

@@ -148,8 +148,8 @@ def _depth(outline: Outline) -> int:
         layer = layer_of(target.name, outline.structure)
         if layer is not None:
             parts = tuple(key.split("."))
-            found = {parts[:place] for place, part in enumerate(parts) if part == str(layer)}
-            paths = found if paths is None else paths & found
+            prefixes = {parts[:place] for place, part in enumerate(parts) if part == str(layer)}
+            paths = prefixes if paths is None else paths & prefixes
     if paths is None or len(paths) != 1:
         raise _not_by_copying(outline, "its checkpoint numbers the layers in another way than the model")
     return len(paths.pop())

@@ -121,11 +121,11 @@ class PruningPlan(Result):
 
     def require_model(self, model: PreTrainedModel | ModelIdentity) -> None:
         """Raise LyapunovPruneError unless the plan was made for this model."""
-        found = _identity(model)
-        if not self.model.same_as(found):
+        identity = _identity(model)
+        if not self.model.same_as(identity):
             raise LyapunovPruneError(
                 f"this plan was made for {self.model.name} ({self.model.model_type}, {self.model.num_layers} layers), "
-                f"not for {found.name}; rank this model's layers anew"
+                f"not for {identity.name}; rank this model's layers anew"
             )
 
     def to_frame(self) -> pd.DataFrame:
@@ -145,14 +145,14 @@ class PruningPlan(Result):
     def headline(self) -> str:
         blend = f" (alpha {self.alpha:g})" if self.alpha is not None else ""
         parts = {"": self.remove, "the attention of ": self.drop_attention, "the MLP of ": self.drop_mlp}
-        what = [
+        removed = [
             f"{part}{len(indices)} of {self.model.num_layers} layers of {self.model.name} "
             f"by {self.criterion}{blend}: {', '.join(map(str, indices))}"
             for part, indices in parts.items()
             if indices
         ]
         costs = "; sublayers are zeroed, which saves no time or memory" if self.drops_sublayers else ""
-        return printable(f"Remove {'; '.join(what)}{costs}{floor_note(self.below_floor)}")
+        return printable(f"Remove {'; '.join(removed)}{costs}{floor_note(self.below_floor)}")
 
 
 def _identity(model: PreTrainedModel | ModelIdentity) -> ModelIdentity:

@@ -146,9 +146,9 @@ def _slice_tables(
 def _configs(model: PreTrainedModel, original: Structure) -> list[Any]:
     """Every distinct text config the model's modules hold; usually one object, shared by all."""
     text: Any = model.config.get_text_config(decoder=True)
-    found = {id(text): text}
+    configs = {id(text): text}
     for module in model.modules():
         config = getattr(module, "config", None)
         if type(config) is type(text) and getattr(config, original.count, None) == original.num_layers:
-            found[id(config)] = config
-    return list(found.values())
+            configs[id(config)] = config
+    return list(configs.values())
