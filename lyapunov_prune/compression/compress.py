@@ -175,10 +175,10 @@ def compress(
     done: dict[str, CompressedMatrix] = {}
 
     @torch.no_grad()
-    def change(here: Sequence[Projection], found: dict[str, Statistics]) -> None:
+    def change(here: Sequence[Projection], statistics_by_name: dict[str, Statistics]) -> None:
         for p in here:
             amount = _amount(method, wanted[p.name], allocation.unit, p.weight(small).shape)
-            W, statistics = p.weight(small), found.get(p.name)
+            W, statistics = p.weight(small), statistics_by_name.get(p.name)
             after = W.clone()
             if amount is not None:
                 after = compressed(method, W, statistics, amount, pattern=pattern, group_size=group_size)
