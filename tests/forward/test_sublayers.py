@@ -333,7 +333,7 @@ def test_ranked_planned_pruned_and_loaded(what: str, run: Callable[..., Any]) ->
     ("options", "message"),
     [
         (["--what", "mlp", "--remove", "1"], "criterion blend is defined for whole layers only; with --what mlp give"),
-        (["--what", "norms", "--remove", "1"], "unknown --what 'norms'; give one of layers, attention, mlp"),
+        (["--what", "norms", "--remove", "1"], "'norms' is not one of 'layers', 'attention', 'mlp'"),
         (["--what", "mlp", "--plan", "plan.json"], "a plan says what goes; leave out --what"),
         (
             ["--what", "mlp", "--criterion", "bi", "--remove", "7", *TEXT],
