@@ -534,7 +534,7 @@ def sound(name: str, values: dict[str, Any], floats: Iterator[float]) -> dict[st
         return {"influence": dataclasses.replace(values["influence"], measured_on=values["contraction"].measured_on)}
     if name == "SublayerInfluence":
         return {field: loose(5) for field in ("attention", "mlp", "attention_spread", "mlp_spread")}
-    if name == "SkipDivergence":
+    if name in ("SkipDivergence", "SublayerDivergence"):
         return {field: loose(5) for field in ("variance", "kl", "reverse_kl")} | {"flipped": some(5, most=1)}
     if name in ("LayerRanking", "PruningPlan"):
         return {"scores": loose(5)}

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from pathlib import Path
-from typing import TypeVar
 
 import numpy as np
 from transformers import PreTrainedModel
@@ -27,8 +26,6 @@ from lyapunov_prune.ranking.kl import rank_by_divergence
 from lyapunov_prune.ranking.oracle import greedy_removal
 from lyapunov_prune.ranking.ranking import Ranking, rank_layers, rank_sublayers, scored
 from lyapunov_prune.results.result import Result
-
-R = TypeVar("R", bound=Result)
 
 
 @in_eval_mode
@@ -66,27 +63,38 @@ def rank(
     known = CRITERIA[criterion]
     measures = known.measures if what == "layers" else known.of_sublayers
 
-    def kept(measured: R) -> R:
-        if folder is not None:
-            measured.save(Path(folder) / f"{measures}.json")
-        return measured
-
+    measured: Result
+    ranking: Ranking
     match measures:
         case "profile":
-            profile = kept(profile_layers(model, reading, seeds=seeds, batch_size=batch_size))
-            return rank_layers(profile.contraction, profile.influence, criterion=criterion, alpha=alpha)
+            measured = profile = profile_layers(model, reading, seeds=seeds, batch_size=batch_size)
+            ranking = rank_layers(profile.contraction, profile.influence, criterion=criterion, alpha=alpha)
         case "sublayers":
-            return rank_sublayers(kept(sublayer_influence(model, reading, batch_size=batch_size)), what)
+            measured = influence = sublayer_influence(model, reading, batch_size=batch_size)
+            ranking = rank_sublayers(influence, what)
         case "divergence":
-            return rank_by_divergence(kept(skip_divergence(model, reading, batch_size=batch_size)))
+            measured = skipped = skip_divergence(model, reading, batch_size=batch_size)
+            ranking = rank_by_divergence(skipped)
         case "sublayer-divergence":
-            return rank_by_divergence(kept(sublayer_divergence(model, reading, what, batch_size=batch_size)))
+            measured = silenced = sublayer_divergence(model, reading, what, batch_size=batch_size)
+            ranking = rank_by_divergence(silenced)
         case "angular":
-            return kept(angular_distance(model, reading, batch_size=batch_size))
+            measured = ranking = angular_distance(model, reading, batch_size=batch_size)
         case "oracle":
             assert remove is not None
             jobs = None if folder is None else Path(folder) / "jobs" / "oracle"
-            return kept(greedy_removal(model, reading, remove, folder=jobs, resume=resume, batch_size=batch_size))
+            measured = ranking = greedy_removal(
+                model, reading, remove, folder=jobs, resume=resume, batch_size=batch_size
+            )
+        case _:
+            return _unmeasured(model, layers, criterion, what, seed)
+    if folder is not None:  # of a ranking that was refused nothing is left
+        measured.save(Path(folder) / f"{measures}.json")
+    return ranking
+
+
+def _unmeasured(model: PreTrainedModel, layers: int, criterion: str, what: str, seed: int) -> Ranking:
+    """By position or by lot: nothing is measured but which layers have the part."""
     layer = np.arange(layers, dtype=np.float64)
     if what != "layers":
         sublayers = find_sublayers(model, range(layers))

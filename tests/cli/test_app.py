@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import importlib
 import json
 import math
 import os
@@ -19,7 +20,6 @@ from helpers import BROKEN, QUICK, TEXT, VOCABULARY, Done, bert, make_tiny, writ
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, BertLMHeadModel, PreTrainedModel
 
-from lyapunov_prune.bounds import approximate as approx_module
 from lyapunov_prune.bounds import check as checks_module
 from lyapunov_prune.bounds.report import BoundsReport
 from lyapunov_prune.cli import demo as demo_module
@@ -32,7 +32,6 @@ from lyapunov_prune.healing.distillation import Distillation
 from lyapunov_prune.healing.heal import Healing
 from lyapunov_prune.healing.state import TrainingState
 from lyapunov_prune.models import loading
-from lyapunov_prune.predictions import attention_paths as attention_paths_module
 from lyapunov_prune.predictions.choices import ChoiceComparison
 from lyapunov_prune.predictions.hierarchy import HierarchyProbe
 from lyapunov_prune.profiles.profile import LayerProfile
@@ -47,6 +46,10 @@ from lyapunov_prune.results.result import Result
 from lyapunov_prune.results.store import Store
 from lyapunov_prune.sensitivity.sensitivity import Sensitivity
 from lyapunov_prune.sensitivity.sweep import Sweep
+
+# Their rooms give the functions of these names.
+approx_module = importlib.import_module("lyapunov_prune.bounds.approximate")
+attention_paths_module = importlib.import_module("lyapunov_prune.predictions.attention_paths")
 
 # Every command that takes a model, on the folder `tiny`.
 COMMANDS: dict[str, list[str]] = {

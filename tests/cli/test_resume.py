@@ -76,7 +76,7 @@ def test_a_demo_on_other_tokens_takes_nothing_of_the_last(
     monkeypatch.setattr(demo_module, "RACE", {"prompt": 8, "steps": 2, "repeats": 1})
 
     def texts(tokens: int, resume: bool) -> tuple[str, ...]:
-        demo_module.run_demo(folder, tokens=tokens, context=64, resume=resume, say=lambda _: None)
+        demo_module.run_demo(folder, tokens=tokens, context=64, resume=resume, show=lambda *_: None)
         profile = LayerProfile.load(folder / "profile.json")
         made = Provenance.load(folder / "pruned" / "provenance.json")
         curve = RemovalCurve.load(folder / "removal.json")
