@@ -69,7 +69,7 @@ class Prefix:
         """Every forward inside the block leaves out what `layers` add to the stream.
 
         They are gone past where a forward can begin behind them. Where a later layer wants more of one than
-        its hidden state, they compute and their output is dropped (`tracing.skipped`).
+        its hidden state, they compute and their output is dropped (`hooks.skipped`).
         """
         layers = tuple(layers)
         ends = {*self.entries, self.structure.num_layers}

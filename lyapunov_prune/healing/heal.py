@@ -143,7 +143,7 @@ def heal(
     models run without dropout.
 
     Without `rank` all parameters of the layers are trained, with it low-rank updates of their matrices
-    (`adapters.py`), merged at the end. Embeddings and head stay those of the teacher: they were not removed, are
+    (`low_rank.py`), merged at the end. Embeddings and head stay those of the teacher: they were not removed, are
     often one tensor, and most of their rows stand for tokens that a short text never shows. `learning_rate` is
     1e-4 for the former, 2e-3 for the latter unless given.
 
