@@ -77,7 +77,9 @@ def test_the_budget_is_met_within_the_bounds_in_the_order_of_the_targets(
     if free.sum() > 1:  # one factor, or one step, for all
         moved = found[free] / target[free] if function is fit else found[free] - target[free]
         np.testing.assert_allclose(moved, moved[0], rtol=1e-9, atol=1e-9 * (function is shift))
-    np.testing.assert_allclose(function(found, sizes, budget, low, high), found, atol=1e-12)
+    # A budget is known to a rounding unit, and of a matrix that is a small part of all that is many.
+    rounding = 8 * np.finfo(np.float64).eps * sizes.sum() / sizes
+    assert (np.abs(function(found, sizes, budget, low, high) - found) <= 1e-12 + rounding).all()
 
 
 @BOTH
