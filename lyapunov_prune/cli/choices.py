@@ -3,7 +3,7 @@
 Each is the names of a table or type of the package; `tests/cli/test_choices.py` holds them equal.
 """
 
-from typing import Any, Literal, get_args
+from typing import Literal
 
 Allocation = Literal[
     "uniform", "owl", "alpha-pruning", "atp", "lyapunov", "lyapunov-budget", "guidelines", "bits"
@@ -20,7 +20,3 @@ Study = Literal[
 ]  # fmt: skip
 StudyMethod = Literal["magnitude", "weight-only", "wanda"]
 What = Literal["layers", "attention", "mlp"]
-
-
-def listed(names: Any) -> str:
-    return ", ".join(get_args(names))

@@ -90,7 +90,7 @@ def _mixes(branch: Branch) -> bool:
     return bool((after - before).norm() > _MOVED * before.norm())
 
 
-def _branches(
+def named_branches(
     model: PreTrainedModel, attention: tuple[int, ...], mlp: tuple[int, ...]
 ) -> Iterator[tuple[int, str, Branch]]:
     """The branches to leave out; raises LyapunovPruneError for a layer that lacks one."""
@@ -113,7 +113,7 @@ def silenced(model: PreTrainedModel, attention: tuple[int, ...], mlp: tuple[int,
     """
 
     with ExitStack() as stack:
-        for _, _, branch in _branches(model, attention, mlp) if attention or mlp else ():
+        for _, _, branch in named_branches(model, attention, mlp) if attention or mlp else ():
             stack.enter_context(silent(branch))
         yield
 

@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.forward.branches import Branch
-from lyapunov_prune.forward.sublayers import _branches
+from lyapunov_prune.forward.sublayers import named_branches
 from lyapunov_prune.models.hooked import hooked
 from lyapunov_prune.models.structure import in_eval_mode
 
@@ -32,7 +32,7 @@ def zero_sublayers(model: PreTrainedModel, attention: tuple[int, ...], mlp: tupl
     """
     if not (attention or mlp):
         return
-    for index, kind, branch in _branches(model, attention, mlp):
+    for index, kind, branch in named_branches(model, attention, mlp):
         tried: list[tuple[nn.Parameter, torch.Tensor]] = []
         for parameter in _outputs_first(branch):
             if not branch(branch.x).any():
