@@ -16,6 +16,7 @@ import lyapunov_prune as lp
 from lyapunov_prune.calibration.streaming import stream
 from lyapunov_prune.evaluation.speed import measure_speed
 from lyapunov_prune.forward.decoding import decode_greedily
+from lyapunov_prune.forward.reading import read
 from lyapunov_prune.models.projections import Projection, find_projections
 from lyapunov_prune.sensitivity.sweep import Job, Sweep
 
@@ -109,7 +110,7 @@ def probe() -> None:
     seconds = interleaved(
         {
             "probe": lambda: lp.probe_layers(loaded.model, prompts, steps=STEPS),
-            "decoding": lambda: decode_greedily(loaded.model, prompts.ids, STEPS),
+            "decoding": lambda: decode_greedily(read(loaded.model, prompts), prompts.ids, STEPS),
         }
     )
     ratio = seconds["probe"] / seconds["decoding"] / loaded.structure.num_layers

@@ -24,6 +24,7 @@ from experiments.hierarchies import as_json, encoded, interval, kept, makers, me
 from lyapunov_prune.data.batch import as_batch
 from lyapunov_prune.evaluation.repetition import collapsed, repetition
 from lyapunov_prune.forward.decoding import walk
+from lyapunov_prune.forward.reading import read
 from lyapunov_prune.linalg import lift
 from lyapunov_prune.predictions.divergence import divergences, log_softmax
 from lyapunov_prune.predictions.spaces import turn
@@ -162,7 +163,7 @@ def unrelated(loaded: lp.models.Loaded, prompts: dict[str, torch.Tensor], steps:
     """The dense model at the same step of the next prompt's text: what the measures say where nothing is related."""
     walks = {}
     for k, ids in prompts.items():
-        states, logits = zip(*walk(loaded.model, ids, steps, told=True), strict=True)
+        states, logits = zip(*walk(read(loaded.model, ids), ids, steps, told=True), strict=True)
         walks[k] = torch.cat(states), torch.cat(logits)
     names, frames = list(walks), []
     for k, after in zip(names, [*names[1:], names[0]], strict=True):

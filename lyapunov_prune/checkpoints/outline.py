@@ -63,7 +63,7 @@ def read_outline(folder: Path, name: str | Path) -> Outline:
     packed = quantisation(loaded.model.config)
     if packed:
         raise LyapunovPruneError(f"the weights of {name} are {packed}; {UNPACK}")
-    if is_wrapped(loaded.model, loaded.structure):
+    if is_wrapped(loaded.model):
         raise LyapunovPruneError(
             f"{name} holds a decoder inside a {type(loaded.model).__name__}, which has to be run to see that a removal "
             "is right; prune it in memory"

@@ -14,7 +14,7 @@ from lyapunov_prune.forward.logits import SAME_LIMIT, deviation, uncached_logits
 from lyapunov_prune.linalg import lift
 from lyapunov_prune.models.families import POSITION_ATTRIBUTES
 from lyapunov_prune.models.loading import quiet
-from lyapunov_prune.models.structure import Structure, find_structure
+from lyapunov_prune.models.structure import find_structure
 from lyapunov_prune.models.wrappers import loading_class
 
 RELOADED = "reloads as saved"
@@ -50,7 +50,7 @@ def reload_check(pruned: PreTrainedModel, folder: Path, inputs: list[torch.Tenso
             keys = sorted(map(str, info[kind]))
             detail = f"{len(keys)} {kind.replace('_', ' ')} on reloading, first {keys[0]}"
             return GateCheck(RELOADED, False, float("inf"), limit, detail)
-    changed = changed_setting(find_structure(pruned), find_structure(reloaded))
+    changed = changed_setting(pruned, reloaded)
     if changed:
         return GateCheck(RELOADED, False, float("inf"), limit, changed)
     _share_rounded_tables(pruned, reloaded)
@@ -58,12 +58,13 @@ def reload_check(pruned: PreTrainedModel, folder: Path, inputs: list[torch.Tenso
     return GateCheck(RELOADED, worst <= limit, worst, limit, "logits after plain from_pretrained")
 
 
-def changed_setting(pruned: Structure, reloaded: Structure) -> str:
+def changed_setting(pruned: PreTrainedModel, reloaded: PreTrainedModel) -> str:
     """The first plain attribute of a kept layer that reloading changed, or an empty string.
 
     Catches what short inputs cannot: a layer that comes back with another window, scale or kind.
     """
-    for index, (a, b) in enumerate(zip(pruned.layers, reloaded.layers, strict=True)):
+    layers, again = (find_structure(model).layers for model in (pruned, reloaded))
+    for index, (a, b) in enumerate(zip(layers, again, strict=True)):
         for (name, before), (_, after) in zip(a.named_modules(), b.named_modules(), strict=True):
             settings = _settings(after)
             for key, value in _settings(before).items():

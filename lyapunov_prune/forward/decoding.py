@@ -8,22 +8,21 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import PreTrainedModel
 
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.forward.hooks import hidden_of, require_finite
+from lyapunov_prune.forward.reading import Reading
 from lyapunov_prune.models.hooked import hooked
-from lyapunov_prune.models.structure import find_structure
 
 
 @torch.no_grad()
-def decode_greedily(model: PreTrainedModel, prompts: torch.Tensor, steps: int) -> torch.Tensor:
+def decode_greedily(reading: Reading, prompts: torch.Tensor, steps: int) -> torch.Tensor:
     """The `steps` likeliest tokens one after the other: prompts (windows × tokens) to (windows × steps), int64."""
-    return torch.stack([logits.argmax(-1) for _, logits in walk(model, prompts, steps, told=True)], 1).to(prompts)
+    return torch.stack([logits.argmax(-1) for _, logits in walk(reading, prompts, steps, told=True)], 1).to(prompts)
 
 
 def walk(
-    model: PreTrainedModel, prompts: torch.Tensor, steps: int, told: bool
+    reading: Reading, prompts: torch.Tensor, steps: int, told: bool
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     """At every step what leaves the last layer (prompts × d) and the logits (prompts × vocabulary); then goes on.
 
@@ -32,7 +31,8 @@ def walk(
     position, without which some forwards count from zero at every call. A decoder that hands no cache back runs on the
     whole text again at every step. Raises NonFiniteError naming the layer when the model is not finite.
     """
-    structure, taken = find_structure(model), inspect.signature(model.forward).parameters
+    model, structure = reading.model, reading.structure
+    taken = inspect.signature(model.forward).parameters
     states: list[torch.Tensor] = []
 
     def note(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:

@@ -27,7 +27,7 @@ from lyapunov_prune.healing.distillation import Distillation
 from lyapunov_prune.healing.low_rank import low_rank_updates
 from lyapunov_prune.healing.state import TrainingState
 from lyapunov_prune.models.plain import require_plain
-from lyapunov_prune.models.structure import find_structure, identify, in_eval_mode
+from lyapunov_prune.models.structure import identify, in_eval_mode
 from lyapunov_prune.progress import track
 from lyapunov_prune.results.history import add_step
 from lyapunov_prune.results.result import MeasuredOn, ModelIdentity, Result, encode
@@ -182,7 +182,7 @@ def heal(
             dense = perplexity(teacher, evaluation, batch_size=batch_size, description="perplexity, dense")
         state.hold()
         model = copy.deepcopy(student)
-        with _trained(model, rank, seed) as parameters:
+        with _trained(model, model.get_submodule(reading.structure.layers_path), rank, seed) as parameters:
             run = Distillation(model, teacher, parameters, learning_rate, temperature, steps)
             if tensors:
                 run.go_on_from(tensors)
@@ -211,7 +211,9 @@ def heal(
 
 
 @contextmanager
-def _trained(model: PreTrainedModel, rank: int | None, seed: int) -> Iterator[dict[str, nn.Parameter]]:
+def _trained(
+    model: PreTrainedModel, layers: nn.Module, rank: int | None, seed: int
+) -> Iterator[dict[str, nn.Parameter]]:
     """The parameters to train, by name; nothing else in `model` takes a gradient inside the block."""
     flags = {p: p.requires_grad for p in model.parameters()}
     try:
@@ -220,10 +222,8 @@ def _trained(model: PreTrainedModel, rank: int | None, seed: int) -> Iterator[di
             with low_rank_updates(model, rank, seed) as factors:
                 yield factors
         else:
-            layers = dict(find_structure(model).layers.named_parameters())
-            for parameter in layers.values():
-                parameter.requires_grad_(True)
-            yield layers
+            layers.requires_grad_(True)
+            yield dict(layers.named_parameters())
     finally:
         for parameter, flag in flags.items():
             parameter.requires_grad_(flag)

@@ -49,6 +49,11 @@ class Loaded:
     tokenizer: PreTrainedTokenizerBase
     structure: Structure
 
+    @classmethod
+    def of(cls, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> Loaded:
+        """`model` in eval mode; raises as `find_structure` does."""
+        return cls(model.eval(), tokenizer, find_structure(model))
+
 
 def load(
     name: str | Path,
@@ -161,8 +166,7 @@ def _load_merged(folder: Path, options: dict[str, Any], offline: bool) -> Loaded
     base = _load_folder(checkpoint_folder(base_of(folder), offline=offline), options)
     with quiet():
         adapted = attach_adapters(base.model, folder)
-    model = merge_adapters(adapted).eval()
-    return Loaded(model=model, tokenizer=base.tokenizer, structure=find_structure(model))
+    return Loaded.of(merge_adapters(adapted), base.tokenizer)
 
 
 def _load_gguf(path: Path, options: dict[str, Any]) -> Loaded:
@@ -193,7 +197,7 @@ def _load_whole(where: Path, folder: Path, source: dict[str, Any], options: dict
         )
     with loading_errors(f"the tokenizer of {where}"), quiet():
         tokenizer = AutoTokenizer.from_pretrained(folder, **source)
-    return Loaded(model=model.eval(), tokenizer=tokenizer, structure=find_structure(model))
+    return Loaded.of(model, tokenizer)
 
 
 def _download(name: str, offline: bool) -> Path:

@@ -25,9 +25,9 @@ def loading_class(model: PreTrainedModel) -> Any:
     return type(model) if own else AutoModelForCausalLM
 
 
-def is_wrapped(model: PreTrainedModel, structure: Structure) -> bool:
+def is_wrapped(model: PreTrainedModel) -> bool:
     """Whether the decoder is a part of a model with more than text."""
-    return structure.config is not model.config
+    return model.config.get_text_config(decoder=True) is not model.config
 
 
 @torch.no_grad()

@@ -96,7 +96,7 @@ def attention_paths(
     require_context(readings[0].structure, batch.context + steps - 1)
     rows: list[torch.Tensor] = []
     layers: tuple[int, ...] = ()
-    texts = [torch.cat([batch.ids, decode_greedily(r.model, batch.ids, steps)], dim=1)[:, :-1] for r in readings]
+    texts = [torch.cat([batch.ids, decode_greedily(r, batch.ids, steps)], dim=1)[:, :-1] for r in readings]
     for each in track(list(zip(*texts, strict=True)), "attention paths"):
         ours, theirs = (_attended(r, text[None], steps) for r, text in zip(readings, each, strict=True))
         shapes = [[(layer, v.shape) for layer, _, v in seen] for seen in (ours, theirs)]

@@ -125,7 +125,7 @@ def compare_generation(
     require_temperature(temperature)
     if steps < 1:
         raise LyapunovPruneError(f"{steps} steps write nothing; give 1 or more")
-    models, readings = (dense, compressed), [read(model, prompts) for model in (dense, compressed)]
+    readings = [read(model, prompts) for model in (dense, compressed)]
     batch = readings[0].batch
     for reading in readings:
         most = reading.structure.max_context
@@ -140,7 +140,7 @@ def compare_generation(
     for ids in track(batch.ids.split(batch_size), "generation"):
         written: tuple[list[torch.Tensor], list[torch.Tensor]] = ([], [])
         ended = torch.zeros(2, len(ids), dtype=torch.bool)
-        walks = [walk(model, ids, steps, by) for model, by in zip(models, told, strict=True)]
+        walks = [walk(reading, ids, steps, by) for reading, by in zip(readings, told, strict=True)]
         for t, ((h, z), (h2, z2)) in enumerate(zip(*walks, strict=True)):
             if z.shape != z2.shape:
                 raise LyapunovPruneError(

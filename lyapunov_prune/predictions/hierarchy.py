@@ -161,7 +161,7 @@ def probe_layers(
     places = [(k, layer) for k in range(len(windows)) for layer in range(structure.num_layers)]
     for k, layer in track(places, "hierarchy probe"):
         if layer == 0:
-            ids = torch.cat([windows[k], decode_greedily(model, windows[k], steps)], dim=1)[:, :-1]
+            ids = torch.cat([windows[k], decode_greedily(reading, windows[k], steps)], dim=1)[:, :-1]
             states = _states(prefix, ids, batch.text)
         rows = slice(k * batch_size, k * batch_size + len(ids))
         have = [(i, changed) for i, part in enumerate(what) if (changed := changes(layer, part)) is not None]

@@ -13,7 +13,6 @@ from lyapunov_prune.checkpoints.outline import Outline, layer_of, read_outline
 from lyapunov_prune.checkpoints.reloading import GateCheck, changed_setting
 from lyapunov_prune.checkpoints.tensor_files import read_tensors
 from lyapunov_prune.errors import LyapunovPruneError
-from lyapunov_prune.models.structure import find_structure
 from lyapunov_prune.pruning.counting import count_check
 from lyapunov_prune.pruning.gate import CACHED, SKIPPED, GateReport
 from lyapunov_prune.pruning.plan import PruningPlan
@@ -47,7 +46,7 @@ def verify_files(outline: Outline, pruned: PreTrainedModel, plan: PruningPlan, f
 def _keys_check(written: Outline, pruned: PreTrainedModel, folder: Path) -> GateCheck:
     extra = sorted(read_tensors(folder).keys() - written.stored.keys())
     wrong = f"{extra[0]} is no tensor of the model" if extra else ""
-    wrong = wrong or changed_setting(find_structure(pruned), written.structure)
+    wrong = wrong or changed_setting(pruned, written.model)
     return GateCheck(KEYS, not wrong, float(bool(wrong)), 0.0, wrong or "names, shapes and settings on plain loading")
 
 

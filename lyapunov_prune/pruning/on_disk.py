@@ -76,7 +76,7 @@ def prune_on_disk(
 
 def _cut(outline: Outline, plan: PruningPlan) -> PreTrainedModel:
     try:
-        return without_layers(outline.model, plan).eval()
+        return without_layers(outline.model, outline.structure, plan).eval()
     except LyapunovPruneError:
         raise
     except Exception as error:  # a family that reads numbers meets tensors that have none

@@ -8,7 +8,6 @@ from transformers import PreTrainedModel
 
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.models.families import TRUSTED
-from lyapunov_prune.models.structure import find_structure
 from lyapunov_prune.models.wrappers import is_wrapped
 from lyapunov_prune.pruning.gate import verify_removal
 from lyapunov_prune.pruning.plan import PruningPlan
@@ -28,8 +27,7 @@ def remove_layers(model: PreTrainedModel, plan: PruningPlan | Sequence[int]) -> 
     quantised or offloaded weights).
     """
     pruned = cut(model, plan)
-    structure = find_structure(model)
-    if is_wrapped(model, structure) or structure.model_type not in TRUSTED:
+    if is_wrapped(model) or model.config.model_type not in TRUSTED:
         report = verify_removal(model, pruned, plan)
         if not report.passed:
             raise LyapunovPruneError(

@@ -40,21 +40,20 @@ def cut(model: PreTrainedModel, plan: PruningPlan | Sequence[int]) -> PreTrained
     plan = as_plan(model, plan)
     structure = find_structure(model)
     with held(model):  # what a measurement has put on it would be copied too
-        if is_wrapped(model, structure):
+        if is_wrapped(model):
             require_text_alone(model, structure, plan.remove)
-        pruned = without_layers(model, plan) if plan.remove else copy.deepcopy(model)
+        pruned = without_layers(model, structure, plan) if plan.remove else copy.deepcopy(model)
     attention, mlp = (tuple(plan.kept.index(i) for i in drop) for drop in (plan.drop_attention, plan.drop_mlp))
     zero_sublayers(pruned, attention, mlp)
     add_step(pruned, "prune", plan.measured_on, model)
     return pruned
 
 
-def without_layers(model: PreTrainedModel, plan: PruningPlan) -> PreTrainedModel:
+def without_layers(model: PreTrainedModel, original: Structure, plan: PruningPlan) -> PreTrainedModel:
     """A copy of `model`, whose weights may be on the meta device, without the layers of `plan`; its sublayers stay.
 
     Raises LyapunovPruneError when the family's checkpoint format cannot express what is left.
     """
-    original = find_structure(model)
     # An entry in the memo stands for the copy: removed layers are replaced, never copied.
     memo: dict[int, Any] = {id(original.layers[i]): nn.Identity() for i in plan.remove}
     pruned = copy.deepcopy(model, memo)

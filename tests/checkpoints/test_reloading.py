@@ -11,7 +11,6 @@ from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel
 
 from lyapunov_prune.checkpoints.reloading import GateCheck, changed_setting, reload_check
-from lyapunov_prune.models.structure import find_structure
 
 
 @torch.no_grad()
@@ -43,10 +42,10 @@ def test_keys_and_numbers_are_compared(tmp_path: Path) -> None:
 
 
 def test_a_setting_and_a_number_of_a_layer_are_compared() -> None:
-    one, other = find_structure(make_tiny("llama")), find_structure(make_tiny("llama"))
+    one, other = make_tiny("llama"), make_tiny("llama")
     assert changed_setting(one, other) == ""
-    other.layers[3].self_attn.layer_idx = 4
+    other.model.layers[3].self_attn.layer_idx = 4
     assert changed_setting(one, other) == "layer 3 holds layer_idx 3, and 4 after reloading"
-    other.layers[1].self_attn.window = 8
-    one.layers[1].self_attn.window = 16
+    other.model.layers[1].self_attn.window = 8
+    one.model.layers[1].self_attn.window = 16
     assert changed_setting(one, other) == "layer 1 came back with self_attn.window = 8, not 16"

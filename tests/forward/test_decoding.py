@@ -7,6 +7,7 @@ from helpers import make_tiny
 from transformers import PreTrainedModel
 
 from lyapunov_prune.forward.decoding import decode_greedily
+from lyapunov_prune.forward.reading import read
 
 STEPS = 12  # longer than what is left of a sliding window of 8
 
@@ -21,14 +22,14 @@ def whole(model: PreTrainedModel, ids: torch.Tensor) -> torch.Tensor:
 
 def test_every_family_decodes_as_without_a_cache(family: str, ids: torch.Tensor) -> None:
     model = make_tiny(family)
-    assert torch.equal(decode_greedily(model, ids[:, :6], STEPS), whole(model, ids[:, :6]))
+    assert torch.equal(decode_greedily(read(model, ids), ids[:, :6], STEPS), whole(model, ids[:, :6]))
 
 
 def test_a_decoder_without_a_cache_runs_on_the_whole_text(ids: torch.Tensor) -> None:
     model = make_tiny("llama")
     wanted = whole(model, ids)
     model.register_forward_hook(lambda module, args, output: output | {"past_key_values": None})
-    assert torch.equal(decode_greedily(model, ids, STEPS), wanted)
+    assert torch.equal(decode_greedily(read(model, ids), ids, STEPS), wanted)
 
 
 def test_the_generation_config_has_no_say(ids: torch.Tensor) -> None:
@@ -36,4 +37,4 @@ def test_the_generation_config_has_no_say(ids: torch.Tensor) -> None:
     wanted = whole(model, ids)
     model.generation_config.eos_token_id = int(wanted[0, 2])
     model.generation_config.repetition_penalty = 5.0
-    assert torch.equal(decode_greedily(model, ids, STEPS), wanted)
+    assert torch.equal(decode_greedily(read(model, ids), ids, STEPS), wanted)
