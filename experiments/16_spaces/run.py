@@ -20,7 +20,7 @@ from experiments.common import draw
 from experiments.hierarchies import as_json, encoded, kept, measured_on, records, summarise
 from lyapunov_prune.data.batch import as_batch
 from lyapunov_prune.forward.hooks import residual_stream, run_backbone
-from lyapunov_prune.forward.prefix import Prefix, final_state
+from lyapunov_prune.forward.prefix import Prefix
 from lyapunov_prune.forward.scoring import Scorer
 from lyapunov_prune.forward.sublayers import find_sublayers, silent
 from lyapunov_prune.linalg import lift
@@ -175,8 +175,7 @@ def without_mean(loaded: lp.models.Loaded, prompts: Sequence[torch.Tensor]) -> p
             run_backbone(structure, ids)
 
         def logits(h: torch.Tensor, ids: torch.Tensor = ids, prefix: Prefix = prefix, scorer: Scorer = scorer):
-            with prefix.entered(structure.num_layers, h):
-                return lift(scorer.logits(final_state(structure, ids)[0, -LAST:]))
+            return lift(scorer.logits(prefix.finish(ids, structure.num_layers, h)[0, -LAST:]))
 
         for layer, found in parts.items():
             if "attention" not in found.branches:

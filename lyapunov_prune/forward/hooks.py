@@ -107,6 +107,14 @@ def run_backbone(structure: Structure, ids: torch.Tensor) -> None:
     structure.backbone(input_ids=ids.to(embedding.device), use_cache=False)
 
 
+def final_state(structure: Structure, ids: torch.Tensor) -> torch.Tensor:
+    """The state that the head reads, after the final norm: windows × tokens × width."""
+    states: list[torch.Tensor] = []
+    with hooked(after=[(structure.backbone, lambda module, args, kwargs, output: states.append(output[0]))]):
+        run_backbone(structure, ids)
+    return states[0]
+
+
 @torch.no_grad()
 def require_finite(structure: Structure, ids: torch.Tensor, where: str) -> None:
     """Raise NonFiniteError naming the first boundary at which a state of `ids` is NaN or infinite."""

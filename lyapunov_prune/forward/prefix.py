@@ -9,7 +9,15 @@ from typing import Any
 import torch
 from torch import nn
 
-from lyapunov_prune.forward.hooks import Enough, hidden_of, layer_input, residual_stream, run_backbone, skipped
+from lyapunov_prune.forward.hooks import (
+    Enough,
+    final_state,
+    hidden_of,
+    layer_input,
+    residual_stream,
+    run_backbone,
+    skipped,
+)
 from lyapunov_prune.models.hooked import hooked
 from lyapunov_prune.models.structure import Structure
 
@@ -89,6 +97,11 @@ class Prefix:
             run_backbone(self.structure, ids)
         return states[0]
 
+    def finish(self, ids: torch.Tensor, start: int, hidden: torch.Tensor) -> torch.Tensor:
+        """The state that the head reads, of a forward that begins at boundary `start` with `hidden`."""
+        with self.entered(start, hidden):
+            return final_state(self.structure, ids)
+
     def _note_width(self, index: int) -> Callable[..., None]:
         def hook(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
             if not isinstance(output, torch.Tensor):
@@ -106,8 +119,7 @@ class Prefix:
             if stop < self.structure.num_layers:
                 again = self.advance(ids, start, hidden, stop)
             else:
-                with self.entered(start, hidden):
-                    again = final_state(self.structure, ids)
+                again = self.finish(ids, start, hidden)
         except Exception:  # a layer that misses what another would have left for it fails in its own way
             return False
         if again.shape != wanted.shape:
@@ -139,11 +151,3 @@ def restore(module: nn.Module, before: Any) -> None:
         del module.__dict__["forward"]
     else:
         module.forward = before
-
-
-def final_state(structure: Structure, ids: torch.Tensor) -> torch.Tensor:
-    """The state that the head reads, after the final norm: windows × tokens × width."""
-    states: list[torch.Tensor] = []
-    with hooked(after=[(structure.backbone, lambda module, args, kwargs, output: states.append(output[0]))]):
-        run_backbone(structure, ids)
-    return states[0]

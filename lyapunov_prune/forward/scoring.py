@@ -12,7 +12,8 @@ from transformers import PreTrainedModel
 from transformers.utils import ModelOutput
 
 from lyapunov_prune.errors import LyapunovPruneError
-from lyapunov_prune.forward.prefix import final_state, restore
+from lyapunov_prune.forward.hooks import final_state
+from lyapunov_prune.forward.prefix import restore
 from lyapunov_prune.linalg import lift
 from lyapunov_prune.models.hooked import hooked
 from lyapunov_prune.models.structure import Structure

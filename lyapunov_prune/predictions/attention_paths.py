@@ -19,9 +19,8 @@ from transformers.masking_utils import eager_mask
 from lyapunov_prune.data.batch import require_context
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.forward.decoding import decode_greedily
-from lyapunov_prune.forward.hooks import require_finite
+from lyapunov_prune.forward.hooks import final_state, require_finite
 from lyapunov_prune.forward.logits import CACHE_LIMIT  # of two ways to compute the same, by other kernels
-from lyapunov_prune.forward.prefix import final_state
 from lyapunov_prune.forward.reading import Readable, Reading, read
 from lyapunov_prune.linalg import lift
 from lyapunov_prune.models.structure import identify, in_eval_mode

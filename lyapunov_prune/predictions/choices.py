@@ -16,8 +16,7 @@ from lyapunov_prune.data.batch import TokenBatch, checked_batch
 from lyapunov_prune.data.choices import ChoiceItem, tokenize
 from lyapunov_prune.data.text import adds_bos
 from lyapunov_prune.errors import LyapunovPruneError
-from lyapunov_prune.forward.hooks import require_finite
-from lyapunov_prune.forward.prefix import final_state
+from lyapunov_prune.forward.hooks import final_state, require_finite
 from lyapunov_prune.forward.reading import read
 from lyapunov_prune.forward.scoring import Scorer
 from lyapunov_prune.linalg import lift

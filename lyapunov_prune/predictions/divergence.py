@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.forward.hooks import require_finite
 from lyapunov_prune.forward.logits import require_temperature
-from lyapunov_prune.forward.prefix import Prefix, final_state
+from lyapunov_prune.forward.prefix import Prefix
 from lyapunov_prune.forward.reading import Readable, Reading, read
 from lyapunov_prune.forward.scoring import Scorer
 from lyapunov_prune.forward.sublayers import find_sublayers, require_kind, silent
@@ -192,8 +192,7 @@ def _final_states(
     at, hidden = 0, torch.empty(0)
 
     def final() -> torch.Tensor:
-        with prefix.entered(at, hidden):
-            return final_state(prefix.structure, ids)[:, :-1].flatten(0, 1)
+        return prefix.finish(ids, at, hidden)[:, :-1].flatten(0, 1)
 
     states: dict[int, torch.Tensor] = {}
     for number in sorted(range(len(changes)), key=lambda k: changes[k][0]):

@@ -20,7 +20,7 @@ from lyapunov_prune.forward.changes import WHAT, compressed_layers, dropped_laye
 from lyapunov_prune.forward.decoding import decode_greedily
 from lyapunov_prune.forward.hooks import require_finite, residual_stream, run_backbone
 from lyapunov_prune.forward.logits import require_temperature
-from lyapunov_prune.forward.prefix import Prefix, final_state
+from lyapunov_prune.forward.prefix import Prefix
 from lyapunov_prune.forward.reading import Readable, read
 from lyapunov_prune.forward.scoring import Scorer
 from lyapunov_prune.models.structure import identify, in_eval_mode
@@ -201,9 +201,10 @@ def _compare(
 ) -> list[torch.Tensor]:
     """The measures of every changed state (windows × steps × width) against the dense one: each measures × rows."""
 
+    layers = prefix.structure.num_layers
+
     def normed(hidden: torch.Tensor) -> torch.Tensor:
-        with prefix.entered(prefix.structure.num_layers, hidden):
-            return final_state(prefix.structure, ids).flatten(0, 1)
+        return prefix.finish(ids, layers, hidden).flatten(0, 1)
 
     state, states = normed(dense), [normed(h) for h in changed]
     parts: list[list[torch.Tensor]] = [[] for _ in changed]

@@ -12,8 +12,8 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from lyapunov_prune.forward import prefix
-from lyapunov_prune.forward.hooks import residual_stream, run_backbone, skipped
-from lyapunov_prune.forward.prefix import Prefix, final_state
+from lyapunov_prune.forward.hooks import final_state, residual_stream, run_backbone, skipped
+from lyapunov_prune.forward.prefix import Prefix
 from lyapunov_prune.models.structure import Structure, find_structure
 
 

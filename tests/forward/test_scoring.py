@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 
 from lyapunov_prune import perplexity
 from lyapunov_prune.forward import scoring
-from lyapunov_prune.forward.prefix import final_state
+from lyapunov_prune.forward.hooks import final_state
 from lyapunov_prune.forward.scoring import Scorer
 from lyapunov_prune.models.structure import find_structure
 

@@ -24,6 +24,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from lyapunov_prune import LyapunovPruneError, NonFiniteError, compress, probe_layers
 from lyapunov_prune.forward.changes import WHAT
 from lyapunov_prune.forward.hooks import skipped
+from lyapunov_prune.forward.prefix import Prefix
 from lyapunov_prune.forward.scoring import Scorer
 from lyapunov_prune.models.projections import find_projections
 from lyapunov_prune.models.structure import find_structure
@@ -147,7 +148,10 @@ def test_planted_faults_are_seen(prompts: torch.Tensor, monkeypatch: pytest.Monk
         patch.setattr(module, "decode_greedily", lambda m, ids, steps: ids[:, :steps])
         faults.append(probe())
     with monkeypatch.context() as patch:  # the head without the final norm
-        patch.setattr(module, "final_state", lambda structure, ids: model.get_input_embeddings()(ids))
+        finish = Prefix.finish  # which tries the boundaries, too, on more tokens
+        patch.setattr(
+            Prefix, "finish", lambda self, ids, *at: at[1] if ids.shape[1] == STEPS else finish(self, ids, *at)
+        )
         faults.append(probe())
     for fault in faults:
         with pytest.raises(AssertionError):

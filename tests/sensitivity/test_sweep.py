@@ -21,8 +21,8 @@ from transformers import PreTrainedModel
 from lyapunov_prune.compression.magnitude import sparsify
 from lyapunov_prune.errors import LyapunovPruneError, NonFiniteError
 from lyapunov_prune.evaluation.perplexity import perplexity
-from lyapunov_prune.forward.hooks import skipped
-from lyapunov_prune.forward.prefix import Prefix, final_state
+from lyapunov_prune.forward.hooks import final_state, skipped
+from lyapunov_prune.forward.prefix import Prefix
 from lyapunov_prune.forward.scoring import next_token_loss
 from lyapunov_prune.models.projections import find_projections
 from lyapunov_prune.models.structure import find_structure
