@@ -34,8 +34,8 @@ def stream(
     their hidden state, the forward begins further back and is the same.
 
     `needs` is `norms`, `gram` (`Σ_t x_t x_tᵀ`, n × n, float64, one for matrices that share their input), or
-    `sensitivity`: also `Σ_t g_t g_tᵀ`, `g` the gradient at the matrix's output of `⟨v, layer output⟩` with
-    `v ~ N(0, I)` drawn from seed 0: in expectation `Σ Jᵀ J`, `J` the derivative of the layer's output.
+    `sensitivity`: also `Σ_t g_t g_tᵀ`, `g_t` the gradient at the matrix's output of `⟨v, layer output⟩` with
+    `v ~ N(0, I)` drawn from seed 0, for the layer as it was before `change` (`Statistics`).
     Memory: the hidden states of the batch, twice at most, and the statistics of one layer.
 
     Raises LyapunovPruneError for experts that a family fuses, whose inputs cannot be seen, for a matrix that no

@@ -1,10 +1,11 @@
-"""Balanced truncation of a matrix between what its inputs do and what its outputs are worth.
+"""Balanced truncation of a matrix between what its inputs do and what its outputs do to the layer.
 
 A state-space model is balanced by two Gramians, which solve Lyapunov equations of its dynamics (Moore, Principal
 component analysis in linear systems, IEEE TAC 26, 1981; Glover, All optimal Hankel-norm approximations, Int. J.
 Control 39, 1984). A matrix `y = W x` has no dynamics, so no Lyapunov equation is left to solve: its Gramians are
-measured. Controllability is `P = E[x xᵀ]` (n × n), how far the inputs reach; observability is `Q = E[g gᵀ]` (m × m),
-`g` the derivative of the loss by `y`, how much the outputs are seen.
+measured. Controllability is `P = Σ_t x_t x_tᵀ` (n × n), how far the inputs reach; observability is `Q = Σ_t g_t g_tᵀ`
+(m × m), `g_t` the derivative by `y_t` of a random product with the layer's output, `⟨v, h⟩` with `v ~ N(0, I)`: how
+much of the outputs is seen there, and not at the loss (`calibration.statistics`).
 """
 
 from __future__ import annotations

@@ -16,6 +16,7 @@ from transformers import PreTrainedModel
 
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.forward.reading import Readable, read
+from lyapunov_prune.forward.rounding import coarsest_rounding
 from lyapunov_prune.models.structure import in_eval_mode
 from lyapunov_prune.profiles.propagation import WindowSums, difference_sums, jvp_sums
 from lyapunov_prune.progress import track
@@ -51,7 +52,7 @@ class ContractionProfile(Result):
     intervals: dict[str, np.ndarray]  # pooling -> 95 % bootstrap interval of rho, (L, 2)
     error_growth: np.ndarray  # Σ‖e_{l+1}‖² / Σ‖e_l‖², (L,)
     state_growth: np.ndarray  # Σ‖h_{l+1}‖² / Σ‖h_l‖², (L,)
-    floor: np.ndarray  # V of a perturbation of one rounding unit, (L + 1,); zeros for jvp
+    floor: np.ndarray  # V of a perturbation of one unit of the coarsest rounding, (L + 1,); zeros for jvp
     sink_state_share: np.ndarray  # share of Σ‖h_l‖² in the largest token of each window, (L + 1,)
     sink_error_share: np.ndarray  # share of Σ‖e_l‖² in those same tokens, (L + 1,)
     norm_growth: np.ndarray  # K = Π_l ‖h_{l+1}‖/‖h_l‖, one value a window
@@ -110,8 +111,9 @@ class ContractionProfile(Result):
         """Raise LyapunovPruneError when every ρ is `below_floor`: to go by it would be to go by noise."""
         if not self.above_floor.any():
             raise LyapunovPruneError(
-                f"every rho of this profile lies below the rounding floor of {self.measured_on.dtype}; measure with "
-                "--dtype float32 or profile --method jvp, or go by something else (--criterion bi, --allocation atp)"
+                f"every rho of this profile lies below the rounding floor of {self.measured_on.dtype} forwards; "
+                "measure with --dtype float32, a larger --epsilon or profile --method jvp, or go by something else "
+                "(--criterion bi, --allocation atp)"
             )
 
     @property
@@ -169,8 +171,8 @@ class ContractionProfile(Result):
             lines.append(f"Poolings disagree more than twofold at layer {shares}")
         if self.below_floor:
             lines.append(
-                f"{len(self.below_floor)} ratios are not well above rounding in {self.measured_on.dtype}: "
-                "use method jvp or float32"
+                f"{len(self.below_floor)} ratios are not well above rounding in {self.measured_on.dtype} forwards: "
+                "use method jvp, float32 or a larger ε"
             )
         return "\n".join(lines)
 
@@ -193,6 +195,9 @@ def measure_contraction(
     draw a token, window and seed; the error `e_l = h̃_l − h_l` is then followed through the layers.
     `method="jvp"` follows the forward-mode derivative in the same directions instead (`ε → 0`), where
     rounding of a difference plays no part; it is scaled by ε, so that `V` compares.
+
+    `floor` is V of a second run, moved by one unit of the coarsest dtype that the layers round to
+    (`coarsest_rounding`): float32 for most families in float64, as their norms are taken there.
 
     That ρ is the quotient of error growth and state growth, and that the factors multiply to the
     end-to-end ratio, are the Lean theorems `rho_eq_error_growth_div_state_growth` and
@@ -218,8 +223,9 @@ def measure_contraction(
 
     floor = np.zeros(structure.num_layers + 1)
     if method == "difference":
-        unit = torch.finfo(model.dtype).eps
-        control = difference_sums(structure, windows[0][:1, :FLOOR_TOKENS], 0, (0,), unit)
+        stretch = windows[0][:1, :FLOOR_TOKENS]
+        unit = torch.finfo(coarsest_rounding(structure, stretch, model.dtype)).eps
+        control = difference_sums(structure, stretch, 0, (0,), unit)
         floor = control.energy("energy")
 
     state, error = total.state.sum(-1), total.error.sum((-2, -1))

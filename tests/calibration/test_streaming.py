@@ -15,6 +15,7 @@ from lyapunov_prune.calibration.streaming import stream
 from lyapunov_prune.compression.magnitude import sparsify
 from lyapunov_prune.data.batch import as_batch
 from lyapunov_prune.errors import LyapunovPruneError
+from lyapunov_prune.forward.hooks import hidden_of
 from lyapunov_prune.models.projections import Projection, find_projections
 from lyapunov_prune.models.structure import find_structure
 
@@ -110,6 +111,52 @@ def test_sensitivity_is_the_expected_square_of_the_derivative(name: str, ids: to
     sensitivity = found[p.name].sensitivity
     assert sensitivity is not None
     assert (sensitivity - wanted).norm() < 0.1 * wanted.norm()
+
+
+def sensitivities(
+    model: PreTrainedModel, ids: torch.Tensor, projections: Sequence[Projection], *, of_loss: bool = False
+) -> dict[str, torch.Tensor]:
+    """`Σ_t g_t g_tᵀ` as `Statistics` states it, straight from autograd over the whole model, a window at a time.
+
+    `g_t = ∂⟨v, h⟩/∂y_t`, `h` the output of the layer, `v ~ N(0, I)` of seed 0; with `of_loss` the derivative of the
+    next-token loss instead, which is another thing.
+    """
+    layer = find_structure(model).layers[projections[0].layer]
+    generator = torch.Generator().manual_seed(0)
+    y: dict[str, torch.Tensor] = {}
+    h: list[torch.Tensor] = []
+    handles = [
+        model.get_submodule(p.module).register_forward_hook(lambda m, a, out, name=p.module: y.update({name: out}))
+        for p in projections
+    ]
+    handles.append(layer.register_forward_hook(lambda m, a, out: h.append(hidden_of(out))))
+    sums: dict[str, torch.Tensor] = {}
+    for window in ids.split(1):
+        loss = model(window, labels=window, use_cache=False).loss
+        v = torch.randn(h[-1].shape, generator=generator)
+        scalar = loss if of_loss else (v * h[-1]).sum()
+        for name, g in zip(y, torch.autograd.grad(scalar, list(y.values())), strict=True):
+            sums[name] = sums.get(name, 0) + torch.einsum("bti,btj->ij", g, g)
+    for handle in handles:
+        handle.remove()
+    return {p.name: sums[p.module][p.start : p.stop, p.start : p.stop] for p in projections}
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
+def test_sensitivity_is_what_statistics_says(name: str, ids: torch.Tensor) -> None:
+    """Every matrix of a layer, queries and keys that move other tokens included; the loss's gradient does not pass."""
+    model = make_tiny(name).double()
+    projections = [p for p in find_projections(model) if p.layer == 2]
+    found: dict[str, Statistics] = {}
+    stream(model, as_batch(model, ids), projections, "sensitivity", lambda here, s: found.update(s))
+    exact, other = (sensitivities(model, ids, projections, of_loss=of_loss) for of_loss in (False, True))
+    assert found.keys() == exact.keys()
+    for matrix, statistics in found.items():
+        Q = statistics.sensitivity
+        assert Q is not None
+        torch.testing.assert_close(Q, exact[matrix], rtol=1e-9, atol=1e-12 * float(exact[matrix].diagonal().sum()))
+        cosine = float((Q * other[matrix]).sum() / Q.norm() / other[matrix].norm())
+        assert cosine < 0.99, "a Gramian of the loss's gradient would pass for this one but for its scale"
 
 
 def test_models_leave_no_trace(llama: PreTrainedModel, ids: torch.Tensor) -> None:

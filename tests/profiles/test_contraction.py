@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import MethodType
 from typing import Any
 
 import numpy as np
@@ -119,6 +120,41 @@ def test_half_precision_is_marked_as_rounding(ids: torch.Tensor) -> None:
     assert not profile.above_floor.any()
     assert "not well above rounding" in str(profile)
     assert "bfloat16" in str(profile)
+
+
+def norms_in_float64(model: PreTrainedModel) -> PreTrainedModel:
+    """A Llama whose norms stay in the dtype of the state: all that it does is float64 then."""
+
+    def forward(norm: Any, x: torch.Tensor) -> torch.Tensor:
+        return norm.weight * x * torch.rsqrt(x.square().mean(-1, keepdim=True) + norm.variance_epsilon)
+
+    for module in model.modules():
+        if type(module).__name__ == "LlamaRMSNorm":
+            module.forward = MethodType(forward, module)
+    return model
+
+
+@pytest.mark.parametrize(("epsilon", "measured"), [(1e-2, True), (1e-5, True), (1e-7, False), (1e-9, False)])
+def test_float64_is_no_finer_than_the_norms_in_it(epsilon: float, measured: bool, ids: torch.Tensor) -> None:
+    """Where the floor says rounding, ρ is off; where it says measured, it is that of a model without the casts."""
+    profile = measure_contraction(make_tiny("llama").double(), ids, epsilon=epsilon, seeds=(0,))
+    exact = measure_contraction(norms_in_float64(make_tiny("llama").double()), ids, epsilon=epsilon, seeds=(0,))
+    assert (profile.above_floor == measured).all()
+    assert exact.above_floor.all()
+    off = np.abs(profile.rho / exact.rho - 1).max()
+    assert off < 0.01 if measured else off > 0.5
+    if not measured:
+        assert "not well above rounding in float64 forwards" in str(profile)
+        with pytest.raises(LyapunovPruneError, match=r"below the rounding floor of float64 forwards; .*--epsilon"):
+            profile.require_above_floor()
+
+
+def test_a_family_without_casts_keeps_the_floor_of_float64(ids: torch.Tensor) -> None:
+    model = make_tiny("gpt2").double()
+    profile = measure_contraction(model, ids, epsilon=1e-7, seeds=(0,))
+    assert profile.above_floor.all()
+    limit = measure_contraction(model, ids, method="jvp", seeds=(0,))
+    np.testing.assert_allclose(profile.rho, limit.rho, rtol=1e-5)
 
 
 @pytest.mark.parametrize("layer", [0, 3])

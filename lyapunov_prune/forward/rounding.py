@@ -1,0 +1,67 @@
+"""The coarsest rounding that a forward does to the state, whatever the dtype of the parameters.
+
+transformers takes RMSNorm in float32, and eager attention its softmax, in a float64 model too: what such a layer makes
+of the state has 24 bits, not 53. A family that casts nothing (GPT-2) keeps them all. So it is looked up, not assumed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from lyapunov_prune.forward.hooks import residual_stream, run_backbone
+from lyapunov_prune.models.structure import Structure
+
+# Enough for every kind of layer to do what it does; which dtypes a layer computes in does not depend on the text.
+_TOKENS = 8
+
+
+def coarsest_rounding(structure: Structure, ids: torch.Tensor, dtype: torch.dtype) -> torch.dtype:
+    """The dtype of largest unit, `dtype` itself included, that an operation inside the layers rounds a value to.
+
+    An operation rounds when it returns floats of a larger unit than one that it was given. What stands outside the
+    layers (rotary angles, masks) is the same for a clean and a disturbed state and leaves no difference. Casts inside
+    a fused kernel are not seen. Costs one forward of 8 tokens of `ids` (windows × tokens).
+    """
+    casts = _Casts(dtype)
+    with ExitStack() as inside:
+
+        def visit(layer: int, hidden: torch.Tensor) -> None:
+            if layer == 0:
+                inside.enter_context(casts)
+            elif layer == structure.num_layers:
+                inside.close()
+
+        with residual_stream(structure, visit):
+            run_backbone(structure, ids[:1, :_TOKENS])
+    return casts.coarsest
+
+
+class _Casts(TorchDispatchMode):
+    """Every operation inside the block is looked at; `coarsest` is the dtype of largest unit that one rounded to."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.coarsest = dtype
+
+    def __torch_dispatch__(
+        self, operation: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        output = operation(*args, **(kwargs or {}))
+        finest = min(map(_unit, _floats((args, kwargs))), default=torch.inf)
+        rounded = [dtype for dtype in _floats(output) if _unit(dtype) > finest]
+        self.coarsest = max([self.coarsest, *rounded], key=_unit)
+        return output
+
+
+def _floats(values: Any) -> list[torch.dtype]:
+    return [x.dtype for x in tree_leaves(values) if isinstance(x, torch.Tensor) and x.is_floating_point()]
+
+
+def _unit(dtype: torch.dtype) -> float:
+    return torch.finfo(dtype).eps
