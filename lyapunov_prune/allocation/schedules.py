@@ -41,7 +41,7 @@ def allocate(
     *,
     batch: Readable | None = None,
     profile: ContractionProfile | None = None,
-    **parameters: float,
+    **parameters: float | str,
 ) -> Allocation:
     """How much of every matrix of `model` is compressed by a schedule of `SCHEDULES`, in the mean `budget`.
 

@@ -46,6 +46,7 @@ SCHEDULES: dict[str, Schedule] = {
         "every layer adds the same error at the output",
         "structural sensitivity, §6.4",
         "profile",
+        ("reading",),
     ),
     "owl": Schedule(
         "layers with more outliers among their Wanda scores stay denser",
