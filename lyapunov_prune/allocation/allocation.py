@@ -28,7 +28,7 @@ class Allocation(Result):
     `unit` is `sparsity` (share of the entries that become zero) or `bits` (a weight). The mean weighted by
     `sizes` (entries) is the budget. Embeddings and head are no matrices of a layer and do not count. Of a schedule
     that goes by ρ, `pooling` is that of its profile, and `below_floor` holds the layers whose ρ is rounding
-    (`ContractionProfile.below_floor`).
+    (`ContractionProfile.below_floor`). Of one that searches a parameter, `tried` holds each value and its loss in nats.
     """
 
     schedule: str
@@ -43,6 +43,7 @@ class Allocation(Result):
     measured_on: tuple[MeasuredOn, ...]
     below_floor: tuple[int, ...] = ()
     pooling: str | None = None  # also in files of older versions
+    tried: tuple[tuple[float, float], ...] = ()
 
     def __post_init__(self) -> None:
         count = len(self.names)
