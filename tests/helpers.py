@@ -541,7 +541,7 @@ def sound(name: str, values: dict[str, Any], floats: Iterator[float]) -> dict[st
     if name == "Allocation":
         amount = some(2, most=1)
         kept = {"names": ("a", "b"), "sizes": (5, 5), "amount": amount, "budget": float(amount.mean())}
-        return {"unit": "sparsity", **kept}
+        return {"unit": "sparsity", "pooling": "token", **kept}
     return {}
 
 

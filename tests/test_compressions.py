@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import copy
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from helpers import make_tiny
+from helpers import make_tiny, profile_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy import stats
@@ -17,7 +19,9 @@ from transformers import PreTrainedModel
 from experiments.compressions import CompressionTable, Setting, evaluate_compressions
 from lyapunov_prune import LyapunovPruneError, allocate, compress, measure_contraction
 from lyapunov_prune.allocation import Allocation
+from lyapunov_prune.compression.rtn import round_to_nearest
 from lyapunov_prune.data.batch import TokenBatch
+from lyapunov_prune.models.projections import find_projections
 
 
 def batch(seed: int, split: str, windows: int = 4) -> TokenBatch:
@@ -113,6 +117,22 @@ def test_schedules_take_the_profile_or_an_allocation_by_hand(llama: PreTrainedMo
     profile = measure_contraction(llama, SEEN.ids, seeds=(0,))
     rows = evaluate_compressions(llama, chosen, SEEN, UNSEEN, profile=profile).rows
     assert [(r.allocation, r.amount) for r in rows] == [("lyapunov", 0.4), ("atp", 0.4)]
+
+
+def test_bits_by_rho_are_those_widths_layer_by_layer(llama: PreTrainedModel) -> None:
+    """Half of the layers wide, evaluated against rounding by hand; a reversed allocation is another model."""
+    chosen = allocate(llama, "bits", 3.0, profile=profile_of(llama), low=2, high=4)
+    turned = replace(chosen, amount=6 - chosen.amount, schedule="reversed")
+    rows = evaluate_compressions(llama, [Setting("rtn", a, group_size=8) for a in (chosen, turned)], SEEN, UNSEEN).rows
+    assert [(r.allocation, r.unit, r.amount) for r in rows] == [("bits", "bits", 3.0), ("reversed", "bits", 3.0)]
+    by_hand = copy.deepcopy(llama)
+    wide = [3, 4, 1]  # A = 0.5625, 1.125, 0.75, 3, 3, 1
+    with torch.no_grad():
+        for p in find_projections(by_hand):
+            W = p.weight(by_hand)
+            W.copy_(round_to_nearest(W, 4 if p.layer in wide else 2, 8))
+    assert rows[0].perplexity == pytest.approx(np.exp(reference(by_hand, UNSEEN.ids).mean()), rel=1e-6)
+    assert rows[1].perplexity != pytest.approx(rows[0].perplexity, rel=1e-4)
 
 
 def test_one_window_has_no_interval(llama: PreTrainedModel) -> None:

@@ -7,7 +7,9 @@ One component of all layers, or all components of one layer, at 50 % by each met
 sensitivity a method, and spread.svg.
 """
 
+from itertools import product
 from pathlib import Path
+from typing import get_args
 
 import numpy as np
 import pandas as pd
@@ -16,7 +18,8 @@ from scipy import stats
 
 import lyapunov_prune as lp
 from experiments.common import draw, inputs
-from lyapunov_prune.allocation.lyapunov import tolerance
+from lyapunov_prune.allocation.lyapunov import Reading, tolerance
+from lyapunov_prune.profiles.contraction import Pooling
 from lyapunov_prune.report.drawing import COLOURS, log_axis, one_panel, svg
 
 HERE = Path(__file__).parent
@@ -42,7 +45,7 @@ def main(model: str = "smollm2-135m", text: str = "builtin", tokens: int = 1024,
         for method in METHODS
     }
     rows = []
-    budget = tolerance(profile.contraction)
+    budgets = {p: tolerance(profile.contraction.pooled(p), "equal-error") for p in get_args(Pooling)}
     for method, found in measured.items():
         found.save(HERE / f"{method}.json")
         components, layers = found.of("component"), found.of("layer")
@@ -55,13 +58,16 @@ def main(model: str = "smollm2-135m", text: str = "builtin", tokens: int = 1024,
                 "of ": components.label[components.regret.idxmax()],
                 "spread": components.regret.max() / components.regret.min(),
                 "layers": layers.regret.max() / layers.regret.clip(lower=1e-3).min(),
-                "budget vs regret": stats.spearmanr(budget, layers.regret).statistic,
-                "p": stats.spearmanr(budget, layers.regret).pvalue,
             }
         )
-    L = len(budget)
+        for pooling, budget in budgets.items():  # by the other reading the correlation has the other sign
+            correlation = stats.spearmanr(budget, layers.regret)
+            rows[-1] |= {f"1/A ({pooling}) vs regret": correlation.statistic, f"p ({pooling})": correlation.pvalue}
     print(pd.DataFrame(rows).to_string(index=False, float_format=lambda x: f"{x:.3g}"))
-    print(f"tolerance of the last third {budget[2 * L // 3 :].sum():.2f}, of the first {budget[: L // 3].sum():.2f}")
+    for pooling, reading in product(budgets, get_args(Reading)):
+        share = tolerance(profile.contraction.pooled(pooling), reading)
+        third = len(share) // 3
+        print(f"{reading}, {pooling}: the last third {share[-third:].sum():.2f}, the first {share[:third].sum():.2f}")
     draw(HERE, {"spread": figure(measured)})
 
 

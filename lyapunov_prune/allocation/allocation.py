@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import get_args
 
 import numpy as np
 import pandas as pd
@@ -12,7 +13,7 @@ from transformers import PreTrainedModel
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.models.projections import Projection, find_projections
 from lyapunov_prune.models.structure import identify
-from lyapunov_prune.profiles.contraction import floor_note
+from lyapunov_prune.profiles.contraction import ContractionProfile, Pooling, floor_note
 from lyapunov_prune.results.arrays import require_array, require_layers
 from lyapunov_prune.results.result import MeasuredOn, ModelIdentity, Result
 
@@ -26,7 +27,8 @@ class Allocation(Result):
 
     `unit` is `sparsity` (share of the entries that become zero) or `bits` (a weight). The mean weighted by
     `sizes` (entries) is the budget. Embeddings and head are no matrices of a layer and do not count. Of a schedule
-    that goes by ρ, `below_floor` holds the layers whose ρ is rounding (`ContractionProfile.below_floor`).
+    that goes by ρ, `pooling` is that of its profile, and `below_floor` holds the layers whose ρ is rounding
+    (`ContractionProfile.below_floor`). Of one that searches a parameter, `tried` holds each value and its loss in nats.
     """
 
     schedule: str
@@ -36,16 +38,20 @@ class Allocation(Result):
     layers: tuple[int, ...]
     sizes: tuple[int, ...]
     amount: np.ndarray
-    parameters: dict[str, float]
+    parameters: dict[str, float | str]
     model: ModelIdentity
     measured_on: tuple[MeasuredOn, ...]
     below_floor: tuple[int, ...] = ()
+    pooling: str | None = None  # also in files of older versions
+    tried: tuple[tuple[float, float], ...] = ()
 
     def __post_init__(self) -> None:
         count = len(self.names)
         most = {"sparsity": 1.0, "rank": np.inf, "bits": 16.0}.get(self.unit)
         if most is None:
             raise LyapunovPruneError(f"an allocation of {self.unit!r}; give sparsity, rank or bits")
+        if self.pooling not in (None, *get_args(Pooling)):
+            raise LyapunovPruneError(f"an allocation by {self.pooling!r} pooling; give energy or token")
         if not count or len(set(self.names)) != count:
             raise LyapunovPruneError("an allocation names every matrix once; make it again")
         require_array("allocation, amount", self.amount, (count,), most=most)
@@ -99,7 +105,11 @@ class Allocation(Result):
         )
 
     def headline(self) -> str:
-        given = "".join(f", {name} {value:g}" for name, value in self.parameters.items())
+        given = "".join(
+            f", {name} {value}" if isinstance(value, str) else f", {name} {value:g}"
+            for name, value in self.parameters.items()
+        )
+        given += f", rho under {self.pooling} pooling" if self.pooling else ""
         return (
             f"{self.schedule}{given}: {self.unit} {self.budget:g} over {self.model.name}{floor_note(self.below_floor)}"
         )
@@ -133,11 +143,12 @@ class Matrices:
         schedule: str,
         budget: float,
         amount: np.ndarray,
-        parameters: Mapping[str, float],
+        parameters: Mapping[str, float | str],
         measured_on: tuple[MeasuredOn, ...] = (),
         unit: str = "sparsity",
-        below_floor: tuple[int, ...] = (),
+        profile: ContractionProfile | None = None,
     ) -> Allocation:
+        """The `Allocation` of `amount` (M,); `profile` is the one that the schedule went by."""
         return Allocation(
             schedule=schedule,
             unit=unit,
@@ -146,10 +157,11 @@ class Matrices:
             layers=tuple(map(int, self.layers)),
             sizes=tuple(map(int, self.sizes)),
             amount=amount,
-            parameters={name: float(value) for name, value in parameters.items()},
+            parameters={n: x if isinstance(x, str) else float(x) for n, x in parameters.items()},
             model=self.model,
-            measured_on=measured_on,
-            below_floor=below_floor,
+            measured_on=measured_on if profile is None else (*measured_on, profile.measured_on),
+            below_floor=() if profile is None else profile.below_floor,
+            pooling=None if profile is None else profile.pooling,
         )
 
 

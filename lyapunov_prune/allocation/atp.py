@@ -2,11 +2,27 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import Protocol
+
+import numpy as np
 from transformers import PreTrainedModel
 
 from lyapunov_prune.allocation.allocation import SPARSEST, Allocation, Matrices, require_sparsity
 from lyapunov_prune.allocation.fitting import shift
 from lyapunov_prune.errors import LyapunovPruneError
+from lyapunov_prune.progress import track
+from lyapunov_prune.results.result import MeasuredOn
+
+
+class Score(Protocol):
+    """What the model loses under an allocation, and on which text that is measured."""
+
+    @property
+    def measured_on(self) -> MeasuredOn: ...
+
+    def __call__(self, allocation: Allocation) -> float:
+        """Mean loss in nats, the smaller the better; infinite or NaN for a wreck."""
 
 
 def steepest(budget: float, num_layers: int) -> float:
@@ -18,9 +34,9 @@ def atp(model: PreTrainedModel, budget: float, *, beta: float | None = None) -> 
     """`s_l = S − β (L − 1) / 2 + β l` for `l = 0 … L − 1`, `S` the budget, `0 ≤ β ≤ min(2S, 2(1 − S)) / (L − 1)`.
 
     Huang et al., Determining layer-wise sparsity for large language models through a theoretical perspective
-    (ICML 2025, arXiv:2502.14770). The paper finds β by a search for the lowest perplexity; without `beta` it is half of
-    the largest here, which no experiment backs. Layers of unequal size move together until the mean is right,
-    and none exceeds 0.99.
+    (ICML 2025, arXiv:2502.14770). The paper finds β by a search for the lowest perplexity, which is `atp_search`;
+    without `beta` it is half of the largest here, which no experiment backs. Layers of unequal size move together until
+    the mean is right, and none exceeds 0.99.
 
     Raises LyapunovPruneError for β outside its range and a budget outside `0 … 0.99`.
     """
@@ -34,3 +50,31 @@ def atp(model: PreTrainedModel, budget: float, *, beta: float | None = None) -> 
     target = budget - beta * (L - 1) / 2 + beta * matrices.layers
     amount = shift(target, matrices.sizes, budget, high=SPARSEST)
     return matrices.allocated("atp", budget, amount, {"beta": beta})
+
+
+def atp_search(model: PreTrainedModel, budget: float, score: Score, *, trials: int = 9) -> Allocation:
+    """`atp` at the β of least `score` among `β_k = k/T · min(2S, 2(1 − S)) / (L − 1)`, `k = 1 … T`, T the `trials`.
+
+    The search of Huang et al. (as `atp`), written from its description: a grid on `0 < β ≤ largest`, scored by
+    perplexity. Of equal scores the smaller β wins. It costs one compression and one scoring a trial. `tried` of the
+    result holds every β with its score.
+
+    Raises LyapunovPruneError for `trials` that are no count, when every trial is a wreck, and as `atp` does.
+    """
+    require_sparsity(budget)
+    if not (trials >= 1 and trials % 1 == 0):
+        raise LyapunovPruneError(f"{trials:g} trials are no search; give 1 or more")
+    largest = steepest(budget, Matrices.of(model).model.num_layers)
+    grid = np.unique(np.linspace(0, largest, int(trials) + 1)[1:])  # one β alone where none but 0 is left
+    candidates = [atp(model, budget, beta=float(beta)) for beta in grid]
+    losses = np.array([score(allocation) for allocation in track(candidates, "search of beta")])
+    if not np.isfinite(losses).any():
+        raise LyapunovPruneError(f"no trial of the search at sparsity {budget:g} left a finite loss; give a lower one")
+    best = int(np.argmin(np.where(np.isfinite(losses), losses, np.inf)))
+    return replace(
+        candidates[best],
+        schedule="atp-search",
+        parameters={"trials": float(trials), **candidates[best].parameters},
+        measured_on=(score.measured_on,),
+        tried=tuple(zip(grid.tolist(), losses.tolist(), strict=True)),
+    )

@@ -39,4 +39,4 @@ def allocate_bits(
         raise LyapunovPruneError(f"whole layers of {low} and {high} bits have no mean of {budget:g}; give {nearest}")
     amount = np.where(np.isin(matrices.layers, order[:count]), float(high), float(low))
     parameters = {"low": low, "high": high}
-    return matrices.allocated("bits", budget, amount, parameters, (profile.measured_on,), "bits", profile.below_floor)
+    return matrices.allocated("bits", budget, amount, parameters, unit="bits", profile=profile)

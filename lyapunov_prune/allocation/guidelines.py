@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Protocol
+
 import numpy as np
 from transformers import PreTrainedModel
 
@@ -9,31 +11,55 @@ from lyapunov_prune.allocation.allocation import SPARSEST, Allocation, Matrices,
 from lyapunov_prune.allocation.fitting import shift
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.models.roles import role
+from lyapunov_prune.results.result import MeasuredOn
+
+
+class Catastrophe(Protocol):
+    """A measurement of the threshold s*: a `Sensitivity` with the study `threshold`."""
+
+    @property
+    def threshold(self) -> float | None: ...
+
+    @property
+    def measured_on(self) -> MeasuredOn: ...
+
+    @property
+    def calibrated_on(self) -> MeasuredOn | None: ...
 
 
 def guidelines(
-    model: PreTrainedModel, budget: float, *, ceiling: float = 0.9, extra: float = 0.1, protected: int = 2
+    model: PreTrainedModel,
+    budget: float,
+    *,
+    ceiling: float | Catastrophe = 0.9,
+    extra: float = 0.1,
+    protected: int = 2,
 ) -> Allocation:
     """The three rules of structural sensitivity, §6.4 ("Practical compression guidelines").
 
     1. The matrices that enter the MLP (gate, up) of the first `protected` layers keep every entry.
     2. Keys and values lose `extra` more than the rest.
-    3. None loses more than `ceiling`, the catastrophe threshold s* of the model (`measure_sensitivity` finds it).
+    3. None loses more than `ceiling`, the catastrophe threshold s* of the model: a number, or the `Sensitivity` that
+       measured it (`measure_sensitivity`, study `threshold`), whose texts then count as seen. Measure it on calibration
+       text: a ceiling that was chosen on the evaluation text favours the guidelines there.
 
     All but the protected move together until the mean is the budget. The paper's rules are words; the sizes of
     `extra` and `protected` are ours.
 
-    Raises LyapunovPruneError when the budget lies beyond the ceiling, for a ceiling outside `(0, 0.99]`, a
-    negative `extra`, a `protected` that is no count, and for a model in which keys and values, or the matrices into
-    the MLPs to protect, are not known by name.
+    Raises LyapunovPruneError when the budget lies beyond the ceiling, for a ceiling outside `(0, 0.99]`, a measurement
+    that found no s* or is of another model, a negative `extra`, a `protected` that is no count, and for a model in
+    which keys and values, or the matrices into the MLPs to protect, are not known by name.
     """
     require_sparsity(budget)
+    matrices = Matrices.of(model)
+    measured_on: tuple[MeasuredOn, ...] = ()
+    if not isinstance(ceiling, float | int):
+        ceiling, measured_on = _measured(ceiling, matrices)
     if not (0 < ceiling <= SPARSEST and extra >= 0 and protected >= 0 and protected % 1 == 0):
         raise LyapunovPruneError(
             f"ceiling {ceiling:g}, extra {extra:g}, protected {protected:g}; give a ceiling of more than 0 and at "
             f"most {SPARSEST:g}, an extra of 0 or more and a number of layers"
         )
-    matrices = Matrices.of(model)
     roles = np.array([role(p.component) for p in matrices.projections])
     kept = (roles == "mlp-in") & (matrices.layers < protected)
     first = np.isin(roles, ("key", "value"))
@@ -42,4 +68,20 @@ def guidelines(
         raise LyapunovPruneError(f"{matrices.model.name} has no {missing} known by name; use another schedule")
     amount = shift(np.where(first, extra, 0.0), matrices.sizes, budget, high=np.where(kept, 0.0, ceiling))
     parameters = {"ceiling": ceiling, "extra": extra, "protected": protected}
-    return matrices.allocated("guidelines", budget, amount, parameters)
+    return matrices.allocated("guidelines", budget, amount, parameters, measured_on)
+
+
+def _measured(ceiling: Catastrophe, matrices: Matrices) -> tuple[float, tuple[MeasuredOn, ...]]:
+    """s* and the texts that it rests on."""
+    if not hasattr(ceiling, "threshold"):
+        raise LyapunovPruneError(f"ceiling {ceiling!r} is no share; give a number, or a Sensitivity of study threshold")
+    if ceiling.threshold is None:
+        raise LyapunovPruneError(
+            "this sensitivity holds no s*: its study threshold was not run, or no sparsity kept the regret below the "
+            "limit; run it, or give the ceiling as a number"
+        )
+    if not ceiling.measured_on.model.same_as(matrices.model):
+        raise LyapunovPruneError(
+            f"s* was measured on {ceiling.measured_on.model.name}, not on {matrices.model.name}; measure this model"
+        )
+    return ceiling.threshold, tuple(on for on in (ceiling.calibrated_on, ceiling.measured_on) if on is not None)

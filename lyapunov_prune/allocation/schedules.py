@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 from transformers import PreTrainedModel
 
 from lyapunov_prune.allocation.allocation import Allocation
 from lyapunov_prune.allocation.alpha_pruning import alpha_pruning
-from lyapunov_prune.allocation.atp import atp
+from lyapunov_prune.allocation.atp import Score, atp, atp_search
 from lyapunov_prune.allocation.bits import allocate_bits
 from lyapunov_prune.allocation.guidelines import guidelines
 from lyapunov_prune.allocation.lyapunov import lyapunov, lyapunov_budget
 from lyapunov_prune.allocation.owl import owl
-from lyapunov_prune.allocation.table import SCHEDULES
+from lyapunov_prune.allocation.table import SCHEDULES, require_parameters
 from lyapunov_prune.allocation.uniform import uniform
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.forward.reading import Readable
@@ -24,6 +25,7 @@ from lyapunov_prune.profiles.contraction import ContractionProfile
 _FUNCTIONS: dict[str, Callable[..., Allocation]] = {
     "alpha-pruning": alpha_pruning,
     "atp": atp,
+    "atp-search": atp_search,
     "bits": allocate_bits,
     "guidelines": guidelines,
     "lyapunov": lyapunov,
@@ -31,7 +33,11 @@ _FUNCTIONS: dict[str, Callable[..., Allocation]] = {
     "owl": owl,
     "uniform": uniform,
 }
-REMEDIES = {"batch": "a calibration batch; give batch", "profile": "a contraction profile; measure one and give it"}
+REMEDIES = {
+    "batch": "a calibration batch; give batch",
+    "profile": "a contraction profile; measure one and give it",
+    "score": "a score of allocations, which compress makes of its calibration text; give that a batch",
+}
 
 
 def allocate(
@@ -41,27 +47,24 @@ def allocate(
     *,
     batch: Readable | None = None,
     profile: ContractionProfile | None = None,
-    **parameters: float,
+    score: Score | None = None,
+    **parameters: Any,
 ) -> Allocation:
     """How much of every matrix of `model` is compressed by a schedule of `SCHEDULES`, in the mean `budget`.
 
     The budget is a sparsity (`0 ≤ S < 1`), or for `bits` a number of bits a weight. `parameters` are those of the
-    schedule's own function. A measurement that the schedule does not need is not used.
+    schedule's own function; a profile speaks under its `pooling`. A measurement that the schedule does not need is not
+    used.
 
     Raises LyapunovPruneError for an unknown schedule or parameter, a measurement that is missing, and as the
     schedule does, in particular for a budget that it cannot meet.
     """
-    if schedule not in SCHEDULES:
-        raise LyapunovPruneError(f"unknown schedule {schedule!r}; give one of {', '.join(SCHEDULES)}")
+    require_parameters(schedule, parameters)
     known, function = SCHEDULES[schedule], _FUNCTIONS[schedule]
-    unknown = next((name for name in parameters if name not in known.parameters), None)
-    if unknown:
-        has = f"it has {', '.join(known.parameters)}" if known.parameters else "it has none"
-        raise LyapunovPruneError(f"schedule {schedule} has no parameter {unknown!r}; {has}")
     with held(model):  # another thread may have other weights in it
         if known.needs is None:
             return function(model, budget, **parameters)
-        given = batch if known.needs == "batch" else profile
+        given = {"batch": batch, "profile": profile, "score": score}[known.needs]
         if given is None:
             raise LyapunovPruneError(f"schedule {schedule} needs {REMEDIES[known.needs]}")
         return function(model, budget, given, **parameters)

@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Mapping
+from numbers import Real
+from typing import Any, NamedTuple
+
+from lyapunov_prune.errors import LyapunovPruneError
 
 
 class Schedule(NamedTuple):
-    """What a schedule does in a line, its reference, the measurement that it `needs`, and its keyword parameters."""
+    """What a schedule does in a line, its reference, the measurement that it `needs`, and its keyword parameters.
+
+    Parameters are numbers, but for those in `checked`, of which the schedule itself says what they can be.
+    """
 
     help: str
     reference: str
-    needs: str | None = None  # batch or profile
+    needs: str | None = None  # batch, profile or score
     parameters: tuple[str, ...] = ()
+    checked: tuple[str, ...] = ()
 
 
 SCHEDULES: dict[str, Schedule] = {
@@ -25,6 +33,12 @@ SCHEDULES: dict[str, Schedule] = {
         "Huang et al., ICML 2025, arXiv:2502.14770",
         parameters=("beta",),
     ),
+    "atp-search": Schedule(
+        "atp at the slope of least loss on held-out calibration windows",
+        "Huang et al., ICML 2025, arXiv:2502.14770",
+        "score",
+        ("trials",),
+    ),
     "bits": Schedule(
         "wide weights for the layers whose errors grow most (rtn)",
         "structural sensitivity, §6.2",
@@ -35,6 +49,7 @@ SCHEDULES: dict[str, Schedule] = {
         "early MLP inputs whole, keys and values sparser, a ceiling",
         "structural sensitivity, §6.4",
         parameters=("ceiling", "extra", "protected"),
+        checked=("ceiling",),
     ),
     "lyapunov": Schedule(
         "least error at the output by a quadratic model",
@@ -46,6 +61,8 @@ SCHEDULES: dict[str, Schedule] = {
         "every layer adds the same error at the output",
         "structural sensitivity, §6.4",
         "profile",
+        ("reading",),
+        ("reading",),
     ),
     "owl": Schedule(
         "layers with more outliers among their Wanda scores stay denser",
@@ -55,3 +72,16 @@ SCHEDULES: dict[str, Schedule] = {
     ),
     "uniform": Schedule("every matrix the same", "control"),
 }
+
+
+def require_parameters(schedule: str, parameters: Mapping[str, Any]) -> None:
+    """Raise LyapunovPruneError for an unknown schedule, a parameter it does not have, and one that is no number."""
+    if schedule not in SCHEDULES:
+        raise LyapunovPruneError(f"unknown schedule {schedule!r}; give one of {', '.join(SCHEDULES)}")
+    known = SCHEDULES[schedule]
+    for name, value in parameters.items():
+        if name not in known.parameters:
+            has = f"it has {', '.join(known.parameters)}" if known.parameters else "it has none"
+            raise LyapunovPruneError(f"schedule {schedule} has no parameter {name!r}; {has}")
+        if name not in known.checked and not isinstance(value, Real):
+            raise LyapunovPruneError(f"{name} of schedule {schedule} is {value!r}; give a number")

@@ -6,7 +6,7 @@ Each is the names of a table or type of the package; `tests/cli/test_choices.py`
 from typing import Literal
 
 Allocation = Literal[
-    "uniform", "owl", "alpha-pruning", "atp", "lyapunov", "lyapunov-budget", "guidelines", "bits"
+    "uniform", "owl", "alpha-pruning", "atp", "atp-search", "lyapunov", "lyapunov-budget", "guidelines", "bits"
 ]  # fmt: skip
 Criterion = Literal["rho", "bi", "blend", "angular", "kl", "oracle", "from-end", "random"]
 Derivative = Literal["difference", "jvp"]

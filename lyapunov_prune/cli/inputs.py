@@ -6,7 +6,7 @@ import hashlib
 import re
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from lyapunov_prune.cli.choices import Derivative, Pooling, Split
 from lyapunov_prune.cli.options import ModelOptions, TextOptions
@@ -124,14 +124,34 @@ def chosen_allocation(allocation: str) -> str | Allocation:
 
 
 def profile_for(
-    schedule: str | Allocation, loaded: Loaded, batch: TokenBatch, batch_size: int
+    schedule: str | Allocation, loaded: Loaded, batch: TokenBatch, batch_size: int, pooling: Pooling | None
 ) -> ContractionProfile | None:
     """The contraction profile that the schedule goes by; None where it needs none."""
+    if not goes_by_rho(schedule):
+        return None
+    return profile_model(loaded, batch, batch_size, 2, 0, pooling=pooling or "energy").contraction
+
+
+def goes_by_rho(schedule: str | Allocation) -> bool:
     from lyapunov_prune.allocation.table import SCHEDULES
 
-    if not isinstance(schedule, str) or SCHEDULES[schedule].needs != "profile":
-        return None
-    return profile_model(loaded, batch, batch_size, 2, 0).contraction
+    return isinstance(schedule, str) and SCHEDULES[schedule].needs == "profile"
+
+
+def parse_schedule_options(given: list[str] | None) -> dict[str, Any]:
+    """What `--schedule-option NAME=VALUE` says: numbers, words, and a Sensitivity where a file is named."""
+    from lyapunov_prune.sensitivity.sensitivity import Sensitivity
+
+    options: dict[str, Any] = {}
+    for pair in given or []:
+        name, equals, value = pair.partition("=")
+        if not (name and equals and value) or name in options:
+            raise LyapunovPruneError(f"--schedule-option {pair!r} is no NAME=VALUE, or the second of its name")
+        try:
+            options[name] = float(value)
+        except ValueError:
+            options[name] = Sensitivity.load(value) if Path(value).is_file() else value
+    return options
 
 
 def layer_indices(layers: str) -> list[int]:

@@ -127,6 +127,19 @@ Allocation = Annotated[
     str,
     what_option(help=one_of(SCHEDULES, "How much of which matrix, or the JSON file of an Allocation.")),
 ]
+ScheduleOptions = Annotated[
+    list[str] | None,
+    what_option(
+        "--schedule-option",
+        metavar="NAME=VALUE",
+        help="A parameter of the schedule, as least=0.7; again for another. "
+        + "; ".join(f"{name}: {', '.join(s.parameters)}" for name, s in SCHEDULES.items() if s.parameters)
+        + ". As ceiling also the sensitivity.json of a study threshold.",
+    ),
+]
+Pooling = Annotated[
+    choices.Pooling | None, what_option(help="Of the rho that the schedule goes by; energy if not given.")
+]
 Pattern = Annotated[str | None, what_option(help="Keep so many of so many inputs, as 2:4 (then without --sparsity).")]
 GroupSize = Annotated[int | None, what_option(help="Weights that share a grid (rtn); a row if not given.")]
 

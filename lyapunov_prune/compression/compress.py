@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -13,10 +15,11 @@ from transformers import PreTrainedModel
 
 from lyapunov_prune.allocation.allocation import Allocation, Matrices
 from lyapunov_prune.allocation.schedules import allocate
-from lyapunov_prune.allocation.table import SCHEDULES, Schedule
+from lyapunov_prune.allocation.table import SCHEDULES, Schedule, require_parameters
 from lyapunov_prune.calibration.statistics import Statistics
 from lyapunov_prune.calibration.streaming import stream
 from lyapunov_prune.checkpoints.cards import as_text
+from lyapunov_prune.compression.held_out import HeldOutLoss
 from lyapunov_prune.compression.masks import Pattern
 from lyapunov_prune.compression.methods import compressed, rank_for
 from lyapunov_prune.compression.table import METHODS, Method
@@ -146,6 +149,7 @@ def compress(
     bits: float | None = None,
     allocation: str | Allocation = "uniform",
     profile: ContractionProfile | None = None,
+    schedule_options: Mapping[str, Any] | None = None,
     pattern: Pattern | None = None,
     group_size: int | None = None,
     batch_size: int = 1,
@@ -153,21 +157,31 @@ def compress(
     """A copy of `model` with every matrix of its layers compressed by `method` (`METHODS`).
 
     Give one of `sparsity` (share of the entries, for low rank of the parameters of the factors), `rank` or `bits`,
-    and a schedule's name, or an Allocation that says how much of each matrix. Methods that look at activations
-    take them from `batch`, layer by layer, with the layers before already compressed (`streaming.py`). A matrix
-    whose amount is 0 stays as it is. Embeddings and head are left alone.
+    and a schedule's name with its parameters in `schedule_options` (`{"least": 0.7}`), or an Allocation that says how
+    much of each matrix. Methods that look at activations take them from `batch`, layer by layer, with the layers before
+    already compressed (`streaming.py`). A matrix whose amount is 0 stays as it is. Embeddings and head are left alone.
 
-    Memory: a copy of the model, and the statistics of one layer. Raises LyapunovPruneError for amounts and options
+    Memory: a copy of the model, and the statistics of one layer. `atp-search` compresses once more a trial, on half the
+    windows (`held_out.py`). Raises LyapunovPruneError for amounts and options
     that the method does not have, a missing text or profile, and matrices shared between layers.
     """
     kind = require_amount(method, sparsity, rank, bits, allocation)
+    require_options(allocation, schedule_options)
+    schedule = allocation.schedule if isinstance(allocation, Allocation) else allocation
+    if pattern is not None and schedule != "uniform":
+        raise LyapunovPruneError("a pattern keeps the same share of every matrix; give allocation uniform with it")
     given = None if batch is None else read(model, batch)
     if isinstance(allocation, Allocation):
         allocation.require_model(model)
     else:
-        allocation = _allocated(model, kind, sparsity, rank, bits, allocation, given, profile)
-    if pattern is not None and allocation.schedule != "uniform":
-        raise LyapunovPruneError("a pattern keeps the same share of every matrix; give allocation uniform with it")
+        amount = next(x for x in (sparsity, rank, bits) if x is not None)
+        score = None
+        if SCHEDULES[allocation].needs == "score" and given is not None:
+            again = partial(compress, method=method, group_size=group_size, batch_size=batch_size)
+            score = HeldOutLoss(given, lambda m, half, chosen: again(m, half, allocation=chosen).model, batch_size)
+        allocation = _allocated(
+            model, kind, amount, allocation, schedule_options or {}, batch=given, profile=profile, score=score
+        )
     small = copy.deepcopy(model)
     projections = find_projections(small)
     wanted = dict(zip(allocation.names, allocation.amount.tolist(), strict=True))
@@ -230,22 +244,22 @@ def require_amount(
     return given[0]
 
 
+def require_options(allocation: str | Allocation, options: Mapping[str, Any] | None) -> None:
+    """Raise LyapunovPruneError unless the schedule has these parameters; an Allocation has made use of its own."""
+    if not isinstance(allocation, Allocation):
+        require_parameters(allocation, options or {})
+    elif options:
+        raise LyapunovPruneError(f"the allocation is made; leave out {next(iter(options))}, or name a schedule")
+
+
 def _allocated(
-    model: PreTrainedModel,
-    kind: str,
-    sparsity: float | None,
-    rank: int | None,
-    bits: float | None,
-    schedule: str,
-    batch: Readable | None,
-    profile: ContractionProfile | None,
+    model: PreTrainedModel, kind: str, amount: float, schedule: str, options: Mapping[str, Any], **measured: Any
 ) -> Allocation:
-    amount = next(x for x in (sparsity, rank, bits) if x is not None)
     if schedule == "uniform" and kind != "sparsity":
         matrices = Matrices.of(model)
         even = np.full(len(matrices.sizes), float(amount))
         return matrices.allocated("uniform", amount, even, {}, unit=kind)
-    return allocate(model, schedule, amount, batch=batch, profile=profile)
+    return allocate(model, schedule, amount, **measured, **options)
 
 
 def _amount(method: str, amount: float, unit: str, shape: Sequence[int]) -> float | None:

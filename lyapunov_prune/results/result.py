@@ -162,6 +162,10 @@ def _decode_array(value: Any, _: Any) -> np.ndarray:
     return array if array.size and array.dtype in _PLAIN else np.array(value, np.float64)  # it parses "nan"
 
 
+def _decode_number_or_word(value: Any, _: Any) -> float | str:
+    return value if isinstance(value, str) and value not in ("nan", "inf", "-inf") else float(value)
+
+
 _converter = cattrs.Converter(forbid_extra_keys=True, unstruct_collection_overrides={tuple: list})
 for _number in (bool, int):  # fields of these may hold numpy's
     _converter.register_unstructure_hook(_number, _number)
@@ -169,6 +173,7 @@ _converter.register_unstructure_hook(float, lambda x: float(x) if math.isfinite(
 _converter.register_unstructure_hook(np.generic, lambda x: encode(x.item()))
 _converter.register_unstructure_hook(np.ndarray, _encode_array)
 _converter.register_structure_hook(np.ndarray, _decode_array)
+_converter.register_structure_hook(float | str, _decode_number_or_word)
 
 
 def encode(value: Any) -> Any:

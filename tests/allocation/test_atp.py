@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+import torch
 from helpers import LAYERS, make_tiny
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import PreTrainedModel
 
 from lyapunov_prune import LyapunovPruneError
-from lyapunov_prune.allocation.atp import atp, steepest
+from lyapunov_prune.allocation.allocation import Allocation
+from lyapunov_prune.allocation.atp import atp, atp_search, steepest
+from lyapunov_prune.forward.reading import read
 
 
 @settings(max_examples=200, deadline=None)
@@ -51,3 +54,52 @@ def test_a_model_of_one_layer_has_no_progression() -> None:
 def test_a_difference_outside_its_range_is_refused(llama: PreTrainedModel, beta: float) -> None:
     with pytest.raises(LyapunovPruneError, match=r"is outside 0 to 0\.2,"):
         atp(llama, 0.5, beta=beta)
+
+
+class Valley:
+    """A score that is least where the last layer is `best` sparser than the first; a wreck beyond `end`."""
+
+    def __init__(self, model: PreTrainedModel, best: float, end: float = np.inf) -> None:
+        self.measured_on = read(model, torch.ones(2, 4, dtype=torch.int64)).measured_on()
+        self.best, self.end = best, end
+        self.asked: list[float] = []
+
+    def __call__(self, allocation: Allocation) -> float:
+        by_layer = allocation.by_layer()
+        self.asked.append(by_layer[-1] - by_layer[0])
+        return abs(self.asked[-1] - self.best) if self.asked[-1] < self.end else np.nan
+
+
+@pytest.mark.parametrize("best", [0.1, 0.32, 0.55])
+def test_the_search_takes_the_difference_of_least_loss(llama: PreTrainedModel, best: float) -> None:
+    score = Valley(llama, best)
+    found = atp_search(llama, 0.4, score, trials=10)
+    grid = steepest(0.4, LAYERS) * np.arange(1, 11) / 10
+    np.testing.assert_allclose(score.asked, grid * (LAYERS - 1))
+    wanted = grid[np.argmin(np.abs(grid * (LAYERS - 1) - best))]
+    assert found.parameters == {"trials": 10, "beta": pytest.approx(wanted)}
+    np.testing.assert_array_equal(found.amount, atp(llama, 0.4, beta=float(found.parameters["beta"])).amount)
+    assert (found.schedule, found.measured_on) == ("atp-search", (score.measured_on,))
+    np.testing.assert_allclose(found.tried, list(zip(grid, np.abs(grid * (LAYERS - 1) - best), strict=True)), atol=1e-9)
+
+
+def test_wrecks_do_not_win_the_search(llama: PreTrainedModel) -> None:
+    assert atp_search(llama, 0.5, Valley(llama, 1.0, end=0.45), trials=5).parameters["beta"] == pytest.approx(0.08)
+    with pytest.raises(LyapunovPruneError, match=r"no trial of the search at sparsity 0\.5 left a finite loss"):
+        atp_search(llama, 0.5, Valley(llama, 1.0, end=0.0))
+    for trials in (0, 2.5):
+        with pytest.raises(LyapunovPruneError, match="give 1 or more"):
+            atp_search(llama, 0.5, Valley(llama, 1.0), trials=trials)  # type: ignore[arg-type]
+
+
+def test_where_no_difference_is_left_one_trial_is_enough(llama: PreTrainedModel) -> None:
+    score = Valley(llama, 0.5)
+    assert atp_search(llama, 0.0, score).parameters == {"trials": 9, "beta": 0.0}
+    assert len(score.asked) == 1
+
+
+def test_planted_fault_a_search_that_takes_the_worst_is_seen(
+    llama: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(np, "argmin", np.argmax)
+    assert atp_search(llama, 0.5, Valley(llama, 0.2), trials=5).parameters["beta"] != pytest.approx(0.04)

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
+import torch
 from helpers import make_tiny
 from transformers import AutoModelForCausalLM, GPTBigCodeConfig, MambaConfig, PreTrainedModel
 
 from lyapunov_prune import LyapunovPruneError
 from lyapunov_prune.allocation.guidelines import guidelines
+from lyapunov_prune.forward.reading import read
 
 # What enters the MLP, and the keys and values, by the ends of their names.
 ENDS = {
@@ -59,3 +63,23 @@ def test_a_model_that_the_rules_do_not_speak_of_is_refused() -> None:
     for model in (fused, space):
         with pytest.raises(LyapunovPruneError, match="has no keys and values known by name; use another"):
             guidelines(model, 0.3)
+
+
+def test_the_measured_threshold_is_the_ceiling(llama: PreTrainedModel, ids: torch.Tensor) -> None:
+    by, on = read(llama, ids[:1]).measured_on(), read(llama, ids[1:]).measured_on()
+    found = guidelines(llama, 0.5, ceiling=SimpleNamespace(threshold=0.6, measured_on=on, calibrated_on=by))
+    np.testing.assert_array_equal(found.amount, guidelines(llama, 0.5, ceiling=0.6).amount)
+    assert found.amount.max() == pytest.approx(0.6)
+    assert found.parameters["ceiling"] == 0.6
+    assert found.measured_on == (by, on)
+
+
+def test_a_threshold_that_is_none_or_another_model_s_is_refused(llama: PreTrainedModel, ids: torch.Tensor) -> None:
+    on = read(llama, ids).measured_on()
+    none = SimpleNamespace(threshold=None, measured_on=on, calibrated_on=None)
+    with pytest.raises(LyapunovPruneError, match=r"this sensitivity holds no s\*: .* give the ceiling as a number"):
+        guidelines(llama, 0.5, ceiling=none)
+    with pytest.raises(LyapunovPruneError, match=r"was measured on .*, not on .*; measure this model"):
+        guidelines(make_tiny("llama", seed=1), 0.5, ceiling=SimpleNamespace(**{**vars(none), "threshold": 0.6}))
+    with pytest.raises(LyapunovPruneError, match="ceiling 'high' is no share; give a number, or a Sensitivity"):
+        guidelines(llama, 0.5, ceiling="high")  # type: ignore[arg-type]

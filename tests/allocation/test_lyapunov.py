@@ -39,6 +39,54 @@ def test_every_layer_adds_the_same_error_at_the_output(profile: ContractionProfi
     np.testing.assert_allclose(share * np.exp(log_amplification(profile)), share[-1], rtol=1e-12)
 
 
+@settings(max_examples=25, deadline=None)
+@given(rho=st.lists(st.floats(0.05, 0.99), min_size=12, max_size=12))
+def test_where_every_layer_contracts_the_readings_favour_opposite_ends(
+    gpt2_like: ContractionProfile, rho: list[float]
+) -> None:
+    own = with_energies(gpt2_like, np.cumprod([1e-4, *rho]))
+    downstream, equal = tolerance(own, "downstream"), tolerance(own)
+    np.testing.assert_allclose(downstream, own.downstream_amplification / own.downstream_amplification.sum())
+    assert downstream[8:].sum() > 1 / 3 > equal[8:].sum()
+    np.testing.assert_allclose(downstream * equal, (downstream * equal)[0], rtol=1e-9)
+
+
+@pytest.fixture(scope="module")
+def gpt2_like() -> ContractionProfile:
+    """Twelve layers that contract, the first most and the late ones more than the middle, as the paper's Figure 5 says
+    of GPT-2 Small."""
+    rho = [0.3, 0.96, 0.95, 0.94, 0.93, 0.9, 0.87, 0.85, 0.84, 0.83, 0.82, 0.8]
+    return profile_of(make_tiny("llama", num_hidden_layers=12), rho)
+
+
+def test_the_paper_s_shares_are_those_of_the_downstream_reading(gpt2_like: ContractionProfile) -> None:
+    """54 % in the last third and 19 % in the first (structural sensitivity, §6.4)."""
+    share = tolerance(gpt2_like, "downstream")
+    np.testing.assert_allclose([share[8:].sum(), share[:4].sum()], [0.54, 0.19], atol=0.01)
+    share = tolerance(gpt2_like, "equal-error")
+    assert share[8:].sum() < 1 / 3 < share[:4].sum()
+
+
+def test_an_unknown_reading_is_refused(llama: PreTrainedModel, profile: ContractionProfile) -> None:
+    for call in (lambda: tolerance(profile, "paper"), lambda: lyapunov_budget(llama, 0.5, profile, reading="paper")):  # type: ignore[arg-type]
+        with pytest.raises(LyapunovPruneError, match="unknown reading 'paper' of the budget; give equal-error or"):
+            call()
+
+
+def test_the_schedule_follows_the_reading_and_the_pooling(llama: PreTrainedModel, profile: ContractionProfile) -> None:
+    found = allocate(llama, "lyapunov-budget", 0.4, profile=profile, reading="downstream")
+    s = found.by_layer()
+    np.testing.assert_allclose(s**2 / tolerance(profile, "downstream"), (s**2 / tolerance(profile, "downstream"))[0])
+    assert "reading downstream, rho under energy pooling" in found.headline()
+    energies = {"energy": profile.relative_energy, "token": np.cumprod([1e-4, 1, 1, 2, 2, 1, 1])}
+    both = dataclasses.replace(profile, energies=energies)
+    for schedule, budget in (("lyapunov", 0.4), ("lyapunov-budget", 0.4), ("bits", 6.0)):
+        poolings = [allocate(llama, schedule, budget, profile=both.pooled(p)) for p in ("energy", "token")]
+        assert [a.pooling for a in poolings] == ["energy", "token"]
+        assert (poolings[0].amount != poolings[1].amount).any()
+    np.testing.assert_allclose(log_amplification(both.pooled("token")), np.log([4, 4, 2, 1, 1, 1]), atol=1e-12)
+
+
 def test_products_beyond_the_range_of_a_float_are_kept(profile: ContractionProfile) -> None:
     wide = with_energies(profile, 10.0 ** np.array([-150, 150, -150, 150, -150, 0, 0]))
     wanted = np.log(10) * np.array([-150, 150, -150, 150, 0, 0])

@@ -16,9 +16,20 @@ from lyapunov_prune import LyapunovPruneError, allocate, measure_contraction
 from lyapunov_prune.allocation import Allocation, schedules
 from lyapunov_prune.allocation.allocation import SPARSEST
 from lyapunov_prune.allocation.table import SCHEDULES
+from lyapunov_prune.forward.reading import read
 from lyapunov_prune.models.projections import find_projections
 
 SPARSITIES = [name for name in SCHEDULES if name != "bits"]
+
+
+class Depth:
+    """A score that looks at nothing but the last layer's sparsity."""
+
+    def __init__(self, model: PreTrainedModel, ids: torch.Tensor) -> None:
+        self.measured_on = read(model, ids).measured_on()
+
+    def __call__(self, allocation: Allocation) -> float:
+        return abs(allocation.by_layer()[-1] - 0.8)
 
 
 @pytest.fixture(scope="module", params=["llama", "gpt2"])
@@ -29,7 +40,7 @@ def model(request: pytest.FixtureRequest) -> PreTrainedModel:
 @pytest.fixture(scope="module")
 def given(model: PreTrainedModel) -> dict[str, Any]:
     ids = torch.randint(97, (2, 16), generator=torch.Generator().manual_seed(2))
-    return {"batch": ids, "profile": measure_contraction(model, ids, seeds=[0])}
+    return {"batch": ids, "profile": measure_contraction(model, ids, seeds=[0]), "score": Depth(model, ids)}
 
 
 @pytest.mark.parametrize("budget", [0.3, 0.5, 0.7])
@@ -46,7 +57,7 @@ def test_the_mean_is_the_budget_and_the_amounts_are_sparsities(
     assert (np.ptp(found.amount) == 0) == (schedule == "uniform")
     assert (found.schedule, found.unit, found.budget) == (schedule, "sparsity", budget)
     assert found.names == tuple(p.name for p in find_projections(model))
-    assert set(found.parameters) == set(SCHEDULES[schedule].parameters)
+    assert set(found.parameters) - {"beta"} == set(SCHEDULES[schedule].parameters) - {"beta"}
     assert len(found.measured_on) == (SCHEDULES[schedule].needs is not None)
     assert str(Allocation.load(found.save(tmp_path / "allocation.json"))) == str(found)
 
@@ -77,7 +88,7 @@ def test_experts_take_part_where_their_weights_are_enough() -> None:
     )  # fmt: skip
     model = AutoModelForCausalLM.from_config(config)
     for schedule in SPARSITIES:
-        if schedule != "owl":
+        if schedule not in ("owl", "atp-search"):
             assert abs(allocate(model, schedule, 0.5, profile=profile_of(model, [2, 0.5, 3])).mean - 0.5) <= 1e-12
 
 
@@ -89,6 +100,11 @@ def test_what_is_missing_or_unknown_is_said(llama: PreTrainedModel, ids: torch.T
     for schedule in ("lyapunov", "lyapunov-budget", "bits"):
         with pytest.raises(LyapunovPruneError, match=f"schedule {schedule} needs a contraction profile"):
             allocate(llama, schedule, 0.5, batch=ids)
+    with pytest.raises(LyapunovPruneError, match="schedule atp-search needs a score of allocations, which compress"):
+        allocate(llama, "atp-search", 0.5, batch=ids)
+    for schedule, word in (("atp", {"beta": "steep"}), ("owl", {"width": None}), ("bits", {"low": "4"})):
+        with pytest.raises(LyapunovPruneError, match=f"of schedule {schedule} is .*; give a number"):
+            allocate(llama, schedule, 0.5, batch=ids, profile=profile_of(llama), **word)
     with pytest.raises(LyapunovPruneError, match="schedule atp has no parameter 'tau'; it has beta"):
         allocate(llama, "atp", 0.5, tau=0.3)
     with pytest.raises(LyapunovPruneError, match="schedule uniform has no parameter 'tau'; it has none"):

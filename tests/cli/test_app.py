@@ -686,6 +686,35 @@ def test_an_allocation_is_measured_or_read(run: Any) -> None:
     assert all(torch.equal(a[key], b[key]) for key in a)
 
 
+def test_every_knob_of_a_schedule_is_reached(run: Any) -> None:
+    sparse = ["compress", "tiny", "--method", "magnitude", "--sparsity", "0.5", *TEXT]
+    steps = ["--schedule-option", "least=0.9", "--schedule-option", "most=1.05", "--pooling", "token"]
+    assert run(*sparse, "--allocation", "lyapunov", *steps, "-o", "a").code == 0
+    found = CompressionReport.load("a/compression.json").allocation
+    assert (found.parameters, found.pooling) == ({"least": 0.9, "most": 1.05}, "token")
+    other = ["--allocation", "lyapunov-budget", "--schedule-option", "reading=downstream"]
+    assert run(*sparse, *other, "-o", "b").code == 0
+    found = CompressionReport.load("b/compression.json").allocation
+    assert (found.parameters, found.pooling) == ({"reading": "downstream"}, "energy")
+    assert run(*sparse, "--allocation", "atp-search", "--schedule-option", "trials=2", "-o", "c").code == 0
+    assert len(CompressionReport.load("c/compression.json").allocation.tried) == 2
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (["--allocation", "atp", "--schedule-option", "tau=1"], "atp has no parameter 'tau'; it has beta"),
+        (["--allocation", "atp", "--schedule-option", "beta"], "'beta' is no NAME=VALUE"),
+        (["--allocation", "atp", "--schedule-option", "beta=steep"], "give a number"),
+        (["--allocation", "atp", "--pooling", "token"], "does not measure rho; leave out --pooling"),
+    ],
+)
+def test_a_knob_that_is_none_is_refused_before_the_model_loads(run: Any, args: list[str], message: str) -> None:
+    done = run("compress", "none", "-o", "out", "--method", "magnitude", "--sparsity", "0.5", *args)
+    assert done.code == 2
+    assert message in done.err
+
+
 @pytest.mark.parametrize(
     ("args", "message"),
     [

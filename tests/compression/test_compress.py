@@ -48,7 +48,10 @@ def test_every_method_with_every_schedule(
     kind = METHODS[method].amount
     # Rank 1 of a head of GPT-2 (8 × 32) is 16 % of its parameters: no low rank is smaller.
     amount: dict[str, Any] = {"bits": 6} if kind == "bits" else {"sparsity": 0.4}
-    done = compress(model, ids, method=method, allocation=schedule, profile=profiles[name], **amount)
+    few = {"trials": 1} if schedule == "atp-search" else {}
+    done = compress(
+        model, ids, method=method, allocation=schedule, profile=profiles[name], schedule_options=few, **amount
+    )
     for key, value in model.state_dict().items():
         assert torch.equal(value, before[key]), key
     projections = {p.name: p for p in find_projections(done.model)}
@@ -135,6 +138,15 @@ def test_a_pattern_and_an_allocation_by_hand(ids: torch.Tensor, tmp_path: Path) 
         ({"method": "wanda", "sparsity": 0.5, "allocation": "bits"}, "bits does not share out sparsity"),
         ({"method": "wanda", "sparsity": 0.5, "allocation": "best"}, "unknown allocation 'best'"),
         ({"method": "wanda", "sparsity": 0.5, "allocation": "lyapunov"}, "contraction profile"),
+        (
+            {"method": "wanda", "sparsity": 0.5, "allocation": "lyapunov", "schedule_options": {"beta": 0.1}},
+            "schedule lyapunov has no parameter 'beta'; it has least, most",
+        ),
+        (
+            {"method": "wanda", "sparsity": 0.5, "allocation": "atp", "schedule_options": {"beta": "steep"}},
+            "beta of schedule atp is 'steep'; give a number",
+        ),
+        ({"method": "wanda", "sparsity": 0.5, "schedule_options": {"beta": 0.1}}, "uniform has no .*; it has none"),
         ({"method": "wanda", "sparsity": 1.5}, "1.5"),
         ({"method": "wanda", "sparsity": 0.4, "pattern": (2, 4)}, "0.5"),
         ({"method": "wanda", "sparsity": 0.5, "pattern": (2, 4), "allocation": "atp"}, "allocation uniform"),
@@ -157,6 +169,42 @@ def test_text_is_asked_for_where_it_is_needed(llama: PreTrainedModel) -> None:
 def test_an_allocation_of_another_model_is_refused(llama: PreTrainedModel) -> None:
     with pytest.raises(LyapunovPruneError, match="allocate for this model anew"):
         compress(llama, method="magnitude", allocation=allocate(make_tiny("gpt2"), "uniform", 0.5))
+
+
+def test_the_parameters_of_a_schedule_reach_it(llama: PreTrainedModel, ids: torch.Tensor) -> None:
+    options = {"method": "magnitude", "sparsity": 0.5, "allocation": "atp"}
+    found = compress(llama, schedule_options={"beta": 0.02}, **options).report.allocation
+    np.testing.assert_array_equal(found.amount, allocate(llama, "atp", 0.5, beta=0.02).amount)
+    with pytest.raises(LyapunovPruneError, match="the allocation is made; leave out beta"):
+        compress(llama, method="magnitude", allocation=found, schedule_options={"beta": 0.02})
+    with pytest.raises(LyapunovPruneError, match=r"atp-search needs a score .*; give that a batch"):
+        compress(llama, **{**options, "allocation": "atp-search"})
+    with pytest.raises(LyapunovPruneError, match="scores on windows that it does not calibrate by; give two or more"):
+        compress(llama, ids[:1], **{**options, "allocation": "atp-search"})
+
+
+@pytest.mark.parametrize("method", ["magnitude", "wanda"])
+def test_the_search_scores_on_windows_that_it_does_not_calibrate_by(
+    method: str, llama: PreTrainedModel, ids: torch.Tensor
+) -> None:
+    """Against the same trials by hand: compressed by the first half, scored on the second."""
+    options: dict[str, Any] = {"allocation": "atp-search", "schedule_options": {"trials": 3}}
+    done = compress(llama, ids, method=method, sparsity=0.6, **options)
+    half = (len(ids) + 1) // 2
+    by_hand = {}
+    for beta, _ in done.report.allocation.tried:
+        allocation = allocate(llama, "atp", 0.6, beta=beta)
+        small = compress(llama, ids[:half], method=method, allocation=allocation).model.double()
+        with torch.no_grad():
+            logits = small(ids[half:]).logits.log_softmax(-1)[:, :-1]
+        by_hand[beta] = -float(logits.gather(-1, ids[half:, 1:, None]).mean())
+    np.testing.assert_allclose([loss for _, loss in done.report.allocation.tried], list(by_hand.values()), rtol=1e-5)
+    chosen = done.report.allocation.parameters["beta"]
+    assert chosen == min(by_hand, key=lambda beta: by_hand[beta])
+    whole = compress(llama, ids, method=method, allocation=allocate(llama, "atp", 0.6, beta=chosen)).model
+    for a, b in zip(done.model.parameters(), whole.parameters(), strict=True):
+        assert torch.equal(a, b)
+    assert done.report.saw[0].tokens == ids.numel()
 
 
 def test_matrices_shared_between_layers_are_refused() -> None:

@@ -11,9 +11,11 @@ import typer
 from lyapunov_prune.cli.inputs import (
     chosen_allocation,
     folder_name,
+    goes_by_rho,
     layer_indices,
     load_inputs,
     parse_pattern,
+    parse_schedule_options,
     profile_for,
     require_budget_alone,
     run_folder,
@@ -33,8 +35,10 @@ from lyapunov_prune.cli.options import (
     ModelOptions,
     OnDisk,
     Pattern,
+    Pooling,
     Rank,
     Resume,
+    ScheduleOptions,
     Seed,
     Seeds,
     Sparsity,
@@ -203,6 +207,8 @@ def compress(
     rank: Rank = None,
     bits: Bits = None,
     allocation: Allocation = "uniform",
+    schedule_option: ScheduleOptions = None,
+    pooling: Pooling = None,
     pattern: Pattern = None,
     group_size: GroupSize = None,
     source: ModelOptions = ModelOptions(),
@@ -216,7 +222,7 @@ def compress(
     a compression does to the predictions, and is neither smaller nor faster.
     """
     from lyapunov_prune.checkpoints.saving import write_model
-    from lyapunov_prune.compression.compress import REPORT, require_amount
+    from lyapunov_prune.compression.compress import REPORT, require_amount, require_options
     from lyapunov_prune.compression.compress import compress as compress_model
     from lyapunov_prune.results.files import require_empty
 
@@ -226,6 +232,10 @@ def compress(
         sparsity = 1 - keep_of[0] / keep_of[1]
     schedule = chosen_allocation(allocation)
     require_amount(method, sparsity, rank, bits, schedule)
+    options = parse_schedule_options(schedule_option)
+    require_options(schedule, options)
+    if pooling is not None and not goes_by_rho(schedule):
+        raise LyapunovPruneError(f"allocation {allocation} does not measure rho; leave out --pooling")
     loaded, batch = load_inputs(model, source, text)
     done = compress_model(
         loaded.model,
@@ -235,7 +245,8 @@ def compress(
         rank=rank,
         bits=bits,
         allocation=schedule,
-        profile=profile_for(schedule, loaded, batch, text.batch_size),
+        profile=profile_for(schedule, loaded, batch, text.batch_size, pooling),
+        schedule_options=options,
         pattern=keep_of,
         group_size=group_size,
         batch_size=text.batch_size,

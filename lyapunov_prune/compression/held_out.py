@@ -1,0 +1,46 @@
+"""How much a model loses under an allocation, on calibration windows that the compression itself does not see."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from transformers import PreTrainedModel
+
+from lyapunov_prune.allocation.allocation import Allocation
+from lyapunov_prune.data.batch import TokenBatch
+from lyapunov_prune.errors import LyapunovPruneError, NonFiniteError
+from lyapunov_prune.evaluation.perplexity import perplexity
+from lyapunov_prune.forward.reading import Reading
+from lyapunov_prune.results.result import MeasuredOn
+
+
+@dataclass(frozen=True, eq=False)
+class HeldOutLoss:
+    """The score that a search goes by (`allocation.atp.Score`).
+
+    The first half of the windows of `reading` is what `compress` goes by, the other
+    half what the result is scored on: no window does both, and the evaluation text is neither. A call costs one
+    compression and one forward of half the windows, and a copy of the model. Raises LyapunovPruneError for one window.
+    """
+
+    reading: Reading
+    compress: Callable[[PreTrainedModel, TokenBatch, Allocation], PreTrainedModel]
+    batch_size: int
+
+    def __post_init__(self) -> None:
+        if len(self.reading.batch.ids) < 2:
+            raise LyapunovPruneError("a search scores on windows that it does not calibrate by; give two or more")
+
+    @property
+    def measured_on(self) -> MeasuredOn:
+        return self.reading.measured_on()
+
+    def __call__(self, allocation: Allocation) -> float:
+        batch = self.reading.batch
+        half = (len(batch.ids) + 1) // 2
+        small = self.compress(self.reading.model, replace(batch, ids=batch.ids[:half]), allocation)
+        try:
+            return perplexity(small, replace(batch, ids=batch.ids[half:]), batch_size=self.batch_size).nll
+        except NonFiniteError:  # a wreck may not end the search
+            return float("inf")
