@@ -37,9 +37,14 @@ def bullets(*statements: str) -> str:
     return "".join(f"- {statement}\n" for statement in statements)
 
 
+def signed(x: float) -> str:
+    """`−0.44`."""
+    return f"{x:+.2f}".replace("-", "−")
+
+
 def correlation(statistic: float, p: float) -> str:
     """`−0.44 (p 3e-06)`; `none` where ranks have none, all being alike."""
-    return f"{statistic:+.2f} (p {p:.2g})".replace("-0.", "−0.", 1) if np.isfinite(statistic) else "none"
+    return f"{signed(statistic)} (p {p:.2g})" if np.isfinite(statistic) else "none"
 
 
 def table(header: Sequence[object], rows: Iterable[Sequence[object]]) -> str:

@@ -15,6 +15,7 @@ from lyapunov_prune.sensitivity.sensitivity import Sensitivity
 
 EXPERIMENTS = Path(__file__).resolve().parents[1] / "experiments"
 CLIFF = importlib.import_module("experiments.03_early_layer_cliff.run")
+DRIFT = importlib.import_module("experiments.21_drift.run")
 
 
 def parted(readme: str, written: dict[str, str]) -> list[str]:
@@ -31,7 +32,7 @@ def cliff() -> Sensitivity:
     return Sensitivity.load(CLIFF.HERE / "cliff.json")
 
 
-@pytest.mark.parametrize("experiment", ["03_early_layer_cliff"])
+@pytest.mark.parametrize("experiment", ["03_early_layer_cliff", "21_drift"])
 def test_the_readme_says_what_the_numbers_say(experiment: str) -> None:
     written = importlib.import_module(f"experiments.{experiment}.run").written()
     assert not parted((EXPERIMENTS / experiment / "README.md").read_text(encoding="utf-8"), written), (
@@ -76,6 +77,13 @@ def test_the_verdict_follows_the_numbers(cliff: Sensitivity) -> None:
     moving = CLIFF.verdict(made_bearable(cliff, (0,), 1))
     assert "**Differs:** the place of the cliff is not the same" in moving
     assert "is after layer 0 at 4, after layer 2 at 1 of 5 levels" in moving
+
+
+def test_the_sign_of_drift_follows_the_numbers() -> None:
+    heavy = DRIFT.measured()["heavy"]
+    assert "A is negative: −0.36" in DRIFT.verdict({"heavy": heavy})
+    turned = DRIFT.verdict({"heavy": replace(heavy, drift=-heavy.drift)})
+    assert "**Differs:** heavy, token pooling: the correlation of drift with A is positive: +0.36" in turned
 
 
 def test_numbers_as_they_are_written() -> None:
