@@ -2,7 +2,7 @@
 
 - `sweep`: many small changes on one model and one text, none measured twice; `studies`: which changes, `table`: their
   names and references;
-- `sensitivity`: the map that they give; `drift`: how far the states moved.
+- `sensitivity`: the map that they give; `drift`: how far the states moved; `amplification`: whether ρ says so.
 """
 
 import lazy_loader

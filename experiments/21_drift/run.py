@@ -1,0 +1,84 @@
+"""Do the later values of ρ say how far a compressed component moves the last state (§6.6: Spearman −0.44)?
+
+    python experiments/21_drift/run.py [MODEL] [--text FILE]
+
+Every component of every layer is compressed alone, lightly and at the paper's setting. Writes light.json and heavy.json
+beside this file. What they say goes into README.md by `make tables`.
+"""
+
+from pathlib import Path
+
+import numpy as np
+import typer
+
+from experiments.common import RANK, SPARSITY, inputs
+from experiments.statements import bullets, short, signed, table
+from lyapunov_prune.sensitivity import AmplificationDrift, amplification_drift
+from lyapunov_prune.sensitivity.amplification import PAPER
+
+HERE = Path(__file__).parent
+SETTINGS: dict[str, tuple[float, int | None]] = {"light": (0.5, None), "heavy": (SPARSITY, RANK)}
+
+
+def main(model: str = "smollm2-135m", text: str = "builtin", tokens: int = 1024, context: int = 256) -> None:
+    given = inputs(model, text, tokens, context)
+    contraction = given.profile().contraction
+    for name, (sparsity, rank) in SETTINGS.items():
+        found = given.sensitivity(("group",), sparsity=sparsity, rank=rank)
+        amplification_drift(found, contraction).save(HERE / f"{name}.json")
+    print(*measured().values(), *written().values(), sep="\n\n")
+
+
+def measured() -> dict[str, AmplificationDrift]:
+    """The settings whose result lies beside this file."""
+    paths = {name: HERE / f"{name}.json" for name in SETTINGS}
+    return {name: AmplificationDrift.load(path) for name, path in paths.items() if path.exists()}
+
+
+def written() -> dict[str, str]:
+    results = measured()
+    return {"setting": setting(results), "correlations": correlations(results), "verdict": verdict(results)}
+
+
+def setting(results: dict[str, AmplificationDrift]) -> str:
+    return bullets(
+        *(
+            f"{name}: {result.compression}; drift on {result.measured_on.line()}; ρ on {result.profiled_on.line()}"
+            for name, result in results.items()
+        )
+    )
+
+
+def correlations(results: dict[str, AmplificationDrift]) -> str:
+    header = ("compression", "drift with", "pooling", "Spearman", "95 % by layer", "p by layer", "p by group", "groups")
+    rows = [
+        (name, symbol, pooling, signed(rs), f"{signed(low)} to {signed(high)}", float(p), float(p_groups), groups)
+        for name, result in results.items()
+        for symbol, pooling, rs, low, high, p, p_groups, groups, _ in result.to_frame().itertuples(index=False)
+    ]
+    return table(header, rows)
+
+
+def verdict(results: dict[str, AmplificationDrift]) -> str:
+    """Every correlation with A held against the paper's, and those with ρ alone against its none."""
+    lines = []
+    for name, result in results.items():
+        for _, row in result.to_frame().iterrows():
+            clear = row.low > 0 or row.high < 0
+            sign = ("positive" if row.low > 0 else "negative") if clear else "not to be told from none"
+            agrees, theirs = (sign == "negative", signed(PAPER)) if row["drift with"] == "A" else (not clear, "none")
+            lines.append(
+                f"**{'Agrees' if agrees else 'Differs'}:** {name}, {row.pooling} pooling: the correlation of drift "
+                f"with {row['drift with']} is {sign}: {signed(row.spearman)}, {signed(row.low)} to {signed(row.high)} "
+                f"by layer (the paper: {theirs})."
+            )
+        first = np.array(result.layers) == 0
+        lines.append(
+            f"{name}: mean drift {short(result.drift[first].mean())} from a component of layer 0, "
+            f"{short(result.drift[~first].mean())} from one of the others."
+        )
+    return bullets(*lines)
+
+
+if __name__ == "__main__":
+    typer.run(main)

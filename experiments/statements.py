@@ -1,0 +1,54 @@
+"""Numbers as the READMEs of the experiments write them.
+
+`written()` of a `run.py` reads the results beside it and returns Markdown by the names of the markers in its README
+(`<!-- verdict -->` … `<!-- end -->`), which `make tables` fills.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from itertools import groupby
+
+import numpy as np
+
+
+def short(x: float) -> str:
+    """Three digits that count: `1,150`, `45.3`, `0.0431`."""
+    return f"{float(f'{x:.3g}'):,.15g}"
+
+
+def span(values: Iterable[float]) -> str:
+    """Least to most, or the one value that both are: `45.3 to 704`."""
+    values = list(values)
+    return " to ".join(dict.fromkeys([short(min(values)), short(max(values))]))
+
+
+def runs(layers: Iterable[int]) -> str:
+    """Layers in order, three and more in a row as one: `0, 3 to 7, 9`; `none` for none."""
+    parts: list[str] = []
+    for _, row in groupby(enumerate(sorted(layers)), key=lambda pair: pair[1] - pair[0]):
+        numbers = [layer for _, layer in row]
+        parts += [f"{numbers[0]} to {numbers[-1]}"] if len(numbers) > 2 else map(str, numbers)
+    return ", ".join(parts) or "none"
+
+
+def bullets(*statements: str) -> str:
+    """A Markdown list."""
+    return "".join(f"- {statement}\n" for statement in statements)
+
+
+def signed(x: float) -> str:
+    """`−0.44`."""
+    return f"{x:+.2f}".replace("-", "−")
+
+
+def correlation(statistic: float, p: float) -> str:
+    """`−0.44 (p 3e-06)`; `none` where ranks have none, all being alike."""
+    return f"{signed(statistic)} (p {p:.2g})" if np.isfinite(statistic) else "none"
+
+
+def table(header: Sequence[object], rows: Iterable[Sequence[object]]) -> str:
+    """A Markdown table; floats are written `short`."""
+    lines = [header, ["---"] * len(header), *rows]
+    cells = [[short(cell) if isinstance(cell, float) else str(cell) for cell in row] for row in lines]
+    return "".join(f"| {' | '.join(row)} |\n" for row in cells)

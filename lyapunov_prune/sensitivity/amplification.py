@@ -1,0 +1,152 @@
+"""Does what the later layers do to an error say how far a compressed component moves the last state?"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import get_args
+
+import numpy as np
+import pandas as pd
+from scipy import stats
+
+from lyapunov_prune.errors import LyapunovPruneError
+from lyapunov_prune.profiles.contraction import ContractionProfile, Pooling
+from lyapunov_prune.results.arrays import require_array, require_layers
+from lyapunov_prune.results.result import MeasuredOn, Result
+from lyapunov_prune.sensitivity.sensitivity import Sensitivity
+from lyapunov_prune.sensitivity.studies import Compression
+
+PAPER = -0.44  # GPT-2 Small, 72 groups, p < 1e-4 (§6.6)
+RESAMPLES = 2000
+
+
+@dataclass(frozen=True)
+class AmplificationDrift(Result):
+    """Drift of every group (a component of one layer, compressed alone), beside ρ and A of its layer. Float64.
+
+    `drift` is `1 − CKA` of the states that the head reads, `rho` is ρ_l and `amplification` `A_l = Π_{k > l} ρ_k`,
+    each by pooling, (L,). A group whose states were not finite has a drift of NaN and takes part in no correlation.
+    """
+
+    compression: Compression
+    layers: tuple[int, ...]  # of each group
+    components: tuple[str, ...]
+    drift: np.ndarray  # (groups,)
+    rho: dict[str, np.ndarray]
+    amplification: dict[str, np.ndarray]
+    measured_on: MeasuredOn
+    profiled_on: MeasuredOn
+
+    def __post_init__(self) -> None:
+        groups, L = len(self.layers), self.measured_on.model.num_layers
+        require_layers("drift of groups", self.layers, L)
+        require_array("drift of groups", self.drift, (groups,), least=-np.inf, finite=False)
+        for pooling in get_args(Pooling):
+            require_array(f"rho, {pooling} pooling", self.rho[pooling], (L,), finite=False)
+            require_array(f"amplification, {pooling} pooling", self.amplification[pooling], (L,), finite=False)
+
+    def to_frame(self) -> pd.DataFrame:
+        """Spearman's rank correlation of the drift with A and with ρ, for both poolings.
+
+        Positive: groups before layers that amplify drift more, as they must if an error reaches the end scaled by A.
+        Negative: they drift less; what decides is then how large an error starts there, and not what follows.
+
+        All groups of a layer have one A, so that the layers are what can be drawn anew: `low` and `high` are the 95 %
+        percentile bootstrap over layers, `p` the share of permutations of A among the layers that correlate as much.
+        `p_groups` takes every group for independent, as the paper does.
+        """
+        rows = []
+        for name, scores in (("A", self.amplification), ("rho", self.rho)):
+            for pooling, values in scores.items():
+                rows.append({"drift with": name, "pooling": pooling, **self._correlation(values)})
+        return pd.DataFrame(rows)
+
+    def headline(self) -> str:
+        left = int((~np.isfinite(self.drift)).sum())
+        return (
+            f"Drift (1 − CKA) of {len(self.drift)} groups in {len(set(self.layers))} layers, {self.compression}"
+            f"{f'; {left} of NaN left out' if left else ''}\n{self.measured_on.line()}\n"
+            f"rho: {self.profiled_on.line()}\n"
+            "A = Π of the later rho. Spearman's sign: + where the later layers amplify, drift is larger; − smaller. "
+            f"The paper: {PAPER} (GPT-2 Small, 72 groups)"
+        )
+
+    def _correlation(self, values: np.ndarray) -> dict[str, float]:
+        layers = np.array(self.layers)
+        kept = np.isfinite(self.drift) & np.isfinite(values[layers])
+        layers, drift, against = layers[kept], self.drift[kept], values[layers[kept]]
+        clusters, member = np.unique(layers, return_inverse=True)
+        nothing = dict.fromkeys(("spearman", "low", "high", "p", "p_groups"), np.nan)
+        if len(clusters) < 3 or min(len(np.unique(drift)), len(np.unique(against))) < 2:
+            return {**nothing, "groups": len(drift), "layers": len(clusters)}
+        whole = stats.spearmanr(against, drift)
+        rng = np.random.default_rng(0)
+        counts = rng.multinomial(len(clusters), np.full(len(clusters), 1 / len(clusters)), RESAMPLES)
+        drawn = weighted_spearman(against, drift, counts[:, member])
+        shuffled = rng.permuted(np.tile(values[clusters], (RESAMPLES, 1)), axis=1)[:, member]
+        chance = _pearson(stats.rankdata(shuffled, axis=1), stats.rankdata(drift), np.ones((1, len(drift))))
+        low, high = np.nanquantile(drawn, [0.025, 0.975])
+        as_much = (np.abs(chance) >= np.abs(whole.statistic) - 1e-12).sum()
+        return {
+            "spearman": whole.statistic,
+            "low": low,
+            "high": high,
+            "p": (1 + as_much) / (1 + RESAMPLES),
+            "p_groups": whole.pvalue,
+            "groups": len(drift),
+            "layers": len(clusters),
+        }
+
+
+def amplification_drift(found: Sensitivity, contraction: ContractionProfile) -> AmplificationDrift:
+    """Drift of every group of `found` beside ρ and A of its layer (structural sensitivity, §6.6).
+
+    The paper states −0.44 (p < 1e-4) for the correlation of A with the drift that compressing one component causes on
+    GPT-2 Small, none for ρ alone, and neither its pooling nor how it takes the sign: by "errors scale downstream by the
+    product of later ρ" the correlation of A with `1 − CKA` would be positive, and with CKA itself negative.
+
+    Raises LyapunovPruneError without the study `group`, for results of two models, for a profile of the text of the
+    drift, and for one that is all rounding.
+    """
+    groups = found.of("group")
+    if groups.empty:
+        raise LyapunovPruneError("drift by group needs the study group; measure the sensitivity with it")
+    if not contraction.measured_on.model.same_as(found.measured_on.model):
+        raise LyapunovPruneError("sensitivity and profile are of two models; measure both on one")
+    if contraction.measured_on.text_hash == found.measured_on.text_hash:
+        raise LyapunovPruneError("the profile was measured on the tokens of the drift; give it other text")
+    contraction.require_above_floor()
+    by_pooling = {pooling: contraction.pooled(pooling) for pooling in get_args(Pooling)}
+    return AmplificationDrift(
+        compression=found.compression,
+        layers=tuple(int(layer) for layer in groups.layer),
+        components=tuple(groups.component),
+        drift=groups.drift.to_numpy(dtype=float),
+        rho={pooling: profile.rho for pooling, profile in by_pooling.items()},
+        amplification={pooling: profile.downstream_amplification for pooling, profile in by_pooling.items()},
+        measured_on=found.measured_on,
+        profiled_on=contraction.measured_on,
+    )
+
+
+def weighted_spearman(x: np.ndarray, y: np.ndarray, counts: np.ndarray) -> np.ndarray:
+    """Spearman's correlation of samples in which value i of `x` and `y` (n,) occurs `counts[r, i]` times: (R,).
+
+    NaN for a sample in which all values of one are alike.
+    """
+    return _pearson(_ranks(x, counts), _ranks(y, counts), counts)
+
+
+def _ranks(x: np.ndarray, counts: np.ndarray) -> np.ndarray:
+    """The mean rank of every value among so many of each, (R, n)."""
+    values, place = np.unique(x, return_inverse=True)
+    many = counts.astype(float) @ (place[:, None] == np.arange(len(values))).astype(float)
+    return (np.cumsum(many, axis=1) - many / 2)[:, place]
+
+
+def _pearson(x: np.ndarray, y: np.ndarray, weights: np.ndarray) -> np.ndarray:
+    shares = weights / weights.sum(1, keepdims=True)
+    x = x - (shares * x).sum(1, keepdims=True)
+    y = y - (shares * y).sum(1, keepdims=True)
+    size = np.sqrt((shares * x**2).sum(1) * (shares * y**2).sum(1))
+    return np.divide((shares * x * y).sum(1), size, out=np.full(size.shape, np.nan), where=size > 0)
