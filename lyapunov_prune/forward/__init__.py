@@ -4,7 +4,8 @@
 - `hooks`: the residual stream seen, injected into, and layers skipped; `prefix`: a forward that begins at any layer;
 - `branches`, `sublayers`: attention and MLP of a layer, run or silenced on their own;
 - `replacement`, `changes`: other weights, or a changed layer, for as long as a block lasts;
-- `scoring`, `logits`, `decoding`: losses, logits and greedy tokens of what runs.
+- `scoring`, `logits`, `decoding`: losses, logits and greedy tokens of what runs;
+- `continuations`: log-likelihoods of texts that begin alike.
 
 Nothing here outlives its block: a hook is removed and a weight put back, also after an error.
 """
