@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import lyapunov_prune as lp
 from lyapunov_prune.cli.inputs import folder_name
 from lyapunov_prune.data.batch import require_disjoint
 from lyapunov_prune.profiles.profile import LayerProfile, kept_profile
+from lyapunov_prune.sensitivity.sweep import Sweep
 
 # The paper keeps 5 % of the entries (§3 calls that sparsity 5 %) at rank 16.
 SPARSITY, RANK = 0.95, 16
@@ -26,6 +27,18 @@ class Inputs:
         """Contraction and Block Influence on the calibration text, measured once."""
         path = self.jobs / f"profile-{self.calibration.text_hash[:16]}.json"
         return kept_profile(path, self.loaded.model, self.calibration)
+
+    @property
+    def sweep_folder(self) -> Path:
+        """Where losses on the evaluation text are kept, of this dtype and this device."""
+        model = self.loaded.model
+        where = f"{str(model.dtype).removeprefix('torch.')}-{model.device.type}"
+        return self.jobs / f"sweep-{self.evaluation.text_hash[:16]}-{where}"
+
+    def sweep(self) -> Sweep:
+        """A sweep whose jobs are those of `measure_sensitivity` in the same folder."""
+        also = {"calibration": self.calibration.text_hash}
+        return Sweep(self.loaded.model, self.evaluation, folder=self.sweep_folder, resume=True, also=also)
 
     def sensitivity(
         self, studies: Sequence[str], *, sparsity: float = SPARSITY, rank: int | None = RANK
@@ -45,12 +58,37 @@ class Inputs:
         )
 
 
-def inputs(model: str, text: str, tokens: int, context: int) -> Inputs:
-    """The model, `tokens` tokens to measure scores on and as many others to measure perplexity on."""
-    loaded = lp.load(model)
-    calibration, evaluation = texts(loaded, text, calibration=tokens, evaluation=tokens, context=context)
+def inputs(
+    model: str,
+    text: str,
+    tokens: int,
+    context: int,
+    *,
+    unseen: str | None = None,
+    device: str = "auto",
+    dtype: str | None = None,
+) -> Inputs:
+    """The model, `tokens` tokens to measure scores on and as many others to measure perplexity on.
+
+    They are the two halves of `text`; where a text `unseen` is given, the beginnings of `text` and of `unseen`.
+    """
+    loaded = lp.load(model, device=device, dtype=dtype)
+    if unseen is None:
+        calibration, evaluation = texts(loaded, text, calibration=tokens, evaluation=tokens, context=context)
+    else:
+        calibration, evaluation = (
+            replace(lp.load_text(file, loaded.tokenizer, tokens=tokens, context=context, split="all"), text=plain(file))
+            for file in (text, unseen)
+        )
+        require_disjoint(calibration, evaluation)
     jobs = Path("runs") / "experiments" / folder_name(model)
+    loaded.model.config._name_or_path = plain(model)
     return Inputs(loaded, calibration, evaluation, jobs)
+
+
+def plain(source: str) -> str:
+    """The name of a model or a text without the folders of this machine that it lies in."""
+    return Path(source).name.removesuffix(".gguf") if Path(source).exists() else source
 
 
 def draw(folder: Path, figures: dict[str, str]) -> None:

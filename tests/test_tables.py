@@ -39,10 +39,10 @@ def test_the_help_of_an_option_gives_every_entry_a_line(table: Mapping[str, Any]
     assert one_of(table).split("\n\n") == [f"{name}: {entry.help}" for name, entry in table.items()]
 
 
-@pytest.mark.parametrize("document", tables.DOCUMENTS, ids=lambda path: path.name)
+@pytest.mark.parametrize("document", tables.DOCUMENTS, ids=lambda path: f"{path.parent.name}-{path.name}")
 def test_the_documents_show_the_tables_of_the_code(document: Path) -> None:
     text = document.read_text(encoding="utf-8")
-    assert tables.filled(text) == text, "run `make tables`"
+    assert tables.filled(text, tables.experiment_of(document)) == text, "run `make tables`"
 
 
 def test_every_table_is_shown_somewhere() -> None:

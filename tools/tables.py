@@ -1,11 +1,16 @@
-"""Write the tables of methods, schedules and studies into the documents: `make tables`.
+"""Write every table that comes from code or from committed measurements into the documents: `make tables`.
 
-A document asks for one by `<!-- methods -->`; what stands up to the next `<!-- end -->` is replaced.
+A document asks for one by `<!-- NAME -->`; what stands up to the next `<!-- end -->` is replaced. A README.md of
+experiments/ names what `written()` of the run.py beside it returns; README.md and docs/ name the tables of the code,
+and those of experiments as `<!-- 01_progressive_removal:NAME -->`.
 """
 
 from __future__ import annotations
 
+import functools
+import importlib
 import re
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -16,14 +21,19 @@ from lyapunov_prune.ranking.criteria import CRITERIA
 from lyapunov_prune.sensitivity.table import STUDIES
 
 REPOSITORY = Path(__file__).resolve().parents[1]
-DOCUMENTS = [REPOSITORY / "README.md", *sorted((REPOSITORY / "docs").glob("*.md"))]
+EXPERIMENTS = REPOSITORY / "experiments"
+DOCUMENTS = [
+    REPOSITORY / "README.md",
+    *sorted((REPOSITORY / "docs").glob("*.md")),
+    *sorted(EXPERIMENTS.glob("*/README.md")),
+]
 TABLES: dict[str, Mapping[str, Any]] = {
     "criteria": CRITERIA,
     "methods": METHODS,
     "schedules": SCHEDULES,
     "studies": STUDIES,
 }
-_ASKED = re.compile(rf"(<!-- ({'|'.join(TABLES)}) -->\n).*?(<!-- end -->)", re.DOTALL)
+_ASKED = re.compile(r"(<!-- (?:([\w]+):)?([\w -]+) -->\n)(.*?)(<!-- end -->)", re.DOTALL)
 
 
 def markdown(table: Mapping[str, Any]) -> str:
@@ -33,11 +43,33 @@ def markdown(table: Mapping[str, Any]) -> str:
     return "".join(f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in row)} |\n" for row in cells)
 
 
-def filled(text: str) -> str:
-    """A document with its tables as the code has them."""
-    return _ASKED.sub(lambda asked: asked[1] + markdown(TABLES[asked[2]]) + asked[3], text)
+@functools.cache
+def written(experiment: str) -> dict[str, str]:
+    """What the run.py of an experiment writes of its committed results, by the name of its marker."""
+    if str(REPOSITORY) not in sys.path:
+        sys.path.insert(0, str(REPOSITORY))
+    return importlib.import_module(f"experiments.{experiment}.run").written()
+
+
+def filled(text: str, experiment: str | None = None) -> str:
+    """A document, the README.md of `experiment` if given, with its tables as code and measurements have them.
+
+    Raises KeyError for a marker that nothing is written for.
+    """
+
+    def replaced(asked: re.Match[str]) -> str:
+        head, of, name, _, end = asked.groups()
+        of = of or experiment
+        return head + (written(of)[name] if of else markdown(TABLES[name])) + end
+
+    return _ASKED.sub(replaced, text)
+
+
+def experiment_of(document: Path) -> str | None:
+    return document.parent.name if document.parent.parent == EXPERIMENTS else None
 
 
 if __name__ == "__main__":
     for document in DOCUMENTS:
-        document.write_text(filled(document.read_text(encoding="utf-8")), encoding="utf-8")
+        text = document.read_text(encoding="utf-8")
+        document.write_text(filled(text, experiment_of(document)), encoding="utf-8")

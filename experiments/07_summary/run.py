@@ -1,56 +1,195 @@
-"""One model's column of the paper's Table 1: contraction, 50 % Wanda, s*, violations of the bounds.
+"""Tables 1, 2 and 3 of the paper, a column or a row for each model that `python -m experiments.all` has measured.
 
-    python experiments/07_summary/run.py [MODEL] [--text FILE]
+    python experiments/07_summary/run.py
 
-Writes summary.json beside this file.
+Measures nothing: it prints what stands in experiments/columns/ beside the paper's rows, and `make tables` writes it
+into README.md beside this file.
 """
 
-import json
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable
 from pathlib import Path
 
-import typer
+import numpy as np
+from scipy import stats
 
-import lyapunov_prune as lp
-from experiments.common import inputs
+from experiments.columns import Column
+from experiments.markdown import cell, table
+from experiments.published import MODELS, REMOVALS
 
-HERE = Path(__file__).parent
-CHECKED_TOKENS, CHECKED_CONTEXT = 128, 64  # for the bounds: thirty settings of every matrix
+COLUMNS = Path(__file__).parents[1] / "columns"
+FEWEST = 5  # models, for a correlation whose leave-one-out values still rest on four
+RANDOM = "random"
 
 
-def main(model: str = "smollm2-135m", text: str = "builtin", tokens: int = 1024, context: int = 256) -> None:
-    given = inputs(model, text, tokens, context)
-    dense, profile = given.loaded.model, given.profile().contraction
-    found = lp.measure_sensitivity(
-        dense, given.evaluation, studies=("sparsity", "threshold"), method="wanda", calibration=given.calibration
-    )
-    half = found.of("sparsity").set_index("sparsity").loc[0.5]
-    few = lp.load_text(text, given.loaded.tokenizer, tokens=CHECKED_TOKENS, context=CHECKED_CONTEXT)
-    bounds = lp.bounds.check_grid(dense, few, folder=given.jobs / "bounds", resume=True)
-    contracting, transitions = profile.contracting
-    summary = {
-        "model": model,
-        "parameters": dense.num_parameters(),
-        "layers": given.loaded.structure.num_layers,
-        "width": given.loaded.structure.config.hidden_size,
-        "perplexity": found.perplexity,
-        "contracting": f"{contracting}/{transitions}",
-        "mean rho": float(profile.rho.mean()),
-        "median rho": float(sorted(profile.rho)[len(profile.rho) // 2]),
-        "norm growth K": float(profile.norm_growth.mean()),
-        "CV of K over windows": float(profile.norm_growth.std() / profile.norm_growth.mean()),
-        "degradation at 50 % Wanda": float(half.degradation),
-        "s*": found.threshold,
-        "regret limit of s*": found.limit,
-        "bound checks": bounds.checks,
-        "violations": len(bounds.violations),
-        "measured on": found.measured_on.line(),
-        "calibrated on": found.calibrated_on.line() if found.calibrated_on else None,
-        "bounds checked on": bounds.measured_on.line(),
+def columns() -> list[Column]:
+    return sorted((Column.load(path) for path in COLUMNS.glob("*.json")), key=lambda column: column.parameters)
+
+
+def written() -> dict[str, str]:
+    """Every table of README.md, by the name of its marker."""
+    own = columns()
+    return {
+        "measured-on": measured_on(own),
+        "table-1": table_1(own),
+        "table-2": table_2(own),
+        "table-3": table_3(own),
+        "regret": regret(own),
+        "across": across(own),
     }
-    (HERE / "summary.json").write_text(json.dumps(summary, indent=1) + "\n", encoding="utf-8")
-    for name, value in summary.items():
-        print(f"{name:<26} {value}")
+
+
+def measured_on(own: list[Column]) -> str:
+    lines = []
+    for c in own:
+        on, contraction = c.calibrated_on, c.contraction
+        seeds = ", ".join(map(str, contraction.seeds))
+        lines.append(
+            f"- {c.name}: {c.measured_on.line()}; ρ (ε = {contraction.epsilon:g}, seeds {seeds}), Block Influence and "
+            f"Wanda's norms on {on.tokens} tokens of {on.text} ({on.split}, {on.text_hash[:12]}).\n"
+        )
+    return "".join(lines)
+
+
+def table_1(own: list[Column]) -> str:
+    """A row a quantity, a column a model; — where the paper prints nothing or our copy has lost it."""
+    rows = {
+        "parameters": [*(millions(c.parameters) for c in own), *(m.parameters for m in MODELS)],
+        "layers": [*(c.layers for c in own), *(m.layers for m in MODELS)],
+        "width": [*(c.width for c in own), *(m.width for m in MODELS)],
+        "architecture": [*(c.architecture for c in own), *(m.architecture for m in MODELS)],
+        "perplexity": [*(f"{c.perplexity:.4g}" for c in own), *(f"{m.perplexity:g}" for m in MODELS)],
+        "contracting": [f"{a}/{b}" for a, b in (x.contraction.contracting for x in own)]
+        + [f"{a}/{b}" for a, b in (m.contracting for m in MODELS)],
+        "largest ρ (its layer)": [
+            *(f"{cell(float(c.contraction.rho.max()))} ({c.contraction.rho.argmax()})" for c in own),
+            *(m.rho for m in MODELS),
+        ],
+        "largest ρ, token pooling": [
+            *(f"{cell(float(c.contraction.rho_token.max()))} ({c.contraction.rho_token.argmax()})" for c in own),
+            *[None] * len(MODELS),
+        ],
+        "norm growth K": [*(c.contraction.growth for c in own), *[None] * len(MODELS)],
+        "50 % Wanda, perplexity / dense": [
+            *(c.pruning and interval(c.pruning.degradation, c.pruning.low, c.pruning.high) for c in own),
+            *[None] * len(MODELS),
+        ],
+        "spread of components, naive": [
+            *(c.pruning and c.pruning.spread("weight-only") for c in own),
+            *[None] * len(MODELS),
+        ],
+        "spread of components, Wanda": [*(c.pruning and c.pruning.spread("wanda") for c in own), *[None] * len(MODELS)],
+        "s*": [*(c.pruning and c.pruning.threshold for c in own), *(m.threshold for m in MODELS)],
+        "bound checks": [*(c.bounds and c.bounds.checks for c in own), *[None] * len(MODELS)],
+        "violations": [*(c.bounds and c.bounds.violations for c in own), *(m.violations for m in MODELS)],
+    }
+    return table(["", *names(own)], ([name, *values] for name, values in rows.items()))
+
+
+def names(own: list[Column]) -> list[str]:
+    return [*(f"**{c.name}**" for c in own), *(m.name for m in MODELS)]
+
+
+def millions(parameters: int) -> str:
+    return f"{parameters / 1e6:.0f}M" if parameters < 1e9 else f"{parameters / 1e9:.1f}B"
+
+
+def interval(value: float, low: float, high: float) -> str:
+    return f"{cell(value)} ({cell(low)}–{cell(high)})"
+
+
+def table_2(own: list[Column]) -> str:
+    """s*, by width."""
+    rows: list[tuple[str, int, float | None]] = [(m.name, m.width, m.threshold) for m in MODELS]
+    rows += [(f"**{c.name}**", c.width, c.pruning.threshold if c.pruning else None) for c in own]
+    return table(
+        ["model", "width", "s*", "1 − s*"],
+        ([n, d, s, None if s is None else 1 - s] for n, d, s in sorted(rows, key=lambda row: row[1])),
+    )
+
+
+def table_3(own: list[Column]) -> str:
+    """Perplexity with four and eight layers removed; of random draws the median, the least and the largest."""
+    rows: list[list[object]] = []
+    for c in own:
+        rows.append([f"**{c.name}**", "dense", cell(c.perplexity), cell(c.perplexity)])
+        sets = c.removal.sets if c.removal else ()
+        for criterion in dict.fromkeys(criterion_of(r.criterion) for r in sets):
+            cells: list[object] = []
+            for count in (4, 8):
+                found = [r for r in sets if criterion_of(r.criterion) == criterion and r.count == count]
+                if len(found) == 1:
+                    ratio = [c.perplexity * x for x in (found[0].low, found[0].high)]
+                    cells.append(interval(found[0].perplexity, *ratio))
+                else:
+                    drawn = [r.perplexity for r in found]
+                    cells.append(interval(float(np.median(drawn)), min(drawn), max(drawn)) if drawn else None)
+            rows.append([f"**{c.name}**", criterion, *cells])
+    for model in dict.fromkeys(model for model, _, _ in REMOVALS):
+        for criterion in dict.fromkeys(criterion for name, criterion, _ in REMOVALS if name == model):
+            found_at = [REMOVALS.get((model, criterion, 0 if criterion == "dense" else n)) for n in (4, 8)]
+            rows.append([model, criterion, *(found and found[0] for found in found_at)])
+    return table(["model", "criterion", "4 removed", "8 removed"], rows)
+
+
+def criterion_of(name: str) -> str:
+    return RANDOM if name.startswith(RANDOM) else name
+
+
+def regret(own: list[Column]) -> str:
+    """Spearman's correlation, over layers, of the regret of removing one layer with what may predict it."""
+    rows = [
+        [f"**{c.name}**", r.layers, r.score, f"{r.spearman:+.2f} ({r.low:+.2f} to {r.high:+.2f})", cell(r.p)]
+        for c in own
+        for r in (c.removal.correlations if c.removal else ())
+    ]
+    return table(["model", "layers", "score", "Spearman", "p"], rows)
+
+
+def across(own: list[Column]) -> str:
+    """Correlations across models: of the paper's six, and with those of the columns that have both numbers."""
+    properties = {
+        "width": ([float(m.width) for m in MODELS], [float(c.width) for c in own]),
+        "largest ρ": ([m.rho for m in MODELS], [float(c.contraction.rho.max()) for c in own]),
+        "share of transitions that contract": (
+            [a / b for a, b in (m.contracting for m in MODELS)],
+            [a / b for a, b in (c.contraction.contracting for c in own)],
+        ),
+    }
+    ours = [c.pruning.threshold if c.pruning and c.pruning.threshold is not None else np.nan for c in own]
+    theirs = [m.threshold for m in MODELS]
+    rows = []
+    for name, (paper, measured) in properties.items():
+        known = [(x, y) for x, y in zip(measured, ours, strict=True) if np.isfinite(y)]
+        rows.append([f"s* with {name}", "the paper's", *spearman(list(zip(paper, theirs, strict=True)))])
+        rows.append([f"s* with {name}", "ours", *spearman(known)])
+        rows.append([f"s* with {name}", "both", *spearman([*zip(paper, theirs, strict=True), *known])])
+    return table(["correlation", "models", "n", "Spearman", "leaving one model out", "p"], rows)
+
+
+def spearman(pairs: Iterable[tuple[float, float]]) -> tuple[int, str, str, str]:
+    """Number of models, rank correlation, its range with any one of them left out, and p; a note where they are few."""
+    pairs = list(pairs)
+    if len(pairs) < FEWEST:
+        return len(pairs), f"not computed below {FEWEST} models", "", ""
+    whole = stats.spearmanr(*zip(*pairs, strict=True))
+    without = [
+        stats.spearmanr(*zip(*rest, strict=True)).statistic for rest in itertools.combinations(pairs, len(pairs) - 1)
+    ]
+    return (
+        len(pairs),
+        f"{whole.statistic:+.2f}",
+        f"{min(without):+.2f} to {max(without):+.2f}",
+        cell(float(whole.pvalue)),
+    )
+
+
+def main() -> None:
+    for name, text in written().items():
+        print(f"{name}\n\n{text}")
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    main()

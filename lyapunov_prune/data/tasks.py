@@ -1,4 +1,4 @@
-"""Items of a local task file: multiple choice, or questions whose answer ends in a number."""
+"""Items of a local task file: multiple choice, of two forms, or questions whose answer ends in a number."""
 
 from __future__ import annotations
 
@@ -12,8 +12,11 @@ from typing import Any, Literal
 from lyapunov_prune.data.choices import load_items
 from lyapunov_prune.errors import LyapunovPruneError
 
-Kind = Literal["multiple choice", "generation"]
-_FORMS = '{"query": "…", "choices": ["…", "…"], "gold": 0} or {"question": "…", "answer": "… #### 42"}'
+Kind = Literal["multiple choice", "partial", "generation"]
+_FORMS = (
+    '{"query": "…", "choices": ["…", "…"], "gold": 0}, {"context_options": ["…", "…"], "continuation": "…", "gold": 0} '
+    'or {"question": "…", "answer": "… #### 42"}'
+)
 # The number that the strict match of the harness' gsm8k looks for, at the end of a text.
 _ENDS_IN_A_NUMBER = re.compile(r"#### -?[0-9][0-9.,]*\s*\Z")
 
@@ -22,7 +25,8 @@ _ENDS_IN_A_NUMBER = re.compile(r"#### -?[0-9][0-9.,]*\s*\Z")
 class TaskFile:
     """The items of a file as the harness takes them, and the SHA-256 of its bytes.
 
-    Multiple choice: `query` (up to where a choice begins), `choices`, `gold`. Generation: `question`, `answer`.
+    Multiple choice: `query` (up to where a choice begins), `choices`, `gold`. Partial, a choice of beginnings:
+    `context_options`, `continuation` (after a space), `gold`. Generation: `question`, `answer`.
     """
 
     path: Path
@@ -43,16 +47,34 @@ def read_task(path: str | Path) -> TaskFile:
         lines = content.decode("utf-8-sig").split("\n")
     except (OSError, UnicodeDecodeError) as error:
         raise LyapunovPruneError(f"cannot read {path} as UTF-8 text ({error}); give a .jsonl file of items") from None
-    kind: Kind = "generation"
+    kind: Kind
     first = next((line for line in lines if line.strip()), "")
     if '"choices"' in first:
         kind = "multiple choice"
         items = [{"query": i.stem, "choices": list(i.choices), "gold": i.gold} for i in load_items(path)]
     else:
-        items = [_question(line, f"{path} line {n}") for n, line in enumerate(lines, start=1) if line.strip()]
+        kind = "partial" if '"context_options"' in first else "generation"
+        item = _blank if kind == "partial" else _question
+        items = [item(line, f"{path} line {n}") for n, line in enumerate(lines, start=1) if line.strip()]
     if not items:
         raise LyapunovPruneError(f"{path} holds no items; give a line {_FORMS} for each")
     return TaskFile(path, kind, tuple(items), hashlib.sha256(content).hexdigest())
+
+
+def _blank(line: str, where: str) -> dict[str, Any]:
+    try:
+        data = json.loads(line)
+        options, continuation, gold = data["context_options"], data["continuation"], data["gold"]
+        texts = isinstance(options, list) and all(isinstance(t, str) and t.strip() for t in [*options, continuation])
+    except (ValueError, KeyError, TypeError):
+        texts = False
+    if not texts:
+        raise LyapunovPruneError(f"{where} is no item; give {_FORMS} a line")
+    if len(set(options)) < max(2, len(options)) or type(gold) is not int or not 0 <= gold < len(options):
+        raise LyapunovPruneError(
+            f"{where} has {len(set(options))} different context_options and gold {gold!r}; give two or more, and an index"
+        )
+    return {"context_options": options, "continuation": continuation, "gold": gold}
 
 
 def _question(line: str, where: str) -> dict[str, Any]:

@@ -8,6 +8,7 @@ import logging
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, redirect_stderr, redirect_stdout
+from itertools import groupby
 from typing import Any, TextIO
 
 import datasets
@@ -22,6 +23,7 @@ from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerB
 
 from lyapunov_prune.data.tasks import TaskFile
 from lyapunov_prune.errors import LyapunovPruneError
+from lyapunov_prune.forward.continuations import Continuations
 from lyapunov_prune.forward.hooks import require_finite
 from lyapunov_prune.models.hooked import hooked
 from lyapunov_prune.models.plain import require_in_memory
@@ -46,6 +48,14 @@ _MULTIPLE_CHOICE: dict[str, Any] = {
     "doc_to_target": "gold",
     "target_delimiter": "",
     "metric_list": [{"metric": name, "aggregation": "mean", "higher_is_better": True} for name in ("acc", "acc_norm")],
+}
+# A blank filled in each way of several, and the same words after it: the harness' winogrande.
+_PARTIAL: dict[str, Any] = {
+    "output_type": "multiple_choice",
+    "doc_to_text": "gold",
+    "doc_to_choice": "context_options",
+    "doc_to_target": "continuation",
+    "metric_list": [{"metric": "acc", "aggregation": "mean", "higher_is_better": True}],
 }
 _GENERATION: dict[str, Any] = {  # but for its data: gsm8k of the harness, version 3
     "output_type": "generate_until",
@@ -83,7 +93,8 @@ class ProjectModel(HFLM):
 
     BOS as `bos` says and no other special token; nothing cut off: an item that does not fit the context is refused;
     greedy decoding that asks the generation settings of the model for nothing but its end-of-text tokens. `read` holds
-    the ids of every text that was scored, or continued; `bars` is where progress is shown.
+    the ids of every text that was scored, or continued; `bars` is where progress is shown. Log-likelihoods are those of
+    the harness, up to rounding, by `continuations`, which scores the choices of an item together.
     """
 
     def __init__(
@@ -94,11 +105,14 @@ class ProjectModel(HFLM):
         *,
         bos: bool,
         batch_size: int,
+        continuations: Continuations,
         bars: TextIO,
     ) -> None:
         self._start = [tokenizer.bos_token_id] if bos else []
         self._context = structure.max_context or _UNCUT
         self._vocabulary = structure.config.vocab_size
+        self._continuations = continuations
+        self._items: list[tuple[str, int]] = []
         self._bars = bars
         self.read: list[list[int]] = []
         # A copy: the harness gives a tokenizer without a padding token one.
@@ -118,6 +132,7 @@ class ProjectModel(HFLM):
         return batch["input_ids"], batch["attention_mask"]
 
     def loglikelihood(self, requests: Any, disable_tqdm: bool = False) -> list[tuple[float, bool]]:
+        self._items = [(request.task_name, request.doc_id) for request in requests]
         return super().loglikelihood(requests, disable_tqdm=True)
 
     def _loglikelihood_tokens(
@@ -126,13 +141,24 @@ class ProjectModel(HFLM):
         rows = [[*context, *continuation] for _, context, continuation in requests]
         self._require(rows)
         self.read += rows
-        log_likelihoods: list[tuple[float, bool]] = []
         with redirect_stderr(self._bars):
+            if self._continuations.possible:
+                return self._by_item(rows, [len(continuation) for _, _, continuation in requests])
+            log_likelihoods: list[tuple[float, bool]] = []
             width = _STRETCH * self.batch_size
             for start in track(range(0, len(requests), width), "log-likelihoods"):
                 some = requests[start : start + width]
                 log_likelihoods += super()._loglikelihood_tokens(some, disable_tqdm=True, override_bs=override_bs)
         return log_likelihoods
+
+    def _by_item(self, rows: list[list[int]], scored: list[int]) -> list[tuple[float, bool]]:
+        """The choices of an item follow each other, and are scored together."""
+        items = self._items if len(self._items) == len(rows) else list(range(len(rows)))  # rolling windows are no items
+        together = [list(some) for _, some in groupby(range(len(rows)), key=items.__getitem__)]
+        answers: list[tuple[float, bool]] = []
+        for some in track(together, "log-likelihoods", cost=lambda some: sum(len(rows[i]) for i in some)):
+            answers += self._continuations([rows[i] for i in some], [scored[i] for i in some])
+        return answers
 
     def generate_until(self, requests: Any, disable_tqdm: bool = False) -> list[str]:
         rows = [self.tok_encode(request.args[0]) for request in requests]
@@ -169,8 +195,9 @@ def local_task(file: TaskFile, few_shot: int) -> ConfigurableTask:
     examples, items = file.items[:few_shot], file.items[few_shot:]
     if not items:
         raise LyapunovPruneError(f"{file.path} has {len(file.items)} items, and {few_shot} are examples; give fewer")
+    forms = {"multiple choice": _MULTIPLE_CHOICE, "partial": _PARTIAL, "generation": _GENERATION}
     config = {
-        **(_MULTIPLE_CHOICE if file.kind == "multiple choice" else _GENERATION),
+        **forms[file.kind],
         "task": file.path.stem,
         # Not its JSON loader: that leaves a copy of every file in a cache.
         "custom_dataset": lambda **_: {"test": datasets.Dataset.from_list(list(items))},
@@ -228,8 +255,13 @@ def run(
         task.set_fewshot_seed(SEED)  # every model is shown the same examples
     structure = find_structure(model)
     shown = sys.stderr  # where `quietly` lets nothing through but the bars
+    # Before hooks are set: it tries logits larger than any text's.
+    trial = torch.arange(1, 33, device=model.device)[None] % structure.config.vocab_size
+    continuations = Continuations(model, structure, trial)
     with quietly(), _only_finite(model, structure), _greedy(model):
-        asked = ProjectModel(model, structure, tokenizer, bos=bos, batch_size=batch_size, bars=shown)
+        asked = ProjectModel(
+            model, structure, tokenizer, bos=bos, batch_size=batch_size, continuations=continuations, bars=shown
+        )
         # Not simple_evaluate, which seeds every generator and asks the hub for the model.
         harness_results = evaluate(asked, dict(tasks), limit=limit, bootstrap_iters=_DRAWS, log_samples=True)
     return harness_results, asked.read

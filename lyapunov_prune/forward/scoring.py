@@ -32,6 +32,7 @@ class Scorer:
     Where the logits are those of the head's matrix, the sum over the vocabulary is taken block by block. It is tried
     once against the model's own, on a few tokens and, as a cap leaves small logits alone, on states scaled to logits
     of 1/16 to 2²⁰ of both signs. Where the model does more to them (a scale, a cap), its own logits are used.
+    `enters` says whether these are a function of the final state alone.
     """
 
     def __init__(self, model: PreTrainedModel, structure: Structure, ids: torch.Tensor) -> None:
@@ -52,9 +53,9 @@ class Scorer:
         self._decoder: Any = own[-1][0] if own else None
         self._answer: Any = own[-1][1] if own else None
         # ... unless it asks another module, or more of the decoder than its state.
-        self._enters = bool(own) and _same(self._own(state), logits)
+        self.enters = bool(own) and _same(self._own(state), logits)
         self.blockwise = (
-            self._enters
+            self.enters
             and state.shape[-1] == self.head.weight.shape[-1]
             and _same(self._bare(state), logits)
             and self._bare_at_all_heights(state)
@@ -79,7 +80,7 @@ class Scorer:
         """
         if self.blockwise:
             return self._bare(state)
-        if not self._enters:
+        if not self.enters:
             raise LyapunovPruneError(
                 f"the logits of {type(self.model).__name__} are not finite, or no function of its final state alone; "
                 "load it in a wider dtype, or give another decoder"

@@ -86,6 +86,58 @@ def test_log_likelihoods_are_those_of_the_definition_and_of_compare_choices(
     assert scores.tasks[0].chance == pytest.approx((1 / 3 + 1 / 4 + 1 / 2 + 1 / 2) / 4)
 
 
+BLANKS = [
+    {"context_options": ["The cat saw the dog so the cat", "The cat saw the dog so the dog"], "gold": 0},
+    {"context_options": ["Ann", "Bob was late, so Bob", "Bob was late, so she"], "gold": 2},
+    {"context_options": ["It is hot in here, and it", "It is hot in here, and she"], "gold": 1},
+]
+
+
+@pytest.fixture
+def blanks(tmp_path: Path) -> str:
+    """A file of the form of WinoGrande: the beginnings differ, and what is scored is the same."""
+    return write(tmp_path / "blanks.jsonl", [{**row, "continuation": f"ran {i} away."} for i, row in enumerate(BLANKS)])
+
+
+@pytest.mark.parametrize("bos", [False, True])
+def test_partial_evaluation_scores_the_continuation_after_each_beginning(
+    bos: bool, writer: PreTrainedModel, blanks: str
+) -> None:
+    tokenizer = make_tokenizer(adds_bos=bos)
+    samples, _ = asked(writer, tokenizer, blanks, bos=bos)
+    best = []
+    for i, row in enumerate(BLANKS):
+        wanted = []
+        for beginning in row["context_options"]:  # type: ignore[attr-defined]
+            ids, start = tokenizer(f"{beginning} ran {i} away.")["input_ids"], len(tokenizer(beginning)["input_ids"])
+            with torch.no_grad():
+                log_p = writer(torch.tensor([ids])).logits[0].double().log_softmax(-1)
+            wanted.append(float(log_p[range(start - 1, len(ids) - 1), ids[start:]].sum()))
+        np.testing.assert_allclose([answer[0][0] for answer in samples[i]["resps"]], wanted, rtol=1e-5)
+        best.append(int(np.argmax(wanted)) == row["gold"])
+    scores = evaluate_tasks({"m": writer}, tokenizer, load_tasks([blanks]), bos=bos)
+    assert scores.score("m", "blanks", "acc").value == pytest.approx(np.mean(best))
+    assert [s.metric for s in scores.scores] == ["acc"]
+    assert [(t.kind, t.items) for t in scores.tasks] == [("multiple choice", 3)]
+    assert scores.tasks[0].chance == pytest.approx((1 / 2 + 1 / 3 + 1 / 2) / 3)
+
+
+def test_log_likelihoods_by_item_are_the_harness_own(family: str, files: list[str], blanks: str) -> None:
+    model = make_tiny(family, vocab_size=len(VOCABULARY), max_position_embeddings=256)
+    tasks = load_tasks([files[0], blanks])
+    objects = {task.name: task.harness for task in tasks}
+    ours, read = harness.run(model, make_tokenizer(), objects, limit=None, bos=False, batch_size=1)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(harness.Continuations, "possible", False, raising=False)
+        patch.setattr(harness.Continuations, "__init__", lambda *_: None)
+        own, theirs = harness.run(model, make_tokenizer(), objects, limit=None, bos=False, batch_size=1)
+    assert read == theirs
+    for task in objects:
+        for a, b in zip(ours["samples"][task], own["samples"][task], strict=True):
+            np.testing.assert_allclose([r[0][0] for r in a["resps"]], [r[0][0] for r in b["resps"]], rtol=1e-4)
+            assert [r[0][1] for r in a["resps"]] == [r[0][1] for r in b["resps"]]
+
+
 @pytest.mark.parametrize("batch_size", [1, 3])
 def test_answers_are_greedy_and_no_penalty_hides_a_repetition(
     batch_size: int, tokenizer: PreTrainedTokenizerFast, files: list[str]
@@ -237,6 +289,9 @@ def test_what_cannot_be_scored_is_refused(
         ('{"question": " ", "answer": "#### 1"}\n', "line 1 is no item"),
         ('{"query": "a", "choices": ["b", "c"], "gold": 2}\n', "line 1 has 2 choices and gold 2"),
         ('{"context": "a"}\n', "line 1 is no item"),
+        ('{"context_options": ["a", "b"], "gold": 0}\n', "line 1 is no item"),
+        ('{"context_options": ["a", "a"], "continuation": "c", "gold": 0}\n', "line 1 has 1 different"),
+        ('{"context_options": ["a", "b"], "continuation": "c", "gold": 2}\n', "and gold 2"),
         ("[1]\n", "line 1 is no item"),
     ],
 )

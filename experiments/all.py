@@ -1,0 +1,214 @@
+"""One command a model: the structural paper's numbers, part by part, into one column.
+
+    python -m experiments.all MODEL [--device cuda --dtype float16] [--calibration FILE --evaluation FILE]
+    python -m experiments.all --summary
+
+MODEL is a folder, a GGUF file, a hub id or smollm2-135m. Whatever is finished is kept in runs/experiments/: the same
+command goes on where it was stopped. After each part experiments/columns/NAME.json is written anew. --summary shows all
+columns in Tables 1, 2 and 3 beside the paper's rows; `make tables` writes them into experiments/07_summary/README.md.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Annotated
+
+import numpy as np
+import typer
+
+import lyapunov_prune as lp
+from experiments.columns import Bounds, Column, Contraction, Pruning, Removal, Removed, correlation
+from experiments.common import Inputs, inputs, plain
+from lyapunov_prune.evaluation.perplexity import interval_of
+from lyapunov_prune.profiles.contraction import ContractionProfile
+from lyapunov_prune.profiles.profile import LayerProfile
+from lyapunov_prune.ranking.angular import AngularDistance
+from lyapunov_prune.ranking.ranking import Ranking
+from lyapunov_prune.results.once import once
+from lyapunov_prune.sensitivity.studies import Change
+from lyapunov_prune.sensitivity.sweep import Job
+
+COLUMNS = Path(__file__).parent / "columns"
+COUNTS = (4, 8)  # of the paper's Table 3
+LOTS = (0, 1, 2)  # the paper draws thrice
+METHODS = ("weight-only", "wanda")  # the paper's simplified Wanda, and Wanda
+CHECKED = 2, 64  # windows × tokens of the calibration text, for the bounds: thirty settings of every matrix
+
+
+def main(
+    model: Annotated[str | None, typer.Argument(help="folder, GGUF file, hub id or smollm2-135m")] = None,
+    device: Annotated[str, typer.Option(help="cpu, cuda, …; auto is the GPU if there is one")] = "auto",
+    dtype: Annotated[str | None, typer.Option(help="of the weights; the checkpoint's if not given")] = None,
+    tokens: Annotated[int, typer.Option(help="to calibrate on, and as many to evaluate on")] = 4096,
+    context: int = 1024,
+    calibration: Annotated[str, typer.Option(help="builtin, or a file")] = "builtin",
+    evaluation: Annotated[str | None, typer.Option(help="a file; the other half of --calibration if not given")] = None,
+    name: Annotated[str | None, typer.Option(help="of the column; the model's if not given")] = None,
+    summary: Annotated[bool, typer.Option("--summary", help="show the tables of all columns, measure nothing")] = False,
+) -> None:
+    if summary:
+        importlib.import_module("experiments.07_summary.run").main()
+        return
+    if model is None:
+        raise typer.BadParameter("name a model, or give --summary")
+    try:
+        given = inputs(model, calibration, tokens, context, unseen=evaluation, device=device, dtype=dtype)
+        for column in measure(given, name or Path(plain(model)).name):
+            column.save(COLUMNS / f"{column.name}.json")
+        print(column)
+    except lp.LyapunovPruneError as error:
+        typer.echo(f"error: {error}", err=True)
+        raise typer.Exit(2) from None
+
+
+def measure(given: Inputs, name: str) -> Iterator[Column]:
+    """The column of a model, and again with each part that is added to it, the cheapest first."""
+    profile = given.profile()
+    with given.sweep() as sweep:
+        dense = sweep.dense
+    low, high = interval_of(dense)
+    column = Column(
+        name=name,
+        architecture=given.loaded.structure.model_type,
+        parameters=given.loaded.model.num_parameters(),
+        layers=given.loaded.structure.num_layers,
+        width=given.loaded.structure.config.hidden_size,
+        perplexity=float(np.exp(dense.mean())),
+        low=low,
+        high=high,
+        measured_on=given.evaluation.measured_on(given.loaded.model),
+        calibrated_on=profile.measured_on,
+        contraction=contraction(profile.contraction),
+    )
+    yield column
+    yield (column := replace(column, removal=removal(given, profile, dense)))
+    yield (column := replace(column, pruning=pruning(given, profile)))
+    yield replace(column, bounds=bounds(given))
+
+
+def contraction(profile: ContractionProfile) -> Contraction:
+    growth = profile.norm_growth
+    return Contraction(
+        rho=profile.rho,
+        interval=profile.rho_interval,
+        rho_token=profile.pooled("token").rho,
+        below_floor=profile.below_floor,
+        growth=float(growth.mean()),
+        growth_cv=float(growth.std() / growth.mean()),
+        epsilon=profile.epsilon,
+        seeds=profile.seeds,
+    )
+
+
+def removal(given: Inputs, profile: LayerProfile, dense: np.ndarray) -> Removal:
+    """Every layer removed alone, and the layers that each criterion chooses removed together."""
+    layers = given.loaded.structure.num_layers
+    alone = [(layer,) for layer in range(layers)]
+    chosen = {
+        (criterion, count): plan.remove
+        for criterion, ranking in rankings(given, profile).items()
+        for count in COUNTS
+        if count < layers
+        for plan in [ranking.plan(count)]
+    }
+    with given.sweep() as sweep:
+        asked = dict.fromkeys((*alone, *chosen.values()))
+        outcomes = sweep.run(
+            [Job(Change("removal", "", remove=gone).key, min(gone), remove=gone) for gone in asked], "removal"
+        )
+    losses = {gone: outcomes[Change("removal", "", remove=gone).key].windows for gone in asked}
+    regret = np.exp([losses[gone].mean() for gone in alone]) - np.exp(dense.mean())
+    contraction, influence = profile.contraction, profile.influence
+    scores = {
+        "|rho − 1|": np.abs(contraction.rho - 1),
+        "|rho − 1|, token pooling": np.abs(contraction.pooled("token").rho - 1),
+        "bi": influence.influence,
+        "residual change": influence.change,
+        "angular": turned(given).begins(1),
+    }
+    return Removal(
+        regret=regret,
+        correlations=tuple(correlation(name, values, regret) for name, values in scores.items()),
+        sets=tuple(
+            Removed(
+                criterion,
+                count,
+                gone,
+                float(np.exp(losses[gone].mean())),
+                float(np.exp((losses[gone] - dense).mean())),
+                *interval_of(losses[gone] - dense),
+            )
+            for (criterion, count), gone in chosen.items()
+        ),
+    )
+
+
+def rankings(given: Inputs, profile: LayerProfile) -> dict[str, Ranking]:
+    contraction, influence = profile.contraction, profile.influence
+    return {
+        "rho": lp.rank_layers(contraction, criterion="rho"),
+        "rho, token pooling": lp.rank_layers(contraction.pooled("token"), criterion="rho"),
+        "bi": lp.rank_layers(None, influence, criterion="bi"),
+        "blend": lp.rank_layers(contraction, influence, criterion="blend"),
+        "angular": turned(given),
+        "from-end": lp.rank_layers(contraction, criterion="from-end"),
+        **{f"random {seed}": lp.rank_layers(contraction, criterion="random", seed=seed) for seed in LOTS},
+    }
+
+
+def turned(given: Inputs) -> AngularDistance:
+    path = given.jobs / f"angular-{given.calibration.text_hash[:16]}.json"
+    origin = given.calibration.measured_on(given.loaded.model)
+    return once(
+        path, AngularDistance, origin, {}, lambda: lp.ranking.angular_distance(given.loaded.model, given.calibration)
+    )
+
+
+def pruning(given: Inputs, profile: LayerProfile) -> Pruning:
+    """Every component in all layers at 50 %, by each method; all matrices by Wanda at rising sparsities; layer 0."""
+    measured = {
+        method: lp.measure_sensitivity(
+            given.loaded.model,
+            given.evaluation,
+            studies=("component", "sparsity", "threshold") if method == "wanda" else ("component",),
+            method=method,
+            sparsity=0.5,
+            calibration=given.calibration,
+            profile=profile,
+            folder=given.sweep_folder,
+            resume=True,
+        )
+        for method in METHODS
+    }
+    wanda = measured["wanda"]
+    uniform, first = wanda.of("sparsity"), wanda.of("threshold")
+    half = uniform.set_index("sparsity").loc[0.5]
+    return Pruning(
+        degradation=float(half.degradation),
+        low=float(half.low),
+        high=float(half.high),
+        uniform={f"{row.sparsity:g}": float(row.degradation) for row in uniform.itertuples()},
+        components={
+            method: {row.label: float(row.regret) for row in result.of("component").itertuples()}
+            for method, result in measured.items()
+        },
+        threshold=wanda.threshold,
+        first_layer={f"{row.sparsity:g}": float(row.regret) for row in first.itertuples()},
+        limit=wanda.limit,
+    )
+
+
+def bounds(given: Inputs) -> Bounds:
+    windows, context = CHECKED
+    few = replace(given.calibration, ids=given.calibration.ids[:windows, :context])
+    report = lp.bounds.check_grid(
+        given.loaded.model, few, folder=given.jobs / f"bounds-{few.text_hash[:16]}", resume=True
+    )
+    return Bounds(report.checks, len(report.violations), len(report.settings), report.measured_on)
+
+
+if __name__ == "__main__":
+    typer.run(main)

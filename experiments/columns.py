@@ -1,0 +1,155 @@
+"""One model's column of the structural paper's Tables 1 to 3: what it holds, whatever made it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import pandas as pd
+from scipy import stats
+
+from lyapunov_prune.results.result import MeasuredOn, Result
+
+
+@dataclass(frozen=True)
+class Contraction:
+    """ρ of every layer under both poolings, (L,), its 95 % interval under energy pooling, (L, 2), and norm growth K."""
+
+    rho: np.ndarray
+    interval: np.ndarray
+    rho_token: np.ndarray
+    below_floor: tuple[int, ...]
+    growth: float
+    growth_cv: float
+    epsilon: float
+    seeds: tuple[int, ...]
+
+    @property
+    def contracting(self) -> tuple[int, int]:
+        """How many of the L − 1 transitions contract, as the paper counts them."""
+        return int((self.rho[:-1] < 1).sum()), len(self.rho) - 1
+
+
+@dataclass(frozen=True)
+class Correlation:
+    """Spearman's rank correlation over layers with `score`; its 95 % interval by Fisher's z with the standard error of
+    Bonett and Wright (Psychometrika 65, 2000), `√((1 + r²/2) / (n − 3))`; `p` of Student's t."""
+
+    score: str
+    layers: int
+    spearman: float
+    low: float
+    high: float
+    p: float
+
+
+@dataclass(frozen=True)
+class Pruning:
+    """Loss of compressed models: 50 % Wanda everywhere, each component alone by two methods, layer 0 alone.
+
+    `uniform`: sparsity to perplexity over dense; `components`: method to component to regret at 50 %; `first_layer`:
+    sparsity of layer 0 alone, by Wanda, to regret; `threshold` is s*, the highest that keeps the regret below `limit`.
+    """
+
+    degradation: float
+    low: float
+    high: float
+    uniform: dict[str, float]
+    components: dict[str, dict[str, float]]
+    threshold: float | None
+    first_layer: dict[str, float]
+    limit: float
+
+    def spread(self, method: str) -> float:
+        """Largest over smallest regret of a component; NaN where one costs nothing or less."""
+        regrets = np.array(list(self.components[method].values()))
+        return float(regrets.max() / regrets.min()) if regrets.min() > 0 else float("nan")
+
+
+@dataclass(frozen=True)
+class Removed:
+    """A model without the layers `layers`: perplexity, and its ratio to dense with a 95 % interval paired by window."""
+
+    criterion: str
+    count: int
+    layers: tuple[int, ...]
+    perplexity: float
+    degradation: float
+    low: float
+    high: float
+
+
+@dataclass(frozen=True)
+class Removal:
+    """`regret` of every layer removed alone, (L,), what it goes with, and the sets of layers that criteria choose."""
+
+    regret: np.ndarray
+    correlations: tuple[Correlation, ...]
+    sets: tuple[Removed, ...]
+
+
+@dataclass(frozen=True)
+class Bounds:
+    """The bounds of Theorems 1 to 4, checked on every forward under many settings."""
+
+    checks: int
+    violations: int
+    settings: int
+    measured_on: MeasuredOn
+
+
+@dataclass(frozen=True)
+class Column(Result):
+    """What was measured of one model; a part that has not been measured (yet) is None.
+
+    Losses are of the text of `measured_on`; ρ, Block Influence and Wanda's norms of that of `calibrated_on`.
+    """
+
+    name: str
+    architecture: str
+    parameters: int
+    layers: int
+    width: int
+    perplexity: float
+    low: float
+    high: float
+    measured_on: MeasuredOn
+    calibrated_on: MeasuredOn
+    contraction: Contraction
+    removal: Removal | None = None
+    pruning: Pruning | None = None
+    bounds: Bounds | None = None
+
+    def to_frame(self) -> pd.DataFrame:
+        rows: list[tuple[str, str, float]] = [("dense", "perplexity", self.perplexity)]
+        rows.append(("largest rho", f"layer {self.contraction.rho.argmax()}", float(self.contraction.rho.max())))
+        if self.removal is not None:
+            rows += [(f"{r.count} removed", r.criterion, r.perplexity) for r in self.removal.sets]
+            rows += [("Spearman of regret", c.score, c.spearman) for c in self.removal.correlations]
+        if self.pruning is not None:
+            rows.append(("50 % Wanda", "perplexity / dense", self.pruning.degradation))
+            rows.append(("s*", "layer 0", np.nan if self.pruning.threshold is None else self.pruning.threshold))
+            rows += [
+                ("spread of components", method, self.pruning.spread(method)) for method in self.pruning.components
+            ]
+        if self.bounds is not None:
+            rows += [("bounds", "checks", self.bounds.checks), ("bounds", "violations", self.bounds.violations)]
+        return pd.DataFrame(rows, columns=["what", "of", "value"])
+
+    def headline(self) -> str:
+        contracting, transitions = self.contraction.contracting
+        return (
+            f"{self.name}: {self.layers} layers, width {self.width}, {contracting} of {transitions} transitions "
+            f"contract\n{self.measured_on.line()}\ncalibration: {self.calibrated_on.line()}"
+        )
+
+
+def correlation(score: str, values: np.ndarray, against: np.ndarray) -> Correlation:
+    """Of two series of one value a layer; NaN where one of them is constant or holds no number."""
+    n = len(values)
+    if not np.isfinite([values, against]).all() or min(np.ptp(values), np.ptp(against)) == 0 or n < 4:
+        return Correlation(score, n, *[float("nan")] * 4)
+    r, p = stats.spearmanr(values, against)
+    with np.errstate(divide="ignore"):  # a perfect order has no interval but itself
+        z, half = np.arctanh(r), stats.norm.ppf(0.975) * np.sqrt((1 + r**2 / 2) / (n - 3))
+    return Correlation(score, n, float(r), float(np.tanh(z - half)), float(np.tanh(z + half)), float(p))

@@ -1,0 +1,114 @@
+"""Log-likelihoods of texts that begin alike: their beginning runs once, and logits are formed where they are asked."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from lyapunov_prune.errors import LyapunovPruneError
+from lyapunov_prune.forward.hooks import require_finite
+from lyapunov_prune.forward.logits import CACHE_LIMIT, deviation
+from lyapunov_prune.forward.prefix import final_state
+from lyapunov_prune.forward.scoring import Scorer
+from lyapunov_prune.linalg import lift
+from lyapunov_prune.models.structure import Structure
+
+# Positions whose logits over the whole vocabulary are formed at once.
+_ROWS = 128
+
+
+class Continuations:
+    """`Σ_t log p(y_t | what stands before)` of the last tokens y of each of several texts, and whether all are likeliest.
+
+    What the texts share at their beginning runs once, and its cache is handed to all of them; logits are formed at the
+    positions that are scored and at no other. Whether the model gives through its cache what it gives without is tried on
+    the first texts that share anything, and where it does not, every text runs whole. `possible` says whether the
+    logits are a function of the final state at all; where not, ask the model.
+    """
+
+    def __init__(self, model: PreTrainedModel, structure: Structure, ids: torch.Tensor) -> None:
+        """`ids`: one window or more of token ids, that the head is tried on."""
+        self.structure = structure
+        self.scorer = Scorer(model, structure, ids)
+        self.possible = self.scorer.enters
+        self.device = model.device
+        self.limit = CACHE_LIMIT[model.dtype]
+        self.cached: bool | None = None  # None: not tried yet
+
+    def __call__(self, texts: Sequence[Sequence[int]], scored: Sequence[int]) -> list[tuple[float, bool]]:
+        """For each text of token ids and the number of its last tokens that count: in nats, float64.
+
+        Raises NonFiniteError naming the layer, or LyapunovPruneError, when the model gives no finite numbers.
+        """
+        wanted = [torch.tensor(text[-count:]) for text, count in zip(texts, scored, strict=True)]
+        states = torch.cat(self._states(texts, scored))
+        parts = [
+            self._answers(rows, tokens)
+            for rows, tokens in zip(states.split(_ROWS), torch.cat(wanted).split(_ROWS), strict=True)
+        ]
+        log_p, likeliest = (torch.cat(columns).split(list(scored)) for columns in zip(*parts, strict=True))
+        sums = [float(each.sum()) for each in log_p]
+        if not torch.tensor(sums).isfinite().all():
+            for text in texts:
+                require_finite(self.structure, torch.tensor([list(text)]), "an item")
+            raise LyapunovPruneError("logits are not finite; load the model in a wider dtype")
+        return [(total, bool(each.all())) for total, each in zip(sums, likeliest, strict=True)]
+
+    def _answers(self, rows: torch.Tensor, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        z = self.scorer.logits(rows).float()
+        tokens = tokens.to(z.device)
+        own = z.gather(-1, tokens.unsqueeze(-1)).squeeze(-1)
+        return lift(own - z.logsumexp(-1)).cpu(), (z.argmax(-1) == tokens).cpu()
+
+    def _states(self, texts: Sequence[Sequence[int]], scored: Sequence[int]) -> list[torch.Tensor]:
+        """Of each text the final states (scored × width) that its last tokens are predicted from."""
+        shared = min(
+            _alike(texts), *(len(text) - count - 1 for text, count in zip(texts, scored, strict=True))
+        )  # the first scored token is predicted from what is no more shared
+        if len(texts) == 1 or shared < 1 or self.cached is False:
+            return self._picked(self._whole(texts), texts, scored, 0)
+        if self.cached is None:
+            whole = self._picked(self._whole(texts), texts, scored, 0)
+            try:
+                again = self._picked(self._continued(texts, shared), texts, scored, shared)
+            except Exception:  # a decoder that keeps no such cache fails in its own way
+                self.cached = False
+            else:
+                self.cached = deviation(torch.cat(again), torch.cat(whole)) <= self.limit
+            return whole
+        return self._picked(self._continued(texts, shared), texts, scored, shared)
+
+    def _whole(self, texts: Sequence[Sequence[int]]) -> torch.Tensor:
+        return final_state(self.structure, _padded(texts).to(self.device))
+
+    def _continued(self, texts: Sequence[Sequence[int]], shared: int) -> torch.Tensor:
+        """States behind the first `shared` tokens of all texts, which run once."""
+        backbone: Any = self.structure.backbone
+        beginning = torch.tensor([list(texts[0][:shared])], device=self.device)
+        cache = backbone(input_ids=beginning, use_cache=True).past_key_values
+        cache.batch_repeat_interleave(len(texts))
+        ids = _padded([text[shared:] for text in texts]).to(self.device)
+        # Without positions some forwards count from zero again.
+        positions = torch.arange(shared, shared + ids.shape[1], device=self.device).expand_as(ids)
+        return backbone(input_ids=ids, position_ids=positions, past_key_values=cache, use_cache=True)[0]
+
+    def _picked(
+        self, states: torch.Tensor, texts: Sequence[Sequence[int]], scored: Sequence[int], before: int
+    ) -> list[torch.Tensor]:
+        ends = [len(text) - before - 1 for text in texts]
+        return [row[end - count : end] for row, end, count in zip(states, ends, scored, strict=True)]
+
+
+def _padded(texts: Sequence[Sequence[int]]) -> torch.Tensor:
+    """Texts × tokens, each one's last token repeated to the end. No position looks at a later one."""
+    width = max(map(len, texts))
+    return torch.tensor([[*text, *[text[-1]] * (width - len(text))] for text in texts], dtype=torch.int64)
+
+
+def _alike(texts: Sequence[Sequence[int]]) -> int:
+    """The number of tokens at the start that all texts have in common."""
+    columns = enumerate(zip(*texts, strict=False))
+    return next((place for place, column in columns if len(set(column)) > 1), min(map(len, texts)))

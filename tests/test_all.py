@@ -1,0 +1,164 @@
+"""One command a model: the column against an independent float64 reference, resumed, partial, and in the tables."""
+
+from __future__ import annotations
+
+import importlib
+import json
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import typer
+from helpers import make_tiny, make_tokenizer
+from scipy import stats
+from scipy.special import log_softmax
+from transformers import PreTrainedModel
+from typer.testing import CliRunner
+
+import lyapunov_prune as lp
+from experiments import all as experiment
+from experiments.columns import Column, correlation
+from experiments.common import inputs
+
+summary = importlib.import_module("experiments.07_summary.run")
+LAYERS = 5
+GRID: dict[str, Any] = {"sparsities": (0.5,), "ranks": (None, 8), "cache_radii": (0.0,)}  # of thirty settings
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint of a tiny model, in a folder that nothing of this machine's should be told of."""
+    folder = tmp_path_factory.mktemp("private") / "tiny"
+    make_tiny("llama", num_hidden_layers=LAYERS, vocab_size=260).save_pretrained(folder)
+    make_tokenizer().save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def texts(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
+    folder = tmp_path_factory.mktemp("texts")
+    for name, seed in (("valid.txt", 1), ("test.txt", 2)):
+        drawn = np.random.default_rng(seed).integers(97, 123, 2000)
+        (folder / name).write_text("".join(map(chr, drawn)), encoding="utf-8")
+    return str(folder / "valid.txt"), str(folder / "test.txt")
+
+
+@pytest.fixture(scope="module")
+def column(folder: Path, texts: tuple[str, str], tmp_path_factory: pytest.TempPathFactory) -> Column:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(tmp_path_factory.mktemp("work"))
+        patch.setattr(lp.bounds, "check_grid", partial(lp.bounds.check_grid, **GRID))
+        given = inputs(str(folder), texts[0], 64, 32, unseen=texts[1], device="cpu")
+        made = list(experiment.measure(given, "tiny"))
+        assert [c.removal is None for c in made] == [True, False, False, False]
+        with pytest.MonkeyPatch.context() as forbid:  # all is kept: nothing is measured again
+            for module, name in (
+                ("lyapunov_prune.sensitivity.sweep", "Sweep._measure"),
+                ("lyapunov_prune.bounds.check", "_outcome"),
+                ("lyapunov_prune.profiles.profile", "profile_layers"),
+            ):
+                forbid.setattr(f"{module}.{name}", lambda *_, **__: pytest.fail("measured again"))
+            again = inputs(str(folder), texts[0], 64, 32, unseen=texts[1], device="cpu")
+            assert json.dumps(list(experiment.measure(again, "tiny"))[-1].to_json()) == json.dumps(made[-1].to_json())
+    return made[-1]
+
+
+def reference(model: PreTrainedModel, ids: torch.Tensor) -> np.ndarray:
+    """The loss of every window in nats, in float64."""
+    with torch.no_grad():
+        log_p = log_softmax(model.double()(ids).logits[:, :-1].numpy(), axis=-1)
+    return -np.take_along_axis(log_p, ids[:, 1:, None].numpy(), axis=-1)[..., 0].mean(-1)
+
+
+def test_every_removal_is_that_of_a_model_without_the_layers(
+    column: Column, folder: Path, texts: tuple[str, str]
+) -> None:
+    loaded = lp.load(folder)
+    ids = lp.load_text(texts[1], loaded.tokenizer, tokens=64, context=32, split="all").ids
+    dense = reference(lp.load(folder).model, ids)
+    np.testing.assert_allclose(column.perplexity, np.exp(dense.mean()), rtol=1e-4)
+    assert column.removal is not None
+    for layer, regret in enumerate(column.removal.regret):
+        losses = reference(lp.remove_layers(loaded.model, lp.PruningPlan.given(loaded.model, [layer])), ids)
+        np.testing.assert_allclose(regret, np.exp(losses.mean()) - np.exp(dense.mean()), rtol=1e-2, atol=1e-2)
+    assert {(r.criterion, r.count) for r in column.removal.sets} >= {("blend", 4), ("angular", 4), ("random 2", 4)}
+    for chosen in column.removal.sets:
+        assert len(chosen.layers) == chosen.count < LAYERS
+        losses = reference(lp.remove_layers(loaded.model, lp.PruningPlan.given(loaded.model, chosen.layers)), ids)
+        np.testing.assert_allclose(chosen.perplexity, np.exp(losses.mean()), rtol=1e-4)
+        np.testing.assert_allclose(chosen.degradation, np.exp(losses.mean() - dense.mean()), rtol=1e-4)
+
+
+def test_a_column_says_what_it_was_measured_on_and_nothing_of_the_machine(column: Column, tmp_path: Path) -> None:
+    text = column.save(tmp_path / "tiny.json").read_text(encoding="utf-8")
+    assert column.measured_on.text == "test.txt"
+    assert column.calibrated_on.text == "valid.txt"
+    assert column.measured_on.model.name == "tiny"
+    assert "private" not in text
+    loaded = Column.load(tmp_path / "tiny.json")
+    assert loaded.removal is not None
+    assert column.removal is not None
+    assert loaded.removal.sets == column.removal.sets
+    assert column.bounds is not None
+    assert (column.bounds.checks, column.bounds.violations) == (2 * 7 * LAYERS, 0)
+
+
+def test_s_star_is_the_highest_sparsity_with_little_regret(column: Column) -> None:
+    assert column.pruning is not None
+    low = [float(s) for s, regret in column.pruning.first_layer.items() if regret < column.pruning.limit]
+    assert column.pruning.threshold == max(low, default=None)
+    assert set(column.pruning.components) == {"weight-only", "wanda"}
+
+
+def test_the_spread_is_a_quotient_or_nothing(column: Column) -> None:
+    assert column.pruning is not None
+    regrets = {"wanda": {"q": 2.0, "k": 0.5}, "weight-only": {"q": 2.0, "k": -0.5}}
+    pruning = replace(column.pruning, components=regrets)
+    assert pruning.spread("wanda") == 4
+    assert np.isnan(pruning.spread("weight-only"))
+
+
+def test_correlation_is_scipys_with_an_interval_around_it() -> None:
+    x, y = np.random.default_rng(0).normal(size=(2, 20))
+    found = correlation("x", x, x + y)
+    assert (found.spearman, found.p) == tuple(stats.spearmanr(x, x + y))
+    assert found.low < found.spearman < found.high
+    assert np.isnan(correlation("constant", np.ones(20), y).spearman)
+
+
+def test_the_tables_hold_a_column_whole_or_in_part(
+    column: Column, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(summary, "COLUMNS", tmp_path)
+    assert "| 26.53 |" in summary.written()["table-1"]
+    replace(column, pruning=None, bounds=None, removal=None).save(tmp_path / "tiny.json")
+    assert f"| perplexity | {column.perplexity:.4g} | 26.53" in summary.written()["table-1"]
+    assert "| s* | — | 0.5 |" in summary.written()["table-1"]
+    column.save(tmp_path / "tiny.json")
+    tables = summary.written()
+    assert f"({column.contraction.rho.argmax()}) | 0.96 | 2.05 |" in tables["table-1"]
+    assert "| **tiny** | random |" in tables["table-3"]
+    assert tables["regret"].count("**tiny**") == 5
+
+
+def test_few_models_give_no_correlation_and_say_so(column: Column) -> None:
+    assert summary.spearman([(1.0, 2.0), (2.0, 3.0)]) == (2, "not computed below 5 models", "", "")
+    n, value, without, _ = summary.spearman([(1, 1), (2, 2), (3, 3), (4, 4), (5, 0)])
+    assert (n, value, without) == (5, "+0.00", "-0.20 to +1.00")
+    assert "| ours | 2 | not computed" in summary.across([column, column])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [(["tiny-that-is-not", "--offline-path"], "No such option"), ([], "name a model"), (["./nowhere"], "no model at")],
+)
+def test_bad_input_is_one_line(arguments: list[str], message: str) -> None:
+    app = typer.Typer()
+    app.command()(experiment.main)
+    done: Any = CliRunner().invoke(app, arguments)
+    assert done.exit_code == 2
+    assert message in done.output
