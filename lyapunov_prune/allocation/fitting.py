@@ -26,7 +26,7 @@ def fit(
 
     `Σ size · clip(c · target, low, high) = budget · Σ size`. The left side is piecewise linear in c, so c comes
     from one segment between two breakpoints, without iteration. `target` (M,) ≥ 0; `sizes` (M,) > 0; bounds are
-    numbers or (M,). The order of targets that share their bounds is kept. Targets that meet the budget stay as they are.
+    numbers or (M,). The order of targets that share their bounds is kept. Targets that meet the budget stay.
 
     Raises LyapunovPruneError with the attainable range when no c meets the budget, and for targets that are
     negative, not finite or too far apart for float64.
@@ -97,9 +97,11 @@ def _solve(amount: Callable[[float], np.ndarray], points: np.ndarray, sizes: np.
             f"no allocation of this schedule has the mean {budget:.6g}: it reaches {least:.6g} to {most:.6g}; "
             "change the budget or the bounds"
         )
+    if budget - least < 1 / SPAN:  # the amounts would lose their digits
+        return amount(points[0])
     i = bisect_left(points, budget, key=mean)
-    if i in (0, len(points)):
-        return amount(points[min(i, len(points) - 1)])
+    if i == len(points):
+        return amount(points[-1])
     a, b = points[i - 1], points[i]
     before = mean(a)
     return amount(a + (b - a) * ((budget - before) / (mean(b) - before)))

@@ -123,6 +123,11 @@ def test_a_case_by_hand() -> None:
     np.testing.assert_allclose(shift(np.array([0, 0.1]), np.array([3, 1]), 0.3), [0.275, 0.375])
 
 
+def test_a_budget_without_digits_is_none() -> None:
+    assert fit(np.array([514942.0, 0.0625]), np.ones(2), 1e-309).tolist() == [0, 0]
+    assert fit(np.array([1.0, 3.0]), np.ones(2), 1e-280).tolist() == pytest.approx([5e-281, 1.5e-280])
+
+
 def test_targets_up_to_the_span_are_fitted_and_beyond_it_refused() -> None:
     target, sizes = np.array([1e-150, 1e-280, 1.0]) * 1e20, np.array([5, 7, 1])
     np.testing.assert_allclose(fit(target, sizes, 12 / 13), [1, 6 / 7, 1])
