@@ -77,9 +77,28 @@ def test_the_budget_is_met_within_the_bounds_in_the_order_of_the_targets(
     if free.sum() > 1:  # one factor, or one step, for all
         moved = found[free] / target[free] if function is fit else found[free] - target[free]
         np.testing.assert_allclose(moved, moved[0], rtol=1e-9, atol=1e-9 * (function is shift))
-    # A budget is known to a rounding unit, and of a matrix that is a small part of all that is many.
-    rounding = 8 * np.finfo(np.float64).eps * sizes.sum() / sizes
-    assert (np.abs(function(found, sizes, budget, low, high) - found) <= 1e-12 + rounding).all()
+    np.testing.assert_allclose(function(found, sizes, budget, low, high), found, atol=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("function", "target", "sizes", "low", "high"),
+    [
+        (fit, [0.34, 102876.0, 163163.0], [944144023, 1, 32], [0.5, 0, 0], [0.5, 1, 0]),
+        (shift, [0.25, 1.0], [944144023, 1], [0.5, 0.0], [0.5, 1.0]),
+    ],
+    ids=["fit", "shift"],
+)
+def test_a_small_matrix_beside_a_large_one_at_its_bound_stays_when_fitted_again(
+    function: Callable[..., np.ndarray], target: list[float], sizes: list[int], low: list[float], high: list[float]
+) -> None:
+    """A rounding unit of the mean is 10⁻⁷ of its amount."""
+    n, a, b = np.array(sizes), np.array(low), np.array(high)
+    least, most = attainable(function, (np.array(target), n, a, b))
+    for place in np.linspace(0, 1, 101):
+        budget = least + place * (most - least)
+        found = function(np.array(target), n, budget, a, b)
+        assert abs(mean(found, n) - budget) <= 1e-12
+        np.testing.assert_allclose(function(found, n, budget, a, b), found, atol=1e-12)
 
 
 @BOTH
@@ -102,6 +121,11 @@ def test_a_case_by_hand() -> None:
     np.testing.assert_allclose(fit(np.array([1, 2, 4]), sizes, 0.5, high=0.75), [0.25, 0.5, 0.75])
     np.testing.assert_allclose(shift(np.array([0, 1, -1]), sizes, 0.5), [0.5, 1, 0])
     np.testing.assert_allclose(shift(np.array([0, 0.1]), np.array([3, 1]), 0.3), [0.275, 0.375])
+
+
+def test_a_budget_without_digits_is_none() -> None:
+    assert fit(np.array([514942.0, 0.0625]), np.ones(2), 1e-309).tolist() == [0, 0]
+    assert fit(np.array([1.0, 3.0]), np.ones(2), 1e-280).tolist() == pytest.approx([5e-281, 1.5e-280])
 
 
 def test_targets_up_to_the_span_are_fitted_and_beyond_it_refused() -> None:
