@@ -27,14 +27,14 @@ class Inputs:
         path = self.jobs / f"profile-{self.calibration.text_hash[:16]}.json"
         return kept_profile(path, self.loaded.model, self.calibration)
 
-    def sensitivity(self, studies: Sequence[str]) -> lp.sensitivity.Sensitivity:
+    def sensitivity(self, studies: Sequence[str], rank: int = RANK) -> lp.sensitivity.Sensitivity:
         """The studies at the paper's setting. Whatever another experiment has measured is not measured again."""
         return lp.measure_sensitivity(
             self.loaded.model,
             self.evaluation,
             studies=studies,
             sparsity=SPARSITY,
-            rank=RANK,
+            rank=rank,
             calibration=self.calibration,
             profile=self.profile(),
             folder=self.jobs / f"sensitivity-{self.evaluation.text_hash[:16]}",
