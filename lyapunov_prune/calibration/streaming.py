@@ -35,7 +35,8 @@ def stream(
 
     `needs` is `norms`, `gram` (`Σ_t x_t x_tᵀ`, n × n, float64, one for matrices that share their input), or
     `sensitivity`: also `Σ_t g_t g_tᵀ`, `g_t` the gradient at the matrix's output of `⟨v, layer output⟩` with
-    `v ~ N(0, I)` drawn from seed 0, for the layer as it was before `change` (`Statistics`).
+    `v ~ N(0, I)`, for the layer as it was before `change` (`Statistics`). The seed is the layer's index, so that what
+    a layer gathers does not depend on which others were asked for.
     Memory: the hidden states of the batch, twice at most, and the statistics of one layer.
 
     Raises LyapunovPruneError for experts that a family fuses, whose inputs cannot be seen, for a matrix that no
@@ -45,7 +46,6 @@ def stream(
     reading = read(model, batch)
     windows, prefix = reading.windows(batch_size), reading.prefix
     states, at = [torch.empty(0)] * len(windows), 0
-    generator = torch.Generator().manual_seed(0)
     for layer in track(range(reading.structure.num_layers), "calibration"):
         here = [p for p in projections if p.layer == layer]
         if not here:
@@ -55,6 +55,7 @@ def stream(
             with torch.no_grad():
                 states = [prefix.advance(ids, at, h, entry) for ids, h in zip(windows, states, strict=True)]
             at = entry
+        generator = torch.Generator().manual_seed(layer)
         gathering = Gathering(model, here, needs)
         with gathering.watching():
             for ids, hidden in zip(windows, states, strict=True):

@@ -16,7 +16,7 @@ Pooling = Literal["energy", "token"]
 Split = Literal["evaluation", "all", "calibration"]
 Study = Literal[
     "matrix", "group", "layer", "component", "forward", "backward", "sparsity", "rank", "layer0", "cliff", "greedy",
-    "threshold", "removal",
+    "greedy-rescored", "threshold", "removal",
 ]  # fmt: skip
-StudyMethod = Literal["magnitude", "weight-only", "wanda"]
+StudyMethod = Literal["magnitude", "weight-only", "wanda", "sparsegpt", "svd", "whitened-svd", "balanced"]
 What = Literal["layers", "attention", "mlp"]

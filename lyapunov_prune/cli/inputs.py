@@ -97,10 +97,11 @@ def require_budget_alone(what: str, otherwise: bool) -> None:
 
 
 def require_studies(study: str) -> tuple[str, ...]:
-    """The names in a list such as `group,layer`; `all` stands for every one."""
+    """The names in a list such as `group,layer`; `all` stands for every one that is not too dear."""
     from lyapunov_prune.sensitivity.table import STUDIES
 
-    names = tuple(STUDIES) if study == "all" else tuple(name.strip() for name in study.split(","))
+    every = tuple(name for name, known in STUDIES.items() if known.in_all)
+    names = every if study == "all" else tuple(name.strip() for name in study.split(","))
     unknown = [name for name in names if name not in STUDIES]
     if unknown:
         raise LyapunovPruneError(f"unknown study {unknown[0]!r}; give all, or some of {', '.join(STUDIES)}")

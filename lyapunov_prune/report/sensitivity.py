@@ -34,7 +34,7 @@ def sensitivity_figures(s: Sensitivity) -> dict[str, str]:
         drawn["sensitivity-levels"] = levels_figure(s)
     if "cliff" in have:
         drawn["sensitivity-cliff"] = cliff_figure(s)
-    if "greedy" in have:
+    if have & {"greedy", "greedy-rescored"}:
         drawn["sensitivity-greedy"] = greedy_figure(s)
     if len(s.correlations()):
         drawn["sensitivity-predictors"] = predictors_figure(s)
@@ -118,7 +118,7 @@ def levels_figure(s: Sensitivity) -> str:
     """Perplexity over sparsity (all layers, or the first alone) and over the rank kept in all layers."""
     by_sparsity = (
         ("sparsity", f"all layers, {s.compression.method}", COLOURS["rho"], "o"),
-        ("layer0", f"layer 0, {s.compression.method}, rank {s.compression.rank or 'full'}", COLOURS["bi"], "s"),
+        ("layer0", f"layer 0, {s.compression.method}{_truncated(s)}", COLOURS["bi"], "s"),
         ("threshold", "layer 0, wanda", COLOURS["blend"], "^"),
     )
     by_rank = (("rank", "all layers, sparsity 0", COLOURS["rho"], "o"),)
@@ -148,15 +148,20 @@ def cliff_figure(s: Sensitivity) -> str:
         axes.plot(
             rows.layer, rows.degradation, marker="o", markersize=3.5, color=colour, label=f"sparsity {sparsity:g}"
         )
-    axes.set_title(f"{frame.component.iloc[0]}, rank {s.compression.rank or 'full'}", fontsize=9)
+    axes.set_title(f"{frame.component.iloc[0]}{_truncated(s)}", fontsize=9)
     return _over_depth(s, axes, figure)
 
 
 def greedy_figure(s: Sensitivity) -> str:
-    """Perplexity over the share of multiplications saved, group after group in the order of their regret."""
+    """Perplexity over the share of multiplications saved, group after group."""
     figure, axes = one_panel(6.5, 3.6)
-    rows = s.of("greedy")
-    _with_intervals(axes, rows.assign(percent=100 * rows.saved), "percent", "", COLOURS["rho"], "o")
+    for study, label, colour, marker in (
+        ("greedy", "in the order of their own regret", COLOURS["rho"], "o"),
+        ("greedy-rescored", "scored again after each", COLOURS["bi"], "s"),
+    ):
+        rows = s.of(study)
+        _with_intervals(axes, rows.assign(percent=100 * rows.saved), "percent", label, colour, marker)
+    axes.legend(frameon=False, fontsize=8)
     axes.axhline(1, color=GREY, linewidth=0.8)
     log_axis(axes)
     axes.set_xlabel("multiplications of the layers' matrices saved, %")
@@ -195,6 +200,11 @@ def _grid(width: float, height: float, count: int, columns: int) -> tuple[Figure
     for axes in grid:
         axes.spines[["top", "right"]].set_visible(False)
     return figure, grid
+
+
+def _truncated(s: Sensitivity) -> str:
+    """To which rank, beside a sparsity; a method of low rank has one of its own."""
+    return "" if s.compression.low_rank else f", rank {s.compression.rank or 'full'}"
 
 
 def _loss_increase(s: Sensitivity, study: str) -> list[float]:

@@ -23,7 +23,7 @@ from lyapunov_prune.profiles.profile import LayerProfile
 from lyapunov_prune.results.result import MeasuredOn, Result
 from lyapunov_prune.sensitivity.studies import Change, Compression, Compressor, changes
 from lyapunov_prune.sensitivity.sweep import Outcome, Sweep
-from lyapunov_prune.sensitivity.table import STUDIES
+from lyapunov_prune.sensitivity.table import STUDIES, STUDY_METHODS
 
 DEFAULT_STUDIES = ("group", "layer", "removal")
 
@@ -179,9 +179,10 @@ def measure_sensitivity(
     """Change one thing after another and measure what it does to the loss on `batch`.
 
     `studies` are those of `table.STUDIES`, which says what each changes. All but `removal` use `method`, `sparsity`
-    and `rank` where they say nothing else.
+    and `rank` where they say nothing else; a method of low rank keeps `rank`, or what `sparsity` leaves if there is
+    none. Each is applied to the dense model, by what enters its matrices there.
 
-    `calibration` is the text that Wanda weighs inputs by, `profile` what the regret is compared with; neither may
+    `calibration` is the text that methods see inputs on, `profile` what the regret is compared with; neither may
     share text with `batch`. Jobs are kept in `folder` (see `Store`), and with `resume` none is done twice. Structural
     sensitivity, §5 and §6.1.
 
@@ -203,18 +204,26 @@ def measure_sensitivity(
     if profile is not None and not profile.measured_on.model.same_as(identify(model)):
         raise LyapunovPruneError("the profile was measured on another model; measure this one")
     compressor = Compressor(model, calibration)
-    if calibration is None and ("threshold" in studies or method == "wanda"):
-        raise LyapunovPruneError("wanda needs calibration text; give some, or leave out the study threshold")
+    needing = method if STUDY_METHODS[method].needs != "nothing" else "wanda" if "threshold" in studies else None
+    if calibration is None and needing:
+        raise LyapunovPruneError(f"{needing} needs calibration text; give some, or leave out the study threshold")
     also = {"calibration": None if calibration is None else calibration.batch.text_hash}
-    losses: dict[str, float] = {}
+    outcomes: dict[str, Outcome] = {}
     pairs: list[tuple[Change, Outcome]] = []
     with Sweep(model, reading, folder=folder, resume=resume, batch_size=batch_size, also=also) as sweep:
+
+        def measured(asked: Sequence[Change], study: str) -> dict[str, float]:
+            outcomes.update(sweep.run(compressor.jobs(asked), study))
+            return {key: float(o.windows.mean()) for key, o in outcomes.items()}
+
+        losses: dict[str, float] = {}
         for study in sorted(dict.fromkeys(studies), key=list(STUDIES).index):
-            if STUDIES[study].after_groups and not losses:
-                groups = compressor.jobs(changes("group", compressor.projections, base, {}))
-                losses = {key: float(o.windows.mean()) for key, o in sweep.run(groups, "group").items()}
+            if STUDIES[study].after_groups:
+                losses = measured(changes("group", compressor.projections, base, {}), "group")
             asked = changes(study, compressor.projections, base, losses)
-            outcomes = sweep.run(compressor.jobs(asked), study)
+            while any(change.key not in outcomes for change in asked):
+                losses = measured(asked, study)
+                asked = changes(study, compressor.projections, base, losses)
             pairs += [(change, outcomes[change.key]) for change in asked]
         dense = sweep.dense
     shapes = {p: p.weight(model).shape for p in compressor.projections}

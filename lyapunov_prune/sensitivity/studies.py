@@ -12,7 +12,8 @@ from transformers import PreTrainedModel
 
 from lyapunov_prune.calibration.norms import input_norms
 from lyapunov_prune.calibration.statistics import Statistics
-from lyapunov_prune.compression.methods import compressed
+from lyapunov_prune.calibration.streaming import stream
+from lyapunov_prune.compression.methods import compressed, rank_for
 from lyapunov_prune.compression.svd import basis, truncate
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.forward.reading import Readable
@@ -30,11 +31,31 @@ ROUNDS = 36
 
 @dataclass(frozen=True)
 class Compression:
-    """A share `sparsity` of the entries removed by `method`; what is left truncated to `rank`, if one is given."""
+    """A share `sparsity` of the entries removed by `method`; what is left truncated to `rank`, if one is given.
+
+    A method of low rank keeps `rank`, or where none is given as much as leaves `1 − sparsity` of the parameters
+    (`rank_for`): a rank takes the place of the sparsity, which is 0 then.
+    """
 
     method: str
     sparsity: float
     rank: int | None
+
+    def __post_init__(self) -> None:
+        if self.low_rank and self.rank is not None:
+            object.__setattr__(self, "sparsity", 0.0)
+
+    @property
+    def low_rank(self) -> bool:
+        return self.method in STUDY_METHODS and STUDY_METHODS[self.method].amount == "rank"
+
+    def at(self, sparsity: float) -> Compression:
+        """The same at another sparsity, from which a low rank then follows."""
+        return Compression(self.method, sparsity, None if self.low_rank else self.rank)
+
+    def rank_of(self, shape: Sequence[int]) -> int:
+        """What a method of low rank keeps of a matrix; raises LyapunovPruneError where no rank is that small."""
+        return min(rank_for(shape, self.sparsity) if self.rank is None else self.rank, *shape)
 
     def require(self) -> None:
         """Raise LyapunovPruneError for an unknown method or an impossible share or rank."""
@@ -44,11 +65,15 @@ class Compression:
             raise LyapunovPruneError(f"{self}: give a sparsity of 0 to 1 and a rank of 1 or more")
 
     def __str__(self) -> str:
+        if self.low_rank:
+            return f"{self.method}, " + (f"sparsity {self.sparsity:g}" if self.rank is None else f"rank {self.rank}")
         return f"{self.method}, sparsity {self.sparsity:g}, rank {self.rank or 'full'}"
 
     def kept(self, shape: Sequence[int]) -> float:
         """Multiplications for one input, of the `m n` of a whole matrix: entries kept, or two factors if fewer."""
         m, n = shape[-2:]
+        if self.low_rank:
+            return min(m * n, self.rank_of((m, n)) * (m + n))
         entries = (1 - self.sparsity) * m * n
         return entries if self.rank is None else min(entries, self.rank * (m + n))
 
@@ -103,9 +128,7 @@ class Compressor:
         if setting != self._setting:
             self._setting, self._made = setting, {}
         wanted = tuple(matrices)
-        for p in wanted:
-            if p not in self._made:
-                self._made[p] = self._compress(setting, p)
+        self._make(setting, [p for p in wanted if p not in self._made])
         return {p: self._made[p] for p in wanted}
 
     def jobs(self, changes: Iterable[Change]) -> list[Job]:
@@ -115,22 +138,43 @@ class Compressor:
     def _job(self, change: Change) -> Job:
         if change.compression is None:
             return Job(change.key, min(change.remove), remove=change.remove)
+        if change.compression.low_rank:  # a rank that is none is refused before the study is measured
+            for p in change.matrices:
+                change.compression.rank_of(p.weight(self.model).shape)
         weights: Callable[[], Mapping[Projection, torch.Tensor]] = partial(self, change.compression, change.matrices)
         return Job(change.key, min(p.layer for p in change.matrices), weights=weights)
 
-    def _compress(self, setting: Compression, p: Projection) -> torch.Tensor:
-        W = p.weight(self.model)
+    def _make(self, setting: Compression, missing: Sequence[Projection]) -> None:
+        """Those of the dense model, each by what enters it there: Gram matrices are of one layer at a time."""
         needs = STUDY_METHODS[setting.method].needs
-        statistics = None if needs == "nothing" else Statistics(self._input_norms()[p.name])
+
+        def keep(here: Sequence[Projection], statistics: Mapping[str, Statistics]) -> None:
+            self._made.update({p: self._compress(setting, p, statistics.get(p.name)) for p in here})
+
+        if needs == "nothing" or not missing:
+            keep(missing, {})
+        elif needs == "norms":
+            norms = self._input_norms(setting.method)
+            keep(missing, {p.name: Statistics(norms[p.name]) for p in missing})
+        else:
+            stream(self.model, self._text(setting.method), missing, needs, keep)
+
+    def _compress(self, setting: Compression, p: Projection, statistics: Statistics | None) -> torch.Tensor:
+        W = p.weight(self.model)
+        if setting.low_rank:
+            return compressed(setting.method, W, statistics, setting.rank_of(W.shape))
         S = compressed(setting.method, W, statistics, setting.sparsity)
         return S if setting.rank is None or setting.rank >= min(S.shape) else truncate(S, setting.rank, basis(S))
 
-    def _input_norms(self) -> dict[str, torch.Tensor]:
+    def _input_norms(self, method: str) -> dict[str, torch.Tensor]:
         if self._norms is None:
-            if self.calibration is None:
-                raise LyapunovPruneError("wanda needs calibration text; give some, or method magnitude")
-            self._norms = input_norms(self.model, self.calibration, self.projections)
+            self._norms = input_norms(self.model, self._text(method), self.projections)
         return self._norms
+
+    def _text(self, method: str) -> Readable:
+        if self.calibration is None:
+            raise LyapunovPruneError(f"{method} needs calibration text; give some, or method magnitude")
+        return self.calibration
 
 
 def changes(
@@ -138,7 +182,8 @@ def changes(
 ) -> list[Change]:
     """The experiments of a study (structural sensitivity, §5 and §6.1) under the setting `base`.
 
-    `losses` with every group compressed alone, by its key, for the studies that go by it (`after_groups`).
+    `losses` of what is measured, by its key: for the studies that go by it (`after_groups`) of every group compressed
+    alone. A study that goes by its own losses gives what it needs to know next, until all that it gives is known.
     Raises LyapunovPruneError for an unknown study.
     """
     if study not in STUDIES:
@@ -190,10 +235,7 @@ def _rank(ps: tuple[Projection, ...], base: Compression, losses: Mapping[str, fl
 
 def _layer0(ps: tuple[Projection, ...], base: Compression, losses: Mapping[str, float]) -> list[Change]:
     first = _by_layer(ps)[min(_by_layer(ps))]
-    return [
-        Change("layer0", f"sparsity {s:g}", first, Compression(base.method, s, base.rank))
-        for s in FIRST_LAYER_SPARSITIES
-    ]
+    return [Change("layer0", f"sparsity {s:g}", first, base.at(s)) for s in FIRST_LAYER_SPARSITIES]
 
 
 def _threshold(ps: tuple[Projection, ...], base: Compression, losses: Mapping[str, float]) -> list[Change]:
@@ -206,7 +248,7 @@ def _cliff(ps: tuple[Projection, ...], base: Compression, losses: Mapping[str, f
     alone = _group(ps, base, losses)
     worst = max(alone, key=lambda group: badness(losses[group.key])).component
     return [
-        Change("cliff", f"{group.label}, sparsity {s:g}", group.matrices, Compression(base.method, s, base.rank))
+        Change("cliff", f"{group.label}, sparsity {s:g}", group.matrices, base.at(s))
         for s in CLIFF_SPARSITIES
         for group in alone
         if group.component == worst
@@ -220,6 +262,25 @@ def _greedy(ps: tuple[Projection, ...], base: Compression, losses: Mapping[str, 
         Change("greedy", f"+ {order[k].label}", tuple(p for group in order[: k + 1] for p in group.matrices), base)
         for k in range(min(ROUNDS, len(order)))
     ]
+
+
+def _greedy_rescored(ps: tuple[Projection, ...], base: Compression, losses: Mapping[str, float]) -> list[Change]:
+    """In each round the group goes that leaves the least loss together with those before it.
+
+    The rounds that `losses` decides, and then what has to be measured to decide the next: about
+    `rounds × groups` changes in all.
+    """
+    left, rounds = _group(ps, base, losses), list[Change]()
+    taken: tuple[Projection, ...] = ()
+    while left and len(rounds) < ROUNDS:
+        tried = [Change("greedy-rescored", f"+ {g.label}", (*taken, *g.matrices), base) for g in left]
+        if not all(change.key in losses for change in tried):
+            return rounds + tried
+        best = min(range(len(left)), key=lambda i: badness(losses[tried[i].key]))
+        taken = tried[best].matrices
+        rounds.append(tried[best])
+        del left[best]
+    return rounds
 
 
 def _removal(ps: tuple[Projection, ...], base: Compression, losses: Mapping[str, float]) -> list[Change]:
@@ -242,6 +303,7 @@ _FUNCTIONS: dict[str, Callable[[tuple[Projection, ...], Compression, Mapping[str
     "layer0": _layer0,
     "cliff": _cliff,
     "greedy": _greedy,
+    "greedy-rescored": _greedy_rescored,
     "threshold": _threshold,
     "removal": _removal,
 }

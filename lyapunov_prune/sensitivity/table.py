@@ -6,19 +6,20 @@ from typing import NamedTuple
 
 from lyapunov_prune.compression.table import METHODS
 
-# Those that need one pass over the text at most: a sweep changes one thing in the dense model.
-STUDY_METHODS = {name: m for name, m in METHODS.items() if m.amount == "sparsity" and m.needs in ("nothing", "norms")}
+STUDY_METHODS = {name: m for name, m in METHODS.items() if m.amount in ("sparsity", "rank")}
 
 
 class Study(NamedTuple):
     """What a study changes, one thing after another, in a line, and its reference.
 
-    `after_groups`: which changes those are depends on what the study `group` showed.
+    `after_groups`: which changes those are depends on what the study `group` showed. `in_all`: not so dear that it must
+    be asked for by its name.
     """
 
     help: str
     reference: str
     after_groups: bool = False
+    in_all: bool = True
 
 
 STUDIES: dict[str, Study] = {
@@ -36,6 +37,12 @@ STUDIES: dict[str, Study] = {
     ),
     "greedy": Study(
         "the k groups of least regret together, for each k", "structural sensitivity, §6.4, Figure 7", True
+    ),
+    "greedy-rescored": Study(
+        "the same, the groups left scored again after each (dear; not in all)",
+        "structural sensitivity, §6.4, Figure 7",
+        True,
+        in_all=False,
     ),
     "threshold": Study("layer 0 by Wanda, at rising sparsities: where is s*", "structural sensitivity, §6.3, Table 2"),
     "removal": Study("each layer removed", "structural sensitivity, §6.5"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import math
 from collections import Counter
@@ -14,7 +15,7 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
-from helpers import LAYERS, assert_same, bits, computed, hooks_of, make_tiny
+from helpers import LAYERS, assert_same, bits, computed, hooks_of, inputs_of, make_tiny
 from scipy import stats
 from transformers import PreTrainedModel
 
@@ -22,6 +23,7 @@ from lyapunov_prune.calibration.norms import input_norms
 from lyapunov_prune.compression.magnitude import sparsify
 from lyapunov_prune.compression.svd import basis, truncate
 from lyapunov_prune.compression.wanda import wanda
+from lyapunov_prune.compression.whitened_svd import whitened
 from lyapunov_prune.data.batch import as_batch
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.evaluation.perplexity import perplexity
@@ -31,7 +33,7 @@ from lyapunov_prune.models.structure import find_structure
 from lyapunov_prune.profiles.profile import profile_layers
 from lyapunov_prune.sensitivity import studies
 from lyapunov_prune.sensitivity.sensitivity import Effect, Sensitivity, measure_sensitivity
-from lyapunov_prune.sensitivity.studies import Compression, Compressor
+from lyapunov_prune.sensitivity.studies import Change, Compression, Compressor, changes
 from lyapunov_prune.sensitivity.table import STUDIES
 
 
@@ -109,6 +111,40 @@ def test_wanda_and_rank_are_those_of_the_methods(few: torch.Tensor, other: torch
     row = found.of("component").set_index("component").loc["mlp.c_fc"]
     assert row.regret == pytest.approx(with_weights("gpt2", weights, few) - dense, rel=1e-3)
     assert (row.sparsity, row["rank"]) == (0.4, 6)
+
+
+def test_low_rank_is_whitened_by_the_inputs_of_the_dense_model(few: torch.Tensor, other: torch.Tensor) -> None:
+    model = make_tiny("llama")
+    ps, inputs = find_projections(model), inputs_of(model, other)
+    found = measure_sensitivity(model, few, studies=["component"], method="whitened-svd", rank=5, calibration=other)
+    keys = [p for p in ps if p.component.endswith("k_proj")]
+    weights = {p: whitened(p.weight(model), inputs[p.module].T @ inputs[p.module], 5) for p in keys}
+    row = next(r for r in found.of("component").itertuples() if r.component.endswith("k_proj"))
+    dense = perplexity(model, few).value
+    assert row.regret == pytest.approx(with_weights("llama", weights, few) - dense, rel=1e-3)
+    assert (row.sparsity, row.rank) == (0.0, 5)
+    kept, whole = sum(5 * sum(W.shape) for W in weights.values()), sum(W.numel() for W in weights.values())
+    assert row.saved == pytest.approx((whole - kept) / sum(p.weight(model).numel() for p in ps))
+    assert "whitened-svd, rank 5" in found.headline()
+
+
+def test_rescored_greedy_is_the_best_next_group_by_hand(few: torch.Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(studies, "ROUNDS", 2)
+    model = make_tiny("llama", num_hidden_layers=2)
+    groups = changes("group", find_projections(model), Compression("magnitude", 0.8, None), {})
+
+    def by_hand(chosen: tuple[Change, ...]) -> float:
+        twin = copy.deepcopy(model)
+        for p in (p for change in chosen for p in change.matrices):
+            p.weight(twin).copy_(sparsify(p.weight(model), 0.8))
+        return perplexity(twin, few).value
+
+    found = measure_sensitivity(model, few, studies=["greedy-rescored"], sparsity=0.8).of("greedy-rescored")
+    first = min(groups, key=lambda g: by_hand((g,)))
+    second = min((g for g in groups if g is not first), key=lambda g: by_hand((first, g)))
+    assert found.label.tolist() == [f"+ {first.label}", f"+ {second.label}"]
+    wanted = [by_hand((first,)), by_hand((first, second))]
+    np.testing.assert_allclose(found.perplexity, wanted, rtol=1e-5)
 
 
 def test_planted_fault_matrices_of_the_next_layer_are_seen(few: torch.Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -295,6 +331,7 @@ def test_a_study_that_wrecks_the_model_everywhere_prints_and_saves(
         ({"sparsity": 1.5}, "sparsity of 0 to 1"),
         ({"rank": 0}, "rank of 1 or more"),
         ({"method": "wanda"}, "wanda needs calibration text"),
+        ({"method": "balanced"}, "balanced needs calibration text"),
         ({"studies": ["threshold"]}, "wanda needs calibration text"),
     ],
     ids=str,

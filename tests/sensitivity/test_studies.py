@@ -10,13 +10,15 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import LAYERS, make_tiny
+from helpers import LAYERS, inputs_of, make_tiny
 from hypothesis import example, given
 from hypothesis import strategies as st
 from transformers import PreTrainedModel
 
 from lyapunov_prune.calibration.norms import input_norms
+from lyapunov_prune.compression.compress import compress
 from lyapunov_prune.compression.magnitude import sparsify
+from lyapunov_prune.compression.methods import rank_for
 from lyapunov_prune.compression.wanda import wanda
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.models.projections import Projection, find_projections
@@ -62,6 +64,7 @@ def test_the_number_of_changes_of_each_study(ps: tuple[Projection, ...]) -> None
         "layer0": 13,
         "cliff": 5 * LAYERS,
         "greedy": 36,
+        "greedy-rescored": 1 + 35,  # the round that losses alone decide, and what is to be measured for the next
         "threshold": 7,
         "removal": LAYERS,
     }
@@ -142,6 +145,34 @@ def test_greedy_adds_group_after_group_from_the_least(ps: tuple[Projection, ...]
 def test_greedy_stops_after_its_rounds(ps: tuple[Projection, ...], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(studies, "ROUNDS", 4)
     assert len(changes("greedy", ps, BASE, losses_of(ps))) == 4
+
+
+def test_rescored_greedy_takes_the_least_loss_of_what_is_left(
+    ps: tuple[Projection, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two groups that cost nothing alone and much together: the order by their own losses takes both at once."""
+    monkeypatch.setattr(studies, "ROUNDS", 5)
+    few = [p for p in ps if p.layer < 2]
+    groups = changes("group", few, BASE, {})
+    alone = {g.matrices: 0.1 * i for i, g in enumerate(groups)}
+
+    def loss(change: Change) -> float:
+        parts = [m for m in alone if set(m) <= set(change.matrices)]
+        together = 10.0 if {groups[0].matrices, groups[1].matrices} <= set(parts) else 0.0
+        return sum(alone[m] for m in parts) + together
+
+    losses: dict[str, float] = {}
+    asked = changes("greedy-rescored", few, BASE, losses)
+    measured = 0
+    while any(c.key not in losses for c in asked):
+        measured += sum(c.key not in losses for c in asked)
+        losses |= {c.key: loss(c) for c in asked}
+        asked = changes("greedy-rescored", few, BASE, losses)
+    assert measured == 12 + 11 + 10 + 9 + 8
+    assert [c.label for c in asked] == [f"+ {groups[k].label}" for k in (0, 2, 3, 4, 5)]
+    assert [c.label for c in changes("greedy", few, BASE, losses)] == [f"+ {groups[k].label}" for k in range(5)]
+    for one, two in pairwise(asked):
+        assert set(one.matrices) < set(two.matrices)
 
 
 def test_the_cliff_takes_the_component_with_the_worst_group(ps: tuple[Projection, ...]) -> None:
@@ -274,8 +305,8 @@ def test_a_matrix_is_made_once_for_a_setting(
     gpt2: PreTrainedModel, ps: tuple[Projection, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made: list[str] = []
-    compress = Compressor._compress
-    monkeypatch.setattr(Compressor, "_compress", lambda self, c, p: (made.append(p.name), compress(self, c, p))[1])
+    make = Compressor._compress
+    monkeypatch.setattr(Compressor, "_compress", lambda self, c, p, s: (made.append(p.name), make(self, c, p, s))[1])
     compressor = Compressor(gpt2, None)
     for study in ("forward", "layer", "group"):
         for job in compressor.jobs(changes(study, ps, BASE, {})):
@@ -292,6 +323,52 @@ def test_wanda_without_calibration_is_refused(gpt2: PreTrainedModel, ps: tuple[P
         Compressor(gpt2, None)(Compression("wanda", 0.5, None), ps[:1])
 
 
+@pytest.mark.parametrize("rank", [3, None])
+def test_low_rank_goes_by_what_enters_the_dense_model(
+    gpt2: PreTrainedModel, ps: tuple[Projection, ...], ids: torch.Tensor, rank: int | None
+) -> None:
+    """Against the optimum in float64: `‖(W − Ŵ) X‖_F² = Σ_{i>r} σ_i(W X)²` over inputs X of the model as it is."""
+    inputs, some = inputs_of(gpt2, ids), [p for p in ps if p.layer in (0, 3)]
+    compressor = Compressor(gpt2, ids)
+    for method in ("svd", "whitened-svd"):
+        setting = Compression(method, 0.3, rank)
+        for p, small in compressor(setting, some).items():
+            W = p.weight(gpt2).double()
+            X = inputs[p.module].T if method == "whitened-svd" else torch.eye(W.shape[1], dtype=torch.float64)
+            r = rank_for(W.shape, 0.3) if rank is None else rank
+            tail = torch.linalg.svdvals(W @ X)[r:]
+            error = torch.linalg.matrix_norm((W - small.double()) @ X)
+            torch.testing.assert_close(error, tail.square().sum().sqrt(), rtol=1e-3, atol=1e-6)
+            assert int(torch.linalg.matrix_rank(small.double(), rtol=1e-5)) == r
+
+
+@pytest.mark.parametrize("method", ["balanced", "sparsegpt"])
+def test_methods_of_a_gram_matrix_see_no_compressed_layer(
+    method: str, gpt2: PreTrainedModel, ps: tuple[Projection, ...], ids: torch.Tensor
+) -> None:
+    """Alone or among all a matrix is the same; only layer 0 is what `compress` makes, layer by layer."""
+    setting = Compression(method, 0.3, None)
+    whole = Compressor(gpt2, ids)(setting, [p for p in ps if p.layer in (0, 1, 5)])
+    alone = Compressor(gpt2, ids)
+    in_order = compress(gpt2, ids, method=method, sparsity=0.3).model
+    for p in (ps[-1], ps[0], ps[20]):
+        torch.testing.assert_close(alone(setting, [p])[p], whole[p], rtol=1e-4, atol=1e-6)
+    assert torch.equal(whole[ps[0]], ps[0].weight(in_order))
+    assert not torch.allclose(whole[ps[-1]], ps[-1].weight(in_order), rtol=1e-3)
+
+
+def test_a_low_rank_takes_the_place_of_its_sparsity(gpt2: PreTrainedModel, ps: tuple[Projection, ...]) -> None:
+    base = Compression("svd", 0.5, 4)
+    assert (str(base), str(Compression("svd", 0.5, None))) == ("svd, rank 4", "svd, sparsity 0.5")
+    assert {c.compression for c in changes("group", ps, base, {})} == {base}
+    asked = [c.compression for c in changes("layer0", ps, base, {}) if c.compression]
+    assert [(c.sparsity, c.rank) for c in asked[:2]] == [(0.1, None), (0.2, None)]
+    with pytest.raises(LyapunovPruneError, match=r"no rank makes a 8 × 32 matrix 0\.9 smaller"):
+        Compressor(gpt2, None).jobs(changes("layer0", ps, base, {}))
+    with pytest.raises(LyapunovPruneError, match="balanced needs calibration text"):
+        Compressor(gpt2, None)(Compression("balanced", 0.3, None), ps[:1])
+
+
 # Settings.
 
 
@@ -304,6 +381,9 @@ def test_wanda_without_calibration_is_refused(gpt2: PreTrainedModel, ps: tuple[P
         (Compression("magnitude", 0.75, 5), 300.0),  # sparse is cheaper than factors
         (Compression("magnitude", 0.0, 1000), 1200.0),
         (Compression("magnitude", 1.0, None), 0.0),
+        (Compression("svd", 0.5, 5), 350.0),
+        (Compression("svd", 0.5, None), 8 * 70.0),  # 8 is the largest r with 70 r ≤ 600
+        (Compression("balanced", 0.0, 30), 1200.0),
     ],
     ids=str,
 )
@@ -314,6 +394,7 @@ def test_multiplications_that_stay(setting: Compression, kept: float) -> None:
 def test_impossible_settings_are_refused() -> None:
     for setting, message in (
         (Compression("hope", 0.5, None), "unknown method 'hope'; give one of magnitude, weight-only, wanda"),
+        (Compression("rtn", 0.5, None), "unknown method 'rtn'"),
         (Compression("wanda", 1.5, None), "sparsity of 0 to 1"),
         (Compression("wanda", -0.1, None), "sparsity of 0 to 1"),
         (Compression("wanda", float("nan"), None), "sparsity of 0 to 1"),
