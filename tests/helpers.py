@@ -534,6 +534,11 @@ def sound(name: str, values: dict[str, Any], floats: Iterator[float]) -> dict[st
         return {"influence": dataclasses.replace(values["influence"], measured_on=values["contraction"].measured_on)}
     if name == "SublayerInfluence":
         return {field: loose(5) for field in ("attention", "mlp", "attention_spread", "mlp_spread")}
+    if name == "SublayerGrowth":
+        return {field: loose(5, 2) for field in ("error_growth", "state_growth", "token_rho")}
+    if name == "AmplificationDrift":
+        scores = {field: {p: loose(5) for p in ("energy", "token")} for field in ("rho", "amplification")}
+        return {"drift": loose(2), **scores}
     if name in ("SkipDivergence", "SublayerDivergence"):
         return {field: loose(5) for field in ("variance", "kl", "reverse_kl")} | {"flipped": some(5, most=1)}
     if name in ("LayerRanking", "PruningPlan"):

@@ -21,7 +21,7 @@ def main(
     model: str = "smollm2-135m", text: str = "builtin", tokens: int = 1024, context: int = 256, rescored: bool = False
 ) -> None:
     studies = ("greedy", "greedy-rescored") if rescored else ("greedy",)
-    result = inputs(model, text, tokens, context).sensitivity(studies, RANK)
+    result = inputs(model, text, tokens, context).sensitivity(studies, rank=RANK)
     result.save(HERE / "greedy.json")
     draw(HERE, {"greedy": greedy_figure(result)})
     print(result)

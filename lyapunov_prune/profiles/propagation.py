@@ -6,25 +6,34 @@ so memory does not grow with depth.
 
 from __future__ import annotations
 
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from types import MappingProxyType
 
 import numpy as np
 import torch
+from torch import nn
 from torch.autograd import forward_ad
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from lyapunov_prune.errors import LyapunovPruneError, NonFiniteError
-from lyapunov_prune.forward.hooks import residual_stream, run_backbone
+from lyapunov_prune.forward.hooks import Inject, Visit, layer_input, residual_stream, run_backbone
 from lyapunov_prune.linalg import token_energy, widen
+from lyapunov_prune.models.hooked import hooked
 from lyapunov_prune.models.structure import Structure
 
 RESAMPLES = 2000
+# Of a layer: the module that the stream enters behind its first branch.
+Between = Mapping[int, nn.Module]
 
 
 @dataclass(frozen=True)
 class WindowSums:
-    """Sums over the tokens of each window; L + 1 boundaries, S seeds, W windows, float64."""
+    """Sums over the tokens of each window; L + 1 boundaries, S seeds, W windows, float64.
+
+    Of a measurement `between` branches there are as many boundaries more, in the order in which the stream meets them.
+    """
 
     state: np.ndarray  # Σ_t ‖h‖², (L + 1, W)
     error: np.ndarray  # Σ_t ‖e‖², (L + 1, S, W)
@@ -78,12 +87,32 @@ def _reduce(state: torch.Tensor, errors: torch.Tensor) -> tuple[torch.Tensor, ..
     return state.sum(-1), errors.sum(-1), relative, peak_state, peak_error
 
 
-def _collect(rows: list[tuple[torch.Tensor, ...]], where: str) -> WindowSums:
-    sums = WindowSums(*(torch.stack([part.cpu() for part in parts]).numpy() for parts in zip(*rows, strict=True)))
+def _collect(rows: list[tuple[int, tuple[torch.Tensor, ...]]], where: str) -> WindowSums:
+    boundaries, sums_of = zip(*rows, strict=True)
+    sums = WindowSums(*(torch.stack([part.cpu() for part in parts]).numpy() for parts in zip(*sums_of, strict=True)))
     finite = np.isfinite(sums.state).all(-1) & np.isfinite(sums.error).all((-2, -1))
     if not finite.all():
-        raise NonFiniteError(int(np.argmin(finite)), where)
+        raise NonFiniteError(boundaries[int(np.argmin(finite))], where)
     return sums
+
+
+@contextmanager
+def _boundaries(structure: Structure, visit: Visit, inject: Inject, between: Between) -> Iterator[None]:
+    """`residual_stream`, and `visit(l + 1, h)` also where the stream h enters the module `between[l]` of layer l."""
+    shape: list[torch.Size] = []  # of the stream: inside a layer its tokens may stand in one row (OPT)
+
+    def between_layers(boundary: int, hidden: torch.Tensor) -> None:
+        shape[:] = [hidden.shape]
+        visit(boundary, hidden)
+
+    def inside(layer: int) -> Callable[..., None]:
+        return lambda module, args, kwargs: visit(layer + 1, layer_input(args, kwargs).view(shape[0]))
+
+    with (
+        residual_stream(structure, between_layers, inject),
+        hooked(before=[(module, inside(layer)) for layer, module in between.items()]),
+    ):
+        yield
 
 
 def difference_sums(
@@ -92,10 +121,11 @@ def difference_sums(
     first_window: int,
     seeds: tuple[int, ...],
     epsilon: float,
+    between: Between = MappingProxyType({}),
 ) -> WindowSums:
     """One forward over `[clean; perturbed by seed 0; …]`, reduced at every boundary."""
     windows = len(ids)
-    rows: list[tuple[torch.Tensor, ...]] = []
+    rows: list[tuple[int, tuple[torch.Tensor, ...]]] = []
 
     def inject(hidden: torch.Tensor) -> torch.Tensor:
         hidden = hidden.clone()
@@ -110,9 +140,9 @@ def difference_sums(
         errors = [
             token_energy(widen(hidden[k * windows : (k + 1) * windows]) - clean) for k in range(1, len(seeds) + 1)
         ]
-        rows.append(_reduce(token_energy(clean), torch.stack(errors)))
+        rows.append((layer, _reduce(token_energy(clean), torch.stack(errors))))
 
-    with residual_stream(structure, visit, inject):
+    with _boundaries(structure, visit, inject, between):
         run_backbone(structure, ids.repeat(1 + len(seeds), 1))
     return _collect(rows, f"windows {first_window} to {first_window + windows - 1}")
 
@@ -123,10 +153,11 @@ def jvp_sums(
     first_window: int,
     seeds: tuple[int, ...],
     epsilon: float,
+    between: Between = MappingProxyType({}),
 ) -> WindowSums:
     """One forward of dual numbers: the primal is the clean state, the tangents are the directions."""
     windows = len(ids)
-    rows: list[tuple[torch.Tensor, ...]] = []
+    rows: list[tuple[int, tuple[torch.Tensor, ...]]] = []
 
     def inject(hidden: torch.Tensor) -> torch.Tensor:
         clean = hidden[:windows]
@@ -137,12 +168,12 @@ def jvp_sums(
         primal, tangent = forward_ad.unpack_dual(hidden)
         assert tangent is not None, "the tangent was lost on the way"
         errors = token_energy(widen(tangent)).view(len(seeds), windows, -1) * epsilon**2
-        rows.append(_reduce(token_energy(widen(primal[:windows])), errors))
+        rows.append((layer, _reduce(token_energy(widen(primal[:windows])), errors)))
 
     with ExitStack() as stack:
         stack.enter_context(forward_ad.dual_level())
         stack.enter_context(sdpa_kernel(SDPBackend.MATH))  # the fused kernels have no forward derivative
-        stack.enter_context(residual_stream(structure, visit, inject))
+        stack.enter_context(_boundaries(structure, visit, inject, between))
         try:
             run_backbone(structure, ids.repeat(len(seeds), 1))
         except NotImplementedError as error:

@@ -31,6 +31,7 @@ from lyapunov_prune.forward.logits import deviation, sample_inputs, uncached_log
 from lyapunov_prune.models.families import TRUSTED
 from lyapunov_prune.models.projections import find_projections
 from lyapunov_prune.models.structure import find_structure, require_causal
+from lyapunov_prune.profiles import sublayer_growth
 from lyapunov_prune.pruning.gate import verify_intact
 
 TABLE = Path(__file__).with_name("results.json")
@@ -118,11 +119,16 @@ def _measured(model: PreTrainedModel) -> str:
         profile = measure_contraction(model, ids, epsilon=EPSILON, seeds=(0,))
         influence = block_influence(model, ids).influence
         matrices = find_projections(model)
+        growth = _growth(model, ids)
     except LyapunovPruneError as error:
         return str(error)
     except Exception as error:
         return f"{WRONG}: {_line(error)}"
+    told_apart = ~np.isnan(growth)
     sound = {
+        "growth by sublayer does not multiply to the layer's": np.allclose(
+            growth[told_apart], profile.error_growth[told_apart], rtol=1e-4
+        ),
         "the error before layer 0 is not ε": np.isclose(profile.relative_energy[0], EPSILON**2, rtol=1e-3),
         "a factor is not finite and positive": (np.isfinite(profile.rho) & (profile.rho > 0)).all(),
         "not every layer is measured": len(profile.rho) == len(influence) == LAYERS,
@@ -130,6 +136,15 @@ def _measured(model: PreTrainedModel) -> str:
         "a layer without matrices": {matrix.layer for matrix in matrices} == set(range(LAYERS)),
     }
     return next((f"{WRONG}: {what}" for what, holds in sound.items() if not holds), YES)
+
+
+def _growth(model: PreTrainedModel, ids: torch.Tensor) -> np.ndarray:
+    """Growth of the error through the branches of each layer together, NaN where branches are not told apart."""
+    try:
+        parts = sublayer_growth(model, ids, epsilon=EPSILON, seeds=(0,)).error_growth
+    except LyapunovPruneError:  # side by side, or of several parts
+        return np.full(LAYERS, np.nan)
+    return np.where(np.isnan(parts).all(1), np.nan, np.nanprod(parts, axis=1))
 
 
 def _checked(model: PreTrainedModel) -> str:

@@ -37,7 +37,7 @@ from lyapunov_prune.cli.options import (
     text_option,
     what_option,
 )
-from lyapunov_prune.cli.terminal import show
+from lyapunov_prune.cli.terminal import Parts, show
 from lyapunov_prune.errors import CheckFailed, LyapunovPruneError
 from lyapunov_prune.ranking.criteria import (
     require_budget,
@@ -64,18 +64,34 @@ def profile(
     pooling: Annotated[
         choices.Pooling, what_option(help="Sum energies over tokens, or average their ratios.")
     ] = "energy",
+    by_sublayer: Annotated[
+        bool, what_option("--by-sublayer", help="Also the growth through attention and MLP: sublayer-growth.json.")
+    ] = False,
     source: ModelOptions = ModelOptions(),
     text: TextOptions = TextOptions(),
     output: Output = None,
     as_json: Json = False,
 ) -> None:
     """Measure contraction and Block Influence of every layer; writes profile.json and figures."""
+    from lyapunov_prune.profiles.sublayer_growth import sublayer_growth
+
     loaded, batch = load_inputs(model, source, text)
+    growth = None
+    if by_sublayer:  # first: not every family has branches to tell apart
+        drawn = range(seed, seed + seeds)
+        growth = sublayer_growth(loaded.model, batch, epsilon=epsilon, seeds=drawn, batch_size=text.batch_size)
     result = profile_model(loaded, batch, text.batch_size, seeds, seed, epsilon, derivative, pooling)
     run = run_folder(output, model)
-    result.save(run / "profile.json")
-    draw_report(run)
-    show(result, as_json, run / "profile.json")
+    if growth is None:
+        result.save(run / "profile.json")
+        draw_report(run)
+        show(result, as_json, run / "profile.json")
+    else:
+        parts = Parts(run, as_json)
+        parts.add("profile", result)
+        parts.add("sublayer-growth", growth)
+        draw_report(run)
+        parts.end()
 
 
 def rank(

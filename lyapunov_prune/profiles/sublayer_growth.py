@@ -1,0 +1,133 @@
+"""Growth of error and state through attention and through the MLP, so that a layer's ρ is explained."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import numpy as np
+import pandas as pd
+import torch
+from transformers import PreTrainedModel
+
+from lyapunov_prune.errors import LyapunovPruneError
+from lyapunov_prune.forward.reading import Readable, read
+from lyapunov_prune.forward.sublayers import KINDS, find_sublayers
+from lyapunov_prune.models.structure import in_eval_mode
+from lyapunov_prune.profiles.propagation import WindowSums, difference_sums
+from lyapunov_prune.progress import track
+from lyapunov_prune.results.arrays import require_array
+from lyapunov_prune.results.result import MeasuredOn, Result
+
+
+@dataclass(frozen=True)
+class SublayerGrowth(Result):
+    """Growth through the two branches of every layer, attention and MLP: float64, (L, 2), NaN for a branch that is not.
+
+    `error_growth = Σ‖e after‖² / Σ‖e before‖²` and `state_growth` likewise of the residual stream before a branch is
+    added to it and after; their quotient is the ρ of the branch, and the product over the branches of a layer is the
+    layer's, of all three. `token_rho` is the same quotient of `mean_t ‖e‖²/‖h‖²`. A layer of one branch has its own
+    growth there; one whose branches cannot be told apart has none. Along one text: no bound.
+    """
+
+    epsilon: float
+    seeds: tuple[int, ...]
+    error_growth: np.ndarray
+    state_growth: np.ndarray
+    token_rho: np.ndarray
+    measured_on: MeasuredOn
+
+    def __post_init__(self) -> None:
+        shape = (self.measured_on.model.num_layers, len(KINDS))
+        for name in ("error_growth", "state_growth", "token_rho"):
+            require_array(f"growth by sublayer, {name}", getattr(self, name), shape, finite=False)
+
+    @property
+    def rho(self) -> np.ndarray:
+        """ρ of attention and MLP under energy pooling, (L, 2)."""
+        return self.error_growth / self.state_growth
+
+    def to_frame(self) -> pd.DataFrame:
+        columns = {"layer": np.arange(len(self.rho))}
+        for k, kind in enumerate(KINDS):
+            columns |= {
+                f"{kind}_error": self.error_growth[:, k],
+                f"{kind}_state": self.state_growth[:, k],
+                f"{kind}_rho": self.rho[:, k],
+                f"{kind}_rho_token": self.token_rho[:, k],
+            }
+        return pd.DataFrame(columns)
+
+    def headline(self) -> str:
+        lines = [
+            f"Growth through attention and MLP (ε = {self.epsilon:g}, {len(self.seeds)} seeds), ρ = error / state",
+            self.measured_on.line(),
+        ]
+        whole = np.where(np.isnan(self.rho).all(1), np.nan, np.nanprod(self.rho, axis=1))
+        if not np.isnan(whole).all():
+            lines.append(self._explained("least", int(np.nanargmin(whole))))
+            lines.append(self._explained("most", int(np.nanargmax(whole))))
+        return "\n".join(lines)
+
+    def _explained(self, which: str, layer: int) -> str:
+        parts = [
+            f"{kind} {rho:.3g} (error × {error:.3g}, state × {state:.3g})"
+            for kind, rho, error, state in zip(
+                KINDS, self.rho[layer], self.error_growth[layer], self.state_growth[layer], strict=True
+            )
+            if not np.isnan(rho)
+        ]
+        return f"The {which} ρ, {np.nanprod(self.rho[layer]):.3g} of layer {layer}: {', '.join(parts)}"
+
+
+@in_eval_mode
+@torch.no_grad()
+def sublayer_growth(
+    model: PreTrainedModel,
+    batch: Readable,
+    *,
+    epsilon: float = 1e-2,
+    seeds: Iterable[int] = range(4),
+    batch_size: int = 1,
+) -> SublayerGrowth:
+    """Follow the perturbation of `measure_contraction` through the branches of every layer.
+
+    Structural sensitivity, §6.2, eq. 4: there the amplification of GPT-2 Medium's last layer is put down to its
+    attention. The stream is met between the branches too, in the same forward.
+
+    Raises LyapunovPruneError naming the class for layers that run attention and MLP side by side, where no state is
+    between them, and where no layer has branches to be told apart; otherwise as `measure_contraction` does.
+    """
+    reading = read(model, batch)
+    structure, seeds = reading.structure, tuple(seeds)
+    if not seeds or not epsilon > 0 or batch_size < 1:
+        raise LyapunovPruneError("give one seed or more, epsilon > 0 and a batch size of 1 or more")
+    sublayers = find_sublayers(model, range(structure.num_layers))
+    if not any(found.branches for found in sublayers.values()):
+        raise LyapunovPruneError(
+            f"layer 0 of {type(model).__name__} {sublayers[0].lack}, and no attention and MLP that could be told "
+            "apart; measure whole layers"
+        )
+    if side_by_side := [layer for layer, found in sublayers.items() if found.parallel]:
+        raise LyapunovPruneError(
+            f"{type(model).__name__} runs attention and MLP of layer {side_by_side[0]} side by side, with no state "
+            "between them whose growth could be measured; measure whole layers"
+        )
+    between = {i: list(found.branches.values())[1].entry for i, found in sublayers.items() if len(found.branches) == 2}
+    total = WindowSums.join(
+        [
+            difference_sums(structure, ids, k * batch_size, seeds, epsilon, between)
+            for k, ids in enumerate(track(reading.windows(batch_size), "growth by sublayer"))
+        ]
+    )
+    if len(total.state) != structure.num_layers + 1 + len(between):
+        raise LyapunovPruneError(f"{type(model).__name__} does not run every branch once; measure whole layers")
+    energies = total.error.sum((-2, -1)), total.state.sum(-1), total.energy("token")
+    growth = np.full((len(energies), structure.num_layers, len(KINDS)), np.nan)
+    at = 0
+    for layer, found in sublayers.items():
+        for kind in found.branches:
+            growth[:, layer, KINDS.index(kind)] = [values[at + 1] / values[at] for values in energies]
+            at += 1
+        at += not found.branches  # a layer that is not told apart is one step
+    return SublayerGrowth(epsilon, seeds, growth[0], growth[1], growth[2], reading.measured_on(seed=seeds[0]))
