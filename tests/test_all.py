@@ -215,7 +215,7 @@ def test_the_tables_hold_a_column_whole_or_in_part(
     assert "| 26.53 |" in summary.written()["table-1"]
     replace(column, pruning=None, bounds=None, removal=None).save(tmp_path / "tiny.json")
     assert f"| perplexity | {column.perplexity:.4g} | 26.53" in summary.written()["table-1"]
-    assert "| s* | — | 0.5 |" in summary.written()["table-1"]
+    assert "| s* | — | 0.50 |" in summary.written()["table-1"]
     column.save(tmp_path / "tiny.json")
     tables = summary.written()
     assert f"({column.contraction.rho.argmax()}) | 0.96 | 2.05 |" in tables["table-1"]

@@ -16,7 +16,7 @@ import numpy as np
 from scipy import stats
 
 from experiments.columns import Column, mean_accuracy, paired_difference
-from experiments.markdown import cell, table
+from experiments.markdown import cell, interval, table
 from experiments.published import MODELS, REMOVALS
 
 COLUMNS = Path(__file__).parents[1] / "columns"
@@ -69,7 +69,7 @@ def table_1(own: list[Column]) -> str:
         + [f"{a}/{b}" for a, b in (m.contracting for m in MODELS)],
         "largest ρ (its layer)": [
             *(f"{cell(float(c.contraction.rho.max()))} ({c.contraction.rho.argmax()})" for c in own),
-            *(m.rho for m in MODELS),
+            *(f"{m.rho:.2f}" for m in MODELS),
         ],
         "largest ρ, token pooling": [
             *(f"{cell(float(c.contraction.rho_token.max()))} ({c.contraction.rho_token.argmax()})" for c in own),
@@ -85,7 +85,7 @@ def table_1(own: list[Column]) -> str:
             *[None] * len(MODELS),
         ],
         "spread of components, Wanda": [*(c.pruning and c.pruning.spread("wanda") for c in own), *[None] * len(MODELS)],
-        "s*": [*(c.pruning and c.pruning.threshold for c in own), *(m.threshold for m in MODELS)],
+        "s*": [*(star(c) for c in own), *(f"{m.threshold:.2f}" for m in MODELS)],
         "bound checks": [*(c.bounds and c.bounds.checks for c in own), *[None] * len(MODELS)],
         "violations": [*(c.bounds and c.bounds.violations for c in own), *(m.violations for m in MODELS)],
     }
@@ -100,18 +100,20 @@ def millions(parameters: int) -> str:
     return f"{parameters / 1e6:.0f}M" if parameters < 1e9 else f"{parameters / 1e9:.1f}B"
 
 
-def interval(value: float, low: float, high: float) -> str:
-    return f"{cell(value)} ({cell(low)}–{cell(high)})"
-
-
 def table_2(own: list[Column]) -> str:
     """s*, by width."""
     rows: list[tuple[str, int, float | None]] = [(m.name, m.width, m.threshold) for m in MODELS]
     rows += [(f"**{c.name}**", c.width, c.pruning.threshold if c.pruning else None) for c in own]
-    return table(
-        ["model", "width", "s*", "1 − s*"],
-        ([n, d, s, None if s is None else 1 - s] for n, d, s in sorted(rows, key=lambda row: row[1])),
-    )
+    stars = ([n, d, s and f"{s:.2f}", s and f"{1 - s:.2f}"] for n, d, s in sorted(rows, key=lambda row: row[1]))
+    return table(["model", "width", "s*", "1 − s*"], stars)
+
+
+def star(column: Column) -> str | None:
+    """s*, or what is known of it; None where it has not been measured."""
+    if column.pruning is None:
+        return None
+    swept = min(map(float, column.pruning.first_layer))
+    return f"below {swept:.2f}" if column.pruning.threshold is None else f"{column.pruning.threshold:.2f}"
 
 
 def table_3(own: list[Column]) -> str:
