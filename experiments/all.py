@@ -1,6 +1,7 @@
 """One command a model: the structural paper's numbers, part by part, into one column.
 
     python -m experiments.all MODEL [--device cuda --dtype float16] [--calibration FILE --evaluation FILE]
+        [--tasks FOLDER]
     python -m experiments.all --summary
 
 MODEL is a folder, a GGUF file, a hub id or smollm2-135m. Whatever is finished is kept in runs/experiments/: the same
@@ -11,18 +12,31 @@ columns in Tables 1, 2 and 3 beside the paper's rows; `make tables` writes them 
 from __future__ import annotations
 
 import importlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from importlib.metadata import version
 from pathlib import Path
 from typing import Annotated
 
 import numpy as np
 import typer
+from transformers import PreTrainedModel
 
 import lyapunov_prune as lp
-from experiments.columns import Bounds, Column, Contraction, Pruning, Removal, Removed, correlation
+from experiments.columns import (
+    Accuracy,
+    Answers,
+    Bounds,
+    Column,
+    Contraction,
+    Pruning,
+    Removal,
+    Removed,
+    correlation,
+)
 from experiments.common import Inputs, inputs, plain
 from lyapunov_prune.evaluation.perplexity import interval_of
+from lyapunov_prune.evaluation.tasks import ScoredTask, Task, TaskScores
 from lyapunov_prune.profiles.contraction import ContractionProfile
 from lyapunov_prune.profiles.profile import LayerProfile
 from lyapunov_prune.ranking.angular import AngularDistance
@@ -35,6 +49,8 @@ COLUMNS = Path(__file__).parent / "columns"
 COUNTS = (4, 8)  # of the paper's Table 3
 LOTS = (0, 1, 2)  # the paper draws thrice
 METHODS = ("weight-only", "wanda")  # the paper's simplified Wanda, and Wanda
+TASKS = ("hellaswag", "arc_easy", "winogrande", "piqa")
+SCORED = ("blend", "bi", "rho", "angular", "from-end", "random 0")  # by tasks too, in this order
 CHECKED = 2, 64  # windows × tokens of the calibration text, for the bounds: thirty settings of every matrix
 
 
@@ -46,6 +62,8 @@ def main(
     context: int = 1024,
     calibration: Annotated[str, typer.Option(help="builtin, or a file")] = "builtin",
     evaluation: Annotated[str | None, typer.Option(help="a file; the other half of --calibration if not given")] = None,
+    tasks: Annotated[Path | None, typer.Option(help=f"folder of {', '.join(f'{t}.jsonl' for t in TASKS)}")] = None,
+    items: Annotated[int, typer.Option(help="of each task")] = 300,
     name: Annotated[str | None, typer.Option(help="of the column; the model's if not given")] = None,
     summary: Annotated[bool, typer.Option("--summary", help="show the tables of all columns, measure nothing")] = False,
 ) -> None:
@@ -55,8 +73,9 @@ def main(
     if model is None:
         raise typer.BadParameter("name a model, or give --summary")
     try:
+        chosen = lp.evaluation.load_tasks([tasks / f"{task}.jsonl" for task in TASKS]) if tasks else ()
         given = inputs(model, calibration, tokens, context, unseen=evaluation, device=device, dtype=dtype)
-        for column in measure(given, name or Path(plain(model)).name):
+        for column in measure(given, name or Path(plain(model)).name, chosen, items):
             column.save(COLUMNS / f"{column.name}.json")
         print(column)
     except lp.LyapunovPruneError as error:
@@ -64,8 +83,11 @@ def main(
         raise typer.Exit(2) from None
 
 
-def measure(given: Inputs, name: str) -> Iterator[Column]:
-    """The column of a model, and again with each part that is added to it, the cheapest first."""
+def measure(given: Inputs, name: str, tasks: Sequence[Task] = (), items: int = 300) -> Iterator[Column]:
+    """The column of a model, and again with each part that is added to it, the cheapest first.
+
+    Of each of `tasks` the first `items` are scored.
+    """
     profile = given.profile()
     with given.sweep() as sweep:
         dense = sweep.dense
@@ -86,7 +108,10 @@ def measure(given: Inputs, name: str) -> Iterator[Column]:
     yield column
     yield (column := replace(column, removal=removal(given, profile, dense)))
     yield (column := replace(column, pruning=pruning(given, profile)))
-    yield replace(column, bounds=bounds(given))
+    yield (column := replace(column, bounds=bounds(given)))
+    if tasks:
+        for scored in accuracy(given, column, tasks, items):
+            yield replace(column, accuracy=scored)
 
 
 def contraction(profile: ContractionProfile) -> Contraction:
@@ -208,6 +233,41 @@ def bounds(given: Inputs) -> Bounds:
         given.loaded.model, few, folder=given.jobs / f"bounds-{few.text_hash[:16]}", resume=True
     )
     return Bounds(report.checks, len(report.violations), len(report.settings), report.measured_on)
+
+
+def accuracy(given: Inputs, column: Column, tasks: Sequence[Task], items: int) -> Iterator[Accuracy]:
+    """The dense model on every task, then without the layers that each criterion chose, again after each of them.
+
+    Criteria that chose the same layers are scored once. Kept is every model and task.
+    """
+    model = given.loaded.model
+    origin = given.calibration.measured_on(model)
+    sets = column.removal.sets if column.removal else ()
+    by_priority = sorted((r for r in sets if r.criterion in SCORED), key=lambda r: (SCORED.index(r.criterion), r.count))
+    scored: list[ScoredTask] = []
+    answers: list[Answers] = []
+    for criterion, count, gone in [("dense", 0, ()), *((r.criterion, r.count, r.layers) for r in by_priority)]:
+        small: PreTrainedModel | None = None
+        for task in tasks:
+
+            def score(task: Task = task, gone: tuple[int, ...] = gone) -> TaskScores:
+                nonlocal small
+                if small is None:
+                    small = lp.remove_layers(model, lp.PruningPlan.given(model, gone)) if gone else model
+                return lp.evaluate_tasks({"m": small}, given.loaded.tokenizer, [task], limit=items)
+
+            name = "-".join(map(str, sorted(gone))) or "dense"
+            asked = {"without": gone, "task": task.name, "sha256": task.sha256, "items": items}
+            # Device and dtype are of the origin: each has files of its own.
+            kept = given.sweep_folder.with_name(given.sweep_folder.name.replace("sweep", "tasks"))
+            found = once(kept / f"{name}-{task.name}.json", TaskScores, origin, asked, score)
+            right = {
+                s.metric: "".join(str(int(one)) for one in s.items) for s in found.scores if s.metric.startswith("acc")
+            }
+            answers.append(Answers(criterion, count, gone, task.name, right["acc"], right.get("acc_norm", "")))
+            if criterion == "dense":
+                scored += [replace(t, source=plain(t.source)) for t in found.tasks]
+        yield Accuracy(tuple(scored), tuple(answers), version("lm-eval"))
 
 
 if __name__ == "__main__":

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import pandas as pd
 from scipy import stats
 
+from lyapunov_prune.evaluation.tasks import ScoredTask
 from lyapunov_prune.results.result import MeasuredOn, Result
 
 
@@ -89,6 +91,67 @@ class Removal:
 
 
 @dataclass(frozen=True)
+class Answers:
+    """Which items of a task a model gets right, a character an item, 1 or 0.
+
+    `right` goes by log-likelihood, `per_character` by log-likelihood a character (`acc_norm`; empty where the choices
+    are beginnings). `criterion` dense: no layer is gone.
+    """
+
+    criterion: str
+    count: int
+    layers: tuple[int, ...]
+    task: str
+    right: str
+    per_character: str
+
+    @property
+    def items(self) -> np.ndarray:
+        """1 or 0 for every item: by character where there is such a score."""
+        return np.array([int(one) for one in self.per_character or self.right])
+
+    @property
+    def interval(self) -> tuple[float, float]:
+        """Wilson's 95 % interval of the accuracy."""
+        return stats.binomtest(int(self.items.sum()), len(self.items)).proportion_ci(method="wilson")
+
+
+@dataclass(frozen=True)
+class Accuracy:
+    """Zero-shot accuracy on the first items of every task, by lm-evaluation-harness."""
+
+    tasks: tuple[ScoredTask, ...]
+    answers: tuple[Answers, ...]
+    harness: str
+
+    def of(self, criterion: str, count: int) -> list[Answers]:
+        """In the order of the tasks; empty where not all have been scored."""
+        chosen = {a.task: a for a in self.answers if (a.criterion, a.count) == (criterion, count)}
+        return [chosen[t.name] for t in self.tasks] if all(t.name in chosen for t in self.tasks) else []
+
+
+def mean_accuracy(answers: Sequence[Answers]) -> tuple[float, float, float]:
+    """Mean of the accuracies of tasks, and its 95 % interval by the normal law, tasks being independent."""
+    return _mean([a.items for a in answers])
+
+
+def paired_difference(answers: Sequence[Answers], reference: Sequence[Answers]) -> tuple[float, float, float, float]:
+    """Mean over tasks of the difference in accuracy, its 95 % interval paired by item, and the exact p of McNemar's
+    test over the items of all tasks."""
+    differences = [a.items - b.items for a, b in zip(answers, reference, strict=True)]
+    better, worse = (sum(int((d == sign).sum()) for d in differences) for sign in (1, -1))
+    p = stats.binomtest(better, better + worse).pvalue if better + worse else 1.0
+    return (*_mean(differences), float(p))
+
+
+def _mean(values: Sequence[np.ndarray]) -> tuple[float, float, float]:
+    mean = float(np.mean([v.mean() for v in values]))
+    error = np.sqrt(sum(v.var(ddof=1) / len(v) for v in values)) / len(values)
+    half = float(stats.norm.ppf(0.975) * error)
+    return mean, mean - half, mean + half
+
+
+@dataclass(frozen=True)
 class Bounds:
     """The bounds of Theorems 1 to 4, checked on every forward under many settings."""
 
@@ -119,6 +182,7 @@ class Column(Result):
     removal: Removal | None = None
     pruning: Pruning | None = None
     bounds: Bounds | None = None
+    accuracy: Accuracy | None = None
 
     def to_frame(self) -> pd.DataFrame:
         rows: list[tuple[str, str, float]] = [("dense", "perplexity", self.perplexity)]
@@ -132,6 +196,10 @@ class Column(Result):
             rows += [
                 ("spread of components", method, self.pruning.spread(method)) for method in self.pruning.components
             ]
+        if self.accuracy is not None:
+            for kind, count in dict.fromkeys((a.criterion, a.count) for a in self.accuracy.answers):
+                if answers := self.accuracy.of(kind, count):
+                    rows.append((f"accuracy, {count} removed", kind, mean_accuracy(answers)[0]))
         if self.bounds is not None:
             rows += [("bounds", "checks", self.bounds.checks), ("bounds", "violations", self.bounds.violations)]
         return pd.DataFrame(rows, columns=["what", "of", "value"])

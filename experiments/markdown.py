@@ -12,8 +12,13 @@ def table(head: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
     return "".join(f"| {' | '.join(line)} |\n" for line in lines)
 
 
+def interval(value: float, low: float, high: float) -> str:
+    """A number, and its interval behind it where it has one."""
+    return cell(value) if math.isnan(low) else f"{cell(value)} ({cell(low)}–{cell(high)})"
+
+
 def cell(value: object) -> str:
-    """Text as it is; integers with commas; other numbers with three digits; None and NaN as a dash."""
+    """Text as it is; integers with commas; other numbers with three digits, or whole; None and NaN as a dash."""
     if value is None or (isinstance(value, float) and math.isnan(value)):
         return "—"
     if isinstance(value, bool | str):
@@ -23,4 +28,6 @@ def cell(value: object) -> str:
     number = float(value)  # type: ignore[arg-type]
     if number != 0 and not 1e-3 <= abs(number) < 1e6:
         return f"{number:.1e}".replace("e-0", "e-").replace("e+0", "e").replace("e+", "e")
-    return f"{number:,.0f}" if abs(number) >= 1000 else f"{number:.3g}"
+    if number == 0 or abs(number) >= 1000:
+        return f"{number:,.0f}"
+    return f"{number:#.3g}".removesuffix(".")

@@ -21,8 +21,9 @@ from typer.testing import CliRunner
 
 import lyapunov_prune as lp
 from experiments import all as experiment
-from experiments.columns import Column, correlation
+from experiments.columns import Answers, Column, correlation, mean_accuracy, paired_difference
 from experiments.common import inputs
+from lyapunov_prune.evaluation.tasks import Task
 
 summary = importlib.import_module("experiments.07_summary.run")
 LAYERS = 5
@@ -48,22 +49,38 @@ def texts(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
 
 
 @pytest.fixture(scope="module")
-def column(folder: Path, texts: tuple[str, str], tmp_path_factory: pytest.TempPathFactory) -> Column:
+def tasks(tmp_path_factory: pytest.TempPathFactory) -> tuple[Task, ...]:
+    folder = tmp_path_factory.mktemp("tasks")
+    choices = [{"query": f"{i}, what?", "choices": ["ab", "cde", "f"], "gold": i % 3} for i in range(6)]
+    blanks = [{"context_options": ["a", "b"], "continuation": f"{i}.", "gold": i % 2} for i in range(6)]
+    for name, rows in (("choices", choices), ("blanks", blanks)):
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    return lp.evaluation.load_tasks([folder / "choices.jsonl", folder / "blanks.jsonl"])
+
+
+@pytest.fixture(scope="module")
+def column(
+    folder: Path, texts: tuple[str, str], tasks: tuple[Task, ...], tmp_path_factory: pytest.TempPathFactory
+) -> Column:
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(tmp_path_factory.mktemp("work"))
         patch.setattr(lp.bounds, "check_grid", partial(lp.bounds.check_grid, **GRID))
         given = inputs(str(folder), texts[0], 64, 32, unseen=texts[1], device="cpu")
-        made = list(experiment.measure(given, "tiny"))
-        assert [c.removal is None for c in made] == [True, False, False, False]
+        made = list(experiment.measure(given, "tiny", tasks, 5))
+        assert [c.removal is None for c in made[:4]] == [True, False, False, False]
+        assert [c.accuracy is None for c in made] == [True] * 4 + [False] * 7  # dense, and six sets of layers
         with pytest.MonkeyPatch.context() as forbid:  # all is kept: nothing is measured again
             for module, name in (
                 ("lyapunov_prune.sensitivity.sweep", "Sweep._measure"),
                 ("lyapunov_prune.bounds.check", "_outcome"),
                 ("lyapunov_prune.profiles.profile", "profile_layers"),
+                ("lyapunov_prune.evaluation.harness", "run"),
             ):
                 forbid.setattr(f"{module}.{name}", lambda *_, **__: pytest.fail("measured again"))
             again = inputs(str(folder), texts[0], 64, 32, unseen=texts[1], device="cpu")
-            assert json.dumps(list(experiment.measure(again, "tiny"))[-1].to_json()) == json.dumps(made[-1].to_json())
+            assert json.dumps(list(experiment.measure(again, "tiny", tasks, 5))[-1].to_json()) == json.dumps(
+                made[-1].to_json()
+            )
     return made[-1]
 
 
@@ -114,6 +131,67 @@ def test_s_star_is_the_highest_sparsity_with_little_regret(column: Column) -> No
     assert set(column.pruning.components) == {"weight-only", "wanda"}
 
 
+def test_accuracy_is_that_of_the_model_without_the_layers_item_by_item(
+    column: Column, folder: Path, tasks: tuple[Task, ...]
+) -> None:
+    assert column.accuracy is not None
+    assert column.removal is not None
+    loaded = lp.load(folder)
+    chosen = next(r for r in column.removal.sets if r.criterion == "blend")
+    small = lp.remove_layers(loaded.model, lp.PruningPlan.given(loaded.model, chosen.layers))
+    wanted = lp.evaluate_tasks({"m": small}, loaded.tokenizer, tasks, limit=5)
+    choices, blanks = column.accuracy.of("blend", 4)
+    assert (len(choices.items), len(blanks.items), blanks.per_character) == (5, 5, "")
+    assert choices.items.mean() == wanted.score("m", "choices", "acc_norm").value
+    assert blanks.items.mean() == wanted.score("m", "blanks", "acc").value
+    assert column.accuracy.of("blend", 8) == []
+    assert [t.source for t in column.accuracy.tasks] == ["choices.jsonl", "blanks.jsonl"]
+    assert [round(t.chance, 3) for t in column.accuracy.tasks] == [0.333, 0.5]
+
+
+def test_criteria_that_choose_the_same_layers_are_scored_once(
+    column: Column,
+    folder: Path,
+    texts: tuple[str, str],
+    tasks: tuple[Task, ...],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    assert column.removal is not None
+    sets = [replace(r, layers=(1, 2)) for r in column.removal.sets if r.criterion in ("bi", "rho")]
+    monkeypatch.chdir(tmp_path)
+    given = inputs(str(folder), texts[0], 64, 32, unseen=texts[1], device="cpu")
+    scored: list[int] = []
+    own = lp.evaluate_tasks
+    monkeypatch.setattr(lp, "evaluate_tasks", lambda models, *a, **k: (scored.append(1), own(models, *a, **k))[1])
+    found = list(
+        experiment.accuracy(given, replace(column, removal=replace(column.removal, sets=tuple(sets))), tasks, 3)
+    )
+    assert len(scored) == 2 * len(tasks)
+    assert [a.right for a in found[-1].of("bi", 4)] == [a.right for a in found[-1].of("rho", 4)]
+
+
+def test_differences_are_paired_by_item() -> None:
+    def answers(task: str, right: str) -> Answers:
+        return Answers("x", 4, (1,), task, right, "")
+
+    one, other = (
+        [answers("a", "1111100000"), answers("b", "11110")],
+        [answers("a", "0011110000"), answers("b", "11110")],
+    )
+    mean, low, high, p = paired_difference(one, other)
+    d = np.array([1, 1, 0, 0, 0, -1, 0, 0, 0, 0])
+    half = stats.norm.ppf(0.975) * d.std(ddof=1) / np.sqrt(10) / 2
+    np.testing.assert_allclose([mean, low, high], [0.05, 0.05 - half, 0.05 + half])
+    assert p == stats.binomtest(2, 3).pvalue
+    assert paired_difference(one, one) == (0, 0, 0, 1)
+    assert mean_accuracy(one)[0] == pytest.approx((0.5 + 0.8) / 2)
+    low, high = one[1].interval
+    z = stats.norm.ppf(0.975)
+    centre = (4 + z**2 / 2) / (5 + z**2)
+    assert (low + high) / 2 == pytest.approx(centre)
+
+
 def test_the_spread_is_a_quotient_or_nothing(column: Column) -> None:
     assert column.pruning is not None
     regrets = {"wanda": {"q": 2.0, "k": 0.5}, "weight-only": {"q": 2.0, "k": -0.5}}
@@ -137,12 +215,14 @@ def test_the_tables_hold_a_column_whole_or_in_part(
     assert "| 26.53 |" in summary.written()["table-1"]
     replace(column, pruning=None, bounds=None, removal=None).save(tmp_path / "tiny.json")
     assert f"| perplexity | {column.perplexity:.4g} | 26.53" in summary.written()["table-1"]
-    assert "| s* | — | 0.5 |" in summary.written()["table-1"]
+    assert "| s* | — | 0.50 |" in summary.written()["table-1"]
     column.save(tmp_path / "tiny.json")
     tables = summary.written()
     assert f"({column.contraction.rho.argmax()}) | 0.96 | 2.05 |" in tables["table-1"]
     assert "| **tiny** | random |" in tables["table-3"]
     assert tables["regret"].count("**tiny**") == 5
+    assert tables["accuracy"].count("**tiny**") == 8
+    assert tables["paired"].count("**tiny**") == 4 + 6
 
 
 def test_few_models_give_no_correlation_and_say_so(column: Column) -> None:

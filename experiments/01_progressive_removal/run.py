@@ -11,8 +11,9 @@ from typing import Annotated
 import typer
 
 import lyapunov_prune as lp
+from experiments.markdown import table
 from lyapunov_prune.data.batch import require_disjoint
-from lyapunov_prune.pruning.curve import evaluate_removals
+from lyapunov_prune.pruning.curve import RemovalCurve, evaluate_removals
 from lyapunov_prune.report.ranking import perplexity_figure
 
 HERE = Path(__file__).parent
@@ -45,6 +46,15 @@ def main(
     curve.save(HERE / "removal.json")
     (HERE / "perplexity.svg").write_text(perplexity_figure(curve), encoding="utf-8")
     print(curve)
+
+
+def written() -> dict[str, str]:
+    """Perplexity; a row a number of layers, a column a criterion."""
+    curve = RemovalCurve.load(HERE / "removal.json")
+    rows = {(row.criterion, len(row.removed)): row for row in curve.rows}
+    criteria = list(dict.fromkeys(row.criterion for row in curve.rows[1:]))
+    cells = [[n, *(rows[name, n].perplexity for name in criteria)] for n in sorted({n for _, n in rows} - {0})]
+    return {"removal": table(["removed", *criteria], cells)}
 
 
 if __name__ == "__main__":

@@ -10,7 +10,9 @@ from pathlib import Path
 import typer
 
 from experiments.common import draw, inputs
+from experiments.markdown import table
 from lyapunov_prune.report.sensitivity import sensitivity_figures
+from lyapunov_prune.sensitivity.sensitivity import Sensitivity
 
 HERE = Path(__file__).parent
 
@@ -22,6 +24,34 @@ def main(model: str = "smollm2-135m", text: str = "builtin", tokens: int = 1024,
     result.save(HERE / "sensitivity.json")
     draw(HERE, sensitivity_figures(result))
     print(result)
+
+
+def written() -> dict[str, str]:
+    """Perplexity of each component and of some layers changed, and the rank correlations over layers."""
+    found = Sensitivity.load(HERE / "sensitivity.json")
+    components = found.of("component").sort_values("perplexity")
+    layers, removed = (found.of(study).set_index("layer").perplexity for study in ("layer", "removal"))
+    shown = sorted(
+        {*range(4), int(layers.idxmin()), *layers.nlargest(6).index, *removed.nlargest(6).index, len(layers) - 1}
+    )
+    correlations = found.correlations()
+    return {
+        "components": table(
+            ["compressed in all layers", "perplexity"],
+            [[row.label.rpartition(".")[2], float(row.perplexity)] for row in components.itertuples()],
+        ),
+        "layers": table(
+            ["one layer", *map(str, shown)],
+            [
+                ["compressed", *(float(layers[k]) for k in shown)],
+                ["removed", *(float(removed[k]) for k in shown)],
+            ],
+        ),
+        "correlations": table(
+            ["measured", "against", "Spearman", "p"],
+            [[r.measured, r.against, f"{r.spearman:+.2f}", float(r.p)] for r in correlations.itertuples()],
+        ),
+    }
 
 
 if __name__ == "__main__":

@@ -10,7 +10,9 @@ from pathlib import Path
 import typer
 
 from experiments.common import draw, inputs
+from experiments.markdown import table
 from lyapunov_prune.report.sensitivity import cumulative_figure
+from lyapunov_prune.sensitivity.sensitivity import Sensitivity
 
 HERE = Path(__file__).parent
 
@@ -20,6 +22,15 @@ def main(model: str = "smollm2-135m", text: str = "builtin", tokens: int = 1024,
     result.save(HERE / "cumulative.json")
     draw(HERE, {"cumulative": cumulative_figure(result)})
     print(result)
+
+
+def written() -> dict[str, str]:
+    """Perplexity by the number of layers compressed, from either end."""
+    found = Sensitivity.load(HERE / "cumulative.json")
+    ends = {"from the first on": found.of("forward"), "from the last back": found.of("backward")}
+    counts = [n for n in (1, 2, 3, 4, 8, 15, 22, 30) if n <= len(ends["from the first on"])]
+    rows = [[name, *(float(frame.perplexity[n - 1]) for n in counts)] for name, frame in ends.items()]
+    return {"cumulative": table(["layers compressed", *map(str, counts)], rows)}
 
 
 if __name__ == "__main__":

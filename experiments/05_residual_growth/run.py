@@ -14,6 +14,8 @@ import typer
 
 import lyapunov_prune as lp
 from experiments.common import draw, inputs
+from experiments.markdown import table
+from lyapunov_prune.profiles.contraction import ContractionProfile
 from lyapunov_prune.report.drawing import COLOURS, GREY, depth_axis, log_axis, panels, svg
 from lyapunov_prune.report.profiles import jacobian_figure
 
@@ -57,6 +59,22 @@ def growth_figure(profiles: Sequence[lp.profiles.ContractionProfile]) -> str:
         axes.legend(frameon=False, fontsize=8)
     depth_axis(factor, len(layers))
     return svg(figure)
+
+
+def written() -> dict[str, str]:
+    """Growth of error and state and ρ: of the first layers, and where ρ is farthest from one."""
+    profile = ContractionProfile.load(HERE / "contraction-0.01.json")
+    far = np.argsort(-np.abs(np.log(profile.rho)))
+    shown = sorted({0, 1, 2, *map(int, far[:6])})
+    rows = [
+        [name, *(float(values[k]) for k in shown)]
+        for name, values in (
+            ("growth of the error, Σ‖e‖²", profile.error_growth),
+            ("growth of the state, Σ‖h‖²", profile.state_growth),
+            ("ρ", profile.rho),
+        )
+    ]
+    return {"growth": table(["layer", *map(str, shown)], rows)}
 
 
 if __name__ == "__main__":

@@ -8,10 +8,13 @@ Writes greedy.json and greedy.svg beside this file.
 
 from pathlib import Path
 
+import pandas as pd
 import typer
 
 from experiments.common import draw, inputs
+from experiments.markdown import interval, table
 from lyapunov_prune.report.sensitivity import greedy_figure
+from lyapunov_prune.sensitivity.sensitivity import Sensitivity
 
 HERE = Path(__file__).parent
 RANK = 32  # §5: the greedy rounds are at another rank than the rest
@@ -25,6 +28,21 @@ def main(
     result.save(HERE / "greedy.json")
     draw(HERE, {"greedy": greedy_figure(result)})
     print(result)
+
+
+def written() -> dict[str, str]:
+    """What some of the rounds saved, and what they cost."""
+    rounds = Sensitivity.load(HERE / "greedy.json").of("greedy")
+    rows = [
+        [k + 1, rounds.label[k].removeprefix("+ "), f"{rounds.saved[k]:.1%}", interval(*_cost(rounds.loc[k]))]
+        for k in (0, 8, 14, 19, len(rounds) - 1)
+    ]
+    head = ["rounds", "last group added", "multiplications of the layers saved", "perplexity / dense"]
+    return {"greedy": table(head, rows)}
+
+
+def _cost(row: pd.Series) -> tuple[float, float, float]:
+    return float(row.degradation), float(row.low), float(row.high)
 
 
 if __name__ == "__main__":

@@ -15,13 +15,15 @@ from pathlib import Path
 import numpy as np
 from scipy import stats
 
-from experiments.columns import Column
-from experiments.markdown import cell, table
+from experiments.columns import Column, mean_accuracy, paired_difference
+from experiments.markdown import cell, interval, table
 from experiments.published import MODELS, REMOVALS
 
 COLUMNS = Path(__file__).parents[1] / "columns"
 FEWEST = 5  # models, for a correlation whose leave-one-out values still rest on four
 RANDOM = "random"
+COUNTS = (4, 8)  # layers removed, of Table 3
+COMPARED = ("blend", "bi", "rho", "angular")
 
 
 def columns() -> list[Column]:
@@ -36,6 +38,8 @@ def written() -> dict[str, str]:
         "table-1": table_1(own),
         "table-2": table_2(own),
         "table-3": table_3(own),
+        "accuracy": accuracy(own),
+        "paired": paired(own),
         "regret": regret(own),
         "across": across(own),
     }
@@ -65,7 +69,7 @@ def table_1(own: list[Column]) -> str:
         + [f"{a}/{b}" for a, b in (m.contracting for m in MODELS)],
         "largest ρ (its layer)": [
             *(f"{cell(float(c.contraction.rho.max()))} ({c.contraction.rho.argmax()})" for c in own),
-            *(m.rho for m in MODELS),
+            *(f"{m.rho:.2f}" for m in MODELS),
         ],
         "largest ρ, token pooling": [
             *(f"{cell(float(c.contraction.rho_token.max()))} ({c.contraction.rho_token.argmax()})" for c in own),
@@ -81,7 +85,7 @@ def table_1(own: list[Column]) -> str:
             *[None] * len(MODELS),
         ],
         "spread of components, Wanda": [*(c.pruning and c.pruning.spread("wanda") for c in own), *[None] * len(MODELS)],
-        "s*": [*(c.pruning and c.pruning.threshold for c in own), *(m.threshold for m in MODELS)],
+        "s*": [*(star(c) for c in own), *(f"{m.threshold:.2f}" for m in MODELS)],
         "bound checks": [*(c.bounds and c.bounds.checks for c in own), *[None] * len(MODELS)],
         "violations": [*(c.bounds and c.bounds.violations for c in own), *(m.violations for m in MODELS)],
     }
@@ -96,29 +100,31 @@ def millions(parameters: int) -> str:
     return f"{parameters / 1e6:.0f}M" if parameters < 1e9 else f"{parameters / 1e9:.1f}B"
 
 
-def interval(value: float, low: float, high: float) -> str:
-    return f"{cell(value)} ({cell(low)}–{cell(high)})"
-
-
 def table_2(own: list[Column]) -> str:
     """s*, by width."""
     rows: list[tuple[str, int, float | None]] = [(m.name, m.width, m.threshold) for m in MODELS]
     rows += [(f"**{c.name}**", c.width, c.pruning.threshold if c.pruning else None) for c in own]
-    return table(
-        ["model", "width", "s*", "1 − s*"],
-        ([n, d, s, None if s is None else 1 - s] for n, d, s in sorted(rows, key=lambda row: row[1])),
-    )
+    stars = ([n, d, s and f"{s:.2f}", s and f"{1 - s:.2f}"] for n, d, s in sorted(rows, key=lambda row: row[1]))
+    return table(["model", "width", "s*", "1 − s*"], stars)
+
+
+def star(column: Column) -> str | None:
+    """s*, or what is known of it; None where it has not been measured."""
+    if column.pruning is None:
+        return None
+    swept = min(map(float, column.pruning.first_layer))
+    return f"below {swept:.2f}" if column.pruning.threshold is None else f"{column.pruning.threshold:.2f}"
 
 
 def table_3(own: list[Column]) -> str:
-    """Perplexity with four and eight layers removed; of random draws the median, the least and the largest."""
+    """Perplexity and mean accuracy with four and eight layers removed; of random draws the median perplexity."""
     rows: list[list[object]] = []
     for c in own:
-        rows.append([f"**{c.name}**", "dense", cell(c.perplexity), cell(c.perplexity)])
+        rows.append([f"**{c.name}**", "dense", *[f"{c.perplexity:.4g}"] * 2, *[percent(c, "dense", 0)] * 2])
         sets = c.removal.sets if c.removal else ()
         for criterion in dict.fromkeys(criterion_of(r.criterion) for r in sets):
             cells: list[object] = []
-            for count in (4, 8):
+            for count in COUNTS:
                 found = [r for r in sets if criterion_of(r.criterion) == criterion and r.count == count]
                 if len(found) == 1:
                     ratio = [c.perplexity * x for x in (found[0].low, found[0].high)]
@@ -126,12 +132,52 @@ def table_3(own: list[Column]) -> str:
                 else:
                     drawn = [r.perplexity for r in found]
                     cells.append(interval(float(np.median(drawn)), min(drawn), max(drawn)) if drawn else None)
-            rows.append([f"**{c.name}**", criterion, *cells])
+            scored = criterion if criterion != RANDOM else f"{RANDOM} 0"
+            rows.append([f"**{c.name}**", criterion, *cells, *(percent(c, scored, count) for count in COUNTS)])
     for model in dict.fromkeys(model for model, _, _ in REMOVALS):
         for criterion in dict.fromkeys(criterion for name, criterion, _ in REMOVALS if name == model):
-            found_at = [REMOVALS.get((model, criterion, 0 if criterion == "dense" else n)) for n in (4, 8)]
-            rows.append([model, criterion, *(found and found[0] for found in found_at)])
-    return table(["model", "criterion", "4 removed", "8 removed"], rows)
+            printed = [REMOVALS.get((model, criterion, 0 if criterion == "dense" else n)) for n in COUNTS]
+            rows.append([model, criterion, *(p and f"{p[0]:g}" for p in printed), *(p and p[1] for p in printed)])
+    head = [f"{what}, {count} removed" for what in ("perplexity", "accuracy") for count in COUNTS]
+    return table(["model", "criterion", *head], rows)
+
+
+def percent(column: Column, criterion: str, count: int) -> str | None:
+    """Mean accuracy over the tasks, in per cent, with its interval."""
+    answers = column.accuracy.of(criterion, count) if column.accuracy else []
+    return interval(*(100 * x for x in mean_accuracy(answers))) if answers else None
+
+
+def accuracy(own: list[Column]) -> str:
+    """Accuracy by task in per cent with Wilson's interval, a row a model and set of layers."""
+    rows: list[list[object]] = []
+    tasks = list(dict.fromkeys(t.name for c in own if c.accuracy for t in c.accuracy.tasks))
+    for c in own:
+        if c.accuracy is None:
+            continue
+        shares: dict[tuple[str, int], dict[str, str]] = {}
+        for a in c.accuracy.answers:
+            share = interval(*(100 * float(x) for x in (a.items.mean(), *a.interval)))
+            shares.setdefault((a.criterion, a.count), {})[a.task] = share
+        rows += [[f"**{c.name}**", *which, *(by_task.get(t) for t in tasks)] for which, by_task in shares.items()]
+        chance = {t.name: 100 * t.chance for t in c.accuracy.tasks}
+        rows.append([f"**{c.name}**", "guessing", "", *(chance.get(t) for t in tasks)])
+    return table(["model", "criterion", "removed", *tasks], rows)
+
+
+def paired(own: list[Column]) -> str:
+    """Mean differences in accuracy, paired by item, of the criteria and of each from the dense model."""
+    rows = []
+    for c in own:
+        for count in COUNTS:
+            for one, other in (*((name, "dense") for name in COMPARED), *itertools.combinations(COMPARED, 2)):
+                answers = c.accuracy.of(one, count) if c.accuracy else []
+                reference = c.accuracy.of(other, 0 if other == "dense" else count) if c.accuracy else []
+                if answers and reference:
+                    mean, low, high, p = paired_difference(answers, reference)
+                    change = f"{100 * mean:+.1f} ({100 * low:+.1f} to {100 * high:+.1f})"
+                    rows.append([f"**{c.name}**", count, f"{one} − {other}", change, cell(p)])
+    return table(["model", "removed", "difference", "points of accuracy", "p"], rows)
 
 
 def criterion_of(name: str) -> str:

@@ -11,9 +11,11 @@ import typer
 
 import lyapunov_prune as lp
 from experiments.common import draw, texts
-from experiments.compressions import Setting, compressions_figure, evaluate_compressions
+from experiments.compressions import CompressionTable, Setting, compressions_figure, evaluate_compressions
+from experiments.markdown import interval, table
 
 HERE = Path(__file__).parent
+AMOUNTS = {"sparsity": "{:.0%} removed", "bits": "{:g} bits"}
 SETTINGS = [
     *(Setting(method, sparsity=0.5) for method in ("magnitude", "weight-only", "wanda", "sparsegpt")),
     *(Setting(method, sparsity=0.5, pattern=(2, 4), label=f"{method} 2:4") for method in ("wanda", "sparsegpt")),
@@ -30,6 +32,15 @@ def main(model: str = "smollm2-135m", text: str = "builtin") -> None:
     table.save(HERE / "methods.json")
     draw(HERE, {"methods": compressions_figure(table)})
     print(table)
+
+
+def written() -> dict[str, str]:
+    """Perplexity of every method, and its ratio to the dense model with a 95 % interval paired by window."""
+    rows = CompressionTable.load(HERE / "methods.json").rows
+    cells = [
+        [r.method, AMOUNTS[r.unit].format(r.amount), r.perplexity, interval(r.degradation, r.low, r.high)] for r in rows
+    ]
+    return {"methods": table(["method", "amount", "perplexity", "× dense"], cells)}
 
 
 if __name__ == "__main__":

@@ -18,9 +18,11 @@ from scipy import stats
 
 import lyapunov_prune as lp
 from experiments.common import draw, inputs
+from experiments.markdown import cell, table
 from lyapunov_prune.allocation.lyapunov import Reading, tolerance
 from lyapunov_prune.profiles.contraction import Pooling
 from lyapunov_prune.report.drawing import COLOURS, log_axis, one_panel, svg
+from lyapunov_prune.sensitivity.sensitivity import Sensitivity
 
 HERE = Path(__file__).parent
 METHODS = {"weight-only": COLOURS["bi"], "magnitude": COLOURS["rho, token pooling"], "wanda": COLOURS["rho"]}
@@ -84,6 +86,28 @@ def figure(measured: dict[str, lp.sensitivity.Sensitivity]) -> str:
     axes.set_ylabel("regret (perplexity)")
     axes.legend(frameon=False, fontsize=8)
     return svg(page)
+
+
+def written() -> dict[str, str]:
+    """The spread of each method; regrets of layers below 0.001 read as that."""
+    rows = []
+    for method in METHODS:
+        found = Sensitivity.load(HERE / f"{method}.json")
+        components, layers = found.of("component"), found.of("layer")
+        least, most = components.loc[components.regret.idxmin()], components.loc[components.regret.idxmax()]
+        names = [row.label.rpartition(".")[2] for row in (least, most)]
+        budget = stats.spearmanr(1 / found.scores["amplification"], layers.regret)
+        rows.append(
+            [
+                method,
+                *(f"{cell(float(row.regret))} ({name})" for row, name in zip((least, most), names, strict=True)),
+                float(most.regret / least.regret),
+                float(layers.regret.max() / layers.regret.clip(lower=1e-3).min()),
+                f"{budget.statistic:+.2f} (p {cell(float(budget.pvalue))})",
+            ]
+        )
+    head = ["method", "least regret", "most", "most / least", "layers, most / least", "1/A against layer regret"]
+    return {"spread": table(head, rows)}
 
 
 if __name__ == "__main__":

@@ -11,6 +11,7 @@ import typer
 
 import lyapunov_prune as lp
 from experiments.common import texts
+from experiments.markdown import interval, table
 from lyapunov_prune.evaluation.evaluation import Evaluation, zero_share
 
 HERE = Path(__file__).parent
@@ -41,6 +42,35 @@ def main(model: str = "smollm2-135m", text: str = "builtin") -> None:
     )
     result.save(HERE / "depth.json")
     print(result, result.speed, sep="\n\n")
+
+
+def written() -> dict[str, str]:
+    """Perplexity and speed beside the dense model's, and the speed that the parameters left would allow."""
+    result = Evaluation.load(HERE / "depth.json")
+    assert result.speed is not None
+    dense, first = result.perplexities[0], result.speed.rows[0]
+    cells = [
+        [
+            speed.model,
+            one.value,
+            interval(one.value / dense.value, *one.ratio_interval(dense)),
+            f"{zeros:.0%}",
+            first.parameters / speed.parameters,
+            speed.prefill / first.prefill,
+            speed.decode / first.decode,
+        ]
+        for one, zeros, speed in zip(result.perplexities, result.zeros, result.speed.rows, strict=True)
+    ]
+    head = [
+        "model",
+        "perplexity",
+        "× dense",
+        "zeros",
+        "parameters, dense / left",
+        "prefill, × dense",
+        "decoding, × dense",
+    ]
+    return {"depth": table(head, cells)}
 
 
 if __name__ == "__main__":

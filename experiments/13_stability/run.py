@@ -15,6 +15,7 @@ import typer
 
 import lyapunov_prune as lp
 from experiments.common import draw
+from experiments.markdown import interval, table
 from lyapunov_prune.evaluation.perplexity import interval_of
 from lyapunov_prune.report.drawing import COLOURS, one_panel, svg
 from lyapunov_prune.results.files import write_whole
@@ -65,6 +66,23 @@ def figure(frame: pd.DataFrame) -> str:
     axes.set_ylabel("perplexity / dense")
     axes.legend(frameon=False, fontsize=8)
     return svg(page)
+
+
+def written() -> dict[str, str]:
+    """Dense perplexity and degradation of each text by tokens."""
+    frame = pd.read_json(HERE / "stability.json")
+    texts = list(dict.fromkeys(frame.text))
+    by = frame.set_index(["text", "tokens"])
+    cells = [
+        [tokens, *(x for name in texts for x in _pair(by.loc[(name, tokens)]))]
+        for tokens in dict.fromkeys(frame.tokens)
+    ]
+    head = [f"{name}, {what}" for name in texts for what in ("dense", "× dense")]
+    return {"stability": table(["tokens", *head], cells)}
+
+
+def _pair(row: pd.Series) -> tuple[float, str]:
+    return float(row.dense), interval(float(row.degradation), float(row.low), float(row.high))
 
 
 if __name__ == "__main__":

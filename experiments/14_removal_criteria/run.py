@@ -22,6 +22,7 @@ from transformers import PreTrainedModel
 
 import lyapunov_prune as lp
 from experiments.common import draw
+from experiments.markdown import interval, table
 from lyapunov_prune.data.batch import require_disjoint
 from lyapunov_prune.forward.hooks import residual_stream, run_backbone
 from lyapunov_prune.forward.prefix import Prefix
@@ -187,6 +188,27 @@ def alpha_figure(curve: RemovalCurve) -> str:
     axes.set_xlabel("α: 0 is Block Influence alone, 1 is |ρ − 1| alone")
     axes.set_ylabel(f"perplexity, {ALPHA_AT} layers removed")
     return svg(page)
+
+
+def written() -> dict[str, str]:
+    """Perplexity of every criterion with what it costs in forwards, and of the blend over α."""
+    rows = RemovalCurve.load(HERE / "removal.json").rows
+    forwards = json.loads((HERE / "forwards.json").read_text(encoding="utf-8"))
+    dense = rows[0].perplexity
+    by = {(row.criterion, len(row.removed)): row for row in rows}
+    cells: list[list[object]] = []
+    for name in dict.fromkeys(row.criterion for row in rows[1:] if not row.criterion.startswith("α")):
+        last = by[name, REMOVALS[-1]]
+        few = [by[name, n].perplexity for n in REMOVALS[:-1]]
+        cells.append([name, forwards[name], *few, interval(last.perplexity, dense * last.low, dense * last.high)])
+    blends = [row for row in rows if row.criterion.startswith("α")]
+    return {
+        "criteria": table(["criterion", f"forwards for {REMOVALS[-1]}", *(f"{n} removed" for n in REMOVALS)], cells),
+        "alpha": table(
+            ["α (0: Block Influence, 1: |ρ − 1|)".replace("|", "\\|"), *(row.criterion[4:] for row in blends)],
+            [["perplexity", *(row.perplexity for row in blends)]],
+        ),
+    }
 
 
 if __name__ == "__main__":

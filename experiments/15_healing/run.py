@@ -11,6 +11,8 @@ import typer
 
 import lyapunov_prune as lp
 from experiments.common import draw, texts
+from experiments.markdown import table
+from lyapunov_prune.healing.heal import Healing
 from lyapunov_prune.report.drawing import COLOURS, one_panel, svg
 
 HERE = Path(__file__).parent
@@ -38,6 +40,22 @@ def main(model: str = "smollm2-135m", text: str = "builtin", remove: int = 4) ->
     axes.set_ylabel("KL(dense ‖ pruned), nats a token")
     axes.legend(frameon=False, fontsize=8)
     draw(HERE, {"healing": svg(page)})
+
+
+def written() -> dict[str, str]:
+    """Perplexity before, after and of the dense model, and the share recovered."""
+    reports = {name: Healing.load(HERE / f"{name}.json") for name in ("full", "low-rank")}
+    held_out = reports["full"].held_out
+    assert held_out is not None
+    cells: list[list[object]] = [
+        ["dense", None, held_out.teacher.value, None],
+        ["layers removed", None, held_out.before.value, "0 %"],
+    ]
+    for report in reports.values():
+        assert report.held_out is not None
+        what = "all parameters of the layers" if report.rank is None else f"rank {report.rank}"
+        cells.append([f"healed, {what}", report.trained, report.held_out.after.value, f"{report.recovered:.0%}"])
+    return {"healing": table(["", "trained parameters", "perplexity", "recovered"], cells)}
 
 
 if __name__ == "__main__":

@@ -17,6 +17,7 @@ from scipy import stats
 
 import lyapunov_prune as lp
 from experiments.common import draw, texts
+from experiments.markdown import table
 from lyapunov_prune.evaluation.repetition import collapsed, repetition
 from lyapunov_prune.progress import track
 from lyapunov_prune.report.drawing import COLOURS, log_axis, one_panel, svg
@@ -128,11 +129,11 @@ def sets_figure(frame: pd.DataFrame) -> str:
     return svg(figure)
 
 
-def correlation_figure(table: pd.DataFrame) -> str:
+def correlation_figure(correlations: pd.DataFrame) -> str:
     figure, axes = one_panel(6.5, 3.6)
-    groups = [(kind, measure) for kind in table.removed.unique() for measure in WHAT]
+    groups = [(kind, measure) for kind in correlations.removed.unique() for measure in WHAT]
     for i, score in enumerate(SCORES):
-        own = table[table.score == score].set_index(["removed", "measure"])
+        own = correlations[correlations.score == score].set_index(["removed", "measure"])
         rows = [own.loc[group] for group in groups]
         y = np.array([r.spearman for r in rows])
         bars = np.abs(np.array([[r.low, r.high] for r in rows]).T - y)
@@ -146,6 +147,21 @@ def correlation_figure(table: pd.DataFrame) -> str:
     axes.set_ylabel("Spearman over sets of layers")
     axes.legend(frameon=False, fontsize=8, ncols=4, loc="lower left")
     return svg(figure)
+
+
+def written() -> dict[str, str]:
+    """Spearman of every score with every measure, over sets, with its 95 % interval."""
+    frame = pd.read_json(HERE / "correlation.json").set_index(["measure", "removed", "score"])
+    groups = dict.fromkeys((measure, removed) for measure, removed, _ in frame.index)
+    rows = [
+        [f"{WHAT[measure]}, {removed}", *(_correlation(frame.loc[(measure, removed, score)]) for score in SCORES)]
+        for measure, removed in groups
+    ]
+    return {"correlations": table(["Spearman with", *SCORES], rows)}
+
+
+def _correlation(row: pd.Series) -> str:
+    return f"{row.spearman:+.2f} ({row.low:+.2f} to {row.high:+.2f})"
 
 
 if __name__ == "__main__":

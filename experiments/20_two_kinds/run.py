@@ -11,9 +11,12 @@ from typing import Annotated
 
 import numpy as np
 import typer
+from scipy import stats
 
 import lyapunov_prune as lp
 from experiments.common import draw, texts
+from experiments.markdown import cell, table
+from lyapunov_prune.evaluation.tasks import TaskScores
 from lyapunov_prune.report.drawing import COLOURS, GREY, panels, svg
 
 HERE = Path(__file__).parent
@@ -79,6 +82,25 @@ def figure(chosen: lp.evaluation.TaskScores, written: lp.evaluation.TaskScores) 
     axes[-1].set_xticks(COUNTS)
     axes[-1].set_xlabel("attentions or MLPs left out, of least Block Influence first")
     return svg(page)
+
+
+def written() -> dict[str, str]:
+    """Every score with its standard error, and how far from guessing a choice is."""
+    chosen, answered = (TaskScores.load(HERE / f"{name}.json") for name in ("choices", "answers"))
+    scores: list[list[object]] = []
+    guessing: list[list[object]] = []
+    for kind in (chosen, answered):
+        for task, metric in dict.fromkeys((s.task, s.metric) for s in kind.scores):
+            values = [kind.score(model, task, metric) for model in kind.models]
+            scores.append([f"{task}, {metric}", *(f"{cell(s.value)} ± {cell(s.error)}" for s in values)])
+    for task in chosen.tasks:
+        right = [round(chosen.score(model, task.name, "acc").value * task.items) for model in chosen.models]
+        p = [stats.binomtest(k, task.items, task.chance, alternative="greater").pvalue for k in right]
+        guessing.append([f"{task.name} ({cell(task.chance)})", *(float(x) for x in p)])
+    return {
+        "scores": table(["", *chosen.models], scores),
+        "guessing": table(["p, accuracy above guessing", *chosen.models], guessing),
+    }
 
 
 if __name__ == "__main__":

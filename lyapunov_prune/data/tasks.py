@@ -1,4 +1,4 @@
-"""Items of a local task file: multiple choice, of two forms, or questions whose answer ends in a number."""
+"""Items of a local task file: multiple choice of two forms, or questions whose answer ends in a number."""
 
 from __future__ import annotations
 
@@ -70,9 +70,10 @@ def _blank(line: str, where: str) -> dict[str, Any]:
         texts = False
     if not texts:
         raise LyapunovPruneError(f"{where} is no item; give {_FORMS} a line")
-    if len(set(options)) < max(2, len(options)) or type(gold) is not int or not 0 <= gold < len(options):
+    different = len(set(options))
+    if different < max(2, len(options)) or type(gold) is not int or not 0 <= gold < different:
         raise LyapunovPruneError(
-            f"{where} has {len(set(options))} different context_options and gold {gold!r}; give two or more, and an index"
+            f"{where} has {different} different context_options and gold {gold!r}; give two or more, and an index"
         )
     return {"context_options": options, "continuation": continuation, "gold": gold}
 

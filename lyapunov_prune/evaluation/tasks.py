@@ -56,13 +56,18 @@ class ScoredTask:
 
 @dataclass(frozen=True)
 class TaskScore:
-    """`value` of a metric and its standard error over items (NaN where it has none)."""
+    """`value` of a metric and its standard error over items (NaN where it has none).
+
+    `items` holds the metric of every item in order, so that two models can be compared item by item; empty where the
+    harness has none.
+    """
 
     model: str
     task: str
     metric: str
     value: float
     error: float
+    items: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -128,9 +133,11 @@ def load_tasks(names: Sequence[str | Path], *, few_shot: int | None = None, offl
     """Tasks from `.jsonl` files, and from the hub by their names in lm-evaluation-harness. Needs the extra `tasks`.
 
     A file of `{"query", "choices", "gold"}` lines is multiple choice: a choice follows its query after one space, or
-    directly where the query ends in white space, which the harness then scores with every choice. A file of
-    `{"question", "answer"}` lines is generation, scored as the harness' gsm8k. The first `few_shot` items of a file
-    are examples before the others, none by default; tasks by name have their own default.
+    directly where the query ends in white space, which the harness then scores with every choice. So is one of
+    `{"context_options", "continuation", "gold"}` lines, the form of WinoGrande: scored is the continuation, after a
+    space, behind each beginning. A file of `{"question", "answer"}` lines is generation, scored as the harness' gsm8k.
+    The first `few_shot` items of a file are examples before the others, none by default; tasks by name have their own
+    default.
 
     Raises LyapunovPruneError for a missing extra, a file with anything else in it, two tasks of one name, a name that
     the harness does not know, a failed download, and a name when `offline`.
@@ -213,7 +220,9 @@ def _scores(
             continue
         error = results.get(f"{metric}_stderr,{chosen}", math.nan)
         label = metric if chosen == "none" else f"{metric}, {chosen}"
-        rows.append(TaskScore(model, task, label, float(value), error if isinstance(error, float) else math.nan))
+        told = {s["doc_id"]: s[metric] for s in samples if s["filter"] == chosen and metric in s}
+        items = tuple(float(told[i]) for i in sorted(told)) if all(map(_is_number, told.values())) else ()
+        rows.append(TaskScore(model, task, label, float(value), error if isinstance(error, float) else math.nan, items))
     if harness_results["configs"][task]["output_type"] == "generate_until":
         answers = {sample["doc_id"]: sample["resps"][0][0] for sample in samples}.values()
         tokens = [tuple(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]) for text in answers]
@@ -223,8 +232,12 @@ def _scores(
             (LENGTH, [float(len(text)) for text in tokens]),
         ):
             error = float(np.std(values, ddof=1) / math.sqrt(len(values))) if len(values) > 1 else math.nan
-            rows.append(TaskScore(model, task, label, float(np.mean(values)), error))
+            rows.append(TaskScore(model, task, label, float(np.mean(values)), error, tuple(values)))
     return rows
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, bool | int | float | np.number)
 
 
 def _scored(task: Task, harness_results: Mapping[str, Any]) -> ScoredTask:

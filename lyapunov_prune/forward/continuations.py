@@ -21,11 +21,11 @@ _ROWS = 128
 
 
 class Continuations:
-    """`Σ_t log p(y_t | what stands before)` of the last tokens y of each of several texts, and whether all are likeliest.
+    """`Σ_t log p(y_t | what stands before)` of the last tokens y of every text, and whether all are likeliest.
 
     What the texts share at their beginning runs once, and its cache is handed to all of them; logits are formed at the
-    positions that are scored and at no other. Whether the model gives through its cache what it gives without is tried on
-    the first texts that share anything, and where it does not, every text runs whole. `possible` says whether the
+    positions that are scored and at no other. Whether the model gives through its cache what it gives without is tried
+    on the first texts that share anything, and where it does not, every text runs whole. `possible` says whether the
     logits are a function of the final state at all; where not, ask the model.
     """
 

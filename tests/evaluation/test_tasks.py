@@ -116,6 +116,7 @@ def test_partial_evaluation_scores_the_continuation_after_each_beginning(
         np.testing.assert_allclose([answer[0][0] for answer in samples[i]["resps"]], wanted, rtol=1e-5)
         best.append(int(np.argmax(wanted)) == row["gold"])
     scores = evaluate_tasks({"m": writer}, tokenizer, load_tasks([blanks]), bos=bos)
+    assert scores.score("m", "blanks", "acc").items == tuple(map(float, best))
     assert scores.score("m", "blanks", "acc").value == pytest.approx(np.mean(best))
     assert [s.metric for s in scores.scores] == ["acc"]
     assert [(t.kind, t.items) for t in scores.tasks] == [("multiple choice", 3)]
@@ -201,6 +202,7 @@ def test_models_stand_side_by_side_and_the_result_is_saved(
     assert str(TaskScores.load(found.save(tmp_path / "tasks.json"))) == str(found)
     assert list(found.summary().columns) == ["task", "metric", "dense", "pruned"]
     assert len(found.to_frame()) == len(found.scores) == 2 * (2 + 5)
+    assert all(s.value == pytest.approx(np.mean(s.items)) and len(s.items) == 2 for s in found.scores)
     assert [(t.name, t.kind, t.items) for t in found.tasks] == [
         ("choices", "multiple choice", 2),
         ("questions", "generation", 2),
