@@ -118,8 +118,8 @@ def sensitivities(
 ) -> dict[str, torch.Tensor]:
     """`Σ_t g_t g_tᵀ` as `Statistics` states it, straight from autograd over the whole model, a window at a time.
 
-    `g_t = ∂⟨v, h⟩/∂y_t`, `h` the output of the layer, `v ~ N(0, I)` of the layer's index as seed; with `of_loss` the derivative of the
-    next-token loss instead, which is another thing.
+    `g_t = ∂⟨v, h⟩/∂y_t`, `h` the output of the layer, `v ~ N(0, I)` with the layer's index as seed; with `of_loss` the
+    derivative of the next-token loss instead, which is another thing.
     """
     layer = find_structure(model).layers[projections[0].layer]
     generator = torch.Generator().manual_seed(projections[0].layer)
