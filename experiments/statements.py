@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Sequence
 from itertools import groupby
 
@@ -47,8 +48,20 @@ def correlation(statistic: float, p: float) -> str:
     return f"{signed(statistic)} (p {p:.2g})" if np.isfinite(statistic) else "none"
 
 
+def interval(value: float, low: float, high: float) -> str:
+    """`1.82 (1.65–1.99)`; the value alone where it has no interval."""
+    return f"{short(value)} ({short(low)}–{short(high)})" if np.isfinite(low) else short(value)
+
+
 def table(header: Sequence[object], rows: Iterable[Sequence[object]]) -> str:
-    """A Markdown table; floats are written `short`."""
-    lines = [header, ["---"] * len(header), *rows]
-    cells = [[short(cell) if isinstance(cell, float) else str(cell) for cell in row] for row in lines]
-    return "".join(f"| {' | '.join(row)} |\n" for row in cells)
+    """A Markdown table; floats are written `short`, what is missing, None or NaN, as a dash."""
+    lines = [map(_cell, header), ["---"] * len(header), *(map(_cell, row) for row in rows)]
+    return "".join(f"| {' | '.join(row)} |\n" for row in lines)
+
+
+def _cell(value: object) -> str:
+    if value is None or value != value:
+        return "—"
+    if isinstance(value, float):
+        return short(value)
+    return f"{value:,}" if isinstance(value, int) else re.sub(r"(?<!\\)\|", r"\\|", str(value))

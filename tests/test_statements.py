@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from experiments.statements import correlation, runs, short, span, table
+from experiments.statements import correlation, interval, runs, short, span, table
 from lyapunov_prune.sensitivity.sensitivity import Sensitivity
 
 EXPERIMENTS = Path(__file__).resolve().parents[1] / "experiments"
@@ -98,3 +98,6 @@ def test_numbers_as_they_are_written() -> None:
     assert (runs([9, 0, 3, 4, 5, 1]), runs([])) == ("0, 1, 3 to 5, 9", "none")
     assert (correlation(-0.4412, 3e-6), correlation(np.nan, np.nan)) == ("−0.44 (p 3e-06)", "none")
     assert table(["a", "b"], [["x", 0.5]]) == "| a | b |\n| --- | --- |\n| x | 0.5 |\n"
+    assert table(["|a|", "b"], [["\\|x", None], [1234, np.nan]]).splitlines()[2:] == ["| \\|x | — |", "| 1,234 | — |"]
+    assert table(["|a|"], []).startswith("| \\|a\\| |")
+    assert (interval(2.0, 1.5, 2.504), interval(2.0, np.nan, np.nan)) == ("2 (1.5–2.5)", "2")

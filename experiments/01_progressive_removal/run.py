@@ -11,7 +11,7 @@ from typing import Annotated
 import typer
 
 import lyapunov_prune as lp
-from experiments.markdown import table
+from experiments.statements import table
 from lyapunov_prune.data.batch import require_disjoint
 from lyapunov_prune.pruning.curve import RemovalCurve, evaluate_removals
 from lyapunov_prune.report.ranking import perplexity_figure

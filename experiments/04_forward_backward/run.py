@@ -10,7 +10,7 @@ from pathlib import Path
 import typer
 
 from experiments.common import draw, inputs
-from experiments.markdown import table
+from experiments.statements import table
 from lyapunov_prune.report.sensitivity import cumulative_figure
 from lyapunov_prune.sensitivity.sensitivity import Sensitivity
 

@@ -14,7 +14,7 @@ import typer
 
 import lyapunov_prune as lp
 from experiments.common import draw, inputs
-from experiments.markdown import table
+from experiments.statements import table
 from lyapunov_prune.profiles.contraction import ContractionProfile
 from lyapunov_prune.report.drawing import COLOURS, GREY, depth_axis, log_axis, panels, svg
 from lyapunov_prune.report.profiles import jacobian_figure

@@ -12,7 +12,7 @@ import pandas as pd
 import typer
 
 from experiments.common import draw, inputs
-from experiments.markdown import interval, table
+from experiments.statements import interval, table
 from lyapunov_prune.report.sensitivity import greedy_figure
 from lyapunov_prune.sensitivity.sensitivity import Sensitivity
 

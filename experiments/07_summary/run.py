@@ -16,8 +16,8 @@ import numpy as np
 from scipy import stats
 
 from experiments.columns import Column, mean_accuracy, paired_difference
-from experiments.markdown import cell, interval, table
 from experiments.published import MODELS, REMOVALS
+from experiments.statements import interval, short, table
 
 COLUMNS = Path(__file__).parents[1] / "columns"
 FEWEST = 5  # models, for a correlation whose leave-one-out values still rest on four
@@ -68,11 +68,11 @@ def table_1(own: list[Column]) -> str:
         "contracting": [f"{a}/{b}" for a, b in (x.contraction.contracting for x in own)]
         + [f"{a}/{b}" for a, b in (m.contracting for m in MODELS)],
         "largest ρ (its layer)": [
-            *(f"{cell(float(c.contraction.rho.max()))} ({c.contraction.rho.argmax()})" for c in own),
+            *(f"{short(float(c.contraction.rho.max()))} ({c.contraction.rho.argmax()})" for c in own),
             *(f"{m.rho:.2f}" for m in MODELS),
         ],
         "largest ρ, token pooling": [
-            *(f"{cell(float(c.contraction.rho_token.max()))} ({c.contraction.rho_token.argmax()})" for c in own),
+            *(f"{short(float(c.contraction.rho_token.max()))} ({c.contraction.rho_token.argmax()})" for c in own),
             *[None] * len(MODELS),
         ],
         "norm growth K": [*(c.contraction.growth for c in own), *[None] * len(MODELS)],
@@ -176,7 +176,7 @@ def paired(own: list[Column]) -> str:
                 if answers and reference:
                     mean, low, high, p = paired_difference(answers, reference)
                     change = f"{100 * mean:+.1f} ({100 * low:+.1f} to {100 * high:+.1f})"
-                    rows.append([f"**{c.name}**", count, f"{one} − {other}", change, cell(p)])
+                    rows.append([f"**{c.name}**", count, f"{one} − {other}", change, p])
     return table(["model", "removed", "difference", "points of accuracy", "p"], rows)
 
 
@@ -187,7 +187,7 @@ def criterion_of(name: str) -> str:
 def regret(own: list[Column]) -> str:
     """Spearman's correlation, over layers, of the regret of removing one layer with what may predict it."""
     rows = [
-        [f"**{c.name}**", r.layers, r.score, f"{r.spearman:+.2f} ({r.low:+.2f} to {r.high:+.2f})", cell(r.p)]
+        [f"**{c.name}**", r.layers, r.score, f"{r.spearman:+.2f} ({r.low:+.2f} to {r.high:+.2f})", r.p]
         for c in own
         for r in (c.removal.correlations if c.removal else ())
     ]
@@ -228,7 +228,7 @@ def spearman(pairs: Iterable[tuple[float, float]]) -> tuple[int, str, str, str]:
         len(pairs),
         f"{whole.statistic:+.2f}",
         f"{min(without):+.2f} to {max(without):+.2f}",
-        cell(float(whole.pvalue)),
+        short(float(whole.pvalue)),
     )
 
 

@@ -12,7 +12,7 @@ import typer
 import lyapunov_prune as lp
 from experiments.common import draw, texts
 from experiments.compressions import CompressionTable, Setting, compressions_figure, evaluate_compressions
-from experiments.markdown import interval, table
+from experiments.statements import interval, table
 
 HERE = Path(__file__).parent
 AMOUNTS = {"sparsity": "{:.0%} removed", "bits": "{:g} bits"}

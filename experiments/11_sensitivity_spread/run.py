@@ -18,7 +18,7 @@ from scipy import stats
 
 import lyapunov_prune as lp
 from experiments.common import draw, inputs
-from experiments.markdown import cell, table
+from experiments.statements import short, table
 from lyapunov_prune.allocation.lyapunov import Reading, tolerance
 from lyapunov_prune.profiles.contraction import Pooling
 from lyapunov_prune.report.drawing import COLOURS, log_axis, one_panel, svg
@@ -100,10 +100,10 @@ def written() -> dict[str, str]:
         rows.append(
             [
                 method,
-                *(f"{cell(float(row.regret))} ({name})" for row, name in zip((least, most), names, strict=True)),
+                *(f"{short(float(row.regret))} ({name})" for row, name in zip((least, most), names, strict=True)),
                 float(most.regret / least.regret),
                 float(layers.regret.max() / layers.regret.clip(lower=1e-3).min()),
-                f"{budget.statistic:+.2f} (p {cell(float(budget.pvalue))})",
+                f"{budget.statistic:+.2f} (p {short(float(budget.pvalue))})",
             ]
         )
     head = ["method", "least regret", "most", "most / least", "layers, most / least", "1/A against layer regret"]

@@ -11,7 +11,7 @@ import typer
 
 import lyapunov_prune as lp
 from experiments.common import texts
-from experiments.markdown import interval, table
+from experiments.statements import interval, table
 from lyapunov_prune.evaluation.evaluation import Evaluation, zero_share
 
 HERE = Path(__file__).parent

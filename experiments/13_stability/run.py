@@ -15,7 +15,7 @@ import typer
 
 import lyapunov_prune as lp
 from experiments.common import draw
-from experiments.markdown import interval, table
+from experiments.statements import interval, table
 from lyapunov_prune.evaluation.perplexity import interval_of
 from lyapunov_prune.report.drawing import COLOURS, one_panel, svg
 from lyapunov_prune.results.files import write_whole

@@ -22,7 +22,7 @@ from transformers import PreTrainedModel
 
 import lyapunov_prune as lp
 from experiments.common import draw
-from experiments.markdown import interval, table
+from experiments.statements import interval, table
 from lyapunov_prune.data.batch import require_disjoint
 from lyapunov_prune.forward.hooks import residual_stream, run_backbone
 from lyapunov_prune.forward.prefix import Prefix
@@ -205,7 +205,7 @@ def written() -> dict[str, str]:
     return {
         "criteria": table(["criterion", f"forwards for {REMOVALS[-1]}", *(f"{n} removed" for n in REMOVALS)], cells),
         "alpha": table(
-            ["α (0: Block Influence, 1: |ρ − 1|)".replace("|", "\\|"), *(row.criterion[4:] for row in blends)],
+            ["α (0: Block Influence, 1: |ρ − 1|)", *(row.criterion[4:] for row in blends)],
             [["perplexity", *(row.perplexity for row in blends)]],
         ),
     }

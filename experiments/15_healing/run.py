@@ -11,7 +11,7 @@ import typer
 
 import lyapunov_prune as lp
 from experiments.common import draw, texts
-from experiments.markdown import table
+from experiments.statements import table
 from lyapunov_prune.healing.heal import Healing
 from lyapunov_prune.report.drawing import COLOURS, one_panel, svg
 

@@ -17,7 +17,7 @@ from scipy import stats
 
 import lyapunov_prune as lp
 from experiments.common import draw, texts
-from experiments.markdown import table
+from experiments.statements import table
 from lyapunov_prune.evaluation.repetition import collapsed, repetition
 from lyapunov_prune.progress import track
 from lyapunov_prune.report.drawing import COLOURS, log_axis, one_panel, svg

@@ -15,7 +15,7 @@ from scipy import stats
 
 import lyapunov_prune as lp
 from experiments.common import draw, texts
-from experiments.markdown import cell, table
+from experiments.statements import short, table
 from lyapunov_prune.evaluation.tasks import TaskScores
 from lyapunov_prune.report.drawing import COLOURS, GREY, panels, svg
 
@@ -92,11 +92,11 @@ def written() -> dict[str, str]:
     for kind in (chosen, answered):
         for task, metric in dict.fromkeys((s.task, s.metric) for s in kind.scores):
             values = [kind.score(model, task, metric) for model in kind.models]
-            scores.append([f"{task}, {metric}", *(f"{cell(s.value)} ± {cell(s.error)}" for s in values)])
+            scores.append([f"{task}, {metric}", *(f"{short(s.value)} ± {short(s.error)}" for s in values)])
     for task in chosen.tasks:
         right = [round(chosen.score(model, task.name, "acc").value * task.items) for model in chosen.models]
         p = [stats.binomtest(k, task.items, task.chance, alternative="greater").pvalue for k in right]
-        guessing.append([f"{task.name} ({cell(task.chance)})", *(float(x) for x in p)])
+        guessing.append([f"{task.name} ({short(task.chance)})", *(float(x) for x in p)])
     return {
         "scores": table(["", *chosen.models], scores),
         "guessing": table(["p, accuracy above guessing", *chosen.models], guessing),
