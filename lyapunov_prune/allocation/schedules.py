@@ -15,6 +15,7 @@ from lyapunov_prune.allocation.lyapunov import lyapunov, lyapunov_budget
 from lyapunov_prune.allocation.owl import owl
 from lyapunov_prune.allocation.table import SCHEDULES
 from lyapunov_prune.allocation.uniform import uniform
+from lyapunov_prune.arguments import checked
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.forward.reading import Readable
 from lyapunov_prune.models.held import held
@@ -34,6 +35,7 @@ _FUNCTIONS: dict[str, Callable[..., Allocation]] = {
 REMEDIES = {"batch": "a calibration batch; give batch", "profile": "a contraction profile; measure one and give it"}
 
 
+@checked
 def allocate(
     model: PreTrainedModel,
     schedule: str,

@@ -18,6 +18,7 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
+from lyapunov_prune.arguments import checked
 from lyapunov_prune.bounds.approximate import Approximation, Record, approximate, approximation, certify_difference
 from lyapunov_prune.bounds.report import BoundsReport, Seen, Setting, Violation
 from lyapunov_prune.bounds.trajectory import Trajectory
@@ -40,6 +41,7 @@ RANKS = (None, 32, 8)
 CACHE_RADII = (0.0, 0.1)
 
 
+@checked
 @in_eval_mode
 @torch.no_grad()
 def check_bounds(
@@ -78,6 +80,7 @@ def check_bounds(
     return _report(projections, [setting], [_seen(records)], trajectory, reading)
 
 
+@checked
 @in_eval_mode
 @torch.no_grad()
 def check_grid(

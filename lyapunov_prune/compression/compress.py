@@ -14,10 +14,11 @@ from transformers import PreTrainedModel
 from lyapunov_prune.allocation.allocation import Allocation, Matrices
 from lyapunov_prune.allocation.schedules import allocate
 from lyapunov_prune.allocation.table import SCHEDULES, Schedule
+from lyapunov_prune.arguments import checked
 from lyapunov_prune.calibration.statistics import Statistics
 from lyapunov_prune.calibration.streaming import stream
 from lyapunov_prune.checkpoints.cards import as_text
-from lyapunov_prune.compression.masks import Pattern
+from lyapunov_prune.compression.masks import Pattern, as_pattern
 from lyapunov_prune.compression.methods import compressed, rank_for
 from lyapunov_prune.compression.table import METHODS, Method
 from lyapunov_prune.errors import LyapunovPruneError
@@ -135,6 +136,7 @@ class Compressed:
     report: CompressionReport
 
 
+@checked
 @in_eval_mode
 def compress(
     model: PreTrainedModel,
@@ -146,7 +148,7 @@ def compress(
     bits: float | None = None,
     allocation: str | Allocation = "uniform",
     profile: ContractionProfile | None = None,
-    pattern: Pattern | None = None,
+    pattern: Pattern | str | None = None,
     group_size: int | None = None,
     batch_size: int = 1,
 ) -> Compressed:
@@ -155,11 +157,15 @@ def compress(
     Give one of `sparsity` (share of the entries, for low rank of the parameters of the factors), `rank` or `bits`,
     and a schedule's name, or an Allocation that says how much of each matrix. Methods that look at activations
     take them from `batch`, layer by layer, with the layers before already compressed (`streaming.py`). A matrix
-    whose amount is 0 stays as it is. Embeddings and head are left alone.
+    whose amount is 0 stays as it is. Embeddings and head are left alone. `pattern`, (2, 4) or `2:4`, keeps so many
+    of so many inputs; its sparsity need not be given.
 
     Memory: a copy of the model, and the statistics of one layer. Raises LyapunovPruneError for amounts and options
     that the method does not have, a missing text or profile, and matrices shared between layers.
     """
+    pattern = as_pattern(pattern)
+    if pattern is not None and sparsity is None and isinstance(allocation, str):
+        sparsity = 1 - pattern[0] / pattern[1]
     kind = require_amount(method, sparsity, rank, bits, allocation)
     given = None if batch is None else read(model, batch)
     if isinstance(allocation, Allocation):
