@@ -28,6 +28,7 @@ from dataclasses import dataclass
 
 import torch
 
+from lyapunov_prune.arguments import checked
 from lyapunov_prune.errors import LyapunovPruneError
 
 __all__ = ["certified_norm", "estimated_norm", "exact_norm", "lift", "token_energy", "widen"]
@@ -73,6 +74,7 @@ class CertifiedNorm:
     direction: torch.Tensor
 
 
+@checked
 def exact_norm(W: torch.Tensor) -> float:
     """`‖W‖ = σ_1(W)` of a matrix (any float dtype) by a float64 SVD: exact but for its rounding.
 
@@ -83,6 +85,7 @@ def exact_norm(W: torch.Tensor) -> float:
     return _unscaled(float(torch.linalg.svdvals(A)[0]), exponent, up=False) if A.numel() else 0.0
 
 
+@checked
 def estimated_norm(W: torch.Tensor, steps: int = _STEPS) -> float:
     """An estimate of `‖W‖` from below: `‖W x‖` of the unit vector `x` that `steps` Lanczos steps reach.
 
@@ -96,6 +99,7 @@ def estimated_norm(W: torch.Tensor, steps: int = _STEPS) -> float:
     return _unscaled(float(torch.linalg.vector_norm(A.T @ x)), exponent, up=False)
 
 
+@checked
 def certified_norm(W: torch.Tensor) -> float:
     """An upper bound of `‖W‖` with all rounding accounted for, as float64; within 0.1 % of the norm.
 

@@ -16,6 +16,7 @@ from lyapunov_prune.allocation.lyapunov import lyapunov, lyapunov_budget
 from lyapunov_prune.allocation.owl import owl
 from lyapunov_prune.allocation.table import SCHEDULES, require_parameters
 from lyapunov_prune.allocation.uniform import uniform
+from lyapunov_prune.arguments import checked
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.forward.reading import Readable
 from lyapunov_prune.models.held import held
@@ -40,6 +41,7 @@ REMEDIES = {
 }
 
 
+@checked
 def allocate(
     model: PreTrainedModel,
     schedule: str,

@@ -23,6 +23,7 @@ from torch import nn
 from torch.nn.functional import linear
 from transformers import PreTrainedModel
 
+from lyapunov_prune.arguments import checked
 from lyapunov_prune.bounds.bound_check import BoundCheck
 from lyapunov_prune.bounds.checkers import (
     composition_bound,
@@ -286,6 +287,7 @@ Choice = torch.Tensor | Approximation | None
 Approximations = Mapping[str, torch.Tensor | Approximation] | Callable[[Projection, torch.Tensor], Choice]
 
 
+@checked
 @contextmanager
 def approximate(
     model: PreTrainedModel, approximations: Approximations, *, cache_radius: float = 0.0

@@ -19,6 +19,7 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
+from lyapunov_prune.arguments import checked
 from lyapunov_prune.bounds.approximate import Approximation, Record, approximate, approximation, certify_difference
 from lyapunov_prune.bounds.distribution import RatioDistribution
 from lyapunov_prune.bounds.report import BoundsReport, Seen, Setting, Violation
@@ -43,6 +44,7 @@ RANKS = (None, 32, 8)
 CACHE_RADII = (0.0, 0.1)
 
 
+@checked
 @in_eval_mode
 @torch.no_grad()
 def check_bounds(
@@ -103,6 +105,7 @@ def check_written(
     return _report(projections, [], [_seen(trajectory.records)], trajectory, reading, compressed)
 
 
+@checked
 @in_eval_mode
 @torch.no_grad()
 def check_grid(

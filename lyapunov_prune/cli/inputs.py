@@ -108,15 +108,6 @@ def require_studies(study: str) -> tuple[str, ...]:
     return names
 
 
-def parse_pattern(pattern: str | None) -> tuple[int, int] | None:
-    if pattern is None:
-        return None
-    match = re.fullmatch(r"(\d+):(\d+)", pattern)
-    if not match:
-        raise LyapunovPruneError(f"--pattern {pattern!r} is no pattern; write it as 2:4, 2 of 4 kept")
-    return int(match[1]), int(match[2])
-
-
 def chosen_allocation(allocation: str) -> str | Allocation:
     """A schedule's name, or the Allocation in a file of that name."""
     from lyapunov_prune.allocation.allocation import Allocation

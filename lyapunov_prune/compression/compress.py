@@ -16,11 +16,12 @@ from transformers import PreTrainedModel
 from lyapunov_prune.allocation.allocation import Allocation, Matrices
 from lyapunov_prune.allocation.schedules import allocate
 from lyapunov_prune.allocation.table import SCHEDULES, Schedule, require_parameters
+from lyapunov_prune.arguments import checked
 from lyapunov_prune.calibration.statistics import Statistics
 from lyapunov_prune.calibration.streaming import stream
 from lyapunov_prune.checkpoints.cards import as_text
 from lyapunov_prune.compression.held_out import HeldOutLoss
-from lyapunov_prune.compression.masks import Pattern
+from lyapunov_prune.compression.masks import Pattern, as_pattern
 from lyapunov_prune.compression.methods import compressed, rank_for
 from lyapunov_prune.compression.table import METHODS, Method
 from lyapunov_prune.errors import LyapunovPruneError
@@ -138,6 +139,7 @@ class Compressed:
     report: CompressionReport
 
 
+@checked
 @in_eval_mode
 def compress(
     model: PreTrainedModel,
@@ -150,7 +152,7 @@ def compress(
     allocation: str | Allocation = "uniform",
     profile: ContractionProfile | None = None,
     schedule_options: Mapping[str, Any] | None = None,
-    pattern: Pattern | None = None,
+    pattern: Pattern | str | None = None,
     group_size: int | None = None,
     batch_size: int = 1,
 ) -> Compressed:
@@ -160,11 +162,15 @@ def compress(
     and a schedule's name with its parameters in `schedule_options` (`{"least": 0.7}`), or an Allocation that says how
     much of each matrix. Methods that look at activations take them from `batch`, layer by layer, with the layers before
     already compressed (`streaming.py`). A matrix whose amount is 0 stays as it is. Embeddings and head are left alone.
+    `pattern`, (2, 4) or `2:4`, keeps so many of so many inputs; its sparsity need not be given.
 
     Memory: a copy of the model, and the statistics of one layer. `atp-search` compresses once more a trial, on half the
     windows (`held_out.py`). Raises LyapunovPruneError for amounts and options
     that the method does not have, a missing text or profile, and matrices shared between layers.
     """
+    pattern = as_pattern(pattern)
+    if pattern is not None and sparsity is None and isinstance(allocation, str):
+        sparsity = 1 - pattern[0] / pattern[1]
     kind = require_amount(method, sparsity, rank, bits, allocation)
     require_options(allocation, schedule_options)
     schedule = allocation.schedule if isinstance(allocation, Allocation) else allocation

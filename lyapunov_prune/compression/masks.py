@@ -2,11 +2,28 @@
 
 from __future__ import annotations
 
+import re
+
 import torch
 
 from lyapunov_prune.errors import LyapunovPruneError
 
 Pattern = tuple[int, int]
+
+
+def as_pattern(pattern: Pattern | str | None) -> Pattern | None:
+    """(keep, of) from that pair or from its spelling, `2:4`; raises LyapunovPruneError for any other."""
+    if isinstance(pattern, str):
+        match = re.fullmatch(r"(\d+):(\d+)", pattern)
+        if not match:
+            raise LyapunovPruneError(f"pattern {pattern!r} is none; write it as 2:4, 2 of 4 kept")
+        pattern = int(match[1]), int(match[2])
+    if pattern is None:
+        return None
+    keep, of = pattern
+    if not 0 < keep < of:
+        raise LyapunovPruneError(f"pattern {keep}:{of} keeps all or nothing; give one like 2:4")
+    return keep, of
 
 
 def smallest(score: torch.Tensor, count: int) -> torch.Tensor:
@@ -54,7 +71,6 @@ def require_pattern(pattern: Pattern, inputs: int, sparsity: float) -> None:
 
 
 def _require_fit(keep: int, of: int, inputs: int) -> None:
-    if not 0 < keep < of:
-        raise LyapunovPruneError(f"pattern {keep}:{of} keeps all or nothing; give one like 2:4")
+    as_pattern((keep, of))
     if inputs % of:
         raise LyapunovPruneError(f"pattern {keep}:{of} does not fit {inputs} inputs; {of} must divide them")

@@ -30,6 +30,10 @@ class TokenBatch:
     split: str
     bos: bool | None
 
+    def __post_init__(self) -> None:
+        if not isinstance(self.ids, torch.Tensor):
+            raise LyapunovPruneError(f"token ids are a {type(self.ids).__name__}; give a tensor of windows × tokens")
+
     @property
     def context(self) -> int:
         return self.ids.shape[1]

@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 from transformers import PreTrainedTokenizerBase
 
+from lyapunov_prune.arguments import checked
 from lyapunov_prune.data.text import adds_bos
 from lyapunov_prune.errors import LyapunovPruneError
 
@@ -29,6 +30,7 @@ class ChoiceItem:
         return self.query if self.query[-1].isspace() else f"{self.query} "
 
 
+@checked
 def load_items(path: str | Path) -> tuple[ChoiceItem, ...]:
     """The items of a JSONL file: an object a line with `query`, `choices` (two or more) and `gold` (from 0).
 

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from lyapunov_prune.arguments import checked
 from lyapunov_prune.data.batch import Split, TokenBatch
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.models.structure import identify
@@ -27,8 +28,9 @@ SAMPLE_CHARACTERS = 256
 _PARAGRAPH_END = re.compile(r"(\n\s*\n)")
 
 
+@checked
 def load_text(
-    source: str,
+    source: str | Path,
     tokenizer: PreTrainedTokenizerBase,
     *,
     tokens: int = 4096,
@@ -46,6 +48,7 @@ def load_text(
     Raises LyapunovPruneError when the text is missing, empty or shorter than asked for, when it is one token over and
     over, and for an evaluation half that mostly repeats the first half.
     """
+    source = str(source)
     if context < 2:
         raise LyapunovPruneError(f"context {context} is too short to score a token; give 2 or more")
     if tokens < context:

@@ -10,6 +10,7 @@ import torch
 from scipy import stats
 from transformers import PreTrainedModel
 
+from lyapunov_prune.arguments import checked
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.forward.hooks import require_finite
 from lyapunov_prune.forward.reading import Readable, read
@@ -62,6 +63,7 @@ def interval_of(nll: np.ndarray) -> tuple[float, float]:
         return (float(np.exp(nll.mean() - half)), float(np.exp(nll.mean() + half)))
 
 
+@checked
 @in_eval_mode
 @torch.no_grad()
 def perplexity(

@@ -11,6 +11,7 @@ import pandas as pd
 import torch
 from transformers import PreTrainedModel
 
+from lyapunov_prune.arguments import checked, require_least
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.models.held import held
 from lyapunov_prune.models.structure import find_structure
@@ -67,6 +68,7 @@ class Speed(Result):
         )
 
 
+@checked
 @torch.no_grad()
 def measure_speed(
     models: Mapping[str, PreTrainedModel], *, prompt: int = 256, steps: int = 16, repeats: int = 5
@@ -76,8 +78,9 @@ def measure_speed(
     One round of warm-up, then `repeats` rounds in which the models take turns. The first model is the
     reference. Token ids are random: speed does not depend on them.
 
-    Raises LyapunovPruneError when prompt and steps do not fit the context.
+    Raises LyapunovPruneError when prompt and steps do not fit the context, and for no models, prompt, steps or repeats.
     """
+    require_least(1, models=len(models), prompt=prompt, steps=steps, repeats=repeats)
     first = next(iter(models.values()))
     structure = find_structure(first)
     if structure.max_context and prompt + steps > structure.max_context:

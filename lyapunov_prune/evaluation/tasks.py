@@ -15,6 +15,7 @@ import pandas as pd
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from lyapunov_prune.arguments import checked
 from lyapunov_prune.data.batch import TokenBatch
 from lyapunov_prune.data.tasks import read_task
 from lyapunov_prune.data.text import adds_bos
@@ -129,6 +130,7 @@ class TaskScores(Result):
         return f"Tasks, lm-eval {on.versions['lm-eval']}, value ± standard error; items: {sizes}\n{on.line()}"
 
 
+@checked
 def load_tasks(names: Sequence[str | Path], *, few_shot: int | None = None, offline: bool = False) -> tuple[Task, ...]:
     """Tasks from `.jsonl` files, and from the hub by their names in lm-evaluation-harness. Needs the extra `tasks`.
 
@@ -168,6 +170,7 @@ def load_tasks(names: Sequence[str | Path], *, few_shot: int | None = None, offl
     return tuple(tasks)
 
 
+@checked
 def evaluate_tasks(
     models: Mapping[str, PreTrainedModel],
     tokenizer: PreTrainedTokenizerBase,

@@ -16,6 +16,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from lyapunov_prune.arguments import checked
 from lyapunov_prune.checkpoints.cards import as_text
 from lyapunov_prune.data.batch import require_disjoint
 from lyapunov_prune.data.text import require_unseen
@@ -119,6 +120,7 @@ class Healed:
     report: Healing
 
 
+@checked
 @in_eval_mode
 def heal(
     student: PreTrainedModel,

@@ -21,6 +21,7 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
+from lyapunov_prune.arguments import checked
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.models.adapter_folder import attach_adapters, base_of
 from lyapunov_prune.models.adapters import merge_adapters
@@ -55,11 +56,12 @@ class Loaded:
         return cls(model.eval(), tokenizer, find_structure(model))
 
 
+@checked
 def load(
     name: str | Path,
     *,
-    dtype: str | None = None,
-    device: str = "cpu",
+    dtype: str | torch.dtype | None = None,
+    device: str | torch.device = "cpu",
     offline: bool = False,
     merge_adapter: bool = False,
 ) -> Loaded:
@@ -75,7 +77,7 @@ def load(
     """
     wanted = _dtype(dtype)
     name = str(name)
-    options: dict[str, Any] = {"dtype": wanted or "auto", "device_map": resolve_device(device)}
+    options: dict[str, Any] = {"dtype": wanted or "auto", "device_map": resolve_device(str(device))}
     if name.endswith(".gguf"):
         loaded = _load_gguf(Path(name), options | {"dtype": wanted or torch.float32})
     elif merge_adapter:
@@ -227,9 +229,10 @@ def _download(name: str, offline: bool) -> Path:
         raise LyapunovPruneError(f"the hub did not give {name}: {first_line(error)}; try again later") from None
 
 
-def _dtype(name: str | None) -> torch.dtype | None:
-    if name is None:
+def _dtype(dtype: str | torch.dtype | None) -> torch.dtype | None:
+    if dtype is None:
         return None
+    name = str(dtype).removeprefix("torch.")
     if name not in _DTYPES:
         raise LyapunovPruneError(f"unknown dtype {name}; give one of {', '.join(_DTYPES)}")
     return getattr(torch, name)

@@ -16,6 +16,7 @@ from torch import nn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 from transformers.masking_utils import eager_mask
 
+from lyapunov_prune.arguments import checked
 from lyapunov_prune.data.batch import require_context
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.forward.decoding import decode_greedily
@@ -74,6 +75,7 @@ class AttentionPaths(Result):
         )
 
 
+@checked
 @in_eval_mode
 @torch.no_grad()
 def attention_paths(

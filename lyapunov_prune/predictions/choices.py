@@ -11,6 +11,7 @@ import pandas as pd
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from lyapunov_prune.arguments import checked
 from lyapunov_prune.bounds.decision import argmax_unchanged_of_state_error
 from lyapunov_prune.data.batch import TokenBatch, checked_batch
 from lyapunov_prune.data.choices import ChoiceItem, tokenize
@@ -128,6 +129,7 @@ class ChoiceComparison(Result):
         )
 
 
+@checked
 @in_eval_mode
 @torch.no_grad()
 def compare_choices(

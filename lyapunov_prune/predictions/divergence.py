@@ -12,6 +12,7 @@ import pandas as pd
 import torch
 from transformers import PreTrainedModel
 
+from lyapunov_prune.arguments import checked
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.forward.hooks import require_finite
 from lyapunov_prune.forward.logits import require_temperature
@@ -91,6 +92,7 @@ class SublayerDivergence(SkipDivergence):
         return f"Divergence when one layer's {part} is silenced, T = {self.temperature:g}\n{self.measured_on.line()}"
 
 
+@checked
 @in_eval_mode
 @torch.no_grad()
 def skip_divergence(

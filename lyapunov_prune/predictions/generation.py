@@ -9,6 +9,7 @@ import pandas as pd
 import torch
 from transformers import PreTrainedModel
 
+from lyapunov_prune.arguments import checked, require_least
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.evaluation.repetition import collapsed, repetition
 from lyapunov_prune.forward.decoding import walk
@@ -99,6 +100,7 @@ class GenerationDivergence(Result):
         )
 
 
+@checked
 @in_eval_mode
 @torch.no_grad()
 def compare_generation(
@@ -123,6 +125,7 @@ def compare_generation(
     whose cache does not give what it computes without.
     """
     require_temperature(temperature)
+    require_least(1, batch_size=batch_size)
     if steps < 1:
         raise LyapunovPruneError(f"{steps} steps write nothing; give 1 or more")
     readings = [read(model, prompts) for model in (dense, compressed)]

@@ -12,6 +12,7 @@ import pandas as pd
 import torch
 from transformers import PreTrainedModel
 
+from lyapunov_prune.arguments import checked
 from lyapunov_prune.bounds.bound_check import BoundCheck
 from lyapunov_prune.bounds.probability import kl_softmax_le_range, kl_softmax_le_variance, variance_bound
 from lyapunov_prune.data.batch import require_context
@@ -107,6 +108,7 @@ class HierarchyProbe(Result):
         return "\n".join([*lines, *map(str, self.violations)])
 
 
+@checked
 @in_eval_mode
 @torch.no_grad()
 def probe_layers(

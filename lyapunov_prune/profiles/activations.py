@@ -17,6 +17,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from lyapunov_prune.arguments import checked
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.forward.hooks import Enough, require_finite, run_backbone
 from lyapunov_prune.forward.reading import Readable, read
@@ -83,6 +84,7 @@ class ActivationStatistics(Result):
         return f"Activations of {len(self.names)} matrices (ranks are at most {most})\n{self.measured_on.line()}"
 
 
+@checked
 @in_eval_mode
 @torch.no_grad()
 def activation_statistics(model: PreTrainedModel, batch: Readable, *, batch_size: int = 1) -> ActivationStatistics:

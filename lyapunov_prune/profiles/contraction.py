@@ -14,6 +14,7 @@ import pandas as pd
 import torch
 from transformers import PreTrainedModel
 
+from lyapunov_prune.arguments import checked
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.forward.reading import Readable, read
 from lyapunov_prune.forward.rounding import coarsest_rounding
@@ -177,6 +178,7 @@ class ContractionProfile(Result):
         return "\n".join(lines)
 
 
+@checked
 @in_eval_mode
 @torch.no_grad()
 def measure_contraction(
@@ -209,7 +211,7 @@ def measure_contraction(
     """
     reading = read(model, batch)
     structure = reading.structure
-    seeds = tuple(seeds)
+    seeds = tuple(map(int, seeds))
     if not seeds or not epsilon > 0 or batch_size < 1:
         raise LyapunovPruneError("give one seed or more, epsilon > 0 and a batch size of 1 or more")
     if method not in get_args(Derivative):

@@ -9,6 +9,7 @@ import pandas as pd
 import torch
 from transformers import PreTrainedModel
 
+from lyapunov_prune.arguments import checked
 from lyapunov_prune.errors import NonFiniteError
 from lyapunov_prune.forward.hooks import residual_stream, run_backbone
 from lyapunov_prune.forward.reading import Readable, read
@@ -53,6 +54,7 @@ class InfluenceProfile(Result):
         return f"Block Influence\n{self.measured_on.line()}"
 
 
+@checked
 @in_eval_mode
 @torch.no_grad()
 def block_influence(model: PreTrainedModel, batch: Readable, *, batch_size: int = 1) -> InfluenceProfile:

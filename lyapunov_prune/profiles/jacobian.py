@@ -19,6 +19,7 @@ from torch.autograd import forward_ad
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import PreTrainedModel
 
+from lyapunov_prune.arguments import checked
 from lyapunov_prune.errors import LyapunovPruneError, NonFiniteError
 from lyapunov_prune.forward.branches import Branch, find_branches, matrix_children
 from lyapunov_prune.forward.hooks import layer_input, run_backbone
@@ -70,6 +71,7 @@ class JacobianNorms(Result):
         )
 
 
+@checked
 @in_eval_mode
 @torch.no_grad()
 def sublayer_jacobians(

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from lyapunov_prune.arguments import checked
 from lyapunov_prune.errors import NonFiniteError
 from lyapunov_prune.forward.hooks import hidden_of, layer_input, run_backbone
 from lyapunov_prune.forward.reading import Readable, read
@@ -59,6 +60,7 @@ class SublayerInfluence(Result):
         return f"Block Influence of attention and MLP\n{self.measured_on.line()}"
 
 
+@checked
 @in_eval_mode
 @torch.no_grad()
 def sublayer_influence(model: PreTrainedModel, batch: Readable, *, batch_size: int = 1) -> SublayerInfluence:

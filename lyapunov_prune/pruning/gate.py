@@ -21,6 +21,7 @@ import pandas as pd
 import torch
 from transformers import PreTrainedModel
 
+from lyapunov_prune.arguments import checked
 from lyapunov_prune.checkpoints.reloading import RELOADED, GateCheck, reload_check
 from lyapunov_prune.checkpoints.tensor_files import read_header
 from lyapunov_prune.data.batch import TokenBatch, as_batch
@@ -90,6 +91,7 @@ def verify_intact(model: PreTrainedModel, batch: TokenBatch | torch.Tensor | Non
     return GateReport(tuple(checks), _measured_on(model, batch, inputs))
 
 
+@checked
 @in_eval_mode
 @torch.no_grad()
 def verify_removal(

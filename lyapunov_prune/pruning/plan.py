@@ -9,6 +9,7 @@ import numpy as np
 import pandas as pd
 from transformers import PreTrainedModel
 
+from lyapunov_prune.arguments import checked
 from lyapunov_prune.errors import LyapunovPruneError, printable
 from lyapunov_prune.models.plain import require_in_memory
 from lyapunov_prune.models.structure import identify
@@ -74,6 +75,7 @@ class PruningPlan(Result):
         return tuple(sorted(int(i) for i in given))
 
     @classmethod
+    @checked
     def given(
         cls,
         model: PreTrainedModel | ModelIdentity,

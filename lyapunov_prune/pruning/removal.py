@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from transformers import PreTrainedModel
 
+from lyapunov_prune.arguments import checked
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.models.families import TRUSTED
 from lyapunov_prune.models.wrappers import is_wrapped
@@ -14,6 +15,7 @@ from lyapunov_prune.pruning.plan import PruningPlan
 from lyapunov_prune.pruning.surgery import cut
 
 
+@checked
 def remove_layers(model: PreTrainedModel, plan: PruningPlan | Sequence[int]) -> PreTrainedModel:
     """A new model without the layers of `plan` (or a plain list of indices); `model` is untouched.
 
@@ -37,6 +39,7 @@ def remove_layers(model: PreTrainedModel, plan: PruningPlan | Sequence[int]) -> 
     return pruned
 
 
+@checked
 def drop_sublayers(
     model: PreTrainedModel, *, attention: Sequence[int] = (), mlp: Sequence[int] = ()
 ) -> PreTrainedModel:

@@ -9,6 +9,7 @@ import pandas as pd
 import torch
 from transformers import PreTrainedModel
 
+from lyapunov_prune.arguments import checked
 from lyapunov_prune.errors import LyapunovPruneError, NonFiniteError
 from lyapunov_prune.forward.hooks import residual_stream, run_backbone
 from lyapunov_prune.forward.reading import Readable, read
@@ -46,6 +47,7 @@ class AngularDistance(Ranking):
             raise LyapunovPruneError(f"cannot remove a run of {remove} of {layers} layers; give 1 to {layers - 1}")
         return np.append(self.distance.diagonal(remove), np.full(remove - 1, np.nan))
 
+    @checked
     def plan(self, remove: int, period: int = 1) -> PruningPlan:
         """The plan that removes the run of `remove` layers whose ends are nearest; of equal ones the first.
 
@@ -79,6 +81,7 @@ class AngularDistance(Ranking):
         return f"Runs of layers that turn the state least, 1 − cos\n{self.measured_on.line()}"
 
 
+@checked
 @in_eval_mode
 @torch.no_grad()
 def angular_distance(model: PreTrainedModel, batch: Readable, *, batch_size: int = 1) -> AngularDistance:

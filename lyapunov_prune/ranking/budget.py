@@ -9,6 +9,7 @@ import pandas as pd
 import torch
 from transformers import PreTrainedModel
 
+from lyapunov_prune.arguments import checked
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.forward.logits import require_temperature
 from lyapunov_prune.forward.reading import Readable, read
@@ -79,6 +80,7 @@ class BudgetedRemoval(Result):
         )
 
 
+@checked
 @in_eval_mode
 @torch.no_grad()
 def remove_under_budget(

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from lyapunov_prune.arguments import checked
 from lyapunov_prune.predictions.divergence import SkipDivergence, SublayerDivergence
 from lyapunov_prune.ranking.ranking import LayerRanking, scored
 
 
+@checked
 def rank_by_divergence(measured: SkipDivergence) -> LayerRanking:
     """Rank layers, or their attention or MLP, by `variance`, smallest removed first (criterion `kl`).
 

@@ -15,6 +15,7 @@ from accelerate.utils import gather_object
 from torch import nn
 from transformers import PreTrainedModel
 
+from lyapunov_prune.arguments import checked
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.forward.hooks import layer_input
 from lyapunov_prune.forward.reading import Readable, read
@@ -70,6 +71,7 @@ class GreedyRemoval(Ranking):
         """Forwards of the dense model over the batch that the search has cost, without the heads."""
         return float(sum(step.forwards for step in self.steps))
 
+    @checked
     def plan(self, remove: int, period: int = 1) -> PruningPlan:
         """The plan that removes the first `remove` layers of the order.
 
@@ -106,6 +108,7 @@ class GreedyRemoval(Ranking):
         return f"Greedy removal by {self.criterion}\n{self.measured_on.line()}"
 
 
+@checked
 @in_eval_mode
 @torch.no_grad()
 def greedy_removal(

@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 from transformers import PreTrainedModel
 
+from lyapunov_prune.arguments import checked
 from lyapunov_prune.forward.reading import Readable, read
 from lyapunov_prune.forward.sublayers import find_sublayers
 from lyapunov_prune.models.structure import identify, in_eval_mode
@@ -28,6 +29,7 @@ from lyapunov_prune.ranking.ranking import Ranking, rank_layers, rank_sublayers,
 from lyapunov_prune.results.result import Result
 
 
+@checked
 @in_eval_mode
 def rank(
     model: PreTrainedModel,

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import pandas as pd
 
+from lyapunov_prune.arguments import checked, require_least
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.forward.sublayers import require_kind
 from lyapunov_prune.profiles.contraction import ContractionProfile, floor_note
@@ -61,6 +62,7 @@ class LayerRanking(Ranking):
         """Layers from the first to remove to the last; equal scores keep their order in the model."""
         return tuple(int(i) for i in np.argsort(self.scores, kind="stable") if not np.isnan(self.scores[i]))
 
+    @checked
     def plan(self, remove: int, period: int = 1) -> PruningPlan:
         """The plan that removes `what` of the `remove` layers of smallest score.
 
@@ -134,6 +136,7 @@ def scored(
     `layer`, if not given, is the index of every layer, and `lot` a permutation drawn from `seed`. Raises
     LyapunovPruneError when a score is not finite.
     """
+    require_least(0, seed=seed)
     layer = values.get("layer", np.arange(model.num_layers, dtype=np.float64))
     lot = np.random.default_rng(seed).permutation(model.num_layers) + 0 * layer  # NaN stays NaN
     score = CRITERIA[criterion].score
@@ -152,6 +155,7 @@ def scored(
     )
 
 
+@checked
 def rank_layers(
     profile: ContractionProfile | None = None,
     influence: InfluenceProfile | None = None,
@@ -204,6 +208,7 @@ def rank_layers(
     return replace(ranking, below_floor=below_floor)
 
 
+@checked
 def rank_sublayers(influence: SublayerInfluence, what: str) -> LayerRanking:
     """Rank the attention or the MLP of every layer by its Block Influence (LLM-Drop, arXiv:2406.15786).
 

@@ -17,6 +17,7 @@ import numpy as np
 import pandas as pd
 from cattrs.v import format_exception
 
+from lyapunov_prune.arguments import checked
 from lyapunov_prune.errors import LyapunovPruneError, printable
 from lyapunov_prune.results.files import write_whole
 from lyapunov_prune.results.overlap import Fingerprint
@@ -117,12 +118,14 @@ class Result:
     def to_json(self) -> dict[str, Any]:
         return {"kind": type(self).__name__, **encode(self)}
 
+    @checked
     def save(self, path: str | Path, asked: Mapping[str, Any] | None = None) -> Path:
         """Write the result as JSON, with what it was `asked` (`once`), whole or not at all; returns the path."""
         content = self.to_json() | ({ASKED: asked} if asked else {})
         return write_whole(path, json.dumps(content, indent=1, allow_nan=False) + "\n")
 
     @classmethod
+    @checked
     def load(cls: type[R], path: str | Path) -> R:
         """Read a result of this class; raises LyapunovPruneError when the file is not one."""
         try:

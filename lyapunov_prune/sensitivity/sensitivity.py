@@ -12,6 +12,7 @@ import torch
 from scipy import stats
 from transformers import PreTrainedModel
 
+from lyapunov_prune.arguments import checked
 from lyapunov_prune.data.batch import require_disjoint
 from lyapunov_prune.data.text import require_unseen
 from lyapunov_prune.errors import LyapunovPruneError
@@ -161,6 +162,7 @@ class Sensitivity(Result):
         return "\n".join(lines)
 
 
+@checked
 def measure_sensitivity(
     model: PreTrainedModel,
     batch: Readable,
@@ -191,6 +193,8 @@ def measure_sensitivity(
     """
     base = Compression(method, float(sparsity), rank)
     base.require()
+    if not limit > 0:
+        raise LyapunovPruneError(f"limit {limit:g} on the regret; give more than 0")
     unknown = [name for name in studies if name not in STUDIES]
     if unknown or not studies:
         raise LyapunovPruneError(f"unknown study {''.join(unknown[:1])!r}; give some of {', '.join(STUDIES)}")

@@ -279,7 +279,7 @@ def test_scores_save_and_rank(llama: PreTrainedModel, ids: torch.Tensor, tmp_pat
         ({"remove": [1], "drop_mlp": [1]}, "layer 1 is removed whole"),
         ({"drop_attention": [LAYERS]}, "layer 6 does not exist"),
         ({"drop_mlp": [2, 2]}, "named more than once"),
-        ({"drop_mlp": [True]}, "must be integers"),
+        ({"drop_mlp": [True]}, r"drop_mlp is \[True\]; give several int"),
         ({}, "removes no layer"),
     ],
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,9 @@ from lyapunov_prune.pruning.plan import as_plan
 )
 def test_bad_indices_are_refused(llama: PreTrainedModel, remove: list[Any], message: str) -> None:
     with pytest.raises(LyapunovPruneError, match=message):
+        replace(PruningPlan.given(llama, [0]), remove=tuple(remove))
+    said = message.replace("must be integers", "give PruningPlan or several int")
+    with pytest.raises(LyapunovPruneError, match=said):
         remove_layers(llama, remove)
 
 

@@ -14,7 +14,6 @@ from lyapunov_prune.cli.inputs import (
     goes_by_rho,
     layer_indices,
     load_inputs,
-    parse_pattern,
     parse_schedule_options,
     profile_for,
     require_budget_alone,
@@ -224,10 +223,11 @@ def compress(
     from lyapunov_prune.checkpoints.saving import write_model
     from lyapunov_prune.compression.compress import REPORT, require_amount, require_options
     from lyapunov_prune.compression.compress import compress as compress_model
+    from lyapunov_prune.compression.masks import as_pattern
     from lyapunov_prune.results.files import require_empty
 
     require_empty(output)
-    keep_of = parse_pattern(pattern)
+    keep_of = as_pattern(pattern)
     if keep_of and sparsity is None:
         sparsity = 1 - keep_of[0] / keep_of[1]
     schedule = chosen_allocation(allocation)

@@ -1,0 +1,92 @@
+"""What a public function is given, held against its annotations before any work is done."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from functools import cache, wraps
+from numbers import Integral, Number, Real
+from types import NoneType, UnionType
+from typing import Any, Literal, ParamSpec, TypeVar, Union, get_args, get_origin, get_type_hints
+
+from torch import nn
+
+from lyapunov_prune.errors import LyapunovPruneError
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+def checked(function: Callable[P, T]) -> Callable[P, T]:
+    """`function`, which first raises LyapunovPruneError for an argument that is not what its annotation says.
+
+    Numbers of numpy count as numbers, True does not. Any collection counts as a sequence, but for text. Any module
+    counts as a model: what is wrong with a wrapped one is said further in. Which names and numbers can be is judged
+    where they are used. What is missing or one too many stays a TypeError, as in every call.
+    """
+    signature = inspect.signature(function)
+    hints = cache(lambda: get_type_hints(function))  # at the first call: annotations may need later imports
+
+    @wraps(function)
+    def run(*args: P.args, **kwargs: P.kwargs) -> T:
+        for name, value in signature.bind_partial(*args, **kwargs).arguments.items():
+            hint, kind = hints().get(name, Any), signature.parameters[name].kind
+            further = value if kind is inspect.Parameter.VAR_KEYWORD else {name: value}
+            for told, given in further.items():
+                if not _fits(given, hint):
+                    raise LyapunovPruneError(f"{function.__name__}: {told} is {_shown(given)}; give {_words(hint)}")
+        return function(*args, **kwargs)
+
+    return run
+
+
+def require_least(least: int, **counts: int) -> None:
+    """Raise LyapunovPruneError naming the first of `counts` that is smaller than `least`."""
+    for name, count in counts.items():
+        if count < least:
+            raise LyapunovPruneError(f"{name} is {count}; give {least} or more")
+
+
+def _fits(value: Any, hint: Any) -> bool:
+    origin, inner = get_origin(hint), get_args(hint)
+    if hint is Any or origin is Literal:
+        return True
+    if origin in (Union, UnionType):
+        return any(_fits(value, either) for either in inner)
+    if origin is tuple and Ellipsis not in inner:
+        return isinstance(value, tuple | list) and len(value) == len(inner) and all(map(_fits, value, inner))
+    if origin is Mapping:
+        return isinstance(value, Mapping) and all(_fits(each, inner[1]) for each in value.values())
+    if origin in (Sequence, Iterable):
+        one = isinstance(value, str | bytes | Mapping) or getattr(value, "shape", None) == ()
+        several = isinstance(value, Iterable) and not one
+        return several and (not isinstance(value, Collection) or all(_fits(each, inner[0]) for each in value))
+    if hint is float:
+        return isinstance(value, Real) and not isinstance(value, bool)
+    if hint is int:
+        return isinstance(value, Integral) and not isinstance(value, bool)
+    kind = origin or hint
+    if not isinstance(kind, type):  # a type variable
+        return True
+    return isinstance(value, nn.Module if issubclass(kind, nn.Module) else kind)
+
+
+def _words(hint: Any) -> str:
+    """An annotation as a reader knows it: `int or None`, `several int`."""
+    origin, inner = get_origin(hint), get_args(hint)
+    if origin in (Union, UnionType):
+        return " or ".join(map(_words, inner))
+    if origin is Literal:
+        return " or ".join(map(repr, inner))
+    if origin is tuple:
+        return f"a tuple of {', '.join(map(_words, inner))}"
+    if origin is Mapping:
+        return f"a mapping to {_words(inner[1])}"
+    if origin in (Sequence, Iterable):
+        return f"several {_words(inner[0])}"
+    return "None" if hint is NoneType else getattr(hint, "__name__", str(hint))
+
+
+def _shown(value: Any) -> str:
+    text = repr(value) if value is None or isinstance(value, str | Number | tuple | list) else ""
+    return text if 0 < len(text) <= 40 else f"a {type(value).__name__}"
