@@ -139,7 +139,7 @@ def _within(
     for layer in track(list(np.unique(layers)), scheme):
         here = np.flatnonzero(layers == layer)
         mean = float(np.average(amount[here], weights=sizes[here]))
-        amount[here] = amounts([projections[i] for i in here], sizes[here], mean)
+        amount[here] = amounts([projections[int(i)] for i in here], sizes[here], mean)
     return replace(
         allocation,
         schedule=f"{allocation.schedule}, {scheme}",
