@@ -1,8 +1,8 @@
 """Wanda by columns that errors enter: Lyapunov column-weighted scoring.
 
 One of the within-layer schemes that structural sensitivity, §7, names, and says of all that none helped. Its formula
-did not survive; this one is ours: the weight of an input feature is the relative error that a disturbance before
-layer 0 has become there.
+did not survive; this one is ours: the weight of an input feature is the relative error that a disturbance before layer
+0 has become there.
 """
 
 from __future__ import annotations

@@ -9,6 +9,7 @@ import pytest
 
 from lyapunov_prune.allocation.table import SCHEDULES
 from lyapunov_prune.cli import choices
+from lyapunov_prune.cli.inputs import require_studies
 from lyapunov_prune.compression.table import METHODS
 from lyapunov_prune.data import batch
 from lyapunov_prune.models.loading import _DTYPES
@@ -35,3 +36,8 @@ TABLES: dict[str, tuple[Any, Iterable[str]]] = {
 def test_help_lists_the_names_of_the_table(name: str) -> None:
     listed, table = TABLES[name]
     assert sorted(get_args(listed)) == sorted(table)
+
+
+def test_all_studies_are_those_that_are_not_too_dear() -> None:
+    assert require_studies("all") == tuple(name for name in studies.STUDIES if name != "greedy-rescored")
+    assert require_studies("greedy-rescored, layer") == ("greedy-rescored", "layer")
