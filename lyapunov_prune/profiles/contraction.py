@@ -58,6 +58,7 @@ class ContractionProfile(Result):
     sink_error_share: np.ndarray  # share of Σ‖e_l‖² in those same tokens, (L + 1,)
     norm_growth: np.ndarray  # K = Π_l ‖h_{l+1}‖/‖h_l‖, one value a window
     measured_on: MeasuredOn
+    worst_growth: float | None = None  # Π_l max over windows of ‖h_{l+1}‖/‖h_l‖ ≥ max K; None in files of before
 
     def __post_init__(self) -> None:
         L = self.measured_on.model.num_layers
@@ -246,6 +247,7 @@ def measure_contraction(
         sink_error_share=total.peak_error.sum((-2, -1)) / error,
         norm_growth=growth,
         measured_on=reading.measured_on(seed=seeds[0]),
+        worst_growth=float(np.sqrt((total.state[1:] / total.state[:-1]).max(-1).prod())),
     )
 
 

@@ -106,6 +106,15 @@ def test_norm_growth_is_the_quotient_of_norms(llama: PreTrainedModel, ids: torch
     np.testing.assert_allclose(growth, expected.numpy(), rtol=1e-5)
 
 
+def test_the_worst_growth_takes_the_largest_of_all_windows_layer_by_layer(
+    llama: PreTrainedModel, ids: torch.Tensor
+) -> None:
+    profile = measure_contraction(llama, ids, seeds=(0,), batch_size=2)
+    norms = torch.stack([torch.linalg.matrix_norm(h) for h in states_of(llama, ids)])
+    assert profile.worst_growth == pytest.approx(float((norms[1:] / norms[:-1]).amax(1).prod()), rel=1e-5)
+    assert profile.worst_growth > profile.norm_growth.max()
+
+
 def test_the_sink_is_seen(sink: PreTrainedModel, ids: torch.Tensor) -> None:
     ids = torch.where(ids == 5, 6, ids)
     ids[:, 0] = 5
