@@ -1,6 +1,6 @@
 """Within-layer reallocation and protection of layer 0, at the same budget (§6.4, Table 7).
 
-    python experiments/10_within_layer/run.py [MODEL] [--text FILE]
+    python experiments/10_within_layer/run.py [--model MODEL] [--text FILE]
 
 Attention is pruned more or less by a step, the MLP of the same layer less or more, so that every layer keeps its
 sparsity; and the first MLP is left whole, the rest of the model paying for it. Writes within.json and within.svg.
@@ -14,7 +14,7 @@ import numpy as np
 import typer
 
 import lyapunov_prune as lp
-from experiments.common import draw, texts
+from experiments.common import Device, DType, draw, texts
 from experiments.compressions import Setting, compressions_figure, evaluate_compressions
 from lyapunov_prune.allocation.allocation import Allocation
 from lyapunov_prune.allocation.fitting import fit
@@ -25,9 +25,15 @@ HERE = Path(__file__).parent
 STEPS = (-0.1, 0.1, 0.2)
 
 
-def main(model: str = "smollm2-135m", text: str = "builtin") -> None:
-    loaded = lp.load(model)
-    calibration, evaluation = texts(loaded, text, calibration=2048, evaluation=4096, context=512)
+def main(
+    model: str = "smollm2-135m",
+    device: Device = "auto",
+    dtype: DType = None,
+    text: str = "builtin",
+    tokens: int = 4096,
+) -> None:
+    loaded = lp.load(model, device=device, dtype=dtype)
+    calibration, evaluation = texts(loaded, text, calibration=tokens // 2, evaluation=tokens, context=512)
     settings = [
         Setting(method, allocation)
         for method, budgets in (("wanda", (0.5, 0.7)), ("magnitude", (0.5,)))
