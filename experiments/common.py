@@ -111,3 +111,9 @@ def texts(
     second = lp.load_text(text, loaded.tokenizer, tokens=evaluation, context=context, split="evaluation")
     require_disjoint(first, second)
     return first, second
+
+
+def halves(calibration: lp.TokenBatch) -> tuple[lp.TokenBatch, lp.TokenBatch]:
+    """Calibration text to compress by, and calibration text to measure a regret on that then decides something."""
+    half = len(calibration.ids) // 2
+    return replace(calibration, ids=calibration.ids[:half]), replace(calibration, ids=calibration.ids[half:])

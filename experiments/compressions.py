@@ -11,12 +11,14 @@ import pandas as pd
 from transformers import PreTrainedModel
 
 from lyapunov_prune.allocation.allocation import Allocation
+from lyapunov_prune.compression.columns import column_weighted
 from lyapunov_prune.compression.compress import compress
 from lyapunov_prune.compression.masks import Pattern
 from lyapunov_prune.data.batch import TokenBatch, require_disjoint
 from lyapunov_prune.data.text import require_unseen
 from lyapunov_prune.evaluation.perplexity import Perplexity, perplexity
 from lyapunov_prune.forward.reading import read
+from lyapunov_prune.models.projections import find_projections
 from lyapunov_prune.profiles.contraction import ContractionProfile
 from lyapunov_prune.progress import track
 from lyapunov_prune.report.drawing import COLOURS, GREY, log_axis, one_panel, svg
@@ -27,7 +29,10 @@ _POINTS = tuple(zip(COLOURS.values(), "osD^vP", strict=True))
 
 @dataclass(frozen=True)
 class Setting:
-    """One compression to compare: the arguments of `compress`, and how the row is called."""
+    """One compression to compare: the arguments of `compress`, and how the row is called.
+
+    With `column_weights` it is `column_weighted` by an Allocation of sparsity instead.
+    """
 
     method: str
     allocation: str | Allocation = "uniform"
@@ -36,6 +41,7 @@ class Setting:
     pattern: Pattern | None = None
     group_size: int | None = None
     label: str | None = None
+    column_weights: bool = False
 
 
 @dataclass(frozen=True)
@@ -92,6 +98,13 @@ def evaluate_compressions(
     dense = perplexity(model, evaluation, batch_size=batch_size, description="perplexity, dense")
     rows = []
     for setting in track(list(settings), "compressions"):
+        if setting.column_weights:
+            assert isinstance(setting.allocation, Allocation)
+            small = column_weighted(model, reading, setting.allocation)
+            lost = perplexity(small, evaluation, batch_size=batch_size, description=setting.label or setting.method)
+            rows.append(_row(setting, setting.allocation, _zeros(small), lost, dense))
+            del small
+            continue
         done = compress(
             model,
             reading,
@@ -108,6 +121,12 @@ def evaluate_compressions(
         rows.append(_row(setting, done.report.allocation, done.report.zeros, found, dense))
         del done
     return CompressionTable(dense.value, tuple(rows), reading.measured_on(), dense.measured_on)
+
+
+def _zeros(model: PreTrainedModel) -> float:
+    """Share of the entries of all matrices of the layers that are zero."""
+    weights = [p.weight(model) for p in find_projections(model)]
+    return sum(int((W == 0).sum()) for W in weights) / sum(W.numel() for W in weights)
 
 
 def _row(

@@ -17,7 +17,7 @@ import typer
 from transformers import PreTrainedModel
 
 import lyapunov_prune as lp
-from experiments.common import Device, DType, draw, texts
+from experiments.common import Device, DType, draw, halves, texts
 from experiments.compressions import Setting, compressions_figure, evaluate_compressions
 from lyapunov_prune.allocation.allocation import Allocation
 from lyapunov_prune.allocation.lyapunov import Reading
@@ -51,8 +51,7 @@ def main(
 
 def threshold(model: PreTrainedModel, calibration: lp.TokenBatch) -> lp.sensitivity.Sensitivity:
     """s* by calibration text alone."""
-    half = len(calibration.ids) // 2
-    first, second = (replace(calibration, ids=ids) for ids in (calibration.ids[:half], calibration.ids[half:]))
+    first, second = halves(calibration)
     return lp.measure_sensitivity(model, second, studies=["threshold"], calibration=first)
 
 

@@ -2,7 +2,8 @@
 
 - `bound_check`: one check; `checkers`, `probability`, `decision`: one checker a theorem;
 - `approximate`, `trajectory`: matrices that check themselves on every forward, and states side by side;
-- `check`, `report`: a model put through a grid of settings, and the result;
+- `check`, `written`, `report`: a model put through a grid of settings, or held against what was made of it, and the
+  result, with `distribution` and `alignment`;
 - `theorems`: the registry of what is proven in `lean/`.
 
 A new theorem gets a row in `theorems` with the fingerprint of its statement, and a checker that names it.

@@ -122,6 +122,7 @@ class Record:
     approximation: Approximation
     check: BoundCheck | None = None  # its theorem, the worst input of all forwards; None before the first
     hits: int = 0  # inputs a cache answered
+    ratios: list[np.ndarray] = field(repr=False, default_factory=list)  # error / bound, of bounds above zero
     probe: BoundCheck | None = None  # Theorem 2 on the direction that the residual stretches most
     weight_probe: BoundCheck | None = None  # Theorem 1 on the direction that W stretches most, if there is a cache
     # The residual and W as installed (W if there is a cache), and the relative rounding of their entries.
@@ -215,8 +216,9 @@ class ApproxLinear:
             if hit is not None and distance is not None:
                 rounding = rounding + steps * record.exact_size * distance
                 record.hits += int(hit.sum())
-            check = _theorem(a, p, *(_flat(v) for v in (e, size, radius, rounding)))
-            record.check = check.with_more(record.check)
+            numbers = [_flat(v) for v in (e, size, radius, rounding)]
+            record.check = _theorem(a, p, *numbers).with_more(record.check)
+            record.ratios.append(_ratios(a, *numbers[:3]))
 
 
 def _flat(numbers: torch.Tensor | None) -> np.ndarray:
@@ -237,6 +239,12 @@ def _theorem(
         return retrieval_bound(error, radius, a.weight_norm, **named)
     named |= {"weight_norm": a.weight_norm, "sparse_norm": a.sparse_norm, "low_rank_norm": a.low_rank_norm}
     return composition_bound(error, size, radius, **named)
+
+
+def _ratios(a: Approximation, error: np.ndarray, size: np.ndarray, radius: np.ndarray) -> np.ndarray:
+    """Error / bound of the inputs with a bound above zero: Theorem 4's, which is that of the stages at work."""
+    bound = a.weight_norm * radius + (a.sparse_norm + a.low_rank_norm) * size
+    return error[bound > 0] / bound[bound > 0]
 
 
 def _look_up(x: torch.Tensor, relative: float) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

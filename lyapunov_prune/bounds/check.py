@@ -1,7 +1,8 @@
 """Every matrix of a model approximated, and every bound checked on every forward.
 
-`check_bounds` takes one setting and follows the errors to the prediction; `check_grid` takes many settings
-and shares what they have in common: the norm of W, the sparse stage, the basis of the low-rank stage.
+`check_bounds` takes one setting and follows the errors to the prediction, `check_written` does so with the matrices
+of a checkpoint; `check_grid` takes many settings and shares what they have in common: the norm of W, the sparse stage,
+the basis of the low-rank stage.
 """
 
 from __future__ import annotations
@@ -19,8 +20,10 @@ import torch
 from transformers import PreTrainedModel
 
 from lyapunov_prune.bounds.approximate import Approximation, Record, approximate, approximation, certify_difference
+from lyapunov_prune.bounds.distribution import RatioDistribution
 from lyapunov_prune.bounds.report import BoundsReport, Seen, Setting, Violation
 from lyapunov_prune.bounds.trajectory import Trajectory
+from lyapunov_prune.bounds.written import written_matrices
 from lyapunov_prune.compression.magnitude import sparsify
 from lyapunov_prune.compression.svd import basis, truncate
 from lyapunov_prune.errors import LyapunovPruneError
@@ -28,7 +31,7 @@ from lyapunov_prune.forward.hooks import run_backbone
 from lyapunov_prune.forward.reading import Readable, Reading, read
 from lyapunov_prune.linalg import CertifiedNorm, certify
 from lyapunov_prune.models.projections import Projection, find_projections
-from lyapunov_prune.models.structure import in_eval_mode
+from lyapunov_prune.models.structure import identify, in_eval_mode
 from lyapunov_prune.progress import track
 from lyapunov_prune.results.result import decode, encode
 from lyapunov_prune.results.store import Store
@@ -57,7 +60,8 @@ def check_bounds(
     `method="magnitude"` zeroes the share `sparsity` of the smallest entries; with `rank`, what is left is
     truncated to that rank; with `cache_radius`, tokens within that share of their norm reuse an earlier
     token's product. Errors travel on; they are composed layer by layer (`trajectory_error_le`), held against the
-    growth of the state (`residual_growth_contraction`, `lyapunov_contraction_bound`), all estimates, and
+    growth of the state (`residual_growth_contraction`, `lyapunov_contraction_bound`), and against its alignment with
+    what a layer adds (`preln_contraction_sufficient`), all estimates, and
     followed to the prediction (`argmax_unchanged_of_state_error`). A reported violation is one by
     `violation_is_real`, and by `no_false_alarm` rounding alone reports none.
 
@@ -71,11 +75,32 @@ def check_bounds(
     projections = find_projections(model)
     weights = {p.name: p.weight(model) for p in projections}
     chosen = _each(partial(_approximate_one, setting=setting), weights, "certified norms")
-    with approximate(model, chosen, cache_radius=setting.cache_radius) as records:
-        trajectory = Trajectory(model, reading.structure, records)
-        for ids in track(reading.windows(batch_size), "bounds"):
-            trajectory.follow(ids)
-    return _report(projections, [setting], [_seen(records)], trajectory, reading)
+    trajectory = _follow(reading, chosen, setting.cache_radius, batch_size)
+    return _report(projections, [setting], [_seen(trajectory.records)], trajectory, reading)
+
+
+@in_eval_mode
+@torch.no_grad()
+def check_written(
+    model: PreTrainedModel, compressed: PreTrainedModel, batch: Readable, *, batch_size: int = 1
+) -> BoundsReport:
+    """Check what `compressed`, made of `model` by anything, holds in the place of every matrix, on every token.
+
+    For `W` of the dense model and `W'` of the compressed one, `‖W x − W' x‖ ≤ ‖W − W'‖ ‖x‖` with a certified norm
+    (Theorem 2, `sparse_activation_bound`, which asks nothing of `W'`). The `x` are what the matrix is given in the
+    forward of `compressed`: the dense model runs with the matrices of the other, which is the same where nothing else
+    differs. Errors are composed and followed as in `check_bounds`.
+
+    Raises LyapunovPruneError as `written_matrices` does where the two are not one model with other matrices, for a
+    bad batch, or NaN on the way.
+    """
+    reading = read(model, batch)
+    written = written_matrices(reading, compressed)
+    projections = find_projections(model)
+    pairs = {p.name: (p.weight(model), written[p.name]) for p in projections}
+    chosen = _each(lambda pair: approximation(*pair), pairs, "certified norms")
+    trajectory = _follow(reading, chosen, 0.0, batch_size)
+    return _report(projections, [], [_seen(trajectory.records)], trajectory, reading, compressed)
 
 
 @in_eval_mode
@@ -130,6 +155,15 @@ def check_grid(
                 chosen.clear()
         outcomes = [{name: decode(Seen, s) for name, s in store[setting.key].items()} for setting in settings]
     return _report(projections, settings, outcomes, None, reading)
+
+
+def _follow(reading: Reading, chosen: dict[str, Approximation], cache_radius: float, batch_size: int) -> Trajectory:
+    """The windows through the dense and the approximated model, layer by layer."""
+    with approximate(reading.model, chosen, cache_radius=cache_radius) as records:
+        trajectory = Trajectory(reading.model, reading.structure, records)
+        for ids in track(reading.windows(batch_size), "bounds"):
+            trajectory.follow(ids)
+    return trajectory
 
 
 def _outcome(
@@ -201,14 +235,16 @@ def _report(
     outcomes: Sequence[Mapping[str, Seen]],
     trajectory: Trajectory | None,
     reading: Reading,
+    compressed: PreTrainedModel | None = None,
 ) -> BoundsReport:
     rows = [[outcome[p.name] for p in projections] for outcome in outcomes]
-    checks = [(setting, c) for setting, row in zip(settings, rows, strict=True) for r in row for c in r.checks]
+    named: Sequence[Setting | None] = settings or [None]  # a checkpoint has no setting
+    checks = [(setting, c) for setting, row in zip(named, rows, strict=True) for r in row for c in r.checks]
     seen = [r.check for row in rows for r in row if r.check is not None]
     if not seen:
         raise LyapunovPruneError("no matrix was given an input in sight, so no bound was checked")
     return BoundsReport(
-        method="magnitude",
+        method="magnitude" if compressed is None else "as written",
         settings=tuple(settings),
         names=tuple(p.name for p in projections),
         components=tuple(p.component for p in projections),
@@ -224,4 +260,11 @@ def _report(
         gamma=trajectory.gamma if trajectory else np.nan,
         decisions=trajectory.decisions() if trajectory else None,
         measured_on=reading.measured_on(),
+        compressed=None if compressed is None else identify(compressed),
+        distribution=_distribution(trajectory.records, projections) if trajectory else None,
+        alignment=trajectory.alignment.result() if trajectory else None,
     )
+
+
+def _distribution(records: Mapping[str, Record], projections: Sequence[Projection]) -> RatioDistribution:
+    return RatioDistribution.of([np.concatenate([*records[p.name].ratios, np.zeros(0)]) for p in projections])

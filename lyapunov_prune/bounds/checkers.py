@@ -79,7 +79,9 @@ def composition_bound(
 ) -> BoundCheck:
     """Theorem 4, `composition_bound`: `‖W x − L x'‖ ≤ ‖W‖ ε + ‖W − S‖ ‖x'‖ + ‖S − L‖ ‖x'‖`.
 
-    `size` is `‖x'‖`, `radius` the `ε ≥ ‖x − x'‖` of each input; the norms are certified.
+    `size` is `‖x'‖`, `radius` the `ε ≥ ‖x − x'‖` of each input; the norms are certified. That a radius and certified
+    norms of the two residuals, all no smaller than what they stand for, give no smaller a bound is Theorem 6,
+    `adaptive_monotonicity`.
     """
     bound = weight_norm * as_array(radius) + (sparse_norm + low_rank_norm) * as_array(size)
     return worst_check("composition_bound", matrix, layer, error, bound, rounding)
@@ -147,3 +149,33 @@ def residual_growth_contraction(
         )
         for k in np.flatnonzero(a < g).tolist()
     )
+
+
+def preln_contraction_sufficient(
+    rho: Numbers,
+    kappa: Numbers,
+    align: Numbers,
+    gain: Numbers,
+    *,
+    unit: float = 2.0**-40,
+    matrix: str = _STREAM,
+    layer: int | None = None,
+) -> BoundCheck | None:
+    """Theorem 10, `preln_contraction_sufficient`: where `(1 + κ)² < 1 + 2 align gain + gain²`, ρ is below one.
+
+    Of vectors (`preln_layer_contracts`): a layer makes `h + s` of the state `h` and `e + d` of the error `e`, with
+    `kappa = ‖d‖/‖e‖`, `align` the cosine of `h` and `s`, `gain = ‖s‖/‖h‖` and `rho` the quotient of `‖e‖²/‖h‖²` after
+    and before; one entry an input. Checked is the step of the proof, `ρ ≤ (1 + κ)² / (1 + 2 align gain + gain²)`, which
+    is below one, on the inputs that meet the condition; None where none does. `κ` is measured, so the check is an
+    estimate. `unit` is the relative rounding of the four numbers: where the condition is met the state grows, so that
+    `‖h‖²` and `‖s‖²` are at most some times `‖h + s‖²` and rounding of the sum stays below 32 units.
+    """
+    growth_of_error = np.square(1 + as_array(kappa))
+    growth_of_state = 1 + 2 * as_array(align) * as_array(gain) + np.square(as_array(gain))
+    met = growth_of_error < growth_of_state
+    if not met.any():
+        return None
+    bound = growth_of_error[met] / growth_of_state[met]
+    rounding = 32 * unit * bound
+    named = "preln_contraction_sufficient"
+    return worst_check(named, matrix, layer, as_array(rho)[met], bound, rounding, estimate=True)

@@ -8,9 +8,11 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
+from lyapunov_prune.bounds.alignment import LayerAlignment
 from lyapunov_prune.bounds.bound_check import BoundCheck
 from lyapunov_prune.bounds.decision import TokenCertificate
-from lyapunov_prune.results.result import MeasuredOn, Result
+from lyapunov_prune.bounds.distribution import RatioDistribution
+from lyapunov_prune.results.result import MeasuredOn, ModelIdentity, Result
 
 
 @dataclass(frozen=True)
@@ -46,18 +48,23 @@ class Seen:
 
 @dataclass(frozen=True)
 class Violation:
-    setting: Setting
+    setting: Setting | None  # None: of a checkpoint
     check: BoundCheck
+
+    def __str__(self) -> str:
+        return f"VIOLATION{f' at {self.setting}' if self.setting else ''}: {self.check}"
 
 
 @dataclass(frozen=True)
 class BoundsReport(Result):
-    """What came of checking every matrix (M) under every setting (K).
+    """What came of checking every matrix (M) under every setting (K), or as a checkpoint holds it (K = 1).
 
-    `ratio` (K, M) is the largest error / bound of any token, NaN where none was seen (`unseen`: experts that a
-    family fuses, weights that a module multiplies by itself, what took no part in the forward); `attained`
-    (K, M) the same for the direction that the residual stretches most, near 1 when the bound is tight.
-    `composition`, `contraction` and `decisions` come with a single setting only.
+    The inputs are those that a matrix is given in the forward of the approximated model, errors and all: of a
+    checkpoint, what its own forward computes. `compressed` names it; there are no `settings` then. `ratio` (K, M) is
+    the largest error / bound of any token, NaN where none was seen (`unseen`: experts that a family fuses, weights
+    that a module multiplies by itself, what took no part in the forward); `attained` (K, M) the same for the direction
+    that the residual stretches most, near 1 when the bound is tight. `composition`, `contraction`, `decisions`,
+    `distribution` and `alignment` come with a single setting, or a checkpoint.
     """
 
     method: str
@@ -75,12 +82,15 @@ class BoundsReport(Result):
     contraction: tuple[BoundCheck, ...]
     gamma: float  # NaN when nothing was followed
     decisions: TokenCertificate | None
-    measured_on: MeasuredOn
+    measured_on: MeasuredOn  # the dense model
+    compressed: ModelIdentity | None = None
+    distribution: RatioDistribution | None = None
+    alignment: LayerAlignment | None = None
 
     @property
     def checks(self) -> int:
         """Matrices times settings."""
-        return len(self.names) * len(self.settings)
+        return self.ratio.size
 
     @property
     def unseen(self) -> tuple[str, ...]:
@@ -90,16 +100,23 @@ class BoundsReport(Result):
     @property
     def passed(self) -> bool:
         certified = () if self.decisions is None else self.decisions.violations
-        return not self.violations and not certified and all(c.holds for c in (*self.composition, *self.contraction))
+        return not self.violations and not certified and all(c.holds for c in self._estimates)
+
+    @property
+    def _estimates(self) -> tuple[BoundCheck, ...]:
+        """Checks of theorems whose hypothesis was measured."""
+        return (*self.composition, *self.contraction, *(self.alignment.checks if self.alignment else ()))
 
     def to_frame(self) -> pd.DataFrame:
         """One row a matrix, the worst over all settings."""
         bad = [v.check.matrix for v in self.violations]
+        spread = {} if self.distribution is None else self.distribution.columns()
         return pd.DataFrame(
             {
                 "matrix": self.names,
                 "layer": self.layers,
                 "component": self.components,
+                **spread,
                 "worst_ratio": np.fmax.reduce(self.ratio, axis=0),
                 "attained": np.fmax.reduce(self.attained, axis=0),
                 "violations": [bad.count(name) for name in self.names],
@@ -107,12 +124,18 @@ class BoundsReport(Result):
         )
 
     def headline(self) -> str:
+        subject = (
+            f"{len(self.names)} matrices × {len(self.settings)} settings = {self.checks} checks on {self.inputs} inputs"
+            if self.compressed is None
+            else f"{len(self.names)} matrices as {self.compressed.name} holds them, {self.inputs} inputs of its forward"
+        )
         lines = [
-            f"Bounds: {len(self.names)} matrices × {len(self.settings)} settings = {self.checks} checks on "
-            f"{self.inputs} inputs, {len(self.violations)} violations ({', '.join(self.theorems)})",
+            f"Bounds: {subject}, {len(self.violations)} violations ({', '.join(self.theorems)})",
             self.measured_on.line(),
         ]
-        lines += [f"VIOLATION at {v.setting}: {v.check}" for v in self.violations]
+        lines += map(str, self.violations)
+        if self.distribution is not None:
+            lines.append(self.distribution.headline())
         if self.unseen:
             lines.append(
                 f"{len(self.unseen)} matrices, {self.unseen[0]} the first, were given no input in sight: their "
@@ -125,6 +148,9 @@ class BoundsReport(Result):
                 "(trajectory_error_le with growth measured along this trajectory, no worst case)"
             )
             lines += self._contraction_lines()
+        if self.alignment is not None:
+            lines.append(self.alignment.headline())
+        lines += [f"VIOLATION: {c}" for c in self._estimates if not c.holds]
         if self.decisions is not None:
             lines.append(self.decisions.headline())
         return "\n".join(lines)
@@ -132,7 +158,7 @@ class BoundsReport(Result):
     def _contraction_lines(self) -> list[str]:
         geometric = [c for c in self.contraction if c.theorem == "lyapunov_contraction_bound"]
         layers = [str(c.layer) for c in self.contraction if c not in geometric]
-        lines = [
+        return [
             f"State outgrows error, with what the layer adds, in {len(layers)} of {len(self.composition)} layers"
             f"{' (' + ', '.join(layers) + ')' if layers else ''}: there the relative error must fall "
             "(residual_growth_contraction, measured)",
@@ -144,10 +170,13 @@ class BoundsReport(Result):
                 else "not below one, so that lyapunov_contraction_bound says nothing here"
             ),
         ]
-        return lines + [f"VIOLATION: {c}" for c in (*self.composition, *self.contraction) if not c.holds]
 
     def summary(self) -> pd.DataFrame:
         """A line a component."""
-        frame = self.to_frame().groupby("component", sort=False)
-        columns: Any = {"matrices": ("matrix", "size"), "worst_ratio": ("worst_ratio", "max")}
-        return frame.agg(**columns, attained=("attained", "min"), violations=("violations", "sum")).reset_index()
+        frame = self.to_frame()
+        columns: Any = {"matrices": ("matrix", "size")}
+        if self.distribution is not None:
+            columns |= {"least": ("least", "min"), "median": ("median", "median")}
+        columns |= {"worst_ratio": ("worst_ratio", "max"), "attained": ("attained", "min")}
+        columns |= {"violations": ("violations", "sum")}
+        return frame.groupby("component", sort=False).agg(**columns).reset_index()

@@ -41,6 +41,7 @@ class Theorem:
     digest: str
     used_by: tuple[str, ...] = ()  # dotted names of Python functions whose docstrings name this theorem
     kind: str = ""  # of those functions: "checker" or "measurement"; empty when there is none
+    unused: str = ""  # of the paper's twelve: why no function rests on it
 
     @property
     def file(self) -> str:
@@ -132,6 +133,7 @@ def theorem_frame() -> pd.DataFrame:
             "file": t.file,
             "used by": ", ".join(t.used_by),
             "kind": t.kind,
+            "no use because": t.unused,
             "verified here": verified,
         }
         for t in _THEOREMS
@@ -174,26 +176,34 @@ _THEOREMS = (
     Theorem("5", "efficiency_dominance", "Approximation", "structural sensitivity App. A, Thm 5",
             "A look-up that costs no more than it saves and an approximation no dearer than the "
             "dense product: the expected cost is no more than the dense one.",
-            "1f7d41619b9099e3"),
+            "1f7d41619b9099e3",
+            unused="nothing here is looked up or left out to save time: a cache and a low rank are simulated with "
+            "dense products, and `eval --speed` measures time"),
     Theorem("5", "low_rank_cost_le", "Approximation", "structural sensitivity App. A, Thm 5",
             "A rank-r factorisation of an m × n matrix costs no more than the matrix when r (m + n) ≤ m n.",
-            "f050cb57a03208c7"),
+            "f050cb57a03208c7",
+            unused="low ranks are stored as dense matrices and multiply as much as those do; the rank for a sparsity "
+            "is chosen by the same arithmetic, which promises storage to whoever keeps the factors"),
     Theorem("6", "adaptive_monotonicity", "Approximation", "structural sensitivity App. A, Thm 6",
             "The bound of Theorem 4 is monotone in each of its three budgets.",
-            "59c37b8d41bc7401"),
+            "59c37b8d41bc7401", ("lyapunov_prune.bounds.checkers.composition_bound",), "checker"),
     Theorem("7", "multi_layer_error_bound", "Propagation", "structural sensitivity §4.2, Thm 7",
             "When no layer stretches the error, the local errors add up.",
-            "20d61b22fba7e0cd"),
+            "20d61b22fba7e0cd",
+            unused="where no layer stretches the error, K ≤ 1, `trajectory_error_le` with K as measured is checked, "
+            "and its bound is no larger (`composedBound_mono`)"),
     Theorem("7", "multi_layer_error_bound_of_le", "Propagation", "structural sensitivity §4.2, Thm 7",
             "With a common local error δ the total after n layers is at most e₀ + n δ.",
-            "2f6ad9f9b2a6a494"),
+            "2f6ad9f9b2a6a494",
+            unused="Theorem 7 with every local error as large as the largest: larger still"),
     Theorem("8", "lyapunov_contraction_bound", "Propagation", "structural sensitivity §4.2, Thm 8",
             "When every layer contracts the error by γ < 1, n layers leave at most γⁿ e₀ + δ (1 - "
             "γⁿ)/(1 - γ).",
             "dc6c11b4abf4a2c4", ("lyapunov_prune.bounds.checkers.lyapunov_contraction_bound",), "checker"),
     Theorem("8", "lyapunov_contraction_bound_uniform", "Propagation", "structural sensitivity §4.2, Thm 8",
             "The same without the depth: at most γⁿ e₀ + δ/(1 - γ).",
-            "afc09d9d9d67a141"),
+            "afc09d9d9d67a141",
+            unused="the depth is known wherever Theorem 8 is checked, and with it the bound is smaller"),
     Theorem("9", "relative_error_le", "Contraction", "structural sensitivity §4.2, Thm 9",
             "If the error grows by at most a and the state by at least g, the relative error changes "
             "by at most a/g.",
@@ -204,17 +214,19 @@ _THEOREMS = (
     Theorem("10", "preln_contraction_sufficient", "Contraction", "structural sensitivity §4.2, Thm 10",
             "A pre-norm residual layer contracts if a² < 1 + 2 align gain + gain², where a bounds "
             "the growth of the error.",
-            "b1029bcf848f604e"),
+            "b1029bcf848f604e", ("lyapunov_prune.bounds.checkers.preln_contraction_sufficient",), "checker"),
     Theorem("10", "preln_layer_contracts", "Alignment", "structural sensitivity §4.2, Thm 10",
             "Theorem 10 for vectors: state, sublayer output, error, and what the sublayer makes of "
             "the error.",
-            "2e1a58616e9ef64b"),
+            "2e1a58616e9ef64b", ("lyapunov_prune.bounds.checkers.preln_contraction_sufficient",), "checker"),
     Theorem("11", "nonlinear_composition_bound", "Propagation", "structural sensitivity §4.2, Thm 11",
             "Two layers with stretching K₀, K₁ and local errors δ₀, δ₁: e₂ ≤ K₁ K₀ e₀ + K₁ δ₀ + δ₁.",
             "3df47b9daad7e9d2", ("lyapunov_prune.bounds.checkers.trajectory_error_le",), "checker"),
     Theorem("12", "contraction_tightens_lipschitz", "Propagation", "structural sensitivity App. B, Thm 12",
             "Multiplying the stretching factors by ρ between 0 and 1 never raises the composed bound.",
-            "df4937b428aefb9f"),
+            "df4937b428aefb9f",
+            unused="it compares two bounds and says nothing of an error: K is measured after whatever the layer "
+            "contracts, so that a factor ρ before it would count the contraction twice"),
     Theorem(None, "error_recurrence", "Propagation", "structural sensitivity §4.2, eq. (1)",
             "Layer by layer, the error between two trajectories is at most K times the one before "
             "plus the local error δ.",

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from lyapunov_prune.bounds.alignment import AlignmentSums
 from lyapunov_prune.bounds.approximate import Records
 from lyapunov_prune.bounds.bound_check import BoundCheck
 from lyapunov_prune.bounds.checkers import lyapunov_contraction_bound, residual_growth_contraction, trajectory_error_le
@@ -32,6 +33,7 @@ class Trajectory:
     def __init__(self, model: PreTrainedModel, structure: Structure, records: Records) -> None:
         self.model, self.structure, self.records = model, structure, records
         self.size, self.error, self.stretched, self.local = (np.zeros(structure.num_layers + i) for i in (1, 1, 0, 0))
+        self.alignment = AlignmentSums(structure.num_layers)
         self.states: list[tuple[torch.Tensor, torch.Tensor]] = []
 
     def follow(self, ids: torch.Tensor) -> None:
@@ -40,13 +42,16 @@ class Trajectory:
         with self.records.suspended(), residual_stream(self.structure, lambda k, h: dense.append(h)):
             state = self._head_input(ids)
         exact: list[torch.Tensor] = []
+        before: list[torch.Tensor] = []
 
         def visit(k: int, hidden: torch.Tensor) -> None:
             self.size[k] += float(token_energy(widen(dense[k])).sum())
             self.error[k] += _energy(dense[k], hidden)
             if k > 0:
                 self.stretched[k - 1] += _energy(dense[k], exact[-1])
+                self.alignment.add(k - 1, (dense[k - 1], before.pop()), (dense[k], exact[-1]))
                 self.local[k - 1] += _energy(exact.pop(), hidden)
+            before.append(hidden)
 
         with self._exact_layers(exact), residual_stream(self.structure, visit):
             changed = self._head_input(ids)

@@ -98,7 +98,8 @@ def theorems(
         return
     say(state.message)
     for t in registry.theorems():
-        say(f"{t.number or '':>3} {t.name}: {t.statement} Used by: {', '.join(t.used_by) or 'nothing yet'}.")
+        users = ", ".join(t.used_by) or ("nothing" if t.unused else "nothing yet")
+        say(f"{t.number or '':>3} {t.name}: {t.statement} Used by: {users}{': ' if t.unused else ''}{t.unused}.")
 
 
 @app.command()

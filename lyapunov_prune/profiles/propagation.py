@@ -78,6 +78,20 @@ def direction(hidden: torch.Tensor, first_window: int, seed: int) -> torch.Tenso
     return noise * torch.linalg.vector_norm(widen(hidden), dim=-1, keepdim=True)
 
 
+def perturbed(windows: int, first_window: int, seeds: tuple[int, ...], epsilon: float) -> Inject:
+    """Of `[clean; copy; …]`, as many copies as seeds, every copy moved by `ε ‖h_t‖ u_t`."""
+
+    def inject(hidden: torch.Tensor) -> torch.Tensor:
+        hidden = hidden.clone()
+        clean = widen(hidden[:windows])
+        for k, seed in enumerate(seeds, start=1):
+            moved = clean + epsilon * direction(clean, first_window, seed)
+            hidden[k * windows : (k + 1) * windows] = moved.to(hidden.dtype)
+        return hidden
+
+    return inject
+
+
 def _reduce(state: torch.Tensor, errors: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """Sums over tokens at one boundary: `state` is (W, T), `errors` (S, W, T)."""
     peak_state, peak = state.max(-1)
@@ -127,14 +141,6 @@ def difference_sums(
     windows = len(ids)
     rows: list[tuple[int, tuple[torch.Tensor, ...]]] = []
 
-    def inject(hidden: torch.Tensor) -> torch.Tensor:
-        hidden = hidden.clone()
-        clean = widen(hidden[:windows])
-        for k, seed in enumerate(seeds, start=1):
-            moved = clean + epsilon * direction(clean, first_window, seed)
-            hidden[k * windows : (k + 1) * windows] = moved.to(hidden.dtype)
-        return hidden
-
     def visit(layer: int, hidden: torch.Tensor) -> None:
         clean = widen(hidden[:windows])
         errors = [
@@ -142,7 +148,7 @@ def difference_sums(
         ]
         rows.append((layer, _reduce(token_energy(clean), torch.stack(errors))))
 
-    with _boundaries(structure, visit, inject, between):
+    with _boundaries(structure, visit, perturbed(windows, first_window, seeds, epsilon), between):
         run_backbone(structure, ids.repeat(1 + len(seeds), 1))
     return _collect(rows, f"windows {first_window} to {first_window + windows - 1}")
 

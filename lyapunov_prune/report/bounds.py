@@ -1,12 +1,30 @@
-"""The figure of a bound check: how near each error came to its bound."""
+"""The figures of a bound check: how near the worst error of each matrix came to its bound, and all errors to theirs."""
 
 from __future__ import annotations
 
 import numpy as np
 from matplotlib.patches import Rectangle
 
+from lyapunov_prune.bounds.distribution import EDGES, RatioDistribution
 from lyapunov_prune.bounds.report import BoundsReport
-from lyapunov_prune.report.drawing import INK, depth_axis, one_panel, svg
+from lyapunov_prune.report.drawing import COLOURS, INK, depth_axis, one_panel, svg
+
+
+def bounds_figures(report: BoundsReport) -> dict[str, str]:
+    """By name; the distribution where there is one."""
+    figures = {"bounds": bounds_figure(report)}
+    return figures if report.distribution is None else figures | {"ratios": ratios_figure(report.distribution)}
+
+
+def ratios_figure(distribution: RatioDistribution) -> str:
+    """How many inputs of all matrices have which error / bound; the last bar is at the bound or above it."""
+    figure, axes = one_panel(6.5, 2.8)
+    width = EDGES[1] - EDGES[0]
+    axes.bar(EDGES, distribution.counts, width, align="edge", color=COLOURS["rho"], edgecolor="white", linewidth=0.5)
+    axes.axvline(1, color=INK, linewidth=0.8)
+    axes.set_xlabel("error / bound")
+    axes.set_ylabel("inputs")
+    return svg(figure)
 
 
 def bounds_figure(report: BoundsReport) -> str:

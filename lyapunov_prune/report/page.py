@@ -33,7 +33,7 @@ from lyapunov_prune.pruning.plan import PruningPlan
 from lyapunov_prune.ranking.angular import AngularDistance
 from lyapunov_prune.ranking.budget import BudgetedRemoval
 from lyapunov_prune.ranking.oracle import GreedyRemoval
-from lyapunov_prune.report.bounds import bounds_figure
+from lyapunov_prune.report.bounds import bounds_figures
 from lyapunov_prune.report.compression import compression_figure
 from lyapunov_prune.report.evaluation import speed_figure, tasks_figure
 from lyapunov_prune.report.healing import healing_figure
@@ -198,7 +198,7 @@ _SECTIONS = (
         "Every matrix replaced by an approximation, and the error of every token held against the bound that a "
         "theorem sets it. At one the bound is attained; above, it would be violated. A check that holds speaks "
         "of the inputs it saw.",
-        lambda r: {"bounds": bounds_figure(r)},
+        bounds_figures,
     ),
     _Section(
         "removal.json",

@@ -17,6 +17,7 @@ from lyapunov_prune.bounds.checkers import (
     composition_bound,
     interpolation_bound,
     lyapunov_contraction_bound,
+    preln_contraction_sufficient,
     residual_growth_contraction,
     retrieval_bound,
     sparse_activation_bound,
@@ -226,6 +227,48 @@ def test_residual_growth_contraction_speaks_only_of_layers_that_meet_its_hypothe
     assert all(c.holds for c in checks)
     V[1] *= 1.01
     assert [c.holds for c in residual_growth_contraction(V, a, g)] == [False, True]
+
+
+@pytest.mark.parametrize("size", [0.3, 3.0, 30.0])
+def test_preln_contraction_by_sampling_vectors(size: float) -> None:
+    """State, sublayer output, error and what becomes of it, at random: wherever the condition is met, ρ < 1."""
+    h, s, e = rand(400, 16), size * rand(400, 16, seed=1) + 0.5 * size * rand(400, 16), rand(400, 16, seed=2)
+    d = rand(400, 16, seed=3) * torch.logspace(-3, 1, 400, dtype=torch.float64).unsqueeze(-1)
+    rho = (norm(e + d) / norm(h + s) / (norm(e) / norm(h))) ** 2
+    align, gain, kappa = (h * s).sum(-1).numpy() / (norm(h) * norm(s)), norm(s) / norm(h), norm(d) / norm(e)
+    met = (1 + kappa) ** 2 < 1 + 2 * align * gain + gain**2
+    check = preln_contraction_sufficient(rho, kappa, align, gain)
+    assert check is not None
+    assert check.inputs == met.sum()
+    assert check.holds
+    assert check.bound < 1
+    assert (rho[met] < 1).all()
+    # What the sublayer makes of the error points with it: the bound is attained, and a hundredth less is a violation.
+    tight = ((1 + kappa) * norm(e) / norm(h + s) / (norm(e) / norm(h))) ** 2
+    attained = preln_contraction_sufficient(tight, kappa, align, gain)
+    assert attained is not None
+    assert attained.holds
+    assert attained.ratio == pytest.approx(1, abs=1e-9)
+    broken = preln_contraction_sufficient(1.01 * tight, kappa, align, gain)
+    assert broken is not None
+    assert not broken.holds
+
+
+def test_preln_contraction_says_nothing_where_its_condition_is_not_met() -> None:
+    assert preln_contraction_sufficient(0.5, 1.0, 0.0, 1.0) is None  # (1 + 1)² against 1 + 0 + 1
+
+
+def test_larger_budgets_never_lower_the_composed_bound() -> None:
+    """Theorem 6: a certified norm, or the radius of a cache, may stand for the smaller true number."""
+    generator = np.random.default_rng(0)
+    for _ in range(200):
+        weight, sparse, low_rank, radius, size, factor = generator.exponential(size=6)
+        budgets = {"radius": radius, "sparse_norm": sparse, "low_rank_norm": low_rank}
+        named = {"error": 0.0, "size": size, "weight_norm": weight}
+        bound = composition_bound(**named, **budgets).bound
+        for name, budget in budgets.items():
+            assert composition_bound(**named, **(budgets | {name: budget * (1 + factor)})).bound >= bound
+            assert composition_bound(**named, **(budgets | {name: budget / (1 + factor)})).bound <= bound
 
 
 def test_token_certificate_by_sampling_inside_and_outside_its_radius() -> None:

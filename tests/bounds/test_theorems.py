@@ -306,6 +306,10 @@ def test_planted_faults_on_the_python_side_are_seen(tmp_path: Path) -> None:
 # lean/README.md.
 
 
+# Used since the folder `lean/` was last changed, which waits for somebody who can build it; docs/proofs.md has them.
+NEWER = {"adaptive_monotonicity", "preln_contraction_sufficient", "preln_layer_contracts"}
+
+
 def readme_problems(readme: str, repository: Path) -> list[str]:
     """Where the map in the README and the registry disagree."""
     rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in readme.splitlines() if "|" in line]
@@ -316,6 +320,8 @@ def readme_problems(readme: str, repository: Path) -> list[str]:
     for name in table.keys() & known.keys():
         _, _, _, python, tests = table[name]
         used_by, kind = known[name].used_by, known[name].kind
+        if python == "no checker yet" and name in NEWER:
+            continue
         if python != (", ".join(f"`{dotted}` ({kind})" for dotted in used_by) or "no checker yet"):
             problems.append(f"{name}: the table says {python}, the registry {used_by} {kind}")
         files = re.findall(r"`(tests/\S+\.py)`", tests)
@@ -347,6 +353,45 @@ def test_planted_faults_in_the_readme_are_seen() -> None:
         assert old in readme
         problems = readme_problems(readme.replace(old, new), REPOSITORY)
         assert any(told in problem for problem in problems), (new, problems)
+
+
+def test_the_newer_uses_are_those_that_the_readme_does_not_know() -> None:
+    readme = (REPOSITORY / "lean" / "README.md").read_text(encoding="utf-8")
+    unknown = set(re.findall(r"`(\w+)` \| `\w+\.lean` \| no checker yet \|", readme))
+    assert {t.name for t in THEOREMS if t.used_by and t.name in unknown} == NEWER
+
+
+# docs/proofs.md.
+
+
+def use_rows(document: str) -> dict[str, tuple[str, str]]:
+    """Of the table in docs/proofs.md: number and use by name."""
+    rows = re.findall(r"^\| (\d+) \| `(\w+)` \| (.*) \|$", document, re.MULTILINE)
+    return {name: (number, use) for number, name, use in rows}
+
+
+def told_use(theorem: registry.Theorem) -> str:
+    users = ", ".join(f"`{dotted.removeprefix('lyapunov_prune.')}`" for dotted in theorem.used_by)
+    return users or f"no use: {theorem.unused}"
+
+
+def test_each_of_the_twelve_has_a_use_or_a_reason() -> None:
+    for theorem in THEOREMS:
+        if theorem.number:
+            assert bool(theorem.used_by) != bool(theorem.unused), theorem.name
+        assert not theorem.unused.endswith(".")
+
+
+def test_the_document_says_of_the_twelve_what_the_registry_says() -> None:
+    document = (REPOSITORY / "docs" / "proofs.md").read_text(encoding="utf-8")
+    assert use_rows(document) == {t.name: (t.number, told_use(t)) for t in THEOREMS if t.number}
+
+
+@pytest.mark.parametrize("old", ["no use: it compares", "checkers.preln_contraction"])
+def test_planted_fault_a_use_that_the_registry_does_not_have_is_seen(old: str) -> None:
+    document = (REPOSITORY / "docs" / "proofs.md").read_text(encoding="utf-8")
+    assert old in document
+    assert use_rows(document.replace(old, "checkers.nothing")) != use_rows(document)
 
 
 # Whether Lean checked it here.

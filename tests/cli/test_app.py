@@ -119,6 +119,44 @@ def test_a_violated_bound_is_exit_code_1(run: Callable[..., Done], monkeypatch: 
     assert "VIOLATED" in done.out
 
 
+def test_check_reads_what_was_written(run: Callable[..., Done], run_bad: Callable[..., str]) -> None:
+    few = ["--tokens", "32", "--context", "16"]
+    run("compress", "tiny", "--method", "wanda", "--sparsity", "0.5", "-o", "sparse", *TEXT)
+    done = run("check", "tiny", "sparse", "-o", "run", *few)
+    assert (done.code, done.err) == (0, "")
+    assert {"run/bounds.json", "run/report.html", "run/figures/bounds.svg", "run/figures/ratios.svg"} <= done.changed
+    report = BoundsReport.load("run/bounds.json")
+    assert str(report) in done.out
+    assert report.compressed is not None
+    assert (report.measured_on.model.name, report.compressed.name) == ("tiny", "sparse")
+    assert json.loads(run("check", "tiny", "sparse", "-o", "run", *few, "--json").out) == report.to_json()
+    for option in (["--sparsity", "0.5"], ["--rank", "2"], ["--cache-radius", "0.1"], ["--resume"]):
+        assert "give it without --sparsity, --rank" in run_bad("check", "tiny", "sparse", *option, *few)
+    assert "weight for weight; there is nothing to check" in run_bad("check", "tiny", "tiny", *few)
+    assert "both in one dtype (--dtype)" in run_bad("check", "tiny", half("sparse"), *few)
+    run("prune", "tiny", "--layers", "1", "-o", "out", *TEXT)
+    assert "has 5 layers and the dense one 6" in run_bad("check", "tiny", "out", *few)
+
+
+def half(folder: str) -> str:
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
+    shutil.copytree(folder, "half", ignore=shutil.ignore_patterns("*.safetensors"))
+    model.save_pretrained("half")
+    return "half"
+
+
+def test_a_written_bound_that_is_violated_is_exit_code_1(
+    run: Callable[..., Done], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run("compress", "tiny", "--method", "rtn", "--bits", "4", "-o", "rounded", *TEXT)
+    certified = approx_module.certify
+    monkeypatch.setattr(approx_module, "certify", lambda W: replace(certified(W), bound=certified(W).bound * 0.99))
+    done = run("check", "tiny", "rounded", "--tokens", "32", "--context", "16")
+    assert done.code == 1
+    assert "bounds are violated; see runs/tiny/bounds.json" in done.err
+    assert "VIOLATION: sparse_activation_bound is VIOLATED by" in done.out
+
+
 def test_rank_reads_a_profile_and_measures_nothing(run: Callable[..., Done]) -> None:
     run("profile", "tiny", "-o", "run", *QUICK)
     shutil.rmtree("tiny")
@@ -810,6 +848,7 @@ def test_models_that_read_text_otherwise_are_not_compared(run: Any, run_bad: Any
     for command in (
         ("eval", "tiny", "--against", "other"),
         ("hierarchy", "other", "tiny"),
+        ("check", "other", "tiny"),
         ("heal", "tiny", "--teacher", "other", "-o", "healed"),
     ):
         told = run_bad(*command, *TEXT)

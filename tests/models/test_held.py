@@ -99,6 +99,7 @@ MEASUREMENTS: dict[str, Callable[[PreTrainedModel], Any]] = {
     "approximate": lambda m: lp.bounds.approximate(m, {}).__enter__(),
     "attention_paths": lambda m: lp.predictions.attention_paths(m, m, IDS),
     "check_bounds": lambda m: lp.check_bounds(m, IDS, sparsity=0.5),
+    "check_written": lambda m: lp.bounds.check_written(m, m, IDS),
     "compare_generation": lambda m: lp.compare_generation(m, m, IDS),
     "compress": lambda m: lp.compress(m, method="magnitude", sparsity=0.5),
     "drop_sublayers": lambda m: lp.drop_sublayers(m, mlp=[1]),

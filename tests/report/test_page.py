@@ -29,7 +29,7 @@ from lyapunov_prune import (
     rank_layers,
     remove_layers,
 )
-from lyapunov_prune.bounds import check_grid
+from lyapunov_prune.bounds import check_grid, check_written
 from lyapunov_prune.bounds.bound_check import BoundCheck
 from lyapunov_prune.bounds.report import BoundsReport, Violation
 from lyapunov_prune.compression.compress import CompressedMatrix, CompressionReport
@@ -43,7 +43,7 @@ from lyapunov_prune.profiles.profile import profile_layers
 from lyapunov_prune.pruning.curve import evaluate_removals
 from lyapunov_prune.ranking import angular_distance, greedy_removal, remove_under_budget
 from lyapunov_prune.ranking.oracle import GreedyRemoval, Step
-from lyapunov_prune.report.bounds import bounds_figure
+from lyapunov_prune.report.bounds import bounds_figure, ratios_figure
 from lyapunov_prune.report.compression import compression_figure
 from lyapunov_prune.report.drawing import COLOURS
 from lyapunov_prune.report.healing import healing_figure
@@ -179,6 +179,20 @@ def test_the_worst_of_all_settings_and_heads_is_in_its_cell(ids: torch.Tensor) -
     components = list(dict.fromkeys(report.components))
     assert drawn == [f"{frame[c, layer]:.2f}".removeprefix("0") for c in components for layer in range(6)]
     assert "violation" not in words_of(bounds_figure(report))
+
+
+def test_the_errors_of_a_checkpoint_are_drawn_by_their_ratios(
+    llama: PreTrainedModel, ids: torch.Tensor, tmp_path: Path
+) -> None:
+    report = check_written(llama, compress(llama, method="rtn", bits=4).model, ids[:1])
+    assert report.distribution is not None
+    svg = ratios_figure(report.distribution)
+    assert {"error / bound", "inputs"} <= set(words_of(svg))
+    assert svg.count('id="patch_') >= len(report.distribution.counts)
+    report.save(tmp_path / "bounds.json")
+    page = write_report(tmp_path).read_text()
+    assert svg in page
+    assert "quantile_99" in page
 
 
 def test_planted_fault_a_violation_is_drawn_and_told(llama: PreTrainedModel, ids: torch.Tensor, tmp_path: Path) -> None:

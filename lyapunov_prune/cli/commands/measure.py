@@ -223,6 +223,9 @@ def evaluate(
 
 def check(
     model: Model,
+    compressed: Annotated[
+        str | None, typer.Argument(help="Made from MODEL by anything that changed its matrices alone.")
+    ] = None,
     *,
     sparsity: Annotated[float | None, what_option(help="Share of entries removed by magnitude.")] = None,
     rank: Rank = None,
@@ -235,13 +238,25 @@ def check(
 ) -> None:
     """Approximate every matrix and check its bound on every forward; writes bounds.json.
 
-    Thirty settings of sparsity, rank and cache radius, or the one given. Exit code 1 on a violation.
+    With COMPRESSED its matrices are the approximations, on the inputs that they are given in its own forward; without,
+    thirty settings of sparsity, rank and cache radius, or the one given. Exit code 1 on a violation.
     """
-    from lyapunov_prune.bounds.check import check_bounds, check_grid
+    from lyapunov_prune.bounds.check import check_bounds, check_grid, check_written
+    from lyapunov_prune.models.tokenizers import require_same_tokenizer
 
+    given = sparsity is not None or rank is not None or cache_radius is not None
+    if compressed is not None and (given or resume):
+        raise LyapunovPruneError(
+            "COMPRESSED is checked as it was written, in one go; give it without --sparsity, --rank, --cache-radius "
+            "and --resume"
+        )
     run = run_folder(output, model)
     loaded, batch = load_inputs(model, source, text)
-    if sparsity is None and rank is None and cache_radius is None:
+    if compressed is not None:
+        other = source.load(compressed)
+        require_same_tokenizer(loaded.tokenizer, other.tokenizer, (model, compressed))
+        result = check_written(loaded.model, other.model, batch, batch_size=text.batch_size)
+    elif not given:
         jobs = run / "jobs" / "check"
         result = check_grid(loaded.model, batch, batch_size=text.batch_size, folder=jobs, resume=resume)
     else:

@@ -1,0 +1,113 @@
+"""Whether the layers of a model meet the hypothesis of Theorem 10, and what it says of them where they do."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import pandas as pd
+import torch
+
+from lyapunov_prune.bounds.bound_check import BoundCheck
+from lyapunov_prune.bounds.checkers import preln_contraction_sufficient
+from lyapunov_prune.linalg import lift, token_energy
+from lyapunov_prune.results.result import Result
+
+
+@dataclass(frozen=True)
+class LayerAlignment(Result):
+    """The three numbers of Theorem 10 for every layer (L,), float64, measured along two trajectories: estimates.
+
+    A layer makes `h + s` of the state `h` and `e + d` of the error `e`. `gain = ‖s‖/‖h‖`, `align` is the cosine of `h`
+    and `s`, `kappa = ‖d‖/‖e‖`; all tokens count as one long vector. The theorem asks for
+    `(1 + κ)² < 1 + 2 align gain + gain²` (`meets`) and promises a relative error that falls. `share` is the share of
+    the tokens that meet it each on its own, of those that an error reaches; NaN, as `kappa`, where it reaches none
+    (layer 0, before which nothing was changed). `checks` hold what the layer did to the tokens that meet it against
+    what is promised.
+    """
+
+    align: np.ndarray
+    gain: np.ndarray
+    kappa: np.ndarray
+    share: np.ndarray
+    checks: tuple[BoundCheck, ...]
+
+    @property
+    def state_growth(self) -> np.ndarray:
+        """`1 + 2 align gain + gain²`, which is `‖h + s‖²/‖h‖²`."""
+        return 1 + 2 * self.align * self.gain + self.gain**2
+
+    @property
+    def meets(self) -> np.ndarray:
+        """Whether a layer meets the condition with all its tokens together, (L,) of bool."""
+        return (1 + self.kappa) ** 2 < self.state_growth
+
+    def to_frame(self) -> pd.DataFrame:
+        columns = {"align": self.align, "gain": self.gain, "kappa": self.kappa, "state_growth": self.state_growth}
+        return pd.DataFrame(
+            {"layer": np.arange(len(self.align)), **columns, "meets": self.meets, "share_of_tokens": self.share}
+        )
+
+    def headline(self) -> str:
+        reached = ~np.isnan(self.share)
+        layers = ", ".join(map(str, np.flatnonzero(self.meets)))
+        share = f", and {self.share[reached].mean():.1%} of the tokens alone" if reached.any() else ""
+        return (
+            f"Theorem 10, (1 + κ)² < 1 + 2 align gain + gain²: met by {int(self.meets.sum())} of the "
+            f"{int(reached.sum())} layers that an error reaches{f' ({layers})' if layers else ''}{share} "
+            "(preln_contraction_sufficient, measured)"
+        )
+
+
+class AlignmentSums:
+    """What `LayerAlignment` is made of, layer by layer, over any number of forwards."""
+
+    def __init__(self, layers: int) -> None:
+        self._state, self._added, self._along = (np.zeros(layers) for _ in range(3))
+        self._error, self._changed, self._reached = (np.zeros(layers) for _ in range(3))
+        self._checks: list[BoundCheck | None] = [None] * layers
+
+    def add(
+        self, layer: int, before: tuple[torch.Tensor, torch.Tensor], after: tuple[torch.Tensor, torch.Tensor]
+    ) -> None:
+        """States (…, d), dense and with an error, as they enter the exact layer and as it leaves them."""
+        h, moved, h_out, moved_out = (lift(state).flatten(0, -2) for state in (*before, *after))
+        e, e_out, s = moved - h, moved_out - h_out, h_out - h
+        along = (h * s).sum(-1).cpu().numpy()
+        states, added, outs, errors, errors_out, changed = (
+            token_energy(x).cpu().numpy() for x in (h, s, h_out, e, e_out, e_out - e)
+        )
+        for total, tokens in (
+            *((self._state, states), (self._added, added), (self._along, along)),
+            *((self._error, errors), (self._changed, changed)),
+        ):
+            total[layer] += tokens.sum()
+        seen = (errors > 0) & (states > 0) & (outs > 0)  # of a token without an error ρ says nothing
+        self._reached[layer] += seen.sum()
+        states, added, outs, along = (x[seen] for x in (states, added, outs, along))
+        check = preln_contraction_sufficient(
+            errors_out[seen] / outs / (errors[seen] / states),
+            np.sqrt(changed[seen] / errors[seen]),
+            _cosine(along, states, added),
+            np.sqrt(added / states),
+            layer=layer,
+        )
+        if check is not None:
+            self._checks[layer] = check.with_more(self._checks[layer])
+
+    def result(self) -> LayerAlignment:
+        meeting = np.array([0 if check is None else check.inputs for check in self._checks])
+        with np.errstate(invalid="ignore", divide="ignore"):
+            return LayerAlignment(
+                align=_cosine(self._along, self._state, self._added),
+                gain=np.sqrt(self._added / self._state),
+                kappa=np.where(self._reached > 0, np.sqrt(self._changed / self._error), np.nan),
+                share=meeting / self._reached,  # 0 / 0 is NaN, as said
+                checks=tuple(check for check in self._checks if check is not None),
+            )
+
+
+def _cosine(product: np.ndarray, a: np.ndarray, b: np.ndarray) -> np.ndarray:
+    """`⟨a, b⟩ / (‖a‖ ‖b‖)` from energies; 0 where one of them is zero, and any number would do."""
+    size = np.sqrt(a * b)
+    return np.divide(product, size, out=np.zeros_like(size), where=size > 0)

@@ -1,0 +1,91 @@
+"""The matrices of a checkpoint that something made of a dense model, if it changed nothing else."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from transformers import PreTrainedModel
+
+from lyapunov_prune.errors import LyapunovPruneError
+from lyapunov_prune.forward.logits import SAME_LIMIT, deviation, sample_inputs, uncached_logits
+from lyapunov_prune.forward.reading import Reading
+from lyapunov_prune.forward.replacement import replaced
+from lyapunov_prune.models.plain import require_plain
+from lyapunov_prune.models.projections import Projection, find_projections
+from lyapunov_prune.models.structure import find_structure
+
+
+@torch.no_grad()
+def written_matrices(reading: Reading, compressed: PreTrainedModel) -> dict[str, torch.Tensor]:
+    """`W'` (output × input) of `compressed` for every matrix `W` of the model that is read, by its name.
+
+    With them in the place of its own the dense model computes what `compressed` does, which is tried on some tokens.
+
+    Raises LyapunovPruneError, naming the first difference, for another family, number of layers, parameter, shape or
+    dtype; for a bias, norm, embedding or buffer that differs (an input scaled by another norm makes `W x − W' x` no
+    error of a matrix); for settings that differ; for adapters and quantised weights; and where nothing differs.
+    """
+    model = reading.model
+    require_plain(model)
+    require_plain(compressed)
+    ours, theirs = _tensors(reading, compressed)
+    projections = find_projections(model)
+    matrices = {f"{p.module}.{p.parameter}" for p in projections}
+    changed = [name for name, tensor in ours.items() if not torch.equal(tensor, theirs[name].to(tensor.device))]
+    if not changed:
+        raise LyapunovPruneError("the compressed model is the dense one, weight for weight; there is nothing to check")
+    if others := [name for name in changed if name not in matrices]:
+        raise LyapunovPruneError(
+            f"the compressed model has another {others[0]}, and bounds speak of matrices alone; give one of which "
+            "nothing but the matrices of its layers was changed"
+        )
+    if broken := [name for name in changed if not theirs[name].isfinite().all()]:
+        raise LyapunovPruneError(f"{broken[0]} of the compressed model holds NaN or infinity; make it again")
+    written = {p: p.weight(compressed) for p in projections}
+    _require_same_forward(reading, compressed, {p: W.to(model.device) for p, W in written.items()})
+    return {p.name: W for p, W in written.items()}
+
+
+def _tensors(reading: Reading, compressed: PreTrainedModel) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    """Parameters and buffers of both models, of the same names, shapes and dtypes."""
+    structure, other = reading.structure, find_structure(compressed)
+    if other.model_type != structure.model_type:
+        raise LyapunovPruneError(
+            f"the compressed model is a {other.model_type} and the dense one a {structure.model_type}; give two "
+            "versions of one model"
+        )
+    if other.num_layers != structure.num_layers:
+        raise LyapunovPruneError(
+            f"the compressed model has {other.num_layers} layers and the dense one {structure.num_layers}: a layer "
+            "that is gone has no matrices to compare; give DENSE PRUNED to hierarchy, or eval PRUNED --against DENSE"
+        )
+    ours, theirs = (dict([*m.named_parameters(), *m.named_buffers()]) for m in (reading.model, compressed))
+    for name in ours | theirs:
+        mine, other_one = (_described(tensors.get(name)) for tensors in (ours, theirs))
+        if mine != other_one:
+            raise LyapunovPruneError(
+                f"{name} is {other_one} in the compressed model and {mine} in the dense one; give two versions of one "
+                "model, both in one dtype (--dtype)"
+            )
+    return ours, theirs
+
+
+def _described(tensor: torch.Tensor | None) -> str:
+    return "missing" if tensor is None else f"{tuple(tensor.shape)} in {str(tensor.dtype).removeprefix('torch.')}"
+
+
+def _require_same_forward(
+    reading: Reading, compressed: PreTrainedModel, written: Mapping[Projection, torch.Tensor]
+) -> None:
+    """Whatever no parameter tells, a window, a base of positions, an ε of a norm, the logits do."""
+    worst = 0.0
+    for ids in sample_inputs(reading.model, reading.batch):
+        with replaced(reading.model, written):
+            logits = uncached_logits(reading.model, ids)
+        worst = max(worst, deviation(logits, uncached_logits(compressed, ids)))
+    if worst > SAME_LIMIT[reading.model.dtype]:
+        raise LyapunovPruneError(
+            f"with the matrices of the compressed model the dense one gives other logits than it (by {worst:.2g}): "
+            "their settings differ; compare the config.json of both"
+        )
