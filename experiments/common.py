@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Annotated
+
+import typer
 
 import lyapunov_prune as lp
 from lyapunov_prune.cli.inputs import folder_name
@@ -12,6 +15,9 @@ from lyapunov_prune.data.batch import require_disjoint
 from lyapunov_prune.profiles.profile import LayerProfile, kept_profile
 from lyapunov_prune.sensitivity.sweep import Sweep
 
+# Options of every experiment beside --model.
+Device = Annotated[str, typer.Option(help="cpu, cuda, …; auto is the GPU if there is one")]
+DType = Annotated[str | None, typer.Option(help="of the weights; the checkpoint's if not given")]
 # The paper keeps 5 % of the entries (§3 calls that sparsity 5 %) at rank 16.
 SPARSITY, RANK = 0.95, 16
 

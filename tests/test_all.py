@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import re
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -230,6 +231,22 @@ def test_few_models_give_no_correlation_and_say_so(column: Column) -> None:
     n, value, without, _ = summary.spearman([(1, 1), (2, 2), (3, 3), (4, 4), (5, 0)])
     assert (n, value, without) == (5, "+0.00", "-0.20 to +1.00")
     assert "| ours | 2 | not computed" in summary.across([column, column])
+
+
+EXPERIMENTS = sorted(path.parent for path in Path(experiment.__file__).parent.glob("*/run.py"))
+
+
+@pytest.mark.parametrize("folder", EXPERIMENTS, ids=lambda path: path.name)
+def test_an_experiment_runs_on_any_model_and_as_its_readme_says(folder: Path) -> None:
+    module = importlib.import_module(f"experiments.{folder.name}.run")
+    app = typer.Typer()
+    app.command()(module.main)
+    command = typer.main.get_command(app)
+    options = {name for parameter in command.params for name in parameter.opts}
+    assert folder.name == "07_summary" or options >= {"--model", "--device", "--dtype"}
+    readme = (folder / "README.md").read_text(encoding="utf-8")
+    for line in re.findall(rf"^python experiments/{folder.name}/run.py(.*)$", readme, re.MULTILINE):
+        command.make_context("run.py", line.split())  # which refuses what it does not know
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,6 @@
 """Progressive layer removal by criterion: the paper's Table 6 on any model.
 
-    python experiments/01_progressive_removal/run.py [MODEL] [--text FILE]
+    python experiments/01_progressive_removal/run.py [--model MODEL] [--text FILE]
 
 Writes removal.json and perplexity.svg beside this file.
 """
@@ -11,6 +11,7 @@ from typing import Annotated
 import typer
 
 import lyapunov_prune as lp
+from experiments.common import Device, DType
 from experiments.statements import table
 from lyapunov_prune.data.batch import require_disjoint
 from lyapunov_prune.pruning.curve import RemovalCurve, evaluate_removals
@@ -22,11 +23,13 @@ REMOVALS = (2, 4, 6, 8)  # of the paper
 
 def main(
     model: str = "smollm2-135m",
+    device: Device = "auto",
+    dtype: DType = None,
     text: Annotated[str, typer.Option(help="builtin, or a file")] = "builtin",
     tokens: int = 4096,
     context: int = 512,
 ) -> None:
-    loaded = lp.load(model)
+    loaded = lp.load(model, device=device, dtype=dtype)
     calibration = lp.load_text(text, loaded.tokenizer, tokens=tokens, context=context)
     evaluation = lp.load_text(text, loaded.tokenizer, tokens=tokens, context=context, split="evaluation")
     require_disjoint(calibration, evaluation)

@@ -1,6 +1,6 @@
 """Which component of which layer can bear compression: the paper's Figure 2 and its two hierarchies (§6.1).
 
-    python experiments/02_sensitivity_map/run.py [MODEL] [--text FILE]
+    python experiments/02_sensitivity_map/run.py [--model MODEL] [--text FILE]
 
 Writes sensitivity.json and the figures beside this file.
 """
@@ -9,7 +9,7 @@ from pathlib import Path
 
 import typer
 
-from experiments.common import draw, inputs
+from experiments.common import Device, DType, draw, inputs
 from experiments.statements import table
 from lyapunov_prune.report.sensitivity import sensitivity_figures
 from lyapunov_prune.sensitivity.sensitivity import Sensitivity
@@ -17,8 +17,15 @@ from lyapunov_prune.sensitivity.sensitivity import Sensitivity
 HERE = Path(__file__).parent
 
 
-def main(model: str = "smollm2-135m", text: str = "builtin", tokens: int = 1024, context: int = 256) -> None:
-    result = inputs(model, text, tokens, context).sensitivity(
+def main(
+    model: str = "smollm2-135m",
+    device: Device = "auto",
+    dtype: DType = None,
+    text: str = "builtin",
+    tokens: int = 1024,
+    context: int = 256,
+) -> None:
+    result = inputs(model, text, tokens, context, device=device, dtype=dtype).sensitivity(
         ("group", "layer", "component", "sparsity", "rank", "removal")
     )
     result.save(HERE / "sensitivity.json")

@@ -1,6 +1,6 @@
 """The cliff behind the first layers, at five levels, and what goes with it: Figure 3 and Table 2 (§6.1, §6.3).
 
-    python experiments/03_early_layer_cliff/run.py [MODEL] [--text FILE]
+    python experiments/03_early_layer_cliff/run.py [--model MODEL] [--text FILE]
 
 Writes cliff.json, activations.json and the figures beside this file. What they say goes into README.md by
 `make tables`.
@@ -14,7 +14,7 @@ import typer
 from scipy import stats
 
 import lyapunov_prune as lp
-from experiments.common import draw, inputs
+from experiments.common import Device, DType, draw, inputs
 from experiments.statements import bullets, correlation, runs, short, span, table
 from lyapunov_prune.profiles import ActivationStatistics
 from lyapunov_prune.report.profiles import activation_figure
@@ -31,8 +31,15 @@ SIGNS = {  # what the paper associates with the early-layer catastrophe (§6.1)
 }
 
 
-def main(model: str = "smollm2-135m", text: str = "builtin", tokens: int = 1024, context: int = 256) -> None:
-    given = inputs(model, text, tokens, context)
+def main(
+    model: str = "smollm2-135m",
+    device: Device = "auto",
+    dtype: DType = None,
+    text: str = "builtin",
+    tokens: int = 1024,
+    context: int = 256,
+) -> None:
+    given = inputs(model, text, tokens, context, device=device, dtype=dtype)
     result = given.sensitivity(("layer0", "cliff", "threshold"))
     result.save(HERE / "cliff.json")
     activations = lp.profiles.activation_statistics(given.loaded.model, given.calibration)

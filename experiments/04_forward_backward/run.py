@@ -1,6 +1,6 @@
 """Compressing from the first layer on and from the last layer back: the paper's Figure 4 (§6.1).
 
-    python experiments/04_forward_backward/run.py [MODEL] [--text FILE]
+    python experiments/04_forward_backward/run.py [--model MODEL] [--text FILE]
 
 Writes cumulative.json and cumulative.svg beside this file.
 """
@@ -9,7 +9,7 @@ from pathlib import Path
 
 import typer
 
-from experiments.common import draw, inputs
+from experiments.common import Device, DType, draw, inputs
 from experiments.statements import table
 from lyapunov_prune.report.sensitivity import cumulative_figure
 from lyapunov_prune.sensitivity.sensitivity import Sensitivity
@@ -17,8 +17,15 @@ from lyapunov_prune.sensitivity.sensitivity import Sensitivity
 HERE = Path(__file__).parent
 
 
-def main(model: str = "smollm2-135m", text: str = "builtin", tokens: int = 1024, context: int = 256) -> None:
-    result = inputs(model, text, tokens, context).sensitivity(("forward", "backward"))
+def main(
+    model: str = "smollm2-135m",
+    device: Device = "auto",
+    dtype: DType = None,
+    text: str = "builtin",
+    tokens: int = 1024,
+    context: int = 256,
+) -> None:
+    result = inputs(model, text, tokens, context, device=device, dtype=dtype).sensitivity(("forward", "backward"))
     result.save(HERE / "cumulative.json")
     draw(HERE, {"cumulative": cumulative_figure(result)})
     print(result)

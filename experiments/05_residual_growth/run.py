@@ -1,6 +1,6 @@
 """Why errors contract: growth of the error against growth of the state, and Jacobians (§6.2, Figure 5).
 
-    python experiments/05_residual_growth/run.py [MODEL] [--text FILE]
+    python experiments/05_residual_growth/run.py [--model MODEL] [--text FILE]
 
 Writes contraction-EPSILON.json, jacobian.json and the figures beside this file.
 """
@@ -13,7 +13,7 @@ import numpy as np
 import typer
 
 import lyapunov_prune as lp
-from experiments.common import draw, inputs
+from experiments.common import Device, DType, draw, inputs
 from experiments.statements import table
 from lyapunov_prune.profiles.contraction import ContractionProfile
 from lyapunov_prune.report.drawing import COLOURS, GREY, depth_axis, log_axis, panels, svg
@@ -24,8 +24,15 @@ EPSILONS = (1e-3, 1e-2, 1e-1)
 WINDOWS, TOKENS = 2, 64  # for the Jacobians, which cost far more a token
 
 
-def main(model: str = "smollm2-135m", text: str = "builtin", tokens: int = 2048, context: int = 512) -> None:
-    given = inputs(model, text, tokens, context)
+def main(
+    model: str = "smollm2-135m",
+    device: Device = "auto",
+    dtype: DType = None,
+    text: str = "builtin",
+    tokens: int = 2048,
+    context: int = 512,
+) -> None:
+    given = inputs(model, text, tokens, context, device=device, dtype=dtype)
     profiles = [
         lp.measure_contraction(given.loaded.model, given.calibration, epsilon=epsilon, seeds=range(2))
         for epsilon in EPSILONS

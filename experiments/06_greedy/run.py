@@ -1,6 +1,6 @@
 """Group after group in the order of their regret, at rank 32: the paper's greedy allocation (§5, Figure 7).
 
-    python experiments/06_greedy/run.py [MODEL] [--text FILE] [--rescored]
+    python experiments/06_greedy/run.py [--model MODEL] [--text FILE] [--rescored]
 
 With `--rescored` also the order in which every group left is scored again after each: 36 rounds of all groups.
 Writes greedy.json and greedy.svg beside this file.
@@ -11,7 +11,7 @@ from pathlib import Path
 import pandas as pd
 import typer
 
-from experiments.common import draw, inputs
+from experiments.common import Device, DType, draw, inputs
 from experiments.statements import interval, table
 from lyapunov_prune.report.sensitivity import greedy_figure
 from lyapunov_prune.sensitivity.sensitivity import Sensitivity
@@ -21,10 +21,16 @@ RANK = 32  # §5: the greedy rounds are at another rank than the rest
 
 
 def main(
-    model: str = "smollm2-135m", text: str = "builtin", tokens: int = 1024, context: int = 256, rescored: bool = False
+    model: str = "smollm2-135m",
+    device: Device = "auto",
+    dtype: DType = None,
+    text: str = "builtin",
+    tokens: int = 1024,
+    context: int = 256,
+    rescored: bool = False,
 ) -> None:
     studies = ("greedy", "greedy-rescored") if rescored else ("greedy",)
-    result = inputs(model, text, tokens, context).sensitivity(studies, rank=RANK)
+    result = inputs(model, text, tokens, context, device=device, dtype=dtype).sensitivity(studies, rank=RANK)
     result.save(HERE / "greedy.json")
     draw(HERE, {"greedy": greedy_figure(result)})
     print(result)

@@ -1,6 +1,6 @@
 """Compression methods on common ground: the same calibration, the same layers, the same evaluation (§6.4).
 
-    python experiments/08_methods/run.py [MODEL] [--text FILE]
+    python experiments/08_methods/run.py [--model MODEL] [--text FILE]
 
 Writes methods.json and methods.svg beside this file.
 """
@@ -10,7 +10,7 @@ from pathlib import Path
 import typer
 
 import lyapunov_prune as lp
-from experiments.common import draw, texts
+from experiments.common import Device, DType, draw, texts
 from experiments.compressions import CompressionTable, Setting, compressions_figure, evaluate_compressions
 from experiments.statements import interval, table
 
@@ -25,9 +25,15 @@ SETTINGS = [
 ]
 
 
-def main(model: str = "smollm2-135m", text: str = "builtin") -> None:
-    loaded = lp.load(model)
-    calibration, evaluation = texts(loaded, text, calibration=4096, evaluation=4096, context=512)
+def main(
+    model: str = "smollm2-135m",
+    device: Device = "auto",
+    dtype: DType = None,
+    text: str = "builtin",
+    tokens: int = 4096,
+) -> None:
+    loaded = lp.load(model, device=device, dtype=dtype)
+    calibration, evaluation = texts(loaded, text, calibration=tokens, evaluation=tokens, context=512)
     table = evaluate_compressions(loaded.model, SETTINGS, calibration, evaluation)
     table.save(HERE / "methods.json")
     draw(HERE, {"methods": compressions_figure(table)})

@@ -1,6 +1,6 @@
 """Where to spend the sparsity: every schedule with Wanda at 50 % and 70 % (§6.4, Table 7), and the bits (§6.2).
 
-    python experiments/09_allocation/run.py [MODEL] [--text FILE]
+    python experiments/09_allocation/run.py [--model MODEL] [--text FILE]
 
 The guidelines are there twice: with their default ceiling, and with the catastrophe threshold s* as measured on the
 calibration text, Wanda by its first half and regret on the second. Bits by ρ stand beside as many bits shared out
@@ -17,7 +17,7 @@ import typer
 from transformers import PreTrainedModel
 
 import lyapunov_prune as lp
-from experiments.common import draw, halves, texts
+from experiments.common import Device, DType, draw, halves, texts
 from experiments.compressions import Setting, compressions_figure, evaluate_compressions
 from lyapunov_prune.allocation.allocation import Allocation
 from lyapunov_prune.allocation.lyapunov import Reading
@@ -28,9 +28,15 @@ SCHEDULES = ("uniform", "atp", "atp-search", "owl", "alpha-pruning", "guidelines
 WIDTHS = ((3, 4), (4, 8))
 
 
-def main(model: str = "smollm2-135m", text: str = "builtin") -> None:
-    loaded = lp.load(model)
-    calibration, evaluation = texts(loaded, text, calibration=2048, evaluation=4096, context=512)
+def main(
+    model: str = "smollm2-135m",
+    device: Device = "auto",
+    dtype: DType = None,
+    text: str = "builtin",
+    tokens: int = 4096,
+) -> None:
+    loaded = lp.load(model, device=device, dtype=dtype)
+    calibration, evaluation = texts(loaded, text, calibration=tokens // 2, evaluation=tokens, context=512)
     profile = lp.measure_contraction(loaded.model, calibration, seeds=range(2))
     ceiling = threshold(loaded.model, calibration)
     print(ceiling.headline())

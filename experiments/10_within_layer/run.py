@@ -1,6 +1,6 @@
 """Within-layer reallocation and protection of layer 0, at the same budget (§6.4, Table 7).
 
-    python experiments/10_within_layer/run.py [MODEL] [--text FILE]
+    python experiments/10_within_layer/run.py [--model MODEL] [--text FILE]
 
 Every layer keeps its sparsity, and attention is pruned more or less by a step, the MLP of the layer less or more; or
 its matrices share it out by one of the schemes of `allocation.within`, over uniform and over ATP, by regrets under
@@ -17,7 +17,7 @@ import typer
 from transformers import PreTrainedModel
 
 import lyapunov_prune as lp
-from experiments.common import draw, halves, texts
+from experiments.common import Device, DType, draw, halves, texts
 from experiments.compressions import Setting, compressions_figure, evaluate_compressions
 from lyapunov_prune.allocation.allocation import Allocation
 from lyapunov_prune.allocation.fitting import fit
@@ -29,9 +29,15 @@ HERE = Path(__file__).parent
 STEPS = (-0.1, 0.1, 0.2)
 
 
-def main(model: str = "smollm2-135m", text: str = "builtin") -> None:
-    loaded = lp.load(model)
-    calibration, evaluation = texts(loaded, text, calibration=2048, evaluation=4096, context=512)
+def main(
+    model: str = "smollm2-135m",
+    device: Device = "auto",
+    dtype: DType = None,
+    text: str = "builtin",
+    tokens: int = 4096,
+) -> None:
+    loaded = lp.load(model, device=device, dtype=dtype)
+    calibration, evaluation = texts(loaded, text, calibration=tokens // 2, evaluation=tokens, context=512)
     first, second = halves(calibration)
     regrets = lp.measure_sensitivity(
         loaded.model, second, studies=("group", "component"), method="wanda", sparsity=0.5, calibration=first

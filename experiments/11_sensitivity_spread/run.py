@@ -1,7 +1,7 @@
 """Does the sensitivity hierarchy survive a method that looks at activations (§6.1, Table 7), and does the Lyapunov
 budget follow the regret of layers (§6.4)?
 
-    python experiments/11_sensitivity_spread/run.py [MODEL] [--text FILE]
+    python experiments/11_sensitivity_spread/run.py [--model MODEL] [--text FILE]
 
 One component of all layers, or all components of one layer, at 50 % by each method. Writes spread.json, one
 sensitivity a method, and spread.svg.
@@ -17,7 +17,7 @@ import typer
 from scipy import stats
 
 import lyapunov_prune as lp
-from experiments.common import draw, inputs
+from experiments.common import Device, DType, draw, inputs
 from experiments.statements import short, table
 from lyapunov_prune.allocation.lyapunov import Reading, tolerance
 from lyapunov_prune.profiles.contraction import Pooling
@@ -28,8 +28,15 @@ HERE = Path(__file__).parent
 METHODS = {"weight-only": COLOURS["bi"], "magnitude": COLOURS["rho, token pooling"], "wanda": COLOURS["rho"]}
 
 
-def main(model: str = "smollm2-135m", text: str = "builtin", tokens: int = 1024, context: int = 256) -> None:
-    given = inputs(model, text, tokens, context)
+def main(
+    model: str = "smollm2-135m",
+    device: Device = "auto",
+    dtype: DType = None,
+    text: str = "builtin",
+    tokens: int = 1024,
+    context: int = 256,
+) -> None:
+    given = inputs(model, text, tokens, context, device=device, dtype=dtype)
     profile = given.profile()
     measured = {
         method: lp.measure_sensitivity(

@@ -1,6 +1,6 @@
 """Layers removed, weights pruned, and both: perplexity and speed side by side (§6.5, Table 5).
 
-    python experiments/12_depth_and_sparsity/run.py [MODEL] [--text FILE]
+    python experiments/12_depth_and_sparsity/run.py [--model MODEL] [--text FILE]
 
 Writes depth.json beside this file.
 """
@@ -10,7 +10,7 @@ from pathlib import Path
 import typer
 
 import lyapunov_prune as lp
-from experiments.common import texts
+from experiments.common import Device, DType, texts
 from experiments.statements import interval, table
 from lyapunov_prune.evaluation.evaluation import Evaluation, zero_share
 
@@ -18,9 +18,15 @@ HERE = Path(__file__).parent
 REMOVED, SPARSITY = 4, 0.5
 
 
-def main(model: str = "smollm2-135m", text: str = "builtin") -> None:
-    loaded = lp.load(model)
-    calibration, evaluation = texts(loaded, text, calibration=2048, evaluation=4096, context=512)
+def main(
+    model: str = "smollm2-135m",
+    device: Device = "auto",
+    dtype: DType = None,
+    text: str = "builtin",
+    tokens: int = 4096,
+) -> None:
+    loaded = lp.load(model, device=device, dtype=dtype)
+    calibration, evaluation = texts(loaded, text, calibration=tokens // 2, evaluation=tokens, context=512)
     influence = lp.block_influence(loaded.model, calibration)
     profile = lp.measure_contraction(loaded.model, calibration, seeds=range(2))
     plans = {

@@ -1,6 +1,6 @@
 """Are degradation factors stable in the amount and the kind of text (Appendix D)?
 
-    python experiments/13_stability/run.py [MODEL] --text A.txt --text B.jsonl
+    python experiments/13_stability/run.py [--model MODEL] --text A.txt --text B.jsonl
 
 Perplexity over the first 4,096 to 51,200 tokens of each text, dense and compressed; calibration on the other half of
 the first. Writes stability.json and stability.svg.
@@ -14,7 +14,7 @@ import pandas as pd
 import typer
 
 import lyapunov_prune as lp
-from experiments.common import draw
+from experiments.common import Device, DType, draw
 from experiments.statements import interval, table
 from lyapunov_prune.evaluation.perplexity import interval_of
 from lyapunov_prune.report.drawing import COLOURS, one_panel, svg
@@ -24,9 +24,14 @@ HERE = Path(__file__).parent
 CONTEXT, TOKENS = 512, (4096, 8192, 16384, 25600, 51200)
 
 
-def main(model: str = "smollm2-135m", text: Annotated[list[str] | None, typer.Option()] = None) -> None:
+def main(
+    model: str = "smollm2-135m",
+    device: Device = "auto",
+    dtype: DType = None,
+    text: Annotated[list[str] | None, typer.Option()] = None,
+) -> None:
     names = text or ["builtin"]
-    loaded = lp.load(model)
+    loaded = lp.load(model, device=device, dtype=dtype)
     calibration = lp.load_text(names[0], loaded.tokenizer, tokens=4096, context=CONTEXT)
     small = lp.compress(loaded.model, calibration, method="wanda", sparsity=0.5)
     rows = []

@@ -5,7 +5,7 @@ Three attempts choose other layers: Block Influence measured anew after each rem
 state least (angular), the oracle among three candidates on half the text. One mends: the MLP before each gap is given
 the linear map that brings its layer's output nearest to what the removed layers made.
 
-    python experiments/14_removal_criteria/run.py [MODEL] --calibration FILE --evaluation FILE
+    python experiments/14_removal_criteria/run.py [--model MODEL] --calibration FILE --evaluation FILE
 
 Writes oracle.json, divergence.json, removal.json, forwards.json, criteria.svg and alpha.svg beside this file.
 """
@@ -21,7 +21,7 @@ import typer
 from transformers import PreTrainedModel
 
 import lyapunov_prune as lp
-from experiments.common import draw
+from experiments.common import Device, DType, draw
 from experiments.statements import interval, table
 from lyapunov_prune.data.batch import require_disjoint
 from lyapunov_prune.forward.hooks import residual_stream, run_backbone
@@ -44,11 +44,13 @@ MENDED_ON, RIDGE = 4096, 0.1
 
 def main(
     model: str = "smollm2-135m",
+    device: Device = "auto",
+    dtype: DType = None,
     calibration: Annotated[str, typer.Option(help="builtin, or a file")] = "builtin",
     evaluation: Annotated[str, typer.Option(help="builtin, or a file")] = "builtin",
     tokens: int = 8192,
 ) -> None:
-    loaded = lp.load(model)
+    loaded = lp.load(model, device=device, dtype=dtype)
     few = lp.load_text(calibration, loaded.tokenizer, tokens=1024, context=512, split=half(calibration, 0))
     many = lp.load_text(evaluation, loaded.tokenizer, tokens=tokens, context=1024, split=half(evaluation, 1))
     require_disjoint(few, many)

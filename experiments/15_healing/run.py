@@ -1,6 +1,6 @@
 """What a few minutes of distillation bring back after layers are removed (§7, future work 4).
 
-    python experiments/15_healing/run.py [MODEL] [--text FILE]
+    python experiments/15_healing/run.py [--model MODEL] [--text FILE]
 
 Writes full.json and low-rank.json beside this file.
 """
@@ -10,7 +10,7 @@ from pathlib import Path
 import typer
 
 import lyapunov_prune as lp
-from experiments.common import draw, texts
+from experiments.common import Device, DType, draw, texts
 from experiments.statements import table
 from lyapunov_prune.healing.heal import Healing
 from lyapunov_prune.report.drawing import COLOURS, one_panel, svg
@@ -19,9 +19,16 @@ HERE = Path(__file__).parent
 STEPS, RANK = 40, 8
 
 
-def main(model: str = "smollm2-135m", text: str = "builtin", remove: int = 4) -> None:
-    loaded = lp.load(model)
-    calibration, evaluation = texts(loaded, text, calibration=256 * STEPS, evaluation=4096, context=256)
+def main(
+    model: str = "smollm2-135m",
+    device: Device = "auto",
+    dtype: DType = None,
+    text: str = "builtin",
+    tokens: int = 4096,
+    remove: int = 4,
+) -> None:
+    loaded = lp.load(model, device=device, dtype=dtype)
+    calibration, evaluation = texts(loaded, text, calibration=256 * STEPS, evaluation=tokens, context=256)
     influence = lp.block_influence(loaded.model, calibration)
     pruned = lp.remove_layers(loaded.model, lp.rank_layers(None, influence, criterion="bi").plan(remove))
     reports = {}

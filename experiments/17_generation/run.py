@@ -1,6 +1,6 @@
 """Dense and compressed models write from the same prompts, each from its own tokens.
 
-    python experiments/17_generation/run.py [MODEL] [--text FILE]
+    python experiments/17_generation/run.py [--model MODEL] [--text FILE]
 
 Figures 7 and 12 and Table 2 of the paper. Writes generation.json and the figures beside this file.
 """
@@ -19,7 +19,7 @@ from scipy import stats
 from transformers import PreTrainedModel
 
 import lyapunov_prune as lp
-from experiments.common import draw, texts
+from experiments.common import Device, DType, draw, texts
 from experiments.hierarchies import as_json, encoded, interval, kept, makers, measured_on, records, summarise
 from lyapunov_prune.data.batch import as_batch
 from lyapunov_prune.evaluation.repetition import collapsed, repetition
@@ -45,10 +45,17 @@ MEASURES = (*SPACES, "kl")
 OTHER = "another prompt"
 
 
-def main(model: str = "smollm2-135m", text: str = "builtin", steps: int = 32) -> None:
-    loaded = lp.load(model)
+def main(
+    model: str = "smollm2-135m",
+    device: Device = "auto",
+    dtype: DType = None,
+    text: str = "builtin",
+    tokens: int = 2048,
+    steps: int = 32,
+) -> None:
+    loaded = lp.load(model, device=device, dtype=dtype)
     prompts = {k: ids for k, ids in encoded(loaded).items() if not k.startswith("MC")}
-    calibration, evaluation = texts(loaded, text, calibration=2048, evaluation=2048, context=512)
+    calibration, evaluation = texts(loaded, text, calibration=tokens, evaluation=tokens, context=512)
 
     made_on, scored_on = (batch.measured_on(loaded.model) for batch in (calibration, evaluation))
 

@@ -1,6 +1,6 @@
 """Multiple choice: what a compression does among the options that decide, and to the likeliest tokens.
 
-    python experiments/18_candidates/run.py [MODEL] [--items FILE.jsonl]... [--text FILE]
+    python experiments/18_candidates/run.py [--model MODEL] [--items FILE.jsonl]... [--text FILE]
 
 Figure 8 of the paper. Without a file: its four multiple-choice prompts. Writes candidates.json and the figures beside
 this file.
@@ -20,7 +20,7 @@ from scipy import stats
 from transformers import PreTrainedModel
 
 import lyapunov_prune as lp
-from experiments.common import draw
+from experiments.common import Device, DType, draw
 from experiments.hierarchies import PROMPTS, as_json, interval, kept, makers, records
 from lyapunov_prune.data.choices import tokenize
 from lyapunov_prune.predictions.divergence import log_softmax
@@ -39,12 +39,15 @@ FORMS = ("letters", "texts")
 
 def main(
     model: str = "smollm2-135m",
+    device: Device = "auto",
+    dtype: DType = None,
     items: Annotated[list[Path] | None, typer.Option(help="JSONL of query, choices, gold; may be repeated.")] = None,
     limit: int = 30,
     text: str = "builtin",
+    tokens: int = 2048,
 ) -> None:
-    loaded = lp.load(model)
-    calibration = lp.load_text(text, loaded.tokenizer, tokens=2048, context=512)
+    loaded = lp.load(model, device=device, dtype=dtype)
+    calibration = lp.load_text(text, loaded.tokenizer, tokens=tokens, context=512)
     sets = {("paper", "letters"): papers_items()}
     for path in items or ():
         found = lp.data.load_items(path)[:limit]

@@ -1,7 +1,7 @@
 """Which score, known before anything is generated, tells what a removal does to perplexity and to generation?
 (Representation hierarchies, §5: its estimate as a predictor, which the paper does not try.)
 
-    python experiments/19_prediction/run.py [MODEL] [--text FILE]
+    python experiments/19_prediction/run.py [--model MODEL] [--text FILE]
 
 Every layer removed alone, and sets of two to eight layers chosen by each criterion and at random. For each set the sum
 of the scores of its layers, perplexity on held-out text, and greedy decoding from held-out prompts beside the dense
@@ -16,7 +16,7 @@ import typer
 from scipy import stats
 
 import lyapunov_prune as lp
-from experiments.common import draw, texts
+from experiments.common import Device, DType, draw, texts
 from experiments.statements import table
 from lyapunov_prune.evaluation.repetition import collapsed, repetition
 from lyapunov_prune.progress import track
@@ -33,9 +33,15 @@ WHAT = {"log_ratio": "log perplexity ratio", "parted": "first difference, negate
 DRAWS = 500
 
 
-def main(model: str = "smollm2-135m", text: str = "builtin") -> None:
-    loaded = lp.load(model)
-    calibration, held_out = texts(loaded, text, calibration=2048, evaluation=4096, context=512)
+def main(
+    model: str = "smollm2-135m",
+    device: Device = "auto",
+    dtype: DType = None,
+    text: str = "builtin",
+    tokens: int = 4096,
+) -> None:
+    loaded = lp.load(model, device=device, dtype=dtype)
+    calibration, held_out = texts(loaded, text, calibration=tokens // 2, evaluation=tokens, context=512)
     scoring = lp.TokenBatch(held_out.ids[:4], text=held_out.text, split=held_out.split, bos=held_out.bos)
     # Prompts lie behind what perplexity is measured on.
     prompts = held_out.ids[4:].reshape(-1, PROMPT)[:: held_out.ids[4:].numel() // PROMPT // PROMPTS][:PROMPTS]

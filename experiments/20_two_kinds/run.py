@@ -1,6 +1,6 @@
 """Tasks of both kinds with attention or MLPs left out: multiple choice beside answers in the model's own words.
 
-    python experiments/20_two_kinds/run.py [MODEL] --choices FILE.jsonl… --questions FILE.jsonl [--text FILE]
+    python experiments/20_two_kinds/run.py [--model MODEL] --choices FILE.jsonl… --questions FILE.jsonl [--text FILE]
 
 Figure 1 and Table 1 of Representation hierarchies. Scores are lm-evaluation-harness' (extra `tasks`). Writes
 choices.json, answers.json and kinds.svg beside this file.
@@ -14,7 +14,7 @@ import typer
 from scipy import stats
 
 import lyapunov_prune as lp
-from experiments.common import draw, texts
+from experiments.common import Device, DType, draw, texts
 from experiments.statements import short, table
 from lyapunov_prune.evaluation.tasks import TaskScores
 from lyapunov_prune.report.drawing import COLOURS, GREY, panels, svg
@@ -28,13 +28,16 @@ SHOWN = {"acc": "accuracy", "collapsed": "answers that end in a cycle", "repeate
 def main(
     choices: Annotated[list[str], typer.Option(help="items of multiple choice")],
     questions: Annotated[str, typer.Option(help="questions and answers")],
-    model: Annotated[str, typer.Argument()] = "smollm2-135m",
+    model: str = "smollm2-135m",
+    device: Device = "auto",
+    dtype: DType = None,
     text: str = "builtin",
+    tokens: int = 2048,
     items: int = 80,
     answers: int = 16,
 ) -> None:
-    loaded = lp.load(model)
-    calibration, _ = texts(loaded, text, calibration=2048, evaluation=2048, context=512)
+    loaded = lp.load(model, device=device, dtype=dtype)
+    calibration, _ = texts(loaded, text, calibration=tokens, evaluation=tokens, context=512)
     influence = lp.profiles.sublayer_influence(loaded.model, calibration)
     models = {"dense": loaded.model}
     for kind in KINDS:

@@ -1,6 +1,6 @@
 """Do the later values of ρ say how far a compressed component moves the last state (§6.6: Spearman −0.44)?
 
-    python experiments/21_drift/run.py [MODEL] [--text FILE]
+    python experiments/21_drift/run.py [--model MODEL] [--text FILE]
 
 Every component of every layer is compressed alone, lightly and at the paper's setting. Writes light.json and heavy.json
 beside this file. What they say goes into README.md by `make tables`.
@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import typer
 
-from experiments.common import RANK, SPARSITY, inputs
+from experiments.common import RANK, SPARSITY, Device, DType, inputs
 from experiments.statements import bullets, short, signed, table
 from lyapunov_prune.sensitivity import AmplificationDrift, amplification_drift
 from lyapunov_prune.sensitivity.amplification import PAPER
@@ -20,8 +20,15 @@ HERE = Path(__file__).parent
 SETTINGS: dict[str, tuple[float, int | None]] = {"light": (0.5, None), "heavy": (SPARSITY, RANK)}
 
 
-def main(model: str = "smollm2-135m", text: str = "builtin", tokens: int = 1024, context: int = 256) -> None:
-    given = inputs(model, text, tokens, context)
+def main(
+    model: str = "smollm2-135m",
+    device: Device = "auto",
+    dtype: DType = None,
+    text: str = "builtin",
+    tokens: int = 1024,
+    context: int = 256,
+) -> None:
+    given = inputs(model, text, tokens, context, device=device, dtype=dtype)
     contraction = given.profile().contraction
     for name, (sparsity, rank) in SETTINGS.items():
         found = given.sensitivity(("group",), sparsity=sparsity, rank=rank)

@@ -48,7 +48,7 @@ METHODS: dict[str, Method] = {
         "rank",
     ),
     "balanced": Method(
-        "the nearest of lower rank, outputs weighted by how they move their layer's",
+        "the nearest of lower rank, outputs weighted by how they move the layer",
         "Moore, IEEE TAC 26, 1981, with Gramians that are measured",
         "sensitivity",
         "rank",
