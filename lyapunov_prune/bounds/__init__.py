@@ -5,7 +5,7 @@
 - `check`, `report`: a model put through a grid of settings, and the result;
 - `theorems`: the registry of what is proven in `lean/`.
 
-A new theorem gets a row in `theorems` with the fingerprint of its statement, and a checker that names it.
+A new theorem gets a row in `theorems` with the digest of its statement, and a checker that names it.
 """
 
 import lazy_loader
