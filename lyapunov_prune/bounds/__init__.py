@@ -6,7 +6,7 @@
   result, with `distribution` and `alignment`;
 - `theorems`: the registry of what is proven in `lean/`.
 
-A new theorem gets a row in `theorems` with the fingerprint of its statement, and a checker that names it.
+A new theorem gets a row in `theorems` with the digest of its statement, and a checker that names it.
 """
 
 import lazy_loader

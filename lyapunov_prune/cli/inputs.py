@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lyapunov_prune.cli.choices import Derivative, Pooling, Split
+from lyapunov_prune.cli.choices import Pooling, Split
 from lyapunov_prune.cli.options import ModelOptions, TextOptions
 from lyapunov_prune.errors import LyapunovPruneError
 
@@ -17,7 +17,6 @@ if TYPE_CHECKING:  # a usage error must not wait for torch
     from lyapunov_prune.data.batch import TokenBatch
     from lyapunov_prune.models.loading import Loaded
     from lyapunov_prune.profiles.contraction import ContractionProfile
-    from lyapunov_prune.profiles.profile import LayerProfile
 
 _JACOBIAN_TOKENS = 64
 _JACOBIAN = {"steps": 12, "probes": 8, "seed": 0}
@@ -65,29 +64,6 @@ def explain(run: Path, loaded: Loaded, batch: TokenBatch, batch_size: int, resum
     )
 
 
-def profile_model(
-    loaded: Loaded,
-    batch: TokenBatch,
-    batch_size: int,
-    seeds: int,
-    seed: int,
-    epsilon: float = 1e-2,
-    derivative: Derivative = "difference",
-    pooling: Pooling = "energy",
-) -> LayerProfile:
-    from lyapunov_prune.profiles.profile import profile_layers
-
-    return profile_layers(
-        loaded.model,
-        batch,
-        epsilon=epsilon,
-        seeds=range(seed, seed + seeds),
-        method=derivative,
-        pooling=pooling,
-        batch_size=batch_size,
-    )
-
-
 def require_budget_alone(what: str, otherwise: bool) -> None:
     """`otherwise`: something else that is given says what goes already."""
     if otherwise or what != "layers":
@@ -119,9 +95,12 @@ def profile_for(
     schedule: str | Allocation, loaded: Loaded, batch: TokenBatch, batch_size: int, pooling: Pooling | None
 ) -> ContractionProfile | None:
     """The contraction profile that the schedule goes by; None where it needs none."""
+    from lyapunov_prune.profiles.contraction import measure_contraction, require_above_rounding
+
     if not goes_by_rho(schedule):
         return None
-    return profile_model(loaded, batch, batch_size, 2, 0, pooling=pooling or "energy").contraction
+    require_above_rounding(loaded.model, batch)
+    return measure_contraction(loaded.model, batch, seeds=range(2), pooling=pooling or "energy", batch_size=batch_size)
 
 
 def goes_by_rho(schedule: str | Allocation) -> bool:

@@ -18,6 +18,7 @@ from lyapunov_prune.ranking.criteria import CRITERIA
 if TYPE_CHECKING:  # a usage error must not wait for torch
     from lyapunov_prune.data.batch import TokenBatch
     from lyapunov_prune.models.loading import Loaded
+    from lyapunov_prune.ranking.ranking import Ranking
 
 # The panels of help: what is done, to which model, on which text, and what becomes of it.
 what_option = partial(typer.Option, rich_help_panel="What")
@@ -118,6 +119,44 @@ MaxKL = Annotated[
 KeepPeriod = Annotated[
     bool, what_option("--keep-period", help="Remove whole periods of a hybrid, as some serving engines need.")
 ]
+
+
+@dataclass(frozen=True)
+class RankOptions:
+    """What is ranked, and by which criterion."""
+
+    what: What = "layers"
+    criterion: Criterion = "blend"
+    alpha: Alpha = 0.5
+    seeds: Seeds = 4
+    seed: Seed = 0
+
+    def rank(
+        self,
+        loaded: Loaded,
+        batch: TokenBatch,
+        remove: int | None,
+        batch_size: int,
+        *,
+        folder: Path | None = None,
+        resume: bool = False,
+    ) -> Ranking:
+        from lyapunov_prune.ranking.rank import rank
+
+        return rank(
+            loaded.model,
+            batch,
+            criterion=self.criterion,
+            what=self.what,
+            alpha=self.alpha,
+            remove=remove,
+            seeds=range(self.seed, self.seed + self.seeds),
+            seed=self.seed,
+            batch_size=batch_size,
+            folder=folder,
+            resume=resume,
+        )
+
 
 Method = Annotated[choices.Method, what_option(help=one_of(METHODS, "What a matrix is replaced by."))]
 Sparsity = Annotated[float | None, what_option(help="Share removed: of entries, or of parameters by low rank.")]

@@ -92,9 +92,9 @@ def require_unseen(model: PreTrainedModel, batch: TokenBatch) -> None:
             shared = batch.shared_with(seen)
             if shared:
                 raise LyapunovPruneError(
-                    f"about {shared} of the {batch.ids.numel()} tokens to score are of what step {number} of its "
-                    f"history ({step.kind}) saw, {seen.text} ({seen.split}): {identify(model).name} was made with "
-                    f"{batch.text}; use --split evaluation or another --text"
+                    f"{identify(model).name} was made with {seen.text} ({seen.split}; step {number} of its history, "
+                    f"{step.kind}), which holds about {shared} of the {batch.ids.numel()} tokens of {batch.text} "
+                    f"({batch.split}) to score; use --split evaluation or another --text"
                 )
 
 

@@ -28,6 +28,8 @@ Pooling = Literal["energy", "token"]
 Derivative = Literal["difference", "jvp"]
 # A relative energy this many times the rounding floor (ten in amplitude) is measured, not noise.
 ABOVE_FLOOR = 100.0
+# Where one window stays even below this, others will not lift the whole above the other.
+FAR_BELOW = ABOVE_FLOOR / 10
 # The floor needs an order of magnitude, so a stretch of one window is enough.
 FLOOR_TOKENS = 128
 # A share, summed in another order than the whole.
@@ -101,7 +103,10 @@ class ContractionProfile(Result):
     @property
     def above_floor(self) -> np.ndarray:
         """Which ratios rest on energies at least 100 × the rounding floor, (L,) of bool."""
-        clear = self.energies["energy"] > ABOVE_FLOOR * self.floor
+        return self._above(ABOVE_FLOOR)
+
+    def _above(self, times: float) -> np.ndarray:
+        clear = self.energies["energy"] > times * self.floor
         return clear[:-1] & clear[1:]
 
     @property
@@ -112,11 +117,7 @@ class ContractionProfile(Result):
     def require_above_floor(self) -> None:
         """Raise LyapunovPruneError when every ρ is `below_floor`: to go by it would be to go by noise."""
         if not self.above_floor.any():
-            raise LyapunovPruneError(
-                f"every rho of this profile lies below the rounding floor of {self.measured_on.dtype} forwards; "
-                "measure with --dtype float32, a larger --epsilon or profile --method jvp, or go by something else "
-                "(--criterion bi, --allocation atp)"
-            )
+            raise _below_floor("this profile", self.measured_on.dtype)
 
     @property
     def contracting(self) -> tuple[int, int]:
@@ -248,6 +249,26 @@ def measure_contraction(
         norm_growth=growth,
         measured_on=reading.measured_on(seed=seeds[0]),
         worst_growth=float(np.sqrt((total.state[1:] / total.state[:-1]).max(-1).prod())),
+    )
+
+
+def require_above_rounding(model: PreTrainedModel, batch: Readable, epsilon: float = 1e-2) -> None:
+    """`require_above_floor` of the first window by one seed: a model in half precision is refused before the rest.
+
+    Only where no energy is `FAR_BELOW` times the floor. What lies between is for the whole profile to say.
+    """
+    reading = read(model, batch)
+    if torch.finfo(model.dtype).bits >= 32:
+        return
+    trial = measure_contraction(model, reading.batch.ids[:1], epsilon=epsilon, seeds=(0,))
+    if not trial._above(FAR_BELOW).any():
+        raise _below_floor("the first window", trial.measured_on.dtype)
+
+
+def _below_floor(of: str, dtype: str) -> LyapunovPruneError:
+    return LyapunovPruneError(
+        f"every rho of {of} lies below the rounding floor of {dtype} forwards; measure with --dtype float32, a larger "
+        "--epsilon or profile --derivative jvp, or go by something else (--criterion bi, --allocation atp)"
     )
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -74,19 +74,30 @@ def profile_layers(
     )
 
 
-# What other measurements are compared with, at half the seeds of a profile for its own sake.
-_BESIDE: dict[str, Any] = {"epsilon": 1e-2, "seeds": (0, 1), "method": "difference", "pooling": "energy"}
+# How a profile is measured where nobody says otherwise, beside its seeds.
+HOW: dict[str, Any] = {"epsilon": 1e-2, "method": "difference", "pooling": "energy"}
 
 
 def kept_profile(
-    path: str | Path, model: PreTrainedModel, batch: TokenBatch, *, batch_size: int = 1, resume: bool = True
+    path: str | Path,
+    model: PreTrainedModel,
+    batch: TokenBatch,
+    *,
+    how: Mapping[str, Any] = HOW,
+    seeds: Iterable[int] = range(2),
+    batch_size: int = 1,
+    resume: bool = True,
 ) -> LayerProfile:
-    """A profile by two seeds, measured `once` and kept at `path`."""
+    """A profile measured `once` and kept at `path`; `how` are the parameters of `profile_layers` beside its seeds.
+
+    Two seeds are half those of a profile for its own sake: enough to compare other measurements with.
+    """
+    asked = {**how, "seeds": tuple(seeds)}
     return once(
         path,
         LayerProfile,
         batch.measured_on(model),
-        _BESIDE,
-        lambda: profile_layers(model, batch, **_BESIDE, batch_size=batch_size),
+        asked,
+        lambda: profile_layers(model, batch, **asked, batch_size=batch_size),
         resume=resume,
     )

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 from transformers import PreTrainedModel
 
 from lyapunov_prune.arguments import checked
-from lyapunov_prune.forward.reading import Readable, read
+from lyapunov_prune.forward.reading import Readable, Reading, read
 from lyapunov_prune.forward.sublayers import find_sublayers
 from lyapunov_prune.models.structure import identify, in_eval_mode
 from lyapunov_prune.predictions.divergence import skip_divergence, sublayer_divergence
-from lyapunov_prune.profiles.profile import profile_layers
+from lyapunov_prune.profiles.contraction import require_above_rounding
+from lyapunov_prune.profiles.profile import HOW, LayerProfile, profile_layers
 from lyapunov_prune.profiles.sublayer_influence import sublayer_influence
 from lyapunov_prune.ranking.angular import angular_distance
 from lyapunov_prune.ranking.criteria import (
@@ -26,7 +28,24 @@ from lyapunov_prune.ranking.criteria import (
 from lyapunov_prune.ranking.kl import rank_by_divergence
 from lyapunov_prune.ranking.oracle import greedy_removal
 from lyapunov_prune.ranking.ranking import Ranking, rank_layers, rank_sublayers, scored
+from lyapunov_prune.results.once import once
 from lyapunov_prune.results.result import Result
+
+
+@dataclass(frozen=True)
+class _Asked:
+    """What `rank` was asked, its batch read."""
+
+    reading: Reading
+    criterion: str
+    what: str
+    alpha: float
+    remove: int | None
+    seeds: tuple[int, ...]
+    seed: int
+    batch_size: int
+    folder: Path | None
+    resume: bool
 
 
 @checked
@@ -49,56 +68,104 @@ def rank(
 
     `what` goes: whole `layers`, or the `attention` or `mlp` of layers. `remove` says how many; some criteria cannot
     do without. `alpha` is the weight of rho in `blend`, `seeds` are those of the perturbations behind rho, `seed` that
-    of `random`. The measurement is kept in `folder` under the name that CRITERIA gives it; there an `oracle` that was
-    interrupted goes on with `resume`.
+    of `random`. The measurement is kept in `folder` under the name that CRITERIA gives it; with `resume` a profile that
+    is there already is taken, and an `oracle` that was interrupted goes on.
 
     Raises LyapunovPruneError, before anything is measured, for an unknown criterion or part, a criterion that does not
-    rank it or must know `remove`, an alpha outside [0, 1], a number of layers that cannot go; and as the measurements.
+    rank it or must know `remove`, an alpha outside [0, 1], a number of layers that cannot go, a profile in `folder` of
+    other settings, and (after one window) a dtype in which ρ is rounding; and as the measurements.
     """
     require_criterion(criterion, alpha)
     require_part(what, criterion)
     require_known_count(criterion, remove)
     reading = read(model, batch)
-    layers = reading.structure.num_layers
     if remove is not None:
-        require_count(remove, layers, what)
+        require_count(remove, reading.structure.num_layers, what)
     known = CRITERIA[criterion]
     measures = known.measures if what == "layers" else known.of_sublayers
-
-    measured: Result
-    ranking: Ranking
-    match measures:
-        case "profile":
-            measured = profile = profile_layers(model, reading, seeds=seeds, batch_size=batch_size)
-            ranking = rank_layers(profile.contraction, profile.influence, criterion=criterion, alpha=alpha)
-        case "sublayers":
-            measured = influence = sublayer_influence(model, reading, batch_size=batch_size)
-            ranking = rank_sublayers(influence, what)
-        case "divergence":
-            measured = skipped = skip_divergence(model, reading, batch_size=batch_size)
-            ranking = rank_by_divergence(skipped)
-        case "sublayer-divergence":
-            measured = silenced = sublayer_divergence(model, reading, what, batch_size=batch_size)
-            ranking = rank_by_divergence(silenced)
-        case "angular":
-            measured = ranking = angular_distance(model, reading, batch_size=batch_size)
-        case "oracle":
-            assert remove is not None
-            jobs = None if folder is None else Path(folder) / "jobs" / "oracle"
-            measured = ranking = greedy_removal(
-                model, reading, remove, folder=jobs, resume=resume, batch_size=batch_size
-            )
-        case _:
-            return _unmeasured(model, layers, criterion, what, seed)
-    if folder is not None:  # of a ranking that was refused nothing is left
-        measured.save(Path(folder) / f"{measures}.json")
+    assert measures is not None  # require_part
+    folder = None if folder is None else Path(folder)
+    asked = _Asked(reading, criterion, what, alpha, remove, tuple(seeds), seed, batch_size, folder, resume)
+    measured, ranking = MEASURES[measures](asked)
+    if folder is not None and measured is not None:  # of a ranking that was refused nothing is left
+        measured.save(folder / f"{measures}.json")
     return ranking
 
 
-def _unmeasured(model: PreTrainedModel, layers: int, criterion: str, what: str, seed: int) -> Ranking:
+# Each gives what it measured, if that is still to be kept, and the ranking that follows.
+Measured = tuple[Result | None, Ranking]
+
+
+def _profile(asked: _Asked) -> Measured:
+    reading, how = asked.reading, {**HOW, "seeds": asked.seeds}
+
+    def ranked(profile: LayerProfile) -> Ranking:
+        return rank_layers(profile.contraction, profile.influence, criterion=asked.criterion, alpha=asked.alpha)
+
+    def measure() -> LayerProfile:
+        if "rho" in CRITERIA[asked.criterion].needs:
+            require_above_rounding(reading.model, reading)
+        profile = profile_layers(reading.model, reading, **how, batch_size=asked.batch_size)
+        ranked(profile)  # one that is refused is not kept
+        return profile
+
+    if asked.folder is None:
+        return None, ranked(measure())
+    path = asked.folder / "profile.json"  # the command `profile` writes there too
+    origin = reading.measured_on()
+    return None, ranked(once(path, LayerProfile, origin, how, measure, resume=asked.resume, shared=True))
+
+
+def _sublayers(asked: _Asked) -> Measured:
+    measured = sublayer_influence(asked.reading.model, asked.reading, batch_size=asked.batch_size)
+    return measured, rank_sublayers(measured, asked.what)
+
+
+def _divergence(asked: _Asked) -> Measured:
+    measured = skip_divergence(asked.reading.model, asked.reading, batch_size=asked.batch_size)
+    return measured, rank_by_divergence(measured)
+
+
+def _sublayer_divergence(asked: _Asked) -> Measured:
+    measured = sublayer_divergence(asked.reading.model, asked.reading, asked.what, batch_size=asked.batch_size)
+    return measured, rank_by_divergence(measured)
+
+
+def _angular(asked: _Asked) -> Measured:
+    ranking = angular_distance(asked.reading.model, asked.reading, batch_size=asked.batch_size)
+    return ranking, ranking
+
+
+def _oracle(asked: _Asked) -> Measured:
+    assert asked.remove is not None  # require_known_count
+    ranking = greedy_removal(
+        asked.reading.model,
+        asked.reading,
+        asked.remove,
+        folder=None if asked.folder is None else asked.folder / "jobs" / "oracle",
+        resume=asked.resume,
+        batch_size=asked.batch_size,
+    )
+    return ranking, ranking
+
+
+def _nothing(asked: _Asked) -> Measured:
     """By position or by lot: nothing is measured but which layers have the part."""
+    model, layers = asked.reading.model, asked.reading.structure.num_layers
     layer = np.arange(layers, dtype=np.float64)
-    if what != "layers":
+    if asked.what != "layers":
         sublayers = find_sublayers(model, range(layers))
-        layer[[what not in sublayers[i].branches for i in range(layers)]] = np.nan
-    return scored(criterion, {"layer": layer}, identify(model), seed=seed, what=what)
+        layer[[asked.what not in sublayers[i].branches for i in range(layers)]] = np.nan
+    return None, scored(asked.criterion, {"layer": layer}, identify(model), seed=asked.seed, what=asked.what)
+
+
+# By the names in `Criterion.measures` and `Criterion.of_sublayers`.
+MEASURES: dict[str, Callable[[_Asked], Measured]] = {
+    "profile": _profile,
+    "sublayers": _sublayers,
+    "divergence": _divergence,
+    "sublayer-divergence": _sublayer_divergence,
+    "angular": _angular,
+    "oracle": _oracle,
+    "": _nothing,
+}

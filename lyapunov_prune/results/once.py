@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
+from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.results.result import ASKED, MeasuredOn, Result, encode
 
 R = TypeVar("R", bound=Result)
@@ -21,16 +22,25 @@ def once(
     measure: Callable[[], R],
     *,
     resume: bool = True,
+    shared: bool = False,
 ) -> R:
     """The result at `path` if it was measured on `origin` with exactly these `parameters`, else a new one, kept there.
 
     `parameters` holds all that the numbers depend on beside the model and its tokens: method, ε, seeds, temperature,
     what was done to the model. They stand in the file, under `asked`. A file that was asked anything else, or does not
-    say what, is replaced: `path` must be a name that the caller shares with nobody. Without `resume` nothing is read.
+    say what, is replaced: `path` must be a name that the caller shares with nobody. Where another one writes there too
+    (`shared`) such a file is refused with a LyapunovPruneError, before anything is measured. Without `resume` no result
+    is read.
     """
     path = Path(path)
     asked = json.loads(json.dumps(encode({"origin": replace(origin, fingerprint=None), **parameters})))
-    if resume and _asked(path) == asked:
+    same = _asked(path) == asked
+    if shared and path.exists() and not same:
+        raise LyapunovPruneError(
+            f"{path} was measured with other settings, on other text or of another model, and would be replaced; go by "
+            "it as it is (rank --profile), or give another --output"
+        )
+    if resume and same:
         return kind.load(path)
     result = measure()
     result.save(path, asked)

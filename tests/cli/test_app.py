@@ -539,7 +539,8 @@ def test_a_pruned_model_is_not_scored_on_its_calibration_text(
 ) -> None:
     run(*COMMANDS["prune"], "--text", text)
     line = run_bad("eval", "out", *TEXT, "--text", spelling, "--split", split)
-    assert f"out was made with {spelling}; use --split evaluation or another --text" in line
+    assert f"out was made with {text} (calibration; step 1 of its history, prune), which holds about" in line
+    assert f"tokens of {spelling} ({split}) to score; use --split evaluation or another --text" in line
 
 
 @pytest.mark.parametrize("options", [["--text", "own.txt"], ["--split", "all"]], ids=["other half", "other text"])
@@ -577,9 +578,8 @@ def test_the_calibration_text_is_known_by_its_content(
     assert run(*PRUNE, "tiny", "-o", "out", *LONGER, "--text", text).code == 0
     model, where = moved()
     line = run_bad("eval", model, *LONGER, "--text", where, "--split", "calibration")
-    assert (
-        f"of what step 1 of its history (prune) saw, {text} (calibration): {model} was made with {where}; use" in line
-    )
+    assert f"{model} was made with {text} (calibration; step 1 of its history, prune), which holds about" in line
+    assert f" tokens of {where} (calibration) to score; use" in line
     assert run("eval", model, *LONGER, "--text", where).code == 0
 
 
@@ -589,7 +589,9 @@ def test_what_an_allocation_was_measured_on_was_seen(
 ) -> None:
     run(*COMPRESS, "tiny", "--allocation", allocation, "-o", "out", *LONGER, "--text", text)
     assert CompressionReport.load("out/compression.json").calibration is None
-    assert "(compress) saw" in run_bad("eval", "out", *LONGER, "--text", text, "--split", "calibration")
+    assert "history, compress), which holds" in run_bad(
+        "eval", "out", *LONGER, "--text", text, "--split", "calibration"
+    )
     assert f"Allocation: by tiny, float32 on cpu; 512 tokens of {text}" in Path("out/README.md").read_text()
     assert run("eval", "out", *LONGER, "--text", text).code == 0
 
@@ -618,7 +620,7 @@ def test_a_second_step_keeps_what_the_first_saw(
     assert run(*second, "out", "-o", "again", *LONGER).code == 0
     assert [step.kind for step in History.load("again/history.json").steps] == [first[0], second[0]]
     line = run_bad("eval", "again", *LONGER, "--text", text, "--split", "calibration")
-    assert f"step 1 of its history ({first[0]}) saw, own.txt" in line
+    assert f"was made with own.txt (calibration; step 1 of its history, {first[0]}), which holds" in line
     assert run("eval", "again", *LONGER, "--text", text).code == 0
 
 
@@ -629,7 +631,8 @@ def test_hierarchy_and_sensitivity_ask_the_history_too(text: str, run: Callable[
     for command in (["hierarchy", "tiny", "out", "--new-tokens", "1"], ["sensitivity", "out", "--study", "removal"]):
         done = run(*command, *LONGER, "--text", "turned.txt")
         assert done.code == 2, command
-        assert "step 1 of its history (prune) saw, own.txt (calibration): out was made with turned.txt" in done.err
+        assert "out was made with own.txt (calibration; step 1 of its history, prune), which holds about" in done.err
+        assert "tokens of turned.txt (evaluation) to score; use" in done.err
 
 
 def test_an_unknown_split(run_bad: Callable[..., str]) -> None:
@@ -953,7 +956,7 @@ def test_rho_of_nothing_but_rounding_decides_nothing(
     command: str, criterion: str, run: Callable[..., Done], run_bad: Callable[..., str]
 ) -> None:
     asked = [command, "tiny", "--criterion", criterion, "--remove", "1", "-o", "out", *TEXT]
-    assert "every rho of this profile lies below the rounding floor of bfloat16" in run_bad(
+    assert "every rho of the first window lies below the rounding floor of bfloat16" in run_bad(
         *asked, "--dtype", "bfloat16"
     )
     assert run(*asked).code == 0

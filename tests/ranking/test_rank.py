@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from helpers import LAYERS, TEXT
+from helpers import LAYERS, TEXT, make_tiny
 from transformers import PreTrainedModel
 
 import lyapunov_prune as lp
@@ -150,3 +150,20 @@ def test_criteria_of_whole_layers_are_refused_before_loading(criterion: str, run
 def test_the_help_names_every_criterion(run: Callable[..., Any]) -> None:
     told = run("rank", "--help").out
     assert all(f"{name}:" in told for name in CRITERIA)
+
+
+def test_every_measurement_that_a_criterion_names_has_a_function() -> None:
+    named = {name for c in CRITERIA.values() for name in (c.measures, c.of_sublayers) if name is not None}
+    assert set(module.MEASURES) == named
+
+
+@pytest.mark.parametrize("criterion", ["rho", "blend"])
+def test_rho_that_is_rounding_is_refused_after_one_window(
+    criterion: str, ids: torch.Tensor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = make_tiny("llama").bfloat16()
+    assert lp.rank(model, ids, criterion="bi", seeds=SEEDS, folder=tmp_path / "bi").criterion == "bi"
+    monkeypatch.setattr(module, "profile_layers", pytest.fail)
+    with pytest.raises(lp.LyapunovPruneError, match=r"the first window .* floor of bfloat16; .*--derivative jvp.* bi,"):
+        lp.rank(model, ids, criterion=criterion, seeds=SEEDS, folder=tmp_path)
+    assert not (tmp_path / "profile.json").exists()

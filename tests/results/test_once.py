@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.results.once import once
 from lyapunov_prune.results.overlap import Fingerprint
 from lyapunov_prune.results.result import MeasuredOn, ModelIdentity, Result
@@ -31,12 +32,16 @@ class Asked:
     def __init__(self, path: Path) -> None:
         self.path, self.times = path, 0
 
-    def __call__(self, origin: MeasuredOn = ORIGIN, resume: bool = True, **parameters: Any) -> int:
+    def __call__(
+        self, origin: MeasuredOn = ORIGIN, resume: bool = True, shared: bool = False, **parameters: Any
+    ) -> int:
         def measure() -> Count:
             self.times += 1
             return Count(np.array([self.times]))
 
-        return int(once(self.path, Count, origin, SETTINGS | parameters, measure, resume=resume).values[0])
+        return int(
+            once(self.path, Count, origin, SETTINGS | parameters, measure, resume=resume, shared=shared).values[0]
+        )
 
 
 @pytest.fixture
@@ -74,6 +79,16 @@ def test_any_other_question_is_measured_anew(other: dict[str, Any], asked: Asked
 
 def test_the_fingerprint_is_of_the_tokens_that_the_hash_names(asked: Asked) -> None:
     assert asked() == asked(replace(ORIGIN, fingerprint=Fingerprint(4, 8, "AAAAAAAAAAA="))) == 1
+
+
+def test_a_file_that_others_write_too_is_not_replaced_by_another_question(asked: Asked) -> None:
+    assert asked(shared=True) == 1
+    before = asked.path.read_bytes()
+    for resume in (True, False):
+        with pytest.raises(LyapunovPruneError, match="measured with other settings"):
+            asked(shared=True, resume=resume, epsilon=0.1)
+    assert (asked.path.read_bytes(), asked.times) == (before, 1)
+    assert [asked(shared=True), asked(shared=True, resume=False)] == [1, 2]
 
 
 def test_without_resume_it_is_measured_anew(asked: Asked) -> None:

@@ -21,9 +21,7 @@ from lyapunov_prune.cli.inputs import (
 )
 from lyapunov_prune.cli.options import (
     Allocation,
-    Alpha,
     Bits,
-    Criterion,
     GroupSize,
     Json,
     KeepPeriod,
@@ -36,15 +34,14 @@ from lyapunov_prune.cli.options import (
     Pattern,
     Pooling,
     Rank,
+    RankOptions,
     Resume,
     ScheduleOptions,
     Seed,
-    Seeds,
     Sparsity,
     Target,
     Temperature,
     TextOptions,
-    What,
     model_option,
     what_option,
 )
@@ -64,12 +61,8 @@ def prune(
     max_kl: MaxKL = None,
     layers: Annotated[str | None, what_option(help="Layers by hand, as 3,7 (counted from 0).")] = None,
     plan_file: Annotated[Path | None, what_option("--plan", help="A plan.json.")] = None,
-    what: What = "layers",
     keep_period: KeepPeriod = False,
-    criterion: Criterion = "blend",
-    alpha: Alpha = 0.5,
-    seeds: Seeds = 4,
-    seed: Seed = 0,
+    by: RankOptions = RankOptions(),
     on_disk: OnDisk = False,
     merge_adapter: MergeAdapter = False,
     source: ModelOptions = ModelOptions(),
@@ -84,17 +77,17 @@ def prune(
     """
     if sum(choice is not None for choice in (remove, max_kl, layers, plan_file)) != 1:
         raise LyapunovPruneError("give --remove N, --max-kl X, --layers 3,7 or --plan FILE, one of the four")
-    if plan_file is not None and what != "layers":
+    if plan_file is not None and by.what != "layers":
         raise LyapunovPruneError("a plan says what goes; leave out --what")
-    require_criterion(criterion, alpha)
-    require_part(what, criterion if remove is not None else None)
+    require_criterion(by.criterion, by.alpha)
+    require_part(by.what, by.criterion if remove is not None else None)
     if max_kl is not None:
         require_budget(max_kl)
-        require_budget_alone(what, keep_period)
+        require_budget_alone(by.what, keep_period)
     if remove is not None or max_kl is not None:
-        require_known_count(criterion, remove, keep_period)
-    if keep_period and what != "layers":
-        raise LyapunovPruneError(f"{what} that is zeroed leaves every layer in its place; leave out --keep-period")
+        require_known_count(by.criterion, remove, keep_period)
+    if keep_period and by.what != "layers":
+        raise LyapunovPruneError(f"{by.what} that is zeroed leaves every layer in its place; leave out --keep-period")
 
     from lyapunov_prune.models.device import resolve_device
     from lyapunov_prune.models.kinds import find_kinds
@@ -102,7 +95,6 @@ def prune(
     from lyapunov_prune.pruning.on_disk import too_large
     from lyapunov_prune.pruning.plan import FIELDS, PruningPlan
     from lyapunov_prune.ranking.budget import remove_under_budget
-    from lyapunov_prune.ranking.rank import rank as rank_model
     from lyapunov_prune.ranking.ranking import LayerRanking, require_periods
     from lyapunov_prune.results.files import require_empty
 
@@ -112,7 +104,7 @@ def prune(
         refused = {
             "--remove": remove is not None,
             "--max-kl": max_kl is not None,
-            "--what": what != "layers",
+            "--what": by.what != "layers",
             "--dtype": source.dtype,
         }
         for option, given in (refused | {"--merge-adapter": merge_adapter}).items():
@@ -127,24 +119,14 @@ def prune(
     period = find_kinds(loaded.structure).require_period() if keep_period else 1
     plan: PruningPlan
     if layers is not None:
-        plan = PruningPlan.given(loaded.model, **{FIELDS[what]: layer_indices(layers)})
+        plan = PruningPlan.given(loaded.model, **{FIELDS[by.what]: layer_indices(layers)})
     elif plan_file is not None:
         plan = PruningPlan.load(plan_file)
         plan.require_model(loaded.model)
     else:
         if remove is not None and keep_period:
             require_periods(remove, loaded.structure.num_layers, period)
-        ranking = rank_model(
-            loaded.model,
-            batch,
-            criterion=criterion,
-            what=what,
-            alpha=alpha,
-            remove=remove,
-            seeds=range(seed, seed + seeds),
-            seed=seed,
-            batch_size=text.batch_size,
-        )
+        ranking = by.rank(loaded, batch, remove, text.batch_size)
         if remove is not None:
             plan = ranking.plan(remove, period)
         else:

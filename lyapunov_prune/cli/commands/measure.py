@@ -12,14 +12,11 @@ from lyapunov_prune.cli.inputs import (
     draw_report,
     explain,
     load_inputs,
-    profile_model,
     require_budget_alone,
     require_studies,
     run_folder,
 )
 from lyapunov_prune.cli.options import (
-    Alpha,
-    Criterion,
     Items,
     Json,
     MaxKL,
@@ -27,11 +24,11 @@ from lyapunov_prune.cli.options import (
     ModelOptions,
     Output,
     Rank,
+    RankOptions,
     Resume,
     Seed,
     Seeds,
     TextOptions,
-    What,
     model_option,
     one_of,
     text_option,
@@ -73,17 +70,25 @@ def profile(
     as_json: Json = False,
 ) -> None:
     """Measure contraction and Block Influence of every layer; writes profile.json and figures."""
+    from lyapunov_prune.profiles.profile import kept_profile
     from lyapunov_prune.profiles.sublayer_growth import sublayer_growth
 
     loaded, batch = load_inputs(model, source, text)
+    drawn = range(seed, seed + seeds)
     growth = None
     if by_sublayer:  # first: not every family has branches to tell apart
-        drawn = range(seed, seed + seeds)
         growth = sublayer_growth(loaded.model, batch, epsilon=epsilon, seeds=drawn, batch_size=text.batch_size)
-    result = profile_model(loaded, batch, text.batch_size, seeds, seed, epsilon, derivative, pooling)
     run = run_folder(output, model)
+    result = kept_profile(
+        run / "profile.json",
+        loaded.model,
+        batch,
+        how={"epsilon": epsilon, "method": derivative, "pooling": pooling},
+        seeds=drawn,
+        batch_size=text.batch_size,
+        resume=False,
+    )
     if growth is None:
-        result.save(run / "profile.json")
         draw_report(run)
         show(result, as_json, run / "profile.json")
     else:
@@ -100,11 +105,7 @@ def rank(
     profile_file: Annotated[Path | None, what_option("--profile", help="A profile.json to rank by.")] = None,
     remove: Annotated[int | None, what_option(help="Write plan.json for so many layers.")] = None,
     max_kl: MaxKL = None,
-    what: What = "layers",
-    criterion: Criterion = "blend",
-    alpha: Alpha = 0.5,
-    seeds: Seeds = 4,
-    seed: Seed = 0,
+    by: RankOptions = RankOptions(),
     source: ModelOptions = ModelOptions(),
     text: TextOptions = TextOptions(),
     resume: Resume = False,
@@ -114,42 +115,31 @@ def rank(
     """Order the layers, or their attention or MLP, for removal; with --remove N or --max-kl X writes plan.json."""
     if (model is None) == (profile_file is None):
         raise LyapunovPruneError("give a MODEL to measure or --profile FILE, one of the two")
-    require_criterion(criterion, alpha)
-    require_part(what, criterion)
-    require_known_count(criterion, remove)
+    require_criterion(by.criterion, by.alpha)
+    require_part(by.what, by.criterion)
+    require_known_count(by.criterion, remove)
     if max_kl is not None:
         require_budget(max_kl)
-        require_budget_alone(what, remove is not None or profile_file is not None)
+        require_budget_alone(by.what, remove is not None or profile_file is not None)
     if profile_file is not None:
-        require_profiled(criterion, what)
+        require_profiled(by.criterion, by.what)
 
     from lyapunov_prune.profiles.profile import LayerProfile
     from lyapunov_prune.ranking.budget import remove_under_budget
-    from lyapunov_prune.ranking.rank import rank as rank_model
     from lyapunov_prune.ranking.ranking import LayerRanking, rank_layers
 
     ranking: Ranking
     if profile_file is not None:
         measured = LayerProfile.load(profile_file)
         run = output or profile_file.parent
-        ranking = rank_layers(measured.contraction, measured.influence, criterion=criterion, alpha=alpha, seed=seed)
+        ranking = rank_layers(
+            measured.contraction, measured.influence, criterion=by.criterion, alpha=by.alpha, seed=by.seed
+        )
     else:
         assert model is not None
         loaded, batch = load_inputs(model, source, text)
         run = run_folder(output, model)
-        ranking = rank_model(
-            loaded.model,
-            batch,
-            criterion=criterion,
-            what=what,
-            alpha=alpha,
-            remove=remove,
-            seeds=range(seed, seed + seeds),
-            seed=seed,
-            batch_size=text.batch_size,
-            folder=run,
-            resume=resume,
-        )
+        ranking = by.rank(loaded, batch, remove, text.batch_size, folder=run, resume=resume)
     written = None
     if remove is not None:
         written = ranking.plan(remove).save(run / "plan.json")
