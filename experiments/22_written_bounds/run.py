@@ -14,7 +14,7 @@ import numpy as np
 import typer
 
 import lyapunov_prune as lp
-from experiments.common import draw, texts
+from experiments.common import Device, DType, draw, texts
 from lyapunov_prune.bounds.distribution import EDGES
 from lyapunov_prune.bounds.report import BoundsReport
 from lyapunov_prune.report.drawing import COLOURS, panels, svg
@@ -31,8 +31,10 @@ COMPRESSIONS: dict[str, dict[str, Any]] = {
 }
 
 
-def main(model: str = "smollm2-135m", text: str = "builtin", tokens: int = 256) -> None:
-    loaded = lp.load(model)
+def main(
+    model: str = "smollm2-135m", device: Device = "auto", dtype: DType = None, text: str = "builtin", tokens: int = 256
+) -> None:
+    loaded = lp.load(model, device=device, dtype=dtype)
     calibration, evaluation = texts(loaded, text, calibration=CALIBRATION, evaluation=tokens, context=CONTEXT)
     on = evaluation.measured_on(loaded.model)
     line, seen = on.line(), calibration.measured_on(loaded.model).line()
