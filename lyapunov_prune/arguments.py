@@ -33,7 +33,7 @@ def checked(function: Callable[P, T]) -> Callable[P, T]:
             hint, kind = hints().get(name, Any), signature.parameters[name].kind
             further = value if kind is inspect.Parameter.VAR_KEYWORD else {name: value}
             for told, given in further.items():
-                if not _fits(given, hint):
+                if not fits(given, hint):
                     raise LyapunovPruneError(f"{function.__name__}: {told} is {_shown(given)}; give {_words(hint)}")
         return function(*args, **kwargs)
 
@@ -47,20 +47,21 @@ def require_least(least: int, **counts: int) -> None:
             raise LyapunovPruneError(f"{name} is {count}; give {least} or more")
 
 
-def _fits(value: Any, hint: Any) -> bool:
+def fits(value: Any, hint: Any) -> bool:
+    """Whether `value` is what the annotation `hint` says, as `checked` takes it."""
     origin, inner = get_origin(hint), get_args(hint)
     if hint is Any or origin is Literal:
         return True
     if origin in (Union, UnionType):
-        return any(_fits(value, either) for either in inner)
+        return any(fits(value, either) for either in inner)
     if origin is tuple and Ellipsis not in inner:
-        return isinstance(value, tuple | list) and len(value) == len(inner) and all(map(_fits, value, inner))
+        return isinstance(value, tuple | list) and len(value) == len(inner) and all(map(fits, value, inner))
     if origin is Mapping:
-        return isinstance(value, Mapping) and all(_fits(each, inner[1]) for each in value.values())
+        return isinstance(value, Mapping) and all(fits(each, inner[1]) for each in value.values())
     if origin in (Sequence, Iterable):
         one = isinstance(value, str | bytes | Mapping) or getattr(value, "shape", None) == ()
         several = isinstance(value, Iterable) and not one
-        return several and (not isinstance(value, Collection) or all(_fits(each, inner[0]) for each in value))
+        return several and (not isinstance(value, Collection) or all(fits(each, inner[0]) for each in value))
     if hint is float:
         return isinstance(value, Real) and not isinstance(value, bool)
     if hint is int:

@@ -6,7 +6,7 @@ import inspect
 from collections.abc import Callable
 from functools import partial
 from types import ModuleType
-from typing import Any
+from typing import Any, get_type_hints
 
 import numpy as np
 import pytest
@@ -16,7 +16,7 @@ from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 import lyapunov_prune as lp
-from lyapunov_prune.arguments import checked
+from lyapunov_prune.arguments import checked, fits
 from lyapunov_prune.data.batch import TokenBatch
 from lyapunov_prune.errors import LyapunovPruneError
 
@@ -42,7 +42,8 @@ BAD: list[tuple[str, dict[str, Any], str]] = [
     ("perplexity", {"batch": _IDS, "batch_size": -1}, "batch_size is -1; give 1 or more"),
     ("allocate", {"schedule": "uniform", "budget": "0.5"}, "budget is '0.5'; give float"),
     ("allocate", {"schedule": "lyapunov", "budget": 0.5, "profile": "profile.json"}, "profile is 'profile.json'; give"),
-    ("allocate", {"schedule": "atp", "budget": 0.5, "beta": "steep"}, "beta is 'steep'; give float"),
+    ("allocate", {"schedule": "atp", "budget": 0.5, "beta": "steep"}, "beta of schedule atp is 'steep'; give a number"),
+    ("allocate", {"schedule": "atp-search", "budget": 0.5, "score": 3}, "score is 3; give Score or None"),
     ("check_bounds", {"batch": _IDS, "rank": 2.5}, "rank is 2.5; give int or None"),
     ("check_bounds", {"batch": _IDS, "cache_radius": "0.1"}, "cache_radius is '0.1'; give float"),
     ("load_text", {"source": None, "tokenizer": "tokenizer"}, "source is None; give str or Path"),
@@ -126,6 +127,13 @@ def test_every_public_function_looks_at_what_it_is_given(name: str) -> None:
     parameters = inspect.signature(function).parameters.values()
     wanted = [p.name for p in parameters if p.default is p.empty and p.kind is not p.VAR_KEYWORD]
     assert line_of(partial(function, **dict.fromkeys(wanted or [next(iter(parameters)).name], object())))
+
+
+@pytest.mark.parametrize("name", sorted(FUNCTIONS.keys() - UNCHECKED))
+def test_a_value_can_be_held_against_every_annotation(name: str) -> None:
+    """Python itself refuses to ask whether something is of a protocol, unless that is `runtime_checkable`."""
+    for hint in get_type_hints(inspect.unwrap(FUNCTIONS[name])).values():
+        assert fits(None, hint) in (True, False)
 
 
 def test_a_pattern_may_be_written_as_on_the_command_line(reader: PreTrainedModel) -> None:

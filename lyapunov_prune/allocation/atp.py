@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 from transformers import PreTrainedModel
@@ -15,6 +15,7 @@ from lyapunov_prune.progress import track
 from lyapunov_prune.results.result import MeasuredOn
 
 
+@runtime_checkable  # `allocate` is `checked`
 class Score(Protocol):
     """What the model loses under an allocation, and on which text that is measured."""
 

@@ -81,6 +81,7 @@ def check_bounds(
     return _report(projections, [setting], [_seen(trajectory.records)], trajectory, reading)
 
 
+@checked
 @in_eval_mode
 @torch.no_grad()
 def check_written(

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 from scipy import stats
 
+from lyapunov_prune.arguments import checked
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.profiles.contraction import ContractionProfile
 
@@ -16,6 +17,7 @@ WIDTH = 768  # GPT-2 Small's, whose width penalty is 1
 FEWEST = 5
 
 
+@checked
 def compression_fragility(profile: ContractionProfile, width: int, *, alpha: float = 1.0, beta: float = 1.0) -> float:
     """`CFI = (max_l ρ_l)^α (768 / d)^β`: instability × width penalty, larger is more fragile.
 
@@ -75,6 +77,7 @@ class FragilityFit:
         )
 
 
+@checked
 def fit_fragility(points: Sequence[FragilityPoint]) -> FragilityFit:
     """Least squares of `log harm = c + α log max ρ + β log(768/d)`, and the same without each model in turn.
 

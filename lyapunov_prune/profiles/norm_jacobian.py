@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from lyapunov_prune.arguments import checked
 from lyapunov_prune.errors import LyapunovPruneError, NonFiniteError
 from lyapunov_prune.forward.hooks import residual_stream, run_backbone
 from lyapunov_prune.forward.reading import Readable, read
@@ -26,6 +27,7 @@ from lyapunov_prune.results.result import MeasuredOn, Result
 _LARGE = 16.0
 
 
+@checked
 def norm_jacobian(
     x: torch.Tensor, weight: torch.Tensor | None = None, *, centred: bool = True, epsilon: float = 0.0
 ) -> torch.Tensor:
@@ -101,6 +103,7 @@ class NormProjection(Result):
         )
 
 
+@checked
 @in_eval_mode
 @torch.no_grad()
 def norm_projection(

@@ -10,6 +10,7 @@ import pandas as pd
 import torch
 from transformers import PreTrainedModel
 
+from lyapunov_prune.arguments import checked
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.forward.reading import Readable, read
 from lyapunov_prune.forward.sublayers import KINDS, find_sublayers
@@ -80,6 +81,7 @@ class SublayerGrowth(Result):
         return f"The {which} ρ, {np.nanprod(self.rho[layer]):.3g} of layer {layer}: {', '.join(parts)}"
 
 
+@checked
 @in_eval_mode
 @torch.no_grad()
 def sublayer_growth(

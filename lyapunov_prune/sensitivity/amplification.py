@@ -9,6 +9,7 @@ import numpy as np
 import pandas as pd
 from scipy import stats
 
+from lyapunov_prune.arguments import checked
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.profiles.contraction import ContractionProfile, Pooling
 from lyapunov_prune.results.arrays import require_array, require_layers
@@ -98,6 +99,7 @@ class AmplificationDrift(Result):
         }
 
 
+@checked
 def amplification_drift(found: Sensitivity, contraction: ContractionProfile) -> AmplificationDrift:
     """Drift of every group of `found` beside ρ and A of its layer (structural sensitivity, §6.6).
 
