@@ -19,7 +19,7 @@ from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.forward.reading import Readable, read
 from lyapunov_prune.forward.rounding import coarsest_rounding
 from lyapunov_prune.models.structure import in_eval_mode
-from lyapunov_prune.profiles.propagation import WindowSums, difference_sums, jvp_sums
+from lyapunov_prune.profiles.propagation import WindowSums, difference_sums, jvp_sums, required
 from lyapunov_prune.progress import track
 from lyapunov_prune.results.arrays import require_array
 from lyapunov_prune.results.result import MeasuredOn, Result
@@ -213,9 +213,7 @@ def measure_contraction(
     """
     reading = read(model, batch)
     structure = reading.structure
-    seeds = tuple(map(int, seeds))
-    if not seeds or not epsilon > 0 or batch_size < 1:
-        raise LyapunovPruneError("give one seed or more, epsilon > 0 and a batch size of 1 or more")
+    seeds = required(seeds, epsilon, batch_size)
     if method not in get_args(Derivative):
         raise LyapunovPruneError(f"unknown method {method!r}; give difference or jvp")
     _require_pooling(pooling)

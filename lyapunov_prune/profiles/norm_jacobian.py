@@ -18,7 +18,7 @@ from lyapunov_prune.forward.reading import Readable, read
 from lyapunov_prune.forward.sublayers import find_sublayers
 from lyapunov_prune.linalg import lift, token_energy
 from lyapunov_prune.models.structure import in_eval_mode
-from lyapunov_prune.profiles.propagation import perturbed
+from lyapunov_prune.profiles.propagation import perturbed, required
 from lyapunov_prune.progress import track
 from lyapunov_prune.results.arrays import require_array
 from lyapunov_prune.results.result import MeasuredOn, Result
@@ -122,9 +122,7 @@ def norm_projection(
     Raises LyapunovPruneError where no norm feeds any attention (OLMo 2) or the arguments cannot be, and NonFiniteError.
     """
     reading = read(model, batch)
-    structure, seeds = reading.structure, tuple(seeds)
-    if not seeds or not epsilon > 0 or batch_size < 1:
-        raise LyapunovPruneError("give one seed or more, epsilon > 0 and a batch size of 1 or more")
+    structure, seeds = reading.structure, required(seeds, epsilon, batch_size)
     L = structure.num_layers
     attention = [found.branches.get("attention") for _, found in sorted(find_sublayers(model, range(L)).items())]
     tried = [None if branch is None else _tried(branch.entry, branch.x) for branch in attention]

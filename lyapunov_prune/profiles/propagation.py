@@ -6,7 +6,7 @@ so memory does not grow with depth.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -65,6 +65,14 @@ class WindowSums:
         else:
             energy = np.einsum("rw,rs,lsw->rl", a, b, self.error, optimize=True) / (a @ self.state.T)
         return np.quantile(energy[:, 1:] / energy[:, :-1], [0.025, 0.975], axis=0).T
+
+
+def required(seeds: Iterable[int], epsilon: float, batch_size: int) -> tuple[int, ...]:
+    """The seeds; LyapunovPruneError unless there is one, and something to disturb the state by and to run at once."""
+    seeds = tuple(map(int, seeds))
+    if not seeds or not epsilon > 0 or batch_size < 1:
+        raise LyapunovPruneError("give one seed or more, epsilon > 0 and a batch size of 1 or more")
+    return seeds
 
 
 def direction(hidden: torch.Tensor, first_window: int, seed: int) -> torch.Tensor:

@@ -15,7 +15,7 @@ from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.forward.reading import Readable, read
 from lyapunov_prune.forward.sublayers import KINDS, find_sublayers
 from lyapunov_prune.models.structure import in_eval_mode
-from lyapunov_prune.profiles.propagation import WindowSums, difference_sums
+from lyapunov_prune.profiles.propagation import WindowSums, difference_sums, required
 from lyapunov_prune.progress import track
 from lyapunov_prune.results.arrays import require_array
 from lyapunov_prune.results.result import MeasuredOn, Result
@@ -101,9 +101,7 @@ def sublayer_growth(
     between them, and where no layer has branches to be told apart; otherwise as `measure_contraction` does.
     """
     reading = read(model, batch)
-    structure, seeds = reading.structure, tuple(seeds)
-    if not seeds or not epsilon > 0 or batch_size < 1:
-        raise LyapunovPruneError("give one seed or more, epsilon > 0 and a batch size of 1 or more")
+    structure, seeds = reading.structure, required(seeds, epsilon, batch_size)
     sublayers = find_sublayers(model, range(structure.num_layers))
     if not any(found.branches for found in sublayers.values()):
         raise LyapunovPruneError(
