@@ -98,6 +98,26 @@ def test_planted_fault_a_number_that_parted_from_its_json_is_seen() -> None:
         tables.filled("<!-- 08_methods:nothing -->\n<!-- end -->\n")
 
 
+def private_paths(text: str) -> list[str]:
+    """Strings of a JSON text that are paths of a machine; the hashes of a text, which may begin alike, are longer."""
+    return re.findall(r'"((?:/|~|[A-Za-z]:\\\\)[^"]{,300})"', text)
+
+
+COMMITTED = [*tables.EXPERIMENTS.rglob("*.json"), *(tables.REPOSITORY / "benchmarks").glob("*.json")]
+
+
+@pytest.mark.parametrize("path", COMMITTED, ids=lambda path: f"{path.parent.name}-{path.name}")
+def test_committed_results_name_no_folder_of_a_machine(path: Path) -> None:
+    assert not private_paths(path.read_text(encoding="utf-8"))
+
+
+def test_planted_fault_a_path_in_a_result_is_seen() -> None:
+    assert private_paths('{"text": "/home/me/a.txt", "b": "C:\\\\me", "c": "and/or", "d": "b/c.txt"}') == [
+        "/home/me/a.txt",
+        "C:\\\\me",
+    ]
+
+
 def test_the_tables_need_no_torch() -> None:
     script = "import sys, tables; assert not {'torch', 'numpy', 'pandas'} & sys.modules.keys()"
     subprocess.run([sys.executable, "-c", script], check=True, cwd=Path(tables.__file__).parent)

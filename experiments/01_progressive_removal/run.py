@@ -11,7 +11,7 @@ from typing import Annotated
 import typer
 
 import lyapunov_prune as lp
-from experiments.common import Device, DType
+from experiments.common import Device, DType, load, read_text
 from experiments.statements import table
 from lyapunov_prune.data.batch import require_disjoint
 from lyapunov_prune.pruning.curve import RemovalCurve, evaluate_removals
@@ -29,9 +29,9 @@ def main(
     tokens: int = 4096,
     context: int = 512,
 ) -> None:
-    loaded = lp.load(model, device=device, dtype=dtype)
-    calibration = lp.load_text(text, loaded.tokenizer, tokens=tokens, context=context)
-    evaluation = lp.load_text(text, loaded.tokenizer, tokens=tokens, context=context, split="evaluation")
+    loaded = load(model, device, dtype)
+    calibration = read_text(loaded, text, tokens, context)
+    evaluation = read_text(loaded, text, tokens, context, "evaluation")
     require_disjoint(calibration, evaluation)
     profile = lp.measure_contraction(loaded.model, calibration, seeds=range(2))
     influence = lp.block_influence(loaded.model, calibration)

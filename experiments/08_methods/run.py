@@ -9,8 +9,7 @@ from pathlib import Path
 
 import typer
 
-import lyapunov_prune as lp
-from experiments.common import Device, DType, draw, texts
+from experiments.common import Device, DType, draw, load, texts
 from experiments.compressions import CompressionTable, Setting, compressions_figure, evaluate_compressions
 from experiments.statements import interval, table
 
@@ -32,7 +31,7 @@ def main(
     text: str = "builtin",
     tokens: int = 4096,
 ) -> None:
-    loaded = lp.load(model, device=device, dtype=dtype)
+    loaded = load(model, device, dtype)
     calibration, evaluation = texts(loaded, text, calibration=tokens, evaluation=tokens, context=512)
     table = evaluate_compressions(loaded.model, SETTINGS, calibration, evaluation)
     table.save(HERE / "methods.json")

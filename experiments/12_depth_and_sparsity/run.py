@@ -10,7 +10,7 @@ from pathlib import Path
 import typer
 
 import lyapunov_prune as lp
-from experiments.common import Device, DType, texts
+from experiments.common import Device, DType, load, texts
 from experiments.statements import interval, table
 from lyapunov_prune.evaluation.evaluation import Evaluation, zero_share
 
@@ -25,7 +25,7 @@ def main(
     text: str = "builtin",
     tokens: int = 4096,
 ) -> None:
-    loaded = lp.load(model, device=device, dtype=dtype)
+    loaded = load(model, device, dtype)
     calibration, evaluation = texts(loaded, text, calibration=tokens // 2, evaluation=tokens, context=512)
     influence = lp.block_influence(loaded.model, calibration)
     profile = lp.measure_contraction(loaded.model, calibration, seeds=range(2))

@@ -14,7 +14,7 @@ import pandas as pd
 import typer
 
 import lyapunov_prune as lp
-from experiments.common import Device, DType, draw
+from experiments.common import Device, DType, draw, load, read_text
 from experiments.statements import interval, table
 from lyapunov_prune.evaluation.perplexity import interval_of
 from lyapunov_prune.report.drawing import COLOURS, one_panel, svg
@@ -31,12 +31,12 @@ def main(
     text: Annotated[list[str] | None, typer.Option()] = None,
 ) -> None:
     names = text or ["builtin"]
-    loaded = lp.load(model, device=device, dtype=dtype)
-    calibration = lp.load_text(names[0], loaded.tokenizer, tokens=4096, context=CONTEXT)
+    loaded = load(model, device, dtype)
+    calibration = read_text(loaded, names[0], 4096, CONTEXT)
     small = lp.compress(loaded.model, calibration, method="wanda", sparsity=0.5)
     rows = []
     for name in names:
-        batch = lp.load_text(name, loaded.tokenizer, tokens=TOKENS[-1], context=CONTEXT, split="evaluation")
+        batch = read_text(loaded, name, TOKENS[-1], CONTEXT, "evaluation")
         dense, pruned = (
             lp.perplexity(m, batch, description=Path(name).name).windows for m in (loaded.model, small.model)
         )

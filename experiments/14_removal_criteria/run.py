@@ -21,9 +21,9 @@ import typer
 from transformers import PreTrainedModel
 
 import lyapunov_prune as lp
-from experiments.common import Device, DType, draw
+from experiments.common import Device, DType, draw, load, read_text
 from experiments.statements import interval, table
-from lyapunov_prune.data.batch import require_disjoint
+from lyapunov_prune.data.batch import Split, require_disjoint
 from lyapunov_prune.forward.hooks import residual_stream, run_backbone
 from lyapunov_prune.forward.prefix import Prefix
 from lyapunov_prune.models.projections import find_projections
@@ -50,9 +50,9 @@ def main(
     evaluation: Annotated[str, typer.Option(help="builtin, or a file")] = "builtin",
     tokens: int = 8192,
 ) -> None:
-    loaded = lp.load(model, device=device, dtype=dtype)
-    few = lp.load_text(calibration, loaded.tokenizer, tokens=1024, context=512, split=half(calibration, 0))
-    many = lp.load_text(evaluation, loaded.tokenizer, tokens=tokens, context=1024, split=half(evaluation, 1))
+    loaded = load(model, device, dtype)
+    few = read_text(loaded, calibration, 1024, 512, half(calibration, 0))
+    many = read_text(loaded, evaluation, tokens, 1024, half(evaluation, 1))
     require_disjoint(few, many)
     jobs = Path("runs") / "experiments" / f"oracle-{few.text_hash[:16]}"
     oracle = lp.ranking.greedy_removal(loaded.model, few, REMOVALS[-1], folder=jobs, resume=True)
@@ -85,7 +85,7 @@ def main(
         **{name: [ranking.plan(ALPHA_AT)] for name, ranking in blends.items()},
     }
     curve = evaluate_removals(loaded.model, plans, many)
-    lesson = lp.load_text(calibration, loaded.tokenizer, tokens=MENDED_ON, context=512, split=half(calibration, 0))
+    lesson = read_text(loaded, calibration, MENDED_ON, 512, half(calibration, 0))
     require_disjoint(lesson, many)
     dense = lp.perplexity(loaded.model, many, description="dense")
     rows = list(curve.rows)
@@ -118,9 +118,10 @@ def main(
     print(curve, forwards, sep="\n\n")
 
 
-def half(text: str, which: int) -> str:
+def half(text: str, which: int) -> Split:
     """A file of its own is taken whole, the built-in text by halves."""
-    return ("calibration", "evaluation")[which] if text == "builtin" else "all"
+    halves: tuple[Split, Split] = ("calibration", "evaluation")
+    return halves[which] if text == "builtin" else "all"
 
 
 def remeasured(loaded: lp.models.Loaded) -> Callable[[torch.Tensor | lp.TokenBatch, Sequence[int]], list[int]]:

@@ -16,7 +16,7 @@ import typer
 from scipy import stats
 
 import lyapunov_prune as lp
-from experiments.common import Device, DType, draw
+from experiments.common import Device, DType, draw, load
 from experiments.hierarchies import as_json, encoded, kept, measured_on, records, summarise
 from lyapunov_prune.data.batch import as_batch
 from lyapunov_prune.forward.hooks import residual_stream, run_backbone
@@ -45,7 +45,7 @@ MEASURES = [
 
 
 def main(model: str = "smollm2-135m", device: Device = "auto", dtype: DType = None, steps: int = 32) -> None:
-    loaded = lp.load(model, device=device, dtype=dtype)
+    loaded = load(model, device, dtype)
     prompts = encoded(loaded)
     at = loaded.structure.num_layers // 2  # of Figures 5, 6 and 11: the 14th of 28 in the paper
 

@@ -19,7 +19,7 @@ from scipy import stats
 from transformers import PreTrainedModel
 
 import lyapunov_prune as lp
-from experiments.common import Device, DType, draw, texts
+from experiments.common import Device, DType, draw, load, texts
 from experiments.hierarchies import as_json, encoded, interval, kept, makers, measured_on, records, summarise
 from lyapunov_prune.data.batch import as_batch
 from lyapunov_prune.evaluation.repetition import collapsed, repetition
@@ -53,7 +53,7 @@ def main(
     tokens: int = 2048,
     steps: int = 32,
 ) -> None:
-    loaded = lp.load(model, device=device, dtype=dtype)
+    loaded = load(model, device, dtype)
     prompts = {k: ids for k, ids in encoded(loaded).items() if not k.startswith("MC")}
     calibration, evaluation = texts(loaded, text, calibration=tokens, evaluation=tokens, context=512)
 

@@ -20,7 +20,7 @@ from scipy import stats
 from transformers import PreTrainedModel
 
 import lyapunov_prune as lp
-from experiments.common import Device, DType, draw
+from experiments.common import Device, DType, draw, load, read_text
 from experiments.hierarchies import PROMPTS, as_json, interval, kept, makers, records
 from lyapunov_prune.data.choices import tokenize
 from lyapunov_prune.predictions.divergence import log_softmax
@@ -46,8 +46,8 @@ def main(
     text: str = "builtin",
     tokens: int = 2048,
 ) -> None:
-    loaded = lp.load(model, device=device, dtype=dtype)
-    calibration = lp.load_text(text, loaded.tokenizer, tokens=tokens, context=512)
+    loaded = load(model, device, dtype)
+    calibration = read_text(loaded, text, tokens, 512)
     sets = {("paper", "letters"): papers_items()}
     for path in items or ():
         found = lp.data.load_items(path)[:limit]

@@ -16,7 +16,7 @@ import typer
 from scipy import stats
 
 import lyapunov_prune as lp
-from experiments.common import Device, DType, draw, texts
+from experiments.common import Device, DType, draw, load, texts
 from experiments.statements import table
 from lyapunov_prune.evaluation.repetition import collapsed, repetition
 from lyapunov_prune.progress import track
@@ -40,7 +40,7 @@ def main(
     text: str = "builtin",
     tokens: int = 4096,
 ) -> None:
-    loaded = lp.load(model, device=device, dtype=dtype)
+    loaded = load(model, device, dtype)
     calibration, held_out = texts(loaded, text, calibration=tokens // 2, evaluation=tokens, context=512)
     scoring = lp.TokenBatch(held_out.ids[:4], text=held_out.text, split=held_out.split, bos=held_out.bos)
     # Prompts lie behind what perplexity is measured on.

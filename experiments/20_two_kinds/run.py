@@ -14,7 +14,7 @@ import typer
 from scipy import stats
 
 import lyapunov_prune as lp
-from experiments.common import Device, DType, draw, texts
+from experiments.common import Device, DType, draw, load, read_tasks, texts
 from experiments.statements import short, table
 from lyapunov_prune.evaluation.tasks import TaskScores
 from lyapunov_prune.report.drawing import COLOURS, GREY, panels, svg
@@ -36,7 +36,7 @@ def main(
     items: int = 80,
     answers: int = 16,
 ) -> None:
-    loaded = lp.load(model, device=device, dtype=dtype)
+    loaded = load(model, device, dtype)
     calibration, _ = texts(loaded, text, calibration=tokens, evaluation=tokens, context=512)
     influence = lp.profiles.sublayer_influence(loaded.model, calibration)
     models = {"dense": loaded.model}
@@ -45,10 +45,10 @@ def main(
             models[name(kind, count)] = lp.remove_layers(
                 loaded.model, lp.ranking.rank_sublayers(influence, kind).plan(count)
             )
-    chosen = lp.evaluate_tasks(models, loaded.tokenizer, lp.evaluation.load_tasks(choices), limit=items, batch_size=4)
+    chosen = lp.evaluate_tasks(models, loaded.tokenizer, read_tasks(choices), limit=items, batch_size=4)
     chosen.save(HERE / "choices.json")
     print(chosen)
-    asked = lp.evaluation.load_tasks([questions], few_shot=2)
+    asked = read_tasks([questions], few_shot=2)
     written = lp.evaluate_tasks(models, loaded.tokenizer, asked, limit=answers, batch_size=8)
     written.save(HERE / "answers.json")
     print(written)
