@@ -14,7 +14,10 @@ import numpy as np
 
 
 def short(x: float) -> str:
-    """Three digits that count: `1,150`, `45.3`, `0.0431`."""
+    """Three digits that count: `1,150`, `45.3`, `0.0431`; from ten million on `1.23e9`."""
+    if 1e7 <= abs(x) < np.inf:
+        digits, _, power = f"{x:.2e}".partition("e+")
+        return f"{float(digits):g}e{int(power)}"
     return f"{float(f'{x:.3g}'):,.15g}"
 
 
@@ -36,6 +39,11 @@ def runs(layers: Iterable[int]) -> str:
 def bullets(*statements: str) -> str:
     """A Markdown list."""
     return "".join(f"- {statement}\n" for statement in statements)
+
+
+def verdict(holds: object, statement: str, yes: str = "Agrees", no: str = "Differs") -> str:
+    """`**Agrees:** …` where what the paper says holds here too."""
+    return f"**{yes if holds else no}:** {statement}"
 
 
 def signed(x: float) -> str:

@@ -87,12 +87,16 @@ def test_the_sign_of_drift_follows_the_numbers() -> None:
 
 
 def test_numbers_as_they_are_written() -> None:
-    assert [short(x) for x in (1148.17, 45.307, 2.0, 0.04312, 2_574_757)] == [
+    assert [short(x) for x in (1148.17, 45.307, 2.0, 0.04312, 2_574_757, 1.234e9, -9.999e6, 2e7, np.inf)] == [
         "1,150",
         "45.3",
         "2",
         "0.0431",
         "2,570,000",
+        "1.23e9",
+        "-10,000,000",
+        "2e7",
+        "inf",
     ]
     assert (span([3.0, 1.0]), span([1.001, 1.002])) == ("1 to 3", "1")
     assert (runs([9, 0, 3, 4, 5, 1]), runs([])) == ("0, 1, 3 to 5, 9", "none")
