@@ -140,7 +140,7 @@ def records(frame: pd.DataFrame) -> list[dict[str, Any]]:
     ]
 
 
-def three(row: Mapping[str, Any], name: str, of: Callable[[float], float] = float) -> str:
+def cell(row: Mapping[str, Any], name: str, of: Callable[[float], float] = float) -> str:
     """A measure of a row of `summarise` with its interval, each of the three numbers put through `of`."""
     value, *ends = (of(row[f"{name}{end}"]) for end in ("", "_low", "_high"))
     return statements.interval(value, *sorted(ends))

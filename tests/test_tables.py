@@ -63,8 +63,6 @@ PENDING = {
     "experiments/03_early_layer_cliff/README.md": 9,
     "experiments/09_allocation/README.md": 1,
     "experiments/10_within_layer/README.md": 9,
-    "experiments/17_generation/README.md": 9,
-    "experiments/18_candidates/README.md": 9,
     "experiments/19_prediction/README.md": 1,
 }
 

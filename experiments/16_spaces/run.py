@@ -18,7 +18,7 @@ from scipy import stats
 
 import lyapunov_prune as lp
 from experiments.common import Device, DType, draw, load
-from experiments.hierarchies import as_json, encoded, kept, measured_on, opened, records, summarise, three
+from experiments.hierarchies import as_json, cell, encoded, kept, measured_on, opened, records, summarise
 from experiments.statements import bullets, short, span, table, verdict
 from lyapunov_prune.data.batch import as_batch
 from lyapunov_prune.forward.hooks import residual_stream, run_backbone
@@ -378,7 +378,7 @@ def similarity(layers: pd.DataFrame, at: int) -> str:
                 rows.append([f"{NAMES[what]}, layers {inner.layer.min()} to {inner.layer.max()}", *cells])
                 rows[-1].append(float(1 - inner.probability_max.max()))
             else:
-                cells = [three(row.iloc[0], space, lambda x: 1 - x) for space in SPACES]
+                cells = [cell(row.iloc[0], space, lambda x: 1 - x) for space in SPACES]
                 rows.append([f"{NAMES[what]}, layer {layer}", *cells, float(1 - row.probability_max.iloc[0])])
     return table(["left out", "state h", "logits z", "probabilities p", "lowest p of a step"], rows)
 
