@@ -59,11 +59,8 @@ def test_planted_fault_a_table_that_parted_is_seen() -> None:
 
 # Tables of measured numbers that no command writes yet, and how many of them a document has at most.
 PENDING = {
-    "docs/speed.md": 1,  # `make bench` keeps no JSON
-    "experiments/03_early_layer_cliff/README.md": 9,
     "experiments/09_allocation/README.md": 1,
     "experiments/10_within_layer/README.md": 9,
-    "experiments/19_prediction/README.md": 1,
 }
 
 
