@@ -3,7 +3,7 @@
 A document asks for one by `<!-- NAME -->`; what stands up to the next `<!-- end -->` is replaced: whole lines where
 the marker ends its line, a number within a sentence where it does not. A README.md of experiments/ names what
 `written()` of the run.py beside it returns; README.md and docs/ name the tables of the code, those of experiments as
-`<!-- 01_progressive_removal:NAME -->`, and that of `make bench` as `<!-- benchmarks:NAME -->`.
+`<!-- 01_progressive_removal:NAME -->`, and what the modules of `MODULES` write alike.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ TABLES: dict[str, Mapping[str, Any]] = {
     "schedules": SCHEDULES,
     "studies": STUDIES,
 }
-MODULES = {"benchmarks": "benchmarks.results"}
+MODULES = {"benchmarks": "benchmarks.results", "abstract": "experiments.abstract"}
 _ASKED = re.compile(r"(<!-- (?:([\w]+):)?([\w -]+) -->\n?)(.*?)(<!-- end -->)", re.DOTALL)
 
 
