@@ -215,8 +215,8 @@ def expected(sets: pd.DataFrame) -> str:
 def summary(frame: pd.DataFrame, sets: int) -> str:
     one, more = (frame.loc[("log_ratio", removed, "kl")] for removed in ("one layer", "two to eight"))
     return (
-        f"over {sets} sets of layers the estimate behind criterion `kl` orders them as measured (Spearman "
-        f"{_correlation(one)} for single layers, {_correlation(more)} for sets)"
+        f"Over {sets} sets of layers the estimate behind criterion `kl` orders them as measured (Spearman "
+        f"{_correlation(one)} for single layers, {_correlation(more)} for sets).\n"
     )
 
 
