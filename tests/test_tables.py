@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import tables
 
+from benchmarks import results
 from lyapunov_prune.allocation import schedules
 from lyapunov_prune.cli.options import one_of
 from lyapunov_prune.compression import methods
@@ -129,6 +130,23 @@ def test_planted_fault_a_path_in_a_result_is_seen() -> None:
         "/home/me/a.txt",
         "C:\\\\me",
     ]
+
+
+def test_a_marker_within_a_sentence_is_filled_there() -> None:
+    text = "Dense: <!-- 08_methods:dense -->1.2<!-- end -->, and more.\n"
+    assert tables.filled(text) == "Dense: <!-- 08_methods:dense -->14.5<!-- end -->, and more.\n"
+
+
+def test_a_ratio_over_its_limit_is_shown_as_missed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(results, "HERE", tmp_path)
+    for command in results.COMMANDS:
+        benchmark = results.Benchmark(command)
+        benchmark.add("a", "b", 0.5004, 1.0)
+        benchmark.add("c", "d", 1.5, 1.0)
+        benchmark.save()
+    found = results.written()
+    assert "| a | b | 0.5 | 1.00 |\n| c | d | 1.5 | 1.00, **missed** |\n" in found["ratios"]
+    assert "- `benchmarks/run.py`: one run of benchmarks/run.py; " in found["source"]
 
 
 def test_a_marker_within_a_sentence_begins_no_line() -> None:
