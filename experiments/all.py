@@ -34,7 +34,7 @@ from experiments.columns import (
     Removed,
     correlation,
 )
-from experiments.common import Inputs, inputs, plain, read_tasks
+from experiments.common import Inputs, inputs, plain, plain_tasks
 from lyapunov_prune.evaluation.perplexity import interval_of
 from lyapunov_prune.evaluation.tasks import ScoredTask, Task, TaskScores
 from lyapunov_prune.profiles.contraction import ContractionProfile
@@ -73,7 +73,7 @@ def main(
     if model is None:
         raise typer.BadParameter("name a model, or give --summary")
     try:
-        chosen = read_tasks([tasks / f"{task}.jsonl" for task in TASKS]) if tasks else ()
+        chosen = lp.evaluation.load_tasks([tasks / f"{task}.jsonl" for task in TASKS]) if tasks else ()
         given = inputs(model, calibration, tokens, context, unseen=evaluation, device=device, dtype=dtype)
         for column in measure(given, name or Path(plain(model)).name, chosen, items):
             column.save(COLUMNS / f"{column.name}.json")
@@ -266,7 +266,7 @@ def accuracy(given: Inputs, column: Column, tasks: Sequence[Task], items: int) -
             }
             answers.append(Answers(criterion, count, gone, task.name, right["acc"], right.get("acc_norm", "")))
             if criterion == "dense":
-                scored += found.tasks
+                scored += plain_tasks(found.tasks)
         yield Accuracy(tuple(scored), tuple(answers), version("lm-eval"))
 
 

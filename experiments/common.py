@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated
@@ -12,7 +12,7 @@ import typer
 import lyapunov_prune as lp
 from lyapunov_prune.cli.inputs import folder_name
 from lyapunov_prune.data.batch import Split, require_disjoint
-from lyapunov_prune.evaluation.tasks import Task
+from lyapunov_prune.evaluation.tasks import ScoredTask
 from lyapunov_prune.profiles.profile import LayerProfile, kept_profile
 from lyapunov_prune.sensitivity.sweep import Sweep
 
@@ -110,9 +110,9 @@ def read_text(
     )
 
 
-def read_tasks(sources: Sequence[str | Path], few_shot: int | None = None) -> tuple[Task, ...]:
-    """The tasks under the plain names of their files."""
-    return tuple(replace(t, source=plain(t.source)) for t in lp.evaluation.load_tasks(sources, few_shot=few_shot))
+def plain_tasks(tasks: Iterable[ScoredTask]) -> tuple[ScoredTask, ...]:
+    """What was scored, under the plain names of the files."""
+    return tuple(replace(task, source=plain(task.source)) for task in tasks)
 
 
 def draw(folder: Path, figures: dict[str, str]) -> None:

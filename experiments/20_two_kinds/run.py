@@ -6,6 +6,7 @@ Figure 1 and Table 1 of Representation hierarchies. Scores are lm-evaluation-har
 choices.json, answers.json and kinds.svg beside this file.
 """
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
@@ -14,7 +15,7 @@ import typer
 from scipy import stats
 
 import lyapunov_prune as lp
-from experiments.common import Device, DType, draw, load, read_tasks, texts
+from experiments.common import Device, DType, draw, load, plain_tasks, texts
 from experiments.statements import bullets, short, span, table, verdict
 from lyapunov_prune.evaluation.tasks import TaskScores
 from lyapunov_prune.report.drawing import COLOURS, GREY, panels, svg
@@ -45,14 +46,16 @@ def main(
             models[name(kind, count)] = lp.remove_layers(
                 loaded.model, lp.ranking.rank_sublayers(influence, kind).plan(count)
             )
-    chosen = lp.evaluate_tasks(models, loaded.tokenizer, read_tasks(choices), limit=items, batch_size=4)
+    chosen = lp.evaluate_tasks(models, loaded.tokenizer, lp.evaluation.load_tasks(choices), limit=items, batch_size=4)
+    chosen = replace(chosen, tasks=plain_tasks(chosen.tasks))
     chosen.save(HERE / "choices.json")
     print(chosen)
-    asked = read_tasks([questions], few_shot=2)
-    written = lp.evaluate_tasks(models, loaded.tokenizer, asked, limit=answers, batch_size=8)
-    written.save(HERE / "answers.json")
-    print(written)
-    draw(HERE, {"kinds": figure(chosen, written)})
+    asked = lp.evaluation.load_tasks([questions], few_shot=2)
+    answered = lp.evaluate_tasks(models, loaded.tokenizer, asked, limit=answers, batch_size=8)
+    answered = replace(answered, tasks=plain_tasks(answered.tasks))
+    answered.save(HERE / "answers.json")
+    print(answered)
+    draw(HERE, {"kinds": figure(chosen, answered)})
 
 
 def name(kind: str, count: int) -> str:
