@@ -1,6 +1,6 @@
 """Throughput of `prune --on-disk` beside `cp` of the kept bytes, and its peak memory, in one run: `make bench`.
 
-A sharded checkpoint of 3 GB is built on the spot and deleted after.
+A sharded checkpoint of 3 GB is built on the spot and deleted after. Writes on_disk.json beside this file.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from run import line, status
+from results import Benchmark
+from run import status
 from safetensors.torch import save_file
 from tokenizers import Tokenizer, models
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
@@ -48,11 +49,13 @@ def main() -> None:
                 "prune": lambda: prune(read_outline(source, source), target),
             },
         )
-        line("prune --on-disk, 3 GB / cp of the kept bytes", seconds["prune"] / seconds["cp"], 2.0)
+        found = Benchmark("on_disk")
+        found.add("`prune --on-disk`, 3 GB: time", "`cp` of the kept bytes", seconds["prune"] / seconds["cp"], 2.0)
         largest = max(tensor.size for tensor in outline.stored.values())
         command = [sys.executable, __file__, str(source), str(target)]
         peak = float(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
-        line("peak memory of it / largest tensor + 500 MB", peak / (largest + SPARE), 1.0)
+        found.add("the same: peak memory", "largest tensor + 500 MB", peak / (largest + SPARE), 1.0)
+        found.save()
 
 
 def build(folder: Path) -> None:

@@ -1,4 +1,7 @@
-"""Ratios of time and memory on the built-in model, measured side by side in one run: `make bench`."""
+"""Ratios of time and memory on the built-in model, measured side by side in one run: `make bench`.
+
+Writes run.json beside this file.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +14,7 @@ from functools import partial
 from pathlib import Path
 
 import torch
+from results import Benchmark
 
 import lyapunov_prune as lp
 from lyapunov_prune.calibration.streaming import stream
@@ -50,16 +54,16 @@ def main() -> None:
             "calibration": calibrate,
         }
     )
-    line("measure_contraction, one seed / two plain forwards", seconds["contraction"] / 2 / seconds["plain"], 1.15)
-    line("block_influence / one plain forward", seconds["influence"] / seconds["plain"], 1.10)
-
+    found = Benchmark("run")
+    plainly = seconds["plain"]
+    found.add("`measure_contraction`, one seed: time", "two plain forwards", seconds["contraction"] / 2 / plainly, 1.15)
     memory = peak("contraction") / peak("plain")
-    line("peak memory above the model's, contraction / plain batch of 2", memory, 1.10)
+    found.add("the same: peak memory above the model's", "a plain forward of batch 2", memory, 1.10)
+    found.add("`block_influence`: time", "one plain forward", seconds["influence"] / plainly, 1.10)
+    found.add("calibration layer by layer (`norms`): time", "one plain forward", seconds["calibration"] / plainly, 3.0)
 
-    line("calibration layer by layer, norms / one plain forward", seconds["calibration"] / seconds["plain"], 3.0)
-
-    sweeps()
-    probe()
+    sweeps(found)
+    probe(found)
 
     models = {"dense": model}
     for count in REMOVED:
@@ -68,10 +72,11 @@ def main() -> None:
     dense = speed.rows[0]
     for row in speed.rows[1:]:
         ratio = (dense.decode / row.decode) / (row.parameters / dense.parameters)
-        line(f"time per token, {row.model} of 30 layers removed / dense × kept parameters", ratio, 1.10)
+        found.add(f"time per token, {row.model} of 30 layers removed", "dense time × kept parameters", ratio, 1.10)
+    found.save()
 
 
-def sweeps() -> None:
+def sweeps(found: Benchmark) -> None:
     """A sweep that changes each of the L layers in turn, against L plain forwards that form their logits."""
     loaded = lp.load("smollm2-135m")
     batch = lp.load_text("builtin", loaded.tokenizer, tokens=1024, context=512)
@@ -100,10 +105,10 @@ def sweeps() -> None:
             sweep.run([job])
             mine += time.perf_counter() - start
             theirs += plain()
-        line(f"sweep, one layer {what} at a time / as many plain forwards", mine / theirs, 0.60)
+        found.add(f"sweep, one layer {what} at a time: time", "as many plain forwards", mine / theirs, 0.60)
 
 
-def probe() -> None:
+def probe(found: Benchmark) -> None:
     """Every layer and both of its branches dropped alone at every step, against L times the decoding of the steps."""
     loaded = lp.load("smollm2-135m")
     prompts = lp.load_text("builtin", loaded.tokenizer, tokens=PROMPT, context=PROMPT)
@@ -114,8 +119,8 @@ def probe() -> None:
         }
     )
     ratio = seconds["probe"] / seconds["decoding"] / loaded.structure.num_layers
-    line(f"hierarchy probe of all layers / L × decoding of {STEPS} steps", ratio, 0.60)
-    line("peak memory above the model's, the probe, GB", peak("probe") / 1e9, 1.0)
+    found.add("`hierarchy`, probe of all layers and branches: time", f"L × decoding of {STEPS} steps", ratio, 0.60)
+    found.add("the same: peak memory above the model's", "1 GB", peak("probe") / 1e9, 1.0)
 
 
 def interleaved(jobs: dict[str, Callable[[], object]], repeats: int = REPEATS) -> dict[str, float]:
@@ -157,10 +162,6 @@ def peak_of(job: str) -> int:
 def status(field: str) -> int:
     lines = Path("/proc/self/status").read_text().splitlines()
     return int(next(text for text in lines if text.startswith(field)).split()[1]) * 1024
-
-
-def line(what: str, ratio: float, limit: float) -> None:
-    print(f"{what:<78} {ratio:5.2f}  limit {limit:.2f}  {'ok' if ratio <= limit else 'OVER'}", flush=True)
 
 
 if __name__ == "__main__":

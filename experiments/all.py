@@ -34,7 +34,7 @@ from experiments.columns import (
     Removed,
     correlation,
 )
-from experiments.common import Inputs, inputs, plain
+from experiments.common import Inputs, inputs, plain, plain_tasks
 from lyapunov_prune.evaluation.perplexity import interval_of
 from lyapunov_prune.evaluation.tasks import ScoredTask, Task, TaskScores
 from lyapunov_prune.profiles.contraction import ContractionProfile
@@ -266,7 +266,7 @@ def accuracy(given: Inputs, column: Column, tasks: Sequence[Task], items: int) -
             }
             answers.append(Answers(criterion, count, gone, task.name, right["acc"], right.get("acc_norm", "")))
             if criterion == "dense":
-                scored += [replace(t, source=plain(t.source)) for t in found.tasks]
+                scored += plain_tasks(found.tasks)
         yield Accuracy(tuple(scored), tuple(answers), version("lm-eval"))
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated
@@ -11,7 +11,8 @@ import typer
 
 import lyapunov_prune as lp
 from lyapunov_prune.cli.inputs import folder_name
-from lyapunov_prune.data.batch import require_disjoint
+from lyapunov_prune.data.batch import Split, require_disjoint
+from lyapunov_prune.evaluation.tasks import ScoredTask
 from lyapunov_prune.profiles.profile import LayerProfile, kept_profile
 from lyapunov_prune.sensitivity.sweep import Sweep
 
@@ -78,23 +79,40 @@ def inputs(
 
     They are the two halves of `text`; where a text `unseen` is given, the beginnings of `text` and of `unseen`.
     """
-    loaded = lp.load(model, device=device, dtype=dtype)
+    loaded = load(model, device, dtype)
     if unseen is None:
         calibration, evaluation = texts(loaded, text, calibration=tokens, evaluation=tokens, context=context)
     else:
-        calibration, evaluation = (
-            replace(lp.load_text(file, loaded.tokenizer, tokens=tokens, context=context, split="all"), text=plain(file))
-            for file in (text, unseen)
-        )
+        calibration, evaluation = (read_text(loaded, file, tokens, context, "all") for file in (text, unseen))
         require_disjoint(calibration, evaluation)
     jobs = Path("runs") / "experiments" / folder_name(model)
-    loaded.model.config._name_or_path = plain(model)
     return Inputs(loaded, calibration, evaluation, jobs)
 
 
 def plain(source: str) -> str:
-    """The name of a model or a text without the folders of this machine that it lies in."""
+    """The name of a model, a text or a task without the folders of this machine that it lies in."""
     return Path(source).name.removesuffix(".gguf") if Path(source).exists() else source
+
+
+def load(model: str, device: str = "auto", dtype: str | None = None) -> lp.models.Loaded:
+    """The model under its plain name: results are committed."""
+    loaded = lp.load(model, device=device, dtype=dtype)
+    loaded.model.config._name_or_path = plain(model)
+    return loaded
+
+
+def read_text(
+    loaded: lp.models.Loaded, source: str, tokens: int, context: int, split: Split = "calibration"
+) -> lp.TokenBatch:
+    """The text under its plain name."""
+    return replace(
+        lp.load_text(source, loaded.tokenizer, tokens=tokens, context=context, split=split), text=plain(source)
+    )
+
+
+def plain_tasks(tasks: Iterable[ScoredTask]) -> tuple[ScoredTask, ...]:
+    """What was scored, under the plain names of the files."""
+    return tuple(replace(task, source=plain(task.source)) for task in tasks)
 
 
 def draw(folder: Path, figures: dict[str, str]) -> None:
@@ -107,8 +125,8 @@ def texts(
     loaded: lp.models.Loaded, text: str, *, calibration: int, evaluation: int, context: int
 ) -> tuple[lp.TokenBatch, lp.TokenBatch]:
     """So many tokens of the two halves of a text, which share nothing."""
-    first = lp.load_text(text, loaded.tokenizer, tokens=calibration, context=context)
-    second = lp.load_text(text, loaded.tokenizer, tokens=evaluation, context=context, split="evaluation")
+    first = read_text(loaded, text, calibration, context)
+    second = read_text(loaded, text, evaluation, context, "evaluation")
     require_disjoint(first, second)
     return first, second
 

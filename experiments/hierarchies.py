@@ -15,6 +15,7 @@ import torch
 from transformers import PreTrainedModel
 
 import lyapunov_prune as lp
+from experiments import statements
 from lyapunov_prune.cli.inputs import folder_name
 from lyapunov_prune.data.text import adds_bos
 from lyapunov_prune.results.once import once
@@ -137,6 +138,25 @@ def records(frame: pd.DataFrame) -> list[dict[str, Any]]:
         {str(k): float(f"{v:.6g}") if isinstance(v, float) else v for k, v in row.items()}
         for row in frame.to_dict("records")
     ]
+
+
+def cell(row: Mapping[str, Any], name: str, of: Callable[[float], float] = float) -> str:
+    """A measure of a row of `summarise` with its interval, each of the three numbers put through `of`."""
+    value, *ends = (of(row[f"{name}{end}"]) for end in ("", "_low", "_high"))
+    return statements.interval(value, *sorted(ends))
+
+
+def percent(x: float) -> float:
+    return 100 * x
+
+
+def opened(path: Path) -> dict[str, Any]:
+    """What `as_json` wrote, rows as a DataFrame."""
+    content = json.loads(path.read_text(encoding="utf-8"))
+    return {
+        name: pd.DataFrame(value) if isinstance(value, list) and isinstance(value[0], dict) else value
+        for name, value in content.items()
+    }
 
 
 def as_json(content: dict[str, Any]) -> str:

@@ -50,3 +50,8 @@ REMOVALS: dict[tuple[str, str, int], tuple[float, float | None]] = {
     ("Qwen3.5-2B", "bi", 4): (46.2, None),
     ("Qwen3.5-2B", "from-end", 4): (2467.0, None),
 }
+
+# Of the abstract, lost in our copy and as the project's issue gives them: largest over smallest regret of a component
+# by naive pruning and, over the models, by Wanda; how many times lower perplexity ρ leaves than Block Influence.
+SPREAD_NAIVE, SPREAD_WANDA = 600.0, (3.0, 7.0)
+RHO_OVER_BI = 1.6

@@ -12,9 +12,14 @@ from itertools import groupby
 
 import numpy as np
 
+from lyapunov_prune.results.result import MeasuredOn
+
 
 def short(x: float) -> str:
-    """Three digits that count: `1,150`, `45.3`, `0.0431`."""
+    """Three digits that count: `1,150`, `45.3`, `0.0431`; from ten million on `1.23e9`."""
+    if 1e7 <= abs(x) < np.inf:
+        digits, _, power = f"{x:.2e}".partition("e+")
+        return f"{float(digits):g}e{int(power)}"
     return f"{float(f'{x:.3g}'):,.15g}"
 
 
@@ -38,6 +43,11 @@ def bullets(*statements: str) -> str:
     return "".join(f"- {statement}\n" for statement in statements)
 
 
+def verdict(holds: object, statement: str, yes: str = "Agrees", no: str = "Differs") -> str:
+    """`**Agrees:** …` where what the paper says holds here too."""
+    return f"**{yes if holds else no}:** {statement}"
+
+
 def signed(x: float) -> str:
     """`−0.44`."""
     return f"{x:+.2f}".replace("-", "−")
@@ -51,6 +61,11 @@ def correlation(statistic: float, p: float) -> str:
 def interval(value: float, low: float, high: float) -> str:
     """`1.82 (1.65–1.99)`; the value alone where it has no interval."""
     return f"{short(value)} ({short(low)}–{short(high)})" if np.isfinite(low) else short(value)
+
+
+def measured(on: MeasuredOn, dense: float) -> str:
+    """What losses were measured on, and the perplexity of the dense model there."""
+    return f"Losses: {on.line()}; dense perplexity {short(dense)}.\n"
 
 
 def table(header: Sequence[object], rows: Iterable[Sequence[object]]) -> str:

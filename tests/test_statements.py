@@ -10,11 +10,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from experiments.statements import correlation, interval, runs, short, span, table
+from experiments import abstract
+from experiments.columns import Column
+from experiments.hierarchies import cell
+from experiments.statements import correlation, interval, runs, short, span, table, verdict
 from lyapunov_prune.sensitivity.sensitivity import Sensitivity
 
 EXPERIMENTS = Path(__file__).resolve().parents[1] / "experiments"
 CLIFF = importlib.import_module("experiments.03_early_layer_cliff.run")
+SPACES = importlib.import_module("experiments.16_spaces.run")
 DRIFT = importlib.import_module("experiments.21_drift.run")
 
 
@@ -86,13 +90,41 @@ def test_the_sign_of_drift_follows_the_numbers() -> None:
     assert "**Differs:** heavy, token pooling: the correlation of drift with A is positive: +0.36" in turned
 
 
+def test_criteria_that_both_wreck_a_model_are_not_compared() -> None:
+    small = Column.load(EXPERIMENTS / "columns" / "smollm2-135m.json")
+    assert "**Differs:** smollm2-135m: removing 8 layers by ρ leaves 1.5 times higher" in abstract.verdicts([small], {})
+    assert small.removal is not None
+    sets = [replace(r, perplexity=r.perplexity * (0.5 if r.criterion == "rho" else 1)) for r in small.removal.sets]
+    turned = replace(small, removal=replace(small.removal, sets=tuple(sets)))
+    assert "**Agrees:** smollm2-135m: removing 8 layers by ρ leaves 1.33 times lower" in abstract.verdicts([turned], {})
+    wrecked = replace(small, perplexity=small.perplexity / 1000)
+    assert "**Not to be told:** smollm2-135m: removing 8" in abstract.verdicts([wrecked], {})
+
+
+def test_verdicts_of_spaces_follow_the_numbers() -> None:
+    found = SPACES.opened(SPACES.HERE / "spaces.json")
+    assert SPACES.of_the_mean(found).startswith("**Put right:**")
+    name = "attention left out, logits without their mean"
+    found[name] = found[name].assign(logit_without_mean=found[name].logit)
+    assert SPACES.of_the_mean(found).startswith("**Agrees:**")
+    cold = found["temperatures"]
+    found["temperatures"] = cold.assign(probability_estimate=cold.probability)
+    assert SPACES.of_temperatures(found, 15).startswith("**Agrees:**")
+    found["violations"] = 3
+    assert "**3 violations**" in SPACES.checked(found)
+
+
 def test_numbers_as_they_are_written() -> None:
-    assert [short(x) for x in (1148.17, 45.307, 2.0, 0.04312, 2_574_757)] == [
+    assert [short(x) for x in (1148.17, 45.307, 2.0, 0.04312, 2_574_757, 1.234e9, -9.999e6, 2e7, np.inf)] == [
         "1,150",
         "45.3",
         "2",
         "0.0431",
         "2,570,000",
+        "1.23e9",
+        "-10,000,000",
+        "2e7",
+        "inf",
     ]
     assert (span([3.0, 1.0]), span([1.001, 1.002])) == ("1 to 3", "1")
     assert (runs([9, 0, 3, 4, 5, 1]), runs([])) == ("0, 1, 3 to 5, 9", "none")
@@ -101,3 +133,5 @@ def test_numbers_as_they_are_written() -> None:
     assert table(["|a|", "b"], [["\\|x", None], [1234, np.nan]]).splitlines()[2:] == ["| \\|x | — |", "| 1,234 | — |"]
     assert table(["|a|"], []).startswith("| \\|a\\| |")
     assert (interval(2.0, 1.5, 2.504), interval(2.0, np.nan, np.nan)) == ("2 (1.5–2.5)", "2")
+    assert (verdict(1, "x."), verdict(0, "x.", no="Put right")) == ("**Agrees:** x.", "**Put right:** x.")
+    assert cell({"x": 0.2, "x_low": 0.1, "x_high": 0.4}, "x", lambda x: 1 - x) == "0.8 (0.6–0.9)"

@@ -1,8 +1,9 @@
 """Write every table that comes from code or from committed measurements into the documents: `make tables`.
 
-A document asks for one by `<!-- NAME -->`; what stands up to the next `<!-- end -->` is replaced. A README.md of
-experiments/ names what `written()` of the run.py beside it returns; README.md and docs/ name the tables of the code,
-and those of experiments as `<!-- 01_progressive_removal:NAME -->`.
+A document asks for one by `<!-- NAME -->`; what stands up to the next `<!-- end -->` is replaced: whole lines where
+the marker ends its line, a number within a sentence where it does not. A README.md of experiments/ names what
+`written()` of the run.py beside it returns; README.md and docs/ name the tables of the code, those of experiments as
+`<!-- 01_progressive_removal:NAME -->`, and what the modules of `MODULES` write alike.
 """
 
 from __future__ import annotations
@@ -33,7 +34,8 @@ TABLES: dict[str, Mapping[str, Any]] = {
     "schedules": SCHEDULES,
     "studies": STUDIES,
 }
-_ASKED = re.compile(r"(<!-- (?:([\w]+):)?([\w -]+) -->\n)(.*?)(<!-- end -->)", re.DOTALL)
+MODULES = {"benchmarks": "benchmarks.results", "abstract": "experiments.abstract"}
+_ASKED = re.compile(r"(<!-- (?:([\w]+):)?([\w -]+) -->\n?)(.*?)(<!-- end -->)", re.DOTALL)
 
 
 def markdown(table: Mapping[str, Any]) -> str:
@@ -45,10 +47,10 @@ def markdown(table: Mapping[str, Any]) -> str:
 
 @functools.cache
 def written(experiment: str) -> dict[str, str]:
-    """What the run.py of an experiment writes of its committed results, by the name of its marker."""
+    """What the run.py of an experiment, or the benchmarks, write of their committed results, by marker."""
     if str(REPOSITORY) not in sys.path:
         sys.path.insert(0, str(REPOSITORY))
-    return importlib.import_module(f"experiments.{experiment}.run").written()
+    return importlib.import_module(MODULES.get(experiment, f"experiments.{experiment}.run")).written()
 
 
 def filled(text: str, experiment: str | None = None) -> str:
@@ -60,7 +62,8 @@ def filled(text: str, experiment: str | None = None) -> str:
     def replaced(asked: re.Match[str]) -> str:
         head, of, name, _, end = asked.groups()
         of = of or experiment
-        return head + (written(of)[name] if of else markdown(TABLES[name])) + end
+        found = written(of)[name] if of else markdown(TABLES[name])
+        return head + (found if head.endswith("\n") else found.strip()) + end
 
     return _ASKED.sub(replaced, text)
 

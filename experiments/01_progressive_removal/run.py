@@ -2,7 +2,7 @@
 
     python experiments/01_progressive_removal/run.py [--model MODEL] [--text FILE]
 
-Writes removal.json and perplexity.svg beside this file.
+Writes contraction.json, removal.json and the figures beside this file.
 """
 
 from pathlib import Path
@@ -11,14 +11,18 @@ from typing import Annotated
 import typer
 
 import lyapunov_prune as lp
-from experiments.common import Device, DType
-from experiments.statements import table
+from experiments.common import Device, DType, draw, load, read_text
+from experiments.statements import bullets, short, table, verdict
 from lyapunov_prune.data.batch import require_disjoint
+from lyapunov_prune.profiles.contraction import ContractionProfile, Pooling
 from lyapunov_prune.pruning.curve import RemovalCurve, evaluate_removals
+from lyapunov_prune.report.profiles import contraction_figure
 from lyapunov_prune.report.ranking import perplexity_figure
 
 HERE = Path(__file__).parent
 REMOVALS = (2, 4, 6, 8)  # of the paper
+MEASURED = ("rho", "bi", "blend")
+POOLINGS: tuple[Pooling, ...] = ("energy", "token")
 
 
 def main(
@@ -29,11 +33,12 @@ def main(
     tokens: int = 4096,
     context: int = 512,
 ) -> None:
-    loaded = lp.load(model, device=device, dtype=dtype)
-    calibration = lp.load_text(text, loaded.tokenizer, tokens=tokens, context=context)
-    evaluation = lp.load_text(text, loaded.tokenizer, tokens=tokens, context=context, split="evaluation")
+    loaded = load(model, device, dtype)
+    calibration = read_text(loaded, text, tokens, context)
+    evaluation = read_text(loaded, text, tokens, context, "evaluation")
     require_disjoint(calibration, evaluation)
     profile = lp.measure_contraction(loaded.model, calibration, seeds=range(2))
+    profile.save(HERE / "contraction.json")
     influence = lp.block_influence(loaded.model, calibration)
 
     rankings = {
@@ -47,17 +52,93 @@ def main(
     plans = {name: [ranking.plan(count) for count in REMOVALS] for name, ranking in rankings.items()}
     curve = evaluate_removals(loaded.model, plans, evaluation)
     curve.save(HERE / "removal.json")
-    (HERE / "perplexity.svg").write_text(perplexity_figure(curve), encoding="utf-8")
-    print(curve)
+    draw(HERE, {"contraction": contraction_figure(profile), "perplexity": perplexity_figure(curve)})
+    print(profile, curve, sep="\n\n")
 
 
 def written() -> dict[str, str]:
-    """Perplexity; a row a number of layers, a column a criterion."""
+    profile = ContractionProfile.load(HERE / "contraction.json")
     curve = RemovalCurve.load(HERE / "removal.json")
-    rows = {(row.criterion, len(row.removed)): row for row in curve.rows}
-    criteria = list(dict.fromkeys(row.criterion for row in curve.rows[1:]))
-    cells = [[n, *(rows[name, n].perplexity for name in criteria)] for n in sorted({n for _, n in rows} - {0})]
-    return {"removal": table(["removed", *criteria], cells)}
+    return {
+        "setting": f"Scores: {profile.measured_on.line()}, {len(profile.seeds)} seeds.\nPerplexity: "
+        f"{curve.measured_on.line()}; dense: {short(curve.dense.perplexity)}.\n",
+        "dense": short(curve.dense.perplexity),
+        "removal": removal(curve),
+        "caption": caption(profile, curve),
+        "verdict": verdict_of(profile, curve),
+        "best": best(curve),
+    }
+
+
+def by_count(curve: RemovalCurve) -> dict[int, dict[str, float]]:
+    """Perplexity by number of layers removed and criterion."""
+    found: dict[int, dict[str, float]] = {}
+    for row in curve.rows[1:]:
+        found.setdefault(len(row.removed), {})[row.criterion] = row.perplexity
+    return dict(sorted(found.items()))
+
+
+def removal(curve: RemovalCurve) -> str:
+    """Perplexity; a row a number of layers, a column a criterion."""
+    rows = by_count(curve)
+    criteria = list(dict.fromkeys(name for row in rows.values() for name in row))
+    return table(["removed", *criteria], [[n, *(row[name] for name in criteria)] for n, row in rows.items()])
+
+
+def sink(profile: ContractionProfile) -> tuple[int, float, float, float]:
+    """The layer after which a token holds the largest share of the energy: ρ by energy and by token, the share."""
+    layer = int(profile.sink_state_share[1:].argmax())
+    layer = max(profile.pooling_disagrees, key=lambda k: profile.sink_state_share[k + 1], default=layer)
+    energy, token = (profile.pooled(pooling).rho[layer] for pooling in POOLINGS)
+    return layer, float(energy), float(token), float(profile.sink_state_share[layer + 1])
+
+
+def caption(profile: ContractionProfile, curve: RemovalCurve) -> str:
+    layer, energy, token, share = sink(profile)
+    on, four = profile.measured_on, by_count(curve)[4]
+    return (
+        f"*One model, {on.model.name}: the factor ρ by which each layer changes the relative energy of an error. Layer "
+        f"{layer} reads {short(energy)}\nunder energy pooling, because one token of every window, the attention sink, "
+        f"takes {100 * share:.0f} % of the state's energy there; token\npooling reads {short(token)}. Of the layers "
+        f"with ρ nearest to one, four removed leave a perplexity of {short(four['rho'])} by energy pooling, "
+        f"{short(four['rho, token pooling'])}\nby token pooling, of {short(curve.dense.perplexity)} ({on.tokens:,} "
+        f"tokens, {len(profile.seeds)} "
+        "seeds;\n[experiments/01_progressive_removal](experiments/01_progressive_removal/README.md)).*\n"
+    )
+
+
+def best(curve: RemovalCurve) -> str:
+    """How Block Influence compares with ρ and the blend here; the paper prefers these on LLaMA-2-7B."""
+    ahead = [str(n) for n, row in by_count(curve).items() if row["bi"] < min(row["rho"], row["blend"])]
+    said = f"better than ρ and than the blend at {', '.join(ahead)} layers removed" if ahead else "never the best"
+    return f"On this model Block Influence is {said}; the paper finds the opposite on LLaMA-2-7B.\n"
+
+
+def verdict_of(profile: ContractionProfile, curve: RemovalCurve) -> str:
+    rows, (layer, energy, token, _) = by_count(curve), sink(profile)
+    first = next(row.removed for row in curve.rows if row.criterion == "rho, token pooling")
+    worst = {n: max(row[name] for name in MEASURED) for n, row in rows.items()}
+    drawn = [str(n) for n, row in rows.items() if row["random"] > worst[n]]
+    ahead = [n for n, row in rows.items() if row["rho"] < row["bi"]]
+    behind = {n: row for n, row in rows.items() if n not in ahead}
+    compared = "; ".join(f"{short(row['bi'])} against {short(row['rho'])} at {n}" for n, row in behind.items())
+    between = sum(row["bi"] <= row["blend"] <= row["rho"] for row in behind.values())
+    return bullets(
+        verdict(
+            all(row["from-end"] > worst[n] for n, row in rows.items()),
+            "every measured criterion is better than removing from the end, at every count. One random draw is worse "
+            f"than all of them at {', '.join(drawn) or 'none'}.",
+        ),
+        verdict(
+            len(ahead) == len(rows),
+            "there ρ beats Block Influence at every count (14.6 against 23.8 at eight); here at "
+            f"{', '.join(map(str, ahead)) or 'none'}, and Block Influence beats ρ elsewhere: {compared}. The blend "
+            f"lies between the two at {between} of these {len(behind)}.",
+        ),
+        f"**Not in the paper:** the pooling decides. Layer {layer} reads ρ = {short(token)} under token pooling, which "
+        f"{'removes it first' if layer in first else 'keeps it'}, and with it the attention sink; under energy pooling "
+        f"it reads {short(energy)}.",
+    )
 
 
 if __name__ == "__main__":

@@ -7,14 +7,16 @@ Writes cumulative.json and cumulative.svg beside this file.
 
 from pathlib import Path
 
+import pandas as pd
 import typer
 
 from experiments.common import Device, DType, draw, inputs
-from experiments.statements import table
+from experiments.statements import bullets, measured, short, table, verdict
 from lyapunov_prune.report.sensitivity import cumulative_figure
 from lyapunov_prune.sensitivity.sensitivity import Sensitivity
 
 HERE = Path(__file__).parent
+PAPER = (1.54e6, 60.0)  # perplexity on GPT-2 Small, the first layer and the last
 
 
 def main(
@@ -37,7 +39,24 @@ def written() -> dict[str, str]:
     ends = {"from the first on": found.of("forward"), "from the last back": found.of("backward")}
     counts = [n for n in (1, 2, 3, 4, 8, 15, 22, 30) if n <= len(ends["from the first on"])]
     rows = [[name, *(float(frame.perplexity[n - 1]) for n in counts)] for name, frame in ends.items()]
-    return {"cumulative": table(["layers compressed", *map(str, counts)], rows)}
+    return {
+        "setting": measured(found.measured_on, found.perplexity),
+        "cumulative": table(["layers compressed", *map(str, counts)], rows),
+        "verdict": against_the_paper(*ends.values()),
+    }
+
+
+def against_the_paper(forward: pd.DataFrame, backward: pd.DataFrame) -> str:
+    ratio = float(forward.perplexity[0] / backward.perplexity[0])
+    theirs = PAPER[0] / PAPER[1]
+    return bullets(
+        verdict(
+            ratio > 1,
+            f"the order decides: the first layer alone costs {short(ratio)} times the perplexity that the last alone "
+            "does.",
+        ),
+        verdict(ratio >= theirs, f"there the ratio is {short(theirs)} ({short(PAPER[0])} against {short(PAPER[1])})."),
+    )
 
 
 if __name__ == "__main__":

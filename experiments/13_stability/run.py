@@ -14,8 +14,8 @@ import pandas as pd
 import typer
 
 import lyapunov_prune as lp
-from experiments.common import Device, DType, draw
-from experiments.statements import interval, table
+from experiments.common import Device, DType, draw, load, read_text
+from experiments.statements import bullets, interval, short, span, table, verdict
 from lyapunov_prune.evaluation.perplexity import interval_of
 from lyapunov_prune.report.drawing import COLOURS, one_panel, svg
 from lyapunov_prune.results.files import write_whole
@@ -31,12 +31,12 @@ def main(
     text: Annotated[list[str] | None, typer.Option()] = None,
 ) -> None:
     names = text or ["builtin"]
-    loaded = lp.load(model, device=device, dtype=dtype)
-    calibration = lp.load_text(names[0], loaded.tokenizer, tokens=4096, context=CONTEXT)
+    loaded = load(model, device, dtype)
+    calibration = read_text(loaded, names[0], 4096, CONTEXT)
     small = lp.compress(loaded.model, calibration, method="wanda", sparsity=0.5)
     rows = []
     for name in names:
-        batch = lp.load_text(name, loaded.tokenizer, tokens=TOKENS[-1], context=CONTEXT, split="evaluation")
+        batch = read_text(loaded, name, TOKENS[-1], CONTEXT, "evaluation")
         dense, pruned = (
             lp.perplexity(m, batch, description=Path(name).name).windows for m in (loaded.model, small.model)
         )
@@ -83,7 +83,26 @@ def written() -> dict[str, str]:
         for tokens in dict.fromkeys(frame.tokens)
     ]
     head = [f"{name}, {what}" for name in texts for what in ("dense", "× dense")]
-    return {"stability": table(["tokens", *head], cells)}
+    return {"stability": table(["tokens", *head], cells), "verdict": against_the_paper(frame)}
+
+
+def against_the_paper(frame: pd.DataFrame) -> str:
+    texts = frame.groupby("text", sort=False)
+    moves = 100 * (texts.degradation.max() / texts.degradation.min() - 1)
+    dense = "; ".join(f"{name} {span(part.dense)}" for name, part in texts)
+    width = 100 * (frame.high / frame.low - 1) / 2
+    few, many = (width[frame.tokens == tokens].mean() for tokens in (frame.tokens.min(), frame.tokens.max()))
+    return bullets(
+        verdict(
+            moves.max() < 10,
+            f"the factor is stable: on no text does it move by more than {short(moves.max())} % from "
+            f"{frame.tokens.min():,} to {frame.tokens.max():,} tokens, though the dense perplexity itself moves "
+            f"({dense}) and the calibration is of one of the texts. What a compression costs is the quotient; "
+            "perplexities of different windows do not compare.",
+        ),
+        f"An interval is ±{short(few)} % from {frame.tokens.min():,} tokens and ±{short(many)} % from "
+        f"{frame.tokens.max():,}: methods that differ by less are not ranked.",
+    )
 
 
 def _pair(row: pd.Series) -> tuple[float, str]:

@@ -21,9 +21,9 @@ import typer
 from transformers import PreTrainedModel
 
 import lyapunov_prune as lp
-from experiments.common import Device, DType, draw
-from experiments.statements import interval, table
-from lyapunov_prune.data.batch import require_disjoint
+from experiments.common import Device, DType, draw, load, read_text
+from experiments.statements import bullets, interval, measured, runs, short, span, table, verdict
+from lyapunov_prune.data.batch import Split, require_disjoint
 from lyapunov_prune.forward.hooks import residual_stream, run_backbone
 from lyapunov_prune.forward.prefix import Prefix
 from lyapunov_prune.models.projections import find_projections
@@ -31,9 +31,11 @@ from lyapunov_prune.models.roles import role
 from lyapunov_prune.models.structure import find_structure
 from lyapunov_prune.profiles.influence import block_influence
 from lyapunov_prune.pruning.curve import RemovalCurve, RemovalRow, evaluate_removals
+from lyapunov_prune.ranking.oracle import GreedyRemoval
 from lyapunov_prune.report.drawing import COLOURS, log_axis, one_panel, svg
 from lyapunov_prune.report.ranking import perplexity_figure
 from lyapunov_prune.results.files import write_whole
+from lyapunov_prune.results.result import MeasuredOn
 
 HERE = Path(__file__).parent
 REMOVALS = (2, 4, 7)
@@ -50,9 +52,9 @@ def main(
     evaluation: Annotated[str, typer.Option(help="builtin, or a file")] = "builtin",
     tokens: int = 8192,
 ) -> None:
-    loaded = lp.load(model, device=device, dtype=dtype)
-    few = lp.load_text(calibration, loaded.tokenizer, tokens=1024, context=512, split=half(calibration, 0))
-    many = lp.load_text(evaluation, loaded.tokenizer, tokens=tokens, context=1024, split=half(evaluation, 1))
+    loaded = load(model, device, dtype)
+    few = read_text(loaded, calibration, 1024, 512, half(calibration, 0))
+    many = read_text(loaded, evaluation, tokens, 1024, half(evaluation, 1))
     require_disjoint(few, many)
     jobs = Path("runs") / "experiments" / f"oracle-{few.text_hash[:16]}"
     oracle = lp.ranking.greedy_removal(loaded.model, few, REMOVALS[-1], folder=jobs, resume=True)
@@ -85,7 +87,7 @@ def main(
         **{name: [ranking.plan(ALPHA_AT)] for name, ranking in blends.items()},
     }
     curve = evaluate_removals(loaded.model, plans, many)
-    lesson = lp.load_text(calibration, loaded.tokenizer, tokens=MENDED_ON, context=512, split=half(calibration, 0))
+    lesson = read_text(loaded, calibration, MENDED_ON, 512, half(calibration, 0))
     require_disjoint(lesson, many)
     dense = lp.perplexity(loaded.model, many, description="dense")
     rows = list(curve.rows)
@@ -118,9 +120,10 @@ def main(
     print(curve, forwards, sep="\n\n")
 
 
-def half(text: str, which: int) -> str:
+def half(text: str, which: int) -> Split:
     """A file of its own is taken whole, the built-in text by halves."""
-    return ("calibration", "evaluation")[which] if text == "builtin" else "all"
+    halves: tuple[Split, Split] = ("calibration", "evaluation")
+    return halves[which] if text == "builtin" else "all"
 
 
 def remeasured(loaded: lp.models.Loaded) -> Callable[[torch.Tensor | lp.TokenBatch, Sequence[int]], list[int]]:
@@ -194,7 +197,8 @@ def alpha_figure(curve: RemovalCurve) -> str:
 
 def written() -> dict[str, str]:
     """Perplexity of every criterion with what it costs in forwards, and of the blend over α."""
-    rows = RemovalCurve.load(HERE / "removal.json").rows
+    curve = RemovalCurve.load(HERE / "removal.json")
+    rows = curve.rows
     forwards = json.loads((HERE / "forwards.json").read_text(encoding="utf-8"))
     dense = rows[0].perplexity
     by = {(row.criterion, len(row.removed)): row for row in rows}
@@ -205,12 +209,85 @@ def written() -> dict[str, str]:
         cells.append([name, forwards[name], *few, interval(last.perplexity, dense * last.low, dense * last.high)])
     blends = [row for row in rows if row.criterion.startswith("α")]
     return {
+        "setting": f"Scores: {GreedyRemoval.load(HERE / 'oracle.json').measured_on.line()}.\n"
+        + measured(curve.measured_on, dense),
+        "summary": summary(curve.measured_on, by, forwards),
+        "oracle": of_the_oracle(by, forwards),
+        "mended": of_mending(by, forwards, dense),
+        "verdict": against_the_papers(by, blends),
         "criteria": table(["criterion", f"forwards for {REMOVALS[-1]}", *(f"{n} removed" for n in REMOVALS)], cells),
         "alpha": table(
             ["α (0: Block Influence, 1: |ρ − 1|)", *(row.criterion[4:] for row in blends)],
             [["perplexity", *(row.perplexity for row in blends)]],
         ),
     }
+
+
+By = dict[tuple[str, int], RemovalRow]
+LAST = REMOVALS[-1]
+
+
+def summary(on: MeasuredOn, by: By, forwards: dict[str, float]) -> str:
+    angular, bi, oracle = (by[name, LAST].perplexity for name in ("angular", "bi", "oracle"))
+    return (
+        f"On {on.text}, with {LAST} layers removed, the run of layers that turns the state least (`angular`, one "
+        f"forward) leaves a perplexity of {short(angular)}, Block Influence {short(bi)}, and the greedy oracle, "
+        f"{short(forwards['oracle'])} times as dear, {short(oracle)}; the intervals of `angular` and the oracle "
+        f"{'overlap' if overlap(by['angular', LAST], by['oracle', LAST]) else 'lie apart'}.\n"
+    )
+
+
+def overlap(one: RemovalRow, other: RemovalRow) -> bool:
+    return max(one.low, other.low) <= min(one.high, other.high)
+
+
+def of_the_oracle(by: By, forwards: dict[str, float]) -> str:
+    oracle = by["oracle", LAST]
+    cheap = [name for name, cost in forwards.items() if cost < forwards["oracle"] / 10 and (name, LAST) in by]
+    beaten = [by[name, LAST] for name in cheap if by[name, LAST].perplexity < oracle.perplexity]
+    lines = [
+        f"`{row.criterion}`, {short(forwards[row.criterion])} forwards, removes layer {runs(row.removed)}: "
+        f"{short(row.perplexity)}; its interval and the oracle's {'overlap' if overlap(row, oracle) else 'lie apart'}."
+        for row in beaten
+    ]
+    return (
+        f"The greedy oracle, {short(forwards['oracle'])} forwards, removes layer {runs(oracle.removed)}: "
+        f"{short(oracle.perplexity)}. With less than a tenth of its forwards it is beaten by {len(beaten)} of "
+        f"{len(cheap)}:\n\n{bullets(*lines)}"
+    )
+
+
+def of_mending(by: By, forwards: dict[str, float], dense: float) -> str:
+    """Which share of what a removal costs in perplexity mending takes back."""
+    shares = {}
+    for name in ("bi", "angular", "oracle"):
+        pairs = [(by[name, n].perplexity, by[f"{name}, mended", n].perplexity) for n in REMOVALS]
+        shares[name] = [100 * (plain - mended_) / (plain - dense) for plain, mended_ in pairs]
+    each = "; ".join(f"`{name}` {span(values)} %" for name, values in shares.items())
+    least = min((by[f"{name}, mended", LAST] for name in shares), key=lambda row: row.perplexity)
+    return (
+        f"Of what the removals cost in perplexity it takes back: {each}. The best with {LAST} layers removed is "
+        f"`{least.criterion}`, {short(least.perplexity)} at {short(forwards[least.criterion])} forwards.\n"
+    )
+
+
+def against_the_papers(by: By, blends: Sequence[RemovalRow]) -> str:
+    best = min(blends, key=lambda row: row.perplexity)
+    kl = by["kl", LAST]
+    plain = [row for (name, n), row in by.items() if n == LAST and not name.endswith("mended")]
+    return bullets(
+        verdict(
+            blends.index(best) not in (0, len(blends) - 1),
+            f"a blend beats both of its parts: the best is {best.criterion} with {short(best.perplexity)}, which "
+            f"removes layer {runs(best.removed)} (the paper: α = 0.5 at eight layers).",
+        ),
+        verdict(
+            kl.perplexity < max(row.perplexity for row in plain),
+            "the estimate `Var_p(Δz)/2T²` ranks layers alone well (`19_prediction`); as a criterion it leaves "
+            f"{short(kl.perplexity)} with {LAST} removed, of {span(row.perplexity for row in plain)}: what a layer "
+            "costs alone says little about what it costs beside others.",
+        ),
+    )
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ Figures 4, 5, 6 and 11 of the paper. Writes spaces.json and the figures beside t
 from collections.abc import Iterable, Sequence
 from dataclasses import fields, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -16,8 +17,9 @@ import typer
 from scipy import stats
 
 import lyapunov_prune as lp
-from experiments.common import Device, DType, draw
-from experiments.hierarchies import as_json, encoded, kept, measured_on, records, summarise
+from experiments.common import Device, DType, draw, load
+from experiments.hierarchies import as_json, cell, encoded, kept, measured_on, opened, records, summarise
+from experiments.statements import bullets, short, span, table, verdict
 from lyapunov_prune.data.batch import as_batch
 from lyapunov_prune.forward.hooks import residual_stream, run_backbone
 from lyapunov_prune.forward.prefix import Prefix
@@ -38,6 +40,7 @@ CENTRED, LAST = ("hidden", "logit", "logit_without_mean", "mean_share"), 8
 TEMPERATURES = (0.5, 0.7, 1.5, 2.0)  # besides 1
 BITS = 8  # rounding to so many is a change small enough for the variance bound
 ARRAYS = [f.name for f in fields(lp.predictions.HierarchyProbe) if f.type == "np.ndarray"]
+SPACES = ("hidden", "logit", "probability")
 MEASURES = [
     *("hidden", "logit", "probability", "hidden_estimate", "logit_estimate", "probability_estimate"),
     *("hidden_orthogonal", "logit_orthogonal", "kl", "kl_estimate", "range_bound"),
@@ -45,7 +48,7 @@ MEASURES = [
 
 
 def main(model: str = "smollm2-135m", device: Device = "auto", dtype: DType = None, steps: int = 32) -> None:
-    loaded = lp.load(model, device=device, dtype=dtype)
+    loaded = load(model, device, dtype)
     prompts = encoded(loaded)
     at = loaded.structure.num_layers // 2  # of Figures 5, 6 and 11: the 14th of 28 in the paper
 
@@ -335,6 +338,158 @@ def bounds_figure(layers: pd.DataFrame, rounding: pd.DataFrame) -> str:
     column[0].legend(frameon=False, fontsize=8, ncols=4, loc="lower left", bbox_to_anchor=(0, 1))
     depth_axis(column[-1], int(layers.layer.max()) + 1)
     return svg(figure)
+
+
+def written() -> dict[str, str]:
+    found = opened(HERE / "spaces.json")
+    return {
+        "setting": setting(found),
+        "similarity": similarity(found["layers"], found["layer of the steps and temperatures"]),
+        "estimates": estimates(found),
+        "checked": checked(found),
+        "bounds": bounds(found),
+        "verdict": against_the_paper(found),
+    }
+
+
+def setting(found: dict[str, Any]) -> str:
+    prompts, tokens = found["prompts and steps of the temperatures and the rounding"]
+    return (
+        f"{found['measured on']}.\n{len(found['steps'])} tokens from each of the {found['prompts']} prompts; "
+        f"temperatures and rounding: {prompts} prompts, {tokens} tokens. Intervals are 95 %, bootstrapped over "
+        "prompts.\n"
+    )
+
+
+def middle(layers: pd.DataFrame) -> pd.DataFrame:
+    """Without the first two layers and the last two, which are exceptions."""
+    return layers[(layers.layer > 1) & (layers.layer < layers.layer.max() - 1)]
+
+
+def similarity(layers: pd.DataFrame, at: int) -> str:
+    """Cosines where a part is left out: of the first layer, the middle ones from lowest to highest mean, two more."""
+    rows = []
+    for what, part in layers.groupby("what", sort=False):
+        inner = middle(part)
+        for layer in (0, None, at, part.layer.max()):
+            row = part[part.layer == layer]
+            if layer is None:
+                cells = [span(1 - inner[space]) for space in SPACES]
+                rows.append([f"{NAMES[what]}, layers {inner.layer.min()} to {inner.layer.max()}", *cells])
+                rows[-1].append(float(1 - inner.probability_max.max()))
+            else:
+                cells = [cell(row.iloc[0], space, lambda x: 1 - x) for space in SPACES]
+                rows.append([f"{NAMES[what]}, layer {layer}", *cells, float(1 - row.probability_max.iloc[0])])
+    return table(["left out", "state h", "logits z", "probabilities p", "lowest p of a step"], rows)
+
+
+def inner_quantiles(found: dict[str, Any], measure: str) -> tuple[float, float, float]:
+    return found[f"{measure}_estimate / {measure}, without the first and the last: 5 %, median, 95 %"]
+
+
+def estimates(found: dict[str, Any]) -> str:
+    names = {"hidden": "1 − cos of h", "logit": "1 − cos of z", "probability": "1 − cos of p", "kl": "KL(p‖q)"}
+    rank = "{0}_estimate and {0}, without the first and the last: rank correlation"
+    return table(
+        ["estimate / measured, every step of the inner layers", "5 %", "median", "95 %", "rank correlation"],
+        [[label, *inner_quantiles(found, name), found[rank.format(name)]] for name, label in names.items()],
+    )
+
+
+def checked(found: dict[str, Any]) -> str:
+    violations = found["violations"]
+    said = "**no violation**" if violations == 0 else f"**{violations:,} violations**"
+    return f"{found['numbers held against a bound']:,} numbers were held against a proven bound of KL(p‖q): {said}.\n"
+
+
+def bounds(found: dict[str, Any]) -> str:
+    rows = []
+    for change, words in (("left out", "a part left out"), (f"rounded to {BITS} bits", f"rounded to {BITS} bits")):
+        within = f"{short(100 * found[f'{change}: share with c <= 1'])} % of the steps (c ≤ 1)"
+        rows.append([f"range bound, {words}", *found[f"{change}: range bound / KL: 5 %, median, 95 %"], "every step"])
+        near = found.get(f"{change}: variance bound / KL where c <= 1: 5 %, median, 95 %", [None] * 3)
+        rows.append([f"variance bound, {words}", *near, within])
+    return table(["bound / measured", "5 %", "median", "95 %", "speaks of"], rows)
+
+
+def against_the_paper(found: dict[str, Any]) -> str:
+    at, layers = found["layer of the steps and temperatures"], found["layers"]
+    parts = {what: layers[layers.what == what].set_index("layer", drop=False) for what in PARTS}
+    return bullets(*of_spaces(parts, at), *of_estimates(found, parts), of_the_mean(found), of_temperatures(found, at))
+
+
+def of_spaces(parts: dict[str, pd.DataFrame], at: int) -> list[str]:
+    """Logits turn less than the state and probabilities more; the part across the vector shrinks from h to z."""
+    inner = {what: middle(part) for what, part in parts.items()}
+    rows = f"layers {inner['mlp'].layer.min()} to {inner['mlp'].layer.max()}"
+
+    def medians(over: str, under: str) -> list[float]:
+        return [float((part[over] / part[under]).median()) for part in inner.values()]
+
+    less = {what: int((part.logit < part.hidden).sum()) for what, part in parts.items()}
+    more = {what: int((part.probability > part.hidden).sum()) for what, part in parts.items()}
+    turned = [", ".join(f"{n} of {len(parts[w])} {NAMES[w]}s" for w, n in counts.items()) for counts in (less, more)]
+    most = all(2 * n > len(parts[what]) for counts in (less, more) for what, n in counts.items())
+    times, shrinks = medians("probability", "hidden"), medians("hidden_orthogonal", "logit_orthogonal")
+    one = parts["attention"].loc[at]
+    return [
+        verdict(
+            most,
+            f"logits turn less than the state ({turned[0]}), probabilities more ({turned[1]}; in the median of {rows} "
+            f"{' and '.join(map(short, times))} times as much, attention and MLP).",
+        ),
+        verdict(
+            min(shrinks) > 1,
+            f"the part of the change across the vector shrinks from h to z: at the attention of layer {at} from "
+            f"{short(one.hidden_orthogonal)} to {short(one.logit_orthogonal)}; in the median of {rows} by "
+            f"{' and '.join(map(short, shrinks))} times (attention and MLP).",
+        ),
+    ]
+
+
+def of_estimates(found: dict[str, Any], parts: dict[str, pd.DataFrame]) -> list[str]:
+    kl, p = (inner_quantiles(found, measure) for measure in ("kl", "probability"))
+    first = [part.loc[0] for part in parts.values()]
+    beyond, mlp = [float(row.probability_estimate) for row in first], first[-1]
+    return [
+        verdict(
+            abs(kl[1] - 1) < 0.1,
+            f"the estimate of KL follows: in the median {short(kl[1])} of what is measured, and from {short(kl[0])} to "
+            f"{short(kl[2])} times it in nine of ten steps.",
+        ),
+        verdict(
+            max(1 / p[0], p[2]) < 2 and max(beyond) <= 1,
+            f"the estimate of 1 − cos(p, q) is {short(p[0])} to {short(p[2])} times what is measured in nine of ten "
+            f"steps, and at layer 0 it reads {' and '.join(map(short, beyond))} (attention and MLP), where what is "
+            f"measured cannot exceed 1. That of h reads {short(mlp.hidden_estimate)} at the MLP of layer 0, which "
+            f"makes nearly all of the state: measured {short(mlp.hidden)}.",
+        ),
+    ]
+
+
+def of_the_mean(found: dict[str, Any]) -> str:
+    """How much of the logits' robustness is a number that no softmax sees."""
+    table = found["attention left out, logits without their mean"]
+    inner = middle(table)
+    with_it, without = (float((inner.hidden / inner[z]).median()) for z in ("logit", "logit_without_mean"))
+    return verdict(
+        without > with_it / 2,
+        f"the logits' mean over the vocabulary, which no softmax sees, holds {span(100 * table.mean_share)} % of ‖z‖² "
+        f"(attention). With it, z turns {short(with_it)} times less than h in the median of layers {inner.layer.min()} "
+        f"to {inner.layer.max()}; without it, {short(without)} times.",
+        no="Put right",
+    )
+
+
+def of_temperatures(found: dict[str, Any], at: int) -> str:
+    rows = found["temperatures"].set_index("temperature")
+    p, kl = (rows[f"{measure}_estimate"] / rows[measure] for measure in ("probability", "kl"))
+    each = "; ".join(f"{short(p[T])} at T = {T:g} (KL {short(kl[T])})" for T in rows.index)
+    return verdict(
+        p.max() < 1.25 * p.min(),
+        f"the estimate of 1 − cos(p, q) over what is measured, at the attention of layer {at}: {each}. `Δz/T` grows as "
+        "T falls (the paper finds the estimate good at every temperature).",
+    )
 
 
 if __name__ == "__main__":

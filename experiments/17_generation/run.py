@@ -5,9 +5,11 @@
 Figures 7 and 12 and Table 2 of the paper. Writes generation.json and the figures beside this file.
 """
 
+import re
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -19,8 +21,22 @@ from scipy import stats
 from transformers import PreTrainedModel
 
 import lyapunov_prune as lp
-from experiments.common import Device, DType, draw, texts
-from experiments.hierarchies import as_json, encoded, interval, kept, makers, measured_on, records, summarise
+from experiments import statements
+from experiments.common import Device, DType, draw, load, texts
+from experiments.hierarchies import (
+    as_json,
+    cell,
+    encoded,
+    interval,
+    kept,
+    makers,
+    measured_on,
+    opened,
+    percent,
+    records,
+    summarise,
+)
+from experiments.statements import bullets, correlation, short, span, table, verdict
 from lyapunov_prune.data.batch import as_batch
 from lyapunov_prune.evaluation.repetition import collapsed, repetition
 from lyapunov_prune.forward.decoding import walk
@@ -43,6 +59,8 @@ DRAWN = {
 SPACES = {"state": COLOURS["blend"], "logits": COLOURS["rho"], "probabilities": COLOURS["bi"]}
 MEASURES = (*SPACES, "kl")
 OTHER = "another prompt"
+SHOWN = ("attention − 4", PAPERS, "MLP − 4", "MLP − 8", "layers − 8", "Wanda 50 %", "4 bits, a row")
+ALIKE = 0.15  # how far perplexities may lie apart that are compared as one
 
 
 def main(
@@ -53,7 +71,7 @@ def main(
     tokens: int = 2048,
     steps: int = 32,
 ) -> None:
-    loaded = lp.load(model, device=device, dtype=dtype)
+    loaded = load(model, device, dtype)
     prompts = {k: ids for k, ids in encoded(loaded).items() if not k.startswith("MC")}
     calibration, evaluation = texts(loaded, text, calibration=tokens, evaluation=tokens, context=512)
 
@@ -67,7 +85,7 @@ def main(
 
     dense = score("dense", lambda: loaded.model)
     frames, rows = [unrelated(loaded, prompts, steps)], []
-    written: dict[str, dict[str, str]] = {}
+    answers: dict[str, dict[str, str]] = {}
     for name, make in makers(loaded, calibration).items():
         small = cache(make)
         found = {
@@ -88,11 +106,11 @@ def main(
         rows.append({"model": name, **ratio, **outcome(found, steps), **spans(frame)})
         frames.append(frame)
         for which, tokens in (("dense", "dense_tokens"), (name, "compressed_tokens")):
-            written[which] = {k: loaded.tokenizer.decode(getattr(f, tokens)[0]) for k, f in found.items()}
-    table, frame = pd.DataFrame(rows), pd.concat(frames)
+            answers[which] = {k: loaded.tokenizer.decode(getattr(f, tokens)[0]) for k, f in found.items()}
+    models, frame = pd.DataFrame(rows), pd.concat(frames)
     by_step = summarise(frame, "prompt", ("model", "step"), MEASURES)
     other = summarise(frames[0], "prompt", ("model",), MEASURES)
-    order = {k: stats.spearmanr(table[k], table.first_difference) for k in ("ratio", "kl_before")}
+    order = {k: stats.spearmanr(models[k], models.first_difference) for k in ("ratio", "kl_before")}
     facts = {
         "measured on": measured_on(loaded, prompts).line(),
         "calibrated on": calibration.measured_on(loaded.model).line(),
@@ -108,20 +126,20 @@ def main(
             for k, both in order.items()
         },
     }
-    texts_ = [{"prompt": k, **{name: each[k] for name, each in written.items()}} for k in prompts]
-    tables = {"models": records(table), OTHER: records(other), "steps": records(by_step), "texts": texts_}
+    texts_ = [{"prompt": k, **{name: each[k] for name, each in answers.items()}} for k in prompts]
+    tables = {"models": records(models), OTHER: records(other), "steps": records(by_step), "texts": texts_}
     write_whole(HERE / "generation.json", as_json({**facts, **tables}))
     draw(
         HERE,
         {
             "attention": paper_figure(by_step, other),
             "methods": methods_figure(by_step),
-            "parting": parting_figure(table, steps),
+            "parting": parting_figure(models, steps),
         },
     )
     for name, value in facts.items():
         print(f"{name:<40} {value}")
-    print(table.drop(columns="first_differences").T.to_string(float_format=lambda x: f"{x:.3g}"))
+    print(models.drop(columns="first_differences").T.to_string(float_format=lambda x: f"{x:.3g}"))
     print(other.T.to_string(float_format=lambda x: f"{x:.3g}"))
 
 
@@ -153,15 +171,15 @@ def outcome(found: dict[str, lp.predictions.GenerationDivergence], steps: int) -
 def spans(frame: pd.DataFrame) -> dict[str, float]:
     """Means at the first step, then while both have read the same text, and after; each prompt counts once."""
     found: dict[str, float] = {}
-    for span, rows in (
+    for when, rows in (
         ("first", frame[frame.step == 0]),
         ("before", frame[(frame.step > 0) & ~frame.parted]),
         ("after", frame[frame.parted]),
     ):
         rows = rows.dropna(subset=["kl"])
-        found[f"prompts_{span}"] = rows.prompt.nunique()
+        found[f"prompts_{when}"] = rows.prompt.nunique()
         row = summarise(rows, "prompt", ("model",), MEASURES).iloc[0] if len(rows) else {}
-        found |= {f"{m}_{span}{end}": row.get(f"{m}{end}", np.nan) for m in MEASURES for end in ("", "_low", "_high")}
+        found |= {f"{m}_{when}{end}": row.get(f"{m}{end}", np.nan) for m in MEASURES for end in ("", "_low", "_high")}
     return found
 
 
@@ -227,10 +245,10 @@ def methods_figure(by_step: pd.DataFrame) -> str:
     return svg(figure)
 
 
-def parting_figure(table: pd.DataFrame, steps: int) -> str:
+def parting_figure(models: pd.DataFrame, steps: int) -> str:
     """The first step at which the texts differ, a point a prompt."""
     figure, axes = one_panel(6.5, 3.4)
-    for y, row in enumerate(table.itertuples()):
+    for y, row in enumerate(models.itertuples()):
         first = np.sort(row.first_differences)
         stacked = np.array([(first[:i] == x).sum() for i, x in enumerate(first)])
         axes.plot(first, y - 0.09 * stacked, "o", markersize=4, alpha=0.6, color=COLOURS["rho"])
@@ -239,12 +257,131 @@ def parting_figure(table: pd.DataFrame, steps: int) -> str:
     axes.plot([], [], "o", markersize=4, alpha=0.6, color=COLOURS["rho"], label="a prompt")
     axes.plot([], [], color=INK, linewidth=1.4, label="median")
     axes.plot([], [], ":", color=GREY, label="never within the steps")
-    axes.set_yticks(range(len(table)), table.model, fontsize=8)
-    axes.set_ylim(len(table) - 0.4, -0.8)
+    axes.set_yticks(range(len(models)), models.model, fontsize=8)
+    axes.set_ylim(len(models) - 0.4, -0.8)
     axes.set_xlim(-1, steps + 1)
     axes.set_xlabel("first decoding step at which the texts differ")
     axes.legend(frameon=False, fontsize=8, ncols=3, loc="lower left", bbox_to_anchor=(0, 1))
     return svg(figure)
+
+
+def written() -> dict[str, str]:
+    found = opened(HERE / "generation.json")
+    return {
+        "setting": setting(found),
+        "outcomes": outcomes(found),
+        "similarity": similarity(found),
+        "texts": texts_of(found),
+        "verdict": against_the_paper(found),
+    }
+
+
+def setting(found: dict[str, Any]) -> str:
+    return (
+        f"{found['measured on']}.\nRemoval, Wanda and SparseGPT: {found['calibrated on']}.\nPerplexity: "
+        f"{found['perplexity on']}; dense: {short(found['dense perplexity'])}.\n"
+    )
+
+
+def outcomes(found: dict[str, Any]) -> str:
+    """What became of the texts, a row a model."""
+    dense = [percent(x) for x in found["dense 3-grams repeated"]]
+    rows: list[list[object]] = [
+        [
+            "dense",
+            1,
+            None,
+            None,
+            statements.interval(*dense),
+            found["dense texts collapsed"],
+            found["dense texts ended"],
+        ]
+    ]
+    rows += [
+        [
+            row.model,
+            row.ratio,
+            row.first_difference,
+            cell(row, "kl_first"),
+            cell(row, "repeated", percent),
+            row.collapsed,
+            row.ended,
+        ]
+        for _, row in found["models"].iterrows()
+    ]
+    header = ["", "perplexity / dense", "first difference, median step", "KL at the first step, nats"]
+    return table([*header, "3-grams repeated, %", f"collapsed, of {found['prompts']}", "ended"], rows)
+
+
+def similarity(found: dict[str, Any]) -> str:
+    """Of the paper's pruned model: cosines in the three spaces and KL, before and after the texts part."""
+    own, other = of_papers(found), found[OTHER].iloc[0]
+    rows = [
+        [words, *(cell(own, f"{m}_{when}") for m in MEASURES)]
+        for words, when in (("first step", "first"), ("after the texts have parted", "after"))
+    ]
+    rows.append(["dense model, the text of another prompt", *(cell(other, m) for m in MEASURES)])
+    return table([f"cosine similarity, {PAPERS}", *SPACES, "KL, nats"], rows)
+
+
+def of_papers(found: dict[str, Any]) -> pd.Series:
+    return found["models"].set_index("model").loc[PAPERS]
+
+
+def texts_of(found: dict[str, Any]) -> str:
+    """What the models write on the prompt of the paper's Table 2."""
+    row = found["texts"].set_index("prompt").loc["Math2"]
+    return table(["", "text"], [[name, re.sub(r"\s+", " ", row[name]).strip()] for name in ("dense", *SHOWN)])
+
+
+def against_the_paper(found: dict[str, Any]) -> str:
+    models, prompts, other = found["models"].set_index("model"), found["prompts"], found[OTHER].iloc[0]
+    own, exact, rounded = (models.loc[name] for name in (PAPERS, "8 bits, a row", "4 bits, a row"))
+    order = found["rank correlation of the first difference with ratio, over models"]
+    alike = models[(models.ratio / rounded.ratio - 1).abs() < ALIKE].drop(rounded.name)
+    lower = (models.kl_before < models.kl_first).sum()
+    upset = (models.logits_before < models.probabilities_before).sum()
+    before = models.prompts_before
+    cycles = ", ".join(f"{n} ({name})" for name, n in models.collapsed.items() if n)
+    return bullets(
+        verdict(
+            all(own[f"{space}_first"] > own[f"{space}_after"] for space in SPACES)
+            and own.probabilities_first < min(own.state_first, own.logits_first),
+            f"{PAPERS}: the first step is more alike than what follows the parting, in every space, and at it the "
+            f"probabilities are the least alike ({short(own.probabilities_first)} against {short(own.state_first)} and "
+            f"{short(own.logits_first)}).",
+        ),
+        verdict(
+            order[0] < 0 and order[1] < 0.05,
+            "the median step at which the texts part falls with the perplexity: rank correlation "
+            f"{correlation(*order)} over {len(models)} models.",
+        ),
+        verdict(
+            rounded.first_difference > alike.first_difference.max(),
+            f"rounding costs less than pruning, even at the same perplexity: 4 bits a row ({short(rounded.ratio)} × "
+            f"dense) part at step {short(rounded.first_difference)}; {', '.join(alike.index)} ({span(alike.ratio)} × "
+            f"dense) at {span(alike.first_difference)}, medians.",
+        ),
+        verdict(
+            2 * lower < len(models),
+            f"while both models read the same text, KL is lower after the first step than at it in {lower} of "
+            f"{len(models)} models: it does not build up, it jumps when the texts part. Then two different texts are "
+            f"compared: {PAPERS} has a cosine of {short(own.logits_after)} in logits and "
+            f"{short(own.probabilities_after)} in probabilities, the dense model on another prompt "
+            f"{short(other.logits)} and {short(other.probabilities)}. Rounding to 8 bits, {short(exact.ratio)} × "
+            f"dense in perplexity, parts in {prompts - exact.same_to_the_end} of {prompts} prompts and then stands at "
+            f"{cell(exact, 'kl_after')} nats.",
+            no="Put right",
+        ),
+        verdict(
+            2 * upset < len(models),
+            "while both models read the same text, after the first step, logits are less alike than probabilities in "
+            f"{upset} of {len(models)} models, on {before.min()} to {before.max()} prompts each: no more than an "
+            "indication.",
+        ),
+        f"Texts of {prompts} that end in a cycle: {cycles}. {PAPERS}: {own.collapsed} end in a cycle, {own.ended} are "
+        "ended early by the model.",
+    )
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ this file.
 from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import numpy as np
 import pandas as pd
@@ -20,8 +20,9 @@ from scipy import stats
 from transformers import PreTrainedModel
 
 import lyapunov_prune as lp
-from experiments.common import Device, DType, draw
-from experiments.hierarchies import PROMPTS, as_json, interval, kept, makers, records
+from experiments.common import Device, DType, draw, load, read_text
+from experiments.hierarchies import PROMPTS, as_json, cell, interval, kept, makers, opened, percent, records
+from experiments.statements import bullets, short, span, table, verdict
 from lyapunov_prune.data.choices import tokenize
 from lyapunov_prune.predictions.divergence import log_softmax
 from lyapunov_prune.progress import track
@@ -46,8 +47,8 @@ def main(
     text: str = "builtin",
     tokens: int = 2048,
 ) -> None:
-    loaded = lp.load(model, device=device, dtype=dtype)
-    calibration = lp.load_text(text, loaded.tokenizer, tokens=tokens, context=512)
+    loaded = load(model, device, dtype)
+    calibration = read_text(loaded, text, tokens, 512)
     sets = {("paper", "letters"): papers_items()}
     for path in items or ():
         found = lp.data.load_items(path)[:limit]
@@ -81,22 +82,22 @@ def main(
         shifts.append({"model": name, **shift(dense, after)})
         if name == PAPERS:
             figures["subspace"] = subspace_figure(dense, after)
-    table, moved = pd.DataFrame(rows), pd.DataFrame(shifts)
+    answers, moved = pd.DataFrame(rows), pd.DataFrame(shifts)
     facts = {
         "measured on": lines,
         "calibrated on": calibration.measured_on(loaded.model).line(),
-        "violations of the certificate": int(table.violations.sum()),
-        "items proven": int(table.certified.sum()),
+        "violations of the certificate": int(answers.violations.sum()),
+        "items proven": int(answers.certified.sum()),
         f"items with an option among the {TOP} likeliest tokens, dense, letters": share(among(dense)),
         "likeliest option of all items, dense, letters": dict(
             zip(LETTERS, np.bincount([int(p.options.argmax()) for p in dense], minlength=4).tolist(), strict=False)
         ),
     }
-    write_whole(HERE / "candidates.json", as_json({**facts, "choices": records(table), "shifts": records(moved)}))
-    draw(HERE, {**figures, "survival": survival_figure(table), "certificate": certificate_figure(ratios)})
+    write_whole(HERE / "candidates.json", as_json({**facts, "choices": records(answers), "shifts": records(moved)}))
+    draw(HERE, {**figures, "survival": survival_figure(answers), "certificate": certificate_figure(ratios)})
     for name, value in facts.items():
         print(f"{name:<60} {value}")
-    print(table.to_string(index=False, float_format=lambda x: f"{x:.3g}"))
+    print(answers.to_string(index=False, float_format=lambda x: f"{x:.3g}"))
     print(moved.T.to_string(float_format=lambda x: f"{x:.3g}"))
 
 
@@ -227,12 +228,12 @@ def subspace_figure(before: list[Decision], after: list[Decision]) -> str:
     return svg(figure)
 
 
-def survival_figure(table: pd.DataFrame) -> str:
+def survival_figure(answers: pd.DataFrame) -> str:
     """How often the choice and the likeliest token stay the same; the two forms of the items below each other."""
-    forms = [form for form in FORMS if (table.form == form).any()]
+    forms = [form for form in FORMS if (answers.form == form).any()]
     figure, column = panels(6.5, 1 + 2.2 * len(forms), len(forms))
     for axes, form in zip(column, forms, strict=True):
-        part = table[table.form == form]
+        part = answers[answers.form == form]
         names = list(dict.fromkeys(part.model))
         for k, (share_, label, colour, marker) in enumerate(
             (
@@ -285,6 +286,122 @@ def certificate_figure(ratios: dict[str, list[np.ndarray]]) -> str:
     axes.set_ylabel("items, %")
     axes.legend(frameon=False, fontsize=8, loc="upper left", bbox_to_anchor=(1, 1))
     return svg(figure)
+
+
+def written() -> dict[str, str]:
+    found = opened(HERE / "candidates.json")
+    return {
+        "setting": setting(found),
+        "survival": survival(found),
+        "shifts": shifts(found),
+        "certificate": certificate(found),
+        "verdict": against_the_paper(found),
+    }
+
+
+def setting(found: dict[str, Any]) -> str:
+    lines = [f"- {items}: {line}\n" for items, line in found["measured on"].items()]
+    return "".join(lines) + f"- removal by Block Influence: {found['calibrated on']}\n"
+
+
+def pooled(answers: pd.DataFrame, model: str, form: str) -> dict[str, Any]:
+    """Of all sets of items answered in one form: how often choice and likeliest token stay, what is proven."""
+    part = answers[(answers.model == model) & (answers.form == form)]
+    n = int(part.n.sum())
+    row: dict[str, Any] = {"n": n, "certified": int(part.certified.sum()), "decided": int(part.decided.sum())}
+    for name in ("same_choice", "same_top"):
+        row |= with_interval(name, round(float((part[name] * part.n).sum())), n)
+    return row
+
+
+def survival(found: dict[str, Any]) -> str:
+    answers, rows = found["choices"], []
+    for model in MODELS:
+        forms = [pooled(answers, model, form) for form in FORMS]
+        shares = [cell(row, name, percent) for row in forms for name in ("same_choice", "same_top")]
+        proven = f"{sum(row['certified'] for row in forms)} of {sum(row['decided'] for row in forms)}"
+        rows.append([model, *shares, proven])
+    header = [f"{form}: {what}" for form in FORMS for what in ("choice", "likeliest token")]
+    return table(["stays the same, %, by", *header, "proven"], rows)
+
+
+def shifts(found: dict[str, Any]) -> str:
+    moved = found["shifts"]
+    header = [f"Σ|Δp|, the {TOP} likeliest tokens", "Σ|Δp|, options", f"mean |Δ log p|, the {TOP} likeliest, nats"]
+    names = ("top_log", "options_log", "options_log_centred")
+    rows = [
+        [row.model, row.top_probability, row.options_probability, *(cell(row, name) for name in names)]
+        for _, row in moved.iterrows()
+    ]
+    first = moved.iloc[0]
+    header = [f"by letters, means over {first.n} items", *header, "options", "options, less their common shift"]
+    spread = cell(first, "options_spread")
+    return f"{table(header, rows)}\nThe options themselves lie {spread} nats from their mean in the dense model.\n"
+
+
+def certificate(found: dict[str, Any]) -> str:
+    answers, violations = found["choices"], found["violations of the certificate"]
+    lines = []
+    for model in MODELS:
+        part = answers[answers.model == model].dropna(subset=["moved_by_radius_median"])
+        lines.append(
+            f"{model}: {part.certified.sum()} of {part.decided.sum()} proven; the state moves "
+            f"{span(part.moved_by_radius_median)} times the radius in the median of a set of items."
+        )
+    said = "**No violation.**" if violations == 0 else f"**{violations} violations.**"
+    return f"{said}\n\n{bullets(*lines)}"
+
+
+def against_the_paper(found: dict[str, Any]) -> str:
+    answers, moved = found["choices"], found["shifts"].set_index("model")
+    letters, words = ({model: pooled(answers, model, form) for model in MODELS} for form in FORMS)
+    exact, strong = moved.loc["8 bits, a row"], moved.drop("8 bits, a row")
+    outlives = [m for m in MODELS if letters[m]["same_choice"] > letters[m]["same_top"]]
+    mlp, n = letters["MLP − 8"], letters["MLP − 8"]["n"]
+    less, log = moved.top_probability / moved.options_probability, moved.options_log / moved.top_log
+    taken = found["likeliest option of all items, dense, letters"]
+    letter = max(taken, key=taken.get)
+    arc = answers[(answers["items"] == "arc_easy") & (answers.form == "letters")].accuracy_dense.iloc[0]
+    right = "; ".join(
+        f"{items} {short(100 * part.accuracy_dense.iloc[0])} % right, {span(100 * part.accuracy)} % by the five models"
+        for items, part in answers[answers.form == "texts"].groupby("items", sort=False)
+    )
+    stays = {name: span(100 * words[m][name] for m in strong.index) for name in ("same_choice", "same_top")}
+    inside = found[f"items with an option among the {TOP} likeliest tokens, dense, letters"]
+    outlives_by_text = all(words[m]["same_choice"] > words[m]["same_top_high"] for m in MODELS)
+    return bullets(
+        verdict(
+            len(outlives) == len(MODELS),
+            f"by letters the choice outlives the likeliest token of the vocabulary with {len(outlives)} of "
+            f"{len(MODELS)} models, with 8 MLPs gone in {short(100 * mlp['same_choice'])} against "
+            f"{short(100 * mlp['same_top'])} %; the probabilities of options move {span(less)} times less than those "
+            f"of the {TOP} likeliest tokens.",
+        ),
+        verdict(
+            log.max() < 1 / 2,
+            f"in log-probabilities, which decide, options move {span(log)} times as far as the likeliest tokens do. A "
+            "part of it is a shift common to all options, which changes no choice; without it they move "
+            f"{span(strong.options_log_centred)} nats (8 bits: {short(exact.options_log_centred)}), and lie "
+            f"{short(exact.options_spread)} from their mean.",
+            no="Put right",
+        ),
+        verdict(
+            arc > 0.25 + 0.1,
+            f"a choice that survives need not be a good one: by letters the dense model takes {letter} in "
+            f"{taken[letter]} of {n} items (ARC-Easy: {short(100 * arc)} % right, chance is 25 %).",
+            no="Put right",
+        ),
+        verdict(
+            outlives_by_text,
+            f"by texts choices survive in {stays['same_choice']} % (8 bits: "
+            f"{short(100 * words[exact.name]['same_choice'])}), the likeliest token in {stays['same_top']} %. "
+            f"{right}: differences within the noise of so few items; experiment 20 has more.",
+        ),
+        verdict(
+            int(inside.split()[0]) * 2 < n,
+            f"options are among the {TOP} likeliest tokens in {inside} items here (the paper: in the tail).",
+        ),
+    )
 
 
 if __name__ == "__main__":

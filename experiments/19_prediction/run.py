@@ -8,7 +8,10 @@ of the scores of its layers, perplexity on held-out text, and greedy decoding fr
 model's. Writes prediction.json, correlation.json, sets.svg and correlation.svg; interrupted, it goes on.
 """
 
+import itertools
+import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -16,13 +19,13 @@ import typer
 from scipy import stats
 
 import lyapunov_prune as lp
-from experiments.common import Device, DType, draw, texts
-from experiments.statements import table
+from experiments.common import Device, DType, draw, load, texts
+from experiments.statements import bullets, interval, short, signed, table
 from lyapunov_prune.evaluation.repetition import collapsed, repetition
 from lyapunov_prune.progress import track
 from lyapunov_prune.report.drawing import COLOURS, log_axis, one_panel, svg
 from lyapunov_prune.results.files import write_whole
-from lyapunov_prune.results.result import encode
+from lyapunov_prune.results.result import MeasuredOn, decode, encode
 from lyapunov_prune.results.store import Store
 
 HERE = Path(__file__).parent
@@ -31,6 +34,7 @@ PROMPTS, PROMPT, STEPS = 8, 32, 32
 SCORES = ("kl", "bi", "rho", "blend")
 WHAT = {"log_ratio": "log perplexity ratio", "parted": "first difference, negated", "repetition": "3-grams repeated"}
 DRAWS = 500
+EDGES = (0.0, 0.3, 0.6, 1.0, 2.0, np.inf)  # of the predicted divergence, nats a token
 
 
 def main(
@@ -40,7 +44,7 @@ def main(
     text: str = "builtin",
     tokens: int = 4096,
 ) -> None:
-    loaded = lp.load(model, device=device, dtype=dtype)
+    loaded = load(model, device, dtype)
     calibration, held_out = texts(loaded, text, calibration=tokens // 2, evaluation=tokens, context=512)
     scoring = lp.TokenBatch(held_out.ids[:4], text=held_out.text, split=held_out.split, bos=held_out.bos)
     # Prompts lie behind what perplexity is measured on.
@@ -82,10 +86,10 @@ def main(
     frame["parted"] = -frame.first_difference
     content = {"measured_on": encode(scoring.measured_on(loaded.model)), **about, "sets": frame.to_dict("records")}
     write_whole(HERE / "prediction.json", pd.Series(content).to_json(indent=1, force_ascii=False) + "\n")
-    table = correlations(frame)
-    write_whole(HERE / "correlation.json", table.to_json(orient="records", indent=1) + "\n")
-    draw(HERE, {"sets": sets_figure(frame), "correlation": correlation_figure(table)})
-    print(table.to_string(index=False, float_format=lambda x: f"{x:.2f}"))
+    ranks = correlations(frame)
+    write_whole(HERE / "correlation.json", ranks.to_json(orient="records", indent=1) + "\n")
+    draw(HERE, {"sets": sets_figure(frame), "correlation": correlation_figure(ranks)})
+    print(ranks.to_string(index=False, float_format=lambda x: f"{x:.2f}"))
 
 
 def sets(rankings: dict[str, lp.ranking.LayerRanking], layers: int) -> dict[tuple[int, ...], str]:
@@ -156,18 +160,89 @@ def correlation_figure(correlations: pd.DataFrame) -> str:
 
 
 def written() -> dict[str, str]:
-    """Spearman of every score with every measure, over sets, with its 95 % interval."""
     frame = pd.read_json(HERE / "correlation.json").set_index(["measure", "removed", "score"])
+    content = json.loads((HERE / "prediction.json").read_text(encoding="utf-8"))
+    sets = pd.DataFrame(content["sets"])
+    return {
+        "setting": setting(content, sets),
+        "correlations": spearman_table(frame),
+        "expected": expected(sets),
+        "summary": summary(frame, len(sets)),
+        "verdict": found_here(frame, sets),
+    }
+
+
+def setting(content: dict[str, Any], sets: pd.DataFrame) -> str:
+    on, seen = (decode(MeasuredOn, content[name]) for name in ("measured_on", "calibration"))
+    alone = (sets.by == "alone").sum()
+    return (
+        f"{len(sets)} sets of layers: each of the {alone} alone, and {len(sets) - alone} of two to eight, chosen by "
+        f"each criterion and at random.\nScores: {seen.line()}.\nPerplexity: {on.line()}.\nGreedy tokens: "
+        f"{content['prompts']} (prompts × tokens + tokens written) behind those.\n"
+    )
+
+
+def spearman_table(frame: pd.DataFrame) -> str:
+    """Spearman of every score with every measure, over sets, with its 95 % interval."""
     groups = dict.fromkeys((measure, removed) for measure, removed, _ in frame.index)
     rows = [
         [f"{WHAT[measure]}, {removed}", *(_correlation(frame.loc[(measure, removed, score)]) for score in SCORES)]
         for measure, removed in groups
     ]
-    return {"correlations": table(["Spearman with", *SCORES], rows)}
+    return table(["Spearman with", *SCORES], rows)
+
+
+def expected(sets: pd.DataFrame) -> str:
+    """What became of the sets whose predicted divergence lies in a range: medians, and means of the shares."""
+    rows = []
+    for low, high in itertools.pairwise(EDGES):
+        part = sets[(sets.kl >= low) & (sets.kl < high)]
+        ratio = np.exp(part.log_ratio)
+        rows.append(
+            [
+                f"{low:g} to {high:g}" if high < np.inf else f"{low:g} or more",
+                len(part),
+                interval(ratio.median(), ratio.min(), ratio.max()),
+                part.first_difference.median(),
+                100 * part.repetition.median(),
+                100 * part.collapsed.mean(),
+            ]
+        )
+    head = ["predicted, nats a token", "sets", "perplexity ratio, lowest to highest", "steps until the texts part"]
+    return table([*head, "3-grams repeated, %", "texts collapsed, %"], rows)
+
+
+def summary(frame: pd.DataFrame, sets: int) -> str:
+    one, more = (frame.loc[("log_ratio", removed, "kl")] for removed in ("one layer", "two to eight"))
+    return (
+        f"Over {sets} sets of layers the estimate behind criterion `kl` orders them as measured (Spearman "
+        f"{_correlation(one)} for single layers, {_correlation(more)} for sets).\n"
+    )
+
+
+def found_here(frame: pd.DataFrame, sets: pd.DataFrame) -> str:
+    kinds = list(dict.fromkeys(frame.index.get_level_values("removed")))
+    best = {
+        kind: [s for s in SCORES if frame.loc[("log_ratio", kind, "kl")].low > frame.loc[("log_ratio", kind, s)].high]
+        for kind in kinds
+    }
+    said = "; ".join(f"{kind}: {' and '.join(f'`{s}`' for s in worse) or 'none'}" for kind, worse in best.items())
+    repeats = frame.loc["repetition"]
+    told = repeats[(repeats.low > 0) | (repeats.high < 0)]
+    last = sets[sets.kl >= EDGES[-2]]
+    sink = sets[(sets.by == "alone") & (sets.collapsed == sets.collapsed[sets.by == "alone"].max())].iloc[0]
+    return bullets(
+        f"By perplexity, intervals apart, the estimate orders better than these scores: {said}.",
+        f"How much a broken model repeats itself: {len(told)} of {len(repeats)} correlations are told from none. Of "
+        f"the single layers, layer {sink.removed[0]} sends the most texts into a cycle, {short(100 * sink.collapsed)} "
+        f"% at {short(sink.kl)} nats; of the sets beyond {EDGES[-2]:g} nats, {short(100 * last.collapsed.mean())} % "
+        "of the texts.",
+        f"The dense model repeats {short(100 * sets.dense_repetition.iloc[0])} % of its 3-grams.",
+    )
 
 
 def _correlation(row: pd.Series) -> str:
-    return f"{row.spearman:+.2f} ({row.low:+.2f} to {row.high:+.2f})"
+    return f"{signed(row.spearman)} ({signed(row.low)} to {signed(row.high)})"
 
 
 if __name__ == "__main__":

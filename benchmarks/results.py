@@ -1,0 +1,62 @@
+"""What `make bench` measured: a JSON file a command beside this one, and the table of docs/speed.md."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+from lyapunov_prune.results.files import write_whole
+from lyapunov_prune.results.result import versions
+
+HERE = Path(__file__).parent
+COMMANDS = ("run", "on_disk")
+
+
+@dataclass(frozen=True)
+class Ratio:
+    """How much of `against` the job `what` needs, and what it may need at most."""
+
+    what: str
+    against: str
+    ratio: float
+    limit: float
+
+
+@dataclass
+class Benchmark:
+    """The ratios of one run of `command`, printed as they come and kept when it has ended."""
+
+    command: str
+    rows: list[Ratio] = field(default_factory=list)
+
+    def add(self, what: str, against: str, ratio: float, limit: float) -> None:
+        self.rows.append(Ratio(what, against, float(f"{ratio:.3g}"), limit))
+        met = "ok" if ratio <= limit else "OVER"
+        print(f"{what + ' / ' + against:<78} {ratio:5.2f}  limit {limit:.2f}  {met}", flush=True)
+
+    def save(self) -> None:
+        about = {"machine": machine(), "versions": versions(), "source": f"one run of benchmarks/{self.command}.py"}
+        content = {**about, "ratios": [asdict(row) for row in self.rows]}
+        write_whole(HERE / f"{self.command}.json", json.dumps(content, indent=1, ensure_ascii=False) + "\n")
+
+
+def machine() -> str:
+    """The processor and how many of its cores this process may use (Linux)."""
+    lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return f"{names[0] if names else platform.machine()}, {len(os.sched_getaffinity(0))} cores"
+
+
+def written() -> dict[str, str]:
+    """The table of all ratios, and where they are from."""
+    found = {command: json.loads((HERE / f"{command}.json").read_text(encoding="utf-8")) for command in COMMANDS}
+    lines = ["| what | against | ratio | limit |", "| --- | --- | --- | --- |"]
+    for content in found.values():
+        for row in (Ratio(**row) for row in content["ratios"]):
+            missed = ", **missed**" if row.ratio > row.limit else ""
+            lines.append(f"| {row.what} | {row.against} | {row.ratio:g} | {row.limit:.2f}{missed} |")
+    about = [f"- `benchmarks/{name}.py`: {content['source']}; {content['machine']}" for name, content in found.items()]
+    return {"ratios": "\n".join(lines) + "\n", "source": "\n".join(about) + "\n"}
