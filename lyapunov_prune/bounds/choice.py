@@ -1,7 +1,8 @@
 """Which of several choices a noisy predictor can be trusted with: the checkers of boundary depth pruning, Theorem 3.
 
-`predicted` has one entry a choice, the largest is picked (of equals the first); every prediction is within `noise` of
-the truth. The theorems' p and q change places in the first: what is known is the gap of the predictor.
+`predicted` has one entry a choice, the largest is picked (of equals the first). Every prediction is within `noise` of
+the truth, up to one number common to all choices: by `argmax_add_const` it changes no comparison. The p and q of the
+first theorem change places: what is known is the gap of the predictor.
 """
 
 from __future__ import annotations
@@ -31,19 +32,19 @@ def argmax_of_noise_lt_half_gap(predicted: Numbers, noise: float) -> bool:
 def regret_of_argmax_le(predicted: Numbers, noise: float, measured: Numbers) -> BoundCheck | None:
     """Theorem `regret_of_argmax_le`: the pick is within `2 noise` of the best, `p(x) − p(picked) ≤ 2 noise` for all x.
 
-    `measured` is the truth p of every choice, NaN where it was not measured. The theorem speaks of choices whose
-    prediction is within `noise` of it: those are checked. None where the pick is not among them: then the noise was
-    larger than stated, and nothing was promised.
+    `measured` is the truth p of every choice, NaN where it was not measured; those that were are checked. Half the
+    range of `p − q` is the noise that they show, `argmax_add_const` taking its middle away (recovery that stops early
+    lowers all scores). None where that is more than `noise`, or the pick was not measured: then nothing was promised.
     """
     q, p = _finite(predicted, noise), as_array(measured)
     if p.shape != q.shape:
         raise LyapunovPruneError(f"{len(p)} measured scores for {len(q)} choices; give NaN where one was not measured")
-    met = np.abs(q - p) <= noise  # not for NaN
     picked = int(q.argmax())
-    if not met[picked]:
+    known = np.isfinite(p)
+    if not known[picked] or np.ptp((p - q)[known]) / 2 > noise:
         return None
-    rounding = _UNIT * (np.abs(q).max() + noise)
-    return worst_check("regret_of_argmax_le", "choice", None, p[met] - p[picked], np.array([2.0 * noise]), rounding)
+    rounding = _UNIT * (np.abs(q).max() + np.abs(p[known]).max() + noise)
+    return worst_check("regret_of_argmax_le", "choice", None, p[known] - p[picked], np.array([2.0 * noise]), rounding)
 
 
 def _finite(predicted: Numbers, noise: float) -> np.ndarray:

@@ -305,7 +305,7 @@ _THEOREMS = (
             "13816586930a00a5", ("lyapunov_prune.bounds.choice.argmax_of_noise_lt_half_gap",), "checker"),
     Theorem(None, "argmax_add_const", "Decision", "boundary depth pruning, Thm 3",
             "A constant bias of the predictor changes no comparison.",
-            "fa4bebce10ff40b0"),
+            "fa4bebce10ff40b0", ("lyapunov_prune.bounds.choice.regret_of_argmax_le",), "checker"),
     Theorem(None, "regret_of_argmax_le", "Decision", "boundary depth pruning, Thm 3",
             "What a predictor with that noise picks is within twice the noise of the best, gap or no gap.",
             "4a232892799fdb75", ("lyapunov_prune.bounds.choice.regret_of_argmax_le",), "checker"),

@@ -6,7 +6,7 @@ Gradients of the two types are never compared: an order exists within a type, an
   that the fit has not seen;
 - `decision`: the pair within a budget that the map puts first, what noise leaves of that, and what it can cost.
 
-Another predictor is a result with the `predict`, `interval`, `leverage` and `residual` of `JointMap`; another budget is
+Another predictor is a result with the `predict`, `interval`, `contrast` and `residual` of `JointMap`; another budget is
 a case in `decision._within`.
 """
 

@@ -25,7 +25,8 @@ class JointDecision(Result):
     """All pairs `(n_a, n_g)` within the budget, (m, 2) int, and what the map says of each; the largest is chosen.
 
     `low` and `high` are the map's prediction interval. `noise` bounds how far P may lie from the mean score of a pair
-    over seeds, for all m pairs at once: `t σ max √h`, t the quantile of Student's t at `1 − 0.05/2m` (Bonferroni). σ is
+    over seeds, for all m pairs at once and up to one number common to them, which no comparison sees
+    (`argmax_add_const`): `t σ max √h`, h the `contrast` of the map, t Student's at `1 − 0.05/2m` (Bonferroni). σ is
     the larger of two standard deviations, each with its degrees of freedom: `over_seeds`, pooled over scores of one
     pair with several seeds (NaN and 0 if there are none), and `residual`, that of the points around the map. So misfit
     counts as far as the points show it; between them the polynomial is taken for right. `selection_error` is the
@@ -108,9 +109,9 @@ class JointDecision(Result):
             else f"not certain: {others} other pairs lie within twice the noise, and the choice can cost up to "
             f"{self.regret:.3g} (regret_of_argmax_le)"
         )
-        if self.selection_error >= self.gap:
+        if self.selection_error > self.gap:
             verdict += (
-                f"; the selection set errs by {self.selection_error:.3g}, no less than the gap: it cannot tell the "
+                f"; the selection set errs by {self.selection_error:.3g}, more than the gap: it cannot tell the "
                 "chosen pair from the next"
             )
         return (
@@ -140,7 +141,7 @@ def decide(
     pairs' scores on the selection set, paired by item.
 
     Raises LyapunovPruneError for both budgets or none, a budget that no pair meets (with what can be met), and for a
-    selection set that errs by as much as all pairs of the budget differ.
+    selection set that errs by more than any pairs of the budget differ.
     """
     require_least(1, layers=layers)
     pairs = _within(layers, remove, speedup, seconds, most or (layers, layers))
@@ -149,7 +150,7 @@ def decide(
     spread = float(np.ptp(predicted))
     if not 0 <= selection_error < np.inf:
         raise LyapunovPruneError(f"the selection set's error is {selection_error:g}; give a finite one of 0 or more")
-    if len(pairs) > 1 and selection_error >= spread:
+    if len(pairs) > 1 and selection_error > spread:
         raise LyapunovPruneError(
             f"the selection set errs by {selection_error:.3g} and the {len(pairs)} pairs of the budget differ by "
             f"{spread:.3g} at most: it can tell none apart; select on more data"
@@ -157,7 +158,7 @@ def decide(
     seeds = over_seeds(repeats)
     deviation, freedom = seeds if seeds[1] and seeds[0] > fitted.residual[0] else fitted.residual
     quantile = stats.t.ppf(1 - _RISK / (2 * len(pairs)), freedom)
-    largest = np.sqrt(fitted.leverage(pairs / layers).max())
+    largest = np.sqrt(fitted.contrast(pairs / layers).max())
     return JointDecision(
         layers=layers,
         remove=remove,

@@ -67,6 +67,11 @@ class JointMap(Result):
         solve = _factor(design(self.removed, self.degree)).solve
         return np.square(design(removed, self.degree) @ solve).sum(-1)
 
+    def contrast(self, removed: np.ndarray) -> np.ndarray:
+        """The same of P less its mean over these m points, (m,): what is left when a common shift does not count."""
+        X = design(removed, self.degree)
+        return np.square((X - X.mean(0)) @ _factor(design(self.removed, self.degree)).solve).sum(-1)
+
     def interval(self, removed: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """95 % prediction interval of the score of one more recovered model: `P ± t s √(1 + h)`.
 
@@ -230,7 +235,7 @@ def _needed(removed: np.ndarray, degree: int) -> np.ndarray:
             pairs, lost = _losses(factor.basis)
             directions = np.linalg.svd(factor.basis[pairs[lost.argmax()]])[2]
             vanishing = factor.solve @ directions[: lost.max()].T
-        near = np.abs(lattice[:, None] - points).max(-1).min(-1)
+        near = np.abs(lattice[:, None] - points).max(-1).min(-1, initial=np.inf)
         lattice = lattice[near > 1e-6 * reach]
         size = np.linalg.norm(design(lattice, degree) @ vanishing, axis=1)
         points = np.append(points, lattice[[size.argmax()]], axis=0)

@@ -309,7 +309,7 @@ def test_planted_faults_on_the_python_side_are_seen(tmp_path: Path) -> None:
 # Used since the folder `lean/` was last changed, which waits for somebody who can build it; docs/proofs.md has them.
 NEWER = {
     *("adaptive_monotonicity", "preln_contraction_sufficient", "preln_layer_contracts"),
-    *("argmax_of_noise_lt_half_gap", "regret_of_argmax_le"),
+    *("argmax_add_const", "argmax_of_noise_lt_half_gap", "regret_of_argmax_le"),
 }
 
 
