@@ -22,16 +22,19 @@ def joint_figure(fitted: JointMap, decision: JointDecision) -> str:
     lines = above.contour(n_a, n_g, P, levels=12, colors=GREY, linewidths=0.7)
     above.clabel(lines, fontsize=7)
     above.scatter(*(fitted.removed * L).T, s=16, color=INK, label="measured")
+    if decision.remove is not None:
+        above.plot(*pairs.T, linewidth=0.9, color=COLOURS["rho"])
     above.scatter(*pairs.T, s=30, facecolor="white", edgecolor=COLOURS["rho"], label="budget", zorder=3)
     above.scatter(*decision.chosen, s=70, marker="s", color=COLOURS["bi"], label="chosen", zorder=4)
     above.set_ylabel("activations removed")
-    above.legend(frameon=False, fontsize=8, loc="upper right")
+    above.legend(edgecolor="none", framealpha=1, fontsize=8, loc="upper right")
+    above.set(xlim=(-0.3, reach[0] + 0.1), ylim=(-0.3, reach[1] + 0.1))
     counts = np.unique(pairs[:, 0])
     places = np.array([max(np.flatnonzero(pairs[:, 0] == n), key=lambda place: predicted[place]) for n in counts])
     middle = predicted[places]
     bars = np.stack([middle - decision.low[places], decision.high[places] - middle])
     below.errorbar(counts, middle, yerr=bars, fmt="o", markersize=4, capsize=2, color=COLOURS["rho"])
-    below.plot(decision.chosen[0], predicted[decision.best], "s", markersize=7, color=COLOURS["bi"])
+    below.plot(decision.chosen[0], predicted[decision.best], "s", markersize=7, color=COLOURS["bi"], zorder=4)
     low = predicted[decision.best] - 2 * decision.noise
     below.axhline(low, color=GREY, linewidth=0.8, label="the choice less twice the noise")
     below.set_xlabel("attentions removed")
