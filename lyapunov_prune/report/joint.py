@@ -21,11 +21,13 @@ def joint_figure(fitted: JointMap, decision: JointDecision) -> str:
     P = fitted.predict(np.stack([n_a, n_g], axis=-1) / L)
     lines = above.contour(n_a, n_g, P, levels=12, colors=GREY, linewidths=0.7)
     above.clabel(lines, fontsize=7)
-    above.scatter(*(fitted.removed * L).T, s=16, color=INK, label="measured")
+    above.scatter(fitted.removed[:, 0] * L, fitted.removed[:, 1] * L, s=16, color=INK, label="measured")
     if decision.remove is not None:
         above.plot(*pairs.T, linewidth=0.9, color=COLOURS["rho"])
-    above.scatter(*pairs.T, s=30, facecolor="white", edgecolor=COLOURS["rho"], label="budget", zorder=3)
-    above.scatter(*decision.chosen, s=70, marker="s", color=COLOURS["bi"], label="chosen", zorder=4)
+    above.scatter(pairs[:, 0], pairs[:, 1], s=30, facecolor="white", edgecolor=COLOURS["rho"], label="budget", zorder=3)
+    above.scatter(
+        decision.chosen[0], decision.chosen[1], s=70, marker="s", color=COLOURS["bi"], label="chosen", zorder=4
+    )
     above.set_ylabel("activations removed")
     above.legend(edgecolor="none", framealpha=1, fontsize=8, loc="upper right")
     above.set(xlim=(-0.3, reach[0] + 0.1), ylim=(-0.3, reach[1] + 0.1))
