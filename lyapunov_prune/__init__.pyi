@@ -6,6 +6,7 @@ from . import compression as compression
 from . import data as data
 from . import evaluation as evaluation
 from . import healing as healing
+from . import joint as joint
 from . import linalg as linalg
 from . import models as models
 from . import predictions as predictions

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import json
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -20,6 +21,7 @@ EXPERIMENTS = Path(__file__).resolve().parents[1] / "experiments"
 CLIFF = importlib.import_module("experiments.03_early_layer_cliff.run")
 SPACES = importlib.import_module("experiments.16_spaces.run")
 DRIFT = importlib.import_module("experiments.21_drift.run")
+JOINT = importlib.import_module("experiments.23_joint_map.run")
 
 
 def parted(readme: str, written: dict[str, str]) -> list[str]:
@@ -36,7 +38,7 @@ def cliff() -> Sensitivity:
     return Sensitivity.load(CLIFF.HERE / "cliff.json")
 
 
-@pytest.mark.parametrize("experiment", ["03_early_layer_cliff", "21_drift"])
+@pytest.mark.parametrize("experiment", ["03_early_layer_cliff", "21_drift", "23_joint_map"])
 def test_the_readme_says_what_the_numbers_say(experiment: str) -> None:
     written = importlib.import_module(f"experiments.{experiment}.run").written()
     assert not parted((EXPERIMENTS / experiment / "README.md").read_text(encoding="utf-8"), written), (
@@ -112,6 +114,22 @@ def test_verdicts_of_spaces_follow_the_numbers() -> None:
     assert SPACES.of_temperatures(found, 15).startswith("**Agrees:**")
     found["violations"] = 3
     assert "**3 violations**" in SPACES.checked(found)
+
+
+def test_the_published_map_is_held_against_the_numbers() -> None:
+    fitted, decision = (
+        JOINT.JointMap.load(JOINT.HERE / "map.json"),
+        JOINT.JointDecision.load(JOINT.HERE / "decision.json"),
+    )
+    beside = json.loads((JOINT.HERE / "beside.json").read_text(encoding="utf-8"))
+    told = JOINT.verdict(fitted, decision, beside)
+    assert "**Differs:** the leave-two-out RMSE is 0.618 (published: 0.487)" in told
+    assert "**Differs:** the pair kept is (10/12, 6/12) (published: (8/12, 8/12)" in told
+    same = replace(fitted, errors={2: 0.487})
+    theirs = replace(decision, predicted=-np.abs(decision.pairs[:, 0] - 4.0))
+    told = JOINT.verdict(same, theirs, beside)
+    assert "**Agrees:** the leave-two-out RMSE is 0.487" in told
+    assert "**Agrees:** the pair kept is (8/12, 8/12)" in told
 
 
 def test_numbers_as_they_are_written() -> None:

@@ -1,6 +1,6 @@
 """Theorems, the checkers that rest on them, and checks of a whole model.
 
-- `bound_check`: one check; `checkers`, `probability`, `decision`: one checker a theorem;
+- `bound_check`: one check; `checkers`, `probability`, `decision`, `choice`: one checker a theorem;
 - `approximate`, `trajectory`: matrices that check themselves on every forward, and states side by side;
 - `check`, `written`, `report`: a model put through a grid of settings, or held against what was made of it, and the
   result, with `distribution` and `alignment`;

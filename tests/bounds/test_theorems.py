@@ -258,7 +258,7 @@ def public_functions(module: Path) -> dict[str, str]:
 
 
 # Every public function of these checks a theorem.
-CHECKERS = ("lyapunov_prune.bounds.checkers", "lyapunov_prune.bounds.decision")
+CHECKERS = tuple(f"lyapunov_prune.bounds.{module}" for module in ("checkers", "choice", "decision"))
 
 
 def use_problems(entries: tuple[registry.Theorem, ...], parent: Path) -> list[str]:
@@ -307,7 +307,10 @@ def test_planted_faults_on_the_python_side_are_seen(tmp_path: Path) -> None:
 
 
 # Used since the folder `lean/` was last changed, which waits for somebody who can build it; docs/proofs.md has them.
-NEWER = {"adaptive_monotonicity", "preln_contraction_sufficient", "preln_layer_contracts"}
+NEWER = {
+    *("adaptive_monotonicity", "preln_contraction_sufficient", "preln_layer_contracts"),
+    *("argmax_add_const", "argmax_of_noise_lt_half_gap", "regret_of_argmax_le"),
+}
 
 
 def readme_problems(readme: str, repository: Path) -> list[str]:

@@ -1,0 +1,241 @@
+"""The decision: the pair of counts within a budget that the map puts first, and how far it can be trusted."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import pandas as pd
+from scipy import stats
+
+from lyapunov_prune.arguments import checked, require_least
+from lyapunov_prune.bounds.choice import argmax_of_noise_lt_half_gap
+from lyapunov_prune.errors import LyapunovPruneError
+from lyapunov_prune.joint.map import JointMap, coefficients, design, first_of_least, left_two_out
+from lyapunov_prune.results.arrays import require_array
+from lyapunov_prune.results.result import MeasuredOn, Result
+
+_RISK = 0.05  # that the noise of some pair is above the bound
+_SHOWN = 12
+
+
+@dataclass(frozen=True)
+class JointDecision(Result):
+    """All pairs `(n_a, n_g)` within the budget, (m, 2) int, and what the map says of each; the largest is chosen.
+
+    `low` and `high` are the map's prediction interval. `noise` bounds how far P may lie from the mean score of a pair
+    over seeds, for all m pairs at once and up to one number common to them, which no comparison sees
+    (`argmax_add_const`): `t σ max √h`, h the `contrast` of the map, t Student's at `1 − 0.05/2m` (Bonferroni). σ is
+    the larger of two standard deviations, each with its degrees of freedom: `over_seeds`, pooled over scores of one
+    pair with several seeds (NaN and 0 if there are none), and `residual`, that of the points around the map. So misfit
+    counts as far as the points show it; between them the polynomial is taken for right. `selection_error` is the
+    standard error of a difference of two scores on the selection set. `remove` or `speedup` is the budget.
+    """
+
+    layers: int
+    remove: int | None
+    speedup: float | None
+    pairs: np.ndarray
+    predicted: np.ndarray
+    low: np.ndarray
+    high: np.ndarray
+    noise: float
+    over_seeds: tuple[float, int]
+    residual: tuple[float, int]
+    selection_error: float
+    measured_on: tuple[MeasuredOn, ...] = ()
+
+    def __post_init__(self) -> None:
+        count = len(self.pairs)
+        require_array("decision, pairs", self.pairs, (count, 2), most=self.layers)
+        for name in ("predicted", "low", "high"):
+            require_array(f"decision, {name}", getattr(self, name), (count,), least=-np.inf)
+
+    @property
+    def best(self) -> int:
+        """The place of the chosen pair among `pairs`."""
+        return int(self.predicted.argmax())
+
+    @property
+    def chosen(self) -> tuple[int, int]:
+        """Attentions and activations to remove."""
+        attention, activation = self.pairs[self.best].tolist()
+        return attention, activation
+
+    @property
+    def gap(self) -> float:
+        """How far the chosen pair leads the next; infinite if it is alone."""
+        others = np.delete(self.predicted, self.best)
+        return float(self.predicted[self.best] - others.max()) if len(others) else np.inf
+
+    @property
+    def within(self) -> np.ndarray:
+        """(m,) bool: pairs within twice the noise of the chosen one, it among them; the best is one of these."""
+        return self.predicted >= self.predicted[self.best] - 2 * self.noise
+
+    @property
+    def certain(self) -> bool:
+        """No other pair can be better while the noise is what is stated (`argmax_of_noise_lt_half_gap`)."""
+        return argmax_of_noise_lt_half_gap(self.predicted, self.noise)
+
+    @property
+    def regret(self) -> float:
+        """What the choice can cost at most, in score (`regret_of_argmax_le`); nothing where it is certain."""
+        return 0.0 if self.certain else 2 * self.noise
+
+    def to_frame(self) -> pd.DataFrame:
+        attention, activation = self.pairs.T
+        columns = {"attention": attention, "activation": activation, "predicted": self.predicted}
+        places = np.arange(len(self.pairs)) == self.best
+        return pd.DataFrame(
+            {**columns, "low": self.low, "high": self.high, "chosen": places, "within noise": self.within}
+        )
+
+    def summary(self) -> pd.DataFrame:
+        return self.to_frame().sort_values("predicted", ascending=False, kind="stable").head(_SHOWN)
+
+    def headline(self) -> str:
+        budget = f"{self.remove} to remove" if self.remove is not None else f"{self.speedup:g} times as fast"
+        attention, activation = self.chosen
+        seeds = "no repeated seeds"
+        if self.over_seeds[1]:
+            seeds = f"{self.over_seeds[0]:.3g} over seeds ({self.over_seeds[1]} degrees of freedom)"
+        around = f"{self.residual[0]:.3g} around the map ({self.residual[1]})"
+        others = int(self.within.sum()) - 1
+        verdict = (
+            "certain while the noise is below its bound (argmax_of_noise_lt_half_gap)"
+            if self.certain
+            else f"not certain: {others} other pairs lie within twice the noise, and the choice can cost up to "
+            f"{self.regret:.3g} (regret_of_argmax_le)"
+        )
+        if self.selection_error > self.gap:
+            verdict += (
+                f"; the selection set errs by {self.selection_error:.3g}, more than the gap: it cannot tell the "
+                "chosen pair from the next"
+            )
+        return (
+            f"Remove {attention} attentions and {activation} activations of {self.layers} layers: the first of "
+            f"{len(self.pairs)} pairs with {budget}, by {self.gap:.3g}; noise at most {self.noise:.3g}, from {seeds} "
+            f"and {around}. It is {verdict}"
+        )
+
+
+@checked
+def decide(
+    fitted: JointMap,
+    layers: int,
+    *,
+    remove: int | None = None,
+    speedup: float | None = None,
+    seconds: Sequence[Sequence[float]] | None = None,
+    most: tuple[int, int] | None = None,
+    repeats: Sequence[Sequence[float]] = (),
+    selection_error: float,
+) -> JointDecision:
+    """The pair of largest P within the budget: `n_a + n_g = remove`, or every pair of `seconds ≤ dense/speedup`.
+
+    `seconds` (L + 1, L + 1) holds the time of a model without `[n_a, n_g]`, dense at [0, 0], NaN where there is none.
+    `most` is how many attentions and activations can go at all, L each if not given. `repeats` holds, for each of
+    some pairs, its scores with two or more seeds. `selection_error` is the standard error of the difference of two
+    pairs' scores on the selection set, paired by item.
+
+    Raises LyapunovPruneError for both budgets or none, a budget that no pair meets (with what can be met), and for a
+    selection set that errs by more than any pairs of the budget differ.
+    """
+    require_least(1, layers=layers)
+    pairs = _within(layers, remove, speedup, seconds, most or (layers, layers))
+    predicted = fitted.predict(pairs / layers)
+    low, high = fitted.interval(pairs / layers)
+    spread = float(np.ptp(predicted))
+    if not 0 <= selection_error < np.inf:
+        raise LyapunovPruneError(f"the selection set's error is {selection_error:g}; give a finite one of 0 or more")
+    if len(pairs) > 1 and selection_error > spread:
+        raise LyapunovPruneError(
+            f"the selection set errs by {selection_error:.3g} and the {len(pairs)} pairs of the budget differ by "
+            f"{spread:.3g} at most: it can tell none apart; select on more data"
+        )
+    seeds = over_seeds(repeats)
+    deviation, freedom = seeds if seeds[1] and seeds[0] > fitted.residual[0] else fitted.residual
+    quantile = stats.t.ppf(1 - _RISK / (2 * len(pairs)), freedom)
+    largest = np.sqrt(fitted.contrast(pairs / layers).max())
+    return JointDecision(
+        layers=layers,
+        remove=remove,
+        speedup=speedup,
+        pairs=pairs,
+        predicted=predicted,
+        low=low,
+        high=high,
+        noise=float(quantile * deviation * largest),
+        over_seeds=seeds,
+        residual=fitted.residual,
+        selection_error=float(selection_error),
+        measured_on=fitted.measured_on,
+    )
+
+
+def over_seeds(repeats: Sequence[Sequence[float]]) -> tuple[float, int]:
+    """Pooled standard deviation `√(Σ_i Σ_s (y_is − ȳ_i)² / Σ_i (n_i − 1))` and its degrees of freedom."""
+    rows = [np.asarray(row, dtype=np.float64) for row in repeats]
+    if any(len(row) < 2 or not np.isfinite(row).all() for row in rows):
+        raise LyapunovPruneError("every pair that is repeated needs the finite scores of two seeds or more")
+    freedom = sum(len(row) - 1 for row in rows)
+    squares = sum(float(np.square(row - row.mean()).sum()) for row in rows)
+    return (float(np.sqrt(squares / freedom)), freedom) if freedom else (float("nan"), 0)
+
+
+@checked
+def noisy_choices(
+    fitted: JointMap, decision: JointDecision, deviation: float, *, refits: int = 500, seed: int = 0
+) -> np.ndarray:
+    """(m,) share of `refits` that choose each pair of the decision, every score moved by `N(0, deviation²)` anew.
+
+    Each refit chooses its degree anew as well. A stability of the choice, no probability that it is right.
+    """
+    require_least(1, refits=refits)
+    require_least(0, seed=seed)
+    if not 0 <= deviation < np.inf:
+        raise LyapunovPruneError(f"noise of {deviation:g}; give a finite standard deviation of 0 or more")
+    moved = np.random.default_rng(seed).normal(0.0, deviation, (refits, len(fitted.scores))) + fitted.scores
+    shares = decision.pairs / decision.layers
+    errors = np.stack([left_two_out(fitted.removed, moved, degree) for degree in fitted.errors])
+    predicted = [coefficients(fitted.removed, moved, degree) @ design(shares, degree).T for degree in fitted.errors]
+    best = np.stack(predicted)[first_of_least(errors, moved), np.arange(refits)].argmax(-1)
+    return np.bincount(best, minlength=len(decision.pairs)) / refits
+
+
+def _within(
+    layers: int,
+    remove: int | None,
+    speedup: float | None,
+    seconds: Sequence[Sequence[float]] | None,
+    most: tuple[int, int],
+) -> np.ndarray:
+    """The pairs within the budget, (m, 2), by attentions and then by activations removed."""
+    if not all(0 <= limit <= layers for limit in most):
+        raise LyapunovPruneError(f"at most {most[0]} attentions and {most[1]} activations go; give 0 to {layers} each")
+    n_a, n_g = np.indices((most[0] + 1, most[1] + 1))
+    if remove is not None and speedup is None:
+        if not 1 <= remove <= sum(most):
+            raise LyapunovPruneError(
+                f"{remove} to remove; give 1 to {sum(most)}: {most[0]} attentions and {most[1]} activations can go"
+            )
+        meets = n_a + n_g == remove
+    elif speedup is not None and remove is None:
+        if seconds is None or len(seconds) != layers + 1 or any(len(row) != layers + 1 for row in seconds):
+            raise LyapunovPruneError(f"a speed-up needs times of {layers + 1} × {layers + 1} pairs; give seconds")
+        time = np.asarray(seconds, np.float64)[: most[0] + 1, : most[1] + 1]
+        if not 0 < time[0, 0] < np.inf or (time <= 0).any():
+            raise LyapunovPruneError("times must be above 0 and that of the dense model known; measure it at [0, 0]")
+        if not speedup > 1:
+            raise LyapunovPruneError(f"a speed-up of {speedup:g}; give more than 1")
+        gained = time[0, 0] / time
+        if speedup > np.nanmax(gained):
+            raise LyapunovPruneError(
+                f"a speed-up of {speedup:g} is out of reach; the largest is {np.nanmax(gained):.3g}"
+            )
+        meets = gained >= speedup
+    else:
+        raise LyapunovPruneError("give one budget: how many to remove, or a speed-up")
+    return np.argwhere(meets)

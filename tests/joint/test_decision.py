@@ -1,0 +1,217 @@
+"""The decision: every pair of the budget and no other, the largest by the map, and noise that is not hidden."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from scipy import stats
+
+from lyapunov_prune.bounds.choice import regret_of_argmax_le
+from lyapunov_prune.errors import LyapunovPruneError
+from lyapunov_prune.joint import JointDecision, JointMap, decide, fit_map, noisy_choices
+from lyapunov_prune.joint import decision as module
+from lyapunov_prune.joint.map import design
+
+LAYERS = 12
+PAIRS = np.array([(a, g) for a in range(0, 9, 2) for g in range(0, 9, 2)])
+
+
+def surface(pairs: np.ndarray) -> np.ndarray:
+    """A score whose best pair of 8 is (3, 5): by hand, it falls by |a − 3| on that line, squared."""
+    a, g = np.asarray(pairs, float).T
+    return 80 - (a + g) - (a - g + 2) ** 2 / 4
+
+
+def fitted(noise: float = 0.0, seed: int = 0) -> JointMap:
+    moved = np.random.default_rng(seed).normal(0, noise, len(PAIRS))
+    return fit_map(PAIRS / LAYERS, surface(PAIRS) + moved)
+
+
+def test_every_pair_of_a_count_is_there_and_the_largest_is_chosen() -> None:
+    decision = decide(fitted(), LAYERS, remove=8, selection_error=0.0)
+    assert decision.pairs.tolist() == [[n, 8 - n] for n in range(9)]
+    np.testing.assert_allclose(decision.predicted, surface(decision.pairs), atol=1e-9)
+    assert decision.chosen == (3, 5)
+    assert decision.gap == pytest.approx(1.0)
+    assert decision.certain
+    assert decision.regret == 0
+    assert decision.pairs[decision.within].tolist() == [[3, 5]]
+
+
+def test_planted_fault_the_wrong_sign_chooses_the_worst_pair() -> None:
+    upside_down = fit_map(PAIRS / LAYERS, -surface(PAIRS))
+    assert decide(upside_down, LAYERS, remove=8, selection_error=0.0).chosen != (3, 5)
+    wrong = decide(upside_down, LAYERS, remove=8, selection_error=0.0)
+    assert surface(wrong.pairs)[wrong.best] == surface(wrong.pairs).min()
+
+
+@settings(max_examples=50, deadline=None)
+@given(remove=st.integers(1, 24), a=st.integers(0, 12), g=st.integers(0, 12))
+def test_the_pairs_of_a_count_are_all_that_can_go(remove: int, a: int, g: int) -> None:
+    wanted = [[x, y] for x in range(a + 1) for y in range(g + 1) if x + y == remove]
+    if wanted:
+        found = decide(fitted(), LAYERS, remove=remove, most=(a, g), selection_error=0.0)
+        assert found.pairs.tolist() == wanted
+    else:
+        with pytest.raises(LyapunovPruneError, match=f"{remove} to remove; give 1 to {a + g}"):
+            decide(fitted(), LAYERS, remove=remove, most=(a, g), selection_error=0.0)
+
+
+@settings(max_examples=50, deadline=None)
+@given(constant=st.floats(-1e4, 1e4), seed=st.integers(0, 10**6))
+def test_adding_a_constant_changes_no_choice(constant: float, seed: int) -> None:
+    """`argmax_add_const`: what fast finetuning misses alike everywhere decides nothing."""
+    one = fitted(0.5, seed)
+    other = fit_map(one.removed, one.scores + constant)
+    a, b = (decide(m, LAYERS, remove=8, selection_error=0.0) for m in (one, other))
+    assert one.degree == other.degree
+    np.testing.assert_allclose(b.predicted - constant, a.predicted, atol=1e-7)
+    assert a.chosen == b.chosen
+    assert (a.within == b.within).all()
+    assert (a.gap, a.noise) == pytest.approx((b.gap, b.noise), rel=1e-6, abs=1e-7)
+
+
+def times() -> np.ndarray:
+    """Seconds by pair: an attention saves 1 of 40, a merge 2; one pair was not measured."""
+    a, g = np.indices((LAYERS + 1, LAYERS + 1))
+    seconds = 40.0 - a - 2 * g
+    seconds[4, 3] = np.nan
+    return seconds
+
+
+def test_a_speed_up_takes_every_pair_that_is_fast_enough() -> None:
+    decision = decide(fitted(), LAYERS, speedup=4 / 3, seconds=times(), selection_error=0.0)
+    wanted = [[a, g] for a in range(13) for g in range(13) if a + 2 * g >= 10 and (a, g) != (4, 3)]
+    assert decision.pairs.tolist() == wanted
+    assert decision.chosen == max(map(tuple, wanted), key=lambda pair: surface(np.array(pair)))
+    exact = decide(fitted(), LAYERS, speedup=40 / 4, seconds=times(), selection_error=0.0)
+    assert exact.pairs.tolist() == [[12, 12]]  # the largest that there is
+    assert (exact.gap, exact.certain, exact.regret) == (np.inf, True, 0)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        ({}, "give one budget"),
+        ({"remove": 3, "speedup": 1.5, "seconds": times()}, "give one budget"),
+        ({"remove": 0}, "0 to remove; give 1 to 24: 12 attentions and 12 activations can go"),
+        ({"remove": 25}, "25 to remove; give 1 to 24"),
+        ({"remove": 24, "most": (11, 12)}, "24 to remove; give 1 to 23: 11 attentions"),
+        ({"remove": 2, "most": (13, 12)}, "give 0 to 12 each"),
+        ({"speedup": 11.0, "seconds": times()}, "a speed-up of 11 is out of reach; the largest is 10"),
+        ({"speedup": 11.0, "seconds": times(), "most": (11, 12)}, "the largest is 8"),
+        ({"speedup": 1.0, "seconds": times()}, "a speed-up of 1; give more than 1"),
+        ({"speedup": np.nan, "seconds": times()}, "a speed-up of nan; give more than 1"),
+        ({"speedup": 2.0}, "13 × 13 pairs; give seconds"),
+        ({"speedup": 2.0, "seconds": times()[:5]}, "13 × 13 pairs; give seconds"),
+        ({"speedup": 2.0, "seconds": times() * np.nan}, "measure it at"),
+        ({"speedup": 2.0, "seconds": times() - 4}, "times must be above 0"),
+        ({"remove": 8, "selection_error": 99.0}, "errs by 99 and the 9 pairs of the budget differ by 25 at most"),
+        ({"remove": 8, "selection_error": np.nan}, "error is nan; give a finite one"),
+        ({"remove": 8, "repeats": [[1.0]]}, "two seeds or more"),
+        ({"remove": 8, "repeats": [[1.0, np.inf]]}, "two seeds or more"),
+        ({"layers": 0, "remove": 8}, "layers is 0; give 1 or more"),
+    ],
+)
+def test_bad_input_gets_one_line_with_the_remedy(arguments: dict[str, Any], told: str) -> None:
+    with pytest.raises(LyapunovPruneError, match=told) as error:
+        decide(fitted(), **{"layers": LAYERS, "selection_error": 0.0, **arguments})
+    assert "\n" not in str(error.value)
+
+
+def test_a_selection_set_that_cannot_tell_the_best_from_the_next_is_said() -> None:
+    quiet = decide(fitted(), LAYERS, remove=8, selection_error=0.5)
+    told = decide(fitted(), LAYERS, remove=8, selection_error=2.0)
+    assert "selection set" not in quiet.headline()
+    assert "the selection set errs by 2, more than the gap" in told.headline()
+
+
+def test_noise_over_seeds_is_pooled() -> None:
+    rows = [[1.0, 2.0, 3.0], [10.0, 14.0]]
+    assert module.over_seeds(rows) == (np.sqrt((2 + 8) / 3), 3)
+    value, freedom = module.over_seeds([])
+    assert np.isnan(value)
+    assert freedom == 0
+
+
+def test_the_noise_bound_is_of_the_larger_deviation() -> None:
+    """By hand: `t_{1 − 0.05/18} σ max √h` over the nine pairs of the budget."""
+    m = fitted(0.3)
+    alone = decide(m, LAYERS, remove=8, selection_error=0.0)
+    X, x = design(m.removed, m.degree), design(alone.pairs / LAYERS, m.degree)
+    x = x - x.mean(0)
+    h = np.einsum("ij,jk,ik->i", x, np.linalg.inv(X.T @ X), x).max()
+    freedom = len(PAIRS) - len(m.coefficients)
+    assert alone.residual == (m.residual[0], freedom)
+    assert alone.noise == pytest.approx(stats.t.ppf(1 - 0.05 / 18, freedom) * m.residual[0] * np.sqrt(h))
+    small = decide(m, LAYERS, remove=8, repeats=[[1.0, 1.01]] * 4, selection_error=0.0)
+    assert small.noise == alone.noise  # what seeds do not explain is misfit, and counts
+    large = decide(m, LAYERS, remove=8, repeats=[[1.0, 9.0]] * 4, selection_error=0.0)
+    assert large.noise == pytest.approx(stats.t.ppf(1 - 0.05 / 18, 4) * np.sqrt(32) * np.sqrt(h))
+    assert large.over_seeds == (pytest.approx(np.sqrt(32)), 4)
+
+
+def test_the_noise_bound_holds_as_often_as_it_says_and_so_do_the_theorems() -> None:
+    """Maps of noisy scores of a known surface: where the bound holds, the regret is within what the theorem says."""
+    held, certain = 0, 0
+    for seed in range(300):
+        decision = decide(fitted(0.6, seed), LAYERS, remove=8, selection_error=0.0)
+        truth = surface(decision.pairs)
+        close = bool(np.ptp(decision.predicted - truth) <= 2 * decision.noise)
+        held += close
+        if close:
+            check = regret_of_argmax_le(decision.predicted, decision.noise, truth)
+            assert check is not None
+            assert check.holds
+            assert truth.max() - truth[decision.best] <= decision.regret
+            assert decision.within[truth.argmax()]
+            certain += decision.certain
+    assert held / 300 > 0.93
+    assert certain < 300
+
+
+def test_a_decision_is_read_back_as_it_was_and_says_what_it_is(tmp_path: Path) -> None:
+    decision = decide(fitted(2.0), LAYERS, remove=8, repeats=[[1.0, 2.0]], selection_error=0.01)
+    again = JointDecision.load(decision.save(tmp_path / "decision.json"))
+    assert str(again) == str(decision)
+    assert (again.chosen, again.noise) == (decision.chosen, decision.noise)
+    told = decision.headline()
+    assert f"Remove {decision.chosen[0]} attentions and {decision.chosen[1]} activations of 12 layers" in told
+    assert "not certain: " in told
+    assert "0.707 over seeds (1 degrees of freedom)" in told
+    assert decision.to_frame()["within noise"].sum() == decision.within.sum()
+    alone = decide(fitted(), LAYERS, speedup=10.0, seconds=times(), selection_error=0.0)
+    assert str(JointDecision.load(alone.save(tmp_path / "alone.json"))) == str(alone)  # without seeds, with no next
+    assert "no repeated seeds" in alone.headline()
+    assert "10 times as fast" in alone.headline()
+
+
+def test_a_file_that_does_not_hang_together_is_refused(tmp_path: Path) -> None:
+    decision = decide(fitted(), LAYERS, remove=8, selection_error=0.0)
+    for broken in ({"predicted": decision.predicted[:-1]}, {"pairs": decision.pairs + 5}):
+        with pytest.raises(LyapunovPruneError, match="again"):
+            replace(decision, **broken)
+
+
+def test_noisy_refits_are_those_of_a_loop() -> None:
+    """One fit a time, from nothing, degree and all."""
+    m = fitted(0.5)
+    decision = decide(m, LAYERS, remove=8, selection_error=0.0)
+    counts = np.zeros(9)
+    for moved in np.random.default_rng(3).normal(0.0, 4.0, (40, len(m.scores))) + m.scores:
+        counts[fit_map(m.removed, moved).predict(decision.pairs / LAYERS).argmax()] += 1
+    np.testing.assert_array_equal(noisy_choices(m, decision, 4.0, refits=40, seed=3), counts / 40)
+    assert (counts > 0).sum() > 1
+    still = noisy_choices(m, decision, 0.0, refits=3)
+    assert still[decision.best] == 1
+    for arguments, told in (({"refits": 0}, "refits is 0"), ({"seed": -1}, "seed is -1")):
+        with pytest.raises(LyapunovPruneError, match=told):
+            noisy_choices(m, decision, 1.0, **arguments)
+    with pytest.raises(LyapunovPruneError, match="finite standard deviation"):
+        noisy_choices(m, decision, -1.0)
