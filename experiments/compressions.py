@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from itertools import cycle
 
 import numpy as np
 import pandas as pd
 from transformers import PreTrainedModel
 
+from experiments.statements import interval
 from lyapunov_prune.allocation.allocation import Allocation
 from lyapunov_prune.compression.columns import column_weighted
 from lyapunov_prune.compression.compress import compress
 from lyapunov_prune.compression.masks import Pattern
 from lyapunov_prune.data.batch import TokenBatch, require_disjoint
 from lyapunov_prune.data.text import require_unseen
-from lyapunov_prune.evaluation.perplexity import Perplexity, perplexity
+from lyapunov_prune.evaluation.perplexity import Perplexity, interval_of, perplexity
 from lyapunov_prune.forward.reading import read
 from lyapunov_prune.models.projections import find_projections
 from lyapunov_prune.profiles.contraction import ContractionProfile
@@ -24,6 +25,7 @@ from lyapunov_prune.progress import track
 from lyapunov_prune.report.drawing import COLOURS, GREY, log_axis, one_panel, svg
 from lyapunov_prune.results.result import MeasuredOn, Result
 
+ALIKE = "not to be told apart"
 _POINTS = tuple(zip(COLOURS.values(), "osD^vP", strict=True))
 
 
@@ -46,7 +48,11 @@ class Setting:
 
 @dataclass(frozen=True)
 class CompressionRow:
-    """`degradation = perplexity / dense perplexity`; its 95 % interval is paired over windows."""
+    """`degradation = perplexity / dense perplexity`; its 95 % interval is paired over windows.
+
+    `parameters` are those of the schedule; `windows` holds the loss of each window, so that two rows can be compared.
+    Both are empty in older files.
+    """
 
     method: str
     allocation: str
@@ -57,6 +63,8 @@ class CompressionRow:
     degradation: float
     low: float
     high: float
+    parameters: dict[str, float | str] = field(default_factory=dict)
+    windows: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -69,7 +77,7 @@ class CompressionTable(Result):
     measured_on: MeasuredOn
 
     def to_frame(self) -> pd.DataFrame:
-        return pd.DataFrame([vars(row) for row in self.rows])
+        return pd.DataFrame([vars(row) for row in self.rows]).drop(columns=["parameters", "windows"])
 
     def headline(self) -> str:
         return (
@@ -141,7 +149,48 @@ def _row(
         found.value,
         found.value / dense.value,
         *found.ratio_interval(dense),
+        allocation.parameters,
+        tuple(found.windows.tolist()),
     )
+
+
+def setting(found: CompressionTable) -> str:
+    """What a table was measured on, in sentences."""
+    on, calibration = found.measured_on, found.calibration
+    return (
+        f"{on.line()}; {len(found.rows[0].windows)} windows. Dense perplexity: {found.dense:.4g}.\n"
+        f"Calibration: {calibration.tokens} tokens of {calibration.text} "
+        f"({calibration.split}, {calibration.text_hash[:12]}).\n"
+    )
+
+
+def against(row: CompressionRow, other: CompressionRow) -> tuple[float, float, float]:
+    """The perplexity of `row` over that of `other` with its 95 % interval, paired by window."""
+    losses = np.array(row.windows) - np.array(other.windows)
+    return (float(np.exp(losses.mean())), *interval_of(losses))
+
+
+def told(row: CompressionRow, other: CompressionRow) -> str:
+    """What the interval of `against` says of `row`."""
+    _, low, high = against(row, other)
+    return "better" if high < 1 else "worse" if low > 1 else ALIKE
+
+
+def beside(row: CompressionRow, other: CompressionRow) -> str:
+    """`1.24 (1.1–1.4), worse`; no word where the two are not to be told apart."""
+    word = told(row, other)
+    return interval(*against(row, other)) + ("" if word == ALIKE else f", {word}")
+
+
+def judged(found: str, theirs: str) -> str:
+    """What was `told` here against what the paper found; an interval that holds both decides nothing."""
+    return "Agrees" if found == theirs else "Not decided" if found == ALIKE else "Differs"
+
+
+def grouped(said: Mapping[str, str]) -> str:
+    """The names that each word was `told` of: better: a, b; worse: c."""
+    parts = ((word, [f"`{name}`" for name, w in said.items() if w == word]) for word in ("better", ALIKE, "worse"))
+    return "; ".join(f"{word}: {', '.join(names)}" for word, names in parts if names)
 
 
 def compressions_figure(table: CompressionTable) -> str:

@@ -38,6 +38,16 @@ def bullets(*statements: str) -> str:
     return "".join(f"- {statement}\n" for statement in statements)
 
 
+def stated(text: str, verdict: str = "") -> str:
+    """A statement as a sentence, begun with the verdict on the paper where the paper says something of it."""
+    return f"**{verdict}:** {text}" if verdict else f"{text[0].upper()}{text[1:]}"
+
+
+def percent(share: float) -> str:
+    """`50 %`, `3.1 %`."""
+    return f"{100 * share:.3g} %"
+
+
 def signed(x: float) -> str:
     """`−0.44`."""
     return f"{x:+.2f}".replace("-", "−")

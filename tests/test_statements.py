@@ -15,6 +15,7 @@ from lyapunov_prune.sensitivity.sensitivity import Sensitivity
 
 EXPERIMENTS = Path(__file__).resolve().parents[1] / "experiments"
 CLIFF = importlib.import_module("experiments.03_early_layer_cliff.run")
+GREEDY = importlib.import_module("experiments.06_greedy.run")
 DRIFT = importlib.import_module("experiments.21_drift.run")
 
 
@@ -32,7 +33,7 @@ def cliff() -> Sensitivity:
     return Sensitivity.load(CLIFF.HERE / "cliff.json")
 
 
-@pytest.mark.parametrize("experiment", ["03_early_layer_cliff", "21_drift"])
+@pytest.mark.parametrize("experiment", ["03_early_layer_cliff", "06_greedy", "21_drift"])
 def test_the_readme_says_what_the_numbers_say(experiment: str) -> None:
     written = importlib.import_module(f"experiments.{experiment}.run").written()
     assert not parted((EXPERIMENTS / experiment / "README.md").read_text(encoding="utf-8"), written), (
@@ -84,6 +85,23 @@ def test_the_sign_of_drift_follows_the_numbers() -> None:
     assert "A is negative: −0.36" in DRIFT.verdict({"heavy": heavy})
     turned = DRIFT.verdict({"heavy": replace(heavy, drift=-heavy.drift)})
     assert "**Differs:** heavy, token pooling: the correlation of drift with A is positive: +0.36" in turned
+
+
+def test_the_verdict_on_the_greedy_order_follows_the_numbers() -> None:
+    """Ten times what each round saves; values first and of MLPs; the paper's rank."""
+    measured = Sensitivity.load(GREEDY.HERE / "greedy.json")
+    assert "**Differs:** up to 1.27 times the perplexity the rounds save" in GREEDY.verdict(measured)
+    effects = tuple(
+        replace(e, saved=10 * e.saved, label="+ 0 mlp.up_proj" if i else "+ 7 self_attn.v_proj")
+        for i, e in enumerate(measured.effects)
+    )
+    turned = GREEDY.verdict(
+        replace(measured, effects=effects, compression=replace(measured.compression, rank=GREEDY.RANK))
+    )
+    assert "**Agrees:** up to 1.27 times the perplexity the rounds save" in turned
+    assert "**Differs:** of 36 groups taken 35 are of an MLP, 35 of one in the first third" in turned
+    assert "**Agrees:** mean round in which a component was taken: v_proj 1, up_proj 19" in turned
+    assert "Not the same" not in turned
 
 
 def test_numbers_as_they_are_written() -> None:
