@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import cycle
+from pathlib import Path
 
 import numpy as np
 import pandas as pd
@@ -18,13 +19,14 @@ from lyapunov_prune.compression.masks import Pattern
 from lyapunov_prune.data.batch import TokenBatch, require_disjoint
 from lyapunov_prune.data.text import require_unseen
 from lyapunov_prune.evaluation.perplexity import Perplexity, interval_of, perplexity
-from lyapunov_prune.forward.reading import read
+from lyapunov_prune.forward.reading import Reading, read
 from lyapunov_prune.models.projections import find_projections
 from lyapunov_prune.profiles.contraction import ContractionProfile
 from lyapunov_prune.progress import track
 from lyapunov_prune.report.drawing import COLOURS, GREY, log_axis, one_panel, svg
 from lyapunov_prune.results.result import MeasuredOn, Result
 
+Name = tuple[str, str, str, float | None]
 ALIKE = "not to be told apart"
 _POINTS = tuple(zip(COLOURS.values(), "osD^vP", strict=True))
 
@@ -44,6 +46,15 @@ class Setting:
     group_size: int | None = None
     label: str | None = None
     column_weights: bool = False
+
+    @property
+    def name(self) -> Name:
+        """What its row is called, which no other setting of a table is."""
+        called = self.label or self.method
+        if isinstance(self.allocation, Allocation):
+            return (called, self.allocation.schedule, self.allocation.unit, self.allocation.budget)
+        unit, amount = ("sparsity", self.sparsity) if self.bits is None else ("bits", self.bits)
+        return (called, self.allocation, unit, amount)
 
 
 @dataclass(frozen=True)
@@ -95,24 +106,53 @@ def evaluate_compressions(
     *,
     profile: ContractionProfile | None = None,
     batch_size: int = 1,
+    path: Path | None = None,
 ) -> CompressionTable:
     """Compress `model` in every way of `settings` and measure its perplexity on `evaluation`.
 
-    Raises LyapunovPruneError when the texts overlap, and as `compress` and `perplexity` do.
+    The table is kept at `path` after every row, and rows that stand there, of this model and these texts, are not
+    measured again. Raises LyapunovPruneError when the texts overlap, and as `compress` and `perplexity` do.
     """
     require_disjoint(calibration, evaluation)
     require_unseen(model, evaluation)
     reading = read(model, calibration)
     dense = perplexity(model, evaluation, batch_size=batch_size, description="perplexity, dense")
-    rows = []
-    for setting in track(list(settings), "compressions"):
-        if setting.column_weights:
-            assert isinstance(setting.allocation, Allocation)
-            small = column_weighted(model, reading, setting.allocation)
-            lost = perplexity(small, evaluation, batch_size=batch_size, description=setting.label or setting.method)
-            rows.append(_row(setting, setting.allocation, _zeros(small), lost, dense))
-            del small
-            continue
+    settings = list(settings)
+    table = CompressionTable(dense.value, (), reading.measured_on(), dense.measured_on)
+    rows = _kept(path, table)
+    for setting in track(settings, "compressions"):
+        if setting.name not in rows:
+            rows[setting.name] = _measured(model, setting, reading, evaluation, dense, profile, batch_size)
+            table = replace(table, rows=tuple(rows[s.name] for s in settings if s.name in rows))
+            if path is not None:
+                table.save(path)
+    return replace(table, rows=tuple(rows[s.name] for s in settings))
+
+
+def _kept(path: Path | None, table: CompressionTable) -> dict[Name, CompressionRow]:
+    """The rows at `path` by their names, if it was measured on what `table` is; none of an older version."""
+    if path is None or not path.is_file():
+        return {}
+    kept = CompressionTable.load(path)
+    texts = [[replace(on, fingerprint=None) for on in (t.calibration, t.measured_on)] for t in (kept, table)]
+    same = texts[0] == texts[1]
+    return {(r.method, r.allocation, r.unit, r.amount): r for r in kept.rows if same and r.windows}
+
+
+def _measured(
+    model: PreTrainedModel,
+    setting: Setting,
+    reading: Reading,
+    evaluation: TokenBatch,
+    dense: Perplexity,
+    profile: ContractionProfile | None,
+    batch_size: int,
+) -> CompressionRow:
+    if setting.column_weights:
+        assert isinstance(setting.allocation, Allocation)
+        small, allocation = column_weighted(model, reading, setting.allocation), setting.allocation
+        zeros = _zeros(small)
+    else:
         done = compress(
             model,
             reading,
@@ -125,10 +165,9 @@ def evaluate_compressions(
             group_size=setting.group_size,
             batch_size=batch_size,
         )
-        found = perplexity(done.model, evaluation, batch_size=batch_size, description=setting.label or setting.method)
-        rows.append(_row(setting, done.report.allocation, done.report.zeros, found, dense))
-        del done
-    return CompressionTable(dense.value, tuple(rows), reading.measured_on(), dense.measured_on)
+        small, allocation, zeros = done.model, done.report.allocation, done.report.zeros
+    found = perplexity(small, evaluation, batch_size=batch_size, description=setting.label or setting.method)
+    return _row(setting, allocation, zeros, found, dense)
 
 
 def _zeros(model: PreTrainedModel) -> float:

@@ -5,7 +5,7 @@
 The guidelines are there twice: with their default ceiling, and with the catastrophe threshold s* as measured on the
 calibration text, Wanda by its first half and regret on the second. Bits by ρ stand beside as many bits shared out
 evenly, and beside the same layers the other way round. Writes allocation.json, bits.json and their figures beside this
-file; what they say goes into README.md by `make tables`.
+file, row by row: a row that stands there is not measured again. What they say goes into README.md by `make tables`.
 """
 
 from collections.abc import Iterator
@@ -65,10 +65,10 @@ def main(
     ceiling = threshold(loaded.model, calibration)
     print(ceiling.headline())
     settings = [setting for s in (0.5, 0.7) for setting in sparsities(loaded.model, s, profile, ceiling)]
-    shares = evaluate_compressions(loaded.model, settings, calibration, evaluation)
-    shares.save(HERE / "allocation.json")
-    widths = evaluate_compressions(loaded.model, list(bits(loaded.model, profile)), calibration, evaluation)
-    widths.save(HERE / "bits.json")
+    shares = evaluate_compressions(loaded.model, settings, calibration, evaluation, path=HERE / "allocation.json")
+    widths = evaluate_compressions(
+        loaded.model, bits(loaded.model, profile), calibration, evaluation, path=HERE / "bits.json"
+    )
     draw(HERE, {"allocation": compressions_figure(shares), "bits": compressions_figure(widths)})
     print(shares, widths, sep="\n\n")
 

@@ -5,8 +5,8 @@
 Every layer keeps its sparsity, and attention is pruned more or less by a step, the MLP of the layer less or more; or
 its matrices share it out by one of the schemes of `allocation.within`, over uniform and over ATP, by regrets under
 Wanda that are measured on calibration text alone; or Wanda's columns are weighted by the errors that enter them. Beside
-them the first MLP is left whole, the rest of the model paying for it. Writes within.json and within.svg; what they say
-goes into README.md by `make tables`.
+them the first MLP is left whole, the rest of the model paying for it. Writes within.json, row by row (a row that stands
+there is not measured again), and within.svg; what they say goes into README.md by `make tables`.
 """
 
 from collections.abc import Iterator
@@ -71,8 +71,7 @@ def main(
         for budget in (0.5, 0.7)
         for schedule in ("uniform", "atp")
     ]
-    found = evaluate_compressions(loaded.model, settings, calibration, evaluation)
-    found.save(HERE / "within.json")
+    found = evaluate_compressions(loaded.model, settings, calibration, evaluation, path=HERE / "within.json")
     draw(HERE, {"within": compressions_figure(found)})
     print(found)
 
