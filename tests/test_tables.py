@@ -61,7 +61,6 @@ def test_planted_fault_a_table_that_parted_is_seen() -> None:
 PENDING = {
     "docs/speed.md": 1,  # `make bench` keeps no JSON
     "experiments/03_early_layer_cliff/README.md": 9,
-    "experiments/09_allocation/README.md": 1,
     "experiments/10_within_layer/README.md": 9,
     "experiments/16_spaces/README.md": 9,
     "experiments/17_generation/README.md": 9,

@@ -40,6 +40,15 @@ from lyapunov_prune.profiles.contraction import ContractionProfile, Pooling
 HERE = Path(__file__).parent
 SCHEDULES = ("uniform", "atp", "atp-search", "owl", "alpha-pruning", "guidelines")
 WIDTHS = ((3, 4), (4, 8))
+STARRED = "guidelines, s*"  # the last of each budget, where it can be met
+NAMES = (
+    *SCHEDULES,
+    *(
+        ", ".join(words)
+        for pooling in get_args(Pooling)
+        for words in (("lyapunov", pooling), *(("lyapunov-budget", r, pooling) for r in get_args(Reading)))
+    ),
+)
 # What Table 7 finds against uniform (ATP: the paper's own run; a hundredth is read as no difference), and §6.4 of the
 # clamped schedule against ATP.
 PAPER = {
@@ -93,7 +102,7 @@ def sparsities(
     except lp.LyapunovPruneError as error:  # s* may lie below the budget, or below all that was tried
         print(f"guidelines under s* at {budget:g}: {error}")
     else:
-        yield Setting("wanda", _named(chosen, "guidelines", "s*"))
+        yield Setting("wanda", replace(chosen, schedule=STARRED))
 
 
 def bits(model: PreTrainedModel, profile: ContractionProfile) -> Iterator[Setting]:
@@ -113,14 +122,12 @@ def _named(allocation: Allocation, *words: str) -> Allocation:
 
 
 def written() -> dict[str, str]:
-    shares, widths = (CompressionTable.load(HERE / f"{name}.json") for name in ("allocation", "bits"))
-    return {
-        "setting": setting(shares),
-        "schedules": schedules(shares),
-        "bits": widths_table(widths),
-        "verdict": verdict(shares),
-        "verdict-bits": verdict_bits(widths),
-    }
+    shares = CompressionTable.load(HERE / "allocation.json")
+    parts = {"setting": setting(shares), "schedules": schedules(shares), "verdict": verdict(shares)}
+    if not (HERE / "bits.json").is_file():
+        return {**parts, "bits": "Not measured yet.\n", "verdict-bits": bullets("None yet.")}
+    widths = CompressionTable.load(HERE / "bits.json")
+    return {**parts, "bits": widths_table(widths), "verdict-bits": verdict_bits(widths)}
 
 
 def by_budget(found: CompressionTable) -> dict[float, dict[str, CompressionRow]]:
@@ -145,23 +152,34 @@ def verdict(found: CompressionTable) -> str:
     """Every schedule against uniform, ATP with its search, the rules with s*, and the clamped schedule by ρ."""
     lines = [f"One model, {found.measured_on.model.name}; the intervals are of {len(found.rows[0].windows)} windows."]
     for budget, rows in by_budget(found).items():
-        even, searched, at = rows["uniform"], rows["atp-search"], percent(budget)
-        said = {name: told(row, even) for name, row in rows.items() if row is not even}
-        lines.append(f"{at}, against uniform: {grouped(said)}.")
-        for name, (theirs, numbers) in PAPER[budget].items():
-            line = f"{at}: `{name}` is {said[name]}, {interval(*against(rows[name], even))} of uniform ({numbers})."
-            lines.append(stated(line, judged(said[name], theirs)))
-        lines.append(
-            f"{at}: the search of ATP takes β = {_parameter(searched, 'beta')}, the default is "
-            f"{_parameter(rows['atp'], 'beta')}: {_compared(searched, rows['atp'])} ATP without it."
-        )
-        lines.append(f"{at}: {_rules(rows['guidelines'], rows.get('guidelines, s*'))}.")
-        for pooling in get_args(Pooling):
-            clamped = rows[f"lyapunov, {pooling}"]
-            line = f"{at}: `lyapunov, {pooling}` is {_compared(clamped, searched)} ATP with its search"
-            numbers, theirs = MATCHED.get(budget, ("", ""))
-            lines.append(stated(f"{line}{numbers}.", theirs and judged(told(clamped, searched), theirs)))
+        lines += _said(budget, rows)
     return bullets(*lines)
+
+
+def _said(budget: float, rows: dict[str, CompressionRow]) -> Iterator[str]:
+    """What the rows of a budget that are measured so far say."""
+    at, even = percent(budget), rows["uniform"]
+    said = {name: told(row, even) for name, row in rows.items() if row is not even}
+    yield f"{at}, against uniform: {grouped(said)}."
+    waiting = [name for name in NAMES if name not in rows]
+    if waiting:
+        yield f"{at}, not measured yet: {', '.join(f'`{name}`' for name in waiting)}."
+    for name, (theirs, numbers) in PAPER[budget].items():
+        if name in said:
+            line = f"{at}: `{name}` is {said[name]}, {interval(*against(rows[name], even))} of uniform ({numbers})."
+            yield stated(line, judged(said[name], theirs))
+    if "atp-search" in rows:
+        yield (
+            f"{at}: the search of ATP takes β = {_parameter(rows['atp-search'], 'beta')}, the default is "
+            f"{_parameter(rows['atp'], 'beta')}: {_compared(rows['atp-search'], rows['atp'])} ATP without it."
+        )
+    if not waiting:
+        yield f"{at}: {_rules(rows['guidelines'], rows.get(STARRED))}."
+    for name in (f"lyapunov, {pooling}" for pooling in get_args(Pooling)):
+        if {name, "atp-search"} <= rows.keys():
+            line = f"{at}: `{name}` is {_compared(rows[name], rows['atp-search'])} ATP with its search"
+            numbers, theirs = MATCHED.get(budget, ("", ""))
+            yield stated(f"{line}{numbers}.", theirs and judged(told(rows[name], rows["atp-search"]), theirs))
 
 
 def _rules(default: CompressionRow, starred: CompressionRow | None) -> str:
