@@ -2,28 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from itertools import cycle
+from pathlib import Path
 
 import numpy as np
 import pandas as pd
 from transformers import PreTrainedModel
 
+from experiments.statements import interval
 from lyapunov_prune.allocation.allocation import Allocation
 from lyapunov_prune.compression.columns import column_weighted
 from lyapunov_prune.compression.compress import compress
 from lyapunov_prune.compression.masks import Pattern
 from lyapunov_prune.data.batch import TokenBatch, require_disjoint
 from lyapunov_prune.data.text import require_unseen
-from lyapunov_prune.evaluation.perplexity import Perplexity, perplexity
-from lyapunov_prune.forward.reading import read
+from lyapunov_prune.evaluation.perplexity import Perplexity, interval_of, perplexity
+from lyapunov_prune.forward.reading import Reading, read
 from lyapunov_prune.models.projections import find_projections
 from lyapunov_prune.profiles.contraction import ContractionProfile
 from lyapunov_prune.progress import track
 from lyapunov_prune.report.drawing import COLOURS, GREY, log_axis, one_panel, svg
 from lyapunov_prune.results.result import MeasuredOn, Result
 
+Name = tuple[str, str, str, float | None]
+ALIKE = "not to be told apart"
 _POINTS = tuple(zip(COLOURS.values(), "osD^vP", strict=True))
 
 
@@ -43,10 +47,23 @@ class Setting:
     label: str | None = None
     column_weights: bool = False
 
+    @property
+    def name(self) -> Name:
+        """What its row is called, which no other setting of a table is."""
+        called = self.label or self.method
+        if isinstance(self.allocation, Allocation):
+            return (called, self.allocation.schedule, self.allocation.unit, self.allocation.budget)
+        unit, amount = ("sparsity", self.sparsity) if self.bits is None else ("bits", self.bits)
+        return (called, self.allocation, unit, amount)
+
 
 @dataclass(frozen=True)
 class CompressionRow:
-    """`degradation = perplexity / dense perplexity`; its 95 % interval is paired over windows."""
+    """`degradation = perplexity / dense perplexity`; its 95 % interval is paired over windows.
+
+    `parameters` are those of the schedule; `windows` holds the loss of each window, so that two rows can be compared.
+    Both are empty in older files.
+    """
 
     method: str
     allocation: str
@@ -57,6 +74,8 @@ class CompressionRow:
     degradation: float
     low: float
     high: float
+    parameters: dict[str, float | str] = field(default_factory=dict)
+    windows: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -69,7 +88,7 @@ class CompressionTable(Result):
     measured_on: MeasuredOn
 
     def to_frame(self) -> pd.DataFrame:
-        return pd.DataFrame([vars(row) for row in self.rows])
+        return pd.DataFrame([vars(row) for row in self.rows]).drop(columns=["parameters", "windows"])
 
     def headline(self) -> str:
         return (
@@ -87,24 +106,53 @@ def evaluate_compressions(
     *,
     profile: ContractionProfile | None = None,
     batch_size: int = 1,
+    path: Path | None = None,
 ) -> CompressionTable:
     """Compress `model` in every way of `settings` and measure its perplexity on `evaluation`.
 
-    Raises LyapunovPruneError when the texts overlap, and as `compress` and `perplexity` do.
+    The table is kept at `path` after every row, and rows that stand there, of this model and these texts, are not
+    measured again. Raises LyapunovPruneError when the texts overlap, and as `compress` and `perplexity` do.
     """
     require_disjoint(calibration, evaluation)
     require_unseen(model, evaluation)
     reading = read(model, calibration)
     dense = perplexity(model, evaluation, batch_size=batch_size, description="perplexity, dense")
-    rows = []
-    for setting in track(list(settings), "compressions"):
-        if setting.column_weights:
-            assert isinstance(setting.allocation, Allocation)
-            small = column_weighted(model, reading, setting.allocation)
-            lost = perplexity(small, evaluation, batch_size=batch_size, description=setting.label or setting.method)
-            rows.append(_row(setting, setting.allocation, _zeros(small), lost, dense))
-            del small
-            continue
+    settings = list(settings)
+    table = CompressionTable(dense.value, (), reading.measured_on(), dense.measured_on)
+    rows = _kept(path, table)
+    for setting in track(settings, "compressions"):
+        if setting.name not in rows:
+            rows[setting.name] = _measured(model, setting, reading, evaluation, dense, profile, batch_size)
+            table = replace(table, rows=tuple(rows[s.name] for s in settings if s.name in rows))
+            if path is not None:
+                table.save(path)
+    return replace(table, rows=tuple(rows[s.name] for s in settings))
+
+
+def _kept(path: Path | None, table: CompressionTable) -> dict[Name, CompressionRow]:
+    """The rows at `path` by their names, if it was measured on what `table` is; none of an older version."""
+    if path is None or not path.is_file():
+        return {}
+    kept = CompressionTable.load(path)
+    texts = [[replace(on, fingerprint=None) for on in (t.calibration, t.measured_on)] for t in (kept, table)]
+    same = texts[0] == texts[1]
+    return {(r.method, r.allocation, r.unit, r.amount): r for r in kept.rows if same and r.windows}
+
+
+def _measured(
+    model: PreTrainedModel,
+    setting: Setting,
+    reading: Reading,
+    evaluation: TokenBatch,
+    dense: Perplexity,
+    profile: ContractionProfile | None,
+    batch_size: int,
+) -> CompressionRow:
+    if setting.column_weights:
+        assert isinstance(setting.allocation, Allocation)
+        small, allocation = column_weighted(model, reading, setting.allocation), setting.allocation
+        zeros = _zeros(small)
+    else:
         done = compress(
             model,
             reading,
@@ -117,10 +165,9 @@ def evaluate_compressions(
             group_size=setting.group_size,
             batch_size=batch_size,
         )
-        found = perplexity(done.model, evaluation, batch_size=batch_size, description=setting.label or setting.method)
-        rows.append(_row(setting, done.report.allocation, done.report.zeros, found, dense))
-        del done
-    return CompressionTable(dense.value, tuple(rows), reading.measured_on(), dense.measured_on)
+        small, allocation, zeros = done.model, done.report.allocation, done.report.zeros
+    found = perplexity(small, evaluation, batch_size=batch_size, description=setting.label or setting.method)
+    return _row(setting, allocation, zeros, found, dense)
 
 
 def _zeros(model: PreTrainedModel) -> float:
@@ -141,7 +188,48 @@ def _row(
         found.value,
         found.value / dense.value,
         *found.ratio_interval(dense),
+        allocation.parameters,
+        tuple(found.windows.tolist()),
     )
+
+
+def setting(found: CompressionTable) -> str:
+    """What a table was measured on, in sentences."""
+    on, calibration = found.measured_on, found.calibration
+    return (
+        f"{on.line()}; {len(found.rows[0].windows)} windows. Dense perplexity: {found.dense:.4g}.\n"
+        f"Calibration: {calibration.tokens} tokens of {calibration.text} "
+        f"({calibration.split}, {calibration.text_hash[:12]}).\n"
+    )
+
+
+def against(row: CompressionRow, other: CompressionRow) -> tuple[float, float, float]:
+    """The perplexity of `row` over that of `other` with its 95 % interval, paired by window."""
+    losses = np.array(row.windows) - np.array(other.windows)
+    return (float(np.exp(losses.mean())), *interval_of(losses))
+
+
+def told(row: CompressionRow, other: CompressionRow) -> str:
+    """What the interval of `against` says of `row`."""
+    _, low, high = against(row, other)
+    return "better" if high < 1 else "worse" if low > 1 else ALIKE
+
+
+def beside(row: CompressionRow, other: CompressionRow) -> str:
+    """`1.24 (1.1–1.4), worse`; no word where the two are not to be told apart."""
+    word = told(row, other)
+    return interval(*against(row, other)) + ("" if word == ALIKE else f", {word}")
+
+
+def judged(found: str, theirs: str) -> str:
+    """What was `told` here against what the paper found; an interval that holds both decides nothing."""
+    return "Agrees" if found == theirs else "Not decided" if found == ALIKE else "Differs"
+
+
+def grouped(said: Mapping[str, str]) -> str:
+    """The names that each word was `told` of: better: a, b; worse: c."""
+    parts = ((word, [f"`{name}`" for name, w in said.items() if w == word]) for word in ("better", ALIKE, "worse"))
+    return "; ".join(f"{word}: {', '.join(names)}" for word, names in parts if names)
 
 
 def compressions_figure(table: CompressionTable) -> str:

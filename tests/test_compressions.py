@@ -16,7 +16,16 @@ from scipy import stats
 from scipy.special import log_softmax
 from transformers import PreTrainedModel
 
-from experiments.compressions import CompressionTable, Setting, evaluate_compressions
+from experiments.compressions import (
+    ALIKE,
+    CompressionTable,
+    Setting,
+    against,
+    beside,
+    evaluate_compressions,
+    judged,
+    told,
+)
 from lyapunov_prune import LyapunovPruneError, allocate, compress, measure_contraction
 from lyapunov_prune.allocation import Allocation
 from lyapunov_prune.compression.rtn import round_to_nearest
@@ -84,6 +93,40 @@ def test_rows_say_what_was_done_in_the_order_that_was_asked(table: CompressionTa
     assert (table.calibration.text_hash, table.measured_on.text_hash) == (SEEN.text_hash, UNSEEN.text_hash)
     assert f"drawn (calibration, {SEEN.text_hash[:12]})" in table.headline()
     assert list(table.to_frame()["degradation"]) == [r.degradation for r in table.rows]
+
+
+def test_rows_are_compared_window_by_window(table: CompressionTable) -> None:
+    one, other = table.rows[1], table.rows[2]
+    apart = np.array(one.windows) - np.array(other.windows)
+    wanted = stats.t.interval(0.95, len(apart) - 1, loc=apart.mean(), scale=stats.sem(apart))
+    assert np.log(against(one, other)) == pytest.approx([apart.mean(), *wanted])
+    assert against(one, other)[0] == pytest.approx(one.perplexity / other.perplexity)
+    better = replace(one, windows=tuple(loss - 1 for loss in one.windows))
+    assert (told(better, one), told(one, better), told(one, one)) == ("better", "worse", ALIKE)
+    assert (beside(better, one), beside(one, one)) == ("0.368 (0.368–0.368), better", "1 (1–1)")
+    assert [judged(found, "better") for found in ("better", "worse", ALIKE)] == ["Agrees", "Differs", "Not decided"]
+    assert [judged(found, ALIKE) for found in ("worse", ALIKE)] == ["Differs", "Agrees"]
+
+
+def test_a_row_that_is_kept_is_not_measured_again(llama: PreTrainedModel, tmp_path: Path) -> None:
+    """Cut off after two rows of three; then another text, of which no row is taken."""
+    path = tmp_path / "table.json"
+
+    def run(*chosen: Setting, unseen: TokenBatch = UNSEEN) -> CompressionTable:
+        return evaluate_compressions(llama, chosen, SEEN, unseen, path=path)
+
+    two = run(*SETTINGS[:2])
+    assert CompressionTable.load(path) == two
+    replace(two, rows=(two.rows[0], replace(two.rows[1], zeros=0.25))).save(path)
+    all_three = run(*SETTINGS)
+    assert [row.zeros for row in all_three.rows[:2]] == [0.0, 0.25]
+    assert CompressionTable.load(path) == all_three
+    assert all_three.rows[2] == evaluate_compressions(llama, SETTINGS[2:], SEEN, UNSEEN).rows[0]
+    replace(all_three, rows=tuple(replace(row, windows=()) for row in all_three.rows)).save(path)
+    assert run(SETTINGS[1]).rows[0].zeros == 0.5  # a row of an older version
+    other = run(SETTINGS[1], unseen=batch(2, "evaluation"))
+    assert CompressionTable.load(path) == other
+    assert other.rows[0].windows != two.rows[1].windows
 
 
 def test_saves_and_loads(table: CompressionTable, tmp_path: Path) -> None:

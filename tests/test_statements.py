@@ -5,21 +5,33 @@ from __future__ import annotations
 import importlib
 import json
 import re
+from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+<<<<<<< HEAD
 from experiments import abstract
 from experiments.columns import Column
 from experiments.hierarchies import cell
 from experiments.statements import correlation, interval, runs, short, span, table, verdict
+=======
+from experiments.compressions import CompressionTable
+from experiments.statements import correlation, interval, runs, short, span, table
+>>>>>>> w-exper
 from lyapunov_prune.sensitivity.sensitivity import Sensitivity
 
 EXPERIMENTS = Path(__file__).resolve().parents[1] / "experiments"
 CLIFF = importlib.import_module("experiments.03_early_layer_cliff.run")
+<<<<<<< HEAD
 SPACES = importlib.import_module("experiments.16_spaces.run")
+=======
+GREEDY = importlib.import_module("experiments.06_greedy.run")
+ALLOCATION = importlib.import_module("experiments.09_allocation.run")
+WITHIN = importlib.import_module("experiments.10_within_layer.run")
+>>>>>>> w-exper
 DRIFT = importlib.import_module("experiments.21_drift.run")
 JOINT = importlib.import_module("experiments.23_joint_map.run")
 
@@ -38,7 +50,11 @@ def cliff() -> Sensitivity:
     return Sensitivity.load(CLIFF.HERE / "cliff.json")
 
 
+<<<<<<< HEAD
 @pytest.mark.parametrize("experiment", ["03_early_layer_cliff", "21_drift", "23_joint_map"])
+=======
+@pytest.mark.parametrize("experiment", ["03_early_layer_cliff", "06_greedy", "09_allocation", "21_drift"])
+>>>>>>> w-exper
 def test_the_readme_says_what_the_numbers_say(experiment: str) -> None:
     written = importlib.import_module(f"experiments.{experiment}.run").written()
     assert not parted((EXPERIMENTS / experiment / "README.md").read_text(encoding="utf-8"), written), (
@@ -85,6 +101,99 @@ def test_the_verdict_follows_the_numbers(cliff: Sensitivity) -> None:
     assert "is after layer 0 at 4, after layer 2 at 1 of 5 levels" in moving
 
 
+Named = tuple[str, str, str, float]
+
+
+@pytest.fixture(scope="module")
+def allocation() -> CompressionTable:
+    return CompressionTable.load(ALLOCATION.HERE / "allocation.json")
+
+
+def made_up(like: CompressionTable, names: Iterable[Named]) -> CompressionTable:
+    """The first row of a table by other names: method, allocation, unit, amount."""
+    [first, *_] = like.rows
+    named = (dict(zip(("method", "allocation", "unit", "amount"), name, strict=True)) for name in names)
+    return replace(like, rows=tuple(replace(first, **fields) for fields in named))
+
+
+def planted(found: CompressionTable, amount: float, name: str, base: str, by: float) -> CompressionTable:
+    """One row of the first method has lost `by` nats a window more than `base`."""
+    of = {row.allocation: row for row in found.rows if (row.method, row.amount) == (found.rows[0].method, amount)}
+    windows = tuple(loss + by for loss in of[base].windows)
+    return replace(found, rows=tuple(replace(row, windows=windows) if row is of[name] else row for row in found.rows))
+
+
+@pytest.mark.parametrize(
+    ("name", "by", "said"),
+    [
+        ("owl", -1.0, "Differs:** 50 %: `owl` is better, 0.368 (0.368–0.368) of uniform"),
+        ("owl", 0.0, "Not decided:** 50 %: `owl` is not to be told apart, 1 (1–1) of uniform"),
+        ("owl", 1.0, "Agrees:** 50 %: `owl` is worse, 2.72 (2.72–2.72) of uniform"),
+        ("atp-search", 0.0, "Agrees:** 50 %: `atp-search` is not to be told apart"),
+        ("atp-search", 1.0, "Differs:** 50 %: `atp-search` is worse"),
+    ],
+)
+def test_the_verdict_on_allocations_follows_the_numbers(
+    allocation: CompressionTable, name: str, by: float, said: str
+) -> None:
+    assert said in ALLOCATION.verdict(planted(allocation, 0.5, name, "uniform", by))
+
+
+def test_the_rules_under_s_are_said_to_part_only_where_they_do(allocation: CompressionTable) -> None:
+    alike = ALLOCATION.verdict(planted(allocation, 0.5, ALLOCATION.STARRED, "guidelines", 0.0))
+    assert "the guidelines under s\\* = 0.7 are those under the default of 0.9: neither binds" in alike
+    parted = ALLOCATION.verdict(planted(allocation, 0.5, ALLOCATION.STARRED, "guidelines", 1.0))
+    assert "the guidelines under s\\* = 0.7 are worse, 2.72 (2.72–2.72) of those under the default" in parted
+
+
+def test_what_is_not_measured_is_said_and_no_verdict_is_given_on_it(allocation: CompressionTable) -> None:
+    half = replace(allocation, rows=tuple(row for row in allocation.rows if row.amount == 0.5))
+    fewer = replace(half, rows=tuple(row for row in half.rows if row.allocation not in ("owl", "lyapunov, token")))
+    assert "not measured yet" not in ALLOCATION.verdict(half)
+    assert "50 %, not measured yet: `owl`, `lyapunov, token`." in ALLOCATION.verdict(fewer)
+    assert "`owl` is" not in ALLOCATION.verdict(fewer)
+    assert "neither binds" not in ALLOCATION.verdict(fewer)
+
+
+def test_the_verdict_on_bits_follows_the_numbers(allocation: CompressionTable) -> None:
+    even: list[Named] = [("rtn", "uniform", "bits", bits) for bits in (3.0, 4.0, 6.0, 8.0)]
+    made = made_up(
+        allocation,
+        even
+        + [
+            ("rtn", f"{low}/{high} {way}, {pooling}", "bits", (low + high) / 2)
+            for low, high in ALLOCATION.WIDTHS
+            for pooling in ("energy", "token")
+            for way in ("by rho", "reversed")
+        ],
+    )
+    for by, said in ((-1.0, "Agrees"), (0.0, "Not decided"), (1.0, "Differs")):
+        turned = planted(made, 6.0, "4/8 by rho, energy", "4/8 reversed, energy", by)
+        assert f"**{said}:** 4 or 8 bits by ρ, energy pooling" in ALLOCATION.verdict_bits(turned)
+    assert "not to be told apart, 1 (1–1) of 6 bits evenly" in ALLOCATION.verdict_bits(made)
+
+
+def test_the_verdict_within_layers_follows_the_numbers(allocation: CompressionTable) -> None:
+    names = ["uniform", *(f"attention {step:+g}" for step in WITHIN.STEPS), WITHIN.WHOLE, "atp"]
+    names += [f"{base}, {scheme}" for base in ("uniform", "atp") for scheme in WITHIN.SCHEMES[:-1]]
+    settings = (("wanda", 0.5), ("wanda", 0.7), ("magnitude", 0.5))
+    made = made_up(
+        allocation,
+        [(method, name, "sparsity", budget) for method, budget in settings for name in names]
+        + [(WITHIN.COLUMNS, base, "sparsity", budget) for budget in (0.5, 0.7) for base in ("uniform", "atp")],
+    )
+    for by, said in ((-1.0, "Agrees"), (0.0, "Not decided"), (1.0, "Differs")):
+        turned = WITHIN.verdict(planted(made, 0.5, WITHIN.WHOLE, "uniform", by))
+        assert f"**{said}:** wanda, 50 %, {WITHIN.WHOLE}" in turned
+    helped = WITHIN.verdict(planted(made, 0.7, "atp, component-importance", "atp", -1.0))
+    assert "**Agrees:** wanda, 50 %, schemes over atp: not to be told apart: `sensitivity-guided`" in helped
+    assert "**Differs:** wanda, 70 %, schemes over atp: better: `component-importance`" in helped
+    assert "**Not decided:** wanda, 70 %, shifts over uniform" in helped
+    for step in WITHIN.STEPS:
+        made = planted(made, 0.7, f"attention {step:+g}", "uniform", 1.0)
+    assert "**Agrees:** wanda, 70 %, shifts over uniform: worse: " in WITHIN.verdict(made)
+
+
 def test_the_sign_of_drift_follows_the_numbers() -> None:
     heavy = DRIFT.measured()["heavy"]
     assert "A is negative: −0.36" in DRIFT.verdict({"heavy": heavy})
@@ -92,6 +201,7 @@ def test_the_sign_of_drift_follows_the_numbers() -> None:
     assert "**Differs:** heavy, token pooling: the correlation of drift with A is positive: +0.36" in turned
 
 
+<<<<<<< HEAD
 def test_criteria_that_both_wreck_a_model_are_not_compared() -> None:
     small = Column.load(EXPERIMENTS / "columns" / "smollm2-135m.json")
     assert "**Differs:** smollm2-135m: removing 8 layers by ρ leaves 1.5 times higher" in abstract.verdicts([small], {})
@@ -130,6 +240,23 @@ def test_the_published_map_is_held_against_the_numbers() -> None:
     told = JOINT.verdict(same, theirs, beside)
     assert "**Agrees:** the leave-two-out RMSE is 0.487" in told
     assert "**Agrees:** the pair kept is (8/12, 8/12)" in told
+=======
+def test_the_verdict_on_the_greedy_order_follows_the_numbers() -> None:
+    """Ten times what each round saves; values first and of MLPs; the paper's rank."""
+    measured = Sensitivity.load(GREEDY.HERE / "greedy.json")
+    assert "**Differs:** up to 1.27 times the perplexity the rounds save" in GREEDY.verdict(measured)
+    effects = tuple(
+        replace(e, saved=10 * e.saved, label="+ 0 mlp.up_proj" if i else "+ 7 self_attn.v_proj")
+        for i, e in enumerate(measured.effects)
+    )
+    turned = GREEDY.verdict(
+        replace(measured, effects=effects, compression=replace(measured.compression, rank=GREEDY.RANK))
+    )
+    assert "**Agrees:** up to 1.27 times the perplexity the rounds save" in turned
+    assert "**Differs:** of 36 groups taken 35 are of an MLP, 35 of one in the first third" in turned
+    assert "**Agrees:** mean round in which a component was taken: v_proj 1, up_proj 19" in turned
+    assert "Not the same" not in turned
+>>>>>>> w-exper
 
 
 def test_numbers_as_they_are_written() -> None:

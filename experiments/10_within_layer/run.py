@@ -5,7 +5,8 @@
 Every layer keeps its sparsity, and attention is pruned more or less by a step, the MLP of the layer less or more; or
 its matrices share it out by one of the schemes of `allocation.within`, over uniform and over ATP, by regrets under
 Wanda that are measured on calibration text alone; or Wanda's columns are weighted by the errors that enter them. Beside
-them the first MLP is left whole, the rest of the model paying for it. Writes within.json and within.svg.
+them the first MLP is left whole, the rest of the model paying for it. Writes within.json, row by row (a row that stands
+there is not measured again), and within.svg; what they say goes into README.md by `make tables`.
 """
 
 from collections.abc import Iterator
@@ -18,7 +19,20 @@ from transformers import PreTrainedModel
 
 import lyapunov_prune as lp
 from experiments.common import Device, DType, draw, halves, texts
-from experiments.compressions import Setting, compressions_figure, evaluate_compressions
+from experiments.compressions import (
+    CompressionRow,
+    CompressionTable,
+    Setting,
+    against,
+    beside,
+    compressions_figure,
+    evaluate_compressions,
+    grouped,
+    judged,
+    setting,
+    told,
+)
+from experiments.statements import bullets, interval, percent, stated, table
 from lyapunov_prune.allocation.allocation import Allocation
 from lyapunov_prune.allocation.fitting import fit
 from lyapunov_prune.allocation.within import component_importance, constrained_threshold, sensitivity_guided
@@ -27,6 +41,10 @@ from lyapunov_prune.models.roles import role
 
 HERE = Path(__file__).parent
 STEPS = (-0.1, 0.1, 0.2)
+COLUMNS = "Lyapunov columns"
+SCHEMES = ("sensitivity-guided", "component-importance", "constrained-threshold", COLUMNS)
+WHOLE = "first MLP whole"
+PAPER = {0.5: "6.94 and 7.20 after 6.88", 0.7: "29.1 and 63.0 after 22.3"}
 
 
 def main(
@@ -49,14 +67,13 @@ def main(
         for allocation in (*allocations(loaded, budget), *schemes(loaded.model, budget, regrets, calibration))
     ]
     settings += [
-        Setting("wanda", lp.allocate(loaded.model, schedule, budget), column_weights=True, label="Lyapunov columns")
+        Setting("wanda", lp.allocate(loaded.model, schedule, budget), column_weights=True, label=COLUMNS)
         for budget in (0.5, 0.7)
         for schedule in ("uniform", "atp")
     ]
-    table = evaluate_compressions(loaded.model, settings, calibration, evaluation)
-    table.save(HERE / "within.json")
-    draw(HERE, {"within": compressions_figure(table)})
-    print(table)
+    found = evaluate_compressions(loaded.model, settings, calibration, evaluation, path=HERE / "within.json")
+    draw(HERE, {"within": compressions_figure(found)})
+    print(found)
 
 
 def allocations(loaded: lp.models.Loaded, budget: float) -> Iterator[Allocation]:
@@ -75,7 +92,7 @@ def allocations(loaded: lp.models.Loaded, budget: float) -> Iterator[Allocation]
         yield replace(even, schedule=f"attention {step:+g}", amount=amount)
     first = np.array([p.layer == 0 and role(p.component) == "mlp-in" for p in projections])
     kept = fit(np.ones(len(sizes)), sizes, budget, high=np.where(first, 0.0, 0.99))
-    yield replace(even, schedule="first MLP whole", amount=kept)
+    yield replace(even, schedule=WHOLE, amount=kept)
 
 
 def schemes(
@@ -88,6 +105,79 @@ def schemes(
         yield sensitivity_guided(model, base, regrets)
         yield component_importance(model, base, regrets)
         yield constrained_threshold(model, base, calibration)
+
+
+Rows = dict[tuple[str, float], dict[str, CompressionRow]]
+
+
+def written() -> dict[str, str]:
+    found = CompressionTable.load(HERE / "within.json")
+    rows = by_setting(found)
+    return {"setting": setting(found), "within": within_table(rows), "verdict": verdict(found)}
+
+
+def by_setting(found: CompressionTable) -> Rows:
+    """The rows of each method and budget by the name of their allocation; columns stand beside the rest of Wanda."""
+    rows: Rows = {}
+    for row in found.rows:
+        columns = row.method == COLUMNS
+        name = f"{row.allocation}, {COLUMNS}" if columns else row.allocation
+        rows.setdefault(("wanda" if columns else row.method, row.amount), {})[name] = row
+    return rows
+
+
+def within_table(rows: Rows) -> str:
+    """Perplexity over that of the dense model, and over that of the allocation which was changed."""
+    head = ["", *(word for method, b in rows for word in (f"{method}, {percent(b)}: / dense", "/ unchanged"))]
+    names = sorted({name: None for of in rows.values() for name in of}, key=lambda name: _base(name) == "atp")
+    lines: list[list[object]] = []
+    for name in names:
+        pairs = ((of.get(name), of[_base(name)]) for of in rows.values())
+        cells = ((r and r.degradation, None if r in (None, base) else beside(r, base)) for r, base in pairs)
+        lines.append([name, *(cell for pair in cells for cell in pair)])
+    return table(head, lines)
+
+
+def _base(name: str) -> str:
+    """The allocation that a row has changed."""
+    return "atp" if name.split(", ")[0] == "atp" else "uniform"
+
+
+def verdict(found: CompressionTable) -> str:
+    """Each claim of §6.4 and §7, by Wanda, against the allocation that is changed; then what magnitude says."""
+    lines = [f"One model, {found.measured_on.model.name}; the intervals are of {len(found.rows[0].windows)} windows."]
+    for (method, budget), of in by_setting(found).items():
+        even, atp, how = of["uniform"], of["atp"], f"{method}, {percent(budget)}"
+        wanda = method == "wanda"
+        shifts = {name: told(row, even) for name, row in of.items() if name.startswith("attention")}
+        paper = f" (the paper, over ATP: {PAPER[budget]})" if wanda else ""
+        lines.append(
+            stated(f"{how}, shifts over uniform: {grouped(shifts)}{paper}.", _all_worse(shifts) if wanda else "")
+        )
+        for base in ("atp", "uniform"):
+            said = {s: told(of[f"{base}, {s}"], of[base]) for s in SCHEMES if f"{base}, {s}" in of}
+            line = f"{how}, schemes over {base}: {grouped(said)}"
+            if wanda and base == "atp":
+                agrees = "Differs" if "better" in said.values() else "Agrees"
+                lines.append(stated(f"{line} (the paper: none improves over ATP).", agrees))
+            else:
+                lines.append(stated(f"{line}."))
+        kept = of[WHOLE]
+        line = (
+            f"{how}, {WHOLE}: {told(kept, even)}, {interval(*against(kept, even))} of uniform; {told(kept, atp)}, "
+            f"{interval(*against(kept, atp))} of ATP"
+        )
+        if (method, budget) == ("wanda", 0.5):
+            paper = " (the paper, of uniform on GPT-2 Small: 32.3 to 34.6)"
+            lines.append(stated(f"{line}{paper}.", judged(told(kept, even), "better")))
+        else:
+            lines.append(stated(f"{line}."))
+    return bullets(*lines)
+
+
+def _all_worse(said: dict[str, str]) -> str:
+    words = {*said.values()}
+    return "Agrees" if words == {"worse"} else "Differs" if "better" in words else "Not decided"
 
 
 if __name__ == "__main__":
