@@ -43,20 +43,19 @@ def bullets(*statements: str) -> str:
     return "".join(f"- {statement}\n" for statement in statements)
 
 
-<<<<<<< HEAD
+def stated(text: str, said: str = "") -> str:
+    """A statement as a sentence, begun with the verdict on the paper where the paper says something of it."""
+    return f"**{said}:** {text}" if said else f"{text[0].upper()}{text[1:]}"
+
+
 def verdict(holds: object, statement: str, yes: str = "Agrees", no: str = "Differs") -> str:
     """`**Agrees:** …` where what the paper says holds here too."""
-    return f"**{yes if holds else no}:** {statement}"
-=======
-def stated(text: str, verdict: str = "") -> str:
-    """A statement as a sentence, begun with the verdict on the paper where the paper says something of it."""
-    return f"**{verdict}:** {text}" if verdict else f"{text[0].upper()}{text[1:]}"
+    return stated(statement, yes if holds else no)
 
 
 def percent(share: float) -> str:
     """`50 %`, `3.1 %`."""
     return f"{100 * share:.3g} %"
->>>>>>> w-exper
 
 
 def signed(x: float) -> str:

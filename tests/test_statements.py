@@ -12,26 +12,19 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-<<<<<<< HEAD
 from experiments import abstract
 from experiments.columns import Column
+from experiments.compressions import CompressionTable
 from experiments.hierarchies import cell
 from experiments.statements import correlation, interval, runs, short, span, table, verdict
-=======
-from experiments.compressions import CompressionTable
-from experiments.statements import correlation, interval, runs, short, span, table
->>>>>>> w-exper
 from lyapunov_prune.sensitivity.sensitivity import Sensitivity
 
 EXPERIMENTS = Path(__file__).resolve().parents[1] / "experiments"
 CLIFF = importlib.import_module("experiments.03_early_layer_cliff.run")
-<<<<<<< HEAD
-SPACES = importlib.import_module("experiments.16_spaces.run")
-=======
 GREEDY = importlib.import_module("experiments.06_greedy.run")
 ALLOCATION = importlib.import_module("experiments.09_allocation.run")
 WITHIN = importlib.import_module("experiments.10_within_layer.run")
->>>>>>> w-exper
+SPACES = importlib.import_module("experiments.16_spaces.run")
 DRIFT = importlib.import_module("experiments.21_drift.run")
 JOINT = importlib.import_module("experiments.23_joint_map.run")
 
@@ -50,11 +43,10 @@ def cliff() -> Sensitivity:
     return Sensitivity.load(CLIFF.HERE / "cliff.json")
 
 
-<<<<<<< HEAD
-@pytest.mark.parametrize("experiment", ["03_early_layer_cliff", "21_drift", "23_joint_map"])
-=======
-@pytest.mark.parametrize("experiment", ["03_early_layer_cliff", "06_greedy", "09_allocation", "21_drift"])
->>>>>>> w-exper
+EXAMINED = ["03_early_layer_cliff", "06_greedy", "09_allocation", "21_drift", "23_joint_map"]
+
+
+@pytest.mark.parametrize("experiment", EXAMINED)
 def test_the_readme_says_what_the_numbers_say(experiment: str) -> None:
     written = importlib.import_module(f"experiments.{experiment}.run").written()
     assert not parted((EXPERIMENTS / experiment / "README.md").read_text(encoding="utf-8"), written), (
@@ -201,7 +193,6 @@ def test_the_sign_of_drift_follows_the_numbers() -> None:
     assert "**Differs:** heavy, token pooling: the correlation of drift with A is positive: +0.36" in turned
 
 
-<<<<<<< HEAD
 def test_criteria_that_both_wreck_a_model_are_not_compared() -> None:
     small = Column.load(EXPERIMENTS / "columns" / "smollm2-135m.json")
     assert "**Differs:** smollm2-135m: removing 8 layers by ρ leaves 1.5 times higher" in abstract.verdicts([small], {})
@@ -240,7 +231,8 @@ def test_the_published_map_is_held_against_the_numbers() -> None:
     told = JOINT.verdict(same, theirs, beside)
     assert "**Agrees:** the leave-two-out RMSE is 0.487" in told
     assert "**Agrees:** the pair kept is (8/12, 8/12)" in told
-=======
+
+
 def test_the_verdict_on_the_greedy_order_follows_the_numbers() -> None:
     """Ten times what each round saves; values first and of MLPs; the paper's rank."""
     measured = Sensitivity.load(GREEDY.HERE / "greedy.json")
@@ -256,7 +248,6 @@ def test_the_verdict_on_the_greedy_order_follows_the_numbers() -> None:
     assert "**Differs:** of 36 groups taken 35 are of an MLP, 35 of one in the first third" in turned
     assert "**Agrees:** mean round in which a component was taken: v_proj 1, up_proj 19" in turned
     assert "Not the same" not in turned
->>>>>>> w-exper
 
 
 def test_numbers_as_they_are_written() -> None:
