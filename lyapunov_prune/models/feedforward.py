@@ -114,6 +114,11 @@ def read_feedforward(layers: nn.ModuleList, index: int, model_type: str, config:
     _require_own(layers, index, [*into, out])
     block = _common([p.module for p in (*into, out)])
     calls, given, returned = _run(layer, where, block, into, out)
+    if not returned.isfinite().all():
+        raise LyapunovPruneError(
+            f"the feed-forward block of {where} makes NaN or infinity of random inputs; check the weights, or load the "
+            "model in a wider dtype"
+        )
     activation = _activation(where, calls, {p.module for p in (*into, out)})
     outputs = {c.path: c.returned for c in calls}
     through = [p for p in into if torch.equal(outputs[p.module][..., p.start : p.stop], activation.given)]

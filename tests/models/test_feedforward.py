@@ -245,8 +245,14 @@ def test_unknown_shapes(monkeypatch: pytest.MonkeyPatch) -> None:
     refuse(make_tiny("phi3"), 0, "keeps gate and up in one matrix, mlp.gate_up_proj, of which no rule says")
 
 
-def test_planted_fault_a_lost_bias_or_an_input_that_is_scaled_is_seen() -> None:
-    """In every dtype the proof is finer than a bias that counts."""
+def test_weights_that_are_not_finite() -> None:
+    model = make_tiny("gpt_neox")
+    model.gpt_neox.layers[1].mlp.dense_h_to_4h.weight.data[3, 3] = torch.nan
+    with pytest.raises(LyapunovPruneError, match="layer 1 makes NaN or infinity of random inputs; check the weights"):
+        find_feedforward(find_structure(model), 1)
+
+
+def test_planted_fault_a_lost_bias_is_seen_in_every_dtype() -> None:
     for dtype in (torch.float64, torch.float32, torch.bfloat16):
         model = make_tiny("opt").to(dtype)
         layer: Any = model.model.decoder.layers[2]
