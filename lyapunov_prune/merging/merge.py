@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -14,12 +16,13 @@ from transformers import PreTrainedModel
 from lyapunov_prune.arguments import checked
 from lyapunov_prune.calibration.blocks import Passed, require_tokens, sum_blocks, watched_blocks
 from lyapunov_prune.errors import LyapunovPruneError
-from lyapunov_prune.forward.hooks import run_backbone
+from lyapunov_prune.forward.hooks import Enough, run_backbone
 from lyapunov_prune.forward.reading import Readable, read
 from lyapunov_prune.linalg import certified_norm, lift, token_energy
 from lyapunov_prune.merging.reductions import HiddenMap, hidden_map, require_reduction
 from lyapunov_prune.merging.table import REDUCTIONS
 from lyapunov_prune.models.feedforward import Affine, FeedForward, Parts, find_feedforward
+from lyapunov_prune.models.hooked import hooked
 from lyapunov_prune.models.structure import in_eval_mode
 from lyapunov_prune.progress import track
 
@@ -94,7 +97,7 @@ def merge_layers(
     """Merge the feed-forward blocks of these layers of a decoder, which itself is not changed; as `merge_blocks`.
 
     The statistics are those of `batch` in the model as it is: one forward for the sums that the reduction needs, one
-    for the cost. Raises as `merge_blocks` and `find_feedforward`.
+    for the cost, both as far as the last of the layers. Raises as `merge_blocks` and `find_feedforward`.
     """
     reading = read(model, batch)
     structure = reading.structure
@@ -105,10 +108,15 @@ def merge_layers(
             f"{structure.num_layers - 1}, and one or more"
         )
     blocks = [find_feedforward(structure, i) for i in layers]
+    last = structure.layers[max(layers)]
+
+    def stop(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+        raise Enough
 
     def run() -> None:
         for ids in track(reading.windows(batch_size), f"merging, {reduction}"):
-            run_backbone(structure, ids)
+            with suppress(Enough), hooked(after=[(last, stop)]):
+                run_backbone(structure, ids)
 
     return merge_blocks(structure.layers, blocks, reduction, run)
 

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from helpers import IMAGE_MODELS, TINY, hooks_of, make_image_model, make_tiny
+from helpers import IMAGE_MODELS, TINY, computed, hooks_of, make_image_model, make_tiny
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
@@ -270,6 +270,13 @@ def test_the_forwards_are_the_same_in_one_batch_or_many() -> None:
     (all_at_once,) = merge_layers(model, ids, [3], "affine", batch_size=5)
     torch.testing.assert_close(one.weight, all_at_once.weight, rtol=1e-9, atol=1e-12)
     np.testing.assert_allclose(one.cost.error, all_at_once.cost.error, rtol=1e-6)
+
+
+def test_no_layer_after_the_last_that_is_merged_computes() -> None:
+    model = make_tiny("llama")
+    calls = computed(model)
+    merge_layers(model, torch.arange(24).view(2, 12), (3, 1), "scaled", batch_size=2)
+    assert {layer for layer, n in calls.items() if n} == {0, 1, 2, 3}
 
 
 def test_several_layers_are_merged_as_one_by_one_and_the_model_is_not_changed() -> None:
