@@ -87,6 +87,10 @@ def make_tiny(name: str, seed: int = 0, **changes: Any) -> PreTrainedModel:
     config = transformers.AutoConfig.for_model(model_type, **{**SMALL, **extra, **changes})
     torch.manual_seed(seed)
     model = AutoModelForCausalLM.from_config(config).eval()
+    return _with_large_weights(model)
+
+
+def _with_large_weights(model: PreTrainedModel) -> PreTrainedModel:
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.ndim >= 2:
@@ -94,6 +98,27 @@ def make_tiny(name: str, seed: int = 0, **changes: Any) -> PreTrainedModel:
             else:
                 parameter.add_(0.1 * torch.randn_like(parameter))
     return model
+
+
+IMAGE_MODELS = {"vit": transformers.ViTForImageClassification, "deit": transformers.DeiTForImageClassification}
+
+
+def make_image_model(model_type: str) -> PreTrainedModel:
+    """A random image classifier of IMAGE_MODELS, float32, with weights large enough for every layer to matter."""
+    kind = IMAGE_MODELS[model_type]
+    config = kind.config_class(
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        image_size=12,
+        patch_size=4,
+        num_channels=1,
+        num_labels=5,
+    )
+    torch.manual_seed(0)
+    model = kind(config).eval()
+    return _with_large_weights(model)
 
 
 # A byte-level vocabulary with one merge: every text has a token sequence, nothing is unknown.

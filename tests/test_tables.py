@@ -16,10 +16,16 @@ from benchmarks import results
 from lyapunov_prune.allocation import schedules
 from lyapunov_prune.cli.options import one_of
 from lyapunov_prune.compression import methods
+from lyapunov_prune.merging import reductions
 from lyapunov_prune.sensitivity import studies
 
 TABLES = pytest.mark.parametrize("table", tables.TABLES.values(), ids=tables.TABLES)
-FUNCTIONS = {"methods": methods._FUNCTIONS, "schedules": schedules._FUNCTIONS, "studies": studies._FUNCTIONS}
+FUNCTIONS = {
+    "methods": methods._FUNCTIONS,
+    "reductions": reductions._FUNCTIONS,
+    "schedules": schedules._FUNCTIONS,
+    "studies": studies._FUNCTIONS,
+}
 
 
 @TABLES

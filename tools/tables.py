@@ -18,6 +18,7 @@ from typing import Any
 
 from lyapunov_prune.allocation.table import SCHEDULES
 from lyapunov_prune.compression.table import METHODS
+from lyapunov_prune.merging.table import REDUCTIONS
 from lyapunov_prune.ranking.criteria import CRITERIA
 from lyapunov_prune.sensitivity.table import STUDIES
 
@@ -31,6 +32,7 @@ DOCUMENTS = [
 TABLES: dict[str, Mapping[str, Any]] = {
     "criteria": CRITERIA,
     "methods": METHODS,
+    "reductions": REDUCTIONS,
     "schedules": SCHEDULES,
     "studies": STUDIES,
 }

@@ -179,3 +179,47 @@ def preln_contraction_sufficient(
     rounding = 32 * unit * bound
     named = "preln_contraction_sufficient"
     return worst_check(named, matrix, layer, as_array(rho)[met], bound, rounding, estimate=True)
+
+
+def merged_projection(error: Numbers, *, rounding: Numbers, matrix: str = "", layer: int | None = None) -> BoundCheck:
+    """Theorem `merged_projection`: `W₂ (W₁ x + b₁) + b₂ = (W₂ W₁) x + (W₂ b₁ + b₂)` for each input.
+
+    `error` is the norm of the difference of the two sides. The theorem leaves none: all of it must be rounding.
+    """
+    return worst_check("merged_projection", matrix, layer, error, np.zeros_like(as_array(error)), rounding)
+
+
+def activation_replacement_bound(
+    error: Numbers,
+    change: Numbers,
+    out_norm: float,
+    *,
+    rounding: Numbers = 0.0,
+    matrix: str = "",
+    layer: int | None = None,
+) -> BoundCheck:
+    """Theorem `activation_replacement_bound`: `‖(W₂ σ(a) + b₂) − (W₂ τ(a) + b₂)‖ ≤ ‖W₂‖ ‖σ(a) − τ(a)‖`.
+
+    `error` is that of a feed-forward block's output and `change = ‖σ(a) − τ(a)‖` that of its hidden vector, one entry
+    an input; `out_norm` is a certified `‖W₂‖`. In a gated block `a` is the pair (g, u) of what the gate's matrix and
+    the up matrix give, and `σ(a)` is the vector `σ(g) ⊙ u`: the theorem asks of σ and τ only where they lead.
+    """
+    return worst_check("activation_replacement_bound", matrix, layer, error, out_norm * as_array(change), rounding)
+
+
+def opNorm_merged_le(
+    stretch: Numbers,
+    size: Numbers,
+    out_norm: float,
+    in_norm: float,
+    *,
+    rounding: Numbers = 0.0,
+    matrix: str = "",
+    layer: int | None = None,
+) -> BoundCheck:
+    """Theorem `opNorm_merged_le`: `‖W₂ W₁‖ ≤ ‖W₂‖ ‖W₁‖`.
+
+    `stretch` is `‖W x‖` of the merged `W` and `size` is `‖x‖`, one entry an input: what an input is stretched by is at
+    most the norm. The two norms are certified. An input that `W` stretches most makes this the theorem itself.
+    """
+    return worst_check("opNorm_merged_le", matrix, layer, stretch, out_norm * in_norm * as_array(size), rounding)

@@ -1,7 +1,7 @@
 """What a matrix can be replaced by, and a model with every matrix replaced.
 
 - one file a method, named as the method: `magnitude`, `weight_only`, `wanda`, `sparsegpt`, `svd`, `whitened_svd`,
-  `balanced`, `rtn`; `masks` and `gram` hold what several share; `table`: all of them by name, `methods`: called so;
+  `balanced`, `rtn`; `masks` holds what several share; `table`: all of them by name, `methods`: called so;
 - `compress`: every matrix of a model, layer by layer; `held_out`: what that costs, for schedules that search;
 - `columns`: Wanda with weighted columns, a scheme that experiment 10 tries.
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import torch
 
-from lyapunov_prune.compression.gram import damped, leading, root
+from lyapunov_prune.calibration.gram import damped, leading, root
 from lyapunov_prune.linalg import lift
 
 

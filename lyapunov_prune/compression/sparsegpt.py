@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from lyapunov_prune.compression.gram import damped
+from lyapunov_prune.calibration.gram import damped
 from lyapunov_prune.compression.masks import Pattern, n_of_m, require_pattern, smallest
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.linalg import lift

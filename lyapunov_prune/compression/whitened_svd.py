@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from lyapunov_prune.compression.gram import damped, leading
+from lyapunov_prune.calibration.gram import damped, leading
 from lyapunov_prune.linalg import lift
 
 

@@ -3,7 +3,8 @@
 - `structure`: where a decoder keeps its layers; which model it is;
 - `loading`: a hub id, a folder, a GGUF file or the built-in model, in memory; `device`: of the CPU or a GPU;
 - `adapters`, `plain`, `wrappers`: what a model must be for its weights to be changed;
-- `projections`, `roles`: its matrices, and what each does; `kinds`: which layers are alike;
+- `projections`, `roles`: its matrices, and what each does; `feedforward`: the block between attention and the next
+  layer; `kinds`: which layers are alike;
 - `held`, `hooked`: a model for one thread, and hooks on it, for as long as a block lasts;
 - `layer_settings`, `adaptations`, `families`: what removing layers asks of a config and of a family.
 

@@ -42,9 +42,14 @@ class Projection:
     stop: int
     transposed: bool  # stored input × output
 
-    def weight(self, model: PreTrainedModel) -> torch.Tensor:
+    def weight(self, model: nn.Module) -> torch.Tensor:
         """A view of the matrix, output × input (an expert's as it is stored), detached."""
         return self.rows(getattr(model.get_submodule(self.module), self.parameter).detach())
+
+    def bias(self, model: nn.Module) -> torch.Tensor | None:
+        """A view of what the module adds to the product (output,), detached; None where it adds nothing."""
+        bias = getattr(model.get_submodule(self.module), "bias", None)
+        return None if bias is None else bias.detach()[self.start : self.stop]
 
     def rows(self, stored: torch.Tensor) -> torch.Tensor:
         """The view of this matrix in a tensor that is laid out like its parameter."""
@@ -62,49 +67,56 @@ def find_projections(model: PreTrainedModel) -> tuple[Projection, ...]:
     require_no_adapters(model)
     structure = find_structure(model)
     require_parameters(structure)
-    projections: list[Projection] = []
-    for index, layer in enumerate(structure.layers):
-        for path, module in layer.named_modules():
-            name = f"{structure.layers_path}.{index}.{path}" if path else f"{structure.layers_path}.{index}"
-            role = ".".join(p for p in path.split(".") if not p.isdigit())
-            if isinstance(module, nn.Linear | Conv1D) and _require_plain(name, module):
-                parts = list(_parts(structure.model_type, structure.config, path, module))
-                for part, head, start, stop in parts:
-                    suffix = f"{part}{'' if head is None else head}"
-                    projections.append(
-                        Projection(
-                            name=f"{name}:{suffix}" if part else name,
-                            layer=index,
-                            component=f"{role}.{part}" if part else role,
-                            head=head,
-                            expert=None,
-                            module=name,
-                            parameter="weight",
-                            start=start,
-                            stop=stop,
-                            transposed=isinstance(module, Conv1D),
-                        )
-                    )
-            for key, parameter in module.named_parameters(recurse=False):
-                if parameter.ndim == 3 and getattr(module, "num_experts", None) == len(parameter):
-                    projections += [
-                        Projection(
-                            name=f"{name}.{key}:{expert}",
-                            layer=index,
-                            component=f"{role}.{key}",
-                            head=None,
-                            expert=expert,
-                            module=name,
-                            parameter=key,
-                            start=0,
-                            stop=parameter.shape[1],
-                            transposed=False,
-                        )
-                        for expert in range(len(parameter))
-                    ]
+    projections = tuple(
+        p
+        for index, layer in enumerate(structure.layers)
+        for p in layer_projections(
+            layer, index, f"{structure.layers_path}.{index}", structure.model_type, structure.config
+        )
+    )
     if not projections:
         raise LyapunovPruneError(f"{type(model).__name__} holds no linear projections in its layers; nothing to check")
-    return tuple(projections)
+    return projections
+
+
+def layer_projections(layer: nn.Module, index: int, name: str, model_type: str, config: Any) -> Iterator[Projection]:
+    """Every matrix of the layer that is called `name` inside its model, in order; of no name, as inside the layer.
+
+    Raises LyapunovPruneError for weights that are not in memory as plain matrices.
+    """
+    for path, module in layer.named_modules():
+        place = f"{name}.{path}" if name and path else name or path
+        role = ".".join(p for p in path.split(".") if not p.isdigit())
+        if isinstance(module, nn.Linear | Conv1D) and _require_plain(place, module):
+            for part, head, start, stop in _parts(model_type, config, path, module):
+                suffix = f"{part}{'' if head is None else head}"
+                yield Projection(
+                    name=f"{place}:{suffix}" if part else place,
+                    layer=index,
+                    component=f"{role}.{part}" if part else role,
+                    head=head,
+                    expert=None,
+                    module=place,
+                    parameter="weight",
+                    start=start,
+                    stop=stop,
+                    transposed=isinstance(module, Conv1D),
+                )
+        for key, parameter in module.named_parameters(recurse=False):
+            if parameter.ndim == 3 and getattr(module, "num_experts", None) == len(parameter):
+                for expert in range(len(parameter)):
+                    yield Projection(
+                        name=f"{place}.{key}:{expert}",
+                        layer=index,
+                        component=f"{role}.{key}",
+                        head=None,
+                        expert=expert,
+                        module=place,
+                        parameter=key,
+                        start=0,
+                        stop=parameter.shape[1],
+                        transposed=False,
+                    )
 
 
 def _parts_by_head(config: Any, rows: int) -> Iterator[Part]:

@@ -310,6 +310,7 @@ def test_planted_faults_on_the_python_side_are_seen(tmp_path: Path) -> None:
 NEWER = {
     *("adaptive_monotonicity", "preln_contraction_sufficient", "preln_layer_contracts"),
     *("argmax_add_const", "argmax_of_noise_lt_half_gap", "regret_of_argmax_le"),
+    *("merged_projection", "activation_replacement_bound", "opNorm_merged_le"),
 }
 
 

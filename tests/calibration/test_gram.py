@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lyapunov_prune.compression.gram import damped, root
+from lyapunov_prune.calibration.gram import damped, root
 from lyapunov_prune.errors import LyapunovPruneError
 
 CPU = torch.device("cpu")

@@ -1,0 +1,133 @@
+"""What goes through feed-forward blocks while a model runs, and sums over it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from lyapunov_prune.errors import LyapunovPruneError
+from lyapunov_prune.linalg import lift
+from lyapunov_prune.models.feedforward import FeedForward
+from lyapunov_prune.models.hooked import hooked
+
+
+@dataclass(frozen=True, eq=False)
+class Passed:
+    """What one forward sent through a block, tokens × width each, in the model's dtype.
+
+    `x` enters it, `hidden` enters its last matrix; of a gated block `gate` leaves the activation and `up` is
+    what it is multiplied with.
+    """
+
+    x: torch.Tensor
+    hidden: torch.Tensor
+    gate: torch.Tensor | None
+    up: torch.Tensor | None
+
+
+Visit = Callable[[FeedForward, Passed], None]
+
+
+def watched_blocks(layers: nn.ModuleList, blocks: Sequence[FeedForward], visit: Visit) -> AbstractContextManager[None]:
+    """Call `visit` with every block and what went through it, on every forward inside the block of code."""
+    after: list[tuple[nn.Module, Callable[..., None]]] = []
+    before: list[tuple[nn.Module, Callable[..., None]]] = []
+    for block in blocks:
+        on_up, on_gate, on_out = _hooks(block, visit)
+        layer = layers[block.layer]
+        after.append((layer.get_submodule(block.up.module), on_up))
+        if block.gated:
+            after.append((layer.get_submodule(block.activation), on_gate))
+        before.append((layer.get_submodule(block.out.module), on_out))
+    return hooked(before=before, after=after)
+
+
+def _hooks(block: FeedForward, visit: Visit) -> tuple[Callable[..., None], Callable[..., None], Callable[..., None]]:
+    seen: dict[str, torch.Tensor] = {}
+
+    def flat(x: torch.Tensor) -> torch.Tensor:
+        return x.detach().reshape(-1, x.shape[-1])
+
+    def on_up(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: torch.Tensor) -> None:
+        seen["x"] = flat(args[0])
+        if block.gated:
+            seen["up"] = flat(output)[:, block.up.start : block.up.stop]
+
+    def on_gate(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: torch.Tensor) -> None:
+        seen["gate"] = flat(output)
+
+    def on_out(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        hidden = flat(args[0])
+        if not hidden.isfinite().all():
+            raise LyapunovPruneError(
+                f"NaN or infinite activations in the feed-forward block of layer {block.layer}; check weights and "
+                "inputs, or load the model in a wider dtype"
+            )
+        visit(block, Passed(seen["x"], hidden, seen.get("gate"), seen.get("up")))
+        seen.clear()
+
+    return on_up, on_gate, on_out
+
+
+# What can be summed over the tokens t that went through a block, from one of them: name -> sum, float64.
+SUMS: dict[str, Callable[[Passed], torch.Tensor]] = {
+    "gate": lambda p: _lifted(p.gate).sum(0),  # Σ g (hidden,)
+    "gate_up_up": lambda p: (_lifted(p.gate) * _lifted(p.up).square()).sum(0),  # Σ g u² (hidden,)
+    "up_up": lambda p: _lifted(p.up).square().sum(0),  # Σ u² (hidden,)
+    "input": lambda p: lift(p.x).sum(0),  # Σ x (d,)
+    "hidden": lambda p: lift(p.hidden).sum(0),  # Σ h (hidden,)
+    "input_input": lambda p: lift(p.x).T @ lift(p.x),  # Σ x xᵀ (d × d)
+    "hidden_input": lambda p: lift(p.hidden).T @ lift(p.x),  # Σ h xᵀ (hidden × d)
+}
+
+
+def _lifted(x: torch.Tensor | None) -> torch.Tensor:
+    assert x is not None, "a plain block has no gate"
+    return lift(x)
+
+
+@dataclass(frozen=True, eq=False)
+class BlockSums:
+    """Sums of `SUMS` over `tokens` tokens, not divided by their number."""
+
+    tokens: int
+    sums: dict[str, torch.Tensor]
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        return self.sums[name]
+
+
+def sum_blocks(
+    layers: nn.ModuleList, blocks: Sequence[FeedForward], needs: Sequence[str], run: Callable[[], None]
+) -> tuple[BlockSums, ...]:
+    """For each of `blocks` the sums `needs` (names of `SUMS`) over every token that `run()` sends through it.
+
+    `run` runs the model over its inputs, texts or images. No activation is kept beyond its forward. Raises
+    LyapunovPruneError for a block that no token reaches, and for activations that are not finite.
+    """
+    tokens = {block.layer: 0 for block in blocks}
+    sums: dict[int, dict[str, torch.Tensor]] = {block.layer: {} for block in blocks}
+
+    def add(block: FeedForward, passed: Passed) -> None:
+        tokens[block.layer] += len(passed.x)
+        here = sums[block.layer]
+        for name in needs:
+            more = SUMS[name](passed)
+            here[name] = here[name] + more if name in here else more
+
+    with watched_blocks(layers, blocks, add):
+        run()
+    for block in blocks:
+        require_tokens(block, tokens[block.layer])
+    return tuple(BlockSums(tokens[block.layer], sums[block.layer]) for block in blocks)
+
+
+def require_tokens(block: FeedForward, tokens: int) -> None:
+    """Raise LyapunovPruneError when no token went through the block."""
+    if not tokens:
+        raise LyapunovPruneError(f"layer {block.layer} took no part in the calibration forward; give more inputs")

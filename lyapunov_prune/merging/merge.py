@@ -1,0 +1,260 @@
+"""One matrix for a feed-forward block whose hidden vector was replaced by a linear map, and what that costs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+from torch.nn.functional import linear
+from transformers import PreTrainedModel
+
+from lyapunov_prune.arguments import checked
+from lyapunov_prune.calibration.blocks import Passed, require_tokens, sum_blocks, watched_blocks
+from lyapunov_prune.errors import LyapunovPruneError
+from lyapunov_prune.forward.hooks import Enough, run_backbone
+from lyapunov_prune.forward.reading import Readable, read
+from lyapunov_prune.linalg import certified_norm, lift, token_energy
+from lyapunov_prune.merging.reductions import HiddenMap, hidden_map, require_reduction
+from lyapunov_prune.merging.table import REDUCTIONS
+from lyapunov_prune.models.feedforward import Affine, FeedForward, Parts, find_feedforward
+from lyapunov_prune.models.hooked import hooked
+from lyapunov_prune.models.structure import in_eval_mode
+from lyapunov_prune.progress import track
+
+
+@dataclass(frozen=True, eq=False)
+class MergeCost:
+    """What a merge does to the output `y = W_out h(x) + b_out` of its block, token by token of the calibration.
+
+    All arrays are (tokens,), float64. `error` is `‖y − ŷ‖` of the merged matrix as it is stored, `change` is
+    `‖h(x) − τ(x)‖`, `size` is `‖y‖`; `rounding` is what the storing and the computing may add to an error
+    (`merge_rounding`).
+    """
+
+    error: np.ndarray
+    change: np.ndarray
+    size: np.ndarray
+    rounding: np.ndarray
+    spread: float  # Σ ‖y − ȳ‖², ȳ the mean over tokens
+    out_norm: float  # certified ‖W_out‖
+
+    @property
+    def bound(self) -> np.ndarray:
+        """`‖W_out‖ ‖h(x) − τ(x)‖` of each token: no error is larger (theorem `activation_replacement_bound`)."""
+        return self.out_norm * self.change
+
+    @property
+    def energy(self) -> float:
+        """`Σ ‖y − ŷ‖²`."""
+        return float(np.square(self.error).sum())
+
+    @property
+    def relative_energy(self) -> float:
+        """`Σ ‖y − ŷ‖² / Σ ‖y‖²`; 0 for a block that adds nothing and loses nothing."""
+        return self.energy / whole if (whole := float(np.square(self.size).sum())) else float(self.energy > 0)
+
+    @property
+    def explained(self) -> float:
+        """The share of the block's output that is left: `1 − Σ ‖y − ŷ‖² / Σ ‖y − ȳ‖²`, at most 1.
+
+        Below zero the mean output would be nearer; NaN where the output never varies.
+        """
+        return 1 - self.energy / self.spread if self.spread > 0 else float("nan")
+
+
+@dataclass(frozen=True, eq=False)
+class Merged:
+    """A feed-forward block as one affine map `ŷ = weight x + bias`, in the model's dtype.
+
+    `weight` is output × input, `bias` (output,) or None where nothing is added. `tau` is the map that takes the place
+    of the hidden vector; `weight = W_out T` and `bias = W_out t + b_out` were formed in float64 and rounded once.
+    """
+
+    block: FeedForward
+    reduction: str
+    tau: HiddenMap
+    weight: torch.Tensor
+    bias: torch.Tensor | None
+    before: int  # weights and biases of the block
+    cost: MergeCost
+
+    @property
+    def after(self) -> int:
+        """Weights and biases of the merged map."""
+        return self.weight.numel() + (0 if self.bias is None else self.bias.numel())
+
+
+@checked
+@in_eval_mode
+def merge_layers(
+    model: PreTrainedModel, batch: Readable, layers: Sequence[int], reduction: str, *, batch_size: int = 1
+) -> tuple[Merged, ...]:
+    """Merge the feed-forward blocks of these layers of a decoder, which itself is not changed; as `merge_blocks`.
+
+    The statistics are those of `batch` in the model as it is: one forward for the sums that the reduction needs, one
+    for the cost, both as far as the last of the layers. Raises as `merge_blocks` and `find_feedforward`.
+    """
+    reading = read(model, batch)
+    structure = reading.structure
+    outside = [i for i in layers if not 0 <= i < structure.num_layers]
+    if outside or len(set(layers)) < len(layers) or not layers:
+        raise LyapunovPruneError(
+            f"cannot merge layers {list(layers)} of {structure.num_layers}; name each once, 0 to "
+            f"{structure.num_layers - 1}, and one or more"
+        )
+    blocks = [find_feedforward(structure, i) for i in layers]
+    last = structure.layers[max(layers)]
+
+    def stop(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+        raise Enough
+
+    def run() -> None:
+        for ids in track(reading.windows(batch_size), f"merging, {reduction}"):
+            with suppress(Enough), hooked(after=[(last, stop)]):
+                run_backbone(structure, ids)
+
+    return merge_blocks(structure.layers, blocks, reduction, run)
+
+
+@torch.no_grad()
+def merge_blocks(
+    layers: nn.ModuleList, blocks: Sequence[FeedForward], reduction: str, run: Callable[[], None]
+) -> tuple[Merged, ...]:
+    """One matrix for each of `blocks` of `layers`, by a reduction of `REDUCTIONS`; the layers are not changed.
+
+    `run` runs the model, in eval mode, over its calibration inputs, texts or images: once for the sums if the
+    reduction needs any, once for the cost. No activation is kept beyond its forward. Memory: the sums of all blocks,
+    of `affine` d (d + hidden) numbers each.
+
+    Raises LyapunovPruneError for a reduction that is unknown or not for such a block, for a merge that would not be
+    smaller, for too few inputs, for activations that are not finite, and for a product beyond the model's dtype.
+    """
+    parts = [block.parts(layers[block.layer]) for block in blocks]
+    for block, p in zip(blocks, parts, strict=True):
+        require_reduction(reduction, block)
+        _require_smaller(block, p)
+    needs = REDUCTIONS[reduction].needs
+    sums = sum_blocks(layers, blocks, needs, run) if needs else [None] * len(blocks)
+    taus = [hidden_map(reduction, p, s) for p, s in zip(parts, sums, strict=True)]
+    stored = [_rounded(block, p, tau) for block, p, tau in zip(blocks, parts, taus, strict=True)]
+    costs = _costs(layers, blocks, parts, taus, stored, run)
+    return tuple(
+        Merged(block, reduction, tau, *affine, p.numbers, cost)
+        for block, tau, affine, p, cost in zip(blocks, taus, stored, parts, costs, strict=True)
+    )
+
+
+def product(out: Affine, tau: HiddenMap) -> Affine:
+    """`W_out T` (output × input) and `W_out t + b_out`, float64; theorem `merged_projection`.
+
+    `out` is the last matrix of the block in any dtype, `tau` the map before it. The second is None where neither adds
+    anything.
+    """
+    W, b = lift(out[0]), None if out[1] is None else lift(out[1])
+    moved = None if tau.bias is None else W @ tau.bias
+    bias = moved if b is None else b if moved is None else moved + b
+    return W @ tau.weight, bias
+
+
+def merge_rounding(
+    out: Affine, tau: HiddenMap, merged: Affine, x: np.ndarray, hidden: np.ndarray, *, unit: float = 2.0**-53
+) -> np.ndarray:
+    """How far from the truth `‖(W_out h + b_out) − (W x + b)‖`, computed with unit roundoff `unit`, may be.
+
+    The truth is of the exact product, `h` of any vector, `τ(x)` among them; one entry an input.
+
+    `merged = (W, b)` is the product as it was rounded to its dtype of unit u; `x` and `hidden` are norms of x and h.
+    Storing moves the output by at most `u (‖W‖_F ‖x‖ + ‖b‖)`, and by what is lost below the normal numbers.
+    Every sum of k products is within `γ_k` of the sum of their sizes (Higham, Accuracy and Stability,
+    §3.1), and so is a norm; the terms of all sums here are no larger than `‖W_out‖_F (‖h‖ + ‖T‖_F ‖x‖ + ‖t‖) +
+    ‖b_out‖ + ‖W‖_F ‖x‖ + ‖b‖`. `γ` is taken of all their lengths together, doubled.
+    """
+    W, b = merged
+    kind = torch.finfo(W.dtype)
+    stored = _size(W) * x + _size(b)
+    lost = kind.tiny * kind.eps * (W.numel() ** 0.5 * x + W.shape[0] ** 0.5)
+    steps = 2 * (3 * sum(out[0].shape) + 2 * W.shape[1] + 32) * unit
+    terms = _size(out[0]) * (hidden + _size(tau.weight) * x + _size(tau.bias)) + _size(out[1]) + stored
+    return kind.eps / 2 * stored + lost + steps * terms
+
+
+def _size(x: torch.Tensor | None) -> float:
+    """`‖x‖` of a vector, `‖x‖_F` of a matrix."""
+    return 0.0 if x is None else float(torch.linalg.vector_norm(lift(x)))
+
+
+def _require_smaller(block: FeedForward, parts: Parts) -> None:
+    outputs, inputs = parts.out[0].shape[0], parts.up[0].shape[1]
+    after = outputs * inputs + outputs
+    if after >= parts.numbers:
+        raise LyapunovPruneError(
+            f"merging the feed-forward block of layer {block.layer} would make {after:,} parameters of "
+            f"{parts.numbers:,}, which is no smaller; choose other layers"
+        )
+
+
+def _rounded(block: FeedForward, parts: Parts, tau: HiddenMap) -> Affine:
+    W, b = product(parts.out, tau)
+    like = parts.out[0]
+    stored = W.to(like), None if b is None else b.to(like)
+    if not all(t is None or bool(t.isfinite().all()) for t in stored):
+        raise LyapunovPruneError(
+            f"the merged matrix of layer {block.layer} holds NaN or is beyond {like.dtype}; check the weights, or load "
+            "the model in a wider dtype"
+        )
+    return stored
+
+
+def _costs(
+    layers: nn.ModuleList,
+    blocks: Sequence[FeedForward],
+    parts: Sequence[Parts],
+    taus: Sequence[HiddenMap],
+    stored: Sequence[Affine],
+    run: Callable[[], None],
+) -> tuple[MergeCost, ...]:
+    books = {
+        block.layer: _Book(p.out, tau, merged)
+        for block, p, tau, merged in zip(blocks, parts, taus, stored, strict=True)
+    }
+
+    def note(block: FeedForward, passed: Passed) -> None:
+        books[block.layer].add(passed)
+
+    with watched_blocks(layers, blocks, note):
+        run()
+    for block in blocks:
+        require_tokens(block, sum(map(len, books[block.layer].errors)))
+    return tuple(books[block.layer].cost() for block in blocks)
+
+
+class _Book:
+    """The cost of one merge, forward by forward, in float64."""
+
+    def __init__(self, out: Affine, tau: HiddenMap, merged: Affine) -> None:
+        self.out, self.tau, self.merged = out, tau, merged
+        self.wide = [(lift(W), None if b is None else lift(b)) for W, b in (out, merged)]
+        self.errors: list[np.ndarray] = []
+        self.rows: list[tuple[np.ndarray, ...]] = []
+        self.total: torch.Tensor | float = 0.0
+
+    def add(self, passed: Passed) -> None:
+        x, h = lift(passed.x), lift(passed.hidden)
+        y, ŷ = linear(h, *self.wide[0]), linear(x, *self.wide[1])
+        error, change, size, inputs, hidden = (
+            token_energy(v).sqrt().cpu().numpy() for v in (y - ŷ, h - self.tau(x), y, x, h)
+        )
+        self.errors.append(error)
+        self.rows.append((change, size, merge_rounding(self.out, self.tau, self.merged, inputs, hidden)))
+        self.total = self.total + y.sum(0)
+
+    def cost(self) -> MergeCost:
+        error, (change, size, rounding) = np.concatenate(self.errors), map(np.concatenate, zip(*self.rows, strict=True))
+        mean = float(torch.linalg.vector_norm(self.total / len(error)))
+        spread = max(0.0, float(np.square(size).sum()) - len(error) * mean**2)
+        return MergeCost(error, change, size, rounding, spread, certified_norm(self.out[0]))

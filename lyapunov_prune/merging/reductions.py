@@ -1,0 +1,102 @@
+"""The linear map that takes the place of the hidden vector of a feed-forward block."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from lyapunov_prune.calibration.blocks import BlockSums
+from lyapunov_prune.calibration.gram import damped
+from lyapunov_prune.errors import LyapunovPruneError
+from lyapunov_prune.linalg import lift
+from lyapunov_prune.merging.table import REDUCTIONS
+from lyapunov_prune.models.feedforward import FeedForward, Parts
+
+# The ridge of the least-squares fit, over the mean variance of an input.
+RIDGE = 1e-6
+
+
+@dataclass(frozen=True, eq=False)
+class HiddenMap:
+    """`τ(x) = T x + t`, float64: `weight` is T (hidden × d), `bias` is t (hidden,) or None for zero."""
+
+    weight: torch.Tensor
+    bias: torch.Tensor | None
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.linear(x, self.weight, self.bias)
+
+
+def require_reduction(reduction: str, block: FeedForward) -> None:
+    """Raise LyapunovPruneError unless `reduction` is one of REDUCTIONS and for blocks of this kind."""
+    if reduction not in REDUCTIONS:
+        raise LyapunovPruneError(f"unknown reduction {reduction!r}; give one of {', '.join(REDUCTIONS)}")
+    kind = "gated" if block.gated else "plain"
+    if kind not in REDUCTIONS[reduction].blocks:
+        fitting = " or ".join(name for name, entry in REDUCTIONS.items() if kind in entry.blocks)
+        raise LyapunovPruneError(
+            f"the feed-forward block of layer {block.layer} is {kind}, and reduction {reduction} is for "
+            f"{' and '.join(REDUCTIONS[reduction].blocks)} ones; give {fitting}"
+        )
+
+
+def hidden_map(reduction: str, parts: Parts, sums: BlockSums | None) -> HiddenMap:
+    """The map of a reduction of REDUCTIONS, for a block of its kind and the sums that it needs.
+
+    Raises LyapunovPruneError for fewer tokens than a fit has unknowns.
+    """
+    return _FUNCTIONS[reduction](parts, sums)
+
+
+def _identity(parts: Parts, sums: BlockSums | None) -> HiddenMap:
+    """`τ(x) = W₁ x + b₁`."""
+    W, b = parts.up
+    return HiddenMap(lift(W), None if b is None else lift(b))
+
+
+def _mean_gate(parts: Parts, sums: BlockSums) -> HiddenMap:
+    """`τ(x) = c ⊙ (W_u x + b_u)` with `c = E σ(W_g x + b_g)`."""
+    return _gated_by(parts, sums["gate"] / sums.tokens)
+
+
+def _scaled(parts: Parts, sums: BlockSums) -> HiddenMap:
+    """`τ(x) = c ⊙ (W_u x + b_u)` with `c_i = E[g_i u_i²]/E[u_i²]`, the least-squares fit of each `g_i u_i` by `u_i`.
+
+    A unit whose `u_i` was always zero counts nothing: `c_i = 0`.
+    """
+    energy = sums["up_up"]
+    return _gated_by(parts, torch.where(energy > 0, sums["gate_up_up"] / energy.clamp_min(1e-300), 0))
+
+
+def _gated_by(parts: Parts, c: torch.Tensor) -> HiddenMap:
+    W, b = parts.up
+    return HiddenMap(c.unsqueeze(-1) * lift(W), None if b is None else c * lift(b))
+
+
+def _affine(parts: Parts, sums: BlockSums) -> HiddenMap:
+    """`argmin Σ ‖h − T x − t‖² + λ ‖T‖_F²`, λ = RIDGE · tokens · the mean variance of an input.
+
+    `T = C_hx (C_xx + λ I)⁻¹` and `t = h̄ − T x̄` of the centred sums. As `T` is linear in h, `W_out T` is the same fit of
+    the block's output `W_out h`: least squares of the output, whatever the last matrix is.
+    """
+    n, width = sums.tokens, len(sums["input"])
+    if n <= width:
+        raise LyapunovPruneError(
+            f"a least-squares fit of {width} inputs and a constant needs more than {width} tokens and got {n}; "
+            "give more calibration inputs, or a reduction other than affine"
+        )
+    x, h = sums["input"] / n, sums["hidden"] / n
+    C = damped(sums["input_input"] - n * torch.outer(x, x), width, RIDGE, x.device)
+    cross = sums["hidden_input"] - n * torch.outer(h, x)
+    T = torch.cholesky_solve(cross.T, torch.linalg.cholesky(C)).T
+    return HiddenMap(T, h - T @ x)
+
+
+_FUNCTIONS: dict[str, Callable[..., HiddenMap]] = {
+    "identity": _identity,
+    "mean-gate": _mean_gate,
+    "scaled": _scaled,
+    "affine": _affine,
+}

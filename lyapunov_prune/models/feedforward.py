@@ -1,0 +1,267 @@
+"""The feed-forward block of a layer: which matrices, which activation, plain or gated; proven by running it.
+
+A plain block is `y = W₂ σ(W₁ x + b₁) + b₂`, a gated one `y = W_d (σ(W_g x + b_g) ⊙ (W_u x + b_u)) + b_d`. Nothing
+is known of a family: the matrices are those whose names say that they go into an MLP or out of it (`roles`), fused
+ones come apart as `projections` says, and the rest is seen while the block runs on random inputs. Rebuilt from what
+was found the block must give its own output; a block that does not is refused.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.functional import linear
+
+from lyapunov_prune.errors import LyapunovPruneError
+from lyapunov_prune.models.hooked import hooked
+from lyapunov_prune.models.projections import Projection, layer_projections
+from lyapunov_prune.models.roles import role
+from lyapunov_prune.models.structure import Structure, in_eval_mode
+
+_TOKENS = 8
+_OTHERS = "choose other layers"
+
+# A matrix (output × input) and what is added to its product.
+Affine = tuple[torch.Tensor, torch.Tensor | None]
+
+
+@dataclass(frozen=True, eq=False)
+class Parts:
+    """A feed-forward block as tensors, views of the model's own: `gate` is None in a plain one."""
+
+    gate: Affine | None
+    up: Affine
+    out: Affine
+    activation: nn.Module
+
+    def hidden(self, x: torch.Tensor) -> torch.Tensor:
+        """`h(x)`, what enters the last matrix: `σ(W₁ x + b₁)`, or `σ(W_g x + b_g) ⊙ (W_u x + b_u)`."""
+        if self.gate is None:
+            return self.activation(linear(x, *self.up))
+        return self.activation(linear(x, *self.gate)) * linear(x, *self.up)
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """The block's output for inputs (…, d)."""
+        return linear(self.hidden(x), *self.out)
+
+    @property
+    def numbers(self) -> int:
+        """How many weights and biases the block has."""
+        pairs = [self.up, self.out] + ([] if self.gate is None else [self.gate])
+        return sum(t.numel() for pair in pairs for t in pair if t is not None)
+
+
+@dataclass(frozen=True)
+class FeedForward:
+    """Where a layer keeps its feed-forward block; all paths begin inside the layer.
+
+    `up` goes into the hidden units, through the activation in a plain block, beside it in a gated one, where `gate`
+    goes through it. Of a copy of the model it says the same.
+    """
+
+    layer: int
+    block: str  # the module that is the block and nothing else; empty where its parts lie bare in the layer (OPT)
+    gate: Projection | None
+    up: Projection
+    out: Projection
+    activation: str  # the module that is σ
+
+    @property
+    def gated(self) -> bool:
+        return self.gate is not None
+
+    def parts(self, layer: nn.Module) -> Parts:
+        """The tensors of the block in `layer`."""
+        gate, up, out = (
+            None if p is None else (p.weight(layer), p.bias(layer)) for p in (self.gate, self.up, self.out)
+        )
+        assert up is not None
+        assert out is not None
+        return Parts(gate, up, out, layer.get_submodule(self.activation))
+
+
+@dataclass(frozen=True)
+class _Call:
+    """One call of a module without children."""
+
+    path: str
+    module: nn.Module
+    given: torch.Tensor
+    returned: torch.Tensor
+
+
+def find_feedforward(structure: Structure, layer: int) -> FeedForward:
+    """The feed-forward block of a decoder's layer; raises as `read_feedforward`."""
+    return read_feedforward(structure.layers, layer, structure.model_type, structure.config)
+
+
+@in_eval_mode
+@torch.no_grad()
+def read_feedforward(layers: nn.ModuleList, index: int, model_type: str, config: Any) -> FeedForward:
+    """The feed-forward block of `layers[index]`, of a decoder or any other transformer whose layers take a state alone.
+
+    Raises LyapunovPruneError, with the reason, for a layer without a block that is known by its names, with experts
+    or several blocks, with a norm between the matrices, with matrices that another layer has too, without a module
+    that is the activation, and when the block does more than its matrices and its activation.
+    """
+    layer, where = layers[index], f"layer {index}"
+    into, out = _matrices(layer, where, list(layer_projections(layer, index, "", model_type, config)))
+    _require_own(layers, index, [*into, out])
+    block = _common([p.module for p in (*into, out)])
+    calls, given, returned = _run(layer, where, block, into, out)
+    if not returned.isfinite().all():
+        raise LyapunovPruneError(
+            f"the feed-forward block of {where} makes NaN or infinity of random inputs; check the weights, or load the "
+            "model in a wider dtype"
+        )
+    activation = _activation(where, calls, {p.module for p in (*into, out)})
+    outputs = {c.path: c.returned for c in calls}
+    through = [p for p in into if torch.equal(outputs[p.module][..., p.start : p.stop], activation.given)]
+    if len(through) != 1:
+        raise _unknown(where, f"its {type(activation.module).__name__} is given something else than a matrix's output")
+    gate = through[0] if len(into) == 2 else None
+    if gate and not block:
+        raise _unknown(where, "a gate whose matrices lie bare in the layer")
+    up = next(p for p in into if p is not gate)
+    found = FeedForward(index, block, gate, up, out, activation.path)
+    _require_same(where, found.parts(layer)(given), returned, up, out)
+    return found
+
+
+def _matrices(layer: nn.Module, where: str, projections: Sequence[Projection]) -> tuple[list[Projection], Projection]:
+    """The one or two matrices into the hidden units, and the one out of them."""
+    roles = {name: [p for p in projections if role(p.component) == name] for name in ("mlp-in", "mlp-out")}
+    into, outs = roles["mlp-in"], roles["mlp-out"]
+    expert = next((p for p in projections if p.expert is not None), None)
+    expert = expert or next((p for p in (*into, *outs) if any(part.isdigit() for part in p.module.split("."))), None)
+    if expert is not None:
+        raise LyapunovPruneError(
+            f"{where} has experts or several feed-forward blocks ({expert.name}, …), which are no one block; {_OTHERS}"
+        )
+    if not into or not outs:
+        missing = "into" if not into else "out of"
+        raise LyapunovPruneError(
+            f"{where} has no matrix {missing} a feed-forward block whose name is known; {_OTHERS}, or name it in "
+            "models/roles.py"
+        )
+    hidden, width = outs[0].weight(layer).shape[1], into[0].weight(layer).shape[1]
+    shapes = [tuple(p.weight(layer).shape) for p in into]
+    if len(outs) == 1 and shapes == [(2 * hidden, width)]:
+        raise LyapunovPruneError(
+            f"{where} keeps gate and up in one matrix, {into[0].name}, of which no rule says how it comes apart; "
+            f"{_OTHERS}, or add its row to FUSED in models/projections.py"
+        )
+    if len(outs) != 1 or shapes not in ([(hidden, width)], [(hidden, width)] * 2):
+        names = ", ".join(f"{p.name} {tuple(p.weight(layer).shape)}" for p in (*into, *outs))
+        raise _unknown(where, f"its matrices are {names}")
+    return into, outs[0]
+
+
+def _unknown(where: str, what: str) -> LyapunovPruneError:
+    return LyapunovPruneError(f"{where} has a feed-forward block of a shape that is not known ({what}); {_OTHERS}")
+
+
+def _require_own(layers: nn.ModuleList, index: int, projections: Sequence[Projection]) -> None:
+    """Raise LyapunovPruneError when another layer has one of these matrices too: merged, it would change there."""
+    own = {getattr(layers[index].get_submodule(p.module), p.parameter).data_ptr(): p.name for p in projections}
+    for other, layer in enumerate(layers):
+        for _, parameter in layer.named_parameters() if other != index else ():
+            if parameter.data_ptr() in own:
+                raise LyapunovPruneError(
+                    f"{own[parameter.data_ptr()]} of layer {index} is also a matrix of layer {other}; what layers "
+                    f"share is not merged: {_OTHERS}"
+                )
+
+
+def _common(paths: Sequence[str]) -> str:
+    """The module that holds all of `paths`."""
+    parents = [path.split(".")[:-1] for path in paths]
+    length = 0
+    while all(len(p) > length for p in parents) and len({p[length] for p in parents}) == 1:
+        length += 1
+    return ".".join(parents[0][:length])
+
+
+def _run(
+    layer: nn.Module, where: str, block: str, into: Sequence[Projection], out: Projection
+) -> tuple[list[_Call], torch.Tensor, torch.Tensor]:
+    """What is called from the first matrix to the last, what the block is given, and what it returns.
+
+    A block that is a module of its own is run on random states, and what it is given and returns is the module's.
+    One whose parts lie bare in the layer is run with the layer, and is what its first matrix is given and its last
+    returns.
+    """
+    calls: list[_Call] = []
+
+    def note(path: str) -> Callable[..., None]:
+        def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+            if args and isinstance(args[0], torch.Tensor) and isinstance(output, torch.Tensor):
+                calls.append(_Call(path, module, args[0], output))
+
+        return hook
+
+    weight = into[0].weight(layer)
+    x = torch.randn(1, _TOKENS, weight.shape[1], generator=torch.Generator().manual_seed(0)).to(weight)
+    runs = layer.get_submodule(block)
+    leaves = [(module, note(path)) for path, module in layer.named_modules() if not any(module.children())]
+    try:
+        with hooked(after=leaves):
+            output = runs(x)
+    except (AttributeError, IndexError, RuntimeError, TypeError, ValueError) as error:
+        raise LyapunovPruneError(
+            f"the feed-forward block of {where}, in {type(runs).__name__}, does not run on a state alone ({error}); "
+            f"{_OTHERS}"
+        ) from None
+    paths = [c.path for c in calls]
+    modules = {p.module for p in (*into, out)}
+    if any(paths.count(module) != 1 for module in modules) or paths.index(out.module) != max(map(paths.index, modules)):
+        raise _unknown(where, f"{type(runs).__name__} does not call each of its matrices once, the last at the end")
+    first, last = min(map(paths.index, modules)), paths.index(out.module)
+    twice = next((path for path in paths[first:last] if paths.count(path) > 1), None)
+    if twice:
+        raise _unknown(where, f"{twice} is called more than once")
+    if not block:
+        return calls[first : last + 1], calls[first].given, calls[last].returned
+    return calls[first : last + 1], x, output if isinstance(output, torch.Tensor) else output[0]
+
+
+def _activation(where: str, calls: Sequence[_Call], matrices: set[str]) -> _Call:
+    """The one module between the matrices that changes what it is given (dropout does not), entry by entry."""
+    between = [c for c in calls if c.path not in matrices and not torch.equal(c.given, c.returned)]
+    for call in between:
+        if not _elementwise(call):
+            raise LyapunovPruneError(
+                f"{where} has a {type(call.module).__name__} ({call.path}) between the matrices of its feed-forward "
+                f"block, where an activation alone can be removed; {_OTHERS}"
+            )
+    if len(between) != 1:
+        found = ", ".join(c.path for c in between) or "none: a function without a module cannot be replaced"
+        raise _unknown(where, f"modules between its matrices: {found}")
+    return between[0]
+
+
+def _elementwise(call: _Call) -> bool:
+    """Whether no entry of the output depends on another entry of the input."""
+    given = call.given.clone(memory_format=torch.contiguous_format)  # one layout for both, so that both round alike
+    before = call.module(given)
+    given[..., ::2] += 1
+    after = call.module(given)
+    return after.shape == given.shape and torch.equal(after[..., 1::2], before[..., 1::2])
+
+
+def _require_same(where: str, rebuilt: torch.Tensor, own: torch.Tensor, up: Projection, out: Projection) -> None:
+    """Raise LyapunovPruneError unless the rebuilt block gives its own output but for rounding.
+
+    Once in the model's dtype, and in float32 where a product is summed, in which a fused matrix may be summed in
+    another order than its part.
+    """
+    sums = torch.promote_types(own.dtype, torch.float32)
+    limit = torch.finfo(own.dtype).eps + 4 * math.sqrt(up.stop - up.start + own.shape[-1]) * torch.finfo(sums).eps
+    error = float((rebuilt.double() - own.double()).norm()) if rebuilt.numel() == own.numel() else math.inf
+    if not error <= limit * float(own.double().norm()):
+        raise _unknown(where, f"{out.name} gives another output than its matrices and its activation")
