@@ -96,6 +96,20 @@ def make_tiny(name: str, seed: int = 0, **changes: Any) -> PreTrainedModel:
     return model
 
 
+def make_classifier(model_type: str, seed: int = 0, **changes: Any) -> PreTrainedModel:
+    """A random ViT or DeiT of four layers that tells five classes of 8 × 8 images."""
+    small = {name: SMALL[name] for name in ("hidden_size", "intermediate_size", "num_attention_heads")}
+    images = {"num_hidden_layers": 4, "image_size": 8, "patch_size": 4, "num_channels": 1, "num_labels": 5}
+    config = AutoConfig.for_model(model_type, **{**small, **images, **changes})
+    torch.manual_seed(seed)
+    names = {"vit": "ViTForImageClassification", "deit": "DeiTForImageClassification"}
+    model = getattr(transformers, names[model_type])(config).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.1 * torch.randn_like(parameter))
+    return model
+
+
 # A byte-level vocabulary with one merge: every text has a token sequence, nothing is unknown.
 VOCABULARY = ["<pad>", "<s>", "</s>", *sorted(pre_tokenizers.ByteLevel.alphabet()), "th"]
 
