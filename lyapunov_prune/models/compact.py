@@ -99,6 +99,10 @@ def compact_class(model: PreTrainedModel) -> Any:
     found = compact_classes().get(family_of(model.config))
     plain = found and (found.__bases__[1], found.config_class.__bases__[0])
     if found is None or (type(model), type(model.config)) not in (plain, (found, found.config_class)):
+        if is_compact(model):
+            raise LyapunovPruneError(
+                f"this {type(model).__name__} is of code from its folder; load it with lyapunov_prune.load"
+            )
         known = ", ".join(sorted(c.__bases__[1].__name__ for c in compact_classes().values()))
         raise LyapunovPruneError(
             f"the compact format does not know {type(model).__name__} of {model.config.model_type}; give one of {known}"

@@ -12,6 +12,7 @@ import torch
 from helpers import Done, change_weight, edit_json, make_classifier
 from safetensors.torch import load_file
 from transformers import AutoModelForImageClassification, PreTrainedModel, PreTrainedTokenizerFast
+from transformers.dynamic_module_utils import get_class_from_dynamic_module
 
 import lyapunov_prune
 from lyapunov_prune.checkpoints.reloading import GateCheck
@@ -144,6 +145,16 @@ def test_no_code_of_the_folder_is_run(small: Path) -> None:
 def test_what_was_loaded_is_written_again_with_its_module(small: Path, tmp_path: Path) -> None:
     load(small).model.save_pretrained(tmp_path / "again")
     assert (tmp_path / "again" / MODULE).read_bytes() == (small / MODULE).read_bytes()
+
+
+def test_a_model_of_the_folders_code_is_refused_to_be_cut(
+    written: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path))
+    theirs = get_class_from_dynamic_module("modeling_compact.CompactLlama", written)
+    model = theirs.from_pretrained(written)
+    with pytest.raises(LyapunovPruneError, match=r"is of code from its folder; load it with lyapunov_prune\.load"):
+        make_compact(model, Cuts((1,)))
 
 
 def without_module(folder: Path) -> None:
