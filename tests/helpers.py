@@ -103,22 +103,13 @@ def _with_large_weights(model: PreTrainedModel) -> PreTrainedModel:
 IMAGE_MODELS = {"vit": transformers.ViTForImageClassification, "deit": transformers.DeiTForImageClassification}
 
 
-def make_image_model(model_type: str) -> PreTrainedModel:
-    """A random image classifier of IMAGE_MODELS, float32, with weights large enough for every layer to matter."""
+def make_classifier(model_type: str) -> PreTrainedModel:
+    """A random ViT or DeiT of four layers that tells five classes of 8 × 8 images. Every layer matters."""
     kind = IMAGE_MODELS[model_type]
-    config = kind.config_class(
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=4,
-        num_attention_heads=4,
-        image_size=12,
-        patch_size=4,
-        num_channels=1,
-        num_labels=5,
-    )
+    small = {name: SMALL[name] for name in ("hidden_size", "intermediate_size", "num_attention_heads")}
+    images = {"num_hidden_layers": 4, "image_size": 8, "patch_size": 4, "num_channels": 1, "num_labels": 5}
     torch.manual_seed(0)
-    model = kind(config).eval()
-    return _with_large_weights(model)
+    return _with_large_weights(kind(kind.config_class(**small, **images)).eval())
 
 
 # A byte-level vocabulary with one merge: every text has a token sequence, nothing is unknown.

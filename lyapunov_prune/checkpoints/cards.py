@@ -9,7 +9,11 @@ from pathlib import Path
 from huggingface_hub import ModelCardData
 
 from lyapunov_prune.errors import printable
+from lyapunov_prune.models.compact import MODULE
 from lyapunov_prune.models.loading import HUB_ID
+
+_MODULE_IS_RUN = f"""This runs `{MODULE}`, which lies in this folder and imports torch and transformers alone: read it
+first. lyapunov-prune needs no flag. It runs its own copy of that module, and no code from a folder."""
 
 
 def write_card(
@@ -26,8 +30,12 @@ def write_card(
 
     `title` is text; `about` and what stands under the headings of `sections` are Markdown, in which names went
     through `as_text`. `loader` is the class that loads the checkpoint, `source` the model that this one was made
-    from, which becomes a link if it is of a hub.
+    from, which becomes a link if it is of a hub. Where the folder holds the module of a compact checkpoint, the card
+    says that loading runs it.
     """
+    compact, reads_text = (folder / MODULE).is_file(), loader != "AutoModelForImageClassification"
+    option = ", trust_remote_code=True" if compact else ""
+    tokenizer = '\ntokenizer = AutoTokenizer.from_pretrained("path/to/this/folder")' if reads_text else ""
     more = "".join(f"## {heading}\n\n{text}\n\n" for heading, text in (sections or {}).items())
     card = f"""{_front_matter(("lyapunov-prune", *tags), source)}
 # {as_text(title)}
@@ -37,13 +45,12 @@ def write_card(
 ## Load
 
 ```python
-from transformers import {loader}, AutoTokenizer
+from transformers import {loader}{", AutoTokenizer" if reads_text else ""}
 
-model = {loader}.from_pretrained("path/to/this/folder")
-tokenizer = AutoTokenizer.from_pretrained("path/to/this/folder")
+model = {loader}.from_pretrained("path/to/this/folder"{option}){tokenizer}
 ```
 
-No custom code is needed.
+{_MODULE_IS_RUN if compact else "No custom code is needed."}
 
 {more}Licence and intended use are those of the original model.
 """

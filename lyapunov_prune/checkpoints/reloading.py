@@ -14,7 +14,7 @@ from lyapunov_prune.forward.logits import SAME_LIMIT, deviation, uncached_logits
 from lyapunov_prune.linalg import lift
 from lyapunov_prune.models.families import POSITION_ATTRIBUTES
 from lyapunov_prune.models.loading import quiet
-from lyapunov_prune.models.structure import find_structure
+from lyapunov_prune.models.structure import find_layers
 from lyapunov_prune.models.wrappers import loading_class
 
 RELOADED = "reloads as saved"
@@ -30,7 +30,7 @@ class GateCheck:
 
 
 def reload_check(pruned: PreTrainedModel, folder: Path, inputs: list[torch.Tensor]) -> GateCheck:
-    """`pruned` against what plain `from_pretrained` makes of `folder`, where it was saved, on `inputs` (token ids)."""
+    """`pruned` against what plain `from_pretrained` makes of `folder`, where it was saved, on `inputs`."""
     with quiet():
         loaded: Any = loading_class(pruned).from_pretrained(
             folder,
@@ -63,7 +63,7 @@ def changed_setting(pruned: PreTrainedModel, reloaded: PreTrainedModel) -> str:
 
     Catches what short inputs cannot: a layer that comes back with another window, scale or kind.
     """
-    layers, again = (find_structure(model).layers for model in (pruned, reloaded))
+    layers, again = (find_layers(model).layers for model in (pruned, reloaded))
     for index, (a, b) in enumerate(zip(layers, again, strict=True)):
         for (name, before), (_, after) in zip(a.named_modules(), b.named_modules(), strict=True):
             settings = _settings(after)

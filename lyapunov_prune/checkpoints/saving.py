@@ -9,9 +9,11 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from lyapunov_prune.checkpoints.cards import write_card
+from lyapunov_prune.checkpoints.elsewhere import elsewhere_check
 from lyapunov_prune.checkpoints.reloading import reload_check
 from lyapunov_prune.errors import CheckFailed
 from lyapunov_prune.forward.logits import sample_inputs
+from lyapunov_prune.models.compact import is_compact
 from lyapunov_prune.models.loading import quiet
 from lyapunov_prune.models.structure import in_eval_mode
 from lyapunov_prune.models.wrappers import loading_class
@@ -32,7 +34,8 @@ def write_model(
 
     `title` is text, `about` is Markdown, in which names went through `as_text`.
 
-    Raises CheckFailed when plain transformers would load another model from the files, and LyapunovPruneError when
+    Raises CheckFailed when transformers, for a compact model also without this package, would load another model from
+    the files, and LyapunovPruneError when
     the target is not empty or the disk refuses; either way nothing is left there.
     """
     require_empty(target)
@@ -41,7 +44,10 @@ def write_model(
             model.save_pretrained(folder)
             tokenizer.save_pretrained(folder)
         with torch.no_grad():
-            check = in_eval_mode(reload_check)(model, folder, sample_inputs(model, None))
+            inputs = sample_inputs(model, None)
+            check = in_eval_mode(reload_check)(model, folder, inputs)
+            if check.passed and is_compact(model):
+                check = in_eval_mode(elsewhere_check)(model, folder, inputs)
         if not check.passed:
             raise CheckFailed(f"nothing written: the model does not reload as it was saved, {check.detail}")
         history_of(model).save(folder / HISTORY)

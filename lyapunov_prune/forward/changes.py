@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 
 import torch
+from torch import nn
 from transformers import PreTrainedModel
 
 from lyapunov_prune.errors import LyapunovPruneError
@@ -13,9 +14,10 @@ from lyapunov_prune.forward.branches import Branch
 from lyapunov_prune.forward.reading import Reading
 from lyapunov_prune.forward.replacement import replaced
 from lyapunov_prune.forward.sublayers import KINDS, find_sublayers, silent
+from lyapunov_prune.models.compact import LAYOUTS
 from lyapunov_prune.models.hooked import hooked
 from lyapunov_prune.models.projections import Projection, find_projections
-from lyapunov_prune.models.structure import identify
+from lyapunov_prune.models.structure import find_structure, identify
 
 WHAT = ("layer", *KINDS)
 # (layer, part) -> a context in which it is changed; None where the layer has no such part.
@@ -68,6 +70,46 @@ def compressed_layers(reading: Reading, compressed: PreTrainedModel) -> Changes:
         return None if not chosen else replaced(model, {p: p.weight(compressed) for p in chosen})
 
     return change
+
+
+def compact_layers(reading: Reading, compact: PreTrainedModel) -> Changes:
+    """A layer, or a branch of it, is that of `compact`, which was cut from the model or from one like it.
+
+    Raises LyapunovPruneError for a model of another family or with another number of layers.
+    """
+    structure, other = reading.structure, find_structure(compact)
+    if (other.model_type, other.num_layers) != (structure.model_type, structure.num_layers):
+        raise LyapunovPruneError(
+            f"the compact model has {other.num_layers} layers of {other.model_type} and the dense one "
+            f"{structure.num_layers} of {structure.model_type}; give the model that it was cut from"
+        )
+    layout = LAYOUTS[structure.model_type]
+    parts = {
+        "layer": tuple(name for name, _ in structure.layers[0].named_children()),
+        "attention": (layout.attention, *layout.norms_alone(structure.config)),
+        "mlp": layout.block,
+    }
+    sublayers = find_sublayers(reading.model, range(structure.num_layers))
+
+    def change(layer: int, part: str) -> AbstractContextManager[None] | None:
+        if part != "layer" and part not in sublayers[layer].branches:
+            return None
+        return _children_of(structure.layers[layer], other.layers[layer], parts[part])
+
+    return change
+
+
+@contextmanager
+def _children_of(layer: nn.Module, other: nn.Module, names: Sequence[str]) -> Iterator[None]:
+    """`layer` has these children of `other` inside the block."""
+    before = {name: layer.get_submodule(name) for name in names}
+    try:
+        for name in names:
+            setattr(layer, name, other.get_submodule(name))
+        yield
+    finally:
+        for name, module in before.items():
+            setattr(layer, name, module)
 
 
 def _children(branch: Branch) -> set[str]:

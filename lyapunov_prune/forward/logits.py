@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from typing import Any
 
 import torch
 from transformers import PreTrainedModel
@@ -37,7 +38,12 @@ def deviation(logits: torch.Tensor, reference: torch.Tensor) -> float:
 
 
 def sample_inputs(model: PreTrainedModel, batch: TokenBatch | torch.Tensor | None) -> list[torch.Tensor]:
-    """Two rows of random tokens and, if given, the first window of `batch`, cut to a useful length."""
+    """Two rows of random tokens and, if given, the first window of `batch`, cut to a useful length.
+
+    Of a model that looks at images, two random images (2 × channels × height × width).
+    """
+    if model.main_input_name == "pixel_values":
+        return [random_images(model)]
     structure = find_structure(model)
     config = structure.config
     window = getattr(config, "sliding_window", None) or 0
@@ -55,8 +61,16 @@ def sample_inputs(model: PreTrainedModel, batch: TokenBatch | torch.Tensor | Non
     return [ids.to(model.device) for ids in inputs]
 
 
-def uncached_logits(model: PreTrainedModel, ids: torch.Tensor) -> torch.Tensor:
-    return model(ids, use_cache=False).logits
+def random_images(model: PreTrainedModel) -> torch.Tensor:
+    size: Any = model.config.image_size
+    height, width = (size, size) if isinstance(size, int) else size
+    generator = torch.Generator().manual_seed(0)
+    return torch.randn(2, model.config.num_channels, height, width, generator=generator).to(model.device, model.dtype)
+
+
+def uncached_logits(model: PreTrainedModel, inputs: torch.Tensor) -> torch.Tensor:
+    """The logits for token ids, or for images."""
+    return model(inputs).logits if inputs.is_floating_point() else model(inputs, use_cache=False).logits
 
 
 def last_steps(logits: torch.Tensor) -> torch.Tensor:

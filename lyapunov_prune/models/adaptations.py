@@ -38,6 +38,8 @@ def gpt2(cut: Cut) -> None:
         return
     for new, old in enumerate(cut.kept):
         attention: Any = cut.layers[new].attn
+        if not hasattr(attention, "c_attn"):  # of a compact model, and gone
+            continue
         width = attention.split_size
         attention.c_attn.weight[:, :width] *= (new + 1) / (old + 1)
         attention.c_attn.bias[:width] *= (new + 1) / (old + 1)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ from transformers import AutoConfig, PreTrainedConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from lyapunov_prune.errors import LyapunovPruneError
+from lyapunov_prune.models.compact import MODULE, PREFIX, compact_classes, family_of
 from lyapunov_prune.models.plain import UNPACK, quantisation
 from lyapunov_prune.models.weight_files import weight_files
 
@@ -82,6 +83,7 @@ def _chosen(value: Any, chosen: bool = False) -> Iterator[str]:
 def _decoder_config(folder: Path) -> PreTrainedConfig:
     if not (folder / "config.json").is_file():
         raise LyapunovPruneError(f"{folder} has no config.json; give the folder of a transformers checkpoint")
+    require_module(folder)
     with loading_errors(folder):
         config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     packed = quantisation(config)
@@ -91,15 +93,30 @@ def _decoder_config(folder: Path) -> PreTrainedConfig:
     if (
         not config.is_encoder_decoder
         and config.get_text_config(decoder=True) is not config
-        and config.model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+        and family_of(config) not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
     ):
         raise LyapunovPruneError(
             f"{folder} holds a decoder inside a multimodal model ({architectures}); load it in Python with that class "
             "and call lyapunov_prune.remove_layers, or give its text model alone"
         )
-    if config.is_encoder_decoder or config.model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+    if config.is_encoder_decoder or family_of(config) not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
         raise LyapunovPruneError(f"{folder} is no causal language model ({architectures}); give a decoder")
     return config
+
+
+def require_module(folder: Path) -> None:
+    """Let transformers know the classes of a compact checkpoint, which are this package's own copy, never the folder's.
+
+    Raises LyapunovPruneError for one without its module, which nobody without this package could load.
+    """
+    model_type = ""
+    with suppress(ValueError, AttributeError):  # broken: transformers says how, in a moment
+        model_type = json.loads((folder / "config.json").read_text(encoding="utf-8")).get("model_type")
+    if not str(model_type).startswith(PREFIX):
+        return
+    if not (folder / MODULE).is_file():
+        raise LyapunovPruneError(f"{folder} is a compact checkpoint without its module {MODULE}; fetch it again")
+    compact_classes()
 
 
 def _require_safetensors(folder: Path, named: str | None) -> None:

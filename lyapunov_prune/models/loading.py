@@ -25,6 +25,7 @@ from lyapunov_prune.arguments import checked
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.models.adapter_folder import attach_adapters, base_of
 from lyapunov_prune.models.adapters import merge_adapters
+from lyapunov_prune.models.compact import is_compact
 from lyapunov_prune.models.device import resolve_device
 from lyapunov_prune.models.families import JUDGED
 from lyapunov_prune.models.folder import first_line, loading_errors, require_loadable, require_no_adapter_config
@@ -196,6 +197,11 @@ def _load_whole(where: Path, folder: Path, source: dict[str, Any], options: dict
         raise LyapunovPruneError(
             f"{where} lacks {len(broken)} weights of a {type(model).__name__} or has them in another shape "
             f"({broken[0]}); fetch it again, or give a causal decoder"
+        )
+    if is_compact(model) and info["unexpected_keys"]:  # its config says what is gone, and is wrong
+        raise LyapunovPruneError(
+            f"the config in {where} cuts out {sorted(info['unexpected_keys'])[0]}, and the weights hold it; "
+            "fetch it again"
         )
     with loading_errors(f"the tokenizer of {where}"), quiet():
         tokenizer = AutoTokenizer.from_pretrained(folder, **source)

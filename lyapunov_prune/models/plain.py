@@ -13,7 +13,7 @@ from torch.nn.utils.parametrize import is_parametrized
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from lyapunov_prune.errors import LyapunovPruneError
-from lyapunov_prune.models.structure import Structure, find_structure
+from lyapunov_prune.models.structure import Structure, find_layers
 
 
 def require_plain(model: PreTrainedModel) -> None:
@@ -23,7 +23,7 @@ def require_plain(model: PreTrainedModel) -> None:
     if method:
         raise LyapunovPruneError(f"the weights are {method}; {UNPACK}")
     require_in_memory(model)
-    require_parameters(find_structure(model))
+    require_parameters(find_layers(model))
 
 
 def require_no_adapters(model: nn.Module) -> None:

@@ -13,6 +13,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from lyapunov_prune.errors import LyapunovPruneError
+from lyapunov_prune.models.compact import family_of
 from lyapunov_prune.models.digest import weight_digests
 from lyapunov_prune.models.held import held
 from lyapunov_prune.results.result import ModelIdentity
@@ -28,8 +29,9 @@ T = TypeVar("T")
 class Structure:
     """The parts of a decoder-only language model that the analysis touches.
 
-    `backbone` maps token ids to final hidden states and holds `layers`; the head is not part of it, so
-    measuring the residual stream builds no tokens × vocabulary tensor.
+    `model_type` names the family; a compact model is of the family of the model that it was cut from. `backbone` maps
+    token ids to final hidden states and holds `layers`; the head is not part of it, so measuring the residual stream
+    builds no tokens × vocabulary tensor.
     """
 
     model_type: str
@@ -50,9 +52,9 @@ class Structure:
 
 
 def find_structure(model: PreTrainedModel) -> Structure:
-    """The structure of `model`, found by rule: the layers are the largest module list of the right length.
+    """The structure of the decoder `model`, as `find_layers` finds it.
 
-    Raises LyapunovPruneError for an encoder, an encoder-decoder, or when no such list exists.
+    Raises LyapunovPruneError for an encoder, an encoder-decoder, or when there is no list of layers.
     """
     kind = type(model).__name__
     if getattr(model.config, "is_encoder_decoder", False):
@@ -61,6 +63,15 @@ def find_structure(model: PreTrainedModel) -> Structure:
         raise LyapunovPruneError(
             f"{kind} has no language-model head; load it with AutoModelForCausalLM, or give a decoder"
         )
+    return find_layers(model)
+
+
+def find_layers(model: PreTrainedModel) -> Structure:
+    """Where any transformer with one stack of layers keeps them: the largest module list of the right length.
+
+    Raises LyapunovPruneError when no such list exists.
+    """
+    kind = type(model).__name__
     config = model.config.get_text_config(decoder=True)
     lengths = {name: getattr(config, name) for name in LAYER_COUNTS if getattr(config, name, None)}
     if not lengths:
@@ -82,7 +93,7 @@ def find_structure(model: PreTrainedModel) -> Structure:
                     f"{', '.join(parts)}; this decoder is not supported"
                 )
             return Structure(
-                model_type=config.model_type,
+                model_type=family_of(config),
                 backbone=model.base_model,
                 layers=lists[path],
                 layers_path=path,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import transformers
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
@@ -17,8 +18,11 @@ def loading_class(model: PreTrainedModel) -> Any:
     """The class that loads `model` again with plain transformers.
 
     `AutoModelForCausalLM`, unless transformers itself defines `model`'s class and the auto class would build
-    another one from its config, or none: a decoder inside a multimodal model comes back as that model.
+    another one from its config, or none: a decoder inside a multimodal model comes back as that model. A class with
+    code of its own, as a compact model's, names its auto class.
     """
+    if model._auto_class is not None:
+        return getattr(transformers, model._auto_class)
     automatic = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(model.config), None)
     classes = automatic if isinstance(automatic, tuple) else (automatic,)
     own = type(model).__module__.startswith("transformers.") and type(model) not in classes

@@ -24,7 +24,8 @@ from lyapunov_prune.forward.hooks import final_state, require_finite
 from lyapunov_prune.forward.logits import CACHE_LIMIT  # of two ways to compute the same, by other kernels
 from lyapunov_prune.forward.reading import Readable, Reading, read
 from lyapunov_prune.linalg import lift
-from lyapunov_prune.models.structure import identify, in_eval_mode
+from lyapunov_prune.models.compact import is_compact
+from lyapunov_prune.models.structure import find_structure, identify, in_eval_mode
 from lyapunov_prune.progress import track
 from lyapunov_prune.results.result import MeasuredOn, ModelIdentity, Result
 
@@ -45,7 +46,7 @@ class AttentionPaths(Result):
     - `prompt_share`: `‖Δo_P‖ / (‖Δo_P‖ + ‖Δo_G‖)`, where the sums run over the positions of the prompt (the same tokens
       for both) or over what each model has generated.
 
-    `layers` are those whose attention was seen.
+    `layers` are those whose attention was seen, of a compact model those that still have one.
     """
 
     value: np.ndarray
@@ -100,6 +101,9 @@ def attention_paths(
     texts = [torch.cat([batch.ids, decode_greedily(r, batch.ids, steps)], dim=1)[:, :-1] for r in readings]
     for each in track(list(zip(*texts, strict=True)), "attention paths"):
         ours, theirs = (_attended(r, text[None], steps) for r, text in zip(readings, each, strict=True))
+        if is_compact(compressed):  # the others' attention is gone
+            left = {layer for layer, _, _ in theirs}
+            ours = [each for each in ours if each[0] in left]
         shapes = [[(layer, v.shape) for layer, _, v in seen] for seen in (ours, theirs)]
         if shapes[0] != shapes[1]:
             raise LyapunovPruneError(
@@ -157,6 +161,9 @@ def _attended(reading: Reading, text: torch.Tensor, steps: int) -> list[tuple[in
 def _recorded(model: PreTrainedModel, steps: int) -> Iterator[list[tuple[int, torch.Tensor, torch.Tensor]]]:
     """Every forward inside the block attends by the family's own eager function, which is watched."""
     seen: list[tuple[int, torch.Tensor, torch.Tensor]] = []
+    places: dict[nn.Module, int] = {}  # of a compact model, whose attentions are numbered by their caches
+    if is_compact(model):
+        places = {m: i for i, layer in enumerate(find_structure(model).layers) for m in layer.modules()}
 
     def attend(
         module: nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *args: Any, **kw: Any
@@ -173,7 +180,7 @@ def _recorded(model: PreTrainedModel, steps: int) -> Iterator[list[tuple[int, to
         close = max(_SAME, 4 * torch.finfo(output.dtype).eps) * float(wanted.abs().max())
         if a.shape[-1] != v.shape[1] or not torch.allclose(a @ v, wanted, rtol=0, atol=close):
             raise LyapunovPruneError(f"the output of {type(module).__name__} is no weighted sum of its values")
-        seen.append((int(getattr(module, "layer_idx", len(seen))), a, v))
+        seen.append((int(places.get(module, getattr(module, "layer_idx", len(seen)))), a, v))
         return output, weights
 
     before, token = model.config._attn_implementation, _WATCHING.set(attend)

@@ -17,13 +17,14 @@ from lyapunov_prune.bounds.bound_check import BoundCheck
 from lyapunov_prune.bounds.probability import kl_softmax_le_range, kl_softmax_le_variance, variance_bound
 from lyapunov_prune.data.batch import require_context
 from lyapunov_prune.errors import LyapunovPruneError
-from lyapunov_prune.forward.changes import WHAT, compressed_layers, dropped_layers
+from lyapunov_prune.forward.changes import WHAT, compact_layers, compressed_layers, dropped_layers
 from lyapunov_prune.forward.decoding import decode_greedily
 from lyapunov_prune.forward.hooks import require_finite, residual_stream, run_backbone
 from lyapunov_prune.forward.logits import require_temperature
 from lyapunov_prune.forward.prefix import Prefix
 from lyapunov_prune.forward.reading import Readable, read
 from lyapunov_prune.forward.scoring import Scorer
+from lyapunov_prune.models.compact import is_compact
 from lyapunov_prune.models.structure import identify, in_eval_mode
 from lyapunov_prune.predictions.divergence import prediction_blocks
 from lyapunov_prune.predictions.spaces import HIDDEN, LOGITS, PROBABILITIES, prediction_measures, turn
@@ -125,8 +126,8 @@ def probe_layers(
 
     The dense model continues each prompt (windows × tokens) greedily by `steps` tokens; one forward over the text gives
     the states that enter every layer. Then each layer alone runs changed, over that text: left out, or with
-    the matrices of a compressed model of the same shapes (`compress(...).model`). `what` names what is changed:
-    the whole `layer`, its `attention`, its `mlp`.
+    the matrices of a compressed model of the same shapes (`compress(...).model`), or as it is in a compact one. `what`
+    names what is changed: the whole `layer`, its `attention`, its `mlp`.
 
     Cost: for each layer a forward of that layer for every change, and the head on `steps` states of it and of every
     change. Memory: L × `batch_size` × (tokens + steps) × width, and a chunk of tokens × vocabulary, however many
@@ -153,7 +154,7 @@ def probe_layers(
             "give another decoder"
         )
     if isinstance(change, PreTrainedModel):
-        changes = compressed_layers(reading, change)
+        changes = (compact_layers if is_compact(change) else compressed_layers)(reading, change)
     elif change == "dropped":
         changes = dropped_layers(reading)
     else:

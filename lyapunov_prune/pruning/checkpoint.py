@@ -71,17 +71,17 @@ def write_pruned(
     pruned = cut(model, plan)
     with whole_folder(target) as folder:
         with quiet():
-            _save(pruned, folder)
+            save(pruned, folder)
             tokenizer.save_pretrained(folder)
         gate = verify_removal(model, pruned, plan, batch, checkpoint=folder)
         if not gate.passed:
-            raise _refused(gate.failure())
+            raise refused(gate.failure())
         history_of(pruned).save(folder / HISTORY)
         loader = loading_class(pruned).__name__
         return describe(folder, plan, gate, structure, pruned.num_parameters(), loader=loader)
 
 
-def _save(pruned: PreTrainedModel, folder: Path) -> None:
+def save(pruned: PreTrainedModel, folder: Path) -> None:
     """`save_pretrained`; a model that it cannot save fails the gate."""
     try:
         pruned.save_pretrained(folder)
@@ -89,10 +89,10 @@ def _save(pruned: PreTrainedModel, folder: Path) -> None:
         raise  # the disk
     except Exception as error:
         check = crashed(RELOADED, error)
-        raise _refused(f"{check.name}: {check.detail}") from error
+        raise refused(f"{check.name}: {check.detail}") from error
 
 
-def _refused(failure: str) -> CheckFailed:
+def refused(failure: str) -> CheckFailed:
     return CheckFailed(f"nothing written: the pruned model fails the gate, {failure}; remove other layers")
 
 
@@ -158,12 +158,17 @@ def _checked(provenance: Provenance) -> str:
     how = "in floating point, on some tokens"
     if provenance.not_run:
         how = "on the files alone: the layers were removed on disk, and no logits of this model have been computed"
+    return gate_table(provenance.gate, how, provenance.not_run)
+
+
+def gate_table(gate: GateReport, how: str = "in floating point, on some tokens", not_run: tuple[str, ...] = ()) -> str:
+    """What a card says of the gate."""
     rows = ["| check | result | measured | limit |", "| --- | --- | --- | --- |"]
     rows += [
         f"| {as_text(c.name)} | {'passed' if c.passed else 'failed'} | {c.measured:.3g} | {c.limit:.3g} |"
-        for c in provenance.gate.checks
+        for c in gate.checks
     ]
-    rows += [f"| {name} | not run | | |" for name in provenance.not_run]
+    rows += [f"| {name} | not run | | |" for name in not_run]
     return "\n".join([f"Checked when this folder was written, {how}:", "", *rows])
 
 

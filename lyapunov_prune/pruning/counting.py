@@ -6,7 +6,7 @@ holds them: the model, or the headers of its files.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from fractions import Fraction
 
 import torch
@@ -17,7 +17,7 @@ from lyapunov_prune.checkpoints.outline import layer_of
 from lyapunov_prune.checkpoints.reloading import GateCheck
 from lyapunov_prune.models.digest import saved_tensors
 from lyapunov_prune.models.families import FAMILIES, Family
-from lyapunov_prune.models.structure import find_structure
+from lyapunov_prune.models.structure import find_layers, find_structure
 from lyapunov_prune.pruning.plan import PruningPlan
 
 COUNTED = "fell by what was removed"
@@ -32,10 +32,10 @@ def shares_leaving(model: PreTrainedModel, plan: PruningPlan) -> dict[str, Fract
     """
     structure = find_structure(model)
     family = FAMILIES.get(structure.model_type, Family())
-    places = {name: _place(t) for name, t in model.state_dict(keep_vars=True).items() if isinstance(t, torch.Tensor)}
+    places = {name: place(t) for name, t in model.state_dict(keep_vars=True).items() if isinstance(t, torch.Tensor)}
     stays = {place for name, place in places.items() if layer_of(name, structure) not in plan.remove}
     if family.leaves is not None:
-        stays -= {_place(p) for p in family.leaves(structure.layers, structure.config, plan.remove)}
+        stays -= {place(p) for p in family.leaves(structure.layers, structure.config, plan.remove)}
     tables = tuple(f".{table}.weight" for table, _ in family.tables)
     blocks = Fraction(len(plan.remove), structure.num_layers)
     return {name: blocks if name.endswith(tables) else Fraction(place not in stays) for name, place in places.items()}
@@ -43,14 +43,18 @@ def shares_leaving(model: PreTrainedModel, plan: PruningPlan) -> dict[str, Fract
 
 def leaving(model: PreTrainedModel, sizes: Sizes, plan: PruningPlan) -> tuple[int, int]:
     """The parameters and the bytes that leave with the layers of `plan`."""
-    shares = shares_leaving(model, plan)
+    return held_by(model, sizes, shares_leaving(model, plan))
+
+
+def held_by(model: PreTrainedModel, sizes: Sizes, shares: Mapping[str, Fraction]) -> tuple[int, int]:
+    """The parameters and the bytes that these `shares` of all tensors are."""
     parameters = sum(p.numel() * shares[name] for name, p in saved_tensors(model) if isinstance(p, nn.Parameter))
     return int(parameters), int(sum(size * shares[name] for name, size in sizes))
 
 
 def sizes_in_memory(model: PreTrainedModel) -> Sizes:
     """What a checkpoint of `model` holds: every tensor of the state dict once, tied ones too."""
-    return list({_place(t): (name, t.nbytes) for name, t in saved_tensors(model)}.values())
+    return list({place(t): (name, t.nbytes) for name, t in saved_tensors(model)}.values())
 
 
 def count_check(
@@ -60,12 +64,19 @@ def count_check(
 
     `sizes` are those of the original, `saved` the bytes of all tensors in the pruned checkpoint.
     """
-    parameters, leave = leaving(original, sizes, plan)
+    return fallen_check(original, sizes, pruned, saved, leaving(original, sizes, plan), len(plan.kept))
+
+
+def fallen_check(
+    original: PreTrainedModel, sizes: Sizes, pruned: PreTrainedModel, saved: int, left: tuple[int, int], layers: int
+) -> GateCheck:
+    """As `count_check`, for these parameters and bytes that `left`, and so many `layers` that stay."""
+    parameters, leave = left
     total = original.num_parameters()
-    structure = find_structure(pruned)
+    structure = find_layers(pruned)
     wanted = {
-        "layers": (structure.num_layers, len(plan.kept)),
-        "config's layer count": (getattr(structure.config, structure.count), len(plan.kept)),
+        "layers": (structure.num_layers, layers),
+        "config's layer count": (getattr(structure.config, structure.count), layers),
         "parameters": (pruned.num_parameters(), total - parameters),
         "bytes saved": (saved, sum(size for _, size in sizes) - leave),
     }
@@ -75,6 +86,6 @@ def count_check(
     return GateCheck(COUNTED, True, parameters / total, parameters / total, "share of parameters and bytes that left")
 
 
-def _place(tensor: torch.Tensor) -> int:
+def place(tensor: torch.Tensor) -> int:
     """Where its numbers lie, which tied names share; on the meta device nowhere, and the tensor tells itself."""
     return tensor.data_ptr() or id(tensor)

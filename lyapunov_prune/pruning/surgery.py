@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.models.adaptations import Cut
+from lyapunov_prune.models.compact import renumber_compact
 from lyapunov_prune.models.families import DEPTH_ATTRIBUTES, FAMILIES, POSITION_ATTRIBUTES
 from lyapunov_prune.models.held import held
 from lyapunov_prune.models.layer_settings import require_attention, slice_settings
@@ -65,6 +66,7 @@ def without_layers(model: PreTrainedModel, original: Structure, plan: PruningPla
     for config in _configs(pruned, original):
         slice_settings(config, original.count, plan.kept, original.num_layers)
     _renumber(pruned, layers, plan.kept, original.num_layers)
+    renumber_compact(pruned, layers)
     family = FAMILIES.get(original.model_type)
     if family is not None:
         _slice_tables(pruned, family.tables, plan.kept, original.num_layers)

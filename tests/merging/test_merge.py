@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from helpers import IMAGE_MODELS, TINY, computed, hooks_of, make_image_model, make_tiny
+from helpers import IMAGE_MODELS, TINY, computed, hooks_of, make_classifier, make_tiny
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
@@ -43,8 +43,8 @@ class Subject:
         self.name = name
         generator = torch.Generator().manual_seed(5)
         if name in IMAGE_MODELS:
-            self.model = make_image_model(name).to(dtype)
-            self.inputs = {"pixel_values": torch.randn(9, 1, 12, 12, generator=generator).to(dtype)}
+            self.model = make_classifier(name).to(dtype)
+            self.inputs = {"pixel_values": torch.randn(9, 1, 8, 8, generator=generator).to(dtype)}
         else:
             self.model = make_tiny(name).to(dtype)
             self.inputs = {"input_ids": torch.randint(3, 97, (5, 17), generator=generator)}

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from helpers import TINY, make_image_model, make_other, make_tiny
+from helpers import TINY, make_classifier, make_other, make_tiny
 from scipy.special import erf
 from torch import nn
 from transformers import PreTrainedModel
@@ -72,7 +72,7 @@ def test_fused_and_bare_blocks_of_other_families(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["vit", "deit"])
 def test_image_models_are_read_by_their_layers(name: str) -> None:
-    model = make_image_model(name)
+    model = make_classifier(name)
     layers = getattr(model, name).layers
     for index in range(len(layers)):
         assert told(read_feedforward(layers, index, name, model.config)) == IMAGES

@@ -1,0 +1,110 @@
+"""Compact models as this package sees them: which families there are, and where their layers keep what can go.
+
+The classes are in `modeling_compact`, a copy of which lies beside the weights of every compact checkpoint. This package
+always runs its own copy: it tells transformers of its classes, and transformers asks no folder for code that it has.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageClassification, PreTrainedModel
+
+from lyapunov_prune.errors import LyapunovPruneError
+
+MODULE = "modeling_compact.py"
+PREFIX = "compact_"  # of the `model_type` of every compact checkpoint
+NO_ATTENTION = "no attention is left, and nothing would count positions in the cache of a decoder; keep one"
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Where a layer keeps its attention and its feed-forward block, by the names of its children.
+
+    `norms` serve the attention alone and go with it; where the switch `pre_norm` of the config is off, they stand in
+    the residual stream and stay. Of `block`, the first becomes the merged matrix and hands it on to the others.
+    """
+
+    attention: str
+    norms: tuple[str, ...]
+    block: tuple[str, ...] = ("mlp",)
+    pre_norm: str = ""
+
+    def norms_alone(self, config: Any) -> tuple[str, ...]:
+        return self.norms if not self.pre_norm or getattr(config, self.pre_norm) else ()
+
+
+_LLAMA = Layout("self_attn", ("input_layernorm",))
+_GEMMA = Layout("self_attn", ("input_layernorm", "post_attention_layernorm"))
+_VIT = Layout("attention", ("layernorm_before",))
+LAYOUTS: dict[str, Layout] = {
+    "deit": _VIT,
+    "gemma2": _GEMMA,
+    "gemma3_text": _GEMMA,
+    "gpt2": Layout("attn", ("ln_1",)),
+    "gpt_neox": Layout("attention", ("input_layernorm",)),
+    "llama": _LLAMA,
+    "mistral": _LLAMA,
+    "opt": Layout("self_attn", ("self_attn_layer_norm",), ("fc1", "activation_fn", "fc2"), "do_layer_norm_before"),
+    "phi3": _LLAMA,
+    "qwen2": _LLAMA,
+    "qwen3": _LLAMA,
+    "vit": _VIT,
+}
+
+
+def family_of(config: Any) -> str:
+    """The `model_type`; of a compact model, that of the model it was cut from."""
+    return getattr(type(config), "family", config.model_type)  # of the class: config.json may hold any attribute
+
+
+def is_compact(model: PreTrainedModel) -> bool:
+    return model.config.model_type.startswith(PREFIX)
+
+
+def renumber_compact(model: PreTrainedModel, layers: nn.ModuleList) -> None:
+    """Number the attentions of a compact model anew when some of its layers have left.
+
+    Raises LyapunovPruneError when no attention is left. Another model stays as it is.
+    """
+    if not is_compact(model):
+        return
+    from lyapunov_prune.models.modeling_compact import NoAttention, number_attentions
+
+    attention = LAYOUTS[family_of(model.config)].attention
+    if all(isinstance(layer.get_submodule(attention), NoAttention) for layer in layers):
+        raise LyapunovPruneError(NO_ATTENTION)
+    number_attentions(layers)
+
+
+@cache
+def compact_classes() -> dict[str, Any]:
+    """The class of compact models of every family; transformers knows them from now on."""
+    from lyapunov_prune.models import modeling_compact  # every family's code
+
+    classes: dict[str, Any] = {c.config_class.family: c for c in modeling_compact.Compact.__subclasses__()}
+    autos = {auto.__name__: auto for auto in (AutoModelForCausalLM, AutoModelForImageClassification)}
+    for model_class in classes.values():
+        config_class = model_class.config_class
+        AutoConfig.register(config_class.model_type, config_class, exist_ok=True)
+        autos[model_class._auto_class].register(config_class, model_class, exist_ok=True)
+    return classes
+
+
+def compact_class(model: PreTrainedModel) -> Any:
+    """The class that `model` has when it is compact. Raises LyapunovPruneError for a class that is not known."""
+    found = compact_classes().get(family_of(model.config))
+    plain = found and (found.__bases__[1], found.config_class.__bases__[0])
+    if found is None or (type(model), type(model.config)) not in (plain, (found, found.config_class)):
+        if is_compact(model):
+            raise LyapunovPruneError(
+                f"this {type(model).__name__} is of code from its folder; load it with lyapunov_prune.load"
+            )
+        known = ", ".join(sorted(c.__bases__[1].__name__ for c in compact_classes().values()))
+        raise LyapunovPruneError(
+            f"the compact format does not know {type(model).__name__} of {model.config.model_type}; give one of {known}"
+        )
+    return found

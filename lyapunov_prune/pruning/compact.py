@@ -1,0 +1,138 @@
+"""A smaller real model: attentions gone, feed-forward blocks merged into one matrix. It proves nothing: the gate does.
+
+A transformers checkpoint of a known `model_type` cannot say that a layer lacks its attention. What comes out here is
+of a class of its own (`models.modeling_compact`) whose config says it layer by layer.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from lyapunov_prune.arguments import checked
+from lyapunov_prune.errors import LyapunovPruneError
+from lyapunov_prune.models.compact import LAYOUTS, NO_ATTENTION, Layout, compact_class, family_of, is_compact
+from lyapunov_prune.models.held import held
+from lyapunov_prune.models.plain import require_plain
+from lyapunov_prune.models.structure import find_layers
+from lyapunov_prune.results.history import add_step
+from lyapunov_prune.results.result import MeasuredOn
+
+# A matrix (output × input) and what is added to its product.
+Affine = tuple[torch.Tensor, torch.Tensor | None]
+
+
+@dataclass(frozen=True, eq=False)
+class Cuts:
+    """What goes: `attention` names the layers that lose theirs; `merged` gives, by layer, what stands for its
+    feed-forward block, the matrix W (d × d) and the bias b (d,) or None of `y = W x + b`, x being what the block is
+    given. `measured_on` is what both were decided or fitted on."""
+
+    attention: tuple[int, ...] = ()
+    merged: Mapping[int, Affine] = field(default_factory=dict)
+    measured_on: tuple[MeasuredOn, ...] = ()
+
+
+@checked
+def make_compact(model: PreTrainedModel, cuts: Cuts) -> PreTrainedModel:
+    """A new, smaller model without what `cuts` names; `model`, plain or compact already, is untouched.
+
+    It is of the class of `model` and more: its layers without attention hand on the state, its merged blocks are one
+    `nn.Linear`, rounded once to the dtype of the model. `save_pretrained` writes a folder that this package loads, and
+    that transformers loads where this package is not installed (`trust_remote_code=True`). Removed modules are not
+    copied.
+
+    Raises LyapunovPruneError for a family that the format does not know, for a layer that does not exist, is named
+    twice or has lost the same before, for a matrix of another shape or with values that are not finite, when no
+    attention of a decoder would be left, and for a model that is not its plain weights.
+    """
+    require_plain(model)
+    made = compact_class(model)
+    structure = find_layers(model)
+    places = cut_places(model, cuts)
+    before = _before(model)
+    config = copy.deepcopy(model.config)
+    config.__class__ = made.config_class
+    config.cuts = [{**old, **new} for old, new in zip(before, places, strict=True)]
+    # An entry in the memo stands for the copy: what goes is replaced, never copied, and all modules hold one config.
+    memo: dict[int, Any] = {id(model.config): config}
+    for layer, gone in zip(structure.layers, places, strict=True):
+        memo |= {id(layer.get_submodule(path)): nn.Identity() for path in gone}
+    with held(model):  # what a measurement has put on it would be copied too
+        compact: Any = copy.deepcopy(model, memo)
+    compact.__class__ = made
+    with torch.device("meta"):
+        compact.cut(places)
+    for index, (W, b) in cuts.merged.items():
+        matrix: Any = compact.get_submodule(f"{structure.layers_path}.{index}.{_layout(model).block[0]}")
+        like = next(structure.layers[index].parameters())
+        matrix.weight = nn.Parameter(W.detach().to(like, copy=True))
+        if b is not None:
+            matrix.bias = nn.Parameter(b.detach().to(like, copy=True))
+    add_step(compact, "prune", cuts.measured_on, model)
+    return compact
+
+
+def cut_places(model: PreTrainedModel, cuts: Cuts) -> list[dict[str, str]]:
+    """What stands in the place of which module, layer by layer, as `modeling_compact` reads it.
+
+    Raises LyapunovPruneError for cuts that are not possible, as `make_compact`.
+    """
+    structure, layout, before = find_layers(model), _layout(model), _before(model)
+    _require_layers(structure.num_layers, "the attention", cuts.attention)
+    _require_layers(structure.num_layers, "the feed-forward block", tuple(cuts.merged))
+    if not cuts.attention and not cuts.merged:
+        raise LyapunovPruneError("nothing is cut; name layers that lose their attention, or whose blocks are merged")
+    places: list[dict[str, str]] = [{} for _ in structure.layers]
+    for index in cuts.attention:
+        if layout.attention in before[index]:
+            raise LyapunovPruneError(f"layer {index} has no attention any more; choose other layers")
+        places[index] = {layout.attention: "none", **dict.fromkeys(layout.norms_alone(model.config), "identity")}
+    for index, (W, b) in cuts.merged.items():
+        if layout.block[0] in before[index]:
+            raise LyapunovPruneError(f"the feed-forward block of layer {index} is merged already; choose other layers")
+        _require_affine(index, W, b, model)
+        first, *others = layout.block
+        places[index] |= {first: "linear" if b is None else "affine", **dict.fromkeys(others, "identity")}
+    attentions = [layout.attention not in {**old, **new} for old, new in zip(before, places, strict=True)]
+    if not any(attentions) and model.can_generate():
+        raise LyapunovPruneError(NO_ATTENTION)
+    return places
+
+
+def _layout(model: PreTrainedModel) -> Layout:
+    return LAYOUTS[family_of(model.config)]
+
+
+def _before(model: PreTrainedModel) -> list[dict[str, str]]:
+    """What `model` has lost already."""
+    return model.config.cuts if is_compact(model) else [{} for _ in find_layers(model).layers]
+
+
+def _require_layers(layers: int, what: str, indices: tuple[int, ...]) -> None:
+    outside = [i for i in indices if not 0 <= i < layers]
+    if outside:
+        raise LyapunovPruneError(f"{what} of layer {outside[0]} cannot go: there are layers 0 to {layers - 1}")
+    if len(set(indices)) < len(indices):
+        raise LyapunovPruneError(f"{what} of layers {', '.join(map(str, indices))} goes; name each layer once")
+
+
+def _require_affine(index: int, W: torch.Tensor, b: torch.Tensor | None, model: PreTrainedModel) -> None:
+    width = model.config.hidden_size
+    if W.shape != (width, width) or (b is not None and b.shape != (width,)):
+        given = f"{tuple(W.shape)}" + ("" if b is None else f" and {tuple(b.shape)}")
+        raise LyapunovPruneError(
+            f"the merged block of layer {index} is {given}; give a matrix {width} × {width}, and a bias of {width} or "
+            "None"
+        )
+    if not all(t is None or bool(t.to(model.dtype).isfinite().all()) for t in (W, b)):
+        raise LyapunovPruneError(
+            f"the merged block of layer {index} holds NaN or is beyond {model.dtype}; merge it anew, or load the model "
+            "in a wider dtype"
+        )

@@ -1,0 +1,75 @@
+"""A compact model as a folder that loads with this package and without it, whole or not at all."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from lyapunov_prune.arguments import checked
+from lyapunov_prune.checkpoints.cards import write_card
+from lyapunov_prune.data.batch import TokenBatch
+from lyapunov_prune.models.loading import quiet
+from lyapunov_prune.models.structure import find_layers
+from lyapunov_prune.models.wrappers import loading_class
+from lyapunov_prune.pruning.checkpoint import gate_table, refused, save
+from lyapunov_prune.pruning.compact import Cuts, make_compact
+from lyapunov_prune.pruning.compact_gate import verify_compact
+from lyapunov_prune.pruning.gate import GateReport
+from lyapunov_prune.results.files import require_empty, whole_folder
+from lyapunov_prune.results.history import HISTORY, history_of
+
+GATE = "gate.json"
+
+
+@checked
+def write_compact(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase | None,
+    cuts: Cuts,
+    target: str | Path,
+    batch: TokenBatch | None = None,
+) -> GateReport:
+    """Cut `cuts` out of `model`, pass the gate on the saved files, and write the folder `target`.
+
+    The folder holds the weights, their module, the tokenizer if there is one, a model card (README.md), `gate.json` and
+    `history.json`. Raises CheckFailed when the gate fails and LyapunovPruneError for cuts that are not possible, when
+    the target is not empty or the disk refuses; either way nothing is left at `target`.
+    """
+    require_empty(target)
+    compact = make_compact(model, cuts)
+    with whole_folder(target) as folder:
+        with quiet():
+            save(compact, folder)
+            if tokenizer is not None:
+                tokenizer.save_pretrained(folder)
+        gate = verify_compact(model, compact, cuts, batch, checkpoint=folder)
+        if not gate.passed:
+            raise refused(gate.failure())
+        gate.save(folder / GATE)
+        history_of(compact).save(folder / HISTORY)
+        _describe(folder, model, compact, cuts, gate)
+    return gate
+
+
+def _describe(folder: Path, model: PreTrainedModel, compact: PreTrainedModel, cuts: Cuts, gate: GateReport) -> None:
+    name = model.config._name_or_path or type(model).__name__
+    layers = find_layers(model).num_layers
+    gone = []
+    if cuts.attention:
+        gone.append(f"The attention of layers {', '.join(map(str, sorted(cuts.attention)))}, counted from 0.")
+    if cuts.merged:
+        merged = ", ".join(map(str, sorted(cuts.merged)))
+        gone.append(f"The feed-forward blocks of layers {merged}, for each of which one matrix stands.")
+    gone.append("The list `cuts` in config.json says it layer by layer.")
+    write_card(
+        folder,
+        f"{Path(name).name}, compact",
+        f"{layers} layers, {len(cuts.attention)} of which lost their attention and {len(cuts.merged)} of which had "
+        f"their feed-forward block\nmerged into one matrix. {compact.num_parameters():,} parameters of "
+        f"{model.num_parameters():,} are left.",
+        loading_class(compact).__name__,
+        {"Removed": "\n".join(gone), "Gate": gate_table(gate)},
+        tags=("depth-pruning",),
+        source=name,
+    )

@@ -1,0 +1,266 @@
+"""Compact models: attentions gone and blocks merged for real, and every planted fault seen by the gate."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from helpers import edit_json, make_classifier, make_tiny
+from torch import nn
+from transformers import PreTrainedModel
+
+from lyapunov_prune.errors import LyapunovPruneError
+from lyapunov_prune.forward.logits import cached_logits, deviation, last_steps, uncached_logits
+from lyapunov_prune.forward.sublayers import silenced
+from lyapunov_prune.models.compact import LAYOUTS, compact_classes
+from lyapunov_prune.models.structure import find_layers, identify
+from lyapunov_prune.pruning.compact import Cuts, make_compact
+from lyapunov_prune.pruning.compact_gate import cut_by_hooks, verify_compact
+from lyapunov_prune.pruning.gate import GateReport
+
+WIDTH = 32
+_GENERATOR = torch.Generator().manual_seed(0)
+W, B = 0.2 * torch.randn(WIDTH, WIDTH, generator=_GENERATOR), torch.randn(WIDTH, generator=_GENERATOR)
+V = torch.randn(WIDTH, WIDTH, generator=_GENERATOR, dtype=torch.float64)
+CUTS = Cuts(attention=(0, 3), merged={1: (W, B), 3: (V, None)})
+
+
+def verify(model: PreTrainedModel, compact: PreTrainedModel, cuts: Cuts = CUTS, **options: object) -> GateReport:
+    """The gate without the process that takes seconds to start: `test_compact_checkpoint` has it."""
+    return verify_compact(model, compact, cuts, elsewhere=False, **options)  # type: ignore[arg-type]
+
+
+@pytest.fixture(scope="module")
+def compact(llama: PreTrainedModel) -> PreTrainedModel:
+    """To be copied before it is changed."""
+    return make_compact(llama, CUTS)
+
+
+# What comes out.
+
+
+def test_every_family_passes_the_gate(family: str, ids: torch.Tensor) -> None:
+    model = make_tiny(family)
+    before = identify(model)
+    made = make_compact(model, CUTS)
+    report = verify(model, made, batch=ids)
+    assert report.passed, f"\n{report}"
+    assert identify(model) == before
+    assert type(made).__bases__[1] is type(model)
+    assert made.config.model_type == f"compact_{model.config.model_type}"
+
+
+@pytest.mark.parametrize("name", ["vit", "deit"])
+def test_classifiers_pass_the_gate(name: str) -> None:
+    model = make_classifier(name)
+    made = make_compact(model, CUTS)
+    report = verify(model, made)
+    assert report.passed, f"\n{report}"
+    assert [check.name for check in report.checks][1] == "reloads as saved"  # no cache to check
+
+
+def test_every_class_has_a_layout() -> None:
+    assert compact_classes().keys() == LAYOUTS.keys()
+
+
+def test_what_is_left_of_a_layer(llama: PreTrainedModel, compact: PreTrainedModel) -> None:
+    first, second, untouched, fourth = find_layers(compact).layers[:4]
+    assert [name for name, _ in first.named_parameters() if not name.startswith("mlp.")] == [
+        "post_attention_layernorm.weight"
+    ]
+    assert isinstance(second.mlp, nn.Linear)
+    assert second.mlp.bias is not None
+    assert torch.equal(fourth.mlp.weight, V.float())
+    assert fourth.mlp.bias is None
+    theirs = dict(find_layers(llama).layers[2].named_parameters())
+    assert all(torch.equal(p, theirs[name]) for name, p in untouched.named_parameters())
+    assert all(p.data_ptr() != theirs[name].data_ptr() for name, p in untouched.named_parameters())
+
+
+def test_a_norm_in_the_residual_stream_stays() -> None:
+    """OPT-350m has its norms after the addition."""
+    model = make_tiny("opt", do_layer_norm_before=False)
+    made = make_compact(model, CUTS)
+    assert isinstance(find_layers(made).layers[0].self_attn_layer_norm, nn.LayerNorm)
+    assert verify(model, made).passed
+
+
+def test_the_reference_is_that_of_a_dropped_sublayer(family: str, ids: torch.Tensor) -> None:
+    """What the gate compares with does what `silenced` does, which finds branches by what they do."""
+    model = make_tiny(family)
+    with torch.no_grad(), cut_by_hooks(model, Cuts((0, 3))):
+        by_name = uncached_logits(model, ids)
+    with torch.no_grad(), silenced(model, (0, 3), ()):
+        by_flow = uncached_logits(model, ids)
+    assert deviation(by_name, by_flow) < 1e-5
+
+
+def test_one_cut_after_the_other_is_one_cut(llama: PreTrainedModel, compact: PreTrainedModel) -> None:
+    half = make_compact(llama, Cuts((3,), {1: CUTS.merged[1]}))
+    rest = Cuts((0,), {3: CUTS.merged[3]})
+    whole = make_compact(half, rest)
+    assert whole.config.cuts == compact.config.cuts
+    assert identify(whole) == dataclasses.replace(identify(compact), name=identify(whole).name)
+    assert verify(half, whole, rest).passed
+    assert verify(llama, whole).passed
+
+
+def test_generation_goes_through_the_cache(ids: torch.Tensor) -> None:
+    made = make_compact(make_tiny("gemma2"), CUTS)
+    options = {"max_new_tokens": 12, "do_sample": False, "pad_token_id": 0}
+    cached, anew = (made.generate(ids[:1], use_cache=use, **options) for use in (True, False))
+    assert torch.equal(cached, anew)
+    with torch.no_grad():
+        assert len(made(ids[:1], use_cache=True).past_key_values.layers) == 4
+
+
+def test_a_narrower_model_stays_so(ids: torch.Tensor) -> None:
+    model = make_tiny("llama").bfloat16()
+    made = make_compact(model, CUTS)
+    assert {p.dtype for p in made.parameters()} == {torch.bfloat16}
+    assert verify(model, made).passed
+
+
+def test_a_model_in_training_stays_so(llama: PreTrainedModel) -> None:
+    made = make_compact(make_tiny("llama").train(), CUTS)
+    assert all(module.training for module in made.modules())
+    made(torch.arange(8).unsqueeze(0)).logits.sum().backward()
+    assert all(p.grad is not None for p in made.parameters())
+
+
+# Planted faults.
+
+
+def old_numbers(compact: PreTrainedModel) -> None:
+    """Caches as transformers makes them, and attentions with the numbers of their layers."""
+    for index, layer in enumerate(find_layers(compact).layers):
+        for module in layer.modules():
+            if hasattr(module, "layer_idx"):
+                module.layer_idx = index
+    compact.model._forward_pre_hooks.clear()
+
+
+def unfitted_cache(compact: PreTrainedModel) -> None:
+    compact.model._forward_pre_hooks.clear()
+
+
+def swapped(compact: PreTrainedModel) -> None:
+    layers = find_layers(compact).layers
+    first, second = layers[1].mlp.weight, layers[3].mlp.weight
+    layers[1].mlp.weight, layers[3].mlp.weight = second, first
+
+
+def transposed(compact: PreTrainedModel) -> None:
+    matrix = find_layers(compact).layers[1].mlp
+    matrix.weight = nn.Parameter(matrix.weight.T.contiguous())
+
+
+def lost_bias(compact: PreTrainedModel) -> None:
+    find_layers(compact).layers[1].mlp.bias.data.zero_()
+
+
+def other_list(compact: PreTrainedModel) -> None:
+    compact.config.cuts = compact.config.cuts[1:] + compact.config.cuts[:1]
+
+
+def kept_norm(compact: PreTrainedModel) -> None:
+    find_layers(compact).layers[0].input_layernorm = nn.LayerNorm(WIDTH)
+
+
+@pytest.mark.parametrize(
+    ("fault", "check"),
+    [
+        (old_numbers, "cached decoding"),
+        (swapped, "same as skipping"),
+        (transposed, "same as skipping"),
+        (lost_bias, "same as skipping"),
+        (other_list, "reloads as saved"),
+        (kept_norm, "fell by what was removed"),
+    ],
+)
+def test_a_planted_fault_fails(llama: PreTrainedModel, fault: Callable[[PreTrainedModel], None], check: str) -> None:
+    made = make_compact(llama, CUTS)
+    fault(made)
+    report = verify(llama, made)
+    assert check in [c.name for c in report.checks if not c.passed], f"\n{report}"
+
+
+def test_with_the_old_numbers_decoding_is_silently_wrong(llama: PreTrainedModel, ids: torch.Tensor) -> None:
+    made = make_compact(llama, Cuts((0,)))
+    with torch.no_grad():
+        right = last_steps(uncached_logits(made, ids))
+        assert deviation(cached_logits(made, ids), right) < 1e-5
+        old_numbers(made)
+        assert deviation(cached_logits(made, ids), right) > 0.01
+        assert deviation(cached_logits(made, ids, positions=True), right) < 1e-5  # told, it hides
+
+
+def test_a_cache_of_mixed_windows_is_fitted(ids: torch.Tensor) -> None:
+    """Gemma 2 alternates windows: without layer 0's attention the first entry is of another kind."""
+    model = make_tiny("gemma2")
+    made = make_compact(model, Cuts((0,)))
+    unfitted_cache(made)
+    assert "cached decoding" in verify(model, made, Cuts((0,))).failure()
+
+
+def test_a_merge_of_another_layer_than_was_asked_fails(llama: PreTrainedModel) -> None:
+    made = make_compact(llama, Cuts(merged={2: (W, B)}))
+    assert "same as skipping" in verify(llama, made, Cuts(merged={1: (W, B)})).failure()
+
+
+def test_files_that_hold_more_are_counted(llama: PreTrainedModel, compact: PreTrainedModel, tmp_path: Path) -> None:
+    compact.save_pretrained(tmp_path)
+    assert verify(llama, compact, checkpoint=tmp_path).passed
+    edit_json(tmp_path / "config.json", cuts=[{"self_attn": "none"}, {}, {}, {}, {}, {}])
+    assert "keys on reloading" in verify(llama, compact, checkpoint=tmp_path).failure()
+
+
+# Bad input.
+
+NAN = torch.full((WIDTH, WIDTH), float("nan"))
+
+
+@pytest.mark.parametrize(
+    ("cuts", "message"),
+    [
+        (Cuts(), "nothing is cut; name layers"),
+        (Cuts((6,)), "the attention of layer 6 cannot go: there are layers 0 to 5"),
+        (Cuts((1, 1)), "the attention of layers 1, 1 goes; name each layer once"),
+        (Cuts(merged={-1: (W, None)}), "the feed-forward block of layer -1 cannot go"),
+        (Cuts(tuple(range(6))), "no attention is left, and nothing would count positions .*; keep one"),
+        (Cuts(merged={1: (W[1:], B)}), r"block of layer 1 is \(31, 32\) and \(32,\); give a matrix 32 × 32"),
+        (Cuts(merged={1: (W, B[1:])}), r"block of layer 1 is \(32, 32\) and \(31,\)"),
+        (Cuts(merged={1: (NAN, None)}), "block of layer 1 holds NaN or is beyond torch.float32; merge it anew"),
+        (Cuts(merged={1: (1e300 * V, None)}), "holds NaN or is beyond torch.float32"),
+    ],
+)
+def test_bad_cuts(llama: PreTrainedModel, cuts: Cuts, message: str) -> None:
+    with pytest.raises(LyapunovPruneError, match=message):
+        make_compact(llama, cuts)
+
+
+def test_what_is_gone_cannot_go_again(compact: PreTrainedModel) -> None:
+    with pytest.raises(LyapunovPruneError, match="layer 3 has no attention any more; choose other layers"):
+        make_compact(compact, Cuts((1, 3)))
+    with pytest.raises(LyapunovPruneError, match="block of layer 3 is merged already; choose other layers"):
+        make_compact(compact, Cuts(merged={3: (W, None)}))
+    with pytest.raises(LyapunovPruneError, match="no attention is left"):
+        make_compact(compact, Cuts((1, 2, 4, 5)))
+
+
+def test_every_attention_of_a_classifier_may_go() -> None:
+    model = make_classifier("vit")
+    cuts = Cuts(tuple(range(find_layers(model).num_layers)))
+    assert verify(model, make_compact(model, cuts), cuts).passed
+
+
+def test_other_families_are_named() -> None:
+    from transformers import BloomConfig, BloomForCausalLM
+
+    model = BloomForCausalLM(BloomConfig(vocab_size=97, hidden_size=32, n_layer=2, n_head=4))
+    message = "the compact format does not know BloomForCausalLM of bloom; give one of DeiTForImageClassification, "
+    with pytest.raises(LyapunovPruneError, match=message):
+        make_compact(model, Cuts((1,)))
