@@ -565,6 +565,13 @@ def sound(name: str, values: dict[str, Any], floats: Iterator[float]) -> dict[st
         amount = some(2, most=1)
         kept = {"names": ("a", "b"), "sizes": (5, 5), "amount": amount, "budget": float(amount.mean())}
         return {"unit": "sparsity", "pooling": "token", **kept}
+    if name == "JointMap":
+        fitted = {"scores": some(4), "degree": 1, "coefficients": some(3)}
+        return {"removed": some(4, 2, most=1), "errors": {1: next(floats), 2: 0.5}, "excluded": {3: "ρ"}, **fitted}
+    if name == "JointDecision":
+        spreads = {field: (next(floats), 5) for field in ("over_seeds", "residual")}
+        pairs = np.array([[0, 3], [1, 2], [2, 1]])
+        return {"pairs": pairs, **{field: some(3) for field in ("predicted", "low", "high")}, **spreads}
     return {}
 
 
