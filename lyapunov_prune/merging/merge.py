@@ -21,7 +21,7 @@ from lyapunov_prune.forward.reading import Readable, read
 from lyapunov_prune.linalg import certified_norm, lift, token_energy
 from lyapunov_prune.merging.reductions import HiddenMap, hidden_map, require_reduction
 from lyapunov_prune.merging.table import REDUCTIONS
-from lyapunov_prune.models.feedforward import Affine, FeedForward, Parts, find_feedforward
+from lyapunov_prune.models.feedforward import Affine, BlockParts, FeedForward, find_feedforward
 from lyapunov_prune.models.hooked import hooked
 from lyapunov_prune.models.structure import in_eval_mode
 from lyapunov_prune.progress import track
@@ -188,7 +188,7 @@ def _size(x: torch.Tensor | None) -> float:
     return 0.0 if x is None else float(torch.linalg.vector_norm(lift(x)))
 
 
-def _require_smaller(block: FeedForward, parts: Parts) -> None:
+def _require_smaller(block: FeedForward, parts: BlockParts) -> None:
     outputs, inputs = parts.out[0].shape[0], parts.up[0].shape[1]
     after = outputs * inputs + outputs
     if after >= parts.numbers:
@@ -198,7 +198,7 @@ def _require_smaller(block: FeedForward, parts: Parts) -> None:
         )
 
 
-def _rounded(block: FeedForward, parts: Parts, tau: HiddenMap) -> Affine:
+def _rounded(block: FeedForward, parts: BlockParts, tau: HiddenMap) -> Affine:
     W, b = product(parts.out, tau)
     like = parts.out[0]
     stored = W.to(like), None if b is None else b.to(like)
@@ -213,7 +213,7 @@ def _rounded(block: FeedForward, parts: Parts, tau: HiddenMap) -> Affine:
 def _costs(
     layers: nn.ModuleList,
     blocks: Sequence[FeedForward],
-    parts: Sequence[Parts],
+    parts: Sequence[BlockParts],
     taus: Sequence[HiddenMap],
     stored: Sequence[Affine],
     run: Callable[[], None],

@@ -12,7 +12,7 @@ from lyapunov_prune.calibration.gram import damped
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.linalg import lift
 from lyapunov_prune.merging.table import REDUCTIONS
-from lyapunov_prune.models.feedforward import FeedForward, Parts
+from lyapunov_prune.models.feedforward import BlockParts, FeedForward
 
 # The ridge of the least-squares fit, over the mean variance of an input.
 RIDGE = 1e-6
@@ -42,7 +42,7 @@ def require_reduction(reduction: str, block: FeedForward) -> None:
         )
 
 
-def hidden_map(reduction: str, parts: Parts, sums: BlockSums | None) -> HiddenMap:
+def hidden_map(reduction: str, parts: BlockParts, sums: BlockSums | None) -> HiddenMap:
     """The map of a reduction of REDUCTIONS, for a block of its kind and the sums that it needs.
 
     Raises LyapunovPruneError for fewer tokens than a fit has unknowns.
@@ -50,18 +50,18 @@ def hidden_map(reduction: str, parts: Parts, sums: BlockSums | None) -> HiddenMa
     return _FUNCTIONS[reduction](parts, sums)
 
 
-def _identity(parts: Parts, sums: BlockSums | None) -> HiddenMap:
+def _identity(parts: BlockParts, sums: BlockSums | None) -> HiddenMap:
     """`τ(x) = W₁ x + b₁`."""
     W, b = parts.up
     return HiddenMap(lift(W), None if b is None else lift(b))
 
 
-def _mean_gate(parts: Parts, sums: BlockSums) -> HiddenMap:
+def _mean_gate(parts: BlockParts, sums: BlockSums) -> HiddenMap:
     """`τ(x) = c ⊙ (W_u x + b_u)` with `c = E σ(W_g x + b_g)`."""
     return _gated_by(parts, sums["gate"] / sums.tokens)
 
 
-def _scaled(parts: Parts, sums: BlockSums) -> HiddenMap:
+def _scaled(parts: BlockParts, sums: BlockSums) -> HiddenMap:
     """`τ(x) = c ⊙ (W_u x + b_u)` with `c_i = E[g_i u_i²]/E[u_i²]`, the least-squares fit of each `g_i u_i` by `u_i`.
 
     A unit whose `u_i` was always zero counts nothing: `c_i = 0`.
@@ -70,12 +70,12 @@ def _scaled(parts: Parts, sums: BlockSums) -> HiddenMap:
     return _gated_by(parts, torch.where(energy > 0, sums["gate_up_up"] / energy.clamp_min(1e-300), 0))
 
 
-def _gated_by(parts: Parts, c: torch.Tensor) -> HiddenMap:
+def _gated_by(parts: BlockParts, c: torch.Tensor) -> HiddenMap:
     W, b = parts.up
     return HiddenMap(c.unsqueeze(-1) * lift(W), None if b is None else c * lift(b))
 
 
-def _affine(parts: Parts, sums: BlockSums) -> HiddenMap:
+def _affine(parts: BlockParts, sums: BlockSums) -> HiddenMap:
     """`argmin Σ ‖h − T x − t‖² + λ ‖T‖_F²`, λ = RIDGE · tokens · the mean variance of an input.
 
     `T = C_hx (C_xx + λ I)⁻¹` and `t = h̄ − T x̄` of the centred sums. As `T` is linear in h, `W_out T` is the same fit of

@@ -31,7 +31,7 @@ Affine = tuple[torch.Tensor, torch.Tensor | None]
 
 
 @dataclass(frozen=True, eq=False)
-class Parts:
+class BlockParts:
     """A feed-forward block as tensors, views of the model's own: `gate` is None in a plain one."""
 
     gate: Affine | None
@@ -75,14 +75,14 @@ class FeedForward:
     def gated(self) -> bool:
         return self.gate is not None
 
-    def parts(self, layer: nn.Module) -> Parts:
+    def parts(self, layer: nn.Module) -> BlockParts:
         """The tensors of the block in `layer`."""
         gate, up, out = (
             None if p is None else (p.weight(layer), p.bias(layer)) for p in (self.gate, self.up, self.out)
         )
         assert up is not None
         assert out is not None
-        return Parts(gate, up, out, layer.get_submodule(self.activation))
+        return BlockParts(gate, up, out, layer.get_submodule(self.activation))
 
 
 @dataclass(frozen=True)
