@@ -12,9 +12,9 @@ from torch.nn.functional import linear
 
 from lyapunov_prune.bounds.bound_check import BoundCheck
 from lyapunov_prune.bounds.checkers import activation_replacement_bound, merged_projection, opNorm_merged_le
-from lyapunov_prune.linalg import certify, lift
+from lyapunov_prune.linalg import certify
 from lyapunov_prune.merging.merge import Merged, merge_rounding
-from lyapunov_prune.models.feedforward import Affine
+from lyapunov_prune.models.feedforward import Affine, lifted
 
 _PROBES = 16
 
@@ -33,8 +33,7 @@ def check_merged(layers: nn.ModuleList, merged: Sequence[Merged]) -> tuple[Bound
 
 def _checks(m: Merged, out: Affine) -> tuple[BoundCheck, ...]:
     place: dict[str, Any] = {"matrix": f"{m.block.out.name} ({m.reduction})", "layer": m.block.layer}
-    stored = (lift(m.weight), None if m.bias is None else lift(m.bias))
-    last = (lift(out[0]), None if out[1] is None else lift(out[1]))
+    stored, last = lifted((m.weight, m.bias)), lifted(out)
     most = certify(m.weight)
     x = torch.randn(_PROBES, m.weight.shape[1], dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     x = torch.cat([x, most.direction.unsqueeze(0)]).to(stored[0].device)

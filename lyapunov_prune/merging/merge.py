@@ -21,7 +21,7 @@ from lyapunov_prune.forward.reading import Readable, read
 from lyapunov_prune.linalg import certified_norm, lift, token_energy
 from lyapunov_prune.merging.reductions import HiddenMap, hidden_map, require_reduction
 from lyapunov_prune.merging.table import REDUCTIONS
-from lyapunov_prune.models.feedforward import Affine, BlockParts, FeedForward, find_feedforward
+from lyapunov_prune.models.feedforward import Affine, BlockParts, FeedForward, find_feedforward, lifted
 from lyapunov_prune.models.hooked import hooked
 from lyapunov_prune.models.structure import in_eval_mode
 from lyapunov_prune.progress import track
@@ -155,7 +155,7 @@ def product(out: Affine, tau: HiddenMap) -> Affine:
     `out` is the last matrix of the block in any dtype, `tau` the map before it. The second is None where neither adds
     anything.
     """
-    W, b = lift(out[0]), None if out[1] is None else lift(out[1])
+    W, b = lifted(out)
     moved = None if tau.bias is None else W @ tau.bias
     bias = moved if b is None else b if moved is None else moved + b
     return W @ tau.weight, bias
@@ -229,7 +229,7 @@ def _costs(
     with watched_blocks(layers, blocks, note):
         run()
     for block in blocks:
-        require_tokens(block, sum(map(len, books[block.layer].errors)))
+        require_tokens(block, books[block.layer].tokens)
     return tuple(books[block.layer].cost() for block in blocks)
 
 
@@ -238,23 +238,21 @@ class _Book:
 
     def __init__(self, out: Affine, tau: HiddenMap, merged: Affine) -> None:
         self.out, self.tau, self.merged = out, tau, merged
-        self.wide = [(lift(W), None if b is None else lift(b)) for W, b in (out, merged)]
-        self.errors: list[np.ndarray] = []
-        self.rows: list[tuple[np.ndarray, ...]] = []
+        self.wide = lifted(out), lifted(merged)
+        self.rows: list[tuple[np.ndarray, ...]] = []  # norms of y − ŷ, h − τ(x), y, x and h
+        self.tokens = 0
         self.total: torch.Tensor | float = 0.0
 
     def add(self, passed: Passed) -> None:
         x, h = lift(passed.x), lift(passed.hidden)
         y, ŷ = linear(h, *self.wide[0]), linear(x, *self.wide[1])
-        error, change, size, inputs, hidden = (
-            token_energy(v).sqrt().cpu().numpy() for v in (y - ŷ, h - self.tau(x), y, x, h)
-        )
-        self.errors.append(error)
-        self.rows.append((change, size, merge_rounding(self.out, self.tau, self.merged, inputs, hidden)))
+        self.rows.append(tuple(token_energy(v).sqrt().cpu().numpy() for v in (y - ŷ, h - self.tau(x), y, x, h)))
+        self.tokens += len(x)
         self.total = self.total + y.sum(0)
 
     def cost(self) -> MergeCost:
-        error, (change, size, rounding) = np.concatenate(self.errors), map(np.concatenate, zip(*self.rows, strict=True))
-        mean = float(torch.linalg.vector_norm(self.total / len(error)))
-        spread = max(0.0, float(np.square(size).sum()) - len(error) * mean**2)
+        error, change, size, inputs, hidden = map(np.concatenate, zip(*self.rows, strict=True))
+        rounding = merge_rounding(self.out, self.tau, self.merged, inputs, hidden)
+        mean = float(torch.linalg.vector_norm(self.total / self.tokens))
+        spread = max(0.0, float(np.square(size).sum()) - self.tokens * mean**2)
         return MergeCost(error, change, size, rounding, spread, certified_norm(self.out[0]))

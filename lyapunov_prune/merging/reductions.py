@@ -10,9 +10,8 @@ import torch
 from lyapunov_prune.calibration.blocks import BlockSums
 from lyapunov_prune.calibration.gram import damped
 from lyapunov_prune.errors import LyapunovPruneError
-from lyapunov_prune.linalg import lift
 from lyapunov_prune.merging.table import REDUCTIONS
-from lyapunov_prune.models.feedforward import BlockParts, FeedForward
+from lyapunov_prune.models.feedforward import BlockParts, FeedForward, lifted
 
 # The ridge of the least-squares fit, over the mean variance of an input.
 RIDGE = 1e-6
@@ -52,8 +51,7 @@ def hidden_map(reduction: str, parts: BlockParts, sums: BlockSums | None) -> Hid
 
 def _identity(parts: BlockParts, sums: BlockSums | None) -> HiddenMap:
     """`τ(x) = W₁ x + b₁`."""
-    W, b = parts.up
-    return HiddenMap(lift(W), None if b is None else lift(b))
+    return HiddenMap(*lifted(parts.up))
 
 
 def _mean_gate(parts: BlockParts, sums: BlockSums) -> HiddenMap:
@@ -71,8 +69,8 @@ def _scaled(parts: BlockParts, sums: BlockSums) -> HiddenMap:
 
 
 def _gated_by(parts: BlockParts, c: torch.Tensor) -> HiddenMap:
-    W, b = parts.up
-    return HiddenMap(c.unsqueeze(-1) * lift(W), None if b is None else c * lift(b))
+    W, b = lifted(parts.up)
+    return HiddenMap(c.unsqueeze(-1) * W, None if b is None else c * b)
 
 
 def _affine(parts: BlockParts, sums: BlockSums) -> HiddenMap:

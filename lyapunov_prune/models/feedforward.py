@@ -18,6 +18,7 @@ from torch import nn
 from torch.nn.functional import linear
 
 from lyapunov_prune.errors import LyapunovPruneError
+from lyapunov_prune.linalg import lift
 from lyapunov_prune.models.hooked import hooked
 from lyapunov_prune.models.projections import Projection, layer_projections
 from lyapunov_prune.models.roles import role
@@ -28,6 +29,12 @@ _OTHERS = "choose other layers"
 
 # A matrix (output × input) and what is added to its product.
 Affine = tuple[torch.Tensor, torch.Tensor | None]
+
+
+def lifted(affine: Affine) -> Affine:
+    """The same in float64."""
+    W, b = affine
+    return lift(W), None if b is None else lift(b)
 
 
 @dataclass(frozen=True, eq=False)

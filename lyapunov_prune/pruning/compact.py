@@ -18,14 +18,12 @@ from transformers import PreTrainedModel
 from lyapunov_prune.arguments import checked
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.models.compact import LAYOUTS, NO_ATTENTION, Layout, compact_class, family_of, is_compact
+from lyapunov_prune.models.feedforward import Affine
 from lyapunov_prune.models.held import held
 from lyapunov_prune.models.plain import require_plain
 from lyapunov_prune.models.structure import find_layers
 from lyapunov_prune.results.history import add_step
 from lyapunov_prune.results.result import MeasuredOn
-
-# A matrix (output × input) and what is added to its product.
-Affine = tuple[torch.Tensor, torch.Tensor | None]
 
 
 @dataclass(frozen=True, eq=False)

@@ -27,9 +27,10 @@ from lyapunov_prune.data.batch import TokenBatch
 from lyapunov_prune.forward.hooks import hidden_of, with_hidden
 from lyapunov_prune.forward.logits import sample_inputs, uncached_logits
 from lyapunov_prune.models.compact import LAYOUTS
+from lyapunov_prune.models.feedforward import Affine
 from lyapunov_prune.models.hooked import hooked
 from lyapunov_prune.models.structure import find_layers, in_eval_mode
-from lyapunov_prune.pruning.compact import Affine, Cuts, cut_places
+from lyapunov_prune.pruning.compact import Cuts, cut_places
 from lyapunov_prune.pruning.counting import COUNTED, fallen_check, held_by, place, sizes_in_memory
 from lyapunov_prune.pruning.gate import (
     CACHED,
