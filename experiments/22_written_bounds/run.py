@@ -14,7 +14,7 @@ import numpy as np
 import typer
 
 import lyapunov_prune as lp
-from experiments.common import Device, DType, draw, plain, texts
+from experiments.common import Device, DType, draw, load, texts
 from lyapunov_prune.bounds.distribution import EDGES
 from lyapunov_prune.bounds.report import BoundsReport
 from lyapunov_prune.report.drawing import COLOURS, panels, svg
@@ -34,8 +34,7 @@ COMPRESSIONS: dict[str, dict[str, Any]] = {
 def main(
     model: str = "smollm2-135m", device: Device = "auto", dtype: DType = None, text: str = "builtin", tokens: int = 256
 ) -> None:
-    loaded = lp.load(model, device=device, dtype=dtype)
-    loaded.model.config._name_or_path = plain(model)
+    loaded = load(model, device, dtype)
     calibration, evaluation = texts(loaded, text, calibration=CALIBRATION, evaluation=tokens, context=CONTEXT)
     on = evaluation.measured_on(loaded.model)
     line, seen = on.line(), calibration.measured_on(loaded.model).line()
