@@ -64,8 +64,6 @@ def test_planted_fault_a_table_that_parted_is_seen() -> None:
     assert tables.filled(text.replace("each layer removed", "each layer doubled")) == text
 
 
-# Documents whose tables and sentences still hold numbers written by hand.
-PENDING = {"experiments/10_within_layer/README.md"}
 # Numbers with decimals that are no measurements of ours: versions, names of models, settings, what a paper prints.
 NAMES = r"Python ≥ [\d.]+|transformers [\d.]+|ERNIE [\d.]+|Qwen-?[\d.]+|§[\d.]+|arXiv:[\d.]+|Wanda; [\d.]+ to [\d.]+"
 PAPERS = r"The paper reports −0.44|its −0.44"
@@ -92,7 +90,7 @@ def loose_tables(text: str) -> list[str]:
 def test_measured_numbers_are_written_by_a_command(document: Path) -> None:
     name = document.relative_to(tables.REPOSITORY).as_posix()
     text = document.read_text(encoding="utf-8")
-    if name not in PENDING and name != "docs/families.md":  # written by tests/families/verdicts.py
+    if name != "docs/families.md":  # written by tests/families/verdicts.py
         assert not loose_tables(text)
         assert not loose_numbers(text)
 
