@@ -13,7 +13,7 @@ import typer
 from lyapunov_prune.allocation.table import SCHEDULES
 from lyapunov_prune.cli import choices
 from lyapunov_prune.compression.table import METHODS
-from lyapunov_prune.ranking.criteria import CRITERIA
+from lyapunov_prune.ranking.criteria import CRITERIA, DEFAULT
 
 if TYPE_CHECKING:  # a usage error must not wait for torch
     from lyapunov_prune.data.batch import TokenBatch
@@ -126,7 +126,7 @@ class RankOptions:
     """What is ranked, and by which criterion."""
 
     what: What = "layers"
-    criterion: Criterion = "blend"
+    criterion: Criterion = DEFAULT
     alpha: Alpha = 0.5
     seeds: Seeds = 4
     seed: Seed = 0

@@ -6,11 +6,13 @@ It imports no torch: the command line asks here first.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 from lyapunov_prune.errors import LyapunovPruneError
 
 PARTS = ("layers", "attention", "mlp")
+# Least perplexity on two models and three texts: experiments/25_three_texts. The paper goes by `blend`.
+DEFAULT: Final = "bi"
 
 
 class Criterion(NamedTuple):
