@@ -559,8 +559,10 @@ def sound(name: str, values: dict[str, Any], floats: Iterator[float]) -> dict[st
         return {"drift": loose(2), **scores}
     if name in ("SkipDivergence", "SublayerDivergence"):
         return {field: loose(5) for field in ("variance", "kl", "reverse_kl")} | {"flipped": some(5, most=1)}
-    if name in ("LayerRanking", "PruningPlan"):
+    if name == "LayerRanking":
         return {"scores": loose(5)}
+    if name == "PruningPlan":
+        return {"scores": loose(5), "drop_activation": (4,), "reduction": "affine"}
     if name == "Allocation":
         amount = some(2, most=1)
         kept = {"names": ("a", "b"), "sizes": (5, 5), "amount": amount, "budget": float(amount.mean())}

@@ -19,4 +19,4 @@ Study = Literal[
     "greedy-rescored", "threshold", "removal",
 ]  # fmt: skip
 StudyMethod = Literal["magnitude", "weight-only", "wanda", "sparsegpt", "svd", "whitened-svd", "balanced"]
-What = Literal["layers", "attention", "mlp"]
+What = Literal["layers", "attention", "mlp", "activation"]

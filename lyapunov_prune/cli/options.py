@@ -106,8 +106,9 @@ Alpha = Annotated[float, what_option(help="Weight of |rho − 1| in the blend.")
 What = Annotated[
     choices.What,
     what_option(
-        help="Whole layers, or one branch of each: zeroed, which saves no time (by "
-        f"{', '.join(name for name, c in CRITERIA.items() if c.of_sublayers is not None)})."
+        help="Whole layers; the attention or the MLP of each (by "
+        f"{', '.join(name for name, c in CRITERIA.items() if c.of_sublayers is not None)}); or its activation (by "
+        "none: prune --layers). In a plain checkpoint a part of a layer saves no time."
     ),
 ]
 MaxKL = Annotated[
