@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
@@ -34,7 +33,7 @@ class Constant(nn.Module):
 
 
 class Unmerged:
-    """A copy of `model`, whose layers can lose their attention or their activation for as long as a block lasts.
+    """`model`, whose layers can lose their attention or their activation for as long as a block lasts.
 
     The module that takes the place of an activation (identity, mean-gate, scaled) or of a feed-forward block (affine)
     is made once for every layer, from what `run` sends through `model` as it is: `run` runs it over some inputs. Inside
@@ -59,7 +58,7 @@ class Unmerged:
             require_reduction(reduction, block)
             require_smaller(block, block.parts(layers[block.layer]))
         self._stand_ins = _stand_ins(layers, self.blocks, reduction, run)
-        self.model = copy.deepcopy(model).eval()
+        self.model = model
 
     @property
     def layers(self) -> nn.ModuleList:

@@ -33,7 +33,7 @@ def subject(name: str, dtype: torch.dtype = torch.float64) -> tuple[PreTrainedMo
 
 def unmerged(name: str, reduction: str, dtype: torch.dtype = torch.float64) -> tuple[Any, PreTrainedModel, Any]:
     model, inputs = subject(name, dtype)
-    return Unmerged(model, reduction, lambda: uncached_logits(model, inputs)), model, inputs
+    return copy.deepcopy(Unmerged(model, reduction, lambda: uncached_logits(model, inputs))), model, inputs
 
 
 @pytest.mark.parametrize(("name", "reduction"), PAIRS)
