@@ -36,7 +36,7 @@ from transformers import (
 )
 
 from lyapunov_prune.checkpoints.outline import read_outline
-from lyapunov_prune.data import ChoiceItem
+from lyapunov_prune.data import ChoiceItem, ImageBatch
 from lyapunov_prune.forward.branches import Branch, find_branches, matrix_children
 from lyapunov_prune.models.loading import load
 from lyapunov_prune.models.projections import find_projections
@@ -110,6 +110,13 @@ def make_classifier(model_type: str) -> PreTrainedModel:
     images = {"num_hidden_layers": 4, "image_size": 8, "patch_size": 4, "num_channels": 1, "num_labels": 5}
     torch.manual_seed(0)
     return _with_large_weights(kind(kind.config_class(**small, **images)).eval())
+
+
+def digits(n: int = 6, *, channels: int = 1, size: int = 8, seed: int = 0) -> ImageBatch:
+    """Random images of 8 bits, scaled as a processor does, of five classes in turn."""
+    generator = torch.Generator().manual_seed(seed)
+    pixels = torch.randint(256, (n, channels, size, size), generator=generator) / 255
+    return ImageBatch((pixels - 0.5) / 0.5, torch.arange(n) % 5, "digits", "all")
 
 
 # A byte-level vocabulary with one merge: every text has a token sequence, nothing is unknown.
