@@ -30,6 +30,7 @@ output_option = partial(typer.Option, rich_help_panel="Output")
 FORMER = {
     "profile": {"--method": "--derivative"},
     "heal": {"--rank": "--update-rank"},
+    "joint": {"--rank": "--update-rank", "--seeds": "--point-seeds"},
     "sensitivity": {"--limit": "--regret-limit"},
     "hierarchy": {"--steps": "--new-tokens"},
 }

@@ -105,8 +105,8 @@ def measure_importance(
     `taylor` takes one forward and one backward for each of `items` items, in an order drawn from `seed`. `learned`
     takes STEPS of them: one m̄ a branch begins at 1; the forward has the mask `m̄ > ½`, the gradient goes to m̄ as if
     there were none (Bengio, Léonard and Courville, arXiv:1308.3432), is scaled to a root mean square of 1 within each
-    type, and a pull of PULL, with the sign of `kept − wanted`, leads each type to the number that `targets` lets go. (Boundary depth
-    pruning: "learned" differs from it in that the weights are not trained meanwhile.)
+    type, and a pull of PULL, with the sign of `kept − wanted`, leads each type to the number that `targets` lets go.
+    (Boundary depth pruning; here the weights are not trained meanwhile.)
 
     Raises LyapunovPruneError for an unknown method, and for gradients that are not finite.
     """

@@ -1,4 +1,4 @@
-"""The points of a map: which pairs of counts are recovered, in which order, each from what the one before has learnt."""
+"""The points of a map, recovered: each from what the one before it on its chain has learnt, each a job of its own."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.evaluation.score import score
 from lyapunov_prune.healing.state import TrainingState
 from lyapunov_prune.healing.trained import drawn_order, trained
+from lyapunov_prune.joint.chains import DENSE, Pair
 from lyapunov_prune.joint.importance import Importance
 from lyapunov_prune.joint.recovery import Lesson, Recipe, inherit, recover
 from lyapunov_prune.merging.unmerged import Unmerged
@@ -26,12 +27,6 @@ from lyapunov_prune.progress import track
 from lyapunov_prune.results.arrays import require_array
 from lyapunov_prune.results.result import MeasuredOn, Result
 from lyapunov_prune.results.store import Store
-
-Pair = tuple[int, int]  # attentions and activations removed
-DENSE: Pair = (0, 0)
-# What each step of a chain removes, over and over: both axes, and between them two of a type to one of the other.
-CHAINS = ("a", "g", "aag", "gga")
-LEAST_REACH = 4  # fewer steps a chain leave no degree above one to try
 
 
 @dataclass(frozen=True)
@@ -86,32 +81,6 @@ class Points(Result):
 
     def headline(self) -> str:
         return f"{int(self.first.sum())} recovered points of {self.layers} layers, {self.steps} steps each"
-
-
-def walk(chain: str, reach: int, most: Pair) -> list[Pair]:
-    """The points of one of CHAINS, whose k-th removes k, to `reach`.
-
-    Where a type is used up (`most`) it goes on with the other; an axis ends there.
-    """
-    pair, points = DENSE, []
-    for step in range(reach):
-        options = [chain[step % len(chain)], *sorted(set(chain))]
-        nexts = [(pair[0] + (kind == "a"), pair[1] + (kind == "g")) for kind in options]
-        new = next((n for n in nexts if n[0] <= most[0] and n[1] <= most[1]), None)
-        if new is None:
-            break
-        points.append(pair := new)
-    return points
-
-
-def chains(reach: int, most: Pair) -> dict[Pair, Pair]:
-    """Every point of CHAINS, and the point that it inherits from, which comes before it: 28 for a reach of 8."""
-    parents: dict[Pair, Pair] = {}
-    for chain in CHAINS:
-        points = walk(chain, reach, most)
-        for before, point in zip([DENSE, *points], points, strict=False):
-            parents.setdefault(point, before)
-    return parents
 
 
 @dataclass(frozen=True, eq=False)
@@ -256,6 +225,6 @@ def _require_room(course: Course, jobs: int) -> None:
     free = shutil.disk_usage(folder).free
     if jobs and (jobs + 3) * size > free:
         raise LyapunovPruneError(
-            f"{jobs} points learn {size / 2**30:.2g} GiB each and {folder} has {free / 2**30:.2g} GiB left; free space, "
-            "or let them learn less (--rank 8)"
+            f"{jobs} points learn {size / 2**30:.2g} GiB each and {folder} has {free / 2**30:.2g} GiB left; free "
+            "space, or let them learn less (--rank 8)"
         )

@@ -5,28 +5,28 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from itertools import combinations
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pandas as pd
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from lyapunov_prune.arguments import checked, require_least
 from lyapunov_prune.data.batch import TokenBatch
-from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.data.examples import Examples
+from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.evaluation.score import paired_error, score
 from lyapunov_prune.forward.logits import uncached_logits
 from lyapunov_prune.healing.state import TrainingState
-from lyapunov_prune.joint.decision import JointDecision, decide, within_budget
+from lyapunov_prune.joint.chains import LEAST_REACH, Pair, chains, reach_of, rivals
+from lyapunov_prune.joint.decision import decide, within_budget
 from lyapunov_prune.joint.importance import Importance, measure_importance
-from lyapunov_prune.joint.map import JointMap, fit_map
-from lyapunov_prune.joint.points import CHAINS, LEAST_REACH, Course, Pair, Points, chains, recover_points, walk
+from lyapunov_prune.joint.map import fit_map
+from lyapunov_prune.joint.points import Course, Points, recover_points
 from lyapunov_prune.joint.recovery import Recipe, recover
+from lyapunov_prune.joint.result import PLAN, REPORT, JointRun
 from lyapunov_prune.joint.times import Times, measure_times
 from lyapunov_prune.merging.unmerged import Unmerged
 from lyapunov_prune.models.feedforward import read_feedforward
@@ -38,55 +38,10 @@ from lyapunov_prune.pruning.plan import PruningPlan
 from lyapunov_prune.results.files import require_empty, whole_folder
 from lyapunov_prune.results.history import add_step
 from lyapunov_prune.results.once import once
-from lyapunov_prune.results.result import MeasuredOn, Result, encode
+from lyapunov_prune.results.result import MeasuredOn, encode
 from lyapunov_prune.results.store import Store
 
-REPORT, PLAN = "joint.json", "plan.json"  # beside the weights
-
-
-@dataclass(frozen=True)
-class JointRun(Result):
-    """A joint removal and all that it rests on.
-
-    `dense` and `chosen` are scores on the final slice, which nothing before has seen; `error` is the standard error of
-    their difference, paired by item. `start` is the point whose weights the final recovery began with, `losses` the
-    distillation loss before each of its steps. `parameters` and `size` (bytes) are before and after; `seconds` says
-    what each part took in the run that ended, `times` what a budget of time went by.
-    """
-
-    importance: Importance
-    points: Points
-    map: JointMap
-    decision: JointDecision
-    plan: PruningPlan
-    times: Times | None
-    start: tuple[int, int]
-    losses: np.ndarray
-    dense: float
-    chosen: float
-    error: float
-    parameters: tuple[int, int]
-    size: tuple[int, int]
-    seconds: dict[str, float]
-    measured_on: MeasuredOn
-
-    def to_frame(self) -> pd.DataFrame:
-        """By part of the run, its seconds."""
-        parts = {**self.seconds, "together": sum(self.seconds.values())}
-        return pd.DataFrame({"part": list(parts), "seconds": list(parts.values())})
-
-    def headline(self) -> str:
-        score = "top-1 accuracy" if self.measured_on.images else "−loss in nats a token"
-        return (
-            f"{self.decision.headline()}\n{self.plan.headline()}\n"
-            f"After {len(self.losses)} more steps {score} {self.chosen:.4g} on the final slice (dense {self.dense:.4g}, "
-            f"standard error of the difference {self.error:.2g}); {self.parameters[1]:,} parameters of "
-            f"{self.parameters[0]:,}, {self.size[1]:,} bytes of {self.size[0]:,}\n{self.measured_on.line()}"
-        )
-
-    def about(self) -> str:
-        """What a model card says of it."""
-        return self.headline()
+_RECIPE = Recipe(rank=8)
 
 
 @checked
@@ -103,7 +58,7 @@ def remove_jointly(
     importance: str = "taylor",
     steps: int = 12,
     recover_steps: int = 100,
-    recipe: Recipe = Recipe(rank=8),
+    recipe: Recipe = _RECIPE,
     seeds: int = 2,
     seed: int = 0,
     folder: str | Path,
@@ -163,8 +118,9 @@ def remove_jointly(
                     resume=resume,
                 )
         table = None if times is None else times.table()
-        allowed = {(int(a), int(g)) for a, g in within_budget(L, remove, speedup, table, most)}
-        reach = max(_reach(allowed), LEAST_REACH)
+        pairs = within_budget(L, remove, speedup, None if table is None else table.tolist(), most)
+        allowed = {(a, g) for a, g in pairs.tolist()}
+        reach = max(reach_of(allowed), LEAST_REACH)
         with _timing(seconds, "importance"):
             worth = once(
                 folder / "importance.json",
@@ -175,9 +131,9 @@ def remove_jointly(
                 resume=resume,
             )
         course = Course(student, learn, worth, chains(reach, most), steps, seed, recipe, folder, about)
-        rivals = _rivals(reach, most, allowed)
+        between = rivals(reach, most, allowed)
         with _timing(seconds, "points"):
-            points = recover_points(course, select, rivals, seeds, store, resume=resume, batch_size=batch_size)
+            points = recover_points(course, select, between, seeds, store, resume=resume, batch_size=batch_size)
         with _timing(seconds, "decision"):
             fitted = fit_map(
                 (points.pairs[points.first] / L).tolist(),
@@ -195,7 +151,7 @@ def remove_jointly(
                 seconds=None if table is None else table.tolist(),
                 most=most,
                 repeats=points.repeats(),
-                selection_error=_selection_error(points, rivals),
+                selection_error=_selection_error(points, between),
             )
         start = course.nearest(decision.chosen)
         course.forget(keep=course.lineage(start))
@@ -277,24 +233,9 @@ def _targets(reach: int, most: Pair) -> Pair:
     return min(half, most[0]), min(half, most[1])
 
 
-def _reach(allowed: set[Pair]) -> int:
-    """How many go at most before the budget is met, whatever types they are of."""
-    frontier = [(a, g) for a, g in allowed if (a - 1, g) not in allowed and (a, g - 1) not in allowed]
-    return max(a + g for a, g in frontier)
-
-
-def _rivals(reach: int, most: Pair, allowed: set[Pair]) -> list[Pair]:
-    """Of each chain the first point within the budget, else its last: between such points the choice is made."""
-    found: dict[Pair, None] = {}
-    for walked in (walk(chain, reach, most) for chain in CHAINS):
-        if walked:
-            found[next((pair for pair in walked if pair in allowed), walked[-1])] = None
-    return list(found)
-
-
-def _selection_error(points: Points, rivals: list[Pair]) -> float:
-    """Root mean square, over pairs of rivals, of the standard error of the difference of their scores."""
-    places = [i for i, pair in enumerate(points.pairs.tolist()) if points.first[i] and tuple(pair) in rivals]
+def _selection_error(points: Points, between: list[Pair]) -> float:
+    """Root mean square, over pairs of `between`, of the standard error of the difference of their scores."""
+    places = [i for i, pair in enumerate(points.pairs.tolist()) if points.first[i] and tuple(pair) in between]
     errors = [points.difference_error(i, j) for i, j in combinations(places, 2)]
     return float(np.sqrt(np.mean(np.square(errors)))) if errors else 0.0
 
@@ -304,7 +245,8 @@ def _require_apart(slices: tuple[Examples, Examples, Examples], origins: tuple[M
 
     Tokens are known by runs of 64, images one by one.
     """
-    for (name, data, _), (other, _, seen) in combinations(zip(("learn", "select", "final"), slices, origins), 2):
+    named = zip(("learn", "select", "final"), slices, origins, strict=True)
+    for (name, data, _), (other, _, seen) in combinations(named, 2):
         if shared := data.shared_with(seen):
             what = "images" if seen.images else "tokens"
             raise LyapunovPruneError(

@@ -69,11 +69,10 @@ class Unmerged:
         """`model` without the attentions and the activations of these layers; at the end all modules are back."""
         from lyapunov_prune.models.modeling_compact import NoAttention  # every family's code
 
-        changes = [
-            *((i, {self.layout.attention: NoAttention()}) for i in attention),
-            *((i, {norm: nn.Identity() for norm in self.layout.norms_alone(self.model.config)}) for i in attention),
-            *((i, self._stand_ins[i]) for i in activation),
-        ]
+        norms = self.layout.norms_alone(self.model.config)
+        changes: list[tuple[int, dict[str, nn.Module]]] = [(i, self._stand_ins[i]) for i in activation]
+        for i in attention:
+            changes.append((i, {self.layout.attention: NoAttention(), **{norm: nn.Identity() for norm in norms}}))
         before: list[tuple[nn.Module, str, nn.Module]] = []
         try:
             for index, places in changes:
