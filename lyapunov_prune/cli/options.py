@@ -30,6 +30,7 @@ output_option = partial(typer.Option, rich_help_panel="Output")
 FORMER = {
     "profile": {"--method": "--derivative"},
     "heal": {"--rank": "--update-rank"},
+    "joint": {"--rank": "--update-rank", "--seeds": "--point-seeds"},
     "sensitivity": {"--limit": "--regret-limit"},
     "hierarchy": {"--steps": "--new-tokens"},
 }
@@ -106,8 +107,9 @@ Alpha = Annotated[float, what_option(help="Weight of |rho − 1| in the blend.")
 What = Annotated[
     choices.What,
     what_option(
-        help="Whole layers, or one branch of each: zeroed, which saves no time (by "
-        f"{', '.join(name for name, c in CRITERIA.items() if c.of_sublayers is not None)})."
+        help="Whole layers; the attention or the MLP of each (by "
+        f"{', '.join(name for name, c in CRITERIA.items() if c.of_sublayers is not None)}); or its activation (by "
+        "none: prune --layers). In a plain checkpoint a part of a layer saves no time."
     ),
 ]
 MaxKL = Annotated[

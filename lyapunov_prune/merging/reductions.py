@@ -55,21 +55,20 @@ def _identity(parts: BlockParts, sums: BlockSums | None) -> HiddenMap:
     return HiddenMap(*lifted(parts.up))
 
 
-def _mean_gate(parts: BlockParts, sums: BlockSums) -> HiddenMap:
-    """`τ(x) = c ⊙ (W_u x + b_u)` with `c = E σ(W_g x + b_g)`."""
-    return _gated_by(parts, sums["gate"] / sums.tokens)
+def gate_constant(reduction: str, sums: BlockSums) -> torch.Tensor:
+    """c (hidden,), float64, that takes the place of a gate after its activation, by `mean-gate` or `scaled`.
 
-
-def _scaled(parts: BlockParts, sums: BlockSums) -> HiddenMap:
-    """`τ(x) = c ⊙ (W_u x + b_u)` with `c_i = E[g_i u_i²]/E[u_i²]`, the least-squares fit of each `g_i u_i` by `u_i`.
-
-    A unit whose `u_i` was always zero counts nothing: `c_i = 0`.
+    `c = E σ(W_g x + b_g)`, or `c_i = E[g_i u_i²]/E[u_i²]`, the least-squares fit of each `g_i u_i` by `u_i`; a unit
+    whose `u_i` was always zero counts nothing: `c_i = 0`.
     """
+    if reduction == "mean-gate":
+        return sums["gate"] / sums.tokens
     energy = sums["up_up"]
-    return _gated_by(parts, torch.where(energy > 0, sums["gate_up_up"] / energy.clamp_min(1e-300), 0))
+    return torch.where(energy > 0, sums["gate_up_up"] / energy.clamp_min(1e-300), 0)
 
 
-def _gated_by(parts: BlockParts, c: torch.Tensor) -> HiddenMap:
+def gated_by(parts: BlockParts, c: torch.Tensor) -> HiddenMap:
+    """`τ(x) = c ⊙ (W_u x + b_u)`."""
     W, b = lifted(parts.up)
     return HiddenMap(c.unsqueeze(-1) * W, None if b is None else c * b)
 
@@ -96,7 +95,7 @@ def least_squares(sums: BlockSums, ridge: float = RIDGE) -> HiddenMap:
 
 _FUNCTIONS: dict[str, Callable[..., HiddenMap]] = {
     "identity": _identity,
-    "mean-gate": _mean_gate,
-    "scaled": _scaled,
+    "mean-gate": lambda parts, sums: gated_by(parts, gate_constant("mean-gate", sums)),
+    "scaled": lambda parts, sums: gated_by(parts, gate_constant("scaled", sums)),
     "affine": lambda parts, sums: least_squares(sums),
 }

@@ -10,7 +10,7 @@ from typing import Any, Final, NamedTuple
 
 from lyapunov_prune.errors import LyapunovPruneError
 
-PARTS = ("layers", "attention", "mlp")
+PARTS = ("layers", "attention", "mlp", "activation")
 # Least perplexity on two models and three texts: experiments/25_three_texts. The paper goes by `blend`.
 DEFAULT: Final = "bi"
 
@@ -111,6 +111,8 @@ def require_part(what: str, criterion: str | None = None) -> None:
     """Raise LyapunovPruneError for an unknown part of a model, and for one that `criterion` does not rank."""
     if what not in PARTS:
         raise LyapunovPruneError(f"unknown --what {what!r}; give one of {', '.join(PARTS)}")
+    if criterion is not None and what == "activation":
+        raise LyapunovPruneError("no criterion orders activations; name the layers, as prune --layers 3,7")
     if criterion is not None and what != "layers" and CRITERIA[criterion].of_sublayers is None:
         others = [name for name, other in CRITERIA.items() if other.of_sublayers is not None]
         raise LyapunovPruneError(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -77,7 +78,7 @@ class LayerRanking(Ranking):
                 f"cannot leave out the {self.what} of {remove} layers: {self.model.name} has {len(self.order)} "
                 "with one to leave out; give fewer"
             )
-        chosen: dict[str, tuple[int, ...]] = dict.fromkeys(FIELDS.values(), ())
+        chosen: dict[str, Any] = dict.fromkeys(FIELDS.values(), ())
         chosen[FIELDS[self.what]] = self.order[:remove] if period == 1 else self._periods(remove, period)
         return PruningPlan(
             **chosen,
