@@ -39,25 +39,26 @@ def main(
     tokens: int = 1024,
     context: int = 256,
 ) -> None:
+    folder = HERE
     given = inputs(model, text, tokens, context, device=device, dtype=dtype)
     result = given.sensitivity(("layer0", "cliff", "threshold"))
-    result.save(HERE / "cliff.json")
+    result.save(folder / "cliff.json")
     activations = lp.profiles.activation_statistics(given.loaded.model, given.calibration)
-    activations.save(HERE / "activations.json")
+    activations.save(folder / "activations.json")
     draw(
-        HERE,
+        folder,
         {
             "cliff": cliff_figure(result),
             "levels": levels_figure(result),
             "activations": activation_figure(activations),
         },
     )
-    print(result, activations, *written().values(), sep="\n\n")
+    print(result, activations, *written(folder).values(), sep="\n\n")
 
 
-def written() -> dict[str, str]:
-    result = Sensitivity.load(HERE / "cliff.json")
-    activations = ActivationStatistics.load(HERE / "activations.json")
+def written(folder: Path = HERE) -> dict[str, str]:
+    result = Sensitivity.load(folder / "cliff.json")
+    activations = ActivationStatistics.load(folder / "activations.json")
     return {
         "setting": setting(result),
         "cliff": cliff_table(result),

@@ -27,6 +27,7 @@ def main(
     tokens: int = 4096,
     remove: int = 4,
 ) -> None:
+    folder = HERE
     loaded = load(model, device, dtype)
     calibration, evaluation = texts(loaded, text, calibration=256 * STEPS, evaluation=tokens, context=256)
     influence = lp.block_influence(loaded.model, calibration)
@@ -37,7 +38,7 @@ def main(
         done = lp.heal(
             pruned, loaded.model, calibration, steps=STEPS, rank=rank, evaluation=evaluation, folder=jobs, resume=True
         )
-        done.report.save(HERE / f"{name}.json")
+        done.report.save(folder / f"{name}.json")
         reports[name] = done.report
         print(done.report, end="\n\n")
     page, axes = one_panel(6.5, 3.0)
@@ -46,12 +47,12 @@ def main(
     axes.set_xlabel("step")
     axes.set_ylabel("KL(dense ‖ pruned), nats a token")
     axes.legend(frameon=False, fontsize=8)
-    draw(HERE, {"healing": svg(page)})
+    draw(folder, {"healing": svg(page)})
 
 
-def written() -> dict[str, str]:
+def written(folder: Path = HERE) -> dict[str, str]:
     """Perplexity before, after and of the dense model, and the share recovered."""
-    reports = {name: Healing.load(HERE / f"{name}.json") for name in ("full", "low-rank")}
+    reports = {name: Healing.load(folder / f"{name}.json") for name in ("full", "low-rank")}
     held_out = reports["full"].held_out
     assert held_out is not None
     cells: list[list[object]] = [

@@ -48,6 +48,7 @@ MEASURES = [
 
 
 def main(model: str = "smollm2-135m", device: Device = "auto", dtype: DType = None, steps: int = 32) -> None:
+    folder = HERE
     loaded = load(model, device, dtype)
     prompts = encoded(loaded)
     at = loaded.structure.num_layers // 2  # of Figures 5, 6 and 11: the 14th of 28 in the paper
@@ -122,9 +123,9 @@ def main(model: str = "smollm2-135m", device: Device = "auto", dtype: DType = No
         f"rounded to {BITS} bits": rounding,
         "attention left out, logits without their mean": mean_out,
     }
-    write_whole(HERE / "spaces.json", as_json({**facts, **{k: records(t) for k, t in tables.items()}}))
+    write_whole(folder / "spaces.json", as_json({**facts, **{k: records(t) for k, t in tables.items()}}))
     draw(
-        HERE,
+        folder,
         {
             "spaces": hierarchy_figure(whole),
             "orthogonal": orthogonal_figure(layers),
@@ -340,8 +341,8 @@ def bounds_figure(layers: pd.DataFrame, rounding: pd.DataFrame) -> str:
     return svg(figure)
 
 
-def written() -> dict[str, str]:
-    found = opened(HERE / "spaces.json")
+def written(folder: Path = HERE) -> dict[str, str]:
+    found = opened(folder / "spaces.json")
     return {
         "setting": setting(found),
         "similarity": similarity(found["layers"], found["layer of the steps and temperatures"]),
