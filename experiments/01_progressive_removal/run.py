@@ -11,7 +11,7 @@ from typing import Annotated
 import typer
 
 import lyapunov_prune as lp
-from experiments.common import Device, DType, draw, load, read_text
+from experiments.common import Device, DType, draw, load, of_model, read_text
 from experiments.statements import bullets, short, table, verdict
 from lyapunov_prune.data.batch import require_disjoint
 from lyapunov_prune.profiles.contraction import ContractionProfile, Pooling
@@ -33,7 +33,7 @@ def main(
     tokens: int = 4096,
     context: int = 512,
 ) -> None:
-    folder = HERE
+    folder = of_model(HERE, model)
     loaded = load(model, device, dtype)
     calibration = read_text(loaded, text, tokens, context)
     evaluation = read_text(loaded, text, tokens, context, "evaluation")

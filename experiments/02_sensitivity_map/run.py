@@ -9,7 +9,7 @@ from pathlib import Path
 
 import typer
 
-from experiments.common import Device, DType, draw, inputs
+from experiments.common import Device, DType, draw, inputs, of_model
 from experiments.statements import bullets, correlation, measured, short, signed, span, table, verdict
 from lyapunov_prune.report.sensitivity import sensitivity_figures
 from lyapunov_prune.sensitivity.sensitivity import Sensitivity
@@ -25,7 +25,7 @@ def main(
     tokens: int = 1024,
     context: int = 256,
 ) -> None:
-    folder = HERE
+    folder = of_model(HERE, model)
     result = inputs(model, text, tokens, context, device=device, dtype=dtype).sensitivity(
         ("group", "layer", "component", "sparsity", "rank", "removal")
     )

@@ -14,7 +14,7 @@ import typer
 from scipy import stats
 
 import lyapunov_prune as lp
-from experiments.common import Device, DType, draw, inputs
+from experiments.common import Device, DType, draw, inputs, of_model
 from experiments.statements import bullets, correlation, runs, short, span, table
 from lyapunov_prune.profiles import ActivationStatistics
 from lyapunov_prune.report.profiles import activation_figure
@@ -39,7 +39,7 @@ def main(
     tokens: int = 1024,
     context: int = 256,
 ) -> None:
-    folder = HERE
+    folder = of_model(HERE, model)
     given = inputs(model, text, tokens, context, device=device, dtype=dtype)
     result = given.sensitivity(("layer0", "cliff", "threshold"))
     result.save(folder / "cliff.json")

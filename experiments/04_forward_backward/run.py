@@ -10,7 +10,7 @@ from pathlib import Path
 import pandas as pd
 import typer
 
-from experiments.common import Device, DType, draw, inputs
+from experiments.common import Device, DType, draw, inputs, of_model
 from experiments.statements import bullets, measured, short, table, verdict
 from lyapunov_prune.report.sensitivity import cumulative_figure
 from lyapunov_prune.sensitivity.sensitivity import Sensitivity
@@ -27,7 +27,7 @@ def main(
     tokens: int = 1024,
     context: int = 256,
 ) -> None:
-    folder = HERE
+    folder = of_model(HERE, model)
     result = inputs(model, text, tokens, context, device=device, dtype=dtype).sensitivity(("forward", "backward"))
     result.save(folder / "cumulative.json")
     draw(folder, {"cumulative": cumulative_figure(result)})

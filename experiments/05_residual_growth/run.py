@@ -13,7 +13,7 @@ import numpy as np
 import typer
 
 import lyapunov_prune as lp
-from experiments.common import Device, DType, draw, inputs
+from experiments.common import Device, DType, draw, inputs, of_model
 from experiments.statements import bullets, runs, short, span, table, verdict
 from lyapunov_prune.profiles.contraction import ContractionProfile
 from lyapunov_prune.report.drawing import COLOURS, GREY, depth_axis, log_axis, panels, svg
@@ -32,7 +32,7 @@ def main(
     tokens: int = 2048,
     context: int = 512,
 ) -> None:
-    folder = HERE
+    folder = of_model(HERE, model)
     given = inputs(model, text, tokens, context, device=device, dtype=dtype)
     profiles = [
         lp.measure_contraction(given.loaded.model, given.calibration, epsilon=epsilon, seeds=range(2))

@@ -11,7 +11,7 @@ from pathlib import Path
 import pandas as pd
 import typer
 
-from experiments.common import Device, DType, draw, inputs
+from experiments.common import Device, DType, draw, inputs, of_model
 from experiments.statements import bullets, interval, percent, short, stated, table
 from lyapunov_prune.report.sensitivity import greedy_figure
 from lyapunov_prune.sensitivity.sensitivity import Sensitivity
@@ -31,7 +31,7 @@ def main(
     context: int = 256,
     rescored: bool = False,
 ) -> None:
-    folder = HERE
+    folder = of_model(HERE, model)
     studies = ("greedy", "greedy-rescored") if rescored else ("greedy",)
     result = inputs(model, text, tokens, context, device=device, dtype=dtype).sensitivity(studies, rank=RANK)
     result.save(folder / "greedy.json")

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import typer
 
-from experiments.common import Device, DType, draw, load, texts
+from experiments.common import Device, DType, draw, load, of_model, texts
 from experiments.compressions import (
     CompressionRow,
     CompressionTable,
@@ -37,7 +37,7 @@ def main(
     text: str = "builtin",
     tokens: int = 4096,
 ) -> None:
-    folder = HERE
+    folder = of_model(HERE, model)
     loaded = load(model, device, dtype)
     calibration, evaluation = texts(loaded, text, calibration=tokens, evaluation=tokens, context=512)
     table = evaluate_compressions(loaded.model, SETTINGS, calibration, evaluation)

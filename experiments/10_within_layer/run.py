@@ -18,7 +18,7 @@ import typer
 from transformers import PreTrainedModel
 
 import lyapunov_prune as lp
-from experiments.common import Device, DType, draw, halves, load, texts
+from experiments.common import Device, DType, draw, halves, load, of_model, texts
 from experiments.compressions import (
     CompressionRow,
     CompressionTable,
@@ -54,7 +54,7 @@ def main(
     text: str = "builtin",
     tokens: int = 4096,
 ) -> None:
-    folder = HERE
+    folder = of_model(HERE, model)
     loaded = load(model, device, dtype)
     calibration, evaluation = texts(loaded, text, calibration=tokens // 2, evaluation=tokens, context=512)
     first, second = halves(calibration)

@@ -17,7 +17,7 @@ import typer
 from scipy import stats
 
 import lyapunov_prune as lp
-from experiments.common import Device, DType, draw, inputs
+from experiments.common import Device, DType, draw, inputs, of_model
 from experiments.statements import bullets, correlation, measured, short, table, verdict
 from lyapunov_prune.allocation.lyapunov import Reading, tolerance
 from lyapunov_prune.profiles.contraction import Pooling
@@ -37,7 +37,7 @@ def main(
     tokens: int = 1024,
     context: int = 256,
 ) -> None:
-    folder = HERE
+    folder = of_model(HERE, model)
     given = inputs(model, text, tokens, context, device=device, dtype=dtype)
     profile = given.profile()
     found_by = {

@@ -10,7 +10,7 @@ from pathlib import Path
 import typer
 
 import lyapunov_prune as lp
-from experiments.common import Device, DType, load, texts
+from experiments.common import Device, DType, load, of_model, texts
 from experiments.statements import bullets, interval, short, span, table, verdict
 from lyapunov_prune.evaluation.evaluation import Evaluation, zero_share
 
@@ -25,7 +25,7 @@ def main(
     text: str = "builtin",
     tokens: int = 4096,
 ) -> None:
-    folder = HERE
+    folder = of_model(HERE, model)
     loaded = load(model, device, dtype)
     calibration, evaluation = texts(loaded, text, calibration=tokens // 2, evaluation=tokens, context=512)
     influence = lp.block_influence(loaded.model, calibration)

@@ -14,7 +14,7 @@ import pandas as pd
 import typer
 
 import lyapunov_prune as lp
-from experiments.common import Device, DType, draw, load, read_text
+from experiments.common import Device, DType, draw, load, of_model, read_text
 from experiments.statements import bullets, interval, short, span, table, verdict
 from lyapunov_prune.evaluation.perplexity import interval_of
 from lyapunov_prune.report.drawing import COLOURS, one_panel, svg
@@ -30,7 +30,7 @@ def main(
     dtype: DType = None,
     text: Annotated[list[str] | None, typer.Option()] = None,
 ) -> None:
-    folder = HERE
+    folder = of_model(HERE, model)
     names = text or ["builtin"]
     loaded = load(model, device, dtype)
     calibration = read_text(loaded, names[0], 4096, CONTEXT)

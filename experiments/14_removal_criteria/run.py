@@ -21,7 +21,7 @@ import typer
 from transformers import PreTrainedModel
 
 import lyapunov_prune as lp
-from experiments.common import Device, DType, draw, load, read_text
+from experiments.common import Device, DType, draw, job_folder, load, of_model, read_text
 from experiments.statements import bullets, interval, measured, runs, short, span, table, verdict
 from lyapunov_prune.data.batch import Split, require_disjoint
 from lyapunov_prune.forward.hooks import residual_stream, run_backbone
@@ -52,12 +52,12 @@ def main(
     evaluation: Annotated[str, typer.Option(help="builtin, or a file")] = "builtin",
     tokens: int = 8192,
 ) -> None:
-    folder = HERE
+    folder = of_model(HERE, model)
     loaded = load(model, device, dtype)
     few = read_text(loaded, calibration, 1024, 512, half(calibration, 0))
     many = read_text(loaded, evaluation, tokens, 1024, half(evaluation, 1))
     require_disjoint(few, many)
-    jobs = Path("runs") / "experiments" / f"oracle-{few.text_hash[:16]}"
+    jobs = job_folder(model) / f"oracle-{few.text_hash[:16]}"
     oracle = lp.ranking.greedy_removal(loaded.model, few, REMOVALS[-1], folder=jobs, resume=True)
     oracle.save(folder / "oracle.json")
     print(oracle, end="\n\n")

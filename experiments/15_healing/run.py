@@ -10,7 +10,7 @@ from pathlib import Path
 import typer
 
 import lyapunov_prune as lp
-from experiments.common import Device, DType, draw, load, texts
+from experiments.common import Device, DType, draw, job_folder, load, of_model, texts
 from experiments.statements import table
 from lyapunov_prune.healing.heal import Healing
 from lyapunov_prune.report.drawing import COLOURS, one_panel, svg
@@ -27,14 +27,14 @@ def main(
     tokens: int = 4096,
     remove: int = 4,
 ) -> None:
-    folder = HERE
+    folder = of_model(HERE, model)
     loaded = load(model, device, dtype)
     calibration, evaluation = texts(loaded, text, calibration=256 * STEPS, evaluation=tokens, context=256)
     influence = lp.block_influence(loaded.model, calibration)
     pruned = lp.remove_layers(loaded.model, lp.rank_layers(None, influence, criterion="bi").plan(remove))
     reports = {}
     for name, rank in (("full", None), ("low-rank", RANK)):
-        jobs = Path("runs") / "experiments" / f"healing-{name}-{remove}"
+        jobs = job_folder(model) / f"healing-{name}-{remove}"
         done = lp.heal(
             pruned, loaded.model, calibration, steps=STEPS, rank=rank, evaluation=evaluation, folder=jobs, resume=True
         )

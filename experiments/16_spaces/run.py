@@ -17,7 +17,7 @@ import typer
 from scipy import stats
 
 import lyapunov_prune as lp
-from experiments.common import Device, DType, draw, load
+from experiments.common import Device, DType, draw, load, of_model
 from experiments.hierarchies import as_json, cell, encoded, kept, measured_on, opened, records, summarise
 from experiments.statements import bullets, short, span, table, verdict
 from lyapunov_prune.data.batch import as_batch
@@ -48,7 +48,7 @@ MEASURES = [
 
 
 def main(model: str = "smollm2-135m", device: Device = "auto", dtype: DType = None, steps: int = 32) -> None:
-    folder = HERE
+    folder = of_model(HERE, model)
     loaded = load(model, device, dtype)
     prompts = encoded(loaded)
     at = loaded.structure.num_layers // 2  # of Figures 5, 6 and 11: the 14th of 28 in the paper

@@ -22,7 +22,7 @@ from transformers import PreTrainedModel
 
 import lyapunov_prune as lp
 from experiments import statements
-from experiments.common import Device, DType, draw, load, texts
+from experiments.common import Device, DType, draw, load, of_model, texts
 from experiments.hierarchies import (
     as_json,
     cell,
@@ -71,7 +71,7 @@ def main(
     tokens: int = 2048,
     steps: int = 32,
 ) -> None:
-    folder = HERE
+    folder = of_model(HERE, model)
     loaded = load(model, device, dtype)
     prompts = {k: ids for k, ids in encoded(loaded).items() if not k.startswith("MC")}
     calibration, evaluation = texts(loaded, text, calibration=tokens, evaluation=tokens, context=512)

@@ -20,7 +20,7 @@ from scipy import stats
 from transformers import PreTrainedModel
 
 import lyapunov_prune as lp
-from experiments.common import Device, DType, draw, load, read_text
+from experiments.common import Device, DType, draw, load, of_model, read_text
 from experiments.hierarchies import PROMPTS, as_json, cell, interval, kept, makers, opened, percent, records
 from experiments.statements import bullets, short, span, table, verdict
 from lyapunov_prune.data.choices import tokenize
@@ -47,7 +47,7 @@ def main(
     text: str = "builtin",
     tokens: int = 2048,
 ) -> None:
-    folder = HERE
+    folder = of_model(HERE, model)
     loaded = load(model, device, dtype)
     calibration = read_text(loaded, text, tokens, 512)
     sets = {("paper", "letters"): papers_items()}

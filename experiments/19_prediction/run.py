@@ -19,7 +19,7 @@ import typer
 from scipy import stats
 
 import lyapunov_prune as lp
-from experiments.common import Device, DType, draw, load, texts
+from experiments.common import Device, DType, draw, job_folder, load, of_model, texts
 from experiments.statements import bullets, interval, short, signed, table
 from lyapunov_prune.evaluation.repetition import collapsed, repetition
 from lyapunov_prune.progress import track
@@ -44,7 +44,7 @@ def main(
     text: str = "builtin",
     tokens: int = 4096,
 ) -> None:
-    folder = HERE
+    folder = of_model(HERE, model)
     loaded = load(model, device, dtype)
     calibration, held_out = texts(loaded, text, calibration=tokens // 2, evaluation=tokens, context=512)
     scoring = lp.TokenBatch(held_out.ids[:4], text=held_out.text, split=held_out.split, bos=held_out.bos)
@@ -57,7 +57,7 @@ def main(
         **{name: lp.rank_layers(profile, influence, criterion=name) for name in SCORES[1:]},
     }
     about = {"calibration": encode(calibration.measured_on(loaded.model)), "prompts": f"{PROMPTS} × {PROMPT} + {STEPS}"}
-    kept = Path("runs") / "experiments" / f"prediction-{calibration.text_hash[:16]}"
+    kept = job_folder(model) / f"prediction-{calibration.text_hash[:16]}"
     jobs = Store(kept, "prediction", {**about, "held out": held_out.text_hash}, resume=True)
     dense = lp.perplexity(loaded.model, scoring)
     chosen = sets(rankings, loaded.structure.num_layers)

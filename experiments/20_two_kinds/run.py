@@ -15,7 +15,7 @@ import typer
 from scipy import stats
 
 import lyapunov_prune as lp
-from experiments.common import Device, DType, draw, load, plain_tasks, texts
+from experiments.common import Device, DType, draw, load, of_model, plain_tasks, texts
 from experiments.statements import bullets, short, span, table, verdict
 from lyapunov_prune.evaluation.tasks import TaskScores
 from lyapunov_prune.report.drawing import COLOURS, GREY, panels, svg
@@ -37,7 +37,7 @@ def main(
     items: int = 80,
     answers: int = 16,
 ) -> None:
-    folder = HERE
+    folder = of_model(HERE, model)
     loaded = load(model, device, dtype)
     calibration, _ = texts(loaded, text, calibration=tokens, evaluation=tokens, context=512)
     influence = lp.profiles.sublayer_influence(loaded.model, calibration)

@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import typer
 
-from experiments.common import RANK, SPARSITY, Device, DType, inputs
+from experiments.common import RANK, SPARSITY, Device, DType, inputs, of_model
 from experiments.statements import bullets, short, signed, table
 from lyapunov_prune.sensitivity import AmplificationDrift, amplification_drift
 from lyapunov_prune.sensitivity.amplification import PAPER
@@ -28,7 +28,7 @@ def main(
     tokens: int = 1024,
     context: int = 256,
 ) -> None:
-    folder = HERE
+    folder = of_model(HERE, model)
     given = inputs(model, text, tokens, context, device=device, dtype=dtype)
     contraction = given.profile().contraction
     for name, (sparsity, rank) in SETTINGS.items():
