@@ -109,13 +109,13 @@ def verdict(result: Sensitivity) -> str:
     theirs = "the paper's, on GPT-2 Small, lies between layers 2 and 3"
     if PAPER_AFTER in drops.index and place != PAPER_AFTER:
         theirs += f", where this model's perplexities part by {span(drops.loc[PAPER_AFTER])} times"
+    behind = {layer for layer in doubled(levels) if layer > places.min()}
     layer0, star = result.of("layer0"), result.threshold
     regrets = (f"{short(row.regret)} at {100 * row.sparsity:g} %" for row in result.of("threshold").itertuples())
     return bullets(
         invariant,
         f"**{'Agrees' if place == PAPER_AFTER else 'Differs'}:** {where}, by {span(sizes)} times; {theirs}.",
-        f"Behind it this one matrix more than doubles the perplexity in layer {runs(doubled(levels) - {0})}, at one "
-        "level or more.",
+        f"Behind it this one matrix more than doubles the perplexity in layer {runs(behind)}, at one level or more.",
         f"Layer 0 as a whole at rank {result.compression.rank}: {span(layer0.degradation)} times the perplexity, at "
         f"{len(layer0)} sparsities from {layer0.sparsity.min():g} to {layer0.sparsity.max():g}.",
         f"Layer 0 by Wanda, full rank: regret {', '.join(regrets)}. **s\\* = {star or 'none of these'}** for a regret "

@@ -38,7 +38,8 @@ def written(folder: Path = HERE) -> dict[str, str]:
     """Perplexity by the number of layers compressed, from either end."""
     found = Sensitivity.load(folder / "cumulative.json")
     ends = {"from the first on": found.of("forward"), "from the last back": found.of("backward")}
-    counts = [n for n in (1, 2, 3, 4, 8, 15, 22, 30) if n <= len(ends["from the first on"])]
+    layers = len(ends["from the first on"])
+    counts = sorted({n for n in (1, 2, 3, 4, 8, layers // 2, 3 * layers // 4, layers) if 0 < n <= layers})
     rows = [[name, *(float(frame.perplexity[n - 1]) for n in counts)] for name, frame in ends.items()]
     return {
         "setting": measured(found.measured_on, found.perplexity),

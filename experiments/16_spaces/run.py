@@ -462,8 +462,8 @@ def of_estimates(found: dict[str, Any], parts: dict[str, pd.DataFrame]) -> list[
             max(1 / p[0], p[2]) < 2 and max(beyond) <= 1,
             f"the estimate of 1 − cos(p, q) is {short(p[0])} to {short(p[2])} times what is measured in nine of ten "
             f"steps, and at layer 0 it reads {' and '.join(map(short, beyond))} (attention and MLP), where what is "
-            f"measured cannot exceed 1. That of h reads {short(mlp.hidden_estimate)} at the MLP of layer 0, which "
-            f"makes nearly all of the state: measured {short(mlp.hidden)}.",
+            f"measured cannot exceed 1. That of h reads {short(mlp.hidden_estimate)} at the MLP of layer 0"
+            f"{', which makes nearly all of the state' if mlp.hidden > 0.9 else ''}: measured {short(mlp.hidden)}.",
         ),
     ]
 
