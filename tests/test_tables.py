@@ -71,7 +71,7 @@ PAPERS = r"The paper reports −0.44|its −0.44"
 
 def outside(text: str) -> str:
     """A document without what stands between markers, in blocks of code and in spans of code."""
-    text = re.sub(r"<!-- [\w: -]+ -->\n?.*?<!-- end -->", "", text, flags=re.DOTALL)
+    text = re.sub(r"<!-- [\w.: -]+ -->\n?.*?<!-- end -->", "", text, flags=re.DOTALL)
     return re.sub(r"`[^`\n]*`", "", re.sub(r"^```.*?^```", "", text, flags=re.DOTALL | re.MULTILINE))
 
 
@@ -156,7 +156,7 @@ def test_a_ratio_over_its_limit_is_shown_as_missed(tmp_path: Path, monkeypatch: 
 def test_a_marker_within_a_sentence_begins_no_line() -> None:
     """Such a line would be a block of HTML, and shown as it is."""
     for document in tables.DOCUMENTS:
-        assert not re.findall(r"^<!-- [\w: -]+ -->(?=.)", document.read_text(encoding="utf-8"), re.MULTILINE), document
+        assert not re.findall(r"^<!-- [\w.: -]+ -->(?=.)", document.read_text(encoding="utf-8"), re.MULTILINE), document
 
 
 def test_the_tables_need_no_torch() -> None:
