@@ -19,7 +19,7 @@ import typer
 from experiments.all import COUNTS, rankings
 from experiments.common import Device, DType, Inputs, inputs
 from experiments.compressions import ALIKE
-from experiments.statements import bullets, interval, table
+from experiments.statements import bullets, counted, interval, table
 from lyapunov_prune.evaluation.perplexity import interval_of
 from lyapunov_prune.ranking.criteria import DEFAULT
 from lyapunov_prune.results.result import MeasuredOn, Result
@@ -133,13 +133,15 @@ def verdict(results: list[OnOneText]) -> str:
     """The default against every other criterion, paired by window, text by text."""
     models = sorted({r.measured_on.model.name for r in results})
     texts = sorted({Path(r.measured_on.text).stem for r in results})
-    lines = [f"{len(models)} models ({', '.join(models)}), {len(texts)} texts ({', '.join(texts)})."]
+    lines = [
+        f"{counted(len(models), 'model')} ({', '.join(models)}), {counted(len(texts), 'text')} ({', '.join(texts)})."
+    ]
     for count in COUNTS:
         for other in CRITERIA:
             if other != DEFAULT:
                 said = Counter(told(r, other, count) for r in results)
                 lines.append(
-                    f"{count} layers removed, `{DEFAULT}` against `{other}`: {_counted(said)} of {len(results)}."
+                    f"{count} layers removed, `{DEFAULT}` against `{other}`: {_tally(said)} of {len(results)}."
                 )
     first = [Counter(best(r, count) for r in results) for count in COUNTS]
     lines += [
@@ -164,7 +166,7 @@ def best(result: OnOneText, count: int) -> str:
     return min(CRITERIA, key=lambda name: result.of(name, count).windows.mean())
 
 
-def _counted(said: Iterable[str]) -> str:
+def _tally(said: Iterable[str]) -> str:
     times = Counter(said)
     return ", ".join(
         f"{word} on {times[word]}" for word in ("better", "worse", ALIKE, "the same layers") if times[word]

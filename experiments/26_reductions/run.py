@@ -19,7 +19,7 @@ import typer
 
 import lyapunov_prune as lp
 from experiments.common import Device, DType, draw, load, texts
-from experiments.statements import bullets, interval, percent, short, span, table
+from experiments.statements import bullets, counted, interval, percent, short, span, table
 from lyapunov_prune.calibration.blocks import Passed, sum_blocks, watched_blocks
 from lyapunov_prune.evaluation.perplexity import interval_of
 from lyapunov_prune.forward.hooks import run_backbone
@@ -222,7 +222,7 @@ def by_ridge(results: list[KeptByReductions]) -> str:
 
 def verdict(results: list[KeptByReductions]) -> str:
     """What the default ridge leaves on the table, and the order of the reductions."""
-    lines = [f"{len(results)} models ({', '.join(f.name for f in results)}), one text each."]
+    lines = [f"{counted(len(results), 'model')} ({', '.join(f.name for f in results)}), one text each."]
     for found in results:
         lost = [
             float(np.max([r.explained for r in found.ridges if r.tokens == t], 0).mean() - given.explained.mean())

@@ -8,6 +8,7 @@ README.md by `make tables`.
 """
 
 from dataclasses import dataclass
+from itertools import combinations
 from pathlib import Path
 
 import numpy as np
@@ -17,7 +18,7 @@ from scipy import stats
 from transformers import PreTrainedModel
 
 from experiments.common import Device, DType, draw, load, read_text
-from experiments.statements import bullets, interval, runs, short, table
+from experiments.statements import bullets, counted, interval, runs, short, signed, table
 from lyapunov_prune.data.batch import TokenBatch
 from lyapunov_prune.forward.hooks import run_backbone
 from lyapunov_prune.forward.reading import read
@@ -94,6 +95,11 @@ def spread(values: np.ndarray) -> tuple[float, float, float]:
     return float(np.exp(logs.mean())), float(np.exp(logs.mean() - half)), float(np.exp(logs.mean() + half))
 
 
+def agreement(rows: np.ndarray) -> float:
+    """Mean Spearman correlation of the layers' values over pairs of groups."""
+    return float(np.mean([stats.spearmanr(a, b).statistic for a, b in combinations(rows, 2)]))
+
+
 def figure(found: Disparity) -> str:
     drawn, axes = one_panel(6.5, 3.0)
     layers = np.arange(found.attention.shape[1])
@@ -136,7 +142,7 @@ def disparity(results: list[Disparity]) -> str:
 
 
 def verdict(results: list[Disparity]) -> str:
-    lines = [f"{len(results)} models, one text each; intervals are over groups of windows."]
+    lines = [f"{counted(len(results), 'model')}, one text each; intervals are over groups of windows."]
     for found in results:
         middle, low, high = spread(found.ratio)
         says = "attentions have" if low > 1 else "activations have" if high < 1 else "neither type has"
@@ -144,6 +150,12 @@ def verdict(results: list[Disparity]) -> str:
             f"{found.name}: {says} the larger gradient, attention over activation {interval(middle, low, high)}. The "
             "proposition's numbers give activations a hundred to a thousand times more, its text ten to a hundred, and "
             "the rebuttal says that attention dominates."
+        )
+        kept = {name: agreement(getattr(found, name)) for name in ("attention", "activation")}
+        lines.append(
+            f"{found.name}: orders from two groups of {found.windows} windows agree by a rank correlation of "
+            f"{signed(kept['attention'])} for attentions and {signed(kept['activation'])} for activations, as means over "
+            "pairs."
         )
         worth = np.concatenate([found.attention.mean(0), found.activation.mean(0)])
         count = found.attention.shape[1]
