@@ -154,8 +154,8 @@ def verdict(results: list[Disparity]) -> str:
         kept = {name: agreement(getattr(found, name)) for name in ("attention", "activation")}
         lines.append(
             f"{found.name}: orders from two groups of {found.windows} windows agree by a rank correlation of "
-            f"{signed(kept['attention'])} for attentions and {signed(kept['activation'])} for activations, as means over "
-            "pairs."
+            f"{signed(kept['attention'])} for attentions and {signed(kept['activation'])} for activations, as "
+            "means over pairs."
         )
         worth = np.concatenate([found.attention.mean(0), found.activation.mean(0)])
         count = found.attention.shape[1]
