@@ -110,6 +110,7 @@ def _of_images(model: PreTrainedModel, images: ImageBatch, batch_size: int) -> I
     return ItemScores(found, torch.cat(correct).numpy(), images.measured_on(model))
 
 
+@checked
 def paired_error(a: ItemScores, b: ItemScores) -> float:
     """The standard error of `a.value − b.value`, paired by item: `sd(a_i − b_i) / √n`, n − 1 degrees of freedom.
 
