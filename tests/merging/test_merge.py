@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from helpers import IMAGE_MODELS, TINY, computed, hooks_of, make_classifier, make_tiny
+from helpers import IMAGE_MODELS, TINY, computed, digits, hooks_of, make_classifier, make_tiny
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
@@ -19,6 +19,7 @@ from transformers import PreTrainedModel
 
 from lyapunov_prune.bounds.merged import check_merged
 from lyapunov_prune.calibration.blocks import sum_blocks
+from lyapunov_prune.data import ImageBatch
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.linalg import exact_norm
 from lyapunov_prune.merging.merge import Merged, merge_blocks, merge_layers, merge_rounding, product
@@ -370,6 +371,27 @@ def test_planted_fault_a_merge_of_the_wrong_layer_is_seen(name: str, reduction: 
     assert distance(subject.logits(subject.placed(merged, layer=LAYER + 1)), truth) > 1e-6
     wrong = replace(merged, block=replace(merged.block, layer=LAYER + 1))
     assert not all(check.holds for check in check_merged(subject.layers(), [wrong]))
+
+
+@pytest.mark.parametrize("name", IMAGE_MODELS)
+@pytest.mark.parametrize("batch_size", [1, 4])
+def test_blocks_of_a_classifier_merge_on_images(name: str, batch_size: int) -> None:
+    subject, labels = Subject(name), torch.zeros(9, dtype=torch.int64)
+    images = ImageBatch(subject.inputs["pixel_values"], labels, "noise", "learn")
+    two, one = merge_layers(subject.model, images, [0, LAYER], "affine", batch_size=batch_size)
+    expected = subject.merge("affine")
+    assert (two.block.layer, one.block.layer) == (0, LAYER)
+    torch.testing.assert_close(one.weight, expected.weight, rtol=1e-5, atol=1e-8)
+    torch.testing.assert_close(one.bias, expected.bias, rtol=1e-5, atol=1e-8)
+    np.testing.assert_allclose(one.cost.error, expected.cost.error, rtol=1e-5)
+    assert hooks_of(subject.model) == 0
+
+
+def test_images_merge_no_decoder_and_text_no_classifier(ids: torch.Tensor) -> None:
+    with pytest.raises(LyapunovPruneError, match="LlamaForCausalLM reads text, and digits are images; give a text"):
+        merge_layers(make_tiny("llama"), digits(), [1], "scaled")
+    with pytest.raises(LyapunovPruneError, match="ViTForImageClassification looks at images and was given tokens"):
+        merge_layers(make_classifier("vit"), ids, [1], "affine")
 
 
 # What is refused.
