@@ -20,6 +20,5 @@ Study = Literal[
     "matrix", "group", "layer", "component", "forward", "backward", "sparsity", "rank", "layer0", "cliff", "greedy",
     "greedy-rescored", "threshold", "removal",
 ]  # fmt: skip
-StudyImportance = Literal["taylor", "learned"]
-Method = Literal["magnitude", "weight-only", "wanda", "sparsegpt", "svd", "whitened-svd", "balanced"]
+StudyMethod = Literal["magnitude", "weight-only", "wanda", "sparsegpt", "svd", "whitened-svd", "balanced"]
 What = Literal["layers", "attention", "mlp", "activation"]

@@ -26,7 +26,7 @@ model_option = partial(typer.Option, rich_help_panel="Model")
 text_option = partial(typer.Option, rich_help_panel="Text")
 output_option = partial(typer.Option, rich_help_panel="Output")
 
-# Spellings of before, each a word that means something else in another command: understood, not shown.
+# Spellings of before, or short ones, each a word that means something else in another command: understood, not shown.
 FORMER = {
     "profile": {"--method": "--derivative"},
     "heal": {"--rank": "--update-rank"},

@@ -16,16 +16,16 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from lyapunov_prune.arguments import checked, require_least
 from lyapunov_prune.data.batch import TokenBatch
 from lyapunov_prune.data.examples import Examples
-from lyapunov_prune.errors import LyapunovPruneError
+from lyapunov_prune.errors import CheckFailed, LyapunovPruneError
 from lyapunov_prune.evaluation.score import paired_error, score
-from lyapunov_prune.forward.logits import uncached_logits
+from lyapunov_prune.forward.logits import SAME_LIMIT, deviation, sample_inputs, uncached_logits
 from lyapunov_prune.healing.state import TrainingState
 from lyapunov_prune.joint.chains import LEAST_REACH, Pair, chains, reach_of, rivals
 from lyapunov_prune.joint.decision import decide, within_budget
 from lyapunov_prune.joint.importance import Importance, measure_importance
 from lyapunov_prune.joint.map import fit_map
 from lyapunov_prune.joint.points import Course, Points, recover_points
-from lyapunov_prune.joint.recovery import Recipe, recover
+from lyapunov_prune.joint.recovery import Lesson, Recipe, recover
 from lyapunov_prune.joint.result import PLAN, REPORT, JointRun
 from lyapunov_prune.joint.times import Times, measure_times
 from lyapunov_prune.merging.unmerged import Unmerged
@@ -42,6 +42,7 @@ from lyapunov_prune.results.result import MeasuredOn, encode
 from lyapunov_prune.results.store import Store
 
 _RECIPE = Recipe(rank=8)
+MERGED = 10.0  # times the limit of one model's own kernels: a merge rounds a product once, and sums in another order
 
 
 @checked
@@ -174,6 +175,8 @@ def remove_jointly(
             drop_activation=lesson.activation,
             reduction=student.reduction if lesson.activation else None,
         )
+        compact = make_compact(pupil.model, cuts)
+        _require_merged(pupil, lesson, compact)
         with whole_folder(output) as partial:
             with _timing(seconds, "checkpoint"):
                 inner = partial / "compact"
@@ -181,7 +184,6 @@ def remove_jointly(
                 for path in inner.iterdir():
                     path.rename(partial / path.name)
                 inner.rmdir()
-            compact = make_compact(pupil.model, cuts)
             with _timing(seconds, "final scores"):
                 dense, chosen = (score(m, final, batch_size=batch_size) for m in (model, compact))
             run = JointRun(
@@ -252,6 +254,20 @@ def _require_apart(slices: tuple[Examples, Examples, Examples], origins: tuple[M
             raise LyapunovPruneError(
                 f"the {name} and the {other} slice share {shared} {what} of {seen.text}; give three slices apart"
             )
+
+
+@torch.no_grad()
+def _require_merged(pupil: Unmerged, lesson: Lesson, compact: PreTrainedModel) -> None:
+    """Raise CheckFailed unless `compact` computes what has learnt; the gate knows only what it was told to be."""
+    inputs = sample_inputs(pupil.model, None)[0]
+    with pupil.cut(lesson.attention, lesson.activation) as model:
+        reference = uncached_logits(model, inputs)
+    error, limit = deviation(uncached_logits(compact, inputs), reference), MERGED * SAME_LIMIT[pupil.model.dtype]
+    if not error <= limit:
+        raise CheckFailed(
+            f"the merged model is not the one that learnt: logits deviate by {error:.2g} (limit {limit:.0e}); "
+            "report this"
+        )
 
 
 def _require_trainable(model: PreTrainedModel) -> None:

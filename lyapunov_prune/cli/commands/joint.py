@@ -5,8 +5,6 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated
 
-import typer
-
 from lyapunov_prune.cli import choices
 from lyapunov_prune.cli.inputs import draw_report, folder_name, load_inputs, run_folder
 from lyapunov_prune.cli.options import (
