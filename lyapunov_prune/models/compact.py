@@ -56,6 +56,10 @@ LAYOUTS: dict[str, Layout] = {
 }
 
 
+# The families of `LAYOUTS` that look at images.
+CLASSIFIERS = ("vit", "deit")
+
+
 def family_of(config: Any) -> str:
     """The `model_type`; of a compact model, that of the model it was cut from."""
     return getattr(type(config), "family", config.model_type)  # of the class: config.json may hold any attribute

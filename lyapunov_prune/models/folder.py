@@ -19,7 +19,7 @@ from transformers import AutoConfig, PreTrainedConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from lyapunov_prune.errors import LyapunovPruneError
-from lyapunov_prune.models.compact import MODULE, PREFIX, compact_classes, family_of
+from lyapunov_prune.models.compact import CLASSIFIERS, MODULE, PREFIX, compact_classes, family_of
 from lyapunov_prune.models.plain import UNPACK, quantisation
 from lyapunov_prune.models.weight_files import weight_files
 
@@ -31,13 +31,15 @@ _BUILT_IN = ("eager", "sdpa", "flex_attention", "batched_mm", "grouped_mm")
 _CHOICES = ("attn_implementation", "experts_implementation")
 
 
-def require_loadable(folder: Path) -> None:
+def require_loadable(folder: Path, *, images: bool = False) -> None:
     """Raise LyapunovPruneError unless `folder` holds a decoder's config and whole safetensors weights, its own.
 
-    The weights are those that transformers would take; of each file the header and the size are looked at.
+    With `images` it has to be an image classifier's. The weights are those that transformers would take; of each file
+    the header and the size are looked at.
     """
     require_no_adapter_config(folder)
-    config = _decoder_config(folder)
+    config = _config(folder)
+    (_require_classifier if images else _require_decoder)(folder, config)
     for choice in _chosen(vars(config)):
         if choice not in _BUILT_IN:
             raise LyapunovPruneError(
@@ -80,7 +82,7 @@ def _chosen(value: Any, chosen: bool = False) -> Iterator[str]:
         yield value
 
 
-def _decoder_config(folder: Path) -> PreTrainedConfig:
+def _config(folder: Path) -> PreTrainedConfig:
     if not (folder / "config.json").is_file():
         raise LyapunovPruneError(f"{folder} has no config.json; give the folder of a transformers checkpoint")
     require_module(folder)
@@ -89,7 +91,25 @@ def _decoder_config(folder: Path) -> PreTrainedConfig:
     packed = quantisation(config)
     if packed:
         raise LyapunovPruneError(f"the weights in {folder} are {packed}; {UNPACK}")
+    return config
+
+
+def _require_classifier(folder: Path, config: PreTrainedConfig) -> None:
+    named = config.architectures or [config.model_type]
+    compact = compact_classes().get(family_of(config)) if family_of(config) in CLASSIFIERS else None
+    if compact is None or not set(named) <= {config.model_type, compact.__name__, compact.__bases__[1].__name__}:
+        known = " or ".join(compact_classes()[family].__bases__[1].__name__ for family in CLASSIFIERS)
+        raise LyapunovPruneError(
+            f"{folder} holds {', '.join(named)}, and images need a {known}; give one, or a text (--text) for a decoder"
+        )
+
+
+def _require_decoder(folder: Path, config: PreTrainedConfig) -> None:
     architectures = ", ".join(config.architectures or ()) or config.model_type
+    if family_of(config) in CLASSIFIERS:
+        raise LyapunovPruneError(
+            f"{folder} is an image classifier ({architectures}), and text needs a decoder; give images, or a decoder"
+        )
     if (
         not config.is_encoder_decoder
         and config.get_text_config(decoder=True) is not config
@@ -101,7 +121,6 @@ def _decoder_config(folder: Path) -> PreTrainedConfig:
         )
     if config.is_encoder_decoder or family_of(config) not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
         raise LyapunovPruneError(f"{folder} is no causal language model ({architectures}); give a decoder")
-    return config
 
 
 def require_module(folder: Path) -> None:

