@@ -43,9 +43,9 @@ from lyapunov_prune.models.projections import find_projections
 from lyapunov_prune.models.structure import find_structure
 from lyapunov_prune.predictions.spaces import HIDDEN, PROBABILITIES
 from lyapunov_prune.profiles.contraction import ContractionProfile, measure_contraction
-from lyapunov_prune.pruning.checkpoint import Provenance
 from lyapunov_prune.pruning.on_disk import prune_on_disk
 from lyapunov_prune.pruning.plan import PruningPlan
+from lyapunov_prune.pruning.provenance import Provenance
 
 LAYERS = 6
 

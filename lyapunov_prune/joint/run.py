@@ -163,7 +163,8 @@ def remove_jointly(
                 losses = recover(pupil, model, learn, lesson, recipe, state)
         saw = origins[:2]
         add_step(pupil.model, "heal", saw[:1], model)
-        cuts = Cuts(lesson.attention, pupil.merged(lesson.activation), saw)
+        gone = lesson.activation
+        cuts = Cuts(lesson.attention, pupil.merged(gone), saw, hidden=pupil.hidden(gone))
         plan = PruningPlan(
             remove=(),
             criterion=f"joint, {importance} within each type",

@@ -27,9 +27,9 @@ from lyapunov_prune.profiles.activations import ActivationStatistics
 from lyapunov_prune.profiles.jacobian import JacobianNorms
 from lyapunov_prune.profiles.profile import LayerProfile
 from lyapunov_prune.profiles.sublayer_influence import SublayerInfluence
-from lyapunov_prune.pruning.checkpoint import PROVENANCE, Provenance
 from lyapunov_prune.pruning.curve import RemovalCurve
 from lyapunov_prune.pruning.plan import PruningPlan
+from lyapunov_prune.pruning.provenance import PROVENANCE, Provenance
 from lyapunov_prune.ranking.angular import AngularDistance
 from lyapunov_prune.ranking.budget import BudgetedRemoval
 from lyapunov_prune.ranking.oracle import GreedyRemoval
