@@ -133,8 +133,8 @@ def remove_jointly(
             )
         course = Course(student, learn, worth, chains(reach, most), steps, seed, recipe, folder, about)
         between = rivals(reach, most, allowed)
-        with _timing(seconds, "points"):
-            points = recover_points(course, select, between, seeds, store, resume=resume, batch_size=batch_size)
+        points = recover_points(course, select, between, seeds, store, resume=resume, batch_size=batch_size)
+        seconds["points"] = float(points.seconds.sum())  # those of the runs before this one too
         with _timing(seconds, "decision"):
             fitted = fit_map(
                 (points.pairs[points.first] / L).tolist(),
