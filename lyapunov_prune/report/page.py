@@ -364,7 +364,8 @@ def write_report(run: str | Path) -> Path:
             body.append(_section("Rankings and plans", words, pictures, *scored.values()))
     for path in sorted(run.glob(f"*/{PROVENANCE}")):
         provenance = Provenance.load(path)
-        words = f"The checkpoint {path.parent.name}/ was written after these checks passed on its files."
+        made = f"The {provenance.format} checkpoint {path.parent.name}/"
+        words = f"{made} was written after these checks passed on its files."
         body.append(_section("Removal gate", words, {}, provenance.gate))
     if not body:
         raise LyapunovPruneError(f"{run} holds no results; give a folder that profile, demo or eval wrote")
