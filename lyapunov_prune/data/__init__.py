@@ -2,7 +2,8 @@
 
 - `text`: a source of text, cut into calibration and evaluation halves, as windows of tokens;
 - `batch`: the windows themselves, checked against a model;
-- `images`: images with their classes, checked against a model; `examples`: what holds of both;
+- `images`: images with their classes, checked against a model; `image_files`: where they are read from;
+- `examples`: what holds of text and images both; `slices`: three parts of either that share nothing;
 - `choices`, `tasks`: multiple-choice items and questions from JSONL files.
 """
 

