@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -29,7 +30,9 @@ from lyapunov_prune.joint.recovery import Lesson, Recipe, recover
 from lyapunov_prune.joint.result import PLAN, REPORT, JointRun
 from lyapunov_prune.joint.times import Times, measure_times
 from lyapunov_prune.merging.unmerged import Unmerged
+from lyapunov_prune.models.classifier_loading import PROCESSOR
 from lyapunov_prune.models.feedforward import read_feedforward
+from lyapunov_prune.models.loading import checkpoint_folder
 from lyapunov_prune.models.structure import find_layers, identify, in_eval_mode
 from lyapunov_prune.pruning.compact import Cuts, make_compact
 from lyapunov_prune.pruning.compact_checkpoint import write_compact
@@ -128,7 +131,9 @@ def remove_jointly(
                 Importance,
                 origins[0],
                 about,
-                lambda: measure_importance(student, learn, importance, targets=_targets(reach, most), seed=seed),
+                lambda: measure_importance(
+                    student, learn, importance, batch=recipe.batch, targets=_targets(reach, most), seed=seed
+                ),
                 resume=resume,
             )
         course = Course(student, learn, worth, chains(reach, most), steps, seed, recipe, folder, about)
@@ -185,6 +190,7 @@ def remove_jointly(
                 for path in inner.iterdir():
                     path.rename(partial / path.name)
                 inner.rmdir()
+                _keep_processor(model, partial)
             with _timing(seconds, "final scores"):
                 dense, chosen = (score(m, final, batch_size=batch_size) for m in (model, compact))
             run = JointRun(
@@ -255,6 +261,15 @@ def _require_apart(slices: tuple[Examples, Examples, Examples], origins: tuple[M
             raise LyapunovPruneError(
                 f"the {name} and the {other} slice share {shared} {what} of {seen.text}; give three slices apart"
             )
+
+
+def _keep_processor(model: PreTrainedModel, folder: Path) -> None:
+    """What scales the pixels of a classifier is beside its weights, if it has any, and goes with them."""
+    name = model.config._name_or_path
+    if name and model.main_input_name == "pixel_values":
+        processor = checkpoint_folder(name, offline=True) / PROCESSOR
+        if processor.is_file():
+            shutil.copy(processor, folder / PROCESSOR)
 
 
 @torch.no_grad()

@@ -299,9 +299,7 @@ def test_a_loss_that_is_not_finite_names_point_and_step(tmp_path: Path, monkeypa
 
 
 def test_half_precision_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(
-        LyapunovPruneError, match="in bfloat16, which loses small steps; load it in float32"
-    ):
+    with pytest.raises(LyapunovPruneError, match="in bfloat16, which loses small steps; load it in float32"):
         removed(make_tiny("llama").bfloat16(), tmp_path)
 
 
