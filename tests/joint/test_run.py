@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import multiprocessing
 import os
@@ -12,10 +13,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from helpers import make_tiny
+from helpers import make_classifier, make_tiny
 from transformers import PreTrainedModel
 
 from lyapunov_prune.data.batch import TokenBatch
+from lyapunov_prune.data.images import ImageBatch
+from lyapunov_prune.data.slices import slices as cut_in_three
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.evaluation.score import score
 from lyapunov_prune.healing import state as training_state
@@ -24,6 +27,7 @@ from lyapunov_prune.joint import run as module
 from lyapunov_prune.joint.recovery import Recipe
 from lyapunov_prune.joint.result import JointRun
 from lyapunov_prune.joint.run import remove_jointly
+from lyapunov_prune.models.classifier_loading import PROCESSOR, load_classifier
 from lyapunov_prune.models.loading import quiet
 from lyapunov_prune.pruning.plan import PruningPlan
 from lyapunov_prune.results.history import read_history
@@ -100,6 +104,31 @@ def test_what_comes_out(family: str, options: dict[str, Any], tmp_path: Path) ->
     assert PruningPlan.load(tmp_path / "out" / "plan.json").drop_activation == run.plan.drop_activation
     seen = {on.text for step in read_history(tmp_path / "out").steps for on in step.saw}
     assert seen == {"learn", "select"}
+
+
+@pytest.mark.parametrize("family", ["vit", "deit"])
+def test_a_classifier_of_images(family: str, tmp_path: Path) -> None:
+    """With the scaling of its pixels beside the weights, and every attention may go."""
+    generator = torch.Generator().manual_seed(0)
+    pixels, labels = torch.randn(60, 1, 8, 8, generator=generator), torch.arange(60) % 5
+    make_classifier(family).save_pretrained(tmp_path / "vit")
+    (tmp_path / "vit" / PROCESSOR).write_text(json.dumps({"image_mean": [0.5], "image_std": [0.25]}))
+    model = load_classifier(tmp_path / "vit").model
+    cut = cut_in_three(ImageBatch(pixels, labels, "noise", "all"))
+    recipe = Recipe(batch=4, rank=2)
+    run = removed(model, tmp_path, remove=3, slices=cut, recipe=recipe, importance="learned")
+    assert run.importance.items == 48 * 4
+    assert run.measured_on.images
+    assert "top-1 accuracy" in run.headline()
+    again = load_classifier(tmp_path / "out")
+    assert again.normalisation.mean == (0.5,)
+    assert score(again.model, cut.final).value == pytest.approx(run.chosen)
+    assert again.model.num_parameters() == run.parameters[1]
+    with pytest.raises(LyapunovPruneError, match="9 to remove; give 1 to 8: 4 attentions and 4 activations can go"):
+        removed(model, tmp_path, "more", remove=9, slices=cut, recipe=recipe)
+    same = (cut.learn, cut.select, cut.select)
+    with pytest.raises(LyapunovPruneError, match="the select and the final slice share 15 images of noise"):
+        removed(model, tmp_path, "more", slices=same, recipe=recipe)
 
 
 def interrupted_after(steps: int, patch: pytest.MonkeyPatch) -> None:
