@@ -58,7 +58,3 @@ class JointRun(Result):
             f"{self.dense:.4g}; standard error of the difference {self.error:.2g}); {self.parameters[1]:,} of "
             f"{self.parameters[0]:,} parameters, {self.size[1]:,} bytes of {self.size[0]:,}\n{self.measured_on.line()}"
         )
-
-    def about(self) -> str:
-        """What a model card says of it."""
-        return self.headline()
