@@ -43,9 +43,9 @@ from lyapunov_prune.models.projections import find_projections
 from lyapunov_prune.models.structure import find_structure
 from lyapunov_prune.predictions.spaces import HIDDEN, PROBABILITIES
 from lyapunov_prune.profiles.contraction import ContractionProfile, measure_contraction
-from lyapunov_prune.pruning.checkpoint import Provenance
 from lyapunov_prune.pruning.on_disk import prune_on_disk
 from lyapunov_prune.pruning.plan import PruningPlan
+from lyapunov_prune.pruning.provenance import Provenance
 
 LAYERS = 6
 
@@ -577,6 +577,11 @@ def sound(name: str, values: dict[str, Any], floats: Iterator[float]) -> dict[st
     if name == "JointMap":
         fitted = {"scores": some(4), "degree": 1, "coefficients": some(3)}
         return {"removed": some(4, 2, most=1), "errors": {1: next(floats), 2: 0.5}, "excluded": {3: "ρ"}, **fitted}
+    if name == "Importance":
+        return {"attention": some(5), "activation": some(5)}
+    if name == "Points":
+        scored = {"pairs": np.array([[0, 3], [2, 1]]), "seeds": np.array([0, 1]), "scores": some(2)}
+        return {**scored, "items": loose(2, 3), "losses": some(2, 2), "seconds": some(2)}
     if name == "JointDecision":
         spreads = {field: (next(floats), 5) for field in ("over_seeds", "residual")}
         pairs = np.array([[0, 3], [1, 2], [2, 1]])

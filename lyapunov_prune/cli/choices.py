@@ -11,6 +11,7 @@ Allocation = Literal[
 Criterion = Literal["rho", "bi", "blend", "angular", "kl", "oracle", "from-end", "random"]
 Derivative = Literal["difference", "jvp"]
 DType = Literal["float32", "bfloat16", "float16", "float64"]
+Format = Literal["plain", "compact"]
 Importance = Literal["taylor", "learned"]
 Method = Literal["magnitude", "weight-only", "wanda", "sparsegpt", "svd", "whitened-svd", "balanced", "rtn"]
 Pooling = Literal["energy", "token"]

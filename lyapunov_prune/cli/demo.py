@@ -13,8 +13,9 @@ from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.evaluation.speed import Speed, measure_speed
 from lyapunov_prune.models.loading import BUILTIN, load
 from lyapunov_prune.profiles.profile import kept_profile
-from lyapunov_prune.pruning.checkpoint import PROVENANCE, Provenance, write_pruned
+from lyapunov_prune.pruning.checkpoint import write_pruned
 from lyapunov_prune.pruning.curve import RemovalCurve, evaluate_removals
+from lyapunov_prune.pruning.provenance import PROVENANCE, Provenance
 from lyapunov_prune.pruning.removal import remove_layers
 from lyapunov_prune.ranking.criteria import DEFAULT
 from lyapunov_prune.ranking.ranking import rank_layers

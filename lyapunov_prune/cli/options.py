@@ -13,6 +13,7 @@ import typer
 from lyapunov_prune.allocation.table import SCHEDULES
 from lyapunov_prune.cli import choices
 from lyapunov_prune.compression.table import METHODS
+from lyapunov_prune.merging.table import REDUCTIONS
 from lyapunov_prune.ranking.criteria import CRITERIA, DEFAULT
 
 if TYPE_CHECKING:  # a usage error must not wait for torch
@@ -26,7 +27,7 @@ model_option = partial(typer.Option, rich_help_panel="Model")
 text_option = partial(typer.Option, rich_help_panel="Text")
 output_option = partial(typer.Option, rich_help_panel="Output")
 
-# Spellings of before, each a word that means something else in another command: understood, not shown.
+# Spellings of before, or short ones, each a word that means something else in another command: understood, not shown.
 FORMER = {
     "profile": {"--method": "--derivative"},
     "heal": {"--rank": "--update-rank"},
@@ -95,6 +96,10 @@ Model = Annotated[str, typer.Argument(help="Hub id, folder, .gguf file, or smoll
 MergeAdapter = Annotated[
     bool, model_option("--merge-adapter", help="MODEL holds LoRA adapters: add them to their base model's weights.")
 ]
+Format = Annotated[
+    choices.Format,
+    output_option(help="Parts of layers that go: plain keeps their size and saves no time, compact drops them."),
+]
 OnDisk = Annotated[bool, model_option("--on-disk", help="Copy the kept tensors; the model is never in memory.")]
 
 Seed = Annotated[int, what_option(help="First random seed.")]
@@ -111,6 +116,10 @@ What = Annotated[
         f"{', '.join(name for name, c in CRITERIA.items() if c.of_sublayers is not None)}); or its activation (by "
         "none: prune --layers). In a plain checkpoint a part of a layer saves no time."
     ),
+]
+Reduction = Annotated[
+    choices.Reduction | None,
+    what_option(help=one_of(REDUCTIONS, "With --what activation: the linear map that the block becomes.")),
 ]
 MaxKL = Annotated[
     float | None,

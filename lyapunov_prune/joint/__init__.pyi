@@ -1,5 +1,12 @@
 from .decision import JointDecision as JointDecision
 from .decision import decide as decide
 from .decision import noisy_choices as noisy_choices
+from .importance import Importance as Importance
+from .importance import measure_importance as measure_importance
 from .map import JointMap as JointMap
 from .map import fit_map as fit_map
+from .points import Points as Points
+from .recovery import Recipe as Recipe
+from .result import JointRun as JointRun
+from .run import remove_jointly as remove_jointly
+from .times import Times as Times

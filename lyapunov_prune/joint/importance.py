@@ -22,6 +22,7 @@ from lyapunov_prune.forward.branches import find_branches
 from lyapunov_prune.forward.hooks import hidden_of, with_hidden
 from lyapunov_prune.forward.logits import sample_inputs, uncached_logits
 from lyapunov_prune.healing.trained import drawn_order
+from lyapunov_prune.joint.recovery import stacked
 from lyapunov_prune.merging.unmerged import Unmerged
 from lyapunov_prune.models.feedforward import Affine, FeedForward
 from lyapunov_prune.models.hooked import hooked
@@ -32,7 +33,7 @@ from lyapunov_prune.results.arrays import require_array
 from lyapunov_prune.results.result import MeasuredOn, Result
 
 IMPORTANCES = ("taylor", "learned")
-STEPS = 48
+STEPS = {"taylor": 16, "learned": 48}  # each of one item of text, or of some images
 RATE = 0.05  # of a step of m̄, whose gradient has a root mean square of 1 in each type; m̄ begins at 1 and is cut at 1/2
 PULL = 2.0
 
@@ -43,7 +44,7 @@ class Importance(Result):
 
     With `m f(x) + (1 − m) f_cut(x)` in every branch (of an attention f_cut = 0, of a feed-forward block it is the block
     with its activation replaced by `reduction`): `taylor` is `|∂loss/∂m|` at m = 1 of the mean loss over `items` items;
-    `learned` is m̄ after `items` steps. Numbers of the two types are not comparable, and nothing here orders them.
+    `learned` is m̄ after steps on as many. Numbers of the two types are not comparable, and nothing here orders them.
     """
 
     method: str
@@ -96,26 +97,25 @@ def measure_importance(
     examples: Examples,
     method: str = "taylor",
     *,
-    items: int = 16,
+    batch: int = 1,
     targets: tuple[int, int] = (1, 1),
     seed: int = 0,
 ) -> Importance:
     """The importance by one of IMPORTANCES, of the model of `student` as it is, whose weights stay.
 
-    `taylor` takes one forward and one backward for each of `items` items, in an order drawn from `seed`. `learned`
-    takes STEPS of them: one m̄ a branch begins at 1; the forward has the mask `m̄ > ½`, the gradient goes to m̄ as if
-    there were none (Bengio, Léonard and Courville, arXiv:1308.3432), is scaled to a root mean square of 1 within each
-    type, and a pull of PULL, with the sign of `kept − wanted`, leads each type to the number that `targets` lets go.
+    Both take STEPS forwards and backwards of `batch` items each, in an order drawn from `seed`. `learned`: one m̄ a
+    branch begins at 1; the forward has the mask `m̄ > ½`, the gradient goes to m̄ as if there were none (Bengio,
+    Léonard and Courville, arXiv:1308.3432), is scaled to a root mean square of 1 within each type, and a pull of PULL,
+    with the sign of `kept − wanted`, leads each type to the number that `targets` lets go.
     (Boundary depth pruning; here the weights are not trained meanwhile.)
 
     Raises LyapunovPruneError for an unknown method, and for gradients that are not finite.
     """
     if method not in IMPORTANCES:
         raise LyapunovPruneError(f"unknown importance {method!r}; give {' or '.join(IMPORTANCES)}")
-    require_least(1, items=items)
-    if method == "learned":
-        items = STEPS
-    order = drawn_order(len(examples), items, seed)
+    require_least(1, batch=batch)
+    drawn = drawn_order(len(examples), STEPS[method] * batch, seed)
+    order = [drawn[i : i + batch] for i in range(0, len(drawn), batch)]
 
     def measure() -> np.ndarray:
         if method == "taylor":
@@ -129,31 +129,33 @@ def measure_importance(
         )
     attention, activation = worth
     return Importance(
-        method, student.reduction, items, attention, activation, (examples.measured_on(student.model, seed),)
+        method, student.reduction, len(drawn), attention, activation, (examples.measured_on(student.model, seed),)
     )
 
 
 @torch.enable_grad()
-def taylor(student: Unmerged, examples: Examples, order: Sequence[int]) -> np.ndarray:
-    """`|∂loss/∂m|` at m = 1, (2, L) float64: attentions, then activations; of the mean loss over these items."""
+def taylor(student: Unmerged, examples: Examples, order: Sequence[Sequence[int]]) -> np.ndarray:
+    """`|∂loss/∂m|` at m = 1, (2, L) float64: attentions, then activations; of the mean loss over these batches."""
     m = torch.ones(2, len(student.blocks), device=student.model.device, dtype=student.model.dtype, requires_grad=True)
     total = np.zeros(m.shape)
     with mixed(student, lambda: m):
-        for item in track(order, "importance"):
-            (gradient,) = torch.autograd.grad(task_loss(student.model, examples, item), m)
+        for items in track(order, "importance"):
+            (gradient,) = torch.autograd.grad(task_loss(student.model, examples, items), m)
             total += gradient.double().cpu().numpy()
     return np.abs(total / len(order))
 
 
 @torch.enable_grad()
-def learned(student: Unmerged, examples: Examples, order: Sequence[int], targets: tuple[int, int]) -> np.ndarray:
-    """m̄ after a step on each of these items, (2, L) float64."""
+def learned(
+    student: Unmerged, examples: Examples, order: Sequence[Sequence[int]], targets: tuple[int, int]
+) -> np.ndarray:
+    """m̄ after a step on each of these batches, (2, L) float64."""
     L = len(student.blocks)
     m = torch.ones(2, L, device=student.model.device, dtype=student.model.dtype, requires_grad=True)
     goes = torch.tensor(targets, device=m.device)
     with mixed(student, lambda: (m > 0.5).to(m) + (m - m.detach())):
-        for item in track(order, "importance"):
-            (gradient,) = torch.autograd.grad(task_loss(student.model, examples, item), m)
+        for items in track(order, "importance"):
+            (gradient,) = torch.autograd.grad(task_loss(student.model, examples, items), m)
             scale = gradient.square().mean(1, keepdim=True).sqrt().clamp_min(torch.finfo(m.dtype).tiny)
             pull = PULL * torch.sign((m > 0.5).sum(1) - (L - goes))
             with torch.no_grad():
@@ -161,13 +163,13 @@ def learned(student: Unmerged, examples: Examples, order: Sequence[int], targets
     return m.detach().double().cpu().numpy()
 
 
-def task_loss(model: PreTrainedModel, examples: Examples, index: int) -> torch.Tensor:
-    """Cross-entropy of one item, with its gradient: mean over the next tokens, or that of an image's class."""
-    inputs = examples.item(index).unsqueeze(0).to(model.device)
+def task_loss(model: PreTrainedModel, examples: Examples, items: Sequence[int]) -> torch.Tensor:
+    """Cross-entropy of some items, with its gradient: mean over the next tokens, or over the images' classes."""
+    inputs = stacked(examples, items).to(model.device)
     logits = uncached_logits(model, inputs)
     if isinstance(examples, TokenBatch):
-        return cross_entropy(logits[0, :-1], inputs[0, 1:])
-    return cross_entropy(logits, examples.labels[[index]].to(model.device))
+        return cross_entropy(logits[:, :-1].flatten(0, 1), inputs[:, 1:].flatten())
+    return cross_entropy(logits, examples.labels[list(items)].to(model.device))
 
 
 @contextmanager

@@ -112,13 +112,14 @@ class Course:
         """What the point `pair` learns. Along a chain every item comes once before any comes twice."""
         depth = sum(pair)
         name = f"point ({pair[0]}, {pair[1]})" + ("" if seed == self.seed else f" of seed {seed}")
-        items = drawn_order(len(self.learn), depth * self.steps, seed)[-self.steps :]
+        each = self.steps * self.recipe.batch
+        items = drawn_order(len(self.learn), depth * each, seed)[-each:]
         return Lesson(name, *self.importance.first(*pair), tuple(items), seed + 1000 * depth)
 
     def last_lesson(self, pair: Pair, start: Pair, steps: int) -> Lesson:
         """The final recovery of `pair` from what the point `start` has learnt."""
-        before = sum(start) * self.steps
-        items = drawn_order(len(self.learn), before + steps, self.seed)[before:]
+        before = sum(start) * self.steps * self.recipe.batch
+        items = drawn_order(len(self.learn), before + steps * self.recipe.batch, self.seed)[before:]
         return Lesson("the final recovery", *self.importance.first(*pair), tuple(items), self.seed)
 
     def nearest(self, pair: Pair) -> Pair:

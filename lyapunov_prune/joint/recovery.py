@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -20,8 +20,12 @@ from lyapunov_prune.progress import track
 
 @dataclass(frozen=True)
 class Recipe:
-    """What every recovery of a run has in common. Without `rank` all parameters of the layers learn."""
+    """What every recovery of a run has in common: each step learns from `batch` items.
 
+    Without `rank` all parameters of the layers learn.
+    """
+
+    batch: int = 1
     rank: int | None = None
     learning_rate: float | None = None
     temperature: float = 1.0
@@ -52,31 +56,37 @@ def recover(
     recipe: Recipe,
     state: TrainingState,
 ) -> list[float]:
-    """Train the weights of `student`, in place, one item a step; returns the loss before each step.
+    """Train the weights of `student`, in place, for as many steps as the lesson has items for.
 
-    Unmerged: what is gone is so only inside `Unmerged.cut`. The state is kept in `state` about every 20 seconds, and in
-    the end what was learnt, alone. Where it holds a state the run goes on from there and ends, on the CPU with as many
-    threads, as if it had never stopped, bit for bit.
+    Returns the loss before each step. Unmerged: what is gone is so only inside `Unmerged.cut`. The state is kept in
+    `state` about every 20 seconds, and in the end what was learnt, alone. Where it holds a state the run goes on from
+    there and ends, on the CPU with as many threads, as if it had never stopped, bit for bit.
 
     Raises LyapunovPruneError naming the lesson and the step for a loss or gradient that is not finite.
     """
     cut = student.cut(lesson.attention, lesson.activation)
     with cut as model, trained(model, recipe.rank, lesson.seed) as parameters:
-        steps = len(lesson.items)
+        steps = len(lesson.items) // recipe.batch
         run = Distillation(
             model, teacher, parameters, recipe.rate, recipe.temperature, steps, optimizer=recipe.optimizer
         )
         if tensors := state.load():
             run.go_on_from(tensors)
-        for item in track(lesson.items[run.step :], f"recovery of {lesson.name}"):
+        for step in track(range(run.step, steps), f"recovery of {lesson.name}"):
+            items = lesson.items[step * recipe.batch : (step + 1) * recipe.batch]
             try:
-                run.take_step(examples.item(item).unsqueeze(0))
+                run.take_step(stacked(examples, items))
             except LyapunovPruneError as error:
                 raise LyapunovPruneError(f"{lesson.name}: {error}") from None
             if run.step < steps and state.is_due():
                 state.save(run.step, run.tensors())
         state.save(steps, learnt(run.tensors()))
     return run.losses
+
+
+def stacked(examples: Examples, items: Sequence[int]) -> torch.Tensor:
+    """These items as one input of a model."""
+    return torch.stack([examples.item(i) for i in items])
 
 
 def learnt(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:

@@ -25,7 +25,8 @@ class JointRun(Result):
     `dense` and `chosen` are scores on the final slice, which nothing before has seen; `error` is the standard error of
     their difference, paired by item. `start` is the point whose weights the final recovery began with, `losses` the
     distillation loss before each of its steps. `parameters` and `size` (bytes) are before and after; `seconds` says
-    what each part took in the run that ended, `times` what a budget of time went by.
+    what each part took in the run that ended (of points in all that it went on from), `times` what a budget of time
+    went by.
     """
 
     importance: Importance
@@ -57,7 +58,3 @@ class JointRun(Result):
             f"{self.dense:.4g}; standard error of the difference {self.error:.2g}); {self.parameters[1]:,} of "
             f"{self.parameters[0]:,} parameters, {self.size[1]:,} bytes of {self.size[0]:,}\n{self.measured_on.line()}"
         )
-
-    def about(self) -> str:
-        """What a model card says of it."""
-        return self.headline()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -16,20 +17,22 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from lyapunov_prune.arguments import checked, require_least
 from lyapunov_prune.data.batch import TokenBatch
 from lyapunov_prune.data.examples import Examples
-from lyapunov_prune.errors import LyapunovPruneError
+from lyapunov_prune.errors import CheckFailed, LyapunovPruneError
 from lyapunov_prune.evaluation.score import paired_error, score
-from lyapunov_prune.forward.logits import uncached_logits
+from lyapunov_prune.forward.logits import SAME_LIMIT, deviation, sample_inputs, uncached_logits
 from lyapunov_prune.healing.state import TrainingState
 from lyapunov_prune.joint.chains import LEAST_REACH, Pair, chains, reach_of, rivals
 from lyapunov_prune.joint.decision import decide, within_budget
 from lyapunov_prune.joint.importance import Importance, measure_importance
 from lyapunov_prune.joint.map import fit_map
 from lyapunov_prune.joint.points import Course, Points, recover_points
-from lyapunov_prune.joint.recovery import Recipe, recover
+from lyapunov_prune.joint.recovery import Lesson, Recipe, recover
 from lyapunov_prune.joint.result import PLAN, REPORT, JointRun
 from lyapunov_prune.joint.times import Times, measure_times
 from lyapunov_prune.merging.unmerged import Unmerged
+from lyapunov_prune.models.classifier_loading import PROCESSOR
 from lyapunov_prune.models.feedforward import read_feedforward
+from lyapunov_prune.models.loading import checkpoint_folder
 from lyapunov_prune.models.structure import find_layers, identify, in_eval_mode
 from lyapunov_prune.pruning.compact import Cuts, make_compact
 from lyapunov_prune.pruning.compact_checkpoint import write_compact
@@ -42,6 +45,7 @@ from lyapunov_prune.results.result import MeasuredOn, encode
 from lyapunov_prune.results.store import Store
 
 _RECIPE = Recipe(rank=8)
+MERGED = 10.0  # times the limit of one model's own kernels: a merge rounds a product once, and sums in another order
 
 
 @checked
@@ -127,13 +131,15 @@ def remove_jointly(
                 Importance,
                 origins[0],
                 about,
-                lambda: measure_importance(student, learn, importance, targets=_targets(reach, most), seed=seed),
+                lambda: measure_importance(
+                    student, learn, importance, batch=recipe.batch, targets=_targets(reach, most), seed=seed
+                ),
                 resume=resume,
             )
         course = Course(student, learn, worth, chains(reach, most), steps, seed, recipe, folder, about)
         between = rivals(reach, most, allowed)
-        with _timing(seconds, "points"):
-            points = recover_points(course, select, between, seeds, store, resume=resume, batch_size=batch_size)
+        points = recover_points(course, select, between, seeds, store, resume=resume, batch_size=batch_size)
+        seconds["points"] = float(points.seconds.sum())  # those of the runs before this one too
         with _timing(seconds, "decision"):
             fitted = fit_map(
                 (points.pairs[points.first] / L).tolist(),
@@ -162,7 +168,8 @@ def remove_jointly(
                 losses = recover(pupil, model, learn, lesson, recipe, state)
         saw = origins[:2]
         add_step(pupil.model, "heal", saw[:1], model)
-        cuts = Cuts(lesson.attention, pupil.merged(lesson.activation), saw)
+        gone = lesson.activation
+        cuts = Cuts(lesson.attention, pupil.merged(gone), saw, hidden=pupil.hidden(gone))
         plan = PruningPlan(
             remove=(),
             criterion=f"joint, {importance} within each type",
@@ -174,6 +181,8 @@ def remove_jointly(
             drop_activation=lesson.activation,
             reduction=student.reduction if lesson.activation else None,
         )
+        compact = make_compact(pupil.model, cuts)
+        _require_merged(pupil, lesson, compact)
         with whole_folder(output) as partial:
             with _timing(seconds, "checkpoint"):
                 inner = partial / "compact"
@@ -181,7 +190,7 @@ def remove_jointly(
                 for path in inner.iterdir():
                     path.rename(partial / path.name)
                 inner.rmdir()
-            compact = make_compact(pupil.model, cuts)
+                _keep_processor(model, partial)
             with _timing(seconds, "final scores"):
                 dense, chosen = (score(m, final, batch_size=batch_size) for m in (model, compact))
             run = JointRun(
@@ -252,6 +261,29 @@ def _require_apart(slices: tuple[Examples, Examples, Examples], origins: tuple[M
             raise LyapunovPruneError(
                 f"the {name} and the {other} slice share {shared} {what} of {seen.text}; give three slices apart"
             )
+
+
+def _keep_processor(model: PreTrainedModel, folder: Path) -> None:
+    """What scales the pixels of a classifier is beside its weights, if it has any, and goes with them."""
+    name = model.config._name_or_path
+    if name and model.main_input_name == "pixel_values":
+        processor = checkpoint_folder(name, offline=True) / PROCESSOR
+        if processor.is_file():
+            shutil.copy(processor, folder / PROCESSOR)
+
+
+@torch.no_grad()
+def _require_merged(pupil: Unmerged, lesson: Lesson, compact: PreTrainedModel) -> None:
+    """Raise CheckFailed unless `compact` computes what has learnt; the gate knows only what it was told to be."""
+    inputs = sample_inputs(pupil.model, None)[0]
+    with pupil.cut(lesson.attention, lesson.activation) as model:
+        reference = uncached_logits(model, inputs)
+    error, limit = deviation(uncached_logits(compact, inputs), reference), MERGED * SAME_LIMIT[pupil.model.dtype]
+    if not error <= limit:
+        raise CheckFailed(
+            f"the merged model is not the one that learnt: logits deviate by {error:.2g} (limit {limit:.0e}); "
+            "report this"
+        )
 
 
 def _require_trainable(model: PreTrainedModel) -> None:

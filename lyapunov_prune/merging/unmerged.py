@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import nn
@@ -85,17 +86,28 @@ class Unmerged:
             for layer, path, module in reversed(before):
                 layer.set_submodule(path, module)
 
+    def hidden(self, activation: Sequence[int]) -> dict[int, HiddenMap]:
+        """By layer, the map τ that takes the place of the hidden vector inside `cut`; an affine block has none."""
+        maps = {i: self._map(self.blocks[i]) for i in activation}
+        return {i: tau for i, tau in maps.items() if tau is not None}
+
     def merged(self, activation: Sequence[int]) -> dict[int, Affine]:
         """By layer, the affine map that its feed-forward block is inside `cut`, formed in float64 (`product`)."""
         return {i: self._affine(self.blocks[i]) for i in activation}
 
-    def _affine(self, block: FeedForward) -> Affine:
+    def _map(self, block: FeedForward) -> HiddenMap | None:
         stand_in = next(iter(self._stand_ins[block.layer].values()))
         if isinstance(stand_in, nn.Linear):
-            return stand_in.weight.detach(), stand_in.bias.detach()
+            return None
         parts = block.parts(self.layers[block.layer])
-        tau = gated_by(parts, stand_in.c.double()) if isinstance(stand_in, Constant) else HiddenMap(*lifted(parts.up))
-        return product(parts.out, tau)
+        return gated_by(parts, stand_in.c.double()) if isinstance(stand_in, Constant) else HiddenMap(*lifted(parts.up))
+
+    def _affine(self, block: FeedForward) -> Affine:
+        tau = self._map(block)
+        if tau is not None:
+            return product(block.parts(self.layers[block.layer]).out, tau)
+        matrix: Any = next(iter(self._stand_ins[block.layer].values()))
+        return matrix.weight.detach(), matrix.bias.detach()
 
 
 @in_eval_mode

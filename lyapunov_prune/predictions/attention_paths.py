@@ -24,13 +24,13 @@ from lyapunov_prune.forward.hooks import final_state, require_finite
 from lyapunov_prune.forward.logits import CACHE_LIMIT  # of two ways to compute the same, by other kernels
 from lyapunov_prune.forward.reading import Readable, Reading, read
 from lyapunov_prune.linalg import lift
-from lyapunov_prune.models.compact import is_compact
 from lyapunov_prune.models.structure import find_structure, identify, in_eval_mode
 from lyapunov_prune.progress import track
 from lyapunov_prune.results.result import MeasuredOn, ModelIdentity, Result
 
 _NAME = "lyapunov_prune_paths"
 _SAME = 1e-4
+_OTHERS = "the models attend in other layers, or with other heads; give a compressed model that keeps all layers"
 
 
 @dataclass(frozen=True)
@@ -95,20 +95,19 @@ def attention_paths(
         raise LyapunovPruneError(f"{steps} decoding steps are none; give 1 or more")
     readings = [read(model, prompts) for model in (dense, compressed)]
     batch = readings[0].batch
+    if readings[0].structure.num_layers != readings[1].structure.num_layers:
+        raise LyapunovPruneError(_OTHERS)
     require_context(readings[0].structure, batch.context + steps - 1)
     rows: list[torch.Tensor] = []
     layers: tuple[int, ...] = ()
     texts = [torch.cat([batch.ids, decode_greedily(r, batch.ids, steps)], dim=1)[:, :-1] for r in readings]
     for each in track(list(zip(*texts, strict=True)), "attention paths"):
         ours, theirs = (_attended(r, text[None], steps) for r, text in zip(readings, each, strict=True))
-        if is_compact(compressed):  # the others' attention is gone
-            left = {layer for layer, _, _ in theirs}
-            ours = [each for each in ours if each[0] in left]
+        left = {layer for layer, _, _ in theirs}  # of a compact model the attention of others is gone
+        ours = [each for each in ours if each[0] in left]
         shapes = [[(layer, v.shape) for layer, _, v in seen] for seen in (ours, theirs)]
         if shapes[0] != shapes[1]:
-            raise LyapunovPruneError(
-                "the models attend in other layers, or with other heads; give a compressed model that keeps all layers"
-            )
+            raise LyapunovPruneError(_OTHERS)
         layers = tuple(layer for layer, _, _ in ours)
         parts = [_split(a, v, a2, v2, batch.context) for (_, a, v), (_, a2, v2) in zip(ours, theirs, strict=True)]
         rows.append(torch.stack(parts, 1))
@@ -161,9 +160,8 @@ def _attended(reading: Reading, text: torch.Tensor, steps: int) -> list[tuple[in
 def _recorded(model: PreTrainedModel, steps: int) -> Iterator[list[tuple[int, torch.Tensor, torch.Tensor]]]:
     """Every forward inside the block attends by the family's own eager function, which is watched."""
     seen: list[tuple[int, torch.Tensor, torch.Tensor]] = []
-    places: dict[nn.Module, int] = {}  # of a compact model, whose attentions are numbered by their caches
-    if is_compact(model):
-        places = {m: i for i, layer in enumerate(find_structure(model).layers) for m in layer.modules()}
+    # By place: `layer_idx` of a compact model goes by its caches.
+    places = {m: i for i, layer in enumerate(find_structure(model).layers) for m in layer.modules()}
 
     def attend(
         module: nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *args: Any, **kw: Any
@@ -180,7 +178,7 @@ def _recorded(model: PreTrainedModel, steps: int) -> Iterator[list[tuple[int, to
         close = max(_SAME, 4 * torch.finfo(output.dtype).eps) * float(wanted.abs().max())
         if a.shape[-1] != v.shape[1] or not torch.allclose(a @ v, wanted, rtol=0, atol=close):
             raise LyapunovPruneError(f"the output of {type(module).__name__} is no weighted sum of its values")
-        seen.append((int(places.get(module, getattr(module, "layer_idx", len(seen)))), a, v))
+        seen.append((places[module], a, v))
         return output, weights
 
     before, token = model.config._attn_implementation, _WATCHING.set(attend)

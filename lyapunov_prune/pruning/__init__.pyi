@@ -1,3 +1,4 @@
+from .checkpoint import write_pruned as write_pruned
 from .compact import Cuts as Cuts
 from .compact import make_compact as make_compact
 from .compact_checkpoint import write_compact as write_compact

@@ -7,7 +7,7 @@ of a class of its own (`models.modeling_compact`) whose config says it layer by 
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,11 +17,15 @@ from transformers import PreTrainedModel
 
 from lyapunov_prune.arguments import checked
 from lyapunov_prune.errors import LyapunovPruneError
+from lyapunov_prune.merging.merge import Merged
+from lyapunov_prune.merging.reductions import HiddenMap
 from lyapunov_prune.models.compact import LAYOUTS, NO_ATTENTION, Layout, compact_class, family_of, is_compact
 from lyapunov_prune.models.feedforward import Affine
 from lyapunov_prune.models.held import held
 from lyapunov_prune.models.plain import require_plain
 from lyapunov_prune.models.structure import find_layers
+from lyapunov_prune.pruning.plan import PruningPlan
+from lyapunov_prune.pruning.surgery import without_layers
 from lyapunov_prune.results.history import add_step
 from lyapunov_prune.results.result import MeasuredOn
 
@@ -30,21 +34,38 @@ from lyapunov_prune.results.result import MeasuredOn
 class Cuts:
     """What goes: `attention` names the layers that lose theirs; `merged` gives, by layer, what stands for its
     feed-forward block, the matrix W (d × d) and the bias b (d,) or None of `y = W x + b`, x being what the block is
-    given. `measured_on` is what both were decided or fitted on."""
+    given. `measured_on` is what both were decided or fitted on.
+
+    `remove` names whole layers of a decoder that go too; all indices are those of the model that is cut. `hidden` gives
+    the map τ of merged blocks where it is known: `W = W_out T`, `b = W_out t + b_out`, and the gate then holds the
+    model against the block's own last matrix and τ(x) instead of against W."""
 
     attention: tuple[int, ...] = ()
     merged: Mapping[int, Affine] = field(default_factory=dict)
     measured_on: tuple[MeasuredOn, ...] = ()
+    remove: tuple[int, ...] = ()
+    hidden: Mapping[int, HiddenMap] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, plan: PruningPlan, merged: Sequence[Merged]) -> Cuts:
+        """What `plan` drops but MLPs, `merged` being the blocks that lose their activation."""
+        return cls(
+            plan.drop_attention,
+            {each.block.layer: (each.weight, each.bias) for each in merged},
+            plan.measured_on,
+            plan.remove,
+            {each.block.layer: each.tau for each in merged},
+        )
 
 
 @checked
 def make_compact(model: PreTrainedModel, cuts: Cuts) -> PreTrainedModel:
     """A new, smaller model without what `cuts` names; `model`, plain or compact already, is untouched.
 
-    It is of the class of `model` and more: its layers without attention hand on the state, its merged blocks are one
-    `nn.Linear`, rounded once to the dtype of the model. `save_pretrained` writes a folder that this package loads, and
-    that transformers loads where this package is not installed (`trust_remote_code=True`). Removed modules are not
-    copied.
+    Whole layers leave first, as `remove_layers` takes them out. What comes out is of the class of `model` and more: its
+    layers without attention hand on the state, its merged blocks are one `nn.Linear`, rounded once to the dtype of the
+    model. `save_pretrained` writes a folder that this package loads, and that transformers loads where this package is
+    not installed (`trust_remote_code=True`). Removed modules are not copied.
 
     Raises LyapunovPruneError for a family that the format does not know, for a layer that does not exist, is named
     twice or has lost the same before, for a matrix of another shape or with values that are not finite, when no
@@ -52,8 +73,13 @@ def make_compact(model: PreTrainedModel, cuts: Cuts) -> PreTrainedModel:
     """
     require_plain(model)
     made = compact_class(model)
-    structure = find_layers(model)
     places = cut_places(model, cuts)
+    source, kept = model, [i for i in range(len(places)) if i not in cuts.remove]
+    if cuts.remove:
+        with held(model):
+            model = without_layers(model, find_layers(model), PruningPlan.given(model, cuts.remove))
+        places = [places[i] for i in kept]
+    structure = find_layers(model)
     before = _before(model)
     config = copy.deepcopy(model.config)
     config.__class__ = made.config_class
@@ -68,12 +94,13 @@ def make_compact(model: PreTrainedModel, cuts: Cuts) -> PreTrainedModel:
     with torch.device("meta"):
         compact.cut(places)
     for index, (W, b) in cuts.merged.items():
-        matrix: Any = compact.get_submodule(f"{structure.layers_path}.{index}.{_layout(model).block[0]}")
-        like = next(structure.layers[index].parameters())
+        new = kept.index(index)
+        matrix: Any = compact.get_submodule(f"{structure.layers_path}.{new}.{_layout(model).block[0]}")
+        like = next(structure.layers[new].parameters())
         matrix.weight = nn.Parameter(W.detach().to(like, copy=True))
         if b is not None:
             matrix.bias = nn.Parameter(b.detach().to(like, copy=True))
-    add_step(compact, "prune", cuts.measured_on, model)
+    add_step(compact, "prune", cuts.measured_on, source)
     return compact
 
 
@@ -82,26 +109,58 @@ def cut_places(model: PreTrainedModel, cuts: Cuts) -> list[dict[str, str]]:
 
     Raises LyapunovPruneError for cuts that are not possible, as `make_compact`.
     """
-    structure, layout, before = find_layers(model), _layout(model), _before(model)
-    _require_layers(structure.num_layers, "the attention", cuts.attention)
-    _require_layers(structure.num_layers, "the feed-forward block", tuple(cuts.merged))
-    if not cuts.attention and not cuts.merged:
-        raise LyapunovPruneError("nothing is cut; name layers that lose their attention, or whose blocks are merged")
-    places: list[dict[str, str]] = [{} for _ in structure.layers]
+    _require_cuts(model, cuts.attention, tuple(cuts.merged), cuts.remove)
+    unmerged = sorted(set(cuts.hidden) - set(cuts.merged))
+    if unmerged:
+        raise LyapunovPruneError(f"layer {unmerged[0]} has a hidden map and no merged matrix; give both")
+    layout = _layout(model)
+    places: list[dict[str, str]] = [{} for _ in find_layers(model).layers]
     for index in cuts.attention:
-        if layout.attention in before[index]:
-            raise LyapunovPruneError(f"layer {index} has no attention any more; choose other layers")
         places[index] = {layout.attention: "none", **dict.fromkeys(layout.norms_alone(model.config), "identity")}
     for index, (W, b) in cuts.merged.items():
-        if layout.block[0] in before[index]:
-            raise LyapunovPruneError(f"the feed-forward block of layer {index} is merged already; choose other layers")
         _require_affine(index, W, b, model)
         first, *others = layout.block
         places[index] |= {first: "linear" if b is None else "affine", **dict.fromkeys(others, "identity")}
-    attentions = [layout.attention not in {**old, **new} for old, new in zip(before, places, strict=True)]
-    if not any(attentions) and model.can_generate():
-        raise LyapunovPruneError(NO_ATTENTION)
     return places
+
+
+def require_compact(model: PreTrainedModel, plan: PruningPlan) -> None:
+    """Raise LyapunovPruneError for a plan that a compact checkpoint cannot hold, and for one that needs none."""
+    if plan.drop_mlp:
+        raise LyapunovPruneError(
+            f"the MLP of layer {plan.drop_mlp[0]} cannot leave a compact checkpoint; give --format plain, or drop its "
+            "activation"
+        )
+    if not plan.drops_parts:
+        raise LyapunovPruneError(
+            "whole layers leave a plain checkpoint too, and the plan drops no attention or activation of the others; "
+            "leave out --format compact"
+        )
+    compact_class(model)
+    _require_cuts(model, plan.drop_attention, plan.drop_activation, plan.remove)
+
+
+def _require_cuts(
+    model: PreTrainedModel, attention: tuple[int, ...], blocks: tuple[int, ...], remove: tuple[int, ...]
+) -> None:
+    """Raise LyapunovPruneError unless these layers can lose these parts."""
+    layout, before = _layout(model), _before(model)
+    for what, indices in {"the whole": remove, "the attention": attention, "the feed-forward block": blocks}.items():
+        _require_layers(len(before), what, indices)
+    if not attention and not blocks and not remove:
+        raise LyapunovPruneError("nothing is cut; name layers that lose their attention, or whose blocks are merged")
+    twice = sorted({*attention, *blocks} & set(remove))
+    if twice:
+        raise LyapunovPruneError(f"layer {twice[0]} is removed whole, sublayers and all; name it once")
+    for index in attention:
+        if layout.attention in before[index]:
+            raise LyapunovPruneError(f"layer {index} has no attention any more; choose other layers")
+    for index in blocks:
+        if layout.block[0] in before[index]:
+            raise LyapunovPruneError(f"the feed-forward block of layer {index} is merged already; choose other layers")
+    left = [i for i, places in enumerate(before) if i not in {*attention, *remove} and layout.attention not in places]
+    if not left and model.can_generate():
+        raise LyapunovPruneError(NO_ATTENTION)
 
 
 def _layout(model: PreTrainedModel) -> Layout:

@@ -9,13 +9,12 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from lyapunov_prune.arguments import checked
 from lyapunov_prune.checkpoints.cards import write_card
 from lyapunov_prune.data.batch import TokenBatch
-from lyapunov_prune.models.loading import quiet
 from lyapunov_prune.models.structure import find_layers
 from lyapunov_prune.models.wrappers import loading_class
-from lyapunov_prune.pruning.checkpoint import gate_table, refused, save
 from lyapunov_prune.pruning.compact import Cuts, make_compact
 from lyapunov_prune.pruning.compact_gate import verify_compact
 from lyapunov_prune.pruning.gate import GateReport
+from lyapunov_prune.pruning.provenance import gate_table, require_passed, save
 from lyapunov_prune.results.files import require_empty, whole_folder
 from lyapunov_prune.results.history import HISTORY, history_of
 
@@ -32,20 +31,17 @@ def write_compact(
 ) -> GateReport:
     """Cut `cuts` out of `model`, pass the gate on the saved files, and write the folder `target`.
 
-    The folder holds the weights, their module, the tokenizer if there is one, a model card (README.md), `gate.json` and
-    `history.json`. Raises CheckFailed when the gate fails and LyapunovPruneError for cuts that are not possible, when
-    the target is not empty or the disk refuses; either way nothing is left at `target`.
+    For cuts that no plan tells, such as matrices that were trained; `write_pruned` writes a plan. The folder holds the
+    weights, their module, the tokenizer if there is one, a model card (README.md), `gate.json` and `history.json`.
+    Raises CheckFailed when the gate fails and LyapunovPruneError for cuts that are not possible, when the target is not
+    empty or the disk refuses; either way nothing is left at `target`.
     """
     require_empty(target)
     compact = make_compact(model, cuts)
     with whole_folder(target) as folder:
-        with quiet():
-            save(compact, folder)
-            if tokenizer is not None:
-                tokenizer.save_pretrained(folder)
+        save(compact, tokenizer, folder)
         gate = verify_compact(model, compact, cuts, batch, checkpoint=folder)
-        if not gate.passed:
-            raise refused(gate.failure())
+        require_passed(gate)
         gate.save(folder / GATE)
         history_of(compact).save(folder / HISTORY)
         _describe(folder, model, compact, cuts, gate)

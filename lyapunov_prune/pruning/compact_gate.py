@@ -1,6 +1,6 @@
 """The gate for a compact model: the four checks of the removal gate, and a fifth where this package is not.
 
-1. Its logits are those of the original with branches silenced and feed-forward blocks replaced by hooks.
+1. Its logits are those of the original with layers skipped, branches silenced and activations replaced by hooks.
 2. Decoding step by step with a cache gives the logits of the uncached forward.
 3. Saved and reloaded by this package's copy of its module it is the same model.
 4. So it is in a process that cannot import this package and runs the module beside the weights.
@@ -25,10 +25,11 @@ from lyapunov_prune.checkpoints.elsewhere import ELSEWHERE, elsewhere_check
 from lyapunov_prune.checkpoints.reloading import RELOADED, GateCheck, reload_check
 from lyapunov_prune.data.batch import TokenBatch
 from lyapunov_prune.data.images import ImageBatch
-from lyapunov_prune.forward.hooks import hidden_of, with_hidden
+from lyapunov_prune.forward.hooks import hidden_of, skipped, with_hidden
 from lyapunov_prune.forward.logits import sample_inputs, uncached_logits
+from lyapunov_prune.merging.replaced import hidden_replaced
 from lyapunov_prune.models.compact import LAYOUTS
-from lyapunov_prune.models.feedforward import Affine
+from lyapunov_prune.models.feedforward import Affine, read_feedforward
 from lyapunov_prune.models.hooked import hooked
 from lyapunov_prune.models.structure import find_layers, in_eval_mode
 from lyapunov_prune.pruning.compact import Cuts, cut_places
@@ -84,19 +85,23 @@ def verify_compact(
 def cut_by_hooks(model: PreTrainedModel, cuts: Cuts) -> Iterator[None]:
     """Every forward inside the block goes as if `model` were cut, in which all modules stay.
 
-    What an attention returns becomes zero; what a feed-forward block returns becomes `W x + b` of what it was given.
+    What an attention returns becomes zero. What enters the last matrix of a feed-forward block becomes τ(x), so that no
+    merged matrix is trusted; where τ is not known, what the block returns becomes `W x + b` of what it was given.
     """
     structure = find_layers(model)
-    layout = LAYOUTS[structure.model_type]
+    layers, layout = structure.layers, LAYOUTS[structure.model_type]
+    blocks = {i: read_feedforward(layers, i, structure.model_type, structure.config) for i in cuts.hidden}
+    known = [(block, cuts.hidden[i]) for i, block in blocks.items()]
     before: list[tuple[nn.Module, Callable[..., None]]] = []
     after: list[tuple[nn.Module, Callable[..., Any]]] = []
     for index in cuts.attention:
-        after.append((structure.layers[index].get_submodule(layout.attention), _zero))
+        after.append((layers[index].get_submodule(layout.attention), _zero))
     for index, affine in cuts.merged.items():
-        note, replace = _replacement(affine)
-        before.append((structure.layers[index].get_submodule(layout.block[0]), note))
-        after.append((structure.layers[index].get_submodule(layout.block[-1]), replace))
-    with hooked(before=before, after=after):
+        if index not in cuts.hidden:
+            note, replace = _replacement(affine)
+            before.append((layers[index].get_submodule(layout.block[0]), note))
+            after.append((layers[index].get_submodule(layout.block[-1]), replace))
+    with hooked(before=before, after=after), hidden_replaced(layers, known), skipped(structure, cuts.remove):
         yield
 
 
@@ -126,13 +131,13 @@ def _same(original: PreTrainedModel, compact: PreTrainedModel, cuts: Cuts, input
 def _counted(original: PreTrainedModel, compact: PreTrainedModel, cuts: Cuts, folder: Path) -> GateCheck:
     structure, sizes = find_layers(original), sizes_in_memory(original)
     gone = tuple(
-        f"{structure.layers_path}.{index}.{path}."
+        f"{structure.layers_path}.{index}.{path}"
         for index, places in enumerate(cut_places(original, cuts))
-        for path in places
+        for path in ([""] if index in cuts.remove else [f"{path}." for path in places])
     )
     tensors = original.state_dict(keep_vars=True)
     stays = {place(t) for name, t in tensors.items() if not name.startswith(gone)}
     parameters, size = held_by(original, sizes, {name: Fraction(place(t) not in stays) for name, t in tensors.items()})
     new = sum(t.numel() for affine in cuts.merged.values() for t in affine if t is not None)
     left = parameters - new, size - new * original.dtype.itemsize
-    return fallen_check(original, sizes, compact, bytes_in(folder), left, structure.num_layers)
+    return fallen_check(original, sizes, compact, bytes_in(folder), left, structure.num_layers - len(cuts.remove))

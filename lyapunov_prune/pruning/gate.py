@@ -1,6 +1,7 @@
 """The removal gate: a pruned model is right when four independent checks say so.
 
-1. Its logits are those of the original with the same layers and sublayers passed over by hooks.
+1. Its logits are those of the original with the same layers and sublayers passed over, and hidden vectors replaced, by
+   hooks.
 2. Decoding step by step with a cache gives the logits of the uncached forward.
 3. Saved and reloaded with plain transformers it is the same model: same keys, same logits, same settings
    in every layer.
@@ -39,11 +40,14 @@ from lyapunov_prune.forward.logits import (
     uncached_logits,
 )
 from lyapunov_prune.forward.sublayers import silenced
+from lyapunov_prune.merging.merge import Merged
+from lyapunov_prune.merging.replaced import hidden_replaced
 from lyapunov_prune.models.classifiers import looks_at_images
 from lyapunov_prune.models.loading import quiet
 from lyapunov_prune.models.structure import find_structure, in_eval_mode
 from lyapunov_prune.pruning.counting import COUNTED, count_check, sizes_in_memory
 from lyapunov_prune.pruning.plan import PruningPlan, as_plan
+from lyapunov_prune.pruning.surgery import require_merged
 from lyapunov_prune.results.result import MeasuredOn, Result
 
 SKIPPED, CACHED = "same as skipping", "cached decoding"
@@ -105,17 +109,21 @@ def verify_removal(
     batch: TokenBatch | torch.Tensor | None = None,
     *,
     checkpoint: str | Path | None = None,
+    merged: Sequence[Merged] = (),
 ) -> GateReport:
     """Put `pruned` through the four checks on random tokens and on the start of `batch`.
+
+    `merged` are the blocks that lost their activation, by the plan's reduction (`merging.merge_layers`).
 
     `checkpoint` is a folder where `pruned` has been saved; without it the model is saved to a temporary
     folder. Long enough inputs are used to roll over sliding windows of up to 1,024 tokens. Raises
     LyapunovPruneError for a plan made for another model.
     """
     plan = as_plan(original, plan)
+    require_merged(plan, merged)
     inputs = sample_inputs(original, batch)
     checks = [
-        attempt(SKIPPED, lambda: _skipped_check(original, pruned, plan, inputs)),
+        attempt(SKIPPED, lambda: _skipped_check(original, pruned, plan, inputs, merged)),
         attempt(CACHED, lambda: cache_check(original, pruned, inputs)),
     ]
     try:
@@ -143,10 +151,16 @@ def seen_by(model: PreTrainedModel, batch: Examples | torch.Tensor | None, input
 
 
 def _skipped_check(
-    original: PreTrainedModel, pruned: PreTrainedModel, plan: PruningPlan, inputs: list[torch.Tensor]
+    original: PreTrainedModel,
+    pruned: PreTrainedModel,
+    plan: PruningPlan,
+    inputs: list[torch.Tensor],
+    merged: Sequence[Merged],
 ) -> GateCheck:
+    structure = find_structure(original)
     silent = silenced(original, plan.drop_attention, plan.drop_mlp)
-    with silent, skipped(find_structure(original), plan.remove):
+    replaced = hidden_replaced(structure.layers, [(each.block, each.tau) for each in merged])
+    with silent, replaced, skipped(structure, plan.remove):
         reference = [uncached_logits(original, ids) for ids in inputs]
     return same_check(pruned, inputs, reference, "logits against the original with the layers skipped")
 

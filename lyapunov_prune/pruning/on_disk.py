@@ -18,10 +18,10 @@ from lyapunov_prune.errors import CheckFailed, LyapunovPruneError
 from lyapunov_prune.models.families import FAMILIES, Family
 from lyapunov_prune.models.loading import checkpoint_folder, quiet
 from lyapunov_prune.models.structure import Structure
-from lyapunov_prune.pruning.checkpoint import Provenance, describe
 from lyapunov_prune.pruning.counting import shares_leaving
 from lyapunov_prune.pruning.disk_gate import NOT_RUN, verify_files
 from lyapunov_prune.pruning.plan import PruningPlan
+from lyapunov_prune.pruning.provenance import Provenance, describe
 from lyapunov_prune.pruning.surgery import without_layers
 from lyapunov_prune.results.files import require_empty, whole_folder
 from lyapunov_prune.results.history import HISTORY, add_step, history_of

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import pandas as pd
@@ -161,7 +161,12 @@ class PruningPlan(Result):
             frame["below_floor"] = np.isin(layers, self.below_floor)
         return frame
 
-    def headline(self) -> str:
+    def seen_on(self, text: MeasuredOn) -> PruningPlan:
+        """This plan, to whose texts `text` belongs: merged blocks were fitted on it."""
+        return self if text in self.measured_on else replace(self, measured_on=(*self.measured_on, text))
+
+    def headline(self, format: str = "plain") -> str:
+        """What goes and by what, in a line, with what parts of layers save in a checkpoint of `format`."""
         blend = f" (alpha {self.alpha:g})" if self.alpha is not None else ""
         parts = {
             "": self.remove,
@@ -175,7 +180,10 @@ class PruningPlan(Result):
             for part, indices in parts.items()
             if indices
         ]
-        costs = "; in a plain checkpoint a part of a layer saves no time or memory" if self.drops_parts else ""
+        costs = ""
+        if self.drops_parts:
+            saves = "saves no time or memory" if format == "plain" else "is gone"
+            costs = f"; in a {format} checkpoint a part of a layer {saves}"
         return printable(f"Remove {'; '.join(removed)}{costs}{floor_note(self.below_floor)}")
 
 

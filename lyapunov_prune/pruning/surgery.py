@@ -11,6 +11,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from lyapunov_prune.errors import LyapunovPruneError
+from lyapunov_prune.merging.merge import Merged
 from lyapunov_prune.models.adaptations import Cut
 from lyapunov_prune.models.compact import renumber_compact
 from lyapunov_prune.models.families import DEPTH_ATTRIBUTES, FAMILIES, POSITION_ATTRIBUTES
@@ -19,37 +20,53 @@ from lyapunov_prune.models.layer_settings import require_attention, slice_settin
 from lyapunov_prune.models.plain import require_plain
 from lyapunov_prune.models.structure import Structure, find_structure
 from lyapunov_prune.models.wrappers import is_wrapped, require_text_alone
+from lyapunov_prune.pruning.mirroring import mirror, require_mirrored
 from lyapunov_prune.pruning.plan import PruningPlan, as_plan
 from lyapunov_prune.pruning.zeroing import zero_sublayers
 from lyapunov_prune.results.history import add_step
 
 
-def cut(model: PreTrainedModel, plan: PruningPlan | Sequence[int]) -> PreTrainedModel:
+def cut(model: PreTrainedModel, plan: PruningPlan | Sequence[int], merged: Sequence[Merged] = ()) -> PreTrainedModel:
     """A new model without what `plan` (or a plain list of layers) names, not yet proven right; `model` is untouched.
 
     One rule for every decoder: drop the layers, renumber every nested `layer_idx` (caches are indexed by
     it), slice everything in the config that speaks of single layers (some models read it while they
     run), set the layer count. What a family needs beyond it stands in `models/families.py`. Removed
     layers are not copied. Where the plan drops a sublayer alone, its output projection becomes zero
-    (`zeroing.py`): a plain checkpoint can say no more, and that saves no time or memory.
+    (`zeroing.py`), and where it drops an activation, the block computes what `merged` says of its layer
+    (`mirroring.py`): a plain checkpoint can say no more, and that saves no time or memory.
 
-    Raises LyapunovPruneError for a bad plan, a plan for another model, a removal that the family's checkpoint
-    format cannot express, a decoder inside a multimodal model that text alone cannot judge, and a model that is
-    not its plain weights (adapters, quantised, offloaded or parametrised weights).
+    Raises LyapunovPruneError for a bad plan, a plan for another model, `merged` of other layers than the plan's, a
+    block that cannot hold a merged matrix, a removal that the family's checkpoint format cannot express, a decoder
+    inside a multimodal model that text alone cannot judge, and a model that is not its plain weights (adapters,
+    quantised, offloaded or parametrised weights).
     """
     require_plain(model)
     plan = as_plan(model, plan)
-    if plan.drop_activation:
-        raise LyapunovPruneError("a block without its activation is made in the compact format; use make_compact")
+    require_merged(plan, merged)
     structure = find_structure(model)
+    require_mirrored(structure, plan.drop_activation)
     with held(model):  # what a measurement has put on it would be copied too
         if is_wrapped(model):
             require_text_alone(model, structure, plan.remove)
         pruned = without_layers(model, structure, plan) if plan.remove else copy.deepcopy(model)
     attention, mlp = (tuple(plan.kept.index(i) for i in drop) for drop in (plan.drop_attention, plan.drop_mlp))
     zero_sublayers(pruned, attention, mlp)
+    layers = find_structure(pruned).layers
+    for each in merged:
+        mirror(layers[plan.kept.index(each.block.layer)], each)
     add_step(pruned, "prune", plan.measured_on, model)
     return pruned
+
+
+def require_merged(plan: PruningPlan, merged: Sequence[Merged]) -> None:
+    """Raise LyapunovPruneError unless `merged` are the blocks whose activation the plan drops."""
+    given = tuple(sorted(each.block.layer for each in merged))
+    if given != plan.drop_activation:
+        raise LyapunovPruneError(
+            f"the plan drops the activations of layers {list(plan.drop_activation)}, and merged blocks are given of "
+            f"{list(given)}; a reduction is fitted on a text: write the plan with pruning.write_pruned and a batch"
+        )
 
 
 def without_layers(model: PreTrainedModel, original: Structure, plan: PruningPlan) -> PreTrainedModel:

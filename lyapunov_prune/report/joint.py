@@ -1,4 +1,4 @@
-"""The figure of a joint removal: the map over both counts, and the pairs of the budget with their intervals."""
+"""Figures of a joint removal: the map over both counts with the pairs of the budget, and the order within each type."""
 
 from __future__ import annotations
 
@@ -6,8 +6,9 @@ import numpy as np
 from matplotlib.ticker import MaxNLocator
 
 from lyapunov_prune.joint.decision import JointDecision
+from lyapunov_prune.joint.importance import Importance
 from lyapunov_prune.joint.map import JointMap
-from lyapunov_prune.report.drawing import COLOURS, GREY, INK, panels, svg
+from lyapunov_prune.report.drawing import COLOURS, GREY, INK, depth_axis, log_axis, panels, svg
 
 
 def joint_figure(fitted: JointMap, decision: JointDecision) -> str:
@@ -44,4 +45,18 @@ def joint_figure(fitted: JointMap, decision: JointDecision) -> str:
     below.xaxis.set_major_locator(MaxNLocator(integer=True))
     above.yaxis.set_major_locator(MaxNLocator(integer=True))
     below.legend(frameon=False, fontsize=8)
+    return svg(figure)
+
+
+def importance_figure(importance: Importance) -> str:
+    """By layer what its attention is worth above, and its activation below, each on an axis of its own."""
+    figure, axes = panels(6.5, 4.5, 2)
+    layers = np.arange(len(importance.attention))
+    for panel, name, colour in zip(axes, ("attention", "activation"), (COLOURS["rho"], COLOURS["bi"]), strict=True):
+        worth = getattr(importance, name)
+        panel.plot(layers, worth, "o", markersize=4, color=colour)
+        panel.set_ylabel(name)
+        if (worth > 0).all():
+            log_axis(panel)
+    depth_axis(axes[-1], len(layers))
     return svg(figure)

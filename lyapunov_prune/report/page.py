@@ -18,6 +18,8 @@ from lyapunov_prune.evaluation.evaluation import Evaluation
 from lyapunov_prune.evaluation.speed import Speed
 from lyapunov_prune.healing.heal import REPORT as HEALING
 from lyapunov_prune.healing.heal import Healing
+from lyapunov_prune.joint.result import REPORT as JOINT
+from lyapunov_prune.joint.result import JointRun
 from lyapunov_prune.predictions.attention_paths import AttentionPaths
 from lyapunov_prune.predictions.choices import ChoiceComparison
 from lyapunov_prune.predictions.divergence import SkipDivergence, SublayerDivergence
@@ -27,9 +29,9 @@ from lyapunov_prune.profiles.activations import ActivationStatistics
 from lyapunov_prune.profiles.jacobian import JacobianNorms
 from lyapunov_prune.profiles.profile import LayerProfile
 from lyapunov_prune.profiles.sublayer_influence import SublayerInfluence
-from lyapunov_prune.pruning.checkpoint import PROVENANCE, Provenance
 from lyapunov_prune.pruning.curve import RemovalCurve
 from lyapunov_prune.pruning.plan import PruningPlan
+from lyapunov_prune.pruning.provenance import PROVENANCE, Provenance
 from lyapunov_prune.ranking.angular import AngularDistance
 from lyapunov_prune.ranking.budget import BudgetedRemoval
 from lyapunov_prune.ranking.oracle import GreedyRemoval
@@ -37,6 +39,7 @@ from lyapunov_prune.report.bounds import bounds_figures
 from lyapunov_prune.report.compression import compression_figure
 from lyapunov_prune.report.evaluation import speed_figure, tasks_figure
 from lyapunov_prune.report.healing import healing_figure
+from lyapunov_prune.report.joint import importance_figure, joint_figure
 from lyapunov_prune.report.predictions import (
     choices_figures,
     divergence_figure,
@@ -230,6 +233,47 @@ _SECTIONS = (
         in_folders=True,
     ),
     _Section(
+        JOINT,
+        JointRun,
+        "Joint removal",
+        "A map of the score after recovery over the numbers of attentions and of activations removed: lines of equal P "
+        "through measured points, the pairs of the budget, and the chosen one; below it the prediction interval of "
+        "every pair. The score at the end is of data that neither training nor choice has seen. Seconds are of the "
+        "run that ended, those of points of all runs that it went on from.",
+        lambda r: {"joint": joint_figure(r.map, r.decision)},
+        in_folders=True,
+    ),
+    _Section(
+        JOINT,
+        JointRun,
+        "Pairs of the budget",
+        "What the map says of the best pairs, with its prediction interval, and whether a pair lies within twice the "
+        "noise of the chosen one: among those the points do not tell which is best.",
+        lambda r: {},
+        in_folders=True,
+        part=lambda r: r.decision,
+    ),
+    _Section(
+        JOINT,
+        JointRun,
+        "Recovered points",
+        "Each point learnt from the dense model for a few steps, from the weights of the point before it on its chain, "
+        "and was scored on the selection slice. The distillation loss is of the one item of its step.",
+        lambda r: {},
+        in_folders=True,
+        part=lambda r: r.points,
+    ),
+    _Section(
+        JOINT,
+        JointRun,
+        "Importance within each type",
+        "By layer; the smallest of a type goes first. The two types are on axes of their own, for they are not "
+        "compared: how many of each go is read off the map.",
+        lambda r: {"importance": importance_figure(r)},
+        in_folders=True,
+        part=lambda r: r.importance,
+    ),
+    _Section(
         "hierarchy.json",
         HierarchyProbe,
         "Hidden state, logits, probabilities",
@@ -320,7 +364,8 @@ def write_report(run: str | Path) -> Path:
             body.append(_section("Rankings and plans", words, pictures, *scored.values()))
     for path in sorted(run.glob(f"*/{PROVENANCE}")):
         provenance = Provenance.load(path)
-        words = f"The checkpoint {path.parent.name}/ was written after these checks passed on its files."
+        made = f"The {provenance.format} checkpoint {path.parent.name}/"
+        words = f"{made} was written after these checks passed on its files."
         body.append(_section("Removal gate", words, {}, provenance.gate))
     if not body:
         raise LyapunovPruneError(f"{run} holds no results; give a folder that profile, demo or eval wrote")

@@ -36,8 +36,8 @@ from lyapunov_prune.predictions.choices import ChoiceComparison
 from lyapunov_prune.predictions.hierarchy import HierarchyProbe
 from lyapunov_prune.profiles.profile import LayerProfile
 from lyapunov_prune.pruning import checkpoint as checkpoint_module
-from lyapunov_prune.pruning.checkpoint import Provenance
 from lyapunov_prune.pruning.plan import PruningPlan
+from lyapunov_prune.pruning.provenance import Provenance
 from lyapunov_prune.pruning.removal import remove_layers
 from lyapunov_prune.pruning.surgery import cut
 from lyapunov_prune.ranking.budget import BudgetedRemoval
@@ -646,7 +646,7 @@ def test_an_unknown_split(run_bad: Callable[..., str]) -> None:
 def test_a_failed_gate_is_exit_code_1_and_nothing_written(
     run: Callable[..., Done], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def wrongly(model: PreTrainedModel, plan: PruningPlan) -> PreTrainedModel:
+    def wrongly(model: PreTrainedModel, plan: PruningPlan, merged: Any) -> PreTrainedModel:
         pruned = cut(model, plan)
         wrong_layer_idx(pruned)
         return pruned

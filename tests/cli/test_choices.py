@@ -16,6 +16,7 @@ from lyapunov_prune.joint.importance import IMPORTANCES
 from lyapunov_prune.merging.table import REDUCTIONS
 from lyapunov_prune.models.loading import _DTYPES
 from lyapunov_prune.profiles import contraction
+from lyapunov_prune.pruning import checkpoint
 from lyapunov_prune.pruning.plan import FIELDS
 from lyapunov_prune.ranking.criteria import CRITERIA
 from lyapunov_prune.sensitivity import table as studies
@@ -25,6 +26,7 @@ TABLES: dict[str, tuple[Any, Iterable[str]]] = {
     "criterion": (choices.Criterion, CRITERIA),
     "derivative": (choices.Derivative, get_args(contraction.Derivative)),
     "dtype": (choices.DType, _DTYPES),
+    "format": (choices.Format, get_args(checkpoint.Format)),
     "importance": (choices.Importance, IMPORTANCES),
     "method": (choices.Method, METHODS),
     "pooling": (choices.Pooling, get_args(contraction.Pooling)),

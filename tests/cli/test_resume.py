@@ -14,8 +14,8 @@ from lyapunov_prune.cli import inputs
 from lyapunov_prune.models.loading import load
 from lyapunov_prune.profiles.jacobian import JacobianNorms
 from lyapunov_prune.profiles.profile import LayerProfile
-from lyapunov_prune.pruning.checkpoint import Provenance
 from lyapunov_prune.pruning.curve import RemovalCurve
+from lyapunov_prune.pruning.provenance import Provenance
 from lyapunov_prune.sensitivity.sensitivity import Sensitivity
 
 SENSITIVITY = ["sensitivity", "tiny", "--study", "removal", "-o", "run", *TEXT]

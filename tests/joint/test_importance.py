@@ -36,7 +36,7 @@ def batch(ids: torch.Tensor) -> TokenBatch:
 def test_taylor_is_the_derivative_by_each_mask(family: str, ids: torch.Tensor, batch: TokenBatch) -> None:
     """Central differences in float64; the mask weighs the branch with the norms that its output alone goes through."""
     subject = student(family, ids)
-    found = taylor(subject, batch, [0, 2])
+    found = taylor(subject, batch, [[0], [2]])
     # An RMS norm computes in float32 whatever it is given: its rounding asks for larger steps.
     h, limit = (3e-3, 2e-3) if family in ("llama", "gemma2") else (1e-5, 1e-5)
     for kind, layer in ((0, 0), (0, 4), (1, 0), (1, 3)):
@@ -45,7 +45,7 @@ def test_taylor_is_the_derivative_by_each_mask(family: str, ids: torch.Tensor, b
             m = torch.ones(2, len(subject.blocks), dtype=torch.float64)
             m[kind, layer] += sign * h
             with torch.no_grad(), mixed(subject, lambda m=m: m):
-                losses.append(np.mean([float(task_loss(subject.model, batch, item)) for item in (0, 2)]))
+                losses.append(np.mean([float(task_loss(subject.model, batch, [item])) for item in (0, 2)]))
         assert found[kind, layer] == pytest.approx(abs(losses[0] - losses[1]) / (2 * h), rel=limit, abs=1e-9)
     assert (found > 0).all()
     assert hooks_of(subject.model) == 0
@@ -98,7 +98,7 @@ def test_learned_lets_the_least_go_and_as_many_as_it_is_told(
 
 
 def test_types_are_ordered_apart_and_files_come_back(ids: torch.Tensor, batch: TokenBatch, tmp_path: Path) -> None:
-    found = measure_importance(student("llama", ids, torch.float32), batch, items=2)
+    found = measure_importance(student("llama", ids, torch.float32), batch, batch=2)
     again = Importance.load(found.save(tmp_path / "importance.json"))
     assert again.first(6, 3) == found.first(6, 3)
     assert found.first(6, 0)[0] == tuple(np.argsort(found.attention))

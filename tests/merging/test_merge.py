@@ -23,12 +23,12 @@ from lyapunov_prune.data import ImageBatch
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.linalg import exact_norm
 from lyapunov_prune.merging.merge import Merged, merge_blocks, merge_layers, merge_rounding, product
-from lyapunov_prune.merging.place import place
 from lyapunov_prune.merging.reductions import RIDGE, HiddenMap, least_squares
 from lyapunov_prune.merging.table import REDUCTIONS
 from lyapunov_prune.models.feedforward import FeedForward, find_feedforward, read_feedforward
 from lyapunov_prune.models.hooked import hooked
 from lyapunov_prune.models.structure import find_structure
+from lyapunov_prune.pruning.compact import Cuts, make_compact
 
 PLAIN = ("gpt2", "gpt_neox", "opt", "vit", "deit")
 GATED = ("llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma3", "phi3")
@@ -74,9 +74,7 @@ class Subject:
             return (model or self.model)(**self.inputs).logits
 
     def placed(self, merged: Merged, layer: int = LAYER) -> PreTrainedModel:
-        small = copy.deepcopy(self.model)
-        place(self.layers(small)[layer], merged)
-        return small
+        return make_compact(self.model, Cuts(merged={layer: (merged.weight, merged.bias)}))
 
     def seen(self) -> dict[str, np.ndarray]:
         """What goes through the block in one whole forward, tokens × width: by hooks of this test's own."""

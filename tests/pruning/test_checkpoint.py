@@ -33,8 +33,9 @@ from lyapunov_prune.models.structure import find_structure
 from lyapunov_prune.profiles.contraction import measure_contraction
 from lyapunov_prune.profiles.influence import block_influence
 from lyapunov_prune.pruning import checkpoint as module
-from lyapunov_prune.pruning.checkpoint import PROVENANCE, Provenance, write_pruned
+from lyapunov_prune.pruning.checkpoint import write_pruned
 from lyapunov_prune.pruning.plan import PruningPlan
+from lyapunov_prune.pruning.provenance import PROVENANCE, Provenance
 from lyapunov_prune.pruning.removal import remove_layers
 from lyapunov_prune.pruning.surgery import cut
 from lyapunov_prune.ranking.ranking import rank_layers
@@ -268,7 +269,7 @@ def test_a_model_that_fails_the_gate_is_not_written(
     target: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    def wrongly(model: PreTrainedModel, plan: PruningPlan) -> PreTrainedModel:
+    def wrongly(model: PreTrainedModel, plan: PruningPlan, merged: Any) -> PreTrainedModel:
         pruned = cut(model, plan)
         fault(pruned)
         return pruned

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers import Done, change_weight, edit_json, make_classifier
+from helpers import change_weight, edit_json, make_classifier
 from safetensors.torch import load_file
 from transformers import AutoModelForImageClassification, PreTrainedModel, PreTrainedTokenizerFast
 from transformers.dynamic_module_utils import get_class_from_dynamic_module
@@ -21,9 +21,7 @@ from lyapunov_prune.errors import CheckFailed, LyapunovPruneError
 from lyapunov_prune.models import modeling_compact
 from lyapunov_prune.models.compact import MODULE, compact_classes
 from lyapunov_prune.models.loading import load
-from lyapunov_prune.models.structure import find_layers, identify
-from lyapunov_prune.predictions.attention_paths import AttentionPaths
-from lyapunov_prune.predictions.hierarchy import HierarchyProbe
+from lyapunov_prune.models.structure import identify
 from lyapunov_prune.pruning import compact_checkpoint
 from lyapunov_prune.pruning.compact import Cuts, make_compact
 from lyapunov_prune.pruning.compact_checkpoint import GATE, write_compact
@@ -210,41 +208,3 @@ def test_a_spoilt_folder_is_refused(small: Path, fault: Callable[[Path], None], 
     with pytest.raises(LyapunovPruneError, match=message) as refused:
         lyapunov_prune.load(small)
     assert "\n" not in str(refused.value)
-
-
-# Commands take it.
-
-
-def test_eval_speaks_of_it(small: Path, run: Callable[..., Done]) -> None:
-    done = run("eval", "small", "--against", "tiny", *TEXT)
-    assert done.code == 0, done.err
-
-
-def test_profile_measures_it(small: Path, run: Callable[..., Done]) -> None:
-    done = run("profile", "small", *TEXT, "--seeds", "1")
-    assert done.code == 0, done.err
-
-
-def test_hierarchy_compares_it(small: Path, run: Callable[..., Done]) -> None:
-    done = run("hierarchy", "tiny", "small", "--text", "builtin", "--tokens", "64", "--context", "32")
-    assert done.code == 0, done.err
-    assert "no paths" not in done.err
-    probe = HierarchyProbe.load("runs/tiny/hierarchy.json")
-    left_out = probe.by_layer().set_index(["layer", "what"]).kl
-    assert left_out[0, "attention"] > 0
-    assert left_out[1, "mlp"] > 0
-    assert left_out[2, "layer"] == left_out[1, "attention"] == left_out[0, "mlp"] == 0
-    assert AttentionPaths.load("runs/tiny/paths.json").layers == (1, 2, 4, 5)
-
-
-def test_layers_of_it_can_be_removed(small: Path, run: Callable[..., Done]) -> None:
-    done = run("prune", "small", "--layers", "0,1", "-o", "smaller", *TEXT)
-    assert done.code == 0, done.err
-    model = load(small.parent / "smaller").model
-    assert [module.layer_idx for module in model.modules() if hasattr(module, "layer_idx")] == [0, 1, 2]
-    assert len(find_layers(model).layers) == 4
-
-
-def test_a_removal_that_leaves_no_attention_is_refused(small: Path) -> None:
-    with pytest.raises(LyapunovPruneError, match="no attention is left"):
-        lyapunov_prune.remove_layers(load(small).model, [1, 2, 4, 5])

@@ -30,9 +30,10 @@ from lyapunov_prune.models import device
 from lyapunov_prune.models.loading import load
 from lyapunov_prune.pruning import counting
 from lyapunov_prune.pruning import on_disk as shards
-from lyapunov_prune.pruning.checkpoint import PROVENANCE, Provenance, write_pruned
+from lyapunov_prune.pruning.checkpoint import write_pruned
 from lyapunov_prune.pruning.on_disk import prune_on_disk, too_large
 from lyapunov_prune.pruning.plan import PruningPlan
+from lyapunov_prune.pruning.provenance import PROVENANCE, Provenance
 from lyapunov_prune.pruning.removal import remove_layers
 
 # Numbers of these change when layers leave, and a copy changes none.

@@ -7,7 +7,8 @@ import xml.etree.ElementTree as ET
 import numpy as np
 
 from lyapunov_prune.joint import decide, fit_map
-from lyapunov_prune.report.joint import joint_figure
+from lyapunov_prune.joint.importance import Importance
+from lyapunov_prune.report.joint import importance_figure, joint_figure
 
 PAIRS = np.array([(a, g) for a in range(0, 9, 2) for g in range(0, 9, 2)])
 MAP = fit_map(PAIRS / 12, 80 - PAIRS.sum(1) - (PAIRS[:, 0] - PAIRS[:, 1] + 2) ** 2 / 4)
@@ -29,3 +30,11 @@ def test_a_time_budget_shows_the_best_pair_of_every_number_of_attentions() -> No
     decision = decide(MAP, 12, speedup=4 / 3, seconds=TIMES, selection_error=0.0)
     assert len(decision.pairs) > 13
     assert joint_figure(MAP, decision).count("<svg") == 1
+
+
+def test_importance_has_an_axis_for_each_type() -> None:
+    taylor = Importance("taylor", "mean-gate", 4, np.array([1.0, 2.0, 3.0]), np.array([1e-3, 2e-3, 0.0]))
+    text = importance_figure(taylor)
+    assert text == importance_figure(taylor)
+    for word in ("attention", "activation", "layer"):
+        assert word in text

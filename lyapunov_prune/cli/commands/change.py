@@ -22,6 +22,7 @@ from lyapunov_prune.cli.inputs import (
 from lyapunov_prune.cli.options import (
     Allocation,
     Bits,
+    Format,
     GroupSize,
     Json,
     KeepPeriod,
@@ -35,6 +36,7 @@ from lyapunov_prune.cli.options import (
     Pooling,
     Rank,
     RankOptions,
+    Reduction,
     Resume,
     ScheduleOptions,
     Seed,
@@ -63,6 +65,8 @@ def prune(
     plan_file: Annotated[Path | None, what_option("--plan", help="A plan.json.")] = None,
     keep_period: KeepPeriod = False,
     by: RankOptions = RankOptions(),
+    reduction: Reduction = None,
+    format: Format = "plain",
     on_disk: OnDisk = False,
     merge_adapter: MergeAdapter = False,
     source: ModelOptions = ModelOptions(),
@@ -72,8 +76,9 @@ def prune(
 ) -> None:
     """Remove layers physically, pass the gate, write a plain transformers checkpoint.
 
-    With --what attention or mlp these are zeroed instead, in a plain checkpoint: the same output as without them, at
-    the same cost.
+    With --what only a part of each layer goes. In a plain checkpoint that costs what it cost: attention and MLP are
+    zeroed, an activation is cancelled. With --format compact attentions are gone, and a block without activation is
+    one matrix; the checkpoint is smaller and faster, and loads with this package or by the module beside its weights.
     With --on-disk, or where the model does not fit in memory, the files are pruned; the gate then computes no logits.
     """
     if sum(choice is not None for choice in (remove, max_kl, layers, plan_file)) != 1:
@@ -87,6 +92,8 @@ def prune(
         require_budget_alone(by.what, keep_period)
     if remove is not None or max_kl is not None:
         require_known_count(by.criterion, remove, keep_period)
+    if (by.what == "activation") != (reduction is not None):
+        raise LyapunovPruneError("--what activation and --reduction go together; give both or neither")
     if keep_period and by.what != "layers":
         raise LyapunovPruneError(f"{by.what} alone leaves every layer in its place; leave out --keep-period")
 
@@ -106,6 +113,7 @@ def prune(
             "--remove": remove is not None,
             "--max-kl": max_kl is not None,
             "--what": by.what != "layers",
+            "--format": format != "plain",
             "--dtype": source.dtype,
         }
         for option, given in (refused | {"--merge-adapter": merge_adapter}).items():
@@ -121,7 +129,7 @@ def prune(
     plan: PruningPlan
     if layers is not None:
         goes: dict[str, Any] = {FIELDS[by.what]: layer_indices(layers)}
-        plan = PruningPlan.given(loaded.model, **goes)
+        plan = PruningPlan.given(loaded.model, **goes, reduction=reduction)
     elif plan_file is not None:
         plan = PruningPlan.load(plan_file)
         plan.require_model(loaded.model)
@@ -139,9 +147,9 @@ def prune(
             if not as_json:
                 show(spent, as_json, None)
     plan.require_periods(period)
-    provenance = write_pruned(loaded.model, loaded.tokenizer, plan, output, batch)
+    provenance = write_pruned(loaded.model, loaded.tokenizer, plan, output, batch, format=format)
     if not as_json:
-        say(f"{plan.headline()}\n{provenance.gate}")
+        say(f"{provenance.headline()}\n{provenance.gate}")
     show(provenance, as_json, output, table=False)
 
 
@@ -271,7 +279,7 @@ def heal(
     from lyapunov_prune.models.loading import BUILTIN
     from lyapunov_prune.models.structure import identify
     from lyapunov_prune.models.tokenizers import require_same_tokenizer
-    from lyapunov_prune.pruning.checkpoint import PROVENANCE, Provenance
+    from lyapunov_prune.pruning.provenance import PROVENANCE, Provenance
     from lyapunov_prune.results.files import require_empty
 
     require_empty(output)

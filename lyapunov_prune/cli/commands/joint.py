@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated
 
 from lyapunov_prune.cli import choices
@@ -24,10 +23,12 @@ from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.merging.table import REDUCTIONS
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
     from lyapunov_prune.data.examples import Examples
-    from lyapunov_prune.models.loading import Loaded
 
 _RANK = 8
+_IMAGES = 32  # in a step, and in a forward
 
 
 def joint(
@@ -51,11 +52,12 @@ def joint(
         int, what_option(min=1, help="Seeds of the points at the budget, whose spread is the noise.")
     ] = 2,
     seed: Seed = 0,
-    score_tokens: Annotated[
-        int, text_option(min=4, help="Tokens to select by, and as many to score the end on.")
-    ] = 8192,
+    images: Annotated[
+        str | None,
+        text_option(help="For a ViT or DeiT: mnist-5k, a folder of class folders, or an .npz, in place of a text."),
+    ] = None,
     source: ModelOptions = ModelOptions(dtype="float32"),
-    text: TextOptions = TextOptions(tokens=25600, context=256),
+    text: TextOptions = TextOptions(tokens=40960, context=256),
     resume: Resume = False,
     output: Target,
     as_json: Json = False,
@@ -72,16 +74,17 @@ def joint(
     if speedup is not None and not speedup > 1:
         raise LyapunovPruneError(f"--speedup {speedup:g} is no speed-up; give more than 1")
 
+    from lyapunov_prune.data.slices import slices
     from lyapunov_prune.joint.recovery import Recipe
     from lyapunov_prune.joint.run import remove_jointly
     from lyapunov_prune.results.files import require_empty
 
     require_empty(output)
-    loaded, learn = load_inputs(model, source, text)
+    dense, tokenizer, data = _inputs(model, source, text, images)
     done = remove_jointly(
-        loaded.model,
-        loaded.tokenizer,
-        (learn, *_scored(loaded, text, score_tokens, source.offline)),
+        dense,
+        tokenizer,
+        slices(data, seed=seed),
         output,
         remove=remove,
         speedup=speedup,
@@ -89,13 +92,13 @@ def joint(
         importance=importance,
         steps=steps_per_point,
         recover_steps=recover,
-        recipe=Recipe(rank=update_rank or None),
+        recipe=Recipe(batch=1 if images is None else _IMAGES, rank=update_rank or None),
         seeds=point_seeds,
         seed=seed,
         # Of this output alone: two removals from one model may run side by side.
         folder=run_folder(None, model) / "jobs" / f"joint-{folder_name(str(output.resolve()))}",
         resume=resume,
-        batch_size=text.batch_size,
+        batch_size=text.batch_size if images is None else _IMAGES,
     )
     draw_report(output)
     show(done, as_json, output)
@@ -103,13 +106,16 @@ def joint(
         say(f"Report: {output / 'report.html'}")
 
 
-def _scored(loaded: Loaded, text: TextOptions, tokens: int, offline: bool) -> tuple[Examples, Examples]:
-    """What to select by and the final slice: the two halves of a stretch of the evaluation half of the text."""
-    windows = tokens // text.context
-    if windows < 2:
-        raise LyapunovPruneError(
-            f"{tokens} tokens to score are {windows} windows of {text.context}, and an error takes two; raise "
-            "--score-tokens"
-        )
-    both = replace(text, tokens=2 * windows * text.context).load(loaded, "evaluation", offline=offline)
-    return both.take(range(windows)), both.take(range(windows, 2 * windows))
+def _inputs(
+    model: str, source: ModelOptions, text: TextOptions, images: str | None
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase | None, Examples]:
+    """The model, its tokenizer if it has one, and the data to cut in three: of a text the calibration half alone."""
+    if images is None:
+        loaded, batch = load_inputs(model, source, text)
+        return loaded.model, loaded.tokenizer, batch
+
+    from lyapunov_prune.data.image_files import load_images
+    from lyapunov_prune.models.classifier_loading import load_classifier
+
+    classifier = load_classifier(model, dtype=source.dtype, device=source.device, offline=source.offline)
+    return classifier.model, None, load_images(images, classifier)

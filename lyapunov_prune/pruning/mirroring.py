@@ -1,0 +1,77 @@
+"""A merged feed-forward block in a plain checkpoint: `σ(x) − σ(−x) = x` for GELU, SiLU and ReLU.
+
+A plain transformers checkpoint cannot say that a block is one matrix. A plain block whose activation has that identity
+can compute one: with `W₁ = [I; −I]` and `W₂ = [M, −M]`, `W₂ σ(W₁ x) = M (σ(x) − σ(−x)) = M x`. The rest of both
+matrices is zero, and all of it is stored and multiplied: this saves no time or memory. In a compact checkpoint
+(`compact.py`) the block is the matrix alone. A gate multiplies two such maps, and no identity makes that linear.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from lyapunov_prune.errors import LyapunovPruneError
+from lyapunov_prune.merging.merge import Merged
+from lyapunov_prune.models.feedforward import find_feedforward
+from lyapunov_prune.models.structure import Structure
+
+_REMEDY = "give --format compact"
+_POINTS = 4097
+_RANGE = 32.0
+_SAME = 1e-12
+
+
+def require_mirrored(structure: Structure, layers: Sequence[int]) -> None:
+    """Raise LyapunovPruneError unless the blocks of these layers can hold a merged matrix without being one.
+
+    Refused are gated blocks, those of a hidden size below 2 d, and those whose activation has no `σ(x) − σ(−x) = x`,
+    tried in float64 on a grid. Raises as `find_feedforward` too.
+    """
+    for index in layers:
+        block = find_feedforward(structure, index)
+        if block.gated:
+            raise _not_plain(index, "is gated")
+        hidden, width = block.parts(structure.layers[index]).up[0].shape
+        if hidden < 2 * width:
+            raise _not_plain(index, f"has {hidden} hidden units, fewer than twice its {width} inputs")
+        activation: Any = structure.layers[index].get_submodule(block.activation)
+        if not _is_odd_half(activation):
+            raise _not_plain(index, f"has the activation {type(activation).__name__}, and σ(x) − σ(−x) is not x there")
+
+
+@torch.no_grad()
+def mirror(layer: nn.Module, merged: Merged) -> None:
+    """Let the feed-forward block of `layer` compute `merged`, in place, through its own activation.
+
+    Raises LyapunovPruneError for a bias where the block's last matrix has none.
+    """
+    parts, d = merged.block.parts(layer), merged.weight.shape[0]
+    (W1, b1), (W2, b2) = parts.up, parts.out
+    if b2 is None and merged.bias is not None:
+        raise _not_plain(merged.block.layer, f"has no bias to hold that of {merged.reduction}")
+    for tensor in (W1, b1, W2, b2):
+        if tensor is not None:
+            tensor.zero_()
+    W1[:d].fill_diagonal_(1)
+    W1[d : 2 * d].fill_diagonal_(-1)
+    W2[:, :d] = merged.weight
+    W2[:, d : 2 * d] = -merged.weight
+    if b2 is not None and merged.bias is not None:
+        b2.copy_(merged.bias)
+
+
+@torch.no_grad()
+def _is_odd_half(activation: nn.Module) -> bool:
+    """Whether `σ(x) − σ(−x) = x` within rounding, over a range where every known activation has left its bend."""
+    x = torch.linspace(-_RANGE, _RANGE, _POINTS, dtype=torch.float64)
+    return bool(((activation(x) - activation(-x) - x).abs() <= _SAME * x.abs().clamp_min(1)).all())
+
+
+def _not_plain(layer: int, why: str) -> LyapunovPruneError:
+    return LyapunovPruneError(
+        f"the feed-forward block of layer {layer} {why}, so a plain checkpoint cannot hold it merged; {_REMEDY}"
+    )

@@ -1,0 +1,181 @@
+"""What a pruned checkpoint says of itself: provenance.json and the model card, of both formats."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import pandas as pd
+from safetensors import SafetensorError
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from lyapunov_prune.checkpoints.cards import as_text, write_card
+from lyapunov_prune.checkpoints.reloading import RELOADED
+from lyapunov_prune.errors import CheckFailed
+from lyapunov_prune.models.kinds import LayerKinds, find_kinds
+from lyapunov_prune.models.loading import quiet
+from lyapunov_prune.models.structure import Structure
+from lyapunov_prune.pruning.gate import GateReport, crashed
+from lyapunov_prune.pruning.plan import PruningPlan
+from lyapunov_prune.results.result import Result, versions
+
+PROVENANCE = "provenance.json"
+
+
+@dataclass(frozen=True)
+class Provenance(Result):
+    """Where a pruned checkpoint came from: plan, scores, what they were measured on, and the gate.
+
+    `kept_to_original[i]` is the index in the original model of layer `i` of the pruned one. `not_run` names
+    checks of the gate that were not made: logits need the model in memory. `format` says how parts of layers that went
+    are stored: `plain`, at their full size, or `compact`, not at all.
+    """
+
+    source: str
+    kept_to_original: tuple[int, ...]
+    plan: PruningPlan
+    gate: GateReport
+    versions: dict[str, str]
+    not_run: tuple[str, ...] = ()
+    format: str = "plain"
+
+    def to_frame(self) -> pd.DataFrame:
+        return pd.DataFrame({"layer": range(len(self.kept_to_original)), "original": self.kept_to_original})
+
+    def headline(self) -> str:
+        return self.plan.headline(self.format)
+
+
+def save(pruned: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, folder: Path) -> None:
+    """`save_pretrained` of both; a model that it cannot save fails the gate."""
+    with quiet():
+        try:
+            pruned.save_pretrained(folder)
+        except (OSError, SafetensorError):
+            raise  # the disk
+        except Exception as error:
+            raise _refused(GateReport((crashed(RELOADED, error),))) from error
+        if tokenizer is not None:
+            tokenizer.save_pretrained(folder)
+
+
+def require_passed(gate: GateReport) -> None:
+    """Raise CheckFailed, with the first check that failed, unless all passed."""
+    if not gate.passed:
+        raise _refused(gate)
+
+
+def _refused(gate: GateReport) -> CheckFailed:
+    return CheckFailed(f"nothing written: the pruned model fails the gate, {gate.failure()}; remove other layers")
+
+
+def describe(
+    folder: Path,
+    plan: PruningPlan,
+    gate: GateReport,
+    structure: Structure,
+    parameters: int,
+    not_run: tuple[str, ...] = (),
+    loader: str = "AutoModelForCausalLM",
+    format: str = "plain",
+) -> Provenance:
+    """Write provenance.json and the model card beside the weights in `folder`.
+
+    `structure` is the original's, `parameters` the number that is left, `loader` the class that loads it.
+    """
+    provenance = Provenance(
+        source=plan.model.name,
+        kept_to_original=plan.kept,
+        plan=plan,
+        gate=gate,
+        versions=versions(),
+        not_run=not_run,
+        format=format,
+    )
+    provenance.save(folder / PROVENANCE)
+    write_card(
+        folder,
+        f"{Path(plan.model.name).name} with {len(plan.kept)} of {plan.model.num_layers} layers",
+        f"{as_text(provenance.headline())}. {parameters:,} parameters of {plan.model.parameters:,} are left. "
+        "The model has not been\ntrained after the removal.",
+        loader,
+        {
+            "Removed": _removed(plan, format),
+            "Engines": _engines(find_kinds(structure), plan.kept),
+            "Gate": _checked(provenance),
+        },
+        tags=("depth-pruning",),
+        source=plan.model.name,
+    )
+    return provenance
+
+
+def _removed(plan: PruningPlan, format: str) -> str:
+    """What is gone, by which measurements, and what that saves in this format."""
+    lines = []
+    if plan.remove:
+        lines.append(f"Layers of the original, counted from 0: {', '.join(map(str, plan.remove))}.")
+    parts = {"Attention": plan.drop_attention, "MLP": plan.drop_mlp}
+    parts[f"Activation of the feed-forward block (reduction {plan.reduction})"] = plan.drop_activation
+    for part, layers in parts.items():
+        if layers:
+            how = _PLAIN[part.partition(" ")[0]] if format == "plain" else _COMPACT[part.partition(" ")[0]]
+            lines.append(f"{part} of layers of the original: {', '.join(map(str, layers))}. {how}")
+    lines.append(f"Layer *i* of this model is layer `kept_to_original[i]` of the original (`{PROVENANCE}`).")
+    if format == "compact":
+        lines.append("The list `cuts` in config.json says it layer by layer.")
+    texts = [as_text(m.line()) for m in plan.measured_on] or ["nothing: the layers were given by hand"]
+    fitted = ", and the merged blocks fitted," if plan.drop_activation else ""
+    lines += ["", f"The scores were measured{fitted} on:", "", *(f"- {text}" for text in texts)]
+    return "\n".join(lines)
+
+
+_SIZE = """In this plain checkpoint it saves no time or
+memory; only removing whole layers does."""
+_ZERO = f"""The output projection is zero,
+which computes the same as leaving the branch out. {_SIZE}"""
+_PLAIN = {
+    "Attention": _ZERO,
+    "MLP": _ZERO,
+    "Activation": f"""The block is one linear map, written
+into both of its matrices so that the activation cancels, σ(x) − σ(−x) = x. {_SIZE}""",
+}
+_COMPACT = {
+    "Attention": "It is gone, with the norms that serve it alone.",
+    "Activation": "The block is one linear map, and\nits matrix takes the place of the others.",
+}
+
+
+def _checked(provenance: Provenance) -> str:
+    """The table of the gate."""
+    how = "in floating point, on some tokens"
+    if provenance.not_run:
+        how = "on the files alone: the layers were removed on disk, and no logits of this model have been computed"
+    return gate_table(provenance.gate, how, provenance.not_run)
+
+
+def gate_table(gate: GateReport, how: str = "in floating point, on some tokens", not_run: tuple[str, ...] = ()) -> str:
+    """What a card says of the gate."""
+    rows = ["| check | result | measured | limit |", "| --- | --- | --- | --- |"]
+    rows += [
+        f"| {as_text(c.name)} | {'passed' if c.passed else 'failed'} | {c.measured:.3g} | {c.limit:.3g} |"
+        for c in gate.checks
+    ]
+    rows += [f"| {name} | not run | | |" for name in not_run]
+    return "\n".join([f"Checked when this folder was written, {how}:", "", *rows])
+
+
+def _engines(kinds: LayerKinds, kept: tuple[int, ...]) -> str:
+    """Who may stumble over the layers that are left, in plain words."""
+    if kinds.survives(kept):
+        return (
+            "Every layer is of the kind that the layer of its number has in the original, so an engine that runs the\n"
+            "original should need nothing but the number of layers, which config.json gives."
+        )
+    repeated = f"repeat every {kinds.period} layers" if kinds.period else "follow a pattern"
+    return (
+        f"The layers of the original are of {len(set(kinds.kinds))} kinds, which {repeated}; those of this model\n"
+        "do not any more. `transformers` reads the kind of every layer from config.json and loads it. Serving\n"
+        "engines and converters that work out the kind from the layer's number instead may refuse this model or,\n"
+        "worse, run layers as the wrong kind: compare a few outputs with those of `transformers` before use."
+    )

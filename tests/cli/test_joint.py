@@ -1,0 +1,89 @@
+"""The command `joint`: what it writes, and one line and no file for whatever is wrong."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from helpers import Done
+
+from lyapunov_prune.healing.distillation import Distillation
+from lyapunov_prune.joint import run as module
+from lyapunov_prune.joint.result import JointRun
+from lyapunov_prune.pruning import compact_checkpoint
+
+JOINT = ["joint", "tiny", "-o", "out", "--steps-per-point", "1", "--recover", "1", "--rank", "2", "--seeds", "2"]
+TEXT = ["--tokens", "640", "--context", "32"]
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A random model has no pair that selection could tell from another, and a process takes seconds to start."""
+    monkeypatch.setattr(module, "_selection_error", lambda *_: 0.0)
+    verify = compact_checkpoint.verify_compact
+    monkeypatch.setattr(
+        compact_checkpoint, "verify_compact", lambda *args, **options: verify(*args, **options, elsewhere=False)
+    )
+
+
+def test_a_checkpoint_with_its_decision_and_its_report(run: Callable[..., Done]) -> None:
+    done = run(*JOINT, "--remove", "2", *TEXT)
+    assert (done.code, done.err) == (0, "")
+    assert {"out/model.safetensors", "out/joint.json", "out/plan.json", "out/report.html"} <= done.changed
+    assert not list(Path("runs").rglob("jobs/*"))
+    result = JointRun.load("out/joint.json")
+    assert sum(result.decision.chosen) == 2
+    assert "Remove" in done.out
+    page = Path("out/report.html").read_text()
+    for word in ("Joint removal", "Pairs of the budget", "Recovered points", "Importance within each type", "together"):
+        assert word in page
+    assert run("eval", "out", "--tokens", "128", "--context", "64", "--split", "evaluation").code == 0
+
+
+def test_interrupted_it_goes_on_to_the_same_decision(run: Callable[..., Done], monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = run(*JOINT, "--remove", "2", "--json", *TEXT)
+    Path("out").rename("whole")
+    take_step = Distillation.take_step
+    left = [5]
+
+    def interrupt(self: Distillation, inputs: torch.Tensor) -> None:
+        if not left[0]:
+            raise KeyboardInterrupt
+        left[0] -= 1
+        take_step(self, inputs)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Distillation, "take_step", interrupt)
+        assert run(*JOINT, "--remove", "2", *TEXT).code == 130
+    assert not Path("out").exists()
+    told = run(*JOINT, "--remove", "3", "--resume", *TEXT)
+    assert (told.code, told.err.count("\n"), told.changed) == (2, 1, set())
+    assert "run without --resume" in told.err
+    resumed = run(*JOINT, "--remove", "2", "--resume", "--json", *TEXT)
+    assert json.loads(resumed.out)["decision"] == json.loads(whole.out)["decision"]
+    assert Path("out/model.safetensors").read_bytes() == Path("whole/model.safetensors").read_bytes()
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        ([], "give one budget: --remove K or --speedup S"),
+        (["--remove", "2", "--speedup", "1.2"], "give one budget: --remove K or --speedup S"),
+        (["--remove", "0"], "--remove 0 removes nothing; give 1 or more"),
+        (["--remove", "12"], "12 to remove; give 1 to 11: 5 attentions and 6 activations can go"),
+        (["--speedup", "1"], "--speedup 1 is no speed-up; give more than 1"),
+        (["--remove", "2", "--reduction", "identity"], "reduction identity is for plain ones; give mean-gate"),
+        (["--remove", "2", "--tokens", "96", "--context", "32"], "too small for three slices"),
+        (["--remove", "2", "--dtype", "bfloat16"], "the model is in bfloat16, which loses small steps"),
+        (["--remove", "2", "-o", "tiny"], "tiny exists and is not empty"),
+    ],
+)
+def test_bad_input(options: list[str], told: str, run: Callable[..., Done]) -> None:
+    done = run(*JOINT, *TEXT, *options)
+    assert (done.code, done.out, done.changed) == (2, "", set()), done
+    assert done.err.startswith("error: ")
+    assert done.err.count("\n") == 1
+    assert told in done.err

@@ -1,0 +1,354 @@
+"""A joint removal from end to end, on tiny models: what it writes, that it goes on after a kill, what it refuses."""
+
+from __future__ import annotations
+
+import json
+import math
+import multiprocessing
+import os
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from helpers import make_classifier, make_tiny
+from transformers import PreTrainedModel
+
+from lyapunov_prune.data.batch import TokenBatch
+from lyapunov_prune.data.images import ImageBatch
+from lyapunov_prune.data.slices import slices as cut_in_three
+from lyapunov_prune.errors import LyapunovPruneError
+from lyapunov_prune.evaluation.score import score
+from lyapunov_prune.healing import state as training_state
+from lyapunov_prune.healing.distillation import Distillation
+from lyapunov_prune.joint import run as module
+from lyapunov_prune.joint.recovery import Recipe
+from lyapunov_prune.joint.result import JointRun
+from lyapunov_prune.joint.run import remove_jointly
+from lyapunov_prune.models.classifier_loading import PROCESSOR, load_classifier
+from lyapunov_prune.models.loading import quiet
+from lyapunov_prune.pruning.plan import PruningPlan
+from lyapunov_prune.results.history import read_history
+
+CONTEXT = 24
+QUICK: dict[str, Any] = {"steps": 1, "recover_steps": 2, "recipe": Recipe(rank=2)}
+
+
+def slices(seed: int = 0) -> tuple[TokenBatch, TokenBatch, TokenBatch]:
+    generator = torch.Generator().manual_seed(seed)
+    learn, select, final = (torch.randint(3, 97, (n, CONTEXT), generator=generator) for n in (10, 6, 6))
+    names = zip((learn, select, final), ("learn", "select", "final"), strict=True)
+    a, b, c = (TokenBatch(ids, name, "all", bos=False) for ids, name in names)
+    return a, b, c
+
+
+@pytest.fixture(autouse=True)
+def undecided(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a model that was never trained the selection set can tell nothing apart; that it says so has its own test."""
+    monkeypatch.setattr(module, "_selection_error", lambda *_: 0.0)
+
+
+@pytest.fixture(autouse=True)
+def alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without the process that takes seconds to start: `test_compact_checkpoint` has it."""
+    from lyapunov_prune.pruning import compact_checkpoint
+
+    verify = compact_checkpoint.verify_compact
+    monkeypatch.setattr(
+        compact_checkpoint, "verify_compact", lambda *args, **options: verify(*args, **options, elsewhere=False)
+    )
+
+
+def removed(model: PreTrainedModel, folder: Path, name: str = "out", **changes: Any) -> JointRun:
+    options = {"remove": 2, **QUICK, "folder": folder / "jobs", **changes}
+    return remove_jointly(model, None, options.pop("slices", slices()), folder / name, **options)
+
+
+@pytest.mark.parametrize(
+    ("family", "options"),
+    [
+        ("llama", {}),
+        ("llama", {"reduction": "affine", "recipe": Recipe(), "importance": "learned"}),
+        ("gpt2", {"recipe": Recipe(rank=2, optimizer="sgd"), "seeds": 1}),
+    ],
+)
+def test_what_comes_out(family: str, options: dict[str, Any], tmp_path: Path) -> None:
+    model = make_tiny(family)
+    before = {name: p.clone() for name, p in model.named_parameters()}
+    run = removed(model, tmp_path, **options)
+    assert all(torch.equal(p, before[name]) and p.grad is None for name, p in model.named_parameters())
+    assert len(run.points.scores) == 12 + (0 if options.get("seeds") == 1 else 2)
+    assert run.points.items.shape == (len(run.points.scores), 6)
+    np.testing.assert_allclose(run.points.items.mean(1), run.points.scores)
+    assert sum(run.decision.chosen) == 2
+    assert tuple(map(len, (run.plan.drop_attention, run.plan.drop_activation))) == run.decision.chosen
+    assert (run.plan.drop_attention, run.plan.drop_activation) == tuple(
+        tuple(sorted(layers)) for layers in run.importance.first(*run.decision.chosen)
+    )
+    assert run.measured_on.text_hash == slices()[2].text_hash
+    assert run.measured_on.text_hash not in {on.text_hash for on in run.points.measured_on}
+    assert not (tmp_path / "jobs").exists()
+
+    with quiet():
+        from lyapunov_prune.models.compact import compact_classes
+        from lyapunov_prune.models.folder import require_module
+
+        require_module(tmp_path / "out")
+        again = compact_classes()[model.config.model_type].from_pretrained(tmp_path / "out")
+    assert score(again, slices()[2]).value == pytest.approx(run.chosen, abs=1e-5)
+    assert again.num_parameters() == run.parameters[1] < run.parameters[0] == model.num_parameters()
+    assert run.size[1] < run.size[0]
+    assert JointRun.load(tmp_path / "out" / "joint.json").decision.chosen == run.decision.chosen
+    assert PruningPlan.load(tmp_path / "out" / "plan.json").drop_activation == run.plan.drop_activation
+    seen = {on.text for step in read_history(tmp_path / "out").steps for on in step.saw}
+    assert seen == {"learn", "select"}
+
+
+@pytest.mark.parametrize("family", ["vit", "deit"])
+def test_a_classifier_of_images(family: str, tmp_path: Path) -> None:
+    """With the scaling of its pixels beside the weights, and every attention may go."""
+    generator = torch.Generator().manual_seed(0)
+    pixels, labels = torch.randn(60, 1, 8, 8, generator=generator), torch.arange(60) % 5
+    make_classifier(family).save_pretrained(tmp_path / "vit")
+    (tmp_path / "vit" / PROCESSOR).write_text(json.dumps({"image_mean": [0.5], "image_std": [0.25]}))
+    model = load_classifier(tmp_path / "vit").model
+    cut = cut_in_three(ImageBatch(pixels, labels, "noise", "all"))
+    recipe = Recipe(batch=4, rank=2)
+    run = removed(model, tmp_path, remove=3, slices=cut, recipe=recipe, importance="learned")
+    assert run.importance.items == 48 * 4
+    assert run.measured_on.images
+    assert "top-1 accuracy" in run.headline()
+    again = load_classifier(tmp_path / "out")
+    assert again.normalisation.mean == (0.5,)
+    assert score(again.model, cut.final).value == pytest.approx(run.chosen)
+    assert again.model.num_parameters() == run.parameters[1]
+    with pytest.raises(LyapunovPruneError, match="9 to remove; give 1 to 8: 4 attentions and 4 activations can go"):
+        removed(model, tmp_path, "more", remove=9, slices=cut, recipe=recipe)
+    same = (cut.learn, cut.select, cut.select)
+    with pytest.raises(LyapunovPruneError, match="the select and the final slice share 15 images of noise"):
+        removed(model, tmp_path, "more", slices=same, recipe=recipe)
+
+
+def interrupted_after(steps: int, patch: pytest.MonkeyPatch) -> None:
+    """From now on a run is interrupted after so many more steps, the state of each of which is kept."""
+    left = [steps]
+    take_step = Distillation.take_step
+
+    def interrupt(self: Distillation, inputs: torch.Tensor) -> None:
+        if not left[0]:
+            raise KeyboardInterrupt
+        left[0] -= 1
+        take_step(self, inputs)
+
+    patch.setattr(Distillation, "take_step", interrupt)
+    patch.setattr(training_state, "SECONDS", 0.0)
+    patch.setattr(training_state, "_SHARE", math.inf)
+
+
+def same(a: JointRun, b: JointRun, folder: Path, names: tuple[str, str]) -> None:
+    assert a.decision.to_json() == b.decision.to_json()
+    assert np.array_equal(a.points.scores, b.points.scores)
+    assert np.array_equal(a.losses, b.losses)
+    assert len({(folder / name / "model.safetensors").read_bytes() for name in names}) == 1
+
+
+@pytest.mark.parametrize("rank", [2, None])
+def test_a_run_that_was_cut_off_ends_as_one_that_was_not(rank: int | None, tmp_path: Path) -> None:
+    """In a point in the middle, and in the final recovery; of each point and step nothing is done twice."""
+    model = make_tiny("llama")
+    options = {"steps": 2, "recover_steps": 3, "recipe": Recipe(rank=rank)}
+    whole = removed(model, tmp_path, "whole", **options)
+    steps = 2 * len(whole.points.scores) + 3
+    taken = 0
+    for stop in (9, steps - 1):
+        with pytest.MonkeyPatch.context() as patch:
+            interrupted_after(stop - taken, patch)
+            with pytest.raises(KeyboardInterrupt):
+                removed(model, tmp_path, resume=bool(taken), **options)
+        taken = stop
+        assert not (tmp_path / "out").exists()
+    with pytest.MonkeyPatch.context() as patch:
+        interrupted_after(steps - taken, patch)  # one more would raise
+        resumed = removed(model, tmp_path, resume=True, **options)
+    same(whole, resumed, tmp_path, ("whole", "out"))
+
+
+def killed(folder: Path, after: int) -> None:
+    take_step = Distillation.take_step
+    left = [after]
+
+    def kill(self: Distillation, inputs: torch.Tensor) -> None:
+        if not left[0]:
+            os.kill(os.getpid(), 9)
+        left[0] -= 1
+        take_step(self, inputs)
+
+    Distillation.take_step = kill  # type: ignore[method-assign]
+    training_state.SECONDS, training_state._SHARE = 0.0, math.inf
+    module._selection_error = lambda *_: 0.0
+    torch.set_num_threads(1)
+    removed(make_tiny("llama"), folder, resume=True)
+
+
+def test_kill_9_in_a_point_and_in_the_final_recovery(tmp_path: Path) -> None:
+    torch.set_num_threads(1)
+    whole = removed(make_tiny("llama"), tmp_path, "whole")
+    for after in (7, len(whole.points.scores) - 7 + 1):
+        process = multiprocessing.get_context("spawn").Process(target=killed, args=(tmp_path, after))
+        process.start()
+        process.join()
+        assert process.exitcode == -9
+    same(whole, removed(make_tiny("llama"), tmp_path, resume=True), tmp_path, ("whole", "out"))
+
+
+# What is refused.
+
+
+def cut_off(model: PreTrainedModel, folder: Path, steps: int = 9, **options: Any) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        interrupted_after(steps, patch)
+        with pytest.raises(KeyboardInterrupt):
+            removed(model, folder, **options)
+
+
+def test_a_truncated_point_is_seen(tmp_path: Path) -> None:
+    """Of a point that others inherit from: its tensors cut off, another point's in its place, and none at all."""
+    model = make_tiny("llama")
+    cut_off(model, tmp_path, 2)
+    state = next((tmp_path / "jobs" / "1-0").glob("step-*/state.safetensors"))
+    whole = state.read_bytes()
+    state.write_bytes(whole[:-100])
+    with pytest.raises(LyapunovPruneError, match="damaged; run without --resume"):
+        removed(model, tmp_path, resume=True)
+    state.write_bytes(next((tmp_path / "jobs" / "2-0").glob("step-*/state.safetensors")).read_bytes())
+    with pytest.raises(LyapunovPruneError, match="is a state of another run; run without --resume"):
+        removed(model, tmp_path, resume=True)
+    state.unlink()
+    state.parent.rmdir()
+    with pytest.raises(LyapunovPruneError, match=r"1-0 has lost what point \(1, 0\) learnt; run without --resume"):
+        removed(model, tmp_path, resume=True)
+    assert not (tmp_path / "out").exists()
+
+
+def test_half_a_line_of_the_store_is_done_again(tmp_path: Path) -> None:
+    model = make_tiny("llama")
+    whole = removed(model, tmp_path, "whole")
+    cut_off(model, tmp_path)
+    store = tmp_path / "jobs" / "0.jsonl"
+    store.write_bytes(store.read_bytes()[:-20])
+    same(whole, removed(model, tmp_path, resume=True), tmp_path, ("whole", "out"))
+
+
+def test_another_run_is_not_resumed_and_keeps_its_work(tmp_path: Path) -> None:
+    model = make_tiny("llama")
+    cut_off(model, tmp_path)
+    before = {path: path.read_bytes() for path in (tmp_path / "jobs").rglob("*") if path.is_file()}
+    for changes, key in (
+        ({"remove": 3}, "budget"),
+        ({"steps": 2}, "steps"),
+        ({"importance": "learned"}, "importance"),
+        ({"recipe": Recipe(rank=3)}, "recipe"),
+        ({"slices": slices(1)}, "slices"),
+    ):
+        with pytest.raises(LyapunovPruneError, match=f"another {key} .*; run without --resume"):
+            removed(model, tmp_path, resume=True, **changes)
+    assert {path: path.read_bytes() for path in (tmp_path / "jobs").rglob("*") if path.is_file()} == before
+
+
+def test_slices_that_share_data_are_refused(tmp_path: Path) -> None:
+    learn, select, final = slices()
+    model = make_tiny("llama")
+    for given, told in (
+        ((learn, select, select), "the select and the final slice share 144 tokens"),
+        ((learn, learn, final), "the learn and the select slice share 240 tokens"),
+        ((final, select, final), "the learn and the final slice share 144 tokens"),
+    ):
+        with pytest.raises(LyapunovPruneError, match=told):
+            removed(model, tmp_path, slices=given)
+    shifted = TokenBatch(torch.cat([final.ids[:, 1:], final.ids[:, :1]], 1), "shifted", "all", bos=False)
+    long = [TokenBatch(b.ids.view(1, -1), b.text, b.split, b.bos) for b in (select, shifted)]
+    with pytest.raises(LyapunovPruneError, match="select and the final slice share"):
+        removed(model, tmp_path, slices=(learn, long[0], replace(long[0], ids=long[0].ids[:, 3:])))
+    assert not list(tmp_path.iterdir())
+
+
+BAD: list[tuple[dict[str, Any], str]] = [
+    ({"remove": None}, "give one budget: how many to remove, or a speed-up"),
+    ({"remove": 2, "speedup": 1.5}, "give one budget"),
+    ({"remove": 0}, "0 to remove; give 1 to 11: 5 attentions and 6 activations can go"),
+    ({"remove": 12}, "12 to remove; give 1 to 11: 5 attentions and 6 activations can go"),
+    ({"reduction": "identity"}, "is gated, and reduction identity is for plain ones; give mean-gate"),
+    ({"importance": "size"}, "unknown importance 'size'; give taylor or learned"),
+    ({"steps": 0}, "steps"),
+]
+
+
+@pytest.mark.parametrize(("options", "told"), BAD)
+def test_bad_input_is_a_line_and_writes_nothing(options: dict[str, Any], told: str, tmp_path: Path) -> None:
+    with pytest.raises(LyapunovPruneError, match=told):
+        removed(make_tiny("llama"), tmp_path, **options)
+    assert not [path for path in tmp_path.rglob("*") if path.is_file()]
+
+
+def test_a_speed_up_out_of_reach_names_the_largest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lyapunov_prune.joint.times._timed", lambda *_: [4.0, 3.0, 2.5])
+    with pytest.raises(LyapunovPruneError, match=r"a speed-up of 3 is out of reach; the largest is 2\.67"):
+        removed(make_tiny("llama"), tmp_path, remove=None, speedup=3.0)
+    run = removed(make_tiny("llama"), tmp_path, remove=None, speedup=1.2)
+    a, g = run.decision.chosen
+    assert 4.0 / (4.0 - a * 0.2 - g * 0.25) >= 1.2 - 1e-12
+    assert all(4.0 / (4.0 - a * 0.2 - g * 0.25) >= 1.2 - 1e-12 for a, g in run.decision.pairs)
+    assert run.times is not None
+    assert run.times.saved == pytest.approx((0.2, 0.25))
+
+
+def test_a_selection_that_errs_by_more_than_pairs_differ_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "_selection_error", lambda *_: 9.0)
+    with pytest.raises(LyapunovPruneError, match=r"the selection set errs by 9 .*; select on more data"):
+        removed(make_tiny("llama"), tmp_path)
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_loss_that_is_not_finite_names_point_and_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = []
+    logits_of = module.uncached_logits
+
+    def broken(model: PreTrainedModel, inputs: torch.Tensor) -> torch.Tensor:
+        calls.append(model)
+        z: torch.Tensor = logits_of(model, inputs)
+        return z * torch.nan if len(calls) == 8 else z  # the teacher's of the second step of the second point
+
+    monkeypatch.setattr("lyapunov_prune.healing.distillation.uncached_logits", broken)
+    with pytest.raises(LyapunovPruneError, match=r"point \(2, 0\): the loss of step 1 is not finite; lower the"):
+        removed(make_tiny("llama"), tmp_path, steps=2)
+
+
+def test_half_precision_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(LyapunovPruneError, match="in bfloat16, which loses small steps; load it in float32"):
+        removed(make_tiny("llama").bfloat16(), tmp_path)
+
+
+def test_planted_fault_a_merge_of_the_wrong_layer_is_seen_by_the_score(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The gate compares a checkpoint with what it is told to be; that it is the recovered one, its score says."""
+    from lyapunov_prune.merging.unmerged import Unmerged
+
+    right = removed(make_tiny("llama"), tmp_path, "right", remove=6)
+    assert right.plan.drop_activation
+    merged = Unmerged.merged
+
+    def wrong(self: Unmerged, activation: Any) -> Any:
+        found = merged(self, activation)
+        if len(found) == len(self.blocks):
+            return found
+        others = merged(self, [(i + 1) % len(self.blocks) for i in activation])
+        return dict(zip(found, others.values(), strict=True))
+
+    monkeypatch.setattr(Unmerged, "merged", wrong)
+    with pytest.raises(LyapunovPruneError, match="the merged model is not the one that learnt"):
+        removed(make_tiny("llama"), tmp_path, "wrong", remove=6)

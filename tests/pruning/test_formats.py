@@ -1,0 +1,294 @@
+"""One way to write a plan, in two formats: the same maps, one provenance, every fault seen by the gate."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from helpers import Done, make_tiny
+from safetensors.torch import load_file
+from torch import nn
+from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
+
+from lyapunov_prune.checkpoints.reloading import GateCheck
+from lyapunov_prune.data.batch import TokenBatch
+from lyapunov_prune.errors import CheckFailed, LyapunovPruneError
+from lyapunov_prune.forward.logits import deviation, uncached_logits
+from lyapunov_prune.merging import merge
+from lyapunov_prune.models.compact import MODULE
+from lyapunov_prune.models.loading import load
+from lyapunov_prune.models.structure import find_layers, identify
+from lyapunov_prune.pruning import checkpoint as writing
+from lyapunov_prune.pruning.checkpoint import Format, write_pruned
+from lyapunov_prune.pruning.compact import Cuts, make_compact
+from lyapunov_prune.pruning.compact_gate import verify_compact
+from lyapunov_prune.pruning.plan import PruningPlan
+from lyapunov_prune.pruning.provenance import PROVENANCE, Provenance
+from lyapunov_prune.results.history import read_history
+
+GOES: dict[str, Any] = {"remove": [2], "drop_attention": [0, 4], "drop_activation": [1, 4], "reduction": "affine"}
+TEXT = ("--tokens", "256", "--context", "64")
+
+
+@pytest.fixture
+def batch(ids: torch.Tensor) -> TokenBatch:
+    return TokenBatch(ids, "a book", "calibration", None)
+
+
+@pytest.fixture
+def _here_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without the process that takes seconds to start: `test_compact_checkpoint` has it."""
+    passed = GateCheck("reloads without this package", True, 0.0, 1.0, "not run: it takes seconds")
+    monkeypatch.setattr("lyapunov_prune.pruning.compact_gate.elsewhere_check", lambda *_: passed)
+
+
+# What is written.
+
+
+def test_a_plan_in_the_compact_format(
+    reader: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, batch: TokenBatch, tmp_path: Path
+) -> None:
+    """Layers, attentions and activations of one plan, with all five checks."""
+    plan = PruningPlan.given(reader, **GOES)
+    provenance = write_pruned(reader, tokenizer, plan, tmp_path / "small", batch, format="compact")
+    written = Provenance.load(tmp_path / "small" / PROVENANCE)
+    assert str(written) == str(provenance)
+    assert (written.format, written.kept_to_original, written.gate.passed) == ("compact", (0, 1, 3, 4, 5), True)
+    assert written.plan.measured_on == (batch.measured_on(reader),)
+    assert [step.saw for step in read_history(tmp_path / "small").steps] == [written.plan.measured_on]
+    cuts = json.loads((tmp_path / "small" / "config.json").read_text())["cuts"]
+    assert [sorted(places) for places in cuts] == [
+        ["input_layernorm", "self_attn"], ["mlp"], [], ["input_layernorm", "mlp", "self_attn"], []
+    ]  # fmt: skip
+    loaded = load(tmp_path / "small").model
+    assert [m.layer_idx for m in loaded.modules() if hasattr(m, "layer_idx")] == [0, 1, 2]
+    held = load_file(tmp_path / "small" / "model.safetensors")
+    assert sum(t.numel() for t in held.values()) == loaded.num_parameters() < reader.num_parameters()
+    card = (tmp_path / "small" / "README.md").read_text()
+    assert "Attention of layers of the original: 0, 4. It is gone" in card
+    assert "Activation of the feed-forward block (reduction affine) of layers of the original: 1, 4." in card
+    assert "merged blocks fitted, on:\n\n- " in card
+    assert "saves no time" not in card
+    assert "in a compact checkpoint a part of a layer is gone" in provenance.headline()
+    assert not (tmp_path / "small" / "gate.json").exists()
+
+
+@pytest.mark.usefixtures("_here_alone")
+@pytest.mark.parametrize(("name", "extra"), [("gpt2", {"n_inner": 70}), ("gpt2-inverse-layer", {"n_inner": 70})])
+def test_both_formats_hold_the_same_maps(
+    name: str, extra: dict[str, Any], tokenizer: PreTrainedTokenizerFast, batch: TokenBatch, tmp_path: Path
+) -> None:
+    model = make_tiny(name, **extra)
+    plan = PruningPlan.given(model, **GOES)
+    logits, sizes = [], []
+    for format in ("plain", "compact"):
+        write_pruned(model, tokenizer, plan, tmp_path / format, batch, format=format)
+        made = load(tmp_path / format).model
+        with torch.no_grad():
+            logits.append(uncached_logits(made, batch.ids))
+        sizes.append(made.num_parameters())
+    assert deviation(*logits) < 1e-5
+    assert sizes[0] > sizes[1]
+    assert type(AutoModelForCausalLM.from_pretrained(tmp_path / "plain")) is type(model)
+    card = (tmp_path / "plain" / "README.md").read_text()
+    assert card.count("In this plain checkpoint it saves no time or\nmemory") == 2
+    assert "σ(x) − σ(−x) = x" in card
+
+
+@pytest.mark.usefixtures("_here_alone")
+def test_a_narrow_dtype_passes(tokenizer: PreTrainedTokenizerFast, batch: TokenBatch, tmp_path: Path) -> None:
+    model = make_tiny("llama").bfloat16()
+    plan = PruningPlan.given(model, drop_activation=[0, 1, 2, 3, 4, 5], reduction="scaled")
+    assert write_pruned(model, tokenizer, plan, tmp_path / "small", batch, format="compact").gate.passed
+
+
+def test_every_family_loses_layers_attentions_and_activations_at_once(family: str, batch: TokenBatch) -> None:
+    model = make_tiny(family)
+    plan = PruningPlan.given(model, **GOES)
+    before = identify(model)
+    cuts = Cuts.of(plan, merge.merge_layers(model, batch, plan.drop_activation, "affine"))
+    report = verify_compact(model, make_compact(model, cuts), cuts, batch, elsewhere=False)
+    assert report.passed, f"\n{report}"
+    assert identify(model) == before
+
+
+# Planted faults.
+
+
+def transposed(monkeypatch: pytest.MonkeyPatch) -> None:
+    right = merge.product
+    monkeypatch.setattr(merge, "product", lambda *given: (right(*given)[0].T, right(*given)[1]))
+
+
+def lost_bias(monkeypatch: pytest.MonkeyPatch) -> None:
+    right = merge.product
+    monkeypatch.setattr(merge, "product", lambda *given: (right(*given)[0], None))
+
+
+def other_layer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each block gets the matrix of the other."""
+    right = merge.merge_layers
+
+    def swapped(*given: Any) -> Any:
+        a, b = right(*given)
+        return replace(a, weight=b.weight, bias=b.bias), replace(b, weight=a.weight, bias=a.bias)
+
+    monkeypatch.setattr(writing, "merge_layers", swapped)
+
+
+def next_layer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The block after the one that was asked for loses its activation."""
+    right = make_compact
+    shifted = lambda cuts: replace(cuts, merged={i + 1: each for i, each in cuts.merged.items()}, hidden={})  # noqa: E731
+    monkeypatch.setattr(writing, "make_compact", lambda model, cuts: right(model, shifted(cuts)))
+
+
+def old_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Caches as transformers makes them, and attentions with the numbers of their layers."""
+    right = make_compact
+
+    def unnumbered(model: PreTrainedModel, cuts: Cuts) -> PreTrainedModel:
+        made: Any = right(model, cuts)
+        for index, layer in enumerate(find_layers(made).layers):
+            for module in layer.modules():
+                if hasattr(module, "layer_idx"):
+                    module.layer_idx = index
+        made.model._forward_pre_hooks.clear()
+        return made
+
+    monkeypatch.setattr(writing, "make_compact", unnumbered)
+
+
+@pytest.mark.usefixtures("_here_alone")
+@pytest.mark.parametrize(
+    ("fault", "check"),
+    [
+        (transposed, "same as skipping"),
+        (lost_bias, "same as skipping"),
+        (other_layer, "same as skipping"),
+        (next_layer, "same as skipping"),
+        (old_numbers, "cached decoding"),
+    ],
+)
+def test_a_planted_fault_is_refused(
+    reader: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerFast,
+    batch: TokenBatch,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    fault: Callable[[pytest.MonkeyPatch], None],
+    check: str,
+) -> None:
+    fault(monkeypatch)
+    plan = PruningPlan.given(reader, drop_attention=[0], drop_activation=[1, 4], reduction="affine")
+    with pytest.raises(CheckFailed, match=f"nothing written: the pruned model fails the gate, {check}"):
+        write_pruned(reader, tokenizer, plan, tmp_path / "small", batch, format="compact")
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("fault", [transposed, lost_bias, other_layer])
+def test_the_plain_gate_sees_it_too(
+    tokenizer: PreTrainedTokenizerFast,
+    batch: TokenBatch,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    fault: Callable[[pytest.MonkeyPatch], None],
+) -> None:
+    fault(monkeypatch)
+    model = make_tiny("opt", ffn_dim=64)
+    plan = PruningPlan.given(model, drop_activation=[1, 4], reduction="identity")
+    with pytest.raises(CheckFailed, match="same as skipping"):
+        write_pruned(model, tokenizer, plan, tmp_path / "small", batch)
+    assert not list(tmp_path.iterdir())
+
+
+# Bad input.
+
+
+@pytest.mark.parametrize(
+    ("goes", "format", "message"),
+    [
+        ({"drop_attention": range(6)}, "compact", "no attention is left, and nothing would count positions .*; keep"),
+        ({"remove": [0], "drop_attention": range(1, 6)}, "compact", "no attention is left"),
+        ({"drop_mlp": [1]}, "compact", "the MLP of layer 1 cannot leave a compact checkpoint; give --format plain, or"),
+        ({"remove": [1]}, "compact", "whole layers leave a plain checkpoint too, .*; leave out --format compact"),
+        ({"drop_activation": [1], "reduction": "identity"}, "compact", "is gated, and reduction identity is for plain"),
+        ({"drop_activation": [1], "reduction": "affine"}, "plain", "layer 1 is gated, .*; give --format compact"),
+        ({"drop_attention": [1]}, "small", "unknown format 'small'; give one of plain, compact"),
+    ],
+)
+def test_a_plan_that_a_format_cannot_hold(
+    reader: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerFast,
+    batch: TokenBatch,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    goes: dict[str, Any],
+    format: Format,
+    message: str,
+) -> None:
+    monkeypatch.setattr(writing, "merge_layers", None)  # before anything is fitted
+    with pytest.raises(LyapunovPruneError, match=message) as refused:
+        write_pruned(reader, tokenizer, PruningPlan.given(reader, **goes), tmp_path / "small", batch, format=format)
+    assert "\n" not in str(refused.value)
+    assert not list(tmp_path.iterdir())
+
+
+def test_matrices_that_layers_share_are_refused(
+    tokenizer: PreTrainedTokenizerFast, batch: TokenBatch, tmp_path: Path
+) -> None:
+    model = make_tiny("llama")
+    layers: Any = find_layers(model).layers
+    layers[3].mlp.down_proj.weight = layers[1].mlp.down_proj.weight
+    plan = PruningPlan.given(model, drop_activation=[1], reduction="affine")
+    with pytest.raises(LyapunovPruneError, match="down_proj of layer 1 is also a matrix of layer 3; what layers share"):
+        write_pruned(model, tokenizer, plan, tmp_path / "small", batch, format="compact")
+
+
+def test_a_reduction_needs_a_text(reader: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> None:
+    plan = PruningPlan.given(reader, drop_activation=[1], reduction="affine")
+    with pytest.raises(LyapunovPruneError, match="reduction affine is fitted on a text; give a batch"):
+        write_pruned(reader, tokenizer, plan, tmp_path / "small", format="compact")
+
+
+# The command line.
+
+
+@pytest.mark.usefixtures("_here_alone")
+def test_prune_by_hand_and_by_plan(run: Callable[..., Done]) -> None:
+    hand = ("--what", "activation", "--layers", "1,4", "--reduction", "scaled", "--format", "compact")
+    done = run("prune", "tiny", *hand, "-o", "small", *TEXT)
+    assert done.code == 0, done.err
+    assert "the activation (reduction scaled) of 2 of 6 layers" in done.out + done.err
+    assert Path("small", MODULE).is_file()
+    assert isinstance(find_layers(load("small").model).layers[1].mlp, nn.Linear)
+    PruningPlan.given(load("tiny").model, **GOES).save(Path("plan.json"))
+    assert run("prune", "tiny", "--plan", "plan.json", "--format", "compact", "-o", "smaller", *TEXT).code == 0
+    assert Provenance.load(Path("smaller") / PROVENANCE).plan.reduction == "affine"
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--what", "activation", "--layers", "1"], "--what activation and --reduction go together; give both"),
+        (["--layers", "1", "--reduction", "affine"], "--what activation and --reduction go together; give both"),
+        (["--what", "activation", "--remove", "1", "--reduction", "affine"], "no criterion orders activations; name"),
+        (["--what", "activation", "--layers", "1", "--reduction", "affine"], "is gated, .*give --format compact"),
+        (["--what", "attention", "--layers", "0,1,2,3,4,5", "--format", "compact"], "no attention is left"),
+        (["--layers", "1", "--format", "compact"], "leave out --format compact"),
+        (["--layers", "1", "--format", "compact", "--on-disk"], "--format needs the model in memory"),
+        (["--what", "mlp", "--layers", "1", "--format", "compact"], "give --format plain, or drop its activation"),
+        (["--layers", "1", "--format", "small"], "'small' is not one of 'plain', 'compact'"),
+    ],
+)
+def test_bad_options(options: list[str], message: str, run: Callable[..., Done]) -> None:
+    import re
+
+    done = run("prune", "tiny", *options, "-o", "small", *TEXT)
+    assert (done.code, done.changed) == (2, set())
+    assert re.search(message, done.err), done.err
