@@ -36,7 +36,7 @@ from transformers import (
 )
 
 from lyapunov_prune.checkpoints.outline import read_outline
-from lyapunov_prune.data import ChoiceItem
+from lyapunov_prune.data import ChoiceItem, ImageBatch
 from lyapunov_prune.forward.branches import Branch, find_branches, matrix_children
 from lyapunov_prune.models.loading import load
 from lyapunov_prune.models.projections import find_projections
@@ -110,6 +110,13 @@ def make_classifier(model_type: str) -> PreTrainedModel:
     images = {"num_hidden_layers": 4, "image_size": 8, "patch_size": 4, "num_channels": 1, "num_labels": 5}
     torch.manual_seed(0)
     return _with_large_weights(kind(kind.config_class(**small, **images)).eval())
+
+
+def digits(n: int = 6, *, channels: int = 1, size: int = 8, seed: int = 0) -> ImageBatch:
+    """Random images of 8 bits, scaled as a processor does, of five classes in turn."""
+    generator = torch.Generator().manual_seed(seed)
+    pixels = torch.randint(256, (n, channels, size, size), generator=generator) / 255
+    return ImageBatch((pixels - 0.5) / 0.5, torch.arange(n) % 5, "digits", "all")
 
 
 # A byte-level vocabulary with one merge: every text has a token sequence, nothing is unknown.
@@ -559,8 +566,10 @@ def sound(name: str, values: dict[str, Any], floats: Iterator[float]) -> dict[st
         return {"drift": loose(2), **scores}
     if name in ("SkipDivergence", "SublayerDivergence"):
         return {field: loose(5) for field in ("variance", "kl", "reverse_kl")} | {"flipped": some(5, most=1)}
-    if name in ("LayerRanking", "PruningPlan"):
+    if name == "LayerRanking":
         return {"scores": loose(5)}
+    if name == "PruningPlan":
+        return {"scores": loose(5), "drop_activation": (4,), "reduction": "affine"}
     if name == "Allocation":
         amount = some(2, most=1)
         kept = {"names": ("a", "b"), "sizes": (5, 5), "amount": amount, "budget": float(amount.mean())}

@@ -11,6 +11,7 @@ import typer
 
 from lyapunov_prune import __version__
 from lyapunov_prune.cli.commands.change import compress, heal, prune
+from lyapunov_prune.cli.commands.joint import joint
 from lyapunov_prune.cli.commands.measure import check, evaluate, profile, rank, sensitivity
 from lyapunov_prune.cli.commands.predictions import hierarchy
 from lyapunov_prune.cli.options import Json, Resume, output_option, what_option, with_todays_words
@@ -72,6 +73,7 @@ COMMANDS: dict[str, Callable[..., None]] = {
     "prune": prune,
     "compress": compress,
     "heal": heal,
+    "joint": joint,
     "eval": evaluate,
     "check": check,
     "sensitivity": sensitivity,

@@ -11,12 +11,14 @@ Allocation = Literal[
 Criterion = Literal["rho", "bi", "blend", "angular", "kl", "oracle", "from-end", "random"]
 Derivative = Literal["difference", "jvp"]
 DType = Literal["float32", "bfloat16", "float16", "float64"]
+Importance = Literal["taylor", "learned"]
 Method = Literal["magnitude", "weight-only", "wanda", "sparsegpt", "svd", "whitened-svd", "balanced", "rtn"]
 Pooling = Literal["energy", "token"]
+Reduction = Literal["identity", "mean-gate", "scaled", "affine"]
 Split = Literal["evaluation", "all", "calibration"]
 Study = Literal[
     "matrix", "group", "layer", "component", "forward", "backward", "sparsity", "rank", "layer0", "cliff", "greedy",
     "greedy-rescored", "threshold", "removal",
 ]  # fmt: skip
 StudyMethod = Literal["magnitude", "weight-only", "wanda", "sparsegpt", "svd", "whitened-svd", "balanced"]
-What = Literal["layers", "attention", "mlp"]
+What = Literal["layers", "attention", "mlp", "activation"]

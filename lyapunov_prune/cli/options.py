@@ -13,7 +13,7 @@ import typer
 from lyapunov_prune.allocation.table import SCHEDULES
 from lyapunov_prune.cli import choices
 from lyapunov_prune.compression.table import METHODS
-from lyapunov_prune.ranking.criteria import CRITERIA
+from lyapunov_prune.ranking.criteria import CRITERIA, DEFAULT
 
 if TYPE_CHECKING:  # a usage error must not wait for torch
     from lyapunov_prune.data.batch import TokenBatch
@@ -30,6 +30,7 @@ output_option = partial(typer.Option, rich_help_panel="Output")
 FORMER = {
     "profile": {"--method": "--derivative"},
     "heal": {"--rank": "--update-rank"},
+    "joint": {"--rank": "--update-rank", "--seeds": "--point-seeds"},
     "sensitivity": {"--limit": "--regret-limit"},
     "hierarchy": {"--steps": "--new-tokens"},
 }
@@ -106,8 +107,9 @@ Alpha = Annotated[float, what_option(help="Weight of |rho − 1| in the blend.")
 What = Annotated[
     choices.What,
     what_option(
-        help="Whole layers, or one branch of each: zeroed, which saves no time (by "
-        f"{', '.join(name for name, c in CRITERIA.items() if c.of_sublayers is not None)})."
+        help="Whole layers; the attention or the MLP of each (by "
+        f"{', '.join(name for name, c in CRITERIA.items() if c.of_sublayers is not None)}); or its activation (by "
+        "none: prune --layers). In a plain checkpoint a part of a layer saves no time."
     ),
 ]
 MaxKL = Annotated[
@@ -126,7 +128,7 @@ class RankOptions:
     """What is ranked, and by which criterion."""
 
     what: What = "layers"
-    criterion: Criterion = "blend"
+    criterion: Criterion = DEFAULT
     alpha: Alpha = 0.5
     seeds: Seeds = 4
     seed: Seed = 0

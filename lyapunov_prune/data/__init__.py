@@ -1,7 +1,8 @@
-"""Text and items into token batches.
+"""Text into token batches, and images into theirs.
 
 - `text`: a source of text, cut into calibration and evaluation halves, as windows of tokens;
 - `batch`: the windows themselves, checked against a model;
+- `images`: images with their classes, checked against a model; `examples`: what holds of both;
 - `choices`, `tasks`: multiple-choice items and questions from JSONL files.
 """
 

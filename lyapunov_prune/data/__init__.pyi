@@ -1,2 +1,3 @@
 from .choices import ChoiceItem as ChoiceItem
 from .choices import load_items as load_items
+from .images import ImageBatch as ImageBatch

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import numpy as np
@@ -34,6 +35,17 @@ class TokenBatch:
         if not isinstance(self.ids, torch.Tensor):
             raise LyapunovPruneError(f"token ids are a {type(self.ids).__name__}; give a tensor of windows × tokens")
 
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    def item(self, index: int) -> torch.Tensor:
+        """One window, (context,) ids."""
+        return self.ids[index]
+
+    def take(self, indices: Sequence[int]) -> TokenBatch:
+        """The windows of these places, in this order."""
+        return replace(self, ids=self.ids[torch.tensor(indices, dtype=torch.int64)])
+
     @property
     def context(self) -> int:
         return self.ids.shape[1]
@@ -56,7 +68,7 @@ class TokenBatch:
         """About how many of these tokens are among those that something was measured on, in runs of 64 and more."""
         if seen.text_hash == self.text_hash:
             return self.ids.numel()
-        return shared_tokens(self.stream, seen.fingerprint) if seen.fingerprint else 0
+        return shared_tokens(self.stream, seen.fingerprint) if seen.fingerprint and not seen.images else 0
 
     def measured_on(self, model: PreTrainedModel, seed: int | None = None) -> MeasuredOn:
         return MeasuredOn(

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TypeVar
 
 import numpy as np
 import pandas as pd
@@ -13,11 +15,13 @@ from transformers import PreTrainedModel
 from lyapunov_prune.arguments import checked
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.forward.hooks import require_finite
-from lyapunov_prune.forward.reading import Readable, read
+from lyapunov_prune.forward.reading import Readable, Reading, read
 from lyapunov_prune.forward.scoring import next_token_loss
 from lyapunov_prune.models.structure import in_eval_mode
 from lyapunov_prune.progress import track
 from lyapunov_prune.results.result import MeasuredOn, Result
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -54,6 +58,30 @@ class Perplexity(Result):
         return self.measured_on.line()
 
 
+def of_windows(
+    reading: Reading, measure: Callable[[torch.Tensor, torch.Tensor], T], batch_size: int, description: str
+) -> list[T]:
+    """`measure(logits, ids)` of each window; the logits are the model's own, tokens × vocabulary, a batch at a time."""
+    found: list[T] = []
+    for ids in track(reading.windows(batch_size), description):
+        logits = reading.model(ids, use_cache=False).logits
+        found += [measure(rows, targets) for rows, targets in zip(logits, ids, strict=True)]
+        del logits  # else they would be there still while the next are made
+    return found
+
+
+def require_finite_losses(reading: Reading, losses: np.ndarray) -> None:
+    """Raise NonFiniteError naming the layer, or LyapunovPruneError, for the first window whose loss is not finite."""
+    if np.isfinite(losses).all():
+        return
+    bad, batch = int(np.argmin(np.isfinite(losses))), reading.batch
+    require_finite(reading.structure, batch.ids[bad : bad + 1], f"window {bad} of {batch.text}")
+    raise LyapunovPruneError(
+        f"the loss of window {bad} is not finite; "
+        "load the model in a wider dtype (--dtype float32) or check its weights"
+    )
+
+
 def interval_of(nll: np.ndarray) -> tuple[float, float]:
     """Student's interval of the mean, exponentiated."""
     if len(nll) < 2:
@@ -81,19 +109,8 @@ def perplexity(
     """
     reading = read(model, batch)
     batch = reading.batch
-    losses: list[float] = []
-    for ids in track(reading.windows(batch_size), description):
-        logits = model(ids, use_cache=False).logits
-        losses += [next_token_loss(rows, targets) for rows, targets in zip(logits, ids, strict=True)]
-        del logits
-    windows = np.array(losses)
-    if not np.isfinite(windows).all():
-        bad = int(np.argmin(np.isfinite(windows)))
-        require_finite(reading.structure, batch.ids[bad : bad + 1], f"window {bad} of {batch.text}")
-        raise LyapunovPruneError(
-            f"the loss of window {bad} is not finite; "
-            "load the model in a wider dtype (--dtype float32) or check its weights"
-        )
+    windows = np.array(of_windows(reading, next_token_loss, batch_size, description))
+    require_finite_losses(reading, windows)
     return Perplexity(
         nll=float(windows.mean()),
         scored=batch.ids.shape[0] * (batch.context - 1),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-from typing import Any
 
 import torch
 from transformers import PreTrainedModel
@@ -11,6 +10,7 @@ from transformers import PreTrainedModel
 from lyapunov_prune.data.batch import TokenBatch, as_batch
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.linalg import lift
+from lyapunov_prune.models.classifiers import image_shape, looks_at_images
 from lyapunov_prune.models.structure import find_structure
 
 # Largest relative deviation of a token's logits. The same kernels on the same shapes agree to the last
@@ -42,7 +42,7 @@ def sample_inputs(model: PreTrainedModel, batch: TokenBatch | torch.Tensor | Non
 
     Of a model that looks at images, two random images (2 × channels × height × width).
     """
-    if model.main_input_name == "pixel_values":
+    if looks_at_images(model):
         return [random_images(model)]
     structure = find_structure(model)
     config = structure.config
@@ -62,10 +62,8 @@ def sample_inputs(model: PreTrainedModel, batch: TokenBatch | torch.Tensor | Non
 
 
 def random_images(model: PreTrainedModel) -> torch.Tensor:
-    size: Any = model.config.image_size
-    height, width = (size, size) if isinstance(size, int) else size
     generator = torch.Generator().manual_seed(0)
-    return torch.randn(2, model.config.num_channels, height, width, generator=generator).to(model.device, model.dtype)
+    return torch.randn(2, *image_shape(model), generator=generator).to(model.device, model.dtype)
 
 
 def uncached_logits(model: PreTrainedModel, inputs: torch.Tensor) -> torch.Tensor:

@@ -3,18 +3,25 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import nn
 from transformers import PreTrainedModel
 
 from lyapunov_prune.errors import LyapunovPruneError
-from lyapunov_prune.forward.logits import require_temperature
+from lyapunov_prune.forward.logits import require_temperature, uncached_logits
 from lyapunov_prune.linalg import widen
 
 CLIP = 1.0  # the largest norm of a step's gradient
 WARM_UP = 0.1  # share of the steps in which the learning rate rises
 _TOKENS = 64  # tokens whose distributions are in memory at a time
+# AdamW without weight decay: the aim is the teacher, not small weights. SGD as it is written in textbooks.
+OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
+    "adamw": partial(torch.optim.AdamW, weight_decay=0.0, fused=True),
+    "sgd": torch.optim.SGD,
+}
 
 
 @torch.no_grad()
@@ -47,11 +54,11 @@ def distillation_loss(
 
 
 class Distillation:
-    """The training of `parameters` of `model` for `steps`, one window of tokens each.
+    """The training of `parameters` of `model` for `steps`, each on some windows of tokens or some images.
 
-    AdamW without weight decay (the aim is the teacher, not small weights), gradients clipped to norm 1, the learning
-    rate rising over the first tenth of the steps, then falling along half a cosine. What the next step depends on is
-    `tensors` alone. Both models are used as they are: put them in eval mode, or dropout is learnt.
+    By one of OPTIMIZERS, gradients clipped to norm 1, the learning rate rising over the first tenth of the steps, then
+    falling along half a cosine. What the next step depends on is `tensors` alone. Both models are used as they are: put
+    them in eval mode, or dropout is learnt.
     """
 
     def __init__(
@@ -62,11 +69,12 @@ class Distillation:
         learning_rate: float,
         temperature: float,
         steps: int,
+        optimizer: str = "adamw",
     ) -> None:
         self.model, self.teacher, self.parameters = model, teacher, parameters
         self.learning_rate, self.temperature, self.steps = learning_rate, temperature, steps
         self.losses: list[float] = []  # before each step taken so far
-        self._optimizer = torch.optim.AdamW(parameters.values(), weight_decay=0.0, fused=True)
+        self._optimizer = OPTIMIZERS[optimizer](parameters.values(), lr=learning_rate)
 
     @property
     def step(self) -> int:
@@ -74,12 +82,15 @@ class Distillation:
         return len(self.losses)
 
     @torch.enable_grad()
-    def take_step(self, window: torch.Tensor) -> None:
-        """One step on `window`, tokens of one text; raises LyapunovPruneError for a loss or gradient not finite."""
-        ids = window.unsqueeze(0)
+    def take_step(self, inputs: torch.Tensor) -> None:
+        """One step on token ids (windows × tokens) or images (n × channels × height × width).
+
+        Each prediction counts the same, of a token or of an image. Raises LyapunovPruneError for a loss or gradient
+        that is not finite.
+        """
         with torch.no_grad():
-            target = self.teacher(ids.to(self.teacher.device), use_cache=False).logits[0]
-        logits = self.model(ids.to(self.model.device), use_cache=False).logits[0]
+            target = uncached_logits(self.teacher, inputs.to(self.teacher.device)).flatten(0, -2)
+        logits = uncached_logits(self.model, inputs.to(self.model.device)).flatten(0, -2)
         loss, gradient = distillation_loss(logits, target, self.temperature)
         self._optimizer.zero_grad()
         logits.backward(gradient)
@@ -95,7 +106,7 @@ class Distillation:
         self.losses.append(loss)
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """The losses, the parameters, and what AdamW keeps of each, by `kind/name`."""
+        """The losses, the parameters, and what the optimizer keeps of each, by `kind/name`."""
         tensors = {"losses": torch.tensor(self.losses, dtype=torch.float64)}
         for name, parameter in self.parameters.items():
             tensors[f"parameter/{name}"] = parameter

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,7 +11,6 @@ from typing import Any
 import numpy as np
 import pandas as pd
 import torch
-from torch import nn
 from transformers import PreTrainedModel
 
 from lyapunov_prune.arguments import checked
@@ -25,8 +22,8 @@ from lyapunov_prune.evaluation.perplexity import Perplexity, perplexity
 from lyapunov_prune.forward.logits import require_temperature
 from lyapunov_prune.forward.reading import Readable, Reading, read
 from lyapunov_prune.healing.distillation import Distillation
-from lyapunov_prune.healing.low_rank import low_rank_updates
 from lyapunov_prune.healing.state import TrainingState
+from lyapunov_prune.healing.trained import drawn_order, trained
 from lyapunov_prune.models.plain import require_plain
 from lyapunov_prune.models.structure import identify, in_eval_mode
 from lyapunov_prune.progress import track
@@ -184,13 +181,13 @@ def heal(
             dense = perplexity(teacher, evaluation, batch_size=batch_size, description="perplexity, dense")
         state.hold()
         model = copy.deepcopy(student)
-        with _trained(model, model.get_submodule(reading.structure.layers_path), rank, seed) as parameters:
+        with trained(model, rank, seed) as parameters:
             run = Distillation(model, teacher, parameters, learning_rate, temperature, steps)
             if tensors:
                 run.go_on_from(tensors)
-            order = _order(len(reading.batch.ids), steps, seed)
+            order = drawn_order(len(reading.batch.ids), steps, seed)
             for window in track(order[run.step :], "healing"):
-                run.take_step(reading.batch.ids[window])
+                run.take_step(reading.batch.ids[[window]])
                 if state.is_due():
                     state.save(run.step, run.tensors())
             state.save(run.step, run.tensors())
@@ -212,26 +209,6 @@ def heal(
     return Healed(model, report)
 
 
-@contextmanager
-def _trained(
-    model: PreTrainedModel, layers: nn.Module, rank: int | None, seed: int
-) -> Iterator[dict[str, nn.Parameter]]:
-    """The parameters to train, by name; nothing else in `model` takes a gradient inside the block."""
-    flags = {p: p.requires_grad for p in model.parameters()}
-    try:
-        model.requires_grad_(False)
-        if rank is not None:
-            with low_rank_updates(model, rank, seed) as factors:
-                yield factors
-        else:
-            layers.requires_grad_(True)
-            yield dict(layers.named_parameters())
-    finally:
-        for parameter, flag in flags.items():
-            parameter.requires_grad_(flag)
-            parameter.grad = None
-
-
 def _require(reading: Reading, taught: Reading, steps: int, learning_rate: float, temperature: float) -> None:
     narrow = next((p.dtype for p in reading.model.parameters() if p.dtype not in (torch.float32, torch.float64)), None)
     if narrow is not None:
@@ -249,10 +226,3 @@ def _require(reading: Reading, taught: Reading, steps: int, learning_rate: float
     if not 0 < learning_rate < float("inf"):
         raise LyapunovPruneError(f"learning rate {learning_rate:g}; give a positive number")
     require_temperature(temperature)
-
-
-def _order(windows: int, steps: int, seed: int) -> list[int]:
-    """The window of each step."""
-    generator = torch.Generator().manual_seed(seed)
-    rounds = [torch.randperm(windows, generator=generator) for _ in range(math.ceil(steps / windows))]
-    return torch.cat(rounds)[:steps].tolist()

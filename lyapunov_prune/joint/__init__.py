@@ -7,7 +7,7 @@ Gradients of the two types are never compared: an order exists within a type, an
 - `decision`: the pair within a budget that the map puts first, what noise leaves of that, and what it can cost.
 
 Another predictor is a result with the `predict`, `interval`, `contrast` and `residual` of `JointMap`; another budget is
-a case in `decision._within`.
+a case in `decision.within_budget`.
 """
 
 import lazy_loader

@@ -144,7 +144,7 @@ def decide(
     selection set that errs by more than any pairs of the budget differ.
     """
     require_least(1, layers=layers)
-    pairs = _within(layers, remove, speedup, seconds, most or (layers, layers))
+    pairs = within_budget(layers, remove, speedup, seconds, most or (layers, layers))
     predicted = fitted.predict(pairs / layers)
     low, high = fitted.interval(pairs / layers)
     spread = float(np.ptp(predicted))
@@ -205,7 +205,7 @@ def noisy_choices(
     return np.bincount(best, minlength=len(decision.pairs)) / refits
 
 
-def _within(
+def within_budget(
     layers: int,
     remove: int | None,
     speedup: float | None,

@@ -137,7 +137,7 @@ def merge_blocks(
     parts = [block.parts(layers[block.layer]) for block in blocks]
     for block, p in zip(blocks, parts, strict=True):
         require_reduction(reduction, block)
-        _require_smaller(block, p)
+        require_smaller(block, p)
     needs = REDUCTIONS[reduction].needs
     sums = sum_blocks(layers, blocks, needs, run) if needs else [None] * len(blocks)
     taus = [hidden_map(reduction, p, s) for p, s in zip(parts, sums, strict=True)]
@@ -188,7 +188,8 @@ def _size(x: torch.Tensor | None) -> float:
     return 0.0 if x is None else float(torch.linalg.vector_norm(lift(x)))
 
 
-def _require_smaller(block: FeedForward, parts: BlockParts) -> None:
+def require_smaller(block: FeedForward, parts: BlockParts) -> None:
+    """Raise LyapunovPruneError when one matrix has no fewer numbers than the block."""
     outputs, inputs = parts.out[0].shape[0], parts.up[0].shape[1]
     after = outputs * inputs + outputs
     if after >= parts.numbers:

@@ -7,6 +7,7 @@
   layer; `kinds`: which layers are alike;
 - `held`, `hooked`: a model for one thread, and hooks on it, for as long as a block lasts;
 - `compact`, `modeling_compact`: models without some attentions and with merged feed-forward blocks;
+- `classifiers`: models of images;
 - `layer_settings`, `adaptations`, `families`: what removing layers asks of a config and of a family.
 
 A new family usually needs nothing. If the gate refuses it, its row goes into `families` and its rule into

@@ -151,7 +151,7 @@ def identify(model: PreTrainedModel, weights: dict[str, str] | None = None) -> M
 
     `weights` are the digests of a model whose numbers are elsewhere, on the disk.
     """
-    structure = find_structure(model)
+    structure = find_layers(model)
     digest = hashlib.sha256()
     for name, parameter in model.named_parameters():
         digest.update(f"{name}{tuple(parameter.shape)};".encode())

@@ -144,8 +144,8 @@ def _removed(plan: PruningPlan) -> str:
         if layers:
             lines.append(
                 f"{part} of layers of the original: {', '.join(map(str, layers))}. The output projection is zero,\n"
-                "which computes the same as leaving the branch out. It saves no time or memory; only removing whole\n"
-                "layers does."
+                "which computes the same as leaving the branch out. In this plain checkpoint it saves no time or\n"
+                "memory; only removing whole layers does."
             )
     lines.append(f"Layer *i* of this model is layer `kept_to_original[i]` of the original (`{PROVENANCE}`).")
     texts = [as_text(m.line()) for m in plan.measured_on] or ["nothing: the layers were given by hand"]

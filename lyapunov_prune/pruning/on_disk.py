@@ -57,8 +57,8 @@ def prune_on_disk(
     """
     require_empty(target)
     plan.require_model(outline.identity)
-    if plan.drops_sublayers:
-        raise _not_by_copying(outline, "a sublayer is left out by setting numbers to zero")
+    if plan.drops_parts:
+        raise _not_by_copying(outline, "a part of a layer is left out by changing numbers")
     pruned = _cut(outline, plan)
     add_step(pruned, "prune", plan.measured_on, outline.model)
     pieces = _pieces(outline, pruned, plan)

@@ -11,6 +11,7 @@ from transformers import PreTrainedModel
 
 from lyapunov_prune.arguments import checked
 from lyapunov_prune.errors import LyapunovPruneError, printable
+from lyapunov_prune.merging.table import REDUCTIONS
 from lyapunov_prune.models.plain import require_in_memory
 from lyapunov_prune.models.structure import identify
 from lyapunov_prune.profiles.contraction import floor_note
@@ -18,18 +19,21 @@ from lyapunov_prune.results.arrays import require_array, require_layers
 from lyapunov_prune.results.result import MeasuredOn, ModelIdentity, Result
 
 # What a plan can take out, and the field that lists the layers.
-FIELDS = {"layers": "remove", "attention": "drop_attention", "mlp": "drop_mlp"}
+FIELDS = {"layers": "remove", "attention": "drop_attention", "mlp": "drop_mlp", "activation": "drop_activation"}
 
 
 @dataclass(frozen=True)
 class PruningPlan(Result):
-    """The layers to remove and those to lose their attention or MLP only (ascending), with the reasons.
+    """The layers to remove and those to lose their attention, MLP or activation only (ascending), with the reasons.
 
-    Indices are those of the original model. `scores` holds the criterion of every layer, smallest removed
-    first, NaN where there is nothing to remove; empty when the layers were given by hand. Where they rest on ρ,
-    `below_floor` holds the layers whose ρ is rounding (`ContractionProfile.below_floor`). Raises
-    LyapunovPruneError when an index is repeated or out of range, when a sublayer of a removed layer is named,
-    and when nothing would be removed or no layer left.
+    Indices are those of the original model. Without its activation a feed-forward block becomes one linear map, by
+    `reduction`, a name of `merging.table.REDUCTIONS`; None where no activation goes. `scores` holds the criterion of
+    every layer, smallest removed first, NaN where there is nothing to remove; empty when the layers were given by hand.
+    Where they rest on ρ, `below_floor` holds the layers whose ρ is rounding (`ContractionProfile.below_floor`).
+
+    Raises LyapunovPruneError when an index is repeated or out of range, when a part of a removed layer or the
+    activation of a dropped MLP is named, for activations without a known reduction or a reduction without them, and
+    when nothing would be removed or no layer left.
     """
 
     remove: tuple[int, ...]
@@ -41,6 +45,8 @@ class PruningPlan(Result):
     drop_attention: tuple[int, ...] = ()
     drop_mlp: tuple[int, ...] = ()
     below_floor: tuple[int, ...] = ()
+    drop_activation: tuple[int, ...] = ()
+    reduction: str | None = None
 
     def __post_init__(self) -> None:
         layers = self.model.num_layers
@@ -49,9 +55,13 @@ class PruningPlan(Result):
         count = layers if len(self.scores) else 0
         require_array("plan, scores", self.scores, (count,), least=-np.inf, finite=False)
         require_layers("plan, below_floor", self.below_floor, layers)
-        twice = sorted({*self.drop_attention, *self.drop_mlp} & set(self.remove))
+        twice = sorted({*self.drop_attention, *self.drop_mlp, *self.drop_activation} & set(self.remove))
         if twice:
             raise LyapunovPruneError(f"layer {twice[0]} is removed whole, sublayers and all; name it once")
+        twice = sorted(set(self.drop_activation) & set(self.drop_mlp))
+        if twice:
+            raise LyapunovPruneError(f"the MLP of layer {twice[0]} goes, its activation with it; name it once")
+        require_reduction(self.drop_activation, self.reduction)
         if not self.touched:
             raise LyapunovPruneError("the plan removes no layer; name one or more")
         if len(self.remove) >= layers:
@@ -83,8 +93,10 @@ class PruningPlan(Result):
         *,
         drop_attention: Sequence[int] = (),
         drop_mlp: Sequence[int] = (),
+        drop_activation: Sequence[int] = (),
+        reduction: str | None = None,
     ) -> PruningPlan:
-        """A plan for layers and sublayers chosen by hand."""
+        """A plan for layers, sublayers and activations chosen by hand."""
         return cls(
             remove=tuple(remove),
             criterion="given",
@@ -94,6 +106,8 @@ class PruningPlan(Result):
             measured_on=(),
             drop_attention=tuple(drop_attention),
             drop_mlp=tuple(drop_mlp),
+            drop_activation=tuple(drop_activation),
+            reduction=reduction,
         )
 
     def require_periods(self, period: int) -> None:
@@ -114,12 +128,13 @@ class PruningPlan(Result):
 
     @property
     def touched(self) -> tuple[int, ...]:
-        """Every layer that goes, or of which a branch goes."""
-        return tuple(sorted({*self.remove, *self.drop_attention, *self.drop_mlp}))
+        """Every layer that goes, or of which a part goes."""
+        return tuple(sorted({*self.remove, *self.drop_attention, *self.drop_mlp, *self.drop_activation}))
 
     @property
-    def drops_sublayers(self) -> bool:
-        return bool(self.drop_attention or self.drop_mlp)
+    def drops_parts(self) -> bool:
+        """Whether a layer that stays loses its attention, its MLP or its activation."""
+        return bool(self.drop_attention or self.drop_mlp or self.drop_activation)
 
     def require_model(self, model: PreTrainedModel | ModelIdentity) -> None:
         """Raise LyapunovPruneError unless the plan was made for this model."""
@@ -131,12 +146,14 @@ class PruningPlan(Result):
             )
 
     def to_frame(self) -> pd.DataFrame:
-        """One row a layer: its score, its rank (0 goes first), whether it or a branch of it is removed."""
+        """One row a layer: its score, its rank (0 goes first), whether it or a part of it is removed."""
         layers = np.arange(self.model.num_layers)
         frame = pd.DataFrame({"layer": layers, "removed": np.isin(layers, self.remove)})
-        if self.drops_sublayers:
+        if self.drops_parts:
             frame["no_attention"] = np.isin(layers, self.drop_attention)
             frame["no_mlp"] = np.isin(layers, self.drop_mlp)
+        if self.drop_activation:
+            frame["no_activation"] = np.isin(layers, self.drop_activation)
         if len(self.scores):
             frame.insert(1, "score", self.scores)
             frame.insert(2, "rank", np.argsort(np.argsort(self.scores, kind="stable")))
@@ -146,15 +163,29 @@ class PruningPlan(Result):
 
     def headline(self) -> str:
         blend = f" (alpha {self.alpha:g})" if self.alpha is not None else ""
-        parts = {"": self.remove, "the attention of ": self.drop_attention, "the MLP of ": self.drop_mlp}
+        parts = {
+            "": self.remove,
+            "the attention of ": self.drop_attention,
+            "the MLP of ": self.drop_mlp,
+            f"the activation (reduction {self.reduction}) of ": self.drop_activation,
+        }
         removed = [
             f"{part}{len(indices)} of {self.model.num_layers} layers of {self.model.name} "
             f"by {self.criterion}{blend}: {', '.join(map(str, indices))}"
             for part, indices in parts.items()
             if indices
         ]
-        costs = "; sublayers are zeroed, which saves no time or memory" if self.drops_sublayers else ""
+        costs = "; in a plain checkpoint a part of a layer saves no time or memory" if self.drops_parts else ""
         return printable(f"Remove {'; '.join(removed)}{costs}{floor_note(self.below_floor)}")
+
+
+def require_reduction(activations: Sequence[int], reduction: str | None) -> None:
+    """Raise LyapunovPruneError unless activations that go, and they alone, have one of REDUCTIONS."""
+    if reduction is not None and not activations:
+        raise LyapunovPruneError(f"reduction {reduction} is of dropped activations, and none is; name them or leave it")
+    if activations and reduction not in REDUCTIONS:
+        said = "without a reduction" if reduction is None else f"by the unknown reduction {reduction!r}"
+        raise LyapunovPruneError(f"activations cannot be dropped {said}; give one of {', '.join(REDUCTIONS)}")
 
 
 def _identity(model: PreTrainedModel | ModelIdentity) -> ModelIdentity:

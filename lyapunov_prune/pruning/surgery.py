@@ -31,7 +31,7 @@ def cut(model: PreTrainedModel, plan: PruningPlan | Sequence[int]) -> PreTrained
     it), slice everything in the config that speaks of single layers (some models read it while they
     run), set the layer count. What a family needs beyond it stands in `models/families.py`. Removed
     layers are not copied. Where the plan drops a sublayer alone, its output projection becomes zero
-    (`zeroing.py`): that computes the same and saves no time or memory.
+    (`zeroing.py`): a plain checkpoint can say no more, and that saves no time or memory.
 
     Raises LyapunovPruneError for a bad plan, a plan for another model, a removal that the family's checkpoint
     format cannot express, a decoder inside a multimodal model that text alone cannot judge, and a model that is
@@ -39,6 +39,8 @@ def cut(model: PreTrainedModel, plan: PruningPlan | Sequence[int]) -> PreTrained
     """
     require_plain(model)
     plan = as_plan(model, plan)
+    if plan.drop_activation:
+        raise LyapunovPruneError("a block without its activation is made in the compact format; use make_compact")
     structure = find_structure(model)
     with held(model):  # what a measurement has put on it would be copied too
         if is_wrapped(model):

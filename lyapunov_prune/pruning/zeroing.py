@@ -1,8 +1,9 @@
-"""Attention or MLP of a layer left out in the weights: the output projection of its branch becomes zero.
+"""Attention or MLP of a layer left out of a plain checkpoint: the output projection of its branch becomes zero.
 
-A transformers checkpoint cannot say that a layer lacks its attention or its MLP. It can say the same in
+A plain transformers checkpoint cannot say that a layer lacks its attention or its MLP. It can say the same in
 numbers: where the branch's output projection is zero, the branch adds nothing to the residual stream. The zeros
-are stored and multiplied like any weight, so this shows what a sublayer is worth and saves no time or memory.
+are stored and multiplied like any weight, so this shows what a sublayer is worth and saves no time or memory. In a
+compact checkpoint (`compact.py`) attentions are gone.
 """
 
 from __future__ import annotations

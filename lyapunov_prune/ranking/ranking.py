@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -15,7 +16,7 @@ from lyapunov_prune.profiles.contraction import ContractionProfile, floor_note
 from lyapunov_prune.profiles.influence import InfluenceProfile
 from lyapunov_prune.profiles.sublayer_influence import SublayerInfluence
 from lyapunov_prune.pruning.plan import FIELDS, PruningPlan
-from lyapunov_prune.ranking.criteria import CRITERIA, require_count, require_criterion, require_profiled
+from lyapunov_prune.ranking.criteria import CRITERIA, DEFAULT, require_count, require_criterion, require_profiled
 from lyapunov_prune.results.arrays import require_array, require_layers
 from lyapunov_prune.results.result import MeasuredOn, ModelIdentity, Result
 
@@ -77,7 +78,7 @@ class LayerRanking(Ranking):
                 f"cannot leave out the {self.what} of {remove} layers: {self.model.name} has {len(self.order)} "
                 "with one to leave out; give fewer"
             )
-        chosen: dict[str, tuple[int, ...]] = dict.fromkeys(FIELDS.values(), ())
+        chosen: dict[str, Any] = dict.fromkeys(FIELDS.values(), ())
         chosen[FIELDS[self.what]] = self.order[:remove] if period == 1 else self._periods(remove, period)
         return PruningPlan(
             **chosen,
@@ -160,7 +161,7 @@ def rank_layers(
     profile: ContractionProfile | None = None,
     influence: InfluenceProfile | None = None,
     *,
-    criterion: str = "blend",
+    criterion: str = DEFAULT,
     alpha: float = 0.5,
     seed: int = 0,
 ) -> LayerRanking:

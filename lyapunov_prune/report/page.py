@@ -133,7 +133,7 @@ _SECTIONS = (
         "sublayers.json",
         SublayerInfluence,
         "Block Influence of attention and MLP",
-        "How far each branch by itself turns the residual stream; the branch of least influence is zeroed first. Bars "
+        "How far each branch by itself turns the residual stream; the branch of least influence goes first. Bars "
         "are standard errors over windows. A measurement on the text named below.",
         lambda r: {"sublayers": sublayer_figure(r)},
     ),

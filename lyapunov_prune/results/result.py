@@ -76,17 +76,23 @@ class MeasuredOn:
     model: ModelIdentity
     dtype: str
     device: str
-    text: str  # where the text came from
+    text: str  # where the text came from, or the images
     split: str  # calibration, evaluation or all
-    text_hash: str  # SHA-256 of the token ids
-    tokens: int
-    context: int
-    bos: bool | None  # None: token ids were given directly
+    text_hash: str  # SHA-256 of the token ids, or of pixels and labels
+    tokens: int  # or how many images
+    context: int  # or how many pixels an image is wide
+    bos: bool | None  # None: token ids were given directly, or images
     seed: int | None
     versions: dict[str, str]
-    fingerprint: Fingerprint | None = None  # of the tokens; None in files of older versions
+    fingerprint: Fingerprint | None = None  # of the tokens, or of every image; None in files of older versions
+    images: bool = False
 
     def line(self) -> str:
+        if self.images:
+            return printable(
+                f"{self.model.name}, {self.dtype} on {self.device}; {self.tokens} images of {self.text} "
+                f"({self.split}, {self.text_hash[:12]}), {self.context} pixels wide"
+            )
         bos = {True: "BOS", False: "no BOS", None: "ids given"}[self.bos]
         return printable(
             f"{self.model.name}, {self.dtype} on {self.device}; {self.tokens} tokens of {self.text} "

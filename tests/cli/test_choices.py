@@ -12,6 +12,8 @@ from lyapunov_prune.cli import choices
 from lyapunov_prune.cli.inputs import require_studies
 from lyapunov_prune.compression.table import METHODS
 from lyapunov_prune.data import batch
+from lyapunov_prune.joint.importance import IMPORTANCES
+from lyapunov_prune.merging.table import REDUCTIONS
 from lyapunov_prune.models.loading import _DTYPES
 from lyapunov_prune.profiles import contraction
 from lyapunov_prune.pruning.plan import FIELDS
@@ -23,8 +25,10 @@ TABLES: dict[str, tuple[Any, Iterable[str]]] = {
     "criterion": (choices.Criterion, CRITERIA),
     "derivative": (choices.Derivative, get_args(contraction.Derivative)),
     "dtype": (choices.DType, _DTYPES),
+    "importance": (choices.Importance, IMPORTANCES),
     "method": (choices.Method, METHODS),
     "pooling": (choices.Pooling, get_args(contraction.Pooling)),
+    "reduction": (choices.Reduction, REDUCTIONS),
     "split": (choices.Split, get_args(batch.Split)),
     "study": (choices.Study, studies.STUDIES),
     "method of a study": (choices.StudyMethod, studies.STUDY_METHODS),

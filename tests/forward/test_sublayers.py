@@ -279,6 +279,15 @@ def test_scores_save_and_rank(llama: PreTrainedModel, ids: torch.Tensor, tmp_pat
         ({"remove": [1], "drop_mlp": [1]}, "layer 1 is removed whole"),
         ({"drop_attention": [LAYERS]}, "layer 6 does not exist"),
         ({"drop_mlp": [2, 2]}, "named more than once"),
+        ({"remove": [1], "drop_activation": [1], "reduction": "affine"}, "layer 1 is removed whole"),
+        ({"drop_mlp": [1], "drop_activation": [1], "reduction": "affine"}, "the MLP of layer 1 goes, its activation"),
+        ({"drop_activation": [LAYERS], "reduction": "affine"}, "layer 6 does not exist"),
+        ({"drop_activation": [1]}, "cannot be dropped without a reduction; give one of identity, mean-gate, scaled"),
+        ({"drop_activation": [1], "reduction": "mean"}, "by the unknown reduction 'mean'; give one of identity"),
+        (
+            {"drop_mlp": [1], "reduction": "affine"},
+            "reduction affine is of dropped activations, and none is; name them",
+        ),
         ({"drop_mlp": [True]}, r"drop_mlp is \[True\]; give several int"),
         ({}, "removes no layer"),
     ],
@@ -289,17 +298,21 @@ def test_bad_plans_are_refused(llama: PreTrainedModel, fields: dict[str, Any], m
 
 
 def test_plans_save_and_load_and_old_files_too(llama: PreTrainedModel, tmp_path: Path) -> None:
-    plan = PruningPlan.given(llama, [1], drop_attention=[3, 0], drop_mlp=[0])
+    activations = {"drop_activation": [4, 3], "reduction": "scaled"}
+    plan = PruningPlan.given(llama, [1], drop_attention=[3, 0], drop_mlp=[0], **activations)  # type: ignore[arg-type]
     again = PruningPlan.load(plan.save(tmp_path / "plan.json"))
     assert (again.remove, again.drop_attention, again.drop_mlp) == ((1,), (0, 3), (0,))
+    assert (again.drop_activation, again.reduction, again.touched) == ((3, 4), "scaled", (0, 1, 3, 4))
     assert str(again) == str(plan)
+    assert list(again.to_frame().query("no_activation").layer) == [3, 4]
+    assert "the activation (reduction scaled) of 2 of 6 layers" in plan.headline()
     assert "the attention of 2 of 6 layers" in plan.headline()
-    assert plan.headline().endswith("which saves no time or memory")
+    assert plan.headline().endswith("in a plain checkpoint a part of a layer saves no time or memory")
     old = PruningPlan.given(llama, [1]).to_json()
-    del old["drop_attention"], old["drop_mlp"]
+    del old["drop_attention"], old["drop_mlp"], old["drop_activation"], old["reduction"]
     (tmp_path / "old.json").write_text(json.dumps(old))
     loaded = PruningPlan.load(tmp_path / "old.json")
-    assert (loaded.remove, loaded.touched, loaded.drops_sublayers) == ((1,), (1,), False)
+    assert (loaded.remove, loaded.touched, loaded.drops_parts) == ((1,), (1,), False)
 
 
 # The command line.

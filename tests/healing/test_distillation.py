@@ -110,7 +110,7 @@ def distil(steps: int = 8, **changes: float) -> Distillation:
 
 def test_a_step_is_one_of_adam_on_the_clipped_gradient(ids: torch.Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
     run, twin = distil(steps=1, temperature=2.0), distil()
-    run.take_step(ids[0])
+    run.take_step(ids[[0]])
     target = twin.teacher(ids[:1]).logits[0].detach()
     loss = 4 * F.kl_div(
         (twin.model(ids[:1]).logits[0] / 2).log_softmax(-1), (target / 2).softmax(-1), reduction="batchmean"
@@ -135,7 +135,7 @@ def test_the_teacher_runs_without_gradient_and_stays_as_it_was(ids: torch.Tensor
     seen: list[bool] = []
     run.teacher.lm_head.register_forward_hook(lambda *_: seen.append(torch.is_grad_enabled()))
     for row in ids:
-        run.take_step(row)
+        run.take_step(row[None])
     assert seen == [False] * len(ids)
     assert all(torch.equal(p, before[name]) and p.grad is None for name, p in run.teacher.named_parameters())
 
@@ -143,34 +143,34 @@ def test_the_teacher_runs_without_gradient_and_stays_as_it_was(ids: torch.Tensor
 def test_the_loss_falls(ids: torch.Tensor) -> None:
     run = distil(steps=20)
     for _ in range(20):
-        run.take_step(ids[0])
+        run.take_step(ids[[0]])
     assert run.losses[-1] < 0.5 * run.losses[0]
 
 
 def test_a_run_goes_on_from_its_tensors_bit_for_bit(ids: torch.Tensor) -> None:
     whole, first, second = distil(), distil(), distil()
     for step in range(8):
-        whole.take_step(ids[step % 3])
+        whole.take_step(ids[[step % 3]])
     for step in range(5):
-        first.take_step(ids[step % 3])
+        first.take_step(ids[[step % 3]])
     second.go_on_from({name: t.clone() for name, t in first.tensors().items()})
     for step in range(5, 8):
-        second.take_step(ids[step % 3])
+        second.take_step(ids[[step % 3]])
     assert second.losses == whole.losses
     assert all(torch.equal(t, second.tensors()[name]) for name, t in whole.tensors().items())
 
 
 def test_a_loss_that_is_not_finite_ends_the_run_at_its_step(ids: torch.Tensor) -> None:
     run = distil()
-    run.take_step(ids[0])
+    run.take_step(ids[[0]])
     before = {name: p.clone() for name, p in run.parameters.items()}
     head = run.model.get_output_embeddings().weight
     head.data[3] = math.inf
     with pytest.raises(LyapunovPruneError, match="the loss of step 1 is not finite; lower the learning rate"):
-        run.take_step(ids[1])
+        run.take_step(ids[[1]])
     assert all(torch.equal(p, before[name]) for name, p in run.parameters.items() if p is not head)
     assert run.step == 1
     broken = distil()
     broken.teacher.get_output_embeddings().weight.data[3] = math.nan
     with pytest.raises(LyapunovPruneError, match="the loss of step 0 is not finite; check the weights"):
-        broken.take_step(ids[0])
+        broken.take_step(ids[[0]])

@@ -18,11 +18,12 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from lyapunov_prune.bounds.merged import check_merged
+from lyapunov_prune.calibration.blocks import sum_blocks
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.linalg import exact_norm
 from lyapunov_prune.merging.merge import Merged, merge_blocks, merge_layers, merge_rounding, product
 from lyapunov_prune.merging.place import place
-from lyapunov_prune.merging.reductions import RIDGE, HiddenMap
+from lyapunov_prune.merging.reductions import RIDGE, HiddenMap, least_squares
 from lyapunov_prune.merging.table import REDUCTIONS
 from lyapunov_prune.models.feedforward import FeedForward, find_feedforward, read_feedforward
 from lyapunov_prune.models.hooked import hooked
@@ -257,10 +258,16 @@ def test_a_closer_reduction_explains_more(name: str) -> None:
 def test_a_block_that_is_affine_already_is_left_exactly() -> None:
     subject = Subject("opt")
     subject.model.model.decoder.layers[LAYER].fc1.bias.data.fill_(1e3)  # every ReLU is open
-    for reduction in ("identity", "affine"):
-        cost = subject.merge(reduction).cost
-        assert cost.relative_energy < 1e-9
-        assert cost.explained > 0.999
+    cost = subject.merge("identity").cost
+    assert cost.relative_energy < 1e-9
+    assert cost.explained > 0.999
+    # A fit but for its ridge, with which it is the smaller the larger that is.
+    (sums,) = sum_blocks(subject.layers(), [subject.block], REDUCTIONS["affine"].needs, subject.run)
+    seen = subject.seen()
+    x, h = torch.tensor(seen["x"]), torch.tensor(seen["h"])
+    errors = [float((h - least_squares(sums, ridge)(x)).square().sum()) for ridge in (1e-9, 1e-3, 0.1)]
+    assert errors == sorted(errors)
+    assert errors[0] < 1e-9 * float(h.square().sum())
 
 
 def test_the_forwards_are_the_same_in_one_batch_or_many() -> None:

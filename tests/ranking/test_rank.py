@@ -79,6 +79,7 @@ def test_attention_and_mlp_by_one_call(
         ({"alpha": -0.1}, r"alpha -0.1 is outside \[0, 1\]; give a weight"),
         ({"what": "norms"}, "give one of layers, attention, mlp"),
         ({"criterion": "rho", "what": "mlp"}, "rho is defined for whole layers only; with --what mlp give .* bi, kl, "),
+        ({"criterion": "bi", "what": "activation"}, "no criterion orders activations; name the layers, as prune --lay"),
         ({"criterion": "angular", "what": "mlp", "remove": 1}, "angular is defined for whole layers only"),
         ({"criterion": "oracle"}, "oracle searches step by step; give --remove N with it"),
         ({"criterion": "angular"}, "angular removes a run of layers; give --remove N with it"),

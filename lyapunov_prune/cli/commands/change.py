@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -72,7 +72,8 @@ def prune(
 ) -> None:
     """Remove layers physically, pass the gate, write a plain transformers checkpoint.
 
-    With --what attention or mlp these are zeroed instead: the same output as without them, at the same cost.
+    With --what attention or mlp these are zeroed instead, in a plain checkpoint: the same output as without them, at
+    the same cost.
     With --on-disk, or where the model does not fit in memory, the files are pruned; the gate then computes no logits.
     """
     if sum(choice is not None for choice in (remove, max_kl, layers, plan_file)) != 1:
@@ -87,7 +88,7 @@ def prune(
     if remove is not None or max_kl is not None:
         require_known_count(by.criterion, remove, keep_period)
     if keep_period and by.what != "layers":
-        raise LyapunovPruneError(f"{by.what} that is zeroed leaves every layer in its place; leave out --keep-period")
+        raise LyapunovPruneError(f"{by.what} alone leaves every layer in its place; leave out --keep-period")
 
     from lyapunov_prune.models.device import resolve_device
     from lyapunov_prune.models.kinds import find_kinds
@@ -119,7 +120,8 @@ def prune(
     period = find_kinds(loaded.structure).require_period() if keep_period else 1
     plan: PruningPlan
     if layers is not None:
-        plan = PruningPlan.given(loaded.model, **{FIELDS[by.what]: layer_indices(layers)})
+        goes: dict[str, Any] = {FIELDS[by.what]: layer_indices(layers)}
+        plan = PruningPlan.given(loaded.model, **goes)
     elif plan_file is not None:
         plan = PruningPlan.load(plan_file)
         plan.require_model(loaded.model)

@@ -1,0 +1,115 @@
+"""The command that removes attentions and activations together."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING, Annotated
+
+from lyapunov_prune.cli import choices
+from lyapunov_prune.cli.inputs import draw_report, folder_name, load_inputs, run_folder
+from lyapunov_prune.cli.options import (
+    Json,
+    Model,
+    ModelOptions,
+    Resume,
+    Seed,
+    Target,
+    TextOptions,
+    one_of,
+    text_option,
+    what_option,
+)
+from lyapunov_prune.cli.terminal import say, show
+from lyapunov_prune.errors import LyapunovPruneError
+from lyapunov_prune.merging.table import REDUCTIONS
+
+if TYPE_CHECKING:
+    from lyapunov_prune.data.examples import Examples
+    from lyapunov_prune.models.loading import Loaded
+
+_RANK = 8
+
+
+def joint(
+    model: Model,
+    *,
+    remove: Annotated[int | None, what_option(help="How many attentions and activations go together.")] = None,
+    speedup: Annotated[
+        float | None, what_option(help="Instead of --remove: how many times as fast a forward must be.")
+    ] = None,
+    reduction: Annotated[
+        choices.Reduction | None,
+        what_option(help=one_of(REDUCTIONS, "What an activation is replaced by; mean-gate or identity if not given.")),
+    ] = None,
+    importance: Annotated[choices.Importance, what_option(help="What the order within each type goes by.")] = "taylor",
+    steps_per_point: Annotated[int, what_option(min=1, help="Training steps of each point of the map.")] = 12,
+    recover: Annotated[int, what_option(min=1, help="Training steps of the chosen pair.")] = 100,
+    update_rank: Annotated[
+        int, what_option(min=0, help="Train updates of this rank; 0 trains all of the layers.")
+    ] = _RANK,
+    point_seeds: Annotated[
+        int, what_option(min=1, help="Seeds of the points at the budget, whose spread is the noise.")
+    ] = 2,
+    seed: Seed = 0,
+    score_tokens: Annotated[
+        int, text_option(min=4, help="Tokens to select by, and as many to score the end on.")
+    ] = 8192,
+    source: ModelOptions = ModelOptions(dtype="float32"),
+    text: TextOptions = TextOptions(tokens=25600, context=256),
+    resume: Resume = False,
+    output: Target,
+    as_json: Json = False,
+) -> None:
+    """Remove attentions and activations, so many of each as a map of the score after recovery says.
+
+    Writes a compact checkpoint, with joint.json, plan.json and a report. Interrupted, it goes on with the same --output
+    and --resume.
+    """
+    if (remove is None) == (speedup is None):
+        raise LyapunovPruneError("give one budget: --remove K or --speedup S")
+    if remove is not None and remove < 1:
+        raise LyapunovPruneError(f"--remove {remove} removes nothing; give 1 or more")
+    if speedup is not None and not speedup > 1:
+        raise LyapunovPruneError(f"--speedup {speedup:g} is no speed-up; give more than 1")
+
+    from lyapunov_prune.joint.recovery import Recipe
+    from lyapunov_prune.joint.run import remove_jointly
+    from lyapunov_prune.results.files import require_empty
+
+    require_empty(output)
+    loaded, learn = load_inputs(model, source, text)
+    done = remove_jointly(
+        loaded.model,
+        loaded.tokenizer,
+        (learn, *_scored(loaded, text, score_tokens, source.offline)),
+        output,
+        remove=remove,
+        speedup=speedup,
+        reduction=reduction,
+        importance=importance,
+        steps=steps_per_point,
+        recover_steps=recover,
+        recipe=Recipe(rank=update_rank or None),
+        seeds=point_seeds,
+        seed=seed,
+        # Of this output alone: two removals from one model may run side by side.
+        folder=run_folder(None, model) / "jobs" / f"joint-{folder_name(str(output.resolve()))}",
+        resume=resume,
+        batch_size=text.batch_size,
+    )
+    draw_report(output)
+    show(done, as_json, output)
+    if not as_json:
+        say(f"Report: {output / 'report.html'}")
+
+
+def _scored(loaded: Loaded, text: TextOptions, tokens: int, offline: bool) -> tuple[Examples, Examples]:
+    """What to select by and the final slice: the two halves of a stretch of the evaluation half of the text."""
+    windows = tokens // text.context
+    if windows < 2:
+        raise LyapunovPruneError(
+            f"{tokens} tokens to score are {windows} windows of {text.context}, and an error takes two; raise "
+            "--score-tokens"
+        )
+    both = replace(text, tokens=2 * windows * text.context).load(loaded, "evaluation", offline=offline)
+    return both.take(range(windows)), both.take(range(windows, 2 * windows))

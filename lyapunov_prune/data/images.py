@@ -1,0 +1,134 @@
+"""Images with their classes: what is measured of an image classifier, checked once, and known by its hashes."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import PreTrainedModel
+
+from lyapunov_prune.errors import LyapunovPruneError
+from lyapunov_prune.models.classifiers import image_shape, looks_at_images
+from lyapunov_prune.models.plain import require_in_memory
+from lyapunov_prune.models.structure import identify
+from lyapunov_prune.results.overlap import Fingerprint
+from lyapunov_prune.results.result import MeasuredOn, versions
+
+
+@dataclass(frozen=True)
+class ImageBatch:
+    """Images as a model is given them, (images, channels, height, width) float32, and their classes (images,) int64."""
+
+    pixels: torch.Tensor
+    labels: torch.Tensor
+    source: str
+    split: str
+
+    def __post_init__(self) -> None:
+        if self.pixels.ndim != 4 or not self.pixels.is_floating_point() or len(self.pixels) == 0:
+            raise LyapunovPruneError(
+                f"images are {self.pixels.dtype} of shape {tuple(self.pixels.shape)}; give floats, images × channels × "
+                "height × width"
+            )
+        if self.labels.shape != self.pixels.shape[:1] or self.labels.dtype != torch.int64:
+            raise LyapunovPruneError(
+                f"labels are {self.labels.dtype} of shape {tuple(self.labels.shape)}; give an int64 for each of "
+                f"{len(self.pixels)} images"
+            )
+        if not bool(self.pixels.isfinite().all()):
+            raise LyapunovPruneError(f"a pixel of {self.source} is NaN or infinite; give finite pixels")
+
+    def __len__(self) -> int:
+        return len(self.pixels)
+
+    def item(self, index: int) -> torch.Tensor:
+        """One image, channels × height × width."""
+        return self.pixels[index]
+
+    def take(self, indices: Sequence[int]) -> ImageBatch:
+        """The images of these places, in this order."""
+        places = torch.tensor(indices, dtype=torch.int64)
+        return replace(self, pixels=self.pixels[places], labels=self.labels[places])
+
+    @property
+    def text_hash(self) -> str:
+        """SHA-256 of the shape, the pixels and the labels."""
+        digest = hashlib.sha256(str(tuple(self.pixels.shape)).encode())
+        digest.update(self.pixels.to("cpu", torch.float32).contiguous().numpy().tobytes())
+        digest.update(self.labels.to("cpu").contiguous().numpy().tobytes())
+        return digest.hexdigest()
+
+    @property
+    def image_hashes(self) -> np.ndarray:
+        """A hash of each image, (images,) uint64, the same for every mean and deviation that pixels are scaled by.
+
+        Every channel is stretched to 0 … 255 and rounded. Pixels of 8 bits come back exactly, or stretched alike: the
+        step of 10⁻³ keeps a half, which rounding may move, from falling to either side.
+        """
+        pixels = self.pixels.to("cpu", torch.float64)
+        low, high = pixels.amin((2, 3), keepdim=True), pixels.amax((2, 3), keepdim=True)
+        stretched = (pixels - low) * (255 / (high - low).clamp_min(1e-12)) + 0.5 + 1e-3
+        rows = stretched.floor().clamp(0, 255).to(torch.uint8).flatten(1).numpy()
+        digests = b"".join(hashlib.blake2b(row.tobytes(), digest_size=8).digest() for row in rows)
+        return np.frombuffer(digests, dtype="<u8")
+
+    def shared_with(self, seen: MeasuredOn) -> int:
+        """How many of these images are among those that something was measured on."""
+        if seen.text_hash == self.text_hash:
+            return len(self)
+        if not seen.images or seen.fingerprint is None:
+            return 0
+        known = np.frombuffer(base64.b64decode(seen.fingerprint.hashes), dtype="<u8")
+        return int(np.isin(self.image_hashes, known).sum())
+
+    def measured_on(self, model: PreTrainedModel, seed: int | None = None) -> MeasuredOn:
+        hashes = base64.b64encode(self.image_hashes.tobytes()).decode()
+        return MeasuredOn(
+            model=identify(model),
+            dtype=str(model.dtype).removeprefix("torch."),
+            device=model.device.type,
+            text=self.source,
+            split=self.split,
+            text_hash=self.text_hash,
+            tokens=len(self),
+            context=self.pixels.shape[-1],
+            bos=None,
+            seed=seed,
+            versions=versions(),
+            fingerprint=Fingerprint(1, 1, hashes),
+            images=True,
+        )
+
+
+def checked_images(model: PreTrainedModel, images: ImageBatch) -> ImageBatch:
+    """`images`, if they are of the size that `model` looks at, and of classes that it tells apart.
+
+    Raises LyapunovPruneError otherwise, for a model of text, and for one with weights elsewhere.
+    """
+    require_in_memory(model)
+    kind = type(model).__name__
+    if not looks_at_images(model):
+        raise LyapunovPruneError(f"{kind} reads text, and {images.source} are images; give a text, or a ViT or DeiT")
+    wanted, given = image_shape(model), tuple(images.pixels.shape[1:])
+    if given != wanted:
+        raise LyapunovPruneError(
+            f"images of {images.source} are {_size(given)} and {kind} looks at {_size(wanted)} (channels × height × "
+            "width); give images of that size"
+        )
+    low, high = int(images.labels.min()), int(images.labels.max())
+    classes: Any = model.config.num_labels
+    if low < 0 or high >= classes:
+        raise LyapunovPruneError(
+            f"a label of {images.source} is {low if low < 0 else high} and {kind} tells {classes} classes "
+            f"apart; give labels 0 to {classes - 1}"
+        )
+    return images
+
+
+def _size(shape: Sequence[int]) -> str:
+    return " × ".join(map(str, shape))

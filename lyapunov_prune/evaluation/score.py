@@ -1,0 +1,127 @@
+"""How well a model does on each item of its data: windows of text, or images."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import pandas as pd
+import torch
+from torch.nn.functional import cross_entropy
+from transformers import PreTrainedModel
+
+from lyapunov_prune.arguments import checked, require_least
+from lyapunov_prune.data.batch import TokenBatch
+from lyapunov_prune.data.examples import as_examples
+from lyapunov_prune.data.images import ImageBatch
+from lyapunov_prune.errors import LyapunovPruneError
+from lyapunov_prune.evaluation.perplexity import of_windows, require_finite_losses
+from lyapunov_prune.forward.reading import read
+from lyapunov_prune.forward.scoring import next_token_loss
+from lyapunov_prune.linalg import lift
+from lyapunov_prune.models.structure import in_eval_mode
+from lyapunov_prune.progress import track
+from lyapunov_prune.results.result import MeasuredOn, Result
+
+
+@dataclass(frozen=True)
+class ItemScores(Result):
+    """What every window of tokens, or every image, gave; arrays (items,), float64.
+
+    `losses` are in nats: the mean over the tokens of a window but the first, or `−log p` of an image's class.
+    `correct` is the share of a window's tokens that were the most likely next one, or 0 or 1 for an image.
+    """
+
+    losses: np.ndarray
+    correct: np.ndarray
+    measured_on: MeasuredOn
+
+    @property
+    def images(self) -> bool:
+        return self.measured_on.images
+
+    @property
+    def items(self) -> np.ndarray:
+        """What is scored of each item, of which `value` is the mean: `−loss` for text, 0 or 1 for images."""
+        return self.correct if self.images else -self.losses
+
+    @property
+    def value(self) -> float:
+        """The score, higher is better: top-1 accuracy for images, `−loss` in nats a token for text."""
+        return float(self.items.mean())
+
+    @property
+    def loss(self) -> float:
+        return float(self.losses.mean())
+
+    @property
+    def accuracy(self) -> float:
+        """Top-1 for images, the share of next tokens for text."""
+        return float(self.correct.mean())
+
+    def to_frame(self) -> pd.DataFrame:
+        return pd.DataFrame({"item": range(len(self.losses)), "loss": self.losses, "correct": self.correct})
+
+    def summary(self) -> pd.DataFrame:
+        return pd.DataFrame([{"score": self.value, "loss": self.loss, "accuracy": self.accuracy}])
+
+    def headline(self) -> str:
+        return self.measured_on.line()
+
+
+@checked
+@in_eval_mode
+@torch.no_grad()
+def score(model: PreTrainedModel, examples: TokenBatch | ImageBatch, *, batch_size: int = 1) -> ItemScores:
+    """Loss and accuracy of `model` on every item of `examples`, `batch_size` items a forward.
+
+    A window of tokens is scored as by `perplexity`, its first token unscored; an image by its class.
+
+    Raises LyapunovPruneError for examples that the model cannot be given and for a loss that is not finite;
+    NonFiniteError where a layer of a decoder can be named.
+    """
+    require_least(1, batch_size=batch_size)
+    examples = as_examples(model, examples)
+    if isinstance(examples, ImageBatch):
+        return _of_images(model, examples, batch_size)
+    reading = read(model, examples)
+    losses, correct = np.array(of_windows(reading, _loss_and_correct, batch_size, "score")).T.copy()
+    require_finite_losses(reading, losses)
+    return ItemScores(losses, correct, reading.measured_on())
+
+
+def _loss_and_correct(logits: torch.Tensor, ids: torch.Tensor) -> tuple[float, float]:
+    likely = logits[:-1].argmax(-1) == ids[1:].to(logits.device)
+    return next_token_loss(logits, ids), float(likely.double().mean())
+
+
+def _of_images(model: PreTrainedModel, images: ImageBatch, batch_size: int) -> ItemScores:
+    losses, correct = [], []
+    batches = list(zip(images.pixels.split(batch_size), images.labels.split(batch_size), strict=True))
+    for pixels, labels in track(batches, "score"):
+        logits = model(pixel_values=pixels.to(model.device, model.dtype)).logits.cpu()
+        losses.append(cross_entropy(lift(logits), labels, reduction="none"))
+        correct.append((logits.argmax(-1) == labels).double())
+    found = torch.cat(losses).numpy()
+    if not np.isfinite(found).all():
+        raise LyapunovPruneError(
+            f"the loss of image {int(np.argmin(np.isfinite(found)))} of {images.source} is not finite; load the model "
+            "in a wider dtype (--dtype float32) or check its weights"
+        )
+    return ItemScores(found, torch.cat(correct).numpy(), images.measured_on(model))
+
+
+def paired_error(a: ItemScores, b: ItemScores) -> float:
+    """The standard error of `a.value − b.value`, paired by item: `sd(a_i − b_i) / √n`, n − 1 degrees of freedom.
+
+    Raises LyapunovPruneError for scores of other items, and for one item alone.
+    """
+    if a.measured_on.text_hash != b.measured_on.text_hash:
+        raise LyapunovPruneError(
+            f"scores of {a.measured_on.text} ({a.measured_on.split}) and {b.measured_on.text} ({b.measured_on.split}) "
+            "are of other items and pair with none; score both models on the same"
+        )
+    differences = a.items - b.items
+    if len(differences) < 2:
+        raise LyapunovPruneError("one item has no spread to tell an error by; score two items or more")
+    return float(differences.std(ddof=1) / np.sqrt(len(differences)))

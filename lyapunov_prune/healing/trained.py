@@ -1,0 +1,44 @@
+"""What is trained, and on what in which order: the part of a run that healing and recovery share."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from lyapunov_prune.healing.low_rank import low_rank_updates
+from lyapunov_prune.models.structure import find_layers
+
+
+@contextmanager
+def trained(model: PreTrainedModel, rank: int | None, seed: int) -> Iterator[dict[str, nn.Parameter]]:
+    """The parameters to train, by name; nothing else in `model` takes a gradient inside the block.
+
+    Without `rank` those of the layers, with it the factors of `low_rank_updates`, which the end of the block adds to
+    the weights.
+    """
+    flags = {p: p.requires_grad for p in model.parameters()}
+    try:
+        model.requires_grad_(False)
+        if rank is not None:
+            with low_rank_updates(model, rank, seed) as factors:
+                yield factors
+        else:
+            layers = find_layers(model).layers
+            layers.requires_grad_(True)
+            yield dict(layers.named_parameters())
+    finally:
+        for parameter, flag in flags.items():
+            parameter.requires_grad_(flag)
+            parameter.grad = None
+
+
+def drawn_order(items: int, steps: int, seed: int) -> list[int]:
+    """The item of each step: all of them in a drawn order, then all in another. A longer order begins alike."""
+    generator = torch.Generator().manual_seed(seed)
+    rounds = [torch.randperm(items, generator=generator) for _ in range(math.ceil(steps / items))]
+    return torch.cat(rounds)[:steps].tolist()

@@ -1,0 +1,237 @@
+"""What each attention and each activation is worth, within its type: the order in which the layers of a type go."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import torch
+from torch import nn
+from torch.nn.functional import cross_entropy, linear
+from transformers import PreTrainedModel
+
+from lyapunov_prune.arguments import require_least
+from lyapunov_prune.data.batch import TokenBatch
+from lyapunov_prune.data.examples import Examples
+from lyapunov_prune.errors import LyapunovPruneError
+from lyapunov_prune.forward.branches import find_branches
+from lyapunov_prune.forward.hooks import hidden_of, with_hidden
+from lyapunov_prune.forward.logits import sample_inputs, uncached_logits
+from lyapunov_prune.healing.trained import drawn_order
+from lyapunov_prune.merging.unmerged import Unmerged
+from lyapunov_prune.models.feedforward import Affine, FeedForward
+from lyapunov_prune.models.hooked import hooked
+from lyapunov_prune.models.projections import layer_projections
+from lyapunov_prune.models.structure import find_layers, in_eval_mode
+from lyapunov_prune.progress import track
+from lyapunov_prune.results.arrays import require_array
+from lyapunov_prune.results.result import MeasuredOn, Result
+
+IMPORTANCES = ("taylor", "learned")
+STEPS = 48
+RATE = 0.05  # of a step of m̄, whose gradient has a root mean square of 1 in each type; m̄ begins at 1 and is cut at 1/2
+PULL = 2.0
+
+
+@dataclass(frozen=True)
+class Importance(Result):
+    """What the attention and the activation of each layer are worth, (L,) each; the smallest of a type goes first.
+
+    With `m f(x) + (1 − m) f_cut(x)` in every branch (of an attention f_cut = 0, of a feed-forward block it is the block
+    with its activation replaced by `reduction`): `taylor` is `|∂loss/∂m|` at m = 1 of the mean loss over `items` items;
+    `learned` is m̄ after `items` steps. Numbers of the two types are not comparable, and nothing here orders them.
+    """
+
+    method: str
+    reduction: str
+    items: int
+    attention: np.ndarray
+    activation: np.ndarray
+    measured_on: tuple[MeasuredOn, ...] = ()
+
+    def __post_init__(self) -> None:
+        count = len(self.attention)
+        for name in ("attention", "activation"):
+            require_array(f"importance, {name}", getattr(self, name), (count,), least=-np.inf)
+
+    def first(self, attention: int, activation: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """The layers that lose their attention, and those that lose their activation, so many of each."""
+        orders = (np.argsort(worth, kind="stable") for worth in (self.attention, self.activation))
+        a, g = (tuple(order[:n].tolist()) for order, n in zip(orders, (attention, activation), strict=True))
+        return a, g
+
+    def to_frame(self) -> pd.DataFrame:
+        """By layer: the worth of both parts, and their places in the order of their type (0 goes first)."""
+        frame = pd.DataFrame({"layer": np.arange(len(self.attention))})
+        for name in ("attention", "activation"):
+            worth = getattr(self, name)
+            frame[name] = worth
+            frame[f"{name} goes"] = np.argsort(np.argsort(worth, kind="stable"), kind="stable")
+        return frame
+
+    def headline(self) -> str:
+        return (
+            f"Importance within each type by {self.method} ({self.items} items, reduction {self.reduction}); "
+            "the two types are not compared"
+        )
+
+
+@in_eval_mode
+def _measure(model: PreTrainedModel, measure: Callable[[], np.ndarray]) -> np.ndarray:
+    flags = {p: p.requires_grad for p in model.parameters()}
+    model.requires_grad_(False)
+    try:
+        return measure()
+    finally:
+        for parameter, flag in flags.items():
+            parameter.requires_grad_(flag)
+
+
+def measure_importance(
+    student: Unmerged,
+    examples: Examples,
+    method: str = "taylor",
+    *,
+    items: int = 16,
+    targets: tuple[int, int] = (1, 1),
+    seed: int = 0,
+) -> Importance:
+    """The importance by one of IMPORTANCES, of the model of `student` as it is, whose weights stay.
+
+    `taylor` takes one forward and one backward for each of `items` items, in an order drawn from `seed`. `learned`
+    takes STEPS of them: one m̄ a branch begins at 1; the forward has the mask `m̄ > ½`, the gradient goes to m̄ as if
+    there were none (Bengio, Léonard and Courville, arXiv:1308.3432), is scaled to a root mean square of 1 within each
+    type, and a pull of PULL, with the sign of `kept − wanted`, leads each type to the number that `targets` lets go.
+    (Boundary depth pruning; here the weights are not trained meanwhile.)
+
+    Raises LyapunovPruneError for an unknown method, and for gradients that are not finite.
+    """
+    if method not in IMPORTANCES:
+        raise LyapunovPruneError(f"unknown importance {method!r}; give {' or '.join(IMPORTANCES)}")
+    require_least(1, items=items)
+    if method == "learned":
+        items = STEPS
+    order = drawn_order(len(examples), items, seed)
+
+    def measure() -> np.ndarray:
+        if method == "taylor":
+            return taylor(student, examples, order)
+        return learned(student, examples, order, targets)
+
+    worth = _measure(student.model, measure)
+    if not np.isfinite(worth).all():
+        raise LyapunovPruneError(
+            "the loss has no finite gradient by its branches; load the model in a wider dtype or check its weights"
+        )
+    attention, activation = worth
+    return Importance(
+        method, student.reduction, items, attention, activation, (examples.measured_on(student.model, seed),)
+    )
+
+
+@torch.enable_grad()
+def taylor(student: Unmerged, examples: Examples, order: Sequence[int]) -> np.ndarray:
+    """`|∂loss/∂m|` at m = 1, (2, L) float64: attentions, then activations; of the mean loss over these items."""
+    m = torch.ones(2, len(student.blocks), device=student.model.device, dtype=student.model.dtype, requires_grad=True)
+    total = np.zeros(m.shape)
+    with mixed(student, lambda: m):
+        for item in track(order, "importance"):
+            (gradient,) = torch.autograd.grad(task_loss(student.model, examples, item), m)
+            total += gradient.double().cpu().numpy()
+    return np.abs(total / len(order))
+
+
+@torch.enable_grad()
+def learned(student: Unmerged, examples: Examples, order: Sequence[int], targets: tuple[int, int]) -> np.ndarray:
+    """m̄ after a step on each of these items, (2, L) float64."""
+    L = len(student.blocks)
+    m = torch.ones(2, L, device=student.model.device, dtype=student.model.dtype, requires_grad=True)
+    goes = torch.tensor(targets, device=m.device)
+    with mixed(student, lambda: (m > 0.5).to(m) + (m - m.detach())):
+        for item in track(order, "importance"):
+            (gradient,) = torch.autograd.grad(task_loss(student.model, examples, item), m)
+            scale = gradient.square().mean(1, keepdim=True).sqrt().clamp_min(torch.finfo(m.dtype).tiny)
+            pull = PULL * torch.sign((m > 0.5).sum(1) - (L - goes))
+            with torch.no_grad():
+                m -= RATE * (gradient / scale + pull.unsqueeze(1))
+    return m.detach().double().cpu().numpy()
+
+
+def task_loss(model: PreTrainedModel, examples: Examples, index: int) -> torch.Tensor:
+    """Cross-entropy of one item, with its gradient: mean over the next tokens, or that of an image's class."""
+    inputs = examples.item(index).unsqueeze(0).to(model.device)
+    logits = uncached_logits(model, inputs)
+    if isinstance(examples, TokenBatch):
+        return cross_entropy(logits[0, :-1], inputs[0, 1:])
+    return cross_entropy(logits, examples.labels[[index]].to(model.device))
+
+
+@contextmanager
+def mixed(student: Unmerged, weights: Callable[[], torch.Tensor]) -> Iterator[None]:
+    """Run the model of `student` with `m f(x) + (1 − m) f_cut(x)` in the place of every branch f, norm and all.
+
+    `weights()` gives m (2 × L) anew for each branch: of the attentions, and of the feed-forward blocks.
+    """
+    before: list[tuple[nn.Module, Callable[..., None]]] = []
+    after: list[tuple[nn.Module, Callable[..., Any]]] = []
+    affines = student.merged(range(len(student.blocks)))
+    for index, ends in enumerate(_exits(student.model)):
+        after.append((ends[0], _scaled(index, weights)))
+        layer, block = student.layers[index], student.blocks[index]
+        note, mix = _mixing(layer, block, ends[1], affines[index], weights)
+        before.append((layer.get_submodule(block.up.module), note))
+        after.append((ends[1], mix))
+    with hooked(before=before, after=after):
+        yield
+
+
+def _scaled(index: int, weights: Callable[[], torch.Tensor]) -> Callable[..., Any]:
+    def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
+        return with_hidden(output, weights()[0, index] * hidden_of(output))
+
+    return hook
+
+
+def _mixing(
+    layer: nn.Module, block: FeedForward, end: nn.Module, affine: Affine, weights: Callable[[], torch.Tensor]
+) -> tuple[Callable[..., None], Callable[..., torch.Tensor]]:
+    given: list[torch.Tensor] = []
+    last = layer.get_submodule(block.block or block.out.module)
+
+    def note(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        given.append(args[0])
+
+    def mix(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: torch.Tensor) -> torch.Tensor:
+        x, (W, b), m = given.pop(), affine, weights()[1, block.layer]
+        cut = linear(x, W.to(x), None if b is None else b.to(x))
+        if end is not last:  # a norm that the block's output alone goes through
+            cut = end.forward(cut)
+        return m * output + (1 - m) * cut.view_as(output)
+
+    return note, mix
+
+
+@torch.no_grad()
+def _exits(model: PreTrainedModel) -> list[tuple[nn.Module, nn.Module]]:
+    """Of every layer the modules whose outputs attention and feed-forward block add to the residual stream."""
+    structure = find_layers(model)
+    ends: list[tuple[nn.Module, nn.Module]] = []
+
+    def note(index: int) -> Callable[..., None]:
+        def hook(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+            matrices: dict[str, bool] = {}
+            for p in layer_projections(layer, index, "", structure.model_type, structure.config):
+                child, _, rest = p.module.partition(".")
+                matrices[child] = not rest
+            attention, block = find_branches(layer, args, kwargs, matrices)
+            ends.append((attention.exit, block.exit))
+
+        return hook
+
+    with hooked(after=[(layer, note(index)) for index, layer in enumerate(structure.layers)]):
+        uncached_logits(model, sample_inputs(model, None)[0])
+    return ends

@@ -1,0 +1,230 @@
+"""The points of a map, recovered: each from what the one before it on its chain has learnt, each a job of its own."""
+
+from __future__ import annotations
+
+import copy
+import shutil
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+from transformers import PreTrainedModel
+
+from lyapunov_prune.data.examples import Examples
+from lyapunov_prune.errors import LyapunovPruneError
+from lyapunov_prune.evaluation.score import score
+from lyapunov_prune.healing.state import TrainingState
+from lyapunov_prune.healing.trained import drawn_order, trained
+from lyapunov_prune.joint.chains import DENSE, Pair
+from lyapunov_prune.joint.importance import Importance
+from lyapunov_prune.joint.recovery import Lesson, Recipe, inherit, recover
+from lyapunov_prune.merging.unmerged import Unmerged
+from lyapunov_prune.progress import track
+from lyapunov_prune.results.arrays import require_array
+from lyapunov_prune.results.result import MeasuredOn, Result
+from lyapunov_prune.results.store import Store
+
+
+@dataclass(frozen=True)
+class Points(Result):
+    """Recovered pairs, n of them: `pairs` (n, 2), `seeds` (n,), `scores` (n,) on the selection slice, larger is better.
+
+    `items` (n, m) is the score of each of the m selected items, of which `scores` is the mean. `losses` (n, 2) is the
+    distillation loss before the first and before the last step; `seconds` (n,) is of learning and scoring. Each took
+    `steps` steps from the weights of the pair before it on its chain; so a score of n layers has seen n·steps of them.
+    """
+
+    layers: int
+    steps: int
+    recipe: Recipe
+    pairs: np.ndarray
+    seeds: np.ndarray
+    scores: np.ndarray
+    items: np.ndarray
+    losses: np.ndarray
+    seconds: np.ndarray
+    measured_on: tuple[MeasuredOn, ...]
+
+    def __post_init__(self) -> None:
+        count = len(self.scores)
+        require_array("points, pairs", self.pairs, (count, 2), most=self.layers)
+        require_array("points, scores", self.scores, (count,), least=-np.inf)
+        require_array("points, losses", self.losses, (count, 2), least=-np.inf)
+        require_array("points, seconds", self.seconds, (count,))
+
+    @property
+    def first(self) -> np.ndarray:
+        """(n,) bool: the points of the first seed, through which the map goes."""
+        return self.seeds == self.seeds[0]
+
+    def repeats(self) -> list[list[float]]:
+        """For each pair with several seeds, its scores."""
+        rows: dict[Pair, list[float]] = {}
+        for (a, g), value in zip(self.pairs.tolist(), self.scores.tolist(), strict=True):
+            rows.setdefault((a, g), []).append(value)
+        return [row for row in rows.values() if len(row) > 1]
+
+    def difference_error(self, first: int, second: int) -> float:
+        """The standard error of the difference of the scores of two points, paired by item."""
+        difference = self.items[first] - self.items[second]
+        return float(difference.std(ddof=1) / np.sqrt(len(difference)))
+
+    def to_frame(self) -> pd.DataFrame:
+        attention, activation = self.pairs.T
+        columns = {"attention": attention, "activation": activation, "seed": self.seeds, "score": self.scores}
+        losses = {"first loss": self.losses[:, 0], "last loss": self.losses[:, 1]}
+        return pd.DataFrame({**columns, **losses, "seconds": self.seconds})
+
+    def headline(self) -> str:
+        return f"{int(self.first.sum())} recovered points of {self.layers} layers, {self.steps} steps each"
+
+
+@dataclass(frozen=True, eq=False)
+class Course:
+    """All that the recoveries of one run share; the state of each is in a folder of its own in `folder`.
+
+    `student` is the dense model and what its layers can be cut to; it stays as it is, as its model is the teacher.
+    """
+
+    student: Unmerged
+    learn: Examples
+    importance: Importance
+    parents: dict[Pair, Pair]
+    steps: int
+    seed: int
+    recipe: Recipe
+    folder: Path
+    about: dict[str, Any]
+
+    @property
+    def teacher(self) -> PreTrainedModel:
+        return self.student.model
+
+    def lineage(self, pair: Pair) -> list[Pair]:
+        """The points before `pair` on its chain, and `pair`; none for the dense model."""
+        return [] if pair == DENSE else [*self.lineage(self.parents[pair]), pair]
+
+    def lesson(self, pair: Pair, seed: int) -> Lesson:
+        """What the point `pair` learns. Along a chain every item comes once before any comes twice."""
+        depth = sum(pair)
+        name = f"point ({pair[0]}, {pair[1]})" + ("" if seed == self.seed else f" of seed {seed}")
+        items = drawn_order(len(self.learn), depth * self.steps, seed)[-self.steps :]
+        return Lesson(name, *self.importance.first(*pair), tuple(items), seed + 1000 * depth)
+
+    def last_lesson(self, pair: Pair, start: Pair, steps: int) -> Lesson:
+        """The final recovery of `pair` from what the point `start` has learnt."""
+        before = sum(start) * self.steps
+        items = drawn_order(len(self.learn), before + steps, self.seed)[before:]
+        return Lesson("the final recovery", *self.importance.first(*pair), tuple(items), self.seed)
+
+    def nearest(self, pair: Pair) -> Pair:
+        """`pair` if it is a point, else the one of most layers among those that remove no more of either type."""
+        smaller = [p for p in (DENSE, *self.parents) if p[0] <= pair[0] and p[1] <= pair[1]]
+        return max(smaller, key=sum)
+
+    def state(self, name: str, lesson: Lesson, *, resume: bool) -> TrainingState:
+        return TrainingState(self.folder / name, {**self.about, **vars(lesson)}, resume=resume)
+
+    def taught(self, pair: Pair) -> Unmerged:
+        """A student who has learnt all lessons up to the point `pair`. Raises LyapunovPruneError where one is lost."""
+        student = copy.deepcopy(self.student)
+        lineage = self.lineage(pair)
+        for point in lineage if self.recipe.rank is not None else lineage[-1:]:
+            lesson = self.lesson(point, self.seed)
+            with self.state(_name(point), lesson, resume=True) as state:
+                tensors = state.load()
+            if not tensors:
+                raise LyapunovPruneError(
+                    f"{self.folder / _name(point)} has lost what {lesson.name} learnt; run without --resume"
+                )
+            inherit(student, lesson, self.recipe, tensors)
+        return student
+
+    def forget(self, keep: Sequence[Pair] = ()) -> None:
+        """Delete the states of all points but these."""
+        for point in self.parents:
+            if point not in keep:
+                TrainingState(self.folder / _name(point), {}).close()
+
+
+def recover_points(
+    course: Course,
+    select: Examples,
+    repeated: Sequence[Pair],
+    seeds: int,
+    store: Store,
+    *,
+    resume: bool,
+    batch_size: int,
+) -> Points:
+    """Recover and score every point of `course`, and those `repeated` with `seeds` − 1 more seeds.
+
+    Each is a job in `store`: after `kill -9` those that are done are not done again, and the one at work goes on from
+    its state. What a point has learnt stays in its folder until the course forgets it: any may be where the final
+    recovery begins.
+
+    Raises LyapunovPruneError naming point and step for a loss that is not finite, and for a disk without room.
+    """
+    jobs = [(point, course.seed) for point in course.parents]
+    jobs += [(point, course.seed + n) for n in range(1, seeds) for point in repeated]
+    rows: list[dict[str, Any]] = []
+    _require_room(course, sum(f"{_name(point)}-{seed}" not in store for point, seed in jobs))
+    for point, seed in track(jobs, "points"):
+        key = f"{_name(point)}-{seed}"
+        if key not in store:
+            store.add(key, _recovered(course, select, point, seed, resume=resume, batch_size=batch_size))
+            if seed != course.seed:  # nobody inherits from it
+                TrainingState(course.folder / key, {}).close()
+        rows.append(store[key])
+    return Points(
+        layers=len(course.student.blocks),
+        steps=course.steps,
+        recipe=course.recipe,
+        pairs=np.array([point for point, _ in jobs]),
+        seeds=np.array([seed for _, seed in jobs]),
+        scores=np.array([row["score"] for row in rows]),
+        items=np.array([row["items"] for row in rows]),
+        losses=np.array([row["losses"] for row in rows]),
+        seconds=np.array([row["seconds"] for row in rows]),
+        measured_on=(course.learn.measured_on(course.teacher), select.measured_on(course.teacher)),
+    )
+
+
+def _recovered(
+    course: Course, select: Examples, point: Pair, seed: int, *, resume: bool, batch_size: int
+) -> dict[str, Any]:
+    began = time.monotonic()
+    lesson = course.lesson(point, seed)
+    student = course.taught(course.parents[point])
+    name = _name(point) if seed == course.seed else f"{_name(point)}-{seed}"
+    with course.state(name, lesson, resume=resume) as state:
+        losses = recover(student, course.teacher, course.learn, lesson, course.recipe, state)
+    with student.cut(lesson.attention, lesson.activation) as model:
+        scored = score(model, select, batch_size=batch_size)
+    return {
+        "score": scored.value,
+        "items": scored.items.tolist(),
+        "losses": [losses[0], losses[-1]],
+        "seconds": time.monotonic() - began,
+    }
+
+
+def _name(point: Pair) -> str:
+    return f"{point[0]}-{point[1]}"
+
+
+def _require_room(course: Course, jobs: int) -> None:
+    """Raise LyapunovPruneError unless the disk holds what the points learn, and the state of one at work."""
+    with trained(course.teacher, course.recipe.rank, 0) as parameters:
+        size = sum(p.nbytes for p in parameters.values())
+    folder = next(path for path in (course.folder, *course.folder.absolute().parents) if path.exists())
+    free = shutil.disk_usage(folder).free
+    if jobs and (jobs + 3) * size > free:
+        raise LyapunovPruneError(
+            f"{jobs} points learn {size / 2**30:.2g} GiB each and {folder} has {free / 2**30:.2g} GiB left; free "
+            "space, or let them learn less (--rank 8)"
+        )

@@ -1,0 +1,96 @@
+"""One recovery: an unmerged student learns, for some steps, to predict what the dense model predicts."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from transformers import PreTrainedModel
+
+from lyapunov_prune.data.examples import Examples
+from lyapunov_prune.errors import LyapunovPruneError
+from lyapunov_prune.healing.distillation import Distillation
+from lyapunov_prune.healing.heal import FULL_RATE, LOW_RANK_RATE
+from lyapunov_prune.healing.state import TrainingState
+from lyapunov_prune.healing.trained import trained
+from lyapunov_prune.merging.unmerged import Unmerged
+from lyapunov_prune.progress import track
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """What every recovery of a run has in common. Without `rank` all parameters of the layers learn."""
+
+    rank: int | None = None
+    learning_rate: float | None = None
+    temperature: float = 1.0
+    optimizer: str = "adamw"
+
+    @property
+    def rate(self) -> float:
+        """As given, else that of healing."""
+        return self.learning_rate or (FULL_RATE if self.rank is None else LOW_RANK_RATE)
+
+
+@dataclass(frozen=True)
+class Lesson:
+    """What a student learns: without which layers' attention and activation, from which items, with which seed."""
+
+    name: str
+    attention: tuple[int, ...]
+    activation: tuple[int, ...]
+    items: tuple[int, ...]
+    seed: int
+
+
+def recover(
+    student: Unmerged,
+    teacher: PreTrainedModel,
+    examples: Examples,
+    lesson: Lesson,
+    recipe: Recipe,
+    state: TrainingState,
+) -> list[float]:
+    """Train the weights of `student`, in place, one item a step; returns the loss before each step.
+
+    Unmerged: what is gone is so only inside `Unmerged.cut`. The state is kept in `state` about every 20 seconds, and in
+    the end what was learnt, alone. Where it holds a state the run goes on from there and ends, on the CPU with as many
+    threads, as if it had never stopped, bit for bit.
+
+    Raises LyapunovPruneError naming the lesson and the step for a loss or gradient that is not finite.
+    """
+    cut = student.cut(lesson.attention, lesson.activation)
+    with cut as model, trained(model, recipe.rank, lesson.seed) as parameters:
+        steps = len(lesson.items)
+        run = Distillation(
+            model, teacher, parameters, recipe.rate, recipe.temperature, steps, optimizer=recipe.optimizer
+        )
+        if tensors := state.load():
+            run.go_on_from(tensors)
+        for item in track(lesson.items[run.step :], f"recovery of {lesson.name}"):
+            try:
+                run.take_step(examples.item(item).unsqueeze(0))
+            except LyapunovPruneError as error:
+                raise LyapunovPruneError(f"{lesson.name}: {error}") from None
+            if run.step < steps and state.is_due():
+                state.save(run.step, run.tensors())
+        state.save(steps, learnt(run.tensors()))
+    return run.losses
+
+
+def learnt(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Of all that a run keeps, what it has taught."""
+    return {name: t for name, t in tensors.items() if name == "losses" or name.startswith("parameter/")}
+
+
+@torch.no_grad()
+def inherit(student: Unmerged, lesson: Lesson, recipe: Recipe, tensors: Mapping[str, torch.Tensor]) -> None:
+    """Let `student` know what a lesson has taught, as if it had taken it itself; `tensors` are of its last state.
+
+    With low rank the lessons before it must have been inherited, in order.
+    """
+    cut = student.cut(lesson.attention, lesson.activation)
+    with cut as model, trained(model, recipe.rank, lesson.seed) as parameters:
+        for name, parameter in parameters.items():
+            parameter.copy_(tensors[f"parameter/{name}"])

@@ -1,0 +1,63 @@
+"""What a joint removal leaves behind: the decision, all that it rests on, and what the checkpoint scores."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import pandas as pd
+
+from lyapunov_prune.joint.decision import JointDecision
+from lyapunov_prune.joint.importance import Importance
+from lyapunov_prune.joint.map import JointMap
+from lyapunov_prune.joint.points import Points
+from lyapunov_prune.joint.times import Times
+from lyapunov_prune.pruning.plan import PruningPlan
+from lyapunov_prune.results.result import MeasuredOn, Result
+
+REPORT, PLAN = "joint.json", "plan.json"  # beside the weights
+
+
+@dataclass(frozen=True)
+class JointRun(Result):
+    """A joint removal and all that it rests on.
+
+    `dense` and `chosen` are scores on the final slice, which nothing before has seen; `error` is the standard error of
+    their difference, paired by item. `start` is the point whose weights the final recovery began with, `losses` the
+    distillation loss before each of its steps. `parameters` and `size` (bytes) are before and after; `seconds` says
+    what each part took in the run that ended, `times` what a budget of time went by.
+    """
+
+    importance: Importance
+    points: Points
+    map: JointMap
+    decision: JointDecision
+    plan: PruningPlan
+    times: Times | None
+    start: tuple[int, int]
+    losses: np.ndarray
+    dense: float
+    chosen: float
+    error: float
+    parameters: tuple[int, int]
+    size: tuple[int, int]
+    seconds: dict[str, float]
+    measured_on: MeasuredOn
+
+    def to_frame(self) -> pd.DataFrame:
+        """By part of the run, its seconds."""
+        parts = {**self.seconds, "together": sum(self.seconds.values())}
+        return pd.DataFrame({"part": list(parts), "seconds": list(parts.values())})
+
+    def headline(self) -> str:
+        score = "top-1 accuracy" if self.measured_on.images else "−loss in nats a token"
+        return (
+            f"{self.decision.headline()}\n{self.plan.headline()}\n"
+            f"After {len(self.losses)} more steps {score} {self.chosen:.4g} on the final slice (dense "
+            f"{self.dense:.4g}; standard error of the difference {self.error:.2g}); {self.parameters[1]:,} of "
+            f"{self.parameters[0]:,} parameters, {self.size[1]:,} bytes of {self.size[0]:,}\n{self.measured_on.line()}"
+        )
+
+    def about(self) -> str:
+        """What a model card says of it."""
+        return self.headline()

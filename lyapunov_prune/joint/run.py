@@ -1,0 +1,271 @@
+"""A joint removal from end to end: importance, points, map, decision, recovery, a compact checkpoint, its score."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from itertools import combinations
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from lyapunov_prune.arguments import checked, require_least
+from lyapunov_prune.data.batch import TokenBatch
+from lyapunov_prune.data.examples import Examples
+from lyapunov_prune.errors import LyapunovPruneError
+from lyapunov_prune.evaluation.score import paired_error, score
+from lyapunov_prune.forward.logits import uncached_logits
+from lyapunov_prune.healing.state import TrainingState
+from lyapunov_prune.joint.chains import LEAST_REACH, Pair, chains, reach_of, rivals
+from lyapunov_prune.joint.decision import decide, within_budget
+from lyapunov_prune.joint.importance import Importance, measure_importance
+from lyapunov_prune.joint.map import fit_map
+from lyapunov_prune.joint.points import Course, Points, recover_points
+from lyapunov_prune.joint.recovery import Recipe, recover
+from lyapunov_prune.joint.result import PLAN, REPORT, JointRun
+from lyapunov_prune.joint.times import Times, measure_times
+from lyapunov_prune.merging.unmerged import Unmerged
+from lyapunov_prune.models.feedforward import read_feedforward
+from lyapunov_prune.models.structure import find_layers, identify, in_eval_mode
+from lyapunov_prune.pruning.compact import Cuts, make_compact
+from lyapunov_prune.pruning.compact_checkpoint import write_compact
+from lyapunov_prune.pruning.counting import sizes_in_memory
+from lyapunov_prune.pruning.plan import PruningPlan
+from lyapunov_prune.results.files import require_empty, whole_folder
+from lyapunov_prune.results.history import add_step
+from lyapunov_prune.results.once import once
+from lyapunov_prune.results.result import MeasuredOn, encode
+from lyapunov_prune.results.store import Store
+
+_RECIPE = Recipe(rank=8)
+
+
+@checked
+@in_eval_mode
+def remove_jointly(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase | None,
+    slices: tuple[Examples, Examples, Examples],
+    output: str | Path,
+    *,
+    remove: int | None = None,
+    speedup: float | None = None,
+    reduction: str | None = None,
+    importance: str = "taylor",
+    steps: int = 12,
+    recover_steps: int = 100,
+    recipe: Recipe = _RECIPE,
+    seeds: int = 2,
+    seed: int = 0,
+    folder: str | Path,
+    resume: bool = False,
+    batch_size: int = 1,
+) -> JointRun:
+    """Remove attentions and activations of `model`, how many of each by a map of the score after recovery.
+
+    `slices` are three sets of data, of which no two share anything: to learn from, to select by, and the final one,
+    which is scored once, at the end. Importance gives an order within each type; the points of `points.chains` are
+    recovered by `steps` each and scored on the selection slice; a map goes through them, and the decision is its best
+    pair within the budget, `remove` or `speedup`. That pair learns `recover_steps` more, from the weights of its point
+    or of the nearest smaller one, is merged, written to the folder `output` as a compact checkpoint that has passed its
+    gate, and scored. `recipe` holds what all recoveries have in common.
+
+    Without `reduction` a gated block goes by mean-gate and a plain one by identity. The former is a convention: it
+    rests on one model. `folder` keeps the unfinished work: with `resume` a killed run goes on from there and comes to
+    the same decision; it is emptied when `output` is there.
+
+    Raises LyapunovPruneError for both budgets or none, one that cannot be met, slices that share data, a model that the
+    compact format does not know, whatever `decide`, `fit_map` and `recover` refuse, and a run of another kind in
+    `folder`; CheckFailed when the gate does not hold. Either way nothing is left at `output`.
+    """
+    require_empty(output)
+    require_least(1, steps=steps, recover_steps=recover_steps, seeds=seeds)
+    learn, select, final = slices
+    _require_trainable(model)
+    origins = tuple(data.measured_on(model) for data in slices)
+    _require_apart(slices, origins)
+    L = find_layers(model).num_layers
+    most = (L - 1 if model.can_generate() else L, L)
+    if speedup is None or remove is not None:  # a wrong budget costs no minutes
+        within_budget(L, remove, speedup, None, most)
+    seconds: dict[str, float] = {}
+    with _timing(seconds, "calibration"):
+        student = Unmerged(model, reduction or _default(model), lambda: _run(model, learn))
+    folder = Path(folder)
+    about: dict[str, Any] = {
+        "slices": encode(origins),
+        "budget": {"remove": remove, "speedup": speedup},
+        "reduction": student.reduction,
+        "importance": importance,
+        "recipe": encode(recipe),
+        "steps": [steps, recover_steps],
+        "seeds": [seed, seeds],
+    }
+    with Store(folder, "joint removal", about, resume=resume) as store:
+        times = None
+        if speedup is not None:
+            with _timing(seconds, "times"):
+                times = once(
+                    folder / "times.json",
+                    Times,
+                    origins[0],
+                    about,
+                    lambda: measure_times(student, learn, most),
+                    resume=resume,
+                )
+        table = None if times is None else times.table()
+        pairs = within_budget(L, remove, speedup, None if table is None else table.tolist(), most)
+        allowed = {(a, g) for a, g in pairs.tolist()}
+        reach = max(reach_of(allowed), LEAST_REACH)
+        with _timing(seconds, "importance"):
+            worth = once(
+                folder / "importance.json",
+                Importance,
+                origins[0],
+                about,
+                lambda: measure_importance(student, learn, importance, targets=_targets(reach, most), seed=seed),
+                resume=resume,
+            )
+        course = Course(student, learn, worth, chains(reach, most), steps, seed, recipe, folder, about)
+        between = rivals(reach, most, allowed)
+        with _timing(seconds, "points"):
+            points = recover_points(course, select, between, seeds, store, resume=resume, batch_size=batch_size)
+        with _timing(seconds, "decision"):
+            fitted = fit_map(
+                (points.pairs[points.first] / L).tolist(),
+                points.scores[points.first].tolist(),
+                measured_on=points.measured_on,
+            )
+            if table is not None:
+                n_a, n_g = np.indices(table.shape)
+                table[n_a + n_g > reach] = np.nan  # beyond the points, where no polynomial knows
+            decision = decide(
+                fitted,
+                L,
+                remove=remove,
+                speedup=speedup,
+                seconds=None if table is None else table.tolist(),
+                most=most,
+                repeats=points.repeats(),
+                selection_error=_selection_error(points, between),
+            )
+        start = course.nearest(decision.chosen)
+        course.forget(keep=course.lineage(start))
+        with _timing(seconds, "recovery"):
+            lesson = course.last_lesson(decision.chosen, start, recover_steps)
+            pupil = course.taught(start)
+            with course.state("final", lesson, resume=resume) as state:
+                losses = recover(pupil, model, learn, lesson, recipe, state)
+        saw = origins[:2]
+        add_step(pupil.model, "heal", saw[:1], model)
+        cuts = Cuts(lesson.attention, pupil.merged(lesson.activation), saw)
+        plan = PruningPlan(
+            remove=(),
+            criterion=f"joint, {importance} within each type",
+            alpha=None,
+            scores=np.empty(0),
+            model=identify(model),
+            measured_on=saw,
+            drop_attention=lesson.attention,
+            drop_activation=lesson.activation,
+            reduction=student.reduction if lesson.activation else None,
+        )
+        with whole_folder(output) as partial:
+            with _timing(seconds, "checkpoint"):
+                inner = partial / "compact"
+                write_compact(pupil.model, tokenizer, cuts, inner, learn if isinstance(learn, TokenBatch) else None)
+                for path in inner.iterdir():
+                    path.rename(partial / path.name)
+                inner.rmdir()
+            compact = make_compact(pupil.model, cuts)
+            with _timing(seconds, "final scores"):
+                dense, chosen = (score(m, final, batch_size=batch_size) for m in (model, compact))
+            run = JointRun(
+                importance=worth,
+                points=points,
+                map=fitted,
+                decision=decision,
+                plan=plan,
+                times=times,
+                start=start,
+                losses=np.array(losses),
+                dense=dense.value,
+                chosen=chosen.value,
+                error=paired_error(dense, chosen),
+                parameters=(model.num_parameters(), compact.num_parameters()),
+                size=tuple(sum(size for _, size in sizes_in_memory(m)) for m in (model, compact)),  # type: ignore[arg-type]
+                seconds=seconds,
+                measured_on=origins[2],
+            )
+            run.save(partial / REPORT)
+            plan.save(partial / PLAN)
+    _clear(course, about)
+    return run
+
+
+@contextmanager
+def _timing(seconds: dict[str, float], part: str) -> Iterator[None]:
+    began = time.monotonic()
+    yield
+    seconds[part] = time.monotonic() - began
+
+
+@torch.no_grad()
+def _run(model: PreTrainedModel, examples: Examples) -> None:
+    for index in range(len(examples)):
+        uncached_logits(model, examples.item(index).unsqueeze(0).to(model.device))
+
+
+def _default(model: PreTrainedModel) -> str:
+    """The reduction of a model's kind of block."""
+    structure = find_layers(model)
+    block = read_feedforward(structure.layers, 0, structure.model_type, structure.config)
+    return "mean-gate" if block.gated else "identity"
+
+
+def _targets(reach: int, most: Pair) -> Pair:
+    """How many of each type learned importance lets go: half of the points' reach."""
+    half = max(reach // 2, 1)
+    return min(half, most[0]), min(half, most[1])
+
+
+def _selection_error(points: Points, between: list[Pair]) -> float:
+    """Root mean square, over pairs of `between`, of the standard error of the difference of their scores."""
+    places = [i for i, pair in enumerate(points.pairs.tolist()) if points.first[i] and tuple(pair) in between]
+    errors = [points.difference_error(i, j) for i, j in combinations(places, 2)]
+    return float(np.sqrt(np.mean(np.square(errors)))) if errors else 0.0
+
+
+def _require_apart(slices: tuple[Examples, Examples, Examples], origins: tuple[MeasuredOn, ...]) -> None:
+    """Raise LyapunovPruneError when two of the slices to learn from, to select by and to score at the end share data.
+
+    Tokens are known by runs of 64, images one by one.
+    """
+    named = zip(("learn", "select", "final"), slices, origins, strict=True)
+    for (name, data, _), (other, _, seen) in combinations(named, 2):
+        if shared := data.shared_with(seen):
+            what = "images" if seen.images else "tokens"
+            raise LyapunovPruneError(
+                f"the {name} and the {other} slice share {shared} {what} of {seen.text}; give three slices apart"
+            )
+
+
+def _require_trainable(model: PreTrainedModel) -> None:
+    narrow = next((p.dtype for p in model.parameters() if p.dtype not in (torch.float32, torch.float64)), None)
+    if narrow is not None:
+        raise LyapunovPruneError(
+            f"the model is in {str(narrow).removeprefix('torch.')}, which loses small steps; load it in float32"
+        )
+
+
+def _clear(course: Course, about: dict[str, Any]) -> None:
+    """Nothing of the work is left."""
+    course.forget()
+    TrainingState(course.folder / "final", {}).close()
+    for name in ("times.json", "importance.json"):
+        (course.folder / name).unlink(missing_ok=True)
+    Store(course.folder, "joint removal", about).close()

@@ -1,0 +1,92 @@
+"""What a removed attention and a merged block save: three models timed in turns, and a plane through them."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+
+import numpy as np
+import pandas as pd
+import torch
+
+from lyapunov_prune.arguments import require_least
+from lyapunov_prune.data.examples import Examples
+from lyapunov_prune.errors import LyapunovPruneError
+from lyapunov_prune.forward.logits import uncached_logits
+from lyapunov_prune.merging.unmerged import Unmerged
+from lyapunov_prune.models.structure import in_eval_mode
+from lyapunov_prune.progress import track
+from lyapunov_prune.pruning.compact import Cuts, make_compact
+from lyapunov_prune.results.result import MeasuredOn, Result
+
+REPEATS = 9
+
+
+@dataclass(frozen=True)
+class Times(Result):
+    """Seconds of the forward of one item, medians: of the dense model, of one without `most[0]` attentions, and of one
+    with all `most[1]` feed-forward blocks merged, all real compact models.
+
+    A pair between them is read off the plane `dense − n_a (dense − attention)/most[0] − n_g (dense −
+    activation)/most[1]`: an estimate, by which what goes is chosen. The forward of a text is its prefill.
+    """
+
+    layers: int
+    most: tuple[int, int]
+    dense: float
+    attention: float
+    activation: float
+    threads: int
+    measured_on: tuple[MeasuredOn, ...]
+
+    @property
+    def saved(self) -> tuple[float, float]:
+        """Seconds that one attention and one merge save; nothing where noise has it that they cost some."""
+        a = (self.dense - self.attention) / max(self.most[0], 1)
+        return max(a, 0.0), max((self.dense - self.activation) / self.most[1], 0.0)
+
+    def table(self) -> np.ndarray:
+        """Seconds of all pairs, (L + 1, L + 1); NaN where so many cannot go."""
+        n_a, n_g = np.indices((self.layers + 1, self.layers + 1))
+        seconds = self.dense - n_a * self.saved[0] - n_g * self.saved[1]
+        if not (seconds > 0).all():
+            raise LyapunovPruneError(
+                "the times of the compact models are noise: together they save more than the dense one takes; "
+                "time on a quiet machine"
+            )
+        seconds[(n_a > self.most[0]) | (n_g > self.most[1])] = np.nan
+        return seconds
+
+    def to_frame(self) -> pd.DataFrame:
+        names = ["dense", f"without {self.most[0]} attentions", f"without {self.most[1]} activations"]
+        seconds = np.array([self.dense, self.attention, self.activation])
+        return pd.DataFrame({"model": names, "seconds": seconds, "speed-up": self.dense / seconds})
+
+    def headline(self) -> str:
+        return f"Forwards of one item, {self.threads} threads, medians of {REPEATS}"
+
+
+@in_eval_mode
+@torch.no_grad()
+def _timed(models: list[torch.nn.Module], inputs: torch.Tensor) -> list[float]:
+    seconds: list[list[float]] = [[] for _ in models]
+    for turn in track(range(REPEATS + 1), "times"):
+        for place, model in enumerate(models):
+            began = time.perf_counter()
+            uncached_logits(model, inputs)  # type: ignore[arg-type]
+            if inputs.is_cuda:
+                torch.cuda.synchronize(inputs.device)
+            if turn:  # the first round warms up
+                seconds[place].append(time.perf_counter() - began)
+    return [float(np.median(row)) for row in seconds]
+
+
+def measure_times(student: Unmerged, examples: Examples, most: tuple[int, int]) -> Times:
+    """Time the model of `student` and two cut ones on the first of `examples`, REPEATS rounds in turns."""
+    require_least(1, activations=most[1])
+    model, L = student.model, len(student.blocks)
+    merged = make_compact(model, Cuts(merged=student.merged(range(most[1]))))
+    bare = make_compact(model, Cuts(attention=tuple(range(L - most[0], L)))) if most[0] else model
+    dense, attention, activation = _timed([model, bare, merged], examples.item(0).unsqueeze(0).to(model.device))
+    about = (examples.measured_on(model),)
+    return Times(L, most, dense, attention, activation, torch.get_num_threads(), about)

@@ -1,0 +1,124 @@
+"""A model that runs and learns as if attentions and activations were gone, and is merged afterwards."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from lyapunov_prune.calibration.blocks import sum_blocks
+from lyapunov_prune.merging.merge import product, require_smaller
+from lyapunov_prune.merging.reductions import HiddenMap, gate_constant, gated_by, hidden_map, require_reduction
+from lyapunov_prune.merging.table import REDUCTIONS
+from lyapunov_prune.models.compact import LAYOUTS, compact_class
+from lyapunov_prune.models.feedforward import Affine, FeedForward, lifted, read_feedforward
+from lyapunov_prune.models.plain import require_plain
+from lyapunov_prune.models.structure import find_layers, in_eval_mode
+
+
+class Constant(nn.Module):
+    """In the place of a gate's activation: c (hidden,) for every input."""
+
+    c: torch.Tensor
+
+    def __init__(self, c: torch.Tensor) -> None:
+        super().__init__()
+        self.register_buffer("c", c)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.c.expand_as(x)
+
+
+class Unmerged:
+    """`model`, whose layers can lose their attention or their activation for as long as a block lasts.
+
+    The module that takes the place of an activation (identity, mean-gate, scaled) or of a feed-forward block (affine)
+    is made once for every layer, from what `run` sends through `model` as it is: `run` runs it over some inputs. Inside
+    `cut` the weights around it can be trained, and the matrix of an affine block itself; `merged` gives what they have
+    become as one affine map a block. `copy.deepcopy` gives another one to train.
+
+    Raises LyapunovPruneError for a family that the compact format does not know, a block that cannot be merged, and a
+    reduction that is not for such blocks.
+    """
+
+    def __init__(self, model: PreTrainedModel, reduction: str, run: Callable[[], None]) -> None:
+        require_plain(model)
+        compact_class(model)
+        structure = find_layers(model)
+        layers = structure.layers
+        self.reduction = reduction
+        self.layout = LAYOUTS[structure.model_type]
+        self.blocks = tuple(
+            read_feedforward(layers, i, structure.model_type, structure.config) for i in range(len(layers))
+        )
+        for block in self.blocks:
+            require_reduction(reduction, block)
+            require_smaller(block, block.parts(layers[block.layer]))
+        self._stand_ins = _stand_ins(layers, self.blocks, reduction, run)
+        self.model = model
+
+    @property
+    def layers(self) -> nn.ModuleList:
+        return find_layers(self.model).layers
+
+    @contextmanager
+    def cut(self, attention: Sequence[int], activation: Sequence[int]) -> Iterator[PreTrainedModel]:
+        """`model` without the attentions and the activations of these layers; at the end all modules are back."""
+        from lyapunov_prune.models.modeling_compact import NoAttention  # every family's code
+
+        norms = self.layout.norms_alone(self.model.config)
+        changes: list[tuple[int, dict[str, nn.Module]]] = [(i, self._stand_ins[i]) for i in activation]
+        for i in attention:
+            changes.append((i, {self.layout.attention: NoAttention(), **{norm: nn.Identity() for norm in norms}}))
+        before: list[tuple[nn.Module, str, nn.Module]] = []
+        try:
+            for index, places in changes:
+                layer = self.layers[index]
+                for path, module in places.items():
+                    before.append((layer, path, layer.get_submodule(path)))
+                    layer.set_submodule(path, module)
+            yield self.model
+        finally:
+            for layer, path, module in reversed(before):
+                layer.set_submodule(path, module)
+
+    def merged(self, activation: Sequence[int]) -> dict[int, Affine]:
+        """By layer, the affine map that its feed-forward block is inside `cut`, formed in float64 (`product`)."""
+        return {i: self._affine(self.blocks[i]) for i in activation}
+
+    def _affine(self, block: FeedForward) -> Affine:
+        stand_in = next(iter(self._stand_ins[block.layer].values()))
+        if isinstance(stand_in, nn.Linear):
+            return stand_in.weight.detach(), stand_in.bias.detach()
+        parts = block.parts(self.layers[block.layer])
+        tau = gated_by(parts, stand_in.c.double()) if isinstance(stand_in, Constant) else HiddenMap(*lifted(parts.up))
+        return product(parts.out, tau)
+
+
+@in_eval_mode
+@torch.no_grad()
+def _stand_ins(
+    layers: nn.ModuleList, blocks: Sequence[FeedForward], reduction: str, run: Callable[[], None]
+) -> list[dict[str, nn.Module]]:
+    """By layer and path, what takes the place of which module."""
+    needs = REDUCTIONS[reduction].needs
+    sums = sum_blocks(layers, blocks, needs, run) if needs else [None] * len(blocks)
+    made: list[dict[str, nn.Module]] = []
+    for block, summed in zip(blocks, sums, strict=True):
+        parts = block.parts(layers[block.layer])
+        if reduction == "identity":
+            made.append({block.activation: nn.Identity()})
+        elif reduction == "affine":
+            W, b = product(parts.out, hidden_map(reduction, parts, summed))
+            assert b is not None  # a least-squares fit has a constant
+            matrix = nn.Linear(W.shape[1], W.shape[0], device="meta")
+            matrix.weight, matrix.bias = nn.Parameter(W.to(parts.out[0])), nn.Parameter(b.to(parts.out[0]))
+            others = () if block.block else (block.activation, block.out.module)
+            made.append({block.block or block.up.module: matrix, **{path: nn.Identity() for path in others}})
+        else:
+            assert summed is not None
+            made.append({block.activation: Constant(gate_constant(reduction, summed).to(parts.out[0]))})
+    return made
