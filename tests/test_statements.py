@@ -218,6 +218,8 @@ def test_verdicts_of_spaces_follow_the_numbers() -> None:
     name = "attention left out, logits without their mean"
     found[name] = found[name].assign(logit_without_mean=found[name].logit)
     assert SPACES.of_the_mean(found).startswith("**Agrees:**")
+    found[name] = found[name].assign(hidden=found[name].logit / 2)
+    assert SPACES.of_the_mean(found).startswith("The logits' mean")
     cold = found["temperatures"]
     found["temperatures"] = cold.assign(probability_estimate=cold.probability)
     assert SPACES.of_temperatures(found, 15).startswith("**Agrees:**")

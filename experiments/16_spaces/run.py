@@ -19,7 +19,7 @@ from scipy import stats
 import lyapunov_prune as lp
 from experiments.common import Device, DType, draw, load, of_model
 from experiments.hierarchies import as_json, cell, encoded, kept, measured_on, opened, records, summarise
-from experiments.statements import bullets, short, span, table, verdict
+from experiments.statements import bullets, short, span, stated, table, verdict
 from lyapunov_prune.data.batch import as_batch
 from lyapunov_prune.forward.hooks import residual_stream, run_backbone
 from lyapunov_prune.forward.prefix import Prefix
@@ -473,13 +473,14 @@ def of_the_mean(found: dict[str, Any]) -> str:
     table = found["attention left out, logits without their mean"]
     inner = middle(table)
     with_it, without = (float((inner.hidden / inner[z]).median()) for z in ("logit", "logit_without_mean"))
-    return verdict(
-        without > with_it / 2,
+    said = (
         f"the logits' mean over the vocabulary, which no softmax sees, holds {span(100 * table.mean_share)} % of ‖z‖² "
-        f"(attention). With it, z turns {short(with_it)} times less than h in the median of layers {inner.layer.min()} "
-        f"to {inner.layer.max()}; without it, {short(without)} times.",
-        no="Put right",
+        f"(attention). With it, h turns {short(with_it)} times as much as z in the median of layers "
+        f"{inner.layer.min()} to {inner.layer.max()}; without it, {short(without)} times."
     )
+    if with_it <= 1:  # no robustness that the mean could be a part of
+        return stated(said)
+    return verdict(without > with_it / 2, said, no="Put right")
 
 
 def of_temperatures(found: dict[str, Any], at: int) -> str:
