@@ -51,6 +51,8 @@ EXAMINED = [
     "21_drift",
     "23_joint_map",
     "25_three_texts",
+    "26_reductions",
+    "27_disparity",
 ]
 
 
