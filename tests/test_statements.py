@@ -34,7 +34,7 @@ def parted(readme: str, written: dict[str, str]) -> list[str]:
     return [
         name
         for name, text in written.items()
-        if not re.search(rf"<!-- {name} -->\n{re.escape(text.strip())}\n<!-- end -->", readme)
+        if not re.search(rf"<!-- {name} -->\n?{re.escape(text.strip())}\n?<!-- end -->", readme)
     ]
 
 
