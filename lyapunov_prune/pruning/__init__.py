@@ -1,11 +1,12 @@
 """Remove layers, prove that it is right, write the result.
 
-- `plan`: the decision; `surgery`, `zeroing`: the cut, which proves nothing; `gate`, `counting`: the four checks,
-  once on each path;
-- `removal`: cut and proven, in memory; `checkpoint`: cut, proven and written; `on_disk`, `disk_gate`: the same without
-  loading the model; `curve`: perplexity over layers removed;
-- `compact`: attentions gone and feed-forward blocks merged, in memory; `compact_gate`: the checks of that;
-  `compact_checkpoint`: cut, proven and written in a format of its own.
+- `plan`: the decision; `surgery`, `zeroing`, `mirroring`: the cut, which proves nothing; `gate`, `counting`: the four
+  checks, once on each path;
+- `compact`: the cut in a format of its own, attentions gone and feed-forward blocks merged; `compact_gate`: the checks
+  of that; `merge_gate`: one more, of merged matrices, in either;
+- `removal`: cut and proven, in memory; `checkpoint`: cut, proven and written, in either format; `provenance`: what the
+  checkpoint says of itself; `compact_checkpoint`: the same of matrices that no plan tells; `on_disk`, `disk_gate`:
+  without loading the model; `curve`: perplexity over layers removed.
 """
 
 import lazy_loader

@@ -5,6 +5,8 @@
 3. Saved and reloaded by this package's copy of its module it is the same model.
 4. So it is in a process that cannot import this package and runs the module beside the weights.
 5. Parameters and bytes on disk fell by exactly what was cut.
+
+Where the map of the hidden vector is known, a sixth holds each merged matrix against it (`merge_gate`).
 """
 
 from __future__ import annotations
@@ -26,11 +28,12 @@ from lyapunov_prune.checkpoints.reloading import RELOADED, GateCheck, reload_che
 from lyapunov_prune.data.batch import TokenBatch
 from lyapunov_prune.forward.hooks import hidden_of, skipped, with_hidden
 from lyapunov_prune.forward.logits import sample_inputs, uncached_logits
+from lyapunov_prune.merging.reductions import HiddenMap
 from lyapunov_prune.merging.replaced import hidden_replaced
 from lyapunov_prune.models.compact import LAYOUTS
-from lyapunov_prune.models.feedforward import Affine, read_feedforward
+from lyapunov_prune.models.feedforward import Affine, FeedForward, read_feedforward
 from lyapunov_prune.models.hooked import hooked
-from lyapunov_prune.models.structure import find_layers, in_eval_mode
+from lyapunov_prune.models.structure import Structure, find_layers, in_eval_mode
 from lyapunov_prune.pruning.compact import Cuts, cut_places
 from lyapunov_prune.pruning.counting import COUNTED, fallen_check, held_by, place, sizes_in_memory
 from lyapunov_prune.pruning.gate import (
@@ -45,6 +48,7 @@ from lyapunov_prune.pruning.gate import (
     saved_in,
     seen_by,
 )
+from lyapunov_prune.pruning.merge_gate import MERGED, logits_limit, merged_check
 
 
 @checked
@@ -69,6 +73,8 @@ def verify_compact(
     checks = [attempt(SKIPPED, lambda: _same(original, compact, cuts, inputs))]
     if original.can_generate():
         checks.append(attempt(CACHED, lambda: cache_check(original, compact, inputs)))
+    if cuts.hidden:
+        checks.append(attempt(MERGED, lambda: _merged(original, compact, cuts)))
     try:
         with saved_in(compact, checkpoint) as folder:
             checks.append(attempt(RELOADED, lambda: reload_check(compact, folder, inputs)))
@@ -89,8 +95,7 @@ def cut_by_hooks(model: PreTrainedModel, cuts: Cuts) -> Iterator[None]:
     """
     structure = find_layers(model)
     layers, layout = structure.layers, LAYOUTS[structure.model_type]
-    blocks = {i: read_feedforward(layers, i, structure.model_type, structure.config) for i in cuts.hidden}
-    known = [(block, cuts.hidden[i]) for i, block in blocks.items()]
+    known = list(_known(structure, cuts).values())
     before: list[tuple[nn.Module, Callable[..., None]]] = []
     after: list[tuple[nn.Module, Callable[..., Any]]] = []
     for index in cuts.attention:
@@ -124,7 +129,24 @@ def _replacement(affine: Affine) -> tuple[Callable[..., None], Callable[..., tor
 def _same(original: PreTrainedModel, compact: PreTrainedModel, cuts: Cuts, inputs: Sequence[torch.Tensor]) -> GateCheck:
     with cut_by_hooks(original, cuts):
         reference = [uncached_logits(original, x) for x in inputs]
-    return same_check(compact, list(inputs), reference, "logits against the original cut by hooks")
+    limit = logits_limit(compact, bool(cuts.hidden))
+    return same_check(compact, list(inputs), reference, limit, "logits against the original cut by hooks")
+
+
+def _known(structure: Structure, cuts: Cuts) -> dict[int, tuple[FeedForward, HiddenMap]]:
+    layers, kind, config = structure.layers, structure.model_type, structure.config
+    return {i: (read_feedforward(layers, i, kind, config), tau) for i, tau in cuts.hidden.items()}
+
+
+def _merged(original: PreTrainedModel, compact: PreTrainedModel, cuts: Cuts) -> GateCheck:
+    structure, made = find_layers(original), find_layers(compact).layers
+    kept = [i for i in range(structure.num_layers) if i not in cuts.remove]
+
+    def stored(index: int) -> Affine:
+        matrix: Any = made[kept.index(index)].get_submodule(LAYOUTS[structure.model_type].block[0])
+        return matrix.weight.detach(), None if matrix.bias is None else matrix.bias.detach()
+
+    return merged_check(structure.layers, _known(structure, cuts), stored)
 
 
 def _counted(original: PreTrainedModel, compact: PreTrainedModel, cuts: Cuts, folder: Path) -> GateCheck:

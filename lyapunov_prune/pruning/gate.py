@@ -30,7 +30,6 @@ from lyapunov_prune.data.batch import TokenBatch, as_batch
 from lyapunov_prune.forward.hooks import skipped
 from lyapunov_prune.forward.logits import (
     CACHE_LIMIT,
-    SAME_LIMIT,
     cached_logits,
     deviation,
     last_steps,
@@ -43,6 +42,8 @@ from lyapunov_prune.merging.replaced import hidden_replaced
 from lyapunov_prune.models.loading import quiet
 from lyapunov_prune.models.structure import find_structure, in_eval_mode
 from lyapunov_prune.pruning.counting import COUNTED, count_check, sizes_in_memory
+from lyapunov_prune.pruning.merge_gate import MERGED, logits_limit, merged_check
+from lyapunov_prune.pruning.mirroring import mirrored
 from lyapunov_prune.pruning.plan import PruningPlan, as_plan
 from lyapunov_prune.pruning.surgery import require_merged
 from lyapunov_prune.results.result import MeasuredOn, Result
@@ -110,7 +111,8 @@ def verify_removal(
 ) -> GateReport:
     """Put `pruned` through the four checks on random tokens and on the start of `batch`.
 
-    `merged` are the blocks that lost their activation, by the plan's reduction (`merging.merge_layers`).
+    `merged` are the blocks that lost their activation, by the plan's reduction (`merging.merge_layers`); a fifth check
+    holds the matrices in `pruned` against them (`merge_gate`).
 
     `checkpoint` is a folder where `pruned` has been saved; without it the model is saved to a temporary
     folder. Long enough inputs are used to roll over sliding windows of up to 1,024 tokens. Raises
@@ -123,6 +125,8 @@ def verify_removal(
         attempt(SKIPPED, lambda: _skipped_check(original, pruned, plan, inputs, merged)),
         attempt(CACHED, lambda: cache_check(original, pruned, inputs)),
     ]
+    if merged:
+        checks.append(attempt(MERGED, lambda: _merged_check(original, pruned, plan, merged)))
     try:
         with saved_in(pruned, checkpoint) as folder:
             checks.append(attempt(RELOADED, lambda: reload_check(pruned, folder, inputs)))
@@ -154,15 +158,23 @@ def _skipped_check(
     replaced = hidden_replaced(structure.layers, [(each.block, each.tau) for each in merged])
     with silent, replaced, skipped(structure, plan.remove):
         reference = [uncached_logits(original, ids) for ids in inputs]
-    return same_check(pruned, inputs, reference, "logits against the original with the layers skipped")
+    limit = logits_limit(pruned, bool(merged))
+    return same_check(pruned, inputs, reference, limit, "logits against the original with the layers skipped")
+
+
+def _merged_check(
+    original: PreTrainedModel, pruned: PreTrainedModel, plan: PruningPlan, merged: Sequence[Merged]
+) -> GateCheck:
+    layers, made = (find_structure(model).layers for model in (original, pruned))
+    blocks = {each.block.layer: (each.block, each.tau) for each in merged}
+    return merged_check(layers, blocks, lambda i: mirrored(made[plan.kept.index(i)], blocks[i][0]))
 
 
 def same_check(
-    pruned: PreTrainedModel, inputs: list[torch.Tensor], reference: list[torch.Tensor], detail: str
+    pruned: PreTrainedModel, inputs: list[torch.Tensor], reference: list[torch.Tensor], limit: float, detail: str
 ) -> GateCheck:
     """Whether the logits of `pruned` are those of the `reference`."""
     worst = max(deviation(uncached_logits(pruned, ids), z) for ids, z in zip(inputs, reference, strict=True))
-    limit = SAME_LIMIT[pruned.dtype]
     return GateCheck(SKIPPED, worst <= limit, worst, limit, detail)
 
 

@@ -16,7 +16,7 @@ from torch import nn
 
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.merging.merge import Merged
-from lyapunov_prune.models.feedforward import find_feedforward
+from lyapunov_prune.models.feedforward import Affine, FeedForward, find_feedforward
 from lyapunov_prune.models.structure import Structure
 
 _REMEDY = "give --format compact"
@@ -62,6 +62,12 @@ def mirror(layer: nn.Module, merged: Merged) -> None:
     W2[:, d : 2 * d] = -merged.weight
     if b2 is not None and merged.bias is not None:
         b2.copy_(merged.bias)
+
+
+def mirrored(layer: nn.Module, block: FeedForward) -> Affine:
+    """What `mirror` wrote into the block of `layer`: the merged matrix and its bias, views of the model's own."""
+    W2, b2 = block.parts(layer).out
+    return W2[:, : W2.shape[0]], b2
 
 
 @torch.no_grad()

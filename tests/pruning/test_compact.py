@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.forward.logits import cached_logits, deviation, last_steps, uncached_logits
 from lyapunov_prune.forward.sublayers import silenced
+from lyapunov_prune.merging.reductions import HiddenMap
 from lyapunov_prune.models.compact import LAYOUTS, compact_classes
 from lyapunov_prune.models.structure import find_layers, identify
 from lyapunov_prune.pruning.compact import Cuts, make_compact
@@ -230,6 +231,10 @@ NAN = torch.full((WIDTH, WIDTH), float("nan"))
         (Cuts((6,)), "the attention of layer 6 cannot go: there are layers 0 to 5"),
         (Cuts((1, 1)), "the attention of layers 1, 1 goes; name each layer once"),
         (Cuts(merged={-1: (W, None)}), "the feed-forward block of layer -1 cannot go"),
+        (Cuts((1,), remove=(6,)), "the whole of layer 6 cannot go: there are layers 0 to 5"),
+        (Cuts((1,), remove=(1,)), "layer 1 is removed whole, sublayers and all; name it once"),
+        (Cuts((1, 2, 3), remove=(0, 4, 5)), "no attention is left"),
+        (Cuts((1,), hidden={2: HiddenMap(W, None)}), "layer 2 has a hidden map and no merged matrix; give both"),
         (Cuts(tuple(range(6))), "no attention is left, and nothing would count positions .*; keep one"),
         (Cuts(merged={1: (W[1:], B)}), r"block of layer 1 is \(31, 32\) and \(32,\); give a matrix 32 × 32"),
         (Cuts(merged={1: (W, B[1:])}), r"block of layer 1 is \(32, 32\) and \(31,\)"),

@@ -1,0 +1,53 @@
+"""Merged matrices against the blocks that they stand for, one by one, within the rounding of storing them.
+
+Logits show that a matrix stands where it should. How far they move when each number of it is rounded once depends on
+the model: SmolLM2-135M with seven merged blocks amplifies float32 beyond the limit of two equal computations. So of a
+model with merged blocks the logits are held to the limit of two ways to compute the same, and the matrices themselves,
+read from the model that was made, to the bound of `merge_rounding`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+import torch
+from torch import nn
+from torch.nn.functional import linear
+from transformers import PreTrainedModel
+
+from lyapunov_prune.checkpoints.reloading import GateCheck
+from lyapunov_prune.forward.logits import CACHE_LIMIT, SAME_LIMIT
+from lyapunov_prune.merging.merge import merge_rounding
+from lyapunov_prune.merging.reductions import HiddenMap
+from lyapunov_prune.models.feedforward import Affine, FeedForward, lifted
+
+MERGED = "merged within rounding"
+_INPUTS = 8
+
+
+def logits_limit(model: PreTrainedModel, merged: bool) -> float:
+    """How far the logits of `model` may be from the reference."""
+    return (CACHE_LIMIT if merged else SAME_LIMIT)[model.dtype]
+
+
+@torch.no_grad()
+def merged_check(
+    layers: nn.ModuleList, blocks: Mapping[int, tuple[FeedForward, HiddenMap]], stored: Callable[[int], Affine]
+) -> GateCheck:
+    """Whether `W x + b = W_out τ(x) + b_out` on random inputs x, in float64, but for the rounding of W and b.
+
+    `layers` are the original's, `blocks` are by their number there; `stored` gives the matrix that stands for a block.
+    """
+    worst, layer = 0.0, -1
+    for index, (block, tau) in blocks.items():
+        out, merged = block.parts(layers[index]).out, stored(index)
+        (W, b), wide = lifted(merged), lifted(out)
+        x = torch.randn(_INPUTS, W.shape[1], dtype=W.dtype, generator=torch.Generator().manual_seed(index)).to(W.device)
+        h = tau(x)
+        error = (linear(h, *wide) - linear(x, W, b)).norm(dim=-1).cpu().numpy()
+        sizes = x.norm(dim=-1).cpu().numpy(), h.norm(dim=-1).cpu().numpy()
+        beyond = float((error / merge_rounding(out, tau, merged, *sizes)).max())
+        if not beyond <= worst:
+            worst, layer = beyond, index
+    detail = f"error of a merged block over what rounding allows, most in layer {layer}"
+    return GateCheck(MERGED, worst <= 1, worst, 1.0, detail)
