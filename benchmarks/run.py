@@ -21,12 +21,15 @@ from lyapunov_prune.calibration.streaming import stream
 from lyapunov_prune.evaluation.speed import measure_speed
 from lyapunov_prune.forward.decoding import decode_greedily
 from lyapunov_prune.forward.reading import read
+from lyapunov_prune.merging.merge import merge_layers
 from lyapunov_prune.models.projections import Projection, find_projections
+from lyapunov_prune.pruning import Cuts, make_compact
 from lyapunov_prune.sensitivity.sweep import Job, Sweep
 
 TOKENS, CONTEXT, REPEATS = 2048, 512, 3
 PROMPT, STEPS = 128, 32
 REMOVED = (2, 4, 8)
+CUT = ((8, 0), (0, 8), (4, 4), (8, 8))  # attentions and activations, of a compact model
 
 
 def main() -> None:
@@ -65,14 +68,23 @@ def main() -> None:
     sweeps(found)
     probe(found)
 
+    merged = {m.block.layer: (m.weight, m.bias) for m in merge_layers(model, batch, range(12, 20), "mean-gate")}
     models = {"dense": model}
     for count in REMOVED:
-        models[str(count)] = lp.remove_layers(model, range(12, 12 + count))
+        models[f"{count} of 30 layers removed"] = lp.remove_layers(model, range(12, 12 + count))
+    for attention, activation in CUT:
+        cuts = Cuts(tuple(range(12, 12 + attention)), {i: merged[i] for i in range(12, 12 + activation)})
+        models[f"{attention} attentions and {activation} activations removed"] = make_compact(model, cuts)
     speed = measure_speed(models, prompt=64, steps=48, repeats=REPEATS)
     dense = speed.rows[0]
     for row in speed.rows[1:]:
-        ratio = (dense.decode / row.decode) / (row.parameters / dense.parameters)
-        found.add(f"time per token, {row.model} of 30 layers removed", "dense time × kept parameters", ratio, 1.10)
+        kept = row.parameters / dense.parameters
+        found.add(
+            f"time per token, {row.model}", "dense time × kept parameters", dense.decode / row.decode / kept, 1.10
+        )
+        if "attentions" in row.model:
+            prefill = dense.prefill / row.prefill / kept
+            found.add(f"prefill of 64, {row.model}", "dense time × kept parameters", prefill, 1.10)
     found.save()
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -14,11 +15,13 @@ from lyapunov_prune.cli.inputs import folder_name
 from lyapunov_prune.data.batch import Split, require_disjoint
 from lyapunov_prune.evaluation.tasks import ScoredTask
 from lyapunov_prune.profiles.profile import LayerProfile, kept_profile
+from lyapunov_prune.results.files import write_whole
 from lyapunov_prune.sensitivity.sweep import Sweep
 
 # Options of every experiment beside --model.
 Device = Annotated[str, typer.Option(help="cpu, cuda, …; auto is the GPU if there is one")]
 DType = Annotated[str | None, typer.Option(help="of the weights; the checkpoint's if not given")]
+BUILT_IN = "smollm2-135m"
 # The paper keeps 5 % of the entries (§3 calls that sparsity 5 %) at rank 16.
 SPARSITY, RANK = 0.95, 16
 
@@ -85,13 +88,25 @@ def inputs(
     else:
         calibration, evaluation = (read_text(loaded, file, tokens, context, "all") for file in (text, unseen))
         require_disjoint(calibration, evaluation)
-    jobs = Path("runs") / "experiments" / folder_name(model)
-    return Inputs(loaded, calibration, evaluation, jobs)
+    return Inputs(loaded, calibration, evaluation, job_folder(model))
+
+
+def job_folder(model: str) -> Path:
+    """Where finished measurements of a model are kept."""
+    return Path("runs") / "experiments" / folder_name(model)
+
+
+def of_model(here: Path, model: str) -> Path:
+    """Where an experiment writes its results: beside run.py of the built-in model, in a folder by its name of another.
+
+    A README.md asks for what `written()` makes of that folder by `<!-- FOLDER NAME -->`, see tools/tables.py.
+    """
+    return here if model == BUILT_IN else here / Path(plain(model)).name
 
 
 def plain(source: str) -> str:
     """The name of a model, a text or a task without the folders of this machine that it lies in."""
-    return Path(source).name.removesuffix(".gguf") if Path(source).exists() else source
+    return Path(os.path.abspath(source)).name.removesuffix(".gguf") if Path(source).exists() else source
 
 
 def load(model: str, device: str = "auto", dtype: str | None = None) -> lp.models.Loaded:
@@ -118,7 +133,7 @@ def plain_tasks(tasks: Iterable[ScoredTask]) -> tuple[ScoredTask, ...]:
 def draw(folder: Path, figures: dict[str, str]) -> None:
     """Write the SVG texts beside the experiment that they belong to."""
     for name, svg in figures.items():
-        (folder / f"{name}.svg").write_text(svg, encoding="utf-8")
+        write_whole(folder / f"{name}.svg", svg)
 
 
 def texts(

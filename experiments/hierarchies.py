@@ -16,6 +16,7 @@ from transformers import PreTrainedModel
 
 import lyapunov_prune as lp
 from experiments import statements
+from experiments.common import job_folder
 from lyapunov_prune.cli.inputs import folder_name
 from lyapunov_prune.data.text import adds_bos
 from lyapunov_prune.results.once import once
@@ -50,7 +51,7 @@ def kept(
     model: str, name: str, kind: type[R], origin: MeasuredOn, parameters: Mapping[str, Any], work: Callable[[], R]
 ) -> R:
     """The result that an earlier run of `name` has left in `runs/experiments/`, asked the same, or else a new one."""
-    path = Path("runs") / "experiments" / folder_name(model) / f"{folder_name(name)}.json"
+    path = job_folder(model) / f"{folder_name(name)}.json"
     return once(path, kind, origin, parameters, work)
 
 

@@ -38,6 +38,11 @@ def runs(layers: Iterable[int]) -> str:
     return ", ".join(parts) or "none"
 
 
+def counted(count: int, noun: str) -> str:
+    """`1 model`, `2 models`."""
+    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
+
+
 def bullets(*statements: str) -> str:
     """A Markdown list."""
     return "".join(f"- {statement}\n" for statement in statements)

@@ -43,7 +43,15 @@ def cliff() -> Sensitivity:
     return Sensitivity.load(CLIFF.HERE / "cliff.json")
 
 
-EXAMINED = ["03_early_layer_cliff", "06_greedy", "09_allocation", "21_drift", "23_joint_map"]
+EXAMINED = [
+    "03_early_layer_cliff",
+    "06_greedy",
+    "09_allocation",
+    "10_within_layer",
+    "21_drift",
+    "23_joint_map",
+    "25_three_texts",
+]
 
 
 @pytest.mark.parametrize("experiment", EXAMINED)

@@ -3,7 +3,8 @@
 A document asks for one by `<!-- NAME -->`; what stands up to the next `<!-- end -->` is replaced: whole lines where
 the marker ends its line, a number within a sentence where it does not. A README.md of experiments/ names what
 `written()` of the run.py beside it returns; README.md and docs/ name the tables of the code, those of experiments as
-`<!-- 01_progressive_removal:NAME -->`, and what the modules of `MODULES` write alike.
+`<!-- 01_progressive_removal:NAME -->`, and what the modules of `MODULES` write alike. What an experiment has measured
+on another model than the built-in one lies in a folder by the model's name, and is named `<!-- FOLDER NAME -->`.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ TABLES: dict[str, Mapping[str, Any]] = {
     "studies": STUDIES,
 }
 MODULES = {"benchmarks": "benchmarks.results", "abstract": "experiments.abstract"}
-_ASKED = re.compile(r"(<!-- (?:([\w]+):)?([\w -]+) -->\n?)(.*?)(<!-- end -->)", re.DOTALL)
+_ASKED = re.compile(r"(<!-- (?:([\w]+):)?([\w. -]+) -->\n?)(.*?)(<!-- end -->)", re.DOTALL)
 
 
 def markdown(table: Mapping[str, Any]) -> str:
@@ -48,11 +49,15 @@ def markdown(table: Mapping[str, Any]) -> str:
 
 
 @functools.cache
-def written(experiment: str) -> dict[str, str]:
-    """What the run.py of an experiment, or the benchmarks, write of their committed results, by marker."""
+def written(experiment: str, folder: Path | None = None) -> dict[str, str]:
+    """What the run.py of an experiment, or the benchmarks, write of their committed results, by marker.
+
+    Of the results in `folder` if given: those of one model.
+    """
     if str(REPOSITORY) not in sys.path:
         sys.path.insert(0, str(REPOSITORY))
-    return importlib.import_module(MODULES.get(experiment, f"experiments.{experiment}.run")).written()
+    module = importlib.import_module(MODULES.get(experiment, f"experiments.{experiment}.run"))
+    return module.written(folder) if folder else module.written()
 
 
 def filled(text: str, experiment: str | None = None) -> str:
@@ -64,10 +69,17 @@ def filled(text: str, experiment: str | None = None) -> str:
     def replaced(asked: re.Match[str]) -> str:
         head, of, name, _, end = asked.groups()
         of = of or experiment
-        found = written(of)[name] if of else markdown(TABLES[name])
+        found = _of_experiment(of, name) if of else markdown(TABLES[name])
         return head + (found if head.endswith("\n") else found.strip()) + end
 
     return _ASKED.sub(replaced, text)
+
+
+def _of_experiment(experiment: str, name: str) -> str:
+    """What a name stands for; its first word may be the folder of a model."""
+    model, _, rest = name.partition(" ")
+    folder = EXPERIMENTS / experiment / model
+    return written(experiment, folder)[rest] if rest and folder.is_dir() else written(experiment)[name]
 
 
 def experiment_of(document: Path) -> str | None:

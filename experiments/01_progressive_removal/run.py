@@ -11,7 +11,7 @@ from typing import Annotated
 import typer
 
 import lyapunov_prune as lp
-from experiments.common import Device, DType, draw, load, read_text
+from experiments.common import Device, DType, draw, load, of_model, read_text
 from experiments.statements import bullets, short, table, verdict
 from lyapunov_prune.data.batch import require_disjoint
 from lyapunov_prune.profiles.contraction import ContractionProfile, Pooling
@@ -33,12 +33,13 @@ def main(
     tokens: int = 4096,
     context: int = 512,
 ) -> None:
+    folder = of_model(HERE, model)
     loaded = load(model, device, dtype)
     calibration = read_text(loaded, text, tokens, context)
     evaluation = read_text(loaded, text, tokens, context, "evaluation")
     require_disjoint(calibration, evaluation)
     profile = lp.measure_contraction(loaded.model, calibration, seeds=range(2))
-    profile.save(HERE / "contraction.json")
+    profile.save(folder / "contraction.json")
     influence = lp.block_influence(loaded.model, calibration)
 
     rankings = {
@@ -51,14 +52,14 @@ def main(
     }
     plans = {name: [ranking.plan(count) for count in REMOVALS] for name, ranking in rankings.items()}
     curve = evaluate_removals(loaded.model, plans, evaluation)
-    curve.save(HERE / "removal.json")
-    draw(HERE, {"contraction": contraction_figure(profile), "perplexity": perplexity_figure(curve)})
+    curve.save(folder / "removal.json")
+    draw(folder, {"contraction": contraction_figure(profile), "perplexity": perplexity_figure(curve)})
     print(profile, curve, sep="\n\n")
 
 
-def written() -> dict[str, str]:
-    profile = ContractionProfile.load(HERE / "contraction.json")
-    curve = RemovalCurve.load(HERE / "removal.json")
+def written(folder: Path = HERE) -> dict[str, str]:
+    profile = ContractionProfile.load(folder / "contraction.json")
+    curve = RemovalCurve.load(folder / "removal.json")
     return {
         "setting": f"Scores: {profile.measured_on.line()}, {len(profile.seeds)} seeds.\nPerplexity: "
         f"{curve.measured_on.line()}; dense: {short(curve.dense.perplexity)}.\n",

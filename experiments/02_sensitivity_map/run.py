@@ -9,7 +9,7 @@ from pathlib import Path
 
 import typer
 
-from experiments.common import Device, DType, draw, inputs
+from experiments.common import Device, DType, draw, inputs, of_model
 from experiments.statements import bullets, correlation, measured, short, signed, span, table, verdict
 from lyapunov_prune.report.sensitivity import sensitivity_figures
 from lyapunov_prune.sensitivity.sensitivity import Sensitivity
@@ -25,17 +25,18 @@ def main(
     tokens: int = 1024,
     context: int = 256,
 ) -> None:
+    folder = of_model(HERE, model)
     result = inputs(model, text, tokens, context, device=device, dtype=dtype).sensitivity(
         ("group", "layer", "component", "sparsity", "rank", "removal")
     )
-    result.save(HERE / "sensitivity.json")
-    draw(HERE, sensitivity_figures(result))
+    result.save(folder / "sensitivity.json")
+    draw(folder, sensitivity_figures(result))
     print(result)
 
 
-def written() -> dict[str, str]:
+def written(folder: Path = HERE) -> dict[str, str]:
     """Perplexity of each component and of some layers changed, and the rank correlations over layers."""
-    found = Sensitivity.load(HERE / "sensitivity.json")
+    found = Sensitivity.load(folder / "sensitivity.json")
     components = found.of("component").sort_values("perplexity")
     layers, removed = (found.of(study).set_index("layer").perplexity for study in ("layer", "removal"))
     shown = sorted(

@@ -14,7 +14,7 @@ import typer
 from scipy import stats
 
 import lyapunov_prune as lp
-from experiments.common import Device, DType, draw, inputs
+from experiments.common import Device, DType, draw, inputs, of_model
 from experiments.statements import bullets, correlation, runs, short, span, table
 from lyapunov_prune.profiles import ActivationStatistics
 from lyapunov_prune.report.profiles import activation_figure
@@ -39,25 +39,26 @@ def main(
     tokens: int = 1024,
     context: int = 256,
 ) -> None:
+    folder = of_model(HERE, model)
     given = inputs(model, text, tokens, context, device=device, dtype=dtype)
     result = given.sensitivity(("layer0", "cliff", "threshold"))
-    result.save(HERE / "cliff.json")
+    result.save(folder / "cliff.json")
     activations = lp.profiles.activation_statistics(given.loaded.model, given.calibration)
-    activations.save(HERE / "activations.json")
+    activations.save(folder / "activations.json")
     draw(
-        HERE,
+        folder,
         {
             "cliff": cliff_figure(result),
             "levels": levels_figure(result),
             "activations": activation_figure(activations),
         },
     )
-    print(result, activations, *written().values(), sep="\n\n")
+    print(result, activations, *written(folder).values(), sep="\n\n")
 
 
-def written() -> dict[str, str]:
-    result = Sensitivity.load(HERE / "cliff.json")
-    activations = ActivationStatistics.load(HERE / "activations.json")
+def written(folder: Path = HERE) -> dict[str, str]:
+    result = Sensitivity.load(folder / "cliff.json")
+    activations = ActivationStatistics.load(folder / "activations.json")
     return {
         "setting": setting(result),
         "cliff": cliff_table(result),
@@ -108,13 +109,13 @@ def verdict(result: Sensitivity) -> str:
     theirs = "the paper's, on GPT-2 Small, lies between layers 2 and 3"
     if PAPER_AFTER in drops.index and place != PAPER_AFTER:
         theirs += f", where this model's perplexities part by {span(drops.loc[PAPER_AFTER])} times"
+    behind = {layer for layer in doubled(levels) if layer > places.min()}
     layer0, star = result.of("layer0"), result.threshold
     regrets = (f"{short(row.regret)} at {100 * row.sparsity:g} %" for row in result.of("threshold").itertuples())
     return bullets(
         invariant,
         f"**{'Agrees' if place == PAPER_AFTER else 'Differs'}:** {where}, by {span(sizes)} times; {theirs}.",
-        f"Behind it this one matrix more than doubles the perplexity in layer {runs(doubled(levels) - {0})}, at one "
-        "level or more.",
+        f"Behind it this one matrix more than doubles the perplexity in layer {runs(behind)}, at one level or more.",
         f"Layer 0 as a whole at rank {result.compression.rank}: {span(layer0.degradation)} times the perplexity, at "
         f"{len(layer0)} sparsities from {layer0.sparsity.min():g} to {layer0.sparsity.max():g}.",
         f"Layer 0 by Wanda, full rank: regret {', '.join(regrets)}. **s\\* = {star or 'none of these'}** for a regret "

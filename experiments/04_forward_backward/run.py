@@ -10,7 +10,7 @@ from pathlib import Path
 import pandas as pd
 import typer
 
-from experiments.common import Device, DType, draw, inputs
+from experiments.common import Device, DType, draw, inputs, of_model
 from experiments.statements import bullets, measured, short, table, verdict
 from lyapunov_prune.report.sensitivity import cumulative_figure
 from lyapunov_prune.sensitivity.sensitivity import Sensitivity
@@ -27,17 +27,19 @@ def main(
     tokens: int = 1024,
     context: int = 256,
 ) -> None:
+    folder = of_model(HERE, model)
     result = inputs(model, text, tokens, context, device=device, dtype=dtype).sensitivity(("forward", "backward"))
-    result.save(HERE / "cumulative.json")
-    draw(HERE, {"cumulative": cumulative_figure(result)})
+    result.save(folder / "cumulative.json")
+    draw(folder, {"cumulative": cumulative_figure(result)})
     print(result)
 
 
-def written() -> dict[str, str]:
+def written(folder: Path = HERE) -> dict[str, str]:
     """Perplexity by the number of layers compressed, from either end."""
-    found = Sensitivity.load(HERE / "cumulative.json")
+    found = Sensitivity.load(folder / "cumulative.json")
     ends = {"from the first on": found.of("forward"), "from the last back": found.of("backward")}
-    counts = [n for n in (1, 2, 3, 4, 8, 15, 22, 30) if n <= len(ends["from the first on"])]
+    layers = len(ends["from the first on"])
+    counts = sorted({n for n in (1, 2, 3, 4, 8, layers // 2, 3 * layers // 4, layers) if 0 < n <= layers})
     rows = [[name, *(float(frame.perplexity[n - 1]) for n in counts)] for name, frame in ends.items()]
     return {
         "setting": measured(found.measured_on, found.perplexity),

@@ -11,7 +11,7 @@ from pathlib import Path
 import pandas as pd
 import typer
 
-from experiments.common import Device, DType, draw, inputs
+from experiments.common import Device, DType, draw, inputs, of_model
 from experiments.statements import bullets, interval, percent, short, stated, table
 from lyapunov_prune.report.sensitivity import greedy_figure
 from lyapunov_prune.sensitivity.sensitivity import Sensitivity
@@ -31,15 +31,16 @@ def main(
     context: int = 256,
     rescored: bool = False,
 ) -> None:
+    folder = of_model(HERE, model)
     studies = ("greedy", "greedy-rescored") if rescored else ("greedy",)
     result = inputs(model, text, tokens, context, device=device, dtype=dtype).sensitivity(studies, rank=RANK)
-    result.save(HERE / "greedy.json")
-    draw(HERE, {"greedy": greedy_figure(result)})
+    result.save(folder / "greedy.json")
+    draw(folder, {"greedy": greedy_figure(result)})
     print(result)
 
 
-def written() -> dict[str, str]:
-    result = Sensitivity.load(HERE / "greedy.json")
+def written(folder: Path = HERE) -> dict[str, str]:
+    result = Sensitivity.load(folder / "greedy.json")
     return {"setting": setting(result), "greedy": greedy(result), "verdict": verdict(result)}
 
 

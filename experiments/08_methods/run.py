@@ -9,7 +9,7 @@ from pathlib import Path
 
 import typer
 
-from experiments.common import Device, DType, draw, load, texts
+from experiments.common import Device, DType, draw, load, of_model, texts
 from experiments.compressions import (
     CompressionRow,
     CompressionTable,
@@ -37,17 +37,18 @@ def main(
     text: str = "builtin",
     tokens: int = 4096,
 ) -> None:
+    folder = of_model(HERE, model)
     loaded = load(model, device, dtype)
     calibration, evaluation = texts(loaded, text, calibration=tokens, evaluation=tokens, context=512)
     table = evaluate_compressions(loaded.model, SETTINGS, calibration, evaluation)
-    table.save(HERE / "methods.json")
-    draw(HERE, {"methods": compressions_figure(table)})
+    table.save(folder / "methods.json")
+    draw(folder, {"methods": compressions_figure(table)})
     print(table)
 
 
-def written() -> dict[str, str]:
+def written(folder: Path = HERE) -> dict[str, str]:
     """Perplexity of every method, and its ratio to the dense model with a 95 % interval paired by window."""
-    found = CompressionTable.load(HERE / "methods.json")
+    found = CompressionTable.load(folder / "methods.json")
     rows, dense = found.rows, short(found.rows[0].perplexity / found.rows[0].degradation)
     cells = [
         [r.method, AMOUNTS[r.unit].format(r.amount), r.perplexity, interval(r.degradation, r.low, r.high)] for r in rows

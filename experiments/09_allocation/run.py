@@ -17,7 +17,7 @@ import typer
 from transformers import PreTrainedModel
 
 import lyapunov_prune as lp
-from experiments.common import Device, DType, draw, halves, load, texts
+from experiments.common import Device, DType, draw, halves, load, of_model, texts
 from experiments.compressions import (
     ALIKE,
     CompressionRow,
@@ -68,17 +68,18 @@ def main(
     text: str = "builtin",
     tokens: int = 4096,
 ) -> None:
+    folder = of_model(HERE, model)
     loaded = load(model, device, dtype)
     calibration, evaluation = texts(loaded, text, calibration=tokens // 2, evaluation=tokens, context=512)
     profile = lp.measure_contraction(loaded.model, calibration, seeds=range(2))
     ceiling = threshold(loaded.model, calibration)
     print(ceiling.headline())
     settings = [setting for s in (0.5, 0.7) for setting in sparsities(loaded.model, s, profile, ceiling)]
-    shares = evaluate_compressions(loaded.model, settings, calibration, evaluation, path=HERE / "allocation.json")
+    shares = evaluate_compressions(loaded.model, settings, calibration, evaluation, path=folder / "allocation.json")
     widths = evaluate_compressions(
-        loaded.model, bits(loaded.model, profile), calibration, evaluation, path=HERE / "bits.json"
+        loaded.model, bits(loaded.model, profile), calibration, evaluation, path=folder / "bits.json"
     )
-    draw(HERE, {"allocation": compressions_figure(shares), "bits": compressions_figure(widths)})
+    draw(folder, {"allocation": compressions_figure(shares), "bits": compressions_figure(widths)})
     print(shares, widths, sep="\n\n")
 
 
@@ -121,12 +122,12 @@ def _named(allocation: Allocation, *words: str) -> Allocation:
     return replace(allocation, schedule=", ".join(words))
 
 
-def written() -> dict[str, str]:
-    shares = CompressionTable.load(HERE / "allocation.json")
+def written(folder: Path = HERE) -> dict[str, str]:
+    shares = CompressionTable.load(folder / "allocation.json")
     parts = {"setting": setting(shares), "schedules": schedules(shares), "verdict": verdict(shares)}
-    if not (HERE / "bits.json").is_file():
+    if not (folder / "bits.json").is_file():
         return {**parts, "bits": "Not measured yet.\n", "verdict-bits": bullets("None yet.")}
-    widths = CompressionTable.load(HERE / "bits.json")
+    widths = CompressionTable.load(folder / "bits.json")
     return {**parts, "bits": widths_table(widths), "verdict-bits": verdict_bits(widths)}
 
 

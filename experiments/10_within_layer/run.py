@@ -18,7 +18,7 @@ import typer
 from transformers import PreTrainedModel
 
 import lyapunov_prune as lp
-from experiments.common import Device, DType, draw, halves, load, texts
+from experiments.common import Device, DType, draw, halves, load, of_model, texts
 from experiments.compressions import (
     CompressionRow,
     CompressionTable,
@@ -54,6 +54,7 @@ def main(
     text: str = "builtin",
     tokens: int = 4096,
 ) -> None:
+    folder = of_model(HERE, model)
     loaded = load(model, device, dtype)
     calibration, evaluation = texts(loaded, text, calibration=tokens // 2, evaluation=tokens, context=512)
     first, second = halves(calibration)
@@ -71,8 +72,8 @@ def main(
         for budget in (0.5, 0.7)
         for schedule in ("uniform", "atp")
     ]
-    found = evaluate_compressions(loaded.model, settings, calibration, evaluation, path=HERE / "within.json")
-    draw(HERE, {"within": compressions_figure(found)})
+    found = evaluate_compressions(loaded.model, settings, calibration, evaluation, path=folder / "within.json")
+    draw(folder, {"within": compressions_figure(found)})
     print(found)
 
 
@@ -110,8 +111,8 @@ def schemes(
 Rows = dict[tuple[str, float], dict[str, CompressionRow]]
 
 
-def written() -> dict[str, str]:
-    found = CompressionTable.load(HERE / "within.json")
+def written(folder: Path = HERE) -> dict[str, str]:
+    found = CompressionTable.load(folder / "within.json")
     rows = by_setting(found)
     return {"setting": setting(found), "within": within_table(rows), "verdict": verdict(found)}
 

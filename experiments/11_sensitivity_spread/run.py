@@ -17,7 +17,7 @@ import typer
 from scipy import stats
 
 import lyapunov_prune as lp
-from experiments.common import Device, DType, draw, inputs
+from experiments.common import Device, DType, draw, inputs, of_model
 from experiments.statements import bullets, correlation, measured, short, table, verdict
 from lyapunov_prune.allocation.lyapunov import Reading, tolerance
 from lyapunov_prune.profiles.contraction import Pooling
@@ -37,6 +37,7 @@ def main(
     tokens: int = 1024,
     context: int = 256,
 ) -> None:
+    folder = of_model(HERE, model)
     given = inputs(model, text, tokens, context, device=device, dtype=dtype)
     profile = given.profile()
     found_by = {
@@ -57,7 +58,7 @@ def main(
     rows = []
     budgets = {p: tolerance(profile.contraction.pooled(p), "equal-error") for p in get_args(Pooling)}
     for method, found in found_by.items():
-        found.save(HERE / f"{method}.json")
+        found.save(folder / f"{method}.json")
         components, layers = found.of("component"), found.of("layer")
         rows.append(
             {
@@ -78,7 +79,7 @@ def main(
         share = tolerance(profile.contraction.pooled(pooling), reading)
         third = len(share) // 3
         print(f"{reading}, {pooling}: the last third {share[-third:].sum():.2f}, the first {share[:third].sum():.2f}")
-    draw(HERE, {"spread": figure(measured)})
+    draw(folder, {"spread": figure(measured)})
 
 
 def figure(measured: dict[str, lp.sensitivity.Sensitivity]) -> str:
@@ -96,14 +97,14 @@ def figure(measured: dict[str, lp.sensitivity.Sensitivity]) -> str:
     return svg(page)
 
 
-def written() -> dict[str, str]:
+def written(folder: Path = HERE) -> dict[str, str]:
     """The spread of each method; regrets of layers below 0.001 read as that."""
     rows: list[list[object]] = []
     spreads: dict[str, float] = {}
     worst: dict[str, str] = {}
     budgets: dict[str, Any] = {}
     for method in METHODS:
-        found = Sensitivity.load(HERE / f"{method}.json")
+        found = Sensitivity.load(folder / f"{method}.json")
         components, layers = found.of("component"), found.of("layer")
         least, most = components.loc[components.regret.idxmin()], components.loc[components.regret.idxmax()]
         names = [row.label.rpartition(".")[2] for row in (least, most)]

@@ -10,7 +10,7 @@ from pathlib import Path
 import typer
 
 import lyapunov_prune as lp
-from experiments.common import Device, DType, load, texts
+from experiments.common import Device, DType, load, of_model, texts
 from experiments.statements import bullets, interval, short, span, table, verdict
 from lyapunov_prune.evaluation.evaluation import Evaluation, zero_share
 
@@ -25,6 +25,7 @@ def main(
     text: str = "builtin",
     tokens: int = 4096,
 ) -> None:
+    folder = of_model(HERE, model)
     loaded = load(model, device, dtype)
     calibration, evaluation = texts(loaded, text, calibration=tokens // 2, evaluation=tokens, context=512)
     influence = lp.block_influence(loaded.model, calibration)
@@ -46,13 +47,13 @@ def main(
         zeros=tuple(zero_share(m) for m in models.values()),
         speed=lp.measure_speed(models, prompt=128, steps=32, repeats=5),
     )
-    result.save(HERE / "depth.json")
+    result.save(folder / "depth.json")
     print(result, result.speed, sep="\n\n")
 
 
-def written() -> dict[str, str]:
+def written(folder: Path = HERE) -> dict[str, str]:
     """Perplexity and speed beside the dense model's, and the speed that the parameters left would allow."""
-    result = Evaluation.load(HERE / "depth.json")
+    result = Evaluation.load(folder / "depth.json")
     assert result.speed is not None
     dense, first = result.perplexities[0], result.speed.rows[0]
     cells = [

@@ -14,7 +14,7 @@ import pandas as pd
 import typer
 
 import lyapunov_prune as lp
-from experiments.common import Device, DType, draw, load, read_text
+from experiments.common import Device, DType, draw, load, of_model, read_text
 from experiments.statements import bullets, interval, short, span, table, verdict
 from lyapunov_prune.evaluation.perplexity import interval_of
 from lyapunov_prune.report.drawing import COLOURS, one_panel, svg
@@ -30,6 +30,7 @@ def main(
     dtype: DType = None,
     text: Annotated[list[str] | None, typer.Option()] = None,
 ) -> None:
+    folder = of_model(HERE, model)
     names = text or ["builtin"]
     loaded = load(model, device, dtype)
     calibration = read_text(loaded, names[0], 4096, CONTEXT)
@@ -56,8 +57,8 @@ def main(
                 }
             )
     frame = pd.DataFrame(rows)
-    write_whole(HERE / "stability.json", frame.to_json(orient="records", indent=1) + "\n")
-    draw(HERE, {"stability": figure(frame)})
+    write_whole(folder / "stability.json", frame.to_json(orient="records", indent=1) + "\n")
+    draw(folder, {"stability": figure(frame)})
     print(calibration.measured_on(loaded.model).line())
     print(frame.drop(columns="text_hash").to_string(index=False, float_format=lambda x: f"{x:.4g}"))
 
@@ -73,9 +74,9 @@ def figure(frame: pd.DataFrame) -> str:
     return svg(page)
 
 
-def written() -> dict[str, str]:
+def written(folder: Path = HERE) -> dict[str, str]:
     """Dense perplexity and degradation of each text by tokens."""
-    frame = pd.read_json(HERE / "stability.json")
+    frame = pd.read_json(folder / "stability.json")
     texts = list(dict.fromkeys(frame.text))
     by = frame.set_index(["text", "tokens"])
     cells = [

@@ -21,7 +21,7 @@ import typer
 from transformers import PreTrainedModel
 
 import lyapunov_prune as lp
-from experiments.common import Device, DType, draw, load, read_text
+from experiments.common import Device, DType, draw, job_folder, load, of_model, read_text
 from experiments.statements import bullets, interval, measured, runs, short, span, table, verdict
 from lyapunov_prune.data.batch import Split, require_disjoint
 from lyapunov_prune.forward.hooks import residual_stream, run_backbone
@@ -52,16 +52,17 @@ def main(
     evaluation: Annotated[str, typer.Option(help="builtin, or a file")] = "builtin",
     tokens: int = 8192,
 ) -> None:
+    folder = of_model(HERE, model)
     loaded = load(model, device, dtype)
     few = read_text(loaded, calibration, 1024, 512, half(calibration, 0))
     many = read_text(loaded, evaluation, tokens, 1024, half(evaluation, 1))
     require_disjoint(few, many)
-    jobs = Path("runs") / "experiments" / f"oracle-{few.text_hash[:16]}"
+    jobs = job_folder(model) / f"oracle-{few.text_hash[:16]}"
     oracle = lp.ranking.greedy_removal(loaded.model, few, REMOVALS[-1], folder=jobs, resume=True)
-    oracle.save(HERE / "oracle.json")
+    oracle.save(folder / "oracle.json")
     print(oracle, end="\n\n")
     divergence = lp.predictions.skip_divergence(loaded.model, few)
-    divergence.save(HERE / "divergence.json")
+    divergence.save(folder / "divergence.json")
     influence = lp.block_influence(loaded.model, few)
     profile = lp.measure_contraction(loaded.model, few, seeds=range(2))
     angular = lp.ranking.angular_distance(loaded.model, few)
@@ -100,7 +101,7 @@ def main(
             size = small.num_parameters()
             rows.append(RemovalRow(f"{name}, mended", plan.remove, found.value, ratio, low, high, size))
     curve = RemovalCurve(tuple(rows), curve.measured_on)
-    curve.save(HERE / "removal.json")
+    curve.save(folder / "removal.json")
     L, again = loaded.structure.num_layers, float(sum(1 - n / loaded.structure.num_layers for n in range(REMOVALS[-1])))
     mending = (2 - REMOVALS[-1] / L) * MENDED_ON / few.ids.numel()
     forwards = {
@@ -114,9 +115,9 @@ def main(
         "angular, mended": 1 + mending,
         "oracle, mended": oracle.forwards + mending,
     }
-    write_whole(HERE / "forwards.json", json.dumps(forwards, indent=1) + "\n")
+    write_whole(folder / "forwards.json", json.dumps(forwards, indent=1) + "\n")
     shown = RemovalCurve(tuple(r for r in curve.rows if not r.criterion.startswith("α")), curve.measured_on)
-    draw(HERE, {"criteria": perplexity_figure(shown), "alpha": alpha_figure(curve)})
+    draw(folder, {"criteria": perplexity_figure(shown), "alpha": alpha_figure(curve)})
     print(curve, forwards, sep="\n\n")
 
 
@@ -195,11 +196,11 @@ def alpha_figure(curve: RemovalCurve) -> str:
     return svg(page)
 
 
-def written() -> dict[str, str]:
+def written(folder: Path = HERE) -> dict[str, str]:
     """Perplexity of every criterion with what it costs in forwards, and of the blend over α."""
-    curve = RemovalCurve.load(HERE / "removal.json")
+    curve = RemovalCurve.load(folder / "removal.json")
     rows = curve.rows
-    forwards = json.loads((HERE / "forwards.json").read_text(encoding="utf-8"))
+    forwards = json.loads((folder / "forwards.json").read_text(encoding="utf-8"))
     dense = rows[0].perplexity
     by = {(row.criterion, len(row.removed)): row for row in rows}
     cells: list[list[object]] = []
@@ -209,7 +210,7 @@ def written() -> dict[str, str]:
         cells.append([name, forwards[name], *few, interval(last.perplexity, dense * last.low, dense * last.high)])
     blends = [row for row in rows if row.criterion.startswith("α")]
     return {
-        "setting": f"Scores: {GreedyRemoval.load(HERE / 'oracle.json').measured_on.line()}.\n"
+        "setting": f"Scores: {GreedyRemoval.load(folder / 'oracle.json').measured_on.line()}.\n"
         + measured(curve.measured_on, dense),
         "summary": summary(curve.measured_on, by, forwards),
         "oracle": of_the_oracle(by, forwards),

@@ -10,7 +10,7 @@ from pathlib import Path
 import typer
 
 import lyapunov_prune as lp
-from experiments.common import Device, DType, draw, load, texts
+from experiments.common import Device, DType, draw, job_folder, load, of_model, texts
 from experiments.statements import table
 from lyapunov_prune.healing.heal import Healing
 from lyapunov_prune.report.drawing import COLOURS, one_panel, svg
@@ -27,17 +27,18 @@ def main(
     tokens: int = 4096,
     remove: int = 4,
 ) -> None:
+    folder = of_model(HERE, model)
     loaded = load(model, device, dtype)
     calibration, evaluation = texts(loaded, text, calibration=256 * STEPS, evaluation=tokens, context=256)
     influence = lp.block_influence(loaded.model, calibration)
     pruned = lp.remove_layers(loaded.model, lp.rank_layers(None, influence, criterion="bi").plan(remove))
     reports = {}
     for name, rank in (("full", None), ("low-rank", RANK)):
-        jobs = Path("runs") / "experiments" / f"healing-{name}-{remove}"
+        jobs = job_folder(model) / f"healing-{name}-{remove}"
         done = lp.heal(
             pruned, loaded.model, calibration, steps=STEPS, rank=rank, evaluation=evaluation, folder=jobs, resume=True
         )
-        done.report.save(HERE / f"{name}.json")
+        done.report.save(folder / f"{name}.json")
         reports[name] = done.report
         print(done.report, end="\n\n")
     page, axes = one_panel(6.5, 3.0)
@@ -46,12 +47,12 @@ def main(
     axes.set_xlabel("step")
     axes.set_ylabel("KL(dense ‖ pruned), nats a token")
     axes.legend(frameon=False, fontsize=8)
-    draw(HERE, {"healing": svg(page)})
+    draw(folder, {"healing": svg(page)})
 
 
-def written() -> dict[str, str]:
+def written(folder: Path = HERE) -> dict[str, str]:
     """Perplexity before, after and of the dense model, and the share recovered."""
-    reports = {name: Healing.load(HERE / f"{name}.json") for name in ("full", "low-rank")}
+    reports = {name: Healing.load(folder / f"{name}.json") for name in ("full", "low-rank")}
     held_out = reports["full"].held_out
     assert held_out is not None
     cells: list[list[object]] = [

@@ -17,7 +17,7 @@ import typer
 from scipy import stats
 
 import lyapunov_prune as lp
-from experiments.common import Device, DType, draw, load
+from experiments.common import Device, DType, draw, load, of_model
 from experiments.hierarchies import as_json, cell, encoded, kept, measured_on, opened, records, summarise
 from experiments.statements import bullets, short, span, table, verdict
 from lyapunov_prune.data.batch import as_batch
@@ -48,6 +48,7 @@ MEASURES = [
 
 
 def main(model: str = "smollm2-135m", device: Device = "auto", dtype: DType = None, steps: int = 32) -> None:
+    folder = of_model(HERE, model)
     loaded = load(model, device, dtype)
     prompts = encoded(loaded)
     at = loaded.structure.num_layers // 2  # of Figures 5, 6 and 11: the 14th of 28 in the paper
@@ -122,9 +123,9 @@ def main(model: str = "smollm2-135m", device: Device = "auto", dtype: DType = No
         f"rounded to {BITS} bits": rounding,
         "attention left out, logits without their mean": mean_out,
     }
-    write_whole(HERE / "spaces.json", as_json({**facts, **{k: records(t) for k, t in tables.items()}}))
+    write_whole(folder / "spaces.json", as_json({**facts, **{k: records(t) for k, t in tables.items()}}))
     draw(
-        HERE,
+        folder,
         {
             "spaces": hierarchy_figure(whole),
             "orthogonal": orthogonal_figure(layers),
@@ -340,8 +341,8 @@ def bounds_figure(layers: pd.DataFrame, rounding: pd.DataFrame) -> str:
     return svg(figure)
 
 
-def written() -> dict[str, str]:
-    found = opened(HERE / "spaces.json")
+def written(folder: Path = HERE) -> dict[str, str]:
+    found = opened(folder / "spaces.json")
     return {
         "setting": setting(found),
         "similarity": similarity(found["layers"], found["layer of the steps and temperatures"]),
@@ -461,8 +462,8 @@ def of_estimates(found: dict[str, Any], parts: dict[str, pd.DataFrame]) -> list[
             max(1 / p[0], p[2]) < 2 and max(beyond) <= 1,
             f"the estimate of 1 − cos(p, q) is {short(p[0])} to {short(p[2])} times what is measured in nine of ten "
             f"steps, and at layer 0 it reads {' and '.join(map(short, beyond))} (attention and MLP), where what is "
-            f"measured cannot exceed 1. That of h reads {short(mlp.hidden_estimate)} at the MLP of layer 0, which "
-            f"makes nearly all of the state: measured {short(mlp.hidden)}.",
+            f"measured cannot exceed 1. That of h reads {short(mlp.hidden_estimate)} at the MLP of layer 0"
+            f"{', which makes nearly all of the state' if mlp.hidden > 0.9 else ''}: measured {short(mlp.hidden)}.",
         ),
     ]
 

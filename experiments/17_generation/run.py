@@ -22,7 +22,7 @@ from transformers import PreTrainedModel
 
 import lyapunov_prune as lp
 from experiments import statements
-from experiments.common import Device, DType, draw, load, texts
+from experiments.common import Device, DType, draw, load, of_model, texts
 from experiments.hierarchies import (
     as_json,
     cell,
@@ -71,6 +71,7 @@ def main(
     tokens: int = 2048,
     steps: int = 32,
 ) -> None:
+    folder = of_model(HERE, model)
     loaded = load(model, device, dtype)
     prompts = {k: ids for k, ids in encoded(loaded).items() if not k.startswith("MC")}
     calibration, evaluation = texts(loaded, text, calibration=tokens, evaluation=tokens, context=512)
@@ -128,9 +129,9 @@ def main(
     }
     texts_ = [{"prompt": k, **{name: each[k] for name, each in answers.items()}} for k in prompts]
     tables = {"models": records(models), OTHER: records(other), "steps": records(by_step), "texts": texts_}
-    write_whole(HERE / "generation.json", as_json({**facts, **tables}))
+    write_whole(folder / "generation.json", as_json({**facts, **tables}))
     draw(
-        HERE,
+        folder,
         {
             "attention": paper_figure(by_step, other),
             "methods": methods_figure(by_step),
@@ -265,8 +266,8 @@ def parting_figure(models: pd.DataFrame, steps: int) -> str:
     return svg(figure)
 
 
-def written() -> dict[str, str]:
-    found = opened(HERE / "generation.json")
+def written(folder: Path = HERE) -> dict[str, str]:
+    found = opened(folder / "generation.json")
     return {
         "setting": setting(found),
         "outcomes": outcomes(found),

@@ -20,7 +20,7 @@ from scipy import stats
 from transformers import PreTrainedModel
 
 import lyapunov_prune as lp
-from experiments.common import Device, DType, draw, load, read_text
+from experiments.common import Device, DType, draw, load, of_model, read_text
 from experiments.hierarchies import PROMPTS, as_json, cell, interval, kept, makers, opened, percent, records
 from experiments.statements import bullets, short, span, table, verdict
 from lyapunov_prune.data.choices import tokenize
@@ -47,6 +47,7 @@ def main(
     text: str = "builtin",
     tokens: int = 2048,
 ) -> None:
+    folder = of_model(HERE, model)
     loaded = load(model, device, dtype)
     calibration = read_text(loaded, text, tokens, 512)
     sets = {("paper", "letters"): papers_items()}
@@ -93,8 +94,8 @@ def main(
             zip(LETTERS, np.bincount([int(p.options.argmax()) for p in dense], minlength=4).tolist(), strict=False)
         ),
     }
-    write_whole(HERE / "candidates.json", as_json({**facts, "choices": records(answers), "shifts": records(moved)}))
-    draw(HERE, {**figures, "survival": survival_figure(answers), "certificate": certificate_figure(ratios)})
+    write_whole(folder / "candidates.json", as_json({**facts, "choices": records(answers), "shifts": records(moved)}))
+    draw(folder, {**figures, "survival": survival_figure(answers), "certificate": certificate_figure(ratios)})
     for name, value in facts.items():
         print(f"{name:<60} {value}")
     print(answers.to_string(index=False, float_format=lambda x: f"{x:.3g}"))
@@ -288,8 +289,8 @@ def certificate_figure(ratios: dict[str, list[np.ndarray]]) -> str:
     return svg(figure)
 
 
-def written() -> dict[str, str]:
-    found = opened(HERE / "candidates.json")
+def written(folder: Path = HERE) -> dict[str, str]:
+    found = opened(folder / "candidates.json")
     return {
         "setting": setting(found),
         "survival": survival(found),

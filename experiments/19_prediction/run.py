@@ -19,7 +19,7 @@ import typer
 from scipy import stats
 
 import lyapunov_prune as lp
-from experiments.common import Device, DType, draw, load, texts
+from experiments.common import Device, DType, draw, job_folder, load, of_model, texts
 from experiments.statements import bullets, interval, short, signed, table
 from lyapunov_prune.evaluation.repetition import collapsed, repetition
 from lyapunov_prune.progress import track
@@ -44,6 +44,7 @@ def main(
     text: str = "builtin",
     tokens: int = 4096,
 ) -> None:
+    folder = of_model(HERE, model)
     loaded = load(model, device, dtype)
     calibration, held_out = texts(loaded, text, calibration=tokens // 2, evaluation=tokens, context=512)
     scoring = lp.TokenBatch(held_out.ids[:4], text=held_out.text, split=held_out.split, bos=held_out.bos)
@@ -56,8 +57,8 @@ def main(
         **{name: lp.rank_layers(profile, influence, criterion=name) for name in SCORES[1:]},
     }
     about = {"calibration": encode(calibration.measured_on(loaded.model)), "prompts": f"{PROMPTS} × {PROMPT} + {STEPS}"}
-    folder = Path("runs") / "experiments" / f"prediction-{calibration.text_hash[:16]}"
-    jobs = Store(folder, "prediction", {**about, "held out": held_out.text_hash}, resume=True)
+    kept = job_folder(model) / f"prediction-{calibration.text_hash[:16]}"
+    jobs = Store(kept, "prediction", {**about, "held out": held_out.text_hash}, resume=True)
     dense = lp.perplexity(loaded.model, scoring)
     chosen = sets(rankings, loaded.structure.num_layers)
     for removed in track(list(chosen), "sets of layers"):
@@ -85,10 +86,10 @@ def main(
     frame = pd.DataFrame(rows)
     frame["parted"] = -frame.first_difference
     content = {"measured_on": encode(scoring.measured_on(loaded.model)), **about, "sets": frame.to_dict("records")}
-    write_whole(HERE / "prediction.json", pd.Series(content).to_json(indent=1, force_ascii=False) + "\n")
+    write_whole(folder / "prediction.json", pd.Series(content).to_json(indent=1, force_ascii=False) + "\n")
     ranks = correlations(frame)
-    write_whole(HERE / "correlation.json", ranks.to_json(orient="records", indent=1) + "\n")
-    draw(HERE, {"sets": sets_figure(frame), "correlation": correlation_figure(ranks)})
+    write_whole(folder / "correlation.json", ranks.to_json(orient="records", indent=1) + "\n")
+    draw(folder, {"sets": sets_figure(frame), "correlation": correlation_figure(ranks)})
     print(ranks.to_string(index=False, float_format=lambda x: f"{x:.2f}"))
 
 
@@ -159,9 +160,9 @@ def correlation_figure(correlations: pd.DataFrame) -> str:
     return svg(figure)
 
 
-def written() -> dict[str, str]:
-    frame = pd.read_json(HERE / "correlation.json").set_index(["measure", "removed", "score"])
-    content = json.loads((HERE / "prediction.json").read_text(encoding="utf-8"))
+def written(folder: Path = HERE) -> dict[str, str]:
+    frame = pd.read_json(folder / "correlation.json").set_index(["measure", "removed", "score"])
+    content = json.loads((folder / "prediction.json").read_text(encoding="utf-8"))
     sets = pd.DataFrame(content["sets"])
     return {
         "setting": setting(content, sets),

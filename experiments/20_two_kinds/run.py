@@ -15,7 +15,7 @@ import typer
 from scipy import stats
 
 import lyapunov_prune as lp
-from experiments.common import Device, DType, draw, load, plain_tasks, texts
+from experiments.common import Device, DType, draw, load, of_model, plain_tasks, texts
 from experiments.statements import bullets, short, span, table, verdict
 from lyapunov_prune.evaluation.tasks import TaskScores
 from lyapunov_prune.report.drawing import COLOURS, GREY, panels, svg
@@ -37,6 +37,7 @@ def main(
     items: int = 80,
     answers: int = 16,
 ) -> None:
+    folder = of_model(HERE, model)
     loaded = load(model, device, dtype)
     calibration, _ = texts(loaded, text, calibration=tokens, evaluation=tokens, context=512)
     influence = lp.profiles.sublayer_influence(loaded.model, calibration)
@@ -48,14 +49,14 @@ def main(
             )
     chosen = lp.evaluate_tasks(models, loaded.tokenizer, lp.evaluation.load_tasks(choices), limit=items, batch_size=4)
     chosen = replace(chosen, tasks=plain_tasks(chosen.tasks))
-    chosen.save(HERE / "choices.json")
+    chosen.save(folder / "choices.json")
     print(chosen)
     asked = lp.evaluation.load_tasks([questions], few_shot=2)
     answered = lp.evaluate_tasks(models, loaded.tokenizer, asked, limit=answers, batch_size=8)
     answered = replace(answered, tasks=plain_tasks(answered.tasks))
-    answered.save(HERE / "answers.json")
+    answered.save(folder / "answers.json")
     print(answered)
-    draw(HERE, {"kinds": figure(chosen, answered)})
+    draw(folder, {"kinds": figure(chosen, answered)})
 
 
 def name(kind: str, count: int) -> str:
@@ -90,9 +91,9 @@ def figure(chosen: lp.evaluation.TaskScores, written: lp.evaluation.TaskScores) 
     return svg(page)
 
 
-def written() -> dict[str, str]:
+def written(folder: Path = HERE) -> dict[str, str]:
     """Every score with its standard error, and how far from guessing a choice is."""
-    chosen, answered = (TaskScores.load(HERE / f"{name}.json") for name in ("choices", "answers"))
+    chosen, answered = (TaskScores.load(folder / f"{name}.json") for name in ("choices", "answers"))
     scores: list[list[object]] = []
     guessing: list[list[object]] = []
     by_chance: dict[str, dict[str, float]] = {}

@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import typer
 
-from experiments.common import RANK, SPARSITY, Device, DType, inputs
+from experiments.common import RANK, SPARSITY, Device, DType, inputs, of_model
 from experiments.statements import bullets, short, signed, table
 from lyapunov_prune.sensitivity import AmplificationDrift, amplification_drift
 from lyapunov_prune.sensitivity.amplification import PAPER
@@ -28,22 +28,23 @@ def main(
     tokens: int = 1024,
     context: int = 256,
 ) -> None:
+    folder = of_model(HERE, model)
     given = inputs(model, text, tokens, context, device=device, dtype=dtype)
     contraction = given.profile().contraction
     for name, (sparsity, rank) in SETTINGS.items():
         found = given.sensitivity(("group",), sparsity=sparsity, rank=rank)
-        amplification_drift(found, contraction).save(HERE / f"{name}.json")
-    print(*measured().values(), *written().values(), sep="\n\n")
+        amplification_drift(found, contraction).save(folder / f"{name}.json")
+    print(*measured(folder).values(), *written(folder).values(), sep="\n\n")
 
 
-def measured() -> dict[str, AmplificationDrift]:
-    """The settings whose result lies beside this file."""
-    paths = {name: HERE / f"{name}.json" for name in SETTINGS}
+def measured(folder: Path = HERE) -> dict[str, AmplificationDrift]:
+    """The settings whose result lies in the folder."""
+    paths = {name: folder / f"{name}.json" for name in SETTINGS}
     return {name: AmplificationDrift.load(path) for name, path in paths.items() if path.exists()}
 
 
-def written() -> dict[str, str]:
-    results = measured()
+def written(folder: Path = HERE) -> dict[str, str]:
+    results = measured(folder)
     return {"setting": setting(results), "correlations": correlations(results), "verdict": verdict(results)}
 
 

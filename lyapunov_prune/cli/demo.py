@@ -17,6 +17,7 @@ from lyapunov_prune.pruning.checkpoint import write_pruned
 from lyapunov_prune.pruning.curve import RemovalCurve, evaluate_removals
 from lyapunov_prune.pruning.provenance import PROVENANCE, Provenance
 from lyapunov_prune.pruning.removal import remove_layers
+from lyapunov_prune.ranking.criteria import DEFAULT
 from lyapunov_prune.ranking.ranking import rank_layers
 from lyapunov_prune.report.page import write_report
 from lyapunov_prune.results.files import folder_digest, whole_folder, write_whole
@@ -26,8 +27,8 @@ from lyapunov_prune.results.result import Result
 REMOVALS = (1, 2, 4, 8)
 COMPARED = ("rho", "bi", "blend")
 RACE = {"prompt": 256, "steps": 16, "repeats": 5}
-# The checkpoint that is written: four of thirty layers, by the paper's default.
-WRITTEN = ("blend", 4)
+# The checkpoint that is written: four of thirty layers.
+WRITTEN = (DEFAULT, 4)
 _RECORD = "pruned.fingerprint"
 
 

@@ -14,7 +14,7 @@ from lyapunov_prune.allocation.table import SCHEDULES
 from lyapunov_prune.cli import choices
 from lyapunov_prune.compression.table import METHODS
 from lyapunov_prune.merging.table import REDUCTIONS
-from lyapunov_prune.ranking.criteria import CRITERIA
+from lyapunov_prune.ranking.criteria import CRITERIA, DEFAULT
 
 if TYPE_CHECKING:  # a usage error must not wait for torch
     from lyapunov_prune.data.batch import TokenBatch
@@ -137,7 +137,7 @@ class RankOptions:
     """What is ranked, and by which criterion."""
 
     what: What = "layers"
-    criterion: Criterion = "blend"
+    criterion: Criterion = DEFAULT
     alpha: Alpha = 0.5
     seeds: Seeds = 4
     seed: Seed = 0

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from transformers import PreTrainedModel
 
+from lyapunov_prune.arguments import require_least
 from lyapunov_prune.data.batch import TokenBatch, as_batch
 from lyapunov_prune.data.images import ImageBatch, checked_images
 from lyapunov_prune.errors import LyapunovPruneError
@@ -25,3 +26,13 @@ def as_examples(model: PreTrainedModel, examples: Examples | torch.Tensor) -> Ex
     if looks_at_images(model):
         raise LyapunovPruneError(f"{type(model).__name__} looks at images and was given tokens; give an ImageBatch")
     return as_batch(model, examples)
+
+
+def model_inputs(model: PreTrainedModel, examples: Examples, batch_size: int) -> list[torch.Tensor]:
+    """What `model` is given, `batch_size` items at a time, on its device: token ids, or pixels in its dtype.
+
+    Raises LyapunovPruneError for a batch size below 1.
+    """
+    require_least(1, batch_size=batch_size)
+    whole = examples.pixels.to(model.dtype) if isinstance(examples, ImageBatch) else examples.ids
+    return [part.to(model.device) for part in whole.split(batch_size)]

@@ -17,6 +17,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from lyapunov_prune.arguments import checked
 from lyapunov_prune.data.batch import Split, TokenBatch
+from lyapunov_prune.data.images import ImageBatch
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.models.structure import identify
 from lyapunov_prune.results.history import history_of
@@ -82,19 +83,24 @@ def load_text(
     return TokenBatch(matrix, text=source, split=split, bos=bos)
 
 
-def require_unseen(model: PreTrainedModel, batch: TokenBatch) -> None:
-    """Raise LyapunovPruneError if a step that made `model` saw tokens of `batch`, so that it must not be scored on it.
+def require_unseen(model: PreTrainedModel, batch: TokenBatch | ImageBatch) -> None:
+    """Raise LyapunovPruneError if a step that made `model` saw items of `batch`, so that it must not be scored on it.
 
-    Tokens are known by their hash and by runs of 64, whatever file or window they stand in.
+    Tokens are known by their hash and by runs of 64, whatever file or window they stand in; images by their hashes.
     """
+    if isinstance(batch, ImageBatch):
+        name, whole, remedy = batch.source, f"{len(batch)} images", "take the final slice, or other images"
+    else:
+        name, whole = batch.text, f"{batch.ids.numel()} tokens"
+        remedy = "use --split evaluation or another --text"
     for number, step in enumerate(history_of(model).steps, start=1):
         for seen in step.saw:
             shared = batch.shared_with(seen)
             if shared:
                 raise LyapunovPruneError(
                     f"{identify(model).name} was made with {seen.text} ({seen.split}; step {number} of its history, "
-                    f"{step.kind}), which holds about {shared} of the {batch.ids.numel()} tokens of {batch.text} "
-                    f"({batch.split}) to score; use --split evaluation or another --text"
+                    f"{step.kind}), which holds about {shared} of the {whole} of {name} ({batch.split}) to score; "
+                    f"{remedy}"
                 )
 
 

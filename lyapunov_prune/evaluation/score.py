@@ -10,9 +10,9 @@ import torch
 from torch.nn.functional import cross_entropy
 from transformers import PreTrainedModel
 
-from lyapunov_prune.arguments import checked, require_least
+from lyapunov_prune.arguments import checked
 from lyapunov_prune.data.batch import TokenBatch
-from lyapunov_prune.data.examples import as_examples
+from lyapunov_prune.data.examples import as_examples, model_inputs
 from lyapunov_prune.data.images import ImageBatch
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.evaluation.perplexity import of_windows, require_finite_losses
@@ -80,7 +80,6 @@ def score(model: PreTrainedModel, examples: TokenBatch | ImageBatch, *, batch_si
     Raises LyapunovPruneError for examples that the model cannot be given and for a loss that is not finite;
     NonFiniteError where a layer of a decoder can be named.
     """
-    require_least(1, batch_size=batch_size)
     examples = as_examples(model, examples)
     if isinstance(examples, ImageBatch):
         return _of_images(model, examples, batch_size)
@@ -97,9 +96,9 @@ def _loss_and_correct(logits: torch.Tensor, ids: torch.Tensor) -> tuple[float, f
 
 def _of_images(model: PreTrainedModel, images: ImageBatch, batch_size: int) -> ItemScores:
     losses, correct = [], []
-    batches = list(zip(images.pixels.split(batch_size), images.labels.split(batch_size), strict=True))
-    for pixels, labels in track(batches, "score"):
-        logits = model(pixel_values=pixels.to(model.device, model.dtype)).logits.cpu()
+    batches = zip(model_inputs(model, images, batch_size), images.labels.split(batch_size), strict=True)
+    for pixels, labels in track(list(batches), "score"):
+        logits = model(pixel_values=pixels).logits.cpu()
         losses.append(cross_entropy(lift(logits), labels, reduction="none"))
         correct.append((logits.argmax(-1) == labels).double())
     found = torch.cat(losses).numpy()
@@ -111,6 +110,7 @@ def _of_images(model: PreTrainedModel, images: ImageBatch, batch_size: int) -> I
     return ItemScores(found, torch.cat(correct).numpy(), images.measured_on(model))
 
 
+@checked
 def paired_error(a: ItemScores, b: ItemScores) -> float:
     """The standard error of `a.value − b.value`, paired by item: `sd(a_i − b_i) / √n`, n − 1 degrees of freedom.
 

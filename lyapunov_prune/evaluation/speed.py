@@ -1,7 +1,8 @@
-"""Tokens per second, models measured side by side in one run."""
+"""Tokens or images per second, models measured side by side in one run."""
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -13,6 +14,8 @@ from transformers import PreTrainedModel
 
 from lyapunov_prune.arguments import checked, require_least
 from lyapunov_prune.errors import LyapunovPruneError
+from lyapunov_prune.forward.logits import random_images
+from lyapunov_prune.models.classifiers import looks_at_images
 from lyapunov_prune.models.held import held
 from lyapunov_prune.models.structure import find_structure
 from lyapunov_prune.progress import track
@@ -21,7 +24,7 @@ from lyapunov_prune.results.result import Result, versions
 
 @dataclass(frozen=True)
 class SpeedRow:
-    """Tokens per second: the median, and the quartiles around it."""
+    """Tokens per second: the median, and the quartiles around it; of a classifier images, and no decoding (NaN)."""
 
     model: str
     parameters: int
@@ -36,7 +39,8 @@ class Speed(Result):
     """Prefill and cached decoding at batch 1, in tokens per second; the first row is the reference.
 
     Medians over `repeats` prefills and over all decoded tokens. Repeats interleave the models, so that a
-    slow minute of the machine slows all of them alike.
+    slow minute of the machine slows all of them alike. Of image classifiers, images per second in forwards of `prompt`
+    images, and no `steps`.
     """
 
     rows: tuple[SpeedRow, ...]
@@ -47,9 +51,19 @@ class Speed(Result):
     dtype: str
     threads: int
     versions: dict[str, str]
+    images: bool = False
 
     def to_frame(self) -> pd.DataFrame:
         first = self.rows[0]
+        if self.images:
+            return pd.DataFrame(
+                {
+                    "model": [r.model for r in self.rows],
+                    "parameters": [r.parameters for r in self.rows],
+                    "images/s": [r.prefill for r in self.rows],
+                    "ratio": [r.prefill / first.prefill for r in self.rows],
+                }
+            )
         return pd.DataFrame(
             {
                 "model": [r.model for r in self.rows],
@@ -62,9 +76,10 @@ class Speed(Result):
         )
 
     def headline(self) -> str:
+        run = f"prompt of {self.prompt}, {self.steps} tokens decoded"
         return (
-            f"Speed, {self.dtype} on {self.device} ({self.threads} threads): prompt of {self.prompt}, "
-            f"{self.steps} tokens decoded, {self.repeats} times"
+            f"Speed, {self.dtype} on {self.device} ({self.threads} threads): "
+            f"{f'{self.prompt} images at once' if self.images else run}, {self.repeats} times"
         )
 
 
@@ -75,49 +90,62 @@ def measure_speed(
 ) -> Speed:
     """Time a prefill of `prompt` tokens and `steps` cached decoding steps of every model, batch 1.
 
-    One round of warm-up, then `repeats` rounds in which the models take turns. The first model is the
-    reference. Token ids are random: speed does not depend on them.
+    Of image classifiers, one forward of `prompt` images; `steps` is of no use to them.
 
-    Raises LyapunovPruneError when prompt and steps do not fit the context, and for no models, prompt, steps or repeats.
+    One round of warm-up, then `repeats` rounds in which the models take turns. The first model is the
+    reference. Token ids and pixels are random: speed does not depend on them.
+
+    Raises LyapunovPruneError when prompt and steps do not fit the context, for models of text beside models of images,
+    and for no models, prompt, steps or repeats.
     """
     require_least(1, models=len(models), prompt=prompt, steps=steps, repeats=repeats)
     first = next(iter(models.values()))
-    structure = find_structure(first)
-    if structure.max_context and prompt + steps > structure.max_context:
-        raise LyapunovPruneError(
-            f"{prompt} + {steps} tokens do not fit the context of {structure.max_context}; lower them"
-        )
-    generator = torch.Generator().manual_seed(0)
-    ids = torch.randint(structure.config.vocab_size, (1, prompt + steps), generator=generator)
+    images = looks_at_images(first)
+    if any(looks_at_images(model) != images for model in models.values()):
+        raise LyapunovPruneError("some of the models read text and some look at images; time those of one kind")
+    inputs = random_images(first, prompt) if images else _random_ids(first, prompt, steps)
     prefills: dict[str, list[float]] = {name: [] for name in models}
     decodes: dict[str, list[float]] = {name: [] for name in models}
     with held(*models.values()):
         for turn in track(range(1 + repeats), "speed"):
             for name, model in models.items():
-                prefill, decode = _round(model, ids.to(model.device), prompt)
+                prefill, decode = _round(model, inputs.to(model.device), prompt)
                 if turn > 0:  # the first round warms up
                     prefills[name].append(prefill)
                     decodes[name] += decode
     rows = []
     for name, model in models.items():
         low, middle, high = (prompt / np.percentile(prefills[name], [75, 50, 25])).tolist()
-        slow, usual, fast = (1 / np.percentile(decodes[name], [75, 50, 25])).tolist()
+        slow, usual, fast = [math.nan] * 3 if images else (1 / np.percentile(decodes[name], [75, 50, 25])).tolist()
         rows.append(SpeedRow(name, model.num_parameters(), middle, (low, high), usual, (slow, fast)))
     return Speed(
         rows=tuple(rows),
         prompt=prompt,
-        steps=steps,
+        steps=0 if images else steps,
         repeats=repeats,
         device=first.device.type,
         dtype=str(first.dtype).removeprefix("torch."),
         threads=torch.get_num_threads(),
         versions=versions(),
+        images=images,
     )
 
 
+def _random_ids(model: PreTrainedModel, prompt: int, steps: int) -> torch.Tensor:
+    structure = find_structure(model)
+    if structure.max_context and prompt + steps > structure.max_context:
+        raise LyapunovPruneError(
+            f"{prompt} + {steps} tokens do not fit the context of {structure.max_context}; lower them"
+        )
+    return torch.randint(structure.config.vocab_size, (1, prompt + steps), generator=torch.Generator().manual_seed(0))
+
+
 def _round(model: PreTrainedModel, ids: torch.Tensor, prompt: int) -> tuple[float, list[float]]:
-    """Seconds for the prefill and for each decoding step."""
+    """Seconds for the prefill, or the forward of all images, and for each decoding step."""
     marks = [_now(model)]
+    if ids.is_floating_point():
+        model(pixel_values=ids)
+        return _now(model) - marks[0], []
     output = model(ids[:, :prompt], use_cache=True)
     marks.append(_now(model))
     for t in range(prompt, ids.shape[1]):

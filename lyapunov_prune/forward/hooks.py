@@ -101,10 +101,17 @@ def skipped(structure: Structure, layers: tuple[int, ...]) -> AbstractContextMan
     return hooked(after=[(structure.layers[i], hook) for i in layers])
 
 
-def run_backbone(structure: Structure, ids: torch.Tensor) -> None:
-    """A forward without the head, for what hooks see on the way: no tokens × vocabulary tensor is built."""
+def run_backbone(structure: Structure, inputs: torch.Tensor) -> None:
+    """A forward of token ids or pixels without the head, for what hooks see on the way.
+
+    No tokens × vocabulary tensor is built.
+    """
     embedding = next(structure.backbone.parameters())  # some backbones do not say which it is; it comes first
-    structure.backbone(input_ids=ids.to(embedding.device), use_cache=False)
+    inputs = inputs.to(embedding.device)
+    if inputs.is_floating_point():
+        structure.backbone(pixel_values=inputs)
+    else:
+        structure.backbone(input_ids=inputs, use_cache=False)
 
 
 def final_state(structure: Structure, ids: torch.Tensor) -> torch.Tensor:

@@ -7,7 +7,7 @@ import inspect
 import torch
 from transformers import PreTrainedModel
 
-from lyapunov_prune.data.batch import TokenBatch, as_batch
+from lyapunov_prune.data.examples import Examples, as_examples, model_inputs
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.linalg import lift
 from lyapunov_prune.models.classifiers import image_shape, looks_at_images
@@ -37,13 +37,15 @@ def deviation(logits: torch.Tensor, reference: torch.Tensor) -> float:
     return float((torch.linalg.vector_norm(a - b, dim=-1) / spread.clamp_min(1e-300)).max())
 
 
-def sample_inputs(model: PreTrainedModel, batch: TokenBatch | torch.Tensor | None) -> list[torch.Tensor]:
+def sample_inputs(model: PreTrainedModel, batch: Examples | torch.Tensor | None) -> list[torch.Tensor]:
     """Two rows of random tokens and, if given, the first window of `batch`, cut to a useful length.
 
-    Of a model that looks at images, two random images (2 × channels × height × width).
+    Of a model that looks at images, two random images (2 × channels × height × width) and, if given, the first two of
+    `batch`.
     """
     if looks_at_images(model):
-        return [random_images(model)]
+        given = [] if batch is None else model_inputs(model, as_examples(model, batch), 2)[:1]
+        return [random_images(model), *given]
     structure = find_structure(model)
     config = structure.config
     window = getattr(config, "sliding_window", None) or 0
@@ -57,13 +59,14 @@ def sample_inputs(model: PreTrainedModel, batch: TokenBatch | torch.Tensor | Non
         random[random == pad] = (pad + 1) % config.vocab_size
     inputs = [random]
     if batch is not None:
-        inputs.append(as_batch(model, batch).ids[:1, :length])
+        inputs += model_inputs(model, as_examples(model, batch), 1)[:1]
+        inputs[-1] = inputs[-1][:, :length]
     return [ids.to(model.device) for ids in inputs]
 
 
-def random_images(model: PreTrainedModel) -> torch.Tensor:
+def random_images(model: PreTrainedModel, number: int = 2) -> torch.Tensor:
     generator = torch.Generator().manual_seed(0)
-    return torch.randn(2, *image_shape(model), generator=generator).to(model.device, model.dtype)
+    return torch.randn(number, *image_shape(model), generator=generator).to(model.device, model.dtype)
 
 
 def uncached_logits(model: PreTrainedModel, inputs: torch.Tensor) -> torch.Tensor:

@@ -8,8 +8,8 @@ from functools import cached_property
 import torch
 from transformers import PreTrainedModel
 
-from lyapunov_prune.arguments import require_least
 from lyapunov_prune.data.batch import TokenBatch, checked_batch
+from lyapunov_prune.data.examples import model_inputs
 from lyapunov_prune.forward.prefix import Prefix
 from lyapunov_prune.forward.scoring import Scorer
 from lyapunov_prune.models.plain import require_in_memory
@@ -32,8 +32,7 @@ class Reading:
 
     def windows(self, batch_size: int) -> list[torch.Tensor]:
         """The token ids, `batch_size` windows at a time, on the model's device; LyapunovPruneError below 1."""
-        require_least(1, batch_size=batch_size)
-        return [ids.to(self.model.device) for ids in self.batch.ids.split(batch_size)]
+        return model_inputs(self.model, self.batch, batch_size)
 
     def measured_on(self, seed: int | None = None) -> MeasuredOn:
         return replace(self._measured_on, seed=seed)

@@ -15,15 +15,17 @@ from transformers import PreTrainedModel
 
 from lyapunov_prune.arguments import checked
 from lyapunov_prune.calibration.blocks import Passed, require_tokens, sum_blocks, watched_blocks
+from lyapunov_prune.data.examples import as_examples, model_inputs
+from lyapunov_prune.data.images import ImageBatch
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.forward.hooks import Enough, run_backbone
-from lyapunov_prune.forward.reading import Readable, read
+from lyapunov_prune.forward.reading import Readable, Reading
 from lyapunov_prune.linalg import certified_norm, lift, token_energy
 from lyapunov_prune.merging.reductions import HiddenMap, hidden_map, require_reduction
 from lyapunov_prune.merging.table import REDUCTIONS
 from lyapunov_prune.models.feedforward import Affine, BlockParts, FeedForward, find_feedforward, lifted
 from lyapunov_prune.models.hooked import hooked
-from lyapunov_prune.models.structure import in_eval_mode
+from lyapunov_prune.models.structure import find_layers, in_eval_mode
 from lyapunov_prune.progress import track
 
 
@@ -92,15 +94,18 @@ class Merged:
 @checked
 @in_eval_mode
 def merge_layers(
-    model: PreTrainedModel, batch: Readable, layers: Sequence[int], reduction: str, *, batch_size: int = 1
+    model: PreTrainedModel, batch: Readable | ImageBatch, layers: Sequence[int], reduction: str, *, batch_size: int = 1
 ) -> tuple[Merged, ...]:
-    """Merge the feed-forward blocks of these layers of a decoder, which itself is not changed; as `merge_blocks`.
+    """Merge the feed-forward blocks of these layers of a model, which itself is not changed; as `merge_blocks`.
+
+    A decoder is given text, an image classifier images.
 
     The statistics are those of `batch` in the model as it is: one forward for the sums that the reduction needs, one
     for the cost, both as far as the last of the layers. Raises as `merge_blocks` and `find_feedforward`.
     """
-    reading = read(model, batch)
-    structure = reading.structure
+    examples = as_examples(model, batch.batch if isinstance(batch, Reading) else batch)
+    structure = find_layers(model)
+    inputs = model_inputs(model, examples, batch_size)
     outside = [i for i in layers if not 0 <= i < structure.num_layers]
     if outside or len(set(layers)) < len(layers) or not layers:
         raise LyapunovPruneError(
@@ -114,9 +119,9 @@ def merge_layers(
         raise Enough
 
     def run() -> None:
-        for ids in track(reading.windows(batch_size), f"merging, {reduction}"):
+        for items in track(inputs, f"merging, {reduction}"):
             with suppress(Enough), hooked(after=[(last, stop)]):
-                run_backbone(structure, ids)
+                run_backbone(structure, items)
 
     return merge_blocks(structure.layers, blocks, reduction, run)
 

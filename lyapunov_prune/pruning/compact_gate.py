@@ -26,6 +26,7 @@ from lyapunov_prune.arguments import checked
 from lyapunov_prune.checkpoints.elsewhere import ELSEWHERE, elsewhere_check
 from lyapunov_prune.checkpoints.reloading import RELOADED, GateCheck, reload_check
 from lyapunov_prune.data.batch import TokenBatch
+from lyapunov_prune.data.images import ImageBatch
 from lyapunov_prune.forward.hooks import hidden_of, skipped, with_hidden
 from lyapunov_prune.forward.logits import sample_inputs, uncached_logits
 from lyapunov_prune.merging.reductions import HiddenMap
@@ -58,14 +59,14 @@ def verify_compact(
     original: PreTrainedModel,
     compact: PreTrainedModel,
     cuts: Cuts,
-    batch: TokenBatch | torch.Tensor | None = None,
+    batch: TokenBatch | ImageBatch | torch.Tensor | None = None,
     *,
     checkpoint: str | Path | None = None,
     elsewhere: bool = True,
 ) -> GateReport:
     """Put `compact`, made of `original` by `cuts`, through the five checks; one for images has no cache to check.
 
-    On random tokens and on the start of `batch`, or on random images. `checkpoint` is a folder where `compact` has been
+    On random tokens or images and on the start of `batch`. `checkpoint` is a folder where `compact` has been
     saved; without it the model is saved to a temporary folder. The process without this package takes some seconds to
     start; `elsewhere=False` leaves it out.
     """
@@ -83,7 +84,7 @@ def verify_compact(
             checks.append(attempt(COUNTED, lambda: _counted(original, compact, cuts, folder)))
     except Exception as error:  # it cannot even be saved
         checks.append(crashed(RELOADED, error))
-    return GateReport(tuple(checks), seen_by(original, batch, inputs) if original.can_generate() else None)
+    return GateReport(tuple(checks), seen_by(original, batch, inputs))
 
 
 @contextmanager

@@ -27,6 +27,8 @@ from lyapunov_prune.arguments import checked
 from lyapunov_prune.checkpoints.reloading import RELOADED, GateCheck, reload_check
 from lyapunov_prune.checkpoints.tensor_files import read_header
 from lyapunov_prune.data.batch import TokenBatch, as_batch
+from lyapunov_prune.data.examples import Examples
+from lyapunov_prune.data.images import ImageBatch
 from lyapunov_prune.forward.hooks import skipped
 from lyapunov_prune.forward.logits import (
     CACHE_LIMIT,
@@ -39,6 +41,7 @@ from lyapunov_prune.forward.logits import (
 from lyapunov_prune.forward.sublayers import silenced
 from lyapunov_prune.merging.merge import Merged
 from lyapunov_prune.merging.replaced import hidden_replaced
+from lyapunov_prune.models.classifiers import looks_at_images
 from lyapunov_prune.models.loading import quiet
 from lyapunov_prune.models.structure import find_structure, in_eval_mode
 from lyapunov_prune.pruning.counting import COUNTED, count_check, sizes_in_memory
@@ -136,10 +139,15 @@ def verify_removal(
     return GateReport(tuple(checks), seen_by(original, batch, inputs))
 
 
-def seen_by(model: PreTrainedModel, batch: TokenBatch | torch.Tensor | None, inputs: list[torch.Tensor]) -> MeasuredOn:
-    """All `inputs` in a row; the context is that of the longest."""
+def seen_by(model: PreTrainedModel, batch: Examples | torch.Tensor | None, inputs: list[torch.Tensor]) -> MeasuredOn:
+    """All `inputs` in a row; the context is that of the longest. Classes of images are not looked at: all are 0."""
+    if looks_at_images(model):
+        pixels, source, split = torch.cat(inputs), "random images", "all"
+        if isinstance(batch, ImageBatch):
+            source, split = f"{source} and the start of {batch.source}", batch.split
+        return ImageBatch(pixels, torch.zeros(len(pixels), dtype=torch.int64), source, split).measured_on(model)
     tokens, text, split, bos = torch.cat([ids.flatten() for ids in inputs]).unsqueeze(0), "random tokens", "all", None
-    if batch is not None:
+    if batch is not None and not isinstance(batch, ImageBatch):  # `sample_inputs` has refused images for a decoder
         given = as_batch(model, batch)
         text, split, bos = f"{text} and the start of {given.text}", given.split, given.bos
     seen = TokenBatch(tokens, text, split, bos)

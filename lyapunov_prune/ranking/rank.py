@@ -20,6 +20,7 @@ from lyapunov_prune.profiles.sublayer_influence import sublayer_influence
 from lyapunov_prune.ranking.angular import angular_distance
 from lyapunov_prune.ranking.criteria import (
     CRITERIA,
+    DEFAULT,
     require_count,
     require_criterion,
     require_known_count,
@@ -54,7 +55,7 @@ def rank(
     model: PreTrainedModel,
     batch: Readable,
     *,
-    criterion: str = "blend",
+    criterion: str = DEFAULT,
     what: str = "layers",
     alpha: float = 0.5,
     remove: int | None = None,

@@ -16,7 +16,7 @@ from lyapunov_prune.profiles.contraction import ContractionProfile, floor_note
 from lyapunov_prune.profiles.influence import InfluenceProfile
 from lyapunov_prune.profiles.sublayer_influence import SublayerInfluence
 from lyapunov_prune.pruning.plan import FIELDS, PruningPlan
-from lyapunov_prune.ranking.criteria import CRITERIA, require_count, require_criterion, require_profiled
+from lyapunov_prune.ranking.criteria import CRITERIA, DEFAULT, require_count, require_criterion, require_profiled
 from lyapunov_prune.results.arrays import require_array, require_layers
 from lyapunov_prune.results.result import MeasuredOn, ModelIdentity, Result
 
@@ -161,7 +161,7 @@ def rank_layers(
     profile: ContractionProfile | None = None,
     influence: InfluenceProfile | None = None,
     *,
-    criterion: str = "blend",
+    criterion: str = DEFAULT,
     alpha: float = 0.5,
     seed: int = 0,
 ) -> LayerRanking:

@@ -13,20 +13,23 @@ from lyapunov_prune.report.drawing import COLOURS, GREY, INK, one_panel, svg
 
 
 def speed_figure(speed: Speed) -> str:
-    """Tokens per second relative to the first model, with quartiles and the numbers on the bars."""
+    """Tokens or images per second relative to the first model, with quartiles and the numbers on the bars."""
     figure, axes = one_panel(6.5, 0.9 + 0.55 * len(speed.rows))
-    first = speed.rows[0]
-    for offset, phase, label, colour in (
-        (-0.18, "prefill", "prefill", COLOURS["rho"]),
-        (0.18, "decode", "cached decoding", COLOURS["bi"]),
-    ):
+    first, unit = speed.rows[0], "images/s" if speed.images else "tok/s"
+    bars = [(0.0, "prefill", "images", COLOURS["rho"])]
+    if not speed.images:
+        bars = [
+            (-0.18, "prefill", "prefill", COLOURS["rho"]),
+            (0.18, "decode", "cached decoding", COLOURS["bi"]),
+        ]
+    for offset, phase, label, colour in bars:
         ratios = [getattr(r, phase) / getattr(first, phase) for r in speed.rows]
         quartiles = np.array([getattr(r, f"{phase}_quartiles") for r in speed.rows]).T / getattr(first, phase)
         y = np.arange(len(speed.rows)) + offset
         axes.barh(y, ratios, height=0.34, color=colour, alpha=0.85, label=label)
         axes.errorbar(ratios, y, xerr=np.abs(quartiles - ratios), fmt="none", ecolor=INK, elinewidth=0.8)
         for row, position, edge in zip(speed.rows, y, quartiles[1], strict=True):
-            axes.text(edge + 0.015, position, f"{getattr(row, phase):.1f} tok/s", va="center", fontsize=8)
+            axes.text(edge + 0.015, position, f"{getattr(row, phase):.1f} {unit}", va="center", fontsize=8)
     axes.axvline(1, color=GREY, linewidth=0.8)
     axes.set_yticks(range(len(speed.rows)), [r.model for r in speed.rows])
     axes.invert_yaxis()

@@ -12,6 +12,8 @@ from helpers import digits, make_classifier
 
 from lyapunov_prune import LyapunovPruneError, TokenBatch
 from lyapunov_prune.data import slices
+from lyapunov_prune.data.text import require_unseen
+from lyapunov_prune.pruning.compact import Cuts, make_compact
 
 
 def test_every_slice_of_images_holds_every_class_in_its_share() -> None:
@@ -54,6 +56,15 @@ def test_a_class_too_small_for_three_slices_is_named() -> None:
     few = images.take([i for i in range(100) if i % 5 != 2 or i < 20])
     with pytest.raises(LyapunovPruneError, match="digits holds 4 different images of class 2, too small for three"):
         slices(few)
+
+
+def test_a_slice_that_made_the_model_is_known_when_it_is_scored() -> None:
+    model, cut = make_classifier("vit"), slices(digits(100))
+    made = make_compact(model, Cuts((1,), measured_on=(cut.learn.measured_on(model),)))
+    require_unseen(made, cut.final)
+    again = replace(cut.learn.take(range(7)), split="final")
+    with pytest.raises(LyapunovPruneError, match=r"holds about 7 of the 7 images of digits \(final\) to score; take"):
+        require_unseen(made, again)
 
 
 def text(windows: int, context: int = 80) -> TokenBatch:

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
+import numpy as np
 import pytest
-from helpers import make_tiny
+from helpers import make_classifier, make_tiny
 from transformers import PreTrainedModel
 
 from lyapunov_prune import LyapunovPruneError, measure_speed, remove_layers
 from lyapunov_prune.evaluation import Speed
+from lyapunov_prune.report.evaluation import speed_figure
 
 
 def test_models_take_turns_and_decode_through_the_cache(llama: PreTrainedModel) -> None:
@@ -41,3 +44,39 @@ def test_reports_tokens_per_second_against_the_first_model(
 def test_more_tokens_than_the_context_are_refused(llama: PreTrainedModel) -> None:
     with pytest.raises(LyapunovPruneError, match="do not fit the context of 128"):
         measure_speed({"dense": llama}, prompt=128, steps=1)
+
+
+def test_classifiers_are_timed_by_images_of_one_forward(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = iter(range(1000))
+    monkeypatch.setattr("lyapunov_prune.evaluation.speed._now", lambda model: float(next(clock)))
+    models = {name: make_classifier(name) for name in ("vit", "deit")}
+    calls: list[tuple[str, tuple[int, ...]]] = []
+    for name, model in models.items():
+        model.register_forward_pre_hook(
+            lambda _, args, kwargs, name=name: calls.append((name, tuple(kwargs["pixel_values"].shape))),
+            with_kwargs=True,
+        )
+    speed = measure_speed(models, prompt=12, repeats=2)
+    assert calls == [("vit", (12, 1, 8, 8)), ("deit", (12, 1, 8, 8))] * 3
+    assert [row.prefill for row in speed.rows] == [12, 12]
+    assert all(np.isnan(row.decode) for row in speed.rows)
+    assert (speed.images, speed.steps) == (True, 0)
+    assert list(speed.to_frame()) == ["model", "parameters", "images/s", "ratio"]
+    assert str(Speed.load(speed.save(tmp_path / "speed.json"))) == str(speed)
+    assert "12 images at once, 2 times" in speed.headline()
+    drawn = speed_figure(speed)
+    assert "12.0 images/s" in drawn
+    assert "decoding" not in drawn
+
+
+def test_files_from_before_images_are_of_text(llama: PreTrainedModel, tmp_path: Path) -> None:
+    path = measure_speed({"dense": llama}, prompt=4, steps=1, repeats=1).save(tmp_path / "speed.json")
+    old = json.loads(path.read_text())
+    del old["images"]
+    path.write_text(json.dumps(old))
+    assert not Speed.load(path).images
+
+
+def test_text_and_images_are_not_timed_together(llama: PreTrainedModel) -> None:
+    with pytest.raises(LyapunovPruneError, match="some of the models read text and some look at images; time those of"):
+        measure_speed({"a": llama, "b": make_classifier("vit")}, prompt=4)

@@ -176,6 +176,17 @@ def test_the_noise_bound_holds_as_often_as_it_says_and_so_do_the_theorems() -> N
     assert certain < 300
 
 
+def test_noise_counts_twice_once_for_each_of_two_pairs() -> None:
+    """The worst case by hand: the chosen pair errs upwards by the noise and another downwards."""
+    decision = decide(fitted(), LAYERS, remove=8, selection_error=0.0)
+    predicted = np.zeros(len(decision.pairs))
+    predicted[0], predicted[1:3] = 1.0, (1.0 - 1.9, 1.0 - 2.1)
+    worst = replace(decision, predicted=predicted, noise=1.0)
+    assert worst.within[:3].tolist() == [True, True, False]
+    assert worst.regret == 2.0
+    assert not worst.certain
+
+
 def test_a_decision_is_read_back_as_it_was_and_says_what_it_is(tmp_path: Path) -> None:
     decision = decide(fitted(2.0), LAYERS, remove=8, repeats=[[1.0, 2.0]], selection_error=0.01)
     again = JointDecision.load(decision.save(tmp_path / "decision.json"))

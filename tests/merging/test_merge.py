@@ -11,17 +11,19 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from helpers import IMAGE_MODELS, TINY, computed, hooks_of, make_classifier, make_tiny
+from helpers import IMAGE_MODELS, TINY, computed, digits, hooks_of, make_classifier, make_tiny
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 from transformers import PreTrainedModel
 
 from lyapunov_prune.bounds.merged import check_merged
+from lyapunov_prune.calibration.blocks import sum_blocks
+from lyapunov_prune.data import ImageBatch
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.linalg import exact_norm
 from lyapunov_prune.merging.merge import Merged, merge_blocks, merge_layers, merge_rounding, product
-from lyapunov_prune.merging.reductions import RIDGE, HiddenMap
+from lyapunov_prune.merging.reductions import RIDGE, HiddenMap, least_squares
 from lyapunov_prune.merging.table import REDUCTIONS
 from lyapunov_prune.models.feedforward import FeedForward, find_feedforward, read_feedforward
 from lyapunov_prune.models.hooked import hooked
@@ -255,10 +257,16 @@ def test_a_closer_reduction_explains_more(name: str) -> None:
 def test_a_block_that_is_affine_already_is_left_exactly() -> None:
     subject = Subject("opt")
     subject.model.model.decoder.layers[LAYER].fc1.bias.data.fill_(1e3)  # every ReLU is open
-    for reduction in ("identity", "affine"):
-        cost = subject.merge(reduction).cost
-        assert cost.relative_energy < 1e-9
-        assert cost.explained > 0.999
+    cost = subject.merge("identity").cost
+    assert cost.relative_energy < 1e-9
+    assert cost.explained > 0.999
+    # A fit but for its ridge, with which it is the smaller the larger that is.
+    (sums,) = sum_blocks(subject.layers(), [subject.block], REDUCTIONS["affine"].needs, subject.run)
+    seen = subject.seen()
+    x, h = torch.tensor(seen["x"]), torch.tensor(seen["h"])
+    errors = [float((h - least_squares(sums, ridge)(x)).square().sum()) for ridge in (1e-9, 1e-3, 0.1)]
+    assert errors == sorted(errors)
+    assert errors[0] < 1e-9 * float(h.square().sum())
 
 
 def test_the_forwards_are_the_same_in_one_batch_or_many() -> None:
@@ -361,6 +369,27 @@ def test_planted_fault_a_merge_of_the_wrong_layer_is_seen(name: str, reduction: 
     assert distance(subject.logits(subject.placed(merged, layer=LAYER + 1)), truth) > 1e-6
     wrong = replace(merged, block=replace(merged.block, layer=LAYER + 1))
     assert not all(check.holds for check in check_merged(subject.layers(), [wrong]))
+
+
+@pytest.mark.parametrize("name", IMAGE_MODELS)
+@pytest.mark.parametrize("batch_size", [1, 4])
+def test_blocks_of_a_classifier_merge_on_images(name: str, batch_size: int) -> None:
+    subject, labels = Subject(name), torch.zeros(9, dtype=torch.int64)
+    images = ImageBatch(subject.inputs["pixel_values"], labels, "noise", "learn")
+    two, one = merge_layers(subject.model, images, [0, LAYER], "affine", batch_size=batch_size)
+    expected = subject.merge("affine")
+    assert (two.block.layer, one.block.layer) == (0, LAYER)
+    torch.testing.assert_close(one.weight, expected.weight, rtol=1e-5, atol=1e-8)
+    torch.testing.assert_close(one.bias, expected.bias, rtol=1e-5, atol=1e-8)
+    np.testing.assert_allclose(one.cost.error, expected.cost.error, rtol=1e-5)
+    assert hooks_of(subject.model) == 0
+
+
+def test_images_merge_no_decoder_and_text_no_classifier(ids: torch.Tensor) -> None:
+    with pytest.raises(LyapunovPruneError, match="LlamaForCausalLM reads text, and digits are images; give a text"):
+        merge_layers(make_tiny("llama"), digits(), [1], "scaled")
+    with pytest.raises(LyapunovPruneError, match="ViTForImageClassification looks at images and was given tokens"):
+        merge_layers(make_classifier("vit"), ids, [1], "affine")
 
 
 # What is refused.

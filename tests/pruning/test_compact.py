@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers import edit_json, make_classifier, make_tiny
+from helpers import digits, edit_json, make_classifier, make_tiny
 from torch import nn
 from transformers import PreTrainedModel
 
@@ -61,6 +61,33 @@ def test_classifiers_pass_the_gate(name: str) -> None:
     report = verify(model, made)
     assert report.passed, f"\n{report}"
     assert [check.name for check in report.checks][1] == "reloads as saved"  # no cache to check
+    assert report.measured_on is not None
+    assert report.measured_on.line().endswith(
+        f"2 images of random images (all, {report.measured_on.text_hash[:12]}), 8 pixels wide"
+    )
+
+
+@pytest.mark.parametrize("name", ["vit", "deit"])
+def test_the_gate_looks_at_the_images_that_it_is_given(name: str) -> None:
+    model, images = make_classifier(name), digits()
+    made = make_compact(model, CUTS)
+    seen: list[torch.Tensor] = []
+    made.register_forward_pre_hook(lambda _, args: seen.append(args[0]))
+    report = verify(model, made, batch=images)
+    assert report.passed, f"\n{report}"
+    assert any(torch.equal(pixels, images.pixels[:2]) for pixels in seen)
+    assert report.measured_on is not None
+    assert (report.measured_on.tokens, report.measured_on.images) == (4, True)
+    assert images.take([0]).shared_with(report.measured_on) == 1
+    assert images.take([2]).shared_with(report.measured_on) == 0
+
+
+def test_each_kind_of_model_passes_by_its_own_kind_of_data(ids: torch.Tensor, llama: PreTrainedModel) -> None:
+    model = make_classifier("vit")
+    with pytest.raises(LyapunovPruneError, match="looks at images and was given tokens"):
+        verify(model, make_compact(model, CUTS), batch=ids)
+    with pytest.raises(LyapunovPruneError, match="LlamaForCausalLM reads text, and digits are images"):
+        verify(llama, make_compact(llama, CUTS), batch=digits())
 
 
 def test_every_class_has_a_layout() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -46,7 +47,7 @@ def test_scores_are_the_definitions(rho: np.ndarray, influence: np.ndarray, alph
     expected = alpha * minmax(distance) + (1 - alpha) * minmax(influence)
     np.testing.assert_array_equal(rank_layers(profile, criterion="rho").scores, distance)
     np.testing.assert_array_equal(rank_layers(None, bi, criterion="bi").scores, influence)
-    np.testing.assert_allclose(rank_layers(profile, bi, alpha=alpha).scores, expected)
+    np.testing.assert_allclose(rank_layers(profile, bi, criterion="blend", alpha=alpha).scores, expected)
 
 
 @settings(max_examples=50)
@@ -60,8 +61,9 @@ def test_a_plan_removes_the_smallest_scores(influence: np.ndarray, count: int) -
 
 
 def test_the_ends_of_the_blend_are_the_pure_criteria() -> None:
-    assert rank_layers(_PROFILE, _INFLUENCE, alpha=1).order == rank_layers(_PROFILE, criterion="rho").order
-    assert rank_layers(_PROFILE, _INFLUENCE, alpha=0).order == rank_layers(None, _INFLUENCE, criterion="bi").order
+    blend = partial(rank_layers, _PROFILE, _INFLUENCE, criterion="blend")
+    assert blend(alpha=1).order == rank_layers(_PROFILE, criterion="rho").order
+    assert blend(alpha=0).order == rank_layers(None, _INFLUENCE, criterion="bi").order
 
 
 def test_equal_scores_keep_the_order_of_the_model() -> None:

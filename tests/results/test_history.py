@@ -31,7 +31,7 @@ def some(seed: int) -> TokenBatch:
 
 def chosen(model: PreTrainedModel, batch: TokenBatch) -> PruningPlan:
     profile = profile_layers(model, batch, seeds=range(1))
-    return rank_layers(profile.contraction, profile.influence).plan(1)
+    return rank_layers(profile.contraction, profile.influence, criterion="blend").plan(1)
 
 
 def steps(history: History) -> list[tuple[str, list[str]]]:
