@@ -53,6 +53,7 @@ EXAMINED = [
     "25_three_texts",
     "26_reductions",
     "27_disparity",
+    "28_joint",
 ]
 
 
