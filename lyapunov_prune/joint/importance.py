@@ -14,7 +14,7 @@ from torch import nn
 from torch.nn.functional import cross_entropy, linear
 from transformers import PreTrainedModel
 
-from lyapunov_prune.arguments import require_least
+from lyapunov_prune.arguments import checked, require_least
 from lyapunov_prune.data.batch import TokenBatch
 from lyapunov_prune.data.examples import Examples
 from lyapunov_prune.errors import LyapunovPruneError
@@ -92,6 +92,7 @@ def _measure(model: PreTrainedModel, measure: Callable[[], np.ndarray]) -> np.nd
             parameter.requires_grad_(flag)
 
 
+@checked
 def measure_importance(
     student: Unmerged,
     examples: Examples,

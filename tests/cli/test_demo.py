@@ -20,6 +20,7 @@ from lyapunov_prune.models.loading import Loaded, load
 from lyapunov_prune.profiles import profile as profile_module
 from lyapunov_prune.pruning.checkpoint import write_pruned
 from lyapunov_prune.pruning.curve import RemovalCurve
+from lyapunov_prune.ranking.criteria import DEFAULT
 from lyapunov_prune.results.files import folder_digest
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("smollm2")]
@@ -76,7 +77,7 @@ def test_a_demo_replaces_the_checkpoint_of_an_earlier_one(tiny_demo: Callable[..
 
 def own_checkpoint(pruned: Path) -> None:
     """Of the very plan that the demo carries out, by `prune`."""
-    plan = PruningPlan.load(pruned.parent / "plan-blend.json")
+    plan = PruningPlan.load(pruned.parent / f"plan-{DEFAULT}.json")
     loaded = load(pruned.parent.parent / "tiny")
     shutil.rmtree(pruned)
     write_pruned(loaded.model, loaded.tokenizer, plan, pruned)
@@ -164,7 +165,7 @@ def test_the_demo_resumes(run: Path, smollm2: Loaded, monkeypatch: pytest.Monkey
 
 
 def test_the_checkpoint_is_plain_transformers(run: Path, smollm2: Loaded, english: TokenBatch, tmp_path: Path) -> None:
-    plan = PruningPlan.load(run / "plan-blend.json")
+    plan = PruningPlan.load(run / f"plan-{DEFAULT}.json")
     ids = english.ids[:1, :64]
     torch.save(ids, tmp_path / "ids.pt")
     arguments = [sys.executable, "-c", PLAIN, run / "pruned", tmp_path / "ids.pt", tmp_path / "logits.pt"]

@@ -345,7 +345,10 @@ def test_ranked_planned_pruned_and_loaded(what: str, run: Callable[..., Any]) ->
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--what", "mlp", "--remove", "1"], "criterion blend is defined for whole layers only; with --what mlp give"),
+        (
+            ["--what", "mlp", "--criterion", "blend", "--remove", "1"],
+            "criterion blend is defined for whole layers only; with --what mlp give",
+        ),
         (["--what", "norms", "--remove", "1"], "'norms' is not one of 'layers', 'attention', 'mlp'"),
         (["--what", "mlp", "--plan", "plan.json"], "a plan says what goes; leave out --what"),
         (
