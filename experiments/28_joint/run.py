@@ -12,7 +12,7 @@ from pathlib import Path
 import typer
 
 from experiments.common import draw
-from experiments.statements import bullets, interval, percent, short, signed, table
+from experiments.statements import bullets, percent, short, table
 from lyapunov_prune.joint.result import REPORT, JointRun
 from lyapunov_prune.report.joint import joint_figure
 
@@ -42,9 +42,17 @@ def setting(runs: list[JointRun]) -> str:
             f"{points.measured_on[1].line()}; scored at the end on {run.measured_on.line()}",
             f"{int(points.first.sum())} points, {points.steps} steps each, {len(run.losses)} at the end; {weights}; "
             f"reduction {run.importance.reduction}; importance by {run.importance.method}, "
-            f"{run.importance.items} windows; {short(sum(run.seconds.values()) / 60)} minutes",
+            f"{run.importance.items} items; {short(sum(run.seconds.values()) / 60)} minutes",
         ]
     return bullets(*lines)
+
+
+def unit(run: JointRun) -> str:
+    return "of top-1 accuracy" if run.measured_on.images else "nats a token"
+
+
+def four(score: float) -> str:
+    return f"{score:.4g}".replace("-", "−")
 
 
 def degrees(runs: list[JointRun]) -> str:
@@ -64,8 +72,8 @@ def pairs(runs: list[JointRun]) -> str:
         }
         for place, (a, g) in enumerate(decision.pairs.tolist()):
             low, high = decision.low[place], decision.high[place]
-            predicted = f"{signed(decision.predicted[place])} ({signed(low)} to {signed(high)})"
-            score = signed(measured[a, g]) if (a, g) in measured else None
+            predicted = f"{four(decision.predicted[place])} ({four(low)} to {four(high)})"
+            score = four(measured[a, g]) if (a, g) in measured else None
             said = "chosen" if place == decision.best else "within the noise" if decision.within[place] else ""
             rows.append((run.plan.model.name, a, g, predicted, score, said))
     head = ("model", "attentions", "activations", "predicted, 95 % of one more recovery", "recovered point", "")
@@ -83,19 +91,18 @@ def verdict(runs: list[JointRun]) -> str:
                 "The choice is certain while the noise is below its bound."
                 if decision.certain
                 else f"The choice is not certain: {int(decision.within.sum()) - 1} other pairs lie within twice the "
-                f"noise of {short(decision.noise)}, and it can cost up to {short(decision.regret)} nats a token."
+                f"noise of {short(decision.noise)}, and it can cost up to {short(decision.regret)} {unit(run)}."
             )
         )
+        seeds, around = decision.over_seeds[0], decision.residual[0]
+        limits = ": the polynomial limits the choice more than the recovery does" if around > 2 * seeds else ""
         lines.append(
-            f"{name}: the spread over seeds is {short(decision.over_seeds[0])}, that of the points around the map "
-            f"{short(decision.residual[0])}: what limits the choice is the polynomial, not the recovery."
-            if decision.residual[0] > decision.over_seeds[0]
-            else f"{name}: the spread over seeds, {short(decision.over_seeds[0])}, limits the choice."
+            f"{name}: the spread over seeds is {short(seeds)}, that of points around the map {short(around)}{limits}."
         )
         lost = run.dense - run.chosen
         lines.append(
-            f"{name}: on the final slice it loses {interval(lost, lost - 2 * run.error, lost + 2 * run.error)} nats a "
-            f"token (two standard errors), with {percent(after / before)} of the parameters and "
+            f"{name}: on the final slice it loses {short(lost)} ± {short(2 * run.error)} "
+            f"{unit(run)} (two standard errors), with {percent(after / before)} of the parameters and "
             f"{percent(small / large)} of the bytes."
         )
     return bullets(*lines)
