@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 import pandas as pd
 import torch
+from scipy import stats
 from torch.nn.functional import cross_entropy
 from transformers import PreTrainedModel
 
@@ -124,4 +125,4 @@ def paired_error(a: ItemScores, b: ItemScores) -> float:
     differences = a.items - b.items
     if len(differences) < 2:
         raise LyapunovPruneError("one item has no spread to tell an error by; score two items or more")
-    return float(differences.std(ddof=1) / np.sqrt(len(differences)))
+    return float(stats.sem(differences))

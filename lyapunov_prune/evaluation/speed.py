@@ -142,20 +142,21 @@ def _random_ids(model: PreTrainedModel, prompt: int, steps: int) -> torch.Tensor
 
 def _round(model: PreTrainedModel, ids: torch.Tensor, prompt: int) -> tuple[float, list[float]]:
     """Seconds for the prefill, or the forward of all images, and for each decoding step."""
-    marks = [_now(model)]
+    marks = [now(model)]
     if ids.is_floating_point():
         model(pixel_values=ids)
-        return _now(model) - marks[0], []
+        return now(model) - marks[0], []
     output = model(ids[:, :prompt], use_cache=True)
-    marks.append(_now(model))
+    marks.append(now(model))
     for t in range(prompt, ids.shape[1]):
         output = model(ids[:, t : t + 1], past_key_values=output.past_key_values, use_cache=True)
-        marks.append(_now(model))
+        marks.append(now(model))
     seconds = np.diff(marks).tolist()
     return seconds[0], seconds[1:]
 
 
-def _now(model: PreTrainedModel) -> float:
+def now(model: PreTrainedModel) -> float:
+    """Seconds on a clock, when all that `model` was asked for is done."""
     if model.device.type == "cuda":
         torch.cuda.synchronize(model.device)  # kernels are queued, not done, when a call returns
     return time.perf_counter()

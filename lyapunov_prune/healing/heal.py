@@ -10,7 +10,6 @@ from typing import Any
 
 import numpy as np
 import pandas as pd
-import torch
 from transformers import PreTrainedModel
 
 from lyapunov_prune.arguments import checked
@@ -23,7 +22,7 @@ from lyapunov_prune.forward.logits import require_temperature
 from lyapunov_prune.forward.reading import Readable, Reading, read
 from lyapunov_prune.healing.distillation import Distillation
 from lyapunov_prune.healing.state import TrainingState
-from lyapunov_prune.healing.trained import drawn_order, trained
+from lyapunov_prune.healing.trained import drawn_order, require_trainable, trained
 from lyapunov_prune.models.plain import require_plain
 from lyapunov_prune.models.structure import identify, in_eval_mode
 from lyapunov_prune.progress import track
@@ -210,11 +209,7 @@ def heal(
 
 
 def _require(reading: Reading, taught: Reading, steps: int, learning_rate: float, temperature: float) -> None:
-    narrow = next((p.dtype for p in reading.model.parameters() if p.dtype not in (torch.float32, torch.float64)), None)
-    if narrow is not None:
-        raise LyapunovPruneError(
-            f"the pruned model is in {str(narrow).removeprefix('torch.')}, which loses small steps; load it in float32"
-        )
+    require_trainable(reading.model, "the pruned model")
     sizes = [r.structure.config.vocab_size for r in (reading, taught)]
     if sizes[0] != sizes[1]:
         raise LyapunovPruneError(

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.healing.low_rank import low_rank_updates
 from lyapunov_prune.models.structure import find_layers
 
@@ -35,6 +36,15 @@ def trained(model: PreTrainedModel, rank: int | None, seed: int) -> Iterator[dic
         for parameter, flag in flags.items():
             parameter.requires_grad_(flag)
             parameter.grad = None
+
+
+def require_trainable(model: PreTrainedModel, called: str) -> None:
+    """Raise LyapunovPruneError for a model with half-precision parameters; the line says what it is `called`."""
+    narrow = next((p.dtype for p in model.parameters() if p.dtype not in (torch.float32, torch.float64)), None)
+    if narrow is not None:
+        raise LyapunovPruneError(
+            f"{called} is in {str(narrow).removeprefix('torch.')}, which loses small steps; load it in float32"
+        )
 
 
 def drawn_order(items: int, steps: int, seed: int) -> list[int]:

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import pandas as pd
+from scipy import stats
 from transformers import PreTrainedModel
 
 from lyapunov_prune.data.examples import Examples
@@ -70,8 +71,7 @@ class Points(Result):
 
     def difference_error(self, first: int, second: int) -> float:
         """The standard error of the difference of the scores of two points, paired by item."""
-        difference = self.items[first] - self.items[second]
-        return float(difference.std(ddof=1) / np.sqrt(len(difference)))
+        return float(stats.sem(self.items[first] - self.items[second]))
 
     def to_frame(self) -> pd.DataFrame:
         attention, activation = self.pairs.T

@@ -16,11 +16,14 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from lyapunov_prune.arguments import checked, require_least
 from lyapunov_prune.data.batch import TokenBatch
-from lyapunov_prune.data.examples import Examples
+from lyapunov_prune.data.examples import Examples, model_inputs
+from lyapunov_prune.data.slices import NAMES
 from lyapunov_prune.errors import CheckFailed, LyapunovPruneError
 from lyapunov_prune.evaluation.score import paired_error, score
+from lyapunov_prune.forward.hooks import run_backbone
 from lyapunov_prune.forward.logits import SAME_LIMIT, deviation, sample_inputs, uncached_logits
 from lyapunov_prune.healing.state import TrainingState
+from lyapunov_prune.healing.trained import require_trainable
 from lyapunov_prune.joint.chains import LEAST_REACH, Pair, chains, reach_of, rivals
 from lyapunov_prune.joint.decision import decide, within_budget
 from lyapunov_prune.joint.importance import Importance, measure_importance
@@ -31,11 +34,12 @@ from lyapunov_prune.joint.result import PLAN, REPORT, JointRun
 from lyapunov_prune.joint.times import Times, measure_times
 from lyapunov_prune.merging.unmerged import Unmerged
 from lyapunov_prune.models.classifier_loading import PROCESSOR
+from lyapunov_prune.models.classifiers import looks_at_images
 from lyapunov_prune.models.feedforward import read_feedforward
 from lyapunov_prune.models.loading import checkpoint_folder
 from lyapunov_prune.models.structure import find_layers, identify, in_eval_mode
 from lyapunov_prune.pruning.compact import Cuts, make_compact
-from lyapunov_prune.pruning.compact_checkpoint import write_compact
+from lyapunov_prune.pruning.compact_checkpoint import fill_compact
 from lyapunov_prune.pruning.counting import sizes_in_memory
 from lyapunov_prune.pruning.plan import PruningPlan
 from lyapunov_prune.results.files import require_empty, whole_folder
@@ -89,7 +93,7 @@ def remove_jointly(
     require_empty(output)
     require_least(1, steps=steps, recover_steps=recover_steps, seeds=seeds)
     learn, select, final = slices
-    _require_trainable(model)
+    require_trainable(model, "the model")
     origins = tuple(data.measured_on(model) for data in slices)
     _require_apart(slices, origins)
     L = find_layers(model).num_layers
@@ -185,11 +189,8 @@ def remove_jointly(
         _require_merged(pupil, lesson, compact)
         with whole_folder(output) as partial:
             with _timing(seconds, "checkpoint"):
-                inner = partial / "compact"
-                write_compact(pupil.model, tokenizer, cuts, inner, learn if isinstance(learn, TokenBatch) else None)
-                for path in inner.iterdir():
-                    path.rename(partial / path.name)
-                inner.rmdir()
+                shown = learn if isinstance(learn, TokenBatch) else None
+                fill_compact(partial, pupil.model, compact, tokenizer, cuts, shown)
                 _keep_processor(model, partial)
             with _timing(seconds, "final scores"):
                 dense, chosen = (score(m, final, batch_size=batch_size) for m in (model, compact))
@@ -225,8 +226,9 @@ def _timing(seconds: dict[str, float], part: str) -> Iterator[None]:
 
 @torch.no_grad()
 def _run(model: PreTrainedModel, examples: Examples) -> None:
-    for index in range(len(examples)):
-        uncached_logits(model, examples.item(index).unsqueeze(0).to(model.device))
+    structure = find_layers(model)
+    for inputs in model_inputs(model, examples, 1):
+        run_backbone(structure, inputs)
 
 
 def _default(model: PreTrainedModel) -> str:
@@ -254,7 +256,7 @@ def _require_apart(slices: tuple[Examples, Examples, Examples], origins: tuple[M
 
     Tokens are known by runs of 64, images one by one.
     """
-    named = zip(("learn", "select", "final"), slices, origins, strict=True)
+    named = zip(NAMES, slices, origins, strict=True)
     for (name, data, _), (other, _, seen) in combinations(named, 2):
         if shared := data.shared_with(seen):
             what = "images" if seen.images else "tokens"
@@ -266,7 +268,7 @@ def _require_apart(slices: tuple[Examples, Examples, Examples], origins: tuple[M
 def _keep_processor(model: PreTrainedModel, folder: Path) -> None:
     """What scales the pixels of a classifier is beside its weights, if it has any, and goes with them."""
     name = model.config._name_or_path
-    if name and model.main_input_name == "pixel_values":
+    if name and looks_at_images(model):
         processor = checkpoint_folder(name, offline=True) / PROCESSOR
         if processor.is_file():
             shutil.copy(processor, folder / PROCESSOR)
@@ -283,14 +285,6 @@ def _require_merged(pupil: Unmerged, lesson: Lesson, compact: PreTrainedModel) -
         raise CheckFailed(
             f"the merged model is not the one that learnt: logits deviate by {error:.2g} (limit {limit:.0e}); "
             "report this"
-        )
-
-
-def _require_trainable(model: PreTrainedModel) -> None:
-    narrow = next((p.dtype for p in model.parameters() if p.dtype not in (torch.float32, torch.float64)), None)
-    if narrow is not None:
-        raise LyapunovPruneError(
-            f"the model is in {str(narrow).removeprefix('torch.')}, which loses small steps; load it in float32"
         )
 
 

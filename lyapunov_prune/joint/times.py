@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-import time
 from dataclasses import dataclass
 
 import numpy as np
 import pandas as pd
 import torch
+from transformers import PreTrainedModel
 
 from lyapunov_prune.arguments import require_least
 from lyapunov_prune.data.examples import Examples
 from lyapunov_prune.errors import LyapunovPruneError
+from lyapunov_prune.evaluation.speed import now
 from lyapunov_prune.forward.logits import uncached_logits
 from lyapunov_prune.merging.unmerged import Unmerged
 from lyapunov_prune.models.structure import in_eval_mode
@@ -68,16 +69,14 @@ class Times(Result):
 
 @in_eval_mode
 @torch.no_grad()
-def _timed(models: list[torch.nn.Module], inputs: torch.Tensor) -> list[float]:
+def _timed(models: list[PreTrainedModel], inputs: torch.Tensor) -> list[float]:
     seconds: list[list[float]] = [[] for _ in models]
     for turn in track(range(REPEATS + 1), "times"):
         for place, model in enumerate(models):
-            began = time.perf_counter()
-            uncached_logits(model, inputs)  # type: ignore[arg-type]
-            if inputs.is_cuda:
-                torch.cuda.synchronize(inputs.device)
+            began = now(model)
+            uncached_logits(model, inputs)
             if turn:  # the first round warms up
-                seconds[place].append(time.perf_counter() - began)
+                seconds[place].append(now(model) - began)
     return [float(np.median(row)) for row in seconds]
 
 

@@ -59,11 +59,7 @@ class Unmerged:
             require_reduction(reduction, block)
             require_smaller(block, block.parts(layers[block.layer]))
         self._stand_ins = _stand_ins(layers, self.blocks, reduction, run)
-        self.model = model
-
-    @property
-    def layers(self) -> nn.ModuleList:
-        return find_layers(self.model).layers
+        self.model, self.layers = model, layers
 
     @contextmanager
     def cut(self, attention: Sequence[int], activation: Sequence[int]) -> Iterator[PreTrainedModel]:

@@ -39,12 +39,27 @@ def write_compact(
     require_empty(target)
     compact = make_compact(model, cuts)
     with whole_folder(target) as folder:
-        save(compact, tokenizer, folder)
-        gate = verify_compact(model, compact, cuts, batch, checkpoint=folder)
-        require_passed(gate)
-        gate.save(folder / GATE)
-        history_of(compact).save(folder / HISTORY)
-        _describe(folder, model, compact, cuts, gate)
+        return fill_compact(folder, model, compact, tokenizer, cuts, batch)
+
+
+def fill_compact(
+    folder: Path,
+    model: PreTrainedModel,
+    compact: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase | None,
+    cuts: Cuts,
+    batch: TokenBatch | None,
+) -> GateReport:
+    """Save `compact`, made of `model` by `cuts`, in `folder`, with all that `write_compact` puts beside it.
+
+    Raises CheckFailed when the gate fails: `folder` must be one that goes then (`whole_folder`).
+    """
+    save(compact, tokenizer, folder)
+    gate = verify_compact(model, compact, cuts, batch, checkpoint=folder)
+    require_passed(gate)
+    gate.save(folder / GATE)
+    history_of(compact).save(folder / HISTORY)
+    _describe(folder, model, compact, cuts, gate)
     return gate
 
 

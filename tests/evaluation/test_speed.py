@@ -33,7 +33,7 @@ def test_reports_tokens_per_second_against_the_first_model(
     llama: PreTrainedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     clock = iter(range(1000))
-    monkeypatch.setattr("lyapunov_prune.evaluation.speed._now", lambda model: float(next(clock)))
+    monkeypatch.setattr("lyapunov_prune.evaluation.speed.now", lambda model: float(next(clock)))
     speed = measure_speed({"dense": llama, "other": make_tiny("llama")}, prompt=8, steps=4, repeats=3)
     assert [(r.prefill, r.decode) for r in speed.rows] == [(8, 1), (8, 1)]
     assert speed.rows[0].parameters == llama.num_parameters()
@@ -48,7 +48,7 @@ def test_more_tokens_than_the_context_are_refused(llama: PreTrainedModel) -> Non
 
 def test_classifiers_are_timed_by_images_of_one_forward(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     clock = iter(range(1000))
-    monkeypatch.setattr("lyapunov_prune.evaluation.speed._now", lambda model: float(next(clock)))
+    monkeypatch.setattr("lyapunov_prune.evaluation.speed.now", lambda model: float(next(clock)))
     models = {name: make_classifier(name) for name in ("vit", "deit")}
     calls: list[tuple[str, tuple[int, ...]]] = []
     for name, model in models.items():
