@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import cycle
 from pathlib import Path
+from typing import Any, Protocol
 
 import numpy as np
 import pandas as pd
@@ -203,13 +204,20 @@ def setting(found: CompressionTable) -> str:
     )
 
 
-def against(row: CompressionRow, other: CompressionRow) -> tuple[float, float, float]:
+class Scored(Protocol):
+    """What has the loss of each window."""
+
+    @property
+    def windows(self) -> Any: ...
+
+
+def against(row: Scored, other: Scored) -> tuple[float, float, float]:
     """The perplexity of `row` over that of `other` with its 95 % interval, paired by window."""
     losses = np.array(row.windows) - np.array(other.windows)
     return (float(np.exp(losses.mean())), *interval_of(losses))
 
 
-def told(row: CompressionRow, other: CompressionRow) -> str:
+def told(row: Scored, other: Scored) -> str:
     """What the interval of `against` says of `row`."""
     _, low, high = against(row, other)
     return "better" if high < 1 else "worse" if low > 1 else ALIKE

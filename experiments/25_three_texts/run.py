@@ -18,7 +18,7 @@ import typer
 
 from experiments.all import COUNTS, rankings
 from experiments.common import Device, DType, Inputs, inputs
-from experiments.compressions import ALIKE
+from experiments.compressions import ALIKE, told
 from experiments.statements import bullets, counted, interval, table
 from lyapunov_prune.evaluation.perplexity import interval_of
 from lyapunov_prune.ranking.criteria import DEFAULT
@@ -139,7 +139,7 @@ def verdict(results: list[OnOneText]) -> str:
     for count in COUNTS:
         for other in CRITERIA:
             if other != DEFAULT:
-                said = Counter(told(r, other, count) for r in results)
+                said = Counter(compared(r, other, count) for r in results)
                 lines.append(
                     f"{count} layers removed, `{DEFAULT}` against `{other}`: {_tally(said)} of {len(results)}."
                 )
@@ -153,13 +153,12 @@ def verdict(results: list[OnOneText]) -> str:
     return bullets(*lines)
 
 
-def told(result: OnOneText, other: str, count: int) -> str:
+def compared(result: OnOneText, other: str, count: int) -> str:
     """Whether the default leaves less perplexity than `other`; the same layers are the same."""
     mine, theirs = result.of(DEFAULT, count), result.of(other, count)
     if mine.removed == theirs.removed:
         return "the same layers"
-    low, high = interval_of(mine.windows - theirs.windows)
-    return "better" if high < 1 else "worse" if low > 1 else ALIKE
+    return told(mine, theirs)
 
 
 def best(result: OnOneText, count: int) -> str:
