@@ -17,21 +17,24 @@ WRECKED = 1000  # times the dense perplexity, from where on criteria are not com
 
 def written() -> dict[str, str]:
     columns: list[Column] = importlib.import_module("experiments.07_summary.run").columns()
-    drift: dict[str, AmplificationDrift] = importlib.import_module("experiments.21_drift.run").measured()
+    drift: list[tuple[str, AmplificationDrift]] = importlib.import_module("experiments.21_drift.run").of_all_models()
     return {"claims": claims(columns, drift), "verdict": verdicts(columns, drift)}
 
 
-def claims(columns: list[Column], drift: dict[str, AmplificationDrift]) -> str:
+def claims(columns: list[Column], drift: list[tuple[str, AmplificationDrift]]) -> str:
     """A row a claim, a column a model."""
     theirs = ", ".join(f"{m.rho:g} ({m.name})" for m in MODELS if m.name in NAMED)
     rows: list[list[object]] = [
         ["largest ρ (its layer)", theirs, *(f"{short(largest(c))} ({c.contraction.rho.argmax()})" for c in columns)],
     ]
-    for name, result in drift.items():
-        for pooling, value, low, high in correlations(result):
-            cell = f"{signed(value)} ({signed(low)} to {signed(high)})"
-            own = [cell if c.name == result.measured_on.model.name else None for c in columns]
-            rows.append([f"Spearman of A with drift, {name}, {pooling} pooling", signed(DRIFT), *own])
+    found = {
+        (name, pooling, result.measured_on.model.name): f"{signed(value)} ({signed(low)} to {signed(high)})"
+        for name, result in drift
+        for pooling, value, low, high in correlations(result)
+    }
+    for name, pooling in dict.fromkeys(key[:2] for key in found):
+        own = [found.get((name, pooling, c.name)) for c in columns]
+        rows.append([f"Spearman of A with drift, {name}, {pooling} pooling", signed(DRIFT), *own])
     for words, method, paper in (
         ("naive", "weight-only", short(SPREAD_NAIVE)),
         ("Wanda", "wanda", span(SPREAD_WANDA)),
@@ -65,13 +68,13 @@ def bi_over_rho(column: Column) -> float | None:
     return found["bi"] / found["rho"] if {"bi", "rho"} <= found.keys() else None
 
 
-def verdicts(columns: list[Column], drift: dict[str, AmplificationDrift]) -> str:
+def verdicts(columns: list[Column], drift: list[tuple[str, AmplificationDrift]]) -> str:
     lines = []
     most = max(m.rho for m in MODELS)
     for c in columns:
         said = f"{c.name}: the largest ρ is {short(largest(c))} (the paper's {len(MODELS)} models: up to {most:g})."
         lines.append(verdict(largest(c) <= most, said))
-    for name, result in drift.items():
+    for name, result in drift:
         for pooling, value, low, high in correlations(result):
             said = f"{result.measured_on.model.name}, {name}, {pooling} pooling: Spearman of A with drift"
             found = f"{signed(value)}, {signed(low)} to {signed(high)} (the paper: {signed(DRIFT)})"

@@ -43,6 +43,12 @@ def measured(folder: Path = HERE) -> dict[str, AmplificationDrift]:
     return {name: AmplificationDrift.load(path) for name, path in paths.items() if path.exists()}
 
 
+def of_all_models() -> list[tuple[str, AmplificationDrift]]:
+    """The settings of the built-in model and of every other that was measured, with their names."""
+    folders = (HERE, *sorted(path for path in HERE.iterdir() if path.is_dir()))
+    return [pair for folder in folders for pair in measured(folder).items()]
+
+
 def written(folder: Path = HERE) -> dict[str, str]:
     results = measured(folder)
     return {"setting": setting(results), "correlations": correlations(results), "verdict": verdict(results)}
