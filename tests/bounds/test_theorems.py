@@ -306,14 +306,6 @@ def test_planted_faults_on_the_python_side_are_seen(tmp_path: Path) -> None:
 # lean/README.md.
 
 
-# Used since the folder `lean/` was last changed, which waits for somebody who can build it; docs/proofs.md has them.
-NEWER = {
-    *("adaptive_monotonicity", "preln_contraction_sufficient", "preln_layer_contracts"),
-    *("argmax_add_const", "argmax_of_noise_lt_half_gap", "regret_of_argmax_le"),
-    *("merged_projection", "activation_replacement_bound", "opNorm_merged_le"),
-}
-
-
 def readme_problems(readme: str, repository: Path) -> list[str]:
     """Where the map in the README and the registry disagree."""
     rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in readme.splitlines() if "|" in line]
@@ -324,8 +316,6 @@ def readme_problems(readme: str, repository: Path) -> list[str]:
     for name in table.keys() & known.keys():
         _, _, _, python, tests = table[name]
         used_by, kind = known[name].used_by, known[name].kind
-        if python == "no checker yet" and name in NEWER:
-            continue
         if python != (", ".join(f"`{dotted}` ({kind})" for dotted in used_by) or "no checker yet"):
             problems.append(f"{name}: the table says {python}, the registry {used_by} {kind}")
         files = re.findall(r"`(tests/\S+\.py)`", tests)
@@ -357,12 +347,6 @@ def test_planted_faults_in_the_readme_are_seen() -> None:
         assert old in readme
         problems = readme_problems(readme.replace(old, new), REPOSITORY)
         assert any(told in problem for problem in problems), (new, problems)
-
-
-def test_the_newer_uses_are_those_that_the_readme_does_not_know() -> None:
-    readme = (REPOSITORY / "lean" / "README.md").read_text(encoding="utf-8")
-    unknown = set(re.findall(r"`(\w+)` \| `\w+\.lean` \| no checker yet \|", readme))
-    assert {t.name for t in THEOREMS if t.used_by and t.name in unknown} == NEWER
 
 
 # docs/proofs.md.
