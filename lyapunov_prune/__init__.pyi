@@ -35,6 +35,7 @@ from .profiles.influence import block_influence as block_influence
 from .pruning.gate import verify_removal as verify_removal
 from .pruning.plan import PruningPlan as PruningPlan
 from .pruning.removal import drop_sublayers as drop_sublayers
+from .pruning.removal import mend as mend
 from .pruning.removal import remove_layers as remove_layers
 from .ranking.rank import rank as rank
 from .ranking.ranking import rank_layers as rank_layers

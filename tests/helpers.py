@@ -38,6 +38,7 @@ from transformers import (
 from lyapunov_prune.checkpoints.outline import read_outline
 from lyapunov_prune.data import ChoiceItem, ImageBatch
 from lyapunov_prune.forward.branches import Branch, find_branches, matrix_children
+from lyapunov_prune.mending.mend import Gap
 from lyapunov_prune.models.loading import load
 from lyapunov_prune.models.projections import find_projections
 from lyapunov_prune.models.structure import find_structure
@@ -566,6 +567,9 @@ def sound(name: str, values: dict[str, Any], floats: Iterator[float]) -> dict[st
         return {"drift": loose(2), **scores}
     if name in ("SkipDivergence", "SublayerDivergence"):
         return {field: loose(5) for field in ("variance", "kl", "reverse_kl")} | {"flipped": some(5, most=1)}
+    if name == "MendReport":
+        gap = Gap(1, 3, "mlp", ("none", "full"), np.array([0.0, 0.1]), loose(2), 1)
+        return {"gaps": (gap,)}
     if name == "LayerRanking":
         return {"scores": loose(5)}
     if name == "PruningPlan":

@@ -100,6 +100,7 @@ Format = Annotated[
     choices.Format,
     output_option(help="Parts of layers that go: plain keeps their size and saves no time, compact drops them."),
 ]
+Mend = Annotated[bool, model_option("--mend", help="Close the gaps by maps fitted on the text, without training.")]
 OnDisk = Annotated[bool, model_option("--on-disk", help="Copy the kept tensors; the model is never in memory.")]
 
 Seed = Annotated[int, what_option(help="First random seed.")]

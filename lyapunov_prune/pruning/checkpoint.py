@@ -11,6 +11,7 @@ from lyapunov_prune.arguments import checked
 from lyapunov_prune.data.batch import TokenBatch
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.forward.hooks import require_finite
+from lyapunov_prune.mending.mend import Mend, fit_mends
 from lyapunov_prune.merging.merge import Merged, merge_layers
 from lyapunov_prune.merging.reductions import require_reduction
 from lyapunov_prune.models.feedforward import find_feedforward
@@ -39,42 +40,60 @@ def write_pruned(
     batch: TokenBatch | None = None,
     *,
     format: Format = "plain",
+    mend: bool = False,
 ) -> Provenance:
     """Cut what `plan` names out of `model`, pass the gate on the saved files, and write the folder `target`.
 
     Whole layers leave. Of layers that stay, `plain` stores what goes at its full size, which saves no time or memory:
     zero output projections for attention and MLP, and for an activation matrices that cancel it (`mirroring`). In
     `compact` attentions are gone and blocks without activation are one matrix (`make_compact`). A reduction is fitted
-    on `batch`, in `model` as it is, so both formats hold the same maps.
+    on `batch`, in `model` as it is, so both formats hold the same maps. With `mend` the gaps of whole layers are closed
+    on `batch` (`mending.mend.fit_mends`), which costs no parameter.
 
     The folder loads with `AutoModelForCausalLM.from_pretrained` (a decoder inside a multimodal model: with the
     class of that, whose processor is not written), a compact one as its card says, and holds the tokenizer, a model
     card (README.md), `provenance.json` and `history.json`. Raises CheckFailed when the gate fails and
-    LyapunovPruneError for a format that cannot hold the plan, for activations without a `batch`, when the target is not
-    empty or the disk refuses; either way nothing is left at `target`.
+    LyapunovPruneError for a format that cannot hold the plan, for activations or mending without a `batch`, for gaps
+    that cannot be mended, when the target is not empty or the disk refuses; either way nothing is left at `target`.
     """
     require_empty(target)
     structure = find_structure(model)
     plan.require_model(model)
     _require_possible(model, structure, plan, batch, format)
+    if mend:
+        _require_mendable(plan, batch, format)
     if batch is not None:
         require_finite(structure, batch.ids[:1], batch.text)  # else the gate would blame the removal
     merged: tuple[Merged, ...] = ()
     if batch is not None and plan.reduction is not None:
         merged = merge_layers(model, batch, plan.drop_activation, plan.reduction)
         plan = plan.seen_on(batch.measured_on(model))
+    mends: tuple[Mend, ...] = ()
+    mended = None
+    if batch is not None and mend:
+        mends, mended = fit_mends(model, plan.remove, batch)
+        plan = plan.seen_on(mended.measured_on)
     cuts = Cuts.of(plan, merged)
-    pruned = make_compact(model, cuts) if format == "compact" else cut(model, plan, merged)
+    pruned = make_compact(model, cuts) if format == "compact" else cut(model, plan, merged, mends)
     with whole_folder(target) as folder:
         save(pruned, tokenizer, folder)
         if format == "compact":
             gate = verify_compact(model, pruned, cuts, batch, checkpoint=folder)
         else:
-            gate = verify_removal(model, pruned, plan, batch, checkpoint=folder, merged=merged)
+            gate = verify_removal(model, pruned, plan, batch, checkpoint=folder, merged=merged, mends=mends)
         require_passed(gate)
         history_of(pruned).save(folder / HISTORY)
         loader = loading_class(pruned).__name__
-        return describe(folder, plan, gate, structure, pruned.num_parameters(), loader=loader, format=format)
+        parameters = pruned.num_parameters()
+        return describe(folder, plan, gate, structure, parameters, loader=loader, format=format, mended=mended)
+
+
+def _require_mendable(plan: PruningPlan, batch: TokenBatch | None, format: Format) -> None:
+    plan.require_gaps()
+    if format != "plain":
+        raise LyapunovPruneError("a mended model is a plain checkpoint of fewer layers; leave out --format compact")
+    if batch is None:
+        raise LyapunovPruneError("gaps are mended on a text; give a batch")
 
 
 def _require_possible(

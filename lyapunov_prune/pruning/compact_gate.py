@@ -49,7 +49,7 @@ from lyapunov_prune.pruning.gate import (
     saved_in,
     seen_by,
 )
-from lyapunov_prune.pruning.merge_gate import MERGED, logits_limit, merged_check
+from lyapunov_prune.pruning.merge_gate import MERGED, logits_limit, merged_blocks, merged_check
 
 
 @checked
@@ -147,7 +147,7 @@ def _merged(original: PreTrainedModel, compact: PreTrainedModel, cuts: Cuts) -> 
         matrix: Any = made[kept.index(index)].get_submodule(LAYOUTS[structure.model_type].block[0])
         return matrix.weight.detach(), None if matrix.bias is None else matrix.bias.detach()
 
-    return merged_check(structure.layers, _known(structure, cuts), stored)
+    return merged_check(merged_blocks(structure.layers, _known(structure, cuts), stored), "a merged block")
 
 
 def _counted(original: PreTrainedModel, compact: PreTrainedModel, cuts: Cuts, folder: Path) -> GateCheck:

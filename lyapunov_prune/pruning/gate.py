@@ -1,7 +1,7 @@
 """The removal gate: a pruned model is right when four independent checks say so.
 
-1. Its logits are those of the original with the same layers and sublayers passed over, and hidden vectors replaced, by
-   hooks.
+1. Its logits are those of the original with the same layers and sublayers passed over, hidden vectors replaced and
+   gaps mended, by hooks.
 2. Decoding step by step with a cache gives the logits of the uncached forward.
 3. Saved and reloaded with plain transformers it is the same model: same keys, same logits, same settings
    in every layer.
@@ -39,13 +39,14 @@ from lyapunov_prune.forward.logits import (
     uncached_logits,
 )
 from lyapunov_prune.forward.sublayers import silenced
+from lyapunov_prune.mending.mend import Mend, mapped, products
 from lyapunov_prune.merging.merge import Merged
 from lyapunov_prune.merging.replaced import hidden_replaced
 from lyapunov_prune.models.classifiers import looks_at_images
 from lyapunov_prune.models.loading import quiet
 from lyapunov_prune.models.structure import find_structure, in_eval_mode
 from lyapunov_prune.pruning.counting import COUNTED, count_check, sizes_in_memory
-from lyapunov_prune.pruning.merge_gate import MERGED, logits_limit, merged_check
+from lyapunov_prune.pruning.merge_gate import MERGED, logits_limit, merged_blocks, merged_check
 from lyapunov_prune.pruning.mirroring import mirrored
 from lyapunov_prune.pruning.plan import PruningPlan, as_plan
 from lyapunov_prune.pruning.surgery import require_merged
@@ -111,11 +112,13 @@ def verify_removal(
     *,
     checkpoint: str | Path | None = None,
     merged: Sequence[Merged] = (),
+    mends: Sequence[Mend] = (),
 ) -> GateReport:
     """Put `pruned` through the four checks on random tokens and on the start of `batch`.
 
     `merged` are the blocks that lost their activation, by the plan's reduction (`merging.merge_layers`); a fifth check
-    holds the matrices in `pruned` against them (`merge_gate`).
+    holds the matrices in `pruned` against them (`merge_gate`). `mends` are the maps that it was mended by: they are put
+    on the original by hooks, and its parameters that took them are held against the products in the same way.
 
     `checkpoint` is a folder where `pruned` has been saved; without it the model is saved to a temporary
     folder. Long enough inputs are used to roll over sliding windows of up to 1,024 tokens. Raises
@@ -125,11 +128,11 @@ def verify_removal(
     require_merged(plan, merged)
     inputs = sample_inputs(original, batch)
     checks = [
-        attempt(SKIPPED, lambda: _skipped_check(original, pruned, plan, inputs, merged)),
+        attempt(SKIPPED, lambda: _skipped_check(original, pruned, plan, inputs, merged, mends)),
         attempt(CACHED, lambda: cache_check(original, pruned, inputs)),
     ]
-    if merged:
-        checks.append(attempt(MERGED, lambda: _merged_check(original, pruned, plan, merged)))
+    if merged or mends:
+        checks.append(attempt(MERGED, lambda: _merged_check(original, pruned, plan, merged, mends)))
     try:
         with saved_in(pruned, checkpoint) as folder:
             checks.append(attempt(RELOADED, lambda: reload_check(pruned, folder, inputs)))
@@ -160,22 +163,31 @@ def _skipped_check(
     plan: PruningPlan,
     inputs: list[torch.Tensor],
     merged: Sequence[Merged],
+    mends: Sequence[Mend],
 ) -> GateCheck:
     structure = find_structure(original)
     silent = silenced(original, plan.drop_attention, plan.drop_mlp)
     replaced = hidden_replaced(structure.layers, [(each.block, each.tau) for each in merged])
-    with silent, replaced, skipped(structure, plan.remove):
+    with silent, replaced, mapped(structure.layers, mends), skipped(structure, plan.remove):
         reference = [uncached_logits(original, ids) for ids in inputs]
-    limit = logits_limit(pruned, bool(merged))
+    limit = logits_limit(pruned, bool(merged or mends))
     return same_check(pruned, inputs, reference, limit, "logits against the original with the layers skipped")
 
 
 def _merged_check(
-    original: PreTrainedModel, pruned: PreTrainedModel, plan: PruningPlan, merged: Sequence[Merged]
+    original: PreTrainedModel,
+    pruned: PreTrainedModel,
+    plan: PruningPlan,
+    merged: Sequence[Merged],
+    mends: Sequence[Mend],
 ) -> GateCheck:
     layers, made = (find_structure(model).layers for model in (original, pruned))
     blocks = {each.block.layer: (each.block, each.tau) for each in merged}
-    return merged_check(layers, blocks, lambda i: mirrored(made[plan.kept.index(i)], blocks[i][0]))
+    rows = list(merged_blocks(layers, blocks, lambda i: mirrored(made[plan.kept.index(i)], blocks[i][0])))
+    for mend in mends:
+        i = mend.place.layer
+        rows += [(i, *product) for product in products(layers[i], made[plan.kept.index(i)], mend)]
+    return merged_check(rows, "a merged block" if merged else "a mended matrix")
 
 
 def same_check(

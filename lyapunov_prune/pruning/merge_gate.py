@@ -8,7 +8,7 @@ read from the model that was made, to the bound of `merge_rounding`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 
 import torch
 from torch import nn
@@ -31,16 +31,13 @@ def logits_limit(model: PreTrainedModel, merged: bool) -> float:
 
 
 @torch.no_grad()
-def merged_check(
-    layers: nn.ModuleList, blocks: Mapping[int, tuple[FeedForward, HiddenMap]], stored: Callable[[int], Affine]
-) -> GateCheck:
+def merged_check(rows: Iterable[tuple[int, Affine, HiddenMap, Affine]], what: str) -> GateCheck:
     """Whether `W x + b = W_out τ(x) + b_out` on random inputs x, in float64, but for the rounding of W and b.
 
-    `layers` are the original's, `blocks` are by their number there; `stored` gives the matrix that stands for a block.
+    A row is the layer, `(W_out, b_out)`, τ, and the `(W, b)` that is stored.
     """
     worst, layer = 0.0, -1
-    for index, (block, tau) in blocks.items():
-        out, merged = block.parts(layers[index]).out, stored(index)
+    for index, out, tau, merged in rows:
         (W, b), wide = lifted(merged), lifted(out)
         x = torch.randn(_INPUTS, W.shape[1], dtype=W.dtype, generator=torch.Generator().manual_seed(index)).to(W.device)
         h = tau(x)
@@ -49,5 +46,14 @@ def merged_check(
         beyond = float((error / merge_rounding(out, tau, merged, *sizes)).max())
         if not beyond <= worst:
             worst, layer = beyond, index
-    detail = f"error of a merged block over what rounding allows, most in layer {layer}"
+    detail = f"error of {what} over what rounding allows, most in layer {layer}"
     return GateCheck(MERGED, worst <= 1, worst, 1.0, detail)
+
+
+def merged_blocks(
+    layers: nn.ModuleList, blocks: Mapping[int, tuple[FeedForward, HiddenMap]], stored: Callable[[int], Affine]
+) -> Iterator[tuple[int, Affine, HiddenMap, Affine]]:
+    """Rows of `merged_check`: `layers` are the original's, `blocks` are by their number there; `stored` gives the
+    matrix that stands for a block."""
+    for index, (block, tau) in blocks.items():
+        yield index, block.parts(layers[index]).out, tau, stored(index)

@@ -145,6 +145,14 @@ class PruningPlan(Result):
                 f"not for {identity.name}; rank this model's layers anew"
             )
 
+    def require_gaps(self) -> None:
+        """Raise LyapunovPruneError unless whole layers go and nothing else does: gaps that can be mended."""
+        if self.drops_parts:
+            raise LyapunovPruneError(
+                "mending closes the gaps of whole layers, and this plan drops parts of layers; leave those out, or the "
+                "mending"
+            )
+
     def to_frame(self) -> pd.DataFrame:
         """One row a layer: its score, its rank (0 goes first), whether it or a part of it is removed."""
         layers = np.arange(self.model.num_layers)
@@ -162,7 +170,7 @@ class PruningPlan(Result):
         return frame
 
     def seen_on(self, text: MeasuredOn) -> PruningPlan:
-        """This plan, to whose texts `text` belongs: merged blocks were fitted on it."""
+        """This plan, to whose texts `text` belongs: merged blocks or mended gaps were fitted on it."""
         return self if text in self.measured_on else replace(self, measured_on=(*self.measured_on, text))
 
     def headline(self, format: str = "plain") -> str:

@@ -12,6 +12,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from lyapunov_prune.checkpoints.cards import as_text, write_card
 from lyapunov_prune.checkpoints.reloading import RELOADED
 from lyapunov_prune.errors import CheckFailed
+from lyapunov_prune.mending.mend import MendReport
 from lyapunov_prune.models.kinds import LayerKinds, find_kinds
 from lyapunov_prune.models.loading import quiet
 from lyapunov_prune.models.structure import Structure
@@ -38,12 +39,14 @@ class Provenance(Result):
     versions: dict[str, str]
     not_run: tuple[str, ...] = ()
     format: str = "plain"
+    mended: MendReport | None = None
 
     def to_frame(self) -> pd.DataFrame:
         return pd.DataFrame({"layer": range(len(self.kept_to_original)), "original": self.kept_to_original})
 
     def headline(self) -> str:
-        return self.plan.headline(self.format)
+        mended = "" if self.mended is None else f"; {self.mended.headline()}"
+        return self.plan.headline(self.format) + mended
 
 
 def save(pruned: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, folder: Path) -> None:
@@ -78,6 +81,7 @@ def describe(
     not_run: tuple[str, ...] = (),
     loader: str = "AutoModelForCausalLM",
     format: str = "plain",
+    mended: MendReport | None = None,
 ) -> Provenance:
     """Write provenance.json and the model card beside the weights in `folder`.
 
@@ -91,6 +95,7 @@ def describe(
         versions=versions(),
         not_run=not_run,
         format=format,
+        mended=mended,
     )
     provenance.save(folder / PROVENANCE)
     write_card(
@@ -101,6 +106,7 @@ def describe(
         loader,
         {
             "Removed": _removed(plan, format),
+            **({} if mended is None else {"Mended": _mended(mended)}),
             "Engines": _engines(find_kinds(structure), plan.kept),
             "Gate": _checked(provenance),
         },
@@ -127,6 +133,21 @@ def _removed(plan: PruningPlan, format: str) -> str:
     texts = [as_text(m.line()) for m in plan.measured_on] or ["nothing: the layers were given by hand"]
     fitted = ", and the merged blocks fitted," if plan.drop_activation else ""
     lines += ["", f"The scores were measured{fitted} on:", "", *(f"- {text}" for text in texts)]
+    return "\n".join(lines)
+
+
+def _mended(report: MendReport) -> str:
+    """What stands before each gap has learnt, and what it was worth on windows that no fit has seen."""
+    lines = [
+        f"Without training: the layer before each gap took a linear map into its own parameters, fitted on "
+        f"{report.fitted:,}\ntokens and chosen by the loss of {report.held_out:,} others, of this text:",
+        "",
+        f"- {as_text(report.measured_on.line())}",
+        "",
+        "| before layer | map | held-out loss without | with |",
+        "| --- | --- | --- | --- |",
+    ]
+    lines += [f"| {g.stop} | {g.forms[g.chosen]} | {g.losses[0]:.3f} | {g.losses[g.chosen]:.3f} |" for g in report.gaps]
     return "\n".join(lines)
 
 

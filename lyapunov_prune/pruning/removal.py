@@ -4,14 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
 from transformers import PreTrainedModel
 
 from lyapunov_prune.arguments import checked
+from lyapunov_prune.data.batch import TokenBatch
 from lyapunov_prune.errors import LyapunovPruneError
+from lyapunov_prune.mending.mend import Mend, fit_mends
 from lyapunov_prune.models.families import TRUSTED
 from lyapunov_prune.models.wrappers import is_wrapped
 from lyapunov_prune.pruning.gate import verify_removal
-from lyapunov_prune.pruning.plan import PruningPlan
+from lyapunov_prune.pruning.plan import PruningPlan, as_plan
 from lyapunov_prune.pruning.surgery import cut
 
 
@@ -28,15 +31,39 @@ def remove_layers(model: PreTrainedModel, plan: PruningPlan | Sequence[int]) -> 
     format cannot express, a decoder that fails the gate, and a model that is not its plain weights (adapters,
     quantised or offloaded weights).
     """
-    pruned = cut(model, plan)
+    return _handed_out(model, cut(model, plan), plan)
+
+
+def _handed_out(
+    model: PreTrainedModel, pruned: PreTrainedModel, plan: PruningPlan | Sequence[int], mends: Sequence[Mend] = ()
+) -> PreTrainedModel:
+    """`pruned`, if it needs no gate or passes it."""
     if is_wrapped(model) or model.config.model_type not in TRUSTED:
-        report = verify_removal(model, pruned, plan)
+        report = verify_removal(model, pruned, plan, mends=mends)
         if not report.passed:
             raise LyapunovPruneError(
                 f"these layers of {type(model).__name__} cannot be removed correctly: {report.failure()}; "
                 "remove other layers"
             )
     return pruned
+
+
+@checked
+def mend(
+    model: PreTrainedModel, plan: PruningPlan | Sequence[int], batch: TokenBatch | torch.Tensor
+) -> PreTrainedModel:
+    """As `remove_layers`, the gaps closed without training by what is left before them (`mending.mend`).
+
+    The layer before each gap learns on `batch` the linear map that brings the state nearest to what the removed layers
+    made of it, and takes it into a matrix it has: no parameter more, and plain transformers loads the result.
+
+    Raises as `remove_layers` and `mending.mend.fit_mends`, and for a plan that drops parts of layers.
+    """
+    plan = as_plan(model, plan)
+    plan.require_gaps()
+    mends, report = fit_mends(model, plan.remove, batch)
+    plan = plan.seen_on(report.measured_on)
+    return _handed_out(model, cut(model, plan, mends=mends), plan, mends)
 
 
 @checked

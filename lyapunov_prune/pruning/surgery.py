@@ -11,6 +11,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from lyapunov_prune.errors import LyapunovPruneError
+from lyapunov_prune.mending.mend import Mend, store_mend
 from lyapunov_prune.merging.merge import Merged
 from lyapunov_prune.models.adaptations import Cut
 from lyapunov_prune.models.compact import renumber_compact
@@ -26,7 +27,12 @@ from lyapunov_prune.pruning.zeroing import zero_sublayers
 from lyapunov_prune.results.history import add_step
 
 
-def cut(model: PreTrainedModel, plan: PruningPlan | Sequence[int], merged: Sequence[Merged] = ()) -> PreTrainedModel:
+def cut(
+    model: PreTrainedModel,
+    plan: PruningPlan | Sequence[int],
+    merged: Sequence[Merged] = (),
+    mends: Sequence[Mend] = (),
+) -> PreTrainedModel:
     """A new model without what `plan` (or a plain list of layers) names, not yet proven right; `model` is untouched.
 
     One rule for every decoder: drop the layers, renumber every nested `layer_idx` (caches are indexed by
@@ -34,7 +40,8 @@ def cut(model: PreTrainedModel, plan: PruningPlan | Sequence[int], merged: Seque
     run), set the layer count. What a family needs beyond it stands in `models/families.py`. Removed
     layers are not copied. Where the plan drops a sublayer alone, its output projection becomes zero
     (`zeroing.py`), and where it drops an activation, the block computes what `merged` says of its layer
-    (`mirroring.py`): a plain checkpoint can say no more, and that saves no time or memory.
+    (`mirroring.py`): a plain checkpoint can say no more, and that saves no time or memory. The layers before gaps take
+    the maps of `mends` into their parameters.
 
     Raises LyapunovPruneError for a bad plan, a plan for another model, `merged` of other layers than the plan's, a
     block that cannot hold a merged matrix, a removal that the family's checkpoint format cannot express, a decoder
@@ -55,6 +62,8 @@ def cut(model: PreTrainedModel, plan: PruningPlan | Sequence[int], merged: Seque
     layers = find_structure(pruned).layers
     for each in merged:
         mirror(layers[plan.kept.index(each.block.layer)], each)
+    for mend in mends:
+        store_mend(layers[plan.kept.index(mend.place.layer)], mend)
     add_step(pruned, "prune", plan.measured_on, model)
     return pruned
 

@@ -27,6 +27,7 @@ from lyapunov_prune.cli.options import (
     Json,
     KeepPeriod,
     MaxKL,
+    Mend,
     MergeAdapter,
     Method,
     Model,
@@ -67,6 +68,7 @@ def prune(
     by: RankOptions = RankOptions(),
     reduction: Reduction = None,
     format: Format = "plain",
+    mend: Mend = False,
     on_disk: OnDisk = False,
     merge_adapter: MergeAdapter = False,
     source: ModelOptions = ModelOptions(),
@@ -79,6 +81,7 @@ def prune(
     With --what only a part of each layer goes. In a plain checkpoint that costs what it cost: attention and MLP are
     zeroed, an activation is cancelled. With --format compact attentions are gone, and a block without activation is
     one matrix; the checkpoint is smaller and faster, and loads with this package or by the module beside its weights.
+    With --mend the layer before each gap learns from the calibration text, without training, to stand in for the gap.
     With --on-disk, or where the model does not fit in memory, the files are pruned; the gate then computes no logits.
     """
     if sum(choice is not None for choice in (remove, max_kl, layers, plan_file)) != 1:
@@ -94,6 +97,10 @@ def prune(
         require_known_count(by.criterion, remove, keep_period)
     if (by.what == "activation") != (reduction is not None):
         raise LyapunovPruneError("--what activation and --reduction go together; give both or neither")
+    if mend and (by.what != "layers" or format != "plain"):
+        raise LyapunovPruneError(
+            "--mend closes the gaps of whole layers in a plain checkpoint; leave out --what and --format"
+        )
     if keep_period and by.what != "layers":
         raise LyapunovPruneError(f"{by.what} alone leaves every layer in its place; leave out --keep-period")
 
@@ -114,6 +121,7 @@ def prune(
             "--max-kl": max_kl is not None,
             "--what": by.what != "layers",
             "--format": format != "plain",
+            "--mend": mend,
             "--dtype": source.dtype,
         }
         for option, given in (refused | {"--merge-adapter": merge_adapter}).items():
@@ -147,9 +155,11 @@ def prune(
             if not as_json:
                 show(spent, as_json, None)
     plan.require_periods(period)
-    provenance = write_pruned(loaded.model, loaded.tokenizer, plan, output, batch, format=format)
+    provenance = write_pruned(loaded.model, loaded.tokenizer, plan, output, batch, format=format, mend=mend)
     if not as_json:
         say(f"{provenance.headline()}\n{provenance.gate}")
+        if provenance.mended is not None:
+            show(provenance.mended, as_json, None)
     show(provenance, as_json, output, table=False)
 
 

@@ -1,0 +1,269 @@
+"""Gap by gap: the layer that is left before it learns the map that takes the place of the layers that are gone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, ExitStack
+from dataclasses import dataclass
+from itertools import groupby
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from lyapunov_prune.errors import LyapunovPruneError
+from lyapunov_prune.forward.hooks import hidden_of, with_hidden
+from lyapunov_prune.forward.reading import Readable, Reading, read
+from lyapunov_prune.linalg import lift
+from lyapunov_prune.mending.fit import FORMS, LinearMap, Sums, fit
+from lyapunov_prune.mending.place import Place, find_place, multiplied
+from lyapunov_prune.merging.reductions import HiddenMap
+from lyapunov_prune.models.feedforward import Affine
+from lyapunov_prune.models.hooked import hooked
+from lyapunov_prune.models.structure import in_eval_mode
+from lyapunov_prune.progress import track
+from lyapunov_prune.results.result import MeasuredOn, Result
+
+# A matrix, the map before it, and the one matrix that was stored for both.
+Product = tuple[Affine, HiddenMap, Affine]
+RIDGES = (0.01, 0.1, 1.0)
+NONE = "none"
+_HELD_OUT = 4  # every so manieth window is kept from the fit, to choose by
+
+
+@dataclass(frozen=True, eq=False)
+class Mend:
+    """A map and the place that takes it."""
+
+    place: Place
+    map: LinearMap
+
+
+@dataclass(frozen=True)
+class Gap:
+    """What was tried for the gap between the layers `layer` and `stop`: (form, ridge, held-out loss in nats a token).
+
+    The first is of no map at all; `chosen` is the place of the smallest. The gaps behind it were not mended yet.
+    """
+
+    layer: int
+    stop: int
+    module: str
+    forms: tuple[str, ...]
+    ridges: np.ndarray
+    losses: np.ndarray
+    chosen: int
+
+
+@dataclass(frozen=True)
+class MendReport(Result):
+    """How the gaps of a removal were mended: `fitted` tokens made the maps, `held_out` tokens chose among them."""
+
+    gaps: tuple[Gap, ...]
+    fitted: int
+    held_out: int
+    measured_on: MeasuredOn
+
+    def __post_init__(self) -> None:
+        for gap in self.gaps:
+            if not (len(gap.forms) == len(gap.ridges) == len(gap.losses) > gap.chosen >= 0):
+                raise LyapunovPruneError("a mended gap names other numbers of forms, ridges and losses; measure again")
+
+    def to_frame(self) -> pd.DataFrame:
+        """One row a gap: the form that was taken, and the held-out loss without a map and with it."""
+        rows = [
+            (g.layer, g.stop, g.module, g.forms[g.chosen], g.ridges[g.chosen], g.losses[0], g.losses[g.chosen])
+            for g in self.gaps
+        ]
+        columns = ["layer before", "layer behind", "module", "map", "ridge", "loss without", "loss with"]
+        return pd.DataFrame(rows, columns=columns)
+
+    def headline(self) -> str:
+        mended = sum(gap.chosen > 0 for gap in self.gaps)
+        return f"{mended} of {len(self.gaps)} gaps mended on {self.fitted} tokens, chosen by {self.held_out} more"
+
+
+@in_eval_mode
+@torch.no_grad()
+def fit_mends(model: PreTrainedModel, removed: Sequence[int], batch: Readable) -> tuple[tuple[Mend, ...], MendReport]:
+    """The maps that close the gaps of `removed` layers, none where no map helps; `model` stays as it is.
+
+    At the last place m of the layer before a gap, with h the state behind that layer and y the dense state behind the
+    gap, E and b minimise `Σ_t ‖E m_t + b − (y_t − h_t)‖² / ‖y_t‖²` with a ridge (`fit`). A token counts by its own
+    size: an attention sink, hundreds of times as large, would rule the fit. Gaps are mended in order, each on the
+    states that the mended ones before it give. Form and ridge are those of the smallest next-token loss on every fourth
+    window, which no fit has seen; no map at all is among them.
+
+    One forward of the dense and one of the pruned model over all windows, and for each gap the layers behind it once
+    for every candidate over a fourth of them.
+
+    Raises LyapunovPruneError for a batch of one window, for fewer tokens than the map has columns, for a gap before
+    which no layer is left, and for a layer that can take no map (`find_place`).
+    """
+    reading = read(model, batch)
+    removed = sorted(removed)
+    gaps = [[layer for _, layer in run] for _, run in groupby(enumerate(removed), key=lambda pair: pair[1] - pair[0])]
+    if removed and removed[0] == 0:
+        raise LyapunovPruneError(
+            "layer 0 is removed, and nothing stands before the gap to be mended; keep it, or leave out mending"
+        )
+    windows = reading.windows(1)
+    held = [w for i, w in enumerate(windows) if i % _HELD_OUT == _HELD_OUT - 1] or windows[-1:]
+    fitted = [w for w in windows if not any(w is other for other in held)]
+    tokens, width = sum(w.numel() for w in fitted), _width(reading)
+    if tokens < width:
+        raise LyapunovPruneError(
+            f"a map of {width} channels is fitted on {tokens} tokens, a fourth of the windows held out; give "
+            f"{-(-4 * width // 3)} tokens or more, in two windows or more (--tokens, --context)"
+        )
+    places = [find_place(model, gap[0] - 1) for gap in gaps]
+    walks = _Walks(reading, tuple(removed), fitted, held)
+    mends: list[Mend] = []
+    found: list[Gap] = []
+    for gap, place in zip(track(gaps, "mending"), places, strict=True):
+        stop = gap[-1] + 1
+        sums = walks.sums(place, mends, gap[0], stop)
+        names, ridges, losses, maps = [NONE], [0.0], [walks.loss(mends, gap[0] - 1)], [None]
+        for form, ridge in _candidates(place):
+            tried = fit(form, sums, ridge, shifts=bool(place.shifts))
+            names.append(form)
+            ridges.append(ridge)
+            losses.append(walks.loss([*mends, Mend(place, tried)], gap[0] - 1))
+            maps.append(tried)  # type: ignore[arg-type]
+        chosen = int(np.nanargmin(losses))
+        best = maps[chosen]
+        if best is not None:
+            mends.append(Mend(place, best))
+        found.append(Gap(place.layer, stop, place.module, tuple(names), np.array(ridges), np.array(losses), chosen))
+    seen = sum(w.numel() for w in held)
+    return tuple(mends), MendReport(tuple(found), tokens, seen, reading.measured_on())
+
+
+def mapped(layers: nn.ModuleList, mends: Sequence[Mend]) -> AbstractContextManager[None]:
+    """Every forward inside the block has the maps of `mends` in their places: what a mended model is held against."""
+
+    def hook(change: LinearMap) -> Callable[..., Any]:
+        return lambda module, args, kwargs, output: with_hidden(output, change(hidden_of(output)))
+
+    return hooked(after=[(layers[m.place.layer].get_submodule(m.place.module), hook(m.map)) for m in mends])
+
+
+def _candidates(place: Place) -> list[tuple[str, float]]:
+    forms = [form for form in FORMS if form in ("channels", "shift") or not place.channels]
+    pairs = [(form, ridge) for form in forms if form != "shift" for ridge in RIDGES]
+    return pairs + ([("shift", 0.0)] if place.shifts else [])
+
+
+def _width(reading: Reading) -> int:
+    return int(reading.prefix.advance(reading.windows(1)[0], 0, None, 1).shape[-1])
+
+
+class _Walks:
+    """The windows on their way through the dense model and through the one that is mended."""
+
+    def __init__(
+        self, reading: Reading, removed: tuple[int, ...], fitted: list[torch.Tensor], held: list[torch.Tensor]
+    ) -> None:
+        self.reading, self.removed = reading, removed
+        self.fitted, self.held = fitted, held
+        self.prefix, self.scorer = reading.prefix, reading.scorer
+        self.dense = _Walk(reading, fitted)
+        self.pruned = _Walk(reading, fitted)
+        self.judged = _Walk(reading, held)
+
+    def sums(self, place: Place, mends: Sequence[Mend], before: int, behind: int) -> Sums:
+        """Of the layer before boundary `before`, whose state should become the dense one of boundary `behind`."""
+        begin = self.prefix.entry(place.layer)
+        self.dense.to(behind)
+        module = self.reading.structure.layers[place.layer].get_submodule(place.module)
+        outputs: list[torch.Tensor] = []
+        note = (module, lambda module, args, kwargs, output: outputs.append(hidden_of(output)))
+        with self._cut(mends):
+            self.pruned.to(begin)
+            self.judged.to(begin)
+            sums: Sums | None = None
+            for ids, start, y in zip(self.fitted, self.pruned.states, self.dense.states, strict=True):
+                outputs.clear()
+                with hooked(after=[note]):
+                    h = self.prefix.advance(ids, begin, start, before)
+                m, h, y = (lift(t.reshape(-1, t.shape[-1])) for t in (outputs[0], h, y))
+                sums = sums or Sums(m.shape[-1], m.device)
+                sums.add(m, (y - h) / place.scale, 1 / y.square().sum(-1).clamp_min(1e-300))
+        assert sums is not None
+        return sums
+
+    def loss(self, mends: Sequence[Mend], layer: int) -> float:
+        """Mean loss of the held-out windows from before `layer` on."""
+        begin = self.prefix.entry(layer)
+        losses: list[float] = []
+        for ids, start in zip(self.held, self.judged.states, strict=True):
+            with self._cut(mends), self.prefix.entered(begin, start if begin else torch.empty(0)):
+                losses += self.scorer(ids)[0]
+        return float(np.mean(losses))
+
+    def _cut(self, mends: Sequence[Mend]) -> AbstractContextManager[Any]:
+        stack = ExitStack()
+        stack.enter_context(self.prefix.without(self.removed))
+        stack.enter_context(mapped(self.reading.structure.layers, mends))
+        return stack
+
+
+class _Walk:
+    """States of windows at a boundary, from which they go on where a forward can begin there."""
+
+    def __init__(self, reading: Reading, windows: list[torch.Tensor]) -> None:
+        self.prefix, self.windows = reading.prefix, windows
+        self.at = 0
+        self.states: list[Any] = [None] * len(windows)
+
+    def to(self, boundary: int) -> None:
+        if boundary == self.at:
+            return
+        start = self.at if self.at in self.prefix.entries else 0
+        self.states = [
+            self.prefix.advance(ids, start, state if start else None, boundary)
+            for ids, state in zip(self.windows, self.states, strict=True)
+        ]
+        self.at = boundary
+
+
+@torch.no_grad()
+def store_mend(layer: nn.Module, mend: Mend) -> None:
+    """Multiply the parameters of the place in `layer`, in place: formed in float64, rounded once.
+
+    Raises LyapunovPruneError when the product is beyond the parameter's dtype.
+    """
+    for part in mend.place.parts:
+        p = layer.get_parameter(part.name)
+        shift = mend.map.shift if part.name == mend.place.shifts else None
+        stored = multiplied(p, part, mend.map.E.to(p.device), None if shift is None else shift.to(p.device)).to(p)
+        if not stored.isfinite().all():
+            raise LyapunovPruneError(
+                f"mended, {part.name} of layer {mend.place.layer} holds NaN or is beyond {p.dtype}; check the weights, "
+                "or load the model in a wider dtype"
+            )
+        p.copy_(stored)
+
+
+def products(before: nn.Module, after: nn.Module, mend: Mend) -> list[Product]:
+    """`(I + E)` times each part of the layer `before`, beside what the layer `after` has for it.
+
+    What is no matrix, a bias or the weight of a norm, stands as the constant of an affine map.
+    """
+    E, shift = mend.map.E, mend.map.shift
+    whole = torch.eye(len(E)).to(E) + (E.diag() if E.ndim == 1 else E)
+    rows: list[Product] = []
+    for part in mend.place.parts:
+        old, new = (layer.get_parameter(part.name).detach().movedim(part.axis, 0) for layer in (before, after))
+        if old.ndim > 1:
+            rows.append(((whole, None), HiddenMap(lift(old.flatten(1)), None), (new.flatten(1), None)))
+            continue
+        moved = torch.full_like(whole[0], -part.offset)
+        if shift is not None and part.name == mend.place.shifts:
+            moved = moved + shift
+        none = torch.zeros(len(old), 1)
+        rows.append(((whole, moved), HiddenMap(none.to(whole), lift(old) + part.offset), (none.to(new), new)))
+    return rows

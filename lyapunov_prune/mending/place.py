@@ -1,0 +1,249 @@
+"""Where a layer can take a linear map of what it adds to the residual stream, in parameters that it has."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from itertools import product
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from lyapunov_prune.errors import LyapunovPruneError
+from lyapunov_prune.forward.branches import Branch
+from lyapunov_prune.forward.hooks import Enough, hidden_of, layer_input, run_backbone, with_hidden
+from lyapunov_prune.forward.outputs import silence
+from lyapunov_prune.models.hooked import hooked
+from lyapunov_prune.models.structure import find_structure, in_eval_mode
+
+_TOKENS = 8
+_SAME = 1e-3  # of a layer in float32
+
+
+@dataclass(frozen=True)
+class Part:
+    """A parameter of a place: `name` inside the layer, the axis of its outputs, what is added to it before it is used.
+
+    `offset` is 1 for the norms that multiply by 1 + weight.
+    """
+
+    name: str
+    axis: int
+    offset: float = 0.0
+
+
+@dataclass(frozen=True)
+class Place:
+    """What leaves the module `module` of `layer` is m, and the layer adds `scale · m` to the stream.
+
+    `(I + E) m` in its place is had by multiplying every one of `parts` by `I + E` from the side of its outputs. With
+    `channels` only a diagonal E fits: a norm stands between the last matrix and the stream. `shifts` names the
+    parameter that may take `+ b`, empty if there is none.
+    """
+
+    layer: int
+    module: str
+    scale: float
+    channels: bool
+    parts: tuple[Part, ...]
+    shifts: str
+
+
+@in_eval_mode
+@torch.no_grad()
+def find_place(model: PreTrainedModel, layer: int) -> Place:
+    """The last place in `layer` that can take a map, proven by running the layer on random tokens.
+
+    Nothing is known of a family. Going back from the layer's end, a module whose output moves the layer's output by
+    the same multiple everywhere is one; its parameters are multiplied by a random `I + E` and must give `(I + E) m`. A
+    full map is preferred to one of channels. The layer is copied, in float32: `model` stays as it is.
+
+    Raises LyapunovPruneError, with what stands in the way, for a layer without such a place.
+    """
+    structure = find_structure(model)
+    found: list[_Layer] = []
+
+    def note(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+        found.append(_Layer.copied(module, args, kwargs))
+        raise Enough
+
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(structure.config.vocab_size, (1, _TOKENS), generator=generator)
+    with suppress(Enough), hooked(after=[(structure.layers[layer], note)]):
+        run_backbone(structure, ids)
+    if not found:
+        raise LyapunovPruneError(f"layer {layer} does not run on text alone; keep another layer before the gap")
+    shared = _shared(structure.layers, layer)
+    kinds: list[Place] = []
+    for path, scale in found[0].additive():
+        place = found[0].full(layer, path, scale) or found[0].channels(layer, path, scale)
+        if place is None or any(part.name in shared for part in place.parts):
+            continue
+        if not place.channels:
+            return place
+        kinds.append(place)
+    if kinds:
+        return kinds[0]
+    raise LyapunovPruneError(
+        f"no matrix of layer {layer} ({type(structure.layers[layer]).__name__}) can take the map: none adds to the "
+        "stream by itself; remove other layers, or leave out mending"
+    )
+
+
+def _shared(layers: nn.ModuleList, layer: int) -> set[str]:
+    """The names of parameters of a layer that another layer has too."""
+    others = {p.data_ptr() for i, other in enumerate(layers) if i != layer for p in other.parameters()}
+    return {name for name, p in layers[layer].named_parameters() if p.data_ptr() in others}
+
+
+@dataclass(frozen=True, eq=False)
+class _Layer:
+    """A copy of a layer with what it was called with."""
+
+    layer: nn.Module
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+    @classmethod
+    def copied(cls, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Layer:
+        return cls(copy.deepcopy(layer).float(), _float32(args), _float32(kwargs))
+
+    def run(self, path: str = "", change: Callable[[torch.Tensor], torch.Tensor] | None = None) -> torch.Tensor:
+        """The layer's output, the output of the module `path` changed on the way."""
+
+        def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
+            return with_hidden(output, change(hidden_of(output))) if change else output
+
+        with hooked(after=[(self.layer.get_submodule(path), hook)] if path else []):
+            return hidden_of(self.layer.forward(*self.args, **self.kwargs))
+
+    def additive(self) -> Iterator[tuple[str, float]]:
+        """Modules, the last to end first, and the multiple by which their output moves that of the layer."""
+        stream = layer_input(self.args, self.kwargs)
+        ended: list[tuple[str, torch.Tensor]] = []
+
+        def note(path: str) -> Callable[..., None]:
+            def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+                hidden = output[0] if isinstance(output, tuple) and output else output
+                if isinstance(hidden, torch.Tensor) and hidden.numel() == stream.numel():
+                    ended.append((path, hidden))
+
+            return hook
+
+        inner = [(module, note(path)) for path, module in self.layer.named_modules() if path]
+        with hooked(after=inner):
+            whole = self.run()
+        paths = [path for path, _ in ended]
+        for path, hidden in reversed(ended):
+            if paths.count(path) > 1 or not any(True for _ in self.layer.get_submodule(path).parameters()):
+                continue
+            moved = hidden.std() * torch.randn(hidden.shape, generator=torch.Generator().manual_seed(1)).to(hidden)
+            after = self.run(path, lambda m, moved=moved: m + moved) - whole  # type: ignore[misc]
+            moved = moved.reshape(after.shape)
+            scale = float((after * moved).sum() / moved.square().sum())
+            if scale and _same(after, scale * moved):
+                yield path, scale
+
+    def full(self, layer: int, path: str, scale: float) -> Place | None:
+        """The place at the output of `path` that takes any map, if it is one."""
+        branch = self._branch(path)
+        if branch is None:
+            return None
+        before = branch(branch.x)
+        width = before.shape[-1]
+        names = {id(p): name for name, p in self.layer.named_parameters()}
+        kept = {name: p.clone() for name, p in self.layer.get_submodule(path).named_parameters(prefix=path)}
+        needed = silence(branch)
+        if needed:
+            for name, p in kept.items():
+                self.layer.get_parameter(name).copy_(p)
+            E = _random(width, width)
+            wanted = before + before @ E.T
+            sizes = [[axis for axis, size in enumerate(p.shape) if size == width] for p in needed]
+            for axes in product(*sizes):
+                parts = tuple(Part(names[id(p)], axis) for p, axis in zip(needed, axes, strict=True))
+                for part in parts:
+                    p = self.layer.get_parameter(part.name)
+                    p.copy_(multiplied(p, part, E))
+                fits = _same(branch(branch.x), wanted)
+                for name, p in kept.items():
+                    self.layer.get_parameter(name).copy_(p)
+                if fits:
+                    return Place(layer, path, scale, False, parts, _shift(parts))
+        for name, p in kept.items():
+            self.layer.get_parameter(name).copy_(p)
+        return None
+
+    def channels(self, layer: int, path: str, scale: float) -> Place | None:
+        """The place at the output of the norm `path` that takes a map of each channel, if it is one."""
+        branch = self._branch(path)
+        own = list(self.layer.get_submodule(path).named_parameters(recurse=False))
+        if branch is None or not own or any(p.ndim != 1 for _, p in own):
+            return None
+        before = branch(branch.x)
+        e = _random(before.shape[-1])
+        for offset in (0.0, 1.0):
+            parts = tuple(Part(f"{path}.{name}", 0, offset if name == "weight" else 0.0) for name, _ in own)
+            kept = [p.clone() for _, p in own]
+            for part, (_, p) in zip(parts, own, strict=True):
+                p.copy_(multiplied(p, part, e))
+            fits = _same(branch(branch.x), before * (1 + e))
+            for (_, p), old in zip(own, kept, strict=True):
+                p.copy_(old)
+            if fits:
+                return Place(layer, path, scale, True, parts, _shift(parts))
+        return None
+
+    def _branch(self, path: str) -> Branch | None:
+        """The module `path` alone, of what it is given in the layer."""
+        module = self.layer.get_submodule(path)
+        given: list[torch.Tensor] = []
+
+        def note(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            x = args[0] if args else kwargs.get("hidden_states")
+            if isinstance(x, torch.Tensor):
+                given.append(x.detach())
+
+        with hooked(before=[(module, note)]):
+            self.run()
+        return Branch(self.layer, self.args, self.kwargs, module, module, given[0]) if len(given) == 1 else None
+
+
+def multiplied(p: torch.Tensor, part: Part, E: torch.Tensor, shift: torch.Tensor | None = None) -> torch.Tensor:
+    """`(I + E) p` over the axis of outputs, for a matrix E or the diagonal of one, `+ shift`; in the dtype of E."""
+    wide = p.to(E) + part.offset
+    if E.ndim == 1:
+        changed = (wide.movedim(part.axis, -1) * (1 + E)).movedim(-1, part.axis)
+    else:
+        changed = wide + torch.tensordot(E, wide, dims=([1], [part.axis])).movedim(0, part.axis)
+    changed = changed - part.offset
+    return changed if shift is None else changed + shift
+
+
+def _shift(parts: tuple[Part, ...]) -> str:
+    """The one bias among the parts; experts have several, of which each would add the whole."""
+    biases = [part.name for part in parts if part.name.rpartition(".")[2] == "bias"]
+    return biases[0] if len(biases) == 1 and len(parts) == 2 else ""
+
+
+def _random(*shape: int) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(2)) / shape[-1] ** 0.5
+
+
+def _same(one: torch.Tensor, other: torch.Tensor) -> bool:
+    return bool((one - other).norm() <= _SAME * other.norm()) and bool(other.isfinite().all())
+
+
+def _float32(value: Any) -> Any:
+    """Copies of all floating tensors in nested arguments, in float32."""
+    if isinstance(value, torch.Tensor):
+        return value.detach().float() if value.is_floating_point() else value
+    if isinstance(value, dict):
+        return {key: _float32(each) for key, each in value.items()}
+    if (isinstance(value, tuple) and not hasattr(value, "_fields")) or isinstance(value, list):
+        return type(value)(_float32(each) for each in value)
+    return value

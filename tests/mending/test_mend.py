@@ -1,0 +1,226 @@
+"""Gaps that are mended: the fit against states taken without hooks, the choice, and what the gate says of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from families.zoo import make_zoo
+from helpers import Done, make_tiny, states_of
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+import lyapunov_prune as lp
+from lyapunov_prune.errors import LyapunovPruneError
+from lyapunov_prune.mending import mend as mending
+from lyapunov_prune.mending.fit import LinearMap
+from lyapunov_prune.mending.mend import NONE, Mend, MendReport, fit_mends, store_mend
+from lyapunov_prune.models.structure import find_structure
+from lyapunov_prune.pruning.gate import verify_removal
+from lyapunov_prune.pruning.plan import PruningPlan
+from lyapunov_prune.pruning.provenance import PROVENANCE, Provenance
+from lyapunov_prune.pruning.surgery import cut
+from lyapunov_prune.results.history import read_history
+
+GAPS = (2, 4)
+
+
+@pytest.fixture
+def windows() -> torch.Tensor:
+    return torch.randint(2, 90, (8, 24), generator=torch.Generator().manual_seed(3))
+
+
+def only(monkeypatch: pytest.MonkeyPatch, form: str, ridge: float) -> None:
+    monkeypatch.setattr(mending, "_candidates", lambda place: [(form, ridge)])
+    monkeypatch.setattr(np, "nanargmin", lambda losses: 1)  # the map, whatever it costs
+
+
+def reference(
+    dense: PreTrainedModel, pruned: PreTrainedModel, layer: int, behind: int, ids: torch.Tensor
+) -> np.ndarray:
+    """E of the layer of `pruned` before a gap, whose state should be that of boundary `behind` of the dense model.
+
+    `E = Σ w (y − h) mᵀ (Σ w m mᵀ + λ I)⁻¹`, w = 1/‖y‖², from states taken without hooks.
+    """
+    block: Any = find_structure(pruned).layers[layer]
+    given: list[torch.Tensor] = []
+    forward = block.mlp.forward
+    block.mlp.forward = lambda x: given.append(forward(x)) or given[-1]
+    rows = []
+    for i, window in enumerate(ids):
+        if i % 4 != 3:
+            h, y = states_of(pruned, window[None])[layer + 1][0], states_of(dense, window[None])[behind][0]
+            rows.append((given[0][0], y - h, y))
+            given.clear()
+    del block.mlp.forward
+    m, r, y = (torch.cat(part).numpy() for part in zip(*rows, strict=True))
+    w = 1 / np.square(y).sum(-1, keepdims=True)
+    G = (w * m).T @ m
+    return np.asarray(np.linalg.solve(G + 0.1 * np.trace(G) / len(G) * np.eye(len(G)), (w * m).T @ r).T)
+
+
+def test_the_maps_are_those_of_states_taken_without_hooks(
+    windows: torch.Tensor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each brings what its layer leaves nearest to the dense state behind the gap; the second sees the first mended."""
+    model = make_tiny("llama").double()
+    only(monkeypatch, "full", 0.1)
+    (first, second), report = fit_mends(model, GAPS, windows)
+    assert (report.fitted, report.held_out) == (6 * 24, 2 * 24)
+    np.testing.assert_allclose(first.map.E, reference(model, cut(model, GAPS), 1, 3, windows), atol=1e-8)
+    made = cut(model, GAPS, mends=[first])  # layer 3 is its layer 2
+    np.testing.assert_allclose(second.map.E, reference(model, made, 2, 5, windows), atol=1e-8)
+    unmended = reference(model, cut(model, GAPS), 2, 5, windows)
+    assert np.abs(second.map.E.numpy() - unmended).max() > 1e-3
+
+
+def test_the_choice_is_the_smallest_held_out_loss(windows: torch.Tensor) -> None:
+    model = make_tiny("gpt2")
+    mends, report = fit_mends(model, GAPS, windows)
+    for gap in report.gaps:
+        assert gap.forms[0] == NONE
+        assert gap.losses[gap.chosen] == gap.losses.min()
+    assert len(mends) == sum(g.chosen > 0 for g in report.gaps)
+    held = windows[3::4]
+    last = report.gaps[-1]
+    made = cut(model, GAPS, mends=mends)
+    assert lp.perplexity(made, held).value == pytest.approx(float(np.exp(last.losses[last.chosen])), rel=1e-5)
+    plain = cut(model, GAPS)
+    assert lp.perplexity(plain, held).value == pytest.approx(float(np.exp(report.gaps[0].losses[0])), rel=1e-5)
+
+
+def test_every_family_passes_the_gate(family: str, windows: torch.Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(np, "nanargmin", lambda losses: 1)
+    model = make_tiny(family)
+    plan = PruningPlan.given(model, GAPS)
+    mends, _ = fit_mends(model, plan.remove, windows)
+    report = verify_removal(model, cut(model, plan, mends=mends), plan, windows[:1], mends=mends)
+    assert report.passed, f"\n{report}"
+    assert len(mends) == 2
+    if family in ("gemma2", "gemma3"):
+        assert all(m.map.E.ndim == 1 for m in mends)
+
+
+def wrong_layer(made: PreTrainedModel, mends: tuple[Mend, ...]) -> None:
+    first = mends[0].place
+    store_mend(find_structure(made).layers[0], Mend(first, mends[0].map))
+
+
+def transposed(made: PreTrainedModel, mends: tuple[Mend, ...]) -> None:
+    store_mend(find_structure(made).layers[1], replace(mends[0], map=LinearMap(mends[0].map.E.T, mends[0].map.shift)))
+
+
+def lost_shift(made: PreTrainedModel, mends: tuple[Mend, ...]) -> None:
+    store_mend(find_structure(made).layers[1], replace(mends[0], map=LinearMap(mends[0].map.E, None)))
+
+
+def a_little_off(made: PreTrainedModel, mends: tuple[Mend, ...]) -> None:
+    store_mend(find_structure(made).layers[1], mends[0])
+    with torch.no_grad():
+        find_structure(made).layers[1].mlp.c_proj.weight[3, 4] *= 1 + 1e-3  # type: ignore[union-attr, index, operator]
+
+
+@pytest.mark.parametrize("fault", [wrong_layer, transposed, lost_shift, a_little_off])
+def test_planted_faults_fail_the_gate(fault: Any, windows: torch.Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
+    only(monkeypatch, "full", 0.1)
+    model = make_tiny("gpt2")
+    mends, _ = fit_mends(model, (2,), windows)
+    made = cut(model, (2,))
+    fault(made, mends)
+    failed = verify_removal(model, made, [2], windows[:1], mends=mends)
+    assert not failed.passed
+    assert verify_removal(model, cut(model, (2,), mends=mends), [2], windows[:1], mends=mends).passed
+
+
+def test_in_python(windows: torch.Tensor) -> None:
+    model = make_tiny("llama")
+    before = {name: p.clone() for name, p in model.state_dict().items()}
+    made = lp.mend(model, [2, 3], windows)
+    assert type(made) is type(model)
+    assert made.config.num_hidden_layers == 4
+    assert all(torch.equal(p, before[name]) for name, p in model.state_dict().items())
+    assert made.num_parameters() == lp.remove_layers(model, [2, 3]).num_parameters()
+    unjudged = make_zoo("starcoder2")  # goes through the gate
+    assert lp.mend(unjudged, [2], windows).config.num_hidden_layers == 7
+
+
+def bad(model: PreTrainedModel, case: str, windows: torch.Tensor) -> Any:
+    return {
+        "first": lambda: lp.mend(model, [0], windows),
+        "window": lambda: lp.mend(model, [2], windows[:1]),
+        "tokens": lambda: lp.mend(model, [2], windows[:2, :8]),
+        "parts": lambda: lp.mend(model, PruningPlan.given(model, [2], drop_mlp=[1]), windows),
+        "shared": lambda: lp.mend(make_zoo("rwkv"), [2], windows),
+        "batch": lambda: lp.mend(model, [2], None),  # type: ignore[arg-type]
+    }[case]
+
+
+@pytest.mark.parametrize(
+    ("case", "remedy"),
+    [
+        ("first", "layer 0 is removed, and nothing stands before the gap to be mended; keep it, or leave out mending"),
+        ("window", "a map of 32 channels is fitted on 0 tokens, .* give 43 tokens or more, in two windows or more"),
+        ("tokens", "a map of 32 channels is fitted on 8 tokens, a fourth of the windows held out; give 43 tokens"),
+        ("parts", "this plan drops parts of layers; leave those out, or the mending"),
+        ("shared", r"no matrix of layer 1 \(RwkvBlock\) can take the map"),
+        ("batch", "batch is None; give"),
+    ],
+)
+def test_bad_input_is_one_line(case: str, remedy: str, windows: torch.Tensor) -> None:
+    with pytest.raises(LyapunovPruneError, match=remedy):
+        bad(make_tiny("llama"), case, windows)()
+
+
+def test_a_product_beyond_the_dtype_is_refused() -> None:
+    model = make_tiny("llama").half()
+    layer = find_structure(model).layers[1]
+    place = mending.find_place(model, 1)
+    large = Mend(place, LinearMap(1e6 * torch.ones(32, dtype=torch.float64), None))
+    with pytest.raises(LyapunovPruneError, match=r"mended, mlp.down_proj.weight of layer 1 holds NaN or is beyond"):
+        store_mend(layer, large)
+
+
+# The command.
+
+TEXT = ("--tokens", "512", "--context", "64")
+
+
+def test_prune_writes_a_mended_checkpoint(run: Callable[..., Done]) -> None:
+    done = run("prune", "tiny", "--layers", "2,3", "--mend", *TEXT, "-o", "out")
+    assert done.code == 0, done.err
+    assert "gaps mended on 384 tokens, chosen by 128 more" in done.out
+    provenance = Provenance.load(Path("out") / PROVENANCE)
+    assert isinstance(provenance.mended, MendReport)
+    assert provenance.gate.passed
+    assert [c.name for c in provenance.gate.checks].count("merged within rounding") == bool(
+        provenance.mended.gaps[0].chosen
+    )
+    assert AutoModelForCausalLM.from_pretrained("out").config.num_hidden_layers == 4
+    card = (Path("out") / "README.md").read_text()
+    assert "## Mended" in card
+    assert "fitted on 384" in card
+    (step,) = read_history("out").steps
+    assert [saw.tokens for saw in step.saw] == [512]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "remedy"),
+    [
+        (["--layers", "2,3", "--what", "mlp"], "--mend closes the gaps of whole layers in a plain checkpoint"),
+        (["--layers", "2,3", "--format", "compact"], "--mend closes the gaps of whole layers in a plain checkpoint"),
+        (["--layers", "2,3", "--on-disk"], "--mend needs the model in memory"),
+        (["--layers", "0,3"], "layer 0 is removed, and nothing stands before the gap"),
+        (["--layers", "2", "--tokens", "64", "--context", "64"], "give 43 tokens or more, in two windows or more"),
+    ],
+)
+def test_bad_options_are_one_line_and_leave_nothing(
+    run: Callable[..., Done], arguments: list[str], remedy: str
+) -> None:
+    done = run("prune", "tiny", *TEXT, *arguments, "--mend", "-o", "out")
+    assert (done.code, done.changed) == (2, set())
+    assert remedy in " ".join(done.err.split())
+    assert "Traceback" not in done.err
