@@ -29,7 +29,7 @@ from lyapunov_prune.joint.decision import decide, within_budget
 from lyapunov_prune.joint.importance import Importance, measure_importance
 from lyapunov_prune.joint.map import fit_map
 from lyapunov_prune.joint.points import Course, Points, recover_points
-from lyapunov_prune.joint.recovery import Lesson, Recipe, recover
+from lyapunov_prune.joint.recovery import Lesson, Recipe
 from lyapunov_prune.joint.result import PLAN, REPORT, JointRun
 from lyapunov_prune.joint.times import Times, measure_times
 from lyapunov_prune.merging.unmerged import Unmerged
@@ -102,7 +102,7 @@ def remove_jointly(
         within_budget(L, remove, speedup, None, most)
     seconds: dict[str, float] = {}
     with _timing(seconds, "calibration"):
-        student = Unmerged(model, reduction or _default(model), lambda: _run(model, learn))
+        student = Unmerged(model, reduction or default_reduction(model), lambda: _run(model, learn))
     folder = Path(folder)
     about: dict[str, Any] = {
         "slices": encode(origins),
@@ -166,10 +166,7 @@ def remove_jointly(
         start = course.nearest(decision.chosen)
         course.forget(keep=course.lineage(start))
         with _timing(seconds, "recovery"):
-            lesson = course.last_lesson(decision.chosen, start, recover_steps)
-            pupil = course.taught(start)
-            with course.state("final", lesson, resume=resume) as state:
-                losses = recover(pupil, model, learn, lesson, recipe, state)
+            pupil, lesson, losses = course.finish(decision.chosen, start, recover_steps, resume=resume)
         saw = origins[:2]
         add_step(pupil.model, "heal", saw[:1], model)
         gone = lesson.activation
@@ -231,7 +228,7 @@ def _run(model: PreTrainedModel, examples: Examples) -> None:
         run_backbone(structure, inputs)
 
 
-def _default(model: PreTrainedModel) -> str:
+def default_reduction(model: PreTrainedModel) -> str:
     """The reduction of a model's kind of block."""
     structure = find_layers(model)
     block = read_feedforward(structure.layers, 0, structure.model_type, structure.config)
