@@ -145,6 +145,22 @@ class Course:
             inherit(student, lesson, self.recipe, tensors)
         return student
 
+    def learn_point(self, point: Pair, seed: int, *, resume: bool) -> tuple[Unmerged, Lesson, list[float]]:
+        """A student who has learnt the point from what the one before it on its chain has; the state stays."""
+        lesson = self.lesson(point, seed)
+        student = self.taught(self.parents[point])
+        with self.state(
+            _name(point) if seed == self.seed else f"{_name(point)}-{seed}", lesson, resume=resume
+        ) as state:
+            return student, lesson, recover(student, self.teacher, self.learn, lesson, self.recipe, state)
+
+    def finish(self, pair: Pair, start: Pair, steps: int, *, resume: bool) -> tuple[Unmerged, Lesson, list[float]]:
+        """A student after the final recovery of `pair`, from what the point `start` has learnt; the state stays."""
+        lesson = self.last_lesson(pair, start, steps)
+        student = self.taught(start)
+        with self.state("final", lesson, resume=resume) as state:
+            return student, lesson, recover(student, self.teacher, self.learn, lesson, self.recipe, state)
+
     def forget(self, keep: Sequence[Pair] = ()) -> None:
         """Delete the states of all points but these."""
         for point in self.parents:
@@ -199,11 +215,7 @@ def _recovered(
     course: Course, select: Examples, point: Pair, seed: int, *, resume: bool, batch_size: int
 ) -> dict[str, Any]:
     began = time.monotonic()
-    lesson = course.lesson(point, seed)
-    student = course.taught(course.parents[point])
-    name = _name(point) if seed == course.seed else f"{_name(point)}-{seed}"
-    with course.state(name, lesson, resume=resume) as state:
-        losses = recover(student, course.teacher, course.learn, lesson, course.recipe, state)
+    student, lesson, losses = course.learn_point(point, seed, resume=resume)
     with student.cut(lesson.attention, lesson.activation) as model:
         scored = score(model, select, batch_size=batch_size)
     return {

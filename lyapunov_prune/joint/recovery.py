@@ -56,16 +56,31 @@ def recover(
     recipe: Recipe,
     state: TrainingState,
 ) -> list[float]:
-    """Train the weights of `student`, in place, for as many steps as the lesson has items for.
+    """Train the weights of `student`, in place, cut as the lesson says, for as many steps as it has items for.
 
-    Returns the loss before each step. Unmerged: what is gone is so only inside `Unmerged.cut`. The state is kept in
-    `state` about every 20 seconds, and in the end what was learnt, alone. Where it holds a state the run goes on from
-    there and ends, on the CPU with as many threads, as if it had never stopped, bit for bit.
+    Returns the loss before each step. Unmerged: what is gone is so only inside `Unmerged.cut`. State and errors as of
+    `train`.
+    """
+    with student.cut(lesson.attention, lesson.activation) as model:
+        return train(model, teacher, examples, lesson, recipe, state)
+
+
+def train(
+    model: PreTrainedModel,
+    teacher: PreTrainedModel,
+    examples: Examples,
+    lesson: Lesson,
+    recipe: Recipe,
+    state: TrainingState,
+) -> list[float]:
+    """Train `model` as it is, in place, to predict what `teacher` predicts of the lesson's items.
+
+    The state is kept in `state` about every 20 seconds, and in the end what was learnt, alone. Where it holds a state
+    the run goes on from there and ends, on the CPU with as many threads, as if it had never stopped, bit for bit.
 
     Raises LyapunovPruneError naming the lesson and the step for a loss or gradient that is not finite.
     """
-    cut = student.cut(lesson.attention, lesson.activation)
-    with cut as model, trained(model, recipe.rank, lesson.seed) as parameters:
+    with trained(model, recipe.rank, lesson.seed) as parameters:
         steps = len(lesson.items) // recipe.batch
         run = Distillation(
             model, teacher, parameters, recipe.rate, recipe.temperature, steps, optimizer=recipe.optimizer

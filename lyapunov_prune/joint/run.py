@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,31 +14,27 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from lyapunov_prune.arguments import checked, require_least
-from lyapunov_prune.data.batch import TokenBatch
 from lyapunov_prune.data.examples import Examples, model_inputs
 from lyapunov_prune.data.slices import NAMES
-from lyapunov_prune.errors import CheckFailed, LyapunovPruneError
+from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.evaluation.score import paired_error, score
 from lyapunov_prune.forward.hooks import run_backbone
-from lyapunov_prune.forward.logits import SAME_LIMIT, deviation, sample_inputs, uncached_logits
 from lyapunov_prune.healing.state import TrainingState
 from lyapunov_prune.healing.trained import require_trainable
 from lyapunov_prune.joint.chains import LEAST_REACH, Pair, chains, reach_of, rivals
+from lyapunov_prune.joint.checkpoint import describe_joint, keep_processor, require_merged
 from lyapunov_prune.joint.decision import decide, within_budget
 from lyapunov_prune.joint.importance import Importance, measure_importance
 from lyapunov_prune.joint.map import fit_map
 from lyapunov_prune.joint.points import Course, Points, recover_points
-from lyapunov_prune.joint.recovery import Lesson, Recipe, recover
+from lyapunov_prune.joint.recovery import Recipe
 from lyapunov_prune.joint.result import PLAN, REPORT, JointRun
 from lyapunov_prune.joint.times import Times, measure_times
 from lyapunov_prune.merging.unmerged import Unmerged
-from lyapunov_prune.models.classifier_loading import PROCESSOR
-from lyapunov_prune.models.classifiers import looks_at_images
 from lyapunov_prune.models.feedforward import read_feedforward
-from lyapunov_prune.models.loading import checkpoint_folder
 from lyapunov_prune.models.structure import find_layers, identify, in_eval_mode
 from lyapunov_prune.pruning.compact import Cuts, make_compact
-from lyapunov_prune.pruning.compact_checkpoint import fill_compact
+from lyapunov_prune.pruning.compact_checkpoint import prove_compact
 from lyapunov_prune.pruning.counting import sizes_in_memory
 from lyapunov_prune.pruning.plan import PruningPlan
 from lyapunov_prune.results.files import require_empty, whole_folder
@@ -49,7 +44,6 @@ from lyapunov_prune.results.result import MeasuredOn, encode
 from lyapunov_prune.results.store import Store
 
 _RECIPE = Recipe(rank=8)
-MERGED = 10.0  # times the limit of one model's own kernels: a merge rounds a product once, and sums in another order
 
 
 @checked
@@ -102,7 +96,7 @@ def remove_jointly(
         within_budget(L, remove, speedup, None, most)
     seconds: dict[str, float] = {}
     with _timing(seconds, "calibration"):
-        student = Unmerged(model, reduction or _default(model), lambda: _run(model, learn))
+        student = Unmerged(model, reduction or default_reduction(model), lambda: _run(model, learn))
     folder = Path(folder)
     about: dict[str, Any] = {
         "slices": encode(origins),
@@ -166,10 +160,7 @@ def remove_jointly(
         start = course.nearest(decision.chosen)
         course.forget(keep=course.lineage(start))
         with _timing(seconds, "recovery"):
-            lesson = course.last_lesson(decision.chosen, start, recover_steps)
-            pupil = course.taught(start)
-            with course.state("final", lesson, resume=resume) as state:
-                losses = recover(pupil, model, learn, lesson, recipe, state)
+            pupil, lesson, losses = course.finish(decision.chosen, start, recover_steps, resume=resume)
         saw = origins[:2]
         add_step(pupil.model, "heal", saw[:1], model)
         gone = lesson.activation
@@ -186,12 +177,11 @@ def remove_jointly(
             reduction=student.reduction if lesson.activation else None,
         )
         compact = make_compact(pupil.model, cuts)
-        _require_merged(pupil, lesson, compact)
+        require_merged(pupil, lesson, compact)
         with whole_folder(output) as partial:
             with _timing(seconds, "checkpoint"):
-                shown = learn if isinstance(learn, TokenBatch) else None
-                fill_compact(partial, pupil.model, compact, tokenizer, cuts, shown)
-                _keep_processor(model, partial)
+                gate = prove_compact(partial, pupil.model, compact, tokenizer, cuts, learn)
+                keep_processor(model, partial)
             with _timing(seconds, "final scores"):
                 dense, chosen = (score(m, final, batch_size=batch_size) for m in (model, compact))
             run = JointRun(
@@ -213,6 +203,7 @@ def remove_jointly(
             )
             run.save(partial / REPORT)
             plan.save(partial / PLAN)
+            describe_joint(partial, run, gate, model, compact)
     _clear(course, about)
     return run
 
@@ -231,7 +222,7 @@ def _run(model: PreTrainedModel, examples: Examples) -> None:
         run_backbone(structure, inputs)
 
 
-def _default(model: PreTrainedModel) -> str:
+def default_reduction(model: PreTrainedModel) -> str:
     """The reduction of a model's kind of block."""
     structure = find_layers(model)
     block = read_feedforward(structure.layers, 0, structure.model_type, structure.config)
@@ -263,29 +254,6 @@ def _require_apart(slices: tuple[Examples, Examples, Examples], origins: tuple[M
             raise LyapunovPruneError(
                 f"the {name} and the {other} slice share {shared} {what} of {seen.text}; give three slices apart"
             )
-
-
-def _keep_processor(model: PreTrainedModel, folder: Path) -> None:
-    """What scales the pixels of a classifier is beside its weights, if it has any, and goes with them."""
-    name = model.config._name_or_path
-    if name and looks_at_images(model):
-        processor = checkpoint_folder(name, offline=True) / PROCESSOR
-        if processor.is_file():
-            shutil.copy(processor, folder / PROCESSOR)
-
-
-@torch.no_grad()
-def _require_merged(pupil: Unmerged, lesson: Lesson, compact: PreTrainedModel) -> None:
-    """Raise CheckFailed unless `compact` computes what has learnt; the gate knows only what it was told to be."""
-    inputs = sample_inputs(pupil.model, None)[0]
-    with pupil.cut(lesson.attention, lesson.activation) as model:
-        reference = uncached_logits(model, inputs)
-    error, limit = deviation(uncached_logits(compact, inputs), reference), MERGED * SAME_LIMIT[pupil.model.dtype]
-    if not error <= limit:
-        raise CheckFailed(
-            f"the merged model is not the one that learnt: logits deviate by {error:.2g} (limit {limit:.0e}); "
-            "report this"
-        )
 
 
 def _clear(course: Course, about: dict[str, Any]) -> None:

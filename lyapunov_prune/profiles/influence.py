@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -14,7 +15,7 @@ from lyapunov_prune.errors import NonFiniteError
 from lyapunov_prune.forward.hooks import residual_stream, run_backbone
 from lyapunov_prune.forward.reading import Readable, read
 from lyapunov_prune.linalg import token_energy, widen
-from lyapunov_prune.models.structure import in_eval_mode
+from lyapunov_prune.models.structure import Structure, in_eval_mode
 from lyapunov_prune.progress import track
 from lyapunov_prune.results.arrays import require_array
 from lyapunov_prune.results.result import MeasuredOn, Result
@@ -65,8 +66,25 @@ def block_influence(model: PreTrainedModel, batch: Readable, *, batch_size: int 
     LyapunovPruneError for ids outside the vocabulary or a context too long.
     """
     reading = read(model, batch)
+    values = turns(reading.structure, reading.windows(batch_size))
+    finite = np.isfinite(values).all((-2, -1))
+    if not finite.all():
+        raise NonFiniteError(int(np.argmin(finite)) + 1, reading.batch.text)
+    windows = values.shape[-1]
+    influence, change = values[:, 0], values[:, 1]
+    return InfluenceProfile(
+        influence=influence.mean(-1),
+        spread=influence.std(-1, ddof=1) / np.sqrt(windows) if windows > 1 else np.full(len(values), np.nan),
+        change=change.mean(-1),
+        measured_on=reading.measured_on(),
+    )
+
+
+@torch.no_grad()
+def turns(structure: Structure, inputs: Sequence[torch.Tensor]) -> np.ndarray:
+    """Influence and change of every layer on every item of some batches of token ids or of pixels, (L, 2, items)."""
     rows: list[np.ndarray] = []
-    for ids in track(reading.windows(batch_size), "block influence"):
+    for part in track(inputs, "block influence"):
         sums: list[torch.Tensor] = []
         before: list[tuple[torch.Tensor, torch.Tensor]] = []  # unit vectors and norms, a copy
 
@@ -86,18 +104,7 @@ def block_influence(model: PreTrainedModel, batch: Readable, *, batch_size: int 
                 sums.append(torch.stack([turned.mean(-1), moved.mean(-1)]))
             before.append((unit, norm))
 
-        with residual_stream(reading.structure, visit):
-            run_backbone(reading.structure, ids)
+        with residual_stream(structure, visit):
+            run_backbone(structure, part)
         rows.append(torch.stack([s.cpu() for s in sums]).numpy())
-    values = np.concatenate(rows, axis=-1)  # (L, 2, windows)
-    finite = np.isfinite(values).all((-2, -1))
-    if not finite.all():
-        raise NonFiniteError(int(np.argmin(finite)) + 1, reading.batch.text)
-    windows = values.shape[-1]
-    influence, change = values[:, 0], values[:, 1]
-    return InfluenceProfile(
-        influence=influence.mean(-1),
-        spread=influence.std(-1, ddof=1) / np.sqrt(windows) if windows > 1 else np.full(len(values), np.nan),
-        change=change.mean(-1),
-        measured_on=reading.measured_on(),
-    )
+    return np.concatenate(rows, axis=-1)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 
 import pandas as pd
 from safetensors import SafetensorError
@@ -82,10 +84,13 @@ def describe(
     loader: str = "AutoModelForCausalLM",
     format: str = "plain",
     mended: MendReport | None = None,
+    learnt: str = "The model has not been\ntrained after the removal.",
+    sections: Mapping[str, str] = MappingProxyType({}),
 ) -> Provenance:
     """Write provenance.json and the model card beside the weights in `folder`.
 
-    `structure` is the original's, `parameters` the number that is left, `loader` the class that loads it.
+    `structure` is the original's, `parameters` the number that is left, `loader` the class that loads it. `learnt` says
+    what training came after the removal, and `sections` stand first on the card.
     """
     provenance = Provenance(
         source=plan.model.name,
@@ -101,10 +106,10 @@ def describe(
     write_card(
         folder,
         f"{Path(plan.model.name).name} with {len(plan.kept)} of {plan.model.num_layers} layers",
-        f"{as_text(provenance.headline())}. {parameters:,} parameters of {plan.model.parameters:,} are left. "
-        "The model has not been\ntrained after the removal.",
+        f"{as_text(provenance.headline())}. {parameters:,} parameters of {plan.model.parameters:,} are left. {learnt}",
         loader,
         {
+            **sections,
             "Removed": _removed(plan, format),
             **({} if mended is None else {"Mended": _mended(mended)}),
             "Engines": _engines(find_kinds(structure), plan.kept),

@@ -14,6 +14,7 @@ from lyapunov_prune.healing.distillation import Distillation
 from lyapunov_prune.joint import run as module
 from lyapunov_prune.joint.result import JointRun
 from lyapunov_prune.pruning import compact_checkpoint
+from lyapunov_prune.pruning.provenance import Provenance
 
 JOINT = ["joint", "tiny", "-o", "out", "--steps-per-point", "1", "--recover", "1", "--rank", "2", "--seeds", "2"]
 TEXT = ["--tokens", "640", "--context", "32"]
@@ -41,6 +42,16 @@ def test_a_checkpoint_with_its_decision_and_its_report(run: Callable[..., Done])
     for word in ("Joint removal", "Pairs of the budget", "Recovered points", "Importance within each type", "together"):
         assert word in page
     assert run("eval", "out", "--tokens", "128", "--context", "64", "--split", "evaluation").code == 0
+    card = Path("out/README.md").read_text()
+    assert all(
+        said in card for said in ("## Decision", "pairs with 2 to remove", "It has learnt\nfrom the dense model")
+    )
+    assert "has not been" not in card
+    assert Provenance.load("out/provenance.json").gate.passed
+    # It says what it was made from, which a stranger's file may not choose, and any other teacher is refused.
+    heal = ("heal", "out", "--steps", "1", "--tokens", "128", "--context", "32", "-o", "healed")
+    assert "it was made from" in " ".join(run(*heal).err.split())
+    assert run(*heal, "--teacher", "tiny").code == 0
 
 
 def test_interrupted_it_goes_on_to_the_same_decision(run: Callable[..., Done], monkeypatch: pytest.MonkeyPatch) -> None:
