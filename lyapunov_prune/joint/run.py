@@ -15,7 +15,6 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from lyapunov_prune.arguments import checked, require_least
-from lyapunov_prune.data.batch import TokenBatch
 from lyapunov_prune.data.examples import Examples, model_inputs
 from lyapunov_prune.data.slices import NAMES
 from lyapunov_prune.errors import CheckFailed, LyapunovPruneError
@@ -24,6 +23,7 @@ from lyapunov_prune.forward.hooks import run_backbone
 from lyapunov_prune.forward.logits import SAME_LIMIT, deviation, sample_inputs, uncached_logits
 from lyapunov_prune.healing.state import TrainingState
 from lyapunov_prune.healing.trained import require_trainable
+from lyapunov_prune.joint import card
 from lyapunov_prune.joint.chains import LEAST_REACH, Pair, chains, reach_of, rivals
 from lyapunov_prune.joint.decision import decide, within_budget
 from lyapunov_prune.joint.importance import Importance, measure_importance
@@ -38,10 +38,12 @@ from lyapunov_prune.models.classifiers import looks_at_images
 from lyapunov_prune.models.feedforward import read_feedforward
 from lyapunov_prune.models.loading import checkpoint_folder
 from lyapunov_prune.models.structure import find_layers, identify, in_eval_mode
+from lyapunov_prune.models.wrappers import loading_class
 from lyapunov_prune.pruning.compact import Cuts, make_compact
-from lyapunov_prune.pruning.compact_checkpoint import fill_compact
+from lyapunov_prune.pruning.compact_checkpoint import save_compact
 from lyapunov_prune.pruning.counting import sizes_in_memory
 from lyapunov_prune.pruning.plan import PruningPlan
+from lyapunov_prune.pruning.provenance import describe
 from lyapunov_prune.results.files import require_empty, whole_folder
 from lyapunov_prune.results.history import add_step
 from lyapunov_prune.results.once import once
@@ -189,8 +191,7 @@ def remove_jointly(
         _require_merged(pupil, lesson, compact)
         with whole_folder(output) as partial:
             with _timing(seconds, "checkpoint"):
-                shown = learn if isinstance(learn, TokenBatch) else None
-                fill_compact(partial, pupil.model, compact, tokenizer, cuts, shown)
+                gate = save_compact(partial, pupil.model, compact, tokenizer, cuts, learn)
                 _keep_processor(model, partial)
             with _timing(seconds, "final scores"):
                 dense, chosen = (score(m, final, batch_size=batch_size) for m in (model, compact))
@@ -213,6 +214,17 @@ def remove_jointly(
             )
             run.save(partial / REPORT)
             plan.save(partial / PLAN)
+            describe(
+                partial,
+                plan,
+                gate,
+                find_layers(model),
+                compact.num_parameters(),
+                loader=loading_class(compact).__name__,
+                format="compact",
+                since=card.since(run),
+                sections=card.sections(run),
+            )
     _clear(course, about)
     return run
 

@@ -17,7 +17,7 @@ from lyapunov_prune.models.feedforward import find_feedforward
 from lyapunov_prune.models.structure import Structure, find_structure
 from lyapunov_prune.models.wrappers import loading_class
 from lyapunov_prune.pruning.compact import Cuts, make_compact, require_compact
-from lyapunov_prune.pruning.compact_gate import verify_compact
+from lyapunov_prune.pruning.compact_checkpoint import save_compact
 from lyapunov_prune.pruning.gate import verify_removal
 from lyapunov_prune.pruning.mirroring import require_mirrored
 from lyapunov_prune.pruning.plan import PruningPlan
@@ -66,13 +66,13 @@ def write_pruned(
     cuts = Cuts.of(plan, merged)
     pruned = make_compact(model, cuts) if format == "compact" else cut(model, plan, merged)
     with whole_folder(target) as folder:
-        save(pruned, tokenizer, folder)
         if format == "compact":
-            gate = verify_compact(model, pruned, cuts, batch, checkpoint=folder)
+            gate = save_compact(folder, model, pruned, tokenizer, cuts, batch)
         else:
+            save(pruned, tokenizer, folder)
             gate = verify_removal(model, pruned, plan, batch, checkpoint=folder, merged=merged)
-        require_passed(gate)
-        history_of(pruned).save(folder / HISTORY)
+            require_passed(gate)
+            history_of(pruned).save(folder / HISTORY)
         loader = loading_class(pruned).__name__
         return describe(folder, plan, gate, structure, pruned.num_parameters(), loader=loader, format=format)
 

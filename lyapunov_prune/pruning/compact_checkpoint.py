@@ -9,6 +9,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from lyapunov_prune.arguments import checked
 from lyapunov_prune.checkpoints.cards import write_card
 from lyapunov_prune.data.batch import TokenBatch
+from lyapunov_prune.data.images import ImageBatch
 from lyapunov_prune.models.structure import find_layers
 from lyapunov_prune.models.wrappers import loading_class
 from lyapunov_prune.pruning.compact import Cuts, make_compact
@@ -27,7 +28,7 @@ def write_compact(
     tokenizer: PreTrainedTokenizerBase | None,
     cuts: Cuts,
     target: str | Path,
-    batch: TokenBatch | None = None,
+    batch: TokenBatch | ImageBatch | None = None,
 ) -> GateReport:
     """Cut `cuts` out of `model`, pass the gate on the saved files, and write the folder `target`.
 
@@ -39,27 +40,28 @@ def write_compact(
     require_empty(target)
     compact = make_compact(model, cuts)
     with whole_folder(target) as folder:
-        return fill_compact(folder, model, compact, tokenizer, cuts, batch)
+        gate = save_compact(folder, model, compact, tokenizer, cuts, batch)
+        gate.save(folder / GATE)
+        _describe(folder, model, compact, cuts, gate)
+        return gate
 
 
-def fill_compact(
+def save_compact(
     folder: Path,
     model: PreTrainedModel,
     compact: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase | None,
     cuts: Cuts,
-    batch: TokenBatch | None,
+    batch: TokenBatch | ImageBatch | None,
 ) -> GateReport:
-    """Save `compact`, made of `model` by `cuts`, in `folder`, with all that `write_compact` puts beside it.
+    """Save `compact`, made of `model` by `cuts`, and its history in `folder`, once it has passed the gate there.
 
     Raises CheckFailed when the gate fails: `folder` must be one that goes then (`whole_folder`).
     """
     save(compact, tokenizer, folder)
     gate = verify_compact(model, compact, cuts, batch, checkpoint=folder)
     require_passed(gate)
-    gate.save(folder / GATE)
     history_of(compact).save(folder / HISTORY)
-    _describe(folder, model, compact, cuts, gate)
     return gate
 
 

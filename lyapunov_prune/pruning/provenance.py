@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -78,10 +79,13 @@ def describe(
     not_run: tuple[str, ...] = (),
     loader: str = "AutoModelForCausalLM",
     format: str = "plain",
+    since: str = "The model has not been\ntrained after the removal.",
+    sections: Mapping[str, str] | None = None,
 ) -> Provenance:
     """Write provenance.json and the model card beside the weights in `folder`.
 
-    `structure` is the original's, `parameters` the number that is left, `loader` the class that loads it.
+    `structure` is the original's, `parameters` the number that is left, `loader` the class that loads it. `since` says
+    whether the model has learnt after the removal, `sections` what the card tells beside plan and gate.
     """
     provenance = Provenance(
         source=plan.model.name,
@@ -96,11 +100,11 @@ def describe(
     write_card(
         folder,
         f"{Path(plan.model.name).name} with {len(plan.kept)} of {plan.model.num_layers} layers",
-        f"{as_text(provenance.headline())}. {parameters:,} parameters of {plan.model.parameters:,} are left. "
-        "The model has not been\ntrained after the removal.",
+        f"{as_text(provenance.headline())}. {parameters:,} parameters of {plan.model.parameters:,} are left. {since}",
         loader,
         {
             "Removed": _removed(plan, format),
+            **(sections or {}),
             "Engines": _engines(find_kinds(structure), plan.kept),
             "Gate": _checked(provenance),
         },
