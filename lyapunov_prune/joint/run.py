@@ -51,6 +51,7 @@ from lyapunov_prune.results.result import MeasuredOn, encode
 from lyapunov_prune.results.store import Store
 
 _RECIPE = Recipe(rank=8)
+_LEAST_SELECTED = 5  # of 4 items a standard error is itself off by two fifths, 1/√(2(n − 1))
 MERGED = 10.0  # times the limit of one model's own kernels: a merge rounds a product once, and sums in another order
 
 
@@ -88,7 +89,7 @@ def remove_jointly(
     rests on one model. `folder` keeps the unfinished work: with `resume` a killed run goes on from there and comes to
     the same decision; it is emptied when `output` is there.
 
-    Raises LyapunovPruneError for both budgets or none, one that cannot be met, slices that share data, a model that the
+    Raises LyapunovPruneError for both budgets or none, one that cannot be met, slices that share data, fewer than five items to select by, a model that the
     compact format does not know, whatever `decide`, `fit_map` and `recover` refuse, and a run of another kind in
     `folder`; CheckFailed when the gate does not hold. Either way nothing is left at `output`.
     """
@@ -96,6 +97,11 @@ def remove_jointly(
     require_least(1, steps=steps, recover_steps=recover_steps, seeds=seeds)
     learn, select, final = slices
     require_trainable(model, "the model")
+    if len(slices[1]) < _LEAST_SELECTED:
+        raise LyapunovPruneError(
+            f"{len(slices[1])} items to select by, whose error nobody can tell; give {_LEAST_SELECTED} or more (of a "
+            "text raise --tokens or lower --context)"
+        )
     origins = tuple(data.measured_on(model) for data in slices)
     _require_apart(slices, origins)
     L = find_layers(model).num_layers

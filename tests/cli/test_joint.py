@@ -11,6 +11,7 @@ import torch
 from helpers import Done
 
 from lyapunov_prune.healing.distillation import Distillation
+from lyapunov_prune.joint import points
 from lyapunov_prune.joint import run as module
 from lyapunov_prune.joint.result import JointRun
 from lyapunov_prune.pruning import compact_checkpoint
@@ -18,13 +19,14 @@ from lyapunov_prune.pruning.plan import PruningPlan
 from lyapunov_prune.pruning.provenance import Provenance
 
 JOINT = ["joint", "tiny", "-o", "out", "--steps-per-point", "1", "--recover", "1", "--rank", "2", "--seeds", "2"]
-TEXT = ["--tokens", "640", "--context", "32"]
+TEXT = ["--tokens", "800", "--context", "32"]
 
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """A random model has no pair that selection could tell from another, and a process takes seconds to start."""
     monkeypatch.setattr(module, "_selection_error", lambda *_: 0.0)
+    monkeypatch.setattr(points, "_warn_of_noise", lambda *_: None)
     verify = compact_checkpoint.verify_compact
     monkeypatch.setattr(
         compact_checkpoint, "verify_compact", lambda *args, **options: verify(*args, **options, elsewhere=False)
@@ -112,6 +114,7 @@ def test_interrupted_it_goes_on_to_the_same_decision(run: Callable[..., Done], m
         (["--speedup", "1"], "--speedup 1 is no speed-up; give more than 1"),
         (["--remove", "2", "--reduction", "identity"], "reduction identity is for plain ones; give mean-gate"),
         (["--remove", "2", "--tokens", "96", "--context", "32"], "too small for three slices"),
+        (["--remove", "2", "--tokens", "640"], "4 items to select by, whose error nobody can tell; give 5 or more"),
         (["--remove", "2", "--dtype", "bfloat16"], "the model is in bfloat16, which loses small steps"),
         (["--remove", "2", "-o", "tiny"], "tiny exists and is not empty"),
     ],
