@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -33,10 +32,7 @@ from lyapunov_prune.joint.recovery import Lesson, Recipe, recover
 from lyapunov_prune.joint.result import PLAN, REPORT, JointRun
 from lyapunov_prune.joint.times import Times, measure_times
 from lyapunov_prune.merging.unmerged import Unmerged
-from lyapunov_prune.models.classifier_loading import PROCESSOR
-from lyapunov_prune.models.classifiers import looks_at_images
 from lyapunov_prune.models.feedforward import read_feedforward
-from lyapunov_prune.models.loading import checkpoint_folder
 from lyapunov_prune.models.structure import find_layers, identify, in_eval_mode
 from lyapunov_prune.models.wrappers import loading_class
 from lyapunov_prune.pruning.compact import Cuts, make_compact
@@ -89,9 +85,10 @@ def remove_jointly(
     rests on one model. `folder` keeps the unfinished work: with `resume` a killed run goes on from there and comes to
     the same decision; it is emptied when `output` is there.
 
-    Raises LyapunovPruneError for both budgets or none, one that cannot be met, slices that share data, fewer than five items to select by, a model that the
-    compact format does not know, whatever `decide`, `fit_map` and `recover` refuse, and a run of another kind in
-    `folder`; CheckFailed when the gate does not hold. Either way nothing is left at `output`.
+    Raises LyapunovPruneError for both budgets or none, one that cannot be met, slices that share data, fewer than five
+    items to select by, a model that the compact format does not know, whatever `decide`, `fit_map` and `recover`
+    refuse, and a run of another kind in `folder`; CheckFailed when the gate does not hold. Either way nothing is left
+    at `output`.
     """
     require_empty(output)
     require_least(1, steps=steps, recover_steps=recover_steps, seeds=seeds)
@@ -198,7 +195,6 @@ def remove_jointly(
         with whole_folder(output) as partial:
             with _timing(seconds, "checkpoint"):
                 gate = save_compact(partial, pupil.model, compact, tokenizer, cuts, learn)
-                _keep_processor(model, partial)
             with _timing(seconds, "final scores"):
                 dense, chosen = (score(m, final, batch_size=batch_size) for m in (model, compact))
             run = JointRun(
@@ -281,15 +277,6 @@ def _require_apart(slices: tuple[Examples, Examples, Examples], origins: tuple[M
             raise LyapunovPruneError(
                 f"the {name} and the {other} slice share {shared} {what} of {seen.text}; give three slices apart"
             )
-
-
-def _keep_processor(model: PreTrainedModel, folder: Path) -> None:
-    """What scales the pixels of a classifier is beside its weights, if it has any, and goes with them."""
-    name = model.config._name_or_path
-    if name and looks_at_images(model):
-        processor = checkpoint_folder(name, offline=True) / PROCESSOR
-        if processor.is_file():
-            shutil.copy(processor, folder / PROCESSOR)
 
 
 @torch.no_grad()

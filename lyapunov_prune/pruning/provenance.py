@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,8 +14,10 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from lyapunov_prune.checkpoints.cards import as_text, write_card
 from lyapunov_prune.checkpoints.reloading import RELOADED
 from lyapunov_prune.errors import CheckFailed
+from lyapunov_prune.models.classifier_loading import PROCESSOR
+from lyapunov_prune.models.classifiers import looks_at_images
 from lyapunov_prune.models.kinds import LayerKinds, find_kinds
-from lyapunov_prune.models.loading import quiet
+from lyapunov_prune.models.loading import checkpoint_folder, quiet
 from lyapunov_prune.models.structure import Structure
 from lyapunov_prune.pruning.gate import GateReport, crashed
 from lyapunov_prune.pruning.plan import PruningPlan
@@ -48,7 +51,7 @@ class Provenance(Result):
 
 
 def save(pruned: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, folder: Path) -> None:
-    """`save_pretrained` of both; a model that it cannot save fails the gate."""
+    """`save_pretrained` of both, and what scales pixels; a model that cannot be saved fails the gate."""
     with quiet():
         try:
             pruned.save_pretrained(folder)
@@ -58,6 +61,16 @@ def save(pruned: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, fol
             raise _refused(GateReport((crashed(RELOADED, error),))) from error
         if tokenizer is not None:
             tokenizer.save_pretrained(folder)
+    _keep_processor(pruned, folder)
+
+
+def _keep_processor(model: PreTrainedModel, folder: Path) -> None:
+    """What scales the pixels of a classifier is beside its weights, if it has any, and goes with them."""
+    name = model.config._name_or_path
+    if name and looks_at_images(model):
+        processor = checkpoint_folder(name, offline=True) / PROCESSOR
+        if processor.is_file():
+            shutil.copy(processor, folder / PROCESSOR)
 
 
 def require_passed(gate: GateReport) -> None:
