@@ -67,3 +67,9 @@ def status(message: str) -> Iterator[None]:
         return
     with console.status(message):
         yield
+
+
+def warn(message: str) -> None:
+    """A line on stderr while long work goes on, terminal or not."""
+    if is_main():
+        _console().print(f"warning: {message}", markup=False, highlight=False, soft_wrap=True)

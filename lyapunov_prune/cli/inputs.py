@@ -13,8 +13,11 @@ from lyapunov_prune.cli.options import ModelOptions, TextOptions
 from lyapunov_prune.errors import LyapunovPruneError
 
 if TYPE_CHECKING:  # a usage error must not wait for torch
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
     from lyapunov_prune.allocation.allocation import Allocation
     from lyapunov_prune.data.batch import TokenBatch
+    from lyapunov_prune.data.examples import Examples
     from lyapunov_prune.models.loading import Loaded
     from lyapunov_prune.profiles.contraction import ContractionProfile
 
@@ -37,6 +40,21 @@ def load_inputs(
     loaded = source.load(model, merge_adapter=merge_adapter)
     require_context(loaded.structure, text.context)
     return loaded, text.load(loaded, split, offline=source.offline)
+
+
+def load_examples(
+    model: str, source: ModelOptions, text: TextOptions, images: str | None
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase | None, Examples]:
+    """The model, its tokenizer if it has one, and its examples: images, or the calibration half of a text."""
+    if images is None:
+        loaded, batch = load_inputs(model, source, text)
+        return loaded.model, loaded.tokenizer, batch
+
+    from lyapunov_prune.data.image_files import load_images
+    from lyapunov_prune.models.classifier_loading import load_classifier
+
+    classifier = load_classifier(model, dtype=source.dtype, device=source.device, offline=source.offline)
+    return classifier.model, None, load_images(images, classifier)
 
 
 def explain(run: Path, loaded: Loaded, batch: TokenBatch, batch_size: int, resume: bool) -> None:

@@ -24,7 +24,7 @@ from lyapunov_prune.joint.chains import DENSE, Pair
 from lyapunov_prune.joint.importance import Importance
 from lyapunov_prune.joint.recovery import Lesson, Recipe, inherit, recover
 from lyapunov_prune.merging.unmerged import Unmerged
-from lyapunov_prune.progress import track
+from lyapunov_prune.progress import track, warn
 from lyapunov_prune.results.arrays import require_array
 from lyapunov_prune.results.result import MeasuredOn, Result
 from lyapunov_prune.results.store import Store
@@ -197,6 +197,8 @@ def recover_points(
             if seed != course.seed:  # nobody inherits from it
                 TrainingState(course.folder / key, {}).close()
         rows.append(store[key])
+        if len(rows) == sum(0 in pair for pair in course.parents):  # both axes, which come first
+            _warn_of_noise(rows)
     return Points(
         layers=len(course.student.blocks),
         steps=course.steps,
@@ -224,6 +226,17 @@ def _recovered(
         "losses": [losses[0], losses[-1]],
         "seconds": time.monotonic() - began,
     }
+
+
+def _warn_of_noise(rows: Sequence[dict[str, Any]]) -> None:
+    """Say so where the selection slice cannot tell the best of these points from the worst, while others are left."""
+    best, worst = (pick(rows, key=lambda row: row["score"]) for pick in (max, min))
+    error = float(stats.sem(np.subtract(best["items"], worst["items"])))
+    if (spread := best["score"] - worst["score"]) <= error:
+        warn(
+            f"the points of both axes differ by {spread:.3g} at most, and the selection set errs by {error:.3g}: the "
+            "decision is likely to be refused; interrupt, and give more data"
+        )
 
 
 def _name(point: Pair) -> str:

@@ -16,27 +16,30 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from lyapunov_prune.arguments import checked, require_least
 from lyapunov_prune.data.examples import Examples, model_inputs
 from lyapunov_prune.data.slices import NAMES
-from lyapunov_prune.errors import LyapunovPruneError
+from lyapunov_prune.errors import CheckFailed, LyapunovPruneError
 from lyapunov_prune.evaluation.score import paired_error, score
 from lyapunov_prune.forward.hooks import run_backbone
+from lyapunov_prune.forward.logits import SAME_LIMIT, deviation, sample_inputs, uncached_logits
 from lyapunov_prune.healing.state import TrainingState
 from lyapunov_prune.healing.trained import require_trainable
+from lyapunov_prune.joint import card
 from lyapunov_prune.joint.chains import LEAST_REACH, Pair, chains, reach_of, rivals
-from lyapunov_prune.joint.checkpoint import describe_joint, keep_processor, require_merged
 from lyapunov_prune.joint.decision import decide, within_budget
 from lyapunov_prune.joint.importance import Importance, measure_importance
 from lyapunov_prune.joint.map import fit_map
 from lyapunov_prune.joint.points import Course, Points, recover_points
-from lyapunov_prune.joint.recovery import Recipe
+from lyapunov_prune.joint.recovery import Lesson, Recipe
 from lyapunov_prune.joint.result import PLAN, REPORT, JointRun
 from lyapunov_prune.joint.times import Times, measure_times
 from lyapunov_prune.merging.unmerged import Unmerged
 from lyapunov_prune.models.feedforward import read_feedforward
 from lyapunov_prune.models.structure import find_layers, identify, in_eval_mode
+from lyapunov_prune.models.wrappers import loading_class
 from lyapunov_prune.pruning.compact import Cuts, make_compact
-from lyapunov_prune.pruning.compact_checkpoint import prove_compact
+from lyapunov_prune.pruning.compact_checkpoint import save_compact
 from lyapunov_prune.pruning.counting import sizes_in_memory
 from lyapunov_prune.pruning.plan import PruningPlan
+from lyapunov_prune.pruning.provenance import describe
 from lyapunov_prune.results.files import require_empty, whole_folder
 from lyapunov_prune.results.history import add_step
 from lyapunov_prune.results.once import once
@@ -44,6 +47,8 @@ from lyapunov_prune.results.result import MeasuredOn, encode
 from lyapunov_prune.results.store import Store
 
 _RECIPE = Recipe(rank=8)
+_LEAST_SELECTED = 5  # of 4 items a standard error is itself off by two fifths, 1/√(2(n − 1))
+MERGED = 10.0  # times the limit of one model's own kernels: a merge rounds a product once, and sums in another order
 
 
 @checked
@@ -80,14 +85,20 @@ def remove_jointly(
     rests on one model. `folder` keeps the unfinished work: with `resume` a killed run goes on from there and comes to
     the same decision; it is emptied when `output` is there.
 
-    Raises LyapunovPruneError for both budgets or none, one that cannot be met, slices that share data, a model that the
-    compact format does not know, whatever `decide`, `fit_map` and `recover` refuse, and a run of another kind in
-    `folder`; CheckFailed when the gate does not hold. Either way nothing is left at `output`.
+    Raises LyapunovPruneError for both budgets or none, one that cannot be met, slices that share data, fewer than five
+    items to select by, a model that the compact format does not know, whatever `decide`, `fit_map` and `recover`
+    refuse, and a run of another kind in `folder`; CheckFailed when the gate does not hold. Either way nothing is left
+    at `output`.
     """
     require_empty(output)
     require_least(1, steps=steps, recover_steps=recover_steps, seeds=seeds)
     learn, select, final = slices
     require_trainable(model, "the model")
+    if len(slices[1]) < _LEAST_SELECTED:
+        raise LyapunovPruneError(
+            f"{len(slices[1])} items to select by, whose error nobody can tell; give {_LEAST_SELECTED} or more (of a "
+            "text raise --tokens or lower --context)"
+        )
     origins = tuple(data.measured_on(model) for data in slices)
     _require_apart(slices, origins)
     L = find_layers(model).num_layers
@@ -177,11 +188,10 @@ def remove_jointly(
             reduction=student.reduction if lesson.activation else None,
         )
         compact = make_compact(pupil.model, cuts)
-        require_merged(pupil, lesson, compact)
+        _require_merged(pupil, lesson, compact)
         with whole_folder(output) as partial:
             with _timing(seconds, "checkpoint"):
-                gate = prove_compact(partial, pupil.model, compact, tokenizer, cuts, learn)
-                keep_processor(model, partial)
+                gate = save_compact(partial, pupil.model, compact, tokenizer, cuts, learn)
             with _timing(seconds, "final scores"):
                 dense, chosen = (score(m, final, batch_size=batch_size) for m in (model, compact))
             run = JointRun(
@@ -203,7 +213,17 @@ def remove_jointly(
             )
             run.save(partial / REPORT)
             plan.save(partial / PLAN)
-            describe_joint(partial, run, gate, model, compact)
+            describe(
+                partial,
+                plan,
+                gate,
+                find_layers(model),
+                compact.num_parameters(),
+                loader=loading_class(compact).__name__,
+                format="compact",
+                since=card.since(run),
+                sections=card.sections(run),
+            )
     _clear(course, about)
     return run
 
@@ -254,6 +274,20 @@ def _require_apart(slices: tuple[Examples, Examples, Examples], origins: tuple[M
             raise LyapunovPruneError(
                 f"the {name} and the {other} slice share {shared} {what} of {seen.text}; give three slices apart"
             )
+
+
+@torch.no_grad()
+def _require_merged(pupil: Unmerged, lesson: Lesson, compact: PreTrainedModel) -> None:
+    """Raise CheckFailed unless `compact` computes what has learnt; the gate knows only what it was told to be."""
+    inputs = sample_inputs(pupil.model, None)[0]
+    with pupil.cut(lesson.attention, lesson.activation) as model:
+        reference = uncached_logits(model, inputs)
+    error, limit = deviation(uncached_logits(compact, inputs), reference), MERGED * SAME_LIMIT[pupil.model.dtype]
+    if not error <= limit:
+        raise CheckFailed(
+            f"the merged model is not the one that learnt: logits deviate by {error:.2g} (limit {limit:.0e}); "
+            "report this"
+        )
 
 
 def _clear(course: Course, about: dict[str, Any]) -> None:

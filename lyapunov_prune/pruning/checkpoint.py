@@ -18,7 +18,7 @@ from lyapunov_prune.models.feedforward import find_feedforward
 from lyapunov_prune.models.structure import Structure, find_structure
 from lyapunov_prune.models.wrappers import loading_class
 from lyapunov_prune.pruning.compact import Cuts, make_compact, require_compact
-from lyapunov_prune.pruning.compact_checkpoint import prove_compact
+from lyapunov_prune.pruning.compact_checkpoint import save_compact
 from lyapunov_prune.pruning.gate import verify_removal
 from lyapunov_prune.pruning.mirroring import require_mirrored
 from lyapunov_prune.pruning.plan import PruningPlan
@@ -77,7 +77,7 @@ def write_pruned(
     pruned = make_compact(model, cuts) if format == "compact" else cut(model, plan, merged, mends)
     with whole_folder(target) as folder:
         if format == "compact":
-            gate = prove_compact(folder, model, pruned, tokenizer, cuts, batch)
+            gate = save_compact(folder, model, pruned, tokenizer, cuts, batch)
         else:
             save(pruned, tokenizer, folder)
             gate = verify_removal(model, pruned, plan, batch, checkpoint=folder, merged=merged, mends=mends)

@@ -8,7 +8,8 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from lyapunov_prune.arguments import checked
 from lyapunov_prune.checkpoints.cards import write_card
-from lyapunov_prune.data.examples import Examples
+from lyapunov_prune.data.batch import TokenBatch
+from lyapunov_prune.data.images import ImageBatch
 from lyapunov_prune.models.structure import find_layers
 from lyapunov_prune.models.wrappers import loading_class
 from lyapunov_prune.pruning.compact import Cuts, make_compact
@@ -27,7 +28,7 @@ def write_compact(
     tokenizer: PreTrainedTokenizerBase | None,
     cuts: Cuts,
     target: str | Path,
-    batch: Examples | None = None,
+    batch: TokenBatch | ImageBatch | None = None,
 ) -> GateReport:
     """Cut `cuts` out of `model`, pass the gate on the saved files, and write the folder `target`.
 
@@ -39,21 +40,21 @@ def write_compact(
     require_empty(target)
     compact = make_compact(model, cuts)
     with whole_folder(target) as folder:
-        gate = prove_compact(folder, model, compact, tokenizer, cuts, batch)
+        gate = save_compact(folder, model, compact, tokenizer, cuts, batch)
         gate.save(folder / GATE)
         _describe(folder, model, compact, cuts, gate)
         return gate
 
 
-def prove_compact(
+def save_compact(
     folder: Path,
     model: PreTrainedModel,
     compact: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase | None,
     cuts: Cuts,
-    batch: Examples | None,
+    batch: TokenBatch | ImageBatch | None,
 ) -> GateReport:
-    """Save `compact`, made of `model` by `cuts`, in `folder`, with its history, and pass the gate on the saved files.
+    """Save `compact`, made of `model` by `cuts`, and its history in `folder`, once it has passed the gate there.
 
     Raises CheckFailed when the gate fails: `folder` must be one that goes then (`whole_folder`).
     """

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from types import MappingProxyType
 
 import pandas as pd
 from safetensors import SafetensorError
@@ -15,8 +15,10 @@ from lyapunov_prune.checkpoints.cards import as_text, write_card
 from lyapunov_prune.checkpoints.reloading import RELOADED
 from lyapunov_prune.errors import CheckFailed
 from lyapunov_prune.mending.mend import MendReport
+from lyapunov_prune.models.classifier_loading import PROCESSOR
+from lyapunov_prune.models.classifiers import looks_at_images
 from lyapunov_prune.models.kinds import LayerKinds, find_kinds
-from lyapunov_prune.models.loading import quiet
+from lyapunov_prune.models.loading import checkpoint_folder, quiet
 from lyapunov_prune.models.structure import Structure
 from lyapunov_prune.pruning.gate import GateReport, crashed
 from lyapunov_prune.pruning.plan import PruningPlan
@@ -52,7 +54,7 @@ class Provenance(Result):
 
 
 def save(pruned: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, folder: Path) -> None:
-    """`save_pretrained` of both; a model that it cannot save fails the gate."""
+    """`save_pretrained` of both, and what scales pixels; a model that cannot be saved fails the gate."""
     with quiet():
         try:
             pruned.save_pretrained(folder)
@@ -62,6 +64,16 @@ def save(pruned: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, fol
             raise _refused(GateReport((crashed(RELOADED, error),))) from error
         if tokenizer is not None:
             tokenizer.save_pretrained(folder)
+    _keep_processor(pruned, folder)
+
+
+def _keep_processor(model: PreTrainedModel, folder: Path) -> None:
+    """What scales the pixels of a classifier is beside its weights, if it has any, and goes with them."""
+    name = model.config._name_or_path
+    if name and looks_at_images(model):
+        processor = checkpoint_folder(name, offline=True) / PROCESSOR
+        if processor.is_file():
+            shutil.copy(processor, folder / PROCESSOR)
 
 
 def require_passed(gate: GateReport) -> None:
@@ -84,13 +96,13 @@ def describe(
     loader: str = "AutoModelForCausalLM",
     format: str = "plain",
     mended: MendReport | None = None,
-    learnt: str = "The model has not been\ntrained after the removal.",
-    sections: Mapping[str, str] = MappingProxyType({}),
+    since: str = "The model has not been\ntrained after the removal.",
+    sections: Mapping[str, str] | None = None,
 ) -> Provenance:
     """Write provenance.json and the model card beside the weights in `folder`.
 
-    `structure` is the original's, `parameters` the number that is left, `loader` the class that loads it. `learnt` says
-    what training came after the removal, and `sections` stand first on the card.
+    `structure` is the original's, `parameters` the number that is left, `loader` the class that loads it. `since` says
+    whether the model has learnt after the removal, `sections` what the card tells beside plan and gate.
     """
     provenance = Provenance(
         source=plan.model.name,
@@ -106,12 +118,12 @@ def describe(
     write_card(
         folder,
         f"{Path(plan.model.name).name} with {len(plan.kept)} of {plan.model.num_layers} layers",
-        f"{as_text(provenance.headline())}. {parameters:,} parameters of {plan.model.parameters:,} are left. {learnt}",
+        f"{as_text(provenance.headline())}. {parameters:,} parameters of {plan.model.parameters:,} are left. {since}",
         loader,
         {
-            **sections,
             "Removed": _removed(plan, format),
             **({} if mended is None else {"Mended": _mended(mended)}),
+            **(sections or {}),
             "Engines": _engines(find_kinds(structure), plan.kept),
             "Gate": _checked(provenance),
         },

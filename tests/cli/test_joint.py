@@ -11,19 +11,22 @@ import torch
 from helpers import Done
 
 from lyapunov_prune.healing.distillation import Distillation
+from lyapunov_prune.joint import points
 from lyapunov_prune.joint import run as module
 from lyapunov_prune.joint.result import JointRun
 from lyapunov_prune.pruning import compact_checkpoint
+from lyapunov_prune.pruning.plan import PruningPlan
 from lyapunov_prune.pruning.provenance import Provenance
 
 JOINT = ["joint", "tiny", "-o", "out", "--steps-per-point", "1", "--recover", "1", "--rank", "2", "--seeds", "2"]
-TEXT = ["--tokens", "640", "--context", "32"]
+TEXT = ["--tokens", "800", "--context", "32"]
 
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """A random model has no pair that selection could tell from another, and a process takes seconds to start."""
     monkeypatch.setattr(module, "_selection_error", lambda *_: 0.0)
+    monkeypatch.setattr(points, "_warn_of_noise", lambda *_: None)
     verify = compact_checkpoint.verify_compact
     monkeypatch.setattr(
         compact_checkpoint, "verify_compact", lambda *args, **options: verify(*args, **options, elsewhere=False)
@@ -41,17 +44,40 @@ def test_a_checkpoint_with_its_decision_and_its_report(run: Callable[..., Done])
     page = Path("out/report.html").read_text()
     for word in ("Joint removal", "Pairs of the budget", "Recovered points", "Importance within each type", "together"):
         assert word in page
-    assert run("eval", "out", "--tokens", "128", "--context", "64", "--split", "evaluation").code == 0
-    card = Path("out/README.md").read_text()
-    assert all(
-        said in card for said in ("## Decision", "pairs with 2 to remove", "It has learnt\nfrom the dense model")
-    )
-    assert "has not been" not in card
-    assert Provenance.load("out/provenance.json").gate.passed
-    # It says what it was made from, which a stranger's file may not choose, and any other teacher is refused.
-    heal = ("heal", "out", "--steps", "1", "--tokens", "128", "--context", "32", "-o", "healed")
-    assert "it was made from" in " ".join(run(*heal).err.split())
-    assert run(*heal, "--teacher", "tiny").code == 0
+    told = Path("out/README.md").read_text()
+    attention, activation = result.decision.chosen
+    for line in (
+        f"{attention} attentions and {activation} activations go",
+        "The budget is 2 to remove. Of 3 pairs that meet it",
+        "The choice is " + ("certain" if result.decision.certain else "not certain"),
+        f"The noise is at most {result.decision.noise:.3g}",
+        f"has seen: {result.chosen:.4g}, dense {result.dense:.4g}",
+        "    lyapunov-prune joint tiny --remove 2 --reduction mean-gate --importance taylor --steps-per-point 1",
+    ):
+        assert line in told
+    assert "not been\ntrained" not in told
+
+
+def test_every_command_takes_what_comes_out(run: Callable[..., Done]) -> None:
+    """As what `prune --format compact` writes: it says what it was made from, and heals by that alone."""
+    assert run(*JOINT, "--remove", "2", *TEXT).code == 0
+    provenance = Provenance.load("out/provenance.json")
+    assert provenance.plan.to_json() == PruningPlan.load("out/plan.json").to_json()
+    assert (provenance.source, provenance.format, provenance.gate.passed) == ("tiny", "compact", True)
+    few = ("--tokens", "128", "--context", "32")
+    assert run("eval", "out", *few, "--split", "evaluation").code == 0
+    assert run("profile", "out", *few).code == 0
+    assert run("hierarchy", "tiny", "out", *few, "--new-tokens", "2").code == 0
+    heal = ("heal", "out", "-o", "healed", "--steps", "1", *few)
+    told = run(*heal)
+    assert (told.code, told.changed) == (2, set())
+    assert "says that it was made from 'tiny'; if you trust it, give that as --teacher" in told.err
+    told = run(*heal, "--teacher", "out")
+    assert (told.code, told.changed) == (2, set())
+    assert "out is not the model that out was made from" in told.err
+    done = run(*heal, "--teacher", "tiny")
+    assert done.code == 0, done.err
+    assert Provenance.load("healed/provenance.json").source == "tiny"
 
 
 def test_interrupted_it_goes_on_to_the_same_decision(run: Callable[..., Done], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -88,6 +114,7 @@ def test_interrupted_it_goes_on_to_the_same_decision(run: Callable[..., Done], m
         (["--speedup", "1"], "--speedup 1 is no speed-up; give more than 1"),
         (["--remove", "2", "--reduction", "identity"], "reduction identity is for plain ones; give mean-gate"),
         (["--remove", "2", "--tokens", "96", "--context", "32"], "too small for three slices"),
+        (["--remove", "2", "--tokens", "640"], "4 items to select by, whose error nobody can tell; give 5 or more"),
         (["--remove", "2", "--dtype", "bfloat16"], "the model is in bfloat16, which loses small steps"),
         (["--remove", "2", "-o", "tiny"], "tiny exists and is not empty"),
     ],

@@ -95,3 +95,15 @@ def test_a_disk_without_room_is_refused_before_anything_is_learnt(
         pytest.raises(LyapunovPruneError, match=r"5 points learn .* GiB each and .* let them learn less \(--rank 8\)"),
     ):
         recover_points(subject, batch("select", 4, 1), [], 1, store, resume=False, batch_size=1)
+
+
+def test_a_selection_that_cannot_tell_the_axes_apart_is_told_of(capsys: pytest.CaptureFixture[str]) -> None:
+    """Paired: scores that all move together are told apart by less than what each errs by."""
+    apart = [{"score": float(np.mean(items)), "items": items} for items in ([1.0, 5.0, 9.0], [0.9, 4.8, 8.7])]
+    module._warn_of_noise(apart)
+    assert capsys.readouterr().err == ""
+    mixed = [{"score": float(np.mean(items)), "items": items} for items in ([1.0, 5.0, 9.0], [8.7, 4.8, 0.9])]
+    module._warn_of_noise(mixed)
+    told = capsys.readouterr().err
+    assert told.startswith("warning: the points of both axes differ by 0.2 at most, and the selection set errs by")
+    assert told.count("\n") == 1

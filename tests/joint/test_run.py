@@ -21,7 +21,6 @@ from lyapunov_prune.data.images import ImageBatch
 from lyapunov_prune.data.slices import slices as cut_in_three
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.evaluation.score import score
-from lyapunov_prune.forward.logits import uncached_logits
 from lyapunov_prune.healing import state as training_state
 from lyapunov_prune.healing.distillation import Distillation
 from lyapunov_prune.joint import run as module
@@ -316,10 +315,11 @@ def test_a_selection_that_errs_by_more_than_pairs_differ_says_so(
 
 def test_a_loss_that_is_not_finite_names_point_and_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     calls = []
+    logits_of = module.uncached_logits
 
     def broken(model: PreTrainedModel, inputs: torch.Tensor) -> torch.Tensor:
         calls.append(model)
-        z: torch.Tensor = uncached_logits(model, inputs)
+        z: torch.Tensor = logits_of(model, inputs)
         return z * torch.nan if len(calls) == 8 else z  # the teacher's of the second step of the second point
 
     monkeypatch.setattr("lyapunov_prune.healing.distillation.uncached_logits", broken)

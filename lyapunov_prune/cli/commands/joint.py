@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 from lyapunov_prune.cli import choices
-from lyapunov_prune.cli.inputs import draw_report, folder_name, load_inputs, run_folder
+from lyapunov_prune.cli.inputs import draw_report, folder_name, load_examples, run_folder
 from lyapunov_prune.cli.options import (
     Json,
     Model,
@@ -21,11 +21,6 @@ from lyapunov_prune.cli.options import (
 from lyapunov_prune.cli.terminal import say, show
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.merging.table import REDUCTIONS
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel, PreTrainedTokenizerBase
-
-    from lyapunov_prune.data.examples import Examples
 
 _RANK = 8
 _IMAGES = 32  # in a step, and in a forward
@@ -80,7 +75,7 @@ def joint(
     from lyapunov_prune.results.files import require_empty
 
     require_empty(output)
-    dense, tokenizer, data = _inputs(model, source, text, images)
+    dense, tokenizer, data = load_examples(model, source, text, images)
     done = remove_jointly(
         dense,
         tokenizer,
@@ -104,18 +99,3 @@ def joint(
     show(done, as_json, output)
     if not as_json:
         say(f"Report: {output / 'report.html'}")
-
-
-def _inputs(
-    model: str, source: ModelOptions, text: TextOptions, images: str | None
-) -> tuple[PreTrainedModel, PreTrainedTokenizerBase | None, Examples]:
-    """The model, its tokenizer if it has one, and the data to cut in three: of a text the calibration half alone."""
-    if images is None:
-        loaded, batch = load_inputs(model, source, text)
-        return loaded.model, loaded.tokenizer, batch
-
-    from lyapunov_prune.data.image_files import load_images
-    from lyapunov_prune.models.classifier_loading import load_classifier
-
-    classifier = load_classifier(model, dtype=source.dtype, device=source.device, offline=source.offline)
-    return classifier.model, None, load_images(images, classifier)

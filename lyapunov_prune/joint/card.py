@@ -1,0 +1,66 @@
+"""What the model card says of a joint removal: how many of each went and why, what it scores, how it was made."""
+
+from __future__ import annotations
+
+import shlex
+
+from lyapunov_prune.checkpoints.cards import as_text
+from lyapunov_prune.errors import printable
+from lyapunov_prune.joint.result import REPORT, JointRun
+
+
+def since(run: JointRun) -> str:
+    """Whether the model has learnt after the removal."""
+    steps = sum(run.start) * run.points.steps + len(run.losses)
+    return (
+        f"Without what is\nremoved it learnt for {steps} steps to predict what the dense model predicts, "
+        "and was merged then."
+    )
+
+
+def sections(run: JointRun) -> dict[str, str]:
+    """Heading and Markdown of each section that stands between what is removed and the gate."""
+    decision = run.decision
+    attention, activation = decision.chosen
+    budget = f"{decision.remove} to remove" if decision.remove else f"a forward {decision.speedup:g} times as fast"
+    standing = (
+        "The choice is certain while the noise is below its bound (`argmax_of_noise_lt_half_gap`)."
+        if decision.certain
+        else f"The choice is not certain: {int(decision.within.sum()) - 1} other pairs lie within twice the noise, and "
+        f"it can cost up to\n{decision.regret:.3g} (`regret_of_argmax_le`)."
+    )
+    what = "Top-1 accuracy" if run.measured_on.images else "Minus the loss in nats a token"
+    pairs = "pair that meets it" if len(decision.pairs) == 1 else "pairs that meet it"
+    lead = f"It leads the next by {decision.gap:.3g}. " if len(decision.pairs) > 1 else ""
+    return {
+        "Decision": f"""The budget is {budget}. Of {len(decision.pairs)} {pairs}, this is the one of the largest
+score that is predicted after recovery: {attention} attentions and {activation} activations go.
+{lead}The noise is at most {decision.noise:.3g}; the standard error
+of a difference on the selection data is {decision.selection_error:.3g}.
+{standing}
+`{REPORT}` holds the points and the map that this rests on.""",
+        "Score": f"""{what} on data that nothing above has seen: {run.chosen:.4g}, dense {run.dense:.4g}.
+The standard error of the difference, paired by item, is {run.error:.2g}. Measured on:
+
+- {as_text(run.measured_on.line())}""",
+        "Command": f"""On the data that is named above, and with defaults for all that is left out:
+
+    {_command(run)}""",
+    }
+
+
+def _command(run: JointRun) -> str:
+    """What was asked, as far as the results tell it."""
+    decision, points = run.decision, run.points
+    budget = ["--remove", f"{decision.remove}"] if decision.remove else ["--speedup", f"{decision.speedup:g}"]
+    asked = {
+        "reduction": run.importance.reduction,
+        "importance": run.importance.method,
+        "steps-per-point": points.steps,
+        "recover": len(run.losses),
+        "update-rank": points.recipe.rank or 0,
+        "point-seeds": len(set(points.seeds.tolist())),
+        "seed": points.seeds[0],
+    }
+    options = [word for name, value in asked.items() for word in (f"--{name}", str(value))]
+    return printable(shlex.join(["lyapunov-prune", "joint", run.plan.model.name, *budget, *options, "-o", "OUT"]))
