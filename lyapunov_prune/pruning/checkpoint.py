@@ -8,13 +8,14 @@ from typing import Literal, get_args
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from lyapunov_prune.arguments import checked
-from lyapunov_prune.data.batch import TokenBatch
+from lyapunov_prune.data.examples import Examples, as_examples, model_inputs
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.forward.hooks import require_finite
 from lyapunov_prune.merging.merge import Merged, merge_layers
 from lyapunov_prune.merging.reductions import require_reduction
+from lyapunov_prune.models.classifiers import looks_at_images
 from lyapunov_prune.models.feedforward import find_feedforward
-from lyapunov_prune.models.structure import Structure, find_structure
+from lyapunov_prune.models.structure import Structure, find_layers, find_structure
 from lyapunov_prune.models.wrappers import loading_class
 from lyapunov_prune.pruning.compact import Cuts, make_compact, require_compact
 from lyapunov_prune.pruning.compact_checkpoint import save_compact
@@ -33,10 +34,10 @@ Format = Literal["plain", "compact"]
 @checked
 def write_pruned(
     model: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase,
+    tokenizer: PreTrainedTokenizerBase | None,
     plan: PruningPlan,
     target: str | Path,
-    batch: TokenBatch | None = None,
+    batch: Examples | None = None,
     *,
     format: Format = "plain",
 ) -> Provenance:
@@ -45,7 +46,8 @@ def write_pruned(
     Whole layers leave. Of layers that stay, `plain` stores what goes at its full size, which saves no time or memory:
     zero output projections for attention and MLP, and for an activation matrices that cancel it (`mirroring`). In
     `compact` attentions are gone and blocks without activation are one matrix (`make_compact`). A reduction is fitted
-    on `batch`, in `model` as it is, so both formats hold the same maps.
+    on `batch`, in `model` as it is, so both formats hold the same maps. A classifier of images, whose `batch` holds
+    images and which has no tokenizer, is written compact.
 
     The folder loads with `AutoModelForCausalLM.from_pretrained` (a decoder inside a multimodal model: with the
     class of that, whose processor is not written), a compact one as its card says, and holds the tokenizer, a model
@@ -54,11 +56,13 @@ def write_pruned(
     empty or the disk refuses; either way nothing is left at `target`.
     """
     require_empty(target)
-    structure = find_structure(model)
+    structure = find_layers(model) if looks_at_images(model) else find_structure(model)
     plan.require_model(model)
     _require_possible(model, structure, plan, batch, format)
     if batch is not None:
-        require_finite(structure, batch.ids[:1], batch.text)  # else the gate would blame the removal
+        first = as_examples(model, batch).take([0])
+        # Else the gate would blame the removal.
+        require_finite(structure, model_inputs(model, first, 1)[0], first.measured_on(model).text)
     merged: tuple[Merged, ...] = ()
     if batch is not None and plan.reduction is not None:
         merged = merge_layers(model, batch, plan.drop_activation, plan.reduction)
@@ -78,13 +82,15 @@ def write_pruned(
 
 
 def _require_possible(
-    model: PreTrainedModel, structure: Structure, plan: PruningPlan, batch: TokenBatch | None, format: Format
+    model: PreTrainedModel, structure: Structure, plan: PruningPlan, batch: Examples | None, format: Format
 ) -> None:
     """Raise LyapunovPruneError, before anything is fitted, for a plan that `format` cannot hold."""
     if format not in get_args(Format):
         raise LyapunovPruneError(f"unknown format {format!r}; give one of {', '.join(get_args(Format))}")
     if format == "compact":
         require_compact(model, plan)
+    elif looks_at_images(model):
+        raise LyapunovPruneError(f"{type(model).__name__} looks at images and is cut to compact only; give that format")
     if plan.reduction is None:
         return
     for layer in plan.drop_activation:
