@@ -5,6 +5,7 @@ from __future__ import annotations
 import html
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -344,11 +345,12 @@ def write_report(run: str | Path) -> Path:
     run = Path(run)
     body: list[str] = []
     drawn: dict[str, str] = {}
+    read = cache(lambda kind, path: kind.load(path))  # several sections draw one file
     plans = {path.stem.removeprefix("plan-"): PruningPlan.load(path) for path in sorted(run.glob("plan*.json"))}
     scored = {name: plan for name, plan in plans.items() if len(plan.scores)}
     for section in _SECTIONS:
         for path in section.paths(run):
-            result = section.part(section.kind.load(path))
+            result = section.part(read(section.kind, path))
             if result is None:
                 continue
             pictures, title = section.draw(result), section.title
