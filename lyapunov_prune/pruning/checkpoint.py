@@ -9,6 +9,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from lyapunov_prune.arguments import checked
 from lyapunov_prune.data.examples import Examples, as_examples, model_inputs
+from lyapunov_prune.data.images import ImageBatch
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.forward.hooks import require_finite
 from lyapunov_prune.merging.merge import Merged, merge_layers
@@ -73,6 +74,7 @@ def write_pruned(
         if format == "compact":
             gate = save_compact(folder, model, pruned, tokenizer, cuts, batch)
         else:
+            assert not isinstance(batch, ImageBatch)  # `_require_possible`
             save(pruned, tokenizer, folder)
             gate = verify_removal(model, pruned, plan, batch, checkpoint=folder, merged=merged)
             require_passed(gate)
