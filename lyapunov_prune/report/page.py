@@ -345,7 +345,11 @@ def write_report(run: str | Path) -> Path:
     run = Path(run)
     body: list[str] = []
     drawn: dict[str, str] = {}
-    read = cache(lambda kind, path: kind.load(path))  # several sections draw one file
+
+    @cache  # several sections draw one file
+    def read(kind: Any, path: Path) -> Any:
+        return kind.load(path)
+
     plans = {path.stem.removeprefix("plan-"): PruningPlan.load(path) for path in sorted(run.glob("plan*.json"))}
     scored = {name: plan for name, plan in plans.items() if len(plan.scores)}
     for section in _SECTIONS:
