@@ -5,7 +5,6 @@ from __future__ import annotations
 import html
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -345,16 +344,14 @@ def write_report(run: str | Path) -> Path:
     run = Path(run)
     body: list[str] = []
     drawn: dict[str, str] = {}
-
-    @cache  # several sections draw one file
-    def read(kind: Any, path: Path) -> Any:
-        return kind.load(path)
-
+    read: dict[Path, Any] = {}  # several sections draw one file
     plans = {path.stem.removeprefix("plan-"): PruningPlan.load(path) for path in sorted(run.glob("plan*.json"))}
     scored = {name: plan for name, plan in plans.items() if len(plan.scores)}
     for section in _SECTIONS:
         for path in section.paths(run):
-            result = section.part(read(section.kind, path))
+            if path not in read:
+                read[path] = section.kind.load(path)
+            result = section.part(read[path])
             if result is None:
                 continue
             pictures, title = section.draw(result), section.title
