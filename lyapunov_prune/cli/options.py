@@ -105,6 +105,10 @@ OnDisk = Annotated[bool, model_option("--on-disk", help="Copy the kept tensors; 
 
 Seed = Annotated[int, what_option(help="First random seed.")]
 Seeds = Annotated[int, what_option(min=1, help="How many perturbations to average over.")]
+Images = Annotated[
+    str | None,
+    text_option(help="For a ViT or DeiT: mnist-5k, a folder of class folders, or an .npz, in place of a text."),
+]
 Temperature = Annotated[float, what_option(help="Of both models' softmax.")]
 Items = Annotated[int | None, what_option("--limit", min=1, help="How many items of a file or task; all if not given.")]
 

@@ -12,10 +12,9 @@ import pandas as pd
 import torch
 
 from lyapunov_prune.arguments import checked
-from lyapunov_prune.data.images import ImageBatch, checked_images
+from lyapunov_prune.data.images import ImageBatch, checked_images, require_size
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.models.classifier_loading import LoadedClassifier
-from lyapunov_prune.models.classifiers import image_shape
 
 MNIST = "mnist-5k"
 _MNIST_FILE = Path("data", "data", "mnist_5k.csv.gz")
@@ -38,12 +37,7 @@ def load_images(source: str | Path, loaded: LoadedClassifier) -> ImageBatch:
     source = str(source)
     images, labels = _read(source, loaded.model.config.num_channels)
     pixels = torch.from_numpy(images).permute(0, 3, 1, 2)
-    wanted = image_shape(loaded.model)
-    if tuple(pixels.shape[1:]) != wanted:  # before mean and deviation: there may be one for each channel
-        raise LyapunovPruneError(
-            f"images of {source} are {' × '.join(map(str, pixels.shape[1:]))} and the model looks at "
-            f"{' × '.join(map(str, wanted))} (channels × height × width); give images of that size"
-        )
+    require_size(loaded.model, source, pixels)  # before mean and deviation: there may be one for each channel
     batch = ImageBatch(loaded.normalisation(pixels), torch.from_numpy(labels), source, "all")
     classes, told = int(labels.max()) + 1, loaded.model.config.num_labels
     if classes != told:

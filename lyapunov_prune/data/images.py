@@ -114,12 +114,7 @@ def checked_images(model: PreTrainedModel, images: ImageBatch) -> ImageBatch:
     kind = type(model).__name__
     if not looks_at_images(model):
         raise LyapunovPruneError(f"{kind} reads text, and {images.source} are images; give a text, or a ViT or DeiT")
-    wanted, given = image_shape(model), tuple(images.pixels.shape[1:])
-    if given != wanted:
-        raise LyapunovPruneError(
-            f"images of {images.source} are {_size(given)} and {kind} looks at {_size(wanted)} (channels × height × "
-            "width); give images of that size"
-        )
+    require_size(model, images.source, images.pixels)
     low, high = int(images.labels.min()), int(images.labels.max())
     classes: Any = model.config.num_labels
     if low < 0 or high >= classes:
@@ -128,6 +123,16 @@ def checked_images(model: PreTrainedModel, images: ImageBatch) -> ImageBatch:
             f"apart; give labels 0 to {classes - 1}"
         )
     return images
+
+
+def require_size(model: PreTrainedModel, source: str, pixels: torch.Tensor) -> None:
+    """Raise LyapunovPruneError unless `pixels`, (images, channels, height, width), are of the model's size."""
+    wanted, given = image_shape(model), tuple(pixels.shape[1:])
+    if given != wanted:
+        raise LyapunovPruneError(
+            f"images of {source} are {_size(given)} and {type(model).__name__} looks at {_size(wanted)} (channels × "
+            "height × width); give images of that size"
+        )
 
 
 def _size(shape: Sequence[int]) -> str:

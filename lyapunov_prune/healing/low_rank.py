@@ -14,8 +14,8 @@ from transformers import PreTrainedModel
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.linalg import lift
 from lyapunov_prune.models.hooked import hooked
-from lyapunov_prune.models.plain import require_no_adapters, require_parameters
-from lyapunov_prune.models.projections import Projection, layer_projections
+from lyapunov_prune.models.plain import require_no_adapters
+from lyapunov_prune.models.projections import structure_projections
 from lyapunov_prune.models.structure import find_layers
 
 
@@ -33,7 +33,8 @@ def low_rank_updates(model: PreTrainedModel, rank: int, seed: int = 0) -> Iterat
     """
     weights: dict[nn.Parameter, tuple[str, bool]] = {}  # a shared weight once, by its first name
     users: dict[nn.Parameter, list[nn.Module]] = {}
-    for p in _projections(model):
+    require_no_adapters(model)
+    for p in structure_projections(find_layers(model)):
         if p.expert is not None:
             raise LyapunovPruneError(
                 f"{p.name} is one of several experts in one parameter, which takes no low-rank update; heal all "
@@ -62,16 +63,6 @@ def low_rank_updates(model: PreTrainedModel, rank: int, seed: int = 0) -> Iterat
     for weight, (name, transposed) in weights.items():
         update = lift(factors[f"{name}.B"].detach()) @ lift(factors[f"{name}.A"].detach())
         weight.data.copy_(lift(weight.data) + (update.T if transposed else update))
-
-
-def _projections(model: PreTrainedModel) -> Iterator[Projection]:
-    """Every matrix of every layer, of a classifier of images too."""
-    structure = find_layers(model)
-    require_no_adapters(model)
-    require_parameters(structure)
-    for index, layer in enumerate(structure.layers):
-        name = f"{structure.layers_path}.{index}"
-        yield from layer_projections(layer, index, name, structure.model_type, structure.config)
 
 
 def _adding(A: torch.Tensor, B: torch.Tensor) -> Callable[..., torch.Tensor]:

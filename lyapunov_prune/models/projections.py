@@ -21,7 +21,7 @@ from transformers.pytorch_utils import Conv1D
 
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.models.plain import require_no_adapters, require_parameters
-from lyapunov_prune.models.structure import find_structure
+from lyapunov_prune.models.structure import Structure, find_structure
 
 # Part of a fused matrix: its role, its head (or None), its rows.
 Part = tuple[str, int | None, int, int]
@@ -65,18 +65,22 @@ def find_projections(model: PreTrainedModel) -> tuple[Projection, ...]:
     parametrised) or have adapters attached.
     """
     require_no_adapters(model)
-    structure = find_structure(model)
-    require_parameters(structure)
-    projections = tuple(
-        p
-        for index, layer in enumerate(structure.layers)
-        for p in layer_projections(
-            layer, index, f"{structure.layers_path}.{index}", structure.model_type, structure.config
-        )
-    )
+    projections = structure_projections(find_structure(model))
     if not projections:
         raise LyapunovPruneError(f"{type(model).__name__} holds no linear projections in its layers; nothing to check")
     return projections
+
+
+def structure_projections(structure: Structure) -> tuple[Projection, ...]:
+    """Every matrix of every layer of a decoder, or of a classifier of images, in order.
+
+    Raises LyapunovPruneError for weights that are not in memory as plain matrices.
+    """
+    require_parameters(structure)
+    path, kind, config = structure.layers_path, structure.model_type, structure.config
+    return tuple(
+        p for i, layer in enumerate(structure.layers) for p in layer_projections(layer, i, f"{path}.{i}", kind, config)
+    )
 
 
 def layer_projections(layer: nn.Module, index: int, name: str, model_type: str, config: Any) -> Iterator[Projection]:

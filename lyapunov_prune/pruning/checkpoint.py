@@ -9,13 +9,16 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from lyapunov_prune.arguments import checked
 from lyapunov_prune.data.batch import TokenBatch
+from lyapunov_prune.data.examples import Examples, as_examples, model_inputs
+from lyapunov_prune.data.images import ImageBatch
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.forward.hooks import require_finite
 from lyapunov_prune.mending.mend import Mend, fit_mends
 from lyapunov_prune.merging.merge import Merged, merge_layers
 from lyapunov_prune.merging.reductions import require_reduction
+from lyapunov_prune.models.classifiers import looks_at_images
 from lyapunov_prune.models.feedforward import find_feedforward
-from lyapunov_prune.models.structure import Structure, find_structure
+from lyapunov_prune.models.structure import Structure, find_layers, find_structure
 from lyapunov_prune.models.wrappers import loading_class
 from lyapunov_prune.pruning.compact import Cuts, make_compact, require_compact
 from lyapunov_prune.pruning.compact_checkpoint import save_compact
@@ -34,10 +37,10 @@ Format = Literal["plain", "compact"]
 @checked
 def write_pruned(
     model: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase,
+    tokenizer: PreTrainedTokenizerBase | None,
     plan: PruningPlan,
     target: str | Path,
-    batch: TokenBatch | None = None,
+    batch: Examples | None = None,
     *,
     format: Format = "plain",
     mend: bool = False,
@@ -48,7 +51,8 @@ def write_pruned(
     zero output projections for attention and MLP, and for an activation matrices that cancel it (`mirroring`). In
     `compact` attentions are gone and blocks without activation are one matrix (`make_compact`). A reduction is fitted
     on `batch`, in `model` as it is, so both formats hold the same maps. With `mend` the gaps of whole layers are closed
-    on `batch` (`mending.mend.fit_mends`), which costs no parameter.
+    on `batch` (`mending.mend.fit_mends`), which costs no parameter. A classifier of images, whose `batch` holds images
+    and which has no tokenizer, is written compact.
 
     The folder loads with `AutoModelForCausalLM.from_pretrained` (a decoder inside a multimodal model: with the
     class of that, whose processor is not written), a compact one as its card says, and holds the tokenizer, a model
@@ -57,21 +61,22 @@ def write_pruned(
     that cannot be mended, when the target is not empty or the disk refuses; either way nothing is left at `target`.
     """
     require_empty(target)
-    structure = find_structure(model)
+    structure = find_layers(model) if looks_at_images(model) else find_structure(model)
     plan.require_model(model)
     _require_possible(model, structure, plan, batch, format)
-    if mend:
-        _require_mendable(plan, batch, format)
+    lesson = _mended_by(plan, batch, format) if mend else None
     if batch is not None:
-        require_finite(structure, batch.ids[:1], batch.text)  # else the gate would blame the removal
+        first = as_examples(model, batch).take([0])
+        # Else the gate would blame the removal.
+        require_finite(structure, model_inputs(model, first, 1)[0], first.measured_on(model).text)
     merged: tuple[Merged, ...] = ()
     if batch is not None and plan.reduction is not None:
         merged = merge_layers(model, batch, plan.drop_activation, plan.reduction)
         plan = plan.seen_on(batch.measured_on(model))
     mends: tuple[Mend, ...] = ()
     mended = None
-    if batch is not None and mend:
-        mends, mended = fit_mends(model, plan.remove, batch)
+    if lesson is not None:
+        mends, mended = fit_mends(model, plan.remove, lesson)
         plan = plan.seen_on(mended.measured_on)
     cuts = Cuts.of(plan, merged)
     pruned = make_compact(model, cuts) if format == "compact" else cut(model, plan, merged, mends)
@@ -79,6 +84,7 @@ def write_pruned(
         if format == "compact":
             gate = save_compact(folder, model, pruned, tokenizer, cuts, batch)
         else:
+            assert not isinstance(batch, ImageBatch)  # `_require_possible`
             save(pruned, tokenizer, folder)
             gate = verify_removal(model, pruned, plan, batch, checkpoint=folder, merged=merged, mends=mends)
             require_passed(gate)
@@ -88,22 +94,26 @@ def write_pruned(
         return describe(folder, plan, gate, structure, parameters, loader=loader, format=format, mended=mended)
 
 
-def _require_mendable(plan: PruningPlan, batch: TokenBatch | None, format: Format) -> None:
+def _mended_by(plan: PruningPlan, batch: Examples | None, format: Format) -> TokenBatch:
+    """The text to mend the gaps of `plan` by; raises LyapunovPruneError for what cannot be mended."""
     plan.require_gaps()
     if format != "plain":
         raise LyapunovPruneError("a mended model is a plain checkpoint of fewer layers; leave out --format compact")
-    if batch is None:
-        raise LyapunovPruneError("gaps are mended on a text; give a batch")
+    if not isinstance(batch, TokenBatch):
+        raise LyapunovPruneError("gaps are mended on a text; give a batch of tokens")
+    return batch
 
 
 def _require_possible(
-    model: PreTrainedModel, structure: Structure, plan: PruningPlan, batch: TokenBatch | None, format: Format
+    model: PreTrainedModel, structure: Structure, plan: PruningPlan, batch: Examples | None, format: Format
 ) -> None:
     """Raise LyapunovPruneError, before anything is fitted, for a plan that `format` cannot hold."""
     if format not in get_args(Format):
         raise LyapunovPruneError(f"unknown format {format!r}; give one of {', '.join(get_args(Format))}")
     if format == "compact":
         require_compact(model, plan)
+    elif looks_at_images(model):
+        raise LyapunovPruneError(f"{type(model).__name__} looks at images and is cut to compact only; give that format")
     if plan.reduction is None:
         return
     for layer in plan.drop_activation:

@@ -344,11 +344,14 @@ def write_report(run: str | Path) -> Path:
     run = Path(run)
     body: list[str] = []
     drawn: dict[str, str] = {}
+    read: dict[Path, Any] = {}  # several sections draw one file
     plans = {path.stem.removeprefix("plan-"): PruningPlan.load(path) for path in sorted(run.glob("plan*.json"))}
     scored = {name: plan for name, plan in plans.items() if len(plan.scores)}
     for section in _SECTIONS:
         for path in section.paths(run):
-            result = section.part(section.kind.load(path))
+            if path not in read:
+                read[path] = section.kind.load(path)
+            result = section.part(read[path])
             if result is None:
                 continue
             pictures, title = section.draw(result), section.title

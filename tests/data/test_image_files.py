@@ -101,8 +101,14 @@ def test_all_sources_give_one_hash_to_one_image(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        ({"images": RAW[:, :6], "labels": LABELS}, "images of .* are 1 × 6 × 8 and the model looks at 1 × 8 × 8"),
-        ({"images": np.stack([RAW] * 3, -1), "labels": LABELS}, "are 3 × 8 × 8 and the model looks at 1 × 8 × 8"),
+        (
+            {"images": RAW[:, :6], "labels": LABELS},
+            "images of .* are 1 × 6 × 8 and .* looks at 1 × 8 × 8",
+        ),
+        (
+            {"images": np.stack([RAW] * 3, -1), "labels": LABELS},
+            "are 3 × 8 × 8 and .* looks at 1 × 8 × 8",
+        ),
         ({"images": RAW, "labels": LABELS % 4}, "holds 4 classes and the model tells 5 apart; give images of its own"),
         ({"images": RAW, "labels": LABELS + 1}, "holds 6 classes and the model tells 5 apart"),
         ({"images": RAW, "labels": LABELS - 1}, "holds the label -1; give classes from 0"),

@@ -13,6 +13,7 @@ from lyapunov_prune.cli.inputs import (
     folder_name,
     goes_by_rho,
     layer_indices,
+    load_examples,
     load_inputs,
     parse_schedule_options,
     profile_for,
@@ -24,6 +25,7 @@ from lyapunov_prune.cli.options import (
     Bits,
     Format,
     GroupSize,
+    Images,
     Json,
     KeepPeriod,
     MaxKL,
@@ -54,6 +56,7 @@ from lyapunov_prune.ranking.criteria import require_budget, require_criterion, r
 
 if TYPE_CHECKING:
     from lyapunov_prune.pruning.plan import PruningPlan
+    from lyapunov_prune.pruning.provenance import Provenance
     from lyapunov_prune.results.result import Result
 
 
@@ -71,6 +74,7 @@ def prune(
     mend: Mend = False,
     on_disk: OnDisk = False,
     merge_adapter: MergeAdapter = False,
+    images: Images = None,
     source: ModelOptions = ModelOptions(),
     text: TextOptions = TextOptions(),
     output: Target,
@@ -88,6 +92,13 @@ def prune(
         raise LyapunovPruneError("give --remove N, --max-kl X, --layers 3,7 or --plan FILE, one of the four")
     if plan_file is not None and by.what != "layers":
         raise LyapunovPruneError("a plan says what goes; leave out --what")
+    if images is not None and (
+        plan_file is None or format != "compact" or on_disk or merge_adapter or keep_period or mend
+    ):
+        raise LyapunovPruneError(
+            "--images is for the plan of a ViT or DeiT; give --plan FILE and --format compact, and no --on-disk, "
+            "--merge-adapter or --keep-period"
+        )
     require_criterion(by.criterion, by.alpha)
     require_part(by.what, by.criterion if remove is not None else None)
     if max_kl is not None:
@@ -132,6 +143,12 @@ def prune(
                 )
         _prune_on_disk(model, output, layers, plan_file, keep_period, source.offline, as_json, why)
         return
+    if images is not None:
+        assert plan_file is not None
+        classifier, _, examples = load_examples(model, source, text, images)
+        written = write_pruned(classifier, None, PruningPlan.load(plan_file), output, examples, format=format)
+        _tell(written, as_json, output)
+        return
     loaded, batch = load_inputs(model, source, text, merge_adapter=merge_adapter)
     period = find_kinds(loaded.structure).require_period() if keep_period else 1
     plan: PruningPlan
@@ -155,7 +172,10 @@ def prune(
             if not as_json:
                 show(spent, as_json, None)
     plan.require_periods(period)
-    provenance = write_pruned(loaded.model, loaded.tokenizer, plan, output, batch, format=format, mend=mend)
+    _tell(write_pruned(loaded.model, loaded.tokenizer, plan, output, batch, format=format, mend=mend), as_json, output)
+
+
+def _tell(provenance: Provenance, as_json: bool, output: Path) -> None:
     if not as_json:
         say(f"{provenance.headline()}\n{provenance.gate}")
         if provenance.mended is not None:

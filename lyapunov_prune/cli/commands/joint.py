@@ -7,6 +7,7 @@ from typing import Annotated
 from lyapunov_prune.cli import choices
 from lyapunov_prune.cli.inputs import draw_report, folder_name, load_examples, run_folder
 from lyapunov_prune.cli.options import (
+    Images,
     Json,
     Model,
     ModelOptions,
@@ -15,7 +16,6 @@ from lyapunov_prune.cli.options import (
     Target,
     TextOptions,
     one_of,
-    text_option,
     what_option,
 )
 from lyapunov_prune.cli.terminal import say, show
@@ -47,10 +47,7 @@ def joint(
         int, what_option(min=1, help="Seeds of the points at the budget, whose spread is the noise.")
     ] = 2,
     seed: Seed = 0,
-    images: Annotated[
-        str | None,
-        text_option(help="For a ViT or DeiT: mnist-5k, a folder of class folders, or an .npz, in place of a text."),
-    ] = None,
+    images: Images = None,
     source: ModelOptions = ModelOptions(dtype="float32"),
     text: TextOptions = TextOptions(tokens=40960, context=256),
     resume: Resume = False,
