@@ -344,7 +344,8 @@ def figure(found: EqualTime) -> str:
         ways = [found.at(s)[name] for s in found.speedups if name in found.at(s)]
         if ways:
             beside, scores = [w.beside for w in ways], [w.items.mean() for w in ways]
-            axes.plot(beside, scores, "o-", markersize=4, color=colours[name], label=name)
+            style = {"markersize": 9, "markerfacecolor": "none"} if name == JOINT else {"markersize": 4}
+            axes.plot(beside, scores, "o-", **style, color=colours[name], label=name)
             for w in ways:
                 axes.plot([w.beside] * len(w.items), w.items.mean(-1), ".", markersize=3, color=colours[name])
     axes.axhline(found.dense.mean(), color=INK, linewidth=0.8, linestyle="--", label="dense")
@@ -412,8 +413,8 @@ def verdict(found: EqualTime) -> str:
             f"{speedup:g} was asked."
         )
     lines.append(
-        f"Of {tally.total()} comparisons with parts other than its own joint is better in {tally['better']} and worse in "
-        f"{tally['worse']}; the paper has it ahead of either type alone and of whole layers."
+        f"Of {tally.total()} comparisons with parts other than its own joint is better in {tally['better']} and worse "
+        f"in {tally['worse']}; the paper has it ahead of either type alone and of whole layers."
     )
     lines += [
         f"Not reached: {name.rpartition(' ')[0]} at {name.rpartition(' ')[2]}; {short(most)} at most."
