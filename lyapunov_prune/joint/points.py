@@ -154,11 +154,15 @@ class Course:
         ) as state:
             return student, lesson, recover(student, self.teacher, self.learn, lesson, self.recipe, state)
 
-    def finish(self, pair: Pair, start: Pair, steps: int, *, resume: bool) -> tuple[Unmerged, Lesson, list[float]]:
-        """A student after the final recovery of `pair`, from what the point `start` has learnt; the state stays."""
+    def finish(
+        self, pair: Pair, start: Pair, steps: int, *, resume: bool, name: str = "final"
+    ) -> tuple[Unmerged, Lesson, list[float]]:
+        """A student after the final recovery of `pair`, from what the point `start` has learnt; the state stays in
+        `name`.
+        """
         lesson = self.last_lesson(pair, start, steps)
         student = self.taught(start)
-        with self.state("final", lesson, resume=resume) as state:
+        with self.state(name, lesson, resume=resume) as state:
             return student, lesson, recover(student, self.teacher, self.learn, lesson, self.recipe, state)
 
     def forget(self, keep: Sequence[Pair] = ()) -> None:
