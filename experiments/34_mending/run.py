@@ -1,0 +1,218 @@
+"""What closing the gaps without training takes back: perplexity of a removal, cut and mended, on several texts.
+
+    python experiments/34_mending/run.py [--model MODEL] --text builtin --text A.txt --text B.jsonl
+
+Layers are chosen, and gaps mended, on one half of a text; perplexity is measured on the other. Writes MODEL-TEXT.json
+beside this file, one a text; what all of them say goes into README.md by `make tables`.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import numpy as np
+import pandas as pd
+import torch
+import typer
+
+import lyapunov_prune as lp
+from experiments.common import Device, DType, Inputs, inputs
+from experiments.compressions import told
+from experiments.statements import bullets, counted, interval, percent, short, table
+from lyapunov_prune.evaluation.perplexity import interval_of
+from lyapunov_prune.forward.reading import read
+from lyapunov_prune.mending.mend import Mend, fit_mends, mapped
+from lyapunov_prune.results.result import MeasuredOn, Result, encode
+from lyapunov_prune.results.store import Store
+
+HERE = Path(__file__).parent
+CRITERIA = ("bi", "angular")
+COUNTS = (2, 4, 7)
+
+
+@dataclass(frozen=True)
+class Losses:
+    """The mean loss of each window, nats a token."""
+
+    windows: np.ndarray
+
+
+@dataclass(frozen=True)
+class Removal:
+    """Layers that went by a criterion, the windows' losses without them and mended, and the map of each gap."""
+
+    criterion: str
+    removed: tuple[int, ...]
+    cut: Losses
+    mended: Losses
+    maps: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class MendedOnOneText(Result):
+    dense: Losses
+    removals: tuple[Removal, ...]
+    measured_on: MeasuredOn
+    calibrated_on: MeasuredOn
+
+    def to_frame(self) -> pd.DataFrame:
+        rows = [
+            {
+                "criterion": r.criterion,
+                "removed": len(r.removed),
+                "layers": ", ".join(map(str, r.removed)),
+                "cut": float(np.exp((r.cut.windows - self.dense.windows).mean())),
+                "mended": float(np.exp((r.mended.windows - self.dense.windows).mean())),
+                "maps": ", ".join(r.maps),
+            }
+            for r in self.removals
+        ]
+        return pd.DataFrame(rows)
+
+    def headline(self) -> str:
+        return f"{self.measured_on.line()}; chosen and mended on {self.calibrated_on.line()}"
+
+
+def main(
+    model: str = "smollm2-135m",
+    device: Device = "auto",
+    dtype: DType = None,
+    text: Annotated[list[str] | None, typer.Option()] = None,
+    tokens: int = 4096,
+    context: int = 512,
+) -> None:
+    for source in text or ["builtin"]:
+        given = inputs(model, source, tokens, context, device=device, dtype=dtype)
+        found = measure(given)
+        name = given.loaded.model.config._name_or_path
+        found.save(HERE / f"{name}-{Path(given.evaluation.text).stem}.json")
+        print(found)
+
+
+def measure(given: Inputs) -> MendedOnOneText:
+    model = given.loaded.model
+    origins = given.evaluation.measured_on(model), given.calibration.measured_on(model)
+    folder = given.jobs / f"mending-{given.evaluation.text_hash[:16]}"
+    with Store(folder, "mending", {"texts": encode(origins)}, resume=True) as store:
+        if "dense" not in store:
+            store.add("dense", {"windows": losses(given, (), ())})
+        for criterion in CRITERIA:
+            for count in COUNTS:
+                if (key := f"{criterion}-{count}") not in store:
+                    store.add(key, _removal(given, criterion, count))
+        rows = [store[f"{criterion}-{count}"] for criterion in CRITERIA for count in COUNTS]
+        dense = Losses(np.array(store["dense"]["windows"]))
+    removals = [
+        Removal(
+            r["criterion"],
+            tuple(r["removed"]),
+            Losses(np.array(r["cut"])),
+            Losses(np.array(r["mended"])),
+            tuple(r["maps"]),
+        )
+        for r in rows
+    ]
+    return MendedOnOneText(dense, tuple(removals), *origins)
+
+
+def _removal(given: Inputs, criterion: str, count: int) -> dict[str, Any]:
+    ranking = lp.rank(given.loaded.model, given.calibration, criterion=criterion, remove=count)
+    removed = ranking.plan(count).remove
+    mends, report = fit_mends(given.loaded.model, removed, given.calibration)
+    return {
+        "criterion": criterion,
+        "removed": list(removed),
+        "cut": losses(given, removed, ()),
+        "mended": losses(given, removed, mends),
+        "maps": [gap.forms[gap.chosen] for gap in report.gaps],
+    }
+
+
+@torch.no_grad()
+def losses(given: Inputs, removed: Sequence[int], mends: Sequence[Mend]) -> list[float]:
+    """Of every evaluation window, the layers passed over and the maps in their places by hooks."""
+    reading = read(given.loaded.model, given.evaluation)
+    prefix, scorer = reading.prefix, reading.scorer
+    found: list[float] = []
+    with prefix.without(removed) if removed else nullcontext(), mapped(reading.structure.layers, mends):
+        for ids in reading.windows(1):
+            found += scorer(ids)[0]
+    return found
+
+
+def written() -> dict[str, str]:
+    results = [MendedOnOneText.load(path) for path in sorted(HERE.glob("*.json"))]
+    return {"setting": setting(results), "mended": mended(results), "verdict": verdict(results)}
+
+
+def setting(results: list[MendedOnOneText]) -> str:
+    return bullets(
+        *(
+            f"{r.headline()}; dense perplexity "
+            f"{interval(float(np.exp(r.dense.windows.mean())), *interval_of(r.dense.windows))}"
+            for r in results
+        )
+    )
+
+
+def _name(result: MendedOnOneText) -> str:
+    return f"{result.measured_on.model.name}, {Path(result.measured_on.text).stem}"
+
+
+def mended(results: list[MendedOnOneText]) -> str:
+    """Over the dense perplexity: cut, mended, and mended over cut with its interval."""
+    rows = []
+    for r in results:
+        for removal in r.removals:
+            cut, after = (each.windows - r.dense.windows for each in (removal.cut, removal.mended))
+            ratio = after - cut
+            rows.append(
+                (
+                    _name(r),
+                    len(removal.removed),
+                    f"`{removal.criterion}`",
+                    float(np.exp(cut.mean())),
+                    interval(float(np.exp(after.mean())), *interval_of(after)),
+                    interval(float(np.exp(ratio.mean())), *interval_of(ratio)),
+                    ", ".join(removal.maps),
+                )
+            )
+    head = ("model, text", "removed", "by", "cut / dense", "mended / dense", "mended / cut", "map of each gap")
+    return table(head, rows)
+
+
+def verdict(results: list[MendedOnOneText]) -> str:
+    lines = []
+    for name in dict.fromkeys(r.measured_on.model.name for r in results):
+        mine = [r for r in results if r.measured_on.model.name == name]
+        said = Counter(told(x.mended, x.cut) for r in mine for x in r.removals)
+        tally = ", ".join(f"{word} {n}" for word, n in sorted(said.items()))
+        lines.append(
+            f"{name}, {counted(len(mine), 'text')}: mended against cut, over {sum(said.values())} removals: {tally}."
+        )
+        for count in COUNTS:
+            shares = [
+                float((x.cut.windows - x.mended.windows).mean() / (x.cut.windows - r.dense.windows).mean())
+                for r in mine
+                for x in r.removals
+                if len(x.removed) == count
+            ]
+            lines.append(
+                f"{name}, {count} layers removed: of the loss that the cut adds, mending takes back "
+                f"{percent(min(shares))} to {percent(max(shares))}, median {percent(float(np.median(shares)))}."
+            )
+        maps = Counter(form for r in mine for x in r.removals for form in x.maps)
+        lines.append(
+            f"{name}: of {sum(maps.values())} gaps the held-out loss chose "
+            f"{', '.join(f'{form} in {short(n)}' for form, n in maps.most_common())}."
+        )
+    return bullets(*lines)
+
+
+if __name__ == "__main__":
+    typer.run(main)
