@@ -54,6 +54,8 @@ EXAMINED = [
     "26_reductions",
     "27_disparity",
     "28_joint",
+    "31_rivals",
+    "32_equal_time",
 ]
 
 

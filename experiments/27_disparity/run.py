@@ -78,7 +78,7 @@ def measure(model: PreTrainedModel, batch: TokenBatch) -> Disparity:
 
     student = Unmerged(model, REDUCTION, run)
     groups = np.array_split(np.arange(len(batch)), GROUPS)
-    worth = [measure_importance(student, batch.take(g.tolist()), "taylor", items=len(g)) for g in groups]
+    worth = [measure_importance(student, batch.take(g.tolist()), "taylor") for g in groups]
     return Disparity(
         reduction=REDUCTION,
         windows=len(groups[0]),
