@@ -96,12 +96,12 @@ def job_folder(model: str) -> Path:
     return Path("runs") / "experiments" / folder_name(model)
 
 
-def of_model(here: Path, model: str) -> Path:
-    """Where an experiment writes its results: beside run.py of the built-in model, in a folder by its name of another.
+def of_model(here: Path, model: str, own: str = BUILT_IN) -> Path:
+    """Where an experiment writes its results: beside run.py of its `own` model, in a folder by its name of another.
 
     A README.md asks for what `written()` makes of that folder by `<!-- FOLDER NAME -->`, see tools/tables.py.
     """
-    return here if model == BUILT_IN else here / Path(plain(model)).name
+    return here if model == own else here / Path(plain(model)).name
 
 
 def plain(source: str) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -55,12 +55,14 @@ def recover(
     lesson: Lesson,
     recipe: Recipe,
     state: TrainingState,
+    watch: Callable[[int], None] | None = None,
 ) -> list[float]:
     """Train the weights of `student`, in place, for as many steps as the lesson has items for.
 
     Returns the loss before each step. Unmerged: what is gone is so only inside `Unmerged.cut`. The state is kept in
     `state` about every 20 seconds, and in the end what was learnt, alone. Where it holds a state the run goes on from
-    there and ends, on the CPU with as many threads, as if it had never stopped, bit for bit.
+    there and ends, on the CPU with as many threads, as if it had never stopped, bit for bit. `watch` is called after
+    every step of this run with the number of steps taken, the model of `student` being cut as it learns.
 
     Raises LyapunovPruneError naming the lesson and the step for a loss or gradient that is not finite.
     """
@@ -78,6 +80,8 @@ def recover(
                 run.take_step(stacked(examples, items))
             except LyapunovPruneError as error:
                 raise LyapunovPruneError(f"{lesson.name}: {error}") from None
+            if watch is not None:
+                watch(run.step)
             if run.step < steps and state.is_due():
                 state.save(run.step, run.tensors())
         state.save(steps, learnt(run.tensors()))
