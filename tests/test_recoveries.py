@@ -1,4 +1,4 @@
-"""Experiments on recovery: paired by item, half of the drop from the right side, a bias that varies and one that does not."""
+"""Experiments on recovery: paired by item, half of the drop from the right side, a bias that varies or does not."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def made_items(
 
 
 def test_types_are_compared_item_by_item() -> None:
-    dense, curves = made_items([0.6, 0.6, 0.7, 0.75, 0.8], [0.5, 0.7, 0.8, 0.9, 0.9])
+    dense, curves = made_items([0.6, 0.6, 0.7, 0.75, 0.85], [0.5, 0.7, 0.8, 0.9, 0.9])
     rows = list(ASYMMETRY.comparisons(dense, curves, MARKS))
     assert [(p.quantity, p.optimizer, p.removed) for p in rows] == [
         *(("drop", "", n) for n in (2, 4, 0)),
@@ -77,7 +77,7 @@ def test_types_are_compared_item_by_item() -> None:
     ]
     drop, gap, steps = rows[0], rows[3], rows[6]
     assert (drop.attention, drop.activation, drop.between) == pytest.approx((0.4, 0.5, 0.1))
-    assert (gap.attention, gap.activation, gap.between) == pytest.approx((0.2, 0.1, -0.1))
+    assert (gap.attention, gap.activation, gap.between) == pytest.approx((0.15, 0.1, -0.05))
     paired = stats.ttest_rel(dense - curves["sgd", "activation", 2][0], dense - curves["sgd", "attention", 2][0])
     np.testing.assert_allclose([drop.low, drop.high], paired.confidence_interval(0.95))
     assert (steps.attention, steps.activation) == pytest.approx((6.0, 1.5), rel=1e-6)
@@ -86,7 +86,7 @@ def test_types_are_compared_item_by_item() -> None:
 
 
 def test_planted_fault_items_in_another_order_pair_with_none() -> None:
-    dense, curves = made_items([0.6, 0.6, 0.7, 0.75, 0.8], [0.5, 0.7, 0.8, 0.9, 0.9])
+    dense, curves = made_items([0.6, 0.6, 0.7, 0.75, 0.85], [0.5, 0.7, 0.8, 0.9, 0.9])
     shuffled = dict(curves)
     order = np.random.default_rng(1).permutation(len(dense))
     shuffled["sgd", "activation", 2] = curves["sgd", "activation", 2][:, order]
@@ -214,6 +214,6 @@ def test_the_statements_follow_the_numbers(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("words", ["", "a", "1 -2", "1,2"])
 def test_a_list_of_an_option_is_refused_in_a_line(words: str) -> None:
-    with pytest.raises(LyapunovPruneError, match="--depths .* is no list of positive numbers"):
+    with pytest.raises(LyapunovPruneError, match=r"--depths .* is no list of positive numbers"):
         numbers(words, "--depths")
     assert numbers("1 2e-4", "--x") == [1, 2e-4]

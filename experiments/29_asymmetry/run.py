@@ -202,7 +202,7 @@ def uncut(given: Subject, worth: Importance, store: Store, kind: str, n: int) ->
     key = f"before-{kind}-{n}"
     if key not in store:
         with given.student.cut(*gone(worth, kind, n)) as model:
-            store.add(key, score(model, given.data.select, batch_size=given.batch).items.tolist())
+            store.add(key, score(model, given.data.select, batch_size=8 * given.batch).items.tolist())
     return np.array(store[key])
 
 
@@ -221,7 +221,7 @@ def recovered(
 
     def watch(step: int) -> None:
         if step in marks:
-            rows.append(score(student.model, given.data.select, batch_size=given.batch).items)
+            rows.append(score(student.model, given.data.select, batch_size=8 * given.batch).items)
 
     recipe = Recipe(batch=given.batch, learning_rate=rate, optimizer=optimizer)
     recover(student, given.model, given.data.learn, lesson, recipe, TrainingState(None, {}), watch)
@@ -461,8 +461,8 @@ def verdict(found: Asymmetry) -> str:
             told(
                 low > 1,
                 high < 1,
-                f"{LABELS[name]}: attentions take {interval(by_item.between, by_item.low, by_item.high)} times as many steps "
-                "as activations to regain half of the drop "
+                f"{LABELS[name]}: attentions take {interval(by_item.between, by_item.low, by_item.high)} times as many "
+                "steps as activations to regain half of the drop "
                 f"({short(by_seed[1])}–{short(by_seed[2])} over seeds), as a geometric mean "
                 f"over {counted(len(steps) - 1, 'depth')}. {size}. {capped(found, steps)}",
             )

@@ -121,7 +121,7 @@ def measure(given: Subject, reach: int, steps: int, seeds: int) -> ConstantBias:
         worth = given.importance(store)
         parents = chains(reach, given.most)
         course = Course(given.student, given.data.learn, worth, parents, steps, 0, recipe, folder, about)
-        points = recover_points(course, given.data.select, five, seeds, store, resume=True, batch_size=given.batch)
+        points = recover_points(course, given.data.select, five, seeds, store, resume=True, batch_size=8 * given.batch)
         fast = np.array([[of_point(points, pair, seed) for seed in range(seeds)] for pair in five])
         jobs = [(pair, seed) for pair in five for seed in range(seeds)]
         rows = [longer(given, course, store, pair, seed) for pair, seed in track(jobs, "longer recoveries")]
@@ -150,7 +150,7 @@ def longer(given: Subject, course: Course, store: Store, pair: Pair, seed: int) 
         with course.state(key, lesson, resume=True) as state:
             recover(student, course.teacher, course.learn, lesson, course.recipe, state)
         with student.cut(lesson.attention, lesson.activation) as model:
-            found = score(model, given.data.select, batch_size=given.batch)
+            found = score(model, given.data.select, batch_size=8 * given.batch)
         store.add(key, found.items.tolist())
         TrainingState(course.folder / key, {}).close()
     return list(store[key])
