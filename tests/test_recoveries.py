@@ -81,7 +81,8 @@ def test_types_are_compared_item_by_item() -> None:
     paired = stats.ttest_rel(dense - curves["sgd", "activation", 2][0], dense - curves["sgd", "attention", 2][0])
     np.testing.assert_allclose([drop.low, drop.high], paired.confidence_interval(0.95))
     assert (steps.attention, steps.activation) == pytest.approx((6.0, 1.5), rel=1e-6)
-    assert steps.low < steps.between == pytest.approx(4.0) < steps.high
+    assert steps.between == pytest.approx(4.0)
+    assert steps.low < steps.between < steps.high
     assert steps.high - steps.low < 1  # the difficulty of items, twenty times the noise, is in both and cancels
 
 

@@ -495,10 +495,14 @@ def share(found: Asymmetry) -> str:
     parts = []
     for name in found.chosen:
         gap = found.of("gap", name)[-1]
-        regained = [percent(1 - getattr(gap, kind) / getattr(drop, kind)) for kind in TYPES]
+        regained = [regained_of(getattr(drop, kind), getattr(gap, kind)) for kind in TYPES]
         parts.append(f"by {LABELS[name]} attentions {regained[0]}, activations {regained[1]}")
     depths = [p.removed for p in found.of("drop") if p.removed]
     return f"Regained of the mean drop over depths of {span(map(float, depths))}: {'; '.join(parts)}."
+
+
+def regained_of(drop: float, gap: float) -> str:
+    return percent(1 - gap / drop) if drop > 0 else "nothing, as nothing was lost"
 
 
 def told(agrees: object, differs: object, statement: str) -> str:
