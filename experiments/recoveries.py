@@ -91,11 +91,11 @@ def subject(model: str, device: str, dtype: str | None, images: str, text: str |
 
 
 def numbers(given: str, option: str) -> list[float]:
-    """What an option such as `1 2 4` lists. Raises LyapunovPruneError for anything that is not positive numbers."""
+    """What an option such as `1,2,4` lists. Raises LyapunovPruneError for anything that is not positive numbers."""
     try:
-        found = [float(word) for word in given.split()]
+        found = [float(word) for word in given.split(",")]
     except ValueError:
         found = []
     if not found or min(found) <= 0:
-        raise lp.LyapunovPruneError(f"{option} {given!r} is no list of positive numbers; write it as '1 2 4'")
+        raise lp.LyapunovPruneError(f"{option} {given!r} is no list of positive numbers; write it as 1,2,4")
     return found

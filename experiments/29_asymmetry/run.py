@@ -114,11 +114,11 @@ def main(
     images: str = "mnist-5k",
     text: str | None = None,
     tokens: int = 40960,
-    depths: str = "4 6 8 10 11 12",
+    depths: str = "4,6,8,10,11,12",
     steps: int = 24,
     seeds: int = 2,
-    adamw: str = "1e-4 3e-4 1e-3",
-    sgd: str = "0.03 0.1 0.3",
+    adamw: str = "1e-4,3e-4,1e-3",
+    sgd: str = "0.03,0.1,0.3",
 ) -> None:
     rates = {"adamw": tuple(numbers(adamw, "--adamw")), "sgd": tuple(numbers(sgd, "--sgd"))}
     removed = tuple(int(n) for n in numbers(depths, "--depths"))
