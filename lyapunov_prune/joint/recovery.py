@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -55,6 +55,7 @@ def recover(
     lesson: Lesson,
     recipe: Recipe,
     state: TrainingState,
+    watch: Callable[[int], None] | None = None,
 ) -> list[float]:
     """Train the weights of `student`, in place, cut as the lesson says, for as many steps as it has items for.
 
@@ -62,7 +63,7 @@ def recover(
     `train`.
     """
     with student.cut(lesson.attention, lesson.activation) as model:
-        return train(model, teacher, examples, lesson, recipe, state)
+        return train(model, teacher, examples, lesson, recipe, state, watch)
 
 
 def train(
@@ -72,11 +73,13 @@ def train(
     lesson: Lesson,
     recipe: Recipe,
     state: TrainingState,
+    watch: Callable[[int], None] | None = None,
 ) -> list[float]:
     """Train `model` as it is, in place, to predict what `teacher` predicts of the lesson's items.
 
     The state is kept in `state` about every 20 seconds, and in the end what was learnt, alone. Where it holds a state
     the run goes on from there and ends, on the CPU with as many threads, as if it had never stopped, bit for bit.
+    `watch` is called after every step of this run with the number of steps taken, `model` being what has learnt so far.
 
     Raises LyapunovPruneError naming the lesson and the step for a loss or gradient that is not finite.
     """
@@ -93,6 +96,8 @@ def train(
                 run.take_step(stacked(examples, items))
             except LyapunovPruneError as error:
                 raise LyapunovPruneError(f"{lesson.name}: {error}") from None
+            if watch is not None:
+                watch(run.step)
             if run.step < steps and state.is_due():
                 state.save(run.step, run.tensors())
         state.save(steps, learnt(run.tensors()))
