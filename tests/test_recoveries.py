@@ -263,7 +263,7 @@ def test_a_decoder_goes_the_same_ways(decoder: Subject, monkeypatch: pytest.Monk
         EQUAL.influence(decoder), lp.block_influence(decoder.model, decoder.data.learn).influence, rtol=1e-6
     )
     found = REDUCTIONS.measure(decoder, (2,), 1, 1)
-    assert (found.kind, found.default) == ("gated", "mean-gate")
+    assert (found.blocks, found.default) == ("gated", "mean-gate")
     assert found.reductions == ("mean-gate", "scaled", "affine")
 
 
@@ -271,7 +271,7 @@ def test_reductions_replace_the_same_layers(tiny: Subject) -> None:
     before = {name: p.clone() for name, p in tiny.model.named_parameters()}
     found = REDUCTIONS.measure(tiny, (1, 3), 2, 2)
     assert all(torch.equal(p, before[name]) for name, p in tiny.model.named_parameters())
-    assert (found.kind, found.default, found.reductions) == ("plain", "identity", ("identity", "affine"))
+    assert (found.blocks, found.default, found.reductions) == ("plain", "identity", ("identity", "affine"))
     assert found.counts == (1, 3)
     assert set(found.of("affine", 1).layers) < set(found.of("affine", 3).layers)
     student = tiny.student("affine")

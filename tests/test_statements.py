@@ -54,8 +54,11 @@ EXAMINED = [
     "26_reductions",
     "27_disparity",
     "28_joint",
+    "29_asymmetry",
+    "30_constant_bias",
     "31_rivals",
     "32_equal_time",
+    "33_reductions",
 ]
 
 

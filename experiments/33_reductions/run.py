@@ -64,7 +64,7 @@ class Replaced:
 class ReductionsRecovered(Result):
     """Every reduction for every number of activations; `default` is what `joint` takes of such blocks."""
 
-    kind: str
+    blocks: str  # plain or gated
     default: str
     replaced: tuple[Replaced, ...]
     dense: np.ndarray
@@ -144,7 +144,7 @@ def measure(of: Subject, removed: tuple[int, ...], seeds: int, steps: int) -> Re
         ]
         dense = together([[store["dense"]]], of.final)[0, 0]
     return ReductionsRecovered(
-        kind=kind,
+        blocks=kind,
         default=default,
         replaced=tuple(rows),
         dense=dense,
@@ -229,7 +229,7 @@ def setting(found: ReductionsRecovered) -> str:
     layers = "; ".join(f"{count}: {runs(found.of(found.default, count).layers)}" for count in found.counts)
     return bullets(
         f"Learnt from {found.learnt_on.line()}; scored on {found.measured_on.line()}",
-        f"{found.kind.capitalize()} blocks; {int(found.replaced[0].steps[0])} steps each, {len(found.seeds)} seeds; "
+        f"{found.blocks.capitalize()} blocks; {int(found.replaced[0].steps[0])} steps each, {len(found.seeds)} seeds; "
         f"dense model {four(found.dense.mean())}",
         f"Layers that lose their activation, of {found.measured_on.model.num_layers}: {layers}",
     )
@@ -255,7 +255,7 @@ def compared(found: ReductionsRecovered, a: str, b: str, when: str) -> list[Diff
 def verdict(found: ReductionsRecovered) -> str:
     on = found.measured_on
     lines = [
-        f"One model ({on.model.name}) of {found.kind} blocks, {len(found.seeds)} seeds; differences are {unit(on)}."
+        f"One model ({on.model.name}) of {found.blocks} blocks, {len(found.seeds)} seeds; differences are {unit(on)}."
     ]
     others = [name for name in found.reductions if name != found.default]
     for other in others:

@@ -103,8 +103,13 @@ class MeasuredOn:
 class Result:
     """Base of every result: prints as a table, converts with `to_frame`, saves to one JSON file.
 
-    NaN and infinities are written as the strings JSON lacks (`"NaN"`), so files stay strict JSON.
+    NaN and infinities are written as the strings JSON lacks (`"NaN"`), so files stay strict JSON. A field may not be
+    called `kind`: a file says its class there.
     """
+
+    def __init_subclass__(cls) -> None:
+        if "kind" in cls.__annotations__:
+            raise TypeError(f"{cls.__name__} has a field `kind`, under which a file says its class; name it otherwise")
 
     def to_frame(self) -> pd.DataFrame:
         raise NotImplementedError

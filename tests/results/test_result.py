@@ -99,6 +99,11 @@ def test_a_missing_field_is_named(result: Result, tmp_path: Path) -> None:
         type(result).load(written(tmp_path, data))
 
 
+def test_no_field_hides_the_class_in_the_file() -> None:
+    with pytest.raises(TypeError, match="Hidden has a field `kind`"):
+        type("Hidden", (Result,), {"__annotations__": {"kind": str}})
+
+
 # The rest is the same code for every class: one example is enough.
 
 
