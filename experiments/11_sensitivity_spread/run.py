@@ -79,7 +79,7 @@ def main(
         share = tolerance(profile.contraction.pooled(pooling), reading)
         third = len(share) // 3
         print(f"{reading}, {pooling}: the last third {share[-third:].sum():.2f}, the first {share[:third].sum():.2f}")
-    draw(folder, {"spread": figure(measured)})
+    draw(folder, {"spread": figure(found_by)})
 
 
 def figure(measured: dict[str, lp.sensitivity.Sensitivity]) -> str:

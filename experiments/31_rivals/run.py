@@ -287,9 +287,10 @@ def verdict(found: Rivals) -> str:
     regret = float(found.scores[best] - found.scores[0])
     within = "is within" if regret <= found.bound else "is more than"
     lines.append(f"That {within} what the decision said that it can cost, {short(found.bound)} {unit(on)}.")
-    said = [told(difference(found.items[0], items)) for items in found.items[1:]]
+    beside = [told(difference(found.items[0], items)) for items in found.items[1:]]
     lines.append(
-        f"Of {len(said)} rivals the choice is better than {said.count('better')} and worse than {said.count('worse')}; "
+        f"Of {len(beside)} rivals the choice is better than {beside.count('better')} and worse than "
+        f"{beside.count('worse')}; "
         "the others cannot be told from it (paired by item, seeds averaged, no allowance for how many there are)."
     )
     if len(found.seeds) > 1:

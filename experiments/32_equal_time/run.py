@@ -211,7 +211,10 @@ def influence(of: Subject) -> np.ndarray:
 
 def places(worth: Importance) -> np.ndarray:
     """A layer's places in the orders of both types together: numbers of two types are not compared."""
-    return sum(np.argsort(np.argsort(w, kind="stable"), kind="stable") for w in (worth.attention, worth.activation))
+    attention, activation = (
+        np.argsort(np.argsort(w, kind="stable"), kind="stable") for w in (worth.attention, worth.activation)
+    )
+    return attention + activation
 
 
 def pairs_first(clock: "Clock", run: JointRun, orders: dict[str, list[Parts]], speedup: float) -> list[Parts]:
