@@ -178,7 +178,9 @@ def without_mean(loaded: lp.models.Loaded, prompts: Sequence[torch.Tensor]) -> p
         with residual_stream(structure, lambda boundary, hidden, states=states: states.append(hidden)):
             run_backbone(structure, ids)
 
-        def logits(h: torch.Tensor, ids: torch.Tensor = ids, prefix: Prefix = prefix, scorer: Scorer = scorer):
+        def logits(
+            h: torch.Tensor, ids: torch.Tensor = ids, prefix: Prefix = prefix, scorer: Scorer = scorer
+        ) -> torch.Tensor:
             return lift(scorer.logits(prefix.finish(ids, structure.num_layers, h)[0, -LAST:]))
 
         for layer, found in parts.items():
@@ -235,7 +237,7 @@ def quantiles(ratio: pd.Series) -> list[float]:
     return [float(f"{x:.4g}") for x in ratio.quantile([0.05, 0.5, 0.95])]
 
 
-def band(axes, x, table: pd.DataFrame, column: str, **style) -> None:
+def band(axes: Any, x: Any, table: pd.DataFrame, column: str, **style: Any) -> None:
     """A line and its interval over prompts."""
     axes.plot(x, positive(table[column]), **style)
     axes.fill_between(
@@ -369,13 +371,13 @@ def middle(layers: pd.DataFrame) -> pd.DataFrame:
 
 def similarity(layers: pd.DataFrame, at: int) -> str:
     """Cosines where a part is left out: of the first layer, the middle ones from lowest to highest mean, two more."""
-    rows = []
+    rows: list[list[object]] = []
     for what, part in layers.groupby("what", sort=False):
         inner = middle(part)
         for layer in (0, None, at, part.layer.max()):
             row = part[part.layer == layer]
             if layer is None:
-                cells = [span(1 - inner[space]) for space in SPACES]
+                cells: list[object] = [span(1 - inner[space]) for space in SPACES]
                 rows.append([f"{NAMES[what]}, layers {inner.layer.min()} to {inner.layer.max()}", *cells])
                 rows[-1].append(float(1 - inner.probability_max.max()))
             else:

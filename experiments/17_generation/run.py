@@ -106,8 +106,8 @@ def main(
         ratio = {"perplexity": own.value, "ratio": own.value / dense.value, "ratio_low": low, "ratio_high": high}
         rows.append({"model": name, **ratio, **outcome(found, steps), **spans(frame)})
         frames.append(frame)
-        for which, tokens in (("dense", "dense_tokens"), (name, "compressed_tokens")):
-            answers[which] = {k: loaded.tokenizer.decode(getattr(f, tokens)[0]) for k, f in found.items()}
+        for which, written_by in (("dense", "dense_tokens"), (name, "compressed_tokens")):
+            answers[which] = {k: str(loaded.tokenizer.decode(getattr(f, written_by)[0])) for k, f in found.items()}
     models, frame = pd.DataFrame(rows), pd.concat(frames)
     by_step = summarise(frame, "prompt", ("model", "step"), MEASURES)
     other = summarise(frames[0], "prompt", ("model",), MEASURES)

@@ -184,7 +184,7 @@ def shift(before: list[Decision], after: list[Decision]) -> dict[str, float]:
         note("options_spread", np.abs(p.options - p.options.mean()).mean())
         note("options_correlation", np.corrcoef(p.options, q.options)[0, 1])
         note("same_option", p.options.argmax() == q.options.argmax())
-        note("same_top_token", p.likeliest[0] == q.likeliest[0])
+        note("same_top_token", bool(p.likeliest[0] == q.likeliest[0]))
     found: dict[str, float] = {"n": len(before)}
     for name, values in columns.items():
         found |= dict(zip((name, f"{name}_low", f"{name}_high"), interval(np.array(values)), strict=True))

@@ -95,7 +95,7 @@ def main(
 
 def sets(rankings: dict[str, lp.ranking.LayerRanking], layers: int) -> dict[tuple[int, ...], str]:
     """Every layer alone, the first of every ranking, and random ones, each with the first that chose it."""
-    found = {(layer,): "alone" for layer in range(layers)}
+    found: dict[tuple[int, ...], str] = {(layer,): "alone" for layer in range(layers)}
     for name, ranking in rankings.items():
         for count in COUNTS:
             found.setdefault(ranking.plan(count).remove, name)

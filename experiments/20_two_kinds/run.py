@@ -101,11 +101,11 @@ def written(folder: Path = HERE) -> dict[str, str]:
         for task, metric in dict.fromkeys((s.task, s.metric) for s in kind.scores):
             values = [kind.score(model, task, metric) for model in kind.models]
             scores.append([f"{task}, {metric}", *(f"{short(s.value)} ± {short(s.error)}" for s in values)])
-    for task in chosen.tasks:
-        right = [round(chosen.score(model, task.name, "acc").value * task.items) for model in chosen.models]
-        p = [stats.binomtest(k, task.items, task.chance, alternative="greater").pvalue for k in right]
-        by_chance[task.name] = dict(zip(chosen.models, map(float, p), strict=True))
-        guessing.append([f"{task.name} ({short(task.chance)})", *(float(x) for x in p)])
+    for choice in chosen.tasks:
+        right = [round(chosen.score(model, choice.name, "acc").value * choice.items) for model in chosen.models]
+        p = [stats.binomtest(k, choice.items, choice.chance, alternative="greater").pvalue for k in right]
+        by_chance[choice.name] = dict(zip(chosen.models, map(float, p), strict=True))
+        guessing.append([f"{choice.name} ({short(choice.chance)})", *(float(x) for x in p)])
     return {
         "setting": setting(chosen, answered),
         "summary": summary(chosen, answered, by_chance),

@@ -38,7 +38,7 @@ PUBLISHED = (
 
 def main() -> None:
     points = np.array(PUBLISHED)
-    fitted = fit_map(1 - points[:, :2], points[:, 2])
+    fitted = fit_map((1 - points[:, :2]).tolist(), points[:, 2].tolist())
     # One score a point and none of how the items were judged: no seeds, and a selection set taken for exact.
     decision = decide(fitted, LAYERS, remove=REMOVE, selection_error=0.0)
     fitted.save(HERE / "map.json")
@@ -91,7 +91,9 @@ def written() -> dict[str, str]:
 
 
 def degrees(fitted: JointMap) -> str:
-    rows = [(degree, error, "chosen" if degree == fitted.degree else "") for degree, error in fitted.errors.items()]
+    rows: list[tuple[int, float | None, str]] = [
+        (degree, error, "chosen" if degree == fitted.degree else "") for degree, error in fitted.errors.items()
+    ]
     rows += [(degree, None, f"excluded: {reason}") for degree, reason in fitted.excluded.items()]
     return table(("κ", "leave-two-out RMSE", ""), sorted(rows))
 

@@ -69,10 +69,14 @@ def main() -> None:
     loaded = LoadedClassifier(model, find_layers(model), SCALING)
     images = load_images(SOURCE, loaded)
     parts = slices(images, seed=SEED)
-    cost = train(model, parts.learn, parts.select)
+    learn, select, final = parts
+    assert isinstance(learn, ImageBatch)
+    assert isinstance(select, ImageBatch)
+    assert isinstance(final, ImageBatch)
+    cost = train(model, learn, select)
     keep(model)
-    found = score(model, parts.final, batch_size=50)
-    penalty, linear = ridge(parts.learn, parts.select, parts.final)
+    found = score(model, final, batch_size=50)
+    penalty, linear = ridge(learn, select, final)
     beside = ItemScores(losses=linear[0], correct=linear[1], measured_on=found.measured_on)
     FILE.unlink(missing_ok=True)
     result = {
@@ -98,7 +102,7 @@ def main() -> None:
     print(*written().values(), sep="\n")
 
 
-def train(model: nn.Module, learn: ImageBatch, select: ImageBatch) -> dict[str, Any]:
+def train(model: ViTForImageClassification, learn: ImageBatch, select: ImageBatch) -> dict[str, Any]:
     """Train `model` in place with AdamW and a cosine; images are moved by up to two pixels, another way every epoch.
 
     The state on disk is that after an epoch: weights, both moments of each, losses and accuracies so far, seconds.

@@ -15,7 +15,6 @@ import copy
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -155,8 +154,8 @@ def measure(
                 store.add(key, recovered(given, worth, optimizer, rate, kind, n, seed, marks).tolist())
             return np.stack([uncut(given, worth, store, kind, n), *np.array(store[key])])
 
-        def curve(*of: Any) -> Curve:
-            return Curve(*of, items(*of).mean(1))
+        def curve(optimizer: str, rate: float, kind: str, n: int, seed: int) -> Curve:
+            return Curve(optimizer, rate, kind, n, seed, items(optimizer, rate, kind, n, seed).mean(1))
 
         probes = [
             curve(name, rate, kind, middle, 0) for name, tried in rates.items() for rate in tried for kind in TYPES
