@@ -59,6 +59,7 @@ EXAMINED = [
     "31_rivals",
     "32_equal_time",
     "33_reductions",
+    "34_mending",
 ]
 
 
