@@ -68,7 +68,7 @@ BAD: list[tuple[str, dict[str, Any], str]] = [
     ("PruningPlan.given", {"drop_activation": [1], "reduction": 2}, "reduction is 2; give str or None"),
     ("PruningPlan.given", {"drop_activation": [1]}, "without a reduction; give one of identity, mean-gate, scaled"),
     ("pruning.write_pruned", {"tokenizer": "tokenizer", "plan": [1], "target": "out"}, "plan is [1]; give PruningPlan"),
-    ("pruning.write_pruned", {"tokenizer": None, "plan": None, "target": "out"}, "tokenizer is None; give PreTrained"),
+    ("pruning.write_pruned", {"tokenizer": 3, "plan": None, "target": "out"}, "tokenizer is 3; give PreTrained"),
     ("pruning.make_compact", {"cuts": [1]}, "cuts is [1]; give Cuts"),
     ("verify_removal", {"pruned": "teacher", "plan": [1], "merged": 3}, "merged is 3; give several Merged"),
     ("rank", {"batch": _IDS, "criterion": "bi", "remove": "2"}, "remove is '2'; give int or None"),

@@ -38,9 +38,10 @@ from lyapunov_prune.healing.state import TrainingState
 from lyapunov_prune.healing.trained import drawn_order
 from lyapunov_prune.joint.importance import Importance, measure_importance
 from lyapunov_prune.joint.recovery import Lesson, recover
-from lyapunov_prune.joint.run import default_reduction
 from lyapunov_prune.merging.table import REDUCTIONS
 from lyapunov_prune.merging.unmerged import Unmerged
+from lyapunov_prune.models.feedforward import read_feedforward
+from lyapunov_prune.models.structure import find_layers
 from lyapunov_prune.report.drawing import COLOURS, INK, panels, svg
 from lyapunov_prune.results.result import MeasuredOn, Result
 from lyapunov_prune.results.store import Store
@@ -62,7 +63,7 @@ class Replaced:
 
 @dataclass(frozen=True)
 class ReductionsRecovered(Result):
-    """Every reduction for every number of activations; `default` is what `joint` takes of such blocks."""
+    """Every reduction for every number of activations; the others are held against `default`, the plainest."""
 
     blocks: str  # plain or gated
     default: str
@@ -128,8 +129,9 @@ def main(
 
 
 def measure(of: Subject, removed: tuple[int, ...], seeds: int, steps: int) -> ReductionsRecovered:
-    default = default_reduction(of.model)
-    kind = "plain" if default == "identity" else "gated"
+    structure = find_layers(of.model)
+    gated = read_feedforward(structure.layers, 0, structure.model_type, structure.config).gated
+    kind, default = ("gated", "mean-gate") if gated else ("plain", "identity")
     names = [name for name, entry in REDUCTIONS.items() if kind in entry.blocks]
     students = {name: of.student(name) for name in names}
     about = of.about() | {"steps": steps}
@@ -263,7 +265,7 @@ def verdict(found: ReductionsRecovered) -> str:
             each = compared(found, other, found.default, when)
             parts = (f"{c} removed {gained(d)}, {told(d)}" for c, d in zip(found.counts, each, strict=True))
             lines.append(f"`{other}` less `{found.default}`, {said}: {'; '.join(parts)}.")
-    lines.append(f"For the default of `joint`, `{found.default}` today: {spoken_for(found)}")
+    lines.append(f"As the default of `joint`: {spoken_for(found)}")
     return bullets(*lines)
 
 
@@ -283,8 +285,7 @@ def spoken_for(found: ReductionsRecovered) -> str:
     alike = [name for name in unbeaten if name != first and won[name][0] == won[first][0]]
     if alike:
         return f"`{first}` and `{'`, `'.join(alike)}` alike, better somewhere and worse nowhere."
-    kept = "it stays" if first == found.default else f"`{first}` should take its place"
-    return f"{kept}: after recovery `{first}` is better than another in {won[first][0]} comparisons and worse in none."
+    return f"`{first}`, after recovery better than another in {won[first][0]} comparisons and worse in none."
 
 
 if __name__ == "__main__":

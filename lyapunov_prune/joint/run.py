@@ -32,7 +32,6 @@ from lyapunov_prune.joint.recovery import Lesson, Recipe
 from lyapunov_prune.joint.result import PLAN, REPORT, JointRun
 from lyapunov_prune.joint.times import Times, measure_times
 from lyapunov_prune.merging.unmerged import Unmerged
-from lyapunov_prune.models.feedforward import read_feedforward
 from lyapunov_prune.models.structure import find_layers, identify, in_eval_mode
 from lyapunov_prune.models.wrappers import loading_class
 from lyapunov_prune.pruning.compact import Cuts, make_compact
@@ -47,6 +46,7 @@ from lyapunov_prune.results.result import MeasuredOn, encode
 from lyapunov_prune.results.store import Store
 
 _RECIPE = Recipe(rank=8)
+REDUCTION = "affine"
 _LEAST_SELECTED = 5  # of 4 items a standard error is itself off by two fifths, 1/√(2(n − 1))
 MERGED = 10.0  # times the limit of one model's own kernels: a merge rounds a product once, and sums in another order
 
@@ -61,7 +61,7 @@ def remove_jointly(
     *,
     remove: int | None = None,
     speedup: float | None = None,
-    reduction: str | None = None,
+    reduction: str = REDUCTION,
     importance: str = "taylor",
     steps: int = 12,
     recover_steps: int = 100,
@@ -81,9 +81,9 @@ def remove_jointly(
     or of the nearest smaller one, is merged, written to the folder `output` as a compact checkpoint that has passed its
     gate, and scored. `recipe` holds what all recoveries have in common.
 
-    Without `reduction` a gated block goes by mean-gate and a plain one by identity. The former is a convention: it
-    rests on one model. `folder` keeps the unfinished work: with `resume` a killed run goes on from there and comes to
-    the same decision; it is emptied when `output` is there.
+    Without `reduction` blocks go by the least-squares fit: after recovery it is better than the others, or not to be
+    told from them, on two models (experiments/33_reductions). `folder` keeps the unfinished work: with `resume` a
+    killed run goes on from there and comes to the same decision; it is emptied when `output` is there.
 
     Raises LyapunovPruneError for both budgets or none, one that cannot be met, slices that share data, fewer than five
     items to select by, a model that the compact format does not know, whatever `decide`, `fit_map` and `recover`
@@ -94,20 +94,20 @@ def remove_jointly(
     require_least(1, steps=steps, recover_steps=recover_steps, seeds=seeds)
     learn, select, final = slices
     require_trainable(model, "the model")
-    if len(slices[1]) < _LEAST_SELECTED:
-        raise LyapunovPruneError(
-            f"{len(slices[1])} items to select by, whose error nobody can tell; give {_LEAST_SELECTED} or more (of a "
-            "text raise --tokens or lower --context)"
-        )
     origins = tuple(data.measured_on(model) for data in slices)
     _require_apart(slices, origins)
+    if len(select) < _LEAST_SELECTED:
+        raise LyapunovPruneError(
+            f"{len(select)} items to select by, whose error nobody can tell; give {_LEAST_SELECTED} or more (of a "
+            "text raise --tokens or lower --context)"
+        )
     L = find_layers(model).num_layers
     most = (L - 1 if model.can_generate() else L, L)
     if speedup is None or remove is not None:  # a wrong budget costs no minutes
         within_budget(L, remove, speedup, None, most)
     seconds: dict[str, float] = {}
     with _timing(seconds, "calibration"):
-        student = Unmerged(model, reduction or default_reduction(model), lambda: _run(model, learn))
+        student = Unmerged(model, reduction, lambda: _run(model, learn))
     folder = Path(folder)
     about: dict[str, Any] = {
         "slices": encode(origins),
@@ -240,13 +240,6 @@ def _run(model: PreTrainedModel, examples: Examples) -> None:
     structure = find_layers(model)
     for inputs in model_inputs(model, examples, 1):
         run_backbone(structure, inputs)
-
-
-def default_reduction(model: PreTrainedModel) -> str:
-    """The reduction of a model's kind of block."""
-    structure = find_layers(model)
-    block = read_feedforward(structure.layers, 0, structure.model_type, structure.config)
-    return "mean-gate" if block.gated else "identity"
 
 
 def _targets(reach: int, most: Pair) -> Pair:

@@ -54,7 +54,7 @@ def test_a_checkpoint_with_its_decision_and_its_report(run: Callable[..., Done])
         "The choice is " + ("certain" if result.decision.certain else "not certain"),
         f"The noise is at most {result.decision.noise:.3g}",
         f"has seen: {result.chosen:.4g}, dense {result.dense:.4g}",
-        "    lyapunov-prune joint tiny --remove 2 --reduction mean-gate --importance taylor --steps-per-point 1",
+        "    lyapunov-prune joint tiny --remove 2 --reduction affine --importance taylor --steps-per-point 1",
     ):
         assert line in told
     assert "not been\ntrained" not in told

@@ -338,7 +338,7 @@ def test_planted_fault_a_merge_of_the_wrong_layer_is_seen_by_the_score(
     """The gate compares a checkpoint with what it is told to be; that it is the recovered one, its score says."""
     from lyapunov_prune.merging.unmerged import Unmerged
 
-    right = removed(make_tiny("llama"), tmp_path, "right", remove=6)
+    right = removed(make_tiny("llama"), tmp_path, "right", remove=6, reduction="mean-gate")
     assert right.plan.drop_activation
     merged = Unmerged.merged
 
@@ -351,4 +351,4 @@ def test_planted_fault_a_merge_of_the_wrong_layer_is_seen_by_the_score(
 
     monkeypatch.setattr(Unmerged, "merged", wrong)
     with pytest.raises(LyapunovPruneError, match="the merged model is not the one that learnt"):
-        removed(make_tiny("llama"), tmp_path, "wrong", remove=6)
+        removed(make_tiny("llama"), tmp_path, "wrong", remove=6, reduction="mean-gate")

@@ -34,9 +34,9 @@ def joint(
         float | None, what_option(help="Instead of --remove: how many times as fast a forward must be.")
     ] = None,
     reduction: Annotated[
-        choices.Reduction | None,
-        what_option(help=one_of(REDUCTIONS, "What an activation is replaced by; mean-gate or identity if not given.")),
-    ] = None,
+        choices.Reduction,
+        what_option(help=one_of(REDUCTIONS, "What an activation is replaced by.")),
+    ] = "affine",
     importance: Annotated[choices.Importance, what_option(help="What the order within each type goes by.")] = "taylor",
     steps_per_point: Annotated[int, what_option(min=1, help="Training steps of each point of the map.")] = 12,
     recover: Annotated[int, what_option(min=1, help="Training steps of the chosen pair.")] = 100,
