@@ -101,7 +101,7 @@ def fit_mends(model: PreTrainedModel, removed: Sequence[int], batch: Readable) -
     for every candidate over a fourth of them.
 
     Raises LyapunovPruneError for a batch of one window, for fewer tokens than the map has columns, for a gap before
-    which no layer is left, and for a layer that can take no map (`find_place`).
+    which no layer is left, for a layer that can take no map (`find_place`), and where no loss is finite.
     """
     reading = read(model, batch)
     removed = sorted(removed)
@@ -133,7 +133,7 @@ def fit_mends(model: PreTrainedModel, removed: Sequence[int], batch: Readable) -
             ridges.append(ridge)
             losses.append(walks.loss([*mends, Mend(place, tried)], gap[0] - 1))
             maps.append(tried)  # type: ignore[arg-type]
-        chosen = int(np.nanargmin(losses))
+        chosen = _least(losses)
         best = maps[chosen]
         if best is not None:
             mends.append(Mend(place, best))
@@ -155,6 +155,16 @@ def _candidates(place: Place) -> list[tuple[str, float]]:
     forms = [form for form in FORMS if form in ("channels", "shift") or not place.channels]
     pairs = [(form, ridge) for form in forms if form != "shift" for ridge in RIDGES]
     return pairs + ([("shift", 0.0)] if place.shifts else [])
+
+
+def _least(losses: Sequence[float]) -> int:
+    """Where the smallest loss is. Raises LyapunovPruneError where none is finite."""
+    if not np.isfinite(losses).any():
+        raise LyapunovPruneError(
+            "no held-out loss of the pruned model is finite, mended or not; remove other layers, or load it in a wider "
+            "dtype"
+        )
+    return int(np.nanargmin(losses))
 
 
 def _width(reading: Reading) -> int:
@@ -180,7 +190,7 @@ class _Walks:
         self.dense.to(behind)
         module = self.reading.structure.layers[place.layer].get_submodule(place.module)
         outputs: list[torch.Tensor] = []
-        note = (module, lambda module, args, kwargs, output: outputs.append(hidden_of(output)))
+        note = (module, lambda module, args, kwargs, output: outputs.append(hidden_of(output).clone()))
         with self._cut(mends):
             self.pruned.to(begin)
             self.judged.to(begin)

@@ -36,7 +36,7 @@ def windows() -> torch.Tensor:
 
 def only(monkeypatch: pytest.MonkeyPatch, form: str, ridge: float) -> None:
     monkeypatch.setattr(mending, "_candidates", lambda place: [(form, ridge)])
-    monkeypatch.setattr(np, "nanargmin", lambda losses: 1)  # the map, whatever it costs
+    monkeypatch.setattr(mending, "_least", lambda losses: 1)  # the map, whatever it costs
 
 
 def reference(
@@ -94,7 +94,7 @@ def test_the_choice_is_the_smallest_held_out_loss(windows: torch.Tensor) -> None
 
 
 def test_every_family_passes_the_gate(family: str, windows: torch.Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(np, "nanargmin", lambda losses: 1)
+    monkeypatch.setattr(mending, "_least", lambda losses: 1)
     model = make_tiny(family)
     plan = PruningPlan.given(model, GAPS)
     mends, _ = fit_mends(model, plan.remove, windows)
@@ -173,6 +173,13 @@ def bad(model: PreTrainedModel, case: str, windows: torch.Tensor) -> Any:
 def test_bad_input_is_one_line(case: str, remedy: str, windows: torch.Tensor) -> None:
     with pytest.raises(LyapunovPruneError, match=remedy):
         bad(make_tiny("llama"), case, windows)()
+
+
+def test_losses_that_are_not_finite_choose_nothing(windows: torch.Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mending._Walks, "loss", lambda *_: float("nan"))
+    with pytest.raises(LyapunovPruneError, match="no held-out loss of the pruned model is finite, mended or not; rem"):
+        lp.mend(make_tiny("llama"), [2], windows)
+    assert mending._least([float("nan"), 3.0, float("inf")]) == 1
 
 
 def test_a_product_beyond_the_dtype_is_refused() -> None:
