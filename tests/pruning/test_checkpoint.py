@@ -269,7 +269,7 @@ def test_a_model_that_fails_the_gate_is_not_written(
     target: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    def wrongly(model: PreTrainedModel, plan: PruningPlan, merged: Any) -> PreTrainedModel:
+    def wrongly(model: PreTrainedModel, plan: PruningPlan, *more: Any) -> PreTrainedModel:
         pruned = cut(model, plan)
         fault(pruned)
         return pruned
