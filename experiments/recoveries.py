@@ -7,25 +7,23 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import numpy as np
-import torch
 import typer
 from scipy import stats
 from transformers import PreTrainedModel
 
 from experiments.common import job_folder, load, plain, read_text
 from experiments.compressions import ALIKE
-from lyapunov_prune.data.examples import Examples, model_inputs
 from lyapunov_prune.data.image_files import MNIST, load_images
 from lyapunov_prune.data.slices import Slices, slices
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.evaluation.score import ItemScores, score
-from lyapunov_prune.forward.hooks import run_backbone
+from lyapunov_prune.forward.hooks import run_through
 from lyapunov_prune.healing.trained import require_trainable
 from lyapunov_prune.joint.recovery import Recipe
 from lyapunov_prune.joint.result import JointRun
 from lyapunov_prune.merging.unmerged import Unmerged
 from lyapunov_prune.models.classifier_loading import load_classifier
-from lyapunov_prune.models.structure import find_layers, identify
+from lyapunov_prune.models.structure import identify
 from lyapunov_prune.results.result import MeasuredOn, encode
 
 VIT = "vit"  # the model that 24_vit trains
@@ -62,7 +60,7 @@ class Subject:
 
     def student(self, reduction: str) -> Unmerged:
         """The model with what takes the place of its activations, fitted to the slice to learn from."""
-        return Unmerged(self.model, reduction, lambda: _run(self.model, self.data.learn))
+        return Unmerged(self.model, reduction, lambda: run_through(self.model, self.data.learn))
 
     def scored(self, model: PreTrainedModel) -> dict[str, Any]:
         """The score of every item of the final slice, and whose items they are."""
@@ -83,12 +81,6 @@ def subject(
     classifier.model.config._name_or_path = plain(model) if model != VIT else VIT
     require_trainable(classifier.model, model)
     return Subject(classifier.model, slices(load_images(images or MNIST, classifier)), jobs)
-
-
-@torch.no_grad()
-def _run(model: PreTrainedModel, examples: Examples) -> None:
-    for inputs in model_inputs(model, examples, 1):
-        run_backbone(find_layers(model), inputs)
 
 
 def finished(of: Subject) -> JointRun:

@@ -20,7 +20,7 @@ from transformers import PreTrainedModel
 from experiments.common import Device, DType, draw, load, read_text
 from experiments.statements import bullets, counted, interval, runs, short, signed, table
 from lyapunov_prune.data.batch import TokenBatch
-from lyapunov_prune.forward.hooks import run_backbone
+from lyapunov_prune.forward.hooks import run_through
 from lyapunov_prune.forward.reading import read
 from lyapunov_prune.joint.importance import measure_importance
 from lyapunov_prune.merging.unmerged import Unmerged
@@ -71,12 +71,7 @@ def main(model: str = "smollm2-135m", device: Device = "auto", dtype: DType = No
 
 def measure(model: PreTrainedModel, batch: TokenBatch) -> Disparity:
     reading = read(model, batch)
-
-    def run() -> None:
-        for ids in reading.windows(1):
-            run_backbone(reading.structure, ids)
-
-    student = Unmerged(model, REDUCTION, run)
+    student = Unmerged(model, REDUCTION, lambda: run_through(model, batch))
     groups = np.array_split(np.arange(len(batch)), GROUPS)
     worth = [measure_importance(student, batch.take(g.tolist()), "taylor") for g in groups]
     return Disparity(

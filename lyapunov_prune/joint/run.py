@@ -14,11 +14,11 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from lyapunov_prune.arguments import checked, require_least
-from lyapunov_prune.data.examples import Examples, model_inputs
+from lyapunov_prune.data.examples import Examples
 from lyapunov_prune.data.slices import NAMES
 from lyapunov_prune.errors import CheckFailed, LyapunovPruneError
 from lyapunov_prune.evaluation.score import paired_error, score
-from lyapunov_prune.forward.hooks import run_backbone
+from lyapunov_prune.forward.hooks import run_through
 from lyapunov_prune.forward.logits import SAME_LIMIT, deviation, sample_inputs, uncached_logits
 from lyapunov_prune.healing.state import TrainingState
 from lyapunov_prune.healing.trained import require_trainable
@@ -107,7 +107,7 @@ def remove_jointly(
         within_budget(L, remove, speedup, None, most)
     seconds: dict[str, float] = {}
     with _timing(seconds, "calibration"):
-        student = Unmerged(model, reduction, lambda: _run(model, learn))
+        student = Unmerged(model, reduction, lambda: run_through(model, learn))
     folder = Path(folder)
     about: dict[str, Any] = {
         "slices": encode(origins),
@@ -233,13 +233,6 @@ def _timing(seconds: dict[str, float], part: str) -> Iterator[None]:
     began = time.monotonic()
     yield
     seconds[part] = time.monotonic() - began
-
-
-@torch.no_grad()
-def _run(model: PreTrainedModel, examples: Examples) -> None:
-    structure = find_layers(model)
-    for inputs in model_inputs(model, examples, 1):
-        run_backbone(structure, inputs)
 
 
 def _targets(reach: int, most: Pair) -> Pair:
