@@ -31,6 +31,7 @@ from lyapunov_prune.joint.points import Course, Points, recover_points
 from lyapunov_prune.joint.recovery import Lesson, Recipe
 from lyapunov_prune.joint.result import PLAN, REPORT, JointRun
 from lyapunov_prune.joint.times import Times, measure_times
+from lyapunov_prune.merging.table import DEFAULT
 from lyapunov_prune.merging.unmerged import Unmerged
 from lyapunov_prune.models.structure import find_layers, identify, in_eval_mode
 from lyapunov_prune.models.wrappers import loading_class
@@ -46,7 +47,6 @@ from lyapunov_prune.results.result import MeasuredOn, encode
 from lyapunov_prune.results.store import Store
 
 _RECIPE = Recipe(rank=8)
-REDUCTION = "affine"
 _LEAST_SELECTED = 5  # of 4 items a standard error is itself off by two fifths, 1/√(2(n − 1))
 MERGED = 10.0  # times the limit of one model's own kernels: a merge rounds a product once, and sums in another order
 
@@ -61,7 +61,7 @@ def remove_jointly(
     *,
     remove: int | None = None,
     speedup: float | None = None,
-    reduction: str = REDUCTION,
+    reduction: str = DEFAULT,
     importance: str = "taylor",
     steps: int = 12,
     recover_steps: int = 100,

@@ -122,24 +122,21 @@ def fit_mends(model: PreTrainedModel, removed: Sequence[int], batch: Readable) -
     places = [find_place(model, gap[0] - 1) for gap in gaps]
     walks = _Walks(reading, tuple(removed), fitted, held)
     mends: list[Mend] = []
-    found: list[Gap] = []
+    tables: list[Gap] = []
     for gap, place in zip(track(gaps, "mending"), places, strict=True):
         stop = gap[-1] + 1
         sums = walks.sums(place, mends, gap[0], stop)
-        names, ridges, losses, maps = [NONE], [0.0], [walks.loss(mends, gap[0] - 1)], [None]
+        tried: list[tuple[str, float, float, LinearMap | None]] = [(NONE, 0.0, walks.loss(mends, gap[0] - 1), None)]
         for form, ridge in _candidates(place):
-            tried = fit(form, sums, ridge, shifts=bool(place.shifts))
-            names.append(form)
-            ridges.append(ridge)
-            losses.append(walks.loss([*mends, Mend(place, tried)], gap[0] - 1))
-            maps.append(tried)  # type: ignore[arg-type]
+            found = fit(form, sums, ridge, shifts=bool(place.shifts))
+            tried.append((form, ridge, walks.loss([*mends, Mend(place, found)], gap[0] - 1), found))
+        forms, ridges, losses, maps = zip(*tried, strict=True)
         chosen = _least(losses)
-        best = maps[chosen]
-        if best is not None:
-            mends.append(Mend(place, best))
-        found.append(Gap(place.layer, stop, place.module, tuple(names), np.array(ridges), np.array(losses), chosen))
+        if maps[chosen] is not None:
+            mends.append(Mend(place, maps[chosen]))
+        tables.append(Gap(place.layer, stop, place.module, forms, np.array(ridges), np.array(losses), chosen))
     seen = sum(w.numel() for w in held)
-    return tuple(mends), MendReport(tuple(found), tokens, seen, reading.measured_on())
+    return tuple(mends), MendReport(tuple(tables), tokens, seen, reading.measured_on())
 
 
 def mapped(layers: nn.ModuleList, mends: Sequence[Mend]) -> AbstractContextManager[None]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from itertools import product
 from typing import Any
@@ -80,7 +80,7 @@ def find_place(model: PreTrainedModel, layer: int) -> Place:
     shared = _shared(structure.layers, layer)
     kinds: list[Place] = []
     for path, scale in found[0].additive():
-        place = found[0].full(layer, path, scale) or found[0].channels(layer, path, scale)
+        place = found[0].place(layer, path, scale)
         if place is None or any(part.name in shared for part in place.parts):
             continue
         if not place.channels:
@@ -148,55 +148,50 @@ class _Layer:
             if scale and _same(after, scale * moved):
                 yield path, scale
 
-    def full(self, layer: int, path: str, scale: float) -> Place | None:
-        """The place at the output of `path` that takes any map, if it is one."""
+    def place(self, layer: int, path: str, scale: float) -> Place | None:
+        """The place at the output of `path` that takes any map, or one of channels, if it is one."""
         branch = self._branch(path)
         if branch is None:
             return None
-        before = branch(branch.x)
-        width = before.shape[-1]
-        names = {id(p): name for name, p in self.layer.named_parameters()}
-        kept = {name: p.clone() for name, p in self.layer.get_submodule(path).named_parameters(prefix=path)}
-        needed = silence(branch)
-        if needed:
-            for name, p in kept.items():
-                self.layer.get_parameter(name).copy_(p)
-            E = _random(width, width)
-            wanted = before + before @ E.T
-            sizes = [[axis for axis, size in enumerate(p.shape) if size == width] for p in needed]
-            for axes in product(*sizes):
-                parts = tuple(Part(names[id(p)], axis) for p, axis in zip(needed, axes, strict=True))
-                for part in parts:
-                    p = self.layer.get_parameter(part.name)
-                    p.copy_(multiplied(p, part, E))
-                fits = _same(branch(branch.x), wanted)
-                for name, p in kept.items():
-                    self.layer.get_parameter(name).copy_(p)
+        m = branch(branch.x)
+        width = m.shape[-1]
+        for channels, candidates in ((False, self._matrices(path, branch, width)), (True, self._norm(path))):
+            E = _random(width) if channels else _random(width, width)
+            wanted = m * (1 + E) if channels else m + m @ E.T
+            for parts in candidates:
+                with self._put_back(path):
+                    for part in parts:
+                        p = self.layer.get_parameter(part.name)
+                        p.copy_(multiplied(p, part, E))
+                    fits = _same(branch(branch.x), wanted)
                 if fits:
-                    return Place(layer, path, scale, False, parts, _shift(parts))
-        for name, p in kept.items():
-            self.layer.get_parameter(name).copy_(p)
+                    return Place(layer, path, scale, channels, parts, _shift(parts))
         return None
 
-    def channels(self, layer: int, path: str, scale: float) -> Place | None:
-        """The place at the output of the norm `path` that takes a map of each channel, if it is one."""
-        branch = self._branch(path)
-        own = list(self.layer.get_submodule(path).named_parameters(recurse=False))
-        if branch is None or not own or any(p.ndim != 1 for _, p in own):
-            return None
-        before = branch(branch.x)
-        e = _random(before.shape[-1])
-        for offset in (0.0, 1.0):
-            parts = tuple(Part(f"{path}.{name}", 0, offset if name == "weight" else 0.0) for name, _ in own)
-            kept = [p.clone() for _, p in own]
-            for part, (_, p) in zip(parts, own, strict=True):
-                p.copy_(multiplied(p, part, e))
-            fits = _same(branch(branch.x), before * (1 + e))
-            for (_, p), old in zip(own, kept, strict=True):
-                p.copy_(old)
-            if fits:
-                return Place(layer, path, scale, True, parts, _shift(parts))
-        return None
+    def _matrices(self, path: str, branch: Branch, width: int) -> Iterator[tuple[Part, ...]]:
+        """What makes the output of `path`, by every axis that may be that of the outputs."""
+        names = {id(p): name for name, p in self.layer.named_parameters()}
+        with self._put_back(path):
+            needed = silence(branch) or []
+        axes = [[axis for axis, size in enumerate(p.shape) if size == width] for p in needed]
+        for chosen in product(*axes) if needed else ():
+            yield tuple(Part(names[id(p)], axis) for p, axis in zip(needed, chosen, strict=True))
+
+    def _norm(self, path: str) -> Iterator[tuple[Part, ...]]:
+        """The weight and bias of the norm `path`, which multiplies by the weight or by 1 + weight."""
+        own = dict(self.layer.get_submodule(path).named_parameters(recurse=False))
+        if own and all(p.ndim == 1 for p in own.values()):
+            for offset in (0.0, 1.0):
+                yield tuple(Part(f"{path}.{name}", 0, offset if name == "weight" else 0.0) for name in own)
+
+    @contextmanager
+    def _put_back(self, path: str) -> Iterator[None]:
+        """The parameters of the module `path` are changed inside the block alone."""
+        parameters = list(self.layer.get_submodule(path).parameters())
+        before = [p.clone() for p in parameters]
+        yield
+        for p, old in zip(parameters, before, strict=True):
+            p.copy_(old)
 
     def _branch(self, path: str) -> Branch | None:
         """The module `path` alone, of what it is given in the layer."""

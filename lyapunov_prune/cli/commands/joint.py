@@ -20,7 +20,7 @@ from lyapunov_prune.cli.options import (
 )
 from lyapunov_prune.cli.terminal import say, show
 from lyapunov_prune.errors import LyapunovPruneError
-from lyapunov_prune.merging.table import REDUCTIONS
+from lyapunov_prune.merging.table import DEFAULT, REDUCTIONS
 
 _RANK = 8
 _IMAGES = 32  # in a step, and in a forward
@@ -36,7 +36,7 @@ def joint(
     reduction: Annotated[
         choices.Reduction,
         what_option(help=one_of(REDUCTIONS, "What an activation is replaced by.")),
-    ] = "affine",
+    ] = DEFAULT,
     importance: Annotated[choices.Importance, what_option(help="What the order within each type goes by.")] = "taylor",
     steps_per_point: Annotated[int, what_option(min=1, help="Training steps of each point of the map.")] = 12,
     recover: Annotated[int, what_option(min=1, help="Training steps of the chosen pair.")] = 100,
