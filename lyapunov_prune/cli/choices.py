@@ -8,7 +8,7 @@ from typing import Literal
 Allocation = Literal[
     "uniform", "owl", "alpha-pruning", "atp", "atp-search", "lyapunov", "lyapunov-budget", "guidelines", "bits"
 ]  # fmt: skip
-Criterion = Literal["rho", "bi", "blend", "angular", "kl", "oracle", "from-end", "random"]
+Criterion = Literal["rho", "bi", "blend", "angular", "kl", "oracle", "best", "from-end", "random"]
 Derivative = Literal["difference", "jvp"]
 DType = Literal["float32", "bfloat16", "float16", "float64"]
 Format = Literal["plain", "compact"]

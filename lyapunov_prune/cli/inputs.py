@@ -143,13 +143,6 @@ def parse_schedule_options(given: list[str] | None) -> dict[str, Any]:
     return options
 
 
-def layer_indices(layers: str) -> list[int]:
-    try:
-        return [int(part) for part in layers.split(",")]
-    except ValueError:
-        raise LyapunovPruneError(f"--layers {layers!r} is no list of numbers; write it as 3,7") from None
-
-
 def run_folder(output: Path | None, model: str) -> Path:
     return output or Path("runs") / folder_name(model)
 

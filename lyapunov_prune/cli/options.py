@@ -13,8 +13,9 @@ import typer
 from lyapunov_prune.allocation.table import SCHEDULES
 from lyapunov_prune.cli import choices
 from lyapunov_prune.compression.table import METHODS
+from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.merging.table import REDUCTIONS
-from lyapunov_prune.ranking.criteria import CRITERIA, DEFAULT
+from lyapunov_prune.ranking.criteria import CRITERIA, DEFAULT, SEARCH, require_criterion, require_part
 
 if TYPE_CHECKING:  # a usage error must not wait for torch
     from lyapunov_prune.data.batch import TokenBatch
@@ -35,6 +36,13 @@ FORMER = {
     "sensitivity": {"--limit": "--regret-limit"},
     "hierarchy": {"--steps": "--new-tokens"},
 }
+
+
+def layer_indices(option: str, layers: str) -> list[int]:
+    try:
+        return [int(part) for part in layers.split(",")]
+    except ValueError:
+        raise LyapunovPruneError(f"{option} {layers!r} is no list of numbers; write it as 3,7") from None
 
 
 def one_of(table: Mapping[str, Any], *more: str) -> str:
@@ -114,6 +122,11 @@ Items = Annotated[int | None, what_option("--limit", min=1, help="How many items
 
 Criterion = Annotated[choices.Criterion, what_option(help=one_of(CRITERIA, "What the order of layers goes by."))]
 Alpha = Annotated[float, what_option(help="Weight of |rho − 1| in the blend.")]
+Protect = Annotated[str | None, what_option(help="Layers that stay, as 0,1,-1 (negative: counted from the end).")]
+Search = Annotated[
+    float | None,
+    what_option(help=f"Forwards of the check windows that --criterion best may spend; {SEARCH:g} if not given."),
+]
 What = Annotated[
     choices.What,
     what_option(
@@ -146,6 +159,20 @@ class RankOptions:
     alpha: Alpha = 0.5
     seeds: Seeds = 4
     seed: Seed = 0
+    protect: Protect = None
+    search: Search = None
+
+    @property
+    def protected(self) -> list[int]:
+        return layer_indices("--protect", self.protect) if self.protect is not None else []
+
+    def require(self, *, sublayers: bool) -> None:
+        """Raise LyapunovPruneError, before torch is waited for, for what no ranking can be made of."""
+        require_criterion(self.criterion, self.alpha)
+        require_part(self.what, self.criterion if sublayers else None)
+        if self.search is not None and self.criterion != "best":
+            raise LyapunovPruneError("--search is what --criterion best may spend; give both or neither")
+        layer_indices("--protect", self.protect or "0")
 
     def rank(
         self,
@@ -169,6 +196,8 @@ class RankOptions:
             seeds=range(self.seed, self.seed + self.seeds),
             seed=self.seed,
             batch_size=batch_size,
+            protect=self.protected,
+            search=SEARCH if self.search is None else self.search,
             folder=folder,
             resume=resume,
         )

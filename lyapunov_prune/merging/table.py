@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 
 class Reduction(NamedTuple):
@@ -33,4 +33,4 @@ REDUCTIONS: dict[str, Reduction] = {
     ),
 }
 # What `joint` goes by: after recovery never worse than the others, on two models (experiments/33_reductions).
-DEFAULT = "affine"
+DEFAULT: Final = "affine"

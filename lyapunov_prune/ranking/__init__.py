@@ -2,7 +2,9 @@
 
 - `criteria`: every criterion by name, and what is refused of it; `rank`: measure what a criterion goes by, and rank;
 - `ranking`: what each gives, and the scores of ρ, Block Influence, their blend, and the controls;
-- `kl`, `angular`, `oracle`: criteria that measure more; `budget`: as many layers as a divergence allows.
+- `kl`, `angular`, `oracle`: criteria that measure more;
+- `best`: the sets that all of them propose (`candidates`), checked by the loss, and a search from there;
+- `budget`: as many layers as a divergence allows.
 
 A new criterion gets a row in `criteria.CRITERIA`, which the command line, its help and the tests read; if it measures
 what no other does, also a case in `rank`.

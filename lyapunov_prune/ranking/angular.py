@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -17,7 +18,7 @@ from lyapunov_prune.linalg import lift
 from lyapunov_prune.models.structure import in_eval_mode
 from lyapunov_prune.progress import track
 from lyapunov_prune.pruning.plan import PruningPlan
-from lyapunov_prune.ranking.criteria import require_known_count
+from lyapunov_prune.ranking.criteria import free_layers, require_known_count
 from lyapunov_prune.ranking.ranking import Ranking
 from lyapunov_prune.results.result import MeasuredOn
 
@@ -33,19 +34,25 @@ class AngularDistance(Ranking):
 
     distance: np.ndarray
     measured_on: MeasuredOn
+    protected: tuple[int, ...] = ()
 
     criterion = "angular"
     what = "layers"
 
     def begins(self, remove: int) -> np.ndarray:
-        """`distance[l, l + remove]` for every layer l, (L,); NaN where no such run begins.
+        """`distance[l, l + remove]` for every layer l, (L,); NaN where no such run begins, or a layer of it stays.
 
-        Raises LyapunovPruneError unless a run of that length leaves a layer.
+        Raises LyapunovPruneError unless a run of that length leaves a layer, and where each holds a protected one.
         """
         layers = len(self.distance) - 1
         if not 1 <= remove < layers:
             raise LyapunovPruneError(f"cannot remove a run of {remove} of {layers} layers; give 1 to {layers - 1}")
-        return np.append(self.distance.diagonal(remove), np.full(remove - 1, np.nan))
+        scores = np.append(self.distance.diagonal(remove), np.full(remove - 1, np.nan))
+        for layer in self.protected:
+            scores[max(0, layer - remove + 1) : layer + 1] = np.nan
+        if np.isnan(scores).all():
+            raise LyapunovPruneError(f"every run of {remove} layers holds a protected one; protect fewer")
+        return scores
 
     @checked
     def plan(self, remove: int, period: int = 1) -> PruningPlan:
@@ -67,7 +74,9 @@ class AngularDistance(Ranking):
 
     def to_frame(self) -> pd.DataFrame:
         """The nearest run of every length."""
-        plans = [self.plan(n) for n in range(1, len(self.distance) - 1)]
+        gaps = np.diff([-1, *self.protected, len(self.distance) - 1]) - 1  # between those that stay
+        longest = int(min(gaps.max(), len(self.distance) - 2))
+        plans = [self.plan(n) for n in range(1, longest + 1)]
         return pd.DataFrame(
             {
                 "layers": [len(p.remove) for p in plans],
@@ -84,14 +93,19 @@ class AngularDistance(Ranking):
 @checked
 @in_eval_mode
 @torch.no_grad()
-def angular_distance(model: PreTrainedModel, batch: Readable, *, batch_size: int = 1) -> AngularDistance:
-    """Measure `AngularDistance` in one forward per window. Memory: L × `batch_size` × tokens × width in float64.
+def angular_distance(
+    model: PreTrainedModel, batch: Readable, *, batch_size: int = 1, protect: Sequence[int] = ()
+) -> AngularDistance:
+    """Measure `AngularDistance` in one forward per window; no run of a plan holds a layer of `protect`.
+
+    Memory: L × `batch_size` × tokens × width in float64.
 
     Raises NonFiniteError naming the first layer with NaN or infinite activations, and LyapunovPruneError for ids
     outside the vocabulary, a context too long, or a decoder that carries several states a token.
     """
     reading = read(model, batch)
     batch, structure = reading.batch, reading.structure
+    free = free_layers(structure.num_layers, protect)
     sums = np.zeros((structure.num_layers + 1,) * 2)
     for ids in track(reading.windows(batch_size), "angular distance"):
         units: list[torch.Tensor] = []
@@ -109,4 +123,5 @@ def angular_distance(model: PreTrainedModel, batch: Readable, *, batch_size: int
         raise NonFiniteError(int(np.argmin(np.isfinite(sums.diagonal()))), batch.text)
     distance = 1 - sums / batch.ids.numel()
     np.fill_diagonal(distance, 0.0)
-    return AngularDistance(distance, reading.measured_on())
+    protected = tuple(sorted(set(range(structure.num_layers)) - set(free)))
+    return AngularDistance(distance, reading.measured_on(), protected)

@@ -108,9 +108,9 @@ def remove_under_budget(
     if ranking.what != "layers":
         raise LyapunovPruneError(f"a budget is spent on whole layers; rank them, not {ranking.what}")
     reading = read(model, batch)
-    most = reading.structure.num_layers - 1
-    if most < 1:
+    if reading.structure.num_layers < 2:
         raise LyapunovPruneError(f"{ranking.model.name} has one layer, and one has to stay")
+    most = min(reading.structure.num_layers - 1, len(ranking.order))
     costs = np.empty((0, 2))
     while len(costs) < most and (costs[:, 0] <= max_kl).all():
         counts = range(len(costs) + 1, min(len(costs) + _TOGETHER, most) + 1)

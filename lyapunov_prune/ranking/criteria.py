@@ -5,7 +5,7 @@ It imports no torch: the command line asks here first.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
 from lyapunov_prune.errors import LyapunovPruneError
@@ -14,6 +14,7 @@ PARTS = ("layers", "attention", "mlp", "activation")
 # The paper goes by `blend`. On two models and three texts `bi` is better more often than worse, for one of them
 # always (experiments/25_three_texts), and it needs no rho.
 DEFAULT: Final = "bi"
+SEARCH: Final = 20.0  # forwards that `best` may spend
 
 
 class Criterion(NamedTuple):
@@ -81,6 +82,12 @@ CRITERIA: dict[str, Criterion] = {
         "oracle",
         chooses="searches step by step",
     ),
+    "best": Criterion(
+        "what those propose, checked by the loss, and swaps",
+        "measured, see experiments/35_best",
+        "best",
+        chooses="searches among sets",
+    ),
     "from-end": Criterion(
         "the last first",
         "control",
@@ -139,6 +146,23 @@ def require_count(remove: int, layers: int, what: str = "layers") -> None:
     most, stays = (layers - 1, ", to keep at least one") if what == "layers" else (layers, "")
     if not 1 <= remove <= most:
         raise LyapunovPruneError(f"cannot remove {remove} of {layers} layers; give 1 to {most}{stays}")
+
+
+def free_layers(layers: int, protect: Sequence[int], remove: int = 1) -> tuple[int, ...]:
+    """The layers that may go: all but those of `protect`, counted from the end if negative.
+
+    Raises LyapunovPruneError for a layer that does not exist, and where fewer than `remove` are left to go.
+    """
+    outside = [layer for layer in protect if not -layers <= layer < layers]
+    if outside:
+        raise LyapunovPruneError(f"layer {outside[0]} to protect does not exist; the layers are 0 to {layers - 1}")
+    kept = {layer % layers for layer in protect}
+    free = tuple(layer for layer in range(layers) if layer not in kept)
+    if len(free) < remove:
+        raise LyapunovPruneError(
+            f"{len(free)} layers are left to remove beside the protected, and {remove} should go; protect fewer"
+        )
+    return free
 
 
 def require_profiled(criterion: str, what: str = "layers") -> None:

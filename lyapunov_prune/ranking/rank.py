@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,9 +18,12 @@ from lyapunov_prune.profiles.contraction import require_above_rounding
 from lyapunov_prune.profiles.profile import HOW, LayerProfile, profile_layers
 from lyapunov_prune.profiles.sublayer_influence import sublayer_influence
 from lyapunov_prune.ranking.angular import angular_distance
+from lyapunov_prune.ranking.best import best_removal
 from lyapunov_prune.ranking.criteria import (
     CRITERIA,
     DEFAULT,
+    SEARCH,
+    free_layers,
     require_count,
     require_criterion,
     require_known_count,
@@ -45,6 +48,8 @@ class _Asked:
     seeds: tuple[int, ...]
     seed: int
     batch_size: int
+    protect: tuple[int, ...]
+    search: float
     folder: Path | None
     resume: bool
 
@@ -62,6 +67,8 @@ def rank(
     seeds: Iterable[int] = range(4),
     seed: int = 0,
     batch_size: int = 1,
+    protect: Sequence[int] = (),
+    search: float = SEARCH,
     folder: str | Path | None = None,
     resume: bool = False,
 ) -> Ranking:
@@ -69,12 +76,14 @@ def rank(
 
     `what` goes: whole `layers`, or the `attention` or `mlp` of layers. `remove` says how many; some criteria cannot
     do without. `alpha` is the weight of rho in `blend`, `seeds` are those of the perturbations behind rho, `seed` that
-    of `random`. The measurement is kept in `folder` under the name that CRITERIA gives it; with `resume` a profile that
-    is there already is taken, and an `oracle` that was interrupted goes on.
+    of `random`. Layers of `protect` stay, counted from the end if negative; `search` is what `best` may spend, in
+    forwards. The measurement is kept in `folder` under the name that CRITERIA gives it; with `resume` a profile that
+    is there already is taken, and an `oracle` or `best` that was interrupted goes on.
 
     Raises LyapunovPruneError, before anything is measured, for an unknown criterion or part, a criterion that does not
-    rank it or must know `remove`, an alpha outside [0, 1], a number of layers that cannot go, a profile in `folder` of
-    other settings, and (after one window) a dtype in which ρ is rounding; and as the measurements.
+    rank it or must know `remove`, an alpha outside [0, 1], a number of layers that cannot go beside the protected, a
+    profile in `folder` of other settings, and (after one window) a dtype in which ρ is rounding; and as the
+    measurements.
     """
     require_criterion(criterion, alpha)
     require_part(what, criterion)
@@ -82,11 +91,14 @@ def rank(
     reading = read(model, batch)
     if remove is not None:
         require_count(remove, reading.structure.num_layers, what)
+    free_layers(reading.structure.num_layers, protect, remove or 1)
     known = CRITERIA[criterion]
     measures = known.measures if what == "layers" else known.of_sublayers
     assert measures is not None  # require_part
     folder = None if folder is None else Path(folder)
-    asked = _Asked(reading, criterion, what, alpha, remove, tuple(seeds), seed, batch_size, folder, resume)
+    asked = _Asked(
+        reading, criterion, what, alpha, remove, tuple(seeds), seed, batch_size, tuple(protect), search, folder, resume
+    )
     measured, ranking = MEASURES[measures](asked)
     if folder is not None and measured is not None:  # of a ranking that was refused nothing is left
         measured.save(folder / f"{measures}.json")
@@ -101,7 +113,8 @@ def _profile(asked: _Asked) -> Measured:
     reading, how = asked.reading, {**HOW, "seeds": asked.seeds}
 
     def ranked(profile: LayerProfile) -> Ranking:
-        return rank_layers(profile.contraction, profile.influence, criterion=asked.criterion, alpha=asked.alpha)
+        by, alpha, protect = asked.criterion, asked.alpha, asked.protect
+        return rank_layers(profile.contraction, profile.influence, criterion=by, alpha=alpha, protect=protect)
 
     def measure() -> LayerProfile:
         if "rho" in CRITERIA[asked.criterion].needs:
@@ -119,31 +132,49 @@ def _profile(asked: _Asked) -> Measured:
 
 def _sublayers(asked: _Asked) -> Measured:
     measured = sublayer_influence(asked.reading.model, asked.reading, batch_size=asked.batch_size)
-    return measured, rank_sublayers(measured, asked.what)
+    return measured, rank_sublayers(measured, asked.what, protect=asked.protect)
 
 
 def _divergence(asked: _Asked) -> Measured:
     measured = skip_divergence(asked.reading.model, asked.reading, batch_size=asked.batch_size)
-    return measured, rank_by_divergence(measured)
+    return measured, rank_by_divergence(measured, protect=asked.protect)
 
 
 def _sublayer_divergence(asked: _Asked) -> Measured:
     measured = sublayer_divergence(asked.reading.model, asked.reading, asked.what, batch_size=asked.batch_size)
-    return measured, rank_by_divergence(measured)
+    return measured, rank_by_divergence(measured, protect=asked.protect)
 
 
 def _angular(asked: _Asked) -> Measured:
-    ranking = angular_distance(asked.reading.model, asked.reading, batch_size=asked.batch_size)
+    reading = asked.reading
+    ranking = angular_distance(reading.model, reading, batch_size=asked.batch_size, protect=asked.protect)
     return ranking, ranking
 
 
 def _oracle(asked: _Asked) -> Measured:
     assert asked.remove is not None  # require_known_count
+    free = free_layers(asked.reading.structure.num_layers, asked.protect)
     ranking = greedy_removal(
         asked.reading.model,
         asked.reading,
         asked.remove,
         folder=None if asked.folder is None else asked.folder / "jobs" / "oracle",
+        resume=asked.resume,
+        batch_size=asked.batch_size,
+        candidates=lambda removed: set(free) - set(removed),
+    )
+    return ranking, ranking
+
+
+def _best(asked: _Asked) -> Measured:
+    assert asked.remove is not None  # require_known_count
+    ranking = best_removal(
+        asked.reading.model,
+        asked.reading,
+        asked.remove,
+        search=asked.search,
+        protect=asked.protect,
+        folder=None if asked.folder is None else asked.folder / "jobs" / "best",
         resume=asked.resume,
         batch_size=asked.batch_size,
     )
@@ -157,7 +188,8 @@ def _nothing(asked: _Asked) -> Measured:
     if asked.what != "layers":
         sublayers = find_sublayers(model, range(layers))
         layer[[asked.what not in sublayers[i].branches for i in range(layers)]] = np.nan
-    return None, scored(asked.criterion, {"layer": layer}, identify(model), seed=asked.seed, what=asked.what)
+    values, identity = {"layer": layer}, identify(model)
+    return None, scored(asked.criterion, values, identity, seed=asked.seed, what=asked.what, protect=asked.protect)
 
 
 # By the names in `Criterion.measures` and `Criterion.of_sublayers`.
@@ -168,5 +200,6 @@ MEASURES: dict[str, Callable[[_Asked], Measured]] = {
     "sublayer-divergence": _sublayer_divergence,
     "angular": _angular,
     "oracle": _oracle,
+    "best": _best,
     "": _nothing,
 }

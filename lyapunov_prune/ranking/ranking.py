@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -16,7 +16,14 @@ from lyapunov_prune.profiles.contraction import ContractionProfile, floor_note
 from lyapunov_prune.profiles.influence import InfluenceProfile
 from lyapunov_prune.profiles.sublayer_influence import SublayerInfluence
 from lyapunov_prune.pruning.plan import FIELDS, PruningPlan
-from lyapunov_prune.ranking.criteria import CRITERIA, DEFAULT, require_count, require_criterion, require_profiled
+from lyapunov_prune.ranking.criteria import (
+    CRITERIA,
+    DEFAULT,
+    free_layers,
+    require_count,
+    require_criterion,
+    require_profiled,
+)
 from lyapunov_prune.results.arrays import require_array, require_layers
 from lyapunov_prune.results.result import MeasuredOn, ModelIdentity, Result
 
@@ -42,7 +49,8 @@ class LayerRanking(Ranking):
     """A score for every layer, (L,) float64; the smallest is removed first.
 
     `what` goes: whole layers, or their attention or MLP alone. Layers that lack it have no score (NaN). Where the
-    scores rest on ρ, `below_floor` holds the layers whose ρ is rounding (`ContractionProfile.below_floor`).
+    scores rest on ρ, `below_floor` holds the layers whose ρ is rounding (`ContractionProfile.below_floor`). Those that
+    are `protected` stay, and have no score either.
     """
 
     criterion: str
@@ -52,11 +60,16 @@ class LayerRanking(Ranking):
     measured_on: tuple[MeasuredOn, ...]
     what: str = "layers"
     below_floor: tuple[int, ...] = ()
+    protected: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         layers = self.model.num_layers
-        require_array("ranking, scores", self.scores, (layers,), least=-np.inf, finite=self.what == "layers")
         require_layers("ranking, below_floor", self.below_floor, layers)
+        require_layers("ranking, protected", self.protected, layers)
+        finite = self.what == "layers" and not self.protected
+        require_array("ranking, scores", self.scores, (layers,), least=-np.inf, finite=finite)
+        if self.what == "layers" and np.isnan(self.scores).sum() != len(self.protected):
+            raise LyapunovPruneError("a layer that may go has no score, or one that is protected has; rank again")
 
     @property
     def order(self) -> tuple[int, ...]:
@@ -78,6 +91,7 @@ class LayerRanking(Ranking):
                 f"cannot leave out the {self.what} of {remove} layers: {self.model.name} has {len(self.order)} "
                 "with one to leave out; give fewer"
             )
+        free_layers(len(self.scores), self.protected, remove)
         chosen: dict[str, Any] = dict.fromkeys(FIELDS.values(), ())
         chosen[FIELDS[self.what]] = self.order[:remove] if period == 1 else self._periods(remove, period)
         return PruningPlan(
@@ -95,6 +109,8 @@ class LayerRanking(Ranking):
         whole = len(self.scores) // period  # a rest at the end is no period, and stays
         sums = self.scores[: whole * period].reshape(whole, period).sum(1)
         chosen = np.argsort(sums, kind="stable")[: remove // period]
+        if np.isnan(sums[chosen]).any():
+            raise LyapunovPruneError(f"no {remove // period} periods are without a protected layer; protect fewer")
         return tuple(int(p) * period + i for p in chosen for i in range(period))
 
     def to_frame(self) -> pd.DataFrame:
@@ -131,9 +147,11 @@ def scored(
     alpha: float = 0.5,
     seed: int = 0,
     what: str = "layers",
+    protect: Sequence[int] = (),
 ) -> LayerRanking:
     """Rank by the score that CRITERIA makes of `values`, one value a layer by name; a layer that lacks `what` has NaN.
 
+    Layers of `protect` (counted from the end if negative) stay: a blend is scaled over the others.
     `layer`, if not given, is the index of every layer, and `lot` a permutation drawn from `seed`. Raises
     LyapunovPruneError when a score is not finite.
     """
@@ -142,8 +160,12 @@ def scored(
     lot = np.random.default_rng(seed).permutation(model.num_layers) + 0 * layer  # NaN stays NaN
     score = CRITERIA[criterion].score
     assert score is not None
-    scores: np.ndarray = score({"layer": layer, "lot": lot, **values}, alpha)
-    wrong = ~np.isfinite(scores) if what == "layers" else np.isinf(scores)
+    free = list(free_layers(model.num_layers, protect))
+    found = {name: value[free] for name, value in {"layer": layer, "lot": lot, **values}.items()}
+    scores = np.full(model.num_layers, np.nan)
+    scores[free] = score(found, alpha)
+    wrong = np.zeros(model.num_layers, dtype=bool)
+    wrong[free] = ~np.isfinite(scores[free]) if what == "layers" else np.isinf(scores[free])
     if wrong.any():
         raise LyapunovPruneError(f"the score of layer {int(np.argmax(wrong))} is not finite; measure again in float32")
     return LayerRanking(
@@ -153,6 +175,7 @@ def scored(
         model=model,
         measured_on=measured_on,
         what=what,
+        protected=tuple(sorted(set(range(model.num_layers)) - set(free))),
     )
 
 
@@ -164,6 +187,7 @@ def rank_layers(
     criterion: str = DEFAULT,
     alpha: float = 0.5,
     seed: int = 0,
+    protect: Sequence[int] = (),
 ) -> LayerRanking:
     """Rank layers for removal by what was measured before; `rank` measures, and knows every criterion.
 
@@ -175,9 +199,9 @@ def rank_layers(
     | `from-end` | distance from the end |
     | `random` | a permutation drawn from `seed` |
 
-    `rho` follows the pooling of the profile. Raises LyapunovPruneError for an unknown criterion, a
-    missing measurement, measurements of two models, a ρ that is not finite, and by `rho` or
-    `blend` for a profile whose every ρ lies below the rounding floor.
+    `rho` follows the pooling of the profile. Layers of `protect` (counted from the end if negative) stay. Raises
+    LyapunovPruneError for an unknown criterion, a missing measurement, measurements of two models, a ρ that is not
+    finite, and by `rho` or `blend` for a profile whose every ρ lies below the rounding floor.
     """
     require_criterion(criterion, alpha)
     require_profiled(criterion)
@@ -205,16 +229,17 @@ def rank_layers(
     for name in CRITERIA[criterion].needs:
         if name in _REMEDIES and name not in values:
             raise LyapunovPruneError(f"criterion {criterion} needs {_REMEDIES[name]}")
-    ranking = scored(criterion, values, source.measured_on.model, tuple(used), alpha=alpha, seed=seed)
+    ranking = scored(criterion, values, source.measured_on.model, tuple(used), alpha=alpha, seed=seed, protect=protect)
     return replace(ranking, below_floor=below_floor)
 
 
 @checked
-def rank_sublayers(influence: SublayerInfluence, what: str) -> LayerRanking:
+def rank_sublayers(influence: SublayerInfluence, what: str, *, protect: Sequence[int] = ()) -> LayerRanking:
     """Rank the attention or the MLP of every layer by its Block Influence (LLM-Drop, arXiv:2406.15786).
 
     Raises LyapunovPruneError when `what` is neither `attention` nor `mlp`.
     """
     require_kind(what)
     values = influence.attention if what == "attention" else influence.mlp
-    return scored("bi", {"bi": values}, influence.measured_on.model, (influence.measured_on,), what=what)
+    on = influence.measured_on
+    return scored("bi", {"bi": values}, on.model, (on,), what=what, protect=protect)

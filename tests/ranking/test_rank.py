@@ -24,12 +24,20 @@ from lyapunov_prune.ranking.ranking import Ranking
 SEEDS = (0, 1)
 
 
+@pytest.fixture(scope="module")
+def ids() -> torch.Tensor:
+    """Windows enough for `best`, which needs four."""
+    return torch.randint(97, (4, 24), generator=torch.Generator().manual_seed(0))
+
+
 def by_itself(model: PreTrainedModel, ids: torch.Tensor, criterion: str) -> Ranking:
     """The ranking as it is made without `rank`."""
     if criterion == "angular":
         return lp.ranking.angular_distance(model, ids)
     if criterion == "oracle":
         return lp.ranking.greedy_removal(model, ids, 2)
+    if criterion == "best":
+        return lp.ranking.best_removal(model, ids, 2)
     if criterion == "kl":
         return lp.ranking.rank_by_divergence(lp.predictions.skip_divergence(model, ids))
     profile, influence = lp.measure_contraction(model, ids, seeds=SEEDS), lp.block_influence(model, ids)
@@ -75,7 +83,10 @@ def test_attention_and_mlp_by_one_call(
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"criterion": "best"}, "unknown criterion 'best'; give one of rho, bi, blend, angular, kl, oracle, from-end"),
+        ({"criterion": "good"}, "unknown criterion 'good'; give one of rho, bi, blend, angular, kl, oracle, best, fr"),
+        ({"criterion": "best"}, "best searches among sets; give --remove N with it"),
+        ({"protect": [LAYERS]}, "layer 6 to protect does not exist; the layers are 0 to 5"),
+        ({"protect": [0, 1, -1], "remove": 4}, "3 layers are left to remove beside the protected, and 4 should go"),
         ({"alpha": -0.1}, r"alpha -0.1 is outside \[0, 1\]; give a weight"),
         ({"what": "norms"}, "give one of layers, attention, mlp"),
         ({"criterion": "rho", "what": "mlp"}, "rho is defined for whole layers only; with --what mlp give .* bi, kl, "),
@@ -90,17 +101,58 @@ def test_attention_and_mlp_by_one_call(
 def test_refused_before_anything_is_measured(
     options: dict[str, Any], message: str, llama: PreTrainedModel, ids: torch.Tensor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for name in ("profile_layers", "sublayer_influence", "sublayer_divergence", "angular_distance", "greedy_removal"):
+    for name in ("profile_layers", "sublayer_influence", "sublayer_divergence", "angular_distance", "greedy_removal", "best_removal"):
         monkeypatch.setattr(module, name, pytest.fail)
     with pytest.raises(lp.LyapunovPruneError, match=message):
         lp.rank(llama, ids, **options)
 
 
-@pytest.mark.parametrize("criterion", ["angular", "oracle"])
+@pytest.mark.parametrize("criterion", [name for name, c in CRITERIA.items() if c.chooses])
 def test_what_is_chosen_together_keeps_no_periods(criterion: str, llama: PreTrainedModel, ids: torch.Tensor) -> None:
     ranking = lp.rank(llama, ids, criterion=criterion, remove=2)
     with pytest.raises(lp.LyapunovPruneError, match=f"criterion {criterion} .*, not periods; leave out --keep-period"):
         ranking.plan(2, period=2)
+
+
+@pytest.mark.parametrize("criterion", CRITERIA)
+def test_protected_layers_stay(criterion: str, llama: PreTrainedModel, ids: torch.Tensor, tmp_path: Path) -> None:
+    """Whatever the criterion; and where nothing is protected it chooses one of these."""
+    free = lp.rank(llama, ids, criterion=criterion, remove=2, seeds=SEEDS).plan(2).remove
+    ranking = lp.rank(llama, ids, criterion=criterion, remove=2, seeds=SEEDS, protect=[free[0]])
+    plan = ranking.plan(2)
+    assert free[0] not in plan.remove
+    assert len(plan.remove) == 2
+    again = type(ranking).load(ranking.save(tmp_path / "ranking.json"))
+    assert again.plan(2).remove == plan.remove
+    assert str(again) == str(ranking)
+
+
+@pytest.mark.parametrize("what", ["attention", "mlp"])
+def test_protected_layers_keep_their_branches(what: str, llama: PreTrainedModel, ids: torch.Tensor) -> None:
+    for criterion in ("bi", "kl", "random", "from-end"):
+        ranking = lp.rank(llama, ids, criterion=criterion, what=what, remove=5, protect=[-2])
+        assert getattr(ranking.plan(5), FIELDS[what]) == (0, 1, 2, 3, 5)
+        with pytest.raises(lp.LyapunovPruneError, match="cannot leave out|beside the protected"):
+            ranking.plan(6)
+
+
+def test_a_blend_is_scaled_over_the_layers_that_may_go(llama: PreTrainedModel, ids: torch.Tensor) -> None:
+    profile, influence = lp.measure_contraction(llama, ids, seeds=SEEDS), lp.block_influence(llama, ids)
+    influence.influence[0] = 100.0  # would make all others alike
+    ranking = lp.rank_layers(profile, influence, criterion="blend", alpha=0.3, protect=[0])
+    distance, bi = np.abs(profile.rho - 1)[1:], influence.influence[1:]
+    wanted = 0.3 * (distance - distance.min()) / np.ptp(distance) + 0.7 * (bi - bi.min()) / np.ptp(bi)
+    np.testing.assert_allclose(ranking.scores[1:], wanted)
+    assert np.isnan(ranking.scores[0])
+
+
+def test_periods_without_a_protected_layer(llama: PreTrainedModel, ids: torch.Tensor) -> None:
+    ranking = lp.rank(llama, ids, criterion="from-end", protect=[5])
+    assert ranking.plan(2, period=2).remove == (2, 3)
+    assert ranking.plan(4, period=2).remove == (0, 1, 2, 3)
+    ranking = lp.rank(llama, ids, criterion="from-end", protect=[1, 5])
+    with pytest.raises(lp.LyapunovPruneError, match="no 2 periods are without a protected layer"):
+        ranking.plan(4, period=2)
 
 
 def test_a_blend_hides_no_score_that_is_not_finite(llama: PreTrainedModel, ids: torch.Tensor) -> None:

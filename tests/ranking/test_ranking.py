@@ -89,7 +89,7 @@ def test_positional_criteria() -> None:
 def test_bad_requests_are_refused() -> None:
     other = block_influence(make_tiny("gpt2"), _IDS)
     for message, call in {
-        "unknown criterion": lambda: rank_layers(_PROFILE, criterion="best"),
+        "unknown criterion": lambda: rank_layers(_PROFILE, criterion="good"),
         "outside": lambda: rank_layers(_PROFILE, _INFLUENCE, alpha=1.5),
         "needs a contraction": lambda: rank_layers(None, _INFLUENCE, criterion="rho"),
         "needs Block Influence": lambda: rank_layers(_PROFILE, criterion="blend"),

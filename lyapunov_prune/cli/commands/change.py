@@ -12,7 +12,6 @@ from lyapunov_prune.cli.inputs import (
     chosen_allocation,
     folder_name,
     goes_by_rho,
-    layer_indices,
     load_examples,
     load_inputs,
     parse_schedule_options,
@@ -47,12 +46,13 @@ from lyapunov_prune.cli.options import (
     Target,
     Temperature,
     TextOptions,
+    layer_indices,
     model_option,
     what_option,
 )
 from lyapunov_prune.cli.terminal import say, show
 from lyapunov_prune.errors import LyapunovPruneError
-from lyapunov_prune.ranking.criteria import require_budget, require_criterion, require_known_count, require_part
+from lyapunov_prune.ranking.criteria import require_budget, require_known_count
 
 if TYPE_CHECKING:
     from lyapunov_prune.pruning.plan import PruningPlan
@@ -99,8 +99,9 @@ def prune(
             "--images is for the plan of a ViT or DeiT; give --plan FILE and --format compact, and no --on-disk, "
             "--merge-adapter or --keep-period"
         )
-    require_criterion(by.criterion, by.alpha)
-    require_part(by.what, by.criterion if remove is not None else None)
+    by.require(sublayers=remove is not None)
+    if by.protect is not None and remove is None and max_kl is None:
+        raise LyapunovPruneError("--protect is of layers that a criterion chooses; give --remove or --max-kl with it")
     if max_kl is not None:
         require_budget(max_kl)
         require_budget_alone(by.what, keep_period)
@@ -153,7 +154,7 @@ def prune(
     period = find_kinds(loaded.structure).require_period() if keep_period else 1
     plan: PruningPlan
     if layers is not None:
-        goes: dict[str, Any] = {FIELDS[by.what]: layer_indices(layers)}
+        goes: dict[str, Any] = {FIELDS[by.what]: layer_indices("--layers", layers)}
         plan = PruningPlan.given(loaded.model, **goes, reduction=reduction)
     elif plan_file is not None:
         plan = PruningPlan.load(plan_file)
@@ -205,7 +206,7 @@ def _prune_on_disk(
         )
     outline = read_outline(checkpoint_folder(model, offline=offline), model)
     if layers is not None:
-        plan = PruningPlan.given(outline.identity, layer_indices(layers))
+        plan = PruningPlan.given(outline.identity, layer_indices("--layers", layers))
     else:
         assert plan_file is not None
         plan = PruningPlan.load(plan_file)

@@ -38,9 +38,7 @@ from lyapunov_prune.cli.terminal import Parts, show
 from lyapunov_prune.errors import CheckFailed, LyapunovPruneError
 from lyapunov_prune.ranking.criteria import (
     require_budget,
-    require_criterion,
     require_known_count,
-    require_part,
     require_profiled,
 )
 from lyapunov_prune.sensitivity.table import STUDIES, STUDY_METHODS
@@ -115,8 +113,7 @@ def rank(
     """Order the layers, or their attention or MLP, for removal; with --remove N or --max-kl X writes plan.json."""
     if (model is None) == (profile_file is None):
         raise LyapunovPruneError("give a MODEL to measure or --profile FILE, one of the two")
-    require_criterion(by.criterion, by.alpha)
-    require_part(by.what, by.criterion)
+    by.require(sublayers=True)
     require_known_count(by.criterion, remove)
     if max_kl is not None:
         require_budget(max_kl)
@@ -133,7 +130,12 @@ def rank(
         measured = LayerProfile.load(profile_file)
         run = output or profile_file.parent
         ranking = rank_layers(
-            measured.contraction, measured.influence, criterion=by.criterion, alpha=by.alpha, seed=by.seed
+            measured.contraction,
+            measured.influence,
+            criterion=by.criterion,
+            alpha=by.alpha,
+            seed=by.seed,
+            protect=by.protected,
         )
     else:
         assert model is not None

@@ -1,0 +1,178 @@
+"""Sets of layers that the cheap criteria would remove, and what it costs to measure them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple, get_args
+
+import numpy as np
+
+from lyapunov_prune.forward.reading import Reading
+from lyapunov_prune.predictions.divergence import skip_divergence
+from lyapunov_prune.profiles.contraction import Pooling
+from lyapunov_prune.profiles.influence import turns
+from lyapunov_prune.profiles.profile import profile_layers
+from lyapunov_prune.ranking.criteria import CRITERIA
+
+Layers = tuple[int, ...]
+_SEEDS = (0, 1)
+_RUNS = (2, 3)
+_RIDGE = 0.3
+_TINY = 1e-9  # of a distance; a layer that does nothing has none, or rounding
+_LITTLE = 1e-3  # nats; no loss above dense is told from a smaller one
+
+
+@dataclass(frozen=True)
+class Cost:
+    """What a part of a forward costs, in forwards of the whole dense model: its share of the parameters multiplied.
+
+    `layers` is the share of all `number` layers together, the head has the rest. The windows that scores are measured
+    on hold `scoring` times the tokens of those that are checked.
+    """
+
+    layers: float
+    number: int
+    scoring: float
+
+    @classmethod
+    def of(cls, checking: Reading, scoring: Reading) -> Cost:
+        inside = sum(p.numel() for p in checking.structure.layers.parameters())
+        return cls(
+            inside / (inside + checking.scorer.head.weight.numel()),
+            checking.structure.num_layers,
+            scoring.batch.ids.numel() / checking.batch.ids.numel(),
+        )
+
+    @property
+    def head(self) -> float:
+        return 1 - self.layers
+
+    def without(self, removed: Sequence[int], entry: int) -> float:
+        """A forward that begins before layer `entry`, passes over `removed` and ends at the loss."""
+        run = self.number - entry - sum(layer >= entry for layer in removed)
+        return self.layers * run / self.number + self.head
+
+
+class Source(NamedTuple):
+    """A measurement and the sets that follow from it: what it costs for `remove` layers, and how they are found."""
+
+    cost: Callable[[Cost, int], float]
+    sets: Callable[[Reading, int, Layers, int], dict[str, Layers]]
+
+
+def _by_profile(reading: Reading, remove: int, free: Layers, batch_size: int) -> dict[str, Layers]:
+    profile = profile_layers(reading.model, reading, seeds=_SEEDS, batch_size=batch_size)
+    contraction, bi = profile.contraction, profile.influence.influence[list(free)]
+    contraction.require_above_floor()
+    sets: dict[str, Layers] = {}
+    for pooling in get_args(Pooling):
+        rho = contraction.pooled(pooling).rho[list(free)]  # a blend is scaled over those that may go
+        for criterion in ("rho", "blend"):
+            score = CRITERIA[criterion].score
+            assert score is not None
+            sets[f"{criterion} ({pooling})"] = least(score({"rho": rho, "bi": bi}, 0.5), remove, free)
+    return sets
+
+
+def _by_anew(reading: Reading, remove: int, free: Layers, batch_size: int) -> dict[str, Layers]:
+    """Block Influence of the pruned model, measured again after every layer."""
+    windows = reading.windows(batch_size)
+    removed: Layers = ()
+    while len(removed) < remove:
+        left = tuple(layer for layer in free if layer not in removed)
+        with reading.prefix.without(removed):
+            influence = turns(reading.structure, windows)[list(left), 0].mean(-1)
+        removed += least(influence, 1, left)
+    return {"bi anew": tuple(sorted(removed))}
+
+
+def _by_divergence(reading: Reading, remove: int, free: Layers, batch_size: int) -> dict[str, Layers]:
+    variance = skip_divergence(reading.model, reading, batch_size=batch_size).variance
+    return {"kl": least(variance[list(free)], remove, free)}
+
+
+# In the order in which they are measured.
+SOURCES: dict[str, Source] = {
+    "rho": Source(lambda cost, remove: cost.layers * (2 + len(_SEEDS)), _by_profile),
+    "bi anew": Source(lambda cost, remove: cost.layers * remove * (1 - (remove - 1) / 2 / cost.number), _by_anew),
+    "kl": Source(lambda cost, remove: (cost.number + 1) * (cost.layers / 2 + cost.head), _by_divergence),
+}
+
+
+def by_direction(distance: np.ndarray, remove: int, free: Layers) -> dict[str, Layers]:
+    """What the distances of `AngularDistance` say: single layers, one run, and some runs."""
+    sets = {"bi": least(distance.diagonal(1)[list(free)], remove, free)}
+    for runs, name in ((1, "angular"), *((runs, f"{runs} runs") for runs in _RUNS)):
+        nearest = nearest_runs(distance, remove, free, runs)
+        if nearest is not None:
+            sets[name] = nearest
+    return sets
+
+
+def least(scores: np.ndarray, remove: int, free: Layers) -> Layers:
+    """The `remove` of the layers `free` with the smallest of their scores; of equal ones the first, NaN last."""
+    return tuple(sorted(free[i] for i in np.argsort(scores, kind="stable")[:remove]))
+
+
+def nearest_runs(distance: np.ndarray, remove: int, free: Layers, runs: int) -> Layers | None:
+    """`remove` layers in at most `runs` runs, of least `Σ distance[begin, end]`; None where `free` has no such runs.
+
+    `distance` (L + 1, L + 1) is between the boundaries of layers (`AngularDistance`). Runs have a layer between them:
+    two that touch are one. By dynamic programming over the layers.
+    """
+    size = len(distance) - 1
+    allowed = [layer in free for layer in range(size)]
+    # best[k, n] at layer l: the least sum of k runs with n layers in all, that end before l, and the runs.
+    none: tuple[float, Layers] = (np.inf, ())
+    best = [{(0, 0): (0.0, ())} for _ in range(size + 2)]
+    for end in range(1, size + 1):
+        best[end] = dict(best[end - 1])
+        for begin in range(end - 1, max(-1, end - 1 - remove), -1):
+            if not allowed[begin]:
+                break
+            before = best[max(begin - 1, 0)]
+            for (k, n), (total, chosen) in before.items():
+                key = (k + 1, n + end - begin)
+                if key[0] > runs or key[1] > remove:
+                    continue
+                value = (total + float(distance[begin, end]), (*chosen, *range(begin, end)))
+                if value[0] < best[end].get(key, none)[0]:
+                    best[end][key] = value
+    found = [best[size][k, remove] for k in range(1, runs + 1) if (k, remove) in best[size]]
+    return min(found)[1] if found else None
+
+
+def swaps(current: Layers, free: Layers, losses: Mapping[Layers, float], distance: np.ndarray) -> Iterator[Layers]:
+    """The sets one swap away from `current` that have no loss yet, the most promising first."""
+    sets = [tuple(sorted({*current, goes} - {stays})) for stays in current for goes in free if goes not in current]
+    sets = [layers for layers in sets if layers not in losses]
+    yield from (sets[i] for i in np.argsort(_expected(sets, losses, distance), kind="stable"))
+
+
+def _expected(sets: Sequence[Layers], losses: Mapping[Layers, float], distance: np.ndarray) -> np.ndarray:
+    """The log loss above dense that `sets` should have by the `losses` above dense of the sets that were tried.
+
+    `log loss ≈ c + w · members + log Σ_runs distance[begin, end]` by ridge regression with a weight w for each layer:
+    what the directions do not say of a layer is learnt from the sets it was in.
+    """
+    known = {layers: np.log(max(loss, _LITTLE)) for layers, loss in losses.items() if np.isfinite(loss)}
+
+    def described(some: Sequence[Layers]) -> tuple[np.ndarray, np.ndarray]:
+        members = np.zeros((len(some), len(distance) - 1))
+        for row, layers in zip(members, some, strict=True):
+            row[list(layers)] = 1
+        return members, np.log([max(turned(distance, layers), _TINY) for layers in some])
+
+    members, base = described(list(known))
+    off = np.array(list(known.values())) - base
+    weights = np.linalg.solve(members @ members.T + _RIDGE * np.eye(len(known)), off - off.mean())
+    others, theirs = described(sets)
+    return theirs + others @ (members.T @ weights)
+
+
+def turned(distance: np.ndarray, layers: Layers) -> float:
+    """`Σ distance[begin, end]` over the runs of `layers`."""
+    begins = [layer for layer in layers if layer - 1 not in layers]
+    ends = [layer + 1 for layer in layers if layer + 1 not in layers]
+    return float(distance[begins, ends].sum())

@@ -1,0 +1,229 @@
+"""`best` goes by the loss of physical removals on windows that no score has seen, within what it may spend."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from helpers import LAYERS, computed, hooks_of, make_tiny
+from scipy import stats
+from transformers import PreTrainedModel
+
+import lyapunov_prune as lp
+from lyapunov_prune.models.structure import find_structure
+from lyapunov_prune.ranking import BestRemoval, best_removal
+from lyapunov_prune.ranking import best as module
+from lyapunov_prune.sensitivity.sweep import Job, Sweep
+
+REMOVE = 2
+
+
+@pytest.fixture(scope="module")
+def many() -> torch.Tensor:
+    return torch.randint(97, (12, 24), generator=torch.Generator().manual_seed(1))
+
+
+def with_idle(*layers: int) -> PreTrainedModel:
+    """A model in which these layers add nothing."""
+    model = make_tiny("llama")
+    for index in layers:
+        layer: Any = find_structure(model).layers[index]
+        with torch.no_grad():
+            layer.self_attn.o_proj.weight.zero_()
+            layer.mlp.down_proj.weight.zero_()
+    return model
+
+
+def own_words(model: PreTrainedModel) -> torch.Tensor:
+    """What the model itself would write, so that any change of it costs."""
+    begins = torch.randint(97, (12, 2), generator=torch.Generator().manual_seed(1))
+    return model.generate(begins, max_new_tokens=22, min_new_tokens=22, do_sample=False)
+
+
+def require_honest(model: PreTrainedModel, many: torch.Tensor, found: BestRemoval) -> None:
+    """Losses are those of physical removals on every second window, and only what was seen to pay was taken."""
+    np.testing.assert_allclose(found.dense, lp.perplexity(model, many[1::2]).windows, rtol=1e-5)
+    best = 0
+    for number, tried in enumerate(found.tried):
+        small = lp.remove_layers(model, tried.layers)
+        np.testing.assert_allclose(tried.windows, lp.perplexity(small, many[1::2]).windows, rtol=1e-5)
+        against = found.tried[best].windows
+        if np.isnan(tried.p_value):
+            best = number if tried.windows.mean() < against.mean() else best
+        else:
+            wanted = stats.ttest_rel(tried.windows, against, alternative="less").pvalue
+            assert tried.p_value == pytest.approx(wanted)
+            best = number if wanted < 0.05 else best
+    assert found.chosen == best
+    assert found.measured_on.text_hash != found.checked_on.text_hash
+    assert len({tried.layers for tried in found.tried}) == len(found.tried)
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2", "gemma3"])
+def test_goes_by_the_losses_of_physical_removals(name: str, many: torch.Tensor) -> None:
+    model = make_tiny(name)
+    found = best_removal(model, many, REMOVE, search=40, batch_size=2)
+    require_honest(model, many, found)
+    assert hooks_of(model) == 0
+    assert not any("forward" in m.__dict__ for m in model.modules())
+
+
+def test_planted_fault_losses_of_scored_windows_are_seen(many: torch.Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = make_tiny("llama")
+    sweep = module.Sweep
+    monkeypatch.setattr(module, "Sweep", lambda model, reading, **how: sweep(model, many[::2], **how))
+    with pytest.raises(AssertionError):
+        require_honest(model, many, best_removal(model, many, REMOVE, search=20))
+
+
+def test_swaps_find_what_no_criterion_proposes(many: torch.Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two layers that do nothing; the one set proposed holds neither."""
+    monkeypatch.setattr(module, "by_direction", lambda *args: {"bad": (0, 3)})
+    monkeypatch.setattr(module, "SOURCES", {})
+    model = with_idle(1, 4)
+    words = own_words(model)
+    found = best_removal(model, words, REMOVE, search=60)
+    require_honest(model, words, found)
+    assert found.remove == (1, 4)
+    assert found.tried[0].by == "bad"
+    np.testing.assert_allclose(found.tried[found.chosen].windows, found.dense, rtol=1e-5)
+
+
+# What is spent.
+
+
+def test_forwards_are_those_that_were_run(many: torch.Tensor) -> None:
+    """Of layers: a tiny model's trials of prefix and scorer apart, every layer that computes is paid for."""
+    model = make_tiny("llama")
+    found = best_removal(model, many, REMOVE, search=12)
+    head = model.get_output_embeddings().weight.numel()
+    inside = sum(p.numel() for p in find_structure(model).layers.parameters())
+    share = inside / (inside + head)
+    swept = 1.0
+    spent = 1 + share
+    for tried in found.tried:
+        after = LAYERS - min(tried.layers) - len(tried.layers)
+        swept += after / LAYERS
+        spent += share * after / LAYERS + (1 - share)
+    measured = found.forwards - spent  # rho, and whatever else was not left out
+    assert measured == pytest.approx(share * 4 + ("bi anew" not in found.left_out) * share * (2 - 1 / LAYERS))
+    calls = computed(model)
+    with Sweep(model, many[1::2]) as sweep:
+        sweep.run([Job(str(t.layers), min(t.layers), remove=t.layers) for t in found.tried])
+    windows = len(many) // 2
+    trials = 2 * LAYERS + (LAYERS - 1) * LAYERS / 2 + LAYERS + 4
+    assert sum(calls.values()) / windows / LAYERS == pytest.approx(swept, abs=3 * trials / windows / LAYERS)
+
+
+@pytest.mark.parametrize("search", [4, 7, 11.5, 30])
+def test_no_more_is_spent_than_was_allowed(search: float, many: torch.Tensor, llama: PreTrainedModel) -> None:
+    found = best_removal(llama, many, REMOVE, search=search)
+    assert found.forwards <= search
+    assert all(a.forwards < b.forwards for a, b in zip(found.tried, found.tried[1:], strict=False))
+    assert ("kl" in found.left_out) == (search < 20)
+
+
+def test_finished_checks_are_not_repeated(many: torch.Tensor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = make_tiny("llama")
+    whole = best_removal(model, many, REMOVE, search=30)
+
+    class Killed(Exception):
+        pass
+
+    measure = module.Sweep._measure
+    seen: list[str] = []
+
+    def die(self: Any, job: Any) -> Any:
+        if len(seen) == 4:
+            raise Killed
+        seen.append(job.key)
+        return measure(self, job)
+
+    monkeypatch.setattr(module.Sweep, "_measure", die)
+    with pytest.raises(Killed):
+        best_removal(model, many, REMOVE, search=30, folder=tmp_path)
+    again: list[str] = []
+    monkeypatch.setattr(module.Sweep, "_measure", lambda self, job: again.append(job.key) or measure(self, job))
+    monkeypatch.setattr(module, "angular_distance", pytest.fail)
+    found = best_removal(model, many, REMOVE, search=30, folder=tmp_path, resume=True)
+    assert not {*seen} & {*again}
+    assert [t.layers for t in found.tried] == [t.layers for t in whole.tried]
+    assert str(found) == str(whole)
+    loaded = BestRemoval.load(found.save(tmp_path / "best.json"))
+    assert (str(loaded), loaded.plan(REMOVE).remove) == (str(found), found.remove)
+    with pytest.raises(lp.LyapunovPruneError, match="run without --resume"):
+        best_removal(model, many, REMOVE + 1, folder=tmp_path, resume=True)
+
+
+# The plan, and how far it holds.
+
+
+def test_a_plan_holds_the_least_loss_of_each_layer(many: torch.Tensor, llama: PreTrainedModel) -> None:
+    found = best_removal(llama, many, REMOVE, search=20)
+    plan = found.plan(REMOVE)
+    assert (plan.remove, plan.criterion) == (found.remove, "best")
+    assert [on.text_hash for on in plan.measured_on] == [found.measured_on.text_hash, found.checked_on.text_hash]
+    for layer in range(LAYERS):
+        losses = [t.windows.mean() for t in found.tried if layer in t.layers]
+        np.testing.assert_equal(plan.scores[layer], min(losses, default=np.nan))
+    with pytest.raises(lp.LyapunovPruneError, match="for 2 layers, not 3; search again"):
+        found.plan(3)
+    with pytest.raises(lp.LyapunovPruneError, match="not periods"):
+        found.plan(REMOVE, period=2)
+
+
+def test_how_often_a_layer_is_picked(many: torch.Tensor) -> None:
+    model = with_idle(1, 4)
+    found = best_removal(model, own_words(model), REMOVE, search=20)
+    often = found.picked()
+    assert found.remove == (1, 4)
+    np.testing.assert_array_equal(often, [0, 1, 0, 0, 1, 0])
+    assert "1 (100%), 4 (100%)" in found.headline()
+    np.testing.assert_allclose(best_removal(make_tiny("llama"), many, REMOVE, search=20).picked().sum(), REMOVE)
+
+
+def test_protected_layers_are_in_no_set(many: torch.Tensor) -> None:
+    model = with_idle(1, 4)
+    found = best_removal(model, many, REMOVE, search=30, protect=[1, -1])
+    assert found.protected == (1, LAYERS - 1)
+    assert not {1, LAYERS - 1} & {layer for tried in found.tried for layer in tried.layers}
+    assert 4 in found.remove
+
+
+BAD: list[tuple[dict[str, Any], str]] = [
+    ({"search": 1.5}, r"a search of 1.5 forwards is less than the first check needs; give \d\.\d or more"),
+    ({"protect": [0, 1, 2, 3, -1]}, "1 layers are left to remove beside the protected, and 2 should go"),
+    ({"protect": [LAYERS]}, "layer 6 to protect does not exist; the layers are 0 to 5"),
+    ({"protect": [-LAYERS - 1]}, "layer -7 to protect does not exist"),
+    ({"remove": LAYERS}, "cannot remove 6 of 6 layers"),
+    ({"windows": 3}, "scores on one half of the windows and checks on the other, and there are 3; give 4 or more"),
+]
+
+
+@pytest.mark.parametrize(("wrong", "message"), BAD)
+def test_bad_input(wrong: dict[str, Any], message: str, many: torch.Tensor, llama: PreTrainedModel) -> None:
+    given = {"remove": REMOVE, "windows": len(many), **wrong}
+    with pytest.raises(lp.LyapunovPruneError, match=message):
+        best_removal(llama, many[: given.pop("windows")], given.pop("remove"), **given)
+
+
+def test_no_set_with_a_finite_loss(many: torch.Tensor, monkeypatch: pytest.MonkeyPatch, llama: PreTrainedModel) -> None:
+    measure = module.Sweep._measure
+
+    def broken(self: Any, job: Any) -> Any:
+        outcome = measure(self, job)
+        return outcome if job.key == "dense" else type(outcome)(outcome.windows * np.nan, outcome.drift)
+
+    monkeypatch.setattr(module.Sweep, "_measure", broken)
+    with pytest.raises(lp.LyapunovPruneError, match="no set that was tried leaves a finite loss"):
+        best_removal(llama, many, REMOVE)
+
+
+def test_chosen_is_one_of_the_tried(many: torch.Tensor, llama: PreTrainedModel, tmp_path: Path) -> None:
+    path = best_removal(llama, many, REMOVE, search=6).save(tmp_path / "best.json")
+    path.write_text(path.read_text().replace('"chosen": ', '"chosen": 99'))
+    with pytest.raises(lp.LyapunovPruneError, match="search again"):
+        BestRemoval.load(path)
