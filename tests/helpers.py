@@ -47,6 +47,7 @@ from lyapunov_prune.profiles.contraction import ContractionProfile, measure_cont
 from lyapunov_prune.pruning.on_disk import prune_on_disk
 from lyapunov_prune.pruning.plan import PruningPlan
 from lyapunov_prune.pruning.provenance import Provenance
+from lyapunov_prune.ranking.best import Tried
 
 LAYERS = 6
 
@@ -567,6 +568,9 @@ def sound(name: str, values: dict[str, Any], floats: Iterator[float]) -> dict[st
         return {"drift": loose(2), **scores}
     if name in ("SkipDivergence", "SublayerDivergence"):
         return {field: loose(5) for field in ("variance", "kl", "reverse_kl")} | {"flipped": some(5, most=1)}
+    if name == "BestRemoval":
+        tried = tuple(Tried("ρ", (0, k), some(3), p, next(floats)) for k, p in ((1, np.nan), (2, 0.5)))
+        return {"tried": tried, "chosen": 1, "dense": some(3)}
     if name == "MendReport":
         gap = Gap(1, 3, "mlp", ("none", "full"), np.array([0.0, 0.1]), loose(2), 1)
         return {"gaps": (gap,)}

@@ -64,8 +64,9 @@ class Source(NamedTuple):
 def _by_profile(reading: Reading, remove: int, free: Layers, batch_size: int) -> dict[str, Layers]:
     profile = profile_layers(reading.model, reading, seeds=_SEEDS, batch_size=batch_size)
     contraction, bi = profile.contraction, profile.influence.influence[list(free)]
-    contraction.require_above_floor()
     sets: dict[str, Layers] = {}
+    if not contraction.above_floor.any():  # nothing but rounding, which proposes nothing
+        return sets
     for pooling in get_args(Pooling):
         rho = contraction.pooled(pooling).rho[list(free)]  # a blend is scaled over those that may go
         for criterion in ("rho", "blend"):

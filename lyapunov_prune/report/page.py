@@ -33,6 +33,7 @@ from lyapunov_prune.pruning.curve import RemovalCurve
 from lyapunov_prune.pruning.plan import PruningPlan
 from lyapunov_prune.pruning.provenance import PROVENANCE, Provenance
 from lyapunov_prune.ranking.angular import AngularDistance
+from lyapunov_prune.ranking.best import BestRemoval
 from lyapunov_prune.ranking.budget import BudgetedRemoval
 from lyapunov_prune.ranking.oracle import GreedyRemoval
 from lyapunov_prune.report.bounds import bounds_figures
@@ -57,6 +58,7 @@ from lyapunov_prune.report.profiles import (
 )
 from lyapunov_prune.report.ranking import (
     angular_figure,
+    best_figure,
     budget_figure,
     oracle_figure,
     perplexity_figure,
@@ -184,6 +186,16 @@ _SECTIONS = (
         "the number at a point is that layer. The perplexity is that of the text that chose the layers, so it "
         "flatters them: other text must judge. A greedy order need not hold the best set of layers.",
         lambda r: {"oracle": oracle_figure(r)},
+    ),
+    _Section(
+        "best.json",
+        BestRemoval,
+        "The best of many choices",
+        "Sets of layers that the cheap criteria propose, each checked by its loss on windows that no score has seen; "
+        "then swaps of single layers from the best of them, taken when a paired test says that they pay. The windows "
+        "that checked chose, so they flatter the chosen set: other text must judge. How often each layer is picked when "
+        "the windows are drawn anew says how much hangs on them.",
+        lambda r: {"best": best_figure(r)},
     ),
     _Section(
         "sensitivity.json",

@@ -11,6 +11,7 @@ from matplotlib.ticker import MaxNLocator
 from lyapunov_prune.pruning.curve import RemovalCurve
 from lyapunov_prune.pruning.plan import PruningPlan
 from lyapunov_prune.ranking.angular import AngularDistance
+from lyapunov_prune.ranking.best import BestRemoval
 from lyapunov_prune.ranking.budget import BudgetedRemoval
 from lyapunov_prune.ranking.oracle import GreedyRemoval
 from lyapunov_prune.report.drawing import COLOURS, GREY, INK, depth_axis, log_axis, one_panel, svg
@@ -58,6 +59,29 @@ def oracle_figure(search: GreedyRemoval) -> str:
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.set_xlabel("layers removed; the number is the layer that goes")
     axes.set_ylabel("perplexity")
+    axes.legend(frameon=False, fontsize=8)
+    return svg(figure)
+
+
+def best_figure(search: BestRemoval) -> str:
+    """Perplexity of every set on the windows that checked it over the forwards spent, and of the best one so far."""
+    figure, axes = one_panel(6.5, 3.6)
+    with np.errstate(over="ignore"):
+        dense = np.exp(search.dense.mean())
+        perplexity = np.exp([tried.windows.mean() for tried in search.tried])
+    forwards = np.array([tried.forwards for tried in search.tried])
+    swap = np.array([not np.isnan(tried.p_value) for tried in search.tried])
+    axes.axhline(dense, color=GREY, linewidth=0.8, label=f"dense, {dense:.3g}")
+    kinds = ((~swap, "proposed by a criterion", "o", COLOURS["bi"]), (swap, "swap of one layer", "x", COLOURS["blend"]))
+    for shown, label, marker, colour in kinds:
+        if np.isfinite(perplexity[shown]).any():
+            axes.plot(forwards[shown], perplexity[shown], marker, markersize=4, color=colour, label=label)
+    chosen = perplexity[search.chosen]
+    axes.plot(forwards[search.chosen], chosen, "o", markersize=9, fillstyle="none", color=INK, label="chosen")
+    log_axis(axes)
+    axes.margins(y=0.12)
+    axes.set_xlabel("forwards of the dense model over the check windows")
+    axes.set_ylabel("perplexity without the set")
     axes.legend(frameon=False, fontsize=8)
     return svg(figure)
 

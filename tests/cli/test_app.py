@@ -40,6 +40,7 @@ from lyapunov_prune.pruning.plan import PruningPlan
 from lyapunov_prune.pruning.provenance import Provenance
 from lyapunov_prune.pruning.removal import remove_layers
 from lyapunov_prune.pruning.surgery import cut
+from lyapunov_prune.ranking.best import BestRemoval
 from lyapunov_prune.ranking.budget import BudgetedRemoval
 from lyapunov_prune.results.history import History
 from lyapunov_prune.results.result import Result
@@ -445,7 +446,15 @@ def test_a_bad_option_of_profile(options: list[str], message: str, run_bad: Call
         (["--layers", ""], "is no list of numbers"),
         ([], "give --remove N, --max-kl X, --layers 3,7 or --plan FILE, one of the four"),
         (["--remove", "1", "--layers", "1"], "one of the four"),
-        (["--remove", "1", "--criterion", "best"], "'best' is not one of 'rho', 'bi'"),
+        (["--remove", "1", "--criterion", "good"], "'good' is not one of 'rho', 'bi'"),
+        (["--remove", "1", "--search", "9"], "--search is what --criterion best may spend; give both or neither"),
+        (["--max-kl", "1", "--criterion", "best"], "criterion best searches among sets; give --remove N with it"),
+        (["--remove", "1", "--criterion", "best"], "there are 2; give 4 or more (--tokens, --context)"),
+        (["--remove", "1", "--criterion", "best", "--what", "mlp"], "best is defined for whole layers only"),
+        (["--remove", "1", "--protect", "0,x"], "--protect '0,x' is no list of numbers; write it as 3,7"),
+        (["--remove", "1", "--protect", "6"], "layer 6 to protect does not exist; the layers are 0 to 5"),
+        (["--remove", "2", "--protect", "0,1,2,3,-1"], "1 layers are left to remove beside the protected, and 2"),
+        (["--layers", "1", "--protect", "0"], "--protect is of layers that a criterion chooses; give --remove or"),
         (["--remove", "1", "--alpha", "1.5"], "alpha 1.5 is outside [0, 1]; give"),
         (["--plan", "absent.json"], "cannot read absent.json"),
         (["--plan", "tiny/config.json"], "tiny/config.json holds no result, not PruningPlan; give"),
@@ -457,7 +466,7 @@ def test_a_bad_choice_of_layers(choice: list[str], message: str, run_bad: Callab
 
 
 @pytest.mark.parametrize(
-    "choice", [["--remove", "6"], ["--remove", "0"], ["--criterion", "best"], ["--alpha", "-1"]], ids=" ".join
+    "choice", [["--remove", "6"], ["--remove", "0"], ["--criterion", "good"], ["--alpha", "-1"]], ids=" ".join
 )
 @pytest.mark.parametrize("source", [["tiny"], ["--profile", "run/profile.json"]], ids=["model", "profile"])
 def test_a_bad_choice_when_ranking(
@@ -784,6 +793,37 @@ def test_criteria_that_look_at_the_predictions(run: Any) -> None:
     assert done.code == 2
     assert "give --remove N" in done.err
     assert "a profile holds no scores of criterion kl" in run("rank", "--profile", "x.json", "--criterion", "kl").err
+
+
+def test_the_best_of_all_criteria_within_a_budget(run: Any) -> None:
+    asked = (
+        "tiny",
+        "--criterion",
+        "best",
+        "--search",
+        "9",
+        "--remove",
+        "2",
+        "--protect",
+        "-1,0",
+        *TEXT,
+        "--context",
+        "16",
+    )
+    assert run("rank", *asked).code == 0
+    found = BestRemoval.load("runs/tiny/best.json")
+    assert found.forwards <= 9
+    assert found.protected == (0, 5)
+    assert "The best of many choices" in (run("report", "runs/tiny") and Path("runs/tiny/report.html").read_text())
+    done = run("prune", *asked, "-o", "out")
+    assert done.code == 0
+    assert "how often each is picked" in done.out
+    assert Provenance.load("out/provenance.json").plan.remove == found.remove
+    assert run("rank", *asked, "--resume").code == 0
+    assert BestRemoval.load("runs/tiny/best.json").remove == found.remove
+    small = run("rank", *asked, "--search", "1")
+    assert (small.code, small.changed) == (2, set())
+    assert "a search of 1 forwards is less than the first check needs" in small.err
 
 
 def test_a_run_of_layers_goes_as_one(run: Any) -> None:

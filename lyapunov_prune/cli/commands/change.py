@@ -163,6 +163,8 @@ def prune(
         if remove is not None and keep_period:
             require_periods(remove, loaded.structure.num_layers, period)
         ranking = by.rank(loaded, batch, remove, text.batch_size)
+        if by.criterion == "best" and not as_json:
+            show(ranking, as_json, None)
         if remove is not None:
             plan = ranking.plan(remove, period)
         else:
