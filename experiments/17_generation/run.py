@@ -362,7 +362,10 @@ def against_the_paper(found: dict[str, Any]) -> str:
             f"rounding costs less than pruning, even at the same perplexity: 4 bits a row ({short(rounded.ratio)} × "
             f"dense) part at step {short(rounded.first_difference)}; {', '.join(alike.index)} ({span(alike.ratio)} × "
             f"dense) at {span(alike.first_difference)}, medians.",
-        ),
+        )
+        if len(alike)
+        else f"**Cannot be compared:** rounding with pruning at the same perplexity. 4 bits a row leave "
+        f"{short(rounded.ratio)} × dense, and no other model comes within {statements.percent(ALIKE)} of that.",
         verdict(
             2 * lower < len(models),
             f"while both models read the same text, KL is lower after the first step than at it in {lower} of "
