@@ -99,6 +99,18 @@ def test_logits_that_go_by_more_than_the_state_are_compared_whole(inputs: list[t
 
 
 @torch.no_grad()
+def test_a_forward_that_forms_all_its_logits_is_compared_whole(inputs: list[torch.Tensor]) -> None:
+    model, other = make_tiny("llama"), make_tiny("llama")
+    find_structure(other).layers[0].mlp.down_proj.weight[0, 0] += 0.1  # type: ignore[union-attr, operator]
+    wanted, forward = whole(other, model, inputs), other.forward
+    other.forward = lambda input_ids, use_cache=None: forward(input_ids, use_cache=use_cache)  # type: ignore[method-assign]
+    counts: list[int] = []
+    formed(other, counts)
+    assert KeptLogits(other, inputs).deviation(KeptLogits(model, inputs)) == pytest.approx(wanted, rel=1e-3)
+    assert counts == [ids.numel() for ids in inputs]
+
+
+@torch.no_grad()
 def test_logits_that_are_not_finite_deviate_by_infinity(inputs: list[torch.Tensor]) -> None:
     model, other = make_tiny("llama"), make_tiny("llama")
     other.model.norm.weight[0] = float("nan")
