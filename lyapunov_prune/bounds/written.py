@@ -8,7 +8,8 @@ import torch
 from transformers import PreTrainedModel
 
 from lyapunov_prune.errors import LyapunovPruneError
-from lyapunov_prune.forward.logits import SAME_LIMIT, deviation, sample_inputs, uncached_logits
+from lyapunov_prune.forward.kept import KeptLogits
+from lyapunov_prune.forward.logits import SAME_LIMIT, sample_inputs
 from lyapunov_prune.forward.reading import Reading
 from lyapunov_prune.forward.replacement import replaced
 from lyapunov_prune.models.plain import require_plain
@@ -79,11 +80,10 @@ def _require_same_forward(
     reading: Reading, compressed: PreTrainedModel, written: Mapping[Projection, torch.Tensor]
 ) -> None:
     """Whatever no parameter tells, a window, a base of positions, an ε of a norm, the logits do."""
-    worst = 0.0
-    for ids in sample_inputs(reading.model, reading.batch):
-        with replaced(reading.model, written):
-            logits = uncached_logits(reading.model, ids)
-        worst = max(worst, deviation(logits, uncached_logits(compressed, ids)))
+    inputs = sample_inputs(reading.model, reading.batch)
+    with replaced(reading.model, written):
+        logits = KeptLogits(reading.model, inputs)
+    worst = logits.deviation(KeptLogits(compressed, inputs))
     if worst > SAME_LIMIT[reading.model.dtype]:
         raise LyapunovPruneError(
             f"with the matrices of the compressed model the dense one gives other logits than it (by {worst:.2g}): "

@@ -10,7 +10,8 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from lyapunov_prune.forward.logits import SAME_LIMIT, deviation, uncached_logits
+from lyapunov_prune.forward.kept import KeptLogits
+from lyapunov_prune.forward.logits import SAME_LIMIT
 from lyapunov_prune.linalg import lift
 from lyapunov_prune.models.families import POSITION_ATTRIBUTES
 from lyapunov_prune.models.loading import quiet
@@ -54,7 +55,7 @@ def reload_check(pruned: PreTrainedModel, folder: Path, inputs: list[torch.Tenso
     if changed:
         return GateCheck(RELOADED, False, float("inf"), limit, changed)
     _share_rounded_tables(pruned, reloaded)
-    worst = max(deviation(uncached_logits(reloaded, ids), uncached_logits(pruned, ids)) for ids in inputs)
+    worst = KeptLogits(reloaded, inputs).deviation(KeptLogits(pruned, inputs))
     return GateCheck(RELOADED, worst <= limit, worst, limit, "logits after plain from_pretrained")
 
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from lyapunov_prune import __version__
+from lyapunov_prune.cli.commands.cache import cache
 from lyapunov_prune.cli.commands.change import compress, heal, prune
 from lyapunov_prune.cli.commands.joint import joint
 from lyapunov_prune.cli.commands.measure import check, evaluate, profile, rank, sensitivity
@@ -78,6 +79,7 @@ COMMANDS: dict[str, Callable[..., None]] = {
     "check": check,
     "sensitivity": sensitivity,
     "hierarchy": hierarchy,
+    "cache": cache,
 }
 for name, command in COMMANDS.items():
     app.command(name)(flattened(command))

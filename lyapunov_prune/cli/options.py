@@ -100,7 +100,7 @@ class TextOptions:
         return as_batch(loaded.model, batch)
 
 
-Model = Annotated[str, typer.Argument(help="Hub id, folder, .gguf file, or smollm2-135m (built in).")]
+Model = Annotated[str, typer.Argument(help="Hub id, folder, .gguf file (see cache), or smollm2-135m (built in).")]
 MergeAdapter = Annotated[
     bool, model_option("--merge-adapter", help="MODEL holds LoRA adapters: add them to their base model's weights.")
 ]

@@ -5,7 +5,8 @@
 - `rounding`: the coarsest dtype that the layers compute in;
 - `branches`, `sublayers`: attention and MLP of a layer, run or silenced; `outputs`: what makes their output;
 - `replacement`, `changes`: other weights, or a changed layer, for as long as a block lasts;
-- `scoring`, `logits`, `decoding`: losses, logits and greedy tokens of what runs;
+- `scoring`, `logits`, `decoding`: losses, logits and greedy tokens of what runs; `kept`: logits of two models compared
+  a block of positions at a time;
 - `continuations`: log-likelihoods of texts that begin alike.
 
 Nothing here outlives its block: a hook is removed and a weight put back, also after an error.

@@ -19,6 +19,7 @@ from lyapunov_prune.models.structure import find_structure
 SAME_LIMIT = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 2e-3}
 TOKENS = 64
 STEPS = 8
+_LIFTED = 2**20  # entries of positions × vocabulary that are compared in float64 at once
 WINDOW_LIMIT = 1024  # a longer sliding window is not rolled over: the check would outlast the removal
 
 
@@ -30,11 +31,14 @@ def require_temperature(temperature: float) -> None:
 
 def deviation(logits: torch.Tensor, reference: torch.Tensor) -> float:
     """`max_t ‖z_t − z'_t‖ / ‖z'_t − mean z'_t‖` in float64; infinite when a value is not finite."""
-    a, b = lift(logits), lift(reference)
-    if a.shape != b.shape or not (a.isfinite().all() and b.isfinite().all()):
+    if logits.shape != reference.shape or not (logits.isfinite().all() and reference.isfinite().all()):
         return float("inf")
-    spread = torch.linalg.vector_norm(b - b.mean(-1, keepdim=True), dim=-1)
-    return float((torch.linalg.vector_norm(a - b, dim=-1) / spread.clamp_min(1e-300)).max())
+    worst, rows = 0.0, max(1, _LIFTED // logits.shape[-1])
+    parts = zip(logits.flatten(0, -2).split(rows), reference.flatten(0, -2).split(rows), strict=True)
+    for a, b in ((lift(z), lift(wanted)) for z, wanted in parts):
+        spread = torch.linalg.vector_norm(b - b.mean(-1, keepdim=True), dim=-1)
+        worst = max(worst, float((torch.linalg.vector_norm(a - b, dim=-1) / spread.clamp_min(1e-300)).max()))
+    return worst
 
 
 def sample_inputs(model: PreTrainedModel, batch: Examples | torch.Tensor | None) -> list[torch.Tensor]:
@@ -74,9 +78,14 @@ def uncached_logits(model: PreTrainedModel, inputs: torch.Tensor) -> torch.Tenso
     return model(inputs).logits if inputs.is_floating_point() else model(inputs, use_cache=False).logits
 
 
-def last_steps(logits: torch.Tensor) -> torch.Tensor:
-    """The positions that `cached_logits` returns."""
-    return logits[:, -STEPS - 1 :]
+def last_logits(model: PreTrainedModel, ids: torch.Tensor) -> torch.Tensor:
+    """The uncached logits of the positions that `cached_logits` returns; a forward that can forms no others."""
+    return model(ids, use_cache=False, **_only_last(model, STEPS + 1)).logits[:, -STEPS - 1 :]
+
+
+def _only_last(model: PreTrainedModel, positions: int) -> dict[str, int]:
+    taken = inspect.signature(model.forward).parameters
+    return {"logits_to_keep": positions} if "logits_to_keep" in taken else {}
 
 
 def cached_logits(model: PreTrainedModel, ids: torch.Tensor, *, positions: bool = False) -> torch.Tensor | None:
@@ -88,7 +97,7 @@ def cached_logits(model: PreTrainedModel, ids: torch.Tensor, *, positions: bool 
     """
     taken = inspect.signature(model.forward).parameters
     start = ids.shape[1] - STEPS
-    output = model(ids[:, :start], use_cache=True)
+    output = model(ids[:, :start], use_cache=True, **_only_last(model, 1))
     steps = [output.logits[:, -1:]]
     for t in range(start, ids.shape[1]):
         # What the forward both returns and takes: past_key_values, cache_params, state, mems, ...

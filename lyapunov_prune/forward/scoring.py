@@ -32,7 +32,7 @@ class Scorer:
     Where the logits are those of the head's matrix, the sum over the vocabulary is taken block by block. It is tried
     once against the model's own, on a few tokens and, as a cap leaves small logits alone, on states scaled to logits
     of 1/16 to 2²⁰ of both signs. Where the model does more to them (a scale, a cap), its own logits are used.
-    `enters` says whether these are a function of the final state alone.
+    `enters` says whether these are a function of the final state alone, which `decoder` answers with.
     """
 
     def __init__(self, model: PreTrainedModel, structure: Structure, ids: torch.Tensor) -> None:
@@ -50,10 +50,10 @@ class Scorer:
         state = final_state(structure, ids)[0]
         # The model's own forward gives the logits of any state that its decoder is made to answer with, ...
         own = [(module, output) for module, output in answers if _same(output[0][0], state)]
-        self._decoder: Any = own[-1][0] if own else None
+        self.decoder: Any = own[-1][0] if own else None
         self._answer: Any = own[-1][1] if own else None
         # ... unless it asks another module, or more of the decoder than its state.
-        self.enters = bool(own) and _same(self._own(state), logits)
+        self.enters = bool(own) and _same(self.own(state), logits)
         self.blockwise = (
             self.enters
             and state.shape[-1] == self.head.weight.shape[-1]
@@ -85,7 +85,7 @@ class Scorer:
                 f"the logits of {type(self.model).__name__} are not finite, or no function of its final state alone; "
                 "load it in a wider dtype, or give another decoder"
             )
-        return self._own(state)
+        return self.own(state)
 
     def _loss(self, state: torch.Tensor, targets: torch.Tensor) -> float:
         W, bias = self.head.weight, self.head.bias
@@ -125,13 +125,14 @@ class Scorer:
         rows = (scales.unsqueeze(-1) * row).to(state.dtype)
         wanted = self._bare(rows)
         held = wanted.isfinite().all(-1) & rows.isfinite().all(-1).to(wanted.device)  # half precision ends at 65,504
-        return _same(self._own(rows)[held], wanted[held])
+        return _same(self.own(rows)[held], wanted[held])
 
     def _bare(self, state: torch.Tensor) -> torch.Tensor:
         return linear(state.to(self.head.weight.device), self.head.weight, self.head.bias)
 
-    def _own(self, state: torch.Tensor) -> torch.Tensor:
-        decoder = self._decoder
+    def own(self, state: torch.Tensor) -> torch.Tensor:
+        """What the model's own forward makes of `state` (tokens × width) as its decoder's answer; if it `enters`."""
+        decoder = self.decoder
         before = decoder.__dict__.get("forward")
         answer = type(self._answer)(**{**self._answer, next(iter(self._answer)): state[None]})
         ids = torch.zeros(1, len(state), dtype=torch.int64, device=next(decoder.parameters()).device)

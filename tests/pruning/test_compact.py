@@ -13,7 +13,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from lyapunov_prune.errors import LyapunovPruneError
-from lyapunov_prune.forward.logits import cached_logits, deviation, last_steps, uncached_logits
+from lyapunov_prune.forward.logits import cached_logits, deviation, last_logits, uncached_logits
 from lyapunov_prune.forward.sublayers import silenced
 from lyapunov_prune.merging.reductions import HiddenMap
 from lyapunov_prune.models.compact import LAYOUTS, compact_classes
@@ -219,7 +219,7 @@ def test_a_planted_fault_fails(llama: PreTrainedModel, fault: Callable[[PreTrain
 def test_with_the_old_numbers_decoding_is_silently_wrong(llama: PreTrainedModel, ids: torch.Tensor) -> None:
     made = make_compact(llama, Cuts((0,)))
     with torch.no_grad():
-        right = last_steps(uncached_logits(made, ids))
+        right = last_logits(made, ids)
         assert deviation(cached_logits(made, ids), right) < 1e-5
         old_numbers(made)
         assert deviation(cached_logits(made, ids), right) > 0.01

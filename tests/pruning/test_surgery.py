@@ -13,6 +13,8 @@ from lyapunov_prune import LyapunovPruneError, remove_layers, verify_removal
 from lyapunov_prune.models.families import FAMILIES, TRUSTED, Family
 from lyapunov_prune.models.layer_settings import slice_settings
 from lyapunov_prune.models.structure import find_structure
+from lyapunov_prune.pruning.plan import as_plan
+from lyapunov_prune.pruning.surgery import cut, share_memory
 
 REMOVALS = {
     "one": [2],
@@ -186,3 +188,27 @@ def test_a_hybrid_keeps_a_layer_with_attention() -> None:
     with pytest.raises(LyapunovPruneError, match=r"no layer with attention is left.*; keep one of layers 1, 3"):
         remove_layers(model, [1, 3])
     assert find_structure(remove_layers(model, [1])).num_layers == 3
+
+
+def test_what_is_the_same_is_shared_and_nothing_else(family: str) -> None:
+    """Of another value, or of another sign of zero, is not the same."""
+    model = make_tiny(family)
+    find_structure(model).layers[3].get_parameter(_matrices(model)[1]).data[0, 0] = 0.0
+    plan = as_plan(model, [1])
+    pruned = cut(model, plan)
+    changed, signed = (find_structure(pruned).layers[2].get_parameter(name) for name in _matrices(model)[:2])
+    changed.data[0, 0] += 0.5
+    signed.data[0, 0] = -0.0
+    before = {name: p.detach().clone() for name, p in pruned.named_parameters()}
+    share_memory(pruned, model, plan)
+    assert all(torch.equal(p, before[name]) for name, p in pruned.named_parameters())
+    assert signed[0, 0].signbit()
+    places = {p.data_ptr() for p in model.parameters()}
+    apart = {name for name, p in pruned.named_parameters() if p.data_ptr() not in places}
+    path = find_structure(model).layers_path
+    assert {f"{path}.2.{name}" for name in _matrices(model)[:2]} <= apart
+    assert len(apart) <= 2 or family == "gpt2-inverse-layer"  # whose removal changes weights
+
+
+def _matrices(model: PreTrainedModel) -> list[str]:
+    return [name for name, p in find_structure(model).layers[3].named_parameters() if p.ndim == 2]

@@ -1,0 +1,68 @@
+"""The logits of two models on the same inputs, compared a block of positions at a time.
+
+Of a forward stay the states that its decoder answers with. The logits of a block are what the model's own forward
+makes of these states: its head, and whatever it does to logits besides. No tokens × vocabulary tensor is built.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from lyapunov_prune.forward.logits import SAME_LIMIT, deviation, uncached_logits
+from lyapunov_prune.forward.scoring import Scorer
+from lyapunov_prune.models.hooked import hooked
+from lyapunov_prune.models.structure import find_structure
+
+_ENTRIES = 2**23  # of positions × vocabulary, formed at once
+_TRIED = 16  # positions at the end of a window, whose states are tried on the logits that the forward itself gives them
+
+
+class KeptLogits:
+    """The logits of `model` on `inputs`, token ids or images, of which the states are in memory.
+
+    In memory whole are logits that are no more than a block, and those of a forward that cannot be told to form only
+    the last ones or does not go by its decoder's state alone. Whether it does is tried on the first tokens (`Scorer`)
+    and on the end of every window, there within `SAME_LIMIT`: what moves logits by more is not hidden from a gate.
+    """
+
+    def __init__(self, model: PreTrainedModel, inputs: Sequence[torch.Tensor]) -> None:
+        head: Any = model.get_output_embeddings()
+        self._model = model
+        self._block = max(1, _ENTRIES // len(head.weight)) if hasattr(head, "weight") else 0
+        large = [ids for ids in inputs if self._block and not ids.is_floating_point() and ids.numel() > self._block]
+        taken = "logits_to_keep" in inspect.signature(model.forward).parameters
+        scorer = Scorer(model, find_structure(model), large[0]) if large and taken else None
+        self._scorer = scorer if scorer is not None and scorer.enters else None
+        # Of every input the states and True, or the logits and False: a row a position.
+        self._rows = [self._states(x) if any(x is ids for ids in large) else self._whole(x) for x in inputs]
+
+    def deviation(self, reference: KeptLogits) -> float:
+        """`logits.deviation` of these logits from those of the `reference`, the largest over all inputs."""
+        worst = 0.0
+        for mine, theirs in zip(self._rows, reference._rows, strict=True):
+            for a, b in zip(self._blocks(*mine), reference._blocks(*theirs), strict=True):
+                worst = max(worst, deviation(a, b))
+        return worst
+
+    def _whole(self, inputs: torch.Tensor) -> tuple[torch.Tensor, bool]:
+        return uncached_logits(self._model, inputs).flatten(0, -2), False
+
+    def _states(self, ids: torch.Tensor) -> tuple[torch.Tensor, bool]:
+        if self._scorer is None:
+            return self._whole(ids)
+        states: list[torch.Tensor] = []
+        with hooked(after=[(self._scorer.decoder, lambda module, args, kwargs, output: states.append(output[0]))]):
+            logits = self._model(ids, use_cache=False, logits_to_keep=_TRIED).logits[:, -_TRIED:]
+        again = torch.stack([self._scorer.own(state) for state in states[0][:, -_TRIED:]])
+        if states[0].shape[:-1] != ids.shape or deviation(again, logits) > SAME_LIMIT[self._model.dtype]:
+            return self._whole(ids)
+        return states[0].flatten(0, -2), True
+
+    def _blocks(self, rows: torch.Tensor, states: bool) -> Iterator[torch.Tensor]:
+        for block in rows.split(self._block or len(rows)):
+            yield self._scorer.own(block) if states and self._scorer is not None else block

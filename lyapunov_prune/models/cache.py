@@ -1,0 +1,204 @@
+"""GGUF files are dequantised once: float32 checkpoints in the user's cache, each under the content of its file.
+
+The folder is `LYAPUNOV_PRUNE_CACHE`, or else `lyapunov-prune` in `XDG_CACHE_HOME` or `~/.cache`. Together the
+checkpoints take at most `LYAPUNOV_PRUNE_CACHE_GB` (20 if not given); those that were not used for longest go first, and
+the last one used stays whatever its size. The built-in model lies beside them and does not count.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import os
+import re
+import shutil
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from datetime import datetime, timezone
+from importlib.metadata import version
+from pathlib import Path
+from typing import TypeVar
+
+from filelock import FileLock
+
+from lyapunov_prune.errors import LyapunovPruneError
+from lyapunov_prune.progress import warn
+from lyapunov_prune.results.files import whole_folder
+
+BUILTIN, BUILTIN_VERSION = "smollm2-135m", "0.1.2"
+PLACE, LIMIT = "LYAPUNOV_PRUNE_CACHE", "LYAPUNOV_PRUNE_CACHE_GB"
+_GIGABYTES = 20.0
+_SEAL = "cached.json"
+_ENTRY = re.compile("[0-9a-f]{64}-.+")
+_CHUNK = 2**20
+T = TypeVar("T")
+
+
+def cache_folder() -> Path:
+    if os.environ.get(PLACE):
+        return Path(os.environ[PLACE])
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "lyapunov-prune"
+
+
+def builtin_place() -> Path:
+    return cache_folder() / f"{BUILTIN}-{BUILTIN_VERSION}"
+
+
+def cache_limit() -> float:
+    """Bytes. Raises LyapunovPruneError for a limit that is no number of gigabytes."""
+    told = os.environ.get(LIMIT) or str(_GIGABYTES)
+    try:
+        limit = float(told) * 1e9
+    except ValueError:
+        limit = math.nan
+    if not limit >= 0:
+        raise LyapunovPruneError(f"{LIMIT} is {told!r}; give a number of gigabytes, 0 or more")
+    return limit
+
+
+class Entry:
+    """The place in the cache for what `source` is dequantised to, whatever the file is called and wherever it lies.
+
+    It bears the SHA-256 of the file's bytes, and the versions of the packages that read them. Raises LyapunovPruneError
+    for a `cache_limit` that is none, and when the file cannot be read.
+    """
+
+    def __init__(self, source: Path) -> None:
+        self._source, self._limit = source.name, cache_limit()
+        try:
+            content = _sha256(source)
+        except OSError as error:
+            raise LyapunovPruneError(f"cannot read {source}: {error.strerror}; check its permissions") from None
+        self.folder = cache_folder() / "gguf" / f"{content}-{version('transformers')}-{version('gguf')}"
+
+    def read(self, read: Callable[[Path], T]) -> T | None:
+        """What `read` makes of the checkpoint in the cache; None where there is none, or one with a byte changed.
+
+        Its files are held against their SHA-256 while `read` is at work.
+        """
+        if not (self.folder / _SEAL).is_file():
+            return None
+        with ThreadPoolExecutor(1) as pool:
+            sound = pool.submit(_is_sound, self.folder)
+            try:
+                found = read(self.folder)
+            except Exception:
+                if _is_sound(self.folder):  # still: another process may have deleted it
+                    raise
+                return None
+            if not sound.result():
+                return None
+        with suppress(OSError):  # a cache that may only be read is read
+            os.utime(self.folder / _SEAL)
+        return found
+
+    @contextmanager
+    def alone(self) -> Iterator[None]:
+        """No other process is inside such a block for this entry; those that want to be wait."""
+        lock = FileLock(self.folder.with_name(f"{self.folder.name}.lock"))
+        with suppress(OSError):  # no place for a lock: none for a checkpoint either, as `keep` will say
+            self.folder.parent.mkdir(parents=True, exist_ok=True)
+            lock.acquire()
+        try:
+            if lock.is_locked:
+                for half in self.folder.parent.glob(f".{self.folder.name}.partial-*"):  # of a process that was killed
+                    shutil.rmtree(half, ignore_errors=True)
+            yield
+        finally:
+            lock.release()
+
+    def keep(self, save: Callable[[Path], None]) -> bool:
+        """Whether the checkpoint that `save` writes is in the cache now, whole; if not, a warning has said why."""
+        shutil.rmtree(self.folder, ignore_errors=True)
+        try:
+            with whole_folder(self.folder) as folder:
+                save(folder)
+                _seal(folder, self._source)
+        except LyapunovPruneError as error:
+            reason = str(error).partition(";")[0]
+            warn(f"{reason}; {self._source} will be dequantised again next time, or name another folder in {PLACE}")
+            return False
+        _make_room(self.folder, self._limit)
+        return True
+
+
+@dataclass(frozen=True)
+class Cached:
+    """One checkpoint in the cache."""
+
+    source: str  # the file's name, when it was dequantised
+    folder: Path
+    size: int  # bytes
+    used: datetime
+
+
+def cached() -> list[Cached]:
+    """What is in the cache, the last used first."""
+    found = []
+    for folder in [*_folders(), builtin_place()]:
+        with suppress(OSError, ValueError, KeyError, TypeError):  # another process may be at it; half of one is none
+            mark, source = folder / "config.json", BUILTIN
+            if folder != builtin_place():
+                mark = folder / _SEAL
+                source = str(json.loads(mark.read_text(encoding="utf-8"))["source"])
+            used = datetime.fromtimestamp(mark.stat().st_mtime, timezone.utc)
+            found.append(Cached(source, folder, sum(file.stat().st_size for file in folder.iterdir()), used))
+    return sorted(found, key=lambda each: each.used, reverse=True)
+
+
+def clear_cache() -> None:
+    """Delete what this module, or the built-in model's loading, has put into the folder, and nothing else there.
+
+    Raises LyapunovPruneError when the disk refuses.
+    """
+    place = cache_folder() / "gguf"
+    halves = [*place.glob(".*.partial-*"), *cache_folder().glob(f".{BUILTIN}-*.partial-*")]
+    try:
+        for folder in [*_folders(), *halves, builtin_place()]:
+            if folder.exists():
+                shutil.rmtree(folder)
+        for lock in place.glob("*.lock"):
+            lock.unlink()
+    except OSError as error:
+        raise LyapunovPruneError(f"cannot empty {cache_folder()}: {error.strerror}; delete it by hand") from None
+    with suppress(OSError):  # not there, or something of others in it
+        place.rmdir()
+
+
+def _folders() -> list[Path]:
+    place = cache_folder() / "gguf"
+    return [folder for folder in place.glob("*") if _ENTRY.fullmatch(folder.name) and folder.is_dir()]
+
+
+def _make_room(newest: Path, left: float) -> None:
+    for each in cached():
+        if each.folder != builtin_place():
+            left -= each.size
+            if left < 0 and each.folder != newest:
+                shutil.rmtree(each.folder, ignore_errors=True)
+                left += each.size
+
+
+def _seal(folder: Path, source: str) -> None:
+    files = {file.name: _sha256(file) for file in sorted(folder.iterdir())}
+    (folder / _SEAL).write_text(json.dumps({"source": source, "files": files}) + "\n", encoding="utf-8")
+
+
+def _is_sound(folder: Path) -> bool:
+    try:
+        files = json.loads((folder / _SEAL).read_text(encoding="utf-8"))["files"]
+        there = {file.name for file in folder.iterdir()} - {_SEAL}
+        return there == files.keys() and all(_sha256(folder / name) == digest for name, digest in files.items())
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return False
+
+
+def _sha256(path: Path) -> str:
+    digest, chunk = hashlib.sha256(), memoryview(bytearray(_CHUNK))
+    with path.open("rb", buffering=0) as file:
+        while size := file.readinto(chunk):
+            digest.update(chunk[:size])
+    return digest.hexdigest()
