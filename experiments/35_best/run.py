@@ -1,9 +1,10 @@
 """The best of what all cheap criteria propose, checked and searched around, against each of them alone (`best`).
 
     python experiments/35_best/run.py [--model MODEL] --text builtin --text A.txt --text B.jsonl
+    python experiments/35_best/run.py [--model MODEL] --text A.txt --unseen B.txt --tokens 8192 --context 1024
 
 Layers are chosen on one half of a text, of which `best` keeps every second window from all scores; perplexity is
-measured on the other half. Writes MODEL-TEXT.json beside this file, one a text; what all of them say goes into
+measured on the other half, or on the text `--unseen`. Writes MODEL-TEXT.json beside this file, one a text; what all of them say goes into
 README.md by `make tables`.
 """
 
@@ -54,6 +55,12 @@ class BestOnOneText(Result):
     measured_on: MeasuredOn
     calibrated_on: MeasuredOn
 
+    @property
+    def text(self) -> str:
+        """The text, or what was chosen on and what judged."""
+        on, judged = (Path(each.text).stem for each in (self.calibrated_on, self.measured_on))
+        return judged if on == judged else f"{judged} by {on}"
+
     def of(self, criterion: str, count: int) -> Choice:
         return next(c for c in self.choices if c.criterion == criterion and len(c.removed) == count)
 
@@ -86,12 +93,12 @@ def main(
     tokens: int = 4096,
     context: int = 512,
     search: float = 20.0,
+    unseen: str | None = None,
 ) -> None:
     for source in text or ["builtin"]:
-        given = inputs(model, source, tokens, context, device=device, dtype=dtype)
+        given = inputs(model, source, tokens, context, unseen=unseen, device=device, dtype=dtype)
         found = measure(given, search)
-        name = given.loaded.model.config._name_or_path
-        found.save(HERE / f"{name}-{Path(given.evaluation.text).stem}.json")
+        found.save(HERE / f"{given.loaded.model.config._name_or_path}-{found.text.replace(' ', '-')}.json")
         print(found)
 
 
@@ -139,7 +146,7 @@ def setting(results: list[BestOnOneText]) -> str:
 
 
 def _name(result: BestOnOneText) -> str:
-    return f"{result.measured_on.model.name}, {Path(result.measured_on.text).stem}"
+    return f"{result.measured_on.model.name}, {result.text}"
 
 
 def chosen(results: list[BestOnOneText]) -> str:
