@@ -150,8 +150,8 @@ def against_the_paper(chosen: TaskScores, answered: TaskScores, by_chance: dict[
         ),
         f"With {attention} the choice is {accuracy(attention)}, and the answers have {short(tokens[attention])} "
         f"tokens of {short(tokens['dense'])}.",
-        f"**Cannot be compared:** exact match. The dense model has {short(exact[0])} of {answered.tasks[0].items} items, "
-        f"so there is {'little' if exact[0] else 'nothing'} to lose; all models: {span(exact)}.",
+        f"**Cannot be compared:** exact match. The dense model has {short(exact[0])} of {answered.tasks[0].items} "
+        f"items, so there is {'little' if exact[0] else 'nothing'} to lose; all models: {span(exact)}.",
         f"**Small:** the standard errors of an accuracy are {span(errors)}; {answered.tasks[0].items} questions tell "
         "a collapse from none and no more. Figure 1's other tasks were not measured.",
     )

@@ -4,8 +4,8 @@
     python experiments/35_best/run.py [--model MODEL] --text A.txt --unseen B.txt --tokens 8192 --context 1024
 
 Layers are chosen on one half of a text, of which `best` keeps every second window from all scores; perplexity is
-measured on the other half, or on the text `--unseen`. Writes MODEL-TEXT.json beside this file, one a text; what all of them say goes into
-README.md by `make tables`.
+measured on the other half, or on the text `--unseen`. Writes MODEL-TEXT.json beside this file, one a text; what all of
+them say goes into README.md by `make tables`.
 """
 
 from __future__ import annotations
