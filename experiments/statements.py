@@ -12,6 +12,7 @@ from itertools import groupby
 
 import numpy as np
 
+from lyapunov_prune.evaluation.perplexity import interval_of
 from lyapunov_prune.results.result import MeasuredOn
 
 
@@ -76,6 +77,11 @@ def correlation(statistic: float, p: float) -> str:
 def interval(value: float, low: float, high: float) -> str:
     """`1.82 (1.65–1.99)`; the value alone where it has no interval."""
     return f"{short(value)} ({short(low)}–{short(high)})" if np.isfinite(low) else short(value)
+
+
+def ratio(losses: np.ndarray) -> str:
+    """`exp` of a mean loss a window, or of a difference of losses, with its interval over windows."""
+    return interval(float(np.exp(losses.mean())), *interval_of(losses))
 
 
 def measured(on: MeasuredOn, dense: float) -> str:

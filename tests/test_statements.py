@@ -60,6 +60,7 @@ EXAMINED = [
     "32_equal_time",
     "33_reductions",
     "34_mending",
+    "35_best",
 ]
 
 

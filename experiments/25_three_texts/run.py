@@ -19,8 +19,7 @@ import typer
 from experiments.all import COUNTS, rankings
 from experiments.common import Device, DType, Inputs, inputs
 from experiments.compressions import ALIKE, told
-from experiments.statements import bullets, counted, interval, table
-from lyapunov_prune.evaluation.perplexity import interval_of
+from experiments.statements import bullets, counted, ratio, table
 from lyapunov_prune.ranking.criteria import DEFAULT
 from lyapunov_prune.results.result import MeasuredOn, Result
 from lyapunov_prune.sensitivity.studies import Change
@@ -110,12 +109,7 @@ def written() -> dict[str, str]:
 
 
 def setting(results: list[OnOneText]) -> str:
-    return bullets(
-        *(
-            f"{r.headline()}; dense perplexity {interval(np.exp(r.dense.mean()), *interval_of(r.dense))}"
-            for r in results
-        )
-    )
+    return bullets(*(f"{r.headline()}; dense perplexity {ratio(r.dense)}" for r in results))
 
 
 def removed(results: list[OnOneText]) -> str:
@@ -125,7 +119,7 @@ def removed(results: list[OnOneText]) -> str:
     for count in COUNTS:
         for name in CRITERIA:
             gained = [r.of(name, count).windows - r.dense for r in results]
-            lines.append((count, f"`{name}`", *(interval(float(np.exp(g.mean())), *interval_of(g)) for g in gained)))
+            lines.append((count, f"`{name}`", *map(ratio, gained)))
     return table(head, lines)
 
 

@@ -23,8 +23,7 @@ import typer
 import lyapunov_prune as lp
 from experiments.common import Device, DType, Inputs, inputs
 from experiments.compressions import told
-from experiments.statements import bullets, counted, interval, percent, short, table
-from lyapunov_prune.evaluation.perplexity import interval_of
+from experiments.statements import bullets, counted, percent, ratio, short, table
 from lyapunov_prune.forward.reading import read
 from lyapunov_prune.mending.mend import Mend, fit_mends, mapped
 from lyapunov_prune.results.result import MeasuredOn, Result, encode
@@ -151,13 +150,7 @@ def written() -> dict[str, str]:
 
 
 def setting(results: list[MendedOnOneText]) -> str:
-    return bullets(
-        *(
-            f"{r.headline()}; dense perplexity "
-            f"{interval(float(np.exp(r.dense.windows.mean())), *interval_of(r.dense.windows))}"
-            for r in results
-        )
-    )
+    return bullets(*(f"{r.headline()}; dense perplexity {ratio(r.dense.windows)}" for r in results))
 
 
 def _name(result: MendedOnOneText) -> str:
@@ -170,15 +163,14 @@ def mended(results: list[MendedOnOneText]) -> str:
     for r in results:
         for removal in r.removals:
             cut, after = (each.windows - r.dense.windows for each in (removal.cut, removal.mended))
-            ratio = after - cut
             rows.append(
                 (
                     _name(r),
                     len(removal.removed),
                     f"`{removal.criterion}`",
                     float(np.exp(cut.mean())),
-                    interval(float(np.exp(after.mean())), *interval_of(after)),
-                    interval(float(np.exp(ratio.mean())), *interval_of(ratio)),
+                    ratio(after),
+                    ratio(after - cut),
                     ", ".join(removal.maps),
                 )
             )

@@ -23,8 +23,7 @@ import lyapunov_prune as lp
 from experiments.all import rankings
 from experiments.common import Device, DType, Inputs, inputs
 from experiments.compressions import told
-from experiments.statements import bullets, counted, interval, short, table
-from lyapunov_prune.evaluation.perplexity import interval_of
+from experiments.statements import bullets, counted, ratio, short, table
 from lyapunov_prune.results.result import MeasuredOn, Result
 from lyapunov_prune.sensitivity.studies import Change
 from lyapunov_prune.sensitivity.sweep import Job
@@ -132,16 +131,17 @@ def measure(given: Inputs, search: float) -> BestOnOneText:
 
 def written() -> dict[str, str]:
     results = [BestOnOneText.load(path) for path in sorted(HERE.glob("*.json"))]
-    return {"setting": setting(results), "chosen": chosen(results), "verdict": verdict(results)}
+    return {
+        "setting": setting(results),
+        "chosen": chosen(results),
+        "verdict": verdict(results),
+        "summary": summary(results),
+    }
 
 
 def setting(results: list[BestOnOneText]) -> str:
     return bullets(
-        *(
-            f"{r.headline()}; search of {short(r.search)} forwards; dense perplexity "
-            f"{interval(float(np.exp(r.dense.mean())), *interval_of(r.dense))}"
-            for r in results
-        )
+        *(f"{r.headline()}; {short(r.search)} forwards at the most; dense perplexity {ratio(r.dense)}" for r in results)
     )
 
 
@@ -155,7 +155,6 @@ def chosen(results: list[BestOnOneText]) -> str:
     for r in results:
         for count in COUNTS:
             best, first, single = r.of("best", count), r.of("first", count), r.single(count)
-            over = best.windows - single.windows
             rows.append(
                 (
                     _name(r),
@@ -163,12 +162,25 @@ def chosen(results: list[BestOnOneText]) -> str:
                     *(float(np.exp((r.of(name, count).windows - r.dense).mean())) for name in SINGLE),
                     float(np.exp((first.windows - r.dense).mean())),
                     float(np.exp((best.windows - r.dense).mean())),
-                    f"{interval(float(np.exp(over.mean())), *interval_of(over))} (`{single.criterion}`)",
+                    f"{ratio(best.windows - single.windows)} (`{single.criterion}`)",
                     best.forwards,
                 )
             )
     head = ("model, text", "removed", *(f"`{name}`" for name in SINGLE), "checked", "`best`", "over the best single")
     return table((*head, "forwards"), rows)
+
+
+def summary(results: list[BestOnOneText]) -> str:
+    """For docs/results.md."""
+    pairs = [(r.of("best", count), r.single(count)) for r in results for count in COUNTS]
+    over = [float(np.exp((best.windows - single.windows).mean())) for best, single in pairs]
+    models = len({r.measured_on.model.name for r in results})
+    return (
+        f"`--criterion best`, with {short(results[0].search)} forwards to spend, on {counted(models, 'model')} and "
+        f"{counted(len({r.text for r in results}), 'text')}: of {len(pairs)} removals of {COUNTS[0]} to {COUNTS[-1]} layers "
+        f"its perplexity is {short(min(over))} to {short(max(over))} times that of the single criterion which turns out "
+        f"best, median {short(float(np.median(over)))}.\n"
+    )
 
 
 def verdict(results: list[BestOnOneText]) -> str:
