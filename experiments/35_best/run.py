@@ -23,7 +23,7 @@ import lyapunov_prune as lp
 from experiments.all import rankings
 from experiments.common import Device, DType, Inputs, inputs
 from experiments.compressions import told
-from experiments.statements import bullets, counted, ratio, short, table
+from experiments.statements import bullets, counted, ratio, short, span, table
 from lyapunov_prune.results.result import MeasuredOn, Result
 from lyapunov_prune.sensitivity.studies import Change
 from lyapunov_prune.sensitivity.sweep import Job
@@ -131,12 +131,8 @@ def measure(given: Inputs, search: float) -> BestOnOneText:
 
 def written() -> dict[str, str]:
     results = [BestOnOneText.load(path) for path in sorted(HERE.glob("*.json"))]
-    return {
-        "setting": setting(results),
-        "chosen": chosen(results),
-        "verdict": verdict(results),
-        "summary": summary(results),
-    }
+    parts = {"setting": setting, "chosen": chosen, "verdict": verdict, "summary": summary}
+    return {name: part(results) for name, part in parts.items()}
 
 
 def setting(results: list[BestOnOneText]) -> str:
@@ -174,12 +170,12 @@ def summary(results: list[BestOnOneText]) -> str:
     """For docs/results.md."""
     pairs = [(r.of("best", count), r.single(count)) for r in results for count in COUNTS]
     over = [float(np.exp((best.windows - single.windows).mean())) for best, single in pairs]
-    models = len({r.measured_on.model.name for r in results})
+    models = counted(len({r.measured_on.model.name for r in results}), "model")
+    texts = counted(len({r.text for r in results}), "text")
     return (
-        f"`--criterion best`, with {short(results[0].search)} forwards to spend, on {counted(models, 'model')} and "
-        f"{counted(len({r.text for r in results}), 'text')}: of {len(pairs)} removals of {COUNTS[0]} to {COUNTS[-1]} layers "
-        f"its perplexity is {short(min(over))} to {short(max(over))} times that of the single criterion which turns out "
-        f"best, median {short(float(np.median(over)))}.\n"
+        f"`--criterion best`, with {short(results[0].search)} forwards to spend, on {models} and {texts}: of "
+        f"{len(pairs)} removals of {COUNTS[0]} to {COUNTS[-1]} layers its perplexity is {span(over)} times that of the "
+        f"single criterion which turns out best, median {short(float(np.median(over)))}.\n"
     )
 
 
@@ -193,7 +189,7 @@ def verdict(results: list[BestOnOneText]) -> str:
         tally = ", ".join(f"{word} {n}" for word, n in sorted(said.items()))
         lines.append(
             f"{name}, {counted(len(mine), 'text')}: `best` against the single criterion that turns out best: {tally}; "
-            f"perplexity {short(min(over))} to {short(max(over))} times its, median {short(float(np.median(over)))}."
+            f"perplexity {span(over)} times its, median {short(float(np.median(over)))}."
         )
         for criterion in SINGLE:
             others = [
@@ -201,10 +197,7 @@ def verdict(results: list[BestOnOneText]) -> str:
                 for r in mine
                 for count in COUNTS
             ]
-            lines.append(
-                f"{name}: `best` over `{criterion}` {short(min(others))} to {short(max(others))}, median "
-                f"{short(float(np.median(others)))}."
-            )
+            lines.append(f"{name}: `best` over `{criterion}` {span(others)}, median {short(float(np.median(others)))}.")
         moved = sum(r.of("best", count).removed != r.of("first", count).removed for r in mine for count in COUNTS)
         lines.append(f"{name}: the search left the best of the proposed sets in {moved} of {len(pairs)}.")
     return bullets(*lines)
