@@ -33,8 +33,9 @@ _PAYS = 0.05  # p below which a swap is believed
 class Tried:
     """A set of layers that was checked: the mean loss of every check window without it (nats), and the cost so far.
 
-    `by` names the criteria that chose it, or the swap. `p_value` is that of the paired test against the best set of
-    before, NaN for what a criterion chose; `forwards` were spent when it was known.
+    `by` names the criteria that chose it, or the swap. `p_value` is that of the paired test of a swap against the best
+    set of before, 1 where a loss is not finite, and NaN for what a criterion chose; `forwards` were spent when it was
+    known.
     """
 
     by: str
@@ -241,9 +242,13 @@ class _Walk:
         for by, layers in sets.items():
             proposed.setdefault(layers, []).append(by)
         known = {tried.layers for tried in self.tried}
-        for layers, names in proposed.items():
-            if layers not in known and self._affords(layers):
-                self._try(", ".join(names), layers)
+        chosen, left = [], self.budget - self.spent
+        for layers in proposed:
+            if layers not in known and self._price(layers) <= left:
+                chosen.append(layers)
+                left -= self._price(layers)
+        for layers, windows in self._losses(chosen, "checking sets").items():
+            self._add(", ".join(proposed[layers]), layers, windows, np.nan)
         self.best = min(range(len(self.tried)), key=lambda k: badness(float(self.tried[k].windows.mean())))
 
     def search(self, distance: np.ndarray, free: Layers) -> None:
@@ -256,25 +261,23 @@ class _Walk:
             current = self.tried[self.best]
             losses = {tried.layers: tried.windows.mean() - self.sweep.dense.mean() for tried in self.tried}
             promising = next(swaps(current.layers, free, losses, distance), None)
-            if promising is None or not self._affords(promising):
+            if promising is None or self.spent + self._price(promising) > self.budget:
                 return
+            windows = self._losses([promising], f"a swap, {self.spent:.1f} of {self.budget:g} forwards")[promising]
+            p_value = np.nan_to_num(stats.ttest_rel(windows, current.windows, alternative="less").pvalue, nan=1.0)
             goes, stays = set(promising) - set(current.layers), set(current.layers) - set(promising)
-            found = self._try(f"{goes.pop()} for {stays.pop()}", promising, current)
-            if found.p_value < _PAYS:
+            self._add(f"{goes.pop()} for {stays.pop()}", promising, windows, float(p_value))
+            if p_value < _PAYS:
                 self.best = len(self.tried) - 1
-
-    def _affords(self, layers: Layers) -> bool:
-        return self.spent + self._price(layers) <= self.budget
 
     def _price(self, layers: Layers) -> float:
         return self.cost.without(layers, self.sweep.reading.prefix.entry(min(layers)))
 
-    def _try(self, by: str, layers: Layers, against: Tried | None = None) -> Tried:
-        key = ",".join(map(str, layers))
-        windows = self.sweep.run([Job(key, min(layers), remove=layers)], f"checking {by}")[key].windows
+    def _losses(self, sets: Sequence[Layers], description: str) -> dict[Layers, np.ndarray]:
+        jobs = {layers: Job(",".join(map(str, layers)), min(layers), remove=layers) for layers in sets}
+        outcomes = self.sweep.run(jobs.values(), description)
+        return {layers: outcomes[job.key].windows for layers, job in jobs.items()}
+
+    def _add(self, by: str, layers: Layers, windows: np.ndarray, p_value: float) -> None:
         self.spent += self._price(layers)
-        p_value = np.nan
-        if against is not None and np.isfinite(windows).all():
-            p_value = float(stats.ttest_rel(windows, against.windows, alternative="less").pvalue)
         self.tried.append(Tried(by, layers, windows, p_value, self.spent))
-        return self.tried[-1]
