@@ -97,7 +97,7 @@ def prune(
     ):
         raise LyapunovPruneError(
             "--images is for the plan of a ViT or DeiT; give --plan FILE and --format compact, and no --on-disk, "
-            "--merge-adapter or --keep-period"
+            "--merge-adapter, --mend or --keep-period"
         )
     by.require(sublayers=remove is not None)
     if by.protect is not None and remove is None and max_kl is None:
