@@ -42,8 +42,6 @@ from lyapunov_prune.profiles.profile import LayerProfile
 from lyapunov_prune.ranking.angular import AngularDistance
 from lyapunov_prune.ranking.ranking import Ranking
 from lyapunov_prune.results.once import once
-from lyapunov_prune.sensitivity.studies import Change
-from lyapunov_prune.sensitivity.sweep import Job
 
 COLUMNS = Path(__file__).parent / "columns"
 COUNTS = (4, 8)  # of the paper's Table 3
@@ -139,12 +137,7 @@ def removal(given: Inputs, profile: LayerProfile, dense: np.ndarray) -> Removal:
         if count < layers
         for plan in [ranking.plan(count)]
     }
-    with given.sweep() as sweep:
-        asked = dict.fromkeys((*alone, *chosen.values()))
-        outcomes = sweep.run(
-            [Job(Change("removal", "", remove=gone).key, min(gone), remove=gone) for gone in asked], "removal"
-        )
-    losses = {gone: outcomes[Change("removal", "", remove=gone).key].windows for gone in asked}
+    _, losses = given.without([*alone, *chosen.values()])
     regret = np.exp([losses[gone].mean() for gone in alone]) - np.exp(dense.mean())
     contraction, influence = profile.contraction, profile.influence
     scores = {

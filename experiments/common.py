@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated
 
+import numpy as np
 import typer
 
 import lyapunov_prune as lp
@@ -16,7 +17,8 @@ from lyapunov_prune.data.batch import Split, require_disjoint
 from lyapunov_prune.evaluation.tasks import ScoredTask
 from lyapunov_prune.profiles.profile import LayerProfile, kept_profile
 from lyapunov_prune.results.files import write_whole
-from lyapunov_prune.sensitivity.sweep import Sweep
+from lyapunov_prune.sensitivity.studies import Change
+from lyapunov_prune.sensitivity.sweep import Job, Sweep
 
 # Options of every experiment beside --model.
 Device = Annotated[str, typer.Option(help="cpu, cuda, …; auto is the GPU if there is one")]
@@ -49,6 +51,14 @@ class Inputs:
         """A sweep whose jobs are those of `measure_sensitivity` in the same folder."""
         also = {"calibration": self.calibration.text_hash}
         return Sweep(self.loaded.model, self.evaluation, folder=self.sweep_folder, resume=True, also=also)
+
+    def without(self, sets: Iterable[tuple[int, ...]]) -> tuple[np.ndarray, dict[tuple[int, ...], np.ndarray]]:
+        """The loss of every evaluation window of the dense model, and without each of some sets of layers."""
+        jobs = {gone: Job(Change("removal", "", remove=gone).key, min(gone), remove=gone) for gone in sets}
+        with self.sweep() as sweep:
+            outcomes = sweep.run(jobs.values(), "removal")
+            dense = sweep.dense
+        return dense, {gone: outcomes[job.key].windows for gone, job in jobs.items()}
 
     def sensitivity(
         self, studies: Sequence[str], *, sparsity: float = SPARSITY, rank: int | None = RANK

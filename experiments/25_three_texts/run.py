@@ -22,8 +22,6 @@ from experiments.compressions import ALIKE, told
 from experiments.statements import bullets, counted, ratio, table
 from lyapunov_prune.ranking.criteria import DEFAULT
 from lyapunov_prune.results.result import MeasuredOn, Result
-from lyapunov_prune.sensitivity.studies import Change
-from lyapunov_prune.sensitivity.sweep import Job
 
 HERE = Path(__file__).parent
 CRITERIA = ("bi", "blend", "rho", "rho, token pooling", "angular", "from-end")
@@ -85,22 +83,13 @@ def main(
 def measure(given: Inputs) -> OnOneText:
     order = rankings(given, given.profile())
     plans = {(name, count): order[name].plan(count).remove for name in CRITERIA for count in COUNTS}
-    with given.sweep() as sweep:
-        jobs = [_job(gone) for gone in dict.fromkeys(plans.values())]
-        outcomes = sweep.run(jobs, "removal")
-        dense = sweep.dense
+    dense, losses = given.without(plans.values())
     return OnOneText(
-        dense=np.asarray(dense),
-        chosen=tuple(
-            Chosen(name, gone, np.asarray(outcomes[_job(gone).key].windows)) for (name, _), gone in plans.items()
-        ),
+        dense=dense,
+        chosen=tuple(Chosen(name, gone, losses[gone]) for (name, _), gone in plans.items()),
         measured_on=given.evaluation.measured_on(given.loaded.model),
         calibrated_on=given.calibration.measured_on(given.loaded.model),
     )
-
-
-def _job(gone: tuple[int, ...]) -> Job:
-    return Job(Change("removal", "", remove=gone).key, min(gone), remove=gone)
 
 
 def written() -> dict[str, str]:

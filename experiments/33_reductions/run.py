@@ -40,7 +40,7 @@ from lyapunov_prune.joint.importance import Importance, measure_importance
 from lyapunov_prune.joint.recovery import Lesson, recover
 from lyapunov_prune.merging.table import REDUCTIONS
 from lyapunov_prune.merging.unmerged import Unmerged
-from lyapunov_prune.models.feedforward import read_feedforward
+from lyapunov_prune.models.feedforward import find_feedforward
 from lyapunov_prune.models.structure import find_layers
 from lyapunov_prune.report.drawing import COLOURS, INK, panels, svg
 from lyapunov_prune.results.result import MeasuredOn, Result
@@ -129,8 +129,7 @@ def main(
 
 
 def measure(of: Subject, removed: tuple[int, ...], seeds: int, steps: int) -> ReductionsRecovered:
-    structure = find_layers(of.model)
-    gated = read_feedforward(structure.layers, 0, structure.model_type, structure.config).gated
+    gated = find_feedforward(find_layers(of.model), 0).gated
     kind, default = ("gated", "mean-gate") if gated else ("plain", "identity")
     names = [name for name, entry in REDUCTIONS.items() if kind in entry.blocks]
     students = {name: of.student(name) for name in names}

@@ -25,8 +25,6 @@ from experiments.common import Device, DType, Inputs, inputs
 from experiments.compressions import told
 from experiments.statements import bullets, counted, ratio, short, span, table
 from lyapunov_prune.results.result import MeasuredOn, Result
-from lyapunov_prune.sensitivity.studies import Change
-from lyapunov_prune.sensitivity.sweep import Job
 
 HERE = Path(__file__).parent
 SINGLE = ("bi", "rho", "rho, token pooling", "blend", "angular")
@@ -113,16 +111,10 @@ def measure(given: Inputs, search: float) -> BestOnOneText:
         first = min(proposed, key=lambda tried: tried.windows.mean())
         found.append(("first", first.layers, len(proposed), proposed[-1].forwards))
         found.append(("best", best.remove, len(best.tried), best.forwards))
-    with given.sweep() as sweep:
-        jobs = {gone: Job(Change("removal", "", remove=gone).key, min(gone), remove=gone) for _, gone, *_ in found}
-        outcomes = sweep.run(jobs.values(), "removal")
-        dense = sweep.dense
+    dense, losses = given.without(gone for _, gone, *_ in found)
     return BestOnOneText(
-        dense=np.asarray(dense),
-        choices=tuple(
-            Choice(name, gone, np.asarray(outcomes[jobs[gone].key].windows), tried, forwards)
-            for name, gone, tried, forwards in found
-        ),
+        dense=dense,
+        choices=tuple(Choice(name, gone, losses[gone], tried, forwards) for name, gone, tried, forwards in found),
         search=search,
         measured_on=given.evaluation.measured_on(given.loaded.model),
         calibrated_on=given.calibration.measured_on(given.loaded.model),

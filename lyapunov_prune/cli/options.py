@@ -162,7 +162,6 @@ class RankOptions:
     protect: Protect = None
     search: Search = None
 
-    @property
     def protected(self) -> list[int]:
         return layer_indices("--protect", self.protect) if self.protect is not None else []
 
@@ -172,7 +171,7 @@ class RankOptions:
         require_part(self.what, self.criterion if sublayers else None)
         if self.search is not None and self.criterion != "best":
             raise LyapunovPruneError("--search is what --criterion best may spend; give both or neither")
-        layer_indices("--protect", self.protect or "0")
+        self.protected()
 
     def rank(
         self,
@@ -196,7 +195,7 @@ class RankOptions:
             seeds=range(self.seed, self.seed + self.seeds),
             seed=self.seed,
             batch_size=batch_size,
-            protect=self.protected,
+            protect=self.protected(),
             search=SEARCH if self.search is None else self.search,
             folder=folder,
             resume=resume,

@@ -6,14 +6,13 @@ makes of these states: its head, and whatever it does to logits besides. No toke
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 from transformers import PreTrainedModel
 
-from lyapunov_prune.forward.logits import SAME_LIMIT, deviation, uncached_logits
+from lyapunov_prune.forward.logits import SAME_LIMIT, deviation, only_last, uncached_logits
 from lyapunov_prune.forward.scoring import Scorer
 from lyapunov_prune.models.hooked import hooked
 from lyapunov_prune.models.structure import find_structure
@@ -35,8 +34,8 @@ class KeptLogits:
         self._model = model
         self._block = max(1, _ENTRIES // len(head.weight)) if hasattr(head, "weight") else 0
         large = [ids for ids in inputs if self._block and not ids.is_floating_point() and ids.numel() > self._block]
-        taken = "logits_to_keep" in inspect.signature(model.forward).parameters
-        scorer = Scorer(model, find_structure(model), large[0]) if large and taken else None
+        taken = large and only_last(model, _TRIED)
+        scorer = Scorer(model, find_structure(model), large[0]) if taken else None
         self._scorer = scorer if scorer is not None and scorer.enters else None
         # Of every input the states and True, or the logits and False: a row a position.
         self._rows = [self._states(x) if any(x is ids for ids in large) else self._whole(x) for x in inputs]
@@ -57,7 +56,7 @@ class KeptLogits:
             return self._whole(ids)
         states: list[torch.Tensor] = []
         with hooked(after=[(self._scorer.decoder, lambda module, args, kwargs, output: states.append(output[0]))]):
-            logits = self._model(ids, use_cache=False, logits_to_keep=_TRIED).logits[:, -_TRIED:]
+            logits = self._model(ids, use_cache=False, **only_last(self._model, _TRIED)).logits[:, -_TRIED:]
         again = torch.stack([self._scorer.own(state) for state in states[0][:, -_TRIED:]])
         if states[0].shape[:-1] != ids.shape or deviation(again, logits) > SAME_LIMIT[self._model.dtype]:
             return self._whole(ids)

@@ -80,10 +80,11 @@ def uncached_logits(model: PreTrainedModel, inputs: torch.Tensor) -> torch.Tenso
 
 def last_logits(model: PreTrainedModel, ids: torch.Tensor) -> torch.Tensor:
     """The uncached logits of the positions that `cached_logits` returns; a forward that can forms no others."""
-    return model(ids, use_cache=False, **_only_last(model, STEPS + 1)).logits[:, -STEPS - 1 :]
+    return model(ids, use_cache=False, **only_last(model, STEPS + 1)).logits[:, -STEPS - 1 :]
 
 
-def _only_last(model: PreTrainedModel, positions: int) -> dict[str, int]:
+def only_last(model: PreTrainedModel, positions: int) -> dict[str, int]:
+    """What tells a forward to form the logits of the last `positions` alone; nothing where it cannot be told."""
     taken = inspect.signature(model.forward).parameters
     return {"logits_to_keep": positions} if "logits_to_keep" in taken else {}
 
@@ -97,7 +98,7 @@ def cached_logits(model: PreTrainedModel, ids: torch.Tensor, *, positions: bool 
     """
     taken = inspect.signature(model.forward).parameters
     start = ids.shape[1] - STEPS
-    output = model(ids[:, :start], use_cache=True, **_only_last(model, 1))
+    output = model(ids[:, :start], use_cache=True, **only_last(model, 1))
     steps = [output.logits[:, -1:]]
     for t in range(start, ids.shape[1]):
         # What the forward both returns and takes: past_key_values, cache_params, state, mems, ...

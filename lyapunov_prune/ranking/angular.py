@@ -18,7 +18,7 @@ from lyapunov_prune.linalg import lift
 from lyapunov_prune.models.structure import in_eval_mode
 from lyapunov_prune.progress import track
 from lyapunov_prune.pruning.plan import PruningPlan
-from lyapunov_prune.ranking.criteria import free_layers, require_known_count
+from lyapunov_prune.ranking.criteria import protected_layers, require_known_count
 from lyapunov_prune.ranking.ranking import Ranking
 from lyapunov_prune.results.result import MeasuredOn
 
@@ -105,7 +105,7 @@ def angular_distance(
     """
     reading = read(model, batch)
     batch, structure = reading.batch, reading.structure
-    free = free_layers(structure.num_layers, protect)
+    protected = protected_layers(structure.num_layers, protect)
     sums = np.zeros((structure.num_layers + 1,) * 2)
     for ids in track(reading.windows(batch_size), "angular distance"):
         units: list[torch.Tensor] = []
@@ -123,5 +123,4 @@ def angular_distance(
         raise NonFiniteError(int(np.argmin(np.isfinite(sums.diagonal()))), batch.text)
     distance = 1 - sums / batch.ids.numel()
     np.fill_diagonal(distance, 0.0)
-    protected = tuple(sorted(set(range(structure.num_layers)) - set(free)))
     return AngularDistance(distance, reading.measured_on(), protected)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -19,7 +19,7 @@ from lyapunov_prune.models.structure import in_eval_mode
 from lyapunov_prune.pruning.plan import PruningPlan
 from lyapunov_prune.ranking.angular import angular_distance
 from lyapunov_prune.ranking.candidates import SOURCES, Cost, Layers, by_direction, swaps
-from lyapunov_prune.ranking.criteria import SEARCH, free_layers, require_count, require_known_count
+from lyapunov_prune.ranking.criteria import SEARCH, free_layers, protected_layers, require_count, require_known_count
 from lyapunov_prune.ranking.ranking import Ranking
 from lyapunov_prune.results.result import MeasuredOn, decode, encode
 from lyapunov_prune.results.store import Store
@@ -178,8 +178,9 @@ def best_removal(
             f"criterion best scores on one half of the windows and checks on the other, and there are "
             f"{len(reading.batch)}; give {_LEAST_WINDOWS} or more (--tokens, --context)"
         )
-    scoring = read(model, reading.batch.take(range(0, len(reading.batch), 2)))
-    checking = read(model, reading.batch.take(range(1, len(reading.batch), 2)))
+    scoring, checking = (
+        replace(reading, batch=reading.batch.take(range(first, len(reading.batch), 2))) for first in (0, 1)
+    )
     cost = Cost.of(checking, scoring)
     first = 1 + cost.scoring * cost.layers
     if search < first + cost.without(range(remove), 0):
@@ -222,7 +223,7 @@ def best_removal(
             dense=sweep.dense,
             search=float(search),
             left_out=tuple(left_out),
-            protected=tuple(sorted(set(range(layers)) - set(free))),
+            protected=protected_layers(layers, protect),
             measured_on=measured_on,
             checked_on=checked_on,
         )

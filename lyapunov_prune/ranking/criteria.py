@@ -149,20 +149,26 @@ def require_count(remove: int, layers: int, what: str = "layers") -> None:
 
 
 def free_layers(layers: int, protect: Sequence[int], remove: int = 1) -> tuple[int, ...]:
-    """The layers that may go: all but those of `protect`, counted from the end if negative.
+    """The layers that may go: all but `protected_layers`. Raises as that does."""
+    kept = protected_layers(layers, protect, remove)
+    return tuple(layer for layer in range(layers) if layer not in kept)
+
+
+def protected_layers(layers: int, protect: Sequence[int], remove: int = 1) -> tuple[int, ...]:
+    """The layers of `protect`, counted from the end if negative, ascending and once each.
 
     Raises LyapunovPruneError for a layer that does not exist, and where fewer than `remove` are left to go.
     """
     outside = [layer for layer in protect if not -layers <= layer < layers]
     if outside:
         raise LyapunovPruneError(f"layer {outside[0]} to protect does not exist; the layers are 0 to {layers - 1}")
-    kept = {layer % layers for layer in protect}
-    free = tuple(layer for layer in range(layers) if layer not in kept)
-    if len(free) < remove:
+    kept = tuple(sorted({layer % layers for layer in protect}))
+    if layers - len(kept) < remove:
         raise LyapunovPruneError(
-            f"{len(free)} layers are left to remove beside the protected, and {remove} should go; protect fewer"
+            f"{layers - len(kept)} layers are left to remove beside the protected, and {remove} should go; "
+            "protect fewer"
         )
-    return free
+    return kept
 
 
 def require_profiled(criterion: str, what: str = "layers") -> None:

@@ -24,6 +24,7 @@ from lyapunov_prune.ranking.criteria import (
     DEFAULT,
     SEARCH,
     free_layers,
+    protected_layers,
     require_count,
     require_criterion,
     require_known_count,
@@ -91,7 +92,7 @@ def rank(
     reading = read(model, batch)
     if remove is not None:
         require_count(remove, reading.structure.num_layers, what)
-    free_layers(reading.structure.num_layers, protect, remove or 1)
+    protected_layers(reading.structure.num_layers, protect, remove or 1)
     known = CRITERIA[criterion]
     measures = known.measures if what == "layers" else known.of_sublayers
     assert measures is not None  # require_part

@@ -20,6 +20,7 @@ from lyapunov_prune.ranking.criteria import (
     CRITERIA,
     DEFAULT,
     free_layers,
+    protected_layers,
     require_count,
     require_criterion,
     require_profiled,
@@ -91,7 +92,7 @@ class LayerRanking(Ranking):
                 f"cannot leave out the {self.what} of {remove} layers: {self.model.name} has {len(self.order)} "
                 "with one to leave out; give fewer"
             )
-        free_layers(len(self.scores), self.protected, remove)
+        protected_layers(len(self.scores), self.protected, remove)
         chosen: dict[str, Any] = dict.fromkeys(FIELDS.values(), ())
         chosen[FIELDS[self.what]] = self.order[:remove] if period == 1 else self._periods(remove, period)
         return PruningPlan(
@@ -175,7 +176,7 @@ def scored(
         model=model,
         measured_on=measured_on,
         what=what,
-        protected=tuple(sorted(set(range(model.num_layers)) - set(free))),
+        protected=protected_layers(model.num_layers, protect),
     )
 
 

@@ -135,7 +135,7 @@ def rank(
             criterion=by.criterion,
             alpha=by.alpha,
             seed=by.seed,
-            protect=by.protected,
+            protect=by.protected(),
         )
     else:
         assert model is not None
