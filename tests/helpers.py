@@ -44,6 +44,7 @@ from lyapunov_prune.models.projections import find_projections
 from lyapunov_prune.models.structure import find_structure
 from lyapunov_prune.predictions.spaces import HIDDEN, PROBABILITIES
 from lyapunov_prune.profiles.contraction import ContractionProfile, measure_contraction
+from lyapunov_prune.profiles.propagation import Energies
 from lyapunov_prune.pruning.on_disk import prune_on_disk
 from lyapunov_prune.pruning.plan import PruningPlan
 from lyapunov_prune.pruning.provenance import Provenance
@@ -558,13 +559,17 @@ def sound(name: str, values: dict[str, Any], floats: Iterator[float]) -> dict[st
             {p: make() for p in ("energy", "token")} for make in (lambda: some(6), lambda: loose(5, 2))
         )
         made = {field: loose(length) for field, length in lengths.items()}
-        return {"pooling": "token", "energies": energies, "intervals": intervals, "floor": some(6), **made, **shares}
+        seeds = len(values["seeds"])
+        windows = Energies(some(6, 3), some(6, seeds, 3), some(6, seeds, 3))
+        kept = {"pooling": "token", "energies": energies, "intervals": intervals, "floor": some(6), "windows": windows}
+        return {**kept, **made, **shares}
     if name == "InfluenceProfile":
-        return {"influence": some(5), "spread": loose(5), "change": some(5)}
+        return {"influence": some(5), "spread": loose(5), "change": some(5), "windows": some(5, 3)}
     if name == "LayerProfile":
         return {"influence": dataclasses.replace(values["influence"], measured_on=values["contraction"].measured_on)}
     if name == "SublayerInfluence":
-        return {field: loose(5) for field in ("attention", "mlp", "attention_spread", "mlp_spread")}
+        windows = {"windows": {field: loose(5, 3) for field in ("attention", "mlp")}}
+        return {field: loose(5) for field in ("attention", "mlp", "attention_spread", "mlp_spread")} | windows
     if name == "SublayerGrowth":
         return {field: loose(5, 2) for field in ("error_growth", "state_growth", "token_rho")}
     if name == "NormProjection":
@@ -581,9 +586,10 @@ def sound(name: str, values: dict[str, Any], floats: Iterator[float]) -> dict[st
         gap = Gap(1, 3, "mlp", ("none", "full"), np.array([0.0, 0.1]), loose(2), 1)
         return {"gaps": (gap,)}
     if name == "LayerRanking":
-        return {"scores": loose(5)}
+        return {"scores": loose(5), "picked": some(5, 5, most=1)}
     if name == "PruningPlan":
-        return {"scores": loose(5), "drop_activation": (4,), "reduction": "affine"}
+        told = {"picked": some(5, most=1), "tied": (1, 3)}
+        return {"scores": loose(5), "drop_activation": (4,), "reduction": "affine", **told}
     if name == "Allocation":
         amount = some(2, most=1)
         kept = {"names": ("a", "b"), "sizes": (5, 5), "amount": amount, "budget": float(amount.mean())}

@@ -53,7 +53,7 @@ class JointRun(Result):
     def headline(self) -> str:
         score = "top-1 accuracy" if self.measured_on.images else "−loss in nats a token"
         return (
-            f"{self.decision.headline()}\n{self.plan.headline('compact')}\n"
+            f"{self.decision.headline()}\n{self.plan.sentence('compact')}\n"
             f"After {len(self.losses)} more steps {score} {self.chosen:.4g} on the final slice (dense "
             f"{self.dense:.4g}; standard error of the difference {self.error:.2g}); {self.parameters[1]:,} of "
             f"{self.parameters[0]:,} parameters, {self.size[1]:,} bytes of {self.size[0]:,}\n{self.measured_on.line()}"

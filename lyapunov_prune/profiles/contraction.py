@@ -19,7 +19,7 @@ from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.forward.reading import Readable, read
 from lyapunov_prune.forward.rounding import coarsest_rounding
 from lyapunov_prune.models.structure import in_eval_mode
-from lyapunov_prune.profiles.propagation import WindowSums, difference_sums, jvp_sums, required
+from lyapunov_prune.profiles.propagation import Energies, WindowSums, difference_sums, jvp_sums, required
 from lyapunov_prune.progress import track
 from lyapunov_prune.results.arrays import require_array
 from lyapunov_prune.results.result import MeasuredOn, Result
@@ -61,6 +61,7 @@ class ContractionProfile(Result):
     norm_growth: np.ndarray  # K = Π_l ‖h_{l+1}‖/‖h_l‖, one value a window
     measured_on: MeasuredOn
     worst_growth: float | None = None  # Π_l max over windows of ‖h_{l+1}‖/‖h_l‖ ≥ max K; None in files of before
+    windows: Energies | None = None  # of each window, to draw them anew; None in files of before
 
     def __post_init__(self) -> None:
         L = self.measured_on.model.num_layers
@@ -79,7 +80,12 @@ class ContractionProfile(Result):
         require_array(f"{of}, state_growth", self.state_growth, (L,), finite=False)
         require_array(f"{of}, sink_state_share", self.sink_state_share, (L + 1,), most=_WHOLE, finite=False)
         require_array(f"{of}, sink_error_share", self.sink_error_share, (L + 1,), most=_WHOLE, finite=False)
-        require_array(f"{of}, norm_growth", self.norm_growth, (self.norm_growth.size,), finite=False)
+        count = self.norm_growth.size
+        require_array(f"{of}, norm_growth", self.norm_growth, (count,), finite=False)
+        if self.windows is not None:
+            shapes = {"state": (L + 1, count), **dict.fromkeys(("error", "relative"), (L + 1, len(self.seeds), count))}
+            for name, shape in shapes.items():
+                require_array(f"{of}, {name} of the windows", getattr(self.windows, name), shape)
 
     @property
     def relative_energy(self) -> np.ndarray:
@@ -99,6 +105,12 @@ class ContractionProfile(Result):
         With a single window only the seeds vary, and with a single seed and window the interval is NaN.
         """
         return self.intervals[self.pooling]
+
+    def drawn(self) -> np.ndarray | None:
+        """ρ of windows and seeds that are drawn anew, (draws, L); None where there is one window."""
+        if self.windows is None or self.windows.state.shape[-1] == 1:
+            return None
+        return self.windows.drawn(self.pooling)
 
     @property
     def above_floor(self) -> np.ndarray:
@@ -247,6 +259,7 @@ def measure_contraction(
         norm_growth=growth,
         measured_on=reading.measured_on(seed=seeds[0]),
         worst_growth=float(np.sqrt((total.state[1:] / total.state[:-1]).max(-1).prod())),
+        windows=total.energies(),
     )
 
 

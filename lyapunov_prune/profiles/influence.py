@@ -16,6 +16,7 @@ from lyapunov_prune.forward.hooks import residual_stream, run_backbone
 from lyapunov_prune.forward.reading import Readable, read
 from lyapunov_prune.linalg import token_energy, widen
 from lyapunov_prune.models.structure import Structure, in_eval_mode
+from lyapunov_prune.profiles.propagation import drawn_means
 from lyapunov_prune.progress import track
 from lyapunov_prune.results.arrays import require_array
 from lyapunov_prune.results.result import MeasuredOn, Result
@@ -27,19 +28,27 @@ class InfluenceProfile(Result):
 
     `influence_l = 1 − mean_t cos(h_l,t, h_{l+1},t)` (ShortGPT, arXiv:2403.03853, eq. 1) and
     `change_l = mean_t ‖h_{l+1},t − h_l,t‖ / ‖h_l,t‖`, the relative size of the residual update.
-    `spread` is the standard error of `influence` over windows (NaN for one window).
+    `spread` is the standard error of `influence` over windows (NaN for one window), and `windows` (L, W) holds that of
+    each; None in files of before.
     """
 
     influence: np.ndarray
     spread: np.ndarray
     change: np.ndarray
     measured_on: MeasuredOn
+    windows: np.ndarray | None = None
 
     def __post_init__(self) -> None:
         shape = (self.measured_on.model.num_layers,)
         require_array("Block Influence, influence", self.influence, shape)
         require_array("Block Influence, spread", self.spread, shape, finite=False)
         require_array("Block Influence, change", self.change, shape)
+        if self.windows is not None:
+            require_array("Block Influence, windows", self.windows, (*shape, self.windows.shape[-1]), least=-np.inf)
+
+    def drawn(self) -> np.ndarray | None:
+        """Influence in windows that are drawn anew, (draws, L); None where there is one."""
+        return None if self.windows is None else drawn_means(self.windows)
 
     def to_frame(self) -> pd.DataFrame:
         return pd.DataFrame(
@@ -77,6 +86,7 @@ def block_influence(model: PreTrainedModel, batch: Readable, *, batch_size: int 
         spread=influence.std(-1, ddof=1) / np.sqrt(windows) if windows > 1 else np.full(len(values), np.nan),
         change=change.mean(-1),
         measured_on=reading.measured_on(),
+        windows=influence,
     )
 
 

@@ -29,8 +29,8 @@ Between = Mapping[int, nn.Module]
 
 
 @dataclass(frozen=True)
-class WindowSums:
-    """Sums over the tokens of each window; L + 1 boundaries, S seeds, W windows, float64.
+class Energies:
+    """Energies of state and error in each window; L + 1 boundaries, S seeds, W windows, float64.
 
     Of a measurement `between` branches there are as many boundaries more, in the order in which the stream meets them.
     """
@@ -38,6 +38,53 @@ class WindowSums:
     state: np.ndarray  # Σ_t ‖h‖², (L + 1, W)
     error: np.ndarray  # Σ_t ‖e‖², (L + 1, S, W)
     relative: np.ndarray  # mean_t ‖e‖²/‖h‖², (L + 1, S, W)
+
+    def energy(self, pooling: str) -> np.ndarray:
+        if pooling == "token":
+            return self.relative.mean((-2, -1))
+        return self.error.mean(-2).sum(-1) / self.state.sum(-1)
+
+    def drawn(self, pooling: str) -> np.ndarray:
+        """ρ of windows and seeds that are drawn anew, independently and with replacement, (RESAMPLES, L)."""
+        _, seeds, windows = self.error.shape
+        rng = np.random.default_rng(0)
+        a = drawn_windows(windows, rng)
+        b = rng.multinomial(seeds, np.full(seeds, 1 / seeds), RESAMPLES) / seeds
+        # V is (resamples, L + 1); counts of the draws weigh the sums, so nothing is copied.
+        if pooling == "token":
+            energy = np.einsum("rw,rs,lsw->rl", a / windows, b, self.relative, optimize=True)
+        else:
+            energy = np.einsum("rw,rs,lsw->rl", a, b, self.error, optimize=True) / (a @ self.state.T)
+        with np.errstate(divide="ignore", invalid="ignore"):  # no error is left to grow
+            return energy[:, 1:] / energy[:, :-1]
+
+    def interval(self, pooling: str) -> np.ndarray:
+        """Percentile bootstrap of ρ, 95 %, (L, 2); NaN for one window and one seed."""
+        _, seeds, windows = self.error.shape
+        if seeds * windows == 1:
+            return np.full((len(self.state) - 1, 2), np.nan)
+        return np.quantile(self.drawn(pooling), [0.025, 0.975], axis=0).T
+
+
+def drawn_windows(windows: int, rng: np.random.Generator | None = None) -> np.ndarray:
+    """How often each window is in a sample of as many, drawn with replacement, (RESAMPLES, windows).
+
+    Without `rng` the same samples for every measurement of so many windows, so that what rests on two is drawn once.
+    """
+    rng = np.random.default_rng(0) if rng is None else rng
+    return rng.multinomial(windows, np.full(windows, 1 / windows), RESAMPLES)
+
+
+def drawn_means(values: np.ndarray) -> np.ndarray | None:
+    """Means of `values` (n, windows) over windows that are drawn anew, (RESAMPLES, n); None for one window."""
+    windows = values.shape[-1]
+    return None if windows == 1 else drawn_windows(windows) @ values.T / windows
+
+
+@dataclass(frozen=True)
+class WindowSums(Energies):
+    """`Energies`, and those of the token whose state is largest."""
+
     peak_state: np.ndarray  # max_t ‖h‖², (L + 1, W)
     peak_error: np.ndarray  # ‖e‖² of that token, (L + 1, S, W)
 
@@ -46,25 +93,9 @@ class WindowSums:
         """The windows of all parts, in order."""
         return cls(*(np.concatenate(same, axis=-1) for same in zip(*(vars(p).values() for p in parts), strict=True)))
 
-    def energy(self, pooling: str) -> np.ndarray:
-        if pooling == "token":
-            return self.relative.mean((-2, -1))
-        return self.error.mean(-2).sum(-1) / self.state.sum(-1)
-
-    def interval(self, pooling: str) -> np.ndarray:
-        """Percentile bootstrap of ρ; windows and seeds are drawn independently, with replacement."""
-        _, seeds, windows = self.error.shape
-        if seeds * windows == 1:
-            return np.full((len(self.state) - 1, 2), np.nan)
-        rng = np.random.default_rng(0)
-        a = rng.multinomial(windows, np.full(windows, 1 / windows), RESAMPLES)
-        b = rng.multinomial(seeds, np.full(seeds, 1 / seeds), RESAMPLES) / seeds
-        # V is (resamples, L + 1); counts of the draws weigh the sums, so nothing is copied.
-        if pooling == "token":
-            energy = np.einsum("rw,rs,lsw->rl", a / windows, b, self.relative, optimize=True)
-        else:
-            energy = np.einsum("rw,rs,lsw->rl", a, b, self.error, optimize=True) / (a @ self.state.T)
-        return np.quantile(energy[:, 1:] / energy[:, :-1], [0.025, 0.975], axis=0).T
+    def energies(self) -> Energies:
+        """Without the peaks."""
+        return Energies(self.state, self.error, self.relative)
 
 
 def required(seeds: Iterable[int], epsilon: float, batch_size: int) -> tuple[int, ...]:

@@ -21,6 +21,7 @@ from lyapunov_prune.forward.sublayers import KINDS, Sublayers, find_sublayers
 from lyapunov_prune.linalg import token_energy, widen
 from lyapunov_prune.models.hooked import hooked
 from lyapunov_prune.models.structure import in_eval_mode
+from lyapunov_prune.profiles.propagation import drawn_means
 from lyapunov_prune.progress import track
 from lyapunov_prune.results.arrays import require_array
 from lyapunov_prune.results.result import MeasuredOn, Result
@@ -31,7 +32,8 @@ class SublayerInfluence(Result):
     """`1 − mean_t cos(h_t, h_t + b(h)_t)` of both branches `b` of every layer, float64, (L,).
 
     `h` is the residual stream before the branch (LLM-Drop, arXiv:2406.15786). The spreads are standard
-    errors over windows (NaN for one window). A layer without such a branch holds NaN.
+    errors over windows (NaN for one window). A layer without such a branch holds NaN. `windows` holds the values of
+    each window by branch, (L, W); None in files of before.
     """
 
     attention: np.ndarray
@@ -39,11 +41,20 @@ class SublayerInfluence(Result):
     attention_spread: np.ndarray
     mlp_spread: np.ndarray
     measured_on: MeasuredOn
+    windows: dict[str, np.ndarray] | None = None
 
     def __post_init__(self) -> None:
+        shape = (self.measured_on.model.num_layers,)
         for name in ("attention", "mlp", "attention_spread", "mlp_spread"):
-            shape = (self.measured_on.model.num_layers,)
             require_array(f"Block Influence, {name}", getattr(self, name), shape, finite=False)
+        if self.windows is not None:
+            for name in KINDS:
+                values = self.windows.get(name, np.empty(0))
+                require_array(f"Block Influence, windows of {name}", values, (*shape, values.shape[-1]), finite=False)
+
+    def drawn(self, what: str) -> np.ndarray | None:
+        """Influence of `what` in windows that are drawn anew, (draws, L); None where there is one."""
+        return None if self.windows is None else drawn_means(self.windows[what])
 
     def to_frame(self) -> pd.DataFrame:
         return pd.DataFrame(
@@ -91,7 +102,8 @@ def sublayer_influence(model: PreTrainedModel, batch: Readable, *, batch_size: i
     windows = values.shape[-1]
     spread = values.std(-1, ddof=1) / np.sqrt(windows) if windows > 1 else np.full(values.shape[:2], np.nan)
     (attention, mlp), (attention_spread, mlp_spread) = values.mean(-1).T, spread.T
-    return SublayerInfluence(attention, mlp, attention_spread, mlp_spread, reading.measured_on())
+    by_window = dict(zip(KINDS, values.transpose(1, 0, 2), strict=True))
+    return SublayerInfluence(attention, mlp, attention_spread, mlp_spread, reading.measured_on(), by_window)
 
 
 def _watched(

@@ -20,6 +20,8 @@ from lyapunov_prune.results.result import MeasuredOn, ModelIdentity, Result
 
 # What a plan can take out, and the field that lists the layers.
 FIELDS = {"layers": "remove", "attention": "drop_attention", "mlp": "drop_mlp", "activation": "drop_activation"}
+# A layer that stays, and goes as often as this when the windows are drawn anew, is named.
+OFTEN = 0.1
 
 
 @dataclass(frozen=True)
@@ -30,6 +32,8 @@ class PruningPlan(Result):
     `reduction`, a name of `merging.table.REDUCTIONS`; None where no activation goes. `scores` holds the criterion of
     every layer, smallest removed first, NaN where there is nothing to remove; empty when the layers were given by hand.
     Where they rest on ρ, `below_floor` holds the layers whose ρ is rounding (`ContractionProfile.below_floor`).
+    `picked` (L,) is how often the criterion takes each layer when the windows, and the seeds of a ρ, are drawn anew;
+    None where that is not known. `tied` names the last that goes and the first that stays where their scores are one.
 
     Raises LyapunovPruneError when an index is repeated or out of range, when a part of a removed layer or the
     activation of a dropped MLP is named, for activations without a known reduction or a reduction without them, and
@@ -47,6 +51,8 @@ class PruningPlan(Result):
     below_floor: tuple[int, ...] = ()
     drop_activation: tuple[int, ...] = ()
     reduction: str | None = None
+    picked: np.ndarray | None = None
+    tied: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         layers = self.model.num_layers
@@ -55,6 +61,9 @@ class PruningPlan(Result):
         count = layers if len(self.scores) else 0
         require_array("plan, scores", self.scores, (count,), least=-np.inf, finite=False)
         require_layers("plan, below_floor", self.below_floor, layers)
+        require_layers("plan, tied", self.tied, layers)
+        if self.picked is not None:
+            require_array("plan, picked", self.picked, (layers,), most=1.0)
         twice = sorted({*self.drop_attention, *self.drop_mlp, *self.drop_activation} & set(self.remove))
         if twice:
             raise LyapunovPruneError(f"layer {twice[0]} is removed whole, sublayers and all; name it once")
@@ -165,6 +174,8 @@ class PruningPlan(Result):
         if len(self.scores):
             frame.insert(1, "score", self.scores)
             frame.insert(2, "rank", np.argsort(np.argsort(self.scores, kind="stable")))
+        if self.picked is not None:
+            frame["picked"] = self.picked
         if self.below_floor:
             frame["below_floor"] = np.isin(layers, self.below_floor)
         return frame
@@ -173,7 +184,25 @@ class PruningPlan(Result):
         """This plan, to whose texts `text` belongs: merged blocks or mended gaps were fitted on it."""
         return self if text in self.measured_on else replace(self, measured_on=(*self.measured_on, text))
 
-    def headline(self, format: str = "plain") -> str:
+    def headline(self) -> str:
+        return "\n".join(filter(None, (self.sentence(), self.stability())))
+
+    def stability(self) -> str:
+        """How firm the choice is, as far as it is known: a line for `picked`, another where two scores are one."""
+        lines = []
+        if self.picked is not None:
+            goes = self.touched
+            often = np.argsort(-self.picked, kind="stable").tolist()
+            also = [layer for layer in often if self.picked[layer] >= OFTEN and layer not in goes]
+            chosen, others = (", ".join(f"{i} ({self.picked[i]:.0%})" for i in layers) for layers in (goes, also))
+            rivals = f"; left, and picked as well: {others}" if also else ""
+            lines.append(f"How often each is picked when the windows are drawn anew: {chosen}{rivals}")
+        if self.tied:
+            last, first = self.tied
+            lines.append(f"Layers {last} and {first} have one score: that {last} goes is their order in the model")
+        return "\n".join(lines)
+
+    def sentence(self, format: str = "plain") -> str:
         """What goes and by what, in a line, with what parts of layers save in a checkpoint of `format`."""
         blend = f" (alpha {self.alpha:g})" if self.alpha is not None else ""
         parts = {

@@ -50,7 +50,7 @@ class Provenance(Result):
 
     def headline(self) -> str:
         mended = "" if self.mended is None else f"; {self.mended.headline()}"
-        return self.plan.headline(self.format) + mended
+        return self.plan.sentence(self.format) + mended
 
 
 def save(pruned: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, folder: Path) -> None:
@@ -144,6 +144,7 @@ def _removed(plan: PruningPlan, format: str) -> str:
         if layers:
             how = _PLAIN[part.partition(" ")[0]] if format == "plain" else _COMPACT[part.partition(" ")[0]]
             lines.append(f"{part} of layers of the original: {', '.join(map(str, layers))}. {how}")
+    lines += [f"{as_text(line)}." for line in plan.stability().splitlines()]
     lines.append(f"Layer *i* of this model is layer `kept_to_original[i]` of the original (`{PROVENANCE}`).")
     if format == "compact":
         lines.append("The list `cuts` in config.json says it layer by layer.")

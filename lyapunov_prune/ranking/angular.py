@@ -16,6 +16,7 @@ from lyapunov_prune.forward.hooks import residual_stream, run_backbone
 from lyapunov_prune.forward.reading import Readable, read
 from lyapunov_prune.linalg import lift
 from lyapunov_prune.models.structure import in_eval_mode
+from lyapunov_prune.profiles.propagation import drawn_means
 from lyapunov_prune.progress import track
 from lyapunov_prune.pruning.plan import PruningPlan
 from lyapunov_prune.ranking.criteria import protected_layers, require_known_count
@@ -29,12 +30,14 @@ class AngularDistance(Ranking):
 
     `h_i` enters layer i, `h_L` leaves the last. Beside the diagonal lies Block Influence: `distance[l, l + 1]`. That a
     run of layers can go whose ends are near in angle is from arXiv:2403.17887, which takes the angle itself, at the
-    last token.
+    last token. `picked[n − 1, l]` is how often layer l is in the nearest run of n when the windows are drawn anew,
+    (L, L); None for one window.
     """
 
     distance: np.ndarray
     measured_on: MeasuredOn
     protected: tuple[int, ...] = ()
+    picked: np.ndarray | None = None
 
     criterion = "angular"
     what = "layers"
@@ -48,8 +51,7 @@ class AngularDistance(Ranking):
         if not 1 <= remove < layers:
             raise LyapunovPruneError(f"cannot remove a run of {remove} of {layers} layers; give 1 to {layers - 1}")
         scores = np.append(self.distance.diagonal(remove), np.full(remove - 1, np.nan))
-        for layer in self.protected:
-            scores[max(0, layer - remove + 1) : layer + 1] = np.nan
+        scores[_blocked(layers, remove, self.protected)] = np.nan
         if np.isnan(scores).all():
             raise LyapunovPruneError(f"every run of {remove} layers holds a protected one; protect fewer")
         return scores
@@ -70,6 +72,7 @@ class AngularDistance(Ranking):
             scores=scores,
             model=self.measured_on.model,
             measured_on=(self.measured_on,),
+            picked=None if self.picked is None else self.picked[remove - 1],
         )
 
     def to_frame(self) -> pd.DataFrame:
@@ -106,21 +109,49 @@ def angular_distance(
     reading = read(model, batch)
     batch, structure = reading.batch, reading.structure
     protected = protected_layers(structure.num_layers, protect)
-    sums = np.zeros((structure.num_layers + 1,) * 2)
+    sums: list[np.ndarray] = []  # of each window
     for ids in track(reading.windows(batch_size), "angular distance"):
         units: list[torch.Tensor] = []
 
         def visit(layer: int, hidden: torch.Tensor, units: list[torch.Tensor] = units) -> None:
             hidden = lift(hidden)
             norm = torch.linalg.vector_norm(hidden, dim=-1, keepdim=True)
-            units.append((hidden / norm.clamp_min(torch.finfo(torch.float32).tiny)).flatten())
+            units.append((hidden / norm.clamp_min(torch.finfo(torch.float32).tiny)).flatten(1))
 
         with residual_stream(structure, visit):
             run_backbone(structure, ids)
-        U = torch.stack(units)
-        sums += (U @ U.T).cpu().numpy()
-    if not np.isfinite(sums).all():
-        raise NonFiniteError(int(np.argmin(np.isfinite(sums.diagonal()))), batch.text)
-    distance = 1 - sums / batch.ids.numel()
+        U = torch.stack(units, 1)  # windows × boundaries × (tokens · width)
+        sums += list((U @ U.mT).cpu().numpy())
+    distances = 1 - np.array(sums) / batch.context
+    distance = distances.mean(0)
+    if not np.isfinite(distance).all():
+        raise NonFiniteError(int(np.argmin(np.isfinite(distance.diagonal()))), batch.text)
     np.fill_diagonal(distance, 0.0)
-    return AngularDistance(distance, reading.measured_on(), protected)
+    return AngularDistance(distance, reading.measured_on(), protected, _picked(distances, protected))
+
+
+def _picked(distances: np.ndarray, protected: tuple[int, ...]) -> np.ndarray | None:
+    """`AngularDistance.picked`, of the distances in each window, (windows, L + 1, L + 1)."""
+    windows, layers = len(distances), distances.shape[1] - 1
+    if windows == 1:
+        return None
+    often = np.zeros((layers, layers))
+    for remove in range(1, layers):  # one is left
+        runs = drawn_means(distances.diagonal(remove, 1, 2).T)
+        assert runs is not None
+        blocked = _blocked(layers, remove, protected)[: runs.shape[1]]
+        if blocked.all():
+            continue
+        runs[:, blocked] = np.inf
+        wins = np.bincount(runs.argmin(1), minlength=layers) / len(runs)
+        for first in np.flatnonzero(wins):
+            often[remove - 1, first : first + remove] += wins[first]
+    return often
+
+
+def _blocked(layers: int, remove: int, protected: tuple[int, ...]) -> np.ndarray:
+    """Where a run of `remove` layers would hold one that stays, by its first layer, (L,) of bool."""
+    blocked = np.zeros(layers, dtype=bool)
+    for layer in protected:
+        blocked[max(0, layer - remove + 1) : layer + 1] = True
+    return blocked

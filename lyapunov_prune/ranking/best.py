@@ -100,6 +100,7 @@ class BestRemoval(Ranking):
             scores=scores,
             model=self.measured_on.model,
             measured_on=(self.measured_on, self.checked_on),
+            picked=self.picked(),
         )
 
     def picked(self, draws: int = 1000, seed: int = 0) -> np.ndarray:
@@ -130,13 +131,11 @@ class BestRemoval(Ranking):
         )
 
     def headline(self) -> str:
-        often = self.picked()[list(self.remove)]
-        picks = ", ".join(f"{layer} ({share:.0%})" for layer, share in zip(self.remove, often, strict=True))
         out = f"; not measured for its cost: {', '.join(self.left_out)}" if self.left_out else ""
         return (
             f"Best of {len(self.tried)} sets of {len(self.remove)} layers, by the loss of {len(self.dense)} windows "
             f"that no score has seen; {self.forwards:.1f} of {self.search:g} forwards spent{out}\n"
-            f"Layers, and how often each is picked when the windows are drawn anew: {picks}\n{self.checked_on.line()}"
+            f"Removes layers {', '.join(map(str, self.remove))}\n{self.checked_on.line()}"
         )
 
 

@@ -22,8 +22,8 @@ class Criterion(NamedTuple):
 
     `measures` names what is measured of whole layers, the file it is kept in; `of_sublayers` the same of attention or
     MLP alone, None where that is not defined; "": nothing is measured. From that `score` makes the scores (smallest
-    removed first), given the values that it `needs`, each an array with one value a layer, and alpha. A criterion that
-    has no scores chooses so many layers together: it must know how many, and `chooses` says how.
+    removed first), given the values that it `needs`, each an array whose last axis is the layers, and alpha. A
+    criterion that has no scores chooses so many layers together: it must know how many, and `chooses` says how.
     """
 
     help: str
@@ -36,7 +36,9 @@ class Criterion(NamedTuple):
 
 
 def _minmax(x: Any) -> Any:
-    return (x - x.min()) / (x.max() - x.min() or 1.0)
+    least = x.min(-1, keepdims=True)
+    span = x.max(-1, keepdims=True) - least
+    return (x - least) / (span + (span == 0))  # all alike: 0
 
 
 CRITERIA: dict[str, Criterion] = {

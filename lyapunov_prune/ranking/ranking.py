@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -25,6 +26,7 @@ from lyapunov_prune.ranking.criteria import (
     require_criterion,
     require_profiled,
 )
+from lyapunov_prune.ranking.stability import picked, tied
 from lyapunov_prune.results.arrays import require_array, require_layers
 from lyapunov_prune.results.result import MeasuredOn, ModelIdentity, Result
 
@@ -51,7 +53,8 @@ class LayerRanking(Ranking):
 
     `what` goes: whole layers, or their attention or MLP alone. Layers that lack it have no score (NaN). Where the
     scores rest on ρ, `below_floor` holds the layers whose ρ is rounding (`ContractionProfile.below_floor`). Those that
-    are `protected` stay, and have no score either.
+    are `protected` stay, and have no score either. `picked[n − 1, l]` is how often layer l is among the first n when
+    the windows, and the seeds of ρ, are drawn anew, (L, L); None where the scores rest on one window or on none.
     """
 
     criterion: str
@@ -62,9 +65,12 @@ class LayerRanking(Ranking):
     what: str = "layers"
     below_floor: tuple[int, ...] = ()
     protected: tuple[int, ...] = ()
+    picked: np.ndarray | None = None
 
     def __post_init__(self) -> None:
         layers = self.model.num_layers
+        if self.picked is not None:
+            require_array("ranking, picked", self.picked, (layers, layers), most=1.0)
         require_layers("ranking, below_floor", self.below_floor, layers)
         require_layers("ranking, protected", self.protected, layers)
         finite = self.what == "layers" and not self.protected
@@ -94,7 +100,8 @@ class LayerRanking(Ranking):
             )
         protected_layers(len(self.scores), self.protected, remove)
         chosen: dict[str, Any] = dict.fromkeys(FIELDS.values(), ())
-        chosen[FIELDS[self.what]] = self.order[:remove] if period == 1 else self._periods(remove, period)
+        whole = period > 1  # of periods nothing is drawn anew
+        chosen[FIELDS[self.what]] = self._periods(remove, period) if whole else self.order[:remove]
         return PruningPlan(
             **chosen,
             criterion=self.criterion,
@@ -103,6 +110,8 @@ class LayerRanking(Ranking):
             model=self.model,
             measured_on=self.measured_on,
             below_floor=self.below_floor,
+            picked=None if whole or self.picked is None else self.picked[remove - 1],
+            tied=() if whole else tied(self.scores, self.order, remove),
         )
 
     def _periods(self, remove: int, period: int) -> tuple[int, ...]:
@@ -117,6 +126,8 @@ class LayerRanking(Ranking):
     def to_frame(self) -> pd.DataFrame:
         order = list(self.order)
         frame = pd.DataFrame({"rank": range(len(order)), "layer": order, "score": self.scores[order]})
+        if self.picked is not None:  # among as many
+            frame["picked"] = [self.picked[rank, layer] for rank, layer in enumerate(order)]
         if self.below_floor:
             frame["below_floor"] = np.isin(order, self.below_floor)
         return frame
@@ -149,10 +160,12 @@ def scored(
     seed: int = 0,
     what: str = "layers",
     protect: Sequence[int] = (),
+    drawn: Mapping[str, np.ndarray | None] = MappingProxyType({}),
 ) -> LayerRanking:
     """Rank by the score that CRITERIA makes of `values`, one value a layer by name; a layer that lacks `what` has NaN.
 
-    Layers of `protect` (counted from the end if negative) stay: a blend is scaled over the others.
+    Layers of `protect` (counted from the end if negative) stay: a blend is scaled over the others. `drawn` holds the
+    values of windows drawn anew, (draws, L); where it has all that the score needs, `picked` is known.
     `layer`, if not given, is the index of every layer, and `lot` a permutation drawn from `seed`. Raises
     LyapunovPruneError when a score is not finite.
     """
@@ -165,6 +178,12 @@ def scored(
     found = {name: value[free] for name, value in {"layer": layer, "lot": lot, **values}.items()}
     scores = np.full(model.num_layers, np.nan)
     scores[free] = score(found, alpha)
+    often = None
+    needed = {name: value for name in CRITERIA[criterion].needs if (value := drawn.get(name)) is not None}
+    if needed and len(needed) == len(CRITERIA[criterion].needs):
+        draws = np.full((len(next(iter(needed.values()))), model.num_layers), np.nan)
+        draws[:, free] = score({name: value[:, free] for name, value in needed.items()}, alpha)
+        often = picked(draws)
     wrong = np.zeros(model.num_layers, dtype=bool)
     wrong[free] = ~np.isfinite(scores[free]) if what == "layers" else np.isinf(scores[free])
     if wrong.any():
@@ -177,6 +196,7 @@ def scored(
         measured_on=measured_on,
         what=what,
         protected=protected_layers(model.num_layers, protect),
+        picked=often,
     )
 
 
@@ -212,6 +232,7 @@ def rank_layers(
     if source is None:
         raise LyapunovPruneError("nothing to rank by; give a contraction profile or a Block Influence")
     values: dict[str, np.ndarray] = {}
+    drawn: dict[str, np.ndarray | None] = {}
     used: list[MeasuredOn] = []
     below_floor: tuple[int, ...] = ()
     if "rho" in CRITERIA[criterion].needs and profile is not None:
@@ -222,15 +243,16 @@ def rank_layers(
             )
         profile.require_above_floor()
         below_floor = profile.below_floor
-        values["rho"] = profile.rho
+        values["rho"], drawn["rho"] = profile.rho, profile.drawn()
         used.append(profile.measured_on)
     if "bi" in CRITERIA[criterion].needs and influence is not None:
-        values["bi"] = influence.influence
+        values["bi"], drawn["bi"] = influence.influence, influence.drawn()
         used.append(influence.measured_on)
     for name in CRITERIA[criterion].needs:
         if name in _REMEDIES and name not in values:
             raise LyapunovPruneError(f"criterion {criterion} needs {_REMEDIES[name]}")
-    ranking = scored(criterion, values, source.measured_on.model, tuple(used), alpha=alpha, seed=seed, protect=protect)
+    on = source.measured_on.model
+    ranking = scored(criterion, values, on, tuple(used), alpha=alpha, seed=seed, protect=protect, drawn=drawn)
     return replace(ranking, below_floor=below_floor)
 
 
@@ -243,4 +265,6 @@ def rank_sublayers(influence: SublayerInfluence, what: str, *, protect: Sequence
     require_kind(what)
     values = influence.attention if what == "attention" else influence.mlp
     on = influence.measured_on
-    return scored("bi", {"bi": values}, on.model, (on,), what=what, protect=protect)
+    return scored(
+        "bi", {"bi": values}, on.model, (on,), what=what, protect=protect, drawn={"bi": influence.drawn(what)}
+    )

@@ -851,7 +851,7 @@ def test_the_best_of_all_criteria_within_a_budget(run: Any) -> None:
     assert "The best of many choices" in (run("report", "runs/tiny") and Path("runs/tiny/report.html").read_text())
     done = run("prune", *asked, "-o", "out")
     assert done.code == 0
-    assert "how often each is picked" in done.out
+    assert "How often each is picked" in done.out
     assert Provenance.load("out/provenance.json").plan.remove == found.remove
     assert run("rank", *asked, "--resume").code == 0
     assert BestRemoval.load("runs/tiny/best.json").remove == found.remove

@@ -64,4 +64,4 @@ def test_the_name_of_a_model_adds_no_line() -> None:
     identity = ModelIdentity("m\nRemoval gate: passed", "llama", 6, 1, "", (0.0,))
     assert identity.name == r"m\nRemoval gate: passed"
     plan = PruningPlan((1,), "bi\nx", None, np.empty(0), identity, ())
-    assert "\n" not in plan.headline()
+    assert "\n" not in plan.sentence()

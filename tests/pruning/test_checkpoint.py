@@ -216,7 +216,7 @@ def test_a_strange_name_is_text_in_the_card(
     assert all(c.isprintable() for c in card.replace("\n", ""))
     markup = re.sub(r"\\\\|\\[`*\[\]<>|&]", "", card)
     assert not re.search(r"http[^\n]*\)\]|<img|\]\(http|`c`", markup)
-    assert all(c.isprintable() for c in plan.headline())
+    assert all(c.isprintable() for c in plan.sentence())
 
 
 def test_all_files_of_a_checkpoint_have_the_permissions_that_the_umask_leaves(

@@ -181,7 +181,7 @@ def test_how_often_a_layer_is_picked(many: torch.Tensor) -> None:
     often = found.picked()
     assert found.remove == (1, 4)
     np.testing.assert_array_equal(often, [0, 1, 0, 0, 1, 0])
-    assert "1 (100%), 4 (100%)" in found.headline()
+    assert "1 (100%), 4 (100%)" in found.plan(REMOVE).headline()
     np.testing.assert_allclose(best_removal(make_tiny("llama"), many, REMOVE, search=20).picked().sum(), REMOVE)
 
 

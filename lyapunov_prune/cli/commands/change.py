@@ -180,7 +180,7 @@ def prune(
 
 def _tell(provenance: Provenance, as_json: bool, output: Path) -> None:
     if not as_json:
-        say(f"{provenance.headline()}\n{provenance.gate}")
+        say("\n".join(filter(None, (provenance.headline(), provenance.plan.stability(), str(provenance.gate)))))
         if provenance.mended is not None:
             show(provenance.mended, as_json, None)
     show(provenance, as_json, output, table=False)

@@ -34,7 +34,7 @@ from lyapunov_prune.cli.options import (
     text_option,
     what_option,
 )
-from lyapunov_prune.cli.terminal import Parts, show
+from lyapunov_prune.cli.terminal import Parts, say, show
 from lyapunov_prune.errors import CheckFailed, LyapunovPruneError
 from lyapunov_prune.ranking.criteria import (
     require_budget,
@@ -142,9 +142,10 @@ def rank(
         loaded, batch = load_inputs(model, source, text)
         run = run_folder(output, model)
         ranking = by.rank(loaded, batch, remove, text.batch_size, folder=run, resume=resume)
-    written = None
+    plan = written = None
     if remove is not None:
-        written = ranking.plan(remove).save(run / "plan.json")
+        plan = ranking.plan(remove)
+        written = plan.save(run / "plan.json")
     if max_kl is not None:
         assert isinstance(ranking, LayerRanking)  # the others ask for --remove
         spent = remove_under_budget(loaded.model, batch, ranking, max_kl, batch_size=text.batch_size)
@@ -153,6 +154,8 @@ def rank(
         show(spent, as_json, written)
         return
     show(ranking, as_json, written)
+    if plan is not None and plan.stability() and not as_json:
+        say(plan.stability())
 
 
 def evaluate(
