@@ -125,10 +125,30 @@ def _named(allocation: Allocation, *words: str) -> Allocation:
 def written(folder: Path = HERE) -> dict[str, str]:
     shares = CompressionTable.load(folder / "allocation.json")
     parts = {"setting": setting(shares), "schedules": schedules(shares), "verdict": verdict(shares)}
+    if folder == HERE:
+        parts["summary"] = summary([shares, *map(CompressionTable.load, sorted(HERE.glob("*/allocation.json")))])
     if not (folder / "bits.json").is_file():
         return {**parts, "bits": "Not measured yet.\n", "verdict-bits": bullets("None yet.")}
     widths = CompressionTable.load(folder / "bits.json")
     return {**parts, "bits": widths_table(widths), "verdict-bits": verdict_bits(widths)}
+
+
+def summary(tables: list[CompressionTable]) -> str:
+    """Which schedules are told from uniform on every model that was measured, and which way."""
+    lines = []
+    for budget in by_budget(tables[0]):
+        every = [by_budget(found)[budget] for found in tables]
+        common = [name for name in NAMES if name != "uniform" and all(name in rows for rows in every)]
+        said = {name: {told(rows[name], rows["uniform"]) for rows in every} for name in common}
+        alike = {name: words.pop() if len(words) == 1 else "not alike" for name, words in said.items()}
+        lines.append(
+            f"{percent(budget)}, against uniform, alike on {' and '.join(_model(f) for f in tables)}: {grouped(alike)}."
+        )
+    return bullets(*lines)
+
+
+def _model(found: CompressionTable) -> str:
+    return f"{found.measured_on.model.name} ({len(found.rows[0].windows)} windows)"
 
 
 def by_budget(found: CompressionTable) -> dict[float, dict[str, CompressionRow]]:
