@@ -1,4 +1,4 @@
-"""The whole job on the built-in model: measure, rank, remove, verify, evaluate, report."""
+"""The whole job on the built-in model: measure, rank, remove, verify, mend, heal, evaluate, report."""
 
 from __future__ import annotations
 
@@ -10,13 +10,15 @@ from tempfile import TemporaryDirectory
 from lyapunov_prune.data.batch import require_disjoint
 from lyapunov_prune.data.text import load_text
 from lyapunov_prune.errors import LyapunovPruneError
+from lyapunov_prune.evaluation.perplexity import perplexity
 from lyapunov_prune.evaluation.speed import Speed, measure_speed
+from lyapunov_prune.healing.heal import heal
 from lyapunov_prune.models.loading import BUILTIN, load
 from lyapunov_prune.profiles.profile import kept_profile
 from lyapunov_prune.pruning.checkpoint import write_pruned
-from lyapunov_prune.pruning.curve import RemovalCurve, evaluate_removals
+from lyapunov_prune.pruning.curve import RemovalCurve, evaluate_removals, removal_row
 from lyapunov_prune.pruning.provenance import PROVENANCE, Provenance
-from lyapunov_prune.pruning.removal import remove_layers
+from lyapunov_prune.pruning.removal import mend, remove_layers
 from lyapunov_prune.ranking.criteria import DEFAULT
 from lyapunov_prune.ranking.ranking import rank_layers
 from lyapunov_prune.report.page import write_report
@@ -29,6 +31,7 @@ COMPARED = ("rho", "bi", "blend")
 RACE = {"prompt": 256, "steps": 16, "repeats": 5}
 # The checkpoint that is written: four of thirty layers.
 WRITTEN = (DEFAULT, 4)
+STEPS = 24  # of healing, from the mended model on
 _RECORD = "pruned.fingerprint"
 
 
@@ -83,6 +86,21 @@ def run_demo(
             write_pruned(model, tokenizer, plan, partial, calibration)
             write_whole(run / _RECORD, folder_digest(partial) + "\n")
     show("gate", Provenance.load(made).gate)
+
+    def recovered() -> RemovalCurve:
+        mended = mend(model, plan, calibration)
+        healed = heal(mended, model, calibration, steps=STEPS).model
+        states = {"cut": remove_layers(model, plan), "mended": mended, f"mended, healed {STEPS} steps": healed}
+        dense = perplexity(model, evaluation, description="perplexity, dense")
+        rows = [removal_row("dense", (), dense, dense, model)]
+        for name, state in states.items():
+            after = perplexity(state, evaluation, description=f"perplexity, {name}")
+            rows.append(removal_row(name, plan.remove, after, dense, state))
+        return RemovalCurve(tuple(rows), dense.measured_on)
+
+    asked = {"removed": plan.remove, "steps": STEPS}
+    on = evaluation.measured_on(model)
+    show("recovery", once(run / "recovery.json", RemovalCurve, on, asked, recovered, resume=resume))
 
     def speed() -> Speed:
         models = {"dense": model}

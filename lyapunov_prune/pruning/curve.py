@@ -71,7 +71,7 @@ def evaluate_removals(
     """
     reading = read(model, batch)
     dense = perplexity(model, reading, batch_size=batch_size, description="perplexity, dense")
-    rows = [_row("dense", (), dense, dense, model)]
+    rows = [removal_row("dense", (), dense, dense, model)]
     measured: dict[tuple[tuple[int, ...], ...], RemovalRow] = {}
     jobs = [(criterion, plan) for criterion, chosen in plans.items() for plan in chosen]
     for criterion, plan in track(jobs, "removing layers"):
@@ -81,15 +81,16 @@ def evaluate_removals(
             after = perplexity(
                 pruned, reading, batch_size=batch_size, description=f"{criterion}, {len(plan.touched)} removed"
             )
-            measured[goes] = _row(criterion, plan.touched, after, dense, pruned)
+            measured[goes] = removal_row(criterion, plan.touched, after, dense, pruned)
             del pruned
         rows.append(replace(measured[goes], criterion=criterion))
     return RemovalCurve(tuple(rows), dense.measured_on)
 
 
-def _row(
+def removal_row(
     criterion: str, removed: tuple[int, ...], after: Perplexity, dense: Perplexity, model: PreTrainedModel
 ) -> RemovalRow:
+    """The row of `model`, from which layers are `removed`, beside the `dense` one on the same windows."""
     return RemovalRow(
         criterion,
         removed,

@@ -63,6 +63,7 @@ from lyapunov_prune.report.ranking import (
     oracle_figure,
     perplexity_figure,
     ranking_figure,
+    recovery_figure,
 )
 from lyapunov_prune.report.sensitivity import sensitivity_figures
 from lyapunov_prune.results.files import write_whole
@@ -222,6 +223,16 @@ _SECTIONS = (
         "Layers physically removed, in the order of each criterion, on text that no score has seen. Bars are "
         "95 % intervals of the ratio to the dense model, paired by window.",
         lambda r: {"perplexity": perplexity_figure(r)},
+    ),
+    _Section(
+        "recovery.json",
+        RemovalCurve,
+        "Cut, mended, healed",
+        "The same layers removed: cut and nothing more; the gaps closed without training, by a linear map in the layer "
+        "before each; and trained from there on what the dense model predicts. Maps and training saw the calibration "
+        "half of the text, perplexity is of the other. Bars are 95 % intervals of the ratio to the dense model, paired "
+        "by window.",
+        lambda r: {"recovery": recovery_figure(r)},
     ),
     _Section(
         COMPRESSION,

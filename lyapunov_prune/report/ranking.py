@@ -141,6 +141,30 @@ def ranking_figure(plans: Mapping[str, PruningPlan]) -> str:
     return svg(figure)
 
 
+def recovery_figure(curve: RemovalCurve) -> str:
+    """Perplexity over that of the dense model of the same layers removed, a line a state, with paired intervals."""
+    rows = curve.rows[1:]
+    figure, axes = one_panel(6.5, 0.9 + 0.4 * len(rows))
+    axes.axvline(1, color=GREY, linewidth=0.8)
+    for y, row in enumerate(rows):
+        bars = (
+            None if np.isnan([row.low, row.high]).any() else [[row.degradation - row.low], [row.high - row.degradation]]
+        )
+        axes.errorbar(row.degradation, y, xerr=bars, marker="o", markersize=4, capsize=2, color=COLOURS["rho"])
+        axes.annotate(
+            f"{row.perplexity:.3g}",
+            (row.degradation, y),
+            xytext=(0, 6),
+            textcoords="offset points",
+            fontsize=8,
+            ha="center",
+        )
+    axes.set_yticks(range(len(rows)), [row.criterion for row in rows])
+    axes.set_ylim(len(rows) - 0.5, -0.6)
+    axes.set_xlabel(f"perplexity / dense ({curve.dense.perplexity:.3g}); beside each its perplexity")
+    return svg(figure)
+
+
 def perplexity_figure(curve: RemovalCurve) -> str:
     """Perplexity over the number of layers removed, one line a criterion, with paired intervals."""
     figure, axes = one_panel(6.5, 3.8)

@@ -45,6 +45,7 @@ def tiny_demo(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[...
     loaded = load(checkpoint)
     monkeypatch.setattr(demo_module, "load", lambda name: loaded)
     monkeypatch.setattr(demo_module, "REMOVALS", (1,))
+    monkeypatch.setattr(demo_module, "STEPS", 2)
     monkeypatch.setattr(demo_module, "WRITTEN", ("blend", 1))
     monkeypatch.setattr(demo_module, "RACE", {"prompt": 8, "steps": 2, "repeats": 1})
 
@@ -131,25 +132,28 @@ def shorten(patch: pytest.MonkeyPatch, smollm2: Loaded) -> None:
     """Fewer removals and a short race."""
     patch.setattr(demo_module, "load", lambda name: smollm2)
     patch.setattr(demo_module, "REMOVALS", (1, 4))
+    patch.setattr(demo_module, "STEPS", 4)
     patch.setattr(demo_module, "RACE", {"prompt": 32, "steps": 4, "repeats": 2})
 
 
 @pytest.fixture(scope="session")  # a module's end may come between two of its tests under xdist
 def run(tmp_path_factory: pytest.TempPathFactory, smollm2: Loaded) -> Path:
-    """A short demo: every step of the long one, on 512 tokens, with fewer removals and a short race."""
+    """A short demo: every step of the long one, on 1,024 tokens, with fewer removals and a short race."""
     folder = tmp_path_factory.mktemp("demo")
     with pytest.MonkeyPatch.context() as patch:
         shorten(patch, smollm2)
-        demo_module.run_demo(folder, tokens=512, context=128, show=lambda *_: None)
+        demo_module.run_demo(folder, tokens=1024, context=128, show=lambda *_: None)
     return folder
 
 
 def test_the_demo_writes_every_result(run: Path) -> None:
     names = {path.name for path in run.iterdir()}
     plans = {f"plan-{c}.json" for c in demo_module.COMPARED}
-    results = {"profile.json", "removal.json", "speed.json", "report.html", "figures", "pruned", "pruned.fingerprint"}
-    assert names == results | plans
-    assert (run / "report.html").read_text().count("<svg") == 5
+    results = {f"{name}.json" for name in ("profile", "removal", "recovery", "speed")}
+    assert names == results | {"report.html", "figures", "pruned", "pruned.fingerprint"} | plans
+    assert (run / "report.html").read_text().count("<svg") == 6
+    dense, cut, mended, healed = RemovalCurve.load(run / "recovery.json").rows
+    assert dense.perplexity < healed.perplexity < mended.perplexity < cut.perplexity
     curve = RemovalCurve.load(run / "removal.json")
     assert len(curve.rows) == 1 + 2 * 3
     assert 5 < curve.dense.perplexity < 60
@@ -159,9 +163,9 @@ def test_the_demo_writes_every_result(run: Path) -> None:
 def test_the_demo_resumes(run: Path, smollm2: Loaded, monkeypatch: pytest.MonkeyPatch) -> None:
     shorten(monkeypatch, smollm2)
     monkeypatch.setattr(profile_module, "profile_layers", lambda *a, **k: pytest.fail("repeated"))
-    for work in ("evaluate_removals", "write_pruned", "measure_speed"):
+    for work in ("evaluate_removals", "write_pruned", "measure_speed", "mend", "heal"):
         monkeypatch.setattr(demo_module, work, lambda *a, **k: pytest.fail("repeated"))
-    demo_module.run_demo(run, tokens=512, context=128, resume=True, show=lambda *_: None)
+    demo_module.run_demo(run, tokens=1024, context=128, resume=True, show=lambda *_: None)
 
 
 def test_the_checkpoint_is_plain_transformers(run: Path, smollm2: Loaded, english: TokenBatch, tmp_path: Path) -> None:
