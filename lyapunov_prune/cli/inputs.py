@@ -42,6 +42,22 @@ def load_inputs(
     return loaded, text.load(loaded, split, offline=source.offline)
 
 
+def load_prompted(
+    model: str, source: ModelOptions, text: TextOptions, prompts: Path | None, chat: bool
+) -> tuple[Loaded, TokenBatch]:
+    """The model, and what it goes on from: the prompts of a file, or windows of the evaluation half of a text."""
+    from lyapunov_prune.data.prompts import load_prompts
+
+    if prompts is None:
+        if chat:
+            raise LyapunovPruneError("--chat is of own prompts; give --prompts FILE with it")
+        return load_inputs(model, source, text, "evaluation")
+    if not prompts.is_file():  # before minutes of loading
+        raise LyapunovPruneError(f"{prompts} is no readable file; give a file of prompts")
+    loaded = source.load(model)
+    return loaded, load_prompts(prompts, loaded.tokenizer, chat=chat, bos=text.bos)
+
+
 def load_examples(
     model: str, source: ModelOptions, text: TextOptions, images: str | None
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase | None, Examples]:

@@ -139,7 +139,7 @@ def compare_generation(
     ends = _ends(dense)
     sums, running = torch.zeros(steps, 4, dtype=torch.float64), torch.zeros(steps, dtype=torch.float64)
     texts: tuple[list[tuple[int, ...]], list[tuple[int, ...]]] = ([], [])
-    for ids in track(batch.ids.split(batch_size), "generation"):
+    for ids in track(batch.windows(batch_size), "generation"):
         written: tuple[list[torch.Tensor], list[torch.Tensor]] = ([], [])
         ended = torch.zeros(2, len(ids), dtype=torch.bool)
         walks = [walk(reading, ids, steps, by) for reading, by in zip(readings, told, strict=True)]

@@ -76,6 +76,7 @@ class HierarchyProbe(Result):
     checked: int  # numbers held against a bound
     violations: tuple[BoundCheck, ...]
     measured_on: MeasuredOn
+    beside: ModelIdentity | None = None  # a model of fewer layers, none of which can stand in for one of these
 
     def to_frame(self) -> pd.DataFrame:
         """One row for every layer, `what` and step."""
@@ -100,12 +101,20 @@ class HierarchyProbe(Result):
 
     def headline(self) -> str:
         change = "left out" if self.compressed is None else f"compressed as in {self.compressed.name}"
+        if self.beside is not None:
+            change = f"of {self.measured_on.model.name} left out, by itself"
         verdict = f"{len(self.violations)} of its bounds VIOLATED" if self.violations else "no bound violated"
         lines = [
             f"One layer {change}, over {self.kl.shape[-1]} decoding steps, T = {self.temperature:g}: "
             f"1 − cos in three spaces, KL in nats; {self.checked} numbers checked, {verdict}",
             self.measured_on.line(),
         ]
+        if self.beside is not None:
+            lines.insert(
+                1,
+                f"{self.beside.name} has {self.beside.num_layers} of the {self.measured_on.model.num_layers} layers: "
+                "no layer of it is probed here, its own predictions follow",
+            )
         return "\n".join([*lines, *map(str, self.violations)])
 
 
@@ -161,12 +170,13 @@ def probe_layers(
         raise LyapunovPruneError(f"unknown change {change!r}; give 'dropped', or a compressed model")
     shape = (len(what), structure.num_layers, len(_MEASURES), len(batch.ids), steps)
     values = torch.full(shape, torch.nan, dtype=torch.float64)
+    begins = np.cumsum([0, *map(len, windows)])
     places = [(k, layer) for k in range(len(windows)) for layer in range(structure.num_layers)]
     for k, layer in track(places, "hierarchy probe"):
         if layer == 0:
             ids = torch.cat([windows[k], decode_greedily(reading, windows[k], steps)], dim=1)[:, :-1]
             states = _states(prefix, ids, batch.text)
-        rows = slice(k * batch_size, k * batch_size + len(ids))
+        rows = slice(begins[k], begins[k + 1])
         have = [(i, changed) for i, part in enumerate(what) if (changed := changes(layer, part)) is not None]
         outputs = [_changed(prefix, ids, states, layer, changed)[:, -steps:] for _, changed in have]
         measures = _compare(prefix, scorer, ids[:, -steps:], states[layer + 1][:, -steps:], outputs, temperature)

@@ -1021,7 +1021,22 @@ def test_hierarchy_follows_a_compressed_and_a_pruned_model(run: Any) -> None:
     dropped = HierarchyProbe.load("runs/tiny/hierarchy.json")
     assert rounded.kl.mean() < dropped.kl.mean()
     assert run("prune", "tiny", "--layers", "1", "-o", "out", *TEXT).code == 0
-    assert run("hierarchy", "tiny", "out", *few).code == 0
+    done = run("hierarchy", "tiny", "out", *few)
+    assert done.code == 0
+    assert "One layer of tiny left out, by itself" in done.out
+    assert "out has 5 of the 6 layers: no layer of it is probed here" in done.out
+
+
+def test_hierarchy_goes_on_from_own_prompts(run: Any) -> None:
+    Path("mine.txt").write_text("one two three\nthe thick ether\nfour\n")
+    few = ["--prompts", "mine.txt", "--new-tokens", "3"]
+    done = run("hierarchy", "tiny", *few)
+    assert done.code == 0
+    assert "tokens of mine.txt (all" in done.out
+    assert HierarchyProbe.load("runs/tiny/hierarchy.json").kl.shape[-1] == 3
+    assert "no chat template" in run("hierarchy", "tiny", *few, "--chat").err
+    assert "give --prompts FILE with it" in run("hierarchy", "tiny", "--chat").err
+    assert "no.txt is no readable file" in run("hierarchy", "tiny", "--prompts", "no.txt").err
 
 
 @pytest.mark.parametrize("command", ["rank", "prune"])
