@@ -573,7 +573,9 @@ def sound(name: str, values: dict[str, Any], floats: Iterator[float]) -> dict[st
         scores = {field: {p: loose(5) for p in ("energy", "token")} for field in ("rho", "amplification")}
         return {"drift": loose(2), **scores}
     if name in ("SkipDivergence", "SublayerDivergence"):
-        return {field: loose(5) for field in ("variance", "kl", "reverse_kl")} | {"flipped": some(5, most=1)}
+        return {field: loose(5) for field in ("variance", "kl", "reverse_kl", "variance_r")} | {
+            "flipped": some(5, most=1)
+        }
     if name == "BestRemoval":
         tried = tuple(Tried("ρ", (0, k), some(3), p, next(floats)) for k, p in ((1, np.nan), (2, 0.5)))
         return {"tried": tried, "chosen": 1, "dense": some(3)}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import re
 from dataclasses import replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -104,6 +105,20 @@ def require_budget_alone(what: str, otherwise: bool) -> None:
         raise LyapunovPruneError(
             "--max-kl says how many layers of a MODEL go; give it without --remove, --profile, --keep-period and --what"
         )
+
+
+def require_retrieval(files: str) -> list[str]:
+    """The two or three files of a retrieval task, refused before torch is waited for when ir-measures is missing."""
+    from lyapunov_prune.evaluation.retrieval import EXTRA
+
+    names = [name.strip() for name in files.split(",")]
+    if len(names) not in (2, 3) or not all(names):
+        raise LyapunovPruneError(
+            f"--retrieval {files!r} is not two or three files; give QUERIES.jsonl,DOCS.jsonl,QRELS.tsv"
+        )
+    if find_spec("ir_measures") is None:
+        raise LyapunovPruneError(EXTRA)
+    return names
 
 
 def require_studies(study: str) -> tuple[str, ...]:

@@ -54,8 +54,8 @@ class Prompts(TokenBatch):
 
     @property
     def stream(self) -> np.ndarray:
-        ends = np.cumsum(self.lengths)
-        return np.delete(self._own, ends - self.lengths) if self.bos else self._own
+        begins = np.cumsum((0, *self.lengths[:-1]), dtype=np.int64)
+        return np.delete(self._own, begins) if self.bos else self._own
 
     @property
     def _own(self) -> np.ndarray:
@@ -114,13 +114,13 @@ def _texts(path: Path) -> list[tuple[str, str]]:
         where = f"{path} line {number}"
         if not line.strip():
             continue
-        text = line.rstrip("\r")
+        text: object = line.rstrip("\r")
         if path.suffix == ".jsonl":
             try:
                 text = json.loads(line)["text"]
             except (ValueError, KeyError, TypeError):
                 text = None
-            if not isinstance(text, str) or not text.strip():
-                raise LyapunovPruneError(f'{where} is no prompt; give {{"text": "…"}} a line')
+        if not isinstance(text, str) or not text.strip():
+            raise LyapunovPruneError(f'{where} is no prompt; give {{"text": "…"}} a line')
         found.append((where, text))
     return found

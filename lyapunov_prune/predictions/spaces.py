@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 
 from lyapunov_prune.linalg import lift
-from lyapunov_prune.predictions.divergence import divergences
+from lyapunov_prune.predictions.divergence import divergences, squared, variance_r
 
 HIDDEN = ("hidden", "hidden_estimate", "hidden_parallel", "hidden_orthogonal")
 LOGITS = ("logit", "logit_estimate", "logit_parallel", "logit_orthogonal")
@@ -42,15 +42,12 @@ def prediction_measures(log_p: torch.Tensor, log_q: torch.Tensor) -> torch.Tenso
     """
     p, u = log_p.exp(), log_q - log_p
     turned = turn(p, log_q.exp())[0]
-    r = p.square()
-    r /= r.sum(-1, keepdim=True)
-    spread = u - torch.linalg.vecdot(r, u).unsqueeze(-1)
     low, high = u.aminmax(dim=-1)
     mean = torch.linalg.vecdot(p, u)
     return torch.stack(
         [
             turned,
-            torch.linalg.vecdot(r, spread.square()) / 2,
+            variance_r(squared(log_p), u),
             *divergences(log_p, log_q),
             high - low,
             torch.maximum(high - mean, mean - low),

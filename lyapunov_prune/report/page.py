@@ -25,6 +25,7 @@ from lyapunov_prune.predictions.choices import ChoiceComparison
 from lyapunov_prune.predictions.divergence import SkipDivergence, SublayerDivergence
 from lyapunov_prune.predictions.generation import GenerationDivergence
 from lyapunov_prune.predictions.hierarchy import HierarchyProbe
+from lyapunov_prune.predictions.history import HistoryDivergence
 from lyapunov_prune.profiles.activations import ActivationStatistics
 from lyapunov_prune.profiles.jacobian import JacobianNorms
 from lyapunov_prune.profiles.profile import LayerProfile
@@ -38,7 +39,7 @@ from lyapunov_prune.ranking.budget import BudgetedRemoval
 from lyapunov_prune.ranking.oracle import GreedyRemoval
 from lyapunov_prune.report.bounds import bounds_figures
 from lyapunov_prune.report.compression import compression_figure
-from lyapunov_prune.report.evaluation import speed_figure, tasks_figure
+from lyapunov_prune.report.evaluation import retrieval_figure, speed_figure, tasks_figure
 from lyapunov_prune.report.healing import healing_figure
 from lyapunov_prune.report.joint import importance_figure, joint_figure
 from lyapunov_prune.report.predictions import (
@@ -46,6 +47,7 @@ from lyapunov_prune.report.predictions import (
     divergence_figure,
     generation_figure,
     hierarchy_figure,
+    history_figure,
     kl_figure,
     paths_figure,
 )
@@ -303,6 +305,15 @@ _SECTIONS = (
         lambda r: {"generation": generation_figure(r)},
     ),
     _Section(
+        "history.json",
+        HistoryDivergence,
+        "Direct error and diverged history",
+        "The compressed model's predictions against the dense model's, where it reads the dense model's text and where "
+        "it reads its own. The first is the compression's doing at each step; what the second adds comes back through "
+        "the tokens that it generated, and is about another text once these differ. Broken lines are the estimates.",
+        lambda r: {"history": history_figure(r)},
+    ),
+    _Section(
         "paths.json",
         AttentionPaths,
         "Paths of the error through attention",
@@ -321,6 +332,14 @@ _SECTIONS = (
         choices_figures,
     ),
     _Section(
+        "letters.json",
+        ChoiceComparison,
+        "Multiple choice by letters",
+        "The same items with their options listed and named by letters: one token decides. A model that takes one "
+        "letter whatever is asked keeps its choice under any compression; how often the dense one does is said below.",
+        lambda r: {f"letters-{name}": picture for name, picture in choices_figures(r).items()},
+    ),
+    _Section(
         "eval.json",
         Evaluation,
         "Evaluation",
@@ -337,6 +356,17 @@ _SECTIONS = (
         "Wilson's, of 3-grams 1.96 standard errors.",
         lambda r: {"tasks": tasks_figure(r)},
         part=lambda r: r.tasks,
+    ),
+    _Section(
+        "eval.json",
+        Evaluation,
+        "Retrieval",
+        "A text is the mean of its final hidden states, and the documents of a query are those at the smallest angle. "
+        "The first ten cannot change while the similarities of a query shift by less than the margin below the tenth; "
+        "where they shift by more, nothing is promised and much may stay. A base model is no embedding model: compare "
+        "the models, not the level.",
+        lambda r: {"retrieval": retrieval_figure(r)},
+        part=lambda r: r.retrieval,
     ),
     _Section(
         "speed.json",

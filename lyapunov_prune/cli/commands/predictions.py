@@ -34,6 +34,9 @@ def hierarchy(
         Path | None,
         what_option(help="Multiple-choice items, a JSONL file of query, choices, gold; for COMPRESSED."),
     ] = None,
+    letters: Annotated[
+        bool, what_option("--letters", help="Ask --choices once more by letters, their texts listed: letters.json.")
+    ] = False,
     limit: Items = None,
     prompts: Annotated[
         Path | None,
@@ -51,10 +54,11 @@ def hierarchy(
 
     Each layer by itself is replaced by that of COMPRESSED, or dropped where COMPRESSED has fewer or is not given, in
     the dense model's own context; estimates and proven bounds stand beside what is measured. With COMPRESSED both
-    models then decode on their own (generation.json, paths.json), and answer --choices (choices.json). Prompts are
-    windows of --context tokens, or --prompts. Exit code 1 on a violated bound.
+    models then decode on their own (generation.json, paths.json), COMPRESSED also reads the dense text
+    (history.json), and both answer --choices (choices.json; letters.json). Prompts are windows of --context tokens,
+    or --prompts. Exit code 1 on a violated bound.
     """
-    from lyapunov_prune.data.choices import load_items
+    from lyapunov_prune.data.choices import lettered, load_items
     from lyapunov_prune.data.text import require_unseen
     from lyapunov_prune.models.structure import identify
     from lyapunov_prune.models.tokenizers import require_same_tokenizer
@@ -62,9 +66,12 @@ def hierarchy(
     from lyapunov_prune.predictions.choices import compare_choices
     from lyapunov_prune.predictions.generation import compare_generation
     from lyapunov_prune.predictions.hierarchy import probe_layers
+    from lyapunov_prune.predictions.history import history_divergence
 
     if choices is not None and compressed is None:
         raise LyapunovPruneError("--choices compares two models; give COMPRESSED too")
+    if letters and choices is None:
+        raise LyapunovPruneError("--letters asks the items of a file by letters; give --choices FILE with it")
     items = load_items(choices) if choices else ()
     loaded, batch = load_prompted(dense, source, text, prompts, chat)
     other = None
@@ -90,6 +97,8 @@ def hierarchy(
     if other is not None:
         generated = compare_generation(loaded.model, other.model, batch, steps=new_tokens, temperature=temperature)
         parts.add("generation", generated)
+        history = history_divergence(loaded.model, other.model, batch, steps=new_tokens, temperature=temperature)
+        parts.add("history", history)
     if other is not None and same_layers:
         try:
             paths = attention_paths(loaded.model, other.model, batch, steps=new_tokens)
@@ -99,9 +108,11 @@ def hierarchy(
             parts.add("paths", paths)
     violated = len(probe.violations)
     if other is not None and items:
-        answered = compare_choices(loaded.model, other.model, items, loaded.tokenizer, limit=limit)
-        parts.add("choices", answered)
-        violated += len(answered.violations)
+        asked = {"choices": items} | ({"letters": tuple(map(lettered, items))} if letters else {})
+        for name, these in asked.items():
+            answered = compare_choices(loaded.model, other.model, these, loaded.tokenizer, limit=limit)
+            parts.add(name, answered)
+            violated += len(answered.violations)
     draw_report(run)
     parts.end()
     if violated:
