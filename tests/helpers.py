@@ -440,7 +440,8 @@ def predictions_by_definition(z: np.ndarray, dz: np.ndarray, T: float) -> dict[s
 
     c = np.abs(d - (p * d).sum(-1, keepdims=True)).max(-1)
     kl, reverse = rel_entr(p, q).sum(-1), rel_entr(q, p).sum(-1)
-    found = (turned(p, q), variance(r) / 2, variance(p) / 2, kl, reverse, np.ptp(d, axis=-1), c)
+    c_r = np.abs(d - (r * d).sum(-1, keepdims=True)).max(-1)
+    found = (turned(p, q), variance(r) / 2, variance(p) / 2, kl, reverse, np.ptp(d, axis=-1), c, c_r)
     return dict(zip(PROBABILITIES, found, strict=True))
 
 

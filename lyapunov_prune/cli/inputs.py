@@ -56,7 +56,13 @@ def load_prompted(
     if not prompts.is_file():  # before minutes of loading
         raise LyapunovPruneError(f"{prompts} is no readable file; give a file of prompts")
     loaded = source.load(model)
-    return loaded, load_prompts(prompts, loaded.tokenizer, chat=chat, bos=text.bos)
+    batch = load_prompts(prompts, loaded.tokenizer, chat=chat, bos=text.bos)
+    most = loaded.structure.max_context
+    if most and batch.context >= most:
+        raise LyapunovPruneError(
+            f"a prompt of {prompts} has {batch.context} tokens and the model's context is {most}; shorten it"
+        )
+    return loaded, batch
 
 
 def load_examples(

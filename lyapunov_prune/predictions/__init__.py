@@ -1,8 +1,9 @@
 """What a change does to the hidden state, the logits and the probabilities.
 
 - `divergence`: one layer skipped; `spaces`: the measures; `hierarchy`: h → z → p at each decoding step;
+- `remainders`: how far the estimates of its angles can be off;
 - `generation`, `attention_paths`: two models writing on their own; `history`: one reads the other's text;
-- `choices`: the same items answered by both.
+- `choices`: the same items answered by both; `verdict`: which kinds of task are spared.
 """
 
 import lazy_loader

@@ -101,6 +101,19 @@ class ChoiceComparison(Result):
             found.append(float(divergences(log_p[None], log_q[None])[1]))
         return np.array(found)
 
+    def lead(self) -> np.ndarray:
+        """(items,) by how much the dense model's largest log-likelihood per character leads the next."""
+        return np.array([np.subtract(*np.sort(row)[:-3:-1]) for row in self._per_character("dense")])
+
+    def shift(self) -> np.ndarray:
+        """(items,) the range over the choices of the change of that number: below `lead` the choice stays."""
+        pairs = zip(*(self._per_character(which) for which in ("dense", "compressed")), strict=True)
+        return np.array([np.ptp(second - first) for first, second in pairs])
+
+    def _per_character(self, which: str) -> list[np.ndarray]:
+        scores: Scores = getattr(self, which)
+        return [np.array(row) / np.array(length) for row, length in zip(scores, self.characters, strict=True)]
+
     def favourite(self, which: str) -> tuple[int, float]:
         """The place among the choices that the model takes most often, and in what share of the items."""
         places, counts = np.unique(self.chosen(which), return_counts=True)

@@ -28,7 +28,7 @@ from lyapunov_prune.results.result import MeasuredOn, ModelIdentity, Result
 READ = ("dense text", "own text")
 # Positions whose logits are formed at once.
 _ROWS = 64
-_MEASURES = ("logit_change", "probability", "probability_estimate", "kl_estimate", "kl")
+_MEASURES = ("logit_change", "probability", "probability_estimate", "kl_estimate", "kl", "flipped", "certain")
 
 
 @dataclass(frozen=True)
@@ -46,6 +46,10 @@ class HistoryDivergence(Result):
     - `kl = KL(p‖q)` in nats beside its estimate `kl_estimate = Var_p(d)/2` (Theorem 3);
     - `probability = 1 − cos(p, q)` beside `probability_estimate = Var_r(d)/2`, `r_i = p_i²/‖p‖²` (Theorem 2).
 
+    - `flipped`: the share of prompts whose likeliest token is another one; `may_spend = (p₁ − p₂)²/2` (steps,), p₁ and
+      p₂ the two largest of `p`: while KL is below it the likeliest token stays, for no probability can then move by
+      half of `p₁ − p₂` (Pinsker's inequality); `certain`: the share of prompts in which it is.
+
     `same_text` is the share of those prompts whose two texts agree before the step: where they agree both rows read the
     same, and where they have parted row 1 compares predictions about two different texts. `running` is the share of
     prompts in the means; at 0 they are NaN.
@@ -56,6 +60,9 @@ class HistoryDivergence(Result):
     probability_estimate: np.ndarray
     kl_estimate: np.ndarray
     kl: np.ndarray
+    flipped: np.ndarray
+    certain: np.ndarray
+    may_spend: np.ndarray
     same_text: np.ndarray
     running: np.ndarray
     temperature: float
@@ -79,6 +86,7 @@ class HistoryDivergence(Result):
         """A row a reading and step."""
         steps = len(self.running)
         columns = {name: getattr(self, name).ravel() for name in (*_MEASURES, "var_p", "var_r")}
+        columns["may_spend"] = np.tile(self.may_spend, 2)
         index = {"reads": np.repeat(READ, steps), "step": np.tile(np.arange(steps), 2)}
         return pd.DataFrame({**index, **columns, "same_text": np.tile(self.same_text, 2)})
 
@@ -88,7 +96,7 @@ class HistoryDivergence(Result):
         some = sorted({0, steps - 1, *(2**k for k in range(steps.bit_length()) if 2**k < steps)})
         columns: dict[str, np.ndarray] = {"step": np.array(some)}
         for row, name in enumerate(("direct", "own")):
-            for measure in ("logit_change", "var_p", "var_r", "kl"):
+            for measure in ("logit_change", "var_p", "var_r", "kl", "flipped"):
                 columns[f"{measure}_{name}"] = getattr(self, measure)[row, some]
         return pd.DataFrame({**columns, "same_text": self.same_text[some], "running": self.running[some]})
 
@@ -130,7 +138,7 @@ def history_divergence(
     for reading in readings:
         require_context(reading.structure, batch.context + steps - 1)
     ends = end_tokens(dense)
-    sums = torch.zeros(2, len(_MEASURES), steps, dtype=torch.float64)
+    sums = torch.zeros(2, len(_MEASURES) + 1, steps, dtype=torch.float64)
     same, running = torch.zeros(steps, dtype=torch.float64), torch.zeros(steps, dtype=torch.float64)
     for ids in track(batch.windows(batch_size), "direct error and history"):
         written = [decode_greedily(reading, ids, steps).cpu() for reading in readings]
@@ -144,11 +152,12 @@ def history_divergence(
         z = _states(readings[0], texts[0], steps)
         states = [_states(readings[1], text, steps) for text in texts]
         for row, changed in enumerate(states):
-            measured = _measures(readings, z, changed, temperature).view(len(_MEASURES), len(ids), steps)
+            measured = _measures(readings, z, changed, temperature).view(-1, len(ids), steps)
             sums[row] += torch.where(runs, measured, 0).sum(1)
     means = (sums / running).numpy()  # 0 / 0 is NaN, as said
     return HistoryDivergence(
         **{name: means[:, k].copy() for k, name in enumerate(_MEASURES)},
+        may_spend=means[0, -1].copy(),
         same_text=(same / running).numpy(),
         running=(running / len(batch)).numpy(),
         temperature=float(temperature),
@@ -169,7 +178,7 @@ def _states(reading: Reading, text: torch.Tensor, steps: int) -> torch.Tensor:
 def _measures(
     readings: Sequence[Reading], dense: torch.Tensor, changed: torch.Tensor, temperature: float
 ) -> torch.Tensor:
-    """The measures of every row of final states, measures × rows, float64."""
+    """The measures of every row of final states, and `may_spend`: measures × rows, float64."""
     parts = []
     for h, h2 in zip(dense.split(_ROWS), changed.split(_ROWS), strict=True):
         z, z2 = (lift(r.scorer.logits(x)).cpu() for r, x in zip(readings, (h, h2), strict=True))
@@ -180,7 +189,11 @@ def _measures(
         if not (z.isfinite().all() and z2.isfinite().all()):
             raise LyapunovPruneError("logits are not finite; load the models in a wider dtype")
         moved = (z2 - z).norm(dim=-1) / z.norm(dim=-1)
-        found = prediction_measures(log_softmax(z, temperature), log_softmax(z2, temperature))
-        of = dict(zip(PROBABILITIES, found, strict=True))
-        parts.append(torch.stack([moved, *(of[name] for name in _MEASURES[1:])]))
+        log_p = log_softmax(z, temperature)
+        of = dict(zip(PROBABILITIES, prediction_measures(log_p, log_softmax(z2, temperature)), strict=True))
+        first, second = log_p.exp().topk(2, dim=-1).values.T
+        may_spend = (first - second).square() / 2
+        flipped = z.argmax(-1) != z2.argmax(-1)
+        known = [moved, *(of[name] for name in _MEASURES[1:5]), flipped, of["kl"] < may_spend, may_spend]
+        parts.append(torch.stack([x.double() for x in known]))
     return torch.cat(parts, dim=-1)

@@ -15,6 +15,7 @@ from lyapunov_prune.compression.compress import REPORT as COMPRESSION
 from lyapunov_prune.compression.compress import CompressionReport
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.evaluation.evaluation import Evaluation
+from lyapunov_prune.evaluation.retrieval import RetrievalScores
 from lyapunov_prune.evaluation.speed import Speed
 from lyapunov_prune.healing.heal import REPORT as HEALING
 from lyapunov_prune.healing.heal import Healing
@@ -26,6 +27,7 @@ from lyapunov_prune.predictions.divergence import SkipDivergence, SublayerDiverg
 from lyapunov_prune.predictions.generation import GenerationDivergence
 from lyapunov_prune.predictions.hierarchy import HierarchyProbe
 from lyapunov_prune.predictions.history import HistoryDivergence
+from lyapunov_prune.predictions.verdict import Verdict
 from lyapunov_prune.profiles.activations import ActivationStatistics
 from lyapunov_prune.profiles.jacobian import JacobianNorms
 from lyapunov_prune.profiles.profile import LayerProfile
@@ -50,6 +52,7 @@ from lyapunov_prune.report.predictions import (
     history_figure,
     kl_figure,
     paths_figure,
+    verdict_figure,
 )
 from lyapunov_prune.report.profiles import (
     activation_figure,
@@ -79,6 +82,13 @@ table { border-collapse: collapse; font-size: .85rem; font-variant-numeric: tabu
 th, td { padding: .15rem .7rem; text-align: right; border-bottom: 1px solid #ddd; }
 p.on { color: #666; font-size: .85rem; white-space: pre-line; } details { margin: .6rem 0; }
 """
+
+_RETRIEVAL = (
+    "A text is the mean of its final hidden states, and the documents of a query are those at the smallest angle. "
+    "The first ten cannot change while the similarities of a query shift by less than the margin below the tenth; "
+    "where they shift by more, nothing is promised and much may stay. A base model is no embedding model: compare "
+    "the models, not the level."
+)
 
 
 @dataclass(frozen=True)
@@ -288,6 +298,16 @@ _SECTIONS = (
         part=lambda r: r.importance,
     ),
     _Section(
+        "verdict.json",
+        Verdict,
+        "Verdict by kind of task",
+        "Retrieval is decided by the final states, a choice by the few options, generation by the whole distribution, "
+        "again at each token. Of each kind, on the items named below: how far what decides has moved, how far it may "
+        "move before the decision can change, and how many decisions stayed. Where it moved further than it may, a "
+        "decision may stay all the same. Other tasks of a kind may fare otherwise: measure your own.",
+        lambda r: {"verdict": verdict_figure(r)},
+    ),
+    _Section(
         "hierarchy.json",
         HierarchyProbe,
         "Hidden state, logits, probabilities",
@@ -340,6 +360,13 @@ _SECTIONS = (
         lambda r: {f"letters-{name}": picture for name, picture in choices_figures(r).items()},
     ),
     _Section(
+        "retrieval.json",
+        RetrievalScores,
+        "Retrieval with both models",
+        _RETRIEVAL,
+        lambda r: {"retrieval-both": retrieval_figure(r)},
+    ),
+    _Section(
         "eval.json",
         Evaluation,
         "Evaluation",
@@ -361,10 +388,7 @@ _SECTIONS = (
         "eval.json",
         Evaluation,
         "Retrieval",
-        "A text is the mean of its final hidden states, and the documents of a query are those at the smallest angle. "
-        "The first ten cannot change while the similarities of a query shift by less than the margin below the tenth; "
-        "where they shift by more, nothing is promised and much may stay. A base model is no embedding model: compare "
-        "the models, not the level.",
+        _RETRIEVAL,
         lambda r: {"retrieval": retrieval_figure(r)},
         part=lambda r: r.retrieval,
     ),

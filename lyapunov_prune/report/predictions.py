@@ -14,6 +14,7 @@ from lyapunov_prune.predictions.divergence import SkipDivergence, SublayerDiverg
 from lyapunov_prune.predictions.generation import GenerationDivergence
 from lyapunov_prune.predictions.hierarchy import HierarchyProbe
 from lyapunov_prune.predictions.history import READ, HistoryDivergence
+from lyapunov_prune.predictions.verdict import LOST, STAYS, Verdict
 from lyapunov_prune.report.drawing import COLOURS, GREY, INK, depth_axis, log_axis, one_panel, panels, svg
 
 _STYLES = ((COLOURS["rho"], "o"), (COLOURS["bi"], "s"), (COLOURS["blend"], "^"))
@@ -182,6 +183,25 @@ def generation_figure(measured: GenerationDivergence) -> str:
     share.set_xlabel("decoding step")
     share.set_xlim(-0.5, len(steps) - 0.5)
     share.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=16))
+    return svg(figure)
+
+
+def verdict_figure(verdict: Verdict) -> str:
+    """A bar a kind of task: the share of decisions that stayed with its interval; a mark where they are certain to."""
+    figure, axes = one_panel(7.5, 1.2 + 0.6 * len(verdict.kinds))
+    y = np.arange(len(verdict.kinds))
+    same = np.array([k.same for k in verdict.kinds])
+    bars = np.abs(np.array([[k.low, k.high] for k in verdict.kinds]).T - same)
+    axes.barh(y, 100 * same, height=0.5, color=COLOURS["rho"], alpha=0.85, label="decisions that stayed")
+    axes.errorbar(100 * same, y, xerr=100 * bars, fmt="none", ecolor=INK, elinewidth=0.8, capsize=2)
+    axes.plot([100 * k.certain for k in verdict.kinds], y, "|", markersize=22, color=COLOURS["bi"], label="certain to")
+    for limit in (LOST, STAYS):
+        axes.axvline(100 * limit, color=GREY, linewidth=0.8, linestyle=":")
+    axes.set_yticks(y, [f"{k.task}: {k.word}" for k in verdict.kinds])
+    axes.invert_yaxis()
+    axes.set_xlim(0, 101)
+    axes.set_xlabel("share of decisions, %")
+    axes.legend(frameon=False, fontsize=8, loc="lower right", bbox_to_anchor=(1, 1), ncols=2)
     return svg(figure)
 
 

@@ -34,6 +34,7 @@ from lyapunov_prune.healing.state import TrainingState
 from lyapunov_prune.models import loading
 from lyapunov_prune.predictions.choices import ChoiceComparison
 from lyapunov_prune.predictions.hierarchy import HierarchyProbe
+from lyapunov_prune.predictions.verdict import Verdict
 from lyapunov_prune.profiles.profile import LayerProfile
 from lyapunov_prune.pruning import checkpoint as checkpoint_module
 from lyapunov_prune.pruning.plan import PruningPlan
@@ -1049,6 +1050,26 @@ def test_eval_scores_retrieval(run: Any) -> None:
     assert "cannot read" in run("eval", "tiny", "--retrieval", "queries.jsonl,docs.jsonl").err  # no qrels/test.tsv
 
 
+def test_hierarchy_gives_a_verdict_by_kind_of_task(run: Any) -> None:
+    Path("items.jsonl").write_text('{"query": "one two", "choices": ["three", "four five"], "gold": 1}\n' * 3)
+    Path("queries.jsonl").write_text('{"_id": "q", "text": "one two"}\n')
+    Path("docs.jsonl").write_text("".join(f'{{"_id": "d{i}", "text": "three {i}"}}\n' for i in range(12)))
+    Path("qrels.tsv").write_text("query-id\tcorpus-id\tscore\nq\td3\t1\n")
+    few = ["--tokens", "32", "--context", "16", "--new-tokens", "3"]
+    asked = ["--choices", "items.jsonl", "--retrieval", "queries.jsonl,docs.jsonl,qrels.tsv", "--verdict", *few]
+    for option in (["--verdict"], ["--retrieval", "a,b"]):
+        assert f"{option[0]} compares two models; give COMPRESSED too" in run("hierarchy", "tiny", *option).err
+    assert run("prune", "tiny", "--layers", "1", "-o", "out", *TEXT).code == 0
+    done = run("hierarchy", "tiny", "out", *asked)
+    assert done.code == 0
+    found = Verdict.load("runs/tiny/verdict.json")
+    assert [k.task for k in found.kinds] == ["retrieval", "choice", "generation"]
+    assert "generation: " in done.out
+    page = Path("runs/tiny/report.html").read_text()
+    assert page.index("<h2>Verdict by kind of task</h2>") < page.index("<h2>Hidden state, logits, probabilities</h2>")
+    assert "<h2>Retrieval with both models</h2>" in page
+
+
 def test_hierarchy_goes_on_from_own_prompts(run: Any) -> None:
     Path("mine.txt").write_text("one two three\nthe thick ether\nfour\n")
     few = ["--prompts", "mine.txt", "--new-tokens", "3"]
@@ -1058,6 +1079,8 @@ def test_hierarchy_goes_on_from_own_prompts(run: Any) -> None:
     assert HierarchyProbe.load("runs/tiny/hierarchy.json").kl.shape[-1] == 3
     assert "no chat template" in run("hierarchy", "tiny", *few, "--chat").err
     assert "give --prompts FILE with it" in run("hierarchy", "tiny", "--chat").err
+    Path("long.txt").write_text("a long prompt " * 200)
+    assert "the model's context is 128; shorten it" in run("hierarchy", "tiny", "--prompts", "long.txt").err
     assert "no.txt is no readable file" in run("hierarchy", "tiny", "--prompts", "no.txt").err
 
 

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from helpers import hooks_of, logits_of, predictions_by_definition
+from scipy.special import softmax
 from transformers import PreTrainedModel
 
 from lyapunov_prune import LyapunovPruneError, compress, remove_layers
@@ -34,7 +35,7 @@ def test_both_readings_are_the_definitions(how: str, llama: PreTrainedModel, pro
     other = compress(llama, method="rtn", bits=3).model if how == "rounded" else remove_layers(llama, [2])
     found = history_divergence(llama, other, prompts, steps=STEPS, temperature=T, batch_size=2)
     expected: dict[str, list[np.ndarray]] = {}
-    same = []
+    same, flips, spend = [], [], []
     for prompt in prompts.tolist():
         texts = [greedy(model, prompt) for model in (llama, other)]
         z = logits_of(llama, texts[0][:-1])[-STEPS:]
@@ -42,12 +43,17 @@ def test_both_readings_are_the_definitions(how: str, llama: PreTrainedModel, pro
             dz = logits_of(other, text[:-1])[-STEPS:] - z
             made = predictions_by_definition(z, dz, T)
             made["logit_change"] = np.linalg.norm(dz, axis=-1) / np.linalg.norm(z, axis=-1)
+            flips.append(z.argmax(-1) != (z + dz).argmax(-1))
             for name, values in made.items():
                 expected.setdefault(name, []).append(values)
+        p = np.sort(softmax(z / T, axis=-1), axis=-1)
+        spend.append((p[:, -1] - p[:, -2]) ** 2 / 2)
         same.append([texts[0][: 7 + t] == texts[1][: 7 + t] for t in range(STEPS)])
     for name in ("logit_change", "probability", "probability_estimate", "kl_estimate", "kl"):
         rows = np.array(expected[name]).reshape(3, 2, STEPS).mean(0)
         np.testing.assert_allclose(getattr(found, name), rows, rtol=2e-3, atol=1e-8, err_msg=name)
+    np.testing.assert_allclose(found.flipped, np.array(flips).reshape(3, 2, STEPS).mean(0))
+    np.testing.assert_allclose(found.may_spend, np.mean(spend, 0), rtol=1e-4)
     np.testing.assert_allclose(found.same_text, np.mean(same, 0))
     assert found.same_text[-1] < 1  # the texts part, or there is nothing to tell apart
     np.testing.assert_allclose(found.var_p, 2 * found.kl_estimate)
