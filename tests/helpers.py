@@ -441,7 +441,8 @@ def predictions_by_definition(z: np.ndarray, dz: np.ndarray, T: float) -> dict[s
 
     c = np.abs(d - (p * d).sum(-1, keepdims=True)).max(-1)
     kl, reverse = rel_entr(p, q).sum(-1), rel_entr(q, p).sum(-1)
-    found = (turned(p, q), variance(r) / 2, variance(p) / 2, kl, reverse, np.ptp(d, axis=-1), c)
+    c_r = np.abs(d - (r * d).sum(-1, keepdims=True)).max(-1)
+    found = (turned(p, q), variance(r) / 2, variance(p) / 2, kl, reverse, np.ptp(d, axis=-1), c, c_r)
     return dict(zip(PROBABILITIES, found, strict=True))
 
 
@@ -578,7 +579,9 @@ def sound(name: str, values: dict[str, Any], floats: Iterator[float]) -> dict[st
         scores = {field: {p: loose(5) for p in ("energy", "token")} for field in ("rho", "amplification")}
         return {"drift": loose(2), **scores}
     if name in ("SkipDivergence", "SublayerDivergence"):
-        return {field: loose(5) for field in ("variance", "kl", "reverse_kl")} | {"flipped": some(5, most=1)}
+        return {field: loose(5) for field in ("variance", "kl", "reverse_kl", "variance_r")} | {
+            "flipped": some(5, most=1)
+        }
     if name == "BestRemoval":
         tried = tuple(Tried("ρ", (0, k), some(3), p, next(floats)) for k, p in ((1, np.nan), (2, 0.5)))
         return {"tried": tried, "chosen": 1, "dense": some(3)}

@@ -157,9 +157,11 @@ def pooled(
     stacks = {name: np.stack([getattr(p, name) for p in found]) for name in ARRAYS}
     return replace(
         found[0],
-        **{name: x.max(0) if name == "deviation" else x.mean(0) for name, x in stacks.items()},
+        **{name: x.max(0) if name.startswith("deviation") else x.mean(0) for name, x in stacks.items()},
         checked=sum(p.checked for p in found),
         violations=tuple(v for p in found for v in p.violations),
+        derived=sum(p.derived for p in found),
+        exceeded=sum(p.exceeded for p in found),
         measured_on=measured_on(loaded, prompts),
     )
 

@@ -54,7 +54,7 @@ def main(
     for path in items or ():
         found = lp.data.load_items(path)[:limit]
         if min(len(item.choices) for item in found) > 2:
-            sets[path.stem, "letters"] = tuple(map(lettered, found))
+            sets[path.stem, "letters"] = tuple(map(lp.data.lettered, found))
         sets[path.stem, "texts"] = found
     lettered_items = [item for (_, form), found in sets.items() if form == "letters" for item in found]
     dense = decisions(loaded, loaded.model, lettered_items)
@@ -105,13 +105,6 @@ def main(
 def papers_items() -> tuple[lp.data.ChoiceItem, ...]:
     """Its prompts name their options A) to D) themselves."""
     return tuple(lp.data.ChoiceItem(f"{PROMPTS[k]}\nAnswer:", tuple(LETTERS[:4]), gold) for k, gold in GOLD.items())
-
-
-def lettered(item: lp.data.ChoiceItem) -> lp.data.ChoiceItem:
-    """The options named in the query, and answered by their letters: one token decides."""
-    letters = LETTERS[: len(item.choices)]
-    lines = [item.query.rstrip(), *(f"{a}. {c}" for a, c in zip(letters, item.choices, strict=True)), "Answer:"]
-    return lp.data.ChoiceItem("\n".join(lines), tuple(letters), item.gold)
 
 
 class Decision:

@@ -167,6 +167,7 @@ def written(folder: Path = HERE) -> dict[str, str]:
     return {
         "setting": setting(content, sets),
         "correlations": spearman_table(frame),
+        "within": within_table(sets),
         "expected": expected(sets),
         "summary": summary(frame, len(sets)),
         "verdict": found_here(frame, sets),
@@ -191,6 +192,27 @@ def spearman_table(frame: pd.DataFrame) -> str:
         for measure, removed in groups
     ]
     return table(["Spearman with", *SCORES], rows)
+
+
+def within_sizes(sets: pd.DataFrame) -> pd.DataFrame:
+    """Spearman of every score with the log perplexity ratio among sets of one size, a row a size; none below four sets.
+
+    Over sets of all sizes a score is right already when more layers cost more; within a size it is not.
+    """
+    more = sets[sets.by != "alone"]
+    rows = {
+        size: {"sets": len(part), **{s: stats.spearmanr(part[s], part.log_ratio).statistic for s in SCORES}}
+        for size, part in more.groupby(more.removed.map(len))
+        if len(part) >= 4
+    }
+    return pd.DataFrame.from_dict(rows, orient="index")
+
+
+def within_table(sets: pd.DataFrame) -> str:
+    found = within_sizes(sets)
+    rows = [[f"{size} layers", int(row.sets), *(signed(row[s]) for s in SCORES)] for size, row in found.iterrows()]
+    middle = [signed(found[s].median()) for s in SCORES]
+    return table(["Spearman with log perplexity ratio, sets of", "sets", *SCORES], [*rows, ["median", "", *middle]])
 
 
 def expected(sets: pd.DataFrame) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -23,7 +24,7 @@ class TokenCertificate(Result):
     changes nothing. A certified token that changed all the same is a violation.
     """
 
-    radius: np.ndarray  # min_j (z_i − z_j) / (‖w_i‖ + ‖w_j‖), i the dense prediction
+    radius: np.ndarray  # min_j (z_i − z_j) / (‖w_i‖ + ‖w_j‖), or / ‖w_i − w_j‖, i the dense prediction
     moved: np.ndarray  # ‖h' − h‖, rounded up
     changed: np.ndarray  # bool: the prediction is another one, by its logits in float64
 
@@ -59,6 +60,41 @@ def argmax_unchanged_of_state_error(
     `r` their distance; `head` is (vocabulary × d). A bias shifts both logits alike (`argmax_unchanged`), and
     a soft cap or scale of the logits is monotone, so both leave the statement as it is.
     """
+    return _certificate(state, changed, head, bias, _sum_of_norms)
+
+
+@torch.no_grad()
+def argmax_unchanged_of_row_difference(
+    state: torch.Tensor, changed: torch.Tensor, head: torch.Tensor, bias: torch.Tensor | None = None
+) -> TokenCertificate:
+    """Theorem `argmax_unchanged_of_row_difference`: `i` stays the argmax while `z_i − z_j > ‖w_i − w_j‖ r`.
+
+    As `argmax_unchanged_of_state_error`, whose radius is never the larger one: rows of one norm at a right angle are
+    `√2` norms apart and not two, like rows less. It costs the products of the predicted row with all rows. The bias
+    shifts `z_i − z_j` of both models alike. Here `radius` is `min_j (z_i − z_j) / ‖w_i − w_j‖`.
+    """
+    return _certificate(state, changed, head, bias, _distance)
+
+
+def _sum_of_norms(W: torch.Tensor, norms: torch.Tensor, first: torch.Tensor) -> torch.Tensor:
+    """`‖w_i‖ + ‖w_j‖`, tokens × vocabulary."""
+    return norms[first].unsqueeze(-1) + norms
+
+
+def _distance(W: torch.Tensor, norms: torch.Tensor, first: torch.Tensor) -> torch.Tensor:
+    """`‖w_i − w_j‖` from `‖w_i‖² + ‖w_j‖² − 2 w_i·w_j`, raised by what rounding may have taken: never too small."""
+    squares = norms[first].square().unsqueeze(-1) + norms.square()
+    unit = 2.0**-52 * (W.shape[1] + 8)
+    return (squares - 2 * W[first] @ W.T + 2 * unit * squares).clamp_min(0).sqrt()
+
+
+def _certificate(
+    state: torch.Tensor,
+    changed: torch.Tensor,
+    head: torch.Tensor,
+    bias: torch.Tensor | None,
+    reach_of: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor],
+) -> TokenCertificate:
     W = head.detach().cpu().double()
     b = torch.zeros(len(W), dtype=torch.float64) if bias is None else bias.detach().cpu().double()
     norms = torch.linalg.vector_norm(W, dim=-1)
@@ -67,11 +103,15 @@ def argmax_unchanged_of_state_error(
     for h, h2 in zip(state.cpu().double().split(_TOKENS), changed.cpu().double().split(_TOKENS), strict=True):
         z = h @ W.T + b
         best, first = z.max(-1)
-        reach = norms[first].unsqueeze(-1) + norms
+        reach = reach_of(W, norms, first)
         # What rounding may have added to the lead of i over j.
-        rounding = unit * (reach * token_energy(h).sqrt().unsqueeze(-1) + b.abs().max() * 2)
+        rounding = unit * (_sum_of_norms(W, norms, first) * token_energy(h).sqrt().unsqueeze(-1) + b.abs().max() * 2)
         lead = best.unsqueeze(-1) - z - rounding
-        radius = torch.where(reach > 0, lead / reach.clamp_min(torch.finfo(torch.float64).tiny), torch.inf)
+        radius = torch.where(
+            reach > 0,
+            lead / reach.clamp_min(torch.finfo(torch.float64).tiny),
+            torch.where(lead > 0, torch.inf, 0.0),  # rows that no state tells apart
+        )
         radius.scatter_(1, first.unsqueeze(-1), torch.inf)
         radii.append(radius.amin(-1) * (1 - unit))
         moves.append(token_energy(h2 - h).sqrt() * (1 + unit))

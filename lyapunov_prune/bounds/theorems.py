@@ -283,7 +283,7 @@ _THEOREMS = (
     Theorem(None, "argmax_unchanged_of_row_difference", "Decision", "beyond the papers",
             "If the state moves by at most r and i leads every j by more than ‖w_i - w_j‖ r, i stays "
             "the argmax.",
-            "f91fe30212223a7b"),
+            "f91fe30212223a7b", ("lyapunov_prune.bounds.decision.argmax_unchanged_of_row_difference",), "checker"),
     Theorem(None, "argmax_unchanged_of_state_error", "Decision", "beyond the papers",
             "If the state moves by at most r and i leads every j by more than (‖w_i‖ + ‖w_j‖) r, i "
             "stays the argmax.",

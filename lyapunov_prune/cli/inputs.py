@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import re
 from dataclasses import replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -40,6 +41,28 @@ def load_inputs(
     loaded = source.load(model, merge_adapter=merge_adapter)
     require_context(loaded.structure, text.context)
     return loaded, text.load(loaded, split, offline=source.offline)
+
+
+def load_prompted(
+    model: str, source: ModelOptions, text: TextOptions, prompts: Path | None, chat: bool
+) -> tuple[Loaded, TokenBatch]:
+    """The model, and what it goes on from: the prompts of a file, or windows of the evaluation half of a text."""
+    from lyapunov_prune.data.prompts import load_prompts
+
+    if prompts is None:
+        if chat:
+            raise LyapunovPruneError("--chat is of own prompts; give --prompts FILE with it")
+        return load_inputs(model, source, text, "evaluation")
+    if not prompts.is_file():  # before minutes of loading
+        raise LyapunovPruneError(f"{prompts} is no readable file; give a file of prompts")
+    loaded = source.load(model)
+    batch = load_prompts(prompts, loaded.tokenizer, chat=chat, bos=text.bos)
+    most = loaded.structure.max_context
+    if most and batch.context >= most:
+        raise LyapunovPruneError(
+            f"a prompt of {prompts} has {batch.context} tokens and the model's context is {most}; shorten it"
+        )
+    return loaded, batch
 
 
 def load_examples(
@@ -88,6 +111,20 @@ def require_budget_alone(what: str, otherwise: bool) -> None:
         raise LyapunovPruneError(
             "--max-kl says how many layers of a MODEL go; give it without --remove, --profile, --keep-period and --what"
         )
+
+
+def require_retrieval(files: str) -> list[str]:
+    """The two or three files of a retrieval task, refused before torch is waited for when ir-measures is missing."""
+    from lyapunov_prune.evaluation.retrieval import EXTRA
+
+    names = [name.strip() for name in files.split(",")]
+    if len(names) not in (2, 3) or not all(names):
+        raise LyapunovPruneError(
+            f"--retrieval {files!r} is not two or three files; give QUERIES.jsonl,DOCS.jsonl,QRELS.tsv"
+        )
+    if find_spec("ir_measures") is None:
+        raise LyapunovPruneError(EXTRA)
+    return names
 
 
 def require_studies(study: str) -> tuple[str, ...]:

@@ -15,7 +15,14 @@ from lyapunov_prune.cli import choices
 from lyapunov_prune.compression.table import METHODS
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.merging.table import REDUCTIONS
-from lyapunov_prune.ranking.criteria import CRITERIA, DEFAULT, SEARCH, require_criterion, require_part
+from lyapunov_prune.ranking.criteria import (
+    CRITERIA,
+    DEFAULT,
+    SEARCH,
+    require_criterion,
+    require_part,
+    require_temperature_of,
+)
 
 if TYPE_CHECKING:  # a usage error must not wait for torch
     from lyapunov_prune.data.batch import TokenBatch
@@ -161,6 +168,7 @@ class RankOptions:
     seed: Seed = 0
     protect: Protect = None
     search: Search = None
+    temperature: Annotated[float, what_option(help="Of the softmax, for --criterion kl.")] = 1.0
 
     def protected(self) -> list[int]:
         return layer_indices("--protect", self.protect) if self.protect is not None else []
@@ -168,6 +176,7 @@ class RankOptions:
     def require(self, *, sublayers: bool) -> None:
         """Raise LyapunovPruneError, before torch is waited for, for what no ranking can be made of."""
         require_criterion(self.criterion, self.alpha)
+        require_temperature_of(self.criterion, self.temperature)
         require_part(self.what, self.criterion if sublayers else None)
         if self.search is not None and self.criterion != "best":
             raise LyapunovPruneError("--search is what --criterion best may spend; give both or neither")
@@ -197,6 +206,7 @@ class RankOptions:
             batch_size=batch_size,
             protect=self.protected(),
             search=SEARCH if self.search is None else self.search,
+            temperature=self.temperature,
             folder=folder,
             resume=resume,
         )

@@ -46,9 +46,17 @@ class TokenBatch:
         """The windows of these places, in this order."""
         return replace(self, ids=self.ids[torch.tensor(indices, dtype=torch.int64)])
 
+    def windows(self, batch_size: int) -> list[torch.Tensor]:
+        """The ids, `batch_size` windows at a time."""
+        return list(self.ids.split(batch_size))
+
     @property
     def context(self) -> int:
         return self.ids.shape[1]
+
+    @property
+    def tokens(self) -> int:
+        return self.ids.numel()
 
     @property
     def text_hash(self) -> str:
@@ -67,7 +75,7 @@ class TokenBatch:
     def shared_with(self, seen: MeasuredOn) -> int:
         """About how many of these tokens are among those that something was measured on, in runs of 64 and more."""
         if seen.text_hash == self.text_hash:
-            return self.ids.numel()
+            return self.tokens
         return shared_tokens(self.stream, seen.fingerprint) if seen.fingerprint and not seen.images else 0
 
     def measured_on(self, model: PreTrainedModel, seed: int | None = None) -> MeasuredOn:
@@ -78,7 +86,7 @@ class TokenBatch:
             text=self.text,
             split=self.split,
             text_hash=self.text_hash,
-            tokens=self.ids.numel(),
+            tokens=self.tokens,
             context=self.context,
             bos=self.bos,
             seed=seed,

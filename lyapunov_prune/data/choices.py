@@ -13,6 +13,7 @@ from lyapunov_prune.arguments import checked
 from lyapunov_prune.data.text import adds_bos
 from lyapunov_prune.errors import LyapunovPruneError
 
+_LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
 _FORM = '{"query": "…", "choices": ["…", "…"], "gold": 0}'
 
 
@@ -60,6 +61,19 @@ def _item(line: str, where: str) -> ChoiceItem:
             f"{where} has {len(choices)} choices and gold {gold!r}; give two or more, and an index"
         )
     return ChoiceItem(query, tuple(choices), gold)
+
+
+@checked
+def lettered(item: ChoiceItem) -> ChoiceItem:
+    """The choices named in the query, a line each, and answered by their letters: one token decides.
+
+    Raises LyapunovPruneError for more choices than there are letters.
+    """
+    letters = tuple(_LETTERS[: len(item.choices)])
+    if len(letters) < len(item.choices):
+        raise LyapunovPruneError(f"{len(item.choices)} choices are more than the letters A to Z; ask by their texts")
+    lines = [item.query.rstrip(), *(f"{a}. {text}" for a, text in zip(letters, item.choices, strict=True)), "Answer:"]
+    return ChoiceItem("\n".join(lines), letters, item.gold)
 
 
 def tokenize(item: ChoiceItem, tokenizer: PreTrainedTokenizerBase) -> tuple[torch.Tensor, list[int], int]:

@@ -34,5 +34,8 @@ def model_inputs(model: PreTrainedModel, examples: Examples, batch_size: int) ->
     Raises LyapunovPruneError for a batch size below 1.
     """
     require_least(1, batch_size=batch_size)
-    whole = examples.pixels.to(model.dtype) if isinstance(examples, ImageBatch) else examples.ids
-    return [part.to(model.device) for part in whole.split(batch_size)]
+    if isinstance(examples, ImageBatch):
+        parts = list(examples.pixels.to(model.dtype).split(batch_size))
+    else:
+        parts = examples.windows(batch_size)
+    return [part.to(model.device) for part in parts]

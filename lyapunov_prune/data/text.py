@@ -91,7 +91,7 @@ def require_unseen(model: PreTrainedModel, batch: TokenBatch | ImageBatch) -> No
     if isinstance(batch, ImageBatch):
         name, whole, remedy = batch.source, f"{len(batch)} images", "take the final slice, or other images"
     else:
-        name, whole = batch.text, f"{batch.ids.numel()} tokens"
+        name, whole = batch.text, f"{batch.tokens} tokens"
         remedy = "use --split evaluation or another --text"
     for number, step in enumerate(history_of(model).steps, start=1):
         for seen in step.saw:

@@ -1,4 +1,4 @@
-"""What `lyapunov-prune eval` measures: perplexity and zeros, on request speed and tasks, of one model or of two."""
+"""What `lyapunov-prune eval` measures: perplexity, zeros, on request speed, tasks, retrieval; of one model or two."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import pandas as pd
 from transformers import PreTrainedModel
 
 from lyapunov_prune.evaluation.perplexity import Perplexity
+from lyapunov_prune.evaluation.retrieval import RetrievalScores
 from lyapunov_prune.evaluation.speed import Speed
 from lyapunov_prune.evaluation.tasks import TaskScores
 from lyapunov_prune.models.structure import find_structure
@@ -19,7 +20,7 @@ SPARSE = 0.05
 
 @dataclass(frozen=True)
 class Evaluation(Result):
-    """Perplexity of one model, or of two on the same tokens; speeds and tasks measured in the same run.
+    """Perplexity of one model, or of two on the same tokens; speeds, tasks and retrieval measured in the same run.
 
     `zeros` is the share of zeros among the entries of each model's layers (matrices and larger tensors).
     """
@@ -28,6 +29,7 @@ class Evaluation(Result):
     zeros: tuple[float, ...]
     speed: Speed | None
     tasks: TaskScores | None = None
+    retrieval: RetrievalScores | None = None
 
     @property
     def measured_on(self) -> tuple[MeasuredOn, ...]:

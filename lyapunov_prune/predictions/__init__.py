@@ -1,7 +1,9 @@
 """What a change does to the hidden state, the logits and the probabilities.
 
 - `divergence`: one layer skipped; `spaces`: the measures; `hierarchy`: h → z → p at each decoding step;
-- `generation`, `attention_paths`: two models writing on their own; `choices`: the same items answered by both.
+- `remainders`: how far the estimates of its angles can be off;
+- `generation`, `attention_paths`: two models writing on their own; `history`: one reads the other's text;
+- `choices`: the same items answered by both; `verdict`: which kinds of task are spared.
 """
 
 import lazy_loader

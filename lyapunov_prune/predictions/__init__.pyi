@@ -6,3 +6,7 @@ from .divergence import SkipDivergence as SkipDivergence
 from .divergence import skip_divergence as skip_divergence
 from .generation import GenerationDivergence as GenerationDivergence
 from .hierarchy import HierarchyProbe as HierarchyProbe
+from .history import HistoryDivergence as HistoryDivergence
+from .history import history_divergence as history_divergence
+from .verdict import Verdict as Verdict
+from .verdict import task_verdict as task_verdict

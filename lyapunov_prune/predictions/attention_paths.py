@@ -100,16 +100,18 @@ def attention_paths(
     require_context(readings[0].structure, batch.context + steps - 1)
     rows: list[torch.Tensor] = []
     layers: tuple[int, ...] = ()
-    texts = [torch.cat([batch.ids, decode_greedily(r, batch.ids, steps)], dim=1)[:, :-1] for r in readings]
+    windows = batch.windows(len(batch))  # prompts of one length decode together
+    texts = [[row for ids in windows for row in torch.cat([ids, decode_greedily(r, ids, steps)], 1)] for r in readings]
     for each in track(list(zip(*texts, strict=True)), "attention paths"):
-        ours, theirs = (_attended(r, text[None], steps) for r, text in zip(readings, each, strict=True))
+        ours, theirs = (_attended(r, text[None, :-1], steps) for r, text in zip(readings, each, strict=True))
         left = {layer for layer, _, _ in theirs}  # of a compact model the attention of others is gone
         ours = [each for each in ours if each[0] in left]
         shapes = [[(layer, v.shape) for layer, _, v in seen] for seen in (ours, theirs)]
         if shapes[0] != shapes[1]:
             raise LyapunovPruneError(_OTHERS)
         layers = tuple(layer for layer, _, _ in ours)
-        parts = [_split(a, v, a2, v2, batch.context) for (_, a, v), (_, a2, v2) in zip(ours, theirs, strict=True)]
+        prompt = len(each[0]) - steps
+        parts = [_split(a, v, a2, v2, prompt) for (_, a, v), (_, a2, v2) in zip(ours, theirs, strict=True)]
         rows.append(torch.stack(parts, 1))
     value, weight, both, total, prompt_weight, prompt_share = torch.stack(rows).mean(0).cpu().numpy()
     return AttentionPaths(

@@ -12,7 +12,7 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from lyapunov_prune.arguments import checked
-from lyapunov_prune.bounds.decision import argmax_unchanged_of_state_error
+from lyapunov_prune.bounds.decision import argmax_unchanged_of_row_difference, argmax_unchanged_of_state_error
 from lyapunov_prune.data.batch import TokenBatch, checked_batch
 from lyapunov_prune.data.choices import ChoiceItem, tokenize
 from lyapunov_prune.data.text import adds_bos
@@ -22,6 +22,8 @@ from lyapunov_prune.forward.reading import read
 from lyapunov_prune.forward.scoring import Scorer
 from lyapunov_prune.linalg import lift
 from lyapunov_prune.models.structure import identify, in_eval_mode
+from lyapunov_prune.predictions.divergence import divergences
+from lyapunov_prune.predictions.spaces import turn
 from lyapunov_prune.progress import track
 from lyapunov_prune.results.result import MeasuredOn, ModelIdentity, Result
 
@@ -41,10 +43,15 @@ class ChoiceComparison(Result):
     - `dense_mass` and `compressed_mass`: probability of the first tokens of all choices together, out of the
       vocabulary (Demystifying When Pruning Works via Representation Hierarchies, §7.2);
     - `same_top`, bool: the likeliest token of the vocabulary is the same;
-    - `radius` and `moved`: among the first tokens of the choices alone, the one of largest logit provably stays so
-      while the state that the head reads moves by less than `radius` (`argmax_unchanged_of_state_error`), and how far
-      it moved; `changed`: 1 where that token is another one. NaN where all choices begin with one token, and where the
-      theorem does not speak of the models: two heads, or logits that are more than a matrix times the state.
+    - `options_logit`, `options_probability`, `options_kl`: among the first tokens of the choices alone, `1 − cos` of
+      their logits, of their probabilities made to sum to one, and `KL(p‖q)` of these in nats; `kl`: the same divergence
+      over the whole vocabulary. The first three are NaN where all choices begin with one token, `kl` where the
+      vocabularies are of two sizes;
+    - `radius` and `moved`: among the same tokens the one of largest logit provably stays so while the state that the
+      head reads moves by less than `radius` (`argmax_unchanged_of_row_difference`), and how far it moved;
+      `radius_of_norms`: what `argmax_unchanged_of_state_error` gives, which asks for less and is never larger;
+      `changed`: 1 where that token is another one. NaN where all choices begin with one token, and where the theorems
+      do not speak of the models: two heads, or logits that are more than a matrix times the state.
     """
 
     dense: Scores
@@ -54,7 +61,12 @@ class ChoiceComparison(Result):
     dense_mass: np.ndarray
     compressed_mass: np.ndarray
     same_top: np.ndarray
+    options_logit: np.ndarray
+    options_probability: np.ndarray
+    options_kl: np.ndarray
+    kl: np.ndarray
     radius: np.ndarray
+    radius_of_norms: np.ndarray
     moved: np.ndarray
     changed: np.ndarray
     compressed_model: ModelIdentity
@@ -79,6 +91,34 @@ class ChoiceComparison(Result):
         first, second = (self.chosen(which, per_character=per_character) for which in ("dense", "compressed"))
         return float((first == second).mean())
 
+    def text_kl(self, *, per_character: bool = False) -> np.ndarray:
+        """(items,) nats: how far the choice among whole texts moved, `KL` of `softmax` over each model's scores."""
+        pairs = zip(self.dense, self.compressed, self.characters, strict=True)
+        found = []
+        for first, second, length in pairs:
+            by = np.array(length) if per_character else 1
+            log_p, log_q = (torch.from_numpy(np.array(row) / by).log_softmax(-1) for row in (first, second))
+            found.append(float(divergences(log_p[None], log_q[None])[1]))
+        return np.array(found)
+
+    def lead(self) -> np.ndarray:
+        """(items,) by how much the dense model's largest log-likelihood per character leads the next."""
+        return np.array([np.subtract(*np.sort(row)[:-3:-1]) for row in self._per_character("dense")])
+
+    def shift(self) -> np.ndarray:
+        """(items,) the range over the choices of the change of that number: below `lead` the choice stays."""
+        pairs = zip(*(self._per_character(which) for which in ("dense", "compressed")), strict=True)
+        return np.array([np.ptp(second - first) for first, second in pairs])
+
+    def _per_character(self, which: str) -> list[np.ndarray]:
+        scores: Scores = getattr(self, which)
+        return [np.array(row) / np.array(length) for row, length in zip(scores, self.characters, strict=True)]
+
+    def favourite(self, which: str) -> tuple[int, float]:
+        """The place among the choices that the model takes most often, and in what share of the items."""
+        places, counts = np.unique(self.chosen(which), return_counts=True)
+        return int(places[counts.argmax()]), float(counts.max() / counts.sum())
+
     @property
     def certified(self) -> np.ndarray:
         """Where the theorem proves that the first token among those of the choices stays the same."""
@@ -99,7 +139,12 @@ class ChoiceComparison(Result):
                 "dense_mass": self.dense_mass,
                 "compressed_mass": self.compressed_mass,
                 "same_top": self.same_top > 0,
+                "options_logit": self.options_logit,
+                "options_probability": self.options_probability,
+                "options_kl": self.options_kl,
+                "kl": self.kl,
                 "radius": self.radius,
+                "radius_of_norms": self.radius_of_norms,
                 "moved": self.moved,
                 "certified": self.certified,
             }
@@ -116,17 +161,32 @@ class ChoiceComparison(Result):
 
     def headline(self) -> str:
         decided = int(np.isfinite(self.moved).sum())
+        fewer = int((self.moved < self.radius_of_norms).sum())
         proven = (
-            f"proven to keep its first token among the options: {int(self.certified.sum())} of {decided} items, "
+            f"proven to keep its first token among the options: {int(self.certified.sum())} of {decided} items "
+            f"({fewer} by the norms of the rows alone), "
             f"{int((self.changed > 0).sum())} changed, {len(self.violations)} of the proven ones"
             if decided
             else "no proof: the models have no plain head in common, or the options begin alike"
         )
         return (
             f"Multiple choice, {len(self.gold)} items, against {self.compressed_model.name}: "
-            f"the choice survives in {self.survival():.1%}, the likeliest next token in {self.same_top.mean():.1%}\n"
-            f"{proven}\n{self.measured_on.line()}"
+            f"the choice survives in {self.survival():.1%} ({self.survival(per_character=True):.1%} by log-likelihood "
+            f"per character), the likeliest next token in {self.same_top.mean():.1%}\n"
+            f"{self._spaces()}\n{proven}\n{self.measured_on.line()}"
         )
+
+    def _spaces(self) -> str:
+        place, share = self.favourite("dense")
+        told = np.isfinite(self.options_kl)
+        among = (
+            f"among the options' first tokens KL {self.options_kl[told].mean():.3g} and 1 − cos "
+            f"{self.options_logit[told].mean():.3g} of logits, {self.options_probability[told].mean():.3g} of "
+            f"probabilities, over the vocabulary KL {self.kl[told].mean():.3g}, in {int(told.sum())} items; "
+            if told.any()
+            else ""
+        )
+        return f"{among}the dense model takes choice {place + 1} in {share:.0%}"
 
 
 @checked
@@ -165,25 +225,25 @@ def compare_choices(
     rows: list[list[float]] = []
     for ids, lengths, context in track(tokenized, "multiple choice"):
         firsts = ids[:, context].unique()
-        states, masses, tops = [], [], []
+        states, masses, tops, logits = [], [], [], []
         for model, scorer, of_model in zip(models, scorers, likelihoods, strict=True):
             state = final_state(scorer.structure, ids.to(model.device))
             if not state.isfinite().all():
                 require_finite(scorer.structure, ids, "an item")
-            sums, log_p = _likelihoods(scorer, state, ids, lengths, context)
+            sums, z = _likelihoods(scorer, state, ids, lengths, context)
             of_model.append(sums)
             states.append(state[:1, context - 1])
-            masses.append(float(log_p[firsts].exp().sum()))
-            tops.append(int(log_p.argmax()))
-        proof = [float("nan")] * 3
+            masses.append(float(z.log_softmax(-1)[firsts].exp().sum()))
+            tops.append(int(z.argmax()))
+            logits.append(z)
+        proof = [float("nan")] * 4
         if provable and len(firsts) > 1:
             head: Any = scorers[0].head
             bias = None if head.bias is None else head.bias[firsts.to(head.bias.device)]
-            one = argmax_unchanged_of_state_error(
-                states[0], states[1], head.weight[firsts.to(head.weight.device)], bias
-            )
-            proof = [float(x[0]) for x in (one.radius, one.moved, one.changed)]
-        rows.append([*masses, float(tops[0] == tops[1]), *proof])
+            given = (states[0], states[1], head.weight[firsts.to(head.weight.device)], bias)
+            one, norms = argmax_unchanged_of_row_difference(*given), argmax_unchanged_of_state_error(*given)
+            proof = [float(x[0]) for x in (one.radius, norms.radius, one.moved, one.changed)]
+        rows.append([*masses, float(tops[0] == tops[1]), *_moved(*logits, firsts), *proof])
     columns = np.array(rows).T
     return ChoiceComparison(
         dense=tuple(likelihoods[0]),
@@ -193,9 +253,14 @@ def compare_choices(
         dense_mass=columns[0],
         compressed_mass=columns[1],
         same_top=columns[2] > 0,
-        radius=columns[3],
-        moved=columns[4],
-        changed=columns[5],
+        options_logit=columns[3],
+        options_probability=columns[4],
+        options_kl=columns[5],
+        kl=columns[6],
+        radius=columns[7],
+        radius_of_norms=columns[8],
+        moved=columns[9],
+        changed=columns[10],
         compressed_model=identify(compressed),
         measured_on=_measured_on(dense, tokenized, adds_bos(tokenizer)),
     )
@@ -204,20 +269,32 @@ def compare_choices(
 def _likelihoods(
     scorer: Scorer, state: torch.Tensor, ids: torch.Tensor, lengths: list[int], context: int
 ) -> tuple[tuple[float, ...], torch.Tensor]:
-    """`Σ log p` of the tokens of every choice, and `log p` (vocabulary) of the first of them, float64."""
+    """`Σ log p` of the tokens of every choice, and the logits (vocabulary) that give the first of them, float64."""
     counts = [length - context for length in lengths]
     wanted = torch.cat([row[context:length] for row, length in zip(ids, lengths, strict=True)])
     read = torch.cat([row[context - 1 : length - 1] for row, length in zip(state, lengths, strict=True)])
     parts: list[torch.Tensor] = []
     first = torch.empty(0)
     for rows, tokens in zip(read.split(_ROWS), wanted.split(_ROWS), strict=True):
-        log_p = lift(scorer.logits(rows)).log_softmax(-1).cpu()
-        first = first if parts else log_p[0].clone()
-        parts.append(log_p.gather(-1, tokens.unsqueeze(-1)).squeeze(-1))
+        z = lift(scorer.logits(rows)).cpu()
+        first = first if parts else z[0].clone()
+        parts.append(z.log_softmax(-1).gather(-1, tokens.unsqueeze(-1)).squeeze(-1))
     each = torch.cat(parts)
     if not each.isfinite().all():
         raise LyapunovPruneError("a log-likelihood is not finite; load the model in a wider dtype")
     return tuple(float(part.sum()) for part in each.split(counts)), first
+
+
+def _moved(z: torch.Tensor, z2: torch.Tensor, options: torch.Tensor) -> list[float]:
+    """`options_logit`, `options_probability`, `options_kl` and `kl` of two rows of logits, float64."""
+    among = [float("nan")] * 3
+    if len(options) > 1:
+        a, b = z[options][None], z2[options][None]
+        log_p, log_q = a.log_softmax(-1), b.log_softmax(-1)
+        among = [float(x) for x in (turn(a, b)[0], turn(log_p.exp(), log_q.exp())[0], divergences(log_p, log_q)[1])]
+    if z.shape != z2.shape:
+        return [*among, float("nan")]
+    return [*among, float(divergences(z.log_softmax(-1)[None], z2.log_softmax(-1)[None])[1])]
 
 
 def _same_heads(first: Scorer, second: Scorer) -> bool:

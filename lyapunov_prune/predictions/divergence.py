@@ -30,6 +30,7 @@ from lyapunov_prune.results.result import MeasuredOn, Result
 _CHUNK = 2**22
 # Entries taken through the exponentials at once: they stay in the cache.
 _BLOCK = 2**18
+MEASURES = 5  # of `SkipDivergence`
 # Sums of terms that are not negative, each rounded.
 _ROUNDING = 1e-9
 # The first layer that changes, and a block in which it is changed.
@@ -46,20 +47,23 @@ class SkipDivergence(Result):
     - `variance = mean_t Var_{p_t}(Δz_t) / (2T²)`, the second-order estimate of `kl` (Demystifying When Pruning
       Works via Representation Hierarchies, Theorem 3, eq. 9). It bounds nothing where `Δz` is large;
     - `kl = mean_t KL(p_t‖q_t)` and `reverse_kl = mean_t KL(q_t‖p_t)`, exactly;
-    - `flipped`, the share of positions whose likeliest token is another one.
+    - `flipped`, the share of positions whose likeliest token is another one;
+    - `variance_r = mean_t Var_{r_t}(Δz_t) / (2T²)` with `r_i = p_i²/‖p‖²`, the estimate of `1 − cos(p_t, q_t)` (Theorem
+      2, eq. 8): what moves the likeliest tokens counts more.
 
-    A layer whose skipping makes the logits infinite or NaN has NaN in all four.
+    A layer whose skipping makes the logits infinite or NaN has NaN in all.
     """
 
     variance: np.ndarray
     kl: np.ndarray
     reverse_kl: np.ndarray
     flipped: np.ndarray
+    variance_r: np.ndarray
     temperature: float
     measured_on: MeasuredOn
 
     def __post_init__(self) -> None:
-        for name in ("variance", "kl", "reverse_kl", "flipped"):
+        for name in ("variance", "kl", "reverse_kl", "flipped", "variance_r"):
             shape = (self.measured_on.model.num_layers,)
             require_array(f"divergence, {name}", getattr(self, name), shape, least=-_ROUNDING, finite=False)
 
@@ -68,6 +72,7 @@ class SkipDivergence(Result):
             {
                 "layer": np.arange(len(self.kl)),
                 "variance": self.variance,
+                "variance_r": self.variance_r,
                 "kl": self.kl,
                 "reverse_kl": self.reverse_kl,
                 "flipped": self.flipped,
@@ -82,7 +87,7 @@ class SkipDivergence(Result):
 class SublayerDivergence(SkipDivergence):
     """`SkipDivergence` of one kind of branch, `attention` or `mlp`: that of each layer is silenced by itself.
 
-    A layer without such a branch has NaN in all four; one whose silencing makes the logits infinite or NaN infinity.
+    A layer without such a branch has NaN in all; one whose silencing makes the logits infinite or NaN infinity.
     """
 
     what: str
@@ -117,8 +122,7 @@ def skip_divergence(
     sets = [(layer,) for layer in range(reading.structure.num_layers)]
     means = divergences_without(reading, sets, temperature, batch_size, "skipping layers")
     means[~np.isfinite(means).all(-1)] = np.nan
-    variance, kl, reverse_kl, flipped = means.T.copy()
-    return SkipDivergence(variance, kl, reverse_kl, flipped, float(temperature), reading.measured_on())
+    return SkipDivergence(*means.T.copy(), float(temperature), reading.measured_on())
 
 
 @in_eval_mode
@@ -143,13 +147,12 @@ def sublayer_divergence(
     sublayers = find_sublayers(model, range(layers))
     branches = {i: sublayer.branches[what] for i, sublayer in sublayers.items() if what in sublayer.branches}
     changes = [(i, partial(silent, branch)) for i, branch in branches.items()]
-    values = np.full((layers, 4), np.nan)
+    values = np.full((layers, MEASURES), np.nan)
     if changes:
         means = divergences_of(reading, changes, temperature, batch_size, f"silencing {what}")
         means[~np.isfinite(means).all(-1)] = np.inf
         values[list(branches)] = means
-    variance, kl, reverse_kl, flipped = values.T.copy()
-    return SublayerDivergence(variance, kl, reverse_kl, flipped, float(temperature), reading.measured_on(), what)
+    return SublayerDivergence(*values.T.copy(), float(temperature), reading.measured_on(), what)
 
 
 def divergences_without(
@@ -167,19 +170,20 @@ def divergences_without(
 def divergences_of(
     reading: Reading, changes: Sequence[Change], temperature: float, batch_size: int, description: str
 ) -> np.ndarray:
-    """The four measures of `SkipDivergence` of each of `changes`, changes × 4, means over the batch.
+    """The measures of `SkipDivergence` of each of `changes`, changes × 5 in its order, means over the batch.
 
     Raises NonFiniteError naming the layer when the dense model is not finite.
     """
     windows, prefix, scorer = reading.windows(batch_size), reading.prefix, reading.scorer
-    sums = torch.zeros(len(changes), 4, dtype=torch.float64)
+    sums = torch.zeros(len(changes), MEASURES, dtype=torch.float64)
     for ids in track(windows, description):
         dense, changed = _final_states(prefix, ids, changes)
         if not dense.isfinite().all():
             require_finite(reading.structure, ids, reading.batch.text)
         for number, p, q in prediction_blocks(scorer, dense, changed, temperature):
             flipped = (p.top != q.top).to(p.log)
-            sums[number] += torch.stack([*divergences(p.log, q.log), flipped]).sum(-1).cpu()
+            measured = [*divergences(p.log, q.log), flipped, variance_r(p.squared, q.log - p.log)]
+            sums[number] += torch.stack(measured).sum(-1).cpu()
     return (sums / sum(ids[:, 1:].numel() for ids in windows)).numpy()
 
 
@@ -219,6 +223,11 @@ class Prediction:
         return log_softmax(self.z, self.temperature)
 
     @cached_property
+    def squared(self) -> torch.Tensor:
+        """`r = p²/‖p‖²`, float64."""
+        return squared(self.log)
+
+    @cached_property
     def top(self) -> torch.Tensor:
         """The likeliest token of every row."""
         return self.z.argmax(-1)
@@ -248,6 +257,16 @@ def prediction_blocks(
 
 def log_softmax(logits: torch.Tensor, temperature: float) -> torch.Tensor:
     return (lift(logits) / temperature).log_softmax(-1)
+
+
+def squared(log_p: torch.Tensor) -> torch.Tensor:
+    """`r_i = p_i²/‖p‖²` of every row, by which tokens are weighted in the angle between probabilities."""
+    return (2 * log_p).softmax(-1)
+
+
+def variance_r(r: torch.Tensor, u: torch.Tensor) -> torch.Tensor:
+    """`Var_r(u) / 2` of every row; a number of the row's own in `u` changes nothing."""
+    return torch.linalg.vecdot(r, (u - torch.linalg.vecdot(r, u).unsqueeze(-1)).square()) / 2
 
 
 def divergences(log_p: torch.Tensor, log_q: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

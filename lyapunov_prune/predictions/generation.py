@@ -136,10 +136,10 @@ def compare_generation(
                 f"prompts of {batch.context} and {steps} steps do not fit the context of {most}; shorten either"
             )
     told = [_told_positions(reading) for reading in readings]
-    ends = _ends(dense)
+    ends = end_tokens(dense)
     sums, running = torch.zeros(steps, 4, dtype=torch.float64), torch.zeros(steps, dtype=torch.float64)
     texts: tuple[list[tuple[int, ...]], list[tuple[int, ...]]] = ([], [])
-    for ids in track(batch.ids.split(batch_size), "generation"):
+    for ids in track(batch.windows(batch_size), "generation"):
         written: tuple[list[torch.Tensor], list[torch.Tensor]] = ([], [])
         ended = torch.zeros(2, len(ids), dtype=torch.bool)
         walks = [walk(reading, ids, steps, by) for reading, by in zip(readings, told, strict=True)]
@@ -199,7 +199,8 @@ def _measures(T: float, h: torch.Tensor, h2: torch.Tensor, z: torch.Tensor, z2: 
     return torch.stack([x.sum().double().cpu() for x in measures])
 
 
-def _ends(model: PreTrainedModel) -> torch.Tensor:
+def end_tokens(model: PreTrainedModel) -> torch.Tensor:
+    """The end-of-text tokens of the model's generation settings, maybe none."""
     ends = getattr(model.generation_config, "eos_token_id", None)
     return torch.tensor([] if ends is None else ends, dtype=torch.int64).flatten()
 

@@ -27,6 +27,7 @@ from lyapunov_prune.forward.scoring import Scorer
 from lyapunov_prune.models.compact import is_compact
 from lyapunov_prune.models.structure import identify, in_eval_mode
 from lyapunov_prune.predictions.divergence import prediction_blocks
+from lyapunov_prune.predictions.remainders import ROUNDING, angle_bounds, probability_angle_bounds
 from lyapunov_prune.predictions.spaces import HIDDEN, LOGITS, PROBABILITIES, prediction_measures, turn
 from lyapunov_prune.progress import track
 from lyapunov_prune.results.result import MeasuredOn, ModelIdentity, Result
@@ -48,6 +49,11 @@ class HierarchyProbe(Result):
     - `kl = KL(p‖q)`, `reverse_kl = KL(q‖p)`, in nats, and `kl_estimate = Var_p(d)/2`;
     - `range_bound = max d − min d` and `variance_bound = (1/2 + 2c/9) Var_p(d)`, bounds of `kl` (`lean/`); the second
       is NaN unless `c = max |d − E_p d| ≤ 1` for every prompt. `deviation` is the largest c of the prompts.
+
+    - `hidden_bound`, `logit_bound`, `probability_bound`: upper bounds of the angles, derived in docs/remainders.md and
+      not proven; the first two NaN unless `‖Δ∥‖ < ‖v‖` for every prompt, the third from `Var_r(d)` and `deviation_r`,
+      the largest `|d − E_r d|` of the prompts. `derived` angles were held against them and
+      `exceeded` of them were larger.
 
     NaN throughout where a layer has no such part, or where the change makes the logits infinite or NaN.
     Source: Demystifying When Pruning Works via Representation Hierarchies, §5 and 6; there the state after
@@ -72,10 +78,17 @@ class HierarchyProbe(Result):
     range_bound: np.ndarray
     variance_bound: np.ndarray
     deviation: np.ndarray
+    deviation_r: np.ndarray
+    hidden_bound: np.ndarray
+    logit_bound: np.ndarray
+    probability_bound: np.ndarray
     temperature: float
     checked: int  # numbers held against a bound
     violations: tuple[BoundCheck, ...]
+    derived: int
+    exceeded: int
     measured_on: MeasuredOn
+    beside: ModelIdentity | None = None  # a model of fewer layers, none of which can stand in for one of these
 
     def to_frame(self) -> pd.DataFrame:
         """One row for every layer, `what` and step."""
@@ -100,12 +113,21 @@ class HierarchyProbe(Result):
 
     def headline(self) -> str:
         change = "left out" if self.compressed is None else f"compressed as in {self.compressed.name}"
+        if self.beside is not None:
+            change = f"of {self.measured_on.model.name} left out, by itself"
         verdict = f"{len(self.violations)} of its bounds VIOLATED" if self.violations else "no bound violated"
         lines = [
             f"One layer {change}, over {self.kl.shape[-1]} decoding steps, T = {self.temperature:g}: "
             f"1 − cos in three spaces, KL in nats; {self.checked} numbers checked, {verdict}",
+            f"{self.exceeded} of {self.derived} angles above the bounds derived in docs/remainders.md (not proven)",
             self.measured_on.line(),
         ]
+        if self.beside is not None:
+            lines.insert(
+                1,
+                f"{self.beside.name} has {self.beside.num_layers} of the {self.measured_on.model.num_layers} layers: "
+                "no layer of it is probed here, its own predictions follow",
+            )
         return "\n".join([*lines, *map(str, self.violations)])
 
 
@@ -161,12 +183,13 @@ def probe_layers(
         raise LyapunovPruneError(f"unknown change {change!r}; give 'dropped', or a compressed model")
     shape = (len(what), structure.num_layers, len(_MEASURES), len(batch.ids), steps)
     values = torch.full(shape, torch.nan, dtype=torch.float64)
+    begins = np.cumsum([0, *map(len, windows)])
     places = [(k, layer) for k in range(len(windows)) for layer in range(structure.num_layers)]
     for k, layer in track(places, "hierarchy probe"):
         if layer == 0:
             ids = torch.cat([windows[k], decode_greedily(reading, windows[k], steps)], dim=1)[:, :-1]
             states = _states(prefix, ids, batch.text)
-        rows = slice(k * batch_size, k * batch_size + len(ids))
+        rows = slice(begins[k], begins[k + 1])
         have = [(i, changed) for i, part in enumerate(what) if (changed := changes(layer, part)) is not None]
         outputs = [_changed(prefix, ids, states, layer, changed)[:, -steps:] for _, changed in have]
         measures = _compare(prefix, scorer, ids[:, -steps:], states[layer + 1][:, -steps:], outputs, temperature)
@@ -233,6 +256,12 @@ def _result(
     of["range_bound"] = of.pop("span")
     variance, deviation = 2 * of["kl_estimate"], of.pop("deviation")
     of["variance_bound"] = variance_bound(variance, deviation)
+    deviation_r = of.pop("deviation_r")
+    of["hidden_bound"], of["logit_bound"] = (
+        angle_bounds(of[f"{space}_parallel"], of[f"{space}_orthogonal"])[1] for space in ("hidden", "logit")
+    )
+    of["probability_bound"] = probability_angle_bounds(2 * of["probability_estimate"], deviation_r)[1]
+    angles = [(of[space], of[f"{space}_bound"]) for space in ("hidden", "logit", "probability")]
     checked, violations = 0, []
     for i, layer in np.ndindex(values.shape[:2]):
         kl, span, V, c = (x[i, layer].ravel() for x in (of["kl"], of["range_bound"], variance, deviation))
@@ -250,8 +279,11 @@ def _result(
         compressed=identify(change) if isinstance(change, PreTrainedModel) else None,
         **{name: measured.mean(-2) for name, measured in of.items()},
         deviation=deviation.max(-2),
+        deviation_r=deviation_r.max(-2),
         temperature=float(temperature),
         checked=checked,
         violations=tuple(violations),
+        derived=sum(int(np.isfinite(bound).sum()) for _, bound in angles),
+        exceeded=sum(int((angle > bound * (1 + ROUNDING)).sum()) for angle, bound in angles),
         measured_on=measured_on,
     )

@@ -8,11 +8,20 @@ from __future__ import annotations
 import torch
 
 from lyapunov_prune.linalg import lift
-from lyapunov_prune.predictions.divergence import divergences
+from lyapunov_prune.predictions.divergence import divergences, squared, variance_r
 
 HIDDEN = ("hidden", "hidden_estimate", "hidden_parallel", "hidden_orthogonal")
 LOGITS = ("logit", "logit_estimate", "logit_parallel", "logit_orthogonal")
-PROBABILITIES = ("probability", "probability_estimate", "kl_estimate", "kl", "reverse_kl", "span", "deviation")
+PROBABILITIES = (
+    "probability",
+    "probability_estimate",
+    "kl_estimate",
+    "kl",
+    "reverse_kl",
+    "span",
+    "deviation",
+    "deviation_r",
+)
 
 
 def turn(v: torch.Tensor, changed: torch.Tensor) -> torch.Tensor:
@@ -34,25 +43,24 @@ def turn(v: torch.Tensor, changed: torch.Tensor) -> torch.Tensor:
 
 
 def prediction_measures(log_p: torch.Tensor, log_q: torch.Tensor) -> torch.Tensor:
-    """What a change of the logits did to `p = softmax(z/T)`, as (7 × rows); both (rows × vocabulary), float64.
+    """What a change of the logits did to `p = softmax(z/T)`, as (8 × rows); both (rows × vocabulary), float64.
 
     With `d = Δz/T`, which is `log q − log p` up to a number of the row's own: `1 − cos(p, q)` and its estimate
     `Var_r(d)/2`, `r_i = p_i²/‖p‖²` (Theorem 2, eq. 8); `Var_p(d)/2`, the estimate (Theorem 3, eq. 9) of `KL(p‖q)`;
-    that, and `KL(q‖p)`; `max d − min d`; and `c = max |d − E_p d|`.
+    that, and `KL(q‖p)`; `max d − min d`; `c = max |d − E_p d|`; and `max |d − E_r d|`.
     """
     p, u = log_p.exp(), log_q - log_p
     turned = turn(p, log_q.exp())[0]
-    r = p.square()
-    r /= r.sum(-1, keepdim=True)
-    spread = u - torch.linalg.vecdot(r, u).unsqueeze(-1)
     low, high = u.aminmax(dim=-1)
-    mean = torch.linalg.vecdot(p, u)
+    r = squared(log_p)
+    mean, mean_r = torch.linalg.vecdot(p, u), torch.linalg.vecdot(r, u)
     return torch.stack(
         [
             turned,
-            torch.linalg.vecdot(r, spread.square()) / 2,
+            variance_r(r, u),
             *divergences(log_p, log_q),
             high - low,
             torch.maximum(high - mean, mean - low),
+            torch.maximum(high - mean_r, mean_r - low),
         ]
     )

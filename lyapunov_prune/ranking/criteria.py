@@ -117,6 +117,14 @@ def require_criterion(criterion: str, alpha: float = 0.5) -> None:
         raise LyapunovPruneError(f"alpha {alpha:g} is outside [0, 1]; give a weight between them")
 
 
+def require_temperature_of(criterion: str, temperature: float) -> None:
+    """Raise LyapunovPruneError for a temperature that is not above 0, or beside a criterion without softmax."""
+    if not 0 < temperature < float("inf"):
+        raise LyapunovPruneError(f"temperature {temperature:g} is no temperature; give a number above 0")
+    if temperature != 1 and criterion != "kl":
+        raise LyapunovPruneError(f"criterion {criterion} knows no temperature; give --criterion kl with it")
+
+
 def require_part(what: str, criterion: str | None = None) -> None:
     """Raise LyapunovPruneError for an unknown part of a model, and for one that `criterion` does not rank."""
     if what not in PARTS:

@@ -29,6 +29,7 @@ from lyapunov_prune.ranking.criteria import (
     require_criterion,
     require_known_count,
     require_part,
+    require_temperature_of,
 )
 from lyapunov_prune.ranking.kl import rank_by_divergence
 from lyapunov_prune.ranking.oracle import greedy_removal
@@ -51,6 +52,7 @@ class _Asked:
     batch_size: int
     protect: tuple[int, ...]
     search: float
+    temperature: float
     folder: Path | None
     resume: bool
 
@@ -70,6 +72,7 @@ def rank(
     batch_size: int = 1,
     protect: Sequence[int] = (),
     search: float = SEARCH,
+    temperature: float = 1.0,
     folder: str | Path | None = None,
     resume: bool = False,
 ) -> Ranking:
@@ -78,17 +81,19 @@ def rank(
     `what` goes: whole `layers`, or the `attention` or `mlp` of layers. `remove` says how many; some criteria cannot
     do without. `alpha` is the weight of rho in `blend`, `seeds` are those of the perturbations behind rho, `seed` that
     of `random`. Layers of `protect` stay, counted from the end if negative; `search` is what `best` may spend, in
-    forwards. The measurement is kept in `folder` under the name that CRITERIA gives it; with `resume` a profile that
-    is there already is taken, and an `oracle` or `best` that was interrupted goes on.
+    forwards; `temperature` is that of the predictions behind `kl`. The measurement is kept in `folder` under the name
+    that CRITERIA gives it; with `resume` a profile that is there already is taken, and an `oracle` or `best` that was
+    interrupted goes on.
 
     Raises LyapunovPruneError, before anything is measured, for an unknown criterion or part, a criterion that does not
-    rank it or must know `remove`, an alpha outside [0, 1], a number of layers that cannot go beside the protected, a
-    profile in `folder` of other settings, and (after one window) a dtype in which ρ is rounding; and as the
-    measurements.
+    rank it or must know `remove`, an alpha outside [0, 1], a temperature that is not above 0 or not of `kl`, a number
+    of layers that cannot go beside the protected, a profile in `folder` of other settings, and (after one window) a
+    dtype in which ρ is rounding; and as the measurements.
     """
     require_criterion(criterion, alpha)
     require_part(what, criterion)
     require_known_count(criterion, remove)
+    require_temperature_of(criterion, temperature)
     reading = read(model, batch)
     if remove is not None:
         require_count(remove, reading.structure.num_layers, what)
@@ -98,7 +103,19 @@ def rank(
     assert measures is not None  # require_part
     folder = None if folder is None else Path(folder)
     asked = _Asked(
-        reading, criterion, what, alpha, remove, tuple(seeds), seed, batch_size, tuple(protect), search, folder, resume
+        reading,
+        criterion,
+        what,
+        alpha,
+        remove,
+        tuple(seeds),
+        seed,
+        batch_size,
+        tuple(protect),
+        search,
+        temperature,
+        folder,
+        resume,
     )
     measured, ranking = MEASURES[measures](asked)
     if folder is not None and measured is not None:  # of a ranking that was refused nothing is left
@@ -137,12 +154,16 @@ def _sublayers(asked: _Asked) -> Measured:
 
 
 def _divergence(asked: _Asked) -> Measured:
-    measured = skip_divergence(asked.reading.model, asked.reading, batch_size=asked.batch_size)
+    measured = skip_divergence(
+        asked.reading.model, asked.reading, temperature=asked.temperature, batch_size=asked.batch_size
+    )
     return measured, rank_by_divergence(measured, protect=asked.protect)
 
 
 def _sublayer_divergence(asked: _Asked) -> Measured:
-    measured = sublayer_divergence(asked.reading.model, asked.reading, asked.what, batch_size=asked.batch_size)
+    measured = sublayer_divergence(
+        asked.reading.model, asked.reading, asked.what, temperature=asked.temperature, batch_size=asked.batch_size
+    )
     return measured, rank_by_divergence(measured, protect=asked.protect)
 
 

@@ -1,4 +1,4 @@
-"""Figures of evaluation: scores of tasks, and speed."""
+"""Figures of evaluation: scores of tasks, retrieval, and speed."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from itertools import cycle
 import numpy as np
 from scipy import stats
 
+from lyapunov_prune.evaluation.retrieval import RetrievalScores
 from lyapunov_prune.evaluation.speed import Speed
 from lyapunov_prune.evaluation.tasks import COLLAPSED, REPEATED, TaskScore, TaskScores
 from lyapunov_prune.report.drawing import COLOURS, GREY, INK, one_panel, svg
@@ -35,6 +36,26 @@ def speed_figure(speed: Speed) -> str:
     axes.invert_yaxis()
     axes.margins(x=0.22)
     axes.set_xlabel(f"speed, × {first.model}")
+    axes.legend(frameon=False, fontsize=8, loc="lower right", bbox_to_anchor=(1, 1), ncols=2)
+    return svg(figure)
+
+
+def retrieval_figure(scores: RetrievalScores) -> str:
+    """nDCG@10 and overlap of the first ten, means over queries with 1.96 standard errors."""
+    figure, axes = one_panel(6.5, 1.0 + 0.55 * len(scores.models))
+    for offset, values, label, colour in (
+        (-0.18, scores.ndcg, "nDCG@10", COLOURS["rho"]),
+        (0.18, scores.overlap, f"of the ten nearest of {scores.models[0]}", COLOURS["bi"]),
+    ):
+        n = values.shape[1]
+        bars = 1.96 * values.std(-1, ddof=1) / np.sqrt(n) if n > 1 else np.zeros(len(values))
+        y = np.arange(len(scores.models)) + offset
+        axes.barh(y, values.mean(-1), height=0.34, color=colour, alpha=0.85, label=label)
+        axes.errorbar(values.mean(-1), y, xerr=bars, fmt="none", ecolor=INK, elinewidth=0.8, capsize=2)
+    axes.set_yticks(range(len(scores.models)), scores.models)
+    axes.invert_yaxis()
+    axes.set_xlim(0, 1)
+    axes.set_xlabel("mean over queries")
     axes.legend(frameon=False, fontsize=8, loc="lower right", bbox_to_anchor=(1, 1), ncols=2)
     return svg(figure)
 

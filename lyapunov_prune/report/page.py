@@ -15,6 +15,7 @@ from lyapunov_prune.compression.compress import REPORT as COMPRESSION
 from lyapunov_prune.compression.compress import CompressionReport
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.evaluation.evaluation import Evaluation
+from lyapunov_prune.evaluation.retrieval import RetrievalScores
 from lyapunov_prune.evaluation.speed import Speed
 from lyapunov_prune.healing.heal import REPORT as HEALING
 from lyapunov_prune.healing.heal import Healing
@@ -25,6 +26,8 @@ from lyapunov_prune.predictions.choices import ChoiceComparison
 from lyapunov_prune.predictions.divergence import SkipDivergence, SublayerDivergence
 from lyapunov_prune.predictions.generation import GenerationDivergence
 from lyapunov_prune.predictions.hierarchy import HierarchyProbe
+from lyapunov_prune.predictions.history import HistoryDivergence
+from lyapunov_prune.predictions.verdict import Verdict
 from lyapunov_prune.profiles.activations import ActivationStatistics
 from lyapunov_prune.profiles.jacobian import JacobianNorms
 from lyapunov_prune.profiles.profile import LayerProfile
@@ -38,7 +41,7 @@ from lyapunov_prune.ranking.budget import BudgetedRemoval
 from lyapunov_prune.ranking.oracle import GreedyRemoval
 from lyapunov_prune.report.bounds import bounds_figures
 from lyapunov_prune.report.compression import compression_figure
-from lyapunov_prune.report.evaluation import speed_figure, tasks_figure
+from lyapunov_prune.report.evaluation import retrieval_figure, speed_figure, tasks_figure
 from lyapunov_prune.report.healing import healing_figure
 from lyapunov_prune.report.joint import importance_figure, joint_figure
 from lyapunov_prune.report.predictions import (
@@ -46,8 +49,10 @@ from lyapunov_prune.report.predictions import (
     divergence_figure,
     generation_figure,
     hierarchy_figure,
+    history_figure,
     kl_figure,
     paths_figure,
+    verdict_figure,
 )
 from lyapunov_prune.report.profiles import (
     activation_figure,
@@ -78,6 +83,13 @@ table { border-collapse: collapse; font-size: .85rem; font-variant-numeric: tabu
 th, td { padding: .15rem .7rem; text-align: right; border-bottom: 1px solid #ddd; }
 p.on { color: #666; font-size: .85rem; white-space: pre-line; } details { margin: .6rem 0; }
 """
+
+_RETRIEVAL = (
+    "A text is the mean of its final hidden states, and the documents of a query are those at the smallest angle. "
+    "The first ten cannot change while the similarities of a query shift by less than the margin below the tenth; "
+    "where they shift by more, nothing is promised and much may stay. A base model is no embedding model: compare "
+    "the models, not the level."
+)
 
 
 @dataclass(frozen=True)
@@ -297,6 +309,16 @@ _SECTIONS = (
         part=lambda r: r.importance,
     ),
     _Section(
+        "verdict.json",
+        Verdict,
+        "Verdict by kind of task",
+        "Retrieval is decided by the final states, a choice by the few options, generation by the whole distribution, "
+        "again at each token. Of each kind, on the items named below: how far what decides has moved, how far it may "
+        "move before the decision can change, and how many decisions stayed. Where it moved further than it may, a "
+        "decision may stay all the same. Other tasks of a kind may fare otherwise: measure your own.",
+        lambda r: {"verdict": verdict_figure(r)},
+    ),
+    _Section(
         "hierarchy.json",
         HierarchyProbe,
         "Hidden state, logits, probabilities",
@@ -312,6 +334,15 @@ _SECTIONS = (
         "Both models decode on their own from the same prompts. Once their texts differ they answer different "
         "questions, and similarity falls for that reason too.",
         lambda r: {"generation": generation_figure(r)},
+    ),
+    _Section(
+        "history.json",
+        HistoryDivergence,
+        "Direct error and diverged history",
+        "The compressed model's predictions against the dense model's, where it reads the dense model's text and where "
+        "it reads its own. The first is the compression's doing at each step; what the second adds comes back through "
+        "the tokens that it generated, and is about another text once these differ. Broken lines are the estimates.",
+        lambda r: {"history": history_figure(r)},
     ),
     _Section(
         "paths.json",
@@ -332,6 +363,21 @@ _SECTIONS = (
         choices_figures,
     ),
     _Section(
+        "letters.json",
+        ChoiceComparison,
+        "Multiple choice by letters",
+        "The same items with their options listed and named by letters: one token decides. A model that takes one "
+        "letter whatever is asked keeps its choice under any compression; how often the dense one does is said below.",
+        lambda r: {f"letters-{name}": picture for name, picture in choices_figures(r).items()},
+    ),
+    _Section(
+        "retrieval.json",
+        RetrievalScores,
+        "Retrieval with both models",
+        _RETRIEVAL,
+        lambda r: {"retrieval-both": retrieval_figure(r)},
+    ),
+    _Section(
         "eval.json",
         Evaluation,
         "Evaluation",
@@ -348,6 +394,14 @@ _SECTIONS = (
         "Wilson's, of 3-grams 1.96 standard errors.",
         lambda r: {"tasks": tasks_figure(r)},
         part=lambda r: r.tasks,
+    ),
+    _Section(
+        "eval.json",
+        Evaluation,
+        "Retrieval",
+        _RETRIEVAL,
+        lambda r: {"retrieval": retrieval_figure(r)},
+        part=lambda r: r.retrieval,
     ),
     _Section(
         "speed.json",

@@ -13,6 +13,8 @@ from lyapunov_prune.predictions.choices import ChoiceComparison
 from lyapunov_prune.predictions.divergence import SkipDivergence, SublayerDivergence
 from lyapunov_prune.predictions.generation import GenerationDivergence
 from lyapunov_prune.predictions.hierarchy import HierarchyProbe
+from lyapunov_prune.predictions.history import READ, HistoryDivergence
+from lyapunov_prune.predictions.verdict import LOST, STAYS, Verdict
 from lyapunov_prune.report.drawing import COLOURS, GREY, INK, depth_axis, log_axis, one_panel, panels, svg
 
 _STYLES = ((COLOURS["rho"], "o"), (COLOURS["bi"], "s"), (COLOURS["blend"], "^"))
@@ -76,14 +78,16 @@ def kl_figure(probe: HierarchyProbe) -> str:
     return svg(figure)
 
 
-def _shown(values: pd.Series) -> np.ndarray:
+def _shown(values: pd.Series | np.ndarray) -> np.ndarray:
     """What a logarithmic axis can show: a change of nothing at all has no point."""
     return np.where(values > 0, values, np.nan)
 
 
 def choices_figures(measured: ChoiceComparison) -> dict[str, str]:
-    """`options`, and where the theorem speaks of the models also `certificate`."""
+    """`options`; `subspace` where items differ in first tokens; `certificate` where the theorem speaks of both."""
     figures = {"options": options_figure(measured)}
+    if np.isfinite(measured.options_kl).any():
+        figures["subspace"] = subspace_figure(measured)
     if np.isfinite(measured.moved).any():
         figures["certificate"] = certificate_figure(measured)
     return figures
@@ -110,6 +114,26 @@ def options_figure(measured: ChoiceComparison) -> str:
     log_axis(axes)
     axes.set_xlabel("probability of the options' first tokens, dense")
     axes.set_ylabel("the same, compressed")
+    axes.legend(frameon=False, fontsize=8)
+    return svg(figure)
+
+
+def subspace_figure(measured: ChoiceComparison) -> str:
+    """KL over the vocabulary and among the options' first tokens, an item a point; below the line the options moved
+    less. What did not move at all has no place on a logarithmic axis."""
+    figure, axes = one_panel(5.4, 4.2)
+    told = np.isfinite(measured.options_kl) & np.isfinite(measured.kl)
+    x, y = measured.kl[told], measured.options_kl[told]
+    label = f"less among the options in {(y < x).sum()} of {told.sum()} items"
+    seen = (x > 0) & (y > 0)
+    axes.scatter(x[seen], y[seen], s=16, color=COLOURS["rho"], linewidth=0, label=label)
+    if seen.any():
+        ends = [min(x[seen].min(), y[seen].min()), max(x[seen].max(), y[seen].max())]
+        axes.plot(ends, ends, color=GREY, linewidth=0.8)
+        log_axis(axes, "x")
+        log_axis(axes)
+    axes.set_xlabel("KL(p‖q) over the vocabulary, nats")
+    axes.set_ylabel("KL among the options' first tokens, nats")
     axes.legend(frameon=False, fontsize=8)
     return svg(figure)
 
@@ -159,6 +183,49 @@ def generation_figure(measured: GenerationDivergence) -> str:
     share.set_xlabel("decoding step")
     share.set_xlim(-0.5, len(steps) - 0.5)
     share.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=16))
+    return svg(figure)
+
+
+def verdict_figure(verdict: Verdict) -> str:
+    """A bar a kind of task: the share of decisions that stayed with its interval; a mark where they are certain to."""
+    figure, axes = one_panel(7.5, 1.2 + 0.6 * len(verdict.kinds))
+    y = np.arange(len(verdict.kinds))
+    same = np.array([k.same for k in verdict.kinds])
+    bars = np.abs(np.array([[k.low, k.high] for k in verdict.kinds]).T - same)
+    axes.barh(y, 100 * same, height=0.5, color=COLOURS["rho"], alpha=0.85, label="decisions that stayed")
+    axes.errorbar(100 * same, y, xerr=100 * bars, fmt="none", ecolor=INK, elinewidth=0.8, capsize=2)
+    axes.plot([100 * k.certain for k in verdict.kinds], y, "|", markersize=22, color=COLOURS["bi"], label="certain to")
+    for limit in (LOST, STAYS):
+        axes.axvline(100 * limit, color=GREY, linewidth=0.8, linestyle=":")
+    axes.set_yticks(y, [f"{k.task}: {k.word}" for k in verdict.kinds])
+    axes.invert_yaxis()
+    axes.set_xlim(0, 101)
+    axes.set_xlabel("share of decisions, %")
+    axes.legend(frameon=False, fontsize=8, loc="lower right", bbox_to_anchor=(1, 1), ncols=2)
+    return svg(figure)
+
+
+def history_figure(measured: HistoryDivergence) -> str:
+    """By step, for both readings: KL and its estimate, `1 − cos` of the probabilities and its estimate, `‖Δz‖/‖z‖`."""
+    figure, column = panels(9, 7.6, 3)
+    steps = np.arange(len(measured.running))
+    for axes, (name, label) in zip(
+        column,
+        (("kl", "KL(p‖q), nats"), ("probability", "1 − cos, probabilities p"), ("logit_change", "‖Δz‖ / ‖z‖")),
+        strict=True,
+    ):
+        values = getattr(measured, name)
+        estimates = getattr(measured, f"{name}_estimate", None)
+        for row, (reads, colour, marker) in enumerate(zip(READ, (COLOURS["rho"], COLOURS["bi"]), "os", strict=True)):
+            axes.plot(steps, _shown(values[row]), f"-{marker}", markersize=3, color=colour, label=f"reads the {reads}")
+            if estimates is not None:
+                axes.plot(steps, _shown(estimates[row]), linewidth=0.8, linestyle="--", color=colour)
+        if np.nanmax(values, initial=0.0) > 0:
+            log_axis(axes)
+        axes.set_ylabel(label)
+    column[0].legend(frameon=False, fontsize=8, loc="lower left", bbox_to_anchor=(0, 1), ncols=2)
+    column[-1].set_xlabel("decoding step")
+    column[-1].xaxis.set_major_locator(MaxNLocator(integer=True, nbins=16))
     return svg(figure)
 
 

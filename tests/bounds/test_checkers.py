@@ -23,7 +23,11 @@ from lyapunov_prune.bounds.checkers import (
     sparse_activation_bound,
     trajectory_error_le,
 )
-from lyapunov_prune.bounds.decision import TokenCertificate, argmax_unchanged_of_state_error
+from lyapunov_prune.bounds.decision import (
+    TokenCertificate,
+    argmax_unchanged_of_row_difference,
+    argmax_unchanged_of_state_error,
+)
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.linalg import certified_norm, certify, estimated_norm, exact_norm
 
@@ -295,6 +299,39 @@ def test_token_certificate_by_sampling_inside_and_outside_its_radius() -> None:
     flipped = argmax_unchanged_of_state_error(h, h + 1.001 * needed * away, W)
     assert flipped.changed.all()
     assert not flipped.certified.any()
+
+
+def test_the_difference_of_rows_certifies_more_and_exactly() -> None:
+    """Inside the radius no direction changes a prediction; along the difference of the two rows it is exact."""
+    W, h = rand(40, 12, seed=3), rand(60, 12, seed=4)
+    b = rand(40, seed=5)
+    still = argmax_unchanged_of_row_difference(h, h, W, b)
+    norms = argmax_unchanged_of_state_error(h, h, W, b)
+    assert (still.radius > norms.radius).all()
+    assert np.median(still.radius / norms.radius) > 1.2
+    radius = torch.from_numpy(still.radius)
+    z = h @ W.T + b
+    first = z.argmax(-1)
+    apart = torch.linalg.vector_norm(W[first].unsqueeze(1) - W, dim=-1)
+    exact = ((z.gather(1, first[:, None]) - z) / apart).scatter(1, first[:, None], torch.inf)
+    np.testing.assert_allclose(still.radius, exact.amin(-1).numpy(), rtol=1e-10)
+    rival = W[exact.argmin(-1)] - W[first]
+    towards = torch.nn.functional.normalize(rival, dim=-1)
+    for direction in (towards, *(torch.nn.functional.normalize(rand(60, 12, seed=100 + s), dim=-1) for s in range(20))):
+        moved = argmax_unchanged_of_row_difference(h, h + 0.999 * radius.unsqueeze(-1) * direction, W, b)
+        assert moved.certified.all()
+        assert not moved.changed.any()
+    beyond = argmax_unchanged_of_row_difference(h, h + 1.001 * radius.unsqueeze(-1) * towards, W, b)
+    assert beyond.changed.all()
+    assert not beyond.certified.any()
+
+
+def test_rows_that_no_state_tells_apart_are_a_tie_or_decided_by_the_bias() -> None:
+    W, h = torch.zeros(2, 3, dtype=torch.float64), rand(4, 3)
+    for bias, sure in ((torch.zeros(2), False), (torch.tensor([0.0, 1.0]), True)):
+        for checker in (argmax_unchanged_of_state_error, argmax_unchanged_of_row_difference):
+            assert (checker(h, -h, W, bias).certified == sure).all()
+    assert not argmax_unchanged_of_row_difference(rand(5, 3), rand(5, 3), torch.ones(2, 3)).certified.any()
 
 
 def test_token_certificate_sees_a_planted_violation_and_survives_saving(tmp_path) -> None:  # type: ignore[no-untyped-def]

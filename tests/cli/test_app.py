@@ -34,6 +34,7 @@ from lyapunov_prune.healing.state import TrainingState
 from lyapunov_prune.models import loading
 from lyapunov_prune.predictions.choices import ChoiceComparison
 from lyapunov_prune.predictions.hierarchy import HierarchyProbe
+from lyapunov_prune.predictions.verdict import Verdict
 from lyapunov_prune.profiles.profile import LayerProfile
 from lyapunov_prune.pruning import checkpoint as checkpoint_module
 from lyapunov_prune.pruning.plan import PruningPlan
@@ -318,7 +319,7 @@ def test_hierarchy_is_one_document_with_its_parts_by_name(
     few = ["--tokens", "32", "--context", "16", "--new-tokens", "2", "--choices", "items.jsonl", "--json"]
     done = run("hierarchy", "tiny", "rounded", *few)
     document = json.loads(done.out)
-    assert list(document) == ["hierarchy", "generation", "paths", "choices"]
+    assert list(document) == ["hierarchy", "generation", "history", "paths", "choices"]
     for name, part in document.items():
         assert part == json.loads(Path(f"runs/tiny/{name}.json").read_text())
 
@@ -328,7 +329,7 @@ def test_hierarchy_is_one_document_with_its_parts_by_name(
     monkeypatch.setattr(attention_paths_module, "attention_paths", unseen)
     done = run("hierarchy", "tiny", "rounded", *few)
     assert (done.code, done.err) == (0, "no paths through attention: its attention cannot be seen; take another\n")
-    assert list(json.loads(done.out)) == ["hierarchy", "generation", "choices"]
+    assert list(json.loads(done.out)) == ["hierarchy", "generation", "history", "choices"]
 
 
 def test_demo_is_one_document_with_its_parts_by_name(run: Callable[..., Done], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -1012,16 +1013,75 @@ def test_hierarchy_follows_a_compressed_and_a_pruned_model(run: Any) -> None:
     assert run("compress", "tiny", "--method", "rtn", "--bits", "8", "-o", "rounded", *TEXT).code == 0
     Path("items.jsonl").write_text('{"query": "one two", "choices": ["three", "four five"], "gold": 1}\n' * 3)
     assert "give COMPRESSED too" in run("hierarchy", "tiny", "--choices", "items.jsonl").err
-    assert run("hierarchy", "tiny", "rounded", "--choices", "items.jsonl", "--limit", "2", *few).code == 0
+    assert "give --choices FILE with it" in run("hierarchy", "tiny", "rounded", "--letters").err
+    asked = ["--choices", "items.jsonl", "--letters", "--limit", "2"]
+    assert run("hierarchy", "tiny", "rounded", *asked, *few).code == 0
+    assert ChoiceComparison.load("runs/tiny/letters.json").characters[0] == (1.0, 1.0)
+    assert "Multiple choice by letters" in Path("runs/tiny/report.html").read_text()
     written = {p.name for p in Path("runs/tiny").iterdir()}
-    assert {"hierarchy.json", "generation.json", "paths.json", "choices.json", "report.html"} <= written
+    assert {"hierarchy.json", "generation.json", "history.json", "paths.json", "choices.json", "report.html"} <= written
     assert len(ChoiceComparison.load("runs/tiny/choices.json").gold) == 2
     rounded = HierarchyProbe.load("runs/tiny/hierarchy.json")
     assert run("hierarchy", "tiny", *few).code == 0
     dropped = HierarchyProbe.load("runs/tiny/hierarchy.json")
     assert rounded.kl.mean() < dropped.kl.mean()
     assert run("prune", "tiny", "--layers", "1", "-o", "out", *TEXT).code == 0
-    assert run("hierarchy", "tiny", "out", *few).code == 0
+    done = run("hierarchy", "tiny", "out", *few)
+    assert done.code == 0
+    assert "One layer of tiny left out, by itself" in done.out
+    assert "out has 5 of the 6 layers: no layer of it is probed here" in done.out
+
+
+def test_eval_scores_retrieval(run: Any) -> None:
+    Path("queries.jsonl").write_text('{"_id": "q", "text": "one two"}\n')
+    Path("docs.jsonl").write_text("".join(f'{{"_id": "d{i}", "text": "three {i}"}}\n' for i in range(12)))
+    Path("qrels.tsv").write_text("query-id\tcorpus-id\tscore\nq\td3\t1\n")
+    assert run("prune", "tiny", "--layers", "1", "-o", "out", *TEXT).code == 0
+    asked = ["--retrieval", "queries.jsonl,docs.jsonl,qrels.tsv", "--against", "tiny", *TEXT]
+    done = run("eval", "out", *asked)
+    assert done.code == 0
+    assert "1 queries, 12 documents" in done.out
+    found = Evaluation.load("runs/out/eval.json").retrieval
+    assert found is not None
+    assert found.models == ("tiny", "out")
+    assert "<h2>Retrieval</h2>" in Path("runs/out/report.html").read_text()
+    for files in ("queries.jsonl", "a,b,c,d", "a,"):
+        assert "is not two or three files" in run("eval", "tiny", "--retrieval", files).err
+    assert "cannot read" in run("eval", "tiny", "--retrieval", "queries.jsonl,docs.jsonl").err  # no qrels/test.tsv
+
+
+def test_hierarchy_gives_a_verdict_by_kind_of_task(run: Any) -> None:
+    Path("items.jsonl").write_text('{"query": "one two", "choices": ["three", "four five"], "gold": 1}\n' * 3)
+    Path("queries.jsonl").write_text('{"_id": "q", "text": "one two"}\n')
+    Path("docs.jsonl").write_text("".join(f'{{"_id": "d{i}", "text": "three {i}"}}\n' for i in range(12)))
+    Path("qrels.tsv").write_text("query-id\tcorpus-id\tscore\nq\td3\t1\n")
+    few = ["--tokens", "32", "--context", "16", "--new-tokens", "3"]
+    asked = ["--choices", "items.jsonl", "--retrieval", "queries.jsonl,docs.jsonl,qrels.tsv", "--verdict", *few]
+    for option in (["--verdict"], ["--retrieval", "a,b"]):
+        assert f"{option[0]} compares two models; give COMPRESSED too" in run("hierarchy", "tiny", *option).err
+    assert run("prune", "tiny", "--layers", "1", "-o", "out", *TEXT).code == 0
+    done = run("hierarchy", "tiny", "out", *asked)
+    assert done.code == 0
+    found = Verdict.load("runs/tiny/verdict.json")
+    assert [k.task for k in found.kinds] == ["retrieval", "choice", "generation"]
+    assert "generation: " in done.out
+    page = Path("runs/tiny/report.html").read_text()
+    assert page.index("<h2>Verdict by kind of task</h2>") < page.index("<h2>Hidden state, logits, probabilities</h2>")
+    assert "<h2>Retrieval with both models</h2>" in page
+
+
+def test_hierarchy_goes_on_from_own_prompts(run: Any) -> None:
+    Path("mine.txt").write_text("one two three\nthe thick ether\nfour\n")
+    few = ["--prompts", "mine.txt", "--new-tokens", "3"]
+    done = run("hierarchy", "tiny", *few)
+    assert done.code == 0
+    assert "tokens of mine.txt (all" in done.out
+    assert HierarchyProbe.load("runs/tiny/hierarchy.json").kl.shape[-1] == 3
+    assert "no chat template" in run("hierarchy", "tiny", *few, "--chat").err
+    assert "give --prompts FILE with it" in run("hierarchy", "tiny", "--chat").err
+    Path("long.txt").write_text("a long prompt " * 200)
+    assert "the model's context is 128; shorten it" in run("hierarchy", "tiny", "--prompts", "long.txt").err
+    assert "no.txt is no readable file" in run("hierarchy", "tiny", "--prompts", "no.txt").err
 
 
 @pytest.mark.parametrize("command", ["rank", "prune"])

@@ -10,12 +10,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from helpers import ITEMS, by_definition, hooks_of, logits_of, make_tiny, make_tokenizer
-from scipy.special import softmax
+from helpers import ITEMS, by_definition, hooks_of, logits_of, make_tiny, make_tokenizer, turned
+from scipy.special import rel_entr, softmax
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from lyapunov_prune import LyapunovPruneError, NonFiniteError, remove_layers
-from lyapunov_prune.data import ChoiceItem
+from lyapunov_prune.data import ChoiceItem, lettered
 from lyapunov_prune.predictions import ChoiceComparison, compare_choices
 from lyapunov_prune.predictions import choices as module
 
@@ -62,6 +62,13 @@ def test_log_likelihoods_and_masses_are_the_definitions(
             assert mass[i] == pytest.approx(softmax(z)[sorted(set(firsts))].sum(), rel=1e-4)
             tops.append(z.argmax())
         assert found.same_top[i] == (tops[0] == tops[1])
+        z, z2 = (logits_of(model, context)[-1] for model in (reader, pruned))
+        assert found.kl[i] == pytest.approx(rel_entr(softmax(z), softmax(z2)).sum(), rel=1e-3)
+        among = sorted(set(firsts))
+        a, b, p, q = z[among], z2[among], softmax(z[among]), softmax(z2[among])
+        expected = [turned(a, b), turned(p, q), rel_entr(p, q).sum()] if len(among) > 1 else [np.nan] * 3
+        measured = [found.options_logit[i], found.options_probability[i], found.options_kl[i]]
+        np.testing.assert_allclose(measured, expected, rtol=1e-3, atol=1e-9)
     assert found.measured_on.bos is bos
     assert found.compressed_model.num_layers == 5
     assert hooks_of(reader) == hooks_of(pruned) == 0
@@ -74,7 +81,13 @@ def test_what_is_chosen_and_how_often_it_is_right() -> None:
         "compressed": ((-3.0, -4.0), (-1.0, -2.0), (-9.0, -2.0)),
         "characters": ((8.0, 2.0), (1.0, 9.0), (1.0, 1.0)),
         "gold": (1, 0, 1),
-        **dict.fromkeys(("dense_mass", "compressed_mass", "same_top", "radius", "moved", "changed"), nan),
+        **dict.fromkeys(
+            (
+                *("dense_mass", "compressed_mass", "same_top", "options_logit", "options_probability", "options_kl"),
+                *("kl", "radius", "radius_of_norms", "moved", "changed"),
+            ),
+            nan,
+        ),
     }
     found = ChoiceComparison(**given, compressed_model=None, measured_on=None)  # type: ignore[arg-type]
     assert found.chosen("dense").tolist() == [1, 0, 0]  # of equals the first
@@ -85,6 +98,13 @@ def test_what_is_chosen_and_how_often_it_is_right() -> None:
     assert found.accuracy("compressed") == pytest.approx(2 / 3)
     assert found.survival() == pytest.approx(1 / 3)
     assert found.survival(per_character=True) == pytest.approx(2 / 3)
+    assert found.favourite("dense") == (0, pytest.approx(2 / 3))
+    for per_character in (False, True):
+        rows = zip(found.dense, found.compressed, found.characters, strict=True)
+        scaled = [(np.array(a), np.array(b), np.array(n) if per_character else 1) for a, b, n in rows]
+        pairs = [(softmax(a / n), softmax(b / n)) for a, b, n in scaled]
+        expected = [rel_entr(p, q).sum() for p, q in pairs]
+        np.testing.assert_allclose(found.text_kl(per_character=per_character), expected, rtol=1e-12)
     assert found.summary()["error"].tolist() == pytest.approx([math.sqrt(2 / 3 * 1 / 3 / 2)] * 2)
 
 
@@ -107,14 +127,18 @@ def test_no_certified_item_changes_and_the_radius_is_that_of_the_theorem(
     for i, item in enumerate(letters):
         context, firsts = shared(item, tokenizer)
         z, z2 = logits_of(reader, context)[-1][firsts], logits_of(other, context)[-1][firsts]
-        best, norms = int(z.argmax()), np.linalg.norm(W[firsts], axis=-1)
-        lead = [(z[best] - z[j]) / (norms[best] + norms[j]) for j in range(len(firsts)) if j != best]
-        assert found.radius[i] == pytest.approx(min(lead), rel=1e-3, abs=1e-6)
+        best, norms, rows = int(z.argmax()), np.linalg.norm(W[firsts], axis=-1), W[firsts]
+        others = [j for j in range(len(firsts)) if j != best]
+        lead = [(z[best] - z[j]) / (norms[best] + norms[j]) for j in others]
+        assert found.radius_of_norms[i] == pytest.approx(min(lead), rel=1e-3, abs=1e-6)
+        apart = [(z[best] - z[j]) / np.linalg.norm(rows[best] - rows[j]) for j in others]
+        assert found.radius[i] == pytest.approx(min(apart), rel=1e-3, abs=1e-6)
+        assert found.radius[i] > found.radius_of_norms[i]
         assert found.changed[i] == (z2.argmax() != best)
     assert found.violations == ()
     assert found.certified.all() == (size == 1e-4)
     assert found.changed.any() or size < 1.0
-    assert ("6 of 6 items, 0 changed" in found.headline()) == (size == 1e-4)
+    assert ("6 of 6 items (6 by the norms of the rows alone), 0 changed" in found.headline()) == (size == 1e-4)
 
 
 def test_another_head_is_no_case_of_the_theorem(reader: PreTrainedModel, tokenizer: PreTrainedTokenizerFast) -> None:
@@ -162,3 +186,14 @@ def test_what_cannot_be_scored_is_refused(
         broken.model.layers[3].mlp.down_proj.weight[0, 0] = math.nan
     with pytest.raises(NonFiniteError, match="output of layer 3"):
         compare_choices(reader, broken, ITEMS, tokenizer)
+
+
+def test_letters_name_the_choices_in_the_query(reader: PreTrainedModel, tokenizer: PreTrainedTokenizerFast) -> None:
+    asked = lettered(ITEMS[0])
+    assert asked.query == "Which melts?\nA. ice\nB. stone\nC. the thick ether\nAnswer:"
+    assert (asked.choices, asked.gold) == (("A", "B", "C"), 0)
+    with pytest.raises(LyapunovPruneError, match="more than the letters A to Z"):
+        lettered(ChoiceItem("x", tuple(map(str, range(27))), 0))
+    found = compare_choices(reader, reader, [asked], tokenizer)
+    assert found.favourite("dense")[1] == 1.0
+    assert "the dense model takes choice" in found.headline()

@@ -29,7 +29,7 @@ from lyapunov_prune.predictions import divergence as module
 from lyapunov_prune.predictions.divergence import SublayerDivergence, divergences, sublayer_divergence
 from lyapunov_prune.ranking import rank_by_divergence
 
-MEASURES = ("variance", "kl", "reverse_kl", "flipped")
+MEASURES = ("variance", "kl", "reverse_kl", "flipped", "variance_r")
 
 
 @pytest.fixture(autouse=True)
@@ -49,8 +49,17 @@ def exact(model: PreTrainedModel, ids: torch.Tensor, T: float = 1.0) -> dict[str
     for layer in range(structure.num_layers):
         with skipped(structure, (layer,)):
             z2 = twin(ids).logits[:, :-1].numpy()
-        rows.append([x.mean() for x in by_definition(z, z2 - z, T)] + [(z.argmax(-1) != z2.argmax(-1)).mean()])
+        rows.append(measures_of(z, z2, T))
     return dict(zip(MEASURES, np.array(rows).T, strict=True))
+
+
+def measures_of(z: np.ndarray, z2: np.ndarray, T: float) -> list[float]:
+    """`MEASURES`, means over positions."""
+    r = softmax(2 * z / T, axis=-1)
+    d = (z2 - z) / T
+    variance_r = (r * (d - (r * d).sum(-1, keepdims=True)) ** 2).sum(-1) / 2
+    flipped = z.argmax(-1) != z2.argmax(-1)
+    return [float(x.mean()) for x in (*by_definition(z, z2 - z, T), flipped, variance_r)]
 
 
 def by_definition(z: np.ndarray, dz: np.ndarray, T: float) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -383,7 +392,7 @@ def test_a_silenced_branch_is_measured_by_the_definitions(name: str, what: str, 
         for parameter in find_structure(twin).layers[layer].get_submodule(ENDS[name][what]).parameters():
             parameter.zero_()
         z2 = twin(ids).logits[:, :-1].numpy()
-        rows.append([x.mean() for x in by_definition(z, z2 - z, T)] + [(z.argmax(-1) != z2.argmax(-1)).mean()])
+        rows.append(measures_of(z, z2, T))
     assert_agree(found, dict(zip(MEASURES, np.array(rows).T, strict=True)))
     assert (hooks_of(model), found.what) == (0, what)
     assert rank_by_divergence(found).what == what

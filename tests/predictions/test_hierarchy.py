@@ -96,22 +96,23 @@ def decoded(twin: Any, name: str, prompts: torch.Tensor, following: torch.Tensor
 
 
 def exact(
-    model: PreTrainedModel, name: str, what: str, prompts: torch.Tensor, compressed: PreTrainedModel | None
+    model: PreTrainedModel, family: str, what: str, prompts: torch.Tensor, compressed: PreTrainedModel | None
 ) -> dict[str, np.ndarray]:
     """Every measure of LAYER, means over prompts."""
     text = prompts
     for _ in range(STEPS):
         text = torch.cat([text, model(text, use_cache=False).logits[:, -1:].argmax(-1)], dim=1)
     following = text[:, prompts.shape[1] :]
-    h, z = decoded(copy.deepcopy(model), name, prompts, following)
-    h2, z2 = decoded(changed_by_hand(model, name, what, compressed), name, prompts, following)
+    h, z = decoded(copy.deepcopy(model), family, prompts, following)
+    h2, z2 = decoded(changed_by_hand(model, family, what, compressed), family, prompts, following)
     found = directions_by_definition(h, h2 - h)
     found |= dict(zip(LOGITS, directions_by_definition(z, z2 - z).values(), strict=True))
     found |= predictions_by_definition(z, z2 - z, T)
     c = found["deviation"]
     found["range_bound"] = found.pop("span")
     found["variance_bound"] = np.where(c <= 1, (1 / 2 + 2 * c / 9) * 2 * found["kl_estimate"], np.nan)
-    found["deviation"] = np.broadcast_to(c.max(0), c.shape)
+    for name in ("deviation", "deviation_r"):
+        found[name] = np.broadcast_to(found[name].max(0), c.shape)
     return {key: values.mean(0) for key, values in found.items()}
 
 

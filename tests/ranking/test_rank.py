@@ -15,9 +15,10 @@ from helpers import LAYERS, TEXT, make_tiny
 from transformers import PreTrainedModel
 
 import lyapunov_prune as lp
-from lyapunov_prune.predictions.divergence import SublayerDivergence, sublayer_divergence
+from lyapunov_prune.predictions.divergence import SkipDivergence, SublayerDivergence, sublayer_divergence
 from lyapunov_prune.pruning.plan import FIELDS
 from lyapunov_prune.ranking import rank as module
+from lyapunov_prune.ranking.budget import BudgetedRemoval
 from lyapunov_prune.ranking.criteria import CRITERIA, PARTS
 from lyapunov_prune.ranking.ranking import Ranking
 
@@ -94,6 +95,8 @@ def test_attention_and_mlp_by_one_call(
         ({"criterion": "angular", "what": "mlp", "remove": 1}, "angular is defined for whole layers only"),
         ({"criterion": "oracle"}, "oracle searches step by step; give --remove N with it"),
         ({"criterion": "angular"}, "angular removes a run of layers; give --remove N with it"),
+        ({"temperature": 2.0}, "criterion bi knows no temperature; give --criterion kl with it"),
+        ({"criterion": "kl", "temperature": 0.0}, "temperature 0 is no temperature; give a number above 0"),
         ({"remove": LAYERS}, "cannot remove 6 of 6 layers; give 1 to 5, to keep at least one"),
         ({"criterion": "kl", "what": "mlp", "remove": LAYERS + 1}, "cannot remove 7 of 6 layers; give 1 to 6"),
     ],
@@ -227,3 +230,21 @@ def test_rho_that_is_rounding_is_refused_after_one_window(
     with pytest.raises(lp.LyapunovPruneError, match=r"the first window .* floor of bfloat16 .*--derivative jvp.* bi,"):
         lp.rank(model, ids, criterion=criterion, seeds=SEEDS, folder=tmp_path)
     assert not (tmp_path / "profile.json").exists()
+
+
+def test_the_temperature_of_the_divergence_is_that_of_the_command(run: Callable[..., Any]) -> None:
+    kept = {"layers": ("divergence", SkipDivergence), "mlp": ("sublayer-divergence", SublayerDivergence)}
+    for what, (name, kind) in kept.items():
+        asked = ("rank", "tiny", "--criterion", "kl", "--what", what, "--temperature", "3", *TEXT)
+        assert run(*asked).code == 0
+        assert kind.load(f"runs/tiny/{name}.json").temperature == 3.0
+    kl = ("tiny", "--criterion", "kl", "--temperature", "3", "--max-kl", "1000", *TEXT)
+    assert run("rank", *kl).code == 0
+    spent = BudgetedRemoval.load("runs/tiny/budget.json")
+    assert spent.temperature == 3.0
+    hot = SkipDivergence.load("runs/tiny/divergence.json")
+    assert spent.predicted is not None
+    assert spent.predicted[0] == hot.variance.min()
+    assert run("prune", *kl, "-o", "out").code == 0
+    assert "T = 3" in run("prune", *kl, "-o", "again").out
+    assert "knows no temperature" in run("rank", "tiny", "--temperature", "3", *TEXT).err

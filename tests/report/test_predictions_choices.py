@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 from lyapunov_prune.data.batch import as_batch
 from lyapunov_prune.models.structure import identify
 from lyapunov_prune.predictions import ChoiceComparison
-from lyapunov_prune.report.predictions import certificate_figure, choices_figures, options_figure
+from lyapunov_prune.report.predictions import certificate_figure, choices_figures, options_figure, subspace_figure
 
 
 @pytest.fixture(scope="module")
@@ -31,7 +31,12 @@ def made(llama: PreTrainedModel) -> ChoiceComparison:
         dense_mass=np.array([0.5, 0.1, 0.02, 1e-3, 0.3, 0.2]),
         compressed_mass=np.array([0.4, 0.2, 0.01, 1e-4, 0.3, 0.1]),
         same_top=np.ones(6),
+        options_logit=np.full(6, 1e-3),
+        options_probability=np.full(6, 1e-2),
+        options_kl=np.array([0.1, 0.2, 0.5, 0.0, 0.3, np.nan]),
+        kl=np.array([1.0, 1.0, 0.2, 1.0, 2.0, 1.0]),
         radius=np.array([2.0, 2.0, 1.0, 1.0, 0.0, np.nan]),
+        radius_of_norms=np.array([1.5, 0.4, 0.5, 0.5, 0.0, np.nan]),
         moved=np.array([1.0, 0.5, 3.0, 8.0, 1.0, np.nan]),
         changed=np.zeros(6),
         compressed_model=identify(llama),
@@ -56,8 +61,13 @@ def test_the_certificate_counts_the_items_that_the_theorem_decides(made: ChoiceC
 
 def test_what_no_theorem_speaks_of_has_no_certificate(made: ChoiceComparison) -> None:
     nothing = np.full(6, np.nan)
-    assert set(choices_figures(made)) == {"options", "certificate"}
-    assert set(choices_figures(replace(made, radius=nothing, moved=nothing))) == {"options"}
+    assert set(choices_figures(made)) == {"options", "subspace", "certificate"}
+    assert set(choices_figures(replace(made, radius=nothing, moved=nothing))) == {"options", "subspace"}
+    assert set(choices_figures(replace(made, options_kl=nothing))) == {"options", "certificate"}
+
+
+def test_the_subspace_moved_less_in_the_items_below_the_line(made: ChoiceComparison) -> None:
+    assert "less among the options in 4 of 5 items" in words(subspace_figure(made))
 
 
 def test_the_same_result_draws_the_same_and_another_one_another(made: ChoiceComparison) -> None:

@@ -170,7 +170,9 @@ def prune(
         else:
             assert isinstance(ranking, LayerRanking)  # the others ask for --remove
             assert max_kl is not None
-            spent = remove_under_budget(loaded.model, batch, ranking, max_kl, batch_size=text.batch_size)
+            spent = remove_under_budget(
+                loaded.model, batch, ranking, max_kl, temperature=by.temperature, batch_size=text.batch_size
+            )
             plan = spent.plan()
             if not as_json:
                 show(spent, as_json, None)

@@ -13,6 +13,7 @@ from lyapunov_prune.cli.inputs import (
     explain,
     load_inputs,
     require_budget_alone,
+    require_retrieval,
     require_studies,
     run_folder,
 )
@@ -148,7 +149,9 @@ def rank(
         written = plan.save(run / "plan.json")
     if max_kl is not None:
         assert isinstance(ranking, LayerRanking)  # the others ask for --remove
-        spent = remove_under_budget(loaded.model, batch, ranking, max_kl, batch_size=text.batch_size)
+        spent = remove_under_budget(
+            loaded.model, batch, ranking, max_kl, temperature=by.temperature, batch_size=text.batch_size
+        )
         spent.save(run / "budget.json")
         written = spent.plan().save(run / "plan.json")
         show(spent, as_json, written)
@@ -166,6 +169,14 @@ def evaluate(
         str | None, what_option(help="Score tasks too: .jsonl files, names of lm-evaluation-harness (piqa,arc_easy).")
     ] = None,
     limit: Items = None,
+    retrieval: Annotated[
+        str | None,
+        what_option(
+            metavar="QUERIES,DOCS[,QRELS]",
+            help="Score retrieval too, by pooled states: .jsonl files of _id and text, and a .tsv of query, document, "
+            "grade (qrels/test.tsv beside the queries if not given); texts are read up to --context tokens.",
+        ),
+    ] = None,
     few_shot: Annotated[
         int | None, what_option(min=0, help="Examples before an item: the first of the file. None, or the task's own.")
     ] = None,
@@ -178,10 +189,12 @@ def evaluate(
     output: Output = None,
     as_json: Json = False,
 ) -> None:
-    """Perplexity, and on request speed and tasks; writes eval.json."""
+    """Perplexity, and on request speed, tasks and retrieval; writes eval.json."""
+    from lyapunov_prune.data.retrieval import load_retrieval
     from lyapunov_prune.data.text import require_unseen
     from lyapunov_prune.evaluation.evaluation import Evaluation, zero_share
     from lyapunov_prune.evaluation.perplexity import perplexity
+    from lyapunov_prune.evaluation.retrieval import evaluate_retrieval
     from lyapunov_prune.evaluation.speed import measure_speed
     from lyapunov_prune.evaluation.tasks import evaluate_tasks, load_tasks
     from lyapunov_prune.models.tokenizers import require_same_tokenizer
@@ -190,6 +203,7 @@ def evaluate(
         raise LyapunovPruneError("--limit and --few-shot are of tasks; give --tasks with them")
     names = [against, model] if against else [model]
     chosen = load_tasks(tasks.split(","), few_shot=few_shot, offline=source.offline) if tasks is not None else None
+    sought = load_retrieval(*require_retrieval(retrieval)) if retrieval is not None else None
     first, batch = load_inputs(names[0], source, text, split)
     prompt = min(256, (first.structure.max_context or 512) // 2)
     models = {names[0]: first.model}
@@ -206,12 +220,17 @@ def evaluate(
         tasks=evaluate_tasks(models, first.tokenizer, chosen, limit=limit, bos=text.bos, batch_size=text.batch_size)
         if chosen
         else None,
+        retrieval=evaluate_retrieval(
+            models, first.tokenizer, sought, context=text.context, bos=text.bos, batch_size=text.batch_size
+        )
+        if sought
+        else None,
     )
     run = run_folder(output, model)
     result.save(run / "eval.json")
     draw_report(run)
     show(result, as_json, run / "eval.json")
-    for part in (result.speed, result.tasks):
+    for part in (result.speed, result.tasks, result.retrieval):
         if part and not as_json:
             show(part, as_json, None)
 

@@ -2,13 +2,24 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from lyapunov_prune.cli.inputs import draw_report, load_inputs, run_folder
-from lyapunov_prune.cli.options import Items, Json, Model, ModelOptions, Output, Temperature, TextOptions, what_option
+from lyapunov_prune.cli.inputs import draw_report, load_prompted, require_retrieval, run_folder
+from lyapunov_prune.cli.options import (
+    Items,
+    Json,
+    Model,
+    ModelOptions,
+    Output,
+    Temperature,
+    TextOptions,
+    text_option,
+    what_option,
+)
 from lyapunov_prune.cli.terminal import Parts, note
 from lyapunov_prune.errors import CheckFailed, LyapunovPruneError
 
@@ -23,7 +34,25 @@ def hierarchy(
         Path | None,
         what_option(help="Multiple-choice items, a JSONL file of query, choices, gold; for COMPRESSED."),
     ] = None,
+    letters: Annotated[
+        bool, what_option("--letters", help="Ask --choices once more by letters, their texts listed: letters.json.")
+    ] = False,
     limit: Items = None,
+    retrieval: Annotated[
+        str | None,
+        what_option(metavar="QUERIES,DOCS[,QRELS]", help="Retrieval with both models, as for eval: retrieval.json."),
+    ] = None,
+    verdict: Annotated[
+        bool,
+        what_option("--verdict", help="Which kinds of task stay, of all measured with COMPRESSED: verdict.json."),
+    ] = False,
+    prompts: Annotated[
+        Path | None,
+        text_option(help="Own prompts in place of windows of --text: one a line, or a .jsonl of text."),
+    ] = None,
+    chat: Annotated[
+        bool, text_option("--chat", help="--prompts are what a user says: through the chat template.")
+    ] = False,
     source: ModelOptions = ModelOptions(),
     text: TextOptions = TextOptions(tokens=128, context=32),
     output: Output = None,
@@ -33,54 +62,82 @@ def hierarchy(
 
     Each layer by itself is replaced by that of COMPRESSED, or dropped where COMPRESSED has fewer or is not given, in
     the dense model's own context; estimates and proven bounds stand beside what is measured. With COMPRESSED both
-    models then decode on their own (generation.json, paths.json), and answer --choices (choices.json). Prompts are
-    windows of --context tokens. Exit code 1 on a violated bound.
+    models then decode on their own (generation.json, paths.json), COMPRESSED also reads the dense text
+    (history.json), and both answer --choices (choices.json; letters.json). --verdict puts them together by kind of
+    task. Prompts are windows of --context tokens, or --prompts. Exit code 1 on a violated bound.
     """
-    from lyapunov_prune.data.choices import load_items
+    from lyapunov_prune.data.choices import lettered, load_items
+    from lyapunov_prune.data.retrieval import load_retrieval
     from lyapunov_prune.data.text import require_unseen
+    from lyapunov_prune.evaluation.retrieval import evaluate_retrieval
+    from lyapunov_prune.models.structure import identify
     from lyapunov_prune.models.tokenizers import require_same_tokenizer
     from lyapunov_prune.predictions.attention_paths import attention_paths
-    from lyapunov_prune.predictions.choices import compare_choices
+    from lyapunov_prune.predictions.choices import ChoiceComparison, compare_choices
     from lyapunov_prune.predictions.generation import compare_generation
     from lyapunov_prune.predictions.hierarchy import probe_layers
+    from lyapunov_prune.predictions.history import history_divergence
+    from lyapunov_prune.predictions.verdict import task_verdict
 
     if choices is not None and compressed is None:
         raise LyapunovPruneError("--choices compares two models; give COMPRESSED too")
+    for option, given in (("--retrieval", retrieval is not None), ("--verdict", verdict)):
+        if given and compressed is None:
+            raise LyapunovPruneError(f"{option} compares two models; give COMPRESSED too")
+    sought = load_retrieval(*require_retrieval(retrieval)) if retrieval is not None else None
+    if letters and choices is None:
+        raise LyapunovPruneError("--letters asks the items of a file by letters; give --choices FILE with it")
     items = load_items(choices) if choices else ()
-    loaded, prompts = load_inputs(dense, source, text, "evaluation")
+    loaded, batch = load_prompted(dense, source, text, prompts, chat)
     other = None
     if compressed is not None:
         other = source.load(compressed)
         require_same_tokenizer(loaded.tokenizer, other.tokenizer, (dense, compressed))
     for model in (loaded.model, *([other.model] if other else [])):
-        require_unseen(model, prompts)
+        require_unseen(model, batch)
     same_layers = other is not None and other.structure.num_layers == loaded.structure.num_layers
     probe = probe_layers(
         loaded.model,
-        prompts,
+        batch,
         change=other.model if other is not None and same_layers else "dropped",
         steps=new_tokens,
         temperature=temperature,
         batch_size=text.batch_size,
     )
+    if other is not None and not same_layers:
+        probe = replace(probe, beside=identify(other.model))
     run = run_folder(output, dense)
     parts = Parts(run, as_json)
     parts.add("hierarchy", probe)
     if other is not None:
-        generated = compare_generation(loaded.model, other.model, prompts, steps=new_tokens, temperature=temperature)
+        generated = compare_generation(loaded.model, other.model, batch, steps=new_tokens, temperature=temperature)
         parts.add("generation", generated)
+        history = history_divergence(loaded.model, other.model, batch, steps=new_tokens, temperature=temperature)
+        parts.add("history", history)
     if other is not None and same_layers:
         try:
-            paths = attention_paths(loaded.model, other.model, prompts, steps=new_tokens)
+            paths = attention_paths(loaded.model, other.model, batch, steps=new_tokens)
         except LyapunovPruneError as error:  # not every family lets its attention be seen
             note(f"no paths through attention: {error}")
         else:
             parts.add("paths", paths)
     violated = len(probe.violations)
+    answers: dict[str, ChoiceComparison] = {}
     if other is not None and items:
-        answered = compare_choices(loaded.model, other.model, items, loaded.tokenizer, limit=limit)
-        parts.add("choices", answered)
-        violated += len(answered.violations)
+        asked = {"choices": items} | ({"letters": tuple(map(lettered, items))} if letters else {})
+        for name, these in asked.items():
+            answered = compare_choices(loaded.model, other.model, these, loaded.tokenizer, limit=limit)
+            parts.add(name, answered)
+            violated += len(answered.violations)
+            answers[name] = answered
+    found = None
+    if other is not None and sought is not None:
+        assert compressed is not None
+        both = {dense: loaded.model, compressed: other.model}
+        found = evaluate_retrieval(both, loaded.tokenizer, sought, bos=text.bos, batch_size=text.batch_size)
+        parts.add("retrieval", found)
+    if other is not None and verdict:
+        parts.add("verdict", task_verdict(generated, history, choices=answers.get("choices"), retrieval=found))
     draw_report(run)
     parts.end()
     if violated:

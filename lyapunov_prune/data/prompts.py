@@ -1,0 +1,126 @@
+"""Prompts of one's own: a file of them as token ids, each of its own length, on request through the chat template."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import groupby
+from pathlib import Path
+
+import numpy as np
+import torch
+from transformers import PreTrainedTokenizerBase
+
+from lyapunov_prune.arguments import checked
+from lyapunov_prune.data.batch import TokenBatch
+from lyapunov_prune.data.text import adds_bos
+from lyapunov_prune.errors import LyapunovPruneError
+
+
+@dataclass(frozen=True)
+class Prompts(TokenBatch):
+    """Prompts of several lengths: of row `i` the first `lengths[i]` ids are its own, the last repeated to the end.
+
+    What is repeated no model is given: `windows` hands out prompts of one length without it.
+    """
+
+    lengths: tuple[int, ...]
+
+    def windows(self, batch_size: int) -> list[torch.Tensor]:
+        """The prompts in their order, at most `batch_size` at a time, and only such as are equally long."""
+        parts, start = [], 0
+        for length, run in groupby(self.lengths):
+            end = start + len(list(run))
+            parts += self.ids[start:end, :length].split(batch_size)
+            start = end
+        return parts
+
+    def item(self, index: int) -> torch.Tensor:
+        return self.ids[index, : self.lengths[index]]
+
+    def take(self, indices: Sequence[int]) -> Prompts:
+        rows = torch.tensor(indices, dtype=torch.int64)
+        return replace(self, ids=self.ids[rows], lengths=tuple(self.lengths[i] for i in indices))
+
+    @property
+    def tokens(self) -> int:
+        return sum(self.lengths)
+
+    @property
+    def text_hash(self) -> str:
+        return hashlib.sha256(str(self.lengths).encode() + self._own.tobytes()).hexdigest()
+
+    @property
+    def stream(self) -> np.ndarray:
+        begins = np.cumsum((0, *self.lengths[:-1]), dtype=np.int64)
+        return np.delete(self._own, begins) if self.bos else self._own
+
+    @property
+    def _own(self) -> np.ndarray:
+        return torch.cat([self.item(i) for i in range(len(self))]).to("cpu", torch.int64).numpy()
+
+
+@checked
+def load_prompts(
+    path: str | Path, tokenizer: PreTrainedTokenizerBase, *, chat: bool = False, bos: bool | None = None
+) -> Prompts:
+    """The prompts of a file: a `.jsonl` of objects with a `text`, or any other text, one prompt a line.
+
+    With `chat` each is what a user says, put into the tokenizer's chat template, which says itself how a text begins;
+    otherwise a BOS token stands before it if `bos`, by default as the tokenizer does it.
+
+    Raises LyapunovPruneError for a file without prompts or of another form, a prompt of fewer than two tokens, a BOS
+    token or a chat template that the tokenizer lacks, and for `bos` beside `chat`.
+    """
+    if chat and bos is not None:
+        raise LyapunovPruneError("a chat template says itself how a text begins; give --chat without --bos or --no-bos")
+    if chat and not tokenizer.chat_template:
+        raise LyapunovPruneError("this tokenizer has no chat template; leave --chat out, or take an instruct model")
+    begins = adds_bos(tokenizer) if bos is None and not chat else bool(bos)
+    if begins and tokenizer.bos_token_id is None:
+        raise LyapunovPruneError("this tokenizer has no BOS token; use --no-bos")
+    rows = []
+    for where, text in _texts(Path(path)):
+        if chat:
+            text = str(
+                tokenizer.apply_chat_template(
+                    [{"role": "user", "content": text}], tokenize=False, add_generation_prompt=True
+                )
+            )
+        ids = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+        row = [tokenizer.bos_token_id] * begins + ids
+        if len(row) < 2:
+            raise LyapunovPruneError(f"{where} is a prompt of fewer than two tokens; make it longer")
+        rows.append(torch.tensor(row, dtype=torch.int64))
+    if not rows:
+        raise LyapunovPruneError(f'{path} holds no prompts; give one a line, or a .jsonl of {{"text": "…"}}')
+    if chat:
+        begins = tokenizer.bos_token_id is not None and all(row[0] == tokenizer.bos_token_id for row in rows)
+    lengths = tuple(map(len, rows))
+    ids = torch.stack([torch.cat([row, row[-1:].repeat(max(lengths) - len(row))]) for row in rows])
+    return Prompts(ids, text=str(path), split="all", bos=begins, lengths=lengths)
+
+
+def _texts(path: Path) -> list[tuple[str, str]]:
+    """Every prompt, and where it stands."""
+    try:
+        lines = path.read_text(encoding="utf-8-sig").split("\n")
+    except (OSError, UnicodeDecodeError) as error:
+        raise LyapunovPruneError(f"cannot read {path} as UTF-8 text ({error}); give a file of prompts") from None
+    found = []
+    for number, line in enumerate(lines, start=1):
+        where = f"{path} line {number}"
+        if not line.strip():
+            continue
+        text: object = line.rstrip("\r")
+        if path.suffix == ".jsonl":
+            try:
+                text = json.loads(line)["text"]
+            except (ValueError, KeyError, TypeError):
+                text = None
+        if not isinstance(text, str) or not text.strip():
+            raise LyapunovPruneError(f'{where} is no prompt; give {{"text": "…"}} a line')
+        found.append((where, text))
+    return found

@@ -1,0 +1,247 @@
+"""Retrieval: which documents lie nearest to a query, by pooled final hidden_states, of models side by side."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from importlib.metadata import version
+
+import numpy as np
+import pandas as pd
+import torch
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from lyapunov_prune.arguments import checked, require_least
+from lyapunov_prune.data.batch import TokenBatch, checked_batch, require_context
+from lyapunov_prune.data.retrieval import RetrievalTask
+from lyapunov_prune.data.text import adds_bos
+from lyapunov_prune.errors import LyapunovPruneError
+from lyapunov_prune.forward.hooks import final_state, require_finite
+from lyapunov_prune.linalg import lift
+from lyapunov_prune.models.plain import require_in_memory
+from lyapunov_prune.models.structure import find_structure, in_eval_mode
+from lyapunov_prune.progress import track
+from lyapunov_prune.results.result import MeasuredOn, Result, versions
+
+EXTRA = "retrieval is scored by ir-measures; run: pip install 'lyapunov-prune[tasks]'"
+# How far down a ranking is looked.
+TOP = 10
+
+
+@dataclass(frozen=True)
+class RetrievalScores(Result):
+    """How well documents are found by `S(q, d) = cos(e_q, e_d)`, of every model; the first is the one compared with.
+
+    `e` is the mean of the final hidden_states (after the final norm) over the tokens of a text. Float64, by query:
+
+    - `ndcg` (models × queries): nDCG@10 by ir-measures (trec_eval's, gains are the grades);
+    - `overlap` (models × queries): the share of the first model's ten nearest documents among the model's own ten;
+    - `margin` (queries,): how much nearer the tenth document is than the eleventh to the first model; NaN where there
+      are no eleven. `shift` (models × queries): `max_d ΔS − min_d ΔS` against the first model. While `shift < margin`
+      the ten stay the ten: no document of them can be passed by another. `kept` says where;
+    - `turned` (models × 2): `1 − cos` of a text's two embeddings, means over queries and over documents; NaN for a
+      model of another width.
+
+    Source: Demystifying When Pruning Works via Representation Hierarchies, eq. 4 and Table 1a.
+    """
+
+    task: str
+    sha256: str
+    models: tuple[str, ...]
+    documents: int
+    cut: int  # texts of which only the first `context` tokens were read
+    ndcg: np.ndarray
+    overlap: np.ndarray
+    margin: np.ndarray
+    shift: np.ndarray
+    turned: np.ndarray
+    measured_on: tuple[MeasuredOn, ...]
+
+    @property
+    def kept(self) -> np.ndarray:
+        """(models × queries) bool: the change of the similarities is too small to change the first ten."""
+        return self.shift < self.margin
+
+    def to_frame(self) -> pd.DataFrame:
+        """A row a model and query."""
+        queries = self.ndcg.shape[1]
+        model, query = np.repeat(self.models, queries), np.tile(np.arange(queries), len(self.models))
+        measured = {name: getattr(self, name).ravel() for name in ("ndcg", "overlap", "shift", "kept")}
+        return pd.DataFrame(
+            {"model": model, "query": query, "margin": np.tile(self.margin, len(self.models)), **measured}
+        )
+
+    def summary(self) -> pd.DataFrame:
+        """A row a model, means over queries; `error` is the standard error of nDCG@10, `difference` of that to the
+        first, query by query."""
+        n = self.ndcg.shape[1]
+        root = np.sqrt(n) if n > 1 else np.nan
+        paired = self.ndcg - self.ndcg[0]
+        spread = [x.std(-1, ddof=1) / root if n > 1 else np.full(len(x), np.nan) for x in (self.ndcg, paired)]
+        return pd.DataFrame(
+            {
+                "model": self.models,
+                "nDCG@10": self.ndcg.mean(-1),
+                "error": spread[0],
+                "− first": paired.mean(-1),
+                "difference": spread[1],
+                "overlap": self.overlap.mean(-1),
+                "shift": np.median(self.shift, axis=-1),
+                "kept": self.kept.mean(-1),
+                "turned_queries": self.turned[:, 0],
+                "turned_documents": self.turned[:, 1],
+            }
+        )
+
+    def headline(self) -> str:
+        on = self.measured_on[0]
+        cut = f", {self.cut} texts cut to {on.context} tokens" if self.cut else ""
+        margin = f"{np.median(self.margin):.2g}" if np.isfinite(self.margin).all() else "none: ten documents or fewer"
+        return (
+            f"Retrieval, {self.task}: {self.ndcg.shape[1]} queries, {self.documents} documents{cut}; means of final "
+            f"hidden_states compared by cosine; ir-measures {on.versions['ir-measures']}\n"
+            f"median margin between the tenth and the eleventh document: {margin}\n{on.line()}"
+        )
+
+
+@checked
+@torch.no_grad()
+def evaluate_retrieval(
+    models: Mapping[str, PreTrainedModel],
+    tokenizer: PreTrainedTokenizerBase,
+    task: RetrievalTask,
+    *,
+    context: int = 512,
+    bos: bool | None = None,
+    batch_size: int = 1,
+) -> RetrievalScores:
+    """Embed all texts with every model and score the rankings, see RetrievalScores. Needs the extra `tasks`.
+
+    A text is read up to `context` tokens, behind a BOS token if `bos` (None: the tokenizer's habit), which is no part
+    of the mean: its state is that of every text. A document of the query's own id is not ranked, as in BEIR. Memory:
+    the embeddings of all documents, float64, and the similarities of all queries.
+
+    Raises NonFiniteError naming the layer when a model is not finite, and LyapunovPruneError for a missing extra, a
+    text without tokens, a context that is longer than a model's, and ids outside a vocabulary.
+    """
+    try:
+        import ir_measures
+    except ImportError:
+        raise LyapunovPruneError(EXTRA) from None
+    require_least(1, batch_size=batch_size)
+    require_least(2, context=context)
+    begins = adds_bos(tokenizer) if bos is None else bos
+    if begins and tokenizer.bos_token_id is None:
+        raise LyapunovPruneError("this tokenizer has no BOS token; use --no-bos")
+    texts = [*task.queries.values(), *task.documents.values()]
+    rows, cut = _tokens(texts, tokenizer, begins, context)
+    names, ids = list(task.queries), list(task.documents)
+    same = np.array([[query == document for document in ids] for query in names])
+    judged = [
+        ir_measures.Qrel(query, document, grade)
+        for query, grades in task.relevant.items()
+        for document, grade in grades.items()
+    ]
+    scores, embedded, ndcg, nearest, measured = [], [], [], [], []
+    for name, model in models.items():
+        e = _embed(model, rows, int(begins), batch_size, name)
+        unit = e / np.linalg.norm(e, axis=-1, keepdims=True)
+        S = unit[: len(names)] @ unit[len(names) :].T
+        S[same] = -np.inf
+        order = np.argsort(-S, axis=-1, kind="stable")[:, :TOP]
+        run = [
+            ir_measures.ScoredDoc(query, ids[d], float(-rank))  # ranks, so that ties are broken in one way
+            for query, best in zip(names, order, strict=True)
+            for rank, d in enumerate(best)
+            if query != ids[d]
+        ]
+        found = {m.query_id: m.value for m in ir_measures.iter_calc([ir_measures.nDCG @ TOP], judged, run)}
+        ndcg.append([found.get(query, 0.0) for query in names])
+        scores.append(S)
+        embedded.append(unit)
+        nearest.append(order)
+        measured.append(_measured_on(model, rows, task.name, begins))
+    return RetrievalScores(
+        task=task.name,
+        sha256=task.sha256,
+        models=tuple(models),
+        documents=len(ids),
+        cut=cut,
+        ndcg=np.array(ndcg),
+        overlap=np.array([[_shared(a, b) for a, b in zip(nearest[0], own, strict=True)] for own in nearest]),
+        margin=_margin(scores[0]),
+        shift=np.array(
+            [[np.ptp(b[~out] - a[~out]) for a, b, out in zip(scores[0], S, same, strict=True)] for S in scores]
+        ),
+        turned=np.array([_turned(embedded[0], e, len(names)) for e in embedded]),
+        measured_on=tuple(measured),
+    )
+
+
+def _tokens(
+    texts: list[str], tokenizer: PreTrainedTokenizerBase, begins: bool, context: int
+) -> tuple[list[list[int]], int]:
+    """The ids of every text, and how many texts were cut."""
+    start = [tokenizer.bos_token_id] * begins
+    rows, cut = [], 0
+    for text in texts:
+        row = start + tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+        if len(row) == len(start):
+            raise LyapunovPruneError(f"the text {text[:40]!r} has no tokens; give another")
+        cut += len(row) > context
+        rows.append(row[:context])
+    return rows, cut
+
+
+@in_eval_mode
+def _embed(model: PreTrainedModel, rows: list[list[int]], skipped: int, batch_size: int, name: str) -> np.ndarray:
+    """The mean final state of every text without its first `skipped` tokens, texts × width, float64."""
+    require_in_memory(model)
+    structure = find_structure(model)
+    require_context(structure, max(map(len, rows)))
+    order = sorted(range(len(rows)), key=lambda i: len(rows[i]))
+    found: dict[int, torch.Tensor] = {}
+    for k in track(range(0, len(order), batch_size), f"embeddings of {name}"):
+        some = order[k : k + batch_size]
+        width = max(2, len(rows[some[-1]]))
+        # What is repeated at the end is no padding to the model, and need not be: no position looks at a later one.
+        ids = torch.tensor([rows[i] + rows[i][-1:] * (width - len(rows[i])) for i in some])
+        state = final_state(structure, checked_batch(structure, ids).ids.to(model.device))
+        if not state.isfinite().all():
+            require_finite(structure, ids, "a text")
+        found |= {i: lift(row[skipped : len(rows[i])]).mean(0).cpu() for i, row in zip(some, state, strict=True)}
+    return torch.stack([found[i] for i in range(len(rows))]).numpy()
+
+
+def _shared(first: np.ndarray, own: np.ndarray) -> float:
+    return float(np.isin(first, own).mean())
+
+
+def _ranges(first: np.ndarray, own: np.ndarray, ranked: np.ndarray) -> list[float]:
+    """Of every query the range over its ranked documents of `own − first`."""
+    return [float(np.ptp(b[seen] - a[seen])) for a, b, seen in zip(first, own, ranked, strict=True)]
+
+
+def _margin(S: np.ndarray) -> np.ndarray:
+    """(queries,): the similarity of the tenth document less that of the eleventh."""
+    ranked = -np.sort(-S, axis=-1)
+    if ranked.shape[1] <= TOP:
+        return np.full(len(S), np.nan)
+    with np.errstate(invalid="ignore"):
+        margin = ranked[:, TOP - 1] - ranked[:, TOP]
+    return np.where(np.isfinite(margin), margin, np.nan)  # of eleven documents one may be the query's own
+
+
+def _turned(first: np.ndarray, own: np.ndarray, queries: int) -> tuple[float, float]:
+    """Means of `1 − cos` over the texts: half the squared distance of the two unit vectors, without cancellation."""
+    if first.shape != own.shape:
+        return float("nan"), float("nan")
+    turned = np.square(first - own).sum(-1) / 2
+    return float(turned[:queries].mean()), float(turned[queries:].mean())
+
+
+def _measured_on(model: PreTrainedModel, rows: list[list[int]], name: str, bos: bool) -> MeasuredOn:
+    ids = torch.tensor([[token for row in rows for token in row]], dtype=torch.int64)
+    on = TokenBatch(ids, text=name, split="all", bos=bos).measured_on(model)
+    told = {**versions(), "ir-measures": version("ir-measures")}
+    return replace(on, context=max(map(len, rows)), versions=told)

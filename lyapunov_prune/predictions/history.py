@@ -1,0 +1,199 @@
+"""Direct error and diverged history: a compressed model reads the dense model's text, and its own."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import pandas as pd
+import torch
+from transformers import PreTrainedModel
+
+from lyapunov_prune.arguments import checked, require_least
+from lyapunov_prune.data.batch import require_context
+from lyapunov_prune.errors import LyapunovPruneError
+from lyapunov_prune.forward.decoding import decode_greedily
+from lyapunov_prune.forward.hooks import final_state, require_finite
+from lyapunov_prune.forward.logits import require_temperature
+from lyapunov_prune.forward.reading import Readable, Reading, read
+from lyapunov_prune.linalg import lift
+from lyapunov_prune.models.structure import identify, in_eval_mode
+from lyapunov_prune.predictions.divergence import log_softmax
+from lyapunov_prune.predictions.generation import end_tokens
+from lyapunov_prune.predictions.spaces import PROBABILITIES, prediction_measures
+from lyapunov_prune.progress import track
+from lyapunov_prune.results.result import MeasuredOn, ModelIdentity, Result
+
+READ = ("dense text", "own text")
+# Positions whose logits are formed at once.
+_ROWS = 64
+_MEASURES = ("logit_change", "probability", "probability_estimate", "kl_estimate", "kl", "flipped", "certain")
+
+
+@dataclass(frozen=True)
+class HistoryDivergence(Result):
+    """What of a compressed model's error at each decoding step is its own, and what comes back through the text.
+
+    The dense model goes on greedily from every prompt, and `z` are its logits over its text. Arrays are (2 × steps)
+    float64, means over prompts in which neither model has ended its text before. In row 0 the compressed model reads
+    the dense model's text: the weights differ, the tokens do not (`F(ΔW, x) + F(Δx^prompt)` of Demystifying When
+    Pruning Works via Representation Hierarchies, eqs. 65 to 67, and the same of the states behind given tokens). In
+    row 1 it reads what it has written itself: its generated context differs too, the third term of eq. 70. With
+    `d = Δz/T`, `p = softmax(z/T)` and `q` of the compressed model:
+
+    - `logit_change = ‖Δz‖ / ‖z‖`;
+    - `kl = KL(p‖q)` in nats beside its estimate `kl_estimate = Var_p(d)/2` (Theorem 3);
+    - `probability = 1 − cos(p, q)` beside `probability_estimate = Var_r(d)/2`, `r_i = p_i²/‖p‖²` (Theorem 2).
+
+    - `flipped`: the share of prompts whose likeliest token is another one; `may_spend = (p₁ − p₂)²/2` (steps,), p₁ and
+      p₂ the two largest of `p`: while KL is below it the likeliest token stays, for no probability can then move by
+      half of `p₁ − p₂` (Pinsker's inequality); `certain`: the share of prompts in which it is.
+
+    `same_text` is the share of those prompts whose two texts agree before the step: where they agree both rows read the
+    same, and where they have parted row 1 compares predictions about two different texts. `running` is the share of
+    prompts in the means; at 0 they are NaN.
+    """
+
+    logit_change: np.ndarray
+    probability: np.ndarray
+    probability_estimate: np.ndarray
+    kl_estimate: np.ndarray
+    kl: np.ndarray
+    flipped: np.ndarray
+    certain: np.ndarray
+    may_spend: np.ndarray
+    same_text: np.ndarray
+    running: np.ndarray
+    temperature: float
+    compressed: ModelIdentity
+    measured_on: MeasuredOn
+
+    @property
+    def var_p(self) -> np.ndarray:
+        return 2 * self.kl_estimate
+
+    @property
+    def var_r(self) -> np.ndarray:
+        return 2 * self.probability_estimate
+
+    def mean_kl(self) -> tuple[float, float]:
+        """Of the dense and of its own text, nats: means over the steps at which a prompt is running."""
+        seen = self.running > 0
+        return float(self.kl[0, seen].mean()), float(self.kl[1, seen].mean())
+
+    def to_frame(self) -> pd.DataFrame:
+        """A row a reading and step."""
+        steps = len(self.running)
+        columns = {name: getattr(self, name).ravel() for name in (*_MEASURES, "var_p", "var_r")}
+        columns["may_spend"] = np.tile(self.may_spend, 2)
+        index = {"reads": np.repeat(READ, steps), "step": np.tile(np.arange(steps), 2)}
+        return pd.DataFrame({**index, **columns, "same_text": np.tile(self.same_text, 2)})
+
+    def summary(self) -> pd.DataFrame:
+        """Steps 0, 1, 2, 4, 8, … and the last, both readings side by side."""
+        steps = len(self.running)
+        some = sorted({0, steps - 1, *(2**k for k in range(steps.bit_length()) if 2**k < steps)})
+        columns: dict[str, np.ndarray] = {"step": np.array(some)}
+        for row, name in enumerate(("direct", "own")):
+            for measure in ("logit_change", "var_p", "var_r", "kl", "flipped"):
+                columns[f"{measure}_{name}"] = getattr(self, measure)[row, some]
+        return pd.DataFrame({**columns, "same_text": self.same_text[some], "running": self.running[some]})
+
+    def headline(self) -> str:
+        direct, own = self.mean_kl()
+        return (
+            f"Direct error and diverged history, {len(self.running)} steps, T = {self.temperature:g}, against "
+            f"{self.compressed.name}: KL {direct:.3g} nats where it reads the dense text, {own:.3g} where it reads its "
+            f"own\n{self.measured_on.line()}"
+        )
+
+
+@checked
+@in_eval_mode
+@torch.no_grad()
+def history_divergence(
+    dense: PreTrainedModel,
+    compressed: PreTrainedModel,
+    prompts: Readable,
+    *,
+    steps: int,
+    temperature: float = 1.0,
+    batch_size: int = 8,
+) -> HistoryDivergence:
+    """Let both models go on greedily from `prompts` by `steps` tokens and compare predictions, see HistoryDivergence.
+
+    The models may differ in layers and widths, not in the vocabulary. Each text is then read whole, without a cache:
+    once by the dense model, twice by the other. A text ends at an end-of-text token of the dense model's generation
+    settings. Memory: final states of `batch_size` texts, logits of 64 positions of two models. Float64 from logits on.
+
+    Raises NonFiniteError naming the layer when a model is not finite, and LyapunovPruneError for two vocabularies, ids
+    outside them, prompts and steps that do not fit the context, a temperature that is not above 0, and a decoder
+    whose logits are no function of its final state.
+    """
+    require_temperature(temperature)
+    require_least(1, steps=steps, batch_size=batch_size)
+    readings = [read(model, prompts) for model in (dense, compressed)]
+    batch = readings[0].batch
+    for reading in readings:
+        require_context(reading.structure, batch.context + steps - 1)
+    ends = end_tokens(dense)
+    sums = torch.zeros(2, len(_MEASURES) + 1, steps, dtype=torch.float64)
+    same, running = torch.zeros(steps, dtype=torch.float64), torch.zeros(steps, dtype=torch.float64)
+    for ids in track(batch.windows(batch_size), "direct error and history"):
+        written = [decode_greedily(reading, ids, steps).cpu() for reading in readings]
+        over = torch.stack([torch.isin(tokens, ends) for tokens in written]).any(0).cumsum(-1) > 0
+        runs = torch.cat([torch.ones(len(ids), 1, dtype=torch.bool), ~over[:, :-1]], 1)  # neither ended before
+        agree = (written[0] == written[1]).cumprod(-1).bool()
+        agree = torch.cat([torch.ones(len(ids), 1, dtype=torch.bool), agree[:, :-1]], 1)
+        running += runs.sum(0)
+        same += (runs & agree).sum(0)
+        texts = [torch.cat([ids.cpu(), tokens[:, :-1]], 1) for tokens in written]
+        z = _states(readings[0], texts[0], steps)
+        states = [_states(readings[1], text, steps) for text in texts]
+        for row, changed in enumerate(states):
+            measured = _measures(readings, z, changed, temperature).view(-1, len(ids), steps)
+            sums[row] += torch.where(runs, measured, 0).sum(1)
+    means = (sums / running).numpy()  # 0 / 0 is NaN, as said
+    return HistoryDivergence(
+        **{name: means[:, k].copy() for k, name in enumerate(_MEASURES)},
+        may_spend=means[0, -1].copy(),
+        same_text=(same / running).numpy(),
+        running=(running / len(batch)).numpy(),
+        temperature=float(temperature),
+        compressed=identify(compressed),
+        measured_on=readings[0].measured_on(),
+    )
+
+
+def _states(reading: Reading, text: torch.Tensor, steps: int) -> torch.Tensor:
+    """The final states that the last `steps` predictions are made of, (windows · steps) × width."""
+    ids = text.to(reading.model.device)
+    state = final_state(reading.structure, ids)
+    if not state.isfinite().all():
+        require_finite(reading.structure, ids, "a decoded text")
+    return state[:, -steps:].flatten(0, 1)
+
+
+def _measures(
+    readings: Sequence[Reading], dense: torch.Tensor, changed: torch.Tensor, temperature: float
+) -> torch.Tensor:
+    """The measures of every row of final states, and `may_spend`: measures × rows, float64."""
+    parts = []
+    for h, h2 in zip(dense.split(_ROWS), changed.split(_ROWS), strict=True):
+        z, z2 = (lift(r.scorer.logits(x)).cpu() for r, x in zip(readings, (h, h2), strict=True))
+        if z.shape != z2.shape:
+            raise LyapunovPruneError(
+                f"vocabularies of {z.shape[-1]} and {z2.shape[-1]}; compare two versions of one model"
+            )
+        if not (z.isfinite().all() and z2.isfinite().all()):
+            raise LyapunovPruneError("logits are not finite; load the models in a wider dtype")
+        moved = (z2 - z).norm(dim=-1) / z.norm(dim=-1)
+        log_p = log_softmax(z, temperature)
+        of = dict(zip(PROBABILITIES, prediction_measures(log_p, log_softmax(z2, temperature)), strict=True))
+        first, second = log_p.exp().topk(2, dim=-1).values.T
+        may_spend = (first - second).square() / 2
+        flipped = z.argmax(-1) != z2.argmax(-1)
+        known = [moved, *(of[name] for name in _MEASURES[1:5]), flipped, of["kl"] < may_spend, may_spend]
+        parts.append(torch.stack([x.double() for x in known]))
+    return torch.cat(parts, dim=-1)

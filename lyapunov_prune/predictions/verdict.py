@@ -1,0 +1,241 @@
+"""Which kinds of task a compression spares: the same three questions of retrieval, choice and generation.
+
+In which space is the task decided, how far did that space move and how far may it, and does the error return through
+what the model writes? Every answer is a number of a measurement that is made elsewhere.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import pandas as pd
+
+from lyapunov_prune.arguments import checked
+from lyapunov_prune.errors import LyapunovPruneError
+from lyapunov_prune.evaluation.retrieval import TOP, RetrievalScores
+from lyapunov_prune.predictions.choices import ChoiceComparison
+from lyapunov_prune.predictions.generation import GenerationDivergence
+from lyapunov_prune.predictions.history import HistoryDivergence
+from lyapunov_prune.results.result import MeasuredOn, ModelIdentity, Result
+
+# From so large a share of decisions that stay, and below so small a one, as far as the interval says so.
+STAYS, LOST = 0.9, 0.5
+_Z = 1.959963984540054
+
+
+@dataclass(frozen=True)
+class KindVerdict:
+    """The answers for one kind of task, over `items` queries, questions or prompts.
+
+    - `space`: where it is decided; `distance`: how far that space moved as a whole, in the words of `distance_of`;
+    - `moved` and `may_move`, medians over items (of generation over steps) in the unit of `unit`: what decides moved so
+      far, and may move so far before the decision can change; `certain`: the share of decisions in which the first is
+      below the second;
+    - `same`: the share of decisions that stayed, `low` to `high` its 95 % interval (Wilson's, over items);
+    - `dense` and `compressed`: the score of the task, NaN where none is known;
+    - `returns`: by what factor the error grows where the model reads what it has written, NaN for a task that is
+      decided in one reading.
+    """
+
+    task: str
+    space: str
+    items: int
+    distance: float
+    distance_of: str
+    moved: float
+    may_move: float
+    unit: str
+    certain: float
+    same: float
+    low: float
+    high: float
+    score: str
+    dense: float
+    compressed: float
+    returns: float
+
+    @property
+    def word(self) -> str:
+        """`stays` where the interval lies at or above 0.9, `lost` where it lies below 0.5, otherwise `changes`."""
+        return "stays" if self.low >= STAYS else "lost" if self.high < LOST else "changes"
+
+    def sentence(self) -> str:
+        scored = f"; {self.score} {self.dense:.3g} → {self.compressed:.3g}" if self.score else ""
+        again = (
+            "decided in one reading, so no error returns through generated text"
+            if np.isnan(self.returns)
+            else f"reading its own text multiplies KL by {self.returns:.3g}"
+        )
+        return (
+            f"{self.task}: {self.word}. Decided in the {self.space}: {self.distance_of} {self.distance:.3g}. What "
+            f"decides moved by {self.moved:.3g} {self.unit} and may move by {self.may_move:.3g} (medians), certain in "
+            f"{self.certain:.0%}. {self.same:.0%} of the decisions stay ({self.low:.0%} to {self.high:.0%}, "
+            f"{self.items} items){scored}; {again}"
+        )
+
+
+@dataclass(frozen=True)
+class Verdict(Result):
+    """`KindVerdict` of every kind of task that was measured with the same two models.
+
+    `word` goes by the share of decisions that stayed and its interval alone: of the items measured, no promise about
+    other tasks of the kind. `certain` counts what a margin settles; where it does not, a decision may stay all the
+    same. Source of the questions: Demystifying When Pruning Works via Representation Hierarchies, §8.
+    """
+
+    kinds: tuple[KindVerdict, ...]
+    compressed: ModelIdentity
+    measured_on: MeasuredOn
+
+    def to_frame(self) -> pd.DataFrame:
+        return pd.DataFrame(
+            [
+                {
+                    "task": k.task,
+                    "verdict": k.word,
+                    "decided in": k.space,
+                    "distance": k.distance,
+                    "moved": k.moved,
+                    "may move": k.may_move,
+                    "certain": k.certain,
+                    "same": k.same,
+                    "low": k.low,
+                    "high": k.high,
+                    "dense": k.dense,
+                    "compressed": k.compressed,
+                    "returns ×": k.returns,
+                    "items": k.items,
+                }
+                for k in self.kinds
+            ]
+        )
+
+    def headline(self) -> str:
+        missing = [
+            f"{kind} was not asked: give {option}"
+            for kind, option in (("retrieval", "--retrieval QUERIES,DOCS,QRELS"), ("choice", "--choices FILE"))
+            if kind not in {k.task for k in self.kinds}
+        ]
+        return "\n".join(
+            [
+                f"Verdict on {self.compressed.name}, by kind of task: stays where the interval of the share of "
+                f"decisions that stayed begins at {STAYS:.0%} or above, lost where it ends below {LOST:.0%}",
+                *(k.sentence() for k in self.kinds),
+                *missing,
+                self.measured_on.line(),
+            ]
+        )
+
+
+@checked
+def task_verdict(
+    generation: GenerationDivergence,
+    history: HistoryDivergence,
+    *,
+    choices: ChoiceComparison | None = None,
+    retrieval: RetrievalScores | None = None,
+) -> Verdict:
+    """Put together what was measured of two models, see Verdict; `retrieval` is of the dense and the compressed.
+
+    Retrieval: similarities of a query shift against the margin below its tenth document; the same are those of the
+    first ten that stay. Choice: the log-likelihoods per character of the options shift against the lead of the
+    largest. Generation: `KL(p‖q)` on the dense text against `(p₁ − p₂)²/2`, below which Pinsker's inequality keeps the
+    likeliest token; the same is the share of the dense continuation before the texts part.
+
+    Raises LyapunovPruneError when the measurements are of different models.
+    """
+    identities = [generation.measured_on.model, generation.compressed]
+    pairs = [[history.measured_on.model, history.compressed]]
+    kinds = []
+    if retrieval is not None:
+        if len(retrieval.models) != 2:
+            raise LyapunovPruneError(f"retrieval of {len(retrieval.models)} models; give that of two, the dense first")
+        pairs.append([on.model for on in retrieval.measured_on])
+        kinds.append(_retrieval(retrieval))
+    if choices is not None:
+        pairs.append([choices.measured_on.model, choices.compressed_model])
+        kinds.append(_choice(choices))
+    for pair in pairs:
+        for one, other in zip(identities, pair, strict=True):
+            if not one.same_as(other):
+                raise LyapunovPruneError(f"measurements of {one.name} and of {other.name}; give those of one pair")
+    kinds.append(_generation(generation, history))
+    return Verdict(tuple(kinds), generation.compressed, generation.measured_on)
+
+
+def _retrieval(found: RetrievalScores) -> KindVerdict:
+    n = found.ndcg.shape[1]
+    same = float(found.overlap[1].mean())
+    return KindVerdict(
+        task="retrieval",
+        space="final states",
+        items=n,
+        distance=float(found.turned[1, 1]),
+        distance_of="1 − cos of a document's embeddings",
+        moved=float(np.median(found.shift[1])),
+        may_move=float(np.median(found.margin)),
+        unit="of similarity",
+        certain=float(found.kept[1].mean()),
+        same=same,
+        **_interval(same, n),
+        score=f"nDCG@{TOP}",
+        dense=float(found.ndcg[0].mean()),
+        compressed=float(found.ndcg[1].mean()),
+        returns=float("nan"),
+    )
+
+
+def _choice(found: ChoiceComparison) -> KindVerdict:
+    n = len(found.gold)
+    shift, lead = found.shift(), found.lead()
+    same = found.survival(per_character=True)
+    return KindVerdict(
+        task="choice",
+        space="subspace of the options",
+        items=n,
+        distance=float(found.text_kl(per_character=True).mean()),
+        distance_of="KL among the options, nats a character,",
+        moved=float(np.median(shift)),
+        may_move=float(np.median(lead)),
+        unit="nats a character",
+        certain=float((shift < lead).mean()),
+        same=same,
+        **_interval(same, n),
+        score="accuracy",
+        dense=found.accuracy("dense", per_character=True),
+        compressed=found.accuracy("compressed", per_character=True),
+        returns=float("nan"),
+    )
+
+
+def _generation(found: GenerationDivergence, history: HistoryDivergence) -> KindVerdict:
+    steps, n = len(found.kl), len(found.dense_tokens)
+    kept = np.array(found.first_difference) / steps
+    same = float(kept.mean())
+    seen = history.running > 0
+    direct, own = history.mean_kl()
+    return KindVerdict(
+        task="generation",
+        space="whole distribution",
+        items=n,
+        distance=direct,
+        distance_of="KL on the dense text, nats a token,",
+        moved=float(np.median(history.kl[0, seen])),
+        may_move=float(np.median(history.may_spend[seen])),
+        unit="nats a token",
+        certain=float(history.certain[0, seen].mean()),
+        same=same,
+        **_interval(same, n),
+        score="",
+        dense=float("nan"),
+        compressed=float("nan"),
+        returns=own / direct if direct > 0 else float("nan"),
+    )
+
+
+def _interval(mean: float, n: int) -> dict[str, float]:
+    """Wilson's 95 % interval; of numbers between 0 and 1, whose variance is at most `mean (1 − mean)`."""
+    centre = (mean + _Z**2 / (2 * n)) / (1 + _Z**2 / n)
+    half = _Z / (1 + _Z**2 / n) * np.sqrt(mean * (1 - mean) / n + _Z**2 / (4 * n**2))
+    return {"low": float(max(0.0, centre - half)), "high": float(min(1.0, centre + half))}

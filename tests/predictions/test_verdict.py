@@ -1,0 +1,113 @@
+"""The verdict by kind of task: every number is that of a measurement, and words go by the interval alone."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from helpers import ITEMS, example
+from scipy import stats
+from transformers import PreTrainedModel, PreTrainedTokenizerFast
+
+from lyapunov_prune import LyapunovPruneError, compress, remove_layers
+from lyapunov_prune.data.retrieval import RetrievalTask
+from lyapunov_prune.evaluation import evaluate_retrieval
+from lyapunov_prune.predictions import Verdict, compare_choices, history_divergence, task_verdict
+from lyapunov_prune.predictions.generation import compare_generation
+from lyapunov_prune.predictions.verdict import KindVerdict, _interval
+from lyapunov_prune.report.predictions import verdict_figure
+
+STEPS = 4
+TASK = RetrievalTask(
+    "made",
+    {"q1": "what is cold", "q2": "what grows"},
+    {f"d{i}": f"the {'ab'[i % 2] * (i + 1)} thing" for i in range(13)},
+    {"q1": {"d0": 1}, "q2": {"d5": 2}},
+    "0" * 64,
+)
+
+
+@pytest.fixture(scope="module")
+def prompts() -> torch.Tensor:
+    return torch.randint(3, 250, (3, 7), generator=torch.Generator().manual_seed(2))
+
+
+def test_every_number_is_of_a_measurement(
+    reader: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, prompts: torch.Tensor, tmp_path: Path
+) -> None:
+    other = compress(reader, method="rtn", bits=3).model
+    generation = compare_generation(reader, other, prompts, steps=STEPS)
+    history = history_divergence(reader, other, prompts, steps=STEPS)
+    choices = compare_choices(reader, other, ITEMS, tokenizer)
+    retrieval = evaluate_retrieval({"a": reader, "b": other}, tokenizer, TASK)
+    found = task_verdict(generation, history, choices=choices, retrieval=retrieval)
+    assert [k.task for k in found.kinds] == ["retrieval", "choice", "generation"]
+    state, option, whole = found.kinds
+    assert state.same == retrieval.overlap[1].mean()
+    assert (state.moved, state.may_move) == (np.median(retrieval.shift[1]), np.median(retrieval.margin))
+    assert (state.dense, state.compressed) == tuple(retrieval.ndcg.mean(-1))
+    assert np.isnan(state.returns)
+    assert option.same == choices.survival(per_character=True)
+    rows = zip(choices.dense, choices.compressed, choices.characters, strict=True)
+    scored = [(np.array(a) / np.array(n), np.array(b) / np.array(n)) for a, b, n in rows]
+    leads = [np.sort(a)[-1] - np.sort(a)[-2] for a, _ in scored]
+    shifts = [(b - a).max() - (b - a).min() for a, b in scored]
+    assert option.moved == pytest.approx(np.median(shifts))
+    assert option.may_move == pytest.approx(np.median(leads))
+    assert option.certain == np.mean(np.array(shifts) < np.array(leads))
+    assert whole.same == pytest.approx(np.mean(generation.first_difference) / STEPS)
+    assert whole.returns == pytest.approx(history.kl[1].mean() / history.kl[0].mean())
+    assert whole.items == 3
+    again = Verdict.load(found.save(tmp_path / "v.json"))
+    assert str(again) == str(found)
+    assert verdict_figure(again) == verdict_figure(found)
+    assert "retrieval: " in found.headline()
+    few = task_verdict(generation, history)
+    assert "retrieval was not asked: give --retrieval" in few.headline()
+    assert "choice was not asked: give --choices FILE" in few.headline()
+    of_another = history_divergence(reader, remove_layers(reader, [2]), prompts, steps=STEPS)
+    with pytest.raises(LyapunovPruneError, match="give those of one pair"):
+        task_verdict(generation, of_another)
+
+
+def test_a_model_against_itself_stays_and_is_certain(
+    reader: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, prompts: torch.Tensor
+) -> None:
+    generation = compare_generation(reader, reader, prompts, steps=STEPS)
+    history = history_divergence(reader, reader, prompts, steps=STEPS)
+    choices = compare_choices(reader, reader, ITEMS, tokenizer)
+    found = task_verdict(generation, history, choices=choices)
+    assert all(k.same == 1 and k.certain == 1 for k in found.kinds)
+    assert all(k.word == "changes" for k in found.kinds)  # three prompts and four items say no more
+
+
+def test_what_is_certain_did_not_flip(reader: PreTrainedModel, prompts: torch.Tensor) -> None:
+    """Pinsker's inequality, at every step of every prompt by itself, and at a temperature."""
+    for bits, T in itertools.product((3, 4, 8), (1.0, 0.5)):
+        other = compress(reader, method="rtn", bits=bits).model
+        for ids in prompts:
+            found = history_divergence(reader, other, ids[None], steps=STEPS, temperature=T)
+            for row in range(2):
+                at = found.certain[row] > 0
+                assert ((found.kl[row] < found.may_spend) == at).all()
+                assert (found.flipped[row, at] == 0).all()
+    assert found.certain.any()
+
+
+@pytest.mark.parametrize(("same", "n", "word"), [(1.0, 200, "stays"), (1.0, 10, "changes"), (0.3, 200, "lost")])
+def test_words_go_by_the_interval(same: float, n: int, word: str) -> None:
+    one: KindVerdict = example(KindVerdict, itertools.cycle([0.25]))
+    assert replace(one, same=same, **_interval(same, n)).word == word
+
+
+@pytest.mark.parametrize(("k", "n"), [(0, 7), (3, 7), (7, 7), (40, 50)])
+def test_the_interval_is_wilsons(k: int, n: int) -> None:
+    wanted = stats.binomtest(k, n).proportion_ci(method="wilson")
+    found = _interval(k / n, n)
+    assert (found["low"], found["high"]) == pytest.approx((wanted.low, wanted.high), abs=1e-12)
+    assert json.dumps(found)
