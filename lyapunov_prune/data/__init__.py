@@ -4,7 +4,7 @@
 - `batch`: the windows themselves, checked against a model;
 - `images`: images with their classes, checked against a model; `image_files`: where they are read from;
 - `examples`: what holds of text and images both; `slices`: three parts of either that share nothing;
-- `choices`, `tasks`: multiple-choice items and questions from JSONL files.
+- `choices`, `tasks`: multiple-choice items and questions from JSONL files; `lines`: how a line of others is read.
 """
 
 import lazy_loader

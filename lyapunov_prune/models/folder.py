@@ -22,6 +22,7 @@ from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.models.compact import CLASSIFIERS, MODULE, PREFIX, compact_classes, family_of
 from lyapunov_prune.models.plain import UNPACK, quantisation
 from lyapunov_prune.models.weight_files import weight_files
+from lyapunov_prune.results.files import parsed, require_file
 
 ADAPTER_CONFIG = "adapter_config.json"
 _GENERATION = "generation_config.json"
@@ -37,6 +38,8 @@ def require_loadable(folder: Path, *, images: bool = False) -> None:
     With `images` it has to be an image classifier's. The weights are those that transformers would take; of each file
     the header and the size are looked at.
     """
+    for path in folder.iterdir():
+        require_file(path)
     require_no_adapter_config(folder)
     config = _config(folder)
     (_require_classifier if images else _require_decoder)(folder, config)
@@ -130,7 +133,7 @@ def require_module(folder: Path) -> None:
     """
     model_type = ""
     with suppress(ValueError, AttributeError):  # broken: transformers says how, in a moment
-        model_type = json.loads((folder / "config.json").read_text(encoding="utf-8")).get("model_type")
+        model_type = parsed((folder / "config.json").read_text(encoding="utf-8")).get("model_type")
     if not str(model_type).startswith(PREFIX):
         return
     if not (folder / MODULE).is_file():
@@ -175,4 +178,6 @@ def loading_errors(where: Path | str) -> Iterator[None]:
 
 def first_line(error: Exception) -> str:
     lines = str(error).strip().splitlines()
+    while len(lines) > 1 and lines[0].endswith(":"):  # a heading, as huggingface_hub's validators give
+        lines[:2] = [f"{lines[0]} {lines[1].strip()}"]
     return lines[0].rstrip(".") if lines else type(error).__name__

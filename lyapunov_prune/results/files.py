@@ -3,16 +3,33 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 import secrets
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from safetensors import SafetensorError
 
 from lyapunov_prune.errors import LyapunovPruneError
+
+
+def parsed(text: str) -> Any:
+    """What the JSON in `text` says; whatever is wrong with it, nesting without end too, is a ValueError."""
+    try:
+        return json.loads(text)
+    except RecursionError:
+        raise ValueError("it is nested too deep") from None
+
+
+def require_file(path: str | Path) -> None:
+    """Raise LyapunovPruneError for what is there and is no file: a pipe would be waited for."""
+    path = Path(path)
+    if path.exists() and not (path.is_file() or path.is_dir()):
+        raise LyapunovPruneError(f"{path} is no file but a pipe or a device; give a file")
 
 
 def write_whole(path: str | Path, text: str) -> Path:

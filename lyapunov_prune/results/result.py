@@ -19,7 +19,7 @@ from cattrs.v import format_exception
 
 from lyapunov_prune.arguments import checked
 from lyapunov_prune.errors import LyapunovPruneError, printable
-from lyapunov_prune.results.files import write_whole
+from lyapunov_prune.results.files import parsed, require_file, write_whole
 from lyapunov_prune.results.overlap import Fingerprint
 
 T = TypeVar("T")
@@ -140,7 +140,8 @@ class Result:
     def load(cls: type[R], path: str | Path) -> R:
         """Read a result of this class; raises LyapunovPruneError when the file is not one."""
         try:
-            data = json.loads(Path(path).read_text(encoding="utf-8"))
+            require_file(path)
+            data = parsed(Path(path).read_text(encoding="utf-8"))
         except OSError as error:
             raise LyapunovPruneError(f"cannot read {path}: {error.strerror}; give the file a run wrote") from None
         except ValueError:
@@ -201,6 +202,8 @@ def decode(kind: type[T], value: Any) -> T:
         return _converter.structure(value, kind)
     except cattrs.BaseValidationError as error:
         raise ValueError(cattrs.transform_error(error, format_exception=_reason)[0]) from None
+    except RecursionError:
+        raise ValueError("it is nested too deep") from None
 
 
 def _reason(error: BaseException, kind: type | None) -> str:
