@@ -80,7 +80,13 @@ def uncached_logits(model: PreTrainedModel, inputs: torch.Tensor) -> torch.Tenso
 
 def last_logits(model: PreTrainedModel, ids: torch.Tensor) -> torch.Tensor:
     """The uncached logits of the positions that `cached_logits` returns; a forward that can forms no others."""
-    return model(ids, use_cache=False, **only_last(model, STEPS + 1)).logits[:, -STEPS - 1 :]
+    number = ids.shape[1] - _prefix(ids) + 1
+    return model(ids, use_cache=False, **only_last(model, number)).logits[:, -number:]
+
+
+def _prefix(ids: torch.Tensor) -> int:
+    """How many tokens are read at once before the steps: a cache begins with one token or more."""
+    return max(1, ids.shape[1] - STEPS)
 
 
 def only_last(model: PreTrainedModel, positions: int) -> dict[str, int]:
@@ -97,7 +103,7 @@ def cached_logits(model: PreTrainedModel, ids: torch.Tensor, *, positions: bool 
     text again.
     """
     taken = inspect.signature(model.forward).parameters
-    start = ids.shape[1] - STEPS
+    start = _prefix(ids)
     output = model(ids[:, :start], use_cache=True, **only_last(model, 1))
     steps = [output.logits[:, -1:]]
     for t in range(start, ids.shape[1]):

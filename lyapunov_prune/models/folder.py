@@ -91,6 +91,12 @@ def _config(folder: Path) -> PreTrainedConfig:
     require_module(folder)
     with loading_errors(folder):
         config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    named = config.architectures
+    if named is not None and not (isinstance(named, list) and all(isinstance(name, str) for name in named)):
+        raise LyapunovPruneError(f"the config in {folder} has architectures that are no list of names; mend it there")
+    window = getattr(config.get_text_config(decoder=True), "sliding_window", None)
+    if window is not None and not (type(window) is int and 0 <= window < 2**31):
+        raise LyapunovPruneError(f"the config in {folder} has a sliding_window that is no number of tokens; mend it")
     packed = quantisation(config)
     if packed:
         raise LyapunovPruneError(f"the weights in {folder} are {packed}; {UNPACK}")

