@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from typing import Any
 
 import torch
 from transformers import PreTrainedModel
@@ -95,6 +96,12 @@ def only_last(model: PreTrainedModel, positions: int) -> dict[str, int]:
     return {"logits_to_keep": positions} if "logits_to_keep" in taken else {}
 
 
+def carried_on(model: PreTrainedModel, output: Any) -> dict[str, Any]:
+    """The cache, whatever it is called: what the forward both returns and takes. Empty for a decoder without one."""
+    taken = inspect.signature(model.forward).parameters
+    return {name: value for name, value in output.items() if name in taken and value is not None}
+
+
 def cached_logits(model: PreTrainedModel, ids: torch.Tensor, *, positions: bool = False) -> torch.Tensor | None:
     """Logits of the last tokens: a prefix at once, then one token at a time through the cache.
 
@@ -107,8 +114,7 @@ def cached_logits(model: PreTrainedModel, ids: torch.Tensor, *, positions: bool 
     output = model(ids[:, :start], use_cache=True, **only_last(model, 1))
     steps = [output.logits[:, -1:]]
     for t in range(start, ids.shape[1]):
-        # What the forward both returns and takes: past_key_values, cache_params, state, mems, ...
-        carried = {name: value for name, value in output.items() if name in taken and value is not None}
+        carried = carried_on(model, output)
         if not carried:
             return None
         if positions and "position_ids" in taken:

@@ -527,7 +527,7 @@ def test_an_output_that_is_not_empty(output: str, run_bad: Callable[..., str]) -
 
 @pytest.mark.parametrize("name", ["profile", "rank", "eval"])
 def test_an_output_that_is_a_file(name: str, run_bad: Callable[..., str]) -> None:
-    assert "cannot write tiny/config.json/" in run_bad(*COMMANDS[name], "-o", "tiny/config.json")
+    assert "cannot write in tiny/config.json: " in run_bad(*COMMANDS[name], "-o", "tiny/config.json")
 
 
 def test_a_full_disk(command: list[str], run: Callable[..., Done], monkeypatch: pytest.MonkeyPatch) -> None:
