@@ -286,3 +286,13 @@ def test_a_decision_says_in_which_half_precision_it_was_made(dtype: str, llama: 
     plan = PruningPlan.given(llama, [1])
     ranked = dataclasses.replace(plan, scores=np.arange(LAYERS, dtype=float), measured_on=(on,))
     assert ranked.headline() == plan.headline() + told
+
+
+@pytest.mark.parametrize("boundary", range(LAYERS + 1))
+def test_a_ratio_rests_on_both_its_energies(boundary: int, llama: PreTrainedModel) -> None:
+    """The planted fault: one energy above the floor is enough."""
+    profile = measure_contraction(llama, torch.ones(1, 4, dtype=torch.int64), seeds=(0,))
+    floor = np.zeros(LAYERS + 1)
+    floor[boundary] = 1.0
+    below = dataclasses.replace(profile, floor=floor).below_floor
+    assert below == tuple(layer for layer in (boundary - 1, boundary) if 0 <= layer < LAYERS)
