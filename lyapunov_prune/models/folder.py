@@ -21,6 +21,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.models.compact import CLASSIFIERS, MODULE, PREFIX, compact_classes, family_of
 from lyapunov_prune.models.plain import UNPACK, quantisation
+from lyapunov_prune.models.structure import LAYER_COUNTS
 from lyapunov_prune.models.weight_files import weight_files
 from lyapunov_prune.results.files import parsed, require_file
 
@@ -29,6 +30,7 @@ _GENERATION = "generation_config.json"
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
 # What torch alone computes. Another is of a package, or a repository's code, which is fetched when it is named.
 _BUILT_IN = ("eager", "sdpa", "flex_attention", "batched_mm", "grouped_mm")
+_MOST_LAYERS = 10**4  # they are built before a weight is looked for
 _CHOICES = ("attn_implementation", "experts_implementation")
 
 
@@ -94,7 +96,11 @@ def _config(folder: Path) -> PreTrainedConfig:
     named = config.architectures
     if named is not None and not (isinstance(named, list) and all(isinstance(name, str) for name in named)):
         raise LyapunovPruneError(f"the config in {folder} has architectures that are no list of names; mend it there")
-    window = getattr(config.get_text_config(decoder=True), "sliding_window", None)
+    text = config.get_text_config(decoder=True)
+    layers = [count for name in LAYER_COUNTS if isinstance(count := getattr(text, name, None), int)]
+    if layers and max(layers) > _MOST_LAYERS:
+        raise LyapunovPruneError(f"the config in {folder} has {max(layers)} layers, more than can be; mend it there")
+    window = getattr(text, "sliding_window", None)
     if window is not None and not (type(window) is int and 0 <= window < 2**31):
         raise LyapunovPruneError(f"the config in {folder} has a sliding_window that is no number of tokens; mend it")
     packed = quantisation(config)

@@ -164,7 +164,8 @@ def builtin_folder() -> Path:
 
 
 def _load_folder(folder: Path, options: dict[str, Any]) -> Loaded:
-    require_loadable(folder)
+    with quiet():  # what is wrong with a config is said in one line
+        require_loadable(folder)
     loaded = _load_whole(folder, folder, {}, options | {"use_safetensors": True})
     keep_history(loaded.model, read_history(folder))
     return loaded
@@ -317,7 +318,7 @@ def quiet() -> Iterator[None]:
     """transformers' own bars and notices are held back: this package reports on stderr in its own words."""
     level = transformers.logging.get_verbosity()
     bars = transformers.logging.is_progress_bar_enabled()
-    transformers.logging.set_verbosity(logging.ERROR)
+    transformers.logging.set_verbosity(logging.CRITICAL)
     transformers.logging.disable_progress_bar()
     try:
         # transformers' GGUF reader draws its bar whatever its switch says

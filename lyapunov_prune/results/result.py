@@ -24,6 +24,7 @@ from lyapunov_prune.results.overlap import Fingerprint
 
 T = TypeVar("T")
 R = TypeVar("R", bound="Result")
+_MOST_LAYERS = 10**5
 ASKED = "asked"  # beside the fields in a file: what `once` compares
 
 
@@ -54,6 +55,8 @@ class ModelIdentity:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "name", printable(self.name))  # it is shown, and folders have names of any kind
+        if not 0 <= self.num_layers <= _MOST_LAYERS:  # a place is kept for each
+            raise LyapunovPruneError(f"no model has {self.num_layers} layers; make the file again")
 
     def same_as(self, other: ModelIdentity) -> bool:
         """Raises LyapunovPruneError when the weights are in dtypes of which none can be rounded to the other."""

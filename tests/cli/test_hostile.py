@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
+import io
 import json
+import logging
+import multiprocessing
 import os
+import sys
 from collections.abc import Callable
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, NoReturn
 
 import pytest
-from helpers import QUICK, TEXT, Done, edit_json
+from helpers import QUICK, TEXT, Done, edit_json, limit_file_size
+from transformers import PreTrainedModel
+
+from lyapunov_prune.cli.app import main
+from lyapunov_prune.pruning.plan import PruningPlan
 
 PRUNE = ["prune", "tiny", "--layers", "1", "-o", "out", *TEXT]
 DEEP = "[" * 100_000 + "]" * 100_000
@@ -235,3 +244,77 @@ def test_an_output_that_cannot_be_is_found_before_measuring(
     (checkpoint.parent / "loop").symlink_to("loop")
     (checkpoint.parent / "file").write_text("")
     run_bad(*command, "-o", output)
+
+
+@pytest.mark.parametrize("items", ["choices", "tasks"])
+def test_an_item_that_is_too_long_is_found_before_measuring(
+    items: str, checkpoint: Path, run_bad: Callable[..., str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def measure(*args: object, **kwargs: object) -> NoReturn:
+        raise AssertionError("something was measured")
+
+    monkeypatch.setattr("lyapunov_prune.evaluation.perplexity.perplexity", measure)
+    monkeypatch.setattr("lyapunov_prune.predictions.hierarchy.probe_layers", measure)
+    (checkpoint.parent / "c.jsonl").write_text(json.dumps({"query": "a " * 200, "choices": ["a", "b"], "gold": 0}))
+    command = ["eval", "tiny", "--tasks"] if items == "tasks" else ["hierarchy", "tiny", "tiny", "--choices"]
+    assert "the model's" in run_bad(*command, "c.jsonl", *TEXT)
+
+
+@pytest.mark.parametrize("layers", [-1, 10**9, 10**30])
+def test_a_plan_of_more_layers_than_can_be_is_refused(
+    layers: int, checkpoint: Path, reader: PreTrainedModel, run_bad: Callable[..., str]
+) -> None:
+    plan = PruningPlan.given(reader, [1]).to_json()
+    plan["model"]["num_layers"] = layers
+    (checkpoint.parent / "p.json").write_text(json.dumps(plan))
+    assert f"no model has {layers} layers; make the file again" in run_bad(
+        "prune", "tiny", "--plan", "p.json", "-o", "out", *TEXT
+    )
+
+
+@pytest.mark.parametrize("size", [100, 4000, 16384])
+@pytest.mark.parametrize("more", [[], ["--on-disk"]], ids=str)
+def test_a_disk_that_fills_at_once_is_one_line(size: int, more: list[str], checkpoint: Path) -> None:
+    """In a process of its own, as the limit stays."""
+    arguments = [*PRUNE, *more]
+    here, there = multiprocessing.get_context("fork").Pipe()
+    process = multiprocessing.get_context("fork").Process(
+        target=_on_a_small_disk, args=(checkpoint, size, arguments, there)
+    )
+    process.start()
+    assert here.poll(120)
+    code, told = here.recv()
+    process.join()
+    assert code == 2
+    assert "failed: " in told
+    assert "File too large" in told
+    assert told.count("\n") == 1
+    assert {path.name for path in checkpoint.parent.iterdir()} == {"tiny"}
+
+
+def _on_a_small_disk(checkpoint: Path, size: int, arguments: list[str], answer: Connection) -> None:
+    os.chdir(checkpoint.parent)
+    sys.argv = ["lyapunov-prune", *arguments]
+    sys.stdout = sys.stderr = told = io.StringIO()
+    limit_file_size(size)
+    code: Any = None
+    try:
+        main()
+    except SystemExit as end:
+        code = end.code
+    answer.send((code, told.getvalue()))
+
+
+@pytest.mark.parametrize("setting", [{"use_return_dict": False}, {"pad_token_id": 10**9}], ids=str)
+def test_transformers_adds_nothing_to_the_one_line(
+    setting: dict[str, Any], checkpoint: Path, run_bad: Callable[..., str]
+) -> None:
+    told: list[logging.LogRecord] = []
+    handler = logging.Handler()
+    handler.emit = told.append  # type: ignore[method-assign]
+    logger = logging.getLogger("transformers")
+    logger.addHandler(handler)
+    edit_json(checkpoint / "config.json", **setting)
+    run_bad(*PRUNE)
+    logger.removeHandler(handler)
+    assert told == []

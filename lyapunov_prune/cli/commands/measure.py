@@ -201,13 +201,17 @@ def evaluate(
         models[name] = other.model
     for evaluated in models.values():
         require_unseen(evaluated, batch)
+    # First: an item that is too long is found before the perplexity is measured.
+    scored = (
+        evaluate_tasks(models, first.tokenizer, chosen, limit=limit, bos=text.bos, batch_size=text.batch_size)
+        if chosen
+        else None
+    )
     result = Evaluation(
         perplexities=tuple(perplexity(m, batch, batch_size=text.batch_size) for m in models.values()),
         zeros=tuple(zero_share(m) for m in models.values()),
         speed=measure_speed(models, prompt=prompt) if speed else None,
-        tasks=evaluate_tasks(models, first.tokenizer, chosen, limit=limit, bos=text.bos, batch_size=text.batch_size)
-        if chosen
-        else None,
+        tasks=scored,
     )
     result.save(run / "eval.json")
     draw_report(run)

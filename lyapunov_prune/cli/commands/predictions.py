@@ -40,7 +40,7 @@ def hierarchy(
     from lyapunov_prune.data.text import require_unseen
     from lyapunov_prune.models.tokenizers import require_same_tokenizer
     from lyapunov_prune.predictions.attention_paths import attention_paths
-    from lyapunov_prune.predictions.choices import compare_choices
+    from lyapunov_prune.predictions.choices import compare_choices, fitting
     from lyapunov_prune.predictions.generation import compare_generation
     from lyapunov_prune.predictions.hierarchy import probe_layers
 
@@ -56,6 +56,8 @@ def hierarchy(
         require_same_tokenizer(loaded.tokenizer, other.tokenizer, (dense, compressed))
     for model in (loaded.model, *([other.model] if other else [])):
         require_unseen(model, prompts)
+    if other is not None and items:
+        fitting(items, loaded.tokenizer, (loaded.model, other.model), limit)  # before minutes of decoding
     same_layers = other is not None and other.structure.num_layers == loaded.structure.num_layers
     probe = probe_layers(
         loaded.model,
