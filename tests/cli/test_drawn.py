@@ -35,6 +35,7 @@ drawn = settings(
     suppress_health_check=list(HealthCheck),
     derandomize="LYAPUNOV_PRUNE_EXAMPLES" not in os.environ,
 )
+few = settings(drawn, max_examples=max(5, EXAMPLES // 4))  # of what loads a model each time
 NUMBERS = st.sampled_from([-1, 0, 1, 2, 7, 2**31, 2**63, 10**30, -0.5, 2.5, 1e300, 1e-320, float("nan"), float("inf")])
 WORDS = st.sampled_from(["", "x", "nan", "$\\frac$", "\x1b[2J", "<b>", "\ud800", "ρ" * 300, "../x", "a\0b", "llama"])
 SCALARS = NUMBERS | WORDS | st.none() | st.booleans()
@@ -138,7 +139,7 @@ def test_a_damaged_profile_on_the_command_line(
 def test_a_damaged_checkpoint_on_the_command_line(file: str, run: Callable[..., Done], checkpoint: Path) -> None:
     whole = json.loads((checkpoint / file).read_text())
 
-    @drawn
+    @few
     @given(damaged(whole))
     def check(document: Any) -> None:
         (checkpoint / file).write_text(json.dumps(document))
