@@ -27,9 +27,14 @@ def _console() -> Console:
     return Console(file=sys.stderr)
 
 
+def process() -> str:
+    """The number of this process among those that `accelerate launch` started; a RANK without others is no number."""
+    return os.environ.get("RANK", "0") if os.environ.get("WORLD_SIZE", "1") != "1" else "0"
+
+
 def is_main() -> bool:
     """Whether this is the process that speaks and writes, of those that `accelerate launch` started."""
-    return os.environ.get("RANK", "0") == "0"
+    return process() == "0"
 
 
 def track(items: Iterable[T], description: str, cost: Callable[[T], float] | None = None) -> Iterable[T]:

@@ -112,3 +112,20 @@ def run(checkpoint: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captur
         return Done(end.value.code, out, err, changed)
 
     return call
+
+
+@pytest.fixture
+def run_bad(run: Callable[..., Done]) -> Callable[..., str]:
+    """Run with bad input: one line on stderr, exit code 2, nothing printed, nothing written. Returns the line."""
+
+    def call(*arguments: str) -> str:
+        done = run(*arguments)
+        assert done.code == 2, done
+        assert done.err.startswith("error: ")
+        assert done.err.count("\n") == 1
+        assert done.err.endswith("\n")
+        assert done.out == ""
+        assert done.changed == set()
+        return done.err
+
+    return call

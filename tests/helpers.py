@@ -554,7 +554,7 @@ def sound(name: str, values: dict[str, Any], floats: Iterator[float]) -> dict[st
         return some(*shape, finite=False)
 
     if name == "ContractionProfile":
-        lengths = {"error_growth": 5, "state_growth": 5, "norm_growth": 3}
+        lengths = {"error_growth": 5, "state_growth": 5, "norm_growth": 3, "linearity": 5}
         shares = {field: some(6, finite=False, most=1) for field in ("sink_state_share", "sink_error_share")}
         energies, intervals = (
             {p: make() for p in ("energy", "token")} for make in (lambda: some(6), lambda: loose(5, 2))

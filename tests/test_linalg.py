@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from fractions import Fraction
 
 import mpmath
 import pytest
@@ -209,3 +210,31 @@ def test_every_matrix_of_the_builtin_model(smollm2: Loaded) -> None:
         for A in (W, torch.where(W.abs() <= limit, W, 0)):
             exact = exact_norm(A)
             assert exact * (1 - 1e-12) <= certified_norm(A) <= 1.001 * exact
+
+
+@pytest.mark.parametrize("columns", [512, 4096])
+@pytest.mark.parametrize("slack", [0.9, 1.9])
+def test_the_margin_covers_a_gram_matrix_that_was_rounded_down(
+    columns: int, slack: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`Ĝ = (1 − slack · γ_q) G`, as far below as the doubled γ admits, and the least `t` that Cholesky passes.
+
+    Three equal rows of positive numbers, whose norm is an exact rational: `‖A‖² = 3 Σ v²`, and `|A| |A|ᵀ = G`. The
+    planted faults: `sqrt(t)` for `sqrt(t + δ)` fails for both, half the γ for 1.9.
+    """
+    v = torch.rand(columns, dtype=torch.float64, generator=torch.Generator().manual_seed(0)) / 2 + 0.49
+    square = 3 * sum((Fraction(x) ** 2 for x in v.tolist()), Fraction(0))
+    u = Fraction(1, 2**53)
+    rounded = square / 3 * (1 - Fraction(slack) * columns * u / (1 - columns * u))
+    G = torch.full((3, 3), float(rounded), dtype=torch.float64)
+
+    def passes(t: float) -> bool:
+        return int(torch.linalg.cholesky_ex(t * torch.eye(3, dtype=torch.float64) - G).info) == 0
+
+    low, high = float(3 * rounded) * (1 - 1e-9), float(3 * rounded) * (1 + 1e-9)
+    while math.nextafter(low, high) < high:
+        middle = (low + high) / 2
+        low, high = (low, middle) if passes(middle) else (middle, high)
+    assert Fraction(high) < square  # without a margin the bound would be too small
+    monkeypatch.setattr(norms, "_EXCESS", 0.0)
+    assert Fraction(norms._gram_bound(G, columns, high, math.inf)) ** 2 >= square

@@ -87,6 +87,8 @@ def test_only_the_main_process_speaks(terminal: Terminal, monkeypatch: pytest.Mo
     monkeypatch.setenv("RANK", "0")
     assert is_main()
     monkeypatch.setenv("RANK", "1")
+    assert is_main()  # a scheduler's, that started no others
+    monkeypatch.setenv("WORLD_SIZE", "2")
     assert not is_main()
     assert list(track([1, 2], "measuring")) == [1, 2]
     with status("waiting"):

@@ -3,7 +3,8 @@
 - `app`: the commands; `commands/`: what each does;
 - `options`: declared once, those of the model and of the text as two records; `records`: how typer takes a record;
   `choices`: the names that options take; `inputs`: what commands make of them;
-- `terminal`: how results appear; `demo`: the whole job on the built-in model.
+- `terminal`: how results appear; `failures`: how a command that failed ends;
+- `demo`: the whole job on the built-in model.
 
 A new option of one command stands in its signature; one of several commands in `options`. A word that has a meaning
 in one command has no other in another.

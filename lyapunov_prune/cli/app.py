@@ -15,10 +15,10 @@ from lyapunov_prune.cli.commands.change import compress, heal, prune
 from lyapunov_prune.cli.commands.joint import joint
 from lyapunov_prune.cli.commands.measure import check, evaluate, profile, rank, sensitivity
 from lyapunov_prune.cli.commands.predictions import hierarchy
+from lyapunov_prune.cli.failures import as_refusal
 from lyapunov_prune.cli.options import Json, Resume, output_option, what_option, with_todays_words
 from lyapunov_prune.cli.records import flattened
-from lyapunov_prune.cli.terminal import print_json, say
-from lyapunov_prune.errors import LyapunovPruneError
+from lyapunov_prune.cli.terminal import print_json, say, speak_any_language
 
 if TYPE_CHECKING:
     from lyapunov_prune.results.result import Result
@@ -121,27 +121,21 @@ def report(
 
 
 def main() -> None:
-    """Entry point: bad input is one line on stderr and exit code 2, a failed check exit code 1.
+    """Entry point: whatever fails is one line on stderr and an exit code (`failures`).
 
     Typer itself makes Ctrl-C exit code 130.
     """
+    arguments = sys.argv[1:]
+    speak_any_language()
     try:
-        code = app(with_todays_words(sys.argv[1:]) or ["--help"], prog_name="lyapunov-prune", standalone_mode=False)
-    except LyapunovPruneError as error:
-        _fail(error)
-    except RuntimeError as error:
-        if type(error).__name__ != "OutOfMemoryError":  # torch's own, and torch may not have been imported
-            raise
-        told = str(error).partition(". ")[0]
-        _fail(LyapunovPruneError(f"{told}; lower --batch-size or --context, or give --device cpu"))
-    except typer.TyperException as error:  # a usage error
-        _fail(LyapunovPruneError(f"{error.format_message().rstrip('.')}; see lyapunov-prune COMMAND --help"))
+        code = app(with_todays_words(arguments) or ["--help"], prog_name="lyapunov-prune", standalone_mode=False)
+    except (SystemExit, KeyboardInterrupt):
+        raise
+    except BaseException as error:  # a panic of the tokenizers library is no Exception
+        refusal = as_refusal(error, arguments)
+        print(f"error: {refusal}", file=sys.stderr)
+        sys.exit(refusal.exit_code)
     sys.exit(code if isinstance(code, int) else 0)
-
-
-def _fail(error: LyapunovPruneError) -> None:
-    print(f"error: {error}", file=sys.stderr)
-    sys.exit(error.exit_code)
 
 
 if __name__ == "__main__":

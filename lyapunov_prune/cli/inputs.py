@@ -184,12 +184,26 @@ def run_folder(output: Path | None, model: str) -> Path:
     return output or Path("runs") / folder_name(model)
 
 
+def begun_run(output: Path | None, model: str, *replaced: str) -> Path:
+    """`run_folder`, refused before anything is measured: where nothing can be written, or its report cannot be drawn.
+
+    `replaced`: the files that the command writes, whatever they hold now.
+    """
+    from lyapunov_prune.report.page import require_readable
+    from lyapunov_prune.results.files import require_room
+
+    run = run_folder(output, model)
+    require_room(run)
+    require_readable(run, replaced)
+    return run
+
+
 def folder_name(name: str) -> str:
     """`name` where that can name a folder, else what can with a hash of `name` behind: no two share a folder."""
     plain = re.sub(r"[^\w.-]+", "-", name).strip("-.")
     if plain == name and not re.search(r"(^|-)[0-9a-f]{8}$", name):
         return name
-    return f"{plain[-100:]}-{hashlib.sha256(name.encode()).hexdigest()[:8]}".lstrip("-.")
+    return f"{plain[-100:]}-{hashlib.sha256(name.encode(errors='backslashreplace')).hexdigest()[:8]}".lstrip("-.")
 
 
 def draw_report(run: Path) -> None:

@@ -9,6 +9,10 @@ from functools import wraps
 from inspect import Parameter
 from typing import Any, get_type_hints
 
+from lyapunov_prune.errors import LyapunovPruneError
+
+_MOST = 2**53  # what a float and every 64-bit counter hold, with room to add to
+
 
 def flattened(command: Callable[..., None]) -> Callable[..., None]:
     """`command` as typer can take it: in place of every record the fields of that record, each an option.
@@ -32,6 +36,9 @@ def flattened(command: Callable[..., None]) -> Callable[..., None]:
 
     @wraps(command)
     def called(**values: Any) -> None:
+        for name, value in values.items():
+            if isinstance(value, int) and abs(value) > _MOST:
+                raise LyapunovPruneError(f"--{name.replace('_', '-')} is {str(value)[:40]}; give less than 2^53")
         made = {
             name: record(**{field.name: values.pop(field.name) for field in fields(record)})
             for name, record in records.items()

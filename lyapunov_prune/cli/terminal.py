@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import sys
 from pathlib import Path
@@ -11,6 +12,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from lyapunov_prune.cli.failures import no_more_output
 from lyapunov_prune.errors import printable
 from lyapunov_prune.progress import is_main
 
@@ -18,9 +20,15 @@ if TYPE_CHECKING:  # a usage error must not wait for pandas
     from lyapunov_prune.results.result import Result
 
 
+def speak_any_language() -> None:
+    """A stdout of few letters (Latin-1) shows the others as escapes: a table has Greek ones."""
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")
+
+
 def say(message: str) -> None:
     if is_main():
-        print(_lines(message), flush=True)
+        _print(_lines(message))
 
 
 def note(message: str) -> None:
@@ -31,7 +39,14 @@ def note(message: str) -> None:
 
 def print_json(document: dict[str, Any]) -> None:
     if is_main():
-        print(json.dumps(document, allow_nan=False))
+        _print(json.dumps(document, allow_nan=False))
+
+
+def _print(text: str) -> None:
+    try:
+        print(text, flush=True)
+    except OSError as error:
+        raise no_more_output(error) from None
 
 
 def _lines(message: str) -> str:
@@ -83,5 +98,8 @@ def _print_table(result: Result) -> None:
         table.add_column(name, justify="right" if frame[name].dtype.kind in "if" else "left")
     for row in frame.itertuples(index=False):
         table.add_row(*(Text(f"{v:.4g}" if isinstance(v, float) else printable(str(v))) for v in row))
-    console.print(Text(_lines(result.headline())))  # text: in a string, [brackets] are rich's markup
-    console.print(table)
+    try:
+        console.print(Text(_lines(result.headline())))  # text: in a string, [brackets] are rich's markup
+        console.print(table)
+    except OSError as error:  # a terminal that went away
+        raise no_more_output(error) from None

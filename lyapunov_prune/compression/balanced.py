@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import torch
 
-from lyapunov_prune.calibration.gram import damped, leading, root
+from lyapunov_prune.calibration.gram import damped, leading, root, scaled
 from lyapunov_prune.linalg import lift
 
 
@@ -44,8 +44,8 @@ def balanced(
     """
     if rank >= min(W.shape):
         return W
-    D = lift(W.detach())
+    D, exponent = scaled(lift(W.detach()))
     m, n = D.shape
-    A = root(damped(sensitivity, m, damping, D.device))
+    A = root(scaled(damped(sensitivity, m, damping, D.device))[0])
     U = leading(A @ D, damped(gram, n, damping, D.device), rank)
-    return (torch.linalg.solve(A, U) @ (U.T @ A @ D)).to(W)
+    return torch.ldexp(torch.linalg.solve(A, U) @ (U.T @ A @ D), torch.tensor(exponent)).to(W)

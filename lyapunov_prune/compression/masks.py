@@ -14,7 +14,7 @@ Pattern = tuple[int, int]
 def as_pattern(pattern: Pattern | str | None) -> Pattern | None:
     """(keep, of) from that pair or from its spelling, `2:4`; raises LyapunovPruneError for any other."""
     if isinstance(pattern, str):
-        match = re.fullmatch(r"(\d+):(\d+)", pattern)
+        match = re.fullmatch(r"([0-9]{1,9}):([0-9]{1,9})", pattern)
         if not match:
             raise LyapunovPruneError(f"pattern {pattern!r} is none; write it as 2:4, 2 of 4 kept")
         pattern = int(match[1]), int(match[2])

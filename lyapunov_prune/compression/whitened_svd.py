@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from lyapunov_prune.calibration.gram import damped, leading
+from lyapunov_prune.calibration.gram import damped, leading, scaled
 from lyapunov_prune.linalg import lift
 
 
@@ -20,6 +20,6 @@ def whitened(W: torch.Tensor, gram: torch.Tensor, rank: int, *, damping: float =
     """
     if rank >= min(W.shape):
         return W
-    D = lift(W.detach())
+    D, exponent = scaled(lift(W.detach()))
     U = leading(D, damped(gram, D.shape[1], damping, D.device), rank)
-    return (U @ (U.T @ D)).to(W)
+    return torch.ldexp(U @ (U.T @ D), torch.tensor(exponent)).to(W)

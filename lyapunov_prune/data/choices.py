@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -10,8 +9,10 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from lyapunov_prune.arguments import checked
+from lyapunov_prune.data.lines import parsed_line, read_bytes
 from lyapunov_prune.data.text import adds_bos
 from lyapunov_prune.errors import LyapunovPruneError
+from lyapunov_prune.models.tokenizers import token_ids
 
 _LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
 _FORM = '{"query": "…", "choices": ["…", "…"], "gold": 0}'
@@ -38,7 +39,7 @@ def load_items(path: str | Path) -> tuple[ChoiceItem, ...]:
     Raises LyapunovPruneError with the number of the line for anything else, and for a file without items.
     """
     try:
-        lines = Path(path).read_text(encoding="utf-8-sig").split("\n")
+        lines = read_bytes(path).decode("utf-8-sig").split("\n")
     except (OSError, UnicodeDecodeError) as error:
         raise LyapunovPruneError(f"cannot read {path} as UTF-8 text ({error}); give a .jsonl file of items") from None
     items = [_item(line, f"{path} line {number}") for number, line in enumerate(lines, start=1) if line.strip()]
@@ -49,7 +50,7 @@ def load_items(path: str | Path) -> tuple[ChoiceItem, ...]:
 
 def _item(line: str, where: str) -> ChoiceItem:
     try:
-        data = json.loads(line)
+        data = parsed_line(line)
         query, choices, gold = data["query"], data["choices"], data["gold"]
         texts = isinstance(choices, list) and all(isinstance(text, str) and text for text in [query, *choices])
     except (ValueError, KeyError, TypeError):
@@ -83,8 +84,8 @@ def tokenize(item: ChoiceItem, tokenizer: PreTrainedTokenizerBase) -> tuple[torc
     """
     texts = [item.stem + choice for choice in item.choices]
     start = [tokenizer.bos_token_id] if adds_bos(tokenizer) else []
-    rows = [start + tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"] for text in texts]
-    query = start + tokenizer(item.query, add_special_tokens=False, verbose=False)["input_ids"]
+    rows = [start + token_ids(tokenizer, text) for text in texts]
+    query = start + token_ids(tokenizer, item.query)
     # A choice may begin inside a token of the query, so what is shared is looked for.
     context = _shared([query, *rows])
     if context == 0 or len({tuple(row) for row in rows}) < len(rows) or min(map(len, rows)) == context:

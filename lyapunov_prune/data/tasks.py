@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 from lyapunov_prune.data.choices import load_items
+from lyapunov_prune.data.lines import parsed_line, read_bytes
 from lyapunov_prune.errors import LyapunovPruneError
 
 Kind = Literal["multiple choice", "partial", "generation"]
@@ -43,7 +43,7 @@ def read_task(path: str | Path) -> TaskFile:
     """
     path = Path(path)
     try:
-        content = path.read_bytes()
+        content = read_bytes(path)
         lines = content.decode("utf-8-sig").split("\n")
     except (OSError, UnicodeDecodeError) as error:
         raise LyapunovPruneError(f"cannot read {path} as UTF-8 text ({error}); give a .jsonl file of items") from None
@@ -63,7 +63,7 @@ def read_task(path: str | Path) -> TaskFile:
 
 def _blank(line: str, where: str) -> dict[str, Any]:
     try:
-        data = json.loads(line)
+        data = parsed_line(line)
         options, continuation, gold = data["context_options"], data["continuation"], data["gold"]
         texts = isinstance(options, list) and all(isinstance(t, str) and t.strip() for t in [*options, continuation])
     except (ValueError, KeyError, TypeError):
@@ -80,7 +80,7 @@ def _blank(line: str, where: str) -> dict[str, Any]:
 
 def _question(line: str, where: str) -> dict[str, Any]:
     try:
-        data = json.loads(line)
+        data = parsed_line(line)
         question, answer = data["question"], data["answer"]
         texts = isinstance(question, str) and isinstance(answer, str) and bool(question.strip())
     except (ValueError, KeyError, TypeError):

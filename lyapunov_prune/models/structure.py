@@ -59,6 +59,8 @@ def find_structure(model: PreTrainedModel) -> Structure:
     kind = type(model).__name__
     if getattr(model.config, "is_encoder_decoder", False):
         raise LyapunovPruneError(f"{kind} is an encoder-decoder; give a decoder-only language model")
+    if getattr(model.config, "return_dict", True) is False:
+        raise LyapunovPruneError(f"{kind} hands its outputs out without names; set model.config.return_dict = True")
     if model.get_output_embeddings() is None:
         raise LyapunovPruneError(
             f"{kind} has no language-model head; load it with AutoModelForCausalLM, or give a decoder"

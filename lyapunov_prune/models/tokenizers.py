@@ -20,6 +20,21 @@ _PROBES = (
 )
 
 
+def token_ids(tokenizer: PreTrainedTokenizerBase, text: str, *, special: bool = False) -> list[int]:
+    """The ids of `text`, with what the tokenizer puts around a text only where `special`.
+
+    Raises LyapunovPruneError when it cannot: its vocabulary lacks its own unknown token, or it wants words, not text.
+    """
+    try:
+        return tokenizer(text, add_special_tokens=special, verbose=False)["input_ids"]
+    except (KeyboardInterrupt, SystemExit, MemoryError):
+        raise
+    except BaseException as error:  # a panic of the tokenizers library is no Exception
+        raise LyapunovPruneError(
+            f"the tokenizer cannot read {text[:20]!r} ({type(error).__name__}: {error}); give the model's own, whole"
+        ) from error
+
+
 def require_same_tokenizer(
     first: PreTrainedTokenizerBase, second: PreTrainedTokenizerBase, names: tuple[str, str]
 ) -> None:
@@ -48,7 +63,7 @@ def _difference(first: PreTrainedTokenizerBase, second: PreTrainedTokenizerBase)
         return "their merges or scores are not the same"
     added = ["", *sorted(first.get_added_vocab()), ""]
     for text in (*_PROBES, " x ".join(added), "x".join(added)):  # apart, and as parts of words
-        if first(text, verbose=False)["input_ids"] != second(text, verbose=False)["input_ids"]:
+        if token_ids(first, text, special=True) != token_ids(second, text, special=True):
             return f"the ids of {text[:40]!r} are not the same"
     return ""
 

@@ -21,7 +21,7 @@ from lyapunov_prune.forward.hooks import final_state, require_finite
 from lyapunov_prune.forward.reading import read
 from lyapunov_prune.forward.scoring import Scorer
 from lyapunov_prune.linalg import lift
-from lyapunov_prune.models.structure import identify, in_eval_mode
+from lyapunov_prune.models.structure import find_structure, identify, in_eval_mode
 from lyapunov_prune.predictions.divergence import divergences
 from lyapunov_prune.predictions.spaces import turn
 from lyapunov_prune.progress import track
@@ -189,6 +189,23 @@ class ChoiceComparison(Result):
         return f"{among}the dense model takes choice {place + 1} in {share:.0%}"
 
 
+def fitting(
+    items: Sequence[ChoiceItem],
+    tokenizer: PreTrainedTokenizerBase,
+    models: Sequence[PreTrainedModel],
+    limit: int | None,
+) -> list[tuple[torch.Tensor, list[int], int]]:
+    """The first `limit` items as tokens; raises LyapunovPruneError as `compare_choices`, before any forward."""
+    items = items[:limit]
+    if not items or (limit is not None and limit < 1):
+        raise LyapunovPruneError("no items to score; give one or more")
+    tokenized = [tokenize(item, tokenizer) for item in items]
+    for structure in map(find_structure, models):
+        for ids, _, _ in tokenized:
+            checked_batch(structure, ids)
+    return tokenized
+
+
 @checked
 @in_eval_mode
 @torch.no_grad()
@@ -210,15 +227,10 @@ def compare_choices(
     Raises NonFiniteError naming the layer when a model is not finite, and LyapunovPruneError for no items, two
     choices of the same tokens, one that is longer than the context, or a tokenizer of another vocabulary.
     """
-    items = items[:limit]
-    if not items or (limit is not None and limit < 1):
-        raise LyapunovPruneError("no items to score; give one or more")
-    tokenized = [tokenize(item, tokenizer) for item in items]
     models = (dense, compressed)
+    items = items[:limit]
+    tokenized = fitting(items, tokenizer, models, limit)
     readings = [read(model, tokenized[0][0]) for model in models]
-    for ids, _, _ in tokenized:
-        for reading in readings:
-            checked_batch(reading.structure, ids)
     scorers = [reading.scorer for reading in readings]
     provable = _same_heads(*scorers)
     likelihoods: tuple[list[tuple[float, ...]], list[tuple[float, ...]]] = ([], [])
@@ -243,7 +255,7 @@ def compare_choices(
             given = (states[0], states[1], head.weight[firsts.to(head.weight.device)], bias)
             one, norms = argmax_unchanged_of_row_difference(*given), argmax_unchanged_of_state_error(*given)
             proof = [float(x[0]) for x in (one.radius, norms.radius, one.moved, one.changed)]
-        rows.append([*masses, float(tops[0] == tops[1]), *_moved(*logits, firsts), *proof])
+        rows.append([*masses, float(tops[0] == tops[1]), *_moved(logits[0], logits[1], firsts), *proof])
     columns = np.array(rows).T
     return ChoiceComparison(
         dense=tuple(likelihoods[0]),

@@ -19,7 +19,14 @@ from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.forward.reading import Readable, read
 from lyapunov_prune.forward.rounding import coarsest_rounding
 from lyapunov_prune.models.structure import in_eval_mode
-from lyapunov_prune.profiles.propagation import Energies, WindowSums, difference_sums, jvp_sums, required
+from lyapunov_prune.profiles.propagation import (
+    Energies,
+    WindowSums,
+    difference_sums,
+    jvp_floor,
+    jvp_sums,
+    required,
+)
 from lyapunov_prune.progress import track
 from lyapunov_prune.results.arrays import require_array
 from lyapunov_prune.results.result import MeasuredOn, Result
@@ -32,6 +39,8 @@ ABOVE_FLOOR = 100.0
 FAR_BELOW = ABOVE_FLOOR / 10
 # The floor needs an order of magnitude, so a stretch of one window is enough.
 FLOOR_TOKENS = 128
+# ρ at ε and at ε / 10 that differ by more than this are no property of the layer alone.
+LINEAR = 0.1
 # A share, summed in another order than the whole.
 _WHOLE = 1 + 1e-6
 
@@ -55,13 +64,15 @@ class ContractionProfile(Result):
     intervals: dict[str, np.ndarray]  # pooling -> 95 % bootstrap interval of rho, (L, 2)
     error_growth: np.ndarray  # Σ‖e_{l+1}‖² / Σ‖e_l‖², (L,)
     state_growth: np.ndarray  # Σ‖h_{l+1}‖² / Σ‖h_l‖², (L,)
-    floor: np.ndarray  # V of a perturbation of one unit of the coarsest rounding, (L + 1,); zeros for jvp
+    floor: np.ndarray  # V of one unit of the coarsest rounding, for jvp how far that moves it, (L + 1,); zeros before
     sink_state_share: np.ndarray  # share of Σ‖h_l‖² in the largest token of each window, (L + 1,)
     sink_error_share: np.ndarray  # share of Σ‖e_l‖² in those same tokens, (L + 1,)
     norm_growth: np.ndarray  # K = Π_l ‖h_{l+1}‖/‖h_l‖, one value a window
     measured_on: MeasuredOn
     worst_growth: float | None = None  # Π_l max over windows of ‖h_{l+1}‖/‖h_l‖ ≥ max K; None in files of before
     windows: Energies | None = None  # of each window, to draw them anew; None in files of before
+    # ρ at ε over ρ at ε / 10, on a stretch of one window, (L,): NaN where the smaller is rounding; None for jvp, before
+    linearity: np.ndarray | None = None
 
     def __post_init__(self) -> None:
         L = self.measured_on.model.num_layers
@@ -86,6 +97,8 @@ class ContractionProfile(Result):
             shapes = {"state": (L + 1, count), **dict.fromkeys(("error", "relative"), (L + 1, len(self.seeds), count))}
             for name, shape in shapes.items():
                 require_array(f"{of}, {name} of the windows", getattr(self.windows, name), shape)
+        if self.linearity is not None:
+            require_array(f"{of}, linearity", self.linearity, (L,), finite=False)
 
     @property
     def relative_energy(self) -> np.ndarray:
@@ -125,6 +138,13 @@ class ContractionProfile(Result):
     def below_floor(self) -> tuple[int, ...]:
         """The layers whose ratio is not `above_floor`: rounding, and no measurement."""
         return tuple(int(i) for i in np.flatnonzero(~self.above_floor))
+
+    @property
+    def not_linear(self) -> tuple[int, ...]:
+        """The layers whose ρ is another by more than 10 % at ε / 10: their ρ is of this ε, and no derivative."""
+        if self.linearity is None:
+            return ()
+        return tuple(int(i) for i in np.flatnonzero(np.abs(np.log(self.linearity)) > np.log1p(LINEAR)))
 
     def require_above_floor(self) -> None:
         """Raise LyapunovPruneError when every ρ is `below_floor`: to go by it would be to go by noise."""
@@ -184,10 +204,15 @@ class ContractionProfile(Result):
                 for i in self.pooling_disagrees
             )
             lines.append(f"Poolings disagree more than twofold at layer {shares}")
+        if self.not_linear:
+            lines.append(
+                f"ρ is another by more than {LINEAR:.0%} at ε = {self.epsilon / 10:g} at layer "
+                f"{', '.join(map(str, self.not_linear))}: it is of this ε alone; use a smaller ε or method jvp"
+            )
         if self.below_floor:
             lines.append(
                 f"{len(self.below_floor)} ratios are not well above rounding in {self.measured_on.dtype} forwards: "
-                "use method jvp, float32 or a larger ε"
+                f"use float32{' or a larger ε' if self.method == 'difference' else ''}"
             )
         return "\n".join(lines)
 
@@ -213,7 +238,11 @@ def measure_contraction(
     rounding of a difference plays no part; it is scaled by ε, so that `V` compares.
 
     `floor` is V of a second run, moved by one unit of the coarsest dtype that the layers round to
-    (`coarsest_rounding`): float32 for most families in float64, as their norms are taken there.
+    (`coarsest_rounding`): float32 for most families in float64, as their norms are taken there. Of `jvp` it is the V of
+    the change of the derivative where the state is moved by such a unit (`jvp_floor`).
+
+    `linearity` is ρ at ε over ρ at ε / 10, both by the first seed on the stretch of one window that the floor is
+    measured on: where attention is sharp, 1e-2 is far from the derivative.
 
     That ρ is the quotient of error growth and state growth, and that the factors multiply to the
     end-to-end ratio, are the Lean theorems `rho_eq_error_growth_div_state_growth` and
@@ -235,12 +264,20 @@ def measure_contraction(
     sums = [run(structure, ids, k * batch_size, seeds, epsilon) for k, ids in enumerate(track(windows, "contraction"))]
     total = WindowSums.join(sums)
 
-    floor = np.zeros(structure.num_layers + 1)
-    if method == "difference":
-        stretch = windows[0][:1, :FLOOR_TOKENS]
-        unit = torch.finfo(coarsest_rounding(structure, stretch, model.dtype)).eps
-        control = difference_sums(structure, stretch, 0, (0,), unit)
-        floor = control.energy("energy")
+    stretch = windows[0][:1, :FLOOR_TOKENS]
+    unit = torch.finfo(coarsest_rounding(structure, stretch, model.dtype)).eps
+    linearity = None
+    if method == "jvp":
+        floor = jvp_floor(structure, stretch, epsilon, unit)
+    else:
+        floor, whole, tenth = (
+            difference_sums(structure, stretch, 0, (0,), moved).energy("energy")
+            for moved in (unit, epsilon, epsilon / 10)
+        )
+        clear = tenth > ABOVE_FLOOR * floor
+        linearity = np.full(structure.num_layers, np.nan)
+        of = whole[1:] / whole[:-1], tenth[1:] / tenth[:-1]
+        np.divide(*of, out=linearity, where=clear[1:] & clear[:-1])
 
     state, error = total.state.sum(-1), total.error.sum((-2, -1))
     growth = np.sqrt(total.state[-1] / total.state[0])
@@ -258,6 +295,7 @@ def measure_contraction(
         sink_error_share=total.peak_error.sum((-2, -1)) / error,
         norm_growth=growth,
         measured_on=reading.measured_on(seed=seeds[0]),
+        linearity=linearity,
         worst_growth=float(np.sqrt((total.state[1:] / total.state[:-1]).max(-1).prod())),
         windows=total.energies(),
     )
@@ -281,6 +319,15 @@ def _below_floor(of: str, dtype: str) -> LyapunovPruneError:
         f"every rho of {of} lies below the rounding floor of {dtype} forwards; measure with --dtype float32, a larger "
         "--epsilon or profile --derivative jvp, or go by something else (--criterion bi, --allocation atp)"
     )
+
+
+def dtype_note(measured_on: Iterable[MeasuredOn]) -> str:
+    """What a decision says that rests on forwards in half precision; empty for none.
+
+    In bfloat16 the plans for 2 of 8 layers of half of twelve small models were not those of float32.
+    """
+    halves = sorted({on.dtype for on in measured_on} & {"bfloat16", "float16"})
+    return f"; measured in {', '.join(halves)}, and float32 may choose others (--dtype float32)" if halves else ""
 
 
 def floor_note(below_floor: tuple[int, ...]) -> str:

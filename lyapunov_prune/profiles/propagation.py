@@ -209,21 +209,59 @@ def jvp_sums(
         tangent = torch.cat([direction(clean, first_window, seed) for seed in seeds])
         return forward_ad.make_dual(hidden, tangent.to(hidden.dtype))
 
-    def visit(layer: int, hidden: torch.Tensor) -> None:
-        primal, tangent = forward_ad.unpack_dual(hidden)
-        assert tangent is not None, "the tangent was lost on the way"
+    def visit(layer: int, primal: torch.Tensor, tangent: torch.Tensor) -> None:
         errors = token_energy(widen(tangent)).view(len(seeds), windows, -1) * epsilon**2
         rows.append((layer, _reduce(token_energy(widen(primal[:windows])), errors)))
+
+    _run_dual(structure, ids.repeat(len(seeds), 1), visit, inject, between)
+    return _collect(rows, f"windows {first_window} to {first_window + windows - 1}")
+
+
+def jvp_floor(structure: Structure, ids: torch.Tensor, epsilon: float, unit: float) -> np.ndarray:
+    """`ε² Σ_t ‖ė'_t − ė_t‖² / Σ_t ‖h_t‖²` at every boundary, (L + 1,): how far rounding moves the derivative ė itself.
+
+    ė' is the derivative in the same direction where the state before layer 0 is moved by one `unit` of rounding; it is
+    followed at three times the length, so that its own rounding is another.
+    """
+    windows = len(ids)
+    floor: list[float] = []
+
+    def inject(hidden: torch.Tensor) -> torch.Tensor:
+        primal = perturbed(windows, 0, (0,), unit)(hidden)
+        tangent = direction(hidden[:windows], 0, 0)
+        return forward_ad.make_dual(primal, torch.cat([tangent, 3 * tangent]).to(hidden.dtype))
+
+    def visit(layer: int, primal: torch.Tensor, tangent: torch.Tensor) -> None:
+        one, other = (widen(part) for part in tangent.split(windows))
+        moved = token_energy(other / 3 - one).sum() / token_energy(widen(primal[:windows])).sum()
+        floor.append(float(moved) * epsilon**2)
+
+    _run_dual(structure, ids.repeat(2, 1), visit, inject, MappingProxyType({}))
+    return np.array(floor)
+
+
+def _run_dual(
+    structure: Structure,
+    ids: torch.Tensor,
+    visit: Callable[[int, torch.Tensor, torch.Tensor], None],
+    inject: Inject,
+    between: Between,
+) -> None:
+    """One forward of dual numbers; `visit(l, primal, tangent)` at every boundary."""
+
+    def unpacked(layer: int, hidden: torch.Tensor) -> None:
+        primal, tangent = forward_ad.unpack_dual(hidden)
+        assert tangent is not None, "the tangent was lost on the way"
+        visit(layer, primal, tangent)
 
     with ExitStack() as stack:
         stack.enter_context(forward_ad.dual_level())
         stack.enter_context(sdpa_kernel(SDPBackend.MATH))  # the fused kernels have no forward derivative
-        stack.enter_context(_boundaries(structure, visit, inject, between))
+        stack.enter_context(_boundaries(structure, unpacked, inject, between))
         try:
-            run_backbone(structure, ids.repeat(len(seeds), 1))
+            run_backbone(structure, ids)
         except NotImplementedError as error:
             raise LyapunovPruneError(
                 f"{type(structure.backbone).__name__} has an operation without a forward-mode derivative "
                 f"({str(error).splitlines()[0]}); use method difference"
             ) from None
-    return _collect(rows, f"windows {first_window} to {first_window + windows - 1}")

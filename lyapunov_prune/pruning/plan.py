@@ -14,7 +14,7 @@ from lyapunov_prune.errors import LyapunovPruneError, printable
 from lyapunov_prune.merging.table import REDUCTIONS
 from lyapunov_prune.models.plain import require_in_memory
 from lyapunov_prune.models.structure import identify
-from lyapunov_prune.profiles.contraction import floor_note
+from lyapunov_prune.profiles.contraction import dtype_note, floor_note
 from lyapunov_prune.results.arrays import require_array, require_layers
 from lyapunov_prune.results.result import MeasuredOn, ModelIdentity, Result
 
@@ -217,11 +217,12 @@ class PruningPlan(Result):
             for part, indices in parts.items()
             if indices
         ]
+        half = dtype_note(self.measured_on) if len(self.scores) else ""
         costs = ""
         if self.drops_parts:
             saves = "saves no time or memory" if format == "plain" else "is gone"
             costs = f"; in a {format} checkpoint a part of a layer {saves}"
-        return printable(f"Remove {'; '.join(removed)}{costs}{floor_note(self.below_floor)}")
+        return printable(f"Remove {'; '.join(removed)}{costs}{floor_note(self.below_floor)}{half}")
 
 
 def require_reduction(activations: Sequence[int], reduction: str | None) -> None:

@@ -7,6 +7,7 @@ import io
 import matplotlib
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.text import Text
 from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter
 
 # Okabe and Ito: told apart with any colour vision.
@@ -63,7 +64,10 @@ def log_axis(axes: Axes, which: str = "y") -> None:
 def svg(figure: Figure) -> str:
     """The figure as an `<svg>` element. A fixed salt and no date: the same result gives the same text."""
     buffer = io.StringIO()
-    with matplotlib.rc_context({"svg.hashsalt": "lyapunov-prune", "svg.fonttype": "none"}):
+    for words in figure.findobj(Text):  # names are text: between two $ matplotlib would read mathematics
+        words.set_parse_math(False)
+    # Labels of ticks are made when they are drawn.
+    with matplotlib.rc_context({"svg.hashsalt": "lyapunov-prune", "svg.fonttype": "none", "text.parse_math": False}):
         figure.savefig(buffer, format="svg", metadata={"Date": None})
     text = buffer.getvalue()
     return text[text.index("<svg") :]

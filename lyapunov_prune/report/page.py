@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import html
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -411,6 +411,15 @@ _SECTIONS = (
         lambda r: {"speed": speed_figure(r)},
     ),
 )
+
+
+def require_readable(run: Path, replaced: Collection[str] = ()) -> None:
+    """Raise LyapunovPruneError for a file in `run` that `write_report` cannot read, but for those to be `replaced`."""
+    kinds: dict[Path, type[Result]] = {path: section.kind for section in _SECTIONS for path in section.paths(run)}
+    kinds |= dict.fromkeys(run.glob("plan*.json"), PruningPlan) | dict.fromkeys(run.glob(f"*/{PROVENANCE}"), Provenance)
+    for path, kind in kinds.items():
+        if path.relative_to(run).as_posix() not in replaced:
+            kind.load(path)
 
 
 def write_report(run: str | Path) -> Path:

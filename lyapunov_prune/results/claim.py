@@ -12,7 +12,7 @@ from typing import Any
 from filelock import FileLock, Timeout
 
 from lyapunov_prune.errors import LyapunovPruneError
-from lyapunov_prune.results.files import write_whole
+from lyapunov_prune.results.files import parsed, write_whole
 
 HEADER = "lyapunov-prune.json"
 
@@ -104,7 +104,7 @@ class Claim:
     def _read(self) -> dict[str, Any] | None:
         path = self.folder / HEADER
         try:
-            told = json.loads(path.read_text(encoding="utf-8"))
+            told = parsed(path.read_text(encoding="utf-8"))
             kind, about = told["kind"], dict(told["about"])
         except (FileNotFoundError, NotADirectoryError):
             return None

@@ -2,29 +2,56 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
+import json
 import os
 import secrets
 import shutil
+import stat
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
+from filelock import FileLock, Timeout
 from safetensors import SafetensorError
 
 from lyapunov_prune.errors import LyapunovPruneError
 
+_PARTIAL = ".partial-"
+_LONGEST_NAME = 200  # of 255 bytes: what is unfinished has a longer one
+
+
+def parsed(text: str) -> Any:
+    """What the JSON in `text` says; whatever is wrong with it, nesting without end too, is a ValueError."""
+    try:
+        return json.loads(text)
+    except RecursionError:
+        raise ValueError("it is nested too deep") from None
+
+
+def require_file(path: str | Path) -> None:
+    """Raise LyapunovPruneError for what is there and is no file: a pipe would be waited for."""
+    path = Path(path)
+    if path.exists() and not (path.is_file() or path.is_dir()):
+        raise LyapunovPruneError(f"{path} is no file but a pipe or a device; give a file")
+
 
 def write_whole(path: str | Path, text: str) -> Path:
-    """Write `text` to `path` through a temporary file beside it, so no reader sees half of it."""
+    """Write `text` to `path` through a temporary file beside it, so no reader sees half of it, nor a power cut."""
     path = Path(path)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         temporary = path.parent / f".{path.name}.{secrets.token_hex(8)}"
         try:
-            with temporary.open("x", encoding="utf-8") as file:  # tempfile's would be the owner's alone
+            # tempfile's would be the owner's alone; names of no encoding may stand in the text
+            with temporary.open("x", encoding="utf-8", errors="backslashreplace") as file:
                 file.write(text)
+                file.flush()
+                os.fsync(file.fileno())
             os.replace(temporary, path)
+            _sync(path.parent)
         except BaseException:
             temporary.unlink(missing_ok=True)
             raise
@@ -37,29 +64,98 @@ def write_whole(path: str | Path, text: str) -> Path:
 def whole_folder(target: str | Path) -> Iterator[Path]:
     """A temporary folder beside `target`, renamed to it at the end; removed if anything fails.
 
+    What a killed process left for the same target goes as well: a lock beside it says whether its process lives. A
+    mount point cannot be replaced and is filled instead, `config.json` last, without which nobody takes it for whole.
     Raises LyapunovPruneError when the target exists and is not empty, or the disk refuses.
     """
-    target = Path(target).resolve()  # "." has no name to build on, a link cannot be replaced by a folder
     require_empty(target)
+    target = Path(target).resolve()  # "." has no name to build on, a link cannot be replaced by a folder
+    temporary = target.parent / f".{target.name}{_PARTIAL}{secrets.token_hex(8)}"
+    lock = FileLock(f"{temporary}.lock", timeout=0)
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
-        temporary = target.parent / f".{target.name}.partial-{secrets.token_hex(8)}"
+        _remove_dead(target)
+        lock.acquire()
         temporary.mkdir()
     except OSError as error:
+        _release(lock)
         raise LyapunovPruneError(f"cannot write beside {target}: {error.strerror}; choose another place") from None
     try:
         yield temporary
         _open_as_folder(temporary)
-        if target.exists():
-            target.rmdir()  # empty, as required above; fails if something appeared meanwhile
-        os.replace(temporary, target)
-    except (OSError, SafetensorError) as error:
+        for path in (*temporary.rglob("*"), temporary):
+            _sync(path)
+        _put(temporary, target)
+        _sync(target.parent)
+    except Exception as error:
+        if not isinstance(error, OSError | SafetensorError) and "(os error " not in str(error):  # as of tokenizers
+            raise
         reason = getattr(error, "strerror", None) or error
         raise LyapunovPruneError(
             f"writing {target} failed: {reason}; nothing was left there, free space and retry"
         ) from None
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
+        _release(lock)
+
+
+def _put(temporary: Path, target: Path) -> None:
+    try:
+        if target.exists():
+            target.rmdir()  # empty, as required; fails if something appeared meanwhile
+        os.replace(temporary, target)
+    except OSError as error:
+        if error.errno not in (errno.EBUSY, errno.EXDEV):
+            raise
+        _fill(temporary, target)
+
+
+def _fill(temporary: Path, target: Path) -> None:
+    """Move what is in `temporary` into the empty folder `target`, all or nothing unless killed."""
+    target.mkdir(exist_ok=True)
+    require_empty(target)
+    moved: list[Path] = []
+    try:
+        for path in sorted(temporary.iterdir(), key=lambda path: path.name == "config.json"):
+            moved.append(target / path.name)
+            shutil.move(path, moved[-1])
+            _sync(moved[-1])
+        _sync(target)
+    except BaseException:
+        for path in moved:
+            shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
+        raise
+
+
+def _remove_dead(target: Path) -> None:
+    """Remove what processes that are gone left beside `target`. Their locks went with them."""
+    for path in target.parent.glob(f".*{_PARTIAL}*"):
+        if not (path.is_dir() and path.name.startswith(f".{target.name}{_PARTIAL}")):
+            continue
+        lock = FileLock(f"{path}.lock", timeout=0)
+        if not Path(lock.lock_file).exists():  # of an older version: nobody knows
+            continue
+        with suppress(Timeout, OSError):
+            lock.acquire()
+            shutil.rmtree(path, ignore_errors=True)
+            _release(lock)
+
+
+def _release(lock: FileLock) -> None:
+    if lock.is_locked:
+        with suppress(OSError):
+            Path(lock.lock_file).unlink(missing_ok=True)
+        lock.release()
+
+
+def _sync(path: Path) -> None:
+    """On return what `path` holds, or which names a folder holds, is on the disk, where the system can tell."""
+    with suppress(PermissionError, IsADirectoryError):  # Windows opens no folder
+        descriptor = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
 
 
 def _open_as_folder(folder: Path) -> None:
@@ -82,7 +178,35 @@ def folder_digest(folder: str | Path) -> str:
 
 
 def require_empty(target: str | Path) -> None:
-    """Raise LyapunovPruneError unless `target` is absent or an empty folder."""
+    """Raise LyapunovPruneError unless `target` is absent or an empty folder, and a folder can be put there."""
     target = Path(target)
-    if target.exists() and (not target.is_dir() or any(target.iterdir())):
+    require_room(target.parent)
+    try:
+        os.fspath(target).encode()
+        taken = target.exists() and (not target.is_dir() or any(target.iterdir()))
+        name = target.resolve().name
+    except (OSError, RuntimeError, ValueError) as error:  # too long, a loop of links, a name of no encoding
+        reason = getattr(error, "strerror", None) or error
+        raise LyapunovPruneError(f"{str(target)[:200]} cannot be a folder: {reason}; choose another --output") from None
+    if len(name.encode()) > _LONGEST_NAME:
+        raise LyapunovPruneError(f"{name[:40]}… is too long to name a folder; choose another --output")
+    if taken:
         raise LyapunovPruneError(f"{target} exists and is not empty; choose another --output or empty it")
+
+
+def require_room(folder: str | Path) -> None:
+    """Raise LyapunovPruneError unless files can be written in `folder`, or it can be made; nothing is."""
+    folder = Path(folder)
+    for place in (folder, *folder.parents):
+        try:
+            mode = os.stat(place).st_mode
+        except FileNotFoundError:
+            continue
+        except (OSError, ValueError) as error:
+            reason = getattr(error, "strerror", None) or error
+            raise LyapunovPruneError(f"cannot write in {str(folder)[:200]}: {reason}; give another --output") from None
+        if not stat.S_ISDIR(mode):
+            raise LyapunovPruneError(f"cannot write in {folder}: {place} is no folder; give another --output")
+        if not os.access(place, os.W_OK | os.X_OK):
+            raise LyapunovPruneError(f"cannot write in {folder}: {place} is not yours to write; give another --output")
+        return

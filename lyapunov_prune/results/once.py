@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from lyapunov_prune.errors import LyapunovPruneError
+from lyapunov_prune.results.files import parsed
 from lyapunov_prune.results.result import ASKED, MeasuredOn, Result, encode
 
 R = TypeVar("R", bound=Result)
@@ -49,6 +50,6 @@ def once(
 
 def _asked(path: Path) -> Any:
     try:
-        return json.loads(path.read_text(encoding="utf-8"))[ASKED]
+        return parsed(path.read_text(encoding="utf-8"))[ASKED]
     except (OSError, ValueError, KeyError, TypeError):  # none, half of one, or one that `once` did not write
         return None

@@ -19,11 +19,12 @@ from cattrs.v import format_exception
 
 from lyapunov_prune.arguments import checked
 from lyapunov_prune.errors import LyapunovPruneError, printable
-from lyapunov_prune.results.files import write_whole
+from lyapunov_prune.results.files import parsed, require_file, write_whole
 from lyapunov_prune.results.overlap import Fingerprint
 
 T = TypeVar("T")
 R = TypeVar("R", bound="Result")
+_MOST_LAYERS = 10**5
 ASKED = "asked"  # beside the fields in a file: what `once` compares
 
 
@@ -54,6 +55,8 @@ class ModelIdentity:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "name", printable(self.name))  # it is shown, and folders have names of any kind
+        if not 0 <= self.num_layers <= _MOST_LAYERS:  # a place is kept for each
+            raise LyapunovPruneError(f"no model has {self.num_layers} layers; make the file again")
 
     def same_as(self, other: ModelIdentity) -> bool:
         """Raises LyapunovPruneError when the weights are in dtypes of which none can be rounded to the other."""
@@ -140,7 +143,8 @@ class Result:
     def load(cls: type[R], path: str | Path) -> R:
         """Read a result of this class; raises LyapunovPruneError when the file is not one."""
         try:
-            data = json.loads(Path(path).read_text(encoding="utf-8"))
+            require_file(path)
+            data = parsed(Path(path).read_text(encoding="utf-8"))
         except OSError as error:
             raise LyapunovPruneError(f"cannot read {path}: {error.strerror}; give the file a run wrote") from None
         except ValueError:
@@ -201,6 +205,8 @@ def decode(kind: type[T], value: Any) -> T:
         return _converter.structure(value, kind)
     except cattrs.BaseValidationError as error:
         raise ValueError(cattrs.transform_error(error, format_exception=_reason)[0]) from None
+    except RecursionError:
+        raise ValueError("it is nested too deep") from None
 
 
 def _reason(error: BaseException, kind: type | None) -> str:

@@ -10,8 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from lyapunov_prune.errors import LyapunovPruneError
-from lyapunov_prune.progress import is_main
+from lyapunov_prune.progress import is_main, process
 from lyapunov_prune.results.claim import Claim
+from lyapunov_prune.results.files import parsed
 
 
 class Store:
@@ -33,7 +34,7 @@ class Store:
         if folder is None:
             return
         folder = Path(folder)
-        self._file = folder / f"{os.environ.get('RANK', '0')}.jsonl"
+        self._file = folder / f"{process()}.jsonl"
         self._claim = Claim(folder, kind, about, self._file.name)
         try:
             self._begin(resume)
@@ -102,7 +103,7 @@ class Store:
         if path == self._file and len(whole) < len(text):
             os.truncate(path, len(whole))
         try:
-            rows = [json.loads(line) for line in whole.splitlines()]
+            rows = [parsed(line.decode()) for line in whole.splitlines()]
             values = {row["key"]: row["value"] for row in rows}
             origins = {row["origin"] for row in rows}
         except (ValueError, KeyError, TypeError):

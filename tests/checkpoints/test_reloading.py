@@ -49,3 +49,14 @@ def test_a_setting_and_a_number_of_a_layer_are_compared() -> None:
     other.model.layers[1].self_attn.window = 8
     one.model.layers[1].self_attn.window = 16
     assert changed_setting(one, other) == "layer 1 came back with self_attn.window = 8, not 16"
+
+
+@pytest.mark.parametrize("by", [1.05, 1.0001, 1 + 1e-9])
+def test_a_scale_that_is_a_little_another_is_another(by: float) -> None:
+    """The planted fault: settings that are compared to 10 %."""
+    one, other = make_tiny("llama"), make_tiny("llama")
+    scaling = one.model.layers[3].self_attn.scaling
+    other.model.layers[3].self_attn.scaling = scaling * (1 + 1e-14)  # another order of the same sum
+    assert changed_setting(one, other) == ""
+    other.model.layers[3].self_attn.scaling = scaling * by
+    assert changed_setting(one, other).startswith("layer 3 came back with self_attn.scaling = ")

@@ -116,3 +116,13 @@ def test_planted_fault_gramians_left_out_are_seen(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(module, "root", lambda G: torch.eye(len(G)).double())
     E = W - balanced(W, P, Q, 3)
     assert float(torch.trace(Q @ E @ P @ E.T)) > 1.01 * tail
+
+
+@pytest.mark.parametrize("scale", [2.0**1000, 2.0**-1000])
+def test_weights_near_the_largest_float_are_projected_alike(scale: float) -> None:
+    """Products of such weights are infinite, and no eigenvalues of those are found."""
+    W, P, Q = setting(0, 9, 12)
+    for method in (lambda W: balanced(W, P, Q, 3), lambda W: whitened(W, P, 3)):
+        assert torch.equal(method(W * scale), method(W) * scale)
+    with pytest.raises(LyapunovPruneError, match="a Gram matrix holds NaN or infinity"):
+        whitened(W, P * 2.0**1022, 3)

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from families.zoo import make_zoo
 from helpers import make_classifier, make_tiny
 from transformers import PreTrainedModel
 
@@ -39,6 +40,16 @@ def test_reports_tokens_per_second_against_the_first_model(
     assert speed.rows[0].parameters == llama.num_parameters()
     assert speed.to_frame()["decode ratio"].tolist() == [1, 1]
     assert str(Speed.load(speed.save(tmp_path / "speed.json"))) == str(speed)
+
+
+@pytest.mark.parametrize("family", ["openai-gpt", "mamba", "mamba2", "falcon_mamba", "recurrent_gemma"])
+def test_whatever_a_decoder_calls_its_cache_is_handed_on(family: str) -> None:
+    model = make_zoo(family)
+    lengths: list[int] = []
+    model.register_forward_pre_hook(lambda _, args: lengths.append(args[0].shape[1]))
+    measure_speed({family: model}, prompt=9, steps=2, repeats=1)
+    none = family in ("openai-gpt", "recurrent_gemma")  # the whole text again at every step
+    assert lengths == ([9, 10, 11] if none else [9, 1, 1]) * 2
 
 
 def test_more_tokens_than_the_context_are_refused(llama: PreTrainedModel) -> None:

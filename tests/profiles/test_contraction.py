@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import dataclasses
 from types import MethodType
 from typing import Any
 
@@ -15,8 +17,9 @@ from transformers import PreTrainedModel
 
 from lyapunov_prune import LyapunovPruneError, NonFiniteError, measure_contraction
 from lyapunov_prune.models.structure import find_structure
-from lyapunov_prune.profiles.contraction import ContractionProfile
+from lyapunov_prune.profiles.contraction import ContractionProfile, dtype_note
 from lyapunov_prune.profiles.propagation import WindowSums, direction
+from lyapunov_prune.pruning.plan import PruningPlan
 
 
 def reference(
@@ -76,7 +79,8 @@ def test_jvp_is_the_limit_of_small_perturbations(name: str, ids: torch.Tensor) -
     # Not smaller: the norms of these models compute in float32 whatever the model's dtype.
     small = measure_contraction(model, ids, epsilon=1e-4, seeds=(0, 1))
     np.testing.assert_allclose(limit.rho, small.rho, rtol=2e-3)
-    assert (limit.floor == 0).all()
+    assert limit.above_floor.all()
+    assert limit.linearity is None
 
 
 def test_rho_is_error_growth_over_state_growth(llama: PreTrainedModel, ids: torch.Tensor) -> None:
@@ -221,3 +225,74 @@ def test_the_bootstrap_covers() -> None:
         low, high = WindowSums(state, noise, noise, state, noise).interval("energy")[0]
         hits += low <= 1 <= high
     assert 170 <= hits <= 199
+
+
+def sharp(name: str) -> PreTrainedModel:
+    """Queries and keys four times as long: attention looks at few tokens, and what it looks at turns with the state."""
+    model = make_tiny(name)
+    with torch.no_grad():
+        for path, parameter in model.named_parameters():
+            if parameter.ndim == 2 and any(part in path for part in ("q_proj", "k_proj", "c_attn")):
+                parameter.mul_(4)
+    return model
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2", "opt"])
+def test_a_derivative_in_half_precision_is_marked_where_it_is_rounding(name: str, ids: torch.Tensor) -> None:
+    """By float64 of the same weights. The planted fault: a floor of zero marks nothing."""
+    for make, clear in ((make_tiny, True), (sharp, False)):
+        half = make(name).bfloat16()
+        whole = copy.deepcopy(half).double()
+        exact, found = (measure_contraction(m, ids, method="jvp", seeds=(0,)) for m in (whole, half))
+        off = np.abs(np.log(found.rho / exact.rho))
+        assert (found.above_floor == clear).all()
+        assert off.max() < 0.02 if clear else off.max() > 0.1
+        assert exact.above_floor.all()
+        assert ("not well above rounding in bfloat16 forwards: use float32" in str(found)) != clear
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2", "opt"])
+def test_where_epsilon_is_far_from_the_derivative_is_marked(name: str, ids: torch.Tensor) -> None:
+    for make in (make_tiny, sharp):
+        model = make(name)
+        exact = measure_contraction(model, ids, method="jvp", seeds=(0,))
+        found = measure_contraction(model, ids, seeds=(0,))
+        off = np.abs(np.log(found.rho / exact.rho))
+        assert bool(found.not_linear) == (make is sharp)
+        if make is sharp:  # what reaches the layers behind the first is of this ε too
+            assert off.max() > 0.1
+            assert found.not_linear[0] <= off.argmax()
+        assert ("ρ is another by more than 10% at ε = 0.001 at layer" in str(found)) == (make is sharp)
+        small = measure_contraction(model, ids, seeds=(0,), epsilon=1e-5)
+        assert small.not_linear == ()
+
+
+def test_linearity_is_of_two_runs(llama: PreTrainedModel, ids: torch.Tensor) -> None:
+    profile = measure_contraction(llama, ids)
+    one, tenth = (measure_contraction(llama, ids[:1], epsilon=epsilon, seeds=(0,)).rho for epsilon in (1e-2, 1e-3))
+    assert profile.linearity is not None
+    np.testing.assert_allclose(profile.linearity, one / tenth, rtol=1e-6)
+    rounding = measure_contraction(make_tiny("llama").bfloat16(), ids)
+    assert rounding.linearity is not None
+    assert np.isnan(rounding.linearity).all()
+    assert rounding.not_linear == ()
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32", "float64"])
+def test_a_decision_says_in_which_half_precision_it_was_made(dtype: str, llama: PreTrainedModel) -> None:
+    on = dataclasses.replace(measure_contraction(llama, torch.ones(1, 4, dtype=torch.int64)).measured_on, dtype=dtype)
+    told = f"; measured in {dtype}, and float32 may choose others (--dtype float32)" if "16" in dtype else ""
+    assert dtype_note([on, on]) == told
+    plan = PruningPlan.given(llama, [1])
+    ranked = dataclasses.replace(plan, scores=np.arange(LAYERS, dtype=float), measured_on=(on,))
+    assert ranked.headline() == plan.headline() + told
+
+
+@pytest.mark.parametrize("boundary", range(LAYERS + 1))
+def test_a_ratio_rests_on_both_its_energies(boundary: int, llama: PreTrainedModel) -> None:
+    """The planted fault: one energy above the floor is enough."""
+    profile = measure_contraction(llama, torch.ones(1, 4, dtype=torch.int64), seeds=(0,))
+    floor = np.zeros(LAYERS + 1)
+    floor[boundary] = 1.0
+    below = dataclasses.replace(profile, floor=floor).below_floor
+    assert below == tuple(layer for layer in (boundary - 1, boundary) if 0 <= layer < LAYERS)

@@ -14,7 +14,9 @@ from transformers import PreTrainedModel
 
 from lyapunov_prune import remove_layers, verify_removal
 from lyapunov_prune.data.batch import TokenBatch
+from lyapunov_prune.forward.logits import last_logits
 from lyapunov_prune.models.structure import find_structure, identify
+from lyapunov_prune.pruning import gate
 from lyapunov_prune.pruning.gate import GateReport, deviation, verify_intact
 
 REMOVE = [1, 3]
@@ -149,3 +151,21 @@ def test_deviation_is_relative_to_the_spread_of_a_token() -> None:
     assert deviation(z + 1e-3 * torch.randn_like(z), z) == pytest.approx(1e-3, rel=0.5)
     assert deviation(z * float("nan"), z) == float("inf")
     assert deviation(z[:1], z) == float("inf")
+
+
+@pytest.mark.parametrize("wrong", [0, 1])
+def test_the_worst_input_decides_whether_the_cache_is_right(
+    wrong: int, llama: PreTrainedModel, ids: torch.Tensor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The planted fault: the deviation of the last input is taken."""
+    inputs = [ids[:1], ids[1:2, :30]]
+
+    def cached(model: PreTrainedModel, given: torch.Tensor, *, positions: bool = False) -> torch.Tensor:
+        logits = last_logits(model, given)
+        return logits.roll(1, -1) if given is inputs[wrong] else logits
+
+    monkeypatch.setattr(gate, "cached_logits", cached)
+    with torch.no_grad():
+        check = gate.cache_check(llama, llama, inputs)
+    assert not check.passed
+    assert check.measured > 0.1

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import errno
 import os
+import shutil
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NoReturn
@@ -15,7 +18,14 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 from lyapunov_prune.errors import LyapunovPruneError
-from lyapunov_prune.results.files import folder_digest, require_empty, whole_folder, write_whole
+from lyapunov_prune.results.files import (
+    folder_digest,
+    parsed,
+    require_empty,
+    require_room,
+    whole_folder,
+    write_whole,
+)
 
 # One file.
 
@@ -197,3 +207,126 @@ def test_the_fingerprint_of_a_folder_is_that_of_all_in_it(tmp_path: Path) -> Non
         change()
         seen.add(folder_digest(tmp_path / "b"))
         assert len(seen) == number
+
+
+# Disks, mount points and what was killed.
+
+
+def test_what_is_renamed_is_on_the_disk_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    order: list[str] = []
+    fsync, replace = os.fsync, os.replace
+
+    def synced(descriptor: int) -> None:
+        order.append(Path(os.readlink(f"/proc/self/fd/{descriptor}")).name)
+        fsync(descriptor)
+
+    def renamed(old: Path, new: Path) -> None:
+        order.append(f"to {Path(new).name}")
+        replace(old, new)
+
+    monkeypatch.setattr(os, "fsync", synced)
+    monkeypatch.setattr(os, "replace", renamed)
+    write_whole(tmp_path / "file", "1")
+    assert order[0].startswith(".file.")
+    assert order[1:] == ["to file", tmp_path.name]
+    order.clear()
+    fill(tmp_path / "folder")
+    assert order[0] == "x"
+    assert order[1].startswith(".folder.partial-")
+    assert order[2:] == ["to folder", tmp_path.name]
+
+
+def busy(*args: object) -> NoReturn:
+    raise OSError(errno.EBUSY, os.strerror(errno.EBUSY))
+
+
+def test_a_mount_point_is_filled_config_last(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    target, order = tmp_path / "volume", list[str]()
+    target.mkdir()
+    number = target.stat().st_ino
+    monkeypatch.setattr(Path, "rmdir", busy)
+    move = shutil.move
+    monkeypatch.setattr(shutil, "move", lambda a, b: order.append(a.name) or move(a, b))
+    with whole_folder(target) as folder:
+        for name in ("config.json", "model.safetensors", "a"):
+            (folder / name).write_text(name)
+    assert {path.name: path.read_text() for path in target.iterdir()} == {name: name for name in order}
+    assert sorted(order) == ["a", "config.json", "model.safetensors"]
+    assert (order[-1], target.stat().st_ino) == ("config.json", number)
+    assert os.listdir(tmp_path) == ["volume"]
+
+
+def test_a_mount_point_that_fills_up_is_left_empty(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "replace", busy)
+    monkeypatch.setattr(shutil, "move", disk_full)
+    with pytest.raises(LyapunovPruneError, match="No space left on device; nothing was left there"):
+        fill(tmp_path / "volume")
+    assert list((tmp_path / "volume").iterdir()) == []
+
+
+def test_a_full_disk_as_tokenizers_tells_it_is_one_line(tmp_path: Path) -> None:
+    with pytest.raises(LyapunovPruneError, match=r"failed: File too large \(os error 27\); nothing was left"):
+        fill(tmp_path / "target", Exception("File too large (os error 27)"))
+    assert os.listdir(tmp_path) == []
+
+
+_KILLED = """
+import os, signal, sys
+from pathlib import Path
+from lyapunov_prune.results.files import whole_folder
+with whole_folder(sys.argv[1]) as folder:
+    (folder / "x").write_text("1")
+    if len(sys.argv) > 2:
+        os.kill(os.getpid(), signal.SIGKILL)
+    print(folder.name, flush=True)
+    sys.stdin.read()
+"""
+
+
+def test_the_next_run_removes_what_killed_ones_left(tmp_path: Path) -> None:
+    """And nothing of one that lives, of another target, or of a version without locks."""
+    command = [sys.executable, "-c", _KILLED, str(tmp_path / "target")]
+    other = tmp_path / ".targets.partial-0"
+    old = tmp_path / ".target.partial-0"
+    for folder in (other, old):
+        folder.mkdir()
+    living = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    assert living.stdout is not None
+    name = living.stdout.readline().strip()
+    assert subprocess.run([*command, "kill"], check=False).returncode == -9
+    assert len(list(tmp_path.glob(".target.partial-*[0-9a-f]"))) == 3
+    fill(tmp_path / "target")
+    assert {path.name for path in tmp_path.iterdir()} == {"target", name, f"{name}.lock", other.name, old.name}
+    living.communicate()
+    assert {path.name for path in tmp_path.iterdir()} == {"target", other.name, old.name}
+
+
+# What cannot be written to is refused before work.
+
+
+@pytest.mark.parametrize("name", ["x" * 300, "x" * 240, "\udcff", "a\0b", "loop", "file/x", "x" * 5000])
+def test_a_folder_that_cannot_be_is_refused(name: str, tmp_path: Path) -> None:
+    (tmp_path / "loop").symlink_to("loop")
+    (tmp_path / "file").write_text("")
+    with pytest.raises(LyapunovPruneError, match=r"; (choose another|give another) --output"):
+        require_empty(tmp_path / name)
+    assert {path.name for path in tmp_path.iterdir()} == {"loop", "file"}
+
+
+@pytest.mark.parametrize("name", ["loop", "file", "file/x", "x" * 300, "a\0b"])
+def test_a_run_that_cannot_be_written_is_refused(name: str, tmp_path: Path) -> None:
+    (tmp_path / "loop").symlink_to("loop")
+    (tmp_path / "file").write_text("")
+    with pytest.raises(LyapunovPruneError, match=r"cannot write in .*; give another --output"):
+        require_room(tmp_path / name)
+
+
+def test_another_s_folder_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "access", lambda place, mode: False)
+    with pytest.raises(LyapunovPruneError, match="is not yours to write"):
+        require_room(tmp_path / "new" / "run")
+
+
+def test_json_without_end_is_no_json() -> None:
+    with pytest.raises(ValueError, match="nested too deep"):
+        parsed("[" * 100_000)

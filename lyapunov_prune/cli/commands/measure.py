@@ -9,6 +9,7 @@ import typer
 
 from lyapunov_prune.cli import choices
 from lyapunov_prune.cli.inputs import (
+    begun_run,
     draw_report,
     explain,
     load_inputs,
@@ -72,12 +73,12 @@ def profile(
     from lyapunov_prune.profiles.profile import kept_profile
     from lyapunov_prune.profiles.sublayer_growth import sublayer_growth
 
+    run = begun_run(output, model, "profile.json", *(["sublayer-growth.json"] if by_sublayer else []))
     loaded, batch = load_inputs(model, source, text)
     drawn = range(seed, seed + seeds)
     growth = None
     if by_sublayer:  # first: not every family has branches to tell apart
         growth = sublayer_growth(loaded.model, batch, epsilon=epsilon, seeds=drawn, batch_size=text.batch_size)
-    run = run_folder(output, model)
     result = kept_profile(
         run / "profile.json",
         loaded.model,
@@ -125,11 +126,13 @@ def rank(
     from lyapunov_prune.profiles.profile import LayerProfile
     from lyapunov_prune.ranking.budget import remove_under_budget
     from lyapunov_prune.ranking.ranking import LayerRanking, rank_layers
+    from lyapunov_prune.results.files import require_room
 
     ranking: Ranking
     if profile_file is not None:
         measured = LayerProfile.load(profile_file)
         run = output or profile_file.parent
+        require_room(run)
         ranking = rank_layers(
             measured.contraction,
             measured.influence,
@@ -140,8 +143,9 @@ def rank(
         )
     else:
         assert model is not None
-        loaded, batch = load_inputs(model, source, text)
         run = run_folder(output, model)
+        require_room(run)
+        loaded, batch = load_inputs(model, source, text)
         ranking = by.rank(loaded, batch, remove, text.batch_size, folder=run, resume=resume)
     plan = written = None
     if remove is not None:
@@ -202,6 +206,7 @@ def evaluate(
     if tasks is None and (limit is not None or few_shot is not None):
         raise LyapunovPruneError("--limit and --few-shot are of tasks; give --tasks with them")
     names = [against, model] if against else [model]
+    run = begun_run(output, model, "eval.json")
     chosen = load_tasks(tasks.split(","), few_shot=few_shot, offline=source.offline) if tasks is not None else None
     sought = load_retrieval(*require_retrieval(retrieval)) if retrieval is not None else None
     first, batch = load_inputs(names[0], source, text, split)
@@ -213,20 +218,23 @@ def evaluate(
         models[name] = other.model
     for evaluated in models.values():
         require_unseen(evaluated, batch)
+    # First: an item that is too long is found before the perplexity is measured.
+    scored = (
+        evaluate_tasks(models, first.tokenizer, chosen, limit=limit, bos=text.bos, batch_size=text.batch_size)
+        if chosen
+        else None
+    )
     result = Evaluation(
         perplexities=tuple(perplexity(m, batch, batch_size=text.batch_size) for m in models.values()),
         zeros=tuple(zero_share(m) for m in models.values()),
         speed=measure_speed(models, prompt=prompt) if speed else None,
-        tasks=evaluate_tasks(models, first.tokenizer, chosen, limit=limit, bos=text.bos, batch_size=text.batch_size)
-        if chosen
-        else None,
+        tasks=scored,
         retrieval=evaluate_retrieval(
             models, first.tokenizer, sought, context=text.context, bos=text.bos, batch_size=text.batch_size
         )
         if sought
         else None,
     )
-    run = run_folder(output, model)
     result.save(run / "eval.json")
     draw_report(run)
     show(result, as_json, run / "eval.json")
@@ -264,7 +272,7 @@ def check(
             "COMPRESSED is checked as it was written, in one go; give it without --sparsity, --rank, --cache-radius "
             "and --resume"
         )
-    run = run_folder(output, model)
+    run = begun_run(output, model, "bounds.json")
     loaded, batch = load_inputs(model, source, text)
     if compressed is not None:
         other = source.load(compressed)
@@ -320,7 +328,8 @@ def sensitivity(
 
     studies = require_studies(study)
     Compression(method, sparsity, rank).require()
-    run = run_folder(output, model)
+    explained = ["activations.json", "jacobian.json"] if why else []
+    run = begun_run(output, model, "sensitivity.json", "sensitivity/profile.json", *explained)
     loaded, calibration = load_inputs(model, source, text)
     batch = text.load(loaded, "evaluation", offline=source.offline)
     # run/profile.json is of `profile`, and as a rule by more tokens and seeds.

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from lyapunov_prune.cli.inputs import draw_report, load_prompted, require_retrieval, run_folder
+from lyapunov_prune.cli.inputs import begun_run, draw_report, load_prompted, require_retrieval
 from lyapunov_prune.cli.options import (
     Items,
     Json,
@@ -73,7 +73,7 @@ def hierarchy(
     from lyapunov_prune.models.structure import identify
     from lyapunov_prune.models.tokenizers import require_same_tokenizer
     from lyapunov_prune.predictions.attention_paths import attention_paths
-    from lyapunov_prune.predictions.choices import ChoiceComparison, compare_choices
+    from lyapunov_prune.predictions.choices import ChoiceComparison, compare_choices, fitting
     from lyapunov_prune.predictions.generation import compare_generation
     from lyapunov_prune.predictions.hierarchy import probe_layers
     from lyapunov_prune.predictions.history import history_divergence
@@ -88,6 +88,9 @@ def hierarchy(
     if letters and choices is None:
         raise LyapunovPruneError("--letters asks the items of a file by letters; give --choices FILE with it")
     items = load_items(choices) if choices else ()
+    written = ["hierarchy.json", *(["generation.json", "paths.json", "history.json"] if compressed else [])]
+    more = {"choices": choices, "letters": letters, "retrieval": retrieval, "verdict": verdict}
+    run = begun_run(output, dense, *written, *(f"{name}.json" for name, given in more.items() if given))
     loaded, batch = load_prompted(dense, source, text, prompts, chat)
     other = None
     if compressed is not None:
@@ -95,6 +98,8 @@ def hierarchy(
         require_same_tokenizer(loaded.tokenizer, other.tokenizer, (dense, compressed))
     for model in (loaded.model, *([other.model] if other else [])):
         require_unseen(model, batch)
+    if other is not None and items:
+        fitting(items, loaded.tokenizer, (loaded.model, other.model), limit)  # before minutes of decoding
     same_layers = other is not None and other.structure.num_layers == loaded.structure.num_layers
     probe = probe_layers(
         loaded.model,
@@ -106,7 +111,6 @@ def hierarchy(
     )
     if other is not None and not same_layers:
         probe = replace(probe, beside=identify(other.model))
-    run = run_folder(output, dense)
     parts = Parts(run, as_json)
     parts.add("hierarchy", probe)
     if other is not None:

@@ -1,0 +1,80 @@
+"""How a command that failed ends: one line on stderr and an exit code, whatever was raised.
+
+2 is what the user can mend, 1 a check that failed, 3 what nobody foresaw or what could not be shown: its trace is kept.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import sys
+import tempfile
+import traceback
+from pathlib import Path
+
+import typer
+
+from lyapunov_prune.errors import LyapunovPruneError, printable
+
+# What is wrong with a path that was given, wherever it is met.
+_NAMES = ("EACCES", "EPERM", "EROFS", "ENOENT", "ENOTDIR", "EISDIR", "EEXIST", "ENAMETOOLONG", "ELOOP")
+_ROOM = ("ENOSPC", "EDQUOT", "EFBIG")
+_PACKAGE = Path(__file__).parents[1]
+_OF_PATHS = {getattr(errno, name) for name in (*_NAMES, *_ROOM)}
+_LONGEST = 300  # characters of what is repeated of the command line, and of an error's own words
+
+
+class Unforeseen(LyapunovPruneError):
+    """What no room refuses in its own words."""
+
+    exit_code = 3
+
+
+def as_refusal(error: BaseException, arguments: list[str]) -> LyapunovPruneError:
+    """`error`, raised under these `arguments` of the command line, as one line with an exit code."""
+    if isinstance(error, LyapunovPruneError):
+        return error
+    if isinstance(error, typer.TyperException):  # a usage error
+        return LyapunovPruneError(f"{_short(error.format_message().rstrip('.'))}; see lyapunov-prune COMMAND --help")
+    if type(error).__name__ == "OutOfMemoryError":  # torch's own, and torch may not have been imported
+        told = str(error).partition(". ")[0]
+        return LyapunovPruneError(f"{told}; lower --batch-size or --context, or give --device cpu")
+    if isinstance(error, MemoryError):
+        return LyapunovPruneError("the memory is full; lower --batch-size or --context, or give a smaller model")
+    file = getattr(error, "filename", None)
+    if isinstance(error, OSError) and error.errno in _OF_PATHS and file is not None:
+        return LyapunovPruneError(f"{_short(str(file))}: {error.strerror}; give another path, or make room there")
+    return Unforeseen(
+        f"{_short(' '.join(arguments))}: {type(error).__name__} in {_place(error)}"
+        f"{f' at {_short(str(file))}' if file is not None else ''}: {_short(str(error)) or 'no words'}; "
+        f"{_kept(error, arguments)}"
+    )
+
+
+def no_more_output(error: OSError) -> LyapunovPruneError:
+    """stdout is closed or full. It is put aside: Python would write what is left to it once more at its end."""
+    if sys.stdout is sys.__stdout__ and sys.stdout is not None:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return Unforeseen(f"cannot print on stdout: {error.strerror}; what was measured is saved, run again to see it")
+
+
+def _place(error: BaseException) -> str:
+    """The innermost function of this package on the way to `error`."""
+    frames = [f for f in traceback.extract_tb(error.__traceback__) if Path(f.filename).is_relative_to(_PACKAGE)]
+    return f"{frames[-1].name} ({Path(frames[-1].filename).relative_to(_PACKAGE)}:{frames[-1].lineno})"
+
+
+def _kept(error: BaseException, arguments: list[str]) -> str:
+    """Where the whole trace was saved: a file of its own, which nobody else can have put there."""
+    try:
+        descriptor, name = tempfile.mkstemp(prefix="lyapunov-prune-", suffix=".trace.txt")
+        with open(descriptor, "w", encoding="utf-8", errors="backslashreplace") as file:
+            file.write(f"lyapunov-prune {printable(' '.join(arguments))}\n{''.join(traceback.format_exception(error))}")
+    except OSError as refused:
+        return f"its trace could not be saved ({refused.strerror}); free space, run again and report what it says"
+    return f"please report it with {name}, which holds the trace"
+
+
+def _short(text: str) -> str:
+    line = " ".join(text.split())
+    return line if len(line) <= _LONGEST else f"{line[:_LONGEST]}…"
