@@ -15,12 +15,16 @@ from lyapunov_prune.errors import LyapunovPruneError, NonFiniteError
 from lyapunov_prune.forward.hooks import residual_stream, run_backbone
 from lyapunov_prune.forward.reading import Readable, read
 from lyapunov_prune.linalg import lift
+from lyapunov_prune.models.device import require_room
+from lyapunov_prune.models.streamed import stream_of
 from lyapunov_prune.models.structure import in_eval_mode
 from lyapunov_prune.progress import track
 from lyapunov_prune.pruning.plan import PruningPlan
 from lyapunov_prune.ranking.criteria import protected_layers, require_known_count
 from lyapunov_prune.ranking.ranking import Ranking
 from lyapunov_prune.results.result import MeasuredOn
+
+_TOKENS = 128  # whose states are in float64 at once
 
 
 @dataclass(frozen=True)
@@ -98,27 +102,31 @@ def angular_distance(
 ) -> AngularDistance:
     """Measure `AngularDistance` in one forward per window; no run of a plan holds a layer of `protect`.
 
-    Memory: L × `batch_size` × tokens × width in float64.
+    Memory: L × `batch_size` × tokens × width in the model's dtype; of a streamed model all tokens are in the batch.
 
     Raises NonFiniteError naming the first layer with NaN or infinite activations, and LyapunovPruneError for ids
     outside the vocabulary, a context too long, or a decoder that carries several states a token.
     """
-    reading = read(model, batch)
+    reading = read(model, batch, streamed=True)
     batch, structure = reading.batch, reading.structure
     protected = protected_layers(structure.num_layers, protect)
+    if stream_of(model) is not None:
+        entries = (structure.num_layers + 1) * batch.ids.numel() * structure.config.hidden_size
+        require_room(entries * model.dtype.itemsize, str(model.device), "the states of all layers")
     sums = np.zeros((structure.num_layers + 1,) * 2)
     for ids in track(reading.windows(batch_size), "angular distance"):
-        units: list[torch.Tensor] = []
+        states: list[torch.Tensor] = []
 
-        def visit(layer: int, hidden: torch.Tensor, units: list[torch.Tensor] = units) -> None:
-            hidden = lift(hidden)
-            norm = torch.linalg.vector_norm(hidden, dim=-1, keepdim=True)
-            units.append((hidden / norm.clamp_min(torch.finfo(torch.float32).tiny)).flatten())
+        def visit(layer: int, hidden: torch.Tensor, states: list[torch.Tensor] = states) -> None:
+            states.append(hidden.flatten(0, 1).clone())  # a layer may add to what it was given
 
         with residual_stream(structure, visit):
             run_backbone(structure, ids)
-        U = torch.stack(units)
-        sums += (U @ U.T).cpu().numpy()
+        for block in zip(*(state.split(_TOKENS) for state in states), strict=True):
+            H = lift(torch.stack(block))
+            norm = torch.linalg.vector_norm(H, dim=-1, keepdim=True)
+            U = (H / norm.clamp_min(torch.finfo(torch.float32).tiny)).flatten(1)
+            sums += (U @ U.T).cpu().numpy()
     if not np.isfinite(sums).all():
         raise NonFiniteError(int(np.argmin(np.isfinite(sums.diagonal()))), batch.text)
     distance = 1 - sums / batch.ids.numel()
