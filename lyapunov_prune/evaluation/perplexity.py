@@ -74,6 +74,8 @@ def of_windows(
 def _of_states(reading: Reading, batch_size: int, description: str) -> list[float]:
     """The losses of a streamed model: one forward for the final states, and logits a block of positions at a time."""
     scorer, (ids,) = reading.scorer, reading.windows(batch_size)
+    if not scorer.enters:  # so it is of a model whose first tokens are not finite
+        require_finite(reading.structure, ids[:1], f"window 0 of {reading.batch.text}")
     states = final_state(reading.structure, ids)
     return [scorer.loss(*window) for window in track(list(zip(states, ids, strict=True)), description)]
 
