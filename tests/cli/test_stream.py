@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -49,14 +50,8 @@ def test_ranked_pruned_and_scored_as_in_memory(run: Callable[..., Any]) -> None:
 @pytest.mark.parametrize("what", ["layers", "attention"])
 def test_other_orders_are_streamed_too(what: str, run: Callable[..., Any]) -> None:
     for criterion in ("bi", *(["angular"] if what == "layers" else [])):
-        found = [
-            json.loads(
-                run(
-                    "rank", "tiny", *flags, "--criterion", criterion, "--what", what, "--remove", "2", *TEXT, "--json"
-                ).out
-            )
-            for flags in (["--stream"], [])
-        ]
+        asked = ["--criterion", criterion, "--what", what, "--remove", "2", *TEXT, "--json"]
+        found = [json.loads(run("rank", "tiny", *flags, *asked).out) for flags in (["--stream"], [])]
         assert found[0].keys() == found[1].keys()
         plan = PruningPlan.load("runs/tiny/plan.json")
         assert plan.criterion == criterion
@@ -76,8 +71,6 @@ def test_other_orders_are_streamed_too(what: str, run: Callable[..., Any]) -> No
     ],
 )
 def test_what_is_not_streamed_is_refused(arguments: list[str], message: str, run: Callable[..., Any]) -> None:
-    import re
-
     done = run(*arguments, "--stream")
     assert (done.code, done.changed, done.err.count("\n")) == (2, set(), 1)
     assert re.search(message, done.err)
@@ -87,9 +80,7 @@ def test_another_layer_skipped_is_not_what_was_written(
     run: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     skipped = disk_gate.skipped
-    monkeypatch.setattr(
-        disk_gate, "skipped", lambda structure, layers: skipped(structure, (layers[0] + 1, *layers[1:]))
-    )
+    monkeypatch.setattr(disk_gate, "skipped", lambda structure, layers: skipped(structure, (2, *layers[1:])))
     done = run("prune", "tiny", "--layers", "1,4", "--on-disk", "--stream", "-o", "out")
     assert (done.code, done.changed) == (1, set())
     assert "the files fail the gate, same as skipping: logits of the files written, streamed" in done.err
