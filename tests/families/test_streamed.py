@@ -18,12 +18,14 @@ from lyapunov_prune.forward.logits import SAME_LIMIT, deviation
 from lyapunov_prune.models.loading import load
 from lyapunov_prune.models.structure import identify
 
-# Inside a multimodal model; of a family that was not judged; several states a token, the batch not the first of them.
+# Inside a multimodal model; of a family that was not judged; several states a token, the batch not the first of them;
+# layers that read keys, an index or outputs of layers before the last.
 _WRAPPED = ["fuyu", "gemma3", "gemma4", "gemma4_unified", "got_ocr2", "moss_transcribe_diarize"]
+_SHARING = ["gemma3n_text", "gemma4_text", "gemma4_unified_text", "glm_moe_dsa", "hy_v4", "inkling2_text"]
 REFUSED = {
     **dict.fromkeys(_WRAPPED, "holds a decoder inside a"),
     **dict.fromkeys(["moshi", "reformer", "rwkv", "xlstm"], "has not passed its control"),
-    "gemma3n_text": "layer 0 needs more than the state",
+    **dict.fromkeys(_SHARING, r"layer \d needs more than the state of the one before it"),
 }
 
 
