@@ -12,7 +12,7 @@ from lyapunov_prune.results.files import write_whole
 from lyapunov_prune.results.result import versions
 
 HERE = Path(__file__).parent
-COMMANDS = ("run", "on_disk")
+COMMANDS = ("run", "on_disk", "streamed")
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,8 @@ def machine() -> str:
 
 def written() -> dict[str, str]:
     """The table of all ratios, and where they are from."""
-    found = {command: json.loads((HERE / f"{command}.json").read_text(encoding="utf-8")) for command in COMMANDS}
+    kept = {command: HERE / f"{command}.json" for command in COMMANDS}
+    found = {command: json.loads(file.read_text(encoding="utf-8")) for command, file in kept.items() if file.is_file()}
     lines = ["| what | against | ratio | limit |", "| --- | --- | --- | --- |"]
     for content in found.values():
         for row in (Ratio(**row) for row in content["ratios"]):

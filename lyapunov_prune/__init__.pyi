@@ -16,6 +16,7 @@ from . import ranking as ranking
 from . import sensitivity as sensitivity
 from .allocation.schedules import allocate as allocate
 from .bounds.check import check_bounds as check_bounds
+from .checkpoints.streamed import load_streamed as load_streamed
 from .compression.compress import compress as compress
 from .data.batch import TokenBatch as TokenBatch
 from .data.text import load_text as load_text

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
@@ -45,6 +47,7 @@ class Outline:
     structure: Structure
     stored: dict[str, Stored]
     targets: dict[str, Target]
+    sources: dict[str, tuple[str, ...]]  # the tensors that each name of the model is made of, a shared one's too
     digests: dict[str, dict[str, str]]  # of each tensor of the model, by its first name there
     identity: ModelIdentity
 
@@ -52,28 +55,39 @@ class Outline:
         """The bytes of every tensor of the files, with its name in the model."""
         return [(target.name, self.stored[key].size) for key, target in self.targets.items()]
 
+    def tensor(self, name: str) -> torch.Tensor:
+        """What the files hold of the model's tensor `name`: converted, in their own dtype, and mapped where it can be.
 
-def read_outline(folder: Path, name: str | Path) -> Outline:
+        Raises LyapunovPruneError for a file that is not there any more, or not what it was.
+        """
+        with _reading():
+            return _read(self.model, self.sources[name], self.stored, self.targets)
+
+
+def read_outline(folder: Path, name: str | Path, dtype: torch.dtype | None = None) -> Outline:
     """Read the headers of the checkpoint in `folder`, and its numbers once, for the digests that tell it from others.
+
+    The model has the dtypes that loading it in `dtype` gives it; None keeps the checkpoint's.
 
     Raises LyapunovPruneError for what cannot be loaded whole, for quantised weights, and for a decoder
     inside a multimodal model.
     """
-    loaded = load_outline(folder, name)
+    loaded = load_outline(folder, name, dtype)
     packed = quantisation(loaded.model.config)
     if packed:
         raise LyapunovPruneError(f"the weights of {name} are {packed}; {UNPACK}")
     if is_wrapped(loaded.model):
         raise LyapunovPruneError(
             f"{name} holds a decoder inside a {type(loaded.model).__name__}, which has to be run to see that a removal "
-            "is right; prune it in memory"
+            "is right; take it in memory"
         )
     stored = read_tensors(folder, getattr(loaded.model.config, "transformers_weights", None))
     targets = _targets(loaded.model, stored)
     stored = {key: stored[key] for key in targets}
-    digests = _digests(loaded.model, stored, targets)
+    sources = _sources(loaded.model, targets)
+    digests = _digests(loaded.model, stored, targets, sources)
     identity = identify(loaded.model, combined(digests))
-    return Outline(loaded.model, loaded.tokenizer, loaded.structure, stored, targets, digests, identity)
+    return Outline(loaded.model, loaded.tokenizer, loaded.structure, stored, targets, sources, digests, identity)
 
 
 def layer_of(name: str, structure: Structure) -> int | None:
@@ -99,32 +113,53 @@ def _targets(model: PreTrainedModel, keys: dict[str, Stored]) -> dict[str, Targe
     return targets
 
 
+def _sources(model: PreTrainedModel, targets: dict[str, Target]) -> dict[str, tuple[str, ...]]:
+    """The checkpoint's tensors behind every name of the model; of names that share one, those of whichever is there."""
+    keys: dict[str, list[str]] = {}
+    for key, target in targets.items():
+        keys.setdefault(target.name, []).append(key)
+    state = model.state_dict(keep_vars=True)
+    shared: dict[int, list[str]] = {}
+    for name, tensor in state.items():
+        shared.setdefault(id(tensor), []).append(name)
+    sources: dict[str, tuple[str, ...]] = {}
+    for name, tensor in state.items():
+        source = next((other for other in shared[id(tensor)] if other in keys), None)
+        if source is None:
+            raise LyapunovPruneError(f"the checkpoint has no tensor for {name} alone; take it in memory")
+        sources[name] = tuple(keys[source])
+    return sources
+
+
 def _digests(
-    model: PreTrainedModel, stored: dict[str, Stored], targets: dict[str, Target]
+    model: PreTrainedModel,
+    stored: dict[str, Stored],
+    targets: dict[str, Target],
+    sources: dict[str, tuple[str, ...]],
 ) -> dict[str, dict[str, str]]:
     """`tensor_digests` of all that a checkpoint holds of the model, read from the files one tensor after the other."""
-    names: dict[int, list[str]] = {}
-    for name, tensor in model.state_dict(keep_vars=True).items():
-        names.setdefault(id(tensor), []).append(name)  # a shared one is in the checkpoint under one of its names
-    sources: dict[str, list[str]] = {}
-    for key, target in targets.items():
-        sources.setdefault(target.name, []).append(key)
 
     def read(name: str) -> torch.Tensor:
-        source = next((other for other in names[id(wanted[name])] if other in sources), None)
-        if source is None:
-            raise LyapunovPruneError(f"the checkpoint has no tensor for {name} alone; prune it in memory")
-        return _read(model, source, sources[source], stored, targets)
+        return _read(model, sources[name], stored, targets)
 
-    wanted = dict(saved_tensors(model))
     with status("reading the weights"):
-        return digests_of(wanted, read)
+        return digests_of(dict(saved_tensors(model)), read)
+
+
+@contextmanager
+def _reading() -> Iterator[None]:
+    try:
+        yield
+    except (OSError, SafetensorError) as error:
+        raise LyapunovPruneError(
+            f"a file of the checkpoint can no longer be read ({error}); leave it there while it is needed"
+        ) from error
 
 
 def _read(
-    model: PreTrainedModel, name: str, keys: list[str], stored: dict[str, Stored], targets: dict[str, Target]
+    model: PreTrainedModel, keys: Sequence[str], stored: dict[str, Stored], targets: dict[str, Target]
 ) -> torch.Tensor:
-    rule = copy.deepcopy(targets[keys[0]].converter)
+    name, rule = targets[keys[0]].name, copy.deepcopy(targets[keys[0]].converter)
     if rule is None:
         return _mapped(stored[keys[0]], keys[0])
     for key in keys:

@@ -33,12 +33,15 @@ def load_inputs(
     split: Split = "calibration",
     *,
     merge_adapter: bool = False,
+    stream: bool = False,
 ) -> tuple[Loaded, TokenBatch]:
     from lyapunov_prune.data.batch import require_context
     from lyapunov_prune.data.text import require_source
 
     require_source(text.text)  # before minutes of loading
-    loaded = source.load(model, merge_adapter=merge_adapter)
+    if stream and text.batch_size != 1:
+        raise LyapunovPruneError("--stream takes all windows through a layer together; leave out --batch-size")
+    loaded = source.load(model, merge_adapter=merge_adapter, stream=stream)
     require_context(loaded.structure, text.context)
     return loaded, text.load(loaded, split, offline=source.offline)
 

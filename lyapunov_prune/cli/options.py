@@ -70,7 +70,12 @@ class ModelOptions:
     ] = None
     offline: Annotated[bool, model_option("--offline", help="Never touch the network.")] = False
 
-    def load(self, model: str, *, merge_adapter: bool = False) -> Loaded:
+    def load(self, model: str, *, merge_adapter: bool = False, stream: bool = False) -> Loaded:
+        if stream:
+            from lyapunov_prune.checkpoints.streamed import load_streamed
+
+            return load_streamed(model, dtype=self.dtype, device=self.device, offline=self.offline)
+
         from lyapunov_prune.models.loading import load
 
         return load(model, dtype=self.dtype, device=self.device, offline=self.offline, merge_adapter=merge_adapter)
@@ -92,7 +97,7 @@ class TextOptions:
     ] = None
 
     def load(self, loaded: Loaded, split: choices.Split, *, offline: bool) -> TokenBatch:
-        from lyapunov_prune.data.batch import as_batch
+        from lyapunov_prune.data.batch import checked_batch
         from lyapunov_prune.data.text import load_text
 
         batch = load_text(
@@ -104,7 +109,7 @@ class TextOptions:
             bos=self.bos,
             offline=offline,
         )
-        return as_batch(loaded.model, batch)
+        return checked_batch(loaded.structure, batch)
 
 
 Model = Annotated[str, typer.Argument(help="Hub id, folder, .gguf file (see cache), or smollm2-135m (built in).")]
@@ -116,6 +121,10 @@ Format = Annotated[
     output_option(help="Parts of layers that go: plain keeps their size and saves no time, compact drops them."),
 ]
 Mend = Annotated[bool, model_option("--mend", help="Close the gaps by maps fitted on the text, without training.")]
+Stream = Annotated[
+    bool,
+    model_option("--stream", help="For a model larger than memory: one layer at a time, read from its safetensors."),
+]
 OnDisk = Annotated[bool, model_option("--on-disk", help="Copy the kept tensors; the model is never in memory.")]
 
 Seed = Annotated[int, what_option(help="First random seed.")]

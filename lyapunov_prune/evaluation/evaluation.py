@@ -11,6 +11,7 @@ from lyapunov_prune.evaluation.perplexity import Perplexity
 from lyapunov_prune.evaluation.retrieval import RetrievalScores
 from lyapunov_prune.evaluation.speed import Speed
 from lyapunov_prune.evaluation.tasks import TaskScores
+from lyapunov_prune.models.streamed import layer_held
 from lyapunov_prune.models.structure import find_structure
 from lyapunov_prune.results.result import MeasuredOn, Result
 
@@ -68,5 +69,11 @@ class Evaluation(Result):
 
 def zero_share(model: PreTrainedModel) -> float:
     """Share of zeros among the entries of the tensors of two and more dimensions in the layers of `model`."""
-    tensors = [p.detach() for layer in find_structure(model).layers for p in layer.parameters() if p.ndim > 1]
-    return sum(int((p == 0).sum()) for p in tensors) / sum(p.numel() for p in tensors)
+    zeros = entries = 0
+    for index, layer in enumerate(find_structure(model).layers):
+        with layer_held(model, index):
+            for p in layer.parameters():
+                if p.ndim > 1:
+                    zeros += int((p.detach() == 0).sum())
+                    entries += p.numel()
+    return zeros / entries

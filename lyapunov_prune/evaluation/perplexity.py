@@ -14,9 +14,10 @@ from transformers import PreTrainedModel
 
 from lyapunov_prune.arguments import checked
 from lyapunov_prune.errors import LyapunovPruneError
-from lyapunov_prune.forward.hooks import require_finite
+from lyapunov_prune.forward.hooks import final_state, require_finite
 from lyapunov_prune.forward.reading import Readable, Reading, read
 from lyapunov_prune.forward.scoring import next_token_loss
+from lyapunov_prune.models.streamed import stream_of
 from lyapunov_prune.models.structure import in_eval_mode
 from lyapunov_prune.progress import track
 from lyapunov_prune.results.result import MeasuredOn, Result
@@ -70,6 +71,15 @@ def of_windows(
     return found
 
 
+def _of_states(reading: Reading, batch_size: int, description: str) -> list[float]:
+    """The losses of a streamed model: one forward for the final states, and logits a block of positions at a time."""
+    scorer, (ids,) = reading.scorer, reading.windows(batch_size)
+    if not scorer.enters:  # so it is of a model whose first tokens are not finite
+        require_finite(reading.structure, ids[:1], f"window 0 of {reading.batch.text}")
+    states = final_state(reading.structure, ids)
+    return [scorer.loss(*window) for window in track(list(zip(states, ids, strict=True)), description)]
+
+
 def require_finite_losses(reading: Reading, losses: np.ndarray) -> None:
     """Raise NonFiniteError naming the layer, or LyapunovPruneError, for the first window whose loss is not finite."""
     if np.isfinite(losses).all():
@@ -103,13 +113,16 @@ def perplexity(
 ) -> Perplexity:
     """Perplexity of `model`: windows × context ids, each window on its own, its first token unscored.
 
-    Log-likelihoods are taken in float32 from the model's own logits and summed in float64. Raises
-    NonFiniteError naming the layer when a loss is not finite, and LyapunovPruneError for ids outside the
-    vocabulary or a context too long.
+    Log-likelihoods are taken in float32 from the model's own logits and summed in float64; of a streamed model they
+    are formed from its final states, a block of positions at a time. Raises NonFiniteError naming the layer when a loss
+    is not finite, and LyapunovPruneError for ids outside the vocabulary or a context too long.
     """
-    reading = read(model, batch)
+    reading = read(model, batch, streamed=True)
     batch = reading.batch
-    windows = np.array(of_windows(reading, next_token_loss, batch_size, description))
+    if stream_of(model) is None:
+        windows = np.array(of_windows(reading, next_token_loss, batch_size, description))
+    else:
+        windows = np.array(_of_states(reading, batch_size, description))
     require_finite_losses(reading, windows)
     return Perplexity(
         nll=float(windows.mean()),

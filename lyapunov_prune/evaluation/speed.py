@@ -17,6 +17,7 @@ from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.forward.logits import carried_on, random_images
 from lyapunov_prune.models.classifiers import looks_at_images
 from lyapunov_prune.models.held import held
+from lyapunov_prune.models.streamed import require_not_streamed
 from lyapunov_prune.models.structure import find_structure
 from lyapunov_prune.progress import track
 from lyapunov_prune.results.result import Result, versions
@@ -97,9 +98,11 @@ def measure_speed(
     on the whole text again at every step.
 
     Raises LyapunovPruneError when prompt and steps do not fit the context, for models of text beside models of images,
-    and for no models, prompt, steps or repeats.
+    for a streamed model, and for no models, prompt, steps or repeats.
     """
     require_least(1, models=len(models), prompt=prompt, steps=steps, repeats=repeats)
+    for model in models.values():
+        require_not_streamed(model)  # it would be the disk that is timed
     first = next(iter(models.values()))
     images = looks_at_images(first)
     if any(looks_at_images(model) != images for model in models.values()):

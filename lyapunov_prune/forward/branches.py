@@ -19,7 +19,8 @@ from transformers import PreTrainedModel
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.forward.hooks import Enough, hidden_of, with_input
 from lyapunov_prune.models.hooked import hooked
-from lyapunov_prune.models.projections import find_projections
+from lyapunov_prune.models.plain import require_parameters
+from lyapunov_prune.models.projections import layer_projections
 from lyapunov_prune.models.structure import Structure
 
 
@@ -115,8 +116,15 @@ def _same(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 def matrix_children(model: PreTrainedModel, structure: Structure) -> list[dict[str, bool]]:
     """For each layer its children that hold matrices, and whether the child is itself one."""
-    children: list[dict[str, bool]] = [{} for _ in structure.layers]
-    for p in find_projections(model):
-        child, _, rest = p.module.removeprefix(f"{structure.layers_path}.{p.layer}.").partition(".")
-        children[p.layer][child] = not rest
+    require_parameters(structure)
+    return [layer_children(structure, index) for index in range(structure.num_layers)]
+
+
+def layer_children(structure: Structure, index: int) -> dict[str, bool]:
+    """As `matrix_children`, of one layer."""
+    name = f"{structure.layers_path}.{index}"
+    children: dict[str, bool] = {}
+    for p in layer_projections(structure.layers[index], index, name, structure.model_type, structure.config):
+        child, _, rest = p.module.removeprefix(f"{name}.").partition(".")
+        children[child] = not rest
     return children

@@ -10,9 +10,11 @@ from transformers import PreTrainedModel
 
 from lyapunov_prune.data.batch import TokenBatch, checked_batch
 from lyapunov_prune.data.examples import model_inputs
+from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.forward.prefix import Prefix
 from lyapunov_prune.forward.scoring import Scorer
 from lyapunov_prune.models.plain import require_in_memory
+from lyapunov_prune.models.streamed import require_not_streamed, stream_of
 from lyapunov_prune.models.structure import Structure, find_structure
 from lyapunov_prune.results.result import MeasuredOn
 
@@ -31,7 +33,14 @@ class Reading:
     structure: Structure
 
     def windows(self, batch_size: int) -> list[torch.Tensor]:
-        """The token ids, `batch_size` windows at a time, on the model's device; LyapunovPruneError below 1."""
+        """The token ids, `batch_size` windows at a time, on the model's device; LyapunovPruneError below 1.
+
+        Of a streamed model all at a time: its files are read once a forward, and it splits the batch itself.
+        """
+        if stream_of(self.model) is not None:
+            if batch_size != 1:
+                raise LyapunovPruneError("a streamed model takes all windows in one forward; leave out the batch size")
+            batch_size = len(self.batch)
         return model_inputs(self.model, self.batch, batch_size)
 
     def measured_on(self, seed: int | None = None) -> MeasuredOn:
@@ -56,15 +65,19 @@ class Reading:
 Readable = TokenBatch | torch.Tensor | Reading
 
 
-def read(model: PreTrainedModel, batch: Readable) -> Reading:
+def read(model: PreTrainedModel, batch: Readable, *, streamed: bool = False) -> Reading:
     """The reading of `batch` by `model`: `batch` itself if it is one of this model, that of its tokens otherwise.
 
+    `streamed` says that the measurement also takes a streamed model: all windows in one forward, and no weights.
     Raises LyapunovPruneError as `as_batch` does.
     """
+    if not streamed:
+        require_not_streamed(model)
     if isinstance(batch, Reading):
         if batch.model is model:
             return batch
         batch = batch.batch
-    require_in_memory(model)
+    if stream_of(model) is None:
+        require_in_memory(model)
     structure = find_structure(model)
     return Reading(model, checked_batch(structure, batch), structure)

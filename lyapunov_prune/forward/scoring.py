@@ -20,6 +20,7 @@ from lyapunov_prune.models.structure import Structure
 
 # A block of logits this large stays in the cache between the product and the exponentials.
 _ROWS, _COLUMNS = 1024, 1024
+_ENTRIES = 2**22  # of positions × vocabulary, formed at once where the model's own logits are
 _TOKENS = 32
 _SAME = 1e-4
 # Largest logits of the states that the head is tried on: what a model does to large ones alone, a cap, shows there.
@@ -45,9 +46,11 @@ class Scorer:
             if isinstance(output, ModelOutput) and isinstance(next(iter(output.values()), None), torch.Tensor):
                 answers.append((module, output))
 
-        with hooked(after=[(module, note) for module in model.modules()]):
+        finals: list[torch.Tensor] = []
+        final = (structure.backbone, lambda module, args, kwargs, output: finals.append(output[0]))
+        with hooked(after=[*((module, note) for module in model.modules()), final]):
             logits = model(ids, use_cache=False).logits[0]
-        state = final_state(structure, ids)[0]
+        state = (finals[0] if finals else final_state(structure, ids))[0]  # a model may go past its backbone (OPT)
         # The model's own forward gives the logits of any state that its decoder is made to answer with, ...
         own = [(module, output) for module, output in answers if _same(output[0][0], state)]
         self.decoder: Any = own[-1][0] if own else None
@@ -80,12 +83,28 @@ class Scorer:
         """
         if self.blockwise:
             return self._bare(state)
+        self._require_entered()
+        return self.own(state)
+
+    def loss(self, state: torch.Tensor, ids: torch.Tensor) -> float:
+        """`next_token_loss` of one window from its final state (tokens × width), the logits the model's own.
+
+        They are formed a block of positions at a time. Raises LyapunovPruneError as `logits`.
+        """
+        self._require_entered()
+        rows = max(1, _ENTRIES // len(self.head.weight))
+        total = 0.0
+        for block, wanted in zip(state[:-1].split(rows), ids[1:].split(rows), strict=True):
+            z = self.own(block).float()
+            total += float(lift(F.cross_entropy(z, wanted.to(z.device), reduction="none")).sum())
+        return total / (len(ids) - 1)
+
+    def _require_entered(self) -> None:
         if not self.enters:
             raise LyapunovPruneError(
                 f"the logits of {type(self.model).__name__} are not finite, or no function of its final state alone; "
                 "load it in a wider dtype, or give another decoder"
             )
-        return self.own(state)
 
     def _loss(self, state: torch.Tensor, targets: torch.Tensor) -> float:
         W, bias = self.head.weight, self.head.bias

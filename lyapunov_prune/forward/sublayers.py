@@ -12,9 +12,10 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from lyapunov_prune.errors import LyapunovPruneError
-from lyapunov_prune.forward.branches import Branch, find_branches, matrix_children
+from lyapunov_prune.forward.branches import Branch, find_branches, layer_children
 from lyapunov_prune.forward.hooks import hidden_of, layer_input, run_backbone, with_hidden
 from lyapunov_prune.models.hooked import hooked
+from lyapunov_prune.models.plain import require_parameters
 from lyapunov_prune.models.structure import find_structure, in_eval_mode
 
 KINDS = ("attention", "mlp")
@@ -47,12 +48,13 @@ def find_sublayers(model: PreTrainedModel, layers: Sequence[int]) -> dict[int, S
     out is not for a rule to say. Raises LyapunovPruneError for weights that are not in memory as plain matrices.
     """
     structure = find_structure(model)
-    matrices = matrix_children(model, structure)
+    require_parameters(structure)
     sublayers: dict[int, Sublayers] = {}
 
     def note(index: int) -> Callable[..., None]:
         def hook(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-            sublayers[index] = _sublayers(layer, args, kwargs, matrices[index])
+            # Only now are the weights of a streamed layer in memory.
+            sublayers[index] = _sublayers(layer, args, kwargs, layer_children(structure, index))
 
         return hook
 

@@ -6,6 +6,7 @@
 - `adapters`, `plain`, `wrappers`: what a model must be for its weights to be changed;
 - `projections`, `roles`: its matrices, and what each does; `feedforward`: the block between attention and the next
   layer; `kinds`: which layers are alike;
+- `streamed`: what has to be known of a model whose layers are read from its files one at a time;
 - `held`, `hooked`: a model for one thread, and hooks on it, for as long as a block lasts;
 - `compact`, `modeling_compact`: models without some attentions and with merged feed-forward blocks;
 - `classifiers`, `classifier_loading`: models of images;

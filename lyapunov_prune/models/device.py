@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 
+import psutil
 import torch
 
 from lyapunov_prune.errors import LyapunovPruneError
@@ -26,6 +27,20 @@ def resolve_device(name: str) -> str:
     if name != SPREAD and not _usable(name):
         raise LyapunovPruneError(f"there is no device {name} here; give cpu, cuda, cuda:1, mps or auto")
     return name
+
+
+def free_memory(device: str) -> int:
+    """The bytes that `device` has free: of a GPU its own, else the machine's."""
+    return torch.cuda.mem_get_info(device)[0] if device.startswith("cuda") else psutil.virtual_memory().available
+
+
+def require_room(needed: int, device: str, what: str) -> None:
+    """Raise LyapunovPruneError unless `device` has `needed` bytes free for `what`."""
+    free = free_memory(device)
+    if needed > free:
+        raise LyapunovPruneError(
+            f"{what} need {needed:,} bytes of memory and {free:,} are free on {device}; lower --tokens, or free some"
+        )
 
 
 def _usable(name: str) -> bool:

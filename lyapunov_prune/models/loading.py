@@ -113,14 +113,14 @@ def checkpoint_folder(name: str, *, offline: bool = False) -> Path:
     return _download(name, offline)
 
 
-def load_outline(folder: Path, name: str | Path) -> Loaded:
+def load_outline(folder: Path, name: str | Path, dtype: torch.dtype | None = None) -> Loaded:
     """A model on the `meta` device: the config, every name and shape, and no weight, which stays on disk.
 
     Raises LyapunovPruneError for what `load` would refuse, and for a decoder that has to be run to be judged:
     one of a family that is not in `JUDGED`, and one that may be an encoder. That it looks at no later token
     cannot be tried without weights: the config has to call it a decoder, or its attention itself causal.
     """
-    loaded = _load_folder(folder, {"dtype": "auto", "device_map": "meta"})
+    loaded = _load_folder(folder, {"dtype": dtype or "auto", "device_map": "meta"})
     config = loaded.structure.config
     causal = any(getattr(module, "is_causal", False) for module in loaded.structure.layers.modules())
     why = ""
@@ -130,7 +130,7 @@ def load_outline(folder: Path, name: str | Path) -> Loaded:
         why = "its config calls it an encoder"
     if why:
         raise LyapunovPruneError(
-            f"{type(loaded.model).__name__} cannot be judged without running it ({why}); prune it in memory"
+            f"{type(loaded.model).__name__} cannot be judged without running it ({why}); take it in memory"
         )
     loaded.model.config._name_or_path = str(name)
     return loaded

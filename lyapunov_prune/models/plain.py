@@ -13,6 +13,7 @@ from torch.nn.utils.parametrize import is_parametrized
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from lyapunov_prune.errors import LyapunovPruneError
+from lyapunov_prune.models.streamed import require_not_streamed
 from lyapunov_prune.models.structure import Structure, find_layers
 
 
@@ -58,6 +59,7 @@ def _made_by_hooks(module: nn.Module) -> list[str]:
 
 
 def require_in_memory(model: nn.Module) -> None:
+    require_not_streamed(model)
     elsewhere = [name for name, p in model.named_parameters() if p.is_meta]
     if elsewhere:
         raise LyapunovPruneError(

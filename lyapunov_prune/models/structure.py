@@ -16,6 +16,7 @@ from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.models.compact import family_of
 from lyapunov_prune.models.digest import weight_digests
 from lyapunov_prune.models.held import held
+from lyapunov_prune.models.streamed import stream_of
 from lyapunov_prune.results.result import ModelIdentity
 
 # What configs call their number of decoder layers. Of an encoder-decoder's decoder, `num_hidden_layers` counts
@@ -151,8 +152,11 @@ def in_eval_mode(measure: Callable[P, T]) -> Callable[P, T]:
 def identify(model: PreTrainedModel, weights: dict[str, str] | None = None) -> ModelIdentity:
     """What tells this model from another: names and shapes of all parameters, and digests of all weights.
 
-    `weights` are the digests of a model whose numbers are elsewhere, on the disk.
+    `weights` are the digests of a model whose numbers are elsewhere, on the disk; those of a streamed one are known.
     """
+    stream = stream_of(model)
+    if weights is None:
+        weights = weight_digests(model) if stream is None else stream.digests
     structure = find_layers(model)
     digest = hashlib.sha256()
     for name, parameter in model.named_parameters():
@@ -163,5 +167,5 @@ def identify(model: PreTrainedModel, weights: dict[str, str] | None = None) -> M
         num_layers=structure.num_layers,
         parameters=model.num_parameters(),
         architecture=digest.hexdigest(),
-        weights=weight_digests(model) if weights is None else weights,
+        weights=weights,
     )

@@ -252,7 +252,7 @@ def measure_contraction(
     Raises NonFiniteError naming the first layer with NaN or infinite activations, and LyapunovPruneError
     for ids outside the vocabulary, a context too long, or a model without forward-mode derivatives.
     """
-    reading = read(model, batch)
+    reading = read(model, batch, streamed=True)
     structure = reading.structure
     seeds = required(seeds, epsilon, batch_size)
     if method not in get_args(Derivative):
@@ -306,7 +306,7 @@ def require_above_rounding(model: PreTrainedModel, batch: Readable, epsilon: flo
 
     Only where no energy is `FAR_BELOW` times the floor. What lies between is for the whole profile to say.
     """
-    reading = read(model, batch)
+    reading = read(model, batch, streamed=True)
     if torch.finfo(model.dtype).bits >= 32:
         return
     trial = measure_contraction(model, reading.batch.ids[:1], epsilon=epsilon, seeds=(0,))

@@ -74,7 +74,7 @@ def block_influence(model: PreTrainedModel, batch: Readable, *, batch_size: int 
     turns the state. Raises NonFiniteError naming the first layer with NaN or infinite activations, and
     LyapunovPruneError for ids outside the vocabulary or a context too long.
     """
-    reading = read(model, batch)
+    reading = read(model, batch, streamed=True)
     values = turns(reading.structure, reading.windows(batch_size))
     finite = np.isfinite(values).all((-2, -1))
     if not finite.all():

@@ -59,7 +59,7 @@ def profile_layers(
     batch_size: int = 1,
 ) -> LayerProfile:
     """`measure_contraction` and `block_influence` on the same tokens."""
-    reading = read(model, batch)
+    reading = read(model, batch, streamed=True)
     return LayerProfile(
         contraction=measure_contraction(
             model,

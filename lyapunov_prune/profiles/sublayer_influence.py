@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 from itertools import pairwise
@@ -82,7 +83,7 @@ def sublayer_influence(model: PreTrainedModel, batch: Readable, *, batch_size: i
     `block_influence`. Raises NonFiniteError naming the first layer with NaN or infinite activations, and
     LyapunovPruneError for weights that are not in memory as plain matrices.
     """
-    reading = read(model, batch)
+    reading = read(model, batch, streamed=True)
     structure = reading.structure
     sublayers = find_sublayers(model, range(structure.num_layers))
     rows: list[np.ndarray] = []
@@ -111,30 +112,31 @@ def _watched(
 ) -> AbstractContextManager[None]:
     """Put into `turned[index]` how far attention and MLP of `layer` turn the stream in each window: (2, windows)."""
     branches = list(sublayers.branches.values())
+    # Of each piece of the batch, where a streamed layer takes it in pieces:
     between: list[torch.Tensor] = []  # the stream as it enters the second branch
-    added: list[torch.Tensor] = []  # by each branch
+    added: list[list[torch.Tensor]] = [[] for _ in branches]  # by each branch
 
     def enter(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         between.append(layer_input(args, kwargs))
 
-    def leave(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-        added.append(hidden_of(output))
+    def leave(branch: int) -> Callable[..., None]:
+        return lambda module, args, kwargs, output: added[branch].append(hidden_of(output))
 
     def finish(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         before = layer_input(args, kwargs)
         if sublayers.parallel:
-            steps = [(before, before + branch.view_as(before)) for branch in added]
+            steps = [(before, before + torch.cat(pieces).view_as(before)) for pieces in added if pieces]
         else:
-            stream = [before, *(h.view_as(before) for h in between), hidden_of(output)]
+            stream = [before, *([torch.cat(between).view_as(before)] if between else []), hidden_of(output)]
             steps = list(pairwise(stream))
         rows = dict(zip(sublayers.branches, (_turn(*step) for step in steps), strict=False))
         nothing = torch.full(before.shape[:1], torch.nan, dtype=torch.float64)
         turned[index] = torch.stack([rows.get(kind, nothing) for kind in KINDS])
-        between.clear()
-        added.clear()
+        for pieces in (between, *added):
+            pieces.clear()
 
     if sublayers.parallel:
-        return hooked(after=[*((branch.exit, leave) for branch in branches), (layer, finish)])
+        return hooked(after=[*((branch.exit, leave(i)) for i, branch in enumerate(branches)), (layer, finish)])
     return hooked(before=[(branch.entry, enter) for branch in branches[1:]], after=[(layer, finish)])
 
 

@@ -1,46 +1,75 @@
 """What of the removal gate can be checked on files, without a model in memory.
 
-Logits need one: a checkpoint pruned on disk has not been run, and its card says so.
+Logits need every layer once: with `stream` both models are read one layer at a time and compared. Else a checkpoint
+pruned on disk has not been run, and its card says so.
 """
 
 from __future__ import annotations
 
 from pathlib import Path
 
+import torch
 from transformers import PreTrainedModel
 
 from lyapunov_prune.checkpoints.outline import Outline, layer_of, read_outline
 from lyapunov_prune.checkpoints.reloading import GateCheck, changed_setting
+from lyapunov_prune.checkpoints.streamed import streamed
 from lyapunov_prune.checkpoints.tensor_files import read_tensors
 from lyapunov_prune.errors import LyapunovPruneError
+from lyapunov_prune.forward.hooks import skipped
+from lyapunov_prune.forward.kept import KeptLogits
+from lyapunov_prune.forward.logits import SAME_LIMIT, sample_inputs
+from lyapunov_prune.models.structure import find_structure
+from lyapunov_prune.progress import status
 from lyapunov_prune.pruning.counting import count_check
-from lyapunov_prune.pruning.gate import CACHED, SKIPPED, GateReport
+from lyapunov_prune.pruning.gate import CACHED, SKIPPED, GateReport, attempt, same_check, seen_by
 from lyapunov_prune.pruning.plan import PruningPlan
 
 KEYS, PLACED = "keys and settings", "layers in their places"
 NOT_RUN = (SKIPPED, CACHED, "logits after reloading")
+# Streamed, what runs is what was written: its logits are those after reloading. A step of a decoder reads all files.
+NOT_STREAMED = (CACHED,)
 
 
-def verify_files(outline: Outline, pruned: PreTrainedModel, plan: PruningPlan, folder: Path) -> GateReport:
+def verify_files(
+    outline: Outline, pruned: PreTrainedModel, plan: PruningPlan, folder: Path, *, stream: bool = False
+) -> GateReport:
     """Check the pruned checkpoint in `folder` against the original's `outline` and the `pruned` meta model.
 
     1. Plain transformers finds every tensor it asks for, in its shape, and none besides; every layer has the
        settings it had.
     2. All weights of every layer are those of the layer it was.
     3. Layers, parameters and bytes fell by exactly what was removed.
+    4. With `stream`, the logits of what was written are those of the original with the layers skipped, on random
+       tokens, both read one layer at a time.
     """
     try:
         written = read_outline(folder, plan.model.name)
     except LyapunovPruneError as error:
         reason = str(error).replace(str(folder), "what was written").rpartition(";")[0]
         return GateReport((GateCheck(KEYS, False, float("inf"), 0.0, reason),))
-    return GateReport(
-        (
-            _keys_check(written, pruned, folder),
-            _places_check(outline, written, plan),
-            count_check(outline.model, outline.sizes(), written.model, sum(size for _, size in written.sizes()), plan),
-        )
-    )
+    checks = [
+        _keys_check(written, pruned, folder),
+        _places_check(outline, written, plan),
+        count_check(outline.model, outline.sizes(), written.model, sum(size for _, size in written.sizes()), plan),
+    ]
+    if not stream:
+        return GateReport(tuple(checks))
+    original = streamed(outline)
+    inputs = sample_inputs(original, None)
+    checks.append(attempt(SKIPPED, lambda: _logits_check(original, streamed(written), plan, inputs)))
+    return GateReport(tuple(checks), seen_by(original, None, inputs))
+
+
+@torch.no_grad()
+def _logits_check(
+    original: PreTrainedModel, pruned: PreTrainedModel, plan: PruningPlan, inputs: list[torch.Tensor]
+) -> GateCheck:
+    with status("the original, its layers skipped"), skipped(find_structure(original), plan.remove):
+        reference = KeptLogits(original, inputs)
+    with status("what was written"):
+        detail = "logits of the files written, streamed, against the original's with the layers skipped"
+        return same_check(pruned, inputs, reference, SAME_LIMIT[pruned.dtype], detail)
 
 
 def _keys_check(written: Outline, pruned: PreTrainedModel, folder: Path) -> GateCheck:

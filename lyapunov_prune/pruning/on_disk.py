@@ -8,18 +8,17 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import psutil
-import torch
 from transformers import PreTrainedModel
 
 from lyapunov_prune.checkpoints.outline import Outline, layer_of
 from lyapunov_prune.checkpoints.tensor_files import Piece, write_tensors
 from lyapunov_prune.errors import CheckFailed, LyapunovPruneError
+from lyapunov_prune.models.device import free_memory
 from lyapunov_prune.models.families import FAMILIES, Family
 from lyapunov_prune.models.loading import checkpoint_folder, quiet
 from lyapunov_prune.models.structure import Structure
 from lyapunov_prune.pruning.counting import shares_leaving
-from lyapunov_prune.pruning.disk_gate import NOT_RUN, verify_files
+from lyapunov_prune.pruning.disk_gate import NOT_RUN, NOT_STREAMED, verify_files
 from lyapunov_prune.pruning.plan import PruningPlan
 from lyapunov_prune.pruning.provenance import Provenance, describe
 from lyapunov_prune.pruning.surgery import without_layers
@@ -36,24 +35,23 @@ def too_large(name: str, device: str = "cpu", *, offline: bool = False) -> str:
         return ""  # no safetensors to copy from
     files = checkpoint_folder(name, offline=offline).glob("*.safetensors")
     sizes = (file.stat().st_size for file in files if file.is_file())  # a link may lead nowhere
-    needed, free, where = COPIES * sum(sizes), psutil.virtual_memory().available, ""
-    if device.startswith("cuda"):
-        free, where = torch.cuda.mem_get_info(device)[0], f" on {device}"
+    needed, free, where = COPIES * sum(sizes), free_memory(device), f" on {device}" if device.startswith("cuda") else ""
     return (
         f"{COPIES} copies need {needed / 1e9:.1f} GB and {free / 1e9:.1f} GB are free{where}" if needed > free else ""
     )
 
 
 def prune_on_disk(
-    outline: Outline, plan: PruningPlan, target: str | Path, *, shard_bytes: int = SHARD_BYTES
+    outline: Outline, plan: PruningPlan, target: str | Path, *, stream: bool = False, shard_bytes: int = SHARD_BYTES
 ) -> Provenance:
     """Remove the layers of `plan` from the checkpoint of `outline` into the folder `target`, as `write_pruned` does.
 
     Memory: one buffer beside the headers. Of the gate, what needs no weights is checked on the files
     written: they hold exactly the keys and shapes that plain transformers asks for, every layer has its
-    settings and is in its place, and what left is what was removed. The provenance names what was not
-    run. Raises LyapunovPruneError for a plan for another model, a target that is not empty, a disk that
-    refuses, or a removal that changes numbers; CheckFailed when a check fails. Then nothing is at `target`.
+    settings and is in its place, and what left is what was removed. With `stream` their logits are compared too, with
+    one layer of each model in memory (`verify_files`). The provenance names what was not run. Raises
+    LyapunovPruneError for a plan for another model, a target that is not empty, a disk that refuses, or a removal that
+    changes numbers; CheckFailed when a check fails. Then nothing is at `target`.
     """
     require_empty(target)
     plan.require_model(outline.identity)
@@ -67,11 +65,12 @@ def prune_on_disk(
             pruned.save_pretrained(folder, state_dict={})  # the configs as transformers writes them, no weights
             outline.tokenizer.save_pretrained(folder)
         write_tensors(folder, pieces, shard_bytes)
-        gate = verify_files(outline, pruned, plan, folder)
+        gate = verify_files(outline, pruned, plan, folder, stream=stream)
         if not gate.passed:
             raise CheckFailed(f"nothing written: the files fail the gate, {gate.failure()}; prune it in memory")
         history_of(pruned).save(folder / HISTORY)
-        return describe(folder, plan, gate, outline.structure, pruned.num_parameters(), NOT_RUN)
+        not_run = NOT_STREAMED if stream else NOT_RUN
+        return describe(folder, plan, gate, outline.structure, pruned.num_parameters(), not_run)
 
 
 def _cut(outline: Outline, plan: PruningPlan) -> PreTrainedModel:

@@ -32,8 +32,8 @@ class Provenance(Result):
     """Where a pruned checkpoint came from: plan, scores, what they were measured on, and the gate.
 
     `kept_to_original[i]` is the index in the original model of layer `i` of the pruned one. `not_run` names
-    checks of the gate that were not made: logits need the model in memory. `format` says how parts of layers that went
-    are stored: `plain`, at their full size, or `compact`, not at all.
+    checks of the gate that were not made: logits need the model in memory, or streamed. `format` says how parts of
+    layers that went are stored: `plain`, at their full size, or `compact`, not at all.
     """
 
     source: str
@@ -188,7 +188,9 @@ _COMPACT = {
 def _checked(provenance: Provenance) -> str:
     """The table of the gate."""
     how = "in floating point, on some tokens"
-    if provenance.not_run:
+    if provenance.gate.measured_on is not None and provenance.not_run:
+        how = "on the files, and in floating point on some tokens, both models read one layer at a time"
+    elif provenance.not_run:
         how = "on the files alone: the layers were removed on disk, and no logits of this model have been computed"
     return gate_table(provenance.gate, how, provenance.not_run)
 

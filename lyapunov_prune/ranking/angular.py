@@ -15,6 +15,8 @@ from lyapunov_prune.errors import LyapunovPruneError, NonFiniteError
 from lyapunov_prune.forward.hooks import residual_stream, run_backbone
 from lyapunov_prune.forward.reading import Readable, read
 from lyapunov_prune.linalg import lift
+from lyapunov_prune.models.device import require_room
+from lyapunov_prune.models.streamed import stream_of
 from lyapunov_prune.models.structure import in_eval_mode
 from lyapunov_prune.profiles.propagation import drawn_means
 from lyapunov_prune.progress import track
@@ -22,6 +24,8 @@ from lyapunov_prune.pruning.plan import PruningPlan
 from lyapunov_prune.ranking.criteria import protected_layers, require_known_count
 from lyapunov_prune.ranking.ranking import Ranking
 from lyapunov_prune.results.result import MeasuredOn
+
+_TOKENS = 128  # whose states are in float64 at once
 
 
 @dataclass(frozen=True)
@@ -101,33 +105,44 @@ def angular_distance(
 ) -> AngularDistance:
     """Measure `AngularDistance` in one forward per window; no run of a plan holds a layer of `protect`.
 
-    Memory: L × `batch_size` × tokens × width in float64.
+    Memory: L × `batch_size` × tokens × width in the model's dtype; of a streamed model all tokens are in the batch.
 
     Raises NonFiniteError naming the first layer with NaN or infinite activations, and LyapunovPruneError for ids
     outside the vocabulary, a context too long, or a decoder that carries several states a token.
     """
-    reading = read(model, batch)
+    reading = read(model, batch, streamed=True)
     batch, structure = reading.batch, reading.structure
     protected = protected_layers(structure.num_layers, protect)
+    if stream_of(model) is not None:
+        entries = (structure.num_layers + 1) * batch.ids.numel() * structure.config.hidden_size
+        require_room(entries * model.dtype.itemsize, str(model.device), "the states of all layers")
     sums: list[np.ndarray] = []  # of each window
     for ids in track(reading.windows(batch_size), "angular distance"):
-        units: list[torch.Tensor] = []
+        states: list[torch.Tensor] = []
 
-        def visit(layer: int, hidden: torch.Tensor, units: list[torch.Tensor] = units) -> None:
-            hidden = lift(hidden)
-            norm = torch.linalg.vector_norm(hidden, dim=-1, keepdim=True)
-            units.append((hidden / norm.clamp_min(torch.finfo(torch.float32).tiny)).flatten(1))
+        def visit(layer: int, hidden: torch.Tensor, states: list[torch.Tensor] = states) -> None:
+            states.append(hidden.clone())  # a layer may add to what it was given
 
         with residual_stream(structure, visit):
             run_backbone(structure, ids)
-        U = torch.stack(units, 1)  # windows × boundaries × (tokens · width)
-        sums += list((U @ U.mT).cpu().numpy())
+        sums += [_cosines(window) for window in zip(*states, strict=True)]
     distances = 1 - np.array(sums) / batch.context
     distance = distances.mean(0)
     if not np.isfinite(distance).all():
         raise NonFiniteError(int(np.argmin(np.isfinite(distance.diagonal()))), batch.text)
     np.fill_diagonal(distance, 0.0)
     return AngularDistance(distance, reading.measured_on(), protected, _picked(distances, protected))
+
+
+def _cosines(states: Sequence[torch.Tensor]) -> np.ndarray:
+    """`Σ_t cos` between the states (tokens × width) of one window at all boundaries, (L + 1, L + 1)."""
+    sums = torch.zeros(len(states), len(states), dtype=torch.float64, device=lift(states[0][:0]).device)
+    for block in zip(*(state.split(_TOKENS) for state in states), strict=True):
+        H = lift(torch.stack(block))
+        norm = torch.linalg.vector_norm(H, dim=-1, keepdim=True)
+        U = (H / norm.clamp_min(torch.finfo(torch.float32).tiny)).flatten(1)
+        sums += U @ U.T
+    return sums.cpu().numpy()
 
 
 def _picked(distances: np.ndarray, protected: tuple[int, ...]) -> np.ndarray | None:

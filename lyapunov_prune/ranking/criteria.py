@@ -109,6 +109,21 @@ CRITERIA: dict[str, Criterion] = {
 }
 
 
+# What of `measures` and `of_sublayers` goes by the states of one forward, and so of a model that is streamed.
+STREAMED = frozenset({"profile", "sublayers", "angular", ""})
+
+
+def require_streamed(criterion: str, what: str = "layers") -> None:
+    """Raise LyapunovPruneError for a criterion that a streamed model cannot be ranked by."""
+    known = CRITERIA[criterion]
+    if (known.measures if what == "layers" else known.of_sublayers) not in STREAMED:
+        names = ", ".join(name for name, other in CRITERIA.items() if other.measures in STREAMED)
+        raise LyapunovPruneError(
+            f"criterion {criterion} runs the model once for every layer, and a streamed one reads all of its files "
+            f"each time; go by one of {names}"
+        )
+
+
 def require_criterion(criterion: str, alpha: float = 0.5) -> None:
     """Raise LyapunovPruneError for an unknown criterion, and for a weight `alpha` outside [0, 1]."""
     if criterion not in CRITERIA:

@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 from lyapunov_prune.arguments import checked
 from lyapunov_prune.forward.reading import Readable, Reading, read
 from lyapunov_prune.forward.sublayers import find_sublayers
+from lyapunov_prune.models.streamed import stream_of
 from lyapunov_prune.models.structure import identify, in_eval_mode
 from lyapunov_prune.predictions.divergence import skip_divergence, sublayer_divergence
 from lyapunov_prune.profiles.contraction import require_above_rounding
@@ -29,6 +30,7 @@ from lyapunov_prune.ranking.criteria import (
     require_criterion,
     require_known_count,
     require_part,
+    require_streamed,
     require_temperature_of,
 )
 from lyapunov_prune.ranking.kl import rank_by_divergence
@@ -86,15 +88,17 @@ def rank(
     interrupted goes on.
 
     Raises LyapunovPruneError, before anything is measured, for an unknown criterion or part, a criterion that does not
-    rank it or must know `remove`, an alpha outside [0, 1], a temperature that is not above 0 or not of `kl`, a number
-    of layers that cannot go beside the protected, a profile in `folder` of other settings, and (after one window) a
-    dtype in which ρ is rounding; and as the measurements.
+    rank it or must know `remove`, one that a streamed model cannot be ranked by, an alpha outside [0, 1], a temperature
+    that is not above 0 or not of `kl`, a number of layers that cannot go beside the protected, a profile in `folder` of
+    other settings, and (after one window) a dtype in which ρ is rounding; and as the measurements.
     """
     require_criterion(criterion, alpha)
     require_part(what, criterion)
     require_known_count(criterion, remove)
     require_temperature_of(criterion, temperature)
-    reading = read(model, batch)
+    reading = read(model, batch, streamed=True)
+    if stream_of(model) is not None:
+        require_streamed(criterion, what)
     if remove is not None:
         require_count(remove, reading.structure.num_layers, what)
     protected_layers(reading.structure.num_layers, protect, remove or 1)

@@ -44,7 +44,7 @@ def test_every_decoder_is_pruned_as_in_memory_or_refused(
     else:
         reason = ""
     if reason:
-        assert reason.endswith("prune it in memory")
+        assert reason.endswith("take it in memory")
         return
     assert outline.identity == identity
     try:
@@ -68,7 +68,7 @@ def test_a_config_that_says_encoder_is_believed_where_it_is_true(
     try:
         require_causal(model)
     except LyapunovPruneError:
-        with pytest.raises(LyapunovPruneError, match=r"its config calls it an encoder.*; prune it in memory"):
+        with pytest.raises(LyapunovPruneError, match=r"its config calls it an encoder.*; take it in memory"):
             read_outline(tmp_path / "source", name)
     else:
         assert read_outline(tmp_path / "source", name).structure.num_layers == LAYERS
@@ -80,7 +80,7 @@ def test_a_family_that_no_test_has_judged_is_refused(
     make_zoo("llama").save_pretrained(tmp_path / "source")
     tokenizer.save_pretrained(tmp_path / "source")
     monkeypatch.setattr(loading, "JUDGED", frozenset({"mistral"}))
-    with pytest.raises(LyapunovPruneError, match=r"the family llama has not passed .*; prune it in memory"):
+    with pytest.raises(LyapunovPruneError, match=r"the family llama has not passed .*; take it in memory"):
         on_disk(tmp_path / "source", tmp_path / "disk", (2,))
 
 
@@ -120,8 +120,8 @@ def test_tables_are_cut_block_by_block(
         ("zamba", (2,), "is shared with layers that stay; prune it in memory"),
         ("zamba2", (2,), "is counted anew; prune it in memory"),
         ("zaya", (0,), "router_states_scale is counted anew; prune it in memory"),
-        ("rwkv", (2,), "RwkvForCausalLM cannot be judged without running it .*; prune it in memory"),
-        ("gemma3", (2,), "a decoder inside a Gemma3.*, which has to be run .*; prune it in memory"),
+        ("rwkv", (2,), "RwkvForCausalLM cannot be judged without running it .*; take it in memory"),
+        ("gemma3", (2,), "a decoder inside a Gemma3.*, which has to be run .*; take it in memory"),
     ],
 )
 def test_what_copying_or_headers_cannot_do_is_refused(

@@ -329,7 +329,7 @@ def test_prune_on_disk_says_what_was_checked(command: Callable[..., Any]) -> Non
 
 
 def test_what_does_not_fit_is_pruned_on_disk(command: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shards.psutil, "virtual_memory", lambda: type("Memory", (), {"available": 1000}))
+    monkeypatch.setattr(device.psutil, "virtual_memory", lambda: type("Memory", (), {"available": 1000}))
     assert "and 0.0 GB are free" in too_large("tiny")
     code, out, err = command("--layers", "1,4")
     assert (code, err) == (0, "")

@@ -43,6 +43,7 @@ from lyapunov_prune.cli.options import (
     ScheduleOptions,
     Seed,
     Sparsity,
+    Stream,
     Target,
     Temperature,
     TextOptions,
@@ -73,6 +74,7 @@ def prune(
     format: Format = "plain",
     mend: Mend = False,
     on_disk: OnDisk = False,
+    stream: Stream = False,
     merge_adapter: MergeAdapter = False,
     images: Images = None,
     source: ModelOptions = ModelOptions(),
@@ -86,18 +88,19 @@ def prune(
     zeroed, an activation is cancelled. With --format compact attentions are gone, and a block without activation is
     one matrix; the checkpoint is smaller and faster, and loads with this package or by the module beside its weights.
     With --mend the layer before each gap learns from the calibration text, without training, to stand in for the gap.
-    With --on-disk, or where the model does not fit in memory, the files are pruned; the gate then computes no logits.
+    With --on-disk, or where the model does not fit in memory, the files are pruned; the gate then computes no logits
+    but with --stream, which reads both models one layer at a time.
     """
     if sum(choice is not None for choice in (remove, max_kl, layers, plan_file)) != 1:
         raise LyapunovPruneError("give --remove N, --max-kl X, --layers 3,7 or --plan FILE, one of the four")
     if plan_file is not None and by.what != "layers":
         raise LyapunovPruneError("a plan says what goes; leave out --what")
     if images is not None and (
-        plan_file is None or format != "compact" or on_disk or merge_adapter or keep_period or mend
+        plan_file is None or format != "compact" or on_disk or stream or merge_adapter or keep_period or mend
     ):
         raise LyapunovPruneError(
             "--images is for the plan of a ViT or DeiT; give --plan FILE and --format compact, and no --on-disk, "
-            "--merge-adapter, --mend or --keep-period"
+            "--stream, --merge-adapter, --mend or --keep-period"
         )
     by.require(sublayers=remove is not None)
     if by.protect is not None and remove is None and max_kl is None:
@@ -126,7 +129,7 @@ def prune(
     from lyapunov_prune.results.files import require_empty
 
     require_empty(output)
-    why = "--on-disk" if on_disk else too_large(model, resolve_device(source.device), offline=source.offline)
+    why = "--on-disk" if on_disk or stream else too_large(model, resolve_device(source.device), offline=source.offline)
     if why:
         refused = {
             "--remove": remove is not None,
@@ -139,10 +142,10 @@ def prune(
         for option, given in (refused | {"--merge-adapter": merge_adapter}).items():
             if given:
                 raise LyapunovPruneError(
-                    f"{option} needs the model in memory ({why}); give --layers 3,7 or a --plan FILE of rank, and no "
-                    f"{option}"
+                    f"{option} needs the model in memory ({why}); give --layers 3,7 or a --plan FILE of rank --stream, "
+                    f"and no {option}"
                 )
-        _prune_on_disk(model, output, layers, plan_file, keep_period, source.offline, as_json, why)
+        _prune_on_disk(model, output, layers, plan_file, keep_period, source.offline, as_json, why, stream)
         return
     if images is not None:
         assert plan_file is not None
@@ -197,6 +200,7 @@ def _prune_on_disk(
     offline: bool,
     as_json: bool,
     why: str,
+    stream: bool,
 ) -> None:
     from lyapunov_prune.checkpoints.outline import read_outline
     from lyapunov_prune.models.kinds import find_kinds
@@ -216,12 +220,13 @@ def _prune_on_disk(
         plan = PruningPlan.load(plan_file)
     if keep_period:
         plan.require_periods(find_kinds(outline.structure).require_period())
-    provenance = prune_on_disk(outline, plan, output)
+    provenance = prune_on_disk(outline, plan, output, stream=stream)
     if not as_json:
         # Its headline would call the gate passed, of which this is a part.
         checks = provenance.gate.to_frame().to_string(index=False, float_format=lambda x: f"{x:.4g}")
         left = ", ".join(provenance.not_run)
-        say(f"{plan.headline()}\nPruned on disk ({why}); the gate's checks on files:\n{checks}\nNot run: {left}.")
+        on = "on files, and on logits of streamed models" if stream else "on files"
+        say(f"{plan.headline()}\nPruned on disk ({why}); the gate's checks {on}:\n{checks}\nNot run: {left}.")
     show(provenance, as_json, output, table=False)
 
 

@@ -30,6 +30,7 @@ from lyapunov_prune.cli.options import (
     Resume,
     Seed,
     Seeds,
+    Stream,
     TextOptions,
     model_option,
     one_of,
@@ -42,6 +43,7 @@ from lyapunov_prune.ranking.criteria import (
     require_budget,
     require_known_count,
     require_profiled,
+    require_streamed,
 )
 from lyapunov_prune.sensitivity.table import STUDIES, STUDY_METHODS
 
@@ -64,17 +66,21 @@ def profile(
     by_sublayer: Annotated[
         bool, what_option("--by-sublayer", help="Also the growth through attention and MLP: sublayer-growth.json.")
     ] = False,
+    stream: Stream = False,
     source: ModelOptions = ModelOptions(),
     text: TextOptions = TextOptions(),
     output: Output = None,
     as_json: Json = False,
 ) -> None:
     """Measure contraction and Block Influence of every layer; writes profile.json and figures."""
+    if stream and by_sublayer:
+        raise LyapunovPruneError("--by-sublayer needs the model in memory; leave out --stream")
+
     from lyapunov_prune.profiles.profile import kept_profile
     from lyapunov_prune.profiles.sublayer_growth import sublayer_growth
 
     run = begun_run(output, model, "profile.json", *(["sublayer-growth.json"] if by_sublayer else []))
-    loaded, batch = load_inputs(model, source, text)
+    loaded, batch = load_inputs(model, source, text, stream=stream)
     drawn = range(seed, seed + seeds)
     growth = None
     if by_sublayer:  # first: not every family has branches to tell apart
@@ -106,6 +112,7 @@ def rank(
     remove: Annotated[int | None, what_option(help="Write plan.json for so many layers.")] = None,
     max_kl: MaxKL = None,
     by: RankOptions = RankOptions(),
+    stream: Stream = False,
     source: ModelOptions = ModelOptions(),
     text: TextOptions = TextOptions(),
     resume: Resume = False,
@@ -122,6 +129,12 @@ def rank(
         require_budget_alone(by.what, remove is not None or profile_file is not None)
     if profile_file is not None:
         require_profiled(by.criterion, by.what)
+    if stream:
+        require_streamed(by.criterion, by.what)
+        if profile_file is not None or max_kl is not None:
+            raise LyapunovPruneError(
+                "--stream is of a MODEL to measure, and --max-kl needs it in memory; leave out --profile and --max-kl"
+            )
 
     from lyapunov_prune.profiles.profile import LayerProfile
     from lyapunov_prune.ranking.budget import remove_under_budget
@@ -145,7 +158,7 @@ def rank(
         assert model is not None
         run = run_folder(output, model)
         require_room(run)
-        loaded, batch = load_inputs(model, source, text)
+        loaded, batch = load_inputs(model, source, text, stream=stream)
         ranking = by.rank(loaded, batch, remove, text.batch_size, folder=run, resume=resume)
     plan = written = None
     if remove is not None:
@@ -187,6 +200,7 @@ def evaluate(
     against: Annotated[
         str | None, model_option(help="A reference model, measured in the same run (the dense one).")
     ] = None,
+    stream: Stream = False,
     source: ModelOptions = ModelOptions(),
     text: TextOptions = TextOptions(),
     split: Annotated[choices.Split, text_option(help="Which half of the text.")] = "evaluation",
@@ -205,15 +219,17 @@ def evaluate(
 
     if tasks is None and (limit is not None or few_shot is not None):
         raise LyapunovPruneError("--limit and --few-shot are of tasks; give --tasks with them")
+    if stream and (speed or tasks is not None or retrieval is not None):
+        raise LyapunovPruneError("--speed, --tasks and --retrieval need the model in memory; leave out --stream")
     names = [against, model] if against else [model]
     run = begun_run(output, model, "eval.json")
     chosen = load_tasks(tasks.split(","), few_shot=few_shot, offline=source.offline) if tasks is not None else None
     sought = load_retrieval(*require_retrieval(retrieval)) if retrieval is not None else None
-    first, batch = load_inputs(names[0], source, text, split)
+    first, batch = load_inputs(names[0], source, text, split, stream=stream)
     prompt = min(256, (first.structure.max_context or 512) // 2)
     models = {names[0]: first.model}
     for name in names[1:]:
-        other = source.load(name)
+        other = source.load(name, stream=stream)
         require_same_tokenizer(first.tokenizer, other.tokenizer, (names[0], name))
         models[name] = other.model
     for evaluated in models.values():

@@ -1,0 +1,198 @@
+"""A Llama larger than memory, profiled, ranked, pruned by eight layers, gated and scored by `--stream`, in one run.
+
+`python benchmarks/streamed.py` takes 7B parameters in bfloat16 made of random weights, 13 GB of files that are deleted
+after (skipped where the disk is short), and writes streamed.json beside this file; `--size 0.5B` is smaller and writes
+nothing. Each job is a process of its own. Its time is held against what it cannot do without: reading the files once a
+pass, as fast as a plain read of them goes, and the multiplications of its layers and head, as fast as one layer's go.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from results import Benchmark
+from run import status
+from safetensors.torch import save_file
+from tokenizers import Tokenizer, models
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
+
+import lyapunov_prune as lp
+from lyapunov_prune.checkpoints.outline import read_outline
+from lyapunov_prune.models.streamed import layer_held, stream_of
+from lyapunov_prune.models.structure import find_structure
+from lyapunov_prune.profiles.profile import profile_layers
+from lyapunov_prune.pruning.on_disk import prune_on_disk
+
+SIZES = {
+    "7B": {"hidden_size": 4096, "intermediate_size": 11_008, "num_hidden_layers": 32, "num_attention_heads": 32},
+    "0.5B": {"hidden_size": 1280, "intermediate_size": 3456, "num_hidden_layers": 20, "num_attention_heads": 20},
+}
+VOCABULARY, CONTEXT, WINDOWS, REMOVE = 32_000, 512, 2, 8
+JOBS = ("profile", "rank", "prune", "perplexity")
+MEMORY, LIMIT = 6e9, 1.3
+GATE_TOKENS = 128
+
+
+def main() -> None:
+    if len(sys.argv) == 3 and sys.argv[1] in JOBS:  # a child process: do one job and report
+        print(json.dumps(JOB[sys.argv[1]](Path(sys.argv[2]))))
+        return
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--size", choices=SIZES, default="7B")
+    parser.add_argument("--place", type=Path, default=Path.cwd(), help="Where the files go for as long as it takes.")
+    asked = parser.parse_args()
+    config = AutoConfig.for_model("llama", vocab_size=VOCABULARY, **SIZES[asked.size], dtype="bfloat16")
+    config.architectures = ["LlamaForCausalLM"]
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    needed = 4 * model.num_parameters()  # the files, and those of the pruned
+    free = shutil.disk_usage(asked.place).free
+    if needed > free:
+        short = f"needs {needed / 1e9:.1f} GB of disk at {asked.place} and {free / 1e9:.1f} are free"
+        print(f"skipped: {asked.size} {short}; give another --place, or a smaller --size")
+        return
+    found = Benchmark("streamed")
+    with tempfile.TemporaryDirectory(prefix="lyapunov-prune-bench-", dir=asked.place) as place:
+        build(model, Path(place) / "source")
+        for job in JOBS:
+            done = subprocess.run([sys.executable, __file__, job, place], check=True, stdout=subprocess.PIPE, text=True)
+            told = json.loads(done.stdout)
+            passes = f"{told['passes']} passes of {told['read']:.1f} s"
+            print(f"{job}: {told['seconds']:.1f} s, {passes}, peak {told['peak'] / 1e9:.2f} GB")
+            what = f"`{job} --stream`, {asked.size}"
+            found.add(f"{what}: time", "reading once a pass + multiplications", told["seconds"] / told["least"], LIMIT)
+            found.add("the same: peak memory", f"{MEMORY / 1e9:.0f} GB", told["peak"] / MEMORY, 1.0)
+    if asked.size == "7B":
+        found.save()
+
+
+def build(model: Any, folder: Path) -> None:
+    """A shard a layer, and one block of normal numbers again and again."""
+    model.config.save_pretrained(folder)
+    PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.BPE(vocab={"a": 0}, merges=[]))).save_pretrained(folder)
+    generator = torch.Generator().manual_seed(0)
+    block = (0.02 * torch.randn(2**20 + 7, generator=generator)).bfloat16().view(torch.int16).numpy()
+    shards: dict[str, dict[str, torch.Tensor]] = {}
+    for name, tensor in model.state_dict().items():
+        shards.setdefault(".".join(name.split(".")[:3]), {})[name] = tensor
+    where: dict[str, str] = {}
+    for number, (part, tensors) in enumerate(shards.items()):
+        file = f"model-{number + 1:05}-of-{len(shards):05}.safetensors"
+        made = {}
+        for place, (name, tensor) in enumerate(tensors.items()):
+            turned = np.resize(np.roll(block, 8191 * number + 1021 * place), tensor.numel())
+            values = torch.from_numpy(turned).view(torch.bfloat16).view(tensor.shape)
+            made[name] = torch.ones_like(values) if "norm" in name else values
+            where[name] = file
+        save_file(made, folder / file, {"format": "pt"})
+        del made, part
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": where}))
+
+
+def reading(folder: Path) -> float:
+    """Seconds of a plain read of the files."""
+    start, buffer = time.perf_counter(), bytearray(2**24)
+    for file in sorted(folder.glob("*.safetensors")):
+        with file.open("rb", buffering=0) as opened:
+            while opened.readinto(buffer):
+                pass
+    return time.perf_counter() - start
+
+
+@torch.no_grad()
+def seconds_a_token(model: Any) -> tuple[float, float]:
+    """Of the matrices of one layer, and of the head, on windows of CONTEXT tokens: the median of five."""
+    with layer_held(model, 0):
+        layer = find_structure(model).layers[0]
+        matrices = [m.weight for m in layer.modules() if isinstance(m, torch.nn.Linear)]
+        of_layer = _median(lambda: [torch.randn(CONTEXT, W.shape[1]).bfloat16() @ W.T for W in matrices])
+        drawn = _median(lambda: [torch.randn(CONTEXT, W.shape[1]).bfloat16() for W in matrices])
+    head, x = model.get_output_embeddings().weight, torch.randn(CONTEXT, model.config.hidden_size).bfloat16()
+    return (of_layer - drawn) / CONTEXT, _median(lambda: x @ head.T) / CONTEXT
+
+
+def _median(job: Callable[[], object]) -> float:
+    times = []
+    for _ in range(6):
+        start = time.perf_counter()
+        job()
+        times.append(time.perf_counter() - start)
+    return sorted(times[1:])[2]
+
+
+def measured(place: Path, name: str, job: Callable[[Any, torch.Tensor], object]) -> dict[str, float]:
+    """A job on a streamed model: its seconds, loading among them, and those it cannot do without."""
+    read = reading(place / name)
+    start = time.perf_counter()
+    model: Any = lp.load_streamed(place / name).model
+    layers, rows = find_structure(model).layers, {"layer": 0, "head": 0}
+
+    def count(part: str) -> Callable[..., None]:
+        def hook(module: Any, args: Any, output: Any) -> None:
+            rows[part] += output.shape[:-1].numel()
+
+        return hook
+
+    hooks = [layers[0].register_forward_hook(count("layer"))]
+    hooks.append(model.get_output_embeddings().register_forward_hook(count("head")))
+    ids = torch.randint(VOCABULARY, (WINDOWS, CONTEXT), generator=torch.Generator().manual_seed(0))
+    job(model, ids)
+    seconds, peak = time.perf_counter() - start, status("VmHWM")
+    for hook in hooks:
+        hook.remove()
+    stream: Any = stream_of(model)
+    passes = 1 + stream.passes  # one for the digests
+    of_layer, of_head = seconds_a_token(model)
+    least = passes * read + rows["layer"] * len(layers) * of_layer + rows["head"] * of_head
+    return {"seconds": seconds, "least": least, "passes": passes, "read": read, "peak": peak}
+
+
+def profile(place: Path) -> dict[str, float]:
+    return measured(place, "source", lambda model, ids: profile_layers(model, ids, seeds=(0,)))
+
+
+def rank(place: Path) -> dict[str, float]:
+    def job(model: Any, ids: torch.Tensor) -> None:
+        lp.rank(model, ids, criterion="angular", remove=REMOVE).plan(REMOVE).save(place / "plan.json")
+
+    return measured(place, "source", job)
+
+
+def prune(place: Path) -> dict[str, float]:
+    """Every file is read for its digest and for the gate, and what is kept is copied."""
+    source, target = place / "source", place / "target"
+    read, start = reading(source), time.perf_counter()
+    outline = read_outline(source, source)
+    prune_on_disk(outline, lp.PruningPlan.load(place / "plan.json"), target, stream=True)
+    seconds, peak = time.perf_counter() - start, status("VmHWM")
+    kept = reading(target)
+    start = time.perf_counter()
+    subprocess.run(["cp", "-r", target, place / "copied"], check=True)
+    copied = time.perf_counter() - start
+    shutil.rmtree(place / "copied")
+    model: Any = lp.load_streamed(target).model
+    of_layer, of_head = seconds_a_token(model)
+    tokens_of_layers = GATE_TOKENS * (2 * outline.structure.num_layers - REMOVE)
+    least = 2 * (read + kept) + copied + tokens_of_layers * of_layer + 2 * GATE_TOKENS * of_head
+    return {"seconds": seconds, "least": least, "passes": 4, "read": (read + kept) / 2, "peak": peak}
+
+
+def perplexity(place: Path) -> dict[str, float]:
+    return measured(place, "target", lp.perplexity)
+
+
+JOB = {"profile": profile, "rank": rank, "prune": prune, "perplexity": perplexity}
+
+if __name__ == "__main__":
+    main()

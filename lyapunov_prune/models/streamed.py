@@ -1,0 +1,61 @@
+"""Models whose layers hold no weights but while they run: read from a checkpoint's files, one layer at a time.
+
+What makes a model one is in `checkpoints.streamed`. Here is what the rest of the program has to know of it: that it is
+one, the digests of the weights that it does not hold, and how a layer's are had for as long as they are looked at.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Protocol
+from weakref import WeakKeyDictionary
+
+from torch import nn
+
+from lyapunov_prune.errors import LyapunovPruneError
+
+
+class Stream(Protocol):
+    """`digests` are `weight_digests` of the files; `hold` reads a layer's weights in the place of those of another."""
+
+    digests: dict[str, str]
+
+    def hold(self, layer: int) -> None: ...
+
+    def release(self) -> None: ...
+
+
+# Not on the model itself: a copy of it would not be streamed, and would say that it is.
+_STREAMS: WeakKeyDictionary[nn.Module, Stream] = WeakKeyDictionary()
+
+
+def keep_stream(model: nn.Module, stream: Stream) -> None:
+    _STREAMS[model] = stream
+
+
+def stream_of(model: nn.Module) -> Stream | None:
+    """What reads the layers of `model`; None for a model in memory."""
+    return _STREAMS.get(model)
+
+
+@contextmanager
+def layer_held(model: nn.Module, layer: int) -> Iterator[None]:
+    """Inside the block the weights of `layer` are in memory, whether `model` is streamed or not."""
+    stream = stream_of(model)
+    if stream is not None:
+        stream.hold(layer)
+    try:
+        yield
+    finally:
+        if stream is not None:
+            stream.release()
+
+
+def require_not_streamed(model: nn.Module) -> None:
+    """Raise LyapunovPruneError for a streamed model where its weights have to be in memory."""
+    if stream_of(model) is not None:
+        raise LyapunovPruneError(
+            f"the layers of this {type(model).__name__} are streamed from disk, and this needs all of them in memory; "
+            "load it whole (without --stream), or prune its checkpoint with --on-disk"
+        )

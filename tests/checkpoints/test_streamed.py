@@ -1,0 +1,266 @@
+"""A streamed model gives the numbers of the one in memory, holds one layer, and reads its files once a forward."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from families.zoo import make_zoo
+from helpers import make_tiny
+from transformers import PreTrainedModel, PreTrainedTokenizerFast
+
+import lyapunov_prune as lp
+from lyapunov_prune.checkpoints import streamed as streaming
+from lyapunov_prune.checkpoints.outline import Outline
+from lyapunov_prune.checkpoints.streamed import load_streamed
+from lyapunov_prune.errors import LyapunovPruneError, NonFiniteError
+from lyapunov_prune.evaluation.evaluation import zero_share
+from lyapunov_prune.forward import scoring
+from lyapunov_prune.forward.logits import SAME_LIMIT, deviation
+from lyapunov_prune.models import device
+from lyapunov_prune.models.loading import load
+from lyapunov_prune.models.streamed import stream_of
+from lyapunov_prune.models.structure import find_structure, identify
+from lyapunov_prune.profiles.profile import profile_layers
+
+# Both kinds of sublayers, one in a row of tokens (OPT), parallel ones (GPT-NeoX), windows of other lengths, experts.
+SUBLAYERS = ["llama", "opt", "gpt_neox"]
+
+
+@pytest.fixture(autouse=True)
+def _in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One row after the other goes through a layer."""
+    monkeypatch.setattr(streaming, "TOKENS", 1)
+
+
+def saved(model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, folder: Path, **options: Any) -> Path:
+    model.save_pretrained(folder, **options)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+def held(model: PreTrainedModel) -> list[int]:
+    """The layers that hold weights now."""
+    layers = find_structure(model).layers
+    return [i for i, layer in enumerate(layers) if not all(p.is_meta for p in layer.parameters())]
+
+
+# The same numbers.
+
+
+def test_every_kind_of_layer_gives_the_same_numbers(
+    family: str, ids: torch.Tensor, tokenizer: PreTrainedTokenizerFast, tmp_path: Path
+) -> None:
+    folder = saved(make_tiny(family), tokenizer, tmp_path / "tiny")
+    whole, apart = load(folder).model, load_streamed(folder).model
+    a, b = (profile_layers(model, ids, seeds=(0, 1)) for model in (whole, apart))
+    np.testing.assert_allclose(a.contraction.rho, b.contraction.rho, rtol=1e-5)
+    np.testing.assert_allclose(a.contraction.floor, b.contraction.floor, rtol=1e-3)
+    np.testing.assert_allclose(a.influence.influence, b.influence.influence, rtol=1e-5)
+    np.testing.assert_allclose(a.influence.change, b.influence.change, rtol=1e-5)
+    assert b.measured_on == a.measured_on
+    c, d = (lp.perplexity(model, ids).windows for model in (whole, apart))
+    np.testing.assert_allclose(c, d, rtol=1e-6)
+    e, f = (lp.rank(model, ids, criterion="angular", remove=2).plan(2) for model in (whole, apart))
+    np.testing.assert_allclose(e.scores, f.scores, rtol=1e-6)
+    assert zero_share(whole) == zero_share(apart)
+    assert held(apart) == []
+
+
+@pytest.mark.parametrize("name", SUBLAYERS)
+@pytest.mark.parametrize("what", ["attention", "mlp"])
+def test_sublayers_rank_the_same(
+    name: str, what: str, ids: torch.Tensor, tokenizer: PreTrainedTokenizerFast, tmp_path: Path
+) -> None:
+    folder = saved(make_tiny(name), tokenizer, tmp_path / "tiny")
+    whole, apart = (lp.rank(made(folder).model, ids, criterion="bi", what=what) for made in (load, load_streamed))
+    np.testing.assert_allclose(whole.scores, apart.scores, rtol=1e-5)  # type: ignore[attr-defined]
+
+
+def test_the_derivative_is_followed_too(ids: torch.Tensor, checkpoint: Path) -> None:
+    a, b = (lp.measure_contraction(made(checkpoint).model, ids, method="jvp") for made in (load, load_streamed))
+    np.testing.assert_allclose(a.rho, b.rho, rtol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float64"])
+def test_the_dtype_is_the_one_asked_for(dtype: str, ids: torch.Tensor, checkpoint: Path) -> None:
+    whole, apart = (made(checkpoint, dtype=dtype).model for made in (load, load_streamed))
+    assert apart.dtype == whole.dtype == getattr(torch, dtype)
+    with torch.no_grad():
+        assert deviation(*(m(ids, use_cache=False).logits for m in (apart, whole))) <= SAME_LIMIT[whole.dtype]
+    assert identify(apart).same_as(identify(whole))
+
+
+def test_ties_and_shards_are_followed(ids: torch.Tensor, tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> None:
+    model = make_tiny("llama", tie_word_embeddings=True)
+    folder = saved(model, tokenizer, tmp_path / "tiny", max_shard_size="20KB")
+    apart: Any = load_streamed(folder).model
+    assert apart.lm_head.weight is apart.model.embed_tokens.weight
+    assert identify(apart) == identify(load(folder).model)
+    with torch.no_grad():
+        assert torch.equal(apart(ids, use_cache=False).logits, model(ids, use_cache=False).logits)
+
+
+def test_a_few_tokens_are_decoded_through_the_cache(
+    checkpoint: Path, ids: torch.Tensor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(streaming, "TOKENS", 4096)
+    whole, apart = load(checkpoint).model, load_streamed(checkpoint).model
+    assert torch.equal(*(m.generate(ids[:1, :8], max_new_tokens=4, do_sample=False) for m in (whole, apart)))
+
+
+# Memory and reading.
+
+
+def test_one_layer_is_in_memory_and_the_files_are_read_once_a_forward(
+    checkpoint: Path, ids: torch.Tensor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loaded = load_streamed(checkpoint)
+    stream, reads, seen = stream_of(loaded.model), list[str](), list[list[int]]()
+    assert stream is not None
+    tensor = Outline.tensor
+    monkeypatch.setattr(Outline, "tensor", lambda self, name: reads.append(name) or tensor(self, name))
+    hooks = [x.register_forward_hook(lambda *_: seen.append(held(loaded.model))) for x in loaded.structure.layers]
+    lp.block_influence(loaded.model, ids)
+    for hook in hooks:
+        hook.remove()
+    assert seen == [[i] for i in range(loaded.structure.num_layers)]
+    names = [name for name in loaded.model.state_dict() if name.startswith(loaded.structure.layers_path)]
+    assert sorted(reads) == sorted(names)
+    assert held(loaded.model) == []
+
+
+def test_weights_leave_after_an_error_too(checkpoint: Path, ids: torch.Tensor) -> None:
+    loaded = load_streamed(checkpoint)
+
+    def stop(*args: Any) -> None:
+        raise RuntimeError("no more")
+
+    hook = loaded.structure.layers[3].register_forward_hook(stop)
+    with pytest.raises(RuntimeError, match="no more"):
+        lp.block_influence(loaded.model, ids)
+    hook.remove()
+    assert held(loaded.model) == []
+    assert np.isfinite(lp.block_influence(loaded.model, ids).influence).all()
+
+
+def test_logits_are_formed_a_block_at_a_time(
+    checkpoint: Path, ids: torch.Tensor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loaded = load_streamed(checkpoint)
+    monkeypatch.setattr(scoring, "_ENTRIES", 260 * 8)
+    rows: list[int] = []
+    head: Any = loaded.model.get_output_embeddings()
+    head.register_forward_hook(lambda module, args, output: rows.append(output.shape[-2]))
+    found = lp.perplexity(loaded.model, ids)
+    assert max(rows[1:]) <= 32  # the first tokens, on which the head is tried; then eight at a time
+    assert rows[-1] <= 8
+    np.testing.assert_allclose(found.windows, lp.perplexity(load(checkpoint).model, ids).windows, rtol=1e-6)
+
+
+# What cannot be streamed, or fails on the way.
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda model, ids: lp.remove_layers(model, [1]),
+        lambda model, ids: lp.compress(model, ids, method="wanda", sparsity=0.5),
+        lambda model, ids: lp.heal(model, model, ids, steps=1),
+        lambda model, ids: lp.measure_sensitivity(model, ids),
+        lambda model, ids: lp.probe_layers(model, ids),
+        lambda model, ids: lp.check_bounds(model, ids, sparsity=0.5),
+        lambda model, ids: lp.compare_generation(model, model, ids[:, :8], steps=2),
+        lambda model, ids: lp.measure_speed({"a": model}),
+        lambda model, ids: lp.verify_removal(model, model, [1]),
+        lambda model, ids: lp.PruningPlan.given(model, [1]).require_model(model),
+        lambda model, ids: lp.mend(model, [1], ids),
+        lambda model, ids: lp.drop_sublayers(model, attention=[1]),
+    ],
+)
+def test_what_needs_the_weights_says_so(
+    use: Callable[[PreTrainedModel, torch.Tensor], object], checkpoint: Path, ids: torch.Tensor
+) -> None:
+    with pytest.raises(LyapunovPruneError, match="are streamed from disk, and this needs all of them in memory"):
+        use(load_streamed(checkpoint).model, ids)
+
+
+def test_what_runs_the_model_once_a_layer_says_so(checkpoint: Path, ids: torch.Tensor) -> None:
+    model = load_streamed(checkpoint).model
+    for criterion in ("kl", "oracle", "best"):
+        with pytest.raises(LyapunovPruneError, match=f"criterion {criterion} runs .* go by one of rho, bi, blend, ang"):
+            lp.rank(model, ids, criterion=criterion, remove=2)
+    with pytest.raises(LyapunovPruneError, match="takes all windows in one forward; leave out the batch size"):
+        lp.block_influence(model, ids, batch_size=2)
+
+
+@pytest.mark.parametrize(("name", "why"), [("gemma3n_text", "layer 0 needs more than"), ("rwkv", "cannot be judged")])
+def test_a_decoder_that_cannot_be_read_layer_by_layer_is_refused_by_name(
+    name: str, why: str, tokenizer: PreTrainedTokenizerFast, tmp_path: Path
+) -> None:
+    with pytest.raises(LyapunovPruneError, match=f"{why}.*; take it in memory"):
+        load_streamed(saved(make_zoo(name), tokenizer, tmp_path / "tiny"))
+
+
+def test_rows_that_depend_on_each_other_are_seen(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from transformers.models.llama.modeling_llama import LlamaMLP
+
+    forward: Any = LlamaMLP.forward
+    monkeypatch.setattr(LlamaMLP, "forward", lambda self, x: forward(self, x) * len(x))
+    with pytest.raises(LyapunovPruneError, match=r"layer 0 needs more .* \(rows of the batch depend on each other\)"):
+        load_streamed(checkpoint)
+
+
+def test_memory_that_is_short_is_said_before_the_run(
+    checkpoint: Path, ids: torch.Tensor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loaded = load_streamed(checkpoint)
+    monkeypatch.setattr(device, "free_memory", lambda device: 70_000)
+    stream: Any = stream_of(loaded.model)
+    before = stream.passes
+    with pytest.raises(LyapunovPruneError, match=r"the states of 120 tokens.* need 76,800 bytes of memory and 70,000 "):
+        lp.block_influence(loaded.model, ids)
+    with pytest.raises(LyapunovPruneError, match=r"the states of all layers need 107,520 bytes"):
+        lp.rank(loaded.model, ids, criterion="angular", remove=2)
+    assert stream.passes == before
+    with pytest.raises(LyapunovPruneError, match=r"embeddings, head and the largest layer need [\d,]+ bytes"):
+        load_streamed(checkpoint)
+
+
+def test_what_is_no_whole_set_of_safetensors_is_refused(checkpoint: Path, tmp_path: Path) -> None:
+    with pytest.raises(LyapunovPruneError, match="is no safetensors file, and only those are streamed"):
+        load_streamed("model.gguf")
+    with pytest.raises(LyapunovPruneError, match="runs on one device"):
+        load_streamed(checkpoint, device="balanced")
+    file = checkpoint / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-1000])
+    with pytest.raises(LyapunovPruneError, match="is truncated or corrupt"):
+        load_streamed(checkpoint)
+
+
+def test_a_shard_that_is_missing_or_disappears_is_one_line(
+    tokenizer: PreTrainedTokenizerFast, ids: torch.Tensor, tmp_path: Path
+) -> None:
+    folder = saved(make_tiny("llama"), tokenizer, tmp_path / "tiny", max_shard_size="20KB")
+    loaded = load_streamed(folder)
+    index = json.loads((folder / "model.safetensors.index.json").read_text())["weight_map"]
+    (folder / index["model.layers.4.mlp.up_proj.weight"]).unlink()
+    with pytest.raises(LyapunovPruneError, match="a file of the checkpoint can no longer be read"):
+        lp.block_influence(loaded.model, ids)
+    assert held(loaded.model) == []
+    with pytest.raises(LyapunovPruneError, match=r"names model-.* as weights and lacks it"):
+        load_streamed(folder)
+
+
+def test_what_is_not_finite_is_found(tokenizer: PreTrainedTokenizerFast, ids: torch.Tensor, tmp_path: Path) -> None:
+    model: Any = make_tiny("llama")
+    model.model.layers[3].mlp.down_proj.weight.data.fill_(float("inf"))
+    apart = load_streamed(saved(model, tokenizer, tmp_path / "tiny")).model
+    for measure in (lp.perplexity, lp.block_influence):
+        with pytest.raises(NonFiniteError):
+            measure(apart, ids)

@@ -1,0 +1,108 @@
+"""`--stream` from the command line: the same results, and refusals before anything is read."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from helpers import QUICK, TEXT, make_tiny
+
+from lyapunov_prune.evaluation.evaluation import Evaluation
+from lyapunov_prune.profiles.profile import LayerProfile
+from lyapunov_prune.pruning import disk_gate
+from lyapunov_prune.pruning.gate import CACHED, SKIPPED
+from lyapunov_prune.pruning.plan import PruningPlan
+from lyapunov_prune.pruning.provenance import PROVENANCE, Provenance
+
+
+def test_ranked_pruned_and_scored_as_in_memory(run: Callable[..., Any]) -> None:
+    for flags, folder in ((["--stream"], "apart"), ([], "whole")):
+        assert run("profile", "tiny", *flags, *QUICK, "-o", folder).code == 0
+        assert run("rank", "tiny", *flags, "--criterion", "blend", "--remove", "2", *QUICK, "-o", folder).code == 0
+    a, b = (LayerProfile.load(Path(folder) / "profile.json") for folder in ("apart", "whole"))
+    np.testing.assert_allclose(a.contraction.rho, b.contraction.rho, rtol=1e-5)
+    apart, whole = (PruningPlan.load(Path(folder) / "plan.json") for folder in ("apart", "whole"))
+    assert apart.remove == whole.remove
+    assert apart.model == whole.model
+    done = run("prune", "tiny", "--plan", "apart/plan.json", "--stream", "-o", "smaller")
+    assert (done.code, done.err) == (0, "")
+    assert "the gate's checks on files, and on logits of streamed models:" in done.out
+    assert "Not run: cached decoding." in done.out
+    made = Provenance.load(Path("smaller") / PROVENANCE)
+    assert made.not_run == (CACHED,)
+    assert [c.name for c in made.gate.checks][-1] == SKIPPED
+    assert made.gate.passed
+    assert made.gate.measured_on is not None
+    assert made.gate.measured_on.model == whole.model
+    assert "both models read one layer at a time" in " ".join(Path("smaller/README.md").read_text().split())
+    for flags, folder in ((["--stream"], "apart"), ([], "whole")):
+        assert run("eval", "smaller", "--against", "tiny", *flags, *TEXT, "-o", folder).code == 0
+    c, d = (Evaluation.load(Path(folder) / "eval.json") for folder in ("apart", "whole"))
+    assert c.zeros == d.zeros
+    np.testing.assert_allclose([p.nll for p in c.perplexities], [p.nll for p in d.perplexities], rtol=1e-6)
+
+
+@pytest.mark.parametrize("what", ["layers", "attention"])
+def test_other_orders_are_streamed_too(what: str, run: Callable[..., Any]) -> None:
+    for criterion in ("bi", *(["angular"] if what == "layers" else [])):
+        asked = ["--criterion", criterion, "--what", what, "--remove", "2", *TEXT, "--json"]
+        found = [json.loads(run("rank", "tiny", *flags, *asked).out) for flags in (["--stream"], [])]
+        assert found[0].keys() == found[1].keys()
+        plan = PruningPlan.load("runs/tiny/plan.json")
+        assert plan.criterion == criterion
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["profile", "tiny", "--by-sublayer"], "--by-sublayer needs the model in memory"),
+        (["profile", "tiny", "--batch-size", "2"], "leave out --batch-size"),
+        (["rank", "tiny", "--criterion", "kl"], "criterion kl runs the model once for every layer"),
+        (["rank", "tiny", "--criterion", "bi", "--max-kl", "0.5"], "--max-kl needs it in memory"),
+        (["eval", "tiny", "--speed"], "--speed and --tasks need the model in memory"),
+        (["eval", "tiny", "--tasks", "piqa.jsonl"], "--speed and --tasks need the model in memory"),
+        (["prune", "tiny", "--remove", "2", "-o", "out"], "--remove needs the model in memory .* of rank --stream"),
+        (["profile", "model.gguf"], "is no safetensors file, and only those are streamed"),
+    ],
+)
+def test_what_is_not_streamed_is_refused(arguments: list[str], message: str, run: Callable[..., Any]) -> None:
+    done = run(*arguments, "--stream")
+    assert (done.code, done.changed, done.err.count("\n")) == (2, set(), 1)
+    assert re.search(message, done.err)
+
+
+def test_another_layer_skipped_is_not_what_was_written(
+    run: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    skipped = disk_gate.skipped
+    monkeypatch.setattr(disk_gate, "skipped", lambda structure, layers: skipped(structure, (2, *layers[1:])))
+    done = run("prune", "tiny", "--layers", "1,4", "--on-disk", "--stream", "-o", "out")
+    assert (done.code, done.changed) == (1, set())
+    assert "the files fail the gate, same as skipping: logits of the files written, streamed" in done.err
+
+
+def test_a_setting_outside_the_layers_is_seen_by_logits_alone(
+    run: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The checks on files look at the layers' settings and at weights; the base of the rotary angles is neither."""
+    cut = disk_gate.streamed
+
+    def turned(outline: Any) -> Any:
+        if len(outline.structure.layers) == 4:
+            outline.model.config.rope_parameters["rope_theta"] = 20.0
+        return cut(outline)
+
+    monkeypatch.setattr(disk_gate, "streamed", turned)
+    assert run("prune", "tiny", "--layers", "1,4", "--on-disk", "-o", "unseen").code == 0
+    assert run("prune", "tiny", "--layers", "1,4", "--on-disk", "--stream", "-o", "out").code == 1
+
+
+def test_a_long_window_is_split_and_still_the_same(run: Callable[..., Any]) -> None:
+    """The gate's inputs are longer than a sliding window."""
+    make_tiny("mistral", vocab_size=260).save_pretrained("tiny")
+    assert run("prune", "tiny", "--layers", "1,4", "--stream", "-o", "out").code == 0

@@ -1,0 +1,59 @@
+"""Every decoder streamed: the numbers of the one in memory, or a refusal by name."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from families.zoo import ZOO, make_zoo
+from transformers import PreTrainedTokenizerFast
+
+import lyapunov_prune as lp
+from lyapunov_prune.checkpoints import streamed as streaming
+from lyapunov_prune.checkpoints.streamed import load_streamed
+from lyapunov_prune.errors import LyapunovPruneError
+from lyapunov_prune.forward.logits import SAME_LIMIT, deviation
+from lyapunov_prune.models.loading import load
+from lyapunov_prune.models.structure import identify
+
+# Inside a multimodal model; of a family that was not judged; several states a token, the batch not the first of them;
+# layers that read keys, an index or outputs of layers before the last.
+_WRAPPED = ["fuyu", "gemma3", "gemma4", "gemma4_unified", "got_ocr2", "moss_transcribe_diarize"]
+_SHARING = ["gemma3n_text", "gemma4_text", "gemma4_unified_text", "glm_moe_dsa", "hy_v4", "inkling2_text"]
+REFUSED = {
+    **dict.fromkeys(_WRAPPED, "holds a decoder inside a"),
+    **dict.fromkeys(["moshi", "reformer", "rwkv", "xlstm"], "has not passed its control"),
+    **dict.fromkeys(_SHARING, r"layer \d needs more than the state of the one before it"),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ZOO)
+def test_every_decoder_is_streamed_as_in_memory_or_refused(
+    name: str, tokenizer: PreTrainedTokenizerFast, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(streaming, "TOKENS", 1)
+    try:
+        make_zoo(name).save_pretrained(tmp_path)
+        tokenizer.save_pretrained(tmp_path)
+        whole = load(tmp_path).model
+    except Exception:
+        pytest.skip("this decoder cannot be built, saved and loaded here")
+    if name in REFUSED:
+        with pytest.raises(LyapunovPruneError, match=f"{REFUSED[name]}.*; take it in memory"):
+            load_streamed(tmp_path)
+        return
+    apart = load_streamed(tmp_path).model
+    assert identify(apart) == identify(whole)
+    ids = torch.randint(3, 97, (3, 24), generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        assert deviation(*(m(ids, use_cache=False).logits for m in (apart, whole))) <= 10 * SAME_LIMIT[whole.dtype]
+    try:
+        wanted = lp.block_influence(whole, ids).influence
+    except LyapunovPruneError as error:
+        with pytest.raises(LyapunovPruneError, match=str(error)[:20]):
+            lp.block_influence(apart, ids)
+        return
+    np.testing.assert_allclose(lp.block_influence(apart, ids).influence, wanted, rtol=1e-3, atol=1e-7)
