@@ -243,7 +243,7 @@ def compare_choices(
             given = (states[0], states[1], head.weight[firsts.to(head.weight.device)], bias)
             one, norms = argmax_unchanged_of_row_difference(*given), argmax_unchanged_of_state_error(*given)
             proof = [float(x[0]) for x in (one.radius, norms.radius, one.moved, one.changed)]
-        rows.append([*masses, float(tops[0] == tops[1]), *_moved(*logits, firsts), *proof])
+        rows.append([*masses, float(tops[0] == tops[1]), *_moved(logits[0], logits[1], firsts), *proof])
     columns = np.array(rows).T
     return ChoiceComparison(
         dense=tuple(likelihoods[0]),

@@ -122,7 +122,8 @@ def skip_divergence(
     sets = [(layer,) for layer in range(reading.structure.num_layers)]
     means = divergences_without(reading, sets, temperature, batch_size, "skipping layers")
     means[~np.isfinite(means).all(-1)] = np.nan
-    return SkipDivergence(*means.T.copy(), float(temperature), reading.measured_on())
+    variance, kl, reverse_kl, flipped, by_r = means.T.copy()
+    return SkipDivergence(variance, kl, reverse_kl, flipped, by_r, float(temperature), reading.measured_on())
 
 
 @in_eval_mode
@@ -152,7 +153,9 @@ def sublayer_divergence(
         means = divergences_of(reading, changes, temperature, batch_size, f"silencing {what}")
         means[~np.isfinite(means).all(-1)] = np.inf
         values[list(branches)] = means
-    return SublayerDivergence(*values.T.copy(), float(temperature), reading.measured_on(), what)
+    variance, kl, reverse_kl, flipped, by_r = values.T.copy()
+    origin = reading.measured_on()
+    return SublayerDivergence(variance, kl, reverse_kl, flipped, by_r, float(temperature), origin, what)
 
 
 def divergences_without(
