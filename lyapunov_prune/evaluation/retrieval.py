@@ -170,9 +170,7 @@ def evaluate_retrieval(
         ndcg=np.array(ndcg),
         overlap=np.array([[_shared(a, b) for a, b in zip(nearest[0], own, strict=True)] for own in nearest]),
         margin=_margin(scores[0]),
-        shift=np.array(
-            [[np.ptp(b[~out] - a[~out]) for a, b, out in zip(scores[0], S, same, strict=True)] for S in scores]
-        ),
+        shift=np.array([_ranges(scores[0], S, ~same) for S in scores]),
         turned=np.array([_turned(embedded[0], e, len(names)) for e in embedded]),
         measured_on=tuple(measured),
     )

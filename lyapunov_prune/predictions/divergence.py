@@ -122,8 +122,8 @@ def skip_divergence(
     sets = [(layer,) for layer in range(reading.structure.num_layers)]
     means = divergences_without(reading, sets, temperature, batch_size, "skipping layers")
     means[~np.isfinite(means).all(-1)] = np.nan
-    variance, kl, reverse_kl, flipped, variance_r = means.T.copy()
-    return SkipDivergence(variance, kl, reverse_kl, flipped, variance_r, float(temperature), reading.measured_on())
+    variance, kl, reverse_kl, flipped, by_r = means.T.copy()
+    return SkipDivergence(variance, kl, reverse_kl, flipped, by_r, float(temperature), reading.measured_on())
 
 
 @in_eval_mode
@@ -153,9 +153,9 @@ def sublayer_divergence(
         means = divergences_of(reading, changes, temperature, batch_size, f"silencing {what}")
         means[~np.isfinite(means).all(-1)] = np.inf
         values[list(branches)] = means
-    variance, kl, reverse_kl, flipped, variance_r = values.T.copy()
-    on = reading.measured_on()
-    return SublayerDivergence(variance, kl, reverse_kl, flipped, variance_r, float(temperature), on, what)
+    variance, kl, reverse_kl, flipped, by_r = values.T.copy()
+    origin = reading.measured_on()
+    return SublayerDivergence(variance, kl, reverse_kl, flipped, by_r, float(temperature), origin, what)
 
 
 def divergences_without(
