@@ -111,7 +111,11 @@ class TrainingState:
                     raise LyapunovPruneError(f"{path} holds {more[0]}, which is of no state; move it away")
             _delete(states)
             self._claim.give_up()
-        _delete(self._folder.glob(".step-*.partial-*"))
+        halves = list(self._folder.glob(".step-*.partial-*"))
+        _delete(path for path in halves if path.is_dir())
+        for lock in halves:
+            if lock.suffix == ".lock":
+                lock.unlink(missing_ok=True)
 
     def _states(self) -> list[Path]:
         """Oldest first."""

@@ -105,7 +105,10 @@ class Entry:
         try:
             if lock.is_locked:
                 for half in self.folder.parent.glob(f".{self.folder.name}.partial-*"):  # of a process that was killed
-                    shutil.rmtree(half, ignore_errors=True)
+                    if half.is_dir():
+                        shutil.rmtree(half, ignore_errors=True)
+                    elif half.suffix == ".lock":
+                        half.unlink(missing_ok=True)
             yield
         finally:
             lock.release()
@@ -158,9 +161,9 @@ def clear_cache() -> None:
     halves = [*place.glob(".*.partial-*"), *cache_folder().glob(f".{BUILTIN}-*.partial-*")]
     try:
         for folder in [*_folders(), *halves, builtin_place()]:
-            if folder.exists():
+            if folder.is_dir():
                 shutil.rmtree(folder)
-        for lock in place.glob("*.lock"):
+        for lock in [*place.glob("*.lock"), *cache_folder().glob(f".{BUILTIN}-*.partial-*.lock")]:
             lock.unlink()
     except OSError as error:
         raise LyapunovPruneError(f"cannot empty {cache_folder()}: {error.strerror}; delete it by hand") from None

@@ -75,7 +75,10 @@ def whole_folder(target: str | Path) -> Iterator[Path]:
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         _remove_dead(target)
-        lock.acquire()
+        try:
+            lock.acquire()
+        except NotImplementedError:  # a file system without locks: what a kill leaves stays
+            Path(lock.lock_file).unlink(missing_ok=True)
         temporary.mkdir()
     except OSError as error:
         _release(lock)
@@ -135,7 +138,7 @@ def _remove_dead(target: Path) -> None:
         lock = FileLock(f"{path}.lock", timeout=0)
         if not Path(lock.lock_file).exists():  # of an older version: nobody knows
             continue
-        with suppress(Timeout, OSError):
+        with suppress(Timeout, OSError, NotImplementedError):
             lock.acquire()
             shutil.rmtree(path, ignore_errors=True)
             _release(lock)

@@ -128,3 +128,11 @@ def test_states_by_name_are_not_guessed(llama: PreTrainedModel, ids: torch.Tenso
             llama(ids, use_cache=False)
     finally:
         handle.remove()
+
+
+def test_a_layer_s_list_stays_a_list() -> None:
+    """GPT-1 adds what its attention hands out to a list."""
+    hidden = torch.ones(1, 2, 3)
+    assert with_hidden([torch.zeros(1, 2, 3), 4], hidden) == [hidden, 4]
+    assert with_hidden((torch.zeros(1, 2, 3), 4), hidden) == (hidden, 4)
+    assert with_hidden(torch.zeros(1, 2, 3), hidden) is hidden

@@ -176,6 +176,7 @@ def test_what_a_killed_process_left_is_removed(file: Path, place: Path) -> None:
     load(file)
     whole = entry(place)
     half = place / f".{whole.name}.partial-00"
+    half.with_name(f"{half.name}.lock").touch()  # as a killed process leaves it
     whole.rename(half)
     load(file)
     assert entry(place) == whole
@@ -318,6 +319,7 @@ def test_only_the_cache_s_own_is_deleted(file: Path, checkpoint: Path, place: Pa
     checkpoint.rename(builtin)
     assert {each.source for each in cached()} == {"x.gguf", "smollm2-135m"}
     (place / ".a.partial-0").mkdir()
+    (place / ".a.partial-0.lock").touch()  # as a killed process leaves it
     (place / "notes").mkdir()
     (cache_folder() / "other").mkdir()
     clear_cache()

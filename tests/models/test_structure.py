@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 import torch
 import transformers
-from helpers import LAYERS, TINY
+from helpers import LAYERS, TINY, make_tiny
 from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
@@ -184,3 +184,10 @@ def test_the_identity_counts_layers_and_parameters(family: str, tiny: Make) -> N
     model = tiny(family)
     found = identify(model)
     assert (found.num_layers, found.parameters) == (LAYERS, sum(p.numel() for p in model.parameters()))
+
+
+def test_outputs_without_names_are_refused() -> None:
+    model = make_tiny("llama")
+    model.config.return_dict = False
+    with pytest.raises(LyapunovPruneError, match=r"without names; set model\.config\.return_dict"):
+        find_structure(model)
