@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 from families.zoo import ZOO, make_zoo
-from transformers import PreTrainedTokenizerFast
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 import lyapunov_prune as lp
 from lyapunov_prune.checkpoints import streamed as streaming
@@ -19,9 +19,9 @@ from lyapunov_prune.models.loading import load
 from lyapunov_prune.models.structure import identify
 
 # Inside a multimodal model; of a family that was not judged; several states a token, the batch not the first of them;
-# layers that read keys, an index or outputs of layers before the last.
+# layers that read keys, an index, a router or outputs of layers before them.
 _WRAPPED = ["fuyu", "gemma3", "gemma4", "gemma4_unified", "got_ocr2", "moss_transcribe_diarize"]
-_SHARING = ["gemma3n_text", "gemma4_text", "gemma4_unified_text", "glm_moe_dsa", "hy_v4", "inkling2_text"]
+_SHARING = ["gemma3n_text", "gemma4_text", "gemma4_unified_text", "glm_moe_dsa", "hy_v4", "inkling2_text", "zaya"]
 REFUSED = {
     **dict.fromkeys(_WRAPPED, "holds a decoder inside a"),
     **dict.fromkeys(["moshi", "reformer", "rwkv", "xlstm"], "has not passed its control"),
@@ -37,6 +37,7 @@ def test_every_decoder_is_streamed_as_in_memory_or_refused(
     monkeypatch.setattr(streaming, "TOKENS", 1)
     try:
         make_zoo(name).save_pretrained(tmp_path)
+        AutoModelForCausalLM.from_pretrained(tmp_path).save_pretrained(tmp_path)  # its padding row is zero now (youtu)
         tokenizer.save_pretrained(tmp_path)
         whole = load(tmp_path).model
     except Exception:
