@@ -146,7 +146,8 @@ def losses(given: Inputs, removed: Sequence[int], mends: Sequence[Mend]) -> list
 
 def written() -> dict[str, str]:
     results = [MendedOnOneText.load(path) for path in sorted(HERE.glob("*.json"))]
-    return {"setting": setting(results), "mended": mended(results), "verdict": verdict(results)}
+    parts = {"setting": setting, "mended": mended, "verdict": verdict, "summary": summary}
+    return {name: part(results) for name, part in parts.items()}
 
 
 def setting(results: list[MendedOnOneText]) -> str:
@@ -176,6 +177,22 @@ def mended(results: list[MendedOnOneText]) -> str:
             )
     head = ("model, text", "removed", "by", "cut / dense", "mended / dense", "mended / cut", "map of each gap")
     return table(head, rows)
+
+
+def summary(results: list[MendedOnOneText]) -> str:
+    """For docs/removing-layers.md."""
+    pairs = [(r, x, told(x.mended, x.cut)) for r in results for x in r.removals]
+    models = counted(len({r.measured_on.model.name for r in results}), "model")
+    texts = counted(len({Path(r.measured_on.text).stem for r in results}), "text")
+    worse = [
+        f"{_name(r)}, {len(x.removed)} layers by `{x.criterion}`, {ratio(x.mended.windows - x.cut.windows)} times the "
+        "perplexity of the cut"
+        for r, x, word in pairs
+        if word == "worse"
+    ]
+    better = sum(word == "better" for *_, word in pairs)
+    harmed = f", and harmed in {len(worse)} ({'; '.join(worse)})" if worse else ""
+    return f"It helped in {better} of {len(pairs)} removals on {models} and {texts}{harmed}.\n"
 
 
 def verdict(results: list[MendedOnOneText]) -> str:
