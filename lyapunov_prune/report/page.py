@@ -336,7 +336,7 @@ _SECTIONS = (
         lambda r: {"generation": generation_figure(r)},
     ),
     _Section(
-        "history.json",
+        "diverged-history.json",
         HistoryDivergence,
         "Direct error and diverged history",
         "The compressed model's predictions against the dense model's, where it reads the dense model's text and where "

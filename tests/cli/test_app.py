@@ -302,7 +302,7 @@ def test_hierarchy_is_one_document_with_its_parts_by_name(
     few = ["--tokens", "32", "--context", "16", "--new-tokens", "2", "--choices", "items.jsonl", "--json"]
     done = run("hierarchy", "tiny", "rounded", *few)
     document = json.loads(done.out)
-    assert list(document) == ["hierarchy", "generation", "history", "paths", "choices"]
+    assert list(document) == ["hierarchy", "generation", "diverged-history", "paths", "choices"]
     for name, part in document.items():
         assert part == json.loads(Path(f"runs/tiny/{name}.json").read_text())
 
@@ -312,7 +312,7 @@ def test_hierarchy_is_one_document_with_its_parts_by_name(
     monkeypatch.setattr(attention_paths_module, "attention_paths", unseen)
     done = run("hierarchy", "tiny", "rounded", *few)
     assert (done.code, done.err) == (0, "no paths through attention: its attention cannot be seen; take another\n")
-    assert list(json.loads(done.out)) == ["hierarchy", "generation", "history", "choices"]
+    assert list(json.loads(done.out)) == ["hierarchy", "generation", "diverged-history", "choices"]
 
 
 def test_demo_is_one_document_with_its_parts_by_name(run: Callable[..., Done], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -1002,7 +1002,14 @@ def test_hierarchy_follows_a_compressed_and_a_pruned_model(run: Any) -> None:
     assert ChoiceComparison.load("runs/tiny/letters.json").characters[0] == (1.0, 1.0)
     assert "Multiple choice by letters" in Path("runs/tiny/report.html").read_text()
     written = {p.name for p in Path("runs/tiny").iterdir()}
-    assert {"hierarchy.json", "generation.json", "history.json", "paths.json", "choices.json", "report.html"} <= written
+    assert {
+        "hierarchy.json",
+        "generation.json",
+        "diverged-history.json",
+        "paths.json",
+        "choices.json",
+        "report.html",
+    } <= written
     assert len(ChoiceComparison.load("runs/tiny/choices.json").gold) == 2
     rounded = HierarchyProbe.load("runs/tiny/hierarchy.json")
     assert run("hierarchy", "tiny", *few).code == 0

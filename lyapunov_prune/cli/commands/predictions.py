@@ -63,8 +63,8 @@ def hierarchy(
     Each layer by itself is replaced by that of COMPRESSED, or dropped where COMPRESSED has fewer or is not given, in
     the dense model's own context; estimates and proven bounds stand beside what is measured. With COMPRESSED both
     models then decode on their own (generation.json, paths.json), COMPRESSED also reads the dense text
-    (history.json), and both answer --choices (choices.json; letters.json). --verdict puts them together by kind of
-    task. Prompts are windows of --context tokens, or --prompts. Exit code 1 on a violated bound.
+    (diverged-history.json), and both answer --choices (choices.json; letters.json). --verdict puts them together by
+    kind of task. Prompts are windows of --context tokens, or --prompts. Exit code 1 on a violated bound.
     """
     from lyapunov_prune.data.choices import lettered, load_items
     from lyapunov_prune.data.retrieval import load_retrieval
@@ -88,7 +88,7 @@ def hierarchy(
     if letters and choices is None:
         raise LyapunovPruneError("--letters asks the items of a file by letters; give --choices FILE with it")
     items = load_items(choices) if choices else ()
-    written = ["hierarchy.json", *(["generation.json", "paths.json", "history.json"] if compressed else [])]
+    written = ["hierarchy.json", *(["generation.json", "paths.json", "diverged-history.json"] if compressed else [])]
     more = {"choices": choices, "letters": letters, "retrieval": retrieval, "verdict": verdict}
     run = begun_run(output, dense, *written, *(f"{name}.json" for name, given in more.items() if given))
     loaded, batch = load_prompted(dense, source, text, prompts, chat)
@@ -117,7 +117,7 @@ def hierarchy(
         generated = compare_generation(loaded.model, other.model, batch, steps=new_tokens, temperature=temperature)
         parts.add("generation", generated)
         history = history_divergence(loaded.model, other.model, batch, steps=new_tokens, temperature=temperature)
-        parts.add("history", history)
+        parts.add("diverged-history", history)
     if other is not None and same_layers:
         try:
             paths = attention_paths(loaded.model, other.model, batch, steps=new_tokens)
