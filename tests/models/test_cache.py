@@ -238,7 +238,7 @@ def test_without_a_cache_it_works_and_says_so(
     assert same(load(file, dtype="bfloat16"), first)
     assert made == [file, file]
     told = capsys.readouterr().err
-    assert told.startswith("warning: cannot write beside ")
+    assert told.startswith("warning: cannot write in ")
     assert "x.gguf will be dequantised again next time, or name another folder in LYAPUNOV_PRUNE_CACHE" in told
     assert told.count("\n") == 1
 
