@@ -2,16 +2,17 @@
 
     python experiments/34_mending/run.py [--model MODEL] --text builtin --text A.txt --text B.jsonl
 
-Layers are chosen, and gaps mended, on one half of a text; perplexity is measured on the other. Writes MODEL-TEXT.json
-beside this file, one a text; what all of them say goes into README.md by `make tables`.
+Layers are chosen, and gaps mended, on one half of a text; perplexity is measured on the other. Where one run of layers
+goes, the ways of `experiments.gap_maps` close the gap too. Writes MODEL-TEXT.json beside this file, one a text; what
+all of them say goes into README.md by `make tables`.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from contextlib import nullcontext
-from dataclasses import dataclass
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -23,9 +24,11 @@ import typer
 import lyapunov_prune as lp
 from experiments.common import Device, DType, Inputs, inputs
 from experiments.compressions import told
+from experiments.gap_maps import WAYS, Hook, closed, one_run, read_gap
 from experiments.statements import bullets, counted, percent, ratio, short, table
 from lyapunov_prune.forward.reading import read
-from lyapunov_prune.mending.mend import Mend, fit_mends, mapped
+from lyapunov_prune.mending.mend import fit_mends, mapped
+from lyapunov_prune.models.hooked import hooked
 from lyapunov_prune.results.result import MeasuredOn, Result, encode
 from lyapunov_prune.results.store import Store
 
@@ -43,13 +46,17 @@ class Losses:
 
 @dataclass(frozen=True)
 class Removal:
-    """Layers that went by a criterion, the windows' losses without them and mended, and the map of each gap."""
+    """Layers that went by a criterion, the windows' losses without them and mended, and the map of each gap.
+
+    `others` are the losses by the ways of `gap_maps`, of one run of layers; without those that its layers cannot take.
+    """
 
     criterion: str
     removed: tuple[int, ...]
     cut: Losses
     mended: Losses
     maps: tuple[str, ...]
+    others: dict[str, Losses] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -99,12 +106,16 @@ def measure(given: Inputs) -> MendedOnOneText:
     folder = given.jobs / f"mending-{given.evaluation.text_hash[:16]}"
     with Store(folder, "mending", {"texts": encode(origins)}, resume=True) as store:
         if "dense" not in store:
-            store.add("dense", {"windows": losses(given, (), ())})
+            store.add("dense", {"windows": losses(given, (), nullcontext())})
+        keys = [f"{criterion}-{count}" for criterion in CRITERIA for count in COUNTS]
         for criterion in CRITERIA:
             for count in COUNTS:
                 if (key := f"{criterion}-{count}") not in store:
                     store.add(key, _removal(given, criterion, count))
-        rows = [store[f"{criterion}-{count}"] for criterion in CRITERIA for count in COUNTS]
+        for key in keys:
+            if f"others {key}" not in store:
+                store.add(f"others {key}", _others(given, store[key]["removed"]))
+        rows = [(store[key], store[f"others {key}"]) for key in keys]
         dense = Losses(np.array(store["dense"]["windows"]))
     removals = [
         Removal(
@@ -113,8 +124,9 @@ def measure(given: Inputs) -> MendedOnOneText:
             Losses(np.array(r["cut"])),
             Losses(np.array(r["mended"])),
             tuple(r["maps"]),
+            {way: Losses(np.array(windows)) for way, windows in others.items()},
         )
-        for r in rows
+        for r, others in rows
     ]
     return MendedOnOneText(dense, tuple(removals), *origins)
 
@@ -126,19 +138,28 @@ def _removal(given: Inputs, criterion: str, count: int) -> dict[str, Any]:
     return {
         "criterion": criterion,
         "removed": list(removed),
-        "cut": losses(given, removed, ()),
-        "mended": losses(given, removed, mends),
+        "cut": losses(given, removed, nullcontext()),
+        "mended": losses(given, removed, mapped(given.loaded.structure.layers, mends)),
         "maps": [gap.forms[gap.chosen] for gap in report.gaps],
     }
 
 
+def _others(given: Inputs, removed: Sequence[int]) -> dict[str, list[float]]:
+    """Each way is given all calibration windows: it holds none out, having nothing to choose."""
+    if not one_run(removed):
+        return {}
+    gap = read_gap(read(given.loaded.model, given.calibration), removed)
+    hooks: dict[str, Hook | None] = {way: closed(way, gap) for way in WAYS}
+    return {way: losses(given, removed, hooked(after=[hook])) for way, hook in hooks.items() if hook is not None}
+
+
 @torch.no_grad()
-def losses(given: Inputs, removed: Sequence[int], mends: Sequence[Mend]) -> list[float]:
-    """Of every evaluation window, the layers passed over and the maps in their places by hooks."""
+def losses(given: Inputs, removed: Sequence[int], mended: AbstractContextManager[None]) -> list[float]:
+    """Of every evaluation window, the layers passed over and what closes the gaps in its place by hooks."""
     reading = read(given.loaded.model, given.evaluation)
     prefix, scorer = reading.prefix, reading.scorer
     found: list[float] = []
-    with prefix.without(removed) if removed else nullcontext(), mapped(reading.structure.layers, mends):
+    with prefix.without(removed) if removed else nullcontext(), mended:
         for ids in reading.windows(1):
             found += scorer(ids)[0]
     return found
@@ -146,7 +167,7 @@ def losses(given: Inputs, removed: Sequence[int], mends: Sequence[Mend]) -> list
 
 def written() -> dict[str, str]:
     results = [MendedOnOneText.load(path) for path in sorted(HERE.glob("*.json"))]
-    parts = {"setting": setting, "mended": mended, "verdict": verdict, "summary": summary}
+    parts = {"setting": setting, "mended": mended, "others": others, "verdict": verdict, "summary": summary}
     return {name: part(results) for name, part in parts.items()}
 
 
@@ -177,6 +198,22 @@ def mended(results: list[MendedOnOneText]) -> str:
             )
     head = ("model, text", "removed", "by", "cut / dense", "mended / dense", "mended / cut", "map of each gap")
     return table(head, rows)
+
+
+def others(results: list[MendedOnOneText]) -> str:
+    """Where one run of layers went: over the dense perplexity by every way, and mended over each other way."""
+    rows = []
+    for r in results:
+        for removal in (x for x in r.removals if x.others):
+            cells = [
+                f"{ratio(found.windows - r.dense.windows)}; {ratio(removal.mended.windows - found.windows)}"
+                if (found := removal.others.get(way))
+                else "—"
+                for way in WAYS
+            ]
+            layers = f"{removal.removed[0]} to {removal.removed[-1]}"
+            rows.append((_name(r), layers, ratio(removal.mended.windows - r.dense.windows), *cells))
+    return table(("model, text", "removed", "mended / dense", *(f"{way} / dense; mended / it" for way in WAYS)), rows)
 
 
 def summary(results: list[MendedOnOneText]) -> str:
@@ -215,6 +252,13 @@ def verdict(results: list[MendedOnOneText]) -> str:
                 f"{name}, {count} layers removed: of the loss that the cut adds, mending takes back "
                 f"{percent(min(shares))} to {percent(max(shares))}, median {percent(float(np.median(shares)))}."
             )
+        for way in WAYS:
+            beside = Counter(told(x.mended, x.others[way]) for r in mine for x in r.removals if way in x.others)
+            if beside:
+                tally = ", ".join(f"{word} {n}" for word, n in sorted(beside.items()))
+                lines.append(
+                    f"{name}: mended against {way}, {counted(sum(beside.values()), 'run')} of layers: {tally}."
+                )
         maps = Counter(form for r in mine for x in r.removals for form in x.maps)
         lines.append(
             f"{name}: of {sum(maps.values())} gaps the held-out loss chose "

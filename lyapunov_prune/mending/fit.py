@@ -39,7 +39,6 @@ class Sums:
         self.m = torch.zeros_like(self.mm[0])
         self.r = torch.zeros_like(self.m)
         self.weight = 0.0
-        self.tokens = 0
 
     def add(self, m: torch.Tensor, r: torch.Tensor, weight: torch.Tensor) -> None:
         """Tokens × width each, float64; `weight` (tokens,) says how much a token counts."""
@@ -49,7 +48,16 @@ class Sums:
         self.m += (w * m).sum(0)
         self.r += (w * r).sum(0)
         self.weight += float(weight.sum())
-        self.tokens += len(m)
+
+    def __add__(self, other: Sums) -> Sums:
+        found = Sums(len(self.m), self.m.device)
+        for each in (self, other):
+            found.mm += each.mm
+            found.rm += each.rm
+            found.m += each.m
+            found.r += each.r
+            found.weight += each.weight
+        return found
 
     def centred(self, shifts: bool) -> tuple[torch.Tensor, torch.Tensor]:
         """Σ w m mᵀ and Σ w r mᵀ, about the means where the map may add a shift."""

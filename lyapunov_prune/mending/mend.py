@@ -46,7 +46,8 @@ class Mend:
 class Gap:
     """What was tried for the gap between the layers `layer` and `stop`: (form, ridge, held-out loss in nats a token).
 
-    The first is of no map at all; `chosen` is the place of the smallest. The gaps behind it were not mended yet.
+    The first is of no map at all; `chosen` is the place of the smallest. The gaps behind it were not mended yet, and
+    the maps are those of the first fit, without the windows that chose.
     """
 
     layer: int
@@ -60,7 +61,10 @@ class Gap:
 
 @dataclass(frozen=True)
 class MendReport(Result):
-    """How the gaps of a removal were mended: `fitted` tokens made the maps, `held_out` tokens chose among them."""
+    """How the gaps of a removal were mended: `fitted` tokens made the maps that `held_out` others chose among.
+
+    What was taken was fitted again on all of them.
+    """
 
     gaps: tuple[Gap, ...]
     fitted: int
@@ -83,7 +87,10 @@ class MendReport(Result):
 
     def headline(self) -> str:
         mended = sum(gap.chosen > 0 for gap in self.gaps)
-        return f"{mended} of {len(self.gaps)} gaps mended on {self.fitted} tokens, chosen by {self.held_out} more"
+        tokens = self.fitted + self.held_out
+        return (
+            f"{mended} of {len(self.gaps)} gaps mended on {tokens} tokens, forms and ridges chosen by {self.held_out}"
+        )
 
 
 @in_eval_mode
@@ -95,7 +102,8 @@ def fit_mends(model: PreTrainedModel, removed: Sequence[int], batch: Readable) -
     gap, E and b minimise `Σ_t ‖E m_t + b − (y_t − h_t)‖² / ‖y_t‖²` with a ridge (`fit`). A token counts by its own
     size: an attention sink, hundreds of times as large, would rule the fit. Gaps are mended in order, each on the
     states that the mended ones before it give. Form and ridge are those of the smallest next-token loss on every fourth
-    window, which no fit has seen; no map at all is among them.
+    window, which none of the maps that are compared has seen; no map at all is among them. What is taken is fitted
+    again on all windows.
 
     One forward of the dense and one of the pruned model over all windows, and for each gap the layers behind it once
     for every candidate over a fourth of them.
@@ -125,15 +133,16 @@ def fit_mends(model: PreTrainedModel, removed: Sequence[int], batch: Readable) -
     tables: list[Gap] = []
     for gap, place in zip(track(gaps, "mending"), places, strict=True):
         stop = gap[-1] + 1
-        sums = walks.sums(place, mends, gap[0], stop)
-        tried: list[tuple[str, float, float, LinearMap | None]] = [(NONE, 0.0, walks.loss(mends, gap[0] - 1), None)]
+        sums = walks.sums(walks.fitted, place, mends, gap[0], stop)
+        tried = [(NONE, 0.0, walks.loss(mends, gap[0] - 1))]
         for form, ridge in _candidates(place):
-            found = fit(form, sums, ridge, shifts=bool(place.shifts))
-            tried.append((form, ridge, walks.loss([*mends, Mend(place, found)], gap[0] - 1), found))
-        forms, ridges, losses, maps = zip(*tried, strict=True)
+            found = Mend(place, fit(form, sums, ridge, shifts=bool(place.shifts)))
+            tried.append((form, ridge, walks.loss([*mends, found], gap[0] - 1)))
+        forms, ridges, losses = zip(*tried, strict=True)
         chosen = _least(losses)
-        if maps[chosen] is not None:
-            mends.append(Mend(place, maps[chosen]))
+        if forms[chosen] != NONE:
+            sums = sums + walks.sums(walks.held, place, mends, gap[0], stop)
+            mends.append(Mend(place, fit(forms[chosen], sums, ridges[chosen], shifts=bool(place.shifts))))
         tables.append(Gap(place.layer, stop, place.module, forms, np.array(ridges), np.array(losses), chosen))
     seen = sum(w.numel() for w in held)
     return tuple(mends), MendReport(tuple(tables), tokens, seen, reading.measured_on())
@@ -175,24 +184,21 @@ class _Walks:
         self, reading: Reading, removed: tuple[int, ...], fitted: list[torch.Tensor], held: list[torch.Tensor]
     ) -> None:
         self.reading, self.removed = reading, removed
-        self.fitted, self.held = fitted, held
         self.prefix, self.scorer = reading.prefix, reading.scorer
-        self.dense = _Walk(reading, fitted)
-        self.pruned = _Walk(reading, fitted)
-        self.judged = _Walk(reading, held)
+        self.fitted, self.held = _Both(reading, fitted), _Both(reading, held)
 
-    def sums(self, place: Place, mends: Sequence[Mend], before: int, behind: int) -> Sums:
+    def sums(self, some: _Both, place: Place, mends: Sequence[Mend], before: int, behind: int) -> Sums:
         """Of the layer before boundary `before`, whose state should become the dense one of boundary `behind`."""
         begin = self.prefix.entry(place.layer)
-        self.dense.to(behind)
+        some.dense.to(behind)
         module = self.reading.structure.layers[place.layer].get_submodule(place.module)
         outputs: list[torch.Tensor] = []
         note = (module, lambda module, args, kwargs, output: outputs.append(hidden_of(output).clone()))
         with self._cut(mends):
-            self.pruned.to(begin)
-            self.judged.to(begin)
+            self.fitted.pruned.to(begin)
+            self.held.pruned.to(begin)
             sums: Sums | None = None
-            for ids, start, y in zip(self.fitted, self.pruned.states, self.dense.states, strict=True):
+            for ids, start, y in zip(some.windows, some.pruned.states, some.dense.states, strict=True):
                 outputs.clear()
                 with hooked(after=[note]):
                     h = self.prefix.advance(ids, begin, start, before)
@@ -206,7 +212,7 @@ class _Walks:
         """Mean loss of the held-out windows from before `layer` on."""
         begin = self.prefix.entry(layer)
         losses: list[float] = []
-        for ids, start in zip(self.held, self.judged.states, strict=True):
+        for ids, start in zip(self.held.windows, self.held.pruned.states, strict=True):
             with self._cut(mends), self.prefix.entered(begin, start if begin else torch.empty(0)):
                 losses += self.scorer(ids)[0]
         return float(np.mean(losses))
@@ -216,6 +222,13 @@ class _Walks:
         stack.enter_context(self.prefix.without(self.removed))
         stack.enter_context(mapped(self.reading.structure.layers, mends))
         return stack
+
+
+class _Both:
+    """Windows, and their walks through both models."""
+
+    def __init__(self, reading: Reading, windows: list[torch.Tensor]) -> None:
+        self.windows, self.dense, self.pruned = windows, _Walk(reading, windows), _Walk(reading, windows)
 
 
 class _Walk:

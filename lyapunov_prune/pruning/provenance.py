@@ -155,10 +155,11 @@ def _removed(plan: PruningPlan, format: str) -> str:
 
 
 def _mended(report: MendReport) -> str:
-    """What stands before each gap has learnt, and what it was worth on windows that no fit has seen."""
+    """What stands before each gap has learnt, and what it was worth on the windows that chose, before it saw them."""
     lines = [
-        f"Without training: the layer before each gap took a linear map into its own parameters, fitted on "
-        f"{report.fitted:,}\ntokens and chosen by the loss of {report.held_out:,} others, of this text:",
+        f"Without training: the layer before each gap took a linear map into its own parameters. Its form and its "
+        f"ridge,\nfitted on {report.fitted:,} tokens, were chosen by the loss of {report.held_out:,} others, and then "
+        "fitted again on all of them:",
         "",
         f"- {as_text(report.measured_on.line())}",
         "",

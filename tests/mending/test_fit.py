@@ -24,11 +24,11 @@ def drawn(seed: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
 
 
 def summed(m: torch.Tensor, r: torch.Tensor, w: torch.Tensor) -> Sums:
-    sums = Sums(WIDTH, m.device)
-    for part in (slice(0, 17), slice(17, TOKENS)):  # as windows come
-        sums.add(m[part], r[part], w[part])
-    assert sums.tokens == TOKENS
-    return sums
+    groups = Sums(WIDTH, m.device), Sums(WIDTH, m.device)
+    for sums, parts in zip(groups, ((slice(0, 17), slice(17, 20)), (slice(20, TOKENS),)), strict=True):
+        for part in parts:  # as windows come
+            sums.add(m[part], r[part], w[part])
+    return groups[0] + groups[1]
 
 
 def cost(found: LinearMap, m: torch.Tensor, r: torch.Tensor, w: torch.Tensor, ridge: float, *, shifts: bool) -> float:

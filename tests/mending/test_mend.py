@@ -19,6 +19,7 @@ from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.mending import mend as mending
 from lyapunov_prune.mending.fit import LinearMap
 from lyapunov_prune.mending.mend import NONE, Mend, MendReport, fit_mends, store_mend
+from lyapunov_prune.mending.place import find_place
 from lyapunov_prune.models.structure import find_structure
 from lyapunov_prune.pruning.gate import verify_removal
 from lyapunov_prune.pruning.plan import PruningPlan
@@ -40,7 +41,7 @@ def only(monkeypatch: pytest.MonkeyPatch, form: str, ridge: float) -> None:
 
 
 def reference(
-    dense: PreTrainedModel, pruned: PreTrainedModel, layer: int, behind: int, ids: torch.Tensor
+    dense: PreTrainedModel, pruned: PreTrainedModel, layer: int, behind: int, ids: torch.Tensor, ridge: float = 0.1
 ) -> np.ndarray:
     """E of the layer of `pruned` before a gap, whose state should be that of boundary `behind` of the dense model.
 
@@ -51,16 +52,15 @@ def reference(
     forward = block.mlp.forward
     block.mlp.forward = lambda x: given.append(forward(x)) or given[-1]
     rows = []
-    for i, window in enumerate(ids):
-        if i % 4 != 3:
-            h, y = states_of(pruned, window[None])[layer + 1][0], states_of(dense, window[None])[behind][0]
-            rows.append((given[0][0], y - h, y))
-            given.clear()
+    for window in ids:
+        h, y = states_of(pruned, window[None])[layer + 1][0], states_of(dense, window[None])[behind][0]
+        rows.append((given[0][0], y - h, y))
+        given.clear()
     del block.mlp.forward
     m, r, y = (torch.cat(part).numpy() for part in zip(*rows, strict=True))
     w = 1 / np.square(y).sum(-1, keepdims=True)
     G = (w * m).T @ m
-    return np.asarray(np.linalg.solve(G + 0.1 * np.trace(G) / len(G) * np.eye(len(G)), (w * m).T @ r).T)
+    return np.asarray(np.linalg.solve(G + ridge * np.trace(G) / len(G) * np.eye(len(G)), (w * m).T @ r).T)
 
 
 def test_the_maps_are_those_of_states_taken_without_hooks(
@@ -85,12 +85,20 @@ def test_the_choice_is_the_smallest_held_out_loss(windows: torch.Tensor) -> None
         assert gap.forms[0] == NONE
         assert gap.losses[gap.chosen] == gap.losses.min()
     assert len(mends) == sum(g.chosen > 0 for g in report.gaps)
+
+
+def test_what_is_compared_has_not_seen_the_windows_that_choose(windows: torch.Tensor) -> None:
+    model = make_tiny("llama").double()
+    (gap,) = fit_mends(model, (2,), windows)[1].gaps
+    place = find_place(model, 1)
     held = windows[3::4]
-    last = report.gaps[-1]
-    made = cut(model, GAPS, mends=mends)
-    assert lp.perplexity(made, held).value == pytest.approx(float(np.exp(last.losses[last.chosen])), rel=1e-5)
-    plain = cut(model, GAPS)
-    assert lp.perplexity(plain, held).value == pytest.approx(float(np.exp(report.gaps[0].losses[0])), rel=1e-5)
+    fitted = torch.stack([w for i, w in enumerate(windows) if i % 4 != 3])
+    assert lp.perplexity(cut(model, (2,)), held).nll == pytest.approx(gap.losses[0], rel=1e-9)
+    for form, ridge, loss in zip(gap.forms, gap.ridges, gap.losses, strict=True):
+        if form == "full":
+            E = torch.from_numpy(reference(model, cut(model, (2,)), 1, 3, fitted, ridge))
+            made = cut(model, (2,), mends=[Mend(place, LinearMap(E, None))])
+            assert lp.perplexity(made, held).nll == pytest.approx(loss, rel=1e-9)
 
 
 def test_every_family_passes_the_gate(family: str, windows: torch.Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -199,7 +207,7 @@ TEXT = ("--tokens", "512", "--context", "64")
 def test_prune_writes_a_mended_checkpoint(run: Callable[..., Done]) -> None:
     done = run("prune", "tiny", "--layers", "2,3", "--mend", *TEXT, "-o", "out")
     assert done.code == 0, done.err
-    assert "gaps mended on 384 tokens, chosen by 128 more" in done.out
+    assert "gaps mended on 512 tokens, forms and ridges chosen by 128" in done.out
     provenance = Provenance.load(Path("out") / PROVENANCE)
     assert isinstance(provenance.mended, MendReport)
     assert provenance.gate.passed
