@@ -93,12 +93,12 @@ def test_what_is_compared_has_not_seen_the_windows_that_choose(windows: torch.Te
     place = find_place(model, 1)
     held = windows[3::4]
     fitted = torch.stack([w for i, w in enumerate(windows) if i % 4 != 3])
-    assert lp.perplexity(cut(model, (2,)), held).nll == pytest.approx(gap.losses[0], rel=1e-9)
+    assert lp.perplexity(cut(model, (2,)), held).nll == pytest.approx(gap.losses[0], rel=1e-6)
     for form, ridge, loss in zip(gap.forms, gap.ridges, gap.losses, strict=True):
         if form == "full":
             E = torch.from_numpy(reference(model, cut(model, (2,)), 1, 3, fitted, ridge))
             made = cut(model, (2,), mends=[Mend(place, LinearMap(E, None))])
-            assert lp.perplexity(made, held).nll == pytest.approx(loss, rel=1e-9)
+            assert lp.perplexity(made, held).nll == pytest.approx(loss, rel=1e-6)
 
 
 def test_every_family_passes_the_gate(family: str, windows: torch.Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
