@@ -21,8 +21,8 @@ from lyapunov_prune.pruning.provenance import PROVENANCE, Provenance
 from lyapunov_prune.pruning.removal import mend, remove_layers
 from lyapunov_prune.ranking.criteria import DEFAULT
 from lyapunov_prune.ranking.ranking import rank_layers
-from lyapunov_prune.report.page import write_report
-from lyapunov_prune.results.files import folder_digest, whole_folder, write_whole
+from lyapunov_prune.report.page import require_readable, write_report
+from lyapunov_prune.results.files import folder_digest, require_room, whole_folder, write_whole
 from lyapunov_prune.results.once import once
 from lyapunov_prune.results.result import Result
 
@@ -33,6 +33,8 @@ RACE = {"prompt": 256, "steps": 16, "repeats": 5}
 WRITTEN = (DEFAULT, 4)
 STEPS = 24  # of healing, from the mended model on
 _RECORD = "pruned.fingerprint"
+_RESULTS = ("profile.json", "removal.json", "recovery.json", "speed.json", f"pruned/{PROVENANCE}")
+_WRITTEN = (*_RESULTS, *(f"plan-{criterion}.json" for criterion in COMPARED))
 
 
 def run_demo(
@@ -46,10 +48,13 @@ def run_demo(
     """Run every step into the folder `run` and return the path of its report; what is measured goes to `show`, by name.
 
     With `resume`, steps whose results are already there, of the same model, texts and plans, are read instead of
-    repeated. Raises LyapunovPruneError when `pruned` in it is not as an earlier demo left it: nobody else's folder is
+    repeated. Raises LyapunovPruneError, before anything is measured, where nothing can be written or another file of
+    the run cannot be drawn, and when `pruned` in it is not as an earlier demo left it: nobody else's folder is
     replaced.
     """
+    require_room(run)
     _require_own(run)
+    require_readable(run, _WRITTEN)
     loaded = load(BUILTIN)
     model, tokenizer = loaded.model, loaded.tokenizer
     calibration = load_text("builtin", tokenizer, tokens=tokens, context=context)

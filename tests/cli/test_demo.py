@@ -110,6 +110,20 @@ def test_a_folder_that_is_not_the_demo_s_is_refused_before_anything_is_measured(
     assert contents(pruned.parent) == before
 
 
+def test_where_nothing_can_be_written_or_drawn_nothing_is_measured(
+    tiny_demo: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = tiny_demo().parent
+    monkeypatch.setattr(demo_module, "load", lambda name: pytest.fail("loaded"))
+    (run / "joint.json").write_text("{}")
+    with pytest.raises(LyapunovPruneError, match=r"joint\.json"):
+        tiny_demo()
+    shutil.rmtree(run)
+    run.write_text("mine")
+    with pytest.raises(LyapunovPruneError, match="is no folder; give another --output"):
+        tiny_demo()
+
+
 def test_what_is_put_there_while_the_demo_runs_stays(
     tiny_demo: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
