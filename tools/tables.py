@@ -26,9 +26,9 @@ from lyapunov_prune.sensitivity.table import STUDIES
 REPOSITORY = Path(__file__).resolve().parents[1]
 EXPERIMENTS = REPOSITORY / "experiments"
 DOCUMENTS = [
+    *sorted(EXPERIMENTS.glob("*/README.md")),  # first: docs/differences.md is made of them
     REPOSITORY / "README.md",
     *sorted((REPOSITORY / "docs").glob("*.md")),
-    *sorted(EXPERIMENTS.glob("*/README.md")),
 ]
 TABLES: dict[str, Mapping[str, Any]] = {
     "criteria": CRITERIA,
@@ -37,7 +37,11 @@ TABLES: dict[str, Mapping[str, Any]] = {
     "schedules": SCHEDULES,
     "studies": STUDIES,
 }
-MODULES = {"benchmarks": "benchmarks.results", "abstract": "experiments.abstract"}
+MODULES = {
+    "abstract": "experiments.abstract",
+    "benchmarks": "benchmarks.results",
+    "differences": "experiments.differences",
+}
 _ASKED = re.compile(r"(<!-- (?:([\w]+):)?([\w. -]+) -->\n?)(.*?)(<!-- end -->)", re.DOTALL)
 
 
