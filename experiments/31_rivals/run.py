@@ -33,7 +33,7 @@ from experiments.recoveries import (
     told,
     unit,
 )
-from experiments.statements import bullets, percent, short, table
+from experiments.statements import bullets, counted, percent, short, table
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.healing.state import TrainingState
 from lyapunov_prune.joint.chains import Pair, chains
@@ -246,7 +246,8 @@ def written(folder: Path = HERE) -> dict[str, str]:
 def setting(found: Rivals) -> str:
     return bullets(
         f"Learnt from {found.learnt_on.line()}; scored on {found.measured_on.line()}",
-        f"{int(found.steps[0, 0])} steps each, of which {found.last} in the final recovery; {len(found.seeds)} seeds",
+        f"{int(found.steps[0, 0])} steps each, of which {found.last} in the final recovery; "
+        f"{counted(len(found.seeds), 'seed')}",
     )
 
 
@@ -311,7 +312,8 @@ def verdict(found: Rivals) -> str:
         )
     if len(found.seeds) and found.seeds[0] == 0:
         lines.append(
-            f"Seed 0 of the chosen pair scores {four(found.items[0, 0].mean())}; `joint` said {four(found.stated)}."
+            f"Seed 0 of the chosen pair scores {four(found.items[0, 0].mean())}; `joint`, by its own final recovery, "
+            f"said {four(found.stated)}."
         )
     return bullets(*lines)
 

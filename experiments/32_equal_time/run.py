@@ -365,8 +365,8 @@ def written(folder: Path = HERE) -> dict[str, str]:
 def setting(found: EqualTime) -> str:
     return bullets(
         f"Learnt from {found.learnt_on.line()}; scored on {found.measured_on.line()}",
-        f"{int(found.ways[0].steps[0])} steps each, from the dense weights, {len(found.seeds)} seeds; dense model "
-        f"{four(found.dense.mean())}",
+        f"{int(found.ways[0].steps[0])} steps each, from the dense weights, {counted(len(found.seeds), 'seed')}; "
+        f"dense model {four(found.dense.mean())}",
         f"Times: {found.timed}",
     )
 
@@ -387,7 +387,7 @@ def by_way(found: EqualTime) -> str:
 
 def verdict(found: EqualTime) -> str:
     on = found.measured_on
-    lines = [f"One model ({on.model.name}), {len(found.seeds)} seeds; differences {unit(on)}."]
+    lines = [f"One model ({on.model.name}), {counted(len(found.seeds), 'seed')}; differences {unit(on)}."]
     tally: Counter[str] = Counter()
     for speedup in found.speedups:
         ways = found.at(speedup)

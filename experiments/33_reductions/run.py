@@ -32,7 +32,7 @@ from experiments.recoveries import (
     told,
     unit,
 )
-from experiments.statements import bullets, runs, table
+from experiments.statements import bullets, counted, runs, table
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.healing.state import TrainingState
 from lyapunov_prune.healing.trained import drawn_order
@@ -230,8 +230,8 @@ def setting(found: ReductionsRecovered) -> str:
     layers = "; ".join(f"{count}: {runs(found.of(found.default, count).layers)}" for count in found.counts)
     return bullets(
         f"Learnt from {found.learnt_on.line()}; scored on {found.measured_on.line()}",
-        f"{found.blocks.capitalize()} blocks; {int(found.replaced[0].steps[0])} steps each, {len(found.seeds)} seeds; "
-        f"dense model {four(found.dense.mean())}",
+        f"{found.blocks.capitalize()} blocks; {int(found.replaced[0].steps[0])} steps each, "
+        f"{counted(len(found.seeds), 'seed')}; dense model {four(found.dense.mean())}",
         f"Layers that lose their activation, of {found.measured_on.model.num_layers}: {layers}",
     )
 
@@ -256,7 +256,8 @@ def compared(found: ReductionsRecovered, a: str, b: str, when: str) -> list[Diff
 def verdict(found: ReductionsRecovered) -> str:
     on = found.measured_on
     lines = [
-        f"One model ({on.model.name}) of {found.blocks} blocks, {len(found.seeds)} seeds; differences are {unit(on)}."
+        f"One model ({on.model.name}) of {found.blocks} blocks, {counted(len(found.seeds), 'seed')}; differences are "
+        f"{unit(on)}."
     ]
     others = [name for name in found.reductions if name != found.default]
     for other in others:
