@@ -61,7 +61,6 @@ EXAMINED = [
     "33_reductions",
     "34_mending",
     "35_best",
-    "36_goals",
 ]
 
 
