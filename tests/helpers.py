@@ -48,7 +48,7 @@ from lyapunov_prune.profiles.propagation import Energies
 from lyapunov_prune.pruning.on_disk import prune_on_disk
 from lyapunov_prune.pruning.plan import PruningPlan
 from lyapunov_prune.pruning.provenance import Provenance
-from lyapunov_prune.ranking.best import Tried
+from lyapunov_prune.ranking.tried import Mended, Tried
 
 LAYERS = 6
 
@@ -584,7 +584,7 @@ def sound(name: str, values: dict[str, Any], floats: Iterator[float]) -> dict[st
         }
     if name == "BestRemoval":
         tried = tuple(Tried("ρ", (0, k), some(3), p, next(floats)) for k, p in ((1, np.nan), (2, 0.5)))
-        return {"tried": tried, "chosen": 1, "dense": some(3)}
+        return {"tried": tried, "chosen": 1, "dense": some(3), "mended": (Mended((0, 2), some(3), next(floats)),)}
     if name == "MendReport":
         gap = Gap(1, 3, "mlp", ("none", "full"), np.array([0.0, 0.1]), loose(2), 1)
         return {"gaps": (gap,)}

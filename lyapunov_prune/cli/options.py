@@ -198,6 +198,7 @@ class RankOptions:
         remove: int | None,
         batch_size: int,
         *,
+        mend: bool = False,
         folder: Path | None = None,
         resume: bool = False,
     ) -> Ranking:
@@ -215,6 +216,7 @@ class RankOptions:
             batch_size=batch_size,
             protect=self.protected(),
             search=SEARCH if self.search is None else self.search,
+            mend=mend and self.criterion == "best",
             temperature=self.temperature,
             folder=folder,
             resume=resume,

@@ -118,15 +118,8 @@ def fit_mends(model: PreTrainedModel, removed: Sequence[int], batch: Readable) -
         raise LyapunovPruneError(
             "layer 0 is removed, and nothing stands before the gap to be mended; keep it, or leave out mending"
         )
-    windows = reading.windows(1)
-    held = [w for i, w in enumerate(windows) if i % _HELD_OUT == _HELD_OUT - 1] or windows[-1:]
-    fitted = [w for w in windows if not any(w is other for other in held)]
-    tokens, width = sum(w.numel() for w in fitted), _width(reading)
-    if tokens < width:
-        raise LyapunovPruneError(
-            f"a map of {width} channels is fitted on {tokens} tokens, a fourth of the windows held out; give "
-            f"{-(-4 * width // 3)} tokens or more, in two windows or more (--tokens, --context)"
-        )
+    fitted, held = fitted_and_held(reading)
+    tokens = sum(w.numel() for w in fitted)
     places = [find_place(model, gap[0] - 1) for gap in gaps]
     walks = _Walks(reading, tuple(removed), fitted, held)
     mends: list[Mend] = []
@@ -148,6 +141,24 @@ def fit_mends(model: PreTrainedModel, removed: Sequence[int], batch: Readable) -
     return tuple(mends), MendReport(tuple(tables), tokens, seen, reading.measured_on())
 
 
+def fitted_and_held(reading: Reading, of: int = 1) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """The windows that maps are fitted on, and every fourth, which chooses among them.
+
+    `reading` is of every `of`-th window that was given. Raises LyapunovPruneError where a map has more columns than it
+    would see tokens.
+    """
+    windows = reading.windows(1)
+    held = [w for i, w in enumerate(windows) if i % _HELD_OUT == _HELD_OUT - 1] or windows[-1:]
+    fitted = [w for w in windows if not any(w is other for other in held)]
+    tokens, width = sum(w.numel() for w in fitted), _width(reading)
+    if tokens < width:
+        raise LyapunovPruneError(
+            f"a map of {width} channels is fitted on {tokens} tokens, a fourth of the windows held out; give "
+            f"{-(-4 * of * width // 3)} tokens or more, in {2 * of} windows or more (--tokens, --context)"
+        )
+    return fitted, held
+
+
 def mapped(layers: nn.ModuleList, mends: Sequence[Mend]) -> AbstractContextManager[None]:
     """Every forward inside the block has the maps of `mends` in their places: what a mended model is held against."""
 
@@ -155,6 +166,10 @@ def mapped(layers: nn.ModuleList, mends: Sequence[Mend]) -> AbstractContextManag
         return lambda module, args, kwargs, output: with_hidden(output, change(hidden_of(output)))
 
     return hooked(after=[(layers[m.place.layer].get_submodule(m.place.module), hook(m.map)) for m in mends])
+
+
+# Losses of the held-out windows that one gap takes: by no map, and by each of the candidates.
+TRIALS = 2 + (len(FORMS) - 1) * len(RIDGES)
 
 
 def _candidates(place: Place) -> list[tuple[str, float]]:

@@ -4,6 +4,7 @@
 - `ranking`: what each gives, and the scores of ρ, Block Influence, their blend, and the controls;
 - `kl`, `angular`, `oracle`: criteria that measure more;
 - `best`: the sets that all of them propose (`candidates`), checked by the loss, and a search from there;
+- `tried`: what such a search has tried;
 - `stability`: how often a layer is picked when the windows are drawn anew, and ties;
 - `budget`: as many layers as a divergence allows.
 

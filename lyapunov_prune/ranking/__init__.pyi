@@ -1,6 +1,5 @@
 from .angular import AngularDistance as AngularDistance
 from .angular import angular_distance as angular_distance
-from .best import BestRemoval as BestRemoval
 from .best import best_removal as best_removal
 from .budget import BudgetedRemoval as BudgetedRemoval
 from .budget import remove_under_budget as remove_under_budget
@@ -10,3 +9,4 @@ from .oracle import greedy_removal as greedy_removal
 from .ranking import LayerRanking as LayerRanking
 from .ranking import Ranking as Ranking
 from .ranking import rank_sublayers as rank_sublayers
+from .tried import BestRemoval as BestRemoval

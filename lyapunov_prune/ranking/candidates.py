@@ -9,6 +9,7 @@ from typing import NamedTuple, get_args
 import numpy as np
 
 from lyapunov_prune.forward.reading import Reading
+from lyapunov_prune.mending.mend import TRIALS
 from lyapunov_prune.predictions.divergence import skip_divergence
 from lyapunov_prune.profiles.contraction import Pooling
 from lyapunov_prune.profiles.influence import turns
@@ -52,6 +53,15 @@ class Cost:
         """A forward that begins before layer `entry`, passes over `removed` and ends at the loss."""
         run = self.number - entry - sum(layer >= entry for layer in removed)
         return self.layers * run / self.number + self.head
+
+    def mending(self, removed: Layers, held: float) -> float:
+        """`fit_mends` of `removed` on the scored windows, a share `held` of which chooses: at the most.
+
+        Two walks through the layers, and for every gap its trials from the layer before it on.
+        """
+        befores = [layer - 1 for layer in removed if layer - 1 not in removed]
+        trials = sum(self.without(removed, before) for before in befores)
+        return self.scoring * (2 * self.layers + held * TRIALS * trials)
 
 
 class Source(NamedTuple):

@@ -140,6 +140,12 @@ def require_temperature_of(criterion: str, temperature: float) -> None:
         raise LyapunovPruneError(f"criterion {criterion} knows no temperature; give --criterion kl with it")
 
 
+def require_compares_mended(criterion: str) -> None:
+    """Raise LyapunovPruneError for a criterion that checks no sets, and so compares none mended."""
+    if criterion != "best":
+        raise LyapunovPruneError(f"criterion {criterion} compares no sets of layers; with mend give criterion best")
+
+
 def require_part(what: str, criterion: str | None = None) -> None:
     """Raise LyapunovPruneError for an unknown part of a model, and for one that `criterion` does not rank."""
     if what not in PARTS:

@@ -26,6 +26,7 @@ from lyapunov_prune.ranking.criteria import (
     SEARCH,
     free_layers,
     protected_layers,
+    require_compares_mended,
     require_count,
     require_criterion,
     require_known_count,
@@ -54,6 +55,7 @@ class _Asked:
     batch_size: int
     protect: tuple[int, ...]
     search: float
+    mend: bool
     temperature: float
     folder: Path | None
     resume: bool
@@ -74,6 +76,7 @@ def rank(
     batch_size: int = 1,
     protect: Sequence[int] = (),
     search: float = SEARCH,
+    mend: bool = False,
     temperature: float = 1.0,
     folder: str | Path | None = None,
     resume: bool = False,
@@ -83,19 +86,22 @@ def rank(
     `what` goes: whole `layers`, or the `attention` or `mlp` of layers. `remove` says how many; some criteria cannot
     do without. `alpha` is the weight of rho in `blend`, `seeds` are those of the perturbations behind rho, `seed` that
     of `random`. Layers of `protect` stay, counted from the end if negative; `search` is what `best` may spend, in
-    forwards; `temperature` is that of the predictions behind `kl`. The measurement is kept in `folder` under the name
-    that CRITERIA gives it; with `resume` a profile that is there already is taken, and an `oracle` or `best` that was
-    interrupted goes on.
+    forwards, and with `mend` it compares sets whose gaps are mended; `temperature` is that of the predictions behind
+    `kl`. The measurement is kept in `folder` under the name that CRITERIA gives it; with `resume` a profile that is
+    there already is taken, and an `oracle` or `best` that was interrupted goes on.
 
     Raises LyapunovPruneError, before anything is measured, for an unknown criterion or part, a criterion that does not
-    rank it or must know `remove`, one that a streamed model cannot be ranked by, an alpha outside [0, 1], a temperature
-    that is not above 0 or not of `kl`, a number of layers that cannot go beside the protected, a profile in `folder` of
-    other settings, and (after one window) a dtype in which ρ is rounding; and as the measurements.
+    rank it, must know `remove` or compares nothing mended, one that a streamed model cannot be ranked by, an alpha
+    outside [0, 1], a temperature that is not above 0 or not of `kl`, a number of layers that cannot go beside the
+    protected, a profile in `folder` of other settings, and (after one window) a dtype in which ρ is rounding; and as
+    the measurements.
     """
     require_criterion(criterion, alpha)
     require_part(what, criterion)
     require_known_count(criterion, remove)
     require_temperature_of(criterion, temperature)
+    if mend:
+        require_compares_mended(criterion)
     reading = read(model, batch, streamed=True)
     if stream_of(model) is not None:
         require_streamed(criterion, what)
@@ -117,6 +123,7 @@ def rank(
         batch_size,
         tuple(protect),
         search,
+        mend,
         temperature,
         folder,
         resume,
@@ -200,6 +207,7 @@ def _best(asked: _Asked) -> Measured:
         asked.remove,
         search=asked.search,
         protect=asked.protect,
+        mend=asked.mend,
         folder=None if asked.folder is None else asked.folder / "jobs" / "best",
         resume=asked.resume,
         batch_size=asked.batch_size,

@@ -36,9 +36,9 @@ from lyapunov_prune.pruning.curve import RemovalCurve
 from lyapunov_prune.pruning.plan import PruningPlan
 from lyapunov_prune.pruning.provenance import PROVENANCE, Provenance
 from lyapunov_prune.ranking.angular import AngularDistance
-from lyapunov_prune.ranking.best import BestRemoval
 from lyapunov_prune.ranking.budget import BudgetedRemoval
 from lyapunov_prune.ranking.oracle import GreedyRemoval
+from lyapunov_prune.ranking.tried import BestRemoval
 from lyapunov_prune.report.bounds import bounds_figures
 from lyapunov_prune.report.compression import compression_figure
 from lyapunov_prune.report.evaluation import retrieval_figure, speed_figure, tasks_figure

@@ -11,9 +11,9 @@ from matplotlib.ticker import MaxNLocator
 from lyapunov_prune.pruning.curve import RemovalCurve
 from lyapunov_prune.pruning.plan import PruningPlan
 from lyapunov_prune.ranking.angular import AngularDistance
-from lyapunov_prune.ranking.best import BestRemoval
 from lyapunov_prune.ranking.budget import BudgetedRemoval
 from lyapunov_prune.ranking.oracle import GreedyRemoval
+from lyapunov_prune.ranking.tried import BestRemoval
 from lyapunov_prune.report.drawing import COLOURS, GREY, INK, depth_axis, log_axis, one_panel, svg
 
 
@@ -64,7 +64,10 @@ def oracle_figure(search: GreedyRemoval) -> str:
 
 
 def best_figure(search: BestRemoval) -> str:
-    """Perplexity of every set on the windows that checked it over the forwards spent; the chosen is ringed."""
+    """Perplexity of every set on the windows that checked it over the forwards spent; the chosen is ringed.
+
+    A set that was mended is shown once more, and ringed there.
+    """
     figure, axes = one_panel(6.5, 3.6)
     with np.errstate(over="ignore"):
         dense = np.exp(search.dense.mean())
@@ -76,8 +79,14 @@ def best_figure(search: BestRemoval) -> str:
     for shown, label, marker, colour in kinds:
         if np.isfinite(perplexity[shown]).any():
             axes.plot(forwards[shown], perplexity[shown], marker, markersize=4, color=colour, label=label)
-    chosen = perplexity[search.chosen]
-    axes.plot(forwards[search.chosen], chosen, "o", markersize=9, fillstyle="none", color=INK, label="chosen")
+    ringed = forwards[search.chosen], perplexity[search.chosen]
+    if search.mended:
+        spent = np.array([mended.forwards for mended in search.mended])
+        mended = np.exp([mended.windows.mean() for mended in search.mended])
+        axes.plot(spent, mended, "s", markersize=4, color=COLOURS["angular"], label="mended")
+        which = [mended.layers for mended in search.mended].index(search.remove)
+        ringed = spent[which], mended[which]
+    axes.plot(*ringed, "o", markersize=9, fillstyle="none", color=INK, label="chosen")
     log_axis(axes)
     axes.margins(y=0.12)
     axes.set_xlabel("forwards of the dense model over the check windows")

@@ -41,8 +41,8 @@ from lyapunov_prune.pruning.plan import PruningPlan
 from lyapunov_prune.pruning.provenance import Provenance
 from lyapunov_prune.pruning.removal import remove_layers
 from lyapunov_prune.pruning.surgery import cut
-from lyapunov_prune.ranking.best import BestRemoval
 from lyapunov_prune.ranking.budget import BudgetedRemoval
+from lyapunov_prune.ranking.tried import BestRemoval
 from lyapunov_prune.results.history import History
 from lyapunov_prune.results.result import Result
 from lyapunov_prune.results.store import Store

@@ -171,7 +171,7 @@ def bad(model: PreTrainedModel, case: str, windows: torch.Tensor) -> Any:
     ("case", "remedy"),
     [
         ("first", "layer 0 is removed, and nothing stands before the gap to be mended; keep it, or leave out mending"),
-        ("window", "a map of 32 channels is fitted on 0 tokens, .* give 43 tokens or more, in two windows or more"),
+        ("window", "a map of 32 channels is fitted on 0 tokens, .* give 43 tokens or more, in 2 windows or more"),
         ("tokens", "a map of 32 channels is fitted on 8 tokens, a fourth of the windows held out; give 43 tokens"),
         ("parts", "this plan drops parts of layers; leave those out, or the mending"),
         ("shared", r"no matrix of layer 1 \(RwkvBlock\) can take the map"),
@@ -229,7 +229,7 @@ def test_prune_writes_a_mended_checkpoint(run: Callable[..., Done]) -> None:
         (["--layers", "2,3", "--format", "compact"], "--mend closes the gaps of whole layers in a plain checkpoint"),
         (["--layers", "2,3", "--on-disk"], "--mend needs the model in memory"),
         (["--layers", "0,3"], "layer 0 is removed, and nothing stands before the gap"),
-        (["--layers", "2", "--tokens", "64", "--context", "64"], "give 43 tokens or more, in two windows or more"),
+        (["--layers", "2", "--tokens", "64", "--context", "64"], "give 43 tokens or more, in 2 windows or more"),
     ],
 )
 def test_bad_options_are_one_line_and_leave_nothing(

@@ -92,6 +92,81 @@ def test_swaps_find_what_no_criterion_proposes(many: torch.Tensor, monkeypatch: 
     np.testing.assert_allclose(found.tried[found.chosen].windows, found.dense, rtol=1e-5)
 
 
+# Compared mended.
+
+
+def require_mended(model: PreTrainedModel, many: torch.Tensor, found: BestRemoval) -> None:
+    """Losses are those of models that were mended on the scored windows alone; the chosen loses least, mended."""
+    assert found.mended
+    for each in found.mended:
+        small = lp.mend(model, each.layers, many[::2])
+        np.testing.assert_allclose(each.windows, lp.perplexity(small, many[1::2]).windows, rtol=1e-4)
+    assert found.remove == min(found.mended, key=lambda each: each.windows.mean()).layers
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2", "gemma3"])
+def test_sets_are_compared_mended(name: str, many: torch.Tensor) -> None:
+    """More is tried than is mended; nothing is swapped, layer 0 stays, and the table names what was mended."""
+    model = make_tiny(name)
+    found = best_removal(model, many, REMOVE, search=40, mend=True, protect=[-1])
+    require_mended(model, many, found)
+    assert found.protected == (0, LAYERS - 1)
+    assert all(np.isnan(tried.p_value) for tried in found.tried)
+    assert found.forwards == found.mended[-1].forwards <= 40
+    assert found.to_frame()["mended"].notna().sum() == len(found.mended)
+    assert f"{len(found.mended)} of them mended" in found.headline()
+    assert hooks_of(model) == 0
+
+
+def test_planted_fault_maps_of_the_check_windows_are_seen(many: torch.Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = make_tiny("llama")
+    fit = module.fit_mends
+    monkeypatch.setattr(module, "fit_mends", lambda model, layers, reading: fit(model, layers, many[1::2]))
+    with pytest.raises(AssertionError):
+        require_mended(model, many, best_removal(model, many, REMOVE, search=40, mend=True))
+
+
+def test_the_mended_loss_decides(many: torch.Tensor, monkeypatch: pytest.MonkeyPatch, llama: PreTrainedModel) -> None:
+    """The set of least loss is passed over when another is better mended, and when it cannot be mended."""
+    plain = best_removal(llama, many, REMOVE, search=40, mend=True)
+    first = min(plain.tried, key=lambda tried: tried.windows.mean()).layers
+    losses = module._Walk._losses_mended
+
+    def worse(self: Any, scoring: Any, layers: Any) -> np.ndarray:
+        return losses(self, scoring, layers) + 9 * (layers == first)
+
+    monkeypatch.setattr(module._Walk, "_losses_mended", worse)
+    found = best_removal(llama, many, REMOVE, search=40, mend=True)
+    assert found.remove != first
+
+    def refused(model: Any, layers: Any, reading: Any) -> Any:
+        raise lp.LyapunovPruneError("no place")
+
+    monkeypatch.setattr(module._Walk, "_losses_mended", losses)
+    monkeypatch.setattr(module, "fit_mends", refused)
+    found = best_removal(llama, many, REMOVE, search=40, mend=True)
+    assert (found.mended, found.remove) == ((), first)
+    assert "mended" not in found.to_frame()
+
+
+def test_mended_sets_are_not_mended_again(many: torch.Tensor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = make_tiny("llama")
+    whole = best_removal(model, many, REMOVE, search=40, mend=True, folder=tmp_path)
+    monkeypatch.setattr(module, "fit_mends", pytest.fail)
+    found = best_removal(model, many, REMOVE, search=40, mend=True, folder=tmp_path, resume=True)
+    assert str(found) == str(whole)
+    loaded = BestRemoval.load(found.save(tmp_path / "best.json"))
+    assert (str(loaded), loaded.mended[0].layers) == (str(found), found.mended[0].layers)
+    with pytest.raises(lp.LyapunovPruneError, match="run without --resume"):
+        best_removal(model, many, REMOVE, search=40, folder=tmp_path, resume=True)
+
+
+def test_too_few_tokens_to_mend_by(many: torch.Tensor, llama: PreTrainedModel) -> None:
+    """Known before anything is measured; the number is of all windows, of which a half is scored."""
+    with pytest.raises(lp.LyapunovPruneError, match=r"fitted on 24 tokens.*give 86 tokens or more, in 4 windows"):
+        best_removal(llama, many[:4], REMOVE, mend=True)
+
+
 # What is spent.
 
 

@@ -87,7 +87,8 @@ def prune(
     With --what only a part of each layer goes. In a plain checkpoint that costs what it cost: attention and MLP are
     zeroed, an activation is cancelled. With --format compact attentions are gone, and a block without activation is
     one matrix; the checkpoint is smaller and faster, and loads with this package or by the module beside its weights.
-    With --mend the layer before each gap learns from the calibration text, without training, to stand in for the gap.
+    With --mend the layer before each gap learns from the calibration text, without training, to stand in for the gap;
+    --criterion best then compares the sets mended.
     With --on-disk, or where the model does not fit in memory, the files are pruned; the gate then computes no logits
     but with --stream, which reads both models one layer at a time.
     """
@@ -165,7 +166,7 @@ def prune(
     else:
         if remove is not None and keep_period:
             require_periods(remove, loaded.structure.num_layers, period)
-        ranking = by.rank(loaded, batch, remove, text.batch_size)
+        ranking = by.rank(loaded, batch, remove, text.batch_size, mend=mend)
         if by.criterion == "best" and not as_json:
             show(ranking, as_json, None)
         if remove is not None:
