@@ -1,9 +1,9 @@
-"""Greedy decoding through whatever cache a decoder keeps."""
+"""Greedy and sampled decoding through whatever cache a decoder keeps."""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -13,6 +13,7 @@ from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.forward.hooks import hidden_of, require_finite
 from lyapunov_prune.forward.logits import carried_on
 from lyapunov_prune.forward.reading import Reading
+from lyapunov_prune.linalg import lift
 from lyapunov_prune.models.hooked import hooked
 
 
@@ -22,15 +23,47 @@ def decode_greedily(reading: Reading, prompts: torch.Tensor, steps: int) -> torc
     return torch.stack([logits.argmax(-1) for _, logits in walk(reading, prompts, steps, told=True)], 1).to(prompts)
 
 
+@torch.no_grad()
+def sample(reading: Reading, prompts: torch.Tensor, draws: torch.Tensor) -> torch.Tensor:
+    """Tokens drawn from `p = softmax(z)` one after the other: prompts (n × tokens) to (n × steps), int64.
+
+    `draws` (n × steps, in [0, 1)) decide: the token is the first with `Σ_{v' ≤ v} p_v' > draw`, summed in float64 in
+    the order of the vocabulary. So the same draws give the same text wherever the logits are the same.
+    """
+    u = draws.to(torch.float64)
+    tokens: list[torch.Tensor] = []
+
+    def choose(logits: torch.Tensor) -> torch.Tensor:
+        reached = lift(logits).softmax(-1).cumsum(-1)
+        # The sum may end a rounding below 1, and a draw lie between the two.
+        draw = u[:, len(tokens), None].to(reached).contiguous()
+        drawn = torch.searchsorted(reached, draw, right=True)
+        tokens.append(drawn.clamp_max(logits.shape[-1] - 1))
+        return tokens[-1]
+
+    for _ in walk(reading, prompts, u.shape[1], told=True, choose=choose):
+        pass
+    return torch.cat(tokens, 1).to(prompts)
+
+
+def likeliest(logits: torch.Tensor) -> torch.Tensor:
+    return logits.argmax(-1, keepdim=True)
+
+
 def walk(
-    reading: Reading, prompts: torch.Tensor, steps: int, told: bool
+    reading: Reading,
+    prompts: torch.Tensor,
+    steps: int,
+    told: bool,
+    choose: Callable[[torch.Tensor], torch.Tensor] = likeliest,
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     """At every step what leaves the last layer (prompts × d) and the logits (prompts × vocabulary); then goes on.
 
-    The next token is the argmax of the model's own logits. Nothing else has a say: the model's generation config (its
-    penalties, its EOS) is not asked, so decoding goes on behind the end of a text. `told`: every step is given its
-    position, without which some forwards count from zero at every call. A decoder that hands no cache back runs on the
-    whole text again at every step. Raises NonFiniteError naming the layer when the model is not finite.
+    The next token is what `choose` makes of the model's own logits, (prompts × 1). Nothing else has a say: the model's
+    generation config (its penalties, its EOS) is not asked, so decoding goes on behind the end of a text. `told`: every
+    step is given its position, without which some forwards count from zero at every call. A decoder that gives back no
+    cache runs on the whole text again at every step. Raises NonFiniteError naming the layer when the model is not
+    finite.
     """
     model, structure = reading.model, reading.structure
     taken = inspect.signature(model.forward).parameters
@@ -54,6 +87,6 @@ def walk(
         carried = carried_on(model, output)
         del output
         yield states.pop(), logits
-        tokens = logits.argmax(-1, keepdim=True)
+        tokens = choose(logits).to(ids)
         text = torch.cat([text, tokens], 1)
         ids = tokens if carried else text

@@ -916,6 +916,16 @@ def test_models_that_read_text_otherwise_are_not_compared(run: Any, run_bad: Any
         assert "other and tiny have different tokenizers (token '!' has id 258 and id 3); give two models" in told
 
 
+def test_a_pruned_model_learns_from_what_the_dense_one_writes(run: Any) -> None:
+    assert run("prune", "tiny", "--layers", "1,3", "-o", "out", *TEXT).code == 0
+    done = run("heal", "out", "-o", "healed", "--teacher", "tiny", "--steps", "2", "--self-generated", *TEXT)
+    assert done.code == 0, done.err
+    report = Healing.load("healed/healing.json")
+    assert report.measured_on.text.startswith("written by")
+    assert report.held_out is not None
+    assert report.held_out.after.measured_on.split == "evaluation"
+
+
 def test_two_ways_to_heal_one_model_run_side_by_side(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each begins where the other has a state, and is killed: each goes on from its own."""
     assert run("prune", "tiny", "--layers", "1,3", "-o", "out", *TEXT).code == 0

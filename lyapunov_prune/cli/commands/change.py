@@ -299,6 +299,9 @@ def heal(
     learning_rate: Annotated[float | None, what_option(help="1e-4 for all, 2e-3 for low rank, if not given.")] = None,
     temperature: Temperature = 1.0,
     seed: Seed = 0,
+    self_generated: Annotated[
+        bool, what_option("--self-generated", help="Learn from text that the dense model writes, not from --text.")
+    ] = False,
     teacher: Annotated[
         str | None, model_option(help="The dense model; not needed for what was made from the built-in one.")
     ] = None,
@@ -310,12 +313,13 @@ def heal(
 ) -> None:
     """Train a pruned model to predict what the dense one predicts; writes a plain checkpoint with healing.json.
 
-    Learns from the calibration half of the text and is scored on the other. Interrupted, it goes on with the same
-    --output and --resume.
+    Learns from the calibration half of the text, or with --self-generated from as many tokens that the dense model
+    writes, and is scored on the other half. Interrupted, it goes on with the same --output and --resume.
     """
     from lyapunov_prune.checkpoints.saving import write_model
     from lyapunov_prune.healing.heal import REPORT
     from lyapunov_prune.healing.heal import heal as heal_model
+    from lyapunov_prune.healing.own_text import self_generated as write_text
     from lyapunov_prune.healing.state import TrainingState
     from lyapunov_prune.models.loading import BUILTIN
     from lyapunov_prune.models.structure import identify
@@ -334,7 +338,7 @@ def heal(
                 f"{model} says that it was made from {provenance.source!r}; if you trust it, give that as --teacher"
             )
         teacher = BUILTIN
-    loaded, batch = load_inputs(model, source, text)
+    loaded, batch = (source.load(model), None) if self_generated else load_inputs(model, source, text)
     dense = source.load(teacher)
     if provenance is not None and not provenance.plan.model.same_as(identify(dense.model)):
         raise LyapunovPruneError(
@@ -345,6 +349,9 @@ def heal(
     held_out = replace(text, tokens=min(text.tokens, 4096))
     # Of this output alone: two ways to heal one model may run side by side.
     jobs = run_folder(None, model) / "jobs" / f"heal-{folder_name(str(output.resolve()))}"
+    if batch is None:
+        written = {"tokens": text.tokens, "context": text.context, "seed": seed}
+        batch = write_text(dense.model, **written, folder=jobs.with_name(f"{jobs.name}-text"), resume=resume)
     done = heal_model(
         loaded.model,
         dense.model,
