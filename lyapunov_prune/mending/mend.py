@@ -99,11 +99,11 @@ def fit_mends(model: PreTrainedModel, removed: Sequence[int], batch: Readable) -
     """The maps that close the gaps of `removed` layers, none where no map helps; `model` stays as it is.
 
     At the last place m of the layer before a gap, with h the state behind that layer and y the dense state behind the
-    gap, E and b minimise `Σ_t ‖E m_t + b − (y_t − h_t)‖² / ‖y_t‖²` with a ridge (`fit`). A token counts by its own
-    size: an attention sink, hundreds of times as large, would rule the fit. Gaps are mended in order, each on the
-    states that the mended ones before it give. Form and ridge are those of the smallest next-token loss on every fourth
-    window, which none of the maps that are compared has seen; no map at all is among them. What is taken is fitted
-    again on all windows.
+    gap, E and b minimise `Σ_t ‖E m_t + b − (y_t − h_t)‖² / ‖y_t‖` with a ridge (`fit`): squares alone would let an
+    attention sink, hundreds of times as large, rule the fit, and relative squares the smallest tokens. Gaps are mended
+    in order, each on the states that the mended ones before it give. Form and ridge are those of the smallest
+    next-token loss on every fourth window, which none of the maps that are compared has seen; no map at all is among
+    them. What is taken is fitted again on all windows.
 
     One forward of the dense and one of the pruned model over all windows, and for each gap the layers behind it once
     for every candidate over a fourth of them.
@@ -219,7 +219,7 @@ class _Walks:
                     h = self.prefix.advance(ids, begin, start, before)
                 m, h, y = (lift(t.reshape(-1, t.shape[-1])) for t in (outputs[0], h, y))
                 sums = sums or Sums(m.shape[-1], m.device)
-                sums.add(m, (y - h) / place.scale, 1 / y.square().sum(-1).clamp_min(1e-300))
+                sums.add(m, (y - h) / place.scale, y.square().sum(-1).clamp_min(1e-300).rsqrt())
         assert sums is not None
         return sums
 
