@@ -61,6 +61,7 @@ from lyapunov_prune.report.profiles import (
     jacobian_figure,
     sublayer_figure,
 )
+from lyapunov_prune.report.questions import POLICY, SCRIPT, questions
 from lyapunov_prune.report.ranking import (
     angular_figure,
     best_figure,
@@ -81,6 +82,11 @@ h1 { font-size: 1.6rem; } h2 { font-size: 1.2rem; margin-top: 2.2rem; }
 svg { max-width: 100%; height: auto; }
 table { border-collapse: collapse; font-size: .85rem; font-variant-numeric: tabular-nums; }
 th, td { padding: .15rem .7rem; text-align: right; border-bottom: 1px solid #ddd; }
+th { cursor: pointer; } th[data-order=rising]::after { content: " ↑"; } th[data-order=falling]::after { content: " ↓"; }
+#strip span { display: inline-block; min-width: 1.7rem; margin: 1px; text-align: center; border: 1px solid #bbb;
+  font-size: .8rem; } #strip .gone { background: #d55e00; border-color: #d55e00; color: #fff; }
+#ask dl { display: grid; grid-template-columns: max-content 1fr; gap: .2rem 1rem; } #ask dd { margin: 0; }
+#ask label { margin-right: 1.5rem; } dt { color: #666; } code { background: #f3f3f3; padding: .15rem .4rem; }
 p.on { color: #666; font-size: .85rem; white-space: pre-line; } details { margin: .6rem 0; }
 """
 
@@ -460,11 +466,14 @@ def write_report(run: str | Path) -> Path:
         raise LyapunovPruneError(f"{run} holds no results; give a folder that profile, demo or eval wrote")
     for name, svg in drawn.items():
         write_whole(run / "figures" / f"{name}.svg", svg)
+    asked = questions(read.values())
     page = (
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
+        f'<meta http-equiv="Content-Security-Policy" content="{POLICY}">'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
         f"<title>lyapunov-prune: {html.escape(run.name)}</title><style>{_STYLE}</style></head><body>"
-        f"<h1>lyapunov-prune: {html.escape(run.name)}</h1>{''.join(body)}</body></html>\n"
+        f"<h1>lyapunov-prune: {html.escape(run.name)}</h1>{asked}{''.join(body)}"
+        f"<script>{SCRIPT}</script></body></html>\n"
     )
     return write_whole(run / "report.html", page)
 
