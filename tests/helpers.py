@@ -48,6 +48,7 @@ from lyapunov_prune.profiles.propagation import Energies
 from lyapunov_prune.pruning.on_disk import prune_on_disk
 from lyapunov_prune.pruning.plan import PruningPlan
 from lyapunov_prune.pruning.provenance import Provenance
+from lyapunov_prune.ranking.oracle import Step
 from lyapunov_prune.ranking.tried import Mended, Tried
 
 LAYERS = 6
@@ -582,6 +583,8 @@ def sound(name: str, values: dict[str, Any], floats: Iterator[float]) -> dict[st
         return {field: loose(5) for field in ("variance", "kl", "reverse_kl", "variance_r")} | {
             "flipped": some(5, most=1)
         }
+    if name == "GreedyRemoval":
+        return {"dense": some(3), "steps": tuple(Step(layer, some(3), next(floats), 2) for layer in (3, 1))}
     if name == "BestRemoval":
         tried = tuple(Tried("ρ", (0, k), some(3), p, next(floats)) for k, p in ((1, np.nan), (2, 0.5)))
         return {"tried": tried, "chosen": 1, "dense": some(3), "mended": (Mended((0, 2), some(3), next(floats)),)}

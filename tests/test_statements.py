@@ -61,6 +61,7 @@ EXAMINED = [
     "33_reductions",
     "34_mending",
     "35_best",
+    "38_scales",
 ]
 
 

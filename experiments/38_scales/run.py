@@ -113,7 +113,7 @@ def measure(given: Inputs) -> ScalesOnOneText:
 
 def written() -> dict[str, str]:
     results = [ScalesOnOneText.load(path) for path in sorted(HERE.glob("*.json"))]
-    parts = {"setting": setting, "chosen": chosen_table, "verdict": verdict}
+    parts = {"setting": setting, "chosen": chosen_table, "summary": summary, "verdict": verdict}
     return {name: part(results) for name, part in parts.items()}
 
 
@@ -139,6 +139,19 @@ def chosen_table(results: Sequence[ScalesOnOneText]) -> str:
 
 def _choice(result: ScalesOnOneText, way: str, ends: bool, count: int) -> Choice:
     return next(c for c in result.choices if (c.way, c.ends, len(c.removed)) == (way, ends, count))
+
+
+def summary(results: Sequence[ScalesOnOneText]) -> str:
+    cases = [(r, count) for r in results for count in COUNTS]
+    models = counted(len({r.measured_on.model.name for r in results}), "model")
+    texts = counted(len({r.measured_on.text for r in results}), "text")
+    ends = _counts([(_choice(r, "bi", False, n), _choice(r, "bi", True, n)) for r, n in cases])
+    scale = _counts([(_choice(r, "blend, robust", True, n), _choice(r, USED, True, n)) for r, n in cases])
+    return (
+        f"On {models} and {texts}, {len(cases)} removals of {COUNTS[0]} to {COUNTS[-1]} layers: `bi` with the first and "
+        f"the last layer kept (`--protect 0,-1`) against `bi`: {ends}. A blend on a robust scale against one from 0 to "
+        f"1: {scale}.\n"
+    )
 
 
 def verdict(results: Sequence[ScalesOnOneText]) -> str:

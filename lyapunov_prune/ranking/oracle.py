@@ -25,6 +25,7 @@ from lyapunov_prune.progress import is_main
 from lyapunov_prune.pruning.plan import PruningPlan
 from lyapunov_prune.ranking.criteria import require_count, require_known_count
 from lyapunov_prune.ranking.ranking import Ranking
+from lyapunov_prune.results.arrays import require_layers
 from lyapunov_prune.results.result import MeasuredOn, decode, encode
 from lyapunov_prune.results.store import Store
 from lyapunov_prune.sensitivity.sweep import DENSE, Job, Sweep, badness
@@ -56,6 +57,9 @@ class GreedyRemoval(Ranking):
     measured_on: MeasuredOn
 
     what = "layers"
+
+    def __post_init__(self) -> None:
+        require_layers("greedy removal, steps", self.order, self.measured_on.model.num_layers)
 
     @property
     def order(self) -> tuple[int, ...]:
@@ -93,12 +97,14 @@ class GreedyRemoval(Ranking):
         )
 
     def to_frame(self) -> pd.DataFrame:
+        with np.errstate(over="ignore"):
+            perplexity, degradation = np.exp(self.losses[1:]), np.exp(self.losses[1:] - self.losses[0])
         return pd.DataFrame(
             {
                 "step": np.arange(1, len(self.steps) + 1),
                 "layer": self.order,
-                "perplexity": np.exp(self.losses[1:]),
-                "× dense": np.exp(self.losses[1:] - self.losses[0]),
+                "perplexity": perplexity,
+                "× dense": degradation,
                 "forwards": [step.forwards for step in self.steps],
                 "heads": [step.heads for step in self.steps],
             }

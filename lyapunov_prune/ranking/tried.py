@@ -14,6 +14,7 @@ from lyapunov_prune.pruning.plan import PruningPlan
 from lyapunov_prune.ranking.candidates import Layers
 from lyapunov_prune.ranking.criteria import require_known_count
 from lyapunov_prune.ranking.ranking import Ranking
+from lyapunov_prune.results.arrays import require_layers
 from lyapunov_prune.results.result import MeasuredOn
 
 
@@ -69,6 +70,8 @@ class BestRemoval(Ranking):
         if not 0 <= self.chosen < len(self.tried):
             raise LyapunovPruneError(f"the search chose set {self.chosen} of {len(self.tried)}; search again")
         tried = [tried.layers for tried in self.tried]
+        for layers in tried:
+            require_layers("best removal, layers", layers, self.measured_on.model.num_layers)
         if self.mended and not {self.remove} <= {mended.layers for mended in self.mended} <= set(tried):
             raise LyapunovPruneError("the search chose, or mended, another set than it tried; search again")
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import html
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ import pandas as pd
 from lyapunov_prune.bounds.report import BoundsReport
 from lyapunov_prune.compression.compress import REPORT as COMPRESSION
 from lyapunov_prune.compression.compress import CompressionReport
-from lyapunov_prune.errors import LyapunovPruneError
+from lyapunov_prune.errors import LyapunovPruneError, printable
 from lyapunov_prune.evaluation.evaluation import Evaluation
 from lyapunov_prune.evaluation.retrieval import RetrievalScores
 from lyapunov_prune.evaluation.speed import Speed
@@ -446,12 +447,13 @@ def write_report(run: str | Path) -> Path:
             result = section.part(read[path])
             if result is None:
                 continue
-            pictures, title = section.draw(result), section.title
+            title, ending = section.title, ""
             if path.parent != run:
-                title += f": {path.parent.name}/"
-                pictures = {f"{name}-{path.parent.name}": picture for name, picture in pictures.items()}
+                title, ending = f"{title}: {path.parent.name}/", f"-{path.parent.name}"
+            with _showing(path):
+                pictures = {f"{name}{ending}": picture for name, picture in section.draw(result).items()}
+                body.append(_section(title, section.words, pictures, result))
             drawn |= pictures
-            body.append(_section(title, section.words, pictures, result))
         if section.file == "profile.json" and scored:
             pictures = {"ranking": ranking_figure(scored)}
             drawn |= pictures
@@ -476,6 +478,18 @@ def write_report(run: str | Path) -> Path:
         f"<script>{SCRIPT}</script></body></html>\n"
     )
     return write_whole(run / "report.html", page)
+
+
+@contextmanager
+def _showing(path: Path) -> Iterator[None]:
+    """Raises LyapunovPruneError where the parts of a result, each of its type, do not go together."""
+    try:
+        yield
+    except LyapunovPruneError:
+        raise
+    except Exception as error:  # of whatever the file holds
+        reason = next(iter(str(error).splitlines()), "") or type(error).__name__
+        raise LyapunovPruneError(f"{path} cannot be shown ({printable(reason)}); make it again") from None
 
 
 def _section(title: str, words: str, pictures: dict[str, str], *results: Result) -> str:

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import json
 import os
 from collections.abc import Callable, Iterator
@@ -15,7 +16,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import Done
+from helpers import Done, example
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
@@ -26,6 +27,7 @@ from lyapunov_prune.data.text import load_text
 from lyapunov_prune.profiles.profile import LayerProfile, profile_layers
 from lyapunov_prune.pruning.plan import PruningPlan
 from lyapunov_prune.ranking.ranking import rank_layers
+from lyapunov_prune.report import page
 from lyapunov_prune.results.result import Result
 
 EXAMPLES = int(os.environ.get("LYAPUNOV_PRUNE_EXAMPLES", "20"))
@@ -159,6 +161,27 @@ def test_lines_of_any_kind(tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -
         told = ""
         try:
             load_text(path, tokenizer, tokens=8, context=4, split="all")
+        except LyapunovPruneError as error:
+            told = str(error)
+        assert told.isprintable()
+
+    check()
+
+
+SECTIONS = {(section.file, section.kind): None for section in page._SECTIONS}
+
+
+@pytest.mark.parametrize(("file", "kind"), SECTIONS, ids=[file for file, _ in SECTIONS])
+def test_damaged_results_are_drawn_or_refused(file: str, kind: type[Result], tmp_path: Path) -> None:
+    whole = example(kind, itertools.cycle([0.1, 0.7, 0.3])).to_json()
+
+    @few
+    @given(damaged(whole))
+    def check(document: Any) -> None:
+        (tmp_path / file).write_text(json.dumps(document))
+        told = ""
+        try:
+            page.write_report(tmp_path)
         except LyapunovPruneError as error:
             told = str(error)
         assert told.isprintable()

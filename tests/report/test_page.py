@@ -277,7 +277,10 @@ def test_divergences_draw_one_point_for_each_number(rows: np.ndarray) -> None:
 def test_every_step_of_a_search_names_its_layer(losses: np.ndarray) -> None:
     """Layers have numbers that no axis has; a step without a number is left out."""
     steps = tuple(Step(1003 + 7 * i, windows, 1.0, 1) for i, windows in enumerate(losses[1:]))
-    words = words_of(oracle_figure(replace(MADE_UP[GreedyRemoval], dense=losses[0], steps=steps)))
+    on = MADE_UP[GreedyRemoval].measured_on
+    on = replace(on, model=replace(on.model, num_layers=1100))
+    search = replace(MADE_UP[GreedyRemoval], dense=losses[0], steps=steps, measured_on=on)
+    words = words_of(oracle_figure(search))
     assert [w for w in words if re.fullmatch(r"10(?!00)\d\d", w)] == [
         str(step.layer) for step in steps if np.isfinite(step.windows).all()
     ]
