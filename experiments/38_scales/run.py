@@ -148,9 +148,9 @@ def summary(results: Sequence[ScalesOnOneText]) -> str:
     ends = _counts([(_choice(r, "bi", False, n), _choice(r, "bi", True, n)) for r, n in cases])
     scale = _counts([(_choice(r, "blend, robust", True, n), _choice(r, USED, True, n)) for r, n in cases])
     return (
-        f"On {models} and {texts}, {len(cases)} removals of {COUNTS[0]} to {COUNTS[-1]} layers: `bi` with the first and "
-        f"the last layer kept (`--protect 0,-1`) against `bi`: {ends}. A blend on a robust scale against one from 0 to "
-        f"1: {scale}.\n"
+        f"On {models} and {texts}, {len(cases)} removals of {COUNTS[0]} to {COUNTS[-1]} layers: `bi` with the first "
+        f"and the last layer kept (`--protect 0,-1`) against `bi`: {ends}. A blend on a robust scale against one from "
+        f"0 to 1: {scale}.\n"
     )
 
 
