@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -119,7 +120,7 @@ def best_removal(
             chosen=walk.best,
             dense=sweep.dense,
             search=float(search),
-            left_out=tuple(left_out),
+            left_out=(*left_out, "mended sets") if mend and not mended else tuple(left_out),
             protected=protected,
             measured_on=measured_on,
             checked_on=checked_on,
@@ -184,9 +185,9 @@ class _Walk:
             mends, _ = fit_mends(scoring.model, layers, scoring)
         except LyapunovPruneError:
             return np.full_like(self.sweep.dense, np.nan)
-        job = Job(f"mended {','.join(map(str, layers))}", min(layers) - 1, remove=layers)
-        with mapped(scoring.structure.layers, mends):
-            return self.sweep.run([job], "checking a mended set")[job.key].windows
+        key, around = f"mended {','.join(map(str, layers))}", partial(mapped, scoring.structure.layers, mends)
+        job = Job(key, min(layers) - 1, remove=layers, around=around)
+        return self.sweep.run([job], "checking a mended set")[key].windows
 
     def _require_finite(self) -> None:
         if not np.isfinite(self.tried[self.best].windows).all():

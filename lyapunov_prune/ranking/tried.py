@@ -50,7 +50,7 @@ class BestRemoval(Ranking):
     `dense` is the loss of every check window of the dense model. Scores were measured on `measured_on`, losses on
     `checked_on`, other windows of the same text. `left_out` names the measurements that would have cost more than half
     of what was left of `search` forwards. Of a search for what is to be mended `mended` holds the sets that were
-    compared so, of which the chosen is one; it is empty where the forwards did not last for any.
+    compared so, of which the chosen is one; empty where the forwards did not last for any, or none could be mended.
     """
 
     tried: tuple[Tried, ...]

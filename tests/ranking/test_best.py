@@ -161,6 +161,32 @@ def test_mended_sets_are_not_mended_again(many: torch.Tensor, tmp_path: Path, mo
         best_removal(model, many, REMOVE, search=40, folder=tmp_path, resume=True)
 
 
+def test_killed_before_the_last_set_is_mended(
+    many: torch.Tensor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The dense states of the sweep are then made anew, and not by a model that has the maps in it."""
+    model = make_tiny("llama")
+    whole = best_removal(model, many, REMOVE, search=40, mend=True)
+    assert len(whole.mended) > 2
+    fit = module.fit_mends
+    fitted: list[tuple[int, ...]] = []
+
+    def dies(model: Any, layers: Any, reading: Any) -> Any:
+        if len(fitted) == 1:
+            raise KeyboardInterrupt
+        fitted.append(layers)
+        return fit(model, layers, reading)
+
+    monkeypatch.setattr(module, "fit_mends", dies)
+    with pytest.raises(KeyboardInterrupt):
+        best_removal(model, many, REMOVE, search=40, mend=True, folder=tmp_path)
+    monkeypatch.setattr(module, "fit_mends", fit)
+    found = best_removal(model, many, REMOVE, search=40, mend=True, folder=tmp_path, resume=True)
+    for a, b in zip(found.mended, whole.mended, strict=True):
+        assert a.layers == b.layers
+        np.testing.assert_array_equal(a.windows, b.windows)
+
+
 def test_too_few_tokens_to_mend_by(many: torch.Tensor, llama: PreTrainedModel) -> None:
     """Known before anything is measured; the number is of all windows, of which a half is scored."""
     with pytest.raises(lp.LyapunovPruneError, match=r"fitted on 24 tokens.*give 86 tokens or more, in 4 windows"):
