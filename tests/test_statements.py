@@ -61,6 +61,8 @@ EXAMINED = [
     "33_reductions",
     "34_mending",
     "35_best",
+    "36_goals",
+    "37_beyond_perplexity",
     "38_scales",
 ]
 
