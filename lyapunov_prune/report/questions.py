@@ -11,6 +11,7 @@ import json
 import math
 import shlex
 from collections.abc import Collection, Iterable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -89,11 +90,14 @@ def _same(a: ModelIdentity, b: ModelIdentity) -> bool:
 
 
 def _rankings(result: Any) -> Iterable[tuple[str, Ranking]]:
+    """What refuses to rank, as scores that are not finite, is shown below and asked nothing."""
     if isinstance(result, LayerProfile):
         for name in _PROFILED:
-            yield name, rank_layers(result.contraction, result.influence, criterion=name)
+            with suppress(LyapunovPruneError):
+                yield name, rank_layers(result.contraction, result.influence, criterion=name)
     elif isinstance(result, SkipDivergence) and not isinstance(result, SublayerDivergence):
-        yield "kl", rank_by_divergence(result)
+        with suppress(LyapunovPruneError):
+            yield "kl", rank_by_divergence(result)
     elif isinstance(result, AngularDistance | GreedyRemoval | BestRemoval):
         yield result.criterion, result
 

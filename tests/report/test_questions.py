@@ -97,6 +97,12 @@ def test_of_another_model_nothing_is_said(results: dict[str, Any]) -> None:
     assert (set(data["criteria"]), data["divergence"]) == ({"bi", "blend", "rho"}, None)
 
 
+def test_scores_that_rank_nothing_are_passed_over(results: dict[str, Any]) -> None:
+    broken = replace(results["divergence"], variance=np.full(LAYERS, np.nan))
+    assert questions([broken]) == ""
+    assert set(data_of(questions([results["profile"], broken]))["criteria"]) == {"bi", "blend", "rho"}
+
+
 def test_layers_of_several_sizes_have_none(results: dict[str, Any]) -> None:
     curve: RemovalCurve = results["removal"]
     rows = (*curve.rows[:-1], replace(curve.rows[-1], parameters=curve.rows[-1].parameters - 1))
