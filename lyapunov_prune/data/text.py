@@ -19,6 +19,7 @@ from lyapunov_prune.data.batch import Split, TokenBatch
 from lyapunov_prune.data.images import ImageBatch
 from lyapunov_prune.data.lines import parsed_line
 from lyapunov_prune.errors import LyapunovPruneError
+from lyapunov_prune.models.folder import first_line
 from lyapunov_prune.models.structure import identify
 from lyapunov_prune.models.tokenizers import token_ids
 from lyapunov_prune.results.history import history_of
@@ -159,9 +160,8 @@ def _read_dataset(source: str, offline: bool) -> str:
     try:
         data: Any = load_dataset(name, config or None, split=part or "test")
     except Exception as error:  # datasets raises many kinds: network, name, format
-        reason = next(iter(str(error).splitlines()), type(error).__name__)
         raise LyapunovPruneError(
-            f"cannot load the data set {source}: {reason}; check the name and the network, or give a file"
+            f"cannot load the data set {source}: {first_line(error)}; check the name and the network, or give a file"
         ) from None
     if "text" not in data.column_names:
         raise LyapunovPruneError(

@@ -25,6 +25,7 @@ from lyapunov_prune.data.tasks import TaskFile
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.forward.continuations import Continuations
 from lyapunov_prune.forward.hooks import require_finite
+from lyapunov_prune.models.folder import first_line
 from lyapunov_prune.models.hooked import hooked
 from lyapunov_prune.models.plain import require_in_memory
 from lyapunov_prune.models.structure import Structure, find_structure, in_eval_mode
@@ -225,9 +226,9 @@ def hub_tasks(names: Sequence[str], few_shot: int | None) -> dict[str, Configura
         with quietly():
             tasks = manager.load(list(names))["tasks"]
     except Exception as error:  # datasets raises many kinds: network, name, format
-        reason = next(iter(str(error).splitlines()), "") or type(error).__name__
         raise LyapunovPruneError(
-            f"cannot load {', '.join(names)} from the hub: {reason}; check the network, or give .jsonl files of items"
+            f"cannot load {', '.join(names)} from the hub: {first_line(error)}; check the network, or give "
+            ".jsonl files of items"
         ) from None
     for task in tasks.values():
         if few_shot is not None:

@@ -7,6 +7,7 @@ from typing import Any
 from transformers import PreTrainedModel
 
 from lyapunov_prune.errors import LyapunovPruneError
+from lyapunov_prune.models.folder import first_line
 
 
 def merge_adapters(model: Any) -> PreTrainedModel:
@@ -29,9 +30,8 @@ def merge_adapters(model: Any) -> PreTrainedModel:
                 parent, _, last = name.rpartition(".")
                 setattr(model.get_submodule(parent), last, module.get_base_layer())
     except (ValueError, RuntimeError, NotImplementedError, AttributeError) as error:
-        reason = str(error).strip().splitlines()[0].rstrip(".") if str(error).strip() else type(error).__name__
         raise LyapunovPruneError(
-            f"the adapters cannot be merged ({reason}); merge them with the tool that made them"
+            f"the adapters cannot be merged ({first_line(error)}); merge them with the tool that made them"
         ) from error
     model.__dict__.pop("peft_config", None)
     model._hf_peft_config_loaded = False

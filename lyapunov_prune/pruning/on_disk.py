@@ -15,6 +15,7 @@ from lyapunov_prune.checkpoints.tensor_files import Piece, write_tensors
 from lyapunov_prune.errors import CheckFailed, LyapunovPruneError
 from lyapunov_prune.models.device import free_memory
 from lyapunov_prune.models.families import FAMILIES, Family
+from lyapunov_prune.models.folder import first_line
 from lyapunov_prune.models.loading import checkpoint_folder, quiet
 from lyapunov_prune.models.structure import Structure
 from lyapunov_prune.pruning.counting import shares_leaving
@@ -79,9 +80,9 @@ def _cut(outline: Outline, plan: PruningPlan) -> PreTrainedModel:
     except LyapunovPruneError:
         raise
     except Exception as error:  # a family that reads numbers meets tensors that have none
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise LyapunovPruneError(
-            f"{outline.structure.model_type} computes with weights when layers leave ({reason}); prune it in memory"
+            f"{outline.structure.model_type} computes with weights when layers leave ({first_line(error)}); prune it "
+            "in memory"
         ) from error
 
 

@@ -14,7 +14,7 @@ import pandas as pd
 from lyapunov_prune.bounds.report import BoundsReport
 from lyapunov_prune.compression.compress import REPORT as COMPRESSION
 from lyapunov_prune.compression.compress import CompressionReport
-from lyapunov_prune.errors import LyapunovPruneError, printable
+from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.evaluation.evaluation import Evaluation
 from lyapunov_prune.evaluation.retrieval import RetrievalScores
 from lyapunov_prune.evaluation.speed import Speed
@@ -22,6 +22,7 @@ from lyapunov_prune.healing.heal import REPORT as HEALING
 from lyapunov_prune.healing.heal import Healing
 from lyapunov_prune.joint.result import REPORT as JOINT
 from lyapunov_prune.joint.result import JointRun
+from lyapunov_prune.models.folder import first_line
 from lyapunov_prune.predictions.attention_paths import AttentionPaths
 from lyapunov_prune.predictions.choices import ChoiceComparison
 from lyapunov_prune.predictions.divergence import SkipDivergence, SublayerDivergence
@@ -488,8 +489,7 @@ def _showing(path: Path) -> Iterator[None]:
     except LyapunovPruneError:
         raise
     except Exception as error:  # of whatever the file holds
-        reason = next(iter(str(error).splitlines()), "") or type(error).__name__
-        raise LyapunovPruneError(f"{path} cannot be shown ({printable(reason)}); make it again") from None
+        raise LyapunovPruneError(f"{path} cannot be shown ({first_line(error)}); make it again") from None
 
 
 def _section(title: str, words: str, pictures: dict[str, str], *results: Result) -> str:
