@@ -338,7 +338,12 @@ def heal(
                 f"{model} says that it was made from {provenance.source!r}; if you trust it, give that as --teacher"
             )
         teacher = BUILTIN
-    loaded, batch = (source.load(model), None) if self_generated else load_inputs(model, source, text)
+    scored = replace(text, tokens=min(text.tokens, 4096))
+    if self_generated:
+        loaded, held_out = load_inputs(model, source, scored, "evaluation")
+    else:
+        loaded, batch = load_inputs(model, source, text)
+        held_out = scored.load(loaded, "evaluation", offline=source.offline)
     dense = source.load(teacher)
     if provenance is not None and not provenance.plan.model.same_as(identify(dense.model)):
         raise LyapunovPruneError(
@@ -346,10 +351,9 @@ def heal(
             "give that one as --teacher"
         )
     require_same_tokenizer(dense.tokenizer, loaded.tokenizer, (teacher, model))
-    held_out = replace(text, tokens=min(text.tokens, 4096))
     # Of this output alone: two ways to heal one model may run side by side.
     jobs = run_folder(None, model) / "jobs" / f"heal-{folder_name(str(output.resolve()))}"
-    if batch is None:
+    if self_generated:
         written = {"tokens": text.tokens, "context": text.context, "seed": seed}
         batch = write_text(dense.model, **written, folder=jobs.with_name(f"{jobs.name}-text"), resume=resume)
     done = heal_model(
@@ -364,7 +368,7 @@ def heal(
         folder=jobs,
         resume=resume,
         batch_size=text.batch_size,
-        evaluation=held_out.load(loaded, "evaluation", offline=source.offline),
+        evaluation=held_out,
     )
     results: dict[str, Result] = {REPORT: done.report}
     if provenance is not None:
