@@ -47,7 +47,6 @@ def self_generated(
     windows, steps = tokens // context, context - 1
     reading = read(model, torch.full((1, context), begin))  # its context and vocabulary are checked
     about = {"weights": identify(model).weights, "dtype": str(model.dtype), "context": context, "seed": seed}
-    rows: list[list[int]] = []
     with Store(folder, "self-generated text", about, resume=resume) as store:
         missing = [window for window in range(windows) if str(window) not in store]
         for first in track(range(0, len(missing), batch_size), "writing text to learn from"):

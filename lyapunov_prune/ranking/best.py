@@ -169,7 +169,7 @@ class _Walk:
                 continue
             key = f"mended {','.join(map(str, layers))}"
             if key not in store:
-                store.add(key, encode(self._losses_mended(scoring, layers)))
+                store.add(key, encode(self._losses_mended(key, scoring, layers)))
             self.spent += price
             windows = decode(np.ndarray, store[key])
             if np.isfinite(windows).all():
@@ -179,13 +179,13 @@ class _Walk:
             self.best = next(k for k, tried in enumerate(self.tried) if tried.layers == best)
         return tuple(found)
 
-    def _losses_mended(self, scoring: Reading, layers: Layers) -> np.ndarray:
+    def _losses_mended(self, key: str, scoring: Reading, layers: Layers) -> np.ndarray:
         """NaN where a gap cannot be mended."""
         try:
             mends, _ = fit_mends(scoring.model, layers, scoring)
         except LyapunovPruneError:
             return np.full_like(self.sweep.dense, np.nan)
-        key, around = f"mended {','.join(map(str, layers))}", partial(mapped, scoring.structure.layers, mends)
+        around = partial(mapped, scoring.structure.layers, mends)
         job = Job(key, min(layers) - 1, remove=layers, around=around)
         return self.sweep.run([job], "checking a mended set")[key].windows
 

@@ -39,8 +39,6 @@
     return cell;
   });
 
-  const counts = () => Object.keys(data.criteria[choice.value].sets).map(Number);
-
   function answers(chosen, removed) {
     const found = [];
     const gone = removed.length;
@@ -94,7 +92,7 @@
   }
 
   function choose() {
-    const known = counts();
+    const known = Object.keys(data.criteria[choice.value].sets).map(Number);
     const nearest = known.reduce((a, b) => (Math.abs(b - count.value) < Math.abs(a - count.value) ? b : a));
     [count.min, count.max] = [Math.min(...known), Math.max(...known)];
     count.value = nearest;

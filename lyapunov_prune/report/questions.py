@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from lyapunov_prune.errors import LyapunovPruneError
-from lyapunov_prune.predictions.divergence import SkipDivergence, SublayerDivergence
+from lyapunov_prune.predictions.divergence import SkipDivergence
 from lyapunov_prune.profiles.profile import LayerProfile
 from lyapunov_prune.pruning.curve import RemovalCurve
 from lyapunov_prune.ranking.angular import AngularDistance
@@ -54,8 +54,8 @@ def questions(results: Collection[Any]) -> str:
         found = list(_rankings(result))
         if found:
             model = model or on
-        criteria |= {name: _criterion(ranking) for name, ranking in found}
-        if type(result) is SkipDivergence:
+        criteria |= {name: _criterion(ranking, on.num_layers) for name, ranking in found}
+        if type(result) is SkipDivergence:  # of whole layers, not of their parts
             divergence = [_finite(x) for x in result.variance]
         if isinstance(result, RemovalCurve):
             sizes = result
@@ -95,21 +95,21 @@ def _rankings(result: Any) -> Iterable[tuple[str, Ranking]]:
         for name in _PROFILED:
             with suppress(LyapunovPruneError):
                 yield name, rank_layers(result.contraction, result.influence, criterion=name)
-    elif isinstance(result, SkipDivergence) and not isinstance(result, SublayerDivergence):
+    elif type(result) is SkipDivergence:
         with suppress(LyapunovPruneError):
             yield "kl", rank_by_divergence(result)
     elif isinstance(result, AngularDistance | GreedyRemoval | BestRemoval):
         yield result.criterion, result
 
 
-def _criterion(ranking: Ranking) -> dict[str, Any]:
+def _criterion(ranking: Ranking, layers: int) -> dict[str, Any]:
     """The sets of 1, 2, … layers as far as the criterion names them, how often each layer is picked, and the scores."""
     sets: dict[int, list[int]] = {}
     picked: dict[int, list[float]] = {}
     scores: list[float | None] | None = None
     if isinstance(ranking, LayerRanking):
         scores = [_finite(x) for x in ranking.scores]
-    for count in range(1, _layers(ranking)):
+    for count in range(1, layers):
         try:
             plan = ranking.plan(count)
         except LyapunovPruneError:  # one that chooses so many together names no other sets
@@ -118,12 +118,6 @@ def _criterion(ranking: Ranking) -> dict[str, Any]:
         if plan.picked is not None:
             picked[count] = [round(float(x), 3) for x in plan.picked]
     return {"sets": sets, "picked": picked, "scores": scores}
-
-
-def _layers(ranking: Ranking) -> int:
-    model = ranking.model if isinstance(ranking, LayerRanking) else _model(ranking)
-    assert model is not None
-    return model.num_layers
 
 
 def _known(result: Any) -> list[dict[str, Any]]:

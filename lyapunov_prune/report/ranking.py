@@ -72,6 +72,7 @@ def best_figure(search: BestRemoval) -> str:
     with np.errstate(over="ignore"):
         dense = np.exp(search.dense.mean())
         perplexity = np.exp([tried.windows.mean() for tried in search.tried])
+        mended = np.exp([each.windows.mean() for each in search.mended])
     forwards = np.array([tried.forwards for tried in search.tried])
     swap = np.array([not np.isnan(tried.p_value) for tried in search.tried])
     axes.axhline(dense, color=GREY, linewidth=0.8, label=f"dense, {dense:.3g}")
@@ -81,10 +82,9 @@ def best_figure(search: BestRemoval) -> str:
             axes.plot(forwards[shown], perplexity[shown], marker, markersize=4, color=colour, label=label)
     ringed = forwards[search.chosen], perplexity[search.chosen]
     if search.mended:
-        spent = np.array([mended.forwards for mended in search.mended])
-        mended = np.exp([mended.windows.mean() for mended in search.mended])
+        spent = np.array([each.forwards for each in search.mended])
         axes.plot(spent, mended, "s", markersize=4, color=COLOURS["angular"], label="mended")
-        which = [mended.layers for mended in search.mended].index(search.remove)
+        which = [each.layers for each in search.mended].index(search.remove)
         ringed = spent[which], mended[which]
     axes.plot(*ringed, "o", markersize=9, fillstyle="none", color=INK, label="chosen")
     log_axis(axes)

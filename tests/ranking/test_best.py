@@ -132,8 +132,8 @@ def test_the_mended_loss_decides(many: torch.Tensor, monkeypatch: pytest.MonkeyP
     first = min(plain.tried, key=lambda tried: tried.windows.mean()).layers
     losses = module._Walk._losses_mended
 
-    def worse(self: Any, scoring: Any, layers: Any) -> np.ndarray:
-        return losses(self, scoring, layers) + 9 * (layers == first)
+    def worse(self: Any, key: str, scoring: Any, layers: Any) -> np.ndarray:
+        return losses(self, key, scoring, layers) + 9 * (layers == first)
 
     monkeypatch.setattr(module._Walk, "_losses_mended", worse)
     found = best_removal(llama, many, REMOVE, search=40, mend=True)

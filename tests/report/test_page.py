@@ -148,6 +148,7 @@ def test_the_page_needs_nothing_else(run: Path) -> None:
 
         def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
             assert tag not in {"link", "img", "iframe"}
+            assert tag != "script" or "src" not in dict(attrs)
             self.found += [v or "" for k, v in attrs if k in {"src", "href"}]
 
     links = Links()
