@@ -23,6 +23,7 @@ import typer
 from transformers import PreTrainedModel
 
 import lyapunov_prune as lp
+from experiments.blend_of_paper import blend_of_paper
 from experiments.columns import (
     Accuracy,
     Answers,
@@ -128,18 +129,18 @@ def contraction(profile: ContractionProfile) -> Contraction:
 
 def removal(given: Inputs, profile: LayerProfile, dense: np.ndarray) -> Removal:
     """Every layer removed alone, and the layers that each criterion chooses removed together."""
-    layers = given.loaded.structure.num_layers
+    layers, contraction, influence = given.loaded.structure.num_layers, profile.contraction, profile.influence
     alone = [(layer,) for layer in range(layers)]
+    ranked = {**rankings(given, profile), "blend": blend_of_paper(contraction, influence)}
     chosen = {
         (criterion, count): plan.remove
-        for criterion, ranking in rankings(given, profile).items()
+        for criterion, ranking in ranked.items()
         for count in COUNTS
         if count < layers
         for plan in [ranking.plan(count)]
     }
     _, losses = given.without([*alone, *chosen.values()])
     regret = np.exp([losses[gone].mean() for gone in alone]) - np.exp(dense.mean())
-    contraction, influence = profile.contraction, profile.influence
     scores = {
         "|rho − 1|": np.abs(contraction.rho - 1),
         "|rho − 1|, token pooling": np.abs(contraction.pooled("token").rho - 1),

@@ -10,6 +10,9 @@ import math
 import os
 import resource
 import signal
+import socket
+import subprocess
+import sys
 import types
 import typing
 from collections import Counter
@@ -650,3 +653,16 @@ class Done:
 
 def tree() -> dict[str, bytes | None]:
     return {str(p): p.read_bytes() if p.is_file() else None for p in Path().rglob("*")}
+
+
+def launched_twice(script: Path) -> subprocess.CompletedProcess[str]:
+    """`script` in two processes that know of each other.
+
+    What `accelerate launch` starts for several devices; its --cpu starts one process whatever --num_processes says.
+    """
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = str(free.getsockname()[1])
+    launch = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", "--master_port", port]
+    env = {**os.environ, "OMP_NUM_THREADS": "1"}
+    return subprocess.run([*launch, str(script)], env=env, capture_output=True, text=True, timeout=300)

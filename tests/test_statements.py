@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import itertools
 import json
 import re
 from collections.abc import Iterable
@@ -14,9 +15,10 @@ import pytest
 
 from experiments import abstract
 from experiments.columns import Column
-from experiments.compressions import CompressionTable
+from experiments.compressions import CompressionTable, told
 from experiments.hierarchies import cell
 from experiments.statements import correlation, interval, runs, short, span, table, verdict
+from lyapunov_prune.pruning.plan import PruningPlan
 from lyapunov_prune.sensitivity.sensitivity import Sensitivity
 
 EXPERIMENTS = Path(__file__).resolve().parents[1] / "experiments"
@@ -294,3 +296,20 @@ def test_numbers_as_they_are_written() -> None:
     assert (interval(2.0, 1.5, 2.504), interval(2.0, np.nan, np.nan)) == ("2 (1.5–2.5)", "2")
     assert (verdict(1, "x."), verdict(0, "x.", no="Put right")) == ("**Agrees:** x.", "**Put right:** x.")
     assert cell({"x": 0.2, "x_low": 0.1, "x_high": 0.4}, "x", lambda x: 1 - x) == "0.8 (0.6–0.9)"
+
+
+def test_what_a_plan_by_bi_says_of_the_ends() -> None:
+    scales = importlib.import_module("experiments.38_scales.run")
+    results = [scales.ScalesOnOneText.load(path) for path in sorted(scales.HERE.glob("*.json"))]
+    took = set()
+    for result, count in itertools.product(results, scales.COUNTS):
+        kept, free = (scales._choice(result, "bi", ends, count) for ends in (False, True))
+        if {0, result.measured_on.model.num_layers - 1} & set(free.removed):
+            took.add(result.measured_on.model.name)
+            assert told(kept, free) == "better"
+    assert len(took) == 1
+    plan = PruningPlan.given(results[0].measured_on.model, [0])
+    assert "better with both ends kept (--protect 0,-1; experiments/38_scales, one model)" in (
+        replace(plan, criterion="bi").headline()
+    )
+    assert "ends kept" not in plan.headline()

@@ -11,6 +11,7 @@ from typing import Annotated
 import typer
 
 import lyapunov_prune as lp
+from experiments.blend_of_paper import blend_of_paper
 from experiments.common import Device, DType, draw, load, of_model, read_text
 from experiments.statements import bullets, short, table, verdict
 from lyapunov_prune.data.batch import require_disjoint
@@ -46,7 +47,7 @@ def main(
         "rho": lp.rank_layers(profile, criterion="rho"),
         "rho, token pooling": lp.rank_layers(profile.pooled("token"), criterion="rho"),
         "bi": lp.rank_layers(None, influence, criterion="bi"),
-        "blend": lp.rank_layers(profile, influence, criterion="blend"),
+        "blend": blend_of_paper(profile, influence),
         "from-end": lp.rank_layers(profile, criterion="from-end"),
         "random": lp.rank_layers(profile, criterion="random", seed=0),
     }

@@ -19,9 +19,11 @@ import typer
 from scipy import stats
 
 import lyapunov_prune as lp
+from experiments.blend_of_paper import blend_of_paper
 from experiments.common import Device, DType, draw, job_folder, load, of_model, texts
-from experiments.statements import bullets, interval, short, signed, table
+from experiments.statements import bullets, interval, percent, short, signed, table
 from lyapunov_prune.evaluation.repetition import collapsed, repetition
+from lyapunov_prune.predictions.expectation import TABLE
 from lyapunov_prune.progress import track
 from lyapunov_prune.report.drawing import COLOURS, log_axis, one_panel, svg
 from lyapunov_prune.results.files import write_whole
@@ -54,7 +56,9 @@ def main(
     influence = lp.block_influence(loaded.model, calibration)
     rankings = {
         "kl": lp.ranking.rank_by_divergence(lp.predictions.skip_divergence(loaded.model, calibration)),
-        **{name: lp.rank_layers(profile, influence, criterion=name) for name in SCORES[1:]},
+        "bi": lp.rank_layers(None, influence, criterion="bi"),
+        "rho": lp.rank_layers(profile, criterion="rho"),
+        "blend": blend_of_paper(profile, influence),
     }
     about = {"calibration": encode(calibration.measured_on(loaded.model)), "prompts": f"{PROMPTS} × {PROMPT} + {STEPS}"}
     kept = job_folder(model) / f"prediction-{calibration.text_hash[:16]}"
@@ -171,7 +175,28 @@ def written(folder: Path = HERE) -> dict[str, str]:
         "expected": expected(sets),
         "summary": summary(frame, len(sets)),
         "verdict": found_here(frame, sets),
+        "foretold": foretold(),
     }
+
+
+def foretold() -> str:
+    """How often the table that the package ships is right about sets that it has not seen."""
+    known = json.loads(TABLE.read_text(encoding="utf-8"))
+    rows = []
+    for name, what in (("perplexity", "log perplexity ratio"), ("first_difference", "steps until the texts part")):
+        line = known[name]
+        rows.append([what, signed(line["intercept"]), signed(line["slope"]), signed(line["width"])])
+        rows[-1].append(percent(line["covered"]))
+        rows[-1].append(", ".join(f"{m} {percent(each[name])}" for m, each in known["unseen_model"].items()) or "—")
+    head = ["of", "intercept", "slope", "half width", "held-out sets inside", "sets inside, of a model not fitted"]
+    measured = {m: json.loads((of_model(HERE, m) / "measured.json").read_text("utf-8")) for m in known["models"]}
+    of = [f"{len(each['sets'])} of {m}, on {each['measured_on']['tokens']} tokens" for m, each in measured.items()]
+    return (
+        f"Measured: {'; '.join(of)}. "
+        f"Fitted on {known['fitted']} sets of {', '.join(known['models'])}, {known['held_out']} held out (seed "
+        f"{known['seed']}), from {known['least']:g} to {known['most']:g} nats; intervals of {percent(known['share'])}."
+        f"\n\n{table(head, rows)}"
+    )
 
 
 def setting(content: dict[str, Any], sets: pd.DataFrame) -> str:

@@ -35,6 +35,7 @@ SCORED = 1024  # tokens that the oracle scores every trial on
 CHOSEN_ON = 4096  # tokens that a criterion chooses on
 # `best` as it is, and comparing its sets mended, with twice the forwards to spend.
 CRITERIA, MENDED, HEALED = ("angular", "best"), "best-mended", "angular"
+STEP = 256  # tokens that a step of healing learns from
 TRIED = 3  # steps of healing, to know how long one is
 TIMES = (0.5, 1.0)  # of the oracle's time, for choosing, mending and healing together
 # Set for seven layers of SmolLM2-135M before any of it was measured: perplexity over that of the greedy oracle.
@@ -175,6 +176,7 @@ def mend(model: PreTrainedModel, removed: tuple[int, ...], learnt: lp.TokenBatch
 def heal(model: PreTrainedModel, removed: tuple[int, ...], learnt: lp.TokenBatch, seconds: float) -> Made:
     """From the mended model on, by as many steps as `seconds` hold; what one takes is measured beforehand."""
     student = lp.mend(model, removed, learnt)
+    learnt = replace(learnt, ids=learnt.ids.reshape(-1, STEP))
     before = time.process_time()
     lp.heal(student, model, learnt, steps=TRIED)
     steps = max(1, int(seconds * TRIED / (time.process_time() - before)))

@@ -20,6 +20,7 @@ import pandas as pd
 import typer
 from scipy import stats
 
+from experiments.blend_of_paper import minmax
 from experiments.common import Device, DType, Inputs, inputs
 from experiments.compressions import told
 from experiments.statements import bullets, counted, ratio, runs, short, span, table
@@ -28,11 +29,7 @@ from lyapunov_prune.results.result import MeasuredOn, Result
 
 HERE = Path(__file__).parent
 COUNTS = (2, 4, 7)
-USED = "blend, minmax"  # what the package does
-
-
-def minmax(x: np.ndarray) -> np.ndarray:
-    return (x - x.min()) / np.ptp(x)
+PAPERS = "blend, minmax"
 
 
 def ranks(x: np.ndarray) -> np.ndarray:
@@ -146,7 +143,7 @@ def summary(results: Sequence[ScalesOnOneText]) -> str:
     models = counted(len({r.measured_on.model.name for r in results}), "model")
     texts = counted(len({r.measured_on.text for r in results}), "text")
     ends = _counts([(_choice(r, "bi", False, n), _choice(r, "bi", True, n)) for r, n in cases])
-    scale = _counts([(_choice(r, "blend, robust", True, n), _choice(r, USED, True, n)) for r, n in cases])
+    scale = _counts([(_choice(r, "blend, robust", True, n), _choice(r, PAPERS, True, n)) for r, n in cases])
     return (
         f"On {models} and {texts}, {len(cases)} removals of {COUNTS[0]} to {COUNTS[-1]} layers: `bi` with the first "
         f"and the last layer kept (`--protect 0,-1`) against `bi`: {ends}. A blend on a robust scale against one from "
@@ -161,7 +158,7 @@ def verdict(results: Sequence[ScalesOnOneText]) -> str:
         said = f"{name}, {counted(len(mine), 'text')}, {len(mine) * len(COUNTS)} removals"
         cases = [(r, count) for r in mine for count in COUNTS]
         for scale in list(SCALES)[1:]:
-            pairs = [(_choice(r, f"blend, {scale}", True, n), _choice(r, USED, True, n)) for r, n in cases]
+            pairs = [(_choice(r, f"blend, {scale}", True, n), _choice(r, PAPERS, True, n)) for r, n in cases]
             lines.append(f"{said}: a blend of {scale} against one from 0 to 1: {_counts(pairs)}.")
         for way in dict.fromkeys(c.way for c in mine[0].choices):
             pairs = [(_choice(r, way, False, n), _choice(r, way, True, n)) for r, n in cases]

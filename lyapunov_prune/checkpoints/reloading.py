@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from transformers import PreTrainedModel
 from lyapunov_prune.forward.kept import KeptLogits
 from lyapunov_prune.forward.logits import SAME_LIMIT
 from lyapunov_prune.linalg import lift
+from lyapunov_prune.models.dispatched import bring_weights, offload_folder, placement
 from lyapunov_prune.models.families import POSITION_ATTRIBUTES
 from lyapunov_prune.models.loading import quiet
 from lyapunov_prune.models.structure import find_layers
@@ -30,9 +32,18 @@ class GateCheck:
     detail: str
 
 
-def reload_check(pruned: PreTrainedModel, folder: Path, inputs: list[torch.Tensor]) -> GateCheck:
-    """`pruned` against what plain `from_pretrained` makes of `folder`, where it was saved, on `inputs`."""
-    with quiet():
+def reload_check(
+    pruned: PreTrainedModel,
+    folder: Path,
+    inputs: list[torch.Tensor],
+    changed: Callable[[PreTrainedModel], str] = lambda reloaded: "",
+) -> GateCheck:
+    """`pruned` against what plain `from_pretrained` makes of `folder`, where it was saved, on `inputs`.
+
+    `changed` says what else is wrong with the reloaded model, after its forwards; nothing if empty.
+    """
+    place = placement(pruned)
+    with offload_folder(place) as converted, quiet():
         loaded: Any = loading_class(pruned).from_pretrained(
             folder,
             use_safetensors=True,
@@ -40,10 +51,12 @@ def reload_check(pruned: PreTrainedModel, folder: Path, inputs: list[torch.Tenso
             trust_remote_code=False,
             output_loading_info=True,
             dtype=pruned.dtype,
-            device_map=pruned.device,
+            device_map=place,
+            offload_folder=converted,
             attn_implementation=pruned.config._attn_implementation,
         )
-    reloaded, info = loaded
+        reloaded, info = loaded
+        bring_weights(reloaded)
     reloaded.eval()
     limit = SAME_LIMIT[pruned.dtype]
     for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"):
@@ -51,11 +64,16 @@ def reload_check(pruned: PreTrainedModel, folder: Path, inputs: list[torch.Tenso
             keys = sorted(map(str, info[kind]))
             detail = f"{len(keys)} {kind.replace('_', ' ')} on reloading, first {keys[0]}"
             return GateCheck(RELOADED, False, float("inf"), limit, detail)
-    changed = changed_setting(pruned, reloaded)
-    if changed:
-        return GateCheck(RELOADED, False, float("inf"), limit, changed)
+    setting = changed_setting(pruned, reloaded)
+    if setting:
+        return GateCheck(RELOADED, False, float("inf"), limit, setting)
     _share_rounded_tables(pruned, reloaded)
-    worst = KeptLogits(reloaded, inputs).deviation(KeptLogits(pruned, inputs))
+    with quiet():  # the first forward of packed weights draws a bar
+        kept = KeptLogits(reloaded, inputs)
+    worst = kept.deviation(KeptLogits(pruned, inputs))
+    wrong = changed(reloaded)
+    if wrong:
+        return GateCheck(RELOADED, False, worst, limit, wrong)
     return GateCheck(RELOADED, worst <= limit, worst, limit, "logits after plain from_pretrained")
 
 

@@ -60,8 +60,6 @@ def load_streamed(
     if name.endswith(".gguf"):
         raise LyapunovPruneError(f"{name} is no safetensors file, and only those are streamed; load it whole")
     place = resolve_device(str(device))
-    if place == "balanced":
-        raise LyapunovPruneError("a streamed model runs on one device; give cpu, cuda or mps")
     outline = read_outline(checkpoint_folder(name, offline=offline), name, wanted)
     model, stream = _made(outline, place)
     with status("trying whether the layers can be read one at a time"), stream.trial():

@@ -10,8 +10,10 @@ Allocation = Literal[
 ]  # fmt: skip
 Criterion = Literal["rho", "bi", "blend", "angular", "kl", "oracle", "best", "from-end", "random"]
 Derivative = Literal["difference", "jvp"]
+DeviceMap = Literal["auto"]
 DType = Literal["float32", "bfloat16", "float16", "float64"]
 Format = Literal["plain", "compact"]
+Stored = Literal["plain", "compressed-tensors"]
 Importance = Literal["taylor", "learned"]
 Method = Literal["magnitude", "weight-only", "wanda", "sparsegpt", "svd", "whitened-svd", "balanced", "rtn"]
 Pooling = Literal["energy", "token"]

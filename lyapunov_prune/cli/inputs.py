@@ -39,6 +39,9 @@ def load_inputs(
     from lyapunov_prune.data.text import require_source
 
     require_source(text.text)  # before minutes of loading
+    source.require()
+    if stream:
+        source.require_one_place("--stream")
     if stream and text.batch_size != 1:
         raise LyapunovPruneError("--stream takes all windows through a layer together; leave out --batch-size")
     loaded = source.load(model, merge_adapter=merge_adapter, stream=stream)
@@ -76,6 +79,8 @@ def load_examples(
         loaded, batch = load_inputs(model, source, text)
         return loaded.model, loaded.tokenizer, batch
 
+    source.require_one_place("--images")
+
     from lyapunov_prune.data.image_files import load_images
     from lyapunov_prune.models.classifier_loading import load_classifier
 
@@ -108,11 +113,11 @@ def explain(run: Path, loaded: Loaded, batch: TokenBatch, batch_size: int, resum
     )
 
 
-def require_budget_alone(what: str, otherwise: bool) -> None:
+def require_budget_alone(otherwise: bool) -> None:
     """`otherwise`: something else that is given says what goes already."""
-    if otherwise or what != "layers":
+    if otherwise:
         raise LyapunovPruneError(
-            "--max-kl says how many layers of a MODEL go; give it without --remove, --profile, --keep-period and --what"
+            "--max-kl says how many layers of a MODEL go; give it without --remove, --profile and --keep-period"
         )
 
 

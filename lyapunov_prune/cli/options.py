@@ -64,6 +64,10 @@ class ModelOptions:
     device: Annotated[
         str, model_option(help="cpu, cuda, cuda:1 or mps; auto is the GPU if there is one, else the CPU.")
     ] = "auto"
+    device_map: Annotated[
+        choices.DeviceMap | None,
+        model_option(help="auto spreads the layers over all GPUs, then memory, then the disk; in place of --device."),
+    ] = None
     dtype: Annotated[
         choices.DType | None,
         model_option(help="Of the weights in memory; without a default, as the checkpoint has them."),
@@ -71,14 +75,33 @@ class ModelOptions:
     offline: Annotated[bool, model_option("--offline", help="Never touch the network.")] = False
 
     def load(self, model: str, *, merge_adapter: bool = False, stream: bool = False) -> Loaded:
+        self.require()
         if stream:
+            self.require_one_place("--stream")
             from lyapunov_prune.checkpoints.streamed import load_streamed
 
             return load_streamed(model, dtype=self.dtype, device=self.device, offline=self.offline)
 
         from lyapunov_prune.models.loading import load
 
-        return load(model, dtype=self.dtype, device=self.device, offline=self.offline, merge_adapter=merge_adapter)
+        return load(
+            model,
+            dtype=self.dtype,
+            device=self.device,
+            offline=self.offline,
+            merge_adapter=merge_adapter,
+            device_map=self.device_map,
+        )
+
+    def require(self) -> None:
+        """Raise LyapunovPruneError for two answers to where the model runs."""
+        if self.device_map is not None and self.device != "auto":
+            raise LyapunovPruneError("--device-map places the layers itself; leave out --device")
+
+    def require_one_place(self, option: str) -> None:
+        """Raise LyapunovPruneError for a device map beside `option`, which has none."""
+        if self.device_map is not None:
+            raise LyapunovPruneError(f"{option} takes no device map; leave out --device-map")
 
 
 @dataclass(frozen=True)
@@ -159,6 +182,14 @@ MaxKL = Annotated[
     float | None,
     what_option(
         "--max-kl", help="Instead of --remove: as many as keep KL(dense ‖ pruned) on the text below it, nats a token."
+    ),
+]
+Spend = Annotated[
+    float | None,
+    what_option(
+        "--max-kl",
+        help="Instead of --sparsity or --bits: the most that keeps KL(dense ‖ compressed) on the text below it, nats a "
+        "token, by bisection.",
     ),
 ]
 KeepPeriod = Annotated[
@@ -246,6 +277,17 @@ Pooling = Annotated[
 ]
 Pattern = Annotated[str | None, what_option(help="Keep so many of so many inputs, as 2:4 (then without --sparsity).")]
 GroupSize = Annotated[int | None, what_option(help="Weights that share a grid (rtn); a row if not given.")]
+
+Symmetric = Annotated[
+    bool, what_option("--symmetric", help="Grids around 0 (rtn), without zero points, as packed weights need.")
+]
+Stored = Annotated[
+    choices.Stored,
+    output_option(
+        "--format",
+        help="plain: dense. compressed-tensors: what rtn --symmetric rounds to 4 or 8 bits, packed.",
+    ),
+]
 
 Output = Annotated[Path | None, output_option("--output", "-o", help="Folder for results; runs/MODEL if not given.")]
 Target = Annotated[Path, output_option("--output", "-o", help="Folder of the checkpoint; must be empty.")]

@@ -3,6 +3,7 @@
 - one file a method, named as the method: `magnitude`, `weight_only`, `wanda`, `sparsegpt`, `svd`, `whitened_svd`,
   `balanced`, `rtn`; `masks` holds what several share; `table`: all of them by name, `methods`: called so;
 - `compress`: every matrix of a model, layer by layer; `held_out`: what that costs, for schedules that search;
+- `packed`: what `rtn` rounds as packed integers, in a checkpoint that is smaller;
 - `columns`: Wanda with weighted columns, a scheme that experiment 10 tries.
 
 A new method is a function from a matrix (and what calibration tells of its inputs) to a matrix, in a file of its own,

@@ -27,6 +27,7 @@ from lyapunov_prune.compression.table import METHODS, Method
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.forward.reading import Readable, read
 from lyapunov_prune.linalg import lift
+from lyapunov_prune.models.plain import require_unquantised
 from lyapunov_prune.models.projections import Projection, find_projections
 from lyapunov_prune.models.structure import in_eval_mode
 from lyapunov_prune.profiles.contraction import ContractionProfile
@@ -60,6 +61,22 @@ class CompressedMatrix:
 
 
 @dataclass(frozen=True)
+class Packed:
+    """The weight files of a checkpoint whose rounded matrices are stored as integers, and what they would be dense."""
+
+    format: str
+    bytes: int
+    dense_bytes: int
+
+    def line(self) -> str:
+        return (
+            f"packed integers ({self.format}): {self.bytes / 1e6:,.1f} MB of weights on disk, "
+            f"{self.bytes / self.dense_bytes:.3f} of the {self.dense_bytes / 1e6:,.1f} MB that dense ones take; "
+            "transformers unpacks them on the first forward, so without a kernel for them no time is saved"
+        )
+
+
+@dataclass(frozen=True)
 class CompressionReport(Result):
     """A compression: its method, its allocation, and every matrix.
 
@@ -73,6 +90,8 @@ class CompressionReport(Result):
     allocation: Allocation
     matrices: tuple[CompressedMatrix, ...]
     calibration: MeasuredOn | None
+    symmetric: bool = False  # grids around 0, without a zero point
+    packed: Packed | None = None  # None: dense matrices
 
     def about(self) -> str:
         """What a model card says of it."""
@@ -121,9 +140,11 @@ class CompressionReport(Result):
     def headline(self) -> str:
         extra = f" {self.pattern[0]}:{self.pattern[1]}" if self.pattern else ""
         extra += f", groups of {self.group_size}" if self.group_size else ""
+        extra += ", symmetric" if self.symmetric else ""
+        stored = self.packed.line() if self.packed else "dense matrices: neither memory nor time is saved"
         return (
             f"{self.method}{extra}, {self.allocation.headline()}: {self.zeros:.1%} of the entries are zero. Stored as "
-            "dense matrices: neither memory nor time is saved"
+            f"{stored}"
         )
 
 
@@ -154,6 +175,7 @@ def compress(
     schedule_options: Mapping[str, Any] | None = None,
     pattern: Pattern | str | None = None,
     group_size: int | None = None,
+    symmetric: bool = False,
     batch_size: int = 1,
 ) -> Compressed:
     """A copy of `model` with every matrix of its layers compressed by `method` (`METHODS`).
@@ -162,12 +184,14 @@ def compress(
     and a schedule's name with its parameters in `schedule_options` (`{"least": 0.7}`), or an Allocation that says how
     much of each matrix. Methods that look at activations take them from `batch`, layer by layer, with the layers before
     already compressed (`streaming.py`). A matrix whose amount is 0 stays as it is. Embeddings and head are left alone.
-    `pattern`, (2, 4) or `2:4`, keeps so many of so many inputs; its sparsity need not be given.
+    `pattern`, (2, 4) or `2:4`, keeps so many of so many inputs; its sparsity need not be given. `symmetric` lets `rtn`
+    round to grids around 0 (`rtn.symmetric_grid`), which `packed.write_packed` can write as integers.
 
     Memory: a copy of the model, and the statistics of one layer. `atp-search` compresses once more a trial, on half the
     windows (`held_out.py`). Raises LyapunovPruneError for amounts and options
     that the method does not have, a missing text or profile, and matrices shared between layers.
     """
+    require_unquantised(model)
     pattern = as_pattern(pattern)
     if pattern is not None and sparsity is None and isinstance(allocation, str):
         sparsity = 1 - pattern[0] / pattern[1]
@@ -201,7 +225,9 @@ def compress(
             W, statistics = p.weight(small), statistics_by_name.get(p.name)
             after = W.clone()
             if amount is not None:
-                after = compressed(method, W, statistics, amount, pattern=pattern, group_size=group_size)
+                after = compressed(
+                    method, W, statistics, amount, pattern=pattern, group_size=group_size, symmetric=symmetric
+                )
             done[p.name] = _describe(p, method, W, after, statistics, wanted[p.name], amount)
             W.copy_(after)
 
@@ -217,6 +243,7 @@ def compress(
         method=method,
         pattern=pattern,
         group_size=group_size,
+        symmetric=symmetric,
         allocation=allocation,
         matrices=tuple(done[p.name] for p in projections),
         calibration=None if needs == "nothing" or given is None else given.measured_on(),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 
@@ -20,19 +21,19 @@ from lyapunov_prune.compression.weight_only import weight_only
 from lyapunov_prune.compression.whitened_svd import whitened
 from lyapunov_prune.errors import LyapunovPruneError
 
-# `function(W, statistics, amount, option)`; the option is a pattern, a group size, or None for a rank.
+# `function(W, statistics, amount, **options)`; the options are those of `_OPTIONS` for the kind of amount.
 _FUNCTIONS: dict[str, Callable[..., torch.Tensor]] = {
     "magnitude": lambda W, s, amount, pattern: sparsify(W, amount, pattern),
     "weight-only": lambda W, s, amount, pattern: weight_only(W, amount, pattern),
     "wanda": lambda W, s, amount, pattern: wanda(W, s.norms, amount, pattern),
     "sparsegpt": lambda W, s, amount, pattern: sparsegpt(W, s.gram, amount, pattern),
-    "svd": lambda W, s, amount, _: truncate(W, int(amount), basis(W)),
-    "whitened-svd": lambda W, s, amount, _: whitened(W, s.gram, int(amount)),
-    "balanced": lambda W, s, amount, _: balanced(W, s.gram, s.sensitivity, int(amount)),
-    "rtn": lambda W, s, amount, group_size: round_to_nearest(W, int(amount), group_size),
+    "svd": lambda W, s, amount: truncate(W, int(amount), basis(W)),
+    "whitened-svd": lambda W, s, amount: whitened(W, s.gram, int(amount)),
+    "balanced": lambda W, s, amount: balanced(W, s.gram, s.sensitivity, int(amount)),
+    "rtn": lambda W, s, amount, **grid: round_to_nearest(W, int(amount), **grid),
 }
 _FIELDS = {"nothing": (), "norms": ("norms",), "gram": ("gram",), "sensitivity": ("gram", "sensitivity")}
-_OPTIONS = {"sparsity": "pattern", "bits": "group_size"}
+_OPTIONS: dict[str, tuple[str, ...]] = {"sparsity": ("pattern",), "bits": ("group_size", "symmetric")}
 
 
 def compressed(
@@ -43,11 +44,12 @@ def compressed(
     *,
     pattern: Pattern | None = None,
     group_size: int | None = None,
+    symmetric: bool = False,
 ) -> torch.Tensor:
     """`W` (m × n) compressed by a method of METHODS: same shape, dtype and device, `W` untouched.
 
     `amount` is a sparsity in [0, 1], a rank of 1 or more, or 2 to 8 bits. `pattern` (keep, of) goes with a sparsity,
-    `group_size` with bits. The result may share the memory of `W` where nothing changes.
+    `group_size` and `symmetric` with bits. The result may share the memory of `W` where nothing changes.
 
     Raises LyapunovPruneError for an unknown method, an option it does not have, an amount out of range, statistics
     that are missing, of another shape or not finite, and for weights that are not finite or no matrix.
@@ -56,10 +58,11 @@ def compressed(
         raise LyapunovPruneError(f"unknown method {method!r}; give one of {', '.join(METHODS)}")
     needs, kind = METHODS[method].needs, METHODS[method].amount
     _require_amount(method, kind, amount)
-    options = {"pattern": pattern, "group_size": group_size}
+    options: dict[str, Any] = {"pattern": pattern, "group_size": group_size, "symmetric": symmetric}
+    own = _OPTIONS.get(kind, ())
     for option, value in options.items():
-        if value is not None and _OPTIONS.get(kind) != option:
-            takers = ", ".join(name for name, other in METHODS.items() if _OPTIONS.get(other.amount) == option)
+        if value is not None and value is not False and option not in own:
+            takers = ", ".join(name for name, other in METHODS.items() if option in _OPTIONS.get(other.amount, ()))
             raise LyapunovPruneError(f"method {method} has no {option}; leave it out, or take one of {takers}")
     if W.ndim != 2 or not W.is_floating_point():
         raise LyapunovPruneError(f"{method} compresses a real matrix, not {W.dtype} of shape {tuple(W.shape)}")
@@ -73,7 +76,7 @@ def compressed(
             )
         if not bool(known.isfinite().all()):
             raise LyapunovPruneError(f"the {field} of the calibration holds NaN or infinity; check weights and text")
-    return _FUNCTIONS[method](W.detach(), statistics, amount, options.get(_OPTIONS.get(kind, "")))
+    return _FUNCTIONS[method](W.detach(), statistics, amount, **{option: options[option] for option in own})
 
 
 def rank_for(shape: Sequence[int], sparsity: float) -> int:

@@ -7,6 +7,8 @@ from collections.abc import Callable
 from functools import partial
 
 import torch
+from accelerate import PartialState
+from accelerate.utils import reduce
 from torch import nn
 from transformers import PreTrainedModel
 
@@ -26,14 +28,15 @@ OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
 
 @torch.no_grad()
 def distillation_loss(
-    student: torch.Tensor, teacher: torch.Tensor, temperature: float = 1.0
+    student: torch.Tensor, teacher: torch.Tensor, temperature: float = 1.0, *, of: int | None = None
 ) -> tuple[float, torch.Tensor]:
     """`T²/N Σ_t KL(p_t ‖ q_t)` in nats, and its gradient by the student's logits, `T/N (q − p)`.
 
     `p = softmax(z/T)` of the teacher, `q` of the student; the factor T² keeps the gradient's size when T changes
     (Hinton, Vinyals and Dean, arXiv:1503.02531, §2.1). Logits are tokens × vocabulary (N × V) and finite. The
     gradient has the student's shape, dtype and device; **it is written over `teacher`**, so that no third tensor of
-    this size is ever made. Distributions in float32 or wider, the sum in float64.
+    this size is ever made. Distributions in float32 or wider, the sum in float64. Where these are but a part `of` so
+    many tokens, N counts all of them, and the parts add up.
 
     Raises LyapunovPruneError for different shapes and for a temperature that is not positive.
     """
@@ -42,15 +45,15 @@ def distillation_loss(
             f"logits of shape {tuple(student.shape)} against {tuple(teacher.shape)}; give two tokens × vocabulary"
         )
     require_temperature(temperature)
-    gradient = teacher.to(student.device, student.dtype)
+    gradient, count = teacher.to(student.device, student.dtype), of or len(student)
     total = torch.zeros((), dtype=torch.float64)
     for z, out in zip(student.split(_TOKENS), gradient.split(_TOKENS), strict=True):
         log_q = widen(z).div(temperature).log_softmax(-1)
         log_p = widen(out).div(temperature).log_softmax(-1)
         p = log_p.exp()
         total += (p * (log_p - log_q)).sum(-1).cpu().double().sum()
-        out.copy_((log_q.exp() - p) * (temperature / len(student)))
-    return float(total) * temperature**2 / len(student), gradient
+        out.copy_((log_q.exp() - p) * (temperature / count))
+    return float(total) * temperature**2 / count, gradient
 
 
 class Distillation:
@@ -58,7 +61,8 @@ class Distillation:
 
     By one of OPTIMIZERS, gradients clipped to norm 1, the learning rate rising over the first tenth of the steps, then
     falling along half a cosine. What the next step depends on is `tensors` alone. Both models are used as they are: put
-    them in eval mode, or dropout is learnt.
+    them in eval mode, or dropout is learnt. With `processes` the items of a step go through the models one by one,
+    each process takes its share, and all end the step with the same parameters.
     """
 
     def __init__(
@@ -70,10 +74,12 @@ class Distillation:
         temperature: float,
         steps: int,
         optimizer: str = "adamw",
+        processes: PartialState | None = None,
     ) -> None:
         self.model, self.teacher, self.parameters = model, teacher, parameters
         self.learning_rate, self.temperature, self.steps = learning_rate, temperature, steps
         self.losses: list[float] = []  # before each step taken so far
+        self._processes = processes
         self._optimizer = OPTIMIZERS[optimizer](parameters.values(), lr=learning_rate)
 
     @property
@@ -88,12 +94,19 @@ class Distillation:
         Each prediction counts the same, of a token or of an image. Raises LyapunovPruneError for a loss or gradient
         that is not finite.
         """
-        with torch.no_grad():
-            target = uncached_logits(self.teacher, inputs.to(self.teacher.device)).flatten(0, -2)
-        logits = uncached_logits(self.model, inputs.to(self.model.device)).flatten(0, -2)
-        loss, gradient = distillation_loss(logits, target, self.temperature)
         self._optimizer.zero_grad()
-        logits.backward(gradient)
+        shared = self._processes
+        parts = inputs.split(1) if shared else (inputs,)
+        loss = 0.0
+        for part in parts[shared.process_index :: shared.num_processes] if shared else parts:
+            with torch.no_grad():
+                target = uncached_logits(self.teacher, part.to(self.teacher.device)).flatten(0, -2)
+            logits = uncached_logits(self.model, part.to(self.model.device)).flatten(0, -2)
+            own, gradient = distillation_loss(logits, target, self.temperature, of=len(logits) * len(parts))
+            logits.backward(gradient)
+            loss += own
+        if shared and shared.num_processes > 1:
+            loss = self._added(loss, shared.device)
         norm = nn.utils.clip_grad_norm_(self.parameters.values(), CLIP)
         if not (math.isfinite(loss) and norm.isfinite()):
             raise LyapunovPruneError(
@@ -104,6 +117,17 @@ class Distillation:
             group["lr"] = self.learning_rate * schedule(self.step, self.steps)
         self._optimizer.step()
         self.losses.append(loss)
+
+    def _added(self, loss: float, device: torch.device) -> float:
+        """The losses of all processes together, and at each parameter the sum of all their gradients."""
+        given = list(self.parameters.values())
+        told = [loss, *(p.grad is not None for p in given)]
+        loss, *held = reduce(torch.tensor(told, dtype=torch.float64, device=device), "sum").tolist()
+        for parameter, known in zip(given, held, strict=True):
+            if known:  # what no window reached, as an expert, has no gradient in one process either
+                gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+                parameter.grad = reduce(gradient, "sum")
+        return loss
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """The losses, the parameters, and what the optimizer keeps of each, by `kind/name`."""

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pandas as pd
+from accelerate.utils import broadcast_object_list
 from transformers import PreTrainedModel
 
 from lyapunov_prune.arguments import checked
@@ -23,6 +24,7 @@ from lyapunov_prune.forward.reading import Readable, Reading, read
 from lyapunov_prune.healing.distillation import Distillation
 from lyapunov_prune.healing.state import TrainingState
 from lyapunov_prune.healing.trained import drawn_order, require_trainable, trained
+from lyapunov_prune.models.device import processes_of
 from lyapunov_prune.models.plain import require_plain
 from lyapunov_prune.models.structure import identify, in_eval_mode
 from lyapunov_prune.progress import track
@@ -45,10 +47,11 @@ class HeldOut:
 
 @dataclass(frozen=True)
 class Healing(Result):
-    """What healing did. `losses` holds the distillation loss before each step, of that step's window, in nats a token.
+    """What healing did. `losses` holds the distillation loss before each step, of its windows, in nats a token.
 
-    `rank` is None when all parameters of the layers were trained; `trained` counts them, or those of the factors.
-    `measured_on` is of the pruned model and the text that it learnt from. `held_out` is None without evaluation text.
+    A step takes `per_step` windows. `rank` is None when all parameters of the layers were trained; `trained` counts
+    them, or those of the factors. `measured_on` is of the pruned model and the text that it learnt from. `held_out` is
+    None without evaluation text.
     """
 
     losses: np.ndarray
@@ -59,6 +62,7 @@ class Healing(Result):
     teacher: ModelIdentity
     held_out: HeldOut | None
     measured_on: MeasuredOn
+    per_step: int = 1
 
     @property
     def steps(self) -> int:
@@ -107,6 +111,7 @@ class Healing(Result):
         trained = "all parameters of the layers" if self.rank is None else f"updates of rank {self.rank}"
         held_out = [] if self.held_out is None else [f"held out: {self.held_out.after.measured_on.line()}"]
         rates = f"learning rate {self.learning_rate:g}, temperature {self.temperature:g}"
+        rates += f", {self.per_step} windows a step" if self.per_step > 1 else ""
         return "\n".join([f"Healing by {trained}, {rates}", self.measured_on.line(), *held_out])
 
 
@@ -124,6 +129,7 @@ def heal(
     batch: Readable,
     *,
     steps: int = 100,
+    per_step: int = 1,
     rank: int | None = None,
     learning_rate: float | None = None,
     temperature: float = 1.0,
@@ -135,8 +141,8 @@ def heal(
 ) -> Healed:
     """A copy of `student` trained for `steps` to predict what `teacher` predicts, and a report; both stay untouched.
 
-    Each step takes one window of `batch` (in an order drawn from `seed`, every window once before any twice) and
-    lowers `T²·mean_t KL(teacher ‖ student)` over its tokens (`distillation.py`) by AdamW without weight decay,
+    Each step takes `per_step` windows of `batch` (in an order drawn from `seed`, every window once before any twice)
+    and lowers `T²·mean_t KL(teacher ‖ student)` over their tokens (`distillation.py`) by AdamW without weight decay,
     gradients clipped to norm 1, the learning rate rising for a tenth of the steps and falling along a cosine. Both
     models run without dropout.
 
@@ -145,6 +151,10 @@ def heal(
     often one tensor, and most of their rows stand for tokens that a short text never shows. `learning_rate` is
     1e-4 for the former, 2e-3 for the latter unless given.
 
+    The windows of a step go through the models one by one, their gradients are added. Under `accelerate launch` the
+    processes share them: every one holds both models and ends with the same student, that of one process up to
+    rounding.
+
     The state is kept in `folder` about every 20 seconds and at the end; with `resume` the run goes on from there, and
     on the CPU, with as many threads, ends as if it had never stopped, bit for bit. It holds the trained tensors
     three times over; delete it when the model is saved. A folder that holds anything of that name but no header of
@@ -152,15 +162,22 @@ def heal(
     `batch_size` of its windows in a forward.
 
     Raises LyapunovPruneError for a student in half precision or with adapters or packed weights, another vocabulary,
-    tokens outside it, fewer than one step, text that both batches share, evaluation text that the models were made
-    with, a state of another run, and a loss or gradient that is not finite, naming the step.
+    tokens outside it, fewer than one step, fewer windows of a step than processes, text that both batches share,
+    evaluation text that the models were made with, a state of another run, and a loss or gradient that is not finite,
+    naming the step.
     """
     require_plain(student)
     reading = read(student, batch)
     taught = read(teacher, reading)
     if learning_rate is None:
         learning_rate = FULL_RATE if rank is None else LOW_RANK_RATE
+    processes = processes_of(student)
     _require(reading, taught, steps, learning_rate, temperature)
+    if per_step < processes.num_processes:
+        raise LyapunovPruneError(
+            f"steps of {per_step} windows cannot be shared by {processes.num_processes} (one a process); give as many "
+            "or more (--per-step)"
+        )
     if evaluation is not None:
         evaluation = read(student, evaluation)
         require_disjoint(reading.batch, evaluation.batch)
@@ -168,25 +185,26 @@ def heal(
             require_unseen(model, evaluation.batch)
 
     measured_on = reading.measured_on(seed)
-    settings = {"steps": steps, "rank": rank, "learning_rate": learning_rate, "temperature": temperature}
+    settings: dict[str, Any] = {"steps": steps, "per_step": per_step, "rank": rank}
+    settings |= {"learning_rate": learning_rate, "temperature": temperature}
     about: dict[str, Any] = {}
     if folder is not None:
         weights = {"student": measured_on.model.weights, "teacher": identify(teacher).weights}
         about = {**weights, **encode(measured_on), **settings}
-    with TrainingState(folder, about, resume=resume) as state:
-        tensors = state.load()
+    with TrainingState(folder if processes.is_main_process else None, about, resume=resume) as state:
+        (tensors,) = broadcast_object_list([state.load()])
         if evaluation is not None:  # first, so that text on which a model fails costs no training
             before = perplexity(student, evaluation, batch_size=batch_size, description="perplexity, pruned")
             dense = perplexity(teacher, evaluation, batch_size=batch_size, description="perplexity, dense")
         state.hold()
         model = copy.deepcopy(student)
         with trained(model, rank, seed) as parameters:
-            run = Distillation(model, teacher, parameters, learning_rate, temperature, steps)
+            run = Distillation(model, teacher, parameters, learning_rate, temperature, steps, processes=processes)
             if tensors:
                 run.go_on_from(tensors)
-            order = drawn_order(len(reading.batch.ids), steps, seed)
-            for window in track(order[run.step :], "healing"):
-                run.take_step(reading.batch.ids[[window]])
+            order = drawn_order(len(reading.batch.ids), steps * per_step, seed)
+            for step in track(range(run.step, steps), "healing"):
+                run.take_step(reading.batch.ids[order[step * per_step : (step + 1) * per_step]])
                 if state.is_due():
                     state.save(run.step, run.tensors())
             state.save(run.step, run.tensors())
@@ -203,6 +221,7 @@ def heal(
         teacher=identify(teacher),
         held_out=held_out,
         measured_on=measured_on,
+        per_step=per_step,
     )
     add_step(model, "heal", (measured_on,), student, teacher)
     return Healed(model, report)

@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.healing.low_rank import low_rank_updates
+from lyapunov_prune.models.dispatched import is_dispatched
 from lyapunov_prune.models.structure import find_layers
 
 
@@ -39,11 +40,15 @@ def trained(model: PreTrainedModel, rank: int | None, seed: int) -> Iterator[dic
 
 
 def require_trainable(model: PreTrainedModel, called: str) -> None:
-    """Raise LyapunovPruneError for a model with half-precision parameters; the line says what it is `called`."""
+    """Raise LyapunovPruneError for half-precision parameters, or several places; the line says what is `called` so."""
     narrow = next((p.dtype for p in model.parameters() if p.dtype not in (torch.float32, torch.float64)), None)
     if narrow is not None:
         raise LyapunovPruneError(
             f"{called} is in {str(narrow).removeprefix('torch.')}, which loses small steps; load it in float32"
+        )
+    if is_dispatched(model):
+        raise LyapunovPruneError(
+            f"{called} is spread over several places, and training needs it on one; load it without a device map"
         )
 
 

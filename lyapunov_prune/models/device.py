@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import os
+from datetime import timedelta
 
 import psutil
 import torch
+from accelerate import PartialState
+from transformers import PreTrainedModel
 
 from lyapunov_prune.errors import LyapunovPruneError
-
-# accelerate's word for a model that is spread over all GPUs.
-SPREAD = "balanced"
 
 
 def resolve_device(name: str) -> str:
@@ -24,9 +24,15 @@ def resolve_device(name: str) -> str:
         name = "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
     if name == "cuda" and "LOCAL_RANK" in os.environ:
         name = f"cuda:{os.environ['LOCAL_RANK']}"
-    if name != SPREAD and not _usable(name):
+    if not _usable(name):
         raise LyapunovPruneError(f"there is no device {name} here; give cpu, cuda, cuda:1, mps or auto")
     return name
+
+
+def processes_of(model: PreTrainedModel) -> PartialState:
+    """The processes that `accelerate launch` started, which share work on `model`; they wait for the slowest."""
+    # Without `cpu` those of a machine that has no GPU would not know of each other.
+    return PartialState(cpu=model.device.type == "cpu", timeout=timedelta(days=30))
 
 
 def free_memory(device: str) -> int:

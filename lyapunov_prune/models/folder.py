@@ -20,6 +20,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.models.compact import CLASSIFIERS, MODULE, PREFIX, compact_classes, family_of
+from lyapunov_prune.models.packed import is_unpacked
 from lyapunov_prune.models.plain import UNPACK, quantisation
 from lyapunov_prune.models.structure import LAYER_COUNTS
 from lyapunov_prune.models.weight_files import weight_files
@@ -34,16 +35,19 @@ _MOST_LAYERS = 10**4  # they are built before a weight is looked for
 _CHOICES = ("attn_implementation", "experts_implementation")
 
 
-def require_loadable(folder: Path, *, images: bool = False) -> None:
-    """Raise LyapunovPruneError unless `folder` holds a decoder's config and whole safetensors weights, its own.
+def require_loadable(folder: Path, *, images: bool = False, unpacked: bool = False) -> PreTrainedConfig:
+    """The config in `folder`, which holds a decoder and whole safetensors weights, its own; else LyapunovPruneError.
 
-    With `images` it has to be an image classifier's. The weights are those that transformers would take; of each file
-    the header and the size are looked at.
+    With `images` it has to be an image classifier's, with `unpacked` it may be packed (`packed.is_unpacked`). The
+    weights are those that transformers would take; of each file the header and the size are looked at.
     """
     for path in folder.iterdir():
         require_file(path)
     require_no_adapter_config(folder)
     config = _config(folder)
+    packed = quantisation(config)
+    if packed and not (unpacked and is_unpacked(config)):
+        raise LyapunovPruneError(f"the weights in {folder} are {packed}; {UNPACK}")
     (_require_classifier if images else _require_decoder)(folder, config)
     for choice in _chosen(vars(config)):
         if choice not in _BUILT_IN:
@@ -60,6 +64,7 @@ def require_loadable(folder: Path, *, images: bool = False) -> None:
         with loading_errors(folder / _GENERATION):
             if not isinstance(json.loads((folder / _GENERATION).read_text(encoding="utf-8")), dict):
                 raise ValueError("it is no JSON object")
+    return config
 
 
 def require_no_adapter_config(folder: Path) -> None:
@@ -103,9 +108,6 @@ def _config(folder: Path) -> PreTrainedConfig:
     window = getattr(text, "sliding_window", None)
     if window is not None and not (type(window) is int and 0 <= window < 2**31):
         raise LyapunovPruneError(f"the config in {folder} has a sliding_window that is no number of tokens; mend it")
-    packed = quantisation(config)
-    if packed:
-        raise LyapunovPruneError(f"the weights in {folder} are {packed}; {UNPACK}")
     return config
 
 

@@ -7,7 +7,7 @@ import importlib.util
 import logging
 import os
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, redirect_stderr
 from dataclasses import dataclass
 from functools import partial
@@ -33,9 +33,13 @@ from lyapunov_prune.models.cache import BUILTIN as BUILTIN
 from lyapunov_prune.models.cache import BUILTIN_VERSION, PLACE, Entry, builtin_place
 from lyapunov_prune.models.compact import is_compact
 from lyapunov_prune.models.device import resolve_device
+from lyapunov_prune.models.dispatched import bring_weights, known_map, offload_folder, require_placed
 from lyapunov_prune.models.families import JUDGED
 from lyapunov_prune.models.folder import first_line, loading_errors, require_loadable, require_no_adapter_config
+from lyapunov_prune.models.packed import require_scales, unpacking
+from lyapunov_prune.models.plain import quantisation, require_unquantised
 from lyapunov_prune.models.structure import Structure, find_structure, require_causal
+from lyapunov_prune.models.weight_files import weight_files
 from lyapunov_prune.progress import status
 from lyapunov_prune.results.files import whole_folder
 from lyapunov_prune.results.history import keep_history, read_history
@@ -72,20 +76,32 @@ def load(
     device: str | torch.device = "cpu",
     offline: bool = False,
     merge_adapter: bool = False,
+    device_map: str | Mapping[str, int | str] | None = None,
 ) -> Loaded:
     """Load a decoder and its tokenizer, in eval mode.
 
     `name`: a hub id, a local folder, a `.gguf` file, or `smollm2-135m`. `dtype` as in torch (`float32`,
-    `bfloat16`, …); None keeps the checkpoint's. `device` as in torch, `auto` for the GPU if there is
-    one, or `balanced` to let accelerate spread the layers over all GPUs. Only safetensors and GGUF weights are read
-    and no code from a checkpoint is run. With `merge_adapter`, `name` holds LoRA adapters, which are added to the
-    weights of the model they were made for.
+    `bfloat16`, …); None keeps the checkpoint's. `device` as in torch, or `auto` for the GPU if there is one. Only
+    safetensors and GGUF weights are read and no code from a checkpoint is run. With `merge_adapter`, `name` holds LoRA
+    adapters, which are added to the weights of the model they were made for.
+
+    `device_map` spreads the layers over all that the machine has, in place of `device`: `auto` over the GPUs, then
+    memory, then the disk, as accelerate does; or a place (`cpu`, `disk`, a GPU's number) by name of module. What lies
+    on the disk is read from the checkpoint's own files while it is looked at.
 
     Raises LyapunovPruneError with the remedy for anything that cannot be loaded whole.
     """
     wanted = known_dtype(dtype)
     name = str(name)
-    options: dict[str, Any] = {"dtype": wanted or "auto", "device_map": resolve_device(str(device))}
+    options: dict[str, Any] = {"dtype": wanted or "auto"}
+    if device_map is None:
+        options["device_map"] = resolve_device(str(device))
+    else:
+        if str(device) not in ("auto", "cpu"):
+            raise LyapunovPruneError("a device map places the layers itself; leave out the device")
+        if merge_adapter:
+            raise LyapunovPruneError("adapters are merged on one device; leave out the device map")
+        options["device_map"] = known_map(device_map)
     if name.endswith(".gguf"):
         loaded = _load_gguf(Path(name), options | {"dtype": wanted or torch.float32})
     elif merge_adapter:
@@ -165,14 +181,22 @@ def builtin_folder() -> Path:
 
 def _load_folder(folder: Path, options: dict[str, Any]) -> Loaded:
     with quiet():  # what is wrong with a config is said in one line
-        require_loadable(folder)
+        config = require_loadable(folder, unpacked=options["device_map"] != "meta")
+    packed = quantisation(config)
+    if packed:
+        options = options | unpacking()
+        with loading_errors(folder):
+            require_scales(weight_files(folder, getattr(config, "transformers_weights", None)), config)
     loaded = _load_whole(folder, folder, {}, options | {"use_safetensors": True})
+    if packed:  # transformers forgets it, and what would change the weights is refused by it
+        loaded.model.config.quantization_config = config.quantization_config
     keep_history(loaded.model, read_history(folder))
     return loaded
 
 
 def _load_merged(folder: Path, options: dict[str, Any], offline: bool) -> Loaded:
     base = _load_folder(checkpoint_folder(base_of(folder), offline=offline), options)
+    require_unquantised(base.model)
     with quiet():
         adapted = attach_adapters(base.model, folder)
     return Loaded.of(merge_adapters(adapted), base.tokenizer)
@@ -246,11 +270,22 @@ def _load_whole(where: Path, folder: Path, source: dict[str, Any], options: dict
 
 def load_weights(auto: Any, where: Path, folder: Path, options: dict[str, Any], wanted: str) -> PreTrainedModel:
     """The model in `folder` by a class of transformers' `auto`, refused if a weight would have to be made up."""
-    with loading_errors(where), quiet():
-        loaded: Any = auto.from_pretrained(
-            folder, output_loading_info=True, ignore_mismatched_sizes=True, **_PLAIN_OUTPUT, **options
-        )
-    model, info = loaded
+    if isinstance(options["device_map"], dict):
+        with loading_errors(where), quiet():
+            bare = auto.from_pretrained(folder, **_PLAIN_OUTPUT, **options | {"device_map": "meta"})
+        require_placed(bare, options["device_map"])
+    with offload_folder(options["device_map"]) as converted:
+        with loading_errors(where), quiet():
+            loaded: Any = auto.from_pretrained(
+                folder,
+                output_loading_info=True,
+                ignore_mismatched_sizes=True,
+                offload_folder=converted,
+                **_PLAIN_OUTPUT,
+                **options,
+            )
+        model, info = loaded
+        bring_weights(model)
     broken = sorted(info["missing_keys"]) + sorted(str(key[0]) for key in info["mismatched_keys"])
     if broken:
         raise LyapunovPruneError(

@@ -13,18 +13,27 @@ from torch.nn.utils.parametrize import is_parametrized
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from lyapunov_prune.errors import LyapunovPruneError
+from lyapunov_prune.models.dispatched import bring_weights
 from lyapunov_prune.models.streamed import require_not_streamed
 from lyapunov_prune.models.structure import Structure, find_layers
 
 
 def require_plain(model: PreTrainedModel) -> None:
-    """Raise LyapunovPruneError for attached adapters, and for quantised, offloaded and parametrised weights."""
+    """Raise LyapunovPruneError for adapters, and for weights that are quantised, parametrised or nowhere."""
     require_no_adapters(model)
+    require_unquantised(model)
+    require_in_memory(model)
+    require_parameters(find_layers(model))
+
+
+def require_unquantised(model: nn.Module) -> None:
+    """Raise LyapunovPruneError for the model of a quantised checkpoint, unpacked on loading or not.
+
+    What is made of it would be dense, and as rough as the integers were.
+    """
     method = quantisation(getattr(model, "config", None))
     if method:
         raise LyapunovPruneError(f"the weights are {method}; {UNPACK}")
-    require_in_memory(model)
-    require_parameters(find_layers(model))
 
 
 def require_no_adapters(model: nn.Module) -> None:
@@ -59,12 +68,14 @@ def _made_by_hooks(module: nn.Module) -> list[str]:
 
 
 def require_in_memory(model: nn.Module) -> None:
+    """Raise LyapunovPruneError for weights that are nowhere; those that accelerate has offloaded are brought."""
     require_not_streamed(model)
+    bring_weights(model)
     elsewhere = [name for name, p in model.named_parameters() if p.is_meta]
     if elsewhere:
         raise LyapunovPruneError(
-            f"{len(elsewhere)} weights are offloaded to another device or to disk ({elsewhere[0]}, …); load the model "
-            "whole (device_map='cpu'), or prune its checkpoint with --on-disk"
+            f"{len(elsewhere)} weights hold no numbers ({elsewhere[0]}, …); load the model whole "
+            "(lyapunov_prune.load), or prune its checkpoint with --on-disk"
         )
 
 

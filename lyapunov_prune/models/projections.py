@@ -20,6 +20,7 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from lyapunov_prune.errors import LyapunovPruneError
+from lyapunov_prune.models.dispatched import bring_weights
 from lyapunov_prune.models.plain import require_no_adapters, require_parameters
 from lyapunov_prune.models.structure import Structure, find_structure
 
@@ -61,10 +62,10 @@ class Projection:
 def find_projections(model: PreTrainedModel) -> tuple[Projection, ...]:
     """Every matrix of every layer, in order.
 
-    Raises LyapunovPruneError for weights that are not in memory as plain matrices (quantised, offloaded,
-    parametrised) or have adapters attached.
+    Raises LyapunovPruneError for weights that are no plain matrices (quantised, parametrised) or have adapters.
     """
     require_no_adapters(model)
+    bring_weights(model)
     projections = structure_projections(find_structure(model))
     if not projections:
         raise LyapunovPruneError(f"{type(model).__name__} holds no linear projections in its layers; nothing to check")

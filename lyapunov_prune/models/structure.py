@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.models.compact import family_of
 from lyapunov_prune.models.digest import weight_digests
+from lyapunov_prune.models.dispatched import bring_weights
 from lyapunov_prune.models.held import held
 from lyapunov_prune.models.streamed import stream_of
 from lyapunov_prune.results.result import ModelIdentity
@@ -156,6 +157,7 @@ def identify(model: PreTrainedModel, weights: dict[str, str] | None = None) -> M
     """
     stream = stream_of(model)
     if weights is None:
+        bring_weights(model)
         weights = weight_digests(model) if stream is None else stream.digests
     structure = find_layers(model)
     digest = hashlib.sha256()

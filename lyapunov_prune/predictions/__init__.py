@@ -3,6 +3,7 @@
 - `divergence`: one layer skipped; `spaces`: the measures; `hierarchy`: h → z → p at each decoding step;
 - `remainders`: how far the estimates of its angles can be off;
 - `generation`, `attention_paths`: two models writing on their own; `history`: one reads the other's text;
+- `expectation`: what a measured divergence has meant for perplexity and generated text;
 - `choices`: the same items answered by both; `verdict`: which kinds of task are spared.
 """
 

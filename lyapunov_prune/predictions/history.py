@@ -21,14 +21,24 @@ from lyapunov_prune.linalg import lift
 from lyapunov_prune.models.structure import identify, in_eval_mode
 from lyapunov_prune.predictions.divergence import log_softmax
 from lyapunov_prune.predictions.generation import end_tokens
-from lyapunov_prune.predictions.spaces import PROBABILITIES, prediction_measures
+from lyapunov_prune.predictions.spaces import PROBABILITIES, prediction_measures, turn
 from lyapunov_prune.progress import track
 from lyapunov_prune.results.result import MeasuredOn, ModelIdentity, Result
 
 READ = ("dense text", "own text")
 # Positions whose logits are formed at once.
 _ROWS = 64
-_MEASURES = ("logit_change", "probability", "probability_estimate", "kl_estimate", "kl", "flipped", "certain")
+_MEASURES = (
+    "hidden",
+    "logit",
+    "logit_change",
+    "probability",
+    "probability_estimate",
+    "kl_estimate",
+    "kl",
+    "flipped",
+    "certain",
+)
 
 
 @dataclass(frozen=True)
@@ -42,6 +52,8 @@ class HistoryDivergence(Result):
     row 1 it reads what it has written itself: its generated context differs too, the third term of eq. 70. With
     `d = Δz/T`, `p = softmax(z/T)` and `q` of the compressed model:
 
+    - `hidden` and `logit`: `1 − cos` of the state that the head reads, behind the final norm, and of z; `hidden` is NaN
+      for models of two widths;
     - `logit_change = ‖Δz‖ / ‖z‖`;
     - `kl = KL(p‖q)` in nats beside its estimate `kl_estimate = Var_p(d)/2` (Theorem 3);
     - `probability = 1 − cos(p, q)` beside `probability_estimate = Var_r(d)/2`, `r_i = p_i²/‖p‖²` (Theorem 2).
@@ -55,6 +67,8 @@ class HistoryDivergence(Result):
     prompts in the means; at 0 they are NaN.
     """
 
+    hidden: np.ndarray
+    logit: np.ndarray
     logit_change: np.ndarray
     probability: np.ndarray
     probability_estimate: np.ndarray
@@ -82,6 +96,12 @@ class HistoryDivergence(Result):
         seen = self.running > 0
         return float(self.kl[0, seen].mean()), float(self.kl[1, seen].mean())
 
+    def spaces(self) -> tuple[float, float, float]:
+        """`1 − cos` of h, z and p where it reads the dense text: means over the steps at which a prompt is running."""
+        seen = self.running > 0
+        hidden, logit, probability = (x[0, seen].mean() for x in (self.hidden, self.logit, self.probability))
+        return float(hidden), float(logit), float(probability)
+
     def to_frame(self) -> pd.DataFrame:
         """A row a reading and step."""
         steps = len(self.running)
@@ -102,10 +122,12 @@ class HistoryDivergence(Result):
 
     def headline(self) -> str:
         direct, own = self.mean_kl()
+        hidden, logit, probability = self.spaces()
         return (
             f"Direct error and diverged history, {len(self.running)} steps, T = {self.temperature:g}, against "
             f"{self.compressed.name}: KL {direct:.3g} nats where it reads the dense text, {own:.3g} where it reads its "
-            f"own\n{self.measured_on.line()}"
+            f"own; 1 − cos where it reads the dense text: state {hidden:.3g}, logits {logit:.3g}, probabilities "
+            f"{probability:.3g}\n{self.measured_on.line()}"
         )
 
 
@@ -188,12 +210,21 @@ def _measures(
             )
         if not (z.isfinite().all() and z2.isfinite().all()):
             raise LyapunovPruneError("logits are not finite; load the models in a wider dtype")
+        turned = turn(h, h2)[0].cpu() if h.shape == h2.shape else torch.full((len(h),), torch.nan)
         moved = (z2 - z).norm(dim=-1) / z.norm(dim=-1)
         log_p = log_softmax(z, temperature)
         of = dict(zip(PROBABILITIES, prediction_measures(log_p, log_softmax(z2, temperature)), strict=True))
         first, second = log_p.exp().topk(2, dim=-1).values.T
         may_spend = (first - second).square() / 2
         flipped = z.argmax(-1) != z2.argmax(-1)
-        known = [moved, *(of[name] for name in _MEASURES[1:5]), flipped, of["kl"] < may_spend, may_spend]
+        known = [
+            turned,
+            turn(z, z2)[0],
+            moved,
+            *(of[name] for name in _MEASURES[3:7]),
+            flipped,
+            of["kl"] < may_spend,
+            may_spend,
+        ]
         parts.append(torch.stack([x.double() for x in known]))
     return torch.cat(parts, dim=-1)

@@ -108,7 +108,7 @@ def turns(structure: Structure, inputs: Sequence[torch.Tensor]) -> np.ndarray:
             norm = token_energy(hidden).sqrt()
             unit = hidden / norm.clamp_min(torch.finfo(torch.float32).tiny).unsqueeze(-1).to(hidden)
             if before:
-                old_unit, old = before.pop()
+                old_unit, old = (x.to(hidden.device) for x in before.pop())  # of the layer before, maybe elsewhere
                 turned = token_energy(unit - old_unit) / 2
                 moved = ((norm - old).square() + 2 * norm * old * turned).sqrt() / old
                 sums.append(torch.stack([turned.mean(-1), moved.mean(-1)]))

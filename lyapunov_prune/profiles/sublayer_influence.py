@@ -123,7 +123,7 @@ def _watched(
         return lambda module, args, kwargs, output: added[branch].append(hidden_of(output))
 
     def finish(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-        before = layer_input(args, kwargs)
+        before = layer_input(args, kwargs).to(hidden_of(output).device)  # the layer before may be elsewhere
         if sublayers.parallel:
             steps = [(before, before + torch.cat(pieces).view_as(before)) for pieces in added if pieces]
         else:

@@ -188,7 +188,7 @@ class PruningPlan(Result):
         return "\n".join(filter(None, (self.sentence(), self.stability())))
 
     def stability(self) -> str:
-        """How firm the choice is, as far as it is known: a line for `picked`, another where two scores are one."""
+        """How firm the choice is, as far as it is known: of `picked`, of two scores that are one, of an end by `bi`."""
         lines = []
         if self.picked is not None:
             goes = self.touched
@@ -200,6 +200,12 @@ class PruningPlan(Result):
         if self.tied:
             last, first = self.tied
             lines.append(f"Layers {last} and {first} have one score: that {last} goes is their order in the model")
+        ends = [end for end in (0, self.model.num_layers - 1) if end in self.remove]
+        if self.criterion == "bi" and ends:
+            lines.append(
+                f"Layer {ends[0]} is at an end of the model: wherever bi chose one, it was better with both ends kept "
+                "(--protect 0,-1; experiments/38_scales, one model)"
+            )
         return "\n".join(lines)
 
     def sentence(self, format: str = "plain") -> str:

@@ -29,7 +29,7 @@ def remove_layers(model: PreTrainedModel, plan: PruningPlan | Sequence[int]) -> 
 
     Raises LyapunovPruneError for a bad plan, a plan for another model, a removal that the family's checkpoint
     format cannot express, a decoder that fails the gate, and a model that is not its plain weights (adapters,
-    quantised or offloaded weights).
+    quantised weights).
     """
     return _handed_out(model, cut(model, plan), plan)
 

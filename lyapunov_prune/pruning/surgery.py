@@ -46,7 +46,7 @@ def cut(
     Raises LyapunovPruneError for a bad plan, a plan for another model, `merged` of other layers than the plan's, a
     block that cannot hold a merged matrix, a removal that the family's checkpoint format cannot express, a decoder
     inside a multimodal model that text alone cannot judge, and a model that is not its plain weights (adapters,
-    quantised, offloaded or parametrised weights).
+    quantised or parametrised weights).
     """
     require_plain(model)
     plan = as_plan(model, plan)

@@ -6,7 +6,7 @@
 - `best`: the sets that all of them propose (`candidates`), checked by the loss, and a search from there;
 - `tried`: what such a search has tried;
 - `stability`: how often a layer is picked when the windows are drawn anew, and ties;
-- `budget`: as many layers as a divergence allows.
+- `budget`: as many layers, or parts of layers, as a divergence allows; `amount`: as much of every matrix.
 
 A new criterion gets a row in `criteria.CRITERIA`, which the command line, its help and the tests read; if it measures
 what no other does, also a case in `rank`.

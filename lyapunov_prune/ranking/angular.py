@@ -138,7 +138,7 @@ def _cosines(states: Sequence[torch.Tensor]) -> np.ndarray:
     """`Σ_t cos` between the states (tokens × width) of one window at all boundaries, (L + 1, L + 1)."""
     sums = torch.zeros(len(states), len(states), dtype=torch.float64, device=lift(states[0][:0]).device)
     for block in zip(*(state.split(_TOKENS) for state in states), strict=True):
-        H = lift(torch.stack(block))
+        H = lift(torch.stack([state.to(block[0].device) for state in block]))
         norm = torch.linalg.vector_norm(H, dim=-1, keepdim=True)
         U = (H / norm.clamp_min(torch.finfo(torch.float32).tiny)).flatten(1)
         sums += U @ U.T

@@ -1,8 +1,11 @@
-"""Remove layers in a given order until the prediction has moved as far as it may."""
+"""Remove layers, or their attention or MLP, in a given order until the prediction has moved as far as it may."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 
 import numpy as np
 import pandas as pd
@@ -11,27 +14,30 @@ from transformers import PreTrainedModel
 
 from lyapunov_prune.arguments import checked
 from lyapunov_prune.errors import LyapunovPruneError
+from lyapunov_prune.forward.branches import Branch
 from lyapunov_prune.forward.logits import require_temperature
-from lyapunov_prune.forward.reading import Readable, read
+from lyapunov_prune.forward.reading import Readable, Reading, read
+from lyapunov_prune.forward.sublayers import named_branches, silent
 from lyapunov_prune.models.structure import identify, in_eval_mode
-from lyapunov_prune.predictions.divergence import divergences_without
+from lyapunov_prune.predictions.divergence import Change, divergences_of
 from lyapunov_prune.profiles.contraction import floor_note
 from lyapunov_prune.pruning.plan import PruningPlan
 from lyapunov_prune.ranking.criteria import require_budget
 from lyapunov_prune.ranking.ranking import LayerRanking
 from lyapunov_prune.results.result import MeasuredOn, Result
 
-# Numbers of layers measured at once, with the dense logits formed once; what lies behind the budget is wasted.
+# Sets measured at once, with the dense logits formed once; what lies behind the budget is wasted.
 _TOGETHER = 4
 
 
 @dataclass(frozen=True)
 class BudgetedRemoval(Result):
-    """The first `n = 1, 2, …` layers of `ranking` removed together, up to the first `n` that is over `max_kl`.
+    """What `ranking` ranks removed of its first `n = 1, 2, …` layers together, up to the first `n` over `max_kl`.
 
     (n,) float64, means over every position of a window but its last, with `p` of the dense model and `q` of the one
-    without the `n` layers, both at `temperature`: `kl = KL(p‖q)` in nats, `flipped` the share of positions whose
-    likeliest token is another one. The last row is over the budget, unless all layers but one went.
+    without those parts, both at `temperature`: `kl = KL(p‖q)` in nats, `flipped` the share of positions whose
+    likeliest token is another one. The last row is over the budget, unless all went that can: all layers but one,
+    or every attention or MLP.
     """
 
     ranking: LayerRanking
@@ -59,9 +65,11 @@ class BudgetedRemoval(Result):
     def plan(self) -> PruningPlan:
         """The plan that removes them. Raises LyapunovPruneError when the first layer alone is over the budget."""
         if self.within == 0:
+            part = {"layers": "layer", "mlp": "MLP"}.get(self.ranking.what, self.ranking.what)
+            first = f"layer {self.ranking.order[0]}" if part == "layer" else f"that of layer {self.ranking.order[0]}"
             raise LyapunovPruneError(
-                f"no layer can go within {self.max_kl:g} nats a token: the first, layer {self.ranking.order[0]}, "
-                f"costs {self.kl[0]:.3g}; raise the budget"
+                f"no {part} can go within {self.max_kl:g} nats a token: the first, {first}, costs {self.kl[0]:.3g}; "
+                "raise the budget"
             )
         plan = self.ranking.plan(self.within)
         known = self.measured_on.text_hash in {on.text_hash for on in plan.measured_on}
@@ -74,8 +82,9 @@ class BudgetedRemoval(Result):
         return pd.DataFrame({**columns, "kl": self.kl, "flipped": self.flipped, "within": self.kl <= self.max_kl})
 
     def headline(self) -> str:
+        parts = {"layers": "layers", "attention": "attentions", "mlp": "MLPs"}[self.ranking.what]
         return (
-            f"{self.within} layers by {self.ranking.criterion} within {self.max_kl:g} nats a token, "
+            f"{self.within} {parts} by {self.ranking.criterion} within {self.max_kl:g} nats a token, "
             f"T = {self.temperature:g}{floor_note(self.ranking.below_floor)}\n{self.measured_on.line()}"
         )
 
@@ -94,30 +103,51 @@ def remove_under_budget(
 ) -> BudgetedRemoval:
     """Pass over the first layers of `ranking`, more and more of them, until `KL(p‖q)` on `batch` exceeds `max_kl`.
 
-    Every forward begins at its first removed layer with the dense state. One layer always stays. The model is
-    untouched; what was within the budget on `batch` need not be so on other text.
+    Every forward begins at its first removed layer with the dense state. Attentions and MLPs are silenced where they
+    end; of whole layers one always stays. The model is untouched; what was within the budget on `batch` need not be so
+    on other text.
 
     Raises NonFiniteError naming the layer when the dense model is not finite, and LyapunovPruneError when `max_kl` is
-    not a number above 0, for a ranking of another model or of parts of layers, a model of one layer, a temperature
-    that is not above 0, and logits that are not a function of the final state.
+    not a number above 0, for a ranking of another model, whole layers of a model of one, weights of sublayers that are
+    not in memory as plain matrices, a temperature that is not above 0, and logits that are not a function of the final
+    state.
     """
     require_budget(max_kl)
     require_temperature(temperature)
     if not ranking.model.same_as(identify(model)):
         raise LyapunovPruneError(f"this ranking is of {ranking.model.name}; rank the layers of this model")
-    if ranking.what != "layers":
-        raise LyapunovPruneError(f"a budget is spent on whole layers; rank them, not {ranking.what}")
     reading = read(model, batch)
-    if reading.structure.num_layers < 2:
-        raise LyapunovPruneError(f"{ranking.model.name} has one layer, and one has to stay")
-    most = min(reading.structure.num_layers - 1, len(ranking.order))
+    most = len(ranking.order)
+    if ranking.what == "layers":
+        if reading.structure.num_layers < 2:
+            raise LyapunovPruneError(f"{ranking.model.name} has one layer, and one has to stay")
+        most = min(reading.structure.num_layers - 1, most)
+    changes = _removals(reading, ranking, most)
     costs = np.empty((0, 2))
     while len(costs) < most and (costs[:, 0] <= max_kl).all():
         counts = range(len(costs) + 1, min(len(costs) + _TOGETHER, most) + 1)
-        sets = [ranking.order[:n] for n in counts]
-        description = f"removing {counts[0]} to {counts[-1]} layers"
-        means = divergences_without(reading, sets, temperature, batch_size, description)
+        description = f"removing {counts[0]} to {counts[-1]} {ranking.what}"
+        some = [changes[n - 1] for n in counts]
+        means = divergences_of(reading, some, temperature, batch_size, description)
         costs = np.concatenate([costs, means[:, [1, 3]]])
     over = np.flatnonzero(~(costs[:, 0] <= max_kl))  # NaN is over any budget
     kl, flipped = costs[: over[0] + 1 if len(over) else None].T.copy()
     return BudgetedRemoval(ranking, kl, flipped, float(max_kl), float(temperature), reading.measured_on())
+
+
+def _removals(reading: Reading, ranking: LayerRanking, most: int) -> list[Change]:
+    """The model without the first 1, 2, …, `most` of the ranking."""
+    sets = [ranking.order[:n] for n in range(1, most + 1)]
+    if ranking.what == "layers":
+        return [(min(gone), partial(reading.prefix.without, gone)) for gone in sets]
+    attention, mlp = (ranking.order if ranking.what == kind else () for kind in ("attention", "mlp"))
+    branches = {i: branch for i, _, branch in named_branches(reading.model, attention, mlp)}
+    return [(min(gone), partial(_all_silent, [branches[i] for i in gone])) for gone in sets]
+
+
+@contextmanager
+def _all_silent(branches: list[Branch]) -> Iterator[None]:
+    with ExitStack() as stack:
+        for branch in branches:
+            stack.enter_context(silent(branch))
+        yield

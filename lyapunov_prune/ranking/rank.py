@@ -16,6 +16,7 @@ from lyapunov_prune.models.streamed import stream_of
 from lyapunov_prune.models.structure import identify, in_eval_mode
 from lyapunov_prune.predictions.divergence import skip_divergence, sublayer_divergence
 from lyapunov_prune.profiles.contraction import require_above_rounding
+from lyapunov_prune.profiles.influence import block_influence
 from lyapunov_prune.profiles.profile import HOW, LayerProfile, profile_layers
 from lyapunov_prune.profiles.sublayer_influence import sublayer_influence
 from lyapunov_prune.ranking.angular import angular_distance
@@ -146,8 +147,7 @@ def _profile(asked: _Asked) -> Measured:
         return rank_layers(profile.contraction, profile.influence, criterion=by, alpha=alpha, protect=protect)
 
     def measure() -> LayerProfile:
-        if "rho" in CRITERIA[asked.criterion].needs:
-            require_above_rounding(reading.model, reading)
+        require_above_rounding(reading.model, reading)
         profile = profile_layers(reading.model, reading, **how, batch_size=asked.batch_size)
         ranked(profile)  # one that is refused is not kept
         return profile
@@ -157,6 +157,11 @@ def _profile(asked: _Asked) -> Measured:
     path = asked.folder / "profile.json"  # the command `profile` writes there too
     origin = reading.measured_on()
     return None, ranked(once(path, LayerProfile, origin, how, measure, resume=asked.resume, shared=True))
+
+
+def _influence(asked: _Asked) -> Measured:
+    measured = block_influence(asked.reading.model, asked.reading, batch_size=asked.batch_size)
+    return measured, rank_layers(None, measured, criterion=asked.criterion, protect=asked.protect)
 
 
 def _sublayers(asked: _Asked) -> Measured:
@@ -229,6 +234,7 @@ def _nothing(asked: _Asked) -> Measured:
 # By the names in `Criterion.measures` and `Criterion.of_sublayers`.
 MEASURES: dict[str, Callable[[_Asked], Measured]] = {
     "profile": _profile,
+    "influence": _influence,
     "sublayers": _sublayers,
     "divergence": _divergence,
     "sublayer-divergence": _sublayer_divergence,

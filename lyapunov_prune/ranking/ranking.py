@@ -216,7 +216,7 @@ def rank_layers(
     | --- | --- |
     | `rho` | `|ρ_l − 1|` (structural sensitivity, §6.5) |
     | `bi` | Block Influence (ShortGPT) |
-    | `blend` | `α · minmax(|ρ − 1|) + (1 − α) · minmax(bi)` |
+    | `blend` | `α · s(|ρ − 1|) + (1 − α) · s(bi)`, `s(x) = (x − median) / IQR` over the layers that may go |
     | `from-end` | distance from the end |
     | `random` | a permutation drawn from `seed` |
 

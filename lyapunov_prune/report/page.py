@@ -31,6 +31,7 @@ from lyapunov_prune.predictions.hierarchy import HierarchyProbe
 from lyapunov_prune.predictions.history import HistoryDivergence
 from lyapunov_prune.predictions.verdict import Verdict
 from lyapunov_prune.profiles.activations import ActivationStatistics
+from lyapunov_prune.profiles.influence import InfluenceProfile
 from lyapunov_prune.profiles.jacobian import JacobianNorms
 from lyapunov_prune.profiles.profile import LayerProfile
 from lyapunov_prune.profiles.sublayer_influence import SublayerInfluence
@@ -134,6 +135,14 @@ _SECTIONS = (
             "influence": influence_figure(r.influence),
         },
         in_folders=True,
+    ),
+    _Section(
+        "influence.json",
+        InfluenceProfile,
+        "Block Influence",
+        "How far a layer turns the hidden state: the least goes first by criterion bi. Bars are standard errors over "
+        "windows. A measurement on the text named below.",
+        lambda r: {"influence-alone": influence_figure(r)},
     ),
     _Section(
         "activations.json",
@@ -455,11 +464,11 @@ def write_report(run: str | Path) -> Path:
                 pictures = {f"{name}{ending}": picture for name, picture in section.draw(result).items()}
                 body.append(_section(title, section.words, pictures, result))
             drawn |= pictures
-        if section.file == "profile.json" and scored:
-            pictures = {"ranking": ranking_figure(scored)}
-            drawn |= pictures
-            words = "The number is a layer's rank: 1 would be removed first. Filled layers are removed by the plan."
-            body.append(_section("Rankings and plans", words, pictures, *scored.values()))
+            if section.kind in (LayerProfile, InfluenceProfile) and scored and "ranking" not in drawn:
+                pictures = {"ranking": ranking_figure(scored)}
+                drawn |= pictures
+                words = "The number is a layer's rank: 1 would be removed first. Filled layers are removed by the plan."
+                body.append(_section("Rankings and plans", words, pictures, *scored.values()))
     for path in sorted(run.glob(f"*/{PROVENANCE}")):
         provenance = Provenance.load(path)
         made = f"The {provenance.format} checkpoint {path.parent.name}/"

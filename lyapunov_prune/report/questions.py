@@ -19,6 +19,7 @@ import numpy as np
 
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.predictions.divergence import SkipDivergence
+from lyapunov_prune.profiles.influence import InfluenceProfile
 from lyapunov_prune.profiles.profile import LayerProfile
 from lyapunov_prune.pruning.curve import RemovalCurve
 from lyapunov_prune.ranking.angular import AngularDistance
@@ -95,6 +96,9 @@ def _rankings(result: Any) -> Iterable[tuple[str, Ranking]]:
         for name in _PROFILED:
             with suppress(LyapunovPruneError):
                 yield name, rank_layers(result.contraction, result.influence, criterion=name)
+    elif isinstance(result, InfluenceProfile):
+        with suppress(LyapunovPruneError):
+            yield "bi", rank_layers(None, result, criterion="bi")
     elif type(result) is SkipDivergence:
         with suppress(LyapunovPruneError):
             yield "kl", rank_by_divergence(result)

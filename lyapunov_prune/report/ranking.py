@@ -30,7 +30,8 @@ def budget_figure(spent: BudgetedRemoval) -> str:
         axes.axhline(spent.max_kl, color=GREY, linewidth=0.8, label=f"budget, {spent.max_kl:g}")
     log_axis(axes)
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-    axes.set_xlabel(f"layers removed, by {spent.ranking.criterion}")
+    part = {"layers": "layers", "attention": "attentions", "mlp": "MLPs"}[spent.ranking.what]
+    axes.set_xlabel(f"{part} removed, by {spent.ranking.criterion}")
     axes.set_ylabel("KL(dense ‖ pruned), nats a token")
     axes.legend(frameon=False, fontsize=8)
     return svg(figure)

@@ -6,12 +6,10 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
-from datetime import timedelta
 from pathlib import Path
 
 import numpy as np
 import torch
-from accelerate import PartialState
 from accelerate.utils import gather_object
 from transformers import PreTrainedModel
 
@@ -19,6 +17,7 @@ from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.forward.hooks import require_finite, residual_stream
 from lyapunov_prune.forward.reading import Readable, read
 from lyapunov_prune.forward.replacement import replaced
+from lyapunov_prune.models.device import processes_of
 from lyapunov_prune.models.projections import Projection
 from lyapunov_prune.models.structure import in_eval_mode
 from lyapunov_prune.progress import track
@@ -81,9 +80,7 @@ class Sweep:
         also: Mapping[str, str | None] | None = None,
     ) -> None:
         self.reading = read(model, batch)
-        # Processes meet after each run; the slowest may take long.
-        # Without `cpu` those of a machine that has no GPU would not know of each other.
-        self._processes = PartialState(cpu=model.device.type == "cpu", timeout=timedelta(days=30))
+        self._processes = processes_of(model)
         self.measured_on = self.reading.measured_on()
         self._store = Store(folder, "sweep", {**encode(self.measured_on), **(also or {})}, resume=resume)
         # One that reads what another has already added would share the rest out in its own way.

@@ -235,8 +235,6 @@ def test_memory_that_is_short_is_said_before_the_run(
 def test_what_is_no_whole_set_of_safetensors_is_refused(checkpoint: Path, tmp_path: Path) -> None:
     with pytest.raises(LyapunovPruneError, match="is no safetensors file, and only those are streamed"):
         load_streamed("model.gguf")
-    with pytest.raises(LyapunovPruneError, match="runs on one device"):
-        load_streamed(checkpoint, device="balanced")
     file = checkpoint / "model.safetensors"
     file.write_bytes(file.read_bytes()[:-1000])
     with pytest.raises(LyapunovPruneError, match="is truncated or corrupt"):

@@ -41,6 +41,7 @@ from lyapunov_prune.pruning.plan import PruningPlan
 from lyapunov_prune.pruning.provenance import Provenance
 from lyapunov_prune.pruning.removal import remove_layers
 from lyapunov_prune.pruning.surgery import cut
+from lyapunov_prune.ranking.amount import BudgetedCompression
 from lyapunov_prune.ranking.budget import BudgetedRemoval
 from lyapunov_prune.ranking.tried import BestRemoval
 from lyapunov_prune.results.history import History
@@ -271,6 +272,7 @@ def test_the_cache_is_shown_and_emptied(
 # More that say something else in words: `out` is `tiny` with a layer less.
 JSON = COMMANDS | {
     "rank --max-kl": ["rank", "tiny", "--criterion", "kl", "--max-kl", "1000", *TEXT],
+    "compress --max-kl": ["compress", "tiny", "--method", "rtn", "--max-kl", "1000", "-o", "again", *TEXT],
     "prune --max-kl": ["prune", "tiny", "--criterion", "kl", "--max-kl", "1000", "-o", "again", *TEXT],
     "prune --on-disk": ["prune", "tiny", "--layers", "1", "--on-disk", "-o", "again"],
     "heal": ["heal", "out", "--teacher", "tiny", "--steps", "1", "-o", "healed", *TEXT],
@@ -995,10 +997,40 @@ def test_the_budget_of_divergence_says_how_many_layers_go(run: Any) -> None:
     assert run("prune", *kl, "--max-kl", str(spent.kl[0]), "-o", "out").code == 0
     assert Provenance.load("out/provenance.json").plan.remove == spent.ranking.order[:1]
     assert run("rank", "tiny", "--criterion", "bi", *TEXT, "--max-kl", "1000").code == 0
-    for wrong in (("--remove", "2"), ("--what", "mlp", "--criterion", "bi")):
-        assert "--max-kl says how many" in run("rank", *kl, "--max-kl", "1", *wrong).err
+    assert "--max-kl says how many" in run("rank", *kl, "--max-kl", "1", "--remove", "2").err
     assert "removes nothing" in run("prune", *kl, "--max-kl", "0", "-o", "no").err
     assert "give --remove N" in run("rank", "tiny", "--criterion", "oracle", "--max-kl", "1", *TEXT).err
+
+
+def test_the_budget_of_divergence_is_spent_on_parts_of_layers_too(run: Any) -> None:
+    bi = ("tiny", "--criterion", "bi", "--what", "mlp", *TEXT)
+    assert run("rank", *bi, "--max-kl", "1000").code == 0
+    assert len(PruningPlan.load("runs/tiny/plan.json").drop_mlp) == 6  # every layer stays
+    spent = BudgetedRemoval.load("runs/tiny/budget.json")
+    assert run("prune", *bi, "--max-kl", str(spent.kl[0]), "-o", "out").code == 0
+    assert Provenance.load("out/provenance.json").plan.drop_mlp == spent.ranking.order[:1]
+    assert (
+        "no criterion orders activations"
+        in run("prune", *bi[:3], "--what", "activation", "--max-kl", "1", "-o", "no").err
+    )
+    assert (
+        "blend is defined for whole layers only"
+        in run("prune", "tiny", "--criterion", "blend", "--what", "mlp", "--max-kl", "1", "-o", "no").err
+    )
+
+
+def test_compress_takes_what_a_budget_of_divergence_allows(run: Any) -> None:
+    rtn = ("compress", "tiny", "--method", "rtn", *TEXT)
+    assert run(*rtn, "--max-kl", "1000", "-o", "out").code == 0
+    spent = BudgetedCompression.load("out/amounts.json")
+    assert (spent.amount, spent.max_kl) == (2, 1000)
+    assert {m.bits for m in CompressionReport.load("out/compression.json").matrices} == {2}
+    assert "the least it takes, costs" in run(*rtn, "--max-kl", "1e-30", "-o", "no").err
+    assert "removes nothing" in run(*rtn, "--max-kl", "0", "-o", "no").err
+    for said in (("--bits", "4"), ("--sparsity", "0.5"), ("--rank", "2"), ("--pattern", "2:4")):
+        assert f"--max-kl says how much goes; leave out {said[0]}" in run(*rtn, "--max-kl", "1", *said, "-o", "no").err
+    assert "--resume goes on with the search of --max-kl" in run(*rtn, "--bits", "4", "--resume", "-o", "no").err
+    assert not Path("no").exists()
 
 
 def test_hierarchy_follows_a_compressed_and_a_pruned_model(run: Any) -> None:

@@ -10,10 +10,12 @@ import pytest
 from lyapunov_prune.allocation.table import SCHEDULES
 from lyapunov_prune.cli import choices
 from lyapunov_prune.cli.inputs import require_studies
+from lyapunov_prune.compression import packed
 from lyapunov_prune.compression.table import METHODS
 from lyapunov_prune.data import batch
 from lyapunov_prune.joint.importance import IMPORTANCES
 from lyapunov_prune.merging.table import REDUCTIONS
+from lyapunov_prune.models.dispatched import AUTO
 from lyapunov_prune.models.loading import _DTYPES
 from lyapunov_prune.profiles import contraction
 from lyapunov_prune.pruning import checkpoint
@@ -25,10 +27,12 @@ TABLES: dict[str, tuple[Any, Iterable[str]]] = {
     "allocation": (choices.Allocation, SCHEDULES),
     "criterion": (choices.Criterion, CRITERIA),
     "derivative": (choices.Derivative, get_args(contraction.Derivative)),
+    "device map": (choices.DeviceMap, (AUTO,)),
     "dtype": (choices.DType, _DTYPES),
     "format": (choices.Format, get_args(checkpoint.Format)),
     "importance": (choices.Importance, IMPORTANCES),
     "method": (choices.Method, METHODS),
+    "format of rounded weights": (choices.Stored, packed.FORMATS),
     "pooling": (choices.Pooling, get_args(contraction.Pooling)),
     "reduction": (choices.Reduction, REDUCTIONS),
     "split": (choices.Split, get_args(batch.Split)),

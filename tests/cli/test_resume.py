@@ -37,13 +37,14 @@ def test_sensitivity_leaves_the_profile_as_it_is(run: Callable[..., Done]) -> No
 def test_rank_replaces_no_profile_of_other_settings(run: Callable[..., Done]) -> None:
     run("profile", "tiny", "-o", "run", *TEXT, "--seeds", "3")
     before = Path("run/profile.json").read_bytes()
-    done = run("rank", "tiny", "-o", "run", *TEXT, "--seeds", "2")
+    rho = ["rank", "tiny", "--criterion", "rho", "-o", "run", *TEXT]
+    done = run(*rho, "--seeds", "2")
     assert done.code == 2
     assert "run/profile.json was measured with other settings" in done.err
     assert Path("run/profile.json").read_bytes() == before
     assert run("rank", "--profile", "run/profile.json", *TEXT).code == 0
     for resume in ([], ["--resume"]):
-        assert run("rank", "tiny", "-o", "run", *TEXT, "--seeds", "3", *resume).code == 0
+        assert run(*rho, "--seeds", "3", *resume).code == 0
         assert Path("run/profile.json").read_bytes() == before
 
 

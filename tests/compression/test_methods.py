@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from lyapunov_prune.calibration.statistics import Statistics
 from lyapunov_prune.compression import methods
 from lyapunov_prune.compression.methods import compressed, rank_for
+from lyapunov_prune.compression.rtn import round_to_nearest
 from lyapunov_prune.compression.table import METHODS, Method
 from lyapunov_prune.errors import LyapunovPruneError
 
@@ -119,9 +120,14 @@ def test_options_reach_the_methods_that_have_them(method: str) -> None:
         found = compressed(method, W, statistics, 2, group_size=8)
         assert max(len(group.unique()) for group in found.view(-1, 8)) <= 4
         assert max(len(row.unique()) for row in found) > 4
+        around = compressed(method, W, statistics, 2, group_size=8, symmetric=True)
+        assert torch.equal(around, round_to_nearest(W, 2, 8, symmetric=True))
+        assert not torch.equal(around, found)
     else:
         with pytest.raises(LyapunovPruneError, match=f"{method} has no group_size; .* one of rtn"):
             compressed(method, W, statistics, AMOUNTS[kind], group_size=8)
+        with pytest.raises(LyapunovPruneError, match=f"{method} has no symmetric; .* one of rtn"):
+            compressed(method, W, statistics, AMOUNTS[kind], symmetric=True)
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lyapunov_prune.compression.rtn import round_to_nearest
+from lyapunov_prune.compression.rtn import round_to_nearest, symmetric_grid
 from lyapunov_prune.errors import LyapunovPruneError
 
 
@@ -90,3 +90,55 @@ def test_other_widths_are_refused(bits: int) -> None:
 def test_groups_that_do_not_fit_are_refused(group_size: int) -> None:
     with pytest.raises(LyapunovPruneError, match=f"groups of {group_size} do not fit 4 inputs"):
         round_to_nearest(torch.ones(2, 4), 4, group_size)
+
+
+@settings(max_examples=80, deadline=None)
+@given(
+    st.integers(0, 2**32 - 1),
+    st.integers(1, 4),
+    st.sampled_from([None, 1, 4, 8]),
+    st.integers(2, 8),
+    st.floats(-3, 3),
+    st.sampled_from([torch.float64, torch.float32, torch.bfloat16, torch.float16]),
+)
+def test_symmetric_grids_hold_what_can_be_stored(
+    seed: int, m: int, group_size: int | None, bits: int, shift: float, dtype: torch.dtype
+) -> None:
+    W = (torch.randn(m, 16, generator=torch.Generator().manual_seed(seed), dtype=torch.float64) + shift).to(dtype)
+    q, scale = symmetric_grid(W, bits, group_size)
+    assert (q.dtype, scale.dtype) == (torch.int8, dtype)
+    width = group_size or 16
+    assert scale.shape == (m, 16 // width)
+    half = 2 ** (bits - 1)
+    steps = scale.double().numpy().reshape(-1)
+    codes, before = (x.double().numpy().reshape(-1, width) for x in (q, W))
+    for step, code, values in zip(steps, codes, before, strict=True):
+        exact = 2 * np.abs(values).max() / (2**bits - 1)
+        # rounded up, by one unit of the dtype at the most
+        assert exact <= step <= exact * (1 + 2 * torch.finfo(dtype).eps) or exact == 0
+        grid = step * np.arange(-half, half)
+        np.testing.assert_allclose(np.abs(values - step * code), np.abs(values[:, None] - grid).min(1), atol=1e-12)
+        assert np.abs(values - step * code).max() <= step / 2 * (1 + 1e-12)
+        assert ((-half <= code) & (code < half)).all()
+    stored = (codes * steps[:, None]).reshape(m, 16)
+    assert torch.equal(round_to_nearest(W, bits, group_size, symmetric=True), torch.from_numpy(stored).to(dtype))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_integers_times_scale_in_the_dtype_are_the_weights(dtype: torch.dtype) -> None:
+    """What whoever unpacks computes: one product, rounded once."""
+    W = torch.randn(64, 32, generator=torch.Generator().manual_seed(2)).to(dtype)
+    for bits in (4, 8):
+        q, scale = grid = symmetric_grid(W, bits, 8)
+        product = (q.to(dtype).view(64, 4, 8) * scale.unsqueeze(-1)).view(64, 32)
+        assert torch.equal(product, grid.values())
+
+
+def test_a_row_of_zeros_has_a_symmetric_grid() -> None:
+    q, scale = symmetric_grid(torch.tensor([[0.0, -0.0], [-7.5, 7.5]]), 4)
+    assert q.tolist() == [[0, 0], [-8, 7]]
+    assert scale.tolist() == [[1.0], [1.0]]
+    with pytest.raises(LyapunovPruneError, match="9 bits; give a whole number from 2 to 8"):
+        symmetric_grid(torch.ones(2, 4), 9)
+    with pytest.raises(LyapunovPruneError, match="groups of 3 do not fit 4 inputs"):
+        symmetric_grid(torch.ones(2, 4), 4, 3)

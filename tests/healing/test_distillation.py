@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from accelerate import PartialState
 from helpers import make_tiny
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -100,7 +103,7 @@ def test_the_learning_rate_rises_once_to_its_height_and_falls_never_to_zero(step
 # Steps.
 
 
-def distil(steps: int = 8, **changes: float) -> Distillation:
+def distil(steps: int = 8, **changes: Any) -> Distillation:
     student, teacher = make_tiny("llama", seed=1), make_tiny("llama")
     named = dict(student.named_parameters())
     return Distillation(
@@ -127,6 +130,22 @@ def test_a_step_is_one_of_adam_on_the_clipped_gradient(ids: torch.Tensor, monkey
         wanted = p.detach().double() - 3e-3 * clipped / (clipped.abs() + 1e-8)
         large = clipped.abs() > 1e-5  # below, the rounding of the gradient shows
         torch.testing.assert_close(run.parameters[name].detach().double()[large], wanted[large], rtol=0, atol=2e-5)
+
+
+def test_windows_one_by_one_are_one_step_on_all_of_them(ids: torch.Tensor) -> None:
+    together, apart = distil(), distil(processes=PartialState(cpu=True))
+    for run in (together, apart):
+        for model in (run.model, run.teacher):
+            model.double()
+    sizes: list[int] = []
+    apart.model.register_forward_pre_hook(lambda _, args: sizes.append(len(args[0])))
+    for _ in range(3):
+        together.take_step(ids)
+        apart.take_step(ids)
+    assert sizes == [1] * 9
+    np.testing.assert_allclose(apart.losses, together.losses, rtol=1e-12)
+    for name, p in together.parameters.items():
+        torch.testing.assert_close(apart.parameters[name], p, rtol=0, atol=1e-9)
 
 
 def test_the_teacher_runs_without_gradient_and_stays_as_it_was(ids: torch.Tensor) -> None:

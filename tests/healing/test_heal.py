@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from helpers import hooks_of, make_tiny
+from helpers import hooks_of, launched_twice, make_tiny
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from lyapunov_prune.data.batch import TokenBatch
@@ -256,6 +256,7 @@ def test_what_cannot_be_healed_is_refused_in_one_line(ids: torch.Tensor) -> None
         ((student, teacher, ids + 60), {}, "outside the model's vocabulary"),
         ((student, teacher, ids[:0]), {}, "token ids of shape"),
         ((student, teacher, ids), {"steps": 0}, "0 steps heal nothing"),
+        ((student, teacher, ids), {"per_step": 0}, r"steps of 0 windows cannot be shared by 1 .*; give as many"),
         ((student, teacher, ids), {"rank": 0}, "rank 0 for"),
         ((student, teacher, ids), {"learning_rate": 0.0}, "learning rate 0; give a positive number"),
         ((student, teacher, ids), {"learning_rate": math.nan}, "learning rate nan; give a positive number"),
@@ -280,3 +281,72 @@ def test_healing_works_where_gradients_are_off(ids: torch.Tensor) -> None:
     student, teacher = pair()
     with torch.no_grad():
         assert not same(heal(student, teacher, ids, steps=1).model, student)
+
+
+# Several windows a step, several processes.
+
+
+def test_the_windows_of_a_step_follow_the_order_that_single_ones_have(
+    ids: torch.Tensor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    taken: list[torch.Tensor] = []
+
+    def note(self: Distillation, windows: torch.Tensor) -> None:
+        taken.append(windows)
+        self.losses.append(0.0)
+
+    monkeypatch.setattr(Distillation, "take_step", note)
+    heal(*pair(), ids, steps=6)
+    alone = torch.cat(taken)
+    taken.clear()
+    report = heal(*pair(), ids, steps=3, per_step=2).report
+    assert [len(windows) for windows in taken] == [2, 2, 2]
+    assert torch.equal(torch.cat(taken), alone)
+    assert report.per_step == 2
+    assert "2 windows a step" in report.headline()
+
+
+SCRIPT = """
+import sys
+sys.path[:0] = {tests!r}
+import math, os, torch
+from pathlib import Path
+from healing.test_heal import SHARED, interrupted_at, pair
+from lyapunov_prune.healing.distillation import Distillation
+from lyapunov_prune.healing.heal import heal
+import pytest
+folder, rank = Path({folder!r}), os.environ["RANK"]
+ids = torch.randint(97, (3, 40), generator=torch.Generator().manual_seed(1))
+with pytest.MonkeyPatch.context() as patch:
+    interrupted_at(3, patch)
+    try:
+        heal(*pair(), ids, folder=folder / "state", **SHARED)
+        raise SystemExit(1)
+    except KeyboardInterrupt:
+        pass
+torch.distributed.barrier()
+done = heal(*pair(), ids, folder=folder / "state", resume=True, **SHARED)
+torch.save((done.model.state_dict(), done.report.losses), folder / f"{{rank}}.pt")
+try:
+    heal(*pair(), ids, steps=1)
+except Exception as error:
+    (folder / f"{{rank}}.txt").write_text(str(error))
+"""
+SHARED: dict[str, Any] = {"steps": 5, "per_step": 3, "learning_rate": 3e-3}
+
+
+@pytest.mark.slow
+def test_two_processes_end_with_the_student_of_one_and_go_on_as_one(ids: torch.Tensor, tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT.format(tests=[str(p) for p in Path(__file__).parents[1:3]], folder=str(tmp_path)))
+    done = launched_twice(script)
+    assert done.returncode == 0, done.stderr
+    alone = heal(*pair(), ids, **SHARED)
+    (mine, losses), (other, others) = (torch.load(tmp_path / f"{rank}.pt", weights_only=False) for rank in "01")
+    assert np.array_equal(losses, others)
+    np.testing.assert_allclose(losses, alone.report.losses, rtol=1e-4)
+    for name, p in alone.model.state_dict().items():
+        assert torch.equal(mine[name], other[name])
+        torch.testing.assert_close(mine[name], p, rtol=0, atol=2e-4)
+    for rank in "01":
+        assert "steps of 1 windows cannot be shared by 2" in (tmp_path / f"{rank}.txt").read_text()

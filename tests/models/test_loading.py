@@ -375,11 +375,10 @@ def test_auto_is_the_gpu_if_there_is_one(
     assert resolve_device("cuda:1") == "cuda:1"
 
 
-@pytest.mark.parametrize("place", ["auto", "balanced"])
-def test_a_model_is_whole_wherever_it_is(place: str, checkpoint: Path, reader: PreTrainedModel) -> None:
-    model = load(checkpoint, device=place).model
+def test_a_model_on_one_device_is_whole_and_not_dispatched(checkpoint: Path, reader: PreTrainedModel) -> None:
+    model = load(checkpoint, device="auto").model
     assert model.num_parameters() == reader.num_parameters()
-    assert not hasattr(model, "hf_device_map") or place == "balanced"
+    assert not hasattr(model, "hf_device_map")
 
 
 def test_a_gpu_that_is_full_is_no_corrupt_file() -> None:

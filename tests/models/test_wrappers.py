@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from accelerate import cpu_offload, disk_offload, dispatch_model
+from accelerate import dispatch_model
 from helpers import LAYERS, SMALL, TEXT, make_tiny
 from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
@@ -484,28 +484,6 @@ def test_a_dispatched_model_in_memory(ids: torch.Tensor) -> None:
     for module in pruned.modules():  # accelerate's forward is bound to the module that it was put on
         wrapped = vars(module).get("forward")
         assert wrapped is None or (wrapped.args[0] is module and module._old_forward.__self__ is module)
-
-
-@pytest.mark.parametrize("place", ["cpu", "disk", "some on disk"])
-def test_offloaded_weights_are_refused(place: str, ids: torch.Tensor, tmp_path: Path) -> None:
-    model: Any = make_tiny("llama")
-    if place == "cpu":
-        cpu_offload(model, execution_device=torch.device("cpu"))
-    elif place == "disk":
-        disk_offload(model, str(tmp_path), execution_device=torch.device("cpu"))
-    else:
-        model = dispatch_model(model, {**DEVICES, "model.layers.5": "disk"}, main_device="cpu", offload_dir=tmp_path)
-    refused: list[Callable[[], object]] = [
-        lambda: remove_layers(model, [1]),
-        lambda: drop_sublayers(model, mlp=[1]),
-        lambda: PruningPlan.given(model, [1]),
-        lambda: block_influence(model, ids),
-        lambda: sublayer_influence(model, ids),
-    ]
-    for call in refused:
-        with pytest.raises(LyapunovPruneError, match=r"weights are offloaded .*load the model whole") as error:
-            call()
-        assert "\n" not in str(error.value)
 
 
 def test_a_module_with_a_base_layer_of_its_own_is_no_adapter() -> None:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from helpers import hooks_of, logits_of, predictions_by_definition
+from helpers import hooks_of, logits_of, make_tiny, predictions_by_definition
 from scipy.special import softmax
 from transformers import PreTrainedModel
 
@@ -30,6 +31,11 @@ def greedy(model: PreTrainedModel, prompt: list[int]) -> list[int]:
     return text
 
 
+@torch.no_grad()
+def last_state(model: PreTrainedModel, tokens: list[int]) -> np.ndarray:
+    return copy.deepcopy(model).double().base_model(torch.tensor([tokens])).last_hidden_state[0].numpy()
+
+
 @pytest.mark.parametrize("how", ["rounded", "removed"])
 def test_both_readings_are_the_definitions(how: str, llama: PreTrainedModel, prompts: torch.Tensor) -> None:
     other = compress(llama, method="rtn", bits=3).model if how == "rounded" else remove_layers(llama, [2])
@@ -42,6 +48,11 @@ def test_both_readings_are_the_definitions(how: str, llama: PreTrainedModel, pro
         for text in texts:
             dz = logits_of(other, text[:-1])[-STEPS:] - z
             made = predictions_by_definition(z, dz, T)
+            made["logit"] = [
+                1 - a @ (a + b) / np.linalg.norm(a) / np.linalg.norm(a + b) for a, b in zip(z, dz, strict=True)
+            ]
+            h, h2 = (last_state(m, read[:-1])[-STEPS:] for m, read in ((llama, texts[0]), (other, text)))
+            made["hidden"] = [1 - a @ b / np.linalg.norm(a) / np.linalg.norm(b) for a, b in zip(h, h2, strict=True)]
             made["logit_change"] = np.linalg.norm(dz, axis=-1) / np.linalg.norm(z, axis=-1)
             flips.append(z.argmax(-1) != (z + dz).argmax(-1))
             for name, values in made.items():
@@ -49,7 +60,7 @@ def test_both_readings_are_the_definitions(how: str, llama: PreTrainedModel, pro
         p = np.sort(softmax(z / T, axis=-1), axis=-1)
         spend.append((p[:, -1] - p[:, -2]) ** 2 / 2)
         same.append([texts[0][: 7 + t] == texts[1][: 7 + t] for t in range(STEPS)])
-    for name in ("logit_change", "probability", "probability_estimate", "kl_estimate", "kl"):
+    for name in ("hidden", "logit", "logit_change", "probability", "probability_estimate", "kl_estimate", "kl"):
         rows = np.array(expected[name]).reshape(3, 2, STEPS).mean(0)
         np.testing.assert_allclose(getattr(found, name), rows, rtol=2e-3, atol=1e-8, err_msg=name)
     np.testing.assert_allclose(found.flipped, np.array(flips).reshape(3, 2, STEPS).mean(0))
@@ -95,6 +106,9 @@ def test_it_is_saved_drawn_and_refuses_what_cannot_be(
     again = HistoryDivergence.load(found.save(tmp_path / "h.json"))
     assert str(again) == str(found)
     assert history_figure(again) == history_figure(found)
+    assert f"state {again.spaces()[0]:.3g}, logits {again.spaces()[1]:.3g}," in again.headline()
+    narrow = make_tiny("llama", hidden_size=24)
+    assert np.isnan(history_divergence(llama, narrow, prompts, steps=STEPS).hidden).all()
     for wrong in ({"steps": 0}, {"steps": 3, "temperature": 0.0}, {"steps": 500}):
         with pytest.raises(LyapunovPruneError):
             history_divergence(llama, llama, prompts, **wrong)  # type: ignore[arg-type]

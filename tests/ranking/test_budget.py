@@ -18,6 +18,9 @@ from lyapunov_prune import LyapunovPruneError, NonFiniteError, block_influence, 
 from lyapunov_prune.models.structure import identify
 from lyapunov_prune.predictions import divergence as divergence_module
 from lyapunov_prune.predictions import skip_divergence
+from lyapunov_prune.predictions.divergence import sublayer_divergence
+from lyapunov_prune.pruning.plan import FIELDS
+from lyapunov_prune.pruning.zeroing import zero_sublayers
 from lyapunov_prune.ranking import BudgetedRemoval, rank_by_divergence, remove_under_budget
 from lyapunov_prune.ranking import budget as module
 from lyapunov_prune.ranking.ranking import LayerRanking
@@ -31,7 +34,11 @@ def ranking(llama: PreTrainedModel, ids: torch.Tensor) -> LayerRanking:
 def exact(model: PreTrainedModel, ids: torch.Tensor, removed: tuple[int, ...], T: float) -> tuple[float, float]:
     """KL and the share of flips of the physically pruned model, float64, from whole logits."""
     twin = copy.deepcopy(model).double()
-    z, z2 = (m(ids).logits[:, :-1].detach().numpy() for m in (twin, remove_layers(twin, removed)))
+    return moved(twin, remove_layers(twin, removed), ids, T)
+
+
+def moved(dense: PreTrainedModel, pruned: PreTrainedModel, ids: torch.Tensor, T: float) -> tuple[float, float]:
+    z, z2 = (m(ids).logits[:, :-1].detach().numpy() for m in (dense, pruned))
     kl = rel_entr(softmax(z / T, -1), softmax(z2 / T, -1)).sum(-1).mean()
     return float(kl), float((z.argmax(-1) != z2.argmax(-1)).mean())
 
@@ -91,6 +98,33 @@ def test_the_prediction_is_the_sum_of_the_scores(
     assert found.kl[0] == pytest.approx(skip_divergence(llama, ids).kl[ranking.order[0]], rel=1e-6)
 
 
+@pytest.mark.parametrize("family", ["llama", "gemma2", "gpt_neox"])
+@pytest.mark.parametrize("what", ["attention", "mlp"])
+def test_parts_of_layers_cost_what_the_pruned_model_costs(family: str, what: str, ids: torch.Tensor) -> None:
+    model = make_tiny(family)
+    ranking = rank_by_divergence(sublayer_divergence(model, ids, what))
+    found = remove_under_budget(model, ids, ranking, math.inf, batch_size=2)
+    assert found.within == LAYERS  # every layer stays
+    twin, wanted = copy.deepcopy(model).double(), []
+    for n in range(1, LAYERS + 1):
+        gone = ranking.order[:n]
+        pruned = copy.deepcopy(twin)
+        zero_sublayers(pruned, *((gone, ()) if what == "attention" else ((), gone)))
+        wanted.append(moved(twin, pruned, ids, 1.0))
+    np.testing.assert_allclose(found.kl, [kl for kl, _ in wanted], rtol=1e-4)
+    np.testing.assert_allclose(found.flipped, [share for _, share in wanted], atol=1e-12)
+    plan = remove_under_budget(model, ids, ranking, float(found.kl[:2].max()), batch_size=2).plan()
+    assert set(getattr(plan, FIELDS[what])) == set(ranking.order[: found_within(found, 2)])
+    with pytest.raises(LyapunovPruneError, match=r"can go within 1e-09 .* that of layer .* raise the budget"):
+        remove_under_budget(model, ids, ranking, 1e-9).plan()
+
+
+def found_within(found: BudgetedRemoval, count: int) -> int:
+    """How many go under a budget that is the dearest of the first `count`."""
+    over = np.flatnonzero(found.kl > found.kl[:count].max())
+    return int(over[0]) if len(over) else len(found.kl)
+
+
 def test_it_prints_and_comes_back_from_its_file(
     llama: PreTrainedModel, ids: torch.Tensor, ranking: LayerRanking, tmp_path: Path
 ) -> None:
@@ -110,8 +144,6 @@ def test_refusals(llama: PreTrainedModel, ids: torch.Tensor, ranking: LayerRanki
         remove_under_budget(llama, ids, ranking, 1e-9).plan()
     with pytest.raises(LyapunovPruneError, match="rank the layers of this model"):
         remove_under_budget(make_tiny("gpt2"), ids, ranking, 1.0)
-    with pytest.raises(LyapunovPruneError, match="whole layers; rank them, not mlp"):
-        remove_under_budget(llama, ids, replace(ranking, what="mlp"), 1.0)
     with pytest.raises(LyapunovPruneError, match="is no temperature"):
         remove_under_budget(llama, ids, ranking, 1.0, temperature=0.0)
     one = make_tiny("llama", num_hidden_layers=1)

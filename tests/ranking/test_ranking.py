@@ -14,6 +14,7 @@ from helpers import LAYERS, make_tiny
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
+from scipy import stats
 
 from lyapunov_prune import LyapunovPruneError, PruningPlan, block_influence, measure_contraction, rank_layers
 from lyapunov_prune.profiles import InfluenceProfile
@@ -40,11 +41,12 @@ def with_influence(influence: np.ndarray) -> InfluenceProfile:
 def test_scores_are_the_definitions(rho: np.ndarray, influence: np.ndarray, alpha: float) -> None:
     profile, bi = with_rho(rho), with_influence(influence)
 
-    def minmax(x: np.ndarray) -> np.ndarray:
-        return (x - x.min()) / (x.max() - x.min()) if x.max() > x.min() else 0 * x
+    def robust(x: np.ndarray) -> np.ndarray:
+        spread = stats.iqr(x)
+        return (x - np.median(x)) / (spread if spread > 1e-12 * np.ptp(x) else np.ptp(x) or 1)
 
     distance = np.abs(profile.rho - 1)
-    expected = alpha * minmax(distance) + (1 - alpha) * minmax(influence)
+    expected = alpha * robust(distance) + (1 - alpha) * robust(influence)
     np.testing.assert_array_equal(rank_layers(profile, criterion="rho").scores, distance)
     np.testing.assert_array_equal(rank_layers(None, bi, criterion="bi").scores, influence)
     np.testing.assert_allclose(rank_layers(profile, bi, criterion="blend", alpha=alpha).scores, expected)
@@ -64,6 +66,21 @@ def test_the_ends_of_the_blend_are_the_pure_criteria() -> None:
     blend = partial(rank_layers, _PROFILE, _INFLUENCE, criterion="blend")
     assert blend(alpha=1).order == rank_layers(_PROFILE, criterion="rho").order
     assert blend(alpha=0).order == rank_layers(None, _INFLUENCE, criterion="bi").order
+
+
+def test_one_outlier_does_not_set_the_scale_of_a_blend() -> None:
+    distance = np.array([0.1, 0.2, 0.3, 0.4, 0.5, 9.0])[:LAYERS]
+    bi = np.array([0.5, 0.4, 0.3, 0.2, 0.1, 0.6])[:LAYERS]
+    first = rank_layers(with_rho(1 + distance), with_influence(bi), criterion="blend", alpha=0.6)
+    distance[-1] = 9e6
+    assert rank_layers(with_rho(1 + distance), with_influence(bi), criterion="blend", alpha=0.6).order == first.order
+
+
+def test_where_most_scores_are_equal_their_range_is_the_scale() -> None:
+    bi = np.ones(LAYERS)
+    bi[2] = 3.0
+    scores = rank_layers(_PROFILE, with_influence(bi), criterion="blend", alpha=0).scores
+    np.testing.assert_array_equal(scores, np.arange(LAYERS) == 2)
 
 
 def test_equal_scores_keep_the_order_of_the_model() -> None:

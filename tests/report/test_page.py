@@ -98,6 +98,7 @@ def run(tmp_path_factory: pytest.TempPathFactory, llama: PreTrainedModel) -> Pat
     sublayer_jacobians(llama, ids[:, :4], steps=3, probes=1).save(folder / "jacobian.json")
     check_grid(llama, ids[:1], sparsities=(0.5,), ranks=(None, 8), cache_radii=(0.0,)).save(folder / "bounds.json")
     angular_distance(llama, ids).save(folder / "angular.json")
+    profile.influence.save(folder / "influence.json")
     sublayer_influence(llama, ids).save(folder / "sublayers.json")
     skip_divergence(llama, ids).save(folder / "divergence.json")
     sublayer_divergence(llama, ids, "mlp").save(folder / "sublayer-divergence.json")
@@ -116,6 +117,7 @@ def test_every_figure_is_drawn_as_svg_with_labelled_axes(run: Path) -> None:
     labels = {
         "contraction": ["contraction factor ρ", "layer"],
         "influence": ["Block Influence", "layer"],
+        "influence-alone": ["Block Influence", "layer"],
         "ranking": ["rho", "bi", "blend", "layer"],
         "perplexity": ["perplexity", "layers removed"],
         "speed": ["tok/s", "dense"],
@@ -153,7 +155,7 @@ def test_the_page_needs_nothing_else(run: Path) -> None:
 
     links = Links()
     links.feed(page)
-    assert page.count("<svg") == 16
+    assert page.count("<svg") == 17
     assert "url(http" not in page
     assert not [link for link in links.found if "//" in link]
 

@@ -97,6 +97,11 @@ def test_of_another_model_nothing_is_said(results: dict[str, Any]) -> None:
     assert (set(data["criteria"]), data["divergence"]) == ({"bi", "blend", "rho"}, None)
 
 
+def test_block_influence_alone_answers_for_itself(results: dict[str, Any]) -> None:
+    whole, alone = (data_of(questions([r])) for r in (results["profile"], results["profile"].influence))
+    assert alone["criteria"] == {"bi": whole["criteria"]["bi"]}
+
+
 def test_scores_that_rank_nothing_are_passed_over(results: dict[str, Any]) -> None:
     broken = replace(results["divergence"], variance=np.full(LAYERS, np.nan))
     assert questions([broken]) == ""

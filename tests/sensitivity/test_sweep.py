@@ -4,10 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
-import socket
-import subprocess
-import sys
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -15,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from helpers import LAYERS, assert_same, bits, computed, hooks_of, leave, make_tiny
+from helpers import LAYERS, assert_same, bits, computed, hooks_of, launched_twice, leave, make_tiny
 from transformers import PreTrainedModel
 
 from lyapunov_prune.compression.magnitude import sparsify
@@ -352,15 +348,7 @@ def test_two_processes_share_the_work(ids: torch.Tensor, tmp_path: Path) -> None
     interrupted(model, ids, tmp_path / "half", 2)
     script = tmp_path / "script.py"
     script.write_text(SCRIPT.format(tests=[str(p) for p in Path(__file__).parents[:2]], folder=str(tmp_path)))
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        port = str(free.getsockname()[1])
-    # What `accelerate launch` starts for several devices; its --cpu starts one process whatever --num_processes says.
-    launch = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", "--master_port", port]
-    done = subprocess.run(
-        [*launch, str(script)],
-        env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=300,
-    )  # fmt: skip
+    done = launched_twice(script)
     assert done.returncode == 0, done.stderr
     wanted = Sweep(model, ids).run([*(sparse(model, [k]) for k in range(LAYERS)), removed(2)])
     for name, expected in (("fresh", range(LAYERS)), ("half", range(2, LAYERS))):

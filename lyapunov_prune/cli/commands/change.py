@@ -43,7 +43,10 @@ from lyapunov_prune.cli.options import (
     ScheduleOptions,
     Seed,
     Sparsity,
+    Spend,
+    Stored,
     Stream,
+    Symmetric,
     Target,
     Temperature,
     TextOptions,
@@ -53,6 +56,7 @@ from lyapunov_prune.cli.options import (
 )
 from lyapunov_prune.cli.terminal import say, show
 from lyapunov_prune.errors import LyapunovPruneError
+from lyapunov_prune.progress import is_main
 from lyapunov_prune.ranking.criteria import require_budget, require_known_count
 
 if TYPE_CHECKING:
@@ -103,12 +107,15 @@ def prune(
             "--images is for the plan of a ViT or DeiT; give --plan FILE and --format compact, and no --on-disk, "
             "--stream, --merge-adapter, --mend or --keep-period"
         )
-    by.require(sublayers=remove is not None)
+    source.require()
+    if on_disk or stream:
+        source.require_one_place("--on-disk" if on_disk else "--stream")
+    by.require(sublayers=remove is not None or max_kl is not None)
     if by.protect is not None and remove is None and max_kl is None:
         raise LyapunovPruneError("--protect is of layers that a criterion chooses; give --remove or --max-kl with it")
     if max_kl is not None:
         require_budget(max_kl)
-        require_budget_alone(by.what, keep_period)
+        require_budget_alone(keep_period)
     if remove is not None or max_kl is not None:
         require_known_count(by.criterion, remove, keep_period)
     if (by.what == "activation") != (reduction is not None):
@@ -122,6 +129,8 @@ def prune(
 
     from lyapunov_prune.models.device import resolve_device
     from lyapunov_prune.models.kinds import find_kinds
+    from lyapunov_prune.models.plain import require_unquantised
+    from lyapunov_prune.predictions.expectation import expectation
     from lyapunov_prune.pruning.checkpoint import write_pruned
     from lyapunov_prune.pruning.on_disk import too_large
     from lyapunov_prune.pruning.plan import FIELDS, PruningPlan
@@ -130,7 +139,9 @@ def prune(
     from lyapunov_prune.results.files import require_empty
 
     require_empty(output)
-    why = "--on-disk" if on_disk or stream else too_large(model, resolve_device(source.device), offline=source.offline)
+    why = "--on-disk" if on_disk or stream else ""
+    if not why and source.device_map is None:
+        why = too_large(model, resolve_device(source.device), offline=source.offline)
     if why:
         refused = {
             "--remove": remove is not None,
@@ -155,6 +166,7 @@ def prune(
         _tell(written, as_json, output)
         return
     loaded, batch = load_inputs(model, source, text, merge_adapter=merge_adapter)
+    require_unquantised(loaded.model)  # before anything is measured
     period = find_kinds(loaded.structure).require_period() if keep_period else 1
     plan: PruningPlan
     if layers is not None:
@@ -180,6 +192,9 @@ def prune(
             plan = spent.plan()
             if not as_json:
                 show(spent, as_json, None)
+                if by.temperature == 1:  # as of the table
+                    parts = {"layers": "layers", "attention": "attentions", "mlp": "MLPs"}[by.what]
+                    say(expectation().told(float(spent.kl[spent.within - 1]), parts))
     plan.require_periods(period)
     _tell(write_pruned(loaded.model, loaded.tokenizer, plan, output, batch, format=format, mend=mend), as_json, output)
 
@@ -236,6 +251,7 @@ def compress(
     *,
     method: Method = "wanda",
     sparsity: Sparsity = None,
+    max_kl: Spend = None,
     rank: Rank = None,
     bits: Bits = None,
     allocation: Allocation = "uniform",
@@ -243,33 +259,77 @@ def compress(
     pooling: Pooling = None,
     pattern: Pattern = None,
     group_size: GroupSize = None,
+    symmetric: Symmetric = False,
+    format: Stored = "plain",
     source: ModelOptions = ModelOptions(),
     text: TextOptions = TextOptions(),
+    resume: Resume = False,
     output: Target,
     as_json: Json = False,
 ) -> None:
     """Compress every matrix of the layers; writes a plain transformers checkpoint with compression.json.
 
     Zeros, low ranks and rounded weights are stored as dense matrices of the same size: the checkpoint shows what
-    a compression does to the predictions, and is neither smaller nor faster.
+    a compression does to the predictions, and is neither smaller nor faster. With --format compressed-tensors the
+    weights that rtn --symmetric rounds to 4 or 8 bits are packed: the checkpoint is smaller, and faster only in an
+    engine that has a kernel for them.
+    tried stand in amounts.json beside it; interrupted, the search goes on with the same --output and --resume.
     """
     from lyapunov_prune.checkpoints.saving import write_model
     from lyapunov_prune.compression.compress import REPORT, require_amount, require_options
     from lyapunov_prune.compression.compress import compress as compress_model
     from lyapunov_prune.compression.masks import as_pattern
+    from lyapunov_prune.compression.packed import require_packable, require_packed_options, write_packed
+    from lyapunov_prune.models.plain import require_unquantised
+    from lyapunov_prune.predictions.expectation import expectation
+    from lyapunov_prune.ranking.amount import amount_under_budget, require_spendable
     from lyapunov_prune.results.files import require_empty
 
     require_empty(output)
     keep_of = as_pattern(pattern)
-    if keep_of and sparsity is None:
-        sparsity = 1 - keep_of[0] / keep_of[1]
     schedule = chosen_allocation(allocation)
-    require_amount(method, sparsity, rank, bits, schedule)
+    if max_kl is not None:
+        require_budget(max_kl)
+        require_spendable(method, schedule, sparsity=sparsity, rank=rank, bits=bits, pattern=pattern)
+    else:
+        if resume:
+            raise LyapunovPruneError("--resume goes on with the search of --max-kl; give both or neither")
+        if keep_of and sparsity is None:
+            sparsity = 1 - keep_of[0] / keep_of[1]
+        require_amount(method, sparsity, rank, bits, schedule)
     options = parse_schedule_options(schedule_option)
     require_options(schedule, options)
     if pooling is not None and not goes_by_rho(schedule):
         raise LyapunovPruneError(f"allocation {allocation} does not measure rho; leave out --pooling")
+    packed = format != "plain"
+    if packed:
+        require_packed_options(method, bits, symmetric, schedule)
     loaded, batch = load_inputs(model, source, text)
+    require_unquantised(loaded.model)  # before anything is measured
+    if packed:
+        require_packable(loaded.model, group_size)
+    profile = profile_for(schedule, loaded, batch, text.batch_size, pooling)
+    results: dict[str, Result] = {}
+    if max_kl is not None:
+        spent = amount_under_budget(
+            loaded.model,
+            batch,
+            max_kl,
+            method=method,
+            allocation=allocation,
+            profile=profile,
+            schedule_options=options,
+            group_size=group_size,
+            symmetric=symmetric,
+            batch_size=text.batch_size,
+            folder=run_folder(None, model) / "jobs" / f"compress-{folder_name(str(output.resolve()))}",
+            resume=resume,
+        )
+        sparsity, bits = (spent.amount if spent.unit == unit else None for unit in ("sparsity", "bits"))
+        results["amounts.json"] = spent
+        if not as_json:
+            show(spent, as_json, None)
+            say(expectation().told(float(spent.kl[spent.chosen]), "matrices compressed"))
     done = compress_model(
         loaded.model,
         batch,
@@ -278,21 +338,28 @@ def compress(
         rank=rank,
         bits=bits,
         allocation=schedule,
-        profile=profile_for(schedule, loaded, batch, text.batch_size, pooling),
+        profile=profile,
         schedule_options=options,
         pattern=keep_of,
         group_size=group_size,
+        symmetric=symmetric,
         batch_size=text.batch_size,
     )
-    title = f"{Path(model).name}, compressed"
-    write_model(done.model, loaded.tokenizer, output, {REPORT: done.report}, title, done.report.about())
-    show(done.report, as_json, output)
+    title, report = f"{Path(model).name}, compressed", done.report
+    if packed:
+        report = write_packed(loaded.model, done, loaded.tokenizer, output, title)
+    else:
+        write_model(done.model, loaded.tokenizer, output, results | {REPORT: report}, title, report.about())
+    show(report, as_json, output)
 
 
 def heal(
     model: Annotated[str, typer.Argument(help="Folder of a pruned checkpoint.")],
     *,
-    steps: Annotated[int, what_option(min=1, help="Training steps, of one window each.")] = 100,
+    steps: Annotated[int, what_option(min=1, help="Training steps.")] = 100,
+    per_step: Annotated[
+        int, what_option(min=1, help="Windows of a step; accelerate launch shares them among processes.")
+    ] = 1,
     update_rank: Annotated[
         int | None, what_option(min=1, help="Train updates of this rank; else all of the layers.")
     ] = None,
@@ -316,6 +383,8 @@ def heal(
     Learns from the calibration half of the text, or with --self-generated from as many tokens that the dense model
     writes, and is scored on the other half. Interrupted, it goes on with the same --output and --resume.
     """
+    source.require_one_place("heal")
+
     from lyapunov_prune.checkpoints.saving import write_model
     from lyapunov_prune.healing.heal import REPORT
     from lyapunov_prune.healing.heal import heal as heal_model
@@ -361,6 +430,7 @@ def heal(
         dense.model,
         batch,
         steps=steps,
+        per_step=per_step,
         rank=update_rank,
         learning_rate=learning_rate,
         temperature=temperature,
@@ -370,6 +440,8 @@ def heal(
         batch_size=text.batch_size,
         evaluation=held_out,
     )
+    if not is_main():  # of the processes that shared the steps
+        return
     results: dict[str, Result] = {REPORT: done.report}
     if provenance is not None:
         results[PROVENANCE] = provenance

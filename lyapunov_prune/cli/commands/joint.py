@@ -59,6 +59,7 @@ def joint(
     Writes a compact checkpoint, with joint.json, plan.json and a report. Interrupted, it goes on with the same --output
     and --resume.
     """
+    source.require_one_place("joint")
     if (remove is None) == (speedup is None):
         raise LyapunovPruneError("give one budget: --remove K or --speedup S")
     if remove is not None and remove < 1:

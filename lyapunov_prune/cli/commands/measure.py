@@ -126,7 +126,7 @@ def rank(
     require_known_count(by.criterion, remove)
     if max_kl is not None:
         require_budget(max_kl)
-        require_budget_alone(by.what, remove is not None or profile_file is not None)
+        require_budget_alone(remove is not None or profile_file is not None)
     if profile_file is not None:
         require_profiled(by.criterion, by.what)
     if stream:
@@ -215,6 +215,7 @@ def evaluate(
     from lyapunov_prune.evaluation.retrieval import evaluate_retrieval
     from lyapunov_prune.evaluation.speed import measure_speed
     from lyapunov_prune.evaluation.tasks import evaluate_tasks, load_tasks
+    from lyapunov_prune.models.plain import quantisation
     from lyapunov_prune.models.tokenizers import require_same_tokenizer
 
     if tasks is None and (limit is not None or few_shot is not None):
@@ -257,6 +258,9 @@ def evaluate(
     for part in (result.speed, result.tasks, result.retrieval):
         if part and not as_json:
             show(part, as_json, None)
+    packed = [name for name, m in models.items() if quantisation(m.config)]
+    if speed and packed and not as_json:
+        say(f"The packed weights of {', '.join(packed)} were unpacked on loading: these are speeds of dense ones.")
 
 
 def check(

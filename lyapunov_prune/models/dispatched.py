@@ -1,0 +1,305 @@
+"""Models that accelerate has spread over devices, memory and disk (a device map): their weights, always at hand.
+
+Of a weight that no device has room for, accelerate leaves a tensor without numbers (`meta`) between forwards. Nothing
+that reads or copies weights can work on that. `bring_weights`, the one place that knows of it, puts the numbers
+themselves there: those in memory as they are, those on disk as maps of their files, which the system reads when they
+are looked at and drops when memory is short. A write into a map stays in memory and never reaches the file.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from accelerate.hooks import AlignDevicesHook, SequentialHook
+from accelerate.utils import OffloadedWeightsLoader, PrefixedDataset
+from safetensors import SafetensorError, safe_open
+from torch import nn
+
+from lyapunov_prune.errors import LyapunovPruneError
+from lyapunov_prune.models.device import resolve_device
+
+AUTO = "auto"  # the GPUs, then memory, then the disk
+Slots = dict[str, Any]  # a module's parameters or buffers, by name
+# What torch stores in 16 bits and numpy does not know.
+_BY_BITS = {"bfloat16": "int16"}
+# What safetensors calls them.
+_NAMES = {torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
+
+
+class Held(AlignDevicesHook):
+    """Of a module whose weights stay in the machine's memory: on the device that computes for as long as it does."""
+
+    def __init__(self, before: AlignDevicesHook) -> None:
+        super().__init__(
+            execution_device=before.execution_device,
+            io_same_device=before.io_same_device,
+            place_submodules=before.place_submodules,
+            skip_keys=before.skip_keys,
+        )
+        self._moved: list[tuple[Slots, str, torch.Tensor, torch.Tensor]] = []
+
+    def init_hook(self, module: nn.Module) -> nn.Module:
+        return module
+
+    def pre_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        self._put_back()  # what a forward that was broken off has left
+        for slots, name in _slots(module, self.place_submodules):
+            tensor = slots[name]
+            there = tensor.detach().to(self.execution_device)
+            if there.device != tensor.device:
+                if isinstance(tensor, nn.Parameter):
+                    there = nn.Parameter(there, requires_grad=tensor.requires_grad)
+                self._moved.append((slots, name, tensor, there))
+                slots[name] = there
+        return super().pre_forward(module, *args, **kwargs)
+
+    def post_forward(self, module: nn.Module, output: Any) -> Any:
+        self._put_back()
+        return super().post_forward(module, output)
+
+    def _put_back(self) -> None:
+        while self._moved:
+            slots, name, tensor, there = self._moved.pop()
+            if slots[name] is there:  # not what somebody put in its place meanwhile
+                slots[name] = tensor
+
+
+def bring_weights(model: nn.Module) -> None:
+    """Every weight of `model` that accelerate keeps elsewhere, in its place; forwards are the same before and after.
+
+    What is on disk in another dtype than the model's is converted into a temporary file, deleted as soon as it is
+    mapped. Raises LyapunovPruneError for a file that is gone, or not what it was, and when the disk has no room.
+    """
+    hooks = [(module, hook) for module in model.modules() for hook in _offloading(module)]
+    if not hooks:
+        return
+    files = _Files()
+    for module, hook in hooks:
+        for slots, name, path in _elsewhere(module, hook.place_submodules):
+            files.want(slots[name], hook.weights_map, path)
+    files.require_room()
+    found: dict[int, torch.Tensor] = {}  # tied tensors stay one
+    kept: list[Any] = []  # an id is another's once its tensor is gone
+    for module, hook in hooks:
+        for slots, name, path in _elsewhere(module, hook.place_submodules):
+            before = slots[name]
+            if id(before) not in found:
+                kept.append(before)
+                tensor = files.read(hook.weights_map, path, before)
+                found[id(before)] = (
+                    nn.Parameter(tensor, requires_grad=before.requires_grad)
+                    if isinstance(before, nn.Parameter)
+                    else tensor
+                )
+            slots[name] = found[id(before)]
+    for module, hook in hooks:
+        _put_hook(module, hook, Held(hook))
+    _tie(model)
+
+
+def known_map(device_map: str | Mapping[str, int | str]) -> str | dict[str, int | str]:
+    """`device_map` as transformers takes it. Raises LyapunovPruneError for a word or a device that there is not."""
+    if isinstance(device_map, str):
+        if device_map != AUTO:
+            raise LyapunovPruneError(f"unknown device map {device_map}; give {AUTO}, or a place by name of module")
+        return device_map
+    for place in device_map.values():
+        if place != "disk":
+            resolve_device(f"cuda:{place}" if isinstance(place, int) else place)
+    return dict(device_map)
+
+
+def require_placed(model: nn.Module, device_map: Mapping[str, int | str]) -> None:
+    """Raise LyapunovPruneError for a weight of `model` that `device_map` leaves nowhere."""
+    names = [name for name, _ in model.named_parameters()]
+    nowhere = [name for name in names if not any(not at or f"{name}.".startswith(f"{at}.") for at in device_map)]
+    if nowhere:
+        raise LyapunovPruneError(
+            f"the device map leaves {len(nowhere)} weights nowhere ({nowhere[0]}, …); give a place for each module"
+        )
+
+
+@contextmanager
+def offload_folder(device_map: object) -> Iterator[str | None]:
+    """Where transformers may write weights on disk that are stored in another form, until they are brought."""
+    if not isinstance(device_map, dict) and device_map != AUTO:
+        yield None  # one device
+        return
+    try:
+        folder = tempfile.TemporaryDirectory(prefix="lyapunov-prune-offload-", ignore_cleanup_errors=True)
+    except OSError as error:
+        raise _unwritable(error) from None
+    with folder as name:
+        yield name
+
+
+def _unwritable(error: OSError) -> LyapunovPruneError:
+    return LyapunovPruneError(
+        f"offloaded weights cannot be written ({error.strerror or error}); name a folder that has room in TMPDIR"
+    )
+
+
+def is_dispatched(model: nn.Module) -> bool:
+    """Whether accelerate leads the forwards of `model` over several places."""
+    return any(hasattr(module, "_hf_hook") for module in model.modules())
+
+
+def placement(model: Any) -> Any:
+    """What `from_pretrained` takes as `device_map` to put another model where `model` is."""
+    return vars(model).get("hf_device_map", model.device) if is_dispatched(model) else model.device
+
+
+def _offloading(module: nn.Module) -> Iterator[AlignDevicesHook]:
+    hook = getattr(module, "_hf_hook", None)
+    for each in hook.hooks if isinstance(hook, SequentialHook) else (hook,):
+        if isinstance(each, AlignDevicesHook) and each.offload and each.weights_map is not None:
+            yield each
+
+
+def _put_hook(module: Any, before: AlignDevicesHook, after: Held) -> None:
+    if isinstance(module._hf_hook, SequentialHook):
+        module._hf_hook.hooks = tuple(after if hook is before else hook for hook in module._hf_hook.hooks)
+    else:
+        module._hf_hook = after
+
+
+def _slots(module: nn.Module, inside: bool) -> Iterator[tuple[Slots, str]]:
+    for each in module.modules() if inside else (module,):
+        for slots in (each._parameters, each._buffers):
+            yield from ((slots, name) for name, tensor in slots.items() if tensor is not None)
+
+
+def _elsewhere(module: nn.Module, inside: bool) -> Iterator[tuple[Slots, str, str]]:
+    """Slots without numbers, each with its name in the hook's map."""
+    for path, each in module.named_modules() if inside else (("", module),):
+        for slots in (each._parameters, each._buffers):
+            for name, tensor in slots.items():
+                if tensor is not None and tensor.is_meta:
+                    yield slots, name, f"{path}.{name}" if path else name
+
+
+def _tie(model: Any) -> None:
+    """accelerate gives a tied tensor that is on disk once a name; here it is one again, where both names are held."""
+    for target, source in (getattr(model, "all_tied_weights_keys", None) or {}).items():
+        (to, name), (of, key) = (_owner(model, path) for path in (target, source))
+        mine, theirs = to._parameters.get(name), of._parameters.get(key)
+        if mine is not None and theirs is not None and mine.device == theirs.device:
+            to._parameters[name] = theirs
+
+
+def _owner(model: nn.Module, path: str) -> tuple[nn.Module, str]:
+    module, _, name = path.rpartition(".")
+    return model.get_submodule(module), name
+
+
+class _Files:
+    """Tensors out of accelerate's maps, every file opened once."""
+
+    def __init__(self) -> None:
+        self._open: dict[str, Any] = {}
+        self._needed: dict[tuple[str, str], int] = {}  # bytes of what has to be converted
+
+    def want(self, meant: torch.Tensor, weights: Mapping[str, torch.Tensor], name: str) -> None:
+        """Count what `read` will have to write."""
+        loader, key = _unwrapped(weights, name)
+        info = _entry(loader, key)
+        if info is not None and info.get("safetensors_file"):
+            with _told(key):
+                stored = self._file(info).get_slice(info.get("weight_name", key)).get_dtype()
+            if stored != _NAMES.get(meant.dtype):
+                self._needed[info["safetensors_file"], info.get("weight_name", key)] = meant.numel() * meant.itemsize
+
+    def require_room(self) -> None:
+        needed = sum(self._needed.values())
+        if not needed:
+            return
+        folder = tempfile.gettempdir()
+        free = shutil.disk_usage(folder).free
+        if needed > free:
+            raise LyapunovPruneError(
+                f"the weights on disk in another dtype need {needed:,} bytes in {folder} and {free:,} are free; leave "
+                "out the dtype, or name a folder that has room in TMPDIR"
+            )
+
+    def read(self, weights: Mapping[str, torch.Tensor], name: str, meant: torch.Tensor) -> torch.Tensor:
+        loader, key = _unwrapped(weights, name)
+        info = _entry(loader, key)
+        with _told(key):
+            if info is None:
+                tensor = loader[key]
+            elif info.get("safetensors_file"):
+                tensor = self._file(info).get_tensor(info.get("weight_name", key))
+            else:
+                tensor = _mapped(Path(loader.save_folder) / f"{key}.dat", info)  # type: ignore[attr-defined]
+        if tensor.shape != meant.shape:
+            raise LyapunovPruneError(f"the offloaded weight {key} has another shape; load the model again")
+        if tensor.dtype == meant.dtype:
+            return tensor
+        return tensor.to(meant.dtype) if info is None else _converted(tensor, meant.dtype)
+
+    def _file(self, info: Mapping[str, Any]) -> Any:
+        file = str(info["safetensors_file"])
+        if file not in self._open:
+            self._open[file] = safe_open(file, framework="pt")
+        return self._open[file]
+
+
+class _told:
+    """A file that is gone, or shorter than it was, in one line."""
+
+    def __init__(self, key: str) -> None:
+        self._key = key
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        if isinstance(error, OSError | SafetensorError | KeyError | ValueError):
+            reason = getattr(error, "strerror", None) or " ".join(str(error).split())
+            raise LyapunovPruneError(
+                f"the offloaded weight {self._key} cannot be read ({reason}); its file is gone or changed: load the "
+                "model again"
+            ) from None
+
+
+def _unwrapped(weights: Mapping[str, torch.Tensor], name: str) -> tuple[Mapping[str, torch.Tensor], str]:
+    while isinstance(weights, PrefixedDataset):
+        name, weights = f"{weights.prefix}{name}", weights.dataset
+    return weights, name
+
+
+def _entry(loader: Mapping[str, torch.Tensor], key: str) -> Mapping[str, Any] | None:
+    """What accelerate's index says of a tensor on disk; None for one in memory."""
+    if not isinstance(loader, OffloadedWeightsLoader) or key in loader.state_dict:
+        return None
+    with _told(key):
+        return loader.index[key]
+
+
+def _mapped(file: Path, info: Mapping[str, Any]) -> torch.Tensor:
+    shape, dtype = tuple(info["shape"]), info["dtype"]
+    numbers = np.memmap(file, dtype=_BY_BITS.get(dtype, dtype), mode="c", shape=shape or (1,))
+    tensor = torch.from_numpy(numbers)
+    return (tensor if shape else tensor[0]).view(getattr(torch, dtype))
+
+
+def _converted(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """`tensor` in `dtype`, in a file of its own, which is nobody's: it goes with the last who looks at it."""
+    size = tensor.numel() * dtype.itemsize
+    try:
+        with tempfile.TemporaryDirectory(prefix="lyapunov-prune-offload-") as folder:
+            file = Path(folder) / "weight"
+            with file.open("wb") as opened:
+                if hasattr(os, "posix_fallocate"):  # a full disk is told here, and not by a signal at a write
+                    os.posix_fallocate(opened.fileno(), 0, max(size, 1))
+            numbers = torch.from_file(str(file), shared=True, size=tensor.numel(), dtype=dtype)
+    except OSError as error:
+        raise _unwritable(error) from None
+    return numbers.copy_(tensor.reshape(-1)).view(tensor.shape)

@@ -1,0 +1,189 @@
+"""How much a method may take of every matrix until the prediction has moved as far as it may."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import torch
+from transformers import PreTrainedModel
+
+from lyapunov_prune.arguments import checked
+from lyapunov_prune.compression.compress import compress, require_amount, require_options
+from lyapunov_prune.compression.table import METHODS
+from lyapunov_prune.errors import LyapunovPruneError
+from lyapunov_prune.forward.hooks import final_state, require_finite
+from lyapunov_prune.forward.reading import Readable, Reading, read
+from lyapunov_prune.models.structure import find_structure, in_eval_mode
+from lyapunov_prune.predictions.divergence import divergences, prediction_blocks
+from lyapunov_prune.profiles.contraction import ContractionProfile
+from lyapunov_prune.ranking.criteria import require_budget
+from lyapunov_prune.results.result import MeasuredOn, Result, encode
+from lyapunov_prune.results.store import Store
+
+# From the least that is taken to the most.
+_LEVELS = {"sparsity": tuple(n / 100 for n in range(1, 100)), "bits": tuple(float(n) for n in range(8, 1, -1))}
+
+
+@dataclass(frozen=True)
+class BudgetedCompression(Result):
+    """The amounts of `method` that a bisection tried, from the least taken to the most, and what each cost.
+
+    (n,) float64, means over every position of a window but its last, with `p` of the dense model and `q` of the
+    compressed: `kl = KL(p‖q)` in nats a token, `flipped` the share of positions whose likeliest token is another one.
+    NaN where the method or the schedule cannot meet the amount. `unit`: sparsity, by hundredths, or bits. Between tried
+    amounts the cost is taken to rise: where it does not, more than `amount` may be within `max_kl` too.
+    """
+
+    method: str
+    schedule: str
+    unit: str
+    amounts: np.ndarray
+    kl: np.ndarray
+    flipped: np.ndarray
+    max_kl: float
+    measured_on: MeasuredOn
+
+    @property
+    def chosen(self) -> int:
+        """Which of the tried takes the most within the budget; raises LyapunovPruneError where none is within."""
+        within = np.flatnonzero(self.kl <= self.max_kl)  # NaN is over any budget
+        if not len(within):
+            raise LyapunovPruneError(
+                f"nothing fits in {self.max_kl:g} nats a token: {self.method} with {self.unit} {self.amounts[0]:g}, "
+                f"the least it takes, costs {self.kl[0]:.3g}; raise the budget"
+            )
+        return int(within[-1])
+
+    @property
+    def amount(self) -> float:
+        """The most that was tried and is within the budget. Raises as `chosen`."""
+        return float(self.amounts[self.chosen])
+
+    def to_frame(self) -> pd.DataFrame:
+        return pd.DataFrame(
+            {self.unit: self.amounts, "kl": self.kl, "flipped": self.flipped, "within": self.kl <= self.max_kl}
+        )
+
+    def headline(self) -> str:
+        within = (self.kl <= self.max_kl).any()
+        most = f"{self.unit} {self.amount:g} is the most tried" if within else "nothing tried is"
+        return f"{self.method}, {self.schedule}: {most} within {self.max_kl:g} nats a token\n{self.measured_on.line()}"
+
+
+def require_spendable(method: str, allocation: Any, **said: Any) -> str:
+    """The unit that a budget is spent in; LyapunovPruneError where it is said already, or cannot be, how much goes."""
+    if given := [name for name, value in said.items() if value is not None]:
+        raise LyapunovPruneError(f"--max-kl says how much goes; leave out --{given[0]}")
+    if not isinstance(allocation, str):
+        raise LyapunovPruneError("the allocation says how much of every matrix; name a schedule with --max-kl")
+    if allocation == "bits":
+        raise LyapunovPruneError("allocation bits has few means to choose among; give --max-kl with uniform")
+    unit = "bits" if method in METHODS and METHODS[method].amount == "bits" else "sparsity"
+    require_amount(method, 0.5 if unit == "sparsity" else None, None, 4 if unit == "bits" else None, allocation)
+    return unit
+
+
+@checked
+@in_eval_mode
+@torch.no_grad()
+def amount_under_budget(
+    model: PreTrainedModel,
+    batch: Readable,
+    max_kl: float,
+    *,
+    method: str,
+    allocation: str = "uniform",
+    profile: ContractionProfile | None = None,
+    schedule_options: Mapping[str, Any] | None = None,
+    group_size: int | None = None,
+    symmetric: bool = False,
+    batch_size: int = 1,
+    folder: str | Path | None = None,
+    resume: bool = False,
+) -> BudgetedCompression:
+    """Bisect for the most that `compress` may take by `method` until `KL(p‖q)` on `batch` exceeds `max_kl`.
+
+    The amount is a sparsity from 0.01 to 0.99 by hundredths, for low rank of the parameters, or for rtn 8 to 2 bits. A
+    trial is one compression, about seven of them, and a forward of the compressed model; what the method calibrates
+    by is what it is measured on, and what was within the budget there need not be so on other text. With a `folder`
+    finished trials are kept. Memory: a copy of the model and the dense final states, and a block of positions ×
+    vocabulary. The model is untouched.
+
+    Raises NonFiniteError naming the layer when the dense model is not finite, and LyapunovPruneError when `max_kl` is
+    not a number above 0, for allocation bits, for logits that are not a function of the final state, and as `compress`.
+    """
+    require_budget(max_kl)
+    unit = require_spendable(method, allocation)
+    options = dict(schedule_options or {})
+    require_options(allocation, options)
+    reading = read(model, batch)
+    dense = [_final(reading, ids) for ids in reading.windows(batch_size)]
+    on = reading.measured_on()
+    asked = {"method": method, "schedule": allocation, "options": encode(options)}
+    asked |= {"group size": group_size, "symmetric": symmetric}
+    pooling = profile.pooling if profile is not None else None
+    levels, refused = _LEVELS[unit], {}
+    with Store(folder, "compression budget", encode(on) | asked | {"pooling": pooling}, resume=resume) as store:
+
+        def cost(level: float) -> float:
+            key = f"{level:g}"
+            if key not in store:
+                try:
+                    small = compress(
+                        model,
+                        reading,
+                        method=method,
+                        sparsity=level if unit == "sparsity" else None,
+                        bits=level if unit == "bits" else None,
+                        allocation=allocation,
+                        profile=profile,
+                        schedule_options=options,
+                        group_size=group_size,
+                        symmetric=symmetric,
+                        batch_size=batch_size,
+                    ).model
+                except LyapunovPruneError as error:  # an amount beyond what the method or the schedule can meet
+                    refused[level] = error
+                    return math.nan
+                store.add(key, [x if math.isfinite(x) else None for x in _moved(reading, dense, small, batch_size)])
+            return math.nan if store[key][0] is None else float(store[key][0])
+
+        within, over = -1, len(levels)
+        while over - within > 1:
+            middle = (within + over) // 2
+            within, over = (middle, over) if cost(levels[middle]) <= max_kl else (within, middle)
+        if levels[0] in refused:
+            raise refused[levels[0]]
+        tried = [level for level in levels if f"{level:g}" in store or level in refused]
+        found = [store[f"{level:g}"] if level not in refused else [None, None] for level in tried]
+    kl, flipped = np.array(found, dtype=np.float64).T.copy()  # None is NaN
+    return BudgetedCompression(method, allocation, unit, np.array(tried), kl, flipped, float(max_kl), on)
+
+
+def _final(reading: Reading, ids: torch.Tensor) -> torch.Tensor:
+    """The dense final state of every position that predicts, positions × width."""
+    state = final_state(reading.structure, ids)
+    if not state.isfinite().all():
+        require_finite(reading.structure, ids, reading.batch.text)
+    return state[:, :-1].flatten(0, 1)
+
+
+def _moved(
+    reading: Reading, dense: Sequence[torch.Tensor], small: PreTrainedModel, batch_size: int
+) -> tuple[float, float]:
+    """Means of `KL(p‖q)` and of the flips; the head of `small` is that of the dense model, as compress leaves it."""
+    structure = find_structure(small)
+    sums, count = torch.zeros(2, dtype=torch.float64), 0
+    for ids, states in zip(reading.windows(batch_size), dense, strict=True):
+        changed = final_state(structure, ids)[:, :-1].flatten(0, 1)
+        for _, p, q in prediction_blocks(reading.scorer, states, [changed], 1.0):
+            sums += torch.stack([divergences(p.log, q.log)[1], p.top != q.top]).sum(-1).cpu()
+        count += len(changed)
+    kl, flipped = (sums / count).tolist()
+    return kl, flipped

@@ -1,0 +1,88 @@
+"""`compress --format compressed-tensors`, and what is done with what it writes."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import AutoModelForCausalLM
+
+from lyapunov_prune.compression import packed
+
+TEXT = ("--tokens", "64", "--context", "32")
+PACK = ("compress", "tiny", "--method", "rtn", "--symmetric", "--format", "compressed-tensors", "-o", "small", *TEXT)
+
+
+def test_a_packed_checkpoint_is_smaller_and_is_measured(run: Callable[..., Any]) -> None:
+    done = run(*PACK, "--bits", "4")
+    assert done.code == 0, done.err
+    assert "Stored as packed integers (pack-quantized): " in done.out
+    assert "no time is saved" in done.out
+    assert "Decompressing" not in done.err
+    assert Path("small/model.safetensors").stat().st_size < Path("tiny/model.safetensors").stat().st_size
+    AutoModelForCausalLM.from_pretrained("small")
+    report = json.loads(Path("small/compression.json").read_text())
+    assert report["packed"]["bytes"] == Path("small/model.safetensors").stat().st_size
+
+    done = run("eval", "small", "--against", "tiny", "--speed", *TEXT)
+    assert done.code == 0, done.err
+    assert "The packed weights of small were unpacked on loading: these are speeds of dense ones." in done.out
+    assert run("eval", "small", "--json", "--speed", *TEXT).out.startswith("{")
+    assert run("profile", "small", "-o", "run", *TEXT).code == 0
+    assert run("rank", "small", "--criterion", "bi", "-o", "run2", *TEXT).code == 0
+
+
+def test_what_would_change_packed_weights_is_refused(run: Callable[..., Any], run_bad: Callable[..., str]) -> None:
+    run(*PACK, "--bits", "8")
+    for command in (
+        ("prune", "small", "--layers", "1", "-o", "out", *TEXT),
+        ("prune", "small", "--layers", "1", "--on-disk", "-o", "out"),
+        ("compress", "small", "--sparsity", "0.5", "-o", "out", *TEXT),
+        ("eval", "small", "--stream", *TEXT),
+    ):
+        assert "quantised (compressed-tensors); give the original weights" in run_bad(*command)
+
+
+@pytest.mark.parametrize(
+    ("more", "told"),
+    [
+        (("--bits", "3"), "packs 4 or 8 bits, not 3 bits; give --bits 4 or --bits 8"),
+        ((), "method rtn takes bits"),
+        (("--bits", "4", "--group-size", "5"), "groups of 5 do not fit the 32 inputs of model.layers.0"),
+        (("--bits", "4", "--allocation", "bits"), "leave out --allocation"),
+    ],
+)
+def test_what_cannot_be_packed_is_one_line(more: tuple[str, ...], told: str, run_bad: Callable[..., str]) -> None:
+    assert told in run_bad(*PACK, *more)
+
+
+def test_other_methods_and_grids_are_one_line(
+    run: Callable[..., Any], run_bad: Callable[..., str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    packs = ("--format", "compressed-tensors", "-o", "small", *TEXT)
+    assert "packs what rtn rounds, not wanda" in run_bad("compress", "tiny", "--sparsity", "0.5", *packs)
+    rtn = ("compress", "tiny", "--method", "rtn", "--bits", "4")
+    assert "do not load packed with transformers; give --symmetric" in run_bad(*rtn, *packs)
+    assert "method wanda has no symmetric" in run_bad(
+        "compress", "tiny", "--sparsity", "0.5", "--symmetric", "-o", "out", *TEXT
+    )
+    Path("small").mkdir()
+    Path("small/mine").write_text("")
+    assert "small exists and is not empty; choose another --output" in run_bad(*PACK, "--bits", "4")
+
+
+def test_a_gate_that_fails_leaves_nothing(run: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    packed_state = packed._packed_state
+
+    def wrong(*args: Any) -> Any:
+        state = packed_state(*args)
+        next(tensor for name, tensor in state.items() if name.endswith("weight_packed"))[0, 0] += 1
+        return state
+
+    monkeypatch.setattr(packed, "_packed_state", wrong)
+    done = run(*PACK, "--bits", "4")
+    assert (done.code, done.changed) == (1, set())
+    assert "nothing written: the model does not unpack as it was rounded" in done.err

@@ -1,0 +1,207 @@
+"""Rounded weights, packed: plain transformers unpacks the very weights that rtn gives, or nothing is written."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from compressed_tensors.compressors.pack_quantized.helpers import unpack_from_int32
+from helpers import TINY, make_tiny, moe
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
+
+from lyapunov_prune import compress
+from lyapunov_prune.compression import CompressionReport, packed
+from lyapunov_prune.compression.compress import REPORT, Compressed
+from lyapunov_prune.compression.packed import require_packable, require_packed_options, write_packed
+from lyapunov_prune.compression.rtn import symmetric_grid
+from lyapunov_prune.errors import CheckFailed, LyapunovPruneError
+from lyapunov_prune.models.projections import find_projections
+from lyapunov_prune.results.history import HISTORY, read_history
+
+ROUNDED: dict[str, Any] = {"method": "rtn", "bits": 4, "symmetric": True}
+FAMILIES = [name for name in TINY if not name.startswith("gpt2")]
+
+
+def written(model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, target: Path, **changes: Any) -> Compressed:
+    done = compress(model, **{**ROUNDED, **changes})
+    write_packed(model, done, tokenizer, target, "packed")
+    return done
+
+
+def plainly(folder: Path, ids: torch.Tensor, **options: Any) -> tuple[PreTrainedModel, torch.Tensor]:
+    """What transformers alone makes of a folder, and its logits; the forward unpacks the weights."""
+    model = AutoModelForCausalLM.from_pretrained(folder, **options).eval()
+    with torch.no_grad():
+        return model, model(ids).logits
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_transformers_unpacks_what_rtn_gives(
+    family: str, tokenizer: PreTrainedTokenizerFast, ids: torch.Tensor, tmp_path: Path
+) -> None:
+    model = make_tiny(family)
+    for bits, group_size in ((4, None), (8, 8)):
+        done = written(model, tokenizer, tmp_path / str(bits), bits=bits, group_size=group_size)
+        again, logits = plainly(tmp_path / str(bits), ids)
+        for p in find_projections(model):
+            W = symmetric_grid(p.weight(model), bits, group_size).values()
+            assert torch.equal(p.weight(done.model), W), p.name
+            assert torch.equal(p.weight(again), W), p.name
+        with torch.no_grad():
+            assert torch.equal(logits, done.model(ids).logits)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_narrow_weights_and_tied_embeddings(
+    tied: bool, dtype: torch.dtype, tokenizer: PreTrainedTokenizerFast, ids: torch.Tensor, tmp_path: Path
+) -> None:
+    model = make_tiny("llama", tie_word_embeddings=tied).to(dtype)
+    before = model.model.embed_tokens.weight.clone()
+    done = written(model, tokenizer, tmp_path / "small")
+    again, _ = plainly(tmp_path / "small", ids)
+    assert again.dtype == dtype
+    assert torch.equal(again.lm_head.weight, done.model.lm_head.weight)
+    assert (again.lm_head.weight is again.model.embed_tokens.weight) == tied
+    assert torch.equal(again.model.embed_tokens.weight, before)
+    for p in find_projections(model):
+        assert torch.equal(p.weight(again), p.weight(done.model)), p.name
+    tensors = load_file(tmp_path / "small" / "model.safetensors")
+    assert ("lm_head.weight" in tensors) == (not tied)
+
+
+def test_the_files_hold_the_integers_and_scales_of_the_grid(tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> None:
+    model = make_tiny("llama")
+    for bits, group_size in ((4, None), (4, 8), (8, None), (8, 16)):
+        folder = tmp_path / f"{bits}-{group_size}"
+        written(model, tokenizer, folder, bits=bits, group_size=group_size)
+        tensors = load_file(folder / "model.safetensors")
+        for p in find_projections(model):
+            q, scale = symmetric_grid(p.weight(model), bits, group_size)
+            assert torch.equal(unpack_from_int32(tensors[f"{p.module}.weight_packed"], bits, q.shape), q)
+            assert torch.equal(tensors[f"{p.module}.weight_scale"], scale)
+            assert tensors[f"{p.module}.weight_shape"].tolist() == list(q.shape)
+            assert f"{p.module}.weight" not in tensors
+            assert tensors[f"{p.module}.weight_packed"].nbytes == q.numel() * bits // 8
+
+
+def test_the_folder_says_what_it_is_and_how_large(tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> None:
+    model = make_tiny("llama")
+    done = compress(model, **ROUNDED)
+    report = write_packed(model, done, tokenizer, tmp_path / "small", "packed")
+    assert CompressionReport.load(tmp_path / "small" / REPORT).to_json() == report.to_json()
+    assert report.packed is not None
+    assert report.packed.bytes == (tmp_path / "small" / "model.safetensors").stat().st_size
+    model.save_pretrained(tmp_path / "dense")
+    dense = (tmp_path / "dense" / "model.safetensors").stat().st_size
+    assert 0 < dense - report.packed.dense_bytes < 8192  # the header
+    assert report.packed.bytes < 0.4 * dense
+    card = (tmp_path / "small" / "README.md").read_text(encoding="utf-8")
+    assert "rtn, symmetric" in card
+    assert f"{report.packed.bytes / report.packed.dense_bytes:.3f} of the" in card
+    assert "pip install compressed-tensors" in card
+    assert "dense matrices" not in card
+    steps = read_history(tmp_path / "small").steps
+    assert [step.kind for step in steps] == ["compress"]
+    assert (tmp_path / "small" / HISTORY).is_file()
+    assert (tmp_path / "small" / "tokenizer.json").is_file()
+
+
+def one_integer(state: dict[str, torch.Tensor]) -> None:
+    state["model.layers.5.mlp.down_proj.weight_packed"][3, 2] += 1
+
+
+def one_scale(state: dict[str, torch.Tensor]) -> None:
+    scale = state["model.layers.0.self_attn.q_proj.weight_scale"]
+    scale[4, 0] = scale[4, 0].nextafter(torch.tensor(torch.inf))
+
+
+def one_lost(state: dict[str, torch.Tensor]) -> None:
+    del state["model.layers.1.self_attn.o_proj.weight_scale"]
+
+
+def zeros(state: dict[str, torch.Tensor]) -> None:
+    state["model.layers.1.self_attn.o_proj.weight_packed"].zero_()
+
+
+@pytest.mark.parametrize(
+    ("spoil", "told"),
+    [
+        (one_integer, r"model\.layers\.5\.mlp\.down_proj is unpacked to other weights"),
+        (one_scale, r"model\.layers\.0\.self_attn\.q_proj is unpacked to other weights"),
+        (one_lost, r"missing keys on reloading, first .*o_proj\.weight_scale"),
+        (zeros, r"o_proj is unpacked to other weights"),
+    ],
+)
+def test_a_fault_in_what_is_packed_is_caught(
+    spoil: Callable[[dict[str, torch.Tensor]], None],
+    told: str,
+    tokenizer: PreTrainedTokenizerFast,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    packed_state = packed._packed_state
+
+    def wrong(*args: Any) -> dict[str, torch.Tensor]:
+        state = packed_state(*args)
+        spoil(state)
+        return state
+
+    monkeypatch.setattr(packed, "_packed_state", wrong)
+    with pytest.raises(CheckFailed, match=f"nothing written: the model does not unpack as it was rounded, .*{told}"):
+        written(make_tiny("llama"), tokenizer, tmp_path / "small")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_weights_that_are_not_of_the_grid_are_not_packed(tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> None:
+    model = make_tiny("llama")
+    done = compress(model, **ROUNDED)
+    W = done.model.model.layers[2].mlp.up_proj.weight
+    with torch.no_grad():
+        W[0, 0] = W[0, 0].nextafter(torch.tensor(10.0))
+    with pytest.raises(CheckFailed, match=r"model\.layers\.2\.mlp\.up_proj is not what rtn makes of the model"):
+        write_packed(model, done, tokenizer, tmp_path / "small", "packed")
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        (("wanda", None, False, "uniform"), "packs what rtn rounds, not wanda; give --method rtn"),
+        (("rtn", 3, True, "uniform"), "packs 4 or 8 bits, not 3 bits; give --bits 4 or --bits 8"),
+        (("rtn", None, True, "uniform"), "packs 4 or 8 bits, not no bits; give --bits 4 or --bits 8"),
+        (("rtn", 4.5, True, "bits"), r"not 4\.5 bits"),
+        (("rtn", 4, True, "bits"), "packs all matrices alike; leave out --allocation"),
+        (("rtn", 4, False, "uniform"), "asymmetric grids do not load packed with transformers; give --symmetric"),
+    ],
+)
+def test_what_the_format_cannot_hold_is_refused(options: tuple[Any, ...], told: str) -> None:
+    with pytest.raises(LyapunovPruneError, match=told):
+        require_packed_options(*options)
+
+
+def test_without_the_library_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(LyapunovPruneError, match=r"run: pip install 'lyapunov-prune\[packed\]'"):
+        require_packed_options("rtn", 4, True, "uniform")
+
+
+def test_models_whose_matrices_are_no_linear_modules_are_refused() -> None:
+    with pytest.raises(LyapunovPruneError, match=r"attn\.c_attn is a Conv1D, and compressed-tensors packs Linear"):
+        require_packable(make_tiny("gpt2"), None)
+    with pytest.raises(
+        LyapunovPruneError, match=r"mlp\.experts holds all experts in one tensor, and compressed-tensors"
+    ):
+        require_packable(moe("mixtral"), None)
+    with pytest.raises(LyapunovPruneError, match=r"groups of 12 do not fit the 32 inputs of model\.layers\.0\..*"):
+        require_packable(make_tiny("llama"), 12)
+    shared = make_tiny("llama")
+    shared.model.layers[2].mlp = shared.model.layers[0].mlp
+    shared.model.layers[3].mlp.up_proj.weight = shared.model.layers[1].mlp.up_proj.weight
+    with pytest.raises(LyapunovPruneError, match="are one matrix; shared layers are not compressed"):
+        require_packable(shared, None)

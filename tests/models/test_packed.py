@@ -1,0 +1,147 @@
+"""Checkpoints of packed integers are unpacked on loading, to the weights that were packed, or refused in one line."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from helpers import make_tiny
+from safetensors.torch import load_file, save_file
+from transformers import PreTrainedTokenizerFast
+
+from lyapunov_prune import compress, heal, load, remove_layers
+from lyapunov_prune.compression.compress import Compressed
+from lyapunov_prune.compression.packed import write_packed
+from lyapunov_prune.errors import LyapunovPruneError
+from lyapunov_prune.models.projections import find_projections
+from lyapunov_prune.profiles.profile import profile_layers
+
+QUANTISED = r"quantised \(compressed-tensors\); give the original weights"
+
+
+@pytest.fixture(scope="module")
+def made(tokenizer: PreTrainedTokenizerFast, tmp_path_factory: pytest.TempPathFactory) -> tuple[Compressed, Path]:
+    model = make_tiny("llama")
+    done = compress(model, method="rtn", bits=4, group_size=8, symmetric=True)
+    folder = tmp_path_factory.mktemp("packed") / "small"
+    write_packed(model, done, tokenizer, folder, "small")
+    return done, folder
+
+
+@pytest.fixture
+def small(made: tuple[Compressed, Path], tmp_path: Path) -> Path:
+    """A copy that a test may spoil."""
+    for file in made[1].iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    return tmp_path
+
+
+def test_what_is_loaded_is_what_was_packed(made: tuple[Compressed, Path], ids: torch.Tensor) -> None:
+    done, folder = made
+    loaded = load(folder).model
+    for p in find_projections(loaded):
+        assert torch.equal(p.weight(loaded), p.weight(done.model)), p.name
+    assert loaded.num_parameters() == done.model.num_parameters()
+    with torch.no_grad():
+        assert torch.equal(loaded(ids).logits, done.model(ids).logits)
+    packed, dense = (profile_layers(model, ids) for model in (loaded, done.model))
+    assert packed.to_frame().equals(dense.to_frame())
+
+
+def test_a_narrower_dtype_is_rounded_once(made: tuple[Compressed, Path]) -> None:
+    loaded = load(made[1], dtype="bfloat16").model
+    assert {p.dtype for p in loaded.parameters()} == {torch.bfloat16}
+    for p in find_projections(loaded):
+        assert torch.equal(p.weight(loaded), p.weight(made[0].model).bfloat16()), p.name
+
+
+def test_what_would_change_the_weights_is_refused(made: tuple[Compressed, Path], ids: torch.Tensor) -> None:
+    loaded, dense = load(made[1]).model, make_tiny("llama")
+    changes: tuple[Callable[[], Any], ...] = (
+        lambda: remove_layers(loaded, [1]),
+        lambda: compress(loaded, method="magnitude", sparsity=0.5),
+        lambda: heal(loaded, dense, ids, steps=1),
+    )
+    for change in changes:
+        with pytest.raises(LyapunovPruneError, match=QUANTISED):
+            change()
+
+
+def edited(folder: Path, edit: Callable[[dict[str, Any], dict[str, Any]], Any]) -> Path:
+    config = json.loads((folder / "config.json").read_text())
+    packed = config["quantization_config"]
+    edit(packed, packed["config_groups"]["group_0"])
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+@pytest.mark.parametrize(
+    "edit",
+    [
+        lambda packed, group: packed.update(format="float-quantized") or group.update(format="float-quantized"),
+        lambda packed, group: group["weights"].update(type="float"),
+        lambda packed, group: group["weights"].update(strategy="tensor"),
+        lambda packed, group: group.update(input_activations={"num_bits": 8, "dynamic": True, "strategy": "token"}),
+        lambda packed, group: packed.update(kv_cache_scheme={"num_bits": 8}),
+        lambda packed, group: packed["config_groups"].update(group_1=group),
+        lambda packed, group: packed.update(config_groups=[1]),
+        lambda packed, group: packed.pop("config_groups"),
+        lambda packed, group: group.update(weights=None),
+    ],
+    ids=[
+        "float",
+        "float weights",
+        "one scale",
+        "activations",
+        "cache",
+        "two groups",
+        "a list",
+        "no groups",
+        "no weights",
+    ],
+)
+def test_other_formats_stay_refused(small: Path, edit: Callable[..., Any]) -> None:
+    with pytest.raises(LyapunovPruneError, match=QUANTISED):
+        load(edited(small, edit))
+
+
+NAME = "model.layers.1.self_attn.q_proj.weight_"
+
+
+@pytest.mark.parametrize(
+    "spoil",
+    [
+        lambda tensors: tensors.pop(f"{NAME}scale"),
+        lambda tensors: tensors.pop(f"{NAME}packed"),
+        lambda tensors: [tensors.pop(f"{NAME}{part}") for part in ("packed", "scale", "shape")],
+        lambda tensors: tensors.update({f"{NAME}packed": tensors[f"{NAME}packed"][:4].contiguous()}),
+        lambda tensors: tensors.update({f"{NAME}shape": torch.tensor([32, 16])}),
+        lambda tensors: tensors.update({f"{NAME}scale": tensors[f"{NAME}scale"][:, :1].contiguous()}),
+        lambda tensors: tensors.update({f"{NAME}scale": tensors[f"{NAME}scale"][:1].contiguous()}),
+    ],
+    ids=["no scale", "no integers", "nothing", "short", "another shape", "a scale a row", "a row of scales"],
+)
+def test_what_is_not_whole_is_refused(small: Path, spoil: Callable[..., Any]) -> None:
+    tensors = load_file(small / "model.safetensors")
+    spoil(tensors)
+    save_file(tensors, small / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(LyapunovPruneError, match="fetch it again"):
+        load(small)
+
+
+def test_bits_that_are_not_those_of_the_file_are_refused(small: Path) -> None:
+    with pytest.raises(LyapunovPruneError, match="fetch it again"):
+        load(edited(small, lambda packed, group: group["weights"].update(num_bits=8)))
+
+
+def test_without_the_library_it_says_what_to_install(
+    made: tuple[Compressed, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(LyapunovPruneError, match=r"run: pip install 'lyapunov-prune\[packed\]'"):
+        load(made[1])

@@ -1,0 +1,112 @@
+"""How much a method may take under a budget of divergence, against whole logits in float64 and a search of all."""
+
+from __future__ import annotations
+
+import copy
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from helpers import make_tiny
+from scipy.special import rel_entr, softmax
+from transformers import PreTrainedModel
+
+from lyapunov_prune import LyapunovPruneError
+from lyapunov_prune.compression.compress import compress
+from lyapunov_prune.predictions import divergence as divergence_module
+from lyapunov_prune.ranking import BudgetedCompression, amount_under_budget
+from lyapunov_prune.ranking import amount as module
+
+LEVELS = {"sparsity": (0.1, 0.3, 0.5, 0.7, 0.9), "bits": (8.0, 6.0, 4.0, 3.0, 2.0)}
+
+
+@pytest.fixture(autouse=True)
+def few(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_LEVELS", LEVELS)
+
+
+def exact(model: PreTrainedModel, ids: torch.Tensor, **how: Any) -> tuple[float, float]:
+    """KL and the share of flips of the compressed model, from whole logits."""
+    small = compress(model, ids, **how).model
+    z, z2 = (copy.deepcopy(m).double()(ids).logits[:, :-1].detach().numpy() for m in (model, small))
+    kl = rel_entr(softmax(z, -1), softmax(z2, -1)).sum(-1).mean()
+    return float(kl), float((z.argmax(-1) != z2.argmax(-1)).mean())
+
+
+@pytest.mark.parametrize(
+    ("family", "method", "unit"),
+    [("llama", "wanda", "sparsity"), ("gemma2", "magnitude", "sparsity"), ("gpt2", "rtn", "bits")],
+)
+def test_the_most_within_the_budget_is_that_of_a_search_of_all(
+    family: str, method: str, unit: str, ids: torch.Tensor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(divergence_module, "_CHUNK", 97 * 16)
+    monkeypatch.setattr(divergence_module, "_BLOCK", 97 * 5)
+    model = make_tiny(family)
+    levels = LEVELS[unit]
+    every = np.array([exact(model, ids, method=method, **{unit: level}) for level in levels])
+    assert (np.diff(every[:, 0]) > 0).all()
+    for most in range(len(levels)):
+        budget = float(every[most, 0]) * 1.001
+        found = amount_under_budget(model, ids, budget, method=method, batch_size=2)
+        assert found.amount == levels[most]
+        where = [levels.index(amount) for amount in found.amounts]
+        assert where == sorted(where)
+        np.testing.assert_allclose(found.kl, every[where, 0], rtol=2e-4)
+        np.testing.assert_allclose(found.flipped, every[where, 1], atol=1e-12)
+    with pytest.raises(LyapunovPruneError, match=r"the least it takes, costs .* raise the budget"):
+        _ = amount_under_budget(model, ids, float(every[0, 0]) / 2, method=method).amount
+
+
+def test_an_amount_that_the_method_cannot_meet_is_over_any_budget(ids: torch.Tensor) -> None:
+    # Rank 1 of a head of GPT-2 (8 × 32) is 16 % of its parameters.
+    found = amount_under_budget(make_tiny("gpt2"), ids, math.inf, method="svd")
+    assert found.amount < 0.9
+    assert math.isnan(found.kl[-1])
+    assert not found.to_frame().within.iloc[-1]
+    with pytest.raises(LyapunovPruneError, match="has no group_size"):
+        amount_under_budget(make_tiny("gpt2"), ids, 1.0, method="svd", group_size=2)
+
+
+def test_an_interrupted_search_goes_on(ids: torch.Tensor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, calls = make_tiny("llama"), []
+
+    def killed(*args: Any, **how: Any) -> Any:
+        calls.append(how["sparsity"])
+        if len(calls) == 2:
+            raise KeyboardInterrupt
+        return compress(*args, **how)
+
+    whole = amount_under_budget(model, ids, math.inf, method="magnitude")
+    monkeypatch.setattr(module, "compress", killed)
+    with pytest.raises(KeyboardInterrupt):
+        amount_under_budget(model, ids, math.inf, method="magnitude", folder=tmp_path / "jobs")
+    again = amount_under_budget(model, ids, math.inf, method="magnitude", folder=tmp_path / "jobs", resume=True)
+    assert calls[0] not in calls[1:]
+    np.testing.assert_array_equal(again.kl, whole.kl)
+    with pytest.raises(LyapunovPruneError):
+        amount_under_budget(model, ids, 1.0, method="wanda", folder=tmp_path / "jobs", resume=True)
+
+
+def test_it_prints_and_comes_back_from_its_file(ids: torch.Tensor, tmp_path: Path) -> None:
+    found = amount_under_budget(make_tiny("llama"), ids, math.inf, method="magnitude")
+    found.save(tmp_path / "budget.json")
+    again = BudgetedCompression.load(tmp_path / "budget.json")
+    assert again.amount == found.amount == 0.9
+    assert "magnitude, uniform: sparsity 0.9 is the most tried within inf nats a token" in str(again)
+
+
+def test_refusals(ids: torch.Tensor) -> None:
+    model = make_tiny("llama")
+    for budget in (0.0, -1.0, math.nan):
+        with pytest.raises(LyapunovPruneError, match="give a number above 0"):
+            amount_under_budget(model, ids, budget, method="wanda")
+    with pytest.raises(LyapunovPruneError, match="few means to choose among"):
+        amount_under_budget(model, ids, 1.0, method="rtn", allocation="bits")
+    with pytest.raises(LyapunovPruneError, match="unknown method 'no'"):
+        amount_under_budget(model, ids, 1.0, method="no")
+    with pytest.raises(LyapunovPruneError, match="unknown allocation 'no'"):
+        amount_under_budget(model, ids, 1.0, method="wanda", allocation="no")
