@@ -141,13 +141,18 @@ def test_a_write_never_reaches_the_file(tmp_path: Path) -> None:
     assert {file: file.read_bytes() for file in tmp_path.iterdir()} == files
 
 
-def test_weights_on_disk_in_another_dtype(both: tuple[Loaded, Loaded], tmp_path: Path) -> None:
+def test_weights_on_disk_in_another_dtype(
+    both: tuple[Loaded, Loaded], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    written = tmp_path / "temporary"
+    written.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(written))  # other processes load their models in /tmp
     places = some_on_disk(both[0].model)
     whole, spread = (load(tmp_path / "saved", dtype="bfloat16", **more) for more in ({}, {"device_map": places}))
     ids = torch.tensor([[1, 2, 3, 4]])
     assert torch.equal(whole.model(ids).logits, spread.model(ids).logits)
     assert identify(whole.model) == identify(spread.model)
-    assert not list(Path(tempfile.gettempdir()).glob("lyapunov-prune-offload-*"))
+    assert not list(written.iterdir())
 
 
 class Elsewhere(nn.Linear):
