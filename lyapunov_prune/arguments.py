@@ -60,6 +60,8 @@ def fits(value: Any, hint: Any) -> bool:
         return isinstance(value, Mapping) and all(fits(each, inner[1]) for each in value.values())
     if origin in (Sequence, Iterable):
         one = isinstance(value, str | bytes | Mapping) or getattr(value, "shape", None) == ()
+        if isinstance(value, range):
+            value = value[:1]  # all of a kind, and maybe billions
         several = isinstance(value, Iterable) and not one
         return several and (not isinstance(value, Collection) or all(fits(each, inner[0]) for each in value))
     if hint is float:

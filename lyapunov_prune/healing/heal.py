@@ -162,17 +162,16 @@ def heal(
     `batch_size` of its windows in a forward.
 
     Raises LyapunovPruneError for a student in half precision or with adapters or packed weights, another vocabulary,
-    tokens outside it, fewer than one step, fewer windows of a step than processes, text that both batches share,
-    evaluation text that the models were made with, a state of another run, and a loss or gradient that is not finite,
-    naming the step.
+    tokens outside it, fewer than one step, more windows in all than 10 million, fewer of a step than processes, text
+    that both batches share, evaluation text that the models were made with, a state of another run, and a loss or
+    gradient that is not finite, naming the step.
     """
     require_plain(student)
     reading = read(student, batch)
     taught = read(teacher, reading)
-    if learning_rate is None:
-        learning_rate = FULL_RATE if rank is None else LOW_RANK_RATE
+    learning_rate = require_settings(steps, rank, learning_rate, temperature)
     processes = processes_of(student)
-    _require(reading, taught, steps, learning_rate, temperature)
+    _require(reading, taught)
     if per_step < processes.num_processes:
         raise LyapunovPruneError(
             f"steps of {per_step} windows cannot be shared by {processes.num_processes} (one a process); give as many "
@@ -184,6 +183,7 @@ def heal(
         for model in (student, teacher):
             require_unseen(model, evaluation.batch)
 
+    order = drawn_order(len(reading.batch.ids), steps * per_step, seed)
     measured_on = reading.measured_on(seed)
     settings: dict[str, Any] = {"steps": steps, "per_step": per_step, "rank": rank}
     settings |= {"learning_rate": learning_rate, "temperature": temperature}
@@ -202,7 +202,6 @@ def heal(
             run = Distillation(model, teacher, parameters, learning_rate, temperature, steps, processes=processes)
             if tensors:
                 run.go_on_from(tensors)
-            order = drawn_order(len(reading.batch.ids), steps * per_step, seed)
             for step in track(range(run.step, steps), "healing"):
                 run.take_step(reading.batch.ids[order[step * per_step : (step + 1) * per_step]])
                 if state.is_due():
@@ -227,7 +226,19 @@ def heal(
     return Healed(model, report)
 
 
-def _require(reading: Reading, taught: Reading, steps: int, learning_rate: float, temperature: float) -> None:
+def require_settings(steps: int, rank: int | None, learning_rate: float | None, temperature: float) -> float:
+    """The learning rate, which is that of `heal` if it is None. Raises LyapunovPruneError as `heal` does."""
+    if steps < 1:
+        raise LyapunovPruneError(f"{steps} steps heal nothing; give 1 or more")
+    if learning_rate is None:
+        learning_rate = FULL_RATE if rank is None else LOW_RANK_RATE
+    if not 0 < learning_rate < float("inf"):
+        raise LyapunovPruneError(f"learning rate {learning_rate:g}; give a positive number")
+    require_temperature(temperature)
+    return learning_rate
+
+
+def _require(reading: Reading, taught: Reading) -> None:
     require_trainable(reading.model, "the pruned model")
     sizes = [r.structure.config.vocab_size for r in (reading, taught)]
     if sizes[0] != sizes[1]:
@@ -235,8 +246,3 @@ def _require(reading: Reading, taught: Reading, steps: int, learning_rate: float
             f"the pruned model has a vocabulary of {sizes[0]} and the dense one of {sizes[1]}; give the dense model "
             "that it was made from"
         )
-    if steps < 1:
-        raise LyapunovPruneError(f"{steps} steps heal nothing; give 1 or more")
-    if not 0 < learning_rate < float("inf"):
-        raise LyapunovPruneError(f"learning rate {learning_rate:g}; give a positive number")
-    require_temperature(temperature)

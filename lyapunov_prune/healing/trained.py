@@ -15,6 +15,8 @@ from lyapunov_prune.healing.low_rank import low_rank_updates
 from lyapunov_prune.models.dispatched import is_dispatched
 from lyapunov_prune.models.structure import find_layers
 
+MOST_DRAWN = 10_000_000  # items of an order, which is a list
+
 
 @contextmanager
 def trained(model: PreTrainedModel, rank: int | None, seed: int) -> Iterator[dict[str, nn.Parameter]]:
@@ -53,7 +55,12 @@ def require_trainable(model: PreTrainedModel, called: str) -> None:
 
 
 def drawn_order(items: int, steps: int, seed: int) -> list[int]:
-    """The item of each step: all of them in a drawn order, then all in another. A longer order begins alike."""
+    """The item of each step: all of them in a drawn order, then all in another. A longer order begins alike.
+
+    Raises LyapunovPruneError for more than MOST_DRAWN.
+    """
+    if steps > MOST_DRAWN:
+        raise LyapunovPruneError(f"the steps would take {steps:,} windows; give fewer, {MOST_DRAWN:,} at most")
     generator = torch.Generator().manual_seed(seed)
     rounds = [torch.randperm(items, generator=generator) for _ in range(math.ceil(steps / items))]
     return torch.cat(rounds)[:steps].tolist()

@@ -15,6 +15,7 @@ from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.forward.reading import Readable, read
 from lyapunov_prune.profiles.contraction import ContractionProfile, Derivative, Pooling, measure_contraction
 from lyapunov_prune.profiles.influence import InfluenceProfile, block_influence
+from lyapunov_prune.profiles.propagation import listed
 from lyapunov_prune.results.once import once
 from lyapunov_prune.results.result import MeasuredOn, Result
 
@@ -92,7 +93,7 @@ def kept_profile(
 
     Two seeds are half those of a profile for its own sake: enough to compare other measurements with.
     """
-    asked = {**how, "seeds": tuple(seeds)}
+    asked = {**how, "seeds": listed(seeds)}
     return once(
         path,
         LayerProfile,

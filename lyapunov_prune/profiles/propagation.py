@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from itertools import islice
 from types import MappingProxyType
 
 import numpy as np
@@ -24,6 +25,7 @@ from lyapunov_prune.models.hooked import hooked
 from lyapunov_prune.models.structure import Structure
 
 RESAMPLES = 2000
+MOST_SEEDS = 1000
 # Of a layer: the module that the stream enters behind its first branch.
 Between = Mapping[int, nn.Module]
 
@@ -100,10 +102,18 @@ class WindowSums(Energies):
 
 def required(seeds: Iterable[int], epsilon: float, batch_size: int) -> tuple[int, ...]:
     """The seeds; LyapunovPruneError unless there is one, and something to disturb the state by and to run at once."""
-    seeds = tuple(map(int, seeds))
+    seeds = listed(seeds)
     if not seeds or not epsilon > 0 or batch_size < 1:
         raise LyapunovPruneError("give one seed or more, epsilon > 0 and a batch size of 1 or more")
     return seeds
+
+
+def listed(seeds: Iterable[int]) -> tuple[int, ...]:
+    """The seeds; LyapunovPruneError for more than MOST_SEEDS, of which each is a row of every forward."""
+    listed = tuple(map(int, islice(seeds, MOST_SEEDS + 1)))
+    if len(listed) > MOST_SEEDS:
+        raise LyapunovPruneError(f"more than {MOST_SEEDS:,} seeds; give fewer, the intervals are over windows too")
+    return listed
 
 
 def direction(hidden: torch.Tensor, first_window: int, seed: int) -> torch.Tensor:

@@ -18,6 +18,7 @@ from lyapunov_prune.predictions.divergence import skip_divergence, sublayer_dive
 from lyapunov_prune.profiles.contraction import require_above_rounding
 from lyapunov_prune.profiles.influence import block_influence
 from lyapunov_prune.profiles.profile import HOW, LayerProfile, profile_layers
+from lyapunov_prune.profiles.propagation import listed
 from lyapunov_prune.profiles.sublayer_influence import sublayer_influence
 from lyapunov_prune.ranking.angular import angular_distance
 from lyapunov_prune.ranking.best import best_removal
@@ -119,7 +120,7 @@ def rank(
         what,
         alpha,
         remove,
-        tuple(seeds),
+        listed(seeds),
         seed,
         batch_size,
         tuple(protect),

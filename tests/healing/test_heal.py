@@ -257,6 +257,7 @@ def test_what_cannot_be_healed_is_refused_in_one_line(ids: torch.Tensor) -> None
         ((student, teacher, ids[:0]), {}, "token ids of shape"),
         ((student, teacher, ids), {"steps": 0}, "0 steps heal nothing"),
         ((student, teacher, ids), {"per_step": 0}, r"steps of 0 windows cannot be shared by 1 .*; give as many"),
+        ((student, teacher, ids), {"steps": 10**9}, "would take 1,000,000,000 windows; give fewer, 10,000,000 at"),
         ((student, teacher, ids), {"rank": 0}, "rank 0 for"),
         ((student, teacher, ids), {"learning_rate": 0.0}, "learning rate 0; give a positive number"),
         ((student, teacher, ids), {"learning_rate": math.nan}, "learning rate nan; give a positive number"),

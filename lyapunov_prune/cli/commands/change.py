@@ -386,7 +386,7 @@ def heal(
     source.require_one_place("heal")
 
     from lyapunov_prune.checkpoints.saving import write_model
-    from lyapunov_prune.healing.heal import REPORT
+    from lyapunov_prune.healing.heal import REPORT, require_settings
     from lyapunov_prune.healing.heal import heal as heal_model
     from lyapunov_prune.healing.own_text import self_generated as write_text
     from lyapunov_prune.healing.state import TrainingState
@@ -397,6 +397,7 @@ def heal(
     from lyapunov_prune.results.files import require_empty
 
     require_empty(output)
+    require_settings(steps, update_rank, learning_rate, temperature)  # before the dense model writes for minutes
     made = Path(model) / PROVENANCE
     provenance = Provenance.load(made) if made.is_file() else None
     if teacher is None:

@@ -44,7 +44,7 @@ def joint(
         int, what_option(min=0, help="Train updates of this rank; 0 trains all of the layers.")
     ] = _RANK,
     point_seeds: Annotated[
-        int, what_option(min=1, help="Seeds of the points at the budget, whose spread is the noise.")
+        int, what_option(min=1, max=100, help="Seeds of the points at the budget, whose spread is the noise.")
     ] = 2,
     seed: Seed = 0,
     images: Images = None,
