@@ -66,6 +66,8 @@ EXAMINED = [
     "36_goals",
     "37_beyond_perplexity",
     "38_scales",
+    "39_healing_time",
+    "40_healed_spaces",
 ]
 
 

@@ -209,6 +209,13 @@ def verdict(found: Costs) -> str:
             f"{percent(float(kept(state.text).mean()))} of the dense text reproduced; perplexity "
             f"{ratio(state.windows - found.dense.windows)} times the dense one's."
         )
+    cut, healed = found.states[1], found.states[-1]
+    change, low, high = changed(together(found.accuracies(healed)), together(found.accuracies(cut)))
+    told = "better than" if low > 0 else "worse than" if high < 0 else "not told from"
+    lines.append(
+        f"{healed.name} beside {cut.name}: {ratio(healed.windows - cut.windows)} times the perplexity, and an accuracy "
+        f"{told} its ({points(change)} points, {points(low)} to {points(high)})."
+    )
     return bullets(*lines)
 
 
