@@ -34,6 +34,7 @@ from lyapunov_prune.models.cache import BUILTIN_VERSION, PLACE, Entry, builtin_p
 from lyapunov_prune.models.compact import is_compact
 from lyapunov_prune.models.device import resolve_device
 from lyapunov_prune.models.dispatched import bring_weights, known_map, offload_folder, require_placed
+from lyapunov_prune.models.expansion import require_bounded, require_bounded_file
 from lyapunov_prune.models.families import JUDGED
 from lyapunov_prune.models.folder import first_line, loading_errors, require_loadable, require_no_adapter_config
 from lyapunov_prune.models.packed import require_scales, unpacking
@@ -263,8 +264,11 @@ def _load_whole(where: Path, folder: Path, source: dict[str, Any], options: dict
     """Model and tokenizer, refused if a single weight would have to be made up."""
     source = source | LOCAL
     model = load_weights(AutoModelForCausalLM, where, folder, source | options, "a causal decoder")
-    with loading_errors(f"the tokenizer of {where}"), quiet(), _uncollected():
-        tokenizer = AutoTokenizer.from_pretrained(folder, **source)
+    with _uncollected():
+        require_bounded_file(folder / "tokenizer.json")
+        with loading_errors(f"the tokenizer of {where}"), quiet():
+            tokenizer = AutoTokenizer.from_pretrained(folder, **source)
+    require_bounded(tokenizer, where)
     return Loaded.of(model, tokenizer)
 
 

@@ -94,6 +94,21 @@ def test_a_tokenizer_without_vocabulary_is_refused(checkpoint: Path, run_bad: Ca
     run_bad(*PRUNE)
 
 
+@pytest.mark.parametrize("added", [[], ["eee"]], ids=["text", "added token"])
+def test_a_tokenizer_that_would_fill_memory_is_refused(
+    added: list[str], checkpoint: Path, run_bad: Callable[..., str]
+) -> None:
+    """It ended the process; an added token is normalised while the tokenizer is loaded."""
+    path = checkpoint / "tokenizer.json"
+    content = json.loads(path.read_text())
+    bomb = {"type": "Replace", "pattern": {"String": "e"}, "content": "e" * 100}
+    flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "special"), False) | {"normalized": True}
+    tokens = content["added_tokens"] + [{"id": 1000 + i, "content": token, **flags} for i, token in enumerate(added)]
+    normalizer = {"type": "Sequence", "normalizers": [bomb] * 8}
+    edit_json(path, **content | {"normalizer": normalizer, "added_tokens": tokens})
+    assert "can make 4e+16 characters of one" in run_bad(*PRUNE)
+
+
 @pytest.mark.parametrize("line", [DEEP, json.dumps({"text": "half \ud800 of a pair " * 99})], ids=["deep", "surrogate"])
 def test_a_line_that_is_no_text_is_refused(line: str, checkpoint: Path, run_bad: Callable[..., str]) -> None:
     (checkpoint.parent / "t.jsonl").write_text(line + "\n")
