@@ -73,9 +73,9 @@ class LayerRanking(Ranking):
             require_array("ranking, picked", self.picked, (layers, layers), most=1.0)
         require_layers("ranking, below_floor", self.below_floor, layers)
         require_layers("ranking, protected", self.protected, layers)
-        finite = self.what == "layers" and not self.protected
-        require_array("ranking, scores", self.scores, (layers,), least=-np.inf, finite=finite)
-        if self.what == "layers" and np.isnan(self.scores).sum() != len(self.protected):
+        largest = np.finfo(np.float64).max  # a layer may have no score, and none an infinite one
+        require_array("ranking, scores", self.scores, (layers,), least=-largest, most=largest, finite=False)
+        if self.what == "layers" and set(np.flatnonzero(np.isnan(self.scores))) != set(self.protected):
             raise LyapunovPruneError("a layer that may go has no score, or one that is protected has; rank again")
 
     @property

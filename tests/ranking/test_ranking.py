@@ -145,6 +145,16 @@ def test_a_rest_that_is_no_whole_period_stays() -> None:
     assert ranking.plan(2, period=2).remove == (2, 3)
 
 
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("protected", [(), (0,)])
+def test_a_layer_that_may_go_has_a_finite_score(bad: float, protected: tuple[int, ...]) -> None:
+    whole = rank_layers(influence=_INFLUENCE, criterion="bi", protect=protected)
+    scores = np.roll(whole.scores, 1) if np.isnan(bad) else whole.scores.copy()  # as many without, elsewhere
+    scores[1] = bad
+    with pytest.raises(LyapunovPruneError, match=r"ranking, scores: -?inf at place 1|has no score"):
+        replace(whole, scores=scores)
+
+
 @pytest.mark.parametrize("remove", [1, 4, 6, 0])
 def test_a_number_that_is_no_whole_periods_is_refused(remove: int) -> None:
     with pytest.raises(
