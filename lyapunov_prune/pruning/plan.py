@@ -62,6 +62,10 @@ class PruningPlan(Result):
         require_array("plan, scores", self.scores, (count,), least=-np.inf, finite=False)
         require_layers("plan, below_floor", self.below_floor, layers)
         require_layers("plan, tied", self.tied, layers)
+        if len(self.tied) not in (0, 2):
+            raise LyapunovPruneError(
+                f"plan, tied: two layers have one score or none, not {len(self.tied)}; make it again"
+            )
         if self.picked is not None:
             require_array("plan, picked", self.picked, (layers,), most=1.0)
         twice = sorted({*self.drop_attention, *self.drop_mlp, *self.drop_activation} & set(self.remove))

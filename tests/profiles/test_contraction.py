@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 from lyapunov_prune import LyapunovPruneError, NonFiniteError, measure_contraction
 from lyapunov_prune.models.structure import find_structure
 from lyapunov_prune.profiles.contraction import ContractionProfile, dtype_note
-from lyapunov_prune.profiles.propagation import WindowSums, direction
+from lyapunov_prune.profiles.propagation import WindowSums, direction, drawn_means
 from lyapunov_prune.pruning.plan import PruningPlan
 
 
@@ -214,6 +214,15 @@ def test_the_bootstrap_brackets_the_estimate(windows: int, seeds: int, seed: int
         low, high = sums.interval(pooling).T
         rho = energy[1:] / energy[:-1]
         assert ((low <= rho * 1.0001) & (rho <= high * 1.0001)).all()
+
+
+def test_means_of_drawn_windows_spread_as_a_mean_does() -> None:
+    values = np.random.default_rng(0).normal(5.0, 2.0, (3, 50))
+    means = drawn_means(values)
+    assert means is not None
+    np.testing.assert_allclose(means.mean(0), values.mean(1), rtol=0.01)
+    np.testing.assert_allclose(means.std(0), values.std(1) / np.sqrt(50), rtol=0.15)
+    assert drawn_means(values[:, :1]) is None
 
 
 def test_the_bootstrap_covers() -> None:

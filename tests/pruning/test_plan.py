@@ -76,3 +76,10 @@ def test_saves_and_loads_with_its_reasons(llama: PreTrainedModel, ids: torch.Ten
     assert again.measured_on == plan.measured_on
     assert again.model.same_as(plan.model)
     assert str(again) == str(plan)
+
+
+@pytest.mark.parametrize("tied", [(0,), (0, 1, 2)])
+def test_not_one_layer_is_tied_nor_three(tied: tuple[int, ...], llama: PreTrainedModel) -> None:
+    """Edited by hand, such a plan ended in a traceback where it was shown."""
+    with pytest.raises(LyapunovPruneError, match="two layers have one score or none, not "):
+        replace(PruningPlan.given(llama, [0]), tied=tied)
