@@ -595,7 +595,8 @@ def sound(name: str, values: dict[str, Any], floats: Iterator[float]) -> dict[st
         gap = Gap(1, 3, "mlp", ("none", "full"), np.array([0.0, 0.1]), loose(2), 1)
         return {"gaps": (gap,)}
     if name == "LayerRanking":
-        return {"scores": loose(5), "picked": some(5, 5, most=1)}
+        largest = np.finfo(np.float64).max  # a layer may have no score, none an infinite one
+        return {"scores": some(5, finite=False, most=largest), "picked": some(5, 5, most=1)}
     if name == "PruningPlan":
         told = {"picked": some(5, most=1), "tied": (1, 3)}
         return {"scores": loose(5), "drop_activation": (4,), "reduction": "affine", **told}

@@ -76,7 +76,7 @@ class LayerRanking(Ranking):
         largest = np.finfo(np.float64).max  # a layer may have no score, and none an infinite one
         require_array("ranking, scores", self.scores, (layers,), least=-largest, most=largest, finite=False)
         if self.what == "layers" and set(np.flatnonzero(np.isnan(self.scores))) != set(self.protected):
-            raise LyapunovPruneError("a layer that may go has no score, or one that is protected has; rank again")
+            raise LyapunovPruneError("scores: a layer that may go has none, or one that is protected has; rank again")
 
     @property
     def order(self) -> tuple[int, ...]:
