@@ -68,6 +68,7 @@ EXAMINED = [
     "38_scales",
     "39_healing_time",
     "40_healed_spaces",
+    "41_sampled_decoding",
 ]
 
 

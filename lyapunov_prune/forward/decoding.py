@@ -16,38 +16,46 @@ from lyapunov_prune.forward.reading import Reading
 from lyapunov_prune.linalg import lift
 from lyapunov_prune.models.hooked import hooked
 
+# The next tokens (prompts × 1) at a step, of its logits (prompts × vocabulary).
+Choice = Callable[[int, torch.Tensor], torch.Tensor]
+
+
+def likeliest(step: int, logits: torch.Tensor) -> torch.Tensor:
+    return logits.argmax(-1, keepdim=True)
+
+
+def drawn(draws: torch.Tensor, temperature: float = 1.0) -> Choice:
+    """The token of `p = softmax(z/T)` on which a draw falls; `draws`: prompts × steps, in [0, 1).
+
+    It is the first with `Σ_{v' ≤ v} p_v' > draw`, summed in float64 in the order of the vocabulary. So the same draws
+    give the same text wherever the logits are the same.
+    """
+    u = draws.to(torch.float64)
+
+    def choose(step: int, logits: torch.Tensor) -> torch.Tensor:
+        reached = (lift(logits) / temperature).softmax(-1).cumsum(-1)
+        found = torch.searchsorted(reached, u[:, step, None].to(reached).contiguous(), right=True)
+        # The sum may end a rounding below 1, and a draw lie between the two.
+        return found.clamp_max(logits.shape[-1] - 1)
+
+    return choose
+
 
 @torch.no_grad()
 def decode_greedily(reading: Reading, prompts: torch.Tensor, steps: int) -> torch.Tensor:
     """The `steps` likeliest tokens one after the other: prompts (windows × tokens) to (windows × steps), int64."""
-    return torch.stack([logits.argmax(-1) for _, logits in walk(reading, prompts, steps, told=True)], 1).to(prompts)
+    return _written(reading, prompts, steps, likeliest)
 
 
 @torch.no_grad()
 def sample(reading: Reading, prompts: torch.Tensor, draws: torch.Tensor) -> torch.Tensor:
-    """Tokens drawn from `p = softmax(z)` one after the other: prompts (n × tokens) to (n × steps), int64.
+    """Tokens that `draws` (n × steps) fall on, one after the other: prompts (n × tokens) to (n × steps), int64."""
+    return _written(reading, prompts, draws.shape[1], drawn(draws))
 
-    `draws` (n × steps, in [0, 1)) decide: the token is the first with `Σ_{v' ≤ v} p_v' > draw`, summed in float64 in
-    the order of the vocabulary. So the same draws give the same text wherever the logits are the same.
-    """
-    u = draws.to(torch.float64)
-    tokens: list[torch.Tensor] = []
 
-    def choose(logits: torch.Tensor) -> torch.Tensor:
-        reached = lift(logits).softmax(-1).cumsum(-1)
-        # The sum may end a rounding below 1, and a draw lie between the two.
-        draw = u[:, len(tokens), None].to(reached).contiguous()
-        drawn = torch.searchsorted(reached, draw, right=True)
-        tokens.append(drawn.clamp_max(logits.shape[-1] - 1))
-        return tokens[-1]
-
-    for _ in walk(reading, prompts, u.shape[1], told=True, choose=choose):
-        pass
+def _written(reading: Reading, prompts: torch.Tensor, steps: int, choose: Choice) -> torch.Tensor:
+    tokens = [token for *_, token in walk(reading, prompts, steps, told=True, choose=choose)]
     return torch.cat(tokens, 1).to(prompts)
-
-
-def likeliest(logits: torch.Tensor) -> torch.Tensor:
-    return logits.argmax(-1, keepdim=True)
 
 
 def walk(
@@ -55,12 +63,12 @@ def walk(
     prompts: torch.Tensor,
     steps: int,
     told: bool,
-    choose: Callable[[torch.Tensor], torch.Tensor] = likeliest,
-) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """At every step what leaves the last layer (prompts × d) and the logits (prompts × vocabulary); then goes on.
+    choose: Choice = likeliest,
+) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
+    """At every step what leaves the last layer (prompts × d), the logits (prompts × vocabulary) and the next token.
 
-    The next token is what `choose` makes of the model's own logits, (prompts × 1). Nothing else has a say: the model's
-    generation config (its penalties, its EOS) is not asked, so decoding goes on behind the end of a text. `told`: every
+    It is what `choose` makes of the model's own logits, (prompts × 1). Nothing else has a say: the model's generation
+    config (its penalties, its EOS) is not asked, so decoding goes on behind the end of a text. `told`: every
     step is given its position, without which some forwards count from zero at every call. A decoder that gives back no
     cache runs on the whole text again at every step. Raises NonFiniteError naming the layer when the model is not
     finite.
@@ -86,7 +94,7 @@ def walk(
             raise LyapunovPruneError(f"the logits of step {t} are not finite; load the model in a wider dtype")
         carried = carried_on(model, output)
         del output
-        yield states.pop(), logits
-        tokens = choose(logits).to(ids)
+        tokens = choose(t, logits).to(ids)
+        yield states.pop(), logits, tokens
         text = torch.cat([text, tokens], 1)
         ids = tokens if carried else text

@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 from lyapunov_prune.arguments import checked, require_least
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.evaluation.repetition import collapsed, repetition
-from lyapunov_prune.forward.decoding import walk
+from lyapunov_prune.forward.decoding import drawn, likeliest, walk
 from lyapunov_prune.forward.hooks import require_finite
 from lyapunov_prune.forward.logits import (
     CACHE_LIMIT,
@@ -33,7 +33,9 @@ from lyapunov_prune.results.result import MeasuredOn, ModelIdentity, Result
 
 @dataclass(frozen=True)
 class GenerationDivergence(Result):
-    """Greedy decoding of the dense and of a compressed model from the same prompts, each from its own tokens.
+    """Decoding of the dense and of a compressed model from the same prompts, each from its own tokens.
+
+    Greedy, or of tokens on which the same draws fall in both, where `measured_on.seed` says of which seed they are.
 
     Per step, (steps,) float64, means over the prompts in which neither model has ended its text before:
 
@@ -91,8 +93,10 @@ class GenerationDivergence(Result):
         first, texts = self.first_difference, (self.dense_tokens, self.compressed_tokens)
         repeated = " and ".join(f"{np.mean([repetition(t, 3) for t in text]):.0%}" for text in texts)
         ends = " and ".join(str(sum(map(collapsed, text))) for text in texts)
+        seed = self.measured_on.seed
+        how = "Greedy decoding" if seed is None else f"Decoding with draws of seed {seed}"
         return (
-            f"Greedy decoding, {len(self.kl)} steps from {len(first)} prompts, T = {self.temperature:g}, "
+            f"{how}, {len(self.kl)} steps from {len(first)} prompts, T = {self.temperature:g}, "
             f"against {self.compressed.name} ({self.compressed.num_layers} layers)\n"
             f"first difference: median step {np.median(first):g}, none in {sum(f == len(self.kl) for f in first)}; "
             f"dense and compressed: {repeated} of 3-grams repeated, {ends} texts collapsed\n{self.measured_on.line()}"
@@ -109,13 +113,18 @@ def compare_generation(
     *,
     steps: int,
     temperature: float = 1.0,
+    seed: int | None = None,
     batch_size: int = 8,
 ) -> GenerationDivergence:
-    """Decode `steps` tokens greedily with both models from `prompts` (prompts × tokens) and measure.
+    """Decode `steps` tokens with both models from `prompts` (prompts × tokens) and measure.
+
+    Greedily, or with a `seed` tokens of `p = softmax(z/T)` and `q`, drawn with the same randomness: at each step of a
+    prompt one number in [0, 1) decides for both (`forward.decoding.drawn`), of the seed and the prompt's place. So two
+    equal models write one text, and what differs is not luck.
 
     The models may differ in their layers and widths, not in their vocabulary. Each keeps its own cache; a decoder
     without one reads its whole text again at every step. A text ends at an end-of-text token of the dense model's
-    generation settings. `temperature` is that of `p` and `q`; it does not change the tokens. Memory: both caches,
+    generation settings. `temperature` is that of `p` and `q`; it changes no greedy token. Memory: both caches,
     and some tensors of `batch_size` × vocabulary, of one step at a time (after a trial of the cache on 2 × 64
     tokens). Cosines and divergences in float64.
 
@@ -125,6 +134,8 @@ def compare_generation(
     """
     require_temperature(temperature)
     require_least(1, batch_size=batch_size)
+    if seed is not None:
+        require_least(0, seed=seed)
     if steps < 1:
         raise LyapunovPruneError(f"{steps} steps write nothing; give 1 or more")
     readings = [read(model, prompts) for model in (dense, compressed)]
@@ -139,11 +150,14 @@ def compare_generation(
     ends = end_tokens(dense)
     sums, running = torch.zeros(steps, 4, dtype=torch.float64), torch.zeros(steps, dtype=torch.float64)
     texts: tuple[list[tuple[int, ...]], list[tuple[int, ...]]] = ([], [])
+    draws = None if seed is None else _draws(seed, len(batch.ids), steps)
     for ids in track(batch.windows(batch_size), "generation"):
+        begun = len(texts[0])
+        choose = likeliest if draws is None else drawn(draws[begun : begun + len(ids)], temperature)
         written: tuple[list[torch.Tensor], list[torch.Tensor]] = ([], [])
         ended = torch.zeros(2, len(ids), dtype=torch.bool)
-        walks = [walk(reading, ids, steps, by) for reading, by in zip(readings, told, strict=True)]
-        for t, ((h, z), (h2, z2)) in enumerate(zip(*walks, strict=True)):
+        walks = [walk(reading, ids, steps, by, choose) for reading, by in zip(readings, told, strict=True)]
+        for t, ((h, z, token), (h2, z2, token2)) in enumerate(zip(*walks, strict=True)):
             if z.shape != z2.shape:
                 raise LyapunovPruneError(
                     f"vocabularies of {z.shape[-1]} and {z2.shape[-1]}; compare two versions of one model"
@@ -151,8 +165,8 @@ def compare_generation(
             both = ~ended.any(0)
             running[t] += both.sum()
             sums[t] += _measures(temperature, *(x[both.to(x.device)] for x in (h, h2, z, z2)))
-            for model_ended, tokens, logits in zip(ended, written, (z, z2), strict=True):
-                tokens.append(logits.argmax(-1).cpu())
+            for model_ended, tokens, chosen in zip(ended, written, (token, token2), strict=True):
+                tokens.append(chosen[:, 0].cpu())
                 model_ended |= torch.isin(tokens[-1], ends)
             if ended.all():
                 break
@@ -169,8 +183,13 @@ def compare_generation(
         compressed_tokens=tuple(texts[1]),
         temperature=float(temperature),
         compressed=identify(compressed),
-        measured_on=readings[0].measured_on(),
+        measured_on=readings[0].measured_on(seed),
     )
+
+
+def _draws(seed: int, prompts: int, steps: int) -> torch.Tensor:
+    """Numbers in [0, 1), (prompts, steps): those of a prompt are the same beside whatever others."""
+    return torch.from_numpy(np.stack([np.random.default_rng((seed, i)).random(steps) for i in range(prompts)]))
 
 
 def _told_positions(reading: Reading) -> bool:

@@ -353,6 +353,14 @@ _SECTIONS = (
         lambda r: {"generation": generation_figure(r)},
     ),
     _Section(
+        "sampled.json",
+        GenerationDivergence,
+        "Generation by draws",
+        "The same prompts, each next token drawn from the model's own probabilities. One number decides for both "
+        "models at each step, so two equal models write one text, and what differs is not luck.",
+        lambda r: {"sampled": generation_figure(r)},
+    ),
+    _Section(
         "diverged-history.json",
         HistoryDivergence,
         "Direct error and diverged history",

@@ -33,6 +33,7 @@ from lyapunov_prune.healing.heal import Healing
 from lyapunov_prune.healing.state import TrainingState
 from lyapunov_prune.models import loading
 from lyapunov_prune.predictions.choices import ChoiceComparison
+from lyapunov_prune.predictions.generation import GenerationDivergence
 from lyapunov_prune.predictions.hierarchy import HierarchyProbe
 from lyapunov_prune.predictions.verdict import Verdict
 from lyapunov_prune.profiles.profile import LayerProfile
@@ -1039,10 +1040,12 @@ def test_hierarchy_follows_a_compressed_and_a_pruned_model(run: Any) -> None:
     Path("items.jsonl").write_text('{"query": "one two", "choices": ["three", "four five"], "gold": 1}\n' * 3)
     assert "give COMPRESSED too" in run("hierarchy", "tiny", "--choices", "items.jsonl").err
     assert "give --choices FILE with it" in run("hierarchy", "tiny", "rounded", "--letters").err
-    asked = ["--choices", "items.jsonl", "--letters", "--limit", "2"]
+    asked = ["--choices", "items.jsonl", "--letters", "--limit", "2", "--sample", "0"]
     assert run("hierarchy", "tiny", "rounded", *asked, *few).code == 0
     assert ChoiceComparison.load("runs/tiny/letters.json").characters[0] == (1.0, 1.0)
     assert "Multiple choice by letters" in Path("runs/tiny/report.html").read_text()
+    assert "Generation by draws" in Path("runs/tiny/report.html").read_text()
+    assert GenerationDivergence.load("runs/tiny/sampled.json").measured_on.seed == 0
     written = {p.name for p in Path("runs/tiny").iterdir()}
     assert {
         "hierarchy.json",
@@ -1089,7 +1092,7 @@ def test_hierarchy_gives_a_verdict_by_kind_of_task(run: Any) -> None:
     Path("qrels.tsv").write_text("query-id\tcorpus-id\tscore\nq\td3\t1\n")
     few = ["--tokens", "32", "--context", "16", "--new-tokens", "3"]
     asked = ["--choices", "items.jsonl", "--retrieval", "queries.jsonl,docs.jsonl,qrels.tsv", "--verdict", *few]
-    for option in (["--verdict"], ["--retrieval", "a,b"]):
+    for option in (["--verdict"], ["--retrieval", "a,b"], ["--sample", "0"]):
         assert f"{option[0]} compares two models; give COMPRESSED too" in run("hierarchy", "tiny", *option).err
     assert run("prune", "tiny", "--layers", "1", "-o", "out", *TEXT).code == 0
     done = run("hierarchy", "tiny", "out", *asked)

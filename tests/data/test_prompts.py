@@ -112,6 +112,8 @@ def test_measurements_are_means_of_every_prompt_by_itself(
     assert written.dense_tokens == tuple(s.dense_tokens[0] for s in singles)
     assert written.compressed_tokens == tuple(s.compressed_tokens[0] for s in singles)
     np.testing.assert_allclose(written.kl[0], np.mean([s.kl[0] for s in singles]), rtol=1e-4)
+    by_draws = [compare_generation(reader, other, prompts, steps=4, seed=1, batch_size=size) for size in (1, 2, 8)]
+    assert len({sampled.dense_tokens for sampled in by_draws}) == 1
     paths = attention_paths(reader, other, prompts, steps=3)
     lone = [attention_paths(reader, other, ids, steps=3) for ids in alone]
     np.testing.assert_allclose(paths.prompt_weight, np.mean([p.prompt_weight for p in lone], 0), rtol=1e-4)

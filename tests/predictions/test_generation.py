@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+from collections.abc import Callable
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -50,17 +51,23 @@ def ending_with(model: PreTrainedModel, *tokens: int) -> PreTrainedModel:
     return model
 
 
+def likeliest(step: int, z: np.ndarray) -> int:
+    return int(z.argmax())
+
+
 @torch.no_grad()
-def written(model: PreTrainedModel, last: str, prompt: torch.Tensor) -> list[tuple[np.ndarray, np.ndarray]]:
+def written(
+    model: PreTrainedModel, last: str, prompt: torch.Tensor, choose: Callable[[int, np.ndarray], int] = likeliest
+) -> list[tuple[np.ndarray, np.ndarray]]:
     """What leaves the module `last` and the logits, of one prompt, at every step, in float64 and without a cache."""
     twin, text, found = copy.deepcopy(model).double(), prompt[None], []
     states: list[Any] = []
     handle = twin.get_submodule(last).register_forward_hook(lambda m, args, output: states.append(output))
-    for _ in range(STEPS):
+    for t in range(STEPS):
         z = twin(text, use_cache=False).logits[0, -1]
         state = states.pop()
         found.append(((state if isinstance(state, torch.Tensor) else state[0])[0, -1].numpy(), z.numpy()))
-        text = torch.cat([text, z.argmax().view(1, 1)], 1)
+        text = torch.cat([text, torch.tensor([[choose(t, z.numpy())]])], 1)
     handle.remove()
     return found
 
@@ -105,6 +112,42 @@ def test_measures_are_the_definitions(name: str, T: float, prompts: torch.Tensor
     assert found.temperature == T
     assert (found.running == 1).all()
     assert hooks_of(dense) == hooks_of(other) == 0
+
+
+@pytest.mark.parametrize("T", [1.0, 0.5])
+def test_sampled_tokens_are_those_that_the_same_draws_fall_on(T: float, prompts: torch.Tensor) -> None:
+    dense = ending_with(make_tiny("llama").double())
+    other = shaken(dense, 0.2)
+    found = compare_generation(dense, other, prompts, steps=STEPS, temperature=T, seed=5, batch_size=2)
+    texts: dict[str, list[list[int]]] = {"dense": [], "other": []}
+    measures = []
+    for i, row in enumerate(prompts):
+        draws = np.random.default_rng((5, i)).random(STEPS)
+        runs = {}
+        for name, model in (("dense", dense), ("other", other)):
+            text: list[int] = []
+            texts[name].append(text)
+
+            def choose(t: int, z: np.ndarray, text: list[int] = text, draws: np.ndarray = draws) -> int:
+                text.append(next(v for v, reached in enumerate(np.cumsum(softmax(z / T))) if reached > draws[t]))
+                return text[-1]
+
+            runs[name] = written(model, LAST["llama"], row, choose)
+        measures.append(by_definition(runs["dense"], runs["other"], T))
+    assert [list(t) for t in found.dense_tokens] == texts["dense"] != texts["other"]
+    assert [list(t) for t in found.compressed_tokens] == texts["other"]
+    assert_agree(found, np.mean(measures, 0), 1e-9)
+    assert "Decoding with draws of seed 5" in str(found)
+    greedy = compare_generation(dense, other, prompts, steps=STEPS, temperature=T)
+    assert found.dense_tokens != greedy.dense_tokens
+    assert greedy.measured_on.seed is None
+
+
+def test_equal_models_draw_one_text(llama: PreTrainedModel, prompts: torch.Tensor) -> None:
+    found = compare_generation(llama, llama, prompts, steps=STEPS, seed=0)
+    assert found.first_difference == (STEPS,) * len(prompts)
+    with pytest.raises(LyapunovPruneError, match="seed"):
+        compare_generation(llama, llama, prompts, steps=STEPS, seed=-1)
 
 
 def test_a_pruned_model_has_fewer_layers(llama: PreTrainedModel, prompts: torch.Tensor) -> None:

@@ -151,7 +151,7 @@ def test_a_layer_that_may_go_has_a_finite_score(bad: float, protected: tuple[int
     whole = rank_layers(influence=_INFLUENCE, criterion="bi", protect=protected)
     scores = np.roll(whole.scores, 1) if np.isnan(bad) else whole.scores.copy()  # as many without, elsewhere
     scores[1] = bad
-    with pytest.raises(LyapunovPruneError, match=r"ranking, scores: -?inf at place 1|scores: a layer that may go has none"):
+    with pytest.raises(LyapunovPruneError, match=r"scores: (-?inf at place 1|a layer that may go has none)"):
         replace(whole, scores=scores)
 
 

@@ -30,6 +30,10 @@ def hierarchy(
     *,
     new_tokens: Annotated[int, what_option(min=1, help="How many to decode after each prompt.")] = 16,
     temperature: Temperature = 1.0,
+    sample: Annotated[
+        int | None,
+        what_option(min=0, metavar="SEED", help="Decode once more by draws, the same in both models: sampled.json."),
+    ] = None,
     choices: Annotated[
         Path | None,
         what_option(help="Multiple-choice items, a JSONL file of query, choices, gold; for COMPRESSED."),
@@ -62,7 +66,7 @@ def hierarchy(
 
     Each layer by itself is replaced by that of COMPRESSED, or dropped where COMPRESSED has fewer or is not given, in
     the dense model's own context; estimates and proven bounds stand beside what is measured. With COMPRESSED both
-    models then decode on their own (generation.json, paths.json), COMPRESSED also reads the dense text
+    models then decode on their own (generation.json, paths.json; sampled.json), COMPRESSED also reads the dense text
     (diverged-history.json), and both answer --choices (choices.json; letters.json). --verdict puts them together by
     kind of task. Prompts are windows of --context tokens, or --prompts. Exit code 1 on a violated bound.
     """
@@ -81,7 +85,11 @@ def hierarchy(
 
     if choices is not None and compressed is None:
         raise LyapunovPruneError("--choices compares two models; give COMPRESSED too")
-    for option, given in (("--retrieval", retrieval is not None), ("--verdict", verdict)):
+    for option, given in (
+        ("--retrieval", retrieval is not None),
+        ("--sample", sample is not None),
+        ("--verdict", verdict),
+    ):
         if given and compressed is None:
             raise LyapunovPruneError(f"{option} compares two models; give COMPRESSED too")
     sought = load_retrieval(*require_retrieval(retrieval)) if retrieval is not None else None
@@ -90,6 +98,7 @@ def hierarchy(
     items = load_items(choices) if choices else ()
     written = ["hierarchy.json", *(["generation.json", "paths.json", "diverged-history.json"] if compressed else [])]
     more = {"choices": choices, "letters": letters, "retrieval": retrieval, "verdict": verdict}
+    more["sampled"] = sample is not None
     run = begun_run(output, dense, *written, *(f"{name}.json" for name, given in more.items() if given))
     loaded, batch = load_prompted(dense, source, text, prompts, chat)
     other = None
@@ -116,6 +125,11 @@ def hierarchy(
     if other is not None:
         generated = compare_generation(loaded.model, other.model, batch, steps=new_tokens, temperature=temperature)
         parts.add("generation", generated)
+        if sample is not None:
+            drawn = compare_generation(
+                loaded.model, other.model, batch, steps=new_tokens, temperature=temperature, seed=sample
+            )
+            parts.add("sampled", drawn)
         history = history_divergence(loaded.model, other.model, batch, steps=new_tokens, temperature=temperature)
         parts.add("diverged-history", history)
     if other is not None and same_layers:
