@@ -25,6 +25,7 @@ from lyapunov_prune.profiles.propagation import (
     difference_sums,
     jvp_floor,
     jvp_sums,
+    require_moved,
     required,
 )
 from lyapunov_prune.progress import track
@@ -250,7 +251,8 @@ def measure_contraction(
 
     One forward carries `batch_size × (1 + seeds)` rows (difference) or `batch_size × seeds` (jvp).
     Raises NonFiniteError naming the first layer with NaN or infinite activations, and LyapunovPruneError
-    for ids outside the vocabulary, a context too long, or a model without forward-mode derivatives.
+    for ids outside the vocabulary, a context too long, an epsilon that rounding swallows, or a model without
+    forward-mode derivatives.
     """
     reading = read(model, batch, streamed=True)
     structure = reading.structure
@@ -263,6 +265,8 @@ def measure_contraction(
     windows = reading.windows(batch_size)
     sums = [run(structure, ids, k * batch_size, seeds, epsilon) for k, ids in enumerate(track(windows, "contraction"))]
     total = WindowSums.join(sums)
+    state, error = total.state.sum(-1), total.error.sum((-2, -1))
+    require_moved(error[0], epsilon, model.dtype)
 
     stretch = windows[0][:1, :FLOOR_TOKENS]
     unit = torch.finfo(coarsest_rounding(structure, stretch, model.dtype)).eps
@@ -275,11 +279,10 @@ def measure_contraction(
             for moved in (unit, epsilon, epsilon / 10)
         )
         clear = tenth > ABOVE_FLOOR * floor
+        far = clear[1:] & clear[:-1]
         linearity = np.full(structure.num_layers, np.nan)
-        of = whole[1:] / whole[:-1], tenth[1:] / tenth[:-1]
-        np.divide(*of, out=linearity, where=clear[1:] & clear[:-1])
+        linearity[far] = whole[1:][far] / whole[:-1][far] / (tenth[1:][far] / tenth[:-1][far])
 
-    state, error = total.state.sum(-1), total.error.sum((-2, -1))
     growth = np.sqrt(total.state[-1] / total.state[0])
     return ContractionProfile(
         pooling=pooling,

@@ -108,6 +108,13 @@ def required(seeds: Iterable[int], epsilon: float, batch_size: int) -> tuple[int
     return seeds
 
 
+def require_moved(error: float, epsilon: float, dtype: torch.dtype) -> None:
+    """Raise LyapunovPruneError where the `error` before layer 0 is nothing: rounding has swallowed ε."""
+    if not error > 0:
+        told = str(dtype).removeprefix("torch.")
+        raise LyapunovPruneError(f"an epsilon of {epsilon:g} moves no state in {told}; give a larger one, 1e-2 or so")
+
+
 def listed(seeds: Iterable[int]) -> tuple[int, ...]:
     """The seeds; LyapunovPruneError for more than MOST_SEEDS, of which each is a row of every forward."""
     listed = tuple(map(int, islice(seeds, MOST_SEEDS + 1)))

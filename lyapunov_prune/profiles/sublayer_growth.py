@@ -15,7 +15,7 @@ from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.forward.reading import Readable, read
 from lyapunov_prune.forward.sublayers import KINDS, find_sublayers
 from lyapunov_prune.models.structure import in_eval_mode
-from lyapunov_prune.profiles.propagation import WindowSums, difference_sums, required
+from lyapunov_prune.profiles.propagation import WindowSums, difference_sums, require_moved, required
 from lyapunov_prune.progress import track
 from lyapunov_prune.results.arrays import require_array
 from lyapunov_prune.results.result import MeasuredOn, Result
@@ -123,6 +123,7 @@ def sublayer_growth(
     if len(total.state) != structure.num_layers + 1 + len(between):
         raise LyapunovPruneError(f"{type(model).__name__} does not run every branch once; measure whole layers")
     energies = total.error.sum((-2, -1)), total.state.sum(-1), total.energy("token")
+    require_moved(energies[0][0], epsilon, model.dtype)
     growth = np.full((len(energies), structure.num_layers, len(KINDS)), np.nan)
     at = 0
     for layer, found in sublayers.items():

@@ -181,6 +181,12 @@ def test_bad_activations_are_named_by_layer(layer: int, value: float, ids: torch
     assert caught.value.layer == layer + 1
 
 
+@pytest.mark.parametrize(("method", "epsilon"), [("difference", 1e-12), ("difference", 1e-320), ("jvp", 1e-200)])
+def test_an_epsilon_that_rounding_swallows_is_refused(method: Any, epsilon: float, ids: torch.Tensor) -> None:
+    with pytest.raises(LyapunovPruneError, match="moves no state in float32; give a larger one"):
+        measure_contraction(make_tiny("llama"), ids, epsilon=epsilon, seeds=(0,), method=method)
+
+
 @pytest.mark.parametrize(
     "wrong", [{"seeds": ()}, {"epsilon": 0.0}, {"batch_size": 0}, {"method": "guess"}, {"pooling": "max"}]
 )
