@@ -186,7 +186,7 @@ def heal(model: PreTrainedModel, removed: tuple[int, ...], learnt: lp.TokenBatch
 
 def written() -> dict[str, str]:
     results = [GoalsOnOneText.load(path) for path in sorted(HERE.glob("*.json"))]
-    parts = {"setting": setting, "goals": goals, "verdict": verdict}
+    parts = {"setting": setting, "goals": goals, "verdict": verdict, "texts": texts}
     return {name: part(results) for name, part in parts.items()}
 
 
@@ -228,6 +228,19 @@ def verdict(results: list[GoalsOnOneText]) -> str:
             if (w.criterion, w.state) == (criterion, "cut")
         ]
         lines.append(f"`{criterion}` chooses in {span(spent)} of the oracle's time.")
+    return bullets(*lines)
+
+
+def texts(results: list[GoalsOnOneText]) -> str:
+    lines = []
+    for r in results:
+        cut, mended = ({w.criterion: w for w in r.ways[1:] if w.state == state} for state in ("cut", "mended"))
+        over = [float(np.exp((mended[by].windows - cut[by].windows).mean())) for by in cut]
+        words = sorted({told(mended[by], cut[by]) for by in cut})
+        text = Path(r.calibrated_on.text).stem
+        lines.append(
+            f"Mended by {text}: {span(over)} times the perplexity of the same layers cut, {' or '.join(words)}."
+        )
     return bullets(*lines)
 
 
