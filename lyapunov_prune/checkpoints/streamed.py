@@ -25,7 +25,7 @@ from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.forward.hooks import Enough, hidden_of, layer_input, with_input
 from lyapunov_prune.models.device import require_room, resolve_device
 from lyapunov_prune.models.loading import Loaded, checkpoint_folder, known_dtype, quiet
-from lyapunov_prune.models.streamed import keep_stream
+from lyapunov_prune.models.streamed import Visit, keep_stream
 from lyapunov_prune.models.structure import Structure, find_structure, require_causal
 from lyapunov_prune.progress import status
 from lyapunov_prune.results.history import history_of, keep_history
@@ -50,7 +50,8 @@ def load_streamed(
 
     It can be measured by what goes by its states: `measure_contraction`, `block_influence`, `rank` by rho, bi, blend
     and angular, and `perplexity`. All of their windows go through the layers together, and their states are in memory.
-    Whatever changes weights, or runs the model once for every layer, refuses it.
+    `compression.compress_on_disk` writes it compressed. Whatever else changes weights, or runs the model once for every
+    layer, refuses it.
 
     Raises LyapunovPruneError as `load`, and for what has no safetensors files of its own (GGUF, adapters), for a
     decoder that has to be run in memory to be judged (docs/families.md), for one whose layers share more than the state
@@ -98,6 +99,9 @@ def _made(outline: Outline, device: str) -> tuple[PreTrainedModel, _Stream]:
     elsewhere = [name for name, p in model.named_parameters() if p.is_meta and layer_of(name, structure) is None]
     if elsewhere:
         raise LyapunovPruneError(f"the checkpoint has no tensor for {elsewhere[0]}; take the model in memory")
+    # What saving goes by: the settings of generation, and how the files' names were read.
+    model.generation_config = outline.model.generation_config
+    model._weight_conversions = getattr(outline.model, "_weight_conversions", None)
     keep_history(model, history_of(outline.model))
     model.config._name_or_path = outline.model.config._name_or_path
     stream = _Stream(outline, model, structure, device)
@@ -145,6 +149,8 @@ class _Stream:
         self._held: int | None = None
         self._before: list[tuple[dict[str, Any], str, Any]] = []  # what stood where the tensors of the held layer stand
         self._trying = False
+        self._visit: Visit | None = None
+        self._leaving: torch.Tensor | None = None  # of the twin: what leaves its last layer
         self._widths: dict[int, int] = {}  # of layers that return a tuple
         self._call: tuple[nn.Module, tuple[Any, ...], dict[str, Any]] | None = None
         self._wanted = -1  # of the twin: the layer that is asked for, and what it is given
@@ -189,6 +195,22 @@ class _Stream:
         finally:
             self._trying = False
 
+    @contextmanager
+    def visiting(self, visit: Visit) -> Iterator[None]:
+        self._visit = visit
+        try:
+            yield
+        finally:
+            self._visit = None
+
+    def finish(self, ids: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
+        (twin,) = [twin for module, twin in self._twins if module is self._structure.backbone]
+        self._leaving = hidden
+        try:
+            return twin(input_ids=ids, use_cache=False)[0]
+        finally:
+            self._leaving = None
+
     def _forward(self, index: int, inner: Any) -> Any:
         """What the layer does in the place of `inner`, its own forward."""
 
@@ -196,7 +218,18 @@ class _Stream:
             self.hold(index)
             hidden = layer_input(args, kwargs)
             at_once = max(1, TOKENS // hidden.shape[1])
-            if len(hidden) > at_once and not self._trying:
+            split = len(hidden) > at_once and not self._trying
+
+            def run(state: torch.Tensor) -> Iterator[torch.Tensor]:
+                if split:
+                    yield from (hidden_of(output) for _, output in self._pieces(index, inner, state, at_once))
+                else:
+                    again, others = with_input(args, kwargs, state)
+                    yield hidden_of(inner(*again, **others))
+
+            if self._visit is not None:
+                self._visit(index, hidden, run)
+            if split:
                 return self._in_pieces(index, inner, hidden, at_once)
             output = inner(*args, **kwargs)
             if not isinstance(output, torch.Tensor):
@@ -209,15 +242,18 @@ class _Stream:
 
     def _in_pieces(self, index: int, inner: Any, hidden: torch.Tensor, at_once: int) -> Any:
         states, others = torch.empty_like(hidden), list[Any]()
-        for start in range(0, len(hidden), at_once):
-            rows = slice(start, start + at_once)
-            args, kwargs = self._arguments(index, rows, len(hidden))
-            args, kwargs = with_input(args, kwargs, hidden[rows])
-            output = inner(*args, **kwargs)
+        for rows, output in self._pieces(index, inner, hidden, at_once):
             states[rows] = hidden_of(output)
             if not isinstance(output, torch.Tensor):
                 others.append(output[1:])
         return (states, *map(_joined, zip(*others, strict=True))) if others else states
+
+    def _pieces(self, index: int, inner: Any, hidden: torch.Tensor, at_once: int) -> Iterator[tuple[slice, Any]]:
+        for start in range(0, len(hidden), at_once):
+            rows = slice(start, start + at_once)
+            args, kwargs = self._arguments(index, rows, len(hidden))
+            args, kwargs = with_input(args, kwargs, hidden[rows])
+            yield rows, inner(*args, **kwargs)
 
     def _arguments(self, index: int, rows: slice, windows: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """What the layer `index` is called with in a forward of these `rows` alone, whatever the state in it."""
@@ -267,10 +303,12 @@ class _Stream:
         stub = _bare(layer)
 
         def forward(*args: Any, **kwargs: Any) -> Any:
-            if index == self._wanted:
+            if index == self._wanted and self._leaving is None:
                 self._given = args, kwargs
                 raise Enough
             hidden, width = layer_input(args, kwargs), self._widths.get(index, 0)
+            if self._leaving is not None and index == self._structure.num_layers - 1:
+                hidden = self._leaving
             return (hidden, *[None] * (width - 1)) if width else hidden
 
         stub.forward = forward
