@@ -121,7 +121,7 @@ CRITERIA: dict[str, Criterion] = {
 
 
 # What of `measures` and `of_sublayers` goes by the states of one forward, and so of a model that is streamed.
-STREAMED = frozenset({"profile", "influence", "sublayers", "angular", ""})
+STREAMED = frozenset({"profile", "influence", "sublayers", "angular", "divergence", ""})
 
 
 def require_streamed(criterion: str, what: str = "layers") -> None:
