@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -44,6 +45,10 @@ class Recipe:
     group_size: int | None
     symmetric: bool
 
+    @cached_property
+    def _wanted(self) -> dict[str, float]:
+        return dict(zip(self.allocation.names, self.allocation.amount.tolist(), strict=True))
+
     @torch.no_grad()
     def change(
         self, model: PreTrainedModel, here: Sequence[Projection], statistics: Mapping[str, Statistics]
@@ -52,7 +57,7 @@ class Recipe:
         return [self._changed(p, p.weight(model), statistics.get(p.name)) for p in here]
 
     def _changed(self, p: Projection, W: torch.Tensor, statistics: Statistics | None) -> CompressedMatrix:
-        wanted = self.allocation.of(p.name)
+        wanted = self._wanted[p.name]
         amount, after = _amount(self.method, wanted, self.allocation.unit, W.shape), W.clone()
         if amount is not None:
             grid = {"pattern": self.pattern, "group_size": self.group_size, "symmetric": self.symmetric}
