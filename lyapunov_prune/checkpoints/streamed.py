@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +21,9 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from lyapunov_prune.arguments import checked
 from lyapunov_prune.checkpoints.outline import Outline, layer_of, read_outline
+from lyapunov_prune.checkpoints.twin import Twin
 from lyapunov_prune.errors import LyapunovPruneError
-from lyapunov_prune.forward.hooks import Enough, hidden_of, layer_input, with_input
+from lyapunov_prune.forward.hooks import hidden_of, layer_input, with_input
 from lyapunov_prune.models.device import require_room, resolve_device
 from lyapunov_prune.models.loading import Loaded, checkpoint_folder, known_dtype, quiet
 from lyapunov_prune.models.streamed import Visit, keep_stream
@@ -35,7 +36,6 @@ TOKENS = 4096  # that go through a layer at once, or one window; what a layer co
 _BESIDE = 12
 # Largest relative deviation of a token's state, whole batch against pieces; the kernels round as the shapes tell them.
 _SAME = {torch.float64: 1e-9, torch.float32: 1e-4, torch.bfloat16: 5e-2, torch.float16: 1e-2}
-_HOOKS = [name for name in vars(nn.Module()) if "hooks" in name]
 
 
 @checked
@@ -150,13 +150,9 @@ class _Stream:
         self._before: list[tuple[dict[str, Any], str, Any]] = []  # what stood where the tensors of the held layer stand
         self._trying = False
         self._visit: Visit | None = None
-        self._leaving: torch.Tensor | None = None  # of the twin: what leaves its last layer
-        self._widths: dict[int, int] = {}  # of layers that return a tuple
         self._call: tuple[nn.Module, tuple[Any, ...], dict[str, Any]] | None = None
-        self._wanted = -1  # of the twin: the layer that is asked for, and what it is given
-        self._given: tuple[tuple[Any, ...], dict[str, Any]] = (), {}
-        self._twins = self._twinned(model)
-        for entered, twin in self._twins:
+        self._twin = Twin(model, structure)
+        for entered, twin in self._twin.pairs:
             entered.register_forward_pre_hook(self._enters(twin), with_kwargs=True)
             entered.register_forward_hook(self._leaves(twin), always_call=True)
         for index, each in enumerate(structure.layers):
@@ -204,12 +200,7 @@ class _Stream:
             self._visit = None
 
     def finish(self, ids: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
-        (twin,) = [twin for module, twin in self._twins if module is self._structure.backbone]
-        self._leaving = hidden
-        try:
-            return twin(input_ids=ids, use_cache=False)[0]
-        finally:
-            self._leaving = None
+        return self._twin.finish(ids, hidden)
 
     def _forward(self, index: int, inner: Any) -> Any:
         """What the layer does in the place of `inner`, its own forward."""
@@ -233,7 +224,7 @@ class _Stream:
                 return self._in_pieces(index, inner, hidden, at_once)
             output = inner(*args, **kwargs)
             if not isinstance(output, torch.Tensor):
-                self._widths[index] = len(output)
+                self._twin.widths[index] = len(output)
             if self._trying:
                 self._try(index, inner, hidden, hidden_of(output))
             return output
@@ -266,10 +257,7 @@ class _Stream:
             )
         args = tuple(x[rows] if isinstance(x, torch.Tensor) else x for x in args)
         kwargs = {name: x[rows] if isinstance(x, torch.Tensor) else x for name, x in kwargs.items()}
-        self._wanted = index
-        with suppress(Enough):
-            twin(*args, **kwargs)
-        return self._given
+        return self._twin.arguments(index, twin, *args, **kwargs)
 
     def _try(self, index: int, inner: Any, hidden: torch.Tensor, whole: torch.Tensor) -> None:
         reason = "rows of the batch depend on each other"
@@ -283,36 +271,6 @@ class _Stream:
                 f"{self._kind} ({self._structure.model_type}) cannot be streamed: layer {index} needs more than the "
                 f"state of the one before it ({reason}); take it in memory"
             )
-
-    def _twinned(self, model: PreTrainedModel) -> list[tuple[nn.Module, nn.Module]]:
-        """Every module from `model` down to the one that holds the layers, and its twin, whose layers are stubs."""
-        path = self._structure.layers_path.split(".")
-        modules = [model.get_submodule(".".join(path[:depth])) for depth in range(len(path) + 1)]
-        twin = _bare(modules.pop())
-        twin._modules = {str(i): self._stub(i, layer) for i, layer in enumerate(self._structure.layers)}
-        twins: list[tuple[nn.Module, nn.Module]] = []
-        while modules:
-            module, inside, key = modules.pop(), twin, path[len(modules)]
-            twin = _bare(module)
-            twin._modules = {**module._modules, key: inside}
-            twins.append((module, twin))
-        return twins
-
-    def _stub(self, index: int, layer: nn.Module) -> nn.Module:
-        """A layer that hands on the state, or says what it was given."""
-        stub = _bare(layer)
-
-        def forward(*args: Any, **kwargs: Any) -> Any:
-            if index == self._wanted and self._leaving is None:
-                self._given = args, kwargs
-                raise Enough
-            hidden, width = layer_input(args, kwargs), self._widths.get(index, 0)
-            if self._leaving is not None and index == self._structure.num_layers - 1:
-                hidden = self._leaving
-            return (hidden, *[None] * (width - 1)) if width else hidden
-
-        stub.forward = forward
-        return stub
 
     def _enters(self, twin: nn.Module) -> Any:
         def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -335,14 +293,6 @@ class _Stream:
         width = getattr(self._structure.config, "hidden_size", 0)
         needed = tokens * width * (2 * self._dtype.itemsize + _BESIDE)
         require_room(needed, self._device, f"the states of {tokens:,} tokens, disturbed copies among them")
-
-
-def _bare(module: nn.Module) -> Any:
-    """A copy that shares all that `module` has but its hooks."""
-    twin = copy.copy(module)
-    for name in _HOOKS:
-        vars(twin)[name] = type(vars(twin)[name])()
-    return twin
 
 
 def _units(states: torch.Tensor, of: torch.Tensor) -> torch.Tensor:
