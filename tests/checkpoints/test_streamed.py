@@ -200,8 +200,9 @@ def test_what_needs_the_weights_says_so(
 
 def test_what_runs_the_model_once_a_layer_says_so(checkpoint: Path, ids: torch.Tensor) -> None:
     model = load_streamed(checkpoint).model
-    for criterion, what in (("oracle", "layers"), ("best", "layers"), ("kl", "mlp")):
-        with pytest.raises(LyapunovPruneError, match=f"criterion {criterion} runs .* go by one of rho, bi, blend, ang"):
+    layers, parts = "rho, bi, blend, angular, kl, from-end, random", "bi, from-end, random"
+    for criterion, what, names in (("oracle", "layers", layers), ("best", "layers", layers), ("kl", "mlp", parts)):
+        with pytest.raises(LyapunovPruneError, match=f"criterion {criterion} runs .* go by one of {names}$"):
             lp.rank(model, ids, criterion=criterion, what=what, remove=2)
     with pytest.raises(LyapunovPruneError, match="takes all windows in one forward; leave out the batch size"):
         lp.block_influence(model, ids, batch_size=2)
