@@ -10,7 +10,7 @@ import torch
 from transformers import PreTrainedModel
 
 from lyapunov_prune.errors import LyapunovPruneError
-from lyapunov_prune.forward.hooks import final_state
+from lyapunov_prune.forward.hooks import final_state, require_one_state
 from lyapunov_prune.models.device import free_memory
 from lyapunov_prune.models.streamed import Run, stream_of
 from lyapunov_prune.models.structure import find_structure
@@ -61,6 +61,7 @@ def final_without_each(
 
     def visit(layer: int, hidden: torch.Tensor, run: Run) -> None:
         if not kept:
+            require_one_state(structure, hidden)
             kept.append(room_for(structure.num_layers, hidden, folder))
         for state in kept[0][:layer]:
             start = 0
@@ -71,6 +72,10 @@ def final_without_each(
 
     with stream.visiting(visit), status("skipping layers, all of them in one forward"):
         dense = final_state(structure, ids)
-    for state in kept[0]:
-        state.copy_(stream.finish(ids, state.to(dense.device)))
-    return dense, kept[0]
+    states = kept[0]
+    # What a decoder answers with may be of another width than its layers carry (Llama 4 answers with logits).
+    alike = (states[0].shape, states.dtype) == (dense.shape, dense.dtype)
+    finals = states if alike else room_for(len(states), dense, folder)
+    for final, state in zip(finals, states, strict=True):
+        final.copy_(stream.finish(ids, state.to(dense.device)))
+    return dense, finals

@@ -11,6 +11,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from families.zoo import make_zoo
+from transformers import PreTrainedTokenizerFast
 
 import lyapunov_prune as lp
 from lyapunov_prune.checkpoints.outline import Outline
@@ -43,6 +45,15 @@ def test_final_states_are_those_with_the_layer_skipped(checkpoint: Path, ids: to
                 torch.testing.assert_close(found, final_state(structure, ids))
 
 
+def test_a_decoder_that_answers_with_logits_is_measured_too(
+    tokenizer: PreTrainedTokenizerFast, ids: torch.Tensor, tmp_path: Path
+) -> None:
+    make_zoo("llama4_text").save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    wanted, found = (skip_divergence(made(tmp_path).model, ids[:, :24]).kl for made in (load, lp.load_streamed))
+    np.testing.assert_allclose(found, wanted, rtol=1e-4)
+
+
 def test_all_layers_are_skipped_in_one_reading_of_the_files(
     checkpoint: Path, ids: torch.Tensor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -70,6 +81,15 @@ def test_what_does_not_fit_is_on_the_disk_and_leaves_nothing(
     assert torch.equal(room, drawn)
     del room
     assert not mapped(tmp_path)
+
+
+def test_several_states_a_token_are_refused(
+    tokenizer: PreTrainedTokenizerFast, ids: torch.Tensor, tmp_path: Path
+) -> None:
+    make_zoo("deepseek_v4").save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    with pytest.raises(LyapunovPruneError, match="carries several states a token"):
+        lp.rank(lp.load_streamed(tmp_path).model, ids, criterion="kl")
 
 
 @pytest.mark.parametrize("criterion", ["kl", "angular"])
