@@ -1,9 +1,10 @@
-"""A Llama larger than memory, profiled, ranked, pruned by eight layers, gated and scored by `--stream`, in one run.
+"""A Llama larger than memory, profiled, ranked, pruned by eight layers, gated, scored and compressed by `--stream`.
 
 `python benchmarks/streamed.py` takes 7B parameters in bfloat16 made of random weights, 13 GB of files that are deleted
 after (skipped where the disk is short), and writes streamed.json beside this file; `--size 0.5B` is smaller and writes
 nothing. Each job is a process of its own. Its time is held against what it cannot do without: reading the files once a
-pass, as fast as a plain read of them goes, and the multiplications of its layers and head, as fast as one layer's go.
+pass, as fast as a plain read of them goes, and the multiplications of its layers and head, as fast as one layer's go;
+of `compress` also the method itself, on the matrices of a layer, and a `cp` of what it writes.
 """
 
 from __future__ import annotations
@@ -28,7 +29,11 @@ from tokenizers import Tokenizer, models
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
 import lyapunov_prune as lp
+from lyapunov_prune.calibration.statistics import Statistics
 from lyapunov_prune.checkpoints.outline import read_outline
+from lyapunov_prune.compression.methods import compressed
+from lyapunov_prune.compression.on_disk import compress_on_disk
+from lyapunov_prune.models.loading import Loaded
 from lyapunov_prune.models.streamed import layer_held, stream_of
 from lyapunov_prune.models.structure import find_structure
 from lyapunov_prune.profiles.profile import profile_layers
@@ -39,7 +44,9 @@ SIZES = {
     "0.5B": {"hidden_size": 1280, "intermediate_size": 3456, "num_hidden_layers": 20, "num_attention_heads": 20},
 }
 VOCABULARY, CONTEXT, WINDOWS, REMOVE = 32_000, 512, 2, 8
-JOBS = ("profile", "rank", "prune", "perplexity")
+JOBS = ("profile", "rank", "prune", "perplexity", "kl", "compress")
+KL_TOKENS = 128  # of one window: L/2 times the multiplications of a forward
+PATTERN = (2, 4)
 MEMORY, LIMIT = 6e9, 1.3
 GATE_TOKENS = 128
 
@@ -56,7 +63,7 @@ def main() -> None:
     config.architectures = ["LlamaForCausalLM"]
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
-    needed = 4 * model.num_parameters()  # the files, and those of the pruned
+    needed = 8 * model.num_parameters()  # the files, those of the pruned and of the compressed, and a copy
     free = shutil.disk_usage(asked.place).free
     if needed > free:
         short = f"needs {needed / 1e9:.1f} GB of disk at {asked.place} and {free / 1e9:.1f} are free"
@@ -70,11 +77,12 @@ def main() -> None:
             told = json.loads(done.stdout)
             passes = f"{told['passes']} passes of {told['read']:.1f} s"
             print(f"{job}: {told['seconds']:.1f} s, {passes}, peak {told['peak'] / 1e9:.2f} GB")
-            what = f"`{job} --stream`, {asked.size}"
-            found.add(f"{what}: time", "reading once a pass + multiplications", told["seconds"] / told["least"], LIMIT)
+            what = f"`{NAMED.get(job, job)} --stream`, {asked.size}"
+            least = "reading once a pass + multiplications" + (" + method + `cp`" if job == "compress" else "")
+            found.add(f"{what}: time", least, told["seconds"] / told["least"], LIMIT)
             found.add("the same: peak memory", f"{MEMORY / 1e9:.0f} GB", told["peak"] / MEMORY, 1.0)
-    if asked.size == "7B":
-        found.save()
+            if asked.size == "7B":
+                found.save()
 
 
 def build(model: Any, folder: Path) -> None:
@@ -131,12 +139,15 @@ def _median(job: Callable[[], object]) -> float:
     return sorted(times[1:])[2]
 
 
-def measured(place: Path, name: str, job: Callable[[Any, torch.Tensor], object]) -> dict[str, float]:
-    """A job on a streamed model: its seconds, loading among them, and those it cannot do without."""
+def measured(
+    place: Path, name: str, job: Callable[[Loaded, torch.Tensor], object], more: Callable[[Any], float] = lambda _: 0.0
+) -> dict[str, float]:
+    """A job on a streamed model: its seconds, loading among them, and those it cannot do without, `more` among them."""
     read = reading(place / name)
     start = time.perf_counter()
-    model: Any = lp.load_streamed(place / name).model
-    layers, rows = find_structure(model).layers, {"layer": 0, "head": 0}
+    loaded = lp.load_streamed(place / name)
+    model: Any = loaded.model
+    rows = {"layer": 0, "head": 0}
 
     def count(part: str) -> Callable[..., None]:
         def hook(module: Any, args: Any, output: Any) -> None:
@@ -144,29 +155,40 @@ def measured(place: Path, name: str, job: Callable[[Any, torch.Tensor], object])
 
         return hook
 
-    hooks = [layers[0].register_forward_hook(count("layer"))]
+    # A matrix of every layer, through which go all tokens that do through the layer.
+    hooks = [layer.mlp.up_proj.register_forward_hook(count("layer")) for layer in find_structure(model).layers]
     hooks.append(model.get_output_embeddings().register_forward_hook(count("head")))
     ids = torch.randint(VOCABULARY, (WINDOWS, CONTEXT), generator=torch.Generator().manual_seed(0))
-    job(model, ids)
+    job(loaded, ids)
     seconds, peak = time.perf_counter() - start, status("VmHWM")
     for hook in hooks:
         hook.remove()
     stream: Any = stream_of(model)
     passes = 1 + stream.passes  # one for the digests
     of_layer, of_head = seconds_a_token(model)
-    least = passes * read + rows["layer"] * len(layers) * of_layer + rows["head"] * of_head
+    least = passes * read + rows["layer"] * of_layer + rows["head"] * of_head + more(model)
     return {"seconds": seconds, "least": least, "passes": passes, "read": read, "peak": peak}
 
 
 def profile(place: Path) -> dict[str, float]:
-    return measured(place, "source", lambda model, ids: profile_layers(model, ids, seeds=(0,)))
+    return measured(place, "source", lambda loaded, ids: profile_layers(loaded.model, ids, seeds=(0,)))
 
 
 def rank(place: Path) -> dict[str, float]:
-    def job(model: Any, ids: torch.Tensor) -> None:
-        lp.rank(model, ids, criterion="angular", remove=REMOVE).plan(REMOVE).save(place / "plan.json")
+    def job(loaded: Loaded, ids: torch.Tensor) -> None:
+        lp.rank(loaded.model, ids, criterion="angular", remove=REMOVE).plan(REMOVE).save(place / "plan.json")
 
     return measured(place, "source", job)
+
+
+def kl(place: Path) -> dict[str, float]:
+    def job(loaded: Loaded, ids: torch.Tensor) -> None:
+        lp.rank(loaded.model, ids[:1, :KL_TOKENS], criterion="kl", folder=place)
+
+    def of_head(model: Any) -> float:  # whose matrix is multiplied with, and no module is called
+        return (find_structure(model).num_layers + 1) * KL_TOKENS * seconds_a_token(model)[1]
+
+    return measured(place, "source", job, of_head)
 
 
 def prune(place: Path) -> dict[str, float]:
@@ -177,10 +199,7 @@ def prune(place: Path) -> dict[str, float]:
     prune_on_disk(outline, lp.PruningPlan.load(place / "plan.json"), target, stream=True)
     seconds, peak = time.perf_counter() - start, status("VmHWM")
     kept = reading(target)
-    start = time.perf_counter()
-    subprocess.run(["cp", "-r", target, place / "copied"], check=True)
-    copied = time.perf_counter() - start
-    shutil.rmtree(place / "copied")
+    copied = copying(target)
     model: Any = lp.load_streamed(target).model
     of_layer, of_head = seconds_a_token(model)
     tokens_of_layers = GATE_TOKENS * (2 * outline.structure.num_layers - REMOVE)
@@ -189,10 +208,48 @@ def prune(place: Path) -> dict[str, float]:
 
 
 def perplexity(place: Path) -> dict[str, float]:
-    return measured(place, "target", lp.perplexity)
+    return measured(place, "target", lambda loaded, ids: lp.perplexity(loaded.model, ids))
 
 
-JOB = {"profile": profile, "rank": rank, "prune": prune, "perplexity": perplexity}
+def compress(place: Path) -> dict[str, float]:
+    """Every file that is written is read once more, to see that it holds what was written."""
+    target = place / "compressed"
+
+    def job(loaded: Loaded, ids: torch.Tensor) -> None:
+        compress_on_disk(loaded.model, loaded.tokenizer, target, ids, method="wanda", pattern=PATTERN)
+
+    return measured(place, "source", job, lambda model: reading(target) + copying(target) + of_method(model))
+
+
+@torch.no_grad()
+def of_method(model: Any) -> float:
+    """Seconds of wanda on the matrices of one layer, times the layers."""
+    layers = find_structure(model).layers
+    with layer_held(model, 0):
+        matrices = [m.weight for m in layers[0].modules() if isinstance(m, torch.nn.Linear)]
+        start = time.perf_counter()
+        for W in matrices:
+            norms = torch.ones(W.shape[1], dtype=torch.float64)
+            compressed("wanda", W, Statistics(norms), 1 - PATTERN[0] / PATTERN[1], pattern=PATTERN)
+        return (time.perf_counter() - start) * len(layers)
+
+
+def copying(folder: Path) -> float:
+    """Seconds of a `cp` of the folder."""
+    start = time.perf_counter()
+    subprocess.run(["cp", "-r", folder, folder.with_name("copied")], check=True)
+    seconds = time.perf_counter() - start
+    shutil.rmtree(folder.with_name("copied"))
+    return seconds
+
+
+JOB = {"profile": profile, "rank": rank, "kl": kl, "prune": prune, "perplexity": perplexity, "compress": compress}
+NAMED = {
+    "rank": "rank --criterion angular",
+    "kl": f"rank --criterion kl --tokens {KL_TOKENS}",
+    "perplexity": "eval",
+    "compress": f"compress --method wanda --pattern {PATTERN[0]}:{PATTERN[1]}",
+}
 
 if __name__ == "__main__":
     main()

@@ -10,6 +10,7 @@ from lyapunov_prune.allocation.allocation import SPARSEST, Allocation, Matrices,
 from lyapunov_prune.allocation.fitting import fit
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.linalg import lift
+from lyapunov_prune.models.projections import weights_of
 from lyapunov_prune.progress import track
 
 
@@ -60,8 +61,8 @@ def tail_exponents(model: PreTrainedModel, matrices: Matrices) -> np.ndarray:
     """`α_l` of the layer of every matrix, (M,) float64."""
     exponents = np.zeros(len(matrices.sizes))
     counts = np.zeros(len(matrices.sizes))
-    for i, p in enumerate(track(matrices.projections, "spectra")):
-        W = lift(p.weight(model))
+    for i, (p, stored) in enumerate(weights_of(model, track(matrices.projections, "spectra"))):
+        W = lift(stored)
         if min(W.shape) < 2:
             continue
         values = torch.linalg.svdvals(W).cpu().numpy()

@@ -13,6 +13,7 @@ from lyapunov_prune.allocation.allocation import SPARSEST, Allocation, Matrices,
 from lyapunov_prune.allocation.fitting import SPAN, fit
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.linalg import lift
+from lyapunov_prune.models.projections import weights_of
 from lyapunov_prune.profiles.contraction import ContractionProfile
 from lyapunov_prune.results.result import ModelIdentity
 
@@ -106,7 +107,7 @@ def lyapunov_budget(
 @torch.no_grad()
 def weight_energy(model: PreTrainedModel, matrices: Matrices) -> np.ndarray:
     """`‖W‖_F²` of every matrix, (M,), squares summed in float64."""
-    return np.array([float(lift(p.weight(model)).square().sum()) for p in matrices.projections])
+    return np.array([float(lift(W).square().sum()) for _, W in weights_of(model, matrices.projections)])
 
 
 def require_profile(profile: ContractionProfile, model: ModelIdentity) -> None:

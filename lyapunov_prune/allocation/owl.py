@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import numpy as np
 import torch
 from transformers import PreTrainedModel
@@ -12,7 +14,7 @@ from lyapunov_prune.calibration.norms import input_norms
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.forward.reading import Readable, read
 from lyapunov_prune.linalg import lift
-from lyapunov_prune.models.projections import Projection
+from lyapunov_prune.models.projections import weights_of
 from lyapunov_prune.progress import track
 
 
@@ -36,7 +38,7 @@ def owl(
     require_sparsity(budget)
     if not (outlier > 0 and width >= 0):
         raise LyapunovPruneError(f"outlier {outlier:g} and width {width:g}; give more than 0, and 0 or more")
-    reading = read(model, batch)
+    reading = read(model, batch, streamed=True)
     matrices = Matrices.of(model)
     D = outlier_share(model, reading, matrices, outlier)
     span = D.max() - D.min()
@@ -51,12 +53,12 @@ def outlier_share(model: PreTrainedModel, batch: Readable, matrices: Matrices, o
     """`D_l` of the layer of every matrix, (M,) float64: share of its scores above `outlier` × their mean."""
     norms = input_norms(model, batch, matrices.projections)
 
-    def scores(p: Projection) -> torch.Tensor:
-        W = lift(p.weight(model)).abs()
-        return W * norms[p.name].to(W.device)
+    def scores(description: str) -> Iterator[torch.Tensor]:
+        for p, stored in weights_of(model, track(matrices.projections, description)):
+            W = lift(stored).abs()
+            yield W * norms[p.name].to(W.device)
 
-    sums = np.array([float(scores(p).sum()) for p in track(matrices.projections, "mean score")])
+    sums = np.array([float(s.sum()) for s in scores("mean score")])
     limits = outlier * matrices.layer_sum(sums) / matrices.layer_sum(matrices.sizes)
-    pairs = zip(matrices.projections, limits, strict=True)
-    counts = np.array([int((scores(p) > limit).sum()) for p, limit in track(list(pairs), "outliers")])
+    counts = np.array([int((s > limit).sum()) for s, limit in zip(scores("outliers"), limits, strict=True)])
     return matrices.layer_sum(counts) / matrices.layer_sum(matrices.sizes)

@@ -71,7 +71,8 @@ class Gathering:
     @torch.enable_grad()
     def differentiate(self, output: torch.Tensor, generator: torch.Generator) -> None:
         """Add the gradients, at the outputs of the matrices, of a random product with the layer's output."""
-        v = torch.randn(output.shape, generator=generator).to(output)
+        # Window by window: of how many there are at once the numbers drawn would depend.
+        v = torch.stack([torch.randn(window.shape, generator=generator) for window in output]).to(output)
         grads = torch.autograd.grad(output, [y for _, y in self._outputs], v, allow_unused=True)
         for (name, _), g in zip(self._outputs, grads, strict=True):
             if g is not None:

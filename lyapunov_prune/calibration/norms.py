@@ -23,7 +23,7 @@ def input_norms(model: PreTrainedModel, batch: Readable, projections: Sequence[P
     Float64, from one forward of the model as it is. Raises LyapunovPruneError for experts that a family fuses,
     whose inputs cannot be seen, for a matrix that no token reached, and for activations that are not finite.
     """
-    reading = read(model, batch)
+    reading = read(model, batch, streamed=True)
     require_seen(projections)
     gathering = Gathering(model, projections, "norms")
     with gathering.watching():

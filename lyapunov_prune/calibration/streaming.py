@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 from transformers import PreTrainedModel
 
 from lyapunov_prune.calibration.gathering import Gathering, require_seen
 from lyapunov_prune.calibration.statistics import Statistics
-from lyapunov_prune.forward.reading import Readable, read
+from lyapunov_prune.forward.hooks import run_backbone
+from lyapunov_prune.forward.reading import Readable, Reading, read
 from lyapunov_prune.models.projections import Projection
-from lyapunov_prune.progress import track
+from lyapunov_prune.models.streamed import Run, stream_of
+from lyapunov_prune.progress import status, track
 
 # Called with a layer's matrices and what entered each; changes the layer's weights before it returns.
 Change = Callable[[Sequence[Projection], dict[str, Statistics]], None]
@@ -31,7 +33,8 @@ def stream(
     Every layer runs twice, once for its statistics and once, compressed, for the input of the next: two
     forwards of the layers in all. The arguments of a layer (masks, positions) are those that the model's own
     forward hands it (`Prefix`); nothing is captured and replayed. Where a layer uses more of the earlier ones than
-    their hidden state, the forward begins further back and is the same.
+    their hidden state, the forward begins further back and is the same. Of a model whose layers are read from files
+    (`models.streamed`) both runs are made while a layer is held, in one forward, and what was changed goes with it.
 
     `needs` is `norms`, `gram` (`Σ_t x_t x_tᵀ`, n × n, float64, one for matrices that share their input), or
     `sensitivity`: also `Σ_t g_t g_tᵀ`, `g_t` the gradient at the matrix's output of `⟨v, layer output⟩` with
@@ -43,7 +46,10 @@ def stream(
     token reached, and for activations that are not finite.
     """
     require_seen(projections)
-    reading = read(model, batch)
+    reading = read(model, batch, streamed=True)
+    if stream_of(model) is not None:
+        _in_one_forward(reading, batch_size, projections, needs, change)
+        return
     windows, prefix = reading.windows(batch_size), reading.prefix
     states, at = [torch.empty(0)] * len(windows), 0
     for layer in track(range(reading.structure.num_layers), "calibration"):
@@ -55,12 +61,36 @@ def stream(
             with torch.no_grad():
                 states = [prefix.advance(ids, at, h, entry) for ids, h in zip(windows, states, strict=True)]
             at = entry
-        generator = torch.Generator().manual_seed(layer)
-        gathering = Gathering(model, here, needs)
-        with gathering.watching():
-            for ids, hidden in zip(windows, states, strict=True):
-                with torch.set_grad_enabled(needs == "sensitivity"):
-                    output = prefix.advance(ids, at, hidden, layer + 1)
-                if needs == "sensitivity":
-                    gathering.differentiate(output, generator)
-        change(here, gathering.statistics())
+        pairs = zip(windows, states, strict=True)
+        outputs = (prefix.advance(ids, at, hidden, layer + 1) for ids, hidden in pairs)
+        change(here, _gathered(model, here, needs, outputs))
+
+
+@torch.no_grad()
+def _in_one_forward(
+    reading: Reading, batch_size: int, projections: Sequence[Projection], needs: str, change: Change
+) -> None:
+    (ids,) = reading.windows(batch_size)
+
+    def visit(layer: int, hidden: torch.Tensor, run: Run) -> None:
+        here = [p for p in projections if p.layer == layer]
+        if here:  # a layer may add to what it is given, and is given it again
+            change(here, _gathered(reading.model, here, needs, run(hidden.clone())))
+
+    layers = stream_of(reading.model)
+    assert layers is not None
+    with layers.visiting(visit), status("calibration, one layer at a time"):
+        run_backbone(reading.structure, ids)
+
+
+def _gathered(
+    model: PreTrainedModel, here: Sequence[Projection], needs: str, outputs: Iterable[torch.Tensor]
+) -> dict[str, Statistics]:
+    """The statistics of the matrices of a layer, which runs as its `outputs` are drawn."""
+    generator = torch.Generator().manual_seed(here[0].layer)
+    gathering = Gathering(model, here, needs)
+    with gathering.watching(), torch.set_grad_enabled(needs == "sensitivity"):
+        for output in outputs:
+            if needs == "sensitivity":
+                gathering.differentiate(output, generator)
+    return gathering.statistics()

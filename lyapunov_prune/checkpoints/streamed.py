@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -21,11 +21,12 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from lyapunov_prune.arguments import checked
 from lyapunov_prune.checkpoints.outline import Outline, layer_of, read_outline
+from lyapunov_prune.checkpoints.twin import Twin
 from lyapunov_prune.errors import LyapunovPruneError
-from lyapunov_prune.forward.hooks import Enough, hidden_of, layer_input, with_input
+from lyapunov_prune.forward.hooks import hidden_of, layer_input, with_input
 from lyapunov_prune.models.device import require_room, resolve_device
 from lyapunov_prune.models.loading import Loaded, checkpoint_folder, known_dtype, quiet
-from lyapunov_prune.models.streamed import keep_stream
+from lyapunov_prune.models.streamed import Visit, keep_stream
 from lyapunov_prune.models.structure import Structure, find_structure, require_causal
 from lyapunov_prune.progress import status
 from lyapunov_prune.results.history import history_of, keep_history
@@ -35,7 +36,6 @@ TOKENS = 4096  # that go through a layer at once, or one window; what a layer co
 _BESIDE = 12
 # Largest relative deviation of a token's state, whole batch against pieces; the kernels round as the shapes tell them.
 _SAME = {torch.float64: 1e-9, torch.float32: 1e-4, torch.bfloat16: 5e-2, torch.float16: 1e-2}
-_HOOKS = [name for name in vars(nn.Module()) if "hooks" in name]
 
 
 @checked
@@ -50,7 +50,8 @@ def load_streamed(
 
     It can be measured by what goes by its states: `measure_contraction`, `block_influence`, `rank` by rho, bi, blend
     and angular, and `perplexity`. All of their windows go through the layers together, and their states are in memory.
-    Whatever changes weights, or runs the model once for every layer, refuses it.
+    `compression.compress_on_disk` writes it compressed. Whatever else changes weights, or runs the model once for every
+    layer, refuses it.
 
     Raises LyapunovPruneError as `load`, and for what has no safetensors files of its own (GGUF, adapters), for a
     decoder that has to be run in memory to be judged (docs/families.md), for one whose layers share more than the state
@@ -98,6 +99,9 @@ def _made(outline: Outline, device: str) -> tuple[PreTrainedModel, _Stream]:
     elsewhere = [name for name, p in model.named_parameters() if p.is_meta and layer_of(name, structure) is None]
     if elsewhere:
         raise LyapunovPruneError(f"the checkpoint has no tensor for {elsewhere[0]}; take the model in memory")
+    # What saving goes by: the settings of generation, and how the files' names were read.
+    model.generation_config = outline.model.generation_config
+    model._weight_conversions = getattr(outline.model, "_weight_conversions", None)
     keep_history(model, history_of(outline.model))
     model.config._name_or_path = outline.model.config._name_or_path
     stream = _Stream(outline, model, structure, device)
@@ -145,12 +149,10 @@ class _Stream:
         self._held: int | None = None
         self._before: list[tuple[dict[str, Any], str, Any]] = []  # what stood where the tensors of the held layer stand
         self._trying = False
-        self._widths: dict[int, int] = {}  # of layers that return a tuple
+        self._visit: Visit | None = None
         self._call: tuple[nn.Module, tuple[Any, ...], dict[str, Any]] | None = None
-        self._wanted = -1  # of the twin: the layer that is asked for, and what it is given
-        self._given: tuple[tuple[Any, ...], dict[str, Any]] = (), {}
-        self._twins = self._twinned(model)
-        for entered, twin in self._twins:
+        self._twin = Twin(model, structure)
+        for entered, twin in self._twin.pairs:
             entered.register_forward_pre_hook(self._enters(twin), with_kwargs=True)
             entered.register_forward_hook(self._leaves(twin), always_call=True)
         for index, each in enumerate(structure.layers):
@@ -189,6 +191,17 @@ class _Stream:
         finally:
             self._trying = False
 
+    @contextmanager
+    def visiting(self, visit: Visit) -> Iterator[None]:
+        self._visit = visit
+        try:
+            yield
+        finally:
+            self._visit = None
+
+    def finish(self, ids: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
+        return self._twin.finish(ids, hidden)
+
     def _forward(self, index: int, inner: Any) -> Any:
         """What the layer does in the place of `inner`, its own forward."""
 
@@ -196,11 +209,22 @@ class _Stream:
             self.hold(index)
             hidden = layer_input(args, kwargs)
             at_once = max(1, TOKENS // hidden.shape[1])
-            if len(hidden) > at_once and not self._trying:
+            split = len(hidden) > at_once and not self._trying
+
+            def run(state: torch.Tensor) -> Iterator[torch.Tensor]:
+                if split:
+                    yield from (hidden_of(output) for _, output in self._pieces(index, inner, state, at_once))
+                else:
+                    again, others = with_input(args, kwargs, state)
+                    yield hidden_of(inner(*again, **others))
+
+            if self._visit is not None:
+                self._visit(index, hidden, run)
+            if split:
                 return self._in_pieces(index, inner, hidden, at_once)
             output = inner(*args, **kwargs)
             if not isinstance(output, torch.Tensor):
-                self._widths[index] = len(output)
+                self._twin.widths[index] = len(output)
             if self._trying:
                 self._try(index, inner, hidden, hidden_of(output))
             return output
@@ -209,15 +233,18 @@ class _Stream:
 
     def _in_pieces(self, index: int, inner: Any, hidden: torch.Tensor, at_once: int) -> Any:
         states, others = torch.empty_like(hidden), list[Any]()
-        for start in range(0, len(hidden), at_once):
-            rows = slice(start, start + at_once)
-            args, kwargs = self._arguments(index, rows, len(hidden))
-            args, kwargs = with_input(args, kwargs, hidden[rows])
-            output = inner(*args, **kwargs)
+        for rows, output in self._pieces(index, inner, hidden, at_once):
             states[rows] = hidden_of(output)
             if not isinstance(output, torch.Tensor):
                 others.append(output[1:])
         return (states, *map(_joined, zip(*others, strict=True))) if others else states
+
+    def _pieces(self, index: int, inner: Any, hidden: torch.Tensor, at_once: int) -> Iterator[tuple[slice, Any]]:
+        for start in range(0, len(hidden), at_once):
+            rows = slice(start, start + at_once)
+            args, kwargs = self._arguments(index, rows, len(hidden))
+            args, kwargs = with_input(args, kwargs, hidden[rows])
+            yield rows, inner(*args, **kwargs)
 
     def _arguments(self, index: int, rows: slice, windows: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """What the layer `index` is called with in a forward of these `rows` alone, whatever the state in it."""
@@ -230,10 +257,7 @@ class _Stream:
             )
         args = tuple(x[rows] if isinstance(x, torch.Tensor) else x for x in args)
         kwargs = {name: x[rows] if isinstance(x, torch.Tensor) else x for name, x in kwargs.items()}
-        self._wanted = index
-        with suppress(Enough):
-            twin(*args, **kwargs)
-        return self._given
+        return self._twin.arguments(index, twin, *args, **kwargs)
 
     def _try(self, index: int, inner: Any, hidden: torch.Tensor, whole: torch.Tensor) -> None:
         reason = "rows of the batch depend on each other"
@@ -247,34 +271,6 @@ class _Stream:
                 f"{self._kind} ({self._structure.model_type}) cannot be streamed: layer {index} needs more than the "
                 f"state of the one before it ({reason}); take it in memory"
             )
-
-    def _twinned(self, model: PreTrainedModel) -> list[tuple[nn.Module, nn.Module]]:
-        """Every module from `model` down to the one that holds the layers, and its twin, whose layers are stubs."""
-        path = self._structure.layers_path.split(".")
-        modules = [model.get_submodule(".".join(path[:depth])) for depth in range(len(path) + 1)]
-        twin = _bare(modules.pop())
-        twin._modules = {str(i): self._stub(i, layer) for i, layer in enumerate(self._structure.layers)}
-        twins: list[tuple[nn.Module, nn.Module]] = []
-        while modules:
-            module, inside, key = modules.pop(), twin, path[len(modules)]
-            twin = _bare(module)
-            twin._modules = {**module._modules, key: inside}
-            twins.append((module, twin))
-        return twins
-
-    def _stub(self, index: int, layer: nn.Module) -> nn.Module:
-        """A layer that hands on the state, or says what it was given."""
-        stub = _bare(layer)
-
-        def forward(*args: Any, **kwargs: Any) -> Any:
-            if index == self._wanted:
-                self._given = args, kwargs
-                raise Enough
-            hidden, width = layer_input(args, kwargs), self._widths.get(index, 0)
-            return (hidden, *[None] * (width - 1)) if width else hidden
-
-        stub.forward = forward
-        return stub
 
     def _enters(self, twin: nn.Module) -> Any:
         def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -297,14 +293,6 @@ class _Stream:
         width = getattr(self._structure.config, "hidden_size", 0)
         needed = tokens * width * (2 * self._dtype.itemsize + _BESIDE)
         require_room(needed, self._device, f"the states of {tokens:,} tokens, disturbed copies among them")
-
-
-def _bare(module: nn.Module) -> Any:
-    """A copy that shares all that `module` has but its hooks."""
-    twin = copy.copy(module)
-    for name in _HOOKS:
-        vars(twin)[name] = type(vars(twin)[name])()
-    return twin
 
 
 def _units(states: torch.Tensor, of: torch.Tensor) -> torch.Tensor:

@@ -89,10 +89,14 @@ def write_tensors(folder: Path, pieces: Mapping[str, Piece], shard_bytes: int) -
     for name, shard in zip(names, track(shards, "copying", lambda s: sum(p.size for p in s.values())), strict=True):
         _write_file(folder / name, shard)
     if len(shards) > 1:
-        total = sum(piece.size for piece in pieces.values())
         where = {key: name for name, shard in zip(names, shards, strict=True) for key in shard}
-        index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(where.items()))}
-        (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+        write_index(folder, where, sum(piece.size for piece in pieces.values()))
+
+
+def write_index(folder: Path, where: Mapping[str, str], size: int) -> None:
+    """The index of a checkpoint of several files: `where` names that of each tensor, `size` are the bytes of all."""
+    index = {"metadata": {"total_size": size}, "weight_map": dict(sorted(where.items()))}
+    (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
 
 
 def _from_1(shards: list[dict[str, Piece]]) -> Iterable[int]:

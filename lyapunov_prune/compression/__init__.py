@@ -2,7 +2,9 @@
 
 - one file a method, named as the method: `magnitude`, `weight_only`, `wanda`, `sparsegpt`, `svd`, `whitened_svd`,
   `balanced`, `rtn`; `masks` holds what several share; `table`: all of them by name, `methods`: called so;
-- `compress`: every matrix of a model, layer by layer; `held_out`: what that costs, for schedules that search;
+- `recipe`: what is to be done to every matrix of a model; `compress`: done to a copy of it in memory; `on_disk`: to one
+  larger than memory, a layer read and written at a time; `report`: what came of it;
+- `held_out`: what a compression costs, for schedules that search;
 - `packed`: what `rtn` rounds as packed integers, in a checkpoint that is smaller;
 - `columns`: Wanda with weighted columns, a scheme that experiment 10 tries.
 

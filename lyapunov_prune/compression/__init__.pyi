@@ -1,2 +1,3 @@
 from .compress import Compressed as Compressed
-from .compress import CompressionReport as CompressionReport
+from .on_disk import compress_on_disk as compress_on_disk
+from .report import CompressionReport as CompressionReport

@@ -59,11 +59,8 @@ def residual_stream(
     """
 
     def checked(hidden: torch.Tensor) -> torch.Tensor:
-        if one_state and hidden.ndim != 3:
-            raise LyapunovPruneError(
-                f"{type(structure.backbone).__name__} carries several states a token (shape {tuple(hidden.shape)}); "
-                "its layers can be removed, but what they do to an error is not defined here"
-            )
+        if one_state:
+            require_one_state(structure, hidden)
         return hidden
 
     def first(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -79,6 +76,15 @@ def residual_stream(
 
     leaving = [(layer, after(index)) for index, layer in enumerate(structure.layers)]
     return hooked(before=[(structure.layers[0], first)], after=leaving)
+
+
+def require_one_state(structure: Structure, hidden: torch.Tensor) -> None:
+    """Raise LyapunovPruneError for a state that is not windows × tokens × width."""
+    if hidden.ndim != 3:
+        raise LyapunovPruneError(
+            f"{type(structure.backbone).__name__} carries several states a token (shape {tuple(hidden.shape)}); "
+            "its layers can be removed, but what they do to an error is not defined here"
+        )
 
 
 def skipped(structure: Structure, layers: tuple[int, ...]) -> AbstractContextManager[None]:

@@ -10,8 +10,9 @@ convolutions and everything that is no matrix.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Any
 
 import torch
@@ -20,8 +21,8 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from lyapunov_prune.errors import LyapunovPruneError
-from lyapunov_prune.models.dispatched import bring_weights
-from lyapunov_prune.models.plain import require_no_adapters, require_parameters
+from lyapunov_prune.models.plain import require_in_memory, require_no_adapters, require_parameters
+from lyapunov_prune.models.streamed import layer_held, stream_of
 from lyapunov_prune.models.structure import Structure, find_structure
 
 # Part of a fused matrix: its role, its head (or None), its rows.
@@ -60,16 +61,24 @@ class Projection:
 
 
 def find_projections(model: PreTrainedModel) -> tuple[Projection, ...]:
-    """Every matrix of every layer, in order.
+    """Every matrix of every layer, in order; of a streamed model as well, whose numbers `weights_of` reads.
 
     Raises LyapunovPruneError for weights that are no plain matrices (quantised, parametrised) or have adapters.
     """
     require_no_adapters(model)
-    bring_weights(model)
+    if stream_of(model) is None:
+        require_in_memory(model)
     projections = structure_projections(find_structure(model))
     if not projections:
         raise LyapunovPruneError(f"{type(model).__name__} holds no linear projections in its layers; nothing to check")
     return projections
+
+
+def weights_of(model: PreTrainedModel, projections: Iterable[Projection]) -> Iterator[tuple[Projection, torch.Tensor]]:
+    """`projections`, in the order of the model, each with its weight, in memory until the next one is asked for."""
+    for layer, here in groupby(projections, lambda p: p.layer):
+        with layer_held(model, layer):
+            yield from ((p, p.weight(model)) for p in here)
 
 
 def structure_projections(structure: Structure) -> tuple[Projection, ...]:
@@ -179,27 +188,29 @@ def _parts(model_type: str, config: Any, path: str, module: nn.Module) -> Iterat
 
 
 def _require_plain(name: str, module: nn.Module) -> bool:
-    """Raise unless the module multiplies by its weight: not quantised, not offloaded. False for a router.
+    """Raise unless the module multiplies by its weight: not quantised. False for a router.
 
     Llama 4's is a matrix by class, and returns scores beside the product.
     """
     weight: Any = module.weight
-    if weight.is_meta or not weight.is_floating_point() or weight.ndim != 2:
-        raise LyapunovPruneError(
-            f"{name} holds no plain matrix in memory ({weight.dtype}); load the model whole and without quantisation"
-        )
+    if not weight.is_floating_point() or weight.ndim != 2:
+        raise LyapunovPruneError(f"{name} holds no plain matrix ({weight.dtype}); load the model without quantisation")
     if type(module).forward in (nn.Linear.forward, Conv1D.forward):
         return True
+    held: dict[str, torch.Tensor] = dict(module.named_parameters())
+    if weight.is_meta:  # of a streamed model, and any numbers show what the module does with them
+        held = {key: torch.linspace(-1, 1, p.numel(), dtype=p.dtype).view(p.shape) for key, p in held.items()}
+    weight = held["weight"]
     x = torch.linspace(-1, 1, weight.shape[1], dtype=weight.dtype, device=weight.device).unsqueeze(0)
     more = LyapunovPruneError(f"{name} ({type(module).__name__}) does more than multiply by its weight")
     with torch.no_grad():
         try:
-            output = module(x)
+            output = torch.func.functional_call(module, held, (x,))
         except RuntimeError:  # DeepSeek V4's takes its input in groups
             raise more from None
         if isinstance(output, tuple):
             return False
-        if not torch.allclose(output, nn.functional.linear(x, weight, module.bias), rtol=1e-2, atol=1e-4):  # type: ignore[arg-type]
+        if not torch.allclose(output, nn.functional.linear(x, weight, held.get("bias")), rtol=1e-2, atol=1e-4):
             raise more
     return True
 

@@ -6,24 +6,39 @@ one, the digests of the weights that it does not hold, and how a layer's are had
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from typing import Protocol
 from weakref import WeakKeyDictionary
 
+import torch
 from torch import nn
 
 from lyapunov_prune.errors import LyapunovPruneError
 
+# What sends a state of all windows through a layer, and gives what leaves it, a piece of the windows after the other.
+Run = Callable[[torch.Tensor], Iterator[torch.Tensor]]
+# Called with a layer, the state that enters it, and `Run`.
+Visit = Callable[[int, torch.Tensor, Run], None]
+
 
 class Stream(Protocol):
-    """`digests` are `weight_digests` of the files; `hold` reads a layer's weights in the place of those of another."""
+    """`digests` are `weight_digests` of the files; `hold` reads a layer's weights in the place of those of another.
+
+    In forwards inside the block of `visiting`, every layer is visited, its weights held, before it runs. What the visit
+    makes of the weights is what the layer then runs with, and is gone after it. `finish` takes what leaves the last
+    layer to the state that the head reads, without a layer.
+    """
 
     digests: dict[str, str]
 
     def hold(self, layer: int) -> None: ...
 
     def release(self) -> None: ...
+
+    def visiting(self, visit: Visit) -> AbstractContextManager[None]: ...
+
+    def finish(self, ids: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor: ...
 
 
 # Not on the model itself: a copy of it would not be streamed, and would say that it is.
@@ -57,5 +72,5 @@ def require_not_streamed(model: nn.Module) -> None:
     if stream_of(model) is not None:
         raise LyapunovPruneError(
             f"the layers of this {type(model).__name__} are streamed from disk, and this needs all of them in memory; "
-            "load it whole (without --stream), or prune its checkpoint with --on-disk"
+            "load it whole (without --stream); its files are pruned by prune --on-disk, compressed by compress --stream"
         )

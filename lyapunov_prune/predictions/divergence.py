@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import cached_property, partial
+from pathlib import Path
 
 import numpy as np
 import pandas as pd
@@ -19,8 +20,10 @@ from lyapunov_prune.forward.logits import require_temperature
 from lyapunov_prune.forward.prefix import Prefix
 from lyapunov_prune.forward.reading import Readable, Reading, read
 from lyapunov_prune.forward.scoring import Scorer
+from lyapunov_prune.forward.states import final_without_each
 from lyapunov_prune.forward.sublayers import find_sublayers, require_kind, silent
 from lyapunov_prune.linalg import lift
+from lyapunov_prune.models.streamed import stream_of
 from lyapunov_prune.models.structure import in_eval_mode
 from lyapunov_prune.progress import track
 from lyapunov_prune.results.arrays import require_array
@@ -106,21 +109,26 @@ def skip_divergence(
     *,
     temperature: float = 1.0,
     batch_size: int = 1,
+    folder: Path | None = None,
 ) -> SkipDivergence:
     """Skip every layer of `model` by itself and measure `SkipDivergence` on `batch` (windows × tokens).
 
     Every forward begins where its layer is, so that `batch_size` windows cost about L / 2 forwards of the
     layers; then the head is applied to L + 1 final states a token. Memory: L × `batch_size` × tokens × width
-    in the model's dtype, and a chunk of tokens × vocabulary. Sums and exponentials in float64.
+    in the model's dtype, and a chunk of tokens × vocabulary. Sums and exponentials in float64. Of a streamed model all
+    windows and all layers go through the files at once (`final_without_each`), with states in `folder` that do not fit.
 
     Raises NonFiniteError naming the layer when the dense model is not finite, and LyapunovPruneError for ids
     outside the vocabulary, a context too long, a temperature that is not above 0, or a decoder whose logits
     are not a function of its final state.
     """
     require_temperature(temperature)
-    reading = read(model, batch)
-    sets = [(layer,) for layer in range(reading.structure.num_layers)]
-    means = divergences_without(reading, sets, temperature, batch_size, "skipping layers")
+    reading = read(model, batch, streamed=True)
+    if stream_of(model) is not None:
+        means = _in_one_forward(reading, temperature, batch_size, folder)
+    else:
+        sets = [(layer,) for layer in range(reading.structure.num_layers)]
+        means = divergences_without(reading, sets, temperature, batch_size, "skipping layers")
     means[~np.isfinite(means).all(-1)] = np.nan
     variance, kl, reverse_kl, flipped, by_r = means.T.copy()
     return SkipDivergence(variance, kl, reverse_kl, flipped, by_r, float(temperature), reading.measured_on())
@@ -183,11 +191,29 @@ def divergences_of(
         dense, changed = _final_states(prefix, ids, changes)
         if not dense.isfinite().all():
             require_finite(reading.structure, ids, reading.batch.text)
-        for number, p, q in prediction_blocks(scorer, dense, changed, temperature):
-            flipped = (p.top != q.top).to(p.log)
-            measured = [*divergences(p.log, q.log), flipped, variance_r(p.squared, q.log - p.log)]
-            sums[number] += torch.stack(measured).sum(-1).cpu()
+        sums += _summed(scorer, dense, changed, temperature)
     return (sums / sum(ids[:, 1:].numel() for ids in windows)).numpy()
+
+
+def _in_one_forward(reading: Reading, temperature: float, batch_size: int, folder: Path | None) -> np.ndarray:
+    (ids,) = reading.windows(batch_size)
+    dense, changed = final_without_each(reading.model, ids, folder)
+    if not dense.isfinite().all():
+        require_finite(reading.structure, ids, reading.batch.text)
+    sums = torch.zeros(len(changed), MEASURES, dtype=torch.float64)
+    for number, window in enumerate(track(dense, "skipping layers")):  # a window is a view, and stays where it is
+        sums += _summed(reading.scorer, window[:-1], list(changed[:, number, :-1]), temperature)
+    return (sums / ids[:, 1:].numel()).numpy()
+
+
+def _summed(scorer: Scorer, dense: torch.Tensor, changed: Sequence[torch.Tensor], temperature: float) -> torch.Tensor:
+    """The measures of `SkipDivergence` of each of `changed`, changes × 5 in its order, summed over the positions."""
+    sums = torch.zeros(len(changed), MEASURES, dtype=torch.float64)
+    for number, p, q in prediction_blocks(scorer, dense, changed, temperature):
+        flipped = (p.top != q.top).to(p.log)
+        measured = [*divergences(p.log, q.log), flipped, variance_r(p.squared, q.log - p.log)]
+        sums[number] += torch.stack(measured).sum(-1).cpu()
+    return sums
 
 
 def _final_states(
@@ -254,7 +280,7 @@ def prediction_blocks(
             raise LyapunovPruneError("the logits of the dense model are not finite; load it in a wider dtype")
         known = [Prediction(b, temperature) for b in z.split(rows)]
         for number, states in enumerate(changed):
-            for p, b in zip(known, scorer.logits(states[part]).split(rows), strict=True):
+            for p, b in zip(known, scorer.logits(states[part].to(dense)).split(rows), strict=True):
                 yield number, p, Prediction(b, temperature)
 
 

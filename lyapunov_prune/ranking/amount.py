@@ -14,7 +14,8 @@ import torch
 from transformers import PreTrainedModel
 
 from lyapunov_prune.arguments import checked
-from lyapunov_prune.compression.compress import compress, require_amount, require_options
+from lyapunov_prune.compression.compress import compress
+from lyapunov_prune.compression.recipe import require_amount, require_options
 from lyapunov_prune.compression.table import METHODS
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.forward.hooks import final_state, require_finite

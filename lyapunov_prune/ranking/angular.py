@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 import pandas as pd
@@ -14,9 +15,8 @@ from lyapunov_prune.arguments import checked
 from lyapunov_prune.errors import LyapunovPruneError, NonFiniteError
 from lyapunov_prune.forward.hooks import residual_stream, run_backbone
 from lyapunov_prune.forward.reading import Readable, read
+from lyapunov_prune.forward.states import room_for
 from lyapunov_prune.linalg import lift
-from lyapunov_prune.models.device import require_room
-from lyapunov_prune.models.streamed import stream_of
 from lyapunov_prune.models.structure import in_eval_mode
 from lyapunov_prune.profiles.propagation import drawn_means
 from lyapunov_prune.progress import track
@@ -101,11 +101,17 @@ class AngularDistance(Ranking):
 @in_eval_mode
 @torch.no_grad()
 def angular_distance(
-    model: PreTrainedModel, batch: Readable, *, batch_size: int = 1, protect: Sequence[int] = ()
+    model: PreTrainedModel,
+    batch: Readable,
+    *,
+    batch_size: int = 1,
+    protect: Sequence[int] = (),
+    folder: Path | None = None,
 ) -> AngularDistance:
     """Measure `AngularDistance` in one forward per window; no run of a plan holds a layer of `protect`.
 
     Memory: L × `batch_size` × tokens × width in the model's dtype; of a streamed model all tokens are in the batch.
+    What does not fit is in a file in `folder` (`room_for`).
 
     Raises NonFiniteError naming the first layer with NaN or infinite activations, and LyapunovPruneError for ids
     outside the vocabulary, a context too long, or a decoder that carries several states a token.
@@ -113,19 +119,18 @@ def angular_distance(
     reading = read(model, batch, streamed=True)
     batch, structure = reading.batch, reading.structure
     protected = protected_layers(structure.num_layers, protect)
-    if stream_of(model) is not None:
-        entries = (structure.num_layers + 1) * batch.ids.numel() * structure.config.hidden_size
-        require_room(entries * model.dtype.itemsize, str(model.device), "the states of all layers")
     sums: list[np.ndarray] = []  # of each window
     for ids in track(reading.windows(batch_size), "angular distance"):
-        states: list[torch.Tensor] = []
+        kept: list[torch.Tensor] = []
 
-        def visit(layer: int, hidden: torch.Tensor, states: list[torch.Tensor] = states) -> None:
-            states.append(hidden.clone())  # a layer may add to what it was given
+        def visit(layer: int, hidden: torch.Tensor, kept: list[torch.Tensor] = kept) -> None:
+            if not kept:
+                kept.append(room_for(structure.num_layers + 1, hidden, folder))
+            kept[0][layer] = hidden
 
         with residual_stream(structure, visit):
             run_backbone(structure, ids)
-        sums += [_cosines(window) for window in zip(*states, strict=True)]
+        sums += [_cosines(list(window)) for window in kept[0].unbind(1)]
     distances = 1 - np.array(sums) / batch.context
     distance = distances.mean(0)
     if not np.isfinite(distance).all():

@@ -121,17 +121,18 @@ CRITERIA: dict[str, Criterion] = {
 
 
 # What of `measures` and `of_sublayers` goes by the states of one forward, and so of a model that is streamed.
-STREAMED = frozenset({"profile", "influence", "sublayers", "angular", ""})
+STREAMED = frozenset({"profile", "influence", "sublayers", "angular", "divergence", ""})
 
 
 def require_streamed(criterion: str, what: str = "layers") -> None:
     """Raise LyapunovPruneError for a criterion that a streamed model cannot be ranked by."""
-    known = CRITERIA[criterion]
-    if (known.measures if what == "layers" else known.of_sublayers) not in STREAMED:
-        names = ", ".join(name for name, other in CRITERIA.items() if other.measures in STREAMED)
+    streamed = [
+        name for name, c in CRITERIA.items() if (c.measures if what == "layers" else c.of_sublayers) in STREAMED
+    ]
+    if criterion not in streamed:
         raise LyapunovPruneError(
             f"criterion {criterion} runs the model once for every layer, and a streamed one reads all of its files "
-            f"each time; go by one of {names}"
+            f"each time; go by one of {', '.join(streamed)}"
         )
 
 

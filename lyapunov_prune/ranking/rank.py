@@ -172,7 +172,11 @@ def _sublayers(asked: _Asked) -> Measured:
 
 def _divergence(asked: _Asked) -> Measured:
     measured = skip_divergence(
-        asked.reading.model, asked.reading, temperature=asked.temperature, batch_size=asked.batch_size
+        asked.reading.model,
+        asked.reading,
+        temperature=asked.temperature,
+        batch_size=asked.batch_size,
+        folder=asked.folder,
     )
     return measured, rank_by_divergence(measured, protect=asked.protect)
 
@@ -186,7 +190,9 @@ def _sublayer_divergence(asked: _Asked) -> Measured:
 
 def _angular(asked: _Asked) -> Measured:
     reading = asked.reading
-    ranking = angular_distance(reading.model, reading, batch_size=asked.batch_size, protect=asked.protect)
+    ranking = angular_distance(
+        reading.model, reading, batch_size=asked.batch_size, protect=asked.protect, folder=asked.folder
+    )
     return ranking, ranking
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from lyapunov_prune.compression.compress import CompressionReport
+from lyapunov_prune.compression.report import CompressionReport
 from lyapunov_prune.report.drawing import COLOURS, depth_axis, panels, svg
 
 

@@ -12,8 +12,8 @@ from typing import Any
 import pandas as pd
 
 from lyapunov_prune.bounds.report import BoundsReport
-from lyapunov_prune.compression.compress import REPORT as COMPRESSION
-from lyapunov_prune.compression.compress import CompressionReport
+from lyapunov_prune.compression.report import REPORT as COMPRESSION
+from lyapunov_prune.compression.report import CompressionReport
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.evaluation.evaluation import Evaluation
 from lyapunov_prune.evaluation.retrieval import RetrievalScores

@@ -197,6 +197,17 @@ def require_empty(target: str | Path) -> None:
         raise LyapunovPruneError(f"{target} exists and is not empty; choose another --output or empty it")
 
 
+def require_disk(folder: str | Path, needed: int, what: str) -> None:
+    """Raise LyapunovPruneError unless the disk of `folder`, which need not be there yet, has `needed` bytes free."""
+    folder = Path(folder).absolute()
+    free = shutil.disk_usage(next(path for path in (folder, *folder.parents) if path.exists())).free
+    if needed > free:
+        raise LyapunovPruneError(
+            f"{what} need {needed:,} bytes of disk in {folder} and {free:,} are free; free some, or "
+            "choose another place"
+        )
+
+
 def require_room(folder: str | Path) -> None:
     """Raise LyapunovPruneError unless files can be written in `folder`, or it can be made; nothing is."""
     folder = Path(folder)

@@ -66,10 +66,15 @@ def history_of(model: PreTrainedModel) -> History:
 
 
 def add_step(model: PreTrainedModel, kind: str, saw: Iterable[MeasuredOn], *sources: PreTrainedModel) -> None:
-    """Let `model` carry the histories of the models it was made from, and this step; a text counts once."""
+    """Let `model` carry `history_with` of the models it was made from."""
+    keep_history(model, history_with(kind, saw, *sources))
+
+
+def history_with(kind: str, saw: Iterable[MeasuredOn], *sources: PreTrainedModel) -> History:
+    """The histories of `sources`, and this step that makes a model of them; a text counts once."""
     steps: list[Step] = []
     for source in sources:
         steps += [step for step in history_of(source).steps if step not in steps]
     texts = tuple({on.text_hash: on for on in saw}.values())
     name = sources[0].config._name_or_path or type(sources[0]).__name__
-    keep_history(model, History((*steps, Step(kind, name, texts))))
+    return History((*steps, Step(kind, name, texts)))

@@ -16,7 +16,7 @@ from lyapunov_prune.checkpoints import saving
 from lyapunov_prune.checkpoints.cards import as_text
 from lyapunov_prune.checkpoints.saving import write_model
 from lyapunov_prune.compression import CompressionReport
-from lyapunov_prune.compression.compress import REPORT
+from lyapunov_prune.compression.report import REPORT
 from lyapunov_prune.compression.table import METHODS
 from lyapunov_prune.errors import CheckFailed
 

@@ -26,6 +26,7 @@ from lyapunov_prune.models import device
 from lyapunov_prune.models.loading import load
 from lyapunov_prune.models.streamed import stream_of
 from lyapunov_prune.models.structure import find_structure, identify
+from lyapunov_prune.predictions.divergence import skip_divergence
 from lyapunov_prune.profiles.profile import profile_layers
 
 # Both kinds of sublayers, one in a row of tokens (OPT), parallel ones (GPT-NeoX), windows of other lengths, experts.
@@ -42,6 +43,11 @@ def saved(model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, folder: Pa
     model.save_pretrained(folder, **options)
     tokenizer.save_pretrained(folder)
     return folder
+
+
+def divergences(model: PreTrainedModel, ids: torch.Tensor) -> list[np.ndarray]:
+    found = skip_divergence(model, ids)
+    return [found.variance, found.kl, found.reverse_kl, found.flipped, found.variance_r]
 
 
 def held(model: PreTrainedModel) -> list[int]:
@@ -68,6 +74,8 @@ def test_every_kind_of_layer_gives_the_same_numbers(
     np.testing.assert_allclose(c, d, rtol=1e-6)
     e, f = (lp.rank(model, ids, criterion="angular", remove=2).plan(2) for model in (whole, apart))
     np.testing.assert_allclose(e.scores, f.scores, rtol=1e-6)
+    for wanted, found in zip(*(divergences(model, ids) for model in (whole, apart)), strict=True):
+        np.testing.assert_allclose(found, wanted, rtol=1e-4, atol=1e-6)
     assert zero_share(whole) == zero_share(apart)
     assert held(apart) == []
 
@@ -192,9 +200,10 @@ def test_what_needs_the_weights_says_so(
 
 def test_what_runs_the_model_once_a_layer_says_so(checkpoint: Path, ids: torch.Tensor) -> None:
     model = load_streamed(checkpoint).model
-    for criterion in ("kl", "oracle", "best"):
-        with pytest.raises(LyapunovPruneError, match=f"criterion {criterion} runs .* go by one of rho, bi, blend, ang"):
-            lp.rank(model, ids, criterion=criterion, remove=2)
+    layers, parts = "rho, bi, blend, angular, kl, from-end, random", "bi, from-end, random"
+    for criterion, what, names in (("oracle", "layers", layers), ("best", "layers", layers), ("kl", "mlp", parts)):
+        with pytest.raises(LyapunovPruneError, match=f"criterion {criterion} runs .* go by one of {names}$"):
+            lp.rank(model, ids, criterion=criterion, what=what, remove=2)
     with pytest.raises(LyapunovPruneError, match="takes all windows in one forward; leave out the batch size"):
         lp.block_influence(model, ids, batch_size=2)
 
@@ -225,8 +234,6 @@ def test_memory_that_is_short_is_said_before_the_run(
     before = stream.passes
     with pytest.raises(LyapunovPruneError, match=r"the states of 120 tokens.* need 76,800 bytes of memory and 70,000 "):
         lp.block_influence(loaded.model, ids)
-    with pytest.raises(LyapunovPruneError, match=r"the states of all layers need 107,520 bytes"):
-        lp.rank(loaded.model, ids, criterion="angular", remove=2)
     assert stream.passes == before
     with pytest.raises(LyapunovPruneError, match=r"embeddings, head and the largest layer need [\d,]+ bytes"):
         load_streamed(checkpoint)

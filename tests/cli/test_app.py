@@ -24,7 +24,7 @@ from lyapunov_prune.bounds import check as checks_module
 from lyapunov_prune.bounds.report import BoundsReport
 from lyapunov_prune.cli import demo as demo_module
 from lyapunov_prune.cli.inputs import folder_name
-from lyapunov_prune.compression.compress import CompressionReport
+from lyapunov_prune.compression.report import CompressionReport
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.evaluation.evaluation import Evaluation
 from lyapunov_prune.healing import state as training_state

@@ -12,12 +12,16 @@ import numpy as np
 import pytest
 from helpers import QUICK, TEXT, make_tiny
 
+from lyapunov_prune.compression import CompressionReport
 from lyapunov_prune.evaluation.evaluation import Evaluation
 from lyapunov_prune.profiles.profile import LayerProfile
 from lyapunov_prune.pruning import disk_gate
 from lyapunov_prune.pruning.gate import CACHED, SKIPPED
 from lyapunov_prune.pruning.plan import PruningPlan
 from lyapunov_prune.pruning.provenance import PROVENANCE, Provenance
+
+COMPRESS = ["compress", "tiny", "--method", "wanda", "-o", "out"]
+PACKED = ["--method", "rtn", "--bits", "4", "--symmetric", "--format", "compressed-tensors", "-o", "out"]
 
 
 def test_ranked_pruned_and_scored_as_in_memory(run: Callable[..., Any]) -> None:
@@ -47,9 +51,21 @@ def test_ranked_pruned_and_scored_as_in_memory(run: Callable[..., Any]) -> None:
     np.testing.assert_allclose([p.nll for p in c.perplexities], [p.nll for p in d.perplexities], rtol=1e-6)
 
 
+def test_compressed_as_in_memory(run: Callable[..., Any]) -> None:
+    by = ["--sparsity", "0.5", "--allocation", "lyapunov-budget"]
+    for flags, folder in ((["--stream"], "apart"), ([], "whole")):
+        done = run("compress", "tiny", *flags, "--method", "wanda", *by, *TEXT, "-o", folder)
+        assert (done.code, done.err) == (0, "")
+    apart, whole = (CompressionReport.load(Path(folder) / "compression.json") for folder in ("apart", "whole"))
+    np.testing.assert_allclose(apart.allocation.amount, whole.allocation.amount, rtol=1e-4)
+    np.testing.assert_allclose(apart.zeros, whole.zeros, rtol=1e-3)
+    found = [json.loads(run("eval", f, "--json", *TEXT).out)["perplexities"][0]["nll"] for f in ("apart", "whole")]
+    np.testing.assert_allclose(*found, rtol=1e-4)
+
+
 @pytest.mark.parametrize("what", ["layers", "attention"])
 def test_other_orders_are_streamed_too(what: str, run: Callable[..., Any]) -> None:
-    for criterion in ("bi", *(["angular"] if what == "layers" else [])):
+    for criterion in ("bi", *(["angular", "kl"] if what == "layers" else [])):
         asked = ["--criterion", criterion, "--what", what, "--remove", "2", *TEXT, "--json"]
         found = [json.loads(run("rank", "tiny", *flags, *asked).out) for flags in (["--stream"], [])]
         assert found[0].keys() == found[1].keys()
@@ -62,11 +78,18 @@ def test_other_orders_are_streamed_too(what: str, run: Callable[..., Any]) -> No
     [
         (["profile", "tiny", "--by-sublayer"], "--by-sublayer needs the model in memory"),
         (["profile", "tiny", "--batch-size", "2"], "leave out --batch-size"),
-        (["rank", "tiny", "--criterion", "kl"], "criterion kl runs the model once for every layer"),
+        (["rank", "tiny", "--criterion", "kl", "--what", "mlp"], "criterion kl runs the model once for every layer"),
         (["rank", "tiny", "--criterion", "bi", "--max-kl", "0.5"], "--max-kl needs it in memory"),
         (["eval", "tiny", "--speed"], "--speed, --tasks and --retrieval need the model in memory"),
         (["eval", "tiny", "--tasks", "piqa.jsonl"], "--speed, --tasks and --retrieval need the model in memory"),
         (["prune", "tiny", "--remove", "2", "-o", "out"], "--remove needs the model in memory .* of rank --stream"),
+        ([*COMPRESS, "--max-kl", "0.1"], "--max-kl and --format need the model in memory"),
+        ([*COMPRESS[:2], *PACKED], "--max-kl and --format need the model in memory"),
+        (
+            [*COMPRESS, "--sparsity", "0.5", "--allocation", "atp-search"],
+            "atp-search compresses .* once a trial",
+        ),
+        ([*COMPRESS, "--sparsity", "0.5", "--batch-size", "2"], "leave out --batch-size"),
         (["profile", "model.gguf"], "is no safetensors file, and only those are streamed"),
     ],
 )

@@ -15,8 +15,9 @@ from transformers import PreTrainedModel
 
 from lyapunov_prune.allocation.schedules import allocate
 from lyapunov_prune.allocation.table import SCHEDULES
-from lyapunov_prune.compression.compress import CompressionReport, compress
+from lyapunov_prune.compression.compress import compress
 from lyapunov_prune.compression.methods import rank_for
+from lyapunov_prune.compression.report import CompressionReport
 from lyapunov_prune.compression.table import METHODS
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.models.projections import find_projections

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from families.zoo import ZOO, make_zoo
-from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
+from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 
 import lyapunov_prune as lp
 from lyapunov_prune.checkpoints import streamed as streaming
 from lyapunov_prune.checkpoints.streamed import load_streamed
+from lyapunov_prune.compression.on_disk import compress_on_disk
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.forward.logits import SAME_LIMIT, deviation
 from lyapunov_prune.models.loading import load
@@ -29,19 +32,24 @@ REFUSED = {
 }
 
 
+def saved(name: str, tokenizer: PreTrainedTokenizerFast, folder: Path) -> PreTrainedModel:
+    """The decoder in `folder`, as it is loaded in memory; skips one that cannot be had here."""
+    try:
+        make_zoo(name).save_pretrained(folder)
+        AutoModelForCausalLM.from_pretrained(folder).save_pretrained(folder)  # its padding row is zero now (youtu)
+        tokenizer.save_pretrained(folder)
+        return load(folder).model
+    except Exception:
+        pytest.skip("this decoder cannot be built, saved and loaded here")
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ZOO)
 def test_every_decoder_is_streamed_as_in_memory_or_refused(
     name: str, tokenizer: PreTrainedTokenizerFast, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(streaming, "TOKENS", 1)
-    try:
-        make_zoo(name).save_pretrained(tmp_path)
-        AutoModelForCausalLM.from_pretrained(tmp_path).save_pretrained(tmp_path)  # its padding row is zero now (youtu)
-        tokenizer.save_pretrained(tmp_path)
-        whole = load(tmp_path).model
-    except Exception:
-        pytest.skip("this decoder cannot be built, saved and loaded here")
+    whole = saved(name, tokenizer, tmp_path)
     if name in REFUSED:
         with pytest.raises(LyapunovPruneError, match=f"{REFUSED[name]}.*; take it in memory"):
             load_streamed(tmp_path)
@@ -58,3 +66,25 @@ def test_every_decoder_is_streamed_as_in_memory_or_refused(
             lp.block_influence(apart, ids)
         return
     np.testing.assert_allclose(lp.block_influence(apart, ids).influence, wanted, rtol=1e-3, atol=1e-7)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", ["magnitude", "wanda"])
+@pytest.mark.parametrize("name", [name for name in ZOO if name not in REFUSED])
+def test_every_decoder_is_compressed_as_in_memory_or_refused_as_there(
+    name: str, method: str, tokenizer: PreTrainedTokenizerFast, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(streaming, "TOKENS", 1)
+    whole, how = saved(name, tokenizer, tmp_path / "source"), {"method": method, "sparsity": 0.5}
+    ids = torch.randint(3, 97, (3, 24), generator=torch.Generator().manual_seed(1))
+    loaded: Any = load_streamed(tmp_path / "source")
+    try:
+        wanted = lp.compress(whole, ids, **how).model.state_dict()  # type: ignore[arg-type]
+    except LyapunovPruneError as error:
+        with pytest.raises(LyapunovPruneError, match=re.escape(str(error)[:20])):
+            compress_on_disk(loaded.model, loaded.tokenizer, tmp_path / "out", ids, **how)
+        return
+    compress_on_disk(loaded.model, loaded.tokenizer, tmp_path / "out", ids, **how)
+    found = load(tmp_path / "out").model.state_dict()
+    for key, tensor in wanted.items():
+        torch.testing.assert_close(found[key], tensor, rtol=1e-4, atol=1e-5, equal_nan=True)

@@ -32,7 +32,7 @@ from lyapunov_prune import (
 from lyapunov_prune.bounds import check_grid, check_written
 from lyapunov_prune.bounds.bound_check import BoundCheck
 from lyapunov_prune.bounds.report import BoundsReport, Violation
-from lyapunov_prune.compression.compress import CompressedMatrix, CompressionReport
+from lyapunov_prune.compression.report import CompressedMatrix, CompressionReport
 from lyapunov_prune.data.batch import as_batch
 from lyapunov_prune.evaluation.evaluation import Evaluation
 from lyapunov_prune.healing.heal import Healing

@@ -261,6 +261,7 @@ def compress(
     group_size: GroupSize = None,
     symmetric: Symmetric = False,
     format: Stored = "plain",
+    stream: Stream = False,
     source: ModelOptions = ModelOptions(),
     text: TextOptions = TextOptions(),
     resume: Resume = False,
@@ -272,14 +273,17 @@ def compress(
     Zeros, low ranks and rounded weights are stored as dense matrices of the same size: the checkpoint shows what
     a compression does to the predictions, and is neither smaller nor faster. With --format compressed-tensors the
     weights that rtn --symmetric rounds to 4 or 8 bits are packed: the checkpoint is smaller, and faster only in an
-    engine that has a kernel for them.
-    tried stand in amounts.json beside it; interrupted, the search goes on with the same --output and --resume.
+    engine that has a kernel for them. With --stream each layer is read, compressed and written before the next one.
+    With --max-kl the amounts that were tried stand in amounts.json beside it; interrupted, the search goes on with the
+    same --output and --resume.
     """
     from lyapunov_prune.checkpoints.saving import write_model
-    from lyapunov_prune.compression.compress import REPORT, require_amount, require_options
     from lyapunov_prune.compression.compress import compress as compress_model
     from lyapunov_prune.compression.masks import as_pattern
+    from lyapunov_prune.compression.on_disk import compress_on_disk, require_streamed
     from lyapunov_prune.compression.packed import require_packable, require_packed_options, write_packed
+    from lyapunov_prune.compression.recipe import require_amount, require_options
+    from lyapunov_prune.compression.report import REPORT
     from lyapunov_prune.models.plain import require_unquantised
     from lyapunov_prune.predictions.expectation import expectation
     from lyapunov_prune.ranking.amount import amount_under_budget, require_spendable
@@ -302,9 +306,13 @@ def compress(
     if pooling is not None and not goes_by_rho(schedule):
         raise LyapunovPruneError(f"allocation {allocation} does not measure rho; leave out --pooling")
     packed = format != "plain"
+    if stream:
+        if max_kl is not None or packed:
+            raise LyapunovPruneError("--max-kl and --format need the model in memory; leave them out, or --stream")
+        require_streamed(schedule)
     if packed:
         require_packed_options(method, bits, symmetric, schedule)
-    loaded, batch = load_inputs(model, source, text)
+    loaded, batch = load_inputs(model, source, text, stream=stream)
     require_unquantised(loaded.model)  # before anything is measured
     if packed:
         require_packable(loaded.model, group_size)
@@ -330,21 +338,22 @@ def compress(
         if not as_json:
             show(spent, as_json, None)
             say(expectation().told(float(spent.kl[spent.chosen]), "matrices compressed"))
-    done = compress_model(
-        loaded.model,
-        batch,
-        method=method,
-        sparsity=sparsity,
-        rank=rank,
-        bits=bits,
-        allocation=schedule,
-        profile=profile,
-        schedule_options=options,
-        pattern=keep_of,
-        group_size=group_size,
-        symmetric=symmetric,
-        batch_size=text.batch_size,
-    )
+    how: dict[str, Any] = {
+        "method": method,
+        "sparsity": sparsity,
+        "rank": rank,
+        "bits": bits,
+        "allocation": schedule,
+        "profile": profile,
+        "schedule_options": options,
+        "pattern": keep_of,
+        "group_size": group_size,
+        "symmetric": symmetric,
+    }
+    if stream:
+        show(compress_on_disk(loaded.model, loaded.tokenizer, output, batch, **how), as_json, output)
+        return
+    done = compress_model(loaded.model, batch, **how, batch_size=text.batch_size)
     title, report = f"{Path(model).name}, compressed", done.report
     if packed:
         report = write_packed(loaded.model, done, loaded.tokenizer, output, title)

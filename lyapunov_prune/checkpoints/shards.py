@@ -1,0 +1,72 @@
+"""A streamed model as a checkpoint, written layer by layer: each while its weights are held, to a file of its own."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers.core_model_loading import revert_weight_conversion
+
+from lyapunov_prune.checkpoints.outline import layer_of, read_outline
+from lyapunov_prune.checkpoints.reloading import changed_setting
+from lyapunov_prune.checkpoints.tensor_files import write_index
+from lyapunov_prune.errors import CheckFailed, LyapunovPruneError
+from lyapunov_prune.models.digest import combined, saved_tensors, tensor_digests
+from lyapunov_prune.models.loading import quiet
+from lyapunov_prune.models.structure import find_structure
+
+
+class Shards:
+    """The files of `model` in `folder`; those that are no layer's tensors, its configs and its tokenizer's are written
+    at once."""
+
+    def __init__(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
+        self._model, self._folder, self._structure = model, folder, find_structure(model)
+        self._names: dict[int | None, list[str]] = {}
+        for name, _ in saved_tensors(model):  # a tensor that is shared has one name
+            self._names.setdefault(layer_of(name, self._structure), []).append(name)
+        self._where: dict[str, str] = {}
+        self._size = 0
+        self._digests: dict[str, dict[str, str]] = {}
+        with quiet():
+            model.save_pretrained(folder, state_dict={})  # the configs as transformers writes them, no weights
+            tokenizer.save_pretrained(folder)
+        for empty in folder.glob("*.safetensors"):
+            empty.unlink()
+        self.write(None)
+
+    def write(self, layer: int | None) -> None:
+        """The tensors of `layer` as they are now, under the names that transformers gives them in a file."""
+        state = self._model.state_dict()
+        tensors = {name: state[name] for name in self._names.get(layer, [])}
+        self._digests |= {name: tensor_digests(tensor) for name, tensor in tensors.items()}
+        stored = {key: t.cpu().contiguous() for key, t in revert_weight_conversion(self._model, tensors).items()}
+        number, files = 1 if layer is None else layer + 2, self._structure.num_layers + 1
+        file = f"model-{number:05}-of-{files:05}.safetensors"
+        save_file(stored, self._folder / file, {"format": "pt"})
+        self._where |= dict.fromkeys(stored, file)
+        self._size += sum(tensor.nbytes for tensor in stored.values())
+
+    def finish(self) -> None:
+        """Write the index, and hold what transformers finds in the files against what was written, bit for bit.
+
+        Raises CheckFailed for a layer that was not written, and for weights or settings that would come back as others.
+        """
+        write_index(self._folder, self._where, self._size)
+        try:
+            found = read_outline(self._folder, self._folder)
+        except LyapunovPruneError as error:
+            reason = str(error).replace(str(self._folder), "what was written").rpartition(";")[0]
+            raise CheckFailed(f"nothing written: {reason}; take the model in memory") from None
+        wrong = changed_setting(self._model, found.model)
+        if found.identity.weights != combined(self._digests):
+            wrong = "the files hold other weights than were written"
+        if wrong:
+            raise CheckFailed(f"nothing written: {wrong}; take the model in memory")
+
+
+def size_of(model: PreTrainedModel) -> int:
+    """The bytes of the files that `Shards` writes."""
+    return sum(t.numel() * t.element_size() for _, t in saved_tensors(model) if isinstance(t, torch.Tensor))

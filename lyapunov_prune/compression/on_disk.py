@@ -1,0 +1,95 @@
+"""Compression of a model larger than memory: a layer is read, compressed, written, and its output carried on."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from lyapunov_prune.allocation.allocation import Allocation
+from lyapunov_prune.allocation.table import SCHEDULES
+from lyapunov_prune.arguments import checked
+from lyapunov_prune.calibration.statistics import Statistics
+from lyapunov_prune.calibration.streaming import stream
+from lyapunov_prune.checkpoints.cards import write_card
+from lyapunov_prune.checkpoints.shards import Shards, size_of
+from lyapunov_prune.compression.recipe import recipe_for
+from lyapunov_prune.compression.report import REPORT, CompressedMatrix, CompressionReport
+from lyapunov_prune.compression.table import METHODS
+from lyapunov_prune.errors import LyapunovPruneError
+from lyapunov_prune.forward.reading import Readable
+from lyapunov_prune.models.projections import Projection
+from lyapunov_prune.models.streamed import layer_held, stream_of
+from lyapunov_prune.models.structure import find_structure, in_eval_mode
+from lyapunov_prune.models.wrappers import loading_class
+from lyapunov_prune.progress import track
+from lyapunov_prune.results.files import require_disk, require_empty, whole_folder
+from lyapunov_prune.results.history import HISTORY, history_with
+
+
+def require_streamed(allocation: str | Allocation) -> None:
+    """Raise LyapunovPruneError for a schedule that a streamed model cannot be compressed by."""
+    if isinstance(allocation, str) and SCHEDULES[allocation].needs == "score":
+        raise LyapunovPruneError(
+            f"allocation {allocation} compresses the model once a trial, and a streamed one reads and writes all "
+            "of its files each time; name another, or take the model in memory"
+        )
+
+
+@checked
+@in_eval_mode
+@torch.no_grad()
+def compress_on_disk(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    target: str | Path,
+    batch: Readable | None = None,
+    **how: Any,
+) -> CompressionReport:
+    """`compress` of the streamed `model` into the folder `target`; `how` are the keyword arguments of that.
+
+    The numbers are those in memory up to rounding. All windows go through a layer together: once for its statistics,
+    and once, compressed, for what enters the next; so the files are read once, and each layer is written to a file of
+    its own. Memory: one layer and its statistics, and the states of the batch. The folder holds what `write_model`
+    writes. Its files are read once more: they hold, bit for bit, the weights that were written.
+
+    Raises LyapunovPruneError as `compress`, for a model in memory, for a schedule that searches, a disk without room
+    and a target that is not empty; CheckFailed for files that would load as another model. Then nothing is there.
+    """
+    if stream_of(model) is None:
+        raise LyapunovPruneError("compress_on_disk takes a streamed model; give one of load_streamed, or use compress")
+    require_streamed(how.get("allocation", "uniform"))
+    require_empty(target)
+    require_disk(target, size_of(model), "the compressed files")
+    recipe = recipe_for(model, batch, **how)
+    by_layer = {layer: [*here] for layer, here in groupby(recipe.projections, lambda p: p.layer)}
+    done: list[CompressedMatrix] = []
+    left = dict.fromkeys(range(find_structure(model).num_layers))
+    with whole_folder(target) as folder:
+        shards = Shards(model, tokenizer, folder)
+
+        def change(here: Sequence[Projection], statistics: dict[str, Statistics]) -> None:
+            done.extend(recipe.change(model, here, statistics))
+            shards.write(here[0].layer)
+            del left[here[0].layer]
+
+        if recipe.calibration is not None:
+            stream(model, recipe.calibration, recipe.projections, METHODS[recipe.method].needs, change)
+        # What is left has no matrices, or is looked at by its weights alone.
+        for layer in track([*left], f"compression, {recipe.method}"):
+            with layer_held(model, layer):
+                if layer in by_layer:
+                    change(by_layer[layer], {})
+                else:
+                    shards.write(layer)
+        report = recipe.report(done)
+        shards.finish()
+        history_with("compress", report.saw, model).save(folder / HISTORY)
+        report.save(folder / REPORT)
+        title = f"{Path(model.config._name_or_path).name}, compressed"
+        write_card(folder, title, report.about(), loading_class(model).__name__)
+    return report

@@ -1,0 +1,223 @@
+"""What is to be done to the matrices of a model: a method and how much of each, checked before anything is measured."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import PreTrainedModel
+
+from lyapunov_prune.allocation.allocation import Allocation, Matrices
+from lyapunov_prune.allocation.atp import Score
+from lyapunov_prune.allocation.schedules import allocate
+from lyapunov_prune.allocation.table import SCHEDULES, require_parameters
+from lyapunov_prune.arguments import checked
+from lyapunov_prune.calibration.statistics import Statistics
+from lyapunov_prune.compression.masks import Pattern, as_pattern
+from lyapunov_prune.compression.methods import compressed, rank_for
+from lyapunov_prune.compression.report import CompressedMatrix, CompressionReport
+from lyapunov_prune.compression.table import METHODS
+from lyapunov_prune.errors import LyapunovPruneError
+from lyapunov_prune.forward.reading import Readable, Reading, read
+from lyapunov_prune.linalg import lift
+from lyapunov_prune.models.plain import require_unquantised
+from lyapunov_prune.models.projections import Projection, find_projections
+from lyapunov_prune.models.structure import in_eval_mode
+from lyapunov_prune.profiles.contraction import ContractionProfile
+
+
+@dataclass(frozen=True, eq=False)
+class Recipe:
+    """How every matrix of the model of `allocation` is compressed.
+
+    `calibration` is the text that the method goes by; None for one that looks at weights alone.
+    """
+
+    method: str
+    allocation: Allocation
+    projections: tuple[Projection, ...]
+    calibration: Reading | None
+    pattern: Pattern | None
+    group_size: int | None
+    symmetric: bool
+
+    @cached_property
+    def _wanted(self) -> dict[str, float]:
+        return dict(zip(self.allocation.names, self.allocation.amount.tolist(), strict=True))
+
+    @torch.no_grad()
+    def change(
+        self, model: PreTrainedModel, here: Sequence[Projection], statistics: Mapping[str, Statistics]
+    ) -> list[CompressedMatrix]:
+        """Compress the matrices `here` of `model` in place; says what became of each."""
+        return [self._changed(p, p.weight(model), statistics.get(p.name)) for p in here]
+
+    def _changed(self, p: Projection, W: torch.Tensor, statistics: Statistics | None) -> CompressedMatrix:
+        wanted = self._wanted[p.name]
+        amount, after = _amount(self.method, wanted, self.allocation.unit, W.shape), W.clone()
+        if amount is not None:
+            grid = {"pattern": self.pattern, "group_size": self.group_size, "symmetric": self.symmetric}
+            after = compressed(self.method, W, statistics, amount, **grid)  # type: ignore[arg-type]
+        told = _describe(p, self.method, W, after, statistics, wanted, amount)
+        W.copy_(after)
+        return told
+
+    def report(self, done: Sequence[CompressedMatrix]) -> CompressionReport:
+        by_name = {matrix.name: matrix for matrix in done}
+        return CompressionReport(
+            method=self.method,
+            pattern=self.pattern,
+            group_size=self.group_size,
+            symmetric=self.symmetric,
+            allocation=self.allocation,
+            matrices=tuple(by_name[p.name] for p in self.projections),
+            calibration=None if self.calibration is None else self.calibration.measured_on(),
+        )
+
+
+@checked
+@in_eval_mode
+def recipe_for(
+    model: PreTrainedModel,
+    batch: Readable | None = None,
+    *,
+    method: str,
+    sparsity: float | None = None,
+    rank: int | None = None,
+    bits: float | None = None,
+    allocation: str | Allocation = "uniform",
+    profile: ContractionProfile | None = None,
+    schedule_options: Mapping[str, Any] | None = None,
+    pattern: Pattern | str | None = None,
+    group_size: int | None = None,
+    symmetric: bool = False,
+    search: Callable[[Reading], Score] | None = None,
+) -> Recipe:
+    """What `compress` says of these arguments; `search` makes of the text the score of a schedule that searches.
+
+    Raises LyapunovPruneError for amounts and options that the method does not have, a missing text or profile, and
+    matrices shared between layers.
+    """
+    require_unquantised(model)
+    pattern = as_pattern(pattern)
+    if pattern is not None and sparsity is None and isinstance(allocation, str):
+        sparsity = 1 - pattern[0] / pattern[1]
+    kind = require_amount(method, sparsity, rank, bits, allocation)
+    require_options(allocation, schedule_options)
+    schedule = allocation.schedule if isinstance(allocation, Allocation) else allocation
+    if pattern is not None and schedule != "uniform":
+        raise LyapunovPruneError("a pattern keeps the same share of every matrix; give allocation uniform with it")
+    given = None if batch is None else read(model, batch, streamed=True)
+    if isinstance(allocation, Allocation):
+        allocation.require_model(model)
+    else:
+        amount = next(x for x in (sparsity, rank, bits) if x is not None)
+        searches = SCHEDULES[allocation].needs == "score" and given is not None and search is not None
+        score = search(given) if searches else None  # type: ignore[misc, arg-type]
+        allocation = _allocated(
+            model, kind, amount, allocation, schedule_options or {}, batch=given, profile=profile, score=score
+        )
+    projections = find_projections(model)
+    _require_apart(model, projections)
+    if METHODS[method].needs == "nothing":
+        given = None
+    elif given is None:
+        raise LyapunovPruneError(f"method {method} needs calibration text; give a batch, or method magnitude")
+    return Recipe(method, allocation, projections, given, pattern, group_size, symmetric)
+
+
+def require_amount(
+    method: str, sparsity: float | None, rank: int | None, bits: float | None, allocation: str | Allocation
+) -> str:
+    """The unit in which it is said how much; raises LyapunovPruneError unless one is, and the method has it."""
+    if method not in METHODS:
+        raise LyapunovPruneError(f"unknown method {method!r}; give one of {', '.join(METHODS)}")
+    takes = {"sparsity": ("sparsity",), "rank": ("sparsity", "rank"), "bits": ("bits",)}[METHODS[method].amount]
+    given = [name for name, x in (("sparsity", sparsity), ("rank", rank), ("bits", bits)) if x is not None]
+    if isinstance(allocation, Allocation):
+        if given:
+            raise LyapunovPruneError(f"the allocation says how much; leave out {given[0]}")
+        given = [allocation.unit]
+    elif allocation not in SCHEDULES:
+        raise LyapunovPruneError(f"unknown allocation {allocation!r}; give one of {', '.join(SCHEDULES)}, or a file")
+    if len(given) != 1 or given[0] not in takes:
+        wanted, got = " or ".join(takes), ", ".join(given) or "nothing"
+        raise LyapunovPruneError(f"method {method} takes {wanted}, and nothing beside it; got {got}")
+    shares = (
+        {"uniform": given[0], "bits": "bits"}.get(allocation, "sparsity") if isinstance(allocation, str) else given[0]
+    )
+    if given[0] != shares:
+        raise LyapunovPruneError(f"allocation {allocation} does not share out {given[0]}; give uniform")
+    return given[0]
+
+
+def require_options(allocation: str | Allocation, options: Mapping[str, Any] | None) -> None:
+    """Raise LyapunovPruneError unless the schedule has these parameters; an Allocation has made use of its own."""
+    if not isinstance(allocation, Allocation):
+        require_parameters(allocation, options or {})
+    elif options:
+        raise LyapunovPruneError(f"the allocation is made; leave out {next(iter(options))}, or name a schedule")
+
+
+def _allocated(
+    model: PreTrainedModel, kind: str, amount: float, schedule: str, options: Mapping[str, Any], **measured: Any
+) -> Allocation:
+    if schedule == "uniform" and kind != "sparsity":
+        matrices = Matrices.of(model)
+        even = np.full(len(matrices.sizes), float(amount))
+        return matrices.allocated("uniform", amount, even, {}, unit=kind)
+    return allocate(model, schedule, amount, **measured, **options)
+
+
+def _amount(method: str, amount: float, unit: str, shape: Sequence[int]) -> float | None:
+    """What the method is called with; None for a matrix that stays as it is."""
+    if METHODS[method].amount != "rank":
+        return amount if unit == "bits" or amount > 0 else None
+    if unit == "sparsity" and amount == 0:
+        return None
+    return float(min(rank_for(shape, amount) if unit == "sparsity" else amount, *shape))
+
+
+def _describe(
+    p: Projection,
+    method: str,
+    W: torch.Tensor,
+    after: torch.Tensor,
+    statistics: Statistics | None,
+    wanted: float,
+    amount: float | None,
+) -> CompressedMatrix:
+    E, before = lift(W - after), lift(W)
+    gram = statistics.gram if statistics is not None else None
+    kind = METHODS[method].amount
+    return CompressedMatrix(
+        name=p.name,
+        layer=p.layer,
+        component=p.component,
+        rows=W.shape[0],
+        columns=W.shape[1],
+        amount=wanted,
+        zeros=float(lift(after == 0).mean()),
+        rank=int(amount) if kind == "rank" and amount is not None else None,
+        bits=int(amount) if kind == "bits" and amount is not None else None,
+        weight_error=_share((E * E).sum(), (before * before).sum()),
+        output_error=None if gram is None else _share(((E @ gram) * E).sum(), ((before @ gram) * before).sum()),
+    )
+
+
+def _share(error: torch.Tensor, whole: torch.Tensor) -> float:
+    return float((error.clamp(min=0) / whole).sqrt()) if whole > 0 else 0.0
+
+
+def _require_apart(model: PreTrainedModel, projections: Sequence[Projection]) -> None:
+    """Matrices that several layers share would be compressed once for each."""
+    seen: dict[tuple[int, int, int | None], str] = {}
+    for p in projections:
+        W = getattr(model.get_submodule(p.module), p.parameter)
+        first = seen.setdefault((id(W), p.start, p.expert), p.name)
+        if first != p.name:
+            raise LyapunovPruneError(f"{first} and {p.name} are one matrix; shared layers are not compressed")

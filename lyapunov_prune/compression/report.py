@@ -1,0 +1,130 @@
+"""What came of a compression: its method, how much of each matrix, and what became of it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import pandas as pd
+
+from lyapunov_prune.allocation.allocation import Allocation
+from lyapunov_prune.allocation.table import SCHEDULES, Schedule
+from lyapunov_prune.checkpoints.cards import as_text
+from lyapunov_prune.compression.table import METHODS, Method
+from lyapunov_prune.results.result import MeasuredOn, Result
+
+REPORT = "compression.json"  # beside the weights of a compressed checkpoint
+
+
+@dataclass(frozen=True)
+class CompressedMatrix:
+    """What became of one matrix (m × n).
+
+    `zeros`: share of its entries that are zero. `rank`, `bits`: what was kept, None where the method keeps the other.
+    `weight_error = ‖W − Ŵ‖_F / ‖W‖_F`; `output_error = ‖(W − Ŵ) X‖_F / ‖W X‖_F` on the calibration inputs X, None
+    where no Gram matrix was collected.
+    """
+
+    name: str
+    layer: int
+    component: str
+    rows: int
+    columns: int
+    amount: float
+    zeros: float
+    rank: int | None
+    bits: float | None
+    weight_error: float
+    output_error: float | None
+
+
+@dataclass(frozen=True)
+class Packed:
+    """The weight files of a checkpoint whose rounded matrices are stored as integers, and what they would be dense."""
+
+    format: str
+    bytes: int
+    dense_bytes: int
+
+    def line(self) -> str:
+        return (
+            f"packed integers ({self.format}): {self.bytes / 1e6:,.1f} MB of weights on disk, "
+            f"{self.bytes / self.dense_bytes:.3f} of the {self.dense_bytes / 1e6:,.1f} MB that dense ones take; "
+            "transformers unpacks them on the first forward, so without a kernel for them no time is saved"
+        )
+
+
+@dataclass(frozen=True)
+class CompressionReport(Result):
+    """A compression: its method, its allocation, and every matrix.
+
+    `calibration` is what the method went by, None for one that looks at weights alone; `allocation.measured_on` what
+    decided how much of each matrix.
+    """
+
+    method: str
+    pattern: tuple[int, ...] | None
+    group_size: int | None
+    allocation: Allocation
+    matrices: tuple[CompressedMatrix, ...]
+    calibration: MeasuredOn | None
+    symmetric: bool = False  # grids around 0, without a zero point
+    packed: Packed | None = None  # None: dense matrices
+
+    def about(self) -> str:
+        """What a model card says of it."""
+        calibration = self.calibration.line() if self.calibration else "none, the method looks at weights alone"
+        allocation = "".join(f"\n\nAllocation: by {as_text(on.line())}." for on in self.allocation.measured_on)
+        schedule = self.allocation.schedule
+        told = [_told(self.method, METHODS[self.method])]
+        told += [_told(schedule, SCHEDULES[schedule])] if schedule in SCHEDULES else []  # a file may name another
+        return (
+            f"{as_text(self.headline())}. The model has not been trained afterwards. `{REPORT}` lists every matrix.\n\n"
+            f"{as_text('; '.join(told))}.\n\n"
+            f"Calibration: {as_text(calibration)}.{allocation}"
+        )
+
+    @property
+    def saw(self) -> tuple[MeasuredOn, ...]:
+        """The texts that had a part in it."""
+        return self.allocation.measured_on + ((self.calibration,) if self.calibration else ())
+
+    @property
+    def zeros(self) -> float:
+        """Share of the entries of all matrices that are zero."""
+        return float(np.average([m.zeros for m in self.matrices], weights=self._sizes()))
+
+    def _sizes(self) -> list[int]:
+        return [m.rows * m.columns for m in self.matrices]
+
+    def to_frame(self) -> pd.DataFrame:
+        """One row a matrix."""
+        frame = pd.DataFrame([vars(m) for m in self.matrices])
+        return frame.dropna(axis=1, how="all")
+
+    def summary(self) -> pd.DataFrame:
+        """One row a layer: means weighted by entries, errors as root mean squares."""
+        frame = self.to_frame().assign(size=self._sizes())
+        rows = []
+        for layer, part in frame.groupby("layer"):
+            row = {"layer": layer, self.allocation.unit: np.average(part["amount"], weights=part["size"])}
+            row["zeros"] = np.average(part["zeros"], weights=part["size"])
+            for error in ("weight_error", "output_error"):
+                if error in part:
+                    row[error] = float(np.sqrt((part[error] ** 2).mean()))
+            rows.append(row)
+        return pd.DataFrame(rows)
+
+    def headline(self) -> str:
+        extra = f" {self.pattern[0]}:{self.pattern[1]}" if self.pattern else ""
+        extra += f", groups of {self.group_size}" if self.group_size else ""
+        extra += ", symmetric" if self.symmetric else ""
+        stored = self.packed.line() if self.packed else "dense matrices: neither memory nor time is saved"
+        return (
+            f"{self.method}{extra}, {self.allocation.headline()}: {self.zeros:.1%} of the entries are zero. Stored as "
+            f"{stored}"
+        )
+
+
+def _told(name: str, entry: Method | Schedule) -> str:
+    return f"{name}: {entry.help} ({entry.reference})"

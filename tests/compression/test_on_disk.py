@@ -1,0 +1,214 @@
+"""A streamed model compressed layer by layer onto the disk is the one that is compressed in memory and saved."""
+
+from __future__ import annotations
+
+import shutil
+from collections import namedtuple
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from families.zoo import make_zoo
+from helpers import make_tiny
+from safetensors.torch import load_file, save_file
+from transformers import PreTrainedModel, PreTrainedTokenizerFast
+
+import lyapunov_prune as lp
+from lyapunov_prune.checkpoints import shards
+from lyapunov_prune.checkpoints import streamed as streaming
+from lyapunov_prune.checkpoints.outline import Outline
+from lyapunov_prune.checkpoints.saving import write_model
+from lyapunov_prune.compression import CompressionReport
+from lyapunov_prune.compression.on_disk import compress_on_disk
+from lyapunov_prune.compression.report import REPORT
+from lyapunov_prune.errors import CheckFailed, LyapunovPruneError
+from lyapunov_prune.models.loading import load
+from lyapunov_prune.models.streamed import stream_of
+from lyapunov_prune.models.structure import find_structure, identify
+from lyapunov_prune.profiles.contraction import measure_contraction
+from lyapunov_prune.results.history import read_history
+
+# Each kind of what a method looks at: nothing, norms, Gram matrices, gradients.
+WAYS: dict[str, dict[str, Any]] = {
+    "magnitude": {"method": "magnitude", "sparsity": 0.5},
+    "wanda": {"method": "wanda", "pattern": "2:4"},
+    "sparsegpt": {"method": "sparsegpt", "sparsity": 0.5},
+    "balanced": {"method": "balanced", "rank": 4},
+    "rtn": {"method": "rtn", "bits": 4, "group_size": 16},
+}
+
+
+@pytest.fixture(autouse=True)
+def _in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One row after the other goes through a layer."""
+    monkeypatch.setattr(streaming, "TOKENS", 1)
+
+
+def saved(model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, folder: Path) -> Path:
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+def both(folder: Path, ids: torch.Tensor | None, **how: Any) -> tuple[CompressionReport, CompressionReport]:
+    """The reports of a compression in memory, saved as `whole`, and of a streamed one, in `apart`, beside `folder`."""
+    loaded, layers = load(folder), lp.load_streamed(folder)
+    done = lp.compress(loaded.model, ids, **how)
+    title, about = "tiny, compressed", done.report.about()
+    write_model(done.model, loaded.tokenizer, folder.parent / "whole", {REPORT: done.report}, title, about)
+    report = compress_on_disk(layers.model, layers.tokenizer, folder.parent / "apart", ids, **how)
+    assert not any(p.is_meta is False for p in find_structure(layers.model).layers.parameters())
+    return done.report, report
+
+
+def tensors(folder: Path) -> dict[str, torch.Tensor]:
+    return {name: t for file in folder.glob("*.safetensors") for name, t in load_file(file).items()}
+
+
+def assert_same(folder: Path, whole: CompressionReport, apart: CompressionReport) -> None:
+    wanted, found = (tensors(folder.parent / name) for name in ("whole", "apart"))
+    assert wanted.keys() == found.keys()
+    for name, tensor in wanted.items():
+        torch.testing.assert_close(found[name], tensor, rtol=1e-4, atol=1e-5)
+        assert ((found[name] == 0) == (tensor == 0)).all(), name
+    for a, b in zip(whole.matrices, apart.matrices, strict=True):
+        assert (a.name, a.amount, a.zeros, a.rank, a.bits) == (b.name, b.amount, b.zeros, b.rank, b.bits)
+        np.testing.assert_allclose(
+            [b.weight_error, b.output_error or 0], [a.weight_error, a.output_error or 0], rtol=1e-4, atol=1e-6
+        )
+    assert whole.calibration == apart.calibration
+    assert whole.allocation.model == apart.allocation.model
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_every_kind_of_layer_is_compressed_as_in_memory(
+    way: str, family: str, ids: torch.Tensor, tokenizer: PreTrainedTokenizerFast, tmp_path: Path
+) -> None:
+    folder = saved(make_tiny(family), tokenizer, tmp_path / "tiny")
+    assert_same(folder, *both(folder, ids, **WAYS[way]))
+    a, b = (load(tmp_path / name).model for name in ("whole", "apart"))
+    with torch.no_grad():
+        torch.testing.assert_close(b(ids).logits, a(ids).logits, rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", ["mixtral", "falcon", "bloom", "jamba"])
+def test_fused_experts_and_other_matrices_are_written_as_transformers_names_them(
+    name: str, tokenizer: PreTrainedTokenizerFast, tmp_path: Path
+) -> None:
+    folder = saved(make_zoo(name), tokenizer, tmp_path / "tiny")
+    assert_same(folder, *both(folder, None, **WAYS["magnitude"]))
+
+
+@pytest.mark.parametrize("schedule", ["atp", "lyapunov", "lyapunov-budget", "owl", "alpha-pruning", "guidelines"])
+def test_schedules_share_out_the_same(schedule: str, ids: torch.Tensor, checkpoint: Path) -> None:
+    how: dict[str, Any] = {"allocation": schedule, "method": "wanda", "sparsity": 0.5}
+    if schedule.startswith("lyapunov"):
+        how["profile"] = measure_contraction(load(checkpoint).model, ids, seeds=(0,))
+    whole, apart = both(checkpoint, ids, **how)
+    np.testing.assert_allclose(apart.allocation.amount, whole.allocation.amount, rtol=1e-5)
+    given = compress_on_disk(
+        *streamed(checkpoint), checkpoint.parent / "given", ids, method="wanda", allocation=whole.allocation
+    )
+    assert given.allocation.amount.tolist() == whole.allocation.amount.tolist()
+
+
+def streamed(folder: Path) -> tuple[PreTrainedModel, PreTrainedTokenizerFast]:
+    loaded: Any = lp.load_streamed(folder)
+    return loaded.model, loaded.tokenizer
+
+
+def test_the_folder_says_how_it_was_made(ids: torch.Tensor, checkpoint: Path) -> None:
+    both(checkpoint, ids, **WAYS["wanda"])
+    whole, apart = (checkpoint.parent / name for name in ("whole", "apart"))
+    weights = {file.name for folder in (whole, apart) for file in folder.glob("model*")}
+    names = [{file.name for file in folder.iterdir()} - weights for folder in (whole, apart)]
+    assert names[0] == names[1]
+    for name in names[0] - {REPORT, "history.json"}:
+        assert (whole / name).read_bytes() == (apart / name).read_bytes()
+    assert read_history(apart) == read_history(whole)
+    assert CompressionReport.load(apart / REPORT).matrices
+    assert identify(load(apart).model).same_as(identify(load(whole).model))
+
+
+def test_layers_are_read_once_and_held_one_at_a_time(
+    checkpoint: Path, ids: torch.Tensor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, tokenizer = streamed(checkpoint)
+    reads, files, tensor, save = list[str](), list[int](), Outline.tensor, shards.save_file
+
+    def written(tensors: dict[str, torch.Tensor], *rest: Any) -> None:
+        files.append(sum(not layer.mlp.up_proj.weight.is_meta for layer in find_structure(model).layers))
+        save(tensors, *rest)
+
+    monkeypatch.setattr(Outline, "tensor", lambda self, name: reads.append(name) or tensor(self, name))
+    monkeypatch.setattr(shards, "save_file", written)
+    compress_on_disk(model, tokenizer, checkpoint.parent / "out", ids, **WAYS["wanda"])
+    inside = find_structure(model).layers_path
+    assert sorted(reads) == sorted(name for name in model.state_dict() if name.startswith(inside))
+    assert files == [0, 1, 1, 1, 1, 1, 1]
+
+
+# What cannot be done, or goes wrong on the way.
+
+
+def test_what_cannot_be_streamed_is_refused_before_anything_runs(
+    checkpoint: Path, ids: torch.Tensor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, tokenizer = streamed(checkpoint)
+    stream: Any = stream_of(model)
+    before, out = stream.passes, checkpoint.parent / "out"
+    for how, message in (
+        ({"method": "wanda", "sparsity": 0.5, "allocation": "atp-search"}, "once a trial, .* take the model in memory"),
+        ({"method": "wanda", "sparsity": 0.5, "bits": 4}, "takes sparsity, and nothing beside it"),
+        ({"method": "svd"}, "got nothing"),
+    ):
+        with pytest.raises(LyapunovPruneError, match=message):
+            compress_on_disk(model, tokenizer, out, ids, **how)
+    with pytest.raises(LyapunovPruneError, match="method wanda needs calibration text"):
+        compress_on_disk(model, tokenizer, out, **WAYS["wanda"])
+    with pytest.raises(LyapunovPruneError, match="takes a streamed model"):
+        compress_on_disk(load(checkpoint).model, tokenizer, out, ids, **WAYS["wanda"])
+    with pytest.raises(LyapunovPruneError, match="exists and is not empty"):
+        compress_on_disk(model, tokenizer, checkpoint, ids, **WAYS["wanda"])
+    usage = namedtuple("usage", "free")
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage(100_000))
+    with pytest.raises(LyapunovPruneError, match=r"files need [\d,]+ bytes of disk in .* and 100,000 are free"):
+        compress_on_disk(model, tokenizer, out, ids, **WAYS["wanda"])
+    assert stream.passes == before
+    assert not out.exists()
+
+
+@pytest.mark.parametrize("fault", ["a bit", "a tensor", "a setting"])
+def test_files_that_hold_another_model_are_not_left(
+    fault: str, checkpoint: Path, ids: torch.Tensor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, tokenizer = streamed(checkpoint)
+
+    def spoiled(tensors: dict[str, torch.Tensor], file: Path, *rest: Any) -> None:
+        name = "model.layers.2.mlp.up_proj.weight"
+        if name in tensors and fault == "a bit":
+            tensors[name].view(torch.int32)[0, 0] ^= 1
+        if name in tensors and fault == "a tensor":
+            del tensors[name]
+        save_file(tensors, file, *rest)
+
+    monkeypatch.setattr(shards, "save_file", spoiled)
+    if fault == "a setting":
+        find_structure(model).layers[2].self_attn.scaling *= 2  # type: ignore[union-attr, operator]
+    with pytest.raises(CheckFailed, match=r"nothing written: .*; take the model in memory"):
+        compress_on_disk(model, tokenizer, checkpoint.parent / "out", ids, **WAYS["magnitude"])
+    assert [path.name for path in checkpoint.parent.iterdir()] == ["tiny"]
+
+
+def test_a_layer_that_is_not_finite_leaves_nothing(
+    tokenizer: PreTrainedTokenizerFast, ids: torch.Tensor, tmp_path: Path
+) -> None:
+    model: Any = make_tiny("llama")
+    model.model.layers[3].mlp.up_proj.weight.data.fill_(float("inf"))
+    apart = streamed(saved(model, tokenizer, tmp_path / "tiny"))
+    with pytest.raises(LyapunovPruneError, match="NaN or infin"):
+        compress_on_disk(*apart, tmp_path / "out", ids, **WAYS["wanda"])
+    assert not (tmp_path / "out").exists()
+    assert all(p.is_meta for p in find_structure(apart[0]).layers.parameters())
