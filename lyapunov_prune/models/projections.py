@@ -22,6 +22,7 @@ from transformers.pytorch_utils import Conv1D
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.models.dispatched import bring_weights
 from lyapunov_prune.models.plain import require_no_adapters, require_parameters
+from lyapunov_prune.models.quantised import require_readable
 from lyapunov_prune.models.structure import Structure, find_structure
 
 # Part of a fused matrix: its role, its head (or None), its rows.
@@ -65,6 +66,7 @@ def find_projections(model: PreTrainedModel) -> tuple[Projection, ...]:
     Raises LyapunovPruneError for weights that are no plain matrices (quantised, parametrised) or have adapters.
     """
     require_no_adapters(model)
+    require_readable(model)
     bring_weights(model)
     projections = structure_projections(find_structure(model))
     if not projections:
