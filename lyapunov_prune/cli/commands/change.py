@@ -303,7 +303,7 @@ def compress(
         raise LyapunovPruneError(f"allocation {allocation} does not measure rho; leave out --pooling")
     packed = format != "plain"
     if packed:
-        require_packed_options(method, bits, symmetric, schedule)
+        require_packed_options(method, bits, symmetric, schedule, keep_of)
     loaded, batch = load_inputs(model, source, text)
     require_unquantised(loaded.model)  # before anything is measured
     if packed:
