@@ -369,6 +369,9 @@ def heal(
     self_generated: Annotated[
         bool, what_option("--self-generated", help="Learn from text that the dense model writes, not from --text.")
     ] = False,
+    checkpointing: Annotated[
+        bool, what_option("--checkpointing", help="Run layers again for the backward pass: less memory, more time.")
+    ] = False,
     teacher: Annotated[
         str | None, model_option(help="The dense model; not needed for what was made from the built-in one.")
     ] = None,
@@ -394,6 +397,7 @@ def heal(
     from lyapunov_prune.models.structure import identify
     from lyapunov_prune.models.tokenizers import require_same_tokenizer
     from lyapunov_prune.pruning.provenance import PROVENANCE, Provenance
+    from lyapunov_prune.pruning.surgery import share_memory
     from lyapunov_prune.results.files import require_empty
 
     require_empty(output)
@@ -421,6 +425,8 @@ def heal(
             "give that one as --teacher"
         )
     require_same_tokenizer(dense.tokenizer, loaded.tokenizer, (teacher, model))
+    if provenance is not None:
+        share_memory(loaded.model, dense.model, provenance.plan)
     # Of this output alone: two ways to heal one model may run side by side.
     jobs = run_folder(None, model) / "jobs" / f"heal-{folder_name(str(output.resolve()))}"
     if self_generated:
@@ -440,6 +446,7 @@ def heal(
         resume=resume,
         batch_size=text.batch_size,
         evaluation=held_out,
+        checkpointing=checkpointing,
     )
     if not is_main():  # of the processes that shared the steps
         return
