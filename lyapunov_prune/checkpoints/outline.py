@@ -19,7 +19,7 @@ from lyapunov_prune.checkpoints.tensor_files import Stored, read_tensors
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.models.digest import combined, digests_of, saved_tensors
 from lyapunov_prune.models.loading import load_outline
-from lyapunov_prune.models.plain import UNPACK, quantisation
+from lyapunov_prune.models.quantised import UNPACK, quantisation
 from lyapunov_prune.models.structure import Structure, identify
 from lyapunov_prune.models.wrappers import is_wrapped
 from lyapunov_prune.progress import status

@@ -38,8 +38,18 @@ BITS = (4, 8)
 _PARTS = ("weight_packed", "weight_scale", "weight_shape")
 
 
-def require_packed_options(method: str, bits: float | None, symmetric: bool, allocation: str | Allocation) -> None:
+def require_packed_options(
+    method: str,
+    bits: float | None,
+    symmetric: bool,
+    allocation: str | Allocation,
+    pattern: tuple[int, int] | None = None,
+) -> None:
     """Raise LyapunovPruneError for what the format cannot hold, and without the library."""
+    if pattern is not None:
+        raise LyapunovPruneError(
+            f"{FORMAT} dropped its formats for patterns of zeros, and transformers loads none; leave out --format"
+        )
     if method != "rtn":
         raise LyapunovPruneError(f"--format {FORMAT} packs what rtn rounds, not {method}; give --method rtn")
     if bits not in BITS:

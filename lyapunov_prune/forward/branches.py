@@ -21,6 +21,7 @@ from lyapunov_prune.forward.hooks import Enough, hidden_of, with_input
 from lyapunov_prune.models.hooked import hooked
 from lyapunov_prune.models.plain import require_parameters
 from lyapunov_prune.models.projections import layer_projections
+from lyapunov_prune.models.quantised import require_readable
 from lyapunov_prune.models.structure import Structure
 
 
@@ -116,6 +117,7 @@ def _same(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 def matrix_children(model: PreTrainedModel, structure: Structure) -> list[dict[str, bool]]:
     """For each layer its children that hold matrices, and whether the child is itself one."""
+    require_readable(model)
     require_parameters(structure)
     return [layer_children(structure, index) for index in range(structure.num_layers)]
 

@@ -16,6 +16,7 @@ from lyapunov_prune.forward.branches import Branch, find_branches, layer_childre
 from lyapunov_prune.forward.hooks import hidden_of, layer_input, run_backbone, with_hidden
 from lyapunov_prune.models.hooked import hooked
 from lyapunov_prune.models.plain import require_parameters
+from lyapunov_prune.models.quantised import require_readable
 from lyapunov_prune.models.structure import find_structure, in_eval_mode
 
 KINDS = ("attention", "mlp")
@@ -47,6 +48,7 @@ def find_sublayers(model: PreTrainedModel, layers: Sequence[int]) -> dict[int, S
     an attention if that one does, else an MLP. A layer of more than two has neither: which of them would be left
     out is not for a rule to say. Raises LyapunovPruneError for weights that are not in memory as plain matrices.
     """
+    require_readable(model)
     structure = find_structure(model)
     require_parameters(structure)
     sublayers: dict[int, Sublayers] = {}

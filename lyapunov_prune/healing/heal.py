@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 from accelerate.utils import broadcast_object_list
+from torch import nn
 from transformers import PreTrainedModel
 
 from lyapunov_prune.arguments import checked
@@ -23,7 +25,7 @@ from lyapunov_prune.forward.logits import require_temperature
 from lyapunov_prune.forward.reading import Readable, Reading, read
 from lyapunov_prune.healing.distillation import Distillation
 from lyapunov_prune.healing.state import TrainingState
-from lyapunov_prune.healing.trained import drawn_order, require_trainable, trained
+from lyapunov_prune.healing.trained import drawn_order, recomputed, require_trainable, trained
 from lyapunov_prune.models.device import processes_of
 from lyapunov_prune.models.plain import require_plain
 from lyapunov_prune.models.structure import identify, in_eval_mode
@@ -138,6 +140,7 @@ def heal(
     resume: bool = False,
     evaluation: Readable | None = None,
     batch_size: int = 1,
+    checkpointing: bool = False,
 ) -> Healed:
     """A copy of `student` trained for `steps` to predict what `teacher` predicts, and a report; both stay untouched.
 
@@ -149,7 +152,9 @@ def heal(
     Without `rank` all parameters of the layers are trained, with it low-rank updates of their matrices
     (`low_rank.py`), merged at the end. Embeddings and head stay those of the teacher: they were not removed, are
     often one tensor, and most of their rows stand for tokens that a short text never shows. `learning_rate` is
-    1e-4 for the former, 2e-3 for the latter unless given.
+    1e-4 for the former, 2e-3 for the latter unless given. With `rank` the weights may be in half precision: they are
+    not copied before they are merged, and factors and optimizer are in float32. With `checkpointing` layers run again
+    for the backward pass, instead of keeping what it needs; the result is the same.
 
     The windows of a step go through the models one by one, their gradients are added. Under `accelerate launch` the
     processes share them: every one holds both models and ends with the same student, that of one process up to
@@ -161,17 +166,17 @@ def heal(
     such a run, or in which another run is at work, is refused. `evaluation` is text to measure what was recovered on,
     `batch_size` of its windows in a forward.
 
-    Raises LyapunovPruneError for a student in half precision or with adapters or packed weights, another vocabulary,
-    tokens outside it, fewer than one step, more windows in all than 10 million, fewer of a step than processes, text
-    that both batches share, evaluation text that the models were made with, a state of another run, and a loss or
-    gradient that is not finite, naming the step.
+    Raises LyapunovPruneError for a student in half precision without `rank`, adapters or packed weights, another
+    vocabulary, tokens outside it, fewer than one step, more windows in all than 10 million, fewer of a step than
+    processes, text that both batches share, evaluation text that the models were made with, a state of another run,
+    and a loss or gradient that is not finite, naming the step.
     """
     require_plain(student)
     reading = read(student, batch)
     taught = read(teacher, reading)
     learning_rate = require_settings(steps, rank, learning_rate, temperature)
     processes = processes_of(student)
-    _require(reading, taught)
+    _require(reading, taught, rank)
     if per_step < processes.num_processes:
         raise LyapunovPruneError(
             f"steps of {per_step} windows cannot be shared by {processes.num_processes} (one a process); give as many "
@@ -197,8 +202,8 @@ def heal(
             before = perplexity(student, evaluation, batch_size=batch_size, description="perplexity, pruned")
             dense = perplexity(teacher, evaluation, batch_size=batch_size, description="perplexity, dense")
         state.hold()
-        model = copy.deepcopy(student)
-        with trained(model, rank, seed) as parameters:
+        model = _copied(student, rank)
+        with trained(model, rank, seed) as parameters, recomputed(model) if checkpointing else nullcontext():
             run = Distillation(model, teacher, parameters, learning_rate, temperature, steps, processes=processes)
             if tensors:
                 run.go_on_from(tensors)
@@ -238,8 +243,16 @@ def require_settings(steps: int, rank: int | None, learning_rate: float | None, 
     return learning_rate
 
 
-def _require(reading: Reading, taught: Reading) -> None:
-    require_trainable(reading.model, "the pruned model")
+def _copied(student: PreTrainedModel, rank: int | None) -> PreTrainedModel:
+    """A copy; with `rank` its weights lie where the student's do, until merging puts those that change elsewhere."""
+    memo: dict[int, Any] = {}
+    if rank is not None:
+        memo = {id(p): nn.Parameter(p.detach(), p.requires_grad) for p in student.parameters()}
+    return copy.deepcopy(student, memo)
+
+
+def _require(reading: Reading, taught: Reading, rank: int | None) -> None:
+    require_trainable(reading.model, "the pruned model", rank)
     sizes = [r.structure.config.vocab_size for r in (reading, taught)]
     if sizes[0] != sizes[1]:
         raise LyapunovPruneError(

@@ -12,11 +12,13 @@ from torch.nn.functional import linear
 from transformers import PreTrainedModel
 
 from lyapunov_prune.errors import LyapunovPruneError
-from lyapunov_prune.linalg import lift
+from lyapunov_prune.linalg import lift, widen
 from lyapunov_prune.models.hooked import hooked
 from lyapunov_prune.models.plain import require_no_adapters
 from lyapunov_prune.models.projections import structure_projections
 from lyapunov_prune.models.structure import find_layers
+
+_ENTRIES = 2**20  # of a matrix that are merged at a time: whole ones in float64 leave the CPU's memory in pieces
 
 
 @contextmanager
@@ -24,9 +26,10 @@ def low_rank_updates(model: PreTrainedModel, rank: int, seed: int = 0) -> Iterat
     """Run `model` with `W + B A` in the place of every matrix of its layers, and yield the factors by name.
 
     `W` is m × n, `B` (m × rank) begins at zero and `A` (rank × n) at N(0, 1/n), so that nothing changes before the
-    first step (Hu et al., LoRA, ICLR 2022, §4.1; their scale α/r is 1). At the end of the block the product is added
-    to the weight, in float64 and rounded once: the model is a plain one again, with the parameters it had. After an
-    exception the weights are as they were.
+    first step (Hu et al., LoRA, ICLR 2022, §4.1; their scale α/r is 1). Factors are float32 or wider, whatever the
+    weights are, and added to a matrix's output before that is rounded. At the end of the block the product is added to
+    the weight, in float64 and rounded once: the model is a plain one again, with the parameters it had, and what else
+    lies where a weight did keeps the old numbers. After an exception the weights are as they were.
 
     A weight that several modules share gets one update. Raises LyapunovPruneError for a rank below 1 or above
     that of a matrix, and for experts that a family keeps as one 3-D parameter.
@@ -54,19 +57,25 @@ def low_rank_updates(model: PreTrainedModel, rank: int, seed: int = 0) -> Iterat
     adding: list[tuple[nn.Module, Callable[..., torch.Tensor]]] = []
     for weight, (name, transposed) in weights.items():
         m, n = weight.shape[::-1] if transposed else weight.shape
-        A = nn.Parameter((torch.randn(rank, n, generator=generator) / n**0.5).to(weight))
-        B = nn.Parameter(torch.zeros(m, rank).to(weight))
+        wide = widen(weight.detach()[:0])
+        A = nn.Parameter((torch.randn(rank, n, generator=generator) / n**0.5).to(wide))
+        B = nn.Parameter(torch.zeros(m, rank).to(wide))
         factors |= {f"{name}.A": A, f"{name}.B": B}
         adding += [(module, _adding(A, B)) for module in users[weight]]
     with hooked(after=adding):
         yield factors
     for weight, (name, transposed) in weights.items():
-        update = lift(factors[f"{name}.B"].detach()) @ lift(factors[f"{name}.A"].detach())
-        weight.data.copy_(lift(weight.data) + (update.T if transposed else update))
+        left, right = (lift(factors[f"{name}.{side}"].detach()) for side in "BA")
+        if transposed:
+            left, right = right.T, left.T
+        merged, rows = torch.empty_like(weight.data), max(1, _ENTRIES // weight.shape[1])
+        for new, old, part in zip(merged.split(rows), weight.data.split(rows), left.split(rows), strict=True):
+            new.copy_(lift(old) + part @ right)
+        weight.data = merged
 
 
 def _adding(A: torch.Tensor, B: torch.Tensor) -> Callable[..., torch.Tensor]:
     def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: torch.Tensor) -> torch.Tensor:
-        return output + linear(linear(args[0], A), B)
+        return (widen(output) + linear(linear(args[0].to(A.dtype), A), B)).to(output.dtype)
 
     return hook

@@ -5,12 +5,15 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
 from lyapunov_prune.errors import LyapunovPruneError
+from lyapunov_prune.forward.prefix import restore
 from lyapunov_prune.healing.low_rank import low_rank_updates
 from lyapunov_prune.models.dispatched import is_dispatched
 from lyapunov_prune.models.structure import find_layers
@@ -41,12 +44,33 @@ def trained(model: PreTrainedModel, rank: int | None, seed: int) -> Iterator[dic
             parameter.grad = None
 
 
-def require_trainable(model: PreTrainedModel, called: str) -> None:
-    """Raise LyapunovPruneError for half-precision parameters, or several places; the line says what is `called` so."""
+@contextmanager
+def recomputed(model: PreTrainedModel) -> Iterator[None]:
+    """Inside the block a layer keeps nothing for the backward pass but its inputs, and runs again there.
+
+    The gradients are the same to the last bit where a layer, run again, is.
+    """
+    layers = {id(layer): layer for layer in find_layers(model).layers}  # one may stand in several places
+    before = {key: layer.__dict__.get("forward") for key, layer in layers.items()}
+    for layer in layers.values():
+        layer.forward = partial(checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=False)
+    try:
+        yield
+    finally:
+        for key, layer in layers.items():
+            restore(layer, before[key])
+
+
+def require_trainable(model: PreTrainedModel, called: str, rank: int | None = None) -> None:
+    """Raise LyapunovPruneError for half-precision parameters without `rank`, or several places.
+
+    The line says what is `called` so.
+    """
     narrow = next((p.dtype for p in model.parameters() if p.dtype not in (torch.float32, torch.float64)), None)
-    if narrow is not None:
+    if narrow is not None and rank is None:
         raise LyapunovPruneError(
-            f"{called} is in {str(narrow).removeprefix('torch.')}, which loses small steps; load it in float32"
+            f"{called} is in {str(narrow).removeprefix('torch.')}, which loses small steps; load it in float32, or "
+            "heal by updates of low rank (--update-rank)"
         )
     if is_dispatched(model):
         raise LyapunovPruneError(

@@ -23,6 +23,7 @@ from lyapunov_prune.mending.place import Place, find_place, multiplied
 from lyapunov_prune.merging.reductions import HiddenMap
 from lyapunov_prune.models.feedforward import Affine
 from lyapunov_prune.models.hooked import hooked
+from lyapunov_prune.models.plain import require_unquantised
 from lyapunov_prune.models.structure import in_eval_mode
 from lyapunov_prune.progress import track
 from lyapunov_prune.results.result import MeasuredOn, Result
@@ -108,9 +109,10 @@ def fit_mends(model: PreTrainedModel, removed: Sequence[int], batch: Readable) -
     One forward of the dense and one of the pruned model over all windows, and for each gap the layers behind it once
     for every candidate over a fourth of them.
 
-    Raises LyapunovPruneError for a batch of one window, for fewer tokens than the map has columns, for a gap before
-    which no layer is left, for a layer that can take no map (`find_place`), and where no loss is finite.
+    Raises LyapunovPruneError for quantised weights, a batch of one window, fewer tokens than the map has columns, a gap
+    before which no layer is left, for a layer that can take no map (`find_place`), and where no loss is finite.
     """
+    require_unquantised(model)
     reading = read(model, batch)
     removed = sorted(removed)
     gaps = [[layer for _, layer in run] for _, run in groupby(enumerate(removed), key=lambda pair: pair[1] - pair[0])]

@@ -18,6 +18,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from lyapunov_prune.models.quantised import is_packed, packed_tensors
+
 # What a model of the dtype may be cast to and still be the same model; itself comes first.
 _CASTS = {
     torch.float64: (torch.float64, torch.float32, torch.float16, torch.bfloat16),
@@ -34,11 +36,16 @@ def weight_digests(model: nn.Module) -> dict[str, str]:
     The change is seen by the tensors' addresses and torch's counts of changes in place, and where a write through
     `.data` goes past these, by a few of the numbers.
     """
-    tensors = dict(saved_tensors(model))
+    packed = is_packed(model)
+    tensors = dict([*model.named_parameters(), *model.named_buffers()] if packed else saved_tensors(model))
     state = tuple(map(_state, tensors.values()))
     known = _known.get(model)
     if known is None or known[0] != state:
-        known = _known[model] = state, combined(digests_of(tensors, tensors.__getitem__))
+        if packed:
+            digests = {name: tensor_digests(tensor) for name, tensor in packed_tensors(model)}
+        else:
+            digests = digests_of(tensors, tensors.__getitem__)
+        known = _known[model] = state, combined(digests)
     return known[1]
 
 

@@ -20,8 +20,8 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.models.compact import CLASSIFIERS, MODULE, PREFIX, compact_classes, family_of
-from lyapunov_prune.models.packed import is_unpacked
-from lyapunov_prune.models.plain import UNPACK, quantisation
+from lyapunov_prune.models.packed import is_unpacked, stays_packed
+from lyapunov_prune.models.quantised import UNPACK, quantisation
 from lyapunov_prune.models.structure import LAYER_COUNTS
 from lyapunov_prune.models.weight_files import weight_files
 from lyapunov_prune.results.files import parsed, require_file
@@ -35,18 +35,19 @@ _MOST_LAYERS = 10**4  # they are built before a weight is looked for
 _CHOICES = ("attn_implementation", "experts_implementation")
 
 
-def require_loadable(folder: Path, *, images: bool = False, unpacked: bool = False) -> PreTrainedConfig:
+def require_loadable(folder: Path, *, images: bool = False, quantised: bool = False) -> PreTrainedConfig:
     """The config in `folder`, which holds a decoder and whole safetensors weights, its own; else LyapunovPruneError.
 
-    With `images` it has to be an image classifier's, with `unpacked` it may be packed (`packed.is_unpacked`). The
-    weights are those that transformers would take; of each file the header and the size are looked at.
+    With `images` it has to be an image classifier's, with `quantised` its weights may be so: packed by a method of
+    which transformers runs the kernels, or as `packed.is_unpacked`. The weights are those that transformers would take;
+    of each file the header and the size are looked at.
     """
     for path in folder.iterdir():
         require_file(path)
     require_no_adapter_config(folder)
     config = _config(folder)
     packed = quantisation(config)
-    if packed and not (unpacked and is_unpacked(config)):
+    if packed and not (quantised and (is_unpacked(config) or stays_packed(config))):
         raise LyapunovPruneError(f"the weights in {folder} are {packed}; {UNPACK}")
     (_require_classifier if images else _require_decoder)(folder, config)
     for choice in _chosen(vars(config)):

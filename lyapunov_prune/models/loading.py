@@ -37,9 +37,10 @@ from lyapunov_prune.models.dispatched import bring_weights, known_map, offload_f
 from lyapunov_prune.models.expansion import require_bounded, require_bounded_file
 from lyapunov_prune.models.families import JUDGED
 from lyapunov_prune.models.folder import first_line, loading_errors, require_loadable, require_no_adapter_config
-from lyapunov_prune.models.packed import require_scales, unpacking
-from lyapunov_prune.models.plain import quantisation, require_unquantised
-from lyapunov_prune.models.structure import Structure, find_structure, require_causal
+from lyapunov_prune.models.packed import is_unpacked, require_scales, unpacking
+from lyapunov_prune.models.plain import require_unquantised
+from lyapunov_prune.models.quantised import UNPACK, quantisation, require_kernels
+from lyapunov_prune.models.structure import Structure, find_structure, require_causal, settle
 from lyapunov_prune.models.weight_files import weight_files
 from lyapunov_prune.progress import status
 from lyapunov_prune.results.files import whole_folder
@@ -110,6 +111,7 @@ def load(
     else:
         loaded = _load_folder(checkpoint_folder(name, offline=offline), options)
     loaded.model.config._name_or_path = name
+    settle(loaded.model)
     require_causal(loaded.model)
     return loaded
 
@@ -182,14 +184,23 @@ def builtin_folder() -> Path:
 
 def _load_folder(folder: Path, options: dict[str, Any]) -> Loaded:
     with quiet():  # what is wrong with a config is said in one line
-        config = require_loadable(folder, unpacked=options["device_map"] != "meta")
+        config = require_loadable(folder, quantised=options["device_map"] != "meta")
     packed = quantisation(config)
-    if packed:
+    if packed and is_unpacked(config):
         options = options | unpacking()
         with loading_errors(folder):
             require_scales(weight_files(folder, getattr(config, "transformers_weights", None)), config)
+    elif packed:
+        try:
+            with quiet():
+                require_kernels(config, options["device_map"])
+        except Exception as error:  # each method has its own words for what it lacks
+            raise LyapunovPruneError(
+                f"the weights in {folder} are {packed}, and cannot be read here ({first_line(error)}); install what is "
+                f"missing, or {UNPACK}"
+            ) from None
     loaded = _load_whole(folder, folder, {}, options | {"use_safetensors": True})
-    if packed:  # transformers forgets it, and what would change the weights is refused by it
+    if packed and is_unpacked(config):  # transformers forgets it, and what would change the weights is refused by it
         loaded.model.config.quantization_config = config.quantization_config
     keep_history(loaded.model, read_history(folder))
     return loaded

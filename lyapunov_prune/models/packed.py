@@ -43,6 +43,12 @@ def is_unpacked(config: PreTrainedConfig) -> bool:
     return format == PACK and known and not any(more)
 
 
+def stays_packed(config: PreTrainedConfig) -> bool:
+    """Whether the weights of a checkpoint with this config are of another method, which transformers runs packed."""
+    packed = getattr(config, "quantization_config", None)
+    return isinstance(packed, dict) and packed.get("quant_method") != "compressed-tensors"
+
+
 def require_scales(files: Iterable[Path], config: PreTrainedConfig) -> None:
     """Raise ValueError for scales of another shape than their matrices need: torch would spread them over these.
 

@@ -5,15 +5,14 @@ Removal copies weights and saves them. What it cannot do right is refused here, 
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import nn
 from torch.nn.utils.parametrize import is_parametrized
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedModel
 
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.models.dispatched import bring_weights
+from lyapunov_prune.models.quantised import UNPACK, quantisation
 from lyapunov_prune.models.streamed import require_not_streamed
 from lyapunov_prune.models.structure import Structure, find_layers
 
@@ -77,16 +76,3 @@ def require_in_memory(model: nn.Module) -> None:
             f"{len(elsewhere)} weights hold no numbers ({elsewhere[0]}, …); load the model whole "
             "(lyapunov_prune.load), or prune its checkpoint with --on-disk"
         )
-
-
-UNPACK = "give the original weights, or a GGUF file, which is dequantised on loading"
-
-
-def quantisation(config: Any) -> str:
-    """How the weights of a checkpoint with this config are packed, in words; empty for plain ones."""
-    inner = config.get_text_config(decoder=True) if isinstance(config, PreTrainedConfig) else None
-    packed = getattr(config, "quantization_config", None) or getattr(inner, "quantization_config", None)
-    if packed is None:
-        return ""
-    method = packed.get("quant_method") if isinstance(packed, dict) else getattr(packed, "quant_method", None)
-    return f"quantised ({getattr(method, 'value', method) or 'an unnamed method'})"

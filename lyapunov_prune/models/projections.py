@@ -22,6 +22,7 @@ from transformers.pytorch_utils import Conv1D
 
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.models.plain import require_in_memory, require_no_adapters, require_parameters
+from lyapunov_prune.models.quantised import require_readable
 from lyapunov_prune.models.streamed import layer_held, stream_of
 from lyapunov_prune.models.structure import Structure, find_structure
 
@@ -66,6 +67,7 @@ def find_projections(model: PreTrainedModel) -> tuple[Projection, ...]:
     Raises LyapunovPruneError for weights that are no plain matrices (quantised, parametrised) or have adapters.
     """
     require_no_adapters(model)
+    require_readable(model)
     if stream_of(model) is None:
         require_in_memory(model)
     projections = structure_projections(find_structure(model))

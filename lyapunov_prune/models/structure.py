@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import wraps
 from typing import Any, ParamSpec, TypeVar
+from weakref import WeakSet
 
 import torch
 from torch import nn
@@ -17,12 +18,14 @@ from lyapunov_prune.models.compact import family_of
 from lyapunov_prune.models.digest import weight_digests
 from lyapunov_prune.models.dispatched import bring_weights
 from lyapunov_prune.models.held import held
+from lyapunov_prune.models.quantised import UNPACK, is_packed, quantisation
 from lyapunov_prune.models.streamed import stream_of
 from lyapunov_prune.results.result import ModelIdentity
 
 # What configs call their number of decoder layers. Of an encoder-decoder's decoder, `num_hidden_layers` counts
 # the encoder; Longcat's counts two caches a layer. So the narrower names come first.
 LAYER_COUNTS = ("decoder_layers", "num_decoder_layers", "num_layers", "num_hidden_layers")
+_settled: WeakSet[nn.Module] = WeakSet()
 P = ParamSpec("P")
 T = TypeVar("T")
 
@@ -67,6 +70,12 @@ def find_structure(model: PreTrainedModel) -> Structure:
         raise LyapunovPruneError(
             f"{kind} has no language-model head; load it with AutoModelForCausalLM, or give a decoder"
         )
+    weight = getattr(model.get_output_embeddings(), "weight", None)
+    if is_packed(model) and not (isinstance(weight, torch.Tensor) and weight.is_floating_point() and weight.ndim == 2):
+        raise LyapunovPruneError(
+            f"the head of this {kind} is {quantisation(model.config)} too, and losses are summed by its numbers; give "
+            "a checkpoint whose layers alone are"
+        )
     return find_layers(model)
 
 
@@ -87,7 +96,8 @@ def find_layers(model: PreTrainedModel) -> Structure:
             if isinstance(module, nn.ModuleList) and len(module) == length
         }
         if lists:
-            sizes = {name: sum(p.numel() for p in module.parameters()) for name, module in lists.items()}
+            # Packed weights may be buffers.
+            sizes = {n: sum(t.numel() for t in [*m.parameters(), *m.buffers()]) for n, m in lists.items()}
             path = max(lists, key=lambda name: sizes[name])
             parent = path.rpartition(".")[0]
             parts = [name for name in lists if name.rpartition(".")[0] == parent and sizes[name] > sizes[path] / 4]
@@ -150,6 +160,26 @@ def in_eval_mode(measure: Callable[P, T]) -> Callable[P, T]:
     return run
 
 
+@in_eval_mode
+@torch.no_grad()
+def settle(model: PreTrainedModel) -> None:
+    """Run a model of packed weights once, before anything of it is looked at: kernels bring them into a form of theirs.
+
+    bitsandbytes on the CPU does so at the first forward, and its numbers before are not those that are measured.
+    Raises LyapunovPruneError when it does not run.
+    """
+    if not is_packed(model) or model in _settled:
+        return
+    try:
+        model(torch.zeros(1, 2, dtype=torch.int64, device=model.device), use_cache=False)
+    except Exception as error:  # the kernels' own
+        raise LyapunovPruneError(
+            f"the weights are {quantisation(model.config)}, and no forward of them runs here "
+            f"({type(error).__name__}: {' '.join(str(error).split())[:100]}); {UNPACK}"
+        ) from None
+    _settled.add(model)
+
+
 def identify(model: PreTrainedModel, weights: dict[str, str] | None = None) -> ModelIdentity:
     """What tells this model from another: names and shapes of all parameters, and digests of all weights.
 
@@ -157,6 +187,7 @@ def identify(model: PreTrainedModel, weights: dict[str, str] | None = None) -> M
     """
     stream = stream_of(model)
     if weights is None:
+        settle(model)
         bring_weights(model)
         weights = weight_digests(model) if stream is None else stream.digests
     structure = find_layers(model)

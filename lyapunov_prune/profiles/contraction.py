@@ -18,6 +18,7 @@ from lyapunov_prune.arguments import checked
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.forward.reading import Readable, read
 from lyapunov_prune.forward.rounding import coarsest_rounding
+from lyapunov_prune.models.quantised import UNSEEN_ROUNDING, is_packed, require_derivatives
 from lyapunov_prune.models.structure import in_eval_mode
 from lyapunov_prune.profiles.propagation import (
     Energies,
@@ -239,8 +240,9 @@ def measure_contraction(
     rounding of a difference plays no part; it is scaled by ε, so that `V` compares.
 
     `floor` is V of a second run, moved by one unit of the coarsest dtype that the layers round to
-    (`coarsest_rounding`): float32 for most families in float64, as their norms are taken there. Of `jvp` it is the V of
-    the change of the derivative where the state is moved by such a unit (`jvp_floor`).
+    (`coarsest_rounding`): float32 for most families in float64, as their norms are taken there, and of packed weights
+    bfloat16 at least, to which kernels round unseen. Of `jvp` it is the V of the change of the derivative where the
+    state is moved by such a unit (`jvp_floor`).
 
     `linearity` is ρ at ε over ρ at ε / 10, both by the first seed on the stretch of one window that the floor is
     measured on: where attention is sharp, 1e-2 is far from the derivative.
@@ -260,6 +262,8 @@ def measure_contraction(
     if method not in get_args(Derivative):
         raise LyapunovPruneError(f"unknown method {method!r}; give difference or jvp")
     _require_pooling(pooling)
+    if method == "jvp":
+        require_derivatives(model)
 
     run = jvp_sums if method == "jvp" else difference_sums
     windows = reading.windows(batch_size)
@@ -270,6 +274,8 @@ def measure_contraction(
 
     stretch = windows[0][:1, :FLOOR_TOKENS]
     unit = torch.finfo(coarsest_rounding(structure, stretch, model.dtype)).eps
+    if is_packed(model):
+        unit = max(unit, UNSEEN_ROUNDING)
     linearity = None
     if method == "jvp":
         floor = jvp_floor(structure, stretch, epsilon, unit)
@@ -305,16 +311,16 @@ def measure_contraction(
 
 
 def require_above_rounding(model: PreTrainedModel, batch: Readable, epsilon: float = 1e-2) -> None:
-    """`require_above_floor` of the first window by one seed: a model in half precision is refused before the rest.
+    """`require_above_floor` of the first window by one seed: half precision and packed weights are refused first.
 
     Only where no energy is `FAR_BELOW` times the floor. What lies between is for the whole profile to say.
     """
     reading = read(model, batch, streamed=True)
-    if torch.finfo(model.dtype).bits >= 32:
+    if torch.finfo(model.dtype).bits >= 32 and not is_packed(model):
         return
     trial = measure_contraction(model, reading.batch.ids[:1], epsilon=epsilon, seeds=(0,))
     if not trial._above(FAR_BELOW).any():
-        raise _below_floor("the first window", trial.measured_on.dtype)
+        raise _below_floor("the first window", "packed" if is_packed(model) else trial.measured_on.dtype)
 
 
 def _below_floor(of: str, dtype: str) -> LyapunovPruneError:

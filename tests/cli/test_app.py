@@ -871,6 +871,17 @@ def test_a_pruned_model_is_healed_by_the_one_it_came_from(run: Any) -> None:
     assert run("eval", "healed", "--split", "calibration", *TEXT).code == 2
 
 
+def test_half_precision_is_healed_by_updates_of_low_rank(run: Any, run_bad: Any) -> None:
+    assert run("prune", "tiny", "--layers", "1,3", "-o", "out", *TEXT).code == 0
+    heal = ("heal", "out", "-o", "healed", "--teacher", "tiny", "--steps", "2", "--dtype", "bfloat16", *TEXT)
+    assert "which loses small steps; load it in float32, or heal by updates of low rank (--update-rank)" in run_bad(
+        *heal
+    )
+    done = run(*heal, "--update-rank", "2", "--checkpointing")
+    assert done.code == 0, done.err
+    assert AutoModelForCausalLM.from_pretrained("healed").dtype == torch.bfloat16
+
+
 def test_a_strangers_provenance_does_not_choose_what_is_loaded(
     run: Any, run_bad: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

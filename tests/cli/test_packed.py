@@ -8,6 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from helpers import make_tiny
+from packed_kernels import write_packed_checkpoint
 from transformers import AutoModelForCausalLM
 
 from lyapunov_prune.compression import packed
@@ -33,6 +35,28 @@ def test_a_packed_checkpoint_is_smaller_and_is_measured(run: Callable[..., Any])
     assert run("eval", "small", "--json", "--speed", *TEXT).out.startswith("{")
     assert run("profile", "small", "-o", "run", *TEXT).code == 0
     assert run("rank", "small", "--criterion", "bi", "-o", "run2", *TEXT).code == 0
+
+
+def test_weights_that_stay_packed_are_measured_and_never_changed(
+    run: Callable[..., Any], run_bad: Callable[..., str]
+) -> None:
+    write_packed_checkpoint(make_tiny("llama", vocab_size=260), Path("kernels"))
+    for file in Path("tiny").glob("tokenizer*"):
+        (Path("kernels") / file.name).write_bytes(file.read_bytes())
+    assert run("profile", "kernels", "--epsilon", "0.2", "-o", "run", *TEXT).code == 0
+    for criterion in ("bi", "kl"):
+        assert run("rank", "kernels", "--criterion", criterion, "-o", "run", *TEXT).code == 0
+    done = run("eval", "kernels", "--against", "tiny", "--speed", *TEXT)
+    assert done.code == 0, done.err
+    assert "unpacked on loading" not in done.out
+    for command in (
+        ("prune", "kernels", "--layers", "1", "-o", "out", *TEXT),
+        ("prune", "kernels", "--layers", "1", "--on-disk", "-o", "out"),
+        ("compress", "kernels", "--sparsity", "0.5", "-o", "out", *TEXT),
+        ("profile", "kernels", "--stream", *TEXT),
+    ):
+        assert "quantised (hand-made); give the original weights" in run_bad(*command)
+    assert "whose kernels have no derivatives" in run_bad("profile", "kernels", "--derivative", "jvp", *TEXT)
 
 
 def test_what_would_change_packed_weights_is_refused(run: Callable[..., Any], run_bad: Callable[..., str]) -> None:
@@ -64,6 +88,8 @@ def test_other_methods_and_grids_are_one_line(
 ) -> None:
     packs = ("--format", "compressed-tensors", "-o", "small", *TEXT)
     assert "packs what rtn rounds, not wanda" in run_bad("compress", "tiny", "--sparsity", "0.5", *packs)
+    told = run_bad("compress", "tiny", "--method", "magnitude", "--pattern", "2:4", *packs)
+    assert "compressed-tensors dropped its formats for patterns of zeros, and transformers loads none" in told
     rtn = ("compress", "tiny", "--method", "rtn", "--bits", "4")
     assert "do not load packed with transformers; give --symmetric" in run_bad(*rtn, *packs)
     assert "method wanda has no symmetric" in run_bad(

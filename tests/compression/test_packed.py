@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from compressed_tensors.compressors import BaseCompressor
 from compressed_tensors.compressors.pack_quantized.helpers import unpack_from_int32
 from helpers import TINY, make_tiny, moe
 from safetensors.torch import load_file
@@ -21,6 +22,7 @@ from lyapunov_prune.compression.packed import require_packable, require_packed_o
 from lyapunov_prune.compression.report import REPORT
 from lyapunov_prune.compression.rtn import symmetric_grid
 from lyapunov_prune.errors import CheckFailed, LyapunovPruneError
+from lyapunov_prune.models.packed import PACK
 from lyapunov_prune.models.projections import find_projections
 from lyapunov_prune.results.history import HISTORY, read_history
 
@@ -206,3 +208,12 @@ def test_models_whose_matrices_are_no_linear_modules_are_refused() -> None:
     shared.model.layers[3].mlp.up_proj.weight = shared.model.layers[1].mlp.up_proj.weight
     with pytest.raises(LyapunovPruneError, match="are one matrix; shared layers are not compressed"):
         require_packable(shared, None)
+
+
+def test_a_pattern_of_zeros_is_refused_as_nothing_packs_it() -> None:
+    """When this fails, compressed-tensors packs 2:4 patterns again: docs/compression.md says that it does not."""
+    with pytest.raises(LyapunovPruneError, match="dropped its formats for patterns of zeros"):
+        require_packed_options("magnitude", None, False, "uniform", (2, 4))
+    formats = BaseCompressor.registered_names()
+    assert PACK in formats
+    assert not [name for name in formats if "sparse" in name or "24" in name]

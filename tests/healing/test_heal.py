@@ -243,6 +243,43 @@ def test_a_state_of_another_run_is_refused(ids: torch.Tensor, tmp_path: Path) ->
     assert resume(student, teacher, ids).report.steps == 1
 
 
+# Memory.
+
+
+def test_half_precision_is_healed_by_float32_factors_beside_weights_that_are_not_copied(ids: torch.Tensor) -> None:
+    student, teacher = (model.to(torch.bfloat16) for model in pair())
+    before = weights(student)
+    done = heal(student, teacher, ids, steps=30, rank=2, learning_rate=1e-2)
+    assert {p.dtype for p in done.model.parameters()} == {torch.bfloat16}
+    assert done.report.losses[-3:].mean() < 0.8 * done.report.losses[:3].mean()
+    assert all(torch.equal(p, before[name]) for name, p in student.named_parameters())
+    for (name, mine), theirs in zip(done.model.named_parameters(), student.parameters(), strict=True):
+        trained = "_proj" in name
+        assert (mine.data_ptr() == theirs.data_ptr()) != trained, name
+        assert mine is not theirs
+        assert mine.requires_grad == theirs.requires_grad
+
+
+@pytest.mark.parametrize("rank", [None, 2])
+def test_layers_that_run_again_give_the_same_student_to_the_last_bit(rank: int | None, ids: torch.Tensor) -> None:
+    kept: dict[bool, int] = {}
+    done: dict[bool, Healed] = {}
+    for checkpointing in (False, True):
+        counted: list[int] = []
+
+        def note(tensor: torch.Tensor, counted: list[int] = counted) -> torch.Tensor:
+            counted.append(tensor.nbytes)
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+            done[checkpointing] = heal(*pair(), ids, steps=3, rank=rank, checkpointing=checkpointing)
+        kept[checkpointing] = sum(counted)
+    assert same(done[True].model, done[False].model)
+    assert np.array_equal(done[True].report.losses, done[False].report.losses)
+    assert kept[True] < kept[False] / 3
+    assert not any("forward" in module.__dict__ for module in done[True].model.modules())
+
+
 # Refused.
 
 
@@ -251,7 +288,7 @@ def test_what_cannot_be_healed_is_refused_in_one_line(ids: torch.Tensor) -> None
     half = copy.deepcopy(student).to(torch.bfloat16)
     stranger = make_tiny("llama", vocab_size=101)
     for arguments, changes, message in [
-        ((half, teacher, ids), {}, "is in bfloat16, .*; load it in float32"),
+        ((half, teacher, ids), {}, r"is in bfloat16, .*; load it in float32, or heal by .* \(--update-rank\)"),
         ((student, stranger, ids), {}, "a vocabulary of 97 and the dense one of 101; give the dense model"),
         ((student, teacher, ids + 60), {}, "outside the model's vocabulary"),
         ((student, teacher, ids[:0]), {}, "token ids of shape"),

@@ -60,6 +60,32 @@ def test_the_update_is_the_product_rounded_once(family: str) -> None:
     assert all(torch.equal(p, model.get_parameter(n)) for n, p in before.named_parameters() if n not in projections)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_factors_are_wide_over_a_narrow_model_and_each_sum_is_rounded_once(
+    dtype: torch.dtype, ids: torch.Tensor
+) -> None:
+    model = make_tiny("llama").to(dtype)
+    before, projection = copy.deepcopy(model), model.model.layers[2].mlp.up_proj
+    x = torch.randn(5, 32, generator=torch.Generator().manual_seed(3)).to(dtype)
+    with low_rank_updates(model, 2) as factors:
+        assert {factor.dtype for factor in factors.values()} == {torch.float32}
+        randomise(factors)
+        A, B = (factors[f"model.layers.2.mlp.up_proj.{name}"] for name in "AB")
+        with torch.no_grad():
+            plain = before.model.layers[2].mlp.up_proj(x)
+            wanted = (plain.double() + x.double() @ A.double().T @ B.double().T).to(dtype)
+            unit = torch.finfo(dtype).eps
+            torch.testing.assert_close(projection(x).float(), wanted.float(), rtol=unit, atol=unit)
+            assert (
+                projection(x) == wanted
+            ).float().mean() > 0.99  # but for sums in float32 that lie between two values
+        model(ids, use_cache=False).logits.float().square().mean().backward()
+        assert all(factor.grad.dtype == torch.float32 for factor in factors.values())
+    merged = (before.model.layers[2].mlp.up_proj.weight.double() + B.double() @ A.double()).to(dtype)
+    assert torch.equal(projection.weight, merged)
+    assert {p.dtype for p in model.parameters()} == {dtype}
+
+
 def test_an_exception_leaves_the_weights_as_they_were(ids: torch.Tensor) -> None:
     model = make_tiny("llama")
     before = copy.deepcopy(model.state_dict())

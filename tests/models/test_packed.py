@@ -88,6 +88,9 @@ def edited(folder: Path, edit: Callable[[dict[str, Any], dict[str, Any]], Any]) 
         lambda packed, group: group["weights"].update(strategy="tensor"),
         lambda packed, group: group.update(input_activations={"num_bits": 8, "dynamic": True, "strategy": "token"}),
         lambda packed, group: packed.update(kv_cache_scheme={"num_bits": 8}),
+        lambda packed, group: packed.update(
+            sparsity_config={"format": "sparse-24-bitmask", "sparsity_structure": "2:4"}
+        ),
         lambda packed, group: packed["config_groups"].update(group_1=group),
         lambda packed, group: packed.update(config_groups=[1]),
         lambda packed, group: packed.pop("config_groups"),
@@ -99,6 +102,7 @@ def edited(folder: Path, edit: Callable[[dict[str, Any], dict[str, Any]], Any]) 
         "one scale",
         "activations",
         "cache",
+        "2:4",
         "two groups",
         "a list",
         "no groups",

@@ -311,7 +311,7 @@ def compress(
             raise LyapunovPruneError("--max-kl and --format need the model in memory; leave them out, or --stream")
         require_streamed(schedule)
     if packed:
-        require_packed_options(method, bits, symmetric, schedule)
+        require_packed_options(method, bits, symmetric, schedule, keep_of)
     loaded, batch = load_inputs(model, source, text, stream=stream)
     require_unquantised(loaded.model)  # before anything is measured
     if packed:
@@ -378,6 +378,9 @@ def heal(
     self_generated: Annotated[
         bool, what_option("--self-generated", help="Learn from text that the dense model writes, not from --text.")
     ] = False,
+    checkpointing: Annotated[
+        bool, what_option("--checkpointing", help="Run layers again for the backward pass: less memory, more time.")
+    ] = False,
     teacher: Annotated[
         str | None, model_option(help="The dense model; not needed for what was made from the built-in one.")
     ] = None,
@@ -403,6 +406,7 @@ def heal(
     from lyapunov_prune.models.structure import identify
     from lyapunov_prune.models.tokenizers import require_same_tokenizer
     from lyapunov_prune.pruning.provenance import PROVENANCE, Provenance
+    from lyapunov_prune.pruning.surgery import share_memory
     from lyapunov_prune.results.files import require_empty
 
     require_empty(output)
@@ -430,6 +434,8 @@ def heal(
             "give that one as --teacher"
         )
     require_same_tokenizer(dense.tokenizer, loaded.tokenizer, (teacher, model))
+    if provenance is not None:
+        share_memory(loaded.model, dense.model, provenance.plan)
     # Of this output alone: two ways to heal one model may run side by side.
     jobs = run_folder(None, model) / "jobs" / f"heal-{folder_name(str(output.resolve()))}"
     if self_generated:
@@ -449,6 +455,7 @@ def heal(
         resume=resume,
         batch_size=text.batch_size,
         evaluation=held_out,
+        checkpointing=checkpointing,
     )
     if not is_main():  # of the processes that shared the steps
         return

@@ -215,7 +215,7 @@ def evaluate(
     from lyapunov_prune.evaluation.retrieval import evaluate_retrieval
     from lyapunov_prune.evaluation.speed import measure_speed
     from lyapunov_prune.evaluation.tasks import evaluate_tasks, load_tasks
-    from lyapunov_prune.models.plain import quantisation
+    from lyapunov_prune.models.quantised import is_packed, quantisation
     from lyapunov_prune.models.tokenizers import require_same_tokenizer
 
     if tasks is None and (limit is not None or few_shot is not None):
@@ -258,9 +258,9 @@ def evaluate(
     for part in (result.speed, result.tasks, result.retrieval):
         if part and not as_json:
             show(part, as_json, None)
-    packed = [name for name, m in models.items() if quantisation(m.config)]
-    if speed and packed and not as_json:
-        say(f"The packed weights of {', '.join(packed)} were unpacked on loading: these are speeds of dense ones.")
+    unpacked = [name for name, m in models.items() if quantisation(m.config) and not is_packed(m)]
+    if speed and unpacked and not as_json:
+        say(f"The packed weights of {', '.join(unpacked)} were unpacked on loading: these are speeds of dense ones.")
 
 
 def check(

@@ -1,0 +1,145 @@
+"""Memory of `heal --update-rank` over a bfloat16 base: measured on a small Llama, by arithmetic for 8B, in one run.
+
+`python benchmarks/healing.py` takes two minutes on a core and writes healing.json beside this file. The measured peak
+of a small model of random weights has to be that of the arithmetic, which then says what the shapes of Llama 3 8B take.
+It counts what lies where the models are: weights, factors with gradient and optimizer, activations, logits.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from dataclasses import dataclass
+from importlib import import_module
+from pathlib import Path
+
+import torch
+from results import Benchmark
+from run import status
+from transformers import AutoConfig, AutoModelForCausalLM
+
+import lyapunov_prune as lp
+from lyapunov_prune.healing.distillation import Distillation
+from lyapunov_prune.pruning.plan import PruningPlan
+from lyapunov_prune.pruning.surgery import share_memory
+
+RANK, LIMIT = 16, 40e9
+CLOSE = 1.15  # of the arithmetic, at most, is measured
+EXACT = {"MALLOC_MMAP_THRESHOLD_": "65536"}  # else glibc keeps what is freed, as the devices' allocators do not
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A Llama, how many of its layers go, and the tokens of a window."""
+
+    width: int
+    inner: int
+    keys: int  # width of the keys, and of the values
+    vocabulary: int
+    layers: int
+    removed: int
+    tokens: int
+
+    @property
+    def matrices(self) -> list[tuple[int, int]]:
+        """Of a layer, output × input."""
+        d, k, n = self.width, self.keys, self.inner
+        return [(d, d), (k, d), (k, d), (d, d), (n, d), (n, d), (d, n)]
+
+    @property
+    def layer(self) -> int:
+        """Parameters of a layer's matrices; its norms are a ten-thousandth of that."""
+        return sum(m * n for m, n in self.matrices)
+
+    @property
+    def kept(self) -> int:
+        return self.layers - self.removed
+
+    @property
+    def outside(self) -> int:
+        """Parameters of embeddings and head."""
+        return 2 * self.vocabulary * self.width
+
+    def loading(self) -> float:
+        """Both models, before they share what they have in common."""
+        return 2 * (2 * self.outside + (self.layers + self.kept) * self.layer)
+
+    def training(self) -> float:
+        """The dense model, of which the student is a part, and what a step needs."""
+        sides = sum(m + n for m, n in self.matrices)
+        factors = 16 * RANK * sides * self.kept  # float32: the number, its gradient, two moments
+        inputs = 2 * self.kept * self.tokens * self.width
+        # One layer, run again: inputs of the factors in float32, outputs in both dtypes and their gradients.
+        again = self.tokens * sum(4 * n + 10 * m for m, n in self.matrices)
+        logits = 3 * 2 * self.tokens * self.vocabulary  # of both, and on the way to either
+        return 2 * (self.outside + self.layers * self.layer) + factors + inputs + again + logits
+
+    def merging(self) -> float:
+        """The dense model, and the matrices that changed with their factors."""
+        sides = sum(m + n for m, n in self.matrices)
+        changed = 2 * self.kept * self.layer + 16 * RANK * sides * self.kept
+        return 2 * (self.outside + self.layers * self.layer) + changed
+
+
+heal = import_module("lyapunov_prune.healing.heal")  # the name in the package is that of its function
+TINY = Shape(64, 128, 16, 128, 3, 1, 32)
+SMALL = Shape(1024, 3584, 256, 32_000, 12, 2, 512)
+LLAMA_8B = Shape(4096, 14_336, 1024, 128_256, 32, 4, 2048)
+
+
+def main() -> None:
+    if len(sys.argv) == 2:  # a child process: heal, and report the peaks
+        print(*(measured if sys.argv[1] == "measure" else float)(SMALL))
+        return
+    command = [sys.executable, __file__, "measure"]
+    done = subprocess.run(command, check=True, capture_output=True, text=True, env={**os.environ, **EXACT})
+    training, whole = map(float, done.stdout.split())
+    found = Benchmark("healing")
+    small = f"Llama of {(SMALL.outside + SMALL.layers * SMALL.layer) / 1e6:.0f}M"
+    what = f"`heal`, rank {RANK}, recomputed layers, over bfloat16, {small}"
+    found.add(f"{what}: peak memory of the steps", "arithmetic", training / SMALL.training(), CLOSE)
+    most = max(SMALL.training(), SMALL.merging())
+    found.add("the same, with merging", "arithmetic", whole / most, CLOSE)
+    large = max(LLAMA_8B.loading(), LLAMA_8B.training(), LLAMA_8B.merging())
+    found.add(f"by the same arithmetic, Llama 3 8B, {LLAMA_8B.tokens} tokens: all of it", "40 GB", large / LIMIT, 1.0)
+    found.add("the same: the steps alone", "40 GB", LLAMA_8B.training() / LIMIT, 1.0)
+    found.save()
+
+
+def measured(shape: Shape) -> tuple[float, float]:
+    """Peak bytes of the steps, and of all that `heal` does, with the dense model (Linux)."""
+    if shape is not TINY:
+        measured(TINY)  # what the first call alone takes, of libraries
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(
+        "llama",
+        vocab_size=shape.vocabulary,
+        hidden_size=shape.width,
+        intermediate_size=shape.inner,
+        num_hidden_layers=shape.layers,
+        num_attention_heads=16,
+        num_key_value_heads=16 * shape.keys // shape.width,
+        tie_word_embeddings=False,
+    )
+    before = status("VmRSS")
+    teacher = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()
+    plan = PruningPlan.given(teacher, range(1, 1 + shape.removed))
+    student = lp.remove_layers(teacher, plan)
+    share_memory(student, teacher, plan)
+    ids = torch.randint(shape.vocabulary, (2, shape.tokens), generator=torch.Generator().manual_seed(0))
+    peaks = []
+
+    class Watched(Distillation):
+        def take_step(self, inputs: torch.Tensor) -> None:
+            super().take_step(inputs)
+            peaks.append(status("VmHWM") - before)
+
+    heal.Distillation = Watched
+    Path("/proc/self/clear_refs").write_text("5")  # resets the peak
+    lp.heal(student, teacher, ids, steps=2, rank=RANK, checkpointing=True)
+    return peaks[-1], status("VmHWM") - before
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,79 @@
+"""Models of quantised checkpoints, and those among them whose weights stay packed for a library's kernels to read.
+
+Such a model runs, and a measurement needs of it the states that its layers hand on. That is the whole rule, for
+bitsandbytes, GPTQ, AWQ and whatever else transformers loads: no weight of its layers is read as a number, and none is
+changed.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedConfig
+from transformers.quantizers import AutoHfQuantizer
+
+from lyapunov_prune.errors import LyapunovPruneError
+
+UNPACK = "give the original weights, or a GGUF file, which is dequantised on loading"
+# What a kernel of packed weights rounds its inputs to without a cast that is seen (bitsandbytes on the CPU).
+UNSEEN_ROUNDING = torch.finfo(torch.bfloat16).eps
+
+
+def quantisation(config: Any) -> str:
+    """How the weights of a checkpoint with this config are packed, in words; empty for plain ones."""
+    inner = config.get_text_config(decoder=True) if isinstance(config, PreTrainedConfig) else None
+    packed = getattr(config, "quantization_config", None) or getattr(inner, "quantization_config", None)
+    if packed is None:
+        return ""
+    method = packed.get("quant_method") if isinstance(packed, dict) else getattr(packed, "quant_method", None)
+    return f"quantised ({getattr(method, 'value', method) or 'an unnamed method'})"
+
+
+def is_packed(model: nn.Module) -> bool:
+    """Whether the weights of `model` are quantised and were not unpacked on loading, of which transformers says so."""
+    return bool(quantisation(getattr(model, "config", None))) and getattr(model, "is_quantized", True)
+
+
+def require_readable(model: nn.Module) -> None:
+    """Raise LyapunovPruneError for packed weights, before their integers are taken for a matrix."""
+    if is_packed(model):
+        raise LyapunovPruneError(
+            f"the weights are {quantisation(model.config)} and packed, and this goes by their numbers; {UNPACK}"
+        )
+
+
+def require_derivatives(model: nn.Module) -> None:
+    """Raise LyapunovPruneError for packed weights: many kernels drop the derivative without a word, or have none."""
+    if is_packed(model):
+        raise LyapunovPruneError(
+            f"the weights are {quantisation(model.config)}, whose kernels have no derivatives to rely on; use method "
+            "difference"
+        )
+
+
+def require_kernels(config: PreTrainedConfig, device_map: Any) -> None:
+    """Raise whatever transformers does when it does not know the method of `config`, or its library is not here.
+
+    And RuntimeError where it would unpack the weights instead: what the kernels do to activations would be left out.
+    """
+    quantizer = AutoHfQuantizer.from_config(config.quantization_config, pre_quantized=True)
+    quantizer.validate_environment(device_map=device_map, weights_only=True)
+    if getattr(quantizer.quantization_config, "dequantize", False):
+        raise RuntimeError("no kernel for them runs on this machine")
+
+
+def packed_tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """What a checkpoint holds of `model`, whose weights are packed, a module at a time.
+
+    A module that makes its entries by itself is asked for those of a copy. bitsandbytes on the CPU takes apart what
+    its kernel needs in order to answer, and the model that has been asked computes something else from then on.
+    """
+    for name, module in model.named_modules():
+        ordinary = type(module)._save_to_state_dict is nn.Module._save_to_state_dict
+        entries: dict[str, Any] = {}
+        (module if ordinary else copy.deepcopy(module))._save_to_state_dict(entries, f"{name}." if name else "", True)
+        yield from ((key, tensor) for key, tensor in entries.items() if isinstance(tensor, torch.Tensor))
