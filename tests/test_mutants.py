@@ -29,7 +29,9 @@ def test_a_fault_dies_where_a_test_sees_it_and_leaves_nothing(package: Path) -> 
     seen, unseen = (next(m for m in every if name in m.operator) for name in ("Add_Sub", "Mul_Sub"))
     tried = mutants.plant(seen, package)
     assert (tried.before, tried.after, tried.died) == ("return x + y", "return x - y", True)
-    assert not mutants.plant(unseen, package).died
+    assert tried.by == "tests/sums/test_add.py::test_it"
+    lived = mutants.plant(unseen, package)
+    assert (lived.died, lived.by) == (False, "")
     assert (package / MODULE).read_text() == before
 
 

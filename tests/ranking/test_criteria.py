@@ -11,6 +11,8 @@ from hypothesis.extra.numpy import arrays
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.ranking.criteria import (
     CRITERIA,
+    DEFAULT,
+    SEARCH,
     _robust,
     free_layers,
     protected_layers,
@@ -142,3 +144,7 @@ def test_who_ranks_what() -> None:
     assert passing(require_streamed, None, "mlp") == {"bi", "from-end", "random"}
     assert passing(require_profiled, None) == {"rho", "bi", "blend", "from-end", "random"}
     assert passing(require_profiled, None, "mlp") == set()
+
+
+def test_what_the_guide_says_is_taken_where_nothing_is_given() -> None:
+    assert (DEFAULT, SEARCH) == ("bi", 20)
