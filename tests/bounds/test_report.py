@@ -102,6 +102,7 @@ def test_a_certified_token_is_one_that_moved_by_less_than_its_radius() -> None:
 
 def test_the_estimates_say_which_layers_contract(llama: PreTrainedModel, ids: torch.Tensor) -> None:
     found = check_bounds(llama, ids[:1, :12], sparsity=0.1)
+    assert found.method == "magnitude"
     told = str(found)
     falls = [c.layer for c in found.contraction if c.theorem == "residual_growth_contraction"]
     layers = f" ({', '.join(map(str, falls))})" if falls else ""
