@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import itertools
+import json
 from pathlib import Path
 from typing import Any
 
@@ -277,3 +278,17 @@ def test_the_pattern_says_the_sparsity(llama: PreTrainedModel) -> None:
 def test_what_is_packed_is_told_beside_what_it_would_be() -> None:
     line = Packed("pack-quantized", 2_500_000, 10_000_000).line()
     assert "2.5 MB of weights on disk, 0.250 of the 10.0 MB" in line
+
+
+def test_a_report_of_before_is_of_grids_with_a_zero_point(llama: PreTrainedModel, tmp_path: Path) -> None:
+    """Files that say nothing of symmetry or of packing are older than both."""
+    report = compress(llama, method="rtn", bits=4).report
+    path = report.save(tmp_path / "report.json")
+    content = json.loads(path.read_text())
+    del content["symmetric"], content["packed"]
+    path.write_text(json.dumps(content))
+    old = CompressionReport.load(path)
+    assert old.symmetric is False
+    assert old.packed is None
+    assert old.headline() == report.headline()
+    assert "symmetric" not in old.headline()

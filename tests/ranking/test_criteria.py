@@ -17,6 +17,7 @@ from lyapunov_prune.ranking.criteria import (
     free_layers,
     protected_layers,
     require_budget,
+    require_compares_mended,
     require_count,
     require_criterion,
     require_known_count,
@@ -148,3 +149,10 @@ def test_who_ranks_what() -> None:
 
 def test_what_the_guide_says_is_taken_where_nothing_is_given() -> None:
     assert (DEFAULT, SEARCH) == ("bi", 20)
+
+
+def test_only_a_search_among_sets_compares_mended_ones() -> None:
+    require_compares_mended("best")
+    for name in set(CRITERIA) - {"best"}:
+        with pytest.raises(LyapunovPruneError, match=f"criterion {name} compares no sets of layers; with mend give"):
+            require_compares_mended(name)
