@@ -349,7 +349,7 @@ def test_margins_are_of_the_products_that_were_rounded(radius: float, ids: torch
     check = records[name].check
     assert check is not None
     assert (check.error, check.bound, check.inputs) == (0, 0, len(x))
-    assert check.margin == pytest.approx(underflow, rel=1e-6)
+    assert check.margin == pytest.approx(underflow, rel=1e-6, abs=0)
     with approximate(model, {name: torch.zeros_like(W)}, cache_radius=radius) as records:
         model(ids[:1])
     record = records[name]
@@ -360,14 +360,14 @@ def test_margins_are_of_the_products_that_were_rounded(radius: float, ids: torch
         steps = record.check.margin - underflow - 2.0**-37 * record.check.bound
         size = record.check.bound / record.approximation.total_norm
         assert size == pytest.approx(float(sizes[(sizes - size).abs().argmin()]), rel=1e-5)
-        assert steps == pytest.approx(eps * (n + 16) * frobenius * size, rel=1e-5)
+        assert steps == pytest.approx(eps * (n + 16) * frobenius * size, rel=1e-5, abs=0)
         assert record.weight_probe is None
     else:
         assert record.weight_probe is not None
-        assert record.weight_probe.margin == pytest.approx(record.probe.margin, rel=1e-6)  # type: ignore[union-attr]
+        assert record.weight_probe.margin == pytest.approx(record.probe.margin, rel=1e-6, abs=0)  # type: ignore[union-attr]
     assert record.probe is not None
     rounding = frobenius * (2.0**-23 + 2.0**-40) + 2.0**-148 * (m * n) ** 0.5
-    assert record.probe.margin == pytest.approx(rounding + 2.0**-37 * record.probe.bound, rel=1e-6)
+    assert record.probe.margin == pytest.approx(rounding + 2.0**-37 * record.probe.bound, rel=1e-6, abs=0)
 
 
 def test_a_difference_of_matrices_is_certified_with_room_for_its_rounding() -> None:

@@ -69,7 +69,7 @@ def test_theorems_1_to_4_hold_on_samples_and_are_nearly_attained(seed: int) -> N
     check = interpolation_bound(norm(x @ (S - L).T), norm(x), certified_norm(S - L))
     assert check.holds
     assert check.ratio > 0.999
-    assert certified_norm(S - L) == pytest.approx(float(torch.linalg.svdvals(S)[6]), rel=1e-3)
+    assert certified_norm(S - L) == pytest.approx(float(torch.linalg.svdvals(S)[6]), rel=1e-3, abs=0)
 
     d = inputs(W, seed)
     check = retrieval_bound(norm(d @ W.T), norm(d), certified_norm(W))
@@ -185,10 +185,10 @@ def test_composition_over_layers(seed: int) -> None:
     assert all(c.holds and c.estimate for c in checks)
     # The closed form of the composed bound.
     closed = np.prod(growth) * errors[0] + sum(np.prod(growth[k + 1 :]) * local[k] for k in range(6))
-    assert checks[-1].bound == pytest.approx(closed, rel=1e-12)
+    assert checks[-1].bound == pytest.approx(closed, rel=1e-12, abs=0)
     # Theorem 11, written out.
     (K0, K1), (d0, d1) = growth[:2], local[:2]
-    assert checks[1].bound == pytest.approx(K1 * K0 * errors[0] + K1 * d0 + d1, rel=1e-12)
+    assert checks[1].bound == pytest.approx(K1 * K0 * errors[0] + K1 * d0 + d1, rel=1e-12, abs=0)
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -382,19 +382,19 @@ def test_margins_are_those_that_the_rounding_of_each_step_accounts_for(unit: flo
     composed = trajectory_error_le([1.0, 2.0, 5.0], [2.0, 3.0], [0.5, 0.25], unit=unit)
     for n, (check, bound) in enumerate(zip(composed, (2.5, 7.75), strict=True)):
         assert check.bound == bound
-        assert check.margin == pytest.approx(margin_of(bound, 8 * (n + 2) * unit * bound), rel=1e-12)
+        assert check.margin == pytest.approx(margin_of(bound, 8 * (n + 2) * unit * bound), rel=1e-12, abs=0)
     geometric = lyapunov_contraction_bound([1.0, 0.1, 0.1, 0.65], 0.5, 0.25, unit=unit)
     bound = 0.5**3 + 0.25 * (1 + 0.5 + 0.25)  # the last error is the worst of the three
     assert (geometric.error, geometric.inputs) == (0.65, 3)
-    assert geometric.bound == pytest.approx(bound, rel=1e-12)
-    assert geometric.margin == pytest.approx(margin_of(bound, 8 * 4 * unit * bound), rel=1e-12)
+    assert geometric.bound == pytest.approx(bound, rel=1e-12, abs=0)
+    assert geometric.margin == pytest.approx(margin_of(bound, 8 * 4 * unit * bound), rel=1e-12, abs=0)
     (falls,) = residual_growth_contraction([2.0, 0.5], [1.0], [2.0], unit=unit)
     assert falls.bound == 1.0
-    assert falls.margin == pytest.approx(margin_of(1.0, 16 * unit * 2.0), rel=1e-12)
+    assert falls.margin == pytest.approx(margin_of(1.0, 16 * unit * 2.0), rel=1e-12, abs=0)
     aligned = preln_contraction_sufficient(0.1, 0.5, 0.5, 2.0, unit=unit)
     assert aligned is not None
-    assert aligned.bound == pytest.approx(1.5**2 / (1 + 2 + 4), rel=1e-12)
-    assert aligned.margin == pytest.approx(margin_of(aligned.bound, 32 * unit * aligned.bound), rel=1e-12)
+    assert aligned.bound == pytest.approx(1.5**2 / (1 + 2 + 4), rel=1e-12, abs=0)
+    assert aligned.margin == pytest.approx(margin_of(aligned.bound, 32 * unit * aligned.bound), rel=1e-12, abs=0)
 
 
 def test_growth_that_only_equals_that_of_the_state_promises_nothing() -> None:
@@ -405,12 +405,12 @@ def test_growth_that_only_equals_that_of_the_state_promises_nothing() -> None:
 def test_each_checker_takes_its_numbers_in_their_places() -> None:
     check = retrieval_bound([1.0, 3.0], [1.0, 1.0], 2.0, rounding=[0.25, 0.5], matrix="m", layer=4)
     assert (check.error, check.bound, check.inputs, check.layer, check.estimate) == (3.0, 2.0, 2, 4, False)
-    assert check.margin == pytest.approx(margin_of(2.0, 0.5), rel=1e-12)
+    assert check.margin == pytest.approx(margin_of(2.0, 0.5), rel=1e-12, abs=0)
     composed = composition_bound(
         1.0, 3.0, 5.0, weight_norm=7.0, sparse_norm=11.0, low_rank_norm=13.0, rounding=0.5, matrix="m", layer=0
     )
     assert composed.bound == 7 * 5 + (11 + 13) * 3
-    assert composed.margin == pytest.approx(margin_of(composed.bound, 0.5), rel=1e-12)
+    assert composed.margin == pytest.approx(margin_of(composed.bound, 0.5), rel=1e-12, abs=0)
 
 
 def test_of_two_checks_one_that_holds_is_never_the_worse() -> None:
@@ -437,12 +437,12 @@ def test_what_the_certificate_leaves_to_rounding() -> None:
     b = torch.tensor([0.0, -2.0, -50.0], dtype=torch.float64)
     found = argmax_unchanged_of_state_error(h, 1.5 * h, W, b)
     given = unit * (7 * 1 + 2 * 50)
-    assert found.radius[0] == pytest.approx((5 - given) / 7 * (1 - unit), rel=1e-15)
-    assert 5 / 7 - found.radius[0] == pytest.approx((given + 5 * unit) / 7, rel=1e-3)
-    assert found.moved[0] / 0.5 - 1 == pytest.approx(unit, rel=1e-2)
+    assert found.radius[0] == pytest.approx((5 - given) / 7 * (1 - unit), rel=1e-15, abs=0)
+    assert 5 / 7 - found.radius[0] == pytest.approx((given + 5 * unit) / 7, rel=1e-3, abs=0)
+    assert found.moved[0] / 0.5 - 1 == pytest.approx(unit, rel=1e-2, abs=0)
     apart = argmax_unchanged_of_row_difference(h, 1.5 * h, W, b)
     # ‖w_i − w_j‖² = 9 + 16, of which 2 u (9 + 16) may be rounding.
-    assert 1 - apart.radius[0] == pytest.approx(given / 5 + unit + unit, rel=1e-3)
+    assert 1 - apart.radius[0] == pytest.approx(given / 5 + unit + unit, rel=1e-3, abs=0)
 
 
 @pytest.mark.parametrize("width", [8, 12, 40])
@@ -458,4 +458,4 @@ def test_tokens_beyond_those_of_one_block_are_certified_alike() -> None:
     whole = argmax_unchanged_of_state_error(h, h + 0.01, W)
     for at in (0, 63, 64, 129):
         one = argmax_unchanged_of_state_error(h[at : at + 1], h[at : at + 1] + 0.01, W)
-        assert (one.radius[0], one.moved[0]) == pytest.approx((whole.radius[at], whole.moved[at]), rel=1e-12)
+        assert (one.radius[0], one.moved[0]) == pytest.approx((whole.radius[at], whole.moved[at]), rel=1e-12, abs=0)

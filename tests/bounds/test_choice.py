@@ -77,6 +77,6 @@ def test_what_rounding_may_account_for_is_asked_of_the_gap_and_given_to_the_regr
     assert not argmax_of_noise_lt_half_gap([-3.0 + 2 - 2.0**-40, -3.0], 1.0)
     check = regret_of_argmax_le([1.0, -4.0], 2.5, [2.0, -3.0])
     assert check is not None
-    assert check.margin == pytest.approx(2.0**-40 * (4 + 3 + 2.5) + 2.0**-37 * 5, rel=1e-12)
+    assert check.margin == pytest.approx(2.0**-40 * (4 + 3 + 2.5) + 2.0**-37 * 5, rel=1e-12, abs=0)
     exact = regret_of_argmax_le([1.0, 0.0], 0.25, [1.5, 1.0])  # half the range of p − q is the noise itself
     assert exact is not None
