@@ -87,6 +87,8 @@ def test_what_its_room_lets_live_is_tried_on_the_tests_of_others(package: Path) 
     (package / "tests" / "sums" / "test_add.py").rename(package / "tests" / "sums" / "test_others.py")
     (package / "lyapunov_prune" / "others").mkdir()
     (package / "lyapunov_prune" / "others" / "uses.py").write_text("import lyapunov_prune.sums.add\n")
+    (package / "lyapunov_prune" / "sums" / "more.py").write_text("import lyapunov_prune.sums.add\n")  # has no tests
+    assert mutants.tests_of(fault, package)[0] == ["tests/sums"]
     assert mutants.tests_of(fault, package)[1] == ["tests/others/test_uses.py", "-m", "not slow"]
 
 
