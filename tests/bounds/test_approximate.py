@@ -7,15 +7,28 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from helpers import TINY, make_tiny, moe
+from helpers import TINY, inputs_of, make_tiny, moe
 from torch import nn
 from transformers import PreTrainedModel
 
 from lyapunov_prune.bounds import approximate
-from lyapunov_prune.bounds.approximate import ApproxLinear, Record, Records, _Forward, approximation
+from lyapunov_prune.bounds.approximate import (
+    ApproxLinear,
+    Record,
+    Records,
+    _Forward,
+    _look_up,
+    approximation,
+    certify_difference,
+)
 from lyapunov_prune.compression.magnitude import sparsify
 from lyapunov_prune.errors import LyapunovPruneError
+from lyapunov_prune.linalg import certify
 from lyapunov_prune.models.projections import Projection, find_projections, groups
+
+
+def rand(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
 
 
 def half(projection: Projection, W: torch.Tensor) -> torch.Tensor:
@@ -320,3 +333,69 @@ def test_low_precision_products_are_refused(ids: torch.Tensor) -> None:
             model(ids)
     finally:
         torch.set_float32_matmul_precision("highest")
+
+
+@pytest.mark.parametrize("radius", [0.0, 0.5])
+def test_margins_are_of_the_products_that_were_rounded(radius: float, ids: torch.Tensor) -> None:
+    """ε (n + 16) of ‖E‖_F ‖x‖, and of ‖W‖_F ‖x − x'‖ where a cache answered; what underflows; 2⁻³⁷ of the bound."""
+    model = make_tiny("llama")
+    name = "model.layers.2.mlp.down_proj"
+    W = next(p for p in find_projections(model) if p.name == name).weight(model).detach().clone()
+    x = inputs_of(model, ids[:1])[name]  # of the dense model: nothing before it is changed
+    (m, n), sizes = W.shape, x.norm(dim=-1)
+    underflow = 2.0**-148 * n * (1 + float(sizes.max())) * m**0.5
+    with approximate(model, {name: W}, cache_radius=0.0) as records:
+        model(ids[:1])
+    check = records[name].check
+    assert check is not None
+    assert (check.error, check.bound, check.inputs) == (0, 0, len(x))
+    assert check.margin == pytest.approx(underflow, rel=1e-6, abs=0)
+    with approximate(model, {name: torch.zeros_like(W)}, cache_radius=radius) as records:
+        model(ids[:1])
+    record = records[name]
+    assert record.check is not None
+    frobenius = float(W.double().norm())
+    if radius == 0:
+        eps = 2.0**-23
+        steps = record.check.margin - underflow - 2.0**-37 * record.check.bound
+        size = record.check.bound / record.approximation.total_norm
+        assert size == pytest.approx(float(sizes[(sizes - size).abs().argmin()]), rel=1e-5)
+        assert steps == pytest.approx(eps * (n + 16) * frobenius * size, rel=1e-5, abs=0)
+        assert record.weight_probe is None
+    else:
+        assert record.weight_probe is not None
+        assert record.weight_probe.margin == pytest.approx(record.probe.margin, rel=1e-6, abs=0)  # type: ignore[union-attr]
+    assert record.probe is not None
+    rounding = frobenius * (2.0**-23 + 2.0**-40) + 2.0**-148 * (m * n) ** 0.5
+    assert record.probe.margin == pytest.approx(rounding + 2.0**-37 * record.probe.bound, rel=1e-6, abs=0)
+
+
+def test_a_difference_of_matrices_is_certified_with_room_for_its_rounding() -> None:
+    W, S = rand(6, 9, seed=1), rand(6, 9, seed=2)
+    assert certify_difference(W, S).bound == pytest.approx(certify(W - S).bound * (1 + 2.0**-36), rel=1e-15)
+    assert certify_difference(W, S).bound > certify(W - S).bound
+
+
+def test_stages_that_do_nothing_leave_all_to_the_other() -> None:
+    W, S = rand(6, 9, seed=1), rand(6, 9, seed=2)
+    norm = certify_difference(W, S).bound
+    one, low, both = approximation(W, S), approximation(W, S, sparse=W), approximation(W, S, sparse=(W + S) / 2)
+    assert (one.sparse_norm, one.low_rank_norm, one.total_norm) == (norm, 0, norm)
+    assert (low.sparse_norm, low.low_rank_norm, low.total_norm) == (0, norm, norm)
+    assert both.sparse_norm == pytest.approx(norm / 2, rel=1e-9)
+    assert both.low_rank_norm == pytest.approx(norm / 2, rel=1e-9)
+    assert both.weight_norm == one.weight_norm == certify(W).bound
+
+
+def test_a_cache_answers_window_by_window_up_to_its_radius() -> None:
+    """Tokens on a line, 1 apart: the earliest no further than 0.103 t answers token t."""
+    x = torch.arange(1.0, 41.0).view(2, 20, 1).clone()
+    x[1] = 100 + torch.arange(20.0).view(20, 1)
+    used, distance, radius = _look_up(x, 0.103)
+    for window in range(2):
+        for t in range(20):
+            own = float(x[window, t, 0])
+            near = [s for s in range(t + 1) if own - float(x[window, s, 0]) <= 0.103 * own * (1 - 1e-6)]
+            assert used[window, t, 0] == x[window, near[0], 0]
+            assert distance[window, t] == pytest.approx(own - float(x[window, near[0], 0]))
+            assert radius[window, t] == pytest.approx(0.103 * own)

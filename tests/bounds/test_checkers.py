@@ -25,6 +25,7 @@ from lyapunov_prune.bounds.checkers import (
 )
 from lyapunov_prune.bounds.decision import (
     TokenCertificate,
+    _distance,
     argmax_unchanged_of_row_difference,
     argmax_unchanged_of_state_error,
 )
@@ -68,7 +69,7 @@ def test_theorems_1_to_4_hold_on_samples_and_are_nearly_attained(seed: int) -> N
     check = interpolation_bound(norm(x @ (S - L).T), norm(x), certified_norm(S - L))
     assert check.holds
     assert check.ratio > 0.999
-    assert certified_norm(S - L) == pytest.approx(float(torch.linalg.svdvals(S)[6]), rel=1e-3)
+    assert certified_norm(S - L) == pytest.approx(float(torch.linalg.svdvals(S)[6]), rel=1e-3, abs=0)
 
     d = inputs(W, seed)
     check = retrieval_bound(norm(d @ W.T), norm(d), certified_norm(W))
@@ -184,10 +185,10 @@ def test_composition_over_layers(seed: int) -> None:
     assert all(c.holds and c.estimate for c in checks)
     # The closed form of the composed bound.
     closed = np.prod(growth) * errors[0] + sum(np.prod(growth[k + 1 :]) * local[k] for k in range(6))
-    assert checks[-1].bound == pytest.approx(closed, rel=1e-12)
+    assert checks[-1].bound == pytest.approx(closed, rel=1e-12, abs=0)
     # Theorem 11, written out.
     (K0, K1), (d0, d1) = growth[:2], local[:2]
-    assert checks[1].bound == pytest.approx(K1 * K0 * errors[0] + K1 * d0 + d1, rel=1e-12)
+    assert checks[1].bound == pytest.approx(K1 * K0 * errors[0] + K1 * d0 + d1, rel=1e-12, abs=0)
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -368,3 +369,93 @@ def test_token_certificate_uses_the_bias() -> None:
 def test_a_tie_is_never_certified() -> None:
     W = torch.ones(2, 3, dtype=torch.float64)
     assert not argmax_unchanged_of_state_error(rand(5, 3), rand(5, 3), W).certified.any()
+
+
+def margin_of(bound: float, rounding: float) -> float:
+    """Rounding of the error, and of the bound itself: 2⁻³⁷ of it."""
+    return rounding + 2.0**-37 * bound
+
+
+@pytest.mark.parametrize("unit", [2.0**-52, 2.0**-23])
+def test_margins_are_those_that_the_rounding_of_each_step_accounts_for(unit: float) -> None:
+    """Wider they would hide a violation, narrower they would see one in rounding."""
+    composed = trajectory_error_le([1.0, 2.0, 5.0], [2.0, 3.0], [0.5, 0.25], unit=unit)
+    for n, (check, bound) in enumerate(zip(composed, (2.5, 7.75), strict=True)):
+        assert check.bound == bound
+        assert check.margin == pytest.approx(margin_of(bound, 8 * (n + 2) * unit * bound), rel=1e-12, abs=0)
+    geometric = lyapunov_contraction_bound([1.0, 0.1, 0.1, 0.65], 0.5, 0.25, unit=unit)
+    bound = 0.5**3 + 0.25 * (1 + 0.5 + 0.25)  # the last error is the worst of the three
+    assert (geometric.error, geometric.inputs) == (0.65, 3)
+    assert geometric.bound == pytest.approx(bound, rel=1e-12, abs=0)
+    assert geometric.margin == pytest.approx(margin_of(bound, 8 * 4 * unit * bound), rel=1e-12, abs=0)
+    (falls,) = residual_growth_contraction([2.0, 0.5], [1.0], [2.0], unit=unit)
+    assert falls.bound == 1.0
+    assert falls.margin == pytest.approx(margin_of(1.0, 16 * unit * 2.0), rel=1e-12, abs=0)
+    aligned = preln_contraction_sufficient(0.1, 0.5, 0.5, 2.0, unit=unit)
+    assert aligned is not None
+    assert aligned.bound == pytest.approx(1.5**2 / (1 + 2 + 4), rel=1e-12, abs=0)
+    assert aligned.margin == pytest.approx(margin_of(aligned.bound, 32 * unit * aligned.bound), rel=1e-12, abs=0)
+
+
+def test_growth_that_only_equals_that_of_the_state_promises_nothing() -> None:
+    assert residual_growth_contraction([1.0, 1.0], [2.0], [2.0]) == ()
+    assert preln_contraction_sufficient(1.0, 1.0, 1.0, 1.0) is None  # (1 + 1)² against 1 + 2 + 1
+
+
+def test_each_checker_takes_its_numbers_in_their_places() -> None:
+    check = retrieval_bound([1.0, 3.0], [1.0, 1.0], 2.0, rounding=[0.25, 0.5], matrix="m", layer=4)
+    assert (check.error, check.bound, check.inputs, check.layer, check.estimate) == (3.0, 2.0, 2, 4, False)
+    assert check.margin == pytest.approx(margin_of(2.0, 0.5), rel=1e-12, abs=0)
+    composed = composition_bound(
+        1.0, 3.0, 5.0, weight_norm=7.0, sparse_norm=11.0, low_rank_norm=13.0, rounding=0.5, matrix="m", layer=0
+    )
+    assert composed.bound == 7 * 5 + (11 + 13) * 3
+    assert composed.margin == pytest.approx(margin_of(composed.bound, 0.5), rel=1e-12, abs=0)
+
+
+def test_of_two_checks_one_that_holds_is_never_the_worse() -> None:
+    """A margin may make the one of larger error / bound hold."""
+    wide = BoundCheck("t", "m", 0, error=3.0, bound=1.0, margin=5.0, inputs=1)
+    broken = BoundCheck("t", "m", 0, error=1.1, bound=1.0, margin=0.0, inputs=2)
+    for worst in (wide.with_more(broken), broken.with_more(wide)):
+        assert (worst.error, worst.inputs) == (1.1, 3)
+    exact = BoundCheck("t", "m", 0, error=1.5, bound=1.0, margin=0.5, inputs=1)
+    assert exact.holds
+    assert not BoundCheck("t", "m", 0, error=1.5000001, bound=1.0, margin=0.5, inputs=1).holds
+
+
+WIDE = 4000  # so many entries that what rounding is given can be told from 1
+
+
+def test_what_the_certificate_leaves_to_rounding() -> None:
+    """u = 2⁻⁵² (d + 8): of every norm and product, twice of the bias; and as much again of the radius and the move."""
+    unit = 2.0**-52 * (WIDE + 8)
+    W = torch.zeros(3, WIDE, dtype=torch.float64)
+    W[0, 0], W[1, 1], W[2, 2] = 3.0, 4.0, 1.0
+    h = torch.zeros(1, WIDE, dtype=torch.float64)
+    h[0, 0] = 1.0
+    b = torch.tensor([0.0, -2.0, -50.0], dtype=torch.float64)
+    found = argmax_unchanged_of_state_error(h, 1.5 * h, W, b)
+    given = unit * (7 * 1 + 2 * 50)
+    assert found.radius[0] == pytest.approx((5 - given) / 7 * (1 - unit), rel=1e-15, abs=0)
+    assert 5 / 7 - found.radius[0] == pytest.approx((given + 5 * unit) / 7, rel=1e-3, abs=0)
+    assert found.moved[0] / 0.5 - 1 == pytest.approx(unit, rel=1e-2, abs=0)
+    apart = argmax_unchanged_of_row_difference(h, 1.5 * h, W, b)
+    # ‖w_i − w_j‖² = 9 + 16, of which 2 u (9 + 16) may be rounding.
+    assert 1 - apart.radius[0] == pytest.approx(given / 5 + unit + unit, rel=1e-3, abs=0)
+
+
+@pytest.mark.parametrize("width", [8, 12, 40])
+def test_equal_rows_are_as_far_apart_as_rounding_may_make_them(width: int) -> None:
+    W = torch.zeros(2, width, dtype=torch.float64)
+    W[:, 0] = 2.0
+    found = _distance(W, torch.linalg.vector_norm(W, dim=-1), torch.tensor([0, 1]))
+    np.testing.assert_allclose(found.numpy(), np.sqrt(2 * 2.0**-52 * (width + 8) * (4 + 4)), rtol=1e-12)
+
+
+def test_tokens_beyond_those_of_one_block_are_certified_alike() -> None:
+    W, h = rand(9, 5), rand(130, 5, seed=1)
+    whole = argmax_unchanged_of_state_error(h, h + 0.01, W)
+    for at in (0, 63, 64, 129):
+        one = argmax_unchanged_of_state_error(h[at : at + 1], h[at : at + 1] + 0.01, W)
+        assert (one.radius[0], one.moved[0]) == pytest.approx((whole.radius[at], whole.moved[at]), rel=1e-12, abs=0)

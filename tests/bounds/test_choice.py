@@ -68,3 +68,15 @@ def test_numbers_that_are_none_are_refused(predicted: list[float], noise: float)
 def test_a_score_for_every_choice_is_needed() -> None:
     with pytest.raises(LyapunovPruneError, match="1 measured scores for 2 choices"):
         regret_of_argmax_le([1.0, 2.0], 0.1, [1.0])
+
+
+def test_what_rounding_may_account_for_is_asked_of_the_gap_and_given_to_the_regret() -> None:
+    unit = 2.0**-40 * (3 + 1)  # of the largest prediction and of the noise
+    assert not argmax_of_noise_lt_half_gap([3.0, 1.0 - 0.9 * unit], 1.0)
+    assert argmax_of_noise_lt_half_gap([3.0, 1.0 - 1.1 * unit], 1.0)
+    assert not argmax_of_noise_lt_half_gap([-3.0 + 2 - 2.0**-40, -3.0], 1.0)
+    check = regret_of_argmax_le([1.0, -4.0], 2.5, [2.0, -3.0])
+    assert check is not None
+    assert check.margin == pytest.approx(2.0**-40 * (4 + 3 + 2.5) + 2.0**-37 * 5, rel=1e-12, abs=0)
+    exact = regret_of_argmax_le([1.0, 0.0], 0.25, [1.5, 1.0])  # half the range of p − q is the noise itself
+    assert exact is not None

@@ -136,6 +136,7 @@ def test_a_merge_holds_all_three(merges: tuple[nn.ModuleList, tuple[Merged, ...]
     for check in checks[1::3]:
         assert check.ratio > 0.999  # the probe
         assert check.inputs == 4 * 16 + 1
+    assert {check.inputs for check in (*checks[::3], *checks[2::3])} == {16 + 1}  # random ones, and the most stretched
 
 
 def broken(m: Merged, fault: str) -> Merged:

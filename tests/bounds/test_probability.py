@@ -78,3 +78,15 @@ def test_the_bound_is_a_number_only_where_the_theorem_speaks() -> None:
         kl_softmax_le_variance([0.1, 0.1], [0.2, 0.2], [0.5, 1.2])
     with pytest.raises(LyapunovPruneError, match="NaN"):
         kl_softmax_le_range([0.1, np.nan], [0.2, 0.2])
+
+
+def test_margins_are_those_of_sums_over_a_vocabulary() -> None:
+    unit = 2.0**-44
+    check = kl_softmax_le_range(0.1, 0.5)
+    assert check.margin == pytest.approx(unit * (0.5 + unit) + 2.0**-37 * 0.5, rel=1e-12, abs=0)
+    check = kl_softmax_le_variance(0.3, 0.25, 0.5)
+    assert check.margin == pytest.approx(unit * (0.5 + 0.3 + unit) + 2.0**-37 * check.bound, rel=1e-12, abs=0)
+    # No span at all: what is left to rounding is the square of the unit.
+    assert kl_softmax_le_range(0.9 * unit**2, 0.0).holds
+    assert not kl_softmax_le_range(1.1 * unit**2, 0.0).holds
+    assert kl_softmax_le_variance(0.0, 0.0, 1.0).holds  # c = 1 is spoken of

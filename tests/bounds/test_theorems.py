@@ -482,3 +482,10 @@ def test_frame_has_a_row_for_every_theorem() -> None:
     assert list(frame["name"]) == [theorem.name for theorem in THEOREMS]
     assert not frame["statement"].eq("").any()
     assert frame["verified here"].nunique() == 1
+
+
+def test_the_table_numbers_what_the_papers_number() -> None:
+    frame = registry.theorem_frame().set_index("name")
+    assert frame["number"].to_dict() == {t.name: t.number or "" for t in THEOREMS}
+    assert (frame["number"] != "").sum() == sum(t.number is not None for t in THEOREMS)
+    assert frame["used by"].to_dict() == {t.name: ", ".join(t.used_by) for t in THEOREMS}

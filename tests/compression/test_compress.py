@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import itertools
+import json
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +19,8 @@ from lyapunov_prune.allocation.schedules import allocate
 from lyapunov_prune.allocation.table import SCHEDULES
 from lyapunov_prune.compression.compress import compress
 from lyapunov_prune.compression.methods import rank_for
-from lyapunov_prune.compression.report import CompressionReport
+from lyapunov_prune.compression.recipe import _amount
+from lyapunov_prune.compression.report import CompressionReport, Packed
 from lyapunov_prune.compression.table import METHODS
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.models.projections import find_projections
@@ -214,3 +217,80 @@ def test_matrices_shared_between_layers_are_refused() -> None:
     layers[3].mlp.up_proj.weight = layers[1].mlp.up_proj.weight
     with pytest.raises(LyapunovPruneError, match="are one matrix"):
         compress(model, method="magnitude", sparsity=0.5)
+
+
+@pytest.mark.parametrize(
+    ("method", "options", "kept"),
+    [
+        ("magnitude", {"sparsity": 0.5}, (None, None)),
+        ("svd", {"rank": 3}, (3, None)),
+        ("svd", {"rank": 40}, (40, None)),  # more than a matrix of keys has: all of it
+        ("rtn", {"bits": 5}, (None, 5)),
+    ],
+)
+def test_a_row_says_what_its_method_kept(method: str, options: Any, kept: Any, llama: PreTrainedModel) -> None:
+    report = compress(llama, method=method, **options).report
+    wanted = {(min(kept[0], m.rows, m.columns) if kept[0] else None, kept[1]) for m in report.matrices}
+    assert {(m.rank, m.bits) for m in report.matrices} == wanted
+    assert all(m.output_error is None for m in report.matrices)
+    assert report.calibration is None
+
+
+def test_a_layer_has_the_means_of_its_entries(ids: torch.Tensor) -> None:
+    """Shares weighted by entries, errors as root mean squares of the matrices."""
+    report = compress(make_tiny("gpt2"), ids, method="sparsegpt", sparsity=0.5).report
+    matrices = [
+        dataclasses.replace(m, amount=0.1 * (k % 7), zeros=0.05 * (k % 11)) for k, m in enumerate(report.matrices)
+    ]
+    report = dataclasses.replace(report, matrices=tuple(matrices))
+    frame = report.summary()
+    assert frame["layer"].tolist() == list(range(6))
+    for layer in range(6):
+        own = [m for m in matrices if m.layer == layer]
+        size = sum(m.rows * m.columns for m in own)
+        row = frame.iloc[layer]
+        assert row["sparsity"] == pytest.approx(sum(m.amount * m.rows * m.columns for m in own) / size)
+        assert row["zeros"] == pytest.approx(sum(m.zeros * m.rows * m.columns for m in own) / size)
+        for error in ("weight_error", "output_error"):
+            squares = [getattr(m, error) ** 2 for m in own]
+            assert row[error] == pytest.approx((sum(squares) / len(squares)) ** 0.5)
+    whole = sum(m.rows * m.columns for m in matrices)
+    assert report.zeros == pytest.approx(sum(m.zeros * m.rows * m.columns for m in matrices) / whole)
+
+
+def test_a_method_is_called_with_what_its_unit_asks_for() -> None:
+    """10 × 15: rank r has 25 r parameters of 150. Nothing to take is nothing, and of bits there are always some."""
+    assert _amount("magnitude", 0.0, "sparsity", (10, 15)) is None
+    assert _amount("magnitude", 1e-9, "sparsity", (10, 15)) == 1e-9
+    assert _amount("rtn", 4.0, "bits", (10, 15)) == 4
+    assert _amount("svd", 0.0, "sparsity", (10, 15)) is None
+    assert _amount("svd", 0.5, "sparsity", (10, 15)) == 3
+    assert _amount("svd", 7.0, "rank", (10, 15)) == 7
+    assert _amount("svd", 12.0, "rank", (10, 15)) == _amount("svd", 12.0, "rank", (15, 10)) == 10
+
+
+def test_the_pattern_says_the_sparsity(llama: PreTrainedModel) -> None:
+    report = compress(llama, method="magnitude", pattern="1:4").report
+    assert report.allocation.budget == 0.75
+    assert {m.amount for m in report.matrices} == {0.75}
+    assert report.pattern == (1, 4)
+    assert "magnitude 1:4, " in report.headline()
+
+
+def test_what_is_packed_is_told_beside_what_it_would_be() -> None:
+    line = Packed("pack-quantized", 2_500_000, 10_000_000).line()
+    assert "2.5 MB of weights on disk, 0.250 of the 10.0 MB" in line
+
+
+def test_a_report_of_before_is_of_grids_with_a_zero_point(llama: PreTrainedModel, tmp_path: Path) -> None:
+    """Files that say nothing of symmetry or of packing are older than both."""
+    report = compress(llama, method="rtn", bits=4).report
+    path = report.save(tmp_path / "report.json")
+    content = json.loads(path.read_text())
+    del content["symmetric"], content["packed"]
+    path.write_text(json.dumps(content))
+    old = CompressionReport.load(path)
+    assert old.symmetric is False
+    assert old.packed is None
+    assert old.headline() == report.headline()
+    assert "symmetric" not in old.headline()

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lyapunov_prune.compression.masks import n_of_m, per_row, require_pattern, row_mask, smallest
+from lyapunov_prune.compression.masks import as_pattern, n_of_m, per_row, require_pattern, row_mask, smallest
 from lyapunov_prune.errors import LyapunovPruneError
 
 seeds = st.integers(0, 2**32 - 1)
@@ -68,3 +68,22 @@ def test_a_pattern_that_does_not_fit_is_refused() -> None:
     with pytest.raises(LyapunovPruneError, match="keeps all or nothing"):
         require_pattern((0, 0), 8, 0.5)
     require_pattern((1, 3), 9, 2 / 3)
+
+
+def test_a_pattern_is_spelled_with_a_colon() -> None:
+    assert as_pattern("2:4") == as_pattern((2, 4)) == (2, 4)
+    assert as_pattern("3:16") == (3, 16)
+    assert as_pattern(None) is None
+    for none in ("2-4", "2:", ":4", "2:4:8", "2:4000000000", "x:4"):
+        with pytest.raises(LyapunovPruneError, match="is none; write it as 2:4"):
+            as_pattern(none)
+    with pytest.raises(LyapunovPruneError, match="keeps all or nothing"):
+        as_pattern("4:4")
+
+
+def test_a_pattern_is_held_to_its_sparsity() -> None:
+    """Within rounding of a share that was divided, and no further."""
+    require_pattern((1, 3), 9, 2 / 3 + 5e-10)
+    for off in (1e-6, -1e-6):
+        with pytest.raises(LyapunovPruneError, match="has sparsity"):
+            require_pattern((1, 3), 9, 2 / 3 + off)

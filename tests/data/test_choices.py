@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerFast
 
 from lyapunov_prune import LyapunovPruneError
 from lyapunov_prune.data import ChoiceItem, load_items
-from lyapunov_prune.data.choices import tokenize
+from lyapunov_prune.data.choices import lettered, tokenize
 
 GOOD = {"query": "Which?", "choices": ["one", "two"], "gold": 1}
 
@@ -95,3 +95,21 @@ def test_a_token_may_reach_over_the_end_of_the_query(tokenizer: PreTrainedTokeni
 def test_choices_of_the_same_tokens_are_refused(tokenizer: PreTrainedTokenizerFast) -> None:
     with pytest.raises(LyapunovPruneError, match="the item 'Which' gives no tokens to tell its choices by"):
         tokenize(ChoiceItem("Which", ("one", "one"), 0), tokenizer)
+
+
+def test_choices_are_answered_by_letters() -> None:
+    found = lettered(ChoiceItem("Which melts? \n", ("ice", "stone", "fog"), 2))
+    assert found == ChoiceItem("Which melts?\nA. ice\nB. stone\nC. fog\nAnswer:", ("A", "B", "C"), 2)
+    most = lettered(ChoiceItem("?", tuple(map(str, range(26))), 25))
+    assert (most.choices[-1], most.query.splitlines()[-2]) == ("Z", "Z. 25")
+    with pytest.raises(LyapunovPruneError, match="27 choices are more than the letters"):
+        lettered(ChoiceItem("?", tuple(map(str, range(27))), 0))
+
+
+def test_a_choice_that_is_the_start_of_another_leaves_nothing_to_score(tokenizer: PreTrainedTokenizerFast) -> None:
+    """A row that ends where the shared tokens do has no token of its own."""
+    with pytest.raises(LyapunovPruneError, match="gives no tokens to tell its choices by"):
+        tokenize(ChoiceItem("a ", ("", "b"), 0), tokenizer)
+    ids, lengths, context = tokenize(ChoiceItem("a", ("b", "bc"), 0), tokenizer)
+    assert (lengths, context) == ([3, 4], 1)
+    assert ids[0].tolist() == [*ids[0, :3].tolist(), ids[0, 2]]

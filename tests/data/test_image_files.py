@@ -169,3 +169,11 @@ def test_without_pillow_the_remedy_is_named(tmp_path: Path, monkeypatch: pytest.
     monkeypatch.setattr(builtins, "__import__", without)
     with pytest.raises(LyapunovPruneError, match=r"image files need Pillow; run: pip install 'lyapunov-prune"):
         load_images(tmp_path / "data", reader())
+
+
+def test_hidden_folders_and_files_beside_the_classes_are_no_classes(tmp_path: Path) -> None:
+    root = folders(tmp_path / "data")
+    (root / ".cache").mkdir()
+    Image.fromarray(RAW[0]).save(root / ".cache" / "0.png")
+    (root / "labels.csv").write_text("none of them")
+    assert load_images(root, reader()).labels.tolist() == sorted(LABELS.tolist())

@@ -18,7 +18,10 @@ from lyapunov_prune.predictions import attention_paths
 from lyapunov_prune.predictions.generation import compare_generation
 
 TEXTS = ["one two three", "the thing is this", "four and five", "ab", "xy"]
-TEMPLATE = "{% for m in messages %}<s>{{ m['role'] }}: {{ m['content'] }}{% endfor %} assistant:"
+TEMPLATE = (
+    "{% for m in messages %}<s>{{ m['role'] }}: {{ m['content'] }}{% endfor %}"
+    "{% if add_generation_prompt %} assistant:{% endif %}"
+)
 
 
 @pytest.fixture

@@ -457,3 +457,56 @@ def test_a_batch_that_does_not_fit_is_refused(reader: PreTrainedModel, ids: torc
 
 def test_a_batch_may_be_as_long_as_the_context(reader: PreTrainedModel) -> None:
     assert as_batch(reader, torch.zeros(1, 128, dtype=torch.int64)).context == 128
+
+
+@pytest.mark.parametrize("letters", [5, 10, 30])
+def test_a_text_of_few_tokens_is_read_to_its_end(letters: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Ten letters a token are looked at first, and all where that is too few."""
+    seen: list[int] = []
+
+    def few(tokenizer: Any, text: str, special: bool = False) -> list[int]:
+        seen.append(len(text))
+        return [int(word) for word in text.split()]
+
+    monkeypatch.setattr(module, "token_ids", few)
+    (tmp_path / "x.txt").write_text("".join(f"{n:>{letters}}" for n in range(1000)))
+    batch = load_text(tmp_path / "x.txt", make_tokenizer(), tokens=207, context=50, split="all", bos=False)
+    assert batch.ids.flatten().tolist() == list(range(200))
+    assert seen == ([10 * 200 + 1000] if letters < 30 else [3000, 30_000])
+    with pytest.raises(LyapunovPruneError, match=r"has 1000 tokens and 1050 are needed"):
+        load_text(tmp_path / "x.txt", make_tokenizer(), tokens=1050, context=50, split="all", bos=False)
+    whole = load_text(tmp_path / "x.txt", make_tokenizer(), tokens=1000, context=50, split="all", bos=False)
+    assert whole.ids.shape == (20, 50)
+
+
+@pytest.mark.parametrize(
+    ("text", "first"),
+    [
+        ("a" * 50 + "\n\n" + "b" * 40, "a" * 50 + "\n\n"),  # at the blank line behind the middle
+        ("a" * 68 + "\n\n" + "b" * 20 + "c" * 10, "a" * 68 + "\n\n"),
+        ("a" * 76 + "\n\n" + "b" * 22, "a" * 50),  # no further than three quarters
+        ("a" * 60 + " " + "b" * 20 + "\n" + "c" * 18, "a" * 60 + " "),
+        ("a" * 10 + "\n\n" + "b" * 40 + " " + "c" * 47, "a" * 10 + "\n\n" + "b" * 38),
+        ("a" * 99, "a" * 49),
+    ],
+)
+def test_halves_meet_at_the_first_mark_behind_the_middle(text: str, first: str) -> None:
+    if text.startswith("a" * 10 + "\n"):
+        first += "bb "  # the blank line lies before the middle, the space behind it
+    assert module._halves(text) == (first, text[len(first) :])
+
+
+def test_repeats_of_more_than_half_of_the_second_half_are_refused() -> None:
+    """Samples of 256 letters, of which as many must be new as make up half of it."""
+    first = "".join(f"{n:04}" for n in range(1000))
+    for share, refused in ((0.4, False), (0.6, True)):
+        old = int(share * len(first))
+        new = "".join(f"{n:04}" for n in range(5000, 6000))[: len(first) - old]
+        whole = first + first[:old] + new
+        if refused:
+            with pytest.raises(LyapunovPruneError, match="repeats itself"):
+                module._require_new("x", whole, whole[len(first) :])
+        else:
+            module._require_new("x", whole, whole[len(first) :])
+    with pytest.raises(LyapunovPruneError, match=r"repeats itself: 100% of its second half"):
+        module._require_new("x", first + first, "")

@@ -70,3 +70,14 @@ def test_bad_activations_are_named_by_layer(ids: torch.Tensor) -> None:
 def test_saves_and_loads(llama: PreTrainedModel, ids: torch.Tensor, tmp_path) -> None:  # type: ignore[no-untyped-def]
     found = block_influence(llama, ids)
     assert str(InfluenceProfile.load(found.save(tmp_path / "bi.json"))) == str(found)
+
+
+def test_the_spread_is_that_of_a_mean_of_windows(llama: PreTrainedModel, ids: torch.Tensor) -> None:
+    found = block_influence(llama, ids)
+    each = np.array([block_influence(llama, window[None]).influence for window in ids])
+    np.testing.assert_allclose(found.windows, each.T, rtol=1e-5)
+    deviation = np.sqrt(((each - each.mean(0)) ** 2).sum(0) / (len(ids) - 1))
+    np.testing.assert_allclose(found.spread, deviation / np.sqrt(len(ids)), rtol=1e-4)
+    one = block_influence(llama, ids[:1])
+    assert np.isnan(one.spread).all()
+    assert one.drawn() is None

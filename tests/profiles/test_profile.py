@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from helpers import make_tiny
@@ -12,9 +14,10 @@ from transformers import PreTrainedModel
 
 from lyapunov_prune.data.batch import TokenBatch
 from lyapunov_prune.errors import LyapunovPruneError
+from lyapunov_prune.profiles import profile
 from lyapunov_prune.profiles.contraction import measure_contraction
 from lyapunov_prune.profiles.influence import block_influence
-from lyapunov_prune.profiles.profile import LayerProfile, profile_layers
+from lyapunov_prune.profiles.profile import HOW, LayerProfile, kept_profile, profile_layers
 
 
 def test_a_profile_knows_what_it_was_measured_on(llama: PreTrainedModel, ids: torch.Tensor) -> None:
@@ -33,3 +36,40 @@ def test_parts_of_two_origins_are_refused(llama: PreTrainedModel, ids: torch.Ten
     path.write_text(json.dumps(mixed))
     with pytest.raises(LyapunovPruneError, match=r"profile\.json does not fit .*two models or texts"):
         LayerProfile.load(path)
+
+
+def test_a_kept_profile_is_measured_once(
+    llama: PreTrainedModel, ids: torch.Tensor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With two seeds, as `profile_layers` measures; anew for other seeds, another way, and where that is asked for."""
+    made = []
+
+    def counted(*arguments: Any, **options: Any) -> LayerProfile:
+        made.append(options)
+        return profile_layers(*arguments, **options)
+
+    monkeypatch.setattr(profile, "profile_layers", counted)
+    batch = TokenBatch(ids, "a book", "calibration", False)
+    path = tmp_path / "profile.json"
+    found = kept_profile(path, llama, batch)
+    assert found.contraction.seeds == (0, 1)
+    wanted = profile_layers(llama, batch, seeds=(0, 1)).contraction
+    np.testing.assert_allclose(found.contraction.rho, wanted.rho)
+    assert (found.contraction.epsilon, found.contraction.method, found.contraction.pooling) == (
+        wanted.epsilon,
+        wanted.method,
+        wanted.pooling,
+    )
+    kept_profile(path, llama, batch)
+    assert len(made) == 1
+    kept_profile(path, llama, batch, seeds=(0,))
+    kept_profile(path, llama, batch, seeds=(0,), how={**HOW, "pooling": "token"})
+    kept_profile(path, llama, batch, seeds=(0,), how={**HOW, "pooling": "token"}, resume=False)
+    assert len(made) == 4
+
+
+def test_a_table_has_both_measurements_of_every_layer(llama: PreTrainedModel, ids: torch.Tensor) -> None:
+    found = profile_layers(llama, ids, seeds=(0,))
+    frame = found.to_frame()
+    np.testing.assert_array_equal(frame["rho"], found.contraction.rho)
+    np.testing.assert_array_equal(frame["block_influence"], found.influence.influence)

@@ -208,3 +208,21 @@ def test_a_spoilt_folder_is_refused(small: Path, fault: Callable[[Path], None], 
     with pytest.raises(LyapunovPruneError, match=message) as refused:
         lyapunov_prune.load(small)
     assert "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("cuts", "told", "untold"),
+    [
+        (Cuts(attention=(0, 3)), "6 layers, 2 of which lost their attention and 0 of which", "The feed-forward blocks"),
+        (Cuts(merged={1: (W, None)}), "The feed-forward blocks of layers 1, for each of which", "The attention of"),
+    ],
+)
+def test_the_card_names_what_is_gone_and_nothing_else(
+    cuts: Cuts, told: str, untold: str, reader: PreTrainedModel, tmp_path: Path
+) -> None:
+    made = make_compact(reader, cuts)
+    compact_checkpoint._describe(tmp_path, reader, made, cuts, GateReport(()))
+    card = (tmp_path / "README.md").read_text()
+    assert told in card
+    assert untold not in card
+    assert f"{made.num_parameters():,} parameters of {reader.num_parameters():,} are left" in " ".join(card.split())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import multiprocessing
 import os
@@ -504,3 +505,8 @@ def test_several_gigabytes_need_no_more_memory_than_a_tensor(
 
 def raw(tensor: Any) -> memoryview:
     return memoryview(np.memmap(tensor.file, np.uint8, "r", tensor.start, (tensor.size,)))
+
+
+def test_without_a_word_a_file_holds_five_gigabytes() -> None:
+    assert inspect.signature(shards.prune_on_disk).parameters["shard_bytes"].default == 5_000_000_000
+    assert shards.COPIES == 3

@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from helpers import LAYERS, make_tiny
@@ -15,6 +16,7 @@ from hypothesis import strategies as st
 from transformers import PreTrainedModel
 
 from lyapunov_prune import LyapunovPruneError, PruningPlan, measure_contraction, rank_layers, remove_layers
+from lyapunov_prune.data.batch import as_batch
 from lyapunov_prune.pruning.plan import as_plan
 
 
@@ -83,3 +85,76 @@ def test_not_one_layer_is_tied_nor_three(tied: tuple[int, ...], llama: PreTraine
     """Edited by hand, such a plan ended in a traceback where it was shown."""
     with pytest.raises(LyapunovPruneError, match="two layers have one score or none, not "):
         replace(PruningPlan.given(llama, [0]), tied=tied)
+
+
+def test_every_layer_goes_once(llama: PreTrainedModel) -> None:
+    plan = PruningPlan.given(llama, [4, 1], drop_attention=[2], drop_mlp=[3], drop_activation=[0], reduction="affine")
+    assert (plan.remove, plan.kept, plan.touched) == ((1, 4), (0, 2, 3, 5), (0, 1, 2, 3, 4))
+    assert plan.drops_parts
+    frame = plan.to_frame()
+    columns = {"removed": [1, 4], "no_attention": [2], "no_mlp": [3], "no_activation": [0]}
+    assert {name: np.flatnonzero(frame[name]).tolist() for name in columns} == columns
+    for part in ("drop_attention", "drop_mlp", "drop_activation"):
+        named = {part: [1], "reduction": "affine" if part == "drop_activation" else None}
+        with pytest.raises(LyapunovPruneError, match="layer 1 is removed whole"):
+            PruningPlan.given(llama, [1], **named)
+        assert PruningPlan.given(llama, [], **named).drops_parts
+        with pytest.raises(LyapunovPruneError, match="mending closes the gaps of whole layers"):
+            PruningPlan.given(llama, [], **named).require_gaps()
+    with pytest.raises(LyapunovPruneError, match="the MLP of layer 2 goes, its activation with it"):
+        PruningPlan.given(llama, drop_mlp=[2], drop_activation=[2], reduction="affine")
+    PruningPlan.given(llama, drop_attention=[2], drop_activation=[2], reduction="affine")
+    whole = PruningPlan.given(llama, [1])
+    whole.require_gaps()
+    assert not whole.drops_parts
+    assert "no_attention" not in whole.to_frame()
+
+
+def test_activations_and_reductions_go_together(llama: PreTrainedModel) -> None:
+    with pytest.raises(LyapunovPruneError, match="reduction affine is of dropped activations, and none is"):
+        PruningPlan.given(llama, [1], reduction="affine")
+    with pytest.raises(LyapunovPruneError, match="without a reduction"):
+        PruningPlan.given(llama, drop_activation=[1])
+    with pytest.raises(LyapunovPruneError, match="by the unknown reduction 'cubic'"):
+        PruningPlan.given(llama, drop_activation=[1], reduction="cubic")
+
+
+def test_whole_periods_begin_with_the_first_layer(llama: PreTrainedModel) -> None:
+    PruningPlan.given(llama, [2, 3]).require_periods(2)
+    PruningPlan.given(llama, [0, 1, 4, 5]).require_periods(2)
+    PruningPlan.given(llama, [5]).require_periods(1)
+    with pytest.raises(LyapunovPruneError, match="layer 1 leaves and layer 0 of the same period stays; name all of"):
+        PruningPlan.given(llama, [1, 2]).require_periods(2)
+    with pytest.raises(LyapunovPruneError, match=r"layer 3 leaves and layer 5 .* all of layers 3 to 5 or none"):
+        PruningPlan.given(llama, [3, 4]).require_periods(3)
+
+
+def test_a_plan_shows_scores_and_ranks(llama: PreTrainedModel) -> None:
+    scores = np.array([0.5, 0.1, np.nan, 0.1, 0.9, 0.2])
+    picked = np.array([0.0, 1.0, 0.0, 0.1, 0.0999, 0.4])
+    plan = replace(PruningPlan.given(llama, [1]), criterion="bi", scores=scores, picked=picked, below_floor=(3,))
+    frame = plan.to_frame()
+    assert frame["rank"].tolist() == [3, 0, 5, 1, 4, 2]
+    assert frame["picked"].tolist() == picked.tolist()
+    assert np.flatnonzero(frame["below_floor"]).tolist() == [3]
+    # Of a tenth of the draws on a layer that stays is named, the likeliest first.
+    assert plan.stability().endswith("1 (100%); left, and picked as well: 5 (40%), 3 (10%)")
+    alone = replace(plan, picked=np.eye(6)[1])
+    assert alone.stability() == "How often each is picked when the windows are drawn anew: 1 (100%)"
+    assert "Layer 0 is at an end" in replace(plan, remove=(0,)).stability()
+    assert "Layer 5 is at an end" in replace(plan, remove=(5,)).stability()
+    assert "at an end" not in replace(plan, remove=(4,)).stability()
+    assert "at an end" not in replace(plan, remove=(0,), criterion="rho").stability()
+
+
+def test_a_sentence_says_what_goes_and_what_it_saves(llama: PreTrainedModel) -> None:
+    plan = PruningPlan.given(llama, [1], drop_attention=[2])
+    assert "saves no time or memory" in plan.sentence()
+    assert "in a compact checkpoint a part of a layer is gone" in plan.sentence("compact")
+    assert "1 of 6 layers of" in plan.sentence()
+    assert "the attention of 1 of 6 layers" in plan.sentence()
+    assert "checkpoint" not in PruningPlan.given(llama, [1]).sentence()
+    assert "(alpha 0.25)" in replace(plan, criterion="blend", alpha=0.25).sentence()
+    seen = plan.seen_on(as_batch(llama, torch.ones(1, 4, dtype=torch.int64)).measured_on(llama))
+    assert len(seen.measured_on) == 1
+    assert seen.seen_on(seen.measured_on[0]) is seen

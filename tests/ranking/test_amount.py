@@ -14,7 +14,7 @@ from helpers import make_tiny
 from scipy.special import rel_entr, softmax
 from transformers import PreTrainedModel
 
-from lyapunov_prune import LyapunovPruneError
+from lyapunov_prune import LyapunovPruneError, NonFiniteError
 from lyapunov_prune.compression.compress import compress
 from lyapunov_prune.predictions import divergence as divergence_module
 from lyapunov_prune.ranking import BudgetedCompression, amount_under_budget
@@ -110,3 +110,12 @@ def test_refusals(ids: torch.Tensor) -> None:
         amount_under_budget(model, ids, 1.0, method="no")
     with pytest.raises(LyapunovPruneError, match="unknown allocation 'no'"):
         amount_under_budget(model, ids, 1.0, method="wanda", allocation="no")
+
+
+def test_a_dense_model_that_is_not_finite_is_named_by_its_layer(ids: torch.Tensor) -> None:
+    model: Any = make_tiny("llama")
+    with torch.no_grad():
+        model.model.layers[2].input_layernorm.weight[0] = torch.nan
+    with pytest.raises(NonFiniteError) as caught:
+        amount_under_budget(model, ids, 0.1, method="magnitude")
+    assert caught.value.layer == 3

@@ -15,7 +15,8 @@ from transformers import PreTrainedModel
 
 import lyapunov_prune as lp
 from lyapunov_prune.forward.reading import read
-from lyapunov_prune.ranking.candidates import SOURCES, Layers, least, nearest_runs, swaps, turned
+from lyapunov_prune.mending.mend import TRIALS
+from lyapunov_prune.ranking.candidates import SOURCES, Cost, Layers, _expected, least, nearest_runs, swaps, turned
 
 SIZE = 7
 FREE = tuple(range(LAYERS))
@@ -92,3 +93,56 @@ def test_layers_that_cost_much_where_they_were_tried_come_last() -> None:
     found = list(swaps((0, 2), tuple(range(SIZE)), tried, distance))
     assert found[-1] == (2, 4)
     assert {*found[0]} & {1, 6}
+
+
+def ridge(tried: dict[Layers, float], distance: np.ndarray, wanted: list[Layers]) -> np.ndarray:
+    """A weight a layer by ridge regression in its usual form, the intercept taken as the mean of what is left over."""
+
+    def base(layers: Layers) -> float:
+        runs = [[layers[0]]]
+        for layer in layers[1:]:
+            runs[-1].append(layer) if layer == runs[-1][-1] + 1 else runs.append([layer])
+        return float(np.log(max(sum(distance[run[0], run[-1] + 1] for run in runs), 1e-9)))
+
+    finite = {layers: loss for layers, loss in tried.items() if np.isfinite(loss)}
+    X = np.array([[float(layer in layers) for layer in range(SIZE)] for layers in finite])
+    y = np.array([np.log(max(loss, 1e-3)) - base(layers) for layers, loss in finite.items()])
+    w = np.linalg.solve(X.T @ X + 0.3 * np.eye(SIZE), X.T @ (y - y.mean()))
+    return np.array([base(layers) + sum(w[layer] for layer in layers) for layers in wanted])
+
+
+@settings(max_examples=50)
+@given(DISTANCES, st.integers(0, 2**32 - 1))
+def test_what_a_swap_should_cost_is_a_ridge_regression(distance: np.ndarray, seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    distance = distance.copy()
+    distance[2, 3] = 0  # a layer that does nothing
+    sets = list(combinations(FREE, 2))
+    rng.shuffle(sets)
+    tried = {tuple(s): float(loss) for s, loss in zip(sets[:6], rng.exponential(size=6), strict=True)}
+    tried[tuple(sets[0])], tried[tuple(sets[1])] = float("inf"), -0.5  # no loss, and one below the dense
+    wanted = [tuple(s) for s in sets[6:]] + [(2,)]
+    np.testing.assert_allclose(_expected(wanted, tried, distance), ridge(tried, distance, wanted), rtol=1e-9)
+
+
+def test_what_a_part_of_a_forward_costs() -> None:
+    """Ten layers of a tenth of 0.8 each, the head 0.2, twice as many tokens scored as checked."""
+    cost = Cost(0.8, 10, 2.0)
+    assert cost.head == pytest.approx(0.2)
+    assert cost.without((), 0) == pytest.approx(1)
+    assert cost.without((3, 4), 0) == pytest.approx(0.8 * 8 / 10 + 0.2)
+    assert cost.without((3, 4), 4) == pytest.approx(0.8 * 5 / 10 + 0.2)  # from layer 4 on, which is passed over
+    assert cost.without((3, 4), 5) == pytest.approx(0.8 * 5 / 10 + 0.2)
+    trials = (0.8 * 5 / 10 + 0.2) + (0.8 * 2 / 10 + 0.2)  # from 2 on without 3, 4 and 8; from 7 on without 8
+    assert cost.mending((3, 4, 8), 0.25) == pytest.approx(2.0 * (2 * 0.8 + 0.25 * TRIALS * trials))
+    # Clean and two seeds, with Block Influence a fourth row; every layer again after each that went.
+    assert SOURCES["rho"].cost(cost, 3) == pytest.approx(0.8 * 4)
+    assert SOURCES["bi anew"].cost(cost, 3) == pytest.approx(0.8 * (10 + 9 + 8) / 10)
+    # Dense, and from every layer on: of ten layers nine, eight … none are run, five and a half of eleven on the mean.
+    assert SOURCES["kl"].cost(cost, 3) == pytest.approx(11 * (0.8 / 2 + 0.2))
+
+
+def test_the_cost_is_of_the_parameters_that_multiply(llama: PreTrainedModel, ids: torch.Tensor) -> None:
+    cost = Cost.of(read(llama, ids[:1]), read(llama, ids))
+    inside = sum(p.numel() for name, p in llama.named_parameters() if ".layers." in name)
+    assert cost == Cost(inside / (inside + 97 * 32), LAYERS, 3.0)

@@ -1,0 +1,158 @@
+"""The criteria as formulas of what was measured, and what is refused at the very edge."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.extra.numpy import arrays
+
+from lyapunov_prune.errors import LyapunovPruneError
+from lyapunov_prune.ranking.criteria import (
+    CRITERIA,
+    DEFAULT,
+    SEARCH,
+    _robust,
+    free_layers,
+    protected_layers,
+    require_budget,
+    require_compares_mended,
+    require_count,
+    require_criterion,
+    require_known_count,
+    require_part,
+    require_profiled,
+    require_streamed,
+    require_temperature_of,
+)
+
+
+def robust(x: np.ndarray) -> np.ndarray:
+    """Quartiles by hand: at (n − 1) k / 4 of the sorted, between two of them linear."""
+    ordered = np.sort(x)
+
+    def at(share: float) -> float:
+        place = share * (len(x) - 1)
+        low = int(np.floor(place))
+        return float(ordered[low] + (place - low) * (ordered[min(low + 1, len(x) - 1)] - ordered[low]))
+
+    span = at(0.75) - at(0.25)
+    if span <= 1e-12 * (ordered[-1] - ordered[0]):
+        span = ordered[-1] - ordered[0]
+    return (x - at(0.5)) / (span or 1)
+
+
+@settings(max_examples=100)
+@given(arrays(np.float64, st.integers(1, 9), elements=st.floats(-100, 100, width=16)))
+def test_a_blend_is_about_the_median_by_the_quartiles(x: np.ndarray) -> None:
+    np.testing.assert_allclose(_robust(x), robust(x), rtol=1e-9, atol=1e-9)
+    np.testing.assert_allclose(_robust(np.stack([x, 2 * x + 1])), [robust(x), robust(2 * x + 1)], rtol=1e-9, atol=1e-9)
+    score, bi = CRITERIA["blend"].score, np.linspace(0, 1, len(x)) ** 2
+    assert score is not None
+    for alpha in (0.0, 0.3, 1.0):
+        wanted = alpha * robust(np.abs(x - 1)) + (1 - alpha) * robust(bi)
+        np.testing.assert_allclose(score({"rho": x, "bi": bi}, alpha), wanted, rtol=1e-9, atol=1e-9)
+
+
+def test_equal_quartiles_go_by_the_whole_range() -> None:
+    assert _robust(np.array([0.0, 0, 0, 0, 5])).tolist() == [0, 0, 0, 0, 1]
+    assert _robust(np.array([3.0, 3, 3])).tolist() == [0, 0, 0]
+
+
+def test_scores_are_their_formulas() -> None:
+    values = {"rho": np.array([0.5, 1.25, 1.0]), "bi": np.array([0.1, 0.3, 0.2]), "variance": np.array([3.0, 1, 2])}
+    values |= {"layer": np.arange(3.0), "lot": np.array([2, 0, 1])}
+    found = {name: c.score(values, 0.5).tolist() for name, c in CRITERIA.items() if c.score and name != "blend"}
+    assert found == {
+        "rho": [0.5, 0.25, 0],
+        "bi": [0.1, 0.3, 0.2],
+        "kl": [3, 1, 2],
+        "from-end": [2, 1, 0],
+        "random": [2, 0, 1],
+    }
+
+
+def test_counts_at_the_edge() -> None:
+    require_count(5, 6)
+    require_count(6, 6, "mlp")
+    require_count(1, 2)
+    for remove, what, most in ((6, "layers", 5), (0, "layers", 5), (7, "mlp", 6), (-1, "attention", 6)):
+        with pytest.raises(LyapunovPruneError, match=f"give 1 to {most}"):
+            require_count(remove, 6, what)
+
+
+def test_protected_layers_at_the_edge() -> None:
+    assert protected_layers(6, (-1, 0, 5, -6, 2)) == (0, 2, 5)
+    assert free_layers(6, (-1, 0)) == (1, 2, 3, 4)
+    assert protected_layers(6, (0, 1, 2), 3) == (0, 1, 2)
+    with pytest.raises(LyapunovPruneError, match="3 layers are left to remove beside the protected, and 4 should go"):
+        protected_layers(6, (0, 1, 2), 4)
+    for outside in (6, -7):
+        with pytest.raises(LyapunovPruneError, match=f"layer {outside} to protect does not exist; the layers are 0 to"):
+            protected_layers(6, (1, outside))
+
+
+def test_numbers_at_the_edge() -> None:
+    for alpha in (0, 1):
+        require_criterion("bi", alpha)
+    for alpha in (-0.001, 1.001, np.nan):
+        with pytest.raises(LyapunovPruneError, match=r"outside \[0, 1\]"):
+            require_criterion("bi", alpha)
+    require_budget(1e-300)
+    for budget in (0.0, -1.0, np.nan):
+        with pytest.raises(LyapunovPruneError, match="removes nothing"):
+            require_budget(budget)
+    require_temperature_of("kl", 0.5)
+    require_temperature_of("bi", 1)
+    for temperature in (0.0, -1.0, np.inf, np.nan):
+        with pytest.raises(LyapunovPruneError, match="is no temperature"):
+            require_temperature_of("kl", temperature)
+    for temperature in (0.5, 2.0):
+        with pytest.raises(LyapunovPruneError, match="criterion bi knows no temperature"):
+            require_temperature_of("bi", temperature)
+
+
+def test_who_ranks_what() -> None:
+    """Of each rule the criteria that pass it, as the guide lists them."""
+
+    def passing(check: object, *arguments: object) -> set[str]:
+        assert callable(check)
+        found = set()
+        for name in CRITERIA:
+            try:
+                check(*(name if a is None else a for a in arguments))
+            except LyapunovPruneError:
+                continue
+            found.add(name)
+        return found
+
+    everywhere = {"bi", "kl", "from-end", "random"}
+    assert passing(require_part, "mlp", None) == passing(require_part, "attention", None) == everywhere
+    assert passing(require_part, "layers", None) == set(CRITERIA)
+    assert passing(require_part, "activation", None) == set()
+    require_part("activation")
+    with pytest.raises(LyapunovPruneError, match="unknown --what"):
+        require_part("heads")
+    alone = set(CRITERIA) - {"angular", "oracle", "best"}
+    known = [
+        passing(lambda name, n=n, p=p: require_known_count(name, n, p), None) for n, p in ((None, False), (2, True))
+    ]
+    assert known == [alone, alone]
+    assert passing(lambda name: require_known_count(name, 2), None) == set(CRITERIA)
+    streamed = {"rho", "bi", "blend", "angular", "from-end", "random"}
+    assert passing(require_streamed, None) == streamed
+    assert passing(require_streamed, None, "mlp") == {"bi", "from-end", "random"}
+    assert passing(require_profiled, None) == {"rho", "bi", "blend", "from-end", "random"}
+    assert passing(require_profiled, None, "mlp") == set()
+
+
+def test_what_the_guide_says_is_taken_where_nothing_is_given() -> None:
+    assert (DEFAULT, SEARCH) == ("bi", 20)
+
+
+def test_only_a_search_among_sets_compares_mended_ones() -> None:
+    require_compares_mended("best")
+    for name in set(CRITERIA) - {"best"}:
+        with pytest.raises(LyapunovPruneError, match=f"criterion {name} compares no sets of layers; with mend give"):
+            require_compares_mended(name)
