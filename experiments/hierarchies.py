@@ -12,13 +12,15 @@ from typing import Any, TypeVar
 import numpy as np
 import pandas as pd
 import torch
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 import lyapunov_prune as lp
 from experiments import statements
 from experiments.common import job_folder
 from lyapunov_prune.cli.inputs import folder_name
+from lyapunov_prune.data.choices import ChoiceItem, tokenize
 from lyapunov_prune.data.text import adds_bos
+from lyapunov_prune.linalg import lift
 from lyapunov_prune.results.once import once
 from lyapunov_prune.results.result import MeasuredOn, Result, encode
 
@@ -106,6 +108,17 @@ def makers(loaded: lp.models.Loaded, calibration: lp.TokenBatch) -> dict[str, Ca
         "4 bits, groups of 64": partial(compress, method="rtn", bits=4, group_size=64),
         "8 bits, a row": partial(compress, method="rtn", bits=8),
     }
+
+
+@torch.no_grad()
+def taken(model: PreTrainedModel, item: ChoiceItem, tokenizer: PreTrainedTokenizerBase) -> int:
+    """The choice of largest log-likelihood per character, as `compare_choices` has it, of one model alone."""
+    ids, lengths, shared = tokenize(item, tokenizer)
+    ids = ids.to(model.device)
+    log_p = lift(model(ids).logits[:, shared - 1 : -1]).log_softmax(-1)
+    each = log_p.gather(-1, ids[:, shared:, None])[..., 0]
+    sums = [float(row[: length - shared].sum()) for row, length in zip(each, lengths, strict=True)]
+    return int(np.argmax(np.array(sums) / np.array([len(choice) for choice in item.choices])))
 
 
 def interval(values: np.ndarray) -> np.ndarray:

@@ -69,6 +69,7 @@ EXAMINED = [
     "39_healing_time",
     "40_healed_spaces",
     "41_sampled_decoding",
+    "42_verdicts",
 ]
 
 

@@ -2,7 +2,7 @@
 
     python experiments/16_spaces/run.py [--model MODEL]
 
-Figures 4, 5, 6 and 11 of the paper. Writes spaces.json and the figures beside this file.
+Figures 4, 5, 6, 11, 18, 20 and 21 of the paper. Writes spaces.json and the figures beside this file.
 """
 
 from collections.abc import Iterable, Sequence
@@ -351,6 +351,7 @@ def written(folder: Path = HERE) -> dict[str, str]:
         "setting": setting(found),
         "similarity": similarity(found["layers"], found["layer of the steps and temperatures"]),
         "estimates": estimates(found),
+        "variances": variances(found["layers"]),
         "checked": checked(found),
         "bounds": bounds(found),
         "verdict": against_the_paper(found),
@@ -401,6 +402,21 @@ def estimates(found: dict[str, Any]) -> str:
     )
 
 
+def variances(layers: pd.DataFrame) -> str:
+    """Figures 20 and 21: Var_r(Δz) over the squared parts of the change across h and across z, all means over steps."""
+    rows: list[list[object]] = []
+    for what, part in layers.groupby("what", sort=False):
+        inner = middle(part)
+        shown = ((f"layer {n}", part[part.layer == n]) for n in (0, part.layer.max()))
+        for name, some in (*shown, (f"layers {inner.layer.min()} to {inner.layer.max()}, median", inner)):
+            variance = 2 * some.probability_estimate
+            across = (variance / (2 * some[f"{space}_estimate"]) for space in ("hidden", "logit"))
+            both = (variance, 2 * some.kl_estimate)
+            rows.append([f"{NAMES[what]}, {name}", *(float(x.median()) for x in (*both, *across))])
+    head = ["left out", "Var_r(Δz)", "Var_p(Δz)", "Var_r / (‖Δh⊥‖/‖h‖)²", "Var_r / (‖Δz⊥‖/‖z‖)²"]
+    return table(head, rows)
+
+
 def checked(found: dict[str, Any]) -> str:
     violations = found["violations"]
     said = "**no violation**" if violations == 0 else f"**{violations:,} violations**"
@@ -420,7 +436,13 @@ def bounds(found: dict[str, Any]) -> str:
 def against_the_paper(found: dict[str, Any]) -> str:
     at, layers = found["layer of the steps and temperatures"], found["layers"]
     parts = {what: layers[layers.what == what].set_index("layer", drop=False) for what in PARTS}
-    return bullets(*of_spaces(parts, at), *of_estimates(found, parts), of_the_mean(found), of_temperatures(found, at))
+    return bullets(
+        *of_spaces(parts, at),
+        *of_estimates(found, parts),
+        of_the_mean(found),
+        of_the_variance(parts),
+        of_temperatures(found, at),
+    )
 
 
 def of_spaces(parts: dict[str, pd.DataFrame], at: int) -> list[str]:
@@ -470,6 +492,21 @@ def of_estimates(found: dict[str, Any], parts: dict[str, pd.DataFrame]) -> list[
             f"{', which makes nearly all of the state' if mlp.hidden > 0.9 else ''}: measured {short(mlp.hidden)}.",
         ),
     ]
+
+
+def of_the_variance(parts: dict[str, pd.DataFrame]) -> str:
+    """Theorem 2: the variance beside the squared part of the change across the state, last layer and inner ones."""
+    last, inner = [], []
+    for part in parts.values():
+        over = part.probability_estimate / part.hidden_estimate
+        last.append(float(over.iloc[-1]))
+        inner.append(float(over[middle(part).index].median()))
+    return verdict(
+        min(inner) > 1 and all(a > b for a, b in zip(last, inner, strict=True)),
+        "the variance of Δz is large beside the squared part of the change across the state, and most so in the last "
+        f"layer: {' and '.join(map(short, last))} times it there, {' and '.join(map(short, inner))} in the median of "
+        "inner layers (attention and MLP).",
+    )
 
 
 def of_the_mean(found: dict[str, Any]) -> str:

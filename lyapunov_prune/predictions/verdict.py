@@ -234,8 +234,13 @@ def _generation(found: GenerationDivergence, history: HistoryDivergence) -> Kind
     )
 
 
-def _interval(mean: float, n: int) -> dict[str, float]:
+def wilson(mean: float, n: int) -> tuple[float, float]:
     """Wilson's 95 % interval; of numbers between 0 and 1, whose variance is at most `mean (1 − mean)`."""
     centre = (mean + _Z**2 / (2 * n)) / (1 + _Z**2 / n)
     half = _Z / (1 + _Z**2 / n) * np.sqrt(mean * (1 - mean) / n + _Z**2 / (4 * n**2))
-    return {"low": float(max(0.0, centre - half)), "high": float(min(1.0, centre + half))}
+    return float(max(0.0, centre - half)), float(min(1.0, centre + half))
+
+
+def _interval(mean: float, n: int) -> dict[str, float]:
+    low, high = wilson(mean, n)
+    return {"low": low, "high": high}
