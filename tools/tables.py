@@ -39,6 +39,7 @@ TABLES: dict[str, Mapping[str, Any]] = {
 }
 MODULES = {
     "abstract": "experiments.abstract",
+    "attacks": "attacks",
     "benchmarks": "benchmarks.results",
     "differences": "experiments.differences",
     "mutants": "mutants",
