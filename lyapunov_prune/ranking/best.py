@@ -26,7 +26,7 @@ from lyapunov_prune.results.store import Store
 from lyapunov_prune.sensitivity.sweep import Job, Sweep, badness
 
 _LEAST_WINDOWS = 4
-_PAYS = 0.05  # p below which a swap is believed
+PAYS = 0.05  # p below which a swap is believed
 
 
 @checked
@@ -208,7 +208,7 @@ class _Walk:
             p_value = np.nan_to_num(stats.ttest_rel(windows, current.windows, alternative="less").pvalue, nan=1.0)
             goes, stays = set(promising) - set(current.layers), set(current.layers) - set(promising)
             self._add(f"{goes.pop()} for {stays.pop()}", promising, windows, float(p_value))
-            if p_value < _PAYS:
+            if p_value < PAYS:
                 self.best = len(self.tried) - 1
 
     def _price(self, layers: Layers, before: int = 0) -> float:
