@@ -71,6 +71,7 @@ EXAMINED = [
     "41_sampled_decoding",
     "42_verdicts",
     "44_healing_ways",
+    "45_search_curve",
 ]
 
 
