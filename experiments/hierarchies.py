@@ -110,6 +110,20 @@ def makers(loaded: lp.models.Loaded, calibration: lp.TokenBatch) -> dict[str, Ca
     }
 
 
+def patterned(loaded: lp.models.Loaded, calibration: lp.TokenBatch) -> dict[str, Callable[[], PreTrainedModel]]:
+    """The models of the paper's Figures 3 and 9, half of the weights gone, alone or so many of so many kept."""
+
+    def compress(method: str, **setting: Any) -> PreTrainedModel:
+        return lp.compress(loaded.model, calibration, method=method, **setting).model
+
+    ways: dict[str, dict[str, Any]] = {"50 %": {"sparsity": 0.5}, "4:8": {"pattern": "4:8"}, "2:4": {"pattern": "2:4"}}
+    return {
+        f"{label} {way}": partial(compress, method, **setting)
+        for label, method in (("Wanda", "wanda"), ("SparseGPT", "sparsegpt"))
+        for way, setting in ways.items()
+    }
+
+
 @torch.no_grad()
 def taken(model: PreTrainedModel, item: ChoiceItem, tokenizer: PreTrainedTokenizerBase) -> int:
     """The choice of largest log-likelihood per character, as `compare_choices` has it, of one model alone."""

@@ -70,6 +70,7 @@ EXAMINED = [
     "40_healed_spaces",
     "41_sampled_decoding",
     "42_verdicts",
+    "43_patterns",
     "44_healing_ways",
     "45_search_curve",
 ]
