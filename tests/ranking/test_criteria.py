@@ -140,7 +140,7 @@ def test_who_ranks_what() -> None:
     ]
     assert known == [alone, alone]
     assert passing(lambda name: require_known_count(name, 2), None) == set(CRITERIA)
-    streamed = {"rho", "bi", "blend", "angular", "from-end", "random"}
+    streamed = {"rho", "bi", "blend", "angular", "kl", "from-end", "random"}
     assert passing(require_streamed, None) == streamed
     assert passing(require_streamed, None, "mlp") == {"bi", "from-end", "random"}
     assert passing(require_profiled, None) == {"rho", "bi", "blend", "from-end", "random"}
