@@ -16,7 +16,17 @@ from transformers import PreTrainedModel
 import lyapunov_prune as lp
 from lyapunov_prune.forward.reading import read
 from lyapunov_prune.mending.mend import TRIALS
-from lyapunov_prune.ranking.candidates import SOURCES, Cost, Layers, _expected, least, nearest_runs, swaps, turned
+from lyapunov_prune.ranking.candidates import (
+    SOURCES,
+    Cost,
+    Layers,
+    _expected,
+    by_direction,
+    least,
+    nearest_runs,
+    swaps,
+    turned,
+)
 
 SIZE = 7
 FREE = tuple(range(LAYERS))
@@ -39,6 +49,15 @@ def test_the_nearest_runs_are_those_of_brute_force(
     if found is not None:
         assert found in possible
         assert turned(distance, found) == pytest.approx(min(turned(distance, s) for s in possible))
+
+
+def test_runs_are_proposed_one_two_and_three_at_a_time() -> None:
+    distance = np.full((SIZE + 1, SIZE + 1), 9.0)
+    for begin, end, turn in ((1, 4, 1.0), (0, 2, 0.3), (3, 4, 0.4), (0, 1, 0.1), (2, 3, 0.1), (6, 7, 0.1)):
+        distance[begin, end] = turn
+    found = by_direction(distance, 3, tuple(range(SIZE)))
+    assert (found["angular"], found["2 runs"], found["3 runs"]) == ((1, 2, 3), (0, 1, 6), (0, 2, 6))
+    assert found["bi"] == (0, 2, 6)
 
 
 def test_one_run_is_that_of_the_angular_criterion(llama: PreTrainedModel, ids: torch.Tensor) -> None:
