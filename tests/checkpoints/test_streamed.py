@@ -15,7 +15,7 @@ from helpers import make_tiny
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 import lyapunov_prune as lp
-from lyapunov_prune.checkpoints import streamed as streaming
+from lyapunov_prune.checkpoints import layer_stream as streaming
 from lyapunov_prune.checkpoints.outline import Outline
 from lyapunov_prune.checkpoints.streamed import load_streamed
 from lyapunov_prune.errors import LyapunovPruneError, NonFiniteError

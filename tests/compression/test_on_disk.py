@@ -16,8 +16,8 @@ from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 import lyapunov_prune as lp
+from lyapunov_prune.checkpoints import layer_stream as streaming
 from lyapunov_prune.checkpoints import shards
-from lyapunov_prune.checkpoints import streamed as streaming
 from lyapunov_prune.checkpoints.outline import Outline
 from lyapunov_prune.checkpoints.saving import write_model
 from lyapunov_prune.compression import CompressionReport

@@ -13,7 +13,7 @@ from families.zoo import ZOO, make_zoo
 from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 
 import lyapunov_prune as lp
-from lyapunov_prune.checkpoints import streamed as streaming
+from lyapunov_prune.checkpoints import layer_stream as streaming
 from lyapunov_prune.checkpoints.streamed import load_streamed
 from lyapunov_prune.compression.on_disk import compress_on_disk
 from lyapunov_prune.errors import LyapunovPruneError

@@ -1,0 +1,210 @@
+"""What reads the layers of a streamed model: each just before it runs, in the place of the one before.
+
+A forward reads the files once, however many windows it carries: all of them go through a layer together, a piece of the
+batch after the other. What a layer is given beside the state (masks, positions) is what the model's own forward hands
+it for the rows of that piece: a twin of the model, with layers that compute nothing, is asked.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from lyapunov_prune.checkpoints.outline import Outline, layer_of
+from lyapunov_prune.checkpoints.twin import Twin
+from lyapunov_prune.errors import LyapunovPruneError
+from lyapunov_prune.forward.hooks import hidden_of, layer_input, with_input
+from lyapunov_prune.models.device import require_room
+from lyapunov_prune.models.streamed import Visit
+from lyapunov_prune.models.structure import Structure
+
+TOKENS = 4096  # that go through a layer at once, or one window; what a layer computes with stays in memory so long
+# Bytes that an entry of the states takes beside what a layer is given and what it returns: of three in float32.
+_BESIDE = 12
+# Largest relative deviation of a token's state, whole batch against pieces; the kernels round as the shapes tell them.
+_SAME = {torch.float64: 1e-9, torch.float32: 1e-4, torch.bfloat16: 5e-2, torch.float16: 1e-2}
+
+
+class LayerStream:
+    """Reads the layers of `model`, and leads every forward of it through them."""
+
+    def __init__(self, outline: Outline, model: PreTrainedModel, structure: Structure, device: str) -> None:
+        self.digests = outline.identity.weights
+        self.passes = 0  # how often the first layer was read: forwards, as a rule
+        self._outline, self._structure, self._device = outline, structure, device
+        self._kind, self._dtype = type(model).__name__, model.dtype
+        meant: dict[str, Any] = outline.model.state_dict(keep_vars=True)
+        self._meant: list[dict[str, Any]] = [{} for _ in structure.layers]
+        for name, tensor in meant.items():
+            layer = layer_of(name, structure)
+            if layer is not None:
+                self._meant[layer][name.removeprefix(f"{structure.layers_path}.{layer}.")] = tensor
+        self._held: int | None = None
+        self._before: list[tuple[dict[str, Any], str, Any]] = []  # what stood where the tensors of the held layer stand
+        self._trying = False
+        self._visit: Visit | None = None
+        self._call: tuple[nn.Module, tuple[Any, ...], dict[str, Any]] | None = None
+        self._twin = Twin(model, structure)
+        for entered, twin in self._twin.pairs:
+            entered.register_forward_pre_hook(self._enters(twin), with_kwargs=True)
+            entered.register_forward_hook(self._leaves(twin), always_call=True)
+        for index, each in enumerate(structure.layers):
+            module: Any = each
+            module.forward = self._forward(index, module.forward)
+
+    def hold(self, layer: int) -> None:
+        if self._held == layer:
+            return
+        self.release()
+        self.passes += layer == 0
+        module, made = self._structure.layers[layer], dict[int, torch.Tensor]()
+        for inside, meant in self._meant[layer].items():
+            path, _, key = inside.rpartition(".")
+            owner = module.get_submodule(path)
+            slots: dict[str, Any] = owner._parameters if key in owner._parameters else owner._buffers
+            if id(meant) not in made:
+                name = f"{self._structure.layers_path}.{layer}.{inside}"
+                made[id(meant)] = read_tensor(self._outline, name, meant, self._device)
+            self._before.append((slots, key, slots[key]))
+            slots[key] = made[id(meant)]
+        self._held = layer
+
+    def release(self) -> None:
+        while self._before:
+            slots, key, before = self._before.pop()
+            slots[key] = before
+        self._held = None
+
+    @contextmanager
+    def trial(self) -> Iterator[None]:
+        """Forwards inside the block run every layer whole and row by row, and compare."""
+        self._trying = True
+        try:
+            yield
+        finally:
+            self._trying = False
+
+    @contextmanager
+    def visiting(self, visit: Visit) -> Iterator[None]:
+        self._visit = visit
+        try:
+            yield
+        finally:
+            self._visit = None
+
+    def finish(self, ids: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
+        return self._twin.finish(ids, hidden)
+
+    def _forward(self, index: int, inner: Any) -> Any:
+        """What the layer does in the place of `inner`, its own forward."""
+
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            self.hold(index)
+            hidden = layer_input(args, kwargs)
+            at_once = max(1, TOKENS // hidden.shape[1])
+            split = len(hidden) > at_once and not self._trying
+
+            def run(state: torch.Tensor) -> Iterator[torch.Tensor]:
+                if split:
+                    yield from (hidden_of(output) for _, output in self._pieces(index, inner, state, at_once))
+                else:
+                    again, others = with_input(args, kwargs, state)
+                    yield hidden_of(inner(*again, **others))
+
+            if self._visit is not None:
+                self._visit(index, hidden, run)
+            if split:
+                return self._in_pieces(index, inner, hidden, at_once)
+            output = inner(*args, **kwargs)
+            if not isinstance(output, torch.Tensor):
+                self._twin.widths[index] = len(output)
+            if self._trying:
+                self._try(index, inner, hidden, hidden_of(output))
+            return output
+
+        return forward
+
+    def _in_pieces(self, index: int, inner: Any, hidden: torch.Tensor, at_once: int) -> Any:
+        states, others = torch.empty_like(hidden), list[Any]()
+        for rows, output in self._pieces(index, inner, hidden, at_once):
+            states[rows] = hidden_of(output)
+            if not isinstance(output, torch.Tensor):
+                others.append(output[1:])
+        return (states, *map(_joined, zip(*others, strict=True))) if others else states
+
+    def _pieces(self, index: int, inner: Any, hidden: torch.Tensor, at_once: int) -> Iterator[tuple[slice, Any]]:
+        for start in range(0, len(hidden), at_once):
+            rows = slice(start, start + at_once)
+            args, kwargs = self._arguments(index, rows, len(hidden))
+            args, kwargs = with_input(args, kwargs, hidden[rows])
+            yield rows, inner(*args, **kwargs)
+
+    def _arguments(self, index: int, rows: slice, windows: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """What the layer `index` is called with in a forward of these `rows` alone, whatever the state in it."""
+        assert self._call is not None
+        twin, args, kwargs = self._call
+        ids = [x for x in (*args, *kwargs.values()) if isinstance(x, torch.Tensor)]
+        if len(ids) != 1 or len(ids[0]) != windows or ids[0].is_floating_point() or kwargs.get("use_cache", True):
+            raise LyapunovPruneError(
+                f"a streamed {self._kind} is called with token ids alone and use_cache=False where its batch is split"
+            )
+        args = tuple(x[rows] if isinstance(x, torch.Tensor) else x for x in args)
+        kwargs = {name: x[rows] if isinstance(x, torch.Tensor) else x for name, x in kwargs.items()}
+        return self._twin.arguments(index, twin, *args, **kwargs)
+
+    def _try(self, index: int, inner: Any, hidden: torch.Tensor, whole: torch.Tensor) -> None:
+        reason = "rows of the batch depend on each other"
+        try:
+            apart = hidden_of(self._in_pieces(index, inner, hidden, 1))
+            same = torch.allclose(_units(apart, whole), _units(whole, whole), 0, _SAME[self._dtype], equal_nan=True)
+        except Exception as error:  # what it misses of the others it misses in its own way
+            same, reason = False, f"{type(error).__name__}: {' '.join(str(error).split())[:120]}"
+        if not same:
+            raise LyapunovPruneError(
+                f"{self._kind} ({self._structure.model_type}) cannot be streamed: layer {index} needs more than the "
+                f"state of the one before it ({reason}); take it in memory"
+            )
+
+    def _enters(self, twin: nn.Module) -> Any:
+        def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            if self._call is None:  # of modules inside each other the outermost
+                self._call = twin, args, kwargs
+                self._require_room((*args, *kwargs.values()))
+
+        return hook
+
+    def _leaves(self, twin: nn.Module) -> Any:
+        def hook(module: nn.Module, args: Any, output: Any) -> None:
+            if self._call is not None and self._call[0] is twin:
+                self._call = None
+                self.release()
+
+        return hook
+
+    def _require_room(self, given: Sequence[Any]) -> None:
+        tokens = max((x.numel() for x in given if isinstance(x, torch.Tensor)), default=0)
+        width = getattr(self._structure.config, "hidden_size", 0)
+        needed = tokens * width * (2 * self._dtype.itemsize + _BESIDE)
+        require_room(needed, self._device, f"the states of {tokens:,} tokens, disturbed copies among them")
+
+
+def read_tensor(outline: Outline, name: str, meant: torch.Tensor, device: str) -> torch.Tensor:
+    """The tensor `name` as loading gives it: a copy, of the dtype that it is meant to have."""
+    tensor = outline.tensor(name).to(device, meant.dtype, copy=True)
+    if tensor.shape != meant.shape:
+        raise LyapunovPruneError(f"the checkpoint has {name} in another shape; fetch it again")
+    return nn.Parameter(tensor, requires_grad=False) if isinstance(meant, nn.Parameter) else tensor
+
+
+def _units(states: torch.Tensor, of: torch.Tensor) -> torch.Tensor:
+    """`states` by the norms of the tokens `of`."""
+    return states.double() / torch.linalg.vector_norm(of.double(), dim=-1, keepdim=True).clamp_min(1e-30)
+
+
+def _joined(parts: Sequence[Any]) -> Any:
+    return torch.cat(list(parts)) if isinstance(parts[0], torch.Tensor) else parts[0]
