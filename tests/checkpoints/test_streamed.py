@@ -12,6 +12,7 @@ import pytest
 import torch
 from families.zoo import make_zoo
 from helpers import make_tiny
+from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 import lyapunov_prune as lp
@@ -24,7 +25,7 @@ from lyapunov_prune.forward import scoring
 from lyapunov_prune.forward.logits import SAME_LIMIT, deviation
 from lyapunov_prune.models import device
 from lyapunov_prune.models.loading import load
-from lyapunov_prune.models.streamed import stream_of
+from lyapunov_prune.models.streamed import layer_held, stream_of
 from lyapunov_prune.models.structure import find_structure, identify
 from lyapunov_prune.predictions.divergence import skip_divergence
 from lyapunov_prune.profiles.profile import profile_layers
@@ -141,6 +142,22 @@ def test_one_layer_is_in_memory_and_the_files_are_read_once_a_forward(
     names = [name for name in loaded.model.state_dict() if name.startswith(loaded.structure.layers_path)]
     assert sorted(reads) == sorted(names)
     assert held(loaded.model) == []
+
+
+def test_a_layer_is_read_into_the_memory_of_the_one_before_where_it_fits(checkpoint: Path) -> None:
+    loaded = load_streamed(checkpoint)
+    whole, (first, second, *_) = load(checkpoint).structure.layers, loaded.structure.layers
+    name = next(name for name, p in first.named_parameters() if p.ndim == 2)
+    with layer_held(loaded.model, 0):
+        place = first.get_parameter(name).data_ptr()
+    with layer_held(loaded.model, 1):
+        assert second.get_parameter(name).data_ptr() == place
+        assert torch.equal(second.get_parameter(name), whole[1].get_parameter(name))
+    stream: Any = stream_of(loaded.model)
+    stream._meant[0][name] = nn.Parameter(stream._meant[0][name].double(), False)  # a layer of another kind
+    with layer_held(loaded.model, 0):
+        assert first.get_parameter(name).data_ptr() != place
+        assert torch.equal(first.get_parameter(name), whole[0].get_parameter(name).double())
 
 
 def test_weights_leave_after_an_error_too(checkpoint: Path, ids: torch.Tensor) -> None:
