@@ -280,10 +280,8 @@ def measure_contraction(
     if method == "jvp":
         floor = jvp_floor(structure, stretch, epsilon, unit)
     else:
-        floor, whole, tenth = (
-            difference_sums(structure, stretch, 0, (0,), moved).energy("energy")
-            for moved in (unit, epsilon, epsilon / 10)
-        )
+        three = difference_sums(structure, stretch, 0, (0, 0, 0), (unit, epsilon, epsilon / 10))
+        floor, whole, tenth = (three.error.sum(-1) / three.state.sum(-1, keepdims=True)).T
         clear = tenth > ABOVE_FLOOR * floor
         far = clear[1:] & clear[:-1]
         linearity = np.full(structure.num_layers, np.nan)

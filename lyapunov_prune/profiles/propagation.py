@@ -6,7 +6,7 @@ so memory does not grow with depth.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from itertools import islice
@@ -134,14 +134,15 @@ def direction(hidden: torch.Tensor, first_window: int, seed: int) -> torch.Tenso
     return noise * torch.linalg.vector_norm(widen(hidden), dim=-1, keepdim=True)
 
 
-def perturbed(windows: int, first_window: int, seeds: tuple[int, ...], epsilon: float) -> Inject:
-    """Of `[clean; copy; …]`, as many copies as seeds, every copy moved by `ε ‖h_t‖ u_t`."""
+def perturbed(windows: int, first_window: int, seeds: tuple[int, ...], epsilon: float | Sequence[float]) -> Inject:
+    """Of `[clean; copy; …]`, as many copies as seeds, each moved by `ε ‖h_t‖ u_t`, with one ε or its own."""
+    each = np.broadcast_to(epsilon, len(seeds)).tolist()
 
     def inject(hidden: torch.Tensor) -> torch.Tensor:
         hidden = hidden.clone()
         clean = widen(hidden[:windows])
-        for k, seed in enumerate(seeds, start=1):
-            moved = clean + epsilon * direction(clean, first_window, seed)
+        for k, (seed, size) in enumerate(zip(seeds, each, strict=True), start=1):
+            moved = clean + size * direction(clean, first_window, seed)
             hidden[k * windows : (k + 1) * windows] = moved.to(hidden.dtype)
         return hidden
 
@@ -190,10 +191,10 @@ def difference_sums(
     ids: torch.Tensor,
     first_window: int,
     seeds: tuple[int, ...],
-    epsilon: float,
+    epsilon: float | Sequence[float],
     between: Between = MappingProxyType({}),
 ) -> WindowSums:
-    """One forward over `[clean; perturbed by seed 0; …]`, reduced at every boundary."""
+    """One forward over `[clean; perturbed by seed 0; …]`, reduced at every boundary; ε of all or of each seed."""
     windows = len(ids)
     rows: list[tuple[int, tuple[torch.Tensor, ...]]] = []
 

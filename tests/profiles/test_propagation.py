@@ -54,6 +54,9 @@ def test_copies_are_moved_and_the_clean_rows_are_not() -> None:
     assert torch.equal(moved[:2], hidden[:2])
     for k, seed in ((1, 0), (2, 9)):
         torch.testing.assert_close(moved[2 * k : 2 * k + 2], hidden[:2] + 0.25 * direction(hidden[:2], 5, seed))
+    moved = perturbed(2, 5, (9, 9), (0.5, 0.25))(hidden)
+    for k, size in ((1, 0.5), (2, 0.25)):
+        torch.testing.assert_close(moved[2 * k : 2 * k + 2], hidden[:2] + size * direction(hidden[:2], 5, 9))
 
 
 STATE = torch.tensor([[4.0, 0.0, 1.0], [1.0, 2.0, 9.0]]).double()
