@@ -23,7 +23,7 @@ from lyapunov_prune.models.device import require_room
 from lyapunov_prune.models.streamed import Visit
 from lyapunov_prune.models.structure import Structure
 
-TOKENS = 4096  # that go through a layer at once, or one window; what a layer computes with stays in memory so long
+TOKENS = 1024  # that go through a layer at once, or one window; of more, memory that is new each time costs a tenth
 # Bytes that an entry of the states takes beside what a layer is given and what it returns: of three in float32.
 _BESIDE = 12
 # Largest relative deviation of a token's state, whole batch against pieces; the kernels round as the shapes tell them.

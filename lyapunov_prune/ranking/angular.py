@@ -25,7 +25,7 @@ from lyapunov_prune.ranking.criteria import protected_layers, require_known_coun
 from lyapunov_prune.ranking.ranking import Ranking
 from lyapunov_prune.results.result import MeasuredOn
 
-_TOKENS = 128  # whose states are in float64 at once
+_TOKENS = 16  # whose states are in float64 at once; of more, memory that is new each time costs more than the rest
 
 
 @dataclass(frozen=True)
