@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from families.zoo import make_zoo
 from helpers import LAYERS, TINY, make_tiny
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, PreTrainedModel
 
@@ -212,3 +213,15 @@ def test_what_is_the_same_is_shared_and_nothing_else(family: str) -> None:
 
 def _matrices(model: PreTrainedModel) -> list[str]:
     return [name for name, p in find_structure(model).layers[3].named_parameters() if p.ndim == 2]
+
+
+def ties(model: PreTrainedModel) -> dict[str, Any]:
+    return {name: vars(m)["_tied_weights_keys"] for name, m in model.named_modules() if "_tied_weights_keys" in vars(m)}
+
+
+def test_ties_between_layers_are_named_by_the_new_numbers() -> None:
+    model = make_zoo("zamba")
+    pruned = cut(model, as_plan(model, [1]))
+    fresh = type(pruned)(pruned.config)
+    assert ties(pruned) == ties(fresh) != ties(model)
+    assert pruned.all_tied_weights_keys == fresh.all_tied_weights_keys
