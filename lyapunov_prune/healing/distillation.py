@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.forward.logits import require_temperature, uncached_logits
+from lyapunov_prune.healing.sharded import are_sharded, gathered, in_parts_like
 from lyapunov_prune.linalg import widen
 
 CLIP = 1.0  # the largest norm of a step's gradient
@@ -62,7 +63,8 @@ class Distillation:
     By one of OPTIMIZERS, gradients clipped to norm 1, the learning rate rising over the first tenth of the steps, then
     falling along half a cosine. What the next step depends on is `tensors` alone. Both models are used as they are: put
     them in eval mode, or dropout is learnt. With `processes` the items of a step go through the models one by one,
-    each process takes its share, and all end the step with the same parameters.
+    each process takes its share, and all end the step with the same parameters; or, of `sharded` models, with their
+    parts of the same, where as many items go to each.
     """
 
     def __init__(
@@ -79,7 +81,7 @@ class Distillation:
         self.model, self.teacher, self.parameters = model, teacher, parameters
         self.learning_rate, self.temperature, self.steps = learning_rate, temperature, steps
         self.losses: list[float] = []  # before each step taken so far
-        self._processes = processes
+        self._processes, self._sharded = processes, are_sharded(parameters)
         self._optimizer = OPTIMIZERS[optimizer](parameters.values(), lr=learning_rate)
 
     @property
@@ -97,17 +99,19 @@ class Distillation:
         self._optimizer.zero_grad()
         shared = self._processes
         parts = inputs.split(1) if shared else (inputs,)
+        mine = parts[shared.process_index :: shared.num_processes] if shared else parts
+        items = len(mine if self._sharded else parts)  # of layers in parts gradients are averaged, not added
         loss = 0.0
-        for part in parts[shared.process_index :: shared.num_processes] if shared else parts:
+        for part in mine:
             with torch.no_grad():
                 target = uncached_logits(self.teacher, part.to(self.teacher.device)).flatten(0, -2)
             logits = uncached_logits(self.model, part.to(self.model.device)).flatten(0, -2)
-            own, gradient = distillation_loss(logits, target, self.temperature, of=len(logits) * len(parts))
+            own, gradient = distillation_loss(logits, target, self.temperature, of=len(logits) * items)
             logits.backward(gradient)
             loss += own
         if shared and shared.num_processes > 1:
-            loss = self._added(loss, shared.device)
-        norm = nn.utils.clip_grad_norm_(self.parameters.values(), CLIP)
+            loss = self._together(loss, shared.device)
+        norm = gathered(nn.utils.clip_grad_norm_(self.parameters.values(), CLIP))
         if not (math.isfinite(loss) and norm.isfinite()):
             raise LyapunovPruneError(
                 f"the {'gradient' if math.isfinite(loss) else 'loss'} of step {self.step} is not finite; "
@@ -118,8 +122,10 @@ class Distillation:
         self._optimizer.step()
         self.losses.append(loss)
 
-    def _added(self, loss: float, device: torch.device) -> float:
-        """The losses of all processes together, and at each parameter the sum of all their gradients."""
+    def _together(self, loss: float, device: torch.device) -> float:
+        """The loss of the whole step; at each parameter that is no part of one, the sum of all processes' gradients."""
+        if self._sharded:
+            return float(reduce(torch.tensor(loss, dtype=torch.float64, device=device), "mean"))
         given = list(self.parameters.values())
         told = [loss, *(p.grad is not None for p in given)]
         loss, *held = reduce(torch.tensor(told, dtype=torch.float64, device=device), "sum").tolist()
@@ -130,11 +136,17 @@ class Distillation:
         return loss
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """The losses, the parameters, and what the optimizer keeps of each, by `kind/name`."""
+        """The losses, the parameters, and what the optimizer keeps of each, by `kind/name`.
+
+        Parts are put together: all processes ask at once, and of several only the main one is given them.
+        """
         tensors = {"losses": torch.tensor(self.losses, dtype=torch.float64)}
+        given = not self._sharded or (self._processes is not None and self._processes.is_main_process)
         for name, parameter in self.parameters.items():
-            tensors[f"parameter/{name}"] = parameter
-            tensors |= {f"{kind}/{name}": value for kind, value in self._optimizer.state.get(parameter, {}).items()}
+            for kind, value in {"parameter": parameter, **self._optimizer.state.get(parameter, {})}.items():
+                whole = gathered(value)
+                if given:
+                    tensors[f"{kind}/{name}"] = whole
         return tensors
 
     @torch.no_grad()
@@ -145,10 +157,10 @@ class Distillation:
             if kind == "losses":
                 self.losses = value.tolist()
             elif kind == "parameter":
-                self.parameters[name].copy_(value)
+                self.parameters[name].copy_(in_parts_like(value, self.parameters[name]))
             else:
                 parameter = self.parameters[name]
-                self._optimizer.state[parameter][kind] = value.to(parameter.device)
+                self._optimizer.state[parameter][kind] = in_parts_like(value, parameter)
 
 
 def schedule(step: int, steps: int) -> float:

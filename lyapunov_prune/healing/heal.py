@@ -24,6 +24,7 @@ from lyapunov_prune.evaluation.perplexity import Perplexity, perplexity
 from lyapunov_prune.forward.logits import require_temperature
 from lyapunov_prune.forward.reading import Readable, Reading, read
 from lyapunov_prune.healing.distillation import Distillation
+from lyapunov_prune.healing.sharded import gathered_into, require_shardable, sharded
 from lyapunov_prune.healing.state import TrainingState
 from lyapunov_prune.healing.trained import drawn_order, recomputed, require_trainable, trained
 from lyapunov_prune.models.device import processes_of
@@ -141,6 +142,7 @@ def heal(
     evaluation: Readable | None = None,
     batch_size: int = 1,
     checkpointing: bool = False,
+    shard: bool = False,
 ) -> Healed:
     """A copy of `student` trained for `steps` to predict what `teacher` predicts, and a report; both stay untouched.
 
@@ -158,7 +160,9 @@ def heal(
 
     The windows of a step go through the models one by one, their gradients are added. Under `accelerate launch` the
     processes share them: every one holds both models and ends with the same student, that of one process up to
-    rounding.
+    rounding. With `shard` a process holds but its part of the layers of both on its device (its GPU, if there is one),
+    with gradients and moments of the same parts, and gathers a layer to run it (`sharded.py`); both models are on the
+    CPU, where they are scored, and so is the healed one. Not with `rank`, whose factors are small.
 
     The state is kept in `folder` about every 20 seconds and at the end; with `resume` the run goes on from there, and
     on the CPU, with as many threads, ends as if it had never stopped, bit for bit. It holds the trained tensors
@@ -168,15 +172,23 @@ def heal(
 
     Raises LyapunovPruneError for a student in half precision without `rank`, adapters or packed weights, another
     vocabulary, tokens outside it, fewer than one step, more windows in all than 10 million, fewer of a step than
-    processes, text that both batches share, evaluation text that the models were made with, a state of another run,
-    and a loss or gradient that is not finite, naming the step.
+    processes (with `shard`: no multiple of them, one process, or a model that is not on the CPU), text that both
+    batches share, evaluation text that the models were made with, a state of another run, and a loss or gradient that
+    is not finite, naming the step.
     """
     require_plain(student)
     reading = read(student, batch)
     taught = read(teacher, reading)
     learning_rate = require_settings(steps, rank, learning_rate, temperature)
-    processes = processes_of(student)
+    processes = processes_of(student, sharded=shard)
     _require(reading, taught, rank)
+    if shard:
+        if rank is not None:
+            raise LyapunovPruneError(
+                "updates of low rank are small, and are not shared out; give --update-rank or --shard"
+            )
+        for model, called in ((student, "the pruned model"), (teacher, "the dense model")):
+            require_shardable(model, called, processes, per_step)
     if per_step < processes.num_processes:
         raise LyapunovPruneError(
             f"steps of {per_step} windows cannot be shared by {processes.num_processes} (one a process); give as many "
@@ -202,16 +214,21 @@ def heal(
             before = perplexity(student, evaluation, batch_size=batch_size, description="perplexity, pruned")
             dense = perplexity(teacher, evaluation, batch_size=batch_size, description="perplexity, dense")
         state.hold()
-        model = _copied(student, rank)
-        with trained(model, rank, seed) as parameters, recomputed(model) if checkpointing else nullcontext():
-            run = Distillation(model, teacher, parameters, learning_rate, temperature, steps, processes=processes)
+        if shard:
+            learner, guide = sharded(student, processes), sharded(teacher, processes)
+        else:
+            learner, guide = _copied(student, rank), teacher
+        with trained(learner, rank, seed) as parameters, recomputed(learner) if checkpointing else nullcontext():
+            run = Distillation(learner, guide, parameters, learning_rate, temperature, steps, processes=processes)
             if tensors:
                 run.go_on_from(tensors)
             for step in track(range(run.step, steps), "healing"):
                 run.take_step(reading.batch.ids[order[step * per_step : (step + 1) * per_step]])
-                if state.is_due():
+                (due,) = broadcast_object_list([state.is_due()]) if shard else (state.is_due(),)
+                if due:
                     state.save(run.step, run.tensors())
             state.save(run.step, run.tensors())
+        model = gathered_into(_copied(student, rank), learner) if shard else learner
     held_out = None
     if evaluation is not None:
         after = perplexity(model, evaluation, batch_size=batch_size, description="perplexity, healed")

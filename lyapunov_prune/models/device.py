@@ -29,10 +29,14 @@ def resolve_device(name: str) -> str:
     return name
 
 
-def processes_of(model: PreTrainedModel) -> PartialState:
-    """The processes that `accelerate launch` started, which share work on `model`; they wait for the slowest."""
+def processes_of(model: PreTrainedModel, *, sharded: bool = False) -> PartialState:
+    """The processes that `accelerate launch` started, which share work on `model`; they wait for the slowest.
+
+    Where the model is to be `sharded`, it lies on the CPU and its parts are to be on GPUs, if there are any.
+    """
     # Without `cpu` those of a machine that has no GPU would not know of each other.
-    return PartialState(cpu=model.device.type == "cpu", timeout=timedelta(days=30))
+    on_cpu = model.device.type == "cpu" and not (sharded and torch.cuda.is_available())
+    return PartialState(cpu=on_cpu, timeout=timedelta(days=30))
 
 
 def free_memory(device: str) -> int:

@@ -381,6 +381,9 @@ def heal(
     checkpointing: Annotated[
         bool, what_option("--checkpointing", help="Run layers again for the backward pass: less memory, more time.")
     ] = False,
+    shard: Annotated[
+        bool, what_option("--shard", help="Each process of accelerate launch holds but its part of the layers.")
+    ] = False,
     teacher: Annotated[
         str | None, model_option(help="The dense model; not needed for what was made from the built-in one.")
     ] = None,
@@ -456,6 +459,7 @@ def heal(
         batch_size=text.batch_size,
         evaluation=held_out,
         checkpointing=checkpointing,
+        shard=shard,
     )
     if not is_main():  # of the processes that shared the steps
         return

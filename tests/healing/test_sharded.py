@@ -1,0 +1,133 @@
+"""Layers in parts: two processes that hold half of each end with what one does that holds all."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from healing.test_heal import pair
+from helpers import launched_twice, make_tiny, moe
+from transformers import PreTrainedModel
+
+from lyapunov_prune.errors import LyapunovPruneError
+from lyapunov_prune.healing.heal import heal
+from lyapunov_prune.healing.sharded import gathered, in_parts_like, require_shardable
+
+SETTINGS: dict[str, Any] = {"steps": 5, "per_step": 4, "learning_rate": 3e-3}
+SCRIPT = """
+import sys
+sys.path[:0] = {tests!r}
+import os, torch
+from pathlib import Path
+from healing.test_heal import interrupted_at, pair, weights
+from healing.test_sharded import SETTINGS
+from lyapunov_prune.healing.distillation import Distillation
+from lyapunov_prune.healing.heal import heal
+import pytest
+folder, rank = Path({folder!r}), os.environ["RANK"]
+ids = torch.randint(97, (3, 40), generator=torch.Generator().manual_seed(1))
+models, held = pair({family!r}), []
+before = [weights(model) for model in models]
+take_step = Distillation.take_step
+def noted(self, windows):
+    held[:] = [(p.to_local().numel(), p.numel()) for p in self.parameters.values()]
+    held.append(sum(p.to_local().numel() for p in self.teacher.parameters() if hasattr(p, "to_local")))
+    take_step(self, windows)
+Distillation.take_step = noted
+with pytest.MonkeyPatch.context() as patch:
+    interrupted_at(3, patch)
+    try:
+        heal(*models, ids, folder=folder / "state", shard=True, **SETTINGS)
+        raise SystemExit(1)
+    except KeyboardInterrupt:
+        pass
+torch.distributed.barrier()
+done = heal(*models, ids, folder=folder / "state", resume=True, shard=True, **SETTINGS)
+again = heal(*models, ids, shard=True, checkpointing=True, **SETTINGS)
+alike = all(torch.equal(p, weights(again.model)[name]) for name, p in weights(done.model).items())
+untouched = all(torch.equal(p, weights(m)[n]) for m, w in zip(models, before) for n, p in w.items())
+refused = ""
+try:
+    heal(*models, ids, steps=1, per_step=3, shard=True)
+except Exception as error:
+    refused = str(error)
+torch.save((done.model.state_dict(), done.report.losses, done.report.trained, held, alike, untouched, refused),
+           folder / f"{{rank}}.pt")
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_two_processes_with_half_of_each_layer_end_as_one_with_all(
+    family: str, ids: torch.Tensor, tmp_path: Path
+) -> None:
+    script = tmp_path / "script.py"
+    tests = [str(p) for p in Path(__file__).parents[1:3]]
+    script.write_text(SCRIPT.format(tests=tests, folder=str(tmp_path), family=family))
+    done = launched_twice(script)
+    assert done.returncode == 0, done.stderr
+    alone = heal(*pair(family), ids, **SETTINGS)
+    found = [torch.load(tmp_path / f"{rank}.pt", weights_only=False) for rank in "01"]
+    for model, losses, trained, held, alike, untouched, refused in found:
+        np.testing.assert_allclose(losses, alone.report.losses, rtol=1e-4)
+        for name, p in alone.model.state_dict().items():
+            torch.testing.assert_close(model[name], p, rtol=0, atol=2e-4)
+        assert trained == alone.report.trained
+        *students, teachers = held
+        assert students
+        assert all(abs(2 * mine - whole) <= whole / 8 for mine, whole in students)
+        assert teachers > 0
+        assert alike
+        assert untouched
+        assert "of 3 windows a step 2 processes take unequal numbers" in refused
+    assert all(torch.equal(p, found[1][0][name]) for name, p in found[0][0].items())
+
+
+class Two:
+    num_processes = 2
+
+
+def test_one_process_has_nobody_to_share_with(ids: torch.Tensor) -> None:
+    with pytest.raises(LyapunovPruneError, match=r"start several by accelerate launch"):
+        heal(*pair(), ids, steps=1, shard=True)
+    with pytest.raises(LyapunovPruneError, match="give --update-rank or --shard"):
+        heal(*pair(), ids, steps=1, rank=2, shard=True)
+
+
+def with_experts() -> PreTrainedModel:
+    model: Any = make_tiny("llama")
+    model.model.layers[1].mlp.experts = torch.nn.ModuleList([torch.nn.Linear(2, 2)])
+    return model
+
+
+def with_a_shared_weight() -> PreTrainedModel:
+    model: Any = make_tiny("llama")
+    first, second, *_ = model.model.layers
+    second.mlp.up_proj.weight = first.mlp.up_proj.weight
+    return model
+
+
+@pytest.mark.parametrize(
+    ("make", "says"), [(with_experts, "experts in modules of their own"), (with_a_shared_weight, "share weights")]
+)
+def test_what_would_wait_for_ever_or_come_apart_is_refused(make: Any, says: str) -> None:
+    two: Any = Two()
+    with pytest.raises(LyapunovPruneError, match=f"the dense model.*{says}|{says}"):
+        require_shardable(make(), "the dense model", two, 2)
+    require_shardable(make_tiny("llama"), "the dense model", two, 2)
+    require_shardable(moe("mixtral"), "the dense model", two, 2)  # its experts are one parameter
+
+
+def test_a_model_that_is_not_on_the_cpu_is_refused() -> None:
+    two: Any = Two()
+    with pytest.raises(LyapunovPruneError, match=r"on meta as a whole; load it on the CPU \(--device cpu\)"):
+        require_shardable(make_tiny("llama").to("meta"), "the pruned model", two, 2)
+
+
+def test_whole_tensors_stay_as_they_are() -> None:
+    whole = torch.arange(6.0)
+    assert gathered(whole) is whole
+    assert torch.equal(in_parts_like(whole, torch.zeros(6)), whole)
