@@ -24,7 +24,7 @@ from lyapunov_prune.evaluation.perplexity import Perplexity, perplexity
 from lyapunov_prune.forward.logits import require_temperature
 from lyapunov_prune.forward.reading import Readable, Reading, read
 from lyapunov_prune.healing.distillation import Distillation
-from lyapunov_prune.healing.sharded import gathered_into, require_shardable, sharded
+from lyapunov_prune.healing.sharded import gathered_into, require_shardable, sharded, sharing
 from lyapunov_prune.healing.state import TrainingState
 from lyapunov_prune.healing.trained import drawn_order, recomputed, require_trainable, trained
 from lyapunov_prune.models.device import processes_of
@@ -180,15 +180,11 @@ def heal(
     reading = read(student, batch)
     taught = read(teacher, reading)
     learning_rate = require_settings(steps, rank, learning_rate, temperature)
-    processes = processes_of(student, sharded=shard)
+    processes = sharing(per_step, rank) if shard else processes_of(student)
     _require(reading, taught, rank)
     if shard:
-        if rank is not None:
-            raise LyapunovPruneError(
-                "updates of low rank are small, and are not shared out; give --update-rank or --shard"
-            )
-        for model, called in ((student, "the pruned model"), (teacher, "the dense model")):
-            require_shardable(model, called, processes, per_step)
+        require_shardable(student, "the pruned model")
+        require_shardable(teacher, "the dense model")
     if per_step < processes.num_processes:
         raise LyapunovPruneError(
             f"steps of {per_step} windows cannot be shared by {processes.num_processes} (one a process); give as many "

@@ -20,12 +20,20 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from transformers import PreTrainedModel
 
 from lyapunov_prune.errors import LyapunovPruneError
+from lyapunov_prune.models.device import processes
 from lyapunov_prune.models.structure import find_layers
 
 
-def require_shardable(model: PreTrainedModel, called: str, processes: PartialState, per_step: int) -> None:
-    """Raise LyapunovPruneError for what cannot be trained in parts; the line says which model is `called` so."""
-    count = processes.num_processes
+def sharing(per_step: int, rank: int | None) -> PartialState:
+    """The processes that share layers out: their parts are on GPUs, if there are any.
+
+    Raises LyapunovPruneError for one process, for a number of windows a step that is no multiple of theirs, and for a
+    `rank`.
+    """
+    if rank is not None:
+        raise LyapunovPruneError("updates of low rank are small, and are not shared out; give --update-rank or --shard")
+    found = processes(on_cpu=not torch.cuda.is_available())
+    count = found.num_processes
     if count == 1:
         raise LyapunovPruneError("one process has nobody to share layers with; start several by accelerate launch")
     if per_step % count:
@@ -33,6 +41,11 @@ def require_shardable(model: PreTrainedModel, called: str, processes: PartialSta
             f"of {per_step} windows a step {count} processes take unequal numbers, and all gather layers as often; "
             f"give a multiple of {count} (--per-step)"
         )
+    return found
+
+
+def require_shardable(model: PreTrainedModel, called: str) -> None:
+    """Raise LyapunovPruneError for a model whose layers cannot be shared out; the line says what is `called` so."""
     if model.device.type != "cpu":
         raise LyapunovPruneError(f"{called} is on {model.device} as a whole; load it on the CPU (--device cpu)")
     seen: set[int] = set()
@@ -48,17 +61,17 @@ def require_shardable(model: PreTrainedModel, called: str, processes: PartialSta
             raise LyapunovPruneError(f"{called} has experts in modules of their own; heal it whole, or at low rank")
 
 
-def sharded(model: PreTrainedModel, processes: PartialState) -> PreTrainedModel:
+def sharded(model: PreTrainedModel, among: PartialState) -> PreTrainedModel:
     """A twin of `model`, which lies on the CPU, on the device of this process: its layers in parts, all else whole."""
     memo: dict[int, Any] = {id(p): nn.Parameter(p.detach(), p.requires_grad) for p in model.parameters()}
     twin: Any = copy.deepcopy(model, memo)
-    mesh = init_device_mesh(processes.device.type, (processes.num_processes,))
+    mesh = init_device_mesh(among.device.type, (among.num_processes,))
     layers = list(find_layers(twin).layers)
     inside = {module for layer in layers for module in layer.modules()}
     for module in twin.modules():
         if module not in inside:
             for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False)):
-                tensor.data = tensor.data.to(processes.device)
+                tensor.data = tensor.data.to(among.device)
     for layer in layers:
         fully_shard(layer, mesh=mesh, reshard_after_forward=True)  # each is a root, which would stay whole
     return twin

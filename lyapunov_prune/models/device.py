@@ -29,13 +29,14 @@ def resolve_device(name: str) -> str:
     return name
 
 
-def processes_of(model: PreTrainedModel, *, sharded: bool = False) -> PartialState:
-    """The processes that `accelerate launch` started, which share work on `model`; they wait for the slowest.
+def processes_of(model: PreTrainedModel) -> PartialState:
+    """The processes that `accelerate launch` started, which share work on `model`; they wait for the slowest."""
+    return processes(on_cpu=model.device.type == "cpu")
 
-    Where the model is to be `sharded`, it lies on the CPU and its parts are to be on GPUs, if there are any.
-    """
+
+def processes(*, on_cpu: bool) -> PartialState:
+    """The processes that `accelerate launch` started, for work on the CPU or on a GPU of each."""
     # Without `cpu` those of a machine that has no GPU would not know of each other.
-    on_cpu = model.device.type == "cpu" and not (sharded and torch.cuda.is_available())
     return PartialState(cpu=on_cpu, timeout=timedelta(days=30))
 
 

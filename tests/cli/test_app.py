@@ -882,6 +882,13 @@ def test_half_precision_is_healed_by_updates_of_low_rank(run: Any, run_bad: Any)
     assert AutoModelForCausalLM.from_pretrained("healed").dtype == torch.bfloat16
 
 
+def test_layers_are_shared_out_by_several_processes_only(run_bad: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loading, "load", pytest.fail)
+    heal = ("heal", "out", "-o", "healed", "--teacher", "tiny", "--shard", *TEXT)
+    assert "one process has nobody to share layers with; start several by accelerate launch" in run_bad(*heal)
+    assert "give --update-rank or --shard" in run_bad(*heal, "--update-rank", "2")
+
+
 def test_a_strangers_provenance_does_not_choose_what_is_loaded(
     run: Any, run_bad: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

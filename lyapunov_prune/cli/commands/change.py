@@ -404,6 +404,7 @@ def heal(
     from lyapunov_prune.healing.heal import REPORT, require_settings
     from lyapunov_prune.healing.heal import heal as heal_model
     from lyapunov_prune.healing.own_text import self_generated as write_text
+    from lyapunov_prune.healing.sharded import sharing
     from lyapunov_prune.healing.state import TrainingState
     from lyapunov_prune.models.loading import BUILTIN
     from lyapunov_prune.models.structure import identify
@@ -414,6 +415,8 @@ def heal(
 
     require_empty(output)
     require_settings(steps, update_rank, learning_rate, temperature)  # before the dense model writes for minutes
+    if shard:
+        sharing(per_step, update_rank)
     made = Path(model) / PROVENANCE
     provenance = Provenance.load(made) if made.is_file() else None
     if teacher is None:
