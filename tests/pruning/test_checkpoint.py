@@ -374,3 +374,20 @@ def test_the_card_says_which_scores_were_rounding(
     write_pruned(reader, tokenizer, dataclasses.replace(plan, below_floor=(1, 3)), target)
     assert "rho lies below the rounding floor at layer 1, 3" in " ".join((target / "README.md").read_text().split())
     assert Provenance.load(target / "provenance.json").plan.below_floor == (1, 3)
+
+
+@pytest.mark.parametrize(("format", "shared"), [("plain", 1), ("compact", 0)])
+def test_a_plain_model_takes_no_memory_of_its_own_for_what_it_keeps(
+    format: Any,
+    shared: int,
+    reader: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerFast,
+    batch: TokenBatch,
+    target: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    called: list[tuple[Any, ...]] = []
+    monkeypatch.setattr(module, "share_memory", lambda *args: called.append(args))
+    plan = PruningPlan.given(reader, drop_attention=[1])
+    write_pruned(reader, tokenizer, plan, target, batch, format=format)
+    assert len(called) == shared
