@@ -1,8 +1,8 @@
 """On a GPU, random weights in bfloat16: profile, kl, a sweep, the gate and decoding after removal, over plain forwards.
 
 `python benchmarks/gpu.py` takes Llamas of 1B and of 7B parameters (32 GB of the GPU's memory: a model, its pruned copy
-and what the gate reloads) and writes gpu.json beside this file. `--device cpu --size tiny` tries it where there is no
-GPU, and keeps nothing.
+and what the gate reloads) and writes gpu.json beside this file. Its limits are guesses from the CPU's, until it has run
+once. `--device cpu --size tiny` tries it where there is no GPU, and keeps nothing.
 """
 
 from __future__ import annotations
