@@ -446,7 +446,7 @@ def predictions_by_definition(z: np.ndarray, dz: np.ndarray, T: float) -> dict[s
     c = np.abs(d - (p * d).sum(-1, keepdims=True)).max(-1)
     kl, reverse = rel_entr(p, q).sum(-1), rel_entr(q, p).sum(-1)
     c_r = np.abs(d - (r * d).sum(-1, keepdims=True)).max(-1)
-    found = (turned(p, q), variance(r) / 2, variance(p) / 2, kl, reverse, np.ptp(d, axis=-1), c, c_r)
+    found = (turned(p, q), variance(r) / 2, variance(p) / 2, kl, reverse, np.ptp(d, axis=-1), c, c_r, d.var(-1))
     return dict(zip(PROBABILITIES, found, strict=True))
 
 

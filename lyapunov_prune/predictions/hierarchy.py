@@ -48,8 +48,8 @@ class HierarchyProbe(Result):
     - `hidden_estimate`, `logit_estimate`: `‖Δ⊥‖²/(2‖v‖²)`; `probability_estimate`: `Var_r(d)/2`, `r_i = p_i²/‖p‖²`;
     - `kl = KL(p‖q)`, `reverse_kl = KL(q‖p)`, in nats, and `kl_estimate = Var_p(d)/2`;
     - `range_bound = max d − min d` and `variance_bound = (1/2 + 2c/9) Var_p(d)`, bounds of `kl` (`lean/`); the second
-      is NaN unless `c = max |d − E_p d| ≤ 1` for every prompt. `deviation` is the largest c of the prompts.
-
+      is NaN unless `c = max |d − E_p d| ≤ 1` for every prompt. `deviation` is the largest c of the prompts;
+    - `uniform_variance`: the variance of d over the vocabulary, every token alike (Figure 19);
     - `hidden_bound`, `logit_bound`, `probability_bound`: upper bounds of the angles, derived in docs/remainders.md and
       not proven; the first two NaN unless `‖Δ∥‖ < ‖v‖` for every prompt, the third from `Var_r(d)` and `deviation_r`,
       the largest `|d − E_r d|` of the prompts. `derived` angles were held against them and
@@ -79,6 +79,7 @@ class HierarchyProbe(Result):
     variance_bound: np.ndarray
     deviation: np.ndarray
     deviation_r: np.ndarray
+    uniform_variance: np.ndarray
     hidden_bound: np.ndarray
     logit_bound: np.ndarray
     probability_bound: np.ndarray

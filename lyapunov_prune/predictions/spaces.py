@@ -21,6 +21,7 @@ PROBABILITIES = (
     "span",
     "deviation",
     "deviation_r",
+    "uniform_variance",
 )
 
 
@@ -43,11 +44,11 @@ def turn(v: torch.Tensor, changed: torch.Tensor) -> torch.Tensor:
 
 
 def prediction_measures(log_p: torch.Tensor, log_q: torch.Tensor) -> torch.Tensor:
-    """What a change of the logits did to `p = softmax(z/T)`, as (8 × rows); both (rows × vocabulary), float64.
+    """What a change of the logits did to `p = softmax(z/T)`, as (9 × rows); both (rows × vocabulary), float64.
 
     With `d = Δz/T`, which is `log q − log p` up to a number of the row's own: `1 − cos(p, q)` and its estimate
     `Var_r(d)/2`, `r_i = p_i²/‖p‖²` (Theorem 2, eq. 8); `Var_p(d)/2`, the estimate (Theorem 3, eq. 9) of `KL(p‖q)`;
-    that, and `KL(q‖p)`; `max d − min d`; `c = max |d − E_p d|`; and `max |d − E_r d|`.
+    that, and `KL(q‖p)`; `max d − min d`; `c = max |d − E_p d|`; `max |d − E_r d|`; and `Var(d)` with every token alike.
     """
     p, u = log_p.exp(), log_q - log_p
     turned = turn(p, log_q.exp())[0]
@@ -62,5 +63,6 @@ def prediction_measures(log_p: torch.Tensor, log_q: torch.Tensor) -> torch.Tenso
             high - low,
             torch.maximum(high - mean, mean - low),
             torch.maximum(high - mean_r, mean_r - low),
+            u.var(-1, correction=0),
         ]
     )

@@ -22,7 +22,7 @@ changes = arrays(np.float64, 7, elements=st.floats(-1, 1))
 def measured(z: np.ndarray, d: np.ndarray) -> dict[str, np.ndarray]:
     """What the program measures, from log-probabilities of another library."""
     rows = [torch.from_numpy(np.atleast_2d(log_softmax(x, axis=-1))) for x in (z, z + d)]
-    _, _, half, kl, _, span, deviation, _ = prediction_measures(*rows).numpy()
+    _, _, half, kl, _, span, deviation, *_ = prediction_measures(*rows).numpy()
     return {"kl": kl, "span": span, "variance": 2 * half, "deviation": deviation}
 
 
