@@ -6,10 +6,21 @@ from typing import Any
 
 import numpy as np
 import pandas as pd
+from matplotlib.colors import LogNorm
+from matplotlib.figure import Figure
+from matplotlib.ticker import FuncFormatter, NullFormatter
 
 from lyapunov_prune.report.drawing import COLOURS, INK, depth_axis, log_axis, panels, svg
 
 NAMES = {"attention": "attention", "mlp": "MLP"}
+PRUNED = "pruned to half by Wanda"
+# What is estimated (Figures 14 to 17), as the axes name it.
+ESTIMATED = {
+    "kl": "KL(p‖q), nats",
+    "probability": "1 − cos(p, q)",
+    "hidden": "1 − cos, state h",
+    "logit": "1 − cos, logits z",
+}
 BITS = 8  # rounding to so many is a change small enough for the variance bound
 
 
@@ -47,7 +58,7 @@ def orthogonal_figure(layers: pd.DataFrame) -> str:
     return svg(figure)
 
 
-PAIRS = (("probability", "1 − cos(p, q)"), ("kl", "KL(p‖q), nats"))
+PAIRS = [(name, ESTIMATED[name]) for name in ("probability", "kl")]
 
 
 def steps_figure(steps: pd.DataFrame, at: int) -> str:
@@ -61,6 +72,56 @@ def steps_figure(steps: pd.DataFrame, at: int) -> str:
         axes.set_ylabel(label)
     column[0].legend(frameon=False, fontsize=8, ncols=2, loc="lower left", bbox_to_anchor=(0, 1))
     column[-1].set_xlabel(f"decoding step, the attention of layer {at} left out")
+    return svg(figure)
+
+
+def steps_by_layer_figure(rows: pd.DataFrame) -> str:
+    """Figures 14 to 17: measured, estimated and their quotient at every layer and step, an attention left out."""
+    figure = Figure(figsize=(10, 11), layout="constrained")
+    grid: Any = figure.subplots(len(ESTIMATED), 3, sharex=True, sharey=True)
+    values = {name: np.stack(part.steps) for name, part in rows.sort_values("layer").groupby("measure")}
+    for (first, second, third), (name, label) in zip(grid, ESTIMATED.items(), strict=True):
+        pair = [np.where(values[n] > 0, values[n], np.nan) for n in (name, f"{name}_estimate")]
+        scale = LogNorm(*np.nanquantile(pair, [0.005, 0.995]))
+        for axes, shown in zip((first, second), pair, strict=True):
+            image = axes.imshow(shown, norm=scale, cmap="viridis", aspect="auto", origin="lower")
+        bar = figure.colorbar(image, ax=[first, second], extend="both")
+        bar.ax.yaxis.set_major_formatter(FuncFormatter(lambda x, _: f"{x:g}"))
+        quotient = third.imshow(pair[1] / pair[0], norm=LogNorm(1 / 8, 8), cmap="PuOr", aspect="auto", origin="lower")
+        bar = figure.colorbar(quotient, ax=third, extend="both", ticks=[1 / 8, 1 / 4, 1 / 2, 1, 2, 4, 8])
+        bar.ax.yaxis.set_major_formatter(FuncFormatter(lambda x, _: f"{x:g}"))
+        bar.ax.yaxis.set_minor_formatter(NullFormatter())
+        first.set_ylabel(f"{label}\nlayer")
+    for axes, title in zip(grid[0], ("measured", "second-order estimate", "estimate / measured"), strict=True):
+        axes.set_title(title, fontsize=10)
+    for axes in grid[-1]:
+        axes.set_xlabel("decoding step")
+    return svg(figure)
+
+
+def variances_figure(layers: pd.DataFrame) -> str:
+    """Figures 19 to 21: the variance of Δz by three weights, and that by r over the squared parts across h and z."""
+    figure, column = panels(9, 10, 4)
+    for (above, below), (what, name) in zip((column[:2], column[2:]), NAMES.items(), strict=True):
+        part = layers[layers.what == what].copy()
+        for estimate, variance in (("probability", "by_r"), ("kl", "by_p")):
+            for end in ("", "_low", "_high"):
+                part[f"{variance}{end}"] = 2 * part[f"{estimate}_estimate{end}"]
+        for variance, label, colour, marker in (
+            ("uniform_variance", "every token alike", COLOURS["random"], "^"),
+            ("by_p", "weighed by p", COLOURS["bi"], "s"),
+            ("by_r", "weighed by r = p²/‖p‖²", COLOURS["rho"], "o"),
+        ):
+            band(above, part.layer, part, variance, color=colour, marker=marker, markersize=3, label=label)
+        above.set_ylabel(f"variance of Δz\n{name} left out")
+        for space, label, colour in (("hidden", "(‖Δh⊥‖/‖h‖)²", COLOURS["blend"]), ("logit", "(‖Δz⊥‖/‖z‖)²", INK)):
+            over = part.by_r / (2 * part[f"{space}_estimate"])
+            below.plot(part.layer, positive(over), marker="o", markersize=3, color=colour, label=f"over {label}")
+        below.set_ylabel(f"Var_r(Δz) over the\nsquared part, {name}")
+        for axes in (above, below):
+            log_axis(axes)
+            axes.legend(frameon=False, fontsize=8, ncols=3, loc="lower left", bbox_to_anchor=(0, 1))
+    depth_axis(column[-1], int(layers.layer.max()) + 1)
     return svg(figure)
 
 

@@ -1,8 +1,8 @@
-"""A layer's attention or MLP left out: state, logits and probabilities, measured, estimated and bounded.
+"""A layer's attention or MLP left out, or pruned: state, logits and probabilities, measured, estimated and bounded.
 
     python experiments/16_spaces/run.py [--model MODEL]
 
-Figures 4, 5, 6, 11, 18, 20 and 21 of the paper. Writes spaces.json and the figures beside this file.
+Figures 4 to 6, 11 and 13 to 21 of the paper. Writes spaces.json and the figures beside this file.
 """
 
 from collections.abc import Iterable, Sequence
@@ -15,17 +15,22 @@ import pandas as pd
 import torch
 import typer
 from scipy import stats
+from transformers import PreTrainedModel
 
 import lyapunov_prune as lp
-from experiments.common import Device, DType, draw, load, of_model
+from experiments.common import Device, DType, draw, load, of_model, read_text
 from experiments.hierarchies import as_json, cell, encoded, kept, measured_on, opened, records, summarise
 from experiments.space_figures import (
     BITS,
+    ESTIMATED,
     NAMES,
+    PRUNED,
     bounds_figure,
     orthogonal_figure,
+    steps_by_layer_figure,
     steps_figure,
     temperatures_figure,
+    variances_figure,
 )
 from experiments.statements import bullets, short, span, stated, table, verdict
 from lyapunov_prune.data.batch import as_batch
@@ -43,16 +48,24 @@ from lyapunov_prune.results.result import MeasuredOn
 HERE = Path(__file__).parent
 PARTS = tuple(NAMES)
 CENTRED, LAST = ("hidden", "logit", "logit_without_mean", "mean_share"), 8
+SPARSITY = 0.5  # of Figure 13
 TEMPERATURES = (0.5, 0.7, 1.5, 2.0)  # besides 1
 ARRAYS = [f.name for f in fields(lp.predictions.HierarchyProbe) if f.type == "np.ndarray"]
 SPACES = ("hidden", "logit", "probability")
 MEASURES = [
     *("hidden", "logit", "probability", "hidden_estimate", "logit_estimate", "probability_estimate"),
-    *("hidden_orthogonal", "logit_orthogonal", "kl", "kl_estimate", "range_bound"),
+    *("hidden_orthogonal", "logit_orthogonal", "kl", "kl_estimate", "range_bound", "uniform_variance"),
 ]
 
 
-def main(model: str = "smollm2-135m", device: Device = "auto", dtype: DType = None, steps: int = 32) -> None:
+def main(
+    model: str = "smollm2-135m",
+    device: Device = "auto",
+    dtype: DType = None,
+    text: str = "builtin",
+    tokens: int = 2048,
+    steps: int = 32,
+) -> None:
     folder = of_model(HERE, model)
     loaded = load(model, device, dtype)
     prompts = encoded(loaded)
@@ -61,38 +74,35 @@ def main(model: str = "smollm2-135m", device: Device = "auto", dtype: DType = No
     def origin(name: str) -> MeasuredOn:
         return as_batch(loaded.model, prompts[name]).measured_on(loaded.model)
 
-    def probes(names: Sequence[str], count: int, temperature: float = 1.0) -> list[lp.predictions.HierarchyProbe]:
-        def work(ids: torch.Tensor) -> lp.predictions.HierarchyProbe:
-            return lp.probe_layers(loaded.model, ids, steps=count, what=PARTS, temperature=temperature)
+    def probes(
+        name: str, names: Sequence[str], count: int, what: tuple[str, ...] = PARTS, **how: Any
+    ) -> list[lp.predictions.HierarchyProbe]:
+        """Of each prompt: what an earlier run has kept, or a new one."""
+        asked = {k: identify(x) if isinstance(x, PreTrainedModel) else x for k, x in how.items()}
 
-        asked = {"steps": count, "what": PARTS, "temperature": temperature}
+        def work(ids: torch.Tensor) -> lp.predictions.HierarchyProbe:
+            return lp.probe_layers(loaded.model, ids, steps=count, what=what, **how)
+
         return [
             kept(
                 model,
-                f"probe-{k}-{count}-{temperature:g}",
+                f"probe-{k}-{count}-{name}",
                 lp.predictions.HierarchyProbe,
                 origin(k),
-                asked,
+                {"steps": count, "what": what, **asked},
                 lambda k=k: work(prompts[k]),
             )
             for k in names
         ]
 
-    found = probes(list(prompts), steps)
+    found = probes("1", list(prompts), steps, temperature=1.0)
     few, short = list(prompts)[::2], steps // 4
-    warm = {T: probes(few, short, T) for T in TEMPERATURES}
+    warm = {T: probes(f"{T:g}", few, short, temperature=T) for T in TEMPERATURES}
     rounded = lp.compress(loaded.model, method="rtn", bits=BITS).model
-    small = [
-        kept(
-            model,
-            f"probe-{k}-{short}-rounded-{BITS}",
-            lp.predictions.HierarchyProbe,
-            origin(k),
-            {"steps": short, "what": ("layer",), "change": identify(rounded)},
-            lambda k=k: lp.probe_layers(loaded.model, prompts[k], change=rounded, steps=short, what=("layer",)),
-        )
-        for k in few
-    ]
+    small = probes(f"rounded-{BITS}", few, short, ("layer",), change=rounded)
+    learnt = read_text(loaded, text, tokens, context=512)
+    wanda = lp.compress(loaded.model, learnt, method="wanda", sparsity=SPARSITY).model
+    pruned = probes("pruned", few, short, change=wanda)
     whole, frame = pooled(found, loaded, prompts), together(found, prompts)
     layers = summarise(frame, "prompt", ("layer", "what"), MEASURES)
     spread = frame.groupby(["layer", "what"], sort=False)[["hidden", "logit", "probability"]]
@@ -108,13 +118,15 @@ def main(model: str = "smollm2-135m", device: Device = "auto", dtype: DType = No
     rounding = summarise(near, "prompt", ("layer",), [m for m in MEASURES if m[0] == "k" or m == "range_bound"])
     within = near.assign(within=near.variance_bound.notna()).groupby("layer")[["variance_bound", "within"]].mean()
     rounding = rounding.merge(within.reset_index())
-    everything = [*found, *small, *(p for list_ in warm.values() for p in list_)]
+    thinned = summarise(together(pruned, few), "prompt", ("layer", "what"), MEASURES)
+    everything = [*found, *small, *pruned, *(p for list_ in warm.values() for p in list_)]
     facts = {
         "measured on": whole.measured_on.line(),
         "prompts": len(prompts),
         "steps": steps,
         "prompts and steps of the temperatures and the rounding": [len(few), short],
         "layer of the steps and temperatures": at,
+        "pruned on": learnt.measured_on(loaded.model).line(),
         "numbers held against a bound": sum(p.checked for p in everything),
         "violations": sum(len(p.violations) for p in everything),
         **accuracy(frame),
@@ -126,15 +138,20 @@ def main(model: str = "smollm2-135m", device: Device = "auto", dtype: DType = No
         "steps": by_step,
         "temperatures": temperatures,
         f"rounded to {BITS} bits": rounding,
+        PRUNED: thinned,
         "attention left out, logits without their mean": mean_out,
+        "attention left out, step by step": steps_by_layer(frame),
     }
     write_whole(folder / "spaces.json", as_json({**facts, **{k: records(t) for k, t in tables.items()}}))
     draw(
         folder,
         {
             "spaces": hierarchy_figure(whole),
+            "pruned": hierarchy_figure(pooled(pruned, loaded, {k: prompts[k] for k in few})),
             "orthogonal": orthogonal_figure(layers),
             "steps": steps_figure(by_step, at),
+            "steps_by_layer": steps_by_layer_figure(tables["attention left out, step by step"]),
+            "variances": variances_figure(layers),
             "temperatures": temperatures_figure(temperatures, at),
             "bounds": bounds_figure(layers, rounding),
         },
@@ -153,6 +170,19 @@ def together(found: Sequence[lp.predictions.HierarchyProbe], prompts: Iterable[s
 
 def only(frame: pd.DataFrame, at: int) -> pd.DataFrame:
     return frame[(frame.layer == at) & (frame.what == "attention")]
+
+
+def steps_by_layer(frame: pd.DataFrame) -> pd.DataFrame:
+    """Of every layer and measure of Figures 14 to 17 one row: what it was at each step, the attention left out."""
+    part = frame[frame.what == "attention"]
+    measures = [name for measured in ESTIMATED for name in (measured, f"{measured}_estimate")]
+    means = part.groupby(["layer", "step"])[measures].mean()
+    rows = [
+        {"layer": int(layer), "measure": name, "steps": [float(f"{x:.4g}") for x in means.loc[layer][name]]}
+        for layer in means.index.levels[0]
+        for name in measures
+    ]
+    return pd.DataFrame(rows)
 
 
 def pooled(
@@ -251,6 +281,7 @@ def written(folder: Path = HERE) -> dict[str, str]:
         "similarity": similarity(found["layers"], found["layer of the steps and temperatures"]),
         "estimates": estimates(found),
         "variances": variances(found["layers"]),
+        "pruned": pruned_parts(found),
         "checked": checked(found),
         "bounds": bounds(found),
         "verdict": against_the_paper(found),
@@ -302,7 +333,7 @@ def estimates(found: dict[str, Any]) -> str:
 
 
 def variances(layers: pd.DataFrame) -> str:
-    """Figures 20 and 21: Var_r(Δz) over the squared parts of the change across h and across z, all means over steps."""
+    """Figures 19 to 21: the variances of Δz, and Var_r over the squared parts of the change across h and across z."""
     rows: list[list[object]] = []
     for what, part in layers.groupby("what", sort=False):
         inner = middle(part)
@@ -310,10 +341,28 @@ def variances(layers: pd.DataFrame) -> str:
         for name, some in (*shown, (f"layers {inner.layer.min()} to {inner.layer.max()}, median", inner)):
             variance = 2 * some.probability_estimate
             across = (variance / (2 * some[f"{space}_estimate"]) for space in ("hidden", "logit"))
-            both = (variance, 2 * some.kl_estimate)
-            rows.append([f"{NAMES[what]}, {name}", *(float(x.median()) for x in (*both, *across))])
-    head = ["left out", "Var_r(Δz)", "Var_p(Δz)", "Var_r / (‖Δh⊥‖/‖h‖)²", "Var_r / (‖Δz⊥‖/‖z‖)²"]
+            each = (variance, 2 * some.kl_estimate, some.uniform_variance)
+            rows.append([f"{NAMES[what]}, {name}", *(float(x.median()) for x in (*each, *across))])
+    head = ["left out", "Var_r(Δz)", "Var_p(Δz)", "Var(Δz)", "Var_r / (‖Δh⊥‖/‖h‖)²", "Var_r / (‖Δz⊥‖/‖z‖)²"]
     return table(head, rows)
+
+
+def pruned_parts(found: dict[str, Any]) -> str:
+    """Figure 13: how far a part of a layer that is pruned turns each space, beside the same part left out."""
+    rows: list[list[object]] = []
+    for what, (thinned, gone) in by_part(found).items():
+        inner = middle(thinned)
+        for name, some in ((f"layers {inner.layer.min()} to {inner.layer.max()}", inner), ("all layers", thinned)):
+            share = [float((some[space] / gone[space][some.index]).median()) for space in SPACES]
+            rows.append([f"{NAMES[what]}, {name}", *(float(some[space].median()) for space in SPACES), *share])
+    head = ["pruned", *(f"1 − cos of {x}" for x in "hzp"), *(f"{x} over left out" for x in "hzp")]
+    return table(head, rows)
+
+
+def by_part(found: dict[str, Any]) -> dict[str, tuple[pd.DataFrame, pd.DataFrame]]:
+    """The attention and the MLP of every layer, pruned and left out."""
+    frames = [found[name] for name in (PRUNED, "layers")]
+    return {what: tuple(f[f.what == what].set_index("layer", drop=False) for f in frames) for what in PARTS}
 
 
 def checked(found: dict[str, Any]) -> str:
@@ -340,6 +389,9 @@ def against_the_paper(found: dict[str, Any]) -> str:
         *of_estimates(found, parts),
         of_the_mean(found),
         of_the_variance(parts),
+        of_equal_weights(parts),
+        of_depth(parts["attention"]),
+        of_the_pruned(found),
         of_temperatures(found, at),
     )
 
@@ -405,6 +457,43 @@ def of_the_variance(parts: dict[str, pd.DataFrame]) -> str:
         "the variance of Δz is large beside the squared part of the change across the state, and most so in the last "
         f"layer: {' and '.join(map(short, last))} times it there, {' and '.join(map(short, inner))} in the median of "
         "inner layers (attention and MLP).",
+    )
+
+
+def of_equal_weights(parts: dict[str, pd.DataFrame]) -> str:
+    """Figure 19: the variance of the vocabulary as a whole beside that of the likely tokens."""
+    over = [middle(part).uniform_variance / (2 * middle(part).probability_estimate) for part in parts.values()]
+    return stated(
+        f"With every token alike the variance of Δz is {' and '.join(short(float(x.median())) for x in over)} times "
+        "Var_r(Δz), in which the likely ones count, in the median of inner layers (attention and MLP)."
+    )
+
+
+def of_depth(attention: pd.DataFrame) -> str:
+    """Figure 14: does KL(p‖q) grow with depth, where an attention is left out?"""
+    rank = float(stats.spearmanr(attention.layer, attention.kl).statistic)
+    return verdict(
+        rank > 0.5,
+        "deeper layers move the prediction more, an attention left out: the rank correlation of KL(p‖q) with depth is "
+        f"{short(rank)}, and its largest mean is that of layer {int(attention.layer[attention.kl.idxmax()])}.",
+    )
+
+
+def of_the_pruned(found: dict[str, Any]) -> str:
+    """Figure 13: the same order of spaces, and an MLP that is pruned stays closer than one that is gone."""
+    less, more, closer = {}, {}, {}
+    for what, (thinned, gone) in by_part(found).items():
+        less[what] = int((thinned.logit < thinned.hidden).sum())
+        more[what] = int((thinned.probability > thinned.hidden).sum())
+        closer[what] = float((middle(gone).hidden / middle(thinned).hidden).median())
+        count = len(thinned)
+    says = [", ".join(f"{n} of {count} {NAMES[w]}s" for w, n in counts.items()) for counts in (less, more)]
+    same = all(2 * n > count for counts in (less, more) for n in counts.values())
+    return verdict(
+        same and min(closer.values()) > 1,
+        f"parts {PRUNED} show the same order: logits turn less than the state ({says[0]}), probabilities more "
+        f"({says[1]}). The state turns {short(closer['mlp'])} times less than without the MLP, and "
+        f"{short(closer['attention'])} times less than without the attention (medians of inner layers).",
     )
 
 
