@@ -166,7 +166,7 @@ class ApproxLinear:
     window with `‖x_t − x_s‖ ≤ radius ‖x_t‖`.
     """
 
-    def __init__(self, module: nn.Module, records: Sequence[Record], radius: float = 0.0) -> None:
+    def __init__(self, module: nn.Module, records: Sequence[Record], radius: float) -> None:
         stored = module.weight.detach()  # type: ignore[operator]
         W = stored.T if records[0].projection.transposed else stored
         self.records, self.radius, self.module = records, radius, module
