@@ -17,6 +17,7 @@ Stored = Literal["plain", "compressed-tensors"]
 Importance = Literal["taylor", "learned"]
 Method = Literal["magnitude", "weight-only", "wanda", "sparsegpt", "svd", "whitened-svd", "balanced", "rtn"]
 Pooling = Literal["energy", "token"]
+ReadAt = Literal["layer", "branch"]
 Reduction = Literal["identity", "mean-gate", "scaled", "affine"]
 Split = Literal["evaluation", "all", "calibration"]
 Study = Literal[

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import AbstractContextManager
-from dataclasses import dataclass, fields
-from typing import Literal
+from dataclasses import dataclass, fields, replace
+from typing import Literal, get_args
 
 import numpy as np
 import pandas as pd
@@ -19,7 +18,7 @@ from lyapunov_prune.data.batch import require_context
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.forward.changes import WHAT, compact_layers, compressed_layers, dropped_layers
 from lyapunov_prune.forward.decoding import decode_greedily
-from lyapunov_prune.forward.hooks import require_finite, residual_stream, run_backbone
+from lyapunov_prune.forward.hooks import require_finite
 from lyapunov_prune.forward.logits import require_temperature
 from lyapunov_prune.forward.prefix import Prefix
 from lyapunov_prune.forward.reading import Readable, read
@@ -27,6 +26,7 @@ from lyapunov_prune.forward.scoring import Scorer
 from lyapunov_prune.models.compact import is_compact
 from lyapunov_prune.models.structure import identify, in_eval_mode
 from lyapunov_prune.predictions.divergence import prediction_blocks
+from lyapunov_prune.predictions.exits import ReadAt, behind_the_first, changed_state, dense_states
 from lyapunov_prune.predictions.remainders import ROUNDING, angle_bounds, probability_angle_bounds
 from lyapunov_prune.predictions.spaces import HIDDEN, LOGITS, PROBABILITIES, prediction_measures, turn
 from lyapunov_prune.progress import track
@@ -39,9 +39,10 @@ _MEASURES = (*HIDDEN, *LOGITS, *PROBABILITIES)
 class HierarchyProbe(Result):
     """What changing one layer does to `h → z = W_lm norm(h) → p = softmax(z/T)` at every decoding step.
 
-    Arrays are (len(what) × L × steps), float64, means over prompts. `h` leaves the changed layer (`what` says
-    whether all of it, its attention or its MLP was changed), everything before it is dense, and the final norm and
-    the head read `h` at once. With `Δ` the change of h or z, `d = Δz/T`, `q` the changed probabilities:
+    Arrays are (len(what) × L × steps), float64, means over prompts. `h` leaves the changed layer (`what` says whether
+    all of it, its attention or its MLP was changed), or by `read_at` the changed branch, the other one not yet run;
+    everything before it is dense. The final norm, or none without `final_norm`, and the head read `h` at once. With
+    `Δ` the change of h or z, `d = Δz/T`, `q` the changed probabilities:
 
     - `hidden`, `logit`, `probability`: `1 − cos` of h, z, p, dense against changed;
     - `hidden_parallel`, `hidden_orthogonal`, and of `logit`: `‖Δ∥‖/‖v‖` and `‖Δ⊥‖/‖v‖`, v = h or z;
@@ -56,8 +57,7 @@ class HierarchyProbe(Result):
       `exceeded` of them were larger.
 
     NaN throughout where a layer has no such part, or where the change makes the logits infinite or NaN.
-    Source: Demystifying When Pruning Works via Representation Hierarchies, §5 and 6; there the state after
-    an attention is read before the MLP has run, here after it.
+    Source: Demystifying When Pruning Works via Representation Hierarchies, §5 and 6, which reads at the branch.
     """
 
     what: tuple[str, ...]
@@ -90,6 +90,8 @@ class HierarchyProbe(Result):
     exceeded: int
     measured_on: MeasuredOn
     beside: ModelIdentity | None = None  # a model of fewer layers, none of which can stand in for one of these
+    read_at: str = "layer"
+    final_norm: bool = True
 
     def to_frame(self) -> pd.DataFrame:
         """One row for every layer, `what` and step."""
@@ -120,6 +122,7 @@ class HierarchyProbe(Result):
         lines = [
             f"One layer {change}, over {self.kl.shape[-1]} decoding steps, T = {self.temperature:g}: "
             f"1 − cos in three spaces, KL in nats; {self.checked} numbers checked, {verdict}",
+            f"State read where the {self.read_at} ends, logits with{'' if self.final_norm else 'out'} the final norm",
             f"{self.exceeded} of {self.derived} angles above the bounds derived in docs/remainders.md (not proven)",
             self.measured_on.line(),
         ]
@@ -143,14 +146,17 @@ def probe_layers(
     steps: int = 32,
     what: Sequence[str] = WHAT,
     temperature: float = 1.0,
+    read_at: ReadAt = "layer",
+    final_norm: bool = True,
     batch_size: int = 1,
 ) -> HierarchyProbe:
     """Change every layer of `model` by itself and measure `HierarchyProbe` while it decodes from `prompts`.
 
-    The dense model continues each prompt (windows × tokens) greedily by `steps` tokens; one forward over the text gives
-    the states that enter every layer. Then each layer alone runs changed, over that text: left out, or with
-    the matrices of a compressed model of the same shapes (`compress(...).model`), or as it is in a compact one. `what`
-    names what is changed: the whole `layer`, its `attention`, its `mlp`.
+    The dense model continues each prompt (windows × tokens) greedily by `steps` tokens; one forward over the text
+    gives the states that enter every layer. Then each layer alone runs changed, over that text: left out, or with the
+    matrices of a compressed model of the same shapes (`compress(...).model`), or as it is in a compact one. `what`
+    names what is changed: the whole `layer`, its `attention`, its `mlp`. The state is read where the layer ends, or
+    with `read_at="branch"` where the changed branch does: behind an attention, before the MLP has run.
 
     Cost: for each layer a forward of that layer for every change, and the head on `steps` states of it and of every
     change. Memory: L × `batch_size` × (tokens + steps) × width, and a chunk of tokens × vocabulary, however many
@@ -158,14 +164,16 @@ def probe_layers(
 
     Raises NonFiniteError naming the layer when the dense model is not finite, and LyapunovPruneError for ids outside
     the vocabulary, prompts and steps that do not fit the context, a temperature that is not above 0, a decoder whose
-    logits are no function of the state that leaves its last layer, and a compressed model that differs in more than
-    matrices.
+    logits are no function of the state that leaves its last layer, a compressed model that differs in more than
+    matrices, and branches side by side that are to be read each at its end.
     """
     require_temperature(temperature)
     if steps < 1:
         raise LyapunovPruneError(f"{steps} decoding steps are none; give 1 or more")
     if not what or not set(what) <= set(WHAT):
         raise LyapunovPruneError(f"cannot change {', '.join(what) or 'nothing'}; give some of {', '.join(WHAT)}")
+    if read_at not in get_args(ReadAt):
+        raise LyapunovPruneError(f"cannot read the state at {read_at!r}; give layer or branch")
     reading = read(model, prompts)
     batch, structure, windows = reading.batch, reading.structure, reading.windows(batch_size)
     require_context(structure, batch.context + steps - 1)
@@ -182,6 +190,7 @@ def probe_layers(
         changes = dropped_layers(reading)
     else:
         raise LyapunovPruneError(f"unknown change {change!r}; give 'dropped', or a compressed model")
+    behind = behind_the_first(model) if read_at == "branch" else {}
     shape = (len(what), structure.num_layers, len(_MEASURES), len(batch.ids), steps)
     values = torch.full(shape, torch.nan, dtype=torch.float64)
     begins = np.cumsum([0, *map(len, windows)])
@@ -189,33 +198,21 @@ def probe_layers(
     for k, layer in track(places, "hierarchy probe"):
         if layer == 0:
             ids = torch.cat([windows[k], decode_greedily(reading, windows[k], steps)], dim=1)[:, :-1]
-            states = _states(prefix, ids, batch.text)
+            states, between = dense_states(prefix, ids, batch.text, {i: entry for i, (_, entry) in behind.items()})
         rows = slice(begins[k], begins[k + 1])
-        have = [(i, changed) for i, part in enumerate(what) if (changed := changes(layer, part)) is not None]
-        outputs = [_changed(prefix, ids, states, layer, changed)[:, -steps:] for _, changed in have]
-        measures = _compare(prefix, scorer, ids[:, -steps:], states[layer + 1][:, -steps:], outputs, temperature)
-        for (i, _), m in zip(have, measures, strict=True):
-            values[i, layer, :, rows] = m.view(len(_MEASURES), len(ids), steps).cpu()
-    return _result(tuple(what), values.numpy(), temperature, change, reading.measured_on())
-
-
-def _states(prefix: Prefix, ids: torch.Tensor, text: str) -> list[torch.Tensor]:
-    """The dense state of every boundary (windows × tokens × width)."""
-    states: list[torch.Tensor] = []
-    with residual_stream(prefix.structure, lambda boundary, hidden: states.append(hidden)):
-        run_backbone(prefix.structure, ids)
-    if not states[-1].isfinite().all():
-        require_finite(prefix.structure, ids, text)
-    return states
-
-
-def _changed(
-    prefix: Prefix, ids: torch.Tensor, states: list[torch.Tensor], layer: int, change: AbstractContextManager[None]
-) -> torch.Tensor:
-    """The state that leaves `layer` when it runs changed on what the dense model hands it."""
-    start = prefix.entry(layer)
-    with change:
-        return prefix.advance(ids, start, states[start], layer + 1)
+        first, entry = behind.get(layer, ("", None))
+        for place in (None, entry) if first in what else (None,):
+            read_here = [i for i, part in enumerate(what) if (part == first) == (place is not None)]
+            have = [(i, changed) for i in read_here if (changed := changes(layer, what[i])) is not None]
+            if not have:
+                continue
+            dense = states[layer + 1] if place is None else between[layer]
+            outputs = [changed_state(prefix, ids, states, layer, changed, place)[:, -steps:] for _, changed in have]
+            measures = _compare(prefix, scorer, ids[:, -steps:], dense[:, -steps:], outputs, temperature, final_norm)
+            for (i, _), m in zip(have, measures, strict=True):
+                values[i, layer, :, rows] = m.view(len(_MEASURES), len(ids), steps).cpu()
+    found = _result(tuple(what), values.numpy(), temperature, change, reading.measured_on())
+    return replace(found, read_at=read_at, final_norm=final_norm)
 
 
 def _compare(
@@ -225,13 +222,14 @@ def _compare(
     dense: torch.Tensor,
     changed: list[torch.Tensor],
     temperature: float,
+    final_norm: bool,
 ) -> list[torch.Tensor]:
     """The measures of every changed state (windows × steps × width) against the dense one: each measures × rows."""
 
     layers = prefix.structure.num_layers
 
     def normed(hidden: torch.Tensor) -> torch.Tensor:
-        return prefix.finish(ids, layers, hidden).flatten(0, 1)
+        return (prefix.finish(ids, layers, hidden) if final_norm else hidden).flatten(0, 1)
 
     state, states = normed(dense), [normed(h) for h in changed]
     parts: list[list[torch.Tensor]] = [[] for _ in changed]

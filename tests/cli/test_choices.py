@@ -17,6 +17,7 @@ from lyapunov_prune.joint.importance import IMPORTANCES
 from lyapunov_prune.merging.table import REDUCTIONS
 from lyapunov_prune.models.dispatched import AUTO
 from lyapunov_prune.models.loading import _DTYPES
+from lyapunov_prune.predictions import exits
 from lyapunov_prune.profiles import contraction
 from lyapunov_prune.pruning import checkpoint
 from lyapunov_prune.pruning.plan import FIELDS
@@ -31,6 +32,7 @@ TABLES: dict[str, tuple[Any, Iterable[str]]] = {
     "dtype": (choices.DType, _DTYPES),
     "format": (choices.Format, get_args(checkpoint.Format)),
     "importance": (choices.Importance, IMPORTANCES),
+    "where a state is read": (choices.ReadAt, get_args(exits.ReadAt)),
     "method": (choices.Method, METHODS),
     "format of rounded weights": (choices.Stored, packed.FORMATS),
     "pooling": (choices.Pooling, get_args(contraction.Pooling)),

@@ -8,6 +8,7 @@ from typing import Annotated
 
 import typer
 
+from lyapunov_prune.cli.choices import ReadAt
 from lyapunov_prune.cli.inputs import begun_run, draw_report, load_prompted, require_retrieval
 from lyapunov_prune.cli.options import (
     Items,
@@ -30,6 +31,13 @@ def hierarchy(
     *,
     new_tokens: Annotated[int, what_option(min=1, help="How many to decode after each prompt.")] = 16,
     temperature: Temperature = 1.0,
+    read: Annotated[
+        ReadAt,
+        what_option(help="Where hierarchy.json reads the state: the layer's end, or the changed branch's."),
+    ] = "layer",
+    final_norm: Annotated[
+        bool, what_option("--final-norm/--no-final-norm", help="Whether its logits are taken with the final norm.")
+    ] = True,
     sample: Annotated[
         int | None,
         what_option(min=0, metavar="SEED", help="Decode once more by draws, the same in both models: sampled.json."),
@@ -116,6 +124,8 @@ def hierarchy(
         change=other.model if other is not None and same_layers else "dropped",
         steps=new_tokens,
         temperature=temperature,
+        read_at=read,
+        final_norm=final_norm,
         batch_size=text.batch_size,
     )
     if other is not None and not same_layers:

@@ -1,0 +1,81 @@
+"""Where a state is read that a changed layer makes: where the layer ends, or behind the branch that runs first."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from typing import Any, Literal
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from lyapunov_prune.errors import LyapunovPruneError
+from lyapunov_prune.forward.hooks import layer_input, require_finite, residual_stream, run_backbone
+from lyapunov_prune.forward.prefix import Prefix
+from lyapunov_prune.forward.sublayers import find_sublayers
+from lyapunov_prune.models.hooked import hooked
+from lyapunov_prune.models.structure import find_structure
+
+ReadAt = Literal["layer", "branch"]
+
+
+def behind_the_first(model: PreTrainedModel) -> dict[int, tuple[str, nn.Module]]:
+    """Of every layer of two branches: which runs first, and the module that the stream enters behind it.
+
+    Raises LyapunovPruneError for branches side by side, which have no state between them.
+    """
+    places: dict[int, tuple[str, nn.Module]] = {}
+    for layer, found in find_sublayers(model, range(find_structure(model).num_layers)).items():
+        if found.parallel:
+            raise LyapunovPruneError(
+                f"{type(model).__name__} runs attention and MLP of layer {layer} side by side, with no state between "
+                "them; read at the layer"
+            )
+        if len(found.branches) == 2:
+            first, second = found.branches
+            places[layer] = first, found.branches[second].entry
+    return places
+
+
+def dense_states(
+    prefix: Prefix, ids: torch.Tensor, text: str, places: dict[int, nn.Module]
+) -> tuple[list[torch.Tensor], dict[int, torch.Tensor]]:
+    """The dense state of every boundary (windows × tokens × width), and that which enters each of `places`."""
+    states: list[torch.Tensor] = []
+    with ExitStack() as stack:
+        between = {layer: stack.enter_context(_entering(module, ids)) for layer, module in places.items()}
+        stack.enter_context(residual_stream(prefix.structure, lambda boundary, hidden: states.append(hidden)))
+        run_backbone(prefix.structure, ids)
+    if not states[-1].isfinite().all():
+        require_finite(prefix.structure, ids, text)
+    return states, {layer: found[-1] for layer, found in between.items()}
+
+
+def changed_state(
+    prefix: Prefix,
+    ids: torch.Tensor,
+    states: list[torch.Tensor],
+    layer: int,
+    change: AbstractContextManager[None],
+    place: nn.Module | None,
+) -> torch.Tensor:
+    """The state that leaves `layer`, or enters `place`, where it runs changed on what the dense model hands it."""
+    start = prefix.entry(layer)
+    with ExitStack() as stack:
+        entering = None if place is None else stack.enter_context(_entering(place, ids))
+        stack.enter_context(change)
+        end = prefix.advance(ids, start, states[start], layer + 1)
+    return end if entering is None else entering[-1]
+
+
+@contextmanager
+def _entering(module: nn.Module, ids: torch.Tensor) -> Iterator[list[torch.Tensor]]:
+    """The states (windows × tokens × width) that enter `module` inside the block."""
+    found: list[torch.Tensor] = []
+
+    def note(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        found.append(layer_input(args, kwargs).view(*ids.shape, -1))  # in OPT all tokens stand in one row
+
+    with hooked(before=[(module, note)]):
+        yield found
