@@ -49,6 +49,7 @@ HERE = Path(__file__).parent
 PARTS = tuple(NAMES)
 CENTRED, LAST = ("hidden", "logit", "logit_without_mean", "mean_share"), 8
 SPARSITY = 0.5  # of Figure 13
+BEHIND, BARE = "attention left out, read behind it", "attention left out, read behind it, no final norm"
 TEMPERATURES = (0.5, 0.7, 1.5, 2.0)  # besides 1
 ARRAYS = [f.name for f in fields(lp.predictions.HierarchyProbe) if f.type == "np.ndarray"]
 SPACES = ("hidden", "logit", "probability")
@@ -103,6 +104,10 @@ def main(
     learnt = read_text(loaded, text, tokens, context=512)
     wanda = lp.compress(loaded.model, learnt, method="wanda", sparsity=SPARSITY).model
     pruned = probes("pruned", few, short, change=wanda)
+    elsewhere = {
+        BEHIND: probes("branch", list(prompts), steps, ("attention",), read_at="branch"),
+        BARE: probes("branch-bare", few, short, ("attention",), read_at="branch", final_norm=False),
+    }
     whole, frame = pooled(found, loaded, prompts), together(found, prompts)
     layers = summarise(frame, "prompt", ("layer", "what"), MEASURES)
     spread = frame.groupby(["layer", "what"], sort=False)[["hidden", "logit", "probability"]]
@@ -119,7 +124,16 @@ def main(
     within = near.assign(within=near.variance_bound.notna()).groupby("layer")[["variance_bound", "within"]].mean()
     rounding = rounding.merge(within.reset_index())
     thinned = summarise(together(pruned, few), "prompt", ("layer", "what"), MEASURES)
-    everything = [*found, *small, *pruned, *(p for list_ in warm.values() for p in list_)]
+    read = {
+        name: summarise(together(list_, prompts if name == BEHIND else few), "prompt", ("layer", "what"), SPACES)
+        for name, list_ in elsewhere.items()
+    }
+    everything = [
+        *found,
+        *small,
+        *pruned,
+        *(p for lists in (warm, elsewhere) for list_ in lists.values() for p in list_),
+    ]
     facts = {
         "measured on": whole.measured_on.line(),
         "prompts": len(prompts),
@@ -139,6 +153,7 @@ def main(
         "temperatures": temperatures,
         f"rounded to {BITS} bits": rounding,
         PRUNED: thinned,
+        **read,
         "attention left out, logits without their mean": mean_out,
         "attention left out, step by step": steps_by_layer(frame),
     }
@@ -282,6 +297,7 @@ def written(folder: Path = HERE) -> dict[str, str]:
         "estimates": estimates(found),
         "variances": variances(found["layers"]),
         "pruned": pruned_parts(found),
+        "exits": exits(found),
         "checked": checked(found),
         "bounds": bounds(found),
         "verdict": against_the_paper(found),
@@ -359,6 +375,19 @@ def pruned_parts(found: dict[str, Any]) -> str:
     return table(head, rows)
 
 
+def exits(found: dict[str, Any]) -> str:
+    """How far an attention that is left out turns each space, by where the state is read, medians of inner layers."""
+    rows = []
+    for name, part in (("where the layer ends", found["layers"]), *((n, found[n]) for n in (BEHIND, BARE))):
+        attention = part[part.what == "attention"]
+        less = (attention.logit < attention.hidden).sum()
+        more = (attention.probability > attention.hidden).sum()
+        turned = [float(middle(attention)[space].median()) for space in SPACES]
+        label = name.removeprefix("attention left out, read ")
+        rows.append([label, *turned, *(f"{n} of {len(attention)}" for n in (less, more))])
+    return table(["state read", *(f"1 − cos of {x}" for x in "hzp"), "z less than h", "p more than h"], rows)
+
+
 def by_part(found: dict[str, Any]) -> dict[str, tuple[pd.DataFrame, pd.DataFrame]]:
     """The attention and the MLP of every layer, pruned and left out."""
     frames = [found[name] for name in (PRUNED, "layers")]
@@ -392,6 +421,7 @@ def against_the_paper(found: dict[str, Any]) -> str:
         of_equal_weights(parts),
         of_depth(parts["attention"]),
         of_the_pruned(found),
+        of_exits(found),
         of_temperatures(found, at),
     )
 
@@ -494,6 +524,17 @@ def of_the_pruned(found: dict[str, Any]) -> str:
         f"parts {PRUNED} show the same order: logits turn less than the state ({says[0]}), probabilities more "
         f"({says[1]}). The state turns {short(closer['mlp'])} times less than without the MLP, and "
         f"{short(closer['attention'])} times less than without the attention (medians of inner layers).",
+    )
+
+
+def of_exits(found: dict[str, Any]) -> str:
+    """The paper's own place: behind the attention, before the MLP has run."""
+    part = found[BEHIND]
+    less, more = int((part.logit < part.hidden).sum()), int((part.probability > part.hidden).sum())
+    return verdict(
+        2 * min(less, more) > len(part),
+        "read behind the attention, as the paper reads it, and not where the layer ends: logits turn less than the "
+        f"state at {less} of {len(part)} layers, probabilities more at {more}.",
     )
 
 
