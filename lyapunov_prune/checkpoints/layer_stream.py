@@ -36,6 +36,7 @@ class LayerStream:
     def __init__(self, outline: Outline, model: PreTrainedModel, structure: Structure, device: str) -> None:
         self.digests = outline.identity.weights
         self.passes = 0  # how often the first layer was read: forwards, as a rule
+        self.splits = True  # whether a batch of many tokens goes through a layer in pieces
         self._outline, self._structure, self._device = outline, structure, device
         self._kind, self._dtype = type(model).__name__, model.dtype
         meant: dict[str, Any] = outline.model.state_dict(keep_vars=True)
@@ -117,7 +118,7 @@ class LayerStream:
             self.hold(index)
             hidden = layer_input(args, kwargs)
             at_once = max(1, TOKENS // hidden.shape[1])
-            split = len(hidden) > at_once and not self._trying
+            split = self.splits and len(hidden) > at_once and not self._trying
 
             def run(state: torch.Tensor) -> Iterator[torch.Tensor]:
                 if split:

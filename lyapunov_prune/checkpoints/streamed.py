@@ -57,8 +57,10 @@ def load_streamed(
 
 
 def streamed(outline: Outline) -> PreTrainedModel:
-    """The model of `outline`, streamed on the CPU; not tried, so only for batches of `TOKENS` tokens and fewer."""
-    return _made(outline, "cpu")[0]
+    """The model of `outline`, streamed on the CPU; not tried, so its batches go through a layer whole."""
+    model, stream = _made(outline, "cpu")
+    stream.splits = False
+    return model
 
 
 def _made(outline: Outline, device: str) -> tuple[PreTrainedModel, LayerStream]:

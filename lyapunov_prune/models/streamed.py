@@ -23,7 +23,7 @@ Visit = Callable[[int, torch.Tensor, Run], None]
 
 
 class Stream(Protocol):
-    """`digests` are `weight_digests` of the files; `hold` reads a layer's weights in the place of those of another.
+    """`digests` are `weight_digests` of the files; `hold` reads a layer's weights over those of the one held before.
 
     In forwards inside the block of `visiting`, every layer is visited, its weights held, before it runs. What the visit
     makes of the weights is what the layer then runs with, and is gone after it. `finish` takes what leaves the last

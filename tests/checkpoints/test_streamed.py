@@ -17,8 +17,8 @@ from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 import lyapunov_prune as lp
 from lyapunov_prune.checkpoints import layer_stream as streaming
-from lyapunov_prune.checkpoints.outline import Outline
-from lyapunov_prune.checkpoints.streamed import load_streamed
+from lyapunov_prune.checkpoints.outline import Outline, read_outline
+from lyapunov_prune.checkpoints.streamed import load_streamed, streamed
 from lyapunov_prune.errors import LyapunovPruneError, NonFiniteError
 from lyapunov_prune.evaluation.evaluation import zero_share
 from lyapunov_prune.forward import scoring
@@ -142,6 +142,16 @@ def test_one_layer_is_in_memory_and_the_files_are_read_once_a_forward(
     names = [name for name in loaded.model.state_dict() if name.startswith(loaded.structure.layers_path)]
     assert sorted(reads) == sorted(names)
     assert held(loaded.model) == []
+
+
+def test_what_was_not_tried_is_never_split(
+    checkpoint: Path, ids: torch.Tensor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(streaming, "TOKENS", 1)
+    whole, apart = load(checkpoint).model, streamed(read_outline(checkpoint, checkpoint))
+    monkeypatch.setattr(streaming.LayerStream, "_pieces", pytest.fail)
+    with torch.no_grad():
+        assert torch.equal(*(model(ids, use_cache=False).logits for model in (whole, apart)))
 
 
 def test_a_layer_is_read_into_the_memory_of_the_one_before_where_it_fits(checkpoint: Path) -> None:
