@@ -73,6 +73,7 @@ EXAMINED = [
     "43_patterns",
     "44_healing_ways",
     "45_search_curve",
+    "46_within_reach",
 ]
 
 
