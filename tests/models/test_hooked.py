@@ -69,4 +69,4 @@ def test_nothing_else_in_the_package_installs_a_hook() -> None:
     last as long as they."""
     files = Path(lyapunov_prune.__file__).parent.rglob("*.py")
     hooking = {path.name for path in files if "register_forward" in path.read_text(encoding="utf-8")}
-    assert hooking == {"hooked.py", "modeling_compact.py", "streamed.py"}
+    assert hooking == {"hooked.py", "modeling_compact.py", "layer_stream.py"}
