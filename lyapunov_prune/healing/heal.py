@@ -12,7 +12,6 @@ from typing import Any
 import numpy as np
 import pandas as pd
 from accelerate.utils import broadcast_object_list
-from torch import nn
 from transformers import PreTrainedModel
 
 from lyapunov_prune.arguments import checked
@@ -26,7 +25,7 @@ from lyapunov_prune.forward.reading import Readable, Reading, read
 from lyapunov_prune.healing.distillation import Distillation
 from lyapunov_prune.healing.sharded import gathered_into, require_shardable, sharded, sharing
 from lyapunov_prune.healing.state import TrainingState
-from lyapunov_prune.healing.trained import drawn_order, recomputed, require_trainable, trained
+from lyapunov_prune.healing.trained import beside, drawn_order, recomputed, require_trainable, trained
 from lyapunov_prune.models.device import processes_of
 from lyapunov_prune.models.plain import require_plain
 from lyapunov_prune.models.structure import identify, in_eval_mode
@@ -213,7 +212,7 @@ def heal(
         if shard:
             learner, guide = sharded(student, processes), sharded(teacher, processes)
         else:
-            learner, guide = _copied(student, rank), teacher
+            learner, guide = copy.deepcopy(student) if rank is None else beside(student), teacher
         with trained(learner, rank, seed) as parameters, recomputed(learner) if checkpointing else nullcontext():
             run = Distillation(learner, guide, parameters, learning_rate, temperature, steps, processes=processes)
             if tensors:
@@ -224,7 +223,7 @@ def heal(
                 if due:
                     state.save(run.step, run.tensors())
             state.save(run.step, run.tensors())
-        model = gathered_into(_copied(student, rank), learner) if shard else learner
+        model = gathered_into(copy.deepcopy(student), learner) if shard else learner
     held_out = None
     if evaluation is not None:
         after = perplexity(model, evaluation, batch_size=batch_size, description="perplexity, healed")
@@ -254,14 +253,6 @@ def require_settings(steps: int, rank: int | None, learning_rate: float | None, 
         raise LyapunovPruneError(f"learning rate {learning_rate:g}; give a positive number")
     require_temperature(temperature)
     return learning_rate
-
-
-def _copied(student: PreTrainedModel, rank: int | None) -> PreTrainedModel:
-    """A copy; with `rank` its weights lie where the student's do, until merging puts those that change elsewhere."""
-    memo: dict[int, Any] = {}
-    if rank is not None:
-        memo = {id(p): nn.Parameter(p.detach(), p.requires_grad) for p in student.parameters()}
-    return copy.deepcopy(student, memo)
 
 
 def _require(reading: Reading, taught: Reading, rank: int | None) -> None:

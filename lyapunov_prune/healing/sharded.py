@@ -7,9 +7,7 @@ trained, and stays whole.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Mapping
-from typing import Any
 
 import torch
 from accelerate import PartialState
@@ -20,6 +18,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from transformers import PreTrainedModel
 
 from lyapunov_prune.errors import LyapunovPruneError
+from lyapunov_prune.healing.trained import beside
 from lyapunov_prune.models.device import processes
 from lyapunov_prune.models.structure import find_layers
 
@@ -63,8 +62,7 @@ def require_shardable(model: PreTrainedModel, called: str) -> None:
 
 def sharded(model: PreTrainedModel, among: PartialState) -> PreTrainedModel:
     """A twin of `model`, which lies on the CPU, on the device of this process: its layers in parts, all else whole."""
-    memo: dict[int, Any] = {id(p): nn.Parameter(p.detach(), p.requires_grad) for p in model.parameters()}
-    twin: Any = copy.deepcopy(model, memo)
+    twin = beside(model)
     mesh = init_device_mesh(among.device.type, (among.num_processes,))
     layers = list(find_layers(twin).layers)
     inside = {module for layer in layers for module in layer.modules()}

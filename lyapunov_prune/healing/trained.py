@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
+from typing import Any
 
 import torch
 from torch import nn
@@ -42,6 +44,12 @@ def trained(model: PreTrainedModel, rank: int | None, seed: int) -> Iterator[dic
         for parameter, flag in flags.items():
             parameter.requires_grad_(flag)
             parameter.grad = None
+
+
+def beside(model: PreTrainedModel) -> PreTrainedModel:
+    """A copy of `model` with parameters of its own whose numbers lie where the model's do, until some go elsewhere."""
+    memo: dict[int, Any] = {id(p): nn.Parameter(p.detach(), p.requires_grad) for p in model.parameters()}
+    return copy.deepcopy(model, memo)
 
 
 @contextmanager
