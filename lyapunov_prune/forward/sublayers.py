@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -65,6 +65,23 @@ def find_sublayers(model: PreTrainedModel, layers: Sequence[int]) -> dict[int, S
     with hooked(after=[(structure.layers[i], note(i)) for i in layers]):
         run_backbone(structure, ids)
     return {i: sublayers.get(i, Sublayers({}, False, "does not run on text alone")) for i in layers}
+
+
+def between_branches(
+    model: PreTrainedModel, sublayers: Mapping[int, Sublayers], but: str
+) -> dict[int, tuple[str, nn.Module]]:
+    """Of every layer of two branches: which runs first, and the module that the stream enters behind it.
+
+    Raises LyapunovPruneError for branches side by side, which have no state between them; the line ends with `but`.
+    """
+    for layer, found in sublayers.items():
+        if found.parallel:
+            raise LyapunovPruneError(
+                f"{type(model).__name__} runs attention and MLP of layer {layer} side by side, with no state between "
+                f"them{but}"
+            )
+    both = {layer: list(found.branches.items()) for layer, found in sublayers.items() if len(found.branches) == 2}
+    return {layer: (first, branch.entry) for layer, ((first, _), (_, branch)) in both.items()}
 
 
 def _sublayers(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], matrices: dict[str, bool]) -> Sublayers:

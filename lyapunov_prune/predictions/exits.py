@@ -8,34 +8,12 @@ from typing import Any, Literal
 
 import torch
 from torch import nn
-from transformers import PreTrainedModel
 
-from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.forward.hooks import layer_input, require_finite, residual_stream, run_backbone
 from lyapunov_prune.forward.prefix import Prefix
-from lyapunov_prune.forward.sublayers import find_sublayers
 from lyapunov_prune.models.hooked import hooked
-from lyapunov_prune.models.structure import find_structure
 
 ReadAt = Literal["layer", "branch"]
-
-
-def behind_the_first(model: PreTrainedModel) -> dict[int, tuple[str, nn.Module]]:
-    """Of every layer of two branches: which runs first, and the module that the stream enters behind it.
-
-    Raises LyapunovPruneError for branches side by side, which have no state between them.
-    """
-    places: dict[int, tuple[str, nn.Module]] = {}
-    for layer, found in find_sublayers(model, range(find_structure(model).num_layers)).items():
-        if found.parallel:
-            raise LyapunovPruneError(
-                f"{type(model).__name__} runs attention and MLP of layer {layer} side by side, with no state between "
-                "them; read at the layer"
-            )
-        if len(found.branches) == 2:
-            first, second = found.branches
-            places[layer] = first, found.branches[second].entry
-    return places
 
 
 def dense_states(

@@ -9,6 +9,7 @@ from typing import Literal, get_args
 import numpy as np
 import pandas as pd
 import torch
+from torch import nn
 from transformers import PreTrainedModel
 
 from lyapunov_prune.arguments import checked
@@ -23,10 +24,11 @@ from lyapunov_prune.forward.logits import require_temperature
 from lyapunov_prune.forward.prefix import Prefix
 from lyapunov_prune.forward.reading import Readable, read
 from lyapunov_prune.forward.scoring import Scorer
+from lyapunov_prune.forward.sublayers import between_branches, find_sublayers
 from lyapunov_prune.models.compact import is_compact
 from lyapunov_prune.models.structure import identify, in_eval_mode
 from lyapunov_prune.predictions.divergence import prediction_blocks
-from lyapunov_prune.predictions.exits import ReadAt, behind_the_first, changed_state, dense_states
+from lyapunov_prune.predictions.exits import ReadAt, changed_state, dense_states
 from lyapunov_prune.predictions.remainders import ROUNDING, angle_bounds, probability_angle_bounds
 from lyapunov_prune.predictions.spaces import HIDDEN, LOGITS, PROBABILITIES, prediction_measures, turn
 from lyapunov_prune.progress import track
@@ -190,7 +192,9 @@ def probe_layers(
         changes = dropped_layers(reading)
     else:
         raise LyapunovPruneError(f"unknown change {change!r}; give 'dropped', or a compressed model")
-    behind = behind_the_first(model) if read_at == "branch" else {}
+    behind: dict[int, tuple[str, nn.Module]] = {}
+    if read_at == "branch":
+        behind = between_branches(model, find_sublayers(model, range(structure.num_layers)), "; read at the layer")
     shape = (len(what), structure.num_layers, len(_MEASURES), len(batch.ids), steps)
     values = torch.full(shape, torch.nan, dtype=torch.float64)
     begins = np.cumsum([0, *map(len, windows)])

@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 from lyapunov_prune.arguments import checked
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.forward.reading import Readable, read
-from lyapunov_prune.forward.sublayers import KINDS, find_sublayers
+from lyapunov_prune.forward.sublayers import KINDS, between_branches, find_sublayers
 from lyapunov_prune.models.structure import in_eval_mode
 from lyapunov_prune.profiles.propagation import WindowSums, difference_sums, require_moved, required
 from lyapunov_prune.progress import track
@@ -108,12 +108,8 @@ def sublayer_growth(
             f"layer 0 of {type(model).__name__} {sublayers[0].lack}, and no attention and MLP that could be told "
             "apart; measure whole layers"
         )
-    if side_by_side := [layer for layer, found in sublayers.items() if found.parallel]:
-        raise LyapunovPruneError(
-            f"{type(model).__name__} runs attention and MLP of layer {side_by_side[0]} side by side, with no state "
-            "between them whose growth could be measured; measure whole layers"
-        )
-    between = {i: list(found.branches.values())[1].entry for i, found in sublayers.items() if len(found.branches) == 2}
+    places = between_branches(model, sublayers, " whose growth could be measured; measure whole layers")
+    between = {layer: entry for layer, (_, entry) in places.items()}
     total = WindowSums.join(
         [
             difference_sums(structure, ids, k * batch_size, seeds, epsilon, between)
