@@ -135,6 +135,11 @@ def taken(model: PreTrainedModel, item: ChoiceItem, tokenizer: PreTrainedTokeniz
     return int(np.argmax(np.array(sums) / np.array([len(choice) for choice in item.choices])))
 
 
+def share_kept(dense: np.ndarray, own: np.ndarray) -> np.ndarray:
+    """Of every prompt, the share of the dense text that stands before the texts part."""
+    return np.cumprod(dense == own, axis=-1).mean(-1)
+
+
 def interval(values: np.ndarray) -> np.ndarray:
     """Mean over the first axis and its 95 % interval, 3 × …: percentile bootstrap; NaN entries are left out."""
     draws = np.random.default_rng(0).integers(len(values), size=(DRAWS, len(values)))

@@ -38,7 +38,7 @@ from transformers import PreTrainedModel
 
 import lyapunov_prune as lp
 from experiments.common import Device, DType, job_folder, load, plain, read_text
-from experiments.hierarchies import makers, taken
+from experiments.hierarchies import makers, share_kept, taken
 from experiments.statements import bullets, counted, interval, percent, short, signed, span, table
 from experiments.statements import verdict as said
 from lyapunov_prune.data.batch import Split, require_disjoint
@@ -223,11 +223,6 @@ def judged(
         "generation": [share_kept(*map(np.array, pair)) for pair in zip(dense.written, own.written, strict=True)],
     }
     return [Judged(name, one, *kept[one.task]) for one in found.kinds]
-
-
-def share_kept(dense: np.ndarray, own: np.ndarray) -> np.ndarray:
-    """Of every prompt, the share of the dense text that stands before the texts part."""
-    return np.cumprod(dense == own, axis=-1).mean(-1)
 
 
 @dataclass(frozen=True)

@@ -27,7 +27,7 @@ from torch.nn.functional import cross_entropy
 from transformers import PreTrainedModel
 
 from experiments.common import Device, DType, job_folder, load, of_model, plain, read_text
-from experiments.hierarchies import interval, patterned, taken
+from experiments.hierarchies import interval, patterned, share_kept, taken
 from experiments.statements import bullets, percent, ratio, table
 from experiments.statements import interval as said
 from experiments.statements import verdict as judged
@@ -75,7 +75,7 @@ class Patterns(Result):
 
     def kept(self, row: Row) -> np.ndarray:
         """Of every question, the share of the dense text that stands before the texts part."""
-        return np.cumprod(self.rows[0].texts == row.texts, axis=-1).mean(-1)
+        return share_kept(self.rows[0].texts, row.texts)
 
     def headline(self) -> str:
         dense = self.rows[0]

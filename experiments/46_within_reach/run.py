@@ -31,6 +31,7 @@ from lyapunov_prune.forward.decoding import decode_greedily
 from lyapunov_prune.forward.reading import read
 from lyapunov_prune.models.loading import Loaded
 from lyapunov_prune.models.tokenizers import token_ids
+from lyapunov_prune.predictions.verdict import wilson
 from lyapunov_prune.report.drawing import COLOURS, one_panel, svg
 from lyapunov_prune.results.result import MeasuredOn, Result, decode, encode
 from lyapunov_prune.results.store import Store
@@ -134,8 +135,8 @@ def written(folder: Path = HERE) -> dict[str, str]:
 
 def share(right: np.ndarray) -> str:
     """Percent, with Wilson's interval at 95 %."""
-    low, high = stats.binomtest(int(right.sum()), len(right)).proportion_ci(method="wilson")
-    return f"{interval(*(100 * x for x in (float(right.mean()), low, high)))} %"
+    mean = float(right.mean())
+    return f"{interval(*(100 * x for x in (mean, *wilson(mean, len(right)))))} %"
 
 
 def reached(found: Reach) -> str:
@@ -189,8 +190,7 @@ def figure(found: Reach) -> str:
     for k, (task, colour, marker) in enumerate((("copying", COLOURS["rho"], "o"), ("adding", COLOURS["bi"], "s"))):
         each: Any = [getattr(row, task) for row in found.rows]
         mean = np.array([100 * right.mean() for right in each])
-        ends = [stats.binomtest(int(r.sum()), len(r)).proportion_ci(method="wilson") for r in each]
-        bars = np.abs(100 * np.array([(e.low, e.high) for e in ends]).T - mean)
+        bars = np.abs(100 * np.array([wilson(right.mean(), len(right)) for right in each]).T - mean)
         axes.errorbar(mean, y + 0.2 * k - 0.1, xerr=bars, fmt=marker, markersize=4, capsize=2, color=colour, label=task)
     axes.set_yticks(y, [row.model for row in found.rows])
     axes.invert_yaxis()

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import copy
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from helpers import LAYERS, directions_by_definition, hooks_of, make_tiny, predictions_by_definition
-from predictions.test_hierarchy import LAYER, PARTS, STEPS, T, make_double
-from transformers import PreTrainedModel
+from predictions.test_hierarchy import LAYER, PARTS, STEPS, T, changed_by_hand, make_double
 
 from lyapunov_prune import LyapunovPruneError, compress, probe_layers
 from lyapunov_prune.forward.sublayers import find_sublayers
@@ -36,19 +34,6 @@ def entering(twin: Any, name: str, text: torch.Tensor) -> torch.Tensor:
     return found[0][:, -STEPS:]
 
 
-def changed_by_hand(model: PreTrainedModel, name: str, compressed: PreTrainedModel | None) -> PreTrainedModel:
-    """A twin whose attention in LAYER adds nothing, or has the weights of `compressed`."""
-    twin: Any = copy.deepcopy(model)
-    layers, _, attention, end, _ = PARTS[name]
-    layer = twin.get_submodule(f"{layers}.{LAYER}")
-    if compressed is None:
-        layer.get_submodule(end).register_forward_hook(lambda m, args, output: 0 * output)
-    else:
-        theirs = compressed.get_submodule(f"{layers}.{LAYER}.{attention}")
-        layer.get_submodule(attention).load_state_dict(theirs.state_dict())
-    return twin
-
-
 @pytest.mark.parametrize("final_norm", [True, False])
 @pytest.mark.parametrize("change", ["dropped", "compressed"])
 @pytest.mark.parametrize("name", list(BEHIND))
@@ -72,7 +57,7 @@ def test_an_attention_is_read_before_the_mlp_has_run(
     for _ in range(STEPS - 1):
         text = torch.cat([text, model(text, use_cache=False).logits[:, -1:].argmax(-1)], dim=1)
     h = entering(model, name, text)
-    h2 = entering(changed_by_hand(model, name, compressed), name, text)
+    h2 = entering(changed_by_hand(model, name, "attention", compressed), name, text)
     norm = model.get_submodule(PARTS[name][1]) if final_norm else torch.nn.Identity()
     z, z2 = (model.get_output_embeddings()(norm(x)) for x in (h, h2))
     if name == "gemma2":
