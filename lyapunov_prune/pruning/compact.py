@@ -72,7 +72,7 @@ def make_compact(model: PreTrainedModel, cuts: Cuts) -> PreTrainedModel:
     attention of a decoder would be left, and for a model that is not its plain weights.
     """
     require_plain(model)
-    made = compact_class(model)
+    compact_class(model)
     places = cut_places(model, cuts)
     source, kept = model, [i for i in range(len(places)) if i not in cuts.remove]
     if cuts.remove:
@@ -81,16 +81,10 @@ def make_compact(model: PreTrainedModel, cuts: Cuts) -> PreTrainedModel:
         places = [places[i] for i in kept]
     structure = find_layers(model)
     before = _before(model)
-    config = copy.deepcopy(model.config)
-    config.__class__ = made.config_class
-    config.cuts = [{**old, **new} for old, new in zip(before, places, strict=True)]
-    # An entry in the memo stands for the copy: what goes is replaced, never copied, and all modules hold one config.
-    memo: dict[int, Any] = {id(model.config): config}
-    for layer, gone in zip(structure.layers, places, strict=True):
-        memo |= {id(layer.get_submodule(path)): nn.Identity() for path in gone}
-    with held(model):  # what a measurement has put on it would be copied too
-        compact: Any = copy.deepcopy(model, memo)
-    compact.__class__ = made
+    # What goes is replaced, never copied.
+    gone = zip(structure.layers, places, strict=True)
+    stand_ins = {id(layer.get_submodule(path)): nn.Identity() for layer, paths in gone for path in paths}
+    compact = compact_copy(model, [{**old, **new} for old, new in zip(before, places, strict=True)], stand_ins)
     with torch.device("meta"):
         compact.cut(places)
     for index, (W, b) in cuts.merged.items():
@@ -101,6 +95,24 @@ def make_compact(model: PreTrainedModel, cuts: Cuts) -> PreTrainedModel:
         if b is not None:
             matrix.bias = nn.Parameter(b.detach().to(like, copy=True))
     add_step(compact, "prune", cuts.measured_on, source)
+    return compact
+
+
+def compact_copy(model: PreTrainedModel, cuts: list[dict[str, str]], in_place_of: Mapping[int, Any]) -> Any:
+    """A copy of `model` of the compact class, whose config says `cuts`; still to be cut.
+
+    `in_place_of` gives by its id what is put in the place of the copy of an object: a module, or what is shared.
+    Raises LyapunovPruneError for a family that the format does not know.
+    """
+    made = compact_class(model)
+    config = copy.deepcopy(model.config)
+    config.__class__ = made.config_class
+    config.cuts = cuts
+    # An entry in the memo stands for the copy: all modules hold one config.
+    memo: dict[int, Any] = {id(model.config): config, **in_place_of}
+    with held(model):  # what a measurement has put on it would be copied too
+        compact: Any = copy.deepcopy(model, memo)
+    compact.__class__ = made
     return compact
 
 
