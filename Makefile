@@ -42,6 +42,7 @@ attacks: install
 
 bench: install
 	$(BIN)/python benchmarks/run.py
+	$(BIN)/python benchmarks/factors.py
 	$(BIN)/python benchmarks/on_disk.py
 
 # The pages, with the API reference, from build/docs/index.html on. A broken link fails.

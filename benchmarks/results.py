@@ -12,7 +12,7 @@ from lyapunov_prune.results.files import write_whole
 from lyapunov_prune.results.result import versions
 
 HERE = Path(__file__).parent
-COMMANDS = ("run", "on_disk", "streamed", "healing", "gpu")
+COMMANDS = ("run", "factors", "on_disk", "streamed", "healing", "gpu")
 
 
 @dataclass(frozen=True)

@@ -285,7 +285,8 @@ Stored = Annotated[
     choices.Stored,
     output_option(
         "--format",
-        help="plain: dense. compressed-tensors: what rtn --symmetric rounds to 4 or 8 bits, packed.",
+        help="plain: dense. compressed-tensors: what rtn --symmetric rounds to 4 or 8 bits, packed. compact: low ranks "
+        "as two factors.",
     ),
 ]
 

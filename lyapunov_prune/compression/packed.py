@@ -33,7 +33,6 @@ from lyapunov_prune.results.files import require_empty, whole_folder
 from lyapunov_prune.results.history import HISTORY, history_of
 
 FORMAT = "compressed-tensors"
-FORMATS = ("plain", FORMAT)
 BITS = (4, 8)
 _PARTS = ("weight_packed", "weight_scale", "weight_shape")
 

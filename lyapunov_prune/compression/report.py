@@ -40,17 +40,26 @@ class CompressedMatrix:
 
 @dataclass(frozen=True)
 class Packed:
-    """The weight files of a checkpoint whose rounded matrices are stored as integers, and what they would be dense."""
+    """The weights of a checkpoint that holds matrices as integers or as two factors, and what they would be dense.
+
+    `factored` says how many are two factors; None: all are integers.
+    """
 
     format: str
     bytes: int
     dense_bytes: int
+    factored: int | None = None
 
     def line(self) -> str:
+        size = (
+            f"({self.format}): {self.bytes / 1e6:,.1f} MB of weights on disk, {self.bytes / self.dense_bytes:.3f} of "
+            f"the {self.dense_bytes / 1e6:,.1f} MB that dense ones take; "
+        )
+        if self.factored is not None:
+            return f"two factors of {self.factored} matrices {size}a forward multiplies by one factor after the other"
         return (
-            f"packed integers ({self.format}): {self.bytes / 1e6:,.1f} MB of weights on disk, "
-            f"{self.bytes / self.dense_bytes:.3f} of the {self.dense_bytes / 1e6:,.1f} MB that dense ones take; "
-            "transformers unpacks them on the first forward, so without a kernel for them no time is saved"
+            f"packed integers {size}transformers unpacks them on the first forward, so without a kernel for them no "
+            "time is saved"
         )
 
 
@@ -69,7 +78,7 @@ class CompressionReport(Result):
     matrices: tuple[CompressedMatrix, ...]
     calibration: MeasuredOn | None
     symmetric: bool = False  # grids around 0, without a zero point
-    packed: Packed | None = None  # None: dense matrices
+    packed: Packed | None = None  # or as factors; None: dense matrices
 
     def about(self) -> str:
         """What a model card says of it."""
@@ -88,6 +97,11 @@ class CompressionReport(Result):
     def saw(self) -> tuple[MeasuredOn, ...]:
         """The texts that had a part in it."""
         return self.allocation.measured_on + ((self.calibration,) if self.calibration else ())
+
+    @property
+    def ranks(self) -> dict[str, int | None]:
+        """By the name of each matrix its rank; None for one that stays as it is, or was not cut to a rank."""
+        return {m.name: m.rank for m in self.matrices}
 
     @property
     def zeros(self) -> float:

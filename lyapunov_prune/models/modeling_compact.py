@@ -1,4 +1,4 @@
-"""A transformer without some of its attentions, and with one matrix in the place of some feed-forward blocks.
+"""A transformer without some attentions, some feed-forward blocks merged, some matrices the products of two factors.
 
 This one file lies beside the weights of every compact checkpoint, so that transformers can load it with
 `trust_remote_code=True`; it imports torch and transformers and nothing else. Each class below is the class of
@@ -7,7 +7,8 @@ a layer: what stands in the place of which module of the layer.
 
 - `none`: nothing, of an attention; the layer hands on the state that it was given;
 - `identity`: what goes in comes out, of a norm that served such an attention alone, or of a merged block's activation;
-- `linear`, `affine`: one matrix, width by width, without and with a bias, of a merged feed-forward block.
+- `linear`, `affine`: one matrix, width by width, without and with a bias, of a merged feed-forward block;
+- `low-rank 192:40 192:40 576:90`: of a matrix, as many runs of rows as named, each `rows:rank` the product of two.
 
 A cache has an entry for each attention that is left. So attentions are numbered anew (`layer_idx`), and the entries of
 a new cache that belong to no attention are taken out of it: with the old numbers and layer 0's attention gone,
@@ -58,12 +59,43 @@ class NoAttention(nn.Module):
         return hidden_states.new_zeros(()).expand_as(hidden_states), None
 
 
+class LowRank(nn.Module):
+    """In the place of a matrix: run after run of its rows, `y_i = L_i (R_i x) + b_i`.
+
+    `right` holds all R_i (rank × inputs) one below the other, `left` the L_i (rows × rank) with their biases.
+    """
+
+    def __init__(self, inputs: int, rows: list[int], ranks: list[int], bias: bool) -> None:
+        super().__init__()
+        self.ranks = ranks
+        self.right = nn.Linear(inputs, sum(ranks), bias=False)
+        self.left = nn.ModuleList(nn.Linear(r, m, bias=bias) for m, r in zip(rows, ranks, strict=True))
+
+    @classmethod
+    def of(cls, form: str, old: Any) -> LowRank:
+        """What `form` says of the matrix `old`, be it stored output × input or, as GPT-2's, input × output."""
+        parts = [tuple(map(int, part.split(":"))) for part in form.split()[1:]]
+        rows, ranks = ([*numbers] for numbers in zip(*parts, strict=True))
+        inputs, rest = divmod(old.weight.numel(), sum(rows))
+        if rest or sum(rows) not in old.weight.shape or any(not 0 < r <= min(m, inputs) for m, r in parts):
+            raise ValueError(f"{form} is not of a matrix of shape {tuple(old.weight.shape)}")
+        return cls(inputs, rows, ranks, old.bias is not None)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        middle = self.right(x)
+        if len(self.ranks) == 1:
+            return self.left[0](middle)
+        runs = zip(self.left, middle.split(self.ranks, dim=-1), strict=True)
+        return torch.cat([left(part) for left, part in runs], dim=-1)
+
+
 FORMS = {
     "none": lambda width: NoAttention(),
     "identity": lambda width: nn.Identity(),
     "linear": lambda width: nn.Linear(width, width, bias=False),
     "affine": lambda width: nn.Linear(width, width),
 }
+LOW_RANK = "low-rank"
 
 
 def number_attentions(layers: nn.ModuleList) -> None:
@@ -108,7 +140,10 @@ class Compact:
             raise ValueError(f"the list of cuts is of {len(cuts)} layers, and the model has {len(layers)}")
         for layer, places in zip(layers, cuts, strict=True):
             for path, form in places.items():
-                module = FORMS[form](self.config.hidden_size)
+                if form.startswith(LOW_RANK):
+                    module: nn.Module = LowRank.of(form, layer.get_submodule(path))
+                else:
+                    module = FORMS[form](self.config.hidden_size)
                 layer.set_submodule(path, module.train(layer.training))
         number_attentions(layers)
         backbone = self.get_submodule(self.layers_path.rpartition(".")[0])

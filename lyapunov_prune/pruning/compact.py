@@ -7,7 +7,7 @@ of a class of its own (`models.modeling_compact`) whose config says it layer by 
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -28,6 +28,8 @@ from lyapunov_prune.pruning.plan import PruningPlan
 from lyapunov_prune.pruning.surgery import without_layers
 from lyapunov_prune.results.history import add_step
 from lyapunov_prune.results.result import MeasuredOn
+
+_MERGED = ("linear", "affine")  # forms of a merged block, without and with a bias
 
 
 @dataclass(frozen=True, eq=False)
@@ -84,7 +86,9 @@ def make_compact(model: PreTrainedModel, cuts: Cuts) -> PreTrainedModel:
     # What goes is replaced, never copied.
     gone = zip(structure.layers, places, strict=True)
     stand_ins = {id(layer.get_submodule(path)): nn.Identity() for layer, paths in gone for path in paths}
-    compact = compact_copy(model, [{**old, **new} for old, new in zip(before, places, strict=True)], stand_ins)
+    compact = compact_copy(
+        model, [_outside(old, new) | new for old, new in zip(before, places, strict=True)], stand_ins
+    )
     with torch.device("meta"):
         compact.cut(places)
     for index, (W, b) in cuts.merged.items():
@@ -132,7 +136,7 @@ def cut_places(model: PreTrainedModel, cuts: Cuts) -> list[dict[str, str]]:
     for index, (W, b) in cuts.merged.items():
         _require_affine(index, W, b, model)
         first, *others = layout.block
-        places[index] |= {first: "linear" if b is None else "affine", **dict.fromkeys(others, "identity")}
+        places[index] |= {first: _MERGED[b is not None], **dict.fromkeys(others, "identity")}
     return places
 
 
@@ -168,7 +172,7 @@ def _require_cuts(
         if layout.attention in before[index]:
             raise LyapunovPruneError(f"layer {index} has no attention any more; choose other layers")
     for index in blocks:
-        if layout.block[0] in before[index]:
+        if before[index].get(layout.block[0]) in _MERGED:
             raise LyapunovPruneError(f"the feed-forward block of layer {index} is merged already; choose other layers")
     left = [i for i, places in enumerate(before) if i not in {*attention, *remove} and layout.attention not in places]
     if not left and model.can_generate():
@@ -182,6 +186,11 @@ def _layout(model: PreTrainedModel) -> Layout:
 def _before(model: PreTrainedModel) -> list[dict[str, str]]:
     """What `model` has lost already."""
     return model.config.cuts if is_compact(model) else [{} for _ in find_layers(model).layers]
+
+
+def _outside(old: dict[str, str], gone: Collection[str]) -> dict[str, str]:
+    """Of what a layer has lost, what does not lie in the modules that are `gone` now."""
+    return {path: form for path, form in old.items() if not path.startswith(tuple(f"{module}." for module in gone))}
 
 
 def _require_layers(layers: int, what: str, indices: tuple[int, ...]) -> None:

@@ -10,7 +10,7 @@ import pytest
 from lyapunov_prune.allocation.table import SCHEDULES
 from lyapunov_prune.cli import choices
 from lyapunov_prune.cli.inputs import require_studies
-from lyapunov_prune.compression import packed
+from lyapunov_prune.compression import factored, packed
 from lyapunov_prune.compression.table import METHODS
 from lyapunov_prune.data import batch
 from lyapunov_prune.joint.importance import IMPORTANCES
@@ -34,7 +34,7 @@ TABLES: dict[str, tuple[Any, Iterable[str]]] = {
     "importance": (choices.Importance, IMPORTANCES),
     "where a state is read": (choices.ReadAt, get_args(exits.ReadAt)),
     "method": (choices.Method, METHODS),
-    "format of rounded weights": (choices.Stored, packed.FORMATS),
+    "format of compressed weights": (choices.Stored, ("plain", packed.FORMAT, factored.FORMAT)),
     "pooling": (choices.Pooling, get_args(contraction.Pooling)),
     "reduction": (choices.Reduction, REDUCTIONS),
     "split": (choices.Split, get_args(batch.Split)),

@@ -273,12 +273,16 @@ def compress(
     Zeros, low ranks and rounded weights are stored as dense matrices of the same size: the checkpoint shows what
     a compression does to the predictions, and is neither smaller nor faster. With --format compressed-tensors the
     weights that rtn --symmetric rounds to 4 or 8 bits are packed: the checkpoint is smaller, and faster only in an
-    engine that has a kernel for them. With --stream each layer is read, compressed and written before the next one.
+    engine that has a kernel for them. With --format compact what svd, whitened-svd and balanced cut to low rank is two
+    factors: smaller, with fewer multiplications, loaded with this package or by the module beside the weights.
+    With --stream each layer is read, compressed and written before the next one.
     With --max-kl the amounts that were tried stand in amounts.json beside it; interrupted, the search goes on with the
     same --output and --resume.
     """
     from lyapunov_prune.checkpoints.saving import write_model
     from lyapunov_prune.compression.compress import compress as compress_model
+    from lyapunov_prune.compression.factored import require_low_rank, write_factored
+    from lyapunov_prune.compression.factors import require_smaller
     from lyapunov_prune.compression.masks import as_pattern
     from lyapunov_prune.compression.on_disk import compress_on_disk, require_streamed
     from lyapunov_prune.compression.packed import require_packable, require_packed_options, write_packed
@@ -305,17 +309,21 @@ def compress(
     require_options(schedule, options)
     if pooling is not None and not goes_by_rho(schedule):
         raise LyapunovPruneError(f"allocation {allocation} does not measure rho; leave out --pooling")
-    packed = format != "plain"
+    packed, factored = format == "compressed-tensors", format == "compact"
     if stream:
-        if max_kl is not None or packed:
+        if max_kl is not None or packed or factored:
             raise LyapunovPruneError("--max-kl and --format need the model in memory; leave them out, or --stream")
         require_streamed(schedule)
     if packed:
         require_packed_options(method, bits, symmetric, schedule, keep_of)
+    if factored:
+        require_low_rank(method)
     loaded, batch = load_inputs(model, source, text, stream=stream)
     require_unquantised(loaded.model)  # before anything is measured
     if packed:
         require_packable(loaded.model, group_size)
+    if factored:
+        require_smaller(loaded.model, rank)
     profile = profile_for(schedule, loaded, batch, text.batch_size, pooling)
     results: dict[str, Result] = {}
     if max_kl is not None:
@@ -357,6 +365,8 @@ def compress(
     title, report = f"{Path(model).name}, compressed", done.report
     if packed:
         report = write_packed(loaded.model, done, loaded.tokenizer, output, title)
+    elif factored:
+        report = write_factored(done, loaded.tokenizer, output, title, results)
     else:
         write_model(done.model, loaded.tokenizer, output, results | {REPORT: report}, title, report.about())
     show(report, as_json, output)

@@ -1,0 +1,203 @@
+"""A compressed model whose matrices of low rank are stored as two factors, in the compact format; and its gate.
+
+How far logits move when every number of a model is rounded once more depends on the model: of SmolLM2 cut to 70 % by
+plain SVD, in bfloat16, by several times their spread. So the matrices are held to the bound of their rounding, one by
+one, and the logits to those of the dense model whose modules are given, by hooks, the products of the factors.
+
+1. The product of the factors is the dense matrix within rounding (`factors.rounding_of`).
+2. The logits are those of the dense model whose modules answer with `L_i (R_i x) + b_i`.
+3. So are those of decoding through the cache.
+4. Saved and reloaded, with this package and without it, it is the same model, to the last bit of every tensor.
+5. Parameters and bytes on disk fell by exactly what the factors are smaller.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.functional import linear
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from lyapunov_prune.arguments import checked
+from lyapunov_prune.checkpoints.cards import write_card
+from lyapunov_prune.checkpoints.elsewhere import ELSEWHERE, elsewhere_check
+from lyapunov_prune.checkpoints.reloading import RELOADED, GateCheck, reload_check
+from lyapunov_prune.compression.compress import Compressed
+from lyapunov_prune.compression.factors import Factored, find_factored, rounding_of, with_factors
+from lyapunov_prune.compression.report import REPORT, CompressionReport, Packed
+from lyapunov_prune.compression.table import METHODS
+from lyapunov_prune.errors import CheckFailed, LyapunovPruneError
+from lyapunov_prune.forward.kept import KeptLogits
+from lyapunov_prune.forward.logits import SAME_LIMIT, cached_logits, deviation, sample_inputs
+from lyapunov_prune.linalg import lift
+from lyapunov_prune.models.hooked import hooked
+from lyapunov_prune.models.loading import quiet
+from lyapunov_prune.models.structure import find_structure, in_eval_mode
+from lyapunov_prune.models.wrappers import loading_class
+from lyapunov_prune.pruning.counting import COUNTED, fallen_check, sizes_in_memory
+from lyapunov_prune.pruning.gate import CACHED, GateReport, attempt, bytes_in, seen_by
+from lyapunov_prune.pruning.provenance import gate_table
+from lyapunov_prune.results.files import require_empty, whole_folder
+from lyapunov_prune.results.history import HISTORY, history_of
+from lyapunov_prune.results.result import Result
+
+FORMAT = "compact"
+FACTORS, PRODUCTS = "factors within rounding", "same as products by hooks"
+GATE = "gate.json"
+
+
+def require_low_rank(method: str) -> None:
+    """Raise LyapunovPruneError for a method that leaves no low ranks."""
+    if method in METHODS and METHODS[method].amount != "rank":
+        low = ", ".join(name for name, other in METHODS.items() if other.amount == "rank")
+        raise LyapunovPruneError(
+            f"--format {FORMAT} stores low ranks as two factors, and {method} leaves none; give --method {low}"
+        )
+
+
+@checked
+@in_eval_mode
+@torch.no_grad()
+def write_factored(
+    done: Compressed,
+    tokenizer: PreTrainedTokenizerBase,
+    target: str | Path,
+    title: str,
+    results: Mapping[str, Result] | None = None,
+) -> CompressionReport:
+    """Write `done`, which `compress` made by low rank, with two factors for each matrix that is smaller so.
+
+    Returns its report, which says the size as well. The folder is what `write_model` writes, with `gate.json` and the
+    module that transformers needs to load it where this package is not installed.
+
+    Raises CheckFailed when the gate fails and LyapunovPruneError for another method, a family that the compact format
+    does not know, when no matrix is smaller, when the target is not empty or the disk refuses; either way nothing is
+    left there.
+    """
+    require_low_rank(done.report.method)
+    require_empty(target)
+    dense, ranks = done.model, done.report.ranks
+    small, factored = with_factors(dense, ranks), find_factored(dense, ranks)
+    with whole_folder(target) as folder:
+        with quiet():
+            small.save_pretrained(folder)
+            tokenizer.save_pretrained(folder)
+        gate = verify_factored(dense, small, factored, folder)
+        if not gate.passed:
+            raise CheckFailed(f"nothing written: the model of two factors fails the gate, {gate.failure()}")
+        sizes = bytes_in(folder), sum(size for _, size in sizes_in_memory(dense))
+        report = replace(done.report, packed=Packed(FORMAT, *sizes, sum(len(each.runs) for each in factored)))
+        gate.save(folder / GATE)
+        history_of(dense).save(folder / HISTORY)
+        for name, result in {**(results or {}), REPORT: report}.items():
+            result.save(folder / name)
+        write_card(folder, title, report.about(), loading_class(small).__name__, {"Gate": gate_table(gate)})
+    return report
+
+
+@in_eval_mode
+@torch.no_grad()
+def verify_factored(
+    dense: PreTrainedModel,
+    small: PreTrainedModel,
+    factored: Sequence[Factored],
+    folder: Path,
+    *,
+    elsewhere: bool = True,
+) -> GateReport:
+    """Put `small`, made of `dense` by `with_factors` and saved in `folder`, through the checks, on random tokens.
+
+    `factored` is what `find_factored` says of `dense`. The process without this package takes some seconds to start;
+    `elsewhere=False` leaves it out.
+    """
+    inputs = sample_inputs(dense, None)
+    checks = [
+        attempt(FACTORS, lambda: _factors_check(dense, small, factored)),
+        attempt(PRODUCTS, lambda: _same(dense, small, factored, inputs)),
+        attempt(CACHED, lambda: _decoded(dense, small, factored, inputs)),
+        attempt(RELOADED, lambda: reload_check(small, folder, inputs, lambda loaded: _changed(small, loaded))),
+        attempt(COUNTED, lambda: _counted(dense, small, factored, folder)),
+    ]
+    if elsewhere:
+        checks.append(attempt(ELSEWHERE, lambda: elsewhere_check(small, folder, inputs)))
+    return GateReport(tuple(checks), seen_by(dense, None, inputs))
+
+
+def _stored(small: PreTrainedModel, each: Factored) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """`(L, R)` of every run of rows, as they stand in `small`."""
+    module: Any = small.get_submodule(each.module)
+    rights = module.right.weight.split(each.ranks)
+    return [(left.weight, R) for left, R in zip(module.left, rights, strict=True)]
+
+
+def _factors_check(dense: PreTrainedModel, small: PreTrainedModel, factored: Sequence[Factored]) -> GateCheck:
+    worst, name = 0.0, ""
+    for each in factored:
+        for p, factors in zip(each.runs, _stored(small, each), strict=True):
+            W, (L, R) = p.weight(dense), factors
+            error = float((lift(L) @ lift(R) - lift(W)).norm())
+            beyond = error / limit if (limit := rounding_of(W, factors)) else float(error > 0)
+            if not beyond <= worst:
+                worst, name = beyond, p.name
+    return GateCheck(FACTORS, worst <= 1, worst, 1.0, f"error of a product over what rounding allows, most in {name}")
+
+
+@contextmanager
+def answered_by_factors(dense: PreTrainedModel, small: PreTrainedModel, factored: Sequence[Factored]) -> Iterator[None]:
+    """Inside the block the modules of `dense` that `factored` names answer with `L_i (R_i x) + b_i` of `small`."""
+
+    def answer(each: Factored) -> Callable[..., torch.Tensor]:
+        right: Any = small.get_submodule(each.module).right.weight  # type: ignore[union-attr]
+        pairs, biases = _stored(small, each), [p.bias(dense) for p in each.runs]
+
+        def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> torch.Tensor:
+            middle = linear(args[0], right).split(each.ranks, dim=-1)
+            runs = zip(middle, pairs, biases, strict=True)
+            return torch.cat([linear(x, L, b) for x, (L, _), b in runs], dim=-1)
+
+        return hook
+
+    with hooked(after=[(dense.get_submodule(each.module), answer(each)) for each in factored]):
+        yield
+
+
+def _same(
+    dense: PreTrainedModel, small: PreTrainedModel, factored: Sequence[Factored], inputs: list[torch.Tensor]
+) -> GateCheck:
+    with answered_by_factors(dense, small, factored):
+        reference = KeptLogits(dense, inputs)
+    worst, limit = KeptLogits(small, inputs).deviation(reference), SAME_LIMIT[small.dtype]
+    return GateCheck(PRODUCTS, worst <= limit, worst, limit, "logits against the dense model given products by hooks")
+
+
+def _decoded(
+    dense: PreTrainedModel, small: PreTrainedModel, factored: Sequence[Factored], inputs: list[torch.Tensor]
+) -> GateCheck:
+    worst, limit = 0.0, SAME_LIMIT[small.dtype]
+    for ids in inputs:
+        with answered_by_factors(dense, small, factored):
+            reference = cached_logits(dense, ids)
+        steps = cached_logits(small, ids)
+        if reference is None or steps is None:
+            return GateCheck(CACHED, False, float("inf"), limit, "the cache is gone")
+        worst = max(worst, deviation(steps, reference))
+    return GateCheck(CACHED, worst <= limit, worst, limit, "cached decoding of both")
+
+
+def _changed(small: PreTrainedModel, loaded: PreTrainedModel) -> str:
+    """The first tensor that is not, to the last bit, what it was; empty if there is none."""
+    again = loaded.state_dict()
+    wrong = (name for name, tensor in small.state_dict().items() if not torch.equal(tensor, again[name]))
+    return next((f"{name} came back with other numbers" for name in wrong), "")
+
+
+def _counted(dense: PreTrainedModel, small: PreTrainedModel, factored: Sequence[Factored], folder: Path) -> GateCheck:
+    gone = sum(each.gone for each in factored)
+    left = gone, gone * dense.dtype.itemsize
+    return fallen_check(dense, sizes_in_memory(dense), small, bytes_in(folder), left, find_structure(dense).num_layers)

@@ -1,0 +1,169 @@
+"""A matrix of low rank as the product of two factors, and a model that holds them in its place.
+
+What compresses leaves a dense matrix Ŵ (m × n) of rank r, rounded to its dtype. Two factors have `r (m + n)` numbers,
+fewer than `m n` while r is less than `m n / (m + n)`; the compact format says of each matrix what they are
+(`models.modeling_compact.LowRank`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from lyapunov_prune.arguments import checked
+from lyapunov_prune.calibration.gram import scaled
+from lyapunov_prune.compression.svd import basis
+from lyapunov_prune.errors import LyapunovPruneError
+from lyapunov_prune.linalg import lift
+from lyapunov_prune.models.compact import compact_class, is_compact
+from lyapunov_prune.models.plain import require_plain
+from lyapunov_prune.models.projections import Projection, find_projections
+from lyapunov_prune.models.structure import find_layers
+from lyapunov_prune.progress import track
+from lyapunov_prune.pruning.compact import compact_copy
+
+if TYPE_CHECKING:
+    from lyapunov_prune.models.modeling_compact import LowRank
+
+Factors = tuple[torch.Tensor, torch.Tensor]
+
+
+def two_factors(W: torch.Tensor, rank: int) -> Factors:
+    """`L` (m × rank) and `R` (rank × n), in the dtype of `W` (m × n), whose product is `[W]_rank` (Eckart and Young).
+
+    With Q the leading singular vectors of the shorter side, `L R = Q (Qᵀ W)` (of a tall `W`: `(W Q) Qᵀ`) in float64,
+    where a column of L and the row of R that it meets get the same norm, and each factor is then rounded once. Of a `W`
+    that has no more rank `L R = W` but for rounding (`rounding_of`).
+    """
+    if W.shape[0] > W.shape[1]:
+        L, R = two_factors(W.T, rank)
+        return R.T.contiguous(), L.T.contiguous()
+    D, exponent = scaled(lift(W.detach()))
+    Q = basis(D).to(D.device)[:, -rank:].flip(1)
+    # Eigenvectors of a Gram matrix lose directions of less than 1e-8 of the largest; two steps of iteration have them.
+    for _ in range(2):
+        Q = torch.linalg.qr(D @ (D.T @ Q))[0]
+    R = torch.ldexp(Q.T @ D, torch.tensor(exponent))
+    norms = torch.linalg.vector_norm(R, dim=1, keepdim=True)
+    half = torch.where(norms > 0, norms, torch.ones_like(norms)).sqrt()
+    return (Q * half.T).to(W), (R / half).to(W)
+
+
+def rounding_of(W: torch.Tensor, factors: Factors) -> float:
+    """An upper bound of `‖L R − W‖_F` for `W` (m × n) of rank r but for being rounded entry by entry to its dtype.
+
+    With u the unit roundoff of the dtype: `W` is off its exact self by `u/(1 − u) ‖W‖_F`, from which `[W]_r` is no
+    further; rounding the factors adds `(2u + u²)/(1 − u)² ‖|L| |R|‖_F`; forming all of it in float64
+    `4 (m + n) 2⁻⁵³ ‖W‖_F`. Entries below the least normal number round by more, and are counted with it.
+    """
+    L, R = (lift(factor).abs() for factor in factors)
+    kind = torch.finfo(W.dtype)
+    u, tiny = kind.eps / 2, kind.tiny * kind.eps / 2
+    m, n = W.shape
+    norm = float(lift(W).norm())
+    spread = float((L @ R).norm())
+    below = tiny * (m * n) ** 0.5 * (1 + float(L.sum(1).max() + R.sum(0).max()))
+    return u / (1 - u) * norm + (2 * u + u * u) / (1 - u) ** 2 * spread + 4 * (m + n) * 2.0**-53 * norm + below
+
+
+@dataclass(frozen=True, eq=False)
+class Factored:
+    """A matrix that is stored as factors: its module, and of each run of its rows where it is and its rank."""
+
+    module: str
+    runs: tuple[Projection, ...]
+    ranks: tuple[int, ...]
+    columns: int
+
+    @property
+    def form(self) -> str:
+        """What config.json says of it (`models.modeling_compact`)."""
+        from lyapunov_prune.models.modeling_compact import LOW_RANK  # every family's code
+
+        runs = zip(self.runs, self.ranks, strict=True)
+        return " ".join([LOW_RANK, *(f"{p.stop - p.start}:{r}" for p, r in runs)])
+
+    @property
+    def numbers(self) -> int:
+        """Of all factors: `Σ r_i (m_i + n)`."""
+        runs = zip(self.runs, self.ranks, strict=True)
+        return sum(r * (p.stop - p.start + self.columns) for p, r in runs)
+
+    @property
+    def gone(self) -> int:
+        """How many numbers fewer they are than the dense matrix has."""
+        return sum(p.stop - p.start for p in self.runs) * self.columns - self.numbers
+
+
+def find_factored(model: PreTrainedModel, ranks: Mapping[str, int | None]) -> tuple[Factored, ...]:
+    """The matrices of `model` that are smaller as factors, in order; `ranks` are by the name of a `Projection`.
+
+    A fused matrix comes apart as its projections say, each with its own rank. None is the rank of a matrix that stays
+    as it is. Raises LyapunovPruneError where no matrix is smaller, and for a family that the compact format does not
+    know.
+    """
+    require_plain(model)
+    compact_class(model)
+    by_module: dict[str, list[Projection]] = {}
+    for p in find_projections(model):
+        by_module.setdefault(p.module, []).append(p)
+    found = []
+    for module, runs in by_module.items():
+        m, n = (sum(p.stop - p.start for p in runs), runs[0].weight(model).shape[1])
+        kept = (ranks[p.name] for p in runs)
+        least = tuple(min(n, p.stop - p.start, n if r is None else r) for p, r in zip(runs, kept, strict=True))
+        factored = Factored(module, tuple(runs), least, n)
+        if m and factored.gone > 0:
+            found.append(factored)
+    if not found:
+        raise LyapunovPruneError(
+            "no matrix is smaller as two factors; give a smaller rank, or leave out --format compact"
+        )
+    return tuple(found)
+
+
+def require_smaller(model: PreTrainedModel, rank: int | None = None) -> None:
+    """Raise LyapunovPruneError as `find_factored` would of matrices of this rank; None: of a rank that saves some."""
+    find_factored(model, {p.name: rank or 1 for p in find_projections(model)})
+
+
+@checked
+@torch.no_grad()
+def with_factors(model: PreTrainedModel, ranks: Mapping[str, int | None]) -> PreTrainedModel:
+    """The compact model that has `two_factors` in the place of each matrix of `model` that is smaller so.
+
+    `ranks` are by the name of a `Projection`, as `CompressionReport.ranks` gives them. What is not replaced lies in the
+    memory of `model`, which stays as it is. Raises as `find_factored`.
+    """
+    from lyapunov_prune.models.modeling_compact import LowRank
+
+    structure = find_layers(model)
+    before = model.config.cuts if is_compact(model) else [{} for _ in structure.layers]
+    cuts = [dict(places) for places in before]
+    shared = {id(t): t for t in (*model.parameters(), *model.buffers())}
+    modules: dict[int, nn.Module] = {}
+    for each in track(find_factored(model, ranks), "factors"):
+        old = model.get_submodule(each.module)
+        with torch.device("meta"):
+            new = LowRank.of(each.form, old)
+        _fill(new.train(old.training), each, model)
+        modules[id(old)] = new
+        layer = each.runs[0].layer
+        cuts[layer][each.module.removeprefix(f"{structure.layers_path}.{layer}.")] = each.form
+    compact = compact_copy(model, cuts, shared | modules)
+    compact.cut([{} for _ in cuts])
+    return compact
+
+
+def _fill(new: LowRank, each: Factored, model: PreTrainedModel) -> None:
+    pairs = [two_factors(p.weight(model), r) for p, r in zip(each.runs, each.ranks, strict=True)]
+    new.right.weight = nn.Parameter(torch.cat([R for _, R in pairs]))
+    for left, (L, _), p in zip(new.left, pairs, each.runs, strict=True):
+        left.weight = nn.Parameter(L)
+        if (bias := p.bias(model)) is not None:
+            left.bias = nn.Parameter(bias.clone())

@@ -1,0 +1,71 @@
+"""`compress --format compact`, and what is done with what it writes."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lyapunov_prune.checkpoints.reloading import GateCheck
+from lyapunov_prune.compression import factored
+from lyapunov_prune.evaluation.evaluation import Evaluation
+from lyapunov_prune.ranking.amount import BudgetedCompression
+
+TEXT = ("--tokens", "64", "--context", "32")
+FACTOR = ("compress", "tiny", "--method", "svd", "--format", "compact", "-o", "small", *TEXT)
+
+
+@pytest.fixture(autouse=True)
+def here_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without the process that takes seconds to start: tests/compression/test_factored.py has it."""
+    passed = GateCheck("reloads without this package", True, 0.0, 1.0, "not run: it takes seconds")
+    monkeypatch.setattr(factored, "elsewhere_check", lambda *_: passed)
+
+
+def test_two_factors_are_smaller_and_like_any_other_model(run: Callable[..., Any]) -> None:
+    done = run(*FACTOR, "--sparsity", "0.4")
+    assert done.code == 0, done.err
+    assert "Stored as two factors of 42 matrices (compact): " in done.out
+    assert Path("small/model.safetensors").stat().st_size < Path("tiny/model.safetensors").stat().st_size
+    assert run("compress", "tiny", "--method", "svd", "--sparsity", "0.4", "-o", "dense", *TEXT).code == 0
+    for command in (
+        ("eval", "small", "--against", "dense", "--speed", *TEXT),
+        ("profile", "small", "-o", "run", *TEXT),
+        ("rank", "small", "--criterion", "bi", "-o", "run", *TEXT),
+        ("rank", "small", "--what", "attention", "--criterion", "kl", "-o", "run", *TEXT),
+        ("hierarchy", "tiny", "small", "--new-tokens", "2", "-o", "run", *TEXT),
+        ("prune", "small", "--layers", "1", "-o", "fewer", *TEXT),
+        ("prune", "small", "--layers", "1", "--what", "attention", "-o", "zeroed", *TEXT),
+        ("compress", "small", "--method", "wanda", "--sparsity", "0.5", "-o", "sparse", *TEXT),
+        ("heal", "small", "--teacher", "tiny", "--steps", "1", "-o", "healed", *TEXT),
+    ):
+        done = run(*command)
+        assert done.code == 0, (command, done.err)
+    dense, small = Evaluation.load(Path("runs/small/eval.json")).perplexities
+    assert small.value == pytest.approx(dense.value, rel=1e-3)
+
+
+def test_a_budget_writes_what_was_tried(run: Callable[..., Any]) -> None:
+    done = run(*FACTOR, "--max-kl", "2")
+    assert done.code == 0, done.err
+    assert BudgetedCompression.load(Path("small/amounts.json")).chosen >= 0
+    assert json.loads(Path("small/compression.json").read_text())["packed"]["factored"] > 0
+
+
+@pytest.mark.parametrize(
+    ("more", "told"),
+    [
+        (("--rank", "30"), "no matrix is smaller as two factors; give a smaller rank, or leave out --format compact"),
+        ((), "method svd takes sparsity or rank"),
+        (
+            ("--method", "wanda", "--sparsity", "0.5"),
+            "low ranks as two factors, and wanda leaves none; give --method svd",
+        ),
+        (("--sparsity", "0.4", "--stream"), "--max-kl and --format need the model in memory"),
+    ],
+)
+def test_what_has_no_factors_is_one_line(more: tuple[str, ...], told: str, run_bad: Callable[..., str]) -> None:
+    assert told in run_bad(*FACTOR, *more)
