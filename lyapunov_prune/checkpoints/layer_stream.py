@@ -208,10 +208,8 @@ def read_tensor(
     outline: Outline, name: str, meant: torch.Tensor, device: str, memory: torch.Tensor | None = None
 ) -> torch.Tensor:
     """The tensor `name` as loading gives it, of the dtype and the kind of `meant`: a copy, in `memory` or a new one."""
-    stored = outline.tensor(name)
-    if stored.shape != meant.shape:
-        raise LyapunovPruneError(f"the checkpoint has {name} in another shape; fetch it again")
-    tensor = stored.to(device, meant.dtype, copy=True) if memory is None else memory.copy_(stored)
+    tensor = torch.empty(meant.shape, dtype=meant.dtype, device=device) if memory is None else memory
+    outline.fill(tensor, name)
     return nn.Parameter(tensor, requires_grad=False) if isinstance(meant, nn.Parameter) else tensor
 
 

@@ -15,7 +15,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
 
-from lyapunov_prune.checkpoints.tensor_files import Stored, read_tensors
+from lyapunov_prune.checkpoints.tensor_files import DTYPES, Stored, read_into, read_tensors
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.models.digest import combined, digests_of, saved_tensors
 from lyapunov_prune.models.loading import load_outline
@@ -55,13 +55,22 @@ class Outline:
         """The bytes of every tensor of the files, with its name in the model."""
         return [(target.name, self.stored[key].size) for key, target in self.targets.items()]
 
-    def tensor(self, name: str) -> torch.Tensor:
-        """What the files hold of the model's tensor `name`: converted, in their own dtype, and mapped where it can be.
+    def fill(self, memory: torch.Tensor, name: str) -> None:
+        """Put what the files hold of the model's tensor `name`, converted, into `memory`, in the dtype of that.
 
-        Raises LyapunovPruneError for a file that is not there any more, or not what it was.
+        Raises LyapunovPruneError for another shape, and for a file that is not there any more, or not what it was.
         """
+        key, *more = self.sources[name]
+        stored = self.stored[key]
+        as_it_is = not more and self.targets[key].converter is None and DTYPES.get(stored.dtype) == memory.dtype
         with _reading():
-            return _read(self.model, self.sources[name], self.stored, self.targets)
+            if as_it_is and memory.device.type == "cpu" and stored.shape == memory.shape:
+                read_into(memory, stored, key)
+                return
+            tensor = _read(self.model, self.sources[name], self.stored, self.targets)
+        if tensor.shape != memory.shape:
+            raise LyapunovPruneError(f"the checkpoint has {name} in another shape; fetch it again")
+        memory.copy_(tensor)
 
 
 def read_outline(folder: Path, name: str | Path, dtype: torch.dtype | None = None) -> Outline:

@@ -14,14 +14,16 @@ from contextlib import suppress
 from dataclasses import dataclass
 from io import FileIO
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 import numpy as np
+import torch
 
 from lyapunov_prune.models.weight_files import INDEX, SINGLE, weight_files
 from lyapunov_prune.progress import track
 
 BUFFER = 2**24
+DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
 @dataclass(frozen=True)
@@ -75,6 +77,24 @@ def read_header(path: Path) -> dict[str, Stored]:
         name: Stored(path, 8 + length + entry["data_offsets"][0], _span(entry), entry["dtype"], tuple(entry["shape"]))
         for name, entry in header.items()
     }
+
+
+def read_into(memory: torch.Tensor, stored: Stored, key: str) -> None:
+    """Fill `memory`, contiguous and on the CPU, with the bytes of the tensor `key`: faster than through a mapping.
+
+    Raises OSError for a file that holds the tensor elsewhere by now, or less than all of it.
+    """
+    if read_header(stored.file).get(key) != stored:
+        raise OSError(None, f"{stored.file} is not what it was")
+    numbers: Any = memory.view(-1).view(torch.uint8).numpy()
+    left = memoryview(numbers)
+    with stored.file.open("rb", buffering=0) as file:
+        file.seek(stored.start)
+        while len(left):
+            count = file.readinto(left)
+            if not count:
+                raise OSError(None, f"{stored.file} became shorter while it was read")
+            left = left[count:]
 
 
 def _span(entry: Mapping[str, list[int]]) -> int:

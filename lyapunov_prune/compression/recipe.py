@@ -23,7 +23,7 @@ from lyapunov_prune.compression.report import CompressedMatrix, CompressionRepor
 from lyapunov_prune.compression.table import METHODS
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.forward.reading import Readable, Reading, read
-from lyapunov_prune.linalg import lift
+from lyapunov_prune.linalg import lift, token_energy, widen
 from lyapunov_prune.models.plain import require_unquantised
 from lyapunov_prune.models.projections import Projection, find_projections
 from lyapunov_prune.models.structure import in_eval_mode
@@ -191,7 +191,7 @@ def _describe(
     wanted: float,
     amount: float | None,
 ) -> CompressedMatrix:
-    E, before = lift(W - after), lift(W)
+    E = widen(W) - widen(after)
     gram = statistics.gram if statistics is not None else None
     kind = METHODS[method].amount
     return CompressedMatrix(
@@ -201,12 +201,18 @@ def _describe(
         rows=W.shape[0],
         columns=W.shape[1],
         amount=wanted,
-        zeros=float(lift(after == 0).mean()),
+        zeros=(after.numel() - int(after.count_nonzero())) / after.numel(),
         rank=int(amount) if kind == "rank" and amount is not None else None,
         bits=int(amount) if kind == "bits" and amount is not None else None,
-        weight_error=_share((E * E).sum(), (before * before).sum()),
-        output_error=None if gram is None else _share(((E @ gram) * E).sum(), ((before @ gram) * before).sum()),
+        weight_error=_share(token_energy(E).sum(), token_energy(W).sum()),
+        output_error=None if gram is None else _share(_output_energy(E, gram), _output_energy(W, gram)),
     )
+
+
+def _output_energy(W: torch.Tensor, gram: torch.Tensor) -> torch.Tensor:
+    """`‖W X‖_F²` for `gram = X Xᵀ`."""
+    wide = lift(W)
+    return ((wide @ gram) * wide).sum()
 
 
 def _share(error: torch.Tensor, whole: torch.Tensor) -> float:

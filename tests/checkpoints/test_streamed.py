@@ -12,6 +12,7 @@ import pytest
 import torch
 from families.zoo import make_zoo
 from helpers import make_tiny
+from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
@@ -132,8 +133,8 @@ def test_one_layer_is_in_memory_and_the_files_are_read_once_a_forward(
     loaded = load_streamed(checkpoint)
     stream, reads, seen = stream_of(loaded.model), list[str](), list[list[int]]()
     assert stream is not None
-    tensor = Outline.tensor
-    monkeypatch.setattr(Outline, "tensor", lambda self, name: reads.append(name) or tensor(self, name))
+    fill = Outline.fill
+    monkeypatch.setattr(Outline, "fill", lambda self, memory, name: reads.append(name) or fill(self, memory, name))
     hooks = [x.register_forward_hook(lambda *_: seen.append(held(loaded.model))) for x in loaded.structure.layers]
     lp.block_influence(loaded.model, ids)
     for hook in hooks:
@@ -287,6 +288,19 @@ def test_a_shard_that_is_missing_or_disappears_is_one_line(
     assert held(loaded.model) == []
     with pytest.raises(LyapunovPruneError, match=r"names model-.* as weights and lacks it"):
         load_streamed(folder)
+
+
+def test_a_file_that_holds_its_tensors_elsewhere_by_now_is_one_line(
+    tokenizer: PreTrainedTokenizerFast, ids: torch.Tensor, tmp_path: Path
+) -> None:
+    folder = saved(make_tiny("llama"), tokenizer, tmp_path / "tiny")
+    loaded = load_streamed(folder)
+    file = folder / "model.safetensors"
+    tensors = load_file(file)
+    save_file({name: torch.cat([t, t]) for name, t in tensors.items()}, file, {"format": "pt"})
+    with pytest.raises(LyapunovPruneError, match=r"can no longer be read .*model\.safetensors is not what it was"):
+        lp.block_influence(loaded.model, ids)
+    assert held(loaded.model) == []
 
 
 def test_what_is_not_finite_is_found(tokenizer: PreTrainedTokenizerFast, ids: torch.Tensor, tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from lyapunov_prune.checkpoints import tensor_files
-from lyapunov_prune.checkpoints.tensor_files import Piece, read_header, read_tensors, write_tensors
+from lyapunov_prune.checkpoints.tensor_files import DTYPES, Piece, read_header, read_into, read_tensors, write_tensors
 
 TENSORS = {
     "bytes": torch.arange(7, dtype=torch.uint8),
@@ -71,3 +71,24 @@ def test_a_file_that_became_shorter_is_an_error(source: Path, tmp_path: Path) ->
     file.write_bytes(file.read_bytes()[:-1])
     with pytest.raises(OSError, match="became shorter while it was read"):
         write_tensors(tmp_path, pieces, 10**9)
+
+
+def test_a_tensor_is_read_into_memory(source: Path) -> None:
+    for name, stored in read_tensors(source).items():
+        memory = torch.full(TENSORS[name].shape, 9, dtype=TENSORS[name].dtype)
+        read_into(memory, stored, name)
+        assert torch.equal(memory, TENSORS[name])
+        assert DTYPES.get(stored.dtype, memory.dtype) == memory.dtype
+
+
+def test_a_file_that_is_another_by_now_is_not_read(source: Path) -> None:
+    tensors, file = read_tensors(source), source / "model.safetensors"
+    memory = torch.zeros(4, 6, 2, dtype=torch.float64)
+    save_file({"more": torch.zeros(9), **TENSORS}, file, {"format": "pt"})
+    with pytest.raises(OSError, match="is not what it was"):
+        read_into(memory, tensors["wide"], "wide")
+    whole = file.read_bytes()
+    tensors = read_tensors(source)
+    file.write_bytes(whole[: tensors["wide"].start + 8])
+    with pytest.raises(OSError, match="became shorter"):
+        read_into(memory, tensors["wide"], "wide")

@@ -136,13 +136,13 @@ def test_layers_are_read_once_and_held_one_at_a_time(
     checkpoint: Path, ids: torch.Tensor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model, tokenizer = streamed(checkpoint)
-    reads, files, tensor, save = list[str](), list[int](), Outline.tensor, shards.save_file
+    reads, files, fill, save = list[str](), list[int](), Outline.fill, shards.save_file
 
     def written(tensors: dict[str, torch.Tensor], *rest: Any) -> None:
         files.append(sum(not layer.mlp.up_proj.weight.is_meta for layer in find_structure(model).layers))
         save(tensors, *rest)
 
-    monkeypatch.setattr(Outline, "tensor", lambda self, name: reads.append(name) or tensor(self, name))
+    monkeypatch.setattr(Outline, "fill", lambda self, memory, name: reads.append(name) or fill(self, memory, name))
     monkeypatch.setattr(shards, "save_file", written)
     compress_on_disk(model, tokenizer, checkpoint.parent / "out", ids, **WAYS["wanda"])
     inside = find_structure(model).layers_path
