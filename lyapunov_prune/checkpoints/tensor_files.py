@@ -8,11 +8,8 @@ one buffer whatever the size of a tensor.
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Iterable, Mapping
-from contextlib import suppress
 from dataclasses import dataclass
-from io import FileIO
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -22,7 +19,7 @@ import torch
 from lyapunov_prune.models.weight_files import INDEX, SINGLE, weight_files
 from lyapunov_prune.progress import track
 
-BUFFER = 2**24
+BUFFER = 2**20
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
@@ -162,25 +159,16 @@ def _copy(piece: Piece, target: BinaryIO) -> None:
         _copy_blocks(piece, target)
         return
     left = stored.size
-    target.flush()  # what follows goes past the buffer of `target`
+    # Through one small buffer, which stays in the processor's cache: faster than `copy_file_range`.
+    buffer = memoryview(bytearray(BUFFER))
     with stored.file.open("rb", buffering=0) as source:
         source.seek(stored.start)
         while left:
-            count = _move(source, target, min(left, BUFFER))
+            count = source.readinto(buffer[:left])
             if not count:
                 raise OSError(None, f"{stored.file} became shorter while it was read")
+            target.write(buffer[:count])
             left -= count
-
-
-def _move(source: FileIO, target: BinaryIO, count: int) -> int:
-    """Up to `count` bytes from file to file, inside the kernel where it can: half the time of a copy through here."""
-    if hasattr(os, "copy_file_range"):
-        with suppress(OSError):  # another file system, or one that does not know how; a full disk fails again below
-            return os.copy_file_range(source.fileno(), target.fileno(), count)
-    data = source.read(count)
-    target.write(data)
-    target.flush()
-    return len(data)
 
 
 def _copy_blocks(piece: Piece, target: BinaryIO) -> None:
