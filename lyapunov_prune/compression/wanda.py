@@ -8,6 +8,8 @@ from lyapunov_prune.compression.masks import Pattern, row_mask
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.linalg import lift
 
+_ROWS = 256
+
 
 def wanda(W: torch.Tensor, input_norms: torch.Tensor, sparsity: float, pattern: Pattern | None = None) -> torch.Tensor:
     """`W` (m × n) without the `round(sparsity · n)` entries of each row of smallest `|W_ij| ‖x_j‖₂`.
@@ -22,6 +24,9 @@ def wanda(W: torch.Tensor, input_norms: torch.Tensor, sparsity: float, pattern: 
         raise LyapunovPruneError(f"{len(input_norms)} input norms for a matrix with {W.shape[1]} columns")
     if pattern is None and round(sparsity * W.shape[1]) == 0:
         return W
-    size = lift(W.detach()).abs()
-    removed = row_mask(size * lift(input_norms).to(size.device), sparsity, pattern)
-    return W.masked_fill(removed.to(W.device), 0)
+    norms = lift(input_norms)
+    removed = [
+        row_mask((size := lift(rows).abs()) * norms.to(size.device), sparsity, pattern)
+        for rows in W.detach().split(_ROWS)  # in memory that is new each time float64 takes twice as long
+    ]
+    return W.masked_fill(torch.cat(removed).to(W.device), 0)
