@@ -74,6 +74,7 @@ EXAMINED = [
     "44_healing_ways",
     "45_search_curve",
     "46_within_reach",
+    "47_two_factors",
 ]
 
 
