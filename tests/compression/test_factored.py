@@ -17,7 +17,7 @@ from lyapunov_prune import compress
 from lyapunov_prune.checkpoints.reloading import GateCheck
 from lyapunov_prune.compression import factored
 from lyapunov_prune.compression.compress import Compressed
-from lyapunov_prune.compression.factored import GATE, require_low_rank, verify_factored, write_factored
+from lyapunov_prune.compression.factored import require_low_rank, verify_factored, write_factored
 from lyapunov_prune.compression.factors import Factored, find_factored, with_factors
 from lyapunov_prune.compression.report import REPORT, CompressionReport
 from lyapunov_prune.errors import CheckFailed, LyapunovPruneError
@@ -25,6 +25,7 @@ from lyapunov_prune.models.compact import MODULE
 from lyapunov_prune.models.loading import load
 from lyapunov_prune.models.modeling_compact import CompactLlama
 from lyapunov_prune.models.structure import find_layers, identify
+from lyapunov_prune.pruning.compact_checkpoint import GATE
 from lyapunov_prune.pruning.gate import GateReport
 from lyapunov_prune.results.history import read_history
 
