@@ -169,9 +169,7 @@ def test_factors_are_cut_once_more(llama: PreTrainedModel, ids: torch.Tensor) ->
         assert deviation(smaller(ids).logits, second.model(ids).logits) < 1e-4
 
 
-@pytest.mark.parametrize(
-    "form", ["low-rank", "low-rank 32", "low-rank 31:4", "low-rank 32:x", "low-rank 16:4", "low-rank 32:33"]
-)
+@pytest.mark.parametrize("runs", ["", "32", "31:4", "32:x", "16:4", "32:33", "32:0"])
 def test_a_form_that_is_not_of_the_matrix_is_refused(runs: str, llama: PreTrainedModel) -> None:
     with pytest.raises(ValueError):
         LowRank.of(f"low-rank {runs}", llama.get_submodule("model.layers.0.self_attn.q_proj"))

@@ -57,8 +57,8 @@ def test_a_decoder_that_answers_with_logits_is_measured_too(
 def test_all_layers_are_skipped_in_one_reading_of_the_files(
     checkpoint: Path, ids: torch.Tensor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    apart, reads, tensor = lp.load_streamed(checkpoint).model, list[str](), Outline.tensor
-    monkeypatch.setattr(Outline, "tensor", lambda self, name: reads.append(name) or tensor(self, name))
+    apart, reads, fill = lp.load_streamed(checkpoint).model, list[str](), Outline.fill
+    monkeypatch.setattr(Outline, "fill", lambda self, memory, name: reads.append(name) or fill(self, memory, name))
     final_without_each(apart, ids, None)
     assert sorted(reads) == sorted(name for name in apart.state_dict() if name.startswith("model.layers"))
 
