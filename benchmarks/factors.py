@@ -22,11 +22,9 @@ def main() -> None:
         done = lp.compress(model, method="svd", sparsity=sparsity)  # how it was chosen does not matter to the time
         models[f"two factors a matrix, sparsity {sparsity:g}"] = with_factors(done.model, done.report.ranks)
     speed = measure_speed(models, prompt=PROMPT, steps=STEPS, repeats=REPEATS)
-    dense, found = speed.rows[0], Benchmark("factors")
+    found = Benchmark("factors")
     for row in speed.rows[1:]:
-        kept, against = row.parameters / dense.parameters, "dense time × kept parameters"
-        found.add(f"time per token, {row.model}", against, dense.decode / row.decode / kept, 1.10)
-        found.add(f"prefill of {PROMPT}, {row.model}", against, dense.prefill / row.prefill / kept, 1.10)
+        found.add_speed(row, speed.rows[0], PROMPT)
     found.save()
 
 

@@ -8,6 +8,7 @@ import platform
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
+from lyapunov_prune.evaluation.speed import SpeedRow
 from lyapunov_prune.results.files import write_whole
 from lyapunov_prune.results.result import versions
 
@@ -36,6 +37,13 @@ class Benchmark:
         self.rows.append(Ratio(what, against, float(f"{ratio:.3g}"), limit))
         met = "ok" if ratio <= limit else "OVER"
         print(f"{what + ' / ' + against:<78} {ratio:5.2f}  limit {limit:.2f}  {met}", flush=True)
+
+    def add_speed(self, row: SpeedRow, dense: SpeedRow, prefill: int | None = None) -> None:
+        """Time per token of a smaller model, and of a prompt of `prefill` tokens, over the dense time × its share."""
+        kept, against = row.parameters / dense.parameters, "dense time × kept parameters"
+        self.add(f"time per token, {row.model}", against, dense.decode / row.decode / kept, 1.10)
+        if prefill:
+            self.add(f"prefill of {prefill}, {row.model}", against, dense.prefill / row.prefill / kept, 1.10)
 
     def save(self) -> None:
         about = {"machine": machine(), "versions": versions(), "source": f"one run of benchmarks/{self.command}.py"}

@@ -76,15 +76,8 @@ def main() -> None:
         cuts = Cuts(tuple(range(12, 12 + attention)), {i: merged[i] for i in range(12, 12 + activation)})
         models[f"{attention} attentions and {activation} activations removed"] = make_compact(model, cuts)
     speed = measure_speed(models, prompt=64, steps=48, repeats=REPEATS)
-    dense = speed.rows[0]
     for row in speed.rows[1:]:
-        kept = row.parameters / dense.parameters
-        found.add(
-            f"time per token, {row.model}", "dense time × kept parameters", dense.decode / row.decode / kept, 1.10
-        )
-        if "attentions" in row.model:
-            prefill = dense.prefill / row.prefill / kept
-            found.add(f"prefill of 64, {row.model}", "dense time × kept parameters", prefill, 1.10)
+        found.add_speed(row, speed.rows[0], 64 if "attentions" in row.model else None)
     found.save()
 
 

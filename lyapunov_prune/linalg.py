@@ -33,6 +33,9 @@ from lyapunov_prune.errors import LyapunovPruneError
 
 __all__ = ["certified_norm", "estimated_norm", "exact_norm", "lift", "token_energy", "widen"]
 
+# Of a large matrix, how many are widened at once: copies in memory that is new each time cost more than arithmetic.
+ROWS = 256
+
 
 def widen(x: torch.Tensor) -> torch.Tensor:
     """At least float32, exactly: differences of float16 and bfloat16 values are taken there."""

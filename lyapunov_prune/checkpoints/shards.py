@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import torch
 from safetensors.torch import save_file
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.core_model_loading import revert_weight_conversion
@@ -68,5 +67,5 @@ class Shards:
 
 
 def size_of(model: PreTrainedModel) -> int:
-    """The bytes of the files that `Shards` writes."""
-    return sum(t.numel() * t.element_size() for _, t in saved_tensors(model) if isinstance(t, torch.Tensor))
+    """The bytes of the tensors that a plain checkpoint holds, as `Shards` writes them: a shared one once."""
+    return sum(t.numel() * t.element_size() for _, t in saved_tensors(model))

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from io import FileIO
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -84,14 +85,18 @@ def read_into(memory: torch.Tensor, stored: Stored, key: str) -> None:
     if read_header(stored.file).get(key) != stored:
         raise OSError(None, f"{stored.file} is not what it was")
     numbers: Any = memory.view(-1).view(torch.uint8).numpy()
-    left = memoryview(numbers)
     with stored.file.open("rb", buffering=0) as file:
         file.seek(stored.start)
-        while len(left):
-            count = file.readinto(left)
-            if not count:
-                raise OSError(None, f"{stored.file} became shorter while it was read")
-            left = left[count:]
+        _fill(memoryview(numbers), file)
+
+
+def _fill(memory: memoryview, file: FileIO) -> None:
+    """Read until `memory` is full; raises OSError where the file ends before."""
+    while len(memory):
+        count = file.readinto(memory)
+        if not count:
+            raise OSError(None, f"{file.name} became shorter while it was read")
+        memory = memory[count:]
 
 
 def _span(entry: Mapping[str, list[int]]) -> int:
@@ -164,11 +169,10 @@ def _copy(piece: Piece, target: BinaryIO) -> None:
     with stored.file.open("rb", buffering=0) as source:
         source.seek(stored.start)
         while left:
-            count = source.readinto(buffer[:left])
-            if not count:
-                raise OSError(None, f"{stored.file} became shorter while it was read")
-            target.write(buffer[:count])
-            left -= count
+            part = buffer[:left]
+            _fill(part, source)
+            target.write(part)
+            left -= len(part)
 
 
 def _copy_blocks(piece: Piece, target: BinaryIO) -> None:

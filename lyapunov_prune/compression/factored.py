@@ -29,6 +29,7 @@ from lyapunov_prune.arguments import checked
 from lyapunov_prune.checkpoints.cards import write_card
 from lyapunov_prune.checkpoints.elsewhere import ELSEWHERE, elsewhere_check
 from lyapunov_prune.checkpoints.reloading import RELOADED, GateCheck, reload_check
+from lyapunov_prune.checkpoints.shards import size_of
 from lyapunov_prune.compression.compress import Compressed
 from lyapunov_prune.compression.factors import Factored, find_factored, rounding_of, with_factors
 from lyapunov_prune.compression.report import REPORT, CompressionReport, Packed
@@ -55,10 +56,11 @@ FACTORS, PRODUCTS = "factors within rounding", "same as products by hooks"
 
 def require_low_rank(method: str) -> None:
     """Raise LyapunovPruneError for a method that leaves no low ranks."""
-    if method in METHODS and METHODS[method].amount != "rank":
-        low = ", ".join(name for name, other in METHODS.items() if other.amount == "rank")
+    low = [name for name, other in METHODS.items() if other.amount == "rank"]
+    if method not in low:
         raise LyapunovPruneError(
-            f"--format {FORMAT} stores low ranks as two factors, and {method} leaves none; give --method {low}"
+            f"--format {FORMAT} stores low ranks as two factors, and {method} leaves none; give --method "
+            f"{', '.join(low)}"
         )
 
 
@@ -92,7 +94,7 @@ def write_factored(
         gate = verify_factored(dense, small, factored, folder)
         if not gate.passed:
             raise CheckFailed(f"nothing written: the model of two factors fails the gate, {gate.failure()}")
-        sizes = bytes_in(folder), sum(size for _, size in sizes_in_memory(dense))
+        sizes = bytes_in(folder), size_of(dense)
         report = replace(done.report, packed=Packed(FORMAT, *sizes, sum(len(each.runs) for each in factored)))
         gate.save(folder / GATE)
         history_of(dense).save(folder / HISTORY)

@@ -20,12 +20,12 @@ from lyapunov_prune.calibration.gram import scaled
 from lyapunov_prune.compression.svd import basis
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.linalg import lift
-from lyapunov_prune.models.compact import compact_class, is_compact
+from lyapunov_prune.models.compact import compact_class
 from lyapunov_prune.models.plain import require_plain
 from lyapunov_prune.models.projections import Projection, find_projections
 from lyapunov_prune.models.structure import find_layers
 from lyapunov_prune.progress import track
-from lyapunov_prune.pruning.compact import compact_copy
+from lyapunov_prune.pruning.compact import compact_copy, cuts_of
 
 if TYPE_CHECKING:
     from lyapunov_prune.models.modeling_compact import LowRank
@@ -85,19 +85,22 @@ class Factored:
         """What config.json says of it (`models.modeling_compact`)."""
         from lyapunov_prune.models.modeling_compact import LOW_RANK  # every family's code
 
-        runs = zip(self.runs, self.ranks, strict=True)
-        return " ".join([LOW_RANK, *(f"{p.stop - p.start}:{r}" for p, r in runs)])
+        return " ".join([LOW_RANK, *(f"{m}:{r}" for m, r in zip(self.rows, self.ranks, strict=True))])
+
+    @property
+    def rows(self) -> tuple[int, ...]:
+        """m_i of every run."""
+        return tuple(p.stop - p.start for p in self.runs)
 
     @property
     def numbers(self) -> int:
         """Of all factors: `Σ r_i (m_i + n)`."""
-        runs = zip(self.runs, self.ranks, strict=True)
-        return sum(r * (p.stop - p.start + self.columns) for p, r in runs)
+        return sum(r * (m + self.columns) for m, r in zip(self.rows, self.ranks, strict=True))
 
     @property
     def gone(self) -> int:
         """How many numbers fewer they are than the dense matrix has."""
-        return sum(p.stop - p.start for p in self.runs) * self.columns - self.numbers
+        return sum(self.rows) * self.columns - self.numbers
 
 
 def find_factored(model: PreTrainedModel, ranks: Mapping[str, int | None]) -> tuple[Factored, ...]:
@@ -114,11 +117,11 @@ def find_factored(model: PreTrainedModel, ranks: Mapping[str, int | None]) -> tu
         by_module.setdefault(p.module, []).append(p)
     found = []
     for module, runs in by_module.items():
-        m, n = (sum(p.stop - p.start for p in runs), runs[0].weight(model).shape[1])
+        n = runs[0].weight(model).shape[1]
         kept = (ranks[p.name] for p in runs)
         least = tuple(min(n, p.stop - p.start, n if r is None else r) for p, r in zip(runs, kept, strict=True))
         factored = Factored(module, tuple(runs), least, n)
-        if m and factored.gone > 0:
+        if factored.gone > 0:
             found.append(factored)
     if not found:
         raise LyapunovPruneError(
@@ -143,8 +146,7 @@ def with_factors(model: PreTrainedModel, ranks: Mapping[str, int | None]) -> Pre
     from lyapunov_prune.models.modeling_compact import LowRank
 
     structure = find_layers(model)
-    before = model.config.cuts if is_compact(model) else [{} for _ in structure.layers]
-    cuts = [dict(places) for places in before]
+    cuts = [dict(places) for places in cuts_of(model)]
     shared = {id(t): t for t in (*model.parameters(), *model.buffers())}
     modules: dict[int, nn.Module] = {}
     for each in track(find_factored(model, ranks), "factors"):

@@ -18,6 +18,7 @@ from lyapunov_prune.allocation.allocation import Allocation
 from lyapunov_prune.arguments import checked
 from lyapunov_prune.checkpoints.cards import write_card
 from lyapunov_prune.checkpoints.reloading import reload_check
+from lyapunov_prune.checkpoints.shards import size_of
 from lyapunov_prune.compression.compress import Compressed
 from lyapunov_prune.compression.report import REPORT, CompressionReport, Packed
 from lyapunov_prune.compression.rtn import Grid, symmetric_grid
@@ -118,7 +119,7 @@ def write_packed(
         check = in_eval_mode(reload_check)(small, folder, inputs, lambda loaded: _changed(small, loaded, projections))
         if not check.passed:
             raise CheckFailed(f"nothing written: the model does not unpack as it was rounded, {check.detail}")
-        report = replace(report, packed=Packed(PACK, _size(folder), _dense_size(small)))
+        report = replace(report, packed=Packed(PACK, _size(folder), size_of(small)))
         history_of(small).save(folder / HISTORY)
         report.save(folder / REPORT)
         loading = f"Needs the library of the format: `pip install {FORMAT}`. vLLM brings it."
@@ -181,8 +182,3 @@ def _changed(small: PreTrainedModel, loaded: PreTrainedModel, projections: tuple
 
 def _size(folder: Path) -> int:
     return sum(file.stat().st_size for file in folder.glob("*.safetensors"))
-
-
-def _dense_size(model: PreTrainedModel) -> int:
-    """Bytes of the tensors that a plain checkpoint holds, shared ones once."""
-    return sum({t.data_ptr(): t.nbytes for t in model.state_dict().values() if t.numel()}.values())

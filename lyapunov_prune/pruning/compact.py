@@ -82,7 +82,7 @@ def make_compact(model: PreTrainedModel, cuts: Cuts) -> PreTrainedModel:
             model = without_layers(model, find_layers(model), PruningPlan.given(model, cuts.remove))
         places = [places[i] for i in kept]
     structure = find_layers(model)
-    before = _before(model)
+    before = cuts_of(model)
     # What goes is replaced, never copied.
     gone = zip(structure.layers, places, strict=True)
     stand_ins = {id(layer.get_submodule(path)): nn.Identity() for layer, paths in gone for path in paths}
@@ -160,7 +160,7 @@ def _require_cuts(
     model: PreTrainedModel, attention: tuple[int, ...], blocks: tuple[int, ...], remove: tuple[int, ...]
 ) -> None:
     """Raise LyapunovPruneError unless these layers can lose these parts."""
-    layout, before = _layout(model), _before(model)
+    layout, before = _layout(model), cuts_of(model)
     for what, indices in {"the whole": remove, "the attention": attention, "the feed-forward block": blocks}.items():
         _require_layers(len(before), what, indices)
     if not attention and not blocks and not remove:
@@ -183,8 +183,8 @@ def _layout(model: PreTrainedModel) -> Layout:
     return LAYOUTS[family_of(model.config)]
 
 
-def _before(model: PreTrainedModel) -> list[dict[str, str]]:
-    """What `model` has lost already."""
+def cuts_of(model: PreTrainedModel) -> list[dict[str, str]]:
+    """What `model` has lost already, layer by layer; of a plain one nothing."""
     return model.config.cuts if is_compact(model) else [{} for _ in find_layers(model).layers]
 
 
