@@ -35,6 +35,7 @@ __all__ = ["certified_norm", "estimated_norm", "exact_norm", "lift", "token_ener
 
 # Of a large matrix, how many are widened at once: copies in memory that is new each time cost more than arithmetic.
 ROWS = 256
+_CACHED = 2**17  # numbers
 
 
 def widen(x: torch.Tensor) -> torch.Tensor:
@@ -52,9 +53,19 @@ def token_energy(x: torch.Tensor) -> torch.Tensor:
 
     On devices without float64 (MPS) the sum moves to the CPU.
     """
-    if x.device.type == "mps":
-        x = x.cpu()
-    return torch.linalg.vector_norm(x, dim=-1, dtype=torch.float64).square()
+    flat = (x.cpu() if x.device.type == "mps" else x).reshape(math.prod(x.shape[:-1]), x.shape[-1])
+    energies = [torch.linalg.vector_norm(rows, dim=-1, dtype=torch.float64).square() for rows in _blocks(flat)]
+    return torch.cat(energies).view(x.shape[:-1])
+
+
+def feature_energy(x: torch.Tensor) -> torch.Tensor:
+    """`Σ_t x_tj²` of every feature j: (tokens, d) to (d,), summed in float64 as `token_energy`."""
+    return torch.stack([lift(rows).square().sum(0) for rows in _blocks(x)]).sum(0)
+
+
+def _blocks(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """The rows of `x`; on the CPU so few at once that what is widened stays in the processor's cache."""
+    return x.split(max(1, _CACHED // max(1, x.shape[1])) if x.device.type == "cpu" else max(1, len(x)))
 
 
 _U = 2.0**-53

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from lyapunov_prune import linalg as norms
 from lyapunov_prune.errors import LyapunovPruneError
-from lyapunov_prune.linalg import certified_norm, estimated_norm, exact_norm
+from lyapunov_prune.linalg import certified_norm, estimated_norm, exact_norm, feature_energy, token_energy
 from lyapunov_prune.models.loading import Loaded
 from lyapunov_prune.models.structure import find_structure
 
@@ -238,3 +238,15 @@ def test_the_margin_covers_a_gram_matrix_that_was_rounded_down(
     assert Fraction(high) < square  # without a margin the bound would be too small
     monkeypatch.setattr(norms, "_EXCESS", 0.0)
     assert Fraction(norms._gram_bound(G, columns, high, math.inf)) ** 2 >= square
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+@pytest.mark.parametrize("shape", [(3, 50, 576), (700, 1024), (2, 300_001), (7,), (0, 5), (2, 0)])
+def test_energies_are_those_of_float64_however_many_rows_are_widened_at_once(
+    dtype: torch.dtype, shape: tuple[int, ...]
+) -> None:
+    x = torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(dtype)
+    close = {"rtol": 1e-13, "atol": 0.0}
+    torch.testing.assert_close(token_energy(x), x.double().square().sum(-1), **close)
+    if x.ndim == 2:
+        torch.testing.assert_close(feature_energy(x), x.double().square().sum(0), **close)

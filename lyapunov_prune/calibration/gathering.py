@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 
 from lyapunov_prune.calibration.statistics import Statistics
 from lyapunov_prune.errors import LyapunovPruneError
-from lyapunov_prune.linalg import lift, token_energy
+from lyapunov_prune.linalg import feature_energy, lift
 from lyapunov_prune.models.hooked import hooked
 from lyapunov_prune.models.projections import Projection
 
@@ -60,7 +60,7 @@ class Gathering:
 
     def _add(self, name: str, x: torch.Tensor) -> None:
         if self.needs == "norms":
-            self._sum(self.energy, name, token_energy(x.T))
+            self._sum(self.energy, name, feature_energy(x))
         else:
             self._sum(self.grams, name, _gram(x))
 

@@ -23,7 +23,7 @@ from lyapunov_prune.compression.wanda import wanda
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.forward.hooks import residual_stream, run_backbone
 from lyapunov_prune.forward.reading import Readable, read
-from lyapunov_prune.linalg import token_energy, widen
+from lyapunov_prune.linalg import feature_energy, widen
 from lyapunov_prune.models.hooked import hooked
 from lyapunov_prune.models.projections import Projection, find_projections
 from lyapunov_prune.models.structure import in_eval_mode
@@ -54,8 +54,8 @@ def column_errors(
     def watch(name: str) -> Callable[..., None]:
         def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             x, moved = (widen(rows.reshape(-1, rows.shape[-1])) for rows in args[0].chunk(2))
-            clean[name] = clean[name].to(x.device) + token_energy(x.T)
-            error[name] = error[name].to(x.device) + token_energy((moved - x).T)
+            clean[name] = clean[name].to(x.device) + feature_energy(x)
+            error[name] = error[name].to(x.device) + feature_energy(moved - x)
 
         return hook
 
