@@ -33,9 +33,9 @@ from lyapunov_prune.errors import LyapunovPruneError
 
 __all__ = ["certified_norm", "estimated_norm", "exact_norm", "lift", "token_energy", "widen"]
 
-# Of a large matrix, how many are widened at once: copies in memory that is new each time cost more than arithmetic.
-ROWS = 256
-_CACHED = 2**17  # numbers
+# Numbers that are widened at once. Memory of more is new to the process each time, which costs more than arithmetic.
+_AT_ONCE = 2**19
+_AT_ONCE_ON_GPU = 2**25
 
 
 def widen(x: torch.Tensor) -> torch.Tensor:
@@ -54,18 +54,19 @@ def token_energy(x: torch.Tensor) -> torch.Tensor:
     On devices without float64 (MPS) the sum moves to the CPU.
     """
     flat = (x.cpu() if x.device.type == "mps" else x).reshape(math.prod(x.shape[:-1]), x.shape[-1])
-    energies = [torch.linalg.vector_norm(rows, dim=-1, dtype=torch.float64).square() for rows in _blocks(flat)]
+    energies = [torch.linalg.vector_norm(rows, dim=-1, dtype=torch.float64).square() for rows in row_blocks(flat)]
     return torch.cat(energies).view(x.shape[:-1])
 
 
 def feature_energy(x: torch.Tensor) -> torch.Tensor:
     """`Σ_t x_tj²` of every feature j: (tokens, d) to (d,), summed in float64 as `token_energy`."""
-    return torch.stack([lift(rows).square().sum(0) for rows in _blocks(x)]).sum(0)
+    return torch.stack([lift(rows).square().sum(0) for rows in row_blocks(x)]).sum(0)
 
 
-def _blocks(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """The rows of `x`; on the CPU so few at once that what is widened stays in the processor's cache."""
-    return x.split(max(1, _CACHED // max(1, x.shape[1])) if x.device.type == "cpu" else max(1, len(x)))
+def row_blocks(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """The rows of `x` (m × n), as many at once as are widened or counted fast."""
+    at_once = _AT_ONCE if x.device.type == "cpu" else _AT_ONCE_ON_GPU
+    return x.split(max(1, at_once // max(1, x.shape[1])))
 
 
 _U = 2.0**-53

@@ -24,7 +24,7 @@ from lyapunov_prune.compression.report import CompressedMatrix, CompressionRepor
 from lyapunov_prune.compression.table import METHODS
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.forward.reading import Readable, Reading, read
-from lyapunov_prune.linalg import ROWS, lift, token_energy, widen
+from lyapunov_prune.linalg import lift, row_blocks, token_energy, widen
 from lyapunov_prune.models.plain import require_unquantised
 from lyapunov_prune.models.projections import Projection, find_projections
 from lyapunov_prune.models.structure import in_eval_mode
@@ -214,7 +214,7 @@ def _sums(W: torch.Tensor, after: torch.Tensor) -> tuple[float, float, int]:
     """`‖W − Ŵ‖_F²` and `‖W‖_F²`, squares summed in float64, and how many entries of `Ŵ` are zero."""
     error = whole = 0.0
     zeros = after.numel()
-    for rows, left in zip(W.split(ROWS), after.split(ROWS), strict=True):
+    for rows, left in zip(row_blocks(W), row_blocks(after), strict=True):
         error += float(token_energy(widen(rows) - widen(left)).sum())
         whole += float(token_energy(rows).sum())
         zeros -= int(left.bool().count_nonzero())  # of half precision itself it takes twenty times as long

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 
 from lyapunov_prune.errors import LyapunovPruneError
-from lyapunov_prune.linalg import lift
+from lyapunov_prune.linalg import lift, row_blocks
 
 
 class Grid(NamedTuple):
@@ -19,8 +19,9 @@ class Grid(NamedTuple):
     def values(self) -> torch.Tensor:
         """`ŵ = s q` (m × n), rounded once, to the dtype of the scale."""
         m, groups = self.scale.shape
-        product = lift(self.integers).view(m, groups, -1) * lift(self.scale).unsqueeze(-1)
-        return product.view(self.integers.shape).to(self.scale)
+        scale = self.scale.unsqueeze(-1).expand(m, groups, self.integers.shape[1] // groups).reshape(m, -1)
+        pairs = zip(row_blocks(self.integers), row_blocks(scale), strict=True)
+        return torch.cat([(lift(q) * lift(s)).to(scale) for q, s in pairs])
 
 
 def round_to_nearest(
@@ -37,6 +38,10 @@ def round_to_nearest(
     """
     if symmetric:
         return symmetric_grid(W, bits, group_size).values()
+    return torch.cat([_rounded(rows, bits, group_size) for rows in row_blocks(W.detach())])
+
+
+def _rounded(W: torch.Tensor, bits: int, group_size: int | None) -> torch.Tensor:
     groups, top = _groups(W, bits, group_size)
     low = groups.amin(1, keepdim=True).clamp_max(0)
     high = groups.amax(1, keepdim=True).clamp_min(0)
@@ -56,6 +61,11 @@ def symmetric_grid(W: torch.Tensor, bits: int, group_size: int | None = None) ->
 
     Raises as `round_to_nearest` does.
     """
+    grids = [_grid(rows, bits, group_size) for rows in row_blocks(W.detach())]
+    return Grid(*(torch.cat(parts) for parts in zip(*grids, strict=True)))
+
+
+def _grid(W: torch.Tensor, bits: int, group_size: int | None) -> Grid:
     groups, top = _groups(W, bits, group_size)
     exact = 2 * groups.abs().amax(1, keepdim=True) / top
     scale = exact.to(W.dtype)
@@ -73,4 +83,4 @@ def _groups(W: torch.Tensor, bits: int, group_size: int | None) -> tuple[torch.T
     n = W.shape[1]
     if group_size is not None and (group_size < 1 or n % group_size):
         raise LyapunovPruneError(f"groups of {group_size} do not fit {n} inputs; give a divisor of {n}")
-    return lift(W.detach()).reshape(-1, group_size or n), 2 ** int(bits) - 1
+    return lift(W).reshape(-1, group_size or n), 2 ** int(bits) - 1

@@ -6,7 +6,7 @@ import torch
 
 from lyapunov_prune.compression.masks import Pattern, row_mask
 from lyapunov_prune.errors import LyapunovPruneError
-from lyapunov_prune.linalg import ROWS, lift
+from lyapunov_prune.linalg import lift, row_blocks
 
 
 def wanda(W: torch.Tensor, input_norms: torch.Tensor, sparsity: float, pattern: Pattern | None = None) -> torch.Tensor:
@@ -25,6 +25,6 @@ def wanda(W: torch.Tensor, input_norms: torch.Tensor, sparsity: float, pattern: 
     norms = lift(input_norms)
     removed = [
         row_mask((size := lift(rows).abs()) * norms.to(size.device), sparsity, pattern)
-        for rows in W.detach().split(ROWS)
+        for rows in row_blocks(W.detach())
     ]
     return W.masked_fill(torch.cat(removed).to(W.device), 0)
