@@ -4,7 +4,8 @@
 after (skipped where the disk is short), and writes streamed.json beside this file; `--size 0.5B` is smaller and writes
 nothing. Each job is a process of its own. Its time is held against what it cannot do without: reading the files once a
 pass, as fast as a plain read of them goes, and the multiplications of its layers and head, as fast as one layer's go
-before and after it; of `compress` also the method itself, on the matrices of a layer, and a `cp` of what it writes.
+before and after it; of `compress` also the method itself, on the matrices of a layer, and a `cp` of what it writes;
+of packed integers what the library does to them too.
 What `prune` reads and copies is read and copied plainly before and after it, in the same order.
 """
 
@@ -24,6 +25,9 @@ from typing import Any, cast
 
 import numpy as np
 import torch
+from compressed_tensors.compressors.pack_quantized.helpers import pack_to_int32, unpack_from_int32
+from compressed_tensors.quantization import QuantizationArgs
+from compressed_tensors.quantization.lifecycle.forward import dequantize
 from results import Benchmark
 from run import status
 from safetensors.torch import save_file
@@ -36,6 +40,7 @@ from lyapunov_prune.checkpoints.outline import read_outline
 from lyapunov_prune.checkpoints.tensor_files import read_header
 from lyapunov_prune.compression.methods import compressed
 from lyapunov_prune.compression.on_disk import compress_on_disk
+from lyapunov_prune.compression.rtn import symmetric_grid
 from lyapunov_prune.models.loading import Loaded
 from lyapunov_prune.models.streamed import layer_held, stream_of
 from lyapunov_prune.models.structure import find_structure
@@ -48,9 +53,10 @@ SIZES = {
 }
 VOCABULARY, REMOVE = 32_000, 8
 CONTEXT, WINDOWS = 512, 8  # what commands take where nothing is asked for
-JOBS = ("profile", "rank", "prune", "perplexity", "kl", "compress")
+JOBS = ("profile", "rank", "prune", "perplexity", "kl", "compress", "pack")
 KL_TOKENS = 128  # of one window: L/2 times the multiplications of a forward
 PATTERN = (2, 4)
+BITS, GROUP = 4, 128
 MEMORY, LIMIT = 6e9, 1.3
 GATE_TOKENS = 128
 
@@ -251,19 +257,41 @@ def compress(place: Path) -> dict[str, float]:
     def job(loaded: Loaded, ids: torch.Tensor) -> None:
         compress_on_disk(loaded.model, loaded.tokenizer, target, ids, method="wanda", pattern=PATTERN)
 
-    return measured(place, "source", job, lambda model: reading(target) + copying(target) + of_method(model))
+    return measured(place, "source", job, lambda model: reading(target) + copying(target) + of_method(model, masked))
+
+
+def masked(W: torch.Tensor) -> None:
+    norms = torch.ones(W.shape[1], dtype=torch.float64)
+    compressed("wanda", W, Statistics(norms), 1 - PATTERN[0] / PATTERN[1], pattern=PATTERN)
+
+
+def pack(place: Path) -> dict[str, float]:
+    """As `compress`; what is read once more is unpacked by the library, as transformers has it do."""
+    target = place / "packed"
+    rounded: dict[str, Any] = {"method": "rtn", "bits": BITS, "group_size": GROUP, "symmetric": True}
+
+    def job(loaded: Loaded, ids: torch.Tensor) -> None:
+        compress_on_disk(loaded.model, loaded.tokenizer, target, packed=True, **rounded)
+
+    return measured(place, "source", job, lambda model: reading(target) + copying(target) + of_method(model, packed))
+
+
+def packed(W: torch.Tensor) -> None:
+    compressed("rtn", W, None, BITS, group_size=GROUP, symmetric=True)
+    grid = symmetric_grid(W, BITS, GROUP)
+    integers = unpack_from_int32(pack_to_int32(grid.integers, BITS), BITS, W.shape)
+    dequantize(integers, grid.scale, args=QuantizationArgs(num_bits=BITS, strategy="group", group_size=GROUP))  # type: ignore[arg-type]
 
 
 @torch.no_grad()
-def of_method(model: Any) -> float:
-    """Seconds of wanda on the matrices of one layer, times the layers."""
+def of_method(model: Any, method: Callable[[torch.Tensor], None]) -> float:
+    """Seconds of `method` on the matrices of one layer, times the layers."""
     layers = find_structure(model).layers
     with layer_held(model, 0):
         matrices = [m.weight for m in layers[0].modules() if isinstance(m, torch.nn.Linear)]
         start = time.perf_counter()
         for W in matrices:
-            norms = torch.ones(W.shape[1], dtype=torch.float64)
-            compressed("wanda", W, Statistics(norms), 1 - PATTERN[0] / PATTERN[1], pattern=PATTERN)
+            method(W)
         return (time.perf_counter() - start) * len(layers)
 
 
@@ -277,16 +305,18 @@ def copying(folder: Path) -> float:
     return seconds
 
 
-JOB = {"profile": profile, "rank": rank, "kl": kl, "prune": prune, "perplexity": perplexity, "compress": compress}
+JOB = {job.__name__: job for job in (profile, rank, kl, prune, perplexity, compress, pack)}
 AGAINST = {
     "prune": "as many bytes read and copied in the same order + multiplications",
     "compress": "reading once a pass + multiplications + method + `cp`",
+    "pack": "reading once a pass + method + the library's packing and unpacking + `cp`",
 }
 NAMED = {
     "rank": "rank --criterion angular",
     "kl": f"rank --criterion kl --tokens {KL_TOKENS}",
     "perplexity": "eval",
     "compress": f"compress --method wanda --pattern {PATTERN[0]}:{PATTERN[1]}",
+    "pack": f"compress --method rtn --bits {BITS} --format compressed-tensors",
 }
 
 if __name__ == "__main__":

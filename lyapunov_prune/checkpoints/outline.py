@@ -19,7 +19,7 @@ from lyapunov_prune.checkpoints.tensor_files import DTYPES, Stored, read_into, r
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.models.digest import combined, digests_of, saved_tensors
 from lyapunov_prune.models.loading import load_outline
-from lyapunov_prune.models.quantised import UNPACK, quantisation
+from lyapunov_prune.models.packed import DENSE, unpacker
 from lyapunov_prune.models.structure import Structure, identify
 from lyapunov_prune.models.wrappers import is_wrapped
 from lyapunov_prune.progress import status
@@ -76,15 +76,13 @@ class Outline:
 def read_outline(folder: Path, name: str | Path, dtype: torch.dtype | None = None) -> Outline:
     """Read the headers of the checkpoint in `folder`, and its numbers once, for the digests that tell it from others.
 
-    The model has the dtypes that loading it in `dtype` gives it; None keeps the checkpoint's.
+    The model has the dtypes that loading it in `dtype` gives it; None keeps the checkpoint's. Packed integers are
+    unpacked as they are read, as `load` unpacks them.
 
-    Raises LyapunovPruneError for what cannot be loaded whole, for quantised weights, and for a decoder
+    Raises LyapunovPruneError for what cannot be loaded whole, for weights that stay packed, and for a decoder
     inside a multimodal model.
     """
     loaded = load_outline(folder, name, dtype)
-    packed = quantisation(loaded.model.config)
-    if packed:
-        raise LyapunovPruneError(f"the weights of {name} are {packed}; {UNPACK}")
     if is_wrapped(loaded.model):
         raise LyapunovPruneError(
             f"{name} holds a decoder inside a {type(loaded.model).__name__}, which has to be run to see that a removal "
@@ -107,7 +105,7 @@ def layer_of(name: str, structure: Structure) -> int | None:
 
 def _targets(model: PreTrainedModel, keys: dict[str, Stored]) -> dict[str, Target]:
     """As transformers' loader assigns them: renamed, then converted by at most one rule, with or without the prefix."""
-    rules = get_model_conversion_mapping(model)
+    rules = get_model_conversion_mapping(model, hf_quantizer=unpacker(model.config))
     renamings = [rule for rule in rules if isinstance(rule, WeightRenaming)]
     converters = [rule for rule in rules if isinstance(rule, WeightConverter)]
     by_pattern = {pattern: rule for rule in converters for pattern in rule.source_patterns}
@@ -118,7 +116,10 @@ def _targets(model: PreTrainedModel, keys: dict[str, Stored]) -> dict[str, Targe
         if name not in state and key in state:
             name, pattern = rename_source_key(key, [], [], prefix, state)
         if name in state:
-            targets[key] = Target(name) if pattern is None else Target(name, by_pattern[pattern], pattern)
+            if pattern is None or pattern == DENSE:
+                targets[key] = Target(name)
+            else:
+                targets[key] = Target(name, by_pattern[pattern], pattern)
     return targets
 
 

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
-from transformers import PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from lyapunov_prune.forward.kept import KeptLogits
 from lyapunov_prune.forward.logits import SAME_LIMIT
@@ -17,6 +17,8 @@ from lyapunov_prune.linalg import lift
 from lyapunov_prune.models.dispatched import bring_weights, offload_folder, placement
 from lyapunov_prune.models.families import POSITION_ATTRIBUTES
 from lyapunov_prune.models.loading import quiet
+from lyapunov_prune.models.packed import unlogged
+from lyapunov_prune.models.quantised import quantisation
 from lyapunov_prune.models.structure import find_layers
 from lyapunov_prune.models.wrappers import loading_class
 
@@ -59,14 +61,9 @@ def reload_check(
         bring_weights(reloaded)
     reloaded.eval()
     limit = SAME_LIMIT[pruned.dtype]
-    for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"):
-        if info[kind]:
-            keys = sorted(map(str, info[kind]))
-            detail = f"{len(keys)} {kind.replace('_', ' ')} on reloading, first {keys[0]}"
-            return GateCheck(RELOADED, False, float("inf"), limit, detail)
-    setting = changed_setting(pruned, reloaded)
-    if setting:
-        return GateCheck(RELOADED, False, float("inf"), limit, setting)
+    broken = _wrong_keys(info) or changed_setting(pruned, reloaded)
+    if broken:
+        return GateCheck(RELOADED, False, float("inf"), limit, broken)
     _share_rounded_tables(pruned, reloaded)
     with quiet():  # the first forward of packed weights draws a bar
         kept = KeptLogits(reloaded, inputs)
@@ -75,6 +72,29 @@ def reload_check(
     if wrong:
         return GateCheck(RELOADED, False, worst, limit, wrong)
     return GateCheck(RELOADED, worst <= limit, worst, limit, "logits after plain from_pretrained")
+
+
+def wrong_packed_keys(folder: Path) -> str:
+    """What transformers misses in `folder` of the tensors that it runs the model packed by, or an empty string.
+
+    Looked for on the `meta` device. Of a model that is not packed, which is no more than its tensors, nothing is said.
+    """
+    with quiet():
+        config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+        if not quantisation(config):
+            return ""
+        options = {"local_files_only": True, "trust_remote_code": False, "output_loading_info": True}
+        with unlogged(config):
+            loaded: Any = AutoModelForCausalLM.from_pretrained(folder, device_map="meta", **options)
+    return _wrong_keys(loaded[1])
+
+
+def _wrong_keys(info: Mapping[str, Any]) -> str:
+    for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"):
+        if info[kind]:
+            keys = sorted(map(str, info[kind]))
+            return f"{len(keys)} {kind.replace('_', ' ')} on reloading, first {keys[0]}"
+    return ""
 
 
 def changed_setting(pruned: PreTrainedModel, reloaded: PreTrainedModel) -> str:

@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
+import torch
 from safetensors.torch import save_file
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.core_model_loading import revert_weight_conversion
 
 from lyapunov_prune.checkpoints.outline import layer_of, read_outline
-from lyapunov_prune.checkpoints.reloading import changed_setting
+from lyapunov_prune.checkpoints.reloading import changed_setting, wrong_packed_keys
 from lyapunov_prune.checkpoints.tensor_files import write_index
 from lyapunov_prune.errors import CheckFailed, LyapunovPruneError
 from lyapunov_prune.models.digest import combined, saved_tensors, tensor_digests
 from lyapunov_prune.models.loading import quiet
 from lyapunov_prune.models.structure import find_structure
+
+# Of a layer's tensors, by their names in the model, what a file holds of them.
+StoredAs = Callable[[dict[str, torch.Tensor]], dict[str, torch.Tensor]]
 
 
 class Shards:
@@ -36,12 +41,16 @@ class Shards:
             empty.unlink()
         self.write(None)
 
-    def write(self, layer: int | None) -> None:
-        """The tensors of `layer` as they are now, under the names that transformers gives them in a file."""
+    def write(self, layer: int | None, stored_as: StoredAs | None = None) -> None:
+        """The tensors of `layer` as they are now, under the names that transformers gives them in a file.
+
+        With `stored_as` the file holds what that makes of them, and transformers has to make them of it again.
+        """
         state = self._model.state_dict()
         tensors = {name: state[name] for name in self._names.get(layer, [])}
         self._digests |= {name: tensor_digests(tensor) for name, tensor in tensors.items()}
-        stored = {key: t.cpu().contiguous() for key, t in revert_weight_conversion(self._model, tensors).items()}
+        reverted = revert_weight_conversion(self._model, stored_as(tensors) if stored_as else tensors)
+        stored = {key: t.cpu().contiguous() for key, t in reverted.items()}
         number, files = 1 if layer is None else layer + 2, self._structure.num_layers + 1
         file = f"model-{number:05}-of-{files:05}.safetensors"
         save_file(stored, self._folder / file, {"format": "pt"})
@@ -59,7 +68,7 @@ class Shards:
         except LyapunovPruneError as error:
             reason = str(error).replace(str(self._folder), "what was written").rpartition(";")[0]
             raise CheckFailed(f"nothing written: {reason}; take the model in memory") from None
-        wrong = changed_setting(self._model, found.model)
+        wrong = changed_setting(self._model, found.model) or wrong_packed_keys(self._folder)
         if found.identity.weights != combined(self._digests):
             wrong = "the files hold other weights than were written"
         if wrong:

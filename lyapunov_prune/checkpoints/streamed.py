@@ -92,6 +92,8 @@ def _made(outline: Outline, device: str) -> tuple[PreTrainedModel, LayerStream]:
     # What saving goes by: the settings of generation, and how the files' names were read.
     model.generation_config = outline.model.generation_config
     model._weight_conversions = getattr(outline.model, "_weight_conversions", None)
+    if hasattr(outline.model, "is_quantized"):  # False where packed weights are unpacked
+        model.is_quantized = outline.model.is_quantized
     keep_history(model, history_of(outline.model))
     model.config._name_or_path = outline.model.config._name_or_path
     stream = LayerStream(outline, model, structure, device)

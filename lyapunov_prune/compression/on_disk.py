@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,14 @@ from lyapunov_prune.calibration.statistics import Statistics
 from lyapunov_prune.calibration.streaming import stream
 from lyapunov_prune.checkpoints.cards import write_card
 from lyapunov_prune.checkpoints.shards import Shards, size_of
+from lyapunov_prune.compression.masks import Pattern, as_pattern
+from lyapunov_prune.compression.packed import (
+    LOADING,
+    Packing,
+    packed_in,
+    require_packable,
+    require_packed_options,
+)
 from lyapunov_prune.compression.recipe import recipe_for
 from lyapunov_prune.compression.report import REPORT, CompressedMatrix, CompressionReport
 from lyapunov_prune.compression.table import METHODS
@@ -48,6 +57,8 @@ def compress_on_disk(
     tokenizer: PreTrainedTokenizerBase,
     target: str | Path,
     batch: Readable | None = None,
+    *,
+    packed: bool = False,
     **how: Any,
 ) -> CompressionReport:
     """`compress` of the streamed `model` into the folder `target`; `how` are the keyword arguments of that.
@@ -55,7 +66,9 @@ def compress_on_disk(
     The numbers are those in memory up to rounding. All windows go through a layer together: once for its statistics,
     and once, compressed, for what enters the next; so the files are read once, and each layer is written to a file of
     its own. Memory: one layer and its statistics, and the states of the batch. The folder holds what `write_model`
-    writes. Its files are read once more: they hold, bit for bit, the weights that were written.
+    writes; with `packed` symmetric `rtn` is packed as by `write_packed`. Its files are read once more: they hold, bit
+    for bit, the weights that were written. Packed ones are those that transformers unpacks, and it finds each tensor
+    that it runs packed.
 
     Raises LyapunovPruneError as `compress`, for a model in memory, for a schedule that searches, a disk without room
     and a target that is not empty; CheckFailed for files that would load as another model. Then nothing is there.
@@ -64,7 +77,8 @@ def compress_on_disk(
         raise LyapunovPruneError("compress_on_disk takes a streamed model; give one of load_streamed, or use compress")
     require_streamed(how.get("allocation", "uniform"))
     require_empty(target)
-    require_disk(target, size_of(model), "the compressed files")
+    packing = _packing(model, **how) if packed else None
+    require_disk(target, packing.size(model) if packing else size_of(model), "the compressed files")
     recipe = recipe_for(model, batch, **how)
     by_layer = {layer: [*here] for layer, here in groupby(recipe.projections, lambda p: p.layer)}
     done: list[CompressedMatrix] = []
@@ -73,8 +87,10 @@ def compress_on_disk(
         shards = Shards(model, tokenizer, folder)
 
         def change(here: Sequence[Projection], statistics: dict[str, Statistics]) -> None:
+            if packing:
+                packing.look_at(model, here)
             done.extend(recipe.change(model, here, statistics))
-            shards.write(here[0].layer)
+            shards.write(here[0].layer, packing.stored if packing else None)
             del left[here[0].layer]
 
         if recipe.calibration is not None:
@@ -87,9 +103,30 @@ def compress_on_disk(
                 else:
                     shards.write(layer)
         report = recipe.report(done)
+        if packing:
+            packing.write_config(folder, model)
         shards.finish()
+        if packing:
+            report = replace(report, packed=packed_in(folder, model))
         history_with("compress", report.saw, model).save(folder / HISTORY)
         report.save(folder / REPORT)
         title = f"{Path(model.config._name_or_path).name}, compressed"
-        write_card(folder, title, report.about(), loading_class(model).__name__)
+        write_card(folder, title, report.about(), loading_class(model).__name__, LOADING if packing else None)
     return report
+
+
+def _packing(
+    model: PreTrainedModel,
+    *,
+    method: str,
+    bits: float | None = None,
+    group_size: int | None = None,
+    symmetric: bool = False,
+    allocation: str | Allocation = "uniform",
+    pattern: Pattern | str | None = None,
+    **others: Any,
+) -> Packing:
+    require_packed_options(method, bits, symmetric, allocation, as_pattern(pattern))
+    require_packable(model, group_size)
+    assert bits is not None
+    return Packing(int(bits), group_size)

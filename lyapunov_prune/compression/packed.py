@@ -6,6 +6,8 @@ not load: for asymmetric weights transformers 5.23 expects another shape than co
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -35,6 +37,8 @@ from lyapunov_prune.results.history import HISTORY, history_of
 
 FORMAT = "compressed-tensors"
 BITS = (4, 8)
+_SHAPE = 2 * 8  # bytes of two integers, the rows and columns
+LOADING = {"Packed": f"Needs the library of the format: `pip install {FORMAT}`. vLLM brings it."}  # of a model card
 _PARTS = ("weight_packed", "weight_scale", "weight_shape")
 
 
@@ -109,65 +113,90 @@ def write_packed(
     require_packed_options(report.method, bits, report.symmetric, report.allocation.schedule)
     projections = require_packable(model, report.group_size)
     require_empty(target)
-    state = _packed_state(model, small, projections, int(bits), report.group_size)
+    packing = Packing(int(bits), report.group_size)
+    packing.look_at(model, projections)
+    state = packing.stored(small.state_dict())
     with whole_folder(target) as folder:
         with quiet():
             small.save_pretrained(folder, state_dict=state)
             tokenizer.save_pretrained(folder)
-            _write_config(folder, small, projections, int(bits), report.group_size)
+            packing.write_config(folder, small)
         inputs = sample_inputs(small, None)
         check = in_eval_mode(reload_check)(small, folder, inputs, lambda loaded: _changed(small, loaded, projections))
         if not check.passed:
             raise CheckFailed(f"nothing written: the model does not unpack as it was rounded, {check.detail}")
-        report = replace(report, packed=Packed(PACK, _size(folder), size_of(small)))
+        report = replace(report, packed=packed_in(folder, small))
         history_of(small).save(folder / HISTORY)
         report.save(folder / REPORT)
-        loading = f"Needs the library of the format: `pip install {FORMAT}`. vLLM brings it."
-        write_card(folder, title, report.about(), loading_class(small).__name__, {"Packed": loading})
+        write_card(folder, title, report.about(), loading_class(small).__name__, LOADING)
     return report
 
 
-def _packed_state(
-    model: PreTrainedModel,
-    small: PreTrainedModel,
-    projections: tuple[Projection, ...],
-    bits: int,
-    group_size: int | None,
-) -> dict[str, torch.Tensor]:
-    """The tensors of `small`, with integers, scales and shape in the place of every matrix."""
-    from compressed_tensors.compressors.pack_quantized.helpers import pack_to_int32
+class Packing:
+    """What a file holds of rounded matrices: the integers and scales of their grids, each with its shape.
 
-    parts: dict[str, list[Grid]] = {}
-    for p in projections:  # in the order of rows, where a module holds several
-        parts.setdefault(p.module, []).append(symmetric_grid(p.weight(model), bits, group_size))
-    state = dict(small.state_dict())
-    for name, grids in parts.items():
-        grid = Grid(*(torch.cat(rows) for rows in zip(*grids, strict=True)))
-        W = state.pop(f"{name}.weight")
-        if not torch.equal(grid.values(), W):
-            raise CheckFailed(f"nothing written: {name} is not what rtn makes of the model; compress it anew")
-        packed = pack_to_int32(grid.integers, bits), grid.scale, torch.tensor(W.shape)
-        state |= {f"{name}.{part}": tensor for part, tensor in zip(_PARTS, packed, strict=True)}
-    return state
+    The grids are of the matrices before they are rounded, so these are looked at first.
+    """
+
+    def __init__(self, bits: int, group_size: int | None) -> None:
+        self._bits, self._group_size = bits, group_size
+        self._grids: dict[str, Grid] = {}
+
+    def look_at(self, model: PreTrainedModel, projections: Sequence[Projection]) -> None:
+        """Take the grids of these matrices, all of a module that holds several among them."""
+        parts: dict[str, list[Grid]] = {}
+        for p in projections:  # in the order of rows
+            parts.setdefault(p.module, []).append(symmetric_grid(p.weight(model), self._bits, self._group_size))
+        for name, grids in parts.items():
+            self._grids[name] = Grid(*(torch.cat(rows) for rows in zip(*grids, strict=True)))
+
+    def stored(self, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """`tensors`, with the parts of the format in the place of each matrix that was looked at; each is given once.
+
+        Raises CheckFailed for a matrix that is not, to the last bit, `s q` of its grid.
+        """
+        from compressed_tensors.compressors.pack_quantized.helpers import pack_to_int32
+
+        state = dict(tensors)
+        for name in [name for name in self._grids if f"{name}.weight" in state]:
+            grid, W = self._grids.pop(name), state.pop(f"{name}.weight")
+            if not torch.equal(grid.values(), W):
+                raise CheckFailed(f"nothing written: {name} is not what rtn makes of the model; compress it anew")
+            packed = pack_to_int32(grid.integers, self._bits), grid.scale, torch.tensor(W.shape)
+            state |= {f"{name}.{part}": tensor for part, tensor in zip(_PARTS, packed, strict=True)}
+        return state
+
+    def size(self, model: PreTrainedModel) -> int:
+        """The bytes of all tensors of `model`, packed."""
+        size = size_of(model)
+        for name in {p.module for p in find_projections(model)}:
+            module: Any = model.get_submodule(name)
+            m, n, width = module.out_features, module.in_features, module.weight.itemsize
+            scales = m * (n // self._group_size if self._group_size else 1)
+            size += 4 * m * math.ceil(n * self._bits / 32) + scales * width + _SHAPE - m * n * width
+        return size
+
+    def write_config(self, folder: Path, model: PreTrainedModel) -> None:
+        """Add to config.json in `folder` what of `model` is packed, and how."""
+        from compressed_tensors.compressors import ModelCompressor
+        from compressed_tensors.quantization import QuantizationArgs, QuantizationConfig, QuantizationScheme
+
+        packed = {p.module for p in find_projections(model)}
+        dense = [n for n, m in model.named_modules() if isinstance(m, nn.Linear) and n not in packed]
+        strategy: Any = "group" if self._group_size else "channel"
+        weights = QuantizationArgs(num_bits=self._bits, symmetric=True, strategy=strategy, group_size=self._group_size)
+        config = QuantizationConfig(
+            config_groups={"group_0": QuantizationScheme(targets=["Linear"], weights=weights, format=PACK)},
+            ignore=dense,
+            format=PACK,
+            quantization_status="compressed",
+        )
+        ModelCompressor(quantization_config=config).update_config(str(folder))
 
 
-def _write_config(
-    folder: Path, small: PreTrainedModel, projections: tuple[Projection, ...], bits: int, group_size: int | None
-) -> None:
-    from compressed_tensors.compressors import ModelCompressor
-    from compressed_tensors.quantization import QuantizationArgs, QuantizationConfig, QuantizationScheme
-
-    packed = {p.module for p in projections}
-    dense = [n for n, m in small.named_modules() if isinstance(m, nn.Linear) and n not in packed]
-    strategy: Any = "group" if group_size else "channel"
-    weights = QuantizationArgs(num_bits=bits, symmetric=True, strategy=strategy, group_size=group_size)
-    config = QuantizationConfig(
-        config_groups={"group_0": QuantizationScheme(targets=["Linear"], weights=weights, format=PACK)},
-        ignore=dense,
-        format=PACK,
-        quantization_status="compressed",
-    )
-    ModelCompressor(quantization_config=config).update_config(str(folder))
+def packed_in(folder: Path, model: PreTrainedModel) -> Packed:
+    """The size of what is in `folder`, and of `model`, which it holds packed."""
+    return Packed(PACK, sum(file.stat().st_size for file in folder.glob("*.safetensors")), size_of(model))
 
 
 def _changed(small: PreTrainedModel, loaded: PreTrainedModel, projections: tuple[Projection, ...]) -> str:
@@ -178,7 +207,3 @@ def _changed(small: PreTrainedModel, loaded: PreTrainedModel, projections: tuple
         if not (isinstance(after, torch.Tensor) and after.dtype == W.dtype and torch.equal(after, W)):
             return f"{p.module} is unpacked to other weights"
     return ""
-
-
-def _size(folder: Path) -> int:
-    return sum(file.stat().st_size for file in folder.glob("*.safetensors"))

@@ -35,20 +35,22 @@ _MOST_LAYERS = 10**4  # they are built before a weight is looked for
 _CHOICES = ("attn_implementation", "experts_implementation")
 
 
-def require_loadable(folder: Path, *, images: bool = False, quantised: bool = False) -> PreTrainedConfig:
+def require_loadable(
+    folder: Path, *, images: bool = False, unpacked: bool = False, packed: bool = False
+) -> PreTrainedConfig:
     """The config in `folder`, which holds a decoder and whole safetensors weights, its own; else LyapunovPruneError.
 
-    With `images` it has to be an image classifier's, with `quantised` its weights may be so: packed by a method of
-    which transformers runs the kernels, or as `packed.is_unpacked`. The weights are those that transformers would take;
-    of each file the header and the size are looked at.
+    With `images` it has to be an image classifier's. Its weights may be quantised: with `unpacked` as
+    `models.packed.is_unpacked`, with `packed` by a method of which transformers runs the kernels. The weights are those
+    that transformers would take; of each file the header and the size are looked at.
     """
     for path in folder.iterdir():
         require_file(path)
     require_no_adapter_config(folder)
     config = _config(folder)
-    packed = quantisation(config)
-    if packed and not (quantised and (is_unpacked(config) or stays_packed(config))):
-        raise LyapunovPruneError(f"the weights in {folder} are {packed}; {UNPACK}")
+    method = quantisation(config)
+    if method and not ((unpacked and is_unpacked(config)) or (packed and stays_packed(config))):
+        raise LyapunovPruneError(f"the weights in {folder} are {method}; {UNPACK}")
     (_require_classifier if images else _require_decoder)(folder, config)
     for choice in _chosen(vars(config)):
         if choice not in _BUILT_IN:

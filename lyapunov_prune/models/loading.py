@@ -37,7 +37,7 @@ from lyapunov_prune.models.dispatched import bring_weights, known_map, offload_f
 from lyapunov_prune.models.expansion import require_bounded, require_bounded_file
 from lyapunov_prune.models.families import JUDGED
 from lyapunov_prune.models.folder import first_line, loading_errors, require_loadable, require_no_adapter_config
-from lyapunov_prune.models.packed import is_unpacked, require_scales, unpacking
+from lyapunov_prune.models.packed import is_unpacked, require_scales, unlogged, unpacking
 from lyapunov_prune.models.plain import require_unquantised
 from lyapunov_prune.models.quantised import UNPACK, quantisation, require_kernels
 from lyapunov_prune.models.structure import Structure, find_structure, require_causal, settle
@@ -184,7 +184,7 @@ def builtin_folder() -> Path:
 
 def _load_folder(folder: Path, options: dict[str, Any]) -> Loaded:
     with quiet():  # what is wrong with a config is said in one line
-        config = require_loadable(folder, quantised=options["device_map"] != "meta")
+        config = require_loadable(folder, unpacked=True, packed=options["device_map"] != "meta")
     packed = quantisation(config)
     if packed and is_unpacked(config):
         options = options | unpacking()
@@ -199,7 +199,8 @@ def _load_folder(folder: Path, options: dict[str, Any]) -> Loaded:
                 f"the weights in {folder} are {packed}, and cannot be read here ({first_line(error)}); install what is "
                 f"missing, or {UNPACK}"
             ) from None
-    loaded = _load_whole(folder, folder, {}, options | {"use_safetensors": True})
+    with unlogged(config):
+        loaded = _load_whole(folder, folder, {}, options | {"use_safetensors": True})
     if packed and is_unpacked(config):  # transformers forgets it, and what would change the weights is refused by it
         loaded.model.config.quantization_config = config.quantization_config
     keep_history(loaded.model, read_history(folder))

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from math import ceil
 from pathlib import Path
 from typing import Any
 
 from safetensors import safe_open
 from transformers import CompressedTensorsConfig, PreTrainedConfig
+from transformers.quantizers import AutoHfQuantizer, HfQuantizer
 
 from lyapunov_prune.errors import LyapunovPruneError
 
 _PACKED, _SCALE = ".weight_packed", ".weight_scale"
+DENSE = "weight"  # what transformers' rule of unpacking calls a weight that is not packed, and leaves alone
 PACK = "pack-quantized"  # its name for integers of fewer bits that lie side by side in 32
 
 
@@ -73,3 +76,28 @@ def unpacking() -> dict[str, Any]:
     """What `from_pretrained` must be told to unpack the weights on loading, not on the first forward."""
     require_compressed_tensors()
     return {"quantization_config": CompressedTensorsConfig(dequantize=True)}
+
+
+def unpacker(config: PreTrainedConfig) -> HfQuantizer | None:
+    """By what transformers unpacks a checkpoint with this config, a matrix at a time; None for plain weights."""
+    if not is_unpacked(config):
+        return None
+    require_compressed_tensors()
+    quantizer = AutoHfQuantizer.from_config({**config.quantization_config, "dequantize": True}, pre_quantized=True)
+    quantizer.validate_environment()  # where it learns what of it is in use
+    return quantizer
+
+
+@contextmanager
+def unlogged(config: PreTrainedConfig) -> Iterator[None]:
+    """Keeps still the library, which warns of every packed matrix on the `meta` device that its shape is a guess."""
+    if not is_unpacked(config):
+        yield
+        return
+    from loguru import logger  # the library's own
+
+    logger.disable("compressed_tensors")
+    try:
+        yield
+    finally:
+        logger.enable("compressed_tensors")

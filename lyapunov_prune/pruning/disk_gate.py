@@ -12,7 +12,7 @@ import torch
 from transformers import PreTrainedModel
 
 from lyapunov_prune.checkpoints.outline import Outline, layer_of, read_outline
-from lyapunov_prune.checkpoints.reloading import GateCheck, changed_setting
+from lyapunov_prune.checkpoints.reloading import GateCheck, changed_setting, wrong_packed_keys
 from lyapunov_prune.checkpoints.streamed import streamed
 from lyapunov_prune.checkpoints.tensor_files import read_tensors
 from lyapunov_prune.errors import LyapunovPruneError
@@ -75,7 +75,7 @@ def _logits_check(
 def _keys_check(written: Outline, pruned: PreTrainedModel, folder: Path) -> GateCheck:
     extra = sorted(read_tensors(folder).keys() - written.stored.keys())
     wrong = f"{extra[0]} is no tensor of the model" if extra else ""
-    wrong = wrong or changed_setting(pruned, written.model)
+    wrong = wrong or changed_setting(pruned, written.model) or wrong_packed_keys(folder)
     return GateCheck(KEYS, not wrong, float(bool(wrong)), 0.0, wrong or "names, shapes and settings on plain loading")
 
 

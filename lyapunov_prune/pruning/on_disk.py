@@ -6,6 +6,8 @@ the config. A removal that changes numbers cannot be done by copying and is refu
 
 from __future__ import annotations
 
+import re
+from collections.abc import Sequence
 from pathlib import Path
 
 from transformers import PreTrainedModel
@@ -59,6 +61,7 @@ def prune_on_disk(
     if plan.drops_parts:
         raise _not_by_copying(outline, "a part of a layer is left out by changing numbers")
     pruned = _cut(outline, plan)
+    _rename_packed(outline, pruned, plan)
     add_step(pruned, "prune", plan.measured_on, outline.model)
     pieces = _pieces(outline, pruned, plan)
     with whole_folder(target) as folder:
@@ -86,6 +89,33 @@ def _cut(outline: Outline, plan: PruningPlan) -> PreTrainedModel:
         ) from error
 
 
+def _rename_packed(outline: Outline, pruned: PreTrainedModel, plan: PruningPlan) -> None:
+    """Let the names of modules in the config of packed weights follow the layers to their new places."""
+    packed = getattr(pruned.config, "quantization_config", None)
+    if packed is None:
+        return
+    structure, number = outline.structure, _new_numbers(plan)
+    depth = structure.layers_path.count(".") + 1
+
+    def follow(names: Sequence[str]) -> list[str]:
+        follows = [_renumbered(name, depth, number, structure) for name in names]
+        apart = [name for name in names if layer_of(name, structure) is None]
+        unclear = next((name for name in apart if re.search(r"(^|\W)\d+(\W|$)", name)), None)
+        if unclear:
+            raise _not_by_copying(outline, f"its config names packed modules by the number in {unclear}")
+        return [name for name in follows if name is not None]
+
+    groups = packed["config_groups"].items()
+    pruned.config.quantization_config = packed | {
+        "ignore": follow(packed.get("ignore") or []),
+        "config_groups": {key: group | {"targets": follow(group["targets"])} for key, group in groups},
+    }
+
+
+def _new_numbers(plan: PruningPlan) -> dict[int, int]:
+    return {old: new for new, old in enumerate(plan.kept)}
+
+
 def _pieces(outline: Outline, pruned: PreTrainedModel, plan: PruningPlan) -> dict[str, Piece]:
     """What to write, by the name that the pruned checkpoint gives it.
 
@@ -94,7 +124,7 @@ def _pieces(outline: Outline, pruned: PreTrainedModel, plan: PruningPlan) -> dic
     structure = outline.structure
     before, after = (model.state_dict(keep_vars=True) for model in (outline.model, pruned))
     tables = dict(FAMILIES.get(structure.model_type, Family()).tables)
-    number = {old: new for new, old in enumerate(plan.kept)}
+    number = _new_numbers(plan)
     shares = shares_leaving(outline.model, plan)
     renamed = {name: _renumbered(name, structure.layers_path.count(".") + 1, number, structure) for name in before}
     strange = after.keys() ^ {new for new in renamed.values() if new is not None}

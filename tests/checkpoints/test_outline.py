@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from helpers import bert
+from families.zoo import make_zoo
+from helpers import bert, edit_json, make_tiny
+from packed_files import pack_others
 from safetensors.torch import load_file, save_file
-from transformers import BertLMHeadModel
+from transformers import BertLMHeadModel, PreTrainedTokenizerFast
 
-from lyapunov_prune.checkpoints import outline
+from lyapunov_prune import compress
 from lyapunov_prune.checkpoints.outline import layer_of, read_outline
+from lyapunov_prune.checkpoints.reloading import wrong_packed_keys
+from lyapunov_prune.compression.packed import write_packed
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.models.loading import load
 from lyapunov_prune.models.structure import identify
@@ -62,13 +65,39 @@ def test_an_encoder_is_refused(checkpoint: Path) -> None:
         read_outline(checkpoint, checkpoint)
 
 
-def test_a_quantised_checkpoint_is_refused(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def quantised(*args: Any) -> Any:
-        loaded = load_outline(*args)
-        loaded.model.config.quantization_config = {"quant_method": "fp8"}
-        return loaded
-
-    load_outline = outline.load_outline
-    monkeypatch.setattr(outline, "load_outline", quantised)
-    with pytest.raises(LyapunovPruneError, match=r"are quantised \(fp8\); give the original weights"):
+def test_weights_that_stay_packed_are_refused(checkpoint: Path) -> None:
+    edit_json(checkpoint / "config.json", quantization_config={"quant_method": "gptq", "bits": 4})
+    with pytest.raises(LyapunovPruneError, match=r"are quantised \(gptq\); give the original weights"):
         read_outline(checkpoint, checkpoint)
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen2", "gemma2", "phi3", "opt"])
+def test_packed_integers_are_read_as_they_are_unpacked_on_loading(
+    name: str, tokenizer: PreTrainedTokenizerFast, tmp_path: Path
+) -> None:
+    model = make_tiny(name)
+    done = compress(model, method="rtn", bits=4, group_size=8, symmetric=True)
+    write_packed(model, done, tokenizer, tmp_path / "packed", "packed")
+    found = read_outline(tmp_path / "packed", "packed")
+    assert found.identity.same_as(identify(done.model))
+    for key, W in done.model.state_dict().items():
+        memory = torch.empty_like(W)
+        found.fill(memory, key)
+        assert torch.equal(memory, W), key
+
+
+def test_packed_experts_are_read_too_and_what_another_left_dense(
+    tokenizer: PreTrainedTokenizerFast, tmp_path: Path
+) -> None:
+    make_zoo("mixtral").save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    pack_others(tmp_path, "block_sparse_moe.gate.", "layers.2.self_attn.o_proj")
+    assert read_outline(tmp_path, "packed").identity.same_as(identify(load(tmp_path).model))
+
+
+def test_nothing_is_said_on_stderr_of_packed_matrices(checkpoint: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """The library would warn of each of them, for the shape that it guesses on the `meta` device."""
+    pack_others(checkpoint)
+    read_outline(checkpoint, checkpoint)
+    assert not wrong_packed_keys(checkpoint)
+    assert capfd.readouterr().err == ""

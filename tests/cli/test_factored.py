@@ -64,7 +64,7 @@ def test_a_budget_writes_what_was_tried(run: Callable[..., Any]) -> None:
             ("--method", "wanda", "--sparsity", "0.5"),
             "low ranks as two factors, and wanda leaves none; give --method svd",
         ),
-        (("--sparsity", "0.4", "--stream"), "--max-kl and --format need the model in memory"),
+        (("--sparsity", "0.4", "--stream"), "--max-kl and --format compact need the model in memory"),
     ],
 )
 def test_what_has_no_factors_is_one_line(more: tuple[str, ...], told: str, run_bad: Callable[..., str]) -> None:

@@ -12,7 +12,7 @@ from helpers import make_tiny
 from packed_kernels import write_packed_checkpoint
 from transformers import AutoModelForCausalLM
 
-from lyapunov_prune.compression import packed
+from lyapunov_prune.compression.packed import Packing
 
 TEXT = ("--tokens", "64", "--context", "32")
 PACK = ("compress", "tiny", "--method", "rtn", "--symmetric", "--format", "compressed-tensors", "-o", "small", *TEXT)
@@ -62,12 +62,26 @@ def test_weights_that_stay_packed_are_measured_and_never_changed(
 def test_what_would_change_packed_weights_is_refused(run: Callable[..., Any], run_bad: Callable[..., str]) -> None:
     run(*PACK, "--bits", "8")
     for command in (
-        ("prune", "small", "--layers", "1", "-o", "out", *TEXT),
-        ("prune", "small", "--layers", "1", "--on-disk", "-o", "out"),
         ("compress", "small", "--sparsity", "0.5", "-o", "out", *TEXT),
-        ("eval", "small", "--stream", *TEXT),
+        ("compress", "small", "--sparsity", "0.5", "--stream", "-o", "out", *TEXT),
+        ("prune", "small", "--layers", "1", "--what", "attention", "-o", "out", *TEXT),
     ):
         assert "quantised (compressed-tensors); give the original weights" in run_bad(*command)
+    told = run_bad("prune", "small", "--layers", "1", "-o", "out", *TEXT)
+    assert "its layers are removed on its files; give --layers 3,7 or a --plan FILE with --on-disk" in told
+
+
+def test_a_packed_checkpoint_is_made_ranked_pruned_and_scored_a_layer_at_a_time(run: Callable[..., Any]) -> None:
+    done = run(*PACK, "--bits", "4", "--stream")
+    assert done.code == 0, done.err
+    assert "Stored as packed integers (pack-quantized): " in done.out
+    for command in (
+        ("rank", "small", "--stream", "--criterion", "bi", "--remove", "2", "-o", "run", *TEXT),
+        ("prune", "small", "--stream", "--plan", "run/plan.json", "-o", "smaller"),
+        ("eval", "smaller", "--stream", "--against", "small", *TEXT),
+    ):
+        done = run(*command)
+        assert done.code == 0, done.err
 
 
 @pytest.mark.parametrize(
@@ -101,14 +115,19 @@ def test_other_methods_and_grids_are_one_line(
 
 
 def test_a_gate_that_fails_leaves_nothing(run: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    packed_state = packed._packed_state
+    stored = Packing.stored
 
     def wrong(*args: Any) -> Any:
-        state = packed_state(*args)
-        next(tensor for name, tensor in state.items() if name.endswith("weight_packed"))[0, 0] += 1
+        state = stored(*args)
+        for name in [name for name in state if name.endswith("weight_packed")][:1]:
+            state[name][0, 0] += 1
         return state
 
-    monkeypatch.setattr(packed, "_packed_state", wrong)
-    done = run(*PACK, "--bits", "4")
-    assert (done.code, done.changed) == (1, set())
-    assert "nothing written: the model does not unpack as it was rounded" in done.err
+    monkeypatch.setattr(Packing, "stored", wrong)
+    for more, told in (
+        ((), "the model does not unpack as it was rounded"),
+        (("--stream",), "the files hold other weights than were written"),
+    ):
+        done = run(*PACK, "--bits", "4", *more)
+        assert (done.code, done.changed) == (1, set())
+        assert f"nothing written: {told}" in done.err

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from collections import namedtuple
 from pathlib import Path
@@ -11,17 +12,20 @@ import numpy as np
 import pytest
 import torch
 from families.zoo import make_zoo
-from helpers import make_tiny
+from helpers import TINY, edit_json, make_tiny
+from packed_files import Spoil, one_integer, one_lost, one_scale, spoil_what_is_packed
 from safetensors.torch import load_file, save_file
-from transformers import PreTrainedModel, PreTrainedTokenizerFast
+from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 
 import lyapunov_prune as lp
 from lyapunov_prune.checkpoints import layer_stream as streaming
 from lyapunov_prune.checkpoints import shards
 from lyapunov_prune.checkpoints.outline import Outline
 from lyapunov_prune.checkpoints.saving import write_model
+from lyapunov_prune.checkpoints.shards import size_of
 from lyapunov_prune.compression import CompressionReport
 from lyapunov_prune.compression.on_disk import compress_on_disk
+from lyapunov_prune.compression.packed import Packing, write_packed
 from lyapunov_prune.compression.report import REPORT
 from lyapunov_prune.errors import CheckFailed, LyapunovPruneError
 from lyapunov_prune.models.loading import load
@@ -212,3 +216,97 @@ def test_a_layer_that_is_not_finite_leaves_nothing(
         compress_on_disk(*apart, tmp_path / "out", ids, **WAYS["wanda"])
     assert not (tmp_path / "out").exists()
     assert all(p.is_meta for p in find_structure(apart[0]).layers.parameters())
+
+
+# Packed.
+
+ROUNDED: dict[str, Any] = {"method": "rtn", "bits": 4, "symmetric": True}
+
+
+@pytest.mark.parametrize("name", [name for name in TINY if not name.startswith("gpt2")])
+def test_packed_files_hold_what_those_of_memory_do(
+    name: str, ids: torch.Tensor, tokenizer: PreTrainedTokenizerFast, tmp_path: Path
+) -> None:
+    folder = saved(make_tiny(name), tokenizer, tmp_path / "tiny")
+    for more in ({"bits": 4}, {"bits": 8, "group_size": 8}):
+        how, whole, apart = ROUNDED | more, tmp_path / f"whole-{more['bits']}", tmp_path / f"apart-{more['bits']}"
+        loaded = load(folder)
+        report = write_packed(
+            loaded.model, lp.compress(loaded.model, **how), loaded.tokenizer, whole, "tiny, compressed"
+        )
+        found = compress_on_disk(*streamed(folder), apart, packed=True, **how)
+        wanted, written = tensors(whole), tensors(apart)
+        assert wanted.keys() == written.keys()
+        assert all(torch.equal(written[key], tensor) for key, tensor in wanted.items())
+        assert (apart / "config.json").read_text() == (whole / "config.json").read_text()
+        assert found.matrices == report.matrices
+        assert found.packed is not None
+        assert report.packed is not None
+        assert found.packed.dense_bytes == report.packed.dense_bytes
+        plain = AutoModelForCausalLM.from_pretrained(apart).eval()
+        with torch.no_grad():
+            assert torch.equal(plain(ids).logits, load(whole).model(ids).logits)
+
+
+@pytest.mark.parametrize(
+    ("spoil", "told"),
+    [
+        (one_integer, "the files hold other weights than were written"),
+        (one_scale, "the files hold other weights than were written"),
+        (one_lost, r"o_proj\.weight_packed has scales of shape \(0, 0\), which are not its own"),
+    ],
+)
+def test_a_fault_in_what_is_packed_leaves_nothing(
+    spoil: Spoil, told: str, checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spoil_what_is_packed(monkeypatch, spoil)
+    with pytest.raises(CheckFailed, match=f"nothing written: .*({told})"):
+        compress_on_disk(*streamed(checkpoint), checkpoint.parent / "out", packed=True, **ROUNDED)
+    assert not (checkpoint.parent / "out").exists()
+
+
+def test_a_config_that_names_a_dense_matrix_as_packed_leaves_nothing(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is unpacked on loading is the same; the model that runs packed would miss its integers."""
+    write = Packing.write_config
+
+    def wrong(self: Packing, folder: Path, model: PreTrainedModel) -> None:
+        write(self, folder, model)
+        config = json.loads((folder / "config.json").read_text())
+        edit_json(folder / "config.json", quantization_config=config["quantization_config"] | {"ignore": []})
+
+    monkeypatch.setattr(Packing, "write_config", wrong)
+    with pytest.raises(CheckFailed, match=r"nothing written: 3 missing keys .*, first lm_head\.weight_packed"):
+        compress_on_disk(*streamed(checkpoint), checkpoint.parent / "out", packed=True, **ROUNDED)
+    assert not (checkpoint.parent / "out").exists()
+
+
+def test_what_is_packed_needs_the_disk_of_what_is_packed(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    loaded = load(checkpoint).model
+    room = size_of(loaded) // 2
+    usage = namedtuple("usage", "free")
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage(room))
+    with pytest.raises(LyapunovPruneError, match=r"the compressed files need .* bytes of disk"):
+        compress_on_disk(*streamed(checkpoint), checkpoint.parent / "out", **ROUNDED)
+    compress_on_disk(*streamed(checkpoint), checkpoint.parent / "out", packed=True, **ROUNDED)
+
+
+@pytest.mark.parametrize(
+    ("how", "told"),
+    [
+        ({"method": "wanda", "sparsity": 0.5}, "packs what rtn rounds, not wanda"),
+        ({"method": "rtn", "bits": 4}, "give --symmetric"),
+        ({"method": "rtn", "bits": 3, "symmetric": True}, "packs 4 or 8 bits, not 3 bits"),
+        ({"method": "magnitude", "pattern": "2:4"}, "dropped its formats for patterns of zeros"),
+        ({**ROUNDED, "group_size": 5}, "groups of 5 do not fit"),
+    ],
+)
+def test_what_the_format_cannot_hold_is_refused_before_anything_is_read(
+    how: dict[str, Any], told: str, checkpoint: Path
+) -> None:
+    model, tokenizer = streamed(checkpoint)
+    passes = stream_of(model).passes  # type: ignore[union-attr]
+    with pytest.raises(LyapunovPruneError, match=told):
+        compress_on_disk(model, tokenizer, checkpoint.parent / "out", packed=True, **how)
+    assert stream_of(model).passes == passes  # type: ignore[union-attr]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,13 +11,14 @@ import torch
 from compressed_tensors.compressors import BaseCompressor
 from compressed_tensors.compressors.pack_quantized.helpers import unpack_from_int32
 from helpers import TINY, make_tiny, moe
+from packed_files import Spoil, one_integer, one_lost, one_scale, spoil_what_is_packed, zeros
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 
 from lyapunov_prune import compress
-from lyapunov_prune.compression import CompressionReport, packed
+from lyapunov_prune.compression import CompressionReport
 from lyapunov_prune.compression.compress import Compressed
-from lyapunov_prune.compression.packed import require_packable, require_packed_options, write_packed
+from lyapunov_prune.compression.packed import Packing, require_packable, require_packed_options, write_packed
 from lyapunov_prune.compression.report import REPORT
 from lyapunov_prune.compression.rtn import symmetric_grid
 from lyapunov_prune.errors import CheckFailed, LyapunovPruneError
@@ -67,6 +67,8 @@ def test_narrow_weights_and_tied_embeddings(
     model = make_tiny("llama", tie_word_embeddings=tied).to(dtype)
     before = model.model.embed_tokens.weight.clone()
     done = written(model, tokenizer, tmp_path / "small")
+    held = sum(tensor.nbytes for tensor in load_file(tmp_path / "small" / "model.safetensors").values())
+    assert Packing(4, None).size(model) == held
     again, _ = plainly(tmp_path / "small", ids)
     assert again.dtype == dtype
     assert torch.equal(again.lm_head.weight, done.model.lm_head.weight)
@@ -115,23 +117,6 @@ def test_the_folder_says_what_it_is_and_how_large(tokenizer: PreTrainedTokenizer
     assert (tmp_path / "small" / "tokenizer.json").is_file()
 
 
-def one_integer(state: dict[str, torch.Tensor]) -> None:
-    state["model.layers.5.mlp.down_proj.weight_packed"][3, 2] += 1
-
-
-def one_scale(state: dict[str, torch.Tensor]) -> None:
-    scale = state["model.layers.0.self_attn.q_proj.weight_scale"]
-    scale[4, 0] = scale[4, 0].nextafter(torch.tensor(torch.inf))
-
-
-def one_lost(state: dict[str, torch.Tensor]) -> None:
-    del state["model.layers.1.self_attn.o_proj.weight_scale"]
-
-
-def zeros(state: dict[str, torch.Tensor]) -> None:
-    state["model.layers.1.self_attn.o_proj.weight_packed"].zero_()
-
-
 @pytest.mark.parametrize(
     ("spoil", "told"),
     [
@@ -142,20 +127,13 @@ def zeros(state: dict[str, torch.Tensor]) -> None:
     ],
 )
 def test_a_fault_in_what_is_packed_is_caught(
-    spoil: Callable[[dict[str, torch.Tensor]], None],
+    spoil: Spoil,
     told: str,
     tokenizer: PreTrainedTokenizerFast,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    packed_state = packed._packed_state
-
-    def wrong(*args: Any) -> dict[str, torch.Tensor]:
-        state = packed_state(*args)
-        spoil(state)
-        return state
-
-    monkeypatch.setattr(packed, "_packed_state", wrong)
+    spoil_what_is_packed(monkeypatch, spoil)
     with pytest.raises(CheckFailed, match=f"nothing written: the model does not unpack as it was rounded, .*{told}"):
         written(make_tiny("llama"), tokenizer, tmp_path / "small")
     assert list(tmp_path.iterdir()) == []

@@ -17,7 +17,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from families.zoo import make_zoo
 from helpers import REMOVE, TINY, VOCABULARY, limit_file_size, linked, make_tiny, on_disk, tensors
+from packed_files import pack_others
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast, modeling_utils
@@ -27,8 +29,11 @@ from lyapunov_prune.checkpoints.outline import read_outline
 from lyapunov_prune.checkpoints.tensor_files import Piece, read_tensors
 from lyapunov_prune.cli.app import main
 from lyapunov_prune.errors import CheckFailed, LyapunovPruneError
+from lyapunov_prune.forward.hooks import skipped
+from lyapunov_prune.forward.logits import SAME_LIMIT, deviation
 from lyapunov_prune.models import device
 from lyapunov_prune.models.loading import load
+from lyapunov_prune.models.structure import find_structure
 from lyapunov_prune.pruning import counting
 from lyapunov_prune.pruning import on_disk as shards
 from lyapunov_prune.pruning.checkpoint import write_pruned
@@ -89,6 +94,60 @@ def test_files_that_the_index_does_not_name_are_left_out(checkpoint: Path, tmp_p
     save_file({"model.layers.0.mlp.up_proj.weight": torch.zeros(1)}, checkpoint / "consolidated.safetensors")
     on_disk(checkpoint, tmp_path / "disk")
     assert "consolidated.safetensors" not in os.listdir(tmp_path / "disk")
+
+
+# Packed integers, which are copied as they are.
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("name", ["llama", "qwen2", "gemma2", "phi3", "opt", "mixtral"])
+def test_packed_layers_are_removed_and_their_names_follow(
+    name: str, stream: bool, ids: torch.Tensor, tokenizer: PreTrainedTokenizerFast, tmp_path: Path
+) -> None:
+    source, model = tmp_path / "source", make_zoo("mixtral") if name == "mixtral" else make_tiny(name)
+    model.save_pretrained(source)
+    tokenizer.save_pretrained(source)
+    pack_others(source, "block_sparse_moe.gate.", ".1.self_attn.o_proj", ".3.self_attn.o_proj")
+    on_disk(source, tmp_path / "disk", (0, 1), stream=stream)
+    config = json.loads((tmp_path / "disk" / "config.json").read_text())["quantization_config"]
+    assert [name for name in config["ignore"] if "o_proj" in name] == (
+        [] if name == "opt" else ["model.layers.1.self_attn.o_proj"]
+    )
+    before = {name: t for name, t in tensors(source).items() if ".layers." in name}
+    after = {name: t for name, t in tensors(tmp_path / "disk").items() if ".layers." in name}
+    prefix = next(iter(before)).partition("layers.")[0] + "layers."
+    kept = range(2, len(find_structure(model).layers))
+    assert after == {
+        name.replace(f"{prefix}{old}.", f"{prefix}{new}."): tensor
+        for new, old in enumerate(kept)
+        for name, tensor in before.items()
+        if name.startswith(f"{prefix}{old}.")
+    }
+    whole = load(source).model
+    with torch.no_grad():
+        with skipped(find_structure(whole), (0, 1)):
+            wanted = whole(ids, use_cache=False).logits
+        for found in (load(tmp_path / "disk").model, AutoModelForCausalLM.from_pretrained(tmp_path / "disk")):
+            assert deviation(found(ids, use_cache=False).logits, wanted) <= SAME_LIMIT[torch.float32]
+
+
+def test_a_config_whose_names_stay_behind_fails_the_gate(
+    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pack_others(checkpoint, ".3.self_attn.o_proj")
+    monkeypatch.setattr(shards, "_rename_packed", lambda *args: None)
+    with pytest.raises(CheckFailed, match=r"first model\.layers\.2\.self_attn\.o_proj\.weight_packed"):
+        on_disk(checkpoint, tmp_path / "disk", (0,))
+    assert not (tmp_path / "disk").exists()
+
+
+@pytest.mark.parametrize("name", [r"re:.*layers\.3\..*o_proj", "layers.3.self_attn.o_proj"])
+def test_a_config_that_names_packed_modules_by_number_otherwise_is_refused(
+    name: str, checkpoint: Path, tmp_path: Path
+) -> None:
+    pack_others(checkpoint, ".3.self_attn.o_proj", ignore=["lm_head", name])
+    with pytest.raises(LyapunovPruneError, match="its config names packed modules by the number in"):
+        on_disk(checkpoint, tmp_path / "disk", (0,))
 
 
 # The files that transformers itself would load, and none besides.

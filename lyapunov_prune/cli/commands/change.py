@@ -129,6 +129,7 @@ def prune(
 
     from lyapunov_prune.models.device import resolve_device
     from lyapunov_prune.models.kinds import find_kinds
+    from lyapunov_prune.models.packed import is_unpacked
     from lyapunov_prune.models.plain import require_unquantised
     from lyapunov_prune.predictions.expectation import expectation
     from lyapunov_prune.pruning.checkpoint import write_pruned
@@ -166,6 +167,11 @@ def prune(
         _tell(written, as_json, output)
         return
     loaded, batch = load_inputs(model, source, text, merge_adapter=merge_adapter)
+    if by.what == "layers" and is_unpacked(loaded.structure.config):
+        raise LyapunovPruneError(
+            "the weights are packed integers, and its layers are removed on its files; give --layers 3,7 or a --plan "
+            "FILE with --on-disk"
+        )
     require_unquantised(loaded.model)  # before anything is measured
     period = find_kinds(loaded.structure).require_period() if keep_period else 1
     plan: PruningPlan
@@ -311,8 +317,10 @@ def compress(
         raise LyapunovPruneError(f"allocation {allocation} does not measure rho; leave out --pooling")
     packed, factored = format == "compressed-tensors", format == "compact"
     if stream:
-        if max_kl is not None or packed or factored:
-            raise LyapunovPruneError("--max-kl and --format need the model in memory; leave them out, or --stream")
+        if max_kl is not None or factored:
+            raise LyapunovPruneError(
+                "--max-kl and --format compact need the model in memory; leave them out, or --stream"
+            )
         require_streamed(schedule)
     if packed:
         require_packed_options(method, bits, symmetric, schedule, keep_of)
@@ -359,7 +367,8 @@ def compress(
         "symmetric": symmetric,
     }
     if stream:
-        show(compress_on_disk(loaded.model, loaded.tokenizer, output, batch, **how), as_json, output)
+        report = compress_on_disk(loaded.model, loaded.tokenizer, output, batch, packed=packed, **how)
+        show(report, as_json, output)
         return
     done = compress_model(loaded.model, batch, **how, batch_size=text.batch_size)
     title, report = f"{Path(model).name}, compressed", done.report
