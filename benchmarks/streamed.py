@@ -3,10 +3,10 @@
 `python benchmarks/streamed.py` takes 7B parameters in bfloat16 made of random weights, 13 GB of files that are deleted
 after (skipped where the disk is short), and writes streamed.json beside this file; `--size 0.5B` is smaller and writes
 nothing. Each job is a process of its own. Its time is held against what it cannot do without: reading the files once a
-pass, as fast as a plain read of them goes, and the multiplications of its layers and head, as fast as one layer's go
-before and after it; of `compress` also the method itself, on the matrices of a layer, and a `cp` of what it writes;
-of packed integers what the library does to them too.
-What `prune` reads and copies is read and copied plainly before and after it, in the same order.
+pass, as fast as a plain read of them goes, and the multiplications of its layers (attention's among them) and head, as
+fast as one layer's go before and after it; of `compress` also the method itself, on the matrices of a layer, what the
+library does to packed integers, and a `cp` of what it writes. What `prune` reads and copies is read and copied plainly
+before and after it, in the same order.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ from results import Benchmark
 from run import status
 from safetensors.torch import save_file
 from tokenizers import Tokenizer, models
+from torch.nn.functional import scaled_dot_product_attention
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
 import lyapunov_prune as lp
@@ -130,12 +131,15 @@ def reading(folder: Path) -> float:
 
 @torch.no_grad()
 def seconds_a_token(model: Any) -> tuple[float, float]:
-    """Of the matrices of one layer, and of the head, on windows of CONTEXT tokens: the median of five."""
+    """Of the products of one layer, attention's too, and of the head, on windows of CONTEXT: the median of five."""
     with layer_held(model, 0):
         layer = find_structure(model).layers[0]
         matrices = [m.weight for m in layer.modules() if isinstance(m, torch.nn.Linear)]
         of_layer = _median(lambda: [torch.randn(CONTEXT, W.shape[1]).bfloat16() @ W.T for W in matrices])
         drawn = _median(lambda: [torch.randn(CONTEXT, W.shape[1]).bfloat16() for W in matrices])
+    heads = model.config.num_attention_heads
+    q, k, v = torch.randn(3, 1, heads, CONTEXT, model.config.hidden_size // heads).bfloat16()
+    of_layer += _median(lambda: scaled_dot_product_attention(q, k, v, is_causal=True))
     head, x = model.get_output_embeddings().weight, torch.randn(CONTEXT, model.config.hidden_size).bfloat16()
     return (of_layer - drawn) / CONTEXT, _median(lambda: x @ head.T) / CONTEXT
 
