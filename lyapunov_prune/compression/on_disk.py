@@ -127,6 +127,12 @@ def _packing(
     **others: Any,
 ) -> Packing:
     require_packed_options(method, bits, symmetric, allocation, as_pattern(pattern))
-    require_packable(model, group_size)
     assert bits is not None
+    for p in require_packable(model, group_size):
+        n: Any = model.get_submodule(p.module).in_features
+        if group_size is None and n * bits % 32:  # read by its outline it would get the width of whole words
+            raise LyapunovPruneError(
+                f"the {n} inputs of {p.module} at {bits:g} bits do not fill words of 32, by which packed rows are read "
+                "a layer at a time; give --group-size, or leave out --stream"
+            )
     return Packing(int(bits), group_size)

@@ -310,3 +310,12 @@ def test_what_the_format_cannot_hold_is_refused_before_anything_is_read(
     with pytest.raises(LyapunovPruneError, match=told):
         compress_on_disk(model, tokenizer, checkpoint.parent / "out", packed=True, **how)
     assert stream_of(model).passes == passes  # type: ignore[union-attr]
+
+
+def test_rows_that_end_within_a_word_are_packed_by_groups(tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> None:
+    """Without groups the library guesses their width where no number is read."""
+    folder = saved(make_tiny("llama", intermediate_size=44), tokenizer, tmp_path / "tiny")
+    with pytest.raises(LyapunovPruneError, match=r"the 44 inputs of .*down_proj at 4 bits do not fill words of 32"):
+        compress_on_disk(*streamed(folder), tmp_path / "out", packed=True, **ROUNDED)
+    compress_on_disk(*streamed(folder), tmp_path / "out", packed=True, group_size=4, **ROUNDED)
+    assert identify(lp.load_streamed(tmp_path / "out").model).same_as(identify(load(tmp_path / "out").model))
