@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import numpy as np
 import typer
@@ -99,6 +99,28 @@ def inputs(
         calibration, evaluation = (read_text(loaded, file, tokens, context, "all") for file in (text, unseen))
         require_disjoint(calibration, evaluation)
     return Inputs(loaded, calibration, evaluation, job_folder(model))
+
+
+def on_each_text(measure: Callable[[Inputs], Any], here: Path) -> Callable[..., None]:
+    """The command of an experiment that measures every --text alone, and writes MODEL-TEXT.json into `here` of each.
+
+    `measure` gives a Result that says what it was `measured_on`.
+    """
+
+    def main(
+        model: str = BUILT_IN,
+        device: Device = "auto",
+        dtype: DType = None,
+        text: Annotated[list[str] | None, typer.Option()] = None,
+        tokens: int = 4096,
+        context: int = 512,
+    ) -> None:
+        for source in text or ["builtin"]:
+            found = measure(inputs(model, source, tokens, context, device=device, dtype=dtype))
+            found.save(here / f"{found.measured_on.model.name}-{Path(found.measured_on.text).stem}.json")
+            print(found)
+
+    return main
 
 
 def job_folder(model: str) -> Path:

@@ -10,14 +10,13 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
 
 import numpy as np
 import pandas as pd
 import typer
 
 from experiments.all import COUNTS, rankings
-from experiments.common import Device, DType, Inputs, inputs
+from experiments.common import Inputs, on_each_text
 from experiments.compressions import ALIKE, told
 from experiments.statements import bullets, counted, ratio, table
 from lyapunov_prune.ranking.criteria import DEFAULT
@@ -62,22 +61,6 @@ class OnOneText(Result):
 
     def of(self, criterion: str, count: int) -> Chosen:
         return next(c for c in self.chosen if c.criterion == criterion and len(c.removed) == count)
-
-
-def main(
-    model: str = "smollm2-135m",
-    device: Device = "auto",
-    dtype: DType = None,
-    text: Annotated[list[str] | None, typer.Option()] = None,
-    tokens: int = 4096,
-    context: int = 512,
-) -> None:
-    for source in text or ["builtin"]:
-        given = inputs(model, source, tokens, context, device=device, dtype=dtype)
-        found = measure(given)
-        name = given.loaded.model.config._name_or_path
-        found.save(HERE / f"{name}-{Path(given.evaluation.text).stem}.json")
-        print(found)
 
 
 def measure(given: Inputs) -> OnOneText:
@@ -154,6 +137,8 @@ def _tally(said: Iterable[str]) -> str:
         f"{word} on {times[word]}" for word in ("better", "worse", ALIKE, "the same layers") if times[word]
     )
 
+
+main = on_each_text(measure, HERE)
 
 if __name__ == "__main__":
     typer.run(main)

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -22,7 +22,7 @@ import torch
 import typer
 
 import lyapunov_prune as lp
-from experiments.common import Device, DType, Inputs, inputs
+from experiments.common import Inputs, on_each_text
 from experiments.compressions import told
 from experiments.gap_maps import WAYS, Hook, closed, one_run, read_gap
 from experiments.statements import bullets, counted, percent, ratio, short, table
@@ -82,22 +82,6 @@ class MendedOnOneText(Result):
 
     def headline(self) -> str:
         return f"{self.measured_on.line()}; chosen and mended on {self.calibrated_on.line()}"
-
-
-def main(
-    model: str = "smollm2-135m",
-    device: Device = "auto",
-    dtype: DType = None,
-    text: Annotated[list[str] | None, typer.Option()] = None,
-    tokens: int = 4096,
-    context: int = 512,
-) -> None:
-    for source in text or ["builtin"]:
-        given = inputs(model, source, tokens, context, device=device, dtype=dtype)
-        found = measure(given)
-        name = given.loaded.model.config._name_or_path
-        found.save(HERE / f"{name}-{Path(given.evaluation.text).stem}.json")
-        print(found)
 
 
 def measure(given: Inputs) -> MendedOnOneText:
@@ -266,6 +250,8 @@ def verdict(results: list[MendedOnOneText]) -> str:
         )
     return bullets(*lines)
 
+
+main = on_each_text(measure, HERE)
 
 if __name__ == "__main__":
     typer.run(main)

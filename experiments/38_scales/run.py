@@ -13,7 +13,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
-from typing import Annotated
 
 import numpy as np
 import pandas as pd
@@ -21,7 +20,7 @@ import typer
 from scipy import stats
 
 from experiments.blend_of_paper import minmax
-from experiments.common import Device, DType, Inputs, inputs
+from experiments.common import Inputs, on_each_text
 from experiments.compressions import told
 from experiments.statements import bullets, counted, ratio, runs, short, span, table
 from lyapunov_prune.ranking.candidates import least
@@ -75,20 +74,6 @@ class ScalesOnOneText(Result):
 
     def headline(self) -> str:
         return f"{self.measured_on.line()}; chosen on {self.calibrated_on.line()}; dense perplexity {ratio(self.dense)}"
-
-
-def main(
-    model: str = "smollm2-135m",
-    device: Device = "auto",
-    dtype: DType = None,
-    text: Annotated[list[str] | None, typer.Option()] = None,
-    tokens: int = 4096,
-    context: int = 512,
-) -> None:
-    for source in text or ["builtin"]:
-        found = measure(inputs(model, source, tokens, context, device=device, dtype=dtype))
-        found.save(HERE / f"{found.measured_on.model.name}-{Path(found.measured_on.text).stem}.json")
-        print(found)
 
 
 def measure(given: Inputs) -> ScalesOnOneText:
@@ -176,6 +161,8 @@ def _counts(pairs: Sequence[tuple[Choice, Choice]]) -> str:
     counts = ", ".join(f"{word} {count}" for word, count in words.most_common())
     return f"the same layers in {sum(same)}, else {counts}; perplexity {span(over)} times the other's"
 
+
+main = on_each_text(measure, HERE)
 
 if __name__ == "__main__":
     typer.run(main)

@@ -13,7 +13,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
-from typing import Annotated
 
 import numpy as np
 import pandas as pd
@@ -21,7 +20,7 @@ import typer
 from transformers import PreTrainedModel
 
 import lyapunov_prune as lp
-from experiments.common import Device, DType, Inputs, inputs
+from experiments.common import Inputs, on_each_text
 from experiments.compressions import told
 from experiments.statements import bullets, counted, percent, ratio, runs, table
 from lyapunov_prune.compression.factors import with_factors
@@ -68,20 +67,6 @@ class FactorsOnOneText(Result):
 
     def by(self, way: str) -> dict[float, Cut]:
         return {c.sparsity: c for c in self.cuts if c.way == way}
-
-
-def main(
-    model: str = "smollm2-135m",
-    device: Device = "auto",
-    dtype: DType = None,
-    text: Annotated[list[str] | None, typer.Option()] = None,
-    tokens: int = 4096,
-    context: int = 512,
-) -> None:
-    for source in text or ["builtin"]:
-        found = measure(inputs(model, source, tokens, context, device=device, dtype=dtype))
-        found.save(HERE / f"{found.measured_on.model.name}-{Path(found.measured_on.text).stem}.json")
-        print(found)
 
 
 def measure(given: Inputs) -> FactorsOnOneText:
@@ -181,6 +166,8 @@ def compared(pairs: Sequence[tuple[Cut, Cut]], digits: int = 3) -> str:
     least, most = (f"{x:.{digits}g}" for x in (min(over), max(over)))
     return f"{counts}; {least if least == most else f'{least} to {most}'} times the other's"
 
+
+main = on_each_text(measure, HERE)
 
 if __name__ == "__main__":
     typer.run(main)
