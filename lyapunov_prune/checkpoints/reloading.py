@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from lyapunov_prune.forward.kept import KeptLogits
 from lyapunov_prune.forward.logits import SAME_LIMIT
@@ -74,18 +74,16 @@ def reload_check(
     return GateCheck(RELOADED, worst <= limit, worst, limit, "logits after plain from_pretrained")
 
 
-def wrong_packed_keys(folder: Path) -> str:
+def wrong_packed_keys(folder: Path, config: PreTrainedConfig) -> str:
     """What transformers misses in `folder` of the tensors that it runs the model packed by, or an empty string.
 
-    Looked for on the `meta` device. Of a model that is not packed, which is no more than its tensors, nothing is said.
+    Looked for on the `meta` device. `config` is that of `folder`; of plain weights nothing is said.
     """
-    with quiet():
-        config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-        if not quantisation(config):
-            return ""
-        options = {"local_files_only": True, "trust_remote_code": False, "output_loading_info": True}
-        with unlogged(config):
-            loaded: Any = AutoModelForCausalLM.from_pretrained(folder, device_map="meta", **options)
+    if not quantisation(config):
+        return ""
+    options = {"local_files_only": True, "trust_remote_code": False, "output_loading_info": True}
+    with quiet(), unlogged(config):
+        loaded: Any = AutoModelForCausalLM.from_pretrained(folder, device_map="meta", **options)
     return _wrong_keys(loaded[1])
 
 

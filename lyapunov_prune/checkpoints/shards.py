@@ -68,7 +68,7 @@ class Shards:
         except LyapunovPruneError as error:
             reason = str(error).replace(str(self._folder), "what was written").rpartition(";")[0]
             raise CheckFailed(f"nothing written: {reason}; take the model in memory") from None
-        wrong = changed_setting(self._model, found.model) or wrong_packed_keys(self._folder)
+        wrong = changed_setting(self._model, found.model) or wrong_packed_keys(self._folder, found.model.config)
         if found.identity.weights != combined(self._digests):
             wrong = "the files hold other weights than were written"
         if wrong:

@@ -75,7 +75,7 @@ def _logits_check(
 def _keys_check(written: Outline, pruned: PreTrainedModel, folder: Path) -> GateCheck:
     extra = sorted(read_tensors(folder).keys() - written.stored.keys())
     wrong = f"{extra[0]} is no tensor of the model" if extra else ""
-    wrong = wrong or changed_setting(pruned, written.model) or wrong_packed_keys(folder)
+    wrong = wrong or changed_setting(pruned, written.model) or wrong_packed_keys(folder, written.model.config)
     return GateCheck(KEYS, not wrong, float(bool(wrong)), 0.0, wrong or "names, shapes and settings on plain loading")
 
 

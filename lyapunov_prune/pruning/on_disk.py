@@ -95,10 +95,9 @@ def _rename_packed(outline: Outline, pruned: PreTrainedModel, plan: PruningPlan)
     if packed is None:
         return
     structure, number = outline.structure, _new_numbers(plan)
-    depth = structure.layers_path.count(".") + 1
 
     def follow(names: Sequence[str]) -> list[str]:
-        follows = [_renumbered(name, depth, number, structure) for name in names]
+        follows = [_renumbered(name, number, structure) for name in names]
         apart = [name for name in names if layer_of(name, structure) is None]
         unclear = next((name for name in apart if re.search(r"(^|\W)\d+(\W|$)", name)), None)
         if unclear:
@@ -126,7 +125,7 @@ def _pieces(outline: Outline, pruned: PreTrainedModel, plan: PruningPlan) -> dic
     tables = dict(FAMILIES.get(structure.model_type, Family()).tables)
     number = _new_numbers(plan)
     shares = shares_leaving(outline.model, plan)
-    renamed = {name: _renumbered(name, structure.layers_path.count(".") + 1, number, structure) for name in before}
+    renamed = {name: _renumbered(name, number, structure) for name in before}
     strange = after.keys() ^ {new for new in renamed.values() if new is not None}
     if strange:
         raise _not_by_copying(outline, f"{min(strange)} is counted anew")
@@ -157,12 +156,12 @@ def _not_by_copying(outline: Outline, reason: str) -> LyapunovPruneError:
     )
 
 
-def _renumbered(name: str, depth: int, number: dict[int, int], structure: Structure) -> str | None:
-    """The parameter's name in the pruned model; None when its layer is removed. `depth` is where the number stands."""
+def _renumbered(name: str, number: dict[int, int], structure: Structure) -> str | None:
+    """The name in the pruned model of a parameter or a module; None when its layer is removed."""
     layer = layer_of(name, structure)
     if layer is None:
         return name
-    return _with_number(name, depth, number[layer]) if layer in number else None
+    return _with_number(name, structure.layers_path.count(".") + 1, number[layer]) if layer in number else None
 
 
 def _with_number(name: str, depth: int, number: int) -> str:

@@ -98,6 +98,6 @@ def test_packed_experts_are_read_too_and_what_another_left_dense(
 def test_nothing_is_said_on_stderr_of_packed_matrices(checkpoint: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """The library would warn of each of them, for the shape that it guesses on the `meta` device."""
     pack_others(checkpoint)
-    read_outline(checkpoint, checkpoint)
-    assert not wrong_packed_keys(checkpoint)
+    found = read_outline(checkpoint, checkpoint)
+    assert not wrong_packed_keys(checkpoint, found.model.config)
     assert capfd.readouterr().err == ""

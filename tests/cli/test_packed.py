@@ -9,10 +9,9 @@ from typing import Any
 
 import pytest
 from helpers import make_tiny
+from packed_files import one_integer, spoil_what_is_packed
 from packed_kernels import write_packed_checkpoint
 from transformers import AutoModelForCausalLM
-
-from lyapunov_prune.compression.packed import Packing
 
 TEXT = ("--tokens", "64", "--context", "32")
 PACK = ("compress", "tiny", "--method", "rtn", "--symmetric", "--format", "compressed-tensors", "-o", "small", *TEXT)
@@ -115,15 +114,7 @@ def test_other_methods_and_grids_are_one_line(
 
 
 def test_a_gate_that_fails_leaves_nothing(run: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    stored = Packing.stored
-
-    def wrong(*args: Any) -> Any:
-        state = stored(*args)
-        for name in [name for name in state if name.endswith("weight_packed")][:1]:
-            state[name][0, 0] += 1
-        return state
-
-    monkeypatch.setattr(Packing, "stored", wrong)
+    spoil_what_is_packed(monkeypatch, one_integer)
     for more, told in (
         ((), "the model does not unpack as it was rounded"),
         (("--stream",), "the files hold other weights than were written"),
