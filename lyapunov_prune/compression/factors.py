@@ -156,7 +156,8 @@ def with_factors(model: PreTrainedModel, ranks: Mapping[str, int | None]) -> Pre
         _fill(new.train(old.training), each, model)
         modules[id(old)] = new
         layer = each.runs[0].layer
-        cuts[layer][each.module.removeprefix(f"{structure.layers_path}.{layer}.")] = each.form
+        place = each.module.removeprefix(f"{structure.layers_path}.{layer}.")
+        cuts[layer][place] = " ".join([*filter(None, [cuts[layer].get(place)]), each.form])
     compact = compact_copy(model, cuts, shared | modules)
     compact.cut([{} for _ in cuts])
     return compact

@@ -8,7 +8,8 @@ a layer: what stands in the place of which module of the layer.
 - `none`: nothing, of an attention; the layer hands on the state that it was given;
 - `identity`: what goes in comes out, of a norm that served such an attention alone, or of a merged block's activation;
 - `linear`, `affine`: one matrix, width by width, without and with a bias, of a merged feed-forward block;
-- `low-rank 192:40 192:40 576:90`: of a matrix, as many runs of rows as named, each `rows:rank` the product of two.
+- `low-rank 192:40 192:40 576:90`: of a matrix, as many runs of rows as named, each `rows:rank` the product of two;
+- `affine low-rank 576:90`, `linear low-rank 576:90`: of a merged block's matrix the same.
 
 A cache has an entry for each attention that is left. So attentions are numbered anew (`layer_idx`), and the entries of
 a new cache that belong to no attention are taken out of it: with the old numbers and layer 0's attention gone,
@@ -140,10 +141,10 @@ class Compact:
             raise ValueError(f"the list of cuts is of {len(cuts)} layers, and the model has {len(layers)}")
         for layer, places in zip(layers, cuts, strict=True):
             for path, form in places.items():
-                if form.startswith(LOW_RANK):
-                    module: nn.Module = LowRank.of(form, layer.get_submodule(path))
-                else:
-                    module = FORMS[form](self.config.hidden_size)
+                merged, low, factors = form.partition(LOW_RANK)
+                module = FORMS[merged.strip()](self.config.hidden_size) if merged else layer.get_submodule(path)
+                if low:
+                    module = LowRank.of(low + factors, module)
                 layer.set_submodule(path, module.train(layer.training))
         number_attentions(layers)
         backbone = self.get_submodule(self.layers_path.rpartition(".")[0])

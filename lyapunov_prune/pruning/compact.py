@@ -172,7 +172,7 @@ def _require_cuts(
         if layout.attention in before[index]:
             raise LyapunovPruneError(f"layer {index} has no attention any more; choose other layers")
     for index in blocks:
-        if before[index].get(layout.block[0]) in _MERGED:
+        if before[index].get(layout.block[0], "").startswith(_MERGED):
             raise LyapunovPruneError(f"the feed-forward block of layer {index} is merged already; choose other layers")
     left = [i for i, places in enumerate(before) if i not in {*attention, *remove} and layout.attention not in places]
     if not left and model.can_generate():

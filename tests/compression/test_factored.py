@@ -25,6 +25,7 @@ from lyapunov_prune.models.compact import MODULE
 from lyapunov_prune.models.loading import load
 from lyapunov_prune.models.modeling_compact import CompactLlama
 from lyapunov_prune.models.structure import find_layers, identify
+from lyapunov_prune.pruning.compact import Cuts, make_compact
 from lyapunov_prune.pruning.compact_checkpoint import GATE
 from lyapunov_prune.pruning.gate import GateReport
 from lyapunov_prune.results.history import read_history
@@ -53,6 +54,20 @@ def test_every_family_passes_the_gate(family: str, dtype: torch.dtype, tmp_path:
         dense.model, small, find_factored(dense.model, dense.report.ranks), tmp_path, elsewhere=False
     )
     assert gate.passed, f"\n{gate}"
+
+
+@pytest.mark.parametrize("bias", [torch.ones(32), None], ids=["affine", "linear"])
+def test_the_matrix_of_a_merged_block_may_be_two_factors(bias: torch.Tensor | None, tmp_path: Path) -> None:
+    W = torch.randn(32, 32, generator=torch.Generator().manual_seed(0))
+    merged = make_compact(make_tiny("llama"), Cuts(merged={1: (W, bias)}))
+    dense = compress(merged, method="svd", sparsity=0.4)
+    small = with_factors(dense.model, dense.report.ranks)
+    assert small.config.cuts[1]["mlp"].startswith(("linear" if bias is None else "affine") + " low-rank 32:")
+    small.save_pretrained(tmp_path)
+    gate = verify_factored(dense.model, small, find_factored(dense.model, dense.report.ranks), tmp_path)
+    assert gate.passed, f"\n{gate}"
+    with pytest.raises(LyapunovPruneError, match="the feed-forward block of layer 1 is merged already"):
+        make_compact(small, Cuts(merged={1: (W, bias)}))
 
 
 def test_the_folder(done: Compressed, tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> None:
