@@ -39,6 +39,8 @@ from transformers import (
 )
 
 from lyapunov_prune.checkpoints.outline import read_outline
+from lyapunov_prune.compression.compress import compress
+from lyapunov_prune.compression.factors import with_factors
 from lyapunov_prune.data import ChoiceItem, ImageBatch
 from lyapunov_prune.forward.branches import Branch, find_branches, matrix_children
 from lyapunov_prune.mending.mend import Gap
@@ -48,6 +50,7 @@ from lyapunov_prune.models.structure import find_structure
 from lyapunov_prune.predictions.spaces import HIDDEN, PROBABILITIES
 from lyapunov_prune.profiles.contraction import ContractionProfile, measure_contraction
 from lyapunov_prune.profiles.propagation import Energies
+from lyapunov_prune.pruning.compact import Cuts, make_compact
 from lyapunov_prune.pruning.on_disk import prune_on_disk
 from lyapunov_prune.pruning.plan import PruningPlan
 from lyapunov_prune.pruning.provenance import Provenance
@@ -95,6 +98,15 @@ def make_tiny(name: str, seed: int = 0, **changes: Any) -> PreTrainedModel:
     torch.manual_seed(seed)
     model = AutoModelForCausalLM.from_config(config).eval()
     return _with_large_weights(model)
+
+
+def make_small(name: str, **changes: Any) -> PreTrainedModel:
+    """A compact model of the family: no attention in layers 0 and 4, one matrix for a block, the rest two factors."""
+    model = make_tiny(name, **changes)
+    W = torch.randn(32, 32, generator=torch.Generator().manual_seed(0)) / 4
+    cut = make_compact(model, Cuts(attention=(0, 4), merged={1: (W, torch.ones(32)), 4: (W.T, None)}))
+    done = compress(cut, method="svd", sparsity=0.4)
+    return with_factors(done.model, done.report.ranks).eval()
 
 
 def _with_large_weights(model: PreTrainedModel) -> PreTrainedModel:

@@ -31,7 +31,7 @@ from lyapunov_prune.models.adapter_folder import attach_adapters, base_of
 from lyapunov_prune.models.adapters import merge_adapters
 from lyapunov_prune.models.cache import BUILTIN as BUILTIN
 from lyapunov_prune.models.cache import BUILTIN_VERSION, PLACE, Entry, builtin_place
-from lyapunov_prune.models.compact import is_compact
+from lyapunov_prune.models.compact import family_of, is_compact
 from lyapunov_prune.models.device import resolve_device
 from lyapunov_prune.models.dispatched import bring_weights, known_map, offload_folder, require_placed
 from lyapunov_prune.models.expansion import require_bounded, require_bounded_file
@@ -143,9 +143,10 @@ def load_outline(folder: Path, name: str | Path, dtype: torch.dtype | None = Non
     config = loaded.structure.config
     causal = any(getattr(module, "is_causal", False) for module in loaded.structure.layers.modules())
     why = ""
-    if config.model_type not in JUDGED:
-        why = f"the family {config.model_type} has not passed its control, see docs/families.md"
-    elif not (causal or getattr(config, "is_decoder", True) or config.model_type in _CAUSAL_BY_MASK):
+    family = family_of(config)
+    if family not in JUDGED:
+        why = f"the family {family} has not passed its control, see docs/families.md"
+    elif not (causal or getattr(config, "is_decoder", True) or family in _CAUSAL_BY_MASK):
         why = "its config calls it an encoder"
     if why:
         raise LyapunovPruneError(

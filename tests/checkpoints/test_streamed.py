@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from families.zoo import make_zoo
-from helpers import make_tiny
+from helpers import make_small, make_tiny
 from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
@@ -79,6 +79,21 @@ def test_every_kind_of_layer_gives_the_same_numbers(
     for wanted, found in zip(*(divergences(model, ids) for model in (whole, apart)), strict=True):
         np.testing.assert_allclose(found, wanted, rtol=1e-4, atol=1e-6)
     assert zero_share(whole) == zero_share(apart)
+    assert held(apart) == []
+
+
+def test_what_compact_layers_have_lost_is_known_from_the_config(
+    family: str, ids: torch.Tensor, tokenizer: PreTrainedTokenizerFast, tmp_path: Path
+) -> None:
+    folder = saved(make_small(family), tokenizer, tmp_path / "small")
+    whole, apart = load(folder).model, load_streamed(folder).model
+    assert identify(apart) == identify(whole)
+    a, b = (profile_layers(model, ids, seeds=(0,)) for model in (whole, apart))
+    np.testing.assert_allclose(b.contraction.rho, a.contraction.rho, rtol=1e-5)
+    np.testing.assert_allclose(b.influence.influence, a.influence.influence, rtol=1e-5)
+    np.testing.assert_allclose(lp.perplexity(apart, ids).windows, lp.perplexity(whole, ids).windows, rtol=1e-6)
+    for wanted, found in zip(*(divergences(model, ids) for model in (whole, apart)), strict=True):
+        np.testing.assert_allclose(found, wanted, rtol=1e-4, atol=1e-6)
     assert held(apart) == []
 
 

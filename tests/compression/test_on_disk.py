@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 from families.zoo import make_zoo
-from helpers import edit_json, make_tiny
+from helpers import edit_json, make_small, make_tiny
 from packed_files import Spoil, one_integer, one_lost, one_scale, spoil_what_is_packed
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
@@ -28,6 +28,7 @@ from lyapunov_prune.compression.on_disk import compress_on_disk
 from lyapunov_prune.compression.packed import Packing, write_packed
 from lyapunov_prune.compression.report import REPORT
 from lyapunov_prune.errors import CheckFailed, LyapunovPruneError
+from lyapunov_prune.models.compact import MODULE
 from lyapunov_prune.models.loading import load
 from lyapunov_prune.models.streamed import stream_of
 from lyapunov_prune.models.structure import find_structure, identify
@@ -103,6 +104,17 @@ def test_fused_experts_and_other_matrices_are_written_as_transformers_names_them
 ) -> None:
     folder = saved(make_zoo(name), tokenizer, tmp_path / "tiny")
     assert_same(folder, *both(folder, None, **WAYS["magnitude"]))
+
+
+@pytest.mark.parametrize("way", ["sparsegpt", "balanced"])
+@pytest.mark.parametrize("name", ["llama", "gpt2", "phi3", "opt"])
+def test_what_compact_layers_have_left_is_compressed_as_in_memory(
+    name: str, way: str, ids: torch.Tensor, tokenizer: PreTrainedTokenizerFast, tmp_path: Path
+) -> None:
+    folder = saved(make_small(name), tokenizer, tmp_path / "tiny")
+    assert_same(folder, *both(folder, ids, **WAYS[way]))
+    whole, apart = ((tmp_path / each / MODULE).read_bytes() for each in ("whole", "apart"))
+    assert whole == apart
 
 
 @pytest.mark.parametrize("schedule", ["atp", "lyapunov", "lyapunov-budget", "owl", "alpha-pruning", "guidelines"])

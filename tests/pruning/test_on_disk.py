@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 import torch
 from families.zoo import make_zoo
-from helpers import REMOVE, TINY, VOCABULARY, limit_file_size, linked, make_tiny, on_disk, tensors
+from helpers import REMOVE, TINY, VOCABULARY, limit_file_size, linked, make_small, make_tiny, on_disk, tensors
 from packed_files import pack_others
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
@@ -32,6 +32,7 @@ from lyapunov_prune.errors import CheckFailed, LyapunovPruneError
 from lyapunov_prune.forward.hooks import skipped
 from lyapunov_prune.forward.logits import SAME_LIMIT, deviation
 from lyapunov_prune.models import device
+from lyapunov_prune.models.compact import MODULE
 from lyapunov_prune.models.loading import load
 from lyapunov_prune.models.structure import find_structure
 from lyapunov_prune.pruning import counting
@@ -94,6 +95,41 @@ def test_files_that_the_index_does_not_name_are_left_out(checkpoint: Path, tmp_p
     save_file({"model.layers.0.mlp.up_proj.weight": torch.zeros(1)}, checkpoint / "consolidated.safetensors")
     on_disk(checkpoint, tmp_path / "disk")
     assert "consolidated.safetensors" not in os.listdir(tmp_path / "disk")
+
+
+@pytest.mark.parametrize("remove", [(0, 1), (2, 4)])
+@pytest.mark.parametrize("name", sorted(TINY.keys() - FOLDED))
+def test_compact_layers_are_removed_and_the_list_of_what_they_lost_follows(
+    name: str, remove: tuple[int, ...], tokenizer: PreTrainedTokenizerFast, tmp_path: Path
+) -> None:
+    source, memory, disk = tmp_path / "source", tmp_path / "memory", tmp_path / "disk"
+    make_small(name, vocab_size=len(VOCABULARY)).save_pretrained(source)
+    tokenizer.save_pretrained(source)
+    loaded = load(source)
+    write_pruned(loaded.model, loaded.tokenizer, PruningPlan.given(loaded.model, remove), memory)
+    written = on_disk(source, disk, remove, stream=True)
+    assert written.gate.passed
+    assert tensors(disk) == tensors(memory)
+    assert configs(disk) == configs(memory)
+    assert (disk / MODULE).read_bytes() == (memory / MODULE).read_bytes()
+
+
+def test_a_list_that_does_not_follow_fails_the_gate(
+    tokenizer: PreTrainedTokenizerFast, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make_small("llama", vocab_size=len(VOCABULARY)).save_pretrained(tmp_path / "source")
+    tokenizer.save_pretrained(tmp_path / "source")
+    right = shards._cut
+
+    def turned(*given: Any) -> Any:
+        pruned = right(*given)
+        pruned.config.cuts = pruned.config.cuts[::-1]
+        return pruned
+
+    monkeypatch.setattr(shards, "_cut", turned)
+    with pytest.raises(CheckFailed, match="the files fail the gate"):
+        on_disk(tmp_path / "source", tmp_path / "disk", (0,))
+    assert not (tmp_path / "disk").exists()
 
 
 # Packed integers, which are copied as they are.
