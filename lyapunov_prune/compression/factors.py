@@ -7,9 +7,8 @@ fewer than `m n` while r is less than `m n / (m + n)`; the compact format says o
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
@@ -26,9 +25,6 @@ from lyapunov_prune.models.projections import Projection, find_projections
 from lyapunov_prune.models.structure import find_layers
 from lyapunov_prune.progress import track
 from lyapunov_prune.pruning.compact import compact_copy, cuts_of
-
-if TYPE_CHECKING:
-    from lyapunov_prune.models.modeling_compact import LowRank
 
 Factors = tuple[torch.Tensor, torch.Tensor]
 
@@ -143,18 +139,25 @@ def with_factors(model: PreTrainedModel, ranks: Mapping[str, int | None]) -> Pre
     `ranks` are by the name of a `Projection`, as `CompressionReport.ranks` gives them. What is not replaced lies in the
     memory of `model`, which stays as it is. Raises as `find_factored`.
     """
+    factored = find_factored(model, ranks)
+    compact = with_places(model, factored)
+    for each in track(factored, "factors"):
+        compact.get_submodule(each.module).load_state_dict(factors_of(model, each), assign=True)
+    return compact
+
+
+def with_places(model: PreTrainedModel, factored: Sequence[Factored]) -> PreTrainedModel:
+    """As `with_factors`, but the factors have no numbers yet: they are on the `meta` device."""
     from lyapunov_prune.models.modeling_compact import LowRank
 
     structure = find_layers(model)
     cuts = [dict(places) for places in cuts_of(model)]
     shared = {id(t): t for t in (*model.parameters(), *model.buffers())}
     modules: dict[int, nn.Module] = {}
-    for each in track(find_factored(model, ranks), "factors"):
+    for each in factored:
         old = model.get_submodule(each.module)
         with torch.device("meta"):
-            new = LowRank.of(each.form, old)
-        _fill(new.train(old.training), each, model)
-        modules[id(old)] = new
+            modules[id(old)] = LowRank.of(each.form, old).train(old.training)
         layer = each.runs[0].layer
         place = each.module.removeprefix(f"{structure.layers_path}.{layer}.")
         cuts[layer][place] = " ".join([*filter(None, [cuts[layer].get(place)]), each.form])
@@ -163,10 +166,12 @@ def with_factors(model: PreTrainedModel, ranks: Mapping[str, int | None]) -> Pre
     return compact
 
 
-def _fill(new: LowRank, each: Factored, model: PreTrainedModel) -> None:
+def factors_of(model: PreTrainedModel, each: Factored) -> dict[str, torch.Tensor]:
+    """What `LowRank` holds in the place of `each`, by its names: `two_factors` of every run of rows, and its bias."""
     pairs = [two_factors(p.weight(model), r) for p, r in zip(each.runs, each.ranks, strict=True)]
-    new.right.weight = nn.Parameter(torch.cat([R for _, R in pairs]))
-    for left, (L, _), p in zip(new.left, pairs, each.runs, strict=True):
-        left.weight = nn.Parameter(L)
+    tensors = {"right.weight": torch.cat([R for _, R in pairs])}
+    for i, ((L, _), p) in enumerate(zip(pairs, each.runs, strict=True)):
+        tensors[f"left.{i}.weight"] = L
         if (bias := p.bias(model)) is not None:
-            left.bias = nn.Parameter(bias.clone())
+            tensors[f"left.{i}.bias"] = bias.clone()
+    return tensors
