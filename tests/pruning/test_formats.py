@@ -117,6 +117,19 @@ def test_every_family_loses_layers_attentions_and_activations_at_once(family: st
     assert identify(model) == before
 
 
+@pytest.mark.usefixtures("_here_alone")
+def test_what_was_read_from_files_is_saved_by_the_names_of_its_class(
+    family: str, tokenizer: PreTrainedTokenizerFast, batch: TokenBatch, tmp_path: Path
+) -> None:
+    """A checkpoint of GPT-NeoX calls its head `embed_out`, and transformers asks a class of its own for `lm_head`."""
+    make_tiny(family).save_pretrained(tmp_path / "tiny")
+    tokenizer.save_pretrained(tmp_path / "tiny")
+    loaded = load(tmp_path / "tiny")
+    plan = PruningPlan.given(loaded.model, **GOES)
+    write_pruned(loaded.model, tokenizer, plan, tmp_path / "small", batch, format="compact")
+    assert load(tmp_path / "small").structure.num_layers == 5
+
+
 # Planted faults.
 
 
