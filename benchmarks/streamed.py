@@ -275,7 +275,7 @@ def pack(place: Path) -> dict[str, float]:
     rounded: dict[str, Any] = {"method": "rtn", "bits": BITS, "group_size": GROUP, "symmetric": True}
 
     def job(loaded: Loaded, ids: torch.Tensor) -> None:
-        compress_on_disk(loaded.model, loaded.tokenizer, target, packed=True, **rounded)
+        compress_on_disk(loaded.model, loaded.tokenizer, target, format="compressed-tensors", **rounded)
 
     return measured(place, "source", job, lambda model: reading(target) + copying(target) + of_method(model, packed))
 

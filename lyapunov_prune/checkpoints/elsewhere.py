@@ -56,6 +56,7 @@ def elsewhere_check(model: PreTrainedModel, folder: Path, inputs: list[torch.Ten
     """`model` against what transformers makes of `folder`, where it was saved, in a process without this package.
 
     It loads with `trust_remote_code=True`, runs the module in the folder, and may miss no key and find none besides.
+    Without `inputs` it does so on the meta device, and nothing is computed.
     """
     limit = SAME_LIMIT[model.dtype]
     with tempfile.TemporaryDirectory(prefix="lyapunov-prune-gate-") as place:
@@ -65,7 +66,7 @@ def elsewhere_check(model: PreTrainedModel, folder: Path, inputs: list[torch.Ten
             "folder": str(folder.resolve()),
             "loader": loading_class(model).__name__,
             "dtype": str(model.dtype).removeprefix("torch."),
-            "device": str(model.device),
+            "device": str(model.device) if inputs else "meta",
             "attention": model.config._attn_implementation,
             "threads": torch.get_num_threads(),
         }
@@ -88,5 +89,7 @@ def elsewhere_check(model: PreTrainedModel, folder: Path, inputs: list[torch.Ten
                 detail = f"{len(keys)} {kind.replace('_', ' ')} without this package, first {keys[0]}"
                 return GateCheck(ELSEWHERE, False, float("inf"), limit, detail)
         logits = load_file(here / "logits")
-    worst = max(deviation(logits[str(i)], uncached_logits(model, x).cpu()) for i, x in enumerate(inputs))
-    return GateCheck(ELSEWHERE, worst <= limit, worst, limit, "logits in a process without this package")
+    found = (deviation(logits[str(i)], uncached_logits(model, x).cpu()) for i, x in enumerate(inputs))
+    worst = max(found, default=0.0)
+    detail = f"{'logits' if inputs else 'names and shapes'} in a process without this package"
+    return GateCheck(ELSEWHERE, worst <= limit, worst, limit, detail)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import torch
@@ -11,7 +11,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.core_model_loading import revert_weight_conversion
 
 from lyapunov_prune.checkpoints.outline import layer_of, read_outline
-from lyapunov_prune.checkpoints.reloading import changed_setting, wrong_packed_keys
+from lyapunov_prune.checkpoints.reloading import RELOADED, GateCheck, changed_setting, wrong_packed_keys
 from lyapunov_prune.checkpoints.tensor_files import write_index
 from lyapunov_prune.errors import CheckFailed, LyapunovPruneError
 from lyapunov_prune.models.digest import combined, saved_tensors, tensor_digests
@@ -41,12 +41,18 @@ class Shards:
             empty.unlink()
         self.write(None)
 
-    def write(self, layer: int | None, stored_as: StoredAs | None = None) -> None:
+    def write(
+        self,
+        layer: int | None,
+        stored_as: StoredAs | None = None,
+        state: Mapping[str, torch.Tensor] | None = None,
+    ) -> None:
         """The tensors of `layer` as they are now, under the names that transformers gives them in a file.
 
-        With `stored_as` the file holds what that makes of them, and transformers has to make them of it again.
+        With `stored_as` the file holds what that makes of them, and transformers has to make them of it again. `state`
+        has them where the model itself does not.
         """
-        state = self._model.state_dict()
+        state = self._model.state_dict() if state is None else state
         tensors = {name: state[name] for name in self._names.get(layer, [])}
         self._digests |= {name: tensor_digests(tensor) for name, tensor in tensors.items()}
         reverted = revert_weight_conversion(self._model, stored_as(tensors) if stored_as else tensors)
@@ -57,8 +63,10 @@ class Shards:
         self._where |= dict.fromkeys(stored, file)
         self._size += sum(tensor.nbytes for tensor in stored.values())
 
-    def finish(self) -> None:
+    def finish(self) -> GateCheck:
         """Write the index, and hold what transformers finds in the files against what was written, bit for bit.
+
+        Returns the check, which passed.
 
         Raises CheckFailed for a layer that was not written, and for weights or settings that would come back as others.
         """
@@ -73,6 +81,7 @@ class Shards:
             wrong = "the files hold other weights than were written"
         if wrong:
             raise CheckFailed(f"nothing written: {wrong}; take the model in memory")
+        return GateCheck(RELOADED, True, 0.0, 0.0, "names, settings and every bit of what is read again")
 
 
 def size_of(model: PreTrainedModel) -> int:

@@ -14,7 +14,7 @@ one by one, and the logits to those of the dense model whose modules are given, 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -31,7 +31,15 @@ from lyapunov_prune.checkpoints.elsewhere import ELSEWHERE, elsewhere_check
 from lyapunov_prune.checkpoints.reloading import RELOADED, GateCheck, reload_check
 from lyapunov_prune.checkpoints.shards import size_of
 from lyapunov_prune.compression.compress import Compressed
-from lyapunov_prune.compression.factors import Factored, find_factored, rounding_of, with_factors
+from lyapunov_prune.compression.factors import (
+    Factored,
+    Factors,
+    factors_of,
+    find_factored,
+    rounding_of,
+    with_factors,
+    with_places,
+)
 from lyapunov_prune.compression.report import REPORT, CompressionReport, Packed
 from lyapunov_prune.compression.table import METHODS
 from lyapunov_prune.errors import CheckFailed, LyapunovPruneError
@@ -52,6 +60,7 @@ from lyapunov_prune.results.result import Result
 
 FORMAT = "compact"
 FACTORS, PRODUCTS = "factors within rounding", "same as products by hooks"
+NOT_STREAMED = (PRODUCTS, CACHED)
 
 
 def require_low_rank(method: str) -> None:
@@ -92,16 +101,58 @@ def write_factored(
             small.save_pretrained(folder)
             tokenizer.save_pretrained(folder)
         gate = verify_factored(dense, small, factored, folder)
-        if not gate.passed:
-            raise CheckFailed(f"nothing written: the model of two factors fails the gate, {gate.failure()}")
-        sizes = bytes_in(folder), size_of(dense)
-        report = replace(done.report, packed=Packed(FORMAT, *sizes, sum(len(each.runs) for each in factored)))
-        gate.save(folder / GATE)
+        _keep(gate, folder)
+        report = replace(done.report, packed=_stored_in(folder, dense, factored))
         history_of(dense).save(folder / HISTORY)
         for name, result in {**(results or {}), REPORT: report}.items():
             result.save(folder / name)
         write_card(folder, title, report.about(), loading_class(small).__name__, {"Gate": gate_table(gate)})
     return report
+
+
+class Factoring:
+    """What files hold of a streamed model whose matrices become two factors, each layer's made while it is held.
+
+    `small` is the model of the files. Its layers have no numbers, and it is never run.
+    """
+
+    def __init__(self, model: PreTrainedModel, ranks: Mapping[str, int | None]) -> None:
+        self._factored = find_factored(model, ranks)
+        self._errors: list[tuple[float, str]] = []
+        self.small = with_places(model, self._factored)
+
+    def state(self, model: PreTrainedModel, layer: int) -> dict[str, torch.Tensor]:
+        """The tensors of `model` by their names in `small`, those of `layer`, which is held and compressed, its own."""
+        state = model.state_dict()
+        for each in (each for each in self._factored if each.runs[0].layer == layer):
+            tensors = factors_of(model, each)
+            self._errors.extend(_beyond_rounding(model, each, _pairs(tensors, each)))
+            state |= {f"{each.module}.{name}": tensor for name, tensor in tensors.items()}
+        return state
+
+    def finish(self, model: PreTrainedModel, folder: Path, reloaded: GateCheck) -> tuple[GateReport, Packed]:
+        """The gate of `folder`, which holds all layers, and its bytes: 1, 4 (`reloaded`) and 5, and 6 but for logits.
+
+        Raises CheckFailed when a check fails.
+        """
+        checks = (
+            _within_rounding(self._errors),
+            reloaded,
+            attempt(COUNTED, lambda: _counted(model, self.small, self._factored, folder)),
+            attempt(ELSEWHERE, lambda: elsewhere_check(self.small, folder, [])),
+        )
+        _keep(gate := GateReport(checks), folder)
+        return gate, _stored_in(folder, model, self._factored)
+
+
+def _keep(gate: GateReport, folder: Path) -> None:
+    if not gate.passed:
+        raise CheckFailed(f"nothing written: the model of two factors fails the gate, {gate.failure()}")
+    gate.save(folder / GATE)
+
+
+def _stored_in(folder: Path, dense: PreTrainedModel, factored: Sequence[Factored]) -> Packed:
+    return Packed(FORMAT, bytes_in(folder), size_of(dense), sum(len(each.runs) for each in factored))
 
 
 @in_eval_mode
@@ -132,22 +183,33 @@ def verify_factored(
     return GateReport(tuple(checks), seen_by(dense, None, inputs))
 
 
-def _stored(small: PreTrainedModel, each: Factored) -> list[tuple[torch.Tensor, torch.Tensor]]:
+def _stored(small: PreTrainedModel, each: Factored) -> list[Factors]:
     """`(L, R)` of every run of rows, as they stand in `small`."""
-    module: Any = small.get_submodule(each.module)
-    rights = module.right.weight.split(each.ranks)
-    return [(left.weight, R) for left, R in zip(module.left, rights, strict=True)]
+    return _pairs(small.get_submodule(each.module).state_dict(), each)
+
+
+def _pairs(tensors: Mapping[str, torch.Tensor], each: Factored) -> list[Factors]:
+    rights = tensors["right.weight"].split(each.ranks)
+    return [(tensors[f"left.{i}.weight"], R) for i, R in enumerate(rights)]
 
 
 def _factors_check(dense: PreTrainedModel, small: PreTrainedModel, factored: Sequence[Factored]) -> GateCheck:
+    return _within_rounding(error for each in factored for error in _beyond_rounding(dense, each, _stored(small, each)))
+
+
+def _beyond_rounding(dense: PreTrainedModel, each: Factored, pairs: Sequence[Factors]) -> Iterator[tuple[float, str]]:
+    """`‖L R − W‖_F` over what rounding allows, with the name of the matrix, for every run of rows."""
+    for p, factors in zip(each.runs, pairs, strict=True):
+        W, (L, R) = p.weight(dense), factors
+        error = float((lift(L) @ lift(R) - lift(W)).norm())
+        yield error / limit if (limit := rounding_of(W, factors)) else float(error > 0), p.name
+
+
+def _within_rounding(errors: Iterable[tuple[float, str]]) -> GateCheck:
     worst, name = 0.0, ""
-    for each in factored:
-        for p, factors in zip(each.runs, _stored(small, each), strict=True):
-            W, (L, R) = p.weight(dense), factors
-            error = float((lift(L) @ lift(R) - lift(W)).norm())
-            beyond = error / limit if (limit := rounding_of(W, factors)) else float(error > 0)
-            if not beyond <= worst:
-                worst, name = beyond, p.name
+    for beyond, matrix in errors:
+        if not beyond <= worst:
+            worst, name = beyond, matrix
     return GateCheck(FACTORS, worst <= 1, worst, 1.0, f"error of a product over what rounding allows, most in {name}")
 
 

@@ -20,7 +20,7 @@ from lyapunov_prune.compression.svd import basis
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.linalg import lift
 from lyapunov_prune.models.compact import compact_class
-from lyapunov_prune.models.plain import require_plain
+from lyapunov_prune.models.plain import require_plain, require_unquantised
 from lyapunov_prune.models.projections import Projection, find_projections
 from lyapunov_prune.models.structure import find_layers
 from lyapunov_prune.progress import track
@@ -106,7 +106,7 @@ def find_factored(model: PreTrainedModel, ranks: Mapping[str, int | None]) -> tu
     as it is. Raises LyapunovPruneError where no matrix is smaller, and for a family that the compact format does not
     know.
     """
-    require_plain(model)
+    require_unquantised(model)
     compact_class(model)
     by_module: dict[str, list[Projection]] = {}
     for p in find_projections(model):
@@ -139,6 +139,7 @@ def with_factors(model: PreTrainedModel, ranks: Mapping[str, int | None]) -> Pre
     `ranks` are by the name of a `Projection`, as `CompressionReport.ranks` gives them. What is not replaced lies in the
     memory of `model`, which stays as it is. Raises as `find_factored`.
     """
+    require_plain(model)
     factored = find_factored(model, ranks)
     compact = with_places(model, factored)
     for each in track(factored, "factors"):

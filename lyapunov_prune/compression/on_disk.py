@@ -18,7 +18,10 @@ from lyapunov_prune.calibration.statistics import Statistics
 from lyapunov_prune.calibration.streaming import stream
 from lyapunov_prune.checkpoints.cards import write_card
 from lyapunov_prune.checkpoints.shards import Shards, size_of
+from lyapunov_prune.compression.factored import FORMAT as COMPACT
+from lyapunov_prune.compression.factored import NOT_STREAMED, Factoring, require_low_rank
 from lyapunov_prune.compression.masks import Pattern, as_pattern
+from lyapunov_prune.compression.packed import FORMAT as PACKED
 from lyapunov_prune.compression.packed import (
     LOADING,
     Packing,
@@ -36,8 +39,11 @@ from lyapunov_prune.models.streamed import layer_held, stream_of
 from lyapunov_prune.models.structure import find_structure, in_eval_mode
 from lyapunov_prune.models.wrappers import loading_class
 from lyapunov_prune.progress import track
+from lyapunov_prune.pruning.provenance import gate_table
 from lyapunov_prune.results.files import require_disk, require_empty, whole_folder
 from lyapunov_prune.results.history import HISTORY, history_with
+
+FORMATS = ("plain", PACKED, COMPACT)
 
 
 def require_streamed(allocation: str | Allocation) -> None:
@@ -58,7 +64,7 @@ def compress_on_disk(
     target: str | Path,
     batch: Readable | None = None,
     *,
-    packed: bool = False,
+    format: str = "plain",
     **how: Any,
 ) -> CompressionReport:
     """`compress` of the streamed `model` into the folder `target`; `how` are the keyword arguments of that.
@@ -66,31 +72,43 @@ def compress_on_disk(
     The numbers are those in memory up to rounding. All windows go through a layer together: once for its statistics,
     and once, compressed, for what enters the next; so the files are read once, and each layer is written to a file of
     its own. Memory: one layer and its statistics, and the states of the batch. The folder holds what `write_model`
-    writes; with `packed` symmetric `rtn` is packed as by `write_packed`. Its files are read once more: they hold, bit
-    for bit, the weights that were written. Packed ones are those that transformers unpacks, and it finds each tensor
-    that it runs packed.
+    writes; `format` is one of `FORMATS`: `compressed-tensors` packs symmetric `rtn` as `write_packed` does, `compact`
+    makes low ranks two factors as `write_factored` does. The files are read once more: they hold, bit for bit, the
+    weights that were written. Packed ones are those that transformers unpacks, and it finds each tensor that it runs
+    packed; products of factors are the compressed matrices within rounding.
 
-    Raises LyapunovPruneError as `compress`, for a model in memory, for a schedule that searches, a disk without room
-    and a target that is not empty; CheckFailed for files that would load as another model. Then nothing is there.
+    Raises LyapunovPruneError as `compress`, for a model in memory, a format that cannot hold what the method leaves,
+    a schedule that searches, a disk without room and a target that is not empty; CheckFailed for files that would load
+    as another model. Then nothing is there.
     """
+    if format not in FORMATS:
+        raise LyapunovPruneError(f"unknown format {format!r}; give one of {', '.join(FORMATS)}")
     if stream_of(model) is None:
         raise LyapunovPruneError("compress_on_disk takes a streamed model; give one of load_streamed, or use compress")
     require_streamed(how.get("allocation", "uniform"))
     require_empty(target)
-    packing = _packing(model, **how) if packed else None
+    packing = _packing(model, **how) if format == PACKED else None
+    if format == COMPACT:
+        require_low_rank(how["method"])
     require_disk(target, packing.size(model) if packing else size_of(model), "the compressed files")
     recipe = recipe_for(model, batch, **how)
+    factoring = Factoring(model, recipe.ranks(model)) if format == COMPACT else None
+    small = factoring.small if factoring else model
     by_layer = {layer: [*here] for layer, here in groupby(recipe.projections, lambda p: p.layer)}
     done: list[CompressedMatrix] = []
     left = dict.fromkeys(range(find_structure(model).num_layers))
     with whole_folder(target) as folder:
-        shards = Shards(model, tokenizer, folder)
+        shards = Shards(small, tokenizer, folder)
+
+        def write(layer: int) -> None:
+            state = factoring.state(model, layer) if factoring else None
+            shards.write(layer, packing.stored if packing else None, state)
 
         def change(here: Sequence[Projection], statistics: dict[str, Statistics]) -> None:
             if packing:
                 packing.look_at(model, here)
             done.extend(recipe.change(model, here, statistics))
-            shards.write(here[0].layer, packing.stored if packing else None)
+            write(here[0].layer)
             del left[here[0].layer]
 
         if recipe.calibration is not None:
@@ -101,17 +119,22 @@ def compress_on_disk(
                 if layer in by_layer:
                     change(by_layer[layer], {})
                 else:
-                    shards.write(layer)
+                    write(layer)
         report = recipe.report(done)
         if packing:
             packing.write_config(folder, model)
-        shards.finish()
+        reloaded = shards.finish()
+        sections: dict[str, str] = {}
         if packing:
-            report = replace(report, packed=packed_in(folder, model))
+            report, sections = replace(report, packed=packed_in(folder, model)), LOADING
+        if factoring:
+            gate, stored = factoring.finish(model, folder, reloaded)
+            checked = "layer by layer and on the files: no logits of this model have been computed"
+            report, sections = replace(report, packed=stored), {"Gate": gate_table(gate, checked, NOT_STREAMED)}
         history_with("compress", report.saw, model).save(folder / HISTORY)
         report.save(folder / REPORT)
         title = f"{Path(model.config._name_or_path).name}, compressed"
-        write_card(folder, title, report.about(), loading_class(model).__name__, LOADING if packing else None)
+        write_card(folder, title, report.about(), loading_class(small).__name__, sections)
     return report
 
 

@@ -50,6 +50,11 @@ class Recipe:
     def _wanted(self) -> dict[str, float]:
         return dict(zip(self.allocation.names, self.allocation.amount.tolist(), strict=True))
 
+    def ranks(self, model: PreTrainedModel) -> dict[str, int | None]:
+        """Of a method of low rank what `CompressionReport.ranks` says afterwards; by shapes alone."""
+        amounts = {p.name: self._amount(p, p.weight(model)) for p in self.projections}
+        return {name: None if amount is None else int(amount) for name, amount in amounts.items()}
+
     @torch.no_grad()
     def change(
         self, model: PreTrainedModel, here: Sequence[Projection], statistics: Mapping[str, Statistics]
@@ -58,14 +63,22 @@ class Recipe:
         return [self._changed(p, p.weight(model), statistics.get(p.name)) for p in here]
 
     def _changed(self, p: Projection, W: torch.Tensor, statistics: Statistics | None) -> CompressedMatrix:
-        wanted = self._wanted[p.name]
-        amount, after = _amount(self.method, wanted, self.allocation.unit, W.shape), W
+        amount, after = self._amount(p, W), W
         if amount is not None:
             grid = {"pattern": self.pattern, "group_size": self.group_size, "symmetric": self.symmetric}
             after = compressed(self.method, W, statistics, amount, **grid)  # type: ignore[arg-type]
-        told = _describe(p, self.method, W, after, statistics, wanted, amount)
+        told = _describe(p, self.method, W, after, statistics, self._wanted[p.name], amount)
         W.copy_(after)
         return told
+
+    def _amount(self, p: Projection, W: torch.Tensor) -> float | None:
+        """What the method is called with; None for a matrix that stays as it is."""
+        amount, unit = self._wanted[p.name], self.allocation.unit
+        if METHODS[self.method].amount != "rank":
+            return amount if unit == "bits" or amount > 0 else None
+        if unit == "sparsity" and amount == 0:
+            return None
+        return float(min(rank_for(W.shape, amount) if unit == "sparsity" else amount, *W.shape))
 
     def report(self, done: Sequence[CompressedMatrix]) -> CompressionReport:
         by_name = {matrix.name: matrix for matrix in done}
@@ -172,15 +185,6 @@ def _allocated(
         even = np.full(len(matrices.sizes), float(amount))
         return matrices.allocated("uniform", amount, even, {}, unit=kind)
     return allocate(model, schedule, amount, **measured, **options)
-
-
-def _amount(method: str, amount: float, unit: str, shape: Sequence[int]) -> float | None:
-    """What the method is called with; None for a matrix that stays as it is."""
-    if METHODS[method].amount != "rank":
-        return amount if unit == "bits" or amount > 0 else None
-    if unit == "sparsity" and amount == 0:
-        return None
-    return float(min(rank_for(shape, amount) if unit == "sparsity" else amount, *shape))
 
 
 def _describe(

@@ -11,6 +11,7 @@ import pytest
 
 from lyapunov_prune.checkpoints.reloading import GateCheck
 from lyapunov_prune.compression import factored
+from lyapunov_prune.compression.report import REPORT
 from lyapunov_prune.evaluation.evaluation import Evaluation
 from lyapunov_prune.ranking.amount import BudgetedCompression
 
@@ -48,6 +49,17 @@ def test_two_factors_are_smaller_and_like_any_other_model(run: Callable[..., Any
     assert small.value == pytest.approx(dense.value, rel=1e-3)
 
 
+def test_a_layer_at_a_time_the_same_is_written(run: Callable[..., Any]) -> None:
+    for more in (("-o", "small"), ("-o", "apart", "--stream")):
+        assert run(*FACTOR, "--sparsity", "0.4", *more).code == 0
+    whole, apart = (json.loads(Path(folder, REPORT).read_text()) for folder in ("small", "apart"))
+    assert whole["packed"] == apart["packed"]
+    done = run("eval", "apart", "--stream", "--against", "small", *TEXT)
+    assert done.code == 0, done.err
+    small, apart = Evaluation.load(Path("runs/apart/eval.json")).perplexities
+    assert small.value == pytest.approx(apart.value, rel=1e-6)
+
+
 def test_a_budget_writes_what_was_tried(run: Callable[..., Any]) -> None:
     done = run(*FACTOR, "--max-kl", "2")
     assert done.code == 0, done.err
@@ -64,7 +76,8 @@ def test_a_budget_writes_what_was_tried(run: Callable[..., Any]) -> None:
             ("--method", "wanda", "--sparsity", "0.5"),
             "low ranks as two factors, and wanda leaves none; give --method svd",
         ),
-        (("--sparsity", "0.4", "--stream"), "--max-kl and --format compact need the model in memory"),
+        (("--rank", "30", "--stream"), "no matrix is smaller as two factors"),
+        (("--method", "rtn", "--bits", "4", "--stream"), "low ranks as two factors, and rtn leaves none"),
     ],
 )
 def test_what_has_no_factors_is_one_line(more: tuple[str, ...], told: str, run_bad: Callable[..., str]) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections import namedtuple
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +22,11 @@ import lyapunov_prune as lp
 from lyapunov_prune.checkpoints import layer_stream as streaming
 from lyapunov_prune.checkpoints import shards
 from lyapunov_prune.checkpoints.outline import Outline
+from lyapunov_prune.checkpoints.reloading import GateCheck
 from lyapunov_prune.checkpoints.saving import write_model
 from lyapunov_prune.checkpoints.shards import size_of
-from lyapunov_prune.compression import CompressionReport
+from lyapunov_prune.compression import CompressionReport, factored
+from lyapunov_prune.compression.factored import write_factored
 from lyapunov_prune.compression.on_disk import compress_on_disk
 from lyapunov_prune.compression.packed import Packing, write_packed
 from lyapunov_prune.compression.report import REPORT
@@ -33,6 +36,8 @@ from lyapunov_prune.models.loading import load
 from lyapunov_prune.models.streamed import stream_of
 from lyapunov_prune.models.structure import find_structure, identify
 from lyapunov_prune.profiles.contraction import measure_contraction
+from lyapunov_prune.pruning.compact_checkpoint import GATE
+from lyapunov_prune.pruning.gate import GateReport
 from lyapunov_prune.results.history import read_history
 
 # Each kind of what a method looks at: nothing, norms, Gram matrices, gradients.
@@ -246,7 +251,7 @@ def test_packed_files_hold_what_those_of_memory_do(
         report = write_packed(
             loaded.model, lp.compress(loaded.model, **how), loaded.tokenizer, whole, "tiny, compressed"
         )
-        found = compress_on_disk(*streamed(folder), apart, packed=True, **how)
+        found = compress_on_disk(*streamed(folder), apart, format="compressed-tensors", **how)
         wanted, written = tensors(whole), tensors(apart)
         assert wanted.keys() == written.keys()
         assert all(torch.equal(written[key], tensor) for key, tensor in wanted.items())
@@ -273,7 +278,7 @@ def test_a_fault_in_what_is_packed_leaves_nothing(
 ) -> None:
     spoil_what_is_packed(monkeypatch, spoil)
     with pytest.raises(CheckFailed, match=f"nothing written: .*({told})"):
-        compress_on_disk(*streamed(checkpoint), checkpoint.parent / "out", packed=True, **ROUNDED)
+        compress_on_disk(*streamed(checkpoint), checkpoint.parent / "out", format="compressed-tensors", **ROUNDED)
     assert not (checkpoint.parent / "out").exists()
 
 
@@ -290,7 +295,7 @@ def test_a_config_that_names_a_dense_matrix_as_packed_leaves_nothing(
 
     monkeypatch.setattr(Packing, "write_config", wrong)
     with pytest.raises(CheckFailed, match=r"nothing written: 3 missing keys .*, first lm_head\.weight_packed"):
-        compress_on_disk(*streamed(checkpoint), checkpoint.parent / "out", packed=True, **ROUNDED)
+        compress_on_disk(*streamed(checkpoint), checkpoint.parent / "out", format="compressed-tensors", **ROUNDED)
     assert not (checkpoint.parent / "out").exists()
 
 
@@ -301,7 +306,7 @@ def test_what_is_packed_needs_the_disk_of_what_is_packed(checkpoint: Path, monke
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage(room))
     with pytest.raises(LyapunovPruneError, match=r"the compressed files need .* bytes of disk"):
         compress_on_disk(*streamed(checkpoint), checkpoint.parent / "out", **ROUNDED)
-    compress_on_disk(*streamed(checkpoint), checkpoint.parent / "out", packed=True, **ROUNDED)
+    compress_on_disk(*streamed(checkpoint), checkpoint.parent / "out", format="compressed-tensors", **ROUNDED)
 
 
 @pytest.mark.parametrize(
@@ -320,7 +325,7 @@ def test_what_the_format_cannot_hold_is_refused_before_anything_is_read(
     model, tokenizer = streamed(checkpoint)
     passes = stream_of(model).passes  # type: ignore[union-attr]
     with pytest.raises(LyapunovPruneError, match=told):
-        compress_on_disk(model, tokenizer, checkpoint.parent / "out", packed=True, **how)
+        compress_on_disk(model, tokenizer, checkpoint.parent / "out", format="compressed-tensors", **how)
     assert stream_of(model).passes == passes  # type: ignore[union-attr]
 
 
@@ -328,6 +333,118 @@ def test_rows_that_end_within_a_word_are_packed_by_groups(tokenizer: PreTrainedT
     """Without groups the library guesses their width where no number is read."""
     folder = saved(make_tiny("llama", intermediate_size=44), tokenizer, tmp_path / "tiny")
     with pytest.raises(LyapunovPruneError, match=r"the 44 inputs of .*down_proj at 4 bits do not fill words of 32"):
-        compress_on_disk(*streamed(folder), tmp_path / "out", packed=True, **ROUNDED)
-    compress_on_disk(*streamed(folder), tmp_path / "out", packed=True, group_size=4, **ROUNDED)
+        compress_on_disk(*streamed(folder), tmp_path / "out", format="compressed-tensors", **ROUNDED)
+    compress_on_disk(*streamed(folder), tmp_path / "out", format="compressed-tensors", group_size=4, **ROUNDED)
     assert identify(lp.load_streamed(tmp_path / "out").model).same_as(identify(load(tmp_path / "out").model))
+
+
+# Two factors.
+
+CHEAP: dict[str, Any] = {"method": "svd", "sparsity": 0.4}
+
+
+@pytest.fixture
+def here_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without the process that takes seconds to start."""
+    passed = GateCheck("reloads without this package", True, 0.0, 1.0, "not run: it takes seconds")
+    monkeypatch.setattr(factored, "elsewhere_check", lambda *_: passed)
+
+
+@pytest.mark.parametrize("compact", [False, True], ids=["plain", "compact"])
+def test_factors_are_those_of_memory(
+    compact: bool, family: str, ids: torch.Tensor, tokenizer: PreTrainedTokenizerFast, tmp_path: Path, here_alone: None
+) -> None:
+    folder = saved(make_small(family) if compact else make_tiny(family), tokenizer, tmp_path / "tiny")
+    whole, apart, how = tmp_path / "whole", tmp_path / "apart", CHEAP | {"method": "whitened-svd"}
+    loaded = load(folder)
+    report = write_factored(lp.compress(loaded.model, ids, **how), tokenizer, whole, "tiny, compressed")
+    found = compress_on_disk(*streamed(folder), apart, ids, format="compact", **how)
+    assert (found.packed, found.ranks) == (report.packed, report.ranks)
+    for name in ("config.json", "generation_config.json", MODULE, "history.json"):
+        assert (apart / name).read_bytes() == (whole / name).read_bytes()
+    assert GateReport.load(apart / GATE).passed
+    a, b = (load(each).model for each in (whole, apart))
+    assert [*a.state_dict()] == [*b.state_dict()]
+    with torch.no_grad():
+        torch.testing.assert_close(b(ids).logits, a(ids).logits, rtol=1e-3, atol=1e-4)
+
+
+def test_what_is_too_large_as_factors_stays_dense(checkpoint: Path, here_alone: None) -> None:
+    """Its bytes are those of the compressed matrix, not of the one that was read."""
+    apart = checkpoint.parent / "apart"
+    found = compress_on_disk(*streamed(checkpoint), apart, format="compact", method="svd", rank=16)
+    dense = lp.compress(load(checkpoint).model, method="svd", rank=16).model.state_dict()
+    written = tensors(apart)
+    assert found.packed is not None
+    assert 0 < found.packed.factored < len(found.matrices)
+    kept = [name for name in dense if name in written and "proj" in name]
+    assert len(kept) == len(found.matrices) - found.packed.factored
+    for name in kept:
+        torch.testing.assert_close(written[name], dense[name])
+
+
+def test_the_card_says_what_was_not_run(checkpoint: Path) -> None:
+    compress_on_disk(*streamed(checkpoint), checkpoint.parent / "out", format="compact", **CHEAP)
+    gate = GateReport.load(checkpoint.parent / "out" / GATE)
+    assert [check.name for check in gate.checks] == [
+        "factors within rounding",
+        "reloads as saved",
+        "fell by what was removed",
+        "reloads without this package",
+    ]
+    card = (checkpoint.parent / "out" / "README.md").read_text(encoding="utf-8")
+    assert "no logits of this model have been computed" in card
+    assert "| same as products by hooks | not run | | |\n| cached decoding | not run | | |" in card
+    assert "trust_remote_code=True" in card
+
+
+def turned(tensors: dict[str, torch.Tensor]) -> None:
+    """The factors of one matrix in another order: of the right shapes, and another product."""
+    tensors["right.weight"] = tensors["right.weight"].flip(0)
+
+
+def other_bias(tensors: dict[str, torch.Tensor]) -> None:
+    tensors["left.0.weight"] = tensors["left.0.weight"] * 1.01
+
+
+def one_row_less(tensors: dict[str, torch.Tensor]) -> None:
+    tensors["right.weight"] = tensors["right.weight"][:-1]
+
+
+@pytest.mark.parametrize(
+    ("spoil", "told"),
+    [
+        (turned, "factors within rounding: .* most in model"),
+        (other_bias, "factors within rounding: .* most in model"),
+        (one_row_less, "split_with_sizes"),
+    ],
+)
+def test_a_fault_in_the_factors_leaves_nothing(
+    spoil: Callable[[dict[str, torch.Tensor]], None], told: str, checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    right = factored.factors_of
+
+    def wrong(model: PreTrainedModel, each: Any) -> dict[str, torch.Tensor]:
+        tensors = right(model, each)
+        if each.module.endswith("2.mlp.down_proj"):
+            spoil(tensors)
+        return tensors
+
+    monkeypatch.setattr(factored, "factors_of", wrong)
+    with pytest.raises(Exception, match=told):
+        compress_on_disk(*streamed(checkpoint), checkpoint.parent / "out", format="compact", **CHEAP)
+    assert not (checkpoint.parent / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("how", "told"),
+    [
+        ({"method": "wanda", "sparsity": 0.5, "format": "compact"}, "wanda leaves none; give --method svd"),
+        ({"method": "svd", "rank": 30, "format": "compact"}, "no matrix is smaller as two factors"),
+        ({**CHEAP, "format": "packed"}, "unknown format 'packed'; give one of plain, compressed-tensors, compact"),
+    ],
+)
+def test_what_has_no_factors_is_refused(how: dict[str, Any], told: str, ids: torch.Tensor, checkpoint: Path) -> None:
+    with pytest.raises(LyapunovPruneError, match=told):
+        compress_on_disk(*streamed(checkpoint), checkpoint.parent / "out", ids, **how)
+    assert not (checkpoint.parent / "out").exists()

@@ -317,10 +317,8 @@ def compress(
         raise LyapunovPruneError(f"allocation {allocation} does not measure rho; leave out --pooling")
     packed, factored = format == "compressed-tensors", format == "compact"
     if stream:
-        if max_kl is not None or factored:
-            raise LyapunovPruneError(
-                "--max-kl and --format compact need the model in memory; leave them out, or --stream"
-            )
+        if max_kl is not None:
+            raise LyapunovPruneError("--max-kl needs the model in memory; leave it out, or --stream")
         require_streamed(schedule)
     if packed:
         require_packed_options(method, bits, symmetric, schedule, keep_of)
@@ -367,7 +365,7 @@ def compress(
         "symmetric": symmetric,
     }
     if stream:
-        report = compress_on_disk(loaded.model, loaded.tokenizer, output, batch, packed=packed, **how)
+        report = compress_on_disk(loaded.model, loaded.tokenizer, output, batch, format=format, **how)
         show(report, as_json, output)
         return
     done = compress_model(loaded.model, batch, **how, batch_size=text.batch_size)
