@@ -18,6 +18,7 @@ from transformers import PreTrainedModel
 
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.forward.hooks import Enough, hidden_of, with_input
+from lyapunov_prune.models.compact import stores_factors
 from lyapunov_prune.models.hooked import hooked
 from lyapunov_prune.models.plain import require_parameters
 from lyapunov_prune.models.projections import layer_projections
@@ -116,7 +117,7 @@ def _same(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 
 def matrix_children(model: PreTrainedModel, structure: Structure) -> list[dict[str, bool]]:
-    """For each layer its children that hold matrices, and whether the child is itself one."""
+    """For each layer its children that hold matrices, and whether the child is itself one, as two factors or not."""
     require_readable(model)
     require_parameters(structure)
     return [layer_children(structure, index) for index in range(structure.num_layers)]
@@ -128,5 +129,5 @@ def layer_children(structure: Structure, index: int) -> dict[str, bool]:
     children: dict[str, bool] = {}
     for p in layer_projections(structure.layers[index], index, name, structure.model_type, structure.config):
         child, _, rest = p.module.removeprefix(f"{name}.").partition(".")
-        children[child] = not rest
+        children[child] = not rest or stores_factors(structure.config, index, child)
     return children

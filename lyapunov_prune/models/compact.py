@@ -69,6 +69,15 @@ def is_compact(model: PreTrainedModel) -> bool:
     return model.config.model_type.startswith(PREFIX)
 
 
+def stores_factors(config: Any, layer: int, path: str) -> bool:
+    """Whether the layer of a model with this config holds two factors in the place of the matrix `path`."""
+    if not config.model_type.startswith(PREFIX):
+        return False
+    from lyapunov_prune.models.modeling_compact import LOW_RANK
+
+    return LOW_RANK in config.cuts[layer].get(path, "")
+
+
 def renumber_compact(model: PreTrainedModel, layers: nn.ModuleList) -> None:
     """Number the attentions of a compact model anew when some of its layers have left.
 
