@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TypeVar
 
 import numpy as np
 import pandas as pd
@@ -16,13 +15,11 @@ from lyapunov_prune.arguments import checked
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.forward.hooks import final_state, require_finite
 from lyapunov_prune.forward.reading import Readable, Reading, read
-from lyapunov_prune.forward.scoring import next_token_loss
+from lyapunov_prune.forward.scoring import CHUNK, Sum, is_large, loss_sum, mean_over
 from lyapunov_prune.models.streamed import stream_of
 from lyapunov_prune.models.structure import in_eval_mode
 from lyapunov_prune.progress import track
 from lyapunov_prune.results.result import MeasuredOn, Result
-
-T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -59,25 +56,31 @@ class Perplexity(Result):
         return self.measured_on.line()
 
 
-def of_windows(
-    reading: Reading, measure: Callable[[torch.Tensor, torch.Tensor], T], batch_size: int, description: str
-) -> list[T]:
-    """`measure(logits, ids)` of each window; the logits are the model's own, tokens × vocabulary, a batch at a time."""
-    found: list[T] = []
-    for ids in track(reading.windows(batch_size), description):
-        logits = reading.model(ids, use_cache=False).logits
-        found += [measure(rows, targets) for rows, targets in zip(logits, ids, strict=True)]
-        del logits  # else they would be there still while the next are made
-    return found
+def of_windows(reading: Reading, total: Sum, batch_size: int, description: str) -> torch.Tensor:
+    """For each window the mean over its tokens, the first unscored, of what `total` sums (`scoring.mean_over`).
+
+    The logits are the model's own. Those of large windows, and of a streamed model, are formed from the final states, a
+    block of positions at a time.
+    """
+    found: list[torch.Tensor] = []
+    batches = reading.windows(batch_size)
+    streamed = stream_of(reading.model) is not None
+    if streamed and not reading.scorer.enters:  # so it is of a model whose first tokens are not finite
+        require_finite(reading.structure, batches[0][:1], f"window 0 of {reading.batch.text}")
+    by_states = streamed or (is_large(reading.model, batches[0]) and reading.scorer.enters)
+    for ids in track(batches, description):
+        windows = _from_states(reading, ids) if by_states else _from_forward(reading, ids)
+        found += [mean_over(blocks, targets[1:], total) for blocks, targets in zip(windows, ids, strict=True)]
+        del windows  # else the logits would be there still while the next are made
+    return torch.stack(found)
 
 
-def _of_states(reading: Reading, batch_size: int, description: str) -> list[float]:
-    """The losses of a streamed model: one forward for the final states, and logits a block of positions at a time."""
-    scorer, (ids,) = reading.scorer, reading.windows(batch_size)
-    if not scorer.enters:  # so it is of a model whose first tokens are not finite
-        require_finite(reading.structure, ids[:1], f"window 0 of {reading.batch.text}")
-    states = final_state(reading.structure, ids)
-    return [scorer.loss(*window) for window in track(list(zip(states, ids, strict=True)), description)]
+def _from_forward(reading: Reading, ids: torch.Tensor) -> list[tuple[torch.Tensor, ...]]:
+    return [rows[:-1].split(CHUNK) for rows in reading.model(ids, use_cache=False).logits]
+
+
+def _from_states(reading: Reading, ids: torch.Tensor) -> list[Iterator[torch.Tensor]]:
+    return [reading.scorer.blocks(rows[:-1]) for rows in final_state(reading.structure, ids)]
 
 
 def require_finite_losses(reading: Reading, losses: np.ndarray) -> None:
@@ -113,16 +116,13 @@ def perplexity(
 ) -> Perplexity:
     """Perplexity of `model`: windows × context ids, each window on its own, its first token unscored.
 
-    Log-likelihoods are taken in float32 from the model's own logits and summed in float64; of a streamed model they
-    are formed from its final states, a block of positions at a time. Raises NonFiniteError naming the layer when a loss
-    is not finite, and LyapunovPruneError for ids outside the vocabulary or a context too long.
+    Log-likelihoods are taken in float32 from the model's own logits (`of_windows`) and summed in float64. Raises
+    NonFiniteError naming the layer when a loss is not finite, and LyapunovPruneError for ids outside the vocabulary or
+    a context too long.
     """
     reading = read(model, batch, streamed=True)
     batch = reading.batch
-    if stream_of(model) is None:
-        windows = np.array(of_windows(reading, next_token_loss, batch_size, description))
-    else:
-        windows = np.array(_of_states(reading, batch_size, description))
+    windows = of_windows(reading, loss_sum, batch_size, description).numpy()
     require_finite_losses(reading, windows)
     return Perplexity(
         nll=float(windows.mean()),

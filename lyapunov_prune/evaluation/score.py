@@ -18,7 +18,7 @@ from lyapunov_prune.data.images import ImageBatch
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.evaluation.perplexity import of_windows, require_finite_losses
 from lyapunov_prune.forward.reading import read
-from lyapunov_prune.forward.scoring import next_token_loss
+from lyapunov_prune.forward.scoring import loss_sum
 from lyapunov_prune.linalg import lift
 from lyapunov_prune.models.structure import in_eval_mode
 from lyapunov_prune.progress import track
@@ -85,14 +85,14 @@ def score(model: PreTrainedModel, examples: TokenBatch | ImageBatch, *, batch_si
     if isinstance(examples, ImageBatch):
         return _of_images(model, examples, batch_size)
     reading = read(model, examples)
-    losses, correct = np.array(of_windows(reading, _loss_and_correct, batch_size, "score")).T.copy()
+    losses, correct = of_windows(reading, _loss_and_correct, batch_size, "score").T.numpy().copy()
     require_finite_losses(reading, losses)
     return ItemScores(losses, correct, reading.measured_on())
 
 
-def _loss_and_correct(logits: torch.Tensor, ids: torch.Tensor) -> tuple[float, float]:
-    likely = logits[:-1].argmax(-1) == ids[1:].to(logits.device)
-    return next_token_loss(logits, ids), float(likely.double().mean())
+def _loss_and_correct(logits: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
+    right = (logits.argmax(-1) == wanted).sum().double().cpu()
+    return torch.stack([loss_sum(logits, wanted), right])
 
 
 def _of_images(model: PreTrainedModel, images: ImageBatch, batch_size: int) -> ItemScores:

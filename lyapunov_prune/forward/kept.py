@@ -17,7 +17,7 @@ from lyapunov_prune.forward.scoring import Scorer
 from lyapunov_prune.models.hooked import hooked
 from lyapunov_prune.models.structure import find_structure
 
-_ENTRIES = 2**23  # of positions × vocabulary, formed at once
+_ENTRIES = 2**22  # of positions × vocabulary, formed at once
 _TRIED = 16  # positions at the end of a window, whose states are tried on the logits that the forward itself gives them
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -20,8 +21,9 @@ from lyapunov_prune.models.structure import Structure
 
 # A block of logits this large stays in the cache between the product and the exponentials.
 _ROWS, _COLUMNS = 1024, 1024
-_ENTRIES = 2**22  # of positions × vocabulary, formed at once where the model's own logits are
-_TOKENS = 32
+_ENTRIES = 2**23  # of positions × vocabulary, formed at once where the model's own logits are
+_WHOLE = 2**25  # and no more than in a forward of its own
+_TOKENS = 32  # that the head is tried on, fewer where their logits are more than a block
 _SAME = 1e-4
 # Largest logits of the states that the head is tried on: what a model does to large ones alone, a cap, shows there.
 _HEIGHTS = 4.0 ** torch.arange(-2, 11)
@@ -39,7 +41,8 @@ class Scorer:
     def __init__(self, model: PreTrainedModel, structure: Structure, ids: torch.Tensor) -> None:
         self.model, self.structure = model, structure
         self.head: Any = model.get_output_embeddings()
-        ids = ids[:1, :_TOKENS]
+        self._rows = max(1, _ENTRIES // len(self.head.weight))
+        ids = ids[:1, : min(_TOKENS, max(8, self._rows // 4))]
         answers: list[tuple[nn.Module, ModelOutput]] = []
 
         def note(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
@@ -69,6 +72,9 @@ class Scorer:
         if self.blockwise:
             state = final_state(self.structure, ids)
             return [self._loss(rows[:-1], targets[1:]) for rows, targets in zip(state, ids, strict=True)], state
+        if self.enters and is_large(self.model, ids):
+            state = final_state(self.structure, ids)
+            return [self.loss(rows, targets) for rows, targets in zip(state, ids, strict=True)], state
         states: list[torch.Tensor] = []
         with hooked(after=[(self.structure.backbone, lambda module, args, kwargs, output: states.append(output[0]))]):
             logits = self.model(ids, use_cache=False).logits
@@ -86,18 +92,21 @@ class Scorer:
         self._require_entered()
         return self.own(state)
 
-    def loss(self, state: torch.Tensor, ids: torch.Tensor) -> float:
-        """`next_token_loss` of one window from its final state (tokens × width), the logits the model's own.
-
-        They are formed a block of positions at a time. Raises LyapunovPruneError as `logits`.
-        """
+    def blocks(self, state: torch.Tensor) -> Iterator[torch.Tensor]:
+        """`logits` of a final state (tokens × width), the model's own, a block of positions at a time."""
         self._require_entered()
-        rows = max(1, _ENTRIES // len(self.head.weight))
-        total = 0.0
-        for block, wanted in zip(state[:-1].split(rows), ids[1:].split(rows), strict=True):
-            z = self.own(block).float()
-            total += float(lift(F.cross_entropy(z, wanted.to(z.device), reduction="none")).sum())
-        return total / (len(ids) - 1)
+        yield from map(self.own, self.split(state))
+
+    def split(self, state: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """The positions of a state (tokens × width) whose logits are formed at once, one block after the other."""
+        return state.split(self._rows)
+
+    def loss(self, state: torch.Tensor, ids: torch.Tensor) -> float:
+        """`next_token_loss` of one window from its final state (tokens × width), by `blocks`.
+
+        Raises LyapunovPruneError as `logits`.
+        """
+        return float(mean_over(self.blocks(state[:-1]), ids[1:], loss_sum))
 
     def _require_entered(self) -> None:
         if not self.enters:
@@ -141,9 +150,13 @@ class Scorer:
         bare = self._bare(state).float().abs().amax(-1)
         row, largest = state[bare.argmax()].float(), bare.max().to(state.device)
         scales = torch.cat([_HEIGHTS, -_HEIGHTS]).to(state.device) / largest
-        rows = (scales.unsqueeze(-1) * row).to(state.dtype)
+        scaled = (scales.unsqueeze(-1) * row).to(state.dtype)
+        return all(map(self._bare_of_those_held, scaled.split(len(state))))
+
+    def _bare_of_those_held(self, rows: torch.Tensor) -> bool:
+        """The same of these states, but for those that half precision, which ends at 65,504, cannot hold."""
         wanted = self._bare(rows)
-        held = wanted.isfinite().all(-1) & rows.isfinite().all(-1).to(wanted.device)  # half precision ends at 65,504
+        held = wanted.isfinite().all(-1) & rows.isfinite().all(-1).to(wanted.device)
         return _same(self.own(rows)[held], wanted[held])
 
     def _bare(self, state: torch.Tensor) -> torch.Tensor:
@@ -162,15 +175,27 @@ class Scorer:
             restore(decoder, before)
 
 
+def is_large(model: PreTrainedModel, ids: torch.Tensor) -> bool:
+    """Whether the logits of these windows are more than are formed in one forward."""
+    head: Any = model.get_output_embeddings()
+    return ids.numel() * len(head.weight) > _WHOLE
+
+
 def _same(rows: torch.Tensor, wanted: torch.Tensor) -> bool:
     """Whether every row of logits is the wanted one, up to rounding."""
     if rows.shape != wanted.shape:
         return False
     rows, wanted = rows.float(), wanted.float()
-    return bool(((rows - wanted).abs().amax(-1) <= _SAME * wanted.abs().amax(-1)).all())
+    return bool((_largest(rows - wanted) <= _SAME * _largest(wanted)).all())
 
 
-_CHUNK = 512  # tokens whose logits are widened at a time
+def _largest(rows: torch.Tensor) -> torch.Tensor:
+    """The largest magnitude of every row, without a copy of it."""
+    low, high = rows.aminmax(dim=-1)
+    return torch.maximum(high, -low)
+
+
+CHUNK = 512  # tokens whose logits are widened at a time
 
 
 def next_token_loss(logits: torch.Tensor, ids: torch.Tensor) -> float:
@@ -178,8 +203,22 @@ def next_token_loss(logits: torch.Tensor, ids: torch.Tensor) -> float:
 
     Logits are widened to float32 a chunk of tokens at a time, losses summed in float64.
     """
-    parts = [
-        lift(F.cross_entropy(z.float(), y, reduction="none")).sum()
-        for z, y in zip(logits[:-1].split(_CHUNK), ids[1:].to(logits.device).split(_CHUNK), strict=True)
-    ]
-    return float(torch.stack(parts).sum()) / (len(ids) - 1)
+    return float(mean_over(logits[:-1].split(CHUNK), ids[1:], loss_sum))
+
+
+def loss_sum(logits: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
+    """`Σ_t (log Σ_v exp z_tv − z_t,y)`, `logits` tokens × vocabulary in float32, `wanted` tokens; summed in float64."""
+    return lift(F.cross_entropy(logits.float(), wanted, reduction="none")).sum().cpu()
+
+
+# Of logits (tokens × vocabulary) and the tokens that come next, what is summed over the tokens.
+Sum = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+
+
+def mean_over(blocks: Iterable[torch.Tensor], wanted: torch.Tensor, total: Sum) -> torch.Tensor:
+    """The mean over the `wanted` tokens of what `total` sums of the logits of one block of them after the other."""
+    sums, start = list[torch.Tensor](), 0
+    for logits in blocks:
+        sums.append(total(logits, wanted[start : start + len(logits)].to(logits.device)))
+        start += len(logits)
+    return torch.stack(sums).sum(0) / len(wanted)

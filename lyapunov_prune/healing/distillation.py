@@ -13,9 +13,12 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from lyapunov_prune.errors import LyapunovPruneError
+from lyapunov_prune.forward.hooks import final_state
 from lyapunov_prune.forward.logits import require_temperature, uncached_logits
+from lyapunov_prune.forward.scoring import Scorer, is_large
 from lyapunov_prune.healing.sharded import are_sharded, gathered, in_parts_like
 from lyapunov_prune.linalg import widen
+from lyapunov_prune.models.structure import find_structure
 
 CLIP = 1.0  # the largest norm of a step's gradient
 WARM_UP = 0.1  # share of the steps in which the learning rate rises
@@ -82,6 +85,7 @@ class Distillation:
         self.learning_rate, self.temperature, self.steps = learning_rate, temperature, steps
         self.losses: list[float] = []  # before each step taken so far
         self._processes, self._sharded = processes, are_sharded(parameters)
+        self._known: tuple[Scorer, Scorer] | None = None
         self._optimizer = OPTIMIZERS[optimizer](parameters.values(), lr=learning_rate)
 
     @property
@@ -103,12 +107,7 @@ class Distillation:
         items = len(mine if self._sharded else parts)  # of layers in parts gradients are averaged, not added
         loss = 0.0
         for part in mine:
-            with torch.no_grad():
-                target = uncached_logits(self.teacher, part.to(self.teacher.device)).flatten(0, -2)
-            logits = uncached_logits(self.model, part.to(self.model.device)).flatten(0, -2)
-            own, gradient = distillation_loss(logits, target, self.temperature, of=len(logits) * items)
-            logits.backward(gradient)
-            loss += own
+            loss += self._learn(part, items)
         if shared and shared.num_processes > 1:
             loss = self._together(loss, shared.device)
         norm = gathered(nn.utils.clip_grad_norm_(self.parameters.values(), CLIP))
@@ -121,6 +120,43 @@ class Distillation:
             group["lr"] = self.learning_rate * schedule(self.step, self.steps)
         self._optimizer.step()
         self.losses.append(loss)
+
+    def _learn(self, part: torch.Tensor, items: int) -> float:
+        """The loss of a part, of so many `items`; its gradient is added to that of the others."""
+        if not (part.is_floating_point() or self._sharded) and is_large(self.model, part):
+            student, teacher = self._scorers(part)
+            if student.enters and teacher.enters:
+                return self._learn_by_states(student, teacher, part, items)
+        with torch.no_grad():
+            target = uncached_logits(self.teacher, part.to(self.teacher.device)).flatten(0, -2)
+        logits = uncached_logits(self.model, part.to(self.model.device)).flatten(0, -2)
+        return self._backward(logits, target, len(logits) * items)
+
+    def _learn_by_states(self, student: Scorer, teacher: Scorer, part: torch.Tensor, items: int) -> float:
+        """The same, with the logits of one block of positions after the other."""
+        with torch.no_grad():
+            known = final_state(teacher.structure, part).flatten(0, 1)
+        state = final_state(student.structure, part).flatten(0, 1)
+        ends, loss = state.detach().requires_grad_(), 0.0
+        for rows, taught in zip(student.split(ends), student.split(known), strict=True):
+            with torch.no_grad():
+                target = teacher.own(taught)
+            loss += self._backward(student.own(rows), target, len(ends) * items)
+        state.backward(ends.grad)
+        return loss
+
+    @torch.no_grad()
+    def _scorers(self, part: torch.Tensor) -> tuple[Scorer, Scorer]:
+        if self._known is None:
+            a, b = (Scorer(m, find_structure(m), part.to(m.device)) for m in (self.model, self.teacher))
+            self._known = a, b
+        return self._known
+
+    def _backward(self, logits: torch.Tensor, target: torch.Tensor, count: int) -> float:
+        """The loss of these logits, tokens × vocabulary, among `count` of them; its gradient goes back from them."""
+        loss, gradient = distillation_loss(logits, target, self.temperature, of=count)
+        logits.backward(gradient)
+        return loss
 
     def _together(self, loss: float, device: torch.device) -> float:
         """The loss of the whole step; at each parameter that is no part of one, the sum of all processes' gradients."""

@@ -11,7 +11,10 @@ from helpers import make_tiny
 from transformers import PreTrainedModel
 
 from lyapunov_prune import LyapunovPruneError, NonFiniteError, perplexity
+from lyapunov_prune.data.batch import TokenBatch
 from lyapunov_prune.evaluation import Perplexity
+from lyapunov_prune.evaluation.score import score
+from lyapunov_prune.forward import scoring
 from lyapunov_prune.models.structure import find_structure
 
 
@@ -24,6 +27,28 @@ def test_agrees_with_the_definition_in_float64(family: str, ids: torch.Tensor) -
     assert found.value == pytest.approx(float(losses.mean().exp()), rel=1e-5)
     np.testing.assert_allclose(found.windows, losses.squeeze(-1).mean(-1), rtol=1e-5)
     assert found.scored == losses.numel()
+
+
+@pytest.mark.parametrize("batch_size", [1, 2])
+def test_a_block_of_positions_after_the_other_gives_the_same(
+    family: str, batch_size: int, ids: torch.Tensor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = make_tiny(family)
+    wanted, right = (
+        perplexity(model, ids, batch_size=batch_size),
+        score(model, TokenBatch(ids, "text", "all", None), batch_size=batch_size),
+    )
+    monkeypatch.setattr(scoring, "_WHOLE", 0)
+    monkeypatch.setattr(scoring, "_ENTRIES", 9 * 97)
+    rows = list[int]()
+    model.get_output_embeddings().register_forward_hook(lambda m, x, z: rows.append(z[..., 0].numel()))
+    found = perplexity(model, ids, batch_size=batch_size)
+    assert max(rows) <= 9
+    np.testing.assert_allclose(found.windows, wanted.windows, rtol=1e-6)
+    again = score(model, TokenBatch(ids, "text", "all", None), batch_size=batch_size)
+    assert max(rows) <= 9
+    np.testing.assert_allclose(again.losses, right.losses, rtol=1e-6)
+    np.testing.assert_array_equal(again.correct, right.correct)
 
 
 def test_a_model_that_knows_nothing_scores_its_vocabulary(ids: torch.Tensor) -> None:
@@ -47,7 +72,9 @@ def test_the_ratio_is_paired_by_window(llama: PreTrainedModel, ids: torch.Tensor
     assert np.isnan(perplexity(llama, ids[:1]).interval).all()
 
 
-def test_a_loss_that_is_not_finite_is_refused(ids: torch.Tensor) -> None:
+@pytest.mark.parametrize("whole", [2**25, 0])
+def test_a_loss_that_is_not_finite_is_refused(whole: int, ids: torch.Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(scoring, "_WHOLE", whole)
     model = make_tiny("llama")
     with torch.no_grad():
         find_structure(model).layers[2].mlp.down_proj.weight[0, 0] = float("nan")

@@ -15,6 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lyapunov_prune.errors import LyapunovPruneError
+from lyapunov_prune.forward import scoring
 from lyapunov_prune.healing import distillation as module
 from lyapunov_prune.healing.distillation import Distillation, distillation_loss, schedule
 
@@ -130,6 +131,30 @@ def test_a_step_is_one_of_adam_on_the_clipped_gradient(ids: torch.Tensor, monkey
         wanted = p.detach().double() - 3e-3 * clipped / (clipped.abs() + 1e-8)
         large = clipped.abs() > 1e-5  # below, the rounding of the gradient shows
         torch.testing.assert_close(run.parameters[name].detach().double()[large], wanted[large], rtol=0, atol=2e-5)
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma2", "opt", "gpt2"])
+def test_logits_of_a_block_after_the_other_teach_the_same(
+    name: str, ids: torch.Tensor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Gemma 2 caps its logits, OPT goes past its backbone, GPT-2 ties its head, whose gradient comes from both ends."""
+    runs = [], []
+    for found, whole in zip(runs, (2**25, 0), strict=True):
+        monkeypatch.setattr(scoring, "_WHOLE", whole)
+        monkeypatch.setattr(scoring, "_ENTRIES", 9 * 97)
+        student, teacher = (make_tiny(name, seed=seed).double() for seed in (1, 0))
+        named = dict(student.named_parameters())
+        run = Distillation(student, teacher, named, learning_rate=3e-3, temperature=2.0, steps=1)
+        rows = list[int]()
+        student.get_output_embeddings().register_forward_hook(lambda m, x, z, rows=rows: rows.append(z[..., 0].numel()))
+        run.take_step(ids)
+        found += [run.losses, {key: p.grad for key, p in named.items() if p.grad is not None}]
+        assert (max(rows) <= 9) == (whole == 0)
+    (a, wanted), (b, given) = runs
+    assert a == pytest.approx(b, rel=1e-9)
+    assert wanted.keys() == given.keys()
+    for key, gradient in wanted.items():
+        torch.testing.assert_close(given[key], gradient, rtol=1e-6, atol=1e-9)
 
 
 def test_windows_one_by_one_are_one_step_on_all_of_them(ids: torch.Tensor) -> None:

@@ -369,13 +369,15 @@ def compress(
         show(report, as_json, output)
         return
     done = compress_model(loaded.model, batch, **how, batch_size=text.batch_size)
-    title, report = f"{Path(model).name}, compressed", done.report
+    title, report, tokenizer = f"{Path(model).name}, compressed", done.report, loaded.tokenizer
     if packed:
-        report = write_packed(loaded.model, done, loaded.tokenizer, output, title)
-    elif factored:
-        report = write_factored(done, loaded.tokenizer, output, title, results)
+        report = write_packed(loaded.model, done, tokenizer, output, title)
     else:
-        write_model(done.model, loaded.tokenizer, output, results | {REPORT: report}, title, report.about())
+        del loaded  # of which nothing is needed where what was written is loaded beside what was compressed
+        if factored:
+            report = write_factored(done, tokenizer, output, title, results)
+        else:
+            write_model(done.model, tokenizer, output, results | {REPORT: report}, title, report.about())
     show(report, as_json, output)
 
 
