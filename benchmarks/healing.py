@@ -25,6 +25,8 @@ from lyapunov_prune.pruning.plan import PruningPlan
 from lyapunov_prune.pruning.surgery import share_memory
 
 RANK, LIMIT = 16, 40e9
+ENTRIES = 2**23  # of positions × vocabulary, formed at once
+WIDENED = 64  # positions
 CLOSE = 1.15  # of the arithmetic, at most, is measured
 EXACT = {"MALLOC_MMAP_THRESHOLD_": "65536"}  # else glibc keeps what is freed, as the devices' allocators do not
 
@@ -72,7 +74,8 @@ class Shape:
         inputs = 2 * self.kept * self.tokens * self.width
         # One layer, run again: inputs of the factors in float32, outputs in both dtypes and their gradients.
         again = self.tokens * sum(4 * n + 10 * m for m, n in self.matrices)
-        logits = 3 * 2 * self.tokens * self.vocabulary  # of both, and on the way to either
+        # Of a block of positions, some of them three times widened; the states of all, and the way back.
+        logits = 4 * ENTRIES + 12 * WIDENED * self.vocabulary + 3 * 2 * self.tokens * self.width
         return 2 * (self.outside + self.layers * self.layer) + factors + inputs + again + logits
 
     def merging(self) -> float:
@@ -84,7 +87,7 @@ class Shape:
 
 heal = import_module("lyapunov_prune.healing.heal")  # the name in the package is that of its function
 TINY = Shape(64, 128, 16, 128, 3, 1, 32)
-SMALL = Shape(1024, 3584, 256, 32_000, 12, 2, 512)
+SMALL = Shape(1024, 3584, 256, 32_000, 12, 2, 1280)  # so many tokens that their logits come in blocks
 LLAMA_8B = Shape(4096, 14_336, 1024, 128_256, 32, 4, 2048)
 
 

@@ -13,7 +13,7 @@ from lyapunov_prune.results.files import write_whole
 from lyapunov_prune.results.result import versions
 
 HERE = Path(__file__).parent
-COMMANDS = ("run", "factors", "on_disk", "streamed", "healing", "gpu")
+COMMANDS = ("run", "factors", "on_disk", "vocabulary", "streamed", "healing", "gpu")
 
 
 @dataclass(frozen=True)
@@ -69,3 +69,7 @@ def written() -> dict[str, str]:
             lines.append(f"| {row.what} | {row.against} | {row.ratio:g} | {row.limit:.2f}{missed} |")
     about = [f"- `benchmarks/{name}.py`: {content['source']}; {content['machine']}" for name, content in found.items()]
     return {"ratios": "\n".join(lines) + "\n", "source": "\n".join(about) + "\n"}
+
+
+if __name__ == "__main__":
+    print(written()["ratios"], end="")

@@ -164,9 +164,10 @@ def peak_of(job: str) -> int:
     return status("VmHWM") - before
 
 
-def status(field: str) -> int:
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return int(next(text for text in lines if text.startswith(field)).split()[1]) * 1024
+def status(field: str, process: int | str = "self") -> int:
+    """Bytes; 0 of a process that has none any more."""
+    lines = Path(f"/proc/{process}/status").read_text().splitlines()
+    return int(next((text for text in lines if text.startswith(field)), "- 0").split()[1]) * 1024
 
 
 if __name__ == "__main__":

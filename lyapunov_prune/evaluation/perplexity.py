@@ -68,10 +68,11 @@ def of_windows(reading: Reading, total: Sum, batch_size: int, description: str) 
     if streamed and not reading.scorer.enters:  # so it is of a model whose first tokens are not finite
         require_finite(reading.structure, batches[0][:1], f"window 0 of {reading.batch.text}")
     by_states = streamed or (is_large(reading.model, batches[0]) and reading.scorer.enters)
-    for ids in track(batches, description):
-        windows = _from_states(reading, ids) if by_states else _from_forward(reading, ids)
-        found += [mean_over(blocks, targets[1:], total) for blocks, targets in zip(windows, ids, strict=True)]
-        del windows  # else the logits would be there still while the next are made
+    for ids in batches if streamed else track(batches, description):
+        windows = list(zip(_from_states(reading, ids) if by_states else _from_forward(reading, ids), ids, strict=True))
+        each = track(windows, description) if streamed else windows
+        found += [mean_over(blocks, targets[1:], total) for blocks, targets in each]
+        del windows, each  # else the logits would be there still while the next are made
     return torch.stack(found)
 
 

@@ -177,8 +177,8 @@ class Scorer:
 
 def is_large(model: PreTrainedModel, ids: torch.Tensor) -> bool:
     """Whether the logits of these windows are more than are formed in one forward."""
-    head: Any = model.get_output_embeddings()
-    return ids.numel() * len(head.weight) > _WHOLE
+    weight = getattr(model.get_output_embeddings(), "weight", None)
+    return weight is not None and ids.numel() * len(weight) > _WHOLE
 
 
 def _same(rows: torch.Tensor, wanted: torch.Tensor) -> bool:

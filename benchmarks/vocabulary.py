@@ -1,0 +1,159 @@
+"""Memory of the commands at a vocabulary of 262,144 tokens, and the time of `rank --criterion kl` there.
+
+`python benchmarks/vocabulary.py` makes a Gemma 3 of 270M parameters of random weights in float32 (1.07 GB, and 5 GB of
+disk for what commands write, in the current folder or `--place`; deleted after), runs every command on it as a user
+does, a process each, and writes vocabulary.json beside this file. A command may need the model, the one it is compared
+with where there is one, and 600 MB, the libraries among them; `prune` 1.7 models. The time of kl is held against its
+multiplications, as fast as those of the head go before it and after. Of `--gguf FILE` the second load is measured too.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from results import Benchmark
+from run import interleaved, status
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
+
+import lyapunov_prune as lp
+from lyapunov_prune.models.structure import find_structure
+
+VOCABULARY = 262_144
+LARGE = f"vocabulary of {VOCABULARY:,}"
+SHAPE = {
+    "hidden_size": 640,
+    "intermediate_size": 2048,
+    "num_hidden_layers": 18,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 1,
+    "head_dim": 256,
+}
+BESIDE, PRUNE, KL, SECOND = 600e6, 1.7, 1.3, 3.0
+KL_TOKENS, BLOCK = 128, 512
+# Each with how many models it may need beside what all have; the last of its words is where it writes.
+COMMANDS = {
+    "profile model -o {}": 1,
+    "rank model --criterion bi --remove 4 -o {}": 1,
+    "rank model --criterion kl --tokens 128 --context 128 --remove 4 -o {}": 1,
+    "rank model --criterion angular --remove 4 -o {}": 1,
+    "prune model --plan rank/plan.json -o {}": 0,
+    "compress model --method wanda --sparsity 0.5 -o {}": 2,
+    "eval model -o {}": 1,
+    "eval prune --against model -o {}": 2,
+    "hierarchy model prune --new-tokens 2 --tokens 128 --context 64 -o {}": 2,
+    "heal prune --teacher model --update-rank 8 --steps 2 -o {}": 2,
+}
+TEXT = ("--tokens", "1024")
+EXACT = {"MALLOC_MMAP_THRESHOLD_": "65536"}  # else glibc keeps what is freed, as much as 0.3 GB of it
+
+
+def main() -> None:
+    if len(sys.argv) == 3 and sys.argv[1] in JOBS:  # a child process: one job
+        print(JOBS[sys.argv[1]](Path(sys.argv[2])))
+        return
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--place", type=Path, default=Path.cwd(), help="Where the files go for as long as it takes.")
+    parser.add_argument("--gguf", type=Path, help="A .gguf file whose second load is measured.")
+    asked = parser.parse_args()
+    found = Benchmark("vocabulary")
+    with tempfile.TemporaryDirectory(prefix="lyapunov-prune-bench-", dir=asked.place) as place:
+        size = int(child("build", place))
+        for command, copies in COMMANDS.items():
+            peak, own = peak_of(command, Path(place))
+            print(f"{command.partition(' -o')[0]}: peak {peak / 1e9:.2f} GB, no file's {own / 1e9:.2f} GB", flush=True)
+            limit = copies * size + BESIDE if copies else PRUNE * size
+            allowed = {0: f"{PRUNE} × the model", 1: "the model + 600 MB", 2: "model + compared model + 600 MB"}[copies]
+            found.add(f"`{command.split()[0]}{_how(command)}`, {LARGE}: peak memory", allowed, peak / limit, 1.0)
+            if not copies:
+                found.add("the same, but for pages of weight files", allowed, own / limit, 1.0)
+        found.add(
+            f"`rank --criterion kl --tokens {KL_TOKENS}`: time",
+            "multiplications at the head's rate",
+            child("kl", place),
+            KL,
+        )
+    if asked.gguf is not None:
+        lp.load(asked.gguf)
+        start = time.perf_counter()
+        lp.load(asked.gguf)
+        size = asked.gguf.stat().st_size
+        told = f"load of a .gguf file of {size / 1e6:.0f} MB, the second time"
+        found.add(told, f"{SECOND:.0f} s", (time.perf_counter() - start) / SECOND, 1.0)
+    found.save()
+
+
+def child(job: str, place: str) -> float:
+    """What the job says, in a process of its own: a child starts with the peak of the process that it comes from."""
+    done = subprocess.run([sys.executable, __file__, job, place], check=True, stdout=subprocess.PIPE, text=True)
+    return float(done.stdout)
+
+
+def build(place: Path) -> int:
+    """The model, with a tokenizer of bytes; returns its bytes."""
+    folder = place / "model"
+    config = AutoConfig.for_model("gemma3_text", vocab_size=VOCABULARY, **SHAPE, dtype="float32")
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config)
+    model.save_pretrained(folder)
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE(vocab={token: i for i, token in enumerate(alphabet)}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer).save_pretrained(folder)
+    return sum(p.nbytes for p in model.parameters())
+
+
+def peak_of(command: str, place: Path) -> tuple[int, int]:
+    """Bytes of memory that the command held at most, libraries and all; and of it, what is no page of a file."""
+    words = command.format(command.split()[0]).split()
+    words += () if "--tokens" in words or words[0] == "prune" else TEXT
+    program, own = Path(sys.executable).with_name("lyapunov-prune"), 0
+    with (place / "log").open("w") as log:
+        started = subprocess.Popen([program, *words], cwd=place, env=os.environ | EXACT, stdout=log, stderr=log)
+        while not (ended := os.wait4(started.pid, os.WNOHANG))[0]:
+            own = max(own, status("RssAnon", started.pid))
+            time.sleep(0.02)
+    _, code, usage = ended
+    if code:
+        raise SystemExit(f"{command}: {(place / 'log').read_text()[-500:]}")
+    return usage.ru_maxrss * 1024, own
+
+
+@torch.no_grad()
+def kl(place: Path) -> float:
+    """Seconds of `rank --criterion kl` over those of its multiplications."""
+    loaded = lp.load(place / "model")
+    model: Any = loaded.model
+    structure = find_structure(model)
+    head, d = model.get_output_embeddings().weight, model.config.hidden_size
+    x = torch.randn(BLOCK, d)
+    ids = torch.randint(1, 256, (1, KL_TOKENS), generator=torch.Generator().manual_seed(0))
+    seconds = interleaved(
+        {"head": lambda: x @ head.T, "kl": lambda: lp.rank(model, ids, criterion="kl", folder=place / "kl")}, repeats=1
+    )
+    layers = structure.num_layers
+    of_layer = sum(p.numel() for p in structure.layers[0].parameters() if p.ndim == 2)
+    of_head = head.numel()
+    # The dense model, and for each layer that is skipped those above it; of either the head.
+    needed = KL_TOKENS * ((layers + layers * (layers - 1) // 2) * of_layer + (layers + 1) * of_head)
+    return seconds["kl"] / (seconds["head"] * needed / (BLOCK * of_head))
+
+
+def _how(command: str) -> str:
+    criterion = command.partition("--criterion ")[2].split()
+    return f" --criterion {criterion[0]}" if criterion else " --against" if "--against" in command else ""
+
+
+JOBS = {"build": build, "kl": kl}
+
+if __name__ == "__main__":
+    main()
