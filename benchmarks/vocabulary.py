@@ -76,7 +76,7 @@ def main() -> None:
             if not copies:
                 found.add("the same, but for pages of weight files", allowed, own / limit, 1.0)
         found.add(
-            f"`rank --criterion kl --tokens {KL_TOKENS}`: time",
+            f"`rank --criterion kl --tokens {KL_TOKENS}`, {LARGE}: time",
             "multiplications at the head's rate",
             child("kl", place),
             KL,

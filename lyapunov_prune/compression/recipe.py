@@ -72,13 +72,7 @@ class Recipe:
         return told
 
     def _amount(self, p: Projection, W: torch.Tensor) -> float | None:
-        """What the method is called with; None for a matrix that stays as it is."""
-        amount, unit = self._wanted[p.name], self.allocation.unit
-        if METHODS[self.method].amount != "rank":
-            return amount if unit == "bits" or amount > 0 else None
-        if unit == "sparsity" and amount == 0:
-            return None
-        return float(min(rank_for(W.shape, amount) if unit == "sparsity" else amount, *W.shape))
+        return _amount(self.method, self._wanted[p.name], self.allocation.unit, W.shape)
 
     def report(self, done: Sequence[CompressedMatrix]) -> CompressionReport:
         by_name = {matrix.name: matrix for matrix in done}
@@ -185,6 +179,15 @@ def _allocated(
         even = np.full(len(matrices.sizes), float(amount))
         return matrices.allocated("uniform", amount, even, {}, unit=kind)
     return allocate(model, schedule, amount, **measured, **options)
+
+
+def _amount(method: str, amount: float, unit: str, shape: Sequence[int]) -> float | None:
+    """What the method is called with; None for a matrix that stays as it is."""
+    if METHODS[method].amount != "rank":
+        return amount if unit == "bits" or amount > 0 else None
+    if unit == "sparsity" and amount == 0:
+        return None
+    return float(min(rank_for(shape, amount) if unit == "sparsity" else amount, *shape))
 
 
 def _describe(
