@@ -13,14 +13,14 @@ import numpy as np
 import pytest
 import torch
 from families.zoo import make_zoo
-from helpers import edit_json, make_small, make_tiny
+from helpers import TINY, edit_json, make_small, make_tiny
 from packed_files import Spoil, one_integer, one_lost, one_scale, spoil_what_is_packed
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 
 import lyapunov_prune as lp
 from lyapunov_prune.checkpoints import layer_stream as streaming
-from lyapunov_prune.checkpoints import shards
+from lyapunov_prune.checkpoints import saving, shards
 from lyapunov_prune.checkpoints.outline import Outline
 from lyapunov_prune.checkpoints.reloading import GateCheck
 from lyapunov_prune.checkpoints.saving import write_model
@@ -54,6 +54,14 @@ WAYS: dict[str, dict[str, Any]] = {
 def _in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     """One row after the other goes through a layer."""
     monkeypatch.setattr(streaming, "TOKENS", 1)
+
+
+@pytest.fixture
+def here_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without the process that takes seconds to start."""
+    passed = GateCheck("reloads without this package", True, 0.0, 1.0, "not run: it takes seconds")
+    for module in (factored, saving):
+        monkeypatch.setattr(module, "elsewhere_check", lambda *_: passed)
 
 
 def saved(model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, folder: Path) -> Path:
@@ -111,10 +119,9 @@ def test_fused_experts_and_other_matrices_are_written_as_transformers_names_them
     assert_same(folder, *both(folder, None, **WAYS["magnitude"]))
 
 
-@pytest.mark.parametrize("way", ["sparsegpt", "balanced"])
-@pytest.mark.parametrize("name", ["llama", "gpt2", "phi3", "opt"])
+@pytest.mark.parametrize(("name", "way"), [("llama", "sparsegpt"), ("gpt2", "balanced"), ("opt", "sparsegpt")])
 def test_what_compact_layers_have_left_is_compressed_as_in_memory(
-    name: str, way: str, ids: torch.Tensor, tokenizer: PreTrainedTokenizerFast, tmp_path: Path
+    name: str, way: str, ids: torch.Tensor, tokenizer: PreTrainedTokenizerFast, tmp_path: Path, here_alone: None
 ) -> None:
     folder = saved(make_small(name), tokenizer, tmp_path / "tiny")
     assert_same(folder, *both(folder, ids, **WAYS[way]))
@@ -343,18 +350,19 @@ def test_rows_that_end_within_a_word_are_packed_by_groups(tokenizer: PreTrainedT
 CHEAP: dict[str, Any] = {"method": "svd", "sparsity": 0.4}
 
 
-@pytest.fixture
-def here_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without the process that takes seconds to start."""
-    passed = GateCheck("reloads without this package", True, 0.0, 1.0, "not run: it takes seconds")
-    monkeypatch.setattr(factored, "elsewhere_check", lambda *_: passed)
-
-
-@pytest.mark.parametrize("compact", [False, True], ids=["plain", "compact"])
+# Compact ones are of a fused matrix, of one input × output, of a block bare in its layer, and of none of these.
+@pytest.mark.parametrize(
+    ("name", "make"), [*((n, make_tiny) for n in TINY), *((n, make_small) for n in ("phi3", "gpt2", "opt", "llama"))]
+)
 def test_factors_are_those_of_memory(
-    compact: bool, family: str, ids: torch.Tensor, tokenizer: PreTrainedTokenizerFast, tmp_path: Path, here_alone: None
+    name: str,
+    make: Callable[[str], PreTrainedModel],
+    ids: torch.Tensor,
+    tokenizer: PreTrainedTokenizerFast,
+    tmp_path: Path,
+    here_alone: None,
 ) -> None:
-    folder = saved(make_small(family) if compact else make_tiny(family), tokenizer, tmp_path / "tiny")
+    folder = saved(make(name), tokenizer, tmp_path / "tiny")
     whole, apart, how = tmp_path / "whole", tmp_path / "apart", CHEAP | {"method": "whitened-svd"}
     loaded = load(folder)
     report = write_factored(lp.compress(loaded.model, ids, **how), tokenizer, whole, "tiny, compressed")
@@ -403,7 +411,7 @@ def turned(tensors: dict[str, torch.Tensor]) -> None:
     tensors["right.weight"] = tensors["right.weight"].flip(0)
 
 
-def other_bias(tensors: dict[str, torch.Tensor]) -> None:
+def scaled(tensors: dict[str, torch.Tensor]) -> None:
     tensors["left.0.weight"] = tensors["left.0.weight"] * 1.01
 
 
@@ -415,12 +423,16 @@ def one_row_less(tensors: dict[str, torch.Tensor]) -> None:
     ("spoil", "told"),
     [
         (turned, "factors within rounding: .* most in model"),
-        (other_bias, "factors within rounding: .* most in model"),
+        (scaled, "factors within rounding: .* most in model"),
         (one_row_less, "split_with_sizes"),
     ],
 )
 def test_a_fault_in_the_factors_leaves_nothing(
-    spoil: Callable[[dict[str, torch.Tensor]], None], told: str, checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+    spoil: Callable[[dict[str, torch.Tensor]], None],
+    told: str,
+    checkpoint: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    here_alone: None,
 ) -> None:
     right = factored.factors_of
 
