@@ -16,19 +16,18 @@ from pathlib import Path
 
 import torch
 from results import Benchmark
-from run import status
+from run import EXACT, status
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import lyapunov_prune as lp
+from lyapunov_prune.forward import scoring
+from lyapunov_prune.healing import distillation
 from lyapunov_prune.healing.distillation import Distillation
 from lyapunov_prune.pruning.plan import PruningPlan
 from lyapunov_prune.pruning.surgery import share_memory
 
 RANK, LIMIT = 16, 40e9
-ENTRIES = 2**23  # of positions × vocabulary, formed at once
-WIDENED = 64  # positions
 CLOSE = 1.15  # of the arithmetic, at most, is measured
-EXACT = {"MALLOC_MMAP_THRESHOLD_": "65536"}  # else glibc keeps what is freed, as the devices' allocators do not
 
 
 @dataclass(frozen=True)
@@ -75,7 +74,7 @@ class Shape:
         # One layer, run again: inputs of the factors in float32, outputs in both dtypes and their gradients.
         again = self.tokens * sum(4 * n + 10 * m for m, n in self.matrices)
         # Of a block of positions, some of them three times widened; the states of all, and the way back.
-        logits = 4 * ENTRIES + 12 * WIDENED * self.vocabulary + 3 * 2 * self.tokens * self.width
+        logits = 4 * scoring._ENTRIES + 12 * distillation._TOKENS * self.vocabulary + 3 * 2 * self.tokens * self.width
         return 2 * (self.outside + self.layers * self.layer) + factors + inputs + again + logits
 
     def merging(self) -> float:

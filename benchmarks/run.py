@@ -29,6 +29,7 @@ from lyapunov_prune.sensitivity.sweep import Job, Sweep
 TOKENS, CONTEXT, REPEATS = 2048, 512, 3
 PROMPT, STEPS = 128, 32
 REMOVED = (2, 4, 8)
+EXACT = {"MALLOC_MMAP_THRESHOLD_": "65536"}  # of a child: else glibc keeps what is freed, as devices' allocators do not
 CUT = ((8, 0), (0, 8), (4, 4), (8, 8))  # attentions and activations, of a compact model
 
 

@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 from results import Benchmark
-from run import interleaved, status
+from run import EXACT, interleaved, status
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
@@ -39,21 +39,20 @@ SHAPE = {
 }
 BESIDE, PRUNE, KL, SECOND = 600e6, 1.7, 1.3, 3.0
 KL_TOKENS, BLOCK = 128, 512
-# Each with how many models it may need beside what all have; the last of its words is where it writes.
+# Each with how many models it may need beside what all have; 0 of what has a limit of its own.
 COMMANDS = {
-    "profile model -o {}": 1,
-    "rank model --criterion bi --remove 4 -o {}": 1,
-    "rank model --criterion kl --tokens 128 --context 128 --remove 4 -o {}": 1,
-    "rank model --criterion angular --remove 4 -o {}": 1,
-    "prune model --plan rank/plan.json -o {}": 0,
-    "compress model --method wanda --sparsity 0.5 -o {}": 2,
-    "eval model -o {}": 1,
-    "eval prune --against model -o {}": 2,
-    "hierarchy model prune --new-tokens 2 --tokens 128 --context 64 -o {}": 2,
-    "heal prune --teacher model --update-rank 8 --steps 2 -o {}": 2,
+    "profile model": 1,
+    "rank model --criterion bi --remove 4": 1,
+    "rank model --criterion kl --tokens 128 --context 128 --remove 4": 1,
+    "rank model --criterion angular --remove 4": 1,
+    "prune model --plan rank/plan.json": 0,
+    "compress model --method wanda --sparsity 0.5": 2,
+    "eval model": 1,
+    "eval prune --against model": 2,
+    "hierarchy model prune --new-tokens 2 --tokens 128 --context 64": 2,
+    "heal prune --teacher model --update-rank 8 --steps 2": 2,
 }
 TEXT = ("--tokens", "1024")
-EXACT = {"MALLOC_MMAP_THRESHOLD_": "65536"}  # else glibc keeps what is freed, as much as 0.3 GB of it
 
 
 def main() -> None:
@@ -69,7 +68,7 @@ def main() -> None:
         size = int(child("build", place))
         for command, copies in COMMANDS.items():
             peak, own = peak_of(command, Path(place))
-            print(f"{command.partition(' -o')[0]}: peak {peak / 1e9:.2f} GB, no file's {own / 1e9:.2f} GB", flush=True)
+            print(f"{command}: peak {peak / 1e9:.2f} GB, no file's {own / 1e9:.2f} GB", flush=True)
             limit = copies * size + BESIDE if copies else PRUNE * size
             allowed = {0: f"{PRUNE} × the model", 1: "the model + 600 MB", 2: "model + compared model + 600 MB"}[copies]
             found.add(f"`{command.split()[0]}{_how(command)}`, {LARGE}: peak memory", allowed, peak / limit, 1.0)
@@ -114,7 +113,8 @@ def build(place: Path) -> int:
 
 def peak_of(command: str, place: Path) -> tuple[int, int]:
     """Bytes of memory that the command held at most, libraries and all; and of it, what is no page of a file."""
-    words = command.format(command.split()[0]).split()
+    words = command.split()
+    words += ["-o", words[0]]
     words += () if "--tokens" in words or words[0] == "prune" else TEXT
     program, own = Path(sys.executable).with_name("lyapunov-prune"), 0
     with (place / "log").open("w") as log:

@@ -109,6 +109,12 @@ def make_small(name: str, **changes: Any) -> PreTrainedModel:
     return with_factors(done.model, done.report.ranks).eval()
 
 
+def saved(model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, folder: Path, **options: Any) -> Path:
+    model.save_pretrained(folder, **options)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
 def _with_large_weights(model: PreTrainedModel) -> PreTrainedModel:
     with torch.no_grad():
         for parameter in model.parameters():

@@ -20,8 +20,9 @@ from lyapunov_prune.compression.svd import basis
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.linalg import lift
 from lyapunov_prune.models.compact import compact_class
-from lyapunov_prune.models.plain import require_plain, require_unquantised
+from lyapunov_prune.models.plain import require_unquantised
 from lyapunov_prune.models.projections import Projection, find_projections
+from lyapunov_prune.models.streamed import require_not_streamed
 from lyapunov_prune.models.structure import find_layers
 from lyapunov_prune.progress import track
 from lyapunov_prune.pruning.compact import compact_copy, cuts_of
@@ -139,7 +140,7 @@ def with_factors(model: PreTrainedModel, ranks: Mapping[str, int | None]) -> Pre
     `ranks` are by the name of a `Projection`, as `CompressionReport.ranks` gives them. What is not replaced lies in the
     memory of `model`, which stays as it is. Raises as `find_factored`.
     """
-    require_plain(model)
+    require_not_streamed(model)  # the rest find_factored asks for
     factored = find_factored(model, ranks)
     compact = with_places(model, factored)
     for each in track(factored, "factors"):

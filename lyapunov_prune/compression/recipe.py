@@ -52,7 +52,7 @@ class Recipe:
 
     def ranks(self, model: PreTrainedModel) -> dict[str, int | None]:
         """Of a method of low rank what `CompressionReport.ranks` says afterwards; by shapes alone."""
-        amounts = {p.name: self._amount(p, p.weight(model)) for p in self.projections}
+        amounts = {p.name: self._amount_of(p, p.weight(model)) for p in self.projections}
         return {name: None if amount is None else int(amount) for name, amount in amounts.items()}
 
     @torch.no_grad()
@@ -63,7 +63,7 @@ class Recipe:
         return [self._changed(p, p.weight(model), statistics.get(p.name)) for p in here]
 
     def _changed(self, p: Projection, W: torch.Tensor, statistics: Statistics | None) -> CompressedMatrix:
-        amount, after = self._amount(p, W), W
+        amount, after = self._amount_of(p, W), W
         if amount is not None:
             grid = {"pattern": self.pattern, "group_size": self.group_size, "symmetric": self.symmetric}
             after = compressed(self.method, W, statistics, amount, **grid)  # type: ignore[arg-type]
@@ -71,7 +71,7 @@ class Recipe:
         W.copy_(after)
         return told
 
-    def _amount(self, p: Projection, W: torch.Tensor) -> float | None:
+    def _amount_of(self, p: Projection, W: torch.Tensor) -> float | None:
         return _amount(self.method, self._wanted[p.name], self.allocation.unit, W.shape)
 
     def report(self, done: Sequence[CompressedMatrix]) -> CompressionReport:

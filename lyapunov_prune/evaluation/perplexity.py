@@ -15,7 +15,7 @@ from lyapunov_prune.arguments import checked
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.forward.hooks import final_state, require_finite
 from lyapunov_prune.forward.reading import Readable, Reading, read
-from lyapunov_prune.forward.scoring import CHUNK, Sum, is_large, loss_sum, mean_over
+from lyapunov_prune.forward.scoring import Sum, is_large, loss_sum, mean_over, scored_in
 from lyapunov_prune.models.streamed import stream_of
 from lyapunov_prune.models.structure import in_eval_mode
 from lyapunov_prune.progress import track
@@ -77,7 +77,7 @@ def of_windows(reading: Reading, total: Sum, batch_size: int, description: str) 
 
 
 def _from_forward(reading: Reading, ids: torch.Tensor) -> list[tuple[torch.Tensor, ...]]:
-    return [rows[:-1].split(CHUNK) for rows in reading.model(ids, use_cache=False).logits]
+    return [scored_in(rows) for rows in reading.model(ids, use_cache=False).logits]
 
 
 def _from_states(reading: Reading, ids: torch.Tensor) -> list[Iterator[torch.Tensor]]:

@@ -195,7 +195,7 @@ def _largest(rows: torch.Tensor) -> torch.Tensor:
     return torch.maximum(high, -low)
 
 
-CHUNK = 512  # tokens whose logits are widened at a time
+_CHUNK = 512  # tokens whose logits are widened at a time
 
 
 def next_token_loss(logits: torch.Tensor, ids: torch.Tensor) -> float:
@@ -203,7 +203,12 @@ def next_token_loss(logits: torch.Tensor, ids: torch.Tensor) -> float:
 
     Logits are widened to float32 a chunk of tokens at a time, losses summed in float64.
     """
-    return float(mean_over(logits[:-1].split(CHUNK), ids[1:], loss_sum))
+    return float(mean_over(scored_in(logits), ids[1:], loss_sum))
+
+
+def scored_in(logits: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """The logits of a window (tokens × vocabulary) that are scored, all but the last, one chunk after the other."""
+    return logits[:-1].split(_CHUNK)
 
 
 def loss_sum(logits: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:

@@ -85,7 +85,7 @@ class Distillation:
         self.learning_rate, self.temperature, self.steps = learning_rate, temperature, steps
         self.losses: list[float] = []  # before each step taken so far
         self._processes, self._sharded = processes, are_sharded(parameters)
-        self._known: tuple[Scorer, Scorer] | None = None
+        self._pair: tuple[Scorer, Scorer] | None = None
         self._optimizer = OPTIMIZERS[optimizer](parameters.values(), lr=learning_rate)
 
     @property
@@ -147,10 +147,11 @@ class Distillation:
 
     @torch.no_grad()
     def _scorers(self, part: torch.Tensor) -> tuple[Scorer, Scorer]:
-        if self._known is None:
-            a, b = (Scorer(m, find_structure(m), part.to(m.device)) for m in (self.model, self.teacher))
-            self._known = a, b
-        return self._known
+        """Of the student and of the teacher, tried once."""
+        if self._pair is None:
+            student, teacher = (Scorer(m, find_structure(m), part.to(m.device)) for m in (self.model, self.teacher))
+            self._pair = student, teacher
+        return self._pair
 
     def _backward(self, logits: torch.Tensor, target: torch.Tensor, count: int) -> float:
         """The loss of these logits, tokens × vocabulary, among `count` of them; its gradient goes back from them."""

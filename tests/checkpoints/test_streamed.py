@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from families.zoo import make_zoo
-from helpers import make_small, make_tiny
+from helpers import make_small, make_tiny, saved
 from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
@@ -39,12 +39,6 @@ SUBLAYERS = ["llama", "opt", "gpt_neox"]
 def _in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     """One row after the other goes through a layer."""
     monkeypatch.setattr(streaming, "TOKENS", 1)
-
-
-def saved(model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, folder: Path, **options: Any) -> Path:
-    model.save_pretrained(folder, **options)
-    tokenizer.save_pretrained(folder)
-    return folder
 
 
 def divergences(model: PreTrainedModel, ids: torch.Tensor) -> list[np.ndarray]:

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 from families.zoo import make_zoo
-from helpers import TINY, edit_json, make_small, make_tiny
+from helpers import TINY, edit_json, make_small, make_tiny, saved
 from packed_files import Spoil, one_integer, one_lost, one_scale, spoil_what_is_packed
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
@@ -62,12 +62,6 @@ def here_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     passed = GateCheck("reloads without this package", True, 0.0, 1.0, "not run: it takes seconds")
     for module in (factored, saving):
         monkeypatch.setattr(module, "elsewhere_check", lambda *_: passed)
-
-
-def saved(model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, folder: Path) -> Path:
-    model.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    return folder
 
 
 def both(folder: Path, ids: torch.Tensor | None, **how: Any) -> tuple[CompressionReport, CompressionReport]:

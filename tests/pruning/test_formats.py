@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import Done, make_tiny
+from helpers import Done, make_tiny, saved
 from safetensors.torch import load_file
 from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
@@ -122,9 +122,7 @@ def test_what_was_read_from_files_is_saved_by_the_names_of_its_class(
     family: str, tokenizer: PreTrainedTokenizerFast, batch: TokenBatch, tmp_path: Path
 ) -> None:
     """A checkpoint of GPT-NeoX calls its head `embed_out`, and transformers asks a class of its own for `lm_head`."""
-    make_tiny(family).save_pretrained(tmp_path / "tiny")
-    tokenizer.save_pretrained(tmp_path / "tiny")
-    loaded = load(tmp_path / "tiny")
+    loaded = load(saved(make_tiny(family), tokenizer, tmp_path / "tiny"))
     plan = PruningPlan.given(loaded.model, **GOES)
     write_pruned(loaded.model, tokenizer, plan, tmp_path / "small", batch, format="compact")
     assert load(tmp_path / "small").structure.num_layers == 5

@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 import torch
 from families.zoo import make_zoo
-from helpers import REMOVE, TINY, VOCABULARY, limit_file_size, linked, make_small, make_tiny, on_disk, tensors
+from helpers import REMOVE, TINY, VOCABULARY, limit_file_size, linked, make_small, make_tiny, on_disk, saved, tensors
 from packed_files import pack_others
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
@@ -102,8 +102,7 @@ def test_compact_layers_are_removed_and_the_list_of_what_they_lost_follows(
     name: str, remove: tuple[int, ...], tokenizer: PreTrainedTokenizerFast, tmp_path: Path
 ) -> None:
     source, memory, disk = tmp_path / "source", tmp_path / "memory", tmp_path / "disk"
-    make_small(name, vocab_size=len(VOCABULARY)).save_pretrained(source)
-    tokenizer.save_pretrained(source)
+    saved(make_small(name, vocab_size=len(VOCABULARY)), tokenizer, source)
     loaded = load(source)
     write_pruned(loaded.model, loaded.tokenizer, PruningPlan.given(loaded.model, remove), memory)
     written = on_disk(source, disk, remove, stream=True)
@@ -116,8 +115,7 @@ def test_compact_layers_are_removed_and_the_list_of_what_they_lost_follows(
 def test_a_list_that_does_not_follow_fails_the_gate(
     tokenizer: PreTrainedTokenizerFast, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    make_small("llama", vocab_size=len(VOCABULARY)).save_pretrained(tmp_path / "source")
-    tokenizer.save_pretrained(tmp_path / "source")
+    saved(make_small("llama", vocab_size=len(VOCABULARY)), tokenizer, tmp_path / "source")
     right = shards._cut
 
     def turned(*given: Any) -> Any:
@@ -354,8 +352,7 @@ def test_the_gate_on_files_sees_a_planted_fault(
 def test_the_gate_on_files_sees_a_setting_that_is_lost(
     tokenizer: PreTrainedTokenizerFast, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    make_tiny("gemma2", vocab_size=len(VOCABULARY)).save_pretrained(tmp_path / "source")
-    tokenizer.save_pretrained(tmp_path / "source")
+    saved(make_tiny("gemma2", vocab_size=len(VOCABULARY)), tokenizer, tmp_path / "source")
     write = shards.write_tensors
 
     def turned(folder: Path, *args: Any) -> None:
