@@ -1,7 +1,7 @@
 """What a change does to the hidden state, the logits and the probabilities.
 
-- `divergence`: one layer skipped; `spaces`: the measures; `hierarchy`: h → z → p at each decoding step; `exits`: where
-  h is read;
+- `divergence`: one layer skipped; `softmax`, `spaces`: the measures;
+- `hierarchy`: h → z → p at each decoding step; `exits`: where h is read;
 - `remainders`: how far the estimates of its angles can be off;
 - `generation`, `attention_paths`: two models writing on their own; `history`: one reads the other's text;
 - `expectation`: what a measured divergence has meant for perplexity and generated text;

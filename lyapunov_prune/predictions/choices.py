@@ -22,7 +22,7 @@ from lyapunov_prune.forward.reading import read
 from lyapunov_prune.forward.scoring import Scorer
 from lyapunov_prune.linalg import lift
 from lyapunov_prune.models.structure import find_structure, identify, in_eval_mode
-from lyapunov_prune.predictions.divergence import divergences
+from lyapunov_prune.predictions.softmax import divergences
 from lyapunov_prune.predictions.spaces import turn
 from lyapunov_prune.progress import track
 from lyapunov_prune.results.result import MeasuredOn, ModelIdentity, Result

@@ -27,9 +27,9 @@ from lyapunov_prune.forward.scoring import Scorer
 from lyapunov_prune.forward.sublayers import between_branches, find_sublayers
 from lyapunov_prune.models.compact import is_compact
 from lyapunov_prune.models.structure import identify, in_eval_mode
-from lyapunov_prune.predictions.divergence import prediction_blocks
 from lyapunov_prune.predictions.exits import ReadAt, changed_state, dense_states
 from lyapunov_prune.predictions.remainders import ROUNDING, angle_bounds, probability_angle_bounds
+from lyapunov_prune.predictions.softmax import prediction_blocks
 from lyapunov_prune.predictions.spaces import HIDDEN, LOGITS, PROBABILITIES, prediction_measures, turn
 from lyapunov_prune.progress import track
 from lyapunov_prune.results.result import MeasuredOn, ModelIdentity, Result

@@ -19,8 +19,8 @@ from lyapunov_prune.forward.logits import require_temperature
 from lyapunov_prune.forward.reading import Readable, Reading, read
 from lyapunov_prune.linalg import lift
 from lyapunov_prune.models.structure import identify, in_eval_mode
-from lyapunov_prune.predictions.divergence import log_softmax
 from lyapunov_prune.predictions.generation import end_tokens
+from lyapunov_prune.predictions.softmax import log_softmax
 from lyapunov_prune.predictions.spaces import PROBABILITIES, prediction_measures, turn
 from lyapunov_prune.progress import track
 from lyapunov_prune.results.result import MeasuredOn, ModelIdentity, Result

@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 
 from lyapunov_prune.linalg import lift
-from lyapunov_prune.predictions.divergence import divergences, squared, variance_r
+from lyapunov_prune.predictions.softmax import divergences, squared, variance_r
 
 HIDDEN = ("hidden", "hidden_estimate", "hidden_parallel", "hidden_orthogonal")
 LOGITS = ("logit", "logit_estimate", "logit_parallel", "logit_orthogonal")

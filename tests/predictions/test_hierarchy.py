@@ -29,8 +29,8 @@ from lyapunov_prune.forward.scoring import Scorer
 from lyapunov_prune.models.projections import find_projections
 from lyapunov_prune.models.structure import find_structure
 from lyapunov_prune.predictions import HierarchyProbe
-from lyapunov_prune.predictions import divergence as divergence_module
 from lyapunov_prune.predictions import hierarchy as module
+from lyapunov_prune.predictions import softmax as softmax_module
 from lyapunov_prune.predictions.spaces import HIDDEN, LOGITS
 
 STEPS, LAYER, T = 5, 2, 1.7
@@ -45,8 +45,8 @@ PARTS = {
 @pytest.fixture(autouse=True)
 def _small_chunks(monkeypatch: pytest.MonkeyPatch) -> Any:
     """Several chunks of tokens, several blocks in each, the last of each smaller."""
-    monkeypatch.setattr(divergence_module, "_CHUNK", 97 * 4)
-    monkeypatch.setattr(divergence_module, "_BLOCK", 97 * 3)
+    monkeypatch.setattr(softmax_module, "_CHUNK", 97 * 4)
+    monkeypatch.setattr(softmax_module, "_BLOCK", 97 * 3)
     with torch.no_grad():
         yield
 

@@ -1,0 +1,92 @@
+"""Two predictions of the next token beside each other, `softmax(z/T)` of whole rows of logits, in float64."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from functools import cached_property
+
+import torch
+
+from lyapunov_prune.errors import LyapunovPruneError
+from lyapunov_prune.forward.scoring import Scorer
+from lyapunov_prune.linalg import lift
+
+# Entries of a chunk of tokens × vocabulary: 32 MiB in float64, and a product large enough for its matrix.
+_CHUNK = 2**22
+# Entries taken through the exponentials at once: they stay in the cache.
+_BLOCK = 2**18
+
+
+class Prediction:
+    """Logits `z` (rows × vocabulary), and what is taken of them when it is asked for, once."""
+
+    def __init__(self, z: torch.Tensor, temperature: float) -> None:
+        self.z, self.temperature = z, temperature
+
+    @cached_property
+    def log(self) -> torch.Tensor:
+        """`log softmax(z/T)`, float64."""
+        return log_softmax(self.z, self.temperature)
+
+    @cached_property
+    def squared(self) -> torch.Tensor:
+        """`r = p²/‖p‖²`, float64."""
+        return squared(self.log)
+
+    @cached_property
+    def top(self) -> torch.Tensor:
+        """The likeliest token of every row."""
+        return self.z.argmax(-1)
+
+
+def prediction_blocks(
+    scorer: Scorer, dense: torch.Tensor, changed: Sequence[torch.Tensor], temperature: float
+) -> Iterator[tuple[int, Prediction, Prediction]]:
+    """Final states (positions × width) of a dense model beside those of each of `changed`, as predictions.
+
+    Each block of positions comes as the number of the changed, the dense prediction and the changed one, in the order
+    of the positions for every number. Dense logits are formed once for all; a chunk of tokens × vocabulary is in
+    memory. Raises LyapunovPruneError when they are not finite, and as `Scorer.logits` does.
+    """
+    vocabulary = len(scorer.head.weight)
+    chunk, rows = (max(1, entries // vocabulary) for entries in (_CHUNK, _BLOCK))
+    for start in range(0, len(dense), chunk):
+        part = slice(start, start + chunk)
+        z = scorer.logits(dense[part])
+        if not z.isfinite().all():
+            raise LyapunovPruneError("the logits of the dense model are not finite; load it in a wider dtype")
+        known = [Prediction(b, temperature) for b in z.split(rows)]
+        for number, states in enumerate(changed):
+            for p, b in zip(known, scorer.logits(states[part].to(dense)).split(rows), strict=True):
+                yield number, p, Prediction(b, temperature)
+
+
+def log_softmax(logits: torch.Tensor, temperature: float) -> torch.Tensor:
+    return (lift(logits) / temperature).log_softmax(-1)
+
+
+def squared(log_p: torch.Tensor) -> torch.Tensor:
+    """`r_i = p_i²/‖p‖²` of every row, by which tokens are weighted in the angle between probabilities."""
+    return (2 * log_p).softmax(-1)
+
+
+def variance_r(r: torch.Tensor, u: torch.Tensor) -> torch.Tensor:
+    """`Var_r(u) / 2` of every row; a number of the row's own in `u` changes nothing."""
+    return torch.linalg.vecdot(r, (u - torch.linalg.vecdot(r, u).unsqueeze(-1)).square()) / 2
+
+
+def divergences(log_p: torch.Tensor, log_q: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """`Var_p(u) / 2`, `KL(p‖q)` and `KL(q‖p)` of every row, `u = log q − log p`; rows × vocabulary, float64.
+
+    `u` is `Δz/T` less a number of the row's own, which no variance sees. The divergences are `Σ (q − p − p u)` and
+    `Σ (q u − q + p)`: as `Σ q = Σ p`, the same as `−Σ p u` and `Σ q u`, but no term is negative, so nothing
+    cancels, and what the rounding of a normaliser adds to `u` counts in second order only.
+    """
+    p, q, u = log_p.exp(), log_q.exp(), log_q - log_p
+    moved = torch.where(u < 1, p * torch.expm1(u), q - p)  # q − p with its digits; expm1 overflows elsewhere
+    mean = torch.linalg.vecdot(p, u).unsqueeze(-1)
+    return (
+        torch.linalg.vecdot(p, (u - mean).square()) / 2,
+        (moved - p * u).sum(-1),
+        (q * u - moved).sum(-1),
+    )
