@@ -21,8 +21,9 @@ from lyapunov_prune.models.structure import Structure
 
 # A block of logits this large stays in the cache between the product and the exponentials.
 _ROWS, _COLUMNS = 1024, 1024
-_ENTRIES = 2**23  # of positions × vocabulary, formed at once where the model's own logits are
+_ENTRIES = 2**22  # of positions × vocabulary, formed at once where the model's own logits are
 _WHOLE = 2**25  # and no more than in a forward of its own
+_WIDENED = 2**20  # entries taken to float32 at once, and their exponentials beside them
 _TOKENS = 32  # that the head is tried on, fewer where their logits are more than a block
 _SAME = 1e-4
 # Largest logits of the states that the head is tried on: what a model does to large ones alone, a cap, shows there.
@@ -41,7 +42,8 @@ class Scorer:
     def __init__(self, model: PreTrainedModel, structure: Structure, ids: torch.Tensor) -> None:
         self.model, self.structure = model, structure
         self.head: Any = model.get_output_embeddings()
-        self._rows = max(1, _ENTRIES // len(self.head.weight))
+        self.vocabulary = len(self.head.weight)
+        self._rows = max(1, _ENTRIES // self.vocabulary)
         ids = ids[:1, : min(_TOKENS, max(8, self._rows // 4))]
         answers: list[tuple[nn.Module, ModelOutput]] = []
 
@@ -55,16 +57,16 @@ class Scorer:
             logits = model(ids, use_cache=False).logits[0]
         state = (finals[0] if finals else final_state(structure, ids))[0]  # a model may go past its backbone (OPT)
         # The model's own forward gives the logits of any state that its decoder is made to answer with, ...
-        own = [(module, output) for module, output in answers if _same(output[0][0], state)]
+        own = [(module, output) for module, output in answers if _same(output[0][0], [state])]
         self.decoder: Any = own[-1][0] if own else None
         self._answer: Any = own[-1][1] if own else None
         # ... unless it asks another module, or more of the decoder than its state.
-        self.enters = bool(own) and _same(self.own(state), logits)
+        self.enters = bool(own) and _same(self.own(state), logits.split(_COLUMNS, -1))
         self.blockwise = (
             self.enters
             and state.shape[-1] == self.head.weight.shape[-1]
-            and _same(self._bare(state), logits)
-            and self._bare_at_all_heights(state)
+            and _same(logits, self._bare_tiles(state, _COLUMNS))
+            and self._bare_at_all_heights(state, logits)
         )
 
     def __call__(self, ids: torch.Tensor) -> tuple[list[float], torch.Tensor]:
@@ -91,6 +93,13 @@ class Scorer:
             return self._bare(state)
         self._require_entered()
         return self.own(state)
+
+    def tiles(self, state: torch.Tensor, columns: int) -> Iterator[torch.Tensor]:
+        """`logits` of a final state (tokens × width), so many columns of the vocabulary at a time.
+
+        Where the head's matrix gives them, no more than those are formed at once.
+        """
+        return self._bare_tiles(state, columns) if self.blockwise else iter(self.logits(state).split(columns, -1))
 
     def blocks(self, state: torch.Tensor) -> Iterator[torch.Tensor]:
         """`logits` of a final state (tokens × width), the model's own, a block of positions at a time."""
@@ -128,39 +137,44 @@ class Scorer:
 
     def _logsumexp(self, rows: torch.Tensor) -> torch.Tensor:
         """`log Σ_v exp z_v` of every row, float32."""
-        W, bias = self.head.weight, self.head.bias
-        parts = [slice(start, start + _COLUMNS) for start in range(0, len(W), _COLUMNS)]
-
-        def block(part: slice) -> torch.Tensor:
-            return linear(rows, W[part], None if bias is None else bias[part]).float()
-
-        # The largest of the first block serves all: a maximum of each would be another pass over the vocabulary.
-        first = block(parts[0])
+        tiles = self.tiles(rows, _COLUMNS)
+        # The largest of the first tile serves all: a maximum of each would be another pass over the vocabulary.
+        first = next(tiles).float()
         shift = first.amax(-1, keepdim=True)
         total = first.sub_(shift).exp_().sum(-1)
-        for part in parts[1:]:
-            total += block(part).sub_(shift).exp_().sum(-1)
+        for z in tiles:
+            total += z.float().sub_(shift).exp_().sum(-1)
         if total.isfinite().all():
             return total.log() + shift.squeeze(-1)
-        # A later block towers over the first by more than exp can hold.
-        return torch.stack([block(part).logsumexp(-1) for part in parts]).logsumexp(0)
+        # A later tile towers over the first by more than exp can hold.
+        return torch.stack([z.float().logsumexp(-1) for z in self.tiles(rows, _COLUMNS)]).logsumexp(0)
 
-    def _bare_at_all_heights(self, state: torch.Tensor) -> bool:
-        """Whether the head's matrix gives the model's own logits, however large they are."""
-        bare = self._bare(state).float().abs().amax(-1)
-        row, largest = state[bare.argmax()].float(), bare.max().to(state.device)
-        scales = torch.cat([_HEIGHTS, -_HEIGHTS]).to(state.device) / largest
-        scaled = (scales.unsqueeze(-1) * row).to(state.dtype)
-        return all(map(self._bare_of_those_held, scaled.split(len(state))))
+    def _bare_at_all_heights(self, state: torch.Tensor, logits: torch.Tensor) -> bool:
+        """Whether the head's matrix gives the model's own logits, however large they are.
 
-    def _bare_of_those_held(self, rows: torch.Tensor) -> bool:
-        """The same of these states, but for those that half precision, which ends at 65,504, cannot hold."""
-        wanted = self._bare(rows)
-        held = wanted.isfinite().all(-1) & rows.isfinite().all(-1).to(wanted.device)
-        return _same(self.own(rows)[held], wanted[held])
+        What half precision, which ends at 65,504, cannot hold is not asked.
+        """
+        sizes = _largest(logits.float())
+        row = state[sizes.argmax().to(state.device)].float()
+        scales = torch.cat([_HEIGHTS, -_HEIGHTS]).to(state.device) / sizes.max().to(state.device)
+        rows = (scales.unsqueeze(-1) * row).to(state.dtype)
+        for some in rows.split(len(_HEIGHTS)):
+            away, size = _away(self.own(some), self._bare_tiles(some, _COLUMNS))
+            held = size.isfinite() & some.isfinite().all(-1).to(size.device)
+            if not (away <= _SAME * size)[held].all():
+                return False
+        return True
 
     def _bare(self, state: torch.Tensor) -> torch.Tensor:
         return linear(state.to(self.head.weight.device), self.head.weight, self.head.bias)
+
+    def _bare_tiles(self, state: torch.Tensor, columns: int) -> Iterator[torch.Tensor]:
+        """`_bare`, so many columns at a time."""
+        W, bias = self.head.weight, self.head.bias
+        state = state.to(W.device)
+        for start in range(0, len(W), columns):
+            part = slice(start, start + columns)
+            yield linear(state, W[part], None if bias is None else bias[part])
 
     def own(self, state: torch.Tensor) -> torch.Tensor:
         """What the model's own forward makes of `state` (tokens × width) as its decoder's answer; if it `enters`."""
@@ -181,12 +195,26 @@ def is_large(model: PreTrainedModel, ids: torch.Tensor) -> bool:
     return weight is not None and ids.numel() * len(weight) > _WHOLE
 
 
-def _same(rows: torch.Tensor, wanted: torch.Tensor) -> bool:
-    """Whether every row of logits is the wanted one, up to rounding."""
-    if rows.shape != wanted.shape:
-        return False
-    rows, wanted = rows.float(), wanted.float()
-    return bool((_largest(rows - wanted) <= _SAME * _largest(wanted)).all())
+def _same(rows: torch.Tensor, tiles: Iterable[torch.Tensor]) -> bool:
+    """Whether every row (of logits, or a state) is that of the tiles side by side, up to rounding."""
+    away, size = _away(rows, tiles)
+    return bool((away <= _SAME * size).all())
+
+
+def _away(logits: torch.Tensor, tiles: Iterable[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+    """How far every row of the logits is from that of the tiles side by side at most, and the largest of these.
+
+    Infinitely far where they are of other shapes.
+    """
+    away = size = torch.zeros(len(logits), device=logits.device)
+    start = 0
+    for tile in tiles:
+        given, wanted = logits[:, start : start + tile.shape[-1]].float(), tile.to(logits.device).float()
+        if given.shape != wanted.shape:
+            return torch.full_like(size, torch.inf), size
+        away, size = torch.maximum(away, _largest(given - wanted)), torch.maximum(size, _largest(wanted))
+        start += tile.shape[-1]
+    return away if start == logits.shape[-1] else torch.full_like(size, torch.inf), size
 
 
 def _largest(rows: torch.Tensor) -> torch.Tensor:
@@ -213,7 +241,10 @@ def scored_in(logits: torch.Tensor) -> tuple[torch.Tensor, ...]:
 
 def loss_sum(logits: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
     """`Σ_t (log Σ_v exp z_tv − z_t,y)`, `logits` tokens × vocabulary in float32, `wanted` tokens; summed in float64."""
-    return lift(F.cross_entropy(logits.float(), wanted, reduction="none")).sum().cpu()
+    rows = max(1, _WIDENED // logits.shape[-1])
+    parts = zip(logits.split(rows), wanted.split(rows), strict=True)
+    losses = [F.cross_entropy(z.float(), y, reduction="none") for z, y in parts]
+    return lift(torch.cat(losses)).sum().cpu()
 
 
 # Of logits (tokens × vocabulary) and the tokens that come next, what is summed over the tokens.
@@ -226,4 +257,5 @@ def mean_over(blocks: Iterable[torch.Tensor], wanted: torch.Tensor, total: Sum) 
     for logits in blocks:
         sums.append(total(logits, wanted[start : start + len(logits)].to(logits.device)))
         start += len(logits)
+        del logits  # else it would be there still while the next are made
     return torch.stack(sums).sum(0) / len(wanted)

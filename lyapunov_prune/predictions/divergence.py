@@ -18,17 +18,15 @@ from lyapunov_prune.forward.hooks import require_finite
 from lyapunov_prune.forward.logits import require_temperature
 from lyapunov_prune.forward.prefix import Prefix
 from lyapunov_prune.forward.reading import Readable, Reading, read
-from lyapunov_prune.forward.scoring import Scorer
 from lyapunov_prune.forward.states import final_without_each
 from lyapunov_prune.forward.sublayers import find_sublayers, require_kind, silent
 from lyapunov_prune.models.streamed import stream_of
 from lyapunov_prune.models.structure import in_eval_mode
-from lyapunov_prune.predictions.softmax import divergences, prediction_blocks, variance_r
+from lyapunov_prune.predictions.tiles import MEASURES, measures
 from lyapunov_prune.progress import track
 from lyapunov_prune.results.arrays import require_array
 from lyapunov_prune.results.result import MeasuredOn, Result
 
-MEASURES = 5  # of `SkipDivergence`
 # Sums of terms that are not negative, each rounded.
 _ROUNDING = 1e-9
 # The first layer that changes, and a block in which it is changed.
@@ -186,7 +184,7 @@ def divergences_of(
         dense, changed = _final_states(prefix, ids, changes)
         if not dense.isfinite().all():
             require_finite(reading.structure, ids, reading.batch.text)
-        sums += _summed(scorer, dense, changed, temperature)
+        sums += measures(scorer, dense, changed, temperature).sum(-1).cpu()
     return (sums / sum(ids[:, 1:].numel() for ids in windows)).numpy()
 
 
@@ -197,18 +195,8 @@ def _in_one_forward(reading: Reading, temperature: float, batch_size: int, folde
         require_finite(reading.structure, ids, reading.batch.text)
     sums = torch.zeros(len(changed), MEASURES, dtype=torch.float64)
     for number, window in enumerate(track(dense, "skipping layers")):  # a window is a view, and stays where it is
-        sums += _summed(reading.scorer, window[:-1], list(changed[:, number, :-1]), temperature)
+        sums += measures(reading.scorer, window[:-1], changed[:, number, :-1].unbind(), temperature).sum(-1).cpu()
     return (sums / ids[:, 1:].numel()).numpy()
-
-
-def _summed(scorer: Scorer, dense: torch.Tensor, changed: Sequence[torch.Tensor], temperature: float) -> torch.Tensor:
-    """The measures of `SkipDivergence` of each of `changed`, changes × 5 in its order, summed over the positions."""
-    sums = torch.zeros(len(changed), MEASURES, dtype=torch.float64)
-    for number, p, q in prediction_blocks(scorer, dense, changed, temperature):
-        flipped = (p.top != q.top).to(p.log)
-        measured = [*divergences(p.log, q.log), flipped, variance_r(p.squared, q.log - p.log)]
-        sums[number] += torch.stack(measured).sum(-1).cpu()
-    return sums
 
 
 def _final_states(

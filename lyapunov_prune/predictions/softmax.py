@@ -48,8 +48,7 @@ def prediction_blocks(
     of the positions for every number. Dense logits are formed once for all; a chunk of tokens × vocabulary is in
     memory. Raises LyapunovPruneError when they are not finite, and as `Scorer.logits` does.
     """
-    vocabulary = len(scorer.head.weight)
-    chunk, rows = (max(1, entries // vocabulary) for entries in (_CHUNK, _BLOCK))
+    chunk, rows = (max(1, entries // scorer.vocabulary) for entries in (_CHUNK, _BLOCK))
     for start in range(0, len(dense), chunk):
         part = slice(start, start + chunk)
         z = scorer.logits(dense[part])

@@ -21,7 +21,7 @@ from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.forward.hooks import final_state, require_finite
 from lyapunov_prune.forward.reading import Readable, Reading, read
 from lyapunov_prune.models.structure import find_structure, in_eval_mode
-from lyapunov_prune.predictions.softmax import divergences, prediction_blocks
+from lyapunov_prune.predictions.tiles import measures
 from lyapunov_prune.profiles.contraction import ContractionProfile
 from lyapunov_prune.ranking.criteria import require_budget
 from lyapunov_prune.results.result import MeasuredOn, Result, encode
@@ -183,8 +183,8 @@ def _moved(
     sums, count = torch.zeros(2, dtype=torch.float64), 0
     for ids, states in zip(reading.windows(batch_size), dense, strict=True):
         changed = final_state(structure, ids)[:, :-1].flatten(0, 1)
-        for _, p, q in prediction_blocks(reading.scorer, states, [changed], 1.0):
-            sums += torch.stack([divergences(p.log, q.log)[1], p.top != q.top]).sum(-1).cpu()
+        _, kl, _, flipped, _ = measures(reading.scorer, states, [changed], 1.0)[0].sum(-1).cpu()
+        sums += torch.stack([kl, flipped])
         count += len(changed)
     kl, flipped = (sums / count).tolist()
     return kl, flipped

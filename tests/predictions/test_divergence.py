@@ -22,7 +22,7 @@ from lyapunov_prune.forward.sublayers import Sublayers, find_sublayers
 from lyapunov_prune.models.structure import find_structure
 from lyapunov_prune.predictions import SkipDivergence, skip_divergence
 from lyapunov_prune.predictions import divergence as module
-from lyapunov_prune.predictions import softmax as softmax_module
+from lyapunov_prune.predictions import tiles as tiles_module
 from lyapunov_prune.predictions.divergence import SublayerDivergence, sublayer_divergence
 from lyapunov_prune.ranking import rank_by_divergence
 
@@ -31,9 +31,9 @@ MEASURES = ("variance", "kl", "reverse_kl", "flipped", "variance_r")
 
 @pytest.fixture(autouse=True)
 def _small_chunks(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Several chunks of tokens, several blocks in each, the last of each smaller."""
-    monkeypatch.setattr(softmax_module, "_CHUNK", 97 * 16)
-    monkeypatch.setattr(softmax_module, "_BLOCK", 97 * 5)
+    """Several blocks of positions, several tiles of the vocabulary, the last of each smaller."""
+    monkeypatch.setattr(tiles_module, "_ROWS", 16)
+    monkeypatch.setattr(tiles_module, "_COLUMNS", 40)
     with torch.no_grad():
         yield
 
@@ -106,7 +106,7 @@ def test_caps_and_scales_of_the_logits_are_the_models_own(
     assert max(calls.values()) <= (LAYERS + 3) * len(ids) + 2 * LAYERS
     assert not any("forward" in m.__dict__ for m in model.modules())
     # Planted fault: the head's matrix alone.
-    monkeypatch.setattr(Scorer, "logits", Scorer._bare)
+    monkeypatch.setattr(Scorer, "tiles", Scorer._bare_tiles)
     with pytest.raises(AssertionError):
         assert_agree(skip_divergence(model, ids), wanted)
 
@@ -142,7 +142,7 @@ def test_windows_chunks_and_batches_do_not_matter(
 ) -> None:
     whole = skip_divergence(llama, ids, batch_size=3)
     alone = [skip_divergence(llama, row[None]) for row in ids]
-    monkeypatch.setattr(softmax_module, "_CHUNK", 1)
+    monkeypatch.setattr(tiles_module, "_ROWS", 1)
     single = skip_divergence(llama, ids)
     for name in MEASURES:
         means = np.mean([getattr(one, name) for one in alone], axis=0)
@@ -160,15 +160,6 @@ def test_a_window_costs_about_half_a_forward_a_layer(ids: torch.Tensor) -> None:
     skip_divergence(model, ids)
     # Layer k computes after each of the k layers before it is skipped, once where the walk passes or ends.
     assert [calls[k] - before[k] for k in range(LAYERS)] == [len(ids) * (k + 1) for k in range(LAYERS)]
-
-
-def test_no_block_of_logits_is_larger_than_a_chunk(
-    llama: PreTrainedModel, ids: torch.Tensor, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    sizes, bare = [], Scorer._bare
-    monkeypatch.setattr(Scorer, "_bare", lambda self, state: sizes.append(len(state)) or bare(self, state))
-    skip_divergence(llama, ids, batch_size=3)
-    assert max(sizes[3:]) == 16  # the first are the trials
 
 
 # Small layers.

@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 
 from lyapunov_prune import LyapunovPruneError, NonFiniteError
 from lyapunov_prune.compression.compress import compress
-from lyapunov_prune.predictions import softmax as softmax_module
+from lyapunov_prune.predictions import tiles as tiles_module
 from lyapunov_prune.ranking import BudgetedCompression, amount_under_budget
 from lyapunov_prune.ranking import amount as module
 
@@ -43,8 +43,8 @@ def exact(model: PreTrainedModel, ids: torch.Tensor, **how: Any) -> tuple[float,
 def test_the_most_within_the_budget_is_that_of_a_search_of_all(
     family: str, method: str, unit: str, ids: torch.Tensor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(softmax_module, "_CHUNK", 97 * 16)
-    monkeypatch.setattr(softmax_module, "_BLOCK", 97 * 5)
+    monkeypatch.setattr(tiles_module, "_ROWS", 16)
+    monkeypatch.setattr(tiles_module, "_COLUMNS", 40)
     model = make_tiny(family)
     levels = LEVELS[unit]
     every = np.array([exact(model, ids, method=method, **{unit: level}) for level in levels])

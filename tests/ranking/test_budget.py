@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 from lyapunov_prune import LyapunovPruneError, NonFiniteError, block_influence, rank_layers, remove_layers
 from lyapunov_prune.models.structure import identify
 from lyapunov_prune.predictions import skip_divergence
-from lyapunov_prune.predictions import softmax as softmax_module
+from lyapunov_prune.predictions import tiles as tiles_module
 from lyapunov_prune.predictions.divergence import sublayer_divergence
 from lyapunov_prune.pruning.plan import FIELDS
 from lyapunov_prune.pruning.zeroing import zero_sublayers
@@ -47,8 +47,8 @@ def moved(dense: PreTrainedModel, pruned: PreTrainedModel, ids: torch.Tensor, T:
 def test_each_number_of_layers_is_that_of_the_pruned_model(
     family: str, T: float, ids: torch.Tensor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(softmax_module, "_CHUNK", 97 * 16)
-    monkeypatch.setattr(softmax_module, "_BLOCK", 97 * 5)
+    monkeypatch.setattr(tiles_module, "_ROWS", 16)
+    monkeypatch.setattr(tiles_module, "_COLUMNS", 40)
     monkeypatch.setattr(module, "_TOGETHER", 2)
     model = make_tiny(family)
     ranking = rank_layers(None, block_influence(model, ids), criterion="bi")

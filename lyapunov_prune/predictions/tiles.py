@@ -1,0 +1,155 @@
+"""What changes of the final state do to the prediction, summed over tiles of the vocabulary, an exponential a logit."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from lyapunov_prune.errors import LyapunovPruneError
+from lyapunov_prune.forward.scoring import Scorer
+from lyapunov_prune.linalg import lift
+from lyapunov_prune.predictions.softmax import divergences, prediction_blocks, variance_r
+
+# Columns of a tile, rows of it that go through the exponentials at once, and entries that one product makes: the head
+# is read once for all changes of these rows.
+_COLUMNS, _ROWS, _ENTRIES = 4096, 64, 2**22
+_RUN = 128  # columns of which the largest is found first
+MEASURES = 5
+
+
+def measures(scorer: Scorer, dense: torch.Tensor, changed: Sequence[torch.Tensor], temperature: float) -> torch.Tensor:
+    """`variance`, `kl`, `reverse_kl`, `flipped` and `variance_r` of `SkipDivergence`: changes × 5 × positions, float64.
+
+    `dense` is a final state, positions × width, and so is each of `changed`. With `d = Δz/T`, `u = d − E_p d` and
+    `A = Σ p (e^u − 1) = Σ p (e^u − 1 − u)`, in which no term is negative:
+
+    `KL(p‖q) = log(1 + A)`, `KL(q‖p) = Σ p (e^u − 1) u / (1 + A) − log(1 + A)`, `Var_p(d) = Σ p u²`.
+
+    A tile sums about the d of its own likeliest token, and `_whole_vocabulary` moves the sums to the mean of all: the
+    logits of a position are never together. What `exp` cannot hold, of a token that gains more than 700, is taken
+    from whole rows (`divergences`). Raises LyapunovPruneError when the dense logits are not finite, and as
+    `Scorer.logits` does.
+    """
+    columns = min(_COLUMNS, scorer.vocabulary)
+    at_once = columns if scorer.blockwise else scorer.vocabulary
+    rows = max(1, min(_ROWS, _ENTRIES // ((1 + len(changed)) * at_once)))
+    changes = max(1, _ROWS // rows)
+    memory, found = None, []
+    for start in range(0, len(dense), rows):
+        part = slice(start, start + rows)
+        states = torch.stack([dense[part], *(state[part].to(dense) for state in changed)])
+        of_dense, of_changed = [], []
+        for logits in scorer.tiles(states.flatten(0, 1), columns):
+            z = logits.unflatten(0, states.shape[:2])
+            tile = _Tile(z[0], temperature)
+            if memory is None:
+                memory = tile.p.new_empty(3, changes * tile.p.numel())
+            of_dense.append(tile.sums())
+            of_changed.append(torch.cat([tile.sums_of(some, memory) for some in z[1:].split(changes)], dim=1))
+        found.append(_whole_vocabulary(torch.stack(of_dense), torch.stack(of_changed), temperature, columns))
+    measured = torch.cat(found, dim=-1)
+    for number, state in enumerate(changed):
+        lost = ~measured[number].isfinite().all(0) & state.isfinite().all(-1).to(measured.device)
+        if lost.any():
+            at = lost.to(dense.device)
+            measured[number, :, lost] = _by_rows(scorer, dense[at], state[at], temperature).to(measured)
+    return measured
+
+
+class _Tile:
+    """The dense logits of a tile, rows × columns, which every change of them is held against.
+
+    With `h` the largest of a row: `z = logits − h`, `p̂ = exp(z/T)` and its squares, float64.
+    """
+
+    def __init__(self, logits: torch.Tensor, temperature: float) -> None:
+        if not logits.isfinite().all():
+            raise LyapunovPruneError("the logits of the dense model are not finite; load it in a wider dtype")
+        self.temperature = temperature
+        self.height, self.column = _largest(logits)
+        self.z = lift(logits) - self.height.unsqueeze(-1)
+        self.p = (self.z / temperature).exp_()
+        self.squared = self.p * self.p
+
+    def sums(self) -> torch.Tensor:
+        """h, the column that has it, `Σ p̂` and `Σ p̂²`: 4 × rows."""
+        return torch.stack([self.height, self.column.double(), self.p.sum(-1), self.squared.sum(-1)])
+
+    def sums_of(self, logits: torch.Tensor, memory: torch.Tensor) -> torch.Tensor:
+        """Of changed logits, changes × rows × columns: 9 × changes × rows.
+
+        With `c` the d in the column of h and `v = d − c`: their largest, the column that has it, c, `Σ p̂ v`, `Σ p̂ v²`,
+        `Σ p̂ (e^v − 1)`, `Σ p̂ v (e^v − 1)`, `Σ p̂² v` and `Σ p̂² v²`. The steps are taken in `memory`, 3 × entries: to
+        ask for it anew at each costs what the exponentials do.
+        """
+        there = lift(logits.take_along_dim(self.column[None, :, None].to(logits.device), -1))
+        v, a, b = (part[: logits.numel()].view(logits.shape) for part in memory)
+        v.copy_(logits).sub_(there).sub_(self.z).div_(self.temperature)
+        first_r = torch.mul(self.squared, v, out=a).sum(-1)
+        second_r = a.mul_(v).sum(-1)
+        torch.expm1(v, out=b)
+        first = torch.mul(self.p, v, out=a).sum(-1)
+        second = v.mul_(a).sum(-1)
+        turned = a.mul_(b).sum(-1)
+        grown = b.mul_(self.p).sum(-1)
+        height, column = _largest(logits)
+        centre = (there.squeeze(-1) - self.height) / self.temperature
+        return torch.stack([height, column.double(), centre, first, second, grown, turned, first_r, second_r])
+
+
+def _whole_vocabulary(dense: torch.Tensor, changed: torch.Tensor, temperature: float, columns: int) -> torch.Tensor:
+    """The measures, changes × 5 × rows, from the sums of the tiles: tiles × 4 × rows and tiles × 9 × changes × rows."""
+    height, _, mass, mass_r = dense.unsqueeze(2).unbind(1)
+    _, _, centre, *of_p, first_r, second_r = changed.unbind(1)
+    weight = ((height - height.amax(0)) / temperature).exp()
+    weight_r = weight.square() / (weight.square() * mass_r).sum(0)
+    weight = weight / (weight * mass).sum(0)
+    p, r = weight * mass, weight_r * mass_r
+    first, second, grown, turned = (weight * x for x in of_p)
+    first_r, second_r = weight_r * first_r, weight_r * second_r
+
+    mean = (p * centre + first).sum(0)
+    s = centre - mean  # v + s is u
+    more, times = s.expm1(), s.exp()
+    mean_u = (first + p * s).sum(0)  # zero but for rounding, which counts in second order only
+    variance = (second + 2 * s * first + p * s.square()).sum(0)
+    excess = (times * grown + more * p).sum(0)
+    kl = excess.log1p() - mean_u
+    turned = (times * (turned + s * grown) + more * (first + s * p)).sum(0)
+    reverse = (turned + mean_u) / (1 + excess) - excess.log1p()
+    mean_r = (first_r + s * r).sum(0)
+    by_r = (second_r + 2 * s * first_r + r * s.square()).sum(0) - mean_r.square()
+    flipped = _top(changed[:, :2], columns) != _top(dense[:, :2].unsqueeze(2), columns)
+    return torch.stack([variance / 2, kl, reverse, flipped.to(kl), by_r / 2], dim=1)
+
+
+def _largest(z: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The largest of every row (…, columns), float64, and the first column that has it.
+
+    The largest of every run of columns first: `argmax` compares one entry after the other, `amax` many at once.
+    """
+    if z.shape[-1] % _RUN:
+        column = z.argmax(-1)
+        return lift(z.take_along_dim(column.unsqueeze(-1), -1).squeeze(-1)), column
+    runs = z.unflatten(-1, (-1, _RUN))
+    largest = runs.amax(-1)
+    run = largest.argmax(-1)
+    column = run * _RUN + runs.take_along_dim(run[..., None, None], -2).squeeze(-2).argmax(-1)
+    return lift(largest.amax(-1)), column
+
+
+def _top(largest: torch.Tensor, columns: int) -> torch.Tensor:
+    """The likeliest token, of the largest of every tile and its column: tiles × 2 × … to …"""
+    height, column = largest.unbind(1)
+    tile = height.argmax(0)
+    return tile * columns + column.take_along_dim(tile.unsqueeze(0), 0).squeeze(0)
+
+
+def _by_rows(scorer: Scorer, dense: torch.Tensor, changed: torch.Tensor, temperature: float) -> torch.Tensor:
+    """`measures` of one change, 5 × positions, from whole rows of logits."""
+    blocks = [
+        torch.stack([*divergences(p.log, q.log), (p.top != q.top).to(p.log), variance_r(p.squared, q.log - p.log)])
+        for _, p, q in prediction_blocks(scorer, dense, [changed], temperature)
+    ]
+    return torch.cat(blocks, dim=-1)
