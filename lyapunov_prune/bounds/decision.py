@@ -12,8 +12,10 @@ import torch
 from lyapunov_prune.linalg import token_energy
 from lyapunov_prune.results.result import Result
 
-# Tokens whose logits are formed at once.
-_TOKENS = 64
+# Of tokens × vocabulary, formed at once in float64, and rows of the head that are taken to float64 at once.
+_ENTRIES, _COLUMNS = 2**22, 4096
+# Of the predicted rows (tokens × d) and their norms (tokens × 1), rows of the head and their norms: tokens × rows.
+_Reach = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
 
 @dataclass(frozen=True)
@@ -76,44 +78,48 @@ def argmax_unchanged_of_row_difference(
     return _certificate(state, changed, head, bias, _distance)
 
 
-def _sum_of_norms(W: torch.Tensor, norms: torch.Tensor, first: torch.Tensor) -> torch.Tensor:
+def _sum_of_norms(own: torch.Tensor, size: torch.Tensor, W: torch.Tensor, norms: torch.Tensor) -> torch.Tensor:
     """`‖w_i‖ + ‖w_j‖`, tokens × vocabulary."""
-    return norms[first].unsqueeze(-1) + norms
+    return size + norms
 
 
-def _distance(W: torch.Tensor, norms: torch.Tensor, first: torch.Tensor) -> torch.Tensor:
+def _distance(own: torch.Tensor, size: torch.Tensor, W: torch.Tensor, norms: torch.Tensor) -> torch.Tensor:
     """`‖w_i − w_j‖` from `‖w_i‖² + ‖w_j‖² − 2 w_i·w_j`, raised by what rounding may have taken: never too small."""
-    squares = norms[first].square().unsqueeze(-1) + norms.square()
+    squares = size.square() + norms.square()
     unit = 2.0**-52 * (W.shape[1] + 8)
-    return (squares - 2 * W[first] @ W.T + 2 * unit * squares).clamp_min(0).sqrt()
+    return (squares - 2 * own @ W.T + 2 * unit * squares).clamp_min(0).sqrt()
 
 
 def _certificate(
-    state: torch.Tensor,
-    changed: torch.Tensor,
-    head: torch.Tensor,
-    bias: torch.Tensor | None,
-    reach_of: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor],
+    state: torch.Tensor, changed: torch.Tensor, head: torch.Tensor, bias: torch.Tensor | None, reach_of: _Reach
 ) -> TokenCertificate:
-    W = head.detach().cpu().double()
-    b = torch.zeros(len(W), dtype=torch.float64) if bias is None else bias.detach().cpu().double()
-    norms = torch.linalg.vector_norm(W, dim=-1)
-    unit = 2.0**-52 * (W.shape[1] + 8)
+    head = head.detach().cpu()
+    b = torch.zeros(len(head), dtype=torch.float64) if bias is None else bias.detach().cpu().double()
+    tiles = [slice(start, start + _COLUMNS) for start in range(0, len(head), _COLUMNS)]
+    norms = torch.cat([torch.linalg.vector_norm(head[tile].double(), dim=-1) for tile in tiles])
+    unit = 2.0**-52 * (head.shape[1] + 8)
     radii, moves, flips = [], [], []
-    for h, h2 in zip(state.cpu().double().split(_TOKENS), changed.cpu().double().split(_TOKENS), strict=True):
-        z = h @ W.T + b
-        best, first = z.max(-1)
-        reach = reach_of(W, norms, first)
-        # What rounding may have added to the lead of i over j.
-        rounding = unit * (_sum_of_norms(W, norms, first) * token_energy(h).sqrt().unsqueeze(-1) + b.abs().max() * 2)
-        lead = best.unsqueeze(-1) - z - rounding
-        radius = torch.where(
-            reach > 0,
-            lead / reach.clamp_min(torch.finfo(torch.float64).tiny),
-            torch.where(lead > 0, torch.inf, 0.0),  # rows that no state tells apart
-        )
-        radius.scatter_(1, first.unsqueeze(-1), torch.inf)
-        radii.append(radius.amin(-1) * (1 - unit))
+    tokens = max(1, _ENTRIES // len(head))
+    for h, h2 in zip(state.cpu().double().split(tokens), changed.cpu().double().split(tokens), strict=True):
+        z, z2 = (torch.cat([x @ head[tile].double().T for tile in tiles], dim=-1) + b for x in (h, h2))
+        best, first = z.max(-1, keepdim=True)
+        flips.append(z2.argmax(-1) != first.squeeze(-1))
+        own, size = head[first.squeeze(-1)].double(), norms[first]
+        least = torch.full((len(h),), torch.inf, dtype=torch.float64)
+        for tile in tiles:
+            W = head[tile].double()
+            reach = reach_of(own, size, W, norms[tile])
+            # What rounding may have added to the lead of i over j.
+            summed = _sum_of_norms(own, size, W, norms[tile])
+            rounding = unit * (summed * token_energy(h).sqrt().unsqueeze(-1) + b.abs().max() * 2)
+            lead = best - z[:, tile] - rounding
+            radius = torch.where(
+                reach > 0,
+                lead / reach.clamp_min(torch.finfo(torch.float64).tiny),
+                torch.where(lead > 0, torch.inf, 0.0),  # rows that no state tells apart
+            )
+            radius[torch.arange(tile.start, tile.start + len(W)) == first] = torch.inf
+            least = torch.minimum(least, radius.amin(-1))
+        radii.append(least * (1 - unit))
         moves.append(token_energy(h2 - h).sqrt() * (1 + unit))
-        flips.append((h2 @ W.T + b).argmax(-1) != first)
     return TokenCertificate(*(torch.cat(parts).numpy() for parts in (radii, moves, flips)))

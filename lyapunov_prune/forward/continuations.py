@@ -16,9 +16,6 @@ from lyapunov_prune.forward.scoring import Scorer
 from lyapunov_prune.linalg import lift
 from lyapunov_prune.models.structure import Structure
 
-# Positions whose logits over the whole vocabulary are formed at once.
-_ROWS = 128
-
 
 class Continuations:
     """`Σ_t log p(y_t | what stands before)` of the last tokens y of every text, and whether all are likeliest.
@@ -44,11 +41,9 @@ class Continuations:
         Raises NonFiniteError naming the layer, or LyapunovPruneError, when the model gives no finite numbers.
         """
         wanted = [torch.tensor(text[-count:]) for text, count in zip(texts, scored, strict=True)]
-        states = torch.cat(self._states(texts, scored))
-        parts = [
-            self._answers(rows, tokens)
-            for rows, tokens in zip(states.split(_ROWS), torch.cat(wanted).split(_ROWS), strict=True)
-        ]
+        blocks = self.scorer.split(torch.cat(self._states(texts, scored)))
+        tokens = torch.cat(wanted).split([len(rows) for rows in blocks])
+        parts = [self._answers(rows, each) for rows, each in zip(blocks, tokens, strict=True)]
         log_p, likeliest = (torch.cat(columns).split(list(scored)) for columns in zip(*parts, strict=True))
         sums = [float(each.sum()) for each in log_p]
         if not torch.tensor(sums).isfinite().all():

@@ -46,6 +46,7 @@ class KeptLogits:
         for mine, theirs in zip(self._rows, reference._rows, strict=True):
             for a, b in zip(self._blocks(*mine), reference._blocks(*theirs), strict=True):
                 worst = max(worst, deviation(a, b))
+                del a, b  # else they would be there still while the next are made
         return worst
 
     def _whole(self, inputs: torch.Tensor) -> tuple[torch.Tensor, bool]:
@@ -57,8 +58,9 @@ class KeptLogits:
         states: list[torch.Tensor] = []
         with hooked(after=[(self._scorer.decoder, lambda module, args, kwargs, output: states.append(output[0]))]):
             logits = self._model(ids, use_cache=False, **only_last(self._model, _TRIED)).logits[:, -_TRIED:]
-        again = torch.stack([self._scorer.own(state) for state in states[0][:, -_TRIED:]])
-        if states[0].shape[:-1] != ids.shape or deviation(again, logits) > SAME_LIMIT[self._model.dtype]:
+        ends = zip(states[0][:, -_TRIED:], logits, strict=False)
+        again = max(deviation(self._scorer.own(state), wanted) for state, wanted in ends)
+        if states[0].shape[:-1] != ids.shape or again > SAME_LIMIT[self._model.dtype]:
             return self._whole(ids)
         return states[0].flatten(0, -2), True
 

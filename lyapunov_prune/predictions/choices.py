@@ -27,8 +27,6 @@ from lyapunov_prune.predictions.spaces import turn
 from lyapunov_prune.progress import track
 from lyapunov_prune.results.result import MeasuredOn, ModelIdentity, Result
 
-# Positions whose logits are formed at once.
-_ROWS = 64
 Scores = tuple[tuple[float, ...], ...]
 
 
@@ -287,7 +285,8 @@ def _likelihoods(
     read = torch.cat([row[context - 1 : length - 1] for row, length in zip(state, lengths, strict=True)])
     parts: list[torch.Tensor] = []
     first = torch.empty(0)
-    for rows, tokens in zip(read.split(_ROWS), wanted.split(_ROWS), strict=True):
+    blocks = scorer.split(read)
+    for rows, tokens in zip(blocks, wanted.split([len(rows) for rows in blocks]), strict=True):
         z = lift(scorer.logits(rows)).cpu()
         first = first if parts else z[0].clone()
         parts.append(z.log_softmax(-1).gather(-1, tokens.unsqueeze(-1)).squeeze(-1))

@@ -26,8 +26,7 @@ from lyapunov_prune.progress import track
 from lyapunov_prune.results.result import MeasuredOn, ModelIdentity, Result
 
 READ = ("dense text", "own text")
-# Positions whose logits are formed at once.
-_ROWS = 64
+_ENTRIES = 2**18  # of positions × vocabulary, measured at once: what is taken of them stays in the cache
 _MEASURES = (
     "hidden",
     "logit",
@@ -147,7 +146,7 @@ def history_divergence(
 
     The models may differ in layers and widths, not in the vocabulary. Each text is then read whole, without a cache:
     once by the dense model, twice by the other. A text ends at an end-of-text token of the dense model's generation
-    settings. Memory: final states of `batch_size` texts, logits of 64 positions of two models. Float64 from logits on.
+    settings. Memory: final states of `batch_size` texts, a block of logits of two models. Float64 from logits on.
 
     Raises NonFiniteError naming the layer when a model is not finite, and LyapunovPruneError for two vocabularies, ids
     outside them, prompts and steps that do not fit the context, a temperature that is not above 0, and a decoder
@@ -201,9 +200,10 @@ def _measures(
     readings: Sequence[Reading], dense: torch.Tensor, changed: torch.Tensor, temperature: float
 ) -> torch.Tensor:
     """The measures of every row of final states, and `may_spend`: measures × rows, float64."""
+    blocks = readings[0].scorer.split(dense)
     parts = []
-    for h, h2 in zip(dense.split(_ROWS), changed.split(_ROWS), strict=True):
-        z, z2 = (lift(r.scorer.logits(x)).cpu() for r, x in zip(readings, (h, h2), strict=True))
+    for h, h2 in zip(blocks, changed.split([len(rows) for rows in blocks]), strict=True):
+        z, z2 = (reading.scorer.logits(x).cpu() for reading, x in zip(readings, (h, h2), strict=True))
         if z.shape != z2.shape:
             raise LyapunovPruneError(
                 f"vocabularies of {z.shape[-1]} and {z2.shape[-1]}; compare two versions of one model"
@@ -211,20 +211,19 @@ def _measures(
         if not (z.isfinite().all() and z2.isfinite().all()):
             raise LyapunovPruneError("logits are not finite; load the models in a wider dtype")
         turned = turn(h, h2)[0].cpu() if h.shape == h2.shape else torch.full((len(h),), torch.nan)
-        moved = (z2 - z).norm(dim=-1) / z.norm(dim=-1)
-        log_p = log_softmax(z, temperature)
-        of = dict(zip(PROBABILITIES, prediction_measures(log_p, log_softmax(z2, temperature)), strict=True))
-        first, second = log_p.exp().topk(2, dim=-1).values.T
-        may_spend = (first - second).square() / 2
-        flipped = z.argmax(-1) != z2.argmax(-1)
-        known = [
-            turned,
-            turn(z, z2)[0],
-            moved,
-            *(of[name] for name in _MEASURES[3:7]),
-            flipped,
-            of["kl"] < may_spend,
-            may_spend,
-        ]
-        parts.append(torch.stack([x.double() for x in known]))
+        rows = max(1, _ENTRIES // z.shape[-1])
+        of = [_of_logits(lift(a), lift(b), temperature) for a, b in zip(z.split(rows), z2.split(rows), strict=True)]
+        parts.append(torch.cat([turned.double()[None], torch.cat(of, dim=-1)]))
     return torch.cat(parts, dim=-1)
+
+
+def _of_logits(z: torch.Tensor, z2: torch.Tensor, temperature: float) -> torch.Tensor:
+    """The measures but the first, and `may_spend`, of two blocks of logits in float64."""
+    moved = (z2 - z).norm(dim=-1) / z.norm(dim=-1)
+    log_p = log_softmax(z, temperature)
+    of = dict(zip(PROBABILITIES, prediction_measures(log_p, log_softmax(z2, temperature)), strict=True))
+    first, second = log_p.exp().topk(2, dim=-1).values.T
+    may_spend = (first - second).square() / 2
+    flipped = z.argmax(-1) != z2.argmax(-1)
+    known = [turn(z, z2)[0], moved, *(of[name] for name in _MEASURES[3:7]), flipped, of["kl"] < may_spend, may_spend]
+    return torch.stack([x.double() for x in known])

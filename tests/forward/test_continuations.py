@@ -13,8 +13,8 @@ from helpers import hooks_of, make_tiny
 from transformers import PreTrainedModel
 
 from lyapunov_prune import LyapunovPruneError, NonFiniteError
-from lyapunov_prune.forward import continuations
 from lyapunov_prune.forward.continuations import Continuations
+from lyapunov_prune.forward.scoring import Scorer
 from lyapunov_prune.models.hooked import hooked
 from lyapunov_prune.models.structure import find_structure
 
@@ -123,7 +123,7 @@ def test_a_decoder_without_such_a_cache_runs_every_text_whole(
 
 def test_blocks_of_rows_do_not_show(llama: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> None:
     whole = made(llama)(TEXTS, SCORED)
-    monkeypatch.setattr(continuations, "_ROWS", 2)
+    monkeypatch.setattr(Scorer, "split", lambda self, state: state.split(2))
     same(made(llama)(TEXTS, SCORED), whole)
 
 

@@ -16,8 +16,8 @@ from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from lyapunov_prune import LyapunovPruneError, NonFiniteError, remove_layers
 from lyapunov_prune.data import ChoiceItem, lettered
+from lyapunov_prune.forward.scoring import Scorer
 from lyapunov_prune.predictions import ChoiceComparison, compare_choices
-from lyapunov_prune.predictions import choices as module
 
 
 @pytest.fixture(scope="module")
@@ -47,7 +47,7 @@ def shared(item: ChoiceItem, tokenizer: PreTrainedTokenizerFast) -> tuple[list[i
 def test_log_likelihoods_and_masses_are_the_definitions(
     bos: bool, reader: PreTrainedModel, pruned: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module, "_ROWS", 5)
+    monkeypatch.setattr(Scorer, "split", lambda self, state: state.split(5))
     tokenizer = make_tokenizer(adds_bos=bos)
     found = compare_choices(reader, pruned, ITEMS, tokenizer)
     for i, item in enumerate(ITEMS):
