@@ -74,7 +74,7 @@ class _Tile:
 
     def sums(self) -> torch.Tensor:
         """h, the column that has it, `Σ p̂` and `Σ p̂²`: 4 × rows."""
-        return torch.stack([self.height, self.column.double(), self.p.sum(-1), self.squared.sum(-1)])
+        return torch.stack([self.height, lift(self.column), self.p.sum(-1), self.squared.sum(-1)])
 
     def sums_of(self, logits: torch.Tensor, memory: torch.Tensor) -> torch.Tensor:
         """Of changed logits, changes × rows × columns: 9 × changes × rows.
@@ -95,7 +95,7 @@ class _Tile:
         grown = b.mul_(self.p).sum(-1)
         height, column = _largest(logits)
         centre = (there.squeeze(-1) - self.height) / self.temperature
-        return torch.stack([height, column.double(), centre, first, second, grown, turned, first_r, second_r])
+        return torch.stack([height, lift(column), centre, first, second, grown, turned, first_r, second_r])
 
 
 def _whole_vocabulary(dense: torch.Tensor, changed: torch.Tensor, temperature: float, columns: int) -> torch.Tensor:
