@@ -158,7 +158,7 @@ class Scorer:
         row = state[sizes.argmax().to(state.device)].float()
         scales = torch.cat([_HEIGHTS, -_HEIGHTS]).to(state.device) / sizes.max().to(state.device)
         rows = (scales.unsqueeze(-1) * row).to(state.dtype)
-        for some in rows.split(len(_HEIGHTS)):
+        for some in rows.split(min(self._rows, len(_HEIGHTS))):
             away, size = _away(self.own(some), self._bare_tiles(some, _COLUMNS))
             held = size.isfinite() & some.isfinite().all(-1).to(size.device)
             if not (away <= _SAME * size)[held].all():

@@ -1,6 +1,7 @@
 """What a change does to the hidden state, the logits and the probabilities.
 
-- `divergence`: one layer skipped; `softmax`, `spaces`: the measures;
+- `divergence`: one layer skipped; `tiles`: its measures, a part of the vocabulary at a time;
+- `softmax`, `spaces`: measures of whole rows;
 - `hierarchy`: h → z → p at each decoding step; `exits`: where h is read;
 - `remainders`: how far the estimates of its angles can be off;
 - `generation`, `attention_paths`: two models writing on their own; `history`: one reads the other's text;
