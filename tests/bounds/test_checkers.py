@@ -12,6 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from lyapunov_prune.bounds import decision
 from lyapunov_prune.bounds.bound_check import BoundCheck
 from lyapunov_prune.bounds.checkers import (
     composition_bound,
@@ -449,12 +450,15 @@ def test_what_the_certificate_leaves_to_rounding() -> None:
 def test_equal_rows_are_as_far_apart_as_rounding_may_make_them(width: int) -> None:
     W = torch.zeros(2, width, dtype=torch.float64)
     W[:, 0] = 2.0
-    found = _distance(W, torch.linalg.vector_norm(W, dim=-1), torch.tensor([0, 1]))
+    norms = torch.linalg.vector_norm(W, dim=-1)
+    found = _distance(W, norms.unsqueeze(-1), W, norms)
     np.testing.assert_allclose(found.numpy(), np.sqrt(2 * 2.0**-52 * (width + 8) * (4 + 4)), rtol=1e-12)
 
 
-def test_tokens_beyond_those_of_one_block_are_certified_alike() -> None:
+def test_tokens_and_rows_beyond_those_of_one_block_are_certified_alike(monkeypatch: pytest.MonkeyPatch) -> None:
     W, h = rand(9, 5), rand(130, 5, seed=1)
+    monkeypatch.setattr(decision, "_ENTRIES", 9 * 64)
+    monkeypatch.setattr(decision, "_COLUMNS", 4)
     whole = argmax_unchanged_of_state_error(h, h + 0.01, W)
     for at in (0, 63, 64, 129):
         one = argmax_unchanged_of_state_error(h[at : at + 1], h[at : at + 1] + 0.01, W)
