@@ -468,6 +468,12 @@ def predictions_by_definition(z: np.ndarray, dz: np.ndarray, T: float) -> dict[s
     return dict(zip(PROBABILITIES, found, strict=True))
 
 
+def measures_by_definition(z: np.ndarray, z2: np.ndarray, T: float = 1.0) -> np.ndarray:
+    """The measures of `SkipDivergence` in its order, one behind the other, of every row."""
+    found = predictions_by_definition(z, z2 - z, T) | {"flipped": z.argmax(-1) != z2.argmax(-1)}
+    return np.array([found[name] for name in ("kl_estimate", "kl", "reverse_kl", "flipped", "probability_estimate")])
+
+
 def bits(model: PreTrainedModel) -> dict[str, tuple[int, torch.Tensor]]:
     """Every parameter: which tensor it is, and a copy of its numbers."""
     return {name: (id(p), p.detach().clone()) for name, p in model.named_parameters(remove_duplicate=False)}

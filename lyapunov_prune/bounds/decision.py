@@ -99,19 +99,20 @@ def _certificate(
     norms = torch.cat([torch.linalg.vector_norm(head[tile].double(), dim=-1) for tile in tiles])
     unit = 2.0**-52 * (head.shape[1] + 8)
     radii, moves, flips = [], [], []
-    tokens = max(1, _ENTRIES // len(head))
+    tokens, largest_bias = max(1, _ENTRIES // len(head)), b.abs().max()
     for h, h2 in zip(state.cpu().double().split(tokens), changed.cpu().double().split(tokens), strict=True):
-        z, z2 = (torch.cat([x @ head[tile].double().T for tile in tiles], dim=-1) + b for x in (h, h2))
+        products = [(h @ W.T, h2 @ W.T) for W in (head[tile].double() for tile in tiles)]
+        z, z2 = (torch.cat(parts, dim=-1) + b for parts in zip(*products, strict=True))
         best, first = z.max(-1, keepdim=True)
         flips.append(z2.argmax(-1) != first.squeeze(-1))
-        own, size = head[first.squeeze(-1)].double(), norms[first]
+        own, size, length = head[first.squeeze(-1)].double(), norms[first], token_energy(h).sqrt().unsqueeze(-1)
         least = torch.full((len(h),), torch.inf, dtype=torch.float64)
         for tile in tiles:
             W = head[tile].double()
             reach = reach_of(own, size, W, norms[tile])
             # What rounding may have added to the lead of i over j.
             summed = _sum_of_norms(own, size, W, norms[tile])
-            rounding = unit * (summed * token_energy(h).sqrt().unsqueeze(-1) + b.abs().max() * 2)
+            rounding = unit * (summed * length + largest_bias * 2)
             lead = best - z[:, tile] - rounding
             radius = torch.where(
                 reach > 0,

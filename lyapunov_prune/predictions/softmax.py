@@ -18,7 +18,7 @@ _BLOCK = 2**18
 
 
 class Prediction:
-    """Logits `z` (rows × vocabulary), and what is taken of them when it is asked for, once."""
+    """Logits `z` (rows × vocabulary), and their `log softmax` when it is asked for, once."""
 
     def __init__(self, z: torch.Tensor, temperature: float) -> None:
         self.z, self.temperature = z, temperature
@@ -27,16 +27,6 @@ class Prediction:
     def log(self) -> torch.Tensor:
         """`log softmax(z/T)`, float64."""
         return log_softmax(self.z, self.temperature)
-
-    @cached_property
-    def squared(self) -> torch.Tensor:
-        """`r = p²/‖p‖²`, float64."""
-        return squared(self.log)
-
-    @cached_property
-    def top(self) -> torch.Tensor:
-        """The likeliest token of every row."""
-        return self.z.argmax(-1)
 
 
 def prediction_blocks(
@@ -52,12 +42,17 @@ def prediction_blocks(
     for start in range(0, len(dense), chunk):
         part = slice(start, start + chunk)
         z = scorer.logits(dense[part])
-        if not z.isfinite().all():
-            raise LyapunovPruneError("the logits of the dense model are not finite; load it in a wider dtype")
+        require_finite_logits(z)
         known = [Prediction(b, temperature) for b in z.split(rows)]
         for number, states in enumerate(changed):
             for p, b in zip(known, scorer.logits(states[part].to(dense)).split(rows), strict=True):
                 yield number, p, Prediction(b, temperature)
+
+
+def require_finite_logits(dense: torch.Tensor) -> None:
+    """Raise LyapunovPruneError unless these logits of the dense model are finite."""
+    if not dense.isfinite().all():
+        raise LyapunovPruneError("the logits of the dense model are not finite; load it in a wider dtype")
 
 
 def log_softmax(logits: torch.Tensor, temperature: float) -> torch.Tensor:

@@ -6,10 +6,15 @@ from collections.abc import Sequence
 
 import torch
 
-from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.forward.scoring import Scorer
 from lyapunov_prune.linalg import lift
-from lyapunov_prune.predictions.softmax import divergences, prediction_blocks, variance_r
+from lyapunov_prune.predictions.softmax import (
+    divergences,
+    prediction_blocks,
+    require_finite_logits,
+    squared,
+    variance_r,
+)
 
 # Columns of a tile, rows of it that go through the exponentials at once, and entries that one product makes: the head
 # is read once for all changes of these rows.
@@ -64,8 +69,7 @@ class _Tile:
     """
 
     def __init__(self, logits: torch.Tensor, temperature: float) -> None:
-        if not logits.isfinite().all():
-            raise LyapunovPruneError("the logits of the dense model are not finite; load it in a wider dtype")
+        require_finite_logits(logits)
         self.temperature = temperature
         self.height, self.column = _largest(logits)
         self.z = lift(logits) - self.height.unsqueeze(-1)
@@ -148,8 +152,9 @@ def _top(largest: torch.Tensor, columns: int) -> torch.Tensor:
 
 def _by_rows(scorer: Scorer, dense: torch.Tensor, changed: torch.Tensor, temperature: float) -> torch.Tensor:
     """`measures` of one change, 5 × positions, from whole rows of logits."""
-    blocks = [
-        torch.stack([*divergences(p.log, q.log), (p.top != q.top).to(p.log), variance_r(p.squared, q.log - p.log)])
-        for _, p, q in prediction_blocks(scorer, dense, [changed], temperature)
-    ]
+    blocks = []
+    for _, p, q in prediction_blocks(scorer, dense, [changed], temperature):
+        flipped = (p.z.argmax(-1) != q.z.argmax(-1)).to(p.log)
+        by_r = variance_r(squared(p.log), q.log - p.log)
+        blocks.append(torch.stack([*divergences(p.log, q.log), flipped, by_r]))
     return torch.cat(blocks, dim=-1)

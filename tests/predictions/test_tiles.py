@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from helpers import predictions_by_definition
+from helpers import measures_by_definition
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
@@ -45,11 +45,6 @@ def of(z: np.ndarray, *changed: np.ndarray, T: float = 1.0, columns: int = 3, ro
         return measures(scorer, torch.tensor(z), [torch.tensor(x) for x in changed], T).numpy()
 
 
-def by_definition(z: np.ndarray, z2: np.ndarray, T: float = 1.0) -> np.ndarray:
-    found = predictions_by_definition(z, z2 - z, T) | {"flipped": z.argmax(-1) != z2.argmax(-1)}
-    return np.array([found[name] for name in ("kl_estimate", "kl", "reverse_kl", "flipped", "probability_estimate")])
-
-
 @settings(max_examples=200)
 @given(LOGITS, LOGITS, LOGITS, st.floats(0.25, 4), st.integers(1, 8))
 def test_measures_are_the_definitions_whatever_the_tiles(
@@ -57,7 +52,7 @@ def test_measures_are_the_definitions_whatever_the_tiles(
 ) -> None:
     found = of(z, z + a, z + b, T=T, columns=columns)
     for number, d in enumerate((a, b)):
-        np.testing.assert_allclose(found[number], by_definition(z, z + d, T), rtol=1e-9, atol=1e-12)
+        np.testing.assert_allclose(found[number], measures_by_definition(z, z + d, T), rtol=1e-9, atol=1e-12)
 
 
 @pytest.mark.parametrize("columns", [256, 300, 4096])
@@ -69,7 +64,7 @@ def test_runs_of_columns_and_steps_of_changes_are_the_definitions(columns: int, 
     changed = [z + scale * rng.normal(size=z.shape) for scale in (0.01, 1, 8)]
     found = of(z, *changed, T=1.5, columns=columns, rows=rows)
     for one, other in zip(found, changed, strict=True):
-        np.testing.assert_allclose(one, by_definition(z, other, 1.5), rtol=1e-10)
+        np.testing.assert_allclose(one, measures_by_definition(z, other, 1.5), rtol=1e-10)
 
 
 @settings(max_examples=100)
@@ -123,7 +118,7 @@ def test_what_an_exponential_cannot_hold_is_taken_from_whole_rows(
     found = of(z, -z, z + 0.5, columns=columns)
     assert np.isfinite(found).all()
     np.testing.assert_allclose(found[0, 1:4, 1], [4000 - 0.0 + 1000, 3000.0 + 2000, 1], rtol=1e-12)
-    np.testing.assert_allclose(found[0, :, 0], by_definition(z[:1], -z[:1])[:, 0], rtol=1e-12)
+    np.testing.assert_allclose(found[0, :, 0], measures_by_definition(z[:1], -z[:1])[:, 0], rtol=1e-12)
     assert np.abs(found[1]).max() < 1e-12
     # Planted fault: without them there is no number.
     monkeypatch.setattr(module, "_by_rows", lambda scorer, dense, changed, T: torch.full((5, len(dense)), torch.nan))
