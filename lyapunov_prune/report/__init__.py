@@ -1,4 +1,5 @@
 """Figures and one self-contained page from saved results; never a model.
 
-- one file for each room whose results it draws; `drawing`: what all figures share; `page`: `report.html`.
+- one file for each room whose results it draws; `drawing`: what all figures share; `section`, `layer_sections`,
+  `model_sections`: the words of the page beside what draws them; `page`: `report.html`.
 """

@@ -168,7 +168,7 @@ def test_lines_of_any_kind(tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -
     check()
 
 
-SECTIONS = {(section.file, section.kind): None for section in page._SECTIONS}
+SECTIONS = {(section.file, section.kind): None for section in page.SECTIONS}
 
 
 @pytest.mark.parametrize(("file", "kind"), SECTIONS, ids=[file for file, _ in SECTIONS])

@@ -1,0 +1,215 @@
+"""The page on models that were changed, beside the dense one: its words, and what draws them."""
+
+from __future__ import annotations
+
+from lyapunov_prune.compression.report import REPORT as COMPRESSION
+from lyapunov_prune.compression.report import CompressionReport
+from lyapunov_prune.evaluation.evaluation import Evaluation
+from lyapunov_prune.evaluation.retrieval import RetrievalScores
+from lyapunov_prune.evaluation.speed import Speed
+from lyapunov_prune.healing.heal import REPORT as HEALING
+from lyapunov_prune.healing.heal import Healing
+from lyapunov_prune.joint.result import REPORT as JOINT
+from lyapunov_prune.joint.result import JointRun
+from lyapunov_prune.predictions.attention_paths import AttentionPaths
+from lyapunov_prune.predictions.choices import ChoiceComparison
+from lyapunov_prune.predictions.generation import GenerationDivergence
+from lyapunov_prune.predictions.hierarchy import HierarchyProbe
+from lyapunov_prune.predictions.history import HistoryDivergence
+from lyapunov_prune.predictions.verdict import Verdict
+from lyapunov_prune.report.compression import compression_figure
+from lyapunov_prune.report.evaluation import retrieval_figure, speed_figure, tasks_figure
+from lyapunov_prune.report.healing import healing_figure
+from lyapunov_prune.report.joint import importance_figure, joint_figure
+from lyapunov_prune.report.predictions import (
+    choices_figures,
+    generation_figure,
+    hierarchy_figure,
+    history_figure,
+    kl_figure,
+    paths_figure,
+    verdict_figure,
+)
+from lyapunov_prune.report.section import Section
+
+_RETRIEVAL = (
+    "A text is the mean of its final hidden states, and the documents of a query are those at the smallest angle. "
+    "The first ten cannot change while the similarities of a query shift by less than the margin below the tenth; "
+    "where they shift by more, nothing is promised and much may stay. A base model is no embedding model: compare "
+    "the models, not the level."
+)
+
+MODELS = (
+    Section(
+        COMPRESSION,
+        CompressionReport,
+        "Compression",
+        "How much was taken from each layer, and what its matrices lost, relative to what they held: points are "
+        "matrices, lines the root mean square of a layer. The error of the outputs is measured on the calibration "
+        "text that the method saw, where it collected the second moments of the inputs. Errors of single matrices do "
+        "not say what the whole model has lost: evaluate it.",
+        lambda r: {"compression": compression_figure(r)},
+        in_folders=True,
+    ),
+    Section(
+        HEALING,
+        Healing,
+        "Healing",
+        "The pruned model learns to predict what the dense one predicts, from one window a step, so the loss jumps "
+        "with the text; the line is a running mean. A loss on the text learnt from shows progress, not success: "
+        "the share recovered, of the perplexity that the removal cost, is measured on other text.",
+        lambda r: {"healing": healing_figure(r)},
+        in_folders=True,
+    ),
+    Section(
+        JOINT,
+        JointRun,
+        "Joint removal",
+        "A map of the score after recovery over the numbers of attentions and of activations removed: lines of equal P "
+        "through measured points, the pairs of the budget, and the chosen one; below it the prediction interval of "
+        "every pair. The score at the end is of data that neither training nor choice has seen. Seconds are of the "
+        "run that ended, those of points of all runs that it went on from.",
+        lambda r: {"joint": joint_figure(r.map, r.decision)},
+        in_folders=True,
+    ),
+    Section(
+        JOINT,
+        JointRun,
+        "Pairs of the budget",
+        "What the map says of the best pairs, with its prediction interval, and whether a pair lies within twice the "
+        "noise of the chosen one: among those the points do not tell which is best.",
+        lambda r: {},
+        in_folders=True,
+        part=lambda r: r.decision,
+    ),
+    Section(
+        JOINT,
+        JointRun,
+        "Recovered points",
+        "Each point learnt from the dense model for a few steps, from the weights of the point before it on its chain, "
+        "and was scored on the selection slice. The distillation loss is of the one item of its step.",
+        lambda r: {},
+        in_folders=True,
+        part=lambda r: r.points,
+    ),
+    Section(
+        JOINT,
+        JointRun,
+        "Importance within each type",
+        "By layer; the smallest of a type goes first. The two types are on axes of their own, for they are not "
+        "compared: how many of each go is read off the map.",
+        lambda r: {"importance": importance_figure(r)},
+        in_folders=True,
+        part=lambda r: r.importance,
+    ),
+    Section(
+        "verdict.json",
+        Verdict,
+        "Verdict by kind of task",
+        "Retrieval is decided by the final states, a choice by the few options, generation by the whole distribution, "
+        "again at each token. Of each kind, on the items named below: how far what decides has moved, how far it may "
+        "move before the decision can change, and how many decisions stayed. Where it moved further than it may, a "
+        "decision may stay all the same. Other tasks of a kind may fare otherwise: measure your own.",
+        lambda r: {"verdict": verdict_figure(r)},
+    ),
+    Section(
+        "hierarchy.json",
+        HierarchyProbe,
+        "Hidden state, logits, probabilities",
+        "One layer at a time replaced inside the dense model's own context, at each step that it decodes: how far the "
+        "state, the logits and the probabilities turn, beside their second-order estimates, and the divergence of the "
+        "prediction beside its proven bounds. A bound that holds speaks of these steps.",
+        lambda r: {"hierarchy": hierarchy_figure(r), "kl": kl_figure(r)},
+    ),
+    Section(
+        "generation.json",
+        GenerationDivergence,
+        "Generation",
+        "Both models decode on their own from the same prompts. Once their texts differ they answer different "
+        "questions, and similarity falls for that reason too.",
+        lambda r: {"generation": generation_figure(r)},
+    ),
+    Section(
+        "sampled.json",
+        GenerationDivergence,
+        "Generation by draws",
+        "The same prompts, each next token drawn from the model's own probabilities. One number decides for both "
+        "models at each step, so two equal models write one text, and what differs is not luck.",
+        lambda r: {"sampled": generation_figure(r)},
+    ),
+    Section(
+        "diverged-history.json",
+        HistoryDivergence,
+        "Direct error and diverged history",
+        "The compressed model's predictions against the dense model's, where it reads the dense model's text and where "
+        "it reads its own. The first is the compression's doing at each step; what the second adds comes back through "
+        "the tokens that it generated, and is about another text once these differ. Broken lines are the estimates.",
+        lambda r: {"history": history_figure(r)},
+    ),
+    Section(
+        "paths.json",
+        AttentionPaths,
+        "Paths of the error through attention",
+        "What attention hands on is an average of values. It changes because the values change, or the weights that "
+        "average them; norms relative to the dense model's output. Each model reads its own text: what comes from the "
+        "prompt is the compression's doing, what comes from generated tokens also that these are others.",
+        lambda r: {"paths": paths_figure(r)},
+    ),
+    Section(
+        "choices.json",
+        ChoiceComparison,
+        "Multiple choice",
+        "A choice is made among the few tokens that begin the options, which together may hold little of the "
+        "probability: that is why it can survive a compression that changes what the model writes. The certificate "
+        "speaks of the first token among those of the options, in these items.",
+        choices_figures,
+    ),
+    Section(
+        "letters.json",
+        ChoiceComparison,
+        "Multiple choice by letters",
+        "The same items with their options listed and named by letters: one token decides. A model that takes one "
+        "letter whatever is asked keeps its choice under any compression; how often the dense one does is said below.",
+        lambda r: {f"letters-{name}": picture for name, picture in choices_figures(r).items()},
+    ),
+    Section(
+        "retrieval.json",
+        RetrievalScores,
+        "Retrieval with both models",
+        _RETRIEVAL,
+        lambda r: {"retrieval-both": retrieval_figure(r)},
+    ),
+    Section(
+        "eval.json",
+        Evaluation,
+        "Evaluation",
+        "Perplexity over non-overlapping windows, every window on its own.",
+        lambda r: {"speed": speed_figure(r.speed)} if r.speed else {},
+    ),
+    Section(
+        "eval.json",
+        Evaluation,
+        "Tasks",
+        "Multiple choice asks which of a few given texts is likelier; generation has the model write, greedily. A "
+        "model may keep the first and lose the second, so the share of answers that end in a cycle, and of 3-grams "
+        "that are repeated, stand below the accuracies. Bars are 95 % intervals over items, each model on its own: "
+        "Wilson's, of 3-grams 1.96 standard errors.",
+        lambda r: {"tasks": tasks_figure(r)},
+        part=lambda r: r.tasks,
+    ),
+    Section(
+        "eval.json",
+        Evaluation,
+        "Retrieval",
+        _RETRIEVAL,
+        lambda r: {"retrieval": retrieval_figure(r)},
+        part=lambda r: r.retrieval,
+    ),
+    Section(
+        "speed.json",
+        Speed,
+        "Speed",
+        "All models measured in turns in one run; medians.",
+        lambda r: {"speed": speed_figure(r)},
+    ),
+)
