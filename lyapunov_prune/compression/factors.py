@@ -22,6 +22,7 @@ from lyapunov_prune.linalg import lift
 from lyapunov_prune.models.compact import compact_class
 from lyapunov_prune.models.plain import require_unquantised
 from lyapunov_prune.models.projections import Projection, find_projections
+from lyapunov_prune.models.sharing import shared_memo
 from lyapunov_prune.models.streamed import require_not_streamed
 from lyapunov_prune.models.structure import find_layers
 from lyapunov_prune.progress import track
@@ -154,7 +155,6 @@ def with_places(model: PreTrainedModel, factored: Sequence[Factored]) -> PreTrai
 
     structure = find_layers(model)
     cuts = [dict(places) for places in cuts_of(model)]
-    shared = {id(t): t for t in (*model.parameters(), *model.buffers())}
     modules: dict[int, nn.Module] = {}
     for each in factored:
         old = model.get_submodule(each.module)
@@ -163,7 +163,7 @@ def with_places(model: PreTrainedModel, factored: Sequence[Factored]) -> PreTrai
         layer = each.runs[0].layer
         place = each.module.removeprefix(f"{structure.layers_path}.{layer}.")
         cuts[layer][place] = " ".join([*filter(None, [cuts[layer].get(place)]), each.form])
-    compact = compact_copy(model, cuts, shared | modules)
+    compact = compact_copy(model, cuts, shared_memo(model) | modules)
     compact.cut([{} for _ in cuts])
     return compact
 

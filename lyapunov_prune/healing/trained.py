@@ -7,7 +7,6 @@ import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
 
 import torch
 from torch import nn
@@ -18,6 +17,7 @@ from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.forward.prefix import restore
 from lyapunov_prune.healing.low_rank import low_rank_updates
 from lyapunov_prune.models.dispatched import is_dispatched
+from lyapunov_prune.models.sharing import shared_memo
 from lyapunov_prune.models.structure import find_layers
 
 MOST_DRAWN = 10_000_000  # items of an order, which is a list
@@ -48,8 +48,7 @@ def trained(model: PreTrainedModel, rank: int | None, seed: int) -> Iterator[dic
 
 def beside(model: PreTrainedModel) -> PreTrainedModel:
     """A copy of `model` with parameters of its own whose numbers lie where the model's do, until some go elsewhere."""
-    memo: dict[int, Any] = {id(p): nn.Parameter(p.detach(), p.requires_grad) for p in model.parameters()}
-    return copy.deepcopy(model, memo)
+    return copy.deepcopy(model, shared_memo(model))
 
 
 @contextmanager

@@ -9,6 +9,7 @@
   layer; `kinds`: which layers are alike;
 - `streamed`: what has to be known of a model whose layers are read from its files one at a time;
 - `held`, `hooked`: a model for one thread, and hooks on it, for as long as a block lasts;
+  `sharing`: two models that hold the same numbers hold them once;
 - `compact`, `modeling_compact`: models without some attentions, with merged blocks, with two factors a matrix;
 - `classifiers`, `classifier_loading`: models of images;
 - `layer_settings`, `adaptations`, `families`: what removing layers asks of a config and of a family.

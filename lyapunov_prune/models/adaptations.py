@@ -16,6 +16,7 @@ from transformers import PreTrainedModel
 
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.linalg import lift
+from lyapunov_prune.models.sharing import own
 
 
 class Cut(NamedTuple):
@@ -40,6 +41,7 @@ def gpt2(cut: Cut) -> None:
         attention: Any = cut.layers[new].attn
         if not hasattr(attention, "c_attn"):  # of a compact model, and gone
             continue
+        own(attention)
         width = attention.split_size
         attention.c_attn.weight[:, :width] *= (new + 1) / (old + 1)
         attention.c_attn.bias[:width] *= (new + 1) / (old + 1)
@@ -58,6 +60,7 @@ def diffllama(cut: Cut) -> None:
         was, now = (0.8 - 0.6 * math.exp(-0.3 * i) for i in (old, new))
         q, k = lift(attention.lambda_q1), lift(attention.lambda_k1)
         score = q @ k
+        own(attention)
         if new != old and not k.any():
             raise LyapunovPruneError(f"layer {old} has lambda_k1 = 0, into which its depth cannot be folded; keep it")
         if new != old:

@@ -26,7 +26,7 @@ from lyapunov_prune.pruning.gate import verify_removal
 from lyapunov_prune.pruning.mirroring import require_mirrored
 from lyapunov_prune.pruning.plan import PruningPlan
 from lyapunov_prune.pruning.provenance import Provenance, describe, require_passed, save
-from lyapunov_prune.pruning.surgery import cut, share_memory
+from lyapunov_prune.pruning.surgery import cut
 from lyapunov_prune.results.files import require_empty, whole_folder
 from lyapunov_prune.results.history import HISTORY, history_of
 
@@ -79,9 +79,9 @@ def write_pruned(
         mends, mended = fit_mends(model, plan.remove, lesson)
         plan = plan.seen_on(mended.measured_on)
     cuts = Cuts.of(plan, merged)
-    pruned = make_compact(model, cuts) if format == "compact" else cut(model, plan, merged, mends)
-    if format == "plain":
-        share_memory(pruned, model, plan)
+    compact = format == "compact"
+    pruned = make_compact(model, cuts, shared=True) if compact else cut(model, plan, merged, mends, shared=True)
+    plan.require_model(model)  # had the cut written into what both share, the gate would hold the fault against itself
     with whole_folder(target) as folder:
         if format == "compact":
             gate = save_compact(folder, model, pruned, tokenizer, cuts, batch)

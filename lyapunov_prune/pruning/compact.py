@@ -23,6 +23,7 @@ from lyapunov_prune.models.compact import LAYOUTS, NO_ATTENTION, Layout, compact
 from lyapunov_prune.models.feedforward import Affine
 from lyapunov_prune.models.held import held
 from lyapunov_prune.models.plain import require_plain
+from lyapunov_prune.models.sharing import shared_memo
 from lyapunov_prune.models.structure import find_layers
 from lyapunov_prune.pruning.plan import PruningPlan
 from lyapunov_prune.pruning.surgery import without_layers
@@ -61,13 +62,14 @@ class Cuts:
 
 
 @checked
-def make_compact(model: PreTrainedModel, cuts: Cuts) -> PreTrainedModel:
+def make_compact(model: PreTrainedModel, cuts: Cuts, *, shared: bool = False) -> PreTrainedModel:
     """A new, smaller model without what `cuts` names; `model`, plain or compact already, is untouched.
 
     Whole layers leave first, as `remove_layers` takes them out. What comes out is of the class of `model` and more: its
     layers without attention hand on the state, its merged blocks are one `nn.Linear`, rounded once to the dtype of the
     model. `save_pretrained` writes a folder that this package loads, and that transformers loads where this package is
-    not installed (`trust_remote_code=True`). Removed modules are not copied.
+    not installed (`trust_remote_code=True`). Removed modules are not copied; `shared`, nothing that stays is, as
+    `surgery.cut` says.
 
     Raises LyapunovPruneError for a family that the format does not know, for a layer that does not exist, is named
     twice or has lost the same before, for a matrix of another shape or with values that are not finite, when no
@@ -79,13 +81,15 @@ def make_compact(model: PreTrainedModel, cuts: Cuts) -> PreTrainedModel:
     source, kept = model, [i for i in range(len(places)) if i not in cuts.remove]
     if cuts.remove:
         with held(model):
-            model = without_layers(model, find_layers(model), PruningPlan.given(model, cuts.remove))
+            plan = PruningPlan.given(model, cuts.remove)
+            model = without_layers(model, find_layers(model), plan, shared_memo(model))
         places = [places[i] for i in kept]
     structure = find_layers(model)
     before = cuts_of(model)
     # What goes is replaced, never copied.
     gone = zip(structure.layers, places, strict=True)
-    stand_ins = {id(layer.get_submodule(path)): nn.Identity() for layer, paths in gone for path in paths}
+    stand_ins: dict[int, Any] = shared_memo(model) if shared else {}
+    stand_ins |= {id(layer.get_submodule(path)): nn.Identity() for layer, paths in gone for path in paths}
     compact = compact_copy(
         model, [_outside(old, new) | new for old, new in zip(before, places, strict=True)], stand_ins
     )

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from lyapunov_prune.models.families import DEPTH_ATTRIBUTES, FAMILIES, POSITION_
 from lyapunov_prune.models.held import held
 from lyapunov_prune.models.layer_settings import require_attention, slice_settings
 from lyapunov_prune.models.plain import require_plain
+from lyapunov_prune.models.sharing import own, share_equal, shared_memo
 from lyapunov_prune.models.structure import Structure, find_structure
 from lyapunov_prune.models.wrappers import is_wrapped, require_text_alone
 from lyapunov_prune.pruning.mirroring import mirror, require_mirrored
@@ -32,6 +34,8 @@ def cut(
     plan: PruningPlan | Sequence[int],
     merged: Sequence[Merged] = (),
     mends: Sequence[Mend] = (),
+    *,
+    shared: bool = False,
 ) -> PreTrainedModel:
     """A new model without what `plan` (or a plain list of layers) names, not yet proven right; `model` is untouched.
 
@@ -41,7 +45,8 @@ def cut(
     layers are not copied. Where the plan drops a sublayer alone, its output projection becomes zero
     (`zeroing.py`), and where it drops an activation, the block computes what `merged` says of its layer
     (`mirroring.py`): a plain checkpoint can say no more, and that saves no time or memory. The layers before gaps take
-    the maps of `mends` into their parameters.
+    the maps of `mends` into their parameters. `shared`, what stays as it was lies where that of `model` does: for a
+    result that is only looked at and saved, since a later change of one in place would be one of both.
 
     Raises LyapunovPruneError for a bad plan, a plan for another model, `merged` of other layers than the plan's, a
     block that cannot hold a merged matrix, a removal that the family's checkpoint format cannot express, a decoder
@@ -56,10 +61,14 @@ def cut(
     with held(model):  # what a measurement has put on it would be copied too
         if is_wrapped(model):
             require_text_alone(model, structure, plan.remove)
-        pruned = without_layers(model, structure, plan) if plan.remove else copy.deepcopy(model)
+        memo = shared_memo(model) if shared else {}
+        pruned = without_layers(model, structure, plan, memo) if plan.remove else copy.deepcopy(model, memo)
     attention, mlp = (tuple(plan.kept.index(i) for i in drop) for drop in (plan.drop_attention, plan.drop_mlp))
-    zero_sublayers(pruned, attention, mlp)
     layers = find_structure(pruned).layers
+    changed = {*plan.drop_attention, *plan.drop_mlp, *plan.drop_activation, *(mend.place.layer for mend in mends)}
+    for index in sorted(changed):
+        own(layers[plan.kept.index(index)])
+    zero_sublayers(pruned, attention, mlp)
     for each in merged:
         mirror(layers[plan.kept.index(each.block.layer)], each)
     for mend in mends:
@@ -68,20 +77,17 @@ def cut(
     return pruned
 
 
-@torch.no_grad()
 def share_memory(pruned: PreTrainedModel, original: PreTrainedModel, plan: PruningPlan) -> None:
-    """Let every parameter of `pruned` that is, bit by bit, one of `original` lie where that does; nothing else changes.
-
-    For a `pruned` that is only looked at from here on: a later change of one model in place would be one of both.
-    """
-    path, theirs = find_structure(original).layers_path, dict(original.named_parameters(remove_duplicate=False))
-    for name, mine in pruned.named_parameters():
+    """Let what `pruned` keeps of `original` as it was lie where that does (`models.sharing.share_equal`)."""
+    path, kept = find_structure(original).layers_path, {old: new for new, old in enumerate(plan.kept)}
+    twins = {}
+    for name, parameter in original.named_parameters(remove_duplicate=False):
         layer, dot, rest = name.removeprefix(f"{path}.").partition(".")
-        twin = theirs.get(f"{path}.{plan.kept[int(layer)]}{dot}{rest}" if name.startswith(f"{path}.") else name)
-        if twin is None or (twin.dtype, twin.shape, twin.device) != (mine.dtype, mine.shape, mine.device):
-            continue
-        if torch.equal(*(tensor.reshape(-1).view(torch.uint8) for tensor in (mine, twin))):  # −0 is not 0
-            mine.data = twin.data
+        if not name.startswith(f"{path}."):
+            twins[name] = parameter
+        elif int(layer) in kept:
+            twins[f"{path}.{kept[int(layer)]}{dot}{rest}"] = parameter
+    share_equal(pruned, twins)
 
 
 def require_merged(plan: PruningPlan, merged: Sequence[Merged]) -> None:
@@ -94,14 +100,17 @@ def require_merged(plan: PruningPlan, merged: Sequence[Merged]) -> None:
         )
 
 
-def without_layers(model: PreTrainedModel, original: Structure, plan: PruningPlan) -> PreTrainedModel:
+def without_layers(
+    model: PreTrainedModel, original: Structure, plan: PruningPlan, memo: Mapping[int, Any] = MappingProxyType({})
+) -> PreTrainedModel:
     """A copy of `model`, whose weights may be on the meta device, without the layers of `plan`; its sublayers stay.
+
+    `memo` says what stands for what in the copy, as that of `copy.deepcopy`.
 
     Raises LyapunovPruneError when the family's checkpoint format cannot express what is left.
     """
     # An entry in the memo stands for the copy: removed layers are replaced, never copied.
-    memo: dict[int, Any] = {id(original.layers[i]): nn.Identity() for i in plan.remove}
-    pruned = copy.deepcopy(model, memo)
+    pruned = copy.deepcopy(model, {**memo, **{id(original.layers[i]): nn.Identity() for i in plan.remove}})
     layers = pruned.get_submodule(original.layers_path)
     assert isinstance(layers, nn.ModuleList)
     for index in reversed(plan.remove):

@@ -150,7 +150,8 @@ def test_the_budget_follows_the_root_of_the_tolerance(
     assert abs(s.mean() - budget) <= 1e-12
     free = s < SPARSEST - 1e-9
     error = s[free] ** 2 / tolerance(own)[free]
-    np.testing.assert_allclose(error, error[0] if len(error) else 0, rtol=1e-8)
+    least = np.finfo(float).tiny  # below it the square of a budget has few digits left
+    np.testing.assert_allclose(error, error[0] if len(error) else 0, rtol=1e-8, atol=least)
 
 
 def test_a_factor_that_is_none_is_named(llama: PreTrainedModel, profile: ContractionProfile) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import errno
 import json
@@ -33,7 +34,9 @@ from lyapunov_prune.models.structure import find_structure
 from lyapunov_prune.profiles.contraction import measure_contraction
 from lyapunov_prune.profiles.influence import block_influence
 from lyapunov_prune.pruning import checkpoint as module
+from lyapunov_prune.pruning import surgery
 from lyapunov_prune.pruning.checkpoint import write_pruned
+from lyapunov_prune.pruning.compact import make_compact
 from lyapunov_prune.pruning.plan import PruningPlan
 from lyapunov_prune.pruning.provenance import PROVENANCE, Provenance
 from lyapunov_prune.pruning.removal import remove_layers
@@ -269,7 +272,7 @@ def test_a_model_that_fails_the_gate_is_not_written(
     target: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    def wrongly(model: PreTrainedModel, plan: PruningPlan, *more: Any) -> PreTrainedModel:
+    def wrongly(model: PreTrainedModel, plan: PruningPlan, *more: Any, **how: Any) -> PreTrainedModel:
         pruned = cut(model, plan)
         fault(pruned)
         return pruned
@@ -376,18 +379,45 @@ def test_the_card_says_which_scores_were_rounding(
     assert Provenance.load(target / "provenance.json").plan.below_floor == (1, 3)
 
 
-@pytest.mark.parametrize(("format", "shared"), [("plain", 1), ("compact", 0)])
-def test_a_plain_model_takes_no_memory_of_its_own_for_what_it_keeps(
+@pytest.mark.parametrize("format", ["plain", "compact"])
+def test_the_pruned_model_takes_no_memory_of_its_own_for_what_it_keeps(
     format: Any,
-    shared: int,
     reader: PreTrainedModel,
     tokenizer: PreTrainedTokenizerFast,
     batch: TokenBatch,
     target: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    called: list[tuple[Any, ...]] = []
-    monkeypatch.setattr(module, "share_memory", lambda *args: called.append(args))
-    plan = PruningPlan.given(reader, drop_attention=[1])
+    made: list[PreTrainedModel] = []
+
+    def keeping(function: Callable[..., PreTrainedModel]) -> Callable[..., PreTrainedModel]:
+        def call(*args: Any, **kwargs: Any) -> PreTrainedModel:
+            made.append(function(*args, **kwargs))
+            return made[-1]
+
+        return call
+
+    for name, function in (("cut", cut), ("make_compact", make_compact)):
+        monkeypatch.setattr(module, name, keeping(function))
+    plan = PruningPlan.given(reader, [0], drop_attention=[1])
     write_pruned(reader, tokenizer, plan, target, batch, format=format)
-    assert len(called) == shared
+    (pruned,) = made
+    places = {p.data_ptr() for p in reader.parameters()}
+    own = [name for name, p in pruned.named_parameters() if p.data_ptr() not in places]
+    assert all(name.startswith("model.layers.0.") for name in own)
+    assert bool(own) == (format == "plain")
+
+
+def test_a_cut_that_writes_into_what_both_share_is_not_written(
+    reader: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerFast,
+    batch: TokenBatch,
+    target: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The gate alone would pass: it would find the zeros in the original too."""
+    model = copy.deepcopy(reader)
+    monkeypatch.setattr(surgery, "own", lambda layer: None)
+    with pytest.raises(LyapunovPruneError, match="this plan was made for"):
+        write_pruned(model, tokenizer, PruningPlan.given(model, drop_attention=[1]), target, batch)
+    assert os.listdir(target.parent) == []

@@ -14,7 +14,7 @@ from lyapunov_prune import LyapunovPruneError, remove_layers, verify_removal
 from lyapunov_prune.models.families import FAMILIES, TRUSTED, Family
 from lyapunov_prune.models.layer_settings import slice_settings
 from lyapunov_prune.models.structure import find_structure
-from lyapunov_prune.pruning.plan import as_plan
+from lyapunov_prune.pruning.plan import PruningPlan, as_plan
 from lyapunov_prune.pruning.surgery import cut, share_memory
 
 REMOVALS = {
@@ -191,6 +191,38 @@ def test_a_hybrid_keeps_a_layer_with_attention() -> None:
     assert find_structure(remove_layers(model, [1])).num_layers == 3
 
 
+def places(model: PreTrainedModel) -> set[int]:
+    return {p.data_ptr() for p in model.parameters()}
+
+
+def test_a_shared_cut_is_the_same_model_and_leaves_the_original_alone(family: str) -> None:
+    model = make_tiny(family)
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    given = [{"remove": [1]}, {"drop_mlp": [2]}, {"remove": [0], "drop_attention": [3]}]
+    for plan in (PruningPlan.given(model, **each) for each in given):
+        alone, shared = cut(model, plan), cut(model, plan, shared=True)
+        mine = dict(shared.named_parameters())
+        assert all(torch.equal(p, mine[name]) for name, p in alone.named_parameters())
+        assert all(torch.equal(p, before[name]) for name, p in model.named_parameters())
+        assert not places(alone) & places(model)
+        own = {name for name, p in mine.items() if p.data_ptr() not in places(model)}
+        path = find_structure(shared).layers_path
+        changed = [plan.kept.index(i) for i in (*plan.drop_attention, *plan.drop_mlp)]
+        if family != "gpt2-inverse-layer":  # whose removal changes weights
+            assert all(name.startswith(tuple(f"{path}.{i}." for i in changed)) for name in own)
+            assert bool(own) == bool(changed)
+
+
+@pytest.mark.parametrize("name", ["diffllama", "gpt2"])
+def test_a_family_whose_weights_change_gets_its_own(name: str) -> None:
+    model = make_tiny("gpt2-inverse-layer") if name == "gpt2" else make_zoo(name)
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    alone, shared = cut(model, as_plan(model, [1])), cut(model, as_plan(model, [1]), shared=True)
+    assert all(torch.equal(*pair) for pair in zip(alone.parameters(), shared.parameters(), strict=True))
+    assert all(torch.equal(p, before[name]) for name, p in model.named_parameters())
+    assert places(shared) - places(model)
+
+
 def test_what_is_the_same_is_shared_and_nothing_else(family: str) -> None:
     """Of another value, or of another sign of zero, is not the same."""
     model = make_tiny(family)
@@ -204,8 +236,7 @@ def test_what_is_the_same_is_shared_and_nothing_else(family: str) -> None:
     share_memory(pruned, model, plan)
     assert all(torch.equal(p, before[name]) for name, p in pruned.named_parameters())
     assert signed[0, 0].signbit()
-    places = {p.data_ptr() for p in model.parameters()}
-    apart = {name for name, p in pruned.named_parameters() if p.data_ptr() not in places}
+    apart = {name for name, p in pruned.named_parameters() if p.data_ptr() not in places(model)}
     path = find_structure(model).layers_path
     assert {f"{path}.2.{name}" for name in _matrices(model)[:2]} <= apart
     assert len(apart) <= 2 or family == "gpt2-inverse-layer"  # whose removal changes weights
