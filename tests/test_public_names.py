@@ -121,3 +121,13 @@ def test_help_and_usage_errors_wait_for_no_heavy_import(arguments: list[str]) ->
         "assert not heavy, heavy\n"
     )
     subprocess.run([sys.executable, "-c", script, *arguments], check=True, capture_output=True)
+
+
+def test_a_new_run_waits_for_nothing_that_draws(tmp_path: Path) -> None:
+    script = (
+        "import sys\n"
+        "from lyapunov_prune.cli.inputs import begun_run\n"
+        "begun_run(None, 'model', 'eval.json')\n"
+        "assert 'matplotlib' not in sys.modules\n"
+    )
+    subprocess.run([sys.executable, "-c", script], check=True, capture_output=True, cwd=tmp_path)

@@ -197,12 +197,14 @@ def begun_run(output: Path | None, model: str, *replaced: str) -> Path:
 
     `replaced`: the files that the command writes, whatever they hold now.
     """
-    from lyapunov_prune.report.page import require_readable
     from lyapunov_prune.results.files import require_room
 
     run = run_folder(output, model)
     require_room(run)
-    require_readable(run, replaced)
+    if run.is_dir():  # in a new one nothing can be broken, and what draws takes a second and 30 MB to load
+        from lyapunov_prune.report.page import require_readable
+
+        require_readable(run, replaced)
     return run
 
 
