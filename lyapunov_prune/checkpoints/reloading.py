@@ -19,6 +19,7 @@ from lyapunov_prune.models.families import POSITION_ATTRIBUTES
 from lyapunov_prune.models.loading import quiet
 from lyapunov_prune.models.packed import unlogged
 from lyapunov_prune.models.quantised import quantisation
+from lyapunov_prune.models.sharing import share_equal
 from lyapunov_prune.models.structure import find_layers
 from lyapunov_prune.models.wrappers import loading_class
 
@@ -42,9 +43,12 @@ def reload_check(
 ) -> GateCheck:
     """`pruned` against what plain `from_pretrained` makes of `folder`, where it was saved, on `inputs`.
 
-    `changed` says what else is wrong with the reloaded model, after its forwards; nothing if empty.
+    `changed` says what else is wrong with the reloaded model, after its forwards; nothing if empty. Numbers that came
+    back as they were are held once from then on: on a device never twice.
     """
-    place = placement(pruned)
+    place, plain = placement(pruned), not quantisation(pruned.config)
+    if plain and not isinstance(place, dict):
+        place = "cpu"  # from where only what differs goes to the device
     with offload_folder(place) as converted, quiet():
         loaded: Any = loading_class(pruned).from_pretrained(
             folder,
@@ -65,6 +69,10 @@ def reload_check(
     if broken:
         return GateCheck(RELOADED, False, float("inf"), limit, broken)
     _share_rounded_tables(pruned, reloaded)
+    if plain:
+        share_equal(reloaded, dict(pruned.named_parameters(remove_duplicate=False)))
+    if place == "cpu":
+        reloaded.to(pruned.device)
     with quiet():  # the first forward of packed weights draws a bar
         kept = KeptLogits(reloaded, inputs)
     worst = kept.deviation(KeptLogits(pruned, inputs))

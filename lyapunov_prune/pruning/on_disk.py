@@ -29,7 +29,7 @@ from lyapunov_prune.results.files import require_empty, whole_folder
 from lyapunov_prune.results.history import HISTORY, add_step, history_of
 
 SHARD_BYTES = 5 * 10**9
-COPIES = 3  # of the model that removal in memory holds at its peak: original, pruned, reloaded for the gate
+COPIES = 2  # of the model that removal in memory holds at its peak: the original, and what is reloaded for the gate
 
 
 def too_large(name: str, device: str = "cpu", *, offline: bool = False) -> str:

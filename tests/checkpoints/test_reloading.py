@@ -41,6 +41,24 @@ def test_keys_and_numbers_are_compared(tmp_path: Path) -> None:
     assert check(model, tmp_path).detail == f"1 missing keys on reloading, first {name}"
 
 
+def test_what_came_back_as_it_was_is_held_once(tmp_path: Path) -> None:
+    model = make_tiny("llama")
+    model.save_pretrained(tmp_path)
+    file, name = tmp_path / "model.safetensors", "model.layers.2.mlp.up_proj.weight"
+    weights = load_file(file)
+    save_file(weights | {name: torch.nextafter(weights[name], torch.tensor(9.0))}, file, {"format": "pt"})
+    apart: list[str] = []
+
+    def look(reloaded: PreTrainedModel) -> str:
+        places = {p.data_ptr() for p in model.parameters()}
+        apart.extend(key for key, p in reloaded.named_parameters() if p.data_ptr() not in places)
+        return ""
+
+    with torch.no_grad():
+        assert reload_check(model, tmp_path, [torch.arange(3, 19).view(2, 8)], look).measured > 0
+    assert apart == [name]
+
+
 def test_a_setting_and_a_number_of_a_layer_are_compared() -> None:
     one, other = make_tiny("llama"), make_tiny("llama")
     assert changed_setting(one, other) == ""

@@ -168,15 +168,15 @@ def next_layer(monkeypatch: pytest.MonkeyPatch) -> None:
     """The block after the one that was asked for loses its activation."""
     right = make_compact
     shifted = lambda cuts: replace(cuts, merged={i + 1: each for i, each in cuts.merged.items()}, hidden={})  # noqa: E731
-    monkeypatch.setattr(writing, "make_compact", lambda model, cuts: right(model, shifted(cuts)))
+    monkeypatch.setattr(writing, "make_compact", lambda model, cuts, **how: right(model, shifted(cuts), **how))
 
 
 def old_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
     """Caches as transformers makes them, and attentions with the numbers of their layers."""
     right = make_compact
 
-    def unnumbered(model: PreTrainedModel, cuts: Cuts) -> PreTrainedModel:
-        made: Any = right(model, cuts)
+    def unnumbered(model: PreTrainedModel, cuts: Cuts, **how: bool) -> PreTrainedModel:
+        made: Any = right(model, cuts, **how)
         for index, layer in enumerate(find_layers(made).layers):
             for module in layer.modules():
                 if hasattr(module, "layer_idx"):
