@@ -138,7 +138,7 @@ def kl(place: Path) -> float:
     x = torch.randn(BLOCK, d)
     ids = torch.randint(1, 256, (1, KL_TOKENS), generator=torch.Generator().manual_seed(0))
     seconds = interleaved(
-        {"head": lambda: x @ head.T, "kl": lambda: lp.rank(model, ids, criterion="kl", folder=place / "kl")}, repeats=1
+        {"head": lambda: x @ head.T, "kl": lambda: lp.rank(model, ids, criterion="kl", folder=place / "kl")}, repeats=3
     )
     layers = structure.num_layers
     of_layer = sum(p.numel() for p in structure.layers[0].parameters() if p.ndim == 2)

@@ -18,8 +18,9 @@ from lyapunov_prune.predictions.softmax import (
 
 # Columns of a tile, rows of it that go through the exponentials at once, and entries that one product makes: the head
 # is read once for all changes of these rows.
-_COLUMNS, _ROWS, _ENTRIES = 4096, 64, 2**22
+_COLUMNS, _ROWS, _ENTRIES = 4096, 64, 2**21
 _RUN = 128  # columns of which the largest is found first
+_STEPS = 4  # numbers that an entry of changed logits becomes
 MEASURES = 5
 
 
@@ -49,7 +50,7 @@ def measures(scorer: Scorer, dense: torch.Tensor, changed: Sequence[torch.Tensor
             z = logits.unflatten(0, states.shape[:2])
             tile = _Tile(z[0], temperature)
             if memory is None:
-                memory = tile.p.new_empty(3, changes * tile.p.numel())
+                memory = tile.z.new_empty(_STEPS * changes * tile.z.numel())
             of_dense.append(tile.sums())
             of_changed.append(torch.cat([tile.sums_of(some, memory) for some in z[1:].split(changes)], dim=1))
         found.append(_whole_vocabulary(torch.stack(of_dense), torch.stack(of_changed), temperature, columns))
@@ -65,7 +66,7 @@ def measures(scorer: Scorer, dense: torch.Tensor, changed: Sequence[torch.Tensor
 class _Tile:
     """The dense logits of a tile, rows × columns, which every change of them is held against.
 
-    With `h` the largest of a row: `z = logits − h`, `p̂ = exp(z/T)` and its squares, float64.
+    With `h` the largest of a row: `z = logits − h`, and as `weights` `p̂ = exp(z/T)` and its squares, float64.
     """
 
     def __init__(self, logits: torch.Tensor, temperature: float) -> None:
@@ -73,33 +74,32 @@ class _Tile:
         self.temperature = temperature
         self.height, self.column = _largest(logits)
         self.z = lift(logits) - self.height.unsqueeze(-1)
-        self.p = (self.z / temperature).exp_()
-        self.squared = self.p * self.p
+        p = (self.z / temperature).exp_()
+        self.weights = torch.stack([p, p * p], dim=1)
 
     def sums(self) -> torch.Tensor:
         """h, the column that has it, `Σ p̂` and `Σ p̂²`: 4 × rows."""
-        return torch.stack([self.height, lift(self.column), self.p.sum(-1), self.squared.sum(-1)])
+        return torch.stack([self.height, lift(self.column), *self.weights.sum(-1).unbind(1)])
 
     def sums_of(self, logits: torch.Tensor, memory: torch.Tensor) -> torch.Tensor:
         """Of changed logits, changes × rows × columns: 9 × changes × rows.
 
         With `c` the d in the column of h and `v = d − c`: their largest, the column that has it, c, `Σ p̂ v`, `Σ p̂ v²`,
-        `Σ p̂ (e^v − 1)`, `Σ p̂ v (e^v − 1)`, `Σ p̂² v` and `Σ p̂² v²`. The steps are taken in `memory`, 3 × entries: to
-        ask for it anew at each costs what the exponentials do.
+        `Σ p̂ (e^v − 1)`, `Σ p̂ v (e^v − 1)`, `Σ p̂² v` and `Σ p̂² v²`. The steps are taken in `memory`, `_STEPS` numbers an
+        entry: to ask for it anew at each costs what the exponentials do.
         """
         there = lift(logits.take_along_dim(self.column[None, :, None].to(logits.device), -1))
-        v, a, b = (part[: logits.numel()].view(logits.shape) for part in memory)
-        v.copy_(logits).sub_(there).sub_(self.z).div_(self.temperature)
-        first_r = torch.mul(self.squared, v, out=a).sum(-1)
-        second_r = a.mul_(v).sum(-1)
-        torch.expm1(v, out=b)
-        first = torch.mul(self.p, v, out=a).sum(-1)
-        second = v.mul_(a).sum(-1)
-        turned = a.mul_(b).sum(-1)
-        grown = b.mul_(self.p).sum(-1)
+        changes, rows, columns = logits.shape
+        steps = memory[: _STEPS * logits.numel()].view(rows, changes, _STEPS, columns)
+        v, square, grown, turned = steps.unbind(2)
+        v.copy_(logits.transpose(0, 1)).sub_(there.transpose(0, 1)).sub_(self.z.unsqueeze(1)).div_(self.temperature)
+        torch.mul(v, v, out=square)
+        torch.expm1(v, out=grown)
+        torch.mul(v, grown, out=turned)
+        sums = (self.weights @ steps.flatten(1, 2).mT).unflatten(-1, (changes, _STEPS)).permute(1, 3, 2, 0)
         height, column = _largest(logits)
         centre = (there.squeeze(-1) - self.height) / self.temperature
-        return torch.stack([height, lift(column), centre, first, second, grown, turned, first_r, second_r])
+        return torch.stack([height, lift(column), centre, *sums[0], *sums[1, :2]])
 
 
 def _whole_vocabulary(dense: torch.Tensor, changed: torch.Tensor, temperature: float, columns: int) -> torch.Tensor:
