@@ -33,7 +33,7 @@ PLACE, LIMIT = "LYAPUNOV_PRUNE_CACHE", "LYAPUNOV_PRUNE_CACHE_GB"
 _GIGABYTES = 20.0
 _SEAL = "cached.json"
 _ENTRY = re.compile("[0-9a-f]{64}-.+")
-_CHUNK = 2**20
+_CHUNK = 2**24
 T = TypeVar("T")
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import importlib.util
+import json
 import logging
 import os
 import re
@@ -271,6 +272,10 @@ def _save(loaded: Loaded, folder: Path) -> None:
     with quiet():
         loaded.model.save_pretrained(folder)
         loaded.tokenizer.save_pretrained(folder)
+    file = folder / "tokenizer.json"
+    if file.is_file():  # written to be read by people: of 262,144 tokens more than half of it is white space
+        content = json.loads(file.read_text(encoding="utf-8"))
+        file.write_text(json.dumps(content, ensure_ascii=False, separators=(",", ":")), encoding="utf-8")
 
 
 def _load_whole(where: Path, folder: Path, source: dict[str, Any], options: dict[str, Any]) -> Loaded:
