@@ -40,10 +40,9 @@ class Continuations:
 
         Raises NonFiniteError naming the layer, or LyapunovPruneError, when the model gives no finite numbers.
         """
-        wanted = [torch.tensor(text[-count:]) for text, count in zip(texts, scored, strict=True)]
-        blocks = self.scorer.split(torch.cat(self._states(texts, scored)))
-        tokens = torch.cat(wanted).split([len(rows) for rows in blocks])
-        parts = [self._answers(rows, each) for rows, each in zip(blocks, tokens, strict=True)]
+        wanted = torch.cat([torch.tensor(text[-count:]) for text, count in zip(texts, scored, strict=True)])
+        states = torch.cat(self._states(texts, scored))
+        parts = [self._answers(rows, tokens) for rows, tokens in self.scorer.split(states, wanted)]
         log_p, likeliest = (torch.cat(columns).split(list(scored)) for columns in zip(*parts, strict=True))
         sums = [float(each.sum()) for each in log_p]
         if not torch.tensor(sums).isfinite().all():

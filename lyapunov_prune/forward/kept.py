@@ -13,11 +13,10 @@ import torch
 from transformers import PreTrainedModel
 
 from lyapunov_prune.forward.logits import SAME_LIMIT, deviation, only_last, uncached_logits
-from lyapunov_prune.forward.scoring import Scorer
+from lyapunov_prune.forward.scoring import Scorer, rows_at_once
 from lyapunov_prune.models.hooked import hooked
 from lyapunov_prune.models.structure import find_structure
 
-_ENTRIES = 2**22  # of positions × vocabulary, formed at once
 _TRIED = 16  # positions at the end of a window, whose states are tried on the logits that the forward itself gives them
 
 
@@ -32,7 +31,7 @@ class KeptLogits:
     def __init__(self, model: PreTrainedModel, inputs: Sequence[torch.Tensor]) -> None:
         head: Any = model.get_output_embeddings()
         self._model = model
-        self._block = max(1, _ENTRIES // len(head.weight)) if hasattr(head, "weight") else 0
+        self._block = rows_at_once(len(head.weight)) if hasattr(head, "weight") else 0
         large = [ids for ids in inputs if self._block and not ids.is_floating_point() and ids.numel() > self._block]
         taken = large and only_last(model, _TRIED)
         scorer = Scorer(model, find_structure(model), large[0]) if taken else None

@@ -43,7 +43,7 @@ class Scorer:
         self.model, self.structure = model, structure
         self.head: Any = model.get_output_embeddings()
         self.vocabulary = len(self.head.weight)
-        self._rows = max(1, _ENTRIES // self.vocabulary)
+        self._rows = rows_at_once(self.vocabulary)
         ids = ids[:1, : min(_TOKENS, max(8, self._rows // 4))]
         answers: list[tuple[nn.Module, ModelOutput]] = []
 
@@ -104,11 +104,11 @@ class Scorer:
     def blocks(self, state: torch.Tensor) -> Iterator[torch.Tensor]:
         """`logits` of a final state (tokens × width), the model's own, a block of positions at a time."""
         self._require_entered()
-        yield from map(self.own, self.split(state))
+        yield from (self.own(rows) for (rows,) in self.split(state))
 
-    def split(self, state: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """The positions of a state (tokens × width) whose logits are formed at once, one block after the other."""
-        return state.split(self._rows)
+    def split(self, *of: torch.Tensor) -> Iterator[tuple[torch.Tensor, ...]]:
+        """Of tensors with a row a position, those whose logits are formed at once, one block after the other."""
+        return zip(*(each.split(self._rows) for each in of), strict=True)
 
     def loss(self, state: torch.Tensor, ids: torch.Tensor) -> float:
         """`next_token_loss` of one window from its final state (tokens × width), by `blocks`.
@@ -187,6 +187,11 @@ class Scorer:
             return self.model(ids, use_cache=False).logits[0]
         finally:
             restore(decoder, before)
+
+
+def rows_at_once(vocabulary: int) -> int:
+    """Positions whose logits, the model's own, are formed at once."""
+    return max(1, _ENTRIES // vocabulary)
 
 
 def is_large(model: PreTrainedModel, ids: torch.Tensor) -> bool:

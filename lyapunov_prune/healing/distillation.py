@@ -138,7 +138,7 @@ class Distillation:
             known = final_state(teacher.structure, part).flatten(0, 1)
         state = final_state(student.structure, part).flatten(0, 1)
         ends, loss = state.detach().requires_grad_(), 0.0
-        for rows, taught in zip(student.split(ends), student.split(known), strict=True):
+        for rows, taught in student.split(ends, known):
             with torch.no_grad():
                 target = teacher.own(taught)
             loss += self._backward(student.own(rows), target, len(ends) * items)

@@ -285,8 +285,7 @@ def _likelihoods(
     read = torch.cat([row[context - 1 : length - 1] for row, length in zip(state, lengths, strict=True)])
     parts: list[torch.Tensor] = []
     first = torch.empty(0)
-    blocks = scorer.split(read)
-    for rows, tokens in zip(blocks, wanted.split([len(rows) for rows in blocks]), strict=True):
+    for rows, tokens in scorer.split(read, wanted):
         z = lift(scorer.logits(rows)).cpu()
         first = first if parts else z[0].clone()
         parts.append(z.log_softmax(-1).gather(-1, tokens.unsqueeze(-1)).squeeze(-1))

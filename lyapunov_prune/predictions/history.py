@@ -200,9 +200,8 @@ def _measures(
     readings: Sequence[Reading], dense: torch.Tensor, changed: torch.Tensor, temperature: float
 ) -> torch.Tensor:
     """The measures of every row of final states, and `may_spend`: measures × rows, float64."""
-    blocks = readings[0].scorer.split(dense)
     parts = []
-    for h, h2 in zip(blocks, changed.split([len(rows) for rows in blocks]), strict=True):
+    for h, h2 in readings[0].scorer.split(dense, changed):
         z, z2 = (reading.scorer.logits(x).cpu() for reading, x in zip(readings, (h, h2), strict=True))
         if z.shape != z2.shape:
             raise LyapunovPruneError(

@@ -123,7 +123,7 @@ def test_a_decoder_without_such_a_cache_runs_every_text_whole(
 
 def test_blocks_of_rows_do_not_show(llama: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> None:
     whole = made(llama)(TEXTS, SCORED)
-    monkeypatch.setattr(Scorer, "split", lambda self, state: state.split(2))
+    monkeypatch.setattr(Scorer, "split", lambda self, *of: zip(*(each.split(2) for each in of), strict=True))
     same(made(llama)(TEXTS, SCORED), whole)
 
 

@@ -12,7 +12,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from lyapunov_prune import remove_layers, verify_removal
-from lyapunov_prune.forward import kept
+from lyapunov_prune.forward import scoring
 from lyapunov_prune.forward.kept import KeptLogits
 from lyapunov_prune.forward.logits import deviation, uncached_logits
 from lyapunov_prune.models.structure import find_structure
@@ -23,7 +23,7 @@ VOCABULARY = 97
 
 @pytest.fixture(autouse=True)
 def _blocks_of_seven(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kept, "_ENTRIES", 7 * VOCABULARY + 3)
+    monkeypatch.setattr(scoring, "_ENTRIES", 7 * VOCABULARY + 3)
 
 
 @pytest.fixture
@@ -123,7 +123,7 @@ def test_logits_that_are_not_finite_deviate_by_infinity(inputs: list[torch.Tenso
 @contextmanager
 def _whole(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     with monkeypatch.context() as patched:
-        patched.setattr(kept, "_ENTRIES", 2**30)
+        patched.setattr(scoring, "_ENTRIES", 2**30)
         yield
 
 

@@ -47,7 +47,7 @@ def shared(item: ChoiceItem, tokenizer: PreTrainedTokenizerFast) -> tuple[list[i
 def test_log_likelihoods_and_masses_are_the_definitions(
     bos: bool, reader: PreTrainedModel, pruned: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(Scorer, "split", lambda self, state: state.split(5))
+    monkeypatch.setattr(Scorer, "split", lambda self, *of: zip(*(each.split(5) for each in of), strict=True))
     tokenizer = make_tokenizer(adds_bos=bos)
     found = compare_choices(reader, pruned, ITEMS, tokenizer)
     for i, item in enumerate(ITEMS):
