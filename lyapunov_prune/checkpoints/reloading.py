@@ -68,11 +68,11 @@ def reload_check(
     broken = _wrong_keys(info) or changed_setting(pruned, reloaded)
     if broken:
         return GateCheck(RELOADED, False, float("inf"), limit, broken)
-    _share_rounded_tables(pruned, reloaded)
     if plain:
         share_equal(reloaded, dict(pruned.named_parameters(remove_duplicate=False)))
     if place == "cpu":
         reloaded.to(pruned.device)
+    _share_rounded_tables(pruned, reloaded)
     with quiet():  # the first forward of packed weights draws a bar
         kept = KeptLogits(reloaded, inputs)
     worst = kept.deviation(KeptLogits(pruned, inputs))

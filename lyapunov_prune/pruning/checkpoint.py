@@ -83,7 +83,7 @@ def write_pruned(
     pruned = make_compact(model, cuts, shared=True) if compact else cut(model, plan, merged, mends, shared=True)
     plan.require_model(model)  # had the cut written into what both share, the gate would hold the fault against itself
     with whole_folder(target) as folder:
-        if format == "compact":
+        if compact:
             gate = save_compact(folder, model, pruned, tokenizer, cuts, batch)
         else:
             assert not isinstance(batch, ImageBatch)  # `_require_possible`
