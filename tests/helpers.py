@@ -680,14 +680,17 @@ def tree() -> dict[str, bytes | None]:
     return {str(p): p.read_bytes() if p.is_file() else None for p in Path().rglob("*")}
 
 
+def free_port() -> str:
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        return str(free.getsockname()[1])
+
+
 def launched_twice(script: Path) -> subprocess.CompletedProcess[str]:
     """`script` in two processes that know of each other.
 
     What `accelerate launch` starts for several devices; its --cpu starts one process whatever --num_processes says.
     """
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        port = str(free.getsockname()[1])
-    launch = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", "--master_port", port]
+    launch = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", "--master_port", free_port()]
     env = {**os.environ, "OMP_NUM_THREADS": "1"}
     return subprocess.run([*launch, str(script)], env=env, capture_output=True, text=True, timeout=300)

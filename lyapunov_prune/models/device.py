@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import os
 from datetime import timedelta
 
@@ -36,8 +37,12 @@ def processes_of(model: PreTrainedModel) -> PartialState:
 
 def processes(*, on_cpu: bool) -> PartialState:
     """The processes that `accelerate launch` started, for work on the CPU or on a GPU of each."""
+    found_ready = torch.distributed.is_initialized()
     # Without `cpu` those of a machine that has no GPU would not know of each other.
-    return PartialState(cpu=on_cpu, timeout=timedelta(days=30))
+    among = PartialState(cpu=on_cpu, timeout=timedelta(days=30))
+    if on_cpu and not found_ready:  # gloo's threads must not outlive the interpreter: it aborts, the work long done
+        atexit.register(among.destroy_process_group)
+    return among
 
 
 def free_memory(device: str) -> int:

@@ -676,7 +676,7 @@ def test_an_unknown_split(run_bad: Callable[..., str]) -> None:
 def test_a_failed_gate_is_exit_code_1_and_nothing_written(
     run: Callable[..., Done], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def wrongly(model: PreTrainedModel, plan: PruningPlan, *more: Any) -> PreTrainedModel:
+    def wrongly(model: PreTrainedModel, plan: PruningPlan, *more: Any, **how: Any) -> PreTrainedModel:
         pruned = cut(model, plan)
         wrong_layer_idx(pruned)
         return pruned

@@ -33,9 +33,7 @@ from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from lyapunov_prune.errors import LyapunovPruneError
-from lyapunov_prune.models import device as device_module
 from lyapunov_prune.models import loading
-from lyapunov_prune.models.device import resolve_device
 from lyapunov_prune.models.folder import loading_errors
 from lyapunov_prune.models.loading import BUILTIN, builtin_folder, load
 from lyapunov_prune.models.plain import quantisation
@@ -350,29 +348,6 @@ def test_an_unknown_dtype_is_refused(dtype: str, checkpoint: Path) -> None:
 def test_a_device_that_is_not_there_is_refused(device: str, checkpoint: Path) -> None:
     with pytest.raises(LyapunovPruneError, match=f"there is no device {device} here; give cpu, cuda"):
         load(checkpoint, device=device)
-
-
-@pytest.mark.parametrize(
-    ("cuda", "mps", "rank", "wanted"),
-    [
-        (True, True, None, "cuda"),
-        (True, False, "2", "cuda:2"),
-        (False, True, None, "mps"),
-        (False, False, None, "cpu"),
-        (False, False, "2", "cpu"),
-    ],
-)
-def test_auto_is_the_gpu_if_there_is_one(
-    cuda: bool, mps: bool, rank: str | None, wanted: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: cuda)
-    monkeypatch.setattr(torch.backends.mps, "is_available", lambda: mps)
-    monkeypatch.setattr(device_module, "_usable", lambda name: True)
-    if rank is not None:  # a process of accelerate launch
-        monkeypatch.setenv("LOCAL_RANK", rank)
-    assert resolve_device("auto") == wanted
-    assert resolve_device("cuda") == ("cuda" if rank is None else f"cuda:{rank}")
-    assert resolve_device("cuda:1") == "cuda:1"
 
 
 def test_a_model_on_one_device_is_whole_and_not_dispatched(checkpoint: Path, reader: PreTrainedModel) -> None:
