@@ -34,7 +34,7 @@ class Benchmark:
     rows: list[Ratio] = field(default_factory=list)
 
     def add(self, what: str, against: str, ratio: float, limit: float) -> None:
-        self.rows.append(Ratio(what, against, float(f"{ratio:.3g}"), limit))
+        self.rows.append(Ratio(what, against, float(f"{ratio:.4g}"), limit))
         met = "ok" if ratio <= limit else "OVER"
         print(f"{what + ' / ' + against:<78} {ratio:5.2f}  limit {limit:.2f}  {met}", flush=True)
 
