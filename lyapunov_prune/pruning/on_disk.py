@@ -29,19 +29,25 @@ from lyapunov_prune.results.files import require_empty, whole_folder
 from lyapunov_prune.results.history import HISTORY, add_step, history_of
 
 SHARD_BYTES = 5 * 10**9
-COPIES = 2  # of the model that removal in memory holds at its peak: the original, and what is reloaded for the gate
 
 
 def too_large(name: str, device: str = "cpu", *, offline: bool = False) -> str:
-    """Why the copies that `write_pruned` makes of the checkpoint `name` do not fit in what `device` has free; or ""."""
+    """Why `write_pruned` has no room for the checkpoint `name` on `device`; or "".
+
+    At its peak removal in memory holds the original, which is on `device`, and what is reloaded for the gate, which is
+    read on the CPU.
+    """
     if name.endswith(".gguf"):
         return ""  # no safetensors to copy from
     files = checkpoint_folder(name, offline=offline).glob("*.safetensors")
-    sizes = (file.stat().st_size for file in files if file.is_file())  # a link may lead nowhere
-    needed, free, where = COPIES * sum(sizes), free_memory(device), f" on {device}" if device.startswith("cuda") else ""
-    return (
-        f"{COPIES} copies need {needed / 1e9:.1f} GB and {free / 1e9:.1f} GB are free{where}" if needed > free else ""
-    )
+    size = sum(file.stat().st_size for file in files if file.is_file())  # a link may lead nowhere
+    apart = device.startswith("cuda")
+    for place, copies in {device: 1, "cpu": 1}.items() if apart else [(device, 2)]:
+        needed, free = copies * size, free_memory(place)
+        if needed > free:
+            what = "one copy needs" if copies == 1 else "two copies need"
+            return f"{what} {needed / 1e9:.1f} GB and {free / 1e9:.1f} GB are free" + f" on {place}" * apart
+    return ""
 
 
 def prune_on_disk(

@@ -426,7 +426,7 @@ def test_what_does_not_fit_is_pruned_on_disk(command: Callable[..., Any], monkey
     assert "and 0.0 GB are free" in too_large("tiny")
     code, out, err = command("--layers", "1,4")
     assert (code, err) == (0, "")
-    assert "Pruned on disk (2 copies need 0.0 GB and 0.0 GB are free)" in out
+    assert "Pruned on disk (two copies need 0.0 GB and 0.0 GB are free)" in out
 
 
 def test_what_does_not_fit_on_the_gpu_is_pruned_on_disk(
@@ -435,11 +435,19 @@ def test_what_does_not_fit_on_the_gpu_is_pruned_on_disk(
     """The GPU of this machine is one that the test made up."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(device, "_usable", lambda name: True)
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda name: {"cuda": (1000, 1000)}[name])
-    assert "--remove needs the model in memory (2 copies need" in command("--remove", "1")[2]
+    free = {"cuda": 1000, "cpu": 10**9}
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda name: (free[name], 10**9))
+    monkeypatch.setattr(device.psutil, "virtual_memory", lambda: type("Memory", (), {"available": free["cpu"]}))
+    assert "--remove needs the model in memory (one copy needs" in command("--remove", "1")[2]
     code, out, err = command("--layers", "1,4")
     assert (code, err) == (0, "")
-    assert "Pruned on disk (2 copies need 0.0 GB and 0.0 GB are free on cuda)" in out
+    assert "Pruned on disk (one copy needs 0.0 GB and 0.0 GB are free on cuda)" in out
+    size = os.path.getsize("tiny/model.safetensors")
+    free |= {"cuda": size, "cpu": size}  # one on each: the original, and what is reloaded
+    assert too_large("tiny", "cuda") == ""
+    assert too_large("tiny") == f"two copies need {2 * size / 1e9:.1f} GB and {size / 1e9:.1f} GB are free"
+    free["cpu"] -= 1
+    assert "are free on cpu" in too_large("tiny", "cuda")
 
 
 def test_what_fits_is_pruned_in_memory(command: Callable[..., Any]) -> None:
@@ -602,4 +610,3 @@ def raw(tensor: Any) -> memoryview:
 
 def test_without_a_word_a_file_holds_five_gigabytes() -> None:
     assert inspect.signature(shards.prune_on_disk).parameters["shard_bytes"].default == 5_000_000_000
-    assert shards.COPIES == 2
