@@ -27,7 +27,7 @@ _WIDENED = 2**20  # entries taken to float32 at once, and their exponentials bes
 _TOKENS = 32  # that the head is tried on, fewer where their logits are more than a block
 _SAME = 1e-4
 # Largest logits of the states that the head is tried on: what a model does to large ones alone, a cap, shows there.
-_HEIGHTS = 4.0 ** torch.arange(-2, 11)
+_HEIGHTS = 16.0 ** torch.arange(-1, 6)
 
 
 class Scorer:
@@ -63,10 +63,7 @@ class Scorer:
         # ... unless it asks another module, or more of the decoder than its state.
         self.enters = bool(own) and _same(self.own(state), logits.split(_COLUMNS, -1))
         self.blockwise = (
-            self.enters
-            and state.shape[-1] == self.head.weight.shape[-1]
-            and _same(logits, self._bare_tiles(state, _COLUMNS))
-            and self._bare_at_all_heights(state, logits)
+            self.enters and state.shape[-1] == self.head.weight.shape[-1] and self._bare_is_own(state, logits)
         )
 
     def __call__(self, ids: torch.Tensor) -> tuple[list[float], torch.Tensor]:
@@ -149,21 +146,19 @@ class Scorer:
         # A later tile towers over the first by more than exp can hold.
         return torch.stack([z.float().logsumexp(-1) for z in self.tiles(rows, _COLUMNS)]).logsumexp(0)
 
-    def _bare_at_all_heights(self, state: torch.Tensor, logits: torch.Tensor) -> bool:
-        """Whether the head's matrix gives the model's own logits, however large they are.
+    def _bare_is_own(self, state: torch.Tensor, logits: torch.Tensor) -> bool:
+        """Whether the head's matrix gives the model's own logits, those of `state` and far larger and smaller ones.
 
         What half precision, which ends at 65,504, cannot hold is not asked.
         """
         sizes = _largest(logits.float())
         row = state[sizes.argmax().to(state.device)].float()
         scales = torch.cat([_HEIGHTS, -_HEIGHTS]).to(state.device) / sizes.max().to(state.device)
-        rows = (scales.unsqueeze(-1) * row).to(state.dtype)
-        for some in rows.split(min(self._rows, len(_HEIGHTS))):
-            away, size = _away(self.own(some), self._bare_tiles(some, _COLUMNS))
-            held = size.isfinite() & some.isfinite().all(-1).to(size.device)
-            if not (away <= _SAME * size)[held].all():
-                return False
-        return True
+        scaled = (scales.unsqueeze(-1) * row).to(state.dtype)
+        rows, own = torch.cat([state, scaled]), torch.cat([logits, self.own(scaled).to(logits.device)])
+        away, size = _away(own, self._bare_tiles(rows, _COLUMNS))  # the head is read once for all
+        held = size.isfinite() & rows.isfinite().all(-1).to(size.device)
+        return bool((away <= _SAME * size)[held].all())
 
     def _bare(self, state: torch.Tensor) -> torch.Tensor:
         return linear(state.to(self.head.weight.device), self.head.weight, self.head.bias)
