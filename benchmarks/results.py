@@ -66,7 +66,7 @@ def written() -> dict[str, str]:
     for content in found.values():
         for row in (Ratio(**row) for row in content["ratios"]):
             missed = ", **missed**" if row.ratio > row.limit else ""
-            lines.append(f"| {row.what} | {row.against} | {row.ratio:g} | {row.limit:.2f}{missed} |")
+            lines.append(f"| {row.what} | {row.against} | {row.ratio:.3g} | {row.limit:.2f}{missed} |")
     about = [f"- `benchmarks/{name}.py`: {content['source']}; {content['machine']}" for name, content in found.items()]
     return {"ratios": "\n".join(lines) + "\n", "source": "\n".join(about) + "\n"}
 

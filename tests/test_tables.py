@@ -146,10 +146,10 @@ def test_a_ratio_over_its_limit_is_shown_as_missed(tmp_path: Path, monkeypatch: 
     for command in results.COMMANDS:
         benchmark = results.Benchmark(command)
         benchmark.add("a", "b", 0.5004, 1.0)
-        benchmark.add("c", "d", 1.5, 1.0)
+        benchmark.add("c", "d", 1.003, 1.0)
         benchmark.save()
     found = results.written()
-    assert "| a | b | 0.5 | 1.00 |\n| c | d | 1.5 | 1.00, **missed** |\n" in found["ratios"]
+    assert "| a | b | 0.5 | 1.00 |\n| c | d | 1 | 1.00, **missed** |\n" in found["ratios"]
     assert "- `benchmarks/run.py`: one run of benchmarks/run.py; " in found["source"]
 
 
