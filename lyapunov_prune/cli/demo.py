@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from lyapunov_prune.data.batch import require_disjoint
 from lyapunov_prune.data.text import load_text
 from lyapunov_prune.errors import LyapunovPruneError
-from lyapunov_prune.evaluation.perplexity import perplexity
+from lyapunov_prune.evaluation.perplexity import Perplexity, perplexity
 from lyapunov_prune.evaluation.speed import Speed, measure_speed
 from lyapunov_prune.healing.heal import heal
 from lyapunov_prune.models.loading import BUILTIN, load
@@ -61,6 +63,10 @@ def run_demo(
     evaluation = load_text("builtin", tokenizer, tokens=tokens, context=context, split="evaluation")
     require_disjoint(calibration, evaluation)
 
+    @cache
+    def dense() -> Perplexity:
+        return perplexity(model, evaluation, description="perplexity, dense")
+
     profile = kept_profile(run / "profile.json", model, calibration, resume=resume)
     show("profile", profile)
 
@@ -74,7 +80,7 @@ def run_demo(
         RemovalCurve,
         evaluation.measured_on(model),
         removed,
-        lambda: evaluate_removals(model, plans, evaluation),
+        lambda: evaluate_removals(model, plans, evaluation, dense=dense()),
         resume=resume,
     )
     show("removal", curve)
@@ -95,13 +101,12 @@ def run_demo(
     def recovered() -> RemovalCurve:
         mended = mend(model, plan, calibration)
         healed = heal(mended, model, calibration, steps=STEPS).model
-        states = {"cut": remove_layers(model, plan), "mended": mended, f"mended, healed {STEPS} steps": healed}
-        dense = perplexity(model, evaluation, description="perplexity, dense")
-        rows = [removal_row("dense", (), dense, dense, model)]
-        for name, state in states.items():
+        cut = next(row for row in curve.rows if (row.criterion, row.removed) == (criterion, plan.remove))
+        rows = [curve.dense, replace(cut, criterion="cut")]
+        for name, state in {"mended": mended, f"mended, healed {STEPS} steps": healed}.items():
             after = perplexity(state, evaluation, description=f"perplexity, {name}")
-            rows.append(removal_row(name, plan.remove, after, dense, state))
-        return RemovalCurve(tuple(rows), dense.measured_on)
+            rows.append(removal_row(name, plan.remove, after, dense(), state))
+        return RemovalCurve(tuple(rows), curve.measured_on)
 
     asked = {"removed": plan.remove, "steps": STEPS}
     on = evaluation.measured_on(model)

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 import pandas as pd
 from transformers import PreTrainedModel
 
+from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.evaluation.perplexity import Perplexity, perplexity
 from lyapunov_prune.forward.reading import Readable, read
 from lyapunov_prune.progress import track
@@ -63,14 +64,19 @@ def evaluate_removals(
     plans: Mapping[str, list[PruningPlan]],
     batch: Readable,
     *,
+    dense: Perplexity | None = None,
     batch_size: int = 1,
 ) -> RemovalCurve:
     """Perplexity of the dense model and of the pruned model of every plan, by criterion.
 
-    Plans that remove the same are measured once.
+    Plans that remove the same are measured once, and `model` not at all where it is known what it is on `batch`:
+    `dense`. Raises LyapunovPruneError for a `dense` of another model or text.
     """
     reading = read(model, batch)
-    dense = perplexity(model, reading, batch_size=batch_size, description="perplexity, dense")
+    if dense is None:
+        dense = perplexity(model, reading, batch_size=batch_size, description="perplexity, dense")
+    elif dense.measured_on != reading.measured_on():
+        raise LyapunovPruneError("the dense perplexity is another model's or of another text; leave it out")
     rows = [removal_row("dense", (), dense, dense, model)]
     measured: dict[tuple[tuple[int, ...], ...], RemovalRow] = {}
     jobs = [(criterion, plan) for criterion, chosen in plans.items() for plan in chosen]

@@ -9,6 +9,7 @@ import torch
 from transformers import PreTrainedModel
 
 from lyapunov_prune import PruningPlan, perplexity, remove_layers
+from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.pruning import curve as removal
 from lyapunov_prune.pruning.curve import RemovalCurve, evaluate_removals
 
@@ -47,6 +48,20 @@ def test_a_set_of_layers_is_measured_once(
     monkeypatch.setattr(removal, "remove_layers", lambda m, p: calls.append(p.remove) or remove_layers(m, p))
     evaluate_removals(llama, plans, ids)
     assert calls == [(2,), (2, 3), (4,)]
+
+
+def test_a_dense_perplexity_that_is_known_is_not_measured_again(
+    llama: PreTrainedModel,
+    plans: dict[str, list[PruningPlan]],
+    ids: torch.Tensor,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    wanted, dense, of = evaluate_removals(llama, plans, ids), perplexity(llama, ids), []
+    monkeypatch.setattr(removal, "perplexity", lambda m, *a, **k: of.append(m) or perplexity(m, *a, **k))
+    assert evaluate_removals(llama, plans, ids, dense=dense) == wanted
+    assert llama not in of
+    with pytest.raises(LyapunovPruneError, match="another model's or of another text; leave it out"):
+        evaluate_removals(llama, plans, ids[:2], dense=dense)
 
 
 def test_saves_and_loads(
