@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import shutil
 import sys
 from collections.abc import Callable
@@ -19,6 +20,13 @@ from lyapunov_prune.models.loading import Loaded, load
 
 # Two test processes on two cores: more threads would spend their time waiting for each other.
 torch.set_num_threads(1)
+# Modules and collected tests stay: Python would look for garbage among their many objects again and again.
+gc.disable()
+
+
+def pytest_collection_finish() -> None:
+    gc.freeze()
+    gc.enable()
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

@@ -52,6 +52,8 @@ def weight_digests(model: nn.Module) -> dict[str, str]:
 def digests_of(names: Collection[str], read: Callable[[str], torch.Tensor]) -> dict[str, dict[str, str]]:
     """`tensor_digests` of what `read` gives for each name; at most four tensors at a time."""
     threads = torch.get_num_threads()
+    if threads == 1:  # a pool of one would take as long to hand small tensors over as they take
+        return {name: tensor_digests(read(name)) for name in names}
     torch.set_num_threads(1)  # a thread a tensor, and no waiting for each other at each of thousands of short steps
     try:
         with ThreadPoolExecutor(min(threads, 4)) as pool:

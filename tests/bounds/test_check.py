@@ -290,7 +290,7 @@ def test_bad_settings_are_refused(few: torch.Tensor) -> None:
 # Real sizes.
 
 
-def train_gpt2(steps: int = 200) -> tuple[PreTrainedModel, torch.Tensor, float, float]:
+def train_gpt2(steps: int = 100) -> tuple[PreTrainedModel, torch.Tensor, float, float]:
     """A byte-level GPT-2 trained on the built-in text from nothing; with its first and last loss."""
     from lyapunov_prune.data.text import _read
 

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import functools
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from families.zoo import ZOO, make_zoo
-from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
+from families.zoo import ZOO, each_by_itself
+from transformers import PreTrainedModel
 
 import lyapunov_prune as lp
 from lyapunov_prune.checkpoints import layer_stream as streaming
@@ -18,7 +20,7 @@ from lyapunov_prune.checkpoints.streamed import load_streamed
 from lyapunov_prune.compression.on_disk import compress_on_disk
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.forward.logits import SAME_LIMIT, deviation
-from lyapunov_prune.models.loading import load
+from lyapunov_prune.models.loading import Loaded, load
 from lyapunov_prune.models.structure import identify
 
 # Inside a multimodal model; of a family that was not judged; several states a token, the batch not the first of them;
@@ -32,52 +34,54 @@ REFUSED = {
 }
 
 
-def saved(name: str, tokenizer: PreTrainedTokenizerFast, folder: Path) -> PreTrainedModel:
-    """The decoder in `folder`, as it is loaded in memory; skips one that cannot be had here."""
+# The tests of a decoder come one after the other.
+@functools.lru_cache(maxsize=1)
+def in_memory(folder: Path) -> PreTrainedModel:
     try:
-        make_zoo(name).save_pretrained(folder)
-        AutoModelForCausalLM.from_pretrained(folder).save_pretrained(folder)  # its padding row is zero now (youtu)
-        tokenizer.save_pretrained(folder)
         return load(folder).model
     except Exception:
-        pytest.skip("this decoder cannot be built, saved and loaded here")
+        pytest.skip("this decoder cannot be loaded here")
+
+
+@functools.lru_cache(maxsize=1)
+def apart(folder: Path) -> Loaded:
+    return load_streamed(folder)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ZOO)
+@pytest.mark.parametrize("name", each_by_itself(ZOO))
 def test_every_decoder_is_streamed_as_in_memory_or_refused(
-    name: str, tokenizer: PreTrainedTokenizerFast, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    name: str, saved: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(streaming, "TOKENS", 1)
-    whole = saved(name, tokenizer, tmp_path)
+    whole = in_memory(saved(name))
     if name in REFUSED:
         with pytest.raises(LyapunovPruneError, match=f"{REFUSED[name]}.*; take it in memory"):
-            load_streamed(tmp_path)
+            load_streamed(saved(name))
         return
-    apart = load_streamed(tmp_path).model
-    assert identify(apart) == identify(whole)
+    streamed = apart(saved(name)).model
+    assert identify(streamed) == identify(whole)
     ids = torch.randint(3, 97, (3, 24), generator=torch.Generator().manual_seed(1))
     with torch.no_grad():
-        assert deviation(*(m(ids, use_cache=False).logits for m in (apart, whole))) <= 10 * SAME_LIMIT[whole.dtype]
+        assert deviation(*(m(ids, use_cache=False).logits for m in (streamed, whole))) <= 10 * SAME_LIMIT[whole.dtype]
     try:
         wanted = lp.block_influence(whole, ids).influence
     except LyapunovPruneError as error:
         with pytest.raises(LyapunovPruneError, match=str(error)[:20]):
-            lp.block_influence(apart, ids)
+            lp.block_influence(streamed, ids)
         return
-    np.testing.assert_allclose(lp.block_influence(apart, ids).influence, wanted, rtol=1e-3, atol=1e-7)
+    np.testing.assert_allclose(lp.block_influence(streamed, ids).influence, wanted, rtol=1e-3, atol=1e-7)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [name for name in ZOO if name not in REFUSED])
+@pytest.mark.parametrize("name", each_by_itself(name for name in ZOO if name not in REFUSED))
 def test_every_decoder_is_compressed_as_in_memory_or_refused_as_there(
-    name: str, tokenizer: PreTrainedTokenizerFast, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    name: str, saved: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(streaming, "TOKENS", 1)
-    whole = saved(name, tokenizer, tmp_path / "source")
+    whole, loaded = in_memory(saved(name)), apart(saved(name))
     ids = torch.randint(3, 97, (3, 24), generator=torch.Generator().manual_seed(1))
-    loaded = load_streamed(tmp_path / "source")
-    for method in ("magnitude", "wanda"):
+    for method in ("wanda", "magnitude"):  # the second reads and writes no more than the first
         how: dict[str, Any] = {"method": method, "sparsity": 0.5}
         try:
             wanted = lp.compress(whole, ids, **how).model.state_dict()
@@ -89,3 +93,4 @@ def test_every_decoder_is_compressed_as_in_memory_or_refused_as_there(
         found = load(tmp_path / method).model.state_dict()
         for key, tensor in wanted.items():
             torch.testing.assert_close(found[key], tensor, rtol=1e-4, atol=1e-5, equal_nan=True)
+        break

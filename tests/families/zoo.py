@@ -7,8 +7,10 @@ know: sizes with other names, and the switches that make a family mix all of its
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterable
 from typing import Any
 
+import pytest
 import torch
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
@@ -309,6 +311,11 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen2_moe-sparse-step": ("qwen2_moe", {"decoder_sparse_step": 2, "mlp_only_layers": [3]}),
 }
 ZOO: tuple[str, ...] = tuple(sorted([*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, *VARIANTS]))
+
+
+def each_by_itself(names: Iterable[str]) -> list[Any]:
+    """A parameter a decoder. All tests of one run in one process, which saves it once (`saved` in conftest.py)."""
+    return [pytest.param(name, marks=pytest.mark.xdist_group(f"zoo {name}")) for name in names]
 
 
 def model_type_of(name: str) -> str:
