@@ -155,7 +155,7 @@ class Scorer:
         row = state[sizes.argmax().to(state.device)].float()
         scales = torch.cat([_HEIGHTS, -_HEIGHTS]).to(state.device) / sizes.max().to(state.device)
         scaled = (scales.unsqueeze(-1) * row).to(state.dtype)
-        rows, own = torch.cat([state, scaled]), torch.cat([logits, self.own(scaled).to(logits.device)])
+        rows, own = torch.cat([state, scaled]), torch.cat([logits, *(self.own(some) for (some,) in self.split(scaled))])
         away, size = _away(own, self._bare_tiles(rows, _COLUMNS))  # the head is read once for all
         held = size.isfinite() & rows.isfinite().all(-1).to(size.device)
         return bool((away <= _SAME * size)[held].all())
