@@ -1,7 +1,8 @@
 """Theorems, the checkers that rest on them, and checks of a whole model.
 
 - `bound_check`: one check; `checkers`, `probability`, `decision`, `choice`: one checker a theorem;
-- `approximate`, `trajectory`: matrices that check themselves on every forward, and states side by side;
+- `approximation`, `approx_linear`, `approximate`, `trajectory`: matrices that check themselves on every forward, and
+  states side by side;
 - `check`, `written`, `report`: a model put through a grid of settings, or held against what was made of it, and the
   result, with `distribution` and `alignment`; `merged`: a merged feed-forward block held against its theorems;
 - `theorems`: the registry of what is proven in `lean/`.

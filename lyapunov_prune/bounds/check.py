@@ -20,7 +20,9 @@ import torch
 from transformers import PreTrainedModel
 
 from lyapunov_prune.arguments import checked
-from lyapunov_prune.bounds.approximate import Approximation, Record, approximate, approximation, certify_difference
+from lyapunov_prune.bounds.approx_linear import Record
+from lyapunov_prune.bounds.approximate import approximate
+from lyapunov_prune.bounds.approximation import Approximation, approximation, certify_difference
 from lyapunov_prune.bounds.distribution import RatioDistribution
 from lyapunov_prune.bounds.report import BoundsReport, Seen, Setting, Violation
 from lyapunov_prune.bounds.trajectory import Trajectory

@@ -12,15 +12,9 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from lyapunov_prune.bounds import approximate
-from lyapunov_prune.bounds.approximate import (
-    ApproxLinear,
-    Record,
-    Records,
-    _Forward,
-    _look_up,
-    approximation,
-    certify_difference,
-)
+from lyapunov_prune.bounds.approx_linear import ApproxLinear, Record, _look_up
+from lyapunov_prune.bounds.approximate import Records, _Forward
+from lyapunov_prune.bounds.approximation import approximation, certify_difference
 from lyapunov_prune.compression.magnitude import sparsify
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.linalg import certify

@@ -17,14 +17,14 @@ from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedModel
 
 from lyapunov_prune import linalg as norms
 from lyapunov_prune.bounds import check as checks
-from lyapunov_prune.bounds.approximate import Approximation, approximation
+from lyapunov_prune.bounds.approximation import Approximation, approximation
 from lyapunov_prune.bounds.check import check_bounds, check_grid
 from lyapunov_prune.bounds.report import BoundsReport
 from lyapunov_prune.bounds.trajectory import Trajectory
 from lyapunov_prune.compression.magnitude import sparsify
 from lyapunov_prune.data.batch import TokenBatch
 from lyapunov_prune.errors import LyapunovPruneError
-from lyapunov_prune.models.loading import Loaded
+from lyapunov_prune.models.from_folder import Loaded
 from lyapunov_prune.models.projections import find_projections
 
 

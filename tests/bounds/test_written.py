@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import importlib
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -15,8 +14,9 @@ import torch
 from helpers import inputs_of, make_tiny
 from transformers import PreTrainedModel
 
+from lyapunov_prune.bounds import approximation as approx_module
 from lyapunov_prune.bounds import check as checks
-from lyapunov_prune.bounds.approximate import Approximation, approximation
+from lyapunov_prune.bounds.approximation import Approximation, approximation
 from lyapunov_prune.bounds.check import check_written
 from lyapunov_prune.bounds.distribution import RatioDistribution
 from lyapunov_prune.bounds.report import BoundsReport
@@ -24,8 +24,6 @@ from lyapunov_prune.compression.compress import compress
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.models.projections import find_projections
 from lyapunov_prune.pruning.removal import remove_layers
-
-approx_module = importlib.import_module("lyapunov_prune.bounds.approximate")  # the room gives its function
 
 METHODS: dict[str, dict[str, Any]] = {
     "magnitude": {"method": "magnitude", "sparsity": 0.5},

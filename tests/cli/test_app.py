@@ -20,6 +20,7 @@ from helpers import BROKEN, QUICK, TEXT, VOCABULARY, Done, bert, make_tiny, writ
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, BertLMHeadModel, PreTrainedModel
 
+from lyapunov_prune.bounds import approximation as approx_module
 from lyapunov_prune.bounds import check as checks_module
 from lyapunov_prune.bounds.report import BoundsReport
 from lyapunov_prune.cli import demo as demo_module
@@ -51,8 +52,7 @@ from lyapunov_prune.results.store import Store
 from lyapunov_prune.sensitivity.sensitivity import Sensitivity
 from lyapunov_prune.sensitivity.sweep import Sweep
 
-# Their rooms give the functions of these names.
-approx_module = importlib.import_module("lyapunov_prune.bounds.approximate")
+# Its room gives the function of this name.
 attention_paths_module = importlib.import_module("lyapunov_prune.predictions.attention_paths")
 
 # Every command that takes a model, on the folder `tiny`.

@@ -1,0 +1,188 @@
+"""ApproxLinear: a projection that runs its approximation and keeps account of what that did.
+
+The error is `‖W x − Ŵ x'‖ = ‖E x' + W (x − x')‖` with `E = W − Ŵ`, so one product of the residual is enough,
+and one more for the tokens that a cache answered. It is taken in float32 (float64 for float64 models); its
+rounding is at most `γ_{n+k} ‖E‖_F ‖x'‖`, and that is the margin. What the model itself rounds when it forms
+`Ŵ x'` in its own dtype is no part of the approximation and of no error here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+from torch.nn.functional import linear
+
+from lyapunov_prune.bounds.approximation import Approximation
+from lyapunov_prune.bounds.bound_check import BoundCheck
+from lyapunov_prune.bounds.checkers import (
+    composition_bound,
+    interpolation_bound,
+    retrieval_bound,
+    sparse_activation_bound,
+)
+from lyapunov_prune.errors import LyapunovPruneError
+from lyapunov_prune.linalg import lift, token_energy, widen
+from lyapunov_prune.models.projections import Projection
+
+# What a float32 product or entry may lose to underflow.
+_TINIEST = 2.0**-148
+
+
+def frobenius(A: torch.Tensor) -> float:
+    return float(torch.linalg.vector_norm(A if A.device.type != "mps" else A.cpu(), dtype=torch.float64))
+
+
+@dataclass
+class Record:
+    """What one approximated matrix did so far."""
+
+    projection: Projection
+    approximation: Approximation
+    check: BoundCheck | None = None  # its theorem, the worst input of all forwards; None before the first
+    hits: int = 0  # inputs a cache answered
+    ratios: list[np.ndarray] = field(repr=False, default_factory=list)  # error / bound, of bounds above zero
+    probe: BoundCheck | None = None  # Theorem 2 on the direction that the residual stretches most
+    weight_probe: BoundCheck | None = None  # Theorem 1 on the direction that W stretches most, if there is a cache
+    # The residual and W as installed (W if there is a cache), and the relative rounding of their entries.
+    residual: torch.Tensor = field(repr=False, default_factory=lambda: torch.zeros(0))
+    exact: torch.Tensor | None = field(repr=False, default=None)
+    unit: float = 2.0**-24
+    residual_size: float = 0.0  # ‖·‖_F of the two, for the margins
+    exact_size: float = 0.0
+
+    @property
+    def checks(self) -> tuple[BoundCheck, ...]:
+        """The worst actual input, and the probes; a matrix of an expert has probes alone."""
+        return tuple(c for c in (self.check, self.probe, self.weight_probe) if c is not None)
+
+    def take_probes(self) -> None:
+        """Feed the matrices as installed the directions that they should stretch by nearly their norms.
+
+        Text seldom comes near a bound, so a residual a little too large would pass unseen; this does not.
+        """
+        p, a = self.projection, self.approximation
+        error, size, rounding = self._stretch(self.residual, self.residual_size, a.direction)
+        named: dict[str, Any] = {"rounding": rounding, "matrix": p.name, "layer": p.layer}
+        self.probe = sparse_activation_bound(error, size, a.total_norm, **named)
+        if self.exact is not None:
+            error, size, rounding = self._stretch(self.exact, self.exact_size, a.weight_direction)
+            self.weight_probe = retrieval_bound(error, size, a.weight_norm, **(named | {"rounding": rounding}))
+
+    def _stretch(self, A: torch.Tensor, frobenius: float, x: torch.Tensor) -> tuple[float, float, float]:
+        """`‖A x‖`, `‖x‖` and the rounding of the former, in float64; A was rounded to the dtype it runs in."""
+        error = float(torch.linalg.vector_norm(A.cpu().double() @ x))
+        rounding = frobenius * (self.unit + 2.0**-40) + _TINIEST * A.numel() ** 0.5
+        return error, float(torch.linalg.vector_norm(x)) * (1 + 2.0**-40), rounding
+
+
+class ApproxLinear:
+    """Stands in for the `forward` of one projection module; the module itself stays where it is.
+
+    `records` are the approximated parts of the module's matrix, the rest keeps its weights. `radius` is that
+    of a cache, relative to the input: token t is answered with the input of the earliest token s ≤ t of its
+    window with `‖x_t − x_s‖ ≤ radius ‖x_t‖`.
+    """
+
+    def __init__(self, module: nn.Module, records: Sequence[Record], radius: float) -> None:
+        stored = module.weight.detach()  # type: ignore[operator]
+        W = stored.T if records[0].projection.transposed else stored
+        self.records, self.radius, self.module = records, radius, module
+        self.weight = records[0].approximation.weight.to(W)
+        if len(self.weight) < len(W):  # a part of a fused matrix
+            self.weight = W.clone()
+            for record in records:
+                self.weight[record.projection.start : record.projection.stop] = record.approximation.weight
+        self.residual = widen(W) - widen(self.weight)  # one rounding, part of the margin
+        self.exact = widen(W) if radius > 0 else None
+        self._unit = torch.finfo(self.residual.dtype).eps
+        for record in records:
+            rows = slice(record.projection.start, record.projection.stop)
+            record.unit = self._unit
+            record.residual = self.residual[rows]
+            record.residual_size = frobenius(record.residual)
+            if self.exact is not None:
+                record.exact = self.exact[rows]
+                record.exact_size = frobenius(record.exact)
+
+    def __call__(self, input: torch.Tensor) -> torch.Tensor:
+        """`Ŵ x' + b` of any (…, n) input, in the model's dtype; the books are kept on the side."""
+        x = input.reshape(-1, *input.shape[-2:]) if input.ndim > 1 else input.view(1, 1, -1)
+        used, distance, radius = (x, None, None) if self.radius == 0 else _look_up(x, self.radius)
+        output = linear(used.view(input.shape), self.weight, self.module.bias)  # type: ignore[arg-type]
+        with torch.no_grad(), torch.autocast(x.device.type, enabled=False):
+            self._account(x, used, distance, radius)
+        return output
+
+    def _account(
+        self, x: torch.Tensor, used: torch.Tensor, distance: torch.Tensor | None, radius: torch.Tensor | None
+    ) -> None:
+        if torch.get_float32_matmul_precision() != "highest":
+            raise LyapunovPruneError("bounds are checked with full float32 products; leave matmul precision at highest")
+        error = linear(widen(used), self.residual)
+        size = token_energy(used).sqrt()
+        hit = None
+        if distance is not None:
+            hit = distance > 0
+            error[hit] += linear(widen(x[hit]) - widen(used[hit]), self.exact)  # type: ignore[arg-type]
+        steps = self._unit * (x.shape[-1] + 16)
+        underflow = _TINIEST * x.shape[-1] * (1 + float(size.max())) * self.residual.shape[0] ** 0.5
+        for record in self.records:
+            p, a = record.projection, record.approximation
+            rows = slice(p.start, p.stop)
+            e = token_energy(error[..., rows]).sqrt()
+            rounding = underflow + steps * record.residual_size * size
+            if hit is not None and distance is not None:
+                rounding = rounding + steps * record.exact_size * distance
+                record.hits += int(hit.sum())
+            numbers = [_flat(v) for v in (e, size, radius, rounding)]
+            record.check = _theorem(a, p, *numbers).with_more(record.check)
+            record.ratios.append(_ratios(a, *numbers[:3]))
+
+
+def _flat(numbers: torch.Tensor | None) -> np.ndarray:
+    return np.zeros(1) if numbers is None else numbers.cpu().numpy().ravel()
+
+
+def _theorem(
+    a: Approximation, p: Projection, error: np.ndarray, size: np.ndarray, radius: np.ndarray, rounding: np.ndarray
+) -> BoundCheck:
+    """The theorem whose stages are at work here."""
+    named: dict[str, Any] = {"rounding": rounding, "matrix": p.name, "layer": p.layer}
+    if not radius.any():
+        if a.low_rank_norm == 0:
+            return sparse_activation_bound(error, size, a.sparse_norm, **named)
+        if a.sparse_norm == 0:
+            return interpolation_bound(error, size, a.low_rank_norm, **named)
+    elif a.total_norm == 0:
+        return retrieval_bound(error, radius, a.weight_norm, **named)
+    named |= {"weight_norm": a.weight_norm, "sparse_norm": a.sparse_norm, "low_rank_norm": a.low_rank_norm}
+    return composition_bound(error, size, radius, **named)
+
+
+def _ratios(a: Approximation, error: np.ndarray, size: np.ndarray, radius: np.ndarray) -> np.ndarray:
+    """Error / bound of the inputs with a bound above zero: Theorem 4's, which is that of the stages at work."""
+    bound = a.weight_norm * radius + (a.sparse_norm + a.low_rank_norm) * size
+    return error[bound > 0] / bound[bound > 0]
+
+
+def _look_up(x: torch.Tensor, relative: float) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """What a cache of radius `relative ‖x_t‖` answers: inputs, distances and radii, window by window.
+
+    The rough distance only finds the candidate; whether it lies within the radius is asked of the
+    difference itself.
+    """
+    wide = widen(x.detach())
+    radius = relative * token_energy(wide).sqrt()
+    near = (lift(torch.cdist(wide, wide)) <= radius.unsqueeze(-1)).to(x.device)
+    near = (near | torch.eye(x.shape[1], dtype=torch.bool, device=x.device)).tril()
+    first = near.int().argmax(-1)  # the earliest
+    cached = x.gather(1, first.unsqueeze(-1).expand_as(x))
+    distance = token_energy(wide - widen(cached.detach())).sqrt()
+    within = distance <= radius * (1 - 2.0**-20)  # the difference was rounded
+    used = torch.where(within.unsqueeze(-1), cached, x)
+    return used, torch.where(within, distance, 0), radius
