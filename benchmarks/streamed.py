@@ -42,7 +42,7 @@ from lyapunov_prune.checkpoints.tensor_files import read_header
 from lyapunov_prune.compression.methods import compressed
 from lyapunov_prune.compression.on_disk import compress_on_disk
 from lyapunov_prune.compression.rtn import symmetric_grid
-from lyapunov_prune.models.loading import Loaded
+from lyapunov_prune.models.from_folder import Loaded
 from lyapunov_prune.models.streamed import layer_held, stream_of
 from lyapunov_prune.models.structure import find_structure
 from lyapunov_prune.profiles.profile import profile_layers

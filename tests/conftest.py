@@ -16,7 +16,8 @@ from transformers import PreTrainedModel, PreTrainedTokenizerFast
 from lyapunov_prune.cli.app import main
 from lyapunov_prune.data.batch import TokenBatch
 from lyapunov_prune.data.text import load_text
-from lyapunov_prune.models.loading import Loaded, load
+from lyapunov_prune.models.from_folder import Loaded
+from lyapunov_prune.models.loading import load
 
 # Two test processes on two cores: more threads would spend their time waiting for each other.
 torch.set_num_threads(1)

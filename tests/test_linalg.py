@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from lyapunov_prune import linalg as norms
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.linalg import certified_norm, estimated_norm, exact_norm, feature_energy, token_energy
-from lyapunov_prune.models.loading import Loaded
+from lyapunov_prune.models.from_folder import Loaded
 from lyapunov_prune.models.structure import find_structure
 
 TINIEST = 5e-324

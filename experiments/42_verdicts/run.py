@@ -47,7 +47,7 @@ from lyapunov_prune.data.retrieval import RetrievalTask
 from lyapunov_prune.evaluation.retrieval import evaluate_retrieval
 from lyapunov_prune.forward.decoding import decode_greedily
 from lyapunov_prune.forward.reading import read
-from lyapunov_prune.models.loading import Loaded
+from lyapunov_prune.models.from_folder import Loaded
 from lyapunov_prune.predictions.choices import compare_choices
 from lyapunov_prune.predictions.generation import compare_generation
 from lyapunov_prune.predictions.history import history_divergence

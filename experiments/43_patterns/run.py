@@ -36,7 +36,7 @@ from lyapunov_prune.data.text import adds_bos
 from lyapunov_prune.forward.decoding import decode_greedily
 from lyapunov_prune.forward.reading import read
 from lyapunov_prune.linalg import lift
-from lyapunov_prune.models.loading import Loaded
+from lyapunov_prune.models.from_folder import Loaded
 from lyapunov_prune.models.tokenizers import token_ids
 from lyapunov_prune.results.result import MeasuredOn, Result, decode, encode
 from lyapunov_prune.results.store import Store

@@ -29,7 +29,7 @@ from experiments.statements import bullets, interval, percent, short, table, ver
 from lyapunov_prune.data.text import adds_bos
 from lyapunov_prune.forward.decoding import decode_greedily
 from lyapunov_prune.forward.reading import read
-from lyapunov_prune.models.loading import Loaded
+from lyapunov_prune.models.from_folder import Loaded
 from lyapunov_prune.models.tokenizers import token_ids
 from lyapunov_prune.predictions.verdict import wilson
 from lyapunov_prune.report.drawing import COLOURS, one_panel, svg

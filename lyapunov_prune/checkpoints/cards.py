@@ -10,7 +10,7 @@ from huggingface_hub import ModelCardData
 
 from lyapunov_prune.errors import printable
 from lyapunov_prune.models.compact import MODULE
-from lyapunov_prune.models.loading import HUB_ID
+from lyapunov_prune.models.hub import HUB_ID
 
 _MODULE_IS_RUN = f"""This runs `{MODULE}`, which lies in this folder and imports torch and transformers alone: read it
 first. lyapunov-prune needs no flag. It runs its own copy of that module, and no code from a folder."""

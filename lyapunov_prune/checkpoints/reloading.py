@@ -16,7 +16,7 @@ from lyapunov_prune.forward.logits import SAME_LIMIT
 from lyapunov_prune.linalg import lift
 from lyapunov_prune.models.dispatched import bring_weights, offload_folder, placement
 from lyapunov_prune.models.families import POSITION_ATTRIBUTES
-from lyapunov_prune.models.loading import quiet
+from lyapunov_prune.models.from_folder import quiet
 from lyapunov_prune.models.packed import unlogged
 from lyapunov_prune.models.quantised import quantisation
 from lyapunov_prune.models.sharing import share_equal

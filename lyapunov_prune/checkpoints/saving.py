@@ -14,7 +14,7 @@ from lyapunov_prune.checkpoints.reloading import reload_check
 from lyapunov_prune.errors import CheckFailed
 from lyapunov_prune.forward.logits import sample_inputs
 from lyapunov_prune.models.compact import is_compact
-from lyapunov_prune.models.loading import quiet
+from lyapunov_prune.models.from_folder import quiet
 from lyapunov_prune.models.structure import in_eval_mode
 from lyapunov_prune.models.wrappers import loading_class
 from lyapunov_prune.results.files import require_empty, whole_folder

@@ -15,7 +15,7 @@ from lyapunov_prune.checkpoints.reloading import RELOADED, GateCheck, changed_se
 from lyapunov_prune.checkpoints.tensor_files import write_index
 from lyapunov_prune.errors import CheckFailed, LyapunovPruneError
 from lyapunov_prune.models.digest import combined, saved_tensors, tensor_digests
-from lyapunov_prune.models.loading import quiet
+from lyapunov_prune.models.from_folder import quiet
 from lyapunov_prune.models.structure import find_structure
 
 # Of a layer's tensors, by their names in the model, what a file holds of them.

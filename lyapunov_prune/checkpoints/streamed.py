@@ -19,7 +19,8 @@ from lyapunov_prune.checkpoints.layer_stream import LayerStream, read_tensor
 from lyapunov_prune.checkpoints.outline import Outline, layer_of, read_outline
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.models.device import require_room, resolve_device
-from lyapunov_prune.models.loading import Loaded, checkpoint_folder, known_dtype, quiet
+from lyapunov_prune.models.from_folder import Loaded, quiet
+from lyapunov_prune.models.loading import checkpoint_folder, known_dtype
 from lyapunov_prune.models.streamed import keep_stream
 from lyapunov_prune.models.structure import find_structure, require_causal
 from lyapunov_prune.progress import status

@@ -11,10 +11,13 @@ import typer
 
 from lyapunov_prune import __version__
 from lyapunov_prune.cli.commands.cache import cache
-from lyapunov_prune.cli.commands.change import compress, heal, prune
+from lyapunov_prune.cli.commands.compress import compress
+from lyapunov_prune.cli.commands.evaluate import evaluate
+from lyapunov_prune.cli.commands.heal import heal
 from lyapunov_prune.cli.commands.joint import joint
-from lyapunov_prune.cli.commands.measure import check, evaluate, profile, rank, sensitivity
+from lyapunov_prune.cli.commands.measure import check, profile, rank, sensitivity
 from lyapunov_prune.cli.commands.predictions import hierarchy
+from lyapunov_prune.cli.commands.prune import prune
 from lyapunov_prune.cli.failures import as_refusal
 from lyapunov_prune.cli.options import Json, Resume, output_option, what_option, with_todays_words
 from lyapunov_prune.cli.records import flattened

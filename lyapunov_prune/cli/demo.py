@@ -15,7 +15,8 @@ from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.evaluation.perplexity import Perplexity, perplexity
 from lyapunov_prune.evaluation.speed import Speed, measure_speed
 from lyapunov_prune.healing.heal import heal
-from lyapunov_prune.models.loading import BUILTIN, load
+from lyapunov_prune.models.cache import BUILTIN
+from lyapunov_prune.models.loading import load
 from lyapunov_prune.profiles.profile import kept_profile
 from lyapunov_prune.pruning.checkpoint import write_pruned
 from lyapunov_prune.pruning.curve import RemovalCurve, evaluate_removals, removal_row

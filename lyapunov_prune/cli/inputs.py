@@ -19,7 +19,7 @@ if TYPE_CHECKING:  # a usage error must not wait for torch
     from lyapunov_prune.allocation.allocation import Allocation
     from lyapunov_prune.data.batch import TokenBatch
     from lyapunov_prune.data.examples import Examples
-    from lyapunov_prune.models.loading import Loaded
+    from lyapunov_prune.models.from_folder import Loaded
     from lyapunov_prune.profiles.contraction import ContractionProfile
 
 _JACOBIAN_TOKENS = 64

@@ -26,7 +26,7 @@ from lyapunov_prune.ranking.criteria import (
 
 if TYPE_CHECKING:  # a usage error must not wait for torch
     from lyapunov_prune.data.batch import TokenBatch
-    from lyapunov_prune.models.loading import Loaded
+    from lyapunov_prune.models.from_folder import Loaded
     from lyapunov_prune.ranking.ranking import Ranking
 
 # The panels of help: what is done, to which model, on which text, and what becomes of it.

@@ -46,8 +46,8 @@ from lyapunov_prune.errors import CheckFailed, LyapunovPruneError
 from lyapunov_prune.forward.kept import KeptLogits
 from lyapunov_prune.forward.logits import SAME_LIMIT, cached_logits, deviation, sample_inputs
 from lyapunov_prune.linalg import lift
+from lyapunov_prune.models.from_folder import quiet
 from lyapunov_prune.models.hooked import hooked
-from lyapunov_prune.models.loading import quiet
 from lyapunov_prune.models.structure import find_structure, in_eval_mode
 from lyapunov_prune.models.wrappers import loading_class
 from lyapunov_prune.pruning.compact_checkpoint import GATE

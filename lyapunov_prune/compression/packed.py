@@ -27,7 +27,7 @@ from lyapunov_prune.compression.rtn import Grid, symmetric_grid
 from lyapunov_prune.errors import CheckFailed, LyapunovPruneError
 from lyapunov_prune.forward.logits import sample_inputs
 from lyapunov_prune.models.compact import is_compact
-from lyapunov_prune.models.loading import quiet
+from lyapunov_prune.models.from_folder import quiet
 from lyapunov_prune.models.packed import PACK, require_compressed_tensors
 from lyapunov_prune.models.projections import Projection, find_projections
 from lyapunov_prune.models.structure import in_eval_mode

@@ -1,9 +1,9 @@
 """Everything that depends on a model family; no other room asks for a model's name or `model_type`.
 
 - `structure`: where a decoder keeps its layers; which model it is;
-- `loading`: a hub id, a folder, a GGUF file or the built-in model, in memory; `device`: of the CPU or a GPU;
-  `cache`: what GGUF files were dequantised to; `packed`: which packed integers are unpacked on loading;
-  `quantised`: those that stay packed, and what may be asked of them;
+- `loading`: a model by any name, in memory; by `from_folder`, `hub` and `gguf`, the built-in one among the last;
+  `device`: of the CPU or a GPU; `cache`: what GGUF files were dequantised to; `packed`: which packed integers are
+  unpacked on loading; `quantised`: those that stay packed, and what may be asked of them;
 - `adapters`, `plain`, `wrappers`: what a model must be for its weights to be changed;
 - `projections`, `roles`: its matrices, and what each does; `feedforward`: the block between attention and the next
   layer; `kinds`: which layers are alike;

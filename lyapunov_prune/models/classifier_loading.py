@@ -15,7 +15,8 @@ from lyapunov_prune.arguments import checked
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.models.device import resolve_device
 from lyapunov_prune.models.folder import loading_errors, require_loadable
-from lyapunov_prune.models.loading import LOCAL, checkpoint_folder, known_dtype, load_weights, quiet
+from lyapunov_prune.models.from_folder import LOCAL, load_weights, quiet
+from lyapunov_prune.models.loading import checkpoint_folder, known_dtype
 from lyapunov_prune.models.structure import Structure, find_layers
 from lyapunov_prune.results.history import keep_history, read_history
 

@@ -37,7 +37,7 @@ from lyapunov_prune.mending.mend import Mend, mapped, products
 from lyapunov_prune.merging.merge import Merged
 from lyapunov_prune.merging.replaced import hidden_replaced
 from lyapunov_prune.models.classifiers import looks_at_images
-from lyapunov_prune.models.loading import quiet
+from lyapunov_prune.models.from_folder import quiet
 from lyapunov_prune.models.structure import find_structure, in_eval_mode
 from lyapunov_prune.pruning.counting import COUNTED, count_check, sizes_in_memory
 from lyapunov_prune.pruning.merge_gate import MERGED, logits_limit, merged_blocks, merged_check

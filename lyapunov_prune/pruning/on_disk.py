@@ -18,7 +18,8 @@ from lyapunov_prune.errors import CheckFailed, LyapunovPruneError
 from lyapunov_prune.models.device import free_memory
 from lyapunov_prune.models.families import FAMILIES, Family
 from lyapunov_prune.models.folder import first_line
-from lyapunov_prune.models.loading import checkpoint_folder, quiet
+from lyapunov_prune.models.from_folder import quiet
+from lyapunov_prune.models.loading import checkpoint_folder
 from lyapunov_prune.models.structure import Structure
 from lyapunov_prune.pruning.counting import shares_leaving
 from lyapunov_prune.pruning.disk_gate import NOT_RUN, NOT_STREAMED, verify_files

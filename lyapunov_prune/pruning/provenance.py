@@ -17,8 +17,9 @@ from lyapunov_prune.errors import CheckFailed
 from lyapunov_prune.mending.mend import MendReport
 from lyapunov_prune.models.classifier_loading import PROCESSOR
 from lyapunov_prune.models.classifiers import looks_at_images
+from lyapunov_prune.models.from_folder import quiet
 from lyapunov_prune.models.kinds import LayerKinds, find_kinds
-from lyapunov_prune.models.loading import checkpoint_folder, quiet
+from lyapunov_prune.models.loading import checkpoint_folder
 from lyapunov_prune.models.structure import Structure
 from lyapunov_prune.pruning.gate import GateReport, crashed
 from lyapunov_prune.pruning.plan import PruningPlan

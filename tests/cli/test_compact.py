@@ -20,7 +20,8 @@ from lyapunov_prune.evaluation.evaluation import Evaluation
 from lyapunov_prune.forward.logits import deviation, uncached_logits
 from lyapunov_prune.merging.merge import Merged, merge_layers
 from lyapunov_prune.models.compact import MODULE
-from lyapunov_prune.models.loading import Loaded, load
+from lyapunov_prune.models.from_folder import Loaded
+from lyapunov_prune.models.loading import load
 from lyapunov_prune.models.modeling_compact import CompactLlama
 from lyapunov_prune.models.structure import find_layers
 from lyapunov_prune.predictions.attention_paths import AttentionPaths

@@ -16,7 +16,8 @@ from lyapunov_prune import PruningPlan, block_influence, measure_contraction, pe
 from lyapunov_prune.cli import demo as demo_module
 from lyapunov_prune.data.batch import TokenBatch
 from lyapunov_prune.errors import LyapunovPruneError
-from lyapunov_prune.models.loading import Loaded, load
+from lyapunov_prune.models.from_folder import Loaded
+from lyapunov_prune.models.loading import load
 from lyapunov_prune.profiles import profile as profile_module
 from lyapunov_prune.pruning.checkpoint import write_pruned
 from lyapunov_prune.pruning.curve import RemovalCurve

@@ -20,7 +20,8 @@ from lyapunov_prune.checkpoints.streamed import load_streamed
 from lyapunov_prune.compression.on_disk import compress_on_disk
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.forward.logits import SAME_LIMIT, deviation
-from lyapunov_prune.models.loading import Loaded, load
+from lyapunov_prune.models.from_folder import Loaded
+from lyapunov_prune.models.loading import load
 from lyapunov_prune.models.structure import identify
 
 # Inside a multimodal model; of a family that was not judged; several states a token, the batch not the first of them;

@@ -15,7 +15,7 @@ import torch
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from lyapunov_prune.models.loading import quiet
+from lyapunov_prune.models.from_folder import quiet
 
 LAYERS = 8
 VOCABULARY = 97

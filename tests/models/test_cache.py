@@ -17,9 +17,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.models import cache as cache_module
-from lyapunov_prune.models import loading
+from lyapunov_prune.models import gguf
 from lyapunov_prune.models.cache import cache_folder, cached, clear_cache
-from lyapunov_prune.models.loading import Loaded, load
+from lyapunov_prune.models.from_folder import Loaded
+from lyapunov_prune.models.loading import load
 
 
 @pytest.fixture(autouse=True)
@@ -37,13 +38,13 @@ def file(reader: PreTrainedModel, tmp_path: Path) -> Path:
 def made(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
     """The files that were dequantised, one after the other."""
     files: list[Path] = []
-    dequantise = loading._dequantise
+    dequantise = gguf._dequantise
 
     def noted(path: Path) -> Loaded:
         files.append(path)
         return dequantise(path)
 
-    monkeypatch.setattr(loading, "_dequantise", noted)
+    monkeypatch.setattr(gguf, "_dequantise", noted)
     return files
 
 
@@ -187,7 +188,7 @@ def test_an_entry_that_goes_while_it_is_read_is_made_anew(
     file: Path, made: list[Path], place: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     first = load(file)
-    read = loading._load_folder
+    read = gguf.load_folder
 
     entries = [entry(place)]
 
@@ -196,13 +197,13 @@ def test_an_entry_that_goes_while_it_is_read_is_made_anew(
             shutil.rmtree(entries.pop())
         return read(folder, options)
 
-    monkeypatch.setattr(loading, "_load_folder", emptied)
+    monkeypatch.setattr(gguf, "load_folder", emptied)
     assert same(load(file), first)
     assert made == [file, file]
 
 
 def _load_and_note(file: Path, notes: Path) -> None:
-    dequantise = loading._dequantise
+    dequantise = gguf._dequantise
 
     def slowly(path: Path) -> Loaded:
         with notes.open("a") as note:
@@ -210,7 +211,7 @@ def _load_and_note(file: Path, notes: Path) -> None:
         time.sleep(0.5)
         return dequantise(path)
 
-    loading._dequantise = slowly
+    gguf._dequantise = slowly
     load(file)
 
 
@@ -254,7 +255,7 @@ def test_a_full_disk_is_a_warning_too(
 
 
 def test_without_any_place_it_is_refused(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(loading, "TemporaryDirectory", disk_full)
+    monkeypatch.setattr(gguf, "TemporaryDirectory", disk_full)
     with pytest.raises(LyapunovPruneError, match=r"No space left on device; free space, or name .* LYAPUNOV_PRUNE_CAC"):
         load(file)
 

@@ -27,7 +27,8 @@ from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.evaluation.perplexity import perplexity
 from lyapunov_prune.healing.heal import heal
 from lyapunov_prune.models.dispatched import Held, bring_weights
-from lyapunov_prune.models.loading import Loaded, load
+from lyapunov_prune.models.from_folder import Loaded
+from lyapunov_prune.models.loading import load
 from lyapunov_prune.models.structure import find_layers, identify
 from lyapunov_prune.profiles.contraction import measure_contraction
 from lyapunov_prune.profiles.influence import block_influence

@@ -12,7 +12,7 @@ from helpers import VOCABULARY, make_tokenizer
 from transformers import AddedToken, AutoTokenizer, ByT5Tokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from lyapunov_prune.errors import LyapunovPruneError
-from lyapunov_prune.models.loading import Loaded
+from lyapunov_prune.models.from_folder import Loaded
 from lyapunov_prune.models.tokenizers import require_same_tokenizer
 
 NAMES = ("dense", "pruned")

@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 
 from lyapunov_prune import LyapunovPruneError, NonFiniteError
 from lyapunov_prune.data.batch import TokenBatch
-from lyapunov_prune.models.loading import Loaded
+from lyapunov_prune.models.from_folder import Loaded
 from lyapunov_prune.models.structure import find_structure
 from lyapunov_prune.profiles import sublayer_jacobians
 from lyapunov_prune.profiles.jacobian import JacobianNorms, largest_stretch

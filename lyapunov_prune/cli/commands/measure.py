@@ -14,12 +14,10 @@ from lyapunov_prune.cli.inputs import (
     explain,
     load_inputs,
     require_budget_alone,
-    require_retrieval,
     require_studies,
     run_folder,
 )
 from lyapunov_prune.cli.options import (
-    Items,
     Json,
     MaxKL,
     Model,
@@ -32,9 +30,7 @@ from lyapunov_prune.cli.options import (
     Seeds,
     Stream,
     TextOptions,
-    model_option,
     one_of,
-    text_option,
     what_option,
 )
 from lyapunov_prune.cli.terminal import Parts, say, show
@@ -176,91 +172,6 @@ def rank(
     show(ranking, as_json, written)
     if plan is not None and plan.stability() and not as_json:
         say(plan.stability())
-
-
-def evaluate(
-    model: Model,
-    *,
-    speed: Annotated[bool, what_option("--speed", help="Measure prefill and decoding speed too.")] = False,
-    tasks: Annotated[
-        str | None, what_option(help="Score tasks too: .jsonl files, names of lm-evaluation-harness (piqa,arc_easy).")
-    ] = None,
-    limit: Items = None,
-    retrieval: Annotated[
-        str | None,
-        what_option(
-            metavar="QUERIES,DOCS[,QRELS]",
-            help="Score retrieval too, by pooled states: .jsonl files of _id and text, and a .tsv of query, document, "
-            "grade (qrels/test.tsv beside the queries if not given); texts are read up to --context tokens.",
-        ),
-    ] = None,
-    few_shot: Annotated[
-        int | None, what_option(min=0, help="Examples before an item: the first of the file. None, or the task's own.")
-    ] = None,
-    against: Annotated[
-        str | None, model_option(help="A reference model, measured in the same run (the dense one).")
-    ] = None,
-    stream: Stream = False,
-    source: ModelOptions = ModelOptions(),
-    text: TextOptions = TextOptions(),
-    split: Annotated[choices.Split, text_option(help="Which half of the text.")] = "evaluation",
-    output: Output = None,
-    as_json: Json = False,
-) -> None:
-    """Perplexity, and on request speed, tasks and retrieval; writes eval.json."""
-    from lyapunov_prune.data.retrieval import load_retrieval
-    from lyapunov_prune.data.text import require_unseen
-    from lyapunov_prune.evaluation.evaluation import Evaluation, zero_share
-    from lyapunov_prune.evaluation.perplexity import perplexity
-    from lyapunov_prune.evaluation.retrieval import evaluate_retrieval
-    from lyapunov_prune.evaluation.speed import measure_speed
-    from lyapunov_prune.evaluation.tasks import evaluate_tasks, load_tasks
-    from lyapunov_prune.models.quantised import is_packed, quantisation
-    from lyapunov_prune.models.tokenizers import require_same_tokenizer
-
-    if tasks is None and (limit is not None or few_shot is not None):
-        raise LyapunovPruneError("--limit and --few-shot are of tasks; give --tasks with them")
-    if stream and (speed or tasks is not None or retrieval is not None):
-        raise LyapunovPruneError("--speed, --tasks and --retrieval need the model in memory; leave out --stream")
-    names = [against, model] if against else [model]
-    run = begun_run(output, model, "eval.json")
-    chosen = load_tasks(tasks.split(","), few_shot=few_shot, offline=source.offline) if tasks is not None else None
-    sought = load_retrieval(*require_retrieval(retrieval)) if retrieval is not None else None
-    first, batch = load_inputs(names[0], source, text, split, stream=stream)
-    prompt = min(256, (first.structure.max_context or 512) // 2)
-    models = {names[0]: first.model}
-    for name in names[1:]:
-        other = source.load(name, stream=stream)
-        require_same_tokenizer(first.tokenizer, other.tokenizer, (names[0], name))
-        models[name] = other.model
-    for evaluated in models.values():
-        require_unseen(evaluated, batch)
-    # First: an item that is too long is found before the perplexity is measured.
-    scored = (
-        evaluate_tasks(models, first.tokenizer, chosen, limit=limit, bos=text.bos, batch_size=text.batch_size)
-        if chosen
-        else None
-    )
-    result = Evaluation(
-        perplexities=tuple(perplexity(m, batch, batch_size=text.batch_size) for m in models.values()),
-        zeros=tuple(zero_share(m) for m in models.values()),
-        speed=measure_speed(models, prompt=prompt) if speed else None,
-        tasks=scored,
-        retrieval=evaluate_retrieval(
-            models, first.tokenizer, sought, context=text.context, bos=text.bos, batch_size=text.batch_size
-        )
-        if sought
-        else None,
-    )
-    result.save(run / "eval.json")
-    draw_report(run)
-    show(result, as_json, run / "eval.json")
-    for part in (result.speed, result.tasks, result.retrieval):
-        if part and not as_json:
-            show(part, as_json, None)
-    unpacked = [name for name, m in models.items() if quantisation(m.config) and not is_packed(m)]
-    if speed and unpacked and not as_json:
-        say(f"The packed weights of {', '.join(unpacked)} were unpacked on loading: these are speeds of dense ones.")
 
 
 def check(

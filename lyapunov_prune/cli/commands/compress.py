@@ -1,0 +1,172 @@
+"""Compress matrices, in memory or a layer at a time."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from lyapunov_prune.cli.inputs import (
+    chosen_allocation,
+    folder_name,
+    goes_by_rho,
+    load_inputs,
+    parse_schedule_options,
+    profile_for,
+    run_folder,
+)
+from lyapunov_prune.cli.options import (
+    Allocation,
+    Bits,
+    GroupSize,
+    Json,
+    Method,
+    Model,
+    ModelOptions,
+    Pattern,
+    Pooling,
+    Rank,
+    Resume,
+    ScheduleOptions,
+    Sparsity,
+    Spend,
+    Stored,
+    Stream,
+    Symmetric,
+    Target,
+    TextOptions,
+)
+from lyapunov_prune.cli.terminal import say, show
+from lyapunov_prune.errors import LyapunovPruneError
+from lyapunov_prune.ranking.criteria import require_budget
+
+if TYPE_CHECKING:
+    from lyapunov_prune.results.result import Result
+
+
+def compress(
+    model: Model,
+    *,
+    method: Method = "wanda",
+    sparsity: Sparsity = None,
+    max_kl: Spend = None,
+    rank: Rank = None,
+    bits: Bits = None,
+    allocation: Allocation = "uniform",
+    schedule_option: ScheduleOptions = None,
+    pooling: Pooling = None,
+    pattern: Pattern = None,
+    group_size: GroupSize = None,
+    symmetric: Symmetric = False,
+    format: Stored = "plain",
+    stream: Stream = False,
+    source: ModelOptions = ModelOptions(),
+    text: TextOptions = TextOptions(),
+    resume: Resume = False,
+    output: Target,
+    as_json: Json = False,
+) -> None:
+    """Compress every matrix of the layers; writes a plain transformers checkpoint with compression.json.
+
+    Zeros, low ranks and rounded weights are stored as dense matrices of the same size: the checkpoint shows what
+    a compression does to the predictions, and is neither smaller nor faster. With --format compressed-tensors the
+    weights that rtn --symmetric rounds to 4 or 8 bits are packed: the checkpoint is smaller, and faster only in an
+    engine that has a kernel for them. With --format compact what svd, whitened-svd and balanced cut to low rank is two
+    factors: smaller, with fewer multiplications, loaded with this package or by the module beside the weights.
+    With --stream each layer is read, compressed and written before the next one.
+    With --max-kl the amounts that were tried stand in amounts.json beside it; interrupted, the search goes on with the
+    same --output and --resume.
+    """
+    from lyapunov_prune.checkpoints.saving import write_model
+    from lyapunov_prune.compression.compress import compress as compress_model
+    from lyapunov_prune.compression.factored import require_low_rank, write_factored
+    from lyapunov_prune.compression.factors import require_smaller
+    from lyapunov_prune.compression.masks import as_pattern
+    from lyapunov_prune.compression.on_disk import compress_on_disk, require_streamed
+    from lyapunov_prune.compression.packed import require_packable, require_packed_options, write_packed
+    from lyapunov_prune.compression.recipe import require_amount, require_options
+    from lyapunov_prune.compression.report import REPORT
+    from lyapunov_prune.models.plain import require_unquantised
+    from lyapunov_prune.predictions.expectation import expectation
+    from lyapunov_prune.ranking.amount import amount_under_budget, require_spendable
+    from lyapunov_prune.results.files import require_empty
+
+    require_empty(output)
+    keep_of = as_pattern(pattern)
+    schedule = chosen_allocation(allocation)
+    if max_kl is not None:
+        require_budget(max_kl)
+        require_spendable(method, schedule, sparsity=sparsity, rank=rank, bits=bits, pattern=pattern)
+    else:
+        if resume:
+            raise LyapunovPruneError("--resume goes on with the search of --max-kl; give both or neither")
+        if keep_of and sparsity is None:
+            sparsity = 1 - keep_of[0] / keep_of[1]
+        require_amount(method, sparsity, rank, bits, schedule)
+    options = parse_schedule_options(schedule_option)
+    require_options(schedule, options)
+    if pooling is not None and not goes_by_rho(schedule):
+        raise LyapunovPruneError(f"allocation {allocation} does not measure rho; leave out --pooling")
+    packed, factored = format == "compressed-tensors", format == "compact"
+    if stream:
+        if max_kl is not None:
+            raise LyapunovPruneError("--max-kl needs the model in memory; leave it out, or --stream")
+        require_streamed(schedule)
+    if packed:
+        require_packed_options(method, bits, symmetric, schedule, keep_of)
+    if factored:
+        require_low_rank(method)
+    loaded, batch = load_inputs(model, source, text, stream=stream)
+    require_unquantised(loaded.model)  # before anything is measured
+    if packed:
+        require_packable(loaded.model, group_size)
+    if factored:
+        require_smaller(loaded.model, rank)
+    profile = profile_for(schedule, loaded, batch, text.batch_size, pooling)
+    results: dict[str, Result] = {}
+    if max_kl is not None:
+        spent = amount_under_budget(
+            loaded.model,
+            batch,
+            max_kl,
+            method=method,
+            allocation=allocation,
+            profile=profile,
+            schedule_options=options,
+            group_size=group_size,
+            symmetric=symmetric,
+            batch_size=text.batch_size,
+            folder=run_folder(None, model) / "jobs" / f"compress-{folder_name(str(output.resolve()))}",
+            resume=resume,
+        )
+        sparsity, bits = (spent.amount if spent.unit == unit else None for unit in ("sparsity", "bits"))
+        results["amounts.json"] = spent
+        if not as_json:
+            show(spent, as_json, None)
+            say(expectation().told(float(spent.kl[spent.chosen]), "matrices compressed"))
+    how: dict[str, Any] = {
+        "method": method,
+        "sparsity": sparsity,
+        "rank": rank,
+        "bits": bits,
+        "allocation": schedule,
+        "profile": profile,
+        "schedule_options": options,
+        "pattern": keep_of,
+        "group_size": group_size,
+        "symmetric": symmetric,
+    }
+    if stream:
+        report = compress_on_disk(loaded.model, loaded.tokenizer, output, batch, format=format, **how)
+        show(report, as_json, output)
+        return
+    done = compress_model(loaded.model, batch, **how, batch_size=text.batch_size)
+    title, report, tokenizer = f"{Path(model).name}, compressed", done.report, loaded.tokenizer
+    if packed:
+        report = write_packed(loaded.model, done, tokenizer, output, title)
+    else:
+        del loaded  # of which nothing is needed where what was written is loaded beside what was compressed
+        if factored:
+            report = write_factored(done, tokenizer, output, title, results)
+        else:
+            write_model(done.model, tokenizer, output, results | {REPORT: report}, title, report.about())
+    show(report, as_json, output)

@@ -1,0 +1,145 @@
+"""Heal a pruned checkpoint from the model it was cut out of."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from lyapunov_prune.cli.inputs import (
+    folder_name,
+    load_inputs,
+    run_folder,
+)
+from lyapunov_prune.cli.options import (
+    Json,
+    ModelOptions,
+    Resume,
+    Seed,
+    Target,
+    Temperature,
+    TextOptions,
+    model_option,
+    what_option,
+)
+from lyapunov_prune.cli.terminal import show
+from lyapunov_prune.errors import LyapunovPruneError
+from lyapunov_prune.progress import is_main
+
+if TYPE_CHECKING:
+    from lyapunov_prune.results.result import Result
+
+
+def heal(
+    model: Annotated[str, typer.Argument(help="Folder of a pruned checkpoint.")],
+    *,
+    steps: Annotated[int, what_option(min=1, help="Training steps.")] = 100,
+    per_step: Annotated[
+        int, what_option(min=1, help="Windows of a step; accelerate launch shares them among processes.")
+    ] = 1,
+    update_rank: Annotated[
+        int | None, what_option(min=1, help="Train updates of this rank; else all of the layers.")
+    ] = None,
+    learning_rate: Annotated[float | None, what_option(help="1e-4 for all, 2e-3 for low rank, if not given.")] = None,
+    temperature: Temperature = 1.0,
+    seed: Seed = 0,
+    self_generated: Annotated[
+        bool, what_option("--self-generated", help="Learn from text that the dense model writes, not from --text.")
+    ] = False,
+    checkpointing: Annotated[
+        bool, what_option("--checkpointing", help="Run layers again for the backward pass: less memory, more time.")
+    ] = False,
+    shard: Annotated[
+        bool, what_option("--shard", help="Each process of accelerate launch holds but its part of the layers.")
+    ] = False,
+    teacher: Annotated[
+        str | None, model_option(help="The dense model; not needed for what was made from the built-in one.")
+    ] = None,
+    source: ModelOptions = ModelOptions(dtype="float32"),
+    text: TextOptions = TextOptions(tokens=25600, context=256),
+    resume: Resume = False,
+    output: Target,
+    as_json: Json = False,
+) -> None:
+    """Train a pruned model to predict what the dense one predicts; writes a plain checkpoint with healing.json.
+
+    Learns from the calibration half of the text, or with --self-generated from as many tokens that the dense model
+    writes, and is scored on the other half. Interrupted, it goes on with the same --output and --resume.
+    """
+    source.require_one_place("heal")
+
+    from lyapunov_prune.checkpoints.saving import write_model
+    from lyapunov_prune.healing.heal import REPORT, require_settings
+    from lyapunov_prune.healing.heal import heal as heal_model
+    from lyapunov_prune.healing.own_text import self_generated as write_text
+    from lyapunov_prune.healing.sharded import sharing
+    from lyapunov_prune.healing.state import TrainingState
+    from lyapunov_prune.models.cache import BUILTIN
+    from lyapunov_prune.models.structure import identify
+    from lyapunov_prune.models.tokenizers import require_same_tokenizer
+    from lyapunov_prune.pruning.provenance import PROVENANCE, Provenance
+    from lyapunov_prune.pruning.surgery import share_memory
+    from lyapunov_prune.results.files import require_empty
+
+    require_empty(output)
+    require_settings(steps, update_rank, learning_rate, temperature)  # before the dense model writes for minutes
+    if shard:
+        sharing(per_step, update_rank)
+    made = Path(model) / PROVENANCE
+    provenance = Provenance.load(made) if made.is_file() else None
+    if teacher is None:
+        if provenance is None:
+            raise LyapunovPruneError(f"{model} does not say what it was made from; give the dense model as --teacher")
+        if provenance.source != BUILTIN:  # a file that may be a stranger's does not choose what is loaded
+            raise LyapunovPruneError(
+                f"{model} says that it was made from {provenance.source!r}; if you trust it, give that as --teacher"
+            )
+        teacher = BUILTIN
+    scored = replace(text, tokens=min(text.tokens, 4096))
+    if self_generated:
+        loaded, held_out = load_inputs(model, source, scored, "evaluation")
+    else:
+        loaded, batch = load_inputs(model, source, text)
+        held_out = scored.load(loaded, "evaluation", offline=source.offline)
+    dense = source.load(teacher)
+    if provenance is not None and not provenance.plan.model.same_as(identify(dense.model)):
+        raise LyapunovPruneError(
+            f"{teacher} is not the model that {model} was made from, which {made} records as {provenance.source!r}; "
+            "give that one as --teacher"
+        )
+    require_same_tokenizer(dense.tokenizer, loaded.tokenizer, (teacher, model))
+    if provenance is not None:
+        share_memory(loaded.model, dense.model, provenance.plan)
+    # Of this output alone: two ways to heal one model may run side by side.
+    jobs = run_folder(None, model) / "jobs" / f"heal-{folder_name(str(output.resolve()))}"
+    if self_generated:
+        written = {"tokens": text.tokens, "context": text.context, "seed": seed}
+        batch = write_text(dense.model, **written, folder=jobs.with_name(f"{jobs.name}-text"), resume=resume)
+    done = heal_model(
+        loaded.model,
+        dense.model,
+        batch,
+        steps=steps,
+        per_step=per_step,
+        rank=update_rank,
+        learning_rate=learning_rate,
+        temperature=temperature,
+        seed=seed,
+        folder=jobs,
+        resume=resume,
+        batch_size=text.batch_size,
+        evaluation=held_out,
+        checkpointing=checkpointing,
+        shard=shard,
+    )
+    if not is_main():  # of the processes that shared the steps
+        return
+    results: dict[str, Result] = {REPORT: done.report}
+    if provenance is not None:
+        results[PROVENANCE] = provenance
+    title = f"{Path(model).name}, healed"
+    write_model(done.model, loaded.tokenizer, output, results, title, done.report.about())
+    TrainingState(jobs, {}).close()  # not resumed, none is left: three times the size of what was trained
+    show(done.report, as_json, output)

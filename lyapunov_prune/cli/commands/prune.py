@@ -1,0 +1,225 @@
+"""Remove layers, in memory or file by file."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+from lyapunov_prune.cli.inputs import (
+    load_examples,
+    load_inputs,
+    require_budget_alone,
+)
+from lyapunov_prune.cli.options import (
+    Format,
+    Images,
+    Json,
+    KeepPeriod,
+    MaxKL,
+    Mend,
+    MergeAdapter,
+    Model,
+    ModelOptions,
+    OnDisk,
+    RankOptions,
+    Reduction,
+    Stream,
+    Target,
+    TextOptions,
+    layer_indices,
+    what_option,
+)
+from lyapunov_prune.cli.terminal import say, show
+from lyapunov_prune.errors import LyapunovPruneError
+from lyapunov_prune.ranking.criteria import require_budget, require_known_count
+
+if TYPE_CHECKING:
+    from lyapunov_prune.pruning.plan import PruningPlan
+    from lyapunov_prune.pruning.provenance import Provenance
+
+
+def prune(
+    model: Model,
+    *,
+    remove: Annotated[int | None, what_option(help="How many layers, by --criterion.")] = None,
+    max_kl: MaxKL = None,
+    layers: Annotated[str | None, what_option(help="Layers by hand, as 3,7 (counted from 0).")] = None,
+    plan_file: Annotated[Path | None, what_option("--plan", help="A plan.json.")] = None,
+    keep_period: KeepPeriod = False,
+    by: RankOptions = RankOptions(),
+    reduction: Reduction = None,
+    format: Format = "plain",
+    mend: Mend = False,
+    on_disk: OnDisk = False,
+    stream: Stream = False,
+    merge_adapter: MergeAdapter = False,
+    images: Images = None,
+    source: ModelOptions = ModelOptions(),
+    text: TextOptions = TextOptions(),
+    output: Target,
+    as_json: Json = False,
+) -> None:
+    """Remove layers physically, pass the gate, write a plain transformers checkpoint.
+
+    With --what only a part of each layer goes. In a plain checkpoint that costs what it cost: attention and MLP are
+    zeroed, an activation is cancelled. With --format compact attentions are gone, and a block without activation is
+    one matrix; the checkpoint is smaller and faster, and loads with this package or by the module beside its weights.
+    With --mend the layer before each gap learns from the calibration text, without training, to stand in for the gap;
+    --criterion best then compares the sets mended.
+    With --on-disk, or where the model does not fit in memory, the files are pruned; the gate then computes no logits
+    but with --stream, which reads both models one layer at a time.
+    """
+    if sum(choice is not None for choice in (remove, max_kl, layers, plan_file)) != 1:
+        raise LyapunovPruneError("give --remove N, --max-kl X, --layers 3,7 or --plan FILE, one of the four")
+    if plan_file is not None and by.what != "layers":
+        raise LyapunovPruneError("a plan says what goes; leave out --what")
+    if images is not None and (
+        plan_file is None or format != "compact" or on_disk or stream or merge_adapter or keep_period or mend
+    ):
+        raise LyapunovPruneError(
+            "--images is for the plan of a ViT or DeiT; give --plan FILE and --format compact, and no --on-disk, "
+            "--stream, --merge-adapter, --mend or --keep-period"
+        )
+    source.require()
+    if on_disk or stream:
+        source.require_one_place("--on-disk" if on_disk else "--stream")
+    by.require(sublayers=remove is not None or max_kl is not None)
+    if by.protect is not None and remove is None and max_kl is None:
+        raise LyapunovPruneError("--protect is of layers that a criterion chooses; give --remove or --max-kl with it")
+    if max_kl is not None:
+        require_budget(max_kl)
+        require_budget_alone(keep_period)
+    if remove is not None or max_kl is not None:
+        require_known_count(by.criterion, remove, keep_period)
+    if (by.what == "activation") != (reduction is not None):
+        raise LyapunovPruneError("--what activation and --reduction go together; give both or neither")
+    if mend and (by.what != "layers" or format != "plain"):
+        raise LyapunovPruneError(
+            "--mend closes the gaps of whole layers in a plain checkpoint; leave out --what and --format"
+        )
+    if keep_period and by.what != "layers":
+        raise LyapunovPruneError(f"{by.what} alone leaves every layer in its place; leave out --keep-period")
+
+    from lyapunov_prune.models.device import resolve_device
+    from lyapunov_prune.models.kinds import find_kinds
+    from lyapunov_prune.models.packed import is_unpacked
+    from lyapunov_prune.models.plain import require_unquantised
+    from lyapunov_prune.predictions.expectation import expectation
+    from lyapunov_prune.pruning.checkpoint import write_pruned
+    from lyapunov_prune.pruning.on_disk import too_large
+    from lyapunov_prune.pruning.plan import FIELDS, PruningPlan
+    from lyapunov_prune.ranking.budget import remove_under_budget
+    from lyapunov_prune.ranking.ranking import LayerRanking, require_periods
+    from lyapunov_prune.results.files import require_empty
+
+    require_empty(output)
+    why = "--on-disk" if on_disk or stream else ""
+    if not why and source.device_map is None:
+        why = too_large(model, resolve_device(source.device), offline=source.offline)
+    if why:
+        refused = {
+            "--remove": remove is not None,
+            "--max-kl": max_kl is not None,
+            "--what": by.what != "layers",
+            "--format": format != "plain",
+            "--mend": mend,
+            "--dtype": source.dtype,
+        }
+        for option, given in (refused | {"--merge-adapter": merge_adapter}).items():
+            if given:
+                raise LyapunovPruneError(
+                    f"{option} needs the model in memory ({why}); give --layers 3,7 or a --plan FILE of rank --stream, "
+                    f"and no {option}"
+                )
+        _prune_on_disk(model, output, layers, plan_file, keep_period, source.offline, as_json, why, stream)
+        return
+    if images is not None:
+        assert plan_file is not None
+        classifier, _, examples = load_examples(model, source, text, images)
+        written = write_pruned(classifier, None, PruningPlan.load(plan_file), output, examples, format=format)
+        _tell(written, as_json, output)
+        return
+    loaded, batch = load_inputs(model, source, text, merge_adapter=merge_adapter)
+    if by.what == "layers" and is_unpacked(loaded.structure.config):
+        raise LyapunovPruneError(
+            "the weights are packed integers, and its layers are removed on its files; give --layers 3,7 or a --plan "
+            "FILE with --on-disk"
+        )
+    require_unquantised(loaded.model)  # before anything is measured
+    period = find_kinds(loaded.structure).require_period() if keep_period else 1
+    plan: PruningPlan
+    if layers is not None:
+        goes: dict[str, Any] = {FIELDS[by.what]: layer_indices("--layers", layers)}
+        plan = PruningPlan.given(loaded.model, **goes, reduction=reduction)
+    elif plan_file is not None:
+        plan = PruningPlan.load(plan_file)
+        plan.require_model(loaded.model)
+    else:
+        if remove is not None and keep_period:
+            require_periods(remove, loaded.structure.num_layers, period)
+        ranking = by.rank(loaded, batch, remove, text.batch_size, mend=mend)
+        if by.criterion == "best" and not as_json:
+            show(ranking, as_json, None)
+        if remove is not None:
+            plan = ranking.plan(remove, period)
+        else:
+            assert isinstance(ranking, LayerRanking)  # the others ask for --remove
+            assert max_kl is not None
+            spent = remove_under_budget(
+                loaded.model, batch, ranking, max_kl, temperature=by.temperature, batch_size=text.batch_size
+            )
+            plan = spent.plan()
+            if not as_json:
+                show(spent, as_json, None)
+                if by.temperature == 1:  # as of the table
+                    parts = {"layers": "layers", "attention": "attentions", "mlp": "MLPs"}[by.what]
+                    say(expectation().told(float(spent.kl[spent.within - 1]), parts))
+    plan.require_periods(period)
+    _tell(write_pruned(loaded.model, loaded.tokenizer, plan, output, batch, format=format, mend=mend), as_json, output)
+
+
+def _tell(provenance: Provenance, as_json: bool, output: Path) -> None:
+    if not as_json:
+        say("\n".join(filter(None, (provenance.headline(), provenance.plan.stability(), str(provenance.gate)))))
+        if provenance.mended is not None:
+            show(provenance.mended, as_json, None)
+    show(provenance, as_json, output, table=False)
+
+
+def _prune_on_disk(
+    model: str,
+    output: Path,
+    layers: str | None,
+    plan_file: Path | None,
+    keep_period: bool,
+    offline: bool,
+    as_json: bool,
+    why: str,
+    stream: bool,
+) -> None:
+    from lyapunov_prune.checkpoints.outline import read_outline
+    from lyapunov_prune.models.kinds import find_kinds
+    from lyapunov_prune.models.loading import checkpoint_folder
+    from lyapunov_prune.pruning.on_disk import prune_on_disk
+    from lyapunov_prune.pruning.plan import PruningPlan
+
+    if model.endswith(".gguf"):
+        raise LyapunovPruneError(
+            f"{model} is no safetensors file, and only those are pruned on disk; leave out --on-disk"
+        )
+    outline = read_outline(checkpoint_folder(model, offline=offline), model)
+    if layers is not None:
+        plan = PruningPlan.given(outline.identity, layer_indices("--layers", layers))
+    else:
+        assert plan_file is not None
+        plan = PruningPlan.load(plan_file)
+    if keep_period:
+        plan.require_periods(find_kinds(outline.structure).require_period())
+    provenance = prune_on_disk(outline, plan, output, stream=stream)
+    if not as_json:
+        # Its headline would call the gate passed, of which this is a part.
+        checks = provenance.gate.to_frame().to_string(index=False, float_format=lambda x: f"{x:.4g}")
+        left = ", ".join(provenance.not_run)
+        on = "on files, and on logits of streamed models" if stream else "on files"
+        say(f"{plan.headline()}\nPruned on disk ({why}); the gate's checks {on}:\n{checks}\nNot run: {left}.")
+    show(provenance, as_json, output, table=False)

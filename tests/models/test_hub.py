@@ -1,0 +1,116 @@
+"""The hub, as a function put in the place of the download."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import huggingface_hub
+import pytest
+import torch
+from helpers import (
+    BROKEN,
+)
+from huggingface_hub import errors
+from transformers import PreTrainedModel
+
+from lyapunov_prune.errors import LyapunovPruneError
+from lyapunov_prune.models.loading import load
+
+
+def equal(a: PreTrainedModel, b: PreTrainedModel) -> bool:
+    return a.state_dict().keys() == b.state_dict().keys() and all(
+        torch.equal(x, y) for x, y in zip(a.state_dict().values(), b.state_dict().values(), strict=True)
+    )
+
+
+@pytest.fixture
+def hub(monkeypatch: pytest.MonkeyPatch) -> Callable[[Path | Exception], list[tuple[str, dict[str, Any]]]]:
+    """`hub(answer)` makes every download return a folder or raise, and lists what was asked for."""
+
+    def answer_with(answer: Path | Exception) -> list[tuple[str, dict[str, Any]]]:
+        asked: list[tuple[str, dict[str, Any]]] = []
+
+        def snapshot_download(name: str, **options: Any) -> str:
+            asked.append((name, options))
+            if isinstance(answer, Exception):
+                raise answer
+            return str(answer)
+
+        monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot_download)
+        return asked
+
+    return answer_with
+
+
+Hub = Callable[[Path | Exception], list[tuple[str, dict[str, Any]]]]
+
+
+def http_error(kind: type[errors.HfHubHTTPError], message: str) -> errors.HfHubHTTPError:
+    response: Any = SimpleNamespace(headers={}, status_code=404, request=None, url="")
+    return kind(message, response=response)
+
+
+@pytest.mark.parametrize("offline", [True, False])
+def test_a_hub_model_is_downloaded_and_loaded(offline: bool, hub: Hub, checkpoint: Path, reader: Any) -> None:
+    asked = hub(checkpoint)
+    loaded = load("org/model", offline=offline)
+    assert equal(loaded.model, reader)
+    assert loaded.model.config._name_or_path == "org/model"
+    ((name, options),) = asked
+    assert name == "org/model"
+    assert options["local_files_only"] is offline
+
+
+@pytest.mark.parametrize("file", ["pytorch_model.bin", "modeling.py", "x.pt", "onnx/model.safetensors", "x.pkl"])
+def test_neither_code_nor_pickles_are_downloaded(file: str, hub: Hub, checkpoint: Path) -> None:
+    asked = hub(checkpoint)
+    load("org/model")
+    options = asked[0][1]
+    patterns = {key: options[key] for key in ("allow_patterns", "ignore_patterns")}
+    wanted = ["config.json", "model-00001-of-00002.safetensors", "tokenizer.model", "merges.txt"]
+    assert list(huggingface_hub.utils.filter_repo_objects([file, *wanted], **patterns)) == wanted
+
+
+@pytest.mark.parametrize(
+    ("error", "message"),
+    [
+        (errors.LocalEntryNotFoundError("not cached"), "nor in the hub cache, and the hub could not be reached; down"),
+        (http_error(errors.RepositoryNotFoundError, "404"), "the hub has no model org/model that you may read; check"),
+        (http_error(errors.GatedRepoError, "403"), "that you may read; check the name, or log in"),
+        (http_error(errors.HfHubHTTPError, "503 busy\nmore"), "did not give org/model: 503 busy; try again later"),
+        (OSError("No space left on device"), "did not give org/model: No space left on device; try"),
+        (RuntimeError(), "did not give org/model: RuntimeError; try again later"),
+    ],
+    ids=["unreachable", "unknown", "gated", "server", "disk", "other"],
+)
+def test_a_hub_that_fails_is_one_line(error: Exception, message: str, hub: Hub) -> None:
+    hub(error)
+    with pytest.raises(LyapunovPruneError, match=message) as caught:
+        load("org/model")
+    assert "\n" not in str(caught.value)
+
+
+def test_a_model_that_is_not_there_offline_says_so(hub: Hub) -> None:
+    asked = hub(errors.LocalEntryNotFoundError("not cached"))
+    with pytest.raises(LyapunovPruneError, match="--offline was given; download it first, give a folder, or use"):
+        load("org/model", offline=True)
+    assert asked[0][1]["local_files_only"] is True
+
+
+@pytest.mark.parametrize("fault", ["pickle only", "truncated", "no config"])
+def test_a_broken_download_is_refused(fault: str, hub: Hub, checkpoint: Path) -> None:
+    spoil, message = BROKEN[fault]
+    spoil(checkpoint)
+    hub(checkpoint)
+    with pytest.raises(LyapunovPruneError, match=message):
+        load("org/model")
+
+
+def test_a_local_folder_asks_no_hub(hub: Hub, checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = hub(RuntimeError("asked"))
+    monkeypatch.chdir(checkpoint.parent)
+    load(checkpoint.name)
+    assert asked == []
