@@ -10,8 +10,10 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from io import FileIO
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, BinaryIO
 
 import numpy as np
@@ -65,8 +67,14 @@ def read_tensors(folder: Path, named: str | None = None) -> dict[str, Stored]:
     return tensors
 
 
-def read_header(path: Path) -> dict[str, Stored]:
-    """Every tensor in the file `path`, by name."""
+def read_header(path: Path) -> Mapping[str, Stored]:
+    """Every tensor in the file `path`, by name; that of a file that has not changed is read once."""
+    now = path.stat()
+    return MappingProxyType(_header(path, now.st_ino, now.st_size, now.st_mtime_ns))
+
+
+@lru_cache(maxsize=256)
+def _header(path: Path, *state: int) -> dict[str, Stored]:
     with path.open("rb") as file:
         length = int.from_bytes(file.read(8), "little")
         header = json.loads(file.read(length))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -63,6 +64,17 @@ def test_blocks_are_those_of_the_axis(
 def test_the_header_holds_every_size(source: Path) -> None:
     header = read_header(source / "model.safetensors")
     assert {name: stored.size for name, stored in header.items()} == {name: t.nbytes for name, t in TENSORS.items()}
+
+
+def test_the_header_of_a_file_is_read_again_when_it_has_changed(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    read, loads = list[str](), json.loads
+    monkeypatch.setattr(tensor_files.json, "loads", lambda text: read.append(text) or loads(text))
+    file = source / "model.safetensors"
+    first = read_header(file)
+    assert read_header(file) == first
+    assert len(read) == 1
+    save_file({"more": torch.zeros(9), **TENSORS}, file, {"format": "pt"})
+    assert read_header(file).keys() == {"more", *TENSORS}
 
 
 def test_a_file_that_became_shorter_is_an_error(source: Path, tmp_path: Path) -> None:
