@@ -37,10 +37,11 @@ def processes_of(model: PreTrainedModel) -> PartialState:
 
 def processes(*, on_cpu: bool) -> PartialState:
     """The processes that `accelerate launch` started, for work on the CPU or on a GPU of each."""
-    found_ready = torch.distributed.is_initialized()
+    before = _joined()
     # Without `cpu` those of a machine that has no GPU would not know of each other.
     among = PartialState(cpu=on_cpu, timeout=timedelta(days=30))
-    if on_cpu and not found_ready:  # gloo's threads must not outlive the interpreter: it aborts, the work long done
+    if on_cpu and _joined() and not before:
+        # gloo's threads must not outlive the interpreter: it aborts, the work long done.
         atexit.register(among.destroy_process_group)
     return among
 
@@ -57,6 +58,10 @@ def require_room(needed: int, device: str, what: str) -> None:
         raise LyapunovPruneError(
             f"{what} need {needed:,} bytes of memory and {free:,} are free on {device}; lower --tokens, or free some"
         )
+
+
+def _joined() -> bool:
+    return torch.distributed.is_available() and torch.distributed.is_initialized()  # torch for small boards has neither
 
 
 def _usable(name: str) -> bool:

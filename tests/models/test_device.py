@@ -42,6 +42,12 @@ def test_a_process_by_itself_joins_nothing() -> None:
     assert not torch.distributed.is_initialized()
 
 
+def test_a_torch_without_processes_is_one_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.distributed, "is_available", lambda: False)
+    monkeypatch.delattr(torch.distributed, "is_initialized")
+    assert processes(on_cpu=True).num_processes == 1
+
+
 SCRIPT = """
 import atexit, sys, torch
 atexit.register(lambda: print(torch.distributed.is_initialized()))  # the last of what runs at exit
