@@ -82,7 +82,7 @@ def test_every_decoder_is_compressed_as_in_memory_or_refused_as_there(
     monkeypatch.setattr(streaming, "TOKENS", 1)
     whole, loaded = in_memory(saved(name)), apart(saved(name))
     ids = torch.randint(3, 97, (3, 24), generator=torch.Generator().manual_seed(1))
-    for method in ("wanda", "magnitude"):  # the second reads and writes no more than the first
+    for method in ("magnitude", "wanda"):
         how: dict[str, Any] = {"method": method, "sparsity": 0.5}
         try:
             wanted = lp.compress(whole, ids, **how).model.state_dict()
@@ -94,4 +94,3 @@ def test_every_decoder_is_compressed_as_in_memory_or_refused_as_there(
         found = load(tmp_path / method).model.state_dict()
         for key, tensor in wanted.items():
             torch.testing.assert_close(found[key], tensor, rtol=1e-4, atol=1e-5, equal_nan=True)
-        break
