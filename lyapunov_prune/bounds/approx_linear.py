@@ -34,6 +34,7 @@ _TINIEST = 2.0**-148
 
 
 def frobenius(A: torch.Tensor) -> float:
+    """`‖A‖_F`, squares summed in float64."""
     return float(torch.linalg.vector_norm(A if A.device.type != "mps" else A.cpu(), dtype=torch.float64))
 
 

@@ -76,4 +76,5 @@ def certify_difference(W: torch.Tensor, S: torch.Tensor) -> CertifiedNorm:
 
 
 def difference(W: torch.Tensor, S: torch.Tensor) -> torch.Tensor:
+    """`W − S` in float64, on the CPU."""
     return torch.sub(W.cpu().double(), S.cpu())  # widens S on the way

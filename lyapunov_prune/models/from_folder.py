@@ -43,6 +43,11 @@ class Loaded:
 
 
 def load_folder(folder: Path, options: dict[str, Any]) -> Loaded:
+    """The checkpoint in `folder` with its history, by transformers' `options` (`dtype`, `device_map`).
+
+    Packed integers of the formats of `is_unpacked` are unpacked; what else is packed stays so, and is refused on the
+    `meta` device. Raises LyapunovPruneError for anything that cannot be loaded whole.
+    """
     with quiet():  # what is wrong with a config is said in one line
         config = require_loadable(folder, unpacked=True, packed=options["device_map"] != "meta")
     packed = quantisation(config)

@@ -7,6 +7,7 @@ the config. A removal that changes numbers cannot be done by copying and is refu
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -43,7 +44,7 @@ def too_large(name: str, device: str = "cpu", *, offline: bool = False) -> str:
     files = checkpoint_folder(name, offline=offline).glob("*.safetensors")
     size = sum(file.stat().st_size for file in files if file.is_file())  # a link may lead nowhere
     apart = device.startswith("cuda")
-    for place, copies in {device: 1, "cpu": 1}.items() if apart else [(device, 2)]:
+    for place, copies in Counter([device if apart else "cpu", "cpu"]).items():
         needed, free = copies * size, free_memory(place)
         if needed > free:
             what = "one copy needs" if copies == 1 else "two copies need"
