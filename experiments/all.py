@@ -38,7 +38,7 @@ from experiments.columns import (
 from experiments.common import Inputs, inputs, plain, plain_tasks
 from lyapunov_prune.evaluation.perplexity import interval_of
 from lyapunov_prune.evaluation.tasks import ScoredTask, Task, TaskScores
-from lyapunov_prune.profiles.contraction import ContractionProfile
+from lyapunov_prune.profiles.contraction_profile import ContractionProfile
 from lyapunov_prune.profiles.profile import LayerProfile
 from lyapunov_prune.ranking.angular import AngularDistance
 from lyapunov_prune.ranking.ranking import Ranking

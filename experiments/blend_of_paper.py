@@ -5,7 +5,7 @@ from dataclasses import replace
 import numpy as np
 
 import lyapunov_prune as lp
-from lyapunov_prune.profiles.contraction import ContractionProfile
+from lyapunov_prune.profiles.contraction_profile import ContractionProfile
 from lyapunov_prune.profiles.influence import InfluenceProfile
 from lyapunov_prune.ranking.ranking import LayerRanking
 

@@ -22,7 +22,7 @@ from lyapunov_prune.data.text import require_unseen
 from lyapunov_prune.evaluation.perplexity import Perplexity, interval_of, perplexity
 from lyapunov_prune.forward.reading import Reading, read
 from lyapunov_prune.models.projections import find_projections
-from lyapunov_prune.profiles.contraction import ContractionProfile
+from lyapunov_prune.profiles.contraction_profile import ContractionProfile
 from lyapunov_prune.progress import track
 from lyapunov_prune.report.drawing import COLOURS, GREY, log_axis, one_panel, svg
 from lyapunov_prune.results.result import MeasuredOn, Result

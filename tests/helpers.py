@@ -48,7 +48,8 @@ from lyapunov_prune.models.loading import load
 from lyapunov_prune.models.projections import find_projections
 from lyapunov_prune.models.structure import find_structure
 from lyapunov_prune.predictions.spaces import HIDDEN, PROBABILITIES
-from lyapunov_prune.profiles.contraction import ContractionProfile, measure_contraction
+from lyapunov_prune.profiles.contraction import measure_contraction
+from lyapunov_prune.profiles.contraction_profile import ContractionProfile
 from lyapunov_prune.profiles.propagation import Energies
 from lyapunov_prune.pruning.compact import Cuts, make_compact
 from lyapunov_prune.pruning.on_disk import prune_on_disk

@@ -15,7 +15,7 @@ from experiments.blend_of_paper import blend_of_paper
 from experiments.common import Device, DType, draw, load, of_model, read_text
 from experiments.statements import bullets, short, table, verdict
 from lyapunov_prune.data.batch import require_disjoint
-from lyapunov_prune.profiles.contraction import ContractionProfile, Pooling
+from lyapunov_prune.profiles.contraction_profile import ContractionProfile, Pooling
 from lyapunov_prune.pruning.curve import RemovalCurve, evaluate_removals
 from lyapunov_prune.report.profiles import contraction_figure
 from lyapunov_prune.report.ranking import perplexity_figure

@@ -15,7 +15,7 @@ import typer
 import lyapunov_prune as lp
 from experiments.common import Device, DType, draw, inputs, of_model
 from experiments.statements import bullets, runs, short, span, table, verdict
-from lyapunov_prune.profiles.contraction import ContractionProfile
+from lyapunov_prune.profiles.contraction_profile import ContractionProfile
 from lyapunov_prune.report.drawing import COLOURS, GREY, depth_axis, log_axis, panels, svg
 from lyapunov_prune.report.profiles import jacobian_figure
 

@@ -8,7 +8,7 @@ from transformers import PreTrainedModel
 from lyapunov_prune.allocation.allocation import Allocation, Matrices
 from lyapunov_prune.allocation.lyapunov import log_amplification, require_profile
 from lyapunov_prune.errors import LyapunovPruneError
-from lyapunov_prune.profiles.contraction import ContractionProfile
+from lyapunov_prune.profiles.contraction_profile import ContractionProfile
 
 
 def allocate_bits(

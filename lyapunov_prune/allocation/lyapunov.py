@@ -14,7 +14,7 @@ from lyapunov_prune.allocation.fitting import SPAN, fit
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.linalg import lift
 from lyapunov_prune.models.projections import weights_of
-from lyapunov_prune.profiles.contraction import ContractionProfile
+from lyapunov_prune.profiles.contraction_profile import ContractionProfile
 from lyapunov_prune.results.result import ModelIdentity
 
 Reading = Literal["equal-error", "downstream"]

@@ -20,7 +20,7 @@ from lyapunov_prune.arguments import checked
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.forward.reading import Readable
 from lyapunov_prune.models.held import held
-from lyapunov_prune.profiles.contraction import ContractionProfile
+from lyapunov_prune.profiles.contraction_profile import ContractionProfile
 
 # `function(model, budget, …)` with the measurement that it needs and its keyword parameters.
 _FUNCTIONS: dict[str, Callable[..., Allocation]] = {

@@ -20,7 +20,7 @@ if TYPE_CHECKING:  # a usage error must not wait for torch
     from lyapunov_prune.data.batch import TokenBatch
     from lyapunov_prune.data.examples import Examples
     from lyapunov_prune.models.from_folder import Loaded
-    from lyapunov_prune.profiles.contraction import ContractionProfile
+    from lyapunov_prune.profiles.contraction_profile import ContractionProfile
 
 _JACOBIAN_TOKENS = 64
 _JACOBIAN = {"steps": 12, "probes": 8, "seed": 0}

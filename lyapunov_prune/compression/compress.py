@@ -25,7 +25,7 @@ from lyapunov_prune.forward.reading import Readable, Reading
 from lyapunov_prune.models.projections import Projection
 from lyapunov_prune.models.streamed import require_not_streamed
 from lyapunov_prune.models.structure import in_eval_mode
-from lyapunov_prune.profiles.contraction import ContractionProfile
+from lyapunov_prune.profiles.contraction_profile import ContractionProfile
 from lyapunov_prune.progress import track
 from lyapunov_prune.results.history import add_step
 

@@ -28,7 +28,7 @@ from lyapunov_prune.linalg import lift, row_blocks, token_energy, widen
 from lyapunov_prune.models.plain import require_unquantised
 from lyapunov_prune.models.projections import Projection, find_projections
 from lyapunov_prune.models.structure import in_eval_mode
-from lyapunov_prune.profiles.contraction import ContractionProfile
+from lyapunov_prune.profiles.contraction_profile import ContractionProfile
 
 
 @dataclass(frozen=True, eq=False)

@@ -10,7 +10,7 @@ from scipy import stats
 
 from lyapunov_prune.arguments import checked
 from lyapunov_prune.errors import LyapunovPruneError
-from lyapunov_prune.profiles.contraction import ContractionProfile
+from lyapunov_prune.profiles.contraction_profile import ContractionProfile
 
 WIDTH = 768  # GPT-2 Small's, whose width penalty is 1
 # A fit of three numbers to three models has no error to speak of; one more is left out each time.

@@ -13,7 +13,8 @@ from transformers import PreTrainedModel
 from lyapunov_prune.data.batch import TokenBatch
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.forward.reading import Readable, read
-from lyapunov_prune.profiles.contraction import ContractionProfile, Derivative, Pooling, measure_contraction
+from lyapunov_prune.profiles.contraction import Derivative, measure_contraction
+from lyapunov_prune.profiles.contraction_profile import ContractionProfile, Pooling
 from lyapunov_prune.profiles.influence import InfluenceProfile, block_influence
 from lyapunov_prune.profiles.propagation import listed
 from lyapunov_prune.results.once import once

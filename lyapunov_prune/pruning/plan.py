@@ -14,7 +14,7 @@ from lyapunov_prune.errors import LyapunovPruneError, printable
 from lyapunov_prune.merging.table import REDUCTIONS
 from lyapunov_prune.models.plain import require_in_memory
 from lyapunov_prune.models.structure import identify
-from lyapunov_prune.profiles.contraction import dtype_note, floor_note
+from lyapunov_prune.profiles.contraction_profile import dtype_note, floor_note
 from lyapunov_prune.results.arrays import require_array, require_layers
 from lyapunov_prune.results.result import MeasuredOn, ModelIdentity, Result
 

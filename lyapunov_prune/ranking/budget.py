@@ -20,7 +20,7 @@ from lyapunov_prune.forward.reading import Readable, Reading, read
 from lyapunov_prune.forward.sublayers import named_branches, silent
 from lyapunov_prune.models.structure import identify, in_eval_mode
 from lyapunov_prune.predictions.divergence import Change, divergences_of
-from lyapunov_prune.profiles.contraction import floor_note
+from lyapunov_prune.profiles.contraction_profile import floor_note
 from lyapunov_prune.pruning.plan import PruningPlan
 from lyapunov_prune.ranking.criteria import require_budget
 from lyapunov_prune.ranking.ranking import LayerRanking

@@ -11,7 +11,7 @@ import numpy as np
 from lyapunov_prune.forward.reading import Reading
 from lyapunov_prune.mending.mend import TRIALS
 from lyapunov_prune.predictions.divergence import skip_divergence
-from lyapunov_prune.profiles.contraction import Pooling
+from lyapunov_prune.profiles.contraction_profile import Pooling
 from lyapunov_prune.profiles.influence import turns
 from lyapunov_prune.profiles.profile import profile_layers
 from lyapunov_prune.ranking.criteria import CRITERIA

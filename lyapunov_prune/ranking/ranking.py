@@ -13,7 +13,7 @@ import pandas as pd
 from lyapunov_prune.arguments import checked, require_least
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.forward.sublayers import require_kind
-from lyapunov_prune.profiles.contraction import ContractionProfile, floor_note
+from lyapunov_prune.profiles.contraction_profile import ContractionProfile, floor_note
 from lyapunov_prune.profiles.influence import InfluenceProfile
 from lyapunov_prune.profiles.sublayer_influence import SublayerInfluence
 from lyapunov_prune.pruning.plan import FIELDS, PruningPlan

@@ -7,7 +7,7 @@ from matplotlib.axes import Axes
 from matplotlib.ticker import FuncFormatter
 
 from lyapunov_prune.profiles.activations import ActivationStatistics
-from lyapunov_prune.profiles.contraction import ContractionProfile
+from lyapunov_prune.profiles.contraction_profile import ContractionProfile
 from lyapunov_prune.profiles.influence import InfluenceProfile
 from lyapunov_prune.profiles.jacobian import JacobianNorms
 from lyapunov_prune.profiles.sublayer_influence import SublayerInfluence

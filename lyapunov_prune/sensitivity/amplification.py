@@ -11,7 +11,7 @@ from scipy import stats
 
 from lyapunov_prune.arguments import checked
 from lyapunov_prune.errors import LyapunovPruneError
-from lyapunov_prune.profiles.contraction import ContractionProfile, Pooling
+from lyapunov_prune.profiles.contraction_profile import ContractionProfile, Pooling
 from lyapunov_prune.results.arrays import require_array, require_layers
 from lyapunov_prune.results.result import MeasuredOn, Result
 from lyapunov_prune.sensitivity.sensitivity import Sensitivity

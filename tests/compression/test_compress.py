@@ -24,7 +24,8 @@ from lyapunov_prune.compression.report import CompressionReport, Packed
 from lyapunov_prune.compression.table import METHODS
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.models.projections import find_projections
-from lyapunov_prune.profiles.contraction import ContractionProfile, measure_contraction
+from lyapunov_prune.profiles.contraction import measure_contraction
+from lyapunov_prune.profiles.contraction_profile import ContractionProfile
 
 FAMILIES = ("llama", "gpt2")
 

@@ -18,7 +18,7 @@ from scipy import stats
 
 from lyapunov_prune import LyapunovPruneError, PruningPlan, block_influence, measure_contraction, rank_layers
 from lyapunov_prune.profiles import InfluenceProfile
-from lyapunov_prune.profiles.contraction import ContractionProfile
+from lyapunov_prune.profiles.contraction_profile import ContractionProfile
 
 _MODEL = make_tiny("llama")
 _IDS = torch.randint(97, (2, 16), generator=torch.Generator().manual_seed(0))

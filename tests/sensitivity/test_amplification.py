@@ -15,7 +15,8 @@ from scipy import stats
 from transformers import PreTrainedModel
 
 from lyapunov_prune.errors import LyapunovPruneError
-from lyapunov_prune.profiles.contraction import ContractionProfile, measure_contraction
+from lyapunov_prune.profiles.contraction import measure_contraction
+from lyapunov_prune.profiles.contraction_profile import ContractionProfile
 from lyapunov_prune.sensitivity.amplification import AmplificationDrift, amplification_drift, weighted_spearman
 from lyapunov_prune.sensitivity.sensitivity import Sensitivity, measure_sensitivity
 

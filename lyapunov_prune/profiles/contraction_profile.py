@@ -1,0 +1,222 @@
+"""What was measured of the contraction factor: by either pooling, with intervals, and how far each can be trusted."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from typing import Literal, get_args
+
+import numpy as np
+import pandas as pd
+
+from lyapunov_prune.errors import LyapunovPruneError
+from lyapunov_prune.profiles.propagation import Energies
+from lyapunov_prune.results.arrays import require_array
+from lyapunov_prune.results.result import MeasuredOn, Result
+
+Pooling = Literal["energy", "token"]
+# A relative energy this many times the rounding floor (ten in amplitude) is measured, not noise.
+ABOVE_FLOOR = 100.0
+# ρ at ε and at ε / 10 that differ by more than this are no property of the layer alone.
+LINEAR = 0.1
+# A share, summed in another order than the whole.
+_WHOLE = 1 + 1e-6
+
+
+@dataclass(frozen=True)
+class ContractionProfile(Result):
+    """Contraction of every layer of a model. Arrays are float64; `L` layers, boundaries `0 … L`.
+
+    `ρ_l = V_{l+1} / V_l`, with `V_l = Σ_t ‖e_l,t‖² / Σ_t ‖h_l,t‖²` under energy pooling and
+    `mean_t ‖e_l,t‖² / ‖h_l,t‖²` under token pooling. Both are kept; `pooling` says which one `rho`,
+    `rho_interval` and `relative_energy` speak of, and `pooled` changes it.
+
+    A measurement along the trajectories of one text: no bound and no Lipschitz constant.
+    """
+
+    pooling: str
+    method: str
+    epsilon: float
+    seeds: tuple[int, ...]
+    energies: dict[str, np.ndarray]  # pooling -> V, (L + 1,)
+    intervals: dict[str, np.ndarray]  # pooling -> 95 % bootstrap interval of rho, (L, 2)
+    error_growth: np.ndarray  # Σ‖e_{l+1}‖² / Σ‖e_l‖², (L,)
+    state_growth: np.ndarray  # Σ‖h_{l+1}‖² / Σ‖h_l‖², (L,)
+    floor: np.ndarray  # V of one unit of the coarsest rounding, for jvp how far that moves it, (L + 1,); zeros before
+    sink_state_share: np.ndarray  # share of Σ‖h_l‖² in the largest token of each window, (L + 1,)
+    sink_error_share: np.ndarray  # share of Σ‖e_l‖² in those same tokens, (L + 1,)
+    norm_growth: np.ndarray  # K = Π_l ‖h_{l+1}‖/‖h_l‖, one value a window
+    measured_on: MeasuredOn
+    worst_growth: float | None = None  # Π_l max over windows of ‖h_{l+1}‖/‖h_l‖ ≥ max K; None in files of before
+    windows: Energies | None = None  # of each window, to draw them anew; None in files of before
+    # ρ at ε over ρ at ε / 10, on a stretch of one window, (L,): NaN where the smaller is rounding; None for jvp, before
+    linearity: np.ndarray | None = None
+
+    def __post_init__(self) -> None:
+        L = self.measured_on.model.num_layers
+        require_pooling(self.pooling)
+        if not set(self.energies) == set(self.intervals) == set(get_args(Pooling)):
+            raise LyapunovPruneError(
+                "a contraction profile has energies and intervals of both poolings; measure it again"
+            )
+        of = "contraction profile"
+        for pooling in get_args(Pooling):
+            require_array(f"{of}, {pooling} energies", self.energies[pooling], (L + 1,))
+            require_array(f"{of}, {pooling} intervals", self.intervals[pooling], (L, 2), finite=False)
+        require_array(f"{of}, floor", self.floor, (L + 1,))
+        # NaN or infinite where no error is left to grow or to share.
+        require_array(f"{of}, error_growth", self.error_growth, (L,), finite=False)
+        require_array(f"{of}, state_growth", self.state_growth, (L,), finite=False)
+        require_array(f"{of}, sink_state_share", self.sink_state_share, (L + 1,), most=_WHOLE, finite=False)
+        require_array(f"{of}, sink_error_share", self.sink_error_share, (L + 1,), most=_WHOLE, finite=False)
+        count = self.norm_growth.size
+        require_array(f"{of}, norm_growth", self.norm_growth, (count,), finite=False)
+        if self.windows is not None:
+            shapes = {"state": (L + 1, count), **dict.fromkeys(("error", "relative"), (L + 1, len(self.seeds), count))}
+            for name, shape in shapes.items():
+                require_array(f"{of}, {name} of the windows", getattr(self.windows, name), shape)
+        if self.linearity is not None:
+            require_array(f"{of}, linearity", self.linearity, (L,), finite=False)
+
+    @property
+    def relative_energy(self) -> np.ndarray:
+        """V before the first layer and after each, (L + 1,)."""
+        return self.energies[self.pooling]
+
+    @property
+    def rho(self) -> np.ndarray:
+        """ρ of every layer, (L,); NaN or infinite where no error is left to grow."""
+        with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
+            return self.relative_energy[1:] / self.relative_energy[:-1]
+
+    @property
+    def rho_interval(self) -> np.ndarray:
+        """95 % interval of ρ, (L, 2): percentile bootstrap over windows and seeds.
+
+        With a single window only the seeds vary, and with a single seed and window the interval is NaN.
+        """
+        return self.intervals[self.pooling]
+
+    def drawn(self) -> np.ndarray | None:
+        """ρ of windows and seeds that are drawn anew, (draws, L); None where there is one window."""
+        if self.windows is None or self.windows.state.shape[-1] == 1:
+            return None
+        return self.windows.drawn(self.pooling)
+
+    @property
+    def above_floor(self) -> np.ndarray:
+        """Which ratios rest on energies at least 100 × the rounding floor, (L,) of bool."""
+        return self.above(ABOVE_FLOOR)
+
+    def above(self, times: float) -> np.ndarray:
+        """Which ratios rest on energies at least so many times the rounding floor, (L,) of bool."""
+        clear = self.energies["energy"] > times * self.floor
+        return clear[:-1] & clear[1:]
+
+    @property
+    def below_floor(self) -> tuple[int, ...]:
+        """The layers whose ratio is not `above_floor`: rounding, and no measurement."""
+        return tuple(int(i) for i in np.flatnonzero(~self.above_floor))
+
+    @property
+    def not_linear(self) -> tuple[int, ...]:
+        """The layers whose ρ is another by more than 10 % at ε / 10: their ρ is of this ε, and no derivative."""
+        if self.linearity is None:
+            return ()
+        return tuple(int(i) for i in np.flatnonzero(np.abs(np.log(self.linearity)) > np.log1p(LINEAR)))
+
+    def require_above_floor(self) -> None:
+        """Raise LyapunovPruneError when every ρ is `below_floor`: to go by it would be to go by noise."""
+        if not self.above_floor.any():
+            raise below_floor_error("this profile", self.measured_on.dtype)
+
+    @property
+    def contracting(self) -> tuple[int, int]:
+        """How many of the `L − 1` inter-layer transitions contract (ρ < 1), as the paper counts them."""
+        transitions = self.rho[:-1] if len(self.rho) > 1 else self.rho
+        return int((transitions < 1).sum()), len(transitions)
+
+    @property
+    def downstream_amplification(self) -> np.ndarray:
+        """`A_l = Π_{k > l} ρ_k`, (L,); 1 for the last layer."""
+        return self.relative_energy[-1] / self.relative_energy[1:]
+
+    @property
+    def pooling_disagrees(self) -> tuple[int, ...]:
+        """Layers whose two poolings differ more than twofold: a few tokens carry the energy there."""
+        ratio = np.abs(np.log2(self.pooled("energy").rho / self.pooled("token").rho))
+        return tuple(int(i) for i in np.flatnonzero(ratio > 1))
+
+    def pooled(self, pooling: Pooling) -> ContractionProfile:
+        """The same measurement under the other pooling."""
+        require_pooling(pooling)
+        return replace(self, pooling=pooling)
+
+    def to_frame(self) -> pd.DataFrame:
+        other: Pooling = "token" if self.pooling == "energy" else "energy"
+        return pd.DataFrame(
+            {
+                "layer": np.arange(len(self.rho)),
+                "rho": self.rho,
+                "low": self.rho_interval[:, 0],
+                "high": self.rho_interval[:, 1],
+                f"rho_{other}": self.pooled(other).rho,
+                "error_growth": self.error_growth,
+                "state_growth": self.state_growth,
+                "sink_share": self.sink_state_share[1:],
+                "above_floor": self.above_floor,
+            }
+        )
+
+    def headline(self) -> str:
+        contracting, transitions = self.contracting
+        spread = self.norm_growth.std() / self.norm_growth.mean()
+        lines = [
+            f"Contraction ({self.method}, {self.pooling} pooling, ε = {self.epsilon:g}, {len(self.seeds)} seeds): "
+            f"{contracting} of {transitions} transitions contract; "
+            f"K = {self.norm_growth.mean():.4g} (CV {spread:.2g})",
+            self.measured_on.line(),
+        ]
+        if self.pooling_disagrees:
+            shares = ", ".join(
+                f"{i} ({self.sink_state_share[i + 1]:.0%} of the state's energy in one token a window)"
+                for i in self.pooling_disagrees
+            )
+            lines.append(f"Poolings disagree more than twofold at layer {shares}")
+        if self.not_linear:
+            lines.append(
+                f"ρ is another by more than {LINEAR:.0%} at ε = {self.epsilon / 10:g} at layer "
+                f"{', '.join(map(str, self.not_linear))}: it is of this ε alone; use a smaller ε or method jvp"
+            )
+        if self.below_floor:
+            lines.append(
+                f"{len(self.below_floor)} ratios are not well above rounding in {self.measured_on.dtype} forwards: "
+                f"use float32{' or a larger ε' if self.method == 'difference' else ''}"
+            )
+        return "\n".join(lines)
+
+
+def below_floor_error(of: str, dtype: str) -> LyapunovPruneError:
+    return LyapunovPruneError(
+        f"every rho of {of} lies below the rounding floor of {dtype} forwards; measure with --dtype float32, a larger "
+        "--epsilon or profile --derivative jvp, or go by something else (--criterion bi, --allocation atp)"
+    )
+
+
+def dtype_note(measured_on: Iterable[MeasuredOn]) -> str:
+    """What a decision says that rests on forwards in half precision; empty for none.
+
+    In bfloat16 the plans for 2 of 8 layers of half of twelve small models were not those of float32.
+    """
+    halves = sorted({on.dtype for on in measured_on} & {"bfloat16", "float16"})
+    return f"; measured in {', '.join(halves)}, and float32 may choose others (--dtype float32)" if halves else ""
+
+
+def floor_note(below_floor: tuple[int, ...]) -> str:
+    """What a decision that goes by ρ says of the layers whose ρ is rounding; empty for none."""
+    return f"; rho lies below the rounding floor at layer {', '.join(map(str, below_floor))}" if below_floor else ""
+
+
+def require_pooling(pooling: str) -> None:
+    if pooling not in get_args(Pooling):
+        raise LyapunovPruneError(f"unknown pooling {pooling!r}; give energy or token")
