@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 
 from lyapunov_prune.checkpoints.reloading import GateCheck
 from lyapunov_prune.forward.logits import SAME_LIMIT, deviation, uncached_logits
+from lyapunov_prune.models.kernels import kernels
 from lyapunov_prune.models.wrappers import loading_class
 
 ELSEWHERE = "reloads without this package"
@@ -37,7 +38,7 @@ asked = json.loads((here / "asked.json").read_text())
 torch.set_num_threads(asked["threads"])
 model, info = getattr(transformers, asked["loader"]).from_pretrained(
     asked["folder"], trust_remote_code=True, local_files_only=True, output_loading_info=True,
-    dtype=getattr(torch, asked["dtype"]), device_map=asked["device"], attn_implementation=asked["attention"],
+    dtype=getattr(torch, asked["dtype"]), device_map=asked["device"], **asked["kernels"],
 )
 model.eval()
 keys = {kind: sorted(map(str, info[kind])) for kind in ("missing_keys", "unexpected_keys", "mismatched_keys")}
@@ -67,7 +68,7 @@ def elsewhere_check(model: PreTrainedModel, folder: Path, inputs: list[torch.Ten
             "loader": loading_class(model).__name__,
             "dtype": str(model.dtype).removeprefix("torch."),
             "device": str(model.device) if inputs else "meta",
-            "attention": model.config._attn_implementation,
+            "kernels": kernels(model.config),
             "threads": torch.get_num_threads(),
         }
         (here / "asked.json").write_text(json.dumps(asked), encoding="utf-8")

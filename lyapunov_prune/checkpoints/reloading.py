@@ -17,6 +17,7 @@ from lyapunov_prune.linalg import lift
 from lyapunov_prune.models.dispatched import bring_weights, offload_folder, placement
 from lyapunov_prune.models.families import POSITION_ATTRIBUTES
 from lyapunov_prune.models.from_folder import quiet
+from lyapunov_prune.models.kernels import kernels
 from lyapunov_prune.models.packed import unlogged
 from lyapunov_prune.models.quantised import quantisation
 from lyapunov_prune.models.sharing import share_equal
@@ -59,7 +60,7 @@ def reload_check(
             dtype=pruned.dtype,
             device_map=place,
             offload_folder=converted,
-            attn_implementation=pruned.config._attn_implementation,
+            **kernels(pruned.config),
         )
         reloaded, info = loaded
         bring_weights(reloaded)

@@ -20,6 +20,7 @@ from lyapunov_prune.checkpoints.outline import Outline, layer_of, read_outline
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.models.device import require_room, resolve_device
 from lyapunov_prune.models.from_folder import Loaded, quiet
+from lyapunov_prune.models.kernels import kernels
 from lyapunov_prune.models.loading import checkpoint_folder, known_dtype
 from lyapunov_prune.models.streamed import keep_stream
 from lyapunov_prune.models.structure import find_structure, require_causal
@@ -71,9 +72,7 @@ def _made(outline: Outline, device: str) -> tuple[PreTrainedModel, LayerStream]:
     _require_room(outline, wanted, device)
     config = copy.deepcopy(outline.model.config)
     with quiet(), init_empty_weights(include_buffers=False):  # what no checkpoint holds is computed
-        model: Any = AutoModelForCausalLM.from_config(
-            config, dtype=outline.model.dtype, attn_implementation=config._attn_implementation
-        )
+        model: Any = AutoModelForCausalLM.from_config(config, dtype=outline.model.dtype, **kernels(config))
     structure = find_structure(model.eval())
     made: dict[int, torch.Tensor] = {}
     for name, meant in wanted.items():
