@@ -235,6 +235,27 @@ def ngram_layers(cut: Cut) -> None:
         table.ngram_vocab_size_base = cut.config.ngram_vocab_size_base
 
 
+def image_layers(cut: Cut) -> None:
+    """Granite 4 Vision adds features of the image to the state before the layers that its outer config numbers.
+
+    Those of a removed layer go to the next one that is left, to which the state is handed on.
+    """
+    outer: Any = cut.model.config
+    if not hasattr(outer, "deepstack_layer_map"):  # the text model alone
+        return
+    levels = outer.deepstack_layer_map or []
+    targets = [*(layer for _, layer in levels), *outer.spatial_target_layers]
+    new = [sum(old < target for old in cut.kept) for target in targets]
+    for target, at in zip(targets, new, strict=True):
+        if at == len(cut.kept) or new.count(at) > 1:
+            raise LyapunovPruneError(
+                f"features of the image enter before layer {target}, and no layer of their own is left behind them; "
+                f"keep layer {target}"
+            )
+    outer.deepstack_layer_map = [(level, at) for (level, _), at in zip(levels, new, strict=False)]
+    outer.spatial_target_layers = new[len(levels) :]
+
+
 def refused(reason: str) -> Callable[[Cut], None]:
     def adapt(cut: Cut) -> None:
         raise LyapunovPruneError(f"no layer of this family can be removed alone: {reason}")

@@ -50,6 +50,7 @@ FAMILIES: dict[str, Family] = {
     "gpt2": Family(adapt=adapt.gpt2),
     "gpt_neo": Family(adapt=adapt.attention_types),
     "gpt_neox_japanese": Family(adapt=adapt.last_layer_stays),
+    "granite4_vision_text": Family(adapt=adapt.image_layers),
     "hy_v4": Family(adapt=adapt.shared_index),
     "inkling2_text": Family(adapt=adapt.refused("every block of layers reads the outputs of all blocks before it")),
     "jamba": Family(adapt=adapt.jamba),

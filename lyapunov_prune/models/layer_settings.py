@@ -2,7 +2,8 @@
 
 Four forms cover nearly all families; what only one family does stands in `families.py`:
 
-- a list with an entry a layer (`layer_types`, `no_rope_layers`, …);
+- a list with an entry a layer (`layer_types`, `no_rope_layers`, …), as long as there are layers in the defaults of its
+  class too, where these have it: one of two limits or multipliers is as long as a model of two layers by chance;
 - a list of layer indices (`mlp_only_layers`, `attn_layer_indices`, …);
 - how many of the first or last layers are of a kind (`first_k_dense_replace`, `num_kv_shared_layers`, …);
 - transformers' own `per_layer_config`, overrides by layer index.
@@ -10,6 +11,7 @@ Four forms cover nearly all families; what only one family does stands in `famil
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import Any
 
 from lyapunov_prune.errors import LyapunovPruneError
@@ -45,7 +47,7 @@ def require_attention(before: Any, after: Any) -> None:
 def slice_settings(config: Any, count: str, kept: tuple[int, ...], total: int) -> None:
     """Make `config` describe the layers `kept` of `total`, in place; `count` names its number of layers."""
     fields = vars(config)
-    overrides = _overrides(config)
+    overrides, others = _overrides(config), _other_lists(type(config), count)
     if (fields.get("decoder_sparse_step") or 1) != 1:
         # A step cannot describe what is left; the list of exceptions beside it can.
         step, dense = fields["decoder_sparse_step"], fields.get("mlp_only_layers") or []
@@ -54,7 +56,7 @@ def slice_settings(config: Any, count: str, kept: tuple[int, ...], total: int) -
     for name, value in list(fields.items()):
         if name in INDEX_LISTS and isinstance(value, list | tuple):
             setattr(config, name, type(value)(kept.index(i) for i in value if i in kept))
-        elif isinstance(value, list | tuple) and len(value) == total and "token" not in name:
+        elif isinstance(value, list | tuple) and len(value) == total and "token" not in name and name not in others:
             setattr(config, name, type(value)(value[i] for i in kept))
         elif name in FIRST_LAYERS and isinstance(value, int):
             setattr(config, name, sum(i < value for i in kept))
@@ -62,10 +64,22 @@ def slice_settings(config: Any, count: str, kept: tuple[int, ...], total: int) -
             setattr(config, name, sum(i >= total - value for i in kept))
     # An encoder-decoder's caches are sized by `num_hidden_layers`, which counts an encoder that is not there.
     for name in {count, "num_hidden_layers"}:
-        if getattr(config, name, None) == total:
+        elsewhere = name != count and isinstance(getattr(type(config), name, None), property)  # ProphetNet: the encoder's
+        if getattr(config, name, None) == total and not elsewhere:
             setattr(config, name, len(kept))
     if overrides is not None:
         config.per_layer_config = {new: overrides[old] for new, old in enumerate(kept) if old in overrides}
+
+
+@lru_cache
+def _other_lists(kind: type, count: str) -> frozenset[str]:
+    """The lists of a class of configs that have another length in its defaults than these have layers."""
+    try:
+        default = kind()
+    except Exception:  # a class that cannot be built from nothing says nothing
+        return frozenset()
+    lists = {name: value for name, value in vars(default).items() if isinstance(value, list | tuple) and value}
+    return frozenset(name for name, value in lists.items() if len(value) != getattr(default, count, None))
 
 
 def _overrides(config: Any) -> dict[int, dict[str, Any]] | None:

@@ -151,6 +151,31 @@ WRAPPERS: dict[str, dict[str, Any]] = {
         "eoi_token_index": 92,
     },
 }
+# Its list of four projectors is as long as the decoders above have layers.
+GRANITE: dict[str, Any] = {
+    "model_type": "granite4_vision",
+    "text_config": text("granite4_vision_text", num_hidden_layers=DEPTH + 2),
+    "vision_config": {
+        "model_type": "clip_vision_model",
+        **_IMAGE,
+        "hidden_size": 64,
+        "image_size": 32,
+        "patch_size": 8,
+    },
+    "qformer_config": {
+        "model_type": "blip_2_qformer",
+        "num_hidden_layers": 1,
+        "intermediate_size": 32,
+        "cross_attention_frequency": 1,
+        "max_position_embeddings": 64,
+        "use_qformer_text_input": False,
+    },
+    "deepstack_layer_map": [(1, 0)],
+    "spatial_target_layers": [4, 5],
+    "downsample_rate": "1/2",
+    "image_token_index": 90,
+    "image_grid_pinpoints": [[32, 32]],
+}
 # Refused, and why.
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "PaliGemmaForConditionalGeneration": (
@@ -192,7 +217,11 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 
 
 def make_wrapped(kind: str) -> PreTrainedModel:
-    described = dict(WRAPPERS[kind] if kind in WRAPPERS else REFUSED[kind][0])
+    return made(kind, WRAPPERS[kind] if kind in WRAPPERS else REFUSED[kind][0])
+
+
+def made(kind: str, described: dict[str, Any]) -> PreTrainedModel:
+    described = dict(described)
     config = transformers.AutoConfig.for_model(described.pop("model_type"), **described)
     torch.manual_seed(0)
     model = getattr(transformers, kind)(config).eval()
@@ -256,6 +285,26 @@ def test_with_an_image_too_the_layers_are_as_skipped(ids: torch.Tensor) -> None:
         expected = model(**inputs).logits
     assert not torch.allclose(model(**{**inputs, "pixel_values": -inputs["pixel_values"]}).logits, expected, atol=0.1)
     torch.testing.assert_close(remove_layers(model, [1, 2])(**inputs).logits, expected)
+
+
+def test_features_of_the_image_follow_the_layers_they_enter() -> None:
+    """Granite 4 Vision numbers them in the outer config; text does not see it, and neither does the gate."""
+    model: Any = made("Granite4VisionForConditionalGeneration", GRANITE).double()
+    inputs = {
+        "input_ids": torch.tensor([[5, 6, *[90] * 10, 7, 8]]),
+        "pixel_values": torch.randn(1, 2, 3, 32, 32, dtype=torch.float64),
+        "image_sizes": torch.tensor([[32, 32]]),
+    }
+    with skipped(find_structure(model), (1, 2)):
+        expected = model(**inputs).logits
+    pruned: Any = remove_layers(model, [1, 2])
+    assert (pruned.config.deepstack_layer_map, pruned.config.spatial_target_layers) == ([(1, 0)], [2, 3])
+    torch.testing.assert_close(pruned(**inputs).logits, expected)
+    pruned.config.spatial_target_layers = [1, 2]  # the planted fault: other numbers
+    assert not torch.allclose(pruned(**inputs).logits, expected, atol=1e-3)
+    for removed, kept in ([5], 5), ([4], 4), ([0, 1, 2, 3], 0):
+        with pytest.raises(LyapunovPruneError, match=f"no layer of their own is left .*; keep layer {kept}"):
+            remove_layers(model, removed)
 
 
 def test_planted_fault_a_change_in_a_wrapped_layer(ids: torch.Tensor) -> None:
