@@ -28,11 +28,13 @@ TRUSTED = frozenset({"gemma2", "gemma3_text", "gpt2", "gpt_neox", "llama", "mist
 class Family:
     """`adapt(cut)` finishes the removal or raises LyapunovPruneError with the reason.
 
+    `changes(config)` says whether `adapt` computes numbers anew, which rounds them.
     `tables` names modules outside the layers whose weight holds one block a layer, and the axis of the
     blocks. `leaves(layers, config, removed)` gives parameters of kept layers that leave with removed ones.
     """
 
     adapt: Callable[[Cut], None] | None = None
+    changes: Callable[[Any], bool] = lambda config: False
     tables: tuple[tuple[str, int], ...] = ()
     leaves: Callable[[nn.ModuleList, Any, tuple[int, ...]], list[nn.Parameter]] | None = None
 
@@ -41,13 +43,13 @@ _PER_LAYER_INPUTS = (("embed_tokens_per_layer", 1), ("per_layer_model_projection
 FAMILIES: dict[str, Family] = {
     "beam": Family(adapt=adapt.only_the_end),
     "big_bird": Family(adapt=adapt.random_blocks),
-    "diffllama": Family(adapt=adapt.diffllama),
+    "diffllama": Family(adapt=adapt.diffllama, changes=lambda config: True),
     "ernie4_5_moe": Family(adapt=adapt.ernie_experts),
     "gemma3n_text": Family(adapt=adapt.shared_keys, tables=_PER_LAYER_INPUTS),
     "gemma4_text": Family(adapt=adapt.gemma4, tables=_PER_LAYER_INPUTS),
     "gemma4_unified_text": Family(adapt=adapt.gemma4),
     "glm_moe_dsa": Family(adapt=adapt.shared_index),
-    "gpt2": Family(adapt=adapt.gpt2),
+    "gpt2": Family(adapt=adapt.gpt2, changes=lambda config: config.scale_attn_by_inverse_layer_idx),
     "gpt_neo": Family(adapt=adapt.attention_types),
     "gpt_neox_japanese": Family(adapt=adapt.last_layer_stays),
     "granite4_vision_text": Family(adapt=adapt.image_layers),

@@ -11,7 +11,7 @@ Four forms cover nearly all families; what only one family does stands in `famil
 
 from __future__ import annotations
 
-from functools import lru_cache
+from collections.abc import Callable
 from typing import Any
 
 from lyapunov_prune.errors import LyapunovPruneError
@@ -64,15 +64,15 @@ def slice_settings(config: Any, count: str, kept: tuple[int, ...], total: int) -
             setattr(config, name, sum(i >= total - value for i in kept))
     # An encoder-decoder's caches are sized by `num_hidden_layers`, which counts an encoder that is not there.
     for name in {count, "num_hidden_layers"}:
-        elsewhere = name != count and isinstance(getattr(type(config), name, None), property)  # ProphetNet: the encoder's
+        # ProphetNet computes it from those of the encoder.
+        elsewhere = name != count and isinstance(getattr(type(config), name, None), property)
         if getattr(config, name, None) == total and not elsewhere:
             setattr(config, name, len(kept))
     if overrides is not None:
         config.per_layer_config = {new: overrides[old] for new, old in enumerate(kept) if old in overrides}
 
 
-@lru_cache
-def _other_lists(kind: type, count: str) -> frozenset[str]:
+def _other_lists(kind: Callable[[], Any], count: str) -> frozenset[str]:
     """The lists of a class of configs that have another length in its defaults than these have layers."""
     try:
         default = kind()

@@ -12,6 +12,7 @@ Each check compares floating-point numbers on some tokens: evidence, not a proof
 
 from __future__ import annotations
 
+import copy
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -37,7 +38,11 @@ from lyapunov_prune.mending.mend import Mend, mapped, products
 from lyapunov_prune.merging.merge import Merged
 from lyapunov_prune.merging.replaced import hidden_replaced
 from lyapunov_prune.models.classifiers import looks_at_images
+from lyapunov_prune.models.device import free_memory
+from lyapunov_prune.models.dispatched import is_dispatched
+from lyapunov_prune.models.families import FAMILIES, Family
 from lyapunov_prune.models.from_folder import quiet
+from lyapunov_prune.models.quantised import is_packed
 from lyapunov_prune.models.structure import find_structure, in_eval_mode
 from lyapunov_prune.pruning.counting import COUNTED, count_check, sizes_in_memory
 from lyapunov_prune.pruning.merge_gate import MERGED, logits_limit, merged_blocks, merged_check
@@ -164,7 +169,8 @@ def _skipped_check(
     replaced = hidden_replaced(structure.layers, [(each.block, each.tau) for each in merged])
     with silent, replaced, mapped(structure.layers, mends), skipped(structure, plan.remove):
         reference = KeptLogits(original, inputs)
-    limit = logits_limit(pruned, bool(merged or mends))
+    computed = FAMILIES.get(structure.model_type, Family()).changes(structure.config) and bool(plan.remove)
+    limit = logits_limit(pruned, bool(merged or mends) or computed)
     return same_check(pruned, inputs, reference, limit, "logits against the original with the layers skipped")
 
 
@@ -195,7 +201,8 @@ def same_check(
 def cache_check(original: PreTrainedModel, pruned: PreTrainedModel, inputs: list[torch.Tensor]) -> GateCheck:
     """Whether decoding through the cache gives the logits of the uncached forward.
 
-    Told the position of each step only where the original has to be: a cache that is wrong may hide behind it.
+    Told the position of each step only where the original has to be: a cache that is wrong may hide behind it. What
+    half precision fails is decided in float32, where there is room for it: rounding alone may choose other experts.
     """
     limit, detail = CACHE_LIMIT[pruned.dtype], "cached decoding against the uncached forward"
     worst = _cache_deviation(pruned, inputs)
@@ -203,6 +210,10 @@ def cache_check(original: PreTrainedModel, pruned: PreTrainedModel, inputs: list
         lost = _cache_deviation(original, inputs[:1]) is not None
         detail = "the cache is gone" if lost else "this decoder keeps no cache: every step is an uncached forward"
         return GateCheck(CACHED, not lost, float("inf") if lost else 0.0, limit, detail)
+    if not worst <= limit and (wide := _in_float32(pruned)) is not None:
+        again, least = _cache_deviation(wide, inputs), CACHE_LIMIT[torch.float32]
+        if again <= least:
+            return GateCheck(CACHED, True, again, least, f"{detail}, in float32 ({worst:.2g} in {pruned.dtype})")
     if not worst <= limit:
         intact = _cache_deviation(original, inputs)
         if intact is not None and not intact <= limit:
@@ -221,6 +232,14 @@ def _cache_deviation(model: PreTrainedModel, inputs: list[torch.Tensor], *, posi
             return None
         worst = max(worst, deviation(steps, last_logits(model, ids)))
     return worst
+
+
+def _in_float32(model: PreTrainedModel) -> PreTrainedModel | None:
+    """A copy of a model in half precision; None of others, and where it has no room or lies on several devices."""
+    needed = 6 * sum(p.numel() for p in model.parameters())  # the copy, and its float32
+    if torch.finfo(model.dtype).bits >= 32 or is_dispatched(model) or is_packed(model):
+        return None
+    return copy.deepcopy(model).float() if needed <= free_memory(str(model.device)) else None
 
 
 def _counted(original: PreTrainedModel, pruned: PreTrainedModel, plan: PruningPlan, folder: Path) -> GateCheck:

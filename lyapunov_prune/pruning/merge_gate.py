@@ -25,9 +25,9 @@ MERGED = "merged within rounding"
 _INPUTS = 8
 
 
-def logits_limit(model: PreTrainedModel, merged: bool) -> float:
-    """How far the logits of `model` may be from the reference."""
-    return (CACHE_LIMIT if merged else SAME_LIMIT)[model.dtype]
+def logits_limit(model: PreTrainedModel, computed: bool) -> float:
+    """How far the logits of `model` may be from the reference, of which weights were `computed` anew, or none."""
+    return (CACHE_LIMIT if computed else SAME_LIMIT)[model.dtype]
 
 
 @torch.no_grad()

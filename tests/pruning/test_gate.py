@@ -8,13 +8,14 @@ from pathlib import Path
 
 import pytest
 import torch
+from families.zoo import make_zoo
 from helpers import hooks_of, make_tiny
 from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel
 
 from lyapunov_prune import remove_layers, verify_removal
 from lyapunov_prune.data.batch import TokenBatch
-from lyapunov_prune.forward.logits import last_logits
+from lyapunov_prune.forward.logits import CACHE_LIMIT, last_logits
 from lyapunov_prune.models.structure import find_structure, identify
 from lyapunov_prune.pruning import gate
 from lyapunov_prune.pruning.gate import GateReport, deviation, verify_intact
@@ -169,3 +170,33 @@ def test_the_worst_input_decides_whether_the_cache_is_right(
         check = gate.cache_check(llama, llama, inputs)
     assert not check.passed
     assert check.measured > 0.1
+
+
+def test_experts_that_rounding_chooses_are_no_fault_of_the_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In bfloat16 the intact model fails the check as well; in float32 a wrong cache still does."""
+    model = make_zoo("aria_text").bfloat16()
+    (cached, *_) = verify_intact(model).checks
+    assert cached.passed
+    assert cached.detail.startswith("cached decoding against the uncached forward, in float32 (0.")
+    assert cached.limit == CACHE_LIMIT[torch.float32]
+    pruned = remove_layers(model, [1])
+    assert verify_removal(model, pruned, [1]).passed
+    wrong_layer_idx(pruned)
+    assert "cached decoding" in verify_removal(model, pruned, [1]).failure()
+    monkeypatch.setattr(gate, "free_memory", lambda device: 0)
+    (cached, *_) = verify_intact(model).checks
+    assert not cached.passed
+    assert cached.detail.endswith(f"(the intact model deviates by {cached.measured:.2g})")
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("family", ["diffllama", "gpt2-inverse-layer"])
+def test_numbers_that_a_family_computes_anew_are_rounded(family: str, dtype: torch.dtype) -> None:
+    model = make_zoo(family).to(dtype)
+    for removed in ([0], [3], [2, 5]):
+        pruned = remove_layers(model, removed)
+        report = verify_removal(model, pruned, removed)
+        assert report.passed, f"\n{report}"
+    with torch.no_grad():
+        find_structure(pruned).layers[3].mlp.get_submodule("c_proj" if "gpt2" in family else "down_proj").weight.mul_(2)
+    assert "same as skipping" in verify_removal(model, pruned, removed).failure()
