@@ -177,38 +177,6 @@ def longcat(cut: Cut) -> None:
             attention.layer_idx = 2 * new + part
 
 
-def shared_keys(cut: Cut) -> None:
-    """The last `num_kv_shared_layers` read keys and values of the last layer of their kind before them.
-
-    Skipping a layer leaves out what it adds to the residual stream, not what others read from it: a
-    reader whose source goes cannot be expressed.
-    """
-    modes = cut.before.kv_sharing_modes
-    kinds = cut.before.layer_types
-    readers = {kinds[i]: i for i in cut.kept if modes[i] == "reuse"}
-    for source, mode in enumerate(modes):
-        if mode == "store" and source not in cut.kept and kinds[source] in readers:
-            raise LyapunovPruneError(
-                f"layer {readers[kinds[source]]} reads the keys and values of layer {source}; "
-                f"keep layer {source}, or remove every layer that reads it"
-            )
-    for new, layer in enumerate(cut.layers):
-        attention: Any = layer.self_attn
-        attention.store_full_length_kv = cut.config.kv_sharing_modes[new] == "store"
-
-
-def shared_index(cut: Cut) -> None:
-    """A layer with a shared indexer attends to the tokens that the last full indexer before it chose."""
-    kinds = cut.before.indexer_types
-    for i in cut.kept:
-        source = max((j for j in range(i + 1) if kinds[j] == "full"), default=i)
-        if source not in cut.kept:
-            raise LyapunovPruneError(
-                f"layer {i} attends to the tokens that layer {source} chooses; "
-                f"keep layer {source}, or remove every layer that follows its choice"
-            )
-
-
 def ngram_layers(cut: Cut) -> None:
     """Qwen 4 counts the layers with n-gram embeddings from one; their tables have the next primes as sizes, in order.
 
@@ -263,18 +231,6 @@ def refused(reason: str) -> Callable[[Cut], None]:
     return adapt
 
 
-def gemma4(cut: Cut) -> None:
-    if cut.config.layer_types[-1] != "full_attention":
-        raise LyapunovPruneError(
-            "the last layer of this family always has full attention on loading, and layer "
-            f"{cut.kept[-1]} has {cut.config.layer_types[-1]}; let a layer with full attention be the last one left"
-        )
-    shared_keys(cut)
-    for module in cut.model.modules():
-        if hasattr(module, "first_kv_shared_layer_idx"):
-            module.first_kv_shared_layer_idx = len(cut.kept) - cut.config.num_kv_shared_layers
-
-
 def has_linear_attention(cut: Cut) -> None:
     if "linear_attention" not in cut.config.layer_types:
         linear = [i for i, kind in enumerate(cut.before.layer_types) if kind == "linear_attention"]
@@ -282,63 +238,3 @@ def has_linear_attention(cut: Cut) -> None:
             "no layer with linear attention is left, without which this family cannot be loaded; "
             f"keep one of layers {', '.join(map(str, linear))}"
         )
-
-
-def zaya(cut: Cut) -> None:
-    """A router adds that of the layer before, scaled; the first layer has none before it, and so no scale."""
-    router: Any = cut.layers[0].get_submodule("mlp.gate")
-    if router.use_eda:
-        router.use_eda = False
-        del router.router_states_scale
-
-
-def zaya_leaves(layers: nn.ModuleList, config: Any, removed: tuple[int, ...]) -> list[nn.Parameter]:
-    """The scale of the layer that becomes the first."""
-    router: Any = layers[min(set(range(len(layers))) - set(removed))].get_submodule("mlp.gate")
-    return [router.router_states_scale] if router.use_eda else []
-
-
-def zamba(cut: Cut) -> None:
-    """Loading ties the shared block of the first hybrid layer to the others, and raises without others."""
-    if sum(kind == "hybrid" for kind in cut.config.layers_block_type) == 1:
-        raise LyapunovPruneError("one hybrid layer is left, which this family cannot load; keep two of them, or none")
-
-
-def _adapters(layer: nn.Module) -> list[tuple[nn.Module, str, nn.ModuleList]]:
-    """Zamba 2: the lists of adapters in a shared block, one adapter a hybrid layer of the model."""
-    shared = getattr(layer, "shared_transformer", nn.Identity())
-    return [
-        (module, name, child)
-        for module in shared.modules()
-        for name, child in module.named_children()
-        if isinstance(child, nn.ModuleList)
-    ]
-
-
-def zamba2(cut: Cut) -> None:
-    """Hybrid layers take `num_mem_blocks` shared blocks in turn; adapters go by the hybrid's number."""
-    left = [j for j, old in enumerate(cut.before.hybrid_layer_ids) if old in cut.kept]
-    blocks = [j % cut.before.num_mem_blocks for j in left]
-    turn = list(dict.fromkeys(blocks))
-    if any(block != turn[j % len(turn)] for j, block in enumerate(blocks)):
-        raise LyapunovPruneError(
-            f"hybrid layers take {cut.before.num_mem_blocks} shared blocks in turn, and those left would take "
-            f"{', '.join(map(str, blocks))}; remove hybrid layers so that the turn is kept"
-        )
-    cut.config.num_mem_blocks = len(turn) or 1
-    for layer in cut.layers:
-        for module, name, adapters in _adapters(layer):
-            setattr(module, name, nn.ModuleList(adapters[j] for j in left))
-        for module in getattr(layer, "shared_transformer", nn.Identity()).modules():
-            holder: Any = module
-            if hasattr(holder, "block_id"):
-                holder.block_id = turn.index(holder.block_id)
-            if hasattr(holder, "layer_dic"):
-                holder.layer_dic = {new: j for j, new in enumerate(cut.config.hybrid_layer_ids)}
-                holder.num_fwd_mem_blocks = len(left)
-
-
-def zamba2_leaves(layers: nn.ModuleList, config: Any, removed: tuple[int, ...]) -> list[nn.Parameter]:
-    """The adapters of removed hybrid layers, which lie in blocks that other layers still use."""
-    gone = [j for j, old in enumerate(config.hybrid_layer_ids) if old in removed]
-    return [p for layer in layers for _, _, lists in _adapters(layer) for j in gone for p in lists[j].parameters()]

@@ -14,6 +14,7 @@ from typing import Any
 from torch import nn
 
 from lyapunov_prune.models import adaptations as adapt
+from lyapunov_prune.models import held_together as together
 from lyapunov_prune.models.adaptations import Cut
 
 # Attributes of a module that hold the position of its layer, and the number of layers.
@@ -45,15 +46,15 @@ FAMILIES: dict[str, Family] = {
     "big_bird": Family(adapt=adapt.random_blocks),
     "diffllama": Family(adapt=adapt.diffllama, changes=lambda config: True),
     "ernie4_5_moe": Family(adapt=adapt.ernie_experts),
-    "gemma3n_text": Family(adapt=adapt.shared_keys, tables=_PER_LAYER_INPUTS),
-    "gemma4_text": Family(adapt=adapt.gemma4, tables=_PER_LAYER_INPUTS),
-    "gemma4_unified_text": Family(adapt=adapt.gemma4),
-    "glm_moe_dsa": Family(adapt=adapt.shared_index),
+    "gemma3n_text": Family(adapt=together.shared_keys, tables=_PER_LAYER_INPUTS),
+    "gemma4_text": Family(adapt=together.gemma4, tables=_PER_LAYER_INPUTS),
+    "gemma4_unified_text": Family(adapt=together.gemma4),
+    "glm_moe_dsa": Family(adapt=together.shared_index),
     "gpt2": Family(adapt=adapt.gpt2, changes=lambda config: config.scale_attn_by_inverse_layer_idx),
     "gpt_neo": Family(adapt=adapt.attention_types),
     "gpt_neox_japanese": Family(adapt=adapt.last_layer_stays),
     "granite4_vision_text": Family(adapt=adapt.image_layers),
-    "hy_v4": Family(adapt=adapt.shared_index),
+    "hy_v4": Family(adapt=together.shared_index),
     "inkling2_text": Family(adapt=adapt.refused("every block of layers reads the outputs of all blocks before it")),
     "jamba": Family(adapt=adapt.jamba),
     "longcat_flash": Family(adapt=adapt.longcat),
@@ -63,9 +64,9 @@ FAMILIES: dict[str, Family] = {
     "olmo_hybrid": Family(adapt=adapt.has_linear_attention),
     "qwen4_exp_text": Family(adapt=adapt.ngram_layers),
     "recurrent_gemma": Family(adapt=adapt.block_types),
-    "zamba": Family(adapt=adapt.zamba),
-    "zamba2": Family(adapt=adapt.zamba2, leaves=adapt.zamba2_leaves),
-    "zaya": Family(adapt=adapt.zaya, leaves=adapt.zaya_leaves),
+    "zamba": Family(adapt=together.zamba),
+    "zamba2": Family(adapt=together.zamba2, leaves=together.zamba2_leaves),
+    "zaya": Family(adapt=together.zaya, leaves=together.zaya_leaves),
 }
 _NAMES = """
 afmoe apertus arcee aria_text axk1 axk2 bailing_hybrid bamba bart beam bert bert-generation big_bird bigbird_pegasus
