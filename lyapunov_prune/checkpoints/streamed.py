@@ -73,6 +73,9 @@ def _made(outline: Outline, device: str) -> tuple[PreTrainedModel, LayerStream]:
     config = copy.deepcopy(outline.model.config)
     with quiet(), init_empty_weights(include_buffers=False):  # what no checkpoint holds is computed
         model: Any = AutoModelForCausalLM.from_config(config, dtype=outline.model.dtype, **kernels(config))
+        for module in model.modules():
+            module._is_hf_initialized = False
+        model.initialize_weights()  # once more, as loading does: not under the dtype of the weights, which rounds
     structure = find_structure(model.eval())
     made: dict[int, torch.Tensor] = {}
     for name, meant in wanted.items():

@@ -115,6 +115,22 @@ def test_the_dtype_is_the_one_asked_for(dtype: str, ids: torch.Tensor, checkpoin
     assert identify(apart).same_as(identify(whole))
 
 
+@pytest.mark.parametrize("name", ["gptj", "codegen", "gemma2", "bamba"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float64"])
+def test_what_no_checkpoint_holds_is_what_loading_makes_of_it(
+    name: str, dtype: str, tokenizer: PreTrainedTokenizerFast, tmp_path: Path
+) -> None:
+    folder = saved(make_zoo(name), tokenizer, tmp_path / "tiny")
+    whole, apart = load(folder, dtype=dtype).model, streamed(read_outline(folder, folder, getattr(torch, dtype)))
+    buffers = {path: x for path, x in apart.named_buffers() if not x.is_meta}
+    assert buffers
+    for path, found in buffers.items():
+        wanted = whole.get_buffer(path)
+        assert found.dtype == wanted.dtype
+        assert torch.equal(found, wanted)
+    assert apart.config.to_dict() == whole.config.to_dict()
+
+
 def test_ties_and_shards_are_followed(ids: torch.Tensor, tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> None:
     model = make_tiny("llama", tie_word_embeddings=True)
     folder = saved(model, tokenizer, tmp_path / "tiny", max_shard_size="20KB")
