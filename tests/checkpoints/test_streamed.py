@@ -269,13 +269,26 @@ def test_a_decoder_that_cannot_be_read_layer_by_layer_is_refused_by_name(
         load_streamed(saved(make_zoo(name), tokenizer, tmp_path / "tiny"))
 
 
-def test_rows_that_depend_on_each_other_are_seen(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("dtype", "more"), [("float32", 1.0), ("float64", 1e-3)])
+def test_rows_that_depend_on_each_other_are_seen(
+    dtype: str, more: float, checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from transformers.models.llama.modeling_llama import LlamaMLP
 
     forward: Any = LlamaMLP.forward
-    monkeypatch.setattr(LlamaMLP, "forward", lambda self, x: forward(self, x) * len(x))
+    monkeypatch.setattr(LlamaMLP, "forward", lambda self, x: forward(self, x) * (1 + more * len(x)))
     with pytest.raises(LyapunovPruneError, match=r"layer 0 needs more .* \(rows of the batch depend on each other\)"):
-        load_streamed(checkpoint)
+        load_streamed(checkpoint, dtype=dtype)
+
+
+@pytest.mark.parametrize("name", ["granite_swa", "llama4_text"])
+def test_what_a_float64_model_computes_in_float32_is_no_dependence(
+    name: str, ids: torch.Tensor, tokenizer: PreTrainedTokenizerFast, tmp_path: Path
+) -> None:
+    folder = saved(make_zoo(name), tokenizer, tmp_path / "tiny")
+    whole, apart = (made(folder, dtype="float64").model for made in (load, load_streamed))
+    a, b = (lp.block_influence(model, ids % 97).influence for model in (whole, apart))
+    np.testing.assert_allclose(b, a, rtol=1e-5)
 
 
 def test_memory_that_is_short_is_said_before_the_run(
