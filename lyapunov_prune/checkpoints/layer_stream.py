@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import wraps
 from typing import Any
 
 import torch
@@ -54,8 +55,7 @@ class LayerStream:
         self._call: tuple[nn.Module, tuple[Any, ...], dict[str, Any]] | None = None
         self._twin = Twin(model, structure)
         for entered, twin in self._twin.pairs:
-            entered.register_forward_pre_hook(self._enters(twin), with_kwargs=True)
-            entered.register_forward_hook(self._leaves(twin), always_call=True)
+            entered.forward = self._leading(twin, entered.forward)
         for index, each in enumerate(structure.layers):
             module: Any = each
             module.forward = self._forward(index, module.forward)
@@ -182,21 +182,22 @@ class LayerStream:
                 f"state of the one before it ({reason}); take it in memory"
             )
 
-    def _enters(self, twin: nn.Module) -> Any:
-        def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            if self._call is None:  # of modules inside each other the outermost
-                self._call = twin, args, kwargs
-                self._require_room((*args, *kwargs.values()))
+    def _leading(self, twin: nn.Module, inner: Any) -> Any:
+        """What a module around the layers does in the place of `inner`: when the outermost ends, no layer is held."""
 
-        return hook
-
-    def _leaves(self, twin: nn.Module) -> Any:
-        def hook(module: nn.Module, args: Any, output: Any) -> None:
-            if self._call is not None and self._call[0] is twin:
+        @wraps(inner)
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            if self._call is not None:  # inside another
+                return inner(*args, **kwargs)
+            self._require_room((*args, *kwargs.values()))
+            self._call = twin, args, kwargs
+            try:
+                return inner(*args, **kwargs)
+            finally:  # a hook that is always called is not called after Ctrl-C
                 self._call = None
                 self.release()
 
-        return hook
+        return forward
 
     def _require_room(self, given: Sequence[Any]) -> None:
         tokens = max((x.numel() for x in given if isinstance(x, torch.Tensor)), default=0)

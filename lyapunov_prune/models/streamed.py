@@ -58,9 +58,9 @@ def stream_of(model: nn.Module) -> Stream | None:
 def layer_held(model: nn.Module, layer: int) -> Iterator[None]:
     """Inside the block the weights of `layer` are in memory, whether `model` is streamed or not."""
     stream = stream_of(model)
-    if stream is not None:
-        stream.hold(layer)
     try:
+        if stream is not None:
+            stream.hold(layer)
         yield
     finally:
         if stream is not None:

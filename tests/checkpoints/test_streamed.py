@@ -196,18 +196,39 @@ def test_a_layer_is_read_into_the_memory_of_the_one_before_where_it_fits(checkpo
         assert torch.equal(first.get_parameter(name), whole[0].get_parameter(name).double())
 
 
-def test_weights_leave_after_an_error_too(checkpoint: Path, ids: torch.Tensor) -> None:
-    loaded = load_streamed(checkpoint)
+@pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
+@pytest.mark.parametrize("measure", [lp.block_influence, lp.perplexity])
+def test_weights_leave_after_an_error_too(
+    measure: Callable[..., Any], error: type[BaseException], checkpoint: Path, ids: torch.Tensor
+) -> None:
+    loaded, windows = load_streamed(checkpoint), lp.perplexity(load(checkpoint).model, ids[:, :16]).windows
 
     def stop(*args: Any) -> None:
-        raise RuntimeError("no more")
+        raise error("no more")
 
     hook = loaded.structure.layers[3].register_forward_hook(stop)
-    with pytest.raises(RuntimeError, match="no more"):
-        lp.block_influence(loaded.model, ids)
+    with pytest.raises(error, match="no more"):
+        measure(loaded.model, ids)
     hook.remove()
     assert held(loaded.model) == []
-    assert np.isfinite(lp.block_influence(loaded.model, ids).influence).all()
+    np.testing.assert_allclose(lp.perplexity(loaded.model, ids[:, :16]).windows, windows, rtol=1e-6)
+
+
+def test_what_was_read_of_a_layer_leaves_when_the_rest_is_not_read(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, read, fill = load_streamed(checkpoint).model, list[str](), Outline.fill
+
+    def stop(self: Outline, memory: torch.Tensor, name: str) -> None:
+        if read:
+            raise KeyboardInterrupt
+        read.append(name)
+        fill(self, memory, name)
+
+    monkeypatch.setattr(Outline, "fill", stop)
+    with pytest.raises(KeyboardInterrupt), layer_held(model, 0):
+        pytest.fail("it is not held")
+    assert held(model) == []
 
 
 def test_logits_are_formed_a_block_at_a_time(
