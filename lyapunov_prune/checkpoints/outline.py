@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
 
-from lyapunov_prune.checkpoints.tensor_files import DTYPES, Stored, read_into, read_tensors
+from lyapunov_prune.checkpoints.tensor_files import DTYPES, Stored, read_into, read_tensors, reading
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.models.digest import combined, digests_of, saved_tensors
 from lyapunov_prune.models.loading import load_outline
@@ -63,14 +62,14 @@ class Outline:
         key, *more = self.sources[name]
         stored = self.stored[key]
         as_it_is = not more and self.targets[key].converter is None and DTYPES.get(stored.dtype) == memory.dtype
-        with _reading():
+        with reading([stored, *map(self.stored.__getitem__, more)]):
             if as_it_is and memory.device.type == "cpu" and stored.shape == memory.shape:
-                read_into(memory, stored, key)
+                read_into(memory, stored)
                 return
             tensor = _read(self.model, self.sources[name], self.stored, self.targets)
-        if tensor.shape != memory.shape:
-            raise LyapunovPruneError(f"the checkpoint has {name} in another shape; fetch it again")
-        memory.copy_(tensor)
+            if tensor.shape != memory.shape:
+                raise LyapunovPruneError(f"the checkpoint has {name} in another shape; fetch it again")
+            memory.copy_(tensor)  # out of a mapping, which is read only now
 
 
 def read_outline(folder: Path, name: str | Path, dtype: torch.dtype | None = None) -> Outline:
@@ -88,7 +87,8 @@ def read_outline(folder: Path, name: str | Path, dtype: torch.dtype | None = Non
             f"{name} holds a decoder inside a {type(loaded.model).__name__}, which has to be run to see that a removal "
             "is right; take it in memory"
         )
-    stored = read_tensors(folder, getattr(loaded.model.config, "transformers_weights", None))
+    with reading(()):
+        stored = read_tensors(folder, getattr(loaded.model.config, "transformers_weights", None))
     targets = _targets(loaded.model, stored)
     stored = {key: stored[key] for key in targets}
     sources = _sources(loaded.model, targets)
@@ -152,18 +152,8 @@ def _digests(
     def read(name: str) -> torch.Tensor:
         return _read(model, sources[name], stored, targets)
 
-    with status("reading the weights"):
+    with status("reading the weights"), reading(stored.values()):
         return digests_of(dict(saved_tensors(model)), read)
-
-
-@contextmanager
-def _reading() -> Iterator[None]:
-    try:
-        yield
-    except (OSError, SafetensorError) as error:
-        raise LyapunovPruneError(
-            f"a file of the checkpoint can no longer be read ({error}); leave it there while it is needed"
-        ) from error
 
 
 def _read(
@@ -171,14 +161,14 @@ def _read(
 ) -> torch.Tensor:
     name, rule = targets[keys[0]].name, copy.deepcopy(targets[keys[0]].converter)
     if rule is None:
-        return _mapped(stored[keys[0]], keys[0])
+        return _mapped(stored[keys[0]])
     for key in keys:
-        tensor: Any = _mapped(stored[key], key)  # the loader's own come from other threads
+        tensor: Any = _mapped(stored[key])  # the loader's own come from other threads
         rule.add_tensor(name, key, targets[key].pattern, tensor)
     value = rule.convert(name, model=model, config=model.config)[name]
     return value[0] if isinstance(value, list) else value
 
 
-def _mapped(tensor: Stored, key: str) -> torch.Tensor:
-    with safe_open(tensor.file, framework="pt") as file:
-        return file.get_tensor(key)
+def _mapped(stored: Stored) -> torch.Tensor:
+    with safe_open(stored.file, framework="pt") as file:
+        return file.get_tensor(stored.key)

@@ -8,17 +8,19 @@ one buffer whatever the size of a tensor.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+import os
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import lru_cache
 from io import FileIO
 from pathlib import Path
-from types import MappingProxyType
-from typing import Any, BinaryIO
+from typing import Any
 
 import numpy as np
 import torch
+from safetensors import SafetensorError
 
+from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.models.weight_files import INDEX, SINGLE, weight_files
 from lyapunov_prune.progress import track
 
@@ -28,9 +30,11 @@ DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF1
 
 @dataclass(frozen=True)
 class Stored:
-    """Where the bytes of a tensor lie: `size` of them from `start` of `file`."""
+    """Where the bytes of the tensor `key` lie: `size` of them from `start` of `file`, which was in `state` then."""
 
+    key: str
     file: Path
+    state: tuple[int, ...]
     start: int
     size: int
     dtype: str
@@ -67,31 +71,56 @@ def read_tensors(folder: Path, named: str | None = None) -> dict[str, Stored]:
     return tensors
 
 
-def read_header(path: Path) -> Mapping[str, Stored]:
-    """Every tensor in the file `path`, by name; that of a file that has not changed is read once."""
-    now = path.stat()
-    return MappingProxyType(_header(path, now.st_ino, now.st_size, now.st_mtime_ns))
-
-
-@lru_cache(maxsize=256)
-def _header(path: Path, *state: int) -> dict[str, Stored]:
+def read_header(path: Path) -> dict[str, Stored]:
+    """Every tensor in the file `path`, by name; raises OSError for a file without a header."""
     with path.open("rb") as file:
+        state = _state(os.fstat(file.fileno()))
         length = int.from_bytes(file.read(8), "little")
-        header = json.loads(file.read(length))
+        try:
+            header = json.loads(file.read(length))
+        except (ValueError, OverflowError, MemoryError):
+            raise OSError(f"{path} has no header of tensors") from None
     header.pop("__metadata__", None)
+    places = {key: (8 + length + entry["data_offsets"][0], _span(entry)) for key, entry in header.items()}
     return {
-        name: Stored(path, 8 + length + entry["data_offsets"][0], _span(entry), entry["dtype"], tuple(entry["shape"]))
-        for name, entry in header.items()
+        key: Stored(key, path, state, *places[key], entry["dtype"], tuple(entry["shape"]))
+        for key, entry in header.items()
     }
 
 
-def read_into(memory: torch.Tensor, stored: Stored, key: str) -> None:
-    """Fill `memory`, contiguous and on the CPU, with the bytes of the tensor `key`: faster than through a mapping.
+def _state(status: os.stat_result) -> tuple[int, ...]:
+    """What a file that is replaced or overwritten does not keep."""
+    return status.st_ino, status.st_size, status.st_mtime_ns
 
-    Raises OSError for a file that holds the tensor elsewhere by now, or less than all of it.
+
+@contextmanager
+def reading(tensors: Iterable[Stored]) -> Iterator[None]:
+    """Inside the block `tensors` are read, and it ends well only if their files were all the time what they were.
+
+    Raises LyapunovPruneError for a file that is not there any more, that cannot be read, or that has changed.
     """
-    if read_header(stored.file).get(key) != stored:
-        raise OSError(None, f"{stored.file} is not what it was")
+    files = {stored.file: stored.state for stored in tensors}
+    try:
+        _require_unchanged(files)
+        yield
+        _require_unchanged(files)
+    except (OSError, SafetensorError) as error:
+        raise LyapunovPruneError(
+            f"a file of the checkpoint can no longer be read ({error}); leave it there while it is needed"
+        ) from error
+
+
+def _require_unchanged(files: Mapping[Path, tuple[int, ...]]) -> None:
+    for file, state in files.items():
+        if _state(file.stat()) != state:
+            raise OSError(f"{file} is not what it was")
+
+
+def read_into(memory: torch.Tensor, stored: Stored) -> None:
+    """Fill `memory`, contiguous and on the CPU, with the bytes of the tensor: faster than through a mapping.
+
+    Raises OSError for a file that holds less than all of it.
+    """
     numbers: Any = memory.view(-1).view(torch.uint8).numpy()
     with stored.file.open("rb", buffering=0) as file:
         file.seek(stored.start)
@@ -103,7 +132,7 @@ def _fill(memory: memoryview, file: FileIO) -> None:
     while len(memory):
         count = file.readinto(memory)
         if not count:
-            raise OSError(None, f"{file.name} became shorter while it was read")
+            raise OSError(f"{file.name} became shorter while it was read")
         memory = memory[count:]
 
 
@@ -158,7 +187,8 @@ def _write_file(path: Path, pieces: Mapping[str, Piece]) -> None:
     with path.open("wb") as target:
         target.write(len(text).to_bytes(8, "little") + text)
         for _, piece in ordered:
-            _copy(piece, target)
+            for part in _parts(piece):
+                target.write(part)
 
 
 def _width(piece: Piece) -> int:
@@ -166,28 +196,30 @@ def _width(piece: Piece) -> int:
     return piece.stored.size // elements if elements else 0
 
 
-def _copy(piece: Piece, target: BinaryIO) -> None:
-    stored = piece.stored
-    if piece.total > 1:
-        _copy_blocks(piece, target)
-        return
+def _parts(piece: Piece) -> Iterator[Any]:
+    """The bytes of `piece`, one buffer after the other in the same memory."""
+    with reading([piece.stored]):
+        yield from _blocks(piece) if piece.total > 1 else _whole(piece.stored)
+
+
+def _whole(stored: Stored) -> Iterator[Any]:
     left = stored.size
     # Through one small buffer, which stays in the processor's cache: faster than `copy_file_range`.
-    buffer = memoryview(bytearray(BUFFER))
+    buffer: Any = np.empty(BUFFER, np.uint8)
     with stored.file.open("rb", buffering=0) as source:
         source.seek(stored.start)
         while left:
             part = buffer[:left]
-            _fill(part, source)
-            target.write(part)
+            _fill(memoryview(part), source)
+            yield part
             left -= len(part)
 
 
-def _copy_blocks(piece: Piece, target: BinaryIO) -> None:
+def _blocks(piece: Piece) -> Iterator[Any]:
     stored = piece.stored
     outer = int(np.prod(stored.shape[: piece.axis], dtype=np.int64))
     inner = stored.size // (outer * piece.total)
     data = np.memmap(stored.file, np.uint8, "r", stored.start, (outer, piece.total, inner))
     rows = max(1, BUFFER // (piece.total * inner))
     for start in range(0, outer, rows):
-        target.write(data[start : start + rows, list(piece.kept)].tobytes())
+        yield data[start : start + rows, list(piece.kept)].reshape(-1)

@@ -349,16 +349,28 @@ def test_a_shard_that_is_missing_or_disappears_is_one_line(
         load_streamed(folder)
 
 
-def test_a_file_that_holds_its_tensors_elsewhere_by_now_is_one_line(
-    tokenizer: PreTrainedTokenizerFast, ids: torch.Tensor, tmp_path: Path
+def overwritten(file: Path) -> None:
+    save_file({name: t + 1 for name, t in load_file(file).items()}, file, {"format": "pt"})
+
+
+def elsewhere(file: Path) -> None:
+    save_file({name: torch.cat([t, t]) for name, t in load_file(file).items()}, file, {"format": "pt"})
+
+
+def emptied(file: Path) -> None:
+    file.write_bytes(b"")
+
+
+@pytest.mark.parametrize("change", [overwritten, elsewhere, emptied])
+@pytest.mark.parametrize("dtype", ["float32", "float64"])  # as the files hold it, and converted
+def test_a_file_that_is_replaced_while_it_is_streamed_is_one_line(
+    change: Callable[[Path], None], dtype: str, checkpoint: Path, ids: torch.Tensor
 ) -> None:
-    folder = saved(make_tiny("llama"), tokenizer, tmp_path / "tiny")
-    loaded = load_streamed(folder)
-    file = folder / "model.safetensors"
-    tensors = load_file(file)
-    save_file({name: torch.cat([t, t]) for name, t in tensors.items()}, file, {"format": "pt"})
-    with pytest.raises(LyapunovPruneError, match=r"can no longer be read .*model\.safetensors is not what it was"):
+    loaded = load_streamed(checkpoint, dtype=dtype)
+    hook = loaded.structure.layers[3].register_forward_hook(lambda *_: change(checkpoint / "model.safetensors"))
+    with pytest.raises(LyapunovPruneError, match=r"can no longer be read \(.*model\.safetensors is not what it was\)"):
         lp.block_influence(loaded.model, ids)
+    hook.remove()
     assert held(loaded.model) == []
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import json
+import os
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,16 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from lyapunov_prune.checkpoints import tensor_files
-from lyapunov_prune.checkpoints.tensor_files import DTYPES, Piece, read_header, read_into, read_tensors, write_tensors
+from lyapunov_prune.checkpoints.tensor_files import (
+    DTYPES,
+    Piece,
+    read_header,
+    read_into,
+    read_tensors,
+    reading,
+    write_tensors,
+)
+from lyapunov_prune.errors import LyapunovPruneError
 
 TENSORS = {
     "bytes": torch.arange(7, dtype=torch.uint8),
@@ -66,41 +76,48 @@ def test_the_header_holds_every_size(source: Path) -> None:
     assert {name: stored.size for name, stored in header.items()} == {name: t.nbytes for name, t in TENSORS.items()}
 
 
-def test_the_header_of_a_file_is_read_again_when_it_has_changed(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    read, loads = list[str](), json.loads
-    monkeypatch.setattr(tensor_files.json, "loads", lambda text: read.append(text) or loads(text))
-    file = source / "model.safetensors"
-    first = read_header(file)
-    assert read_header(file) == first
-    assert len(read) == 1
-    save_file({"more": torch.zeros(9), **TENSORS}, file, {"format": "pt"})
-    assert read_header(file).keys() == {"more", *TENSORS}
-
-
-def test_a_file_that_became_shorter_is_an_error(source: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("change", [lambda file: file.unlink(), lambda file: os.truncate(file, 99), os.utime])
+def test_a_file_that_changed_is_not_copied(change: Callable[[Path], None], source: Path, tmp_path: Path) -> None:
     pieces = {name: Piece(stored) for name, stored in read_tensors(source).items()}
-    file = source / "model.safetensors"
-    file.write_bytes(file.read_bytes()[:-1])
-    with pytest.raises(OSError, match="became shorter while it was read"):
-        write_tensors(tmp_path, pieces, 10**9)
+    pieces["wide"] = Piece(pieces["wide"].stored, 0, 4, (1,))
+    change(source / "model.safetensors")
+    for name in ("half", "wide"):
+        with pytest.raises(LyapunovPruneError, match="a file of the checkpoint can no longer be read"):
+            write_tensors(tmp_path, {name: pieces[name]}, 10**9)
+
+
+def test_a_target_that_is_full_is_no_fault_of_the_source(source: Path) -> None:
+    pieces = {name: Piece(stored) for name, stored in read_tensors(source).items()}
+    with pytest.raises(OSError, match="No space left"), open("/dev/full", "wb", buffering=0) as full:
+        full.writelines(tensor_files._parts(pieces["wide"]))
 
 
 def test_a_tensor_is_read_into_memory(source: Path) -> None:
     for name, stored in read_tensors(source).items():
         memory = torch.full(TENSORS[name].shape, 9, dtype=TENSORS[name].dtype)
-        read_into(memory, stored, name)
+        read_into(memory, stored)
         assert torch.equal(memory, TENSORS[name])
         assert DTYPES.get(stored.dtype, memory.dtype) == memory.dtype
 
 
-def test_a_file_that_is_another_by_now_is_not_read(source: Path) -> None:
+def test_a_file_that_changes_while_it_is_read_is_seen(source: Path) -> None:
     tensors, file = read_tensors(source), source / "model.safetensors"
     memory = torch.zeros(4, 6, 2, dtype=torch.float64)
-    save_file({"more": torch.zeros(9), **TENSORS}, file, {"format": "pt"})
-    with pytest.raises(OSError, match="is not what it was"):
-        read_into(memory, tensors["wide"], "wide")
-    whole = file.read_bytes()
+    with reading([tensors["wide"]]):
+        read_into(memory, tensors["wide"])
+    changed = pytest.raises(LyapunovPruneError, match=r"no longer be read \(.*model\.safetensors is not what it was\)")
+    with changed, reading(tensors.values()):
+        save_file({**TENSORS, "wide": TENSORS["wide"] + 1}, file, {"format": "pt"})
+    with changed, reading(tensors.values()):
+        pytest.fail("it is another file")
     tensors = read_tensors(source)
-    file.write_bytes(whole[: tensors["wide"].start + 8])
+    os.truncate(file, tensors["wide"].start + 8)
     with pytest.raises(OSError, match="became shorter"):
-        read_into(memory, tensors["wide"], "wide")
+        read_into(memory, tensors["wide"])
+
+
+@pytest.mark.parametrize("content", [b"", b"\xff" * 99, (5).to_bytes(8, "little") + b"hello"])
+def test_a_file_without_a_header_is_an_error(content: bytes, tmp_path: Path) -> None:
+    (tmp_path / "model.safetensors").write_bytes(content)
+    with pytest.raises(OSError, match="has no header of tensors"):
+        read_header(tmp_path / "model.safetensors")

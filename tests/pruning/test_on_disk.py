@@ -504,13 +504,13 @@ def test_killed_at_any_moment_it_leaves_a_whole_checkpoint_or_none(
     checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     on_disk(checkpoint, tmp_path / "whole", shard_bytes=10_000)
-    copy = tensor_files._copy
+    parts = tensor_files._parts
 
-    def slowly(*args: Any) -> None:
+    def slowly(*args: Any) -> Any:
         time.sleep(0.01)  # else a small checkpoint is written between two moments
-        copy(*args)
+        return parts(*args)
 
-    monkeypatch.setattr(tensor_files, "_copy", slowly)  # the children are forks
+    monkeypatch.setattr(tensor_files, "_parts", slowly)  # the children are forks
     wanted = tensors(tmp_path / "whole")
     target = tmp_path / "disk"
 
