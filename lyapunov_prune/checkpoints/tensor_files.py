@@ -142,7 +142,10 @@ def _span(entry: Mapping[str, list[int]]) -> int:
 
 
 def write_tensors(folder: Path, pieces: Mapping[str, Piece], shard_bytes: int) -> None:
-    """Write `pieces` to files of at most `shard_bytes` each (a larger tensor has its own), with an index if several."""
+    """Write `pieces` to files of at most `shard_bytes` each (a larger tensor has its own), with an index if several.
+
+    Raises LyapunovPruneError for a file that can no longer be read.
+    """
     shards = _split(pieces, shard_bytes)
     names = [SINGLE] if len(shards) == 1 else [f"model-{i:05}-of-{len(shards):05}.safetensors" for i in _from_1(shards)]
     for name, shard in zip(names, track(shards, "copying", lambda s: sum(p.size for p in s.values())), strict=True):

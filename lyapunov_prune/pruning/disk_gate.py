@@ -15,14 +15,14 @@ from lyapunov_prune.checkpoints.outline import Outline, layer_of, read_outline
 from lyapunov_prune.checkpoints.reloading import GateCheck, changed_setting, wrong_packed_keys
 from lyapunov_prune.checkpoints.streamed import streamed
 from lyapunov_prune.checkpoints.tensor_files import read_tensors
-from lyapunov_prune.errors import LyapunovPruneError
-from lyapunov_prune.forward.hooks import skipped
+from lyapunov_prune.errors import LyapunovPruneError, NonFiniteError
+from lyapunov_prune.forward.hooks import residual_stream, skipped
 from lyapunov_prune.forward.kept import KeptLogits
 from lyapunov_prune.forward.logits import SAME_LIMIT, sample_inputs
 from lyapunov_prune.models.structure import find_structure
 from lyapunov_prune.progress import status
 from lyapunov_prune.pruning.counting import count_check
-from lyapunov_prune.pruning.gate import CACHED, SKIPPED, GateReport, attempt, same_check, seen_by
+from lyapunov_prune.pruning.gate import CACHED, SKIPPED, GateReport, attempt, crashed, same_check, seen_by
 from lyapunov_prune.pruning.plan import PruningPlan
 
 KEYS, PLACED = "keys and settings", "layers in their places"
@@ -42,6 +42,8 @@ def verify_files(
     3. Layers, parameters and bytes fell by exactly what was removed.
     4. With `stream`, the logits of what was written are those of the original with the layers skipped, on random
        tokens, both read one layer at a time.
+
+    Raises LyapunovPruneError for files of the original that can no longer be read, and NonFiniteError for states of it.
     """
     try:
         written = read_outline(folder, plan.model.name)
@@ -57,16 +59,32 @@ def verify_files(
         return GateReport(tuple(checks))
     original = streamed(outline)
     inputs = sample_inputs(original, None)
-    checks.append(attempt(SKIPPED, lambda: _logits_check(original, streamed(written), plan, inputs)))
+    try:
+        reference = _reference(original, plan, inputs)
+    except LyapunovPruneError:  # its files, or its states: no verdict on what was written
+        raise
+    except Exception as error:
+        checks.append(crashed(SKIPPED, error))
+    else:
+        checks.append(attempt(SKIPPED, lambda: _logits_check(streamed(written), inputs, reference)))
     return GateReport(tuple(checks), seen_by(original, None, inputs))
 
 
 @torch.no_grad()
-def _logits_check(
-    original: PreTrainedModel, pruned: PreTrainedModel, plan: PruningPlan, inputs: list[torch.Tensor]
-) -> GateCheck:
-    with status("the original, its layers skipped"), skipped(find_structure(original), plan.remove):
-        reference = KeptLogits(original, inputs)
+def _reference(original: PreTrainedModel, plan: PruningPlan, inputs: list[torch.Tensor]) -> KeptLogits:
+    structure = find_structure(original)
+
+    def visit(layer: int, hidden: torch.Tensor) -> None:
+        if not hidden.isfinite().all():
+            raise NonFiniteError(layer, "the original, its layers skipped")
+
+    skipping, looking = skipped(structure, plan.remove), residual_stream(structure, visit, one_state=False)
+    with status("the original, its layers skipped"), skipping, looking:
+        return KeptLogits(original, inputs)
+
+
+@torch.no_grad()
+def _logits_check(pruned: PreTrainedModel, inputs: list[torch.Tensor], reference: KeptLogits) -> GateCheck:
     with status("what was written"):
         detail = "logits of the files written, streamed, against the original's with the layers skipped"
         return same_check(pruned, inputs, reference, SAME_LIMIT[pruned.dtype], detail)

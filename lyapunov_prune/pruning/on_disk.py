@@ -61,8 +61,9 @@ def prune_on_disk(
     written: they hold exactly the keys and shapes that plain transformers asks for, every layer has its
     settings and is in its place, and what left is what was removed. With `stream` their logits are compared too, with
     one layer of each model in memory (`verify_files`). The provenance names what was not run. Raises
-    LyapunovPruneError for a plan for another model, a target that is not empty, a disk that refuses, or a removal that
-    changes numbers; CheckFailed when a check fails. Then nothing is at `target`.
+    LyapunovPruneError for a plan for another model, a target that is not empty, a disk that refuses, files that can no
+    longer be read, or a removal that changes numbers, with `stream` also for states that are not finite; CheckFailed
+    when a check fails. Then nothing is at `target`.
     """
     require_empty(target)
     plan.require_model(outline.identity)

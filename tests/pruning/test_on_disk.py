@@ -28,7 +28,7 @@ from lyapunov_prune.checkpoints import tensor_files
 from lyapunov_prune.checkpoints.outline import read_outline
 from lyapunov_prune.checkpoints.tensor_files import Piece, read_tensors
 from lyapunov_prune.cli.app import main
-from lyapunov_prune.errors import CheckFailed, LyapunovPruneError
+from lyapunov_prune.errors import CheckFailed, LyapunovPruneError, NonFiniteError
 from lyapunov_prune.forward.hooks import skipped
 from lyapunov_prune.forward.logits import SAME_LIMIT, deviation
 from lyapunov_prune.models import device
@@ -365,6 +365,37 @@ def test_the_gate_on_files_sees_a_setting_that_is_lost(
     with pytest.raises(CheckFailed, match="keys and settings: layer 0 came back with"):
         on_disk(tmp_path / "source", tmp_path / "disk", (0, 1))
     assert os.listdir(tmp_path) == ["source"]
+
+
+@pytest.mark.parametrize("at", ["write_tensors", "verify_files"])
+def test_a_checkpoint_that_is_gone_on_the_way_is_no_failed_gate(
+    at: str, tokenizer: PreTrainedTokenizerFast, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = saved(
+        make_tiny("llama", vocab_size=len(VOCABULARY)), tokenizer, tmp_path / "source", max_shard_size="20KB"
+    )
+    goes_on = getattr(shards, at)
+
+    def gone(*args: Any, **options: Any) -> Any:
+        index = json.loads((source / "model.safetensors.index.json").read_text())["weight_map"]
+        (source / index["model.layers.3.mlp.up_proj.weight"]).unlink()
+        return goes_on(*args, **options)
+
+    monkeypatch.setattr(shards, at, gone)
+    with pytest.raises(LyapunovPruneError, match="a file of the checkpoint can no longer be read") as refused:
+        on_disk(source, tmp_path / "disk", stream=True)
+    assert refused.value.exit_code == 2
+    assert os.listdir(tmp_path) == [source.name]
+
+
+def test_states_that_are_not_finite_are_no_failed_gate(tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> None:
+    model: Any = make_tiny("llama", vocab_size=len(VOCABULARY))
+    for name in ("gate_proj", "up_proj"):  # finite weights, whose product is not
+        getattr(model.model.layers[2].mlp, name).weight.data.fill_(1e30)
+    saved(model, tokenizer, tmp_path / "source")
+    with pytest.raises(NonFiniteError, match=r"output of layer 2 \(the original, its layers skipped\)"):
+        on_disk(tmp_path / "source", tmp_path / "disk", stream=True)
+    assert on_disk(tmp_path / "source", tmp_path / "disk", (2,), stream=True).gate.passed
 
 
 def test_the_gate_on_files_counts(checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
