@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from itertools import groupby
 
 import numpy as np
 import torch
@@ -14,7 +15,8 @@ from lyapunov_prune.calibration.norms import input_norms
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.forward.reading import Readable, read
 from lyapunov_prune.linalg import lift
-from lyapunov_prune.models.projections import weights_of
+from lyapunov_prune.models.projections import Projection
+from lyapunov_prune.models.streamed import layer_held
 from lyapunov_prune.progress import track
 
 
@@ -53,12 +55,16 @@ def outlier_share(model: PreTrainedModel, batch: Readable, matrices: Matrices, o
     """`D_l` of the layer of every matrix, (M,) float64: share of its scores above `outlier` × their mean."""
     norms = input_norms(model, batch, matrices.projections)
 
-    def scores(description: str) -> Iterator[torch.Tensor]:
-        for p, stored in weights_of(model, track(matrices.projections, description)):
-            W = lift(stored).abs()
+    def scores(here: Sequence[Projection]) -> Iterator[torch.Tensor]:
+        for p in here:
+            W = lift(p.weight(model)).abs()
             yield W * norms[p.name].to(W.device)
 
-    sums = np.array([float(s.sum()) for s in scores("mean score")])
-    limits = outlier * matrices.layer_sum(sums) / matrices.layer_sum(matrices.sizes)
-    counts = np.array([int((s > limit).sum()) for s, limit in zip(scores("outliers"), limits, strict=True)])
-    return matrices.layer_sum(counts) / matrices.layer_sum(matrices.sizes)
+    counts: list[int] = []
+    for layer, group in groupby(track(matrices.projections, "outliers"), lambda p: p.layer):
+        here = [*group]
+        with layer_held(model, layer):
+            total, entries = (sum(of) for of in zip(*((float(s.sum()), s.numel()) for s in scores(here)), strict=True))
+            limit = outlier * total / entries
+            counts += [int((s > limit).sum()) for s in scores(here)]
+    return matrices.layer_sum(np.array(counts)) / matrices.layer_sum(matrices.sizes)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -12,7 +15,10 @@ from lyapunov_prune import LyapunovPruneError
 from lyapunov_prune.allocation import owl as module
 from lyapunov_prune.allocation.allocation import Matrices
 from lyapunov_prune.allocation.owl import outlier_share, owl
+from lyapunov_prune.checkpoints.streamed import load_streamed
+from lyapunov_prune.models.loading import load
 from lyapunov_prune.models.projections import find_projections
+from lyapunov_prune.models.streamed import stream_of
 
 
 def reference(model: PreTrainedModel, ids: torch.Tensor, outlier: float) -> list[float]:
@@ -57,6 +63,17 @@ def test_the_layer_is_the_unit_and_not_the_matrix(ids: torch.Tensor) -> None:
     assert (D[matrices.layers == 2] == D.max()).all()
     np.testing.assert_allclose(D[matrices.layers == 2][0], reference(model, ids, 5.0)[2], atol=2e-4)
     assert owl(model, 0.5, ids).by_layer().argmin() == 2
+
+
+def test_a_streamed_model_is_read_once_for_the_inputs_and_once_for_the_shares(
+    ids: torch.Tensor, checkpoint: Path
+) -> None:
+    whole, apart = load(checkpoint).model, load_streamed(checkpoint).model
+    stream: Any = stream_of(apart)
+    before = stream.passes
+    shares = outlier_share(apart, ids, Matrices.of(apart), 2.0)
+    assert stream.passes == before + 2
+    np.testing.assert_allclose(shares, outlier_share(whole, ids, Matrices.of(whole), 2.0), atol=2e-4)
 
 
 def test_layers_without_outliers_are_alike(llama: PreTrainedModel, ids: torch.Tensor) -> None:
