@@ -156,7 +156,7 @@ class _Layer:
         m = branch(branch.x)
         width = m.shape[-1]
         for channels, candidates in ((False, self._matrices(path, branch, width)), (True, self._norm(path))):
-            E = _random(width) if channels else _random(width, width)
+            E = (_random(width) if channels else _random(width, width)).to(m.device)
             wanted = m * (1 + E) if channels else m + m @ E.T
             for parts in candidates:
                 with self._put_back(path):
