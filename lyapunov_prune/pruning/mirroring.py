@@ -8,6 +8,7 @@ matrices is zero, and all of it is stored and multiplied: this saves no time or 
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from typing import Any
 
@@ -73,6 +74,7 @@ def mirrored(layer: nn.Module, block: FeedForward) -> Affine:
 @torch.no_grad()
 def _is_odd_half(activation: nn.Module) -> bool:
     """Whether `σ(x) − σ(−x) = x` within rounding, over a range where every known activation has left its bend."""
+    activation = copy.deepcopy(activation).to("cpu", torch.float64)  # one that is learnt is where the model is
     x = torch.linspace(-_RANGE, _RANGE, _POINTS, dtype=torch.float64)
     return bool(((activation(x) - activation(-x) - x).abs() <= _SAME * x.abs().clamp_min(1)).all())
 

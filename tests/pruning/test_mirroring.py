@@ -85,7 +85,7 @@ def test_what_cannot_hold_it_is_refused(ids: torch.Tensor) -> None:
 
 
 def test_an_activation_with_weights_is_asked_as_it_is() -> None:
-    assert not _is_odd_half(nn.PReLU(dtype=torch.float64))
+    assert not _is_odd_half(nn.PReLU(dtype=torch.bfloat16))
 
 
 def test_a_plan_and_its_merges_belong_together(ids: torch.Tensor) -> None:
