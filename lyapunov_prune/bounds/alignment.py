@@ -71,7 +71,8 @@ class AlignmentSums:
         self, layer: int, before: tuple[torch.Tensor, torch.Tensor], after: tuple[torch.Tensor, torch.Tensor]
     ) -> None:
         """States (…, d), dense and with an error, as they enter the exact layer and as it leaves them."""
-        h, moved, h_out, moved_out = (lift(state).flatten(0, -2) for state in (*before, *after))
+        # The layer before may be elsewhere.
+        h, moved, h_out, moved_out = (lift(state).flatten(0, -2).to(after[0].device) for state in (*before, *after))
         e, e_out, s = moved - h, moved_out - h_out, h_out - h
         along = (h * s).sum(-1).cpu().numpy()
         states, added, outs, errors, errors_out, changed = (

@@ -219,7 +219,8 @@ class _Walks:
                 outputs.clear()
                 with hooked(after=[note]):
                     h = self.prefix.advance(ids, begin, start, before)
-                m, h, y = (lift(t.reshape(-1, t.shape[-1])) for t in (outputs[0], h, y))
+                # The layers of a gap may be elsewhere.
+                m, h, y = (lift(t.reshape(-1, t.shape[-1])).to(outputs[0].device) for t in (outputs[0], h, y))
                 sums = sums or Sums(m.shape[-1], m.device)
                 sums.add(m, (y - h) / place.scale, y.square().sum(-1).clamp_min(1e-300).rsqrt())
         assert sums is not None

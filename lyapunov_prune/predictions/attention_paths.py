@@ -111,9 +111,11 @@ def attention_paths(
             raise LyapunovPruneError(_OTHERS)
         layers = tuple(layer for layer, _, _ in ours)
         prompt = len(each[0]) - steps
-        parts = [_split(a, v, a2, v2, prompt) for (_, a, v), (_, a2, v2) in zip(ours, theirs, strict=True)]
+        # Layers, and the two models, may be on several devices.
+        pairs = [((a, v), (a2.to(a), v2.to(v))) for (_, a, v), (_, a2, v2) in zip(ours, theirs, strict=True)]
+        parts = [_split(*one, *other, prompt).cpu() for one, other in pairs]
         rows.append(torch.stack(parts, 1))
-    value, weight, both, total, prompt_weight, prompt_share = torch.stack(rows).mean(0).cpu().numpy()
+    value, weight, both, total, prompt_weight, prompt_share = torch.stack(rows).mean(0).numpy()
     return AttentionPaths(
         value, weight, both, total, prompt_weight, prompt_share, layers, identify(compressed), readings[0].measured_on()
     )

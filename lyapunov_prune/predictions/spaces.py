@@ -33,7 +33,7 @@ def turn(v: torch.Tensor, changed: torch.Tensor) -> torch.Tensor:
     and 7). NaN where v is zero.
     """
     v = lift(v)
-    delta = lift(changed) - v
+    delta = lift(changed).to(v.device) - v  # two models, or two layers of one, may be on two devices
     size = torch.linalg.vector_norm(v, dim=-1)
     along = torch.linalg.vecdot(v, delta) / size.square()
     across = torch.linalg.vector_norm(delta - along.unsqueeze(-1) * v, dim=-1) / size
