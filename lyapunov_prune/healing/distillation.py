@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 
 import torch
@@ -187,9 +187,9 @@ class Distillation:
         return tensors
 
     @torch.no_grad()
-    def go_on_from(self, tensors: dict[str, torch.Tensor]) -> None:
-        """Take up the run that had these `tensors`."""
-        for key, value in tensors.items():
+    def go_on_from(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """Take up the run that had these `tensors`, by name; each is needed whole only in its turn."""
+        for key, value in tensors:
             kind, _, name = key.partition("/")
             if kind == "losses":
                 self.losses = value.tolist()

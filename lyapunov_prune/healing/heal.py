@@ -23,7 +23,7 @@ from lyapunov_prune.evaluation.perplexity import Perplexity, perplexity
 from lyapunov_prune.forward.logits import require_temperature
 from lyapunov_prune.forward.reading import Readable, Reading, read
 from lyapunov_prune.healing.distillation import Distillation
-from lyapunov_prune.healing.sharded import gathered_into, require_shardable, sharded, sharing
+from lyapunov_prune.healing.sharded import gathered_into, of_main, require_shardable, sharded, sharing
 from lyapunov_prune.healing.state import TrainingState
 from lyapunov_prune.healing.trained import beside, drawn_order, recomputed, require_trainable, trained
 from lyapunov_prune.models.device import processes_of
@@ -204,7 +204,7 @@ def heal(
         weights = {"student": measured_on.model.weights, "teacher": identify(teacher).weights}
         about = {**weights, **encode(measured_on), **settings}
     with TrainingState(folder if processes.is_main_process else None, about, resume=resume) as state:
-        (tensors,) = broadcast_object_list([state.load()])
+        tensors = state.load()
         if evaluation is not None:  # first, so that text on which a model fails costs no training
             before = perplexity(student, evaluation, batch_size=batch_size, description="perplexity, pruned")
             dense = perplexity(teacher, evaluation, batch_size=batch_size, description="perplexity, dense")
@@ -215,8 +215,8 @@ def heal(
             learner, guide = copy.deepcopy(student) if rank is None else beside(student), teacher
         with trained(learner, rank, seed) as parameters, recomputed(learner) if checkpointing else nullcontext():
             run = Distillation(learner, guide, parameters, learning_rate, temperature, steps, processes=processes)
-            if tensors:
-                run.go_on_from(tensors)
+            run.go_on_from(of_main(tensors, processes))
+            del tensors
             for step in track(range(run.step, steps), "healing"):
                 run.take_step(reading.batch.ids[order[step * per_step : (step + 1) * per_step]])
                 (due,) = broadcast_object_list([state.is_due()]) if shard else (state.is_due(),)

@@ -7,10 +7,11 @@ trained, and stays whole.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 import torch
 from accelerate import PartialState
+from accelerate.utils import broadcast, broadcast_object_list
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -88,6 +89,20 @@ def gathered_into(whole: PreTrainedModel, parts: PreTrainedModel) -> PreTrainedM
 def gathered(tensor: torch.Tensor) -> torch.Tensor:
     """All of a tensor that is in parts, on the CPU, in every process; others as they are."""
     return tensor.full_tensor().cpu() if isinstance(tensor, DTensor) else tensor
+
+
+def of_main(tensors: Mapping[str, torch.Tensor], among: PartialState) -> Iterator[tuple[str, torch.Tensor]]:
+    """Name and numbers of the `tensors` that the main process holds, in every process, on its device.
+
+    Others give none, and are sent one tensor after the other: none holds all.
+    """
+    if among.num_processes == 1:
+        yield from tensors.items()
+        return
+    (heads,) = broadcast_object_list([{name: (t.shape, t.dtype) for name, t in tensors.items()}])
+    for name, (shape, dtype) in heads.items():
+        sent = tensors[name] if among.is_main_process else torch.empty(shape, dtype=dtype)
+        yield name, broadcast(sent.to(among.device))
 
 
 def in_parts_like(value: torch.Tensor, like: torch.Tensor) -> torch.Tensor:

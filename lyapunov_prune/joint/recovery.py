@@ -89,7 +89,7 @@ def train(
             model, teacher, parameters, recipe.rate, recipe.temperature, steps, optimizer=recipe.optimizer
         )
         if tensors := state.load():
-            run.go_on_from(tensors)
+            run.go_on_from(tensors.items())
         for step in track(range(run.step, steps), f"recovery of {lesson.name}"):
             items = lesson.items[step * recipe.batch : (step + 1) * recipe.batch]
             try:

@@ -197,7 +197,7 @@ def test_a_run_goes_on_from_its_tensors_bit_for_bit(ids: torch.Tensor) -> None:
         whole.take_step(ids[[step % 3]])
     for step in range(5):
         first.take_step(ids[[step % 3]])
-    second.go_on_from({name: t.clone() for name, t in first.tensors().items()})
+    second.go_on_from((name, t.clone()) for name, t in first.tensors().items())
     for step in range(5, 8):
         second.take_step(ids[[step % 3]])
     assert second.losses == whole.losses

@@ -45,6 +45,12 @@ with pytest.MonkeyPatch.context() as patch:
     except KeyboardInterrupt:
         pass
 torch.distributed.barrier()
+sent = []
+for module in (torch.distributed, torch.distributed.distributed_c10d):
+    def counted(tensor, *args, broadcast=module.broadcast, **kwargs):
+        sent.append(tensor.nbytes)
+        return broadcast(tensor, *args, **kwargs)
+    module.broadcast = counted
 done = heal(*models, ids, folder=folder / "state", resume=True, shard=True, **SETTINGS)
 again = heal(*models, ids, shard=True, checkpointing=True, **SETTINGS)
 alike = all(torch.equal(p, weights(again.model)[name]) for name, p in weights(done.model).items())
@@ -54,8 +60,8 @@ try:
     heal(*models, ids, steps=1, per_step=3, shard=True)
 except Exception as error:
     refused = str(error)
-torch.save((done.model.state_dict(), done.report.losses, done.report.trained, held, alike, untouched, refused),
-           folder / f"{{rank}}.pt")
+found = (done.report.losses, done.report.trained, held, alike, untouched, refused, max(sent))
+torch.save((done.model.state_dict(), *found), folder / f"{{rank}}.pt")
 """
 
 
@@ -71,7 +77,7 @@ def test_two_processes_with_half_of_each_layer_end_as_one_with_all(
     assert done.returncode == 0, done.stderr
     alone = heal(*pair(family), ids, **SETTINGS)
     found = [torch.load(tmp_path / f"{rank}.pt", weights_only=False) for rank in "01"]
-    for model, losses, trained, held, alike, untouched, refused in found:
+    for model, losses, trained, held, alike, untouched, refused, sent in found:
         np.testing.assert_allclose(losses, alone.report.losses, rtol=1e-4)
         for name, p in alone.model.state_dict().items():
             torch.testing.assert_close(model[name], p, rtol=0, atol=2e-4)
@@ -81,6 +87,7 @@ def test_two_processes_with_half_of_each_layer_end_as_one_with_all(
         assert all(abs(2 * mine - whole) <= whole / 8 for mine, whole in students)
         assert teachers > 0
         assert alike
+        assert sent < 2 * trained  # bytes, of 12 a parameter in the state: no process is sent more of it at once
         assert untouched
         assert "of 3 windows a step 2 processes take unequal numbers" in refused
     assert all(torch.equal(p, found[1][0][name]) for name, p in found[0][0].items())
