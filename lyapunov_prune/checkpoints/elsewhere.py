@@ -8,6 +8,7 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
@@ -15,6 +16,7 @@ from transformers import PreTrainedModel
 
 from lyapunov_prune.checkpoints.reloading import GateCheck
 from lyapunov_prune.forward.logits import SAME_LIMIT, deviation, uncached_logits
+from lyapunov_prune.models.dispatched import placement
 from lyapunov_prune.models.kernels import kernels
 from lyapunov_prune.models.wrappers import loading_class
 
@@ -38,7 +40,8 @@ asked = json.loads((here / "asked.json").read_text())
 torch.set_num_threads(asked["threads"])
 model, info = getattr(transformers, asked["loader"]).from_pretrained(
     asked["folder"], trust_remote_code=True, local_files_only=True, output_loading_info=True,
-    dtype=getattr(torch, asked["dtype"]), device_map=asked["device"], **asked["kernels"],
+    dtype=getattr(torch, asked["dtype"]), device_map=asked["device"], offload_folder=here / "offloaded",
+    **asked["kernels"],
 )
 model.eval()
 keys = {kind: sorted(map(str, info[kind])) for kind in ("missing_keys", "unexpected_keys", "mismatched_keys")}
@@ -57,7 +60,8 @@ def elsewhere_check(model: PreTrainedModel, folder: Path, inputs: list[torch.Ten
     """`model` against what transformers makes of `folder`, where it was saved, in a process without this package.
 
     It loads with `trust_remote_code=True`, runs the module in the folder, and may miss no key and find none besides.
-    Without `inputs` it does so on the meta device, and nothing is computed.
+    It puts the model where `model` is, by its device map. Without `inputs` it does so on the meta device, and nothing
+    is computed.
     """
     limit = SAME_LIMIT[model.dtype]
     with tempfile.TemporaryDirectory(prefix="lyapunov-prune-gate-") as place:
@@ -67,11 +71,12 @@ def elsewhere_check(model: PreTrainedModel, folder: Path, inputs: list[torch.Ten
             "folder": str(folder.resolve()),
             "loader": loading_class(model).__name__,
             "dtype": str(model.dtype).removeprefix("torch."),
-            "device": str(model.device) if inputs else "meta",
+            "device": _named(placement(model)) if inputs else "meta",
             "kernels": kernels(model.config),
             "threads": torch.get_num_threads(),
         }
         (here / "asked.json").write_text(json.dumps(asked), encoding="utf-8")
+        torch.cuda.empty_cache()  # what torch keeps for this process would be missing in the other
         # Modules of checkpoints are copied to a cache of transformers, which is not for what may fail.
         quiet = {"HF_MODULES_CACHE": str(here / "modules"), "HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error"}
         done = subprocess.run(
@@ -94,3 +99,10 @@ def elsewhere_check(model: PreTrainedModel, folder: Path, inputs: list[torch.Ten
     worst = max(found, default=0.0)
     detail = f"{'logits' if inputs else 'names and shapes'} in a process without this package"
     return GateCheck(ELSEWHERE, worst <= limit, worst, limit, detail)
+
+
+def _named(place: Any) -> Any:
+    """What `placement` says, for a file: a device, or one or a number for each module."""
+    if isinstance(place, dict):
+        return {module: _named(each) for module, each in place.items()}
+    return place if isinstance(place, int) else str(place)

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import json
+import subprocess
 from pathlib import Path
+from typing import Any
 
+import pytest
 import torch
-from helpers import edit_json, make_tiny
+from helpers import LAYERS, VOCABULARY, edit_json, make_tiny, make_tokenizer, saved
 
+import lyapunov_prune as lp
 from lyapunov_prune.checkpoints.elsewhere import elsewhere_check
 from lyapunov_prune.models.compact import MODULE
 from lyapunov_prune.pruning.compact import Cuts, make_compact
@@ -31,3 +36,25 @@ def test_without_inputs_names_and_shapes_are_compared(tmp_path: Path) -> None:
     check = elsewhere_check(model, tmp_path, [])
     assert not check.passed
     assert "missing keys without this package, first model.layers.1." in check.detail
+
+
+def test_the_other_process_puts_the_model_where_this_one_has_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    saved(make_tiny("llama", vocab_size=len(VOCABULARY)), make_tokenizer(), tmp_path / "dense")
+    parts = ("embed_tokens", "rotary_emb", "norm", *(f"layers.{i}" for i in range(LAYERS)))
+    places = {**{f"model.{part}": "disk" if part[-1] in "45" else "cpu" for part in parts}, "lm_head": "cpu"}
+    model = make_compact(lp.load(tmp_path / "dense", device_map=places).model, Cuts((1,)))
+    model.save_pretrained(tmp_path / "compact")
+    told: list[object] = []
+    run = subprocess.run
+
+    def noted(command: list[str], **options: Any) -> Any:
+        told.append(json.loads((Path(command[-1]) / "asked.json").read_text())["device"])
+        return run(command, **options)  # type: ignore[call-overload]
+
+    monkeypatch.setattr(subprocess, "run", noted)
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: told.append("given back"))
+    check = elsewhere_check(model, tmp_path / "compact", [torch.arange(8).unsqueeze(0)])
+    assert (check.passed, check.measured) == (True, 0.0), check.detail
+    assert told == ["given back", places]
