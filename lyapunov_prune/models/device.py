@@ -47,8 +47,11 @@ def processes(*, on_cpu: bool) -> PartialState:
 
 
 def free_memory(device: str) -> int:
-    """The bytes that `device` has free: of a GPU its own, else the machine's."""
-    return torch.cuda.mem_get_info(device)[0] if device.startswith("cuda") else psutil.virtual_memory().available
+    """The bytes that `device` has free: of a GPU its own and what torch keeps of it unused, else the machine's."""
+    if not device.startswith("cuda"):
+        return psutil.virtual_memory().available
+    kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return torch.cuda.mem_get_info(device)[0] + kept
 
 
 def require_room(needed: int, device: str, what: str) -> None:

@@ -11,7 +11,7 @@ import torch
 from helpers import free_port
 
 from lyapunov_prune.models import device as device_module
-from lyapunov_prune.models.device import processes, resolve_device
+from lyapunov_prune.models.device import free_memory, processes, resolve_device
 
 
 @pytest.mark.parametrize(
@@ -35,6 +35,14 @@ def test_auto_is_the_gpu_if_there_is_one(
     assert resolve_device("auto") == wanted
     assert resolve_device("cuda") == ("cuda" if rank is None else f"cuda:{rank}")
     assert resolve_device("cuda:1") == "cuda:1"
+
+
+def test_what_torch_keeps_unused_of_a_gpu_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
+    on = {"cuda:1": {"mem_get_info": (100, 1000), "memory_reserved": 70, "memory_allocated": 20}}
+    for name in on["cuda:1"]:
+        monkeypatch.setattr(torch.cuda, name, lambda device, name=name: on[device][name])
+    assert free_memory("cuda:1") == 150
+    assert free_memory("cpu") > 150
 
 
 def test_a_process_by_itself_joins_nothing() -> None:
