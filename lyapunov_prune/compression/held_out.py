@@ -9,7 +9,7 @@ from transformers import PreTrainedModel
 
 from lyapunov_prune.allocation.allocation import Allocation
 from lyapunov_prune.data.batch import TokenBatch
-from lyapunov_prune.errors import LyapunovPruneError, NonFiniteError
+from lyapunov_prune.errors import LyapunovPruneError, NonFiniteError, RankError
 from lyapunov_prune.evaluation.perplexity import perplexity
 from lyapunov_prune.forward.reading import Reading
 from lyapunov_prune.results.result import MeasuredOn
@@ -39,8 +39,8 @@ class HeldOutLoss:
     def __call__(self, allocation: Allocation) -> float:
         batch = self.reading.batch
         half = (len(batch.ids) + 1) // 2
-        small = self.compress(self.reading.model, replace(batch, ids=batch.ids[:half]), allocation)
         try:
+            small = self.compress(self.reading.model, replace(batch, ids=batch.ids[:half]), allocation)
             return perplexity(small, replace(batch, ids=batch.ids[half:]), batch_size=self.batch_size).nll
-        except NonFiniteError:  # a wreck may not end the search
+        except (NonFiniteError, RankError):  # a wreck, or a layer that no rank is small enough for, ends no search
             return float("inf")

@@ -19,7 +19,7 @@ from lyapunov_prune.compression.table import METHODS
 from lyapunov_prune.compression.wanda import wanda
 from lyapunov_prune.compression.weight_only import weight_only
 from lyapunov_prune.compression.whitened_svd import whitened
-from lyapunov_prune.errors import LyapunovPruneError
+from lyapunov_prune.errors import LyapunovPruneError, RankError
 
 # `function(W, statistics, amount, **options)`; the options are those of `_OPTIONS` for the kind of amount.
 _FUNCTIONS: dict[str, Callable[..., torch.Tensor]] = {
@@ -80,19 +80,21 @@ def compressed(
     return _FUNCTIONS[method](W.detach(), statistics, amount, **{option: options[option] for option in own})
 
 
-def rank_for(shape: Sequence[int], sparsity: float) -> int:
+def rank_for(shape: Sequence[int], sparsity: float) -> int | None:
     """The largest `r` with `r (m + n) ≤ (1 − sparsity) m n`: two factors that hold no more than the entries kept.
 
-    Raises LyapunovPruneError for a sparsity outside [0, 1], and where not even rank 1 is that small.
+    None for a matrix that no two factors are smaller than, as one of a single row, which stays as it is. Raises
+    LyapunovPruneError for a sparsity outside [0, 1], and RankError where not even rank 1 is that small.
     """
     _require_amount("a rank", "sparsity", sparsity)
     m, n = shape
+    if m + n >= m * n:
+        return None
     # Not floor alone: (1 − 0.9) · 400 is 39.99… in float64.
     rank = math.floor((1 - sparsity) * m * n / (m + n) + 1e-9)
     if rank == 0:
-        limit = 1 - (m + n) / (m * n)
-        remedy = f"give a sparsity of at most {math.floor(limit * 1e4) / 1e4:g}" if limit >= 0 else "leave it as it is"
-        raise LyapunovPruneError(f"no rank makes a {m} × {n} matrix {sparsity:g} smaller; {remedy}")
+        limit = math.floor((1 - (m + n) / (m * n)) * 1e4) / 1e4
+        raise RankError(f"no rank makes a {m} × {n} matrix {sparsity:g} smaller; give a sparsity of at most {limit:g}")
     return rank
 
 

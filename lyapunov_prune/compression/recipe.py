@@ -187,7 +187,8 @@ def _amount(method: str, amount: float, unit: str, shape: Sequence[int]) -> floa
         return amount if unit == "bits" or amount > 0 else None
     if unit == "sparsity" and amount == 0:
         return None
-    return float(min(rank_for(shape, amount) if unit == "sparsity" else amount, *shape))
+    rank = rank_for(shape, amount) if unit == "sparsity" else amount
+    return None if rank is None else float(min(rank, *shape))
 
 
 def _describe(

@@ -54,8 +54,9 @@ class Compression:
         return Compression(self.method, sparsity, None if self.low_rank else self.rank)
 
     def rank_of(self, shape: Sequence[int]) -> int:
-        """What a method of low rank keeps of a matrix; raises LyapunovPruneError where no rank is that small."""
-        return min(rank_for(shape, self.sparsity) if self.rank is None else self.rank, *shape)
+        """What a method of low rank keeps of a matrix, all of one that stays as it is. Raises as `rank_for`."""
+        rank = rank_for(shape, self.sparsity) if self.rank is None else self.rank
+        return min(shape) if rank is None else min(rank, *shape)
 
     def require(self) -> None:
         """Raise LyapunovPruneError for an unknown method or an impossible share or rank."""

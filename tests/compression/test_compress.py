@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from helpers import inputs_of, make_tiny
+from helpers import inputs_of, make_tiny, moe
 from transformers import PreTrainedModel
 
 from lyapunov_prune.allocation.schedules import allocate
@@ -210,6 +210,27 @@ def test_the_search_scores_on_windows_that_it_does_not_calibrate_by(
     for a, b in zip(done.model.parameters(), whole.parameters(), strict=True):
         assert torch.equal(a, b)
     assert done.report.saw[0].tokens == ids.numel()
+
+
+def test_a_trial_that_no_rank_is_small_enough_for_does_not_end_the_search(
+    llama: PreTrainedModel, ids: torch.Tensor
+) -> None:
+    options: dict[str, Any] = {"allocation": "atp-search", "schedule_options": {"trials": 4}}
+    done = compress(llama, ids, method="svd", sparsity=0.85, **options)
+    losses = [loss for _, loss in done.report.allocation.tried]
+    assert np.isfinite(losses).tolist() == [True, False, False, False]
+
+
+def test_a_matrix_of_one_row_stays_and_is_told_so() -> None:
+    """The gate of Qwen2-MoE's shared expert; no two factors are smaller."""
+    model = moe("qwen2_moe")
+    done = compress(model, method="svd", sparsity=0.5)
+    rows = [m for m in done.report.matrices if m.rows == 1]
+    assert {m.component for m in rows} == {"mlp.shared_expert_gate"}
+    assert {(m.rank, m.weight_error) for m in rows} == {(None, 0.0)}
+    assert all(m.rank for m in done.report.matrices if m.rows > 1)
+    for p in find_projections(model):
+        assert torch.equal(p.weight(model), p.weight(done.model)) is (p.weight(model).shape[0] == 1)
 
 
 def test_matrices_shared_between_layers_are_refused() -> None:

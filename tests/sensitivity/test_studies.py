@@ -363,6 +363,7 @@ def test_a_low_rank_takes_the_place_of_its_sparsity(gpt2: PreTrainedModel, ps: t
     assert {c.compression for c in changes("group", ps, base, {})} == {base}
     asked = [c.compression for c in changes("layer0", ps, base, {}) if c.compression]
     assert [(c.sparsity, c.rank) for c in asked[:2]] == [(0.1, None), (0.2, None)]
+    assert Compression("svd", 0.9, None).kept((1, 32)) == 32  # no two factors are smaller
     with pytest.raises(LyapunovPruneError, match=r"no rank makes a 8 × 32 matrix 0\.9 smaller"):
         Compressor(gpt2, None).jobs(changes("layer0", ps, base, {}))
     with pytest.raises(LyapunovPruneError, match="balanced needs calibration text"):
