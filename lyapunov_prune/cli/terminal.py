@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from rich.cells import cell_len
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
@@ -86,20 +87,64 @@ class Parts:
             print_json(self._document)
 
 
+_FOLDED = 20  # columns of a console that a text keeps at least, where it cannot have as many as it is long
+
+
 def _print_table(result: Result) -> None:
-    """A table on a terminal, plain text elsewhere."""
+    """A table on a terminal, plain text elsewhere.
+
+    One wider than the terminal is printed in blocks of columns, each begun by those that tell the rows apart: no number
+    and no header is cut, and text goes on in the next line.
+    """
     console = Console()
     if not console.is_terminal:
         say(str(result))
         return
     frame = result.summary()
-    table = Table(box=None, header_style="bold")
-    for name in frame.columns:
-        table.add_column(name, justify="right" if frame[name].dtype.kind in "if" else "left")
-    for row in frame.itertuples(index=False):
-        table.add_row(*(Text(f"{v:.4g}" if isinstance(v, float) else printable(str(v))) for v in row))
+    header = [str(name) for name in frame.columns]
+    numbers = [dtype.kind in "if" for dtype in frame.dtypes]
+    rows = [
+        tuple(f"{v:.4g}" if isinstance(v, float) else printable(str(v)) for v in row)
+        for row in frame.itertuples(index=False)
+    ]
+    longest = [max(map(cell_len, column)) for column in zip(header, *rows, strict=True)]
+    widths = [
+        long if number else max(cell_len(name), min(long, _FOLDED))
+        for name, long, number in zip(header, longest, numbers, strict=True)
+    ]
+    tables = []
+    for block in _blocks([width + 2 for width in widths], _key(rows), console.width):  # 2: around a cell
+        table = Table(box=None, header_style="bold")
+        for c in block:
+            table.add_column(
+                header[c],
+                justify="right" if numbers[c] else "left",
+                min_width=cell_len(header[c]),
+                no_wrap=numbers[c],
+                overflow="fold",
+            )
+        for row in rows:
+            table.add_row(*(Text(row[c]) for c in block))
+        tables.append(table)
     try:
         console.print(Text(_lines(result.headline())))  # text: in a string, [brackets] are rich's markup
-        console.print(table)
+        for table in tables:
+            console.print(table)
     except OSError as error:  # a terminal that went away
         raise no_more_output(error) from None
+
+
+def _key(rows: list[tuple[str, ...]]) -> int:
+    """How many of the first columns tell all rows apart; 1 if even all of them do not."""
+    columns = len(rows[0]) if rows else 1
+    return next((n for n in range(1, columns) if len({row[:n] for row in rows}) == len(rows)), 1)
+
+
+def _blocks(widths: list[int], key: int, room: int) -> list[list[int]]:
+    """The columns of these widths in blocks, each the first `key` and as many of the others as `room` holds."""
+    blocks = [list(range(key))]
+    for column in range(key, len(widths)):
+        if len(blocks[-1]) > key and sum(widths[c] for c in (*blocks[-1], column)) > room:
+            blocks.append(list(range(key)))
+        blocks[-1].append(column)
+    return blocks

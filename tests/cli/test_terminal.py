@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import os
+import re
 from pathlib import Path
 from typing import Any
 
@@ -58,6 +59,42 @@ def test_a_table_on_a_terminal_is_text(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "[bold]x[/bold]\nsecond line" in out
     assert "\x1b[2J" not in out
     assert not {"\x07", "\r", "\u202e", "\u2028"} & set(out)
+
+
+class Wide(Result):
+    """More columns than a terminal has room for, two of which tell the rows apart together, and a text."""
+
+    def to_frame(self) -> pd.DataFrame:
+        rows = 4
+        columns: dict[str, Any] = {"layer": [0, 0, 1, 1], "what": ["attention", "mlp"] * 2}
+        for c in range(12):
+            columns[f"probability_estimate_{c}"] = [(c + 1) * 3.397e-06 / 7**row for row in range(rows)]
+        columns["layers"] = [", ".join(map(str, range(10 + row, 50))) for row in range(rows)]
+        return pd.DataFrame(columns)
+
+    def headline(self) -> str:
+        return ""
+
+
+@pytest.mark.parametrize("width", [80, 120])
+def test_no_number_and_no_header_of_a_wide_table_is_cut(width: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    stream: Any = io.StringIO()
+    console = Console(file=stream, force_terminal=True, no_color=True, width=width, legacy_windows=False)
+    monkeypatch.setattr(terminal, "Console", lambda: console)
+    terminal.show(Wide(), False, None)
+    lines = re.sub("\x1b\\[[0-9;]*m", "", stream.getvalue()).splitlines()
+    assert max(map(len, lines)) <= width
+    shown = [line.split() for line in lines]
+    headers = [words for words in shown if "layer" in words]
+    assert len(headers) > 1
+    assert all(words[:2] == ["layer", "what"] for words in headers)  # of every block
+    frame = Wide().to_frame()
+    assert [name for words in headers for name in words[2:]] == [*frame.columns[2:]]
+    for row in frame.itertuples(index=False):
+        mine = [word for words in shown if words[:2] == [str(row[0]), row[1]] for word in words[2:]]
+        assert [word for word in mine if "e-" in word] == [f"{v:.4g}" for v in row if isinstance(v, float)]
+    folded = [word.strip(",") for words in shown for word in words if re.fullmatch(r"\d\d,?", word)]
+    assert sorted(folded) == sorted(str(n) for row in range(4) for n in range(10 + row, 50))
 
 
 def test_the_name_of_a_model_adds_no_line() -> None:
