@@ -171,7 +171,7 @@ def test_the_rooms_stand_in_their_order() -> None:
     [
         (
             "prune MODEL --plan plan.json -o smaller",
-            ["prune", "tiny", "--plan", "run/plan.json", "-o", "smaller", *QUICK],
+            ["prune", "tiny", "--plan", "run/plan.json", "-o", "smaller", *TEXT],
         ),
         (
             "rank MODEL --criterion blend --remove 2",
@@ -188,9 +188,9 @@ def test_a_walk_is_the_way_that_its_command_takes(command: str, arguments: list[
     names = [name for _, stop in stops for name in named(stop)]
     wanted = [code_of(resolved(name)) for name in names]
     if "--plan" in arguments:
-        run("rank", "tiny", "--remove", "2", "-o", "run", *QUICK)
+        run("rank", "tiny", "--remove", "2", "-o", "run", *TEXT)
     if "made" in arguments:
-        run("prune", "tiny", "--layers", "1", "-o", "made", *QUICK)
+        run("prune", "tiny", "--layers", "1", "-o", "made", *TEXT)
 
     called: list[CodeType] = []
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from lyapunov_prune.cli.choices import Pooling, Split
 from lyapunov_prune.cli.options import ModelOptions, TextOptions
+from lyapunov_prune.cli.records import Given
 from lyapunov_prune.errors import LyapunovPruneError
 
 if TYPE_CHECKING:  # a usage error must not wait for torch
@@ -50,7 +51,7 @@ def load_inputs(
 
 
 def load_prompted(
-    model: str, source: ModelOptions, text: TextOptions, prompts: Path | None, chat: bool
+    model: str, source: ModelOptions, text: TextOptions, prompts: Path | None, chat: bool, given: Given
 ) -> tuple[Loaded, TokenBatch]:
     """The model, and what it goes on from: the prompts of a file, or windows of the evaluation half of a text."""
     from lyapunov_prune.data.prompts import load_prompts
@@ -59,6 +60,9 @@ def load_prompted(
         if chat:
             raise LyapunovPruneError("--chat is of own prompts; give --prompts FILE with it")
         return load_inputs(model, source, text, "evaluation")
+    given.refuse(
+        "cuts windows of a text, and --prompts FILE is in its place; leave it out", "text", "tokens", "context"
+    )
     if not prompts.is_file():  # before minutes of loading
         raise LyapunovPruneError(f"{prompts} is no readable file; give a file of prompts")
     loaded = source.load(model)
@@ -72,7 +76,7 @@ def load_prompted(
 
 
 def load_examples(
-    model: str, source: ModelOptions, text: TextOptions, images: str | None
+    model: str, source: ModelOptions, text: TextOptions, images: str | None, given: Given
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase | None, Examples]:
     """The model, its tokenizer if it has one, and its examples: images, or the calibration half of a text."""
     if images is None:
@@ -80,6 +84,7 @@ def load_examples(
         return loaded.model, loaded.tokenizer, batch
 
     source.require_one_place("--images")
+    given.refuse_record("is of a text, and --images is in its place; leave it out", TextOptions)
 
     from lyapunov_prune.data.image_files import load_images
     from lyapunov_prune.models.classifier_loading import load_classifier

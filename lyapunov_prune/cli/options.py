@@ -12,6 +12,7 @@ import typer
 
 from lyapunov_prune.allocation.table import SCHEDULES
 from lyapunov_prune.cli import choices
+from lyapunov_prune.cli.records import Given
 from lyapunov_prune.compression.table import METHODS
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.merging.table import REDUCTIONS
@@ -213,13 +214,18 @@ class RankOptions:
     def protected(self) -> list[int]:
         return layer_indices("--protect", self.protect) if self.protect is not None else []
 
-    def require(self, *, sublayers: bool) -> None:
-        """Raise LyapunovPruneError, before torch is waited for, for what no ranking can be made of."""
+    def require(self, given: Given, *, sublayers: bool) -> None:
+        """Raise LyapunovPruneError, before torch is waited for, for what no ranking is made of, or goes by."""
         require_criterion(self.criterion, self.alpha)
         require_temperature_of(self.criterion, self.temperature)
         require_part(self.what, self.criterion if sublayers else None)
         if self.search is not None and self.criterion != "best":
             raise LyapunovPruneError("--search is what --criterion best may spend; give both or neither")
+        idle = f"has no effect on --criterion {self.criterion}; leave it out"
+        if self.criterion != "blend":
+            given.refuse(idle, "alpha")
+        if CRITERIA[self.criterion].measures != "profile":
+            given.refuse(idle, "seeds", *(["seed"] if self.criterion != "random" else []))
         self.protected()
 
     def rank(

@@ -1,29 +1,57 @@
-"""Options that many commands share, taken as one value: a record, a frozen dataclass with an option a field."""
+"""Options that many commands share, taken as one value: a record, a frozen dataclass with an option a field.
+
+And which options were `Given`: one that would have no effect is refused, not passed over in silence.
+"""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import fields, is_dataclass
 from functools import wraps
 from inspect import Parameter
+from types import MappingProxyType
 from typing import Any, get_type_hints
+
+import typer
 
 from lyapunov_prune.errors import LyapunovPruneError
 
 _MOST = 2**53  # what a float and every 64-bit counter hold, with room to add to
 
 
+class Given:
+    """The options that stand in the command line, each as it is written there, by its parameter."""
+
+    def __init__(self, words: Mapping[str, str] = MappingProxyType({})) -> None:
+        self._words = words
+
+    def refuse(self, why: str, *parameters: str) -> None:
+        """Raise LyapunovPruneError for the first of `parameters` that was given, its word before `why`."""
+        for name in parameters:
+            if name in self._words:
+                raise LyapunovPruneError(f"{self._words[name]} {why}")
+
+    def refuse_record(self, why: str, record: Any, *but: str) -> None:
+        """`refuse` the options of a record, but some."""
+        self.refuse(why, *(field.name for field in fields(record) if field.name not in but))
+
+
 def flattened(command: Callable[..., None]) -> Callable[..., None]:
     """`command` as typer can take it: in place of every record the fields of that record, each an option.
 
     A record is a parameter whose default is a dataclass of fields `Annotated[type, typer.Option(…)]`. The values in
-    that default are those of the options: with `text: TextOptions = TextOptions(tokens=128)`, help says 128.
+    that default are those of the options: with `text: TextOptions = TextOptions(tokens=128)`, help says 128. A
+    parameter whose default is a `Given` is no option; it is told which were given.
     """
-    parameters: list[Parameter] = []
+    parameters = [Parameter("typer_context", Parameter.POSITIONAL_OR_KEYWORD, annotation=typer.Context)]
+    told: list[str] = []
     records: dict[str, Any] = {}
     for parameter in inspect.signature(command, eval_str=True).parameters.values():
         record = parameter.default
+        if isinstance(record, Given):
+            told.append(parameter.name)
+            continue
         if not is_dataclass(record):
             parameters.append(parameter)
             continue
@@ -35,7 +63,7 @@ def flattened(command: Callable[..., None]) -> Callable[..., None]:
         ]
 
     @wraps(command)
-    def called(**values: Any) -> None:
+    def called(*, typer_context: typer.Context, **values: Any) -> None:
         for name, value in values.items():
             if isinstance(value, int) and abs(value) > _MOST:
                 raise LyapunovPruneError(f"--{name.replace('_', '-')} is {str(value)[:40]}; give less than 2^53")
@@ -43,7 +71,14 @@ def flattened(command: Callable[..., None]) -> Callable[..., None]:
             name: record(**{field.name: values.pop(field.name) for field in fields(record)})
             for name, record in records.items()
         }
-        command(**values, **made)
+        options = (p for p in typer_context.command.params if _stands(typer_context, p.name))
+        given = Given({p.name: p.opts[0] for p in options})
+        command(**values, **made, **dict.fromkeys(told, given))
 
     called.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     return called
+
+
+def _stands(context: typer.Context, parameter: str) -> bool:
+    source = context.get_parameter_source(parameter)
+    return source is not None and source.name == "COMMANDLINE"

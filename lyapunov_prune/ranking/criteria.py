@@ -122,6 +122,8 @@ CRITERIA: dict[str, Criterion] = {
 
 # What of `measures` and `of_sublayers` goes by the states of one forward, and so of a model that is streamed.
 STREAMED = frozenset({"profile", "influence", "sublayers", "angular", "divergence", ""})
+# What goes on where it was interrupted.
+RESUMED = frozenset({"profile", "oracle", "best"})
 
 
 def require_streamed(criterion: str, what: str = "layers") -> None:

@@ -77,6 +77,74 @@ def test_help_shows_the_defaults_of_the_command_and_the_names_of_the_table(run: 
         assert f"─ {panel} ─" in run("prune", "--help").out
 
 
+def has_no_effect(line: str, option: str, tail: str = "; leave it out") -> Any:
+    return pytest.param(line, option, tail, id=f"{line} {option}")
+
+
+OF_A_CRITERION = "is of layers that a criterion chooses; give --remove or --max-kl with it"
+MEASURED = "is of a MODEL to measure, which --profile FILE was; leave it out"
+WINDOWS = "cuts windows of a text, and --prompts FILE is in its place; leave it out"
+IMAGES = "is of a text, and --images is in its place; leave it out"
+
+
+@pytest.mark.parametrize(
+    ("line", "option", "tail"),
+    [
+        *(
+            has_no_effect(f"prune tiny -o out {chosen}", option, OF_A_CRITERION)
+            for chosen in ("--plan p.json", "--layers 3")
+            for option in ("--criterion bi", "--alpha 0.5", "--seeds 4", "--seed 0", "--temperature 1", "--protect 0")
+        ),
+        *(has_no_effect("prune tiny -o out --layers 3 --on-disk", option) for option in ("--text x", "--device cpu")),
+        has_no_effect("prune tiny -o out --layers 3 --stream", "--tokens 99"),
+        has_no_effect("prune tiny -o out --remove 1", "--alpha 0.5", "has no effect on --criterion bi; leave it out"),
+        *(
+            has_no_effect("rank --profile p.json", option, MEASURED)
+            for option in (
+                *("--text x", "--device cpu", "--offline", "--tokens 999", "--dtype bfloat16", "--no-bos"),
+                *("--criterion blend --seeds 9", "--criterion blend --resume"),
+            )
+        ),
+        has_no_effect("rank tiny", "--alpha 0.5", "has no effect on --criterion bi; leave it out"),
+        has_no_effect("rank tiny --criterion kl", "--seeds 4", "has no effect on --criterion kl; leave it out"),
+        has_no_effect(
+            "rank tiny --criterion from-end", "--seed 4", "has no effect on --criterion from-end; leave it out"
+        ),
+        has_no_effect("rank tiny", "--resume", "has no effect on --criterion bi; leave it out"),
+        has_no_effect("hierarchy tiny tiny", "--limit 3", "is of the items of a file; give --choices FILE with it"),
+        *(
+            has_no_effect("hierarchy tiny --prompts tiny/config.json", option, WINDOWS)
+            for option in ("--text x", "--tokens 128", "--context 32")
+        ),
+        has_no_effect("check tiny --sparsity 0.5", "--resume", "goes on with a check of all settings; leave it out"),
+        has_no_effect("sensitivity tiny --study removal", "--sparsity 0.9", "has no effect on removal; leave it out"),
+        has_no_effect(
+            "sensitivity tiny --study sparsity,rank", "--rank 3", "has no effect on sparsity and rank; leave"
+        ),
+        has_no_effect("sensitivity tiny --study layer", "--regret-limit 3", "has no effect on layer; leave it out"),
+        has_no_effect("sensitivity tiny --method svd --rank 3", "--sparsity 0.5", "has no effect on svd beside --rank"),
+        has_no_effect("joint tiny -o out --remove 1 --images x", "--batch-size 2", IMAGES),
+        has_no_effect("prune tiny -o out --plan p.json --format compact --images x", "--text x", IMAGES),
+    ],
+)
+def test_an_option_without_effect_is_refused(line: str, option: str, tail: str, run_bad: Callable[..., str]) -> None:
+    word = next(each for each in reversed(option.split()) if each.startswith("--"))
+    word = "--bos" if word == "--no-bos" else word
+    told = run_bad(*line.split(), *option.split())
+    assert told.startswith(f"error: {word} ")
+    assert tail in told
+
+
+def test_options_that_have_an_effect_are_taken(run: Callable[..., Done]) -> None:
+    text = ("--tokens", "128", "--context", "64")
+    done = run("rank", "tiny", *text, "-o", "run", "--criterion", "blend", "--alpha", "0.3", "--seeds", "1", "--resume")
+    assert done.code == 0
+    own = ("--profile", "run/profile.json", "--remove", "2")
+    assert run("rank", *own, "--criterion", "blend", "--alpha", "0.9").code == 0
+    assert run("rank", *own, "--criterion", "random", "--seed", "1").code == 0
+    assert run("prune", "tiny", *text, "--plan", "run/plan.json", "-o", "out").code == 0
+
+
 @dataclass(frozen=True)
 class Size:
     width: Annotated[int, typer.Option(help="In tokens.")] = 1

@@ -75,7 +75,7 @@ def prune(
     monkeypatch.chdir(tmp_path)
 
     def run(*options: str) -> tuple[int, str]:
-        quick = ["--tokens", "128", "--context", "64", "--seeds", "1"]
+        quick = [] if "--on-disk" in options else ["--tokens", "128", "--context", "64"]
         monkeypatch.setattr(sys, "argv", ["lyapunov-prune", "prune", "tiny", "-o", "out", *quick, *options])
         capsys.readouterr()
         with pytest.raises(SystemExit) as end:

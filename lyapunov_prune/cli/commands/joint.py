@@ -18,6 +18,7 @@ from lyapunov_prune.cli.options import (
     one_of,
     what_option,
 )
+from lyapunov_prune.cli.records import Given
 from lyapunov_prune.cli.terminal import say, show
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.merging.table import DEFAULT, REDUCTIONS
@@ -53,6 +54,7 @@ def joint(
     resume: Resume = False,
     output: Target,
     as_json: Json = False,
+    given: Given = Given(),
 ) -> None:
     """Remove attentions and activations, so many of each as a map of the score after recovery says.
 
@@ -73,7 +75,7 @@ def joint(
     from lyapunov_prune.results.files import require_empty
 
     require_empty(output)
-    dense, tokenizer, data = load_examples(model, source, text, images)
+    dense, tokenizer, data = load_examples(model, source, text, images, given)
     done = remove_jointly(
         dense,
         tokenizer,

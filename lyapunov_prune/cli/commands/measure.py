@@ -33,9 +33,12 @@ from lyapunov_prune.cli.options import (
     one_of,
     what_option,
 )
+from lyapunov_prune.cli.records import Given
 from lyapunov_prune.cli.terminal import Parts, say, show
 from lyapunov_prune.errors import CheckFailed, LyapunovPruneError
 from lyapunov_prune.ranking.criteria import (
+    CRITERIA,
+    RESUMED,
     require_budget,
     require_known_count,
     require_profiled,
@@ -114,17 +117,24 @@ def rank(
     resume: Resume = False,
     output: Output = None,
     as_json: Json = False,
+    given: Given = Given(),
 ) -> None:
     """Order the layers, or their attention or MLP, for removal; with --remove N or --max-kl X writes plan.json."""
     if (model is None) == (profile_file is None):
         raise LyapunovPruneError("give a MODEL to measure or --profile FILE, one of the two")
-    by.require(sublayers=True)
+    by.require(given, sublayers=True)
     require_known_count(by.criterion, remove)
     if max_kl is not None:
         require_budget(max_kl)
         require_budget_alone(remove is not None or profile_file is not None)
+    if CRITERIA[by.criterion].measures not in RESUMED:
+        given.refuse(f"has no effect on --criterion {by.criterion}; leave it out", "resume")
     if profile_file is not None:
         require_profiled(by.criterion, by.what)
+        measured_already = "is of a MODEL to measure, which --profile FILE was; leave it out"
+        given.refuse(measured_already, "seeds", "resume")
+        for record in (ModelOptions, TextOptions):
+            given.refuse_record(measured_already, record)
     if stream:
         require_streamed(by.criterion, by.what)
         if profile_file is not None or max_kl is not None:
@@ -197,8 +207,12 @@ def check(
     from lyapunov_prune.bounds.check import check_bounds, check_grid, check_written
     from lyapunov_prune.models.tokenizers import require_same_tokenizer
 
-    given = sparsity is not None or rank is not None or cache_radius is not None
-    if compressed is not None and (given or resume):
+    one = sparsity is not None or rank is not None or cache_radius is not None
+    if one and resume:
+        raise LyapunovPruneError(
+            "--resume goes on with a check of all settings; leave it out, or --sparsity, --rank and --cache-radius"
+        )
+    if compressed is not None and (one or resume):
         raise LyapunovPruneError(
             "COMPRESSED is checked as it was written, in one go; give it without --sparsity, --rank, --cache-radius "
             "and --resume"
@@ -209,7 +223,7 @@ def check(
         other = source.load(compressed)
         require_same_tokenizer(loaded.tokenizer, other.tokenizer, (model, compressed))
         result = check_written(loaded.model, other.model, batch, batch_size=text.batch_size)
-    elif not given:
+    elif not one:
         jobs = run / "jobs" / "check"
         result = check_grid(loaded.model, batch, batch_size=text.batch_size, folder=jobs, resume=resume)
     else:
@@ -246,6 +260,7 @@ def sensitivity(
     resume: Resume = False,
     output: Output = None,
     as_json: Json = False,
+    given: Given = Given(),
 ) -> None:
     """Change one thing at a time and measure the loss: which matrices and layers can bear it.
 
@@ -259,6 +274,12 @@ def sensitivity(
 
     studies = require_studies(study)
     Compression(method, sparsity, rank).require()
+    for setting in ("method", "sparsity", "rank", "limit"):
+        if not any(setting in STUDIES[name].takes for name in studies):
+            option = "regret_limit" if setting == "limit" else setting
+            given.refuse(f"has no effect on {' and '.join(studies)}; leave it out", option)
+    if STUDY_METHODS[method].amount == "rank" and rank is not None:
+        given.refuse(f"has no effect on {method} beside --rank; give one of the two", "sparsity")
     explained = ["activations.json", "jacobian.json"] if why else []
     run = begun_run(output, model, "sensitivity.json", "sensitivity/profile.json", *explained)
     loaded, calibration = load_inputs(model, source, text)

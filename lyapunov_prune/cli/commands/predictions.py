@@ -21,6 +21,7 @@ from lyapunov_prune.cli.options import (
     text_option,
     what_option,
 )
+from lyapunov_prune.cli.records import Given
 from lyapunov_prune.cli.terminal import Parts, note
 from lyapunov_prune.errors import CheckFailed, LyapunovPruneError
 
@@ -69,6 +70,7 @@ def hierarchy(
     text: TextOptions = TextOptions(tokens=128, context=32),
     output: Output = None,
     as_json: Json = False,
+    given: Given = Given(),
 ) -> None:
     """Follow a change from hidden state to logits to probabilities; writes hierarchy.json and what follows.
 
@@ -93,22 +95,24 @@ def hierarchy(
 
     if choices is not None and compressed is None:
         raise LyapunovPruneError("--choices compares two models; give COMPRESSED too")
-    for option, given in (
+    for option, wanted in (
         ("--retrieval", retrieval is not None),
         ("--sample", sample is not None),
         ("--verdict", verdict),
     ):
-        if given and compressed is None:
+        if wanted and compressed is None:
             raise LyapunovPruneError(f"{option} compares two models; give COMPRESSED too")
     sought = load_retrieval(*require_retrieval(retrieval)) if retrieval is not None else None
     if letters and choices is None:
         raise LyapunovPruneError("--letters asks the items of a file by letters; give --choices FILE with it")
+    if limit is not None and choices is None:
+        raise LyapunovPruneError("--limit is of the items of a file; give --choices FILE with it")
     items = load_items(choices) if choices else ()
     written = ["hierarchy.json", *(["generation.json", "paths.json", "diverged-history.json"] if compressed else [])]
     more = {"choices": choices, "letters": letters, "retrieval": retrieval, "verdict": verdict}
     more["sampled"] = sample is not None
-    run = begun_run(output, dense, *written, *(f"{name}.json" for name, given in more.items() if given))
-    loaded, batch = load_prompted(dense, source, text, prompts, chat)
+    run = begun_run(output, dense, *written, *(f"{name}.json" for name, wanted in more.items() if wanted))
+    loaded, batch = load_prompted(dense, source, text, prompts, chat, given)
     other = None
     if compressed is not None:
         other = source.load(compressed)

@@ -29,6 +29,7 @@ from lyapunov_prune.cli.options import (
     layer_indices,
     what_option,
 )
+from lyapunov_prune.cli.records import Given
 from lyapunov_prune.cli.terminal import say, show
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.ranking.criteria import require_budget, require_known_count
@@ -58,6 +59,7 @@ def prune(
     text: TextOptions = TextOptions(),
     output: Target,
     as_json: Json = False,
+    given: Given = Given(),
 ) -> None:
     """Remove layers physically, pass the gate, write a plain transformers checkpoint.
 
@@ -83,9 +85,10 @@ def prune(
     source.require()
     if on_disk or stream:
         source.require_one_place("--on-disk" if on_disk else "--stream")
-    by.require(sublayers=remove is not None or max_kl is not None)
-    if by.protect is not None and remove is None and max_kl is None:
-        raise LyapunovPruneError("--protect is of layers that a criterion chooses; give --remove or --max-kl with it")
+    if remove is None and max_kl is None:
+        chosen = "is of layers that a criterion chooses; give --remove or --max-kl with it"
+        given.refuse_record(chosen, RankOptions, "what")
+    by.require(given, sublayers=remove is not None or max_kl is not None)
     if max_kl is not None:
         require_budget(max_kl)
         require_budget_alone(keep_period)
@@ -125,17 +128,20 @@ def prune(
             "--mend": mend,
             "--dtype": source.dtype,
         }
-        for option, given in (refused | {"--merge-adapter": merge_adapter}).items():
-            if given:
+        for option, needed in (refused | {"--merge-adapter": merge_adapter}).items():
+            if needed:
                 raise LyapunovPruneError(
                     f"{option} needs the model in memory ({why}); give --layers 3,7 or a --plan FILE of rank --stream, "
                     f"and no {option}"
                 )
+        given.refuse_record(f"is of a model in memory, and files are pruned ({why}); leave it out", TextOptions)
+        if on_disk or stream:  # else it has said that the model does not fit there
+            given.refuse("has no effect on what is pruned on disk; leave it out", "device")
         _prune_on_disk(model, output, layers, plan_file, keep_period, source.offline, as_json, why, stream)
         return
     if images is not None:
         assert plan_file is not None
-        classifier, _, examples = load_examples(model, source, text, images)
+        classifier, _, examples = load_examples(model, source, text, images, given)
         written = write_pruned(classifier, None, PruningPlan.load(plan_file), output, examples, format=format)
         _tell(written, as_json, output)
         return
