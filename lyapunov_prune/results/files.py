@@ -82,7 +82,8 @@ def whole_folder(target: str | Path) -> Iterator[Path]:
         temporary.mkdir()
     except OSError as error:
         _release(lock)
-        raise LyapunovPruneError(f"cannot write beside {target}: {error.strerror}; choose another place") from None
+        told = error.strerror or str(error).rstrip(".")  # of a lock that could not be had
+        raise LyapunovPruneError(f"cannot write beside {target}: {told}; choose another place") from None
     try:
         yield temporary
         _open_as_folder(temporary)

@@ -13,6 +13,7 @@ from typing import NoReturn
 
 import pytest
 import torch
+from filelock import FileLock, Timeout
 from helpers import disk_full
 from safetensors import SafetensorError
 from safetensors.torch import save_file
@@ -311,6 +312,16 @@ def test_a_folder_that_cannot_be_is_refused(name: str, tmp_path: Path) -> None:
     with pytest.raises(LyapunovPruneError, match=r"; (choose another|give another) --output"):
         require_empty(tmp_path / name)
     assert {path.name for path in tmp_path.iterdir()} == {"loop", "file"}
+
+
+def test_a_lock_that_cannot_be_had_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(self: FileLock) -> None:
+        raise Timeout(self.lock_file)  # an OSError without strerror
+
+    monkeypatch.setattr(FileLock, "acquire", refused)
+    told = r"cannot write beside .*: The file lock '.*' could not be acquired; choose another place"
+    with pytest.raises(LyapunovPruneError, match=told), whole_folder(tmp_path / "out"):
+        pass
 
 
 @pytest.mark.parametrize("name", ["loop", "file", "file/x", "x" * 300, "a\0b"])
