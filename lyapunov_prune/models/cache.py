@@ -139,7 +139,11 @@ class Cached:
 
 
 def cached() -> list[Cached]:
-    """What is in the cache, the last used first."""
+    """What is in the cache, the last used first. Raises LyapunovPruneError where its place is no folder."""
+    place = cache_folder()
+    there = next(path for path in (place, *place.absolute().parents) if path.exists())
+    if not there.is_dir():
+        raise LyapunovPruneError(f"{there} is no folder, and the cache is one; set {PLACE} to a folder")
     found = []
     for folder in [*_folders(), builtin_place()]:
         with suppress(OSError, ValueError, KeyError, TypeError):  # another process may be at it; half of one is none

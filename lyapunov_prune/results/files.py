@@ -209,8 +209,8 @@ def require_disk(folder: str | Path, needed: int, what: str) -> None:
         )
 
 
-def require_room(folder: str | Path) -> None:
-    """Raise LyapunovPruneError unless files can be written in `folder`, or it can be made; nothing is."""
+def require_room(folder: str | Path, remedy: str = "give another --output") -> None:
+    """Raise LyapunovPruneError, which ends in `remedy`, unless files can be written in `folder`, made or not yet."""
     folder = Path(folder)
     for place in (folder, *folder.parents):
         try:
@@ -219,9 +219,9 @@ def require_room(folder: str | Path) -> None:
             continue
         except (OSError, ValueError) as error:
             reason = getattr(error, "strerror", None) or error
-            raise LyapunovPruneError(f"cannot write in {str(folder)[:200]}: {reason}; give another --output") from None
+            raise LyapunovPruneError(f"cannot write in {str(folder)[:200]}: {reason}; {remedy}") from None
         if not stat.S_ISDIR(mode):
-            raise LyapunovPruneError(f"cannot write in {folder}: {place} is no folder; give another --output")
+            raise LyapunovPruneError(f"cannot write in {folder}: {place} is no folder; {remedy}")
         if not os.access(place, os.W_OK | os.X_OK):
-            raise LyapunovPruneError(f"cannot write in {folder}: {place} is not yours to write; give another --output")
+            raise LyapunovPruneError(f"cannot write in {folder}: {place} is not yours to write; {remedy}")
         return

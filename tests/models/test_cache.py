@@ -244,6 +244,18 @@ def test_without_a_cache_it_works_and_says_so(
     assert told.count("\n") == 1
 
 
+@pytest.mark.parametrize("below", ["", "deep/er"])
+def test_the_built_in_model_needs_the_cache_and_a_cache_is_a_folder(
+    below: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "taken").write_text("")
+    monkeypatch.setenv("LYAPUNOV_PRUNE_CACHE", str(tmp_path / "taken" / below))
+    with pytest.raises(LyapunovPruneError, match=r"taken.*; set LYAPUNOV_PRUNE_CACHE to a folder that you may write"):
+        load("smollm2-135m")
+    with pytest.raises(LyapunovPruneError, match=r"taken is no folder, .*; set LYAPUNOV_PRUNE_CACHE to a folder"):
+        cached()
+
+
 def test_a_full_disk_is_a_warning_too(
     file: Path, place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
