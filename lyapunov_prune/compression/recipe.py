@@ -66,7 +66,10 @@ class Recipe:
         amount, after = self._amount_of(p, W), W
         if amount is not None:
             grid = {"pattern": self.pattern, "group_size": self.group_size, "symmetric": self.symmetric}
-            after = compressed(self.method, W, statistics, amount, **grid)  # type: ignore[arg-type]
+            try:
+                after = compressed(self.method, W, statistics, amount, **grid)  # type: ignore[arg-type]
+            except LyapunovPruneError as error:
+                raise LyapunovPruneError(f"{p.name}: {error}") from None
         told = _describe(p, self.method, W, after, statistics, self._wanted[p.name], amount)
         W.copy_(after)
         return told

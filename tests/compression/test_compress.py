@@ -165,6 +165,13 @@ def test_what_makes_no_sense_is_refused(options: dict[str, Any], message: str, l
         compress(llama, ids, **options)
 
 
+def test_a_matrix_that_is_not_finite_is_named() -> None:
+    model = make_tiny("llama")
+    model.model.layers[2].mlp.up_proj.weight.data[3, 3] = float("nan")
+    with pytest.raises(LyapunovPruneError, match=r"model\.layers\.2\.mlp\.up_proj: the matrix holds NaN or infinity;"):
+        compress(model, None, method="magnitude", sparsity=0.5)
+
+
 def test_text_is_asked_for_where_it_is_needed(llama: PreTrainedModel) -> None:
     with pytest.raises(LyapunovPruneError, match="calibration text"):
         compress(llama, method="sparsegpt", sparsity=0.5)
