@@ -265,7 +265,10 @@ BROKEN: dict[str, tuple[Callable[[Path], Any], str]] = {
     "no config": (lambda f: (f / "config.json").unlink(), "has no config.json; give the folder of a transformers"),
     "cut config": (lambda f: (f / "config.json").write_text("{"), "cannot load .*config.*; fetch it again"),
     "unknown type": (lambda f: edit_json(f / "config.json", model_type="nn"), "cannot load .*nn"),
-    "no tokenizer": (lambda f: [p.unlink() for p in f.glob("token*")], "cannot load the tokenizer of .*; fetch it"),
+    "no tokenizer": (
+        lambda f: [p.unlink() for p in f.glob("token*")],
+        "holds no tokenizer; copy the model's own into it",
+    ),
     "cut tokenizer": (lambda f: (f / "tokenizer.json").write_text("{"), "cannot load the tokenizer of .*; fetch it"),
 }
 
