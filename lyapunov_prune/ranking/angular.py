@@ -21,7 +21,7 @@ from lyapunov_prune.models.structure import in_eval_mode
 from lyapunov_prune.profiles.propagation import drawn_means
 from lyapunov_prune.progress import track
 from lyapunov_prune.pruning.plan import PruningPlan
-from lyapunov_prune.ranking.criteria import protected_layers, require_known_count
+from lyapunov_prune.ranking.criteria import protected_layers, require_count, require_known_count
 from lyapunov_prune.ranking.ranking import Ranking
 from lyapunov_prune.results.result import MeasuredOn
 
@@ -52,8 +52,7 @@ class AngularDistance(Ranking):
         Raises LyapunovPruneError unless a run of that length leaves a layer, and where each holds a protected one.
         """
         layers = len(self.distance) - 1
-        if not 1 <= remove < layers:
-            raise LyapunovPruneError(f"cannot remove a run of {remove} of {layers} layers; give 1 to {layers - 1}")
+        require_count(remove, layers)
         scores = np.append(self.distance.diagonal(remove), np.full(remove - 1, np.nan))
         scores[_blocked(layers, remove, self.protected)] = np.nan
         if np.isnan(scores).all():
@@ -66,7 +65,7 @@ class AngularDistance(Ranking):
 
         Its scores are `begins(remove)`. Raises LyapunovPruneError as that does, and for a `period`: a run keeps none.
         """
-        require_known_count(self.criterion, remove, period > 1)
+        require_known_count(self.criterion, remove, period != 1)
         scores = self.begins(remove)
         first = int(np.nanargmin(scores))
         return PruningPlan(

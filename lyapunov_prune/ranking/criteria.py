@@ -188,6 +188,8 @@ def require_known_count(criterion: str, remove: int | None, periods: bool = Fals
 
 def require_count(remove: int, layers: int, what: str = "layers") -> None:
     """Raise LyapunovPruneError unless `what` of `remove` of so many `layers` can go: of whole layers one stays."""
+    if what == "layers" and layers == 1:
+        raise LyapunovPruneError("the model has one layer, and none can be removed; give one of more layers")
     most, stays = (layers - 1, ", to keep at least one") if what == "layers" else (layers, "")
     if not 1 <= remove <= most:
         raise LyapunovPruneError(f"cannot remove {remove} of {layers} layers; give 1 to {most}{stays}")
