@@ -82,7 +82,7 @@ class GreedyRemoval(Ranking):
         Its scores are the steps (0 left first), NaN for layers that stayed. Raises LyapunovPruneError when the
         search did not go so far, and for periods, which it does not keep.
         """
-        require_known_count("oracle", remove, period > 1)
+        require_known_count("oracle", remove, period != 1)
         if not 1 <= remove <= len(self.steps):
             raise LyapunovPruneError(f"the search removed {len(self.steps)} layers, not {remove}; search further")
         scores = np.full(self.measured_on.model.num_layers, np.nan)

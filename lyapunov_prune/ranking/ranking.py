@@ -89,8 +89,9 @@ class LayerRanking(Ranking):
 
         With a `period`, layers leave by whole periods, aligned with the first layer: those of smallest sum of
         scores. Raises LyapunovPruneError when that is less than one, more than there are, no whole number of
-        periods, or would leave no layer.
+        periods, or would leave no layer, and for a period below 1.
         """
+        require_least(1, period=period)
         if period == 1:
             require_count(remove, len(self.scores), self.what)
         if self.what != "layers" and remove > len(self.order):
@@ -142,6 +143,11 @@ class LayerRanking(Ranking):
 def require_periods(remove: int, layers: int, period: int) -> None:
     """Raise LyapunovPruneError unless `remove` layers are whole periods and one of them would be left."""
     most = (layers // period - 1) * period
+    if most < 1:
+        raise LyapunovPruneError(
+            f"no whole period can go: the kinds of these {layers} layers repeat every {period}, and one period has to "
+            "stay; leave out --keep-period"
+        )
     if remove % period or not 0 < remove <= most:
         choices = ", ".join(map(str, range(period, most + 1, period)[:3])) + (", …" if most > 3 * period else "")
         raise LyapunovPruneError(

@@ -96,7 +96,7 @@ class BestRemoval(Ranking):
         The score of a layer is the least mean loss (nats) of the tried sets it is in, NaN where it is in none. Raises
         LyapunovPruneError for another number of layers than was searched, and for periods, which are not kept.
         """
-        require_known_count(self.criterion, remove, period > 1)
+        require_known_count(self.criterion, remove, period != 1)
         if remove != len(self.remove):
             raise LyapunovPruneError(f"the search was for {len(self.remove)} layers, not {remove}; search again")
         scores = np.full(self.measured_on.model.num_layers, np.nan)

@@ -163,6 +163,20 @@ def test_a_number_that_is_no_whole_periods_is_refused(remove: int) -> None:
         rank_layers(_PROFILE, criterion="rho").plan(remove, period=3)
 
 
+@pytest.mark.parametrize("period", [0, -1, -2])
+def test_a_period_below_one_is_none(period: int) -> None:
+    ranking = rank_layers(None, with_influence(np.arange(LAYERS) / 10.0), criterion="bi")
+    with pytest.raises(LyapunovPruneError, match=f"period is {period}; give 1 or more"):
+        ranking.plan(2, period)
+
+
+@pytest.mark.parametrize("period", [LAYERS // 2 + 1, LAYERS, LAYERS + 1])
+def test_where_no_whole_period_can_go_it_says_so(period: int) -> None:
+    ranking = rank_layers(None, with_influence(np.arange(LAYERS) / 10.0), criterion="bi")
+    with pytest.raises(LyapunovPruneError, match=r"no whole period can go: .*; leave out --keep-period"):
+        ranking.plan(2, period)
+
+
 def test_layers_by_hand_that_split_a_period_are_refused() -> None:
     plan = replace(rank_layers(_PROFILE, criterion="rho").plan(2), remove=(1, 2))
     with pytest.raises(LyapunovPruneError, match="layer 1 leaves and layer 0 of the same period stays; name all of"):
