@@ -6,6 +6,7 @@ And which options were `Given`: one that would have no effect is refused, not pa
 from __future__ import annotations
 
 import inspect
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import fields, is_dataclass
 from functools import wraps
@@ -76,7 +77,13 @@ def flattened(command: Callable[..., None]) -> Callable[..., None]:
         command(**values, **made, **dict.fromkeys(told, given))
 
     called.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    called.__doc__ = _paragraphs(inspect.getdoc(command) or "")
     return called
+
+
+def _paragraphs(text: str) -> str:
+    """`text` with a line a paragraph, which a terminal wraps by its own width; an item of a list stays a line."""
+    return re.sub(r"(?<!\n)\n(?!\n|- ) *", " ", text)
 
 
 def _stands(context: typer.Context, parameter: str) -> bool:

@@ -145,6 +145,27 @@ def test_options_that_have_an_effect_are_taken(run: Callable[..., Done]) -> None
     assert run("prune", "tiny", *text, "--plan", "run/plan.json", "-o", "out").code == 0
 
 
+@pytest.mark.parametrize("name", GROUP.commands)
+def test_a_paragraph_of_help_has_no_line_breaks_of_its_own(name: str) -> None:
+    assert not re.search(r"[^\n]\n(?!\n|- )", GROUP.commands[name].help)
+
+
+def test_a_list_in_a_docstring_keeps_its_lines() -> None:
+    def measure() -> None:
+        """One.
+
+        Two goes
+        on:
+        - a, which
+          goes on;
+        - b.
+
+        Three.
+        """
+
+    assert flattened(measure).__doc__ == "One.\n\nTwo goes on:\n- a, which goes on;\n- b.\n\nThree."
+
+
 @dataclass(frozen=True)
 class Size:
     width: Annotated[int, typer.Option(help="In tokens.")] = 1
