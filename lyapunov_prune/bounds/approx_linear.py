@@ -84,7 +84,8 @@ class Record:
 class ApproxLinear:
     """Stands in for the `forward` of one projection module; the module itself stays where it is.
 
-    `records` are the approximated parts of the module's matrix, the rest keeps its weights. `radius` is that
+    `records` are the approximated parts of the module's matrix, the rest keeps its weights. `parameter` is the whole
+    matrix as the module stores its own, for those who multiply by that themselves. `radius` is that
     of a cache, relative to the input: token t is answered with the input of the earliest token s ≤ t of its
     window with `‖x_t − x_s‖ ≤ radius ‖x_t‖`.
     """
@@ -98,6 +99,8 @@ class ApproxLinear:
             self.weight = W.clone()
             for record in records:
                 self.weight[record.projection.start : record.projection.stop] = record.approximation.weight
+        laid_out = self.weight.T if records[0].projection.transposed else self.weight
+        self.parameter = nn.Parameter(laid_out, requires_grad=False)
         self.residual = widen(W) - widen(self.weight)  # one rounding, part of the margin
         self.exact = widen(W) if radius > 0 else None
         self._unit = torch.finfo(self.residual.dtype).eps

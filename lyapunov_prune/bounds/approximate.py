@@ -52,10 +52,10 @@ def approximate(
     """Run `model` with some of its matrices approximated, and yield a record for each by its name.
 
     `approximations` maps names (`models.projections.find_projections`) to `Ŵ`, output × input, or is called
-    with every projection and its matrix and answers `Ŵ` or None. Experts kept as one 3-D parameter run
-    their approximation too, but inside a fused forward: what enters them is not seen, and they are checked
-    on the probe alone. At the end of the block the probes are taken and the model is restored, also after
-    an exception (which leaves no probes).
+    with every projection and its matrix and answers `Ŵ` or None. Experts kept as one 3-D parameter, and
+    weights that a module reads and multiplies by itself, run their approximation too, but what enters them
+    is not seen: they are checked on the probe alone, and no cache answers for them. At the end of the block
+    the probes are taken and the model is restored, also after an exception (which leaves no probes).
 
     Raises LyapunovPruneError for an unknown name, a wrong shape, NaN, or a matrix approximated already.
     """
@@ -105,7 +105,10 @@ def _chosen(model: PreTrainedModel, approximations: Approximations) -> Records:
 
 
 class _Forward:
-    """`module.forward` is an ApproxLinear while installed; accelerate may have put its own there before."""
+    """`module.forward` is an ApproxLinear while installed; accelerate may have put its own there before.
+
+    `module.weight` is the approximation too: Mamba multiplies by that of a matrix whose forward it never calls.
+    """
 
     def __init__(self, name: str, module: nn.Module, replacement: ApproxLinear) -> None:
         self.name, self.module, self.replacement = name, module, replacement
@@ -114,9 +117,12 @@ class _Forward:
         self.before = self.module.__dict__.get("forward")
         if isinstance(self.before, ApproxLinear):
             raise LyapunovPruneError(f"{self.name} is approximated already; leave the other block first")
+        self.exact = self.module._parameters["weight"]
         self.module.forward = self.replacement
+        self.module._parameters["weight"] = self.replacement.parameter
 
     def remove(self) -> None:
+        self.module._parameters["weight"] = self.exact
         if self.before is None:
             del self.module.__dict__["forward"]
         else:

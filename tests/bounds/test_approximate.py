@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from families.zoo import make_zoo
 from helpers import TINY, inputs_of, make_tiny, moe
 from torch import nn
 from transformers import PreTrainedModel
@@ -17,6 +18,7 @@ from lyapunov_prune.bounds.approximate import Records, _Forward
 from lyapunov_prune.bounds.approximation import approximation, certify_difference
 from lyapunov_prune.compression.magnitude import sparsify
 from lyapunov_prune.errors import LyapunovPruneError
+from lyapunov_prune.forward.replacement import replaced
 from lyapunov_prune.linalg import certify
 from lyapunov_prune.models.projections import Projection, find_projections, groups
 
@@ -129,6 +131,43 @@ def test_runs_the_approximated_weights(family: str, ids: torch.Tensor) -> None:
         expected = twin(ids).logits
         with approximate(model, half):
             assert torch.allclose(model(ids).logits, expected, rtol=0, atol=1e-5)
+
+
+# Jamba, Mamba and LongCat multiply by the weight of some matrices themselves, and never call their forward.
+@pytest.mark.parametrize("name", ["jamba", "mamba", "falcon_mamba", "longcat_flash", "llama", "gpt2"])
+def test_what_a_module_multiplies_by_itself_is_approximated_too(name: str, ids: torch.Tensor) -> None:
+    model = make_zoo(name)
+    before = trace(model)
+    weights = {p: half(p, p.weight(model)) for p in find_projections(model)}
+    with torch.no_grad():
+        dense = model(ids, use_cache=False).logits
+        with replaced(model, weights):
+            expected = model(ids, use_cache=False).logits
+        with approximate(model, half) as records:
+            torch.testing.assert_close(model(ids, use_cache=False).logits, expected, rtol=0, atol=1e-5)
+            with records.suspended():
+                assert torch.equal(model(ids, use_cache=False).logits, dense)
+    assert not torch.allclose(expected, dense, rtol=0, atol=1e-3)
+    assert trace(model) == before
+
+
+@pytest.mark.parametrize("name", ["jamba", "falcon_mamba", "longcat_flash"])
+def test_planted_fault_an_exact_weight_left_where_it_is_read_is_seen(
+    name: str, ids: torch.Tensor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = make_zoo(name)
+    install = _Forward.install
+
+    def forward_alone(self: _Forward) -> None:
+        install(self)
+        self.module._parameters["weight"] = self.exact
+
+    monkeypatch.setattr(_Forward, "install", forward_alone)
+    with torch.no_grad():
+        with replaced(model, {p: half(p, p.weight(model)) for p in find_projections(model)}):
+            expected = model(ids, use_cache=False).logits
+        with approximate(model, half):
+            assert not torch.allclose(model(ids, use_cache=False).logits, expected, rtol=0, atol=1e-3)
 
 
 @pytest.mark.parametrize("name", ["gpt2", "llama", "phi3", "gpt_neox"])

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from families.zoo import make_zoo
 from helpers import inputs_of, make_tiny
 from transformers import PreTrainedModel
 
@@ -21,6 +22,7 @@ from lyapunov_prune.bounds.check import check_written
 from lyapunov_prune.bounds.distribution import RatioDistribution
 from lyapunov_prune.bounds.report import BoundsReport
 from lyapunov_prune.compression.compress import compress
+from lyapunov_prune.compression.magnitude import sparsify
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.models.projections import find_projections
 from lyapunov_prune.pruning.removal import remove_layers
@@ -44,6 +46,22 @@ def changed_copy(model: PreTrainedModel, name: str, by: torch.Tensor) -> PreTrai
     with torch.no_grad():
         next(p for p in find_projections(other) if p.name == name).weight(other).add_(by)
     return other
+
+
+@pytest.mark.parametrize(("name", "part"), [("jamba", "dt_proj"), ("longcat_flash", "classifier")])
+def test_predictions_that_weights_no_one_calls_change_are_seen(name: str, part: str, few: torch.Tensor) -> None:
+    dense = make_zoo(name)
+    small = copy.deepcopy(dense)
+    with torch.no_grad():
+        for p in find_projections(small):
+            if part in p.name:
+                p.weight(small).copy_(sparsify(p.weight(small), 0.9))
+        flipped = dense(few, use_cache=False).logits.argmax(-1) != small(few, use_cache=False).logits.argmax(-1)
+    decisions = check_written(dense, small, few).decisions
+    assert decisions is not None
+    assert decisions.changed.tolist() == flipped.flatten().tolist()
+    assert flipped.any()
+    assert not decisions.violations
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt2"])
