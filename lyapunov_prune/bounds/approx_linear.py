@@ -125,8 +125,11 @@ class ApproxLinear:
     def _account(
         self, x: torch.Tensor, used: torch.Tensor, distance: torch.Tensor | None, radius: torch.Tensor | None
     ) -> None:
-        if torch.get_float32_matmul_precision() != "highest":
-            raise LyapunovPruneError("bounds are checked with full float32 products; leave matmul precision at highest")
+        if not _full_products():
+            raise LyapunovPruneError(
+                "bounds are checked with full float32 products; leave matmul precision at highest "
+                "(torch.set_float32_matmul_precision)"
+            )
         error = linear(widen(used), self.residual)
         size = token_energy(used).sqrt()
         hit = None
@@ -146,6 +149,14 @@ class ApproxLinear:
             numbers = [_flat(v) for v in (e, size, radius, rounding)]
             record.check = _theorem(a, p, *numbers).with_more(record.check)
             record.ratios.append(_ratios(a, *numbers[:3]))
+
+
+def _full_products() -> bool:
+    """Whether float32 matrices are multiplied in float32, by the older settings of torch and by those of a backend."""
+    try:
+        return torch.get_float32_matmul_precision() == "highest"
+    except RuntimeError:  # a backend was given another precision, which the older settings have no word for
+        return False
 
 
 def _flat(numbers: torch.Tensor | None) -> np.ndarray:

@@ -358,14 +358,22 @@ def test_bad_input_is_refused(ids: torch.Tensor) -> None:
             pass
 
 
-def test_low_precision_products_are_refused(ids: torch.Tensor) -> None:
+@pytest.mark.parametrize("lower", ["older setting", "setting of a backend"])
+def test_low_precision_products_are_refused(lower: str, ids: torch.Tensor) -> None:
     model = make_tiny("llama")
-    torch.set_float32_matmul_precision("medium")
+    if lower == "older setting":
+        torch.set_float32_matmul_precision("medium")
+    elif not hasattr(torch.backends.cuda.matmul, "fp32_precision"):
+        pytest.skip("this torch has older settings alone")
+    else:
+        torch.backends.cuda.matmul.fp32_precision = "tf32"
     try:
         with pytest.raises(LyapunovPruneError, match="precision"), approximate(model, half):
             model(ids)
     finally:
         torch.set_float32_matmul_precision("highest")
+    with approximate(model, half):
+        model(ids)
 
 
 @pytest.mark.parametrize("radius", [0.0, 0.5])
