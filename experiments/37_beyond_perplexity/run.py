@@ -169,16 +169,11 @@ def changed(own: np.ndarray, dense: np.ndarray) -> tuple[float, float, float]:
     return float(change.mean()), float(change.mean()) - half, float(change.mean()) + half
 
 
-def kept(text: GenerationDivergence) -> np.ndarray:
-    """Of every prompt, the share of the dense continuation that stands before the first difference."""
-    return np.array(text.first_difference) / len(text.kl)
-
-
 def texts(found: Costs) -> str:
     rows = []
     for state in found.states[1:]:
         assert state.text is not None
-        share = kept(state.text)
+        share = state.text.kept
         half = stats.t.ppf(0.975, len(share) - 1) * stats.sem(share)
         repeated = [float(np.mean([repetition(t, NGRAM) for t in tokens])) for tokens in _tokens(state.text)]
         rows.append(
@@ -206,7 +201,7 @@ def verdict(found: Costs) -> str:
         lines.append(
             f"{state.name}: over all items the accuracy changes by {points(change)} points ({points(low)} to "
             f"{points(high)}, {told}), a loss is told in {', '.join(tasks) or 'no task alone'}; "
-            f"{percent(float(kept(state.text).mean()))} of the dense text reproduced; perplexity "
+            f"{percent(float(state.text.kept.mean()))} of the dense text reproduced; perplexity "
             f"{ratio(state.windows - found.dense.windows)} times the dense one's."
         )
     cut, healed = found.states[1], found.states[-1]

@@ -67,6 +67,12 @@ class GenerationDivergence(Result):
         return tuple(_first_difference(a, b, len(self.kl)) for a, b in pairs)
 
     @property
+    def kept(self) -> np.ndarray:
+        """(prompts,): the share of the dense continuation, with its end where it ended, before the texts part."""
+        written = np.array([min(len(text) + 1, len(self.kl)) for text in self.dense_tokens])
+        return np.minimum(self.first_difference, written) / written
+
+    @property
     def same_text(self) -> np.ndarray:
         """(steps,): the share of prompts whose texts agree up to and including this step."""
         return (np.array(self.first_difference) > np.arange(len(self.kl))[:, None]).mean(-1)

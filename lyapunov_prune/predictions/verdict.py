@@ -35,7 +35,7 @@ class KindVerdict:
     - `same`: the share of decisions that stayed, `low` to `high` its 95 % interval (Wilson's, over items);
     - `dense` and `compressed`: the score of the task, NaN where none is known;
     - `returns`: by what factor the error grows where the model reads what it has written, NaN for a task that is
-      decided in one reading.
+      decided in one reading, and where there is no error.
     """
 
     task: str
@@ -62,11 +62,12 @@ class KindVerdict:
 
     def sentence(self) -> str:
         scored = f"; {self.score} {self.dense:.3g} → {self.compressed:.3g}" if self.score else ""
-        again = (
-            "decided in one reading, so no error returns through generated text"
-            if np.isnan(self.returns)
-            else f"reading its own text multiplies KL by {self.returns:.3g}"
-        )
+        if self.task != "generation":
+            again = "decided in one reading, so no error returns through generated text"
+        elif np.isnan(self.returns):
+            again = "there is no error that reading its own text could multiply"
+        else:
+            again = f"reading its own text multiplies KL by {self.returns:.3g}"
         return (
             f"{self.task}: {self.word}. Decided in the {self.space}: {self.distance_of} {self.distance:.3g}. What "
             f"decides moved by {self.moved:.3g} {self.unit} and may move by {self.may_move:.3g} (medians), certain in "
@@ -141,7 +142,8 @@ def task_verdict(
     Retrieval: similarities of a query shift against the margin below its tenth document; the same are those of the
     first ten that stay. Choice: the log-likelihoods per character of the options shift against the lead of the
     largest. Generation: `KL(p‖q)` on the dense text against `(p₁ − p₂)²/2`, below which Pinsker's inequality keeps the
-    likeliest token; the same is the share of the dense continuation before the texts part.
+    likeliest token; the same is the share of the dense continuation before the texts part, see
+    `GenerationDivergence.kept`.
 
     Raises LyapunovPruneError when the measurements are of different models.
     """
@@ -210,9 +212,8 @@ def _choice(found: ChoiceComparison) -> KindVerdict:
 
 
 def _generation(found: GenerationDivergence, history: HistoryDivergence) -> KindVerdict:
-    steps, n = len(found.kl), len(found.dense_tokens)
-    kept = np.array(found.first_difference) / steps
-    same = float(kept.mean())
+    n = len(found.dense_tokens)
+    same = float(found.kept.mean())
     seen = history.running > 0
     direct, own = history.mean_kl()
     return KindVerdict(

@@ -214,6 +214,9 @@ def test_texts_differ_where_one_goes_on(llama: PreTrainedModel, prompts: torch.T
     texts: Any = {"dense_tokens": ((4, 5), (4,), (), ()), "compressed_tokens": ((4, 5, 6), (4,), (), (4,))}
     found = replace(found, **texts)
     assert found.first_difference == (2, 3, 3, 0)
+    assert found.kept.tolist() == [2 / 3, 1, 1, 0]
+    more = replace(found, dense_tokens=((4,), (4,), (4,), (4, 5)), compressed_tokens=((4, 5), (), (5,), (4, 5)))
+    assert more.kept.tolist() == [1 / 2, 0, 0, 1]  # the end of a text is written too
     assert found.same_text.tolist() == [0.75, 0.75, 0.5]
 
 

@@ -83,7 +83,24 @@ def test_a_model_against_itself_stays_and_is_certain(
     choices = compare_choices(reader, reader, ITEMS, tokenizer)
     found = task_verdict(generation, history, choices=choices)
     assert all(k.same == 1 and k.certain == 1 for k in found.kinds)
+    option, whole = found.kinds
+    assert option.sentence().endswith("decided in one reading, so no error returns through generated text")
+    assert whole.sentence().endswith("there is no error that reading its own text could multiply")
     assert all(k.word == "changes" for k in found.kinds)  # three prompts and four items say no more
+
+
+def test_what_stays_of_texts_that_end_does_not_depend_on_the_steps(
+    reader: PreTrainedModel, prompts: torch.Tensor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    other = compress(reader, method="rtn", bits=3).model
+    written = compare_generation(reader, other, prompts, steps=8).dense_tokens
+    monkeypatch.setattr(reader.generation_config, "eos_token_id", [text[2] for text in written])
+    found = []
+    for steps in (4, 8):
+        generation = compare_generation(reader, other, prompts, steps=steps)
+        found.append(task_verdict(generation, history_divergence(reader, other, prompts, steps=steps)).kinds[0].same)
+        assert all(len(text) < 4 for text in generation.dense_tokens)
+    assert found[0] == found[1] < 1
 
 
 def test_what_is_certain_did_not_flip(reader: PreTrainedModel, prompts: torch.Tensor) -> None:
