@@ -35,8 +35,9 @@ class ChoiceComparison(Result):
     """Multiple choice with the dense and with a compressed model, an item a row.
 
     `dense` and `compressed` hold `log P(choice | query)` in nats, the sum over its tokens, of every choice;
-    `characters` the length of each, by which `acc_norm` of lm-evaluation-harness divides it. The chosen is the
-    largest. At the position that predicts the first token of the answer, (items,) float64:
+    `characters` the length of each, by which `acc_norm` of lm-evaluation-harness divides it. The harness counts white
+    space at the end of a query to every choice, here it is context: `acc_norm` of such items is another number. The
+    chosen is the largest. At the position that predicts the first token of the answer, (items,) float64:
 
     - `dense_mass` and `compressed_mass`: probability of the first tokens of all choices together, out of the
       vocabulary (Demystifying When Pruning Works via Representation Hierarchies, §7.2);
@@ -81,7 +82,7 @@ class ChoiceComparison(Result):
         )
 
     def accuracy(self, which: str, *, per_character: bool = False) -> float:
-        """`acc` of lm-evaluation-harness, or `acc_norm` with `per_character`."""
+        """`acc` of lm-evaluation-harness; its `acc_norm` with `per_character`, if no query ends in white space."""
         return float((self.chosen(which, per_character=per_character) == self.gold).mean())
 
     def survival(self, *, per_character: bool = False) -> float:
