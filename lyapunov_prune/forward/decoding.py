@@ -9,12 +9,14 @@ from typing import Any
 import torch
 from torch import nn
 
+from lyapunov_prune.data.batch import require_context
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.forward.hooks import hidden_of, require_finite
 from lyapunov_prune.forward.logits import carried_on
 from lyapunov_prune.forward.reading import Reading
 from lyapunov_prune.linalg import lift
 from lyapunov_prune.models.hooked import hooked
+from lyapunov_prune.progress import track
 
 # The next tokens (prompts × 1) at a step, of its logits (prompts × vocabulary).
 Choice = Callable[[int, torch.Tensor], torch.Tensor]
@@ -39,6 +41,22 @@ def drawn(draws: torch.Tensor, temperature: float = 1.0) -> Choice:
         return found.clamp_max(logits.shape[-1] - 1)
 
     return choose
+
+
+def greedy_text(reading: Reading, steps: int, batch_size: int, known: torch.Tensor | None = None) -> torch.Tensor:
+    """`decode_greedily` from every prompt of the reading, `batch_size` at a time: (prompts × steps), on the CPU.
+
+    A `known` text, decoded by the same before, is handed on. Raises LyapunovPruneError for steps that do not fit the
+    context, and for a known text of another shape.
+    """
+    require_context(reading.structure, reading.batch.context + steps - 1)
+    shape = (len(reading.batch), steps)
+    if known is None:
+        windows = track(reading.windows(batch_size), "greedy text")
+        return torch.cat([decode_greedily(reading, ids, steps).cpu() for ids in windows])
+    if known.shape != shape:
+        raise LyapunovPruneError(f"a written text of shape {tuple(known.shape)}; give prompts × steps, {shape}")
+    return known.cpu()
 
 
 @torch.no_grad()

@@ -17,9 +17,8 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 from transformers.masking_utils import eager_mask
 
 from lyapunov_prune.arguments import checked
-from lyapunov_prune.data.batch import require_context
 from lyapunov_prune.errors import LyapunovPruneError
-from lyapunov_prune.forward.decoding import decode_greedily
+from lyapunov_prune.forward.decoding import greedy_text
 from lyapunov_prune.forward.hooks import final_state, require_finite
 from lyapunov_prune.forward.logits import CACHE_LIMIT  # of two ways to compute the same, by other kernels
 from lyapunov_prune.forward.reading import Readable, Reading, read
@@ -80,10 +79,16 @@ class AttentionPaths(Result):
 @in_eval_mode
 @torch.no_grad()
 def attention_paths(
-    dense: PreTrainedModel, compressed: PreTrainedModel, prompts: Readable, *, steps: int
+    dense: PreTrainedModel,
+    compressed: PreTrainedModel,
+    prompts: Readable,
+    *,
+    steps: int,
+    written: tuple[torch.Tensor, torch.Tensor] | None = None,
 ) -> AttentionPaths:
     """Let both models decode `steps` tokens greedily from `prompts`, each from its own tokens, and split `Δo`.
 
+    Texts that both have `written` before, what `forward.decoding.greedy_text` gives for them, are not decoded again.
     Each model then reads its own text twice, uncached: as it is, and through its family's own eager attention, which
     must compute the same. Memory: the caches of all prompts, then the weights of `steps` positions and the values of
     all, of every layer and one prompt. Sums in float64.
@@ -97,11 +102,12 @@ def attention_paths(
     batch = readings[0].batch
     if readings[0].structure.num_layers != readings[1].structure.num_layers:
         raise LyapunovPruneError(_OTHERS)
-    require_context(readings[0].structure, batch.context + steps - 1)
+    known = written or (None, None)
+    both = [greedy_text(r, steps, len(batch), text) for r, text in zip(readings, known, strict=True)]
     rows: list[torch.Tensor] = []
     layers: tuple[int, ...] = ()
-    windows = batch.windows(len(batch))  # prompts of one length decode together
-    texts = [[row for ids in windows for row in torch.cat([ids, decode_greedily(r, ids, steps)], 1)] for r in readings]
+    prompts_alone = [ids[0].cpu() for ids in batch.windows(1)]
+    texts = [[torch.cat(pair) for pair in zip(prompts_alone, tokens, strict=True)] for tokens in both]
     for each in track(list(zip(*texts, strict=True)), "attention paths"):
         ours, theirs = (_attended(r, text[None, :-1], steps) for r, text in zip(readings, each, strict=True))
         left = {layer for layer, _, _ in theirs}  # of a compact model the attention of others is gone

@@ -18,7 +18,7 @@ from lyapunov_prune.bounds.probability import kl_softmax_le_range, kl_softmax_le
 from lyapunov_prune.data.batch import require_context
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.forward.changes import WHAT, compact_layers, compressed_layers, dropped_layers
-from lyapunov_prune.forward.decoding import decode_greedily
+from lyapunov_prune.forward.decoding import greedy_text
 from lyapunov_prune.forward.hooks import require_finite
 from lyapunov_prune.forward.logits import require_temperature
 from lyapunov_prune.forward.prefix import Prefix
@@ -151,11 +151,13 @@ def probe_layers(
     read_at: ReadAt = "layer",
     final_norm: bool = True,
     batch_size: int = 1,
+    written: torch.Tensor | None = None,
 ) -> HierarchyProbe:
     """Change every layer of `model` by itself and measure `HierarchyProbe` while it decodes from `prompts`.
 
-    The dense model continues each prompt (windows × tokens) greedily by `steps` tokens; one forward over the text
-    gives the states that enter every layer. Then each layer alone runs changed, over that text: left out, or with the
+    The dense model continues each prompt (windows × tokens) greedily by `steps` tokens, or has `written` them before
+    (what `forward.decoding.greedy_text` gives for it); one forward over the text gives the states that enter every
+    layer. Then each layer alone runs changed, over that text: left out, or with the
     matrices of a compressed model of the same shapes (`compress(...).model`), or as it is in a compact one. `what`
     names what is changed: the whole `layer`, its `attention`, its `mlp`. The state is read where the layer ends, or
     with `read_at="branch"` where the changed branch does: behind an attention, before the MLP has run.
@@ -198,12 +200,13 @@ def probe_layers(
     shape = (len(what), structure.num_layers, len(_MEASURES), len(batch.ids), steps)
     values = torch.full(shape, torch.nan, dtype=torch.float64)
     begins = np.cumsum([0, *map(len, windows)])
+    written = greedy_text(reading, steps, batch_size, written)
     places = [(k, layer) for k in range(len(windows)) for layer in range(structure.num_layers)]
     for k, layer in track(places, "hierarchy probe"):
-        if layer == 0:
-            ids = torch.cat([windows[k], decode_greedily(reading, windows[k], steps)], dim=1)[:, :-1]
-            states, between = dense_states(prefix, ids, batch.text, {i: entry for i, (_, entry) in behind.items()})
         rows = slice(begins[k], begins[k + 1])
+        if layer == 0:
+            ids = torch.cat([windows[k], written[rows].to(windows[k])], dim=1)[:, :-1]
+            states, between = dense_states(prefix, ids, batch.text, {i: entry for i, (_, entry) in behind.items()})
         first, entry = behind.get(layer, ("", None))
         for place in (None, entry) if first in what else (None,):
             read_here = [i for i, part in enumerate(what) if (part == first) == (place is not None)]

@@ -11,9 +11,8 @@ import torch
 from transformers import PreTrainedModel
 
 from lyapunov_prune.arguments import checked, require_least
-from lyapunov_prune.data.batch import require_context
 from lyapunov_prune.errors import LyapunovPruneError
-from lyapunov_prune.forward.decoding import decode_greedily
+from lyapunov_prune.forward.decoding import greedy_text
 from lyapunov_prune.forward.hooks import final_state, require_finite
 from lyapunov_prune.forward.logits import require_temperature
 from lyapunov_prune.forward.reading import Readable, Reading, read
@@ -141,12 +140,15 @@ def history_divergence(
     steps: int,
     temperature: float = 1.0,
     batch_size: int = 8,
+    written: tuple[torch.Tensor, torch.Tensor] | None = None,
 ) -> HistoryDivergence:
     """Let both models go on greedily from `prompts` by `steps` tokens and compare predictions, see HistoryDivergence.
 
     The models may differ in layers and widths, not in the vocabulary. Each text is then read whole, without a cache:
-    once by the dense model, twice by the other. A text ends at an end-of-text token of the dense model's generation
-    settings. Memory: final states of `batch_size` texts, a block of logits of two models. Float64 from logits on.
+    once by the dense model, twice by the other. Texts that both have `written` before, what
+    `forward.decoding.greedy_text` gives for them, are not decoded again. A text ends at an end-of-text token of the
+    dense model's generation settings. Memory: final states of `batch_size` texts, a block of logits of two models.
+    Float64 from logits on.
 
     Raises NonFiniteError naming the layer when a model is not finite, and LyapunovPruneError for two vocabularies, ids
     outside them, prompts and steps that do not fit the context, a temperature that is not above 0, and a decoder
@@ -156,20 +158,21 @@ def history_divergence(
     require_least(1, steps=steps, batch_size=batch_size)
     readings = [read(model, prompts) for model in (dense, compressed)]
     batch = readings[0].batch
-    for reading in readings:
-        require_context(reading.structure, batch.context + steps - 1)
+    both = [greedy_text(r, steps, batch_size, known) for r, known in zip(readings, written or (None,) * 2, strict=True)]
     ends = end_tokens(dense)
     sums = torch.zeros(2, len(_MEASURES) + 1, steps, dtype=torch.float64)
     same, running = torch.zeros(steps, dtype=torch.float64), torch.zeros(steps, dtype=torch.float64)
+    begun = 0
     for ids in track(batch.windows(batch_size), "direct error and history"):
-        written = [decode_greedily(reading, ids, steps).cpu() for reading in readings]
-        over = torch.stack([torch.isin(tokens, ends) for tokens in written]).any(0).cumsum(-1) > 0
+        here = [tokens[begun : begun + len(ids)] for tokens in both]
+        begun += len(ids)
+        over = torch.stack([torch.isin(tokens, ends) for tokens in here]).any(0).cumsum(-1) > 0
         runs = torch.cat([torch.ones(len(ids), 1, dtype=torch.bool), ~over[:, :-1]], 1)  # neither ended before
-        agree = (written[0] == written[1]).cumprod(-1).bool()
+        agree = (here[0] == here[1]).cumprod(-1).bool()
         agree = torch.cat([torch.ones(len(ids), 1, dtype=torch.bool), agree[:, :-1]], 1)
         running += runs.sum(0)
         same += (runs & agree).sum(0)
-        texts = [torch.cat([ids.cpu(), tokens[:, :-1]], 1) for tokens in written]
+        texts = [torch.cat([ids.cpu(), tokens[:, :-1]], 1) for tokens in here]
         z = _states(readings[0], texts[0], steps)
         states = [_states(readings[1], text, steps) for text in texts]
         for row, changed in enumerate(states):

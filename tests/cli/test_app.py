@@ -9,6 +9,7 @@ import math
 import os
 import re
 import shutil
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -28,11 +29,13 @@ from lyapunov_prune.cli.inputs import folder_name
 from lyapunov_prune.compression.report import CompressionReport
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.evaluation.evaluation import Evaluation
+from lyapunov_prune.forward import decoding
 from lyapunov_prune.healing import state as training_state
 from lyapunov_prune.healing.distillation import Distillation
 from lyapunov_prune.healing.heal import Healing
 from lyapunov_prune.healing.state import TrainingState
 from lyapunov_prune.models import loading
+from lyapunov_prune.predictions import generation as generation_module
 from lyapunov_prune.predictions.choices import ChoiceComparison
 from lyapunov_prune.predictions.generation import GenerationDivergence
 from lyapunov_prune.predictions.hierarchy import HierarchyProbe
@@ -1084,6 +1087,23 @@ def test_hierarchy_follows_a_compressed_and_a_pruned_model(run: Any) -> None:
     assert done.code == 0
     assert "One layer of tiny left out, by itself" in done.out
     assert "out has 5 of the 6 layers: no layer of it is probed here" in done.out
+
+
+def test_hierarchy_decodes_each_text_once_and_by_the_batch(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Beside what generation walks through both models."""
+    assert run("compress", "tiny", "--method", "rtn", "--bits", "8", "-o", "rounded", *TEXT).code == 0
+    walk = decoding.walk
+    walks: list[tuple[str, int]] = []
+
+    def counted(reading: Any, prompts: torch.Tensor, *args: Any, **given: Any) -> Any:
+        walks.append((reading.model.config._name_or_path, len(prompts)))
+        return walk(reading, prompts, *args, **given)
+
+    for module in (decoding, generation_module):
+        monkeypatch.setattr(module, "walk", counted)
+    few = ["--tokens", "64", "--context", "16", "--new-tokens", "3", "--batch-size", "2"]
+    assert run("hierarchy", "tiny", "rounded", *few).code == 0
+    assert Counter(walks) == {("tiny", 2): 4, ("rounded", 2): 4}  # four prompts, twice
 
 
 def test_eval_scores_retrieval(run: Any) -> None:

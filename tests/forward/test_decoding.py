@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from helpers import make_tiny
 from transformers import PreTrainedModel
 
-from lyapunov_prune.forward.decoding import decode_greedily
+from lyapunov_prune.data.prompts import Prompts
+from lyapunov_prune.errors import LyapunovPruneError
+from lyapunov_prune.forward.decoding import decode_greedily, greedy_text
 from lyapunov_prune.forward.reading import read
 
 STEPS = 12  # longer than what is left of a sliding window of 8
@@ -38,3 +41,17 @@ def test_the_generation_config_has_no_say(ids: torch.Tensor) -> None:
     model.generation_config.eos_token_id = int(wanted[0, 2])
     model.generation_config.repetition_penalty = 5.0
     assert torch.equal(decode_greedily(read(model, ids), ids, STEPS), wanted)
+
+
+def test_the_text_of_every_prompt_is_decoded_once(ids: torch.Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Prompts of two lengths, which no forward takes together; a text that is known already runs no model."""
+    model = make_tiny("llama")
+    reading = read(model, Prompts(ids[:3, :9], "given", "all", False, lengths=(9, 6, 6)))
+    found = greedy_text(reading, STEPS, 2)
+    assert torch.equal(found, torch.cat([whole(model, ids[:1, :9]), whole(model, ids[1:3, :6])]))
+    monkeypatch.setattr(model, "forward", None)
+    assert torch.equal(greedy_text(reading, STEPS, 2, found), found)
+    with pytest.raises(LyapunovPruneError, match=r"shape \(3, 11\); give prompts × steps, \(3, 12\)"):
+        greedy_text(reading, STEPS, 2, found[:, 1:])
+    with pytest.raises(LyapunovPruneError, match="lower --context"):
+        greedy_text(reading, 200, 2)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -12,9 +13,13 @@ from helpers import hooks_of, logits_of, make_tiny, predictions_by_definition
 from scipy.special import softmax
 from transformers import PreTrainedModel
 
-from lyapunov_prune import LyapunovPruneError, compress, remove_layers
-from lyapunov_prune.predictions import HistoryDivergence, history_divergence
+from lyapunov_prune import LyapunovPruneError, compress, probe_layers, remove_layers
+from lyapunov_prune.forward import decoding
+from lyapunov_prune.forward.decoding import greedy_text
+from lyapunov_prune.forward.reading import read
+from lyapunov_prune.predictions import HistoryDivergence, attention_paths, history_divergence
 from lyapunov_prune.report.predictions import history_figure
+from lyapunov_prune.results.result import Result, encode
 
 STEPS, T = 5, 1.3
 
@@ -97,6 +102,27 @@ def test_a_text_that_has_ended_is_no_longer_counted(llama: PreTrainedModel, prom
     assert found.running[stop + 1 :].max() == 0
     assert np.isnan(found.kl[:, stop + 1 :]).all()
     assert np.isfinite(found.mean_kl()).all()
+
+
+def test_texts_that_are_written_are_read_as_they_are(
+    llama: PreTrainedModel, prompts: torch.Tensor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The same numbers as of texts that it decodes itself: here, and in the paths of attention and the probe."""
+    other = compress(llama, method="rtn", bits=3).model
+    both = [greedy_text(read(model, prompts), STEPS, 2) for model in (llama, other)]
+    asked: list[Callable[..., Result]] = [
+        lambda **more: history_divergence(llama, other, prompts, steps=STEPS, batch_size=2, **more),
+        lambda **more: attention_paths(llama, other, prompts, steps=STEPS, **more),
+    ]
+    alone = [encode(measure()) for measure in asked]
+    probe = encode(probe_layers(llama, prompts, steps=STEPS, batch_size=2))
+    monkeypatch.setattr(decoding, "walk", None)
+    assert [encode(measure(written=both)) for measure in asked] == alone
+    assert encode(probe_layers(llama, prompts, steps=STEPS, batch_size=2, written=both[0])) == probe
+    for measure in asked:  # the other text of the two
+        assert encode(measure(written=both[::-1])) not in alone
+        with pytest.raises(LyapunovPruneError, match="give prompts × steps"):
+            measure(written=[text[:, 1:] for text in both])
 
 
 def test_it_is_saved_drawn_and_refuses_what_cannot_be(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -84,6 +84,8 @@ def hierarchy(
     from lyapunov_prune.data.retrieval import load_retrieval
     from lyapunov_prune.data.text import require_unseen
     from lyapunov_prune.evaluation.retrieval import evaluate_retrieval
+    from lyapunov_prune.forward.decoding import greedy_text
+    from lyapunov_prune.forward.reading import read as read_by
     from lyapunov_prune.models.structure import identify
     from lyapunov_prune.models.tokenizers import require_same_tokenizer
     from lyapunov_prune.predictions.attention_paths import attention_paths
@@ -121,34 +123,37 @@ def hierarchy(
         require_unseen(model, batch)
     if other is not None and items:
         fitting(items, loaded.tokenizer, (loaded.model, other.model), limit)  # before minutes of decoding
+    reading = read_by(loaded.model, batch)
+    dense_text = greedy_text(reading, new_tokens, text.batch_size)
     same_layers = other is not None and other.structure.num_layers == loaded.structure.num_layers
     probe = probe_layers(
         loaded.model,
-        batch,
+        reading,
         change=other.model if other is not None and same_layers else "dropped",
         steps=new_tokens,
         temperature=temperature,
         read_at=read,
         final_norm=final_norm,
         batch_size=text.batch_size,
+        written=dense_text,
     )
     if other is not None and not same_layers:
         probe = replace(probe, beside=identify(other.model))
     parts = Parts(run, as_json)
     parts.add("hierarchy", probe)
     if other is not None:
-        generated = compare_generation(loaded.model, other.model, batch, steps=new_tokens, temperature=temperature)
+        pair = loaded.model, other.model, reading
+        at_once: Any = {"steps": new_tokens, "temperature": temperature, "batch_size": text.batch_size}
+        generated = compare_generation(*pair, **at_once)
         parts.add("generation", generated)
         if sample is not None:
-            drawn = compare_generation(
-                loaded.model, other.model, batch, steps=new_tokens, temperature=temperature, seed=sample
-            )
-            parts.add("sampled", drawn)
-        history = history_divergence(loaded.model, other.model, batch, steps=new_tokens, temperature=temperature)
+            parts.add("sampled", compare_generation(*pair, **at_once, seed=sample))
+        both = dense_text, greedy_text(read_by(other.model, batch), new_tokens, text.batch_size)
+        history = history_divergence(*pair, **at_once, written=both)
         parts.add("diverged-history", history)
     if other is not None and same_layers:
         try:
-            paths = attention_paths(loaded.model, other.model, batch, steps=new_tokens)
+            paths = attention_paths(*pair, steps=new_tokens, written=both)
         except LyapunovPruneError as error:  # not every family lets its attention be seen
             note(f"no paths through attention: {error}")
         else:
