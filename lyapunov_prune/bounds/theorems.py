@@ -182,8 +182,8 @@ _THEOREMS = (
     Theorem("5", "low_rank_cost_le", "Approximation", "structural sensitivity App. A, Thm 5",
             "A rank-r factorisation of an m × n matrix costs no more than the matrix when r (m + n) ≤ m n.",
             "f050cb57a03208c7",
-            unused="low ranks are stored as dense matrices and multiply as much as those do; the rank for a sparsity "
-            "is chosen by the same arithmetic, which promises storage to whoever keeps the factors"),
+            unused="its arithmetic chooses the rank for a sparsity, and which matrices `compress --format compact` "
+            "stores as two factors; it is a count, which no checker has to hold against activations"),
     Theorem("6", "adaptive_monotonicity", "Approximation", "structural sensitivity App. A, Thm 6",
             "The bound of Theorem 4 is monotone in each of its three budgets.",
             "59c37b8d41bc7401", ("lyapunov_prune.bounds.checkers.composition_bound",), "checker"),
