@@ -47,7 +47,7 @@ def heat_map(s: Sensitivity) -> str:
     table = frame.pivot(index="component", columns="layer", values="loss").reindex(frame.component.unique())
     figure, axes = one_panel(9, 1.3 + 0.34 * len(table))
     values = table.to_numpy(dtype=float)
-    top = max(float(np.nanmax(np.where(np.isfinite(values), values, np.nan))), 10 * _FAINT)
+    top = float(np.max(values, where=np.isfinite(values), initial=10 * _FAINT))
     picture = axes.pcolormesh(
         np.arange(values.shape[1] + 1) - 0.5,
         np.arange(len(table) + 1) - 0.5,

@@ -31,6 +31,7 @@ from lyapunov_prune.forward.hooks import skipped
 from lyapunov_prune.models.projections import Projection, find_projections
 from lyapunov_prune.models.structure import find_structure
 from lyapunov_prune.profiles.profile import profile_layers
+from lyapunov_prune.report.sensitivity import sensitivity_figures
 from lyapunov_prune.sensitivity import studies
 from lyapunov_prune.sensitivity.sensitivity import Effect, Sensitivity, measure_sensitivity
 from lyapunov_prune.sensitivity.studies import Change, Compression, Compressor, changes
@@ -204,6 +205,13 @@ def blank(llama: PreTrainedModel) -> Sensitivity:
     """A result without effects, whose dense perplexity is 1."""
     on = as_batch(llama, torch.zeros(2, 4, dtype=torch.long)).measured_on(llama)
     return Sensitivity(Compression("wanda", 0.5, None), 10.0, np.zeros(2), (), {}, on, None)
+
+
+@pytest.mark.parametrize("losses", [(math.inf, math.inf), (math.nan, math.nan), (math.inf, math.nan), (math.inf, 0.5)])
+def test_a_map_without_a_finite_loss_is_drawn_too(losses: tuple[float, float], blank: Sensitivity) -> None:
+    effects = tuple(effect("group", layer, loss, component="mlp") for layer, loss in enumerate(losses))
+    drawn = sensitivity_figures(replace(blank, effects=effects))
+    assert drawn["sensitivity-map"].startswith("<svg")
 
 
 def test_the_threshold_is_the_highest_sparsity_below_the_limit(blank: Sensitivity) -> None:
