@@ -170,8 +170,8 @@ def hierarchy(
     found = None
     if other is not None and sought is not None:
         assert compressed is not None
-        both = {dense: loaded.model, compressed: other.model}
-        found = evaluate_retrieval(both, loaded.tokenizer, sought, bos=text.bos, batch_size=text.batch_size)
+        models = {dense: loaded.model, compressed: other.model}
+        found = evaluate_retrieval(models, loaded.tokenizer, sought, bos=text.bos, batch_size=text.batch_size)
         parts.add("retrieval", found)
     if other is not None and verdict:
         parts.add("verdict", task_verdict(generated, history, choices=answers.get("choices"), retrieval=found))
