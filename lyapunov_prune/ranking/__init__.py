@@ -8,8 +8,8 @@
 - `stability`: how often a layer is picked when the windows are drawn anew, and ties;
 - `budget`: as many layers, or parts of layers, as a divergence allows; `amount`: as much of every matrix.
 
-A new criterion gets a row in `criteria.CRITERIA`, which the command line, its help and the tests read; if it measures
-what no other does, also a case in `rank`.
+A new criterion gets a row in `criteria.CRITERIA`, which the command line, its help and the tests read, and its name in
+`cli.choices`; if it measures what no other does, also a function in `rank.MEASURES`.
 """
 
 import lazy_loader
