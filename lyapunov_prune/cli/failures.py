@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 import sys
 import tempfile
 import traceback
@@ -21,6 +22,8 @@ _NAMES = ("EACCES", "EPERM", "EROFS", "ENOENT", "ENOTDIR", "EISDIR", "EEXIST", "
 _ROOM = ("ENOSPC", "EDQUOT", "EFBIG")
 _PACKAGE = Path(__file__).parents[1]
 _OF_PATHS = {getattr(errno, name) for name in (*_NAMES, *_ROOM)}
+# As the backends of torch.distributed say it of a process that ended while others waited for it.
+_PEER_LOST = re.compile(r"gloo.*(closed|reset) by peer|ncclRemoteError", re.DOTALL)
 _LONGEST = 300  # characters of what is repeated of the command line, and of an error's own words
 
 
@@ -41,6 +44,8 @@ def as_refusal(error: BaseException, arguments: list[str]) -> LyapunovPruneError
         return LyapunovPruneError(f"{told}; lower --batch-size or --context, or give --device cpu")
     if isinstance(error, MemoryError):
         return LyapunovPruneError("the memory is full; lower --batch-size or --context, or give a smaller model")
+    if isinstance(error, RuntimeError) and _PEER_LOST.search(str(error)):
+        return LyapunovPruneError("another process failed, see its line; mend that and start all of them again")
     file = getattr(error, "filename", None)
     if isinstance(error, OSError) and error.errno in _OF_PATHS and file is not None:
         return LyapunovPruneError(f"{_short(str(file))}: {error.strerror}; give another path, or make room there")

@@ -26,7 +26,7 @@ from lyapunov_prune.healing.distillation import Distillation
 from lyapunov_prune.healing.sharded import gathered_into, of_main, require_shardable, sharded, sharing
 from lyapunov_prune.healing.state import TrainingState
 from lyapunov_prune.healing.trained import beside, drawn_order, recomputed, require_trainable, trained
-from lyapunov_prune.models.device import processes_of
+from lyapunov_prune.models.launched import processes_of, require_same_models
 from lyapunov_prune.models.plain import require_plain
 from lyapunov_prune.models.structure import identify, in_eval_mode
 from lyapunov_prune.progress import track
@@ -179,7 +179,9 @@ def heal(
     reading = read(student, batch)
     taught = read(teacher, reading)
     learning_rate = require_settings(steps, rank, learning_rate, temperature)
-    processes = sharing(per_step, rank) if shard else processes_of(student)
+    processes = sharing(per_step, rank) if shard else processes_of(student, teacher)
+    if shard:
+        require_same_models(processes, student, teacher)
     _require(reading, taught, rank)
     if shard:
         require_shardable(student, "the pruned model")

@@ -20,7 +20,7 @@ from transformers import PreTrainedModel
 
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.healing.trained import beside
-from lyapunov_prune.models.device import processes
+from lyapunov_prune.models.launched import processes
 from lyapunov_prune.models.structure import find_layers
 
 

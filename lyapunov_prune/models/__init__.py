@@ -2,8 +2,9 @@
 
 - `structure`: where a decoder keeps its layers; which model it is;
 - `loading`: a model by any name, in memory; by `from_folder`, `hub` and `gguf`, the built-in one among the last;
-  `device`: of the CPU or a GPU; `cache`: what GGUF files were dequantised to; `packed`: which packed integers are
-  unpacked on loading; `quantised`: those that stay packed, and what may be asked of them;
+  `device`: of the CPU or a GPU; `launched`: by several processes; `cache`: what GGUF files were dequantised to;
+  `packed`: which packed integers are unpacked on loading; `quantised`: those that stay packed, and what may be asked of
+  them;
 - `adapters`, `plain`, `wrappers`: what a model must be for its weights to be changed;
 - `projections`, `roles`: its matrices, and what each does; `feedforward`: the block between attention and the next
   layer; `kinds`: which layers are alike;

@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import atexit
 import os
-from datetime import timedelta
 
 import psutil
 import torch
-from accelerate import PartialState
-from transformers import PreTrainedModel
 
 from lyapunov_prune.errors import LyapunovPruneError
 
@@ -30,22 +26,6 @@ def resolve_device(name: str) -> str:
     return name
 
 
-def processes_of(model: PreTrainedModel) -> PartialState:
-    """The processes that `accelerate launch` started, which share work on `model`; they wait for the slowest."""
-    return processes(on_cpu=model.device.type == "cpu")
-
-
-def processes(*, on_cpu: bool) -> PartialState:
-    """The processes that `accelerate launch` started, for work on the CPU or on a GPU of each."""
-    before = _joined()
-    # Without `cpu` those of a machine that has no GPU would not know of each other.
-    among = PartialState(cpu=on_cpu, timeout=timedelta(days=30))
-    if on_cpu and _joined() and not before:
-        # gloo's threads must not outlive the interpreter: it aborts, the work long done.
-        atexit.register(among.destroy_process_group)
-    return among
-
-
 def free_memory(device: str) -> int:
     """The bytes that `device` has free: of a GPU its own and what torch keeps of it unused, else the machine's."""
     if not device.startswith("cuda"):
@@ -61,10 +41,6 @@ def require_room(needed: int, device: str, what: str) -> None:
         raise LyapunovPruneError(
             f"{what} need {needed:,} bytes of memory and {free:,} are free on {device}; lower --tokens, or free some"
         )
-
-
-def _joined() -> bool:
-    return torch.distributed.is_available() and torch.distributed.is_initialized()  # torch for small boards has neither
 
 
 def _usable(name: str) -> bool:

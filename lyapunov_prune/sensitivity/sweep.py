@@ -17,7 +17,7 @@ from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.forward.hooks import require_finite, residual_stream
 from lyapunov_prune.forward.reading import Readable, read
 from lyapunov_prune.forward.replacement import replaced
-from lyapunov_prune.models.device import processes_of
+from lyapunov_prune.models.launched import processes_of, require_alike
 from lyapunov_prune.models.projections import Projection
 from lyapunov_prune.models.structure import in_eval_mode
 from lyapunov_prune.progress import track
@@ -82,6 +82,7 @@ class Sweep:
         self.reading = read(model, batch)
         self._processes = processes_of(model)
         self.measured_on = self.reading.measured_on()
+        require_alike(self._processes, "texts", [self.measured_on.text_hash, also])
         self._store = Store(folder, "sweep", {**encode(self.measured_on), **(also or {})}, resume=resume)
         # One that reads what another has already added would share the rest out in its own way.
         self._processes.wait_for_everyone()

@@ -30,13 +30,13 @@ DEEP = "[" * 100_000 + "]" * 100_000
 @pytest.mark.parametrize(
     "setting", [{"output_attentions": True}, {"output_hidden_states": True}, {"return_dict": False}]
 )
-@pytest.mark.parametrize("more", [[], ["--on-disk"]])
+@pytest.mark.parametrize("more", [TEXT, ["--on-disk"]], ids=" ".join)
 def test_what_a_config_asks_to_be_handed_out_changes_nothing(
     setting: dict[str, bool], more: list[str], checkpoint: Path, run: Callable[..., Done]
 ) -> None:
-    wanted = run(*PRUNE, *more, "--json")
+    wanted = run(*PRUNE[:6], *more, "--json")
     edit_json(checkpoint / "config.json", **setting)
-    done = run(*PRUNE[:4], "-o", "again", *TEXT, *more, "--json")
+    done = run(*PRUNE[:4], "-o", "again", *more, "--json")
     assert (done.code, done.err) == (0, "")
     checks = [json.loads(each.out)["gate"]["checks"] for each in (wanted, done)]
     assert checks[0] == checks[1]
@@ -292,10 +292,10 @@ def test_a_plan_of_more_layers_than_can_be_is_refused(
 
 
 @pytest.mark.parametrize("size", [100, 4000, 16384])
-@pytest.mark.parametrize("more", [[], ["--on-disk"]], ids=str)
+@pytest.mark.parametrize("more", [TEXT, ["--on-disk"]], ids=" ".join)
 def test_a_disk_that_fills_at_once_is_one_line(size: int, more: list[str], checkpoint: Path) -> None:
     """In a process of its own, as the limit stays."""
-    arguments = [*PRUNE, *more]
+    arguments = [*PRUNE[:6], *more]
     here, there = multiprocessing.get_context("fork").Pipe()
     process = multiprocessing.get_context("fork").Process(
         target=_on_a_small_disk, args=(checkpoint, size, arguments, there)

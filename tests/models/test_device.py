@@ -1,17 +1,12 @@
-"""Devices and processes: which device a name stands for, and that processes part before the interpreter ends."""
+"""Devices: which a name stands for."""
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-
 import pytest
 import torch
-from helpers import free_port
 
 from lyapunov_prune.models import device as device_module
-from lyapunov_prune.models.device import free_memory, processes, resolve_device
+from lyapunov_prune.models.device import free_memory, resolve_device
 
 
 @pytest.mark.parametrize(
@@ -43,35 +38,3 @@ def test_what_torch_keeps_unused_of_a_gpu_is_free(monkeypatch: pytest.MonkeyPatc
         monkeypatch.setattr(torch.cuda, name, lambda device, name=name: on[device][name])
     assert free_memory("cuda:1") == 150
     assert free_memory("cpu") > 150
-
-
-def test_a_process_by_itself_joins_nothing() -> None:
-    assert processes(on_cpu=True).num_processes == 1
-    assert not torch.distributed.is_initialized()
-
-
-def test_a_torch_without_processes_is_one_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.distributed, "is_available", lambda: False)
-    monkeypatch.delattr(torch.distributed, "is_initialized")
-    assert processes(on_cpu=True).num_processes == 1
-
-
-SCRIPT = """
-import atexit, sys, torch
-atexit.register(lambda: print(torch.distributed.is_initialized()))  # the last of what runs at exit
-if sys.argv[1] == "theirs":
-    torch.distributed.init_process_group("gloo")
-from lyapunov_prune.models.device import processes
-processes(on_cpu=True), processes(on_cpu=True)
-print(torch.distributed.is_initialized())
-"""
-
-
-@pytest.mark.parametrize(("whose", "left"), [("ours", "False"), ("theirs", "True")])
-def test_processes_that_were_joined_here_part_before_the_interpreter_ends(whose: str, left: str) -> None:
-    alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
-    place = {"MASTER_ADDR": "localhost", "MASTER_PORT": free_port()}
-    done = subprocess.run(
-        [sys.executable, "-c", SCRIPT, whose], env={**os.environ, **alone, **place}, capture_output=True, text=True
-    )
-    assert done.stdout.split() == ["True", left], done.stderr

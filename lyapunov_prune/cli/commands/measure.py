@@ -268,6 +268,7 @@ def sensitivity(
     --why activations.json and jacobian.json. Interrupted, it goes on with --resume; under
     `accelerate launch -m lyapunov_prune.cli` the processes share the work.
     """
+    from lyapunov_prune.models.launched import processes_of
     from lyapunov_prune.profiles.profile import kept_profile
     from lyapunov_prune.sensitivity.sensitivity import measure_sensitivity
     from lyapunov_prune.sensitivity.studies import Compression
@@ -284,6 +285,7 @@ def sensitivity(
     run = begun_run(output, model, "sensitivity.json", "sensitivity/profile.json", *explained)
     loaded, calibration = load_inputs(model, source, text)
     batch = text.load(loaded, "evaluation", offline=source.offline)
+    processes_of(loaded.model)  # of two models nothing is kept
     # run/profile.json is of `profile`, and as a rule by more tokens and seeds.
     beside = run / "sensitivity" / "profile.json"
     result = measure_sensitivity(
