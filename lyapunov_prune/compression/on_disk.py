@@ -70,12 +70,12 @@ def compress_on_disk(
     """`compress` of the streamed `model` into the folder `target`; `how` are the keyword arguments of that.
 
     The numbers are those in memory up to rounding. All windows go through a layer together: once for its statistics,
-    and once, compressed, for what enters the next; so the files are read once, and each layer is written to a file of
-    its own. Memory: one layer and its statistics, and the states of the batch. The folder holds what `write_model`
-    writes; `format` is one of `FORMATS`: `compressed-tensors` packs symmetric `rtn` as `write_packed` does, `compact`
-    makes low ranks two factors as `write_factored` does. The files are read once more: they hold, bit for bit, the
-    weights that were written. Packed ones are those that transformers unpacks, and it finds each tensor that it runs
-    packed; products of factors are the compressed matrices within rounding.
+    and once, compressed, for what enters the next; so the files are read once, after what the schedule reads of them,
+    and each layer is written to a file of its own. Memory: one layer and its statistics, and the states of the batch.
+    The folder holds what `write_model` writes; `format` is one of `FORMATS`: `compressed-tensors` packs symmetric `rtn`
+    as `write_packed` does, `compact` makes low ranks two factors as `write_factored` does. The files are read once
+    more: they hold, bit for bit, the weights that were written. Packed ones are those that transformers unpacks, and it
+    finds each tensor that it runs packed; products of factors are the compressed matrices within rounding.
 
     Raises LyapunovPruneError as `compress`, for a model in memory, a format that cannot hold what the method leaves,
     a schedule that searches, a disk without room and a target that is not empty; CheckFailed for files that would load

@@ -136,6 +136,23 @@ def test_schedules_share_out_the_same(schedule: str, ids: torch.Tensor, checkpoi
     assert given.allocation.amount.tolist() == whole.allocation.amount.tolist()
 
 
+@pytest.mark.parametrize(
+    ("schedule", "passes"),
+    [("guidelines", 1), ("alpha-pruning", 2), ("owl", 3), ("lyapunov-budget", 4), ("lyapunov", 5)],
+)
+def test_the_files_are_read_as_often_as_the_documentation_says(
+    schedule: str, passes: int, ids: torch.Tensor, checkpoint: Path
+) -> None:
+    model, tokenizer = streamed(checkpoint)
+    stream: Any = stream_of(model)
+    before = stream.passes
+    how: dict[str, Any] = {"allocation": schedule, "method": "wanda", "sparsity": 0.5}
+    if schedule.startswith("lyapunov"):
+        how["profile"] = measure_contraction(model, ids)
+    compress_on_disk(model, tokenizer, checkpoint.parent / "out", ids, **how)
+    assert stream.passes == before + passes
+
+
 def streamed(folder: Path) -> tuple[PreTrainedModel, PreTrainedTokenizerFast]:
     loaded: Any = lp.load_streamed(folder)
     return loaded.model, loaded.tokenizer
