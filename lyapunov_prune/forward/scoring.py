@@ -25,7 +25,7 @@ _ENTRIES = 2**22  # of positions × vocabulary, formed at once where the model's
 _WHOLE = 2**25  # and no more than in a forward of its own
 _WIDENED = 2**20  # entries taken to float32 at once, and their exponentials beside them
 _TOKENS = 32  # that the head is tried on, fewer where their logits are more than a block
-_SAME = 1e-4
+_SAME = 1e-4  # and two units in the last place: of half precision no two kernels need agree to the last bit
 # Largest logits of the states that the head is tried on: what a model does to large ones alone, a cap, shows there.
 _HEIGHTS = 16.0 ** torch.arange(-1, 6)
 
@@ -157,8 +157,8 @@ class Scorer:
         scaled = (scales.unsqueeze(-1) * row).to(state.dtype)
         rows, own = torch.cat([state, scaled]), torch.cat([logits, *(self.own(some) for (some,) in self.split(scaled))])
         away, size = _away(own, self._bare_tiles(rows, _COLUMNS))  # the head is read once for all
-        held = size.isfinite() & rows.isfinite().all(-1).to(size.device)
-        return bool((away <= _SAME * size)[held].all())
+        held = size.isfinite() & (_largest(own) != torch.inf) & rows.isfinite().all(-1).to(size.device)
+        return bool((away <= _rounding(own) * size)[held].all())
 
     def _bare(self, state: torch.Tensor) -> torch.Tensor:
         return linear(state.to(self.head.weight.device), self.head.weight, self.head.bias)
@@ -198,7 +198,12 @@ def is_large(model: PreTrainedModel, ids: torch.Tensor) -> bool:
 def _same(rows: torch.Tensor, tiles: Iterable[torch.Tensor]) -> bool:
     """Whether every row (of logits, or a state) is that of the tiles side by side, up to rounding."""
     away, size = _away(rows, tiles)
-    return bool((away <= _SAME * size).all())
+    return bool((away <= _rounding(rows) * size).all())
+
+
+def _rounding(rows: torch.Tensor) -> float:
+    """How far entries of the same row may be apart, over its largest, that two kernels computed in its dtype."""
+    return max(_SAME, 2 * torch.finfo(rows.dtype).eps)
 
 
 def _away(logits: torch.Tensor, tiles: Iterable[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:

@@ -75,10 +75,12 @@ def test_a_head_with_a_bias(ids: torch.Tensor) -> None:
     assert abs(score(ids)[0][0] - exact(with_bias(model), ids)[0]) > 1e-2  # the bias is in it
 
 
-def test_a_scaled_head_uses_the_models_own_logits(ids: torch.Tensor) -> None:
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("scale", [0.0625, 0.5, 1.05])
+def test_a_scaled_head_uses_the_models_own_logits(scale: float, dtype: torch.dtype, ids: torch.Tensor) -> None:
     """Granite and Cohere multiply the logits."""
-    model: Any = make_tiny("llama")
-    model.lm_head.register_forward_hook(lambda module, args, output: output * 0.5)
+    model: Any = make_tiny("llama").to(dtype)
+    model.lm_head.register_forward_hook(lambda module, args, output: output * scale)
     score = scorer(model, ids)
     assert not score.blockwise
     np.testing.assert_allclose(score(ids)[0], perplexity(model, ids).windows)
@@ -164,6 +166,18 @@ def test_a_bfloat16_model(name: str, ids: torch.Tensor) -> None:
         np.testing.assert_allclose(losses, reference, rtol=2e-3)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_block_may_be_rounded_otherwise_in_its_last_place(
+    dtype: torch.dtype, ids: torch.Tensor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """cuBLAS takes another kernel for a block of columns than for the whole product."""
+    model, linear = make_tiny("llama").to(dtype), scoring.linear
+    monkeypatch.setattr(
+        scoring, "linear", lambda *args: torch.nextafter(linear(*args), torch.tensor(torch.inf).to(dtype))
+    )
+    assert scorer(model, ids).blockwise
+
+
 def test_no_tensor_of_tokens_by_vocabulary_is_built(llama: PreTrainedModel, ids: torch.Tensor) -> None:
     score = scorer(llama, ids)
     calls: list[int] = []
@@ -223,7 +237,7 @@ def cap_before_the_head(model: Any) -> None:
 
 
 @pytest.mark.parametrize("add", [cap_by_hook, cap_in_the_head, cap_in_the_forward, cap_before_the_head])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_a_cap_that_small_logits_do_not_show_is_seen(add: Any, dtype: torch.dtype, ids: torch.Tensor) -> None:
     model = quiet_on_the_first_tokens().to(dtype)
     assert scorer(model, ids % 48).blockwise
