@@ -49,14 +49,31 @@ def with_input(args: tuple[Any, ...], kwargs: dict[str, Any], hidden: torch.Tens
 
 
 def residual_stream(
-    structure: Structure, visit: Visit, inject: Inject | None = None, *, one_state: bool = True
+    structure: Structure,
+    visit: Visit,
+    inject: Inject | None = None,
+    *,
+    one_state: bool = True,
+    every_layer: bool = True,
 ) -> AbstractContextManager[None]:
     """Call `visit(l, h_l)` for `l = 0 … L` on every forward inside the block.
 
     `h_0` enters layer 0 (after `inject`, if given, has replaced it), `h_{l+1}` leaves layer `l`, before
     the final norm. Hooks are removed on the way out, also after an exception. With `one_state` a decoder
-    that carries several states a token (windows × tokens × width does not hold) raises LyapunovPruneError.
+    that carries several states a token (windows × tokens × width does not hold) raises LyapunovPruneError, with
+    `every_layer` one that passes over a layer (Mllama, of those that look at an image).
     """
+    reached = -1
+
+    def seen(boundary: int, hidden: torch.Tensor) -> None:
+        nonlocal reached
+        if every_layer and boundary > reached + 1:
+            raise LyapunovPruneError(
+                f"layer {max(reached, 0)} of {type(structure.backbone).__name__} does not run on text alone, so that "
+                "not every layer can be measured; give a decoder whose layers all do"
+            )
+        reached = boundary
+        visit(boundary, hidden)
 
     def checked(hidden: torch.Tensor) -> torch.Tensor:
         if one_state:
@@ -68,11 +85,11 @@ def residual_stream(
         if inject is not None:
             hidden = inject(hidden)
             args, kwargs = with_input(args, kwargs, hidden)
-        visit(0, hidden)
+        seen(0, hidden)
         return args, kwargs
 
     def after(index: int) -> Callable[..., None]:
-        return lambda module, args, kwargs, output: visit(index + 1, checked(hidden_of(output)))
+        return lambda module, args, kwargs, output: seen(index + 1, checked(hidden_of(output)))
 
     leaving = [(layer, after(index)) for index, layer in enumerate(structure.layers)]
     return hooked(before=[(structure.layers[0], first)], after=leaving)
@@ -148,7 +165,7 @@ def require_finite(structure: Structure, ids: torch.Tensor, where: str) -> None:
         if not hidden.isfinite().all():
             raise NonFiniteError(layer, where)
 
-    with residual_stream(structure, visit, one_state=False):
+    with residual_stream(structure, visit, one_state=False, every_layer=False):
         run_backbone(structure, ids)
 
 

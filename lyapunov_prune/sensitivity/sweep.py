@@ -130,7 +130,7 @@ class Sweep:
         structure, batch = self.reading.structure, self.reading.batch
         self._prefix, self._scorer = self.reading.prefix, self.reading.scorer
         self._states: dict[int, list[torch.Tensor]] = {entry: [] for entry in self._prefix.entries}
-        with residual_stream(structure, self._keep, one_state=False):
+        with residual_stream(structure, self._keep, one_state=False, every_layer=False):
             losses, finals = self._score(0)
         if not np.isfinite(losses).all():
             bad = int(np.argmin(np.isfinite(losses)))

@@ -2,23 +2,27 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import pytest
 import torch
+from families.zoo import make_zoo
 from helpers import LAYERS, hooks_of, make_tiny, states_of
 from transformers import PreTrainedModel
 
 from lyapunov_prune import (
     LyapunovPruneError,
     block_influence,
+    check_bounds,
     measure_contraction,
     perplexity,
     remove_layers,
     verify_removal,
 )
-from lyapunov_prune.forward.hooks import layer_input, residual_stream, skipped, with_hidden
+from lyapunov_prune.forward.hooks import layer_input, residual_stream, run_backbone, skipped, with_hidden
 from lyapunov_prune.models.structure import find_structure
+from lyapunov_prune.ranking.angular import angular_distance
 
 
 def test_sees_every_boundary_once_in_order(family: str, ids: torch.Tensor) -> None:
@@ -29,6 +33,20 @@ def test_sees_every_boundary_once_in_order(family: str, ids: torch.Tensor) -> No
     assert [layer for layer, _ in seen] == list(range(LAYERS + 1))
     for (_, found), expected in zip(seen, states_of(model, ids), strict=True):
         torch.testing.assert_close(found, expected)
+
+
+@pytest.mark.parametrize("measure", [measure_contraction, block_influence, angular_distance, check_bounds])
+def test_a_layer_that_text_does_not_run_is_named(measure: Callable[..., object], ids: torch.Tensor) -> None:
+    """Mllama's layers 3 and 6 look at an image: states that were counted from the first would be those of others."""
+    model = make_zoo("mllama")
+    with pytest.raises(LyapunovPruneError, match="layer 3 of MllamaForCausalLM does not run on text alone"):
+        measure(model, ids[:1, :8])
+    assert hooks_of(model) == 0
+    seen: list[int] = []
+    structure = find_structure(model)
+    with torch.no_grad(), residual_stream(structure, lambda layer, _: seen.append(layer), every_layer=False):
+        run_backbone(structure, ids[:1, :8])
+    assert seen == [0, 1, 2, 3, 5, 6, 8]
 
 
 def test_the_last_state_is_before_the_final_norm(llama: PreTrainedModel, ids: torch.Tensor) -> None:
