@@ -8,8 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from typing import Protocol
-from weakref import WeakKeyDictionary
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -41,17 +40,23 @@ class Stream(Protocol):
     def finish(self, ids: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor: ...
 
 
-# Not on the model itself: a copy of it would not be streamed, and would say that it is.
-_STREAMS: WeakKeyDictionary[nn.Module, Stream] = WeakKeyDictionary()
+class _Kept:
+    """The stream of a model, on the model, with which it goes; a copy of it is not streamed and has none."""
+
+    def __init__(self, stream: Stream | None = None) -> None:
+        self.stream = stream
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Kept:
+        return _Kept()
 
 
 def keep_stream(model: nn.Module, stream: Stream) -> None:
-    _STREAMS[model] = stream
+    vars(model)["_stream"] = _Kept(stream)
 
 
 def stream_of(model: nn.Module) -> Stream | None:
     """What reads the layers of `model`; None for a model in memory."""
-    return _STREAMS.get(model)
+    return vars(model).get("_stream", _Kept()).stream
 
 
 @contextmanager

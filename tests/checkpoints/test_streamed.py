@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import copy
+import gc
 import json
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -381,3 +384,12 @@ def test_what_is_not_finite_is_found(tokenizer: PreTrainedTokenizerFast, ids: to
     for measure in (lp.perplexity, lp.block_influence):
         with pytest.raises(NonFiniteError):
             measure(apart, ids)
+
+
+def test_a_streamed_model_goes_with_its_stream(tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> None:
+    model = load_streamed(saved(make_tiny("llama"), tokenizer, tmp_path / "tiny")).model
+    assert stream_of(copy.deepcopy(model)) is None
+    kept = weakref.ref(stream_of(model))
+    del model
+    gc.collect()
+    assert kept() is None
