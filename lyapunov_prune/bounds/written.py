@@ -14,7 +14,7 @@ from lyapunov_prune.forward.reading import Reading
 from lyapunov_prune.forward.replacement import replaced
 from lyapunov_prune.models.plain import require_plain
 from lyapunov_prune.models.projections import Projection, find_projections
-from lyapunov_prune.models.structure import find_structure
+from lyapunov_prune.models.structure import find_structure, scale_weights
 
 
 @torch.no_grad()
@@ -30,6 +30,7 @@ def written_matrices(reading: Reading, compressed: PreTrainedModel) -> dict[str,
     model = reading.model
     require_plain(model)
     require_plain(compressed)
+    scale_weights(compressed)  # as those of the model that is read
     ours, theirs = _tensors(reading, compressed)
     projections = find_projections(model)
     matrices = {f"{p.module}.{p.parameter}" for p in projections}

@@ -15,7 +15,7 @@ from lyapunov_prune.forward.prefix import Prefix
 from lyapunov_prune.forward.scoring import Scorer
 from lyapunov_prune.models.plain import require_in_memory
 from lyapunov_prune.models.streamed import require_not_streamed, stream_of
-from lyapunov_prune.models.structure import Structure, find_structure, settle
+from lyapunov_prune.models.structure import Structure, find_structure, scale_weights, settle
 from lyapunov_prune.results.result import MeasuredOn
 
 
@@ -80,5 +80,6 @@ def read(model: PreTrainedModel, batch: Readable, *, streamed: bool = False) -> 
     if stream_of(model) is None:
         require_in_memory(model)
         settle(model)
+        scale_weights(model)
     structure = find_structure(model)
     return Reading(model, checked_batch(structure, batch), structure)

@@ -180,6 +180,16 @@ def settle(model: PreTrainedModel) -> None:
     _settled.add(model)
 
 
+def scale_weights(model: PreTrainedModel) -> None:
+    """Let RWKV divide its weights now, as it otherwise does in place at its first forward in eval mode.
+
+    That forward may be one with other matrices in the place of its own, which it would divide instead.
+    """
+    for module in model.modules():
+        if hasattr(module, "layers_are_rescaled"):
+            module._rescale_layers()  # type: ignore[operator]
+
+
 def identify(model: PreTrainedModel, weights: dict[str, str] | None = None) -> ModelIdentity:
     """What tells this model from another: names and shapes of all parameters, and digests of all weights.
 

@@ -12,13 +12,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from families.zoo import make_zoo
 from helpers import make_tiny
 from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedModel
 
 from lyapunov_prune import linalg as norms
 from lyapunov_prune.bounds import check as checks
 from lyapunov_prune.bounds.approximation import Approximation, approximation
-from lyapunov_prune.bounds.check import check_bounds, check_grid
+from lyapunov_prune.bounds.check import check_bounds, check_grid, check_written
 from lyapunov_prune.bounds.report import BoundsReport
 from lyapunov_prune.bounds.trajectory import Trajectory
 from lyapunov_prune.compression.magnitude import sparsify
@@ -47,6 +48,23 @@ def test_every_family_has_no_violation(family: str, few: torch.Tensor) -> None:
         assert all(c.holds and c.estimate for c in report.composition)
         assert report.decisions is not None
         assert len(report.decisions.radius) == few.numel()
+
+
+def test_weights_that_a_first_forward_divides_are_divided_before(few: torch.Tensor) -> None:
+    """RWKV's, from layer 6 on: in place, and so of whatever matrix stands there."""
+    fresh = [make_zoo("rwkv") for _ in range(3)]
+    with torch.no_grad():
+        wanted = fresh[0](few, use_cache=False).logits
+        first, second = (check_bounds(fresh[1], few, sparsity=0.3).composition for _ in range(2))
+        check_grid(fresh[2], few, sparsities=[0.3], ranks=[None], cache_radii=[0.0])
+        for model in fresh:
+            torch.testing.assert_close(model(few, use_cache=False).logits, wanted, rtol=0, atol=0)
+    assert [c.error for c in first] == [c.error for c in second]
+    small = make_zoo("rwkv")
+    name = find_projections(small)[-1].name
+    with torch.no_grad():
+        next(p for p in find_projections(small) if p.name == name).weight(small).mul_(0.5)
+    assert [c.error > 0 for c in check_written(make_zoo("rwkv"), small, few).composition] == [False] * 7 + [True]
 
 
 @pytest.mark.parametrize(
