@@ -12,6 +12,7 @@ from lyapunov_prune.forward.kept import KeptLogits
 from lyapunov_prune.forward.logits import SAME_LIMIT, sample_inputs
 from lyapunov_prune.forward.reading import Reading
 from lyapunov_prune.forward.replacement import replaced
+from lyapunov_prune.models.compact import is_compact
 from lyapunov_prune.models.plain import require_plain
 from lyapunov_prune.models.projections import Projection, find_projections
 from lyapunov_prune.models.structure import find_structure, scale_weights
@@ -52,6 +53,11 @@ def written_matrices(reading: Reading, compressed: PreTrainedModel) -> dict[str,
 def _tensors(reading: Reading, compressed: PreTrainedModel) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
     """Parameters and buffers of both models, of the same names, shapes and dtypes."""
     structure, other = reading.structure, find_structure(compressed)
+    if is_compact(compressed) and not is_compact(reading.model):
+        raise LyapunovPruneError(
+            "the compressed model is compact, and stores no matrix as the dense one does; compress or prune once more "
+            "with --format plain, and check that"
+        )
     if other.model_type != structure.model_type:
         raise LyapunovPruneError(
             f"the compressed model is a {other.model_type} and the dense one a {structure.model_type}; give two "

@@ -25,6 +25,7 @@ from lyapunov_prune.compression.compress import compress
 from lyapunov_prune.compression.magnitude import sparsify
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.models.projections import find_projections
+from lyapunov_prune.pruning.compact import Cuts, make_compact
 from lyapunov_prune.pruning.removal import remove_layers
 
 METHODS: dict[str, dict[str, Any]] = {
@@ -228,6 +229,10 @@ REFUSED: dict[str, tuple[Callable[[], PreTrainedModel], str]] = {
     "norm": (with_parameter("transformer.h.1.ln_2.weight"), r"another transformer\.h\.1\.ln_2\.weight"),
     "embedding": (with_parameter("transformer.wte.weight"), r"another transformer\.wte\.weight"),
     "setting": (with_epsilon, "the dense one gives other logits than it .* compare the config.json of both"),
+    "compact": (
+        lambda: make_compact(make_tiny("gpt2"), Cuts(attention=(0,))),
+        r"is compact, and stores no matrix as the dense one does; .* with --format plain",
+    ),
     "NaN": (with_nan, r"transformer\.h\.1\.mlp\.c_fc\.weight of the compressed model holds NaN or infinity"),
 }
 
