@@ -103,11 +103,11 @@ def attention_paths(
     if readings[0].structure.num_layers != readings[1].structure.num_layers:
         raise LyapunovPruneError(_OTHERS)
     known = written or (None, None)
-    both = [greedy_text(r, steps, len(batch), text) for r, text in zip(readings, known, strict=True)]
+    decoded = [greedy_text(r, steps, len(batch), text) for r, text in zip(readings, known, strict=True)]
     rows: list[torch.Tensor] = []
     layers: tuple[int, ...] = ()
     prompts_alone = [ids[0].cpu() for ids in batch.windows(1)]
-    texts = [[torch.cat(pair) for pair in zip(prompts_alone, tokens, strict=True)] for tokens in both]
+    texts = [[torch.cat(pair) for pair in zip(prompts_alone, tokens, strict=True)] for tokens in decoded]
     for each in track(list(zip(*texts, strict=True)), "attention paths"):
         ours, theirs = (_attended(r, text[None, :-1], steps) for r, text in zip(readings, each, strict=True))
         left = {layer for layer, _, _ in theirs}  # of a compact model the attention of others is gone
