@@ -65,8 +65,7 @@ def test_none_stays_when_not_all_can_be_installed() -> None:
 
 
 def test_nothing_else_in_the_package_installs_a_hook() -> None:
-    """But for the module of compact checkpoints, which runs without the package, and for streamed models, whose hooks
-    last as long as they."""
+    """But for the module of compact checkpoints, which runs without the package."""
     files = Path(lyapunov_prune.__file__).parent.rglob("*.py")
     hooking = {path.name for path in files if "register_forward" in path.read_text(encoding="utf-8")}
-    assert hooking == {"hooked.py", "modeling_compact.py", "layer_stream.py"}
+    assert hooking == {"hooked.py", "modeling_compact.py"}
