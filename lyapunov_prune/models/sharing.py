@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
+import mmap
+import sys
 from collections.abc import Mapping
 from typing import Any
 
@@ -9,13 +12,15 @@ import torch
 from torch import nn
 
 _PIECE = 2**24  # bytes compared at once: what lies on another device comes over in such pieces
+_PAGEOUT = 21  # MADV_PAGEOUT of Linux, which Python does not name
 
 
 @torch.no_grad()
 def share_equal(model: nn.Module, twins: Mapping[str, torch.Tensor]) -> None:
     """Let every parameter of `model` that is, bit by bit, its twin lie where that does; nothing else changes.
 
-    For a `model` that is only looked at from here on: a later change of one in place would be one of both.
+    For a `model` that is only looked at from here on: a later change of one in place would be one of both. Of a model
+    that lies in mapped files a piece is in memory as long as it is compared (Linux).
     """
     for name, mine in model.named_parameters():
         twin = twins.get(name)
@@ -39,4 +44,21 @@ def _equal(a: torch.Tensor, b: torch.Tensor) -> bool:
     if (a.dtype, a.shape) != (b.dtype, b.shape):
         return False
     pieces = zip(*(tensor.reshape(-1).view(torch.uint8).split(_PIECE) for tensor in (a, b)), strict=True)
-    return all(torch.equal(x.to(y.device), y) for x, y in pieces)  # bytes: −0 is not 0
+    for x, y in pieces:
+        if not torch.equal(x.to(y.device), y):  # bytes: −0 is not 0
+            return False
+        _let_go(x)
+    return True
+
+
+def _let_go(x: torch.Tensor) -> None:
+    """Let the system take back the pages of a mapped file that `x` fills; nothing is lost, they can be read again.
+
+    They count as memory of this process until the last tensor in the file is gone.
+    """
+    if sys.platform != "linux" or x.device.type != "cpu" or x.untyped_storage().resizable():  # torch's own memory is
+        return
+    first, last = -(-x.data_ptr() // mmap.PAGESIZE), (x.data_ptr() + x.nbytes) // mmap.PAGESIZE
+    if first < last:  # where the kernel does not know how, it stays
+        start, length = ctypes.c_void_p(first * mmap.PAGESIZE), ctypes.c_size_t((last - first) * mmap.PAGESIZE)
+        ctypes.CDLL(None).madvise(start, length, _PAGEOUT)

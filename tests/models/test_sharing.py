@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import copy
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import nn
 
 from lyapunov_prune.models import sharing
@@ -55,6 +58,28 @@ def test_another_dtype_or_no_twin_is_left_alone(change: Any) -> None:
     change(other)
     share_equal(model, dict(other.named_parameters()))
     assert "weight" in apart(model, other)
+
+
+def mapped_pages() -> int:
+    """Bytes of files that this process holds in memory."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("RssFile"))
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux says how much of a file is in memory")
+@pytest.mark.parametrize("same", [True, False])
+def test_a_mapped_file_is_in_memory_a_piece_at_a_time(same: bool, tmp_path: Path) -> None:
+    weights = {"a": torch.randn(2**23), "b": torch.randn(5)}  # 32 MiB, two pieces
+    save_file(weights, tmp_path / "file")
+    read = load_file(tmp_path / "file")
+    model = nn.ParameterDict({name: nn.Parameter(x, requires_grad=False) for name, x in read.items()})
+    if not same:  # in the last piece, when the first is let go
+        weights["a"] = torch.cat([weights["a"][:-1], torch.zeros(1)])
+    before = mapped_pages()
+    share_equal(model, weights)
+    assert mapped_pages() - before < 2**24 + 2**22
+    assert apart(model, nn.ParameterDict(weights)) == ([] if same else ["a"])
+    assert torch.equal(read["a"], model["a"])
 
 
 def test_a_copy_lies_where_the_model_does_until_it_owns_its_numbers() -> None:
