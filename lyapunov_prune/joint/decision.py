@@ -26,8 +26,8 @@ class JointDecision(Result):
 
     `low` and `high` are the map's prediction interval. `noise` bounds how far P may lie from the mean score of a pair
     over seeds, for all m pairs at once and up to one number common to them, which no comparison sees
-    (`argmax_add_const`): `t σ max √h`, h the `contrast` of the map, t Student's at `1 − 0.05/2m` (Bonferroni). σ is
-    the larger of two standard deviations, each with its degrees of freedom: `over_seeds`, pooled over scores of one
+    (`argmax_add_const`): `t σ max √h`, h the `contrast` of the map, t Student's at `1 − 0.05/2m` (Bonferroni). `t σ` is
+    the larger of two, of standard deviations each with its degrees of freedom: `over_seeds`, pooled over scores of one
     pair with several seeds (NaN and 0 if there are none), and `residual`, that of the points around the map. So misfit
     counts as far as the points show it; between them the polynomial is taken for right. `selection_error` is the
     standard error of a difference of two scores on the selection set. `remove` or `speedup` is the budget.
@@ -156,8 +156,9 @@ def decide(
             f"{spread:.3g} at most: it can tell none apart; select on more data"
         )
     seeds = over_seeds(repeats)
-    deviation, freedom = seeds if seeds[1] and seeds[0] > fitted.residual[0] else fitted.residual
-    quantile = stats.t.ppf(1 - _RISK / (2 * len(pairs)), freedom)
+    quantile = 1 - _RISK / (2 * len(pairs))
+    # The quantile is in the comparison: a deviation of few degrees of freedom may be small by chance.
+    reach = max(stats.t.ppf(quantile, freedom) * sd for sd, freedom in (seeds, fitted.residual) if freedom)
     largest = np.sqrt(fitted.contrast(pairs / layers).max())
     return JointDecision(
         layers=layers,
@@ -167,7 +168,7 @@ def decide(
         predicted=predicted,
         low=low,
         high=high,
-        noise=float(quantile * deviation * largest),
+        noise=float(reach * largest),
         over_seeds=seeds,
         residual=fitted.residual,
         selection_error=float(selection_error),

@@ -140,6 +140,16 @@ def test_noise_over_seeds_is_pooled() -> None:
     assert freedom == 0
 
 
+@settings(max_examples=50, deadline=None)
+@given(size=st.floats(0.01, 3.0), more=st.floats(1.0, 1.5), pairs=st.integers(1, 40))
+def test_noisier_seeds_never_lower_the_noise_bound(size: float, more: float, pairs: int) -> None:
+    """σ alone decided once: where seeds with many degrees of freedom overtook the map's few, the bound fell by half."""
+    m = fit_map(PAIRS[:8] / LAYERS, surface(PAIRS[:8]) + np.random.default_rng(0).normal(0, 0.3, 8))
+    rows = [[[0.0, size * by * m.residual[0]]] * pairs for by in (1.0, more)]
+    lower, higher = (decide(m, LAYERS, remove=8, repeats=r, selection_error=0.0).noise for r in rows)
+    assert higher >= lower >= decide(m, LAYERS, remove=8, selection_error=0.0).noise
+
+
 def test_the_noise_bound_is_of_the_larger_deviation() -> None:
     """By hand: `t_{1 − 0.05/18} σ max √h` over the nine pairs of the budget."""
     m = fitted(0.3)
