@@ -122,29 +122,26 @@ class Scorer:
             )
 
     def _loss(self, state: torch.Tensor, targets: torch.Tensor) -> float:
-        W, bias = self.head.weight, self.head.bias
-        state, targets = state.to(W.device), targets.to(W.device)
-        total = 0.0
-        for rows, wanted in zip(state.split(_ROWS), targets.split(_ROWS), strict=True):
-            own = (rows.float() * W[wanted].float()).sum(-1)
-            if bias is not None:
-                own = own + bias[wanted].float()
-            total += float(lift(self._logsumexp(rows) - own).sum())
-        return total / len(targets)
+        device = self.head.weight.device
+        blocks = zip(state.to(device).split(_ROWS), targets.to(device).split(_ROWS), strict=True)
+        return sum(float(lift(self._losses(rows, wanted)).sum()) for rows, wanted in blocks) / len(targets)
 
-    def _logsumexp(self, rows: torch.Tensor) -> torch.Tensor:
-        """`log Σ_v exp z_v` of every row, float32."""
-        tiles = self.tiles(rows, _COLUMNS)
-        # The largest of the first tile serves all: a maximum of each would be another pass over the vocabulary.
-        first = next(tiles).float()
-        shift = first.amax(-1, keepdim=True)
-        total = first.sub_(shift).exp_().sum(-1)
-        for z in tiles:
-            total += z.float().sub_(shift).exp_().sum(-1)
+    def _losses(self, rows: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        """`log Σ_v exp z_v − z_y` of every row, float32, `z_y` rounded as all logits are."""
+        own, total = torch.zeros(2, len(rows), 1, device=rows.device)
+        shift = total
+        for number, tile in enumerate(self.tiles(rows, _COLUMNS)):
+            z = tile.float()
+            at = targets.unsqueeze(-1) - number * _COLUMNS
+            column = at.clamp(0, z.shape[-1] - 1)
+            own = torch.where(at == column, z.gather(-1, column), own)
+            if number == 0:  # its largest serves all: a maximum of each would be another pass over the vocabulary
+                shift = z.amax(-1, keepdim=True)
+            total += z.sub_(shift).exp_().sum(-1, keepdim=True)
         if total.isfinite().all():
-            return total.log() + shift.squeeze(-1)
+            return (total.log() + (shift - own)).squeeze(-1)
         # A later tile towers over the first by more than exp can hold.
-        return torch.stack([z.float().logsumexp(-1) for z in self.tiles(rows, _COLUMNS)]).logsumexp(0)
+        return torch.stack([z.float().logsumexp(-1) for z in self.tiles(rows, _COLUMNS)]).logsumexp(0) - own.squeeze(-1)
 
     def _bare_is_own(self, state: torch.Tensor, logits: torch.Tensor) -> bool:
         """Whether the head's matrix gives the model's own logits, those of `state` and far larger and smaller ones.

@@ -166,6 +166,22 @@ def test_a_bfloat16_model(name: str, ids: torch.Tensor) -> None:
         np.testing.assert_allclose(losses, reference, rtol=2e-3)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_no_loss_is_below_zero(dtype: torch.dtype, ids: torch.Tensor) -> None:
+    """The target's logit is rounded as those that it is held against: unrounded it was larger than all of them."""
+    model: Any = make_tiny("llama")
+    for layer in model.model.layers:  # nothing moves the state: the token says itself again, and is sure of it
+        layer.self_attn.o_proj.weight.zero_()
+        layer.mlp.down_proj.weight.zero_()
+    model.lm_head.weight = torch.nn.Parameter(9 * torch.nn.functional.normalize(model.model.embed_tokens.weight))
+    model, again = model.to(dtype), ids[:, :1].expand_as(ids)
+    score = scorer(model, again)
+    assert score.blockwise
+    losses, _ = score(again)
+    np.testing.assert_allclose(losses, perplexity(model, again).windows, atol=1e-5)
+    assert min(losses) > -1e-6
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_a_block_may_be_rounded_otherwise_in_its_last_place(
     dtype: torch.dtype, ids: torch.Tensor, monkeypatch: pytest.MonkeyPatch
