@@ -27,7 +27,8 @@ class InfluenceProfile(Result):
     """Block Influence of every layer, float64, (L,).
 
     `influence_l = 1 − mean_t cos(h_l,t, h_{l+1},t)` (ShortGPT, arXiv:2403.03853, eq. 1) and
-    `change_l = mean_t ‖h_{l+1},t − h_l,t‖ / ‖h_l,t‖`, the relative size of the residual update.
+    `change_l = mean_t ‖h_{l+1},t − h_l,t‖ / ‖h_l,t‖`, the relative size of the residual update. A state that is exactly
+    zero (the embedding of a padding token) has no direction: its cosine counts as 0, and its change as none.
     `spread` is the standard error of `influence` over windows (NaN for one window), and `windows` (L, W) holds that of
     each; None in files of before.
     """
@@ -90,29 +91,42 @@ def block_influence(model: PreTrainedModel, batch: Readable, *, batch_size: int 
     )
 
 
+UnitAndNorm = tuple[torch.Tensor, torch.Tensor]
+
+
+def unit_and_norm(hidden: torch.Tensor) -> UnitAndNorm:
+    """`h_t/‖h_t‖` and `‖h_t‖` of every token; a state that is zero stays it."""
+    norm = token_energy(hidden).sqrt()
+    return hidden / norm.clamp_min(torch.finfo(torch.float32).tiny).unsqueeze(-1).to(hidden), norm
+
+
+def turned(before: UnitAndNorm, after: UnitAndNorm) -> torch.Tensor:
+    """`1 − cos` of every token, float64: 1 where a state is zero."""
+    (a, old), (b, new) = before, after
+    return torch.where((old == 0) | (new == 0), 1, token_energy(b - a) / 2)
+
+
 @torch.no_grad()
 def turns(structure: Structure, inputs: Sequence[torch.Tensor]) -> np.ndarray:
     """Influence and change of every layer on every item of some batches of token ids or of pixels, (L, 2, items)."""
     rows: list[np.ndarray] = []
     for part in track(inputs, "block influence"):
         sums: list[torch.Tensor] = []
-        before: list[tuple[torch.Tensor, torch.Tensor]] = []  # unit vectors and norms, a copy
+        before: list[UnitAndNorm] = []  # a copy
 
         def visit(
             layer: int,
             hidden: torch.Tensor,
             sums: list[torch.Tensor] = sums,
-            before: list[tuple[torch.Tensor, torch.Tensor]] = before,
+            before: list[UnitAndNorm] = before,
         ) -> None:
-            hidden = widen(hidden)
-            norm = token_energy(hidden).sqrt()
-            unit = hidden / norm.clamp_min(torch.finfo(torch.float32).tiny).unsqueeze(-1).to(hidden)
+            after = unit_and_norm(widen(hidden))
             if before:
-                old_unit, old = (x.to(hidden.device) for x in before.pop())  # of the layer before, maybe elsewhere
-                turned = token_energy(unit - old_unit) / 2
-                moved = ((norm - old).square() + 2 * norm * old * turned).sqrt() / old
-                sums.append(torch.stack([turned.mean(-1), moved.mean(-1)]))
-            before.append((unit, norm))
+                unit, old = (x.to(hidden.device) for x in before.pop())  # of the layer before, maybe elsewhere
+                norm, turn = after[1], turned((unit, old), after)
+                moved = ((norm - old).square() + 2 * norm * old * turn).sqrt() / old
+                sums.append(torch.stack([turn.mean(-1), torch.where(old == 0, 0, moved).mean(-1)]))
+            before.append(after)
 
         with residual_stream(structure, visit):
             run_backbone(structure, part)

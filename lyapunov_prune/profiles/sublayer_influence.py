@@ -19,9 +19,10 @@ from lyapunov_prune.errors import NonFiniteError
 from lyapunov_prune.forward.hooks import hidden_of, layer_input, run_backbone
 from lyapunov_prune.forward.reading import Readable, read
 from lyapunov_prune.forward.sublayers import KINDS, Sublayers, find_sublayers
-from lyapunov_prune.linalg import token_energy, widen
+from lyapunov_prune.linalg import widen
 from lyapunov_prune.models.hooked import hooked
 from lyapunov_prune.models.structure import in_eval_mode
+from lyapunov_prune.profiles.influence import turned, unit_and_norm
 from lyapunov_prune.profiles.propagation import drawn_means
 from lyapunov_prune.progress import track
 from lyapunov_prune.results.arrays import require_array
@@ -32,9 +33,9 @@ from lyapunov_prune.results.result import MeasuredOn, Result
 class SublayerInfluence(Result):
     """`1 − mean_t cos(h_t, h_t + b(h)_t)` of both branches `b` of every layer, float64, (L,).
 
-    `h` is the residual stream before the branch (LLM-Drop, arXiv:2406.15786). The spreads are standard
-    errors over windows (NaN for one window). A layer without such a branch holds NaN. `windows` holds the values of
-    each window by branch, (L, W); None in files of before.
+    `h` is the residual stream before the branch (LLM-Drop, arXiv:2406.15786); the cosine of a state that is zero counts
+    as 0. The spreads are standard errors over windows (NaN for one window). A layer without such a branch holds NaN.
+    `windows` holds the values of each window by branch, (L, W); None in files of before.
     """
 
     attention: np.ndarray
@@ -89,12 +90,12 @@ def sublayer_influence(model: PreTrainedModel, batch: Readable, *, batch_size: i
     rows: list[np.ndarray] = []
     for ids in track(reading.windows(batch_size), "sublayer influence"):
         unseen = torch.full((2, len(ids)), torch.nan, dtype=torch.float64)  # of a layer that text does not run
-        turned = dict.fromkeys(sublayers, unseen)
+        by_layer = dict.fromkeys(sublayers, unseen)
         with ExitStack() as hooks:
             for index, of_layer in sublayers.items():
-                hooks.enter_context(_watched(structure.layers[index], index, of_layer, turned))
+                hooks.enter_context(_watched(structure.layers[index], index, of_layer, by_layer))
             run_backbone(structure, ids)
-        rows.append(torch.stack([turned[i] for i in range(structure.num_layers)]).numpy())
+        rows.append(torch.stack([by_layer[i] for i in range(structure.num_layers)]).numpy())
     values = np.concatenate(rows, axis=-1)  # (L, 2, windows)
     missing = np.array([[kind not in sublayers[i].branches for kind in KINDS] for i in range(len(values))])
     finite = (np.isfinite(values) | missing[..., None]).all((-2, -1))
@@ -108,9 +109,9 @@ def sublayer_influence(model: PreTrainedModel, batch: Readable, *, batch_size: i
 
 
 def _watched(
-    layer: nn.Module, index: int, sublayers: Sublayers, turned: dict[int, torch.Tensor]
+    layer: nn.Module, index: int, sublayers: Sublayers, by_layer: dict[int, torch.Tensor]
 ) -> AbstractContextManager[None]:
-    """Put into `turned[index]` how far attention and MLP of `layer` turn the stream in each window: (2, windows)."""
+    """Put into `by_layer[index]` how far attention and MLP of `layer` turn the stream in each window: (2, windows)."""
     branches = list(sublayers.branches.values())
     # Of each piece of the batch, where a streamed layer takes it in pieces:
     between: list[torch.Tensor] = []  # the stream as it enters the second branch
@@ -131,7 +132,7 @@ def _watched(
             steps = list(pairwise(stream))
         rows = dict(zip(sublayers.branches, (_turn(*step) for step in steps), strict=False))
         nothing = torch.full(before.shape[:1], torch.nan, dtype=torch.float64)
-        turned[index] = torch.stack([rows.get(kind, nothing) for kind in KINDS])
+        by_layer[index] = torch.stack([rows.get(kind, nothing) for kind in KINDS])
         for pieces in (between, *added):
             pieces.clear()
 
@@ -142,10 +143,4 @@ def _watched(
 
 def _turn(before: torch.Tensor, after: torch.Tensor) -> torch.Tensor:
     """`mean_t 1 − cos` of each window, float64, on the CPU."""
-    a, b = (_unit(widen(h)) for h in (before, after))
-    return (token_energy(a - b) / 2).mean(-1).cpu()
-
-
-def _unit(hidden: torch.Tensor) -> torch.Tensor:
-    norm = token_energy(hidden).sqrt().clamp_min(torch.finfo(torch.float32).tiny)
-    return hidden / norm.unsqueeze(-1).to(hidden)
+    return turned(unit_and_norm(widen(before)), unit_and_norm(widen(after))).mean(-1).cpu()

@@ -11,8 +11,11 @@ from helpers import TINY, make_tiny, states_of
 from transformers import PreTrainedModel
 
 from lyapunov_prune import NonFiniteError, block_influence
+from lyapunov_prune.models.hooked import hooked
 from lyapunov_prune.models.structure import find_structure
 from lyapunov_prune.profiles.influence import InfluenceProfile
+from lyapunov_prune.profiles.sublayer_influence import sublayer_influence
+from lyapunov_prune.ranking.angular import angular_distance
 
 
 @pytest.mark.parametrize("name", list(TINY))
@@ -51,6 +54,28 @@ def test_a_layer_that_does_nothing_has_none(ids: torch.Tensor) -> None:
     found = block_influence(model, ids)
     assert found.influence[2] == 0
     assert found.change[2] == 0
+
+
+def test_the_cosine_of_a_state_that_is_zero_counts_as_nothing(ids: torch.Tensor) -> None:
+    """The embedding of a padding token is zero in many checkpoints; all are measured alike."""
+    model = make_tiny("llama")
+    ids = ids.clone()
+    ids[1, 5] = 0
+    with torch.no_grad():
+        model.get_input_embeddings().weight[0] = 0.0
+    states = states_of(model.double(), ids)
+    cosine = torch.nn.functional.cosine_similarity(states[0], states[1], dim=-1)
+    steps = (states[1] - states[0]).norm(dim=-1) / states[0].norm(dim=-1)
+    found = block_influence(model, ids)
+    np.testing.assert_allclose(found.influence[0], 1 - cosine.mean(), rtol=1e-9)
+    np.testing.assert_allclose(found.change[0], torch.where(steps.isfinite(), steps, 0).mean(), rtol=1e-9)
+    np.testing.assert_allclose(found.influence, angular_distance(model, ids).distance.diagonal(1), rtol=1e-9)
+    at_attention = model.model.layers[0].post_attention_layernorm
+    stream: list[torch.Tensor] = []
+    with hooked(before=[(at_attention, lambda module, args, kwargs: stream.append(args[0]))]):
+        attention = sublayer_influence(model, ids).attention[0]
+    cosine = torch.nn.functional.cosine_similarity(states[0], torch.cat(stream[-len(ids) :]), dim=-1)
+    np.testing.assert_allclose(attention, 1 - cosine.mean(), rtol=1e-9)
 
 
 def test_the_batch_size_changes_nothing(llama: PreTrainedModel, ids: torch.Tensor) -> None:
