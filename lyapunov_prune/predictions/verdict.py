@@ -225,7 +225,7 @@ def _generation(found: GenerationDivergence, history: HistoryDivergence) -> Kind
         moved=float(np.median(history.kl[0, seen])),
         may_move=float(np.median(history.may_spend[seen])),
         unit="nats a token",
-        certain=float(history.certain[0, seen].mean()),
+        certain=float(np.average(history.certain[0, seen], weights=history.running[seen])),
         same=same,
         **_interval(same, n),
         score="",

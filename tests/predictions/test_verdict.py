@@ -89,6 +89,14 @@ def test_a_model_against_itself_stays_and_is_certain(
     assert all(k.word == "changes" for k in found.kinds)  # three prompts and four items say no more
 
 
+def test_a_step_counts_for_the_prompts_that_run_in_it(reader: PreTrainedModel, prompts: torch.Tensor) -> None:
+    generation = compare_generation(reader, reader, prompts, steps=4)
+    history = history_divergence(reader, reader, prompts, steps=4)
+    certain = np.broadcast_to([0.25, 0.25, 1.0, np.nan], history.certain.shape)
+    ending = replace(history, certain=certain, running=np.array([1.0, 1.0, 0.5, 0.0]))
+    assert task_verdict(generation, ending).kinds[0].certain == (0.25 + 0.25 + 0.5) / 2.5  # of 2.5 decisions a prompt
+
+
 def test_what_stays_of_texts_that_end_does_not_depend_on_the_steps(
     reader: PreTrainedModel, prompts: torch.Tensor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
