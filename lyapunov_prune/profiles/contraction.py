@@ -103,7 +103,7 @@ def measure_contraction(
     if method == "jvp":
         floor = jvp_floor(structure, stretch, epsilon, unit)
     else:
-        three = difference_sums(structure, stretch, 0, (0, 0, 0), (unit, epsilon, epsilon / 10))
+        three = difference_sums(structure, stretch, 0, (seeds[0],) * 3, (unit, epsilon, epsilon / 10))
         floor, whole, tenth = (three.error.sum(-1) / three.state.sum(-1, keepdims=True)).T
         clear = tenth > ABOVE_FLOOR * floor
         far = clear[1:] & clear[:-1]

@@ -170,11 +170,11 @@ class ContractionProfile(Result):
 
     def headline(self) -> str:
         contracting, transitions = self.contracting
-        spread = self.norm_growth.std() / self.norm_growth.mean()
+        K = self.norm_growth.mean()
+        spread = f" (CV {self.norm_growth.std() / K:.2g})" if len(self.norm_growth) > 1 else ""
         lines = [
             f"Contraction ({self.method}, {self.pooling} pooling, ε = {self.epsilon:g}, {len(self.seeds)} seeds): "
-            f"{contracting} of {transitions} transitions contract; "
-            f"K = {self.norm_growth.mean():.4g} (CV {spread:.2g})",
+            f"{contracting} of {transitions} transitions contract; K = {K:.4g}{spread}",
             self.measured_on.line(),
         ]
         if self.pooling_disagrees:

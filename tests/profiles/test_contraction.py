@@ -106,6 +106,8 @@ def test_norm_growth_is_the_quotient_of_norms(llama: PreTrainedModel, ids: torch
     states = states_of(llama, ids)
     expected = torch.linalg.matrix_norm(states[-1]) / torch.linalg.matrix_norm(states[0])
     np.testing.assert_allclose(growth, expected.numpy(), rtol=1e-5)
+    told = [measure_contraction(llama, some, seeds=(0,)).headline() for some in (ids, ids[:1])]
+    assert ["(CV " in line for line in told] == [True, False]  # one window varies by nothing that is known
 
 
 def test_the_worst_growth_takes_the_largest_of_all_windows_layer_by_layer(
@@ -280,9 +282,10 @@ def test_where_epsilon_is_far_from_the_derivative_is_marked(name: str, ids: torc
         assert small.not_linear == ()
 
 
-def test_linearity_is_of_two_runs(llama: PreTrainedModel, ids: torch.Tensor) -> None:
-    profile = measure_contraction(llama, ids)
-    one, tenth = (measure_contraction(llama, ids[:1], epsilon=epsilon, seeds=(0,)).rho for epsilon in (1e-2, 1e-3))
+@pytest.mark.parametrize("seed", [0, 5])
+def test_linearity_is_of_two_runs(seed: int, llama: PreTrainedModel, ids: torch.Tensor) -> None:
+    profile = measure_contraction(llama, ids, seeds=(seed, 7))
+    one, tenth = (measure_contraction(llama, ids[:1], epsilon=epsilon, seeds=(seed,)).rho for epsilon in (1e-2, 1e-3))
     assert profile.linearity is not None
     np.testing.assert_allclose(profile.linearity, one / tenth, rtol=1e-6)
     rounding = measure_contraction(make_tiny("llama").bfloat16(), ids)
