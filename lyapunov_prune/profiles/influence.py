@@ -28,9 +28,9 @@ class InfluenceProfile(Result):
 
     `influence_l = 1 − mean_t cos(h_l,t, h_{l+1},t)` (ShortGPT, arXiv:2403.03853, eq. 1) and
     `change_l = mean_t ‖h_{l+1},t − h_l,t‖ / ‖h_l,t‖`, the relative size of the residual update. A state that is exactly
-    zero (the embedding of a padding token) has no direction: its cosine counts as 0, and its change as none.
-    `spread` is the standard error of `influence` over windows (NaN for one window), and `windows` (L, W) holds that of
-    each; None in files of before.
+    zero (the embedding of a padding token) has no direction: its cosine counts as 0, and as 1 where it stays zero; its
+    change is none. `spread` is the standard error of `influence` over windows (NaN for one window), and `windows`
+    (L, W) holds that of each; None in files of before.
     """
 
     influence: np.ndarray
@@ -101,9 +101,9 @@ def unit_and_norm(hidden: torch.Tensor) -> UnitAndNorm:
 
 
 def turned(before: UnitAndNorm, after: UnitAndNorm) -> torch.Tensor:
-    """`1 − cos` of every token, float64: 1 where a state is zero."""
+    """`1 − cos` of every token, float64: 1 where one of the states is zero, 0 where both are."""
     (a, old), (b, new) = before, after
-    return torch.where((old == 0) | (new == 0), 1, token_energy(b - a) / 2)
+    return torch.where((old == 0) ^ (new == 0), 1, token_energy(b - a) / 2)
 
 
 @torch.no_grad()

@@ -33,9 +33,9 @@ from lyapunov_prune.results.result import MeasuredOn, Result
 class SublayerInfluence(Result):
     """`1 − mean_t cos(h_t, h_t + b(h)_t)` of both branches `b` of every layer, float64, (L,).
 
-    `h` is the residual stream before the branch (LLM-Drop, arXiv:2406.15786); the cosine of a state that is zero counts
-    as 0. The spreads are standard errors over windows (NaN for one window). A layer without such a branch holds NaN.
-    `windows` holds the values of each window by branch, (L, W); None in files of before.
+    `h` is the residual stream before the branch (LLM-Drop, arXiv:2406.15786), and cosines of states that are zero count
+    as in `InfluenceProfile`. The spreads are standard errors over windows (NaN for one window). A layer without such a
+    branch holds NaN. `windows` holds the values of each window by branch, (L, W); None in files of before.
     """
 
     attention: np.ndarray

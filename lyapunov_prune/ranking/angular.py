@@ -32,10 +32,10 @@ _TOKENS = 16  # whose states are in float64 at once; of more, memory that is new
 class AngularDistance(Ranking):
     """`distance[i, j] = 1 − mean_t cos(h_i,t, h_j,t)` between all boundaries, (L + 1, L + 1) float64.
 
-    `h_i` enters layer i, `h_L` leaves the last; the cosine of a state that is zero counts as 0. Beside the diagonal
-    lies Block Influence: `distance[l, l + 1]`. That a run of layers can go whose ends are near in angle is from
-    arXiv:2403.17887, which takes the angle itself, at the last token. `picked[n − 1, l]` is how often layer l is in the
-    nearest run of n when the windows are drawn anew, (L, L); None for one window.
+    `h_i` enters layer i, `h_L` leaves the last; the cosine of a state that is zero counts as 0, of two as 1. Beside the
+    diagonal lies Block Influence: `distance[l, l + 1]`. That a run of layers can go whose ends are near in angle is
+    from arXiv:2403.17887, which takes the angle itself, at the last token. `picked[n − 1, l]` is how often layer l is
+    in the nearest run of n when the windows are drawn anew, (L, L); None for one window.
     """
 
     distance: np.ndarray
@@ -145,7 +145,8 @@ def _cosines(states: Sequence[torch.Tensor]) -> np.ndarray:
         H = lift(torch.stack([state.to(block[0].device) for state in block]))
         norm = torch.linalg.vector_norm(H, dim=-1, keepdim=True)
         U = (H / norm.clamp_min(torch.finfo(torch.float32).tiny)).flatten(1)
-        sums += U @ U.T
+        zero = (norm.squeeze(-1) == 0).double()
+        sums += U @ U.T + zero @ zero.T
     return sums.cpu().numpy()
 
 

@@ -78,6 +78,17 @@ def test_the_cosine_of_a_state_that_is_zero_counts_as_nothing(ids: torch.Tensor)
     np.testing.assert_allclose(attention, 1 - cosine.mean(), rtol=1e-9)
 
 
+def test_a_state_that_stays_zero_is_not_turned(ids: torch.Tensor) -> None:
+    model = make_tiny("llama")
+    ids = torch.zeros_like(ids)
+    with torch.no_grad():
+        model.get_input_embeddings().weight[0] = 0.0  # and no weight of a Llama adds anything to it
+    for found in (block_influence(model, ids).influence, angular_distance(model, ids).distance):
+        assert (found == 0).all()
+    assert (block_influence(model, ids).change == 0).all()
+    assert (sublayer_influence(model, ids).attention == 0).all()
+
+
 def test_the_batch_size_changes_nothing(llama: PreTrainedModel, ids: torch.Tensor) -> None:
     one, many = block_influence(llama, ids), block_influence(llama, ids, batch_size=3)
     np.testing.assert_allclose(one.influence, many.influence, rtol=1e-4)
