@@ -84,7 +84,7 @@ def best_figure(search: BestRemoval) -> str:
     ringed = forwards[search.chosen], perplexity[search.chosen]
     if search.mended:
         spent = np.array([each.forwards for each in search.mended])
-        axes.plot(spent, mended, "s", markersize=4, color=COLOURS["angular"], label="mended")
+        axes.plot(spent, mended, "s", markersize=4, color=COLOURS["rho"], label="mended")
         which = [each.layers for each in search.mended].index(search.remove)
         ringed = spent[which], mended[which]
     axes.plot(*ringed, "o", markersize=9, fillstyle="none", color=INK, label="chosen")
