@@ -159,14 +159,22 @@ def final_state(structure: Structure, ids: torch.Tensor) -> torch.Tensor:
 
 @torch.no_grad()
 def require_finite(structure: Structure, ids: torch.Tensor, where: str) -> None:
-    """Raise NonFiniteError naming the first boundary at which a state of `ids` is NaN or infinite."""
+    """Raise NonFiniteError naming the first boundary at which a state of `ids` is NaN or infinite.
+
+    Where it is the final norm that makes it so, LyapunovPruneError says that.
+    """
 
     def visit(layer: int, hidden: torch.Tensor) -> None:
         if not hidden.isfinite().all():
             raise NonFiniteError(layer, where)
 
     with residual_stream(structure, visit, one_state=False, every_layer=False):
-        run_backbone(structure, ids)
+        final = final_state(structure, ids)
+    if not final.isfinite().all():
+        raise LyapunovPruneError(
+            f"NaN or infinite activations behind the last layer ({where}); "
+            "load the model in a wider dtype (--dtype float32) or check the weights of its final norm"
+        )
 
 
 def layer_input(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:

@@ -20,7 +20,14 @@ from lyapunov_prune import (
     remove_layers,
     verify_removal,
 )
-from lyapunov_prune.forward.hooks import layer_input, residual_stream, run_backbone, skipped, with_hidden
+from lyapunov_prune.forward.hooks import (
+    layer_input,
+    require_finite,
+    residual_stream,
+    run_backbone,
+    skipped,
+    with_hidden,
+)
 from lyapunov_prune.models.structure import find_structure
 from lyapunov_prune.ranking.angular import angular_distance
 
@@ -55,6 +62,15 @@ def test_the_last_state_is_before_the_final_norm(llama: PreTrainedModel, ids: to
         after = llama.model(ids).last_hidden_state
     torch.testing.assert_close(llama.model.norm(seen[LAYERS]), after)
     assert not torch.allclose(seen[LAYERS], after)
+
+
+def test_a_final_norm_that_gives_nothing_finite_is_named(ids: torch.Tensor) -> None:
+    """Embeddings of NaN would be neighbours of nothing, and a broken model score 0."""
+    model = make_tiny("llama")
+    require_finite(find_structure(model), ids, "a text")
+    model.model.norm.weight.data.fill_(torch.nan)
+    with pytest.raises(LyapunovPruneError, match=r"behind the last layer \(a text\).*its final norm"):
+        require_finite(find_structure(model), ids, "a text")
 
 
 def test_inject_replaces_the_first_state(llama: PreTrainedModel, ids: torch.Tensor) -> None:
