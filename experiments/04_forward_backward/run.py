@@ -49,7 +49,8 @@ def written(folder: Path = HERE) -> dict[str, str]:
 
 
 def against_the_paper(forward: pd.DataFrame, backward: pd.DataFrame) -> str:
-    ratio = float(forward.perplexity[0] / backward.perplexity[0])
+    first, last = float(forward.perplexity[0]), float(backward.perplexity[0])
+    ratio = first / last
     theirs = PAPER[0] / PAPER[1]
     return bullets(
         verdict(
@@ -57,7 +58,11 @@ def against_the_paper(forward: pd.DataFrame, backward: pd.DataFrame) -> str:
             f"the order decides: the first layer alone costs {short(ratio)} times the perplexity that the last alone "
             "does.",
         ),
-        verdict(ratio >= theirs, f"there the ratio is {short(theirs)} ({short(PAPER[0])} against {short(PAPER[1])})."),
+        verdict(
+            ratio >= theirs,
+            f"there the first alone costs {short(theirs)} times the last ({short(PAPER[0])} against {short(PAPER[1])}):"
+            f" {short(ratio)} times ({short(first)} against {short(last)}).",
+        ),
     )
 
 
