@@ -59,6 +59,11 @@ def verdict(holds: object, statement: str, yes: str = "Agrees", no: str = "Diffe
     return stated(statement, yes if holds else no)
 
 
+def decided(agrees: object, differs: object, statement: str) -> str:
+    """With the verdict on the paper, where the intervals leave one."""
+    return stated(statement, "Agrees" if agrees else "Differs" if differs else "Not decided")
+
+
 def percent(share: float) -> str:
     """`50 %`, `3.1 %`."""
     return f"{100 * share:.3g} %"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -99,6 +100,27 @@ def test_planted_fault_items_in_another_order_pair_with_none() -> None:
 def test_a_depth_that_costs_nothing_has_no_half() -> None:
     dense, curves = made_items([1.0, 1.0, 1.0, 1.0, 1.0], [0.5, 0.7, 0.8, 0.9, 0.9])
     assert not [p for p in ASYMMETRY.comparisons(dense, curves, MARKS) if p.quantity == "steps"]
+
+
+def test_a_depth_at_which_neither_type_regains_half_has_no_quotient() -> None:
+    dense, curves = made_items([0.5, 0.5, 0.6, 0.6, 0.6], [0.5, 0.5, 0.6, 0.6, 0.7])
+    assert not [p for p in ASYMMETRY.comparisons(dense, curves, MARKS) if p.quantity == "steps"]
+
+
+def test_what_is_said_of_recoveries_that_end_too_soon() -> None:
+    found = ASYMMETRY.Asymmetry.load(ASYMMETRY.HERE / ASYMMETRY.FILE)
+    assert "attentions take at least 6.29" in ASYMMETRY.verdict(found)
+    assert "is reached cannot be told: attentions were not followed" in ASYMMETRY.verdict(found)
+
+    def slower(p: Any) -> Any:
+        return replace(p, attention=min(p.attention, 20.0), low=3.0, high=5.0) if p.quantity == "steps" else p
+
+    ended = replace(found, paired=tuple(map(slower, found.paired)))
+    assert "is wrong here" in ASYMMETRY.verdict(ended)
+    assert "at least" not in ASYMMETRY.verdict(ended)
+    few = ASYMMETRY.Asymmetry.load(ASYMMETRY.HERE / "smollm2-135m" / ASYMMETRY.FILE)
+    assert "Left out: 2 removed" in ASYMMETRY.verdict(few)
+    assert "in 6 steps no quotient is above 6" in ASYMMETRY.verdict(few)
 
 
 def test_the_interval_over_seeds_pools_what_is_within_depths() -> None:

@@ -23,7 +23,7 @@ from scipy import stats
 
 from experiments.common import Device, DType, draw, of_model
 from experiments.recoveries import VIT
-from experiments.statements import bullets, counted, interval, percent, short, span, stated, table
+from experiments.statements import bullets, counted, decided, interval, percent, runs, short, span, table
 from experiments.taught import Taught, numbers, taught
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.evaluation import score
@@ -261,8 +261,9 @@ def faster(
 ) -> Iterator[Paired]:
     """Steps of attentions over those of activations to half of each one's drop, and their geometric mean over depths.
 
-    Depths alone at which both types lose more than nothing, by the 95 % interval; else half of it is half of noise.
-    Intervals: the 95 % that lie in the middle when the same items are drawn anew for both types, all marks and depths.
+    Depths alone at which both types lose more than nothing, by the 95 % interval, as else half of it is half of noise,
+    and at which a type regains half, as else nothing is known of the quotient. Intervals: the 95 % that lie in the
+    middle when the same items are drawn anew for both types, all marks and depths.
     """
     m = len(dense)
     drawn = np.random.default_rng(0).multinomial(m, np.full(m, 1 / m), DRAWS) / m
@@ -272,6 +273,8 @@ def faster(
         if any(by_item(dense - curve[0])[1] <= 0 for curve in curves):
             continue
         a, g = (half_regained(weights @ dense, weights @ curve.T, marks) for curve in curves)
+        if min(a[0], g[0]) >= marks[-1]:
+            continue
         logs.append(np.log(a / g))
         yield Paired("steps", optimizer, n, float(a[0]), float(g[0]), *middle_of(logs[-1]))
     if logs:
@@ -300,7 +303,7 @@ def half_regained(dense: np.ndarray, scores: np.ndarray, marks: np.ndarray) -> n
 def over_seeds(found: Asymmetry, optimizer: str, quantity: str) -> tuple[float, float, float]:
     """What `Paired` gives of `gap` and `steps` over all depths, with its 95 % interval over seeds."""
     steps = quantity == "steps"
-    depths = [p.removed for p in found.of(quantity, optimizer) if p.removed]
+    depths = [p.removed for p in (known(found, optimizer) if steps else found.of(quantity, optimizer)) if p.removed]
     value = {
         (c.kind, c.removed, c.seed): float(np.log(half_regained(np.array(found.dense), c.scores, found.marks)))
         if steps
@@ -411,20 +414,49 @@ def gaps(found: Asymmetry) -> str:
 def by_steps(found: Asymmetry) -> str:
     head = ("optimizer", "removed", "steps to half: attentions", "activations", "attention / activation, 95 % by item")
 
-    def taken(steps: float) -> str | None:
+    def taken(steps: float) -> str:
         """The steps of one type; those of a type that never regains half are not known."""
-        if not np.isfinite(steps):
-            return None
         return f"{found.marks[-1]} or more" if steps >= found.marks[-1] else short(steps)
 
-    return table(
-        head,
-        [
-            (LABELS[name], depth(p), taken(p.attention), taken(p.activation), interval(p.between, p.low, p.high))
-            for name in found.chosen
-            for p in found.of("steps", name)
-        ],
-    )
+    rows: list[tuple[object, ...]] = []
+    for name in found.chosen:
+        depths = known(found, name)
+        for p in found.of("steps", name):
+            if p.removed:
+                quotient = bound(found, [p]) + interval(p.between, p.low, p.high) if p in depths else None
+                rows.append((LABELS[name], depth(p), taken(p.attention), taken(p.activation), quotient))
+        if depths:
+            over = bound(found, depths) + interval(*over_depths(found, name))
+            rows.append((LABELS[name], "all these depths", None, None, over))
+    return table(head, rows)
+
+
+def known(found: Asymmetry, optimizer: str) -> list[Paired]:
+    """The depths at which one type regains half or both do; where neither does nothing is known of the quotient."""
+    rows = [p for p in found.of("steps", optimizer) if p.removed]
+    return [p for p in rows if min(p.attention, p.activation) < found.marks[-1]]
+
+
+def slow(found: Asymmetry, depths: list[Paired]) -> list[str]:
+    """The type of every recovery that ends before half is regained."""
+    return [kind for kind in TYPES for p in depths if getattr(p, kind) >= found.marks[-1]]
+
+
+def bound(found: Asymmetry, depths: list[Paired]) -> str:
+    """What is said before a quotient of steps of which one was not seen to its end."""
+    ends = set(slow(found, depths))
+    return "at least " if ends == {"attention"} else "at most " if ends == {"activation"} else ""
+
+
+def over_depths(found: Asymmetry, optimizer: str) -> tuple[float, float, float]:
+    """The geometric mean of the quotients over the depths that are known, with its 95 % interval by item.
+
+    NaN where other depths are in the interval that was kept.
+    """
+    *rows, whole = found.of("steps", optimizer)
+    depths = known(found, optimizer)
+    middle = float(np.exp(np.mean(np.log([p.between for p in depths]))))
+    return (middle, whole.low, whole.high) if len(depths) == len(rows) else (middle, np.nan, np.nan)
 
 
 def depth(p: Paired) -> str:
@@ -439,7 +471,7 @@ def verdict(found: Asymmetry) -> str:
     lines = [
         f"One model of {model.num_layers} layers ({model.name}) on one set of data; the paper has other vision "
         "transformers, ImageNet and many epochs. The slice that scores is also the one that chose the rates.",
-        told(
+        decided(
             whole.low > 0,
             whole.high < 0,
             f"the drop at once: an activation less costs {between((whole.between, whole.low, whole.high))} "
@@ -448,23 +480,24 @@ def verdict(found: Asymmetry) -> str:
         ),
     ]
     for name in found.chosen:
-        steps = found.of("steps", name)
-        if not steps:
-            lines.append(f"**Not decided:** {LABELS[name]}: no depth at which both types lose more than noise.")
+        depths = known(found, name)
+        if not depths:
+            lines.append(
+                f"**Not decided:** {LABELS[name]}: no depth at which both types lose more than noise and half "
+                "of it is regained."
+            )
             continue
-        by_item, by_seed = steps[-1], over_seeds(found, name, "steps")
-        low, high = min(by_item.low, by_seed[1]), max(by_item.high, by_seed[2])
-        size = f"The proposition's {CLAIM[0]:g} to {CLAIM[1]:g} times " + (
-            "is not reached" if high < CLAIM[0] else "is not excluded" if low < CLAIM[0] else "is reached"
-        )
+        by_item, by_seed = over_depths(found, name), over_seeds(found, name, "steps")
+        low, high = np.nanmin([by_item[1], by_seed[1]]), np.nanmax([by_item[2], by_seed[2]])
+        ends = slow(found, depths)
         lines.append(
-            told(
-                low > 1,
-                high < 1,
-                f"{LABELS[name]}: attentions take {interval(by_item.between, by_item.low, by_item.high)} times as many "
-                "steps as activations to regain half of the drop "
-                f"({short(by_seed[1])}–{short(by_seed[2])} over seeds), as a geometric mean "
-                f"over {counted(len(steps) - 1, 'depth')}. {size}. {capped(found, steps)}",
+            decided(
+                low > 1 and "activation" not in ends,
+                high < 1 and "attention" not in ends,
+                f"{LABELS[name]}: attentions take {bound(found, depths)}{interval(*by_item)} times as many steps as "
+                f"activations to regain half of the drop ({short(by_seed[1])}–{short(by_seed[2])} over seeds), as a "
+                f"geometric mean over {counted(len(depths), 'depth')}. {capped(found, name)} "
+                f"{claimed(found, depths, low, high)}",
             )
         )
     for name in found.chosen:
@@ -480,13 +513,28 @@ def verdict(found: Asymmetry) -> str:
     return bullets(*lines)
 
 
-def capped(found: Asymmetry, steps: list[Paired]) -> str:
+def capped(found: Asymmetry, optimizer: str) -> str:
     """What is said of recoveries that end before half is regained."""
-    slow = [kind for kind in TYPES for p in steps if p.removed and getattr(p, kind) >= found.marks[-1]]
-    if not slow:
-        return "Half is regained everywhere."
-    counts = " and ".join(f"{slow.count(kind)} of {kind}s" for kind in dict.fromkeys(slow))
-    return f"Half is not regained by {counts}, which count as {found.marks[-1]} steps."
+    depths = known(found, optimizer)
+    ends = slow(found, depths)
+    counts = " and ".join(f"{ends.count(kind)} of {kind}s" for kind in dict.fromkeys(ends))
+    lines = [f"Half is not regained by {counts}, which count as {found.marks[-1]} steps."] if ends else []
+    if left := [p.removed for p in found.of("steps", optimizer) if p.removed and p not in depths]:
+        lines.append(
+            f"Left out: {runs(left)} removed, where neither type regains half; an interval by item without that was "
+            "not kept."
+        )
+    return " ".join(lines) or "Half is regained everywhere."
+
+
+def claimed(found: Asymmetry, depths: list[Paired], low: float, high: float) -> str:
+    """Whether the proposition's quotient is reached, so far as the recoveries were long enough to tell."""
+    claim = f"the proposition's {CLAIM[0]:g} to {CLAIM[1]:g} times is reached"
+    if found.marks[-1] < CLAIM[0]:
+        return f"Whether {claim} cannot be told: in {found.marks[-1]} steps no quotient is above {found.marks[-1]}."
+    if low < CLAIM[0] and "attention" in slow(found, depths):
+        return f"Whether {claim} cannot be told: attentions were not followed until half is regained."
+    return f"That {claim} is {'wrong here' if high < CLAIM[0] else 'not excluded' if low < CLAIM[0] else 'so here'}."
 
 
 def share(found: Asymmetry) -> str:
@@ -503,11 +551,6 @@ def share(found: Asymmetry) -> str:
 
 def regained_of(drop: float, gap: float) -> str:
     return percent(1 - gap / drop) if drop > 0 else "nothing, as nothing was lost"
-
-
-def told(agrees: object, differs: object, statement: str) -> str:
-    """With the verdict on the paper, where the interval leaves one."""
-    return stated(statement, "Agrees" if agrees else "Differs" if differs else "Not decided")
 
 
 if __name__ == "__main__":
