@@ -223,6 +223,23 @@ def told(row: Scored, other: Scored) -> str:
     return "better" if high < 1 else "worse" if low > 1 else ALIKE
 
 
+class Ranged(Protocol):
+    """What has a 95 % interval of its perplexity over the dense one."""
+
+    @property
+    def low(self) -> float: ...
+    @property
+    def high(self) -> float: ...
+
+
+def apart(row: Ranged, other: Ranged) -> str:
+    """What is told of `row` where the losses of windows were not kept: intervals that lie apart are enough for that.
+
+    Intervals that overlap decide nothing: paired by window the two might be told apart.
+    """
+    return "better" if row.high < other.low else "worse" if row.low > other.high else ALIKE
+
+
 def beside(row: CompressionRow, other: CompressionRow) -> str:
     """`1.24 (1.1–1.4), worse`; no word where the two are not to be told apart."""
     word = told(row, other)

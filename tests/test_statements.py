@@ -24,6 +24,7 @@ from lyapunov_prune.sensitivity.sensitivity import Sensitivity
 EXPERIMENTS = Path(__file__).resolve().parents[1] / "experiments"
 CLIFF = importlib.import_module("experiments.03_early_layer_cliff.run")
 GREEDY = importlib.import_module("experiments.06_greedy.run")
+METHODS = importlib.import_module("experiments.08_methods.run")
 ALLOCATION = importlib.import_module("experiments.09_allocation.run")
 WITHIN = importlib.import_module("experiments.10_within_layer.run")
 SPACES = importlib.import_module("experiments.16_spaces.run")
@@ -234,6 +235,21 @@ def test_criteria_that_both_wreck_a_model_are_not_compared() -> None:
     assert "**Agrees:** smollm2-135m: removing 8 layers by ρ leaves 1.33 times lower" in abstract.verdicts([turned], [])
     wrecked = replace(small, perplexity=small.perplexity / 1000)
     assert "**Not to be told:** smollm2-135m: removing 8" in abstract.verdicts([wrecked], [])
+
+
+def test_methods_are_paired_by_window_where_windows_were_kept() -> None:
+    """Of Gemma's, Wanda and SparseGPT overlap against the dense model and part when they are paired."""
+    rows = {r.method: r for r in CompressionTable.load(METHODS.HERE / "gemma-3-270m" / "methods.json").rows}
+    assert rows["sparsegpt"].high > rows["wanda"].low
+    assert "**Agrees:** SparseGPT beats Wanda" in METHODS.against_the_papers(rows)
+    alike = METHODS.against_the_papers(rows | {"sparsegpt": rows["wanda"]})
+    assert "**Not decided:** SparseGPT beats Wanda" in alike
+    turned = METHODS.against_the_papers(rows | {"sparsegpt": rows["wanda"], "wanda": rows["sparsegpt"]})
+    assert "**Differs:** SparseGPT beats Wanda" in turned
+    older = {name: replace(row, windows=()) for name, row in rows.items()}
+    assert "**Not decided:** SparseGPT beats Wanda" in METHODS.against_the_papers(older)
+    lower = replace(older["sparsegpt"], low=1.0, high=1.1)
+    assert "**Agrees:** SparseGPT beats Wanda" in METHODS.against_the_papers(older | {"sparsegpt": lower})
 
 
 def test_verdicts_of_spaces_follow_the_numbers() -> None:

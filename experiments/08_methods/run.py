@@ -11,13 +11,17 @@ import typer
 
 from experiments.common import Device, DType, draw, load, of_model, texts
 from experiments.compressions import (
+    ALIKE,
     CompressionRow,
     CompressionTable,
     Setting,
+    against,
+    apart,
     compressions_figure,
     evaluate_compressions,
+    told,
 )
-from experiments.statements import bullets, interval, short, stated, table
+from experiments.statements import bullets, decided, interval, short, table
 
 HERE = Path(__file__).parent
 AMOUNTS = {"sparsity": "{:.0%} removed", "bits": "{:g} bits"}
@@ -62,38 +66,45 @@ def written(folder: Path = HERE) -> dict[str, str]:
 
 
 def against_the_papers(rows: dict[str, CompressionRow]) -> str:
-    """Of methods told from each other by intervals that lie apart."""
+    """Of methods told from each other, paired by window where windows were kept."""
+    paired = all(row.windows for row in rows.values())
 
-    def better(one: str, other: str) -> bool:
-        return rows[one].high < rows[other].low
+    def word(one: str, other: str) -> str:
+        return (told if paired else apart)(rows[one], rows[other])
 
-    def told(one: tuple[str, ...], other: tuple[str, ...]) -> str:
-        pairs = [(a, b) for a in one for b in other]
-        if all(better(a, b) for a, b in pairs):
-            return "Agrees"
-        return "Differs" if any(better(b, a) for a, b in pairs) else "Not to be told"
+    def wins(one: tuple[str, ...], other: tuple[str, ...], statement: str) -> str:
+        words = {word(a, b) for a in one for b in other}
+        return decided(words == {"better"}, "worse" in words, statement)
+
+    def beside(one: str, other: str) -> str:
+        if paired:
+            return f"{interval(*against(rows[one], rows[other]))} of its perplexity, paired by window"
+        lie = "overlap" if word(one, other) == ALIKE else "lie apart"
+        return f"their intervals {lie}, and to pair them the losses of windows were not kept"
 
     aware, naive = ("sparsegpt", "wanda"), ("magnitude", "weight-only")
     ratio = {name: short(row.degradation) for name, row in rows.items()}
     return bullets(
-        stated(
+        wins(
+            aware,
+            naive,
             f"methods that look at activations win: {' and '.join(ratio[a] for a in aware)} × dense "
             f"({' and '.join(aware)}) against {' and '.join(ratio[n] for n in naive)} ({' and '.join(naive)}; the "
             "paper: 34.6 against 406.7 for naive sparsification of GPT-2 at 50 %).",
-            told(aware, naive),
         ),
-        stated(
-            f"SparseGPT beats Wanda: {ratio['sparsegpt']} × dense against {ratio['wanda']}; their intervals "
-            f"{'lie apart' if better('sparsegpt', 'wanda') else 'overlap'}.",
-            told(("sparsegpt",), ("wanda",)),
+        wins(
+            ("sparsegpt",),
+            ("wanda",),
+            f"SparseGPT beats Wanda: {ratio['sparsegpt']} × dense against {ratio['wanda']}; "
+            f"{beside('sparsegpt', 'wanda')}.",
         ),
-        stated(
+        wins(
+            ("balanced",),
+            ("svd",),
             f"balanced truncation does better than a plain SVD, {ratio['balanced']} against {ratio['svd']} × dense; "
             f"whitened by the inputs it is {ratio['whitened-svd']}.",
-            told(("balanced",), ("svd",)),
         ),
-        f"The simplified score is {'worse' if better('magnitude', 'weight-only') else 'no worse'} than plain "
-        "magnitude here.",
+        f"The simplified score against plain magnitude here: {word('weight-only', 'magnitude')}.",
     )
 
 
