@@ -23,7 +23,8 @@ from transformers import PreTrainedModel
 import lyapunov_prune as lp
 from experiments.blend_of_paper import blend_of_paper
 from experiments.common import Device, DType, draw, job_folder, load, of_model, read_text
-from experiments.statements import bullets, interval, measured, runs, short, span, table, verdict
+from experiments.compressions import apart
+from experiments.statements import bullets, decided, interval, measured, runs, short, span, stated, table
 from lyapunov_prune.data.batch import Split, require_disjoint
 from lyapunov_prune.forward.hooks import residual_stream, run_backbone
 from lyapunov_prune.forward.prefix import Prefix
@@ -41,7 +42,7 @@ from lyapunov_prune.results.result import MeasuredOn
 HERE = Path(__file__).parent
 REMOVALS = (2, 4, 7)
 ALPHAS = (0.0, 0.25, 0.5, 0.75, 1.0)
-ALPHA_AT = 4
+ALPHA_AT, PAPER_ALPHA = 4, 0.5
 MENDED_ON, RIDGE = 4096, 0.1
 
 
@@ -216,7 +217,7 @@ def written(folder: Path = HERE) -> dict[str, str]:
         "summary": summary(curve.measured_on, by, forwards),
         "oracle": of_the_oracle(by, forwards),
         "mended": of_mending(by, forwards, dense),
-        "verdict": against_the_papers(by, blends),
+        "verdict": against_the_papers(by),
         "criteria": table(["criterion", f"forwards for {REMOVALS[-1]}", *(f"{n} removed" for n in REMOVALS)], cells),
         "alpha": table(
             ["α (0: Block Influence, 1: |ρ − 1|)", *(row.criterion[4:] for row in blends)],
@@ -234,13 +235,15 @@ def summary(on: MeasuredOn, by: By, forwards: dict[str, float]) -> str:
     return (
         f"On {on.text}, with {LAST} layers removed, the run of layers that turns the state least (`angular`, one "
         f"forward) leaves a perplexity of {short(angular)}, Block Influence {short(bi)}, and the greedy oracle, "
-        f"{short(forwards['oracle'])} times as dear, {short(oracle)}; the intervals of `angular` and the oracle "
-        f"{'overlap' if overlap(by['angular', LAST], by['oracle', LAST]) else 'lie apart'}.\n"
+        f"{short(forwards['oracle'])} times as dear, {short(oracle)}; `angular` "
+        f"{compared(by['angular', LAST], by['oracle', LAST])}.\n"
     )
 
 
-def overlap(one: RemovalRow, other: RemovalRow) -> bool:
-    return max(one.low, other.low) <= min(one.high, other.high)
+def compared(row: RemovalRow, *others: RemovalRow) -> str:
+    """How a row stands to others: their intervals are all that there is, the losses of windows not having been kept."""
+    said = ", ".join(f"against `{other.criterion}` {apart(row, other)}" for other in others)
+    return f"{said}, by intervals alone, as no windows to pair were kept"
 
 
 def of_the_oracle(by: By, forwards: dict[str, float]) -> str:
@@ -249,13 +252,13 @@ def of_the_oracle(by: By, forwards: dict[str, float]) -> str:
     beaten = [by[name, LAST] for name in cheap if by[name, LAST].perplexity < oracle.perplexity]
     lines = [
         f"`{row.criterion}`, {short(forwards[row.criterion])} forwards, removes layer {runs(row.removed)}: "
-        f"{short(row.perplexity)}; its interval and the oracle's {'overlap' if overlap(row, oracle) else 'lie apart'}."
+        f"{short(row.perplexity)}; {compared(row, oracle)}."
         for row in beaten
     ]
     return (
         f"The greedy oracle, {short(forwards['oracle'])} forwards, removes layer {runs(oracle.removed)}: "
-        f"{short(oracle.perplexity)}. With less than a tenth of its forwards it is beaten by {len(beaten)} of "
-        f"{len(cheap)}:\n\n{bullets(*lines)}"
+        f"{short(oracle.perplexity)}. With less than a tenth of its forwards {len(beaten)} of {len(cheap)} leave "
+        f"less:\n\n{bullets(*lines)}"
     )
 
 
@@ -273,21 +276,24 @@ def of_mending(by: By, forwards: dict[str, float], dense: float) -> str:
     )
 
 
-def against_the_papers(by: By, blends: Sequence[RemovalRow]) -> str:
-    best = min(blends, key=lambda row: row.perplexity)
+def against_the_papers(by: By) -> str:
+    bi, half, rho = (by[f"α = {a:g}", ALPHA_AT] for a in (0, PAPER_ALPHA, 1))
+    words = {apart(half, part) for part in (bi, rho)}
     kl = by["kl", LAST]
     plain = [row for (name, n), row in by.items() if n == LAST and not name.endswith("mended")]
     return bullets(
-        verdict(
-            blends.index(best) not in (0, len(blends) - 1),
-            f"a blend beats both of its parts: the best is {best.criterion} with {short(best.perplexity)}, which "
-            f"removes layer {runs(best.removed)} (the paper: α = 0.5 at eight layers).",
+        decided(
+            words == {"better"},
+            "worse" in words,
+            f"the blend at α = {PAPER_ALPHA} beats both of its parts (the paper: at eight layers removed; at four it "
+            f"is |ρ − 1|). At {ALPHA_AT} here it leaves {short(half.perplexity)}, Block Influence (α = 0) "
+            f"{short(bi.perplexity)}, |ρ − 1| (α = 1) {short(rho.perplexity)}; {compared(half, bi, rho)}.",
         ),
-        verdict(
-            kl.perplexity < max(row.perplexity for row in plain),
+        stated(
             "the estimate `Var_p(Δz)/2T²` ranks layers alone well (`19_prediction`); as a criterion it leaves "
-            f"{short(kl.perplexity)} with {LAST} removed, of {span(row.perplexity for row in plain)}: what a layer "
-            "costs alone says little about what it costs beside others.",
+            f"{short(kl.perplexity)} with {LAST} removed, where the criteria leave "
+            f"{span(row.perplexity for row in plain)}.",
+            "Not in the papers",
         ),
     )
 
