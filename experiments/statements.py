@@ -11,6 +11,7 @@ from collections.abc import Iterable, Sequence
 from itertools import groupby
 
 import numpy as np
+from scipy import stats
 
 from lyapunov_prune.evaluation.perplexity import interval_of
 from lyapunov_prune.results.result import MeasuredOn
@@ -77,6 +78,26 @@ def signed(x: float) -> str:
 def correlation(statistic: float, p: float) -> str:
     """`−0.44 (p 3e-06)`; `none` where ranks have none, all being alike."""
     return f"{signed(statistic)} (p {p:.2g})" if np.isfinite(statistic) else "none"
+
+
+def rank_interval(rank: float, n: int) -> tuple[float, float]:
+    """95 % interval of Spearman's correlation of `n` pairs: Fisher's z, with the variance of Bonett and Wright."""
+    middle, half = np.arctanh(rank), stats.norm.ppf(0.975) * np.sqrt((1 + rank**2 / 2) / (n - 3))
+    return float(np.tanh(middle - half)), float(np.tanh(middle + half))
+
+
+def ranked(rank: float, n: int) -> str:
+    """`+0.41 (−0.09 to +0.75)`: Spearman's correlation with that interval; `none` where ranks have none."""
+    if not np.isfinite(rank):
+        return "none"
+    low, high = rank_interval(rank, n)
+    return f"{signed(rank)} ({signed(low)} to {signed(high)})"
+
+
+def goes_with(rank: float, n: int, statement: str, sign: int = 1) -> str:
+    """With the verdict on a paper in which ranks go together, or by a `sign` of −1 against each other."""
+    low, high = rank_interval(sign * rank, n)
+    return decided(low > 0, high < 0, statement)
 
 
 def interval(value: float, low: float, high: float) -> str:

@@ -17,7 +17,18 @@ from experiments import abstract
 from experiments.columns import Column
 from experiments.compressions import CompressionTable, told
 from experiments.hierarchies import cell
-from experiments.statements import correlation, interval, runs, short, span, table, verdict
+from experiments.statements import (
+    correlation,
+    goes_with,
+    interval,
+    rank_interval,
+    ranked,
+    runs,
+    short,
+    span,
+    table,
+    verdict,
+)
 from lyapunov_prune.pruning.plan import PruningPlan
 from lyapunov_prune.sensitivity.sensitivity import Sensitivity
 
@@ -321,6 +332,20 @@ def test_numbers_as_they_are_written() -> None:
     assert (interval(2.0, 1.5, 2.504), interval(2.0, np.nan, np.nan)) == ("2 (1.5–2.5)", "2")
     assert (verdict(1, "x."), verdict(0, "x.", no="Put right")) == ("**Agrees:** x.", "**Put right:** x.")
     assert cell({"x": 0.2, "x_low": 0.1, "x_high": 0.4}, "x", lambda x: 1 - x) == "0.8 (0.6–0.9)"
+
+
+def test_what_is_not_told_from_none_is_no_difference() -> None:
+    """Of 18 pairs +0.41 is not told from none, and speaks neither for ranks that go together nor against."""
+    np.testing.assert_allclose(rank_interval(0.0, 28), np.tanh(np.array([-1, 1]) * 1.959964 / 5), rtol=1e-6)
+    assert ranked(0.41, 18) == "+0.41 (−0.09 to +0.75)"
+    assert ranked(np.nan, 18) == "none"
+    assert [goes_with(rank, 18, "x.") for rank in (0.41, 0.6, -0.6, np.nan)] == [
+        "**Not decided:** x.",
+        "**Agrees:** x.",
+        "**Differs:** x.",
+        "**Not decided:** x.",
+    ]
+    assert goes_with(-0.6, 18, "x.", -1) == "**Agrees:** x."
 
 
 def test_what_a_plan_by_bi_says_of_the_ends() -> None:

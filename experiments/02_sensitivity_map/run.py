@@ -10,7 +10,18 @@ from pathlib import Path
 import typer
 
 from experiments.common import Device, DType, draw, inputs, of_model
-from experiments.statements import bullets, correlation, measured, short, signed, span, table, verdict
+from experiments.statements import (
+    bullets,
+    correlation,
+    goes_with,
+    measured,
+    ranked,
+    short,
+    signed,
+    span,
+    table,
+    verdict,
+)
 from lyapunov_prune.report.sensitivity import sensitivity_figures
 from lyapunov_prune.sensitivity.sensitivity import Sensitivity
 
@@ -88,7 +99,7 @@ def against_the_paper(found: Sensitivity) -> str:
     types = found.of("component").sort_values("perplexity", ascending=False)
     order = [label.rpartition(".")[2] for label in types.label]
     ranks, middle = regret_of_removal(found), float(layers.median())
-    rho, p = ranks["|rho - 1|"]
+    count, rho = len(found.of("removal")), ranks["|rho - 1|"][0]
     mlp = all(c.startswith("mlp") for c in types.component[:3])
     return bullets(
         verdict(
@@ -106,10 +117,11 @@ def against_the_paper(found: Sensitivity) -> str:
             order[-1] == "v_proj",
             f"V is the least sensitive type on GPT-2, here number {order.index('v_proj') + 1} of {len(order)}.",
         ),
-        verdict(
-            rho > 0 and p < 0.05,
-            f"|ρ − 1| predicts the regret of removing a layer: {correlation(rho, p)} (Block Influence: "
-            f"{correlation(*ranks['bi'])}).",
+        goes_with(
+            rho,
+            count,
+            f"|ρ − 1| predicts the regret of removing a layer: {ranked(rho, count)} (Block Influence: "
+            f"{ranked(ranks['bi'][0], count)}).",
         ),
         verdict(
             layers.iloc[-1] < 2 * middle,

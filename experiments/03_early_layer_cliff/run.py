@@ -15,7 +15,7 @@ from scipy import stats
 
 import lyapunov_prune as lp
 from experiments.common import Device, DType, draw, inputs, of_model
-from experiments.statements import bullets, correlation, runs, short, span, table
+from experiments.statements import bullets, goes_with, ranked, runs, short, span, table
 from lyapunov_prune.profiles import ActivationStatistics
 from lyapunov_prune.report.profiles import activation_figure
 from lyapunov_prune.report.sensitivity import cliff_figure, levels_figure
@@ -137,13 +137,16 @@ def signs(result: Sensitivity, activations: ActivationStatistics) -> str:
     harm = np.log(levels).mean(axis=1).loc[frame.index]
     lines = []
     for name, (words, sign) in SIGNS.items():
-        found = stats.spearmanr(harm, frame[name])
-        agrees = "Agrees" if found.pvalue < 0.05 and np.sign(found.statistic) == sign else "Differs"
+        rank = float(stats.spearmanr(harm, frame[name]).statistic)
         place = int(frame[name].rank(ascending=sign < 0).loc[0])
         lines.append(
-            f"**{agrees}:** {words} with harm over {len(frame)} layers: Spearman's "
-            f"{correlation(found.statistic, found.pvalue)}. Layer 0 stands at place {place}, with "
-            f"{short(frame[name].loc[0])}."
+            goes_with(
+                rank,
+                len(frame),
+                f"{words} with harm over {len(frame)} layers: Spearman's {ranked(rank, len(frame))}. Layer 0 stands at "
+                f"place {place}, with {short(frame[name].loc[0])}.",
+                sign,
+            )
         )
     sinks = frame.index[frame.token_rank > SINK * frame.effective_rank]
     if len(sinks):

@@ -9,7 +9,7 @@ sensitivity a method, and spread.svg.
 
 from itertools import product
 from pathlib import Path
-from typing import Any, get_args
+from typing import get_args
 
 import numpy as np
 import pandas as pd
@@ -18,7 +18,7 @@ from scipy import stats
 
 import lyapunov_prune as lp
 from experiments.common import Device, DType, draw, inputs, of_model
-from experiments.statements import bullets, correlation, measured, short, table, verdict
+from experiments.statements import bullets, correlation, goes_with, measured, ranked, short, table, verdict
 from lyapunov_prune.allocation.lyapunov import Reading, tolerance
 from lyapunov_prune.profiles.contraction_profile import Pooling
 from lyapunov_prune.report.drawing import COLOURS, log_axis, one_panel, svg
@@ -102,7 +102,7 @@ def written(folder: Path = HERE) -> dict[str, str]:
     rows: list[list[object]] = []
     spreads: dict[str, float] = {}
     worst: dict[str, str] = {}
-    budgets: dict[str, Any] = {}
+    budgets: dict[str, float] = {}
     for method in METHODS:
         found = Sensitivity.load(folder / f"{method}.json")
         components, layers = found.of("component"), found.of("layer")
@@ -120,17 +120,16 @@ def written(folder: Path = HERE) -> dict[str, str]:
         )
         spreads[method] = float(most.regret / least.regret)
         worst[method] = names[1]
-        budgets[method] = budget
+        budgets[method] = float(budget.statistic)
     head = ["method", "least regret", "most", "most / least", "layers, most / least", "1/A against layer regret"]
     return {
         "setting": measured(found.measured_on, found.perplexity),
         "spread": table(head, rows),
-        "verdict": against_the_paper(spreads, worst, budgets),
+        "verdict": against_the_paper(spreads, worst, budgets, len(layers)),
     }
 
 
-def against_the_paper(spreads: dict[str, float], worst: dict[str, str], budgets: dict[str, Any]) -> str:
-    follows = ", ".join(f"{correlation(b.statistic, b.pvalue)} ({method})" for method, b in budgets.items())
+def against_the_paper(spreads: dict[str, float], worst: dict[str, str], budgets: dict[str, float], layers: int) -> str:
     return bullets(
         verdict(
             spreads["wanda"] < spreads["weight-only"],
@@ -143,9 +142,14 @@ def against_the_paper(spreads: dict[str, float], worst: dict[str, str], budgets:
             "the most sensitive component by method (the paper: the MLP's): "
             f"{', '.join(f'{name} ({method})' for method, name in worst.items())}.",
         ),
-        verdict(
-            all(b.pvalue < 0.05 and b.statistic > 0 for b in budgets.values()),
-            f"rank correlation of the budget with the regret of layers (the paper: strong, on GPT-2): {follows}.",
+        *(
+            goes_with(
+                rank,
+                layers,
+                f"{method}: rank correlation of the budget with the regret of layers (the paper: strong, on GPT-2): "
+                f"{ranked(rank, layers)}.",
+            )
+            for method, rank in budgets.items()
         ),
     )
 

@@ -36,7 +36,7 @@ from experiments.hierarchies import (
     records,
     summarise,
 )
-from experiments.statements import bullets, correlation, short, span, table, verdict
+from experiments.statements import bullets, goes_with, ranked, short, span, table, verdict
 from lyapunov_prune.data.batch import as_batch
 from lyapunov_prune.evaluation.repetition import collapsed, repetition
 from lyapunov_prune.forward.decoding import walk
@@ -352,10 +352,12 @@ def against_the_paper(found: dict[str, Any]) -> str:
             f"probabilities are the least alike ({short(own.probabilities_first)} against {short(own.state_first)} and "
             f"{short(own.logits_first)}).",
         ),
-        verdict(
-            order[0] < 0 and order[1] < 0.05,
+        goes_with(
+            order[0],
+            len(models),
             "the median step at which the texts part falls with the perplexity: rank correlation "
-            f"{correlation(*order)} over {len(models)} models.",
+            f"{ranked(order[0], len(models))} over {len(models)} models.",
+            -1,
         ),
         verdict(
             rounded.first_difference > alike.first_difference.max(),
