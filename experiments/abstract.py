@@ -10,6 +10,7 @@ from experiments.statements import bullets, short, signed, span, table, verdict
 from lyapunov_prune.sensitivity.amplification import PAPER as DRIFT
 from lyapunov_prune.sensitivity.amplification import AmplificationDrift
 
+DRIFTS = importlib.import_module("experiments.21_drift.run")
 NAMED = ("GPT-2 Small", "Mistral-7B", "Qwen3-8B")
 REMOVED = 8
 WRECKED = 1000  # times the dense perplexity, from where on criteria are not compared
@@ -17,7 +18,7 @@ WRECKED = 1000  # times the dense perplexity, from where on criteria are not com
 
 def written() -> dict[str, str]:
     columns: list[Column] = importlib.import_module("experiments.07_summary.run").columns()
-    drift: list[tuple[str, AmplificationDrift]] = importlib.import_module("experiments.21_drift.run").of_all_models()
+    drift: list[tuple[str, AmplificationDrift]] = DRIFTS.of_all_models()
     return {"claims": claims(columns, drift), "verdict": verdicts(columns, drift)}
 
 
@@ -34,7 +35,7 @@ def claims(columns: list[Column], drift: list[tuple[str, AmplificationDrift]]) -
     }
     for name, pooling in dict.fromkeys(key[:2] for key in found):
         own = [found.get((name, pooling, c.name)) for c in columns]
-        rows.append([f"Spearman of A with drift, {name}, {pooling} pooling", signed(DRIFT), *own])
+        rows.append([f"Spearman of A with drift, {name}, {pooling} pooling", f"{signed(DRIFT)}, if of 1 − CKA", *own])
     for words, method, paper in (
         ("naive", "weight-only", short(SPREAD_NAIVE)),
         ("Wanda", "wanda", span(SPREAD_WANDA)),
@@ -76,9 +77,8 @@ def verdicts(columns: list[Column], drift: list[tuple[str, AmplificationDrift]])
         lines.append(verdict(largest(c) <= most, said))
     for name, result in drift:
         for pooling, value, low, high in correlations(result):
-            said = f"{result.measured_on.model.name}, {name}, {pooling} pooling: Spearman of A with drift"
-            found = f"{signed(value)}, {signed(low)} to {signed(high)} (the paper: {signed(DRIFT)})"
-            lines.append(verdict(high < 0, f"{said} {found}."))
+            said = f"{result.measured_on.model.name}, {name}, {pooling} pooling: Spearman of A with drift "
+            lines.append(DRIFTS.beside_the_paper(said, value, low, high))
     for c in columns:
         if c.pruning:
             naive, wanda = (c.pruning.spread(method) for method in ("weight-only", "wanda"))

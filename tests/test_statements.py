@@ -231,10 +231,29 @@ def test_the_verdict_within_layers_follows_the_numbers(allocation: CompressionTa
 
 
 def test_the_sign_of_drift_follows_the_numbers() -> None:
+    """The paper's sign is not known: what lies on one side of none agrees by one reading and differs by the other."""
     heavy = DRIFT.measured()["heavy"]
-    assert "A is negative: −0.36" in DRIFT.verdict({"heavy": heavy})
+    said = "**Not decided:** heavy, token pooling: the correlation of drift with A is"
+    found = DRIFT.verdict({"heavy": heavy})
+    assert f"{said} −0.36" in found
+    assert "the interval holds −0.44." in found
     turned = DRIFT.verdict({"heavy": replace(heavy, drift=-heavy.drift)})
-    assert "**Differs:** heavy, token pooling: the correlation of drift with A is positive: +0.36" in turned
+    assert f"{said} +0.36" in turned
+    assert "the interval holds +0.44." in turned
+    assert "**Differs:** heavy, energy pooling: the correlation of drift with rho is positive" in turned
+
+
+@pytest.mark.parametrize(
+    ("spearman", "low", "high", "said"),
+    [
+        (-0.22, -0.37, -0.03, "**Differs:** A −0.22, −0.37 to −0.03"),
+        (-0.01, -0.19, 0.16, "neither lies in the interval."),
+        (-0.22, -0.37, -0.03, "of the former the same sign, and another size."),
+        (0.0, -0.5, 0.5, "**Not decided:** A +0.00, −0.50 to +0.50"),
+    ],
+)
+def test_drift_is_held_against_both_signs(spearman: float, low: float, high: float, said: str) -> None:
+    assert said in DRIFT.beside_the_paper("A ", spearman, low, high)
 
 
 def test_criteria_that_both_wreck_a_model_are_not_compared() -> None:

@@ -12,7 +12,7 @@ import numpy as np
 import typer
 
 from experiments.common import RANK, SPARSITY, Device, DType, inputs, of_model
-from experiments.statements import bullets, short, signed, table
+from experiments.statements import bullets, short, signed, stated, table
 from lyapunov_prune.sensitivity import AmplificationDrift, amplification_drift
 from lyapunov_prune.sensitivity.amplification import PAPER
 
@@ -78,20 +78,37 @@ def verdict(results: dict[str, AmplificationDrift]) -> str:
     lines = []
     for name, result in results.items():
         for _, row in result.to_frame().iterrows():
-            clear = row.low > 0 or row.high < 0
-            sign = ("positive" if row.low > 0 else "negative") if clear else "not to be told from none"
-            agrees, theirs = (sign == "negative", signed(PAPER)) if row["drift with"] == "A" else (not clear, "none")
-            lines.append(
-                f"**{'Agrees' if agrees else 'Differs'}:** {name}, {row.pooling} pooling: the correlation of drift "
-                f"with {row['drift with']} is {sign}: {signed(row.spearman)}, {signed(row.low)} to {signed(row.high)} "
-                f"by layer (the paper: {theirs})."
-            )
+            said = f"{name}, {row.pooling} pooling: the correlation of drift with {row['drift with']} is "
+            if row["drift with"] == "A":
+                lines.append(beside_the_paper(said, row.spearman, row.low, row.high))
+                continue
+            sign = "positive" if row.low > 0 else "negative" if row.high < 0 else "not to be told from none"
+            found = f"{signed(row.spearman)}, {signed(row.low)} to {signed(row.high)}"
+            none = row.low <= 0 <= row.high
+            lines.append(stated(f"{said}{sign}: {found} by layer (the paper: none).", "Agrees" if none else "Differs"))
         first = np.array(result.layers) == 0
         lines.append(
             f"{name}: mean drift {short(result.drift[first].mean())} from a component of layer 0, "
             f"{short(result.drift[~first].mean())} from one of the others."
         )
     return bullets(*lines)
+
+
+def beside_the_paper(said: str, spearman: float, low: float, high: float) -> str:
+    """Of drift with A. The paper says not whether its drift is CKA, and so not which sign: none can agree outright."""
+    within = [signed(value) for value in (PAPER, -PAPER) if low <= value <= high]
+    outcome = (
+        f"the interval holds {' and '.join(within)}"
+        if within
+        else "of the former the same sign, and another size"
+        if high < 0
+        else "neither lies in the interval"
+    )
+    return stated(
+        f"{said}{signed(spearman)}, {signed(low)} to {signed(high)} by layer (the paper: {signed(PAPER)} if its drift "
+        f"is 1 − CKA as here, {signed(-PAPER)} in these terms if it is CKA): {outcome}.",
+        "Not decided" if within else "Differs",
+    )
 
 
 if __name__ == "__main__":
