@@ -40,6 +40,7 @@ ALLOCATION = importlib.import_module("experiments.09_allocation.run")
 WITHIN = importlib.import_module("experiments.10_within_layer.run")
 SPACES = importlib.import_module("experiments.16_spaces.run")
 DRIFT = importlib.import_module("experiments.21_drift.run")
+REACH = importlib.import_module("experiments.46_within_reach.run")
 JOINT = importlib.import_module("experiments.23_joint_map.run")
 
 
@@ -280,6 +281,19 @@ def test_methods_are_paired_by_window_where_windows_were_kept() -> None:
     assert "**Not decided:** SparseGPT beats Wanda" in METHODS.against_the_papers(older)
     lower = replace(older["sparsegpt"], low=1.0, high=1.1)
     assert "**Agrees:** SparseGPT beats Wanda" in METHODS.against_the_papers(older | {"sparsegpt": lower})
+
+
+def test_the_verdict_on_writing_is_one_a_model_and_follows_the_numbers() -> None:
+    found = REACH.Reach.load(REACH.HERE / "reach.json")
+    told = REACH.against_the_paper(found)
+    assert "**Agrees:** attention − 4: writing stays" in told
+    assert "**Not decided:** attention − 8: writing collapses" in told
+    dense, *others = found.rows
+    for right, said in ((dense.copying, ("Agrees", "Differs")), (~dense.copying, ("Differs", "Agrees"))):
+        rows = [replace(row, copying=right, adding=dense.adding) for row in others]
+        turned = REACH.against_the_paper(replace(found, rows=(dense, *rows)))
+        for name, word in zip(("MLP − 4: writing stays", "MLP − 8: writing collapses"), said, strict=True):
+            assert f"**{word}:** {name}" in turned
 
 
 def test_verdicts_of_spaces_follow_the_numbers() -> None:
