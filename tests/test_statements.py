@@ -39,6 +39,7 @@ METHODS = importlib.import_module("experiments.08_methods.run")
 ALLOCATION = importlib.import_module("experiments.09_allocation.run")
 WITHIN = importlib.import_module("experiments.10_within_layer.run")
 SPACES = importlib.import_module("experiments.16_spaces.run")
+KINDS = importlib.import_module("experiments.20_two_kinds.run")
 DRIFT = importlib.import_module("experiments.21_drift.run")
 REACH = importlib.import_module("experiments.46_within_reach.run")
 JOINT = importlib.import_module("experiments.23_joint_map.run")
@@ -281,6 +282,26 @@ def test_methods_are_paired_by_window_where_windows_were_kept() -> None:
     assert "**Not decided:** SparseGPT beats Wanda" in METHODS.against_the_papers(older)
     lower = replace(older["sparsegpt"], low=1.0, high=1.1)
     assert "**Agrees:** SparseGPT beats Wanda" in METHODS.against_the_papers(older | {"sparsegpt": lower})
+
+
+def test_the_verdict_on_kinds_of_tasks_follows_the_numbers() -> None:
+    chosen, answered = (KINDS.TaskScores.load(KINDS.HERE / f"{name}.json") for name in ("choices", "answers"))
+
+    def told(cycles: float, p: float) -> str:
+        scores = [replace(s, value=cycles) if s.metric == "collapsed" else s for s in answered.scores]
+        by_chance = {task.name: dict.fromkeys(chosen.models, p) for task in chosen.tasks}
+        return KINDS.against_the_paper(chosen, replace(answered, scores=tuple(scores)), by_chance)
+
+    for cycles, p, said in (
+        (1.0, 0.01, "Agrees"),
+        (1.0, 0.04, "Not decided"),
+        (0.6, 0.01, "Not decided"),
+        (0.0, 0.01, "Differs"),
+    ):
+        assert f"**{said}:** multiple choice hides" in told(cycles, p)
+    adjusted = KINDS.holm({"a": 0.04, "b": 0.01, "c": 0.03})
+    assert list(adjusted) == ["a", "b", "c"]
+    np.testing.assert_allclose(list(adjusted.values()), [0.06, 0.03, 0.06])
 
 
 def test_the_verdict_on_writing_is_one_a_model_and_follows_the_numbers() -> None:
