@@ -173,7 +173,7 @@ def written(folder: Path = HERE) -> dict[str, str]:
         "correlations": spearman_table(frame),
         "within": within_table(sets),
         "expected": expected(sets),
-        "summary": summary(frame, len(sets)),
+        "summary": summary(frame, sets),
         "verdict": found_here(frame, sets),
         "foretold": foretold(),
     }
@@ -260,11 +260,14 @@ def expected(sets: pd.DataFrame) -> str:
     return table([*head, "3-grams repeated, %", "texts collapsed, %"], rows)
 
 
-def summary(frame: pd.DataFrame, sets: int) -> str:
+def summary(frame: pd.DataFrame, sets: pd.DataFrame) -> str:
     one, more = (frame.loc[("log_ratio", removed, "kl")] for removed in ("one layer", "two to eight"))
+    within = within_sizes(sets).kl
     return (
-        f"Over {sets} sets of layers the estimate behind criterion `kl` orders them as measured (Spearman "
-        f"{_correlation(one)} for single layers, {_correlation(more)} for sets).\n"
+        f"Over {len(sets)} sets of layers the estimate behind criterion `kl` and perplexity have a Spearman of "
+        f"{_correlation(one)} for single layers; for sets of as many layers {signed(within.median())} in the median of "
+        f"the sizes, {signed(within.min())} at the least, of {within.idxmin()} layers; for sets of all sizes "
+        f"{_correlation(more)}, where the size alone makes an order.\n"
     )
 
 
