@@ -137,10 +137,9 @@ def against_the_paper(spreads: dict[str, float], worst: dict[str, str], budgets:
             f"{short(spreads['weight-only'])}- to {short(spreads['wanda'])}-fold (the paper: tenfold on GPT-2, about "
             "sevenfold on LLaMA-2-7B).",
         ),
-        verdict(
-            all(name in MLP for name in worst.values()),
-            "the most sensitive component by method (the paper: the MLP's): "
-            f"{', '.join(f'{name} ({method})' for method, name in worst.items())}.",
+        *(
+            verdict(name in MLP, f"{method}: the most sensitive component is {name} (the paper: the MLP's).")
+            for method, name in worst.items()
         ),
         *(
             goes_with(
