@@ -22,9 +22,9 @@ from transformers import PreTrainedModel
 
 import lyapunov_prune as lp
 from experiments.common import Device, DType, job_folder, load, of_model, read_text
-from experiments.statements import bullets, interval, ratio, runs, short, table
-from experiments.statements import verdict as said
+from experiments.statements import bullets, decided, interval, ratio, runs, short, table
 from lyapunov_prune.data.batch import require_disjoint
+from lyapunov_prune.evaluation.perplexity import interval_of
 from lyapunov_prune.ranking.criteria import DEFAULT
 from lyapunov_prune.results.result import MeasuredOn, Result, encode
 from lyapunov_prune.results.store import Store
@@ -152,9 +152,11 @@ def verdict(found: HealedSpaces) -> str:
     cut, *others = found.states
     h, z, p = cut.turned.T
     logits, probabilities = np.log(z / h), np.log(p / h)
+    less, more = interval_of(logits), interval_of(probabilities)
     lines = [
-        said(
-            logits.mean() < 0 < probabilities.mean(),
+        decided(
+            less[1] < 1 < more[0],
+            less[0] > 1 or more[1] < 1,
             f"cut, the logits turn {ratio(logits)} times as much as the state, the probabilities "
             f"{ratio(probabilities)} times (paper: less, and more).",
         )

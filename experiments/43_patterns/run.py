@@ -28,11 +28,11 @@ from transformers import PreTrainedModel
 
 from experiments.common import Device, DType, job_folder, load, of_model, plain, read_text
 from experiments.hierarchies import interval, patterned, share_kept, taken
-from experiments.statements import bullets, percent, ratio, table
+from experiments.statements import bullets, decided, percent, ratio, table
 from experiments.statements import interval as said
-from experiments.statements import verdict as judged
 from lyapunov_prune.data.choices import ChoiceItem, load_items
 from lyapunov_prune.data.text import adds_bos
+from lyapunov_prune.evaluation.perplexity import interval_of
 from lyapunov_prune.forward.decoding import decode_greedily
 from lyapunov_prune.forward.reading import read
 from lyapunov_prune.linalg import lift
@@ -177,20 +177,20 @@ def verdict(found: Patterns) -> str:
         each = ", ".join(f"{name} {percent(x)}" for name, x in zip(PATTERNS, left, strict=True))
         told = [name for name, row in zip(PATTERNS, rows, strict=True) if loses(found, row)]
         mild = [interval(found.right(row) - found.right(dense)) for row in rows]
-        decided = all(low > -above / 2 for _, low, _ in mild) or any(high < -above / 2 for *_, high in mild)
         lines.append(
-            judged(
-                min(left) > 0.5,
+            decided(
+                all(low > -above / 2 for _, low, _ in mild),
+                any(high < -above / 2 for *_, high in mild),
                 f"{method}, {found.choices}: the loss is mild; of what the dense model has above guessing "
                 f"({percent(above)}, p {p:.2g}) there is left {each}; a loss is told with {', '.join(told) or 'none'}.",
-                *([] if decided else ["Not decided", "Not decided"]),
             )
         )
         steps = [after.losses - before.losses for before, after in zip([dense, *rows], rows, strict=False)]
-        worse = [bool(stats.ttest_1samp(x, 0).pvalue < 0.05 and x.mean() > 0) for x in steps]
+        changes = [interval_of(x) for x in steps]
         lines.append(
-            judged(
-                all(worse),
+            decided(
+                all(low > 1 for low, _ in changes),
+                any(high < 1 for _, high in changes),
                 f"{method}, {found.questions}: the more structured, the worse; perplexity of the answer "
                 f"{', then '.join(f'{name} {ratio(x)}' for name, x in zip(PATTERNS, steps, strict=True))} times that "
                 "of the one before.",
