@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import importlib
 
-from experiments.columns import Column
+from experiments.columns import Column, Removed
+from experiments.compressions import ALIKE, apart, judged
 from experiments.published import MODELS, RHO_OVER_BI, SPREAD_NAIVE, SPREAD_WANDA
-from experiments.statements import bullets, short, signed, span, table, verdict
+from experiments.statements import bullets, short, signed, span, stated, table, verdict
 from lyapunov_prune.sensitivity.amplification import PAPER as DRIFT
 from lyapunov_prune.sensitivity.amplification import AmplificationDrift
 
@@ -58,15 +59,15 @@ def correlations(result: AmplificationDrift) -> list[tuple[str, float, float, fl
     return [(r.pooling, float(r.spearman), float(r.low), float(r.high)) for _, r in rows.iterrows()]
 
 
-def by_criterion(column: Column) -> dict[str, float]:
-    """Perplexity with `REMOVED` layers removed."""
+def by_criterion(column: Column) -> dict[str, Removed]:
+    """What was measured with `REMOVED` layers removed."""
     sets = column.removal.sets if column.removal else ()
-    return {r.criterion: r.perplexity for r in sets if r.count == REMOVED}
+    return {r.criterion: r for r in sets if r.count == REMOVED}
 
 
 def bi_over_rho(column: Column) -> float | None:
     found = by_criterion(column)
-    return found["bi"] / found["rho"] if {"bi", "rho"} <= found.keys() else None
+    return found["bi"].perplexity / found["rho"].perplexity if {"bi", "rho"} <= found.keys() else None
 
 
 def verdicts(columns: list[Column], drift: list[tuple[str, AmplificationDrift]]) -> str:
@@ -86,10 +87,13 @@ def verdicts(columns: list[Column], drift: list[tuple[str, AmplificationDrift]])
             theirs = f"the paper: from {short(SPREAD_NAIVE)}- to {span(SPREAD_WANDA)}-fold"
             lines.append(verdict(wanda < naive, f"{said} ({theirs})."))
         if (ratio := bi_over_rho(c)) is not None:
-            over = [by_criterion(c)[name] / c.perplexity for name in ("rho", "bi")]
+            rho, bi = (by_criterion(c)[name] for name in ("rho", "bi"))
+            over = [r.perplexity / c.perplexity for r in (rho, bi)]
             less = f"{short(ratio)} times lower" if ratio > 1 else f"{short(1 / ratio)} times higher"
             said = f"{c.name}: removing {REMOVED} layers by ρ leaves {less} perplexity than by Block Influence"
             found = f"{said}, {short(over[0])} and {short(over[1])} × dense (the paper: {RHO_OVER_BI:g} times lower)"
             wrecked = f"**Not to be told:** {found}: both are wrecked."
-            lines.append(wrecked if min(over) > WRECKED else verdict(ratio > 1, f"{found}."))
+            word = apart(rho, bi)
+            also = "; by intervals alone, as no windows to pair were kept, not told" if word == ALIKE else ""
+            lines.append(wrecked if min(over) > WRECKED else stated(f"{found}{also}.", judged(word, "better")))
     return bullets(*lines)
