@@ -8,7 +8,6 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
@@ -71,11 +70,11 @@ def elsewhere_check(model: PreTrainedModel, folder: Path, inputs: list[torch.Ten
             "folder": str(folder.resolve()),
             "loader": loading_class(model).__name__,
             "dtype": str(model.dtype).removeprefix("torch."),
-            "device": _named(placement(model)) if inputs else "meta",
+            "device": placement(model) if inputs else "meta",
             "kernels": kernels(model.config),
             "threads": torch.get_num_threads(),
         }
-        (here / "asked.json").write_text(json.dumps(asked), encoding="utf-8")
+        (here / "asked.json").write_text(json.dumps(asked, default=str), encoding="utf-8")
         torch.cuda.empty_cache()  # what torch keeps for this process would be missing in the other
         # Modules of checkpoints are copied to a cache of transformers, which is not for what may fail.
         quiet = {"HF_MODULES_CACHE": str(here / "modules"), "HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error"}
@@ -99,10 +98,3 @@ def elsewhere_check(model: PreTrainedModel, folder: Path, inputs: list[torch.Ten
     worst = max(found, default=0.0)
     detail = f"{'logits' if inputs else 'names and shapes'} in a process without this package"
     return GateCheck(ELSEWHERE, worst <= limit, worst, limit, detail)
-
-
-def _named(place: Any) -> Any:
-    """What `placement` says, for a file: a device, or one or a number for each module."""
-    if isinstance(place, dict):
-        return {module: _named(each) for module, each in place.items()}
-    return place if isinstance(place, int) else str(place)
