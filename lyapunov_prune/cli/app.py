@@ -139,7 +139,3 @@ def main() -> None:
         print(f"error: {refusal}", file=sys.stderr)
         sys.exit(refusal.exit_code)
     sys.exit(code if isinstance(code, int) else 0)
-
-
-if __name__ == "__main__":
-    main()

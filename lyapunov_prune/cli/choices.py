@@ -5,9 +5,6 @@ Each is the names of a table or type of the package; `tests/cli/test_choices.py`
 
 from typing import Literal
 
-Allocation = Literal[
-    "uniform", "owl", "alpha-pruning", "atp", "atp-search", "lyapunov", "lyapunov-budget", "guidelines", "bits"
-]  # fmt: skip
 Criterion = Literal["rho", "bi", "blend", "angular", "kl", "oracle", "best", "from-end", "random"]
 Derivative = Literal["difference", "jvp"]
 DeviceMap = Literal["auto"]
@@ -20,9 +17,5 @@ Pooling = Literal["energy", "token"]
 ReadAt = Literal["layer", "branch"]
 Reduction = Literal["identity", "mean-gate", "scaled", "affine"]
 Split = Literal["evaluation", "all", "calibration"]
-Study = Literal[
-    "matrix", "group", "layer", "component", "forward", "backward", "sparsity", "rank", "layer0", "cliff", "greedy",
-    "greedy-rescored", "threshold", "removal",
-]  # fmt: skip
 StudyMethod = Literal["magnitude", "weight-only", "wanda", "sparsegpt", "svd", "whitened-svd", "balanced"]
 What = Literal["layers", "attention", "mlp", "activation"]

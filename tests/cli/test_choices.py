@@ -7,7 +7,6 @@ from typing import Any, get_args
 
 import pytest
 
-from lyapunov_prune.allocation.table import SCHEDULES
 from lyapunov_prune.cli import choices
 from lyapunov_prune.cli.inputs import require_studies
 from lyapunov_prune.compression import factored, packed
@@ -25,7 +24,6 @@ from lyapunov_prune.ranking.criteria import CRITERIA
 from lyapunov_prune.sensitivity import table as studies
 
 TABLES: dict[str, tuple[Any, Iterable[str]]] = {
-    "allocation": (choices.Allocation, SCHEDULES),
     "criterion": (choices.Criterion, CRITERIA),
     "derivative": (choices.Derivative, get_args(contraction.Derivative)),
     "device map": (choices.DeviceMap, (AUTO,)),
@@ -38,7 +36,6 @@ TABLES: dict[str, tuple[Any, Iterable[str]]] = {
     "pooling": (choices.Pooling, get_args(contraction.Pooling)),
     "reduction": (choices.Reduction, REDUCTIONS),
     "split": (choices.Split, get_args(batch.Split)),
-    "study": (choices.Study, studies.STUDIES),
     "method of a study": (choices.StudyMethod, studies.STUDY_METHODS),
     "what": (choices.What, FIELDS),
 }

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 from lyapunov_prune.cli import choices
 from lyapunov_prune.cli.inputs import (
@@ -25,9 +25,6 @@ from lyapunov_prune.cli.options import (
 )
 from lyapunov_prune.cli.terminal import say, show
 from lyapunov_prune.errors import LyapunovPruneError
-
-if TYPE_CHECKING:
-    pass
 
 
 def evaluate(
