@@ -35,7 +35,7 @@ MEASUREMENTS: dict[str, Callable[[Any, torch.Tensor], pd.DataFrame]] = {
     "kl": lambda model, ids: skip_divergence(model, ids).to_frame(),
     "perplexity": lambda model, ids: lp.perplexity(model, ids).to_frame(),
     "mend": mended,
-    "bounds": lambda model, ids: lp.check_bounds(model, ids[:1], method="magnitude").to_frame(),
+    "bounds": lambda model, ids: lp.check_bounds(model, ids[:1]).to_frame(),
     "hierarchy": lambda model, ids: lp.probe_layers(model, ids[:2, :8], steps=2).to_frame(),
     "attention paths": paths,
 }

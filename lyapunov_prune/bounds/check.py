@@ -53,7 +53,6 @@ def check_bounds(
     model: PreTrainedModel,
     batch: Readable,
     *,
-    method: str = "magnitude",
     sparsity: float = 0.5,
     rank: int | None = None,
     cache_radius: float = 0.0,
@@ -61,20 +60,18 @@ def check_bounds(
 ) -> BoundsReport:
     """Approximate every matrix of every layer and check its bound on every token (Theorems 1 to 4).
 
-    `method="magnitude"` zeroes the share `sparsity` of the smallest entries; with `rank`, what is left is
-    truncated to that rank; with `cache_radius`, tokens within that share of their norm reuse an earlier
-    token's product. Errors travel on; they are composed layer by layer (`trajectory_error_le`), held against the
-    growth of the state (`residual_growth_contraction`, `lyapunov_contraction_bound`), and against its alignment with
-    what a layer adds (`preln_contraction_sufficient`), all estimates, and
-    followed to the prediction (`argmax_unchanged_of_state_error`). A reported violation is one by
-    `violation_is_real`, and by `no_false_alarm` rounding alone reports none.
+    The share `sparsity` of the smallest entries is zeroed; with `rank`, what is left is truncated to that rank; with
+    `cache_radius`, tokens within that share of their norm reuse an earlier token's product. Errors travel on; they are
+    composed layer by layer (`trajectory_error_le`), held against the growth of the state
+    (`residual_growth_contraction`, `lyapunov_contraction_bound`), and against its alignment with what a layer adds
+    (`preln_contraction_sufficient`), all estimates, and followed to the prediction
+    (`argmax_unchanged_of_state_error`). A reported violation is one by `violation_is_real`, and by `no_false_alarm`
+    rounding alone reports none.
 
     Raises LyapunovPruneError for a bad setting or batch, or NaN on the way.
     """
     reading = read(model, batch)
     setting = Setting(float(sparsity), rank, float(cache_radius))
-    if method != "magnitude":
-        raise LyapunovPruneError(f"unknown method {method!r}; give magnitude")
     _require([setting])
     projections = find_projections(model)
     weights = {p.name: p.weight(model) for p in projections}

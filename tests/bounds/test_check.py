@@ -298,7 +298,7 @@ def test_model_is_left_alone(family: str, few: torch.Tensor) -> None:
 
 def test_bad_settings_are_refused(few: torch.Tensor) -> None:
     model = make_tiny("llama")
-    for options in ({"method": "hope"}, {"sparsity": 1.5}, {"rank": 0}, {"cache_radius": -1.0}, {"cache_radius": 1.0}):
+    for options in ({"sparsity": 1.5}, {"rank": 0}, {"cache_radius": -1.0}, {"cache_radius": 1.0}):
         with pytest.raises(LyapunovPruneError):
             check_bounds(model, few, **options)
     with pytest.raises(LyapunovPruneError, match="no setting"):
