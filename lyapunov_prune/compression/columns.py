@@ -33,9 +33,7 @@ from lyapunov_prune.progress import track
 
 @in_eval_mode
 @torch.no_grad()
-def column_errors(
-    model: PreTrainedModel, batch: Readable, *, epsilon: float = 1e-2, seed: int = 0
-) -> dict[str, torch.Tensor]:
+def column_errors(model: PreTrainedModel, batch: Readable, *, epsilon: float = 1e-2) -> dict[str, torch.Tensor]:
     """`c_j = ‖e_j‖₂ / ‖x_j‖₂` over all tokens, for every feature j that enters each matrix, by its name: (n,) float64.
 
     `x` enters the matrix of the model as it is, `x + e` where every token before layer 0 is moved by `ε ‖h_0,t‖ u_t`
@@ -63,7 +61,7 @@ def column_errors(
 
         def inject(hidden: torch.Tensor, window: int = window) -> torch.Tensor:
             x = widen(hidden[:1])
-            return torch.cat([hidden[:1], (x + epsilon * direction(x, window, seed)).to(hidden.dtype)])
+            return torch.cat([hidden[:1], (x + epsilon * direction(x, window, seed=0)).to(hidden.dtype)])
 
         with (
             residual_stream(reading.structure, lambda layer, hidden: None, inject),

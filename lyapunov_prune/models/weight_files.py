@@ -13,7 +13,7 @@ SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"  # as transf
 _OF_A_RANK = re.compile(r"shard-\d{5}-model-\d{5}-of-\d{5}\.safetensors$")
 
 
-def weight_files(folder: Path, named: str | None = None) -> list[Path]:
+def weight_files(folder: Path, named: str | None) -> list[Path]:
     """The files that transformers loads the weights in `folder` from: one, or all that an index names; [] for none.
 
     `named` is what the config gives as `transformers_weights`, a file or an index that goes before the usual

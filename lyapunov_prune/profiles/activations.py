@@ -99,7 +99,7 @@ def activation_statistics(model: PreTrainedModel, batch: Readable, *, batch_size
     """
     reading = read(model, batch)
     batch, structure = reading.batch, reading.structure
-    matrices = _matrices(structure, find_projections(model), batch.ids.numel(), model)
+    matrices = _matrices(find_projections(model), batch.ids.numel(), model)
     statistics: dict[str, tuple[float, ...]] = {}
     for group in track(list(_groups(matrices, batch.ids.numel())), "activations"):
         for ids in reading.windows(batch_size):
@@ -230,9 +230,7 @@ def excess_kurtosis(moments: np.ndarray) -> float:
     return float((m4 - 4 * m1 * m3 + 6 * m1**2 * m2 - 3 * m1**4) / variance**2 - 3) if variance > 0 else np.nan
 
 
-def _matrices(
-    structure: Structure, projections: Sequence[Projection], tokens: int, model: PreTrainedModel
-) -> list[_Matrix]:
+def _matrices(projections: Sequence[Projection], tokens: int, model: PreTrainedModel) -> list[_Matrix]:
     """One a parameter: parts of a fused projection and experts of one tensor are not told apart."""
     matrices: dict[tuple[str, str], _Matrix] = {}
     for p in projections:

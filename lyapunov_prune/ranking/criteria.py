@@ -138,7 +138,7 @@ def require_streamed(criterion: str, what: str = "layers") -> None:
         )
 
 
-def require_criterion(criterion: str, alpha: float = 0.5) -> None:
+def require_criterion(criterion: str, alpha: float) -> None:
     """Raise LyapunovPruneError for an unknown criterion, and for a weight `alpha` outside [0, 1]."""
     if criterion not in CRITERIA:
         raise LyapunovPruneError(f"unknown criterion {criterion!r}; give one of {', '.join(CRITERIA)}")
@@ -195,9 +195,9 @@ def require_count(remove: int, layers: int, what: str = "layers") -> None:
         raise LyapunovPruneError(f"cannot remove {remove} of {layers} layers; give 1 to {most}{stays}")
 
 
-def free_layers(layers: int, protect: Sequence[int], remove: int = 1) -> tuple[int, ...]:
+def free_layers(layers: int, protect: Sequence[int]) -> tuple[int, ...]:
     """The layers that may go: all but `protected_layers`. Raises as that does."""
-    kept = protected_layers(layers, protect, remove)
+    kept = protected_layers(layers, protect)
     return tuple(layer for layer in range(layers) if layer not in kept)
 
 

@@ -17,6 +17,8 @@ from lyapunov_prune.ranking.ranking import Ranking
 from lyapunov_prune.results.arrays import require_layers
 from lyapunov_prune.results.result import MeasuredOn
 
+_DRAWS = 1000  # of as many windows as there are
+
 
 @dataclass(frozen=True)
 class Tried:
@@ -113,10 +115,10 @@ class BestRemoval(Ranking):
             picked=self.picked(),
         )
 
-    def picked(self, draws: int = 1000, seed: int = 0) -> np.ndarray:
+    def picked(self) -> np.ndarray:
         """How often each layer is in the best of the compared sets when the check windows are drawn anew, (L,)."""
         losses = np.array([compared.windows for compared in self.compared])
-        windows = np.random.default_rng(seed).integers(losses.shape[1], size=(draws, losses.shape[1]))
+        windows = np.random.default_rng(0).integers(losses.shape[1], size=(_DRAWS, losses.shape[1]))
         means = losses[:, windows].mean(-1)
         best = np.argmin(np.where(np.isnan(means), np.inf, means), axis=0)
         members = np.zeros((len(losses), self.measured_on.model.num_layers))

@@ -40,18 +40,15 @@ def test_a_layer_has_the_least_mean_loss_of_the_sets_it_is_in(search: BestRemova
 
 def test_picks_are_of_windows_that_are_drawn_one_by_one(search: BestRemoval) -> None:
     """Both windows the first: the first set is best; else the second, of equal means the earlier."""
-    found = search.picked(draws=500, seed=3)
-    windows = np.random.default_rng(3).integers(2, size=(500, 2))
+    found = search.picked()
+    windows = np.random.default_rng(0).integers(2, size=(1000, 2))
     wanted = np.zeros(6)
     for drawn in windows:
         losses = [float(tried.windows[drawn].mean()) for tried in search.tried]
         for layer in search.tried[losses.index(min(losses))].layers:
-            wanted[layer] += 1 / 500
+            wanted[layer] += 1 / 1000
     np.testing.assert_allclose(found, wanted)
     assert 0 < found[1] < 0.5 < found[4] < 1 == found[2]
-    assert search.picked(seed=0).tolist() == search.picked().tolist()
-    whole = np.round(1000 * search.picked())
-    np.testing.assert_allclose(1000 * search.picked(), whole)  # a thousand draws
     # Neither a set without a loss nor one of an infinite loss is ever the best beside one that has a loss.
     bad = replace(search.tried[0], windows=np.array([np.nan, np.nan]))
     assert replace(search, tried=(bad, *search.tried[1:])).picked()[1] == 0
