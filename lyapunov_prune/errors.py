@@ -36,10 +36,6 @@ class NonFiniteError(LyapunovPruneError):
         )
 
 
-class RankError(LyapunovPruneError):
-    """No rank is small enough for the sparsity that a matrix is to have."""
-
-
 class CheckFailed(LyapunovPruneError):
     """A check was carried out and did not hold (a bound, or a part of the removal gate)."""
 

@@ -19,7 +19,7 @@ from lyapunov_prune.compression.table import METHODS
 from lyapunov_prune.compression.wanda import wanda
 from lyapunov_prune.compression.weight_only import weight_only
 from lyapunov_prune.compression.whitened_svd import whitened
-from lyapunov_prune.errors import LyapunovPruneError, RankError
+from lyapunov_prune.errors import LyapunovPruneError
 
 # `function(W, statistics, amount, **options)`; the options are those of `_OPTIONS` for the kind of amount.
 _FUNCTIONS: dict[str, Callable[..., torch.Tensor]] = {
@@ -34,6 +34,10 @@ _FUNCTIONS: dict[str, Callable[..., torch.Tensor]] = {
 }
 _FIELDS = {"nothing": (), "norms": ("norms",), "gram": ("gram",), "sensitivity": ("gram", "sensitivity")}
 _OPTIONS: dict[str, tuple[str, ...]] = {"sparsity": ("pattern",), "bits": ("group_size", "symmetric")}
+
+
+class RankError(LyapunovPruneError):
+    """No rank is small enough for the sparsity that a matrix is to have."""
 
 
 def compressed(
