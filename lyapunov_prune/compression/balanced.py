@@ -16,19 +16,6 @@ from lyapunov_prune.calibration.gram import damped, leading, root, scaled
 from lyapunov_prune.linalg import lift
 
 
-def hankel_values(W: torch.Tensor, gram: torch.Tensor, sensitivity: torch.Tensor) -> torch.Tensor:
-    """`σ(Q^½ W P^½)`, largest first: float64, min(m, n) of them, for `gram` = P (n × n) and `sensitivity` = Q (m × m).
-
-    The Hankel singular values of `z_{t+1} = B u_t, y_t = C z_t` with `C B = W`, inputs of covariance P and outputs
-    weighted by Q (Moore 1981, §V). They scale with the roots of the scales of P and Q. Raises LyapunovPruneError
-    for what is no Gram matrix of n inputs, or of m outputs.
-    """
-    D = lift(W.detach())
-    m, n = D.shape
-    A, S = root(damped(sensitivity, m, 0.0, D.device)), root(damped(gram, n, 0.0, D.device))
-    return torch.linalg.svdvals(A @ D @ S)
-
-
 def balanced(
     W: torch.Tensor, gram: torch.Tensor, sensitivity: torch.Tensor, rank: int, *, damping: float = 1e-6
 ) -> torch.Tensor:
@@ -36,7 +23,8 @@ def balanced(
 
     `gram` is P (n × n), `sensitivity` is Q (m × m), float64 in any scale; to each `damping · mean(diag) · I` is added.
     With `[M]_r = U_r U_rᵀ M` this is `Q^{-½} U_r U_rᵀ Q^½ W`. The error in that norm is `sqrt(Σ_{i>r} σ_i²)` of the
-    Hankel values: the tail that balanced truncation drops (Moore 1981; optimal here by Eckart and Young).
+    Hankel values `σ(Q^½ W P^½)`: the tail that balanced truncation drops (Moore 1981; optimal here by Eckart and
+    Young).
 
     Float64, rounded once to the dtype of `W`, which leaves directions of the size of that rounding beyond the rank.
     `W` itself when it has no more rank. Raises LyapunovPruneError for what is no Gram matrix of n inputs, or of m
