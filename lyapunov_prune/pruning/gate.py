@@ -83,23 +83,6 @@ class GateReport(Result):
         return "Removal gate: " + ("passed" if self.passed else "FAILED")
 
 
-@in_eval_mode
-@torch.no_grad()
-def verify_intact(model: PreTrainedModel, batch: TokenBatch | torch.Tensor | None = None) -> GateReport:
-    """The control: what the gate asks of a pruned model, asked of `model` as it came.
-
-    A removal from a model that fails its own control cannot be checked.
-    """
-    inputs = sample_inputs(model, batch)
-    checks = [attempt(CACHED, lambda: cache_check(model, model, inputs))]
-    try:
-        with saved_in(model, None) as folder:
-            checks.append(attempt(RELOADED, lambda: reload_check(model, folder, inputs)))
-    except Exception as error:
-        checks.append(crashed(RELOADED, error))
-    return GateReport(tuple(checks), seen_by(model, batch, inputs))
-
-
 @checked
 @in_eval_mode
 @torch.no_grad()

@@ -14,6 +14,7 @@ from typing import TypedDict
 
 import numpy as np
 import torch
+from families.control import verify_intact
 from families.zoo import LAYERS, VOCABULARY, ZOO, make_zoo, model_type_of
 from transformers import PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
@@ -32,7 +33,6 @@ from lyapunov_prune.models.families import TRUSTED
 from lyapunov_prune.models.projections import find_projections
 from lyapunov_prune.models.structure import find_structure, require_causal
 from lyapunov_prune.profiles import sublayer_growth
-from lyapunov_prune.pruning.gate import verify_intact
 
 TABLE = Path(__file__).with_name("results.json")
 PAGE = Path(__file__).parents[2] / "docs" / "families.md"

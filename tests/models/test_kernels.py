@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 import torch
+from families.control import verify_intact
 from families.zoo import make_zoo
 from helpers import make_tiny
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from lyapunov_prune.models.kernels import kernels
-from lyapunov_prune.pruning.gate import verify_intact
 
 
 def test_a_plain_model_has_one_of_each() -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from families.control import verify_intact
 from families.zoo import make_zoo
 from helpers import hooks_of, make_tiny
 from safetensors.torch import load_file, save_file
@@ -18,7 +19,7 @@ from lyapunov_prune.data.batch import TokenBatch
 from lyapunov_prune.forward.logits import CACHE_LIMIT, last_logits
 from lyapunov_prune.models.structure import find_structure, identify
 from lyapunov_prune.pruning import gate
-from lyapunov_prune.pruning.gate import GateReport, deviation, verify_intact
+from lyapunov_prune.pruning.gate import GateReport, deviation
 
 REMOVE = [1, 3]
 
