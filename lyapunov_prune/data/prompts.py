@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
@@ -15,8 +14,10 @@ from transformers import PreTrainedTokenizerBase
 
 from lyapunov_prune.arguments import checked
 from lyapunov_prune.data.batch import TokenBatch
+from lyapunov_prune.data.lines import parsed_line
 from lyapunov_prune.data.text import adds_bos
 from lyapunov_prune.errors import LyapunovPruneError
+from lyapunov_prune.results.files import require_file
 
 
 @dataclass(frozen=True)
@@ -106,6 +107,7 @@ def load_prompts(
 def _texts(path: Path) -> list[tuple[str, str]]:
     """Every prompt, and where it stands."""
     try:
+        require_file(path)
         lines = path.read_text(encoding="utf-8-sig").split("\n")
     except (OSError, UnicodeDecodeError) as error:
         raise LyapunovPruneError(f"cannot read {path} as UTF-8 text ({error}); give a file of prompts") from None
@@ -117,7 +119,7 @@ def _texts(path: Path) -> list[tuple[str, str]]:
         text: object = line.rstrip("\r")
         if path.suffix == ".jsonl":
             try:
-                text = json.loads(line)["text"]
+                text = parsed_line(line)["text"]
             except (ValueError, KeyError, TypeError):
                 text = None
         if not isinstance(text, str) or not text.strip():

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import hashlib
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from lyapunov_prune.arguments import checked
+from lyapunov_prune.data.lines import parsed_line, read_bytes
 from lyapunov_prune.errors import LyapunovPruneError
 
 
@@ -62,7 +62,7 @@ def load_retrieval(queries: str | Path, documents: str | Path, judged: str | Pat
 
 def _lines(path: Path, digest: Any) -> Sequence[tuple[int, str]]:
     try:
-        content = path.read_bytes()
+        content = read_bytes(path)
         text = content.decode("utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         raise LyapunovPruneError(
@@ -77,7 +77,7 @@ def _texts(path: Path, lines: Sequence[tuple[int, str]]) -> dict[str, str]:
     for number, line in lines:
         where = f"{path} line {number}"
         try:
-            data = json.loads(line)
+            data = parsed_line(line)
             name, parts = str(data["_id"]), [data.get("title") or "", data["text"]]
             text = " ".join(part for part in parts if part).strip()
         except (ValueError, KeyError, TypeError, AttributeError):

@@ -85,6 +85,8 @@ def test_the_chat_template_frames_every_prompt(file: Path) -> None:
         ("bad.jsonl", '{"text": "good one"}\n{"prompt": "x"}\n', "line 2 is no prompt"),
         ("bad.jsonl", '{"text": 3}\n', "line 1 is no prompt"),
         ("bad.jsonl", "plain\n", "line 1 is no prompt"),
+        ("deep.jsonl", '{"text": ' + "[" * 100_000, "line 1 is no prompt"),
+        ("half.jsonl", '{"text": "good \\ud800 one"}\n', "line 1 is no prompt"),
         ("missing.txt", None, "cannot read"),
     ],
 )

@@ -58,7 +58,18 @@ def test_a_judgement_that_is_none_is_named(judged: str, told: str, tmp_path: Pat
         load_retrieval(queries, corpus)
 
 
-@pytest.mark.parametrize("line", ["{", "[1]", '{"_id": 1}', '{"text": "a"}', '{"_id": 1, "text": "", "title": ""}'])
+@pytest.mark.parametrize(
+    "line",
+    [
+        "{",
+        "[1]",
+        '{"_id": 1}',
+        '{"text": "a"}',
+        '{"_id": 1, "text": "", "title": ""}',
+        '{"_id": 1, "text": ' + "[" * 100_000,
+        '{"_id": 1, "text": "half \\udc00 of a pair"}',
+    ],
+)
 def test_a_line_that_is_no_text_is_named(line: str, tmp_path: Path) -> None:
     queries, corpus, _ = write(tmp_path, "1\ta\t1\n")
     corpus.write_text(corpus.read_text().rstrip("\n") + "\n" + line, encoding="utf-8")
