@@ -18,6 +18,12 @@ def read_bytes(path: str | Path) -> bytes:
     return Path(path).read_bytes()
 
 
+def numbered(path: str | Path, text: str) -> list[tuple[str, str]]:
+    """Where it stands, and the line: of all lines of `text`, which is what `path` holds, that are not blank."""
+    lines = enumerate(text.split("\n"), start=1)  # splitlines() would cut at U+2028 inside a string
+    return [(f"{path} line {number}", line) for number, line in lines if line.strip()]
+
+
 def parsed_line(line: str) -> Any:
     """What a line of JSON says. Raises ValueError also for half of a surrogate pair, which no tokenizer takes."""
     value = parsed(line)

@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerBase
 
 from lyapunov_prune.arguments import checked
 from lyapunov_prune.data.batch import TokenBatch
-from lyapunov_prune.data.lines import parsed_line
+from lyapunov_prune.data.lines import numbered, parsed_line
 from lyapunov_prune.data.text import adds_bos
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.results.files import require_file
@@ -108,15 +108,12 @@ def _texts(path: Path) -> list[tuple[str, str]]:
     """Every prompt, and where it stands."""
     try:
         require_file(path)
-        lines = path.read_text(encoding="utf-8-sig").split("\n")
+        content = path.read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         raise LyapunovPruneError(f"cannot read {path} as UTF-8 text ({error}); give a file of prompts") from None
     found = []
-    for number, line in enumerate(lines, start=1):
-        where = f"{path} line {number}"
-        if not line.strip():
-            continue
-        text: object = line.rstrip("\r")
+    for where, line in numbered(path, content):
+        text: object = line
         if path.suffix == ".jsonl":
             try:
                 text = parsed_line(line)["text"]

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from lyapunov_prune.arguments import checked
-from lyapunov_prune.data.lines import parsed_line, read_bytes
+from lyapunov_prune.data.lines import numbered, parsed_line, read_bytes
 from lyapunov_prune.errors import LyapunovPruneError
 
 
@@ -42,10 +42,10 @@ def load_retrieval(queries: str | Path, documents: str | Path, judged: str | Pat
     judged = queries.parent / "qrels" / "test.tsv" if judged is None else Path(judged)
     digest = hashlib.sha256()
     lines = {path: _lines(path, digest) for path in (queries, documents, judged)}
-    asked, texts = (_texts(path, lines[path]) for path in (queries, documents))
+    asked, texts = (_texts(lines[path]) for path in (queries, documents))
     relevant: dict[str, dict[str, int]] = {}
-    for number, line in lines[judged][1:]:  # the first names the columns
-        where, parts = f"{judged} line {number}", line.split("\t")
+    for where, line in lines[judged][1:]:  # the first names the columns
+        parts = line.split("\t")
         if len(parts) != 3 or not parts[2].strip().lstrip("-").isdigit():
             raise LyapunovPruneError(f"{where} is no query, document and grade between tabs; give three a line")
         query, document, grade = parts[0].strip(), parts[1].strip(), int(parts[2])
@@ -60,7 +60,7 @@ def load_retrieval(queries: str | Path, documents: str | Path, judged: str | Pat
     return RetrievalTask(documents.parent.name or documents.stem, kept, texts, relevant, digest.hexdigest())
 
 
-def _lines(path: Path, digest: Any) -> Sequence[tuple[int, str]]:
+def _lines(path: Path, digest: Any) -> list[tuple[str, str]]:
     try:
         content = read_bytes(path)
         text = content.decode("utf-8-sig")
@@ -69,13 +69,12 @@ def _lines(path: Path, digest: Any) -> Sequence[tuple[int, str]]:
             f"cannot read {path} as UTF-8 text ({error}); give QUERIES.jsonl,DOCS.jsonl,QRELS.tsv"
         ) from None
     digest.update(content)
-    return [(number, line) for number, line in enumerate(text.split("\n"), start=1) if line.strip()]
+    return numbered(path, text)
 
 
-def _texts(path: Path, lines: Sequence[tuple[int, str]]) -> dict[str, str]:
+def _texts(lines: Sequence[tuple[str, str]]) -> dict[str, str]:
     found: dict[str, str] = {}
-    for number, line in lines:
-        where = f"{path} line {number}"
+    for where, line in lines:
         try:
             data = parsed_line(line)
             name, parts = str(data["_id"]), [data.get("title") or "", data["text"]]

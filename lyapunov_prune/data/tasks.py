@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from lyapunov_prune.data.choices import load_items
-from lyapunov_prune.data.lines import parsed_line, read_bytes
+from lyapunov_prune.data.lines import numbered, parsed_line, read_bytes
 from lyapunov_prune.errors import LyapunovPruneError
 
 Kind = Literal["multiple choice", "partial", "generation"]
@@ -44,18 +44,18 @@ def read_task(path: str | Path) -> TaskFile:
     path = Path(path)
     try:
         content = read_bytes(path)
-        lines = content.decode("utf-8-sig").split("\n")
+        lines = numbered(path, content.decode("utf-8-sig"))
     except (OSError, UnicodeDecodeError) as error:
         raise LyapunovPruneError(f"cannot read {path} as UTF-8 text ({error}); give a .jsonl file of items") from None
     kind: Kind
-    first = next((line for line in lines if line.strip()), "")
+    first = lines[0][1] if lines else ""
     if '"choices"' in first:
         kind = "multiple choice"
         items = [{"query": i.stem, "choices": list(i.choices), "gold": i.gold} for i in load_items(path)]
     else:
         kind = "partial" if '"context_options"' in first else "generation"
         item = _blank if kind == "partial" else _question
-        items = [item(line, f"{path} line {n}") for n, line in enumerate(lines, start=1) if line.strip()]
+        items = [item(line, where) for where, line in lines]
     if not items:
         raise LyapunovPruneError(f"{path} holds no items; give a line {_FORMS} for each")
     return TaskFile(path, kind, tuple(items), hashlib.sha256(content).hexdigest())

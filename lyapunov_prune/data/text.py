@@ -17,7 +17,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from lyapunov_prune.arguments import checked
 from lyapunov_prune.data.batch import Split, TokenBatch
 from lyapunov_prune.data.images import ImageBatch
-from lyapunov_prune.data.lines import parsed_line
+from lyapunov_prune.data.lines import numbered, parsed_line
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.models.folder import first_line
 from lyapunov_prune.models.structure import identify
@@ -132,16 +132,14 @@ def _read(source: str, offline: bool) -> str:
 
 def _join_jsonl(source: str, text: str) -> str:
     documents = []
-    for number, line in enumerate(text.split("\n"), start=1):  # splitlines() would cut at U+2028 inside a string
-        if not line.strip():
-            continue
+    for where, line in numbered(source, text):
         try:
             documents.append(parsed_line(line)["text"])
             if not isinstance(documents[-1], str):
                 raise TypeError
         except (ValueError, KeyError, TypeError):
             raise LyapunovPruneError(
-                f'{source} line {number} is no JSON object with a "text" string; give {{"text": "…"}} a line'
+                f'{where} is no JSON object with a "text" string; give {{"text": "…"}} a line'
             ) from None
     return "\n\n".join(documents)
 
