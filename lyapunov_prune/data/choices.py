@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -87,7 +88,7 @@ def tokenize(item: ChoiceItem, tokenizer: PreTrainedTokenizerBase) -> tuple[torc
     rows = [start + token_ids(tokenizer, text) for text in texts]
     query = start + token_ids(tokenizer, item.query)
     # A choice may begin inside a token of the query, so what is shared is looked for.
-    context = _shared([query, *rows])
+    context = shared_start([query, *rows])
     if context == 0 or len({tuple(row) for row in rows}) < len(rows) or min(map(len, rows)) == context:
         raise LyapunovPruneError(
             f"the item {item.query[:40]!r} gives no tokens to tell its choices by; give choices of different tokens"
@@ -97,11 +98,7 @@ def tokenize(item: ChoiceItem, tokenizer: PreTrainedTokenizerBase) -> tuple[torc
     return torch.tensor(ids, dtype=torch.int64), lengths, context
 
 
-def _shared(rows: list[list[int]]) -> int:
+def shared_start(rows: Sequence[Sequence[int]]) -> int:
     """The number of tokens at the start that all rows have in common."""
-    same = 0
-    for column in zip(*rows, strict=False):
-        if len(set(column)) > 1:
-            break
-        same += 1
-    return same
+    columns = enumerate(zip(*rows, strict=False))
+    return next((place for place, column in columns if len(set(column)) > 1), min(map(len, rows)))

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
+from lyapunov_prune.data.choices import shared_start
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.forward.hooks import require_finite
 from lyapunov_prune.forward.logits import CACHE_LIMIT, deviation
@@ -60,7 +61,7 @@ class Continuations:
     def _states(self, texts: Sequence[Sequence[int]], scored: Sequence[int]) -> list[torch.Tensor]:
         """Of each text the final states (scored × width) that its last tokens are predicted from."""
         shared = min(
-            _alike(texts), *(len(text) - count - 1 for text, count in zip(texts, scored, strict=True))
+            shared_start(texts), *(len(text) - count - 1 for text, count in zip(texts, scored, strict=True))
         )  # the first scored token is predicted from what is no more shared
         if len(texts) == 1 or shared < 1 or self.cached is False:
             return self._picked(self._whole(texts), texts, scored, 0)
@@ -100,9 +101,3 @@ def _padded(texts: Sequence[Sequence[int]]) -> torch.Tensor:
     """Texts × tokens, each one's last token repeated to the end. No position looks at a later one."""
     width = max(map(len, texts))
     return torch.tensor([[*text, *[text[-1]] * (width - len(text))] for text in texts], dtype=torch.int64)
-
-
-def _alike(texts: Sequence[Sequence[int]]) -> int:
-    """The number of tokens at the start that all texts have in common."""
-    columns = enumerate(zip(*texts, strict=False))
-    return next((place for place, column in columns if len(set(column)) > 1), min(map(len, texts)))
