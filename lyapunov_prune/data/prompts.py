@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerBase
 from lyapunov_prune.arguments import checked
 from lyapunov_prune.data.batch import TokenBatch
 from lyapunov_prune.data.lines import numbered, parsed_line
-from lyapunov_prune.data.text import adds_bos
+from lyapunov_prune.data.text import begins_with_bos
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.results.files import require_file
 
@@ -79,9 +79,7 @@ def load_prompts(
         raise LyapunovPruneError("a chat template says itself how a text begins; give --chat without --bos or --no-bos")
     if chat and not tokenizer.chat_template:
         raise LyapunovPruneError("this tokenizer has no chat template; leave --chat out, or take an instruct model")
-    begins = adds_bos(tokenizer) if bos is None and not chat else bool(bos)
-    if begins and tokenizer.bos_token_id is None:
-        raise LyapunovPruneError("this tokenizer has no BOS token; use --no-bos")
+    begins = not chat and begins_with_bos(tokenizer, bos)
     rows = []
     for where, text in _texts(Path(path)):
         if chat:

@@ -60,10 +60,7 @@ def load_text(
     text = _split(whole, split)
     if split == "evaluation":
         _require_new(source, whole, text)
-    if bos is None:
-        bos = adds_bos(tokenizer)
-    if bos and tokenizer.bos_token_id is None:
-        raise LyapunovPruneError("this tokenizer has no BOS token; use --no-bos")
+    bos = begins_with_bos(tokenizer, bos)
     width = context - 1 if bos else context
     windows = tokens // context
     # Four characters a token is usual; ten leaves room, and spares tokenizing whole corpora.
@@ -202,6 +199,14 @@ def _require_new(source: str, whole: str, left: str) -> None:
             f"{source} repeats itself: {1 - new / len(second):.0%} of its second half, the evaluation split, stands in "
             "the first too; remove the repeats or give another text"
         )
+
+
+def begins_with_bos(tokenizer: PreTrainedTokenizerBase, bos: bool | None) -> bool:
+    """`bos`, or the tokenizer's own habit where it is None. Raises LyapunovPruneError for a token that it lacks."""
+    begins = adds_bos(tokenizer) if bos is None else bos
+    if begins and tokenizer.bos_token_id is None:
+        raise LyapunovPruneError("this tokenizer has no BOS token; use --no-bos")
+    return begins
 
 
 def adds_bos(tokenizer: PreTrainedTokenizerBase) -> bool:

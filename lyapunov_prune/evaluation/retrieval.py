@@ -14,7 +14,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from lyapunov_prune.arguments import checked, require_least
 from lyapunov_prune.data.batch import TokenBatch, checked_batch, require_context
 from lyapunov_prune.data.retrieval import RetrievalTask
-from lyapunov_prune.data.text import adds_bos
+from lyapunov_prune.data.text import begins_with_bos
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.forward.hooks import final_state, require_finite
 from lyapunov_prune.linalg import lift
@@ -130,9 +130,7 @@ def evaluate_retrieval(
         raise LyapunovPruneError(EXTRA) from None
     require_least(1, batch_size=batch_size)
     require_least(2, context=context)
-    begins = adds_bos(tokenizer) if bos is None else bos
-    if begins and tokenizer.bos_token_id is None:
-        raise LyapunovPruneError("this tokenizer has no BOS token; use --no-bos")
+    begins = begins_with_bos(tokenizer, bos)
     texts = [*task.queries.values(), *task.documents.values()]
     rows, cut = _tokens(texts, tokenizer, begins, context)
     names, ids = list(task.queries), list(task.documents)

@@ -18,7 +18,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from lyapunov_prune.arguments import checked
 from lyapunov_prune.data.batch import TokenBatch
 from lyapunov_prune.data.tasks import read_task
-from lyapunov_prune.data.text import adds_bos
+from lyapunov_prune.data.text import begins_with_bos
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.evaluation.repetition import collapsed, repetition
 from lyapunov_prune.models.tokenizers import token_ids
@@ -193,10 +193,7 @@ def evaluate_tasks(
     """
     from lyapunov_prune.evaluation import harness
 
-    if bos is None:
-        bos = adds_bos(tokenizer)
-    if bos and tokenizer.bos_token_id is None:
-        raise LyapunovPruneError("this tokenizer has no BOS token; use --no-bos")
+    bos = begins_with_bos(tokenizer, bos)
     if limit is not None and limit < 1:  # the harness takes 0 for no limit
         raise LyapunovPruneError(f"a limit of {limit} leaves no items to score; give 1 or more")
     objects = {task.name: task.harness for task in tasks}
