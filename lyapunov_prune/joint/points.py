@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import shutil
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -26,6 +25,7 @@ from lyapunov_prune.joint.recovery import Lesson, Recipe, inherit, recover
 from lyapunov_prune.merging.unmerged import Unmerged
 from lyapunov_prune.progress import track, warn
 from lyapunov_prune.results.arrays import require_array
+from lyapunov_prune.results.files import require_disk
 from lyapunov_prune.results.result import MeasuredOn, Result
 from lyapunov_prune.results.store import Store
 
@@ -251,10 +251,6 @@ def _require_room(course: Course, jobs: int) -> None:
     """Raise LyapunovPruneError unless the disk holds what the points learn, and the state of one at work."""
     with trained(course.teacher, course.recipe.rank, 0) as parameters:
         size = sum(p.nbytes for p in parameters.values())
-    folder = next(path for path in (course.folder, *course.folder.absolute().parents) if path.exists())
-    free = shutil.disk_usage(folder).free
-    if jobs and (jobs + 3) * size > free:
-        raise LyapunovPruneError(
-            f"{jobs} points learn {size / 2**30:.2g} GiB each and {folder} has {free / 2**30:.2g} GiB left; free "
-            "space, or let them learn less (--rank 8)"
-        )
+    if jobs:
+        what = f"the weights that {jobs} points learn, {size:,} bytes each,"
+        require_disk(course.folder, (jobs + 3) * size, what, "let them learn less (--update-rank 8)")

@@ -198,14 +198,16 @@ def require_empty(target: str | Path) -> None:
         raise LyapunovPruneError(f"{target} exists and is not empty; choose another --output or empty it")
 
 
-def require_disk(folder: str | Path, needed: int, what: str) -> None:
-    """Raise LyapunovPruneError unless the disk of `folder`, which need not be there yet, has `needed` bytes free."""
+def require_disk(folder: str | Path, needed: int, what: str, remedy: str = "choose another place") -> None:
+    """Raise LyapunovPruneError, which ends in `remedy`, unless the disk of `folder` has `needed` bytes free.
+
+    The folder need not be there yet.
+    """
     folder = Path(folder).absolute()
     free = shutil.disk_usage(next(path for path in (folder, *folder.parents) if path.exists())).free
     if needed > free:
         raise LyapunovPruneError(
-            f"{what} need {needed:,} bytes of disk in {folder} and {free:,} are free; free some, or "
-            "choose another place"
+            f"{what} need {needed:,} bytes of disk in {folder} and {free:,} are free; free some, or {remedy}"
         )
 
 
