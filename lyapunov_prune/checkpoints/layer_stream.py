@@ -20,7 +20,7 @@ from lyapunov_prune.checkpoints.outline import Outline, layer_of
 from lyapunov_prune.checkpoints.twin import Twin
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.forward.hooks import hidden_of, layer_input, with_input
-from lyapunov_prune.models.device import require_room
+from lyapunov_prune.models.device import require_memory
 from lyapunov_prune.models.streamed import Visit
 from lyapunov_prune.models.structure import Structure
 
@@ -189,7 +189,7 @@ class LayerStream:
         def forward(*args: Any, **kwargs: Any) -> Any:
             if self._call is not None:  # inside another
                 return inner(*args, **kwargs)
-            self._require_room((*args, *kwargs.values()))
+            self._require_memory((*args, *kwargs.values()))
             self._call = twin, args, kwargs
             try:
                 return inner(*args, **kwargs)
@@ -199,11 +199,11 @@ class LayerStream:
 
         return forward
 
-    def _require_room(self, given: Sequence[Any]) -> None:
+    def _require_memory(self, given: Sequence[Any]) -> None:
         tokens = max((x.numel() for x in given if isinstance(x, torch.Tensor)), default=0)
         width = getattr(self._structure.config, "hidden_size", 0)
         needed = tokens * width * (2 * self._dtype.itemsize + _BESIDE)
-        require_room(needed, self._device, f"the states of {tokens:,} tokens, disturbed copies among them")
+        require_memory(needed, self._device, f"the states of {tokens:,} tokens, disturbed copies among them")
 
 
 def read_tensor(

@@ -18,7 +18,7 @@ from lyapunov_prune.arguments import checked
 from lyapunov_prune.checkpoints.layer_stream import LayerStream, read_tensor
 from lyapunov_prune.checkpoints.outline import Outline, layer_of, read_outline
 from lyapunov_prune.errors import LyapunovPruneError
-from lyapunov_prune.models.device import require_room, resolve_device
+from lyapunov_prune.models.device import require_memory, resolve_device
 from lyapunov_prune.models.from_folder import Loaded, quiet
 from lyapunov_prune.models.kernels import kernels
 from lyapunov_prune.models.loading import checkpoint_folder, known_dtype
@@ -70,7 +70,7 @@ def _made(outline: Outline, device: str) -> tuple[PreTrainedModel, LayerStream]:
     from accelerate import init_empty_weights
 
     wanted = outline.model.state_dict(keep_vars=True)
-    _require_room(outline, wanted, device)
+    _require_memory(outline, wanted, device)
     config = copy.deepcopy(outline.model.config)
     with quiet(), init_empty_weights(include_buffers=False):  # what no checkpoint holds is computed
         model: Any = AutoModelForCausalLM.from_config(config, dtype=outline.model.dtype, **kernels(config))
@@ -105,13 +105,13 @@ def _made(outline: Outline, device: str) -> tuple[PreTrainedModel, LayerStream]:
     return model, stream
 
 
-def _require_room(outline: Outline, wanted: dict[str, Any], device: str) -> None:
+def _require_memory(outline: Outline, wanted: dict[str, Any], device: str) -> None:
     sizes: dict[int | None, int] = {None: 0}
     for name, tensor in {id(t): (n, t) for n, t in wanted.items()}.values():
         layer = layer_of(name, outline.structure)
         sizes[layer] = sizes.get(layer, 0) + tensor.numel() * tensor.itemsize
     outside = sizes.pop(None)
-    require_room(outside + max(sizes.values(), default=0), device, "embeddings, head and the largest layer")
+    require_memory(outside + max(sizes.values(), default=0), device, "embeddings, head and the largest layer")
 
 
 def _put(root: nn.Module, name: str, tensor: Any) -> None:

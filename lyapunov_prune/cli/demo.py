@@ -25,7 +25,7 @@ from lyapunov_prune.pruning.removal import mend, remove_layers
 from lyapunov_prune.ranking.criteria import DEFAULT
 from lyapunov_prune.ranking.ranking import rank_layers
 from lyapunov_prune.report.page import require_readable, write_report
-from lyapunov_prune.results.files import folder_digest, require_room, whole_folder, write_whole
+from lyapunov_prune.results.files import folder_digest, require_writable, whole_folder, write_whole
 from lyapunov_prune.results.once import once
 from lyapunov_prune.results.result import Result
 
@@ -55,7 +55,7 @@ def run_demo(
     the run cannot be drawn, and when `pruned` in it is not as an earlier demo left it: nobody else's folder is
     replaced.
     """
-    require_room(run)
+    require_writable(run)
     _require_own(run)
     require_readable(run, _WRITTEN)
     loaded = load(BUILTIN)

@@ -202,10 +202,10 @@ def begun_run(output: Path | None, model: str, *replaced: str) -> Path:
 
     `replaced`: the files that the command writes, whatever they hold now.
     """
-    from lyapunov_prune.results.files import require_room
+    from lyapunov_prune.results.files import require_writable
 
     run = run_folder(output, model)
-    require_room(run)
+    require_writable(run)
     if run.is_dir():  # in a new one nothing can be broken, and what draws takes a second and 30 MB to load
         from lyapunov_prune.report.page import require_readable
 

@@ -193,7 +193,7 @@ def recover_points(
     jobs = [(point, course.seed) for point in course.parents]
     jobs += [(point, course.seed + n) for n in range(1, seeds) for point in repeated]
     rows: list[dict[str, Any]] = []
-    _require_room(course, sum(f"{_name(point)}-{seed}" not in store for point, seed in jobs))
+    _require_disk(course, sum(f"{_name(point)}-{seed}" not in store for point, seed in jobs))
     for point, seed in track(jobs, "points"):
         key = f"{_name(point)}-{seed}"
         if key not in store:
@@ -247,7 +247,7 @@ def _name(point: Pair) -> str:
     return f"{point[0]}-{point[1]}"
 
 
-def _require_room(course: Course, jobs: int) -> None:
+def _require_disk(course: Course, jobs: int) -> None:
     """Raise LyapunovPruneError unless the disk holds what the points learn, and the state of one at work."""
     with trained(course.teacher, course.recipe.rank, 0) as parameters:
         size = sum(p.nbytes for p in parameters.values())

@@ -34,7 +34,7 @@ def free_memory(device: str) -> int:
     return torch.cuda.mem_get_info(device)[0] + kept
 
 
-def require_room(needed: int, device: str, what: str) -> None:
+def require_memory(needed: int, device: str, what: str) -> None:
     """Raise LyapunovPruneError unless `device` has `needed` bytes free for `what`."""
     free = free_memory(device)
     if needed > free:

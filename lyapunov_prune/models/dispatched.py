@@ -9,7 +9,6 @@ are looked at and drops when memory is short. A write into a map stays in memory
 from __future__ import annotations
 
 import os
-import shutil
 import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -25,6 +24,7 @@ from torch import nn
 
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.models.device import resolve_device
+from lyapunov_prune.results.files import require_disk
 
 AUTO = "auto"  # the GPUs, then memory, then the disk
 Slots = dict[str, Any]  # a module's parameters or buffers, by name
@@ -85,7 +85,7 @@ def bring_weights(model: nn.Module) -> None:
     for module, hook in hooks:
         for slots, name, path in _elsewhere(module, hook.place_submodules):
             files.want(slots[name], hook.weights_map, path)
-    files.require_room()
+    files.require_disk()
     found: dict[int, torch.Tensor] = {}  # tied tensors stay one
     kept: list[Any] = []  # an id is another's once its tensor is gone
     for module, hook in hooks:
@@ -217,17 +217,10 @@ class _Files:
             if stored != _NAMES.get(meant.dtype):
                 self._needed[info["safetensors_file"], info.get("weight_name", key)] = meant.numel() * meant.itemsize
 
-    def require_room(self) -> None:
-        needed = sum(self._needed.values())
-        if not needed:
-            return
-        folder = tempfile.gettempdir()
-        free = shutil.disk_usage(folder).free
-        if needed > free:
-            raise LyapunovPruneError(
-                f"the weights on disk in another dtype need {needed:,} bytes in {folder} and {free:,} are free; leave "
-                "out the dtype, or name a folder that has room in TMPDIR"
-            )
+    def require_disk(self) -> None:
+        if needed := sum(self._needed.values()):
+            what = "the weights on disk in another dtype"
+            require_disk(tempfile.gettempdir(), needed, what, "leave out the dtype, or name another place in TMPDIR")
 
     def read(self, weights: Mapping[str, torch.Tensor], name: str, meant: torch.Tensor) -> torch.Tensor:
         loader, key = _unwrapped(weights, name)

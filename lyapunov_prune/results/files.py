@@ -184,7 +184,7 @@ def folder_digest(folder: str | Path) -> str:
 def require_empty(target: str | Path) -> None:
     """Raise LyapunovPruneError unless `target` is absent or an empty folder, and a folder can be put there."""
     target = Path(target)
-    require_room(target.parent)
+    require_writable(target.parent)
     try:
         os.fspath(target).encode()
         taken = target.exists() and (not target.is_dir() or any(target.iterdir()))
@@ -211,7 +211,7 @@ def require_disk(folder: str | Path, needed: int, what: str, remedy: str = "choo
         )
 
 
-def require_room(folder: str | Path, remedy: str = "give another --output") -> None:
+def require_writable(folder: str | Path, remedy: str = "give another --output") -> None:
     """Raise LyapunovPruneError, which ends in `remedy`, unless files can be written in `folder`, made or not yet."""
     folder = Path(folder)
     for place in (folder, *folder.parents):

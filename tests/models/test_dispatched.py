@@ -291,7 +291,7 @@ def test_no_room_for_converted_weights(
     usage = namedtuple("usage", "total used free")
     monkeypatch.setattr("shutil.disk_usage", lambda folder: usage(10, 9, 1))
     places = some_on_disk(both[0].model)
-    with pytest.raises(LyapunovPruneError, match=r"need [\d,]+ bytes in .* and 1 are free; .*TMPDIR"):
+    with pytest.raises(LyapunovPruneError, match=r"need [\d,]+ bytes of disk in .* and 1 are free; .*TMPDIR"):
         load(tmp_path / "saved", dtype="bfloat16", device_map=places)
     load(tmp_path / "saved", device_map=places)  # as stored, nothing is written
 

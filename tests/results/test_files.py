@@ -23,7 +23,7 @@ from lyapunov_prune.results.files import (
     folder_digest,
     parsed,
     require_empty,
-    require_room,
+    require_writable,
     whole_folder,
     write_whole,
 )
@@ -329,13 +329,13 @@ def test_a_run_that_cannot_be_written_is_refused(name: str, tmp_path: Path) -> N
     (tmp_path / "loop").symlink_to("loop")
     (tmp_path / "file").write_text("")
     with pytest.raises(LyapunovPruneError, match=r"cannot write in .*; give another --output"):
-        require_room(tmp_path / name)
+        require_writable(tmp_path / name)
 
 
 def test_another_s_folder_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "access", lambda place, mode: False)
     with pytest.raises(LyapunovPruneError, match="is not yours to write"):
-        require_room(tmp_path / "new" / "run")
+        require_writable(tmp_path / "new" / "run")
 
 
 def test_json_without_end_is_no_json() -> None:

@@ -145,13 +145,13 @@ def rank(
     from lyapunov_prune.profiles.profile import LayerProfile
     from lyapunov_prune.ranking.budget import remove_under_budget
     from lyapunov_prune.ranking.ranking import LayerRanking, rank_layers
-    from lyapunov_prune.results.files import require_room
+    from lyapunov_prune.results.files import require_writable
 
     ranking: Ranking
     if profile_file is not None:
         measured = LayerProfile.load(profile_file)
         run = output or profile_file.parent
-        require_room(run)
+        require_writable(run)
         ranking = rank_layers(
             measured.contraction,
             measured.influence,
@@ -163,7 +163,7 @@ def rank(
     else:
         assert model is not None
         run = run_folder(output, model)
-        require_room(run)
+        require_writable(run)
         loaded, batch = load_inputs(model, source, text, stream=stream)
         ranking = by.rank(loaded, batch, remove, text.batch_size, folder=run, resume=resume)
     plan = written = None
