@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import tempfile
 from pathlib import Path
 
@@ -11,7 +10,7 @@ from transformers import PreTrainedModel
 
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.forward.hooks import final_state, require_one_state
-from lyapunov_prune.models.device import free_memory
+from lyapunov_prune.models.device import free_memory, numbers_on_disk
 from lyapunov_prune.models.streamed import Run, stream_of
 from lyapunov_prune.models.structure import find_structure
 from lyapunov_prune.progress import status
@@ -33,12 +32,7 @@ def room_for(number: int, like: torch.Tensor, folder: Path | None) -> torch.Tens
     require_disk(folder, needed, "the states of all layers, for which memory is short,")
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(prefix="states-", dir=folder) as place:
-            file = Path(place) / "states"
-            with file.open("wb") as opened:
-                if hasattr(os, "posix_fallocate"):  # of a disk that is full later the process would die without a word
-                    os.posix_fallocate(opened.fileno(), 0, needed)
-            return torch.from_file(str(file), shared=True, size=needed // like.itemsize, dtype=like.dtype).view(shape)
+        return numbers_on_disk(needed // like.itemsize, like.dtype, folder).view(shape)
     except OSError as error:
         raise LyapunovPruneError(
             f"the states of all layers need {needed:,} bytes in {folder}: {error.strerror}; free some, lower --tokens"

@@ -1,8 +1,10 @@
-"""Where a model runs."""
+"""Where a model runs, and what memory is there: of a device, or a file that stands for it."""
 
 from __future__ import annotations
 
 import os
+import tempfile
+from pathlib import Path
 
 import psutil
 import torch
@@ -41,6 +43,19 @@ def require_memory(needed: int, device: str, what: str) -> None:
         raise LyapunovPruneError(
             f"{what} need {needed:,} bytes of memory and {free:,} are free on {device}; lower --tokens, or free some"
         )
+
+
+def numbers_on_disk(count: int, dtype: torch.dtype, folder: str | Path | None = None) -> torch.Tensor:
+    """`count` numbers of `dtype` in a file in `folder` (None: the temporary one), of no name, and gone with the tensor.
+
+    Raises OSError where the disk has no room.
+    """
+    with tempfile.TemporaryDirectory(prefix="lyapunov-prune-mapped-", dir=folder) as place:
+        file = Path(place) / "numbers"
+        with file.open("wb") as opened:
+            if hasattr(os, "posix_fallocate"):  # a full disk is told here, and not by a signal at a write
+                os.posix_fallocate(opened.fileno(), 0, max(count * dtype.itemsize, 1))
+        return torch.from_file(str(file), shared=True, size=count, dtype=dtype)
 
 
 def _usable(name: str) -> bool:

@@ -8,7 +8,6 @@ are looked at and drops when memory is short. A write into a map stays in memory
 
 from __future__ import annotations
 
-import os
 import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -23,7 +22,7 @@ from safetensors import SafetensorError, safe_open
 from torch import nn
 
 from lyapunov_prune.errors import LyapunovPruneError
-from lyapunov_prune.models.device import resolve_device
+from lyapunov_prune.models.device import numbers_on_disk, resolve_device
 from lyapunov_prune.results.files import require_disk
 
 AUTO = "auto"  # the GPUs, then memory, then the disk
@@ -285,14 +284,8 @@ def _mapped(file: Path, info: Mapping[str, Any]) -> torch.Tensor:
 
 def _converted(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """`tensor` in `dtype`, in a file of its own, which is nobody's: it goes with the last who looks at it."""
-    size = tensor.numel() * dtype.itemsize
     try:
-        with tempfile.TemporaryDirectory(prefix="lyapunov-prune-offload-") as folder:
-            file = Path(folder) / "weight"
-            with file.open("wb") as opened:
-                if hasattr(os, "posix_fallocate"):  # a full disk is told here, and not by a signal at a write
-                    os.posix_fallocate(opened.fileno(), 0, max(size, 1))
-            numbers = torch.from_file(str(file), shared=True, size=tensor.numel(), dtype=dtype)
+        numbers = numbers_on_disk(tensor.numel(), dtype)
     except OSError as error:
         raise _unwritable(error) from None
     return numbers.copy_(tensor.reshape(-1)).view(tensor.shape)
