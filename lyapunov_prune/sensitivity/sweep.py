@@ -13,8 +13,8 @@ import torch
 from accelerate.utils import gather_object
 from transformers import PreTrainedModel
 
-from lyapunov_prune.errors import LyapunovPruneError
-from lyapunov_prune.forward.hooks import require_finite, residual_stream
+from lyapunov_prune.evaluation.perplexity import require_finite_losses
+from lyapunov_prune.forward.hooks import residual_stream
 from lyapunov_prune.forward.reading import Readable, read
 from lyapunov_prune.forward.replacement import replaced
 from lyapunov_prune.models.launched import processes_of, require_alike
@@ -127,15 +127,11 @@ class Sweep:
         """The dense model's own losses and final states, once a process, before its first job."""
         if self._ready:
             return
-        structure, batch = self.reading.structure, self.reading.batch
         self._prefix, self._scorer = self.reading.prefix, self.reading.scorer
         self._states: dict[int, list[torch.Tensor]] = {entry: [] for entry in self._prefix.entries}
-        with residual_stream(structure, self._keep, one_state=False, every_layer=False):
+        with residual_stream(self.reading.structure, self._keep, one_state=False, every_layer=False):
             losses, finals = self._score(0)
-        if not np.isfinite(losses).all():
-            bad = int(np.argmin(np.isfinite(losses)))
-            require_finite(structure, batch.ids[bad : bad + 1], f"window {bad} of {batch.text}")
-            raise LyapunovPruneError(f"the loss of window {bad} is not finite; load the model in a wider dtype")
+        require_finite_losses(self.reading, losses)
         self._reference = Reference(finals)
         self._dense = Outcome(losses, self._reference.drift(finals))
         self._ready = True
