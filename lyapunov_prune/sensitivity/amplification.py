@@ -12,13 +12,13 @@ from scipy import stats
 from lyapunov_prune.arguments import checked
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.profiles.contraction_profile import ContractionProfile, Pooling
+from lyapunov_prune.profiles.propagation import RESAMPLES, drawn_windows
 from lyapunov_prune.results.arrays import require_array, require_layers
 from lyapunov_prune.results.result import MeasuredOn, Result
 from lyapunov_prune.sensitivity.sensitivity import Sensitivity
 from lyapunov_prune.sensitivity.studies import Compression
 
 PAPER = -0.44  # GPT-2 Small, 72 groups, p < 1e-4 (§6.6)
-RESAMPLES = 2000
 
 
 @dataclass(frozen=True)
@@ -82,8 +82,7 @@ class AmplificationDrift(Result):
             return {**nothing, "groups": len(drift), "layers": len(clusters)}
         whole = stats.spearmanr(against, drift)
         rng = np.random.default_rng(0)
-        counts = rng.multinomial(len(clusters), np.full(len(clusters), 1 / len(clusters)), RESAMPLES)
-        drawn = weighted_spearman(against, drift, counts[:, member])
+        drawn = weighted_spearman(against, drift, drawn_windows(len(clusters), rng)[:, member])
         shuffled = rng.permuted(np.tile(values[clusters], (RESAMPLES, 1)), axis=1)[:, member]
         chance = _pearson(stats.rankdata(shuffled, axis=1), stats.rankdata(drift), np.ones((1, len(drift))))
         low, high = np.nanquantile(drawn, [0.025, 0.975])
