@@ -86,3 +86,8 @@ seed_oss smollm3 solar_open stablelm starcoder2 trocr vaultgemma whisper xglm xl
 zamba zamba2 zaya
 """
 JUDGED = frozenset(_NAMES.split())
+
+
+def family_entry(model_type: str) -> Family:
+    """What the table says of a family; of most it says nothing."""
+    return FAMILIES.get(model_type, Family())

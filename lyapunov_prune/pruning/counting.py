@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 from lyapunov_prune.checkpoints.outline import layer_of
 from lyapunov_prune.checkpoints.reloading import GateCheck
 from lyapunov_prune.models.digest import saved_tensors
-from lyapunov_prune.models.families import FAMILIES, Family
+from lyapunov_prune.models.families import family_entry
 from lyapunov_prune.models.structure import find_layers, find_structure
 from lyapunov_prune.pruning.plan import PruningPlan
 
@@ -31,7 +31,7 @@ def shares_leaving(model: PreTrainedModel, plan: PruningPlan) -> dict[str, Fract
     removed layers of a table that has one a layer (`Family.tables`); nothing of what a kept layer uses.
     """
     structure = find_structure(model)
-    family = FAMILIES.get(structure.model_type, Family())
+    family = family_entry(structure.model_type)
     places = {name: place(t) for name, t in model.state_dict(keep_vars=True).items() if isinstance(t, torch.Tensor)}
     stays = {place for name, place in places.items() if layer_of(name, structure) not in plan.remove}
     if family.leaves is not None:

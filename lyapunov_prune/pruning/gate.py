@@ -40,7 +40,7 @@ from lyapunov_prune.merging.replaced import hidden_replaced
 from lyapunov_prune.models.classifiers import looks_at_images
 from lyapunov_prune.models.device import free_memory
 from lyapunov_prune.models.dispatched import is_dispatched
-from lyapunov_prune.models.families import FAMILIES, Family
+from lyapunov_prune.models.families import family_entry
 from lyapunov_prune.models.from_folder import quiet
 from lyapunov_prune.models.quantised import is_packed
 from lyapunov_prune.models.structure import find_structure, in_eval_mode
@@ -152,7 +152,7 @@ def _skipped_check(
     replaced = hidden_replaced(structure.layers, [(each.block, each.tau) for each in merged])
     with silent, replaced, mapped(structure.layers, mends), skipped(structure, plan.remove):
         reference = KeptLogits(original, inputs)
-    computed = FAMILIES.get(structure.model_type, Family()).changes(structure.config) and bool(plan.remove)
+    computed = family_entry(structure.model_type).changes(structure.config) and bool(plan.remove)
     limit = logits_limit(pruned, bool(merged or mends) or computed)
     return same_check(pruned, inputs, reference, limit, "logits against the original with the layers skipped")
 

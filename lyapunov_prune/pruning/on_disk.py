@@ -17,7 +17,7 @@ from lyapunov_prune.checkpoints.outline import Outline, layer_of
 from lyapunov_prune.checkpoints.tensor_files import Piece, write_tensors
 from lyapunov_prune.errors import CheckFailed, LyapunovPruneError
 from lyapunov_prune.models.device import free_memory
-from lyapunov_prune.models.families import FAMILIES, Family
+from lyapunov_prune.models.families import family_entry
 from lyapunov_prune.models.folder import first_line
 from lyapunov_prune.models.from_folder import quiet
 from lyapunov_prune.models.loading import checkpoint_folder
@@ -131,7 +131,7 @@ def _pieces(outline: Outline, pruned: PreTrainedModel, plan: PruningPlan) -> dic
     """
     structure = outline.structure
     before, after = (model.state_dict(keep_vars=True) for model in (outline.model, pruned))
-    tables = dict(FAMILIES.get(structure.model_type, Family()).tables)
+    tables = dict(family_entry(structure.model_type).tables)
     number = _new_numbers(plan)
     shares = shares_leaving(outline.model, plan)
     renamed = {name: _renumbered(name, number, structure) for name in before}

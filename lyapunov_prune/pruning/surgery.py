@@ -16,7 +16,7 @@ from lyapunov_prune.mending.mend import Mend, store_mend
 from lyapunov_prune.merging.merge import Merged
 from lyapunov_prune.models.adaptations import Cut
 from lyapunov_prune.models.compact import renumber_compact
-from lyapunov_prune.models.families import DEPTH_ATTRIBUTES, FAMILIES, POSITION_ATTRIBUTES
+from lyapunov_prune.models.families import DEPTH_ATTRIBUTES, POSITION_ATTRIBUTES, family_entry
 from lyapunov_prune.models.held import held
 from lyapunov_prune.models.layer_settings import require_attention, slice_settings
 from lyapunov_prune.models.plain import require_plain
@@ -120,12 +120,11 @@ def without_layers(
         slice_settings(config, original.count, plan.kept, original.num_layers)
     _renumber(pruned, layers, plan.kept, original.num_layers)
     renumber_compact(pruned, layers)
-    family = FAMILIES.get(original.model_type)
-    if family is not None:
-        _slice_tables(pruned, family.tables, plan.kept, original.num_layers)
-        if family.adapt is not None:
-            config = pruned.config.get_text_config(decoder=True)
-            family.adapt(Cut(pruned, layers, config, original.config, plan.kept))
+    family = family_entry(original.model_type)
+    _slice_tables(pruned, family.tables, plan.kept, original.num_layers)
+    if family.adapt is not None:
+        config = pruned.config.get_text_config(decoder=True)
+        family.adapt(Cut(pruned, layers, config, original.config, plan.kept))
     require_attention(original.config, pruned.config.get_text_config(decoder=True))
     _rename_ties(pruned)
     _renumber_devices(pruned, original.layers_path, plan)
