@@ -9,6 +9,7 @@ from torch import nn
 
 from lyapunov_prune.forward.branches import Branch
 from lyapunov_prune.models.hooked import hooked
+from lyapunov_prune.models.projections import without_numbers
 
 
 @torch.no_grad()
@@ -41,7 +42,7 @@ def _outputs_first(branch: Branch) -> list[nn.Parameter]:
     Experts that are modules of their own go together, called or not.
     """
     called: list[str] = []
-    names = {id(module): _role(name) for name, module in branch.layer.named_modules()}
+    names = {id(module): without_numbers(name) for name, module in branch.layer.named_modules()}
 
     def note(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if any(p.ndim >= 2 for p in module.parameters(recurse=False)):
@@ -52,10 +53,6 @@ def _outputs_first(branch: Branch) -> list[nn.Parameter]:
         branch(branch.x)
     modules: dict[str, list[nn.Module]] = {}
     for name, module in branch.layer.named_modules():
-        modules.setdefault(_role(name), []).append(module)
+        modules.setdefault(without_numbers(name), []).append(module)
     roles = dict.fromkeys(reversed(called))
     return [p for role in roles for module in modules[role] for p in reversed(list(module.parameters(recurse=False)))]
-
-
-def _role(path: str) -> str:
-    return ".".join(part for part in path.split(".") if not part.isdigit())

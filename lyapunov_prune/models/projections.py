@@ -95,6 +95,11 @@ def structure_projections(structure: Structure) -> tuple[Projection, ...]:
     )
 
 
+def without_numbers(path: str) -> str:
+    """The path of a module inside its layer, the same for all experts of a mixture."""
+    return ".".join(part for part in path.split(".") if not part.isdigit())
+
+
 def layer_projections(layer: nn.Module, index: int, name: str, model_type: str, config: Any) -> Iterator[Projection]:
     """Every matrix of the layer that is called `name` inside its model, in order; of no name, as inside the layer.
 
@@ -102,7 +107,7 @@ def layer_projections(layer: nn.Module, index: int, name: str, model_type: str, 
     """
     for path, module in layer.named_modules():
         place = f"{name}.{path}" if name and path else name or path
-        role = ".".join(p for p in path.split(".") if not p.isdigit())
+        role = without_numbers(path)
         if isinstance(module, nn.Linear | Conv1D) and _require_plain(place, module):
             for part, head, start, stop in _parts(model_type, config, path, module):
                 suffix = f"{part}{'' if head is None else head}"
