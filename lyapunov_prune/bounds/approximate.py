@@ -18,6 +18,7 @@ from lyapunov_prune.arguments import checked
 from lyapunov_prune.bounds.approx_linear import ApproxLinear, Record, frobenius
 from lyapunov_prune.bounds.approximation import Approximation, approximation, difference
 from lyapunov_prune.errors import LyapunovPruneError
+from lyapunov_prune.forward.prefix import restore
 from lyapunov_prune.forward.replacement import Replacement
 from lyapunov_prune.models.held import held
 from lyapunov_prune.models.projections import Projection, find_projections
@@ -123,10 +124,7 @@ class _Forward:
 
     def remove(self) -> None:
         self.module._parameters["weight"] = self.exact
-        if self.before is None:
-            del self.module.__dict__["forward"]
-        else:
-            self.module.forward = self.before
+        restore(self.module, self.before)
 
 
 class _Experts(Replacement):

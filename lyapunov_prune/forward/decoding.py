@@ -12,7 +12,7 @@ from torch import nn
 from lyapunov_prune.data.batch import require_context
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.forward.hooks import hidden_of, require_finite
-from lyapunov_prune.forward.logits import carried_on
+from lyapunov_prune.forward.logits import carried_on, only_last
 from lyapunov_prune.forward.reading import Reading
 from lyapunov_prune.linalg import lift
 from lyapunov_prune.models.hooked import hooked
@@ -99,7 +99,7 @@ def walk(
         states.append(hidden_of(output)[:, -1].flatten(1))
 
     text = ids = prompts.to(model.device)
-    given: dict[str, Any] = {"logits_to_keep": 1} if "logits_to_keep" in taken else {}
+    given = only_last(model, 1)
     carried: dict[str, Any] = {}
     for t in range(steps):
         if carried and told and "position_ids" in taken:

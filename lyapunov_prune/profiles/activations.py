@@ -21,6 +21,7 @@ from lyapunov_prune.arguments import checked
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.forward.hooks import Enough, require_finite, run_backbone
 from lyapunov_prune.forward.reading import Readable, read
+from lyapunov_prune.linalg import lift
 from lyapunov_prune.models.hooked import hooked
 from lyapunov_prune.models.projections import Projection, find_projections
 from lyapunov_prune.models.structure import Structure, in_eval_mode
@@ -147,10 +148,10 @@ class _Matrix:
         """Take in the inputs and outputs (…, d) of one call, in a forward over ids of this shape."""
         if not x.numel():
             return
-        self._add_input(_double(x))
+        self._add_input(lift(x))
         # An expert of a mixture sees a few tokens of every window, and which is whose is lost: one window.
         windows = shape[0] if y.numel() == shape.numel() * y.shape[-1] else 1
-        outputs = _double(y).reshape(windows, -1, y.shape[-1])
+        outputs = lift(y).reshape(windows, -1, y.shape[-1])
         energy = (outputs - outputs.mean(1, keepdim=True)).square().sum(-1)
         self.energy += float(energy.sum())
         self.peak_energy += float(energy.amax(-1).sum())
@@ -274,7 +275,3 @@ def _feed(structure: Structure, group: Sequence[_Matrix], ids: torch.Tensor) -> 
     watched = [(m.module, watch(m)) for m in group if not np.isnan(m.width)]
     with suppress(Enough), hooked(after=[*watched, (structure.layers[group[-1].layer], stop)]):
         run_backbone(structure, ids)
-
-
-def _double(x: torch.Tensor) -> torch.Tensor:
-    return (x.cpu() if x.device.type == "mps" else x).double()  # no float64 there
