@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -41,6 +42,11 @@ def drawn(draws: torch.Tensor, temperature: float = 1.0) -> Choice:
         return found.clamp_max(logits.shape[-1] - 1)
 
     return choose
+
+
+def draws_of(seed: int, places: Iterable[int], steps: int) -> torch.Tensor:
+    """Numbers in [0, 1), (places × steps): those of a place are the same beside whatever others."""
+    return torch.from_numpy(np.stack([np.random.default_rng((seed, place)).random(steps) for place in places]))
 
 
 def greedy_text(reading: Reading, steps: int, batch_size: int, known: torch.Tensor | None = None) -> torch.Tensor:

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import numpy as np
 import torch
 from transformers import PreTrainedModel
 
 from lyapunov_prune.arguments import checked, require_least
 from lyapunov_prune.data.batch import TokenBatch
 from lyapunov_prune.errors import LyapunovPruneError
-from lyapunov_prune.forward.decoding import sample
+from lyapunov_prune.forward.decoding import draws_of, sample
 from lyapunov_prune.forward.reading import read
 from lyapunov_prune.models.structure import identify, in_eval_mode
 from lyapunov_prune.progress import track
@@ -51,8 +50,7 @@ def self_generated(
         missing = [window for window in range(windows) if str(window) not in store]
         for first in track(range(0, len(missing), batch_size), "writing text to learn from"):
             some = missing[first : first + batch_size]
-            draws = np.stack([np.random.default_rng((seed, window)).random(steps) for window in some])
-            written = sample(reading, torch.full((len(some), 1), begin), torch.from_numpy(draws))
+            written = sample(reading, torch.full((len(some), 1), begin), draws_of(seed, some, steps))
             for window, row in zip(some, written.tolist(), strict=True):
                 store.add(str(window), row)
         rows = [[begin, *store[str(window)]] for window in range(windows)]

@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 from lyapunov_prune.arguments import checked, require_least
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.evaluation.repetition import collapsed, repetition
-from lyapunov_prune.forward.decoding import drawn, likeliest, walk
+from lyapunov_prune.forward.decoding import drawn, draws_of, likeliest, walk
 from lyapunov_prune.forward.hooks import require_finite
 from lyapunov_prune.forward.logits import (
     CACHE_LIMIT,
@@ -156,7 +156,7 @@ def compare_generation(
     ends = end_tokens(dense)
     sums, running = torch.zeros(steps, 4, dtype=torch.float64), torch.zeros(steps, dtype=torch.float64)
     texts: tuple[list[tuple[int, ...]], list[tuple[int, ...]]] = ([], [])
-    draws = None if seed is None else _draws(seed, len(batch.ids), steps)
+    draws = None if seed is None else draws_of(seed, range(len(batch.ids)), steps)
     for ids in track(batch.windows(batch_size), "generation"):
         begun = len(texts[0])
         choose = likeliest if draws is None else drawn(draws[begun : begun + len(ids)], temperature)
@@ -191,11 +191,6 @@ def compare_generation(
         compressed=identify(compressed),
         measured_on=readings[0].measured_on(seed),
     )
-
-
-def _draws(seed: int, prompts: int, steps: int) -> torch.Tensor:
-    """Numbers in [0, 1), (prompts, steps): those of a prompt are the same beside whatever others."""
-    return torch.from_numpy(np.stack([np.random.default_rng((seed, i)).random(steps) for i in range(prompts)]))
 
 
 def _told_positions(reading: Reading) -> bool:
