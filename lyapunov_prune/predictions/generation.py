@@ -92,8 +92,7 @@ class GenerationDivergence(Result):
 
     def summary(self) -> pd.DataFrame:
         """Steps 0, 1, 2, 4, 8, … and the last."""
-        steps = len(self.kl)
-        return self.to_frame().iloc[sorted({0, steps - 1, *(2**k for k in range(steps.bit_length()) if 2**k < steps)})]
+        return self.to_frame().iloc[some_steps(len(self.kl))]
 
     def headline(self) -> str:
         first, texts = self.first_difference, (self.dense_tokens, self.compressed_tokens)
@@ -217,6 +216,11 @@ def _measures(T: float, h: torch.Tensor, h2: torch.Tensor, z: torch.Tensor, z2: 
     turns = (turned, turn(z, z2)[0], turn(log_p.exp(), log_q.exp())[0])
     measures = (*(1 - x for x in turns), divergences(log_p, log_q)[1])
     return torch.stack([x.sum().double().cpu() for x in measures])
+
+
+def some_steps(steps: int) -> list[int]:
+    """Of so many the first, 1, 2, 4, 8, … and the last."""
+    return sorted({0, steps - 1, *(2**k for k in range(steps.bit_length()) if 2**k < steps)})
 
 
 def end_tokens(model: PreTrainedModel) -> torch.Tensor:

@@ -18,7 +18,7 @@ from lyapunov_prune.forward.logits import require_temperature
 from lyapunov_prune.forward.reading import Readable, Reading, read
 from lyapunov_prune.linalg import lift
 from lyapunov_prune.models.structure import identify, in_eval_mode
-from lyapunov_prune.predictions.generation import end_tokens
+from lyapunov_prune.predictions.generation import end_tokens, some_steps
 from lyapunov_prune.predictions.softmax import log_softmax
 from lyapunov_prune.predictions.spaces import PROBABILITIES, prediction_measures, turn
 from lyapunov_prune.progress import track
@@ -110,8 +110,7 @@ class HistoryDivergence(Result):
 
     def summary(self) -> pd.DataFrame:
         """Steps 0, 1, 2, 4, 8, … and the last, both readings side by side."""
-        steps = len(self.running)
-        some = sorted({0, steps - 1, *(2**k for k in range(steps.bit_length()) if 2**k < steps)})
+        some = some_steps(len(self.running))
         columns: dict[str, np.ndarray] = {"step": np.array(some)}
         for row, name in enumerate(("direct", "own")):
             for measure in ("logit_change", "var_p", "var_r", "kl", "flipped"):
