@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.results.claim import Claim
-from lyapunov_prune.results.files import whole_folder
+from lyapunov_prune.results.files import halves, whole_folder
 
 SECONDS = 20.0  # between two states, and longer where writing is slow
 _SHARE = 0.1  # of the time, at most, goes into writing
@@ -111,9 +111,9 @@ class TrainingState:
                     raise LyapunovPruneError(f"{path} holds {more[0]}, which is of no state; move it away")
             _delete(states)
             self._claim.give_up()
-        halves = list(self._folder.glob(".step-*.partial-*"))
-        _delete(path for path in halves if path.is_dir())
-        for lock in halves:
+        left = halves(self._folder, "step-*")
+        _delete(path for path in left if path.is_dir())
+        for lock in left:
             if lock.suffix == ".lock":
                 lock.unlink(missing_ok=True)
 

@@ -26,7 +26,7 @@ from filelock import FileLock
 
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.progress import warn
-from lyapunov_prune.results.files import whole_folder
+from lyapunov_prune.results.files import halves, whole_folder
 
 BUILTIN, BUILTIN_VERSION = "smollm2-135m", "0.1.2"
 PLACE, LIMIT = "LYAPUNOV_PRUNE_CACHE", "LYAPUNOV_PRUNE_CACHE_GB"
@@ -103,12 +103,6 @@ class Entry:
             self.folder.parent.mkdir(parents=True, exist_ok=True)
             lock.acquire()
         try:
-            if lock.is_locked:
-                for half in self.folder.parent.glob(f".{self.folder.name}.partial-*"):  # of a process that was killed
-                    if half.is_dir():
-                        shutil.rmtree(half, ignore_errors=True)
-                    elif half.suffix == ".lock":
-                        half.unlink(missing_ok=True)
             yield
         finally:
             lock.release()
@@ -162,12 +156,12 @@ def clear_cache() -> None:
     Raises LyapunovPruneError when the disk refuses.
     """
     place = cache_folder() / "gguf"
-    halves = [*place.glob(".*.partial-*"), *cache_folder().glob(f".{BUILTIN}-*.partial-*")]
+    left = [*halves(place, "*"), *halves(cache_folder(), f"{BUILTIN}-*")]
     try:
-        for folder in [*_folders(), *halves, builtin_place()]:
+        for folder in [*_folders(), *left, builtin_place()]:
             if folder.is_dir():
                 shutil.rmtree(folder)
-        for lock in [*place.glob("*.lock"), *cache_folder().glob(f".{BUILTIN}-*.partial-*.lock")]:
+        for lock in {*place.glob("*.lock"), *(path for path in left if path.suffix == ".lock")}:
             lock.unlink()
     except OSError as error:
         raise LyapunovPruneError(f"cannot empty {cache_folder()}: {error.strerror}; delete it by hand") from None

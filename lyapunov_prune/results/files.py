@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import glob
 import hashlib
 import json
 import os
@@ -131,10 +132,15 @@ def _fill(temporary: Path, target: Path) -> None:
         raise
 
 
+def halves(folder: Path, pattern: str) -> list[Path]:
+    """What `whole_folder` has not finished, or a killed process left, of targets of such names: folders and locks."""
+    return list(folder.glob(f".{pattern}{_PARTIAL}*"))
+
+
 def _remove_dead(target: Path) -> None:
     """Remove what processes that are gone left beside `target`. Their locks went with them."""
-    for path in target.parent.glob(f".*{_PARTIAL}*"):
-        if not (path.is_dir() and path.name.startswith(f".{target.name}{_PARTIAL}")):
+    for path in halves(target.parent, glob.escape(target.name)):
+        if not path.is_dir():
             continue
         lock = FileLock(f"{path}.lock", timeout=0)
         if not Path(lock.lock_file).exists():  # of an older version: nobody knows
