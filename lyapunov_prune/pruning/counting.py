@@ -41,11 +41,6 @@ def shares_leaving(model: PreTrainedModel, plan: PruningPlan) -> dict[str, Fract
     return {name: blocks if name.endswith(tables) else Fraction(place not in stays) for name, place in places.items()}
 
 
-def leaving(model: PreTrainedModel, sizes: Sizes, plan: PruningPlan) -> tuple[int, int]:
-    """The parameters and the bytes that leave with the layers of `plan`."""
-    return held_by(model, sizes, shares_leaving(model, plan))
-
-
 def held_by(model: PreTrainedModel, sizes: Sizes, shares: Mapping[str, Fraction]) -> tuple[int, int]:
     """The parameters and the bytes that these `shares` of all tensors are."""
     parameters = sum(p.numel() * shares[name] for name, p in saved_tensors(model) if isinstance(p, nn.Parameter))
@@ -64,7 +59,8 @@ def count_check(
 
     `sizes` are those of the original, `saved` the bytes of all tensors in the pruned checkpoint.
     """
-    return fallen_check(original, sizes, pruned, saved, leaving(original, sizes, plan), len(plan.kept))
+    left = held_by(original, sizes, shares_leaving(original, plan))
+    return fallen_check(original, sizes, pruned, saved, left, len(plan.kept))
 
 
 def fallen_check(

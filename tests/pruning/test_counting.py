@@ -13,7 +13,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from lyapunov_prune.checkpoints.outline import read_outline
 from lyapunov_prune.models.structure import find_structure
-from lyapunov_prune.pruning.counting import count_check, leaving, shares_leaving, sizes_in_memory
+from lyapunov_prune.pruning.counting import count_check, held_by, shares_leaving, sizes_in_memory
 from lyapunov_prune.pruning.plan import PruningPlan
 from lyapunov_prune.pruning.surgery import cut
 
@@ -42,10 +42,11 @@ def test_memory_and_files_give_the_same_and_the_cut_does_it(
     tokenizer.save_pretrained(tmp_path)
     outline = read_outline(tmp_path, name)
     assert outline.model.device.type == "meta"
-    assert shares_leaving(outline.model, plan) == shares_leaving(model, plan)
+    shares = shares_leaving(model, plan)
+    assert shares_leaving(outline.model, plan) == shares
     sizes = sizes_in_memory(model)
-    parameters, size = leaving(model, sizes, plan)
-    assert leaving(outline.model, outline.sizes(), plan) == (parameters, size)
+    parameters, size = held_by(model, sizes, shares)
+    assert held_by(outline.model, outline.sizes(), shares) == (parameters, size)
     pruned = cut(model, plan)
     left = sum(size for _, size in sizes_in_memory(pruned))
     assert (parameters, size) == (
@@ -73,10 +74,9 @@ def test_what_a_kept_layer_uses_stays_under_every_name() -> None:
     names = [f"model.layers.{i}.mlp.up_proj.weight" for i in (1, 2, 4)]
     assert [share(model, [1, 2])[name] for name in names] == [0, 0, 0]
     assert [share(model, [1, 2, 4])[name] for name in names] == [1, 1, 1]
-    plan = PruningPlan.given(model, [1, 2, 4])
     layer = sum(p.numel() for p in find_structure(model).layers[0].parameters())
     once = 3 * layer - 2 * up[1].weight.numel()
-    assert leaving(model, sizes_in_memory(model), plan) == (once, 4 * once)
+    assert held_by(model, sizes_in_memory(model), share(model, [1, 2, 4])) == (once, 4 * once)
 
 
 def test_one_parameter_too_many_is_seen(llama: PreTrainedModel) -> None:

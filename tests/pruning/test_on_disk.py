@@ -399,13 +399,13 @@ def test_states_that_are_not_finite_are_no_failed_gate(tokenizer: PreTrainedToke
 
 
 def test_the_gate_on_files_counts(checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    leaving = counting.leaving
+    held_by = counting.held_by
 
     def wrongly(*args: Any) -> tuple[int, int]:
-        parameters, size = leaving(*args)
+        parameters, size = held_by(*args)
         return parameters, size + 4
 
-    monkeypatch.setattr(counting, "leaving", wrongly)
+    monkeypatch.setattr(counting, "held_by", wrongly)
     with pytest.raises(CheckFailed, match="fell by what was removed: bytes saved: "):
         on_disk(checkpoint, tmp_path / "disk")
 
