@@ -49,7 +49,7 @@ def questions(results: Collection[Any]) -> str:
     sizes: RemovalCurve | None = None
     model: ModelIdentity | None = None
     for result in results:
-        on = _model(result)
+        on: ModelIdentity | None = getattr(getattr(result, "measured_on", None), "model", None)
         if on is None or (model is not None and not _same(on, model)):
             continue
         found = list(_rankings(result))
@@ -76,11 +76,6 @@ def questions(results: Collection[Any]) -> str:
     # In a script element of data only `</script` and `<!--` mean anything.
     text = json.dumps(data, allow_nan=False).replace("<", "\\u003c")
     return f'{_MARKUP}<script type="application/json" id="data">{text}</script>'
-
-
-def _model(result: Any) -> ModelIdentity | None:
-    on = result.contraction.measured_on if isinstance(result, LayerProfile) else getattr(result, "measured_on", None)
-    return getattr(on, "model", None)
 
 
 def _same(a: ModelIdentity, b: ModelIdentity) -> bool:
