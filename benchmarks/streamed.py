@@ -54,7 +54,6 @@ SIZES = {
 }
 VOCABULARY, REMOVE = 32_000, 8
 CONTEXT, WINDOWS = 512, 8  # what commands take where nothing is asked for
-JOBS = ("profile", "rank", "prune", "perplexity", "kl", "compress", "pack")
 KL_TOKENS = 128  # of one window: L/2 times the multiplications of a forward
 PATTERN = (2, 4)
 BITS, GROUP = 4, 128
@@ -63,7 +62,7 @@ GATE_TOKENS = 128
 
 
 def main() -> None:
-    if len(sys.argv) == 3 and sys.argv[1] in JOBS:  # a child process: do one job and report
+    if len(sys.argv) == 3 and sys.argv[1] in JOB:  # a child process: do one job and report
         print(json.dumps(JOB[sys.argv[1]](Path(sys.argv[2]))))
         return
     parser = argparse.ArgumentParser(description=__doc__)
@@ -83,7 +82,7 @@ def main() -> None:
     found = Benchmark("streamed")
     with tempfile.TemporaryDirectory(prefix="lyapunov-prune-bench-", dir=asked.place) as place:
         build(model, Path(place) / "source")
-        for job in JOBS:
+        for job in JOB:
             done = subprocess.run([sys.executable, __file__, job, place], check=True, stdout=subprocess.PIPE, text=True)
             told = json.loads(done.stdout)
             passes = f"{told['passes']} passes of {told['read']:.1f} s"
@@ -106,7 +105,7 @@ def build(model: Any, folder: Path) -> None:
     for name, tensor in model.state_dict().items():
         shards.setdefault(".".join(name.split(".")[:3]), {})[name] = tensor
     where: dict[str, str] = {}
-    for number, (part, tensors) in enumerate(shards.items()):
+    for number, tensors in enumerate(shards.values()):
         file = f"model-{number + 1:05}-of-{len(shards):05}.safetensors"
         made = {}
         for place, (name, tensor) in enumerate(tensors.items()):
@@ -115,7 +114,6 @@ def build(model: Any, folder: Path) -> None:
             made[name] = torch.ones_like(values) if "norm" in name else values
             where[name] = file
         save_file(made, folder / file, {"format": "pt"})
-        del made, part
     (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": where}))
 
 
@@ -309,7 +307,7 @@ def copying(folder: Path) -> float:
     return seconds
 
 
-JOB = {job.__name__: job for job in (profile, rank, kl, prune, perplexity, compress, pack)}
+JOB = {job.__name__: job for job in (profile, rank, prune, perplexity, kl, compress, pack)}
 AGAINST = {
     "prune": "as many bytes read and copied in the same order + multiplications",
     "compress": "reading once a pass + multiplications + method + `cp`",
