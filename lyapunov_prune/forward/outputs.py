@@ -13,7 +13,7 @@ from lyapunov_prune.models.projections import without_numbers
 
 
 @torch.no_grad()
-def silence(branch: Branch) -> list[nn.Parameter] | None:
+def zero_outputs(branch: Branch) -> list[nn.Parameter] | None:
     """Set to zero, in place, as few parameters as make the branch add nothing: weight, bias, every expert.
 
     Going back from the branch's end, parameters are zeroed until what leaves it is zero in every component, then those

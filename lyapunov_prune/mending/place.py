@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.forward.branches import Branch
 from lyapunov_prune.forward.hooks import Enough, hidden_of, layer_input, run_backbone, with_hidden
-from lyapunov_prune.forward.outputs import silence
+from lyapunov_prune.forward.outputs import zero_outputs
 from lyapunov_prune.models.hooked import hooked
 from lyapunov_prune.models.structure import find_structure, in_eval_mode
 
@@ -172,7 +172,7 @@ class _Layer:
         """What makes the output of `path`, by every axis that may be that of the outputs."""
         names = {id(p): name for name, p in self.layer.named_parameters()}
         with self._put_back(path):
-            needed = silence(branch) or []
+            needed = zero_outputs(branch) or []
         axes = [[axis for axis, size in enumerate(p.shape) if size == width] for p in needed]
         for chosen in product(*axes) if needed else ():
             yield tuple(Part(names[id(p)], axis) for p, axis in zip(needed, chosen, strict=True))

@@ -13,7 +13,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from lyapunov_prune.errors import LyapunovPruneError
-from lyapunov_prune.forward.outputs import silence
+from lyapunov_prune.forward.outputs import zero_outputs
 from lyapunov_prune.forward.sublayers import named_branches
 from lyapunov_prune.models.structure import in_eval_mode
 
@@ -29,7 +29,7 @@ def zero_sublayers(model: PreTrainedModel, attention: tuple[int, ...], mlp: tupl
     if not (attention or mlp):
         return
     for index, kind, branch in named_branches(model, attention, mlp):
-        needed = silence(branch)
+        needed = zero_outputs(branch)
         if needed is None:
             raise LyapunovPruneError(
                 f"the {kind} of layer {index} ends in a {type(branch.exit).__name__} that adds something of its own, a "
