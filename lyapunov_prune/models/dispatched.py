@@ -244,21 +244,16 @@ class _Files:
         return self._open[file]
 
 
-class _told:
+@contextmanager
+def _told(key: str) -> Iterator[None]:
     """A file that is gone, or shorter than it was, in one line."""
-
-    def __init__(self, key: str) -> None:
-        self._key = key
-
-    def __enter__(self) -> None: ...
-
-    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
-        if isinstance(error, OSError | SafetensorError | KeyError | ValueError):
-            reason = getattr(error, "strerror", None) or " ".join(str(error).split())
-            raise LyapunovPruneError(
-                f"the offloaded weight {self._key} cannot be read ({reason}); its file is gone or changed: load the "
-                "model again"
-            ) from None
+    try:
+        yield
+    except (OSError, SafetensorError, KeyError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or " ".join(str(error).split())
+        raise LyapunovPruneError(
+            f"the offloaded weight {key} cannot be read ({reason}); its file is gone or changed: load the model again"
+        ) from None
 
 
 def _unwrapped(weights: Mapping[str, torch.Tensor], name: str) -> tuple[Mapping[str, torch.Tensor], str]:
