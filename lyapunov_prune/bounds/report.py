@@ -34,7 +34,7 @@ class Setting:
 
 @dataclass(frozen=True)
 class Seen:
-    """What one matrix did under one setting: the worst input, and the two probes (`approximate.Record`)."""
+    """What one matrix did under one setting: the worst input, and the two probes (`approx_linear.Record`)."""
 
     check: BoundCheck | None  # None for experts, whose inputs nobody sees
     probe: BoundCheck | None

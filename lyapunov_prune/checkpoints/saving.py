@@ -35,8 +35,8 @@ def write_model(
     `title` is text, `about` is Markdown, in which names went through `as_text`.
 
     Raises CheckFailed when transformers, for a compact model also without this package, would load another model from
-    the files, and LyapunovPruneError when
-    the target is not empty or the disk refuses; either way nothing is left there.
+    the files, and LyapunovPruneError when the target is not empty or the disk refuses; either way nothing is left
+    there.
     """
     require_empty(target)
     with whole_folder(target) as folder:

@@ -20,9 +20,9 @@ from lyapunov_prune.results.result import MeasuredOn
 class HeldOutLoss:
     """The score that a search goes by (`allocation.atp.Score`).
 
-    The first half of the windows of `reading` is what `compress` goes by, the other
-    half what the result is scored on: no window does both, and the evaluation text is neither. A call costs one
-    compression and one forward of half the windows, and a copy of the model. Raises LyapunovPruneError for one window.
+    The first half of the windows of `reading` is what `compress` goes by, the other half what the result is scored on:
+    no window does both, and the evaluation text is neither. A call costs one compression and one forward of half the
+    windows, and a copy of the model. Raises LyapunovPruneError for one window.
     """
 
     reading: Reading

@@ -79,8 +79,8 @@ class TaskScores(Result):
     Metrics are the harness', with the name of the filter behind a comma where it has one: `acc`, `acc_norm` (by
     log-likelihood a character); `exact_match, strict-match` (the number behind `####`) and `exact_match,
     flexible-extract` (the last number). Of the answers of a generation task, tokenised again, there are also
-    `collapsed`, the share that ends in a cycle (`generation.collapsed`), `repeated 3-grams`, the mean share of
-    repeated ones (`generation.repetition`), and `tokens`, the mean length.
+    `collapsed`, the share that ends in a cycle (`repetition.collapsed`), `repeated 3-grams`, the mean share of
+    repeated ones (`repetition.repetition`), and `tokens`, the mean length.
     """
 
     models: tuple[str, ...]

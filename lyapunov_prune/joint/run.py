@@ -76,7 +76,7 @@ def remove_jointly(
     """Remove attentions and activations of `model`, how many of each by a map of the score after recovery.
 
     `slices` are three sets of data, of which no two share anything: to learn from, to select by, and the final one,
-    which is scored once, at the end. Importance gives an order within each type; the points of `points.chains` are
+    which is scored once, at the end. Importance gives an order within each type; the points of `chains.chains` are
     recovered by `steps` each and scored on the selection slice; a map goes through them, and the decision is its best
     pair within the budget, `remove` or `speedup`. That pair learns `recover_steps` more, from the weights of its point
     or of the nearest smaller one, is merged, written to the folder `output` as a compact checkpoint that has passed its

@@ -73,7 +73,7 @@ def drop_sublayers(
     """A new model that computes as `model` without the attention or the MLP of these layers.
 
     Their output projections are zero, as a plain checkpoint stores them: parameters, time and memory stay as they were.
-    For attentions that are gone see `make_compact`. Raises as
-    `remove_layers` does, and for layers without such a branch.
+    For attentions that are gone see `make_compact`. Raises as `remove_layers` does, and for layers without such a
+    branch.
     """
     return remove_layers(model, PruningPlan.given(model, drop_attention=attention, drop_mlp=mlp))
