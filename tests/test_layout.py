@@ -58,6 +58,14 @@ def test_tests_mirror_rooms() -> None:
     assert mirrored - rooms == {"families"}
 
 
+def test_the_head_of_a_room_names_its_files() -> None:
+    rooms = {path.parent.name for path in PACKAGE.glob("*/__init__.py")}
+    for name in modules():
+        room, _, file = name.partition(".")
+        if file and "." not in file and file != "__main__" and (room != "report" or file not in rooms):
+            assert f"`{file}`" in (PACKAGE / room / "__init__.py").read_text(), name
+
+
 def test_the_report_never_sees_a_model() -> None:
     for name in [n for n in modules() if n.startswith("report.")]:
         assert "transformers" not in modules()[name].read_text()

@@ -7,7 +7,8 @@ Gradients of the two types are never compared: an order exists within a type, an
 - `map`: a polynomial in the two removed shares, through the scores of recovered models; its degree is tried on points
   that the fit has not seen;
 - `decision`: the pair within a budget that the map puts first, what noise leaves of that, and what it can cost;
-- `times`: what a budget of time goes by; `run`, `result`: all of it from end to end, and what it leaves behind.
+- `times`: what a budget of time goes by; `run`, `result`: all of it from end to end, and what it leaves behind; `card`:
+  what the model's card says of it.
 
 Another predictor is a result with the `predict`, `interval`, `contrast` and `residual` of `JointMap`; another budget is
 a case in `decision.within_budget`.

@@ -2,9 +2,12 @@
 
 - `structure`: where a decoder keeps its layers; which model it is;
 - `loading`: a model by any name, in memory; by `from_folder`, `hub` and `gguf`, the built-in one among the last;
-  `device`: of the CPU or a GPU; `launched`: by several processes; `cache`: what GGUF files were dequantised to;
-  `packed`: which packed integers are unpacked on loading; `quantised`: those that stay packed, and what may be asked of
-  them;
+  `folder`, `weight_files`, `adapter_folder`, `expansion`: what a checkpoint, its weights, an adapter's folder and a
+  tokenizer must be before transformers reads them; `cache`: what GGUF files were dequantised to; `packed`: which packed
+  integers are unpacked on loading; `quantised`: those that stay packed, and what may be asked of them;
+- `device`: the CPU or a GPU, and the memory there; `dispatched`: several of them, and the disk; `launched`: several
+  processes; `kernels`: by which attention and experts are computed;
+- `digest`: what tells a model's weights from others; `tokenizers`: what tells two that read alike;
 - `adapters`, `plain`, `wrappers`: what a model must be for its weights to be changed;
 - `projections`, `roles`: its matrices, and what each does; `feedforward`: the block between attention and the next
   layer; `kinds`: which layers are alike;
@@ -13,10 +16,11 @@
   `sharing`: two models that hold the same numbers hold them once;
 - `compact`, `modeling_compact`: models without some attentions, with merged blocks, with two factors a matrix;
 - `classifiers`, `classifier_loading`: models of images;
-- `layer_settings`, `adaptations`, `families`: what removing layers asks of a config and of a family.
+- `layer_settings`, `adaptations`, `held_together`, `families`: what removing layers asks of a config and of a family.
 
 A new family usually needs nothing. If the gate refuses it, its row goes into `families` and its rule into
-`adaptations`; tests/families puts every family through every contract.
+`adaptations`, or `held_together` where layers read one another; tests/families puts every family through every
+contract.
 """
 
 import lazy_loader
