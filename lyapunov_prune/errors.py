@@ -11,6 +11,14 @@ def printable(text: str) -> str:
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
+def first_line(error: Exception) -> str:
+    """The first line of what `error` says; its kind where it says nothing."""
+    lines = str(error).strip().splitlines()
+    while len(lines) > 1 and lines[0].endswith(":"):  # a heading, as huggingface_hub's validators give
+        lines[:2] = [f"{lines[0]} {lines[1].strip()}"]
+    return lines[0].rstrip(".") if lines else type(error).__name__
+
+
 class LyapunovPruneError(Exception):
     """Bad input, or a model that cannot be handled. The message names the cause and the remedy, on one printable line.
 

@@ -18,8 +18,7 @@ from lyapunov_prune.arguments import checked
 from lyapunov_prune.data.batch import Split, TokenBatch
 from lyapunov_prune.data.images import ImageBatch
 from lyapunov_prune.data.lines import numbered, parsed_line
-from lyapunov_prune.errors import LyapunovPruneError
-from lyapunov_prune.models.folder import first_line
+from lyapunov_prune.errors import LyapunovPruneError, first_line
 from lyapunov_prune.models.structure import identify
 from lyapunov_prune.models.tokenizers import token_ids
 from lyapunov_prune.results.history import history_of

@@ -22,10 +22,9 @@ from torch import nn
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from lyapunov_prune.data.tasks import TaskFile
-from lyapunov_prune.errors import LyapunovPruneError
+from lyapunov_prune.errors import LyapunovPruneError, first_line
 from lyapunov_prune.forward.continuations import Continuations
 from lyapunov_prune.forward.hooks import require_finite
-from lyapunov_prune.models.folder import first_line
 from lyapunov_prune.models.hooked import hooked
 from lyapunov_prune.models.plain import require_in_memory
 from lyapunov_prune.models.structure import Structure, find_structure, in_eval_mode

@@ -6,8 +6,7 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
-from lyapunov_prune.errors import LyapunovPruneError
-from lyapunov_prune.models.folder import first_line
+from lyapunov_prune.errors import LyapunovPruneError, first_line
 
 
 def merge_adapters(model: Any) -> PreTrainedModel:

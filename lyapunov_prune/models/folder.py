@@ -18,7 +18,7 @@ from safetensors import SafetensorError, safe_open
 from transformers import AutoConfig, PreTrainedConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from lyapunov_prune.errors import LyapunovPruneError
+from lyapunov_prune.errors import LyapunovPruneError, first_line
 from lyapunov_prune.models.compact import CLASSIFIERS, MODULE, PREFIX, compact_classes, family_of
 from lyapunov_prune.models.packed import is_unpacked, stays_packed
 from lyapunov_prune.models.quantised import UNPACK, quantisation
@@ -191,10 +191,3 @@ def loading_errors(where: Path | str) -> Iterator[None]:
         raise LyapunovPruneError(
             f"cannot load {where}, it may be truncated or corrupt: {first_line(error)}; fetch it again"
         ) from error
-
-
-def first_line(error: Exception) -> str:
-    lines = str(error).strip().splitlines()
-    while len(lines) > 1 and lines[0].endswith(":"):  # a heading, as huggingface_hub's validators give
-        lines[:2] = [f"{lines[0]} {lines[1].strip()}"]
-    return lines[0].rstrip(".") if lines else type(error).__name__

@@ -14,11 +14,11 @@ from typing import Any
 import transformers
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
-from lyapunov_prune.errors import LyapunovPruneError
+from lyapunov_prune.errors import LyapunovPruneError, first_line
 from lyapunov_prune.models.compact import is_compact
 from lyapunov_prune.models.dispatched import bring_weights, offload_folder, require_placed
 from lyapunov_prune.models.expansion import require_bounded, require_bounded_file
-from lyapunov_prune.models.folder import first_line, loading_errors, require_loadable
+from lyapunov_prune.models.folder import loading_errors, require_loadable
 from lyapunov_prune.models.packed import is_unpacked, require_scales, unlogged, unpacking
 from lyapunov_prune.models.quantised import UNPACK, quantisation, require_kernels
 from lyapunov_prune.models.structure import Structure, find_structure

@@ -5,9 +5,8 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from lyapunov_prune.errors import LyapunovPruneError
+from lyapunov_prune.errors import LyapunovPruneError, first_line
 from lyapunov_prune.models.cache import BUILTIN
-from lyapunov_prune.models.folder import first_line
 
 HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
 # What a checkpoint needs besides its weights; nothing here can hold code.

@@ -15,10 +15,9 @@ from transformers import PreTrainedModel
 
 from lyapunov_prune.checkpoints.outline import Outline, layer_of
 from lyapunov_prune.checkpoints.tensor_files import Piece, write_tensors
-from lyapunov_prune.errors import CheckFailed, LyapunovPruneError
+from lyapunov_prune.errors import CheckFailed, LyapunovPruneError, first_line
 from lyapunov_prune.models.device import free_memory
 from lyapunov_prune.models.families import family_entry
-from lyapunov_prune.models.folder import first_line
 from lyapunov_prune.models.from_folder import quiet
 from lyapunov_prune.models.loading import checkpoint_folder
 from lyapunov_prune.models.structure import Structure

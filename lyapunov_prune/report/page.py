@@ -10,8 +10,7 @@ from typing import Any
 
 import pandas as pd
 
-from lyapunov_prune.errors import LyapunovPruneError
-from lyapunov_prune.models.folder import first_line
+from lyapunov_prune.errors import LyapunovPruneError, first_line
 from lyapunov_prune.profiles.influence import InfluenceProfile
 from lyapunov_prune.profiles.profile import LayerProfile
 from lyapunov_prune.pruning.plan import PruningPlan
