@@ -19,6 +19,11 @@ def first_line(error: Exception) -> str:
     return lines[0].rstrip(".") if lines else type(error).__name__
 
 
+def in_short(error: Exception, most: int) -> str:
+    """The kind of `error`, and the first `most` characters of what it says, on one line."""
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:most]}"
+
+
 class LyapunovPruneError(Exception):
     """Bad input, or a model that cannot be handled. The message names the cause and the remedy, on one printable line.
 

@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 
 from lyapunov_prune.checkpoints.outline import Outline, layer_of
 from lyapunov_prune.checkpoints.twin import Twin
-from lyapunov_prune.errors import LyapunovPruneError
+from lyapunov_prune.errors import LyapunovPruneError, in_short
 from lyapunov_prune.forward.hooks import hidden_of, layer_input, with_input
 from lyapunov_prune.models.device import require_memory
 from lyapunov_prune.models.streamed import Visit
@@ -175,7 +175,7 @@ class LayerStream:
             apart = hidden_of(self._in_pieces(index, inner, hidden, 1))
             same = torch.allclose(_units(apart, whole), _units(whole, whole), 0, _SAME[self._dtype], equal_nan=True)
         except Exception as error:  # what it misses of the others it misses in its own way
-            same, reason = False, f"{type(error).__name__}: {' '.join(str(error).split())[:120]}"
+            same, reason = False, in_short(error, 120)
         if not same:
             raise LyapunovPruneError(
                 f"{self._kind} ({self._structure.model_type}) cannot be streamed: layer {index} needs more than the "

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from lyapunov_prune.errors import LyapunovPruneError
+from lyapunov_prune.errors import LyapunovPruneError, in_short
 from lyapunov_prune.models.compact import family_of
 from lyapunov_prune.models.digest import weight_digests
 from lyapunov_prune.models.dispatched import bring_weights
@@ -175,7 +175,7 @@ def settle(model: PreTrainedModel) -> None:
     except Exception as error:  # the kernels' own
         raise LyapunovPruneError(
             f"the weights are {quantisation(model.config)}, and no forward of them runs here "
-            f"({type(error).__name__}: {' '.join(str(error).split())[:100]}); {UNPACK}"
+            f"({in_short(error, 100)}); {UNPACK}"
         ) from None
     _settled.add(model)
 

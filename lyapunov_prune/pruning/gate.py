@@ -30,6 +30,7 @@ from lyapunov_prune.checkpoints.tensor_files import read_header
 from lyapunov_prune.data.batch import TokenBatch, as_batch
 from lyapunov_prune.data.examples import Examples
 from lyapunov_prune.data.images import ImageBatch
+from lyapunov_prune.errors import in_short
 from lyapunov_prune.forward.hooks import skipped
 from lyapunov_prune.forward.kept import KeptLogits
 from lyapunov_prune.forward.logits import CACHE_LIMIT, cached_logits, deviation, last_logits, sample_inputs
@@ -253,4 +254,4 @@ def attempt(name: str, check: Callable[[], GateCheck]) -> GateCheck:
 
 def crashed(name: str, error: Exception) -> GateCheck:
     """The check `name` failed by an error of the model's own."""
-    return GateCheck(name, False, float("inf"), 0.0, f"{type(error).__name__}: {' '.join(str(error).split())[:200]}")
+    return GateCheck(name, False, float("inf"), 0.0, in_short(error, 200))

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from lyapunov_prune.errors import LyapunovPruneError
+from lyapunov_prune.errors import LyapunovPruneError, in_short
 from lyapunov_prune.mending.mend import Mend, store_mend
 from lyapunov_prune.merging.merge import Merged
 from lyapunov_prune.models.adaptations import Cut
@@ -157,7 +157,7 @@ def _rename_ties(pruned: PreTrainedModel) -> None:
     except Exception as error:  # the family's own code says what it cannot build, in its own way
         raise LyapunovPruneError(
             f"these layers of {type(pruned).__name__} cannot be removed correctly: without them no such model can be "
-            f"built ({type(error).__name__}: {' '.join(str(error).split())[:100]}); remove other layers"
+            f"built ({in_short(error, 100)}); remove other layers"
         ) from None
     for name, module in tied.items():
         module._tied_weights_keys = fresh.get_submodule(name)._tied_weights_keys
