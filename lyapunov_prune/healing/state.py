@@ -124,6 +124,11 @@ class TrainingState:
         return sorted(states, key=lambda path: int(path.name[5:]))
 
 
+def clear_states(folder: Path) -> None:
+    """Delete the states in `folder`, of whatever run. Raises as TrainingState does."""
+    TrainingState(folder, {}).close()  # not resumed, it leaves none
+
+
 def _delete(states: Iterable[Path]) -> None:
     for path in states:
         (path / _NAME).unlink(missing_ok=True)

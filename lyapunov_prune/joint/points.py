@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 from lyapunov_prune.data.examples import Examples
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.evaluation.score import score
-from lyapunov_prune.healing.state import TrainingState
+from lyapunov_prune.healing.state import TrainingState, clear_states
 from lyapunov_prune.healing.trained import drawn_order, trained
 from lyapunov_prune.joint.chains import DENSE, Pair
 from lyapunov_prune.joint.importance import Importance
@@ -169,7 +169,7 @@ class Course:
         """Delete the states of all points but these."""
         for point in self.parents:
             if point not in keep:
-                TrainingState(self.folder / _name(point), {}).close()
+                clear_states(self.folder / _name(point))
 
 
 def recover_points(
@@ -199,7 +199,7 @@ def recover_points(
         if key not in store:
             store.add(key, _recovered(course, select, point, seed, resume=resume, batch_size=batch_size))
             if seed != course.seed:  # nobody inherits from it
-                TrainingState(course.folder / key, {}).close()
+                clear_states(course.folder / key)
         rows.append(store[key])
         if len(rows) == sum(0 in pair for pair in course.parents):  # both axes, which come first
             _warn_of_noise(rows)

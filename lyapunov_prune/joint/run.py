@@ -20,7 +20,7 @@ from lyapunov_prune.errors import CheckFailed, LyapunovPruneError
 from lyapunov_prune.evaluation.score import paired_error, score
 from lyapunov_prune.forward.hooks import run_through
 from lyapunov_prune.forward.logits import SAME_LIMIT, deviation, sample_inputs, uncached_logits
-from lyapunov_prune.healing.state import TrainingState
+from lyapunov_prune.healing.state import clear_states
 from lyapunov_prune.healing.trained import require_trainable
 from lyapunov_prune.joint import card
 from lyapunov_prune.joint.chains import LEAST_REACH, Pair, chains, reach_of, rivals
@@ -45,7 +45,7 @@ from lyapunov_prune.results.files import require_empty, whole_folder
 from lyapunov_prune.results.history import add_step
 from lyapunov_prune.results.once import once
 from lyapunov_prune.results.result import MeasuredOn, encode
-from lyapunov_prune.results.store import Store
+from lyapunov_prune.results.store import Store, clear_results
 
 _RECIPE = Recipe(rank=8)
 _LEAST_SELECTED = 5  # of 4 items a standard error is itself off by two fifths, 1/√(2(n − 1))
@@ -226,7 +226,7 @@ def remove_jointly(
                 since=card.since(run),
                 sections=card.sections(run),
             )
-    _clear(course, about)
+    _clear(course)
     return run
 
 
@@ -278,10 +278,10 @@ def _require_merged(pupil: Unmerged, lesson: Lesson, compact: PreTrainedModel) -
         )
 
 
-def _clear(course: Course, about: dict[str, Any]) -> None:
+def _clear(course: Course) -> None:
     """Nothing of the work is left."""
     course.forget()
-    TrainingState(course.folder / "final", {}).close()
+    clear_states(course.folder / "final")
     for name in ("times.json", "importance.json"):
         (course.folder / name).unlink(missing_ok=True)
-    Store(course.folder, "joint removal", about).close()
+    clear_results(course.folder, "joint removal")

@@ -27,7 +27,7 @@ from lyapunov_prune.ranking.criteria import require_count, require_known_count
 from lyapunov_prune.ranking.ranking import Ranking
 from lyapunov_prune.results.arrays import require_layers
 from lyapunov_prune.results.result import MeasuredOn, decode, encode
-from lyapunov_prune.results.store import Store
+from lyapunov_prune.results.store import Store, clear_results
 from lyapunov_prune.sensitivity.sweep import DENSE, Job, Sweep, badness
 
 Candidates = Callable[[tuple[int, ...]], Collection[int]]
@@ -150,7 +150,7 @@ def greedy_removal(
     with Store(folder, "greedy removal", {**encode(measured_on), "criterion": criterion}, resume=resume) as store:
         if folder is not None and not resume and is_main():
             for path in folder.glob("step-[0-9]*"):  # also of steps that this search will not come to
-                Store(path, "sweep", {}).close()  # not resumed, it leaves nothing there
+                clear_results(path, "sweep")
         removed: tuple[int, ...] = ()
         for number in range(remove):
             key = f"step {number}"

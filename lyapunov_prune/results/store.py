@@ -113,5 +113,10 @@ class Store:
         self._done.update(values)
 
 
+def clear_results(folder: Path, kind: str) -> None:
+    """Delete the finished jobs of this kind in `folder`, of whatever run. Raises as Store does."""
+    Store(folder, kind, {}).close()  # not resumed, it leaves none
+
+
 def _line(content: Any) -> bytes:
     return json.dumps(content, allow_nan=False).encode() + b"\n"

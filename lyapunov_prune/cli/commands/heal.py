@@ -75,7 +75,7 @@ def heal(
     from lyapunov_prune.healing.heal import heal as heal_model
     from lyapunov_prune.healing.own_text import self_generated as write_text
     from lyapunov_prune.healing.sharded import sharing
-    from lyapunov_prune.healing.state import TrainingState
+    from lyapunov_prune.healing.state import clear_states
     from lyapunov_prune.models.cache import BUILTIN
     from lyapunov_prune.models.structure import identify
     from lyapunov_prune.models.tokenizers import require_same_tokenizer
@@ -141,5 +141,5 @@ def heal(
         results[PROVENANCE] = provenance
     title = f"{Path(model).name}, healed"
     write_model(done.model, loaded.tokenizer, output, results, title, done.report.about())
-    TrainingState(jobs, {}).close()  # not resumed, none is left: three times the size of what was trained
+    clear_states(jobs)  # three times the size of what was trained
     show(done.report, as_json, output)
