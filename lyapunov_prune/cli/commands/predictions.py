@@ -32,9 +32,9 @@ def hierarchy(
     *,
     new_tokens: Annotated[int, what_option(min=1, help="How many to decode after each prompt.")] = 16,
     temperature: Temperature = 1.0,
-    read: Annotated[
+    read_at: Annotated[
         ReadAt,
-        what_option(help="Where hierarchy.json reads the state: the layer's end, or the changed branch's."),
+        what_option("--read", help="Where hierarchy.json reads the state: the layer's end, or the changed branch's."),
     ] = "layer",
     final_norm: Annotated[
         bool, what_option("--final-norm/--no-final-norm", help="Whether its logits are taken with the final norm.")
@@ -85,7 +85,7 @@ def hierarchy(
     from lyapunov_prune.data.text import require_unseen
     from lyapunov_prune.evaluation.retrieval import evaluate_retrieval
     from lyapunov_prune.forward.decoding import greedy_text
-    from lyapunov_prune.forward.reading import read as read_by
+    from lyapunov_prune.forward.reading import read
     from lyapunov_prune.models.structure import identify
     from lyapunov_prune.models.tokenizers import require_same_tokenizer
     from lyapunov_prune.predictions.attention_paths import attention_paths
@@ -123,7 +123,7 @@ def hierarchy(
         require_unseen(model, batch)
     if other is not None and items:
         fitting(items, loaded.tokenizer, (loaded.model, other.model), limit)  # before minutes of decoding
-    reading = read_by(loaded.model, batch)
+    reading = read(loaded.model, batch)
     dense_text = greedy_text(reading, new_tokens, text.batch_size)
     same_layers = other is not None and other.structure.num_layers == loaded.structure.num_layers
     probe = probe_layers(
@@ -132,7 +132,7 @@ def hierarchy(
         change=other.model if other is not None and same_layers else "dropped",
         steps=new_tokens,
         temperature=temperature,
-        read_at=read,
+        read_at=read_at,
         final_norm=final_norm,
         batch_size=text.batch_size,
         written=dense_text,
@@ -148,7 +148,7 @@ def hierarchy(
         parts.add("generation", generated)
         if sample is not None:
             parts.add("sampled", compare_generation(*pair, **at_once, seed=sample))
-        both = dense_text, greedy_text(read_by(other.model, batch), new_tokens, text.batch_size)
+        both = dense_text, greedy_text(read(other.model, batch), new_tokens, text.batch_size)
         history = history_divergence(*pair, **at_once, written=both)
         parts.add("diverged-history", history)
     if other is not None and same_layers:
