@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from importlib.metadata import version
 from typing import Literal
 
 import numpy as np
@@ -93,6 +94,22 @@ class TokenBatch:
             versions=versions(),
             fingerprint=fingerprint(self.stream, LEAK_TOKENS),
         )
+
+
+def rows_measured_on(
+    model: PreTrainedModel,
+    rows: Sequence[Sequence[int]],
+    text: str,
+    *,
+    bos: bool,
+    seed: int | None = None,
+    packages: Sequence[str] = (),
+) -> MeasuredOn:
+    """What was measured where rows of ids, each of its own length, were given to `model`, and `packages` scored it."""
+    ids = torch.tensor([[token for row in rows for token in row]], dtype=torch.int64)
+    on = TokenBatch(ids, text=text, split="all", bos=bos).measured_on(model, seed)
+    told = {**on.versions, **{name: version(name) for name in packages}}
+    return replace(on, context=max(map(len, rows)), versions=told)
 
 
 def as_batch(model: PreTrainedModel, batch: TokenBatch | torch.Tensor) -> TokenBatch:

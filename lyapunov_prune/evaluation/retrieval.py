@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
-from importlib.metadata import version
+from dataclasses import dataclass
 
 import numpy as np
 import pandas as pd
@@ -12,7 +11,7 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from lyapunov_prune.arguments import checked, require_least
-from lyapunov_prune.data.batch import TokenBatch, checked_batch, require_context
+from lyapunov_prune.data.batch import checked_batch, require_context, rows_measured_on
 from lyapunov_prune.data.retrieval import RetrievalTask
 from lyapunov_prune.data.text import begins_with_bos
 from lyapunov_prune.errors import LyapunovPruneError
@@ -21,7 +20,7 @@ from lyapunov_prune.linalg import lift
 from lyapunov_prune.models.plain import require_in_memory
 from lyapunov_prune.models.structure import find_structure, in_eval_mode
 from lyapunov_prune.progress import track
-from lyapunov_prune.results.result import MeasuredOn, Result, versions
+from lyapunov_prune.results.result import MeasuredOn, Result
 
 EXTRA = "retrieval is scored by ir-measures; run: pip install 'lyapunov-prune[tasks]'"
 # How far down a ranking is looked.
@@ -158,7 +157,7 @@ def evaluate_retrieval(
         scores.append(S)
         embedded.append(unit)
         nearest.append(order)
-        measured.append(_measured_on(model, rows, task.name, begins))
+        measured.append(rows_measured_on(model, rows, task.name, bos=begins, packages=["ir-measures"]))
     return RetrievalScores(
         task=task.name,
         sha256=task.sha256,
@@ -234,10 +233,3 @@ def _turned(first: np.ndarray, own: np.ndarray, queries: int) -> tuple[float, fl
         return float("nan"), float("nan")
     turned = np.square(first - own).sum(-1) / 2
     return float(turned[:queries].mean()), float(turned[queries:].mean())
-
-
-def _measured_on(model: PreTrainedModel, rows: list[list[int]], name: str, bos: bool) -> MeasuredOn:
-    ids = torch.tensor([[token for row in rows for token in row]], dtype=torch.int64)
-    on = TokenBatch(ids, text=name, split="all", bos=bos).measured_on(model)
-    told = {**versions(), "ir-measures": version("ir-measures")}
-    return replace(on, context=max(map(len, rows)), versions=told)

@@ -5,24 +5,22 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from importlib.metadata import version
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pandas as pd
-import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from lyapunov_prune.arguments import checked
-from lyapunov_prune.data.batch import TokenBatch
+from lyapunov_prune.data.batch import rows_measured_on
 from lyapunov_prune.data.tasks import read_task
 from lyapunov_prune.data.text import begins_with_bos
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.evaluation.repetition import collapsed, repetition
 from lyapunov_prune.models.tokenizers import token_ids
-from lyapunov_prune.results.result import MeasuredOn, Result, versions
+from lyapunov_prune.results.result import MeasuredOn, Result
 
 EXTRA = "tasks need lm-evaluation-harness; run: pip install 'lyapunov-prune[tasks]'"
 # What is measured of the answers of a generation task, beside the harness' own metrics.
@@ -205,7 +203,10 @@ def evaluate_tasks(
         for task in tasks:
             scores += _scores(name, task.name, harness_results, tokenizer)
         scored = scored or [_scored(task, harness_results) for task in tasks]
-        measured.append(_measured_on(model, read, bos, [task.name for task in tasks], harness.SEED))
+        names = ", ".join(task.name for task in tasks)
+        measured.append(
+            rows_measured_on(model, read, names, bos=bos, seed=harness.SEED, packages=["lm-eval", "datasets"])
+        )
     return TaskScores(tuple(models), tuple(scored), tuple(scores), limit, tuple(measured))
 
 
@@ -257,12 +258,3 @@ def _scored(task: Task, harness_results: Mapping[str, Any]) -> ScoredTask:
         few_shot=int(harness_results["n-shot"][task.name] or 0),
         chance=chance,
     )
-
-
-def _measured_on(
-    model: PreTrainedModel, read: Sequence[Sequence[int]], bos: bool, tasks: Sequence[str], seed: int
-) -> MeasuredOn:
-    ids = torch.tensor([[token for row in read for token in row]], dtype=torch.int64)
-    on = TokenBatch(ids, text=", ".join(tasks), split="all", bos=bos).measured_on(model, seed=seed)
-    told = {**versions(), "lm-eval": version("lm_eval"), "datasets": version("datasets")}
-    return replace(on, context=max(map(len, read)), versions=told)

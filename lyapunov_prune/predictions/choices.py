@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -13,7 +13,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from lyapunov_prune.arguments import checked
 from lyapunov_prune.bounds.decision import argmax_unchanged_of_row_difference, argmax_unchanged_of_state_error
-from lyapunov_prune.data.batch import TokenBatch, checked_batch
+from lyapunov_prune.data.batch import checked_batch, rows_measured_on
 from lyapunov_prune.data.choices import ChoiceItem, tokenize
 from lyapunov_prune.data.text import adds_bos
 from lyapunov_prune.errors import LyapunovPruneError
@@ -256,6 +256,7 @@ def compare_choices(
             proof = [float(x[0]) for x in (one.radius, norms.radius, one.moved, one.changed)]
         rows.append([*masses, float(tops[0] == tops[1]), *_moved(logits[0], logits[1], firsts), *proof])
     columns = np.array(rows).T
+    read_rows = [row[:n].tolist() for ids, lengths, _ in tokenized for row, n in zip(ids, lengths, strict=True)]
     return ChoiceComparison(
         dense=tuple(likelihoods[0]),
         compressed=tuple(likelihoods[1]),
@@ -273,7 +274,7 @@ def compare_choices(
         moved=columns[9],
         changed=columns[10],
         compressed_model=identify(compressed),
-        measured_on=_measured_on(dense, tokenized, adds_bos(tokenizer)),
+        measured_on=rows_measured_on(dense, read_rows, f"{len(tokenized)} items", bos=adds_bos(tokenizer)),
     )
 
 
@@ -315,9 +316,3 @@ def _same_heads(first: Scorer, second: Scorer) -> bool:
         (x is None) == (y is None) and (x is None or (x.shape == y.shape and torch.equal(x.cpu(), y.cpu())))
         for x, y in zip(a, b, strict=True)
     )
-
-
-def _measured_on(dense: PreTrainedModel, tokenized: list[tuple[torch.Tensor, list[int], int]], bos: bool) -> MeasuredOn:
-    rows = [row[:length] for ids, lengths, _ in tokenized for row, length in zip(ids, lengths, strict=True)]
-    batch = TokenBatch(torch.cat(rows)[None], text=f"{len(tokenized)} items", split="all", bos=bos)
-    return replace(batch.measured_on(dense), context=max(map(len, rows)))
