@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 import pandas as pd
 import torch
+from scipy import stats
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from lyapunov_prune.arguments import checked, require_least
@@ -74,9 +75,8 @@ class RetrievalScores(Result):
         """A row a model, means over queries; `error` is the standard error of nDCG@10, `difference` of that to the
         first, query by query."""
         n = self.ndcg.shape[1]
-        root = np.sqrt(n) if n > 1 else np.nan
         paired = self.ndcg - self.ndcg[0]
-        spread = [x.std(-1, ddof=1) / root if n > 1 else np.full(len(x), np.nan) for x in (self.ndcg, paired)]
+        spread = [stats.sem(x, axis=-1) if n > 1 else np.full(len(x), np.nan) for x in (self.ndcg, paired)]
         return pd.DataFrame(
             {
                 "model": self.models,

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pandas as pd
+from scipy import stats
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from lyapunov_prune.arguments import checked
@@ -233,7 +234,7 @@ def _scores(
             (REPEATED, [repetition(text, 3) for text in tokens]),
             (LENGTH, [float(len(text)) for text in tokens]),
         ):
-            error = float(np.std(values, ddof=1) / math.sqrt(len(values))) if len(values) > 1 else math.nan
+            error = float(stats.sem(values)) if len(values) > 1 else math.nan
             rows.append(TaskScore(model, task, label, float(np.mean(values)), error, tuple(values)))
     return rows
 
