@@ -24,6 +24,7 @@ from xml.etree import ElementTree
 
 import gguf
 import numpy as np
+import pytest
 import torch
 import transformers
 from safetensors import safe_open
@@ -43,6 +44,8 @@ from lyapunov_prune.compression.compress import compress
 from lyapunov_prune.compression.factors import with_factors
 from lyapunov_prune.data import ChoiceItem, ImageBatch
 from lyapunov_prune.forward.branches import Branch, find_branches, matrix_children
+from lyapunov_prune.healing import state as training_state
+from lyapunov_prune.healing.distillation import Distillation
 from lyapunov_prune.mending.mend import Gap
 from lyapunov_prune.models.loading import load
 from lyapunov_prune.models.projections import find_projections
@@ -489,6 +492,32 @@ def assert_same(model: PreTrainedModel, before: dict[str, tuple[int, torch.Tenso
     for name, (identity, numbers) in before.items():
         assert after[name][0] == identity, name
         assert torch.equal(after[name][1], numbers), name
+
+
+def equal(a: PreTrainedModel, b: PreTrainedModel) -> bool:
+    """Whether both hold the same tensors under the same names."""
+    return a.state_dict().keys() == b.state_dict().keys() and all(
+        torch.equal(x, y) for x, y in zip(a.state_dict().values(), b.state_dict().values(), strict=True)
+    )
+
+
+def rand(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+
+
+def interrupted_after(steps: int, patch: pytest.MonkeyPatch) -> None:
+    """From now on a run is interrupted after so many more steps, the state of each of which is kept."""
+    left, take_step = [steps], Distillation.take_step
+
+    def interrupt(self: Distillation, inputs: torch.Tensor) -> None:
+        if not left[0]:
+            raise KeyboardInterrupt
+        left[0] -= 1
+        take_step(self, inputs)
+
+    patch.setattr(Distillation, "take_step", interrupt)
+    patch.setattr(training_state, "SECONDS", 0.0)
+    patch.setattr(training_state, "_SHARE", math.inf)
 
 
 def moe(model_type: str) -> PreTrainedModel:

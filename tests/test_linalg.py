@@ -8,6 +8,7 @@ from fractions import Fraction
 import mpmath
 import pytest
 import torch
+from helpers import rand
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -40,10 +41,6 @@ def assert_certified(W: torch.Tensor) -> None:
     estimate = mpmath.mpf(estimated_norm(W))
     assert truth * mpmath.mpf("0.99") - 2 * mpmath.mpf(TINIEST) <= estimate
     assert estimate <= truth * (1 + mpmath.mpf("1e-13")) + 2 * mpmath.mpf(TINIEST)
-
-
-def rand(*shape: int, seed: int = 0) -> torch.Tensor:
-    return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
 
 
 def orthogonal(n: int, seed: int = 0) -> torch.Tensor:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import math
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from helpers import digits, make_classifier, make_tiny
+from helpers import digits, interrupted_after, make_classifier, make_tiny
 from scipy import stats
 
 import lyapunov_prune as lp
@@ -21,8 +20,6 @@ from lyapunov_prune.data.batch import TokenBatch
 from lyapunov_prune.data.slices import slices
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.forward.logits import uncached_logits
-from lyapunov_prune.healing import state as training_state
-from lyapunov_prune.healing.distillation import Distillation
 from lyapunov_prune.joint.chains import chains
 from lyapunov_prune.joint.decision import decide
 from lyapunov_prune.joint.importance import Importance
@@ -110,20 +107,6 @@ def joint(of: Subject) -> JointRun:
     )
     run.save(recoveries.FINISHED / "tiny.json")
     return run
-
-
-def interrupted_after(steps: int, patch: pytest.MonkeyPatch) -> None:
-    left, take_step = [steps], Distillation.take_step
-
-    def interrupt(self: Distillation, inputs: torch.Tensor) -> None:
-        if not left[0]:
-            raise KeyboardInterrupt
-        left[0] -= 1
-        take_step(self, inputs)
-
-    patch.setattr(Distillation, "take_step", interrupt)
-    patch.setattr(training_state, "SECONDS", 0.0)
-    patch.setattr(training_state, "_SHARE", math.inf)
 
 
 def test_differences_are_paired_by_item() -> None:

@@ -8,7 +8,7 @@ import pytest
 import torch
 import transformers
 from families.zoo import make_zoo
-from helpers import TINY, inputs_of, make_tiny, moe
+from helpers import TINY, inputs_of, make_tiny, moe, rand
 from torch import nn
 from transformers import PreTrainedModel
 
@@ -21,10 +21,6 @@ from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.forward.replacement import replaced
 from lyapunov_prune.linalg import certify
 from lyapunov_prune.models.projections import Projection, find_projections, groups
-
-
-def rand(*shape: int, seed: int = 0) -> torch.Tensor:
-    return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
 
 
 def half(projection: Projection, W: torch.Tensor) -> torch.Tensor:

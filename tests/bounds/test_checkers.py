@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from helpers import rand
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -32,10 +33,6 @@ from lyapunov_prune.bounds.decision import (
 )
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.linalg import certified_norm, certify, estimated_norm, exact_norm
-
-
-def rand(*shape: int, seed: int = 0) -> torch.Tensor:
-    return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
 
 
 def norm(x: torch.Tensor) -> np.ndarray:

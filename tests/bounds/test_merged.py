@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from helpers import make_tiny
+from helpers import make_tiny, rand
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
@@ -21,10 +21,6 @@ from lyapunov_prune.merging.reductions import HiddenMap
 from lyapunov_prune.models.structure import find_structure
 
 THEOREMS = ("merged_projection", "activation_replacement_bound", "opNorm_merged_le")
-
-
-def rand(*shape: int, seed: int = 0) -> torch.Tensor:
-    return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
 
 
 def norm(x: torch.Tensor) -> np.ndarray:

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from helpers import make_classifier, make_tiny
+from helpers import interrupted_after, make_classifier, make_tiny
 from transformers import PreTrainedModel
 
 from lyapunov_prune.data.batch import TokenBatch
@@ -129,22 +129,6 @@ def test_a_classifier_of_images(family: str, tmp_path: Path) -> None:
     same = (cut.learn, cut.select, cut.select)
     with pytest.raises(LyapunovPruneError, match="the select and the final slice share 15 images of noise"):
         removed(model, tmp_path, "more", slices=same, recipe=recipe)
-
-
-def interrupted_after(steps: int, patch: pytest.MonkeyPatch) -> None:
-    """From now on a run is interrupted after so many more steps, the state of each of which is kept."""
-    left = [steps]
-    take_step = Distillation.take_step
-
-    def interrupt(self: Distillation, inputs: torch.Tensor) -> None:
-        if not left[0]:
-            raise KeyboardInterrupt
-        left[0] -= 1
-        take_step(self, inputs)
-
-    patch.setattr(Distillation, "take_step", interrupt)
-    patch.setattr(training_state, "SECONDS", 0.0)
-    patch.setattr(training_state, "_SHARE", math.inf)
 
 
 def same(a: JointRun, b: JointRun, folder: Path, names: tuple[str, str]) -> None:

@@ -11,30 +11,13 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from helpers import (
-    BROKEN,
-    TINY,
-    UP,
-    VOCABULARY,
-    WEIGHTS,
-    bert,
-    edit_json,
-    linked,
-    shard,
-)
+from helpers import BROKEN, TINY, UP, VOCABULARY, WEIGHTS, bert, edit_json, equal, linked, shard
 from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel
 
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.models.loading import load
 from lyapunov_prune.models.plain import quantisation
-
-
-def equal(a: PreTrainedModel, b: PreTrainedModel) -> bool:
-    return a.state_dict().keys() == b.state_dict().keys() and all(
-        torch.equal(x, y) for x, y in zip(a.state_dict().values(), b.state_dict().values(), strict=True)
-    )
-
 
 # Local folders.
 

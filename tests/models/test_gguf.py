@@ -11,11 +11,7 @@ from typing import Any, NoReturn
 
 import pytest
 import torch
-from helpers import (
-    UP,
-    VOCABULARY,
-    write_gguf,
-)
+from helpers import UP, VOCABULARY, equal, write_gguf
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from lyapunov_prune.errors import LyapunovPruneError
@@ -23,12 +19,6 @@ from lyapunov_prune.models import gguf
 from lyapunov_prune.models.cache import BUILTIN
 from lyapunov_prune.models.gguf import builtin_folder
 from lyapunov_prune.models.loading import load
-
-
-def equal(a: PreTrainedModel, b: PreTrainedModel) -> bool:
-    return a.state_dict().keys() == b.state_dict().keys() and all(
-        torch.equal(x, y) for x, y in zip(a.state_dict().values(), b.state_dict().values(), strict=True)
-    )
 
 
 @pytest.fixture(autouse=True)

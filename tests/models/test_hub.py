@@ -9,21 +9,11 @@ from typing import Any
 
 import huggingface_hub
 import pytest
-import torch
-from helpers import (
-    BROKEN,
-)
+from helpers import BROKEN, equal
 from huggingface_hub import errors
-from transformers import PreTrainedModel
 
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.models.loading import load
-
-
-def equal(a: PreTrainedModel, b: PreTrainedModel) -> bool:
-    return a.state_dict().keys() == b.state_dict().keys() and all(
-        torch.equal(x, y) for x, y in zip(a.state_dict().values(), b.state_dict().values(), strict=True)
-    )
 
 
 @pytest.fixture
