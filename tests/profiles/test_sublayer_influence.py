@@ -12,6 +12,7 @@ from helpers import make_tiny
 from transformers import PreTrainedModel
 
 from lyapunov_prune.errors import LyapunovPruneError, NonFiniteError
+from lyapunov_prune.profiles.propagation import drawn_means
 from lyapunov_prune.profiles.sublayer_influence import sublayer_influence
 
 
@@ -59,9 +60,10 @@ def test_every_window_is_that_of_its_states(batch_size: int) -> None:
     frame = found.to_frame()
     np.testing.assert_array_equal(frame["mlp_error"], found.mlp_spread)
     np.testing.assert_array_equal(frame["attention_error"], found.attention_spread)
-    drawn = found.drawn("mlp")
-    assert drawn is not None
-    np.testing.assert_allclose(drawn.mean(0), found.mlp, rtol=0.05)
+    for kind in ("attention", "mlp"):
+        drawn = found.drawn(kind)
+        assert drawn is not None
+        np.testing.assert_array_equal(drawn, drawn_means(found.windows[kind]))
 
 
 def test_one_window_has_no_spread(llama: PreTrainedModel, ids: torch.Tensor) -> None:
