@@ -129,6 +129,13 @@ def test_without_evaluation_nothing_is_said_of_recovery(ids: torch.Tensor) -> No
     assert "perplexity" not in report.summary()
 
 
+def test_the_losses_of_both_ends_are_those_of_a_tenth_of_the_steps(ids: torch.Tensor) -> None:
+    """A tenth of 25 steps is three of them, at either end."""
+    report = dataclasses.replace(heal(*pair(), ids, steps=1).report, losses=np.arange(25.0))
+    row = report.summary().iloc[0]
+    assert (row["steps"], row["first losses"], row["last losses"]) == (25, 1.0, 23.0)
+
+
 def test_windows_come_in_a_drawn_order_each_once_before_any_twice(
     ids: torch.Tensor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
