@@ -16,6 +16,12 @@ from lyapunov_prune.evaluation import Speed
 from lyapunov_prune.report.evaluation import speed_figure
 
 
+def set_clock(monkeypatch: pytest.MonkeyPatch, turns: list[list[float]]) -> None:
+    """A clock by which the intervals of each turn take so many seconds, and 7 go by between two turns."""
+    marks = iter(np.cumsum([seconds for turn in turns for seconds in (7.0, *turn)]).tolist())
+    monkeypatch.setattr("lyapunov_prune.evaluation.speed.now", lambda model: next(marks))
+
+
 def test_models_take_turns_and_decode_through_the_cache(llama: PreTrainedModel) -> None:
     pruned = remove_layers(llama, [1, 2])
     calls: list[tuple[str, int]] = []
@@ -33,12 +39,18 @@ def test_models_take_turns_and_decode_through_the_cache(llama: PreTrainedModel) 
 def test_reports_tokens_per_second_against_the_first_model(
     llama: PreTrainedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    clock = iter(range(1000))
-    monkeypatch.setattr("lyapunov_prune.evaluation.speed.now", lambda model: float(next(clock)))
-    speed = measure_speed({"dense": llama, "other": make_tiny("llama")}, prompt=8, steps=4, repeats=3)
-    assert [(r.prefill, r.decode) for r in speed.rows] == [(8, 1), (8, 1)]
-    assert speed.rows[0].parameters == llama.num_parameters()
-    assert speed.to_frame()["decode ratio"].tolist() == [1, 1]
+    """Of prefills of 1, 2 and 5 seconds and steps of 1, 2, 3, 4, 5 and 8, the other model twice as slow."""
+    rounds = [[100.0, 100.0, 100.0], [1.0, 1.0, 2.0], [2.0, 3.0, 4.0], [5.0, 5.0, 8.0]]  # the first warms up
+    set_clock(monkeypatch, [[slow * seconds for seconds in turn] for turn in rounds for slow in (1, 2)])
+    speed = measure_speed({"dense": llama, "other": make_tiny("llama")}, prompt=8, steps=2, repeats=3)
+    dense, other = speed.rows
+    assert (dense.prefill, other.prefill) == (4, 2)
+    assert dense.prefill_quartiles == pytest.approx((8 / 3.5, 8 / 1.5))
+    assert (dense.decode, other.decode) == pytest.approx((1 / 3.5, 1 / 7))
+    assert dense.decode_quartiles == pytest.approx((1 / 4.75, 1 / 2.25))
+    assert dense.parameters == llama.num_parameters()
+    assert speed.to_frame()["prefill ratio"].tolist() == [1, 0.5]
+    assert speed.to_frame()["decode ratio"].tolist() == [1, 0.5]
     assert str(Speed.load(speed.save(tmp_path / "speed.json"))) == str(speed)
 
 
@@ -58,8 +70,7 @@ def test_more_tokens_than_the_context_are_refused(llama: PreTrainedModel) -> Non
 
 
 def test_classifiers_are_timed_by_images_of_one_forward(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    clock = iter(range(1000))
-    monkeypatch.setattr("lyapunov_prune.evaluation.speed.now", lambda model: float(next(clock)))
+    set_clock(monkeypatch, [[100.0], [100.0], [1.0], [2.0], [3.0], [6.0]])  # the first round warms up
     models = {name: make_classifier(name) for name in ("vit", "deit")}
     calls: list[tuple[str, tuple[int, ...]]] = []
     for name, model in models.items():
@@ -69,14 +80,16 @@ def test_classifiers_are_timed_by_images_of_one_forward(tmp_path: Path, monkeypa
         )
     speed = measure_speed(models, prompt=12, repeats=2)
     assert calls == [("vit", (12, 1, 8, 8)), ("deit", (12, 1, 8, 8))] * 3
-    assert [row.prefill for row in speed.rows] == [12, 12]
+    assert [row.prefill for row in speed.rows] == [6, 3]
+    assert speed.rows[0].prefill_quartiles == pytest.approx((12 / 2.5, 12 / 1.5))
+    assert speed.to_frame()["ratio"].tolist() == [1, 0.5]
     assert all(np.isnan(row.decode) for row in speed.rows)
     assert (speed.images, speed.steps) == (True, 0)
     assert list(speed.to_frame()) == ["model", "parameters", "images/s", "ratio"]
     assert str(Speed.load(speed.save(tmp_path / "speed.json"))) == str(speed)
     assert "12 images at once, 2 times" in speed.headline()
     drawn = speed_figure(speed)
-    assert "12.0 images/s" in drawn
+    assert "6.0 images/s" in drawn
     assert "decoding" not in drawn
 
 
