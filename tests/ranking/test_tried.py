@@ -18,11 +18,11 @@ from lyapunov_prune.ranking.tried import BestRemoval, Mended, Tried
 def search(llama: PreTrainedModel, ids: torch.Tensor) -> BestRemoval:
     on = as_batch(llama, ids).measured_on(llama)
     tried = (
-        Tried("bi", (1, 2), np.array([2.0, 4.0]), np.nan, 2.5),
-        Tried("kl", (2, 4), np.array([4.0, 1.0]), np.nan, 3.0),
-        Tried("4 for 1", (2, 3), np.array([np.inf, 1.0]), 1.0, 3.75),
+        Tried("bi", (1, 2), np.array([2.0, 5.0, 2.0]), np.nan, 2.5),
+        Tried("kl", (2, 4), np.array([5.0, 1.0, 1.5]), np.nan, 3.0),
+        Tried("4 for 1", (2, 3), np.array([np.inf, 1.0, 4.0]), 1.0, 3.75),
     )
-    dense = np.array([1.0, 1.0])
+    dense = np.array([0.5, 0.5, 2.0])
     return BestRemoval(tried, 1, dense, 20.0, (), (0,), on, on)
 
 
@@ -39,9 +39,9 @@ def test_a_layer_has_the_least_mean_loss_of_the_sets_it_is_in(search: BestRemova
 
 
 def test_picks_are_of_windows_that_are_drawn_one_by_one(search: BestRemoval) -> None:
-    """Both windows the first: the first set is best; else the second, of equal means the earlier."""
+    """Which set is best depends on the windows drawn, of equal means the earlier."""
     found = search.picked()
-    windows = np.random.default_rng(0).integers(2, size=(1000, 2))
+    windows = np.random.default_rng(0).integers(3, size=(1000, 3))
     wanted = np.zeros(6)
     for drawn in windows:
         losses = [float(tried.windows[drawn].mean()) for tried in search.tried]
@@ -50,12 +50,12 @@ def test_picks_are_of_windows_that_are_drawn_one_by_one(search: BestRemoval) -> 
     np.testing.assert_allclose(found, wanted)
     assert 0 < found[1] < 0.5 < found[4] < 1 == found[2]
     # Neither a set without a loss nor one of an infinite loss is ever the best beside one that has a loss.
-    bad = replace(search.tried[0], windows=np.array([np.nan, np.nan]))
+    bad = replace(search.tried[0], windows=np.full(3, np.nan))
     assert replace(search, tried=(bad, *search.tried[1:])).picked()[1] == 0
 
 
 def test_mended_sets_are_compared_among_each_other(search: BestRemoval) -> None:
-    mended = (Mended((1, 2), np.array([1.5, 1.5]), 5.0), Mended((2, 4), np.array([1.0, 1.25]), 7.0))
+    mended = (Mended((1, 2), np.array([1.25, 1.25, 2.0]), 5.0), Mended((2, 4), np.array([1.0, 1.0, 1.375]), 7.0))
     found = replace(search, mended=mended)
     assert found.compared == mended
     assert found.forwards == 7.0
