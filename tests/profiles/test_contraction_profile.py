@@ -65,6 +65,11 @@ def test_what_follows_from_the_energies(measured: ContractionProfile) -> None:
     assert frame["layer"].tolist() == list(range(LAYERS))
 
 
+def test_the_headline_gives_the_spread_of_growth_in_parts_of_its_mean(measured: ContractionProfile) -> None:
+    found = dataclasses.replace(measured, norm_growth=np.array([1.0, 3.0]))
+    assert "K = 2 (CV 0.5)" in found.headline()
+
+
 def test_thresholds_are_where_they_are_said_to_be(measured: ContractionProfile) -> None:
     energies = [100.0, 101.0, 99.0, 1000.0, 1000.0, 1e9, 1e9]
     found = by_hand(measured, energies, energies, floor=np.ones(LAYERS + 1))
