@@ -102,6 +102,12 @@ def test_a_selection_that_cannot_tell_the_axes_apart_is_told_of(capsys: pytest.C
     apart = [{"score": float(np.mean(items)), "items": items} for items in ([1.0, 5.0, 9.0], [0.9, 4.8, 8.7])]
     module._warn_of_noise(apart)
     assert capsys.readouterr().err == ""
+    noise = np.array([-1.0, 0.0, 1.0])  # the mean errs by 1 / √3
+    for times, warned in ((0.8, True), (1.2, False)):
+        better = np.array([1.0, 5.0, 9.0]) + noise + times / np.sqrt(3)
+        near = [{"score": float(np.mean(items)), "items": items} for items in ([1.0, 5.0, 9.0], better.tolist())]
+        module._warn_of_noise(near)
+        assert bool(capsys.readouterr().err) == warned
     mixed = [{"score": float(np.mean(items)), "items": items} for items in ([1.0, 5.0, 9.0], [8.7, 4.8, 0.9])]
     module._warn_of_noise(mixed)
     told = capsys.readouterr().err
