@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import json
 import sys
 from pathlib import Path
@@ -12,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 from helpers import hooks_of, make_tokenizer
+from scipy import stats
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from lyapunov_prune import LyapunovPruneError, compress, remove_layers
@@ -170,6 +172,34 @@ def test_a_small_change_keeps_the_ten_and_says_so(
     assert found.kept.all()
     assert (found.overlap == 1).all()
     assert (found.ndcg[0] == found.ndcg[1]).all()
+
+
+def test_the_summary_is_of_means_and_standard_errors_over_queries(
+    reader: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, tmp_path: Path
+) -> None:
+    ndcg = np.array([[1.0, 0.5, 0.0], [0.2, 0.7, 0.3]])
+    shift = np.array([[0.0, 0.0, 0.0], [1.0, 2.0, 6.0]])
+    found = dataclasses.replace(
+        evaluate_retrieval({"a": reader, "b": reader}, tokenizer, read(write(tmp_path))),
+        ndcg=ndcg,
+        overlap=np.array([[1.0, 1.0, 1.0], [0.1, 0.2, 0.9]]),
+        margin=np.array([1.5, 2.0, 2.5]),
+        shift=shift,
+        turned=np.array([[0.0, 0.0], [0.25, 0.75]]),
+    )
+    assert found.kept.tolist() == [[True] * 3, [True, False, False]]  # as much as the margin is too much
+    frame = found.summary()
+    np.testing.assert_allclose(frame["nDCG@10"], [0.5, 0.4])
+    np.testing.assert_allclose(frame["error"], stats.sem(ndcg, axis=1))
+    np.testing.assert_allclose(frame["− first"], [0.0, -0.1], atol=1e-12)
+    np.testing.assert_allclose(frame["difference"], stats.sem(ndcg - ndcg[0], axis=1))
+    np.testing.assert_allclose(frame["overlap"], [1.0, 0.4])
+    assert frame["shift"].tolist() == [0.0, 2.0]
+    np.testing.assert_allclose(frame["kept"], [1.0, 1 / 3])
+    assert frame["turned_queries"].tolist() == [0.0, 0.25]
+    assert frame["turned_documents"].tolist() == [0.0, 0.75]
+    alone = dataclasses.replace(found, ndcg=ndcg[:, :1], overlap=shift[:, :1], shift=shift[:, :1]).summary()
+    assert alone[["error", "difference"]].isna().all(axis=None)
 
 
 def test_ten_documents_have_no_eleventh() -> None:
