@@ -71,7 +71,10 @@ def test_the_layout_in_memory_and_the_size_of_a_block_do_not_count(monkeypatch: 
 
 
 def test_a_tensor_of_nothing_has_a_digest() -> None:
-    assert tensor_digests(torch.zeros(0)) == tensor_digests(torch.zeros(0))
+    found, of_one = tensor_digests(torch.zeros(0)), tensor_digests(torch.zeros(1))
+    assert found == tensor_digests(torch.zeros(0))
+    assert found.keys() == of_one.keys()
+    assert all(found[dtype] != of_one[dtype] for dtype in found)
 
 
 @pytest.mark.parametrize("wide", DTYPES[:2])
