@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 import transformers
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
@@ -107,6 +108,8 @@ def load_weights(auto: Any, where: Path, folder: Path, options: dict[str, Any], 
                 **options,
             )
         model, info = loaded
+        if model.dtype == torch.float64:  # which the grouped kernel of fused experts does not know
+            model.set_experts_implementation("eager")
         bring_weights(model)
     broken = sorted(info["missing_keys"]) + sorted(str(key[0]) for key in info["mismatched_keys"])
     if broken:

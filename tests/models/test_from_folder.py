@@ -11,10 +11,11 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from helpers import BROKEN, TINY, UP, VOCABULARY, WEIGHTS, bert, edit_json, equal, linked, shard
+from helpers import BROKEN, TINY, UP, VOCABULARY, WEIGHTS, bert, edit_json, equal, linked, moe, shard
 from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel
 
+from lyapunov_prune.checkpoints.streamed import load_streamed
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.models.loading import load
 from lyapunov_prune.models.plain import quantisation
@@ -47,6 +48,18 @@ def test_shards_are_joined(checkpoint: Path, reader: PreTrainedModel) -> None:
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16", "float64"])
 def test_the_dtype_is_the_asked_one(dtype: str, checkpoint: Path) -> None:
     assert load(checkpoint, dtype=dtype).model.dtype == getattr(torch, dtype)
+
+
+@pytest.mark.parametrize("family", ["mixtral", "gpt_oss"])
+def test_fused_experts_run_in_float64(family: str, ids: torch.Tensor, checkpoint: Path) -> None:
+    """Their grouped kernel has no such products: in memory and streamed they go by the loop."""
+    model: Any = moe(family)
+    model.save_pretrained(checkpoint)
+    model.double().set_experts_implementation("eager")
+    with torch.no_grad():
+        wanted = model(ids, use_cache=False).logits
+        for made in (load, load_streamed):
+            assert torch.allclose(made(checkpoint, dtype="float64").model(ids, use_cache=False).logits, wanted)
 
 
 def test_the_dtype_is_the_checkpoint_s_own_if_none_is_asked(checkpoint: Path, reader: PreTrainedModel) -> None:
