@@ -7,14 +7,16 @@ not load: for asymmetric weights transformers 5.23 expects another shape than co
 from __future__ import annotations
 
 import math
+import tempfile
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import save_file
 from torch import nn
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import AutoConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from lyapunov_prune.allocation.allocation import Allocation
 from lyapunov_prune.arguments import checked
@@ -27,10 +29,12 @@ from lyapunov_prune.compression.rtn import Grid, symmetric_grid
 from lyapunov_prune.errors import CheckFailed, LyapunovPruneError
 from lyapunov_prune.forward.logits import sample_inputs
 from lyapunov_prune.models.compact import is_compact
-from lyapunov_prune.models.from_folder import quiet
-from lyapunov_prune.models.packed import PACK, require_compressed_tensors
+from lyapunov_prune.models.folder import first_line
+from lyapunov_prune.models.from_folder import LOCAL, quiet
+from lyapunov_prune.models.packed import PACK, require_compressed_tensors, unlogged
 from lyapunov_prune.models.projections import Projection, find_projections
 from lyapunov_prune.models.structure import in_eval_mode
+from lyapunov_prune.models.weight_files import SINGLE
 from lyapunov_prune.models.wrappers import loading_class
 from lyapunov_prune.results.files import require_empty, whole_folder
 from lyapunov_prune.results.history import HISTORY, history_of
@@ -69,7 +73,10 @@ def require_packed_options(
 
 
 def require_packable(model: PreTrainedModel, group_size: int | None) -> tuple[Projection, ...]:
-    """The matrices of the layers, each in an `nn.Linear` of its own and of whole groups; else LyapunovPruneError."""
+    """The matrices of the layers, each in an `nn.Linear` of its own and of whole groups.
+
+    Raises LyapunovPruneError for other matrices, and for a model that transformers does not load packed.
+    """
     if is_compact(model):
         raise LyapunovPruneError(f"a compact model is not packed ({FORMAT}); compress it without --format")
     projections = find_projections(model)
@@ -90,7 +97,28 @@ def require_packable(model: PreTrainedModel, group_size: int | None) -> tuple[Pr
             raise LyapunovPruneError(
                 f"groups of {group_size} do not fit the {n} inputs of {p.module}; give a divisor of all, or none"
             )
+    _require_loads_packed(model, group_size)
     return projections
+
+
+def _require_loads_packed(model: PreTrainedModel, group_size: int | None) -> None:
+    """Raise LyapunovPruneError unless transformers builds the model packed: some reach for weights that are not there.
+
+    Tried on the `meta` device with a file of no tensor.
+    """
+    with tempfile.TemporaryDirectory(prefix="lyapunov-prune-packed-") as place, quiet():
+        folder = Path(place)
+        model.config.save_pretrained(folder)
+        Packing(BITS[0], group_size).write_config(folder, model)
+        save_file({}, folder / SINGLE, {"format": "pt"})
+        loader: Any = loading_class(model)
+        try:
+            with unlogged(AutoConfig.from_pretrained(folder, **LOCAL)):
+                loader.from_pretrained(folder, device_map="meta", **LOCAL)
+        except Exception as error:  # whatever the model's own code misses
+            raise LyapunovPruneError(
+                f"transformers cannot load a packed {type(model).__name__} ({first_line(error)}); leave out --format"
+            ) from error
 
 
 @checked

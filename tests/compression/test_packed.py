@@ -10,6 +10,7 @@ import pytest
 import torch
 from compressed_tensors.compressors import BaseCompressor
 from compressed_tensors.compressors.pack_quantized.helpers import unpack_from_int32
+from families.zoo import make_zoo
 from helpers import TINY, make_tiny, moe
 from packed_files import Spoil, one_integer, one_lost, one_scale, spoil_what_is_packed, zeros
 from safetensors.torch import load_file
@@ -186,6 +187,15 @@ def test_models_whose_matrices_are_no_linear_modules_are_refused() -> None:
     shared.model.layers[3].mlp.up_proj.weight = shared.model.layers[1].mlp.up_proj.weight
     with pytest.raises(LyapunovPruneError, match="are one matrix; shared layers are not compressed"):
         require_packable(shared, None)
+
+
+@pytest.mark.parametrize("name", ["falcon", "mamba"])
+def test_a_model_that_transformers_does_not_build_packed_is_refused(name: str) -> None:
+    """When this fails, its code initialises a matrix that is packed no more: docs/compression.md says that it does."""
+    with pytest.raises(
+        LyapunovPruneError, match=r"cannot load a packed .*has no attribute .weight.*; leave out --format"
+    ):
+        require_packable(make_zoo(name), None)
 
 
 def test_a_pattern_of_zeros_is_refused_as_nothing_packs_it() -> None:
