@@ -29,17 +29,18 @@ def write_model(
     results: Mapping[str, Result],
     title: str,
     about: str,
+    remedy: str = "free space and retry",
 ) -> None:
     """Save model, tokenizer, `results` by file name, history and a model card to the folder `target`.
 
     `title` is text, `about` is Markdown, in which names went through `as_text`.
 
     Raises CheckFailed when transformers, for a compact model also without this package, would load another model from
-    the files, and LyapunovPruneError when the target is not empty or the disk refuses; either way nothing is left
-    there.
+    the files, and LyapunovPruneError when the target is not empty or the disk refuses, where it ends in `remedy`;
+    either way nothing is left there.
     """
     require_empty(target)
-    with whole_folder(target) as folder:
+    with whole_folder(target, remedy) as folder:
         with quiet():
             model.save_pretrained(folder)
             tokenizer.save_pretrained(folder)

@@ -20,6 +20,8 @@ from lyapunov_prune.results.files import halves, whole_folder
 SECONDS = 20.0  # between two states, and longer where writing is slow
 _SHARE = 0.1  # of the time, at most, goes into writing
 _NAME = "state.safetensors"
+# After a checkpoint that could not be written: the same run without --resume deletes the state and trains anew.
+KEPT = "free space and give --resume: the training is kept"
 
 
 class TrainingState:

@@ -20,7 +20,7 @@ from lyapunov_prune.errors import CheckFailed, LyapunovPruneError
 from lyapunov_prune.evaluation.score import paired_error, score
 from lyapunov_prune.forward.hooks import run_through
 from lyapunov_prune.forward.logits import SAME_LIMIT, deviation, sample_inputs, uncached_logits
-from lyapunov_prune.healing.state import clear_states
+from lyapunov_prune.healing.state import KEPT, clear_states
 from lyapunov_prune.healing.trained import require_trainable
 from lyapunov_prune.joint import card
 from lyapunov_prune.joint.chains import LEAST_REACH, Pair, chains, reach_of, rivals
@@ -191,7 +191,7 @@ def remove_jointly(
         )
         compact = make_compact(pupil.model, cuts)
         _require_merged(pupil, lesson, compact)
-        with whole_folder(output) as partial:
+        with whole_folder(output, KEPT) as partial:
             with _timing(seconds, "checkpoint"):
                 gate = save_compact(partial, pupil.model, compact, tokenizer, cuts, learn)
             with _timing(seconds, "final scores"):

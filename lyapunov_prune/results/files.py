@@ -62,12 +62,12 @@ def write_whole(path: str | Path, text: str) -> Path:
 
 
 @contextmanager
-def whole_folder(target: str | Path) -> Iterator[Path]:
+def whole_folder(target: str | Path, remedy: str = "free space and retry") -> Iterator[Path]:
     """A temporary folder beside `target`, renamed to it at the end; removed if anything fails.
 
     What a killed process left for the same target goes as well: a lock beside it says whether its process lives. A
     mount point cannot be replaced and is filled instead, `config.json` last, without which nobody takes it for whole.
-    Raises LyapunovPruneError when the target exists and is not empty, or the disk refuses.
+    Raises LyapunovPruneError when the target exists and is not empty, or the disk refuses: then it ends in `remedy`.
     """
     require_empty(target)
     target = Path(target).resolve()  # "." has no name to build on, a link cannot be replaced by a folder
@@ -96,9 +96,7 @@ def whole_folder(target: str | Path) -> Iterator[Path]:
         if not isinstance(error, OSError | SafetensorError) and "(os error " not in str(error):  # as of tokenizers
             raise
         reason = getattr(error, "strerror", None) or error
-        raise LyapunovPruneError(
-            f"writing {target} failed: {reason}; nothing was left there, free space and retry"
-        ) from None
+        raise LyapunovPruneError(f"writing {target} failed: {reason}; nothing was left there, {remedy}") from None
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
         _release(lock)

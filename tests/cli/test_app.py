@@ -9,7 +9,7 @@ import math
 import os
 import re
 import shutil
-from collections import Counter
+from collections import Counter, namedtuple
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -17,7 +17,7 @@ from typing import Any, NoReturn
 
 import pytest
 import torch
-from helpers import BROKEN, QUICK, TEXT, VOCABULARY, Done, bert, make_tiny, write_gguf, wrong_layer_idx
+from helpers import BROKEN, QUICK, TEXT, VOCABULARY, Done, bert, disk_full, make_tiny, write_gguf, wrong_layer_idx
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, BertLMHeadModel, PreTrainedModel
 
@@ -976,6 +976,29 @@ def test_two_ways_to_heal_one_model_run_side_by_side(run: Any, monkeypatch: pyte
             assert Healing.load(f"{output}/healing.json").steps == int(steps)
     assert taken == [2, 3, 4, 2, 2, 3]
     assert not list(Path("runs").rglob("jobs/*"))
+
+
+def test_heal_looks_at_the_disk_before_it_trains(
+    run: Any, run_bad: Callable[..., str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert run("prune", "tiny", "--layers", "1,3", "-o", "out", *TEXT).code == 0
+    heal = ("heal", "out", "--teacher", "tiny", "--steps", "2", "-o", "healed", *TEXT)
+    usage = namedtuple("usage", "free")
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage(10**5))
+    assert "the files of the healed model need" in run_bad(*heal)
+    assert not Path("runs").exists()
+
+
+def test_a_full_disk_leaves_what_was_trained_and_says_so(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert run("prune", "tiny", "--layers", "1,3", "-o", "out", *TEXT).code == 0
+    heal = ("heal", "out", "--teacher", "tiny", "--steps", "2", "-o", "healed", *TEXT)
+    with monkeypatch.context() as patch:
+        patch.setattr(PreTrainedModel, "save_pretrained", disk_full)
+        done = run(*heal)
+    assert done.code == 2
+    assert "nothing was left there, free space and give --resume: the training is kept" in done.err
+    monkeypatch.setattr(Distillation, "take_step", lambda self, window: pytest.fail("it was trained already"))
+    assert run(*heal, "--resume").code == 0
 
 
 def test_a_second_run_in_a_folder_at_work_is_refused_in_one_line(run: Any, run_bad: Callable[..., str]) -> None:

@@ -71,17 +71,18 @@ def heal(
     source.require_one_place("heal")
 
     from lyapunov_prune.checkpoints.saving import write_model
+    from lyapunov_prune.checkpoints.shards import size_of
     from lyapunov_prune.healing.heal import REPORT, require_settings
     from lyapunov_prune.healing.heal import heal as heal_model
     from lyapunov_prune.healing.own_text import self_generated as write_text
     from lyapunov_prune.healing.sharded import sharing
-    from lyapunov_prune.healing.state import clear_states
+    from lyapunov_prune.healing.state import KEPT, clear_states
     from lyapunov_prune.models.cache import BUILTIN
     from lyapunov_prune.models.structure import identify
     from lyapunov_prune.models.tokenizers import require_same_tokenizer
     from lyapunov_prune.pruning.provenance import PROVENANCE, Provenance
     from lyapunov_prune.pruning.surgery import share_memory
-    from lyapunov_prune.results.files import require_empty
+    from lyapunov_prune.results.files import require_disk, require_empty
 
     require_empty(output)
     require_settings(steps, update_rank, learning_rate, temperature)  # before the dense model writes for minutes
@@ -110,6 +111,7 @@ def heal(
             "give that one as --teacher"
         )
     require_same_tokenizer(dense.tokenizer, loaded.tokenizer, (teacher, model))
+    require_disk(output, size_of(loaded.model), "the files of the healed model")
     if provenance is not None:
         share_memory(loaded.model, dense.model, provenance.plan)
     # Of this output alone: two ways to heal one model may run side by side.
@@ -140,6 +142,6 @@ def heal(
     if provenance is not None:
         results[PROVENANCE] = provenance
     title = f"{Path(model).name}, healed"
-    write_model(done.model, loaded.tokenizer, output, results, title, done.report.about())
+    write_model(done.model, loaded.tokenizer, output, results, title, done.report.about(), KEPT)
     clear_states(jobs)  # three times the size of what was trained
     show(done.report, as_json, output)
