@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 
 import torch
 from torch import nn
@@ -38,9 +38,10 @@ def dropped_layers(reading: Reading) -> Changes:
 
 
 def compressed_layers(reading: Reading, compressed: PreTrainedModel) -> Changes:
-    """A layer, or a branch of it, has the matrices of `compressed`.
+    """A layer, or a branch of it, has the matrices of `compressed`, and no bias where that has none left.
 
-    Raises LyapunovPruneError for a model of other shapes, or whose layers differ in more than matrices.
+    A matrix of zeros whose bias is zero too ends a branch that was left out (`pruning.zeroing`). Raises
+    LyapunovPruneError for a model of other shapes, or whose layers differ in more than that.
     """
     model, structure = reading.model, reading.structure
     if identify(compressed).architecture != identify(model).architecture:
@@ -50,10 +51,16 @@ def compressed_layers(reading: Reading, compressed: PreTrainedModel) -> Changes:
     projections = find_projections(model)
     matrices = {f"{p.module}.{p.parameter}" for p in projections}
     theirs = dict(compressed.named_parameters())
+    gone: dict[str, list[str]] = {}  # biases, by module
     for name, parameter in model.named_parameters():
         inside = name.startswith(f"{structure.layers_path}.") and name not in matrices
-        if inside and not torch.equal(parameter, theirs[name].to(parameter)):
+        if not inside or torch.equal(parameter, theirs[name].to(parameter)):
+            continue
+        matrix = name[:-4] + "weight" if name.endswith(".bias") else name.removesuffix("_bias")
+        if matrix not in matrices or theirs[matrix].any() or theirs[name].any():
             raise LyapunovPruneError(f"the compressed model has another {name}; give one that changed matrices alone")
+        module, _, key = name.rpartition(".")
+        gone.setdefault(module, []).append(key)
     parts: dict[tuple[int, str], list[Projection]] = {}
     for layer, sublayers in find_sublayers(model, range(structure.num_layers)).items():
         here = [p for p in projections if p.layer == layer]
@@ -67,7 +74,16 @@ def compressed_layers(reading: Reading, compressed: PreTrainedModel) -> Changes:
 
     def change(layer: int, part: str) -> AbstractContextManager[None] | None:
         chosen = parts.get((layer, part))
-        return None if not chosen else replaced(model, {p: p.weight(compressed) for p in chosen})
+        return None if not chosen else changed(chosen)
+
+    @contextmanager
+    def changed(chosen: Sequence[Projection]) -> Iterator[None]:
+        with ExitStack() as stack:
+            stack.enter_context(replaced(model, {p: p.weight(compressed) for p in chosen}))
+            for name in {p.module for p in chosen} & gone.keys():
+                for key in gone[name]:
+                    stack.enter_context(_zero(model.get_submodule(name), key))
+            yield
 
     return change
 
@@ -97,6 +113,17 @@ def compact_layers(reading: Reading, compact: PreTrainedModel) -> Changes:
         return _children_of(structure.layers[layer], other.layers[layer], parts[part])
 
     return change
+
+
+@contextmanager
+def _zero(module: nn.Module, key: str) -> Iterator[None]:
+    before = module._parameters[key]
+    assert before is not None
+    module._parameters[key] = nn.Parameter(torch.zeros_like(before), before.requires_grad)
+    try:
+        yield
+    finally:
+        module._parameters[key] = before
 
 
 @contextmanager

@@ -10,6 +10,8 @@ import pytest
 import torch
 from helpers import (
     LAYERS,
+    assert_same,
+    bits,
     directions_by_definition,
     hooks_of,
     leave,
@@ -32,6 +34,7 @@ from lyapunov_prune.predictions import HierarchyProbe
 from lyapunov_prune.predictions import hierarchy as module
 from lyapunov_prune.predictions import softmax as softmax_module
 from lyapunov_prune.predictions.spaces import HIDDEN, LOGITS
+from lyapunov_prune.pruning.zeroing import zero_sublayers
 
 STEPS, LAYER, T = 5, 2, 1.7
 # Where each model keeps its layers, its final norm, and the ends of both branches.
@@ -225,6 +228,31 @@ def test_each_matrix_is_replaced_with_its_branch(name: str, kind: str, prompts: 
     assert (others == 0).all()
     assert (mine > 0).all()
     np.testing.assert_array_equal(whole, mine)
+
+
+@pytest.mark.parametrize("name", ["gpt2", "opt", "phi"])
+def test_a_branch_that_is_zero_is_one_that_is_gone(name: str, prompts: torch.Tensor) -> None:
+    """Its output projection lost the bias too; the layers between keep theirs, and nothing of the model is changed."""
+    model = make_other(name) if name == "phi" else make_tiny(name)
+    with torch.no_grad():
+        for key, parameter in model.named_parameters():
+            if key.endswith("bias"):
+                parameter.normal_()
+    zeroed = copy.deepcopy(model)
+    zero_sublayers(zeroed, (0,), (1,))
+    before = bits(model)
+    found = probe_layers(model, prompts, change=zeroed, steps=3)
+    assert_same(model, before)
+    wanted = probe_layers(model, prompts, steps=3)
+    for layer, part in ((0, 1), (1, 2)):
+        np.testing.assert_allclose(found.kl[part, layer], wanted.kl[part, layer], rtol=1e-4)
+        np.testing.assert_allclose(found.kl[0, layer], found.kl[part, layer], rtol=1e-4)
+    found.kl[[0, 0, 1, 2], [0, 1, 0, 1]] = 0
+    assert not found.kl.any()
+    end = next(p for key, p in zeroed.named_parameters() if key.endswith("bias") and not p.any())
+    end += 1
+    with pytest.raises(LyapunovPruneError, match=r"another .*bias; give one that changed matrices alone"):
+        probe_layers(model, prompts, change=zeroed, steps=3)
 
 
 def test_a_change_that_overflows_has_no_numbers_and_no_alarm(prompts: torch.Tensor) -> None:
