@@ -17,9 +17,21 @@ from typing import Any, NoReturn
 
 import pytest
 import torch
-from helpers import BROKEN, QUICK, TEXT, VOCABULARY, Done, bert, disk_full, make_tiny, write_gguf, wrong_layer_idx
+from helpers import (
+    BROKEN,
+    QUICK,
+    TEXT,
+    VOCABULARY,
+    Done,
+    bert,
+    disk_full,
+    make_tiny,
+    saved,
+    write_gguf,
+    wrong_layer_idx,
+)
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, BertLMHeadModel, PreTrainedModel
+from transformers import AutoModelForCausalLM, BertLMHeadModel, PreTrainedModel, PreTrainedTokenizerFast
 
 from lyapunov_prune.bounds import approximation as approx_module
 from lyapunov_prune.bounds import check as checks_module
@@ -1110,6 +1122,26 @@ def test_hierarchy_follows_a_compressed_and_a_pruned_model(run: Any) -> None:
     assert done.code == 0
     assert "One layer of tiny left out, by itself" in done.out
     assert "out has 5 of the 6 layers: no layer of it is probed here" in done.out
+
+
+def test_hierarchy_refuses_what_was_not_made_from_the_dense_model(
+    run: Any, run_bad: Any, checkpoint: Path, tokenizer: PreTrainedTokenizerFast
+) -> None:
+    few = ["--tokens", "32", "--context", "16", "--new-tokens", "1"]
+    for name, changes, told in (
+        ("gpt2", {}, "other has another family than tiny (gpt2, not llama); give a model that was made from it"),
+        ("llama", {"hidden_size": 64}, "other has another width than tiny (64, not 32)"),
+    ):
+        model = make_tiny(name, vocab_size=len(VOCABULARY), **changes)
+        saved(cut(model, (1,)), tokenizer, checkpoint.parent / "other")
+        assert told in run_bad("hierarchy", "tiny", "other", *few)
+        shutil.rmtree("other")
+    saved(make_tiny("llama", seed=1, vocab_size=len(VOCABULARY)), tokenizer, checkpoint.parent / "stranger")
+    assert run("prune", "tiny", "--layers", "1", "-o", "out", *TEXT).code == 0
+    assert run("prune", "out", "--layers", "1", "-o", "twice", *TEXT).code == 0
+    told = run_bad("hierarchy", "stranger", "out", *few)
+    assert "stranger is not the model that out was made from, which out/provenance.json records as 'tiny'" in told
+    assert run("hierarchy", "tiny", "twice", *few).code == 0
 
 
 def test_hierarchy_decodes_each_text_once_and_by_the_batch(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:

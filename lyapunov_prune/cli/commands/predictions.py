@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -24,6 +24,9 @@ from lyapunov_prune.cli.options import (
 from lyapunov_prune.cli.records import Given
 from lyapunov_prune.cli.terminal import Parts, note
 from lyapunov_prune.errors import CheckFailed, LyapunovPruneError
+
+if TYPE_CHECKING:
+    from lyapunov_prune.models.from_folder import Loaded
 
 
 def hierarchy(
@@ -119,6 +122,7 @@ def hierarchy(
     if compressed is not None:
         other = source.load(compressed)
         require_same_tokenizer(loaded.tokenizer, other.tokenizer, (dense, compressed))
+        _require_made_from(loaded, other, (dense, compressed))
     for model in (loaded.model, *([other.model] if other else [])):
         require_unseen(model, batch)
     if other is not None and items:
@@ -179,3 +183,37 @@ def hierarchy(
     parts.end()
     if violated:
         raise CheckFailed(f"{violated} bounds are violated; see {run}")
+
+
+def _require_made_from(dense: Loaded, other: Loaded, names: tuple[str, str]) -> None:
+    """Raise LyapunovPruneError where `other`, the second of `names`, cannot have been made from `dense`.
+
+    A checkpoint's provenance names the model of its last removal, so it decides where that was the first step.
+    """
+    from lyapunov_prune.models.structure import identify
+    from lyapunov_prune.pruning.provenance import PROVENANCE, Provenance
+    from lyapunov_prune.results.history import history_of
+
+    mine, theirs = (
+        {
+            "family": loaded.structure.model_type,
+            "width": getattr(loaded.structure.config, "hidden_size", None),
+            "vocabulary": getattr(loaded.structure.config, "vocab_size", None),
+        }
+        for loaded in (dense, other)
+    )
+    for what, value in mine.items():
+        if theirs[what] != value:
+            raise LyapunovPruneError(
+                f"{names[1]} has another {what} than {names[0]} ({theirs[what]}, not {value}); give a model that was "
+                "made from it"
+            )
+    made = Path(names[1]) / PROVENANCE
+    removals = [step.kind for step in history_of(other.model).steps if step.kind != "heal"]
+    if made.is_file() and removals == ["prune"]:
+        provenance = Provenance.load(made)
+        if not provenance.plan.model.same_as(identify(dense.model)):
+            raise LyapunovPruneError(
+                f"{names[0]} is not the model that {names[1]} was made from, which {made} records as "
+                f"{provenance.source!r}; give that one as DENSE"
+            )
