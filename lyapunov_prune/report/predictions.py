@@ -261,10 +261,11 @@ def paths_figure(measured: AttentionPaths) -> str:
 
 
 def _band(axes: Axes, x: np.ndarray, values: np.ndarray, label: str, colour: str, marker: str) -> None:
-    """Mean and middle half of each row."""
-    seen = values[:, np.isfinite(values).any(0)]
-    if not seen.size:  # two equal models
+    """Mean and middle half of each row that has a number."""
+    finite = np.isfinite(values)
+    if not finite.any():  # two equal models
         return
+    x, seen = x[finite.any(1)], values[finite.any(1)][:, finite.any(0)]
     low, high = np.nanquantile(seen, [0.25, 0.75], axis=1)
     axes.fill_between(x, low, high, color=colour, alpha=0.2, linewidth=0)
     axes.plot(x, np.nanmean(seen, axis=1), f"-{marker}", markersize=3, linewidth=0.9, color=colour, label=label)

@@ -56,5 +56,7 @@ def test_the_paths_are_drawn_by_layer_and_by_step(llama: PreTrainedModel) -> Non
     assert {"whole change", "value path", "weight path", "norm / dense output", "layer"} <= drawn
     assert {"attention to the prompt", "change that comes from the prompt", "share, %", "decoding step"} <= drawn
     assert paths_figure(found) != paths_figure(replace(found, value=found.value / 2))
+    half = np.array([[np.nan] * 4] * 3 + [[1.0, np.nan, 2.0, 3.0]] * 3)  # a layer that did not change has no share
+    assert "change that comes from the prompt" in words(paths_figure(replace(found, prompt_share=half)))
     equal = attention_paths(llama, llama, prompts, steps=2)
     assert "change that comes from the prompt" not in words(paths_figure(equal))
