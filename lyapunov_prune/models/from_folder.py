@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import logging
 import os
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager, redirect_stderr
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +14,7 @@ from typing import Any
 import torch
 import transformers
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers.core_model_loading import dot_natural_key
 
 from lyapunov_prune.errors import LyapunovPruneError, first_line
 from lyapunov_prune.models.compact import is_compact
@@ -22,8 +23,9 @@ from lyapunov_prune.models.expansion import require_bounded, require_bounded_fil
 from lyapunov_prune.models.folder import loading_errors, require_loadable
 from lyapunov_prune.models.packed import is_unpacked, require_scales, unlogged, unpacking
 from lyapunov_prune.models.quantised import UNPACK, quantisation, require_kernels
-from lyapunov_prune.models.structure import Structure, find_structure
+from lyapunov_prune.models.structure import Structure, find_layers, find_structure
 from lyapunov_prune.models.weight_files import weight_files
+from lyapunov_prune.progress import warn
 from lyapunov_prune.results.history import keep_history, read_history
 
 LOCAL = {"local_files_only": True, "trust_remote_code": False}  # None would ask, and run code on "y"
@@ -122,7 +124,25 @@ def load_weights(auto: Any, where: Path, folder: Path, options: dict[str, Any], 
             f"the config in {where} cuts out {sorted(info['unexpected_keys'])[0]}, and the weights hold it; "
             "fetch it again"
         )
+    _tell_of_strays(model, where, info["unexpected_keys"])
     return model
+
+
+def _tell_of_strays(model: PreTrainedModel, where: Path, unexpected: Collection[str]) -> None:
+    """Warn of weights for layers that the config of `model` does not name, or lacks in them.
+
+    Others may be there on purpose: heads of other tasks, towers of a multimodal model, tables of quantised weights.
+    """
+    if not unexpected or quantisation(model.config):
+        return
+    path = find_layers(model).layers_path
+    places = tuple(f"{place}." for place in (path, path.removeprefix(f"{model.base_model_prefix}.")))
+    strays = sorted((key for key in map(str, unexpected) if key.startswith(places)), key=dot_natural_key)
+    if strays:
+        warn(
+            f"{where} holds {len(strays)} weights of layers that its config does not name, first {strays[0]}: they are "
+            "left out"
+        )
 
 
 @contextmanager
