@@ -267,9 +267,16 @@ BROKEN: dict[str, tuple[Callable[[Path], Any], str]] = {
     "wrong shape": (lambda f: change_weight(f, UP, torch.zeros(3, 3)), rf"in another shape \({UP}\); fetch it again"),
     "no config": (lambda f: (f / "config.json").unlink(), "has no config.json; give the folder of a transformers"),
     "cut config": (lambda f: (f / "config.json").write_text("{"), "cannot load .*config.*; fetch it again"),
-    "unknown type": (lambda f: edit_json(f / "config.json", model_type="nn"), "cannot load .*nn"),
+    "unknown type": (
+        lambda f: edit_json(f / "config.json", model_type="nn"),
+        "is a nn, which transformers .*; upgrade",
+    ),
     "no tokenizer": (
         lambda f: [p.unlink() for p in f.glob("token*")],
+        "holds no tokenizer; copy the model's own into it",
+    ),
+    "settings of a tokenizer alone": (
+        lambda f: (f / "tokenizer.json").unlink(),
         "holds no tokenizer; copy the model's own into it",
     ),
     "cut tokenizer": (lambda f: (f / "tokenizer.json").write_text("{"), "cannot load the tokenizer of .*; fetch it"),

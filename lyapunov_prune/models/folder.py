@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from safetensors import SafetensorError, safe_open
 from transformers import AutoConfig, PreTrainedConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
@@ -187,6 +189,12 @@ def loading_errors(where: Path | str) -> Iterator[None]:
         if "trust_remote_code" in str(error):
             raise LyapunovPruneError(
                 f"{where} needs Python code of its own, which is never run; give a model that transformers knows"
+            ) from None
+        unknown = re.search("model type `(.*?)` but Transformers does not recognize", str(error))
+        if unknown:
+            raise LyapunovPruneError(
+                f"{where} is a {unknown[1]}, which transformers {transformers.__version__} does not know; upgrade "
+                "transformers, or give a model of a type that it knows"
             ) from None
         raise LyapunovPruneError(
             f"cannot load {where}, it may be truncated or corrupt: {first_line(error)}; fetch it again"

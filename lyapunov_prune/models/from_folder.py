@@ -31,7 +31,9 @@ from lyapunov_prune.results.history import keep_history, read_history
 LOCAL = {"local_files_only": True, "trust_remote_code": False}  # None would ask, and run code on "y"
 # What a config may ask every forward to hand out; measurements read outputs by name, and none of what can be added.
 _PLAIN_OUTPUT = {"return_dict": True, "output_attentions": False, "output_hidden_states": False}
-_TOKENIZER = ("token*", "vocab*", "*.model", "tekken.json", "*.tiktoken")  # some file of every tokenizer
+# Some file of every tokenizer but those whose vocabulary is code.
+_TOKENIZER = ("token*", "vocab*", "*.model", "tekken.json", "*.tiktoken")
+_SETTINGS = "tokenizer_config.json"
 
 
 @dataclass(frozen=True)
@@ -86,7 +88,8 @@ def load_whole(where: Path, folder: Path, source: dict[str, Any], options: dict[
             with loading_errors(f"the tokenizer of {where}"), quiet():
                 tokenizer = AutoTokenizer.from_pretrained(folder, **source)
         except LyapunovPruneError:
-            if where == folder and not any(any(folder.glob(name)) for name in _TOKENIZER):
+            found = {path.name for name in _TOKENIZER for path in folder.glob(name)}
+            if where == folder and not found - {_SETTINGS}:
                 raise LyapunovPruneError(f"{where} holds no tokenizer; copy the model's own into it") from None
             raise
     require_bounded(tokenizer, where)
