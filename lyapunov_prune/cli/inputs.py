@@ -197,6 +197,18 @@ def run_folder(output: Path | None, model: str) -> Path:
     return output or Path("runs") / folder_name(model)
 
 
+def jobs_folder(command: str, model: str, output: Path) -> Path:
+    """Where `command` keeps its unfinished work: of `output` alone, as several may be made of one model side by side.
+
+    Raises LyapunovPruneError, before anything is loaded, where nothing can be written.
+    """
+    from lyapunov_prune.results.files import require_room
+
+    folder = run_folder(None, model) / "jobs" / f"{command}-{folder_name(str(output.resolve()))}"
+    require_room(folder, "run it from a folder that you may write")
+    return folder
+
+
 def begun_run(output: Path | None, model: str, *replaced: str) -> Path:
     """`run_folder`, refused before anything is measured: where nothing can be written, or its report cannot be drawn.
 

@@ -549,6 +549,26 @@ def test_an_output_that_is_a_file(name: str, run_bad: Callable[..., str]) -> Non
     assert "cannot write in tiny/config.json: " in run_bad(*COMMANDS[name], "-o", "tiny/config.json")
 
 
+@pytest.mark.parametrize(
+    "command",
+    [
+        ("heal", "tiny", "--teacher", "tiny"),
+        ("joint", "tiny", "--remove", "1"),
+        ("compress", "tiny", "--sparsity", "0.5", "--max-kl", "1"),
+    ],
+    ids=lambda command: command[0],
+)
+def test_a_folder_that_cannot_be_written_is_refused_before_the_model_is_loaded(
+    command: tuple[str, ...], run_bad: Callable[..., str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Unfinished work is kept under runs/ here, wherever the output is."""
+    shutil.rmtree("tiny")
+    access, here = os.access, Path.cwd()
+    monkeypatch.setattr(os, "access", lambda place, mode: Path(place).absolute() != here and access(place, mode))
+    told = run_bad(*command, "-o", str(here.parent / "elsewhere/out"), *TEXT)
+    assert "is not yours to write; run it from a folder that you may write" in told
+
+
 def test_a_full_disk(command: list[str], run: Callable[..., Done], monkeypatch: pytest.MonkeyPatch) -> None:
     def full(*args: Any, **kwargs: Any) -> NoReturn:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))

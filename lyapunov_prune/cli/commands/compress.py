@@ -7,12 +7,11 @@ from typing import TYPE_CHECKING, Any
 
 from lyapunov_prune.cli.inputs import (
     chosen_allocation,
-    folder_name,
     goes_by_rho,
+    jobs_folder,
     load_inputs,
     parse_schedule_options,
     profile_for,
-    run_folder,
 )
 from lyapunov_prune.cli.options import (
     Allocation,
@@ -95,6 +94,7 @@ def compress(
     schedule = chosen_allocation(allocation)
     if max_kl is not None:
         require_budget(max_kl)
+        jobs = jobs_folder("compress", model, output)
         require_spendable(method, schedule, sparsity=sparsity, rank=rank, bits=bits, pattern=pattern)
     else:
         if resume:
@@ -135,7 +135,7 @@ def compress(
             group_size=group_size,
             symmetric=symmetric,
             batch_size=text.batch_size,
-            folder=run_folder(None, model) / "jobs" / f"compress-{folder_name(str(output.resolve()))}",
+            folder=jobs,
             resume=resume,
         )
         sparsity, bits = (spent.amount if spent.unit == unit else None for unit in ("sparsity", "bits"))

@@ -9,9 +9,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from lyapunov_prune.cli.inputs import (
-    folder_name,
+    jobs_folder,
     load_inputs,
-    run_folder,
 )
 from lyapunov_prune.cli.options import (
     Json,
@@ -85,6 +84,7 @@ def heal(
     from lyapunov_prune.results.files import require_disk, require_empty
 
     require_empty(output)
+    jobs = jobs_folder("heal", model, output)
     require_settings(steps, update_rank, learning_rate, temperature)  # before the dense model writes for minutes
     if shard:
         sharing(per_step, update_rank)
@@ -114,8 +114,6 @@ def heal(
     require_disk(output, size_of(loaded.model), "the files of the healed model")
     if provenance is not None:
         share_memory(loaded.model, dense.model, provenance.plan)
-    # Of this output alone: two ways to heal one model may run side by side.
-    jobs = run_folder(None, model) / "jobs" / f"heal-{folder_name(str(output.resolve()))}"
     if self_generated:
         written = {"tokens": text.tokens, "context": text.context, "seed": seed}
         batch = write_text(dense.model, **written, folder=jobs.with_name(f"{jobs.name}-text"), resume=resume)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Annotated
 
 from lyapunov_prune.cli import choices
-from lyapunov_prune.cli.inputs import draw_report, folder_name, load_examples, run_folder
+from lyapunov_prune.cli.inputs import draw_report, jobs_folder, load_examples
 from lyapunov_prune.cli.options import (
     Images,
     Json,
@@ -75,6 +75,7 @@ def joint(
     from lyapunov_prune.results.files import require_empty
 
     require_empty(output)
+    folder = jobs_folder("joint", model, output)
     dense, tokenizer, data = load_examples(model, source, text, images, given)
     done = remove_jointly(
         dense,
@@ -90,8 +91,7 @@ def joint(
         recipe=Recipe(batch=1 if images is None else _IMAGES, rank=update_rank or None),
         seeds=point_seeds,
         seed=seed,
-        # Of this output alone: two removals from one model may run side by side.
-        folder=run_folder(None, model) / "jobs" / f"joint-{folder_name(str(output.resolve()))}",
+        folder=folder,
         resume=resume,
         batch_size=text.batch_size if images is None else _IMAGES,
     )
