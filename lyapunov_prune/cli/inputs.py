@@ -202,10 +202,10 @@ def jobs_folder(command: str, model: str, output: Path) -> Path:
 
     Raises LyapunovPruneError, before anything is loaded, where nothing can be written.
     """
-    from lyapunov_prune.results.files import require_room
+    from lyapunov_prune.results.files import require_writable
 
     folder = run_folder(None, model) / "jobs" / f"{command}-{folder_name(str(output.resolve()))}"
-    require_room(folder, "run it from a folder that you may write")
+    require_writable(folder, "run it from a folder that you may write")
     return folder
 
 
