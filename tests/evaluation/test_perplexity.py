@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from helpers import make_tiny
+from scipy import stats
 from transformers import PreTrainedModel
 
 from lyapunov_prune import LyapunovPruneError, NonFiniteError, perplexity
@@ -70,6 +72,15 @@ def test_the_ratio_is_paired_by_window(llama: PreTrainedModel, ids: torch.Tensor
     found = perplexity(llama, ids)
     assert found.ratio_interval(found) == (1, 1)
     assert np.isnan(perplexity(llama, ids[:1]).interval).all()
+
+
+def test_the_intervals_are_students_over_windows(llama: PreTrainedModel, ids: torch.Tensor) -> None:
+    first = replace(perplexity(llama, ids), windows=np.array([1.0, 1.5, 3.5]))
+    second = replace(first, windows=np.array([1.25, 2.0, 3.75]))
+    alone = stats.ttest_1samp(second.windows, 0).confidence_interval()
+    assert second.interval == pytest.approx((np.exp(alone.low), np.exp(alone.high)))
+    paired = stats.ttest_rel(second.windows, first.windows).confidence_interval()
+    assert second.ratio_interval(first) == pytest.approx((np.exp(paired.low), np.exp(paired.high)))
 
 
 @pytest.mark.parametrize("whole", [2**25, 0])
