@@ -93,6 +93,12 @@ def test_the_logits_of_one_batch_are_gone_before_the_next(monkeypatch: pytest.Mo
     assert alive == [0, 0, 0]
 
 
+def test_the_summary_names_loss_and_accuracy(ids: torch.Tensor) -> None:
+    found = replace(score(make_tiny("llama"), text(ids)), losses=np.array([1.0, 2.0, 6.0]), correct=np.zeros(3))
+    row = found.summary().iloc[0]
+    assert (row["score"], row["loss"], row["accuracy"]) == (-3.0, 3.0, 0.0)
+
+
 def test_the_error_is_paired_by_item(ids: torch.Tensor) -> None:
     a, b = (score(make_tiny("llama", seed), text(ids)) for seed in (0, 1))
     assert paired_error(a, b) == pytest.approx(stats.sem(b.losses - a.losses))
