@@ -112,6 +112,7 @@ def test_a_speed_up_takes_every_pair_that_is_fast_enough() -> None:
         ({"speedup": 2.0, "seconds": times()[:5]}, "13 × 13 pairs; give seconds"),
         ({"speedup": 2.0, "seconds": times() * np.nan}, "measure it at"),
         ({"speedup": 2.0, "seconds": times() - 4}, "times must be above 0"),
+        ({"remove": 8, "selection_error": 26.0}, "errs by 26 and the 9 pairs of the budget differ by 25 at most"),
         ({"remove": 8, "selection_error": 99.0}, "errs by 99 and the 9 pairs of the budget differ by 25 at most"),
         ({"remove": 8, "selection_error": np.nan}, "error is nan; give a finite one"),
         ({"remove": 8, "repeats": [[1.0]]}, "two seeds or more"),
@@ -133,8 +134,8 @@ def test_a_selection_set_that_cannot_tell_the_best_from_the_next_is_said() -> No
 
 
 def test_noise_over_seeds_is_pooled() -> None:
-    rows = [[1.0, 2.0, 3.0], [10.0, 14.0]]
-    assert module.over_seeds(rows) == (np.sqrt((2 + 8) / 3), 3)
+    rows = [[1.0, 2.0, 6.0], [10.0, 14.0]]  # about their means, 3 and 12
+    assert module.over_seeds(rows) == (np.sqrt((14 + 8) / 3), 3)
     value, freedom = module.over_seeds([])
     assert np.isnan(value)
     assert freedom == 0
