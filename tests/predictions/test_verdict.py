@@ -53,6 +53,7 @@ def test_every_number_is_of_a_measurement(
     assert (state.dense, state.compressed) == tuple(retrieval.ndcg.mean(-1))
     assert np.isnan(state.returns)
     assert option.same == choices.survival(per_character=True)
+    assert option.distance == choices.text_kl(per_character=True).mean() != choices.text_kl().mean()
     rows = zip(choices.dense, choices.compressed, choices.characters, strict=True)
     scored = [(np.array(a) / np.array(n), np.array(b) / np.array(n)) for a, b, n in rows]
     leads = [np.sort(a)[-1] - np.sort(a)[-2] for a, _ in scored]
@@ -73,6 +74,43 @@ def test_every_number_is_of_a_measurement(
     of_another = history_divergence(reader, remove_layers(reader, [2]), prompts, steps=STEPS)
     with pytest.raises(LyapunovPruneError, match="give those of one pair"):
         task_verdict(generation, of_another)
+
+
+def test_medians_and_means_are_of_the_compressed_model_on_the_dense_text(
+    reader: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, prompts: torch.Tensor
+) -> None:
+    """By hand: three queries, choices of two answers of one character, three steps and one at which none runs."""
+    history = replace(
+        history_divergence(reader, reader, prompts, steps=STEPS),
+        kl=np.array([[1.0, 2.0, 6.0, np.nan], [2.0, 4.0, 12.0, np.nan]]),
+        may_spend=np.array([0.5, 1.0, 4.5, np.nan]),
+        certain=np.array([[1.0, 0.0, 0.0, np.nan], [1.0, 1.0, 1.0, np.nan]]),
+        running=np.array([1.0, 1.0, 1.0, 0.0]),
+    )
+    choices = compare_choices(reader, reader, ITEMS, tokenizer)
+    n = len(choices.gold)
+    choices = replace(
+        choices,
+        characters=((1.0, 1.0),) * n,
+        dense=((0.0, -2.0),) * n,
+        compressed=((-1.0, -1.0), *((0.0, -2.0),) * (n - 1)),  # the first moves by as much as the lead
+    )
+    retrieval = replace(
+        evaluate_retrieval({"a": reader, "b": reader}, tokenizer, TASK),
+        ndcg=np.array([[1.0, 0.5, 0.0], [0.2, 0.7, 0.3]]),
+        overlap=np.array([[1.0, 1.0, 1.0], [0.1, 0.2, 0.9]]),
+        margin=np.array([1.5, 2.0, 4.0]),
+        shift=np.array([[0.0, 0.0, 0.0], [1.0, 3.0, 8.0]]),
+        turned=np.array([[0.0, 0.0], [0.25, 0.75]]),
+    )
+    generation = compare_generation(reader, reader, prompts, steps=STEPS)
+    state, option, whole = task_verdict(generation, history, choices=choices, retrieval=retrieval).kinds
+    assert (state.moved, state.may_move, state.distance) == (3.0, 2.0, 0.75)
+    assert (state.same, state.certain, state.items) == (pytest.approx(0.4), pytest.approx(1 / 3), 3)
+    assert (state.dense, state.compressed) == pytest.approx((0.5, 0.4))
+    assert option.certain == (n - 1) / n
+    assert (whole.moved, whole.may_move, whole.certain) == (2.0, 1.0, pytest.approx(1 / 3))
+    assert (whole.distance, whole.returns) == (3.0, 2.0)
 
 
 def test_a_model_against_itself_stays_and_is_certain(
@@ -128,6 +166,12 @@ def test_what_is_certain_did_not_flip(reader: PreTrainedModel, prompts: torch.Te
 def test_words_go_by_the_interval(same: float, n: int, word: str) -> None:
     one: KindVerdict = example(KindVerdict, itertools.cycle([0.25]))
     assert replace(one, same=same, **_interval(same, n)).word == word
+
+
+def test_an_interval_that_begins_at_the_limit_stays_and_one_that_ends_there_is_not_lost() -> None:
+    one: KindVerdict = example(KindVerdict, itertools.cycle([0.25]))
+    assert replace(one, low=0.9, high=1.0).word == "stays"
+    assert replace(one, low=0.0, high=0.5).word == "changes"
 
 
 @pytest.mark.parametrize(("k", "n"), [(0, 7), (3, 7), (7, 7), (40, 50)])
