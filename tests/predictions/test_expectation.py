@@ -12,7 +12,7 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from lyapunov_prune.predictions.expectation import TABLE, Expectation, Line, expectation
+from lyapunov_prune.predictions.expectation import TABLE, Expectation, Line, expectation, from_json
 
 EXPECTED = importlib.import_module("experiments.19_prediction.expected")
 
@@ -39,6 +39,12 @@ def test_a_table_that_covers_much_less_than_it_claims_says_so() -> None:
     assert "far fewer" not in made(0.81).told(0.5)
     assert "90% and 85%, far fewer than it says." in made(0.5).told(0.5)
     assert "90% and 50%, far fewer than it says." in made(0.9, 0.5).told(0.5)
+
+
+def test_of_models_that_a_fit_had_not_seen_the_worst_counts() -> None:
+    table = json.loads(TABLE.read_text(encoding="utf-8"))
+    shares = [{"perplexity": 0.9, "first_difference": 0.6}, {"perplexity": 0.7, "first_difference": 0.8}]
+    assert from_json({**table, "unseen_model": dict(zip("ab", shares, strict=True))}).unseen == (0.7, 0.6)
 
 
 @pytest.mark.parametrize("kl", [0.05, 2.5, math.inf, math.nan])
