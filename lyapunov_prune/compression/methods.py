@@ -61,7 +61,7 @@ def compressed(
     if method not in METHODS:
         raise LyapunovPruneError(f"unknown method {method!r}; give one of {', '.join(METHODS)}")
     needs, kind = METHODS[method].needs, METHODS[method].amount
-    _require_amount(method, kind, amount)
+    require_in_range(method, kind, amount)
     options: dict[str, Any] = {"pattern": pattern, "group_size": group_size, "symmetric": symmetric}
     own = _OPTIONS.get(kind, ())
     for option, value in options.items():
@@ -90,7 +90,7 @@ def rank_for(shape: Sequence[int], sparsity: float) -> int | None:
     None for a matrix that no two factors are smaller than, as one of a single row, which stays as it is. Raises
     LyapunovPruneError for a sparsity outside [0, 1], and RankError where not even rank 1 is that small.
     """
-    _require_amount("a rank", "sparsity", sparsity)
+    require_in_range("a rank", "sparsity", sparsity)
     m, n = shape
     if m + n >= m * n:
         return None
@@ -102,7 +102,8 @@ def rank_for(shape: Sequence[int], sparsity: float) -> int | None:
     return rank
 
 
-def _require_amount(name: str, kind: str, amount: float) -> None:
+def require_in_range(name: str, kind: str, amount: float) -> None:
+    """Raise LyapunovPruneError for an amount that no matrix can be compressed to."""
     right, given = {
         "sparsity": (0 <= amount <= 1, "a sparsity from 0 to 1"),
         "rank": (amount >= 1 and amount % 1 == 0, "a whole rank of 1 or more"),

@@ -19,7 +19,7 @@ from lyapunov_prune.allocation.table import SCHEDULES, require_parameters
 from lyapunov_prune.arguments import checked
 from lyapunov_prune.calibration.statistics import Statistics
 from lyapunov_prune.compression.masks import Pattern, as_pattern
-from lyapunov_prune.compression.methods import compressed, rank_for
+from lyapunov_prune.compression.methods import compressed, rank_for, require_in_range
 from lyapunov_prune.compression.report import CompressedMatrix, CompressionReport
 from lyapunov_prune.compression.table import METHODS
 from lyapunov_prune.errors import LyapunovPruneError
@@ -144,7 +144,7 @@ def recipe_for(
 def require_amount(
     method: str, sparsity: float | None, rank: int | None, bits: float | None, allocation: str | Allocation
 ) -> str:
-    """The unit in which it is said how much; raises LyapunovPruneError unless one is, and the method has it."""
+    """The unit in which it is said how much; raises LyapunovPruneError unless one is, and the method can take it."""
     if method not in METHODS:
         raise LyapunovPruneError(f"unknown method {method!r}; give one of {', '.join(METHODS)}")
     takes = {"sparsity": ("sparsity",), "rank": ("sparsity", "rank"), "bits": ("bits",)}[METHODS[method].amount]
@@ -163,6 +163,8 @@ def require_amount(
     )
     if given[0] != shares:
         raise LyapunovPruneError(f"allocation {allocation} does not share out {given[0]}; give uniform")
+    if allocation == "uniform" and given[0] != "sparsity":
+        require_in_range(method, given[0], bits if rank is None else rank)  # type: ignore[arg-type]
     return given[0]
 
 

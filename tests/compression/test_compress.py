@@ -138,6 +138,8 @@ def test_a_pattern_and_an_allocation_by_hand(ids: torch.Tensor, tmp_path: Path) 
         ({"method": "wanda", "sparsity": 0.5, "rank": 3}, "got sparsity, rank"),
         ({"method": "wanda", "bits": 4}, "takes sparsity"),
         ({"method": "rtn", "sparsity": 0.5}, "takes bits"),
+        ({"method": "rtn", "bits": 32}, "^rtn cannot take bits 32; give 2 to 8 whole bits"),
+        ({"method": "svd", "rank": 0}, "^svd cannot take rank 0; give a whole rank of 1 or more"),
         ({"method": "rtn", "bits": 4, "allocation": "owl"}, "owl does not share out bits"),
         ({"method": "svd", "rank": 4, "allocation": "owl"}, "owl does not share out rank"),
         ({"method": "wanda", "sparsity": 0.5, "allocation": "bits"}, "bits does not share out sparsity"),
