@@ -110,8 +110,8 @@ def recipe_for(
 ) -> Recipe:
     """What `compress` says of these arguments; `search` makes of the text the score of a schedule that searches.
 
-    Raises LyapunovPruneError for amounts and options that the method does not have, a missing text or profile, and
-    matrices shared between layers.
+    Raises LyapunovPruneError for amounts and options that the method does not have, a rank that changes no matrix, a
+    missing text or profile, and matrices shared between layers.
     """
     require_unquantised(model)
     pattern = as_pattern(pattern)
@@ -134,6 +134,9 @@ def recipe_for(
         )
     projections = find_projections(model)
     _require_apart(model, projections)
+    highest = max(min(p.weight(model).shape) for p in projections)
+    if rank is not None and rank >= highest:
+        raise LyapunovPruneError(f"rank {rank} leaves every matrix as it is; give one below {highest}")
     if METHODS[method].needs == "nothing":
         given = None
     elif given is None:
