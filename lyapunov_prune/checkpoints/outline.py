@@ -84,8 +84,8 @@ def read_outline(folder: Path, name: str | Path, dtype: torch.dtype | None = Non
     loaded = load_outline(folder, name, dtype)
     if is_wrapped(loaded.model):
         raise LyapunovPruneError(
-            f"{name} holds a decoder inside a {type(loaded.model).__name__}, which has to be run to see that a removal "
-            "is right; take it in memory"
+            f"{name} holds a decoder inside a {type(loaded.model).__name__}, which goes neither by --stream nor by "
+            "--on-disk; take it in memory"
         )
     with reading(()):
         stored = read_tensors(folder, getattr(loaded.model.config, "transformers_weights", None))

@@ -495,6 +495,7 @@ def test_what_fits_is_pruned_in_memory(command: Callable[..., Any]) -> None:
             ["--remove", "2"],
             "--remove needs the model in memory (--on-disk); give --layers 3,7 or a --plan FILE of rank",
         ),
+        (["--layers", "1", "--stream", "--dtype", "float32"], "--dtype needs the model in memory (--stream)"),
         (["--layers", "1", "--dtype", "float32"], "--dtype needs the model in memory (--on-disk)"),
         (["--layers", "1", "--what", "mlp"], "--what needs the model in memory (--on-disk)"),
         (["--layers", "9"], "layer 9 does not exist: tiny has layers 0 to 5"),

@@ -116,7 +116,7 @@ def prune(
     from lyapunov_prune.results.files import require_empty
 
     require_empty(output)
-    why = "--on-disk" if on_disk or stream else ""
+    why = "--stream" if stream else "--on-disk" if on_disk else ""
     if not why and source.device_map is None:
         why = too_large(model, resolve_device(source.device), offline=source.offline)
     if why:
