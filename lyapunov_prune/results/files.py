@@ -21,6 +21,7 @@ from safetensors import SafetensorError
 from lyapunov_prune.errors import LyapunovPruneError
 
 _PARTIAL = ".partial-"
+_TOO_LARGE = os.strerror(errno.EFBIG)
 _LONGEST_NAME = 200  # of 255 bytes: what is unfinished has a longer one
 
 
@@ -96,6 +97,8 @@ def whole_folder(target: str | Path, remedy: str = "free space and retry") -> It
         if not isinstance(error, OSError | SafetensorError) and "(os error " not in str(error):  # as of tokenizers
             raise
         reason = getattr(error, "strerror", None) or error
+        if _TOO_LARGE in str(reason):
+            remedy = "the disk or a limit takes no file so large; choose another place"
         raise LyapunovPruneError(f"writing {target} failed: {reason}; nothing was left there, {remedy}") from None
     finally:
         shutil.rmtree(temporary, ignore_errors=True)

@@ -266,8 +266,15 @@ def test_a_mount_point_that_fills_up_is_left_empty(tmp_path: Path, monkeypatch: 
 
 
 def test_a_full_disk_as_tokenizers_tells_it_is_one_line(tmp_path: Path) -> None:
-    with pytest.raises(LyapunovPruneError, match=r"failed: File too large \(os error 27\); nothing was left"):
-        fill(tmp_path / "target", Exception("File too large (os error 27)"))
+    with pytest.raises(LyapunovPruneError, match=r"failed: No space .* \(os error 28\); nothing was left there, free"):
+        fill(tmp_path / "target", Exception("No space left on device (os error 28)"))
+    assert os.listdir(tmp_path) == []
+
+
+@pytest.mark.parametrize("error", [OSError(errno.EFBIG, "File too large"), Exception("File too large (os error 27)")])
+def test_a_file_larger_than_can_be_is_not_told_to_free_space(error: Exception, tmp_path: Path) -> None:
+    with pytest.raises(LyapunovPruneError, match="left there, the disk or a limit takes no file so large; choose"):
+        fill(tmp_path / "target", error)
     assert os.listdir(tmp_path) == []
 
 
