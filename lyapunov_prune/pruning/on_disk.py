@@ -26,7 +26,7 @@ from lyapunov_prune.pruning.disk_gate import NOT_RUN, NOT_STREAMED, verify_files
 from lyapunov_prune.pruning.plan import PruningPlan
 from lyapunov_prune.pruning.provenance import Provenance, describe
 from lyapunov_prune.pruning.surgery import without_layers
-from lyapunov_prune.results.files import require_empty, whole_folder
+from lyapunov_prune.results.files import require_disk, require_empty, whole_folder
 from lyapunov_prune.results.history import HISTORY, add_step, history_of
 
 SHARD_BYTES = 5 * 10**9
@@ -60,9 +60,9 @@ def prune_on_disk(
     written: they hold exactly the keys and shapes that plain transformers asks for, every layer has its
     settings and is in its place, and what left is what was removed. With `stream` their logits are compared too, with
     one layer of each model in memory (`verify_files`). The provenance names what was not run. Raises
-    LyapunovPruneError for a plan for another model, a target that is not empty, a disk that refuses, files that can no
-    longer be read, or a removal that changes numbers, with `stream` also for states that are not finite; CheckFailed
-    when a check fails. Then nothing is at `target`.
+    LyapunovPruneError for a plan for another model, a target that is not empty, a disk without room or that refuses,
+    files that can no longer be read, or a removal that changes numbers, with `stream` also for states that are not
+    finite; CheckFailed when a check fails. Then nothing is at `target`.
     """
     require_empty(target)
     plan.require_model(outline.identity)
@@ -72,6 +72,7 @@ def prune_on_disk(
     _rename_packed(outline, pruned, plan)
     add_step(pruned, "prune", plan.measured_on, outline.model)
     pieces = _pieces(outline, pruned, plan)
+    require_disk(target, sum(piece.size for piece in pieces.values()), "the files of the pruned model")
     with whole_folder(target) as folder:
         with quiet():
             pruned.save_pretrained(folder, state_dict={})  # the configs as transformers writes them, no weights

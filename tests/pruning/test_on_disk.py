@@ -10,6 +10,7 @@ import shutil
 import signal
 import sys
 import time
+from collections import namedtuple
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -517,6 +518,20 @@ def in_a_child(work: Callable[[], object]) -> Any:
     process = multiprocessing.get_context("fork").Process(target=work)
     process.start()
     return process
+
+
+def test_a_disk_without_room_is_refused_before_anything_is_written(
+    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is kept has to fit, not what goes."""
+    on_disk(checkpoint, tmp_path / "first")
+    kept = sum(t.nbytes for t in load_file(tmp_path / "first" / "model.safetensors").values())
+    usage = namedtuple("usage", "free")
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage(kept - 1))
+    with pytest.raises(LyapunovPruneError, match=f"the files of the pruned model need {kept:,} bytes of disk"):
+        on_disk(checkpoint, tmp_path / "second")
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage(kept))
+    on_disk(checkpoint, tmp_path / "second")
 
 
 @pytest.mark.parametrize("size", [400, 6_000, 60_000], ids=["config", "tokenizer", "weights"])
