@@ -50,12 +50,12 @@ class Times(Result):
         """Seconds of all pairs, (L + 1, L + 1); NaN where so many cannot go."""
         n_a, n_g = np.indices((self.layers + 1, self.layers + 1))
         seconds = self.dense - n_a * self.saved[0] - n_g * self.saved[1]
-        if not (seconds > 0).all():
+        seconds[(n_a > self.most[0]) | (n_g > self.most[1])] = np.nan
+        if (seconds <= 0).any():
             raise LyapunovPruneError(
                 "the times of the compact models are noise: together they save more than the dense one takes; "
                 "time on a quiet machine"
             )
-        seconds[(n_a > self.most[0]) | (n_g > self.most[1])] = np.nan
         return seconds
 
     def to_frame(self) -> pd.DataFrame:
