@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 from results import Benchmark
-from run import EXACT, interleaved, status
+from run import EXACT, interleaved
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
@@ -52,7 +52,6 @@ COMMANDS = {
     "hierarchy model prune --new-tokens 2 --tokens 128 --context 64": 2,
     "heal prune --teacher model --update-rank 8 --steps 2": 2,
 }
-MAPPED = ("prune", "heal")  # two files at once: what they need of their own is told too
 TEXT = ("--tokens", "1024")
 
 
@@ -68,13 +67,11 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="lyapunov-prune-bench-", dir=asked.place) as place:
         size = int(child("build", place))
         for command, copies in COMMANDS.items():
-            peak, own = peak_of(command, Path(place))
-            print(f"{command}: peak {peak / 1e9:.2f} GB, no file's {own / 1e9:.2f} GB", flush=True)
+            peak = peak_of(command, Path(place))
+            print(f"{command}: peak {peak / 1e9:.2f} GB", flush=True)
             limit = copies * size + BESIDE if copies else PRUNE * size
             allowed = {0: f"{PRUNE} × the model", 1: "the model + 600 MB", 2: "model + compared model + 600 MB"}[copies]
             found.add(f"`{command.split()[0]}{_how(command)}`, {LARGE}: peak memory", allowed, peak / limit, 1.0)
-            if command.split()[0] in MAPPED:
-                found.add("the same, but for pages of weight files", allowed, own / limit, 1.0)
         found.add(
             f"`rank --criterion kl --tokens {KL_TOKENS}`, {LARGE}: time",
             "multiplications at the head's rate",
@@ -112,21 +109,18 @@ def build(place: Path) -> int:
     return sum(p.nbytes for p in model.parameters())
 
 
-def peak_of(command: str, place: Path) -> tuple[int, int]:
-    """Bytes of memory that the command held at most, libraries and all; and of it, what is no page of a file."""
+def peak_of(command: str, place: Path) -> int:
+    """Bytes of memory that the command held at most, libraries and pages of weight files and all."""
     words = command.split()
     words += ["-o", words[0]]
     words += () if "--tokens" in words or words[0] == "prune" else TEXT
-    program, own = Path(sys.executable).with_name("lyapunov-prune"), 0
+    program = Path(sys.executable).with_name("lyapunov-prune")
     with (place / "log").open("w") as log:
         started = subprocess.Popen([program, *words], cwd=place, env=os.environ | EXACT, stdout=log, stderr=log)
-        while not (ended := os.wait4(started.pid, os.WNOHANG))[0]:
-            own = max(own, status("RssAnon", started.pid))
-            time.sleep(0.02)
-    _, code, usage = ended
+        _, code, usage = os.wait4(started.pid, 0)
     if code:
         raise SystemExit(f"{command}: {(place / 'log').read_text()[-500:]}")
-    return usage.ru_maxrss * 1024, own
+    return usage.ru_maxrss * 1024
 
 
 @torch.no_grad()
