@@ -22,6 +22,7 @@ if TYPE_CHECKING:  # a usage error must not wait for torch
     from lyapunov_prune.data.examples import Examples
     from lyapunov_prune.models.from_folder import Loaded
     from lyapunov_prune.profiles.contraction_profile import ContractionProfile
+    from lyapunov_prune.pruning.plan import PruningPlan
 
 _JACOBIAN_TOKENS = 64
 _JACOBIAN = {"steps": 12, "probes": 8, "seed": 0}
@@ -35,7 +36,9 @@ def load_inputs(
     *,
     merge_adapter: bool = False,
     stream: bool = False,
+    plan: PruningPlan | None = None,
 ) -> tuple[Loaded, TokenBatch]:
+    """The model and its text; a `plan` has to be for that model, of which the text says nothing."""
     from lyapunov_prune.data.batch import require_context
     from lyapunov_prune.data.text import require_source
 
@@ -46,6 +49,8 @@ def load_inputs(
     if stream and text.batch_size != 1:
         raise LyapunovPruneError("--stream takes all windows through a layer together; leave out --batch-size")
     loaded = source.load(model, merge_adapter=merge_adapter, stream=stream)
+    if plan is not None:
+        plan.require_model(loaded.model)
     require_context(loaded.structure, text.context)
     return loaded, text.load(loaded, split, offline=source.offline)
 

@@ -145,7 +145,8 @@ def prune(
         written = write_pruned(classifier, None, PruningPlan.load(plan_file), output, examples, format=format)
         _tell(written, as_json, output)
         return
-    loaded, batch = load_inputs(model, source, text, merge_adapter=merge_adapter)
+    given_plan = None if plan_file is None else PruningPlan.load(plan_file)
+    loaded, batch = load_inputs(model, source, text, merge_adapter=merge_adapter, plan=given_plan)
     if by.what == "layers" and is_unpacked(loaded.structure.config):
         raise LyapunovPruneError(
             "the weights are packed integers, and its layers are removed on its files; give --layers 3,7 or a --plan "
@@ -157,9 +158,8 @@ def prune(
     if layers is not None:
         goes: dict[str, Any] = {FIELDS[by.what]: layer_indices("--layers", layers)}
         plan = PruningPlan.given(loaded.model, **goes, reduction=reduction)
-    elif plan_file is not None:
-        plan = PruningPlan.load(plan_file)
-        plan.require_model(loaded.model)
+    elif given_plan is not None:
+        plan = given_plan
     else:
         if remove is not None and keep_period:
             require_periods(remove, loaded.structure.num_layers, period)
