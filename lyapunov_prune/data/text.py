@@ -56,6 +56,8 @@ def load_text(
     if tokens < context:
         raise LyapunovPruneError(f"{tokens} tokens do not fill one window of {context}; raise --tokens")
     whole = _read(source, offline)
+    if not whole.strip():
+        raise LyapunovPruneError(f"{source} holds no text; give another")
     text = _split(whole, split)
     if split == "evaluation":
         _require_new(source, whole, text)
@@ -103,7 +105,9 @@ def require_unseen(model: PreTrainedModel, batch: TokenBatch | ImageBatch) -> No
 
 
 def require_source(source: str) -> None:
-    """Raise LyapunovPruneError if `source` names a file that is not there."""
+    """Raise LyapunovPruneError if `source` names nothing, or a file that is not there."""
+    if not source.strip():
+        raise LyapunovPruneError("the text has no name; give builtin, a .txt, a .jsonl or a data set")
     path = Path(source)
     if not path.is_file() and (path.suffix in {".txt", ".jsonl"} or path.exists()):
         raise LyapunovPruneError(f"{source} is no readable file; give builtin, a .txt, a .jsonl or a data set")

@@ -81,6 +81,8 @@ def checkpoint_folder(name: str, *, offline: bool) -> Path:
     """
     if name == BUILTIN:
         return builtin_folder()
+    if not name.strip():
+        raise LyapunovPruneError(f"the model has no name; give a folder, a .gguf file, a hub id or {BUILTIN}")
     if Path(name).is_dir():
         return Path(name)
     if Path(name).exists():

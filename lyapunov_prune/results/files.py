@@ -201,6 +201,8 @@ def require_empty(target: str | Path) -> None:
         raise LyapunovPruneError(f"{str(target)[:200]} cannot be a folder: {reason}; choose another --output") from None
     if len(name.encode()) > _LONGEST_NAME:
         raise LyapunovPruneError(f"{name[:40]}… is too long to name a folder; choose another --output")
+    if target.is_file():
+        raise LyapunovPruneError(f"{target} is a file, and a folder is written; choose another --output")
     if taken:
         raise LyapunovPruneError(f"{target} exists and is not empty; choose another --output or empty it")
 

@@ -422,7 +422,7 @@ def test_nan_activations_have_no_perplexity(run_bad: Callable[..., str], checkpo
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
-        ("x.txt", b"", "x.txt (calibration) has 0 tokens and 128 are needed"),
+        ("x.txt", b"", "x.txt holds no text; give another"),
         ("x.txt", b"short", "lower --tokens or give a longer text"),
         ("x.txt", b"caf\xe9 " * 999, "cannot read x.txt as UTF-8"),
         ("x.jsonl", b'{"text": 1}', "x.jsonl line 1 is no JSON object"),
@@ -550,7 +550,20 @@ def test_a_plan_for_another_model_is_refused_before_its_text_is_read(
 @pytest.mark.parametrize("output", ["tiny", "tiny/config.json"], ids=["folder", "file"])
 def test_an_output_that_is_not_empty(output: str, run_bad: Callable[..., str]) -> None:
     line = run_bad("prune", "tiny", "--remove", "1", "-o", output, *TEXT)
-    assert f"{output} exists and is not empty; choose another --output or empty it" in line
+    told = {"tiny": "exists and is not empty; choose another --output or empty it"}
+    assert f"{output} {told.get(output, 'is a file, and a folder is written; choose another --output')}" in line
+
+
+def test_empty_names_and_texts_are_named_as_such(run_bad: Callable[..., str], checkpoint: Path) -> None:
+    (checkpoint.parent / "blank.txt").write_text("\n\n  \n" * 99)
+    assert "the text has no name; give builtin" in run_bad("eval", "tiny", "--text", "")
+    assert "blank.txt holds no text; give another" in run_bad("eval", "tiny", "--text", "blank.txt", *TEXT)
+    assert "the model has no name; give a folder" in run_bad("eval", "", *TEXT)
+
+
+def test_what_is_decoded_has_to_fit_the_context_too(run_bad: Callable[..., str]) -> None:
+    line = run_bad("hierarchy", "tiny", "--tokens", "128", "--context", "128", "--new-tokens", "2")
+    assert "128 tokens and 2 behind them are more than the 128 of the model's context; lower --new-tokens or" in line
 
 
 @pytest.mark.parametrize("name", ["profile", "rank", "eval"])

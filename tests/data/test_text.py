@@ -191,7 +191,7 @@ def test_an_evaluation_half_that_is_too_short_without_its_repeats(
 def test_one_token_over_and_over_is_no_text(
     split: str, bos: bool, context: int, read: Callable[..., TokenBatch], tmp_path: Path
 ) -> None:
-    (tmp_path / "x.txt").write_text("\n" * 40_000)
+    (tmp_path / "x.txt").write_text("." * 40_000)
     with pytest.raises(LyapunovPruneError, match=rf"x\.txt \({split}\) is one token over and over, no text to measure"):
         read(str(tmp_path / "x.txt"), split=split, bos=bos, context=context)
 
@@ -295,9 +295,13 @@ def test_bos_from_a_tokenizer_without_one_is_refused() -> None:
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
-        ("x.txt", b"", r"x.txt \(calibration\) has 0 tokens and 8000 are needed; lower --tokens or give a longer"),
-        ("x.txt", b"too short", "are needed; lower --tokens or give a longer text"),
-        ("x.jsonl", b"", "has 0 tokens"),
+        ("x.txt", b"", "x.txt holds no text; give another"),
+        (
+            "x.txt",
+            b"too short",
+            r"x.txt \(calibration\) has . tokens and 8000 are needed; lower --tokens or give a longer text",
+        ),
+        ("x.jsonl", b"", "x.jsonl holds no text; give another"),
         ("x.txt", "café".encode("latin-1") * 9999, r"cannot read .* as UTF-8 text .*; convert it to UTF-8"),
         ("x.jsonl", b'{"text": "a"}\n\n{"text": \n', 'line 3 is no JSON object with a "text" string; give'),
         ("x.jsonl", b'{"txt": "a"}', "line 1 is no JSON object"),

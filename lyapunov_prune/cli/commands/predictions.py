@@ -118,6 +118,12 @@ def hierarchy(
     more["sampled"] = sample is not None
     run = begun_run(output, dense, *written, *(f"{name}.json" for name, wanted in more.items() if wanted))
     loaded, batch = load_prompted(dense, source, text, prompts, chat, given)
+    most = loaded.structure.max_context
+    if most and batch.context + new_tokens - 1 > most:
+        raise LyapunovPruneError(
+            f"{batch.context} tokens and {new_tokens} behind them are more than the {most} of the model's context; "
+            "lower --new-tokens or --context"
+        )
     other = None
     if compressed is not None:
         other = source.load(compressed)
