@@ -238,11 +238,19 @@ def test_all_files_of_a_checkpoint_have_the_permissions_that_the_umask_leaves(
 # What is refused.
 
 
-@pytest.mark.parametrize("there", ["pruned/mine", "pruned"])
-def test_a_target_with_something_in_it_is_kept(there: str, write: Callable[[], Provenance], target: Path) -> None:
+@pytest.mark.parametrize(
+    ("there", "told"),
+    [
+        ("pruned/mine", "exists and is not empty; choose another --output or empty it"),
+        ("pruned", "is a file, and a folder is written; choose another --output"),
+    ],
+)
+def test_a_target_with_something_in_it_is_kept(
+    there: str, told: str, write: Callable[[], Provenance], target: Path
+) -> None:
     (target.parent / there).parent.mkdir(exist_ok=True)
     (target.parent / there).write_text("mine")
-    with pytest.raises(LyapunovPruneError, match="exists and is not empty; choose another --output or empty it"):
+    with pytest.raises(LyapunovPruneError, match=told):
         write()
     assert (target.parent / there).read_text() == "mine"
 
