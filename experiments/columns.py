@@ -9,6 +9,7 @@ import numpy as np
 import pandas as pd
 from scipy import stats
 
+from experiments.statements import rank_interval
 from lyapunov_prune.evaluation.tasks import ScoredTask
 from lyapunov_prune.results.result import MeasuredOn, Result
 
@@ -219,5 +220,5 @@ def correlation(score: str, values: np.ndarray, against: np.ndarray) -> Correlat
         return Correlation(score, n, *[float("nan")] * 4)
     r, p = stats.spearmanr(values, against)
     with np.errstate(divide="ignore"):  # a perfect order has no interval but itself
-        z, half = np.arctanh(r), stats.norm.ppf(0.975) * np.sqrt((1 + r**2 / 2) / (n - 3))
-    return Correlation(score, n, float(r), float(np.tanh(z - half)), float(np.tanh(z + half)), float(p))
+        low, high = rank_interval(r, n)
+    return Correlation(score, n, float(r), low, high, float(p))
