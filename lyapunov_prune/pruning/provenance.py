@@ -13,14 +13,14 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from lyapunov_prune.checkpoints.cards import as_text, write_card
 from lyapunov_prune.checkpoints.reloading import RELOADED
-from lyapunov_prune.errors import CheckFailed
+from lyapunov_prune.errors import CheckFailed, LyapunovPruneError
 from lyapunov_prune.mending.mend import MendReport
 from lyapunov_prune.models.classifier_loading import PROCESSOR
 from lyapunov_prune.models.classifiers import looks_at_images
 from lyapunov_prune.models.from_folder import quiet
 from lyapunov_prune.models.kinds import LayerKinds, find_kinds
 from lyapunov_prune.models.loading import checkpoint_folder
-from lyapunov_prune.models.structure import Structure
+from lyapunov_prune.models.structure import Structure, identify
 from lyapunov_prune.pruning.gate import GateReport, crashed
 from lyapunov_prune.pruning.plan import PruningPlan
 from lyapunov_prune.results.result import Result, versions
@@ -52,6 +52,17 @@ class Provenance(Result):
     def headline(self) -> str:
         mended = "" if self.mended is None else f"; {self.mended.headline()}"
         return self.plan.sentence(self.format) + mended
+
+    def require_dense(self, dense: PreTrainedModel, name: str, made: str, option: str) -> None:
+        """Raise LyapunovPruneError unless `dense`, of that name, is the model that layers left to make `made`.
+
+        `option` is where to give another.
+        """
+        if not self.plan.model.same_as(identify(dense)):
+            raise LyapunovPruneError(
+                f"{name} is not the model that {made} was made from, which {Path(made) / PROVENANCE} records as "
+                f"{self.source!r}; give that one as {option}"
+            )
 
 
 def save(pruned: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, folder: Path) -> None:

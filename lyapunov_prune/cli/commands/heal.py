@@ -77,7 +77,6 @@ def heal(
     from lyapunov_prune.healing.sharded import sharing
     from lyapunov_prune.healing.state import KEPT, clear_states
     from lyapunov_prune.models.cache import BUILTIN
-    from lyapunov_prune.models.structure import identify
     from lyapunov_prune.models.tokenizers import require_same_tokenizer
     from lyapunov_prune.pruning.provenance import PROVENANCE, Provenance
     from lyapunov_prune.pruning.surgery import share_memory
@@ -105,11 +104,8 @@ def heal(
         loaded, batch = load_inputs(model, source, text)
         held_out = scored.load(loaded, "evaluation", offline=source.offline)
     dense = source.load(teacher)
-    if provenance is not None and not provenance.plan.model.same_as(identify(dense.model)):
-        raise LyapunovPruneError(
-            f"{teacher} is not the model that {model} was made from, which {made} records as {provenance.source!r}; "
-            "give that one as --teacher"
-        )
+    if provenance is not None:
+        provenance.require_dense(dense.model, teacher, model, "--teacher")
     require_same_tokenizer(dense.tokenizer, loaded.tokenizer, (teacher, model))
     require_disk(output, size_of(loaded.model), "the files of the healed model")
     if provenance is not None:

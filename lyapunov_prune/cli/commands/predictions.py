@@ -196,7 +196,6 @@ def _require_made_from(dense: Loaded, other: Loaded, names: tuple[str, str]) -> 
 
     A checkpoint's provenance names the model of its last removal, so it decides where that was the first step.
     """
-    from lyapunov_prune.models.structure import identify
     from lyapunov_prune.pruning.provenance import PROVENANCE, Provenance
     from lyapunov_prune.results.history import history_of
 
@@ -217,9 +216,4 @@ def _require_made_from(dense: Loaded, other: Loaded, names: tuple[str, str]) -> 
     made = Path(names[1]) / PROVENANCE
     removals = [step.kind for step in history_of(other.model).steps if step.kind != "heal"]
     if made.is_file() and removals == ["prune"]:
-        provenance = Provenance.load(made)
-        if not provenance.plan.model.same_as(identify(dense.model)):
-            raise LyapunovPruneError(
-                f"{names[0]} is not the model that {names[1]} was made from, which {made} records as "
-                f"{provenance.source!r}; give that one as DENSE"
-            )
+        Provenance.load(made).require_dense(dense.model, *names, "DENSE")
