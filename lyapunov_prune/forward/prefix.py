@@ -52,8 +52,9 @@ class Prefix:
         while last > 0 and self._same(last, states[last], ids, after[last], stop=last + 1):
             last -= 1
         entries = list(range(last + 1, layers + 1))
-        self._leave_other_tokens(ids)
-        entries += [k for k in range(last, 0, -1) if self._same(k, states[k], ids, whole, stop=layers)]
+        if last:
+            self._leave_other_tokens(ids)
+            entries += [k for k in range(last, 0, -1) if self._same(k, states[k], ids, whole, stop=layers)]
         self.entries = (0, *sorted(entries))
 
     def entry(self, layer: int) -> int:

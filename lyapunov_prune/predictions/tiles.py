@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -16,11 +17,11 @@ from lyapunov_prune.predictions.softmax import (
     variance_r,
 )
 
-# Columns of a tile, rows of it that go through the exponentials at once, and entries that one product makes: the head
-# is read once for all changes of these rows.
-_COLUMNS, _ROWS, _ENTRIES = 4096, 64, 2**21
+# Columns of a tile, rows of it that go through the exponentials at once, and entries that one product makes at most:
+# the head is read once for all changes of as many rows, and products of few rows are slow.
+_COLUMNS, _ROWS, _ENTRIES = 2048, 256, 2**23
 _RUN = 128  # columns of which the largest is found first
-_STEPS = 4  # numbers that an entry of changed logits becomes
+_STEPS = 3  # numbers that an entry of changed logits becomes
 MEASURES = 5
 
 
@@ -39,20 +40,20 @@ def measures(scorer: Scorer, dense: torch.Tensor, changed: Sequence[torch.Tensor
     """
     columns = min(_COLUMNS, scorer.vocabulary)
     at_once = columns if scorer.blockwise else scorer.vocabulary
-    rows = max(1, min(_ROWS, _ENTRIES // ((1 + len(changed)) * at_once)))
-    changes = max(1, _ROWS // rows)
+    most = max(1, _ENTRIES // ((1 + len(changed)) * at_once))
+    blocks = math.ceil(len(dense) / most)
+    changes = max(1, _ROWS * blocks // len(dense))
+    parts = [slice(first, first + changes) for first in range(0, len(changed), changes)]
     memory, found = None, []
-    for start in range(0, len(dense), rows):
-        part = slice(start, start + rows)
-        states = torch.stack([dense[part], *(state[part].to(dense) for state in changed)])
+    for rows in zip(*(state.tensor_split(blocks) for state in (dense, *changed)), strict=True):
+        states = torch.stack([state.to(dense) for state in rows])
         of_dense, of_changed = [], []
         for logits in scorer.tiles(states.flatten(0, 1), columns):
-            z = logits.unflatten(0, states.shape[:2])
-            tile = _Tile(z[0], temperature)
+            tile = _Tile(logits.unflatten(0, states.shape[:2]), temperature)
             if memory is None:
                 memory = tile.z.new_empty(_STEPS * changes * tile.z.numel())
             of_dense.append(tile.sums())
-            of_changed.append(torch.cat([tile.sums_of(some, memory) for some in z[1:].split(changes)], dim=1))
+            of_changed.append(torch.cat([tile.sums_of(part, memory) for part in parts], dim=1))
         found.append(_whole_vocabulary(torch.stack(of_dense), torch.stack(of_changed), temperature, columns))
     measured = torch.cat(found, dim=-1)
     for number, state in enumerate(changed):
@@ -64,42 +65,49 @@ def measures(scorer: Scorer, dense: torch.Tensor, changed: Sequence[torch.Tensor
 
 
 class _Tile:
-    """The dense logits of a tile, rows × columns, which every change of them is held against.
+    """The logits of a tile, dense ones and beside them those of every change: (1 + changes) × rows × columns.
 
-    With `h` the largest of a row: `z = logits − h`, and as `weights` `p̂ = exp(z/T)` and its squares, float64.
+    With `h` the largest dense logit of a row: `z = logits − h` and `p̂ = exp(z/T)` of the dense ones, float64.
     """
 
     def __init__(self, logits: torch.Tensor, temperature: float) -> None:
-        require_finite_logits(logits)
-        self.temperature = temperature
+        require_finite_logits(logits[0])
+        self.changed, self.temperature = logits[1:], temperature
         self.height, self.column = _largest(logits)
-        self.z = lift(logits) - self.height.unsqueeze(-1)
-        p = (self.z / temperature).exp_()
-        self.weights = torch.stack([p, p * p], dim=1)
+        self.there = lift(self.changed.take_along_dim(self.column[0][None, :, None], -1))
+        self.z = lift(logits[0]) - self.height[0].unsqueeze(-1)
+        self.p = (self.z / temperature).exp_()
 
     def sums(self) -> torch.Tensor:
         """h, the column that has it, `Σ p̂` and `Σ p̂²`: 4 × rows."""
-        return torch.stack([self.height, lift(self.column), *self.weights.sum(-1).unbind(1)])
+        squares = torch.linalg.vecdot(self.p, self.p)
+        return torch.stack([self.height[0], lift(self.column[0]), self.p.sum(-1), squares])
 
-    def sums_of(self, logits: torch.Tensor, memory: torch.Tensor) -> torch.Tensor:
-        """Of changed logits, changes × rows × columns: 9 × changes × rows.
+    def sums_of(self, part: slice, memory: torch.Tensor) -> torch.Tensor:
+        """Of some of the changes: 9 × changes × rows.
 
         With `c` the d in the column of h and `v = d − c`: their largest, the column that has it, c, `Σ p̂ v`, `Σ p̂ v²`,
         `Σ p̂ (e^v − 1)`, `Σ p̂ v (e^v − 1)`, `Σ p̂² v` and `Σ p̂² v²`. The steps are taken in `memory`, `_STEPS` numbers an
         entry: to ask for it anew at each costs what the exponentials do.
         """
-        there = lift(logits.take_along_dim(self.column[None, :, None].to(logits.device), -1))
+        logits, there = self.changed[part], self.there[part]
         changes, rows, columns = logits.shape
         steps = memory[: _STEPS * logits.numel()].view(rows, changes, _STEPS, columns)
-        v, square, grown, turned = steps.unbind(2)
-        v.copy_(logits.transpose(0, 1)).sub_(there.transpose(0, 1)).sub_(self.z.unsqueeze(1)).div_(self.temperature)
-        torch.mul(v, v, out=square)
+        v, grown, weighted = steps.unbind(2)
+        v.copy_(logits.transpose(0, 1)).sub_(there.transpose(0, 1)).sub_(self.z.unsqueeze(1))
+        if self.temperature != 1:
+            v.div_(self.temperature)
         torch.expm1(v, out=grown)
-        torch.mul(v, grown, out=turned)
-        sums = (self.weights @ steps.flatten(1, 2).mT).unflatten(-1, (changes, _STEPS)).permute(1, 3, 2, 0)
-        height, column = _largest(logits)
-        centre = (there.squeeze(-1) - self.height) / self.temperature
-        return torch.stack([height, lift(column), centre, *sums[0], *sums[1, :2]])
+        torch.mul(v, self.p.unsqueeze(1), out=weighted)
+        # A row times the steps, not the steps times a column: that product takes six times as long.
+        of_each = steps.flatten(0, 1)
+        by_p = torch.bmm(self.p.unsqueeze(1), steps.flatten(1, 2).mT).unflatten(-1, (changes, _STEPS)).squeeze(1)
+        by_pv = torch.bmm(of_each[:, 2:], of_each.mT).unflatten(0, (rows, changes)).squeeze(2)
+        first, growth, first_r = by_p.permute(2, 1, 0)
+        second, turned, second_r = by_pv.permute(2, 1, 0)
+        height, column = self.height[1:][part], self.column[1:][part]
+        centre = (there.squeeze(-1) - self.height[0]) / self.temperature
+        return torch.stack([height, lift(column), centre, first, second, growth, turned, first_r, second_r])
 
 
 def _whole_vocabulary(dense: torch.Tensor, changed: torch.Tensor, temperature: float, columns: int) -> torch.Tensor:

@@ -137,16 +137,16 @@ def test_of_two_likeliest_tokens_the_first_counts() -> None:
         assert of(z, z2, columns=columns)[0, 3].tolist() == [1, 1, 0, 0, 1, 1], columns
 
 
-def test_no_more_is_formed_than_said() -> None:
+def test_no_more_is_formed_than_said_in_blocks_that_are_as_large_as_each_other() -> None:
     z = torch.randn(50, 97, generator=torch.Generator().manual_seed(0))
     changed = [z + 1] * 5
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(module, "_ENTRIES", 6 * 97 * 4)
         patch.setattr(module, "_COLUMNS", 10)
-        for blockwise, rows in ((True, 38), (False, 4)):
+        for blockwise, rows in ((True, [25, 25]), (False, [4] * 11 + [3] * 2)):  # of 38 and of 4 that may be
             scorer: Any = Heads(97, blockwise=blockwise)
             measures(scorer, z, changed, 1.0)
-            assert max(scorer.formed) == 6 * rows * (10 if blockwise else 97)
+            assert scorer.formed == [6 * number * (10 if blockwise else 97) for number in rows]
 
 
 def test_numbers_that_are_none_are_told_or_stay() -> None:
