@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from typing import get_args
 
 import numpy as np
-import pandas as pd
 from transformers import PreTrainedModel
 
 from lyapunov_prune.errors import LyapunovPruneError
@@ -15,6 +14,7 @@ from lyapunov_prune.models.projections import Projection, find_projections
 from lyapunov_prune.models.structure import identify
 from lyapunov_prune.profiles.contraction_profile import ContractionProfile, Pooling, floor_note
 from lyapunov_prune.results.arrays import require_array, require_layers
+from lyapunov_prune.results.frames import pd
 from lyapunov_prune.results.result import MeasuredOn, ModelIdentity, Result
 
 # A matrix of zeros has no direction left.

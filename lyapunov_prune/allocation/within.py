@@ -11,7 +11,6 @@ from dataclasses import replace
 from typing import Protocol
 
 import numpy as np
-import pandas as pd
 import torch
 from scipy.stats import rankdata
 from transformers import PreTrainedModel
@@ -24,6 +23,7 @@ from lyapunov_prune.forward.reading import Readable, read
 from lyapunov_prune.linalg import lift
 from lyapunov_prune.models.projections import Projection, find_projections
 from lyapunov_prune.progress import track
+from lyapunov_prune.results.frames import pd
 from lyapunov_prune.results.result import MeasuredOn
 
 

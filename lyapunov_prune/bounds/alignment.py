@@ -5,12 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
-import pandas as pd
 import torch
 
 from lyapunov_prune.bounds.bound_check import BoundCheck
 from lyapunov_prune.bounds.checkers import preln_contraction_sufficient
 from lyapunov_prune.linalg import lift, token_energy
+from lyapunov_prune.results.frames import pd
 from lyapunov_prune.results.result import Result
 
 

@@ -6,10 +6,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
-import pandas as pd
 import torch
 
 from lyapunov_prune.linalg import token_energy
+from lyapunov_prune.results.frames import pd
 from lyapunov_prune.results.result import Result
 
 # Of tokens × vocabulary, formed at once in float64, and rows of the head that are taken to float64 at once.

@@ -6,12 +6,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import pandas as pd
 
 from lyapunov_prune.bounds.alignment import LayerAlignment
 from lyapunov_prune.bounds.bound_check import BoundCheck
 from lyapunov_prune.bounds.decision import TokenCertificate
 from lyapunov_prune.bounds.distribution import RatioDistribution
+from lyapunov_prune.results.frames import pd
 from lyapunov_prune.results.result import MeasuredOn, ModelIdentity, Result
 
 

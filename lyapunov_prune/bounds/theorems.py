@@ -16,10 +16,9 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-import pandas as pd
-
 from lyapunov_prune.errors import CheckFailed, LyapunovPruneError
 from lyapunov_prune.results.files import write_whole
+from lyapunov_prune.results.frames import pd
 
 STAMP = Path(".lake") / "lyapunov_prune_verified.json"
 _VERIFY = "lyapunov-prune theorems --verify"

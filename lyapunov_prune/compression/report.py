@@ -5,12 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
-import pandas as pd
 
 from lyapunov_prune.allocation.allocation import Allocation
 from lyapunov_prune.allocation.table import SCHEDULES, Schedule
 from lyapunov_prune.checkpoints.cards import as_text
 from lyapunov_prune.compression.table import METHODS, Method
+from lyapunov_prune.results.frames import pd
 from lyapunov_prune.results.result import MeasuredOn, Result
 
 REPORT = "compression.json"  # beside the weights of a compressed checkpoint

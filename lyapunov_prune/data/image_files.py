@@ -8,13 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pandas as pd
 import torch
 
 from lyapunov_prune.arguments import checked
 from lyapunov_prune.data.images import ImageBatch, checked_images, require_size
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.models.classifier_loading import LoadedClassifier
+from lyapunov_prune.results.frames import pd
 
 MNIST = "mnist-5k"
 _MNIST_FILE = Path("data", "data", "mnist_5k.csv.gz")

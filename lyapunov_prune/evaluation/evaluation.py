@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import pandas as pd
 from transformers import PreTrainedModel
 
 from lyapunov_prune.evaluation.perplexity import Perplexity
@@ -13,6 +12,7 @@ from lyapunov_prune.evaluation.speed import Speed
 from lyapunov_prune.evaluation.tasks import TaskScores
 from lyapunov_prune.models.streamed import layer_held
 from lyapunov_prune.models.structure import find_structure
+from lyapunov_prune.results.frames import pd
 from lyapunov_prune.results.result import MeasuredOn, Result
 
 # From here on a reader may take a model for a sparse one.

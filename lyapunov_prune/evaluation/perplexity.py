@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
-import pandas as pd
 import torch
 from scipy import stats
 from transformers import PreTrainedModel
@@ -19,6 +18,7 @@ from lyapunov_prune.forward.scoring import Sum, is_large, loss_sum, mean_over, s
 from lyapunov_prune.models.streamed import stream_of
 from lyapunov_prune.models.structure import in_eval_mode
 from lyapunov_prune.progress import track
+from lyapunov_prune.results.frames import pd
 from lyapunov_prune.results.result import MeasuredOn, Result
 
 

@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
-import pandas as pd
 import torch
 from scipy import stats
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -21,6 +20,7 @@ from lyapunov_prune.linalg import lift
 from lyapunov_prune.models.plain import require_in_memory
 from lyapunov_prune.models.structure import find_structure, in_eval_mode
 from lyapunov_prune.progress import track
+from lyapunov_prune.results.frames import pd
 from lyapunov_prune.results.result import MeasuredOn, Result
 
 EXTRA = "retrieval is scored by ir-measures; run: pip install 'lyapunov-prune[tasks]'"

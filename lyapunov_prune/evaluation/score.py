@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
-import pandas as pd
 import torch
 from scipy import stats
 from torch.nn.functional import cross_entropy
@@ -22,6 +21,7 @@ from lyapunov_prune.forward.scoring import loss_sum
 from lyapunov_prune.linalg import lift
 from lyapunov_prune.models.structure import in_eval_mode
 from lyapunov_prune.progress import track
+from lyapunov_prune.results.frames import pd
 from lyapunov_prune.results.result import MeasuredOn, Result
 
 

@@ -8,7 +8,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
-import pandas as pd
 import torch
 from transformers import PreTrainedModel
 
@@ -20,6 +19,7 @@ from lyapunov_prune.models.held import held
 from lyapunov_prune.models.streamed import require_not_streamed
 from lyapunov_prune.models.structure import find_structure
 from lyapunov_prune.progress import track
+from lyapunov_prune.results.frames import pd
 from lyapunov_prune.results.result import Result, versions
 
 

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pandas as pd
 from scipy import stats
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
@@ -21,6 +20,7 @@ from lyapunov_prune.data.text import begins_with_bos
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.evaluation.repetition import collapsed, repetition
 from lyapunov_prune.models.tokenizers import token_ids
+from lyapunov_prune.results.frames import pd
 from lyapunov_prune.results.result import MeasuredOn, Result
 
 EXTRA = "tasks need lm-evaluation-harness; run: pip install 'lyapunov-prune[tasks]'"

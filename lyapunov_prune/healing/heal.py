@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pandas as pd
 from accelerate.utils import broadcast_object_list
 from transformers import PreTrainedModel
 
@@ -30,6 +29,7 @@ from lyapunov_prune.models.launched import processes_of, require_same_models
 from lyapunov_prune.models.plain import require_plain
 from lyapunov_prune.models.structure import identify, in_eval_mode
 from lyapunov_prune.progress import track
+from lyapunov_prune.results.frames import pd
 from lyapunov_prune.results.history import add_step
 from lyapunov_prune.results.result import MeasuredOn, ModelIdentity, Result, encode
 

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-import pandas as pd
 from scipy import stats
 
 from lyapunov_prune.arguments import checked, require_least
@@ -14,6 +13,7 @@ from lyapunov_prune.bounds.choice import argmax_of_noise_lt_half_gap
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.joint.map import JointMap, coefficients, design, first_of_least, left_two_out
 from lyapunov_prune.results.arrays import require_array
+from lyapunov_prune.results.frames import pd
 from lyapunov_prune.results.result import MeasuredOn, Result
 
 _RISK = 0.05  # that the noise of some pair is above the bound

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import pandas as pd
 import torch
 from torch import nn
 from torch.nn.functional import cross_entropy, linear
@@ -30,6 +29,7 @@ from lyapunov_prune.models.projections import layer_projections
 from lyapunov_prune.models.structure import find_layers, in_eval_mode
 from lyapunov_prune.progress import track
 from lyapunov_prune.results.arrays import require_array
+from lyapunov_prune.results.frames import pd
 from lyapunov_prune.results.result import MeasuredOn, Result
 
 IMPORTANCES = ("taylor", "learned")

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pandas as pd
 from scipy import stats
 from transformers import PreTrainedModel
 
@@ -26,6 +25,7 @@ from lyapunov_prune.merging.unmerged import Unmerged
 from lyapunov_prune.progress import track, warn
 from lyapunov_prune.results.arrays import require_array
 from lyapunov_prune.results.files import require_disk
+from lyapunov_prune.results.frames import pd
 from lyapunov_prune.results.result import MeasuredOn, Result
 from lyapunov_prune.results.store import Store
 

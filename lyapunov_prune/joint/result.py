@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
-import pandas as pd
 
 from lyapunov_prune.joint.decision import JointDecision
 from lyapunov_prune.joint.importance import Importance
@@ -13,6 +12,7 @@ from lyapunov_prune.joint.map import JointMap
 from lyapunov_prune.joint.points import Points
 from lyapunov_prune.joint.times import Times
 from lyapunov_prune.pruning.plan import PruningPlan
+from lyapunov_prune.results.frames import pd
 from lyapunov_prune.results.result import MeasuredOn, Result
 
 REPORT, PLAN = "joint.json", "plan.json"  # beside the weights

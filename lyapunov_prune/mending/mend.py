@@ -9,7 +9,6 @@ from itertools import groupby
 from typing import Any
 
 import numpy as np
-import pandas as pd
 import torch
 from torch import nn
 from transformers import PreTrainedModel
@@ -26,6 +25,7 @@ from lyapunov_prune.models.hooked import hooked
 from lyapunov_prune.models.plain import require_unquantised
 from lyapunov_prune.models.structure import in_eval_mode
 from lyapunov_prune.progress import track
+from lyapunov_prune.results.frames import pd
 from lyapunov_prune.results.result import MeasuredOn, Result
 
 # A matrix, the map before it, and the one matrix that was stored for both.

@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import pandas as pd
 import torch
 from torch import nn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
@@ -25,6 +24,7 @@ from lyapunov_prune.forward.reading import Readable, Reading, read
 from lyapunov_prune.linalg import lift
 from lyapunov_prune.models.structure import find_structure, identify, in_eval_mode
 from lyapunov_prune.progress import track
+from lyapunov_prune.results.frames import pd
 from lyapunov_prune.results.result import MeasuredOn, ModelIdentity, Result
 
 _NAME = "lyapunov_prune_paths"

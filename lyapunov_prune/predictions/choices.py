@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import pandas as pd
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
@@ -25,6 +24,7 @@ from lyapunov_prune.models.structure import find_structure, identify, in_eval_mo
 from lyapunov_prune.predictions.softmax import divergences
 from lyapunov_prune.predictions.spaces import turn
 from lyapunov_prune.progress import track
+from lyapunov_prune.results.frames import pd
 from lyapunov_prune.results.result import MeasuredOn, ModelIdentity, Result
 
 Scores = tuple[tuple[float, ...], ...]

@@ -9,7 +9,6 @@ from functools import partial
 from pathlib import Path
 
 import numpy as np
-import pandas as pd
 import torch
 from transformers import PreTrainedModel
 
@@ -25,6 +24,7 @@ from lyapunov_prune.models.structure import in_eval_mode
 from lyapunov_prune.predictions.tiles import MEASURES, measures
 from lyapunov_prune.progress import track
 from lyapunov_prune.results.arrays import require_array
+from lyapunov_prune.results.frames import pd
 from lyapunov_prune.results.result import MeasuredOn, Result
 
 # Sums of terms that are not negative, each rounded.

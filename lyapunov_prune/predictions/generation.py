@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
-import pandas as pd
 import torch
 from transformers import PreTrainedModel
 
@@ -28,6 +27,7 @@ from lyapunov_prune.models.structure import identify, in_eval_mode
 from lyapunov_prune.predictions.softmax import divergences
 from lyapunov_prune.predictions.spaces import turn
 from lyapunov_prune.progress import track
+from lyapunov_prune.results.frames import pd
 from lyapunov_prune.results.result import MeasuredOn, ModelIdentity, Result
 
 

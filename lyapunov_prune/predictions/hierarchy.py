@@ -7,7 +7,6 @@ from dataclasses import dataclass, fields, replace
 from typing import Literal, get_args
 
 import numpy as np
-import pandas as pd
 import torch
 from torch import nn
 from transformers import PreTrainedModel
@@ -32,6 +31,7 @@ from lyapunov_prune.predictions.remainders import ROUNDING, angle_bounds, probab
 from lyapunov_prune.predictions.softmax import prediction_blocks
 from lyapunov_prune.predictions.spaces import HIDDEN, LOGITS, PROBABILITIES, prediction_measures, turn
 from lyapunov_prune.progress import track
+from lyapunov_prune.results.frames import pd
 from lyapunov_prune.results.result import MeasuredOn, ModelIdentity, Result
 
 _MEASURES = (*HIDDEN, *LOGITS, *PROBABILITIES)

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-import pandas as pd
 import torch
 from transformers import PreTrainedModel
 
@@ -22,6 +21,7 @@ from lyapunov_prune.predictions.generation import end_tokens, some_steps
 from lyapunov_prune.predictions.softmax import log_softmax
 from lyapunov_prune.predictions.spaces import PROBABILITIES, prediction_measures, turn
 from lyapunov_prune.progress import track
+from lyapunov_prune.results.frames import pd
 from lyapunov_prune.results.result import MeasuredOn, ModelIdentity, Result
 
 READ = ("dense text", "own text")

@@ -54,6 +54,7 @@ def measures(scorer: Scorer, dense: torch.Tensor, changed: Sequence[torch.Tensor
                 memory = tile.z.new_empty(_STEPS * changes * tile.z.numel())
             of_dense.append(tile.sums())
             of_changed.append(torch.cat([tile.sums_of(part, memory) for part in parts], dim=1))
+            del logits, tile  # else they would be there still while the next are made
         found.append(_whole_vocabulary(torch.stack(of_dense), torch.stack(of_changed), temperature, columns))
     measured = torch.cat(found, dim=-1)
     for number, state in enumerate(changed):

@@ -9,7 +9,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
-import pandas as pd
 
 from lyapunov_prune.arguments import checked
 from lyapunov_prune.errors import LyapunovPruneError
@@ -17,6 +16,7 @@ from lyapunov_prune.evaluation.retrieval import TOP, RetrievalScores
 from lyapunov_prune.predictions.choices import ChoiceComparison
 from lyapunov_prune.predictions.generation import GenerationDivergence
 from lyapunov_prune.predictions.history import HistoryDivergence
+from lyapunov_prune.results.frames import pd
 from lyapunov_prune.results.result import MeasuredOn, ModelIdentity, Result
 
 # From so large a share of decisions that stay, and below so small a one, as far as the interval says so.

@@ -7,11 +7,11 @@ from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
 import numpy as np
-import pandas as pd
 
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.profiles.propagation import Energies
 from lyapunov_prune.results.arrays import require_array
+from lyapunov_prune.results.frames import pd
 from lyapunov_prune.results.result import MeasuredOn, Result
 
 Pooling = Literal["energy", "token"]

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-import pandas as pd
 import torch
 from transformers import PreTrainedModel
 
@@ -19,6 +18,7 @@ from lyapunov_prune.models.structure import Structure, in_eval_mode
 from lyapunov_prune.profiles.propagation import drawn_means
 from lyapunov_prune.progress import track
 from lyapunov_prune.results.arrays import require_array
+from lyapunov_prune.results.frames import pd
 from lyapunov_prune.results.result import MeasuredOn, Result
 
 

@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import pandas as pd
 import torch
 from torch import nn
 from torch.autograd import forward_ad
@@ -27,6 +26,7 @@ from lyapunov_prune.forward.reading import Readable, read
 from lyapunov_prune.models.hooked import hooked
 from lyapunov_prune.models.structure import in_eval_mode
 from lyapunov_prune.progress import track
+from lyapunov_prune.results.frames import pd
 from lyapunov_prune.results.result import MeasuredOn, Result
 
 # A new direction this small beside the old one is rounding: the subspace holds all there is.

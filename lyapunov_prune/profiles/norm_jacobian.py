@@ -6,7 +6,6 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 import numpy as np
-import pandas as pd
 import torch
 from torch import nn
 from transformers import PreTrainedModel
@@ -21,6 +20,7 @@ from lyapunov_prune.models.structure import in_eval_mode
 from lyapunov_prune.profiles.propagation import perturbed, required
 from lyapunov_prune.progress import track
 from lyapunov_prune.results.arrays import require_array
+from lyapunov_prune.results.frames import pd
 from lyapunov_prune.results.result import MeasuredOn, Result
 
 # Entries of the state that a norm is tried on: the ε under its root plays no part there, and float16 holds the squares.

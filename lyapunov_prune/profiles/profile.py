@@ -7,7 +7,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import pandas as pd
 from transformers import PreTrainedModel
 
 from lyapunov_prune.data.batch import TokenBatch
@@ -17,6 +16,7 @@ from lyapunov_prune.profiles.contraction import Derivative, measure_contraction
 from lyapunov_prune.profiles.contraction_profile import ContractionProfile, Pooling
 from lyapunov_prune.profiles.influence import InfluenceProfile, block_influence
 from lyapunov_prune.profiles.propagation import listed
+from lyapunov_prune.results.frames import pd
 from lyapunov_prune.results.once import once
 from lyapunov_prune.results.result import MeasuredOn, Result
 

@@ -6,7 +6,6 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 import numpy as np
-import pandas as pd
 import torch
 from transformers import PreTrainedModel
 
@@ -18,6 +17,7 @@ from lyapunov_prune.models.structure import in_eval_mode
 from lyapunov_prune.profiles.propagation import WindowSums, difference_sums, require_moved, required
 from lyapunov_prune.progress import track
 from lyapunov_prune.results.arrays import require_array
+from lyapunov_prune.results.frames import pd
 from lyapunov_prune.results.result import MeasuredOn, Result
 
 

@@ -9,7 +9,6 @@ from itertools import pairwise
 from typing import Any
 
 import numpy as np
-import pandas as pd
 import torch
 from torch import nn
 from transformers import PreTrainedModel
@@ -26,6 +25,7 @@ from lyapunov_prune.profiles.influence import turned, unit_and_norm
 from lyapunov_prune.profiles.propagation import drawn_means
 from lyapunov_prune.progress import track
 from lyapunov_prune.results.arrays import require_array
+from lyapunov_prune.results.frames import pd
 from lyapunov_prune.results.result import MeasuredOn, Result
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-import pandas as pd
 from transformers import PreTrainedModel
 
 from lyapunov_prune.errors import LyapunovPruneError
@@ -14,6 +13,7 @@ from lyapunov_prune.forward.reading import Readable, read
 from lyapunov_prune.progress import track
 from lyapunov_prune.pruning.plan import PruningPlan
 from lyapunov_prune.pruning.removal import remove_layers
+from lyapunov_prune.results.frames import pd
 from lyapunov_prune.results.result import MeasuredOn, Result
 
 

@@ -20,7 +20,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import pandas as pd
 import torch
 from transformers import PreTrainedModel
 
@@ -50,6 +49,7 @@ from lyapunov_prune.pruning.merge_gate import MERGED, logits_limit, merged_block
 from lyapunov_prune.pruning.mirroring import mirrored
 from lyapunov_prune.pruning.plan import PruningPlan, as_plan
 from lyapunov_prune.pruning.surgery import require_merged
+from lyapunov_prune.results.frames import pd
 from lyapunov_prune.results.result import MeasuredOn, Result
 
 SKIPPED, CACHED = "same as skipping", "cached decoding"

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
-import pandas as pd
 from transformers import PreTrainedModel
 
 from lyapunov_prune.arguments import checked
@@ -16,6 +15,7 @@ from lyapunov_prune.models.plain import require_in_memory
 from lyapunov_prune.models.structure import identify
 from lyapunov_prune.profiles.contraction_profile import dtype_note, floor_note
 from lyapunov_prune.results.arrays import require_array, require_layers
+from lyapunov_prune.results.frames import pd
 from lyapunov_prune.results.result import MeasuredOn, ModelIdentity, Result
 
 # What a plan can take out, and the field that lists the layers.

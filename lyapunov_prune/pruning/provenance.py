@@ -7,7 +7,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-import pandas as pd
 from safetensors import SafetensorError
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
@@ -23,6 +22,7 @@ from lyapunov_prune.models.loading import checkpoint_folder
 from lyapunov_prune.models.structure import Structure, identify
 from lyapunov_prune.pruning.gate import GateReport, crashed
 from lyapunov_prune.pruning.plan import PruningPlan
+from lyapunov_prune.results.frames import pd
 from lyapunov_prune.results.result import Result, versions
 
 PROVENANCE = "provenance.json"

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pandas as pd
 import torch
 from transformers import PreTrainedModel
 
@@ -24,6 +23,7 @@ from lyapunov_prune.models.structure import find_structure, in_eval_mode
 from lyapunov_prune.predictions.tiles import measures
 from lyapunov_prune.profiles.contraction_profile import ContractionProfile
 from lyapunov_prune.ranking.criteria import require_budget
+from lyapunov_prune.results.frames import pd
 from lyapunov_prune.results.result import MeasuredOn, Result, encode
 from lyapunov_prune.results.store import Store
 

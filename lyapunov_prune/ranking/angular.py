@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-import pandas as pd
 import torch
 from transformers import PreTrainedModel
 
@@ -23,6 +22,7 @@ from lyapunov_prune.progress import track
 from lyapunov_prune.pruning.plan import PruningPlan
 from lyapunov_prune.ranking.criteria import protected_layers, require_count, require_known_count
 from lyapunov_prune.ranking.ranking import Ranking
+from lyapunov_prune.results.frames import pd
 from lyapunov_prune.results.result import MeasuredOn
 
 _TOKENS = 16  # whose states are in float64 at once; of more, memory that is new each time costs more than the rest

@@ -8,7 +8,6 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 import numpy as np
-import pandas as pd
 import torch
 from transformers import PreTrainedModel
 
@@ -24,6 +23,7 @@ from lyapunov_prune.profiles.contraction_profile import floor_note
 from lyapunov_prune.pruning.plan import PruningPlan
 from lyapunov_prune.ranking.criteria import require_budget
 from lyapunov_prune.ranking.ranking import LayerRanking
+from lyapunov_prune.results.frames import pd
 from lyapunov_prune.results.result import MeasuredOn, Result
 
 # Sets measured at once, with the dense logits formed once; what lies behind the budget is wasted.

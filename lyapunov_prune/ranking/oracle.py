@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pandas as pd
 import torch
 from accelerate.utils import gather_object
 from torch import nn
@@ -26,6 +25,7 @@ from lyapunov_prune.pruning.plan import PruningPlan
 from lyapunov_prune.ranking.criteria import require_count, require_known_count
 from lyapunov_prune.ranking.ranking import Ranking
 from lyapunov_prune.results.arrays import require_layers
+from lyapunov_prune.results.frames import pd
 from lyapunov_prune.results.result import MeasuredOn, decode, encode
 from lyapunov_prune.results.store import Store, clear_results
 from lyapunov_prune.sensitivity.sweep import DENSE, Job, Sweep, badness

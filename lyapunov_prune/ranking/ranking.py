@@ -8,7 +8,6 @@ from types import MappingProxyType
 from typing import Any
 
 import numpy as np
-import pandas as pd
 
 from lyapunov_prune.arguments import checked, require_least
 from lyapunov_prune.errors import LyapunovPruneError
@@ -28,6 +27,7 @@ from lyapunov_prune.ranking.criteria import (
 )
 from lyapunov_prune.ranking.stability import picked, tied
 from lyapunov_prune.results.arrays import require_array, require_layers
+from lyapunov_prune.results.frames import pd
 from lyapunov_prune.results.result import MeasuredOn, ModelIdentity, Result
 
 _REMEDIES = {"rho": "a contraction profile; measure one", "bi": "Block Influence; measure it"}

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-import pandas as pd
 
 from lyapunov_prune.arguments import checked
 from lyapunov_prune.errors import LyapunovPruneError
@@ -15,6 +14,7 @@ from lyapunov_prune.ranking.candidates import Layers
 from lyapunov_prune.ranking.criteria import require_known_count
 from lyapunov_prune.ranking.ranking import Ranking
 from lyapunov_prune.results.arrays import require_layers
+from lyapunov_prune.results.frames import pd
 from lyapunov_prune.results.result import MeasuredOn
 
 _DRAWS = 1000  # of as many windows as there are

@@ -8,8 +8,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import pandas as pd
-
 from lyapunov_prune.errors import LyapunovPruneError, first_line
 from lyapunov_prune.profiles.influence import InfluenceProfile
 from lyapunov_prune.profiles.profile import LayerProfile
@@ -20,6 +18,7 @@ from lyapunov_prune.report.model_sections import MODELS
 from lyapunov_prune.report.questions import POLICY, SCRIPT, questions
 from lyapunov_prune.report.ranking import ranking_figure
 from lyapunov_prune.results.files import write_whole
+from lyapunov_prune.results.frames import pd
 from lyapunov_prune.results.result import Result
 
 SECTIONS = (*LAYERS, *MODELS)

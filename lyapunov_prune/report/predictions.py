@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import numpy as np
-import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
@@ -16,6 +15,7 @@ from lyapunov_prune.predictions.hierarchy import HierarchyProbe
 from lyapunov_prune.predictions.history import READ, HistoryDivergence
 from lyapunov_prune.predictions.verdict import LOST, STAYS, Verdict
 from lyapunov_prune.report.drawing import COLOURS, GREY, INK, depth_axis, log_axis, one_panel, panels, svg
+from lyapunov_prune.results.frames import pd
 
 _STYLES = ((COLOURS["rho"], "o"), (COLOURS["bi"], "s"), (COLOURS["blend"], "^"))
 _SPACES = (("hidden", "state h"), ("logit", "logits z"), ("probability", "probabilities p"))

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import numpy as np
-import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.colors import LogNorm
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, MaxNLocator, NullFormatter
 
 from lyapunov_prune.report.drawing import COLOURS, GREY, depth_axis, log_axis, one_panel, svg
+from lyapunov_prune.results.frames import pd
 from lyapunov_prune.sensitivity.sensitivity import Sensitivity
 
 _LINES = (*COLOURS.values(), "#56B4E9")

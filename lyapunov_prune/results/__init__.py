@@ -4,6 +4,7 @@
   number was measured on; `arrays`: the numbers that a later step reads in one;
 - `history`: how a model was made, and what the steps saw; `overlap`: how much a text shares with that;
 - `once`: a result read back instead of measured, where it was asked exactly the same;
+- `frames`: pandas, imported when the first table is made;
 - `files`: files and folders that appear whole or not at all;
 - `store`: finished jobs on disk, one line each, for work that must survive `kill -9`; `claim`: whose folder it is.
 

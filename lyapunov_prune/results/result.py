@@ -14,12 +14,12 @@ from typing import Any, TypeVar
 
 import cattrs
 import numpy as np
-import pandas as pd
 from cattrs.v import format_exception
 
 from lyapunov_prune.arguments import checked
 from lyapunov_prune.errors import LyapunovPruneError, printable
 from lyapunov_prune.results.files import parsed, require_file, write_whole
+from lyapunov_prune.results.frames import pd
 from lyapunov_prune.results.overlap import Fingerprint
 
 T = TypeVar("T")

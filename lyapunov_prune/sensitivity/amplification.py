@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from typing import get_args
 
 import numpy as np
-import pandas as pd
 from scipy import stats
 
 from lyapunov_prune.arguments import checked
@@ -14,6 +13,7 @@ from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.profiles.contraction_profile import ContractionProfile, Pooling
 from lyapunov_prune.profiles.propagation import RESAMPLES, drawn_windows
 from lyapunov_prune.results.arrays import require_array, require_layers
+from lyapunov_prune.results.frames import pd
 from lyapunov_prune.results.result import MeasuredOn, Result
 from lyapunov_prune.sensitivity.sensitivity import Sensitivity
 from lyapunov_prune.sensitivity.studies import Compression

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-import pandas as pd
 import torch
 from scipy import stats
 from transformers import PreTrainedModel
@@ -21,6 +20,7 @@ from lyapunov_prune.forward.reading import Readable, read
 from lyapunov_prune.models.projections import Projection
 from lyapunov_prune.models.structure import identify
 from lyapunov_prune.profiles.profile import LayerProfile
+from lyapunov_prune.results.frames import pd
 from lyapunov_prune.results.result import MeasuredOn, Result
 from lyapunov_prune.sensitivity.studies import Change, Compression, Compressor, changes
 from lyapunov_prune.sensitivity.sweep import Outcome, Sweep
