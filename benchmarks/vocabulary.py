@@ -137,7 +137,7 @@ def kl(place: Path) -> float:
             "head": lambda: torch.mm(x, head.T, out=logits),
             "kl": lambda: lp.rank(model, ids, criterion="kl", folder=place / "kl"),
         },
-        repeats=3,
+        repeats=5,
     )
     layers = structure.num_layers
     of_layer = sum(p.numel() for p in structure.layers[0].parameters() if p.ndim == 2)

@@ -17,7 +17,7 @@ from lyapunov_prune.models.compact import is_compact
 from lyapunov_prune.models.from_folder import quiet
 from lyapunov_prune.models.structure import in_eval_mode
 from lyapunov_prune.models.wrappers import loading_class
-from lyapunov_prune.results.files import require_empty, whole_folder
+from lyapunov_prune.results.files import RETRY, require_empty, whole_folder
 from lyapunov_prune.results.history import HISTORY, history_of
 from lyapunov_prune.results.result import Result
 
@@ -29,7 +29,7 @@ def write_model(
     results: Mapping[str, Result],
     title: str,
     about: str,
-    remedy: str = "free space and retry",
+    remedy: str = RETRY,
 ) -> None:
     """Save model, tokenizer, `results` by file name, history and a model card to the folder `target`.
 

@@ -15,12 +15,12 @@ from safetensors.torch import save_file
 
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.results.claim import Claim
-from lyapunov_prune.results.files import halves, whole_folder
+from lyapunov_prune.results.files import RETRY, halves, whole_folder
 
 SECONDS = 20.0  # between two states, and longer where writing is slow
 _SHARE = 0.1  # of the time, at most, goes into writing
 _NAME = "state.safetensors"
-# After a checkpoint that could not be written: the same run without --resume deletes the state and trains anew.
+# Where a state is there and more could not be written: the same run without --resume deletes it and trains anew.
 KEPT = "free space and give --resume: the training is kept"
 
 
@@ -95,7 +95,7 @@ class TrainingState:
         target = self._folder / f"step-{step}"
         if target in before:
             return
-        with whole_folder(target) as partial:
+        with whole_folder(target, KEPT if before else RETRY) as partial:
             held = {name: t.detach().contiguous() for name, t in tensors.items()}
             save_file(held, partial / _NAME, metadata={"origin": self._claim.origin})
         _delete(before)

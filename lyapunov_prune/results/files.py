@@ -20,6 +20,7 @@ from safetensors import SafetensorError
 
 from lyapunov_prune.errors import LyapunovPruneError
 
+RETRY = "free space and retry"
 _PARTIAL = ".partial-"
 _TOO_LARGE = os.strerror(errno.EFBIG)
 _LONGEST_NAME = 200  # of 255 bytes: what is unfinished has a longer one
@@ -63,7 +64,7 @@ def write_whole(path: str | Path, text: str) -> Path:
 
 
 @contextmanager
-def whole_folder(target: str | Path, remedy: str = "free space and retry") -> Iterator[Path]:
+def whole_folder(target: str | Path, remedy: str = RETRY) -> Iterator[Path]:
     """A temporary folder beside `target`, renamed to it at the end; removed if anything fails.
 
     What a killed process left for the same target goes as well: a lock beside it says whether its process lives. A
