@@ -192,6 +192,14 @@ def test_an_allocation_answers_by_matrix_and_by_layer(allocation: Allocation) ->
         allocation.of("lm_head")
 
 
+def test_the_mean_counts_entries_not_matrices(allocation: Allocation) -> None:
+    amount = np.where(np.array(allocation.sizes) == max(allocation.sizes), 0.75, 0.25)
+    large = sum(size for size in allocation.sizes if size == max(allocation.sizes))
+    assert dataclasses.replace(allocation, amount=amount).mean == pytest.approx(
+        (0.75 * large + 0.25 * (sum(allocation.sizes) - large)) / sum(allocation.sizes), rel=1e-14
+    )
+
+
 def test_a_layer_without_matrices_has_no_mean(allocation: Allocation) -> None:
     last = max(allocation.layers)
     model = dataclasses.replace(allocation.model, num_layers=last + 2)

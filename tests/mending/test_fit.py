@@ -78,6 +78,14 @@ def test_no_map_of_the_form_near_it_costs_less(form: str, shifts: bool) -> None:
         assert cost(LinearMap(near, shift), m, r, w, ridge, shifts=shifts) >= least * (1 - 1e-12)
 
 
+def test_a_low_rank_is_an_eighth_of_the_width() -> None:
+    generator = torch.Generator().manual_seed(0)
+    m, r = torch.randn(2, 200, 56, generator=generator).double()
+    sums = Sums(56, torch.device("cpu"))
+    sums.add(m, r, torch.ones(200).double())
+    assert torch.linalg.matrix_rank(fit("low rank", sums, 0.01, shifts=False).E) == 7
+
+
 def test_forms_that_can_do_more_cost_less() -> None:
     m, r, w = drawn(2)
     sums = summed(m, r, w)
