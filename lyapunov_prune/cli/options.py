@@ -67,7 +67,9 @@ class ModelOptions:
     ] = "auto"
     device_map: Annotated[
         choices.DeviceMap | None,
-        model_option(help="auto spreads the layers over all GPUs, then memory, then the disk; in place of --device, and not to train."),
+        model_option(
+            help="auto spreads the layers over GPUs, memory, then the disk; in place of --device, not to train."
+        ),
     ] = None
     dtype: Annotated[
         choices.DType | None,
