@@ -279,8 +279,8 @@ def pack(place: Path) -> dict[str, float]:
 
 
 def packed(W: torch.Tensor) -> None:
-    compressed("rtn", W, None, BITS, group_size=GROUP, symmetric=True)
     grid = symmetric_grid(W, BITS, GROUP)
+    grid.values()
     integers = unpack_from_int32(pack_to_int32(grid.integers, BITS), BITS, W.shape)
     dequantize(integers, grid.scale, args=QuantizationArgs(num_bits=BITS, strategy="group", group_size=GROUP))  # type: ignore[arg-type]
 

@@ -105,9 +105,7 @@ def compress_on_disk(
             shards.write(layer, packing.stored if packing else None, state)
 
         def change(here: Sequence[Projection], statistics: dict[str, Statistics]) -> None:
-            if packing:
-                packing.look_at(model, here)
-            done.extend(recipe.change(model, here, statistics))
+            done.extend(recipe.change(model, here, statistics, packing.rounded if packing else None))
             write(here[0].layer)
             del left[here[0].layer]
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 import tempfile
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -142,7 +141,9 @@ def write_packed(
     projections = require_packable(model, report.group_size)
     require_empty(target)
     packing = Packing(int(bits), report.group_size)
-    packing.look_at(model, projections)
+    for p in projections:
+        if not torch.equal(packing.rounded(p, p.weight(model)), p.weight(small)):
+            raise CheckFailed(f"nothing written: {p.name} is not what rtn makes of the model; compress it anew")
     state = packing.stored(small.state_dict())
     with whole_folder(target) as folder:
         with quiet():
@@ -163,34 +164,28 @@ def write_packed(
 class Packing:
     """What a file holds of rounded matrices: the integers and scales of their grids, each with its shape.
 
-    The grids are of the matrices before they are rounded, so these are looked at first.
+    The grid of a matrix is kept from when it is `rounded` until it is `stored`.
     """
 
     def __init__(self, bits: int, group_size: int | None) -> None:
         self._bits, self._group_size = bits, group_size
-        self._grids: dict[str, Grid] = {}
+        self._grids: dict[str, list[Grid]] = {}
 
-    def look_at(self, model: PreTrainedModel, projections: Sequence[Projection]) -> None:
-        """Take the grids of these matrices, all of a module that holds several among them."""
-        parts: dict[str, list[Grid]] = {}
-        for p in projections:  # in the order of rows
-            parts.setdefault(p.module, []).append(symmetric_grid(p.weight(model), self._bits, self._group_size))
-        for name, grids in parts.items():
-            self._grids[name] = Grid(*(torch.cat(rows) for rows in zip(*grids, strict=True)))
+    def rounded(self, p: Projection, W: torch.Tensor) -> torch.Tensor:
+        """What `rtn` makes of the matrix W of `p`; of a module that holds several, in the order of its rows."""
+        grid = symmetric_grid(W, self._bits, self._group_size)
+        self._grids.setdefault(p.module, []).append(grid)
+        return grid.values()
 
     def stored(self, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """`tensors`, with the parts of the format in the place of each matrix that was looked at; each is given once.
-
-        Raises CheckFailed for a matrix that is not, to the last bit, `s q` of its grid.
-        """
+        """`tensors`, with the parts of the format in the place of each matrix that was rounded; each is given once."""
         from compressed_tensors.compressors.pack_quantized.helpers import pack_to_int32
 
         state = dict(tensors)
         for name in [name for name in self._grids if f"{name}.weight" in state]:
-            grid, W = self._grids.pop(name), state.pop(f"{name}.weight")
-            if not torch.equal(grid.values(), W):
-                raise CheckFailed(f"nothing written: {name} is not what rtn makes of the model; compress it anew")
-            packed = pack_to_int32(grid.integers, self._bits), grid.scale, torch.tensor(W.shape)
+            W = state.pop(f"{name}.weight")
+            integers, scale = (torch.cat(rows) for rows in zip(*self._grids.pop(name), strict=True))
+            packed = pack_to_int32(integers, self._bits), scale, torch.tensor(W.shape)
             state |= {f"{name}.{part}": tensor for part, tensor in zip(_PARTS, packed, strict=True)}
         return state
 

@@ -30,6 +30,9 @@ from lyapunov_prune.models.projections import Projection, find_projections
 from lyapunov_prune.models.structure import in_eval_mode
 from lyapunov_prune.profiles.contraction_profile import ContractionProfile
 
+# What the matrix of a projection becomes.
+Change = Callable[[Projection, torch.Tensor], torch.Tensor]
+
 
 @dataclass(frozen=True, eq=False)
 class Recipe:
@@ -57,17 +60,26 @@ class Recipe:
 
     @torch.no_grad()
     def change(
-        self, model: PreTrainedModel, here: Sequence[Projection], statistics: Mapping[str, Statistics]
+        self,
+        model: PreTrainedModel,
+        here: Sequence[Projection],
+        statistics: Mapping[str, Statistics],
+        by: Change | None = None,
     ) -> list[CompressedMatrix]:
-        """Compress the matrices `here` of `model` in place; says what became of each."""
-        return [self._changed(p, p.weight(model), statistics.get(p.name)) for p in here]
+        """Compress the matrices `here` of `model` in place; says what became of each.
 
-    def _changed(self, p: Projection, W: torch.Tensor, statistics: Statistics | None) -> CompressedMatrix:
+        `by` does what the method would, for what keeps more of it than the matrix.
+        """
+        return [self._changed(p, p.weight(model), statistics.get(p.name), by) for p in here]
+
+    def _changed(
+        self, p: Projection, W: torch.Tensor, statistics: Statistics | None, by: Change | None
+    ) -> CompressedMatrix:
         amount, after = self._amount_of(p, W), W
         if amount is not None:
             grid = {"pattern": self.pattern, "group_size": self.group_size, "symmetric": self.symmetric}
             try:
-                after = compressed(self.method, W, statistics, amount, **grid)  # type: ignore[arg-type]
+                after = by(p, W) if by else compressed(self.method, W, statistics, amount, **grid)  # type: ignore[arg-type]
             except LyapunovPruneError as error:
                 raise LyapunovPruneError(f"{p.name}: {error}") from None
         told = _describe(p, self.method, W, after, statistics, self._wanted[p.name], amount)
