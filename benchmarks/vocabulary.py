@@ -114,36 +114,37 @@ def packed(place: Path) -> int:
     model: Any = AutoModelForCausalLM.from_pretrained(place / "model")
     config, file = model.config, place / GGUF
     writer = gguf.GGUFWriter(file, "gemma3")
-    writer.add_block_count(config.num_hidden_layers)
-    writer.add_context_length(config.max_position_embeddings)
-    writer.add_embedding_length(config.hidden_size)
-    writer.add_feed_forward_length(config.intermediate_size)
-    writer.add_head_count(config.num_attention_heads)
-    writer.add_head_count_kv(config.num_key_value_heads)
-    writer.add_key_length(config.head_dim)
-    writer.add_value_length(config.head_dim)
-    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
-    writer.add_vocab_size(VOCABULARY)
+    shape = {
+        "block_count": config.num_hidden_layers,
+        "context_length": config.max_position_embeddings,
+        "embedding_length": config.hidden_size,
+        "feed_forward_length": config.intermediate_size,
+        "head_count": config.num_attention_heads,
+        "head_count_kv": config.num_key_value_heads,
+        "key_length": config.head_dim,
+        "layer_norm_rms_eps": config.rms_norm_eps,
+        "vocab_size": VOCABULARY,
+        "bos_token_id": 2,
+        "eos_token_id": 1,
+        "tokenizer_model": "llama",
+    }
+    for name, value in shape.items():
+        getattr(writer, f"add_{name}")(value)
     # Every piece of up to three letters and most of four: a longer one is made of two others in several ways, as in a
     # tokenizer that was trained, and it is those that a tokenizer is slow to load by.
     letters = (map("".join, itertools.product(string.ascii_lowercase, repeat=size)) for size in itertools.count(1))
     pieces = ["<pad>", "<eos>", "<bos>", "<unk>", *(f"<0x{byte:02X}>" for byte in range(256))]
     pieces += itertools.islice(itertools.chain.from_iterable(letters), VOCABULARY - len(pieces))
-    writer.add_tokenizer_model("llama")
     writer.add_token_list(pieces)
     writer.add_token_scores([-float(number) for number in range(VOCABULARY)])
-    writer.add_bos_token_id(2)
-    writer.add_eos_token_id(1)
     names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.GEMMA3, config.num_hidden_layers)
     for name, tensor in model.state_dict().items():
         if name != "lm_head.weight":  # the embeddings
             kind = gguf.GGMLQuantizationType.Q8_0 if tensor.ndim == 2 else gguf.GGMLQuantizationType.F32
             values = gguf.quants.quantize(tensor.numpy(), kind)
             writer.add_tensor(names.get_name(name, try_suffixes=(".weight",)), values, raw_dtype=kind)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    for step in (writer.write_header_to_file, writer.write_kv_data_to_file, writer.write_tensors_to_file, writer.close):
+        step()
     return file.stat().st_size
 
 
