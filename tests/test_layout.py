@@ -72,6 +72,10 @@ def test_the_report_never_sees_a_model() -> None:
         assert "import torch" not in modules()[name].read_text()
 
 
+def test_pandas_is_imported_where_it_waits_for_the_first_table() -> None:
+    assert [name for name, path in modules().items() if "import pandas" in path.read_text()] == ["results.frames"]
+
+
 def test_no_module_outside_models_names_a_family() -> None:
     for name, path in modules().items():
         if name.startswith("models."):
