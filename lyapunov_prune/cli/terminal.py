@@ -17,7 +17,7 @@ from lyapunov_prune.cli.failures import no_more_output
 from lyapunov_prune.errors import printable
 from lyapunov_prune.progress import is_main
 
-if TYPE_CHECKING:  # a usage error must not wait for pandas
+if TYPE_CHECKING:  # a usage error must not wait for torch
     from lyapunov_prune.results.result import Result
 
 

@@ -96,7 +96,7 @@ class _Tile:
         steps = memory[: _STEPS * logits.numel()].view(rows, changes, _STEPS, columns)
         v, grown, weighted = steps.unbind(2)
         v.copy_(logits.transpose(0, 1)).sub_(there.transpose(0, 1)).sub_(self.z.unsqueeze(1))
-        if self.temperature != 1:
+        if self.temperature != 1:  # a pass over all of v
             v.div_(self.temperature)
         torch.expm1(v, out=grown)
         torch.mul(v, self.p.unsqueeze(1), out=weighted)
