@@ -12,7 +12,7 @@ from typing import Any
 from filelock import FileLock, Timeout
 
 from lyapunov_prune.errors import LyapunovPruneError
-from lyapunov_prune.results.files import parsed, write_whole
+from lyapunov_prune.results.files import parsed, release_lock, write_whole
 
 HEADER = "lyapunov-prune.json"
 
@@ -76,14 +76,13 @@ class Claim:
         self._held = False
 
     def release(self) -> None:
-        """Let another run have the folder; one that is nobody's and empty goes."""
+        """Let another run have the folder and delete the lock file; a folder that is nobody's and empty goes."""
         if not self._lock.is_locked:
             return
+        release_lock(self._lock)
         if not (self.folder / HEADER).exists():
-            Path(self._lock.lock_file).unlink(missing_ok=True)
             with suppress(OSError):  # others may have put something there
                 self.folder.rmdir()
-        self._lock.release()
         self._held = False
 
     def _acquire(self) -> None:

@@ -84,7 +84,7 @@ def whole_folder(target: str | Path, remedy: str = RETRY) -> Iterator[Path]:
             Path(lock.lock_file).unlink(missing_ok=True)
         temporary.mkdir()
     except OSError as error:
-        _release(lock)
+        release_lock(lock)
         told = error.strerror or str(error).rstrip(".")  # of a lock that could not be had
         raise LyapunovPruneError(f"cannot write beside {target}: {told}; choose another place") from None
     try:
@@ -103,7 +103,7 @@ def whole_folder(target: str | Path, remedy: str = RETRY) -> Iterator[Path]:
         raise LyapunovPruneError(f"writing {target} failed: {reason}; nothing was left there, {remedy}") from None
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
-        _release(lock)
+        release_lock(lock)
 
 
 def _put(temporary: Path, target: Path) -> None:
@@ -150,10 +150,15 @@ def _remove_dead(target: Path) -> None:
         with suppress(Timeout, OSError, NotImplementedError):
             lock.acquire()
             shutil.rmtree(path, ignore_errors=True)
-            _release(lock)
+            release_lock(lock)
 
 
-def _release(lock: FileLock) -> None:
+def release_lock(lock: FileLock) -> None:
+    """Delete the file of a `lock` that is held, then let go of it.
+
+    In this order no two processes hold one lock: a process that waits on the deleted file sees that no name leads to
+    it and opens the new one (filelock checks this since 3.21).
+    """
     if lock.is_locked:
         with suppress(OSError):
             Path(lock.lock_file).unlink(missing_ok=True)

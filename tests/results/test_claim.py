@@ -252,3 +252,37 @@ def test_a_disk_that_refuses_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(LyapunovPruneError, match=r"cannot write .*lock: .*; give another folder"):
         claim(tmp_path / "file" / "x").hold()
+
+
+# The file of the lock.
+
+
+def test_no_lock_file_stays_after_work_has_ended(work: Callable[..., Any], ids: torch.Tensor, tmp_path: Path) -> None:
+    for resume in (False, True):
+        work(make_tiny("llama"), ids, folder=tmp_path, resume=resume)
+        assert [name for name in contents(tmp_path) if name.endswith(".lock")] == []
+
+
+def take_turns(folder: Path) -> None:
+    """Hold the folder 100 times; a second holder at the same time finds `inside` there."""
+    held = 0
+    while held < 100:
+        one = claim(folder)
+        try:
+            one.hold()
+        except LyapunovPruneError:
+            continue
+        (folder / "inside").touch(exist_ok=False)
+        (folder / "inside").unlink()
+        held += 1
+        one.release()
+
+
+def test_deleting_the_lock_file_lets_no_two_runs_in(tmp_path: Path) -> None:
+    context = multiprocessing.get_context("fork")
+    runs = [context.Process(target=take_turns, args=(tmp_path,)) for _ in range(4)]
+    for process in runs:
+        process.start()
+    for process in runs:
+        process.join(60)
+    assert [process.exitcode for process in runs] == [0, 0, 0, 0]
