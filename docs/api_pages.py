@@ -54,9 +54,27 @@ def _module(file: Path, package: Path) -> Iterator[str]:
     name = ".".join(part for part in parts if part != "__init__")
     yield from ["", f"## {name.removeprefix(f'{package.name}.')}", "", _docstring(tree)]
     yield from ["", f"```{{py:currentmodule}} {name}", "```"]
+    _qualify(tree, package.name)
     for node in tree.body:
         if isinstance(node, Definition) and not node.name.startswith("_"):
             yield from _definition(node, source)
+
+
+def _qualify(tree: ast.Module, package: str) -> None:
+    """Write the package's own classes in annotations with their modules: two rooms may have one of the same name."""
+    imports = [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)]
+    modules = {
+        name.asname or name.name: f"~{node.module}.{name.name}"  # ~ shows the last part only
+        for node in imports
+        if (node.module or "").startswith(f"{package}.")
+        for name in node.names
+        if name.name[0].isupper()
+    }
+    for node in ast.walk(tree):
+        for annotation in (getattr(node, "annotation", None), getattr(node, "returns", None)):
+            for part in ast.walk(annotation) if annotation else ():
+                if isinstance(part, ast.Name):
+                    part.id = modules.get(part.id, part.id)
 
 
 def _definition(node: Definition, source: str, depth: int = 0) -> Iterator[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import inspect
 import os
 import re
@@ -213,6 +214,27 @@ def test_a_walk_is_the_way_that_its_command_takes(command: str, arguments: list[
 def code_of(thing: Any) -> CodeType:
     function = inspect.unwrap(thing.__init__ if inspect.isclass(thing) else thing)
     return getattr(function, "__func__", function).__code__
+
+
+# The API reference.
+
+
+def test_a_class_is_linked_to_its_own_module_where_two_have_one_name(tmp_path: Path) -> None:
+    """`make docs` takes a name that stands for two classes for a fault."""
+    function = "from package.{room} import Recipe\n\n\ndef cook(by: Recipe | None) -> list[Recipe]:\n    pass\n"
+    for room in ("a", "b"):
+        (tmp_path / "package" / room).mkdir(parents=True)
+        (tmp_path / "package" / room / "__init__.py").write_text("class Recipe:\n    pass\n")
+        (tmp_path / "package" / room / "use.py").write_text(function.format(room=room))
+    spec = importlib.util.spec_from_file_location("api_pages", DOCS / "api_pages.py")
+    assert spec is not None
+    assert spec.loader is not None
+    pages = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(pages)
+    pages.write_pages(tmp_path / "package", tmp_path / "api")
+    for room in ("a", "b"):
+        recipe = f"~package.{room}.Recipe"
+        assert f"cook(by: {recipe} | None) -> list[{recipe}]" in (tmp_path / "api" / f"{room}.md").read_text()
 
 
 # Examples run as they are written, on a tiny model in place of the built-in one.
