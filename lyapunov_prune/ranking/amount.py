@@ -13,7 +13,7 @@ import torch
 from transformers import PreTrainedModel
 
 from lyapunov_prune.arguments import checked
-from lyapunov_prune.compression.compress import compress
+from lyapunov_prune.compression.compress import Compressed, compress
 from lyapunov_prune.compression.recipe import require_amount, require_options
 from lyapunov_prune.compression.table import METHODS
 from lyapunov_prune.errors import LyapunovPruneError
@@ -93,7 +93,7 @@ def require_spendable(method: str, allocation: Any, **said: Any) -> str:
 @checked
 @in_eval_mode
 @torch.no_grad()
-def amount_under_budget(
+def compress_under_budget(
     model: PreTrainedModel,
     batch: Readable,
     max_kl: float,
@@ -107,17 +107,21 @@ def amount_under_budget(
     batch_size: int = 1,
     folder: str | Path | None = None,
     resume: bool = False,
-) -> BudgetedCompression:
+) -> tuple[BudgetedCompression, Compressed]:
     """Bisect for the most that `compress` may take by `method` until `KL(p‖q)` on `batch` exceeds `max_kl`.
+
+    Returns what was tried, and the model compressed by the chosen amount.
 
     The amount is a sparsity from 0.01 to 0.99 by hundredths, for low rank of the parameters, or for rtn 8 to 2 bits. A
     trial is one compression, about seven of them, and a forward of the compressed model; what the method calibrates
     by is what it is measured on, and what was within the budget there need not be so on other text. With a `folder`
-    finished trials are kept. Memory: a copy of the model and the dense final states, and a block of positions ×
-    vocabulary. The model is untouched.
+    finished trials are kept; their models are not, so that the chosen one is compressed once more where it was tried
+    by an earlier run. Memory: two copies of the model (the best trial and the one at work), the dense final states,
+    and a block of positions × vocabulary. The model is untouched.
 
     Raises NonFiniteError naming the layer when the dense model is not finite, and LyapunovPruneError when `max_kl` is
-    not a number above 0, for allocation bits, for logits that are not a function of the final state, and as `compress`.
+    not a number above 0, when nothing is within it, for allocation bits, for logits that are not a function of the
+    final state, and as `compress`.
     """
     require_budget(max_kl)
     unit = require_spendable(method, allocation)
@@ -132,39 +136,48 @@ def amount_under_budget(
     levels, refused = _LEVELS[unit], {}
     with Store(folder, "compression budget", encode(on) | asked | {"pooling": pooling}, resume=resume) as store:
 
-        def cost(level: float) -> float:
-            key = f"{level:g}"
-            if key not in store:
-                try:
-                    small = compress(
-                        model,
-                        reading,
-                        method=method,
-                        sparsity=level if unit == "sparsity" else None,
-                        bits=level if unit == "bits" else None,
-                        allocation=allocation,
-                        profile=profile,
-                        schedule_options=options,
-                        group_size=group_size,
-                        symmetric=symmetric,
-                        batch_size=batch_size,
-                    ).model
-                except LyapunovPruneError as error:  # an amount beyond what the method or the schedule can meet
-                    refused[level] = error
-                    return math.nan
-                store.add(key, [x if math.isfinite(x) else None for x in _moved(reading, dense, small, batch_size)])
-            return math.nan if store[key][0] is None else float(store[key][0])
+        def compressed(level: float) -> Compressed:
+            return compress(
+                model,
+                reading,
+                method=method,
+                sparsity=level if unit == "sparsity" else None,
+                bits=level if unit == "bits" else None,
+                allocation=allocation,
+                profile=profile,
+                schedule_options=options,
+                group_size=group_size,
+                symmetric=symmetric,
+                batch_size=batch_size,
+            )
 
+        best: dict[float, Compressed] = {}  # of the trials of this run the last within the budget
         within, over = -1, len(levels)
         while over - within > 1:
             middle = (within + over) // 2
-            within, over = (middle, over) if cost(levels[middle]) <= max_kl else (within, middle)
+            level, key = levels[middle], f"{levels[middle]:g}"
+            trial: dict[float, Compressed] = {}
+            if key not in store:
+                try:
+                    trial[level] = compressed(level)
+                except LyapunovPruneError as error:  # an amount beyond what the method or the schedule can meet
+                    refused[level] = error
+                    over = middle
+                    continue
+                moved = _moved(reading, dense, trial[level].model, batch_size)
+                store.add(key, [x if math.isfinite(x) else None for x in moved])
+            kl = store[key][0]
+            if kl is not None and kl <= max_kl:
+                within, best = middle, trial
+            else:
+                over = middle
         if levels[0] in refused:
             raise refused[levels[0]]
         tried = [level for level in levels if f"{level:g}" in store or level in refused]
         found = [store[f"{level:g}"] if level not in refused else [None, None] for level in tried]
-    kl, flipped = np.array(found, dtype=np.float64).T.copy()  # None is NaN
-    return BudgetedCompression(method, allocation, unit, np.array(tried), kl, flipped, float(max_kl), on)
+        costs, flipped = np.array(found, dtype=np.float64).T.copy()  # None is NaN
+        spent = BudgetedCompression(method, allocation, unit, np.array(tried), costs, flipped, float(max_kl), on)
+        return spent, best.get(spent.amount) or compressed(spent.amount)
 
 
 def _final(reading: Reading, ids: torch.Tensor) -> torch.Tensor:

@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 from lyapunov_prune import LyapunovPruneError, NonFiniteError
 from lyapunov_prune.compression.compress import compress
 from lyapunov_prune.predictions import tiles as tiles_module
-from lyapunov_prune.ranking import BudgetedCompression, amount_under_budget
+from lyapunov_prune.ranking import BudgetedCompression, compress_under_budget
 from lyapunov_prune.ranking import amount as module
 
 LEVELS = {"sparsity": (0.1, 0.3, 0.5, 0.7, 0.9), "bits": (8.0, 6.0, 4.0, 3.0, 2.0)}
@@ -51,24 +51,49 @@ def test_the_most_within_the_budget_is_that_of_a_search_of_all(
     assert (np.diff(every[:, 0]) > 0).all()
     for most in range(len(levels)):
         budget = float(every[most, 0]) * 1.001
-        found = amount_under_budget(model, ids, budget, method=method, batch_size=2)
+        found, small = compress_under_budget(model, ids, budget, method=method, batch_size=2)
         assert found.amount == levels[most]
+        wanted = compress(model, ids, method=method, **{unit: levels[most]}, batch_size=2)
+        assert small.report.to_json() == wanted.report.to_json()
+        for name, tensor in wanted.model.state_dict().items():
+            assert torch.equal(small.model.state_dict()[name], tensor), name
         where = [levels.index(amount) for amount in found.amounts]
         assert where == sorted(where)
         np.testing.assert_allclose(found.kl, every[where, 0], rtol=2e-4)
         np.testing.assert_allclose(found.flipped, every[where, 1], atol=1e-12)
     with pytest.raises(LyapunovPruneError, match=r"the least it takes, costs .* raise the budget"):
-        _ = amount_under_budget(model, ids, float(every[0, 0]) / 2, method=method).amount
+        compress_under_budget(model, ids, float(every[0, 0]) / 2, method=method)
 
 
 def test_an_amount_that_the_method_cannot_meet_is_over_any_budget(ids: torch.Tensor) -> None:
     # Rank 1 of a head of GPT-2 (8 × 32) is 16 % of its parameters.
-    found = amount_under_budget(make_tiny("gpt2"), ids, math.inf, method="svd")
+    found, _ = compress_under_budget(make_tiny("gpt2"), ids, math.inf, method="svd")
     assert found.amount < 0.9
     assert math.isnan(found.kl[-1])
     assert not found.to_frame().within.iloc[-1]
     with pytest.raises(LyapunovPruneError, match="has no group_size"):
-        amount_under_budget(make_tiny("gpt2"), ids, 1.0, method="svd", group_size=2)
+        compress_under_budget(make_tiny("gpt2"), ids, 1.0, method="svd", group_size=2)
+
+
+def test_no_amount_is_compressed_twice(ids: torch.Tensor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, calls = make_tiny("llama"), []
+
+    def counted(*args: Any, **how: Any) -> Any:
+        calls.append(how["sparsity"])
+        return compress(*args, **how)
+
+    monkeypatch.setattr(module, "compress", counted)
+    budget = exact(model, ids, method="magnitude", sparsity=0.5)[0] * 1.001
+    for resume in (False, True):
+        found, small = compress_under_budget(
+            model, ids, budget, method="magnitude", folder=tmp_path / "jobs", resume=resume
+        )
+        assert found.amount == 0.5
+        assert small.report.allocation.mean == pytest.approx(0.5)
+        # A finished trial has left no model: the chosen one is made again, and no other.
+        assert calls == ([0.5] if resume else [*dict.fromkeys(calls)])
+        assert len(calls) == (1 if resume else len(found.amounts))
+        calls.clear()
 
 
 def test_an_interrupted_search_goes_on(ids: torch.Tensor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -80,19 +105,19 @@ def test_an_interrupted_search_goes_on(ids: torch.Tensor, tmp_path: Path, monkey
             raise KeyboardInterrupt
         return compress(*args, **how)
 
-    whole = amount_under_budget(model, ids, math.inf, method="magnitude")
+    whole, _ = compress_under_budget(model, ids, math.inf, method="magnitude")
     monkeypatch.setattr(module, "compress", killed)
     with pytest.raises(KeyboardInterrupt):
-        amount_under_budget(model, ids, math.inf, method="magnitude", folder=tmp_path / "jobs")
-    again = amount_under_budget(model, ids, math.inf, method="magnitude", folder=tmp_path / "jobs", resume=True)
+        compress_under_budget(model, ids, math.inf, method="magnitude", folder=tmp_path / "jobs")
+    again, _ = compress_under_budget(model, ids, math.inf, method="magnitude", folder=tmp_path / "jobs", resume=True)
     assert calls[0] not in calls[1:]
     np.testing.assert_array_equal(again.kl, whole.kl)
     with pytest.raises(LyapunovPruneError):
-        amount_under_budget(model, ids, 1.0, method="wanda", folder=tmp_path / "jobs", resume=True)
+        compress_under_budget(model, ids, 1.0, method="wanda", folder=tmp_path / "jobs", resume=True)
 
 
 def test_it_prints_and_comes_back_from_its_file(ids: torch.Tensor, tmp_path: Path) -> None:
-    found = amount_under_budget(make_tiny("llama"), ids, math.inf, method="magnitude")
+    found, _ = compress_under_budget(make_tiny("llama"), ids, math.inf, method="magnitude")
     found.save(tmp_path / "budget.json")
     again = BudgetedCompression.load(tmp_path / "budget.json")
     assert again.amount == found.amount == 0.9
@@ -103,13 +128,13 @@ def test_refusals(ids: torch.Tensor) -> None:
     model = make_tiny("llama")
     for budget in (0.0, -1.0, math.nan):
         with pytest.raises(LyapunovPruneError, match="give a number above 0"):
-            amount_under_budget(model, ids, budget, method="wanda")
+            compress_under_budget(model, ids, budget, method="wanda")
     with pytest.raises(LyapunovPruneError, match="few means to choose among"):
-        amount_under_budget(model, ids, 1.0, method="rtn", allocation="bits")
+        compress_under_budget(model, ids, 1.0, method="rtn", allocation="bits")
     with pytest.raises(LyapunovPruneError, match="unknown method 'no'"):
-        amount_under_budget(model, ids, 1.0, method="no")
+        compress_under_budget(model, ids, 1.0, method="no")
     with pytest.raises(LyapunovPruneError, match="unknown allocation 'no'"):
-        amount_under_budget(model, ids, 1.0, method="wanda", allocation="no")
+        compress_under_budget(model, ids, 1.0, method="wanda", allocation="no")
 
 
 def test_a_dense_model_that_is_not_finite_is_named_by_its_layer(ids: torch.Tensor) -> None:
@@ -117,5 +142,5 @@ def test_a_dense_model_that_is_not_finite_is_named_by_its_layer(ids: torch.Tenso
     with torch.no_grad():
         model.model.layers[2].input_layernorm.weight[0] = torch.nan
     with pytest.raises(NonFiniteError) as caught:
-        amount_under_budget(model, ids, 0.1, method="magnitude")
+        compress_under_budget(model, ids, 0.1, method="magnitude")
     assert caught.value.layer == 3

@@ -86,7 +86,7 @@ def compress(
     from lyapunov_prune.compression.report import REPORT
     from lyapunov_prune.models.plain import require_unquantised
     from lyapunov_prune.predictions.expectation import expectation
-    from lyapunov_prune.ranking.amount import amount_under_budget, require_spendable
+    from lyapunov_prune.ranking.amount import compress_under_budget, require_spendable
     from lyapunov_prune.results.files import require_empty
 
     require_empty(output)
@@ -123,43 +123,28 @@ def compress(
         require_smaller(loaded.model, rank)
     profile = profile_for(schedule, loaded, batch, text.batch_size, pooling)
     results: dict[str, Result] = {}
-    if max_kl is not None:
-        spent = amount_under_budget(
-            loaded.model,
-            batch,
-            max_kl,
-            method=method,
-            allocation=allocation,
-            profile=profile,
-            schedule_options=options,
-            group_size=group_size,
-            symmetric=symmetric,
-            batch_size=text.batch_size,
-            folder=jobs,
-            resume=resume,
-        )
-        sparsity, bits = (spent.amount if spent.unit == unit else None for unit in ("sparsity", "bits"))
+    how: dict[str, Any] = {
+        "method": method,
+        "allocation": schedule,
+        "profile": profile,
+        "schedule_options": options,
+        "group_size": group_size,
+        "symmetric": symmetric,
+    }
+    amount: dict[str, Any] = {"sparsity": sparsity, "rank": rank, "bits": bits, "pattern": keep_of}
+    if stream:
+        report = compress_on_disk(loaded.model, loaded.tokenizer, output, batch, format=format, **how, **amount)
+        show(report, as_json, output)
+        return
+    how["batch_size"] = text.batch_size
+    if max_kl is None:
+        done = compress_model(loaded.model, batch, **how, **amount)
+    else:
+        spent, done = compress_under_budget(loaded.model, batch, max_kl, **how, folder=jobs, resume=resume)
         results["amounts.json"] = spent
         if not as_json:
             show(spent, as_json, None)
             say(expectation().told(float(spent.kl[spent.chosen]), "matrices compressed"))
-    how: dict[str, Any] = {
-        "method": method,
-        "sparsity": sparsity,
-        "rank": rank,
-        "bits": bits,
-        "allocation": schedule,
-        "profile": profile,
-        "schedule_options": options,
-        "pattern": keep_of,
-        "group_size": group_size,
-        "symmetric": symmetric,
-    }
-    if stream:
-        report = compress_on_disk(loaded.model, loaded.tokenizer, output, batch, format=format, **how)
-        show(report, as_json, output)
-        return
-    done = compress_model(loaded.model, batch, **how, batch_size=text.batch_size)
     title, report, tokenizer = f"{Path(model).name}, compressed", done.report, loaded.tokenizer
     if packed:
         report = write_packed(loaded.model, done, tokenizer, output, title)
