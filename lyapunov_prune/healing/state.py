@@ -113,7 +113,7 @@ class TrainingState:
                     raise LyapunovPruneError(f"{path} holds {more[0]}, which is of no state; move it away")
             _delete(states)
             self._claim.give_up()
-        left = halves(self._folder, "step-*")
+        left = halves(self._folder, "step-[0-9]+")
         _delete(path for path in left if path.is_dir())
         for lock in left:
             if lock.suffix == ".lock":

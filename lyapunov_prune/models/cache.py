@@ -32,7 +32,8 @@ BUILTIN, BUILTIN_VERSION = "smollm2-135m", "0.1.2"
 PLACE, LIMIT = "LYAPUNOV_PRUNE_CACHE", "LYAPUNOV_PRUNE_CACHE_GB"
 _GIGABYTES = 20.0
 _SEAL = "cached.json"
-_ENTRY = re.compile("[0-9a-f]{64}-.+")
+_ENTRY = "[0-9a-f]{64}-[0-9][^-]*-[0-9][^-]*"  # SHA-256 of a file, versions of transformers and gguf
+_VERSION = "[0-9.]+"
 _CHUNK = 2**24
 T = TypeVar("T")
 
@@ -109,7 +110,8 @@ class Entry:
 
     def keep(self, save: Callable[[Path], None]) -> bool:
         """Whether the checkpoint that `save` writes is in the cache now, whole; if not, a warning has said why."""
-        shutil.rmtree(self.folder, ignore_errors=True)
+        with suppress(OSError):
+            _delete(self.folder)
         try:
             with whole_folder(self.folder) as folder:
                 save(folder)
@@ -128,7 +130,7 @@ class Cached:
 
     source: str  # the file's name, when it was dequantised
     folder: Path
-    size: int  # bytes
+    size: int  # bytes, 0 for a link to a folder elsewhere
     used: datetime
 
 
@@ -146,32 +148,40 @@ def cached() -> list[Cached]:
                 mark = folder / _SEAL
                 source = str(json.loads(mark.read_text(encoding="utf-8"))["source"])
             used = datetime.fromtimestamp(mark.stat().st_mtime, timezone.utc)
-            found.append(Cached(source, folder, sum(file.stat().st_size for file in folder.iterdir()), used))
+            size = 0 if folder.is_symlink() else sum(file.stat().st_size for file in folder.iterdir())
+            found.append(Cached(source, folder, size, used))
     return sorted(found, key=lambda each: each.used, reverse=True)
 
 
 def clear_cache() -> None:
     """Delete what this module, or the built-in model's loading, has put into the folder, and nothing else there.
 
-    Raises LyapunovPruneError when the disk refuses.
+    Where one of these is a link, the link goes and what it points to stays. Raises LyapunovPruneError when the disk
+    refuses.
     """
     place = cache_folder() / "gguf"
-    left = [*halves(place, "*"), *halves(cache_folder(), f"{BUILTIN}-*")]
+    locks = [path for path in place.glob("*.lock") if re.fullmatch(_ENTRY, path.stem)]
+    left = [*halves(place, _ENTRY), *halves(cache_folder(), f"{re.escape(BUILTIN)}-{_VERSION}")]
     try:
-        for folder in [*_folders(), *left, builtin_place()]:
-            if folder.is_dir():
-                shutil.rmtree(folder)
-        for lock in {*place.glob("*.lock"), *(path for path in left if path.suffix == ".lock")}:
-            lock.unlink()
+        for path in [*_folders(), *left, *locks, builtin_place()]:
+            _delete(path)
     except OSError as error:
-        raise LyapunovPruneError(f"cannot empty {cache_folder()}: {error.strerror}; delete it by hand") from None
+        reason = error.strerror or error
+        raise LyapunovPruneError(f"cannot empty {cache_folder()}: {reason}; delete it by hand") from None
     with suppress(OSError):  # not there, or something of others in it
         place.rmdir()
 
 
 def _folders() -> list[Path]:
     place = cache_folder() / "gguf"
-    return [folder for folder in place.glob("*") if _ENTRY.fullmatch(folder.name) and folder.is_dir()]
+    return [folder for folder in place.glob("*") if re.fullmatch(_ENTRY, folder.name) and folder.is_dir()]
+
+
+def _delete(path: Path) -> None:
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
 
 
 def _make_room(newest: Path, left: float) -> None:
@@ -179,7 +189,8 @@ def _make_room(newest: Path, left: float) -> None:
         if each.folder != builtin_place():
             left -= each.size
             if left < 0 and each.folder != newest:
-                shutil.rmtree(each.folder, ignore_errors=True)
+                with suppress(OSError):
+                    _delete(each.folder)
                 left += each.size
 
 

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import errno
-import glob
 import hashlib
 import json
 import os
+import re
 import secrets
 import shutil
 import stat
@@ -22,6 +22,7 @@ from lyapunov_prune.errors import LyapunovPruneError
 
 RETRY = "free space and retry"
 _PARTIAL = ".partial-"
+_RANDOM_BYTES = 8  # of the name of a temporary folder, in hexadecimal
 _TOO_LARGE = os.strerror(errno.EFBIG)
 _LONGEST_NAME = 200  # of 255 bytes: what is unfinished has a longer one
 
@@ -73,7 +74,7 @@ def whole_folder(target: str | Path, remedy: str = RETRY) -> Iterator[Path]:
     """
     require_empty(target)
     target = Path(target).resolve()  # "." has no name to build on, a link cannot be replaced by a folder
-    temporary = target.parent / f".{target.name}{_PARTIAL}{secrets.token_hex(8)}"
+    temporary = target.parent / f".{target.name}{_PARTIAL}{secrets.token_hex(_RANDOM_BYTES)}"
     lock = FileLock(f"{temporary}.lock", timeout=0)
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
@@ -134,14 +135,15 @@ def _fill(temporary: Path, target: Path) -> None:
         raise
 
 
-def halves(folder: Path, pattern: str) -> list[Path]:
-    """What `whole_folder` has not finished, or a killed process left, of targets of such names: folders and locks."""
-    return list(folder.glob(f".{pattern}{_PARTIAL}*"))
+def halves(folder: Path, name: str) -> list[Path]:
+    """The temporary folders and locks of `whole_folder` in `folder`, for targets whose name matches the regex `name`."""
+    temporary = re.compile(rf"\.(?:{name}){re.escape(_PARTIAL)}[0-9a-f]{{{2 * _RANDOM_BYTES}}}(\.lock)?")
+    return [path for path in folder.glob(f".*{_PARTIAL}*") if temporary.fullmatch(path.name)]
 
 
 def _remove_dead(target: Path) -> None:
     """Remove what processes that are gone left beside `target`. Their locks went with them."""
-    for path in halves(target.parent, glob.escape(target.name)):
+    for path in halves(target.parent, re.escape(target.name)):
         if not path.is_dir():
             continue
         lock = FileLock(f"{path}.lock", timeout=0)

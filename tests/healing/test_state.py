@@ -61,8 +61,8 @@ def test_without_resume_or_a_folder_there_is_none(tmp_path: Path) -> None:
 
 def test_half_a_state_is_none_and_is_cleared(tmp_path: Path) -> None:
     save(tmp_path, 2)
-    half = tmp_path / ".step-3.partial-x"
-    (tmp_path / ".step-3.partial-x.lock").touch()  # as a killed process leaves it
+    half = tmp_path / ".step-3.partial-0123456789abcdef"
+    (tmp_path / ".step-3.partial-0123456789abcdef.lock").touch()  # as a killed process leaves it
     half.mkdir()
     (half / "state.safetensors").write_bytes(b"half")
     assert len(TrainingState(tmp_path, ABOUT, resume=True).load()["losses"]) == 2

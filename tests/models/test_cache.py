@@ -122,7 +122,7 @@ def test_another_version_of_what_reads_it_makes_it_anew(
     file: Path, made: list[Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     load(file)
-    monkeypatch.setattr(cache_module, "version", lambda name: "99")
+    monkeypatch.setattr(cache_module, "version", lambda name: "99.0.dev1")
     load(file)
     assert made == [file, file]
 
@@ -176,7 +176,7 @@ def test_a_damaged_entry_is_made_anew(damage: str, file: Path, made: list[Path],
 def test_what_a_killed_process_left_is_removed(file: Path, place: Path) -> None:
     load(file)
     whole = entry(place)
-    half = place / f".{whole.name}.partial-00"
+    half = place / f".{whole.name}.partial-{'0' * 16}"
     half.with_name(f"{half.name}.lock").touch()  # as a killed process leaves it
     whole.rename(half)
     load(file)
@@ -331,21 +331,65 @@ def test_only_the_cache_s_own_is_deleted(file: Path, checkpoint: Path, place: Pa
     builtin = cache_folder() / "smollm2-135m-0.1.2"
     checkpoint.rename(builtin)
     assert {each.source for each in cached()} == {"x.gguf", "smollm2-135m"}
-    (place / ".a.partial-0").mkdir()
-    (place / ".a.partial-0.lock").touch()  # as a killed process leaves it
-    (place / "notes").mkdir()
-    (cache_folder() / "other").mkdir()
+    name = next(path.name for path in place.iterdir() if path.is_dir())
+    for left in (place / f".{name}.partial-{'0' * 16}", cache_folder() / f".{builtin.name}.partial-{'0' * 16}"):
+        left.mkdir()
+        left.with_name(f"{left.name}.lock").touch()  # as a killed process leaves it
+    others = [
+        *("gguf/notes", "gguf/.a.partial-0", f"gguf/.{name}.partial-kept", "gguf/0a-1-2", f"gguf/{name}-of-mine"),
+        *("other", f".{builtin.name}.partial-kept", f".smollm2-135m-base.partial-{'0' * 16}"),
+    ]
+    files = [
+        *("gguf/poetry.lock", "gguf/.a.partial-0.lock", f"gguf/{name}-of-mine.lock", "gguf/.b.partial-0.lock"),
+        *("poetry.lock", f".{builtin.name}.partial-kept.lock"),
+    ]
+    for path in others:
+        (cache_folder() / path).mkdir()
+    for path in files:
+        (cache_folder() / path).touch()
     clear_cache()
     assert cached() == []
-    assert sorted(path.relative_to(cache_folder()).as_posix() for path in cache_folder().rglob("*")) == [
-        "gguf",
-        "gguf/notes",
-        "other",
-    ]
-    (place / "notes").rmdir()
+    left_over = {path.relative_to(cache_folder()).as_posix() for path in cache_folder().rglob("*")}
+    assert left_over == {"gguf", *others, *files}
+    shutil.rmtree(place)
     clear_cache()
     assert not place.exists()
+
+
+def test_a_link_goes_and_what_it_points_to_stays(file: Path, place: Path, checkpoint: Path, tmp_path: Path) -> None:
+    load(file)
+    elsewhere = tmp_path / "elsewhere"
+    whole = entry(place)
+    whole.rename(elsewhere)
+    whole.symlink_to(elsewhere)
+    builtin = cache_folder() / "smollm2-135m-0.1.2"
+    builtin.symlink_to(checkpoint)
+    assert [each.size for each in cached()] == [0, 0]
+    before = {path: path.read_bytes() for folder in (elsewhere, checkpoint) for path in folder.iterdir()}
     clear_cache()
+    assert cached() == []
+    assert not whole.is_symlink()
+    assert not builtin.is_symlink()
+    assert before == {path: path.read_bytes() for folder in (elsewhere, checkpoint) for path in folder.iterdir()}
+
+
+def test_a_damaged_entry_behind_a_link_is_made_anew(file: Path, made: list[Path], place: Path, tmp_path: Path) -> None:
+    first = load(file)
+    whole = entry(place)
+    whole.rename(tmp_path / "elsewhere")
+    whole.symlink_to(tmp_path / "elsewhere")
+    (whole / "cached.json").write_text("{")
+    assert same(load(file), first)
+    assert not whole.is_symlink()
+    assert same(load(file), first)
+    assert made == [file, file]
+
+
+def test_a_disk_that_refuses_is_one_line(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    load(file)
+    monkeypatch.setattr(shutil, "rmtree", disk_full)
+    with pytest.raises(LyapunovPruneError, match="cannot empty .*: No space left on device; delete it by hand"):
+        clear_cache()
 
 
 def test_the_folder_is_where_the_variables_say(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -294,8 +294,8 @@ with whole_folder(sys.argv[1]) as folder:
 def test_the_next_run_removes_what_killed_ones_left(tmp_path: Path) -> None:
     """And nothing of one that lives, of another target, or of a version without locks."""
     command = [sys.executable, "-c", _KILLED, str(tmp_path / "target")]
-    other = tmp_path / ".targets.partial-0"
-    old = tmp_path / ".target.partial-0"
+    other = tmp_path / f".targets.partial-{'0' * 16}"
+    old = tmp_path / f".target.partial-{'0' * 16}"
     for folder in (other, old):
         folder.mkdir()
     living = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
