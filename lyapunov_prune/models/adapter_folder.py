@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.models.folder import ADAPTER_CONFIG, loading_errors
 
 WEIGHTS = "adapter_model.safetensors"
+_OTHER_SHAPE = re.compile(r"size mismatch for (\S+): .*?Size\((.*?)\) from checkpoint, .*?Size\((.*?)\)")
 
 
 def base_of(folder: Path) -> str:
@@ -38,7 +40,7 @@ def attach_adapters(model: PreTrainedModel, folder: Path) -> Any:
     """`model` with the adapters of `folder`, a `peft.PeftModel`. `model` itself is changed.
 
     peft leaves what the file lacks at its random start and ignores what it does not know. Here every tensor
-    of the file must have its place and every place its tensor, or LyapunovPruneError is raised.
+    of the file must have its place and every place its tensor, of the same shape, or LyapunovPruneError is raised.
     """
     try:
         from peft import LoraConfig, PeftModel, set_peft_model_state_dict
@@ -46,7 +48,16 @@ def attach_adapters(model: PreTrainedModel, folder: Path) -> Any:
         raise LyapunovPruneError("merging adapters needs peft; run: pip install 'lyapunov-prune[lora]'") from None
     with loading_errors(folder):
         adapted = PeftModel(model, LoraConfig.from_pretrained(str(folder)))
-        loaded: Any = set_peft_model_state_dict(adapted, load_file(folder / WEIGHTS))
+        try:
+            loaded: Any = set_peft_model_state_dict(adapted, load_file(folder / WEIGHTS))
+        except RuntimeError as error:
+            other = _OTHER_SHAPE.search(str(error))
+            if other is None:
+                raise
+            raise LyapunovPruneError(
+                f"{other[1]} of the adapters in {folder} has shape {other[2]}, and {other[3]} by its config and the "
+                "model (the vocabulary may have been extended); merge them with the tool that made them"
+            ) from None
     missing = sorted(key for key in loaded.missing_keys if "lora_" in key and ".default" in key)
     strange = sorted(loaded.unexpected_keys)
     if missing or strange:

@@ -183,7 +183,7 @@ def loading_errors(where: Path | str) -> Iterator[None]:
     """Turn whatever the reading of foreign bytes raises into one line about `where`."""
     try:
         yield
-    except torch.OutOfMemoryError:  # says nothing about the bytes
+    except (LyapunovPruneError, torch.OutOfMemoryError):  # say themselves what is wrong
         raise
     except Exception as error:  # foreign bytes: transformers and gguf raise whatever their parsing meets
         if "trust_remote_code" in str(error):

@@ -136,7 +136,7 @@ def _fill(temporary: Path, target: Path) -> None:
 
 
 def halves(folder: Path, name: str) -> list[Path]:
-    """The temporary folders and locks of `whole_folder` in `folder`, for targets whose name matches the regex `name`."""
+    """Temporary folders and locks of `whole_folder` in `folder`, for targets whose name matches the regex `name`."""
     temporary = re.compile(rf"\.(?:{name}){re.escape(_PARTIAL)}[0-9a-f]{{{2 * _RANDOM_BYTES}}}(\.lock)?")
     return [path for path in folder.glob(f".*{_PARTIAL}*") if temporary.fullmatch(path.name)]
 

@@ -388,7 +388,7 @@ def test_a_damaged_entry_behind_a_link_is_made_anew(file: Path, made: list[Path]
 def test_a_disk_that_refuses_is_one_line(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     load(file)
     monkeypatch.setattr(shutil, "rmtree", disk_full)
-    with pytest.raises(LyapunovPruneError, match="cannot empty .*: No space left on device; delete it by hand"):
+    with pytest.raises(LyapunovPruneError, match=r"cannot empty .*: No space left on device; delete it by hand"):
         clear_cache()
 
 

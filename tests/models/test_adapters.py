@@ -1,0 +1,136 @@
+"""The merged model is the adapted one, also where adapters stand beside tied embeddings; else it is refused."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from helpers import TEXT, VOCABULARY, Done, make_classifier, make_tiny
+from peft import LoraConfig, LoraModel, PeftModel, get_peft_model
+from torch import nn
+from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
+
+from lyapunov_prune.errors import LyapunovPruneError
+from lyapunov_prune.models.adapters import merge_adapters
+from lyapunov_prune.models.loading import load
+
+EMBEDDINGS: dict[str, dict[str, Any]] = {
+    "head": {"target_modules": ["q_proj", "lm_head"]},
+    "embedding": {"target_modules": ["q_proj", "embed_tokens"]},
+    "both": {"target_modules": ["embed_tokens", "lm_head"]},
+    "both, their adapters tied": {"target_modules": ["embed_tokens", "lm_head"], "ensure_weight_tying": True},
+    "head, DoRA": {"target_modules": ["lm_head"], "use_dora": True},
+    "head, trained whole": {"target_modules": ["q_proj"], "modules_to_save": ["lm_head"]},
+    "embedding, trained whole": {"target_modules": ["q_proj"], "modules_to_save": ["embed_tokens"]},
+    "some tokens": {"target_modules": ["q_proj"], "trainable_token_indices": [3, 5]},
+}
+
+
+def adapted(model: PreTrainedModel, **settings: Any) -> PeftModel:
+    """`model` with LoRA adapters of random numbers."""
+    torch.manual_seed(1)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of peft, about tied weights
+        peft = get_peft_model(model, LoraConfig(r=2, lora_alpha=8, **settings))
+    with torch.no_grad():
+        for name, parameter in peft.named_parameters():
+            if any(part in name for part in ("lora_", "modules_to_save", "trainable_tokens_delta")):
+                parameter.normal_(std=0.1)
+    return peft.eval()
+
+
+@pytest.fixture
+def tied(tokenizer: PreTrainedTokenizerFast, checkpoint: Path) -> Path:
+    """A folder beside `tiny` whose model has one matrix as embedding and head."""
+    folder = checkpoint.parent / "tied"
+    make_tiny("llama", vocab_size=len(VOCABULARY), tie_word_embeddings=True).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.parametrize("name", EMBEDDINGS)
+def test_adapters_of_tied_embeddings(name: str, tied: Path, run: Callable[..., Done], ids: torch.Tensor) -> None:
+    peft = adapted(AutoModelForCausalLM.from_pretrained(tied), **EMBEDDINGS[name])
+    expected = peft(ids).logits
+    plain = AutoModelForCausalLM.from_pretrained(tied)(ids).logits
+    assert not torch.allclose(expected, plain, atol=0.1)
+    peft.save_pretrained(tied.parent / "adapters")
+    merged = load("adapters", merge_adapter=True).model
+    torch.testing.assert_close(merged(ids).logits, expected, rtol=1e-4, atol=1e-4)
+    done = run("prune", "adapters", "--layers", "1", "--merge-adapter", "-o", "out", *TEXT)
+    assert done.code == 0
+    assert all(line.startswith("warning: the adapters change one of two tied") for line in done.err.splitlines())
+    assert len(done.err.splitlines()) == (name != "some tokens")
+    reloaded = load("out").model
+    assert reloaded.config.tie_word_embeddings == (name == "some tokens")
+    del merged.model.layers[1]
+    torch.testing.assert_close(reloaded(ids).logits, merged(ids, use_cache=False).logits)
+
+
+def test_adapters_of_the_layers_leave_embeddings_tied(tied: Path, ids: torch.Tensor) -> None:
+    peft = adapted(AutoModelForCausalLM.from_pretrained(tied), target_modules=["q_proj"])
+    merged = merge_adapters(peft)
+    assert merged.config.tie_word_embeddings
+    assert merged.lm_head.weight is merged.model.embed_tokens.weight
+
+
+def test_repeated_layers_are_refused(tied: Path, checkpoint: Path, run_bad: Callable[..., str]) -> None:
+    settings: dict[str, Any] = {"target_modules": ["q_proj"], "layer_replication": [[0, 2], [1, 4]]}
+    for base in (tied, checkpoint):
+        adapted(AutoModelForCausalLM.from_pretrained(base), **settings).save_pretrained(base.parent / "adapters")
+        for layers in ("1", "0"):
+            told = run_bad("prune", "adapters", "--layers", layers, "--merge-adapter", "-o", "out", *TEXT)
+            assert "layer_replication" in told
+
+
+def test_weights_that_layers_share_are_refused() -> None:
+    for target in ("q_proj", "v_proj"):
+        model = make_tiny("llama")
+        model.model.layers[3].self_attn.q_proj.weight = model.model.layers[1].self_attn.q_proj.weight
+        peft = adapted(model, target_modules=[target])
+        if target == "v_proj":
+            merge_adapters(peft)
+        else:
+            with pytest.raises(LyapunovPruneError, match=r"layers\.1\.self_attn\.q_proj shares its weights"):
+                merge_adapters(peft)
+
+
+def test_a_merge_that_gives_another_model_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    merge = LoraModel.merge_and_unload
+
+    def wrongly(self: Any, **options: Any) -> nn.Module:
+        merged = merge(self, **options)
+        merged.lm_head.weight.data *= 1.01
+        return merged
+
+    monkeypatch.setattr(LoraModel, "merge_and_unload", wrongly)
+    with pytest.raises(LyapunovPruneError, match=r"logits differ from the adapted ones by 0\.01 of their spread"):
+        merge_adapters(adapted(make_tiny("llama"), target_modules=["q_proj"]))
+
+
+@pytest.mark.parametrize("dtype", ["float64", "float32", "float16", "bfloat16"])
+def test_rounding_is_no_other_model(dtype: str) -> None:
+    model = make_tiny("llama").to(getattr(torch, dtype))
+    assert merge_adapters(adapted(model, target_modules="all-linear")).dtype == getattr(torch, dtype)
+
+
+def test_dropout_is_no_other_model() -> None:
+    peft = adapted(make_tiny("llama"), target_modules=["q_proj"], lora_dropout=0.5).train()
+    assert merge_adapters(peft).training
+
+
+def test_adapters_of_an_image_classifier() -> None:
+    merge_adapters(adapted(make_classifier("vit"), target_modules="all-linear"))
+
+
+def test_adapters_for_a_larger_vocabulary_are_refused(checkpoint: Path, run_bad: Callable[..., str]) -> None:
+    model = AutoModelForCausalLM.from_pretrained(checkpoint)
+    model.resize_token_embeddings(len(VOCABULARY) + 4)
+    adapted(model, target_modules=["q_proj"]).save_pretrained(checkpoint.parent / "adapters")
+    told = run_bad("prune", "adapters", "--layers", "1", "--merge-adapter", "-o", "out", *TEXT)
+    assert "embed_tokens.weight of the adapters in adapters has shape [264, 32], and [260, 32] by" in told
+    assert "truncated" not in told
