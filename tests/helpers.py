@@ -608,7 +608,7 @@ def example(kind: Any, floats: Iterator[float]) -> Any:
         return {"a": example(args[1], floats), "b": example(args[1], floats)}
     if kind is np.ndarray:
         return np.array([[next(floats) for _ in range(2)] for _ in range(3)])
-    return {int: 5, float: next(floats), str: "ρ “x”\n", bool: True}[kind]
+    return {int: 5, float: next(floats), str: "ρ “x”\n", bool: True, Any: [8.5, "nan", {"c": None}]}[kind]
 
 
 def sound(name: str, values: dict[str, Any], floats: Iterator[float]) -> dict[str, Any]:

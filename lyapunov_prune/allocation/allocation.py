@@ -66,7 +66,10 @@ class Allocation(Result):
         own = (self.names, self.layers, self.sizes)
         theirs = (tuple(p.name for p in matrices.projections), tuple(matrices.layers), tuple(matrices.sizes))
         if not self.model.same_as(matrices.model) or own != theirs:
-            raise LyapunovPruneError(f"this allocation was made for {self.model.name}; allocate for this model anew")
+            raise LyapunovPruneError(
+                f"this allocation was made for {self.model.name}{self.model.other_setting(matrices.model)}; allocate "
+                "for this model anew"
+            )
 
     def of(self, name: str) -> float:
         """The amount of one matrix; raises LyapunovPruneError when there is none of this name."""

@@ -114,7 +114,8 @@ def require_profile(profile: ContractionProfile, model: ModelIdentity) -> None:
     """Raise LyapunovPruneError unless the profile is one of this model."""
     if not profile.measured_on.model.same_as(model):
         raise LyapunovPruneError(
-            f"the contraction profile is of {profile.measured_on.model.name}, not of {model.name}; measure this model"
+            f"the contraction profile is of {profile.measured_on.model.name}, not of {model.name}"
+            f"{model.other_setting(profile.measured_on.model)}; measure this model"
         )
 
 

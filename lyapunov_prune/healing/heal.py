@@ -203,8 +203,8 @@ def heal(
     settings |= {"learning_rate": learning_rate, "temperature": temperature}
     about: dict[str, Any] = {}
     if folder is not None:
-        weights = {"student": measured_on.model.weights, "teacher": identify(teacher).weights}
-        about = {**weights, **encode(measured_on), **settings}
+        guided_by = identify(teacher)
+        about = {"teacher": [guided_by.weights, guided_by.settings], **encode(measured_on), **settings}
     with TrainingState(folder if processes.is_main_process else None, about, resume=resume) as state:
         tensors = state.load()
         if evaluation is not None:  # first, so that text on which a model fails costs no training

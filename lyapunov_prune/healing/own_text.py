@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import PreTrainedModel
@@ -45,7 +46,9 @@ def self_generated(
     begin = _first_token(model)
     windows, steps = tokens // context, context - 1
     reading = read(model, torch.full((1, context), begin))  # its context and vocabulary are checked
-    about = {"weights": identify(model).weights, "dtype": str(model.dtype), "context": context, "seed": seed}
+    known = identify(model)
+    about: dict[str, Any] = {"weights": known.weights, "settings": known.settings}
+    about |= {"dtype": str(model.dtype), "context": context, "seed": seed}
     with Store(folder, "self-generated text", about, resume=resume) as store:
         missing = [window for window in range(windows) if str(window) not in store]
         for first in track(range(0, len(missing), batch_size), "writing text to learn from"):
@@ -54,7 +57,7 @@ def self_generated(
             for window, row in zip(some, written.tolist(), strict=True):
                 store.add(str(window), row)
         rows = [[begin, *store[str(window)]] for window in range(windows)]
-    return TokenBatch(torch.tensor(rows), text=f"written by {identify(model).name}", split="all", bos=True)
+    return TokenBatch(torch.tensor(rows), text=f"written by {known.name}", split="all", bos=True)
 
 
 def _first_token(model: PreTrainedModel) -> int:

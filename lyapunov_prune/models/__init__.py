@@ -7,7 +7,8 @@
   integers are unpacked on loading; `quantised`: those that stay packed, and what may be asked of them;
 - `device`: the CPU or a GPU, and the memory there; `dispatched`: several of them, and the disk; `launched`: several
   processes; `kernels`: by which attention and experts are computed;
-- `digest`: what tells a model's weights from others; `tokenizers`: what tells two that read alike;
+- `digest`, `settings`: what tells a model's weights and its forward from others; `tokenizers`: what tells two that read
+  alike;
 - `adapters`, `plain`, `wrappers`: what a model must be for its weights to be changed;
 - `projections`, `roles`: its matrices, and what each does; `feedforward`: the block between attention and the next
   layer; `kinds`: which layers are alike;

@@ -13,52 +13,60 @@ import hashlib
 import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import TypeVar
 
 import torch
 from torch import nn
 
 from lyapunov_prune.models.quantised import is_packed, packed_tensors
 
+T = TypeVar("T")
+
 # What a model of the dtype may be cast to and still be the same model; itself comes first.
 _CASTS = {
     torch.float64: (torch.float64, torch.float32, torch.float16, torch.bfloat16),
     torch.float32: (torch.float32, torch.float16, torch.bfloat16),
 }
-_WIDTH, _ROWS = 4096, 64  # words in a row, which the digest depends on; rows at once, on which it does not
+_WIDTH = 4096  # words in a row; the digest depends on it
+# Rows at once; the digest does not depend on it. On the CPU they and a copy fit in its cache.
+_ROWS, _ROWS_ELSEWHERE = 16, 1024
 _ODD = torch.frombuffer(bytearray(hashlib.shake_256(b"lyapunov-prune").digest(8 * _WIDTH)), dtype=torch.int64) | 1
-_known: weakref.WeakKeyDictionary[nn.Module, tuple[Any, dict[str, str]]] = weakref.WeakKeyDictionary()
+# What a model held when it was asked last, and what `weight_digests` answered.
+_known: weakref.WeakKeyDictionary[nn.Module, tuple[dict[str, str], dict[str, str]]] = weakref.WeakKeyDictionary()
 
 
 def weight_digests(model: nn.Module) -> dict[str, str]:
-    """`combined` over the tensors of `model`, kept until one of them changes.
+    """`combined` over the tensors of `model`, of which every byte is read at every call.
 
-    The change is seen by the tensors' addresses and torch's counts of changes in place, and where a write through
-    `.data` goes past these, by a few of the numbers.
+    Nothing cheaper sees every change: torch does not count writes through `.data`. What the weights round to in
+    narrower dtypes is remembered until they change.
     """
     packed = is_packed(model)
     tensors = dict([*model.named_parameters(), *model.named_buffers()] if packed else saved_tensors(model))
-    state = tuple(map(_state, tensors.values()))
+    held = _in_threads(tensors, lambda name: _as_it_is(tensors[name]))
     known = _known.get(model)
-    if known is None or known[0] != state:
+    if known is None or known[0] != held:
         if packed:
             digests = {name: tensor_digests(tensor) for name, tensor in packed_tensors(model)}
         else:
             digests = digests_of(tensors, tensors.__getitem__)
-        known = _known[model] = state, combined(digests)
+        known = _known[model] = held, combined(digests)
     return known[1]
 
 
 def digests_of(names: Collection[str], read: Callable[[str], torch.Tensor]) -> dict[str, dict[str, str]]:
     """`tensor_digests` of what `read` gives for each name; at most four tensors at a time."""
+    return _in_threads(names, lambda name: tensor_digests(read(name)))
+
+
+def _in_threads(names: Collection[str], work: Callable[[str], T]) -> dict[str, T]:
     threads = torch.get_num_threads()
     if threads == 1:  # a pool of one would take as long to hand small tensors over as they take
-        return {name: tensor_digests(read(name)) for name in names}
+        return {name: work(name) for name in names}
     torch.set_num_threads(1)  # a thread a tensor, and no waiting for each other at each of thousands of short steps
     try:
         with ThreadPoolExecutor(min(threads, 4)) as pool:
-            digests = pool.map(lambda name: tensor_digests(read(name)), names)
-            return dict(zip(names, digests, strict=True))
+            return dict(zip(names, pool.map(work, names), strict=True))
     finally:
         torch.set_num_threads(threads)
 
@@ -98,15 +106,15 @@ def combined(tensors: Mapping[str, dict[str, str]]) -> dict[str, str]:
     return whole
 
 
-def _state(tensor: torch.Tensor) -> tuple[Any, ...]:
+@torch.no_grad()
+def _as_it_is(tensor: torch.Tensor) -> str:
     flat = tensor.detach().reshape(-1)
-    changes = None if tensor.is_inference() else tensor._version
-    return tensor.data_ptr(), changes, tensor.dtype, tensor.shape, flat[:: len(flat) // 8 + 1].tolist()
+    return f"{flat.dtype} {_digest(flat, flat.dtype)}"
 
 
 def _digest(flat: torch.Tensor, dtype: torch.dtype) -> str:
     row = 8 * _WIDTH // dtype.itemsize
-    rows = min(_ROWS, -(-len(flat) // row))
+    rows = min(_ROWS if flat.device.type == "cpu" else _ROWS_ELSEWHERE, -(-len(flat) // row))
     block = torch.zeros(rows * row, dtype=dtype, device=flat.device)
     words, odd = block.view(torch.int64).view(rows, _WIDTH), _ODD.to(flat.device)
     mixed, sums = torch.empty_like(words), []

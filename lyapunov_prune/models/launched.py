@@ -29,7 +29,7 @@ def require_same_models(among: PartialState, *models: PreTrainedModel) -> None:
     """Raise LyapunovPruneError, in every process, where the processes `among` do not have the same models."""
     if among.num_processes > 1:
         known = [identify(model) for model in models]
-        require_alike(among, "models", [[each.architecture, each.weights] for each in known])
+        require_alike(among, "models", [[each.architecture, each.weights, each.settings] for each in known])
 
 
 def require_alike(among: PartialState, what: str, told: Any) -> None:

@@ -19,6 +19,7 @@ from lyapunov_prune.models.digest import weight_digests
 from lyapunov_prune.models.dispatched import bring_weights
 from lyapunov_prune.models.held import held
 from lyapunov_prune.models.quantised import UNPACK, is_packed, quantisation
+from lyapunov_prune.models.settings import forward_settings
 from lyapunov_prune.models.streamed import stream_of
 from lyapunov_prune.results.result import ModelIdentity
 
@@ -191,7 +192,7 @@ def scale_weights(model: PreTrainedModel) -> None:
 
 
 def identify(model: PreTrainedModel, weights: dict[str, str] | None = None) -> ModelIdentity:
-    """What tells this model from another: names and shapes of all parameters, and digests of all weights.
+    """What tells this model from another: names and shapes of all parameters, digests of all weights, and settings.
 
     `weights` are the digests of a model whose numbers are elsewhere, on the disk; those of a streamed one are known.
     """
@@ -211,4 +212,5 @@ def identify(model: PreTrainedModel, weights: dict[str, str] | None = None) -> M
         parameters=model.num_parameters(),
         architecture=digest.hexdigest(),
         weights=weights,
+        settings=forward_settings(model),
     )

@@ -155,7 +155,7 @@ class PruningPlan(Result):
         if not self.model.same_as(identity):
             raise LyapunovPruneError(
                 f"this plan was made for {self.model.name} ({self.model.model_type}, {self.model.num_layers} layers), "
-                f"not for {identity.name}; rank this model's layers anew"
+                f"not for {identity.name}{identity.other_setting(self.model)}; rank this model's layers anew"
             )
 
     def require_gaps(self) -> None:

@@ -58,10 +58,11 @@ class Provenance(Result):
 
         `option` is where to give another.
         """
-        if not self.plan.model.same_as(identify(dense)):
+        identity = identify(dense)
+        if not self.plan.model.same_as(identity):
             raise LyapunovPruneError(
-                f"{name} is not the model that {made} was made from, which {Path(made) / PROVENANCE} records as "
-                f"{self.source!r}; give that one as {option}"
+                f"{name}{identity.other_setting(self.plan.model)} is not the model that {made} was made from, which "
+                f"{Path(made) / PROVENANCE} records as {self.source!r}; give that one as {option}"
             )
 
 

@@ -44,6 +44,8 @@ class ModelIdentity:
 
     `weights` holds digests of all of them, by dtype: as they are, and rounded to every narrower one
     (`models/digest.py`). So a model still counts as itself after a cast, and one changed bit makes it another.
+    `settings` holds what its config says of the forward (`models/settings.py`), as JSON holds it; None in files of
+    older versions, which did not ask.
     """
 
     name: str
@@ -52,6 +54,7 @@ class ModelIdentity:
     parameters: int
     architecture: str  # SHA-256 over parameter names and shapes
     weights: dict[str, str]
+    settings: dict[str, Any] | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "name", printable(self.name))  # it is shown, and folders have names of any kind
@@ -60,7 +63,7 @@ class ModelIdentity:
 
     def same_as(self, other: ModelIdentity) -> bool:
         """Raises LyapunovPruneError when the weights are in dtypes of which none can be rounded to the other."""
-        if self.architecture != other.architecture:
+        if self.architecture != other.architecture or self.other_setting(other):
             return False
         common = self.weights.keys() & other.weights.keys()
         if not common:
@@ -70,6 +73,17 @@ class ModelIdentity:
                 "load both in one dtype (--dtype)"
             )
         return all(self.weights[dtype] == other.weights[dtype] for dtype in common)
+
+    def other_setting(self, other: ModelIdentity) -> str:
+        """In brackets the first setting that both configs have with different values, for a message; empty if none.
+
+        A setting that one config lacks does not count: versions of transformers know different ones.
+        """
+        mine, theirs = self.settings or {}, other.settings or {}
+        for name, value in mine.items():
+            if name in theirs and value != theirs[name]:
+                return printable(f" (its {name} is {str(value)[:60]}, not {str(theirs[name])[:60]})")
+        return ""
 
 
 @dataclass(frozen=True)

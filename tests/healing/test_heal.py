@@ -236,7 +236,7 @@ def test_a_state_of_another_run_is_refused(ids: torch.Tensor, tmp_path: Path) ->
     for model in other:
         model.model.layers[2].mlp.down_proj.weight.data[3, 3] += 1  # no weight that the identity samples
     for arguments, changes, what in [
-        ((other[0], teacher, ids), {}, "student"),
+        ((other[0], teacher, ids), {}, "model"),
         ((student, other[1], ids), {}, "teacher"),
         ((student, teacher, ids[:2]), {}, "text_hash"),
         ((student, teacher, ids), {"rank": 3}, "rank"),

@@ -135,10 +135,34 @@ def changes() -> dict[str, Callable[[Any], None]]:
     def through_data(model: Any) -> None:
         model.model.layers[1].mlp.up_proj.weight.data.mul_(1.01)
 
+    def pruned_through_data(model: Any) -> None:  # as wanda's own code does it
+        weight = model.model.layers[1].mlp.up_proj.weight
+        weight.data[weight.abs() < weight.abs().flatten().kthvalue(weight.numel() // 50).values] = 0
+
+    def sign_through_data(model: Any) -> None:
+        model.model.layers[3].self_attn.q_proj.weight.data[5, 7].neg_()
+
+    def swapped_through_data(model: Any) -> None:
+        weight = model.model.layers[2].mlp.down_proj.weight
+        weight.data[:, :2] = weight.data[:, :2].flip(1)
+
     def buffer(model: Any) -> None:
         model.model.register_buffer("bias", torch.ones(4))
 
-    return {f.__name__: f for f in (head, mlp, norm, replaced, through_data, buffer)}
+    return {
+        f.__name__: f
+        for f in (
+            head,
+            mlp,
+            norm,
+            replaced,
+            through_data,
+            pruned_through_data,
+            sign_through_data,
+            swapped_through_data,
+            buffer,
+        )
+    }
 
 
 @pytest.mark.parametrize("what", changes())
@@ -156,7 +180,7 @@ def test_a_changed_weight_is_another_model(what: str) -> None:
         plan.require_model(model)
 
 
-def test_an_unchanged_model_is_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unchanged_model_is_rounded_once(monkeypatch: pytest.MonkeyPatch) -> None:
     model = make_tiny("gpt2")
     found = weight_digests(model)
     monkeypatch.setattr(digest, "tensor_digests", pytest.fail)
