@@ -27,6 +27,7 @@ from lyapunov_prune.forward.continuations import Continuations
 from lyapunov_prune.forward.hooks import require_finite
 from lyapunov_prune.models.hooked import hooked
 from lyapunov_prune.models.plain import require_in_memory
+from lyapunov_prune.models.positions import rotation, switches
 from lyapunov_prune.models.structure import Structure, find_structure, in_eval_mode
 from lyapunov_prune.models.tokenizers import token_ids
 from lyapunov_prune.progress import track
@@ -110,6 +111,7 @@ class ProjectModel(HFLM):
         bars: TextIO,
     ) -> None:
         self._start = [tokenizer.bos_token_id] if bos else []
+        self._config = structure.config
         self._context = structure.max_context or _UNCUT
         self._vocabulary = structure.config.vocab_size
         self._continuations = continuations
@@ -146,6 +148,7 @@ class ProjectModel(HFLM):
             if self._continuations.possible:
                 return self._by_item(rows, [len(continuation) for _, _, continuation in requests])
             log_likelihoods: list[tuple[float, bool]] = []
+            override_bs = 1 if switches(self._config) else override_bs
             width = _STRETCH * self.batch_size
             for start in track(range(0, len(requests), width), "log-likelihoods"):
                 some = requests[start : start + width]
@@ -169,9 +172,11 @@ class ProjectModel(HFLM):
             raise LyapunovPruneError("this tokenizer has no end-of-text token, which generation stops at; give it one")
         order = sorted(range(len(rows)), key=lambda i: -len(rows[i]))  # what does not fit is found first
         texts: dict[int, str] = {}
+        # Padded beside a longer text, a short one would get the positions of a long one.
+        size = 1 if switches(self._config) else self.batch_size
         with redirect_stderr(self._bars):
-            for start in track(range(0, len(order), self.batch_size), "answers"):
-                some = order[start : start + self.batch_size]
+            for start in track(range(0, len(order), size), "answers"):
+                some = order[start : start + size]
                 answers = super().generate_until([requests[i] for i in some], disable_tqdm=True)
                 texts.update(zip(some, answers, strict=True))
         return [texts[i] for i in range(len(rows))]
@@ -259,7 +264,7 @@ def run(
     # Before hooks are set: it tries logits larger than any text's.
     trial = torch.arange(1, 33, device=model.device)[None] % structure.config.vocab_size
     continuations = Continuations(model, structure, trial)
-    with quietly(), _only_finite(model, structure), _greedy(model):
+    with quietly(), _only_finite(model, structure), _greedy(model), _fresh_cache(model, structure.config):
         asked = ProjectModel(
             model, structure, tokenizer, bos=bos, batch_size=batch_size, continuations=continuations, bars=shown
         )
@@ -307,3 +312,27 @@ def _greedy(model: PreTrainedModel) -> Iterator[None]:
         yield
     finally:
         model.generation_config = kept
+
+
+@contextmanager
+def _fresh_cache(model: Any, config: Any) -> Iterator[None]:
+    """`generate` drops a cache that is stale since positions changed by length. By itself only Phi-3 does."""
+    prepare = model.prepare_inputs_for_generation
+
+    def prepared(input_ids: torch.Tensor, past_key_values: Any = None, **kwargs: Any) -> dict[str, Any]:
+        read = 0 if past_key_values is None else past_key_values.get_seq_length()
+        if read and rotation(config, read) != rotation(config, input_ids.shape[1]):
+            past_key_values, kwargs["next_sequence_length"] = None, None
+        return prepare(input_ids, past_key_values=past_key_values, **kwargs)
+
+    if not switches(config):
+        yield
+        return
+    before = model.__dict__.get("prepare_inputs_for_generation")
+    model.prepare_inputs_for_generation = prepared
+    try:
+        yield
+    finally:
+        del model.prepare_inputs_for_generation
+        if before is not None:
+            model.prepare_inputs_for_generation = before

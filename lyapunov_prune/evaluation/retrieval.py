@@ -18,6 +18,7 @@ from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.forward.hooks import final_state, require_finite
 from lyapunov_prune.linalg import lift
 from lyapunov_prune.models.plain import require_in_memory
+from lyapunov_prune.models.positions import alike
 from lyapunov_prune.models.structure import find_structure, in_eval_mode
 from lyapunov_prune.progress import track
 from lyapunov_prune.results.frames import pd
@@ -194,10 +195,10 @@ def _embed(model: PreTrainedModel, rows: list[list[int]], skipped: int, batch_si
     require_in_memory(model)
     structure = find_structure(model)
     require_context(structure, max(map(len, rows)))
-    order = sorted(range(len(rows)), key=lambda i: len(rows[i]))
     found: dict[int, torch.Tensor] = {}
-    for k in track(range(0, len(order), batch_size), f"embeddings of {name}"):
-        some = order[k : k + batch_size]
+    groups = alike(structure.config, list(map(len, rows)))
+    batches = [group[k : k + batch_size] for group in groups for k in range(0, len(group), batch_size)]
+    for some in track(batches, f"embeddings of {name}"):
         width = max(2, len(rows[some[-1]]))
         # What is repeated at the end is no padding to the model, and need not be: no position looks at a later one.
         ids = torch.tensor([rows[i] + rows[i][-1:] * (width - len(rows[i])) for i in some])

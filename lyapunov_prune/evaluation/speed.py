@@ -95,7 +95,7 @@ def measure_speed(
 
     One round of warm-up, then `repeats` rounds in which the models take turns. The first model is the
     reference. Token ids and pixels are random: speed does not depend on them. A decoder that hands no cache back runs
-    on the whole text again at every step.
+    on the whole text again at every step, one whose positions change by length (`models.positions`) where they do.
 
     Raises LyapunovPruneError when prompt and steps do not fit the context, for models of text beside models of images,
     for a streamed model, and for no models, prompt, steps or repeats.
@@ -153,7 +153,7 @@ def _round(model: PreTrainedModel, ids: torch.Tensor, prompt: int) -> tuple[floa
     output = model(ids[:, :prompt], use_cache=True)
     marks.append(now(model))
     for t in range(prompt, ids.shape[1]):
-        carried = carried_on(model, output)
+        carried = carried_on(model, output, t)
         output = model(ids[:, t : t + 1] if carried else ids[:, : t + 1], **carried, use_cache=True)
         marks.append(now(model))
     seconds = np.diff(marks).tolist()

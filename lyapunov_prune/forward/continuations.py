@@ -15,6 +15,7 @@ from lyapunov_prune.forward.logits import CACHE_LIMIT, deviation
 from lyapunov_prune.forward.prefix import final_state
 from lyapunov_prune.forward.scoring import Scorer
 from lyapunov_prune.linalg import lift
+from lyapunov_prune.models.positions import alike, rotation
 from lyapunov_prune.models.structure import Structure
 
 
@@ -25,6 +26,9 @@ class Continuations:
     positions that are scored and at no other. Whether the model gives through its cache what it gives without is tried
     on the first texts that share anything, and where it does not, every text runs whole. `possible` says whether the
     logits are a function of the final state at all; where not, ask the model.
+
+    Each text is read without its last token, which predicts nothing. Texts of lengths with other positions
+    (`models.positions`) are not read together, so each gives what it gives by itself.
     """
 
     def __init__(self, model: PreTrainedModel, structure: Structure, ids: torch.Tensor) -> None:
@@ -60,10 +64,21 @@ class Continuations:
 
     def _states(self, texts: Sequence[Sequence[int]], scored: Sequence[int]) -> list[torch.Tensor]:
         """Of each text the final states (scored × width) that its last tokens are predicted from."""
+        read = [text[:-1] for text in texts]
+        found: dict[int, torch.Tensor] = {}
+        for places in alike(self.structure.config, list(map(len, read))):
+            together = self._together([read[i] for i in places], [scored[i] for i in places])
+            found |= dict(zip(places, together, strict=True))
+        return [found[i] for i in range(len(texts))]
+
+    def _together(self, texts: Sequence[Sequence[int]], scored: Sequence[int]) -> list[torch.Tensor]:
+        """The last `scored` states of texts that are rotated alike."""
         shared = min(
-            shared_start(texts), *(len(text) - count - 1 for text, count in zip(texts, scored, strict=True))
+            shared_start(texts), *(len(text) - count for text, count in zip(texts, scored, strict=True))
         )  # the first scored token is predicted from what is no more shared
-        if len(texts) == 1 or shared < 1 or self.cached is False:
+        config = self.structure.config
+        stale = rotation(config, shared) != rotation(config, len(texts[0]))
+        if len(texts) == 1 or shared < 1 or stale or self.cached is False:
             return self._picked(self._whole(texts), texts, scored, 0)
         if self.cached is None:
             whole = self._picked(self._whole(texts), texts, scored, 0)
@@ -93,7 +108,7 @@ class Continuations:
     def _picked(
         self, states: torch.Tensor, texts: Sequence[Sequence[int]], scored: Sequence[int], before: int
     ) -> list[torch.Tensor]:
-        ends = [len(text) - before - 1 for text in texts]
+        ends = [len(text) - before for text in texts]
         return [row[end - count : end] for row, end, count in zip(states, ends, scored, strict=True)]
 
 

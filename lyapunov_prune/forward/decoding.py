@@ -93,9 +93,10 @@ def walk(
 
     It is what `choose` makes of the model's own logits, (prompts × 1). Nothing else has a say: the model's generation
     config (its penalties, its EOS) is not asked, so decoding goes on behind the end of a text. `told`: every
-    step is given its position, without which some forwards count from zero at every call. A decoder that gives back no
-    cache runs on the whole text again at every step. Raises NonFiniteError naming the layer when the model is not
-    finite.
+    step is given its position, without which some forwards count from zero at every call. Every step is what an
+    uncached forward over the text so far gives: a decoder that gives back no cache runs on the whole text at every
+    step, and one whose positions change by length runs on it once more where they do. Raises NonFiniteError naming the
+    layer when the model is not finite.
     """
     model, structure = reading.model, reading.structure
     taken = inspect.signature(model.forward).parameters
@@ -116,7 +117,7 @@ def walk(
         if not logits.isfinite().all():
             require_finite(structure, text, f"step {t}")
             raise LyapunovPruneError(f"the logits of step {t} are not finite; load the model in a wider dtype")
-        carried = carried_on(model, output)
+        carried = carried_on(model, output, text.shape[1])
         del output
         tokens = choose(t, logits).to(ids)
         yield states.pop(), logits, tokens

@@ -10,9 +10,11 @@ from transformers import PreTrainedModel
 
 from lyapunov_prune.data.examples import Examples, as_examples, model_inputs
 from lyapunov_prune.errors import LyapunovPruneError
+from lyapunov_prune.forward.hooks import final_state
 from lyapunov_prune.linalg import lift
 from lyapunov_prune.models.classifiers import image_shape, looks_at_images
-from lyapunov_prune.models.structure import find_structure
+from lyapunov_prune.models.positions import rotation, stretches
+from lyapunov_prune.models.structure import Structure, find_structure
 
 # Largest relative deviation of a token's logits. The same kernels on the same shapes agree to the last
 # bit; folded constants (GPT-2) and the cache's other kernels do not, and a model that a removal has
@@ -82,9 +84,25 @@ def uncached_logits(model: PreTrainedModel, inputs: torch.Tensor) -> torch.Tenso
 
 
 def last_logits(model: PreTrainedModel, ids: torch.Tensor) -> torch.Tensor:
-    """The uncached logits of the positions that `cached_logits` returns; a forward that can forms no others."""
-    number = ids.shape[1] - _prefix(ids) + 1
-    return model(ids, use_cache=False, **only_last(model, number)).logits[:, -number:]
+    """The uncached logits of the positions that `cached_logits` returns; a forward that can forms no others.
+
+    Each is that of a forward over the text up to there: one forward, and one more where positions change on the way.
+    """
+    parts = []
+    for first, last in stretches(_text_config(model), _prefix(ids), ids.shape[1]):
+        number = last - first + 1
+        parts.append(model(ids[:, :last], use_cache=False, **only_last(model, number)).logits[:, -number:])
+    return torch.cat(parts, dim=1)
+
+
+def last_states(structure: Structure, ids: torch.Tensor, number: int) -> torch.Tensor:
+    """The last `number` final states (windows × number × width), each of a forward over the text up to there."""
+    read = stretches(structure.config, ids.shape[1] - number + 1, ids.shape[1])
+    return torch.cat([final_state(structure, ids[:, :last])[:, first - 1 :] for first, last in read], dim=1)
+
+
+def _text_config(model: PreTrainedModel) -> Any:
+    return model.config.get_text_config(decoder=True)
 
 
 def _prefix(ids: torch.Tensor) -> int:
@@ -98,14 +116,23 @@ def only_last(model: PreTrainedModel, positions: int) -> dict[str, int]:
     return {"logits_to_keep": positions} if "logits_to_keep" in taken else {}
 
 
-def carried_on(model: PreTrainedModel, output: Any) -> dict[str, Any]:
-    """The cache, whatever it is called: what the forward both returns and takes. Empty for a decoder without one."""
+def carried_on(model: PreTrainedModel, output: Any, length: int) -> dict[str, Any]:
+    """The cache of `length` tokens, for a forward of the next, whatever it is called: what forward returns and takes.
+
+    Empty for a decoder without one, and where a text of one token more has other positions (`models.positions`): its
+    keys are stale, and the whole text has to be read again.
+    """
+    config = _text_config(model)
+    return cache_of(model, output) if rotation(config, length) == rotation(config, length + 1) else {}
+
+
+def cache_of(model: PreTrainedModel, output: Any) -> dict[str, Any]:
     taken = inspect.signature(model.forward).parameters
     return {name: value for name, value in output.items() if name in taken and value is not None}
 
 
 def cached_logits(model: PreTrainedModel, ids: torch.Tensor, *, positions: bool = False) -> torch.Tensor | None:
-    """Logits of the last tokens: a prefix at once, then one token at a time through the cache.
+    """Logits of the last tokens: a prefix at once, then one token at a time through the cache while it holds.
 
     `positions` hands over the position of each step, as `generate` does; some forwards count from zero
     at every call without it. None for a decoder that hands no cache back: it can only run on the whole
@@ -114,15 +141,15 @@ def cached_logits(model: PreTrainedModel, ids: torch.Tensor, *, positions: bool 
     taken = inspect.signature(model.forward).parameters
     start = _prefix(ids)
     output = model(ids[:, :start], use_cache=True, **only_last(model, 1))
+    if not cache_of(model, output):
+        return None
     steps = [output.logits[:, -1:]]
     for t in range(start, ids.shape[1]):
-        carried = carried_on(model, output)
-        if not carried:
-            return None
-        if positions and "position_ids" in taken:
+        carried = carried_on(model, output, t)
+        if carried and positions and "position_ids" in taken:
             carried["position_ids"] = torch.full_like(ids[:, :1], t)
-        output = model(ids[:, t : t + 1], **carried, use_cache=True)
-        steps.append(output.logits)
+        output = model(ids[:, t if carried else 0 : t + 1], **carried, use_cache=True)
+        steps.append(output.logits[:, -1:])
     return torch.cat(steps, dim=1)
 
 

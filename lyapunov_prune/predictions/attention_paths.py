@@ -22,6 +22,7 @@ from lyapunov_prune.forward.hooks import final_state, require_finite
 from lyapunov_prune.forward.logits import CACHE_LIMIT  # of two ways to compute the same, by other kernels
 from lyapunov_prune.forward.reading import Readable, Reading, read
 from lyapunov_prune.linalg import lift
+from lyapunov_prune.models.positions import stretches
 from lyapunov_prune.models.structure import find_structure, identify, in_eval_mode
 from lyapunov_prune.progress import track
 from lyapunov_prune.results.frames import pd
@@ -90,8 +91,8 @@ def attention_paths(
 
     Texts that both have `written` before, what `forward.decoding.greedy_text` gives for them, are not decoded again.
     Each model then reads its own text twice, uncached: as it is, and through its family's own eager attention, which
-    must compute the same. Memory: the caches of all prompts, then the weights of `steps` positions and the values of
-    all, of every layer and one prompt. Sums in float64.
+    must compute the same; in two parts where positions change by length. Memory: the caches of all prompts, then the
+    weights of `steps` positions and the values of all, of every layer and one prompt. Sums in float64.
 
     Raises NonFiniteError naming the layer when a model is not finite, and LyapunovPruneError for models with other
     layers, and for attention that transformers' attention interface does not reach or that is no such sum.
@@ -109,18 +110,20 @@ def attention_paths(
     prompts_alone = [ids[0].cpu() for ids in batch.windows(1)]
     texts = [[torch.cat(pair) for pair in zip(prompts_alone, tokens, strict=True)] for tokens in decoded]
     for each in track(list(zip(*texts, strict=True)), "attention paths"):
-        ours, theirs = (_attended(r, text[None, :-1], steps) for r, text in zip(readings, each, strict=True))
-        left = {layer for layer, _, _ in theirs}  # of a compact model the attention of others is gone
-        ours = [each for each in ours if each[0] in left]
-        shapes = [[(layer, v.shape) for layer, _, v in seen] for seen in (ours, theirs)]
-        if shapes[0] != shapes[1]:
-            raise LyapunovPruneError(_OTHERS)
-        layers = tuple(layer for layer, _, _ in ours)
-        prompt = len(each[0]) - steps
-        # Layers, and the two models, may be on several devices.
-        pairs = [((a, v), (a2.to(a), v2.to(v))) for (_, a, v), (_, a2, v2) in zip(ours, theirs, strict=True)]
-        parts = [_split(*one, *other, prompt).cpu() for one, other in pairs]
-        rows.append(torch.stack(parts, 1))
+        prompt, parts = len(each[0]) - steps, []
+        for first, last in stretches(readings[0].structure.config, prompt, len(each[0]) - 1):
+            count = last - first + 1
+            ours, theirs = (_attended(r, text[None, :last], count) for r, text in zip(readings, each, strict=True))
+            left = {layer for layer, _, _ in theirs}  # of a compact model the attention of others is gone
+            ours = [each for each in ours if each[0] in left]
+            shapes = [[(layer, v.shape) for layer, _, v in seen] for seen in (ours, theirs)]
+            if shapes[0] != shapes[1]:
+                raise LyapunovPruneError(_OTHERS)
+            layers = tuple(layer for layer, _, _ in ours)
+            # Layers, and the two models, may be on several devices.
+            pairs = [((a, v), (a2.to(a), v2.to(v))) for (_, a, v), (_, a2, v2) in zip(ours, theirs, strict=True)]
+            parts.append(torch.stack([_split(*one, *other, prompt).cpu() for one, other in pairs], 1))
+        rows.append(torch.cat(parts, -1))
     value, weight, both, total, prompt_weight, prompt_share = torch.stack(rows).mean(0).numpy()
     return AttentionPaths(
         value, weight, both, total, prompt_weight, prompt_share, layers, identify(compressed), readings[0].measured_on()

@@ -20,7 +20,8 @@ from lyapunov_prune.forward.hooks import final_state, require_finite
 from lyapunov_prune.forward.reading import read
 from lyapunov_prune.forward.scoring import Scorer
 from lyapunov_prune.linalg import lift
-from lyapunov_prune.models.structure import find_structure, identify, in_eval_mode
+from lyapunov_prune.models.positions import alike, rotation
+from lyapunov_prune.models.structure import Structure, find_structure, identify, in_eval_mode
 from lyapunov_prune.predictions.softmax import divergences
 from lyapunov_prune.predictions.spaces import turn
 from lyapunov_prune.progress import track
@@ -220,8 +221,8 @@ def compare_choices(
 
     A choice follows its query after one space, or directly where the query ends in white space. The tokens of an
     item that all its choices share are the context; a BOS token stands before them where the tokenizer sets one.
-    Two forwards an item, all its choices in one batch; logits of at most 64 positions at once. Log-likelihoods in
-    float64 from the models' logits.
+    Two forwards an item, all its choices in one batch (more where positions change by length); logits of at most 64
+    positions at once. Log-likelihoods in float64 from the models' logits.
 
     Raises NonFiniteError naming the layer when a model is not finite, and LyapunovPruneError for no items, two
     choices of the same tokens, one that is longer than the context, or a tokenizer of another vocabulary.
@@ -238,12 +239,10 @@ def compare_choices(
         firsts = ids[:, context].unique()
         states, masses, tops, logits = [], [], [], []
         for model, scorer, of_model in zip(models, scorers, likelihoods, strict=True):
-            state = final_state(scorer.structure, ids.to(model.device))
-            if not state.isfinite().all():
-                require_finite(scorer.structure, ids, "an item")
-            sums, z = _likelihoods(scorer, state, ids, lengths, context)
-            of_model.append(sums)
-            states.append(state[:1, context - 1])
+            beginning, read_from = _states(scorer.structure, ids.to(model.device), lengths, context)
+            of_model.append(_likelihoods(scorer, torch.cat(read_from), ids, lengths, context))
+            z = lift(scorer.logits(beginning)).cpu()[0]
+            states.append(beginning)
             masses.append(float(z.log_softmax(-1)[firsts].exp().sum()))
             tops.append(int(z.argmax()))
             logits.append(z)
@@ -278,23 +277,42 @@ def compare_choices(
     )
 
 
+def _states(
+    structure: Structure, ids: torch.Tensor, lengths: list[int], context: int
+) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    """The state (1 × width) behind what all choices share, and those that the tokens of each are predicted from.
+
+    A choice is read without its last token, which predicts nothing, and beside others only where it has their positions
+    (`models.positions`); what all share is read by itself where one of them has others.
+    """
+    read = [length - 1 for length in lengths]
+    found: dict[int, torch.Tensor] = {}
+    for places in alike(structure.config, read):
+        some = final_state(structure, ids[places, : max(read[i] for i in places)])
+        found |= {i: state[context - 1 : read[i]] for i, state in zip(places, some, strict=True)}
+    rotated = {rotation(structure.config, length) for length in (context, *read)}
+    beginning = found[0][:1] if len(rotated) == 1 else final_state(structure, ids[:1, :context])[0, -1:]
+    states = [found[i] for i in range(len(lengths))]
+    if not all(state.isfinite().all() for state in (beginning, *states)):
+        require_finite(structure, ids, "an item")
+    return beginning, states
+
+
 def _likelihoods(
-    scorer: Scorer, state: torch.Tensor, ids: torch.Tensor, lengths: list[int], context: int
-) -> tuple[tuple[float, ...], torch.Tensor]:
-    """`Σ log p` of the tokens of every choice, and the logits (vocabulary) that give the first of them, float64."""
+    scorer: Scorer, states: torch.Tensor, ids: torch.Tensor, lengths: list[int], context: int
+) -> tuple[float, ...]:
+    """`Σ log p` of the tokens of every choice, float64, each predicted from its row of `states`."""
     counts = [length - context for length in lengths]
     wanted = torch.cat([row[context:length] for row, length in zip(ids, lengths, strict=True)])
-    read = torch.cat([row[context - 1 : length - 1] for row, length in zip(state, lengths, strict=True)])
-    parts: list[torch.Tensor] = []
-    first = torch.empty(0)
-    for rows, tokens in scorer.split(read, wanted):
-        z = lift(scorer.logits(rows)).cpu()
-        first = first if parts else z[0].clone()
-        parts.append(z.log_softmax(-1).gather(-1, tokens.unsqueeze(-1)).squeeze(-1))
-    each = torch.cat(parts)
+    each = torch.cat(
+        [
+            lift(scorer.logits(rows)).cpu().log_softmax(-1).gather(-1, tokens.unsqueeze(-1)).squeeze(-1)
+            for rows, tokens in scorer.split(states, wanted)
+        ]
+    )
     if not each.isfinite().all():
         raise LyapunovPruneError("a log-likelihood is not finite; load the model in a wider dtype")
-    return tuple(float(part.sum()) for part in each.split(counts)), first
+    return tuple(float(part.sum()) for part in each.split(counts))
 
 
 def _moved(z: torch.Tensor, z2: torch.Tensor, options: torch.Tensor) -> list[float]:

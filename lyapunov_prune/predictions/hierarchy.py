@@ -25,7 +25,8 @@ from lyapunov_prune.forward.reading import Readable, read
 from lyapunov_prune.forward.scoring import Scorer
 from lyapunov_prune.forward.sublayers import between_branches, find_sublayers
 from lyapunov_prune.models.compact import is_compact
-from lyapunov_prune.models.structure import identify, in_eval_mode
+from lyapunov_prune.models.positions import stretches
+from lyapunov_prune.models.structure import Structure, identify, in_eval_mode
 from lyapunov_prune.predictions.exits import ReadAt, changed_state, dense_states
 from lyapunov_prune.predictions.remainders import ROUNDING, angle_bounds, probability_angle_bounds
 from lyapunov_prune.predictions.softmax import prediction_blocks
@@ -157,10 +158,11 @@ def probe_layers(
 
     The dense model continues each prompt (windows × tokens) greedily by `steps` tokens, or has `written` them before
     (what `forward.decoding.greedy_text` gives for it); one forward over the text gives the states that enter every
-    layer. Then each layer alone runs changed, over that text: left out, or with the
-    matrices of a compressed model of the same shapes (`compress(...).model`), or as it is in a compact one. `what`
-    names what is changed: the whole `layer`, its `attention`, its `mlp`. The state is read where the layer ends, or
-    with `read_at="branch"` where the changed branch does: behind an attention, before the MLP has run.
+    layer (two where positions change by length on the way, so that every step is that of the text up to it). Then each
+    layer alone runs changed, over that text: left out, or with the matrices of a compressed model of the same shapes
+    (`compress(...).model`), or as it is in a compact one. `what` names what is changed: the whole `layer`, its
+    `attention`, its `mlp`. The state is read where the layer ends, or with `read_at="branch"` where the changed branch
+    does: behind an attention, before the MLP has run.
 
     Cost: for each layer a forward of that layer for every change, and the head on `steps` states of it and of every
     change. Memory: L × `batch_size` × (tokens + steps) × width, and a chunk of tokens × vocabulary, however many
@@ -201,11 +203,12 @@ def probe_layers(
     values = torch.full(shape, torch.nan, dtype=torch.float64)
     begins = np.cumsum([0, *map(len, windows)])
     written = greedy_text(reading, steps, batch_size, written)
-    places = [(k, layer) for k in range(len(windows)) for layer in range(structure.num_layers)]
-    for k, layer in track(places, "hierarchy probe"):
-        rows = slice(begins[k], begins[k + 1])
+    texts = [(k, *part) for k, ids in enumerate(windows) for part in _parts(structure, ids.shape[1], steps)]
+    places = [(text, layer) for text in texts for layer in range(structure.num_layers)]
+    for (k, at, length), layer in track(places, "hierarchy probe"):
+        rows, count = slice(begins[k], begins[k + 1]), at.stop - at.start
         if layer == 0:
-            ids = torch.cat([windows[k], written[rows].to(windows[k])], dim=1)[:, :-1]
+            ids = torch.cat([windows[k], written[rows].to(windows[k])], dim=1)[:, :length]
             states, between = dense_states(prefix, ids, batch.text, {i: entry for i, (_, entry) in behind.items()})
         first, entry = behind.get(layer, ("", None))
         for place in (None, entry) if first in what else (None,):
@@ -214,12 +217,18 @@ def probe_layers(
             if not have:
                 continue
             dense = states[layer + 1] if place is None else between[layer]
-            outputs = [changed_state(prefix, ids, states, layer, changed, place)[:, -steps:] for _, changed in have]
-            measures = _compare(prefix, scorer, ids[:, -steps:], dense[:, -steps:], outputs, temperature, final_norm)
+            outputs = [changed_state(prefix, ids, states, layer, changed, place)[:, -count:] for _, changed in have]
+            measures = _compare(prefix, scorer, ids[:, -count:], dense[:, -count:], outputs, temperature, final_norm)
             for (i, _), m in zip(have, measures, strict=True):
-                values[i, layer, :, rows] = m.view(len(_MEASURES), len(ids), steps).cpu()
+                values[i, layer, :, rows, at] = m.view(len(_MEASURES), len(ids), count).cpu()
     found = _result(tuple(what), values.numpy(), temperature, change, reading.measured_on())
     return replace(found, read_at=read_at, final_norm=final_norm)
+
+
+def _parts(structure: Structure, prompt: int, steps: int) -> list[tuple[slice, int]]:
+    """Which steps behind a prompt one forward gives the states of, and over how long a text; mostly all at once."""
+    parts = stretches(structure.config, prompt, prompt + steps - 1)
+    return [(slice(first - prompt, last - prompt + 1), last) for first, last in parts]
 
 
 def _compare(

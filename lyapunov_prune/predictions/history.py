@@ -12,8 +12,8 @@ from transformers import PreTrainedModel
 from lyapunov_prune.arguments import checked, require_least
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.forward.decoding import greedy_text
-from lyapunov_prune.forward.hooks import final_state, require_finite
-from lyapunov_prune.forward.logits import require_temperature
+from lyapunov_prune.forward.hooks import require_finite
+from lyapunov_prune.forward.logits import last_states, require_temperature
 from lyapunov_prune.forward.reading import Readable, Reading, read
 from lyapunov_prune.linalg import lift
 from lyapunov_prune.models.structure import identify, in_eval_mode
@@ -143,11 +143,11 @@ def history_divergence(
 ) -> HistoryDivergence:
     """Let both models go on greedily from `prompts` by `steps` tokens and compare predictions, see HistoryDivergence.
 
-    The models may differ in layers and widths, not in the vocabulary. Each text is then read whole, without a cache:
-    once by the dense model, twice by the other. Texts that both have `written` before, what
-    `forward.decoding.greedy_text` gives for them, are not decoded again. A text ends at an end-of-text token of the
-    dense model's generation settings. Memory: final states of `batch_size` texts, a block of logits of two models.
-    Float64 from logits on.
+    The models may differ in layers and widths, not in the vocabulary. Each text is then read whole, without a cache
+    (in two parts where positions change by length, `last_states`): once by the dense model, twice by the other. Texts
+    that both have `written` before, what `forward.decoding.greedy_text` gives for them, are not decoded again. A text
+    ends at an end-of-text token of the dense model's generation settings. Memory: final states of `batch_size` texts, a
+    block of logits of two models. Float64 from logits on.
 
     Raises NonFiniteError naming the layer when a model is not finite, and LyapunovPruneError for two vocabularies, ids
     outside them, prompts and steps that do not fit the context, a temperature that is not above 0, and a decoder
@@ -192,10 +192,10 @@ def history_divergence(
 def _states(reading: Reading, text: torch.Tensor, steps: int) -> torch.Tensor:
     """The final states that the last `steps` predictions are made of, (windows · steps) × width."""
     ids = text.to(reading.model.device)
-    state = final_state(reading.structure, ids)
+    state = last_states(reading.structure, ids, steps)
     if not state.isfinite().all():
         require_finite(reading.structure, ids, "a decoded text")
-    return state[:, -steps:].flatten(0, 1)
+    return state.flatten(0, 1)
 
 
 def _measures(

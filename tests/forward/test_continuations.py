@@ -67,8 +67,8 @@ def test_what_is_alike_runs_once_and_logits_are_formed_where_they_count(llama: P
     score.scorer.logits = lambda rows, own=score.scorer.logits: (logits.append(len(rows)), own(rows))[1]  # type: ignore[method-assign]
     with hooked(before=[(layer, lambda module, args, kwargs: tokens.append(args[0].shape[:2].numel()))]):
         score(TEXTS, SCORED)
-    # From the last token on that no text is scored at, the three run side by side.
-    assert tokens == [len(BEGINNING) - 1, 3 * 6]
+    # From the last token on that no text is scored at, the three run side by side, each without its own last token.
+    assert tokens == [len(BEGINNING) - 1, 3 * 5]
     assert sum(logits) == sum(SCORED)
 
 
