@@ -10,6 +10,7 @@ import copy
 import json
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -290,7 +291,7 @@ def test_embeddings(model: PreTrainedModel) -> None:
 
 
 def test_texts_of_one_rotation() -> None:
-    config, plain_one = (AutoConfig.for_model("phi3", **changes) for changes in (KINDS["longrope"][1], {}))
+    config, plain_one = SimpleNamespace(rope_parameters=LONGROPE), SimpleNamespace()
     assert switches(config) == (SWITCH,)
     assert [rotation(config, n) for n in (1, SWITCH, SWITCH + 1, 128)] == [0, 0, 1, 1]
     assert stretches(config, PROMPT, PROMPT + STEPS) == [(PROMPT, SWITCH), (SWITCH + 1, PROMPT + STEPS)]
