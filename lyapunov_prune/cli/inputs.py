@@ -42,7 +42,7 @@ def load_inputs(
     from lyapunov_prune.data.batch import require_context
     from lyapunov_prune.data.text import require_source
 
-    require_source(text.text)  # before minutes of loading
+    require_source(text.text, text.text_column)  # before minutes of loading
     source.require()
     if stream:
         source.require_one_place("--stream")
@@ -66,7 +66,8 @@ def load_prompted(
             raise LyapunovPruneError("--chat is of own prompts; give --prompts FILE with it")
         return load_inputs(model, source, text, "evaluation")
     given.refuse(
-        "cuts windows of a text, and --prompts FILE is in its place; leave it out", "text", "tokens", "context"
+        "cuts windows of a text, and --prompts FILE is in its place; leave it out",
+        *("text", "text_column", "tokens", "context"),
     )
     if not prompts.is_file():  # before minutes of loading
         raise LyapunovPruneError(f"{prompts} is no readable file; give a file of prompts")

@@ -112,8 +112,18 @@ class TextOptions:
     """The text, and how it is cut into windows and fed."""
 
     text: Annotated[
-        str, text_option(help="builtin, a .txt or .jsonl file, or a hub data set name[:config[:split]].")
+        str,
+        text_option(
+            help="builtin, a .txt, .jsonl, .json, .csv or .parquet file, or a hub data set name[:config[:split]]."
+        ),
     ] = "builtin"
+    text_column: Annotated[
+        str | None,
+        text_option(
+            help="Column of a file of rows or a data set; text, messages, conversations, or instruction, input and "
+            "output if not given. Chats are written by the model's chat template."
+        ),
+    ] = None
     tokens: Annotated[int, text_option(min=2, help="How many tokens to measure on.")] = 4096
     context: Annotated[int, text_option(min=2, help="Tokens in a window.")] = 512
     batch_size: Annotated[int, text_option(min=1, help="Windows in a forward.")] = 1
@@ -123,6 +133,7 @@ class TextOptions:
     ] = None
 
     def load(self, loaded: Loaded, split: choices.Split, *, offline: bool) -> TokenBatch:
+        from lyapunov_prune.cli.terminal import note
         from lyapunov_prune.data.batch import checked_batch
         from lyapunov_prune.data.text import load_text
 
@@ -133,8 +144,11 @@ class TextOptions:
             context=self.context,
             split=split,
             bos=self.bos,
+            column=self.text_column,
             offline=offline,
         )
+        if batch.text != self.text:
+            note(f"Text: {batch.text}")
         return checked_batch(loaded.structure, batch)
 
 

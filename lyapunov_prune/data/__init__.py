@@ -1,6 +1,7 @@
 """Text into token batches, and images into theirs.
 
 - `text`: a source of text, cut into calibration and evaluation halves, as windows of tokens;
+- `rows`: rows of JSON files, tables and data sets; `documents`: what they hold, plain text or chats;
 - `batch`: the windows themselves, checked against a model;
 - `images`: images with their classes, checked against a model; `image_files`: where they are read from;
 - `examples`: what holds of text and images both; `slices`: three parts of either that share nothing;

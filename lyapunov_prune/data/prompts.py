@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -14,9 +15,12 @@ from transformers import PreTrainedTokenizerBase
 
 from lyapunov_prune.arguments import checked
 from lyapunov_prune.data.batch import TokenBatch
-from lyapunov_prune.data.lines import numbered, parsed_line
+from lyapunov_prune.data.documents import COLUMNS, Message, messages_of
+from lyapunov_prune.data.lines import numbered
+from lyapunov_prune.data.rows import file_rows, file_text, holds_rows
 from lyapunov_prune.data.text import begins_with_bos
 from lyapunov_prune.errors import LyapunovPruneError
+from lyapunov_prune.models.tokenizers import chat_text
 from lyapunov_prune.results.files import require_file
 
 
@@ -67,10 +71,11 @@ class Prompts(TokenBatch):
 def load_prompts(
     path: str | Path, tokenizer: PreTrainedTokenizerBase, *, chat: bool = False, bos: bool | None = None
 ) -> Prompts:
-    """The prompts of a file: a `.jsonl` of objects with a `text`, or any other text, one prompt a line.
+    """The prompts of a file: of rows (`.jsonl`, `.parquet`, as `load_text`) with a `text`, or of lines of plain text.
 
     With `chat` each is what a user says, put into the tokenizer's chat template, which says itself how a text begins;
-    otherwise a BOS token stands before it if `bos`, by default as the tokenizer does it.
+    rows may hold `messages` or `conversations` then, which are written up to the last answer and without it. Without
+    `chat` a BOS token stands before each prompt if `bos`, by default as the tokenizer does it.
 
     Raises LyapunovPruneError for a file without prompts or of another form, a prompt of fewer than two tokens, a BOS
     token or a chat template that the tokenizer lacks, and for `bos` beside `chat`.
@@ -81,13 +86,14 @@ def load_prompts(
         raise LyapunovPruneError("this tokenizer has no chat template; leave --chat out, or take an instruct model")
     begins = not chat and begins_with_bos(tokenizer, bos)
     rows = []
-    for where, text in _texts(Path(path)):
+    for where, asked in _read(Path(path)):
         if chat:
-            text = str(
-                tokenizer.apply_chat_template(
-                    [{"role": "user", "content": text}], tokenize=False, add_generation_prompt=True
-                )
-            )
+            messages = [{"role": "user", "content": asked}] if isinstance(asked, str) else asked
+            text = chat_text(tokenizer, messages, where, answer=True)
+        elif isinstance(asked, str):
+            text = asked
+        else:
+            raise LyapunovPruneError(f"{where} is a chat, which the model's template writes; give --chat")
         ids = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
         row = [tokenizer.bos_token_id] * begins + ids
         if len(row) < 2:
@@ -102,22 +108,29 @@ def load_prompts(
     return Prompts(ids, text=str(path), split="all", bos=begins, lengths=lengths)
 
 
-def _texts(path: Path) -> list[tuple[str, str]]:
-    """Every prompt, and where it stands."""
-    try:
-        require_file(path)
-        content = path.read_text(encoding="utf-8-sig")
-    except (OSError, UnicodeDecodeError) as error:
-        raise LyapunovPruneError(f"cannot read {path} as UTF-8 text ({error}); give a file of prompts") from None
-    found = []
-    for where, line in numbered(path, content):
-        text: object = line
-        if path.suffix == ".jsonl":
-            try:
-                text = parsed_line(line)["text"]
-            except (ValueError, KeyError, TypeError):
-                text = None
-        if not isinstance(text, str) or not text.strip():
-            raise LyapunovPruneError(f'{where} is no prompt; give {{"text": "…"}} a line')
-        found.append((where, text))
-    return found
+def _read(path: Path) -> list[tuple[str, str | list[Message]]]:
+    """Where every prompt stands, and the prompt: a text, or the messages of a chat before its last answer."""
+    require_file(path)
+    if not path.is_file():
+        raise LyapunovPruneError(f"cannot read {path}: there is no such file; give a file of prompts")
+    if not holds_rows(path):
+        return list(numbered(path, file_text(path)))
+    rows = file_rows(path)
+    name = next((name for name in COLUMNS if name in rows.columns), COLUMNS[0])
+    if rows.columns and name not in rows.columns:
+        raise LyapunovPruneError(
+            f"{path} has no column {', '.join(COLUMNS)} (it has {', '.join(rows.columns)}); call one of them so"
+        )
+    return [(where, _asked(where, row.get(name))) for where, row in rows.read([name])]
+
+
+def _asked(where: str, value: Any) -> str | list[Message]:
+    if isinstance(value, list):
+        messages = messages_of(where, value)
+        while messages and messages[-1]["role"] == "assistant":
+            messages.pop()
+        if messages:
+            return messages
+    elif isinstance(value, str) and value.strip():
+        return value
+    raise LyapunovPruneError(f'{where} is no prompt; give {{"text": "…"}} a line')

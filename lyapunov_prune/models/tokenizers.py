@@ -7,8 +7,10 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from lyapunov_prune.errors import LyapunovPruneError
+from lyapunov_prune.errors import LyapunovPruneError, first_line
 
+# A chat template that writes today's date would give other tokens tomorrow.
+_NO_DAY = "{%- macro strftime_now(form) -%}2026-01-01{%- endmacro -%}"
 # What normalisers and the cutting into words differ in; each text begins anew, where some put a space or a BOS token.
 _PROBES = (
     "Hello world",
@@ -33,6 +35,26 @@ def token_ids(tokenizer: PreTrainedTokenizerBase, text: str, *, special: bool = 
         raise LyapunovPruneError(
             f"the tokenizer cannot read {text[:20]!r} ({type(error).__name__}: {error}); give the model's own, whole"
         ) from error
+
+
+def chat_text(
+    tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, Any]], where: str, *, answer: bool = False
+) -> str:
+    """A chat as the tokenizer's own template writes it; with `answer` up to where the model's answer begins.
+
+    Raises LyapunovPruneError, naming `where` the chat stands, for a chat that the template refuses.
+    """
+    try:
+        template = _NO_DAY + tokenizer.get_chat_template()
+        return str(
+            tokenizer.apply_chat_template(
+                messages, chat_template=template, tokenize=False, add_generation_prompt=answer
+            )
+        )
+    except Exception as error:  # jinja's, and whatever the template raises
+        raise LyapunovPruneError(
+            f"the chat template cannot write {where} ({first_line(error)}); remove that chat or give another text"
+        ) from None
 
 
 def require_same_tokenizer(

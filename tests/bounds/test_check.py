@@ -310,9 +310,9 @@ def test_bad_settings_are_refused(few: torch.Tensor) -> None:
 
 def train_gpt2(steps: int = 100) -> tuple[PreTrainedModel, torch.Tensor, float, float]:
     """A byte-level GPT-2 trained on the built-in text from nothing; with its first and last loss."""
-    from lyapunov_prune.data.text import _read
+    from lyapunov_prune.data.text import _builtin
 
-    data = torch.tensor(list(_read("builtin", offline=True).encode()), dtype=torch.int64)
+    data = torch.tensor(list(_builtin().encode()), dtype=torch.int64)
     torch.manual_seed(0)
     config = GPT2Config(
         vocab_size=256, n_positions=128, n_embd=128, n_layer=4, n_head=4, bos_token_id=0, eos_token_id=0

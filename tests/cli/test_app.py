@@ -32,7 +32,7 @@ from helpers import (
     wrong_layer_idx,
 )
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, BertLMHeadModel, PreTrainedModel, PreTrainedTokenizerFast
+from transformers import AutoModelForCausalLM, AutoTokenizer, BertLMHeadModel, PreTrainedModel, PreTrainedTokenizerFast
 
 from lyapunov_prune.bounds import approximation as approx_module
 from lyapunov_prune.bounds import check as checks_module
@@ -417,6 +417,34 @@ def test_nan_activations_have_no_perplexity(run_bad: Callable[..., str], checkpo
     assert "output of layer 3" in run_bad(*COMMANDS["eval"])
 
 
+# Text of rows.
+
+
+def test_what_is_read_of_rows_is_said_and_recorded(run: Any, checkpoint: Path) -> None:
+    rows = [
+        {"instruction": f"Say {n}", "output": f"so {n} be {n * n} it " * 9, "story": f"One {n} two. " * 9}
+        for n in range(40)
+    ]
+    Path("x.json").write_text(json.dumps(rows))
+    sparse = ("compress", "tiny", "--method", "wanda", "--sparsity", "0.5", *TEXT)
+    for more, name in (([], "x.json (instruction, output, joined)"), (["--text-column", "story"], "x.json (story)")):
+        done = run(*sparse, "--text", "x.json", *more, "-o", "out")
+        assert done.code == 0, done.err
+        assert f"Text: {name}\n" in done.err
+        assert CompressionReport.load("out/compression.json").calibration.text == name
+        assert run("eval", "out", *TEXT, "--text", "x.json", *more).code == 0
+        assert f"was made with {name}" in run("eval", "out", *TEXT, "--text", "x.json", *more, "--split", "all").err
+        shutil.rmtree("out")
+    tokenizer = AutoTokenizer.from_pretrained("tiny")
+    tokenizer.chat_template = "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}"
+    tokenizer.save_pretrained("tiny")
+    assert (
+        "Text: x.json (instruction, output, by the chat template)"
+        in run("profile", "tiny", *QUICK, "--text", "x.json").err
+    )
+    assert "leave out --text-column" in run("profile", "tiny", *QUICK, "--text-column", "story").err
+
+
 # Bad text.
 
 
@@ -426,7 +454,7 @@ def test_nan_activations_have_no_perplexity(run_bad: Callable[..., str], checkpo
         ("x.txt", b"", "x.txt holds no text; give another"),
         ("x.txt", b"short", "lower --tokens or give a longer text"),
         ("x.txt", b"caf\xe9 " * 999, "cannot read x.txt as UTF-8"),
-        ("x.jsonl", b'{"text": 1}', "x.jsonl line 1 is no JSON object"),
+        ("x.jsonl", b'{"text": 1}', "x.jsonl line 1 has no string 'text'"),
         ("y.txt", b"", "x.txt is no readable file"),
     ],
     ids=["empty", "short", "Latin-1", "JSONL", "missing"],

@@ -114,7 +114,7 @@ IMAGES = "is of a text, and --images is in its place; leave it out"
         has_no_effect("hierarchy tiny tiny", "--limit 3", "is of the items of a file; give --choices FILE with it"),
         *(
             has_no_effect("hierarchy tiny --prompts tiny/config.json", option, WINDOWS)
-            for option in ("--text x", "--tokens 128", "--context 32")
+            for option in ("--text x", "--text-column y", "--tokens 128", "--context 32")
         ),
         has_no_effect("check tiny --sparsity 0.5", "--resume", "goes on with a check of all settings; leave it out"),
         has_no_effect("sensitivity tiny --study removal", "--sparsity 0.9", "has no effect on removal; leave it out"),

@@ -6,9 +6,11 @@ import json
 from pathlib import Path
 
 import numpy as np
+import pyarrow as pa
 import pytest
 import torch
 from helpers import make_tokenizer
+from pyarrow import parquet
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from lyapunov_prune import LyapunovPruneError, compress, load_text, probe_layers
@@ -77,16 +79,36 @@ def test_the_chat_template_frames_every_prompt(file: Path) -> None:
         load_prompts(file, tokenizer, chat=True, bos=False)
 
 
+@pytest.mark.parametrize("name", ["x.jsonl", "x.parquet"])
+@pytest.mark.parametrize("column", ["messages", "conversations"])
+def test_a_chat_is_asked_up_to_its_last_answer(name: str, column: str, tmp_path: Path) -> None:
+    tokenizer = make_tokenizer()
+    said = [("user", "one two"), ("assistant", "three"), ("user", "four"), ("assistant", "five")]
+    keys = ("role", "content") if column == "messages" else ("from", "value")
+    rows = [{column: [dict(zip(keys, turn, strict=True)) for turn in said[:n]]} for n in (4, 3, 1)]
+    if name == "x.parquet":
+        parquet.write_table(pa.Table.from_pylist(rows), tmp_path / name)
+    else:
+        (tmp_path / name).write_text("\n".join(map(json.dumps, rows)))
+    with pytest.raises(LyapunovPruneError, match=r"(line|row) 1 is a chat, which the model's template writes"):
+        load_prompts(tmp_path / name, tokenizer)
+    tokenizer.chat_template = TEMPLATE
+    found = load_prompts(tmp_path / name, tokenizer, chat=True)
+    asked = "<s>user: one two<s>assistant: three<s>user: four assistant:"
+    assert [tokenizer.decode(found.item(i)) for i in range(3)] == [asked, asked, "<s>user: one two assistant:"]
+
+
 @pytest.mark.parametrize(
     ("name", "content", "told"),
     [
+        ("bad.jsonl", '{"prompt": "x"}\n', "has no column text, messages, conversations .it has prompt"),
         ("none.txt", " \n\n", "holds no prompts"),
         ("short.txt", "good one\na\n", "line 2 is a prompt of fewer than two tokens"),
         ("bad.jsonl", '{"text": "good one"}\n{"prompt": "x"}\n', "line 2 is no prompt"),
         ("bad.jsonl", '{"text": 3}\n', "line 1 is no prompt"),
-        ("bad.jsonl", "plain\n", "line 1 is no prompt"),
-        ("deep.jsonl", '{"text": ' + "[" * 100_000, "line 1 is no prompt"),
-        ("half.jsonl", '{"text": "good \\ud800 one"}\n', "line 1 is no prompt"),
+        ("bad.jsonl", "plain\n", "line 1 is no JSON object"),
+        ("deep.jsonl", '{"text": ' + "[" * 100_000, "line 1 is no JSON object"),
+        ("half.jsonl", '{"text": "good \\ud800 one"}\n', "line 1 is no JSON object"),
         ("missing.txt", None, "cannot read"),
     ],
 )

@@ -17,6 +17,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from lyapunov_prune.data import text as module
 from lyapunov_prune.data.batch import LEAK_TOKENS, TokenBatch, as_batch, require_disjoint
+from lyapunov_prune.data.documents import Plain
 from lyapunov_prune.data.text import load_text, require_unseen
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.results.history import add_step
@@ -63,7 +64,7 @@ def test_splits_share_no_text(source: str, read: Callable[..., TokenBatch]) -> N
 def test_a_split_that_leaks_is_caught(
     source: str, read: Callable[..., TokenBatch], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module, "_split", lambda text, split: text)
+    monkeypatch.setattr(module, "_split", lambda source, whole, split: whole)
     with pytest.raises(LyapunovPruneError, match=f"share {LEAK_TOKENS} tokens in a row; take the evaluation split"):
         require_disjoint(read(source), read(source, split="evaluation"))
 
@@ -135,7 +136,8 @@ def test_a_paragraph_of_the_first_half_leaves_the_second(
 @pytest.mark.parametrize("mark", ["\n\n", "\n", " ", ""])
 def test_the_halves_meet_and_do_not_overlap(mark: str) -> None:
     text = mark.join(f"word{n}" for n in range(5000))
-    assert module._split(text, "calibration") + module._split(text, "evaluation") == text
+    first, second = Plain("x", text).halves()
+    assert first.content + second.content == text
 
 
 @pytest.mark.parametrize("mark", ["\n", " ", ""], ids=["lines", "one line", "one word"])
@@ -303,13 +305,14 @@ def test_bos_from_a_tokenizer_without_one_is_refused() -> None:
         ),
         ("x.jsonl", b"", "x.jsonl holds no text; give another"),
         ("x.txt", "café".encode("latin-1") * 9999, r"cannot read .* as UTF-8 text .*; convert it to UTF-8"),
-        ("x.jsonl", b'{"text": "a"}\n\n{"text": \n', 'line 3 is no JSON object with a "text" string; give'),
-        ("x.jsonl", b'{"txt": "a"}', "line 1 is no JSON object"),
-        ("x.jsonl", b'{"text": 3}', "line 1 is no JSON object"),
+        ("x.jsonl", b'{"text": "a"}\n\n{"text": \n', "line 3 is no JSON object; give"),
+        ("x.jsonl", b'{"txt": "a"}', r"has no column text, .* \(it has txt\); name the one to read with --text-column"),
+        ("x.jsonl", b'{"text": "a"}\n{"txt": "a"}', "line 2 has no string 'text'"),
+        ("x.jsonl", b'{"text": 3}', "line 1 has no string 'text'"),
         ("x.jsonl", b'["text"]', "line 1 is no JSON object"),
         ("x.jsonl", b'"text"', "line 1 is no JSON object"),
     ],
-    ids=["empty", "too short", "empty JSONL", "Latin-1", "cut", "no text field", "number", "list", "string"],
+    ids=["empty", "too short", "empty JSONL", "Latin-1", "cut", "no text", "later no text", "number", "list", "string"],
 )
 def test_a_bad_file_is_refused(
     name: str, content: bytes, message: str, read: Callable[..., TokenBatch], tmp_path: Path
@@ -428,7 +431,7 @@ def test_a_data_set_that_does_not_come_is_named(
 def test_a_data_set_without_text_is_refused(read: Callable[..., TokenBatch], monkeypatch: pytest.MonkeyPatch) -> None:
     rows = SimpleNamespace(column_names=["question", "answer"])
     monkeypatch.setitem(sys.modules, "datasets", SimpleNamespace(load_dataset=lambda *a, **k: rows))
-    with pytest.raises(LyapunovPruneError, match=r"has no column text \(it has question, answer\); give"):
+    with pytest.raises(LyapunovPruneError, match=r"has no column text, .* \(it has question, answer\); name the"):
         read("org/set")
 
 
@@ -497,7 +500,7 @@ def test_a_text_of_few_tokens_is_read_to_its_end(letters: int, monkeypatch: pyte
 def test_halves_meet_at_the_first_mark_behind_the_middle(text: str, first: str) -> None:
     if text.startswith("a" * 10 + "\n"):
         first += "bb "  # the blank line lies before the middle, the space behind it
-    assert module._halves(text) == (first, text[len(first) :])
+    assert [half.content for half in Plain("x", text).halves()] == [first, text[len(first) :]]
 
 
 def test_repeats_of_more_than_half_of_the_second_half_are_refused() -> None:
@@ -506,11 +509,11 @@ def test_repeats_of_more_than_half_of_the_second_half_are_refused() -> None:
     for share, refused in ((0.4, False), (0.6, True)):
         old = int(share * len(first))
         new = "".join(f"{n:04}" for n in range(5000, 6000))[: len(first) - old]
-        whole = first + first[:old] + new
+        second = first[:old] + new
         if refused:
             with pytest.raises(LyapunovPruneError, match="repeats itself"):
-                module._require_new("x", whole, whole[len(first) :])
+                module._require_new("x", first, second, second)
         else:
-            module._require_new("x", whole, whole[len(first) :])
+            module._require_new("x", first, second, second)
     with pytest.raises(LyapunovPruneError, match=r"repeats itself: 100% of its second half"):
-        module._require_new("x", first + first, "")
+        module._require_new("x", first, first, "")

@@ -64,7 +64,9 @@ def hierarchy(
     ] = False,
     prompts: Annotated[
         Path | None,
-        text_option(help="Own prompts in place of windows of --text: one a line, or a .jsonl of text."),
+        text_option(
+            help="Own prompts in place of windows of --text: one a line, or rows of text, messages or conversations."
+        ),
     ] = None,
     chat: Annotated[
         bool, text_option("--chat", help="--prompts are what a user says: through the chat template.")

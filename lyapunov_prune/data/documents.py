@@ -1,0 +1,221 @@
+"""What becomes tokens: one plain text, or chats that the model's own template writes out."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from lyapunov_prune.data.rows import Rows
+from lyapunov_prune.errors import LyapunovPruneError
+from lyapunov_prune.models.tokenizers import chat_text
+
+# A repeated paragraph shorter than this (a heading, a signature) is no leak.
+LEAK_CHARACTERS = 64
+_PARAGRAPH_END = re.compile(r"(\n\s*\n)")
+COLUMNS = ("text", "messages", "conversations")  # the first that is there is read
+_ALPACA = ("instruction", "input", "output")
+# What ShareGPT calls the roles of a chat template.
+_ROLES = {"human": "user", "gpt": "assistant", "chatgpt": "assistant", "bing": "assistant", "observation": "tool"}
+
+Message = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Plain:
+    """A text as it stands, and what results call it."""
+
+    name: str
+    content: str
+
+    def halves(self) -> tuple[Plain, Plain]:
+        """Cut at the first blank line after the middle; a text may have none, nor a line or a space."""
+        middle = len(self.content) // 2
+        for mark in ("\n\n", "\n", " "):
+            position = self.content.find(mark, middle)
+            if position != -1 and position < len(self.content) - len(self.content) // 4:
+                middle = position + len(mark)
+                break
+        return replace(self, content=self.content[:middle]), replace(self, content=self.content[middle:])
+
+    def held_out(self) -> tuple[Plain, Plain, Plain]:
+        """The halves, and what of the second is not in the first, by paragraphs."""
+        first, second = self.halves()
+        return first, second, replace(self, content=_without(second.content, _paragraphs(first.content)))
+
+    def text(self, characters: int | None = None) -> str:
+        """The first `characters`; all if not given."""
+        return self.content[:characters]
+
+
+@dataclass(frozen=True)
+class Chats:
+    """Chats, each with where it stands in its file, and what results call them all.
+
+    A message is a dictionary of `role`, `content` and whatever else the template knows. A chat that begins like one of
+    `known` is written without that beginning.
+    """
+
+    name: str
+    chats: tuple[tuple[str, list[Message]], ...]
+    tokenizer: PreTrainedTokenizerBase
+    known: tuple[str, ...] = ()
+
+    @property
+    def content(self) -> str:
+        """What is asked and answered: a system message is no part of it, as many chats have the same."""
+        return "\n\n".join(text for _, chat in self.chats for text in _said([m for m in chat if m["role"] != "system"]))
+
+    def halves(self) -> tuple[Chats, Chats]:
+        """Cut between two chats, where about half of what is said is behind."""
+        sizes = [sum(map(len, _said(chat))) for _, chat in self.chats]
+        cut, left = 0, sum(sizes) / 2
+        while cut < len(sizes) - 1 and left > sizes[cut] / 2:
+            left -= sizes[cut]
+            cut += 1
+        return replace(self, chats=self.chats[:cut]), replace(self, chats=self.chats[cut:])
+
+    def held_out(self) -> tuple[Chats, Chats, Chats]:
+        """The halves, and the second without whole chats, paragraphs and the template's preamble that the first has."""
+        first, second = self.halves()
+        chats = {tuple(_said(chat)) for _, chat in first.chats}
+        seen = _paragraphs("\n\n".join(text for chat in chats for text in chat))
+        left = []
+        for where, chat in second.chats:
+            new = [m | {"content": _without(m["content"], seen)} if _speaks(m) else m for m in chat]
+            if tuple(_said(chat)) not in chats and any(text.strip() for text in _said(new)):
+                left.append((where, new))
+        # What a template writes first depends on whether the chat has a system message.
+        begins = {chat[0]["role"]: (where, chat) for where, chat in reversed(first.chats)}
+        known = tuple(replace(first, chats=tuple(begins.values()))._written())
+        return first, second, replace(self, chats=tuple(left), known=known)
+
+    def text(self, characters: int | None = None) -> str:
+        """The first `characters` of what the template writes, one chat behind the other; all if not given."""
+        parts, count = [], 0
+        for text in self._written():
+            parts.append(text)
+            count += len(text)
+            if characters is not None and count >= characters:
+                break
+        return "".join(parts)[:characters]
+
+    def _written(self) -> Iterator[str]:
+        for where, chat in self.chats:
+            text = chat_text(self.tokenizer, chat, where)
+            same = max((_same_start(known, text) for known in self.known), default=0)
+            yield text[same:] if same >= LEAK_CHARACTERS else text
+
+
+def documents(rows: Rows, tokenizer: PreTrainedTokenizerBase, column: str | None = None) -> Plain | Chats:
+    """What `column` of the rows holds, or without one the first of these that they have.
+
+    `text`: plain, with a blank line between two rows. `messages`, `conversations`: chats, of `role` and `content` or of
+    `from` and `value` (ShareGPT). `instruction`, `input`, `output` (Alpaca): a chat of a question and its answer; plain
+    where the tokenizer has no chat template.
+
+    Raises LyapunovPruneError for other columns, for a row that holds anything else, and for chats without a template.
+    """
+    names = _chosen(rows, column)
+    found = list(rows.read(names))
+    if len(names) > 1:
+        name = f"{rows.source} ({', '.join(names)}"
+        if not tokenizer.chat_template:
+            texts = ["\n\n".join(filter(None, _alpaca(where, row))) for where, row in found]
+            return Plain(f"{name}, joined)", "\n\n".join(texts))
+        chats = [(where, _question(*_alpaca(where, row))) for where, row in found]
+        return Chats(f"{name}, by the chat template)", tuple(chats), tokenizer)
+    name = names[0]
+    if found and isinstance(found[0][1].get(name), list):
+        if not tokenizer.chat_template:
+            raise LyapunovPruneError(
+                f"{rows.source} holds chats in {name}, and this tokenizer has no chat template; take an instruct "
+                "model, or name a column of plain text with --text-column"
+            )
+        chats = [(where, messages_of(where, row.get(name))) for where, row in found]
+        return Chats(f"{rows.source} ({name}, by the chat template)", tuple(chats), tokenizer)
+    texts = [_text(where, row, name) for where, row in found]
+    return Plain(rows.source if name == "text" else f"{rows.source} ({name})", "\n\n".join(texts))
+
+
+def _chosen(rows: Rows, column: str | None) -> list[str]:
+    there = ", ".join(rows.columns)
+    if column is not None:
+        if rows.columns and column not in rows.columns:
+            raise LyapunovPruneError(f"{rows.source} has no column {column} (it has {there}); name one of these")
+        return [column]
+    for name in COLUMNS:
+        if name in rows.columns or not rows.columns:
+            return [name]
+    if {"instruction", "output"} <= set(rows.columns):
+        return [name for name in _ALPACA if name in rows.columns]
+    raise LyapunovPruneError(
+        f"{rows.source} has no column text, messages, conversations, or instruction and output (it has {there}); name "
+        "the one to read with --text-column"
+    )
+
+
+def messages_of(where: str, value: object) -> list[Message]:
+    """A chat in the words of chat templates; raises LyapunovPruneError for what is no list of messages."""
+    if not isinstance(value, list) or not value:
+        raise LyapunovPruneError(f'{where} holds no chat; give [{{"role": "user", "content": "…"}}, …]')
+    return [_message(where, message) for message in value]
+
+
+def _message(where: str, message: object) -> Message:
+    # A table has every field in every row; None says that it is not there.
+    told = {key: value for key, value in message.items() if value is not None} if isinstance(message, dict) else {}
+    role = told.pop("role", told.pop("from", None))
+    content = told.pop("content", told.pop("value", None))
+    if isinstance(content, list):  # of parts, as for models that see pictures
+        parts = [part.get("text") if isinstance(part, dict) else None for part in content]
+        content = None if None in parts else "".join(map(str, parts))
+    if not isinstance(role, str) or not (isinstance(content, str) or (content is None and "tool_calls" in told)):
+        raise LyapunovPruneError(
+            f'{where} holds a message that is no text with a role; give {{"role": "user", "content": "…"}}, or '
+            '{"from": "human", "value": "…"}'
+        )
+    return {"role": _ROLES.get(role, role), "content": content, **told}
+
+
+def _text(where: str, row: dict[str, Any], name: str) -> str:
+    value = row.get(name)
+    if not isinstance(value, str):
+        raise LyapunovPruneError(
+            f"{where} has no string {name!r}; give one in every row, or name another column with --text-column"
+        )
+    return value
+
+
+def _alpaca(where: str, row: dict[str, Any]) -> list[str]:
+    return [_text(where, {name: ""} | row, name) for name in _ALPACA]
+
+
+def _question(instruction: str, more: str, answer: str) -> list[Message]:
+    asked = "\n\n".join(filter(None, (instruction, more)))
+    return [{"role": "user", "content": asked}, {"role": "assistant", "content": answer}]
+
+
+def _speaks(message: Message) -> bool:
+    return isinstance(message["content"], str)
+
+
+def _said(chat: list[Message]) -> list[str]:
+    return [message["content"] for message in chat if _speaks(message)]
+
+
+def _same_start(one: str, other: str) -> int:
+    """How many characters both begin with."""
+    pairs = enumerate(zip(one, other, strict=False))
+    return next((i for i, (a, b) in pairs if a != b), min(len(one), len(other)))
+
+
+def _paragraphs(text: str) -> set[str]:
+    return {part.strip() for part in _PARAGRAPH_END.split(text) if len(part) >= LEAK_CHARACTERS}
+
+
+def _without(text: str, paragraphs: set[str]) -> str:
+    return "".join(part for part in _PARAGRAPH_END.split(text) if part.strip() not in paragraphs)

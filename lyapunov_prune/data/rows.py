@@ -1,0 +1,154 @@
+"""Rows of JSON files, tables and hub data sets: a dictionary a row, whatever format holds them."""
+
+from __future__ import annotations
+
+import gzip
+import zlib
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from lyapunov_prune.data.lines import numbered, parsed_line
+from lyapunov_prune.errors import LyapunovPruneError, first_line
+from lyapunov_prune.results.frames import pd
+
+JSON = (".jsonl", ".ndjson", ".json")
+TABLES = {".csv": ",", ".tsv": "\t", ".parquet": None, ".arrow": None, ".feather": None}
+
+
+@dataclass(frozen=True)
+class Rows:
+    """The rows of `source`: its columns (of JSON those of the first row), and every row with where it stands.
+
+    `read` takes the names of the columns that are wanted, so that a table gives no others.
+    """
+
+    source: str
+    columns: tuple[str, ...]
+    read: Callable[[list[str]], Iterable[tuple[str, dict[str, Any]]]]
+
+
+def format_of(path: Path) -> str:
+    """The suffix that says how a file is read; what stands before `.gz` of a compressed one."""
+    return (path.with_suffix("") if path.suffix == ".gz" else path).suffix.lower()
+
+
+def holds_rows(path: Path) -> bool:
+    return format_of(path) in (*JSON, *TABLES)
+
+
+def require_reader(path: Path) -> None:
+    """Raise LyapunovPruneError for a table that needs pyarrow where that is not installed."""
+    if TABLES.get(format_of(path), "") is None and find_spec("pyarrow") is None:
+        raise LyapunovPruneError(f"reading {path} needs pyarrow, an extra: pip install 'lyapunov-prune[data]'")
+
+
+def file_rows(path: Path) -> Rows:
+    """The rows of a file of JSON lines, of one JSON list, or of a table. Raises LyapunovPruneError for another file."""
+    require_reader(path)
+    if format_of(path) in TABLES:
+        return _table(path)
+    found = list(_json_rows(path, file_text(path)))
+    for where, row in found:
+        if not isinstance(row, dict):
+            raise LyapunovPruneError(f'{where} is no JSON object; give {{"text": "…"}} a line')
+    columns = tuple(found[0][1]) if found else ()
+    return Rows(str(path), columns, lambda names: found)
+
+
+def file_text(path: Path) -> str:
+    """The text of a file in UTF-8, compressed or not; raises LyapunovPruneError for any other."""
+    try:
+        content = path.read_bytes()
+        if path.suffix == ".gz":
+            content = gzip.decompress(content)
+        # Some editors write a byte-order mark; newlines as Python's text files have them.
+        return content.decode("utf-8-sig").replace("\r\n", "\n").replace("\r", "\n")
+    except (OSError, EOFError, zlib.error, UnicodeDecodeError) as error:
+        known = ", ".join((*JSON, *TABLES))
+        raise LyapunovPruneError(
+            f"cannot read {path} as UTF-8 text ({error}); convert it to UTF-8, or give it its own ending ({known})"
+        ) from None
+
+
+def _json_rows(path: Path, text: str) -> Iterator[tuple[str, Any]]:
+    if format_of(path) == ".json":
+        try:
+            value = parsed_line(text)
+        except ValueError:
+            pass  # lines of JSON are called .json too
+        else:
+            rows = value if isinstance(value, list) else [value]
+            yield from ((f"{path} item {number}", row) for number, row in enumerate(rows, start=1))
+            return
+    for where, line in numbered(path, text):
+        try:
+            yield where, parsed_line(line)
+        except ValueError:
+            raise LyapunovPruneError(f'{where} is no JSON object; give {{"text": "…"}} a line') from None
+
+
+def _table(path: Path) -> Rows:
+    kind = format_of(path)
+    separator = TABLES[kind]
+    try:
+        if separator is not None:
+            frame = pd.read_csv(path, sep=separator, dtype=str, keep_default_na=False)
+            return _counted(path, list(map(str, frame.columns)), lambda names: frame[names].to_dict("records"))
+        table = _parquet(path) if kind == ".parquet" else _ipc(path)
+        return _counted(path, table.column_names, lambda names: table.select(names).to_pylist())
+    except (OSError, EOFError, zlib.error, ValueError) as error:  # pyarrow's and pandas' are ValueErrors
+        raise LyapunovPruneError(
+            f"cannot read {path} as a {kind} file ({first_line(error)}); give it whole, or with its own ending"
+        ) from None
+
+
+def _parquet(path: Path) -> Any:
+    from pyarrow import parquet
+
+    return parquet.read_table(path, memory_map=True)
+
+
+def _ipc(path: Path) -> Any:
+    """Arrow's file, which is also Feather, or its stream, which `datasets` saves."""
+    from pyarrow import ArrowInvalid, ipc, memory_map
+
+    try:
+        return ipc.open_file(memory_map(str(path))).read_all()
+    except ArrowInvalid:
+        return ipc.open_stream(memory_map(str(path))).read_all()
+
+
+def _counted(path: Path, columns: list[str], read: Callable[[list[str]], list[dict[str, Any]]]) -> Rows:
+    def rows(names: list[str]) -> Iterator[tuple[str, dict[str, Any]]]:
+        return ((f"{path} row {number}", row) for number, row in enumerate(read(names), start=1))
+
+    return Rows(str(path), tuple(columns), rows)
+
+
+def hub_rows(source: str, offline: bool) -> Rows:
+    """The rows of the hub data set `name[:config[:split]]`, by default its split `test`."""
+    name, _, rest = source.partition(":")
+    config, _, part = rest.partition(":")
+    if offline:
+        raise LyapunovPruneError(f"{source} is no local file and --offline forbids the hub; give builtin or a file")
+    try:
+        from datasets import load_dataset
+    except ImportError:
+        raise LyapunovPruneError(
+            f"{source} is no local file, and a hub data set needs the extra: pip install 'lyapunov-prune[data]'"
+        ) from None
+    try:
+        data: Any = load_dataset(name, config or None, split=part or "test")
+    except Exception as error:  # datasets raises many kinds: network, name, format
+        raise LyapunovPruneError(
+            f"cannot load the data set {source}: {first_line(error)}; check the name and the network, or give a file"
+        ) from None
+
+    def rows(names: list[str]) -> Iterator[tuple[str, dict[str, Any]]]:
+        for number, values in enumerate(zip(*(data[name] for name in names), strict=True), start=1):
+            yield f"{source} row {number}", dict(zip(names, values, strict=True))
+
+    return Rows(source, tuple(data.column_names), rows)
