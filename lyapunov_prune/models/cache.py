@@ -26,7 +26,7 @@ from filelock import FileLock
 
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.progress import warn
-from lyapunov_prune.results.files import halves, whole_folder
+from lyapunov_prune.results.files import halves, release_lock, whole_folder
 
 BUILTIN, BUILTIN_VERSION = "smollm2-135m", "0.1.2"
 PLACE, LIMIT = "LYAPUNOV_PRUNE_CACHE", "LYAPUNOV_PRUNE_CACHE_GB"
@@ -106,7 +106,7 @@ class Entry:
         try:
             yield
         finally:
-            lock.release()
+            release_lock(lock)
 
     def keep(self, save: Callable[[Path], None]) -> bool:
         """Whether the checkpoint that `save` writes is in the cache now, whole; if not, a warning has said why."""

@@ -224,7 +224,7 @@ def test_two_processes_make_one_entry(file: Path, tmp_path: Path, place: Path) -
         process.join(60)
     assert [process.exitcode for process in both] == [0, 0]
     assert (tmp_path / "notes").read_text() == "made\n"
-    assert entry(place).is_dir()
+    assert list(place.iterdir()) == [entry(place)]  # and no lock file beside it
 
 
 # A cache that cannot be written.
