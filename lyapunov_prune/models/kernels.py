@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from transformers import PreTrainedConfig
@@ -13,6 +15,17 @@ def kernels(config: PreTrainedConfig) -> dict[str, Any]:
     Each part of a model with more than text by its own kernel: a value for the whole would go to all of them.
     """
     return {f"{of}_implementation": _of(config, f"_{of}_implementation") for of in ("attn", "experts")}
+
+
+@contextmanager
+def eager_experts(model: Any) -> Iterator[None]:
+    """The experts of `model` run one after the other inside the block: the kernel for all has no derivative."""
+    before = kernels(model.config)["experts_implementation"]
+    model.set_experts_implementation("eager")
+    try:
+        yield
+    finally:
+        model.set_experts_implementation(before)
 
 
 def _of(config: Any, name: str) -> Any:

@@ -5,8 +5,8 @@ The error is followed by `propagation`; this module turns its sums into the numb
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import Literal, get_args
+from collections.abc import Callable, Iterable
+from typing import Any, Literal, get_args
 
 import numpy as np
 import torch
@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 from lyapunov_prune.arguments import checked
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.forward.reading import Readable, read
-from lyapunov_prune.forward.rounding import coarsest_rounding
+from lyapunov_prune.forward.rounding import roughness
 from lyapunov_prune.models.quantised import UNSEEN_ROUNDING, is_packed, require_derivatives
 from lyapunov_prune.models.structure import in_eval_mode
 from lyapunov_prune.profiles.contraction_profile import (
@@ -28,7 +28,7 @@ from lyapunov_prune.profiles.contraction_profile import (
 from lyapunov_prune.profiles.propagation import (
     WindowSums,
     difference_sums,
-    jvp_floor,
+    jvp_moved,
     jvp_sums,
     require_moved,
     required,
@@ -38,7 +38,7 @@ from lyapunov_prune.progress import track
 Derivative = Literal["difference", "jvp"]
 # Where one window stays even below this, others will not lift the whole above the other.
 FAR_BELOW = ABOVE_FLOOR / 10
-# The floor needs an order of magnitude, so a stretch of one window is enough.
+# The floor needs an order of magnitude, so a stretch of one window is enough where nothing is chosen.
 FLOOR_TOKENS = 128
 
 
@@ -63,18 +63,23 @@ def measure_contraction(
     rounding of a difference plays no part; it is scaled by ε, so that `V` compares.
 
     `floor` is V of a second run, moved by one unit of the coarsest dtype that the layers round to
-    (`coarsest_rounding`): float32 for most families in float64, as their norms are taken there, and of packed weights
+    (`forward.rounding`): float32 for most families in float64, as their norms are taken there, and of packed weights
     bfloat16 at least, to which kernels round unseen. Of `jvp` it is the V of the change of the derivative where the
-    state is moved by such a unit (`jvp_floor`).
+    state is moved by such a unit (`jvp_moved`).
 
     `linearity` is ρ at ε over ρ at ε / 10, both by the first seed on the stretch of one window that the floor is
     measured on: where attention is sharp, 1e-2 is far from the derivative.
+
+    Where the layers choose experts (or the tokens that attention looks at; `forward.rounding`), few tokens near a tie
+    decide: one whose route flips is moved by as much at any ε, and has nearly all of the energy of the error. No
+    stretch shows that, so there floor and linearity are those of all windows and seeds.
 
     That ρ is the quotient of error growth and state growth, and that the factors multiply to the
     end-to-end ratio, are the Lean theorems `rho_eq_error_growth_div_state_growth` and
     `relative_energy_telescope`; the numbers themselves are measurements.
 
-    One forward carries `batch_size × (1 + seeds)` rows (difference) or `batch_size × seeds` (jvp).
+    One forward carries `batch_size × (1 + seeds)` rows (difference), twice as many where the layers choose, or
+    `batch_size × seeds` (jvp).
     Raises NonFiniteError naming the first layer with NaN or infinite activations, and LyapunovPruneError
     for ids outside the vocabulary, a context too long, an epsilon that rounding swallows, or a model without
     forward-mode derivatives.
@@ -88,27 +93,34 @@ def measure_contraction(
     if method == "jvp":
         require_derivatives(model)
 
-    run = jvp_sums if method == "jvp" else difference_sums
     windows = reading.windows(batch_size)
-    sums = [run(structure, ids, k * batch_size, seeds, epsilon) for k, ids in enumerate(track(windows, "contraction"))]
-    total = WindowSums.join(sums)
-    state, error = total.state.sum(-1), total.error.sum((-2, -1))
-    require_moved(error[0], epsilon, model.dtype)
-
     stretch = windows[0][:1, :FLOOR_TOKENS]
-    unit = torch.finfo(coarsest_rounding(structure, stretch, model.dtype)).eps
+    rough = roughness(structure, stretch, model.dtype)
+    unit = torch.finfo(rough.coarsest).eps
     if is_packed(model):
         unit = max(unit, UNSEEN_ROUNDING)
+
+    def join(run: Callable[..., WindowSums], *how: Any) -> WindowSums:
+        each = enumerate(track(windows, "contraction"))
+        return WindowSums.join([run(structure, ids, k * batch_size, *how) for k, ids in each])
+
     linearity = None
     if method == "jvp":
-        floor = jvp_floor(structure, stretch, epsilon, unit)
+        total = join(jvp_sums, seeds, epsilon)
+        tried = enumerate(windows if rough.chooses else [stretch])
+        moved, energy = np.sum([jvp_moved(structure, ids, k * batch_size, unit) for k, ids in tried], axis=0)
+        floor = epsilon**2 * moved / energy
+    elif rough.chooses:
+        n = len(seeds)
+        trial = join(difference_sums, (*seeds, *seeds, seeds[0]), (*[epsilon] * n, *[epsilon / 10] * n, unit))
+        total = trial.copies(slice(n))
+        floor, linearity = _floor_and_linearity(trial)
     else:
-        three = difference_sums(structure, stretch, 0, (seeds[0],) * 3, (unit, epsilon, epsilon / 10))
-        floor, whole, tenth = (three.error.sum(-1) / three.state.sum(-1, keepdims=True)).T
-        clear = tenth > ABOVE_FLOOR * floor
-        far = clear[1:] & clear[:-1]
-        linearity = np.full(structure.num_layers, np.nan)
-        linearity[far] = whole[1:][far] / whole[:-1][far] / (tenth[1:][far] / tenth[:-1][far])
+        total = join(difference_sums, seeds, epsilon)
+        trial = difference_sums(structure, stretch, 0, (seeds[0],) * 3, (epsilon, epsilon / 10, unit))
+        floor, linearity = _floor_and_linearity(trial)
+    state, error = total.state.sum(-1), total.error.sum((-2, -1))
+    require_moved(error[0], epsilon, model.dtype)
 
     growth = np.sqrt(total.state[-1] / total.state[0])
     return ContractionProfile(
@@ -129,6 +141,21 @@ def measure_contraction(
         worst_growth=float(np.sqrt((total.state[1:] / total.state[:-1]).max(-1).prod())),
         windows=total.energies(),
     )
+
+
+def _floor_and_linearity(trial: WindowSums) -> tuple[np.ndarray, np.ndarray]:
+    """V of one unit of rounding (L + 1,), and ρ at ε over ρ at ε / 10 (L,), NaN where that is rounding.
+
+    The copies of `trial` are moved by ε, as many by ε / 10, and the last by the unit.
+    """
+    V = trial.error.sum(-1) / trial.state.sum(-1, keepdims=True)
+    half = V.shape[1] // 2
+    whole, tenth, floor = V[:, :half].mean(1), V[:, half:-1].mean(1), V[:, -1]
+    clear = tenth > ABOVE_FLOOR * floor
+    far = clear[1:] & clear[:-1]
+    linearity = np.full(len(far), np.nan)
+    linearity[far] = whole[1:][far] / whole[:-1][far] / (tenth[1:][far] / tenth[:-1][far])
+    return floor, linearity
 
 
 def require_above_rounding(model: PreTrainedModel, batch: Readable, epsilon: float = 1e-2) -> None:

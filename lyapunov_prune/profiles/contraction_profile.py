@@ -49,7 +49,8 @@ class ContractionProfile(Result):
     measured_on: MeasuredOn
     worst_growth: float | None = None  # Π_l max over windows of ‖h_{l+1}‖/‖h_l‖ ≥ max K; None in files of before
     windows: Energies | None = None  # of each window, to draw them anew; None in files of before
-    # ρ at ε over ρ at ε / 10, on a stretch of one window, (L,): NaN where the smaller is rounding; None for jvp, before
+    # ρ at ε over ρ at ε / 10, (L,), on a stretch of one window, of all where the layers choose experts: NaN where the
+    # smaller is rounding; None for jvp, before
     linearity: np.ndarray | None = None
 
     def __post_init__(self) -> None:
@@ -186,7 +187,8 @@ class ContractionProfile(Result):
         if self.not_linear:
             lines.append(
                 f"ρ is another by more than {LINEAR:.0%} at ε = {self.epsilon / 10:g} at layer "
-                f"{', '.join(map(str, self.not_linear))}: it is of this ε alone; use a smaller ε or method jvp"
+                f"{', '.join(map(str, self.not_linear))}: it is of this ε alone; use method jvp, or a "
+                "smaller ε (not where experts are chosen: a route that flips moves the state by as much at any)"
             )
         if self.below_floor:
             lines.append(

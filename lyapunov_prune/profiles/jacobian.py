@@ -24,6 +24,7 @@ from lyapunov_prune.forward.branches import Branch, find_branches, matrix_childr
 from lyapunov_prune.forward.hooks import layer_input, run_backbone
 from lyapunov_prune.forward.reading import Readable, read
 from lyapunov_prune.models.hooked import hooked
+from lyapunov_prune.models.kernels import eager_experts
 from lyapunov_prune.models.structure import in_eval_mode
 from lyapunov_prune.progress import track
 from lyapunov_prune.results.frames import pd
@@ -128,13 +129,16 @@ def sublayer_jacobians(
             rows.append([*row, *[np.nan] * (6 - len(row))])
 
         try:
-            with hooked(before=[(layer, measure) for layer in structure.layers]):
+            with (
+                eager_experts(structure.backbone),
+                hooked(before=[(layer, measure) for layer in structure.layers]),
+            ):
                 run_backbone(structure, ids)
         except NotImplementedError as error:
             raise LyapunovPruneError(
                 f"{type(model).__name__} has an operation without a forward-mode derivative "
                 f"({str(error).splitlines()[0]}); "
-                "load it with attn_implementation and experts_implementation eager, or give a model without it"
+                "load it with attn_implementation eager, or give a model without it"
             ) from None
         windows.append(np.array(rows))
     values = np.stack(windows)  # (windows, L, 6)

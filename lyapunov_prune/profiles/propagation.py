@@ -22,6 +22,7 @@ from lyapunov_prune.errors import LyapunovPruneError, NonFiniteError
 from lyapunov_prune.forward.hooks import Inject, Visit, layer_input, residual_stream, run_backbone
 from lyapunov_prune.linalg import token_energy, widen
 from lyapunov_prune.models.hooked import hooked
+from lyapunov_prune.models.kernels import eager_experts
 from lyapunov_prune.models.structure import Structure
 
 RESAMPLES = 2000
@@ -94,6 +95,11 @@ class WindowSums(Energies):
     def join(cls, parts: list[WindowSums]) -> WindowSums:
         """The windows of all parts, in order."""
         return cls(*(np.concatenate(same, axis=-1) for same in zip(*(vars(p).values() for p in parts), strict=True)))
+
+    def copies(self, chosen: slice) -> WindowSums:
+        """Of some of the disturbed copies alone."""
+        error, relative, peaks = (x[:, chosen] for x in (self.error, self.relative, self.peak_error))
+        return WindowSums(self.state, error, relative, self.peak_state, peaks)
 
     def energies(self) -> Energies:
         """Without the peaks."""
@@ -235,27 +241,27 @@ def jvp_sums(
     return _collect(rows, f"windows {first_window} to {first_window + windows - 1}")
 
 
-def jvp_floor(structure: Structure, ids: torch.Tensor, epsilon: float, unit: float) -> np.ndarray:
-    """`ε² Σ_t ‖ė'_t − ė_t‖² / Σ_t ‖h_t‖²` at every boundary, (L + 1,): how far rounding moves the derivative ė itself.
+def jvp_moved(structure: Structure, ids: torch.Tensor, first_window: int, unit: float) -> np.ndarray:
+    """`Σ_t ‖ė'_t − ė_t‖²` and `Σ_t ‖h_t‖²` at every boundary, (2, L + 1): how far rounding moves the derivative ė.
 
     ė' is the derivative in the same direction where the state before layer 0 is moved by one `unit` of rounding; it is
     followed at three times the length, so that its own rounding is another.
     """
     windows = len(ids)
-    floor: list[float] = []
+    sums: list[tuple[float, float]] = []
 
     def inject(hidden: torch.Tensor) -> torch.Tensor:
-        primal = perturbed(windows, 0, (0,), unit)(hidden)
-        tangent = direction(hidden[:windows], 0, 0)
+        primal = perturbed(windows, first_window, (0,), unit)(hidden)
+        tangent = direction(hidden[:windows], first_window, 0)
         return forward_ad.make_dual(primal, torch.cat([tangent, 3 * tangent]).to(hidden.dtype))
 
     def visit(layer: int, primal: torch.Tensor, tangent: torch.Tensor) -> None:
         one, other = (widen(part) for part in tangent.split(windows))
-        moved = token_energy(other / 3 - one).sum() / token_energy(widen(primal[:windows])).sum()
-        floor.append(float(moved) * epsilon**2)
+        moved, state = token_energy(other / 3 - one), token_energy(widen(primal[:windows]))
+        sums.append((float(moved.sum()), float(state.sum())))
 
     _run_dual(structure, ids.repeat(2, 1), visit, inject, MappingProxyType({}))
-    return np.array(floor)
+    return np.array(sums).T
 
 
 def _run_dual(
@@ -275,6 +281,7 @@ def _run_dual(
     with ExitStack() as stack:
         stack.enter_context(forward_ad.dual_level())
         stack.enter_context(sdpa_kernel(SDPBackend.MATH))  # the fused kernels have no forward derivative
+        stack.enter_context(eager_experts(structure.backbone))
         stack.enter_context(_boundaries(structure, unpacked, inject, between))
         try:
             run_backbone(structure, ids)

@@ -1,21 +1,22 @@
-"""`coarsest_rounding` against rounding that is measured, and casts where they do and do not count."""
+"""`roughness` against rounding that is measured, casts where they do and do not count, and what is chosen."""
 
 from __future__ import annotations
 
 import pytest
 import torch
+from families.zoo import make_zoo
 from helpers import OTHERS, TINY, make_other, make_tiny, states_of
 from torch import nn
 from transformers import PreTrainedModel
 
-from lyapunov_prune.forward.rounding import coarsest_rounding
+from lyapunov_prune.forward.rounding import roughness
 from lyapunov_prune.models.structure import find_structure
 from lyapunov_prune.profiles.propagation import direction
 
 
 def found(model: PreTrainedModel, ids: torch.Tensor) -> torch.dtype:
     with torch.no_grad():
-        return coarsest_rounding(find_structure(model), ids, model.dtype)
+        return roughness(find_structure(model), ids, model.dtype).coarsest
 
 
 def unevenness(model: PreTrainedModel, ids: torch.Tensor, step: float = 1e-6) -> float:
@@ -40,6 +41,17 @@ def test_agrees_with_the_rounding_that_is_there(name: str, attention: str, ids: 
     rough = unevenness(model, ids[:1])
     assert rough < 1e-11 or rough > 1e-8  # far from either side, so that the answer is clear
     assert found(model, ids) == (torch.float32 if rough > 1e-8 else torch.float64)
+
+
+CHOOSING = ("mixtral", "qwen3_moe", "phimoe", "llama4_text", "gpt_oss", "jetmoe", "dbrx", "zaya", "longcat_flash")
+
+
+@pytest.mark.parametrize("name", [*CHOOSING, "deepseek_v32", "llama", "gpt2", "gemma3_text", "mamba", "rwkv"])
+def test_layers_that_choose_experts_or_tokens_are_told(name: str, ids: torch.Tensor) -> None:
+    model = make_zoo(name)
+    with torch.no_grad():
+        chooses = roughness(find_structure(model), ids, model.dtype).chooses
+    assert chooses == (name in (*CHOOSING, "deepseek_v32"))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])

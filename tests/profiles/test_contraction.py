@@ -9,15 +9,17 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from helpers import LAYERS, TINY, make_tiny, states_of
+from helpers import LAYERS, TINY, make_tiny, moe, states_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import PreTrainedModel
 
 from lyapunov_prune import LyapunovPruneError, NonFiniteError, measure_contraction
+from lyapunov_prune.forward.rounding import Roughness
 from lyapunov_prune.models.structure import find_structure
+from lyapunov_prune.profiles import contraction
 from lyapunov_prune.profiles.contraction_profile import ContractionProfile
-from lyapunov_prune.profiles.propagation import WindowSums, direction, drawn_means
+from lyapunov_prune.profiles.propagation import WindowSums, difference_sums, direction, drawn_means
 
 
 def reference(
@@ -292,3 +294,66 @@ def test_linearity_is_of_two_runs(seed: int, llama: PreTrainedModel, ids: torch.
     assert rounding.linearity is not None
     assert np.isnan(rounding.linearity).all()
     assert rounding.not_linear == ()
+
+
+def routed(model_type: str) -> PreTrainedModel:
+    """A mixture of experts that are far from each other, so that a route that flips decides ρ."""
+    model = moe(model_type)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if parameter.ndim > 1 and "embed" not in name:
+                parameter.mul_(4)
+    return model
+
+
+@pytest.mark.parametrize("model_type", ["mixtral", "qwen3_moe", "qwen2_moe", "olmoe"])
+def test_a_route_that_flips_is_seen_on_whatever_window(model_type: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the derivative in float64, which follows the routes as they are."""
+    ids = torch.randint(97, (8, 64), generator=torch.Generator().manual_seed(1))
+    model = routed(model_type)
+    wide = copy.deepcopy(model).double()
+    wide.set_experts_implementation("eager")
+    exact = measure_contraction(wide, ids, method="jvp", seeds=(0, 1))
+    named: set[int] = set()
+    unseen: set[int] = set()
+    for epsilon in (1e-2, 1e-3, 1e-4):
+        found = measure_contraction(model, ids, epsilon=epsilon, seeds=(0, 1))
+        one = measure_contraction(wide, ids, epsilon=epsilon, seeds=(0, 1))
+        np.testing.assert_allclose(found.rho, one.rho, rtol=0.05)  # it is no rounding: float64 jumps as far
+        off = np.flatnonzero(np.abs(np.log(found.rho / exact.rho)) > 0.25)
+        # What the first of them makes of the error reaches the layers behind it.
+        first = {int(layer) for layer in off[:1]}
+        assert first <= set(found.not_linear)
+        named |= first
+        with monkeypatch.context() as patch:  # the planted fault: a stretch of one window and one seed
+            patch.setattr(contraction, "roughness", lambda *_: Roughness(torch.float32, False))
+            unseen |= first - set(measure_contraction(model, ids, epsilon=epsilon, seeds=(0, 1)).not_linear)
+    assert named
+    assert unseen or model_type != "mixtral"  # of which the first window shows nothing
+
+
+def test_floor_and_linearity_of_what_routes_are_of_all_windows_and_seeds() -> None:
+    ids = torch.randint(97, (3, 32), generator=torch.Generator().manual_seed(2))
+    model = routed("mixtral")
+    found = measure_contraction(model, ids, seeds=(0, 5), batch_size=2)
+    one, tenth = (measure_contraction(model, ids, epsilon=e, seeds=(0, 5)) for e in (1e-2, 1e-3))
+    np.testing.assert_allclose(found.rho, one.rho, rtol=1e-5)
+    assert found.linearity is not None
+    np.testing.assert_allclose(found.linearity, one.rho / tenth.rho, rtol=1e-3)
+    with torch.no_grad():
+        unit = difference_sums(find_structure(model), ids, 0, (0,), torch.finfo(torch.float32).eps)
+    np.testing.assert_allclose(found.floor, unit.energy("energy"), rtol=0.5)  # rounding itself, in batches of others
+    assert found.windows is not None
+    assert found.windows.error.shape == (4, 2, 3)
+
+
+@pytest.mark.parametrize("model_type", ["mixtral", "qwen3_moe"])
+def test_the_derivative_of_experts_is_taken_in_float32_too(model_type: str) -> None:
+    ids = torch.randint(97, (2, 32), generator=torch.Generator().manual_seed(1))
+    model = routed(model_type)
+    wide = copy.deepcopy(model).double()
+    wide.set_experts_implementation("eager")
+    found, exact = (measure_contraction(m, ids, method="jvp", seeds=(0,)) for m in (model, wide))
+    np.testing.assert_allclose(found.rho, exact.rho, rtol=1e-3)
+    assert found.above_floor.all()
+    assert model.config._experts_implementation == "grouped_mm"
