@@ -49,6 +49,10 @@ class NonFiniteError(LyapunovPruneError):
         )
 
 
+class Diverged(LyapunovPruneError):
+    """The loss or gradient of a training step is not finite."""
+
+
 class CheckFailed(LyapunovPruneError):
     """A check was carried out and did not hold (a bound, or a part of the removal gate)."""
 

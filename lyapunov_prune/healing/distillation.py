@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 
 import torch
@@ -12,7 +12,7 @@ from accelerate.utils import reduce
 from torch import nn
 from transformers import PreTrainedModel
 
-from lyapunov_prune.errors import LyapunovPruneError
+from lyapunov_prune.errors import Diverged, LyapunovPruneError
 from lyapunov_prune.forward.hooks import final_state
 from lyapunov_prune.forward.logits import require_temperature, uncached_logits
 from lyapunov_prune.forward.scoring import Scorer, is_large
@@ -21,7 +21,6 @@ from lyapunov_prune.linalg import widen
 from lyapunov_prune.models.structure import find_structure
 
 CLIP = 1.0  # the largest norm of a step's gradient
-WARM_UP = 0.1  # share of the steps in which the learning rate rises
 _TOKENS = 64  # tokens whose distributions are in memory at a time
 # AdamW without weight decay: the aim is the teacher, not small weights. SGD as it is written in textbooks.
 OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
@@ -61,13 +60,13 @@ def distillation_loss(
 
 
 class Distillation:
-    """The training of `parameters` of `model` for `steps`, each on some windows of tokens or some images.
+    """The training of `parameters` of `model`, a step at a time, each on some windows of tokens or some images.
 
-    By one of OPTIMIZERS, gradients clipped to norm 1, the learning rate rising over the first tenth of the steps, then
-    falling along half a cosine. What the next step depends on is `tensors` alone. Both models are used as they are: put
-    them in eval mode, or dropout is learnt. With `processes` the items of a step go through the models one by one,
-    each process takes its share, and all end the step with the same parameters; or, of `sharded` models, with their
-    parts of the same, where as many items go to each.
+    The optimizer is one of OPTIMIZERS, and gradients are clipped to norm 1. The caller gives the learning rate of every
+    step; a parameter takes that rate times its entry in `sizes`, times 1 without them. What the next step depends on is
+    `tensors` alone. Both models are used as they are: put them in eval mode, or dropout is learnt. With `processes` the
+    items of a step go through the models one by one, each process takes its share, and all end the step with the same
+    parameters; sharded models end with their parts of the same, and take as many items in each process.
     """
 
     def __init__(
@@ -75,30 +74,51 @@ class Distillation:
         model: PreTrainedModel,
         teacher: PreTrainedModel,
         parameters: dict[str, nn.Parameter],
-        learning_rate: float,
         temperature: float,
-        steps: int,
         optimizer: str = "adamw",
         processes: PartialState | None = None,
+        sizes: Mapping[str, float] | None = None,
     ) -> None:
         self.model, self.teacher, self.parameters = model, teacher, parameters
-        self.learning_rate, self.temperature, self.steps = learning_rate, temperature, steps
+        self.temperature = temperature
         self.losses: list[float] = []  # before each step taken so far
         self._processes, self._sharded = processes, are_sharded(parameters)
         self._pair: tuple[Scorer, Scorer] | None = None
-        self._optimizer = OPTIMIZERS[optimizer](parameters.values(), lr=learning_rate)
+        self._kind = OPTIMIZERS[optimizer]
+        by_size: dict[float, list[nn.Parameter]] = {}
+        for name, parameter in parameters.items():
+            by_size.setdefault(1.0 if sizes is None else sizes[name], []).append(parameter)
+        self._groups = list(by_size.items())
+        self.begin_anew()
 
     @property
     def step(self) -> int:
         """How many steps are taken."""
         return len(self.losses)
 
-    @torch.enable_grad()
-    def take_step(self, inputs: torch.Tensor) -> None:
-        """One step on token ids (windows × tokens) or images (n × channels × height × width).
+    def begin_anew(self, weights: Mapping[str, torch.Tensor] | None = None) -> None:
+        """Forget what the optimizer knows, and let the parameters be `weights` where they are given."""
+        self._optimizer = self._kind([{"params": some, "lr": 0.0, "size": size} for size, some in self._groups])
+        for name, value in (weights or {}).items():
+            self.put(name, value)
 
-        Each prediction counts the same, of a token or of an image. Raises LyapunovPruneError for a loss or gradient
-        that is not finite.
+    @torch.no_grad()
+    def put(self, name: str, value: torch.Tensor) -> None:
+        """Let a parameter be `value`, given whole or in parts like its own."""
+        parameter = self.parameters[name]
+        parameter.copy_(in_parts_like(value, parameter))
+
+    @torch.no_grad()
+    def copies(self) -> dict[str, torch.Tensor]:
+        """The parameters as they are now, in parts where they are."""
+        return {name: parameter.detach().clone() for name, parameter in self.parameters.items()}
+
+    @torch.enable_grad()
+    def take_step(self, inputs: torch.Tensor, rate: float) -> None:
+        """One step at this learning rate on token ids (windows × tokens) or images (n × channels × height × width).
+
+        Each prediction counts the same, of a token or of an image. Raises Diverged for a loss or gradient that is not
+        finite.
         """
         self._optimizer.zero_grad()
         shared = self._processes
@@ -112,12 +132,12 @@ class Distillation:
             loss = self._together(loss, shared.device)
         norm = gathered(nn.utils.clip_grad_norm_(self.parameters.values(), CLIP))
         if not (math.isfinite(loss) and norm.isfinite()):
-            raise LyapunovPruneError(
+            raise Diverged(
                 f"the {'gradient' if math.isfinite(loss) else 'loss'} of step {self.step} is not finite; "
                 + ("lower the learning rate" if self.step else "check the weights of both models")
             )
         for group in self._optimizer.param_groups:
-            group["lr"] = self.learning_rate * schedule(self.step, self.steps)
+            group["lr"] = rate * group["size"]
         self._optimizer.step()
         self.losses.append(loss)
 
@@ -194,15 +214,8 @@ class Distillation:
             if kind == "losses":
                 self.losses = value.tolist()
             elif kind == "parameter":
-                self.parameters[name].copy_(in_parts_like(value, self.parameters[name]))
+                self.put(name, value)
             else:
                 parameter = self.parameters[name]
                 self._optimizer.state[parameter][kind] = in_parts_like(value, parameter)
 
-
-def schedule(step: int, steps: int) -> float:
-    """The share of the learning rate at `step`, 0 to 1, never 0."""
-    rise = int(WARM_UP * steps)
-    if step < rise:
-        return (step + 1) / (rise + 1)
-    return 0.5 * (1 + math.cos(math.pi * (step - rise) / (steps - rise)))

@@ -3,124 +3,42 @@
 from __future__ import annotations
 
 import copy
-import math
-from contextlib import nullcontext
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from accelerate.utils import broadcast_object_list
+import torch
+from accelerate import PartialState
 from transformers import PreTrainedModel
 
 from lyapunov_prune.arguments import checked
-from lyapunov_prune.checkpoints.cards import as_text
 from lyapunov_prune.data.batch import require_disjoint
 from lyapunov_prune.data.text import require_unseen
 from lyapunov_prune.errors import LyapunovPruneError
-from lyapunov_prune.evaluation.perplexity import Perplexity, perplexity
-from lyapunov_prune.forward.logits import require_temperature
+from lyapunov_prune.evaluation.perplexity import perplexity
+from lyapunov_prune.forward.logits import require_temperature, uncached_logits
 from lyapunov_prune.forward.reading import Readable, Reading, read
+from lyapunov_prune.forward.scoring import next_token_loss
 from lyapunov_prune.healing.distillation import Distillation
+from lyapunov_prune.healing.report import Healed, Healing, HeldOut
 from lyapunov_prune.healing.sharded import gathered_into, of_main, require_shardable, sharded, sharing
+from lyapunov_prune.healing.sizes import update_sizes
 from lyapunov_prune.healing.state import TrainingState
-from lyapunov_prune.healing.trained import beside, drawn_order, recomputed, require_trainable, trained
+from lyapunov_prune.healing.trained import beside, recomputed, require_trainable, trained
+from lyapunov_prune.healing.training import Budget, Tensors, Training
 from lyapunov_prune.models.launched import processes_of, require_same_models
 from lyapunov_prune.models.plain import require_plain
 from lyapunov_prune.models.structure import identify, in_eval_mode
-from lyapunov_prune.progress import track
-from lyapunov_prune.results.frames import pd
 from lyapunov_prune.results.history import add_step
-from lyapunov_prune.results.result import MeasuredOn, ModelIdentity, Result, encode
+from lyapunov_prune.results.result import encode
 
-# SmolLM2-135M without four layers: a third of the full rate is worse, thrice is no better (experiments, 44).
-FULL_RATE, LOW_RANK_RATE = 1e-4, 2e-3
-REPORT = "healing.json"  # beside the weights of a healed checkpoint
-
-
-@dataclass(frozen=True)
-class HeldOut:
-    """Perplexity on the same held-out windows: the pruned model, the healed one, and the dense one."""
-
-    before: Perplexity
-    after: Perplexity
-    teacher: Perplexity
-
-
-@dataclass(frozen=True)
-class Healing(Result):
-    """What healing did. `losses` holds the distillation loss before each step, of its windows, in nats a token.
-
-    A step takes `per_step` windows. `rank` is None when all parameters of the layers were trained; `trained` counts
-    them, or those of the factors. `measured_on` is of the pruned model and the text that it learnt from. `held_out` is
-    None without evaluation text.
-    """
-
-    losses: np.ndarray
-    rank: int | None
-    learning_rate: float
-    temperature: float
-    trained: int
-    teacher: ModelIdentity
-    held_out: HeldOut | None
-    measured_on: MeasuredOn
-    per_step: int = 1
-
-    @property
-    def steps(self) -> int:
-        return len(self.losses)
-
-    @property
-    def recovered(self) -> float | None:
-        """`(PPL_before − PPL_after) / (PPL_before − PPL_teacher)`: 1 when all that the removal cost is back.
-
-        None without evaluation text, NaN when the removal had cost nothing.
-        """
-        if self.held_out is None:
-            return None
-        before, after, teacher = (p.value for p in (self.held_out.before, self.held_out.after, self.held_out.teacher))
-        return (before - after) / (before - teacher) if before > teacher else float("nan")
-
-    def about(self) -> str:
-        """What a model card says of it."""
-        lost = self.recovered is not None and math.isfinite(self.recovered)
-        recovered = f", which recovered {self.recovered:.0%} of the perplexity lost" if lost else ""
-        headline = "\n".join(map(as_text, self.headline().splitlines()))
-        return f"{headline}\n\n{self.steps} steps of distillation from {as_text(self.teacher.name)}{recovered}."
-
-    def to_frame(self) -> pd.DataFrame:
-        return pd.DataFrame({"step": np.arange(self.steps), "loss": self.losses})
-
-    def summary(self) -> pd.DataFrame:
-        """The loss at the two ends, a tenth of the steps each, and the held-out perplexities."""
-        tenth = math.ceil(self.steps / 10)
-        row = {
-            "steps": self.steps,
-            "trained": self.trained,
-            "first losses": self.losses[:tenth].mean(),
-            "last losses": self.losses[-tenth:].mean(),
-        }
-        if self.held_out is not None:
-            row |= {
-                "perplexity": self.held_out.before.value,
-                "healed": self.held_out.after.value,
-                "dense": self.held_out.teacher.value,
-                "recovered": self.recovered,
-            }
-        return pd.DataFrame([row])
-
-    def headline(self) -> str:
-        trained = "all parameters of the layers" if self.rank is None else f"updates of rank {self.rank}"
-        held_out = [] if self.held_out is None else [f"held out: {self.held_out.after.measured_on.line()}"]
-        rates = f"learning rate {self.learning_rate:g}, temperature {self.temperature:g}"
-        rates += f", {self.per_step} windows a step" if self.per_step > 1 else ""
-        return "\n".join([f"Healing by {trained}, {rates}", self.measured_on.line(), *held_out])
-
-
-@dataclass(frozen=True)
-class Healed:
-    model: PreTrainedModel
-    report: Healing
+RATE = 5e-4  # the first that is tried, of the size of each parameter
+TRIALS = 6  # rates at the most
+STEPS = 100
+_EVERY, _MOST = 8, 8  # every eighth window judges, up to eight of them
 
 
 @checked
@@ -130,7 +48,8 @@ def heal(
     teacher: PreTrainedModel,
     batch: Readable,
     *,
-    steps: int = 100,
+    steps: int | None = None,
+    minutes: float | None = None,
     per_step: int = 1,
     rank: int | None = None,
     learning_rate: float | None = None,
@@ -138,24 +57,31 @@ def heal(
     seed: int = 0,
     folder: str | Path | None = None,
     resume: bool = False,
+    judge: Readable | None = None,
     evaluation: Readable | None = None,
     batch_size: int = 1,
     checkpointing: bool = False,
     shard: bool = False,
 ) -> Healed:
-    """A copy of `student` trained for `steps` to predict what `teacher` predicts, and a report; both stay untouched.
+    """A copy of `student` that was trained to predict what `teacher` predicts, and a report; both stay untouched.
+
+    The copy is never worse than `student`: `judge`, or every eighth window of `batch` where it is not given, teaches
+    nothing and judges. Training goes in rounds, the next-token loss of the judging windows is measured after each, and
+    the weights of least judged loss are kept. Where a paired test over the windows does not say that they beat
+    `student` (`Healing.gain`), the copy is `student` itself and `report.kept` is −1.
 
     Each step takes `per_step` windows of `batch` (in an order drawn from `seed`, every window once before any twice)
     and lowers `T²·mean_t KL(teacher ‖ student)` over their tokens (`distillation.py`) by AdamW without weight decay,
-    gradients clipped to norm 1, the learning rate rising for a tenth of the steps and falling along a cosine. Both
-    models run without dropout.
+    gradients clipped to norm 1. A learning rate is a share: each step moves a parameter by about so much of its root
+    mean square (`update_sizes`). Without `learning_rate` the peak is found on the model (`rounds.next_stretch`): rates
+    are tried for a few steps each, from the same weights. Both models run without dropout. `steps` and `minutes` bound
+    the training, trials and judging included, and the shorter counts; 100 steps where neither is given.
 
     Without `rank` all parameters of the layers are trained, with it low-rank updates of their matrices
     (`low_rank.py`), merged at the end. Embeddings and head stay those of the teacher: they were not removed, are
-    often one tensor, and most of their rows stand for tokens that a short text never shows. `learning_rate` is
-    1e-4 for the former, 2e-3 for the latter unless given. With `rank` the weights may be in half precision: they are
-    not copied before they are merged, and factors and optimizer are in float32. With `checkpointing` layers run again
-    for the backward pass, instead of keeping what it needs; the result is the same.
+    often one tensor, and most of their rows stand for tokens that a short text never shows. With `rank` the weights may
+    be in half precision: they are not copied before they are merged, and factors and optimizer are in float32. With
+    `checkpointing` layers run again for the backward pass, instead of keeping what it needs; the result is the same.
 
     The windows of a step go through the models one by one, their gradients are added. Under `accelerate launch` the
     processes share them: every one holds both models and ends with the same student, that of one process up to
@@ -163,22 +89,22 @@ def heal(
     with gradients and moments of the same parts, and gathers a layer to run it (`sharded.py`); both models are on the
     CPU, where they are scored, and so is the healed one. Not with `rank`, whose factors are small.
 
-    The state is kept in `folder` about every 20 seconds and at the end; with `resume` the run goes on from there, and
-    on the CPU, with as many threads, ends as if it had never stopped, bit for bit. It holds the trained tensors
-    three times over; delete it when the model is saved. A folder that holds anything of that name but no header of
-    such a run, or in which another run is at work, is refused. `evaluation` is text to measure what was recovered on,
-    `batch_size` of its windows in a forward.
+    The state is kept in `folder` about every 20 seconds and after each round; with `resume` the run goes on from there,
+    and on the CPU, with as many threads and without `minutes`, ends as if it had never stopped, bit for bit. It holds
+    the trained tensors four times over; delete it when the model is saved. A folder that holds anything of that name
+    but no header of such a run, or in which another run is at work, is refused. `evaluation` is text to measure what
+    was recovered on, `batch_size` of its windows in a forward.
 
     Raises LyapunovPruneError for a student in half precision without `rank`, adapters or packed weights, another
-    vocabulary, tokens outside it, fewer than one step, more windows in all than 10 million, fewer of a step than
-    processes (with `shard`: no multiple of them, one process, or a model that is not on the CPU), text that both
-    batches share, evaluation text that the models were made with, a state of another run, and a loss or gradient that
-    is not finite, naming the step.
+    vocabulary, tokens outside it, a batch of one window without `judge`, fewer than one step, no time, more windows in
+    all than 10 million, fewer of a step than processes (with `shard`: no multiple of them, one process, or a model that
+    is not on the CPU), text that both batches or the judging text share, evaluation text that the models were made
+    with, a state of another run, and a first loss or gradient that is not finite.
     """
     require_plain(student)
     reading = read(student, batch)
     taught = read(teacher, reading)
-    learning_rate = require_settings(steps, rank, learning_rate, temperature)
+    budget = require_settings(steps, minutes, learning_rate, temperature)
     processes = sharing(per_step, rank) if shard else processes_of(student, teacher)
     if shard:
         require_same_models(processes, student, teacher)
@@ -191,70 +117,81 @@ def heal(
             f"steps of {per_step} windows cannot be shared by {processes.num_processes} (one a process); give as many "
             "or more (--per-step)"
         )
+    learnt, judging = _apart(reading, judge)
     if evaluation is not None:
         evaluation = read(student, evaluation)
-        require_disjoint(reading.batch, evaluation.batch)
+        for other in (reading, judging):
+            require_disjoint(other.batch, evaluation.batch)
         for model in (student, teacher):
             require_unseen(model, evaluation.batch)
 
-    order = drawn_order(len(reading.batch.ids), steps * per_step, seed)
-    measured_on = reading.measured_on(seed)
-    settings: dict[str, Any] = {"steps": steps, "per_step": per_step, "rank": rank}
-    settings |= {"learning_rate": learning_rate, "temperature": temperature}
+    measured_on, judged_on = reading.measured_on(seed), judging.measured_on()
+    settings: dict[str, Any] = {**encode(budget), "per_step": per_step, "rank": rank, "temperature": temperature}
     about: dict[str, Any] = {}
     if folder is not None:
         guided_by = identify(teacher)
         about = {"teacher": [guided_by.weights, guided_by.settings], **encode(measured_on), **settings}
+        about["judged_on"] = encode(judged_on)
     with TrainingState(folder if processes.is_main_process else None, about, resume=resume) as state:
         tensors = state.load()
         if evaluation is not None:  # first, so that text on which a model fails costs no training
             before = perplexity(student, evaluation, batch_size=batch_size, description="perplexity, pruned")
             dense = perplexity(teacher, evaluation, batch_size=batch_size, description="perplexity, dense")
         state.hold()
-        if shard:
-            learner, guide = sharded(student, processes), sharded(teacher, processes)
-        else:
-            learner, guide = copy.deepcopy(student) if rank is None else beside(student), teacher
-        with trained(learner, rank, seed) as parameters, recomputed(learner) if checkpointing else nullcontext():
-            run = Distillation(learner, guide, parameters, learning_rate, temperature, steps, processes=processes)
-            run.go_on_from(of_main(tensors, processes))
+        with _learner(student, teacher, rank, seed, temperature, checkpointing, processes, shard) as (learner, run, finish):
+            start: Tensors = run.copies()
+            training = Training(
+                run,
+                learnt.ids,
+                _judge(learner, judging, shard),
+                start,
+                budget,
+                per_step=per_step,
+                seed=seed,
+                state=state,
+                tensors=of_main(tensors, processes),
+                processes=processes,
+            )
             del tensors
-            for step in track(range(run.step, steps), "healing"):
-                run.take_step(reading.batch.ids[order[step * per_step : (step + 1) * per_step]])
-                (due,) = broadcast_object_list([state.is_due()]) if shard else (state.is_due(),)
-                if due:
-                    state.save(run.step, run.tensors())
-            state.save(run.step, run.tensors())
-        model = gathered_into(copy.deepcopy(student), learner) if shard else learner
-    held_out = None
+            training.finish()
+            report = Healing(
+                losses=np.array(run.losses),
+                rounds=tuple(training.done.rounds),
+                judged=training.done.before,
+                rank=rank,
+                temperature=temperature,
+                trained=sum(p.numel() for p in run.parameters.values()),
+                teacher=identify(teacher),
+                held_out=None,
+                measured_on=measured_on,
+                judged_on=judged_on,
+                per_step=per_step,
+            )
+            run.begin_anew(start if report.kept < 0 else training.weights)
+        model = finish()
     if evaluation is not None:
         after = perplexity(model, evaluation, batch_size=batch_size, description="perplexity, healed")
-        held_out = HeldOut(before, after, dense)
-    report = Healing(
-        losses=np.array(run.losses),
-        rank=rank,
-        learning_rate=learning_rate,
-        temperature=temperature,
-        trained=sum(p.numel() for p in parameters.values()),
-        teacher=identify(teacher),
-        held_out=held_out,
-        measured_on=measured_on,
-        per_step=per_step,
-    )
-    add_step(model, "heal", (measured_on,), student, teacher)
+        report = replace(report, held_out=HeldOut(before, after, dense))
+    seen = (measured_on,) if judge is None else (measured_on, judged_on)
+    add_step(model, "heal", seen, student, teacher)
     return Healed(model, report)
 
 
-def require_settings(steps: int, rank: int | None, learning_rate: float | None, temperature: float) -> float:
-    """The learning rate, which is that of `heal` if it is None. Raises LyapunovPruneError as `heal` does."""
-    if steps < 1:
+def require_settings(
+    steps: int | None, minutes: float | None, learning_rate: float | None, temperature: float
+) -> Budget:
+    """The budget of a run, STEPS where neither steps nor minutes are given. Raises LyapunovPruneError as `heal` does."""
+    if steps is not None and steps < 1:
         raise LyapunovPruneError(f"{steps} steps heal nothing; give 1 or more")
-    if learning_rate is None:
-        learning_rate = FULL_RATE if rank is None else LOW_RANK_RATE
-    if not 0 < learning_rate < float("inf"):
+    if minutes is not None and not 0 < minutes < float("inf"):
+        raise LyapunovPruneError(f"{minutes:g} minutes heal nothing; give a number above 0")
+    if learning_rate is not None and not 0 < learning_rate < float("inf"):
         raise LyapunovPruneError(f"learning rate {learning_rate:g}; give a positive number")
     require_temperature(temperature)
-    return learning_rate
+    steps = STEPS if steps is None and minutes is None else steps
+    if learning_rate is None:
+        return Budget(steps, minutes, RATE, TRIALS)
+    return Budget(steps, minutes, learning_rate, 0 if minutes is None else 1)
 
 
 def _require(reading: Reading, taught: Reading, rank: int | None) -> None:
@@ -265,3 +202,58 @@ def _require(reading: Reading, taught: Reading, rank: int | None) -> None:
             f"the pruned model has a vocabulary of {sizes[0]} and the dense one of {sizes[1]}; give the dense model "
             "that it was made from"
         )
+
+
+def _apart(reading: Reading, judge: Readable | None) -> tuple[Any, Reading]:
+    """The windows that teach, and a reading of those that judge."""
+    batch = reading.batch
+    if judge is not None:
+        judging = read(reading.model, judge)
+        require_disjoint(batch, judging.batch)
+        return batch, judging
+    if len(batch) < 2:
+        raise LyapunovPruneError(
+            "one window cannot both teach and judge; give two or more (--tokens, --context), or a text that judges "
+            "(--judge)"
+        )
+    apart = list(range(min(_EVERY, len(batch)) - 1, len(batch), _EVERY))[:_MOST]
+    teaching = [window for window in range(len(batch)) if window not in apart]
+    return batch.take(teaching), replace(reading, batch=batch.take(apart))
+
+
+def _judge(learner: PreTrainedModel, judging: Reading, shard: bool) -> Callable[[], np.ndarray]:
+    """Gives the mean next-token loss (nats) of each judging window of `learner` as it is, (windows,) float64."""
+    if not shard:
+        judging = read(learner, judging.batch)
+        scorer, windows = judging.scorer, judging.windows(1)
+
+    @torch.no_grad()
+    def judged() -> np.ndarray:
+        if shard:  # layers are gathered by calling them, which every process does for every window
+            each = (ids[None].to(learner.device) for ids in judging.batch.ids)
+            return np.array([next_token_loss(uncached_logits(learner, ids)[0], ids[0]) for ids in each])
+        return np.array([scorer(ids)[0][0] for ids in windows])
+
+    return judged
+
+
+@contextmanager
+def _learner(
+    student: PreTrainedModel,
+    teacher: PreTrainedModel,
+    rank: int | None,
+    seed: int,
+    temperature: float,
+    checkpointing: bool,
+    processes: PartialState,
+    shard: bool,
+) -> Iterator[tuple[PreTrainedModel, Distillation, Callable[[], PreTrainedModel]]]:
+    """What learns, its training, and what gives the whole model when the block has ended."""
+    if shard:
+        learner, guide = sharded(student, processes), sharded(teacher, processes)
+    else:
+        learner, guide = copy.deepcopy(student) if rank is None else beside(student), teacher
+    with trained(learner, rank, seed) as parameters, recomputed(learner) if checkpointing else nullcontext():
+        sizes = update_sizes(learner, parameters)
+        run = Distillation(learner, guide, parameters, temperature, processes=processes, sizes=sizes)
+        yield learner, run, lambda: gathered_into(copy.deepcopy(student), learner) if shard else learner

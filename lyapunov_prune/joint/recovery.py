@@ -11,11 +11,14 @@ from transformers import PreTrainedModel
 from lyapunov_prune.data.examples import Examples
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.healing.distillation import Distillation
-from lyapunov_prune.healing.heal import FULL_RATE, LOW_RANK_RATE
+from lyapunov_prune.healing.rounds import schedule
 from lyapunov_prune.healing.state import TrainingState
 from lyapunov_prune.healing.trained import trained
 from lyapunov_prune.merging.unmerged import Unmerged
 from lyapunov_prune.progress import track
+
+
+FULL_RATE, LOW_RANK_RATE = 1e-4, 2e-3
 
 
 @dataclass(frozen=True)
@@ -86,14 +89,14 @@ def train(
     with trained(model, recipe.rank, lesson.seed) as parameters:
         steps = len(lesson.items) // recipe.batch
         run = Distillation(
-            model, teacher, parameters, recipe.rate, recipe.temperature, steps, optimizer=recipe.optimizer
+            model, teacher, parameters, recipe.temperature, optimizer=recipe.optimizer
         )
         if tensors := state.load():
             run.go_on_from(tensors.items())
         for step in track(range(run.step, steps), f"recovery of {lesson.name}"):
             items = lesson.items[step * recipe.batch : (step + 1) * recipe.batch]
             try:
-                run.take_step(stacked(examples, items))
+                run.take_step(stacked(examples, items), recipe.rate * schedule(step, steps))
             except LyapunovPruneError as error:
                 raise LyapunovPruneError(f"{lesson.name}: {error}") from None
             if watch is not None:

@@ -7,7 +7,7 @@ import math
 import numpy as np
 from matplotlib.ticker import MaxNLocator
 
-from lyapunov_prune.healing.heal import Healing
+from lyapunov_prune.healing.report import Healing
 from lyapunov_prune.report.drawing import COLOURS, GREY, one_panel, svg
 
 

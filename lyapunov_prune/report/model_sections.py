@@ -7,8 +7,8 @@ from lyapunov_prune.compression.report import CompressionReport
 from lyapunov_prune.evaluation.evaluation import Evaluation
 from lyapunov_prune.evaluation.retrieval import RetrievalScores
 from lyapunov_prune.evaluation.speed import Speed
-from lyapunov_prune.healing.heal import REPORT as HEALING
-from lyapunov_prune.healing.heal import Healing
+from lyapunov_prune.healing.report import REPORT as HEALING
+from lyapunov_prune.healing.report import Healing
 from lyapunov_prune.joint.result import REPORT as JOINT
 from lyapunov_prune.joint.result import JointRun
 from lyapunov_prune.predictions.attention_paths import AttentionPaths

@@ -1,0 +1,152 @@
+"""What healing did, and what it was worth on text that it did not learn from."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+from transformers import PreTrainedModel
+
+from lyapunov_prune.checkpoints.cards import as_text
+from lyapunov_prune.errors import LyapunovPruneError
+from lyapunov_prune.evaluation.judging import Comparison, compare
+from lyapunov_prune.evaluation.perplexity import Perplexity
+from lyapunov_prune.healing.rounds import Round, best_of
+from lyapunov_prune.results.frames import pd
+from lyapunov_prune.results.result import MeasuredOn, ModelIdentity, Result
+
+REPORT = "healing.json"  # beside the weights of a healed checkpoint
+
+
+@dataclass(frozen=True)
+class HeldOut:
+    """Perplexity on the same held-out windows: the pruned model, the healed one, and the dense one."""
+
+    before: Perplexity
+    after: Perplexity
+    teacher: Perplexity
+
+
+@dataclass(frozen=True)
+class Healing(Result):
+    """What healing did.
+
+    `losses` holds the distillation loss before each step, of its windows, in nats a token, those of trials included;
+    a step takes `per_step` windows. `rounds` are the judged stretches in order; `judged` is the mean loss of each
+    judging window before any training (nats a token). `kept` is the round whose weights were kept, −1 for those that
+    the model came with. `rank` is None when all parameters of the layers were trained; `trained` counts them, or those
+    of the factors. `measured_on` is of the pruned model and the text that it learnt from, `judged_on` of the windows
+    that judged. `held_out` is None without evaluation text.
+    """
+
+    losses: np.ndarray
+    rounds: tuple[Round, ...]
+    judged: np.ndarray
+    rank: int | None
+    temperature: float
+    trained: int
+    teacher: ModelIdentity
+    held_out: HeldOut | None
+    measured_on: MeasuredOn
+    judged_on: MeasuredOn
+    per_step: int = 1
+
+    def __post_init__(self) -> None:
+        if any(each.judged.shape != self.judged.shape for each in self.rounds):
+            raise LyapunovPruneError("rounds of healing were judged on different windows; heal again")
+        if sum(each.stretch.steps for each in self.rounds) != len(self.losses):
+            raise LyapunovPruneError("the rounds of healing have another number of steps than losses; heal again")
+
+    @property
+    def steps(self) -> int:
+        return len(self.losses)
+
+    @property
+    def best(self) -> int:
+        """The round of least judged loss, −1 for the model as it came."""
+        return best_of(self.rounds, self.judged)
+
+    @property
+    def gain(self) -> Comparison:
+        """The best round against the model as it came, on the judging windows."""
+        return compare(self.judged, self.judged if self.best < 0 else self.rounds[self.best].judged)
+
+    @property
+    def kept(self) -> int:
+        """The round whose weights were kept: the best, if it pays; −1, the model as it came, otherwise."""
+        return self.best if self.gain.pays else -1
+
+    @property
+    def learning_rate(self) -> float:
+        """The peak rate of the first round of the run, 0 where there were trials alone."""
+        return next((each.stretch.rate for each in self.rounds if not each.stretch.trial), 0.0)
+
+    @property
+    def recovered(self) -> float | None:
+        """`(PPL_before − PPL_after) / (PPL_before − PPL_teacher)`: 1 when all that the removal cost is back.
+
+        None without evaluation text, NaN when the removal had cost nothing.
+        """
+        if self.held_out is None:
+            return None
+        before, after, teacher = (p.value for p in (self.held_out.before, self.held_out.after, self.held_out.teacher))
+        return (before - after) / (before - teacher) if before > teacher else float("nan")
+
+    def about(self) -> str:
+        """What a model card says of it."""
+        lost = self.recovered is not None and math.isfinite(self.recovered)
+        recovered = f", which recovered {self.recovered:.0%} of the perplexity lost" if lost else ""
+        headline = "\n".join(map(as_text, self.headline().splitlines()))
+        return f"{headline}\n\n{self.steps} steps of distillation from {as_text(self.teacher.name)}{recovered}."
+
+    def to_frame(self) -> pd.DataFrame:
+        """One row for the model as it came, then one a round: peak rate, steps so far, judged perplexity, what was kept."""
+        steps = np.cumsum([0, *(each.stretch.steps for each in self.rounds)])
+        names = ["start", *("trial" if each.stretch.trial else "run" for each in self.rounds)]
+        with np.errstate(over="ignore"):
+            judged = np.exp([self.judged.mean(), *(each.mean for each in self.rounds)])
+        return pd.DataFrame(
+            {
+                "round": names,
+                "steps": steps,
+                "rate": [np.nan, *(each.stretch.rate for each in self.rounds)],
+                "judged perplexity": judged,
+                "kept": np.arange(-1, len(self.rounds)) == self.kept,
+            }
+        )
+
+    def summary(self) -> pd.DataFrame:
+        """The loss at the two ends, a tenth of the steps each, the judged and the held-out perplexities."""
+        tenth = math.ceil(self.steps / 10)
+        row = {
+            "steps": self.steps,
+            "trained": self.trained,
+            "first losses": self.losses[:tenth].mean(),
+            "last losses": self.losses[-tenth:].mean(),
+        }
+        if self.held_out is not None:
+            row |= {
+                "perplexity": self.held_out.before.value,
+                "healed": self.held_out.after.value,
+                "dense": self.held_out.teacher.value,
+                "recovered": self.recovered,
+            }
+        return pd.DataFrame([row])
+
+    def headline(self) -> str:
+        trained = "all parameters of the layers" if self.rank is None else f"updates of rank {self.rank}"
+        held_out = [] if self.held_out is None else [f"held out: {self.held_out.after.measured_on.line()}"]
+        rates = f"learning rate {self.learning_rate:.2g}, temperature {self.temperature:g}"
+        rates += f", {self.per_step} windows a step" if self.per_step > 1 else ""
+        kept = "nothing kept, no round beat the start" if self.kept < 0 else f"kept round {self.kept + 1}"
+        judged = f"{kept} of {len(self.rounds)}: {self.gain.told()} that judged and taught nothing"
+        return "\n".join([f"Healing by {trained}, {rates}", judged, self.measured_on.line(), *held_out])
+
+
+@dataclass(frozen=True)
+class Healed:
+    """The healed model and the report; where `report.kept` is −1 the model is the pruned one, unchanged."""
+
+    model: PreTrainedModel
+    report: Healing

@@ -1,0 +1,36 @@
+"""How large a parameter is: what a learning rate is a share of."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from lyapunov_prune.healing.sharded import gathered
+
+
+@torch.no_grad()
+def update_sizes(model: PreTrainedModel, parameters: Mapping[str, nn.Parameter]) -> dict[str, float]:
+    """By how much each of the `parameters` (of `trained`) moves at a rate of 1, so that rates are shares of its size.
+
+    `rms(W)` of a parameter of the layers, and of one that is all zero the least of the others. Of the factors of
+    `low_rank_updates` `1/√n` for A and `rms(W) √(n/rank)` for B, so that a step of B at rate r changes `W + B A` by
+    about r of rms(W).
+    """
+    sizes: dict[str, float] = {}
+    for name, parameter in parameters.items():
+        module, _, side = name.rpartition(".")
+        if side == "B" and f"{module}.A" in parameters:
+            rank, n = parameters[f"{module}.A"].shape
+            sizes[name] = rms(model.get_submodule(module).weight) * (n / rank) ** 0.5
+        else:
+            sizes[name] = rms(parameter)
+    least = min((size for size in sizes.values() if size > 0), default=1.0)
+    return {name: size or least for name, size in sizes.items()}
+
+
+def rms(W: torch.Tensor) -> float:
+    """`√mean(W²)`."""
+    return float(gathered(torch.linalg.vector_norm(W.detach().float()))) / W.numel() ** 0.5

@@ -1,0 +1,172 @@
+"""A run of healing: stretches of distillation, each judged on windows that taught nothing, the best weights kept."""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from statistics import median
+from typing import Any
+
+import numpy as np
+import torch
+from accelerate import PartialState
+from accelerate.utils import broadcast_object_list
+
+from lyapunov_prune.errors import Diverged
+from lyapunov_prune.healing.distillation import Distillation
+from lyapunov_prune.healing.rounds import ROUNDS, TRIAL, Round, Stretch, best_of, next_stretch, rates
+from lyapunov_prune.healing.sharded import gathered, in_parts_like
+from lyapunov_prune.healing.state import TrainingState
+from lyapunov_prune.healing.trained import drawn_order
+from lyapunov_prune.progress import track
+from lyapunov_prune.results.result import decode, encode
+
+_BEST, _DONE = "best", "done"
+Tensors = Mapping[str, torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Budget:
+    """How long a run may be (`steps`, or `minutes`, or the shorter of both), the rate that it tries first, and how many
+    rates it may try.
+    """
+
+    steps: int | None
+    minutes: float | None
+    rate: float
+    trials: int
+
+
+@dataclass
+class Done:
+    """What a run has come to, beside its weights: the judged loss `before` it, its rounds, and its seconds so far.
+
+    `steps` is None until the time of a step is known, where minutes are given.
+    """
+
+    before: np.ndarray
+    steps: int | None
+    rounds: list[Round] = field(default_factory=list)
+    seconds: float = 0.0
+
+
+class Training:
+    """Trains what `run` trains on the windows `ids`, `per_step` of them a step, in an order drawn from `seed`.
+
+    `judge` gives the mean loss of each judging window (nats a token) of the model as it is, and `start` holds the
+    parameters as they came. `weights` are those of least judged loss so far. The run is kept in `state`, and goes on
+    from `tensors` of one (name and value, none for a new run). All processes come to the same rounds, those of the
+    main one.
+    """
+
+    def __init__(
+        self,
+        run: Distillation,
+        ids: torch.Tensor,
+        judge: Callable[[], np.ndarray],
+        start: Tensors,
+        budget: Budget,
+        *,
+        per_step: int,
+        seed: int,
+        state: TrainingState,
+        tensors: Iterable[tuple[str, torch.Tensor]],
+        processes: PartialState,
+    ) -> None:
+        self.run, self.ids, self.start, self.weights, self.budget = run, ids, start, start, budget
+        self._judge, self._state, self._processes = judge, state, processes
+        self._per_step, self._seed = per_step, seed
+        self._durations: list[float] = []
+        told, best = None, dict[str, torch.Tensor]()
+        for key, value in tensors:
+            kind, _, name = key.partition("/")
+            if kind == _DONE:
+                told = bytes(value.cpu().tolist()).decode()
+            elif kind == _BEST:
+                best[name] = in_parts_like(value, run.parameters[name])
+            else:
+                run.go_on_from([(key, value)])
+        if told is None:
+            self.done = Done(self._judged(), budget.steps if budget.minutes is None else None)
+        else:
+            self.done = decode(Done, json.loads(told))
+            self.weights = best or start
+
+    def finish(self) -> None:
+        """Train until the rounds say that it is over.
+
+        A stretch whose loss or gradient is not finite is judged as infinitely bad. Raises Diverged where that of
+        the very first step is not.
+        """
+        while (stretch := self._next()) is not None:
+            began = time.monotonic()
+            judged = self._trained(stretch)
+            done = self.done
+            done.seconds += time.monotonic() - began
+            done.rounds.append(Round(stretch, judged))
+            if best_of(done.rounds, done.before) == len(done.rounds) - 1:
+                self.weights = self.run.copies()
+            self._save()
+
+    def _next(self) -> Stretch | None:
+        done, budget = self.done, self.budget
+        stretch = next_stretch(done.rounds, done.before, rate=budget.rate, steps=done.steps, trials=budget.trials)
+        if stretch is None and done.steps is None:
+            (done.steps,) = self._of_main(self._affordable())
+            return self._next()
+        return stretch
+
+    def _affordable(self) -> int:
+        """Steps in all for which the minutes last, by the time that the trials took, at least one more than those."""
+        assert self.budget.minutes is not None
+        trials = len(self.done.rounds)
+        left = 60 * self.budget.minutes - self.done.seconds
+        round_ = self.done.seconds / trials
+        step = median(self._durations) if self._durations else round_ / TRIAL
+        judging = max(round_ - TRIAL * step, 0.0)
+        steps = TRIAL * trials + max(1, int((left - ROUNDS * judging) / step))
+        return steps if self.budget.steps is None else max(min(steps, self.budget.steps), TRIAL * trials + 1)
+
+    def _trained(self, stretch: Stretch) -> np.ndarray:
+        """The judged losses after a stretch, of which some steps may be taken already."""
+        run, rounds = self.run, self.done.rounds
+        before = sum(each.stretch.steps for each in rounds)
+        trials = sum(each.stretch.steps for each in rounds if each.stretch.trial)
+        first = stretch.taken + (0 if stretch.trial else min(trials, TRIAL))  # windows that no weights kept have seen
+        order = drawn_order(len(self.ids), (first + stretch.steps) * self._per_step, self._seed)
+        taken = run.step - before
+        if not taken and stretch.begin != "here":
+            run.begin_anew(self.start if stretch.begin == "start" else self.weights)
+        rate = rates(stretch, (self.done.steps or 0) - trials)
+        what = f"healing, trying rate {stretch.rate:.1g}" if stretch.trial else f"healing, round {len(rounds) + 1}"
+        for k in track(range(taken, stretch.steps), what):
+            began = time.monotonic()
+            at = (first + k) * self._per_step
+            try:
+                run.take_step(self.ids[order[at : at + self._per_step]], rate[k])
+            except Diverged:
+                if run.step == 0:  # no rate is to blame
+                    raise
+                run.losses += [math.nan] * (stretch.steps - k)
+                return np.full_like(self.done.before, math.inf)
+            self._durations.append(time.monotonic() - began)
+            (due,) = self._of_main(self._state.is_due() and k + 1 < stretch.steps)
+            if due:
+                self._save()
+        return self._judged()
+
+    def _judged(self) -> np.ndarray:
+        (judged,) = self._of_main(self._judge())
+        return judged
+
+    def _save(self) -> None:
+        told = torch.frombuffer(bytearray(json.dumps(encode(self.done)).encode()), dtype=torch.uint8)
+        kept = {} if self.weights is self.start else self.weights
+        best = {f"{_BEST}/{name}": gathered(value) for name, value in kept.items()}
+        self._state.save(self.run.step, {**self.run.tensors(), **best, _DONE: told})
+
+    def _of_main(self, value: Any) -> list[Any]:
+        return broadcast_object_list([value]) if self._processes.num_processes > 1 else [value]
