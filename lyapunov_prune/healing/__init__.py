@@ -1,8 +1,9 @@
 """A pruned model learns from the dense one what the removed layers did.
 
-- `heal`: the run; `distillation`: its loss and its step; `low_rank`: updates trained beside the weights;
-- `sharded`: layers in parts, of which every process holds its own;
-- `own_text`: text to learn from that the dense model writes;
+- `heal`: the run from end to end; `report`: what it did, and what was kept;
+- `rounds`: which rate to train at next, when to go back, when to stop; `training`: the rounds, trained and judged;
+- `distillation`: the loss and one step; `sizes`: how large a parameter is, of which a learning rate is a share;
+- `low_rank`: updates trained beside the weights; `sharded`: layers in parts, of which every process holds its own;
 - `trained`: what is trained, and in which order it is shown what;
 - `state`: the run on disk, taken up again after `kill -9`.
 """

@@ -218,4 +218,3 @@ class Distillation:
             else:
                 parameter = self.parameters[name]
                 self._optimizer.state[parameter][kind] = in_parts_like(value, parameter)
-

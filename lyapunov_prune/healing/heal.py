@@ -138,7 +138,11 @@ def heal(
             before = perplexity(student, evaluation, batch_size=batch_size, description="perplexity, pruned")
             dense = perplexity(teacher, evaluation, batch_size=batch_size, description="perplexity, dense")
         state.hold()
-        with _learner(student, teacher, rank, seed, temperature, checkpointing, processes, shard) as (learner, run, finish):
+        with _learner(student, teacher, rank, seed, temperature, checkpointing, processes, shard) as (
+            learner,
+            run,
+            finish,
+        ):
             start: Tensors = run.copies()
             training = Training(
                 run,
@@ -180,7 +184,7 @@ def heal(
 def require_settings(
     steps: int | None, minutes: float | None, learning_rate: float | None, temperature: float
 ) -> Budget:
-    """The budget of a run, STEPS where neither steps nor minutes are given. Raises LyapunovPruneError as `heal` does."""
+    """The budget of a run, STEPS where neither steps nor minutes are given. Raises as `heal` does."""
     if steps is not None and steps < 1:
         raise LyapunovPruneError(f"{steps} steps heal nothing; give 1 or more")
     if minutes is not None and not 0 < minutes < float("inf"):

@@ -101,7 +101,7 @@ class Healing(Result):
         return f"{headline}\n\n{self.steps} steps of distillation from {as_text(self.teacher.name)}{recovered}."
 
     def to_frame(self) -> pd.DataFrame:
-        """One row for the model as it came, then one a round: peak rate, steps so far, judged perplexity, what was kept."""
+        """One row for the model as it came, then one a round, with the steps so far and the judged perplexity."""
         steps = np.cumsum([0, *(each.stretch.steps for each in self.rounds)])
         names = ["start", *("trial" if each.stretch.trial else "run" for each in self.rounds)]
         with np.errstate(over="ignore"):
@@ -116,32 +116,28 @@ class Healing(Result):
             }
         )
 
-    def summary(self) -> pd.DataFrame:
-        """The loss at the two ends, a tenth of the steps each, the judged and the held-out perplexities."""
-        tenth = math.ceil(self.steps / 10)
-        row = {
-            "steps": self.steps,
-            "trained": self.trained,
-            "first losses": self.losses[:tenth].mean(),
-            "last losses": self.losses[-tenth:].mean(),
-        }
-        if self.held_out is not None:
-            row |= {
-                "perplexity": self.held_out.before.value,
-                "healed": self.held_out.after.value,
-                "dense": self.held_out.teacher.value,
-                "recovered": self.recovered,
-            }
-        return pd.DataFrame([row])
+    def told(self) -> str:
+        """One line: what was kept, and what it is worth on the windows that judged."""
+        if self.kept < 0:
+            return f"Nothing kept: no round beat the pruned model, {self.gain.told()} that judged"
+        return f"Kept round {self.kept + 1} of {len(self.rounds)}: {self.gain.told()} that judged and taught nothing"
 
     def headline(self) -> str:
+        lines = [self.told()]
+        if self.held_out is not None:
+            before, after, dense = (p.value for p in (self.held_out.before, self.held_out.after, self.held_out.teacher))
+            back = "" if self.recovered is None or math.isnan(self.recovered) else f", {self.recovered:.0%} recovered"
+            lines.append(f"Held-out perplexity {before:.4g} → {after:.4g}, dense {dense:.4g}{back}")
         trained = "all parameters of the layers" if self.rank is None else f"updates of rank {self.rank}"
-        held_out = [] if self.held_out is None else [f"held out: {self.held_out.after.measured_on.line()}"]
-        rates = f"learning rate {self.learning_rate:.2g}, temperature {self.temperature:g}"
-        rates += f", {self.per_step} windows a step" if self.per_step > 1 else ""
-        kept = "nothing kept, no round beat the start" if self.kept < 0 else f"kept round {self.kept + 1}"
-        judged = f"{kept} of {len(self.rounds)}: {self.gain.told()} that judged and taught nothing"
-        return "\n".join([f"Healing by {trained}, {rates}", judged, self.measured_on.line(), *held_out])
+        windows = f", {self.per_step} windows a step" if self.per_step > 1 else ""
+        lines.append(
+            f"Healing by {trained} ({self.trained:,}), {self.steps} steps{windows}, learning rate "
+            f"{self.learning_rate:.2g}, temperature {self.temperature:g}"
+        )
+        lines.append(self.measured_on.line())
+        if self.held_out is not None:
+            lines.append(f"held out: {self.held_out.after.measured_on.line()}")
+        return "\n".join(lines)
 
 
 @dataclass(frozen=True)

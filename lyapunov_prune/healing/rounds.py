@@ -61,10 +61,11 @@ def next_stretch(
 
     Up to `trials` rates are tried first, each for TRIAL steps from the start: `rate`, then less by factors of √10 while
     that is better, then more, until the best has a worse one on either side. It is the peak of the run, which begins
-    from the best weights so far; without trials, or where the steps allow fewer than three, that is `rate`. Its rate rises from zero over a tenth of the steps and falls along half a
-    cosine. A round whose loss is above the best by a paired test goes back to the best weights at a rate √10 times
-    smaller; PATIENCE rounds without a new best end the run. `steps` counts those of the trials too; while it is None
-    (it follows from a time that trials measure) only trials are given.
+    from the best weights so far; without trials, or where the steps allow fewer than three, that is `rate`. The rate of
+    the run rises from zero over a tenth of the steps and falls along half a cosine. A round whose loss is above the
+    best by a paired test goes back to the best weights at a rate √10 times smaller, and PATIENCE rounds without a new
+    best end the run. `steps` counts those of the trials too; while it is None (it follows from a time that trials
+    measure) only trials are given.
     """
     tried = [each for each in rounds if each.stretch.trial]
     run = rounds[len(tried) :]

@@ -24,7 +24,7 @@ def update_sizes(model: PreTrainedModel, parameters: Mapping[str, nn.Parameter])
         module, _, side = name.rpartition(".")
         if side == "B" and f"{module}.A" in parameters:
             rank, n = parameters[f"{module}.A"].shape
-            sizes[name] = rms(model.get_submodule(module).weight) * (n / rank) ** 0.5
+            sizes[name] = rms(model.get_submodule(module).get_parameter("weight")) * (n / rank) ** 0.5
         else:
             sizes[name] = rms(parameter)
     least = min((size for size in sizes.values() if size > 0), default=1.0)

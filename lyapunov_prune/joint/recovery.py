@@ -17,7 +17,6 @@ from lyapunov_prune.healing.trained import trained
 from lyapunov_prune.merging.unmerged import Unmerged
 from lyapunov_prune.progress import track
 
-
 FULL_RATE, LOW_RANK_RATE = 1e-4, 2e-3
 
 
@@ -88,9 +87,7 @@ def train(
     """
     with trained(model, recipe.rank, lesson.seed) as parameters:
         steps = len(lesson.items) // recipe.batch
-        run = Distillation(
-            model, teacher, parameters, recipe.temperature, optimizer=recipe.optimizer
-        )
+        run = Distillation(model, teacher, parameters, recipe.temperature, optimizer=recipe.optimizer)
         if tensors := state.load():
             run.go_on_from(tensors.items())
         for step in track(range(run.step, steps), f"recovery of {lesson.name}"):

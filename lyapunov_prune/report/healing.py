@@ -1,4 +1,4 @@
-"""The figure of healing: the loss over the steps, and what they recovered."""
+"""The figure of healing: the judged perplexity after each round, and the distillation loss of each step."""
 
 from __future__ import annotations
 
@@ -8,22 +8,40 @@ import numpy as np
 from matplotlib.ticker import MaxNLocator
 
 from lyapunov_prune.healing.report import Healing
-from lyapunov_prune.report.drawing import COLOURS, GREY, one_panel, svg
+from lyapunov_prune.report.drawing import COLOURS, GREY, panels, svg
 
 
 def healing_figure(healing: Healing) -> str:
-    """The loss of every step and its mean over a tenth of the steps; what was recovered stands in the legend."""
-    figure, axes = one_panel(6.5, 3.4)
+    """Above, what the judging windows say: trials of rates as crosses, rounds as a line, what was kept as a ring.
+
+    Below, the loss of every step and its mean over a tenth of the steps.
+    """
+    figure, (above, below) = panels(6.5, 5.0, 2)
+    rows = healing.to_frame()
+    finite = rows[np.isfinite(rows["judged perplexity"])]
+    run, trials = finite[finite["round"] != "trial"], finite[finite["round"] == "trial"]
+    above.plot(run["steps"], run["judged perplexity"], "o-", markersize=4, color=COLOURS["rho"], label="round")
+    if len(trials):
+        above.plot(trials["steps"], trials["judged perplexity"], "x", color=GREY, label="trial of a rate")
+    kept = finite[finite["kept"]]
+    above.plot(
+        kept["steps"], kept["judged perplexity"], "o", markersize=11, fillstyle="none", color="black", label="kept"
+    )
+    above.set_ylabel("perplexity of the judging windows")
+    above.legend(frameon=False, fontsize=8, title=_recovered(healing), title_fontsize=8)
+
     width = math.ceil(healing.steps / 10)
     means = np.convolve(healing.losses, np.full(width, 1 / width), "valid")
-    axes.plot(np.arange(healing.steps), healing.losses, ".-", markersize=3, linewidth=0.5, color=GREY, label="a step")
-    centres = np.arange(len(means)) + (width - 1) / 2
-    axes.plot(centres, means, linewidth=1.6, color=COLOURS["rho"], label=f"mean of {width}")
-    axes.set_ylim(bottom=0)
-    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-    axes.set_xlabel("step")
-    axes.set_ylabel("distillation loss, nats a token")
-    axes.legend(frameon=False, fontsize=8, title=_recovered(healing), title_fontsize=8)
+    steps = np.arange(1, healing.steps + 1)
+    below.plot(steps, healing.losses, ".-", markersize=3, linewidth=0.5, color=GREY, label="a step")
+    below.plot(
+        steps[: len(means)] + (width - 1) / 2, means, linewidth=1.6, color=COLOURS["rho"], label=f"mean of {width}"
+    )
+    below.set_ylim(bottom=0)
+    below.xaxis.set_major_locator(MaxNLocator(integer=True))
+    below.set_xlabel("step")
+    below.set_ylabel("distillation loss, nats a token")
+    below.legend(frameon=False, fontsize=8)
     return svg(figure)
 
 

@@ -24,7 +24,7 @@ from lyapunov_prune.cli.options import (
     what_option,
 )
 from lyapunov_prune.cli.terminal import show
-from lyapunov_prune.errors import LyapunovPruneError
+from lyapunov_prune.errors import CheckFailed, LyapunovPruneError
 from lyapunov_prune.progress import is_main
 
 if TYPE_CHECKING:
@@ -34,14 +34,20 @@ if TYPE_CHECKING:
 def heal(
     model: Annotated[str, typer.Argument(help="Folder of a pruned checkpoint.")],
     *,
-    steps: Annotated[int, what_option(min=1, help="Training steps.")] = 100,
+    steps: Annotated[
+        int | None, what_option(min=1, help="Training steps at the most; 100 where --minutes is not given either.")
+    ] = None,
+    minutes: Annotated[float | None, what_option(help="Minutes of training at the most.")] = None,
     per_step: Annotated[
         int, what_option(min=1, help="Windows of a step; accelerate launch shares them among processes.")
     ] = 1,
     update_rank: Annotated[
         int | None, what_option(min=1, help="Train updates of this rank; else all of the layers.")
     ] = None,
-    learning_rate: Annotated[float | None, what_option(help="1e-4 for all, 2e-3 for low rank, if not given.")] = None,
+    learning_rate: Annotated[
+        float | None,
+        what_option(help="Peak, as a share of the size of each parameter; found on the model if not given."),
+    ] = None,
     temperature: Temperature = 1.0,
     seed: Seed = 0,
     self_generated: Annotated[
@@ -65,15 +71,18 @@ def heal(
     """Train a pruned model to predict what the dense one predicts; writes a plain checkpoint with healing.json.
 
     Learns from the calibration half of the text, or with --self-generated from as many tokens that the dense model
-    writes, and is scored on the other half. Interrupted, it goes on with the same --output and --resume.
+    writes, and is scored on the other half. Some windows of the text teach nothing: they judge, and the weights that
+    are best on them are written. Where nothing beats the pruned model, nothing is written and the exit code is 1.
+    Interrupted, it goes on with the same --output and --resume.
     """
     source.require_one_place("heal")
 
     from lyapunov_prune.checkpoints.saving import write_model
     from lyapunov_prune.checkpoints.shards import size_of
-    from lyapunov_prune.healing.heal import REPORT, require_settings
     from lyapunov_prune.healing.heal import heal as heal_model
+    from lyapunov_prune.healing.heal import require_settings
     from lyapunov_prune.healing.own_text import self_generated as write_text
+    from lyapunov_prune.healing.report import REPORT
     from lyapunov_prune.healing.sharded import sharing
     from lyapunov_prune.healing.state import KEPT, clear_states
     from lyapunov_prune.models.cache import BUILTIN
@@ -84,7 +93,7 @@ def heal(
 
     require_empty(output)
     jobs = jobs_folder("heal", model, output)
-    require_settings(steps, update_rank, learning_rate, temperature)  # before the dense model writes for minutes
+    require_settings(steps, minutes, learning_rate, temperature)  # before the dense model writes for minutes
     if shard:
         sharing(per_step, update_rank)
     made = Path(model) / PROVENANCE
@@ -118,6 +127,7 @@ def heal(
         dense.model,
         batch,
         steps=steps,
+        minutes=minutes,
         per_step=per_step,
         rank=update_rank,
         learning_rate=learning_rate,
@@ -132,6 +142,13 @@ def heal(
     )
     if not is_main():  # of the processes that shared the steps
         return
+    if done.report.kept < 0:
+        clear_states(jobs)
+        show(done.report, as_json, None)
+        raise CheckFailed(
+            f"healing did not beat the pruned model on the windows that judged, and {output} was not written; give "
+            "another text (--text), more of it (--tokens), or more steps"
+        )
     results: dict[str, Result] = {REPORT: done.report}
     if provenance is not None:
         results[PROVENANCE] = provenance
