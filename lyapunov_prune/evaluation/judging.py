@@ -7,10 +7,26 @@ from dataclasses import dataclass
 import numpy as np
 from scipy import stats
 
+from lyapunov_prune.data.batch import TokenBatch
 from lyapunov_prune.errors import LyapunovPruneError
 
 LEVEL = 0.05  # one-sided p-value below which a gain is believed
 POWER = 4  # windows from which a paired test says anything; below it the lower mean decides
+
+EVERY, MOST = 8, 8  # every eighth window judges, up to eight of them
+
+
+def apart(batch: TokenBatch, every: int = EVERY, most: int = MOST) -> tuple[TokenBatch, TokenBatch]:
+    """The windows that a step may learn from, and those that judge it: every `every`-th one, `most` at the most.
+
+    Raises LyapunovPruneError for a batch of one window.
+    """
+    if len(batch) < 2:
+        raise LyapunovPruneError(
+            "one window cannot both teach and judge; give two or more (more --tokens, or a shorter --context)"
+        )
+    judging = range(min(every, len(batch)) - 1, len(batch), every)[:most]
+    return batch.take([window for window in range(len(batch)) if window not in judging]), batch.take(judging)
 
 
 @dataclass(frozen=True)

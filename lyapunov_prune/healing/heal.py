@@ -15,9 +15,10 @@ from accelerate import PartialState
 from transformers import PreTrainedModel
 
 from lyapunov_prune.arguments import checked
-from lyapunov_prune.data.batch import require_disjoint
+from lyapunov_prune.data.batch import TokenBatch, require_disjoint
 from lyapunov_prune.data.text import require_unseen
 from lyapunov_prune.errors import LyapunovPruneError
+from lyapunov_prune.evaluation.judging import apart
 from lyapunov_prune.evaluation.perplexity import perplexity
 from lyapunov_prune.forward.logits import require_temperature, uncached_logits
 from lyapunov_prune.forward.reading import Readable, Reading, read
@@ -38,7 +39,6 @@ from lyapunov_prune.results.result import encode
 RATE = 5e-4  # the first that is tried, of the size of each parameter
 TRIALS = 6  # rates at the most
 STEPS = 100
-_EVERY, _MOST = 8, 8  # every eighth window judges, up to eight of them
 
 
 @checked
@@ -208,21 +208,15 @@ def _require(reading: Reading, taught: Reading, rank: int | None) -> None:
         )
 
 
-def _apart(reading: Reading, judge: Readable | None) -> tuple[Any, Reading]:
+def _apart(reading: Reading, judge: Readable | None) -> tuple[TokenBatch, Reading]:
     """The windows that teach, and a reading of those that judge."""
     batch = reading.batch
     if judge is not None:
         judging = read(reading.model, judge)
         require_disjoint(batch, judging.batch)
         return batch, judging
-    if len(batch) < 2:
-        raise LyapunovPruneError(
-            "one window cannot both teach and judge; give two or more (--tokens, --context), or a text that judges "
-            "(--judge)"
-        )
-    apart = list(range(min(_EVERY, len(batch)) - 1, len(batch), _EVERY))[:_MOST]
-    teaching = [window for window in range(len(batch)) if window not in apart]
-    return batch.take(teaching), replace(reading, batch=batch.take(apart))
+    teaching, judged = apart(batch)
+    return teaching, replace(reading, batch=judged)
 
 
 def _judge(learner: PreTrainedModel, judging: Reading, shard: bool) -> Callable[[], np.ndarray]:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from lyapunov_prune.evaluation.judging import Comparison
 from lyapunov_prune.joint.decision import JointDecision
 from lyapunov_prune.joint.importance import Importance
 from lyapunov_prune.joint.map import JointMap
@@ -24,9 +25,10 @@ class JointRun(Result):
 
     `dense` and `chosen` are scores on the final slice, which nothing before has seen; `error` is the standard error of
     their difference, paired by item. `start` is the point whose weights the final recovery began with, `losses` the
-    distillation loss before each of its steps. `parameters` and `size` (bytes) are before and after; `seconds` says
-    what each part took in the run that ended (of points in all that it went on from), `times` what a budget of time
-    went by.
+    distillation loss before each of its steps. `gain` says what these steps were worth on the selection slice: where it
+    does not pay, the weights are those of the start (None in results from before it was compared). `parameters` and
+    `size` (bytes) are before and after; `seconds` says what each part took in the run that ended (of points in all that
+    it went on from), `times` what a budget of time went by.
     """
 
     importance: Importance
@@ -44,16 +46,23 @@ class JointRun(Result):
     size: tuple[int, int]
     seconds: dict[str, float]
     measured_on: MeasuredOn
+    gain: Comparison | None = None
 
     def to_frame(self) -> pd.DataFrame:
         """By part of the run, its seconds."""
         parts = {**self.seconds, "together": sum(self.seconds.values())}
         return pd.DataFrame({"part": list(parts), "seconds": list(parts.values())})
 
+    def _kept(self) -> str:
+        if self.gain is None:
+            return ""
+        kept = "kept" if self.gain.pays else "not kept, the weights are those of its start"
+        return f"The final recovery is {kept}: {self.gain.told()} to select by\n"
+
     def headline(self) -> str:
         score = "top-1 accuracy" if self.measured_on.images else "−loss in nats a token"
         return (
-            f"{self.decision.headline()}\n{self.plan.sentence('compact')}\n"
+            f"{self.decision.headline()}\n{self.plan.sentence('compact')}\n{self._kept()}"
             f"After {len(self.losses)} more steps {score} {self.chosen:.4g} on the final slice (dense "
             f"{self.dense:.4g}; standard error of the difference {self.error:.2g}); {self.parameters[1]:,} of "
             f"{self.parameters[0]:,} parameters, {self.size[1]:,} bytes of {self.size[0]:,}\n{self.measured_on.line()}"

@@ -17,6 +17,7 @@ from lyapunov_prune.arguments import checked, require_least
 from lyapunov_prune.data.examples import Examples
 from lyapunov_prune.data.slices import NAMES
 from lyapunov_prune.errors import CheckFailed, LyapunovPruneError
+from lyapunov_prune.evaluation.judging import Comparison, compare
 from lyapunov_prune.evaluation.score import paired_error, score
 from lyapunov_prune.forward.hooks import run_through
 from lyapunov_prune.forward.logits import SAME_LIMIT, deviation, sample_inputs, uncached_logits
@@ -79,8 +80,9 @@ def remove_jointly(
     which is scored once, at the end. Importance gives an order within each type; the points of `chains.chains` are
     recovered by `steps` each and scored on the selection slice; a map goes through them, and the decision is its best
     pair within the budget, `remove` or `speedup`. That pair learns `recover_steps` more, from the weights of its point
-    or of the nearest smaller one, is merged, written to the folder `output` as a compact checkpoint that has passed its
-    gate, and scored. `recipe` holds what all recoveries have in common.
+    or of the nearest smaller one, which stay where learning more does not pay on the selection slice. It is merged,
+    written to the folder `output` as a compact checkpoint that has passed its gate, and scored. `recipe` holds what all
+    recoveries have in common.
 
     Without `reduction` blocks go by the least-squares fit: after recovery it is better than the others, or not to be
     told from them, on two models (experiments/33_reductions). `folder` keeps the unfinished work: with `resume` a
@@ -173,7 +175,9 @@ def remove_jointly(
         start = course.nearest(decision.chosen)
         course.forget(keep=course.lineage(start))
         with _timing(seconds, "recovery"):
-            pupil, lesson, losses = course.finish(decision.chosen, start, recover_steps, resume=resume)
+            pupil, lesson, losses, gain = _recovered(
+                course, select, decision.chosen, start, recover_steps, resume=resume, batch_size=batch_size
+            )
         saw = origins[:2]
         add_step(pupil.model, "heal", saw[:1], model)
         gone = lesson.activation
@@ -205,6 +209,7 @@ def remove_jointly(
                 times=times,
                 start=start,
                 losses=np.array(losses),
+                gain=gain,
                 dense=dense.value,
                 chosen=chosen.value,
                 error=paired_error(dense, chosen),
@@ -262,6 +267,24 @@ def _require_apart(slices: tuple[Examples, Examples, Examples], origins: tuple[M
             raise LyapunovPruneError(
                 f"the {name} and the {other} slice share {shared} {what} of {seen.text}; give three slices apart"
             )
+
+
+def _recovered(
+    course: Course, select: Examples, pair: Pair, start: Pair, steps: int, *, resume: bool, batch_size: int
+) -> tuple[Unmerged, Lesson, list[float], Comparison]:
+    """What has learnt `pair` for `steps` more, or what it began with where that does not score worse on `select`.
+
+    With the losses of the steps, and the comparison over the items of `select` that decided.
+    """
+    pupil, lesson, losses = course.finish(pair, start, steps, resume=resume)
+    untaught = course.taught(start)
+
+    def scored(student: Unmerged) -> np.ndarray:
+        with student.cut(lesson.attention, lesson.activation) as model:
+            return score(model, select, batch_size=batch_size).losses
+
+    gain = compare(scored(untaught), scored(pupil))
+    return pupil if gain.pays else untaught, lesson, losses, gain
 
 
 @torch.no_grad()

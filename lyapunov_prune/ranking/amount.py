@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ from lyapunov_prune.compression.compress import Compressed, compress
 from lyapunov_prune.compression.recipe import require_amount, require_options
 from lyapunov_prune.compression.table import METHODS
 from lyapunov_prune.errors import LyapunovPruneError
+from lyapunov_prune.evaluation.judging import apart
 from lyapunov_prune.forward.hooks import final_state, require_finite
 from lyapunov_prune.forward.reading import Readable, Reading, read
 from lyapunov_prune.models.structure import find_structure, in_eval_mode
@@ -37,7 +38,8 @@ class BudgetedCompression(Result):
 
     (n,) float64, means over every position of a window but its last, with `p` of the dense model and `q` of the
     compressed: `kl = KL(p‖q)` in nats a token, `flipped` the share of positions whose likeliest token is another one.
-    NaN where the method or the schedule cannot meet the amount. `unit`: sparsity, by hundredths, or bits. Between tried
+    NaN where the method or the schedule cannot meet the amount. The method calibrated by other windows
+    (`calibrated_on`) than the costs were `measured_on`. `unit`: sparsity, by hundredths, or bits. Between tried
     amounts the cost is taken to rise: where it does not, more than `amount` may be within `max_kl` too.
     """
 
@@ -49,6 +51,7 @@ class BudgetedCompression(Result):
     flipped: np.ndarray
     max_kl: float
     measured_on: MeasuredOn
+    calibrated_on: MeasuredOn
 
     @property
     def chosen(self) -> int:
@@ -113,8 +116,8 @@ def compress_under_budget(
     Returns what was tried, and the model compressed by the chosen amount.
 
     The amount is a sparsity from 0.01 to 0.99 by hundredths, for low rank of the parameters, or for rtn 8 to 2 bits. A
-    trial is one compression, about seven of them, and a forward of the compressed model; what the method calibrates
-    by is what it is measured on, and what was within the budget there need not be so on other text. With a `folder`
+    trial is one compression, about seven of them, and a forward of the compressed model. The method calibrates by three
+    of four windows, and the divergence is measured on the fourth, which the method has not seen. With a `folder`
     finished trials are kept; their models are not, so that the chosen one is compressed once more where it was tried
     by an earlier run. Memory: two copies of the model (the best trial and the one at work), the dense final states,
     and a block of positions × vocabulary. The model is untouched.
@@ -127,10 +130,10 @@ def compress_under_budget(
     unit = require_spendable(method, allocation)
     options = dict(schedule_options or {})
     require_options(allocation, options)
-    reading = read(model, batch)
+    calibrating, reading = _apart(read(model, batch))
     dense = [_final(reading, ids) for ids in reading.windows(batch_size)]
-    on = reading.measured_on()
-    asked = {"method": method, "schedule": allocation, "options": encode(options)}
+    on, by = reading.measured_on(), calibrating.measured_on()
+    asked = {"calibrated on": by.text_hash, "method": method, "schedule": allocation, "options": encode(options)}
     asked |= {"group size": group_size, "symmetric": symmetric}
     pooling = profile.pooling if profile is not None else None
     levels, refused = _LEVELS[unit], {}
@@ -139,7 +142,7 @@ def compress_under_budget(
         def compressed(level: float) -> Compressed:
             return compress(
                 model,
-                reading,
+                calibrating,
                 method=method,
                 sparsity=level if unit == "sparsity" else None,
                 bits=level if unit == "bits" else None,
@@ -176,8 +179,14 @@ def compress_under_budget(
         tried = [level for level in levels if f"{level:g}" in store or level in refused]
         found = [store[f"{level:g}"] if level not in refused else [None, None] for level in tried]
         costs, flipped = np.array(found, dtype=np.float64).T.copy()  # None is NaN
-        spent = BudgetedCompression(method, allocation, unit, np.array(tried), costs, flipped, float(max_kl), on)
+        spent = BudgetedCompression(method, allocation, unit, np.array(tried), costs, flipped, float(max_kl), on, by)
         return spent, best.get(spent.amount) or compressed(spent.amount)
+
+
+def _apart(reading: Reading) -> tuple[Reading, Reading]:
+    """The windows that the method calibrates by, and those that the divergence is measured on."""
+    calibrating, judging = apart(reading.batch, every=4, most=len(reading.batch))
+    return replace(reading, batch=calibrating), replace(reading, batch=judging)
 
 
 def _final(reading: Reading, ids: torch.Tensor) -> torch.Tensor:

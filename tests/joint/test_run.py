@@ -24,6 +24,7 @@ from lyapunov_prune.evaluation.score import score
 from lyapunov_prune.healing import state as training_state
 from lyapunov_prune.healing.distillation import Distillation
 from lyapunov_prune.joint import run as module
+from lyapunov_prune.joint.points import Course
 from lyapunov_prune.joint.recovery import Recipe
 from lyapunov_prune.joint.result import JointRun
 from lyapunov_prune.joint.run import remove_jointly
@@ -336,3 +337,36 @@ def test_planted_fault_a_merge_of_the_wrong_layer_is_seen_by_the_score(
     monkeypatch.setattr(Unmerged, "merged", wrong)
     with pytest.raises(LyapunovPruneError, match="the merged model is not the one that learnt"):
         removed(make_tiny("llama"), tmp_path, "wrong", remove=6, reduction="mean-gate")
+
+
+def test_a_final_recovery_that_does_not_pay_leaves_the_weights_of_its_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Planted: what has learnt is made worse by noise, and is not what is written."""
+    finish, taught = Course.finish, Course.taught
+    kept: list[torch.Tensor] = []
+
+    def worse(self: Course, *args: Any, **options: Any) -> Any:
+        pupil, lesson, losses = finish(self, *args, **options)
+        with torch.no_grad():
+            for p in pupil.model.parameters():
+                p += torch.randn(p.shape, generator=torch.Generator().manual_seed(0))
+        return pupil, lesson, losses
+
+    def noted(self: Course, pair: Any) -> Any:
+        student = taught(self, pair)
+        kept.append(student.model.get_output_embeddings().weight.detach().clone())
+        return student
+
+    monkeypatch.setattr(Course, "finish", worse)
+    monkeypatch.setattr(Course, "taught", noted)
+    run = removed(make_tiny("llama"), tmp_path)
+    assert run.gain is not None
+    assert run.gain.change > 0
+    assert not run.gain.pays
+    assert JointRun.load(tmp_path / "out" / "joint.json").gain == run.gain
+    with quiet():
+        from lyapunov_prune.models.compact import compact_classes
+
+        again = compact_classes()["llama"].from_pretrained(tmp_path / "out")
+    assert torch.equal(again.get_output_embeddings().weight, kept[-1])
