@@ -36,7 +36,8 @@ from lyapunov_prune.models.structure import identify, in_eval_mode
 from lyapunov_prune.results.history import add_step
 from lyapunov_prune.results.result import encode
 
-RATE = 5e-4  # the first that is tried, of the size of each parameter
+# The first rate that is tried, as a share of the size of each parameter: all of them, and factors of low rank.
+RATE, LOW_RANK_RATE = 5e-4, 1.6e-3
 TRIALS = 6  # rates at the most
 STEPS = 100
 
@@ -104,7 +105,7 @@ def heal(
     require_plain(student)
     reading = read(student, batch)
     taught = read(teacher, reading)
-    budget = require_settings(steps, minutes, learning_rate, temperature)
+    budget = require_settings(steps, minutes, rank, learning_rate, temperature)
     processes = sharing(per_step, rank) if shard else processes_of(student, teacher)
     if shard:
         require_same_models(processes, student, teacher)
@@ -182,7 +183,7 @@ def heal(
 
 
 def require_settings(
-    steps: int | None, minutes: float | None, learning_rate: float | None, temperature: float
+    steps: int | None, minutes: float | None, rank: int | None, learning_rate: float | None, temperature: float
 ) -> Budget:
     """The budget of a run, STEPS where neither steps nor minutes are given. Raises as `heal` does."""
     if steps is not None and steps < 1:
@@ -194,7 +195,7 @@ def require_settings(
     require_temperature(temperature)
     steps = STEPS if steps is None and minutes is None else steps
     if learning_rate is None:
-        return Budget(steps, minutes, RATE, TRIALS)
+        return Budget(steps, minutes, RATE if rank is None else LOW_RANK_RATE, TRIALS)
     return Budget(steps, minutes, learning_rate, 0 if minutes is None else 1)
 
 
