@@ -22,6 +22,7 @@ if TYPE_CHECKING:  # a usage error must not wait for torch
     from lyapunov_prune.data.examples import Examples
     from lyapunov_prune.models.from_folder import Loaded
     from lyapunov_prune.profiles.contraction_profile import ContractionProfile
+    from lyapunov_prune.pruning.mergekit import MergekitSlices
     from lyapunov_prune.pruning.plan import PruningPlan
 
 _JACOBIAN_TOKENS = 64
@@ -36,7 +37,7 @@ def load_inputs(
     *,
     merge_adapter: bool = False,
     stream: bool = False,
-    plan: PruningPlan | None = None,
+    plan: PruningPlan | MergekitSlices | None = None,
 ) -> tuple[Loaded, TokenBatch]:
     """The model and its text; a `plan` has to be for that model, of which the text says nothing."""
     from lyapunov_prune.data.batch import require_context

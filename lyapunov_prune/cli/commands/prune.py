@@ -30,13 +30,17 @@ from lyapunov_prune.cli.options import (
     what_option,
 )
 from lyapunov_prune.cli.records import Given
-from lyapunov_prune.cli.terminal import say, show
+from lyapunov_prune.cli.terminal import note, say, show
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.ranking.criteria import require_budget, require_known_count
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+    from lyapunov_prune.pruning.mergekit import MergekitSlices
     from lyapunov_prune.pruning.plan import PruningPlan
     from lyapunov_prune.pruning.provenance import Provenance
+    from lyapunov_prune.results.result import ModelIdentity
 
 
 def prune(
@@ -45,7 +49,7 @@ def prune(
     remove: Annotated[int | None, what_option(help="How many layers, by --criterion.")] = None,
     max_kl: MaxKL = None,
     layers: Annotated[str | None, what_option(help="Layers by hand, as 3,7 (counted from 0).")] = None,
-    plan_file: Annotated[Path | None, what_option("--plan", help="A plan.json.")] = None,
+    plan_file: Annotated[Path | None, what_option("--plan", help="A plan.json, or a mergekit .yaml of slices.")] = None,
     keep_period: KeepPeriod = False,
     by: RankOptions = RankOptions(),
     reduction: Reduction = None,
@@ -142,10 +146,11 @@ def prune(
     if images is not None:
         assert plan_file is not None
         classifier, _, examples = load_examples(model, source, text, images, given)
-        written = write_pruned(classifier, None, PruningPlan.load(plan_file), output, examples, format=format)
+        plan = _plan_for(classifier, _read_plan(plan_file))
+        written = write_pruned(classifier, None, plan, output, examples, format=format)
         _tell(written, as_json, output)
         return
-    given_plan = None if plan_file is None else PruningPlan.load(plan_file)
+    given_plan = None if plan_file is None else _read_plan(plan_file)
     loaded, batch = load_inputs(model, source, text, merge_adapter=merge_adapter, plan=given_plan)
     if by.what == "layers" and is_unpacked(loaded.structure.config):
         raise LyapunovPruneError(
@@ -154,12 +159,11 @@ def prune(
         )
     require_unquantised(loaded.model)  # before anything is measured
     period = find_kinds(loaded.structure).require_period() if keep_period else 1
-    plan: PruningPlan
     if layers is not None:
         goes: dict[str, Any] = {FIELDS[by.what]: layer_indices("--layers", layers)}
         plan = PruningPlan.given(loaded.model, **goes, reduction=reduction)
     elif given_plan is not None:
-        plan = given_plan
+        plan = _plan_for(loaded.model, given_plan)
     else:
         if remove is not None and keep_period:
             require_periods(remove, loaded.structure.num_layers, period)
@@ -182,6 +186,24 @@ def prune(
                     say(expectation().told(float(spent.kl[spent.within - 1]), parts))
     plan.require_periods(period)
     _tell(write_pruned(loaded.model, loaded.tokenizer, plan, output, batch, format=format, mend=mend), as_json, output)
+
+
+def _read_plan(path: Path) -> PruningPlan | MergekitSlices:
+    from lyapunov_prune.pruning.mergekit import MergekitSlices, read_plan
+
+    plan = read_plan(path)
+    if isinstance(plan, MergekitSlices):
+        note(
+            f"{path} has no fingerprint of its model, {plan.model}: that it is of this one is checked by the number of "
+            "layers alone"
+        )
+    return plan
+
+
+def _plan_for(model: PreTrainedModel | ModelIdentity, given: PruningPlan | MergekitSlices) -> PruningPlan:
+    from lyapunov_prune.pruning.plan import PruningPlan
+
+    return given if isinstance(given, PruningPlan) else given.plan(model)
 
 
 def _tell(provenance: Provenance, as_json: bool, output: Path) -> None:
@@ -218,7 +240,7 @@ def _prune_on_disk(
         plan = PruningPlan.given(outline.identity, layer_indices("--layers", layers))
     else:
         assert plan_file is not None
-        plan = PruningPlan.load(plan_file)
+        plan = _plan_for(outline.identity, _read_plan(plan_file))
     if keep_period:
         plan.require_periods(find_kinds(outline.structure).require_period())
     provenance = prune_on_disk(outline, plan, output, stream=stream)
