@@ -712,6 +712,30 @@ def test_what_an_allocation_was_measured_on_was_seen(
     assert run("eval", "out", *LONGER, "--text", text).code == 0
 
 
+@pytest.mark.parametrize(
+    "how",
+    [
+        ["--method", "magnitude"],
+        ["--method", "weight-only"],
+        ["--method", "svd"],
+        ["--method", "svd", "--format", "compact"],
+        ["--method", "rtn"],
+        ["--method", "magnitude", "--allocation", "atp"],
+    ],
+    ids=" ".join,
+)
+def test_the_text_of_a_budget_was_seen(
+    how: list[str], text: str, run: Callable[..., Done], run_bad: Callable[..., str]
+) -> None:
+    compress = ["compress", "tiny", "--max-kl", "0.5", "-o", "out", *LONGER, "--text", text, *how]
+    assert run(*compress).code == 0
+    assert "history, compress), which holds" in run_bad(
+        "eval", "out", *LONGER, "--text", text, "--split", "calibration"
+    )
+    assert f"Allocation: by tiny, float32 on cpu; 512 tokens of {text}" in Path("out/README.md").read_text()
+    assert run("eval", "out", *LONGER, "--text", text).code == 0
+
+
 def test_weights_alone_see_no_text(text: str, run: Callable[..., Done]) -> None:
     run(*COMPRESS, "tiny", "-o", "out", *LONGER, "--text", text)
     assert run("eval", "out", *LONGER, "--text", text, "--split", "calibration").code == 0
