@@ -18,7 +18,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerFast
 from lyapunov_prune import compress, load_text
 from lyapunov_prune.data.batch import TokenBatch, require_disjoint
 from lyapunov_prune.data.documents import Chats, messages_of
-from lyapunov_prune.data.text import require_unseen
+from lyapunov_prune.data.unseen import require_unseen
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.results.history import add_step
 

@@ -17,13 +17,9 @@ from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from lyapunov_prune.data import text as module
 from lyapunov_prune.data.batch import LEAK_TOKENS, TokenBatch, as_batch, require_disjoint
-<<<<<<< HEAD
 from lyapunov_prune.data.documents import Plain
-from lyapunov_prune.data.text import load_text, require_unseen
-=======
 from lyapunov_prune.data.text import load_text
 from lyapunov_prune.data.unseen import require_unseen
->>>>>>> 0ea4865 (A checkpoint remembers the text of its budget, and items that a model was made with are not scored)
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.results.history import add_step
 

@@ -131,6 +131,7 @@ def seen_by_out(run: Callable[..., Done]) -> None:
         these = items(first, last, brief)
         Path(f"{name}.jsonl").write_text("".join(f"{json.dumps(item)}\n" for item in these))
         texts = [f"{json.dumps({'_id': str(n), 'text': item['query']})}\n" for n, item in enumerate(these)]
+        Path(f"{name}-prompts.jsonl").write_text("".join(f"{json.dumps({'text': item['query']})}\n" for item in these))
         Path(f"{name}-texts.jsonl").write_text("".join(texts))
         Path(f"{name}.tsv").write_text("query\tdocument\tgrade\n0\t1\t1\n")
     assert run("prune", "tiny", "--remove", "1", "-o", "out", *CALIBRATED).code == 0
@@ -153,8 +154,9 @@ HIERARCHY = ["hierarchy", "tiny", "out", "--tokens", "64", "--context", "32", "-
         (["eval", "tiny", "--against", "out", *EVAL[2:]], lambda name: ["--tasks", f"{name}.jsonl"]),
         (HIERARCHY, lambda name: ["--choices", f"{name}.jsonl"]),
         (HIERARCHY, retrieval),
+        ([*HIERARCHY[:3], *HIERARCHY[-2:]], lambda name: ["--prompts", f"{name}-prompts.jsonl"]),
     ],
-    ids=["tasks", "retrieval", "against", "choices", "hierarchy retrieval"],
+    ids=["tasks", "retrieval", "against", "choices", "hierarchy retrieval", "prompts"],
 )
 def test_items_that_a_model_was_made_with_are_not_scored(
     command: list[str], options: Callable[[str], list[str]], run: Callable[..., Done]

@@ -86,8 +86,9 @@ def hierarchy(
     kind of task. Prompts are windows of --context tokens, or --prompts. Exit code 1 on a violated bound.
     """
     from lyapunov_prune.data.choices import lettered, load_items
+    from lyapunov_prune.data.prompts import Prompts
     from lyapunov_prune.data.retrieval import load_retrieval
-    from lyapunov_prune.data.unseen import require_unseen
+    from lyapunov_prune.data.unseen import require_unseen, require_unseen_items
     from lyapunov_prune.evaluation.retrieval import evaluate_retrieval, require_unseen_texts
     from lyapunov_prune.forward.decoding import greedy_text
     from lyapunov_prune.forward.reading import read
@@ -133,6 +134,8 @@ def hierarchy(
         _require_made_from(loaded, other, (dense, compressed))
     for model in (loaded.model, *([other.model] if other else [])):
         require_unseen(model, batch)
+        if isinstance(batch, Prompts):
+            require_unseen_items(model, loaded.tokenizer, batch.said, batch.text, "prompts")
     if other is not None and items:  # before minutes of decoding
         fitting(items, loaded.tokenizer, (loaded.model, other.model), limit)
     if other is not None and sought is not None:
