@@ -125,11 +125,11 @@ def _read(path: Path) -> list[tuple[str, str | list[Message]]]:
         raise LyapunovPruneError(
             f"{path} has no column {', '.join(COLUMNS)} (it has {', '.join(rows.columns)}); call one of them so"
         )
-    return [(where, _asked(where, row.get(name))) for where, row in rows.read([name])]
+    return [(where, _asked(where, row.get(name), name)) for where, row in rows.read([name])]
 
 
-def _asked(where: str, value: Any) -> str | list[Message]:
-    if isinstance(value, list):
+def _asked(where: str, value: Any, name: str) -> str | list[Message]:
+    if name != "text":
         messages = messages_of(where, value)
         while messages and messages[-1]["role"] == "assistant":
             messages.pop()
