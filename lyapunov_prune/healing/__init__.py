@@ -2,7 +2,6 @@
 
 - `heal`: the run; `distillation`: its loss and its step; `low_rank`: updates trained beside the weights;
 - `sharded`: layers in parts, of which every process holds its own;
-- `own_text`: text to learn from that the dense model writes;
 - `trained`: what is trained, and in which order it is shown what;
 - `state`: the run on disk, taken up again after `kill -9`.
 """

@@ -73,7 +73,7 @@ def heal(
     from lyapunov_prune.checkpoints.shards import size_of
     from lyapunov_prune.healing.heal import REPORT, require_settings
     from lyapunov_prune.healing.heal import heal as heal_model
-    from lyapunov_prune.healing.own_text import self_generated as write_text
+    from lyapunov_prune.forward.own_text import self_generated as write_text
     from lyapunov_prune.healing.sharded import sharing
     from lyapunov_prune.healing.state import KEPT, clear_states
     from lyapunov_prune.models.cache import BUILTIN

@@ -13,9 +13,9 @@ from transformers import PreTrainedModel
 
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.forward import decoding
-from lyapunov_prune.healing import own_text as module
+from lyapunov_prune.forward import own_text as module
 from lyapunov_prune.healing.heal import heal
-from lyapunov_prune.healing.own_text import self_generated as write_text
+from lyapunov_prune.forward.own_text import self_generated as write_text
 from lyapunov_prune.pruning.removal import remove_layers
 
 
