@@ -56,6 +56,25 @@ def load_inputs(
     return loaded, text.load(loaded, split, offline=source.offline)
 
 
+def load_judge(
+    judge: str | None, loaded: Loaded, batch: TokenBatch, text: TextOptions, source: ModelOptions
+) -> TokenBatch:
+    """The second text that mending is judged by: windows like those of the half of `batch` that judges, or short ones
+    that the model writes."""
+    from lyapunov_prune.data.batch import require_disjoint
+    from lyapunov_prune.forward.reading import read
+    from lyapunov_prune.mending.judge import second_text
+
+    if judge is None:
+        return second_text(read(loaded.model, batch))
+    tokens = max(1, len(batch) // 2) * text.context
+    other = replace(text, text=judge, text_column=None, tokens=tokens).load(
+        loaded, "calibration", offline=source.offline
+    )
+    require_disjoint(batch, other)
+    return other
+
+
 def load_prompted(
     model: str, source: ModelOptions, text: TextOptions, prompts: Path | None, chat: bool, given: Given
 ) -> tuple[Loaded, TokenBatch]:
