@@ -18,7 +18,7 @@ from lyapunov_prune.compression.columns import column_weighted
 from lyapunov_prune.compression.compress import compress
 from lyapunov_prune.compression.masks import Pattern
 from lyapunov_prune.data.batch import TokenBatch, require_disjoint
-from lyapunov_prune.data.text import require_unseen
+from lyapunov_prune.data.unseen import require_unseen
 from lyapunov_prune.evaluation.perplexity import Perplexity, interval_of, perplexity
 from lyapunov_prune.forward.reading import Reading, read
 from lyapunov_prune.models.projections import find_projections
@@ -135,9 +135,14 @@ def _kept(path: Path | None, table: CompressionTable) -> dict[Name, CompressionR
     if path is None or not path.is_file():
         return {}
     kept = CompressionTable.load(path)
-    texts = [[replace(on, fingerprint=None) for on in (t.calibration, t.measured_on)] for t in (kept, table)]
-    same = texts[0] == texts[1]
+    same = _texts(kept) == _texts(table)
     return {(r.method, r.allocation, r.unit, r.amount): r for r in kept.rows if same and r.windows}
+
+
+def _texts(table: CompressionTable) -> list[MeasuredOn]:
+    """What the table was measured on, without what older files do not say."""
+    texts = (table.calibration, table.measured_on)
+    return [replace(on, fingerprint=None, short=None, model=replace(on.model, settings=None)) for on in texts]
 
 
 def _measured(

@@ -26,6 +26,7 @@ from .errors import NonFiniteError as NonFiniteError
 from .evaluation.perplexity import perplexity as perplexity
 from .evaluation.speed import measure_speed as measure_speed
 from .evaluation.tasks import evaluate_tasks as evaluate_tasks
+from .forward.own_text import self_generated as self_generated
 from .healing.heal import heal as heal
 from .models.adapters import merge_adapters as merge_adapters
 from .models.loading import load as load

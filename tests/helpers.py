@@ -46,7 +46,7 @@ from lyapunov_prune.data import ChoiceItem, ImageBatch
 from lyapunov_prune.forward.branches import Branch, find_branches, matrix_children
 from lyapunov_prune.healing import state as training_state
 from lyapunov_prune.healing.distillation import Distillation
-from lyapunov_prune.mending.mend import Gap
+from lyapunov_prune.mending.report import Gap
 from lyapunov_prune.models.loading import load
 from lyapunov_prune.models.projections import find_projections
 from lyapunov_prune.models.structure import find_structure
@@ -59,7 +59,7 @@ from lyapunov_prune.pruning.on_disk import prune_on_disk
 from lyapunov_prune.pruning.plan import PruningPlan
 from lyapunov_prune.pruning.provenance import Provenance
 from lyapunov_prune.ranking.oracle import Step
-from lyapunov_prune.ranking.tried import Mended, Tried
+from lyapunov_prune.ranking.tried import Final, Tried
 
 LAYERS = 6
 
@@ -653,8 +653,9 @@ def sound(name: str, values: dict[str, Any], floats: Iterator[float]) -> dict[st
     if name == "GreedyRemoval":
         return {"dense": some(3), "steps": tuple(Step(layer, some(3), next(floats), 2) for layer in (3, 1))}
     if name == "BestRemoval":
-        tried = tuple(Tried("ρ", (0, k), some(3), p, next(floats)) for k, p in ((1, np.nan), (2, 0.5)))
-        return {"tried": tried, "chosen": 1, "dense": some(3), "mended": (Mended((0, 2), some(3), next(floats)),)}
+        tried = tuple(Tried("ρ", (0, k), some(3), k == 2, next(floats)) for k in (1, 2))
+        final = Final((0, 2), loose(3), some(4), loose(4), next(floats))
+        return {"tried": tried, "chosen": 1, "dense": some(3), "finals": (final,), "other_dense": some(4)}
     if name == "MendReport":
         gap = Gap(1, 3, "mlp", ("none", "full"), np.array([0.0, 0.1]), loose(2), 1)
         return {"gaps": (gap,)}

@@ -71,7 +71,7 @@ BAD: list[tuple[str, dict[str, Any], str]] = [
     ("pruning.write_pruned", {"tokenizer": 3, "plan": None, "target": "out"}, "tokenizer is 3; give PreTrained"),
     ("pruning.make_compact", {"cuts": [1]}, "cuts is [1]; give Cuts"),
     ("verify_removal", {"pruned": "teacher", "plan": [1], "merged": 3}, "merged is 3; give several Merged"),
-    ("rank", {"batch": _IDS, "criterion": "bi", "remove": "2"}, "remove is '2'; give int or None"),
+    ("rank", {"batch": _IDS, "criterion": "bi", "remove": "2"}, "remove is '2'; give int or float or None"),
     ("rank", {"batch": _IDS, "criterion": ["bi"]}, "criterion is ['bi']; give str"),
     ("rank", {"batch": _IDS, "criterion": "random", "seed": -1}, "seed is -1; give 0 or more"),
     ("measure_sensitivity", {"batch": _IDS, "studies": 3}, "studies is 3; give several str"),

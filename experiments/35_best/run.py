@@ -107,7 +107,7 @@ def measure(given: Inputs, search: float) -> BestOnOneText:
         best = lp.ranking.best_removal(
             given.loaded.model, given.calibration, count, search=search, folder=folder, resume=True
         )
-        proposed = [tried for tried in best.tried if np.isnan(tried.p_value)]
+        proposed = [tried for tried in best.tried if not tried.swap]
         first = min(proposed, key=lambda tried: tried.windows.mean())
         found.append(("first", first.layers, len(proposed), proposed[-1].forwards))
         found.append(("best", best.remove, len(best.tried), best.forwards))

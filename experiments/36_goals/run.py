@@ -26,14 +26,13 @@ from experiments.common import Device, DType, job_folder, load, read_text
 from experiments.compressions import told
 from experiments.statements import bullets, counted, ratio, runs, span, table
 from lyapunov_prune.data.batch import require_disjoint
-from lyapunov_prune.ranking.criteria import SEARCH
 from lyapunov_prune.results.result import MeasuredOn, Result, encode
 from lyapunov_prune.results.store import Store
 
 HERE = Path(__file__).parent
 SCORED = 1024  # tokens that the oracle scores every trial on
 CHOSEN_ON = 4096  # tokens that a criterion chooses on
-# `best` as it is, and comparing its sets mended, with twice the forwards to spend.
+# `best` as it is, and comparing its sets mended.
 CRITERIA, MENDED, HEALED = ("angular", "best"), "best-mended", "angular"
 STEP = 256  # tokens that a step of healing learns from
 TRIED = 3  # steps of healing, to know how long one is
@@ -162,7 +161,7 @@ def after(before: Way, way: Way) -> Way:
 def cut(model: PreTrainedModel, batch: lp.TokenBatch | torch.Tensor, criterion: str, remove: int) -> Made:
     how: dict[str, Any] = {"criterion": criterion}
     if criterion == MENDED:
-        how = {"criterion": "best", "mend": True, "search": 2 * SEARCH}
+        how = {"criterion": "best", "mend": True}
     before = time.process_time()
     plan = lp.rank(model, batch, remove=remove, **how).plan(remove)
     return Made(lp.remove_layers(model, plan), plan.remove, time.process_time() - before)

@@ -23,7 +23,7 @@ from experiments.common import Device, DType, draw, job_folder, load, of_model, 
 from experiments.statements import bullets, ratio, runs, short, span, table
 from lyapunov_prune.data.batch import require_disjoint
 from lyapunov_prune.evaluation.perplexity import interval_of
-from lyapunov_prune.ranking.best import PAYS, best_removal
+from lyapunov_prune.ranking.best import best_removal
 from lyapunov_prune.ranking.tried import BestRemoval
 from lyapunov_prune.report.drawing import COLOURS, INK, one_panel, svg
 from lyapunov_prune.results.result import MeasuredOn, Result, encode
@@ -107,15 +107,9 @@ def main(
 
 
 def held(found: BestRemoval) -> list[int]:
-    """The tried sets that were the best in turn: of those proposed the one of least loss, then swaps that paid."""
-    best: list[int] = []
-    for number, tried in enumerate(found.tried):
-        proposed = np.isnan(tried.p_value)
-        loss = tried.windows.mean()
-        pays = loss < found.tried[best[-1]].windows.mean() if best and proposed else tried.p_value < PAYS
-        if not best or pays:
-            best.append(number)
-    return best
+    """The tried sets that were the best in turn: those whose loss is less than that of all before."""
+    losses = [float(tried.windows.mean()) for tried in found.tried]
+    return [number for number, loss in enumerate(losses) if loss < min(losses[:number], default=np.inf)]
 
 
 def figure(found: SearchCurve) -> str:

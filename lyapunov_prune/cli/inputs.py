@@ -22,6 +22,7 @@ if TYPE_CHECKING:  # a usage error must not wait for torch
     from lyapunov_prune.data.examples import Examples
     from lyapunov_prune.models.from_folder import Loaded
     from lyapunov_prune.profiles.contraction_profile import ContractionProfile
+    from lyapunov_prune.pruning.mergekit import MergekitSlices
     from lyapunov_prune.pruning.plan import PruningPlan
 
 _JACOBIAN_TOKENS = 64
@@ -36,7 +37,7 @@ def load_inputs(
     *,
     merge_adapter: bool = False,
     stream: bool = False,
-    plan: PruningPlan | None = None,
+    plan: PruningPlan | MergekitSlices | None = None,
 ) -> tuple[Loaded, TokenBatch]:
     """The model and its text; a `plan` has to be for that model, of which the text says nothing."""
     from lyapunov_prune.data.batch import require_context
@@ -53,6 +54,25 @@ def load_inputs(
         plan.require_model(loaded.model)
     require_context(loaded.structure, text.context)
     return loaded, text.load(loaded, split, offline=source.offline)
+
+
+def load_judge(
+    judge: str | None, loaded: Loaded, batch: TokenBatch, text: TextOptions, source: ModelOptions
+) -> TokenBatch:
+    """The second text that mending is judged by: windows like those of the half of `batch` that judges, or short ones
+    that the model writes."""
+    from lyapunov_prune.data.batch import require_disjoint
+    from lyapunov_prune.forward.reading import read
+    from lyapunov_prune.mending.judge import second_text
+
+    if judge is None:
+        return second_text(read(loaded.model, batch))
+    tokens = max(1, len(batch) // 2) * text.context
+    other = replace(text, text=judge, text_column=None, tokens=tokens).load(
+        loaded, "calibration", offline=source.offline
+    )
+    require_disjoint(batch, other)
+    return other
 
 
 def load_prompted(

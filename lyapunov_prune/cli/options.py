@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -18,8 +18,7 @@ from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.merging.table import REDUCTIONS
 from lyapunov_prune.ranking.criteria import (
     CRITERIA,
-    DEFAULT,
-    SEARCH,
+    default_criterion,
     require_criterion,
     require_part,
     require_temperature_of,
@@ -51,6 +50,19 @@ def layer_indices(option: str, layers: str) -> list[int]:
         return [int(part) for part in layers.split(",")]
     except ValueError:
         raise LyapunovPruneError(f"{option} {layers!r} is no list of numbers; write it as 3,7") from None
+
+
+def count_or_share(text: str) -> int | float:
+    """A number, as 7, or a share, as 25%, which is a float below 1."""
+    number = text.strip().removesuffix("%")
+    try:
+        return float(number) / 100 if number != text.strip() else int(number)
+    except ValueError:
+        raise typer.BadParameter(f"{text!r} is no number, as 7, and no share, as 25%") from None
+
+
+# Of an option that says how many layers go.
+counted = {"parser": count_or_share, "metavar": "N|N%"}
 
 
 def one_of(table: Mapping[str, Any], *more: str) -> str:
@@ -114,7 +126,8 @@ class TextOptions:
     text: Annotated[
         str,
         text_option(
-            help="builtin, a .txt, .jsonl, .json, .csv or .parquet file, or a hub data set name[:config[:split]]."
+            help="builtin, a .txt, .jsonl, .json, .csv or .parquet file, a hub data set name[:config[:split]], or "
+            "self: written by the (dense) model."
         ),
     ] = "builtin"
     text_column: Annotated[
@@ -132,11 +145,25 @@ class TextOptions:
         text_option("--bos/--no-bos", help="Start windows with BOS; the tokenizer's habit if not given."),
     ] = None
 
-    def load(self, loaded: Loaded, split: choices.Split, *, offline: bool) -> TokenBatch:
+    def load(
+        self,
+        loaded: Loaded,
+        split: choices.Split,
+        *,
+        offline: bool,
+        folder: Path | None = None,
+        resume: bool = False,
+    ) -> TokenBatch:
+        """The windows, of a text or written by the model, then kept in `folder` as they are written."""
         from lyapunov_prune.cli.terminal import note
         from lyapunov_prune.data.batch import checked_batch
         from lyapunov_prune.data.text import load_text
+        from lyapunov_prune.forward.own_text import SELF, written_by
 
+        if self.text == SELF:
+            if self.bos is not None:
+                raise LyapunovPruneError("a text that the model writes begins as the model does; leave out --bos")
+            return written_by(loaded.model, split, self.tokens, self.context, folder=folder, resume=resume)
         batch = load_text(
             self.text,
             loaded.tokenizer,
@@ -161,6 +188,10 @@ Format = Annotated[
     output_option(help="Parts of layers that go: plain keeps their size and saves no time, compact drops them."),
 ]
 Mend = Annotated[bool, model_option("--mend", help="Close the gaps by maps fitted on the text, without training.")]
+Judge = Annotated[
+    str | None,
+    text_option(help="A second text that --mend is judged by, as --text; written by the model if not given."),
+]
 Stream = Annotated[
     bool,
     model_option("--stream", help="For a model larger than memory: one layer at a time, read from its safetensors."),
@@ -176,12 +207,24 @@ Images = Annotated[
 Temperature = Annotated[float, what_option(help="Of both models' softmax.")]
 Items = Annotated[int | None, what_option("--limit", min=1, help="How many items of a file or task; all if not given.")]
 
-Criterion = Annotated[choices.Criterion, what_option(help=one_of(CRITERIA, "What the order of layers goes by."))]
+Criterion = Annotated[
+    choices.Criterion | None,
+    what_option(
+        help=one_of(
+            CRITERIA,
+            "What layers are chosen by; if not given, best where --remove says how many whole layers of a model in "
+            "memory go, else bi.",
+        )
+    ),
+]
 Alpha = Annotated[float, what_option(help="Weight of |rho − 1| in the blend.")]
 Protect = Annotated[str | None, what_option(help="Layers that stay, as 0,1,-1 (negative: counted from the end).")]
 Search = Annotated[
     float | None,
-    what_option(help=f"Forwards of the check windows that --criterion best may spend; {SEARCH:g} if not given."),
+    what_option(
+        help="Forwards of the check windows that --criterion best may spend; if not given, by the number of layers: "
+        "20 for 7 of 30, 40 with --mend."
+    ),
 ]
 What = Annotated[
     choices.What,
@@ -219,7 +262,7 @@ class RankOptions:
     """What is ranked, and by which criterion."""
 
     what: What = "layers"
-    criterion: Criterion = DEFAULT
+    criterion: Criterion = None
     alpha: Alpha = 0.5
     seeds: Seeds = 4
     seed: Seed = 0
@@ -230,28 +273,41 @@ class RankOptions:
     def protected(self) -> list[int]:
         return layer_indices("--protect", self.protect) if self.protect is not None else []
 
+    def settled(self, remove: float | None, *, periods: bool = False) -> RankOptions:
+        """These options with a criterion, the default if none is given; `remove` is None where no number is known."""
+        return (
+            self if self.criterion else replace(self, criterion=default_criterion(remove, self.what, periods=periods))
+        )
+
+    @property
+    def goes_by(self) -> str:
+        """The criterion, which is settled."""
+        assert self.criterion is not None
+        return self.criterion
+
     def require(self, given: Given, *, sublayers: bool) -> None:
         """Raise LyapunovPruneError, before torch is waited for, for what no ranking is made of, or goes by."""
-        require_criterion(self.criterion, self.alpha)
-        require_temperature_of(self.criterion, self.temperature)
-        require_part(self.what, self.criterion if sublayers else None)
-        if self.search is not None and self.criterion != "best":
+        require_criterion(self.goes_by, self.alpha)
+        require_temperature_of(self.goes_by, self.temperature)
+        require_part(self.what, self.goes_by if sublayers else None)
+        if self.search is not None and self.goes_by != "best":
             raise LyapunovPruneError("--search is what --criterion best may spend; give both or neither")
-        idle = f"has no effect on --criterion {self.criterion}; leave it out"
-        if self.criterion != "blend":
+        idle = f"has no effect on --criterion {self.goes_by}; leave it out"
+        if self.goes_by != "blend":
             given.refuse(idle, "alpha")
-        if CRITERIA[self.criterion].measures != "profile":
-            given.refuse(idle, "seeds", *(["seed"] if self.criterion != "random" else []))
+        if CRITERIA[self.goes_by].measures != "profile":
+            given.refuse(idle, "seeds", *(["seed"] if self.goes_by != "random" else []))
         self.protected()
 
     def rank(
         self,
         loaded: Loaded,
         batch: TokenBatch,
-        remove: int | None,
+        remove: float | None,
         batch_size: int,
         *,
         mend: bool = False,
+        judge: TokenBatch | None = None,
         folder: Path | None = None,
         resume: bool = False,
     ) -> Ranking:
@@ -260,7 +316,7 @@ class RankOptions:
         return rank(
             loaded.model,
             batch,
-            criterion=self.criterion,
+            criterion=self.goes_by,
             what=self.what,
             alpha=self.alpha,
             remove=remove,
@@ -268,8 +324,9 @@ class RankOptions:
             seed=self.seed,
             batch_size=batch_size,
             protect=self.protected(),
-            search=SEARCH if self.search is None else self.search,
-            mend=mend and self.criterion == "best",
+            search=self.search,
+            mend=mend and self.goes_by == "best",
+            judge=judge,
             temperature=self.temperature,
             folder=folder,
             resume=resume,

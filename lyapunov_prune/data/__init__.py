@@ -6,6 +6,7 @@
 - `images`: images with their classes, checked against a model; `image_files`: where they are read from;
 - `examples`: what holds of text and images both; `slices`: three parts of either that share nothing;
 - `prompts`: prompts of one's own, each of its own length;
+- `unseen`: what a model must not be scored on, because it was made with it;
 - `choices`, `tasks`: multiple-choice items and questions from JSONL files; `retrieval`: queries and documents;
 - `lines`: how a line of others is read.
 """

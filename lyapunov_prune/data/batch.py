@@ -21,6 +21,8 @@ from lyapunov_prune.results.result import MeasuredOn, versions
 Split = Literal["calibration", "evaluation", "all"]
 # A run of this many tokens in both texts is a leak.
 LEAK_TOKENS = 64
+# By runs of this many an item is known, which is shorter.
+ITEM_TOKENS = 12
 
 
 @dataclass(frozen=True)
@@ -93,6 +95,7 @@ class TokenBatch:
             seed=seed,
             versions=versions(),
             fingerprint=fingerprint(self.stream, LEAK_TOKENS),
+            short=fingerprint(self.stream, ITEM_TOKENS),
         )
 
 

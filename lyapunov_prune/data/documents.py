@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
+from lyapunov_prune.data.lines import parsed_line
 from lyapunov_prune.data.rows import Rows
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.models.tokenizers import chat_text
@@ -129,7 +131,7 @@ def documents(rows: Rows, tokenizer: PreTrainedTokenizerBase, column: str | None
         chats = [(where, _question(*_alpaca(where, row))) for where, row in found]
         return Chats(f"{name}, by the chat template)", tuple(chats), tokenizer)
     name = names[0]
-    if found and isinstance(found[0][1].get(name), list):
+    if found and ((column is None and name != "text") or isinstance(found[0][1].get(name), list)):
         if not tokenizer.chat_template:
             raise LyapunovPruneError(
                 f"{rows.source} holds chats in {name}, and this tokenizer has no chat template; take an instruct "
@@ -159,7 +161,13 @@ def _chosen(rows: Rows, column: str | None) -> list[str]:
 
 
 def messages_of(where: str, value: object) -> list[Message]:
-    """A chat in the words of chat templates; raises LyapunovPruneError for what is no list of messages."""
+    """A chat in the words of chat templates, from a list of messages or JSON of one.
+
+    Raises LyapunovPruneError for anything else.
+    """
+    if isinstance(value, str):  # tables of text hold lists as JSON
+        with suppress(ValueError):
+            value = parsed_line(value)
     if not isinstance(value, list) or not value:
         raise LyapunovPruneError(f'{where} holds no chat; give [{{"role": "user", "content": "…"}}, …]')
     return [_message(where, message) for message in value]

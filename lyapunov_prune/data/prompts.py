@@ -28,10 +28,12 @@ from lyapunov_prune.results.files import require_file
 class Prompts(TokenBatch):
     """Prompts of several lengths: of row `i` the first `lengths[i]` ids are its own, the last repeated to the end.
 
-    What is repeated no model is given: `windows` hands out prompts of one length without it.
+    What is repeated no model is given: `windows` hands out prompts of one length without it. `said` holds what each
+    says, as strings, without what a chat template puts around it; empty where only ids were given.
     """
 
     lengths: tuple[int, ...]
+    said: tuple[tuple[str, ...], ...] = ()
 
     def windows(self, batch_size: int) -> list[torch.Tensor]:
         """The prompts in their order, at most `batch_size` at a time, and only such as are equally long."""
@@ -47,7 +49,8 @@ class Prompts(TokenBatch):
 
     def take(self, indices: Sequence[int]) -> Prompts:
         rows = torch.tensor(indices, dtype=torch.int64)
-        return replace(self, ids=self.ids[rows], lengths=tuple(self.lengths[i] for i in indices))
+        said = tuple(self.said[i] for i in indices) if self.said else ()
+        return replace(self, ids=self.ids[rows], lengths=tuple(self.lengths[i] for i in indices), said=said)
 
     @property
     def tokens(self) -> int:
@@ -85,7 +88,7 @@ def load_prompts(
     if chat and not tokenizer.chat_template:
         raise LyapunovPruneError("this tokenizer has no chat template; leave --chat out, or take an instruct model")
     begins = not chat and begins_with_bos(tokenizer, bos)
-    rows = []
+    rows, said = [], []
     for where, asked in _read(Path(path)):
         if chat:
             messages = [{"role": "user", "content": asked}] if isinstance(asked, str) else asked
@@ -99,13 +102,14 @@ def load_prompts(
         if len(row) < 2:
             raise LyapunovPruneError(f"{where} is a prompt of fewer than two tokens; make it longer")
         rows.append(torch.tensor(row, dtype=torch.int64))
+        said.append((asked,) if isinstance(asked, str) else tuple(message["content"] for message in asked))
     if not rows:
         raise LyapunovPruneError(f'{path} holds no prompts; give one a line, or a .jsonl of {{"text": "…"}}')
     if chat:
         begins = tokenizer.bos_token_id is not None and all(row[0] == tokenizer.bos_token_id for row in rows)
     lengths = tuple(map(len, rows))
     ids = torch.stack([torch.cat([row, row[-1:].repeat(max(lengths) - len(row))]) for row in rows])
-    return Prompts(ids, text=str(path), split="all", bos=begins, lengths=lengths)
+    return Prompts(ids, text=str(path), split="all", bos=begins, lengths=lengths, said=tuple(said))
 
 
 def _read(path: Path) -> list[tuple[str, str | list[Message]]]:
@@ -121,11 +125,11 @@ def _read(path: Path) -> list[tuple[str, str | list[Message]]]:
         raise LyapunovPruneError(
             f"{path} has no column {', '.join(COLUMNS)} (it has {', '.join(rows.columns)}); call one of them so"
         )
-    return [(where, _asked(where, row.get(name))) for where, row in rows.read([name])]
+    return [(where, _asked(where, row.get(name), name)) for where, row in rows.read([name])]
 
 
-def _asked(where: str, value: Any) -> str | list[Message]:
-    if isinstance(value, list):
+def _asked(where: str, value: Any, name: str) -> str | list[Message]:
+    if name != "text":
         messages = messages_of(where, value)
         while messages and messages[-1]["role"] == "assistant":
             messages.pop()

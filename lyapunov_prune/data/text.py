@@ -1,8 +1,8 @@
 """Text as windows of token ids, with calibration and evaluation kept apart.
 
 A text is cut in two by position: calibration is the first half, evaluation the second, less every
-paragraph of the first half that occurs there again. `require_disjoint` and `require_unseen` check the tokens
-themselves.
+paragraph of the first half that occurs there again. `batch.require_disjoint` and `unseen.require_unseen` check the
+tokens themselves.
 """
 
 from __future__ import annotations
@@ -10,17 +10,14 @@ from __future__ import annotations
 from pathlib import Path
 
 import torch
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
 from lyapunov_prune.arguments import checked
 from lyapunov_prune.data.batch import Split, TokenBatch
 from lyapunov_prune.data.documents import Chats, Plain, documents
-from lyapunov_prune.data.images import ImageBatch
 from lyapunov_prune.data.rows import file_rows, file_text, holds_rows, hub_rows, require_reader
 from lyapunov_prune.errors import LyapunovPruneError
-from lyapunov_prune.models.structure import identify
 from lyapunov_prune.models.tokenizers import token_ids
-from lyapunov_prune.results.history import history_of
 
 # A stretch this long that comes again is a repeat, by chance it would not.
 SAMPLE_CHARACTERS = 256
@@ -79,27 +76,6 @@ def load_text(
     if bos:
         matrix = torch.cat([torch.full((windows, 1), tokenizer.bos_token_id), matrix], dim=1)
     return TokenBatch(matrix, text=whole.name, split=split, bos=bos)
-
-
-def require_unseen(model: PreTrainedModel, batch: TokenBatch | ImageBatch) -> None:
-    """Raise LyapunovPruneError if a step that made `model` saw items of `batch`, so that it must not be scored on it.
-
-    Tokens are known by their hash and by runs of 64, whatever file or window they stand in; images by their hashes.
-    """
-    if isinstance(batch, ImageBatch):
-        name, whole, remedy = batch.source, f"{len(batch)} images", "take the final slice, or other images"
-    else:
-        name, whole = batch.text, f"{batch.tokens} tokens"
-        remedy = "use --split evaluation or another --text"
-    for number, step in enumerate(history_of(model).steps, start=1):
-        for seen in step.saw:
-            shared = batch.shared_with(seen)
-            if shared:
-                raise LyapunovPruneError(
-                    f"{identify(model).name} was made with {seen.text} ({seen.split}; step {number} of its history, "
-                    f"{step.kind}), which holds about {shared} of the {whole} of {name} ({batch.split}) to score; "
-                    f"{remedy}"
-                )
 
 
 def require_source(source: str, column: str | None = None) -> None:

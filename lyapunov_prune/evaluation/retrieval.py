@@ -14,6 +14,7 @@ from lyapunov_prune.arguments import checked, require_least
 from lyapunov_prune.data.batch import checked_batch, require_context, rows_measured_on
 from lyapunov_prune.data.retrieval import RetrievalTask
 from lyapunov_prune.data.text import begins_with_bos
+from lyapunov_prune.data.unseen import require_unseen_items
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.forward.hooks import final_state, require_finite
 from lyapunov_prune.linalg import lift
@@ -121,8 +122,9 @@ def evaluate_retrieval(
     of the mean: its state is that of every text. A document of the query's own id is not ranked, as in BEIR. Memory:
     the embeddings of all documents, float64, and the similarities of all queries.
 
-    Raises NonFiniteError naming the layer when a model is not finite, and LyapunovPruneError for a missing extra, a
-    text without tokens, a context that is longer than a model's, and ids outside a vocabulary.
+    Raises NonFiniteError naming the layer when a model is not finite, and LyapunovPruneError for a missing extra, texts
+    that a step which made a model has seen, a text without tokens, a context that is longer than a model's,
+    and ids outside a vocabulary.
     """
     try:
         import ir_measures
@@ -132,6 +134,7 @@ def evaluate_retrieval(
     require_least(2, context=context)
     begins = begins_with_bos(tokenizer, bos)
     texts = [*task.queries.values(), *task.documents.values()]
+    require_unseen_texts(models, tokenizer, task)
     rows, cut = _tokens(texts, tokenizer, begins, context)
     names, ids = list(task.queries), list(task.documents)
     same = np.array([[query == document for document in ids] for query in names])
@@ -172,6 +175,15 @@ def evaluate_retrieval(
         turned=np.array([_turned(embedded[0], e, len(names)) for e in embedded]),
         measured_on=tuple(measured),
     )
+
+
+def require_unseen_texts(
+    models: Mapping[str, PreTrainedModel], tokenizer: PreTrainedTokenizerBase, task: RetrievalTask
+) -> None:
+    """Raise LyapunovPruneError for queries and documents that a step which made one of `models` has seen."""
+    items = [(text,) for text in (*task.queries.values(), *task.documents.values())]
+    for model in models.values():
+        require_unseen_items(model, tokenizer, items, task.name, "queries and documents")
 
 
 def _tokens(

@@ -6,6 +6,7 @@ import hashlib
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from lyapunov_prune.arguments import checked
 from lyapunov_prune.data.batch import rows_measured_on
 from lyapunov_prune.data.tasks import read_task
 from lyapunov_prune.data.text import begins_with_bos
+from lyapunov_prune.data.unseen import require_unseen_items, strings_of
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.evaluation.repetition import collapsed, repetition
 from lyapunov_prune.models.tokenizers import token_ids
@@ -187,8 +189,9 @@ def evaluate_tasks(
     are the harness', in the model's dtype; those of a file are `compare_choices`' up to one constant an item, of the
     tokens that its choices share. The models and the random states are left as they were.
 
-    Raises NonFiniteError naming the layer when logits are not finite, and LyapunovPruneError for a limit below 1, an
-    item that does not fit the context (nothing is cut off), and ids outside the vocabulary.
+    Raises NonFiniteError naming the layer when logits are not finite, and LyapunovPruneError for a limit below 1, items
+    that a step which made a model has seen, an item that does not fit the context (nothing is cut off),
+    and ids outside the vocabulary.
     """
     from lyapunov_prune.evaluation import harness
 
@@ -196,6 +199,10 @@ def evaluate_tasks(
     if limit is not None and limit < 1:  # the harness takes 0 for no limit
         raise LyapunovPruneError(f"a limit of {limit} leaves no items to score; give 1 or more")
     objects = {task.name: task.harness for task in tasks}
+    for task in tasks:
+        items = [tuple(strings_of(item)) for item in islice(task.harness.eval_docs, limit)]
+        for model in models.values():
+            require_unseen_items(model, tokenizer, items, task.source if task.sha256 else task.name)
     scores: list[TaskScore] = []
     scored: list[ScoredTask] = []
     measured: list[MeasuredOn] = []

@@ -8,6 +8,7 @@
 - `scoring`, `logits`, `decoding`: losses, logits and greedy tokens of what runs; `kept`: logits of two models compared
   a block of positions at a time;
 - `states`: those of a text at all boundaries, on the disk where they do not fit;
+- `own_text`: text that the model writes itself, to calibrate on;
 - `continuations`: log-likelihoods of texts that begin alike.
 
 Nothing here outlives its block: a hook is removed and a weight put back, also after an error.

@@ -72,9 +72,9 @@ def decode_greedily(reading: Reading, prompts: torch.Tensor, steps: int) -> torc
 
 
 @torch.no_grad()
-def sample(reading: Reading, prompts: torch.Tensor, draws: torch.Tensor) -> torch.Tensor:
+def sample(reading: Reading, prompts: torch.Tensor, draws: torch.Tensor, temperature: float = 1.0) -> torch.Tensor:
     """Tokens that `draws` (n × steps) fall on, one after the other: prompts (n × tokens) to (n × steps), int64."""
-    return _written(reading, prompts, draws.shape[1], drawn(draws))
+    return _written(reading, prompts, draws.shape[1], drawn(draws, temperature))
 
 
 def _written(reading: Reading, prompts: torch.Tensor, steps: int, choose: Choice) -> torch.Tensor:

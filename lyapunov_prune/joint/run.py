@@ -16,6 +16,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from lyapunov_prune.arguments import checked, require_least
 from lyapunov_prune.data.examples import Examples
 from lyapunov_prune.data.slices import NAMES
+from lyapunov_prune.data.unseen import require_unseen
 from lyapunov_prune.errors import CheckFailed, LyapunovPruneError
 from lyapunov_prune.evaluation.judging import Comparison, compare
 from lyapunov_prune.evaluation.score import paired_error, score
@@ -88,10 +89,10 @@ def remove_jointly(
     told from them, on two models (experiments/33_reductions). `folder` keeps the unfinished work: with `resume` a
     killed run goes on from there and comes to the same decision; it is emptied when `output` is there.
 
-    Raises LyapunovPruneError for both budgets or none, one that cannot be met, slices that share data, fewer than five
-    items to select by, a model that the compact format does not know, whatever `decide`, `fit_map` and `recover`
-    refuse, and a run of another kind in `folder`; CheckFailed when the gate does not hold. Either way nothing is left
-    at `output`.
+    Raises LyapunovPruneError for both budgets or none, one that cannot be met, slices that share data, a final one
+    that a step which made `model` has seen, fewer than five items to select by, a model that the compact format does
+    not know, whatever `decide`, `fit_map` and `recover` refuse, and a run of another kind in `folder`; CheckFailed when
+    the gate does not hold. Either way nothing is left at `output`.
     """
     require_empty(output)
     require_least(1, steps=steps, recover_steps=recover_steps, seeds=seeds)
@@ -100,6 +101,7 @@ def remove_jointly(
     require_trainable(model, "the model")
     origins = tuple(data.measured_on(model) for data in slices)
     _require_apart(slices, origins)
+    require_unseen(model, final)
     if len(select) < _LEAST_SELECTED:
         raise LyapunovPruneError(
             f"{len(select)} items to select by, whose error nobody can tell; give {_LEAST_SELECTED} or more (of a "

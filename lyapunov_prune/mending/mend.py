@@ -19,19 +19,17 @@ from lyapunov_prune.forward.reading import Readable, Reading, read
 from lyapunov_prune.linalg import lift
 from lyapunov_prune.mending.fit import FORMS, LinearMap, Sums, fit
 from lyapunov_prune.mending.place import Place, find_place, multiplied
+from lyapunov_prune.mending.report import NONE, Gap, MendReport
 from lyapunov_prune.merging.reductions import HiddenMap
 from lyapunov_prune.models.feedforward import Affine
 from lyapunov_prune.models.hooked import hooked
 from lyapunov_prune.models.plain import require_unquantised
 from lyapunov_prune.models.structure import in_eval_mode
 from lyapunov_prune.progress import track
-from lyapunov_prune.results.frames import pd
-from lyapunov_prune.results.result import MeasuredOn, Result
 
 # A matrix, the map before it, and the one matrix that was stored for both.
 Product = tuple[Affine, HiddenMap, Affine]
 RIDGES = (0.01, 0.1, 1.0)
-NONE = "none"
 _HELD_OUT = 4  # every so manieth window is kept from the fit, to choose by
 
 
@@ -43,60 +41,11 @@ class Mend:
     map: LinearMap
 
 
-@dataclass(frozen=True)
-class Gap:
-    """What was tried for the gap between the layers `layer` and `stop`: (form, ridge, held-out loss in nats a token).
-
-    The first is of no map at all; `chosen` is the place of the smallest. The gaps behind it were not mended yet, and
-    the maps are those of the first fit, without the windows that chose.
-    """
-
-    layer: int
-    stop: int
-    module: str
-    forms: tuple[str, ...]
-    ridges: np.ndarray
-    losses: np.ndarray
-    chosen: int
-
-
-@dataclass(frozen=True)
-class MendReport(Result):
-    """How the gaps of a removal were mended: `fitted` tokens made the maps that `held_out` others chose among.
-
-    What was taken was fitted again on all of them.
-    """
-
-    gaps: tuple[Gap, ...]
-    fitted: int
-    held_out: int
-    measured_on: MeasuredOn
-
-    def __post_init__(self) -> None:
-        for gap in self.gaps:
-            if not (len(gap.forms) == len(gap.ridges) == len(gap.losses) > gap.chosen >= 0):
-                raise LyapunovPruneError("a mended gap names other numbers of forms, ridges and losses; measure again")
-
-    def to_frame(self) -> pd.DataFrame:
-        """One row a gap: the form that was taken, and the held-out loss without a map and with it."""
-        rows = [
-            (g.layer, g.stop, g.module, g.forms[g.chosen], g.ridges[g.chosen], g.losses[0], g.losses[g.chosen])
-            for g in self.gaps
-        ]
-        columns = ["layer before", "layer behind", "module", "map", "ridge", "loss without", "loss with"]
-        return pd.DataFrame(rows, columns=columns)
-
-    def headline(self) -> str:
-        mended = sum(gap.chosen > 0 for gap in self.gaps)
-        tokens = self.fitted + self.held_out
-        return (
-            f"{mended} of {len(self.gaps)} gaps mended on {tokens} tokens, forms and ridges chosen by {self.held_out}"
-        )
-
-
 @in_eval_mode
 @torch.no_grad()
-def fit_mends(model: PreTrainedModel, removed: Sequence[int], batch: Readable) -> tuple[tuple[Mend, ...], MendReport]:
+def fit_mends(
+    model: PreTrainedModel, removed: Sequence[int], batch: Readable, *, of: int = 1
+) -> tuple[tuple[Mend, ...], MendReport]:
     """The maps that close the gaps of `removed` layers, none where no map helps; `model` stays as it is.
 
     At the last place m of the layer before a gap, with h the state behind that layer and y the dense state behind the
@@ -107,7 +56,7 @@ def fit_mends(model: PreTrainedModel, removed: Sequence[int], batch: Readable) -
     them. What is taken is fitted again on all windows.
 
     One forward of the dense and one of the pruned model over all windows, and for each gap the layers behind it once
-    for every candidate over a fourth of them.
+    for every candidate over a fourth of them. `batch` is every `of`-th window that was given, which errors count.
 
     Raises LyapunovPruneError for quantised weights, a batch of one window, fewer tokens than the map has columns, a gap
     before which no layer is left, for a layer that can take no map (`find_place`), and where no loss is finite.
@@ -120,7 +69,7 @@ def fit_mends(model: PreTrainedModel, removed: Sequence[int], batch: Readable) -
         raise LyapunovPruneError(
             "layer 0 is removed, and nothing stands before the gap to be mended; keep it, or leave out mending"
         )
-    fitted, held = fitted_and_held(reading)
+    fitted, held = fitted_and_held(reading, of)
     tokens = sum(w.numel() for w in fitted)
     places = [find_place(model, gap[0] - 1) for gap in gaps]
     walks = _Walks(reading, tuple(removed), fitted, held)

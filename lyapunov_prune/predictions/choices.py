@@ -15,6 +15,7 @@ from lyapunov_prune.bounds.decision import argmax_unchanged_of_row_difference, a
 from lyapunov_prune.data.batch import checked_batch, rows_measured_on
 from lyapunov_prune.data.choices import ChoiceItem, tokenize
 from lyapunov_prune.data.text import adds_bos
+from lyapunov_prune.data.unseen import require_unseen_items
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.forward.hooks import final_state, require_finite
 from lyapunov_prune.forward.reading import read
@@ -199,6 +200,9 @@ def fitting(
     items = items[:limit]
     if not items or (limit is not None and limit < 1):
         raise LyapunovPruneError("no items to score; give one or more")
+    for model in models:
+        strings = [(item.query, *item.choices, item.stem + item.choices[item.gold]) for item in items]
+        require_unseen_items(model, tokenizer, strings, "the file")
     tokenized = [tokenize(item, tokenizer) for item in items]
     for structure in map(find_structure, models):
         for ids, _, _ in tokenized:
@@ -224,8 +228,9 @@ def compare_choices(
     Two forwards an item, all its choices in one batch (more where positions change by length); logits of at most 64
     positions at once. Log-likelihoods in float64 from the models' logits.
 
-    Raises NonFiniteError naming the layer when a model is not finite, and LyapunovPruneError for no items, two
-    choices of the same tokens, one that is longer than the context, or a tokenizer of another vocabulary.
+    Raises NonFiniteError naming the layer when a model is not finite, and LyapunovPruneError for no items, items
+    that a step which made a model has seen, two choices of the same tokens, one that is longer than the
+    context, or a tokenizer of another vocabulary.
     """
     models = (dense, compressed)
     items = items[:limit]

@@ -1,7 +1,7 @@
 """Remove layers, prove that it is right, write the result.
 
-- `plan`: the decision; `surgery`, `zeroing`, `mirroring`: the cut, which proves nothing; `gate`, `counting`: the four
-  checks, once on each path;
+- `plan`: the decision; `mergekit`: one in mergekit's words; `surgery`, `zeroing`, `mirroring`: the cut, which proves
+  nothing; `gate`, `counting`: the four checks, once on each path;
 - `compact`: the cut in a format of its own, attentions gone and feed-forward blocks merged; `compact_gate`: the checks
   of that; `merge_gate`: one more, of merged matrices, in either;
 - `removal`: cut and proven, in memory; `checkpoint`: cut, proven and written, in either format; `provenance`: what the

@@ -4,3 +4,4 @@ from .compact import make_compact as make_compact
 from .compact_checkpoint import write_compact as write_compact
 from .compact_gate import verify_compact as verify_compact
 from .gate import GateReport as GateReport
+from .mergekit import MergekitSlices as MergekitSlices

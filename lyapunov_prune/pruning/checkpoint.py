@@ -13,7 +13,8 @@ from lyapunov_prune.data.examples import Examples, as_examples, model_inputs
 from lyapunov_prune.data.images import ImageBatch
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.forward.hooks import require_finite
-from lyapunov_prune.mending.mend import Mend, fit_mends
+from lyapunov_prune.mending.judge import judged_mends
+from lyapunov_prune.mending.mend import Mend
 from lyapunov_prune.merging.merge import Merged, merge_layers
 from lyapunov_prune.merging.reductions import require_reduction
 from lyapunov_prune.models.classifiers import looks_at_images
@@ -44,6 +45,7 @@ def write_pruned(
     *,
     format: Format = "plain",
     mend: bool = False,
+    judge: TokenBatch | None = None,
 ) -> Provenance:
     """Cut what `plan` names out of `model`, pass the gate on the saved files, and write the folder `target`.
 
@@ -51,8 +53,9 @@ def write_pruned(
     zero output projections for attention and MLP, and for an activation matrices that cancel it (`mirroring`). In
     `compact` attentions are gone and blocks without activation are one matrix (`make_compact`). A reduction is fitted
     on `batch`, in `model` as it is, so both formats hold the same maps. With `mend` the gaps of whole layers are closed
-    on `batch` (`mending.mend.fit_mends`), which costs no parameter. A classifier of images, whose `batch` holds images
-    and which has no tokenizer, is written compact.
+    on every second window of `batch`, which costs no parameter, if the others and the text `judge` say that it pays
+    (`mending.judge.judged_mends`); else the cut model is written as it is, and the provenance says so. A classifier of
+    images, whose `batch` holds images and which has no tokenizer, is written compact.
 
     The folder loads with `AutoModelForCausalLM.from_pretrained` (a decoder inside a multimodal model: with the
     class of that, whose processor is not written), a compact one as its card says, and holds the tokenizer, a model
@@ -76,8 +79,10 @@ def write_pruned(
     mends: tuple[Mend, ...] = ()
     mended = None
     if lesson is not None:
-        mends, mended = fit_mends(model, plan.remove, lesson)
+        mends, mended = judged_mends(model, plan.remove, lesson, judge)
         plan = plan.seen_on(mended.measured_on)
+        for each in mended.judgements:
+            plan = plan.seen_on(each.measured_on)
     cuts = Cuts.of(plan, merged)
     compact = format == "compact"
     pruned = make_compact(model, cuts, shared=True) if compact else cut(model, plan, merged, mends, shared=True)

@@ -13,7 +13,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from lyapunov_prune.checkpoints.cards import as_text, write_card
 from lyapunov_prune.checkpoints.reloading import RELOADED
 from lyapunov_prune.errors import CheckFailed, LyapunovPruneError
-from lyapunov_prune.mending.mend import MendReport
+from lyapunov_prune.mending.report import MendReport
 from lyapunov_prune.models.classifier_loading import PROCESSOR
 from lyapunov_prune.models.classifiers import looks_at_images
 from lyapunov_prune.models.from_folder import quiet
@@ -50,7 +50,7 @@ class Provenance(Result):
         return pd.DataFrame({"layer": range(len(self.kept_to_original)), "original": self.kept_to_original})
 
     def headline(self) -> str:
-        mended = "" if self.mended is None else f"; {self.mended.headline()}"
+        mended = "" if self.mended is None else f"; {self.mended.sentence()}"
         return self.plan.sentence(self.format) + mended
 
     def require_dense(self, dense: PreTrainedModel, name: str, made: str, option: str) -> None:
@@ -168,7 +168,10 @@ def _removed(plan: PruningPlan, format: str) -> str:
 
 
 def _mended(report: MendReport) -> str:
-    """What stands before each gap has learnt, and what it was worth on the windows that chose, before it saw them."""
+    """What the layer before each gap has learnt, what it was worth before it saw the windows that chose, and after."""
+    if not report.kept:
+        lines = ["Mending was tried and left out: text that it had no part in says that it does not pay.", ""]
+        return "\n".join(lines + [f"- {as_text(each.told())}" for each in report.judgements])
     lines = [
         f"Without training: the layer before each gap took a linear map into its own parameters. Its form and its "
         f"ridge,\nfitted on {report.fitted:,} tokens, were chosen by the loss of {report.held_out:,} others, and then "
@@ -180,6 +183,9 @@ def _mended(report: MendReport) -> str:
         "| --- | --- | --- | --- |",
     ]
     lines += [f"| {g.stop} | {g.forms[g.chosen]} | {g.losses[0]:.3f} | {g.losses[g.chosen]:.3f} |" for g in report.gaps]
+    if report.judgements:
+        lines += ["", "Text that had no part in it judged it:", ""]
+        lines += [f"- {as_text(each.told())}" for each in report.judgements]
     return "\n".join(lines)
 
 

@@ -25,6 +25,7 @@ from lyapunov_prune.predictions.tiles import measures
 from lyapunov_prune.profiles.contraction_profile import ContractionProfile
 from lyapunov_prune.ranking.criteria import require_budget
 from lyapunov_prune.results.frames import pd
+from lyapunov_prune.results.history import add_step
 from lyapunov_prune.results.result import MeasuredOn, Result, encode
 from lyapunov_prune.results.store import Store
 
@@ -180,7 +181,15 @@ def compress_under_budget(
         found = [store[f"{level:g}"] if level not in refused else [None, None] for level in tried]
         costs, flipped = np.array(found, dtype=np.float64).T.copy()  # None is NaN
         spent = BudgetedCompression(method, allocation, unit, np.array(tried), costs, flipped, float(max_kl), on, by)
-        return spent, best.get(spent.amount) or compressed(spent.amount)
+        return spent, _seen(best.get(spent.amount) or compressed(spent.amount), model, on)
+
+
+def _seen(small: Compressed, model: PreTrainedModel, on: MeasuredOn) -> Compressed:
+    """`small`, of whose allocation and history the text is a part that decided how much of `model` goes."""
+    allocation = replace(small.report.allocation, measured_on=(*small.report.allocation.measured_on, on))
+    report = replace(small.report, allocation=allocation)
+    add_step(small.model, "compress", report.saw, model)
+    return Compressed(small.model, report)
 
 
 def _apart(reading: Reading) -> tuple[Reading, Reading]:

@@ -20,7 +20,7 @@ from lyapunov_prune.models.structure import in_eval_mode
 from lyapunov_prune.profiles.propagation import drawn_means
 from lyapunov_prune.progress import track
 from lyapunov_prune.pruning.plan import PruningPlan
-from lyapunov_prune.ranking.criteria import protected_layers, require_count, require_known_count
+from lyapunov_prune.ranking.criteria import count_of, protected_layers, require_count, require_known_count
 from lyapunov_prune.ranking.ranking import Ranking
 from lyapunov_prune.results.frames import pd
 from lyapunov_prune.results.result import MeasuredOn
@@ -60,12 +60,13 @@ class AngularDistance(Ranking):
         return scores
 
     @checked
-    def plan(self, remove: int, period: int = 1) -> PruningPlan:
+    def plan(self, remove: int | float, period: int = 1) -> PruningPlan:
         """The plan that removes the run of `remove` layers whose ends are nearest; of equal ones the first.
 
         Its scores are `begins(remove)`. Raises LyapunovPruneError as that does, and for a `period`: a run keeps none.
         """
         require_known_count(self.criterion, remove, period != 1)
+        remove = count_of(remove, self.measured_on.model.num_layers)
         scores = self.begins(remove)
         first = int(np.nanargmin(scores))
         return PruningPlan(

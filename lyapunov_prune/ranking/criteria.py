@@ -6,7 +6,8 @@ It imports neither torch nor numpy: the command line asks here first.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Final, NamedTuple
+from numbers import Integral
+from typing import Any, Final, Literal, NamedTuple
 
 from lyapunov_prune.errors import LyapunovPruneError
 
@@ -15,7 +16,6 @@ PARTS = ("layers", "attention", "mlp", "activation")
 # criterion but the blend on its robust scale, which it does not differ from on the whole (experiments/25_three_texts),
 # at a sixth of the forwards: it needs no rho.
 DEFAULT: Final = "bi"
-SEARCH: Final = 20.0  # forwards that `best` may spend
 
 
 class Criterion(NamedTuple):
@@ -126,6 +126,37 @@ STREAMED = frozenset({"profile", "influence", "sublayers", "angular", "divergenc
 RESUMED = frozenset({"profile", "oracle", "best"})
 
 
+def search_budget(layers: int, remove: int, mend: bool = False) -> float:
+    """Forwards that `best` may spend: ten for what proposes sets, and one for 16 of the swaps that one set has.
+
+    Mending takes as much again.
+    """
+    return (2 if mend else 1) * (10 + remove * (layers - remove) / 16)
+
+
+def default_criterion(
+    remove: int | float | None, what: str = "layers", *, periods: bool = False
+) -> Literal["best", "bi"]:
+    """`best` where whole layers go and their number is known, else `bi`.
+
+    On the models and texts of experiments/35_best, `best` is hardly worse than the single criterion that turns out to
+    be the best one, and no single one is that everywhere.
+    """
+    return "best" if remove is not None and what == "layers" and not periods else DEFAULT
+
+
+def count_of(remove: int | float, of: int, what: str = "layers") -> int:
+    """`remove` as a number: itself, or as a share (a float) the nearest number `of` all, 1 at least.
+
+    Raises LyapunovPruneError for a share outside (0, 1).
+    """
+    if isinstance(remove, Integral):
+        return int(remove)
+    if not 0 < remove < 1:
+        raise LyapunovPruneError(f"a share of {remove:.0%} of {of} {what} cannot go; give less than 100%, as 25%")
+    return max(1, round(remove * of))
+
+
 def require_streamed(criterion: str, what: str = "layers") -> None:
     """Raise LyapunovPruneError for a criterion that a streamed model cannot be ranked by."""
     streamed = [
@@ -174,7 +205,7 @@ def require_part(what: str, criterion: str | None = None) -> None:
         )
 
 
-def require_known_count(criterion: str, remove: int | None, periods: bool = False) -> None:
+def require_known_count(criterion: str, remove: int | float | None, periods: bool = False) -> None:
     """Raise LyapunovPruneError for one that chooses layers together and does not know how many, or is to keep periods.
 
     It goes by no order that could be cut off later, or put together to whole periods.

@@ -22,7 +22,7 @@ from lyapunov_prune.models.hooked import hooked
 from lyapunov_prune.models.structure import Structure, in_eval_mode
 from lyapunov_prune.progress import is_main
 from lyapunov_prune.pruning.plan import PruningPlan
-from lyapunov_prune.ranking.criteria import require_count, require_known_count
+from lyapunov_prune.ranking.criteria import count_of, require_count, require_known_count
 from lyapunov_prune.ranking.ranking import Ranking
 from lyapunov_prune.results.arrays import require_layers
 from lyapunov_prune.results.frames import pd
@@ -76,13 +76,14 @@ class GreedyRemoval(Ranking):
         return float(sum(step.forwards for step in self.steps))
 
     @checked
-    def plan(self, remove: int, period: int = 1) -> PruningPlan:
+    def plan(self, remove: int | float, period: int = 1) -> PruningPlan:
         """The plan that removes the first `remove` layers of the order.
 
         Its scores are the steps (0 left first), NaN for layers that stayed. Raises LyapunovPruneError when the
         search did not go so far, and for periods, which it does not keep.
         """
         require_known_count("oracle", remove, period != 1)
+        remove = count_of(remove, self.measured_on.model.num_layers)
         if not 1 <= remove <= len(self.steps):
             raise LyapunovPruneError(f"the search removed {len(self.steps)} layers, not {remove}; search further")
         scores = np.full(self.measured_on.model.num_layers, np.nan)

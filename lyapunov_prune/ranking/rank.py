@@ -10,6 +10,7 @@ import numpy as np
 from transformers import PreTrainedModel
 
 from lyapunov_prune.arguments import checked
+from lyapunov_prune.data.batch import TokenBatch
 from lyapunov_prune.forward.reading import Readable, Reading, read
 from lyapunov_prune.forward.sublayers import find_sublayers
 from lyapunov_prune.models.streamed import stream_of
@@ -24,8 +25,8 @@ from lyapunov_prune.ranking.angular import angular_distance
 from lyapunov_prune.ranking.best import best_removal
 from lyapunov_prune.ranking.criteria import (
     CRITERIA,
-    DEFAULT,
-    SEARCH,
+    count_of,
+    default_criterion,
     free_layers,
     protected_layers,
     require_compares_mended,
@@ -56,8 +57,9 @@ class _Asked:
     seed: int
     batch_size: int
     protect: tuple[int, ...]
-    search: float
+    search: float | None
     mend: bool
+    judge: TokenBatch | None
     temperature: float
     folder: Path | None
     resume: bool
@@ -69,28 +71,31 @@ def rank(
     model: PreTrainedModel,
     batch: Readable,
     *,
-    criterion: str = DEFAULT,
+    criterion: str | None = None,
     what: str = "layers",
     alpha: float = 0.5,
-    remove: int | None = None,
+    remove: int | float | None = None,
     seeds: Iterable[int] = range(4),
     seed: int = 0,
     batch_size: int = 1,
     protect: Sequence[int] = (),
-    search: float = SEARCH,
+    search: float | None = None,
     mend: bool = False,
+    judge: TokenBatch | None = None,
     temperature: float = 1.0,
     folder: str | Path | None = None,
     resume: bool = False,
 ) -> Ranking:
     """Measure on `batch` what a criterion of CRITERIA goes by, and rank the layers of `model` for removal by it.
 
-    `what` goes: whole `layers`, or the `attention` or `mlp` of layers. `remove` says how many; some criteria cannot
-    do without. `alpha` is the weight of rho in `blend`, `seeds` are those of the perturbations behind rho, `seed` that
-    of `random`. Layers of `protect` stay, counted from the end if negative; `search` is what `best` may spend, in
-    forwards, and with `mend` it compares sets whose gaps are mended; `temperature` is that of the predictions behind
-    `kl`. The measurement is kept in `folder` under the name that CRITERIA gives it; with `resume` a profile that is
-    there already is taken, and an `oracle` or `best` that was interrupted goes on.
+    `what` goes: whole `layers`, or the `attention` or `mlp` of layers. `remove` says how many, or as a float below 1
+    which share; some criteria cannot do without. If no criterion is given, it is `best` where whole layers go and
+    `remove` is known, else `bi`; for a streamed model always `bi`. `alpha` is the weight of rho in `blend`, `seeds` are
+    those of the perturbations behind rho, `seed` that of `random`. Layers of `protect` stay, counted from the end if
+    negative; `search` is what `best` may spend, in forwards. With `mend` it compares sets with their gaps mended too,
+    by the text `judge` as well (`best_removal`). `temperature` is that of the predictions behind `kl`. The measurement
+    is kept in `folder` under the name that CRITERIA gives it; with `resume` a profile that is there already is taken,
+    and an `oracle` or `best` that was interrupted goes on.
 
     Raises LyapunovPruneError, before anything is measured, for an unknown criterion or part, a criterion that does not
     rank it, must know `remove` or compares nothing mended, one that a streamed model cannot be ranked by, an alpha
@@ -98,6 +103,9 @@ def rank(
     protected, a profile in `folder` of other settings, and (after one window) a dtype in which ρ is rounding; and as
     the measurements.
     """
+    streamed = stream_of(model) is not None
+    if criterion is None:
+        criterion = default_criterion(None if streamed else remove, what)
     require_criterion(criterion, alpha)
     require_part(what, criterion)
     require_known_count(criterion, remove)
@@ -105,9 +113,10 @@ def rank(
     if mend:
         require_compares_mended(criterion)
     reading = read(model, batch, streamed=True)
-    if stream_of(model) is not None:
+    if streamed:
         require_streamed(criterion, what)
     if remove is not None:
+        remove = count_of(remove, reading.structure.num_layers)
         require_count(remove, reading.structure.num_layers, what)
     protected_layers(reading.structure.num_layers, protect, remove or 1)
     known = CRITERIA[criterion]
@@ -126,6 +135,7 @@ def rank(
         tuple(protect),
         search,
         mend,
+        judge,
         temperature,
         folder,
         resume,
@@ -220,6 +230,7 @@ def _best(asked: _Asked) -> Measured:
         search=asked.search,
         protect=asked.protect,
         mend=asked.mend,
+        judge=asked.judge,
         folder=None if asked.folder is None else asked.folder / "jobs" / "best",
         resume=asked.resume,
         batch_size=asked.batch_size,

@@ -19,6 +19,7 @@ from lyapunov_prune.pruning.plan import FIELDS, PruningPlan
 from lyapunov_prune.ranking.criteria import (
     CRITERIA,
     DEFAULT,
+    count_of,
     free_layers,
     protected_layers,
     require_count,
@@ -39,8 +40,8 @@ class Ranking(Result):
     criterion: str
     what: str
 
-    def plan(self, remove: int, period: int = 1) -> PruningPlan:
-        """The plan that removes `what` of `remove` layers; with a `period` by whole periods of layers.
+    def plan(self, remove: int | float, period: int = 1) -> PruningPlan:
+        """The plan that removes `what` of `remove` layers, or of a share; with a `period` by whole periods of layers.
 
         Raises LyapunovPruneError where there are not so many to remove, and for a criterion that keeps no periods.
         """
@@ -84,7 +85,7 @@ class LayerRanking(Ranking):
         return tuple(int(i) for i in np.argsort(self.scores, kind="stable") if not np.isnan(self.scores[i]))
 
     @checked
-    def plan(self, remove: int, period: int = 1) -> PruningPlan:
+    def plan(self, remove: int | float, period: int = 1) -> PruningPlan:
         """The plan that removes `what` of the `remove` layers of smallest score.
 
         With a `period`, layers leave by whole periods, aligned with the first layer: those of smallest sum of
@@ -92,6 +93,7 @@ class LayerRanking(Ranking):
         periods, or would leave no layer, and for a period below 1.
         """
         require_least(1, period=period)
+        remove = count_of(remove, len(self.scores))
         if period == 1:
             require_count(remove, len(self.scores), self.what)
         if self.what != "layers" and remove > len(self.order):

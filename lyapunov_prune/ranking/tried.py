@@ -3,45 +3,50 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from lyapunov_prune.arguments import checked
 from lyapunov_prune.errors import LyapunovPruneError
+from lyapunov_prune.evaluation.judging import compare
+from lyapunov_prune.mending.report import pays
 from lyapunov_prune.pruning.plan import PruningPlan
 from lyapunov_prune.ranking.candidates import Layers
-from lyapunov_prune.ranking.criteria import require_known_count
+from lyapunov_prune.ranking.criteria import count_of, require_known_count
 from lyapunov_prune.ranking.ranking import Ranking
 from lyapunov_prune.results.arrays import require_layers
 from lyapunov_prune.results.frames import pd
 from lyapunov_prune.results.result import MeasuredOn
-
-_DRAWS = 1000  # of as many windows as there are
 
 
 @dataclass(frozen=True)
 class Tried:
     """A set of layers that was checked: the mean loss of every check window without it (nats), and the cost so far.
 
-    `by` names the criteria that chose it, or the swap. `p_value` is that of the paired test of a swap against the best
-    set of before, 1 where a loss is not finite, and NaN for what a criterion chose; `forwards` were spent when it was
-    known.
+    `by` names the criteria that proposed it, or, where it is a `swap`, the layer that goes for the one that stays;
+    `forwards` were spent when the losses were known.
     """
 
     by: str
     layers: Layers
     windows: np.ndarray
-    p_value: float
+    swap: bool
     forwards: float
 
 
 @dataclass(frozen=True)
-class Mended:
-    """A tried set, its gaps mended on the windows that were scored: the mean loss of every check window (nats)."""
+class Final:
+    """A tried set in the last comparison: the mean loss of every window (nats), the gaps mended and not.
+
+    `mended` is of the check windows. `other` and `other_mended` are of the second text, without and with the maps.
+    NaN where a gap cannot be mended.
+    """
 
     layers: Layers
-    windows: np.ndarray
+    mended: np.ndarray
+    other: np.ndarray
+    other_mended: np.ndarray
     forwards: float
 
 
@@ -49,10 +54,13 @@ class Mended:
 class BestRemoval(Ranking):
     """The sets that were tried for a removal, in order, and the one that is believed best: `tried[chosen]`.
 
-    `dense` is the loss of every check window of the dense model. Scores were measured on `measured_on`, losses on
-    `checked_on`, other windows of the same text. `left_out` names the measurements that would have cost more than half
-    of what was left of `search` forwards. Of a search for what is to be mended `mended` holds the sets that were
-    compared so, of which the chosen is one; empty where the forwards did not last for any, or none could be mended.
+    It is that of least mean loss on the check windows. `dense` is the loss of every check window of the dense model.
+    Scores were measured on `measured_on`, losses on `checked_on`, other windows of the same text. `left_out` names the
+    measurements that would have cost more than half of what was left of `search` forwards, or that refuse the model.
+
+    Of a search for what is to be mended `finals` holds the best sets, which a second text, `other_on`, has judged too,
+    each with its gaps open and mended. A set counts as mended where that pays (`mending.report.pays`), and the chosen
+    is that of least loss above dense, the mean over both texts. `finals` is empty where the forwards did not last.
     """
 
     tried: tuple[Tried, ...]
@@ -63,7 +71,9 @@ class BestRemoval(Ranking):
     protected: Layers
     measured_on: MeasuredOn
     checked_on: MeasuredOn
-    mended: tuple[Mended, ...] = ()
+    finals: tuple[Final, ...] = ()
+    other_dense: np.ndarray | None = None
+    other_on: MeasuredOn | None = None
 
     criterion = "best"
     what = "layers"
@@ -74,8 +84,25 @@ class BestRemoval(Ranking):
         tried = [tried.layers for tried in self.tried]
         for layers in tried:
             require_layers("best removal, layers", layers, self.measured_on.model.num_layers)
-        if self.mended and not {self.remove} <= {mended.layers for mended in self.mended} <= set(tried):
+        if self.finals and not {self.remove} <= {final.layers for final in self.finals} <= set(tried):
             raise LyapunovPruneError("the search chose, or mended, another set than it tried; search again")
+        if bool(self.finals) != (self.other_dense is not None):
+            raise LyapunovPruneError("sets were compared mended, and no second text is named; search again")
+
+    def with_finals(self, finals: Sequence[Final], other_dense: np.ndarray, other_on: MeasuredOn) -> BestRemoval:
+        """This search with its best sets mended: the chosen loses least above dense, the mean over both texts."""
+
+        def loss(final: Final) -> float:
+            cut = self._cut(final)
+            check, other = (final.mended, final.other_mended) if mended(final, cut) else (cut, final.other)
+            return float(np.nan_to_num(check.mean() + other.mean(), nan=np.inf))  # of all the same less
+
+        best = min(finals, key=loss).layers
+        chosen = next(k for k, tried in enumerate(self.tried) if tried.layers == best)
+        return replace(self, chosen=chosen, finals=tuple(finals), other_dense=other_dense, other_on=other_on)
+
+    def _cut(self, final: Final) -> np.ndarray:
+        return next(tried.windows for tried in self.tried if tried.layers == final.layers)
 
     @property
     def remove(self) -> Layers:
@@ -84,21 +111,17 @@ class BestRemoval(Ranking):
     @property
     def forwards(self) -> float:
         """What was spent, in forwards of the dense model over the check windows."""
-        return (self.mended or self.tried)[-1].forwards
-
-    @property
-    def compared(self) -> Sequence[Tried | Mended]:
-        """The sets among which the losses of the check windows chose: mended ones, where there are any."""
-        return self.mended or self.tried
+        return (self.finals or self.tried)[-1].forwards
 
     @checked
-    def plan(self, remove: int, period: int = 1) -> PruningPlan:
+    def plan(self, remove: int | float, period: int = 1) -> PruningPlan:
         """The plan that removes the chosen set.
 
         The score of a layer is the least mean loss (nats) of the tried sets it is in, NaN where it is in none. Raises
         LyapunovPruneError for another number of layers than was searched, and for periods, which are not kept.
         """
         require_known_count(self.criterion, remove, period != 1)
+        remove = count_of(remove, self.measured_on.model.num_layers)
         if remove != len(self.remove):
             raise LyapunovPruneError(f"the search was for {len(self.remove)} layers, not {remove}; search again")
         scores = np.full(self.measured_on.model.num_layers, np.nan)
@@ -111,47 +134,83 @@ class BestRemoval(Ranking):
             alpha=None,
             scores=scores,
             model=self.measured_on.model,
-            measured_on=(self.measured_on, self.checked_on),
-            picked=self.picked(),
+            measured_on=(self.measured_on, self.checked_on, *([self.other_on] if self.other_on else [])),
         )
 
-    def picked(self) -> np.ndarray:
-        """How often each layer is in the best of the compared sets when the check windows are drawn anew, (L,)."""
-        losses = np.array([compared.windows for compared in self.compared])
-        windows = np.random.default_rng(0).integers(losses.shape[1], size=(_DRAWS, losses.shape[1]))
-        means = losses[:, windows].mean(-1)
-        best = np.argmin(np.where(np.isnan(means), np.inf, means), axis=0)
-        members = np.zeros((len(losses), self.measured_on.model.num_layers))
-        for row, compared in zip(members, self.compared, strict=True):
-            row[list(compared.layers)] = 1
-        return members[best].mean(0)
-
     def to_frame(self) -> pd.DataFrame:
+        """A row a tried set; `p` is how likely windows like these would favour the chosen set as much by chance."""
         means = np.array([tried.windows.mean() for tried in self.tried])
-        mended = {each.layers: float(each.windows.mean()) for each in self.mended}
         with np.errstate(over="ignore"):
             columns = {
                 "by": [tried.by for tried in self.tried],
-                "layers": [", ".join(map(str, tried.layers)) for tried in self.tried],
+                "layers": [_listed(tried.layers) for tried in self.tried],
                 "perplexity": np.exp(means),
                 "× dense": np.exp(means - self.dense.mean()),
             }
-            if mended:
-                columns["mended"] = np.exp([mended.get(tried.layers, np.nan) for tried in self.tried])
+            if self.finals:
+                finals = {final.layers: final for final in self.finals}
+                for name in ("mended", "other", "other_mended"):
+                    found = [
+                        getattr(finals[t.layers], name).mean() if t.layers in finals else np.nan for t in self.tried
+                    ]
+                    columns[name.replace("_", ", ")] = np.exp(found)
         return pd.DataFrame(
             {
                 **columns,
-                "p": [tried.p_value for tried in self.tried],
+                "p": [self._p_value(tried) for tried in self.tried],
                 "forwards": [tried.forwards for tried in self.tried],
                 "chosen": np.arange(len(self.tried)) == self.chosen,
             }
         )
 
+    def _p_value(self, tried: Tried) -> float:
+        if tried is self.tried[self.chosen] or not np.isfinite(tried.windows).all():
+            return np.nan
+        told = compare(tried.windows, self.tried[self.chosen].windows)
+        return told.p_value if told.has_power else np.nan
+
+    def certainty(self) -> str:
+        """Which of the other tried sets the check windows cannot tell from the chosen one."""
+        chosen = self.tried[self.chosen].windows
+        others = [t for t in self.tried if t.layers != self.remove and np.isfinite(t.windows).all()]
+        if not others:
+            return ""
+        nearest = min(others, key=lambda t: float(t.windows.mean()))
+        told = compare(chosen, nearest.windows)
+        if not told.has_power:
+            return f"Uncertain: {len(chosen)} check windows are too few to tell sets apart; give more (--tokens)"
+        close = [t for t in others if not compare(t.windows, chosen).pays]
+        if not close:
+            return f"Told apart from every other set; the next, layers {_listed(nearest.layers)}: {told.told()}"
+        return f"Not told apart from {len(close)} of the others, as layers {_listed(nearest.layers)}: {told.told()}"
+
     def headline(self) -> str:
-        mended = f" ({len(self.mended)} of them mended)" if self.mended else ""
-        out = f"; not measured for its cost: {', '.join(self.left_out)}" if self.left_out else ""
+        out = f"; left out: {', '.join(self.left_out)}" if self.left_out else ""
+        lines = [
+            f"Best of {len(self.tried)} sets that were tried, by the loss of {len(self.dense)} windows "
+            f"that no score has seen; {self.forwards:.1f} of {self.search:g} forwards spent{out}",
+            f"Removes layer{'s' * (len(self.remove) > 1)} {_listed(self.remove)}",
+            self._finals_told() if self.finals else self.certainty(),
+            self.checked_on.line(),
+        ]
+        return "\n".join(filter(None, lines))
+
+    def _finals_told(self) -> str:
+        assert self.other_on is not None
+        final = next(final for final in self.finals if final.layers == self.remove)
+        how = "mended" if mended(final, self.tried[self.chosen].windows) else "better left unmended"
         return (
-            f"Best of {len(self.tried)} sets of {len(self.remove)} layers{mended}, by the loss of {len(self.dense)} "
-            f"windows that no score has seen; {self.forwards:.1f} of {self.search:g} forwards spent{out}\n"
-            f"Removes layers {', '.join(map(str, self.remove))}\n{self.checked_on.line()}"
+            f"Of {len(self.finals)} compared mended and not, by those windows and {self.other_on.tokens} tokens of "
+            f"{self.other_on.text}; {how}"
         )
+
+
+def mended(final: Final, cut: np.ndarray) -> bool:
+    """Whether a set counts as mended, `cut` being its losses on the check windows with the gaps open."""
+    if not (np.isfinite(final.mended).all() and np.isfinite(final.other).all()):
+        return False
+    return pays(compare(cut, final.mended), compare(final.other, final.other_mended))
+
+
+def _listed(layers: Layers) -> str:
+    return ", ".join(map(str, layers))

@@ -67,27 +67,32 @@ def oracle_figure(search: GreedyRemoval) -> str:
 def best_figure(search: BestRemoval) -> str:
     """Perplexity of every set on the windows that checked it over the forwards spent; the chosen is ringed.
 
-    A set that was mended is shown once more, and ringed there.
+    A set that was mended is shown once more.
     """
     figure, axes = one_panel(6.5, 3.6)
     with np.errstate(over="ignore"):
         dense = np.exp(search.dense.mean())
         perplexity = np.exp([tried.windows.mean() for tried in search.tried])
-        mended = np.exp([each.windows.mean() for each in search.mended])
+        mended = np.exp([each.mended.mean() for each in search.finals])
     forwards = np.array([tried.forwards for tried in search.tried])
-    swap = np.array([not np.isnan(tried.p_value) for tried in search.tried])
+    swap = np.array([tried.swap for tried in search.tried])
     axes.axhline(dense, color=GREY, linewidth=0.8, label=f"dense, {dense:.3g}")
     kinds = ((~swap, "proposed by a criterion", "o", COLOURS["bi"]), (swap, "swap of one layer", "x", COLOURS["blend"]))
     for shown, label, marker, colour in kinds:
         if np.isfinite(perplexity[shown]).any():
             axes.plot(forwards[shown], perplexity[shown], marker, markersize=4, color=colour, label=label)
-    ringed = forwards[search.chosen], perplexity[search.chosen]
-    if search.mended:
-        spent = np.array([each.forwards for each in search.mended])
+    if np.isfinite(mended).any():
+        spent = np.array([each.forwards for each in search.finals])
         axes.plot(spent, mended, "s", markersize=4, color=COLOURS["rho"], label="mended")
-        which = [each.layers for each in search.mended].index(search.remove)
-        ringed = spent[which], mended[which]
-    axes.plot(*ringed, "o", markersize=9, fillstyle="none", color=INK, label="chosen")
+    axes.plot(
+        forwards[search.chosen],
+        perplexity[search.chosen],
+        "o",
+        markersize=9,
+        fillstyle="none",
+        color=INK,
+        label="chosen",
+    )
     log_axis(axes)
     axes.margins(y=0.12)
     axes.set_xlabel("forwards of the dense model over the check windows")

@@ -1,7 +1,7 @@
 """How a model was made: every step that changed it, and the texts that the steps saw.
 
 The history stays with a model in memory, step after step, and is written beside its weights. Whoever scores the
-model asks it (`text.require_unseen`).
+model asks it (`data.unseen`).
 """
 
 from __future__ import annotations

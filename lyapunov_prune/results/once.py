@@ -34,7 +34,7 @@ def once(
     is read.
     """
     path = Path(path)
-    asked = json.loads(json.dumps(encode({"origin": replace(origin, fingerprint=None), **parameters})))
+    asked = json.loads(json.dumps(encode({"origin": replace(origin, fingerprint=None, short=None), **parameters})))
     same = _asked(path) == asked
     if shared and path.exists() and not same:
         raise LyapunovPruneError(

@@ -103,6 +103,7 @@ class MeasuredOn:
     versions: dict[str, str]
     fingerprint: Fingerprint | None = None  # of the tokens, or of every image; None in files of older versions
     images: bool = False
+    short: Fingerprint | None = None  # of shorter runs, by which items are known; None of images, and in older files
 
     def line(self) -> str:
         if self.images:

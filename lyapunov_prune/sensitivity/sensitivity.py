@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 
 from lyapunov_prune.arguments import checked
 from lyapunov_prune.data.batch import require_disjoint
-from lyapunov_prune.data.text import require_unseen
+from lyapunov_prune.data.unseen import require_unseen
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.evaluation.perplexity import interval_of
 from lyapunov_prune.forward.reading import Readable, read

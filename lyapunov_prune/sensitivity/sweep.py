@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -28,7 +28,7 @@ from lyapunov_prune.sensitivity.drift import Reference
 
 @dataclass(frozen=True)
 class Job:
-    """One change: some matrices replaced, some layers removed, or what `around` puts around the forward.
+    """One change: some matrices replaced, or some layers removed.
 
     `key` names it, for ever and alone.
     """
@@ -37,7 +37,6 @@ class Job:
     first: int  # the first layer that changes; those before it run as they are
     weights: Callable[[], Mapping[Projection, torch.Tensor]] | None = None
     remove: tuple[int, ...] = ()
-    around: Callable[[], AbstractContextManager[None]] = nullcontext  # not of the dense states it begins with
 
 
 @dataclass(frozen=True)
@@ -163,5 +162,4 @@ class Sweep:
             if job.weights is not None:
                 stack.enter_context(replaced(self.reading.model, job.weights()))
             stack.enter_context(self._prefix.without(job.remove))
-            stack.enter_context(job.around())
             yield

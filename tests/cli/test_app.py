@@ -512,9 +512,13 @@ def test_a_bad_option_of_profile(options: list[str], message: str, run_bad: Call
         ([], "give --remove N, --max-kl X, --layers 3,7 or --plan FILE, one of the four"),
         (["--remove", "1", "--layers", "1"], "one of the four"),
         (["--remove", "1", "--criterion", "good"], "'good' is not one of 'rho', 'bi'"),
-        (["--remove", "1", "--search", "9"], "--search is what --criterion best may spend; give both or neither"),
+        (["--remove", "100%"], "a share of 100% of 6 layers cannot go; give less than 100%, as 25%"),
+        (["--remove", "0%"], "a share of 0% of 6 layers cannot go"),
+        (["--remove", "some"], "'some' is no number, as 7, and no share, as 25%"),
+        (["--remove", "2.5"], "'2.5' is no number, as 7, and no share, as 25%"),
+        (["--remove", "1", "--criterion", "bi", "--search", "9"], "--search is what --criterion best may spend; give"),
+        (["--layers", "2", "--judge", "builtin"], "--judge is the text that --mend is judged by; give both or neither"),
         (["--max-kl", "1", "--criterion", "best"], "criterion best searches among sets; give --remove N with it"),
-        (["--remove", "1", "--criterion", "best"], "there are 2; give 4 or more (--tokens, --context)"),
         (["--remove", "1", "--criterion", "best", "--what", "mlp"], "best is defined for whole layers only"),
         (["--remove", "1", "--protect", "0,x"], "--protect '0,x' is no list of numbers; write it as 3,7"),
         (["--remove", "1", "--protect", "6"], "layer 6 to protect does not exist; the layers are 0 to 5"),
@@ -528,6 +532,33 @@ def test_a_bad_option_of_profile(options: list[str], message: str, run_bad: Call
 )
 def test_a_bad_choice_of_layers(choice: list[str], message: str, run_bad: Callable[..., str]) -> None:
     assert message in run_bad("prune", "tiny", "-o", "out", *choice, *TEXT)
+
+
+@pytest.mark.parametrize(
+    ("options", "criterion"),
+    [
+        (["--remove", "34%"], "best"),
+        (["--remove", "2", "--criterion", "bi"], "bi"),
+        (["--remove", "34%", "--what", "mlp"], "bi"),
+    ],
+)
+def test_a_number_or_a_share_goes_by_best_if_no_criterion_is_given(
+    options: list[str], criterion: str, run: Callable[..., Done]
+) -> None:
+    """In a plan as in a checkpoint; where best is not defined, by bi."""
+    assert run("rank", "tiny", *options, "-o", "run", *TEXT).code == 0
+    plan = PruningPlan.load("run/plan.json")
+    assert (plan.criterion, len(plan.touched)) == (criterion, 2)
+    done = run("prune", "tiny", *options, "-o", "out", *TEXT)
+    assert done.code == 0, done.err
+    assert Provenance.load("out/provenance.json").plan.touched == plan.touched
+    assert ("too few to tell sets apart" in done.out) == (criterion == "best")
+
+
+def test_an_order_without_a_number_is_by_bi(run: Callable[..., Done]) -> None:
+    assert "by bi" in run("rank", "tiny", "-o", "run", *TEXT).out
+    run("profile", "tiny", "-o", "run", *QUICK)
+    assert "by bi" in run("rank", "--profile", "run/profile.json", "--remove", "25%").out
 
 
 @pytest.mark.parametrize(
@@ -561,7 +592,7 @@ def test_a_plan_made_for_another_model(
     run("rank", "tiny", "--remove", "1", "-o", "run", *TEXT)
     make_tiny(other, seed=1, vocab_size=len(VOCABULARY)).save_pretrained(checkpoint)
     line = run_bad("prune", "tiny", "--plan", "run/plan.json", "-o", "out", *TEXT)
-    assert "this plan was made for tiny (llama, 6 layers), not for tiny; rank this model's layers anew" in line
+    assert "this plan was made for tiny (llama, 6 layers), not for tiny" in line
 
 
 def test_a_plan_for_another_model_is_refused_before_its_text_is_read(
@@ -570,7 +601,7 @@ def test_a_plan_for_another_model_is_refused_before_its_text_is_read(
     run("rank", "tiny", "--remove", "1", "-o", "run", *TEXT)
     make_tiny("gpt2", vocab_size=len(VOCABULARY), n_positions=32).save_pretrained(checkpoint)
     line = run_bad("prune", "tiny", "--plan", "run/plan.json", "-o", "out", *TEXT)
-    assert "this plan was made for tiny (llama, 6 layers), not for tiny; rank this model's layers anew" in line
+    assert "this plan was made for tiny (llama, 6 layers), not for tiny" in line
 
 
 # Bad places, and disks.
@@ -712,6 +743,30 @@ def test_what_an_allocation_was_measured_on_was_seen(
     assert run("eval", "out", *LONGER, "--text", text).code == 0
 
 
+@pytest.mark.parametrize(
+    "how",
+    [
+        ["--method", "magnitude"],
+        ["--method", "weight-only"],
+        ["--method", "svd"],
+        ["--method", "svd", "--format", "compact"],
+        ["--method", "rtn"],
+        ["--method", "magnitude", "--allocation", "atp"],
+    ],
+    ids=" ".join,
+)
+def test_the_text_of_a_budget_was_seen(
+    how: list[str], text: str, run: Callable[..., Done], run_bad: Callable[..., str]
+) -> None:
+    compress = ["compress", "tiny", "--max-kl", "0.5", "-o", "out", *LONGER, "--text", text, *how]
+    assert run(*compress).code == 0
+    assert "history, compress), which holds" in run_bad(
+        "eval", "out", *LONGER, "--text", text, "--split", "calibration"
+    )
+    assert f"Allocation: by tiny, float32 on cpu; 512 tokens of {text}" in Path("out/README.md").read_text()
+    assert run("eval", "out", *LONGER, "--text", text).code == 0
+
+
 def test_weights_alone_see_no_text(text: str, run: Callable[..., Done]) -> None:
     run(*COMPRESS, "tiny", "-o", "out", *LONGER, "--text", text)
     assert run("eval", "out", *LONGER, "--text", text, "--split", "calibration").code == 0
@@ -769,7 +824,7 @@ def test_a_failed_gate_is_exit_code_1_and_nothing_written(
         return pruned
 
     monkeypatch.setattr(checkpoint_module, "cut", wrongly)
-    done = run(*COMMANDS["prune"])
+    done = run(*COMMANDS["prune"], "--criterion", "bi")
     assert done.code == 1
     assert done.err.startswith("error: nothing written: the pruned model fails the gate, cached decoding: ")
     assert (done.err.count("\n"), done.out, done.changed) == (1, "", set())
@@ -925,7 +980,7 @@ def test_the_best_of_all_criteria_within_a_budget(run: Any) -> None:
     assert "The best of many choices" in (run("report", "runs/tiny") and Path("runs/tiny/report.html").read_text())
     done = run("prune", *asked, "-o", "out")
     assert done.code == 0
-    assert "How often each is picked" in done.out
+    assert "told apart from" in done.out.lower()
     assert Provenance.load("out/provenance.json").plan.remove == found.remove
     assert run("rank", *asked, "--resume").code == 0
     assert BestRemoval.load("runs/tiny/best.json").remove == found.remove
@@ -1026,7 +1081,7 @@ def test_models_that_read_text_otherwise_are_not_compared(run: Any, run_bad: Any
 
 def test_a_pruned_model_learns_from_what_the_dense_one_writes(run: Any) -> None:
     assert run("prune", "tiny", "--layers", "1,3", "-o", "out", *TEXT).code == 0
-    done = run("heal", "out", "-o", "healed", "--teacher", "tiny", "--steps", "2", "--self-generated", *TEXT)
+    done = run("heal", "out", "-o", "healed", "--teacher", "tiny", "--steps", "2", "--text", "self", *TEXT)
     assert done.code == 0, done.err
     report = Healing.load("healed/healing.json")
     assert report.measured_on.text.startswith("written by")

@@ -45,7 +45,7 @@ COMMANDS = {
     "prune --on-disk": ("prune", "tiny", "--layers", "1", "--on-disk"),
     "joint": ("joint", "tiny", "--remove", "1", "--steps-per-point", "1", "--recover", "1", *MEASURED),
     "heal": ("heal", "pruned", "--teacher", "tiny", "--steps", "1", *MEASURED),
-    "heal --self-generated": ("heal", "pruned", "--teacher", "tiny", "--self-generated", "--steps", "1", *MEASURED),
+    "heal --text self": ("heal", "pruned", "--teacher", "tiny", "--text", "self", "--steps", "1", *MEASURED),
     "compress --max-kl": ("compress", "tiny", "--method", "wanda", "--max-kl", "0.1", *MEASURED),
     "pack": (*PACK, "--bits", "4"),
 }

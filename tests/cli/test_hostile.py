@@ -343,6 +343,6 @@ def test_transformers_adds_nothing_to_the_one_line(
 
 def test_a_wrong_setting_is_told_before_the_dense_model_writes(run_bad: Callable[..., str]) -> None:
     """run_bad sees that no text was begun."""
-    heal = ("heal", "tiny", "--teacher", "tiny", "--self-generated", "-o", "out", *TEXT)
+    heal = ("heal", "tiny", "--teacher", "tiny", "--text", "self", "-o", "out", *TEXT)
     assert "temperature -1 is no temperature" in run_bad(*heal, "--temperature", "-1")
     assert "learning rate 0; give a positive" in run_bad(*heal, "--learning-rate", "0")

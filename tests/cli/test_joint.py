@@ -36,7 +36,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_checkpoint_with_its_decision_and_its_report(run: Callable[..., Done]) -> None:
-    done = run(*JOINT, "--remove", "2", *TEXT)
+    done = run(*JOINT, "--remove", "17%", *TEXT)  # of 12
     assert (done.code, done.err) == (0, "")
     assert {"out/model.safetensors", "out/joint.json", "out/plan.json", "out/report.html"} <= done.changed
     assert not list(Path("runs").rglob("jobs/*"))
@@ -112,6 +112,7 @@ def test_interrupted_it_goes_on_to_the_same_decision(run: Callable[..., Done], m
         ([], "give one budget: --remove K or --speedup S"),
         (["--remove", "2", "--speedup", "1.2"], "give one budget: --remove K or --speedup S"),
         (["--remove", "0"], "--remove 0 removes nothing; give 1 or more"),
+        (["--remove", "100%"], "a share of 100% of 12 attentions and activations cannot go"),
         (["--remove", "12"], "12 to remove; give 1 to 11: 5 attentions and 6 activations can go"),
         (["--speedup", "1"], "--speedup 1 is no speed-up; give more than 1"),
         (["--remove", "2", "--reduction", "identity"], "reduction identity is for plain ones; give mean-gate"),

@@ -97,7 +97,7 @@ IMAGES = "is of a text, and --images is in its place; leave it out"
         ),
         *(has_no_effect("prune tiny -o out --layers 3 --on-disk", option) for option in ("--text x", "--device cpu")),
         has_no_effect("prune tiny -o out --layers 3 --stream", "--tokens 99"),
-        has_no_effect("prune tiny -o out --remove 1", "--alpha 0.5", "has no effect on --criterion bi; leave it out"),
+        has_no_effect("prune tiny -o out --remove 1", "--alpha 0.5", "has no effect on --criterion best; leave it out"),
         *(
             has_no_effect("rank --profile p.json", option, MEASURED)
             for option in (

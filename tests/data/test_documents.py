@@ -18,7 +18,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerFast
 from lyapunov_prune import compress, load_text
 from lyapunov_prune.data.batch import TokenBatch, require_disjoint
 from lyapunov_prune.data.documents import Chats, messages_of
-from lyapunov_prune.data.text import require_unseen
+from lyapunov_prune.data.unseen import require_unseen
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.results.history import add_step
 
@@ -131,6 +131,15 @@ def test_a_column_is_read_by_its_name(
             all_of(source, tokenizer, 200, column="tale")
     with pytest.raises(LyapunovPruneError, match="builtin is a text without columns; leave out --text-column"):
         all_of("builtin", tokenizer, 200, column="story")
+
+
+def test_a_chat_may_be_a_string_of_json(chatty: PreTrainedTokenizerFast, write: Callable[..., str]) -> None:
+    rows = [openai(turns(n)) for n in range(9)]
+    wanted = all_of(write(rows), chatty, 90)
+    told = all_of(write([{"messages": json.dumps(row["messages"])} for row in rows], "y.jsonl"), chatty, 90)
+    assert told.text_hash == wanted.text_hash
+    with pytest.raises(LyapunovPruneError, match="line 1 holds no chat"):  # Python's list, as pandas writes it
+        all_of(write([{"messages": str(row["messages"])} for row in rows], "y.jsonl"), chatty, 90)
 
 
 def test_fields_that_a_table_leaves_empty_are_not_there(chatty: PreTrainedTokenizerFast) -> None:

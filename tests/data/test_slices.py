@@ -12,7 +12,7 @@ from helpers import digits, make_classifier
 
 from lyapunov_prune import LyapunovPruneError, TokenBatch
 from lyapunov_prune.data import slices
-from lyapunov_prune.data.text import require_unseen
+from lyapunov_prune.data.unseen import require_unseen
 from lyapunov_prune.pruning.compact import Cuts, make_compact
 
 

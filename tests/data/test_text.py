@@ -18,7 +18,8 @@ from transformers import PreTrainedModel, PreTrainedTokenizerFast
 from lyapunov_prune.data import text as module
 from lyapunov_prune.data.batch import LEAK_TOKENS, TokenBatch, as_batch, require_disjoint
 from lyapunov_prune.data.documents import Plain
-from lyapunov_prune.data.text import load_text, require_unseen
+from lyapunov_prune.data.text import load_text
+from lyapunov_prune.data.unseen import require_unseen
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.results.history import add_step
 

@@ -31,7 +31,7 @@ from lyapunov_prune.joint.run import remove_jointly
 from lyapunov_prune.models.classifier_loading import PROCESSOR, load_classifier
 from lyapunov_prune.models.from_folder import quiet
 from lyapunov_prune.pruning.plan import PruningPlan
-from lyapunov_prune.results.history import read_history
+from lyapunov_prune.results.history import add_step, read_history
 
 CONTEXT = 24
 QUICK: dict[str, Any] = {"steps": 1, "recover_steps": 2, "recipe": Recipe(rank=2)}
@@ -256,6 +256,16 @@ def test_slices_that_share_data_are_refused(tmp_path: Path) -> None:
     long = [TokenBatch(b.ids.view(1, -1), b.text, b.split, b.bos) for b in (select, shifted)]
     with pytest.raises(LyapunovPruneError, match="select and the final slice share"):
         removed(model, tmp_path, slices=(learn, long[0], replace(long[0], ids=long[0].ids[:, 3:])))
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_final_slice_that_the_model_was_made_with_is_refused(tmp_path: Path) -> None:
+    model, (_, _, final) = make_tiny("llama"), slices()
+    add_step(model, "prune", [final.measured_on(model)], model)
+    with pytest.raises(
+        LyapunovPruneError, match=r"made with final .*history, prune\), which holds about 144 of the 144"
+    ):
+        removed(model, tmp_path)
     assert not list(tmp_path.iterdir())
 
 

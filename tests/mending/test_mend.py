@@ -17,9 +17,11 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 import lyapunov_prune as lp
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.mending import mend as mending
+from lyapunov_prune.mending import report
 from lyapunov_prune.mending.fit import LinearMap
-from lyapunov_prune.mending.mend import NONE, Mend, MendReport, fit_mends, store_mend
+from lyapunov_prune.mending.mend import Mend, fit_mends, store_mend
 from lyapunov_prune.mending.place import find_place
+from lyapunov_prune.mending.report import NONE, MendReport
 from lyapunov_prune.models.structure import find_structure
 from lyapunov_prune.pruning.gate import verify_removal
 from lyapunov_prune.pruning.plan import PruningPlan
@@ -204,12 +206,14 @@ def test_a_product_beyond_the_dtype_is_refused() -> None:
 TEXT = ("--tokens", "512", "--context", "64")
 
 
-def test_prune_writes_a_mended_checkpoint(run: Callable[..., Done]) -> None:
+def test_prune_writes_a_mended_checkpoint(run: Callable[..., Done], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(report, "pays", lambda check, other: True)
     done = run("prune", "tiny", "--layers", "2,3", "--mend", *TEXT, "-o", "out")
     assert done.code == 0, done.err
-    assert "gaps mended on 512 tokens, forms and ridges chosen by 128" in done.out
+    assert "gaps mended on 256 tokens, forms and ridges chosen by 64" in done.out
     provenance = Provenance.load(Path("out") / PROVENANCE)
     assert isinstance(provenance.mended, MendReport)
+    assert provenance.mended.kept
     assert provenance.gate.passed
     assert [c.name for c in provenance.gate.checks].count("merged within rounding") == bool(
         provenance.mended.gaps[0].chosen
@@ -217,9 +221,9 @@ def test_prune_writes_a_mended_checkpoint(run: Callable[..., Done]) -> None:
     assert AutoModelForCausalLM.from_pretrained("out").config.num_hidden_layers == 4
     card = (Path("out") / "README.md").read_text()
     assert "## Mended" in card
-    assert "fitted on 384" in card
+    assert "fitted on 192" in card
     (step,) = read_history("out").steps
-    assert [saw.tokens for saw in step.saw] == [512]
+    assert [saw.tokens for saw in step.saw] == [256, 256, 2048]
 
 
 @pytest.mark.parametrize(
@@ -228,8 +232,9 @@ def test_prune_writes_a_mended_checkpoint(run: Callable[..., Done]) -> None:
         (["--layers", "2,3", "--what", "mlp"], "--mend closes the gaps of whole layers in a plain checkpoint"),
         (["--layers", "2,3", "--format", "compact"], "--mend closes the gaps of whole layers in a plain checkpoint"),
         (["--layers", "2,3", "--on-disk"], "--mend needs the model in memory"),
+        (["--layers", "2", "--tokens", "64", "--context", "16"], "give 86 tokens or more, in 4 windows or more"),
         (["--layers", "0,3"], "layer 0 is removed, and nothing stands before the gap"),
-        (["--layers", "2", "--tokens", "64", "--context", "64"], "give 43 tokens or more, in 2 windows or more"),
+        (["--layers", "2", "--tokens", "64", "--context", "64"], "judged by the other, and there is one window"),
     ],
 )
 def test_bad_options_are_one_line_and_leave_nothing(

@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 import torch
 from helpers import SMALL, VOCABULARY, make_tokenizer
+from lyapunov_prune.healing.own_text import self_generated
 from scipy.special import rel_entr
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
@@ -31,7 +32,6 @@ from lyapunov_prune.forward.decoding import decode_greedily
 from lyapunov_prune.forward.hooks import skipped
 from lyapunov_prune.forward.logits import cached_logits, deviation, last_logits
 from lyapunov_prune.forward.reading import read
-from lyapunov_prune.healing.own_text import self_generated
 from lyapunov_prune.models.positions import alike, rotation, stretches, switches
 from lyapunov_prune.models.structure import find_structure
 from lyapunov_prune.predictions.attention_paths import attention_paths

@@ -11,12 +11,12 @@ import pytest
 import torch
 import transformers
 from helpers import Done, edit_json, make_tiny, moe, saved, write_gguf
+from lyapunov_prune.healing.own_text import self_generated
 from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 
 from lyapunov_prune.allocation.allocation import Allocation
 from lyapunov_prune.allocation.schedules import allocate
 from lyapunov_prune.errors import LyapunovPruneError
-from lyapunov_prune.healing.own_text import self_generated
 from lyapunov_prune.models.loading import load
 from lyapunov_prune.models.settings import forward_settings
 from lyapunov_prune.models.structure import identify

@@ -12,8 +12,9 @@ from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.ranking.criteria import (
     CRITERIA,
     DEFAULT,
-    SEARCH,
     _robust,
+    count_of,
+    default_criterion,
     free_layers,
     protected_layers,
     require_budget,
@@ -25,6 +26,7 @@ from lyapunov_prune.ranking.criteria import (
     require_profiled,
     require_streamed,
     require_temperature_of,
+    search_budget,
 )
 
 
@@ -149,8 +151,24 @@ def test_who_ranks_what() -> None:
     assert passing(require_profiled, None, "mlp") == set()
 
 
-def test_what_the_guide_says_is_taken_where_nothing_is_given() -> None:
-    assert (DEFAULT, SEARCH) == ("bi", 20)
+def test_best_is_taken_where_whole_layers_go_and_their_number_is_known() -> None:
+    assert default_criterion(2) == default_criterion(0.25) == "best"
+    assert default_criterion(None) == default_criterion(2, "mlp") == default_criterion(2, periods=True) == DEFAULT
+    assert DEFAULT == "bi"
+
+
+def test_the_budget_of_a_search_grows_with_the_swaps_that_there_are() -> None:
+    assert search_budget(30, 7) == pytest.approx(20, abs=0.1)
+    assert search_budget(30, 7, mend=True) == 2 * search_budget(30, 7)
+    assert search_budget(80, 20) == 10 + 20 * 60 / 16
+
+
+def test_a_share_is_the_nearest_number_and_at_least_one() -> None:
+    assert [count_of(share, 30) for share in (0.25, 0.2, 0.01, 0.99)] == [8, 6, 1, 30]
+    assert count_of(7, 30) == count_of(np.int64(7), 30) == 7
+    for wrong in (0.0, 1.0, 2.5, -0.1, float("nan")):
+        with pytest.raises(LyapunovPruneError, match="of 30 layers cannot go; give less than 100%"):
+            count_of(wrong, 30)
 
 
 def test_only_a_search_among_sets_compares_mended_ones() -> None:

@@ -11,16 +11,16 @@ from transformers import PreTrainedModel
 
 from lyapunov_prune.data.batch import as_batch
 from lyapunov_prune.errors import LyapunovPruneError
-from lyapunov_prune.ranking.tried import BestRemoval, Mended, Tried
+from lyapunov_prune.ranking.tried import BestRemoval, Final, Tried, mended
 
 
 @pytest.fixture
 def search(llama: PreTrainedModel, ids: torch.Tensor) -> BestRemoval:
     on = as_batch(llama, ids).measured_on(llama)
     tried = (
-        Tried("bi", (1, 2), np.array([2.0, 5.0, 2.0]), np.nan, 2.5),
-        Tried("kl", (2, 4), np.array([5.0, 1.0, 1.5]), np.nan, 3.0),
-        Tried("4 for 1", (2, 3), np.array([np.inf, 1.0, 4.0]), 1.0, 3.75),
+        Tried("bi", (1, 2), np.array([2.0, 5.0, 2.0]), False, 2.5),
+        Tried("kl", (2, 4), np.array([5.0, 1.0, 1.5]), False, 3.0),
+        Tried("4 for 1", (2, 3), np.array([np.inf, 1.0, 4.0]), True, 3.75),
     )
     dense = np.array([0.5, 0.5, 2.0])
     return BestRemoval(tried, 1, dense, 20.0, (), (0,), on, on)
@@ -38,34 +38,82 @@ def test_a_layer_has_the_least_mean_loss_of_the_sets_it_is_in(search: BestRemova
         search.plan(2, period=2)
 
 
-def test_picks_are_of_windows_that_are_drawn_one_by_one(search: BestRemoval) -> None:
-    """Which set is best depends on the windows drawn, of equal means the earlier."""
-    found = search.picked()
-    windows = np.random.default_rng(0).integers(3, size=(1000, 3))
-    wanted = np.zeros(6)
-    for drawn in windows:
-        losses = [float(tried.windows[drawn].mean()) for tried in search.tried]
-        for layer in search.tried[losses.index(min(losses))].layers:
-            wanted[layer] += 1 / 1000
-    np.testing.assert_allclose(found, wanted)
-    assert 0 < found[1] < 0.5 < found[4] < 1 == found[2]
-    # Neither a set without a loss nor one of an infinite loss is ever the best beside one that has a loss.
-    bad = replace(search.tried[0], windows=np.full(3, np.nan))
-    assert replace(search, tried=(bad, *search.tried[1:])).picked()[1] == 0
+FOUR = np.array([3.0, 2.0, 4.0, 3.0])  # windows, so that a test has power
 
 
-def test_mended_sets_are_compared_among_each_other(search: BestRemoval) -> None:
-    mended = (Mended((1, 2), np.array([1.25, 1.25, 2.0]), 5.0), Mended((2, 4), np.array([1.0, 1.0, 1.375]), 7.0))
-    found = replace(search, mended=mended)
-    assert found.compared == mended
-    assert found.forwards == 7.0
-    assert found.picked()[[1, 2, 4]].tolist() == [0, 1, 1]
-    frame = found.to_frame()
-    np.testing.assert_allclose(frame["mended"], [np.exp(1.5), np.exp(1.125), np.nan])
+def tried(layers: tuple[int, ...], above: float, spread: float = 0.01) -> Tried:
+    return Tried("bi", layers, FOUR + above + spread * np.array([1, -1, 2, -2]), False, 1.0)
+
+
+def told(search: BestRemoval, *sets: Tried) -> str:
+    """Of these sets, the first the chosen one."""
+    return replace(search, tried=sets, chosen=0).certainty()
+
+
+def test_what_is_told_apart_is_a_paired_test_over_windows(search: BestRemoval) -> None:
+    first, near, far = tried((1, 2), 0.0), tried((2, 4), 0.001, -0.01), tried((2, 3), 1.0)
+    assert told(search, first, near, far).startswith("Not told apart from 1 of the others, as layers 2, 4: +0.1%")
+    assert told(search, first, far).startswith("Told apart from every other set; the next, layers 2, 3: +171.8%")
+    assert told(search, first, replace(far, windows=FOUR * np.nan)) == ""
+    frame = replace(search, tried=(first, near, far), chosen=0).to_frame()
+    assert np.isnan(frame["p"][0])
+    assert frame["p"][1] > 0.05 > frame["p"][2]
+
+
+def test_with_too_few_windows_nothing_is_told_apart(search: BestRemoval) -> None:
+    assert "Uncertain: 3 check windows are too few" in search.headline()
+    assert search.to_frame()["p"].isna().all()
+
+
+def final(layers: tuple[int, ...], check: float, other: float, other_cut: float) -> Final:
+    """A set that mending changes so much, on windows of its text and of the other."""
+    cut = np.array([2.0, 3.0])
+    return Final(layers, FOUR + check, cut + other_cut, cut + other_cut + other, 9.0)
+
+
+@pytest.fixture
+def four(search: BestRemoval) -> BestRemoval:
+    return replace(search, tried=(tried((1, 2), 0.0, 0), tried((2, 4), 0.1, 0)), chosen=0, dense=FOUR)
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "chosen", "how"),
+    [
+        ((-0.5, -0.1), (-0.5, -0.1), (1, 2), "; mended"),
+        ((-0.5, 0.1), (-0.5, -0.1), (2, 4), "; mended"),  # the first fits its own text alone
+        ((-0.5, 0.1), (-0.5, 0.1), (1, 2), "; better left unmended"),
+        ((0.1, -0.5), (0.1, -0.5), (1, 2), "; better left unmended"),
+        ((np.nan, np.nan), (-0.5, -0.1), (2, 4), "; mended"),
+    ],
+)
+def test_the_least_loss_over_both_texts_is_chosen(
+    four: BestRemoval, first: tuple[float, float], second: tuple[float, float], chosen: tuple[int, ...], how: str
+) -> None:
+    finals = [final((1, 2), *first, 0.0), final((2, 4), *second, 0.0)]
+    found = four.with_finals(finals, np.array([2.0, 3.0]), four.measured_on)
+    assert found.remove == chosen
+    assert found.headline().splitlines()[2].endswith(how)
+    assert found.forwards == 9.0
+    assert mended(finals[1], found.tried[1].windows) == (second == (-0.5, -0.1))
+    assert found.to_frame()["mended"].notna().tolist() == [not np.isnan(first[0]), True]
+
+
+def test_a_set_that_is_worse_on_the_other_text_is_not_chosen(four: BestRemoval) -> None:
+    """Both are better unmended; the second loses 0.1 more on the check windows and 0.4 less on the other text."""
+    finals = [final((1, 2), 0.1, 0.1, 0.4), final((2, 4), 0.1, 0.1, 0.0)]
+    assert four.with_finals(finals, np.array([2.0, 3.0]), four.measured_on).remove == (2, 4)
+
+
+def test_finals_are_of_tried_sets_and_name_their_text(four: BestRemoval) -> None:
+    finals = (final((1, 2), -0.5, -0.1, 0.0),)
+    named = {"other_dense": np.array([2.0, 3.0]), "other_on": four.measured_on}
+    assert replace(four, finals=finals, **named).finals == finals
     with pytest.raises(LyapunovPruneError, match="another set than it tried"):
-        replace(search, mended=mended[:1])  # the chosen is not among them
+        replace(four, finals=finals, chosen=1, **named)
     with pytest.raises(LyapunovPruneError, match="another set than it tried"):
-        replace(search, mended=(*mended, replace(mended[0], layers=(3, 4))))
+        replace(four, finals=(*finals, replace(finals[0], layers=(3, 4))), **named)
+    with pytest.raises(LyapunovPruneError, match="no second text is named"):
+        replace(four, finals=finals)
 
 
 def test_the_table_is_of_means_of_losses(search: BestRemoval) -> None:

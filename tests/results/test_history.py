@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokeni
 from lyapunov_prune import compress, heal, load, rank_layers, remove_layers
 from lyapunov_prune.checkpoints.outline import read_outline
 from lyapunov_prune.data.batch import TokenBatch, as_batch
-from lyapunov_prune.data.text import require_unseen
+from lyapunov_prune.data.unseen import require_unseen
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.models.loading import load_outline
 from lyapunov_prune.profiles.profile import profile_layers

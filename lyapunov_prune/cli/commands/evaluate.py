@@ -58,7 +58,7 @@ def evaluate(
 ) -> None:
     """Perplexity, and on request speed, tasks and retrieval; writes eval.json."""
     from lyapunov_prune.data.retrieval import load_retrieval
-    from lyapunov_prune.data.text import require_unseen
+    from lyapunov_prune.data.unseen import require_unseen
     from lyapunov_prune.evaluation.evaluation import Evaluation, zero_share
     from lyapunov_prune.evaluation.perplexity import perplexity
     from lyapunov_prune.evaluation.retrieval import evaluate_retrieval
@@ -84,10 +84,17 @@ def evaluate(
         models[name] = other.model
     for evaluated in models.values():
         require_unseen(evaluated, batch)
-    # First: an item that is too long is found before the perplexity is measured.
+    # First: what cannot be scored is found before the perplexity is measured.
     scored = (
         evaluate_tasks(models, first.tokenizer, chosen, limit=limit, bos=text.bos, batch_size=text.batch_size)
         if chosen
+        else None
+    )
+    found = (
+        evaluate_retrieval(
+            models, first.tokenizer, sought, context=text.context, bos=text.bos, batch_size=text.batch_size
+        )
+        if sought
         else None
     )
     result = Evaluation(
@@ -95,11 +102,7 @@ def evaluate(
         zeros=tuple(zero_share(m) for m in models.values()),
         speed=measure_speed(models, prompt=prompt) if speed else None,
         tasks=scored,
-        retrieval=evaluate_retrieval(
-            models, first.tokenizer, sought, context=text.context, bos=text.bos, batch_size=text.batch_size
-        )
-        if sought
-        else None,
+        retrieval=found,
     )
     result.save(run / "eval.json")
     draw_report(run)

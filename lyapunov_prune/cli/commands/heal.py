@@ -4,14 +4,11 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from lyapunov_prune.cli.inputs import (
-    jobs_folder,
-    load_inputs,
-)
+from lyapunov_prune.cli.inputs import jobs_folder
 from lyapunov_prune.cli.options import (
     Json,
     ModelOptions,
@@ -50,9 +47,6 @@ def heal(
     ] = None,
     temperature: Temperature = 1.0,
     seed: Seed = 0,
-    self_generated: Annotated[
-        bool, what_option("--self-generated", help="Learn from text that the dense model writes, not from --text.")
-    ] = False,
     checkpointing: Annotated[
         bool, what_option("--checkpointing", help="Run layers again for the backward pass: less memory, more time.")
     ] = False,
@@ -70,18 +64,19 @@ def heal(
 ) -> None:
     """Train a pruned model to predict what the dense one predicts; writes a plain checkpoint with healing.json.
 
-    Learns from the calibration half of the text, or with --self-generated from as many tokens that the dense model
-    writes, and is scored on the other half. Some windows of the text teach nothing: they judge, and the weights that
-    are best on them are written. Where nothing beats the pruned model, nothing is written and the exit code is 1.
-    Interrupted, it goes on with the same --output and --resume.
+    Learns from the calibration half of the text and is scored on the other half; of --text self, which the dense model
+    writes, on other windows. Some windows of the text teach nothing: they judge, and the weights that are best on them
+    are written. Where nothing beats the pruned model, nothing is written and the exit code is 1. Interrupted, it goes
+    on with the same --output and --resume.
     """
     source.require_one_place("heal")
 
     from lyapunov_prune.checkpoints.saving import write_model
     from lyapunov_prune.checkpoints.shards import size_of
+    from lyapunov_prune.data.batch import require_context
+    from lyapunov_prune.data.text import require_source
     from lyapunov_prune.healing.heal import heal as heal_model
     from lyapunov_prune.healing.heal import require_settings
-    from lyapunov_prune.healing.own_text import self_generated as write_text
     from lyapunov_prune.healing.report import REPORT
     from lyapunov_prune.healing.sharded import sharing
     from lyapunov_prune.healing.state import KEPT, clear_states
@@ -93,7 +88,9 @@ def heal(
 
     require_empty(output)
     jobs = jobs_folder("heal", model, output)
-    require_settings(steps, minutes, update_rank, learning_rate, temperature)  # before the dense model writes for minutes
+    require_settings(
+        steps, minutes, update_rank, learning_rate, temperature
+    )  # before the dense model writes for minutes
     if shard:
         sharing(per_step, update_rank)
     made = Path(model) / PROVENANCE
@@ -106,12 +103,9 @@ def heal(
                 f"{model} says that it was made from {provenance.source!r}; if you trust it, give that as --teacher"
             )
         teacher = BUILTIN
-    scored = replace(text, tokens=min(text.tokens, 4096))
-    if self_generated:
-        loaded, held_out = load_inputs(model, source, scored, "evaluation")
-    else:
-        loaded, batch = load_inputs(model, source, text)
-        held_out = scored.load(loaded, "evaluation", offline=source.offline)
+    require_source(text.text)  # before minutes of loading
+    loaded = source.load(model)
+    require_context(loaded.structure, text.context)
     dense = source.load(teacher)
     if provenance is not None:
         provenance.require_dense(dense.model, teacher, model, "--teacher")
@@ -119,9 +113,10 @@ def heal(
     require_disk(output, size_of(loaded.model), "the files of the healed model")
     if provenance is not None:
         share_memory(loaded.model, dense.model, provenance.plan)
-    if self_generated:
-        written = {"tokens": text.tokens, "context": text.context, "seed": seed}
-        batch = write_text(dense.model, **written, folder=jobs.with_name(f"{jobs.name}-text"), resume=resume)
+    how: dict[str, Any] = {"offline": source.offline, "resume": resume}
+    batch = text.load(dense, "calibration", folder=jobs.with_name(f"{jobs.name}-text"), **how)
+    scored = replace(text, tokens=min(text.tokens, 4096))
+    held_out = scored.load(dense, "evaluation", folder=jobs.with_name(f"{jobs.name}-scored"), **how)
     done = heal_model(
         loaded.model,
         dense.model,

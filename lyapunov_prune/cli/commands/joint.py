@@ -15,6 +15,7 @@ from lyapunov_prune.cli.options import (
     Seed,
     Target,
     TextOptions,
+    counted,
     one_of,
     what_option,
 )
@@ -30,7 +31,9 @@ _IMAGES = 32  # in a step, and in a forward
 def joint(
     model: Model,
     *,
-    remove: Annotated[int | None, what_option(help="How many attentions and activations go together.")] = None,
+    remove: Annotated[
+        float | None, what_option(help="How many attentions and activations go together.", **counted)
+    ] = None,
     speedup: Annotated[
         float | None, what_option(help="Instead of --remove: how many times as fast a forward must be.")
     ] = None,
@@ -64,25 +67,28 @@ def joint(
     source.require_one_place("joint")
     if (remove is None) == (speedup is None):
         raise LyapunovPruneError("give one budget: --remove K or --speedup S")
-    if remove is not None and remove < 1:
-        raise LyapunovPruneError(f"--remove {remove} removes nothing; give 1 or more")
+    if remove is not None and remove <= 0:
+        raise LyapunovPruneError(f"--remove {remove:g} removes nothing; give 1 or more")
     if speedup is not None and not speedup > 1:
         raise LyapunovPruneError(f"--speedup {speedup:g} is no speed-up; give more than 1")
 
     from lyapunov_prune.data.slices import slices
     from lyapunov_prune.joint.recovery import Recipe
     from lyapunov_prune.joint.run import remove_jointly
+    from lyapunov_prune.models.structure import find_layers
+    from lyapunov_prune.ranking.criteria import count_of
     from lyapunov_prune.results.files import require_empty
 
     require_empty(output)
     folder = jobs_folder("joint", model, output)
+    what = "attentions and activations"
     dense, tokenizer, data = load_examples(model, source, text, images, given)
     done = remove_jointly(
         dense,
         tokenizer,
         slices(data, seed=seed),
         output,
-        remove=remove,
+        remove=remove if remove is None else count_of(remove, 2 * find_layers(dense).num_layers, what),
         speedup=speedup,
         reduction=reduction,
         importance=importance,

@@ -30,6 +30,7 @@ from lyapunov_prune.cli.options import (
     Seeds,
     Stream,
     TextOptions,
+    counted,
     one_of,
     what_option,
 )
@@ -108,7 +109,7 @@ def rank(
     model: Annotated[str | None, typer.Argument(help="As for profile; not needed with --profile.")] = None,
     *,
     profile_file: Annotated[Path | None, what_option("--profile", help="A profile.json to rank by.")] = None,
-    remove: Annotated[int | None, what_option(help="Write plan.json for so many layers.")] = None,
+    remove: Annotated[float | None, what_option(help="Write plan.json for so many layers.", **counted)] = None,
     max_kl: MaxKL = None,
     by: RankOptions = RankOptions(),
     stream: Stream = False,
@@ -122,21 +123,22 @@ def rank(
     """Order the layers, or their attention or MLP, for removal; with --remove N or --max-kl X writes plan.json."""
     if (model is None) == (profile_file is None):
         raise LyapunovPruneError("give a MODEL to measure or --profile FILE, one of the two")
+    by = by.settled(None if stream or profile_file is not None else remove)
     by.require(given, sublayers=True)
-    require_known_count(by.criterion, remove)
+    require_known_count(by.goes_by, remove)
     if max_kl is not None:
         require_budget(max_kl)
         require_budget_alone(remove is not None or profile_file is not None)
-    if CRITERIA[by.criterion].measures not in RESUMED:
-        given.refuse(f"has no effect on --criterion {by.criterion}; leave it out", "resume")
+    if CRITERIA[by.goes_by].measures not in RESUMED:
+        given.refuse(f"has no effect on --criterion {by.goes_by}; leave it out", "resume")
     if profile_file is not None:
-        require_profiled(by.criterion, by.what)
+        require_profiled(by.goes_by, by.what)
         measured_already = "is of a MODEL to measure, which --profile FILE was; leave it out"
         given.refuse(measured_already, "seeds", "resume")
         for record in (ModelOptions, TextOptions):
             given.refuse_record(measured_already, record)
     if stream:
-        require_streamed(by.criterion, by.what)
+        require_streamed(by.goes_by, by.what)
         if profile_file is not None or max_kl is not None:
             raise LyapunovPruneError(
                 "--stream is of a MODEL to measure, and --max-kl needs it in memory; leave out --profile and --max-kl"
@@ -155,7 +157,7 @@ def rank(
         ranking = rank_layers(
             measured.contraction,
             measured.influence,
-            criterion=by.criterion,
+            criterion=by.goes_by,
             alpha=by.alpha,
             seed=by.seed,
             protect=by.protected(),

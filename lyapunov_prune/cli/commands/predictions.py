@@ -86,9 +86,10 @@ def hierarchy(
     kind of task. Prompts are windows of --context tokens, or --prompts. Exit code 1 on a violated bound.
     """
     from lyapunov_prune.data.choices import lettered, load_items
+    from lyapunov_prune.data.prompts import Prompts
     from lyapunov_prune.data.retrieval import load_retrieval
-    from lyapunov_prune.data.text import require_unseen
-    from lyapunov_prune.evaluation.retrieval import evaluate_retrieval
+    from lyapunov_prune.data.unseen import require_unseen, require_unseen_items
+    from lyapunov_prune.evaluation.retrieval import evaluate_retrieval, require_unseen_texts
     from lyapunov_prune.forward.decoding import greedy_text
     from lyapunov_prune.forward.reading import read
     from lyapunov_prune.models.structure import identify
@@ -133,8 +134,12 @@ def hierarchy(
         _require_made_from(loaded, other, (dense, compressed))
     for model in (loaded.model, *([other.model] if other else [])):
         require_unseen(model, batch)
-    if other is not None and items:
-        fitting(items, loaded.tokenizer, (loaded.model, other.model), limit)  # before minutes of decoding
+        if isinstance(batch, Prompts):
+            require_unseen_items(model, loaded.tokenizer, batch.said, batch.text, "prompts")
+    if other is not None and items:  # before minutes of decoding
+        fitting(items, loaded.tokenizer, (loaded.model, other.model), limit)
+    if other is not None and sought is not None:
+        require_unseen_texts({dense: loaded.model, str(compressed): other.model}, loaded.tokenizer, sought)
     reading = read(loaded.model, batch)
     dense_text = greedy_text(reading, new_tokens, text.batch_size)
     same_layers = other is not None and other.structure.num_layers == loaded.structure.num_layers

@@ -8,12 +8,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 from lyapunov_prune.cli.inputs import (
     load_examples,
     load_inputs,
+    load_judge,
     require_budget_alone,
 )
 from lyapunov_prune.cli.options import (
     Format,
     Images,
     Json,
+    Judge,
     KeepPeriod,
     MaxKL,
     Mend,
@@ -26,31 +28,37 @@ from lyapunov_prune.cli.options import (
     Stream,
     Target,
     TextOptions,
+    counted,
     layer_indices,
     what_option,
 )
 from lyapunov_prune.cli.records import Given
-from lyapunov_prune.cli.terminal import say, show
+from lyapunov_prune.cli.terminal import note, say, show
 from lyapunov_prune.errors import LyapunovPruneError
-from lyapunov_prune.ranking.criteria import require_budget, require_known_count
+from lyapunov_prune.ranking.criteria import count_of, require_budget, require_known_count
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+    from lyapunov_prune.pruning.mergekit import MergekitSlices
     from lyapunov_prune.pruning.plan import PruningPlan
     from lyapunov_prune.pruning.provenance import Provenance
+    from lyapunov_prune.results.result import ModelIdentity
 
 
 def prune(
     model: Model,
     *,
-    remove: Annotated[int | None, what_option(help="How many layers, by --criterion.")] = None,
+    remove: Annotated[float | None, what_option(help="How many layers, by --criterion.", **counted)] = None,
     max_kl: MaxKL = None,
     layers: Annotated[str | None, what_option(help="Layers by hand, as 3,7 (counted from 0).")] = None,
-    plan_file: Annotated[Path | None, what_option("--plan", help="A plan.json.")] = None,
+    plan_file: Annotated[Path | None, what_option("--plan", help="A plan.json, or a mergekit .yaml of slices.")] = None,
     keep_period: KeepPeriod = False,
     by: RankOptions = RankOptions(),
     reduction: Reduction = None,
     format: Format = "plain",
     mend: Mend = False,
+    judge: Judge = None,
     on_disk: OnDisk = False,
     stream: Stream = False,
     merge_adapter: MergeAdapter = False,
@@ -66,8 +74,9 @@ def prune(
     With --what only a part of each layer goes. In a plain checkpoint that costs what it cost: attention and MLP are
     zeroed, an activation is cancelled. With --format compact attentions are gone, and a block without activation is
     one matrix; the checkpoint is smaller and faster, and loads with this package or by the module beside its weights.
-    With --mend the layer before each gap learns from the calibration text, without training, to stand in for the gap;
-    --criterion best then compares the sets mended.
+    With --mend the layer before each gap learns from the calibration text, without training, to stand in for the gap:
+    from one half of it, and only if the other half and a second text (--judge) say that it pays. --criterion best then
+    compares the sets mended.
     With --on-disk, or where the model does not fit in memory, the files are pruned; the gate then computes no logits
     but with --stream, which reads both models one layer at a time.
     """
@@ -88,18 +97,21 @@ def prune(
     if remove is None and max_kl is None:
         chosen = "is of layers that a criterion chooses; give --remove or --max-kl with it"
         given.refuse_record(chosen, RankOptions, "what")
+    by = by.settled(remove, periods=keep_period)
     by.require(given, sublayers=remove is not None or max_kl is not None)
     if max_kl is not None:
         require_budget(max_kl)
         require_budget_alone(keep_period)
     if remove is not None or max_kl is not None:
-        require_known_count(by.criterion, remove, keep_period)
+        require_known_count(by.goes_by, remove, keep_period)
     if (by.what == "activation") != (reduction is not None):
         raise LyapunovPruneError("--what activation and --reduction go together; give both or neither")
     if mend and (by.what != "layers" or format != "plain"):
         raise LyapunovPruneError(
             "--mend closes the gaps of whole layers in a plain checkpoint; leave out --what and --format"
         )
+    if judge is not None and not mend:
+        raise LyapunovPruneError("--judge is the text that --mend is judged by; give both or neither")
     if keep_period and by.what != "layers":
         raise LyapunovPruneError(f"{by.what} alone leaves every layer in its place; leave out --keep-period")
 
@@ -142,10 +154,11 @@ def prune(
     if images is not None:
         assert plan_file is not None
         classifier, _, examples = load_examples(model, source, text, images, given)
-        written = write_pruned(classifier, None, PruningPlan.load(plan_file), output, examples, format=format)
+        plan = _plan_for(classifier, _read_plan(plan_file))
+        written = write_pruned(classifier, None, plan, output, examples, format=format)
         _tell(written, as_json, output)
         return
-    given_plan = None if plan_file is None else PruningPlan.load(plan_file)
+    given_plan = None if plan_file is None else _read_plan(plan_file)
     loaded, batch = load_inputs(model, source, text, merge_adapter=merge_adapter, plan=given_plan)
     if by.what == "layers" and is_unpacked(loaded.structure.config):
         raise LyapunovPruneError(
@@ -154,17 +167,19 @@ def prune(
         )
     require_unquantised(loaded.model)  # before anything is measured
     period = find_kinds(loaded.structure).require_period() if keep_period else 1
-    plan: PruningPlan
+    judged = load_judge(judge, loaded, batch, text, source) if mend else None
     if layers is not None:
         goes: dict[str, Any] = {FIELDS[by.what]: layer_indices("--layers", layers)}
         plan = PruningPlan.given(loaded.model, **goes, reduction=reduction)
     elif given_plan is not None:
-        plan = given_plan
+        plan = _plan_for(loaded.model, given_plan)
     else:
+        if remove is not None:
+            remove = count_of(remove, loaded.structure.num_layers)
         if remove is not None and keep_period:
             require_periods(remove, loaded.structure.num_layers, period)
-        ranking = by.rank(loaded, batch, remove, text.batch_size, mend=mend)
-        if by.criterion == "best" and not as_json:
+        ranking = by.rank(loaded, batch, remove, text.batch_size, mend=mend, judge=judged)
+        if by.goes_by == "best" and not as_json:
             show(ranking, as_json, None)
         if remove is not None:
             plan = ranking.plan(remove, period)
@@ -181,7 +196,26 @@ def prune(
                     parts = {"layers": "layers", "attention": "attentions", "mlp": "MLPs"}[by.what]
                     say(expectation().told(float(spent.kl[spent.within - 1]), parts))
     plan.require_periods(period)
-    _tell(write_pruned(loaded.model, loaded.tokenizer, plan, output, batch, format=format, mend=mend), as_json, output)
+    written = write_pruned(loaded.model, loaded.tokenizer, plan, output, batch, format=format, mend=mend, judge=judged)
+    _tell(written, as_json, output)
+
+
+def _read_plan(path: Path) -> PruningPlan | MergekitSlices:
+    from lyapunov_prune.pruning.mergekit import MergekitSlices, read_plan
+
+    plan = read_plan(path)
+    if isinstance(plan, MergekitSlices):
+        note(
+            f"{path} has no fingerprint of its model, {plan.model}: that it is of this one is checked by the number of "
+            "layers alone"
+        )
+    return plan
+
+
+def _plan_for(model: PreTrainedModel | ModelIdentity, given: PruningPlan | MergekitSlices) -> PruningPlan:
+    from lyapunov_prune.pruning.plan import PruningPlan
+
+    return given if isinstance(given, PruningPlan) else given.plan(model)
 
 
 def _tell(provenance: Provenance, as_json: bool, output: Path) -> None:
@@ -218,7 +252,7 @@ def _prune_on_disk(
         plan = PruningPlan.given(outline.identity, layer_indices("--layers", layers))
     else:
         assert plan_file is not None
-        plan = PruningPlan.load(plan_file)
+        plan = _plan_for(outline.identity, _read_plan(plan_file))
     if keep_period:
         plan.require_periods(find_kinds(outline.structure).require_period())
     provenance = prune_on_disk(outline, plan, output, stream=stream)

@@ -11,11 +11,15 @@ from helpers import make_tiny
 from scipy import stats
 from transformers import PreTrainedModel
 
+from lyapunov_prune.data.batch import require_disjoint
 from lyapunov_prune.errors import LyapunovPruneError
+from lyapunov_prune.evaluation.perplexity import perplexity
 from lyapunov_prune.forward import decoding
-from lyapunov_prune.healing import own_text as module
+from lyapunov_prune.forward import own_text as module
+from lyapunov_prune.forward.own_text import self_generated as write_text
+from lyapunov_prune.forward.own_text import written_by
 from lyapunov_prune.healing.heal import heal
-from lyapunov_prune.healing.own_text import self_generated as write_text
+from lyapunov_prune.models.structure import identify
 from lyapunov_prune.pruning.removal import remove_layers
 
 
@@ -72,11 +76,11 @@ def test_finished_windows_are_not_written_again(
     drawn = module.sample
     calls: list[int] = []
 
-    def dies(reading: object, prompts: torch.Tensor, draws: torch.Tensor) -> torch.Tensor:
+    def dies(reading: object, prompts: torch.Tensor, draws: torch.Tensor, temperature: float) -> torch.Tensor:
         calls.append(len(prompts))
         if len(calls) == 2:
             raise KeyboardInterrupt
-        return drawn(reading, prompts, draws)
+        return drawn(reading, prompts, draws, temperature)
 
     monkeypatch.setattr(module, "sample", dies)
     with pytest.raises(KeyboardInterrupt):
@@ -113,8 +117,28 @@ def test_what_begins_a_text(writer: PreTrainedModel) -> None:
         ({"tokens": 8, "context": 1}, "give 2 or more, and a window"),
         ({"tokens": 800, "context": 800}, "lower --context"),
         ({"batch_size": 0}, "batch_size"),
+        ({"tokens": 8, "context": 8, "temperature": 0.0}, "temperature"),
     ],
 )
 def test_bad_input(wrong: dict[str, int], message: str, writer: PreTrainedModel) -> None:
     with pytest.raises(LyapunovPruneError, match=message):
         write_text(writer, **wrong)
+
+
+def test_a_temperature_is_that_of_the_softmax(writer: PreTrainedModel) -> None:
+    """A colder text is more probable to the model; the batch says of which temperature and seed it is."""
+    losses = []
+    for temperature in (0.5, 1.0, 2.0):
+        text = write_text(writer, tokens=640, context=16, temperature=temperature, seed=3)
+        losses.append(perplexity(writer, text).nll)
+        assert text.text.endswith(f"temperature {temperature:g}, seed 3)")
+    assert losses == sorted(losses)
+    digests = identify(writer).weights.values()
+    assert any(digest[:12] in text.text for digest in digests)
+
+
+def test_the_halves_of_what_a_model_writes_share_nothing(writer: PreTrainedModel) -> None:
+    first, second = (written_by(writer, split, 64, 16) for split in ("calibration", "evaluation"))
+    assert (first.split, second.split) == ("calibration", "evaluation")
+    require_disjoint(first, second)
+    assert torch.equal(written_by(writer, "all", 64, 16).ids, first.ids)

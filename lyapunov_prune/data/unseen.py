@@ -1,0 +1,91 @@
+"""No model is scored on what a step that made it has seen: a text, images, items, prompts or documents."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from lyapunov_prune.data.batch import ITEM_TOKENS, TokenBatch
+from lyapunov_prune.data.images import ImageBatch
+from lyapunov_prune.errors import LyapunovPruneError
+from lyapunov_prune.models.tokenizers import token_ids
+from lyapunov_prune.results.history import history_of
+from lyapunov_prune.results.overlap import shared_tokens
+from lyapunov_prune.results.result import MeasuredOn
+
+
+def require_unseen(model: PreTrainedModel, batch: TokenBatch | ImageBatch) -> None:
+    """Raise LyapunovPruneError if a step that made `model` saw items of `batch`, so that it must not be scored on it.
+
+    Tokens are known by their hash and by runs of 64, whatever file or window they stand in; images by their hashes.
+    """
+    if isinstance(batch, ImageBatch):
+        name, whole, remedy = batch.source, f"{len(batch)} images", "take the final slice, or other images"
+    else:
+        name, whole = batch.text, f"{batch.tokens} tokens"
+        remedy = "use --split evaluation or another --text"
+    for seen, by in _saw(model):
+        shared = batch.shared_with(seen)
+        if shared:
+            raise LyapunovPruneError(
+                f"{by}, which holds about {shared} of the {whole} of {name} ({batch.split}) to score; {remedy}"
+            )
+
+
+def require_unseen_items(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    items: Sequence[Sequence[str]],
+    source: str,
+    what: str = "items",
+) -> None:
+    """Raise LyapunovPruneError if a step that made `model` saw one of `items`, each given as its strings.
+
+    An item was seen where one of its longer strings, half as long as the longest or more, stands in the text of the
+    step but for a fifth, by runs of `ITEM_TOKENS`. In up to about 33,000 tokens of a text every string of
+    `ITEM_TOKENS + 7` is found, and in longer texts most; of strings below `ITEM_TOKENS` nobody can tell.
+    """
+    saw = [(seen, by) for seen, by in _saw(model) if seen.short is not None]
+    rows = [[token_ids(tokenizer, string) for string in strings] for strings in items] if saw else []
+    for seen, by in saw:
+        known = [place for place, strings in enumerate(rows) if _is_known(strings, seen)]
+        if known:
+            raise LyapunovPruneError(
+                f"{by}, which holds {len(known)} of the {len(items)} {what} of {source} to score, the first "
+                f"{max(items[known[0]], key=len)[:40]!r}; leave them out, or give others"
+            )
+
+
+def strings_of(item: Any) -> Iterator[str]:
+    """All strings in an item of lists and dictionaries."""
+    if isinstance(item, str):
+        yield item
+    elif isinstance(item, dict):
+        yield from strings_of(list(item.values()))
+    elif isinstance(item, list | tuple):
+        for part in item:
+            yield from strings_of(part)
+
+
+def _saw(model: PreTrainedModel) -> Iterator[tuple[MeasuredOn, str]]:
+    """What the steps that made `model` saw, each with words for it."""
+    name = model.config._name_or_path or type(model).__name__
+    for number, step in enumerate(history_of(model).steps, start=1):
+        for seen in step.saw:
+            where = f"{seen.split}; step {number} of its history, {step.kind}"
+            yield seen, f"{name} was made with {seen.text} ({where})"
+
+
+def _is_known(strings: Sequence[Sequence[int]], seen: MeasuredOn) -> bool:
+    assert seen.short is not None
+    longest = max(map(len, strings), default=0)
+    for row in strings:
+        if ITEM_TOKENS <= len(row) >= longest / 2:
+            new = len(row) - shared_tokens(np.array(row), seen.short)
+            # Up to a stride at either end of what was seen belongs to no run that was kept.
+            if new <= min(max(len(row) / 5, 2 * seen.short.stride), len(row) / 2):
+                return True
+    return False

@@ -1,0 +1,102 @@
+"""Text to calibrate on where there is none: what a model writes itself."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from lyapunov_prune.arguments import checked, require_least
+from lyapunov_prune.data.batch import Split, TokenBatch
+from lyapunov_prune.errors import LyapunovPruneError
+from lyapunov_prune.forward.decoding import draws_of, sample
+from lyapunov_prune.forward.logits import require_temperature
+from lyapunov_prune.forward.reading import read
+from lyapunov_prune.models.structure import identify, in_eval_mode
+from lyapunov_prune.progress import track
+from lyapunov_prune.results.store import Store
+
+SELF = "self"  # names such a text where a text is named
+# Seeds, so that no part of what a model writes is in another.
+_SEEDS = {"calibration": 0, "all": 0, "evaluation": 1}
+
+
+def written_by(
+    model: PreTrainedModel,
+    split: Split,
+    tokens: int,
+    context: int,
+    *,
+    folder: Path | None = None,
+    resume: bool = False,
+) -> TokenBatch:
+    """The text `self` of a model: `self_generated` by the seed of a split."""
+    how: dict[str, Any] = {
+        "tokens": tokens,
+        "context": context,
+        "seed": _SEEDS[split],
+        "folder": folder,
+        "resume": resume,
+    }
+    return replace(self_generated(model, **how), split=split)
+
+
+@checked
+@in_eval_mode
+def self_generated(
+    model: PreTrainedModel,
+    *,
+    tokens: int = 25600,
+    context: int = 256,
+    seed: int = 0,
+    temperature: float = 1.0,
+    batch_size: int = 16,
+    folder: str | Path | None = None,
+    resume: bool = False,
+) -> TokenBatch:
+    """Windows that `model` writes: its BOS token, then tokens drawn from `softmax(logits / temperature)`.
+
+    There are `tokens // context` of them, (windows × context) int64; behind the end of a text another begins. The draws
+    depend on `seed` and the number of the window alone, so `batch_size` changes nothing but rounding. The batch's
+    `text` names the model, its weights, the temperature and the seed. Finished windows are kept in `folder`, and with
+    `resume` not written again.
+
+    Raises LyapunovPruneError for a model without a BOS or end-of-text token to begin with, a context of less than two
+    tokens or longer than the model's, fewer tokens than one window, a temperature that is not above 0, and logits that
+    are not finite, naming the step.
+    """
+    require_least(1, batch_size=batch_size)
+    require_temperature(temperature)
+    if context < 2 or tokens < context:
+        raise LyapunovPruneError(f"{tokens} tokens in windows of {context} are no text; give 2 or more, and a window")
+    begin = _first_token(model)
+    windows, steps = tokens // context, context - 1
+    reading = read(model, torch.full((1, context), begin))  # its context and vocabulary are checked
+    known = identify(model)
+    about: dict[str, Any] = {"weights": known.weights, "settings": known.settings, "dtype": str(model.dtype)}
+    about |= {"context": context, "seed": seed, "temperature": temperature}
+    with Store(folder, "self-generated text", about, resume=resume) as store:
+        missing = [window for window in range(windows) if str(window) not in store]
+        for first in track(range(0, len(missing), batch_size), "writing text"):
+            some = missing[first : first + batch_size]
+            prompts, draws = torch.full((len(some), 1), begin), draws_of(seed, some, steps)
+            for window, row in zip(some, sample(reading, prompts, draws, temperature).tolist(), strict=True):
+                store.add(str(window), row)
+        rows = [[begin, *store[str(window)]] for window in range(windows)]
+    weights = next(iter(known.weights.values()))[:12]
+    source = f"written by {known.name} (weights {weights}, temperature {temperature:g}, seed {seed})"
+    return TokenBatch(torch.tensor(rows), text=source, split="all", bos=True)
+
+
+def _first_token(model: PreTrainedModel) -> int:
+    """The BOS token of the model, or what ends a text, behind which another begins."""
+    for name in ("bos_token_id", "eos_token_id"):
+        for settings in (model.generation_config, model.config.get_text_config()):
+            token = getattr(settings, name, None)
+            token = token[0] if isinstance(token, list) and token else token
+            if isinstance(token, int):
+                return token
+    raise LyapunovPruneError(f"{identify(model).name} names no token to begin a text with (bos_token_id); give --text")

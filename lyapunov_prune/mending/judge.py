@@ -1,0 +1,66 @@
+"""Whether mending pays: the cut model with its maps against the one without, on text that no map has seen."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+import torch
+from transformers import PreTrainedModel
+
+from lyapunov_prune.data.batch import TokenBatch
+from lyapunov_prune.errors import LyapunovPruneError
+from lyapunov_prune.forward.own_text import self_generated
+from lyapunov_prune.forward.reading import Readable, Reading, read
+from lyapunov_prune.mending.mend import Mend, fit_mends, mapped
+from lyapunov_prune.mending.report import Judgement, MendReport
+from lyapunov_prune.models.structure import in_eval_mode
+
+# Of the text that the dense model writes to judge by, where none is given.
+_TOKENS, _CONTEXT = 2048, 128
+_SEED = 10**6  # that of no text to learn from
+
+
+@in_eval_mode
+@torch.no_grad()
+def judged_mends(
+    model: PreTrainedModel, removed: Sequence[int], batch: Readable, judge: TokenBatch | torch.Tensor | None = None
+) -> tuple[tuple[Mend, ...], MendReport]:
+    """`fit_mends` on every second window of `batch`, judged by the others and by `judge`; no maps if they do not pay.
+
+    `judge` is another text; None has the dense model write one (`second_text`). The report holds both judgements.
+    Raises LyapunovPruneError for a batch of one window, and as `fit_mends` and `second_text`.
+    """
+    reading = read(model, batch)
+    fitting, *judges = fitting_and_judges(reading, judge)
+    mends, report = fit_mends(model, removed, fitting, of=2)
+    judged = [Judgement(losses(j, removed), losses(j, removed, mends), j.measured_on()) for j in judges]
+    report = replace(report, check=judged[0], other=judged[1])
+    return (mends if report.kept else ()), report
+
+
+def fitting_and_judges(reading: Reading, judge: TokenBatch | torch.Tensor | None) -> tuple[Reading, Reading, Reading]:
+    """Every second window to fit on, the others to judge by, and another text to judge by."""
+    if len(reading.batch) < 2:
+        raise LyapunovPruneError(
+            "maps are fitted on one half of the windows and judged by the other, and there is one window; give 2 or "
+            "more (--tokens, --context)"
+        )
+    halves = [replace(reading, batch=reading.batch.take(range(k, len(reading.batch), 2))) for k in (0, 1)]
+    return halves[0], halves[1], read(reading.model, second_text(reading) if judge is None else judge)
+
+
+def second_text(reading: Reading) -> TokenBatch:
+    """A text that the dense model writes itself, in short windows. Raises as `self_generated`."""
+    context = min(_CONTEXT, reading.structure.max_context or _CONTEXT)
+    return self_generated(reading.model, tokens=_TOKENS, context=context, seed=_SEED)
+
+
+def losses(reading: Reading, removed: Sequence[int], mends: Sequence[Mend] = ()) -> np.ndarray:
+    """The mean loss of every window (nats a token) without the layers `removed`, with the maps of `mends`."""
+    prefix, scorer, found = reading.prefix, reading.scorer, list[float]()
+    for ids in reading.windows(1):
+        with prefix.without(removed), mapped(reading.structure.layers, mends):
+            found += scorer(ids)[0]
+    return np.array(found)
