@@ -88,9 +88,8 @@ def heal(
 
     require_empty(output)
     jobs = jobs_folder("heal", model, output)
-    require_settings(
-        steps, minutes, update_rank, learning_rate, temperature
-    )  # before the dense model writes for minutes
+    # Before the dense model writes for minutes.
+    require_settings(steps, minutes, update_rank, learning_rate, temperature)
     if shard:
         sharing(per_step, update_rank)
     made = Path(model) / PROVENANCE
