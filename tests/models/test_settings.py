@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokeni
 from lyapunov_prune.allocation.allocation import Allocation
 from lyapunov_prune.allocation.schedules import allocate
 from lyapunov_prune.errors import LyapunovPruneError
-from lyapunov_prune.healing.own_text import self_generated
+from lyapunov_prune.forward.own_text import self_generated
 from lyapunov_prune.models.loading import load
 from lyapunov_prune.models.settings import forward_settings
 from lyapunov_prune.models.structure import identify
