@@ -110,6 +110,7 @@ def load_examples(
         return loaded.model, loaded.tokenizer, batch
 
     source.require_one_place("--images")
+    given.refuse("is of a model that reads text too; leave it out", "text_only")
     given.refuse_record("is of a text, and --images is in its place; leave it out", TextOptions)
 
     from lyapunov_prune.data.image_files import load_images

@@ -88,6 +88,10 @@ class ModelOptions:
         model_option(help="Of the weights in memory; without a default, as the checkpoint has them."),
     ] = None
     offline: Annotated[bool, model_option("--offline", help="Never touch the network.")] = False
+    text_only: Annotated[
+        bool,
+        model_option("--text-only", help="Of a multimodal checkpoint the text model alone; what is left out is named."),
+    ] = False
 
     def load(self, model: str, *, merge_adapter: bool = False, stream: bool = False) -> Loaded:
         self.require()
@@ -95,7 +99,9 @@ class ModelOptions:
             self.require_one_place("--stream")
             from lyapunov_prune.checkpoints.streamed import load_streamed
 
-            return load_streamed(model, dtype=self.dtype, device=self.device, offline=self.offline)
+            return load_streamed(
+                model, dtype=self.dtype, device=self.device, offline=self.offline, text_only=self.text_only
+            )
 
         from lyapunov_prune.models.loading import load
 
@@ -106,6 +112,7 @@ class ModelOptions:
             offline=self.offline,
             merge_adapter=merge_adapter,
             device_map=self.device_map,
+            text_only=self.text_only,
         )
 
     def require(self) -> None:

@@ -19,6 +19,7 @@ from lyapunov_prune.models.compact import renumber_compact
 from lyapunov_prune.models.families import DEPTH_ATTRIBUTES, POSITION_ATTRIBUTES, family_entry
 from lyapunov_prune.models.held import held
 from lyapunov_prune.models.layer_settings import require_attention, slice_settings
+from lyapunov_prune.models.left_out import forget_heads
 from lyapunov_prune.models.plain import require_plain
 from lyapunov_prune.models.sharing import own, share_equal, shared_memo
 from lyapunov_prune.models.structure import Structure, find_structure
@@ -116,6 +117,7 @@ def without_layers(
     for index in reversed(plan.remove):
         del layers[index]
 
+    forget_heads(pruned.config)
     for config in _configs(pruned, original):
         slice_settings(config, original.count, plan.kept, original.num_layers)
     _renumber(pruned, layers, plan.kept, original.num_layers)

@@ -117,6 +117,7 @@ def prune(
 
     from lyapunov_prune.models.device import resolve_device
     from lyapunov_prune.models.kinds import find_kinds
+    from lyapunov_prune.models.left_out import require_whole
     from lyapunov_prune.models.packed import is_unpacked
     from lyapunov_prune.models.plain import require_unquantised
     from lyapunov_prune.predictions.expectation import expectation
@@ -149,7 +150,7 @@ def prune(
         given.refuse_record(f"is of a model in memory, and files are pruned ({why}); leave it out", TextOptions)
         if on_disk or stream:  # else it has said that the model does not fit there
             given.refuse("has no effect on what is pruned on disk; leave it out", "device")
-        _prune_on_disk(model, output, layers, plan_file, keep_period, source.offline, as_json, why, stream)
+        _prune_on_disk(model, output, layers, plan_file, keep_period, source, as_json, why, stream)
         return
     if images is not None:
         assert plan_file is not None
@@ -166,6 +167,7 @@ def prune(
             "FILE with --on-disk"
         )
     require_unquantised(loaded.model)  # before anything is measured
+    require_whole(loaded.model)
     period = find_kinds(loaded.structure).require_period() if keep_period else 1
     judged = load_judge(judge, loaded, batch, text, source) if mend else None
     if layers is not None:
@@ -232,7 +234,7 @@ def _prune_on_disk(
     layers: str | None,
     plan_file: Path | None,
     keep_period: bool,
-    offline: bool,
+    source: ModelOptions,
     as_json: bool,
     why: str,
     stream: bool,
@@ -247,7 +249,7 @@ def _prune_on_disk(
         raise LyapunovPruneError(
             f"{model} is no safetensors file, and only those are pruned on disk; leave out --on-disk"
         )
-    outline = read_outline(checkpoint_folder(model, offline=offline), model)
+    outline = read_outline(checkpoint_folder(model, offline=source.offline), model, text_only=source.text_only)
     if layers is not None:
         plan = PruningPlan.given(outline.identity, layer_indices("--layers", layers))
     else:
