@@ -134,7 +134,7 @@ class TextOptions:
         str,
         text_option(
             help="builtin, a .txt, .jsonl, .json, .csv or .parquet file, a hub data set name[:config[:split]], or "
-            "self: written by the (dense) model."
+            "self: written by the (dense) model, which prune --mend takes if none is given."
         ),
     ] = "builtin"
     text_column: Annotated[
@@ -197,7 +197,9 @@ Format = Annotated[
 Mend = Annotated[bool, model_option("--mend", help="Close the gaps by maps fitted on the text, without training.")]
 Judge = Annotated[
     str | None,
-    text_option(help="A second text that --mend is judged by, as --text; written by the model if not given."),
+    text_option(
+        help="A second text that --mend is judged by, as --text; if not given, self, or builtin by --text self."
+    ),
 ]
 Stream = Annotated[
     bool,

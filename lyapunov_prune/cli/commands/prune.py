@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -115,6 +116,7 @@ def prune(
     if keep_period and by.what != "layers":
         raise LyapunovPruneError(f"{by.what} alone leaves every layer in its place; leave out --keep-period")
 
+    from lyapunov_prune.forward.own_text import SELF
     from lyapunov_prune.models.device import resolve_device
     from lyapunov_prune.models.kinds import find_kinds
     from lyapunov_prune.models.left_out import require_whole
@@ -159,6 +161,8 @@ def prune(
         written = write_pruned(classifier, None, plan, output, examples, format=format)
         _tell(written, as_json, output)
         return
+    if mend and "text" not in given:  # see experiments/48_texts_to_mend_by
+        text = replace(text, text=SELF)
     given_plan = None if plan_file is None else _read_plan(plan_file)
     loaded, batch = load_inputs(model, source, text, merge_adapter=merge_adapter, plan=given_plan)
     if by.what == "layers" and is_unpacked(loaded.structure.config):
