@@ -23,10 +23,12 @@ from lyapunov_prune.models.folder import loading_errors, require_loadable
 from lyapunov_prune.models.left_out import find_left_out, keep_left_out
 from lyapunov_prune.models.packed import is_unpacked, require_scales, unlogged, unpacking
 from lyapunov_prune.models.quantised import UNPACK, is_packed, quantisation, require_kernels
+from lyapunov_prune.models.settings import unknown_layer_numbers, unknown_settings
 from lyapunov_prune.models.stored_names import targets_of
-from lyapunov_prune.models.structure import Structure, find_structure
+from lyapunov_prune.models.structure import Structure, find_layers, find_structure
 from lyapunov_prune.models.weight_files import stored_names, weight_files
 from lyapunov_prune.models.wrappers import auto_class
+from lyapunov_prune.progress import warn
 from lyapunov_prune.results.history import keep_history, read_history
 
 LOCAL = {"local_files_only": True, "trust_remote_code": False}  # None would ask, and run code on "y"
@@ -130,6 +132,7 @@ def load_weights(auto: Any, where: Path, folder: Path, options: dict[str, Any], 
             f"{where} lacks {len(broken)} weights of a {type(model).__name__} or has them in another shape "
             f"({broken[0]}); fetch it again, or give {wanted}"
         )
+    _tell_of_code(model, where)
     if is_compact(model) and info["unexpected_keys"]:  # its config says what is gone, and is wrong
         raise LyapunovPruneError(
             f"the config in {where} cuts out {sorted(info['unexpected_keys'])[0]}, and the weights hold it; "
@@ -149,6 +152,23 @@ def tell_left_out(model: PreTrainedModel, folder: Path, *, asked: bool = False) 
     targets, others = targets_of(model, keys)
     taken = {key: target.name for key, target in targets.items()}
     keep_left_out(model, find_left_out(model, taken, others, asked=asked), folder)
+
+
+def _tell_of_code(model: PreTrainedModel, where: Path) -> None:
+    """Warn of code that the config names, which is not run, and of settings for it; what is written names no code."""
+    if is_compact(model):  # whose code is this package's own
+        return
+    config = model.config.get_text_config(decoder=True)
+    unknown = list(unknown_settings(config))
+    numbers = unknown_layer_numbers(config, find_layers(model).num_layers)
+    code = vars(model.config).pop("auto_map", None)
+    if not code and not numbers:
+        return
+    files = sorted({str(name).partition(".")[0] for name in code.values()}) if isinstance(code, dict) else []
+    told = [f"names code of its own ({', '.join(files)}), which is never run"] if code else []
+    told += [f"holds settings that transformers does not know ({', '.join(unknown)})"] if unknown else []
+    layers = f"; {', '.join(numbers)}: numbers of layers that go unused" if numbers else ""
+    warn(f"the config in {where} {' and '.join(told)}{layers}. All numbers are of the plain {type(model).__name__}")
 
 
 @contextmanager
