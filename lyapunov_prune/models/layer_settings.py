@@ -50,7 +50,7 @@ def slice_settings(config: Any, count: str, kept: tuple[int, ...], total: int) -
 
     Returns the settings with numbers of layers that nobody understands (`unknown_layer_numbers`): they are deleted.
     """
-    gone = unknown_layer_numbers(config, total)
+    gone = [name for name in unknown_layer_numbers(config, total) if name not in INDEX_LISTS]
     for name in gone:
         delattr(config, name)
     fields = vars(config)

@@ -34,6 +34,7 @@ _SHARED_CODE = (
     "modeling_rope_utils.py",
     "modeling_utils.py",
 )
+_OF_LAYERS = re.compile("layer|block|att|mlp|ffn|expert|drop|skip|prune|exit")
 _NAMED_IN_CODE = re.compile(r"\b(?:config|self)\.(\w+)|[\"'](\w+)[\"']")
 
 
@@ -80,8 +81,12 @@ def unknown_settings(config: PreTrainedConfig) -> dict[str, Any]:
 
 
 def unknown_layer_numbers(config: PreTrainedConfig, total: int) -> list[str]:
-    """The unknown settings that hold numbers of layers, of which there are `total`: in a list, or as keys."""
-    return [name for name, value in unknown_settings(config).items() if _numbers_layers(value, total)]
+    """The unknown settings that hold numbers of layers, of which there are `total`: in a list, or as keys.
+
+    Other lists hold small numbers too, so that the name has to speak of layers or their parts.
+    """
+    unknown = unknown_settings(config).items()
+    return [name for name, value in unknown if _OF_LAYERS.search(name) and _numbers_layers(value, total)]
 
 
 def _numbers_layers(value: Any, total: int) -> bool:

@@ -207,10 +207,17 @@ def test_unknown_settings_and_numbers_of_layers() -> None:
         "empty": [],
         "flags": [True, False],
     }
-    ours |= {"beyond": [2, 6], "twice": [1, 1], "head_dim": 8, "sliding_window": 4, "unused_dropout": 0.1}
+    ours |= {
+        "layers_beyond": [2, 6],
+        "layers_twice": [1, 1],
+        "sizes": [2, 4],
+        "head_dim": 8,
+        "sliding_window": 4,
+        "unused_dropout": 0.1,
+    }
     for name, value in ours.items():
         setattr(config, name, value)
-    unknown = {"drop_attn_list", "by_layer", "note", "empty", "flags", "beyond", "twice"}
+    unknown = {"drop_attn_list", "by_layer", "note", "empty", "flags", "layers_beyond", "layers_twice", "sizes"}
     assert unknown_settings(config).keys() == unknown
     assert unknown_layer_numbers(config, 6) == ["drop_attn_list", "by_layer"]
 
