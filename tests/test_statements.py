@@ -89,6 +89,7 @@ EXAMINED = [
     "45_search_curve",
     "46_within_reach",
     "47_two_factors",
+    "48_texts_to_mend_by",
 ]
 
 

@@ -2,26 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
-from typing import Any
 
 import torch
-from torch import nn
 from transformers import PreTrainedModel
 
 from lyapunov_prune.calibration.statistics import Statistics
 from lyapunov_prune.errors import LyapunovPruneError
+from lyapunov_prune.forward.products import watched_products
 from lyapunov_prune.linalg import feature_energy, lift
-from lyapunov_prune.models.hooked import hooked
 from lyapunov_prune.models.projections import Projection
+
+# What helps where the inputs of a matrix are not seen; the remedy of another text or more of it is no remedy there.
+_UNCALIBRATED = "take what needs no calibration (--method magnitude, --allocation uniform)"
 
 
 def require_seen(projections: Sequence[Projection]) -> None:
     """Raise LyapunovPruneError for experts that a family fuses: no hook sees what enters them."""
     fused = next((p.name for p in projections if p.expert is not None), None)
     if fused:
-        raise LyapunovPruneError(f"the inputs of {fused} are not seen outside its fused forward; use method magnitude")
+        raise LyapunovPruneError(f"the inputs of {fused} are not seen outside its fused forward; {_UNCALIBRATED}")
 
 
 class Gathering:
@@ -38,25 +39,26 @@ class Gathering:
         self.sensitivities: dict[str, torch.Tensor] = {}
         self._leader: dict[str, str] = {}  # the first of the matrices that are given the same tensor
         self._last: tuple[torch.Tensor | None, str] = (None, "")
-        self._outputs: list[tuple[str, torch.Tensor]] = []
+        self._outputs: list[tuple[str, torch.Tensor, bool]] = []
 
     def watching(self) -> AbstractContextManager[None]:
-        return hooked(after=[(module, self._hook(name)) for name, module in self.modules.items()])
+        return watched_products(self.modules, self._seen)
 
-    def _hook(self, name: str) -> Callable[..., None]:
-        def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-            x, (before, leader) = args[0], self._last
-            if x is not before:
-                leader = name
-            self._last = (x, leader)
-            if self._leader.setdefault(name, leader) != leader:
-                raise LyapunovPruneError(f"{name} shares its input with other matrices in one window than in another")
-            if leader == name:
-                self._add(name, x.detach().reshape(-1, x.shape[-1]))
-            if self.needs == "sensitivity":
-                self._outputs.append((name, output if output.requires_grad else output.requires_grad_()))
-
-        return hook
+    def _seen(self, name: str, x: torch.Tensor, output: torch.Tensor, rows_are_features: bool) -> None:
+        before, leader = self._last
+        if x is not before:
+            leader = name
+        self._last = (x, leader)
+        if self._leader.setdefault(name, leader) != leader:
+            raise LyapunovPruneError(
+                f"{name} is called more than once a forward, with other inputs, as a module that layers share; "
+                f"{_UNCALIBRATED}"
+            )
+        if leader == name:
+            self._add(name, x.detach().reshape(-1, x.shape[-1]))
+        if self.needs == "sensitivity":
+            output = output if output.requires_grad else output.requires_grad_()
+            self._outputs.append((name, output, rows_are_features))
 
     def _add(self, name: str, x: torch.Tensor) -> None:
         if self.needs == "norms":
@@ -73,21 +75,25 @@ class Gathering:
         """Add the gradients, at the outputs of the matrices, of a random product with the layer's output."""
         # Window by window: of how many there are at once the numbers drawn would depend.
         v = torch.stack([torch.randn(window.shape, generator=generator) for window in output]).to(output)
-        grads = torch.autograd.grad(output, [y for _, y in self._outputs], v, allow_unused=True)
-        for (name, _), g in zip(self._outputs, grads, strict=True):
+        grads = torch.autograd.grad(output, [y for _, y, _ in self._outputs], v, allow_unused=True)
+        for (name, _, rows_are_features), g in zip(self._outputs, grads, strict=True):
             if g is not None:
-                self._sum(self.sensitivities, name, _gram(g))
+                self._sum(self.sensitivities, name, _gram(g.transpose(-1, -2) if rows_are_features else g))
         self._outputs = []
 
     def statistics(self) -> dict[str, Statistics]:
         """The statistics of every matrix, by its name.
 
-        Raises LyapunovPruneError for a matrix that no token reached, and for activations that are not finite.
+        Raises LyapunovPruneError for a matrix that no product was seen with, and for activations that are not finite.
         """
         result: dict[str, Statistics] = {}
         for p in self.projections:
             if p.module not in self._leader:
-                raise LyapunovPruneError(f"{p.name} took no part in the calibration forward; give more text")
+                raise LyapunovPruneError(
+                    f"no product with {p.name} is seen in a forward of the calibration text: no token reaches it (an "
+                    "expert: give more text), text alone does not use it (attention to an encoder), or a fused kernel "
+                    f"multiplies by it; {_UNCALIBRATED}"
+                )
             leader = self._leader[p.module]
             gram = self.grams.get(leader)
             energy = self.energy[leader] if gram is None else gram.diagonal()

@@ -7,10 +7,14 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 
 from huggingface_hub import ModelCardData
+from transformers import PreTrainedModel
 
 from lyapunov_prune.errors import printable
+from lyapunov_prune.models.classifiers import looks_at_images
 from lyapunov_prune.models.compact import MODULE
 from lyapunov_prune.models.hub import HUB_ID
+from lyapunov_prune.models.left_out import left_out
+from lyapunov_prune.models.wrappers import loading_class
 
 _MODULE_IS_RUN = f"""This runs `{MODULE}`, which lies in this folder and imports torch and transformers alone: read it
 first. lyapunov-prune needs no flag. It runs its own copy of that module, and no code from a folder."""
@@ -20,7 +24,7 @@ def write_card(
     folder: Path,
     title: str,
     about: str,
-    loader: str,
+    model: PreTrainedModel,
     sections: Mapping[str, str] | None = None,
     *,
     tags: Collection[str] = (),
@@ -29,14 +33,17 @@ def write_card(
     """Write the card of the checkpoint in `folder`.
 
     `title` is text; `about` and what stands under the headings of `sections` are Markdown, in which names went
-    through `as_text`. `loader` is the class that loads the checkpoint, `source` the model that this one was made
-    from, which becomes a link if it is of a hub. Where the folder holds the module of a compact checkpoint, the card
-    says that loading runs it.
+    through `as_text`. `model` is what the checkpoint holds: its class and what it was loaded without are named.
+    `source` is the model that this one was made from, which becomes a link if it is of a hub. Where the folder holds
+    the module of a compact checkpoint, the card says that loading runs it.
     """
-    compact, reads_text = (folder / MODULE).is_file(), loader != "AutoModelForImageClassification"
+    compact, loader, reads_text = (folder / MODULE).is_file(), loading_class(model).__name__, not looks_at_images(model)
+    left = left_out(model)
+    lines = [] if left is None else [f"- {as_text(line)}." for line in left.lines()]
+    sections = {**(sections or {}), **({"Left out": "\n".join(lines)} if lines else {})}
     option = ", trust_remote_code=True" if compact else ""
     tokenizer = '\ntokenizer = AutoTokenizer.from_pretrained("path/to/this/folder")' if reads_text else ""
-    more = "".join(f"## {heading}\n\n{text}\n\n" for heading, text in (sections or {}).items())
+    more = "".join(f"## {heading}\n\n{text}\n\n" for heading, text in sections.items())
     card = f"""{_front_matter(("lyapunov-prune", *tags), source)}
 # {as_text(title)}
 

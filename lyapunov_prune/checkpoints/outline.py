@@ -11,27 +11,15 @@ from typing import Any
 import torch
 from safetensors import safe_open
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
-from transformers.conversion_mapping import get_model_conversion_mapping
-from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
 
 from lyapunov_prune.checkpoints.tensor_files import DTYPES, Stored, read_into, read_tensors, reading
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.models.digest import combined, digests_of, saved_tensors
 from lyapunov_prune.models.loading import load_outline
-from lyapunov_prune.models.packed import DENSE, unpacker
+from lyapunov_prune.models.stored_names import Target, targets_of
 from lyapunov_prune.models.structure import Structure, identify
-from lyapunov_prune.models.wrappers import is_wrapped
 from lyapunov_prune.progress import status
 from lyapunov_prune.results.result import ModelIdentity
-
-
-@dataclass(frozen=True)
-class Target:
-    """The parameter that transformers fills from a tensor, and the conversion on the way; None if it only renames."""
-
-    name: str
-    converter: WeightConverter | None = None
-    pattern: str = ""
 
 
 @dataclass(frozen=True)
@@ -72,7 +60,9 @@ class Outline:
             memory.copy_(tensor)  # out of a mapping, which is read only now
 
 
-def read_outline(folder: Path, name: str | Path, dtype: torch.dtype | None = None) -> Outline:
+def read_outline(
+    folder: Path, name: str | Path, dtype: torch.dtype | None = None, *, text_only: bool = False
+) -> Outline:
     """Read the headers of the checkpoint in `folder`, and its numbers once, for the digests that tell it from others.
 
     The model has the dtypes that loading it in `dtype` gives it; None keeps the checkpoint's. Packed integers are
@@ -81,15 +71,10 @@ def read_outline(folder: Path, name: str | Path, dtype: torch.dtype | None = Non
     Raises LyapunovPruneError for what cannot be loaded whole, for weights that stay packed, and for a decoder
     inside a multimodal model.
     """
-    loaded = load_outline(folder, name, dtype)
-    if is_wrapped(loaded.model):
-        raise LyapunovPruneError(
-            f"{name} holds a decoder inside a {type(loaded.model).__name__}, which goes neither by --stream nor by "
-            "--on-disk; take it in memory"
-        )
+    loaded = load_outline(folder, name, dtype, text_only=text_only)
     with reading(()):
         stored = read_tensors(folder, getattr(loaded.model.config, "transformers_weights", None))
-    targets = _targets(loaded.model, stored)
+    targets, _ = targets_of(loaded.model, stored)
     stored = {key: stored[key] for key in targets}
     sources = _sources(loaded.model, targets)
     digests = _digests(loaded.model, stored, targets, sources)
@@ -101,26 +86,6 @@ def layer_of(name: str, structure: Structure) -> int | None:
     """The layer that the parameter `name` of the model belongs to; None outside the layers."""
     prefix = f"{structure.layers_path}."
     return int(name[len(prefix) :].partition(".")[0]) if name.startswith(prefix) else None
-
-
-def _targets(model: PreTrainedModel, keys: dict[str, Stored]) -> dict[str, Target]:
-    """As transformers' loader assigns them: renamed, then converted by at most one rule, with or without the prefix."""
-    rules = get_model_conversion_mapping(model, hf_quantizer=unpacker(model.config))
-    renamings = [rule for rule in rules if isinstance(rule, WeightRenaming)]
-    converters = [rule for rule in rules if isinstance(rule, WeightConverter)]
-    by_pattern = {pattern: rule for rule in converters for pattern in rule.source_patterns}
-    state, prefix = model.state_dict(), model.base_model_prefix
-    targets: dict[str, Target] = {}
-    for key in sorted(keys, key=dot_natural_key):
-        name, pattern = rename_source_key(key, renamings, converters, prefix, state)
-        if name not in state and key in state:
-            name, pattern = rename_source_key(key, [], [], prefix, state)
-        if name in state:
-            if pattern is None or pattern == DENSE:
-                targets[key] = Target(name)
-            else:
-                targets[key] = Target(name, by_pattern[pattern], pattern)
-    return targets
 
 
 def _sources(model: PreTrainedModel, targets: dict[str, Target]) -> dict[str, tuple[str, ...]]:

@@ -9,20 +9,21 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from lyapunov_prune.forward.kept import KeptLogits
-from lyapunov_prune.forward.logits import SAME_LIMIT
+from lyapunov_prune.forward.logits import SAME_LIMIT, deviation
 from lyapunov_prune.linalg import lift
 from lyapunov_prune.models.dispatched import bring_weights, offload_folder, placement
 from lyapunov_prune.models.families import POSITION_ATTRIBUTES
 from lyapunov_prune.models.from_folder import quiet
 from lyapunov_prune.models.kernels import kernels
 from lyapunov_prune.models.packed import unlogged
+from lyapunov_prune.models.pictures import picture_logits, picture_prompt
 from lyapunov_prune.models.quantised import quantisation
 from lyapunov_prune.models.sharing import share_equal
 from lyapunov_prune.models.structure import find_layers
-from lyapunov_prune.models.wrappers import loading_class
+from lyapunov_prune.models.wrappers import auto_class, loading_class
 
 RELOADED = "reloads as saved"
 
@@ -76,11 +77,17 @@ def reload_check(
     _share_rounded_tables(pruned, reloaded)
     with quiet():  # the first forward of packed weights draws a bar
         kept = KeptLogits(reloaded, inputs)
-    worst = kept.deviation(KeptLogits(pruned, inputs))
+    worst = max(kept.deviation(KeptLogits(pruned, inputs)), _picture_deviation(pruned, reloaded))
     wrong = changed(reloaded)
     if wrong:
         return GateCheck(RELOADED, False, worst, limit, wrong)
     return GateCheck(RELOADED, worst <= limit, worst, limit, "logits after plain from_pretrained")
+
+
+def _picture_deviation(pruned: PreTrainedModel, reloaded: PreTrainedModel) -> float:
+    """That of the logits with a picture in the prompt, of a model that reads pictures."""
+    prompt = picture_prompt(pruned)
+    return 0.0 if prompt is None else deviation(picture_logits(reloaded, prompt), picture_logits(pruned, prompt))
 
 
 def wrong_packed_keys(folder: Path, config: PreTrainedConfig) -> str:
@@ -92,7 +99,7 @@ def wrong_packed_keys(folder: Path, config: PreTrainedConfig) -> str:
         return ""
     options = {"local_files_only": True, "trust_remote_code": False, "output_loading_info": True}
     with quiet(), unlogged(config):
-        loaded: Any = AutoModelForCausalLM.from_pretrained(folder, device_map="meta", **options)
+        loaded: Any = auto_class(config).from_pretrained(folder, device_map="meta", **options)
     return _wrong_keys(loaded[1])
 
 

@@ -8,15 +8,14 @@ from pathlib import Path
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from lyapunov_prune.checkpoints.beside import save_files
 from lyapunov_prune.checkpoints.cards import write_card
 from lyapunov_prune.checkpoints.elsewhere import elsewhere_check
 from lyapunov_prune.checkpoints.reloading import reload_check
 from lyapunov_prune.errors import CheckFailed
 from lyapunov_prune.forward.logits import sample_inputs
 from lyapunov_prune.models.compact import is_compact
-from lyapunov_prune.models.from_folder import quiet
 from lyapunov_prune.models.structure import in_eval_mode
-from lyapunov_prune.models.wrappers import loading_class
 from lyapunov_prune.results.files import RETRY, require_empty, whole_folder
 from lyapunov_prune.results.history import HISTORY, history_of
 from lyapunov_prune.results.result import Result
@@ -41,9 +40,7 @@ def write_model(
     """
     require_empty(target)
     with whole_folder(target, remedy) as folder:
-        with quiet():
-            model.save_pretrained(folder)
-            tokenizer.save_pretrained(folder)
+        save_files(model, tokenizer, folder)
         with torch.no_grad():
             inputs = sample_inputs(model, None)
             check = in_eval_mode(reload_check)(model, folder, inputs)
@@ -54,4 +51,4 @@ def write_model(
         history_of(model).save(folder / HISTORY)
         for name, result in results.items():
             result.save(folder / name)
-        write_card(folder, title, about, loading_class(model).__name__)
+        write_card(folder, title, about, model)

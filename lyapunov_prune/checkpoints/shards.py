@@ -10,12 +10,12 @@ from safetensors.torch import save_file
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.core_model_loading import revert_weight_conversion
 
+from lyapunov_prune.checkpoints.beside import save_files
 from lyapunov_prune.checkpoints.outline import layer_of, read_outline
 from lyapunov_prune.checkpoints.reloading import RELOADED, GateCheck, changed_setting, wrong_packed_keys
 from lyapunov_prune.checkpoints.tensor_files import write_index
 from lyapunov_prune.errors import CheckFailed, LyapunovPruneError
 from lyapunov_prune.models.digest import combined, saved_tensors, tensor_digests
-from lyapunov_prune.models.from_folder import quiet
 from lyapunov_prune.models.structure import find_structure
 
 # Of a layer's tensors, by their names in the model, what a file holds of them.
@@ -34,11 +34,7 @@ class Shards:
         self._where: dict[str, str] = {}
         self._size = 0
         self._digests: dict[str, dict[str, str]] = {}
-        with quiet():
-            model.save_pretrained(folder, state_dict={})  # the configs as transformers writes them, no weights
-            tokenizer.save_pretrained(folder)
-        for empty in folder.glob("*.safetensors"):
-            empty.unlink()
+        save_files(model, tokenizer, folder, {})
         self.write(None)
 
     def write(

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import PreTrainedModel
 
 from lyapunov_prune.arguments import checked
 from lyapunov_prune.checkpoints.layer_stream import LayerStream, read_tensor
@@ -21,6 +21,7 @@ from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.models.device import require_memory, resolve_device
 from lyapunov_prune.models.from_folder import Loaded, quiet
 from lyapunov_prune.models.kernels import kernels
+from lyapunov_prune.models.left_out import copy_left_out
 from lyapunov_prune.models.loading import checkpoint_folder, known_dtype
 from lyapunov_prune.models.streamed import keep_stream
 from lyapunov_prune.models.structure import find_structure, require_causal
@@ -35,6 +36,7 @@ def load_streamed(
     dtype: str | torch.dtype | None = None,
     device: str | torch.device = "cpu",
     offline: bool = False,
+    text_only: bool = False,
 ) -> Loaded:
     """As `load`, of a model that need not fit in memory: a folder or hub id with safetensors, one layer at a time.
 
@@ -52,7 +54,7 @@ def load_streamed(
     if name.endswith(".gguf"):
         raise LyapunovPruneError(f"{name} is no safetensors file, and only those are streamed; load it whole")
     place = resolve_device(str(device))
-    outline = read_outline(checkpoint_folder(name, offline=offline), name, wanted)
+    outline = read_outline(checkpoint_folder(name, offline=offline), name, wanted, text_only=text_only)
     model, stream = _made(outline, place)
     with status("trying whether the layers can be read one at a time"), stream.trial():
         require_causal(model)
@@ -73,7 +75,7 @@ def _made(outline: Outline, device: str) -> tuple[PreTrainedModel, LayerStream]:
     _require_memory(outline, wanted, device)
     config = copy.deepcopy(outline.model.config)
     with quiet(), init_empty_weights(include_buffers=False):  # what no checkpoint holds is computed
-        model: Any = AutoModelForCausalLM.from_config(config, dtype=outline.model.dtype, **kernels(config))
+        model: Any = type(outline.model)._from_config(config, dtype=outline.model.dtype, **kernels(config))
         for module in model.modules():
             module._is_hf_initialized = False
         model.initialize_weights()  # once more, as loading does: not under the dtype of the weights, which rounds
@@ -99,6 +101,7 @@ def _made(outline: Outline, device: str) -> tuple[PreTrainedModel, LayerStream]:
     if hasattr(outline.model, "is_quantized"):  # False where packed weights are unpacked
         model.is_quantized = outline.model.is_quantized
     keep_history(model, history_of(outline.model))
+    copy_left_out(outline.model, model)
     model.config._name_or_path = outline.model.config._name_or_path
     stream = LayerStream(outline, model, structure, device)
     keep_stream(model, stream)

@@ -59,16 +59,21 @@ def load_inputs(
 def load_judge(
     judge: str | None, loaded: Loaded, batch: TokenBatch, text: TextOptions, source: ModelOptions
 ) -> TokenBatch:
-    """The second text that mending is judged by: windows like those of the half of `batch` that judges, or short ones
-    that the model writes."""
+    """The second text that mending is judged by: by default what the model writes, or the built-in text beside that.
+
+    Of a text that is named as many windows as of `batch` judge, and as long ones.
+    """
     from lyapunov_prune.data.batch import require_disjoint
+    from lyapunov_prune.forward.own_text import SELF
     from lyapunov_prune.forward.reading import read
     from lyapunov_prune.mending.judge import second_text
 
-    if judge is None:
+    if judge is None and text.text == SELF:
+        judge = "builtin"
+    if judge is None or judge == SELF:
         return second_text(read(loaded.model, batch))
     tokens = max(1, len(batch) // 2) * text.context
-    other = replace(text, text=judge, text_column=None, tokens=tokens).load(
+    other = replace(text, text=judge, text_column=None, bos=None, tokens=tokens).load(
         loaded, "calibration", offline=source.offline
     )
     require_disjoint(batch, other)
@@ -110,6 +115,7 @@ def load_examples(
         return loaded.model, loaded.tokenizer, batch
 
     source.require_one_place("--images")
+    given.refuse("is of a model that reads text too; leave it out", "text_only")
     given.refuse_record("is of a text, and --images is in its place; leave it out", TextOptions)
 
     from lyapunov_prune.data.image_files import load_images

@@ -88,6 +88,10 @@ class ModelOptions:
         model_option(help="Of the weights in memory; without a default, as the checkpoint has them."),
     ] = None
     offline: Annotated[bool, model_option("--offline", help="Never touch the network.")] = False
+    text_only: Annotated[
+        bool,
+        model_option("--text-only", help="Of a multimodal checkpoint the text model alone; what is left out is named."),
+    ] = False
 
     def load(self, model: str, *, merge_adapter: bool = False, stream: bool = False) -> Loaded:
         self.require()
@@ -95,7 +99,9 @@ class ModelOptions:
             self.require_one_place("--stream")
             from lyapunov_prune.checkpoints.streamed import load_streamed
 
-            return load_streamed(model, dtype=self.dtype, device=self.device, offline=self.offline)
+            return load_streamed(
+                model, dtype=self.dtype, device=self.device, offline=self.offline, text_only=self.text_only
+            )
 
         from lyapunov_prune.models.loading import load
 
@@ -106,6 +112,7 @@ class ModelOptions:
             offline=self.offline,
             merge_adapter=merge_adapter,
             device_map=self.device_map,
+            text_only=self.text_only,
         )
 
     def require(self) -> None:
@@ -127,7 +134,7 @@ class TextOptions:
         str,
         text_option(
             help="builtin, a .txt, .jsonl, .json, .csv or .parquet file, a hub data set name[:config[:split]], or "
-            "self: written by the (dense) model."
+            "self: written by the (dense) model, which prune --mend takes if none is given."
         ),
     ] = "builtin"
     text_column: Annotated[
@@ -190,7 +197,9 @@ Format = Annotated[
 Mend = Annotated[bool, model_option("--mend", help="Close the gaps by maps fitted on the text, without training.")]
 Judge = Annotated[
     str | None,
-    text_option(help="A second text that --mend is judged by, as --text; written by the model if not given."),
+    text_option(
+        help="A second text that --mend is judged by, as --text; if not given, self, or builtin by --text self."
+    ),
 ]
 Stream = Annotated[
     bool,

@@ -27,6 +27,9 @@ class Given:
     def __init__(self, words: Mapping[str, str] = MappingProxyType({})) -> None:
         self._words = words
 
+    def __contains__(self, parameter: str) -> bool:
+        return parameter in self._words
+
     def refuse(self, why: str, *parameters: str) -> None:
         """Raise LyapunovPruneError for the first of `parameters` that was given, its word before `why`."""
         for name in parameters:

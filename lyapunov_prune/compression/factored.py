@@ -26,6 +26,7 @@ from torch.nn.functional import linear
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from lyapunov_prune.arguments import checked
+from lyapunov_prune.checkpoints.beside import save_files
 from lyapunov_prune.checkpoints.cards import write_card
 from lyapunov_prune.checkpoints.elsewhere import ELSEWHERE, elsewhere_check
 from lyapunov_prune.checkpoints.reloading import RELOADED, GateCheck, reload_check
@@ -46,10 +47,8 @@ from lyapunov_prune.errors import CheckFailed, LyapunovPruneError
 from lyapunov_prune.forward.kept import KeptLogits
 from lyapunov_prune.forward.logits import SAME_LIMIT, cached_logits, deviation, sample_inputs
 from lyapunov_prune.linalg import lift
-from lyapunov_prune.models.from_folder import quiet
 from lyapunov_prune.models.hooked import hooked
 from lyapunov_prune.models.structure import find_structure, in_eval_mode
-from lyapunov_prune.models.wrappers import loading_class
 from lyapunov_prune.pruning.compact_checkpoint import GATE
 from lyapunov_prune.pruning.counting import COUNTED, fallen_check, sizes_in_memory
 from lyapunov_prune.pruning.gate import CACHED, GateReport, attempt, bytes_in, seen_by
@@ -97,16 +96,14 @@ def write_factored(
     dense, ranks = done.model, done.report.ranks
     small, factored = with_factors(dense, ranks), find_factored(dense, ranks)
     with whole_folder(target) as folder:
-        with quiet():
-            small.save_pretrained(folder)
-            tokenizer.save_pretrained(folder)
+        save_files(small, tokenizer, folder)
         gate = verify_factored(dense, small, factored, folder)
         _keep(gate, folder)
         report = replace(done.report, packed=_stored_in(folder, dense, factored))
         history_of(dense).save(folder / HISTORY)
         for name, result in {**(results or {}), REPORT: report}.items():
             result.save(folder / name)
-        write_card(folder, title, report.about(), loading_class(small).__name__, {"Gate": gate_table(gate)})
+        write_card(folder, title, report.about(), small, {"Gate": gate_table(gate)})
     return report
 
 

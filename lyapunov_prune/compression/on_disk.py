@@ -34,10 +34,10 @@ from lyapunov_prune.compression.report import REPORT, CompressedMatrix, Compress
 from lyapunov_prune.compression.table import METHODS
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.forward.reading import Readable
+from lyapunov_prune.models.left_out import require_whole
 from lyapunov_prune.models.projections import Projection
 from lyapunov_prune.models.streamed import layer_held, stream_of
 from lyapunov_prune.models.structure import find_structure, in_eval_mode
-from lyapunov_prune.models.wrappers import loading_class
 from lyapunov_prune.progress import track
 from lyapunov_prune.pruning.provenance import gate_table
 from lyapunov_prune.results.files import require_disk, require_empty, whole_folder
@@ -85,6 +85,7 @@ def compress_on_disk(
         raise LyapunovPruneError(f"unknown format {format!r}; give one of {', '.join(FORMATS)}")
     if stream_of(model) is None:
         raise LyapunovPruneError("compress_on_disk takes a streamed model; give one of load_streamed, or use compress")
+    require_whole(model)
     require_streamed(how.get("allocation", "uniform"))
     require_empty(target)
     packing = _packing(model, **how) if format == PACKED else None
@@ -132,7 +133,7 @@ def compress_on_disk(
         history_with("compress", report.saw, model).save(folder / HISTORY)
         report.save(folder / REPORT)
         title = f"{Path(model.config._name_or_path).name}, compressed"
-        write_card(folder, title, report.about(), loading_class(small).__name__, sections)
+        write_card(folder, title, report.about(), small, sections)
     return report
 
 

@@ -19,6 +19,7 @@ from transformers import AutoConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from lyapunov_prune.allocation.allocation import Allocation
 from lyapunov_prune.arguments import checked
+from lyapunov_prune.checkpoints.beside import save_files
 from lyapunov_prune.checkpoints.cards import write_card
 from lyapunov_prune.checkpoints.reloading import reload_check
 from lyapunov_prune.checkpoints.shards import size_of
@@ -146,10 +147,8 @@ def write_packed(
             raise CheckFailed(f"nothing written: {p.name} is not what rtn makes of the model; compress it anew")
     state = packing.stored(small.state_dict())
     with whole_folder(target) as folder:
-        with quiet():
-            small.save_pretrained(folder, state_dict=state)
-            tokenizer.save_pretrained(folder)
-            packing.write_config(folder, small)
+        save_files(small, tokenizer, folder, state)
+        packing.write_config(folder, small)
         inputs = sample_inputs(small, None)
         check = in_eval_mode(reload_check)(small, folder, inputs, lambda loaded: _changed(small, loaded, projections))
         if not check.passed:
@@ -157,7 +156,7 @@ def write_packed(
         report = replace(report, packed=packed_in(folder, small))
         history_of(small).save(folder / HISTORY)
         report.save(folder / REPORT)
-        write_card(folder, title, report.about(), loading_class(small).__name__, LOADING)
+        write_card(folder, title, report.about(), small, LOADING)
     return report
 
 

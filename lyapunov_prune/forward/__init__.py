@@ -2,6 +2,7 @@
 
 - `reading`: a model and its batch, made once a measurement and handed on;
 - `hooks`: the residual stream seen, injected into, and layers skipped; `prefix`: a forward that begins at any layer;
+- `products`: what enters and leaves a matrix, also where its module is not called;
 - `rounding`: the coarsest dtype that the layers compute in, and whether they choose experts or tokens;
 - `branches`, `sublayers`: attention and MLP of a layer, run or silenced; `outputs`: what makes their output;
 - `replacement`, `changes`: other weights, or a changed layer, for as long as a block lasts;

@@ -35,9 +35,9 @@ from lyapunov_prune.joint.result import PLAN, REPORT, JointRun
 from lyapunov_prune.joint.times import Times, measure_times
 from lyapunov_prune.merging.table import DEFAULT
 from lyapunov_prune.merging.unmerged import Unmerged
+from lyapunov_prune.models.left_out import require_whole
 from lyapunov_prune.models.plain import require_unquantised
 from lyapunov_prune.models.structure import find_layers, identify, in_eval_mode
-from lyapunov_prune.models.wrappers import loading_class
 from lyapunov_prune.pruning.compact import Cuts, make_compact
 from lyapunov_prune.pruning.compact_checkpoint import save_compact
 from lyapunov_prune.pruning.counting import sizes_in_memory
@@ -97,6 +97,7 @@ def remove_jointly(
     require_empty(output)
     require_least(1, steps=steps, recover_steps=recover_steps, seeds=seeds)
     learn, select, final = slices
+    require_whole(model)
     require_unquantised(model)
     require_trainable(model, "the model")
     origins = tuple(data.measured_on(model) for data in slices)
@@ -227,8 +228,7 @@ def remove_jointly(
                 plan,
                 gate,
                 find_layers(model),
-                compact.num_parameters(),
-                loader=loading_class(compact).__name__,
+                compact,
                 format="compact",
                 since=card.since(run),
                 sections=card.sections(run),

@@ -9,7 +9,10 @@
   processes; `kernels`: by which attention and experts are computed;
 - `digest`, `settings`: what tells a model's weights and its forward from others; `tokenizers`: what tells two that read
   alike;
-- `adapters`, `plain`, `wrappers`: what a model must be for its weights to be changed;
+- `adapters`, `plain`, `wrappers`: what a model must be for its weights to be changed; `pictures`: a prompt with a
+  picture, for one that reads them;
+- `stored_names`, `left_out`: which tensor of the files fills which of the model, and which of them it was loaded
+  without;
 - `projections`, `roles`: its matrices, and what each does; `feedforward`: the block between attention and the next
   layer; `kinds`: which layers are alike; `positions`: at which lengths of a text its positions change;
 - `streamed`: what has to be known of a model whose layers are read from its files one at a time;

@@ -15,7 +15,7 @@ from lyapunov_prune.arguments import checked
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.models.device import resolve_device
 from lyapunov_prune.models.folder import loading_errors, require_loadable
-from lyapunov_prune.models.from_folder import LOCAL, load_weights, quiet
+from lyapunov_prune.models.from_folder import LOCAL, load_weights, quiet, tell_left_out
 from lyapunov_prune.models.loading import checkpoint_folder, known_dtype
 from lyapunov_prune.models.structure import Structure, find_layers
 from lyapunov_prune.results.history import keep_history, read_history
@@ -66,6 +66,7 @@ def load_classifier(
     model = load_weights(
         AutoModelForImageClassification, folder, folder, LOCAL | options | {"use_safetensors": True}, "a ViT or DeiT"
     )
+    tell_left_out(model, folder)
     keep_history(model, read_history(folder))
     model.config._name_or_path = str(name)
     return LoadedClassifier(model.eval(), find_layers(model), _normalisation(folder, model.config.num_channels))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import logging
 import os
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stderr
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,17 +14,20 @@ from typing import Any
 import torch
 import transformers
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
-from transformers.core_model_loading import dot_natural_key
 
 from lyapunov_prune.errors import LyapunovPruneError, first_line
 from lyapunov_prune.models.compact import is_compact
 from lyapunov_prune.models.dispatched import bring_weights, offload_folder, require_placed
 from lyapunov_prune.models.expansion import require_bounded, require_bounded_file
 from lyapunov_prune.models.folder import loading_errors, require_loadable
+from lyapunov_prune.models.left_out import find_left_out, keep_left_out
 from lyapunov_prune.models.packed import is_unpacked, require_scales, unlogged, unpacking
-from lyapunov_prune.models.quantised import UNPACK, quantisation, require_kernels
+from lyapunov_prune.models.quantised import UNPACK, is_packed, quantisation, require_kernels
+from lyapunov_prune.models.settings import unknown_layer_numbers, unknown_settings
+from lyapunov_prune.models.stored_names import targets_of
 from lyapunov_prune.models.structure import Structure, find_layers, find_structure
-from lyapunov_prune.models.weight_files import weight_files
+from lyapunov_prune.models.weight_files import stored_names, weight_files
+from lyapunov_prune.models.wrappers import auto_class
 from lyapunov_prune.progress import warn
 from lyapunov_prune.results.history import keep_history, read_history
 
@@ -48,8 +51,10 @@ class Loaded:
         return cls(model.eval(), tokenizer, find_structure(model))
 
 
-def load_folder(folder: Path, options: dict[str, Any]) -> Loaded:
+def load_folder(folder: Path, options: dict[str, Any], *, text_only: bool = False) -> Loaded:
     """The checkpoint in `folder` with its history, by transformers' `options` (`dtype`, `device_map`).
+
+    A decoder inside a multimodal model is loaded with all of that, or with `text_only` without (`auto_class`).
 
     Packed integers of the formats of `is_unpacked` are unpacked; what else is packed stays so, and is refused on the
     `meta` device. Raises LyapunovPruneError for anything that cannot be loaded whole.
@@ -71,17 +76,22 @@ def load_folder(folder: Path, options: dict[str, Any]) -> Loaded:
                 f"missing, or {UNPACK}"
             ) from None
     with unlogged(config):
-        loaded = load_whole(folder, folder, {}, options | {"use_safetensors": True})
+        auto = auto_class(config, text_only=text_only)
+        loaded = load_whole(folder, folder, {}, options | {"use_safetensors": True}, auto)
     if packed and is_unpacked(config):  # transformers forgets it, and what would change the weights is refused by it
         loaded.model.config.quantization_config = config.quantization_config
+    tell_left_out(loaded.model, folder, asked=text_only)
     keep_history(loaded.model, read_history(folder))
     return loaded
 
 
-def load_whole(where: Path, folder: Path, source: dict[str, Any], options: dict[str, Any]) -> Loaded:
+def load_whole(
+    where: Path, folder: Path, source: dict[str, Any], options: dict[str, Any], auto: Any = AutoModelForCausalLM
+) -> Loaded:
     """Model and tokenizer, refused if a single weight would have to be made up."""
     source = source | LOCAL
-    model = load_weights(AutoModelForCausalLM, where, folder, source | options, "a causal decoder")
+    wanted = "a causal decoder" if auto is AutoModelForCausalLM else "the text model alone (--text-only)"
+    model = load_weights(auto, where, folder, source | options, wanted)
     with _uncollected():
         require_bounded_file(folder / "tokenizer.json")
         try:
@@ -122,30 +132,43 @@ def load_weights(auto: Any, where: Path, folder: Path, options: dict[str, Any], 
             f"{where} lacks {len(broken)} weights of a {type(model).__name__} or has them in another shape "
             f"({broken[0]}); fetch it again, or give {wanted}"
         )
+    _tell_of_code(model, where)
     if is_compact(model) and info["unexpected_keys"]:  # its config says what is gone, and is wrong
         raise LyapunovPruneError(
             f"the config in {where} cuts out {sorted(info['unexpected_keys'])[0]}, and the weights hold it; "
             "fetch it again"
         )
-    _tell_of_strays(model, where, info["unexpected_keys"])
     return model
 
 
-def _tell_of_strays(model: PreTrainedModel, where: Path, unexpected: Collection[str]) -> None:
-    """Warn of weights for layers that the config of `model` does not name, or lacks in them.
+def tell_left_out(model: PreTrainedModel, folder: Path, *, asked: bool = False) -> None:
+    """Say which tensors in `folder` the `model` loaded from there does not hold, and let it know them.
 
-    Others may be there on purpose: heads of other tasks, towers of a multimodal model, tables of quantised weights.
+    Of packed weights that stay packed nothing is said: the tables beside them are its kernels' own.
     """
-    if not unexpected or quantisation(model.config):
+    if is_packed(model):
         return
-    path = find_layers(model).layers_path
-    places = tuple(f"{place}." for place in (path, path.removeprefix(f"{model.base_model_prefix}.")))
-    strays = sorted((key for key in map(str, unexpected) if key.startswith(places)), key=dot_natural_key)
-    if strays:
-        warn(
-            f"{where} holds {len(strays)} weights of layers that its config does not name, first {strays[0]}: they are "
-            "left out"
-        )
+    keys = stored_names(folder, getattr(model.config, "transformers_weights", None))
+    targets, others = targets_of(model, keys)
+    taken = {key: target.name for key, target in targets.items()}
+    keep_left_out(model, find_left_out(model, taken, others, asked=asked), folder)
+
+
+def _tell_of_code(model: PreTrainedModel, where: Path) -> None:
+    """Warn of code that the config names, which is not run, and of settings for it; what is written names no code."""
+    if is_compact(model):  # whose code is this package's own
+        return
+    config = model.config.get_text_config(decoder=True)
+    unknown = list(unknown_settings(config))
+    numbers = unknown_layer_numbers(config, find_layers(model).num_layers)
+    code = vars(model.config).pop("auto_map", None)
+    if not code and not numbers:
+        return
+    files = sorted({str(name).partition(".")[0] for name in code.values()}) if isinstance(code, dict) else []
+    told = [f"names code of its own ({', '.join(files)}), which is never run"] if code else []
+    told += [f"holds settings that transformers does not know ({', '.join(unknown)})"] if unknown else []
+    layers = f"; {', '.join(numbers)}: numbers of layers that go unused" if numbers else ""
+    warn(f"the config in {where} {' and '.join(told)}{layers}. All numbers are of the plain {type(model).__name__}")
 
 
 @contextmanager

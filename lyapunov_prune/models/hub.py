@@ -10,7 +10,8 @@ from lyapunov_prune.models.cache import BUILTIN
 
 HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
 # What a checkpoint needs besides its weights; nothing here can hold code.
-_FILES = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
+_FILES = ["*.json", "*.safetensors", "*.model", "*.tiktoken", "*.txt", "*.jinja", "LICENSE*", "LICENCE*", "NOTICE*"]
+_PARTS = ["[0-9]_*/*.json", "[0-9]_*/*.safetensors"]  # of an embedding model, beside its modules.json
 
 
 def download(name: str, offline: bool) -> Path:
@@ -19,7 +20,10 @@ def download(name: str, offline: bool) -> Path:
     from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError, RepositoryNotFoundError
 
     try:
-        return Path(snapshot_download(name, allow_patterns=_FILES, ignore_patterns=["*/*"], local_files_only=offline))
+        folder = snapshot_download(name, allow_patterns=_FILES, ignore_patterns=["*/*"], local_files_only=offline)
+        if Path(folder, "modules.json").is_file():
+            snapshot_download(name, allow_patterns=_PARTS, local_files_only=offline)
+        return Path(folder)
     except RepositoryNotFoundError:
         raise LyapunovPruneError(
             f"the hub has no model {name} that you may read; check the name, or log in with `hf auth login`"

@@ -15,6 +15,7 @@ from collections.abc import Callable
 from typing import Any
 
 from lyapunov_prune.errors import LyapunovPruneError
+from lyapunov_prune.models.settings import unknown_layer_numbers
 
 # Lists of layer indices. No rule tells `[0, 1]` of eight layers from flags of two, so they are named.
 INDEX_LISTS = (
@@ -44,8 +45,14 @@ def require_attention(before: Any, after: Any) -> None:
         )
 
 
-def slice_settings(config: Any, count: str, kept: tuple[int, ...], total: int) -> None:
-    """Make `config` describe the layers `kept` of `total`, in place; `count` names its number of layers."""
+def slice_settings(config: Any, count: str, kept: tuple[int, ...], total: int) -> list[str]:
+    """Make `config` describe the layers `kept` of `total`, in place; `count` names its number of layers.
+
+    Returns the settings with numbers of layers that nobody understands (`unknown_layer_numbers`): they are deleted.
+    """
+    gone = [name for name in unknown_layer_numbers(config, total) if name not in INDEX_LISTS]
+    for name in gone:
+        delattr(config, name)
     fields = vars(config)
     overrides, others = _overrides(config), _other_lists(type(config), count)
     if (fields.get("decoder_sparse_step") or 1) != 1:
@@ -70,6 +77,7 @@ def slice_settings(config: Any, count: str, kept: tuple[int, ...], total: int) -
             setattr(config, name, len(kept))
     if overrides is not None:
         config.per_layer_config = {new: overrides[old] for new, old in enumerate(kept) if old in overrides}
+    return gone
 
 
 def _other_lists(kind: Callable[[], Any], count: str) -> frozenset[str]:

@@ -37,6 +37,7 @@ def load(
     offline: bool = False,
     merge_adapter: bool = False,
     device_map: str | Mapping[str, int | str] | None = None,
+    text_only: bool = False,
 ) -> Loaded:
     """Load a decoder and its tokenizer, in eval mode.
 
@@ -48,6 +49,9 @@ def load(
     `device_map` spreads the layers over all that the machine has, in place of `device`: `auto` over the GPUs, then
     memory, then the disk, as accelerate does; or a place (`cpu`, `disk`, a GPU's number) by name of module. What lies
     on the disk is read from the checkpoint's own files while it is looked at.
+
+    A decoder inside a multimodal model is loaded with all of it, so that what is made of it still reads pictures. With
+    `text_only` the text model alone is loaded, and what is left out is named in a line on stderr.
 
     Raises LyapunovPruneError with the remedy for anything that cannot be loaded whole.
     """
@@ -65,9 +69,9 @@ def load(
     if name.endswith(".gguf"):
         loaded = load_gguf(Path(name), options | {"dtype": wanted or torch.float32})
     elif merge_adapter:
-        loaded = _load_merged(checkpoint_folder(name, offline=offline), options, offline)
+        loaded = _load_merged(checkpoint_folder(name, offline=offline), options, offline, text_only)
     else:
-        loaded = load_folder(checkpoint_folder(name, offline=offline), options)
+        loaded = load_folder(checkpoint_folder(name, offline=offline), options, text_only=text_only)
     loaded.model.config._name_or_path = name
     settle(loaded.model)
     require_causal(loaded.model)
@@ -92,14 +96,16 @@ def checkpoint_folder(name: str, *, offline: bool) -> Path:
     return download(name, offline)
 
 
-def load_outline(folder: Path, name: str | Path, dtype: torch.dtype | None = None) -> Loaded:
+def load_outline(
+    folder: Path, name: str | Path, dtype: torch.dtype | None = None, *, text_only: bool = False
+) -> Loaded:
     """A model on the `meta` device: the config, every name and shape, and no weight, which stays on disk.
 
     Raises LyapunovPruneError for what `load` would refuse, and for a decoder that has to be run to be judged:
     one of a family that is not in `JUDGED`, and one that may be an encoder. That it looks at no later token
     cannot be tried without weights: the config has to call it a decoder, or its attention itself causal.
     """
-    loaded = load_folder(folder, {"dtype": dtype or "auto", "device_map": "meta"})
+    loaded = load_folder(folder, {"dtype": dtype or "auto", "device_map": "meta"}, text_only=text_only)
     config = loaded.structure.config
     causal = any(getattr(module, "is_causal", False) for module in loaded.structure.layers.modules())
     why = ""
@@ -116,8 +122,8 @@ def load_outline(folder: Path, name: str | Path, dtype: torch.dtype | None = Non
     return loaded
 
 
-def _load_merged(folder: Path, options: dict[str, Any], offline: bool) -> Loaded:
-    base = load_folder(checkpoint_folder(base_of(folder), offline=offline), options)
+def _load_merged(folder: Path, options: dict[str, Any], offline: bool, text_only: bool) -> Loaded:
+    base = load_folder(checkpoint_folder(base_of(folder), offline=offline), options, text_only=text_only)
     require_unquantised(base.model)
     with quiet():
         adapted = attach_adapters(base.model, folder)

@@ -1,12 +1,16 @@
-"""What the config of a model says of its forward: part of which model it is."""
+"""What the config of a model says of its forward, and what it says that transformers does not read."""
 
 from __future__ import annotations
 
+import inspect
 import json
 import re
 from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
+import transformers
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from lyapunov_prune.models.quantised import is_packed
@@ -21,6 +25,17 @@ _NO_EFFECT = re.compile(
     r"|id2label|label2id|num_labels|problem_type|finetuning_task|task_specific_params"
     r"|(bos|eos|sep|cls|mask|unk|decoder_start|forced_\w+)_token_id"
 )
+
+# What transformers runs beside the code of a family, where a setting may be read that no config class declares.
+_SHARED_CODE = (
+    "cache_utils.py",
+    "configuration_utils.py",
+    "masking_utils.py",
+    "modeling_rope_utils.py",
+    "modeling_utils.py",
+)
+_OF_LAYERS = re.compile("layer|block|att|mlp|ffn|expert|drop|skip|prune|exit")
+_NAMED_IN_CODE = re.compile(r"\b(?:config|self)\.(\w+)|[\"'](\w+)[\"']")
 
 
 def forward_settings(model: PreTrainedModel) -> dict[str, Any]:
@@ -42,3 +57,41 @@ def _settings(config: PreTrainedConfig, prefix: str = "") -> Iterator[tuple[str,
             yield from _settings(inner, f"{prefix}{name}.")
         elif not _NO_EFFECT.fullmatch(name):
             yield prefix, name, value
+
+
+def unknown_settings(config: PreTrainedConfig) -> dict[str, Any]:
+    """What `config` holds and transformers does not read: neither its class declares it nor the family's code names it.
+
+    Other programs and a checkpoint's own code may read it. Bookkeeping is left out.
+    """
+    kind = type(config)
+    found = {
+        name: value
+        for name, value in vars(config).items()
+        if not hasattr(kind, name) and name not in config.attribute_map and not _NO_EFFECT.fullmatch(name)
+    }
+    if not found:
+        return {}
+    files = [Path(transformers.__file__).parent / name for name in _SHARED_CODE]
+    with suppress(OSError, TypeError):  # a class that was typed in has no file
+        files += Path(inspect.getfile(kind)).parent.glob("*.py")
+    code = "\n".join(file.read_text(encoding="utf-8", errors="replace") for file in files)
+    named = {name for names in _NAMED_IN_CODE.findall(code) for name in names}
+    return {name: value for name, value in found.items() if name not in named}
+
+
+def unknown_layer_numbers(config: PreTrainedConfig, total: int) -> list[str]:
+    """The unknown settings that hold numbers of layers, of which there are `total`: in a list, or as keys.
+
+    Other lists hold small numbers too, so that the name has to speak of layers or their parts.
+    """
+    unknown = unknown_settings(config).items()
+    return [name for name, value in unknown if _OF_LAYERS.search(name) and _numbers_layers(value, total)]
+
+
+def _numbers_layers(value: Any, total: int) -> bool:
+    if isinstance(value, dict):
+        value = [int(key) if str(key).isdecimal() else None for key in value]
+    if not isinstance(value, list | tuple) or not value:
+        return False
+    return len(set(map(str, value))) == len(value) and all(type(i) is int and 0 <= i < total for i in value)

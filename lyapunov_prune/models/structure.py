@@ -109,7 +109,7 @@ def find_layers(model: PreTrainedModel) -> Structure:
                 )
             return Structure(
                 model_type=family_of(config),
-                backbone=model.base_model,
+                backbone=_backbone(model, path),
                 layers=lists[path],
                 layers_path=path,
                 config=config,
@@ -119,6 +119,11 @@ def find_layers(model: PreTrainedModel) -> Structure:
     raise LyapunovPruneError(
         f"{kind} ({config.model_type}) keeps no module list of its {length} layers; this decoder is not supported"
     )
+
+
+def _backbone(model: PreTrainedModel, layers_path: str) -> nn.Module:
+    """`model` without its head. Llama 4 and Mllama name no base model: there it is the module that holds the layers."""
+    return model.base_model if model.base_model is not model else model.get_submodule(layers_path.rpartition(".")[0])
 
 
 @torch.no_grad()

@@ -7,6 +7,8 @@ import re
 from pathlib import Path
 from typing import Any
 
+from safetensors import safe_open
+
 from lyapunov_prune.errors import LyapunovPruneError
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"  # as transformers names them
@@ -36,6 +38,15 @@ def weight_files(folder: Path, named: str | None) -> list[Path]:
                 f"{folder} names {name} as weights, and only safetensors files are read; convert it to safetensors"
             )
     return [_inside(folder, name) for name in names]
+
+
+def stored_names(folder: Path, named: str | None) -> set[str]:
+    """The names of all tensors in these files."""
+    names: set[str] = set()
+    for path in weight_files(folder, named):
+        with safe_open(path, framework="pt") as file:
+            names.update(file.keys())
+    return names
 
 
 def _inside(folder: Path, name: str) -> Path:

@@ -6,12 +6,36 @@ from typing import Any
 
 import torch
 import transformers
-from transformers import AutoModelForCausalLM, PreTrainedModel
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+from transformers import AutoModelForCausalLM, AutoModelForMultimodalLM, PreTrainedConfig, PreTrainedModel
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_MULTIMODAL_LM_MAPPING
 
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.models.hooked import hooked
 from lyapunov_prune.models.structure import Structure, require_causal
+
+
+def auto_class(config: PreTrainedConfig, *, text_only: bool = False) -> Any:
+    """The auto class that loads a checkpoint with this config whole.
+
+    For some types (Qwen 3.5, Llama 4, Mllama, …) `AutoModelForCausalLM` builds the text model and drops the vision
+    tower. Those are loaded as `AutoModelForMultimodalLM`, unless the config names the text class as its architecture
+    or `text_only` asks for it.
+
+    Raises LyapunovPruneError where `text_only` asks for a class that transformers does not have.
+    """
+    text, whole = (_class_of(config, m) for m in (MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_MULTIMODAL_LM_MAPPING))
+    if whole is None or (text is not whole and (text_only or text.__name__ in (config.architectures or ()))):
+        return AutoModelForCausalLM
+    if text_only:
+        raise LyapunovPruneError(
+            f"transformers has no class of the text alone of a {whole.__name__}; leave out --text-only"
+        )
+    return AutoModelForMultimodalLM
+
+
+def _class_of(config: PreTrainedConfig, mapping: Any) -> Any:
+    found = mapping.get(type(config), None)
+    return found[0] if isinstance(found, tuple) else found
 
 
 def loading_class(model: PreTrainedModel) -> Any:
@@ -58,6 +82,12 @@ def require_text_alone(model: PreTrainedModel, structure: Structure, removed: tu
             f"layers {', '.join(map(str, silent))} of {kind} run only when there is an image, so no check on text "
             "can see that a removal is right; not supported"
         )
+    require_levels_stay(model, removed)
+
+
+def require_levels_stay(model: PreTrainedModel, removed: tuple[int, ...]) -> None:
+    """Raise LyapunovPruneError for a removed layer that takes in a level of the image, as Qwen 3 VL's first ones do."""
+    kind = type(model).__name__
     levels = len(getattr(getattr(model.config, "vision_config", None), "deepstack_visual_indexes", None) or ())
     early = [i for i in removed if i < levels]
     if early:

@@ -6,7 +6,7 @@ The three properties that the paper associates with the early-layer catastrophe 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
@@ -19,6 +19,7 @@ from transformers import PreTrainedModel
 from lyapunov_prune.arguments import checked
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.forward.hooks import Enough, require_finite, run_backbone
+from lyapunov_prune.forward.products import watched_products
 from lyapunov_prune.forward.reading import Readable, read
 from lyapunov_prune.linalg import lift
 from lyapunov_prune.models.hooked import hooked
@@ -266,12 +267,14 @@ def _groups(matrices: Sequence[_Matrix], tokens: int) -> Iterator[list[_Matrix]]
 def _feed(structure: Structure, group: Sequence[_Matrix], ids: torch.Tensor) -> None:
     """Show the matrices of `group` one forward over `ids`, which ends after their last layer."""
 
-    def watch(matrix: _Matrix) -> Callable[..., None]:
-        return lambda module, args, kwargs, output: matrix.add(args[0], output, ids.shape)
+    watched = {m.name: m for m in group if not np.isnan(m.width)}
+
+    def seen(name: str, x: torch.Tensor, y: torch.Tensor, rows_are_features: bool) -> None:
+        watched[name].add(x, y.transpose(-1, -2) if rows_are_features else y, ids.shape)
 
     def stop(*_: Any) -> None:
         raise Enough
 
-    watched = [(m.module, watch(m)) for m in group if not np.isnan(m.width)]
-    with suppress(Enough), hooked(after=[*watched, (structure.layers[group[-1].layer], stop)]):
+    products = watched_products({name: m.module for name, m in watched.items()}, seen)
+    with suppress(Enough), products, hooked(after=[(structure.layers[group[-1].layer], stop)]):
         run_backbone(structure, ids)

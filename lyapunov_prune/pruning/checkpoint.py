@@ -19,8 +19,8 @@ from lyapunov_prune.merging.merge import Merged, merge_layers
 from lyapunov_prune.merging.reductions import require_reduction
 from lyapunov_prune.models.classifiers import looks_at_images
 from lyapunov_prune.models.feedforward import find_feedforward
+from lyapunov_prune.models.left_out import require_whole
 from lyapunov_prune.models.structure import Structure, find_layers, find_structure
-from lyapunov_prune.models.wrappers import loading_class
 from lyapunov_prune.pruning.compact import Cuts, make_compact, require_compact
 from lyapunov_prune.pruning.compact_checkpoint import save_compact
 from lyapunov_prune.pruning.gate import verify_removal
@@ -58,12 +58,13 @@ def write_pruned(
     images, whose `batch` holds images and which has no tokenizer, is written compact.
 
     The folder loads with `AutoModelForCausalLM.from_pretrained` (a decoder inside a multimodal model: with the
-    class of that, whose processor is not written), a compact one as its card says, and holds the tokenizer, a model
+    class of that), a compact one as its card says, and holds the tokenizer, a model
     card (README.md), `provenance.json` and `history.json`. Raises CheckFailed when the gate fails and
     LyapunovPruneError for a format that cannot hold the plan, for activations or mending without a `batch`, for gaps
     that cannot be mended, when the target is not empty or the disk refuses; either way nothing is left at `target`.
     """
     require_empty(target)
+    require_whole(model)
     structure = find_layers(model) if looks_at_images(model) else find_structure(model)
     plan.require_model(model)
     _require_possible(model, structure, plan, batch, format)
@@ -96,9 +97,7 @@ def write_pruned(
             gate = verify_removal(model, pruned, plan, batch, checkpoint=folder, merged=merged, mends=mends)
             require_passed(gate)
             history_of(pruned).save(folder / HISTORY)
-        loader = loading_class(pruned).__name__
-        parameters = pruned.num_parameters()
-        return describe(folder, plan, gate, structure, parameters, loader=loader, format=format, mended=mended)
+        return describe(folder, plan, gate, structure, pruned, format=format, mended=mended)
 
 
 def _mended_by(plan: PruningPlan, batch: Examples | None, format: Format) -> TokenBatch:

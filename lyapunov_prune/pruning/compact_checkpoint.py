@@ -11,7 +11,6 @@ from lyapunov_prune.checkpoints.cards import write_card
 from lyapunov_prune.data.batch import TokenBatch
 from lyapunov_prune.data.images import ImageBatch
 from lyapunov_prune.models.structure import find_layers
-from lyapunov_prune.models.wrappers import loading_class
 from lyapunov_prune.pruning.compact import Cuts, make_compact
 from lyapunov_prune.pruning.compact_gate import verify_compact
 from lyapunov_prune.pruning.gate import GateReport
@@ -81,7 +80,7 @@ def _describe(folder: Path, model: PreTrainedModel, compact: PreTrainedModel, cu
         f"{layers} layers, {len(cuts.attention)} of which lost their attention and {len(cuts.merged)} of which had "
         f"their feed-forward block\nmerged into one matrix. {compact.num_parameters():,} parameters of "
         f"{model.num_parameters():,} are left.",
-        loading_class(compact).__name__,
+        compact,
         {"Removed": "\n".join(gone), "Gate": gate_table(gate)},
         tags=("depth-pruning",),
         source=name,

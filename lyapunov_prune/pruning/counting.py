@@ -7,6 +7,7 @@ holds them: the model, or the headers of its files.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from fractions import Fraction
 
 import torch
@@ -17,7 +18,8 @@ from lyapunov_prune.checkpoints.outline import layer_of
 from lyapunov_prune.checkpoints.reloading import GateCheck
 from lyapunov_prune.models.digest import saved_tensors
 from lyapunov_prune.models.families import family_entry
-from lyapunov_prune.models.structure import find_layers, find_structure
+from lyapunov_prune.models.left_out import LeftOut, left_out
+from lyapunov_prune.models.structure import Structure, find_layers, find_structure
 from lyapunov_prune.pruning.plan import PruningPlan
 
 COUNTED = "fell by what was removed"
@@ -59,8 +61,40 @@ def count_check(
 
     `sizes` are those of the original, `saved` the bytes of all tensors in the pruned checkpoint.
     """
-    left = held_by(original, sizes, shares_leaving(original, plan))
-    return fallen_check(original, sizes, pruned, saved, left, len(plan.kept))
+    shares = shares_leaving(original, plan)
+    check = fallen_check(original, sizes, pruned, saved, held_by(original, sizes, shares), len(plan.kept))
+    files = left_out(original)
+    if files is None or not check.passed or not shares.keys() >= set(files.taken.values()):  # or another by now
+        return check
+    return _accounted(check, files, original, pruned, plan, shares)
+
+
+def _accounted(
+    check: GateCheck,
+    files: LeftOut,
+    original: PreTrainedModel,
+    pruned: PreTrainedModel,
+    plan: PruningPlan,
+    shares: Mapping[str, Fraction],
+) -> GateCheck:
+    """`check`, failed by a tensor of the original's `files` that is neither kept, nor removed by `plan`, nor named."""
+    structure, after = find_structure(original), pruned.state_dict().keys()
+    removed = sum(shares[name] == 1 for name in files.taken.values())
+    for key, name in files.taken.items():
+        if shares[name] != 1 and renamed(name, structure, plan) not in after:
+            return GateCheck(COUNTED, False, 0.0, 1.0, f"{key} of the input is neither kept nor removed")
+    counts = f"{len(files.taken) - removed} kept, {removed} removed, {len(files.names)} left out by name"
+    detail = f"{check.detail}; of {len(files.taken) + len(files.names)} tensors in the files {counts}"
+    return replace(check, detail=detail)
+
+
+def renamed(name: str, structure: Structure, plan: PruningPlan) -> str | None:
+    """What the tensor or module `name` of a model is called without the layers of `plan`; None where it leaves."""
+    layer = layer_of(name, structure)
+    if layer is None:
+        return name
+    before = f"{structure.layers_path}.{layer}"
+    return f"{structure.layers_path}.{plan.kept.index(layer)}{name[len(before) :]}" if layer in plan.kept else None
 
 
 def fallen_check(

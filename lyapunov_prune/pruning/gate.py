@@ -24,6 +24,7 @@ import torch
 from transformers import PreTrainedModel
 
 from lyapunov_prune.arguments import checked
+from lyapunov_prune.checkpoints.outline import layer_of
 from lyapunov_prune.checkpoints.reloading import RELOADED, GateCheck, reload_check
 from lyapunov_prune.checkpoints.tensor_files import read_header
 from lyapunov_prune.data.batch import TokenBatch, as_batch
@@ -42,9 +43,11 @@ from lyapunov_prune.models.device import free_memory
 from lyapunov_prune.models.dispatched import is_dispatched
 from lyapunov_prune.models.families import family_entry
 from lyapunov_prune.models.from_folder import quiet
+from lyapunov_prune.models.pictures import picture_logits, picture_prompt, reads_pictures
 from lyapunov_prune.models.quantised import is_packed
 from lyapunov_prune.models.structure import find_structure, in_eval_mode
-from lyapunov_prune.pruning.counting import COUNTED, count_check, sizes_in_memory
+from lyapunov_prune.models.wrappers import is_wrapped
+from lyapunov_prune.pruning.counting import COUNTED, count_check, shares_leaving, sizes_in_memory
 from lyapunov_prune.pruning.merge_gate import MERGED, logits_limit, merged_blocks, merged_check
 from lyapunov_prune.pruning.mirroring import mirrored
 from lyapunov_prune.pruning.plan import PruningPlan, as_plan
@@ -52,7 +55,8 @@ from lyapunov_prune.pruning.surgery import require_merged
 from lyapunov_prune.results.frames import pd
 from lyapunov_prune.results.result import MeasuredOn, Result
 
-SKIPPED, CACHED = "same as skipping", "cached decoding"
+SKIPPED, CACHED, PICTURED = "same as skipping", "cached decoding", "same with a picture"
+_BESIDE = "logits with a picture in the prompt, and all weights outside the layers"
 
 
 @dataclass(frozen=True)
@@ -114,6 +118,8 @@ def verify_removal(
         attempt(SKIPPED, lambda: _skipped_check(original, pruned, plan, inputs, merged, mends)),
         attempt(CACHED, lambda: cache_check(original, pruned, inputs)),
     ]
+    if is_wrapped(original) or reads_pictures(original):
+        checks.append(attempt(PICTURED, lambda: _picture_check(original, pruned, plan, merged, mends)))
     if merged or mends:
         checks.append(attempt(MERGED, lambda: _merged_check(original, pruned, plan, merged, mends)))
     try:
@@ -148,14 +154,57 @@ def _skipped_check(
     merged: Sequence[Merged],
     mends: Sequence[Mend],
 ) -> GateCheck:
-    structure = find_structure(original)
-    silent = silenced(original, plan.drop_attention, plan.drop_mlp)
-    replaced = hidden_replaced(structure.layers, [(each.block, each.tau) for each in merged])
-    with silent, replaced, mapped(structure.layers, mends), skipped(structure, plan.remove):
+    with _as_planned(original, plan, merged, mends):
         reference = KeptLogits(original, inputs)
-    computed = family_entry(structure.model_type).changes(structure.config) and bool(plan.remove)
-    limit = logits_limit(pruned, bool(merged or mends) or computed)
+    limit = _limit(original, pruned, plan, merged, mends)
     return same_check(pruned, inputs, reference, limit, "logits against the original with the layers skipped")
+
+
+@contextmanager
+def _as_planned(
+    original: PreTrainedModel, plan: PruningPlan, merged: Sequence[Merged], mends: Sequence[Mend]
+) -> Iterator[None]:
+    """Inside the block `original` computes, by hooks, what `plan`, `merged` and `mends` make of it."""
+    layers = find_structure(original).layers
+    silent = silenced(original, plan.drop_attention, plan.drop_mlp)
+    replaced = hidden_replaced(layers, [(each.block, each.tau) for each in merged])
+    with silent, replaced, mapped(layers, mends), skipped(find_structure(original), plan.remove):
+        yield
+
+
+def _limit(
+    original: PreTrainedModel,
+    pruned: PreTrainedModel,
+    plan: PruningPlan,
+    merged: Sequence[Merged],
+    mends: Sequence[Mend],
+) -> float:
+    structure = find_structure(original)
+    computed = family_entry(structure.model_type).changes(structure.config) and bool(plan.remove)
+    return logits_limit(pruned, bool(merged or mends) or computed)
+
+
+def _picture_check(
+    original: PreTrainedModel,
+    pruned: PreTrainedModel,
+    plan: PruningPlan,
+    merged: Sequence[Merged],
+    mends: Sequence[Mend],
+) -> GateCheck:
+    """Whether what lies outside the layers is unchanged, and the logits are the same with a picture in the prompt."""
+    limit = _limit(original, pruned, plan, merged, mends)
+    structure, after = find_structure(original), pruned.state_dict()
+    stays = {name for name, share in shares_leaving(original, plan).items() if not share}
+    for name, tensor in original.state_dict().items():
+        if layer_of(name, structure) is None and name in stays and not torch.equal(after[name], tensor):
+            return GateCheck(PICTURED, False, float("inf"), limit, f"{name} lies outside the layers and changed")
+    prompt = picture_prompt(original)
+    if prompt is None:
+        return GateCheck(PICTURED, True, 0.0, limit, "all weights outside the layers; no picture fits into a prompt")
+    with _as_planned(original, plan, merged, mends):
+        reference = picture_logits(original, prompt)
+    worst = deviation(picture_logits(pruned, prompt), reference)
+    return GateCheck(PICTURED, worst <= limit, worst, limit, _BESIDE)
 
 
 def _merged_check(

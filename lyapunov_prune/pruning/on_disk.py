@@ -13,16 +13,17 @@ from pathlib import Path
 
 from transformers import PreTrainedModel
 
+from lyapunov_prune.checkpoints.beside import save_files
 from lyapunov_prune.checkpoints.outline import Outline, layer_of
 from lyapunov_prune.checkpoints.tensor_files import Piece, write_tensors
 from lyapunov_prune.errors import CheckFailed, LyapunovPruneError, first_line
 from lyapunov_prune.models.device import free_memory
 from lyapunov_prune.models.families import family_entry
-from lyapunov_prune.models.from_folder import quiet
+from lyapunov_prune.models.left_out import require_whole
 from lyapunov_prune.models.loading import checkpoint_folder
-from lyapunov_prune.models.structure import Structure
-from lyapunov_prune.pruning.counting import shares_leaving
-from lyapunov_prune.pruning.disk_gate import NOT_RUN, NOT_STREAMED, verify_files
+from lyapunov_prune.models.wrappers import require_levels_stay
+from lyapunov_prune.pruning.counting import renamed, shares_leaving
+from lyapunov_prune.pruning.disk_gate import not_run, verify_files
 from lyapunov_prune.pruning.plan import PruningPlan
 from lyapunov_prune.pruning.provenance import Provenance, describe
 from lyapunov_prune.pruning.surgery import without_layers
@@ -66,6 +67,8 @@ def prune_on_disk(
     """
     require_empty(target)
     plan.require_model(outline.identity)
+    require_whole(outline.model)
+    require_levels_stay(outline.model, plan.remove)
     if plan.drops_parts:
         raise _not_by_copying(outline, "a part of a layer is left out by changing numbers")
     pruned = _cut(outline, plan)
@@ -74,16 +77,14 @@ def prune_on_disk(
     pieces = _pieces(outline, pruned, plan)
     require_disk(target, sum(piece.size for piece in pieces.values()), "the files of the pruned model")
     with whole_folder(target) as folder:
-        with quiet():
-            pruned.save_pretrained(folder, state_dict={})  # the configs as transformers writes them, no weights
-            outline.tokenizer.save_pretrained(folder)
+        save_files(pruned, outline.tokenizer, folder, {})
         write_tensors(folder, pieces, shard_bytes)
         gate = verify_files(outline, pruned, plan, folder, stream=stream)
         if not gate.passed:
             raise CheckFailed(f"nothing written: the files fail the gate, {gate.failure()}; prune it in memory")
         history_of(pruned).save(folder / HISTORY)
-        not_run = NOT_STREAMED if stream else NOT_RUN
-        return describe(folder, plan, gate, outline.structure, pruned.num_parameters(), not_run)
+        left = not_run(pruned, stream=stream)
+        return describe(folder, plan, gate, outline.structure, pruned, left)
 
 
 def _cut(outline: Outline, plan: PruningPlan) -> PreTrainedModel:
@@ -103,10 +104,10 @@ def _rename_packed(outline: Outline, pruned: PreTrainedModel, plan: PruningPlan)
     packed = getattr(pruned.config, "quantization_config", None)
     if packed is None:
         return
-    structure, number = outline.structure, _new_numbers(plan)
+    structure = outline.structure
 
     def follow(names: Sequence[str]) -> list[str]:
-        follows = [_renumbered(name, number, structure) for name in names]
+        follows = [renamed(name, structure, plan) for name in names]
         apart = [name for name in names if layer_of(name, structure) is None]
         unclear = next((name for name in apart if re.search(r"(^|\W)\d+(\W|$)", name)), None)
         if unclear:
@@ -134,14 +135,14 @@ def _pieces(outline: Outline, pruned: PreTrainedModel, plan: PruningPlan) -> dic
     tables = dict(family_entry(structure.model_type).tables)
     number = _new_numbers(plan)
     shares = shares_leaving(outline.model, plan)
-    renamed = {name: _renumbered(name, number, structure) for name in before}
-    strange = after.keys() ^ {new for new in renamed.values() if new is not None}
+    names = {name: renamed(name, structure, plan) for name in before}
+    strange = after.keys() ^ {new for new in names.values() if new is not None}
     if strange:
         raise _not_by_copying(outline, f"{min(strange)} is counted anew")
     depth = _depth(outline)
     pieces: dict[str, Piece] = {}
     for key, target in outline.targets.items():
-        layer, new = layer_of(target.name, structure), renamed[target.name]
+        layer, new = layer_of(target.name, structure), names[target.name]
         if new is None:
             if not shares[target.name]:
                 raise _not_by_copying(outline, f"{key} is shared with layers that stay")
@@ -163,14 +164,6 @@ def _not_by_copying(outline: Outline, reason: str) -> LyapunovPruneError:
     return LyapunovPruneError(
         f"copying cannot remove these layers of {outline.structure.model_type}: {reason}; prune it in memory"
     )
-
-
-def _renumbered(name: str, number: dict[int, int], structure: Structure) -> str | None:
-    """The name in the pruned model of a parameter or a module; None when its layer is removed."""
-    layer = layer_of(name, structure)
-    if layer is None:
-        return name
-    return _with_number(name, structure.layers_path.count(".") + 1, number[layer]) if layer in number else None
 
 
 def _with_number(name: str, depth: int, number: int) -> str:

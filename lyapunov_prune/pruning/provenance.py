@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,15 +9,12 @@ from pathlib import Path
 from safetensors import SafetensorError
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from lyapunov_prune.checkpoints.beside import save_files
 from lyapunov_prune.checkpoints.cards import as_text, write_card
 from lyapunov_prune.checkpoints.reloading import RELOADED
 from lyapunov_prune.errors import CheckFailed, LyapunovPruneError
 from lyapunov_prune.mending.report import MendReport
-from lyapunov_prune.models.classifier_loading import PROCESSOR
-from lyapunov_prune.models.classifiers import looks_at_images
-from lyapunov_prune.models.from_folder import quiet
 from lyapunov_prune.models.kinds import LayerKinds, find_kinds
-from lyapunov_prune.models.loading import checkpoint_folder
 from lyapunov_prune.models.structure import Structure, identify
 from lyapunov_prune.pruning.gate import GateReport, crashed
 from lyapunov_prune.pruning.plan import PruningPlan
@@ -67,26 +63,13 @@ class Provenance(Result):
 
 
 def save(pruned: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, folder: Path) -> None:
-    """`save_pretrained` of both, and what scales pixels; a model that cannot be saved fails the gate."""
-    with quiet():
-        try:
-            pruned.save_pretrained(folder)
-        except (OSError, SafetensorError):
-            raise  # the disk
-        except Exception as error:
-            raise _refused(GateReport((crashed(RELOADED, error),))) from error
-        if tokenizer is not None:
-            tokenizer.save_pretrained(folder)
-    _keep_processor(pruned, folder)
-
-
-def _keep_processor(model: PreTrainedModel, folder: Path) -> None:
-    """What scales the pixels of a classifier is beside its weights, if it has any, and goes with them."""
-    name = model.config._name_or_path
-    if name and looks_at_images(model):
-        processor = checkpoint_folder(name, offline=True) / PROCESSOR
-        if processor.is_file():
-            shutil.copy(processor, folder / PROCESSOR)
+    """`save_files`; a model that cannot be saved fails the gate."""
+    try:
+        save_files(pruned, tokenizer, folder)
+    except (OSError, SafetensorError, LyapunovPruneError):
+        raise  # the disk, or a part that would be lost
+    except Exception as error:
+        raise _refused(GateReport((crashed(RELOADED, error),))) from error
 
 
 def require_passed(gate: GateReport) -> None:
@@ -104,9 +87,8 @@ def describe(
     plan: PruningPlan,
     gate: GateReport,
     structure: Structure,
-    parameters: int,
+    pruned: PreTrainedModel,
     not_run: tuple[str, ...] = (),
-    loader: str = "AutoModelForCausalLM",
     format: str = "plain",
     mended: MendReport | None = None,
     since: str = "The model has not been\ntrained after the removal.",
@@ -114,8 +96,8 @@ def describe(
 ) -> Provenance:
     """Write provenance.json and the model card beside the weights in `folder`.
 
-    `structure` is the original's, `parameters` the number that is left, `loader` the class that loads it. `since` says
-    whether the model has learnt after the removal, `sections` what the card tells beside plan and gate.
+    `structure` is the original's. `since` says whether `pruned` has learnt after the removal, `sections` what the card
+    tells beside plan and gate.
     """
     provenance = Provenance(
         source=plan.model.name,
@@ -131,8 +113,9 @@ def describe(
     write_card(
         folder,
         f"{Path(plan.model.name).name} with {len(plan.kept)} of {plan.model.num_layers} layers",
-        f"{as_text(provenance.headline())}. {parameters:,} parameters of {plan.model.parameters:,} are left. {since}",
-        loader,
+        f"{as_text(provenance.headline())}. {pruned.num_parameters():,} parameters of {plan.model.parameters:,} are "
+        f"left. {since}",
+        pruned,
         {
             "Removed": _removed(plan, format),
             **({} if mended is None else {"Mended": _mended(mended)}),

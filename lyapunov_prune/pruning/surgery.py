@@ -19,10 +19,12 @@ from lyapunov_prune.models.compact import renumber_compact
 from lyapunov_prune.models.families import DEPTH_ATTRIBUTES, POSITION_ATTRIBUTES, family_entry
 from lyapunov_prune.models.held import held
 from lyapunov_prune.models.layer_settings import require_attention, slice_settings
+from lyapunov_prune.models.left_out import forget_heads
 from lyapunov_prune.models.plain import require_plain
 from lyapunov_prune.models.sharing import own, share_equal, shared_memo
 from lyapunov_prune.models.structure import Structure, find_structure
 from lyapunov_prune.models.wrappers import is_wrapped, require_text_alone
+from lyapunov_prune.progress import warn
 from lyapunov_prune.pruning.mirroring import mirror, require_mirrored
 from lyapunov_prune.pruning.plan import PruningPlan, as_plan
 from lyapunov_prune.pruning.zeroing import zero_sublayers
@@ -116,8 +118,15 @@ def without_layers(
     for index in reversed(plan.remove):
         del layers[index]
 
+    forget_heads(pruned.config)
+    gone: set[str] = set()
     for config in _configs(pruned, original):
-        slice_settings(config, original.count, plan.kept, original.num_layers)
+        gone.update(slice_settings(config, original.count, plan.kept, original.num_layers))
+    if gone:
+        warn(
+            f"{', '.join(sorted(gone))} in the config names layers by the numbers of the original, which nothing here "
+            "understands: left out of the config of the pruned model"
+        )
     _renumber(pruned, layers, plan.kept, original.num_layers)
     renumber_compact(pruned, layers)
     family = family_entry(original.model_type)

@@ -41,7 +41,7 @@ COMMANDS = {
     "rank --stream": ("rank", "tiny", "--stream", "--criterion", "bi", "--remove", "1", *MEASURED),
     "rank --max-kl": ("rank", "tiny", "--what", "mlp", "--criterion", "kl", "--max-kl", "0.1", *MEASURED),
     "prune": (*PRUNE, "--remove", "1"),
-    "prune --mend": (*PRUNE, "--remove", "1", "--mend"),
+    "prune --mend": (*PRUNE, "--remove", "1", "--mend", "--tokens", "256"),
     "prune --on-disk": ("prune", "tiny", "--layers", "1", "--on-disk"),
     "joint": ("joint", "tiny", "--remove", "1", "--steps-per-point", "1", "--recover", "1", *MEASURED),
     "heal": ("heal", "pruned", "--teacher", "tiny", "--steps", "1", *MEASURED),

@@ -119,11 +119,6 @@ def test_tables_are_cut_block_by_block(
         ("zamba2", (2,), "is counted anew; prune it in memory"),
         ("zaya", (0,), "router_states_scale is counted anew; prune it in memory"),
         ("rwkv", (2,), "RwkvForCausalLM cannot be judged without running it .*; take it in memory"),
-        (
-            "gemma3",
-            (2,),
-            "a decoder inside a Gemma3.*, which goes neither by --stream nor by --on-disk; take it in memory",
-        ),
     ],
 )
 def test_what_copying_or_headers_cannot_do_is_refused(

@@ -24,12 +24,20 @@ from lyapunov_prune.models.from_folder import Loaded
 from lyapunov_prune.models.loading import load
 from lyapunov_prune.models.structure import identify
 
-# Inside a multimodal model; of a family that was not judged; several states a token, the batch not the first of them;
-# layers that read keys, an index, a router or outputs of layers before them.
-_WRAPPED = ["fuyu", "gemma3", "gemma4", "gemma4_unified", "got_ocr2", "moss_transcribe_diarize"]
-_SHARING = ["gemma3n_text", "gemma4_text", "gemma4_unified_text", "glm_moe_dsa", "hy_v4", "inkling2_text", "zaya"]
+# Of a family that was not judged; several states a token, the batch not the first of them; layers that read keys, an
+# index, a router or outputs of layers before them.
+_SHARING = [
+    "gemma3n_text",
+    "gemma4",
+    "gemma4_text",
+    "gemma4_unified",
+    "gemma4_unified_text",
+    "glm_moe_dsa",
+    "hy_v4",
+    "inkling2_text",
+    "zaya",
+]
 REFUSED = {
-    **dict.fromkeys(_WRAPPED, "holds a decoder inside a"),
     **dict.fromkeys(["moshi", "reformer", "rwkv", "xlstm"], "has not passed its control"),
     **dict.fromkeys(_SHARING, r"layer \d needs more than the state of the one before it"),
 }

@@ -97,7 +97,7 @@ _SHARED = {
 }
 _LINEAR = ["linear_attention", "linear_attention"]
 _MIXED = {"layer_types": [*_LINEAR, "full_attention", *_LINEAR, "full_attention", *_LINEAR[1:], "full_attention"]}
-_VISION = {
+VISION = {
     "hidden_size": 16,
     "intermediate_size": 16,
     "num_hidden_layers": 2,
@@ -148,13 +148,13 @@ CHANGES: dict[str, dict[str, Any]] = {
     "doge": {"keep_window_size": 8},
     "dots3_note": {
         "vision_config": {
-            **_VISION,
+            **VISION,
             "adapter_in_dim": 16,
             "adapter_out_dim": 32,
             "num_local_experts": 2,
             "per_layer_config": {},
         },
-        "audio_config": {**_VISION, "downsample_hidden_size": 8, "adapter_input_size": 16, "adapter_out_dim": 32},
+        "audio_config": {**VISION, "downsample_hidden_size": 8, "adapter_input_size": 16, "adapter_out_dim": 32},
     },
     "dots3_note_text": {
         "shared_experts_intermediate_size": 16,
@@ -167,7 +167,7 @@ CHANGES: dict[str, dict[str, Any]] = {
         "swa_v_head_dim": 8,
     },
     "fuyu": {"text_config": {"model_type": "persimmon", **_TEXT}},
-    "gemma3": {"vision_config": {"model_type": "siglip_vision_model", **_VISION}},
+    "gemma3": {"vision_config": {"model_type": "siglip_vision_model", **VISION}},
     "falcon_h1": {"mamba_d_ssm": 64},
     "flint": _DENSE_AND_SPARSE,
     "gemma2": {"query_pre_attn_scalar": 8},
@@ -184,9 +184,9 @@ CHANGES: dict[str, dict[str, Any]] = {
     "gemma4_unified_text": {**_SHARED, "num_kv_shared_layers": 2, "global_head_dim": 8},
     "got_ocr2": {
         "text_config": {"model_type": "qwen2", **_TEXT},
-        "vision_config": {**_VISION, "mlp_dim": 16, "output_channels": 8, "global_attn_indexes": [1], "window_size": 2},
+        "vision_config": {**VISION, "mlp_dim": 16, "output_channels": 8, "global_attn_indexes": [1], "window_size": 2},
     },
-    "git": {"vision_config": _VISION},
+    "git": {"vision_config": VISION},
     "gpt_neo": {"attention_types": [[["global", "local"], 4]], "window_size": 8},
     "gptj": _ROTARY,
     "glm_moe_dsa": {"indexer_types": ["full", "full", "shared", "full", "full", "full", "shared", "full"]},
@@ -215,11 +215,11 @@ CHANGES: dict[str, dict[str, Any]] = {
     "mamba2": {"num_heads": 4, "head_dim": 16, "n_groups": 2},
     "minimax": {"block_size": 8},
     "minimax_m3_vl_text": {"dense_intermediate_size": 48, "index_block_size": 8, "index_topk_blocks": 2, **_ROTARY},
-    "mllama": {"text_config": {"cross_attention_layers": [3, 6]}, "vision_config": {**_VISION, "num_global_layers": 1}},
+    "mllama": {"text_config": {"cross_attention_layers": [3, 6]}, "vision_config": {**VISION, "num_global_layers": 1}},
     "moshi": {"num_codebooks": 2},
     "moss_transcribe_diarize": {
         "text_config": {"model_type": "qwen3", **_TEXT},
-        "audio_config": {**_VISION, "max_source_positions": 16, "hidden_size": 8, "num_mel_bins": 8},
+        "audio_config": {**VISION, "max_source_positions": 16, "hidden_size": 8, "num_mel_bins": 8},
     },
     "nemotron_h": {
         "layers_block_type": ["linear_attention", "moe", "full_attention", "mlp"] * 2,
@@ -231,7 +231,7 @@ CHANGES: dict[str, dict[str, Any]] = {
     },
     "olmo_hybrid": _MIXED,
     "phi4_multimodal": {
-        "vision_config": {**_VISION, "crop_size": 28},
+        "vision_config": {**VISION, "crop_size": 28},
         "audio_config": {
             "hidden_size": 16,
             "intermediate_size": 16,
@@ -329,7 +329,7 @@ def make_zoo(name: str, seed: int = 0) -> PreTrainedModel:
     config_class: Any = CONFIG_MAPPING[kind]
     torch.manual_seed(seed)
     with quiet():
-        model = AutoModelForCausalLM.from_config(config_class(**_settings(config_class, changes))).eval()
+        model = AutoModelForCausalLM.from_config(config_class(**settings_of(config_class, changes))).eval()
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.ndim >= 2:
@@ -339,7 +339,7 @@ def make_zoo(name: str, seed: int = 0) -> PreTrainedModel:
     return model
 
 
-def _settings(config_class: Any, changes: dict[str, Any]) -> dict[str, Any]:
+def settings_of(config_class: Any, changes: dict[str, Any]) -> dict[str, Any]:
     fields = {field.name for field in dataclasses.fields(config_class)}
     found: dict[str, Any] = {}
     for name, value in SMALL.items():
@@ -351,7 +351,7 @@ def _settings(config_class: Any, changes: dict[str, Any]) -> dict[str, Any]:
     for name, sub in config_class.sub_configs.items():
         if dataclasses.is_dataclass(sub) and name in ("text_config", "decoder"):
             kind = getattr(sub, "model_type", "")
-            found[name] = _settings(sub, {**CHANGES.get(kind, {}), **changes.get(name, {})})
+            found[name] = settings_of(sub, {**CHANGES.get(kind, {}), **changes.get(name, {})})
         elif name in changes:
             found[name] = changes[name]
     return {**found, **{k: v for k, v in changes.items() if k not in config_class.sub_configs}}

@@ -17,7 +17,7 @@ from lyapunov_prune.mending import judge as judging
 from lyapunov_prune.pruning.provenance import PROVENANCE, Provenance
 
 GAPS = (2, 4)
-TEXT = ("--tokens", "512", "--context", "64")
+TEXT = ("--text", "builtin", "--tokens", "512", "--context", "64")
 
 
 @pytest.fixture
@@ -95,3 +95,13 @@ def test_the_model_writes_the_second_text(windows: torch.Tensor, short_judge: No
     assert report.other is not None
     assert report.other.measured_on.text.startswith("written by")
     assert (report.other.measured_on.tokens, report.other.measured_on.context) == (128, 32)
+
+
+def test_without_a_text_the_model_writes_it_and_the_built_in_one_judges(run: Callable[..., Done]) -> None:
+    assert run("prune", "tiny", "--layers", "2,3", "--mend", *TEXT[2:], "-o", "out").code == 0
+    report = Provenance.load(Path("out") / PROVENANCE).mended
+    assert report is not None
+    assert report.other is not None
+    assert report.measured_on.text.startswith("written by tiny (weights ")
+    assert report.measured_on.text.endswith("temperature 1, seed 0)")
+    assert (report.other.measured_on.text, report.other.measured_on.tokens) == ("builtin", 256)

@@ -203,7 +203,7 @@ def test_a_product_beyond_the_dtype_is_refused() -> None:
 
 # The command.
 
-TEXT = ("--tokens", "512", "--context", "64")
+TEXT = ("--text", "builtin", "--tokens", "512", "--context", "64")
 
 
 def test_prune_writes_a_mended_checkpoint(run: Callable[..., Done], monkeypatch: pytest.MonkeyPatch) -> None:

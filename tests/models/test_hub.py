@@ -104,3 +104,14 @@ def test_a_local_folder_asks_no_hub(hub: Hub, checkpoint: Path, monkeypatch: pyt
     monkeypatch.chdir(checkpoint.parent)
     load(checkpoint.name)
     assert asked == []
+
+
+def test_the_parts_of_an_embedding_model_are_fetched_too(hub: Hub, checkpoint: Path) -> None:
+    (checkpoint / "modules.json").write_text('[{"path": "1_Pooling"}]')
+    asked = hub(checkpoint)
+    load("org/model", offline=True)
+    patterns = asked[1][1]
+    assert patterns["local_files_only"] is True
+    files = ["1_Pooling/config.json", "2_Dense/model.safetensors", "2_Dense/pytorch_model.bin", "onnx/config.json"]
+    wanted = huggingface_hub.utils.filter_repo_objects(files, allow_patterns=patterns["allow_patterns"])
+    assert list(wanted) == files[:2]

@@ -31,6 +31,7 @@ from lyapunov_prune.forward.continuations import Continuations
 from lyapunov_prune.forward.decoding import decode_greedily
 from lyapunov_prune.forward.hooks import skipped
 from lyapunov_prune.forward.logits import cached_logits, deviation, last_logits
+from lyapunov_prune.forward.own_text import self_generated
 from lyapunov_prune.forward.reading import read
 from lyapunov_prune.models.positions import alike, rotation, stretches, switches
 from lyapunov_prune.models.structure import find_structure

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,10 +18,12 @@ from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokeni
 from lyapunov_prune.allocation.allocation import Allocation
 from lyapunov_prune.allocation.schedules import allocate
 from lyapunov_prune.errors import LyapunovPruneError
+from lyapunov_prune.forward.own_text import self_generated
 from lyapunov_prune.models.loading import load
-from lyapunov_prune.models.settings import forward_settings
+from lyapunov_prune.models.settings import forward_settings, unknown_layer_numbers, unknown_settings
 from lyapunov_prune.models.structure import identify
 from lyapunov_prune.pruning.plan import PruningPlan
+from lyapunov_prune.pruning.removal import remove_layers
 from lyapunov_prune.results.result import decode, encode
 from lyapunov_prune.results.store import Store
 
@@ -184,3 +187,96 @@ def test_a_plan_is_not_for_a_long_context_variant_of_its_weights(run: Callable[.
     done = run("prune", "tiny", "--on-disk", "--plan", "run/plan.json", "-o", "small")
     assert done.code == 2
     assert "its rope_parameters" in done.err
+
+
+# Settings that transformers does not know.
+
+
+def test_no_setting_of_a_family_is_unknown(tiny: Callable[..., PreTrainedModel], family: str, tmp_path: Path) -> None:
+    config = tiny(family).config
+    config.save_pretrained(tmp_path)
+    for each in (config, transformers.AutoConfig.from_pretrained(tmp_path)):
+        assert unknown_settings(each).keys() <= {"intermediate_size"}  # which SMALL gives to all
+
+
+def test_unknown_settings_and_numbers_of_layers() -> None:
+    config = make_tiny("llama").config
+    ours = {
+        "drop_attn_list": [1, 4],
+        "by_layer": {"0": "a", "5": "b"},
+        "note": "x",
+        "empty": [],
+        "flags": [True, False],
+    }
+    ours |= {
+        "layers_beyond": [2, 6],
+        "layers_twice": [1, 1],
+        "sizes": [2, 4],
+        "head_dim": 8,
+        "sliding_window": 4,
+        "unused_dropout": 0.1,
+    }
+    for name, value in ours.items():
+        setattr(config, name, value)
+    unknown = {"drop_attn_list", "by_layer", "note", "empty", "flags", "layers_beyond", "layers_twice", "sizes"}
+    assert unknown_settings(config).keys() == unknown
+    assert unknown_layer_numbers(config, 6) == ["drop_attn_list", "by_layer"]
+
+
+SMALL_TEXT = ["--tokens", "64", "--context", "32"]
+CODE = {"AutoConfig": "configuration_dropped.C", "AutoModelForCausalLM": "modeling_dropped.M"}
+DROPPED = {"drop_attn_list": [1, 3], "drop_mlp_list": [2], "scale_of_code": 2.0}
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ["eval", "tiny", *SMALL_TEXT],
+        ["eval", "tiny", "--stream", *SMALL_TEXT],
+        ["compress", "tiny", "--method", "magnitude", "--sparsity", "0.5", "-o", "out", *SMALL_TEXT],
+        ["profile", "tiny", *SMALL_TEXT],
+        ["prune", "tiny", "--layers", "1", "-o", "out", *SMALL_TEXT],
+        ["prune", "tiny", "--layers", "1", "--on-disk", "-o", "out"],
+    ],
+    ids=lambda command: " ".join(command[::2][:2]),
+)
+def test_code_that_is_not_run_is_named(command: list[str], run: Callable[..., Done]) -> None:
+    edit_json(Path("tiny/config.json"), auto_map=CODE, **DROPPED)
+    done = run(*command)
+    assert done.code == 0
+    (line,) = [line for line in done.err.splitlines() if "which is never run" in line]
+    assert "names code of its own (configuration_dropped, modeling_dropped)" in line
+    assert "(drop_attn_list, drop_mlp_list, scale_of_code); drop_attn_list, drop_mlp_list: numbers of layers" in line
+    assert line.endswith("All numbers are of the plain LlamaForCausalLM")
+
+
+def test_numbers_of_layers_are_named_without_code_and_other_settings_are_not(run: Callable[..., Done]) -> None:
+    edit_json(Path("tiny/config.json"), scale_of_code=2.0)
+    assert run("eval", "tiny", *SMALL_TEXT).err == ""
+    edit_json(Path("tiny/config.json"), drop_attn_list=[1, 3])
+    assert "(scale_of_code, drop_attn_list); drop_attn_list: numbers of layers" in run("eval", "tiny", *SMALL_TEXT).err
+
+
+@pytest.mark.parametrize("options", [[], ["--on-disk"], ["--stream"]], ids=" ".join)
+def test_a_pruned_model_names_no_code_and_no_old_numbers(options: list[str], run: Callable[..., Done]) -> None:
+    edit_json(Path("tiny/config.json"), auto_map=CODE, **DROPPED)
+    reads = [] if {"--on-disk", "--stream"} & {*options} else SMALL_TEXT
+    done = run("prune", "tiny", "--layers", "1", "-o", "out", *options, *reads)
+    assert done.code == 0
+    assert "drop_attn_list, drop_mlp_list in the config names layers by the numbers of the original" in done.err
+    written = json.loads(Path("out/config.json").read_text())
+    assert not written.keys() & {"drop_attn_list", "drop_mlp_list"}
+    assert written["scale_of_code"] == 2.0
+    assert written.get("auto_map") != CODE
+    assert "error" not in run("eval", "out", *SMALL_TEXT).err
+
+
+def test_a_model_in_memory_is_pruned_without_old_numbers(
+    llama: PreTrainedModel, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = copy.deepcopy(llama)
+    model.config.drop_attn_list = [1, 3]
+    pruned = remove_layers(model, [1])
+    assert not hasattr(pruned.config, "drop_attn_list")
+    assert model.config.drop_attn_list == [1, 3]
+    assert "drop_attn_list in the config names layers" in capsys.readouterr().err

@@ -38,6 +38,7 @@ from lyapunov_prune import (
 )
 from lyapunov_prune.bounds import approximate
 from lyapunov_prune.forward.hooks import skipped
+from lyapunov_prune.models.pictures import picture_logits, picture_prompt
 from lyapunov_prune.models.projections import find_projections
 from lyapunov_prune.models.structure import find_structure
 from lyapunov_prune.models.wrappers import loading_class
@@ -251,6 +252,23 @@ def test_a_decoder_inside_a_multimodal_model(kind: str, ids: torch.Tensor) -> No
     assert before.keys() == after.keys()
     assert any("vis" in name or "audio" in name for name in before)
     assert all(torch.equal(after[name], tensor) for name, tensor in before.items())
+
+
+@pytest.mark.parametrize("kind", [kind for kind in WRAPPERS if "Audio" not in kind])
+def test_a_picture_is_put_into_a_prompt(kind: str) -> None:
+    model = make_wrapped(kind)
+    prompt = picture_prompt(model)
+    assert prompt is not None
+    logits, other = (
+        picture_logits(model, prompt | {"pixel_values": scale * prompt["pixel_values"]}).detach() for scale in (1, 2)
+    )
+    assert logits.isfinite().all()
+    assert not torch.equal(logits[:, -1], other[:, -1])
+
+
+@pytest.mark.parametrize("kind", ["Qwen2AudioForConditionalGeneration", "MllamaForConditionalGeneration"])
+def test_where_no_picture_fits_there_is_none(kind: str) -> None:
+    assert picture_prompt(make_wrapped(kind)) is None
 
 
 @pytest.mark.parametrize("kind", list(REFUSED))

@@ -4,17 +4,22 @@ from __future__ import annotations
 
 from fractions import Fraction
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from families.zoo import LAYERS, make_zoo
 from helpers import make_tiny
+from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from lyapunov_prune.checkpoints.outline import read_outline
+from lyapunov_prune.models.loading import load
 from lyapunov_prune.models.structure import find_structure
 from lyapunov_prune.pruning.counting import count_check, held_by, shares_leaving, sizes_in_memory
+from lyapunov_prune.pruning.gate import verify_removal
 from lyapunov_prune.pruning.plan import PruningPlan
+from lyapunov_prune.pruning.removal import remove_layers
 from lyapunov_prune.pruning.surgery import cut
 
 # Plain; embeddings tied to the head; tables with a block a layer; blocks that layers share; a scale of the first layer.
@@ -87,3 +92,30 @@ def test_one_parameter_too_many_is_seen(llama: PreTrainedModel) -> None:
     assert count_check(llama, sizes, pruned, left + 4, plan).detail.startswith(f"bytes saved: {left + 4:,}, not ")
     pruned.register_parameter("stray", torch.nn.Parameter(torch.zeros(1)))
     assert count_check(llama, sizes, pruned, left, plan).detail.startswith("parameters: ")
+
+
+def test_every_tensor_of_the_files_is_counted(checkpoint: Path) -> None:
+    file = checkpoint / "model.safetensors"
+    save_file(load_file(file) | {"mtp.fc.weight": torch.zeros(1)}, file, {"format": "pt"})
+    model = load(checkpoint).model
+    check = verify_removal(model, remove_layers(model, [1]), [1]).checks[-1]
+    assert check.passed
+    assert "of 58 tensors in the files 48 kept, 9 removed, 1 left out by name" in check.detail
+
+
+def test_planted_fault_a_tensor_of_the_files_that_is_nowhere_is_named(checkpoint: Path) -> None:
+    model: Any = load(checkpoint).model
+    plan = PruningPlan.given(model, [1])
+    pruned: Any = remove_layers(model, plan)
+    norm = pruned.model.layers[3].input_layernorm
+    norm.register_parameter("gain", norm._parameters.pop("weight"))  # as many numbers, by another name
+    sizes = sizes_in_memory(model)
+    saved = sum(size for _, size in sizes_in_memory(pruned))
+    check = count_check(model, sizes, pruned, saved, plan)
+    assert not check.passed
+    assert "model.layers.4.input_layernorm.weight of the input is neither kept nor removed" in check.detail
+
+
+def test_a_model_that_was_changed_after_loading_is_counted_by_what_it_is(checkpoint: Path) -> None:
+    smaller = remove_layers(load(checkpoint).model, [1])
+    assert verify_removal(smaller, remove_layers(smaller, [0]), [0]).passed

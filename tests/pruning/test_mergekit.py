@@ -125,15 +125,15 @@ def test_a_model_of_other_layers_is_refused(ranges: tuple[tuple[int, int], ...])
         MergekitSlices("x.yaml", "m", ranges).plan(make_tiny("llama"))
 
 
-@pytest.mark.parametrize("more", [[], ["--on-disk"], ["--mend"]], ids=["in memory", "on disk", "mended"])
+@pytest.mark.parametrize("more", [[], ["--on-disk"], ["--mend", "--tokens", "256"]], ids=["in memory", "on disk", "mended"])
 def test_prune_takes_it_as_a_plan(more: list[str], run: Any) -> None:
     Path("slices.yaml").write_text(PRUNEME)
     text = [] if "--on-disk" in more else TEXT
-    done: Done = run("prune", "tiny", "--plan", "slices.yaml", *more, *text, "-o", "out")
+    done: Done = run("prune", "tiny", "--plan", "slices.yaml", *text, *more, "-o", "out")
     assert done.code == 0, done.err
     assert "slices.yaml has no fingerprint of its model, mistralai/Mistral-7B-Instruct-v0.2" in done.err
     assert Provenance.load("out/provenance.json").plan.remove == (2, 3)
-    assert run("prune", "tiny", "--layers", "2,3", *more, *text, "-o", "same").code == 0
+    assert run("prune", "tiny", "--layers", "2,3", *text, *more, "-o", "same").code == 0
     weights = [Path(folder, "model.safetensors").read_bytes() for folder in ("out", "same")]
     assert weights[0] == weights[1]
 

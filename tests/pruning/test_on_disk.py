@@ -82,7 +82,10 @@ def test_a_checkpoint_without_the_prefix_and_with_a_stranger_is_pruned(checkpoin
     weights = load_file(checkpoint / "model.safetensors")
     bare = {name.removeprefix("model."): tensor for name, tensor in weights.items()}
     save_file(bare | {"optimizer.5.step": torch.zeros(3)}, checkpoint / "model.safetensors", {"format": "pt"})
-    on_disk(checkpoint, tmp_path / "disk")
+    with pytest.raises(LyapunovPruneError, match=r"would lack 1 tensor \(1 of optimizer\)"):
+        on_disk(checkpoint, tmp_path / "disk")
+    outline = read_outline(checkpoint, checkpoint, text_only=True)
+    prune_on_disk(outline, PruningPlan.given(outline.identity, REMOVE), tmp_path / "disk")
     written = load_file(tmp_path / "disk" / "model.safetensors")
     assert {name for name in written if "up_proj" in name} == {f"layers.{i}.mlp.up_proj.weight" for i in range(4)}
     assert "optimizer.5.step" not in written

@@ -84,6 +84,7 @@ def compress(
     from lyapunov_prune.compression.packed import require_packable, require_packed_options, write_packed
     from lyapunov_prune.compression.recipe import require_amount, require_options
     from lyapunov_prune.compression.report import REPORT
+    from lyapunov_prune.models.left_out import require_whole
     from lyapunov_prune.models.plain import require_unquantised
     from lyapunov_prune.predictions.expectation import expectation
     from lyapunov_prune.ranking.amount import compress_under_budget, require_spendable
@@ -117,6 +118,7 @@ def compress(
         require_low_rank(method)
     loaded, batch = load_inputs(model, source, text, stream=stream)
     require_unquantised(loaded.model)  # before anything is measured
+    require_whole(loaded.model)
     if packed:
         require_packable(loaded.model, group_size)
     if factored:

@@ -81,6 +81,7 @@ def heal(
     from lyapunov_prune.healing.sharded import sharing
     from lyapunov_prune.healing.state import KEPT, clear_states
     from lyapunov_prune.models.cache import BUILTIN
+    from lyapunov_prune.models.left_out import require_whole
     from lyapunov_prune.models.tokenizers import require_same_tokenizer
     from lyapunov_prune.pruning.provenance import PROVENANCE, Provenance
     from lyapunov_prune.pruning.surgery import share_memory
@@ -109,6 +110,7 @@ def heal(
     if provenance is not None:
         provenance.require_dense(dense.model, teacher, model, "--teacher")
     require_same_tokenizer(dense.tokenizer, loaded.tokenizer, (teacher, model))
+    require_whole(loaded.model)
     require_disk(output, size_of(loaded.model), "the files of the healed model")
     if provenance is not None:
         share_memory(loaded.model, dense.model, provenance.plan)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -115,8 +116,10 @@ def prune(
     if keep_period and by.what != "layers":
         raise LyapunovPruneError(f"{by.what} alone leaves every layer in its place; leave out --keep-period")
 
+    from lyapunov_prune.forward.own_text import SELF
     from lyapunov_prune.models.device import resolve_device
     from lyapunov_prune.models.kinds import find_kinds
+    from lyapunov_prune.models.left_out import require_whole
     from lyapunov_prune.models.packed import is_unpacked
     from lyapunov_prune.models.plain import require_unquantised
     from lyapunov_prune.predictions.expectation import expectation
@@ -149,7 +152,7 @@ def prune(
         given.refuse_record(f"is of a model in memory, and files are pruned ({why}); leave it out", TextOptions)
         if on_disk or stream:  # else it has said that the model does not fit there
             given.refuse("has no effect on what is pruned on disk; leave it out", "device")
-        _prune_on_disk(model, output, layers, plan_file, keep_period, source.offline, as_json, why, stream)
+        _prune_on_disk(model, output, layers, plan_file, keep_period, source, as_json, why, stream)
         return
     if images is not None:
         assert plan_file is not None
@@ -158,6 +161,8 @@ def prune(
         written = write_pruned(classifier, None, plan, output, examples, format=format)
         _tell(written, as_json, output)
         return
+    if mend and "text" not in given:  # see experiments/48_texts_to_mend_by
+        text = replace(text, text=SELF)
     given_plan = None if plan_file is None else _read_plan(plan_file)
     loaded, batch = load_inputs(model, source, text, merge_adapter=merge_adapter, plan=given_plan)
     if by.what == "layers" and is_unpacked(loaded.structure.config):
@@ -166,6 +171,7 @@ def prune(
             "FILE with --on-disk"
         )
     require_unquantised(loaded.model)  # before anything is measured
+    require_whole(loaded.model)
     period = find_kinds(loaded.structure).require_period() if keep_period else 1
     judged = load_judge(judge, loaded, batch, text, source) if mend else None
     if layers is not None:
@@ -232,7 +238,7 @@ def _prune_on_disk(
     layers: str | None,
     plan_file: Path | None,
     keep_period: bool,
-    offline: bool,
+    source: ModelOptions,
     as_json: bool,
     why: str,
     stream: bool,
@@ -247,7 +253,7 @@ def _prune_on_disk(
         raise LyapunovPruneError(
             f"{model} is no safetensors file, and only those are pruned on disk; leave out --on-disk"
         )
-    outline = read_outline(checkpoint_folder(model, offline=offline), model)
+    outline = read_outline(checkpoint_folder(model, offline=source.offline), model, text_only=source.text_only)
     if layers is not None:
         plan = PruningPlan.given(outline.identity, layer_indices("--layers", layers))
     else:

@@ -1,0 +1,150 @@
+"""What enters and leaves a matrix is seen whether its module is called or its weight is multiplied without it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from families.zoo import ZOO, each_by_itself, make_zoo
+from helpers import hooks_of, make_tiny
+from torch import nn
+from transformers.models.mamba import modeling_mamba
+
+from lyapunov_prune import LyapunovPruneError, compress
+from lyapunov_prune.allocation.owl import owl
+from lyapunov_prune.calibration.norms import input_norms
+from lyapunov_prune.calibration.statistics import Statistics
+from lyapunov_prune.calibration.streaming import stream
+from lyapunov_prune.forward.hooks import run_backbone
+from lyapunov_prune.forward.products import watched_products
+from lyapunov_prune.models.projections import find_projections
+from lyapunov_prune.models.structure import find_structure
+from lyapunov_prune.profiles.activations import activation_statistics
+from lyapunov_prune.sensitivity.sensitivity import measure_sensitivity
+
+# Parts of a layer that a forward of text alone has no use for: attention to an encoder that is not there, and the
+# adapters of a block that layers share (each layer uses its own and holds those of all).
+IDLE = ("encoder_attn", "cross_attn", "adapter_list")
+
+
+def seen_in(model: Any, ids: torch.Tensor) -> tuple[set[str], set[str]]:
+    """Modules of the matrices of a model whose products were seen, and those whose were not."""
+    modules = {p.module: model.get_submodule(p.module) for p in find_projections(model) if p.expert is None}
+    seen: set[str] = set()
+
+    def note(name: str, x: torch.Tensor, y: torch.Tensor, rows_are_features: bool) -> None:
+        weight = modules[name].weight
+        y = y.transpose(-1, -2) if rows_are_features else y
+        # Conv1D holds its weight input × output.
+        assert (x.shape[-1], y.shape[-1]) in (tuple(weight.shape[::-1]), tuple(weight.shape)), name
+        assert x.shape[:-1] == y.shape[:-1]
+        seen.add(name)
+
+    with torch.no_grad(), watched_products(modules, note):
+        run_backbone(find_structure(model), ids)
+    assert hooks_of(model) == 0
+    return seen, modules.keys() - seen
+
+
+@pytest.mark.parametrize("name", each_by_itself(ZOO))
+def test_every_matrix_of_every_family_is_seen_or_has_no_part_in_text(name: str) -> None:
+    try:
+        model = make_zoo(name)
+        find_projections(model)
+    except Exception:
+        pytest.skip("this decoder cannot be built here, or its matrices are not found")
+    ids = torch.randint(3, 90, (4, 16), generator=torch.Generator().manual_seed(0))
+    try:
+        _, unseen = seen_in(model, ids)
+    except LyapunovPruneError as error:  # of layers that do not run on text alone
+        pytest.skip(str(error))
+    layers = {module.split(".mlp.")[0] for module in unseen} if name == "mllama" else ()  # attention to images
+    assert not [m for m in unseen if not any(part in m for part in (*IDLE, ".experts.", *layers))]
+
+
+@pytest.fixture
+def mamba() -> Any:
+    return make_zoo("mamba").double()
+
+
+@pytest.fixture
+def text() -> torch.Tensor:
+    return torch.randint(3, 90, (3, 12), generator=torch.Generator().manual_seed(0))
+
+
+def test_statistics_of_a_weight_that_mamba_multiplies_by_itself(
+    mamba: Any, text: torch.Tensor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its input is the first part of what `x_proj` gives, gradients at its output are those at the scan's steps."""
+    layer = 2
+    mixer = mamba.backbone.layers[layer].mixer
+    inputs: list[torch.Tensor] = []
+    steps: list[torch.Tensor] = []
+    scan = modeling_mamba.mamba_selective_scan
+
+    def recorded(x: torch.Tensor, delta: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        steps.append(delta)
+        return scan(x, delta, *args, **kwargs)
+
+    found: dict[str, Statistics] = {}
+    (p,) = (p for p in find_projections(mamba) if p.layer == layer and p.module.endswith("dt_proj"))
+    stream(mamba, text, [p], "sensitivity", lambda here, s: found.update(s), batch_size=3)
+    monkeypatch.setattr(modeling_mamba, "mamba_selective_scan", recorded)
+    handle = mixer.x_proj.register_forward_hook(lambda m, a, y: inputs.append(y[..., : mixer.time_step_rank]))
+    outputs: list[torch.Tensor] = []
+    last = mamba.backbone.layers[layer].register_forward_hook(lambda m, a, y: outputs.append(y))
+    mamba.backbone(input_ids=text, use_cache=False)
+    handle.remove()
+    last.remove()
+    x = inputs[0].detach().flatten(0, 1)
+    torch.testing.assert_close(found[p.name].gram, x.T @ x)
+    torch.testing.assert_close(found[p.name].norms, x.norm(dim=0))
+    torch.testing.assert_close(input_norms(mamba, text, [p])[p.name], found[p.name].norms)
+    generator = torch.Generator().manual_seed(layer)
+    v = torch.stack([torch.randn(window.shape, generator=generator) for window in outputs[0]]).double()
+    (g,) = torch.autograd.grad(outputs[0], steps[layer], v)
+    rows = g.transpose(1, 2).flatten(0, 1)
+    torch.testing.assert_close(found[p.name].sensitivity, rows.T @ rows)
+
+
+@pytest.mark.parametrize("name", ["mamba", "falcon_mamba"])
+def test_what_goes_by_inputs_takes_mamba(name: str, text: torch.Tensor) -> None:
+    model = make_zoo(name)
+    (p,) = (p for p in find_projections(model) if p.layer == 1 and p.module.endswith("dt_proj"))
+    for method in ("wanda", "sparsegpt", "whitened-svd", "balanced"):
+        small = compress(model, text, method=method, sparsity=0.5).model
+        assert not torch.equal(p.weight(small), p.weight(model)), method
+    half = compress(model, text, method="wanda", sparsity=0.5).model
+    assert ((p.weight(half) == 0).sum(1) == p.weight(half).shape[1] // 2).all()
+    assert owl(model, 0.5, text).amount.shape == (len(find_projections(model)),)
+    other = torch.randint(3, 90, (2, 12), generator=torch.Generator().manual_seed(1))
+    found = measure_sensitivity(model, other, studies=["group"], method="wanda", calibration=text)
+    assert found.of("group").component.str.endswith("dt_proj").any()
+    statistics = activation_statistics(model, text).to_frame()
+    assert statistics.effective_rank.notna().all()
+
+
+def test_a_matrix_without_a_part_is_refused_with_what_helps(text: torch.Tensor) -> None:
+    model = make_zoo("bart")
+    refused = r"no product with model\.decoder\.layers\.0\.encoder_attn\.k_proj is seen .*encoder.*--method magnitude"
+    for ask in (lambda: compress(model, text, method="wanda", sparsity=0.5), lambda: owl(model, 0.5, text)):
+        with pytest.raises(LyapunovPruneError, match=refused):
+            ask()
+    assert compress(model, method="magnitude", sparsity=0.5, allocation="uniform").model
+    with pytest.raises(LyapunovPruneError, match=r"is called more than once a forward.*--allocation uniform"):
+        owl(make_zoo("zamba2"), 0.5, text)
+
+
+def test_planted_fault_products_with_a_cast_or_inside_a_call_are_not_counted(text: torch.Tensor) -> None:
+    model = make_tiny("llama")
+    module: Any = model.get_submodule("model.layers.1.mlp.up_proj")
+    seen: list[bool] = []
+    with torch.no_grad(), watched_products({"up": module}, lambda name, x, y, rows: seen.append(rows)):
+        model(text)
+        assert seen == [False]  # the module's own call, once
+        nn.functional.linear(torch.ones(2, 32), module.weight)
+        module.weight @ torch.ones(32, 2)
+        module.weight.half() @ torch.ones(32, 2).half()
+        torch.ones(2, 48) @ module.weight
+    assert seen == [False, False, True]
