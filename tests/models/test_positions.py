@@ -17,7 +17,6 @@ import numpy as np
 import pytest
 import torch
 from helpers import SMALL, VOCABULARY, make_tokenizer
-from lyapunov_prune.healing.own_text import self_generated
 from scipy.special import rel_entr
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 

@@ -12,7 +12,6 @@ import pytest
 import torch
 import transformers
 from helpers import Done, edit_json, make_tiny, moe, saved, write_gguf
-from lyapunov_prune.healing.own_text import self_generated
 from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 
 from lyapunov_prune.allocation.allocation import Allocation

@@ -125,7 +125,9 @@ def test_a_model_of_other_layers_is_refused(ranges: tuple[tuple[int, int], ...])
         MergekitSlices("x.yaml", "m", ranges).plan(make_tiny("llama"))
 
 
-@pytest.mark.parametrize("more", [[], ["--on-disk"], ["--mend", "--tokens", "256"]], ids=["in memory", "on disk", "mended"])
+@pytest.mark.parametrize(
+    "more", [[], ["--on-disk"], ["--mend", "--tokens", "256"]], ids=["in memory", "on disk", "mended"]
+)
 def test_prune_takes_it_as_a_plan(more: list[str], run: Any) -> None:
     Path("slices.yaml").write_text(PRUNEME)
     text = [] if "--on-disk" in more else TEXT
