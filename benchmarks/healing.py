@@ -69,7 +69,7 @@ class Shape:
     def training(self) -> float:
         """The dense model, of which the student is a part, and what a step needs."""
         sides = sum(m + n for m, n in self.matrices)
-        factors = 16 * RANK * sides * self.kept  # float32: the number, its gradient, two moments
+        factors = 24 * RANK * sides * self.kept  # float32: the number, gradient, two moments, start, best so far
         inputs = 2 * self.kept * self.tokens * self.width
         # One layer, run again: inputs of the factors in float32, outputs in both dtypes and their gradients.
         again = self.tokens * sum(4 * n + 10 * m for m, n in self.matrices)
@@ -80,7 +80,7 @@ class Shape:
     def merging(self) -> float:
         """The dense model, and the matrices that changed with their factors."""
         sides = sum(m + n for m, n in self.matrices)
-        changed = 2 * self.kept * self.layer + 16 * RANK * sides * self.kept
+        changed = 2 * self.kept * self.layer + 24 * RANK * sides * self.kept
         return 2 * (self.outside + self.layers * self.layer) + changed
 
 
@@ -129,12 +129,12 @@ def measured(shape: Shape) -> tuple[float, float]:
     plan = PruningPlan.given(teacher, range(1, 1 + shape.removed))
     student = lp.remove_layers(teacher, plan)
     share_memory(student, teacher, plan)
-    ids = torch.randint(shape.vocabulary, (2, shape.tokens), generator=torch.Generator().manual_seed(0))
+    ids = torch.randint(shape.vocabulary, (3, shape.tokens), generator=torch.Generator().manual_seed(0))
     peaks = []
 
     class Watched(Distillation):
-        def take_step(self, inputs: torch.Tensor) -> None:
-            super().take_step(inputs)
+        def take_step(self, inputs: torch.Tensor, rate: float) -> None:
+            super().take_step(inputs, rate)
             peaks.append(status("VmHWM") - before)
 
     heal.Distillation = Watched

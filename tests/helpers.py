@@ -46,6 +46,7 @@ from lyapunov_prune.data import ChoiceItem, ImageBatch
 from lyapunov_prune.forward.branches import Branch, find_branches, matrix_children
 from lyapunov_prune.healing import state as training_state
 from lyapunov_prune.healing.distillation import Distillation
+from lyapunov_prune.healing.rounds import Round, Stretch
 from lyapunov_prune.mending.report import Gap
 from lyapunov_prune.models.loading import load
 from lyapunov_prune.models.projections import find_projections
@@ -516,11 +517,11 @@ def interrupted_after(steps: int, patch: pytest.MonkeyPatch) -> None:
     """From now on a run is interrupted after so many more steps, the state of each of which is kept."""
     left, take_step = [steps], Distillation.take_step
 
-    def interrupt(self: Distillation, inputs: torch.Tensor) -> None:
+    def interrupt(self: Distillation, inputs: torch.Tensor, rate: float) -> None:
         if not left[0]:
             raise KeyboardInterrupt
         left[0] -= 1
-        take_step(self, inputs)
+        take_step(self, inputs, rate)
 
     patch.setattr(Distillation, "take_step", interrupt)
     patch.setattr(training_state, "SECONDS", 0.0)
@@ -602,6 +603,8 @@ def example(kind: Any, floats: Iterator[float]) -> Any:
         values |= {name: (2, 3) for name in values if name.startswith("drop_")}
         values |= sound(kind.__name__, values, floats)
         return typing.cast(type, kind)(**values)
+    if origin is typing.Literal:
+        return args[-1]
     if origin is tuple:
         return (0, 1) if args[0] is int else tuple(example(args[0], floats) for _ in range(2))
     if origin is dict:
@@ -656,6 +659,11 @@ def sound(name: str, values: dict[str, Any], floats: Iterator[float]) -> dict[st
         tried = tuple(Tried("ρ", (0, k), some(3), k == 2, next(floats)) for k in (1, 2))
         final = Final((0, 2), loose(3), some(4), loose(4), next(floats))
         return {"tried": tried, "chosen": 1, "dense": some(3), "finals": (final,), "other_dense": some(4)}
+    if name == "Healing":
+        run = Stretch("best", False, 2e-3, 6), Stretch("here", False, 2e-3, 6, 6)
+        stretches = (Stretch("start", True, 1e-3, 4), *run)
+        rounds = tuple(Round(stretch, loose(3)) for stretch in stretches)
+        return {"rounds": rounds, "losses": loose(16), "judged": some(3)}
     if name == "MendReport":
         gap = Gap(1, 3, "mlp", ("none", "full"), np.array([0.0, 0.1]), loose(2), 1)
         return {"gaps": (gap,)}

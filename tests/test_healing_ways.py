@@ -1,4 +1,4 @@
-"""experiments/44_healing_ways: its training is that of `heal`, and the gradient of the states' loss is autograd's."""
+"""experiments/44_healing_ways: its ways train what they say, and the gradient of the states' loss is autograd's."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from helpers import make_tiny
 import lyapunov_prune as lp
 from lyapunov_prune.data.batch import TokenBatch
 from lyapunov_prune.forward.logits import uncached_logits
-from lyapunov_prune.healing.distillation import distillation_loss
+from lyapunov_prune.healing.distillation import Distillation, distillation_loss
 
 run = importlib.import_module("experiments.44_healing_ways.run")
 REMOVED = (2, 3)
@@ -23,21 +23,33 @@ def learnt() -> lp.TokenBatch:
     return TokenBatch(torch.arange(3, 99).view(6, 16) % 60, text="ids", split="all", bos=None)
 
 
-def test_the_usual_way_is_that_of_heal(learnt: lp.TokenBatch, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("rank", [None, 2])
+def test_a_way_takes_its_steps_at_its_rate(
+    rank: int | None, learnt: lp.TokenBatch, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(run, "TOKENS", 64)
+    taken: list[tuple[int, float]] = []
+    take_step = Distillation.take_step
+
+    def note(self: Distillation, ids: torch.Tensor, rate: float) -> None:
+        taken.append((len(ids), rate))
+        take_step(self, ids, rate)
+
+    monkeypatch.setattr(Distillation, "take_step", note)
     dense = make_tiny("llama")
     cut = lp.remove_layers(dense, REMOVED)
-    for way in (
-        run.Way("usual", window=16),
-        run.Way("low rank", window=16, rank=2),
-        run.Way("two", window=16, per_step=2),
-    ):
-        expected = lp.heal(
-            cut, dense, learnt, steps=way.steps, per_step=way.per_step, rank=way.rank, learning_rate=way.rate
-        )
-        found = run.heal(cut, dense, REMOVED, learnt, way)
-        for (name, W), (_, V) in zip(found.named_parameters(), expected.model.named_parameters(), strict=True):
-            torch.testing.assert_close(W, V, msg=name)
+    ways = (
+        (run.Way("usual", window=16, rank=rank), [(1, 1e-4 * share) for share in (1, 0.8536, 0.5, 0.1464)]),
+        (run.Way("steady", window=16, rank=rank, falls=False), [(1, 1e-4)] * 4),
+        (run.Way("two", window=16, rank=rank, per_step=2), [(2, 1e-4), (2, 0.5e-4)]),
+    )
+    for way, wanted in ways:
+        taken.clear()
+        healed = run.heal(cut, dense, REMOVED, learnt, way)
+        assert [n for n, _ in taken] == [n for n, _ in wanted]
+        assert [rate for _, rate in taken] == pytest.approx([rate for _, rate in wanted], rel=1e-3)
+        moved = [not torch.equal(W, V) for W, V in zip(healed.parameters(), cut.parameters(), strict=True)]
+        assert any(moved)
 
 
 def test_the_gradient_of_the_states_is_that_of_their_loss(learnt: lp.TokenBatch) -> None:

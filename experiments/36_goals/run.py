@@ -35,7 +35,6 @@ CHOSEN_ON = 4096  # tokens that a criterion chooses on
 # `best` as it is, and comparing its sets mended.
 CRITERIA, MENDED, HEALED = ("angular", "best"), "best-mended", "angular"
 STEP = 256  # tokens that a step of healing learns from
-TRIED = 3  # steps of healing, to know how long one is
 TIMES = (0.5, 1.0)  # of the oracle's time, for choosing, mending and healing together
 # Set for seven layers of SmolLM2-135M before any of it was measured: perplexity over that of the greedy oracle.
 GOALS = {"cut": 0.80, "mended": 0.60, "healed": 0.45}
@@ -173,14 +172,12 @@ def mend(model: PreTrainedModel, removed: tuple[int, ...], learnt: lp.TokenBatch
 
 
 def heal(model: PreTrainedModel, removed: tuple[int, ...], learnt: lp.TokenBatch, seconds: float) -> Made:
-    """From the mended model on, by as many steps as `seconds` hold; what one takes is measured beforehand."""
+    """From the mended model on, for so many seconds."""
     student = lp.mend(model, removed, learnt)
     learnt = replace(learnt, ids=learnt.ids.reshape(-1, STEP))
     before = time.process_time()
-    lp.heal(student, model, learnt, steps=TRIED)
-    steps = max(1, int(seconds * TRIED / (time.process_time() - before)))
-    before = time.process_time()
-    return Made(lp.heal(student, model, learnt, steps=steps).model, removed, time.process_time() - before, steps)
+    done = lp.heal(student, model, learnt, minutes=seconds / 60)
+    return Made(done.model, removed, time.process_time() - before, done.report.steps)
 
 
 def written() -> dict[str, str]:

@@ -29,10 +29,11 @@ from experiments.statements import bullets, ratio, runs, table
 from lyapunov_prune.data.batch import require_disjoint
 from lyapunov_prune.evaluation.perplexity import interval_of
 from lyapunov_prune.forward.hooks import hidden_of
-from lyapunov_prune.healing.distillation import Distillation, schedule
-from lyapunov_prune.healing.heal import FULL_RATE, LOW_RANK_RATE
+from lyapunov_prune.healing.distillation import Distillation
+from lyapunov_prune.healing.rounds import schedule
 from lyapunov_prune.healing.trained import drawn_order, trained
 from lyapunov_prune.models.hooked import hooked
+from lyapunov_prune.joint.recovery import FULL_RATE, LOW_RANK_RATE
 from lyapunov_prune.models.structure import find_layers
 from lyapunov_prune.results.result import MeasuredOn, Result, encode
 from lyapunov_prune.results.store import Store
@@ -45,7 +46,7 @@ Make = Callable[[], PreTrainedModel]
 
 @dataclass(frozen=True)
 class Way:
-    """How a model is healed; the first of WAYS is what `heal` does, every other differs from it in one thing.
+    """How a model is healed: at one absolute rate, without judging. Every way differs from the first in one thing.
 
     `states` weighs `1/L Σ_l mean_t ‖h_l,t − h'_l,t‖² / ‖h_l,t‖²`, over the layers behind the gap, beside the loss of
     the prediction.
@@ -67,7 +68,7 @@ class Way:
 
 
 WAYS = (
-    Way("as `heal` does"),
+    Way("the usual way"),
     Way("another order of windows", seed=1),
     Way("rate 3e-5", rate=3e-5),
     Way("rate 3e-4", rate=3e-4),
@@ -145,16 +146,15 @@ def main(
 def heal(
     start: PreTrainedModel, dense: PreTrainedModel, removed: tuple[int, ...], learnt: lp.TokenBatch, way: Way
 ) -> PreTrainedModel:
-    """As `lp.heal`, but for what it has no option for."""
+    """Distillation by the way's steps; what comes last is kept."""
     ids = replace(learnt, ids=learnt.ids.reshape(-1, way.window)).ids
     order = drawn_order(len(ids), way.steps * way.per_step, way.seed)
     model = copy.deepcopy(start)
     with trained(model, way.rank, way.seed) as parameters, states_taught(model, dense, removed, way.states):
-        run = Distillation(model, dense, parameters, way.rate, 1.0, way.steps)
+        run = Distillation(model, dense, parameters, 1.0)
         for step in range(way.steps):
-            if not way.falls:
-                run.learning_rate = way.rate / schedule(step, way.steps)
-            run.take_step(ids[order[step * way.per_step : (step + 1) * way.per_step]])
+            rate = way.rate * (schedule(step, way.steps) if way.falls else 1)
+            run.take_step(ids[order[step * way.per_step : (step + 1) * way.per_step]], rate)
     return model
 
 
@@ -201,11 +201,11 @@ def ways(found: HealingWays) -> str:
     for way in found.healed:
         beside = None if way.windows is usual else ratio(way.windows - usual)
         rows.append((way.name, way.steps, ratio(way.windows), ratio(way.windows - found.dense), beside))
-    return table(("", "steps", "perplexity", "/ dense", "/ as `heal` does"), rows)
+    return table(("", "steps", "perplexity", "/ dense", "/ the usual way"), rows)
 
 
 def verdict(found: HealingWays) -> str:
-    """Paired by window against what `heal` does; what another order of windows makes is the scale to read it by."""
+    """Paired by window against the usual way; what another order of windows makes is the scale to read it by."""
     usual, other, *rest = found.healed
     sides: dict[str, list[str]] = {}
     for way in rest:
@@ -214,7 +214,7 @@ def verdict(found: HealingWays) -> str:
         sides.setdefault(side, []).append(f"{way.name} ({ratio(way.windows - usual.windows)})")
     return bullets(
         f"Another order of windows alone: {ratio(other.windows - usual.windows)} times the perplexity.",
-        *(f"Against what `heal` does, {side}: {'; '.join(ways)}." for side, ways in sorted(sides.items())),
+        *(f"Against the usual way, {side}: {'; '.join(ways)}." for side, ways in sorted(sides.items())),
     )
 
 

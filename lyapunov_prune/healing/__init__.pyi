@@ -1,2 +1,2 @@
-from .heal import Healed as Healed
-from .heal import Healing as Healing
+from .report import Healed as Healed
+from .report import Healing as Healing

@@ -28,11 +28,11 @@ from lyapunov_prune.healing.report import Healed, Healing, HeldOut
 from lyapunov_prune.healing.sharded import gathered_into, of_main, require_shardable, sharded, sharing
 from lyapunov_prune.healing.sizes import update_sizes
 from lyapunov_prune.healing.state import TrainingState
-from lyapunov_prune.healing.trained import beside, recomputed, require_trainable, trained
+from lyapunov_prune.healing.trained import beside, recomputed, require_few, require_trainable, trained
 from lyapunov_prune.healing.training import Budget, Tensors, Training
 from lyapunov_prune.models.launched import processes_of, require_same_models
 from lyapunov_prune.models.plain import require_plain
-from lyapunov_prune.models.structure import identify, in_eval_mode
+from lyapunov_prune.models.structure import find_layers, identify, in_eval_mode
 from lyapunov_prune.results.history import add_step
 from lyapunov_prune.results.result import encode
 
@@ -118,6 +118,7 @@ def heal(
             f"steps of {per_step} windows cannot be shared by {processes.num_processes} (one a process); give as many "
             "or more (--per-step)"
         )
+    require_few(per_step * (budget.steps or 0))
     learnt, judging = _apart(reading, judge)
     if evaluation is not None:
         evaluation = read(student, evaluation)
@@ -144,7 +145,8 @@ def heal(
             run,
             finish,
         ):
-            start: Tensors = run.copies()
+            # Of all parameters those of the student, which stays as it is; of factors, which are small, copies.
+            start: Tensors = dict(find_layers(student).layers.named_parameters()) if rank is None else run.copies()
             training = Training(
                 run,
                 learnt.ids,
@@ -177,8 +179,9 @@ def heal(
     if evaluation is not None:
         after = perplexity(model, evaluation, batch_size=batch_size, description="perplexity, healed")
         report = replace(report, held_out=HeldOut(before, after, dense))
-    seen = (measured_on,) if judge is None else (measured_on, judged_on)
-    add_step(model, "heal", seen, student, teacher)
+    if report.kept >= 0:
+        seen = (measured_on,) if judge is None else (measured_on, judged_on)
+        add_step(model, "heal", seen, student, teacher)
     return Healed(model, report)
 
 

@@ -90,8 +90,13 @@ def drawn_order(items: int, steps: int, seed: int) -> list[int]:
 
     Raises LyapunovPruneError for more than MOST_DRAWN.
     """
-    if steps > MOST_DRAWN:
-        raise LyapunovPruneError(f"the steps would take {steps:,} windows; give fewer, {MOST_DRAWN:,} at most")
+    require_few(steps)
     generator = torch.Generator().manual_seed(seed)
     rounds = [torch.randperm(items, generator=generator) for _ in range(math.ceil(steps / items))]
     return torch.cat(rounds)[:steps].tolist()
+
+
+def require_few(windows: int) -> None:
+    """Raise LyapunovPruneError where training would draw more than MOST_DRAWN windows."""
+    if windows > MOST_DRAWN:
+        raise LyapunovPruneError(f"the steps would take {windows:,} windows; give fewer, {MOST_DRAWN:,} at most")

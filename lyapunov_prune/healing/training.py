@@ -15,7 +15,7 @@ import torch
 from accelerate import PartialState
 from accelerate.utils import broadcast_object_list
 
-from lyapunov_prune.errors import Diverged
+from lyapunov_prune.errors import Diverged, LyapunovPruneError
 from lyapunov_prune.healing.distillation import Distillation
 from lyapunov_prune.healing.rounds import ROUNDS, TRIAL, Round, Stretch, best_of, next_stretch, rates
 from lyapunov_prune.healing.sharded import gathered, in_parts_like
@@ -44,7 +44,7 @@ class Budget:
 class Done:
     """What a run has come to, beside its weights: the judged loss `before` it, its rounds, and its seconds so far.
 
-    `steps` is None until the time of a step is known, where minutes are given.
+    `steps` is None until a first trial has said how many the minutes allow, where minutes alone are given.
     """
 
     before: np.ndarray
@@ -80,6 +80,7 @@ class Training:
         self._judge, self._state, self._processes = judge, state, processes
         self._per_step, self._seed = per_step, seed
         self._durations: list[float] = []
+        self._began = time.monotonic()
         told, best = None, dict[str, torch.Tensor]()
         for key, value in tensors:
             kind, _, name = key.partition("/")
@@ -90,7 +91,9 @@ class Training:
             else:
                 run.go_on_from([(key, value)])
         if told is None:
-            self.done = Done(self._judged(), budget.steps if budget.minutes is None else None)
+            self.done = Done(self._judged(), budget.steps)
+            if not np.isfinite(self.done.before).all():
+                raise LyapunovPruneError("the loss of a judging window is not finite; check the weights of both models")
         else:
             self.done = decode(Done, json.loads(told))
             self.weights = best or start
@@ -102,10 +105,8 @@ class Training:
         the very first step is not.
         """
         while (stretch := self._next()) is not None:
-            began = time.monotonic()
             judged = self._trained(stretch)
             done = self.done
-            done.seconds += time.monotonic() - began
             done.rounds.append(Round(stretch, judged))
             if best_of(done.rounds, done.before) == len(done.rounds) - 1:
                 self.weights = self.run.copies()
@@ -113,22 +114,33 @@ class Training:
 
     def _next(self) -> Stretch | None:
         done, budget = self.done, self.budget
-        stretch = next_stretch(done.rounds, done.before, rate=budget.rate, steps=done.steps, trials=budget.trials)
-        if stretch is None and done.steps is None:
-            (done.steps,) = self._of_main(self._affordable())
-            return self._next()
-        return stretch
+        between = self.run.step == sum(each.stretch.steps for each in done.rounds)
+        if budget.minutes is not None and between:  # a stretch that has begun ends as it was planned
+            self._count_time()
+            if all(each.stretch.trial for each in done.rounds):
+                (done.steps,) = self._of_main(self._affordable())
+            (late,) = self._of_main(done.seconds >= 60 * budget.minutes)
+            if late and done.rounds:
+                return None
+        return next_stretch(done.rounds, done.before, rate=budget.rate, steps=done.steps, trials=budget.trials)
 
-    def _affordable(self) -> int:
-        """Steps in all for which the minutes last, by the time that the trials took, at least one more than those."""
-        assert self.budget.minutes is not None
-        trials = len(self.done.rounds)
-        left = 60 * self.budget.minutes - self.done.seconds
-        round_ = self.done.seconds / trials
-        step = median(self._durations) if self._durations else round_ / TRIAL
-        judging = max(round_ - TRIAL * step, 0.0)
-        steps = TRIAL * trials + max(1, int((left - ROUNDS * judging) / step))
-        return steps if self.budget.steps is None else max(min(steps, self.budget.steps), TRIAL * trials + 1)
+    def _affordable(self) -> int | None:
+        """Steps in all for which the minutes last, by the time that the trials so far took; those of the budget, which
+        may be None, before the first.
+        """
+        budget, trials = self.budget, len(self.done.rounds)
+        if not trials or budget.minutes is None:
+            return budget.steps
+        taken, seconds = TRIAL * trials, self.done.seconds
+        step = median(self._durations) if self._durations else seconds / taken
+        judging = max(seconds - taken * step, 0.0) / (trials + 1)  # before training too
+        steps = taken + max(0, int((60 * budget.minutes - seconds - ROUNDS * judging) / step))
+        return steps if budget.steps is None else min(steps, budget.steps)
+
+    def _count_time(self) -> None:
+        now = time.monotonic()
+        self.done.seconds += now - self._began
+        self._began = now
 
     def _trained(self, stretch: Stretch) -> np.ndarray:
         """The judged losses after a stretch, of which some steps may be taken already."""
@@ -163,6 +175,7 @@ class Training:
         return judged
 
     def _save(self) -> None:
+        self._count_time()
         told = torch.frombuffer(bytearray(json.dumps(encode(self.done)).encode()), dtype=torch.uint8)
         kept = {} if self.weights is self.start else self.weights
         best = {f"{_BEST}/{name}": gathered(value) for name, value in kept.items()}

@@ -45,7 +45,7 @@ from lyapunov_prune.evaluation.evaluation import Evaluation
 from lyapunov_prune.forward import decoding
 from lyapunov_prune.healing import state as training_state
 from lyapunov_prune.healing.distillation import Distillation
-from lyapunov_prune.healing.heal import Healing
+from lyapunov_prune.healing.report import Healing
 from lyapunov_prune.healing.state import TrainingState
 from lyapunov_prune.models import loading
 from lyapunov_prune.predictions import generation as generation_module
@@ -1095,10 +1095,10 @@ def test_two_ways_to_heal_one_model_run_side_by_side(run: Any, monkeypatch: pyte
     heal = ("heal", "out", "--teacher", "tiny", "--rank", "2", *TEXT)
     take_step = Distillation.take_step
 
-    def killed(self: Distillation, window: torch.Tensor) -> None:
+    def killed(self: Distillation, window: torch.Tensor, rate: float) -> None:
         if self.step == 2:
             raise KeyboardInterrupt
-        take_step(self, window)
+        take_step(self, window, rate)
 
     with monkeypatch.context() as patch:
         patch.setattr(Distillation, "take_step", killed)
@@ -1108,7 +1108,7 @@ def test_two_ways_to_heal_one_model_run_side_by_side(run: Any, monkeypatch: pyte
             assert run(*heal, "-o", output, "--steps", steps).code == 130
     taken: list[int] = []
     with monkeypatch.context() as patch:
-        patch.setattr(Distillation, "take_step", lambda self, w: (taken.append(self.step), take_step(self, w)))
+        patch.setattr(Distillation, "take_step", lambda self, *a: (taken.append(self.step), take_step(self, *a)))
         for output, steps in (("c/a", "5"), ("a", "3"), ("b", "4")):
             assert run(*heal, "-o", output, "--steps", steps, "--resume").code == 0
             assert Healing.load(f"{output}/healing.json").steps == int(steps)
@@ -1135,7 +1135,7 @@ def test_a_full_disk_leaves_what_was_trained_and_says_so(run: Any, monkeypatch: 
         done = run(*heal)
     assert done.code == 2
     assert "nothing was left there, free space and give --resume: the training is kept" in done.err
-    monkeypatch.setattr(Distillation, "take_step", lambda self, window: pytest.fail("it was trained already"))
+    monkeypatch.setattr(Distillation, "take_step", lambda *_: pytest.fail("it was trained already"))
     assert run(*heal, "--resume").code == 0
 
 

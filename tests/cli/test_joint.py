@@ -88,11 +88,11 @@ def test_interrupted_it_goes_on_to_the_same_decision(run: Callable[..., Done], m
     take_step = Distillation.take_step
     left = [5]
 
-    def interrupt(self: Distillation, inputs: torch.Tensor) -> None:
+    def interrupt(self: Distillation, inputs: torch.Tensor, rate: float) -> None:
         if not left[0]:
             raise KeyboardInterrupt
         left[0] -= 1
-        take_step(self, inputs)
+        take_step(self, inputs, rate)
 
     with monkeypatch.context() as patch:
         patch.setattr(Distillation, "take_step", interrupt)

@@ -14,10 +14,10 @@ from helpers import make_tiny
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lyapunov_prune.errors import LyapunovPruneError
+from lyapunov_prune.errors import Diverged, LyapunovPruneError
 from lyapunov_prune.forward import scoring
 from lyapunov_prune.healing import distillation as module
-from lyapunov_prune.healing.distillation import Distillation, distillation_loss, schedule
+from lyapunov_prune.healing.distillation import Distillation, distillation_loss
 
 
 def reference(student: torch.Tensor, teacher: torch.Tensor, temperature: float) -> tuple[float, torch.Tensor]:
@@ -91,30 +91,20 @@ def test_a_temperature_that_is_none_is_refused(temperature: float) -> None:
         distillation_loss(torch.zeros(5, 8), torch.zeros(5, 8), temperature)
 
 
-@given(st.integers(1, 500))
-def test_the_learning_rate_rises_once_to_its_height_and_falls_never_to_zero(steps: int) -> None:
-    rates = [schedule(step, steps) for step in range(steps)]
-    top = rates.index(1.0)
-    assert top == steps // 10
-    assert rates[: top + 1] == sorted(rates[: top + 1])
-    assert rates[top:] == sorted(rates[top:], reverse=True)
-    assert 0 < min(rates) <= max(rates) == 1
-
-
 # Steps.
 
 
-def distil(steps: int = 8, **changes: Any) -> Distillation:
+RATE = 3e-3
+
+
+def distil(**changes: Any) -> Distillation:
     student, teacher = make_tiny("llama", seed=1), make_tiny("llama")
-    named = dict(student.named_parameters())
-    return Distillation(
-        student, teacher, named, **{"learning_rate": 3e-3, "temperature": 1.0, "steps": steps, **changes}
-    )
+    return Distillation(student, teacher, dict(student.named_parameters()), **{"temperature": 1.0, **changes})
 
 
 def test_a_step_is_one_of_adam_on_the_clipped_gradient(ids: torch.Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
-    run, twin = distil(steps=1, temperature=2.0), distil()
-    run.take_step(ids[[0]])
+    run, twin = distil(temperature=2.0), distil()
+    run.take_step(ids[[0]], RATE)
     target = twin.teacher(ids[:1]).logits[0].detach()
     loss = 4 * F.kl_div(
         (twin.model(ids[:1]).logits[0] / 2).log_softmax(-1), (target / 2).softmax(-1), reduction="batchmean"
@@ -128,7 +118,7 @@ def test_a_step_is_one_of_adam_on_the_clipped_gradient(ids: torch.Tensor, monkey
         clipped = p.grad.double() / norm
         torch.testing.assert_close(run.parameters[name].grad, clipped.float(), rtol=1e-3, atol=1e-6)
         # Adam's first step: mean and root mean square of one gradient.
-        wanted = p.detach().double() - 3e-3 * clipped / (clipped.abs() + 1e-8)
+        wanted = p.detach().double() - RATE * clipped / (clipped.abs() + 1e-8)
         large = clipped.abs() > 1e-5  # below, the rounding of the gradient shows
         torch.testing.assert_close(run.parameters[name].detach().double()[large], wanted[large], rtol=0, atol=2e-5)
 
@@ -144,10 +134,10 @@ def test_logits_of_a_block_after_the_other_teach_the_same(
         monkeypatch.setattr(scoring, "_ENTRIES", 9 * 97)
         student, teacher = (make_tiny(name, seed=seed).double() for seed in (1, 0))
         named = dict(student.named_parameters())
-        run = Distillation(student, teacher, named, learning_rate=3e-3, temperature=2.0, steps=1)
+        run = Distillation(student, teacher, named, temperature=2.0)
         rows = list[int]()
         student.get_output_embeddings().register_forward_hook(lambda m, x, z, rows=rows: rows.append(z[..., 0].numel()))
-        run.take_step(ids)
+        run.take_step(ids, RATE)
         found += [run.losses, {key: p.grad for key, p in named.items() if p.grad is not None}]
         assert (max(rows) <= 9) == (whole == 0)
     (a, wanted), (b, given) = runs
@@ -165,8 +155,8 @@ def test_windows_one_by_one_are_one_step_on_all_of_them(ids: torch.Tensor) -> No
     sizes: list[int] = []
     apart.model.register_forward_pre_hook(lambda _, args: sizes.append(len(args[0])))
     for _ in range(3):
-        together.take_step(ids)
-        apart.take_step(ids)
+        together.take_step(ids, RATE)
+        apart.take_step(ids, RATE)
     assert sizes == [1] * 9
     np.testing.assert_allclose(apart.losses, together.losses, rtol=1e-12)
     for name, p in together.parameters.items():
@@ -179,42 +169,70 @@ def test_the_teacher_runs_without_gradient_and_stays_as_it_was(ids: torch.Tensor
     seen: list[bool] = []
     run.teacher.lm_head.register_forward_hook(lambda *_: seen.append(torch.is_grad_enabled()))
     for row in ids:
-        run.take_step(row[None])
+        run.take_step(row[None], RATE)
     assert seen == [False] * len(ids)
     assert all(torch.equal(p, before[name]) and p.grad is None for name, p in run.teacher.named_parameters())
 
 
 def test_the_loss_falls(ids: torch.Tensor) -> None:
-    run = distil(steps=20)
+    run = distil()
     for _ in range(20):
-        run.take_step(ids[[0]])
+        run.take_step(ids[[0]], RATE)
     assert run.losses[-1] < 0.5 * run.losses[0]
 
 
 def test_a_run_goes_on_from_its_tensors_bit_for_bit(ids: torch.Tensor) -> None:
     whole, first, second = distil(), distil(), distil()
     for step in range(8):
-        whole.take_step(ids[[step % 3]])
+        whole.take_step(ids[[step % 3]], RATE)
     for step in range(5):
-        first.take_step(ids[[step % 3]])
+        first.take_step(ids[[step % 3]], RATE)
     second.go_on_from((name, t.clone()) for name, t in first.tensors().items())
     for step in range(5, 8):
-        second.take_step(ids[[step % 3]])
+        second.take_step(ids[[step % 3]], RATE)
     assert second.losses == whole.losses
     assert all(torch.equal(t, second.tensors()[name]) for name, t in whole.tensors().items())
 
 
+def test_a_parameter_takes_the_rate_times_its_size(ids: torch.Tensor) -> None:
+    names = list(distil().parameters)
+    sizes = {name: 2.0 ** (i % 4) for i, name in enumerate(names)}
+    plain, sized = distil(), distil(sizes=sizes)
+    start = plain.copies()
+    for run in (plain, sized):
+        run.take_step(ids[[0]], RATE)
+    for name in names:
+        wanted, found = (run.parameters[name].detach() - start[name] for run in (plain, sized))
+        torch.testing.assert_close(found, sizes[name] * wanted, rtol=0, atol=1e-5)
+
+
+def test_a_run_begun_anew_is_a_new_one_with_the_losses_of_the_old(ids: torch.Tensor) -> None:
+    run, fresh = distil(), distil()
+    start = run.copies()
+    for step in range(4):
+        run.take_step(ids[[step % 3]], RATE)
+    assert not all(torch.equal(p, start[name]) for name, p in run.parameters.items())
+    run.begin_anew(start)
+    assert all(torch.equal(p, start[name]) for name, p in run.parameters.items())
+    for step in range(3):
+        for other in (run, fresh):
+            other.take_step(ids[[step % 3]], RATE / 2)
+    assert run.step == 7
+    assert run.losses[4:] == fresh.losses
+    assert all(torch.equal(p, fresh.parameters[name]) for name, p in run.parameters.items())
+
+
 def test_a_loss_that_is_not_finite_ends_the_run_at_its_step(ids: torch.Tensor) -> None:
     run = distil()
-    run.take_step(ids[[0]])
+    run.take_step(ids[[0]], RATE)
     before = {name: p.clone() for name, p in run.parameters.items()}
     head = run.model.get_output_embeddings().weight
     head.data[3] = math.inf
-    with pytest.raises(LyapunovPruneError, match="the loss of step 1 is not finite; lower the learning rate"):
-        run.take_step(ids[[1]])
+    with pytest.raises(Diverged, match="the loss of step 1 is not finite; lower the learning rate"):
+        run.take_step(ids[[1]], RATE)
     assert all(torch.equal(p, before[name]) for name, p in run.parameters.items() if p is not head)
     assert run.step == 1
     broken = distil()
     broken.teacher.get_output_embeddings().weight.data[3] = math.nan
-    with pytest.raises(LyapunovPruneError, match="the loss of step 0 is not finite; check the weights"):
-        broken.take_step(ids[[0]])
+    with pytest.raises(Diverged, match="the loss of step 0 is not finite; check the weights"):
+        broken.take_step(ids[[0]], RATE)

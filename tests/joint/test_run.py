@@ -164,11 +164,11 @@ def killed(folder: Path, after: int) -> None:
     take_step = Distillation.take_step
     left = [after]
 
-    def kill(self: Distillation, inputs: torch.Tensor) -> None:
+    def kill(self: Distillation, inputs: torch.Tensor, rate: float) -> None:
         if not left[0]:
             os.kill(os.getpid(), 9)
         left[0] -= 1
-        take_step(self, inputs)
+        take_step(self, inputs, rate)
 
     Distillation.take_step = kill  # type: ignore[method-assign]
     training_state.SECONDS, training_state._SHARE = 0.0, math.inf

@@ -35,7 +35,8 @@ from lyapunov_prune.bounds.report import BoundsReport, Violation
 from lyapunov_prune.compression.report import CompressedMatrix, CompressionReport
 from lyapunov_prune.data.batch import as_batch
 from lyapunov_prune.evaluation.evaluation import Evaluation
-from lyapunov_prune.healing.heal import Healing
+from lyapunov_prune.healing.report import Healing, HeldOut
+from lyapunov_prune.healing.rounds import Round, Stretch
 from lyapunov_prune.predictions import skip_divergence
 from lyapunov_prune.predictions.divergence import SkipDivergence, sublayer_divergence
 from lyapunov_prune.profiles import activation_statistics, sublayer_influence, sublayer_jacobians
@@ -134,7 +135,7 @@ def test_every_figure_is_drawn_as_svg_with_labelled_axes(run: Path) -> None:
         "budget": ["KL(dense ‖ pruned), nats a token", "measured, removed together", "layers removed, by bi"],
         "oracle": ["perplexity", "dense", "oracle", "layers removed"],
         "compression": ["sparsity", "relative error", "weights", "outputs", "layer"],
-        "healing": ["distillation loss", "step", "mean of 1", "→"],
+        "healing": ["perplexity of the judging windows", "kept", "distillation loss", "step", "mean of 1", "→"],
     }
     assert {path.stem for path in (run / "figures").glob("*.svg")} == set(labels)
     for name, words in labels.items():
@@ -290,16 +291,25 @@ def test_every_step_of_a_search_names_its_layer(losses: np.ndarray) -> None:
     assert {"perplexity", MADE_UP[GreedyRemoval].criterion.strip()} <= {*words}
 
 
+def healing(losses: np.ndarray, judged: list[float], held_out: HeldOut | None = None) -> Healing:
+    """Judged 2.5 before, then after each round of as many steps, the first of them a trial."""
+    steps = len(losses) // len(judged)
+    rounds = tuple(
+        Round(Stretch("start" if k == 0 else "here", k == 0, 1e-3, steps), np.full(4, value))
+        for k, value in enumerate(judged)
+    )
+    return replace(MADE_UP[Healing], losses=losses, rounds=rounds, judged=np.full(4, 2.5), held_out=held_out)
+
+
 def test_healing_says_what_came_back() -> None:
-    made = MADE_UP[Healing]
-    values = {name: replace(made.held_out.before, nll=np.log(x)) for name, x in LOST.items()}
-    held_out = replace(made.held_out, **values)
-    losses = np.array([2.0, np.nan, *np.linspace(1, 0, 23)])
-    words = words_of(healing_figure(replace(made, losses=losses, held_out=held_out)))
-    assert {"75 % recovered: perplexity 30 → 15, dense 10", "mean of 3"} <= set(words)
-    nothing = replace(made, losses=losses, held_out=replace(held_out, before=held_out.teacher))
+    made = MADE_UP[Healing].held_out
+    held_out = replace(made, **{name: replace(made.before, nll=np.log(x)) for name, x in LOST.items()})
+    losses = np.array([2.0, np.nan, *np.linspace(1, 0, 22)])
+    words = words_of(healing_figure(healing(losses, [2.4, 2.0, np.inf, 2.1], held_out)))
+    assert {"75 % recovered: perplexity 30 → 15, dense 10", "mean of 3", "round", "trial of a rate", "kept"} <= {*words}
+    nothing = healing(losses, [2.6, 2.7], replace(held_out, before=held_out.teacher))
     assert "perplexity 10 → 15, dense 10" in words_of(healing_figure(nothing))  # NaN: the removal cost nothing
-    without = words_of(healing_figure(replace(made, losses=np.full(3, np.nan), held_out=None)))
+    without = words_of(healing_figure(healing(np.full(3, np.nan), [np.inf, np.nan, np.inf])))
     assert "distillation loss, nats a token" in without
     assert not any("dense" in word for word in without)
 

@@ -150,5 +150,5 @@ def heal(
         results[PROVENANCE] = provenance
     title = f"{Path(model).name}, healed"
     write_model(done.model, loaded.tokenizer, output, results, title, done.report.about(), KEPT)
-    clear_states(jobs)  # three times the size of what was trained
+    clear_states(jobs)  # four times the size of what was trained
     show(done.report, as_json, output)
