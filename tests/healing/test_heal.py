@@ -132,6 +132,7 @@ def noted(monkeypatch: pytest.MonkeyPatch) -> list[torch.Tensor]:
         self.losses.append(0.0)
 
     monkeypatch.setattr(Distillation, "take_step", note)
+    monkeypatch.setattr("lyapunov_prune.healing.rounds.PATIENCE", 99)
     return taken
 
 
@@ -173,7 +174,7 @@ def test_a_text_of_ones_own_judges_and_is_in_the_history(
     rank: int | None, written: TokenBatch, heldout: TokenBatch
 ) -> None:
     student, teacher = pair()
-    learnt, judge = written.take(range(8)), written.take(range(8, 12))
+    learnt, judge = written.take(range(8)), written.take([8, 10, 11])
     done = heal(student, teacher, learnt, steps=12, rank=rank, learning_rate=1e-2, judge=judge, evaluation=heldout)
     report = done.report
     assert report.judged == pytest.approx(perplexity(student, judge).windows)
@@ -182,7 +183,7 @@ def test_a_text_of_ones_own_judges_and_is_in_the_history(
     saw = [on.text_hash for on in history_of(done.model).steps[-1].saw]
     assert saw == [report.measured_on.text_hash, report.judged_on.text_hash]
     for changes in ({"judge": written.take([3])}, {"judge": heldout}):
-        with pytest.raises(LyapunovPruneError, match="share 32 tokens in a row|share 40 tokens in a row"):
+        with pytest.raises(LyapunovPruneError, match=r"share (32|40) tokens in a row"):
             heal(student, teacher, learnt, **{"steps": 1, "evaluation": heldout, **changes})
 
 
@@ -201,17 +202,22 @@ def test_no_rate_gives_a_student_that_is_worse_on_what_judged(
         assert done.report.kept < 0
 
 
+def noise() -> PreTrainedModel:
+    """A teacher that is as sure as it is wrong."""
+    model = make_tiny("llama", seed=9)
+    model.get_output_embeddings().weight.data *= 20
+    return model
+
+
 @pytest.mark.parametrize("rank", [None, 4])
 def test_of_a_teacher_of_noise_nothing_is_kept(rank: int | None, written: TokenBatch) -> None:
-    student, teacher = pair()
-    noise = make_tiny("llama", seed=9)
-    noise.get_output_embeddings().weight.data *= 20  # as sure as it is wrong
-    done = heal(student, noise, written, steps=60, rank=rank, judge=text_of(teacher, 6, 24))
+    student, _ = pair()
+    done = heal(student, noise(), written.take(range(6)), steps=60, rank=rank, judge=written.take(range(6, 12)))
     assert done.report.kept == -1
     assert same(done.model, student)
     assert done.model is not student
     assert hooks_of(done.model) == 0
-    assert not history_of(done.model).steps
+    assert [step.kind for step in history_of(done.model).steps] == ["prune"]
     assert done.report.to_frame()["kept"].tolist() == [True, *[False] * len(done.report.rounds)]
     for mine, theirs in zip(done.model.parameters(), student.parameters(), strict=True):
         assert mine.dtype == theirs.dtype
@@ -221,9 +227,9 @@ def test_of_a_teacher_of_noise_nothing_is_kept(rank: int | None, written: TokenB
 def test_planted_fault_the_last_round_kept_is_seen(written: TokenBatch, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Healing, "kept", property(lambda self: len(self.rounds) - 1))
     monkeypatch.setattr("lyapunov_prune.healing.training.best_of", lambda rounds, before: len(rounds) - 1)
-    student, teacher = pair()
+    student, _ = pair()
     learnt, judge = written.take(range(6)), written.take(range(6, 12))
-    done = heal(student, teacher, learnt, steps=16, learning_rate=30.0, judge=judge)
+    done = heal(student, noise(), learnt, steps=16, learning_rate=1e-2, judge=judge)
     assert perplexity(done.model, judge).value > perplexity(student, judge).value
 
 
@@ -240,7 +246,7 @@ def test_minutes_end_a_run(written: TokenBatch) -> None:
     student, teacher = pair()
     began = time.monotonic()
     report = heal(student, teacher, written, minutes=0.05).report
-    assert 4 <= report.steps
+    assert report.steps >= 4
     assert time.monotonic() - began < 30  # 3 seconds, on a machine that others load
     assert heal(student, teacher, written, minutes=60, steps=3).report.steps == 3
     assert heal(student, teacher, written, minutes=0.02, learning_rate=1e-3).report.rounds[0].stretch.rate == 1e-3

@@ -14,15 +14,17 @@ from healing.test_heal import pair
 
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.evaluation.perplexity import Perplexity, perplexity
+from lyapunov_prune.forward.reading import read
 from lyapunov_prune.healing.report import Healing, HeldOut
 from lyapunov_prune.healing.rounds import Round, Stretch
 from lyapunov_prune.models.structure import identify
-from lyapunov_prune.forward.reading import read
 
 BEFORE = np.array([4.0, 5.0, 4.5, 5.5])
 
 
-def report(ids: torch.Tensor, *judged: np.ndarray, trials: int = 0, before: np.ndarray = BEFORE, **changes: Any) -> Healing:
+def report(
+    ids: torch.Tensor, *judged: np.ndarray, trials: int = 0, before: np.ndarray = BEFORE, **changes: Any
+) -> Healing:
     """Of rounds of two steps that were judged so, the first `trials` of them trials."""
     student, teacher = pair()
     on = read(student, ids).measured_on()
@@ -31,9 +33,16 @@ def report(ids: torch.Tensor, *judged: np.ndarray, trials: int = 0, before: np.n
         for k, each in enumerate(judged)
     )
     settings: dict[str, Any] = {
-        **{"losses": np.arange(2.0 * len(rounds)), "rounds": rounds, "judged": before, "rank": None},
-        **{"temperature": 1.0, "trained": 100, "teacher": identify(teacher), "held_out": None},
-        **{"measured_on": on, "judged_on": on},
+        "losses": np.arange(2.0 * len(rounds)),
+        "rounds": rounds,
+        "judged": before,
+        "rank": None,
+        "temperature": 1.0,
+        "trained": 100,
+        "teacher": identify(teacher),
+        "held_out": None,
+        "measured_on": on,
+        "judged_on": on,
     }
     return Healing(**{**settings, **changes})
 

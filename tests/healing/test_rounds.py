@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -70,7 +71,7 @@ def test_a_run_stays_within_its_steps_and_trials(drawn: list[list[float]], steps
     assert len(run) <= ROUNDS
     assert len(tried) <= trials
     assert len(tried) * TRIAL <= TRIED * steps
-    assert 1 <= len(run)  # trials never take all of the steps
+    assert len(run) >= 1  # trials never take all of the steps
     assert all(each.stretch.begin == "start" and each.stretch.steps == TRIAL for each in tried)
     assert len({each.stretch.rate for each in tried}) == len(tried)
     assert run[0].stretch.begin == "best"
@@ -78,7 +79,7 @@ def test_a_run_stays_within_its_steps_and_trials(drawn: list[list[float]], steps
     for each in run:
         assert each.stretch.taken == taken
         taken += each.stretch.steps
-    for last, this in zip(run, run[1:], strict=False):
+    for last, this in pairwise(run):
         back = this.stretch.begin == "best"
         assert this.stretch.rate == pytest.approx(last.stretch.rate / (FACTOR if back else 1))
         assert back or this.stretch.begin == "here"
@@ -91,7 +92,7 @@ def test_a_run_ends_with_its_steps_or_when_nothing_new_was_best_for_a_while(
 ) -> None:
     judged = iter(drawn)
     rounds = play(lambda _: np.array(next(judged)), steps, trials)
-    tried, run = parts(rounds)
+    _, run = parts(rounds)
     since = len(rounds) - 1 - best_of(rounds, BEFORE)  # rounds behind the best, trials among them
     ended = sum(each.stretch.steps for each in rounds) == steps
     assert ended or min(since, len(run)) == PATIENCE
@@ -119,7 +120,7 @@ def test_trials_go_on_until_the_best_has_a_worse_one_on_either_side(exponent: fl
     rounds = play(valley(RATE * 10**exponent), 1000, trials)
     tried, run = parts(rounds)
     tested = sorted((each.stretch.rate, each.mean) for each in tried)
-    assert all(b / a == pytest.approx(FACTOR) for (a, _), (b, _) in zip(tested, tested[1:], strict=False))
+    assert all(b / a == pytest.approx(FACTOR) for (a, _), (b, _) in pairwise(tested))
     means = [mean for _, mean in tested]
     best = means.index(min(means))
     assert len(tried) == trials or 0 < best < len(means) - 1
@@ -175,9 +176,9 @@ def test_a_rise_by_the_test_goes_back_to_the_best_at_a_lower_rate_and_one_by_cha
     ]:
         second = Round(Stretch("here", False, RATE, 10, 10), judged)
         found = next_stretch([first, second], BEFORE, rate=RATE, steps=60, trials=0)
-        assert found == Stretch(
-            "best" if goes_back else "here", False, RATE / FACTOR if goes_back else RATE, 10, 20
-        ), judged
+        assert found == Stretch("best" if goes_back else "here", False, RATE / FACTOR if goes_back else RATE, 10, 20), (
+            judged
+        )
 
 
 def test_where_nothing_was_better_it_goes_back_to_the_start() -> None:

@@ -67,9 +67,7 @@ torch.save((done.model.state_dict(), *found), folder / f"{{rank}}.pt")
 
 @pytest.mark.slow
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
-def test_two_processes_with_half_of_each_layer_end_as_one_with_all(
-    family: str, tmp_path: Path
-) -> None:
+def test_two_processes_with_half_of_each_layer_end_as_one_with_all(family: str, tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     tests = [str(p) for p in Path(__file__).parents[1:3]]
     script.write_text(SCRIPT.format(tests=tests, folder=str(tmp_path), family=family))
