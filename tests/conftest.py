@@ -16,6 +16,8 @@ from transformers import PreTrainedModel, PreTrainedTokenizerFast
 from lyapunov_prune.cli.app import main
 from lyapunov_prune.data.batch import TokenBatch
 from lyapunov_prune.data.text import load_text
+from lyapunov_prune.healing import training
+from lyapunov_prune.healing.report import Healing
 from lyapunov_prune.models.from_folder import Loaded
 from lyapunov_prune.models.loading import load
 
@@ -35,6 +37,13 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     grouped = item.config.getoption("loadgroup", False) and item.get_closest_marker("xdist_group")
     if grouped and "@" not in item.nodeid:
         pytest.fail("this pytest makes every process set up what a group shares; run make install", pytrace=False)
+
+
+@pytest.fixture
+def healing_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Healing keeps its last round, whatever that is worth: random models on random text gain nothing."""
+    monkeypatch.setattr(Healing, "kept", property(lambda self: len(self.rounds) - 1))
+    monkeypatch.setattr(training, "best_of", lambda rounds, before: len(rounds) - 1)
 
 
 @pytest.fixture(autouse=True)

@@ -27,7 +27,7 @@ def healing_figure(healing: Healing) -> str:
     above.plot(
         kept["steps"], kept["judged perplexity"], "o", markersize=11, fillstyle="none", color="black", label="kept"
     )
-    above.set_ylabel("perplexity of the judging windows")
+    above.set_ylabel("judged perplexity")
     above.legend(frameon=False, fontsize=8, title=_recovered(healing), title_fontsize=8)
 
     width = math.ceil(healing.steps / 10)

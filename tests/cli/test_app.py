@@ -302,6 +302,7 @@ JSON = COMMANDS | {
 }
 
 
+@pytest.mark.usefixtures("healing_kept")
 @pytest.mark.parametrize("name", JSON)
 def test_json_is_one_document_and_nothing_else(name: str, run: Callable[..., Done]) -> None:
     if "out" in JSON[name][1:3]:
@@ -1000,6 +1001,7 @@ def test_a_run_of_layers_goes_as_one(run: Any) -> None:
     assert "leave out --keep-period" in run("prune", "tiny", "--criterion", "angular", *periods, *TEXT).err
 
 
+@pytest.mark.usefixtures("healing_kept")
 def test_a_pruned_model_is_healed_by_the_one_it_came_from(run: Any) -> None:
     assert run("prune", "tiny", "--layers", "1,3", "-o", "out", *TEXT).code == 0
     done = run("heal", "out", "-o", "healed", "--teacher", "tiny", "--steps", "3", "--update-rank", "2", *TEXT)
@@ -1013,6 +1015,23 @@ def test_a_pruned_model_is_healed_by_the_one_it_came_from(run: Any) -> None:
     assert run("eval", "healed", "--split", "calibration", *TEXT).code == 2
 
 
+def test_where_nothing_beats_the_pruned_model_nothing_is_written(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Healing, "kept", -1)
+    assert run("prune", "tiny", "--layers", "1,3", "-o", "out", *TEXT).code == 0
+    heal = ("heal", "out", "-o", "healed", "--teacher", "tiny", "--minutes", "0.01", *TEXT)
+    for more in ((), ("--update-rank", "2"), ("--json",)):
+        done = run(*heal, *more)
+        assert done.code == 1
+        assert "healed was not written" in done.err
+        assert not Path("healed").exists()
+        assert not list(Path("runs").rglob("jobs/*"))
+        if more == ("--json",):
+            assert json.loads(done.out)["kind"] == "Healing"
+        else:
+            assert "Nothing kept" in done.out
+
+
+@pytest.mark.usefixtures("healing_kept")
 def test_half_precision_is_healed_by_updates_of_low_rank(run: Any, run_bad: Any) -> None:
     assert run("prune", "tiny", "--layers", "1,3", "-o", "out", *TEXT).code == 0
     heal = ("heal", "out", "-o", "healed", "--teacher", "tiny", "--steps", "2", "--dtype", "bfloat16", *TEXT)
@@ -1045,6 +1064,7 @@ def test_a_strangers_provenance_does_not_choose_what_is_loaded(
         assert "\x1b" not in told
 
 
+@pytest.mark.usefixtures("healing_kept")
 def test_the_built_in_model_teaches_without_being_named(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     run("prune", "tiny", "--layers", "1,3", "-o", "out", *TEXT)
     made = Path("out/provenance.json")
@@ -1079,6 +1099,7 @@ def test_models_that_read_text_otherwise_are_not_compared(run: Any, run_bad: Any
         assert "other and tiny have different tokenizers (token '!' has id 258 and id 3); give two models" in told
 
 
+@pytest.mark.usefixtures("healing_kept")
 def test_a_pruned_model_learns_from_what_the_dense_one_writes(run: Any) -> None:
     assert run("prune", "tiny", "--layers", "1,3", "-o", "out", *TEXT).code == 0
     done = run("heal", "out", "-o", "healed", "--teacher", "tiny", "--steps", "2", "--text", "self", *TEXT)
@@ -1089,6 +1110,7 @@ def test_a_pruned_model_learns_from_what_the_dense_one_writes(run: Any) -> None:
     assert report.held_out.after.measured_on.split == "evaluation"
 
 
+@pytest.mark.usefixtures("healing_kept")
 def test_two_ways_to_heal_one_model_run_side_by_side(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each begins where the other has a state, and is killed: each goes on from its own."""
     assert run("prune", "tiny", "--layers", "1,3", "-o", "out", *TEXT).code == 0
@@ -1127,6 +1149,7 @@ def test_heal_looks_at_the_disk_before_it_trains(
     assert not Path("runs").exists()
 
 
+@pytest.mark.usefixtures("healing_kept")
 def test_a_full_disk_leaves_what_was_trained_and_says_so(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     assert run("prune", "tiny", "--layers", "1,3", "-o", "out", *TEXT).code == 0
     heal = ("heal", "out", "--teacher", "tiny", "--steps", "2", "-o", "healed", *TEXT)

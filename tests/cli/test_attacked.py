@@ -78,7 +78,7 @@ def little_memory() -> Iterator[None]:
 
 
 @pytest.fixture
-def attempt(run: Callable[..., Done], name: str) -> Attempt:
+def attempt(run: Callable[..., Done], name: str, healing_kept: None) -> Attempt:
     """Run with an output of its own, which is removed afterwards; what the command `name` reads is there."""
     numbers = count()
     read = {**COMMANDS, **READERS}[name][1]

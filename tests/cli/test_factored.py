@@ -26,6 +26,7 @@ def here_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(factored, "elsewhere_check", lambda *_: passed)
 
 
+@pytest.mark.usefixtures("healing_kept")
 def test_two_factors_are_smaller_and_like_any_other_model(run: Callable[..., Any]) -> None:
     done = run(*FACTOR, "--sparsity", "0.4")
     assert done.code == 0, done.err

@@ -39,7 +39,7 @@ def steps(history: History) -> list[tuple[str, list[str]]]:
 
 
 @pytest.fixture
-def made() -> PreTrainedModel:
+def made(healing_kept: None) -> PreTrainedModel:
     """Pruned on text 1, compressed on 2, pruned by hand, healed on 3: all in memory."""
     dense = make_tiny("llama", vocab_size=260)
     model = remove_layers(dense, chosen(dense, some(1)))
@@ -112,6 +112,7 @@ def test_a_model_that_nothing_made_has_no_history(
     assert history_of(make_tiny("llama")).steps == ()  # it has no name, and was not loaded from here
 
 
+@pytest.mark.usefixtures("healing_kept")
 def test_a_teacher_hands_its_history_on() -> None:
     dense = make_tiny("llama")
     teacher = remove_layers(dense, chosen(dense, some(1)))
