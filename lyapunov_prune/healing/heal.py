@@ -13,7 +13,7 @@ import numpy as np
 from accelerate.utils import broadcast_object_list
 from transformers import PreTrainedModel
 
-from lyapunov_prune.arguments import checked
+from lyapunov_prune.arguments import Seed, checked
 from lyapunov_prune.checkpoints.cards import as_text
 from lyapunov_prune.data.batch import require_disjoint
 from lyapunov_prune.data.unseen import require_unseen
@@ -135,7 +135,7 @@ def heal(
     rank: int | None = None,
     learning_rate: float | None = None,
     temperature: float = 1.0,
-    seed: int = 0,
+    seed: Seed = 0,
     folder: str | Path | None = None,
     resume: bool = False,
     evaluation: Readable | None = None,
