@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import inspect
+import math
+import sys
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import cache, wraps
 from numbers import Integral, Number, Real
 from types import NoneType, UnionType
-from typing import Any, Literal, ParamSpec, TypeVar, Union, get_args, get_origin, get_type_hints
-
-from torch import nn
+from typing import Annotated, Any, Literal, NamedTuple, ParamSpec, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from lyapunov_prune.errors import LyapunovPruneError
 
@@ -17,15 +17,28 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 
+class Range(NamedTuple):
+    """The least and the greatest number that an annotation `Annotated[int, Range(…)]` allows."""
+
+    least: int
+    most: int
+
+
+MOST_SEED = 2**32 - 1  # torch and numpy take it, also multiplied by the number of a window
+Seed = Annotated[int, Range(0, MOST_SEED)]
+
+
 def checked(function: Callable[P, T]) -> Callable[P, T]:
     """`function`, which first raises LyapunovPruneError for an argument that is not what its annotation says.
 
-    Numbers of numpy count as numbers, True does not. Any collection counts as a sequence, but for text. Any module
-    counts as a model: what is wrong with a wrapped one is said further in. Which names and numbers can be is judged
-    where they are used. What is missing or one too many stays a TypeError, as in every call.
+    Numbers of numpy count as numbers; True, NaN and infinity do not, nor a number outside its `Range` (NaN may stand in
+    an array, for what is not known). Any collection counts as a sequence, but for text. Any module counts as a model:
+    what is wrong with a wrapped one is said further in. Which names and other numbers can be is judged where they are
+    used. A missing argument, or one too many, stays a TypeError, as in every call.
     """
     signature = inspect.signature(function)
-    hints = cache(lambda: get_type_hints(function))  # at the first call: annotations may need later imports
+    # At the first call: annotations may need later imports.
+    hints = cache(lambda: get_type_hints(function, include_extras=True))
 
     @wraps(function)
     def run(*args: P.args, **kwargs: P.kwargs) -> T:
@@ -33,8 +46,9 @@ def checked(function: Callable[P, T]) -> Callable[P, T]:
             hint, kind = hints().get(name, Any), signature.parameters[name].kind
             further = value if kind is inspect.Parameter.VAR_KEYWORD else {name: value}
             for told, given in further.items():
-                if not fits(given, hint):
-                    raise LyapunovPruneError(f"{function.__name__}: {told} is {_shown(given)}; give {_words(hint)}")
+                if not (fits(given, hint) and is_finite(given)):
+                    wanted = _words(hint) if is_finite(given) else "a finite number"
+                    raise LyapunovPruneError(f"{function.__name__}: {told} is {_shown(given)}; give {wanted}")
         return function(*args, **kwargs)
 
     return run
@@ -47,11 +61,18 @@ def require_least(least: int, **counts: int) -> None:
             raise LyapunovPruneError(f"{name} is {count}; give {least} or more")
 
 
+def is_finite(value: Any) -> bool:
+    """Whether `value` is no NaN and no infinity, which only floats can be."""
+    return isinstance(value, Integral) or not isinstance(value, Real) or math.isfinite(value)
+
+
 def fits(value: Any, hint: Any) -> bool:
     """Whether `value` is what the annotation `hint` says, as `checked` takes it."""
     origin, inner = get_origin(hint), get_args(hint)
     if hint is Any or origin is Literal:
         return True
+    if origin is Annotated:
+        return fits(value, inner[0]) and all(r.least <= value <= r.most for r in inner[1:] if isinstance(r, Range))
     if origin in (Union, UnionType):
         return any(fits(value, either) for either in inner)
     if origin is tuple and Ellipsis not in inner:
@@ -61,7 +82,7 @@ def fits(value: Any, hint: Any) -> bool:
     if origin in (Sequence, Iterable):
         one = isinstance(value, str | bytes | Mapping) or getattr(value, "shape", None) == ()
         if isinstance(value, range):
-            value = value[:1]  # all of a kind, and maybe billions
+            value = (*value[:1], *value[-1:])  # all of a kind, and maybe billions
         several = isinstance(value, Iterable) and not one
         return several and (not isinstance(value, Collection) or all(fits(each, inner[0]) for each in value))
     if hint is float:
@@ -71,12 +92,17 @@ def fits(value: Any, hint: Any) -> bool:
     kind = origin or hint
     if not isinstance(kind, type):  # a type variable
         return True
-    return isinstance(value, nn.Module if issubclass(kind, nn.Module) else kind)
+    torch: Any = sys.modules.get("torch")  # not imported here: the command line takes its ranges from this file
+    is_module = torch is not None and issubclass(kind, torch.nn.Module)
+    return isinstance(value, torch.nn.Module if is_module else kind)
 
 
 def _words(hint: Any) -> str:
-    """An annotation as a reader knows it: `int or None`, `several int`."""
+    """An annotation as a reader knows it: `int or None`, `several int`, `int from 0 to 9`."""
     origin, inner = get_origin(hint), get_args(hint)
+    if origin is Annotated:
+        ranges = [f" from {r.least} to {r.most}" for r in inner[1:] if isinstance(r, Range)]
+        return "".join((_words(inner[0]), *ranges))
     if origin in (Union, UnionType):
         return " or ".join(map(_words, inner))
     if origin is Literal:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sized
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import TypeVar
 
 from rich.console import Console
@@ -77,4 +77,5 @@ def status(message: str) -> Iterator[None]:
 def warn(message: str) -> None:
     """A line on stderr while long work goes on, terminal or not."""
     if is_main():
-        _console().print(f"warning: {message}", markup=False, highlight=False, soft_wrap=True)
+        with suppress(OSError):  # a stderr that is full or closed ends no work
+            _console().print(f"warning: {message}", markup=False, highlight=False, soft_wrap=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Callable
 from functools import partial
 from types import ModuleType
@@ -42,7 +43,7 @@ BAD: list[tuple[str, dict[str, Any], str]] = [
     ("perplexity", {"batch": _IDS, "batch_size": -1}, "batch_size is -1; give 1 or more"),
     ("allocate", {"schedule": "uniform", "budget": "0.5"}, "budget is '0.5'; give float"),
     ("allocate", {"schedule": "lyapunov", "budget": 0.5, "profile": "profile.json"}, "profile is 'profile.json'; give"),
-    ("allocate", {"schedule": "atp", "budget": 0.5, "beta": "steep"}, "beta of schedule atp is 'steep'; give a number"),
+    ("allocate", {"schedule": "atp", "budget": 0.5, "beta": "steep"}, "beta of schedule atp is 'steep'; give a finite"),
     ("allocate", {"schedule": "atp-search", "budget": 0.5, "score": 3}, "score is 3; give Score or None"),
     ("check_bounds", {"batch": _IDS, "rank": 2.5}, "rank is 2.5; give int or None"),
     ("check_bounds", {"batch": _IDS, "cache_radius": "0.1"}, "cache_radius is '0.1'; give float"),
@@ -73,7 +74,15 @@ BAD: list[tuple[str, dict[str, Any], str]] = [
     ("verify_removal", {"pruned": "teacher", "plan": [1], "merged": 3}, "merged is 3; give several Merged"),
     ("rank", {"batch": _IDS, "criterion": "bi", "remove": "2"}, "remove is '2'; give int or float or None"),
     ("rank", {"batch": _IDS, "criterion": ["bi"]}, "criterion is ['bi']; give str"),
-    ("rank", {"batch": _IDS, "criterion": "random", "seed": -1}, "seed is -1; give 0 or more"),
+    ("rank", {"batch": _IDS, "criterion": "random", "seed": -1}, "seed is -1; give int from 0 to 4294967295"),
+    ("rank", {"batch": _IDS, "criterion": "best", "remove": 1, "search": math.nan}, "search is nan; give a finite"),
+    ("measure_contraction", {"batch": _IDS, "epsilon": math.inf}, "epsilon is inf; give a finite number"),
+    ("measure_contraction", {"batch": _IDS, "seeds": [0, 2**45]}, "give several int from 0 to 4294967295"),
+    ("measure_contraction", {"batch": _IDS, "seeds": range(2**32 - 1, 2**32 + 1)}, "give several int from 0 to"),
+    ("heal", {"teacher": "teacher", "batch": _IDS, "seed": 2**64}, "seed is 18446744073709551616; give int from 0"),
+    ("compress", {"method": "magnitude", "sparsity": math.nan}, "sparsity is nan; give a finite number"),
+    ("bounds.check_grid", {"batch": _IDS, "sparsities": (0.5, math.nan)}, "sparsity"),
+    ("allocate", {"schedule": "atp", "budget": 0.5, "beta": math.nan}, "beta is nan; give a finite number"),
     ("measure_sensitivity", {"batch": _IDS, "studies": 3}, "studies is 3; give several str"),
     ("measure_sensitivity", {"batch": _IDS, "limit": "10"}, "limit is '10'; give float"),
     ("measure_sensitivity", {"batch": _IDS, "limit": -1.0}, "limit -1 on the regret; give more than 0"),

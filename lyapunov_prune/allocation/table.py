@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from numbers import Real
 from typing import Any, NamedTuple
 
+from lyapunov_prune.arguments import fits, is_finite
 from lyapunov_prune.errors import LyapunovPruneError
 
 
@@ -83,5 +83,5 @@ def require_parameters(schedule: str, parameters: Mapping[str, Any]) -> None:
         if name not in known.parameters:
             has = f"it has {', '.join(known.parameters)}" if known.parameters else "it has none"
             raise LyapunovPruneError(f"schedule {schedule} has no parameter {name!r}; {has}")
-        if name not in known.checked and not isinstance(value, Real):
-            raise LyapunovPruneError(f"{name} of schedule {schedule} is {value!r}; give a number")
+        if name not in known.checked and not (fits(value, float) and is_finite(value)):
+            raise LyapunovPruneError(f"{name} of schedule {schedule} is {value!r}; give a finite number")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -18,7 +19,7 @@ from lyapunov_prune.cli.commands.joint import joint
 from lyapunov_prune.cli.commands.measure import check, profile, rank, sensitivity
 from lyapunov_prune.cli.commands.predictions import hierarchy
 from lyapunov_prune.cli.commands.prune import prune
-from lyapunov_prune.cli.failures import as_refusal
+from lyapunov_prune.cli.failures import READER_GONE, as_refusal, put_aside, require_sound_process, tell
 from lyapunov_prune.cli.options import Json, Resume, output_option, what_option, with_todays_words
 from lyapunov_prune.cli.records import flattened
 from lyapunov_prune.cli.terminal import print_json, say, speak_any_language
@@ -129,13 +130,21 @@ def main() -> None:
     Typer itself makes Ctrl-C exit code 130.
     """
     arguments = sys.argv[1:]
+    if sys.stderr is None:  # closed: print and rich would write to stdout instead
+        sys.stderr = Path(os.devnull).open("w", encoding="utf-8")  # noqa: SIM115 (as long as the process lives)
     speak_any_language()
     try:
+        require_sound_process()
         code = app(with_todays_words(arguments) or ["--help"], prog_name="lyapunov-prune", standalone_mode=False)
-    except (SystemExit, KeyboardInterrupt):
+    except SystemExit as end:
+        if isinstance(end.__context__, BrokenPipeError):  # which typer calls 1, a failed check
+            put_aside(sys.__stdout__)
+            sys.exit(READER_GONE)
+        raise
+    except KeyboardInterrupt:
         raise
     except BaseException as error:  # a panic of the tokenizers library is no Exception
         refusal = as_refusal(error, arguments)
-        print(f"error: {refusal}", file=sys.stderr)
+        tell(f"error: {refusal}")
         sys.exit(refusal.exit_code)
     sys.exit(code if isinstance(code, int) else 0)

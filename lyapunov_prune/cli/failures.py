@@ -12,6 +12,7 @@ import sys
 import tempfile
 import traceback
 from pathlib import Path
+from typing import TextIO
 
 import typer
 
@@ -24,6 +25,7 @@ _PACKAGE = Path(__file__).parents[1]
 _OF_PATHS = {getattr(errno, name) for name in (*_NAMES, *_ROOM)}
 # As the backends of torch.distributed say it of a process that ended while others waited for it.
 _PEER_LOST = re.compile(r"gloo.*(closed|reset) by peer|ncclRemoteError", re.DOTALL)
+READER_GONE = 141  # as a shell tells of a process that SIGPIPE ended
 _LONGEST = 300  # characters of what is repeated of the command line, and of an error's own words
 
 
@@ -56,11 +58,44 @@ def as_refusal(error: BaseException, arguments: list[str]) -> LyapunovPruneError
     )
 
 
-def no_more_output(error: OSError) -> LyapunovPruneError:
-    """stdout is closed or full. It is put aside: Python would write what is left to it once more at its end."""
-    if sys.stdout is sys.__stdout__ and sys.stdout is not None:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+def require_sound_process() -> None:
+    """Raise LyapunovPruneError for a process in which libraries fail with errors that do not say why."""
+    if sys.stdout is None:
+        raise LyapunovPruneError("stdout is closed, and results are printed there; leave it open, or give > /dev/null")
+    try:
+        Path.cwd()
+    except OSError as error:
+        raise LyapunovPruneError(f"the current folder cannot be used: {error.strerror}; change to another") from None
+    if sys.flags.optimize > 1:
+        raise LyapunovPruneError(
+            "Python runs without docstrings (PYTHONOPTIMIZE=2, -OO), which transformers reads; run without that"
+        )
+
+
+def no_more_output(error: OSError) -> BaseException:
+    """What to raise when stdout takes nothing: a reader that went away ends the process without a word, as elsewhere.
+
+    stdout is put aside: Python would write what is left to it once more at its end.
+    """
+    put_aside(sys.stdout)
+    if error.errno == errno.EPIPE:
+        return SystemExit(READER_GONE)
     return Unforeseen(f"cannot print on stdout: {error.strerror}; what was measured is saved, run again to see it")
+
+
+def tell(line: str) -> None:
+    """Print `line` on stderr, where that takes it."""
+    try:
+        print(line, file=sys.stderr, flush=True)
+    except OSError:
+        put_aside(sys.stderr)
+
+
+def put_aside(stream: TextIO | None) -> None:
+    """Let what is written to `stream` from now on go nowhere."""
+    for own in (sys.__stdout__, sys.__stderr__):
+        if own is not None and own is stream:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), own.fileno())
 
 
 def _place(error: BaseException) -> str:

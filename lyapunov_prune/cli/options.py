@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from lyapunov_prune.allocation.table import SCHEDULES
+from lyapunov_prune.arguments import MOST_SEED
 from lyapunov_prune.cli import choices
 from lyapunov_prune.cli.records import Given
 from lyapunov_prune.compression.table import METHODS
@@ -207,7 +208,7 @@ Stream = Annotated[
 ]
 OnDisk = Annotated[bool, model_option("--on-disk", help="Copy the kept tensors; the model is never in memory.")]
 
-Seed = Annotated[int, what_option(help="First random seed.")]
+Seed = Annotated[int, what_option(min=0, max=MOST_SEED, help="First random seed.")]
 Seeds = Annotated[int, what_option(min=1, help="How many perturbations to average over.")]
 Images = Annotated[
     str | None,

@@ -6,11 +6,13 @@ And which options were `Given`: one that would have no effect is refused, not pa
 from __future__ import annotations
 
 import inspect
+import math
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import fields, is_dataclass
 from functools import wraps
 from inspect import Parameter
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any, get_type_hints
 
@@ -69,8 +71,13 @@ def flattened(command: Callable[..., None]) -> Callable[..., None]:
     @wraps(command)
     def called(*, typer_context: typer.Context, **values: Any) -> None:
         for name, value in values.items():
+            option = f"--{name.replace('_', '-')}"
             if isinstance(value, int) and abs(value) > _MOST:
-                raise LyapunovPruneError(f"--{name.replace('_', '-')} is {str(value)[:40]}; give less than 2^53")
+                raise LyapunovPruneError(f"{option} is {str(value)[:40]}; give less than 2^53")
+            if isinstance(value, str | Path) and not _is_utf8(str(value)):
+                raise LyapunovPruneError(f"{value} is not UTF-8, which libraries need of a path; rename it")
+            if isinstance(value, float) and not math.isfinite(value):
+                raise LyapunovPruneError(f"{option} is {value:g}; give a finite number")
         made = {
             name: record(**{field.name: values.pop(field.name) for field in fields(record)})
             for name, record in records.items()
@@ -82,6 +89,14 @@ def flattened(command: Callable[..., None]) -> Callable[..., None]:
     called.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     called.__doc__ = _paragraphs(inspect.getdoc(command) or "")
     return called
+
+
+def _is_utf8(text: str) -> bool:
+    try:
+        text.encode()
+    except UnicodeEncodeError:  # bytes of another encoding, which Python keeps as surrogates
+        return False
+    return True
 
 
 def _paragraphs(text: str) -> str:

@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from lyapunov_prune.cli.failures import no_more_output
+from lyapunov_prune.cli.failures import no_more_output, tell
 from lyapunov_prune.errors import printable
 from lyapunov_prune.progress import is_main
 
@@ -35,7 +35,7 @@ def say(message: str) -> None:
 def note(message: str) -> None:
     """What is no result goes to stderr: stdout may be carrying JSON."""
     if is_main():
-        print(_lines(message), file=sys.stderr, flush=True)
+        tell(_lines(message))
 
 
 def print_json(document: dict[str, Any]) -> None:

@@ -8,7 +8,7 @@ from typing import NamedTuple, TypeVar
 
 import numpy as np
 
-from lyapunov_prune.arguments import checked
+from lyapunov_prune.arguments import Seed, checked
 from lyapunov_prune.data.batch import TokenBatch, require_disjoint
 from lyapunov_prune.data.images import ImageBatch
 from lyapunov_prune.errors import LyapunovPruneError
@@ -28,7 +28,7 @@ class Slices(NamedTuple):
 
 
 @checked
-def slices(examples: TokenBatch | ImageBatch, *, seed: int = 0) -> Slices:
+def slices(examples: TokenBatch | ImageBatch, *, seed: Seed = 0) -> Slices:
     """`examples` cut in three by 60, 20 and 20 %, each with its own `split`; the same for the same seed.
 
     Images are shuffled and cut class by class, so that every slice holds every class in its share. Copies of an image

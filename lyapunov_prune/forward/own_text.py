@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from lyapunov_prune.arguments import checked, require_least
+from lyapunov_prune.arguments import Seed, checked, require_least
 from lyapunov_prune.data.batch import Split, TokenBatch
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.forward.decoding import draws_of, sample
@@ -51,7 +51,7 @@ def self_generated(
     *,
     tokens: int = 25600,
     context: int = 256,
-    seed: int = 0,
+    seed: Seed = 0,
     temperature: float = 1.0,
     batch_size: int = 16,
     folder: str | Path | None = None,

@@ -61,7 +61,7 @@ class Scorer:
         self.decoder: Any = own[-1][0] if own else None
         self._answer: Any = own[-1][1] if own else None
         # ... unless it asks another module, or more of the decoder than its state.
-        self.enters = bool(own) and _same(self.own(state), logits.split(_COLUMNS, -1))
+        self.enters = bool(own) and self._takes_blocks(state) and _same(self.own(state), logits.split(_COLUMNS, -1))
         self.blockwise = (
             self.enters and state.shape[-1] == self.head.weight.shape[-1] and self._bare_is_own(state, logits)
         )
@@ -77,7 +77,8 @@ class Scorer:
         states: list[torch.Tensor] = []
         with hooked(after=[(self.structure.backbone, lambda module, args, kwargs, output: states.append(output[0]))]):
             logits = self.model(ids, use_cache=False).logits
-        return [next_token_loss(rows, targets) for rows, targets in zip(logits, ids, strict=True)], states[0]
+        state = states[0] if states else final_state(self.structure, ids)  # a model may go past its backbone
+        return [next_token_loss(rows, targets) for rows, targets in zip(logits, ids, strict=True)], state
 
     def logits(self, state: torch.Tensor) -> torch.Tensor:
         """The model's logits of final states: tokens × width to tokens × vocabulary, in the model's dtype.
@@ -120,6 +121,14 @@ class Scorer:
                 f"the logits of {type(self.model).__name__} are not finite, or no function of its final state alone; "
                 "load it in a wider dtype, or give another decoder"
             )
+
+    def _takes_blocks(self, state: torch.Tensor) -> bool:
+        """Whether the model's forward takes fewer positions than its text has (ProphetNet reshapes by that)."""
+        try:
+            self.own(state[:1])
+        except RuntimeError:
+            return False
+        return True
 
     def _loss(self, state: torch.Tensor, targets: torch.Tensor) -> float:
         device = self.head.weight.device

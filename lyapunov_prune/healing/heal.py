@@ -14,7 +14,7 @@ import torch
 from accelerate import PartialState
 from transformers import PreTrainedModel
 
-from lyapunov_prune.arguments import checked
+from lyapunov_prune.arguments import Seed, checked
 from lyapunov_prune.data.batch import TokenBatch, require_disjoint
 from lyapunov_prune.data.unseen import require_unseen
 from lyapunov_prune.errors import LyapunovPruneError
@@ -55,7 +55,7 @@ def heal(
     rank: int | None = None,
     learning_rate: float | None = None,
     temperature: float = 1.0,
-    seed: int = 0,
+    seed: Seed = 0,
     folder: str | Path | None = None,
     resume: bool = False,
     judge: Readable | None = None,

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 from scipy import stats
 
-from lyapunov_prune.arguments import checked, require_least
+from lyapunov_prune.arguments import Seed, checked, require_least
 from lyapunov_prune.bounds.choice import argmax_of_noise_lt_half_gap
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.joint.map import JointMap, coefficients, design, first_of_least, left_two_out
@@ -148,8 +148,8 @@ def decide(
     predicted = fitted.predict(pairs / layers)
     low, high = fitted.interval(pairs / layers)
     spread = float(np.ptp(predicted))
-    if not 0 <= selection_error < np.inf:
-        raise LyapunovPruneError(f"the selection set's error is {selection_error:g}; give a finite one of 0 or more")
+    if selection_error < 0:
+        raise LyapunovPruneError(f"the selection set's error is {selection_error:g}; give 0 or more")
     if len(pairs) > 1 and selection_error > spread:
         raise LyapunovPruneError(
             f"the selection set errs by {selection_error:.3g} and the {len(pairs)} pairs of the budget differ by "
@@ -188,14 +188,13 @@ def over_seeds(repeats: Sequence[Sequence[float]]) -> tuple[float, int]:
 
 @checked
 def noisy_choices(
-    fitted: JointMap, decision: JointDecision, deviation: float, *, refits: int = 500, seed: int = 0
+    fitted: JointMap, decision: JointDecision, deviation: float, *, refits: int = 500, seed: Seed = 0
 ) -> np.ndarray:
     """(m,) share of `refits` that choose each pair of the decision, every score moved by `N(0, deviation²)` anew.
 
     Each refit chooses its degree anew as well. A stability of the choice, no probability that it is right.
     """
     require_least(1, refits=refits)
-    require_least(0, seed=seed)
     if not 0 <= deviation < np.inf:
         raise LyapunovPruneError(f"noise of {deviation:g}; give a finite standard deviation of 0 or more")
     moved = np.random.default_rng(seed).normal(0.0, deviation, (refits, len(fitted.scores))) + fitted.scores

@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn.functional import cross_entropy, linear
 from transformers import PreTrainedModel
 
-from lyapunov_prune.arguments import checked, require_least
+from lyapunov_prune.arguments import Seed, checked, require_least
 from lyapunov_prune.data.batch import TokenBatch
 from lyapunov_prune.data.examples import Examples
 from lyapunov_prune.errors import LyapunovPruneError
@@ -100,7 +100,7 @@ def measure_importance(
     *,
     batch: int = 1,
     targets: tuple[int, int] = (1, 1),
-    seed: int = 0,
+    seed: Seed = 0,
 ) -> Importance:
     """The importance by one of IMPORTANCES, of the model of `student` as it is, whose weights stay.
 

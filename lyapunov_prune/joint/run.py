@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from lyapunov_prune.arguments import checked, require_least
+from lyapunov_prune.arguments import Seed, checked, require_least
 from lyapunov_prune.data.examples import Examples
 from lyapunov_prune.data.slices import NAMES
 from lyapunov_prune.data.unseen import require_unseen
@@ -70,7 +70,7 @@ def remove_jointly(
     recover_steps: int = 100,
     recipe: Recipe = _RECIPE,
     seeds: int = 2,
-    seed: int = 0,
+    seed: Seed = 0,
     folder: str | Path,
     resume: bool = False,
     batch_size: int = 1,

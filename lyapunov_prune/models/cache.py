@@ -39,9 +39,13 @@ T = TypeVar("T")
 
 
 def cache_folder() -> Path:
+    """Raises LyapunovPruneError where no variable names one and the user has no home."""
     if os.environ.get(PLACE):
         return Path(os.environ[PLACE])
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "lyapunov-prune"
+    try:
+        return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "lyapunov-prune"
+    except RuntimeError:  # no HOME, and no entry of the user in the system's list
+        raise LyapunovPruneError(f"this user has no home folder for the cache; set {PLACE} to a folder") from None
 
 
 def builtin_place() -> Path:
@@ -55,7 +59,7 @@ def cache_limit() -> float:
         limit = float(told) * 1e9
     except ValueError:
         limit = math.nan
-    if not limit >= 0:
+    if not 0 <= limit < math.inf:
         raise LyapunovPruneError(f"{LIMIT} is {told!r}; give a number of gigabytes, 0 or more")
     return limit
 

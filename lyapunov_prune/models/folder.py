@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 import transformers
+from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError, safe_open
 from transformers import AutoConfig, PreTrainedConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
@@ -195,6 +196,11 @@ def loading_errors(where: Path | str) -> Iterator[None]:
             raise LyapunovPruneError(
                 f"{where} is a {unknown[1]}, which transformers {transformers.__version__} does not know; upgrade "
                 "transformers, or give a model of a type that it knows"
+            ) from None
+        if isinstance(error, StrictDataclassError):
+            raise LyapunovPruneError(
+                f"{where} has a setting that transformers {transformers.__version__} cannot take: {first_line(error)}; "
+                "mend it there, or give another model"
             ) from None
         raise LyapunovPruneError(
             f"cannot load {where}, it may be truncated or corrupt: {first_line(error)}; fetch it again"

@@ -77,7 +77,10 @@ def load_folder(folder: Path, options: dict[str, Any], *, text_only: bool = Fals
             ) from None
     with unlogged(config):
         auto = auto_class(config, text_only=text_only)
-        loaded = load_whole(folder, folder, {}, options | {"use_safetensors": True}, auto)
+        wanted = "a causal decoder" if auto is AutoModelForCausalLM else "the text model alone (--text-only)"
+        if text_only:
+            wanted = "the whole model (leave out --text-only)"
+        loaded = load_whole(folder, folder, {}, options | {"use_safetensors": True}, auto, wanted)
     if packed and is_unpacked(config):  # transformers forgets it, and what would change the weights is refused by it
         loaded.model.config.quantization_config = config.quantization_config
     tell_left_out(loaded.model, folder, asked=text_only)
@@ -86,11 +89,15 @@ def load_folder(folder: Path, options: dict[str, Any], *, text_only: bool = Fals
 
 
 def load_whole(
-    where: Path, folder: Path, source: dict[str, Any], options: dict[str, Any], auto: Any = AutoModelForCausalLM
+    where: Path,
+    folder: Path,
+    source: dict[str, Any],
+    options: dict[str, Any],
+    auto: Any = AutoModelForCausalLM,
+    wanted: str = "a causal decoder",
 ) -> Loaded:
-    """Model and tokenizer, refused if a single weight would have to be made up."""
+    """Model and tokenizer, refused if a single weight would have to be made up; `wanted` is what to give instead."""
     source = source | LOCAL
-    wanted = "a causal decoder" if auto is AutoModelForCausalLM else "the text model alone (--text-only)"
     model = load_weights(auto, where, folder, source | options, wanted)
     with _uncollected():
         require_bounded_file(folder / "tokenizer.json")

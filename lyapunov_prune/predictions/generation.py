@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
-from lyapunov_prune.arguments import checked, require_least
+from lyapunov_prune.arguments import Seed, checked, require_least
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.evaluation.repetition import collapsed, repetition
 from lyapunov_prune.forward.decoding import drawn, draws_of, likeliest, walk
@@ -118,7 +118,7 @@ def compare_generation(
     *,
     steps: int,
     temperature: float = 1.0,
-    seed: int | None = None,
+    seed: Seed | None = None,
     batch_size: int = 8,
 ) -> GenerationDivergence:
     """Decode `steps` tokens with both models from `prompts` (prompts × tokens) and measure.

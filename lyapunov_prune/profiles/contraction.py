@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
-from lyapunov_prune.arguments import checked
+from lyapunov_prune.arguments import Seed, checked
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.forward.reading import Readable, read
 from lyapunov_prune.forward.rounding import roughness
@@ -50,7 +50,7 @@ def measure_contraction(
     batch: Readable,
     *,
     epsilon: float = 1e-2,
-    seeds: Iterable[int] = range(4),
+    seeds: Iterable[Seed] = range(4),
     method: Derivative = "difference",
     pooling: Pooling = "energy",
     batch_size: int = 1,

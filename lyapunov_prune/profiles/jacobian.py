@@ -18,7 +18,7 @@ from torch.autograd import forward_ad
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import PreTrainedModel
 
-from lyapunov_prune.arguments import checked
+from lyapunov_prune.arguments import Seed, checked
 from lyapunov_prune.errors import LyapunovPruneError, NonFiniteError
 from lyapunov_prune.forward.branches import Branch, find_branches, matrix_children
 from lyapunov_prune.forward.hooks import layer_input, run_backbone
@@ -81,7 +81,7 @@ def sublayer_jacobians(
     *,
     steps: int = 12,
     probes: int = 8,
-    seed: int = 0,
+    seed: Seed = 0,
 ) -> JacobianNorms:
     """Estimate `‖J‖` and `‖J‖_F/√n` of the attention and the MLP of every layer, as JacobianNorms defines them.
 

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from lyapunov_prune.arguments import checked
+from lyapunov_prune.arguments import Seed, checked
 from lyapunov_prune.errors import LyapunovPruneError, NonFiniteError
 from lyapunov_prune.forward.hooks import residual_stream, run_backbone
 from lyapunov_prune.forward.reading import Readable, read
@@ -111,7 +111,7 @@ def norm_projection(
     batch: Readable,
     *,
     epsilon: float = 1e-2,
-    seeds: Iterable[int] = range(2),
+    seeds: Iterable[Seed] = range(2),
     batch_size: int = 1,
 ) -> NormProjection:
     """Measure how much of the error of `measure_contraction` lies where the next norm projects it out.

@@ -9,6 +9,7 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
+from lyapunov_prune.arguments import Seed
 from lyapunov_prune.data.batch import TokenBatch
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.forward.reading import Readable, read
@@ -55,7 +56,7 @@ def profile_layers(
     batch: Readable,
     *,
     epsilon: float = 1e-2,
-    seeds: Iterable[int] = range(4),
+    seeds: Iterable[Seed] = range(4),
     method: Derivative = "difference",
     pooling: Pooling = "energy",
     batch_size: int = 1,
@@ -86,7 +87,7 @@ def kept_profile(
     batch: TokenBatch,
     *,
     how: Mapping[str, Any] = HOW,
-    seeds: Iterable[int] = range(2),
+    seeds: Iterable[Seed] = range(2),
     batch_size: int = 1,
     resume: bool = True,
 ) -> LayerProfile:

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
-from lyapunov_prune.arguments import checked
+from lyapunov_prune.arguments import Seed, checked
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.forward.reading import Readable, read
 from lyapunov_prune.forward.sublayers import KINDS, between_branches, find_sublayers
@@ -89,7 +89,7 @@ def sublayer_growth(
     batch: Readable,
     *,
     epsilon: float = 1e-2,
-    seeds: Iterable[int] = range(4),
+    seeds: Iterable[Seed] = range(4),
     batch_size: int = 1,
 ) -> SublayerGrowth:
     """Follow the perturbation of `measure_contraction` through the branches of every layer.

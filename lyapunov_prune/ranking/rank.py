@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 from transformers import PreTrainedModel
 
-from lyapunov_prune.arguments import checked
+from lyapunov_prune.arguments import Seed, checked
 from lyapunov_prune.data.batch import TokenBatch
 from lyapunov_prune.forward.reading import Readable, Reading, read
 from lyapunov_prune.forward.sublayers import find_sublayers
@@ -75,8 +75,8 @@ def rank(
     what: str = "layers",
     alpha: float = 0.5,
     remove: int | float | None = None,
-    seeds: Iterable[int] = range(4),
-    seed: int = 0,
+    seeds: Iterable[Seed] = range(4),
+    seed: Seed = 0,
     batch_size: int = 1,
     protect: Sequence[int] = (),
     search: float | None = None,

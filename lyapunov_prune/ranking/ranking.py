@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from lyapunov_prune.arguments import checked, require_least
+from lyapunov_prune.arguments import Seed, checked, require_least
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.forward.sublayers import require_kind
 from lyapunov_prune.profiles.contraction_profile import ContractionProfile, floor_note
@@ -165,7 +165,7 @@ def scored(
     measured_on: tuple[MeasuredOn, ...] = (),
     *,
     alpha: float = 0.5,
-    seed: int = 0,
+    seed: Seed = 0,
     what: str = "layers",
     protect: Sequence[int] = (),
     drawn: Mapping[str, np.ndarray | None] = MappingProxyType({}),
@@ -177,7 +177,6 @@ def scored(
     `layer`, if not given, is the index of every layer, and `lot` a permutation drawn from `seed`. Raises
     LyapunovPruneError when a score is not finite.
     """
-    require_least(0, seed=seed)
     layer = values.get("layer", np.arange(model.num_layers, dtype=np.float64))
     lot = np.random.default_rng(seed).permutation(model.num_layers) + 0 * layer  # NaN stays NaN
     score = CRITERIA[criterion].score
@@ -215,7 +214,7 @@ def rank_layers(
     *,
     criterion: str = DEFAULT,
     alpha: float = 0.5,
-    seed: int = 0,
+    seed: Seed = 0,
     protect: Sequence[int] = (),
 ) -> LayerRanking:
     """Rank layers for removal by what was measured before; `rank` measures, and knows every criterion.

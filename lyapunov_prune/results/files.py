@@ -45,6 +45,7 @@ def require_file(path: str | Path) -> None:
 def write_whole(path: str | Path, text: str) -> Path:
     """Write `text` to `path` through a temporary file beside it, so no reader sees half of it, nor a power cut."""
     path = Path(path)
+    _require_own_rights()
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         temporary = path.parent / f".{path.name}.{secrets.token_hex(8)}"
@@ -99,6 +100,10 @@ def whole_folder(target: str | Path, remedy: str = RETRY) -> Iterator[Path]:
         if not isinstance(error, OSError | SafetensorError) and "(os error " not in str(error):  # as of tokenizers
             raise
         reason = getattr(error, "strerror", None) or error
+        if getattr(error, "errno", None) in (errno.ENOTEMPTY, errno.EEXIST):
+            raise LyapunovPruneError(
+                f"another process has filled {target} meanwhile; choose another --output"
+            ) from None
         if _TOO_LARGE in str(reason):
             remedy = "the disk or a limit takes no file so large; choose another place"
         raise LyapunovPruneError(f"writing {target} failed: {reason}; nothing was left there, {remedy}") from None
@@ -201,9 +206,9 @@ def require_empty(target: str | Path) -> None:
     target = Path(target)
     require_writable(target.parent)
     try:
-        os.fspath(target).encode()
         taken = target.exists() and (not target.is_dir() or any(target.iterdir()))
         name = target.resolve().name
+        os.fspath(target.resolve()).encode()  # libraries take no folder of another encoding, nor one above
     except (OSError, RuntimeError, ValueError) as error:  # too long, a loop of links, a name of no encoding
         reason = getattr(error, "strerror", None) or error
         raise LyapunovPruneError(f"{str(target)[:200]} cannot be a folder: {reason}; choose another --output") from None
@@ -228,9 +233,18 @@ def require_disk(folder: str | Path, needed: int, what: str, remedy: str = "choo
         )
 
 
+def _require_own_rights() -> None:
+    """Raise LyapunovPruneError for a umask that keeps even the owner from what is written."""
+    mask = os.umask(0)  # there is no other way to ask
+    os.umask(mask)
+    if mask & 0o700:
+        raise LyapunovPruneError(f"the umask is {mask:03o}: you could not open what is written; set another, as 022")
+
+
 def require_writable(folder: str | Path, remedy: str = "give another --output") -> None:
     """Raise LyapunovPruneError, which ends in `remedy`, unless files can be written in `folder`, made or not yet."""
     folder = Path(folder)
+    _require_own_rights()
     for place in (folder, *folder.parents):
         try:
             mode = os.stat(place).st_mode

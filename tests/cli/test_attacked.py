@@ -15,10 +15,13 @@ from itertools import count
 from pathlib import Path
 
 import pytest
+import typer
 from cli.test_drawn import NUMBERS, WORDS, damaged, few, must_end_well
 from helpers import Done
 from hypothesis import given
 from hypothesis import strategies as st
+
+from lyapunov_prune.cli.app import app
 
 TEXT = ("--tokens", "64", "--context", "16")
 MEASURED = (*TEXT, "--device", "cpu")
@@ -48,6 +51,9 @@ COMMANDS = {
     "heal --text self": ("heal", "pruned", "--teacher", "tiny", "--text", "self", "--steps", "1", *MEASURED),
     "compress --max-kl": ("compress", "tiny", "--method", "wanda", "--max-kl", "0.1", *MEASURED),
     "pack": (*PACK, "--bits", "4"),
+    "check": ("check", "tiny", "--sparsity", "0.5", *MEASURED),
+    "sensitivity": ("sensitivity", "tiny", "--study", "layer", *MEASURED),
+    "hierarchy": ("hierarchy", "tiny", "--new-tokens", "2", *MEASURED),
 }
 # What a command that reads a model made here does with it.
 READERS = {
@@ -56,11 +62,16 @@ READERS = {
     "factored": ("eval", "factored", *MEASURED),
     "pruned": ("profile", "pruned", "--seeds", "1", *MEASURED),
 }
-OPTIONS = (
-    *("--remove", "--layers", "--search", "--protect", "--max-kl", "--temperature", "--alpha", "--seed", "--seeds"),
-    *("--criterion", "--what", "--reduction", "--recover", "--update-rank", "--steps-per-point", "--speedup"),
-    *("--per-step", "--learning-rate", "--sparsity", "--bits", "--group-size", "--pattern", "--rank", "--allocation"),
-    *("--tokens", "--context", "--batch-size", "--text", "--device", "--device-map", "--dtype", "--epsilon", "--plan"),
+# Every option that takes a value, of any command; what is written where, and who is asked for it, stays.
+OPTIONS = sorted(
+    {
+        word
+        for command in typer.main.get_command(app).commands.values()  # type: ignore[attr-defined]
+        for option in command.params
+        for word in option.opts
+        if word.startswith("--") and not getattr(option, "is_flag", False)
+    }
+    - {"--output", "--teacher", "--against"}
 )
 VALUES = (NUMBERS.map(str) | WORDS | st.sampled_from(["all", "0,1,2", "-1", "auto", "mlp", "tiny", "1e-9"])).filter(
     lambda word: "\0" not in word  # no argument can hold it

@@ -6,16 +6,21 @@ import errno
 import io
 import json
 import os
+import shlex
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import pytest
 from helpers import QUICK, TEXT, Done
 
 from lyapunov_prune.cli import inputs, terminal
 from lyapunov_prune.cli.failures import as_refusal
+from lyapunov_prune.progress import warn
 
 
 @pytest.fixture(autouse=True)
@@ -98,20 +103,167 @@ def test_letters_that_stdout_lacks_are_escapes(monkeypatch: pytest.MonkeyPatch) 
     assert bytes_.getvalue() == b"\\u03c1 of a layer\n"
 
 
-@pytest.mark.parametrize("closed", ["pipe", "full"])
-def test_a_stdout_that_takes_nothing_is_one_line(closed: str, checkpoint: Path) -> None:
-    if closed == "full":
-        out = os.open("/dev/full", os.O_WRONLY)
-    else:
-        reader, out = os.pipe()
-        os.close(reader)
-    command = [sys.executable, "-m", "lyapunov_prune.cli", "eval", "tiny", *TEXT, "-o", "run"]
-    done = subprocess.run(command, cwd=checkpoint.parent, stdout=out, stderr=subprocess.PIPE, text=True, check=False)
-    os.close(out)
-    assert done.returncode == 3
-    assert done.stderr.startswith("error: cannot print on stdout: ")
-    assert done.stderr.count("\n") == 1
+Command = Callable[..., subprocess.CompletedProcess[str]]
+EVAL = ["eval", "tiny", *TEXT, "-o", "run"]
+
+
+@pytest.fixture
+def command(checkpoint: Path) -> Command:
+    """Run a command line in a process of its own, in a shell that opens and closes what `redirected` says."""
+
+    def call(arguments: list[str], redirected: str = "", **options: Any) -> subprocess.CompletedProcess[str]:
+        line = f"{sys.executable} -m lyapunov_prune.cli {shlex.join(arguments)} {redirected}"
+        where = {"cwd": checkpoint.parent} | options
+        return subprocess.run(["bash", "-c", line], capture_output=True, text=True, check=False, **where)
+
+    return call
+
+
+def one_line(done: subprocess.CompletedProcess[str], code: int) -> str:
+    assert (done.returncode, done.stdout, done.stderr.count("\n")) == (code, "", 1), done
+    assert done.stderr.startswith("error: ")
+    return done.stderr
+
+
+def test_a_full_stdout_is_one_line(command: Command, checkpoint: Path) -> None:
+    assert "cannot print on stdout: No space left" in one_line(command(EVAL, "> /dev/full"), 3)
     assert json.loads((checkpoint.parent / "run" / "eval.json").read_text())["kind"] == "Evaluation"
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["theorems"], [*EVAL, "--json"]])
+def test_a_reader_that_goes_away_is_no_failure(arguments: list[str], command: Command) -> None:
+    done = command(arguments, "| true; exit ${PIPESTATUS[0]}")
+    assert (done.returncode, done.stderr) == (141, "")
+
+
+@pytest.mark.parametrize("arguments", [["--help"], [*EVAL, "--json"]])
+def test_a_closed_stdout_is_refused_before_anything_is_measured(
+    arguments: list[str], command: Command, checkpoint: Path
+) -> None:
+    assert "stdout is closed" in one_line(command(arguments, ">&-"), 2)
+    assert os.listdir(checkpoint.parent) == ["tiny"]
+
+
+@pytest.mark.parametrize("stderr", ["2> /dev/full", "2>&-"])
+def test_a_stderr_that_takes_nothing_changes_no_exit_code(stderr: str, command: Command, checkpoint: Path) -> None:
+    done = command(["eval"], stderr)
+    assert (done.returncode, done.stdout) == (2, "")
+    done = command([*EVAL, "--json"], stderr)
+    assert (done.returncode, json.loads(done.stdout)["kind"]) == (0, "Evaluation")
+
+
+def test_a_warning_that_cannot_be_shown_ends_no_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    with open("/dev/full", "w", encoding="utf-8") as full:
+        monkeypatch.setattr(sys, "stderr", full)
+        warn("nobody reads this")
+        monkeypatch.undo()
+        with suppress(OSError):  # what is left in its buffer
+            full.close()
+
+
+# Where a process runs.
+
+
+@pytest.mark.parametrize("arguments", [EVAL, ["cache"]])
+def test_a_folder_that_is_gone_is_one_line(arguments: list[str], command: Command, tmp_path: Path) -> None:
+    (tmp_path / "gone").mkdir()
+    line = shlex.join([sys.executable, "-m", "lyapunov_prune.cli", *arguments])
+    path = os.pathsep.join([str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")])
+    done = subprocess.run(
+        ["bash", "-c", f"cd gone && rmdir ../gone && {line}"],
+        cwd=tmp_path,
+        env=os.environ | {"PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert "the current folder cannot be used: No such file" in one_line(done, 2)
+
+
+_HOMELESS = """
+import os, pwd, sys
+def unknown(*user): raise KeyError("no such user")
+pwd.getpwuid = unknown
+for name in ("HOME", "XDG_CACHE_HOME", "LYAPUNOV_PRUNE_CACHE"): os.environ.pop(name, None)
+from lyapunov_prune.cli.app import main
+main()
+"""
+
+
+def test_a_user_without_a_home(checkpoint: Path) -> None:
+    def call(*arguments: str) -> subprocess.CompletedProcess[str]:
+        script = [sys.executable, "-c", _HOMELESS, *arguments]
+        return subprocess.run(script, cwd=checkpoint.parent, capture_output=True, text=True, check=False)
+
+    assert "set LYAPUNOV_PRUNE_CACHE to a folder" in one_line(call("cache", "--clear"), 2)
+    done = call(*EVAL, "--json")  # which needs no cache
+    assert (done.returncode, json.loads(done.stdout)["kind"]) == (0, "Evaluation")
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        EVAL,
+        ["rank", "tiny", *TEXT],
+        ["prune", "tiny", "--layers", "1", "-o", "out"],
+        ["compress", "tiny", "--method", "magnitude", "--sparsity", "0.5", "-o", "out"],
+        ["heal", "tiny", "--teacher", "tiny", "-o", "out"],
+        ["joint", "tiny", "--remove", "1", "-o", "out"],
+        ["demo", "-o", "out"],
+    ],
+    ids=lambda arguments: arguments[0],
+)
+def test_a_umask_that_keeps_the_owner_out_is_one_line(arguments: list[str], command: Command, checkpoint: Path) -> None:
+    assert "the umask is 777" in one_line(command(arguments, umask=0o777), 2)
+    assert os.listdir(checkpoint.parent) == ["tiny"]
+
+
+def test_python_without_docstrings_is_one_line(command: Command) -> None:
+    optimised = os.environ | {"PYTHONOPTIMIZE": "2", "PYTHONDONTWRITEBYTECODE": "1"}
+    assert "PYTHONOPTIMIZE=2" in one_line(command(EVAL, env=optimised), 2)
+
+
+LATIN = os.fsdecode(b"caf\xe9")
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["eval", LATIN],
+        ["eval", "tiny", "-o", LATIN],
+        ["eval", "tiny", "--text", f"{LATIN}.txt"],
+        ["eval", "tiny", "--tasks", f"{LATIN}.jsonl"],
+        ["prune", "tiny", "--layers", "1", "-o", LATIN],
+        ["prune", "tiny", "--plan", f"{LATIN}.json", "-o", "out"],
+        ["rank", "--profile", f"{LATIN}.json"],
+        ["compress", "tiny", "--allocation", f"{LATIN}.json", "-o", "out"],
+        ["heal", "tiny", "--teacher", LATIN, "-o", "out"],
+        ["hierarchy", "tiny", LATIN],
+    ],
+)
+def test_a_path_of_another_encoding_is_one_line(
+    arguments: list[str], checkpoint: Path, run_bad: Callable[..., str]
+) -> None:
+    shutil.copytree(checkpoint, checkpoint.parent / LATIN)
+    told = run_bad(*arguments)
+    assert r"caf\udce9" in told
+    assert "is not UTF-8" in told
+
+
+def test_nothing_is_written_below_a_folder_of_another_encoding(
+    checkpoint: Path, run: Callable[..., Done], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (checkpoint.parent / LATIN).mkdir()
+    shutil.copytree(checkpoint, checkpoint.parent / LATIN / "tiny")
+    run("cache")  # which goes to the folder of the checkpoint
+    monkeypatch.chdir(checkpoint.parent / LATIN)
+    for arguments in (
+        ["prune", "tiny", "--layers", "1", "-o", "out"],
+        ["prune", "tiny", "--layers", "1", "--on-disk", "-o", "out"],
+        ["compress", "tiny", "--stream", "--method", "magnitude", "--sparsity", "0.5", "-o", "out"],
+    ):
+        done = run(*arguments)
+        assert (done.code, done.err.count("\n"), done.changed) == (2, 1, set())
 
 
 def test_a_rank_without_other_processes_silences_nothing(

@@ -7,7 +7,7 @@ import shlex
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, get_args
 
 import pytest
 import typer
@@ -82,6 +82,7 @@ def has_no_effect(line: str, option: str, tail: str = "; leave it out") -> Any:
 
 
 OF_A_CRITERION = "is of layers that a criterion chooses; give --remove or --max-kl with it"
+ON_DISK = "says which layers go, and the gate compares"
 MEASURED = "is of a MODEL to measure, which --profile FILE was; leave it out"
 WINDOWS = "cuts windows of a text, and --prompts FILE is in its place; leave it out"
 IMAGES = "is of a text, and --images is in its place; leave it out"
@@ -95,8 +96,14 @@ IMAGES = "is of a text, and --images is in its place; leave it out"
             for chosen in ("--plan p.json", "--layers 3")
             for option in ("--criterion bi", "--alpha 0.5", "--seeds 4", "--seed 0", "--temperature 1", "--protect 0")
         ),
-        *(has_no_effect("prune tiny -o out --layers 3 --on-disk", option) for option in ("--text x", "--device cpu")),
-        has_no_effect("prune tiny -o out --layers 3 --stream", "--tokens 99"),
+        has_no_effect("prune tiny -o out --layers 3 --on-disk", "--device cpu"),
+        *(
+            has_no_effect(f"prune tiny -o out --layers 3 {way}", option, tail)
+            for way, option, tail in (
+                ("--on-disk", "--text x", f"{ON_DISK} tensors; leave it out, and score what was written with eval"),
+                ("--stream", "--tokens 99", f"{ON_DISK} both models' logits on random tokens; leave it out"),
+            )
+        ),
         has_no_effect("prune tiny -o out --remove 1", "--alpha 0.5", "has no effect on --criterion best; leave it out"),
         *(
             has_no_effect("rank --profile p.json", option, MEASURED)
@@ -183,3 +190,49 @@ def test_a_record_is_an_option_a_field() -> None:
     own(["x"], standalone_mode=False)
     own(["y", "--width", "3", "--deep", "--twice"], standalone_mode=False)
     assert given == [("x", Size(7), False), ("y", Size(3, True), True)]
+
+
+# Numbers that no option can mean, by the type of the option.
+NEVER = {
+    float: ("nan", "inf", "-inf", "1e999", "x"),
+    int: ("nan", "inf", "1.5", "1e3", str(2**53 + 1), str(10**30), str(-(10**30))),
+}
+ARGUMENTS = {"profile": ["tiny"], "rank": ["tiny"], "eval": ["tiny"], "check": ["tiny"], "sensitivity": ["tiny"]}
+ARGUMENTS |= {name: ["tiny", "-o", "out"] for name in ("prune", "compress", "heal", "joint")} | {"hierarchy": ["tiny"]}
+
+
+def numeric_options(name: str) -> list[tuple[str, type]]:
+    kinds = {word: getattr(option, "type_descriptor", None) for word, option in options(name).items()}
+    return [
+        (word, kind)
+        for word, told in kinds.items()
+        for kind in NEVER
+        if told is not None and kind in (told.annotation, *get_args(told.annotation))
+    ]
+
+
+def test_every_command_that_takes_a_number_is_tried() -> None:
+    assert {name for name in GROUP.commands if numeric_options(name)} == ARGUMENTS.keys()
+    assert {("--max-kl", float), ("--seed", int), ("--search", float)} <= set(numeric_options("rank"))
+
+
+@pytest.mark.parametrize("name", ARGUMENTS)
+def test_a_number_that_is_none_is_refused_at_the_door(
+    name: str, run_bad: Callable[..., str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of every option of every command, before anything is loaded; the line names the option."""
+
+    def load(*args: object, **kwargs: object) -> None:
+        raise AssertionError("a model was loaded")
+
+    monkeypatch.setattr("lyapunov_prune.models.loading.load", load)
+    for word, kind in numeric_options(name):
+        beyond = [str(2**32), str(2**45), "-1"] if word in ("--seed", "--sample") else []
+        for value in (*NEVER[kind], *beyond):
+            assert word in run_bad(name, *ARGUMENTS[name], f"{word}={value}"), (word, value)
+
+
+@pytest.mark.parametrize("value", ["nan", "inf", "1e999"])
+def test_a_parameter_of_a_schedule_is_a_finite_number(value: str, run_bad: Callable[..., str]) -> None:
+    line = ("compress", "tiny", "--method", "magnitude", "--sparsity", "0.5", "--allocation", "atp", "-o", "out")
+    assert "beta of schedule atp is" in run_bad(*line, "--schedule-option", f"beta={value}")

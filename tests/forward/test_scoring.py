@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from families.zoo import make_zoo
 from helpers import hooks_of, make_tiny
 from transformers import PreTrainedModel
 
@@ -64,6 +65,16 @@ def test_the_size_of_a_block_does_not_matter(
     monkeypatch.setattr(scoring, "_ROWS", rows)
     monkeypatch.setattr(scoring, "_COLUMNS", columns)
     np.testing.assert_allclose(scorer(llama, ids)(ids)[0], exact(llama, ids), rtol=1e-5)
+
+
+def test_a_model_that_reshapes_by_its_text_is_scored_whole() -> None:
+    """ProphetNet's forward fails on a block of positions; its losses are those of whole forwards."""
+    model = make_zoo("prophetnet")
+    windows = torch.randint(3, 97, (2, 24), generator=torch.Generator().manual_seed(1))
+    scorer = Scorer(model, find_structure(model), windows)
+    assert not scorer.enters
+    with torch.no_grad():
+        np.testing.assert_allclose(scorer(windows)[0], perplexity(model, windows).windows, rtol=1e-5)
 
 
 def test_a_head_with_a_bias(ids: torch.Tensor) -> None:

@@ -308,7 +308,7 @@ def test_the_oldest_used_go_first(
     assert [each.source for each in cached()] == ["1.gguf"]
 
 
-@pytest.mark.parametrize("limit", ["much", "-1", "nan", "20 GB"])
+@pytest.mark.parametrize("limit", ["much", "-1", "nan", "inf", "1e308", "20 GB"])
 def test_a_limit_that_is_none_is_refused(limit: str, file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LYAPUNOV_PRUNE_CACHE_GB", limit)
     with pytest.raises(LyapunovPruneError, match=f"LYAPUNOV_PRUNE_CACHE_GB is '{limit}'; give a number of gigabytes"):

@@ -133,7 +133,7 @@ def test_a_link_to_an_empty_folder_is_followed(tmp_path: Path) -> None:
 
 def test_what_appears_meanwhile_is_kept(tmp_path: Path) -> None:
     target = tmp_path / "target"
-    with pytest.raises(LyapunovPruneError, match="Directory not empty"), whole_folder(target):
+    with pytest.raises(LyapunovPruneError, match="meanwhile; choose another --output"), whole_folder(target):
         write_whole(target / "theirs", "1")
     assert os.listdir(target) == ["theirs"]
     assert os.listdir(tmp_path) == ["target"]
@@ -348,3 +348,15 @@ def test_another_s_folder_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyP
 def test_json_without_end_is_no_json() -> None:
     with pytest.raises(ValueError, match="nested too deep"):
         parsed("[" * 100_000)
+
+
+@pytest.mark.parametrize("mask", [0o777, 0o700, 0o400])
+def test_a_umask_that_keeps_the_owner_out_is_refused(mask: int, tmp_path: Path) -> None:
+    before = os.umask(mask)
+    try:
+        for write in (fill, lambda path: write_whole(path, "x"), require_writable):
+            with pytest.raises(LyapunovPruneError, match=f"the umask is {mask:o}"):
+                write(tmp_path / "target")
+    finally:
+        os.umask(before)
+    assert os.listdir(tmp_path) == []

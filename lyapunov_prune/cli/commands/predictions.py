@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from lyapunov_prune.arguments import MOST_SEED
 from lyapunov_prune.cli.choices import ReadAt
 from lyapunov_prune.cli.inputs import begun_run, draw_report, load_prompted, require_retrieval
 from lyapunov_prune.cli.options import (
@@ -44,7 +45,12 @@ def hierarchy(
     ] = True,
     sample: Annotated[
         int | None,
-        what_option(min=0, metavar="SEED", help="Decode once more by draws, the same in both models: sampled.json."),
+        what_option(
+            min=0,
+            max=MOST_SEED,
+            metavar="SEED",
+            help="Decode once more by draws, the same in both models: sampled.json.",
+        ),
     ] = None,
     choices: Annotated[
         Path | None,

@@ -149,7 +149,12 @@ def prune(
                     f"{option} needs the model in memory ({why}); give --layers 3,7 or a --plan FILE of rank --stream, "
                     f"and no {option}"
                 )
-        given.refuse_record(f"is of a model in memory, and files are pruned ({why}); leave it out", TextOptions)
+        read = "both models' logits on random tokens" if stream else "tensors"
+        given.refuse_record(
+            f"has no effect where files are pruned ({why}): --layers or --plan says which layers go, and the gate "
+            f"compares {read}; leave it out, and score what was written with eval",
+            TextOptions,
+        )
         if on_disk or stream:  # else it has said that the model does not fit there
             given.refuse("has no effect on what is pruned on disk; leave it out", "device")
         _prune_on_disk(model, output, layers, plan_file, keep_period, source, as_json, why, stream)
