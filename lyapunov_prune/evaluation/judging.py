@@ -10,7 +10,7 @@ from scipy import stats
 from lyapunov_prune.data.batch import TokenBatch
 from lyapunov_prune.errors import LyapunovPruneError
 
-LEVEL = 0.05  # one-sided p-value below which a gain is believed
+LEVEL = 0.025  # one-sided p-value below which a gain is believed: the 95 % interval then ends below zero
 POWER = 4  # windows from which a paired test says anything; below it the lower mean decides
 
 EVERY, MOST = 8, 8  # every eighth window judges, up to eight of them

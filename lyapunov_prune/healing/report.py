@@ -103,7 +103,7 @@ class Healing(Result):
     def to_frame(self) -> pd.DataFrame:
         """One row for the model as it came, then one a round, with the steps so far and the judged perplexity."""
         steps = np.cumsum([0, *(each.stretch.steps for each in self.rounds)])
-        names = ["start", *("trial" if each.stretch.trial else "run" for each in self.rounds)]
+        names = ["start", *map(self._name, range(len(self.rounds)))]
         with np.errstate(over="ignore"):
             judged = np.exp([self.judged.mean(), *(each.mean for each in self.rounds)])
         return pd.DataFrame(
@@ -120,7 +120,12 @@ class Healing(Result):
         """One line: what was kept, and what it is worth on the windows that judged."""
         if self.kept < 0:
             return f"Nothing kept: no round beat the pruned model, {self.gain.told()} that judged"
-        return f"Kept round {self.kept + 1} of {len(self.rounds)}: {self.gain.told()} that judged and taught nothing"
+        return f"Kept {self._name(self.kept)}: {self.gain.told()} that judged and taught nothing"
+
+    def _name(self, number: int) -> str:
+        """`trial 2` or `round 5`, each kind counted from 1."""
+        trials = sum(each.stretch.trial for each in self.rounds)
+        return f"trial {number + 1}" if number < trials else f"round {number - trials + 1}"
 
     def headline(self) -> str:
         lines = [self.told()]

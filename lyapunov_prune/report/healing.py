@@ -19,7 +19,8 @@ def healing_figure(healing: Healing) -> str:
     figure, (above, below) = panels(6.5, 5.0, 2)
     rows = healing.to_frame()
     finite = rows[np.isfinite(rows["judged perplexity"])]
-    run, trials = finite[finite["round"] != "trial"], finite[finite["round"] == "trial"]
+    tried = finite["round"].str.startswith("trial")
+    run, trials = finite[~tried], finite[tried]
     above.plot(run["steps"], run["judged perplexity"], "o-", markersize=4, color=COLOURS["rho"], label="round")
     if len(trials):
         above.plot(trials["steps"], trials["judged perplexity"], "x", color=GREY, label="trial of a rate")
