@@ -53,6 +53,7 @@ def others(folder: Path) -> set[str]:
     return {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()}
 
 
+@pytest.mark.usefixtures("healing_kept")
 @pytest.mark.parametrize(
     "arguments",
     [

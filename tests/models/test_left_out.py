@@ -135,6 +135,7 @@ def test_a_model_that_lost_layers_in_python_counts_none_either() -> None:
     assert (pruned.config.num_nextn_predict_layers, model.config.num_nextn_predict_layers) == (0, 1)
 
 
+@pytest.mark.usefixtures("healing_kept")
 @pytest.mark.parametrize(
     "arguments",
     [
