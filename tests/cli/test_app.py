@@ -764,7 +764,8 @@ def test_the_text_of_a_budget_was_seen(
     assert "history, compress), which holds" in run_bad(
         "eval", "out", *LONGER, "--text", text, "--split", "calibration"
     )
-    assert f"Allocation: by tiny, float32 on cpu; 512 tokens of {text}" in Path("out/README.md").read_text()
+    card = Path("out/README.md").read_text()
+    assert re.search(rf"Allocation: by tiny, float32 on cpu; \d+ tokens of {re.escape(text)}", card)
     assert run("eval", "out", *LONGER, "--text", text).code == 0
 
 
@@ -919,7 +920,7 @@ def test_every_knob_of_a_schedule_is_reached(run: Any) -> None:
     [
         (["--allocation", "atp", "--schedule-option", "tau=1"], "atp has no parameter 'tau'; it has beta"),
         (["--allocation", "atp", "--schedule-option", "beta"], "'beta' is no NAME=VALUE"),
-        (["--allocation", "atp", "--schedule-option", "beta=steep"], "give a number"),
+        (["--allocation", "atp", "--schedule-option", "beta=steep"], "is 'steep'"),
         (["--allocation", "atp", "--pooling", "token"], "does not measure rho; leave out --pooling"),
     ],
 )
