@@ -23,7 +23,7 @@ import pandas as pd
 import typer
 
 import lyapunov_prune as lp
-from experiments.common import DType, job_folder, load, plain, read_text
+from experiments.common import Device, DType, job_folder, load, plain, read_text
 from experiments.statements import ratio, runs, table
 from lyapunov_prune.evaluation.judging import compare
 from lyapunov_prune.healing.report import Healing
@@ -35,7 +35,7 @@ HERE = Path(__file__).parent
 
 @dataclass(frozen=True)
 class State:
-    """A checkpoint: the options that made it, the loss of every unseen window (nats a token), and processor seconds.
+    """A checkpoint: the options that made it, the loss of every unseen window (nats a token), and how long that took.
 
     `written` is False where the command judged that its step does not pay, and wrote nothing: the losses are then
     those of the state before.
@@ -78,6 +78,7 @@ class NeverWorse(Result):
 def main(
     unseen: Annotated[str, typer.Option(help="the text to score on")],
     model: str = "smollm2-135m",
+    device: Device = "cpu",
     dtype: DType = None,
     text: Annotated[list[str] | None, typer.Option()] = None,
     remove: Annotated[str, typer.Option(help="as the command prune takes it")] = "25%",
@@ -85,14 +86,14 @@ def main(
     heal: Annotated[str, typer.Option(help="more options of heal, as one word")] = "",
     scored: Annotated[int, typer.Option(help="tokens of --unseen")] = 8192,
 ) -> None:
-    loaded = load(model, "cpu", dtype)
+    loaded = load(model, device, dtype)
     judged = read_text(loaded, unseen, scored, 512, "all")
     dense = lp.perplexity(loaded.model, judged, description="dense").windows
     on = judged.measured_on(loaded.model)
     del loaded
     for source in text or ["builtin"]:
         folder = job_folder(model) / "never-worse" / f"{Path(source).stem}-{remove.rstrip('%')}"
-        common = ["--text", source, *(["--dtype", dtype] if dtype else [])]
+        common = ["--text", source, "--device", device, *(["--dtype", dtype] if dtype else [])]
         cut = ["prune", model, "--remove", remove, *common, *shlex.split(prune)]
         states = [_state(folder / "cut", "cut", cut, judged, None)]
         states.append(_state(folder / "mended", "mended", [*cut, "--mend"], judged, states[-1]))
@@ -108,11 +109,11 @@ def _state(output: Path, name: str, command: list[str], judged: lp.TokenBatch, b
     record = output.with_suffix(".json")
     if not record.is_file():
         print(f"lyapunov-prune {shlex.join(command)}", file=sys.stderr)
-        began = time.process_time(), time.time()
+        began = time.monotonic()
         done = subprocess.run([sys.executable, "-m", "lyapunov_prune.cli", *command, "-o", str(output)], check=False)
         if done.returncode not in (0, 1):
             raise typer.Exit(done.returncode)
-        record.write_text(json.dumps({"code": done.returncode, "seconds": time.time() - began[1]}))
+        record.write_text(json.dumps({"code": done.returncode, "seconds": time.monotonic() - began}))
     told = json.loads(record.read_text())
     options = shlex.join([plain(word) for word in command])
     if told["code"] == 1:

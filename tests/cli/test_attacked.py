@@ -101,7 +101,12 @@ def attempt(run: Callable[..., Done], name: str, healing_kept: None) -> Attempt:
         done = run(*arguments, "-o", str(out))
         shutil.rmtree(out, ignore_errors=True)
         # What was measured before a fault was found is kept for the next run: jobs, and costs that no budget bears.
-        kept = {path for path in done.changed if done.code == 2 and ("jobs" in Path(path).parts or "costs" in done.err)}
+        finished = ("jobs", "sensitivity")  # folders of measurements; the profile beside a sensitivity is one too
+        kept = {
+            path
+            for path in done.changed
+            if done.code == 2 and (set(finished) & set(Path(path).parts) or "costs" in done.err)
+        }
         kept |= {str(folder) for path in kept for folder in Path(path).parents}
         return replace(done, changed=done.changed - kept)
 

@@ -77,7 +77,7 @@ def test_every_command_takes_what_comes_out(run: Callable[..., Done]) -> None:
     assert "says that it was made from 'tiny'; if you trust it, give that as --teacher" in told.err
     told = run(*heal, "--teacher", "out")
     assert (told.code, told.changed) == (2, set())
-    assert "out is not the model that out was made from" in told.err
+    assert "is not the model that out was made from" in told.err
     done = run(*heal, "--teacher", "tiny")
     assert done.code == 0, done.err
     assert Provenance.load("healed/provenance.json").source == "tiny"
