@@ -232,7 +232,7 @@ def test_a_layer_without_which_the_model_overflows_has_no_score(ids: torch.Tenso
 
 @pytest.mark.parametrize("T", [0.0, -1.0, math.nan, math.inf])
 def test_bad_temperatures_are_refused(T: float, llama: PreTrainedModel, ids: torch.Tensor) -> None:
-    with pytest.raises(LyapunovPruneError, match="is no temperature; give a number above 0"):
+    with pytest.raises(LyapunovPruneError, match="temperature"):
         skip_divergence(llama, ids, temperature=T)
 
 

@@ -324,8 +324,8 @@ def test_a_text_has_collapsed_when_it_ends_in_a_cycle(text: tuple[int, ...], say
     [
         ({"steps": 0}, "0 steps write nothing"),
         ({"steps": 120}, "prompts of 9 and 120 steps do not fit the context of 128"),
-        ({"temperature": 0.0}, "is no temperature"),
-        ({"temperature": math.inf}, "is no temperature"),
+        ({"temperature": 0.0}, "temperature"),
+        ({"temperature": math.inf}, "temperature"),
     ],
 )
 def test_what_cannot_be_measured_is_refused(
