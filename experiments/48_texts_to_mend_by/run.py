@@ -21,6 +21,7 @@ import numpy as np
 import pandas as pd
 import torch
 import typer
+from transformers import PreTrainedModel
 
 import lyapunov_prune as lp
 from experiments.common import BUILT_IN, Device, DType, job_folder, load, plain, read_text
@@ -99,7 +100,7 @@ def main(
 
     def own(temperature: float, seed: int, n: int) -> lp.TokenBatch:
         folder = jobs / f"self-{temperature:g}-{seed}"
-        how = {"temperature": temperature, "seed": seed, "folder": folder, "resume": True}
+        how: dict[str, Any] = {"temperature": temperature, "seed": seed, "folder": folder, "resume": True}
         return lp.self_generated(loaded.model, tokens=n, context=context, **how)
 
     user = plain(text)
@@ -146,7 +147,7 @@ def measure(
     about = {"judged": encode(origins), "removed": list(removed), "tokens": tokens}
     with Store(folder / "scores", "texts to mend by", about, resume=True) as store:
 
-        def windows(key: str, make: Callable[[], lp.models.Loaded | torch.nn.Module]) -> dict[str, np.ndarray]:
+        def windows(key: str, make: Callable[[], PreTrainedModel]) -> dict[str, np.ndarray]:
             if key not in store:
                 made = make()
                 scores = {

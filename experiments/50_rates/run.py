@@ -22,6 +22,7 @@ import typer
 import lyapunov_prune as lp
 from experiments.common import Device, DType, load, read_text
 from experiments.statements import table
+from lyapunov_prune.data.batch import Split
 from lyapunov_prune.errors import Diverged
 from lyapunov_prune.evaluation.judging import apart
 from lyapunov_prune.healing.distillation import Distillation
@@ -47,7 +48,7 @@ def main(
 ) -> None:
     loaded = load(model, device, dtype)
     teacher = loaded.model
-    split = "calibration" if text == "builtin" else "all"
+    split: Split = "calibration" if text == "builtin" else "all"
     learnt, judging = apart(read_text(loaded, text, 256 * windows, 256, split), most=16)
     scored = read_text(loaded, unseen, 8192, 512, "all")
     dense = lp.perplexity(teacher, scored).nll

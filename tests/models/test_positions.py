@@ -286,7 +286,7 @@ def test_items_and_answers_of_a_task(
 @torch.no_grad()
 def test_embeddings(model: PreTrainedModel) -> None:
     rows = [torch.randint(3, V, (n,), generator=torch.Generator().manual_seed(n)).tolist() for n in LENGTHS]
-    final = [model.base_model(torch.tensor([row]), use_cache=False)[0][0].mean(0).numpy() for row in rows]
+    final = [find_structure(model).backbone(torch.tensor([row]), use_cache=False)[0][0].mean(0).numpy() for row in rows]
     np.testing.assert_allclose(_embed(model, rows, 0, 4, "tiny"), np.stack(final), rtol=1e-5, atol=1e-7)
 
 
