@@ -75,7 +75,7 @@ def test_nothing_is_removed_at_0_and_what_cannot_be_met_is_refused(
 ) -> None:
     assert not allocate(model, schedule, 0.0, **given).amount.any()
     for budget in (-0.1, 1.0, float("nan")):
-        with pytest.raises(LyapunovPruneError, match="budget|give 0 or more and less than 1"):
+        with pytest.raises(LyapunovPruneError, match=r"budget|give 0 or more and less than 1"):
             allocate(model, schedule, budget, **given)
     with pytest.raises(LyapunovPruneError, match=r"no allocation of this schedule has the mean 0\.995.*; change"):
         allocate(model, schedule, 0.995, **given)
