@@ -103,7 +103,7 @@ def test_what_is_missing_or_unknown_is_said(llama: PreTrainedModel, ids: torch.T
     with pytest.raises(LyapunovPruneError, match="schedule atp-search needs a score of allocations, which compress"):
         allocate(llama, "atp-search", 0.5, batch=ids)
     for schedule, word in (("atp", {"beta": "steep"}), ("owl", {"width": None}), ("bits", {"low": "4"})):
-        with pytest.raises(LyapunovPruneError, match=f"of schedule {schedule} is .*; give a number"):
+        with pytest.raises(LyapunovPruneError, match=f"of schedule {schedule} is .*; give a finite number"):
             allocate(llama, schedule, 0.5, batch=ids, profile=profile_of(llama), **word)
     with pytest.raises(LyapunovPruneError, match="schedule atp has no parameter 'tau'; it has beta"):
         allocate(llama, "atp", 0.5, tau=0.3)
