@@ -11,6 +11,7 @@ from typing import Any, NoReturn
 
 import pytest
 import torch
+from gguf import GGUFWriter
 from helpers import UP, VOCABULARY, equal, write_gguf
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
@@ -38,6 +39,21 @@ def test_a_model_from_gguf_can_be_saved(reader: PreTrainedModel, tmp_path: Path)
     loaded.model.save_pretrained(tmp_path / "dense")
     loaded.tokenizer.save_pretrained(tmp_path / "dense")
     assert equal(load(tmp_path / "dense").model, loaded.model)
+
+
+def test_an_array_for_every_layer_and_one_more_is_a_setting_and_no_corrupt_file(
+    reader: PreTrainedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As tools that remove layers leave it: an entry of the header is longer than there are layers."""
+    layers = reader.config.num_hidden_layers
+
+    def too_long(writer: GGUFWriter, count: int) -> None:
+        writer.add_array("llama.attention.head_count_kv", [count] * (layers + 1))
+
+    monkeypatch.setattr(GGUFWriter, "add_head_count_kv", too_long)
+    with pytest.raises(LyapunovPruneError, match="num_key_value_heads") as refused:
+        load(write_gguf(reader, tmp_path / "x.gguf"))
+    assert "corrupt" not in str(refused.value)
 
 
 @pytest.mark.parametrize("share", [0.0, 0.01, 0.3, 0.9, 0.9999])
