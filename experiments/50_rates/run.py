@@ -25,6 +25,7 @@ from experiments.statements import table
 from lyapunov_prune.data.batch import Split
 from lyapunov_prune.errors import Diverged
 from lyapunov_prune.evaluation.judging import apart
+from lyapunov_prune.forward.reading import read
 from lyapunov_prune.healing.distillation import Distillation
 from lyapunov_prune.healing.rounds import schedule
 from lyapunov_prune.healing.sizes import update_sizes
@@ -49,7 +50,7 @@ def main(
     loaded = load(model, device, dtype)
     teacher = loaded.model
     split: Split = "calibration" if text == "builtin" else "all"
-    learnt, judging = apart(read_text(loaded, text, 256 * windows, 256, split), most=16)
+    learnt, judging = apart(read(teacher, read_text(loaded, text, 256 * windows, 256, split)), most=16)
     scored = read_text(loaded, unseen, 8192, 512, "all")
     dense = lp.perplexity(teacher, scored).nll
     count = max(1, round(share * loaded.structure.num_layers))
@@ -66,8 +67,8 @@ def main(
                 sizes = update_sizes(taught, parameters) if relative else None
                 run = Distillation(taught, teacher, parameters, 1.0, sizes=sizes)
                 try:
-                    for step, window in enumerate(drawn_order(len(learnt), steps, 0)):
-                        run.take_step(learnt.ids[window][None], rate * schedule(step, steps))
+                    for step, window in enumerate(drawn_order(len(learnt.batch), steps, 0)):
+                        run.take_step(learnt.batch.ids[window][None], rate * schedule(step, steps))
                         if step + 1 in JUDGED_AFTER:
                             judged[step + 1] = lp.perplexity(taught, judging).nll
                     over = lp.perplexity(taught, scored).nll - dense

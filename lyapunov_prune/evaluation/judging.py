@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from scipy import stats
 
-from lyapunov_prune.data.batch import TokenBatch
 from lyapunov_prune.errors import LyapunovPruneError
+from lyapunov_prune.forward.reading import Reading
 
 LEVEL = 0.025  # one-sided p-value below which a gain is believed: the 95 % interval then ends below zero
 POWER = 4  # windows from which a paired test says anything; below it the lower mean decides
@@ -16,17 +16,19 @@ POWER = 4  # windows from which a paired test says anything; below it the lower 
 EVERY, MOST = 8, 8  # every eighth window judges, up to eight of them
 
 
-def apart(batch: TokenBatch, every: int = EVERY, most: int = MOST) -> tuple[TokenBatch, TokenBatch]:
-    """The windows that a step may learn from, and those that judge it: every `every`-th one, `most` at the most.
+def apart(reading: Reading, every: int = EVERY, most: int | None = MOST) -> tuple[Reading, Reading]:
+    """The windows that a step may learn from, and those that judge it: every `every`-th one, `most` of them if given.
 
     Raises LyapunovPruneError for a batch of one window.
     """
+    batch = reading.batch
     if len(batch) < 2:
         raise LyapunovPruneError(
             "one window cannot both teach and judge; give two or more (more --tokens, or a shorter --context)"
         )
     judging = range(min(every, len(batch)) - 1, len(batch), every)[:most]
-    return batch.take([window for window in range(len(batch)) if window not in judging]), batch.take(judging)
+    teaching = [window for window in range(len(batch)) if window not in judging]
+    return replace(reading, batch=batch.take(teaching)), replace(reading, batch=batch.take(judging))
 
 
 @dataclass(frozen=True)

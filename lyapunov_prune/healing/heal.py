@@ -15,7 +15,7 @@ from accelerate import PartialState
 from transformers import PreTrainedModel
 
 from lyapunov_prune.arguments import Seed, checked
-from lyapunov_prune.data.batch import TokenBatch, require_disjoint
+from lyapunov_prune.data.batch import require_disjoint
 from lyapunov_prune.data.unseen import require_unseen
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.evaluation.judging import apart
@@ -129,9 +129,9 @@ def heal(
 
     measured_on, judged_on = reading.measured_on(seed), judging.measured_on()
     settings: dict[str, Any] = {**encode(budget), "per_step": per_step, "rank": rank, "temperature": temperature}
+    guided_by = identify(teacher)  # once: it reads all weights
     about: dict[str, Any] = {}
     if folder is not None:
-        guided_by = identify(teacher)
         about = {"teacher": [guided_by.weights, guided_by.settings], **encode(measured_on), **settings}
         about["judged_on"] = encode(judged_on)
     with TrainingState(folder if processes.is_main_process else None, about, resume=resume) as state:
@@ -149,7 +149,7 @@ def heal(
             start: Tensors = dict(find_layers(student).layers.named_parameters()) if rank is None else run.copies()
             training = Training(
                 run,
-                learnt.ids,
+                learnt.batch.ids,
                 _judge(learner, judging, shard),
                 start,
                 budget,
@@ -168,7 +168,7 @@ def heal(
                 rank=rank,
                 temperature=temperature,
                 trained=sum(p.numel() for p in run.parameters.values()),
-                teacher=identify(teacher),
+                teacher=guided_by,
                 held_out=None,
                 measured_on=measured_on,
                 judged_on=judged_on,
@@ -212,15 +212,13 @@ def _require(reading: Reading, taught: Reading, rank: int | None) -> None:
         )
 
 
-def _apart(reading: Reading, judge: Readable | None) -> tuple[TokenBatch, Reading]:
-    """The windows that teach, and a reading of those that judge."""
-    batch = reading.batch
-    if judge is not None:
-        judging = read(reading.model, judge)
-        require_disjoint(batch, judging.batch)
-        return batch, judging
-    teaching, judged = apart(batch)
-    return teaching, replace(reading, batch=judged)
+def _apart(reading: Reading, judge: Readable | None) -> tuple[Reading, Reading]:
+    """The windows that teach, and those that judge."""
+    if judge is None:
+        return apart(reading)
+    judging = read(reading.model, judge)
+    require_disjoint(reading.batch, judging.batch)
+    return reading, judging
 
 
 def _judge(learner: PreTrainedModel, judging: Reading, shard: bool) -> Callable[[], np.ndarray]:

@@ -11,6 +11,7 @@ from transformers import PreTrainedModel
 
 from lyapunov_prune.data.batch import TokenBatch
 from lyapunov_prune.errors import LyapunovPruneError
+from lyapunov_prune.evaluation.judging import apart
 from lyapunov_prune.forward.own_text import self_generated
 from lyapunov_prune.forward.reading import Readable, Reading, read
 from lyapunov_prune.mending.mend import Mend, fit_mends, mapped
@@ -47,8 +48,8 @@ def fitting_and_judges(reading: Reading, judge: TokenBatch | torch.Tensor | None
             "maps are fitted on one half of the windows and judged by the other, and there is one window; give 2 or "
             "more (--tokens, --context)"
         )
-    halves = [replace(reading, batch=reading.batch.take(range(k, len(reading.batch), 2))) for k in (0, 1)]
-    return halves[0], halves[1], read(reading.model, second_text(reading) if judge is None else judge)
+    fitting, check = apart(reading, every=2, most=None)
+    return fitting, check, read(reading.model, second_text(reading) if judge is None else judge)
 
 
 def second_text(reading: Reading) -> TokenBatch:

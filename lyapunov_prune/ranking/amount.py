@@ -131,7 +131,7 @@ def compress_under_budget(
     unit = require_spendable(method, allocation)
     options = dict(schedule_options or {})
     require_options(allocation, options)
-    calibrating, reading = _apart(read(model, batch))
+    calibrating, reading = apart(read(model, batch), every=4, most=None)
     dense = [_final(reading, ids) for ids in reading.windows(batch_size)]
     on, by = reading.measured_on(), calibrating.measured_on()
     asked = {"calibrated on": by.text_hash, "method": method, "schedule": allocation, "options": encode(options)}
@@ -190,12 +190,6 @@ def _seen(small: Compressed, model: PreTrainedModel, on: MeasuredOn) -> Compress
     report = replace(small.report, allocation=allocation)
     add_step(small.model, "compress", report.saw, model)
     return Compressed(small.model, report)
-
-
-def _apart(reading: Reading) -> tuple[Reading, Reading]:
-    """The windows that the method calibrates by, and those that the divergence is measured on."""
-    calibrating, judging = apart(reading.batch, every=4, most=len(reading.batch))
-    return replace(reading, batch=calibrating), replace(reading, batch=judging)
 
 
 def _final(reading: Reading, ids: torch.Tensor) -> torch.Tensor:

@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 from lyapunov_prune.arguments import checked
 from lyapunov_prune.data.batch import TokenBatch
 from lyapunov_prune.errors import LyapunovPruneError, NonFiniteError
+from lyapunov_prune.evaluation.judging import apart
 from lyapunov_prune.forward.reading import Readable, Reading, read
 from lyapunov_prune.mending.judge import losses, second_text
 from lyapunov_prune.mending.mend import fit_mends, fitted_and_held
@@ -78,9 +79,7 @@ def best_removal(
             "criterion best scores on one half of the windows and checks on the other, and there is one; give "
             f"{_LEAST_WINDOWS} or more (--tokens, --context), or another criterion (--criterion bi)"
         )
-    scoring, checking = (
-        replace(reading, batch=reading.batch.take(range(first, len(reading.batch), 2))) for first in (0, 1)
-    )
+    scoring, checking = apart(reading, every=2, most=None)
     held = _held_share(scoring) if mend else 0.0
     search = search_budget(layers, remove, mend) if search is None else float(search)
     cost = Cost.of(checking, scoring)
