@@ -102,7 +102,7 @@ def make_tiny(name: str, seed: int = 0, **changes: Any) -> PreTrainedModel:
     config = transformers.AutoConfig.for_model(model_type, **{**SMALL, **extra, **changes})
     torch.manual_seed(seed)
     model = AutoModelForCausalLM.from_config(config).eval()
-    return _with_large_weights(model)
+    return with_large_weights(model)
 
 
 def make_small(name: str, **changes: Any) -> PreTrainedModel:
@@ -120,7 +120,7 @@ def saved(model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, folder: Pa
     return folder
 
 
-def _with_large_weights(model: PreTrainedModel) -> PreTrainedModel:
+def with_large_weights(model: PreTrainedModel) -> PreTrainedModel:
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.ndim >= 2:
@@ -139,7 +139,7 @@ def make_classifier(model_type: str) -> PreTrainedModel:
     small = {name: SMALL[name] for name in ("hidden_size", "intermediate_size", "num_attention_heads")}
     images = {"num_hidden_layers": 4, "image_size": 8, "patch_size": 4, "num_channels": 1, "num_labels": 5}
     torch.manual_seed(0)
-    return _with_large_weights(kind(kind.config_class(**small, **images)).eval())
+    return with_large_weights(kind(kind.config_class(**small, **images)).eval())
 
 
 def digits(n: int = 6, *, channels: int = 1, size: int = 8, seed: int = 0) -> ImageBatch:
@@ -713,6 +713,24 @@ def on_disk(source: Path, target: Path, remove: tuple[int, ...] = REMOVE, **opti
 
 
 TEXT = ["--tokens", "128", "--context", "64"]
+
+# Every way of writing a checkpoint of the folder `tiny`, without its output.
+WRITERS = [
+    ["prune", "tiny", "--layers", "1", *TEXT],
+    ["prune", "tiny", "--layers", "1", "--on-disk"],
+    ["prune", "tiny", "--layers", "1", "--stream"],
+    ["prune", "tiny", "--layers", "1", "--what", "attention", "--format", "compact", *TEXT],
+    ["compress", "tiny", "--method", "magnitude", "--sparsity", "0.5", *TEXT],
+    ["compress", "tiny", "--method", "magnitude", "--sparsity", "0.5", "--stream", *TEXT],
+    ["compress", "tiny", "--method", "svd", "--sparsity", "0.5", "--format", "compact", *TEXT],
+    ["compress", "tiny", "--method", "rtn", "--bits", "4", "--symmetric", "--format", "compressed-tensors", *TEXT],
+    ["heal", "tiny", "--teacher", "tiny", "--steps", "1", *TEXT],
+]
+
+
+def writer_id(arguments: list[str]) -> str:
+    return " ".join(a for a in arguments if a.isalpha() or a in ("--on-disk", "--stream"))
+
 
 QUICK = [*TEXT, "--seeds", "1"]
 

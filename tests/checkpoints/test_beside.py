@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from helpers import TEXT, Done
+from helpers import TEXT, WRITERS, Done, writer_id
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from lyapunov_prune.checkpoints.beside import save_files
@@ -54,20 +54,7 @@ def others(folder: Path) -> set[str]:
 
 
 @pytest.mark.usefixtures("healing_kept")
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        ["prune", "tiny", "--layers", "1", *TEXT],
-        ["prune", "tiny", "--layers", "1", "--on-disk"],
-        ["prune", "tiny", "--layers", "1", "--what", "attention", "--format", "compact", *TEXT],
-        ["compress", "tiny", "--method", "magnitude", "--sparsity", "0.5", *TEXT],
-        ["compress", "tiny", "--method", "magnitude", "--sparsity", "0.5", "--stream", *TEXT],
-        ["compress", "tiny", "--method", "svd", "--sparsity", "0.5", "--format", "compact", *TEXT],
-        ["compress", "tiny", "--method", "rtn", "--bits", "4", "--symmetric", "--format", "compressed-tensors", *TEXT],
-        ["heal", "tiny", "--teacher", "tiny", "--steps", "1", *TEXT],
-    ],
-    ids=lambda arguments: " ".join(a for a in arguments if a.isalpha() or a in ("--on-disk", "--stream")),
-)
+@pytest.mark.parametrize("arguments", WRITERS, ids=writer_id)
 def test_every_way_of_writing_takes_them_along(arguments: list[str], full: Path, run: Callable[..., Done]) -> None:
     done = run(*arguments, "-o", "out")
     assert done.code == 0, done

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from families.zoo import CHANGES, VISION, settings_of
-from helpers import VOCABULARY
+from helpers import VOCABULARY, with_large_weights
 from safetensors.torch import load_file
 from transformers import CONFIG_MAPPING, AutoModelForMultimodalLM, PreTrainedModel, PreTrainedTokenizerFast
 from transformers.models.auto.modeling_auto import (
@@ -101,13 +101,7 @@ def make_whole(kind: str) -> PreTrainedModel:
     torch.manual_seed(0)
     with quiet():
         model = AutoModelForMultimodalLM.from_config(config).eval()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.ndim >= 2:
-                parameter.normal_(std=0.15)
-            else:
-                parameter.add_(0.1 * torch.randn_like(parameter))
-    return model
+    return with_large_weights(model)
 
 
 @pytest.fixture(scope="module")

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from helpers import with_large_weights
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
@@ -330,13 +331,7 @@ def make_zoo(name: str, seed: int = 0) -> PreTrainedModel:
     torch.manual_seed(seed)
     with quiet():
         model = AutoModelForCausalLM.from_config(config_class(**settings_of(config_class, changes))).eval()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.ndim >= 2:
-                parameter.normal_(std=0.15)
-            else:
-                parameter.add_(0.1 * torch.randn_like(parameter))
-    return model
+    return with_large_weights(model)
 
 
 def settings_of(config_class: Any, changes: dict[str, Any]) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import TEXT, Done, make_tiny
+from helpers import TEXT, WRITERS, Done, make_tiny, writer_id
 from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel
 
@@ -136,21 +136,7 @@ def test_a_model_that_lost_layers_in_python_counts_none_either() -> None:
 
 
 @pytest.mark.usefixtures("healing_kept")
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        ["prune", "tiny", "--layers", "1", *TEXT],
-        ["prune", "tiny", "--layers", "1", "--on-disk"],
-        ["prune", "tiny", "--layers", "1", "--stream"],
-        ["prune", "tiny", "--layers", "1", "--what", "attention", "--format", "compact", *TEXT],
-        ["compress", "tiny", "--method", "magnitude", "--sparsity", "0.5", *TEXT],
-        ["compress", "tiny", "--method", "magnitude", "--sparsity", "0.5", "--stream", *TEXT],
-        ["compress", "tiny", "--method", "svd", "--sparsity", "0.5", "--format", "compact", *TEXT],
-        ["compress", "tiny", "--method", "rtn", "--bits", "4", "--symmetric", "--format", "compressed-tensors", *TEXT],
-        ["heal", "tiny", "--teacher", "tiny", "--steps", "1", *TEXT],
-    ],
-    ids=lambda arguments: " ".join(a for a in arguments if a.isalpha() or a in ("--on-disk", "--stream")),
-)
+@pytest.mark.parametrize("arguments", WRITERS, ids=writer_id)
 def test_no_config_that_is_written_names_heads_that_are_not_there(
     arguments: list[str], checkpoint: Path, run: Callable[..., Done]
 ) -> None:
