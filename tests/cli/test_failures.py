@@ -168,7 +168,8 @@ def test_a_warning_that_cannot_be_shown_ends_no_work(monkeypatch: pytest.MonkeyP
 def test_a_folder_that_is_gone_is_one_line(arguments: list[str], command: Command, tmp_path: Path) -> None:
     (tmp_path / "gone").mkdir()
     line = shlex.join([sys.executable, "-m", "lyapunov_prune.cli", *arguments])
-    path = os.pathsep.join([str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")])
+    # An empty entry means the current folder to Python, which ends before main where that folder is gone.
+    path = os.pathsep.join(filter(None, [str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH")]))
     done = subprocess.run(
         ["bash", "-c", f"cd gone && rmdir ../gone && {line}"],
         cwd=tmp_path,
