@@ -383,6 +383,7 @@ Output = Annotated[Path | None, output_option("--output", "-o", help="Folder for
 Target = Annotated[Path, output_option("--output", "-o", help="Folder of the checkpoint; must be empty.")]
 Resume = Annotated[bool, output_option("--resume", help="Keep what an interrupted run has done.")]
 Json = Annotated[bool, output_option("--json", help="Print one JSON document on stdout, and nothing else.")]
+Full = Annotated[bool, output_option("--full", help="Show every row, not only those that matter.")]
 
 
 def with_todays_words(arguments: list[str]) -> list[str]:

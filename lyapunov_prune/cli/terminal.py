@@ -18,6 +18,7 @@ from lyapunov_prune.errors import printable
 from lyapunov_prune.progress import is_main
 
 if TYPE_CHECKING:  # a usage error must not wait for torch
+    from lyapunov_prune.results.frames import pd
     from lyapunov_prune.results.result import Result
 
 
@@ -55,23 +56,34 @@ def _lines(message: str) -> str:
     return "\n".join(map(printable, message.split("\n")))
 
 
-def show(result: Result, as_json: bool, written: Path | None, table: bool = True) -> None:
+def show(result: Result, as_json: bool, written: Path | None, table: bool = True, full: bool = False) -> None:
+    """The answer of `result`, then its table: the rows that matter, or with `full` what was measured and every row."""
     if not is_main():
         return
     if as_json:
         print_json(result.to_json())
         return
+    lines = result.answer()
+    if full:
+        lines += [line for line in result.headline().split("\n") if line not in lines]
+    if lines and table:
+        say("\n".join(lines))
     if table:
-        _print_table(result)
+        _print_table(result.to_frame() if full else result.brief())
+        if not full and result.unshown(ALL):
+            say(result.unshown(ALL))
     if written is not None:
         say(f"Written: {written}")
+
+
+ALL = "--full shows all"
 
 
 class Parts:
     """Results of one command, each kept in `run` under its name: shown as they come, or all at the end as JSON."""
 
-    def __init__(self, run: Path, as_json: bool) -> None:
-        self._run, self._as_json = run, as_json
+    def __init__(self, run: Path, as_json: bool, full: bool = False) -> None:
+        self._run, self._as_json, self._full = run, as_json, full
         self._document: dict[str, Any] = {}
 
     def add(self, name: str, result: Result) -> None:
@@ -79,7 +91,7 @@ class Parts:
         if self._as_json:
             self._document[name] = result.to_json()
         else:
-            show(result, False, written)
+            show(result, False, written, full=self._full)
 
     def end(self) -> None:
         """Call when every part is there; before a failed check is raised."""
@@ -90,7 +102,7 @@ class Parts:
 _FOLDED = 20  # columns of a console that a text keeps at least, where it cannot have as many as it is long
 
 
-def _print_table(result: Result) -> None:
+def _print_table(frame: pd.DataFrame) -> None:
     """A table on a terminal, plain text elsewhere.
 
     One wider than the terminal is printed in blocks of columns, each begun by those that tell the rows apart: no number
@@ -98,9 +110,8 @@ def _print_table(result: Result) -> None:
     """
     console = Console()
     if not console.is_terminal:
-        say(str(result))
+        say(frame.to_string(index=False, float_format=lambda x: f"{x:.4g}"))
         return
-    frame = result.summary()
     header = [str(name) for name in frame.columns]
     numbers = [dtype.kind in "if" for dtype in frame.dtypes]
     rows = [
@@ -127,7 +138,6 @@ def _print_table(result: Result) -> None:
             table.add_row(*(Text(row[c]) for c in block))
         tables.append(table)
     try:
-        console.print(Text(_lines(result.headline())))  # text: in a string, [brackets] are rich's markup
         for table in tables:
             console.print(table)
     except OSError as error:  # a terminal that went away

@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 import cattrs
 import numpy as np
 from cattrs.v import format_exception
+from markupsafe import Markup
 
 from lyapunov_prune.arguments import checked
 from lyapunov_prune.errors import LyapunovPruneError, printable
@@ -25,6 +26,8 @@ from lyapunov_prune.results.overlap import Fingerprint
 T = TypeVar("T")
 R = TypeVar("R", bound="Result")
 _MOST_LAYERS = 10**5
+LINES = 8  # of an answer
+ROWS = 12  # of a table that is shown before anyone asks for all of it
 ASKED = "asked"  # beside the fields in a file: what `once` compares
 
 
@@ -119,7 +122,7 @@ class MeasuredOn:
 
 
 class Result:
-    """Base of every result: prints as a table, converts with `to_frame`, saves to one JSON file.
+    """Base of every result: prints as an answer above a table, converts with `to_frame`, saves to one JSON file.
 
     NaN and infinities are written as the strings JSON lacks (`"NaN"`), so files stay strict JSON. A field may not be
     called `kind`: a file says its class there.
@@ -128,21 +131,45 @@ class Result:
     def __init_subclass__(cls) -> None:
         if "kind" in cls.__annotations__:
             raise TypeError(f"{cls.__name__} has a field `kind`, under which a file says its class; name it otherwise")
+        if "__repr__" not in cls.__dict__:  # else `dataclass` makes one of every field: thousands of digits
+            cls.__repr__ = Result.__repr__  # type: ignore[method-assign]
 
     def to_frame(self) -> pd.DataFrame:
         raise NotImplementedError
 
     def headline(self) -> str:
-        """One line above the table; empty by default."""
+        """What was measured and on what; empty by default."""
         return ""
 
+    def answer(self) -> list[str]:
+        """What a person can act on, at most `LINES` lines of plain text; the headline by default."""
+        return self.headline().split("\n")[:LINES] if self.headline() else []
+
     def summary(self) -> pd.DataFrame:
-        """What is printed: the whole frame, unless that would be too long to read."""
+        """The table of the page: the whole frame, unless that would be too long to read."""
         return self.to_frame()
 
+    def brief(self) -> pd.DataFrame:
+        """The rows that matter, at most `ROWS`; the first of `summary` by default."""
+        return self.summary().head(ROWS)
+
+    def unshown(self, where: str) -> str:
+        """Says how many rows `brief` leaves out and `where` they are; empty if none."""
+        shown, rows = len(self.brief()), len(self.summary())
+        return f"{shown} of {rows} rows; {where}" if shown < rows else ""
+
     def __str__(self) -> str:
-        table = self.summary().to_string(index=False, float_format=lambda x: f"{x:.4g}")
-        return f"{self.headline()}\n{table}" if self.headline() else table
+        table = self.brief().to_string(index=False, float_format=lambda x: f"{x:.4g}")
+        return "\n".join(filter(None, (*self.answer(), table, self.unshown("to_frame() has all"))))
+
+    def __repr__(self) -> str:
+        return str(self)
+
+    def _repr_html_(self) -> str:
+        """The same in a notebook."""
+        lines = Markup("<br>").join(self.answer())
+        table = Markup(self.brief().to_html(index=False, border=0, float_format=lambda x: f"{x:.4g}"))
+        return Markup("<p>{}</p>{}<p>{}</p>").format(lines, table, self.unshown("to_frame() has all"))
 
     def to_json(self) -> dict[str, Any]:
         return {"kind": type(self).__name__, **encode(self)}

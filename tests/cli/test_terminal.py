@@ -16,7 +16,7 @@ from rich.console import Console
 from lyapunov_prune.cli import terminal
 from lyapunov_prune.errors import CheckFailed, LyapunovPruneError, printable
 from lyapunov_prune.pruning.plan import PruningPlan
-from lyapunov_prune.results.result import ModelIdentity, Result
+from lyapunov_prune.results.result import ROWS, ModelIdentity, Result
 
 STRANGE = "a\x1b[2J\x1b]0;t\x07b\rc\u202e\u2028\x85d"
 
@@ -49,16 +49,39 @@ def test_what_is_said_keeps_its_lines_alone(capsys: pytest.CaptureFixture[str]) 
     assert out.count("\n") == 6  # two of the headline, three of the table, the path
 
 
-def test_a_table_on_a_terminal_is_text(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_table_on_a_terminal_is_text(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     stream: Any = io.StringIO()
     console = Console(file=stream, force_terminal=True, no_color=True, width=200, legacy_windows=False)
     monkeypatch.setattr(terminal, "Console", lambda: console)
     terminal.show(Shown(), False, None)
-    out = stream.getvalue()
+    out = capsys.readouterr().out + stream.getvalue()
     assert "[red]name[/red]" in out
     assert "[bold]x[/bold]\nsecond line" in out
     assert "\x1b[2J" not in out
     assert not {"\x07", "\r", "\u202e", "\u2028"} & set(out)
+
+
+class Long(Result):
+    """More rows than a screen shows, an answer, and a headline beside it."""
+
+    def to_frame(self) -> pd.DataFrame:
+        return pd.DataFrame({"layer": range(ROWS + 3)})
+
+    def headline(self) -> str:
+        return "measured on tokens"
+
+    def answer(self) -> list[str]:
+        return ["remove layer 3"]
+
+
+@pytest.mark.parametrize("full", [False, True])
+def test_the_answer_comes_first_and_full_shows_every_row(full: bool, capsys: pytest.CaptureFixture[str]) -> None:
+    terminal.show(Long(), False, None, full=full)
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == "remove layer 3"
+    assert ("measured on tokens" in lines) == full
+    assert sum(line.strip().isdigit() for line in lines) == (ROWS + 3 if full else ROWS)
+    assert (lines[-1] == f"{ROWS} of {ROWS + 3} rows; {terminal.ALL}") != full
 
 
 class Wide(Result):

@@ -23,7 +23,7 @@ from hypothesis.extra.numpy import array_shapes, arrays
 import lyapunov_prune
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.pruning.plan import PruningPlan
-from lyapunov_prune.results.result import ModelIdentity, Result, decode, encode, versions
+from lyapunov_prune.results.result import ROWS, ModelIdentity, Result, decode, encode, versions
 
 
 def result_classes() -> list[type[Result]]:
@@ -231,9 +231,30 @@ def test_what_cannot_be_read_is_named(name: str, tmp_path: Path) -> None:
         Example.load(tmp_path / name)
 
 
-def test_a_result_prints_as_its_table_under_its_headline(one: Example) -> None:
+def test_a_result_prints_as_its_table_under_its_answer(one: Example) -> None:
     assert str(one).splitlines()[0].strip() == "value"
-    assert str(Headed(one.model, one.values, None, {})).splitlines()[0] == "above"
+    headed = Headed(one.model, one.values, None, {})
+    assert str(headed).splitlines()[0] == "above"
+    assert repr(headed) == str(headed)
+
+
+def test_what_is_printed_without_being_asked_for_is_short(one: Example) -> None:
+    long = Headed(one.model, np.arange(1000.0), None, {})
+    assert len(str(long).splitlines()) == ROWS + 3  # the answer, the header, and how many rows there are
+    assert f"{ROWS} of 1000 rows" in str(long)
+    assert len(one.unshown("")) == 0
+
+
+def test_a_notebook_shows_the_same_and_names_are_text_there(one: Example) -> None:
+    class Named(Headed):
+        def headline(self) -> str:
+            return "<img src=x>"
+
+    shown = Named(one.model, np.arange(1000.0), None, {})._repr_html_()
+    assert "<img" not in shown
+    assert "&lt;img" in shown
+    assert shown.count("<tr") == ROWS + 1
+    assert f"{ROWS} of 1000 rows" in shown
 
 
 def test_versions_name_what_can_move_a_number() -> None:

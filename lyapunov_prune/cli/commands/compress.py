@@ -16,6 +16,7 @@ from lyapunov_prune.cli.inputs import (
 from lyapunov_prune.cli.options import (
     Allocation,
     Bits,
+    Full,
     GroupSize,
     Json,
     Method,
@@ -63,6 +64,7 @@ def compress(
     resume: Resume = False,
     output: Target,
     as_json: Json = False,
+    full: Full = False,
 ) -> None:
     """Compress every matrix of the layers; writes a plain transformers checkpoint with compression.json.
 
@@ -136,7 +138,7 @@ def compress(
     amount: dict[str, Any] = {"sparsity": sparsity, "rank": rank, "bits": bits, "pattern": keep_of}
     if stream:
         report = compress_on_disk(loaded.model, loaded.tokenizer, output, batch, format=format, **how, **amount)
-        show(report, as_json, output)
+        show(report, as_json, output, full=full)
         return
     how["batch_size"] = text.batch_size
     if max_kl is None:
@@ -145,7 +147,7 @@ def compress(
         spent, done = compress_under_budget(loaded.model, batch, max_kl, **how, folder=jobs, resume=resume)
         results["amounts.json"] = spent
         if not as_json:
-            show(spent, as_json, None)
+            show(spent, as_json, None, full=full)
             say(expectation().told(float(spent.kl[spent.chosen]), "matrices compressed"))
     title, report, tokenizer = f"{Path(model).name}, compressed", done.report, loaded.tokenizer
     if packed:
@@ -156,4 +158,4 @@ def compress(
             report = write_factored(done, tokenizer, output, title, results)
         else:
             write_model(done.model, tokenizer, output, results | {REPORT: report}, title, report.about())
-    show(report, as_json, output)
+    show(report, as_json, output, full=full)

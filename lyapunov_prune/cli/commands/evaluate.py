@@ -12,6 +12,7 @@ from lyapunov_prune.cli.inputs import (
     require_retrieval,
 )
 from lyapunov_prune.cli.options import (
+    Full,
     Items,
     Json,
     Model,
@@ -55,6 +56,7 @@ def evaluate(
     split: Annotated[choices.Split, text_option(help="Which half of the text.")] = "evaluation",
     output: Output = None,
     as_json: Json = False,
+    full: Full = False,
 ) -> None:
     """Perplexity, and on request speed, tasks and retrieval; writes eval.json."""
     from lyapunov_prune.data.retrieval import load_retrieval
@@ -106,10 +108,10 @@ def evaluate(
     )
     result.save(run / "eval.json")
     draw_report(run)
-    show(result, as_json, run / "eval.json")
+    show(result, as_json, run / "eval.json", full=full)
     for part in (result.speed, result.tasks, result.retrieval):
         if part and not as_json:
-            show(part, as_json, None)
+            show(part, as_json, None, full=full)
     unpacked = [name for name, m in models.items() if quantisation(m.config) and not is_packed(m)]
     if speed and unpacked and not as_json:
         say(f"The packed weights of {', '.join(unpacked)} were unpacked on loading: these are speeds of dense ones.")

@@ -10,6 +10,7 @@ import typer
 
 from lyapunov_prune.cli.inputs import jobs_folder
 from lyapunov_prune.cli.options import (
+    Full,
     Json,
     ModelOptions,
     Resume,
@@ -61,6 +62,7 @@ def heal(
     resume: Resume = False,
     output: Target,
     as_json: Json = False,
+    full: Full = False,
 ) -> None:
     """Train a pruned model to predict what the dense one predicts; writes a plain checkpoint with healing.json.
 
@@ -140,7 +142,7 @@ def heal(
         return
     if done.report.kept < 0:
         clear_states(jobs)
-        show(done.report, as_json, None)
+        show(done.report, as_json, None, full=full)
         raise CheckFailed(
             f"healing did not beat the pruned model on the windows that judged, and {output} was not written; give "
             "another text (--text), more of it (--tokens), or more steps"
@@ -151,4 +153,4 @@ def heal(
     title = f"{Path(model).name}, healed"
     write_model(done.model, loaded.tokenizer, output, results, title, done.report.about(), KEPT)
     clear_states(jobs)  # four times the size of what was trained
-    show(done.report, as_json, output)
+    show(done.report, as_json, output, full=full)

@@ -7,6 +7,7 @@ from typing import Annotated
 from lyapunov_prune.cli import choices
 from lyapunov_prune.cli.inputs import draw_report, jobs_folder, load_examples
 from lyapunov_prune.cli.options import (
+    Full,
     Images,
     Json,
     Model,
@@ -57,6 +58,7 @@ def joint(
     resume: Resume = False,
     output: Target,
     as_json: Json = False,
+    full: Full = False,
     given: Given = Given(),
 ) -> None:
     """Remove attentions and activations, so many of each as a map of the score after recovery says.
@@ -102,6 +104,6 @@ def joint(
         batch_size=text.batch_size if images is None else _IMAGES,
     )
     draw_report(output)
-    show(done, as_json, output)
+    show(done, as_json, output, full=full)
     if not as_json:
         say(f"Report: {output / 'report.html'}")

@@ -18,6 +18,7 @@ from lyapunov_prune.cli.inputs import (
     run_folder,
 )
 from lyapunov_prune.cli.options import (
+    Full,
     Json,
     MaxKL,
     Model,
@@ -71,6 +72,7 @@ def profile(
     text: TextOptions = TextOptions(),
     output: Output = None,
     as_json: Json = False,
+    full: Full = False,
 ) -> None:
     """Measure contraction and Block Influence of every layer; writes profile.json and figures."""
     if stream and by_sublayer:
@@ -96,9 +98,9 @@ def profile(
     )
     if growth is None:
         draw_report(run)
-        show(result, as_json, run / "profile.json")
+        show(result, as_json, run / "profile.json", full=full)
     else:
-        parts = Parts(run, as_json)
+        parts = Parts(run, as_json, full)
         parts.add("profile", result)
         parts.add("sublayer-growth", growth)
         draw_report(run)
@@ -118,6 +120,7 @@ def rank(
     resume: Resume = False,
     output: Output = None,
     as_json: Json = False,
+    full: Full = False,
     given: Given = Given(),
 ) -> None:
     """Order the layers, or their attention or MLP, for removal; with --remove N or --max-kl X writes plan.json."""
@@ -179,9 +182,9 @@ def rank(
         )
         spent.save(run / "budget.json")
         written = spent.plan().save(run / "plan.json")
-        show(spent, as_json, written)
+        show(spent, as_json, written, full=full)
         return
-    show(ranking, as_json, written)
+    show(ranking, as_json, written, full=full)
     if plan is not None and plan.stability() and not as_json:
         say(plan.stability())
 
@@ -200,6 +203,7 @@ def check(
     resume: Resume = False,
     output: Output = None,
     as_json: Json = False,
+    full: Full = False,
 ) -> None:
     """Approximate every matrix and check its bound on every forward; writes bounds.json.
 
@@ -239,7 +243,7 @@ def check(
         )
     written = result.save(run / "bounds.json")
     draw_report(run)
-    show(result, as_json, written)
+    show(result, as_json, written, full=full)
     if not result.passed:
         raise CheckFailed(f"{len(result.violations)} bounds are violated; see {written}")
 
@@ -262,6 +266,7 @@ def sensitivity(
     resume: Resume = False,
     output: Output = None,
     as_json: Json = False,
+    full: Full = False,
     given: Given = Given(),
 ) -> None:
     """Change one thing at a time and measure the loss: which matrices and layers can bear it.
@@ -308,4 +313,4 @@ def sensitivity(
     if why:
         explain(run, loaded, calibration, text.batch_size, resume)
     draw_report(run)
-    show(result, as_json, run / "sensitivity.json")
+    show(result, as_json, run / "sensitivity.json", full=full)

@@ -12,6 +12,7 @@ from lyapunov_prune.arguments import MOST_SEED
 from lyapunov_prune.cli.choices import ReadAt
 from lyapunov_prune.cli.inputs import begun_run, draw_report, load_prompted, require_retrieval
 from lyapunov_prune.cli.options import (
+    Full,
     Items,
     Json,
     Model,
@@ -81,6 +82,7 @@ def hierarchy(
     text: TextOptions = TextOptions(tokens=128, context=32),
     output: Output = None,
     as_json: Json = False,
+    full: Full = False,
     given: Given = Given(),
 ) -> None:
     """Follow a change from hidden state to logits to probabilities; writes hierarchy.json and what follows.
@@ -162,7 +164,7 @@ def hierarchy(
     )
     if other is not None and not same_layers:
         probe = replace(probe, beside=identify(other.model))
-    parts = Parts(run, as_json)
+    parts = Parts(run, as_json, full)
     parts.add("hierarchy", probe)
     if other is not None:
         pair = loaded.model, other.model, reading

@@ -14,6 +14,7 @@ from lyapunov_prune.cli.inputs import (
 )
 from lyapunov_prune.cli.options import (
     Format,
+    Full,
     Images,
     Json,
     Judge,
@@ -68,6 +69,7 @@ def prune(
     text: TextOptions = TextOptions(),
     output: Target,
     as_json: Json = False,
+    full: Full = False,
     given: Given = Given(),
 ) -> None:
     """Remove layers physically, pass the gate, write a plain transformers checkpoint.
@@ -164,7 +166,7 @@ def prune(
         classifier, _, examples = load_examples(model, source, text, images, given)
         plan = _plan_for(classifier, _read_plan(plan_file))
         written = write_pruned(classifier, None, plan, output, examples, format=format)
-        _tell(written, as_json, output)
+        _tell(written, as_json, output, full)
         return
     if mend and "text" not in given:  # see experiments/48_texts_to_mend_by
         text = replace(text, text=SELF)
@@ -191,7 +193,7 @@ def prune(
             require_periods(remove, loaded.structure.num_layers, period)
         ranking = by.rank(loaded, batch, remove, text.batch_size, mend=mend, judge=judged)
         if by.goes_by == "best" and not as_json:
-            show(ranking, as_json, None)
+            show(ranking, as_json, None, full=full)
         if remove is not None:
             plan = ranking.plan(remove, period)
         else:
@@ -202,13 +204,13 @@ def prune(
             )
             plan = spent.plan()
             if not as_json:
-                show(spent, as_json, None)
+                show(spent, as_json, None, full=full)
                 if by.temperature == 1:  # as of the table
                     parts = {"layers": "layers", "attention": "attentions", "mlp": "MLPs"}[by.what]
                     say(expectation().told(float(spent.kl[spent.within - 1]), parts))
     plan.require_periods(period)
     written = write_pruned(loaded.model, loaded.tokenizer, plan, output, batch, format=format, mend=mend, judge=judged)
-    _tell(written, as_json, output)
+    _tell(written, as_json, output, full)
 
 
 def _read_plan(path: Path) -> PruningPlan | MergekitSlices:
@@ -229,11 +231,11 @@ def _plan_for(model: PreTrainedModel | ModelIdentity, given: PruningPlan | Merge
     return given if isinstance(given, PruningPlan) else given.plan(model)
 
 
-def _tell(provenance: Provenance, as_json: bool, output: Path) -> None:
+def _tell(provenance: Provenance, as_json: bool, output: Path, full: bool) -> None:
     if not as_json:
         say("\n".join(filter(None, (provenance.headline(), provenance.plan.stability(), str(provenance.gate)))))
         if provenance.mended is not None:
-            show(provenance.mended, as_json, None)
+            show(provenance.mended, as_json, None, full=full)
     show(provenance, as_json, output, table=False)
 
 
