@@ -57,11 +57,11 @@ def load_inputs(
 
 
 def load_judge(
-    judge: str | None, loaded: Loaded, batch: TokenBatch, text: TextOptions, source: ModelOptions
+    judge: str | None, loaded: Loaded, batch: TokenBatch, text: TextOptions, source: ModelOptions, share: int = 2
 ) -> TokenBatch:
-    """The second text that mending is judged by: by default what the model writes, or the built-in text beside that.
+    """The text that judges beside `batch`: if none is named what the model writes, or the built-in one beside that.
 
-    Of a text that is named as many windows as of `batch` judge, and as long ones.
+    A text that is named gives windows as long as those of `batch`, and one for every `share` of them.
     """
     from lyapunov_prune.data.batch import require_disjoint
     from lyapunov_prune.forward.own_text import SELF
@@ -72,7 +72,7 @@ def load_judge(
         judge = "builtin"
     if judge is None or judge == SELF:
         return second_text(read(loaded.model, batch))
-    tokens = max(1, len(batch) // 2) * text.context
+    tokens = max(1, len(batch) // share) * text.context
     other = replace(text, text=judge, text_column=None, bos=None, tokens=tokens).load(
         loaded, "calibration", offline=source.offline
     )

@@ -135,7 +135,7 @@ class TextOptions:
         str,
         text_option(
             help="builtin, a .txt, .jsonl, .json, .csv or .parquet file, a hub data set name[:config[:split]], or "
-            "self: written by the (dense) model, which prune --mend takes if none is given."
+            "self: written by the (dense) model, which prune --mend and heal take if none is given."
         ),
     ] = "builtin"
     text_column: Annotated[
@@ -199,7 +199,8 @@ Mend = Annotated[bool, model_option("--mend", help="Close the gaps by maps fitte
 Judge = Annotated[
     str | None,
     text_option(
-        help="A second text that --mend is judged by, as --text; if not given, self, or builtin by --text self."
+        help="A second text that judges, as --text. If not given: for --mend self, or builtin by --text self; for heal "
+        "every eighth window of its text."
     ),
 ]
 Stream = Annotated[

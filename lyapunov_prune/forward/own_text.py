@@ -17,8 +17,9 @@ from lyapunov_prune.forward.logits import require_temperature
 from lyapunov_prune.forward.reading import read
 from lyapunov_prune.models.structure import identify, in_eval_mode
 from lyapunov_prune.progress import track
-from lyapunov_prune.results.store import Store
+from lyapunov_prune.results.store import Store, clear_results
 
+_KIND = "self-generated text"
 SELF = "self"  # names such a text where a text is named
 # Seeds, so that no part of what a model writes is in another.
 _SEEDS = {"calibration": 0, "all": 0, "evaluation": 1}
@@ -78,7 +79,7 @@ def self_generated(
     known = identify(model)
     about: dict[str, Any] = {"weights": known.weights, "settings": known.settings, "dtype": str(model.dtype)}
     about |= {"context": context, "seed": seed, "temperature": temperature}
-    with Store(folder, "self-generated text", about, resume=resume) as store:
+    with Store(folder, _KIND, about, resume=resume) as store:
         missing = [window for window in range(windows) if str(window) not in store]
         for first in track(range(0, len(missing), batch_size), "writing text"):
             some = missing[first : first + batch_size]
@@ -89,6 +90,11 @@ def self_generated(
     weights = next(iter(known.weights.values()))[:12]
     source = f"written by {known.name} (weights {weights}, temperature {temperature:g}, seed {seed})"
     return TokenBatch(torch.tensor(rows), text=source, split="all", bos=True)
+
+
+def clear_text(folder: Path) -> None:
+    """Delete the windows that `self_generated` kept in `folder`. Raises as Store does."""
+    clear_results(folder, _KIND)
 
 
 def _first_token(model: PreTrainedModel) -> int:

@@ -105,7 +105,7 @@ def heal(
     require_plain(student)
     reading = read(student, batch)
     taught = read(teacher, reading)
-    budget = require_settings(steps, minutes, rank, learning_rate, temperature)
+    budget = require_settings(steps, minutes, rank, learning_rate, temperature, per_step)
     processes = sharing(per_step, rank) if shard else processes_of(student, teacher)
     if shard:
         require_same_models(processes, student, teacher)
@@ -118,7 +118,6 @@ def heal(
             f"steps of {per_step} windows cannot be shared by {processes.num_processes} (one a process); give as many "
             "or more (--per-step)"
         )
-    require_few(per_step * (budget.steps or 0))
     learnt, judging = _apart(reading, judge)
     if evaluation is not None:
         evaluation = read(student, evaluation)
@@ -186,7 +185,12 @@ def heal(
 
 
 def require_settings(
-    steps: int | None, minutes: float | None, rank: int | None, learning_rate: float | None, temperature: float
+    steps: int | None,
+    minutes: float | None,
+    rank: int | None,
+    learning_rate: float | None,
+    temperature: float,
+    per_step: int = 1,
 ) -> Budget:
     """The budget of a run, STEPS where neither steps nor minutes are given. Raises as `heal` does."""
     if steps is not None and steps < 1:
@@ -197,6 +201,7 @@ def require_settings(
         raise LyapunovPruneError(f"learning rate {learning_rate:g}; give a positive number")
     require_temperature(temperature)
     steps = STEPS if steps is None and minutes is None else steps
+    require_few(per_step * (steps or 0))
     if learning_rate is None:
         return Budget(steps, minutes, RATE if rank is None else LOW_RANK_RATE, TRIALS)
     return Budget(steps, minutes, learning_rate, 0 if minutes is None else 1)

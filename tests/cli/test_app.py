@@ -1005,7 +1005,21 @@ def test_a_run_of_layers_goes_as_one(run: Any) -> None:
 @pytest.mark.usefixtures("healing_kept")
 def test_a_pruned_model_is_healed_by_the_one_it_came_from(run: Any) -> None:
     assert run("prune", "tiny", "--layers", "1,3", "-o", "out", *TEXT).code == 0
-    done = run("heal", "out", "-o", "healed", "--teacher", "tiny", "--steps", "3", "--update-rank", "2", *TEXT)
+    done = run(
+        "heal",
+        "out",
+        "-o",
+        "healed",
+        "--teacher",
+        "tiny",
+        "--steps",
+        "3",
+        "--update-rank",
+        "2",
+        "--text",
+        "builtin",
+        *TEXT,
+    )
     assert done.code == 0
     report = Healing.load("healed/healing.json")
     assert (report.steps, report.rank) == (3, 2)
@@ -1103,12 +1117,35 @@ def test_models_that_read_text_otherwise_are_not_compared(run: Any, run_bad: Any
 @pytest.mark.usefixtures("healing_kept")
 def test_a_pruned_model_learns_from_what_the_dense_one_writes(run: Any) -> None:
     assert run("prune", "tiny", "--layers", "1,3", "-o", "out", *TEXT).code == 0
-    done = run("heal", "out", "-o", "healed", "--teacher", "tiny", "--steps", "2", "--text", "self", *TEXT)
+    done = run("heal", "out", "-o", "healed", "--teacher", "tiny", "--steps", "2", *TEXT)
     assert done.code == 0, done.err
     report = Healing.load("healed/healing.json")
     assert report.measured_on.text.startswith("written by")
     assert report.held_out is not None
     assert report.held_out.after.measured_on.split == "evaluation"
+
+
+@pytest.mark.usefixtures("healing_kept")
+def test_another_text_judges_what_is_healed(run: Any) -> None:
+    assert run("prune", "tiny", "--layers", "1,3", "-o", "out", *TEXT).code == 0
+    heal = ("heal", "out", "--teacher", "tiny", "--steps", "2", "--tokens", "512", "--context", "64")
+    assert run(*heal, "-o", "healed", "--judge", "builtin").code == 0
+    report = Healing.load("healed/healing.json")
+    assert report.measured_on.text.startswith("written by")
+    assert (report.judged_on.text.partition(",")[0], len(report.judged)) == ("builtin", 1)
+
+
+@pytest.mark.usefixtures("healing_kept")
+def test_a_healed_model_is_scored_as_eval_scores_it(run: Any) -> None:
+    config = json.loads(Path("tiny/config.json").read_text())
+    Path("tiny/config.json").write_text(json.dumps(config | {"max_position_embeddings": 1024}))
+    assert run("prune", "tiny", "--layers", "1,3", "-o", "out", *TEXT).code == 0
+    heal = ("heal", "out", "--teacher", "tiny", "--steps", "2", "--tokens", "512")
+    for more, learnt, scored in ([], 256, 512), (["--context", "128"], 128, 128):
+        assert run(*heal, *more, "-o", f"healed-{scored}").code == 0
+        report = Healing.load(f"healed-{scored}/healing.json")
+        assert report.held_out is not None
+        assert (report.measured_on.context, report.held_out.after.measured_on.context) == (learnt, scored)
 
 
 @pytest.mark.usefixtures("healing_kept")

@@ -8,10 +8,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from lyapunov_prune.cli.inputs import jobs_folder
+from lyapunov_prune.cli.inputs import jobs_folder, load_judge
 from lyapunov_prune.cli.options import (
     Full,
     Json,
+    Judge,
     ModelOptions,
     Resume,
     Seed,
@@ -21,11 +22,13 @@ from lyapunov_prune.cli.options import (
     model_option,
     what_option,
 )
-from lyapunov_prune.cli.terminal import show
+from lyapunov_prune.cli.records import Given
+from lyapunov_prune.cli.terminal import note, show
 from lyapunov_prune.errors import CheckFailed, LyapunovPruneError
 from lyapunov_prune.progress import is_main
 
 if TYPE_CHECKING:
+    from lyapunov_prune.pruning.provenance import Provenance
     from lyapunov_prune.results.result import Result
 
 
@@ -58,18 +61,21 @@ def heal(
         str | None, model_option(help="The dense model; not needed for what was made from the built-in one.")
     ] = None,
     source: ModelOptions = ModelOptions(dtype="float32"),
-    text: TextOptions = TextOptions(tokens=25600, context=256),
+    text: TextOptions = TextOptions(text="self", tokens=25600, context=256),
+    judge: Judge = None,
     resume: Resume = False,
     output: Target,
     as_json: Json = False,
     full: Full = False,
+    given: Given = Given(),
 ) -> None:
     """Train a pruned model to predict what the dense one predicts; writes a plain checkpoint with healing.json.
 
-    Learns from the calibration half of the text and is scored on the other half; of --text self, which the dense model
-    writes, on other windows. Some windows of the text teach nothing: they judge, and the weights that are best on them
-    are written. Where nothing beats the pruned model, nothing is written and the exit code is 1. Interrupted, it goes
-    on with the same --output and --resume.
+    Learns from text that the dense model writes, or from the calibration half of --text. Some windows of it, or those
+    of --judge, teach nothing: they judge, and the weights that are best on them are written. Where nothing beats the
+    pruned model, nothing is written and the exit code is 1. What is written is scored on text that taught and judged
+    nothing, in windows of 512 tokens as by eval if --context is not given. Interrupted, heal goes on with the same
+    --output and --resume.
     """
     source.require_one_place("heal")
 
@@ -81,30 +87,21 @@ def heal(
     from lyapunov_prune.healing.heal import require_settings
     from lyapunov_prune.healing.report import REPORT
     from lyapunov_prune.healing.sharded import sharing
-    from lyapunov_prune.healing.state import KEPT, clear_states
-    from lyapunov_prune.models.cache import BUILTIN
+    from lyapunov_prune.healing.state import KEPT
+    from lyapunov_prune.healing.trained import require_trainable
     from lyapunov_prune.models.left_out import require_whole
     from lyapunov_prune.models.tokenizers import require_same_tokenizer
-    from lyapunov_prune.pruning.provenance import PROVENANCE, Provenance
+    from lyapunov_prune.pruning.provenance import PROVENANCE
     from lyapunov_prune.pruning.surgery import share_memory
     from lyapunov_prune.results.files import require_disk, require_empty
 
     require_empty(output)
     jobs = jobs_folder("heal", model, output)
     # Before the dense model writes for minutes.
-    require_settings(steps, minutes, update_rank, learning_rate, temperature)
+    require_settings(steps, minutes, update_rank, learning_rate, temperature, per_step)
     if shard:
         sharing(per_step, update_rank)
-    made = Path(model) / PROVENANCE
-    provenance = Provenance.load(made) if made.is_file() else None
-    if teacher is None:
-        if provenance is None:
-            raise LyapunovPruneError(f"{model} does not say what it was made from; give the dense model as --teacher")
-        if provenance.source != BUILTIN:  # a file that may be a stranger's does not choose what is loaded
-            raise LyapunovPruneError(
-                f"{model} says that it was made from {provenance.source!r}; if you trust it, give that as --teacher"
-            )
-        teacher = BUILTIN
+    provenance, teacher = _origin(model, teacher)
     require_source(text.text)  # before minutes of loading
     loaded = source.load(model)
     require_context(loaded.structure, text.context)
@@ -113,13 +110,22 @@ def heal(
         provenance.require_dense(dense.model, teacher, model, "--teacher")
     require_same_tokenizer(dense.tokenizer, loaded.tokenizer, (teacher, model))
     require_whole(loaded.model)
+    require_trainable(loaded.model, "the pruned model", update_rank)
     require_disk(output, size_of(loaded.model), "the files of the healed model")
     if provenance is not None:
         share_memory(loaded.model, dense.model, provenance.plan)
+    if jobs.is_dir() and not resume and is_main():
+        _clear(jobs, [])  # refused while that run is at work, before the dense model writes for minutes
+        note("The training that an earlier run left unfinished was deleted; --resume would have gone on with it.")
     how: dict[str, Any] = {"offline": source.offline, "resume": resume}
-    batch = text.load(dense, "calibration", folder=jobs.with_name(f"{jobs.name}-text"), **how)
-    scored = replace(text, tokens=min(text.tokens, 4096))
-    held_out = scored.load(dense, "evaluation", folder=jobs.with_name(f"{jobs.name}-scored"), **how)
+    texts = [jobs.with_name(f"{jobs.name}-{name}") for name in ("text", "scored")]
+    batch = text.load(dense, "calibration", folder=texts[0], **how)
+    # As eval scores, if not told otherwise: perplexities in shorter windows are higher.
+    as_eval = TextOptions().context
+    context = text.context if "context" in given else min(as_eval, loaded.structure.max_context or as_eval)
+    scored = replace(text, tokens=max(context, min(text.tokens, 4096)), context=context)
+    held_out = scored.load(dense, "evaluation", folder=texts[1], **how)
+    judging = None if judge is None else load_judge(judge, dense, batch, text, source, share=8)
     done = heal_model(
         loaded.model,
         dense.model,
@@ -134,6 +140,7 @@ def heal(
         folder=jobs,
         resume=resume,
         batch_size=text.batch_size,
+        judge=judging,
         evaluation=held_out,
         checkpointing=checkpointing,
         shard=shard,
@@ -141,7 +148,7 @@ def heal(
     if not is_main():  # of the processes that shared the steps
         return
     if done.report.kept < 0:
-        clear_states(jobs)
+        _clear(jobs, texts)
         show(done.report, as_json, None, full=full)
         raise CheckFailed(
             f"healing did not beat the pruned model on the windows that judged, and {output} was not written; give "
@@ -152,5 +159,33 @@ def heal(
         results[PROVENANCE] = provenance
     title = f"{Path(model).name}, healed"
     write_model(done.model, loaded.tokenizer, output, results, title, done.report.about(), KEPT)
-    clear_states(jobs)  # four times the size of what was trained
+    _clear(jobs, texts)
     show(done.report, as_json, output, full=full)
+
+
+def _origin(model: str, teacher: str | None) -> tuple[Provenance | None, str]:
+    """What the pruned checkpoint says of its making, and the name of the dense model that teaches."""
+    from lyapunov_prune.models.cache import BUILTIN
+    from lyapunov_prune.pruning.provenance import PROVENANCE, Provenance
+
+    made = Path(model) / PROVENANCE
+    provenance = Provenance.load(made) if made.is_file() else None
+    if teacher is not None:
+        return provenance, teacher
+    if provenance is None:
+        raise LyapunovPruneError(f"{model} does not say what it was made from; give the dense model as --teacher")
+    if provenance.source != BUILTIN:  # a file that may be a stranger's does not choose what is loaded
+        raise LyapunovPruneError(
+            f"{model} says that it was made from {provenance.source!r}; if you trust it, give that as --teacher"
+        )
+    return provenance, BUILTIN
+
+
+def _clear(jobs: Path, texts: list[Path]) -> None:
+    """Delete the state of the training, four times the size of what was trained, and the texts that were written."""
+    from lyapunov_prune.forward.own_text import clear_text
+    from lyapunov_prune.healing.state import clear_states
+
+    clear_states(jobs)
+    for folder in texts:
+        clear_text(folder)
