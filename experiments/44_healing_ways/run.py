@@ -32,7 +32,6 @@ from lyapunov_prune.forward.hooks import hidden_of
 from lyapunov_prune.healing.distillation import Distillation
 from lyapunov_prune.healing.rounds import schedule
 from lyapunov_prune.healing.trained import drawn_order, trained
-from lyapunov_prune.joint.recovery import FULL_RATE, LOW_RANK_RATE
 from lyapunov_prune.models.hooked import hooked
 from lyapunov_prune.models.structure import find_layers
 from lyapunov_prune.results.result import MeasuredOn, Result, encode
@@ -41,6 +40,7 @@ from lyapunov_prune.results.store import Store
 HERE = Path(__file__).parent
 CRITERION, REMOVE = "angular", 4
 TOKENS = 10_240
+FULL_RATE, LOW_RANK_RATE = 1e-4, 2e-3  # absolute, the defaults when this was measured
 Make = Callable[[], PreTrainedModel]
 
 

@@ -11,20 +11,21 @@ from transformers import PreTrainedModel
 from lyapunov_prune.data.examples import Examples
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.healing.distillation import Distillation
+from lyapunov_prune.healing.heal import LOW_RANK_RATE, RATE
 from lyapunov_prune.healing.rounds import schedule
+from lyapunov_prune.healing.sizes import update_sizes
 from lyapunov_prune.healing.state import TrainingState
 from lyapunov_prune.healing.trained import trained
 from lyapunov_prune.merging.unmerged import Unmerged
 from lyapunov_prune.progress import track
-
-FULL_RATE, LOW_RANK_RATE = 1e-4, 2e-3
 
 
 @dataclass(frozen=True)
 class Recipe:
     """What every recovery of a run has in common: each step learns from `batch` items.
 
-    Without `rank` all parameters of the layers learn.
+    Without `rank` all parameters of the layers learn. `learning_rate` is the same for every parameter. Without it the
+    rate is the share of each parameter's size that `heal` begins with (`update_sizes`): no constant suits two models.
     """
 
     batch: int = 1
@@ -35,8 +36,7 @@ class Recipe:
 
     @property
     def rate(self) -> float:
-        """As given, else that of healing."""
-        return self.learning_rate or (FULL_RATE if self.rank is None else LOW_RANK_RATE)
+        return self.learning_rate or (RATE if self.rank is None else LOW_RANK_RATE)
 
 
 @dataclass(frozen=True)
@@ -87,7 +87,8 @@ def train(
     """
     with trained(model, recipe.rank, lesson.seed) as parameters:
         steps = len(lesson.items) // recipe.batch
-        run = Distillation(model, teacher, parameters, recipe.temperature, optimizer=recipe.optimizer)
+        sizes = update_sizes(model, parameters) if recipe.learning_rate is None else None
+        run = Distillation(model, teacher, parameters, recipe.temperature, optimizer=recipe.optimizer, sizes=sizes)
         if tensors := state.load():
             run.go_on_from(tensors.items())
         for step in track(range(run.step, steps), f"recovery of {lesson.name}"):
