@@ -1,9 +1,6 @@
 from .activations import ActivationStatistics as ActivationStatistics
 from .activations import activation_statistics as activation_statistics
 from .contraction_profile import ContractionProfile as ContractionProfile
-from .fragility import FragilityPoint as FragilityPoint
-from .fragility import compression_fragility as compression_fragility
-from .fragility import fit_fragility as fit_fragility
 from .influence import InfluenceProfile as InfluenceProfile
 from .jacobian import JacobianNorms as JacobianNorms
 from .jacobian import sublayer_jacobians as sublayer_jacobians
