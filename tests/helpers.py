@@ -644,8 +644,6 @@ def sound(name: str, values: dict[str, Any], floats: Iterator[float]) -> dict[st
         return {field: loose(5) for field in ("attention", "mlp", "attention_spread", "mlp_spread")} | windows
     if name == "SublayerGrowth":
         return {field: loose(5, 2) for field in ("error_growth", "state_growth", "token_rho")}
-    if name == "NormProjection":
-        return {field: loose(5) for field in ("mean", "radial", "stretch")}
     if name == "AmplificationDrift":
         scores = {field: {p: loose(5) for p in ("energy", "token")} for field in ("rho", "amplification")}
         return {"drift": loose(2), **scores}

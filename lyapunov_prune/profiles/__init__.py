@@ -3,7 +3,7 @@
 - `propagation`: an error followed through the layers; `contraction`: the factor ρ made of it, a `contraction_profile`;
 - `influence`, `sublayer_influence`: how far a layer, or its attention or MLP alone, turns the state;
 - `sublayer_growth`: growth of error and state through attention and MLP, of which a layer's ρ is the product;
-- `profile`: contraction and influence in one result; `activations`, `jacobian`, `norm_jacobian`: what may explain them.
+- `profile`: contraction and influence in one result; `activations`, `jacobian`: what may explain them.
 """
 
 import lazy_loader

@@ -4,9 +4,6 @@ from .contraction_profile import ContractionProfile as ContractionProfile
 from .influence import InfluenceProfile as InfluenceProfile
 from .jacobian import JacobianNorms as JacobianNorms
 from .jacobian import sublayer_jacobians as sublayer_jacobians
-from .norm_jacobian import NormProjection as NormProjection
-from .norm_jacobian import norm_jacobian as norm_jacobian
-from .norm_jacobian import norm_projection as norm_projection
 from .profile import LayerProfile as LayerProfile
 from .sublayer_growth import SublayerGrowth as SublayerGrowth
 from .sublayer_growth import sublayer_growth as sublayer_growth
