@@ -14,14 +14,12 @@ from transformers import PreTrainedModel
 
 from experiments.statements import interval
 from lyapunov_prune.allocation.allocation import Allocation
-from lyapunov_prune.compression.columns import column_weighted
 from lyapunov_prune.compression.compress import compress
 from lyapunov_prune.compression.masks import Pattern
 from lyapunov_prune.data.batch import TokenBatch, require_disjoint
 from lyapunov_prune.data.unseen import require_unseen
 from lyapunov_prune.evaluation.perplexity import Perplexity, interval_of, perplexity
 from lyapunov_prune.forward.reading import Reading, read
-from lyapunov_prune.models.projections import find_projections
 from lyapunov_prune.profiles.contraction_profile import ContractionProfile
 from lyapunov_prune.progress import track
 from lyapunov_prune.report.drawing import COLOURS, GREY, log_axis, one_panel, svg
@@ -34,10 +32,7 @@ _POINTS = tuple(zip(COLOURS.values(), "osD^vP", strict=True))
 
 @dataclass(frozen=True)
 class Setting:
-    """One compression to compare: the arguments of `compress`, and how the row is called.
-
-    With `column_weights` it is `column_weighted` by an Allocation of sparsity instead.
-    """
+    """One compression to compare: the arguments of `compress`, and how the row is called."""
 
     method: str
     allocation: str | Allocation = "uniform"
@@ -46,7 +41,6 @@ class Setting:
     pattern: Pattern | None = None
     group_size: int | None = None
     label: str | None = None
-    column_weights: bool = False
 
     @property
     def name(self) -> Name:
@@ -154,32 +148,20 @@ def _measured(
     profile: ContractionProfile | None,
     batch_size: int,
 ) -> CompressionRow:
-    if setting.column_weights:
-        assert isinstance(setting.allocation, Allocation)
-        small, allocation = column_weighted(model, reading, setting.allocation), setting.allocation
-        zeros = _zeros(small)
-    else:
-        done = compress(
-            model,
-            reading,
-            method=setting.method,
-            sparsity=setting.sparsity,
-            bits=setting.bits,
-            allocation=setting.allocation,
-            profile=profile,
-            pattern=setting.pattern,
-            group_size=setting.group_size,
-            batch_size=batch_size,
-        )
-        small, allocation, zeros = done.model, done.report.allocation, done.report.zeros
-    found = perplexity(small, evaluation, batch_size=batch_size, description=setting.label or setting.method)
-    return _row(setting, allocation, zeros, found, dense)
-
-
-def _zeros(model: PreTrainedModel) -> float:
-    """Share of the entries of all matrices of the layers that are zero."""
-    weights = [p.weight(model) for p in find_projections(model)]
-    return sum(int((W == 0).sum()) for W in weights) / sum(W.numel() for W in weights)
+    done = compress(
+        model,
+        reading,
+        method=setting.method,
+        sparsity=setting.sparsity,
+        bits=setting.bits,
+        allocation=setting.allocation,
+        profile=profile,
+        pattern=setting.pattern,
+        group_size=setting.group_size,
+        batch_size=batch_size,
+    )
+    found = perplexity(done.model, evaluation, batch_size=batch_size, description=setting.label or setting.method)
+    return _row(setting, done.report.allocation, done.report.zeros, found, dense)
 
 
 def _row(

@@ -37,7 +37,6 @@ CLIFF = importlib.import_module("experiments.03_early_layer_cliff.run")
 GREEDY = importlib.import_module("experiments.06_greedy.run")
 METHODS = importlib.import_module("experiments.08_methods.run")
 ALLOCATION = importlib.import_module("experiments.09_allocation.run")
-WITHIN = importlib.import_module("experiments.10_within_layer.run")
 SPACES = importlib.import_module("experiments.16_spaces.run")
 KINDS = importlib.import_module("experiments.20_two_kinds.run")
 DRIFT = importlib.import_module("experiments.21_drift.run")
@@ -63,7 +62,6 @@ EXAMINED = [
     "03_early_layer_cliff",
     "06_greedy",
     "09_allocation",
-    "10_within_layer",
     "21_drift",
     "23_joint_map",
     "25_three_texts",
@@ -210,27 +208,6 @@ def test_the_verdict_on_bits_follows_the_numbers(allocation: CompressionTable) -
         turned = planted(made, 6.0, "4/8 by rho, energy", "4/8 reversed, energy", by)
         assert f"**{said}:** 4 or 8 bits by ρ, energy pooling" in ALLOCATION.verdict_bits(turned)
     assert "not to be told apart, 1 (1–1) of 6 bits evenly" in ALLOCATION.verdict_bits(made)
-
-
-def test_the_verdict_within_layers_follows_the_numbers(allocation: CompressionTable) -> None:
-    names = ["uniform", *(f"attention {step:+g}" for step in WITHIN.STEPS), WITHIN.WHOLE, "atp"]
-    names += [f"{base}, {scheme}" for base in ("uniform", "atp") for scheme in WITHIN.SCHEMES[:-1]]
-    settings = (("wanda", 0.5), ("wanda", 0.7), ("magnitude", 0.5))
-    made = made_up(
-        allocation,
-        [(method, name, "sparsity", budget) for method, budget in settings for name in names]
-        + [(WITHIN.COLUMNS, base, "sparsity", budget) for budget in (0.5, 0.7) for base in ("uniform", "atp")],
-    )
-    for by, said in ((-1.0, "Agrees"), (0.0, "Not decided"), (1.0, "Differs")):
-        turned = WITHIN.verdict(planted(made, 0.5, WITHIN.WHOLE, "uniform", by))
-        assert f"**{said}:** wanda, 50 %, {WITHIN.WHOLE}" in turned
-    helped = WITHIN.verdict(planted(made, 0.7, "atp, component-importance", "atp", -1.0))
-    assert "**Agrees:** wanda, 50 %, schemes over atp: not to be told apart: `sensitivity-guided`" in helped
-    assert "**Differs:** wanda, 70 %, schemes over atp: better: `component-importance`" in helped
-    assert "**Not decided:** wanda, 70 %, shifts over uniform" in helped
-    for step in WITHIN.STEPS:
-        made = planted(made, 0.7, f"attention {step:+g}", "uniform", 1.0)
-    assert "**Agrees:** wanda, 70 %, shifts over uniform: worse: " in WITHIN.verdict(made)
 
 
 def test_the_sign_of_drift_follows_the_numbers() -> None:

@@ -2,8 +2,7 @@
 
 - `allocation`: the decision; `fitting`: the arithmetic that makes its sum right; `table`: all of them by name,
   `schedules`: called so;
-- one file a schedule: `uniform`, `owl`, `alpha_pruning`, `atp`, `lyapunov`, `guidelines`, `bits`;
-- `within`: an allocation shared out anew inside each layer.
+- one file a schedule: `uniform`, `owl`, `alpha_pruning`, `atp`, `lyapunov`, `guidelines`, `bits`.
 
 A new schedule is a function from a model and a budget to an `Allocation`, in a file of its own, a row in
 `table.SCHEDULES`, which help texts, model cards, docs/choices.md and the tests read, and one in `schedules`; its name

@@ -6,8 +6,7 @@
   larger than memory, a layer read and written at a time; `report`: what came of it;
 - `held_out`: what a compression costs, for schedules that search;
 - `packed`: what `rtn` rounds as packed integers, in a checkpoint that is smaller;
-- `factors`: a matrix of low rank as two, in a compact model; `factored`: its checkpoint and gate;
-- `columns`: Wanda with weighted columns, a scheme that experiment 10 tries.
+- `factors`: a matrix of low rank as two, in a compact model; `factored`: its checkpoint and gate.
 
 A new method is a function from a matrix (and what calibration tells of its inputs) to a matrix, in a file of its own,
 a row in `table.METHODS`, which help texts, model cards, docs/choices.md and the tests read, and one in `methods`; its
