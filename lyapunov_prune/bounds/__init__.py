@@ -4,7 +4,7 @@
 - `approximation`, `approx_linear`, `approximate`, `trajectory`: matrices that check themselves on every forward, and
   states side by side;
 - `check`, `written`, `report`: a model put through a grid of settings, or held against what was made of it, and the
-  result, with `distribution` and `alignment`; `merged`: a merged feed-forward block held against its theorems;
+  result, with `distribution` and `alignment`;
 - `theorems`: the registry of what is proven in `lean/`.
 
 A new theorem gets a row in `theorems` with the digest of its statement, and a checker that names it.

@@ -122,12 +122,7 @@ def sum_blocks(
 
     with watched_blocks(layers, blocks, add):
         run()
-    for block in blocks:
-        require_tokens(block, tokens[block.layer])
+    for layer, count in tokens.items():
+        if not count:
+            raise LyapunovPruneError(f"layer {layer} took no part in the calibration forward; give more inputs")
     return tuple(BlockSums(tokens[block.layer], sums[block.layer]) for block in blocks)
-
-
-def require_tokens(block: FeedForward, tokens: int) -> None:
-    """Raise LyapunovPruneError when no token went through the block."""
-    if not tokens:
-        raise LyapunovPruneError(f"layer {block.layer} took no part in the calibration forward; give more inputs")

@@ -1,4 +1,4 @@
-"""One matrix for a feed-forward block whose hidden vector was replaced by a linear map, and what that costs."""
+"""One matrix for a feed-forward block whose hidden vector was replaced by a linear map."""
 
 from __future__ import annotations
 
@@ -10,63 +10,22 @@ from typing import Any
 import numpy as np
 import torch
 from torch import nn
-from torch.nn.functional import linear
 from transformers import PreTrainedModel
 
 from lyapunov_prune.arguments import checked
-from lyapunov_prune.calibration.blocks import Passed, require_tokens, sum_blocks, watched_blocks
+from lyapunov_prune.calibration.blocks import sum_blocks
 from lyapunov_prune.data.examples import as_examples, model_inputs
 from lyapunov_prune.data.images import ImageBatch
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.forward.hooks import Enough, run_backbone
 from lyapunov_prune.forward.reading import Readable, Reading
-from lyapunov_prune.linalg import certified_norm, lift, token_energy
+from lyapunov_prune.linalg import lift
 from lyapunov_prune.merging.reductions import HiddenMap, hidden_map, require_reduction
 from lyapunov_prune.merging.table import REDUCTIONS
 from lyapunov_prune.models.feedforward import Affine, BlockParts, FeedForward, find_feedforward, lifted
 from lyapunov_prune.models.hooked import hooked
 from lyapunov_prune.models.structure import find_layers, in_eval_mode
 from lyapunov_prune.progress import track
-
-
-@dataclass(frozen=True, eq=False)
-class MergeCost:
-    """What a merge does to the output `y = W_out h(x) + b_out` of its block, token by token of the calibration.
-
-    All arrays are (tokens,), float64. `error` is `‖y − ŷ‖` of the merged matrix as it is stored, `change` is
-    `‖h(x) − τ(x)‖`, `size` is `‖y‖`; `rounding` is what the storing and the computing may add to an error
-    (`merge_rounding`).
-    """
-
-    error: np.ndarray
-    change: np.ndarray
-    size: np.ndarray
-    rounding: np.ndarray
-    spread: float  # Σ ‖y − ȳ‖², ȳ the mean over tokens
-    out_norm: float  # certified ‖W_out‖
-
-    @property
-    def bound(self) -> np.ndarray:
-        """`‖W_out‖ ‖h(x) − τ(x)‖` of each token: no error is larger (theorem `activation_replacement_bound`)."""
-        return self.out_norm * self.change
-
-    @property
-    def energy(self) -> float:
-        """`Σ ‖y − ŷ‖²`."""
-        return float(np.square(self.error).sum())
-
-    @property
-    def relative_energy(self) -> float:
-        """`Σ ‖y − ŷ‖² / Σ ‖y‖²`; 0 for a block that adds nothing and loses nothing."""
-        return self.energy / whole if (whole := float(np.square(self.size).sum())) else float(self.energy > 0)
-
-    @property
-    def explained(self) -> float:
-        """The share of the block's output that is left: `1 − Σ ‖y − ŷ‖² / Σ ‖y − ȳ‖²`, at most 1.
-
-        Below zero the mean output would be nearer; NaN where the output never varies.
-        """
-        return 1 - self.energy / self.spread if self.spread > 0 else float("nan")
 
 
 @dataclass(frozen=True, eq=False)
@@ -83,7 +42,6 @@ class Merged:
     weight: torch.Tensor
     bias: torch.Tensor | None
     before: int  # weights and biases of the block
-    cost: MergeCost
 
     @property
     def after(self) -> int:
@@ -100,8 +58,8 @@ def merge_layers(
 
     A decoder is given text, an image classifier images.
 
-    The statistics are those of `batch` in the model as it is: one forward for the sums that the reduction needs, one
-    for the cost, both as far as the last of the layers. Raises as `merge_blocks` and `find_feedforward`.
+    The statistics are those of `batch` in the model as it is: one forward, as far as the last of the layers, if the
+    reduction needs any. Raises as `merge_blocks` and `find_feedforward`.
     """
     examples = as_examples(model, batch.batch if isinstance(batch, Reading) else batch)
     structure = find_layers(model)
@@ -132,9 +90,9 @@ def merge_blocks(
 ) -> tuple[Merged, ...]:
     """One matrix for each of `blocks` of `layers`, by a reduction of `REDUCTIONS`; the layers are not changed.
 
-    `run` runs the model, in eval mode, over its calibration inputs, texts or images: once for the sums if the
-    reduction needs any, once for the cost. No activation is kept beyond its forward. Memory: the sums of all blocks,
-    of `affine` d (d + hidden) numbers each.
+    `run` runs the model, in eval mode, over its calibration inputs, texts or images; it is called if the reduction
+    needs sums. No activation is kept beyond its forward. Memory: the sums of all blocks, of `affine` d (d + hidden)
+    numbers each.
 
     Raises LyapunovPruneError for a reduction that is unknown or not for such a block, for a merge that would not be
     smaller, for too few inputs, for activations that are not finite, and for a product beyond the model's dtype.
@@ -147,10 +105,9 @@ def merge_blocks(
     sums = sum_blocks(layers, blocks, needs, run) if needs else [None] * len(blocks)
     taus = [hidden_map(reduction, p, s) for p, s in zip(parts, sums, strict=True)]
     stored = [_rounded(block, p, tau) for block, p, tau in zip(blocks, parts, taus, strict=True)]
-    costs = _costs(layers, blocks, parts, taus, stored, run)
     return tuple(
-        Merged(block, reduction, tau, *affine, p.numbers, cost)
-        for block, tau, affine, p, cost in zip(blocks, taus, stored, parts, costs, strict=True)
+        Merged(block, reduction, tau, *affine, p.numbers)
+        for block, tau, affine, p in zip(blocks, taus, stored, parts, strict=True)
     )
 
 
@@ -214,51 +171,3 @@ def _rounded(block: FeedForward, parts: BlockParts, tau: HiddenMap) -> Affine:
             "the model in a wider dtype"
         )
     return stored
-
-
-def _costs(
-    layers: nn.ModuleList,
-    blocks: Sequence[FeedForward],
-    parts: Sequence[BlockParts],
-    taus: Sequence[HiddenMap],
-    stored: Sequence[Affine],
-    run: Callable[[], None],
-) -> tuple[MergeCost, ...]:
-    books = {
-        block.layer: _Book(p.out, tau, merged)
-        for block, p, tau, merged in zip(blocks, parts, taus, stored, strict=True)
-    }
-
-    def note(block: FeedForward, passed: Passed) -> None:
-        books[block.layer].add(passed)
-
-    with watched_blocks(layers, blocks, note):
-        run()
-    for block in blocks:
-        require_tokens(block, books[block.layer].tokens)
-    return tuple(books[block.layer].cost() for block in blocks)
-
-
-class _Book:
-    """The cost of one merge, forward by forward, in float64."""
-
-    def __init__(self, out: Affine, tau: HiddenMap, merged: Affine) -> None:
-        self.out, self.tau, self.merged = out, tau, merged
-        self.wide = lifted(out), lifted(merged)
-        self.rows: list[tuple[np.ndarray, ...]] = []  # norms of y − ŷ, h − τ(x), y, x and h
-        self.tokens = 0
-        self.total: torch.Tensor | float = 0.0
-
-    def add(self, passed: Passed) -> None:
-        x, h = lift(passed.x), lift(passed.hidden)
-        y, ŷ = linear(h, *self.wide[0]), linear(x, *self.wide[1])
-        self.rows.append(tuple(token_energy(v).sqrt().cpu().numpy() for v in (y - ŷ, h - self.tau(x), y, x, h)))
-        self.tokens += len(x)
-        self.total = self.total + y.sum(0)
-
-    def cost(self) -> MergeCost:
-        error, change, size, inputs, hidden = map(np.concatenate, zip(*self.rows, strict=True))
-        rounding = merge_rounding(self.out, self.tau, self.merged, inputs, hidden)
-        mean = float(torch.linalg.vector_norm(self.total / self.tokens))
-        spread = max(0.0, float(np.square(size).sum()) - self.tokens * mean**2)
-        return MergeCost(error, change, size, rounding, spread, certified_norm(self.out[0]))
