@@ -178,7 +178,7 @@ def test_the_rooms_stand_in_their_order() -> None:
             "rank MODEL --criterion blend --remove 2",
             ["rank", "tiny", "--criterion", "blend", "--remove", "2", "-o", "run", *QUICK],
         ),
-        ("hierarchy DENSE PRUNED", ["hierarchy", "tiny", "made", "--steps", "2", "-o", "run", *TEXT]),
+        ("hierarchy DENSE PRUNED", ["hierarchy", "tiny", "made", "--new-tokens", "2", "-o", "run", *TEXT]),
     ],
     ids=["prune", "rank", "hierarchy"],
 )

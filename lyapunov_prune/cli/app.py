@@ -20,7 +20,7 @@ from lyapunov_prune.cli.commands.measure import check, profile, rank, sensitivit
 from lyapunov_prune.cli.commands.predictions import hierarchy
 from lyapunov_prune.cli.commands.prune import prune
 from lyapunov_prune.cli.failures import READER_GONE, as_refusal, put_aside, require_sound_process, tell
-from lyapunov_prune.cli.options import Json, Resume, output_option, what_option, with_todays_words
+from lyapunov_prune.cli.options import Json, Resume, output_option, what_option
 from lyapunov_prune.cli.records import flattened
 from lyapunov_prune.cli.terminal import print_json, say, speak_any_language
 
@@ -135,7 +135,7 @@ def main() -> None:
     speak_any_language()
     try:
         require_sound_process()
-        code = app(with_todays_words(arguments) or ["--help"], prog_name="lyapunov-prune", standalone_mode=False)
+        code = app(arguments or ["--help"], prog_name="lyapunov-prune", standalone_mode=False)
     except SystemExit as end:
         if isinstance(end.__context__, BrokenPipeError):  # which typer calls 1, a failed check
             put_aside(sys.__stdout__)

@@ -36,15 +36,6 @@ model_option = partial(typer.Option, rich_help_panel="Model")
 text_option = partial(typer.Option, rich_help_panel="Text")
 output_option = partial(typer.Option, rich_help_panel="Output")
 
-# Spellings of before, or short ones, each a word that means something else in another command: understood, not shown.
-FORMER = {
-    "profile": {"--method": "--derivative"},
-    "heal": {"--rank": "--update-rank"},
-    "joint": {"--rank": "--update-rank", "--seeds": "--point-seeds"},
-    "sensitivity": {"--limit": "--regret-limit"},
-    "hierarchy": {"--steps": "--new-tokens"},
-}
-
 
 def layer_indices(option: str, layers: str) -> list[int]:
     try:
@@ -385,10 +376,3 @@ Target = Annotated[Path, output_option("--output", "-o", help="Folder of the che
 Resume = Annotated[bool, output_option("--resume", help="Keep what an interrupted run has done.")]
 Json = Annotated[bool, output_option("--json", help="Print one JSON document on stdout, and nothing else.")]
 Full = Annotated[bool, output_option("--full", help="Show every row, not only those that matter.")]
-
-
-def with_todays_words(arguments: list[str]) -> list[str]:
-    """`arguments` of the command line, its `FORMER` spellings replaced."""
-    former = FORMER.get(arguments[0], {}) if arguments else {}
-    split = (argument.partition("=") for argument in arguments)  # --rank 8, or --rank=8
-    return ["".join((former.get(name, name), equals, value)) for name, equals, value in split]

@@ -1152,7 +1152,7 @@ def test_a_healed_model_is_scored_as_eval_scores_it(run: Any) -> None:
 def test_two_ways_to_heal_one_model_run_side_by_side(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each begins where the other has a state, and is killed: each goes on from its own."""
     assert run("prune", "tiny", "--layers", "1,3", "-o", "out", *TEXT).code == 0
-    heal = ("heal", "out", "--teacher", "tiny", "--rank", "2", *TEXT)
+    heal = ("heal", "out", "--teacher", "tiny", "--update-rank", "2", *TEXT)
     take_step = Distillation.take_step
 
     def killed(self: Distillation, window: torch.Tensor, rate: float) -> None:

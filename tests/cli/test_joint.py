@@ -20,7 +20,8 @@ from lyapunov_prune.pruning import compact_checkpoint
 from lyapunov_prune.pruning.plan import PruningPlan
 from lyapunov_prune.pruning.provenance import Provenance
 
-JOINT = ["joint", "tiny", "-o", "out", "--steps-per-point", "1", "--recover", "1", "--rank", "2", "--seeds", "2"]
+JOINT = ["joint", "tiny", "-o", "out", "--steps-per-point", "1", "--recover", "1", "--update-rank", "2"]
+JOINT += ["--point-seeds", "2"]
 TEXT = ["--tokens", "800", "--context", "32"]
 
 
