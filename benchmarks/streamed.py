@@ -39,9 +39,9 @@ import lyapunov_prune as lp
 from lyapunov_prune.calibration.statistics import Statistics
 from lyapunov_prune.checkpoints.outline import read_outline
 from lyapunov_prune.checkpoints.tensor_files import read_header
-from lyapunov_prune.compression.methods import compressed
+from lyapunov_prune.compression.method import compressed
+from lyapunov_prune.compression.methods.rtn import symmetric_grid
 from lyapunov_prune.compression.on_disk import compress_on_disk
-from lyapunov_prune.compression.rtn import symmetric_grid
 from lyapunov_prune.models.from_folder import Loaded
 from lyapunov_prune.models.streamed import layer_held, stream_of
 from lyapunov_prune.models.structure import find_structure

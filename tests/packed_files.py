@@ -13,8 +13,8 @@ from compressed_tensors.compressors.pack_quantized.helpers import pack_to_int32
 from helpers import WEIGHTS, edit_json
 from safetensors.torch import load_file, save_file
 
+from lyapunov_prune.compression.methods.rtn import symmetric_grid
 from lyapunov_prune.compression.packed import Packing
-from lyapunov_prune.compression.rtn import symmetric_grid
 from lyapunov_prune.models.packed import PACK
 
 Spoil = Callable[[dict[str, torch.Tensor]], None]

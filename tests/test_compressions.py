@@ -28,7 +28,7 @@ from experiments.compressions import (
 )
 from lyapunov_prune import LyapunovPruneError, allocate, compress, measure_contraction
 from lyapunov_prune.allocation import Allocation
-from lyapunov_prune.compression.rtn import round_to_nearest
+from lyapunov_prune.compression.methods.rtn import round_to_nearest
 from lyapunov_prune.data.batch import TokenBatch
 from lyapunov_prune.models.projections import find_projections
 

@@ -15,7 +15,7 @@ import tables
 from benchmarks import results
 from lyapunov_prune.allocation import schedules
 from lyapunov_prune.cli.options import one_of
-from lyapunov_prune.compression import methods
+from lyapunov_prune.compression import method as methods
 from lyapunov_prune.merging import reductions
 from lyapunov_prune.sensitivity import studies
 

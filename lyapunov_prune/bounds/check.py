@@ -27,8 +27,8 @@ from lyapunov_prune.bounds.distribution import RatioDistribution
 from lyapunov_prune.bounds.report import BoundsReport, Seen, Setting, Violation
 from lyapunov_prune.bounds.trajectory import Trajectory
 from lyapunov_prune.bounds.written import written_matrices
-from lyapunov_prune.compression.magnitude import sparsify
-from lyapunov_prune.compression.svd import basis, truncate
+from lyapunov_prune.compression.methods.magnitude import sparsify
+from lyapunov_prune.compression.methods.svd import basis, truncate
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.forward.hooks import run_backbone
 from lyapunov_prune.forward.reading import Readable, Reading, read

@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 
 from lyapunov_prune.arguments import checked
 from lyapunov_prune.calibration.gram import scaled
-from lyapunov_prune.compression.svd import basis
+from lyapunov_prune.compression.methods.svd import basis
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.linalg import lift
 from lyapunov_prune.models.compact import compact_class

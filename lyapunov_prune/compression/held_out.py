@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from transformers import PreTrainedModel
 
 from lyapunov_prune.allocation.allocation import Allocation
-from lyapunov_prune.compression.methods import RankError
+from lyapunov_prune.compression.method import RankError
 from lyapunov_prune.data.batch import TokenBatch
 from lyapunov_prune.errors import LyapunovPruneError, NonFiniteError
 from lyapunov_prune.evaluation.perplexity import perplexity

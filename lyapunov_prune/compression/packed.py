@@ -24,8 +24,8 @@ from lyapunov_prune.checkpoints.cards import write_card
 from lyapunov_prune.checkpoints.reloading import reload_check
 from lyapunov_prune.checkpoints.shards import size_of
 from lyapunov_prune.compression.compress import Compressed
+from lyapunov_prune.compression.methods.rtn import Grid, symmetric_grid
 from lyapunov_prune.compression.report import REPORT, CompressionReport, Packed
-from lyapunov_prune.compression.rtn import Grid, symmetric_grid
 from lyapunov_prune.errors import CheckFailed, LyapunovPruneError
 from lyapunov_prune.forward.logits import sample_inputs
 from lyapunov_prune.models.compact import is_compact

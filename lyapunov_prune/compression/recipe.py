@@ -19,7 +19,7 @@ from lyapunov_prune.allocation.table import SCHEDULES, require_parameters
 from lyapunov_prune.arguments import checked
 from lyapunov_prune.calibration.statistics import Statistics
 from lyapunov_prune.compression.masks import Pattern, as_pattern
-from lyapunov_prune.compression.methods import compressed, rank_for, require_in_range
+from lyapunov_prune.compression.method import compressed, rank_for, require_in_range
 from lyapunov_prune.compression.report import CompressedMatrix, CompressionReport
 from lyapunov_prune.compression.table import METHODS
 from lyapunov_prune.errors import LyapunovPruneError

@@ -13,8 +13,8 @@ from transformers import PreTrainedModel
 from lyapunov_prune.calibration.norms import input_norms
 from lyapunov_prune.calibration.statistics import Statistics
 from lyapunov_prune.calibration.streaming import stream
-from lyapunov_prune.compression.methods import compressed, rank_for
-from lyapunov_prune.compression.svd import basis, truncate
+from lyapunov_prune.compression.method import compressed, rank_for
+from lyapunov_prune.compression.methods.svd import basis, truncate
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.forward.reading import Readable
 from lyapunov_prune.models.projections import Projection, find_projections, groups

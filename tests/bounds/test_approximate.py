@@ -16,7 +16,7 @@ from lyapunov_prune.bounds import approximate
 from lyapunov_prune.bounds.approx_linear import ApproxLinear, Record, _look_up
 from lyapunov_prune.bounds.approximate import Records, _Forward
 from lyapunov_prune.bounds.approximation import approximation, certify_difference
-from lyapunov_prune.compression.magnitude import sparsify
+from lyapunov_prune.compression.methods.magnitude import sparsify
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.forward.replacement import replaced
 from lyapunov_prune.linalg import certify

@@ -22,7 +22,7 @@ from lyapunov_prune.bounds.approximation import Approximation, approximation
 from lyapunov_prune.bounds.check import check_bounds, check_grid, check_written
 from lyapunov_prune.bounds.report import BoundsReport
 from lyapunov_prune.bounds.trajectory import Trajectory
-from lyapunov_prune.compression.magnitude import sparsify
+from lyapunov_prune.compression.methods.magnitude import sparsify
 from lyapunov_prune.data.batch import TokenBatch
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.models.from_folder import Loaded

@@ -22,7 +22,7 @@ from lyapunov_prune.bounds.check import check_written
 from lyapunov_prune.bounds.distribution import RatioDistribution
 from lyapunov_prune.bounds.report import BoundsReport
 from lyapunov_prune.compression.compress import compress
-from lyapunov_prune.compression.magnitude import sparsify
+from lyapunov_prune.compression.methods.magnitude import sparsify
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.models.projections import find_projections
 from lyapunov_prune.pruning.compact import Cuts, make_compact

@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 
 from lyapunov_prune.calibration.gram import root
 from lyapunov_prune.compression import balanced as module
-from lyapunov_prune.compression.balanced import balanced
-from lyapunov_prune.compression.svd import basis, truncate
-from lyapunov_prune.compression.whitened_svd import whitened
+from lyapunov_prune.compression.methods.balanced import balanced
+from lyapunov_prune.compression.methods.svd import basis, truncate
+from lyapunov_prune.compression.methods.whitened_svd import whitened
 from lyapunov_prune.errors import LyapunovPruneError
 
 SHAPES = [(7, 12), (12, 7), (9, 9), (1, 6)]

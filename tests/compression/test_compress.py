@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 from lyapunov_prune.allocation.schedules import allocate
 from lyapunov_prune.allocation.table import SCHEDULES
 from lyapunov_prune.compression.compress import compress
-from lyapunov_prune.compression.methods import rank_for
+from lyapunov_prune.compression.method import rank_for
 from lyapunov_prune.compression.recipe import _amount
 from lyapunov_prune.compression.report import CompressionReport, Packed
 from lyapunov_prune.compression.table import METHODS

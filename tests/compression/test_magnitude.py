@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lyapunov_prune.compression.magnitude import sparsify
+from lyapunov_prune.compression.methods.magnitude import sparsify
 from lyapunov_prune.errors import LyapunovPruneError
 
 

@@ -12,9 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lyapunov_prune.calibration.statistics import Statistics
-from lyapunov_prune.compression import methods
-from lyapunov_prune.compression.methods import compressed, rank_for
-from lyapunov_prune.compression.rtn import round_to_nearest
+from lyapunov_prune.compression import method as methods
+from lyapunov_prune.compression.method import compressed, rank_for
+from lyapunov_prune.compression.methods.rtn import round_to_nearest
 from lyapunov_prune.compression.table import METHODS, Method
 from lyapunov_prune.errors import LyapunovPruneError
 

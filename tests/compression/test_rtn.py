@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lyapunov_prune.compression.rtn import round_to_nearest, symmetric_grid
+from lyapunov_prune.compression.methods.rtn import round_to_nearest, symmetric_grid
 from lyapunov_prune.errors import LyapunovPruneError
 
 

@@ -11,9 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lyapunov_prune.compression import sparsegpt as module
-from lyapunov_prune.compression.magnitude import sparsify
-from lyapunov_prune.compression.sparsegpt import sparsegpt
-from lyapunov_prune.compression.wanda import wanda
+from lyapunov_prune.compression.methods.magnitude import sparsify
+from lyapunov_prune.compression.methods.sparsegpt import sparsegpt
+from lyapunov_prune.compression.methods.wanda import wanda
 from lyapunov_prune.errors import LyapunovPruneError
 
 

@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, MixtralConfig, PreTrainedModel
 
 from lyapunov_prune.calibration import norms as module
 from lyapunov_prune.calibration.norms import input_norms
-from lyapunov_prune.compression.wanda import wanda
+from lyapunov_prune.compression.methods.wanda import wanda
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.models.projections import find_projections
 

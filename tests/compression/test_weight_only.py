@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lyapunov_prune.compression.weight_only import weight_only
+from lyapunov_prune.compression.methods.weight_only import weight_only
 from lyapunov_prune.errors import LyapunovPruneError
 
 

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lyapunov_prune.calibration.gram import leading
-from lyapunov_prune.compression.whitened_svd import whitened
+from lyapunov_prune.compression.methods.whitened_svd import whitened
 from lyapunov_prune.errors import LyapunovPruneError
 
 SHAPES = [(7, 12), (12, 7), (9, 9), (1, 6), (6, 1)]
@@ -96,5 +96,7 @@ def test_what_is_no_gram_matrix_is_refused() -> None:
 def test_planted_fault_the_gram_matrix_instead_of_its_root_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     W, X = setting(7, 8, 10, 40)
     wanted = reference(W.numpy(), (X @ X.T).numpy(), 3, 1e-6)
-    monkeypatch.setattr("lyapunov_prune.compression.whitened_svd.leading", lambda D, G, rank: leading(D, G @ G, rank))
+    monkeypatch.setattr(
+        "lyapunov_prune.compression.methods.whitened_svd.leading", lambda D, G, rank: leading(D, G @ G, rank)
+    )
     assert np.abs(whitened(W, X @ X.T, 3).numpy() - wanted).max() > 1e-3

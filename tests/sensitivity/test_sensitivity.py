@@ -20,10 +20,10 @@ from scipy import stats
 from transformers import PreTrainedModel
 
 from lyapunov_prune.calibration.norms import input_norms
-from lyapunov_prune.compression.magnitude import sparsify
-from lyapunov_prune.compression.svd import basis, truncate
-from lyapunov_prune.compression.wanda import wanda
-from lyapunov_prune.compression.whitened_svd import whitened
+from lyapunov_prune.compression.methods.magnitude import sparsify
+from lyapunov_prune.compression.methods.svd import basis, truncate
+from lyapunov_prune.compression.methods.wanda import wanda
+from lyapunov_prune.compression.methods.whitened_svd import whitened
 from lyapunov_prune.data.batch import as_batch
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.evaluation.perplexity import perplexity

@@ -17,9 +17,9 @@ from transformers import PreTrainedModel
 
 from lyapunov_prune.calibration.norms import input_norms
 from lyapunov_prune.compression.compress import compress
-from lyapunov_prune.compression.magnitude import sparsify
-from lyapunov_prune.compression.methods import rank_for
-from lyapunov_prune.compression.wanda import wanda
+from lyapunov_prune.compression.method import rank_for
+from lyapunov_prune.compression.methods.magnitude import sparsify
+from lyapunov_prune.compression.methods.wanda import wanda
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.models.projections import Projection, find_projections
 from lyapunov_prune.sensitivity import studies

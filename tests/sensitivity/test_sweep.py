@@ -14,7 +14,7 @@ import torch
 from helpers import LAYERS, assert_same, bits, computed, hooks_of, launched_twice, leave, make_tiny
 from transformers import PreTrainedModel
 
-from lyapunov_prune.compression.magnitude import sparsify
+from lyapunov_prune.compression.methods.magnitude import sparsify
 from lyapunov_prune.errors import LyapunovPruneError, NonFiniteError
 from lyapunov_prune.evaluation.perplexity import perplexity
 from lyapunov_prune.forward.hooks import final_state, skipped

@@ -9,16 +9,16 @@ from typing import Any
 import torch
 
 from lyapunov_prune.calibration.statistics import Statistics
-from lyapunov_prune.compression.balanced import balanced
-from lyapunov_prune.compression.magnitude import sparsify
 from lyapunov_prune.compression.masks import Pattern
-from lyapunov_prune.compression.rtn import round_to_nearest
-from lyapunov_prune.compression.sparsegpt import sparsegpt
-from lyapunov_prune.compression.svd import basis, truncate
+from lyapunov_prune.compression.methods.balanced import balanced
+from lyapunov_prune.compression.methods.magnitude import sparsify
+from lyapunov_prune.compression.methods.rtn import round_to_nearest
+from lyapunov_prune.compression.methods.sparsegpt import sparsegpt
+from lyapunov_prune.compression.methods.svd import basis, truncate
+from lyapunov_prune.compression.methods.wanda import wanda
+from lyapunov_prune.compression.methods.weight_only import weight_only
+from lyapunov_prune.compression.methods.whitened_svd import whitened
 from lyapunov_prune.compression.table import METHODS
-from lyapunov_prune.compression.wanda import wanda
-from lyapunov_prune.compression.weight_only import weight_only
-from lyapunov_prune.compression.whitened_svd import whitened
 from lyapunov_prune.errors import LyapunovPruneError
 
 # `function(W, statistics, amount, **options)`; the options are those of `_OPTIONS` for the kind of amount.
