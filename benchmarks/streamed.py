@@ -39,8 +39,8 @@ import lyapunov_prune as lp
 from lyapunov_prune.calibration.statistics import Statistics
 from lyapunov_prune.checkpoints.outline import read_outline
 from lyapunov_prune.checkpoints.tensor_files import read_header
-from lyapunov_prune.compression.method import compressed
 from lyapunov_prune.compression.methods.rtn import symmetric_grid
+from lyapunov_prune.compression.methods.wanda import Wanda
 from lyapunov_prune.compression.on_disk import compress_on_disk
 from lyapunov_prune.models.from_folder import Loaded
 from lyapunov_prune.models.streamed import layer_held, stream_of
@@ -264,7 +264,7 @@ def compress(place: Path) -> dict[str, float]:
 
 def masked(W: torch.Tensor) -> None:
     norms = torch.ones(W.shape[1], dtype=torch.float64)
-    compressed("wanda", W, Statistics(norms), 1 - PATTERN[0] / PATTERN[1], pattern=PATTERN)
+    Wanda(PATTERN)(W, 1 - PATTERN[0] / PATTERN[1], Statistics(norms))
 
 
 def pack(place: Path) -> dict[str, float]:

@@ -26,10 +26,9 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
-import torch
-
 from lyapunov_prune.arguments import checked
 from lyapunov_prune.errors import LyapunovPruneError
+from lyapunov_prune.lazy import torch
 
 __all__ = ["certified_norm", "estimated_norm", "exact_norm", "lift", "token_energy", "widen"]
 

@@ -28,7 +28,7 @@ from experiments.compressions import (
 )
 from lyapunov_prune import LyapunovPruneError, allocate, compress, measure_contraction
 from lyapunov_prune.allocation import Allocation
-from lyapunov_prune.compression.methods.rtn import round_to_nearest
+from lyapunov_prune.compression.methods.rtn import RoundToNearest
 from lyapunov_prune.data.batch import TokenBatch
 from lyapunov_prune.models.projections import find_projections
 
@@ -173,7 +173,7 @@ def test_bits_by_rho_are_those_widths_layer_by_layer(llama: PreTrainedModel) -> 
     with torch.no_grad():
         for p in find_projections(by_hand):
             W = p.weight(by_hand)
-            W.copy_(round_to_nearest(W, 4 if p.layer in wide else 2, 8))
+            W.copy_(RoundToNearest(8).compress(W, 4 if p.layer in wide else 2))
     assert rows[0].perplexity == pytest.approx(np.exp(reference(by_hand, UNSEEN.ids).mean()), rel=1e-6)
     assert rows[1].perplexity != pytest.approx(rows[0].perplexity, rel=1e-4)
 

@@ -15,13 +15,12 @@ import tables
 from benchmarks import results
 from lyapunov_prune.allocation import schedules
 from lyapunov_prune.cli.options import one_of
-from lyapunov_prune.compression import method as methods
 from lyapunov_prune.merging import reductions
+from lyapunov_prune.registry import Registry
 from lyapunov_prune.sensitivity import studies
 
 TABLES = pytest.mark.parametrize("table", tables.TABLES.values(), ids=tables.TABLES)
 FUNCTIONS = {
-    "methods": methods._FUNCTIONS,
     "reductions": reductions._FUNCTIONS,
     "schedules": schedules._FUNCTIONS,
     "studies": studies._FUNCTIONS,
@@ -35,6 +34,12 @@ def test_every_entry_says_in_a_line_what_it_does_and_where_it_is_from(table: Map
         assert not entry.help.endswith(".")
         assert 0 < len(entry.reference) <= 80
     assert len({entry.help for entry in table.values()}) == len(table)
+
+
+@TABLES
+def test_a_class_has_the_name_of_its_row(table: Mapping[str, Any]) -> None:
+    if isinstance(table, Registry):
+        assert [entry.name for entry in table.values()] == list(table)
 
 
 @pytest.mark.parametrize("name", FUNCTIONS)

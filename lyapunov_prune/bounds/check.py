@@ -27,7 +27,7 @@ from lyapunov_prune.bounds.distribution import RatioDistribution
 from lyapunov_prune.bounds.report import BoundsReport, Seen, Setting, Violation
 from lyapunov_prune.bounds.trajectory import Trajectory
 from lyapunov_prune.bounds.written import written_matrices
-from lyapunov_prune.compression.methods.magnitude import sparsify
+from lyapunov_prune.compression.methods.magnitude import Magnitude
 from lyapunov_prune.compression.methods.svd import basis, truncate
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.forward.hooks import run_backbone
@@ -208,7 +208,7 @@ class _Stage:
 
 def _sparse_stage(known: tuple[torch.Tensor, CertifiedNorm], sparsity: float, with_basis: bool) -> _Stage:
     W, norm = known
-    S = sparsify(W, sparsity)
+    S = Magnitude().compress(W, sparsity)
     return _Stage(W, norm, S, certify_difference(W, S), basis(S) if with_basis else None)
 
 

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import torch
-
 from lyapunov_prune.errors import LyapunovPruneError
+from lyapunov_prune.lazy import torch
 from lyapunov_prune.linalg import lift
 
 # Eigenvalues this far below zero, over the largest, are no rounding.

@@ -1,9 +1,13 @@
 """The names that options take, where help can list them without waiting for torch.
 
-Each is the names of a table or type of the package; `tests/cli/test_choices.py` holds them equal.
+Those of a registry are taken from it; the others repeat a type of the package, and `tests/cli/test_choices.py` holds
+them equal.
 """
 
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
+
+from lyapunov_prune.compression.table import METHODS
+from lyapunov_prune.sensitivity.table import STUDY_METHODS
 
 Criterion = Literal["rho", "bi", "blend", "angular", "kl", "oracle", "best", "from-end", "random"]
 Derivative = Literal["difference", "jvp"]
@@ -12,10 +16,15 @@ DType = Literal["float32", "bfloat16", "float16", "float64"]
 Format = Literal["plain", "compact"]
 Stored = Literal["plain", "compressed-tensors", "compact"]
 Importance = Literal["taylor", "learned"]
-Method = Literal["magnitude", "weight-only", "wanda", "sparsegpt", "svd", "whitened-svd", "balanced", "rtn"]
 Pooling = Literal["energy", "token"]
 ReadAt = Literal["layer", "branch"]
 Reduction = Literal["identity", "mean-gate", "scaled", "affine"]
 Split = Literal["evaluation", "all", "calibration"]
-StudyMethod = Literal["magnitude", "weight-only", "wanda", "sparsegpt", "svd", "whitened-svd", "balanced"]
 What = Literal["layers", "attention", "mlp", "activation"]
+
+if TYPE_CHECKING:
+    Method = str
+    StudyMethod = str
+else:  # a type checker cannot read a registry
+    Method = Literal[tuple(METHODS)]
+    StudyMethod = Literal[tuple(STUDY_METHODS)]

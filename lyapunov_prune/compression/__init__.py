@@ -1,15 +1,13 @@
 """What a matrix can be replaced by, and a model with every matrix replaced.
 
-- `methods/`: one file a method; `masks` holds what several share; `table`: all of them by name, `method`: called so;
+- `methods/`: one file a method; `table` lists them by name; `method`: what each is; `masks`: what several share;
 - `recipe`: what is to be done to every matrix of a model; `compress`: done to a copy of it in memory; `on_disk`: to one
   larger than memory, a layer read and written at a time; `report`: what came of it;
 - `held_out`: what a compression costs, for schedules that search;
 - `packed`: what `rtn` rounds as packed integers, in a checkpoint that is smaller;
 - `factors`: a matrix of low rank as two, in a compact model; `factored`: its checkpoint and gate.
 
-A new method is a function from a matrix (and what calibration tells of its inputs) to a matrix, in a file of its own,
-a row in `table.METHODS`, which help texts, model cards, docs/choices.md and the tests read, and one in `method`; its
-name goes into `cli.choices`.
+A new method is a file in `methods` and a row in `table.METHODS`; docs/adding/method.md shows one.
 """
 
 import lazy_loader

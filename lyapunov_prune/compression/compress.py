@@ -19,7 +19,6 @@ from lyapunov_prune.compression.held_out import HeldOutLoss
 from lyapunov_prune.compression.masks import Pattern
 from lyapunov_prune.compression.recipe import recipe_for
 from lyapunov_prune.compression.report import CompressedMatrix, CompressionReport
-from lyapunov_prune.compression.table import METHODS
 from lyapunov_prune.data.batch import TokenBatch
 from lyapunov_prune.forward.reading import Readable, Reading
 from lyapunov_prune.models.projections import Projection
@@ -63,7 +62,7 @@ def compress(
     much of each matrix. Methods that look at activations take them from `batch`, layer by layer, with the layers before
     already compressed (`streaming.py`). A matrix whose amount is 0 stays as it is. Embeddings and head are left alone.
     `pattern`, (2, 4) or `2:4`, keeps so many of so many inputs; its sparsity need not be given. `symmetric` lets `rtn`
-    round to grids around 0 (`rtn.symmetric_grid`), which `packed.write_packed` can write as integers.
+    round to grids around 0 (`methods.rtn.symmetric_grid`), which `packed.write_packed` can write as integers.
 
     Memory: a copy of the model, and the statistics of one layer. `atp-search` compresses once more a trial, on half the
     windows (`held_out.py`). Raises LyapunovPruneError for amounts and options
@@ -95,8 +94,7 @@ def compress(
         for p in track(recipe.projections, f"compression, {method}"):
             change([p], {})
     else:
-        needs = METHODS[method].needs
-        stream(small, recipe.calibration, recipe.projections, needs, change, batch_size=batch_size)
+        stream(small, recipe.calibration, recipe.projections, recipe.method.needs, change, batch_size=batch_size)
     report = recipe.report(done)
     add_step(small, "compress", report.saw, model)
     return Compressed(small, report)

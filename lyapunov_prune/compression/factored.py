@@ -64,7 +64,7 @@ NOT_STREAMED = (PRODUCTS, CACHED)
 
 def require_low_rank(method: str) -> None:
     """Raise LyapunovPruneError for a method that leaves no low ranks."""
-    low = [name for name, other in METHODS.items() if other.amount == "rank"]
+    low = [name for name, other in METHODS.items() if other.unit == "rank"]
     if method not in low:
         raise LyapunovPruneError(
             f"--format {FORMAT} stores low ranks as two factors, and {method} leaves none; give --method "

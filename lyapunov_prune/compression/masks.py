@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import re
 
-import torch
-
 from lyapunov_prune.errors import LyapunovPruneError
+from lyapunov_prune.lazy import torch
 
 Pattern = tuple[int, int]
 

@@ -31,7 +31,6 @@ from lyapunov_prune.compression.packed import (
 )
 from lyapunov_prune.compression.recipe import recipe_for
 from lyapunov_prune.compression.report import REPORT, CompressedMatrix, CompressionReport
-from lyapunov_prune.compression.table import METHODS
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.forward.reading import Readable
 from lyapunov_prune.models.left_out import require_whole
@@ -111,9 +110,9 @@ def compress_on_disk(
             del left[here[0].layer]
 
         if recipe.calibration is not None:
-            stream(model, recipe.calibration, recipe.projections, METHODS[recipe.method].needs, change)
+            stream(model, recipe.calibration, recipe.projections, recipe.method.needs, change)
         # What is left has no matrices, or is looked at by its weights alone.
-        for layer in track([*left], f"compression, {recipe.method}"):
+        for layer in track([*left], f"compression, {recipe.method.name}"):
             with layer_held(model, layer):
                 if layer in by_layer:
                     change(by_layer[layer], {})

@@ -19,7 +19,7 @@ from lyapunov_prune.allocation.table import SCHEDULES, require_parameters
 from lyapunov_prune.arguments import checked
 from lyapunov_prune.calibration.statistics import Statistics
 from lyapunov_prune.compression.masks import Pattern, as_pattern
-from lyapunov_prune.compression.method import compressed, rank_for, require_in_range
+from lyapunov_prune.compression.method import Method, rank_for, require_in_range
 from lyapunov_prune.compression.report import CompressedMatrix, CompressionReport
 from lyapunov_prune.compression.table import METHODS
 from lyapunov_prune.errors import LyapunovPruneError
@@ -41,13 +41,10 @@ class Recipe:
     `calibration` is the text that the method goes by; None for one that looks at weights alone.
     """
 
-    method: str
+    method: Method
     allocation: Allocation
     projections: tuple[Projection, ...]
     calibration: Reading | None
-    pattern: Pattern | None
-    group_size: int | None
-    symmetric: bool
 
     @cached_property
     def _wanted(self) -> dict[str, float]:
@@ -77,9 +74,8 @@ class Recipe:
     ) -> CompressedMatrix:
         amount, after = self._amount_of(p, W), W
         if amount is not None:
-            grid = {"pattern": self.pattern, "group_size": self.group_size, "symmetric": self.symmetric}
             try:
-                after = by(p, W) if by else compressed(self.method, W, statistics, amount, **grid)  # type: ignore[arg-type]
+                after = by(p, W) if by else self.method(W, amount, statistics)
             except LyapunovPruneError as error:
                 raise LyapunovPruneError(f"{p.name}: {error}") from None
         told = _describe(p, self.method, W, after, statistics, self._wanted[p.name], amount)
@@ -92,10 +88,10 @@ class Recipe:
     def report(self, done: Sequence[CompressedMatrix]) -> CompressionReport:
         by_name = {matrix.name: matrix for matrix in done}
         return CompressionReport(
-            method=self.method,
-            pattern=self.pattern,
-            group_size=self.group_size,
-            symmetric=self.symmetric,
+            method=self.method.name,
+            pattern=getattr(self.method, "pattern", None),
+            group_size=getattr(self.method, "group_size", None),
+            symmetric=getattr(self.method, "symmetric", False),
             allocation=self.allocation,
             matrices=tuple(by_name[p.name] for p in self.projections),
             calibration=None if self.calibration is None else self.calibration.measured_on(),
@@ -130,6 +126,8 @@ def recipe_for(
     if pattern is not None and sparsity is None and isinstance(allocation, str):
         sparsity = 1 - pattern[0] / pattern[1]
     kind = require_amount(method, sparsity, rank, bits, allocation)
+    options = {"pattern": pattern, "group_size": group_size, "symmetric": symmetric or None}
+    made = METHODS.make(method, **{option: value for option, value in options.items() if value is not None})
     require_options(allocation, schedule_options)
     schedule = allocation.schedule if isinstance(allocation, Allocation) else allocation
     if pattern is not None and schedule != "uniform":
@@ -149,20 +147,18 @@ def recipe_for(
     highest = max(min(p.weight(model).shape) for p in projections)
     if rank is not None and rank >= highest:
         raise LyapunovPruneError(f"rank {rank} leaves every matrix as it is; give one below {highest}")
-    if METHODS[method].needs == "nothing":
+    if made.needs == "nothing":
         given = None
     elif given is None:
         raise LyapunovPruneError(f"method {method} needs calibration text; give a batch, or method magnitude")
-    return Recipe(method, allocation, projections, given, pattern, group_size, symmetric)
+    return Recipe(made, allocation, projections, given)
 
 
 def require_amount(
     method: str, sparsity: float | None, rank: int | None, bits: float | None, allocation: str | Allocation
 ) -> str:
     """The unit in which it is said how much; raises LyapunovPruneError unless one is, and the method can take it."""
-    if method not in METHODS:
-        raise LyapunovPruneError(f"unknown method {method!r}; give one of {', '.join(METHODS)}")
-    takes = {"sparsity": ("sparsity",), "rank": ("sparsity", "rank"), "bits": ("bits",)}[METHODS[method].amount]
+    takes = {"sparsity": ("sparsity",), "rank": ("sparsity", "rank"), "bits": ("bits",)}[METHODS[method].unit]
     given = [name for name, x in (("sparsity", sparsity), ("rank", rank), ("bits", bits)) if x is not None]
     if isinstance(allocation, Allocation):
         if given:
@@ -201,9 +197,9 @@ def _allocated(
     return allocate(model, schedule, amount, **measured, **options)
 
 
-def _amount(method: str, amount: float, unit: str, shape: Sequence[int]) -> float | None:
+def _amount(method: Method, amount: float, unit: str, shape: Sequence[int]) -> float | None:
     """What the method is called with; None for a matrix that stays as it is."""
-    if METHODS[method].amount != "rank":
+    if method.unit != "rank":
         return amount if unit == "bits" or amount > 0 else None
     if unit == "sparsity" and amount == 0:
         return None
@@ -213,7 +209,7 @@ def _amount(method: str, amount: float, unit: str, shape: Sequence[int]) -> floa
 
 def _describe(
     p: Projection,
-    method: str,
+    method: Method,
     W: torch.Tensor,
     after: torch.Tensor,
     statistics: Statistics | None,
@@ -222,7 +218,6 @@ def _describe(
 ) -> CompressedMatrix:
     error, whole, zeros = _sums(W, after)
     gram = statistics.gram if statistics is not None else None
-    kind = METHODS[method].amount
     return CompressedMatrix(
         name=p.name,
         layer=p.layer,
@@ -231,8 +226,8 @@ def _describe(
         columns=W.shape[1],
         amount=wanted,
         zeros=zeros / after.numel(),
-        rank=int(amount) if kind == "rank" and amount is not None else None,
-        bits=int(amount) if kind == "bits" and amount is not None else None,
+        rank=int(amount) if method.unit == "rank" and amount is not None else None,
+        bits=int(amount) if method.unit == "bits" and amount is not None else None,
         weight_error=_share(error, whole),
         output_error=None if gram is None else _output_error(lift(W), lift(after), gram),
     )

@@ -9,7 +9,8 @@ import numpy as np
 from lyapunov_prune.allocation.allocation import Allocation
 from lyapunov_prune.allocation.table import SCHEDULES, Schedule
 from lyapunov_prune.checkpoints.cards import as_text
-from lyapunov_prune.compression.table import METHODS, Method
+from lyapunov_prune.compression.method import Method
+from lyapunov_prune.compression.table import METHODS
 from lyapunov_prune.results.frames import pd
 from lyapunov_prune.results.result import MeasuredOn, Result
 
@@ -140,5 +141,5 @@ class CompressionReport(Result):
         )
 
 
-def _told(name: str, entry: Method | Schedule) -> str:
+def _told(name: str, entry: type[Method] | Schedule) -> str:
     return f"{name}: {entry.help} ({entry.reference})"

@@ -89,7 +89,7 @@ def require_spendable(method: str, allocation: Any, **said: Any) -> str:
         raise LyapunovPruneError("the allocation says how much of every matrix; name a schedule with --max-kl")
     if allocation == "bits":
         raise LyapunovPruneError("allocation bits has few means to choose among; give --max-kl with uniform")
-    unit = "bits" if method in METHODS and METHODS[method].amount == "bits" else "sparsity"
+    unit = "bits" if method in METHODS and METHODS[method].unit == "bits" else "sparsity"
     require_amount(method, 0.5 if unit == "sparsity" else None, None, 4 if unit == "bits" else None, allocation)
     return unit
 

@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 from lyapunov_prune.calibration.norms import input_norms
 from lyapunov_prune.calibration.statistics import Statistics
 from lyapunov_prune.calibration.streaming import stream
-from lyapunov_prune.compression.method import compressed, rank_for
+from lyapunov_prune.compression.method import rank_for
 from lyapunov_prune.compression.methods.svd import basis, truncate
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.forward.reading import Readable
@@ -47,7 +47,7 @@ class Compression:
 
     @property
     def low_rank(self) -> bool:
-        return self.method in STUDY_METHODS and STUDY_METHODS[self.method].amount == "rank"
+        return self.method in STUDY_METHODS and STUDY_METHODS[self.method].unit == "rank"
 
     def at(self, sparsity: float) -> Compression:
         """The same at another sparsity, from which a low rank then follows."""
@@ -161,10 +161,10 @@ class Compressor:
             stream(self.model, self._text(setting.method), missing, needs, keep)
 
     def _compress(self, setting: Compression, p: Projection, statistics: Statistics | None) -> torch.Tensor:
-        W = p.weight(self.model)
+        W, method = p.weight(self.model), STUDY_METHODS[setting.method]()
         if setting.low_rank:
-            return compressed(setting.method, W, statistics, setting.rank_of(W.shape))
-        S = compressed(setting.method, W, statistics, setting.sparsity)
+            return method(W, setting.rank_of(W.shape), statistics)
+        S = method(W, setting.sparsity, statistics)
         return S if setting.rank is None or setting.rank >= min(S.shape) else truncate(S, setting.rank, basis(S))
 
     def _input_norms(self, method: str) -> dict[str, torch.Tensor]:

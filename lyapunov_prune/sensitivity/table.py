@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from lyapunov_prune.compression.table import METHODS
 
-STUDY_METHODS = {name: m for name, m in METHODS.items() if m.amount in ("sparsity", "rank")}
+STUDY_METHODS = {name: m for name, m in METHODS.items() if m.unit in ("sparsity", "rank")}
 
 
 class Study(NamedTuple):

@@ -16,7 +16,7 @@ from lyapunov_prune.bounds import approximate
 from lyapunov_prune.bounds.approx_linear import ApproxLinear, Record, _look_up
 from lyapunov_prune.bounds.approximate import Records, _Forward
 from lyapunov_prune.bounds.approximation import approximation, certify_difference
-from lyapunov_prune.compression.methods.magnitude import sparsify
+from lyapunov_prune.compression.methods.magnitude import Magnitude
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.forward.replacement import replaced
 from lyapunov_prune.linalg import certify
@@ -24,7 +24,7 @@ from lyapunov_prune.models.projections import Projection, find_projections, grou
 
 
 def half(projection: Projection, W: torch.Tensor) -> torch.Tensor:
-    return sparsify(W, 0.5)
+    return Magnitude().compress(W, 0.5)
 
 
 def trace(model: PreTrainedModel) -> dict[str, Any]:

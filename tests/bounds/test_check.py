@@ -22,7 +22,7 @@ from lyapunov_prune.bounds.approximation import Approximation, approximation
 from lyapunov_prune.bounds.check import check_bounds, check_grid, check_written
 from lyapunov_prune.bounds.report import BoundsReport
 from lyapunov_prune.bounds.trajectory import Trajectory
-from lyapunov_prune.compression.methods.magnitude import sparsify
+from lyapunov_prune.compression.methods.magnitude import Magnitude
 from lyapunov_prune.data.batch import TokenBatch
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.models.from_folder import Loaded
@@ -88,7 +88,7 @@ def test_the_approximated_trajectory_is_followed_to_the_prediction(few: torch.Te
     model, twin = make_tiny("llama"), make_tiny("llama")
     with torch.no_grad():
         for p in find_projections(twin):
-            p.weight(twin).copy_(sparsify(p.weight(model), 0.1))
+            p.weight(twin).copy_(Magnitude().compress(p.weight(model), 0.1))
         dense = model(few, output_hidden_states=True)
         changed = twin(few, output_hidden_states=True)
     report = check_bounds(model, few, sparsity=0.1)
@@ -119,7 +119,7 @@ def test_the_contraction_theorems_speak_of_the_relative_errors(few: torch.Tensor
         twin.load_state_dict(model.state_dict())
         with torch.no_grad():
             for p in find_projections(twin):
-                p.weight(twin).copy_(sparsify(p.weight(model), sparsity))
+                p.weight(twin).copy_(Magnitude().compress(p.weight(model), sparsity))
             states.append(twin(few, output_hidden_states=True).hidden_states[:-1])
     relative = [float((h - h2).norm() / h.norm()) for h, h2 in zip(*states, strict=True)]
     *growth, geometric = report.contraction

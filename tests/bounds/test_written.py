@@ -22,7 +22,7 @@ from lyapunov_prune.bounds.check import check_written
 from lyapunov_prune.bounds.distribution import RatioDistribution
 from lyapunov_prune.bounds.report import BoundsReport
 from lyapunov_prune.compression.compress import compress
-from lyapunov_prune.compression.methods.magnitude import sparsify
+from lyapunov_prune.compression.methods.magnitude import Magnitude
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.models.projections import find_projections
 from lyapunov_prune.pruning.compact import Cuts, make_compact
@@ -56,7 +56,7 @@ def test_predictions_that_weights_no_one_calls_change_are_seen(name: str, part: 
     with torch.no_grad():
         for p in find_projections(small):
             if part in p.name:
-                p.weight(small).copy_(sparsify(p.weight(small), 0.9))
+                p.weight(small).copy_(Magnitude().compress(p.weight(small), 0.9))
         flipped = dense(few, use_cache=False).logits.argmax(-1) != small(few, use_cache=False).logits.argmax(-1)
     decisions = check_written(dense, small, few).decisions
     assert decisions is not None

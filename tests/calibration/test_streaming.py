@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 
 from lyapunov_prune.calibration.statistics import Statistics
 from lyapunov_prune.calibration.streaming import stream
-from lyapunov_prune.compression.methods.magnitude import sparsify
+from lyapunov_prune.compression.methods.magnitude import Magnitude
 from lyapunov_prune.data.batch import as_batch
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.forward.hooks import hidden_of
@@ -23,7 +23,7 @@ from lyapunov_prune.models.structure import find_structure
 @torch.no_grad()
 def halve(model: PreTrainedModel, projections: Sequence[Projection]) -> None:
     for p in projections:
-        p.weight(model).copy_(sparsify(p.weight(model), 0.5))
+        p.weight(model).copy_(Magnitude().compress(p.weight(model), 0.5))
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt2", "gemma3", "qwen2"])

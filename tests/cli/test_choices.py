@@ -10,7 +10,6 @@ import pytest
 from lyapunov_prune.cli import choices
 from lyapunov_prune.cli.inputs import require_studies
 from lyapunov_prune.compression import factored, packed
-from lyapunov_prune.compression.table import METHODS
 from lyapunov_prune.data import batch
 from lyapunov_prune.joint.importance import IMPORTANCES
 from lyapunov_prune.merging.table import REDUCTIONS
@@ -31,12 +30,10 @@ TABLES: dict[str, tuple[Any, Iterable[str]]] = {
     "format": (choices.Format, get_args(checkpoint.Format)),
     "importance": (choices.Importance, IMPORTANCES),
     "where a state is read": (choices.ReadAt, get_args(exits.ReadAt)),
-    "method": (choices.Method, METHODS),
     "format of compressed weights": (choices.Stored, ("plain", packed.FORMAT, factored.FORMAT)),
     "pooling": (choices.Pooling, get_args(contraction.Pooling)),
     "reduction": (choices.Reduction, REDUCTIONS),
     "split": (choices.Split, get_args(batch.Split)),
-    "method of a study": (choices.StudyMethod, studies.STUDY_METHODS),
     "what": (choices.What, FIELDS),
 }
 

@@ -10,11 +10,21 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lyapunov_prune.calibration.gram import root
-from lyapunov_prune.compression import balanced as module
-from lyapunov_prune.compression.methods.balanced import balanced
+from lyapunov_prune.calibration.statistics import Statistics
+from lyapunov_prune.compression.methods import balanced as module
+from lyapunov_prune.compression.methods.balanced import Balanced
 from lyapunov_prune.compression.methods.svd import basis, truncate
-from lyapunov_prune.compression.methods.whitened_svd import whitened
+from lyapunov_prune.compression.methods.whitened_svd import WhitenedSVD
 from lyapunov_prune.errors import LyapunovPruneError
+
+
+def balanced(W: torch.Tensor, P: torch.Tensor, Q: torch.Tensor, rank: int, **options: float) -> torch.Tensor:
+    return Balanced(**options).compress(W, rank, Statistics(P.diagonal(), P, Q))
+
+
+def whitened(W: torch.Tensor, gram: torch.Tensor, rank: int, **options: float) -> torch.Tensor:
+    return WhitenedSVD(**options).compress(W, rank, Statistics(gram.diagonal(), gram))
+
 
 SHAPES = [(7, 12), (12, 7), (9, 9), (1, 6)]
 

@@ -41,7 +41,7 @@ def profiles() -> dict[str, ContractionProfile]:
     [
         (name, method, schedule)
         for name, (method, known), schedule in itertools.product(FAMILIES, METHODS.items(), SCHEDULES)
-        if schedule == "uniform" or (schedule == "bits") == (known.amount == "bits")
+        if schedule == "uniform" or (schedule == "bits") == (known.unit == "bits")
     ],
 )
 def test_every_method_with_every_schedule(
@@ -50,7 +50,7 @@ def test_every_method_with_every_schedule(
     """The contract: original untouched, same shapes and dtype, the budget met by what was kept, finite logits."""
     model = make_tiny(name)
     before = copy.deepcopy(model.state_dict())
-    kind = METHODS[method].amount
+    kind = METHODS[method].unit
     # Rank 1 of a head of GPT-2 (8 × 32) is 16 % of its parameters: no low rank is smaller.
     amount: dict[str, Any] = {"bits": 6} if kind == "bits" else {"sparsity": 0.4}
     few = {"trials": 1} if schedule == "atp-search" else {}
@@ -292,13 +292,13 @@ def test_a_layer_has_the_means_of_its_entries(ids: torch.Tensor) -> None:
 
 def test_a_method_is_called_with_what_its_unit_asks_for() -> None:
     """10 × 15: rank r has 25 r parameters of 150. Nothing to take is nothing, and of bits there are always some."""
-    assert _amount("magnitude", 0.0, "sparsity", (10, 15)) is None
-    assert _amount("magnitude", 1e-9, "sparsity", (10, 15)) == 1e-9
-    assert _amount("rtn", 4.0, "bits", (10, 15)) == 4
-    assert _amount("svd", 0.0, "sparsity", (10, 15)) is None
-    assert _amount("svd", 0.5, "sparsity", (10, 15)) == 3
-    assert _amount("svd", 7.0, "rank", (10, 15)) == 7
-    assert _amount("svd", 12.0, "rank", (10, 15)) == _amount("svd", 12.0, "rank", (15, 10)) == 10
+    assert _amount(METHODS["magnitude"](), 0.0, "sparsity", (10, 15)) is None
+    assert _amount(METHODS["magnitude"](), 1e-9, "sparsity", (10, 15)) == 1e-9
+    assert _amount(METHODS["rtn"](), 4.0, "bits", (10, 15)) == 4
+    assert _amount(METHODS["svd"](), 0.0, "sparsity", (10, 15)) is None
+    assert _amount(METHODS["svd"](), 0.5, "sparsity", (10, 15)) == 3
+    assert _amount(METHODS["svd"](), 7.0, "rank", (10, 15)) == 7
+    assert _amount(METHODS["svd"](), 12.0, "rank", (10, 15)) == _amount(METHODS["svd"](), 12.0, "rank", (15, 10)) == 10
 
 
 def test_the_pattern_says_the_sparsity(llama: PreTrainedModel) -> None:

@@ -12,10 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lyapunov_prune.calibration.statistics import Statistics
-from lyapunov_prune.compression import method as methods
-from lyapunov_prune.compression.method import compressed, rank_for
-from lyapunov_prune.compression.methods.rtn import round_to_nearest
-from lyapunov_prune.compression.table import METHODS, Method
+from lyapunov_prune.compression.method import FIELDS, Method, rank_for
+from lyapunov_prune.compression.methods.rtn import RoundToNearest
+from lyapunov_prune.compression.table import METHODS
 from lyapunov_prune.errors import LyapunovPruneError
 
 SHAPE = (12, 16)
@@ -30,6 +29,12 @@ def sample(seed: int = 0) -> tuple[torch.Tensor, Statistics]:
     G = torch.randn(m, tokens, generator=g, dtype=torch.float64)
     W = torch.randn(m, n, generator=g, dtype=torch.float64)
     return W, Statistics(X.norm(dim=1), X @ X.T, G @ G.T)
+
+
+def compressed(
+    name: str, W: torch.Tensor, statistics: Statistics | None, amount: float, **options: Any
+) -> torch.Tensor:
+    return METHODS.make(name, **options)(W, amount, statistics)
 
 
 @pytest.fixture(params=list(METHODS))
@@ -52,7 +57,7 @@ def kept(found: torch.Tensor, kind: str, removed: torch.Tensor | None) -> bool:
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_the_form_is_kept_and_the_amount_reached(method: str, dtype: torch.dtype) -> None:
     W, statistics = sample()
-    W, kind = W.to(dtype), METHODS[method].amount
+    W, kind = W.to(dtype), METHODS[method].unit
     before, fields = W.clone(), [t.clone() for t in (statistics.norms, statistics.gram, statistics.sensitivity)]
     found = compressed(method, W, statistics, AMOUNTS[kind])
     assert (found.shape, found.dtype, found.device) == (W.shape, W.dtype, W.device)
@@ -70,7 +75,7 @@ def test_the_form_is_kept_and_the_amount_reached(method: str, dtype: torch.dtype
 
 def test_planted_fault_an_amount_not_reached_is_seen(method: str) -> None:
     W, statistics = sample()
-    kind = METHODS[method].amount
+    kind = METHODS[method].unit
     removed = compressed(method, W, statistics, AMOUNTS[kind]) == 0 if kind == "sparsity" else None
     less = {"sparsity": 0.3, "rank": 6, "bits": 4}[kind]
     assert not kept(compressed(method, W, statistics, less), kind, removed)
@@ -79,7 +84,7 @@ def test_planted_fault_an_amount_not_reached_is_seen(method: str) -> None:
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_an_amount_that_asks_for_nothing_changes_nothing(method: str, dtype: torch.dtype) -> None:
     W, statistics = sample()
-    W, kind = W.to(dtype), METHODS[method].amount
+    W, kind = W.to(dtype), METHODS[method].unit
     if kind == "bits":  # a matrix that is on its grid stays
         W = torch.arange(192).view(SHAPE).to(dtype).remainder(16) - 5
         assert torch.equal(compressed(method, W, statistics, 4), W)
@@ -90,22 +95,22 @@ def test_an_amount_that_asks_for_nothing_changes_nothing(method: str, dtype: tor
 
 def test_a_parameter_gives_a_plain_tensor(method: str) -> None:
     W, statistics = sample()
-    found = compressed(method, torch.nn.Parameter(W), statistics, AMOUNTS[METHODS[method].amount])
+    found = compressed(method, torch.nn.Parameter(W), statistics, AMOUNTS[METHODS[method].unit])
     assert not found.requires_grad
-    assert torch.equal(found, compressed(method, W, statistics, AMOUNTS[METHODS[method].amount]))
+    assert torch.equal(found, compressed(method, W, statistics, AMOUNTS[METHODS[method].unit]))
 
 
 def test_a_matrix_that_lies_the_other_way_gives_the_same(method: str) -> None:
     """GPT-2 stores its matrices transposed."""
     W, statistics = sample()
-    amount = AMOUNTS[METHODS[method].amount]
+    amount = AMOUNTS[METHODS[method].unit]
     found = compressed(method, W.T.contiguous().T, statistics, amount)
     torch.testing.assert_close(found, compressed(method, W, statistics, amount), rtol=0, atol=1e-10)
 
 
 def test_options_reach_the_methods_that_have_them(method: str) -> None:
     W, statistics = sample()
-    kind = METHODS[method].amount
+    kind = METHODS[method].unit
     if kind == "sparsity":
         found = compressed(method, W, statistics, 0.5, pattern=(2, 4))
         assert ((found == 0).view(-1, 4).sum(1) == 2).all()
@@ -121,7 +126,7 @@ def test_options_reach_the_methods_that_have_them(method: str) -> None:
         assert max(len(group.unique()) for group in found.view(-1, 8)) <= 4
         assert max(len(row.unique()) for row in found) > 4
         around = compressed(method, W, statistics, 2, group_size=8, symmetric=True)
-        assert torch.equal(around, round_to_nearest(W, 2, 8, symmetric=True))
+        assert torch.equal(around, RoundToNearest(8, symmetric=True).compress(W, 2))
         assert not torch.equal(around, found)
     else:
         with pytest.raises(LyapunovPruneError, match=f"{method} has no group_size; .* one of rtn"):
@@ -135,16 +140,16 @@ def test_weights_that_are_not_finite_are_refused(method: str, bad: float) -> Non
     W, statistics = sample()
     W[3, 5] = bad
     with pytest.raises(LyapunovPruneError, match="the matrix holds NaN or infinity; check the weights"):
-        compressed(method, W, statistics, AMOUNTS[METHODS[method].amount])
+        compressed(method, W, statistics, AMOUNTS[METHODS[method].unit])
 
 
-NEEDED = [(name, field) for name, m in METHODS.items() for field in methods._FIELDS[m.needs]]
+NEEDED = [(name, field) for name, m in METHODS.items() for field in FIELDS[m.needs]]
 
 
 @pytest.mark.parametrize(("method", "field"), NEEDED, ids=str)
 def test_statistics_that_are_missing_or_not_finite_are_refused(method: str, field: str) -> None:
     W, statistics = sample()
-    amount = AMOUNTS[METHODS[method].amount]
+    amount = AMOUNTS[METHODS[method].unit]
     with pytest.raises(LyapunovPruneError, match=f"{method} needs calibration statistics with .*; collect them"):
         compressed(method, W, None, amount)
     without: dict[str, Any] = {field: None}
@@ -157,9 +162,9 @@ def test_statistics_that_are_missing_or_not_finite_are_refused(method: str, fiel
 
 def test_what_a_method_does_not_need_is_not_asked_for(method: str) -> None:
     W, statistics = sample()
-    unneeded = {f: None for f in ("gram", "sensitivity") if f not in methods._FIELDS[METHODS[method].needs]}
+    unneeded = {f: None for f in ("gram", "sensitivity") if f not in FIELDS[METHODS[method].needs]}
     bare = dataclasses.replace(statistics, **unneeded)
-    amount = AMOUNTS[METHODS[method].amount]
+    amount = AMOUNTS[METHODS[method].unit]
     assert torch.equal(compressed(method, W, bare, amount), compressed(method, W, statistics, amount))
     if METHODS[method].needs == "nothing":
         assert torch.equal(compressed(method, W, None, amount), compressed(method, W, statistics, amount))
@@ -168,11 +173,11 @@ def test_what_a_method_does_not_need_is_not_asked_for(method: str) -> None:
 @pytest.mark.parametrize("amount", [-0.1, 1.1, 2.5, 0.5, 0, 9, math.nan, math.inf, -math.inf])
 def test_amounts_out_of_range_are_refused(method: str, amount: float) -> None:
     W, statistics = sample()
-    fits = {"sparsity": 0 <= amount <= 1, "rank": amount == 9, "bits": False}[METHODS[method].amount]
+    fits = {"sparsity": 0 <= amount <= 1, "rank": amount == 9, "bits": False}[METHODS[method].unit]
     if fits:
         compressed(method, W, statistics, amount)
     else:
-        with pytest.raises(LyapunovPruneError, match=f"{method} cannot take {METHODS[method].amount} .*; give "):
+        with pytest.raises(LyapunovPruneError, match=f"{method} cannot take {METHODS[method].unit} .*; give "):
             compressed(method, W, statistics, amount)
 
 
@@ -180,7 +185,7 @@ def test_statistics_of_another_matrix_are_refused(method: str) -> None:
     W, statistics = sample()
     if METHODS[method].needs != "nothing":
         with pytest.raises(LyapunovPruneError, match=r"where 15 × 15 is needed|16 input norms"):
-            compressed(method, W[:, :15], statistics, AMOUNTS[METHODS[method].amount])
+            compressed(method, W[:, :15], statistics, AMOUNTS[METHODS[method].unit])
 
 
 def test_what_is_no_matrix_and_no_method_is_refused() -> None:
@@ -193,9 +198,9 @@ def test_what_is_no_matrix_and_no_method_is_refused() -> None:
 
 def test_every_method_says_what_it_needs_in_words_that_are_known() -> None:
     for method in METHODS.values():
-        assert isinstance(method, Method)
-        assert method.needs in methods._FIELDS
-        assert method.amount in AMOUNTS
+        assert issubclass(method, Method)
+        assert method.needs in FIELDS
+        assert method.unit in AMOUNTS
 
 
 @settings(max_examples=100, deadline=None)

@@ -8,8 +8,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lyapunov_prune.compression.methods.rtn import round_to_nearest, symmetric_grid
+from lyapunov_prune.compression.methods.rtn import RoundToNearest, symmetric_grid
 from lyapunov_prune.errors import LyapunovPruneError
+
+
+def round_to_nearest(
+    W: torch.Tensor, bits: int, group_size: int | None = None, symmetric: bool = False
+) -> torch.Tensor:
+    return RoundToNearest(group_size, symmetric).compress(W, bits)
 
 
 def grid_of(values: np.ndarray, bits: int) -> np.ndarray:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import numpy as np
 import pytest
@@ -10,11 +11,23 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lyapunov_prune.compression import sparsegpt as module
-from lyapunov_prune.compression.methods.magnitude import sparsify
-from lyapunov_prune.compression.methods.sparsegpt import sparsegpt
-from lyapunov_prune.compression.methods.wanda import wanda
+from lyapunov_prune.calibration.statistics import Statistics
+from lyapunov_prune.compression.masks import Pattern
+from lyapunov_prune.compression.methods import sparsegpt as module
+from lyapunov_prune.compression.methods.magnitude import Magnitude
+from lyapunov_prune.compression.methods.sparsegpt import SparseGPT
+from lyapunov_prune.compression.methods.wanda import Wanda
 from lyapunov_prune.errors import LyapunovPruneError
+
+
+def sparsegpt(
+    W: torch.Tensor, gram: torch.Tensor, sparsity: float, pattern: Pattern | None = None, **options: Any
+) -> torch.Tensor:
+    return SparseGPT(pattern, **options).compress(W, sparsity, Statistics(gram.diagonal(), gram))
+
+
+def wanda(W: torch.Tensor, norms: torch.Tensor, sparsity: float) -> torch.Tensor:
+    return Wanda().compress(W, sparsity, Statistics(norms))
 
 
 def correlated(seed: int, m: int, n: int, tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -90,7 +103,7 @@ def test_the_outputs_are_nearer_than_under_other_masks() -> None:
                 return float(((W - found) @ G * (W - found)).sum())
 
             mine = error(sparsegpt(W, G, sparsity, block=8))
-            others = [error(wanda(W, G.diagonal().sqrt(), sparsity)), error(sparsify(W, sparsity))]
+            others = [error(wanda(W, G.diagonal().sqrt(), sparsity)), error(Magnitude().compress(W, sparsity))]
             ratios.append([mine / other for other in others])
     assert np.mean(ratios, axis=0).max() < 0.7
     assert np.max(ratios) < 1

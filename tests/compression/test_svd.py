@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from lyapunov_prune.compression import svd as lowrank
+from lyapunov_prune.compression.methods import svd as lowrank
 from lyapunov_prune.compression.methods.svd import basis, truncate
 
 SHAPES = [(12, 30), (30, 12), (16, 16), (1, 9), (9, 1)]

@@ -16,9 +16,15 @@ from transformers import AutoModelForCausalLM, MixtralConfig, PreTrainedModel
 
 from lyapunov_prune.calibration import norms as module
 from lyapunov_prune.calibration.norms import input_norms
-from lyapunov_prune.compression.methods.wanda import wanda
+from lyapunov_prune.calibration.statistics import Statistics
+from lyapunov_prune.compression.masks import Pattern
+from lyapunov_prune.compression.methods.wanda import Wanda
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.models.projections import find_projections
+
+
+def wanda(W: torch.Tensor, norms: torch.Tensor, sparsity: float, pattern: Pattern | None = None) -> torch.Tensor:
+    return Wanda(pattern).compress(W, sparsity, Statistics(norms))
 
 
 def reference(W: np.ndarray, norms: np.ndarray, sparsity: float) -> np.ndarray:

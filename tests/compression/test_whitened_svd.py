@@ -10,8 +10,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lyapunov_prune.calibration.gram import leading
-from lyapunov_prune.compression.methods.whitened_svd import whitened
+from lyapunov_prune.calibration.statistics import Statistics
+from lyapunov_prune.compression.methods.whitened_svd import WhitenedSVD
 from lyapunov_prune.errors import LyapunovPruneError
+
+
+def whitened(W: torch.Tensor, gram: torch.Tensor, rank: int, **options: float) -> torch.Tensor:
+    return WhitenedSVD(**options).compress(W, rank, Statistics(gram.diagonal(), gram))
+
 
 SHAPES = [(7, 12), (12, 7), (9, 9), (1, 6), (6, 1)]
 

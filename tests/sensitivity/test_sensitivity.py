@@ -20,10 +20,11 @@ from scipy import stats
 from transformers import PreTrainedModel
 
 from lyapunov_prune.calibration.norms import input_norms
-from lyapunov_prune.compression.methods.magnitude import sparsify
+from lyapunov_prune.calibration.statistics import Statistics
+from lyapunov_prune.compression.methods.magnitude import Magnitude
 from lyapunov_prune.compression.methods.svd import basis, truncate
-from lyapunov_prune.compression.methods.wanda import wanda
-from lyapunov_prune.compression.methods.whitened_svd import whitened
+from lyapunov_prune.compression.methods.wanda import Wanda
+from lyapunov_prune.compression.methods.whitened_svd import WhitenedSVD
 from lyapunov_prune.data.batch import as_batch
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.evaluation.perplexity import perplexity
@@ -36,6 +37,14 @@ from lyapunov_prune.sensitivity import studies
 from lyapunov_prune.sensitivity.sensitivity import Effect, Sensitivity, measure_sensitivity
 from lyapunov_prune.sensitivity.studies import Change, Compression, Compressor, changes
 from lyapunov_prune.sensitivity.table import STUDIES
+
+
+def whitened(W: torch.Tensor, gram: torch.Tensor, rank: int, **options: float) -> torch.Tensor:
+    return WhitenedSVD(**options).compress(W, rank, Statistics(gram.diagonal(), gram))
+
+
+def wanda(W: torch.Tensor, norms: torch.Tensor, sparsity: float) -> torch.Tensor:
+    return Wanda().compress(W, sparsity, Statistics(norms))
 
 
 @pytest.fixture
@@ -85,12 +94,12 @@ def test_regret_is_that_of_the_changed_model(name: str, few: torch.Tensor) -> No
     dense, ps = perplexity(model, few).value, find_projections(model)
     assert found.perplexity == pytest.approx(dense, rel=1e-6)
     for k in (0, 3, 5):
-        pruned = with_weights(name, {p: sparsify(p.weight(model), 0.6) for p in ps if p.layer == k}, few)
+        pruned = with_weights(name, {p: Magnitude().compress(p.weight(model), 0.6) for p in ps if p.layer == k}, few)
         assert regrets(found, "layer")[k] == pytest.approx(pruned - dense, rel=1e-3, abs=1e-4 * dense)
         with skipped(find_structure(model), (k,)):
             removed = perplexity(model, few).value
         assert regrets(found, "removal")[k] == pytest.approx(removed - dense, rel=1e-3, abs=1e-4 * dense)
-    pruned = with_weights(name, {p: sparsify(p.weight(model), 0.9) for p in ps}, few)
+    pruned = with_weights(name, {p: Magnitude().compress(p.weight(model), 0.9) for p in ps}, few)
     row = found.of("sparsity").iloc[-1]
     assert row.perplexity == pytest.approx(pruned, rel=1e-4)
     assert row.degradation == pytest.approx(pruned / dense, rel=1e-4)
@@ -137,7 +146,7 @@ def test_rescored_greedy_is_the_best_next_group_by_hand(few: torch.Tensor, monke
     def by_hand(chosen: tuple[Change, ...]) -> float:
         twin = copy.deepcopy(model)
         for p in (p for change in chosen for p in change.matrices):
-            p.weight(twin).copy_(sparsify(p.weight(model), 0.8))
+            p.weight(twin).copy_(Magnitude().compress(p.weight(model), 0.8))
         return perplexity(twin, few).value
 
     found = measure_sensitivity(model, few, studies=["greedy-rescored"], sparsity=0.8).of("greedy-rescored")
@@ -156,7 +165,9 @@ def test_planted_fault_matrices_of_the_next_layer_are_seen(few: torch.Tensor, mo
         studies, "_by_layer", lambda ps: dict(zip(range(6), [*by_layer(ps).values()][::-1], strict=True))
     )
     found = measure_sensitivity(model, few, studies=["layer"])
-    wanted = with_weights("llama", {p: sparsify(p.weight(model), 0.5) for p in ps if p.layer == 0}, few) - dense
+    wanted = (
+        with_weights("llama", {p: Magnitude().compress(p.weight(model), 0.5) for p in ps if p.layer == 0}, few) - dense
+    )
     assert regrets(found, "layer")[0] != pytest.approx(wanted, rel=1e-3)
 
 

@@ -16,15 +16,21 @@ from hypothesis import strategies as st
 from transformers import PreTrainedModel
 
 from lyapunov_prune.calibration.norms import input_norms
+from lyapunov_prune.calibration.statistics import Statistics
 from lyapunov_prune.compression.compress import compress
 from lyapunov_prune.compression.method import rank_for
-from lyapunov_prune.compression.methods.magnitude import sparsify
-from lyapunov_prune.compression.methods.wanda import wanda
+from lyapunov_prune.compression.methods.magnitude import Magnitude
+from lyapunov_prune.compression.methods.wanda import Wanda
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.models.projections import Projection, find_projections
 from lyapunov_prune.sensitivity import studies
 from lyapunov_prune.sensitivity.studies import Change, Compression, Compressor, changes
 from lyapunov_prune.sensitivity.table import STUDIES
+
+
+def wanda(W: torch.Tensor, norms: torch.Tensor, sparsity: float) -> torch.Tensor:
+    return Wanda().compress(W, sparsity, Statistics(norms))
+
 
 BASE = Compression("magnitude", 0.5, None)
 # Component types of GPT-2: queries, keys, values, output, and the two of the MLP.
@@ -290,7 +296,7 @@ def test_a_job_makes_the_weights_of_its_setting(
 
     for sparsity in (0.0, 0.3):
         for p, W in made("magnitude", sparsity, None).items():
-            assert torch.equal(W, sparsify(p.weight(gpt2), sparsity))
+            assert torch.equal(W, Magnitude().compress(p.weight(gpt2), sparsity))
         for p, W in made("wanda", sparsity, None).items():
             assert torch.equal(W, wanda(p.weight(gpt2), norms[p.name], sparsity))
         for p, W in made("wanda", sparsity, 3).items():
@@ -298,7 +304,7 @@ def test_a_job_makes_the_weights_of_its_setting(
             U, sigma, Vt = torch.linalg.svd(S, full_matrices=False)
             torch.testing.assert_close(W.double(), U[:, :3] * sigma[:3] @ Vt[:3], atol=1e-5, rtol=1e-5)
         for p, W in made("magnitude", sparsity, 1000).items():
-            assert torch.equal(W, sparsify(p.weight(gpt2), sparsity))
+            assert torch.equal(W, Magnitude().compress(p.weight(gpt2), sparsity))
 
 
 def test_a_matrix_is_made_once_for_a_setting(

@@ -14,7 +14,7 @@ import torch
 from helpers import LAYERS, assert_same, bits, computed, hooks_of, launched_twice, leave, make_tiny
 from transformers import PreTrainedModel
 
-from lyapunov_prune.compression.methods.magnitude import sparsify
+from lyapunov_prune.compression.methods.magnitude import Magnitude
 from lyapunov_prune.errors import LyapunovPruneError, NonFiniteError
 from lyapunov_prune.evaluation.perplexity import perplexity
 from lyapunov_prune.forward.hooks import final_state, skipped
@@ -34,7 +34,7 @@ def sparse(model: PreTrainedModel, layers: Iterable[int], taken: list[str] | Non
     def weights() -> dict[Any, torch.Tensor]:
         if taken is not None:
             taken.append(key)
-        return {p: sparsify(p.weight(model), 0.5) for p in chosen}
+        return {p: Magnitude().compress(p.weight(model), 0.5) for p in chosen}
 
     return Job(key, min(layers), weights=weights)
 

@@ -286,7 +286,7 @@ def sensitivity(
         if not any(setting in STUDIES[name].takes for name in studies):
             option = "regret_limit" if setting == "limit" else setting
             given.refuse(f"has no effect on {' and '.join(studies)}; leave it out", option)
-    if STUDY_METHODS[method].amount == "rank" and rank is not None:
+    if STUDY_METHODS[method].unit == "rank" and rank is not None:
         given.refuse(f"has no effect on {method} beside --rank; give one of the two", "sparsity")
     explained = ["activations.json", "jacobian.json"] if why else []
     run = begun_run(output, model, "sensitivity.json", "sensitivity/profile.json", *explained)

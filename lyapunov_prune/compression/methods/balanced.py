@@ -10,30 +10,46 @@ much of the outputs is seen there, and not at the loss (`calibration.statistics`
 
 from __future__ import annotations
 
-import torch
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from lyapunov_prune.calibration.gram import damped, leading, root, scaled
+from lyapunov_prune.compression.method import LowRank
+from lyapunov_prune.lazy import torch
 from lyapunov_prune.linalg import lift
 
+if TYPE_CHECKING:
+    from lyapunov_prune.calibration.statistics import Statistics
 
-def balanced(
-    W: torch.Tensor, gram: torch.Tensor, sensitivity: torch.Tensor, rank: int, *, damping: float = 1e-6
-) -> torch.Tensor:
-    """`argmin ‖Q^½ (W − Ŵ) P^½‖_F` over `Ŵ` (m × n) of rank `rank`: `Q^{-½} [Q^½ W P^½]_r P^{-½}`.
 
-    `gram` is P (n × n), `sensitivity` is Q (m × m), float64 in any scale; to each `damping · mean(diag) · I` is added.
-    With `[M]_r = U_r U_rᵀ M` this is `Q^{-½} U_r U_rᵀ Q^½ W`. The error in that norm is `sqrt(Σ_{i>r} σ_i²)` of the
-    Hankel values `σ(Q^½ W P^½)`: the tail that balanced truncation drops (Moore 1981; optimal here by Eckart and
-    Young).
+@dataclass(frozen=True)
+class Balanced(LowRank):
+    """`argmin ‖Q^½ (W − Ŵ) P^½‖_F` over `Ŵ` (m × n) of rank `amount`: `Q^{-½} [Q^½ W P^½]_r P^{-½}`.
+
+    P (n × n) is the `gram` of the statistics, Q (m × m) their `sensitivity`, float64 in any scale; to each
+    `damping · mean(diag) · I` is added. With `[M]_r = U_r U_rᵀ M` this is `Q^{-½} U_r U_rᵀ Q^½ W`. The error in that
+    norm is `sqrt(Σ_{i>r} σ_i²)` of the Hankel values `σ(Q^½ W P^½)`: the tail that balanced truncation drops (Moore
+    1981; optimal here by Eckart and Young).
 
     Float64, rounded once to the dtype of `W`, which leaves directions of the size of that rounding beyond the rank.
-    `W` itself when it has no more rank. Raises LyapunovPruneError for what is no Gram matrix of n inputs, or of m
-    outputs.
+    Raises LyapunovPruneError for what is no Gram matrix of n inputs, or of m outputs.
     """
-    if rank >= min(W.shape):
-        return W
-    D, exponent = scaled(lift(W.detach()))
-    m, n = D.shape
-    A = root(scaled(damped(sensitivity, m, damping, D.device))[0])
-    U = leading(A @ D, damped(gram, n, damping, D.device), rank)
-    return torch.ldexp(torch.linalg.solve(A, U) @ (U.T @ A @ D), torch.tensor(exponent)).to(W)
+
+    damping: float = 1e-6
+
+    name = "balanced"
+    help = "the nearest of lower rank, outputs weighted by how they move the layer"
+    reference = "Moore, IEEE TAC 26, 1981, with Gramians that are measured"
+    needs = "sensitivity"
+
+    def compress(self, W: torch.Tensor, amount: float, statistics: Statistics | None = None) -> torch.Tensor:
+        if amount >= min(W.shape):
+            return W
+        assert statistics is not None
+        assert statistics.gram is not None
+        assert statistics.sensitivity is not None
+        D, exponent = scaled(lift(W.detach()))
+        m, n = D.shape
+        A = root(scaled(damped(statistics.sensitivity, m, self.damping, D.device))[0])
+        U = leading(A @ D, damped(statistics.gram, n, self.damping, D.device), int(amount))
+        return torch.ldexp(torch.linalg.solve(A, U) @ (U.T @ A @ D), torch.tensor(exponent)).to(W)

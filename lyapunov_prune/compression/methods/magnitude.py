@@ -2,19 +2,32 @@
 
 from __future__ import annotations
 
-import torch
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from lyapunov_prune.compression.masks import Pattern, row_mask, smallest
+from lyapunov_prune.compression.masks import row_mask, smallest
+from lyapunov_prune.compression.method import Sparsifier
+from lyapunov_prune.lazy import torch
+
+if TYPE_CHECKING:
+    from lyapunov_prune.calibration.statistics import Statistics
 
 
-def sparsify(W: torch.Tensor, sparsity: float, pattern: Pattern | None = None) -> torch.Tensor:
-    """`W` without the `sparsity` share of its entries of smallest magnitude; ties go first come, first served.
+@dataclass(frozen=True)
+class Magnitude(Sparsifier):
+    """Zero the `amount` share of the entries of smallest magnitude; of equal entries the earlier one goes.
 
-    Exactly `round(sparsity · numel)` entries become zero. Any float dtype; `W` itself for a share that rounds to 0.
-    With `pattern` (keep, of) only the `keep` largest of every `of` consecutive inputs of a row stay. Raises
-    LyapunovPruneError for a pattern that does not fit the matrix or whose sparsity is another.
+    Exactly `round(amount · numel)` entries become zero. Any float dtype. With `pattern` (keep, of) the `keep` largest
+    of every `of` consecutive inputs of a row stay. Raises LyapunovPruneError for a pattern that does not fit the matrix
+    or has another sparsity.
     """
-    if pattern is not None:
-        return W.masked_fill(row_mask(W.abs(), sparsity, pattern), 0)
-    count = round(sparsity * W.numel())
-    return W.masked_fill(smallest(W.abs(), count), 0) if count else W
+
+    name = "magnitude"
+    help = "the smallest entries become zero"
+    reference = "Han et al., NeurIPS 2015, arXiv:1506.02626"
+
+    def compress(self, W: torch.Tensor, amount: float, statistics: Statistics | None = None) -> torch.Tensor:
+        if self.pattern is not None:
+            return W.masked_fill(row_mask(W.abs(), amount, self.pattern), 0)
+        count = round(amount * W.numel())
+        return W.masked_fill(smallest(W.abs(), count), 0) if count else W

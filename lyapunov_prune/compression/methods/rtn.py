@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple
 
-import torch
-
+from lyapunov_prune.compression.method import Method
 from lyapunov_prune.errors import LyapunovPruneError
+from lyapunov_prune.lazy import torch
 from lyapunov_prune.linalg import lift, row_blocks
+
+if TYPE_CHECKING:
+    from lyapunov_prune.calibration.statistics import Statistics
 
 
 class Grid(NamedTuple):
@@ -24,21 +28,31 @@ class Grid(NamedTuple):
         return torch.cat([(lift(q) * lift(s)).to(scale) for q, s in pairs])
 
 
-def round_to_nearest(
-    W: torch.Tensor, bits: int, group_size: int | None = None, symmetric: bool = False
-) -> torch.Tensor:
+@dataclass(frozen=True)
+class RoundToNearest(Method):
     """`W` (m × n) on grids of `2^bits` points, one of every row or of `group_size` inputs of a row.
 
     `ŵ = s (clamp(round(w/s) + z, 0, 2^bits − 1) − z)` with `s = (max − min)/(2^bits − 1)`, `z = round(−min/s)`, the
     range widened to hold 0, which stays 0 (Nagel et al., A white paper on neural network quantization, 2021, §2.2.1).
     `|w − ŵ| ≤ s/2`, beside one rounding to the dtype of `W`. The values of the grid come back, not packed integers.
-    `symmetric`: those of `symmetric_grid`.
+    With `symmetric` the grids are those of `symmetric_grid`.
 
     Raises LyapunovPruneError for `bits` outside 2 … 8 and for a group size that does not divide n.
     """
-    if symmetric:
-        return symmetric_grid(W, bits, group_size).values()
-    return torch.cat([_rounded(rows, bits, group_size) for rows in row_blocks(W.detach())])
+
+    group_size: int | None = None
+    symmetric: bool = False
+
+    name = "rtn"
+    help = "round to the nearest of 2^bits even steps"
+    reference = "Nagel et al., 2021, arXiv:2106.08295, §2.2.1"
+    unit = "bits"
+
+    def compress(self, W: torch.Tensor, amount: float, statistics: Statistics | None = None) -> torch.Tensor:
+        bits = int(amount)
+        if self.symmetric:
+            return symmetric_grid(W, bits, self.group_size).values()
+        return torch.cat([_rounded(rows, bits, self.group_size) for rows in row_blocks(W.detach())])
 
 
 def _rounded(W: torch.Tensor, bits: int, group_size: int | None) -> torch.Tensor:
@@ -57,9 +71,9 @@ def symmetric_grid(W: torch.Tensor, bits: int, group_size: int | None = None) ->
 
     `q = clamp(round(w/s), −2^(bits−1), 2^(bits−1) − 1)` with `s = 2 max|w| / (2^bits − 1)`, rounded up to the dtype of
     `W`: down, the clamp would cut the largest weights short. `|w − s q| ≤ s/2` with the scale as it is stored; the ends
-    of the range lie halfway between two points (Nagel et al., §2.2.2, on the range of `round_to_nearest`).
+    of the range lie halfway between two points (Nagel et al., §2.2.2, on the range of `RoundToNearest`).
 
-    Raises as `round_to_nearest` does.
+    Raises as `RoundToNearest` does.
     """
     grids = [_grid(rows, bits, group_size) for rows in row_blocks(W.detach())]
     return Grid(*(torch.cat(parts) for parts in zip(*grids, strict=True)))

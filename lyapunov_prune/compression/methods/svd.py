@@ -2,9 +2,27 @@
 
 from __future__ import annotations
 
-import torch
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
+from lyapunov_prune.compression.method import LowRank
+from lyapunov_prune.lazy import torch
 from lyapunov_prune.linalg import gram
+
+if TYPE_CHECKING:
+    from lyapunov_prune.calibration.statistics import Statistics
+
+
+@dataclass(frozen=True)
+class SVD(LowRank):
+    """The rank-`amount` matrix nearest to `W` in spectral and Frobenius norm (Eckart and Young), up to rounding."""
+
+    name = "svd"
+    help = "the nearest matrix of lower rank"
+    reference = "Eckart and Young, Psychometrika 1, 1936"
+
+    def compress(self, W: torch.Tensor, amount: float, statistics: Statistics | None = None) -> torch.Tensor:
+        return truncate(W, int(amount), basis(W))
 
 
 def basis(S: torch.Tensor) -> torch.Tensor:
@@ -17,7 +35,7 @@ def basis(S: torch.Tensor) -> torch.Tensor:
 
 
 def truncate(S: torch.Tensor, rank: int, vectors: torch.Tensor) -> torch.Tensor:
-    """The rank-`rank` matrix nearest to `S` in spectral and Frobenius norm (Eckart and Young), but for rounding.
+    """The rank-`rank` matrix nearest to `S` (`SVD`).
 
     `vectors` is `basis(S)`. `S` itself when it has no more rank.
     """

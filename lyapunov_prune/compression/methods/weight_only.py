@@ -2,23 +2,35 @@
 
 from __future__ import annotations
 
-import torch
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from lyapunov_prune.compression.masks import Pattern, row_mask
+from lyapunov_prune.compression.masks import row_mask
+from lyapunov_prune.compression.method import Sparsifier
+from lyapunov_prune.lazy import torch
 from lyapunov_prune.linalg import lift
 
+if TYPE_CHECKING:
+    from lyapunov_prune.calibration.statistics import Statistics
 
-def weight_only(W: torch.Tensor, sparsity: float, pattern: Pattern | None = None) -> torch.Tensor:
-    """`W` (m × n) without the `round(sparsity · n)` entries of each row of smallest `|W_ij| ‖W_:j‖₂`.
 
-    What *Structural Sensitivity in Compressed Transformers* (§6.1) calls simplified Wanda: weight × column norm, no
-    calibration text. It is not Wanda, and removes other entries. Scores in float64; ties: the earlier entry goes.
-    With `pattern` (keep, of) only the `keep` best of every `of` consecutive inputs of a row stay. `W` itself for a
-    share that rounds to 0. Raises LyapunovPruneError for a pattern that does not fit the matrix or whose sparsity
-    is another.
+@dataclass(frozen=True)
+class WeightOnly(Sparsifier):
+    """Zero the `round(amount · n)` entries of each row (m × n) of smallest `|W_ij| ‖W_:j‖₂`.
+
+    *Structural Sensitivity in Compressed Transformers* (§6.1) calls it simplified Wanda: weight × column norm, no
+    calibration text. It is not Wanda, and removes other entries. Scores in float64; of equal entries the earlier one
+    goes. With `pattern` (keep, of) the `keep` best of every `of` consecutive inputs of a row stay. Raises
+    LyapunovPruneError for a pattern that does not fit the matrix or has another sparsity.
     """
-    if pattern is None and round(sparsity * W.shape[1]) == 0:
-        return W
-    size = lift(W.detach()).abs()
-    removed = row_mask(size * torch.linalg.vector_norm(size, dim=0), sparsity, pattern)
-    return W.masked_fill(removed.to(W.device), 0)
+
+    name = "weight-only"
+    help = "of each row the least |W_ij| ‖W_:j‖ become zero"
+    reference = "structural sensitivity, §6.1: its simplified Wanda"
+
+    def compress(self, W: torch.Tensor, amount: float, statistics: Statistics | None = None) -> torch.Tensor:
+        if self.pattern is None and round(amount * W.shape[1]) == 0:
+            return W
+        size = lift(W.detach()).abs()
+        removed = row_mask(size * torch.linalg.vector_norm(size, dim=0), amount, self.pattern)
+        return W.masked_fill(removed.to(W.device), 0)

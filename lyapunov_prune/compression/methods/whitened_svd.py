@@ -2,24 +2,42 @@
 
 from __future__ import annotations
 
-import torch
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from lyapunov_prune.calibration.gram import damped, leading, scaled
+from lyapunov_prune.compression.method import LowRank
+from lyapunov_prune.lazy import torch
 from lyapunov_prune.linalg import lift
 
+if TYPE_CHECKING:
+    from lyapunov_prune.calibration.statistics import Statistics
 
-def whitened(W: torch.Tensor, gram: torch.Tensor, rank: int, *, damping: float = 1e-6) -> torch.Tensor:
-    """`argmin ‖(W − Ŵ) X‖_F` over `Ŵ` (m × n) of rank `rank`, for inputs X (n × tokens) with `gram = X Xᵀ`.
+
+@dataclass(frozen=True)
+class WhitenedSVD(LowRank):
+    """`argmin ‖(W − Ŵ) X‖_F` over `Ŵ` (m × n) of rank `amount`, for inputs X (n × tokens) with `gram = X Xᵀ`.
 
     With `S Sᵀ = gram + damping · mean(diag) · I` and `[W S]_r = U_r U_rᵀ W S` the truncated SVD,
     `Ŵ = [W S]_r S⁻¹ = U_r U_rᵀ W`, so that `S` needs no inverse, and `‖(W − Ŵ) S‖_F² = Σ_{i>r} σ_i(W S)²`. Wang et
     al., SVD-LLM (ICLR 2025, arXiv:2403.07378), §3.1; Eckart and Young. `gram` is n × n, float64, in any scale.
 
     Float64, rounded once to the dtype of `W`, which leaves directions of the size of that rounding beyond the rank.
-    `W` itself when it has no more rank. Raises LyapunovPruneError for what is no Gram matrix of n inputs.
+    Raises LyapunovPruneError for what is no Gram matrix of n inputs.
     """
-    if rank >= min(W.shape):
-        return W
-    D, exponent = scaled(lift(W.detach()))
-    U = leading(D, damped(gram, D.shape[1], damping, D.device), rank)
-    return torch.ldexp(U @ (U.T @ D), torch.tensor(exponent)).to(W)
+
+    damping: float = 1e-6
+
+    name = "whitened-svd"
+    help = "the matrix of lower rank whose outputs are nearest"
+    reference = "Wang et al., ICLR 2025, arXiv:2403.07378, §3.1"
+    needs = "gram"
+
+    def compress(self, W: torch.Tensor, amount: float, statistics: Statistics | None = None) -> torch.Tensor:
+        if amount >= min(W.shape):
+            return W
+        assert statistics is not None
+        assert statistics.gram is not None
+        D, exponent = scaled(lift(W.detach()))
+        U = leading(D, damped(statistics.gram, D.shape[1], self.damping, D.device), int(amount))
+        return torch.ldexp(U @ (U.T @ D), torch.tensor(exponent)).to(W)

@@ -1,0 +1,74 @@
+"""The lists of what a room lets its user choose by name: one row a name, one class a row, one file a class."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import fields
+from importlib import import_module
+from typing import Any, ClassVar, Generic, TypeVar, get_type_hints
+
+from lyapunov_prune.arguments import fits, is_finite
+from lyapunov_prune.errors import LyapunovPruneError
+
+T = TypeVar("T", bound="Choice")
+
+
+class Choice:
+    """What stands behind a name: a frozen dataclass whose fields are its options.
+
+    `help` says in a line what it does, without a full stop; `reference` where it is from. The file of a class imports
+    neither torch nor numpy (`lazy`), because `--help` reads it.
+    """
+
+    name: ClassVar[str]
+    help: ClassVar[str]
+    reference: ClassVar[str]
+
+    def __post_init__(self) -> None:
+        """Raise LyapunovPruneError for an option that is not what its annotation says, or not finite."""
+        hints = get_type_hints(type(self), include_extras=True)
+        for option in self.options():
+            value = getattr(self, option)
+            if not (fits(value, hints[option]) and is_finite(value)):
+                wanted = "a finite number" if hints[option] in (int, float) else f"{hints[option]}"
+                raise LyapunovPruneError(f"{option} of {self.name} is {value!r}; give {wanted}")
+
+    @classmethod
+    def options(cls) -> tuple[str, ...]:
+        return tuple(field.name for field in fields(cls))  # type: ignore[arg-type]
+
+
+class Registry(Mapping[str, type[T]], Generic[T]):
+    """`{"name": "module:Class"}`, whose classes are imported when they are first asked for.
+
+    Asking for a name that is not in it raises LyapunovPruneError, which lists those that are.
+    """
+
+    def __init__(self, kind: str, rows: Mapping[str, str]) -> None:
+        self._kind, self._rows = kind, rows
+
+    def __getitem__(self, name: str) -> type[T]:
+        if name not in self._rows:
+            raise LyapunovPruneError(f"unknown {self._kind} {name!r}; give one of {', '.join(self._rows)}")
+        module, _, found = self._rows[name].partition(":")
+        return getattr(import_module(module), found)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._rows)
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._rows
+
+    def make(self, name: str, **options: Any) -> T:
+        """The class of that name with these options. Raises LyapunovPruneError for one that it does not have."""
+        chosen = self[name]
+        for option in options:
+            if option not in chosen.options():
+                others = ", ".join(other for other, known in self.items() if option in known.options())
+                own = f"it has {', '.join(chosen.options())}" if chosen.options() else "it has no options"
+                remedy = f"leave it out, or take one of {others}" if others else own
+                raise LyapunovPruneError(f"{self._kind} {name} has no {option}; {remedy}")
+        return chosen(**options)
