@@ -84,7 +84,7 @@ def save_files(
 
 
 def _carry(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, folder: Path) -> None:
-    source = _source(model)
+    source = source_folder(model)
     if source is None:
         return
     known: tuple[str, ...] = _SETTINGS
@@ -105,7 +105,7 @@ def _carry(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, fo
         warn(f"left behind in {source}, as no known part of a checkpoint: {', '.join(behind[:_NAMED])}{more}")
 
 
-def _source(model: PreTrainedModel) -> Path | None:
+def source_folder(model: PreTrainedModel) -> Path | None:
     """The folder that `model` was loaded from; None where it is not known, or not on this machine."""
     with suppress(LyapunovPruneError):
         folder = checkpoint_folder(model.config._name_or_path, offline=True)

@@ -5,19 +5,28 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Mapping
 from pathlib import Path
+from typing import Any
 
-from huggingface_hub import ModelCardData
+import yaml
+from huggingface_hub import ModelCardData, metadata_load
 from transformers import PreTrainedModel
 
+from lyapunov_prune.checkpoints.beside import source_folder
 from lyapunov_prune.errors import printable
+from lyapunov_prune.models.cache import BUILTIN
 from lyapunov_prune.models.classifiers import looks_at_images
 from lyapunov_prune.models.compact import MODULE
+from lyapunov_prune.models.gguf import BUILTIN_CARD
 from lyapunov_prune.models.hub import HUB_ID
 from lyapunov_prune.models.left_out import left_out
-from lyapunov_prune.models.wrappers import loading_class
+from lyapunov_prune.models.wrappers import is_wrapped, loading_class
 
+CARD = "README.md"
+_OWN_TAG = "lyapunov-prune"
+_LICENCE = ("license", "license_name", "license_link")
 _MODULE_IS_RUN = f"""This runs `{MODULE}`, which lies in this folder and imports torch and transformers alone: read it
-first. lyapunov-prune needs no flag. It runs its own copy of that module, and no code from a folder."""
+first. lyapunov-prune needs no flag. It runs its own copy of that module, and no code from a folder. Engines that bring
+their own model code, such as llama.cpp, do not know these layers and cannot load this checkpoint."""
 
 
 def write_card(
@@ -28,14 +37,13 @@ def write_card(
     sections: Mapping[str, str] | None = None,
     *,
     tags: Collection[str] = (),
-    source: str = "",
 ) -> None:
     """Write the card of the checkpoint in `folder`.
 
     `title` is text; `about` and what stands under the headings of `sections` are Markdown, in which names went
-    through `as_text`. `model` is what the checkpoint holds: its class and what it was loaded without are named.
-    `source` is the model that this one was made from, which becomes a link if it is of a hub. Where the folder holds
-    the module of a compact checkpoint, the card says that loading runs it.
+    through `as_text`. `model` is what the checkpoint holds: its class and what it was loaded without are named. Its
+    config says which model it was made from: the front matter takes base model and licence from there. Where the folder
+    holds the module of a compact checkpoint, the card says that loading runs it, and that other engines cannot.
     """
     compact, loader, reads_text = (folder / MODULE).is_file(), loading_class(model).__name__, not looks_at_images(model)
     left = left_out(model)
@@ -44,7 +52,7 @@ def write_card(
     option = ", trust_remote_code=True" if compact else ""
     tokenizer = '\ntokenizer = AutoTokenizer.from_pretrained("path/to/this/folder")' if reads_text else ""
     more = "".join(f"## {heading}\n\n{text}\n\n" for heading, text in sections.items())
-    card = f"""{_front_matter(("lyapunov-prune", *tags), source)}
+    card = f"""{_front_matter((_OWN_TAG, *tags), model)}
 # {as_text(title)}
 
 {about}
@@ -61,7 +69,7 @@ model = {loader}.from_pretrained("path/to/this/folder"{option}){tokenizer}
 
 {more}Licence and intended use are those of the original model.
 """
-    (folder / "README.md").write_text(card, encoding="utf-8")
+    (folder / CARD).write_text(card, encoding="utf-8")
 
 
 def as_text(line: str) -> str:
@@ -69,8 +77,43 @@ def as_text(line: str) -> str:
     return re.sub(r"[\\`*\[\]<>|&]", r"\\\g<0>", printable(line))
 
 
-def _front_matter(tags: Collection[str], source: str) -> str:
+def _front_matter(tags: Collection[str], model: PreTrainedModel) -> str:
+    source = model.config._name_or_path
+    told: Mapping[str, object] = BUILTIN_CARD if source == BUILTIN else _told_by(source_folder(model))
     # A hub id makes a link on the hub; a local path would make the card invalid there.
     is_hub = source.count("/") == 1 and HUB_ID.fullmatch(source) and not Path(source).exists()
-    data = ModelCardData(library_name="transformers", base_model=source if is_hub else None, tags=list(tags))
-    return f"---\n{data.to_yaml(original_order=['library_name', 'base_model', 'tags'])}\n---"
+    source_tags = told.get("tags")
+    made_here = source == BUILTIN or (isinstance(source_tags, list) and _OWN_TAG in source_tags)
+    values: dict[str, Any] = {
+        "library_name": "transformers",
+        "base_model": source if is_hub else _text(told, "base_model") if made_here else None,
+        "pipeline_tag": _task(model) or _text(told, "pipeline_tag"),
+        **{key: _text(told, key) for key in _LICENCE},
+        "tags": list(tags),
+    }
+    # Entries that are None are left out.
+    return f"---\n{ModelCardData(**values).to_yaml(original_order=[*values])}\n---"
+
+
+def _told_by(folder: Path | None) -> dict[str, object]:
+    """The front matter of the card in the folder of a source; empty where there is none that can be read."""
+    card = folder / CARD if folder else None
+    if card is None or not card.is_file():
+        return {}
+    try:
+        told = metadata_load(card)
+    except (OSError, ValueError, yaml.YAMLError):
+        return {}
+    return told if isinstance(told, dict) else {}
+
+
+def _text(told: Mapping[str, object], key: str) -> str | None:
+    value = told.get(key)
+    return printable(value) if isinstance(value, str) else None
+
+
+def _task(model: PreTrainedModel) -> str | None:
+    """What the hub calls the task of `model`; None for a decoder inside a multimodal model, whose tasks are many."""
+    if looks_at_images(model):
+        return "image-classification"
+    return None if is_wrapped(model) else "text-generation"

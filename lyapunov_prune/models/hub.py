@@ -10,7 +10,8 @@ from lyapunov_prune.models.cache import BUILTIN
 
 HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
 # What a checkpoint needs besides its weights; nothing here can hold code.
-_FILES = ["*.json", "*.safetensors", "*.model", "*.tiktoken", "*.txt", "*.jinja", "LICENSE*", "LICENCE*", "NOTICE*"]
+_FILES = ["*.json", "*.safetensors", "*.model", "*.tiktoken", "*.txt", "*.jinja", "README.md"]
+_FILES += ["LICENSE*", "LICENCE*", "NOTICE*"]
 _PARTS = ["[0-9]_*/*.json", "[0-9]_*/*.safetensors"]  # of an embedding model, beside its modules.json
 
 

@@ -83,5 +83,4 @@ def _describe(folder: Path, model: PreTrainedModel, compact: PreTrainedModel, cu
         compact,
         {"Removed": "\n".join(gone), "Gate": gate_table(gate)},
         tags=("depth-pruning",),
-        source=name,
     )

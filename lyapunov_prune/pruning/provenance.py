@@ -120,11 +120,10 @@ def describe(
             "Removed": _removed(plan, format),
             **({} if mended is None else {"Mended": _mended(mended)}),
             **(sections or {}),
-            "Engines": _engines(find_kinds(structure), plan.kept),
+            **({"Engines": _engines(find_kinds(structure), plan.kept)} if format == "plain" else {}),
             "Gate": _checked(provenance),
         },
         tags=("depth-pruning",),
-        source=plan.model.name,
     )
     return provenance
 

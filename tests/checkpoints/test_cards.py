@@ -9,10 +9,14 @@ import pytest
 import yaml
 from transformers import PreTrainedModel
 
+from lyapunov_prune.checkpoints.cards import CARD as CARD_FILE
 from lyapunov_prune.checkpoints.cards import as_text, write_card
+from lyapunov_prune.models.cache import BUILTIN
+from lyapunov_prune.models.compact import MODULE
 
 CARD = """---
 library_name: transformers
+pipeline_tag: text-generation
 tags:
 - lyapunov-prune
 ---
@@ -55,9 +59,15 @@ def test_sections_stand_before_the_last_line(llama: PreTrainedModel, tmp_path: P
     assert card.replace("- more\n", "").replace("## A\n\na\n\n## B\n\nb\nc\n\n", "") == plain
 
 
-@pytest.mark.parametrize(("name", "is_link"), [("org/model", True), ("/tmp", False), ("smollm2-135m", False)])
+def of(model: PreTrainedModel, source: str | Path) -> PreTrainedModel:
+    """`model`, as made from `source`."""
+    model.config._name_or_path = str(source)
+    return model
+
+
+@pytest.mark.parametrize(("name", "is_link"), [("org/model", True), ("/tmp", False), ("small", False)])
 def test_the_card_links_to_a_hub_model_only(name: str, is_link: bool, llama: PreTrainedModel, tmp_path: Path) -> None:
-    assert (f"base_model: {name}\n" in written(tmp_path, "small", "", llama, source=name)) is is_link
+    assert (f"base_model: {name}\n" in written(tmp_path, "small", "", of(llama, name))) is is_link
 
 
 def test_a_folder_of_that_name_is_no_hub_model(
@@ -65,11 +75,62 @@ def test_a_folder_of_that_name_is_no_hub_model(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "org" / "model").mkdir(parents=True)
-    assert "base_model" not in front(written(tmp_path, "small", "", llama, source="org/model"))
+    assert "base_model" not in front(written(tmp_path, "small", "", of(llama, "org/model")))
 
 
 def test_a_name_of_yaml_s_own_is_a_string(llama: PreTrainedModel, tmp_path: Path) -> None:
-    assert front(written(tmp_path, "small", "", llama, source="1/2"))["base_model"] == "1/2"
+    assert front(written(tmp_path, "small", "", of(llama, "1/2")))["base_model"] == "1/2"
+
+
+def test_the_built_in_model_has_its_licence(llama: PreTrainedModel, tmp_path: Path) -> None:
+    card = front(written(tmp_path, "small", "", of(llama, BUILTIN)))
+    assert (card["base_model"], card["license"]) == ("HuggingFaceTB/SmolLM2-135M-Instruct", "apache-2.0")
+
+
+SOURCE_CARD = """---
+license: other
+license_name: gemma
+license_link: https://example.org/terms
+base_model: org/first
+tags: [{tag}]
+---
+"""
+
+
+@pytest.mark.parametrize(("tag", "base"), [("lyapunov-prune", "org/first"), ("merge", None)])
+def test_licence_and_base_come_from_the_card_of_the_source(
+    tag: str, base: str | None, llama: PreTrainedModel, tmp_path: Path
+) -> None:
+    """The base of a checkpoint of this program is its own base too; that of another folder is one step too far back."""
+    source, target = tmp_path / "source", tmp_path / "target"
+    source.mkdir()
+    target.mkdir()
+    (source / CARD_FILE).write_text(SOURCE_CARD.format(tag=tag))
+    card = front(written(target, "small", "", of(llama, source)))
+    assert [card[key] for key in ("license", "license_name", "license_link")] == [
+        "other",
+        "gemma",
+        "https://example.org/terms",
+    ]
+    assert card.get("base_model") == base
+
+
+@pytest.mark.parametrize("content", [b"", b"no front matter", b"---\n- a\n---\n", b"---\nlicense: [1\n---\n", b"\xff"])
+def test_a_card_of_the_source_that_says_nothing_is_passed_over(
+    content: bytes, llama: PreTrainedModel, tmp_path: Path
+) -> None:
+    source, target = tmp_path / "source", tmp_path / "target"
+    source.mkdir()
+    target.mkdir()
+    (source / CARD_FILE).write_bytes(content)
+    assert set(front(written(target, "small", "", of(llama, source)))) == {"library_name", "pipeline_tag", "tags"}
+
+
+def test_a_compact_checkpoint_s_card_says_that_other_engines_do_not_load_it(
+    llama: PreTrainedModel, tmp_path: Path
+) -> None:
+    (tmp_path / MODULE).touch()
+    assert "cannot load" in " ".join(written(tmp_path, "small", "", llama).split())
 
 
 def test_a_name_is_text_and_one_line() -> None:

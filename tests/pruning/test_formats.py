@@ -74,6 +74,8 @@ def test_a_plan_in_the_compact_format(
     assert "Activation of the feed-forward block (reduction affine) of layers of the original: 1, 4." in card
     assert "merged blocks fitted, on:\n\n- " in card
     assert "saves no time" not in card
+    assert "cannot load" in card
+    assert "## Engines" not in card
     assert "in a compact checkpoint a part of a layer is gone" in provenance.headline()
     assert not (tmp_path / "small" / "gate.json").exists()
 
