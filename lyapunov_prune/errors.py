@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from difflib import get_close_matches
+
 
 def printable(text: str) -> str:
     """`text` on one line, with what a terminal would obey (control and format characters) as its escape, `\\x1b`.
@@ -22,6 +25,13 @@ def first_line(error: Exception) -> str:
 def in_short(error: Exception, most: int) -> str:
     """The kind of `error`, and the first `most` characters of what it says, on one line."""
     return f"{type(error).__name__}: {' '.join(str(error).split())[:most]}"
+
+
+def did_you_mean(word: str, known: Iterable[str]) -> str:
+    """` (did you mean X?)` where one of the names in `known` is close to `word`; else nothing."""
+    by_lower = {name.lower(): name for name in known}
+    close = get_close_matches(word.lower(), by_lower, n=1, cutoff=0.75)
+    return f" (did you mean {by_lower[close[0]]}?)" if close else ""
 
 
 class LyapunovPruneError(Exception):

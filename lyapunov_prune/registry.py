@@ -8,7 +8,7 @@ from importlib import import_module
 from typing import Any, ClassVar, Generic, TypeVar, get_type_hints
 
 from lyapunov_prune.arguments import fits, is_finite
-from lyapunov_prune.errors import LyapunovPruneError
+from lyapunov_prune.errors import LyapunovPruneError, did_you_mean
 
 T = TypeVar("T", bound="Choice")
 
@@ -49,7 +49,8 @@ class Registry(Mapping[str, type[T]], Generic[T]):
 
     def __getitem__(self, name: str) -> type[T]:
         if name not in self._rows:
-            raise LyapunovPruneError(f"unknown {self._kind} {name!r}; give one of {', '.join(self._rows)}")
+            meant = did_you_mean(name, self._rows)
+            raise LyapunovPruneError(f"unknown {self._kind} {name!r}{meant}; give one of {', '.join(self._rows)}")
         module, _, found = self._rows[name].partition(":")
         return getattr(import_module(module), found)
 

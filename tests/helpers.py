@@ -718,10 +718,10 @@ WRITERS = [
     ["prune", "tiny", "--layers", "1", "--on-disk"],
     ["prune", "tiny", "--layers", "1", "--stream"],
     ["prune", "tiny", "--layers", "1", "--what", "attention", "--format", "compact", *TEXT],
-    ["compress", "tiny", "--method", "magnitude", "--sparsity", "0.5", *TEXT],
-    ["compress", "tiny", "--method", "magnitude", "--sparsity", "0.5", "--stream", *TEXT],
-    ["compress", "tiny", "--method", "svd", "--sparsity", "0.5", "--format", "compact", *TEXT],
-    ["compress", "tiny", "--method", "rtn", "--bits", "4", "--symmetric", "--format", "compressed-tensors", *TEXT],
+    ["compress", "tiny", "--method", "magnitude", "--sparsity", "0.5"],
+    ["compress", "tiny", "--method", "magnitude", "--sparsity", "0.5", "--stream"],
+    ["compress", "tiny", "--method", "svd", "--sparsity", "0.5", "--format", "compact"],
+    ["compress", "tiny", "--method", "rtn", "--bits", "4", "--symmetric", "--format", "compressed-tensors"],
     ["heal", "tiny", "--teacher", "tiny", "--steps", "1", *TEXT],
 ]
 

@@ -10,9 +10,11 @@ from lyapunov_prune.allocation.lyapunov import log_amplification, require_profil
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.profiles.contraction_profile import ContractionProfile
 
+LOW, HIGH = 4, 8
+
 
 def allocate_bits(
-    model: PreTrainedModel, budget: float, profile: ContractionProfile, *, low: int = 4, high: int = 8
+    model: PreTrainedModel, budget: float, profile: ContractionProfile, *, low: int = LOW, high: int = HIGH
 ) -> Allocation:
     """`high` bits a weight for the layers of largest `A_l = Π_{k > l} ρ_k`, `low` for the others.
 
@@ -40,3 +42,12 @@ def allocate_bits(
     amount = np.where(np.isin(matrices.layers, order[:count]), float(high), float(low))
     parameters = {"low": low, "high": high}
     return matrices.allocated("bits", budget, amount, parameters, unit="bits", profile=profile)
+
+
+def require_mixed(budget: float, *, low: int = LOW, high: int = HIGH) -> None:
+    """Raise LyapunovPruneError for a mean that every layer has to have, so that nothing is left to allocate."""
+    if budget in (low, high):
+        raise LyapunovPruneError(
+            f"allocation bits with a mean of {budget:g} gives every layer {budget:g} bits; give a mean between {low:g} "
+            f"and {high:g}, or allocation uniform"
+        )

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from lyapunov_prune.cli.choices import Pooling, Split
 from lyapunov_prune.cli.options import ModelOptions, TextOptions
 from lyapunov_prune.cli.records import Given
-from lyapunov_prune.errors import LyapunovPruneError
+from lyapunov_prune.errors import LyapunovPruneError, did_you_mean
 
 if TYPE_CHECKING:  # a usage error must not wait for torch
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -180,7 +180,9 @@ def require_studies(study: str) -> tuple[str, ...]:
     names = every if study == "all" else tuple(name.strip() for name in study.split(","))
     unknown = [name for name in names if name not in STUDIES]
     if unknown:
-        raise LyapunovPruneError(f"unknown study {unknown[0]!r}; give all, or some of {', '.join(STUDIES)}")
+        raise LyapunovPruneError(
+            f"unknown study {unknown[0]!r}{did_you_mean(unknown[0], STUDIES)}; give all, or some of {', '.join(STUDIES)}"
+        )
     return names
 
 
@@ -207,6 +209,14 @@ def goes_by_rho(schedule: str | Allocation) -> bool:
     from lyapunov_prune.allocation.table import SCHEDULES
 
     return isinstance(schedule, str) and SCHEDULES[schedule].needs == "profile"
+
+
+def reads_text(method: str, schedule: str | Allocation) -> bool:
+    """Whether compressing goes by a text, or by the weights alone."""
+    from lyapunov_prune.allocation.table import SCHEDULES
+    from lyapunov_prune.compression.table import METHODS
+
+    return METHODS[method].needs != "nothing" or (isinstance(schedule, str) and SCHEDULES[schedule].needs is not None)
 
 
 def parse_schedule_options(given: list[str] | None) -> dict[str, Any]:

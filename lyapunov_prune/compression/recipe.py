@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 
 from lyapunov_prune.allocation.allocation import Allocation, Matrices
 from lyapunov_prune.allocation.atp import Score
+from lyapunov_prune.allocation.bits import require_mixed
 from lyapunov_prune.allocation.schedules import allocate
 from lyapunov_prune.allocation.table import SCHEDULES, require_parameters
 from lyapunov_prune.arguments import checked
@@ -128,7 +129,7 @@ def recipe_for(
     kind = require_amount(method, sparsity, rank, bits, allocation)
     options = {"pattern": pattern, "group_size": group_size, "symmetric": symmetric or None}
     made = METHODS.make(method, **{option: value for option, value in options.items() if value is not None})
-    require_options(allocation, schedule_options)
+    require_options(allocation, schedule_options, bits)
     schedule = allocation.schedule if isinstance(allocation, Allocation) else allocation
     if pattern is not None and schedule != "uniform":
         raise LyapunovPruneError("a pattern keeps the same share of every matrix; give allocation uniform with it")
@@ -179,10 +180,17 @@ def require_amount(
     return given[0]
 
 
-def require_options(allocation: str | Allocation, options: Mapping[str, Any] | None) -> None:
-    """Raise LyapunovPruneError unless the schedule has these parameters; an Allocation has made use of its own."""
+def require_options(
+    allocation: str | Allocation, options: Mapping[str, Any] | None, bits: float | None = None
+) -> None:
+    """Raise LyapunovPruneError unless the schedule has these parameters; an Allocation has made use of its own.
+
+    Also for a mean of so many `bits` that schedule bits would give every layer the same.
+    """
     if not isinstance(allocation, Allocation):
         require_parameters(allocation, options or {})
+        if allocation == "bits" and bits is not None:
+            require_mixed(bits, **(options or {}))
     elif options:
         raise LyapunovPruneError(f"the allocation is made; leave out {next(iter(options))}, or name a schedule")
 

@@ -26,8 +26,8 @@ from lyapunov_prune.cli.app import app
 TEXT = ("--tokens", "64", "--context", "16")
 MEASURED = (*TEXT, "--device", "cpu")
 PRUNE = ("prune", "tiny", *MEASURED)
-PACK = ("compress", "tiny", "--method", "rtn", "--symmetric", "--format", "compressed-tensors", *MEASURED)
-FACTOR = ("compress", "tiny", "--method", "svd", "--format", "compact", *MEASURED)
+PACK = ("compress", "tiny", "--method", "rtn", "--symmetric", "--format", "compressed-tensors", "--device", "cpu")
+FACTOR = ("compress", "tiny", "--method", "svd", "--format", "compact", "--device", "cpu")
 # What has been made before, by the name that a command reads it by.
 MADE = {
     "pruned": (*PRUNE, "--layers", "1"),

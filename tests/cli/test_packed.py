@@ -14,7 +14,7 @@ from packed_kernels import write_packed_checkpoint
 from transformers import AutoModelForCausalLM
 
 TEXT = ("--tokens", "64", "--context", "32")
-PACK = ("compress", "tiny", "--method", "rtn", "--symmetric", "--format", "compressed-tensors", "-o", "small", *TEXT)
+PACK = ("compress", "tiny", "--method", "rtn", "--symmetric", "--format", "compressed-tensors", "-o", "small")
 
 
 def test_a_packed_checkpoint_is_smaller_and_is_measured(run: Callable[..., Any]) -> None:
@@ -89,7 +89,7 @@ def test_a_packed_checkpoint_is_made_ranked_pruned_and_scored_a_layer_at_a_time(
         (("--bits", "3"), "packs 4 or 8 bits, not 3 bits; give --bits 4 or --bits 8"),
         ((), "method rtn takes bits"),
         (("--bits", "4", "--group-size", "5"), "groups of 5 do not fit the 32 inputs of model.layers.0"),
-        (("--bits", "4", "--allocation", "bits"), "leave out --allocation"),
+        (("--bits", "4", "--allocation", "bits"), "gives every layer 4 bits"),
     ],
 )
 def test_what_cannot_be_packed_is_one_line(more: tuple[str, ...], told: str, run_bad: Callable[..., str]) -> None:
@@ -99,7 +99,7 @@ def test_what_cannot_be_packed_is_one_line(more: tuple[str, ...], told: str, run
 def test_other_methods_and_grids_are_one_line(
     run: Callable[..., Any], run_bad: Callable[..., str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    packs = ("--format", "compressed-tensors", "-o", "small", *TEXT)
+    packs = ("--format", "compressed-tensors", "-o", "small")
     assert "packs what rtn rounds, not wanda" in run_bad("compress", "tiny", "--sparsity", "0.5", *packs)
     told = run_bad("compress", "tiny", "--method", "magnitude", "--pattern", "2:4", *packs)
     assert "compressed-tensors dropped its formats for patterns of zeros, and transformers loads none" in told

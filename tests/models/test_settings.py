@@ -232,7 +232,7 @@ DROPPED = {"drop_attn_list": [1, 3], "drop_mlp_list": [2], "scale_of_code": 2.0}
     [
         ["eval", "tiny", *SMALL_TEXT],
         ["eval", "tiny", "--stream", *SMALL_TEXT],
-        ["compress", "tiny", "--method", "magnitude", "--sparsity", "0.5", "-o", "out", *SMALL_TEXT],
+        ["compress", "tiny", "--method", "magnitude", "--sparsity", "0.5", "-o", "out"],
         ["profile", "tiny", *SMALL_TEXT],
         ["prune", "tiny", "--layers", "1", "-o", "out", *SMALL_TEXT],
         ["prune", "tiny", "--layers", "1", "--on-disk", "-o", "out"],

@@ -12,6 +12,7 @@ from lyapunov_prune.cli.inputs import (
     load_inputs,
     parse_schedule_options,
     profile_for,
+    reads_text,
 )
 from lyapunov_prune.cli.options import (
     Allocation,
@@ -35,6 +36,7 @@ from lyapunov_prune.cli.options import (
     Target,
     TextOptions,
 )
+from lyapunov_prune.cli.records import Given
 from lyapunov_prune.cli.terminal import say, show
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.ranking.criteria import require_budget
@@ -65,6 +67,7 @@ def compress(
     output: Target,
     as_json: Json = False,
     full: Full = False,
+    given: Given = Given(),
 ) -> None:
     """Compress every matrix of the layers; writes a plain transformers checkpoint with compression.json.
 
@@ -106,7 +109,14 @@ def compress(
             sparsity = 1 - keep_of[0] / keep_of[1]
         require_amount(method, sparsity, rank, bits, schedule)
     options = parse_schedule_options(schedule_option)
-    require_options(schedule, options)
+    require_options(schedule, options, bits)
+    if sparsity == 0:
+        raise LyapunovPruneError("--sparsity 0 removes nothing; give more than 0")
+    reads = max_kl is not None or reads_text(method, schedule)
+    if not reads:
+        given.refuse_record(
+            f"has no effect: {method} by {allocation} looks at weights alone; leave it out", TextOptions
+        )
     if pooling is not None and not goes_by_rho(schedule):
         raise LyapunovPruneError(f"allocation {allocation} does not measure rho; leave out --pooling")
     packed, factored = format == "compressed-tensors", format == "compact"
@@ -118,14 +128,16 @@ def compress(
         require_packed_options(method, bits, symmetric, schedule, keep_of)
     if factored:
         require_low_rank(method)
-    loaded, batch = load_inputs(model, source, text, stream=stream)
+    loaded, batch = (
+        load_inputs(model, source, text, stream=stream) if reads else (source.load(model, stream=stream), None)
+    )
     require_unquantised(loaded.model)  # before anything is measured
     require_whole(loaded.model)
     if packed:
         require_packable(loaded.model, group_size)
     if factored:
         require_smaller(loaded.model, rank)
-    profile = profile_for(schedule, loaded, batch, text.batch_size, pooling)
+    profile = profile_for(schedule, loaded, batch, text.batch_size, pooling) if batch is not None else None
     results: dict[str, Result] = {}
     how: dict[str, Any] = {
         "method": method,
@@ -144,6 +156,7 @@ def compress(
     if max_kl is None:
         done = compress_model(loaded.model, batch, **how, **amount)
     else:
+        assert batch is not None  # `reads`
         spent, done = compress_under_budget(loaded.model, batch, max_kl, **how, folder=jobs, resume=resume)
         results["amounts.json"] = spent
         if not as_json:
