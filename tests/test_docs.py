@@ -29,7 +29,7 @@ PAGES = {
     for path in (REPOSITORY / "README.md", *DOCS.rglob("*.md"))
     if DOCS / "api" not in path.parents  # written by `make docs`
 }
-ROOMS = {path.stem for path in PACKAGE.iterdir() if path.stem not in ("__init__", "__pycache__", "py")}
+ROOMS = {path.stem for path in PACKAGE.iterdir() if path.stem != "py" and not path.stem.startswith("__")}
 COMMANDS: dict[str, Any] = typer.main.get_command(app).commands  # type: ignore[attr-defined]
 FENCE = re.compile(r"^```.*?^```", re.MULTILINE | re.DOTALL)
 

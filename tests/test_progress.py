@@ -7,9 +7,10 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from rich.console import Console
 
 from lyapunov_prune import progress
-from lyapunov_prune.progress import is_main, status, track
+from lyapunov_prune.progress import is_main, phases, status, track, warn
 
 
 class Terminal(io.StringIO):
@@ -107,3 +108,47 @@ def test_the_block_of_a_status_runs(terminal: Terminal) -> None:
     with pytest.raises(RuntimeError, match="planted"), status("waiting"):
         raise RuntimeError("planted")
     assert "waiting" in terminal.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("seconds", "told"), [(0, "0 s"), (7.9, "7 s"), (60, "1:00"), (105, "1:45"), (7265, "2:01:05")]
+)
+def test_a_duration_is_short(seconds: float, told: str) -> None:
+    assert progress._duration(seconds) == told
+
+
+@pytest.mark.parametrize(("left", "told"), [(105, "7 s, 1:45 left"), (None, "7 s")])
+def test_a_bar_says_what_it_took_and_what_is_left(left: float | None, told: str) -> None:
+    task: Any = SimpleNamespace(finished=False, elapsed=7.2, time_remaining=left)
+    assert progress._Times().render(task).plain == told
+
+
+def test_phases_are_counted_in_the_bars(told: list[tuple[str, Any]]) -> None:
+    with phases(3) as begin:
+        begin()
+        list(track([], "one"))
+        begin()
+        list(track([], "two"))
+    list(track([], "three"))
+    assert [name for name, _ in told] == ["1 of 3: one", "2 of 3: two", "three"]
+
+
+@pytest.mark.parametrize(
+    "other", [lambda: list(track([1], "measuring")), lambda: warn("careful"), lambda: run_status("second")]
+)
+def test_a_spinner_ends_where_something_else_is_shown(other: Any, terminal: Terminal) -> None:
+    with status("first"):
+        assert progress._spinner is not None
+        other()
+        assert progress._spinner is None
+
+
+def run_status(message: str) -> None:
+    with status(message):
+        pass
+
+
+def test_a_notebook_shows_the_bar_where_it_can_be_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
+    for widgets in (object(), None):
+        monkeypatch.setattr(progress, "find_spec", lambda name, found=widgets: found)
+        assert progress._shows(Console(force_jupyter=True)) is (widgets is not None)

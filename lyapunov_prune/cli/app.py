@@ -27,10 +27,29 @@ from lyapunov_prune.cli.terminal import print_json, say, speak_any_language
 if TYPE_CHECKING:
     from lyapunov_prune.results.result import Result
 
-app = typer.Typer(
-    name="lyapunov-prune",
-    add_completion=False,
-)
+app = typer.Typer(name="lyapunov-prune")
+
+# What stands below the help of each command; `tests/cli/test_options.py` parses them.
+EXAMPLES = {
+    "demo": "demo -o runs/demo",
+    "profile": "profile smollm2-135m --tokens 2048",
+    "rank": "rank smollm2-135m --criterion bi --remove 4",
+    "prune": "prune smollm2-135m --remove 25% --mend -o smaller",
+    "compress": "compress smollm2-135m --method wanda --sparsity 0.5 -o sparse",
+    "heal": "heal smaller --minutes 10 -o healed",
+    "joint": "joint smollm2-135m --remove 6 -o without",
+    "eval": "eval smaller --against smollm2-135m --speed",
+    "check": "check smollm2-135m --sparsity 0.5",
+    "sensitivity": "sensitivity smollm2-135m --study layer,removal",
+    "hierarchy": "hierarchy smollm2-135m smaller",
+    "cache": "cache --clear",
+    "theorems": "theorems --verify",
+    "report": "report runs/smollm2-135m",
+}
+
+
+def _command(name: str) -> Callable[..., Any]:
+    return app.command(name, epilog=f"Example: lyapunov-prune {EXAMPLES[name]}")
 
 
 def _print_version(wanted: bool) -> None:
@@ -48,7 +67,7 @@ def _common(
     """How compression errors travel through a transformer, and which layers it can do without."""
 
 
-@app.command()
+@_command("demo")
 def demo(
     output: Annotated[Path, output_option("--output", "-o", help="Folder of the run.")] = Path("runs/demo"),
     resume: Resume = False,
@@ -86,10 +105,10 @@ COMMANDS: dict[str, Callable[..., None]] = {
     "cache": cache,
 }
 for name, command in COMMANDS.items():
-    app.command(name)(flattened(command))
+    _command(name)(flattened(command))
 
 
-@app.command()
+@_command("theorems")
 def theorems(
     verify: Annotated[bool, what_option("--verify", help="Run lake build and lake test first.")] = False,
     as_json: Json = False,
@@ -110,7 +129,7 @@ def theorems(
         say(f"{t.number or '':>3} {t.name}: {t.statement} Used by: {users}{': ' if t.unused else ''}{t.unused}.")
 
 
-@app.command()
+@_command("report")
 def report(
     run: Annotated[Path, typer.Argument(help="Folder with the results of a run.")], as_json: Json = False
 ) -> None:

@@ -16,7 +16,8 @@ from typing import TextIO
 
 import typer
 
-from lyapunov_prune.errors import LyapunovPruneError, printable
+from lyapunov_prune.errors import LyapunovPruneError, did_you_mean, printable
+from lyapunov_prune.progress import end_status
 
 # What is wrong with a path that was given, wherever it is met.
 _NAMES = ("EACCES", "EPERM", "EROFS", "ENOENT", "ENOTDIR", "EISDIR", "EEXIST", "ENAMETOOLONG", "ELOOP")
@@ -40,7 +41,8 @@ def as_refusal(error: BaseException, arguments: list[str]) -> LyapunovPruneError
     if isinstance(error, LyapunovPruneError):
         return error
     if isinstance(error, typer.TyperException):  # a usage error
-        return LyapunovPruneError(f"{_short(error.format_message().rstrip('.'))}; see lyapunov-prune COMMAND --help")
+        told = error.format_message().rstrip(".")
+        return LyapunovPruneError(f"{_short(told)}{_meant(told)}; see lyapunov-prune COMMAND --help")
     if type(error).__name__ == "OutOfMemoryError":  # torch's own, and torch may not have been imported
         told = str(error).partition(". ")[0]
         return LyapunovPruneError(f"{told}; lower --batch-size or --context, or give --device cpu")
@@ -85,6 +87,7 @@ def no_more_output(error: OSError) -> BaseException:
 
 def tell(line: str) -> None:
     """Print `line` on stderr, where that takes it."""
+    end_status()
     try:
         print(line, file=sys.stderr, flush=True)
     except OSError:
@@ -96,6 +99,20 @@ def put_aside(stream: TextIO | None) -> None:
     for own in (sys.__stdout__, sys.__stderr__):
         if own is not None and own is stream:
             os.dup2(os.open(os.devnull, os.O_WRONLY), own.fileno())
+
+
+def interrupted(error: KeyboardInterrupt) -> str:
+    """What to say to someone who pressed Ctrl-C."""
+    folder = getattr(error, "unfinished", None)  # see `results.claim`
+    if folder is None:
+        return "stopped; nothing is kept of what was not finished"
+    return f"stopped; {folder} keeps what is finished, give the same line with --resume to go on"
+
+
+def _meant(told: str) -> str:
+    """Which of the choices that typer's message lists was meant."""
+    found = re.search(r"'([^']*)' is not one of (.*)", told)
+    return did_you_mean(found[1], re.findall(r"'([^']*)'", found[2])) if found else ""
 
 
 def _place(error: BaseException) -> str:

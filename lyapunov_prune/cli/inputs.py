@@ -180,9 +180,8 @@ def require_studies(study: str) -> tuple[str, ...]:
     names = every if study == "all" else tuple(name.strip() for name in study.split(","))
     unknown = [name for name in names if name not in STUDIES]
     if unknown:
-        raise LyapunovPruneError(
-            f"unknown study {unknown[0]!r}{did_you_mean(unknown[0], STUDIES)}; give all, or some of {', '.join(STUDIES)}"
-        )
+        meant = did_you_mean(unknown[0], STUDIES)
+        raise LyapunovPruneError(f"unknown study {unknown[0]!r}{meant}; give all, or some of {', '.join(STUDIES)}")
     return names
 
 

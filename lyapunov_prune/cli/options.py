@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import partial
@@ -36,12 +37,21 @@ model_option = partial(typer.Option, rich_help_panel="Model")
 text_option = partial(typer.Option, rich_help_panel="Text")
 output_option = partial(typer.Option, rich_help_panel="Output")
 
+MOST_LAYERS = 10**5  # a range of more is a slip of the hand, and takes the memory
+
 
 def layer_indices(option: str, layers: str) -> list[int]:
-    try:
-        return [int(part) for part in layers.split(",")]
-    except ValueError:
-        raise LyapunovPruneError(f"{option} {layers!r} is no list of numbers; write it as 3,7") from None
+    """The layers in a list such as `3,7-9,-1`: numbers, which may count from the end, and ranges with both ends."""
+    found: list[int] = []
+    for part in map(str.strip, layers.split(",")):
+        ends = re.fullmatch(r"(\d+)-(\d+)", part)
+        if ends is None and re.fullmatch(r"-?\d+", part) is None:
+            raise LyapunovPruneError(f"{option} {layers!r} is no list of layers; write it as 3,7 or 3-7")
+        first, last = map(int, ends.groups()) if ends else (int(part), int(part))
+        if first > last or last - first > MOST_LAYERS:
+            raise LyapunovPruneError(f"{option} {part} is no range of layers; give the smaller number first")
+        found.extend(range(first, last + 1))
+    return found
 
 
 def count_or_share(text: str) -> int | float:
@@ -186,7 +196,7 @@ Format = Annotated[
     choices.Format,
     output_option(help="Parts of layers that go: plain keeps their size and saves no time, compact drops them."),
 ]
-Mend = Annotated[bool, model_option("--mend", help="Close the gaps by maps fitted on the text, without training.")]
+Mend = Annotated[bool, what_option("--mend", help="Close the gaps by maps fitted on the text, without training.")]
 Judge = Annotated[
     str | None,
     text_option(
@@ -220,7 +230,7 @@ Criterion = Annotated[
     ),
 ]
 Alpha = Annotated[float, what_option(help="Weight of |rho − 1| in the blend.")]
-Protect = Annotated[str | None, what_option(help="Layers that stay, as 0,1,-1 (negative: counted from the end).")]
+Protect = Annotated[str | None, what_option(help="Layers that stay, as 0-2,-1 (negative: counted from the end).")]
 Search = Annotated[
     float | None,
     what_option(
@@ -341,7 +351,10 @@ Rank = Annotated[int | None, what_option(help="Rank kept: of the matrix, or of w
 Bits = Annotated[float | None, what_option(help="Bits a weight (rtn); the mean of all with --allocation bits.")]
 Allocation = Annotated[
     str,
-    what_option(help=one_of(SCHEDULES, "How much of which matrix, or the JSON file of an Allocation.")),
+    what_option(
+        autocompletion=lambda: list(SCHEDULES),
+        help=one_of(SCHEDULES, "How much of which matrix, or the JSON file of an Allocation."),
+    ),
 ]
 ScheduleOptions = Annotated[
     list[str] | None,

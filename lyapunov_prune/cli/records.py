@@ -18,7 +18,9 @@ from typing import Any, get_type_hints
 
 import typer
 
+from lyapunov_prune.cli.failures import interrupted, tell
 from lyapunov_prune.errors import LyapunovPruneError
+from lyapunov_prune.progress import status
 
 _MOST = 2**53  # what a float and every 64-bit counter hold, with room to add to
 
@@ -84,7 +86,12 @@ def flattened(command: Callable[..., None]) -> Callable[..., None]:
         }
         options = (p for p in typer_context.command.params if _stands(typer_context, p.name))
         given = Given({p.name: p.opts[0] for p in options})
-        command(**values, **made, **dict.fromkeys(told, given))
+        try:
+            with status("starting"):  # torch takes seconds to import
+                command(**values, **made, **dict.fromkeys(told, given))
+        except KeyboardInterrupt as error:  # typer makes it an exit code, without a word
+            tell(interrupted(error))
+            raise
 
     called.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     called.__doc__ = _paragraphs(inspect.getdoc(command) or "")

@@ -15,7 +15,7 @@ from rich.text import Text
 
 from lyapunov_prune.cli.failures import no_more_output, tell
 from lyapunov_prune.errors import printable
-from lyapunov_prune.progress import is_main
+from lyapunov_prune.progress import end_status, is_main
 
 if TYPE_CHECKING:  # a usage error must not wait for torch
     from lyapunov_prune.results.frames import pd
@@ -45,6 +45,7 @@ def print_json(document: dict[str, Any]) -> None:
 
 
 def _print(text: str) -> None:
+    end_status()
     try:
         print(text, flush=True)
     except OSError as error:
@@ -108,6 +109,7 @@ def _print_table(frame: pd.DataFrame) -> None:
     One wider than the terminal is printed in blocks of columns, each begun by those that tell the rows apart: no number
     and no header is cut, and text goes on in the next line.
     """
+    end_status()
     console = Console()
     if not console.is_terminal:
         say(frame.to_string(index=False, float_format=lambda x: f"{x:.4g}"))

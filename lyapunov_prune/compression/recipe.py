@@ -180,9 +180,7 @@ def require_amount(
     return given[0]
 
 
-def require_options(
-    allocation: str | Allocation, options: Mapping[str, Any] | None, bits: float | None = None
-) -> None:
+def require_options(allocation: str | Allocation, options: Mapping[str, Any] | None, bits: float | None = None) -> None:
     """Raise LyapunovPruneError unless the schedule has these parameters; an Allocation has made use of its own.
 
     Also for a mean of so many `bits` that schedule bits would give every layer the same.

@@ -7,6 +7,7 @@ tokens themselves.
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import torch
@@ -16,7 +17,7 @@ from lyapunov_prune.arguments import checked
 from lyapunov_prune.data.batch import Split, TokenBatch
 from lyapunov_prune.data.documents import Chats, Plain, documents
 from lyapunov_prune.data.rows import file_rows, file_text, holds_rows, hub_rows, require_reader
-from lyapunov_prune.errors import LyapunovPruneError
+from lyapunov_prune.errors import LyapunovPruneError, did_you_mean
 from lyapunov_prune.models.tokenizers import token_ids
 
 # A stretch this long that comes again is a repeat, by chance it would not.
@@ -86,11 +87,25 @@ def require_source(source: str, column: str | None = None) -> None:
     if not source.strip():
         raise LyapunovPruneError("the text has no name; give builtin, a .txt, a .jsonl or a data set")
     path = Path(source)
-    if not path.is_file() and (path.suffix == ".txt" or holds_rows(path) or path.exists()):
-        raise LyapunovPruneError(f"{source} is no readable file; give builtin, a .txt, a .jsonl or a data set")
+    if not path.is_file() and (_names_file(source) or path.exists()):
+        near = (
+            [str(path.parent / file.name) for file in path.parent.iterdir()]
+            if not path.exists() and path.parent.is_dir()
+            else []
+        )
+        raise LyapunovPruneError(
+            f"{source} is no readable file{did_you_mean(str(path), near)}; give builtin, a .txt, a .jsonl or a data set"
+        )
     if column is not None and (source == "builtin" or (path.is_file() and not holds_rows(path))):
         raise LyapunovPruneError(f"{source} is a text without columns; leave out --text-column")
     require_reader(path)
+
+
+def _names_file(source: str) -> bool:
+    """Whether `source` is written as a file, not as a data set of the hub, which is `owner/name[:config[:split]]`."""
+    if ":" in source:  # a data set with a name like a file's can be given as name.md:default
+        return False
+    return source[0] in "./~" or source.count("/") > 1 or re.fullmatch(r"\.[A-Za-z]+", Path(source).suffix) is not None
 
 
 def _read(source: str, tokenizer: PreTrainedTokenizerBase, column: str | None, offline: bool) -> Plain | Chats:

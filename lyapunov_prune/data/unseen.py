@@ -26,7 +26,7 @@ def require_unseen(model: PreTrainedModel, batch: TokenBatch | ImageBatch) -> No
         name, whole, remedy = batch.source, f"{len(batch)} images", "take the final slice, or other images"
     else:
         name, whole = batch.text, f"{batch.tokens} tokens"
-        remedy = "use --split evaluation or another --text"
+        remedy = "give another text" if batch.split == "evaluation" else "take its evaluation half, or another text"
     for seen, by in _saw(model):
         shared = batch.shared_with(seen)
         if shared:

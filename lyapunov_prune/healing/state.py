@@ -50,12 +50,12 @@ class TrainingState:
     def __enter__(self) -> TrainingState:
         return self
 
-    def __exit__(self, *error: object) -> None:
-        self.close()
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        self.close(error)
 
-    def close(self) -> None:
+    def close(self, error: BaseException | None = None) -> None:
         if self._folder is not None:
-            self._claim.release()
+            self._claim.release(error)
 
     def hold(self) -> None:
         """Keep other runs out of the folder from now on."""

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from lyapunov_prune.arguments import checked
-from lyapunov_prune.errors import LyapunovPruneError
+from lyapunov_prune.errors import LyapunovPruneError, did_you_mean
 from lyapunov_prune.models.adapter_folder import attach_adapters, base_of
 from lyapunov_prune.models.adapters import merge_adapters
 from lyapunov_prune.models.cache import BUILTIN
@@ -22,6 +22,7 @@ from lyapunov_prune.models.gguf import builtin_folder, load_gguf
 from lyapunov_prune.models.hub import HUB_ID, download
 from lyapunov_prune.models.plain import require_unquantised
 from lyapunov_prune.models.structure import require_causal, settle
+from lyapunov_prune.progress import status
 
 _DTYPES = ("float32", "bfloat16", "float16", "float64")
 # Its mask is causal whatever its config calls it; its attention does not say so.
@@ -66,15 +67,16 @@ def load(
         if merge_adapter:
             raise LyapunovPruneError("adapters are merged on one device; leave out the device map")
         options["device_map"] = known_map(device_map)
-    if name.endswith(".gguf"):
-        loaded = load_gguf(Path(name), options | {"dtype": wanted or torch.float32})
-    elif merge_adapter:
-        loaded = _load_merged(checkpoint_folder(name, offline=offline), options, offline, text_only)
-    else:
-        loaded = load_folder(checkpoint_folder(name, offline=offline), options, text_only=text_only)
-    loaded.model.config._name_or_path = name
-    settle(loaded.model)
-    require_causal(loaded.model)
+    with status(f"loading {name}"):
+        if name.endswith(".gguf"):
+            loaded = load_gguf(Path(name), options | {"dtype": wanted or torch.float32})
+        elif merge_adapter:
+            loaded = _load_merged(checkpoint_folder(name, offline=offline), options, offline, text_only)
+        else:
+            loaded = load_folder(checkpoint_folder(name, offline=offline), options, text_only=text_only)
+        loaded.model.config._name_or_path = name
+        settle(loaded.model)
+        require_causal(loaded.model)
     return loaded
 
 
@@ -93,6 +95,10 @@ def checkpoint_folder(name: str, *, offline: bool) -> Path:
         raise LyapunovPruneError(f"{name} is a file that holds no model; give its folder, or a .gguf file")
     if name.startswith((".", "/", "~")) or not HUB_ID.fullmatch(name):
         raise LyapunovPruneError(f"no model at {name}; give a folder, a .gguf file, a hub id or {BUILTIN}")
+    if "/" not in name and did_you_mean(name, [BUILTIN]):  # before the hub is asked, which may take half a minute
+        raise LyapunovPruneError(
+            f"no model at {name}{did_you_mean(name, [BUILTIN])}; give a folder, or a hub id with its owner"
+        )
     return download(name, offline)
 
 
@@ -135,5 +141,5 @@ def known_dtype(dtype: str | torch.dtype | None) -> torch.dtype | None:
         return None
     name = str(dtype).removeprefix("torch.")
     if name not in _DTYPES:
-        raise LyapunovPruneError(f"unknown dtype {name}; give one of {', '.join(_DTYPES)}")
+        raise LyapunovPruneError(f"unknown dtype {name}{did_you_mean(name, _DTYPES)}; give one of {', '.join(_DTYPES)}")
     return getattr(torch, name)

@@ -18,6 +18,7 @@ from lyapunov_prune.forward.reading import Readable, Reading, read
 from lyapunov_prune.mending.judge import losses, second_text
 from lyapunov_prune.mending.mend import fit_mends, fitted_and_held
 from lyapunov_prune.models.structure import in_eval_mode
+from lyapunov_prune.progress import phases
 from lyapunov_prune.ranking.angular import angular_distance
 from lyapunov_prune.ranking.candidates import SOURCES, Cost, Layers, by_direction, swaps
 from lyapunov_prune.ranking.criteria import free_layers, protected_layers, require_count, search_budget
@@ -107,7 +108,9 @@ def best_removal(
             resume=resume,
             batch_size=batch_size,
         ) as sweep,
+        phases(2 + len(SOURCES) + mend) as begin_phase,
     ):
+        begin_phase()
         walk = _Walk(sweep, cost, share * search, first)
         if "distance" not in store:
             store.add("distance", encode(angular_distance(model, scoring, batch_size=batch_size).distance))
@@ -115,6 +118,7 @@ def best_removal(
         walk.check(by_direction(distance, remove, free))
         left_out = []
         for name, source in SOURCES.items():
+            begin_phase()
             price = cost.scoring * source.cost(cost, remove)
             if price > (walk.budget - walk.spent) / 2:
                 left_out.append(name)
@@ -129,6 +133,7 @@ def best_removal(
                     continue
             walk.spent += price
             walk.check({by: tuple(chosen) for by, chosen in store[name].items()})
+        begin_phase()
         walk.search(distance, free)
         found = BestRemoval(
             tried=tuple(walk.tried),
@@ -142,6 +147,7 @@ def best_removal(
         )
         if other is None:
             return found
+        begin_phase()
         walk.budget = search
         finals = walk.finals(scoring, other, held, store)
         if not finals:

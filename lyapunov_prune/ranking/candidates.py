@@ -14,6 +14,7 @@ from lyapunov_prune.predictions.divergence import skip_divergence
 from lyapunov_prune.profiles.contraction_profile import Pooling
 from lyapunov_prune.profiles.influence import turns
 from lyapunov_prune.profiles.profile import profile_layers
+from lyapunov_prune.progress import track
 from lyapunov_prune.ranking.criteria import CRITERIA
 
 Layers = tuple[int, ...]
@@ -90,7 +91,7 @@ def _by_anew(reading: Reading, remove: int, free: Layers, batch_size: int) -> di
     """Block Influence of the pruned model, measured again after every layer."""
     windows = reading.windows(batch_size)
     removed: Layers = ()
-    while len(removed) < remove:
+    for _ in track(range(remove), "block influence, after every layer anew"):
         left = tuple(layer for layer in free if layer not in removed)
         with reading.prefix.without(removed):
             influence = turns(reading.structure, windows)[list(left), 0].mean(-1)

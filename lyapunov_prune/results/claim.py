@@ -75,8 +75,13 @@ class Claim:
         (self.folder / HEADER).unlink(missing_ok=True)
         self._held = False
 
-    def release(self) -> None:
-        """Let another run have the folder and delete the lock file; a folder that is nobody's and empty goes."""
+    def release(self, error: BaseException | None = None) -> None:
+        """Let another run have the folder and delete the lock file; a folder that is nobody's and empty goes.
+
+        `error`, which ends the run, gets the folder as its `unfinished` where finished pieces stay there.
+        """
+        if error is not None and (self.folder / HEADER).exists():
+            error.unfinished = self.folder  # type: ignore[attr-defined]
         if not self._lock.is_locked:
             return
         release_lock(self._lock)

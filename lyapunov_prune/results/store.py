@@ -45,12 +45,12 @@ class Store:
     def __enter__(self) -> Store:
         return self
 
-    def __exit__(self, *error: object) -> None:
-        self.close()
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        self.close(error)
 
-    def close(self) -> None:
+    def close(self, error: BaseException | None = None) -> None:
         if self._file is not None:
-            self._claim.release()
+            self._claim.release(error)
 
     def __contains__(self, key: str) -> bool:
         return key in self._done

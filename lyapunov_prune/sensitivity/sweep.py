@@ -91,8 +91,8 @@ class Sweep:
     def __enter__(self) -> Sweep:
         return self
 
-    def __exit__(self, *error: object) -> None:
-        self._store.close()
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        self._store.close(error)
 
     @property
     def dense(self) -> np.ndarray:

@@ -151,7 +151,7 @@ def half(folder: str) -> str:
 def test_a_written_bound_that_is_violated_is_exit_code_1(
     run: Callable[..., Done], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    run("compress", "tiny", "--method", "rtn", "--bits", "4", "-o", "rounded", *TEXT)
+    run("compress", "tiny", "--method", "rtn", "--bits", "4", "-o", "rounded")
     certified = approx_module.certify
     monkeypatch.setattr(approx_module, "certify", lambda W: replace(certified(W), bound=certified(W).bound * 0.99))
     done = run("check", "tiny", "rounded", "--tokens", "32", "--context", "16")
@@ -233,7 +233,12 @@ def test_an_interrupted_run_goes_on_where_it_stopped(
 
     monkeypatch.setattr(owner, attribute, counted)
     whole = {"sensitivity": 13, "check": 30}[name]  # the dense model, six layers twice; thirty settings
-    assert run(*arguments).code == 130
+    stopped = run(*arguments)
+    assert stopped.code == 130
+    assert (
+        stopped.err
+        == f"stopped; runs/tiny/jobs/{name} keeps what is finished, give the same line with --resume to go on\n"
+    )
     limit[0] = whole
     done = run(*arguments, "--resume")
     assert (done.code, calls[0]) == (0, whole)
@@ -318,7 +323,7 @@ def test_hierarchy_is_one_document_with_its_parts_by_name(
     run: Callable[..., Done], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     Path("items.jsonl").write_text('{"query": "one two", "choices": ["three", "four five"], "gold": 1}\n')
-    run("compress", "tiny", "--method", "rtn", "--bits", "8", "-o", "rounded", *TEXT)
+    run("compress", "tiny", "--method", "rtn", "--bits", "8", "-o", "rounded")
     few = ["--tokens", "32", "--context", "16", "--new-tokens", "2", "--choices", "items.jsonl", "--json"]
     done = run("hierarchy", "tiny", "rounded", *few)
     document = json.loads(done.out)
@@ -508,8 +513,8 @@ def test_a_bad_option_of_profile(options: list[str], message: str, run_bad: Call
         (["--layers", "99"], "layer 99 does not exist: tiny has layers 0 to 5"),
         (["--layers", "-1"], "layer -1 does not exist"),
         (["--layers", "0,1,2,3,4,5"], "keep at least one"),
-        (["--layers", "a,b"], "--layers 'a,b' is no list of numbers; write it as 3,7"),
-        (["--layers", ""], "is no list of numbers"),
+        (["--layers", "a,b"], "--layers 'a,b' is no list of layers; write it as 3,7"),
+        (["--layers", ""], "is no list of layers"),
         ([], "give --remove N, --max-kl X, --layers 3,7 or --plan FILE, one of the four"),
         (["--remove", "1", "--layers", "1"], "one of the four"),
         (["--remove", "1", "--criterion", "good"], "'good' is not one of 'rho', 'bi'"),
@@ -521,7 +526,7 @@ def test_a_bad_option_of_profile(options: list[str], message: str, run_bad: Call
         (["--layers", "2", "--judge", "builtin"], "--judge is the text that --mend is judged by; give both or neither"),
         (["--max-kl", "1", "--criterion", "best"], "criterion best searches among sets; give --remove N with it"),
         (["--remove", "1", "--criterion", "best", "--what", "mlp"], "best is defined for whole layers only"),
-        (["--remove", "1", "--protect", "0,x"], "--protect '0,x' is no list of numbers; write it as 3,7"),
+        (["--remove", "1", "--protect", "0,x"], "--protect '0,x' is no list of layers; write it as 3,7"),
         (["--remove", "1", "--protect", "6"], "layer 6 to protect does not exist; the layers are 0 to 5"),
         (["--remove", "2", "--protect", "0,1,2,3,-1"], "1 layers are left to remove beside the protected, and 2"),
         (["--layers", "1", "--protect", "0"], "--protect is of layers that a criterion chooses; give --remove or"),
@@ -688,7 +693,17 @@ def test_a_pruned_model_is_not_scored_on_its_calibration_text(
     run(*COMMANDS["prune"], "--text", text)
     line = run_bad("eval", "out", *TEXT, "--text", spelling, "--split", split)
     assert f"out was made with {text} (calibration; step 1 of its history, prune), which holds about" in line
-    assert f"tokens of {spelling} ({split}) to score; use --split evaluation or another --text" in line
+    assert f"tokens of {spelling} ({split}) to score; take its evaluation half, or another text" in line
+
+
+def test_the_evaluation_half_is_not_offered_where_it_is_what_was_seen(
+    text: str, run: Callable[..., Done], run_bad: Callable[..., str]
+) -> None:
+    whole = Path(text).read_text()
+    Path("second.txt").write_text(whole[whole.index("\n\n", len(whole) // 2) + 2 :])
+    run(*COMMANDS["prune"], "--text", "second.txt")
+    line = run_bad("eval", "out", *TEXT, "--text", text)
+    assert line.rstrip().endswith("(evaluation) to score; give another text")
 
 
 @pytest.mark.parametrize("options", [["--text", "own.txt"], ["--split", "all"]], ids=["other half", "other text"])
@@ -770,7 +785,7 @@ def test_the_text_of_a_budget_was_seen(
 
 
 def test_weights_alone_see_no_text(text: str, run: Callable[..., Done]) -> None:
-    run(*COMPRESS, "tiny", "-o", "out", *LONGER, "--text", text)
+    run(*COMPRESS, "tiny", "-o", "out")
     assert run("eval", "out", *LONGER, "--text", text, "--split", "calibration").code == 0
 
 
@@ -790,7 +805,7 @@ def test_a_second_step_keeps_what_the_first_saw(
     first: list[str], second: list[str], text: str, run: Callable[..., Done], run_bad: Callable[..., str]
 ) -> None:
     assert run(*first, "tiny", "-o", "out", *LONGER, "--text", text).code == 0
-    reads = [] if "--on-disk" in second else LONGER
+    reads = [] if "--on-disk" in second or second == COMPRESS else LONGER
     assert run(*second, "out", "-o", "again", *reads).code == 0
     assert [step.kind for step in History.load("again/history.json").steps] == [first[0], second[0]]
     line = run_bad("eval", "again", *LONGER, "--text", text, "--split", "calibration")
@@ -876,7 +891,8 @@ def test_an_interruption_is_exit_code_130(run: Callable[..., Done], monkeypatch:
 
     monkeypatch.setattr(checkpoint_module, "cut", interrupt)
     done = run(*COMMANDS["prune"])
-    assert (done.code, done.err.strip(), done.changed) == (130, "", set())
+    assert (done.code, done.changed) == (130, set())
+    assert done.err == "stopped; nothing is kept of what was not finished\n"
 
 
 def test_compress_writes_a_plain_checkpoint_that_says_what_it_is(run: Any) -> None:
@@ -896,7 +912,7 @@ def test_an_allocation_is_measured_or_read(run: Any) -> None:
     assert run(*sparse, "a", "--sparsity", "0.5", "--allocation", "lyapunov", *TEXT).code == 0
     allocation = CompressionReport.load("a/compression.json").allocation
     allocation.save("allocation.json")
-    assert run(*sparse, "b", "--allocation", "allocation.json", *TEXT).code == 0
+    assert run(*sparse, "b", "--allocation", "allocation.json").code == 0
     a, b = (load_file(f"{name}/model.safetensors") for name in "ab")
     assert all(torch.equal(a[key], b[key]) for key in a)
 
@@ -937,6 +953,14 @@ def test_a_knob_that_is_none_is_refused_before_the_model_loads(run: Any, args: l
         (["--method", "wanda", "--bits", "4"], "takes sparsity"),
         (["--method", "wanda", "--sparsity", "0.5", "--allocation", "none.json"], "unknown allocation"),
         (["--method", "best", "--sparsity", "0.5"], "'best' is not one of 'magnitude'"),
+        (["--method", "magnitude", "--sparsity", "0.5"], "--tokens has no effect"),
+        (["--method", "rtn", "--bits", "4"], "--tokens has no effect"),
+        (["--method", "wanda", "--sparsity", "0"], "--sparsity 0 removes nothing"),
+        (["--method", "rtn", "--bits", "4", "--allocation", "bits"], "gives every layer 4 bits"),
+        (
+            ["--method", "rtn", "--bits", "6", "--allocation", "bits", "--schedule-option", "high=6"],
+            "gives every layer 6 bits; give a mean between 4 and 6",
+        ),
     ],
 )
 def test_compress_refuses_before_it_loads(run: Any, args: list[str], message: str) -> None:
@@ -1282,7 +1306,7 @@ def test_compress_takes_what_a_budget_of_divergence_allows(run: Any, monkeypatch
 
 def test_hierarchy_follows_a_compressed_and_a_pruned_model(run: Any) -> None:
     few = ["--tokens", "32", "--context", "16", "--new-tokens", "3"]
-    assert run("compress", "tiny", "--method", "rtn", "--bits", "8", "-o", "rounded", *TEXT).code == 0
+    assert run("compress", "tiny", "--method", "rtn", "--bits", "8", "-o", "rounded").code == 0
     Path("items.jsonl").write_text('{"query": "one two", "choices": ["three", "four five"], "gold": 1}\n' * 3)
     assert "give COMPRESSED too" in run("hierarchy", "tiny", "--choices", "items.jsonl").err
     assert "give --choices FILE with it" in run("hierarchy", "tiny", "rounded", "--letters").err
@@ -1335,7 +1359,7 @@ def test_hierarchy_refuses_what_was_not_made_from_the_dense_model(
 
 def test_hierarchy_decodes_each_text_once_and_by_the_batch(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Beside what generation walks through both models."""
-    assert run("compress", "tiny", "--method", "rtn", "--bits", "8", "-o", "rounded", *TEXT).code == 0
+    assert run("compress", "tiny", "--method", "rtn", "--bits", "8", "-o", "rounded").code == 0
     walk = decoding.walk
     walks: list[tuple[str, int]] = []
 

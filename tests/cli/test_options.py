@@ -13,9 +13,11 @@ import pytest
 import typer
 from helpers import Done
 
-from lyapunov_prune.cli.app import app
-from lyapunov_prune.cli.options import ModelOptions
+from lyapunov_prune.cli import choices
+from lyapunov_prune.cli.app import EXAMPLES, app
+from lyapunov_prune.cli.options import ModelOptions, layer_indices
 from lyapunov_prune.cli.records import flattened
+from lyapunov_prune.errors import LyapunovPruneError
 
 GROUP: Any = typer.main.get_command(app)
 PANELS = {"What", "Model", "Text", "Output"}
@@ -27,6 +29,7 @@ DOCUMENTED = [
     "sensitivity MODEL --study threshold --regret-limit 3",
     "heal PRUNED -o OUT --update-rank 8",
     "hierarchy DENSE --new-tokens 4",
+    *EXAMPLES.values(),
 ]
 
 
@@ -38,6 +41,41 @@ def options(name: str) -> dict[str, Any]:
 def test_a_documented_command_line_is_understood(line: str) -> None:
     name, *arguments = shlex.split(line, comments=True)
     GROUP.commands[name].make_context(name, arguments)  # parses all, and runs nothing
+
+
+def test_every_command_has_an_example() -> None:
+    assert EXAMPLES.keys() == GROUP.commands.keys()
+    assert all(EXAMPLES[name].split()[0] == name for name in EXAMPLES)
+
+
+@pytest.mark.parametrize(
+    ("written", "layers"), [("3", [3]), ("3,7", [3, 7]), ("3-7", [3, 4, 5, 6, 7]), ("0-1, 5,-1", [0, 1, 5, -1])]
+)
+def test_layers_are_numbers_and_ranges(written: str, layers: list[int]) -> None:
+    assert layer_indices("--layers", written) == layers
+
+
+@pytest.mark.parametrize("written", ["", "3,", "a", "3--7", "3-", "-3-7", "1.5", "7-3", "0-99999999999"])
+def test_layers_that_are_none_are_refused(written: str) -> None:
+    with pytest.raises(LyapunovPruneError, match="--layers"):
+        layer_indices("--layers", written)
+
+
+@pytest.mark.parametrize(
+    ("line", "offered"),
+    [
+        ("rank m --criterion ", set(get_args(choices.Criterion))),
+        ("compress m --method s", {"sparsegpt", "svd"}),
+        ("compress m --allocation ow", {"owl"}),
+        ("sensitivity m --study a", {"all"}),
+    ],
+)
+def test_a_shell_completes_names(line: str, offered: set[str]) -> None:
+    name, *arguments = line.split(" ")
+    command = GROUP.commands[name]
+    context = command.make_context(name, arguments[:1], resilient_parsing=True)
+    option = next(p for p in command.params if arguments[1] in p.opts)
+    assert offered <= {item.value for item in option.shell_complete(context, arguments[2])}
 
 
 @pytest.mark.parametrize("name", GROUP.commands)

@@ -323,7 +323,7 @@ def test_a_bad_file_is_refused(
         read(str(tmp_path / name))
 
 
-@pytest.mark.parametrize("name", ["absent.txt", "absent.jsonl", "."])
+@pytest.mark.parametrize("name", ["absent.txt", "absent.md", "absent.jsonl.gz", "./absent", "a/b/absent", "."])
 def test_a_missing_file_is_refused(name: str, read: Callable[..., TokenBatch], tmp_path: Path) -> None:
     with pytest.raises(
         LyapunovPruneError, match=r"is no readable file; give builtin, a \.txt, a \.jsonl or a data set"

@@ -115,3 +115,11 @@ def test_the_parts_of_an_embedding_model_are_fetched_too(hub: Hub, checkpoint: P
     files = ["1_Pooling/config.json", "2_Dense/model.safetensors", "2_Dense/pytorch_model.bin", "onnx/config.json"]
     wanted = huggingface_hub.utils.filter_repo_objects(files, allow_patterns=patterns["allow_patterns"])
     assert list(wanted) == files[:2]
+
+
+@pytest.mark.parametrize("name", ["smolm2-135m", "SmolLM2-135M", "smollm2-135"])
+def test_a_slip_in_the_name_of_the_built_in_model_asks_no_hub(name: str, hub: Hub) -> None:
+    asked = hub(AssertionError("the hub was asked"))
+    with pytest.raises(LyapunovPruneError, match="did you mean smollm2-135m"):
+        load(name)
+    assert asked == []

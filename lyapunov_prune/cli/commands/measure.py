@@ -252,7 +252,11 @@ def sensitivity(
     model: Model,
     *,
     study: Annotated[
-        str, what_option(help=one_of(STUDIES, "What is changed: all, or some of these with commas between."))
+        str,
+        what_option(
+            autocompletion=lambda: ["all", *STUDIES],
+            help=one_of(STUDIES, "What is changed: all, or some of these with commas between."),
+        ),
     ] = "group,layer,removal",
     method: Annotated[choices.StudyMethod, what_option(help=one_of(STUDY_METHODS))] = "magnitude",
     sparsity: Annotated[float, what_option(help="Share of entries removed.")] = 0.5,

@@ -53,7 +53,7 @@ def prune(
     *,
     remove: Annotated[float | None, what_option(help="How many layers, by --criterion.", **counted)] = None,
     max_kl: MaxKL = None,
-    layers: Annotated[str | None, what_option(help="Layers by hand, as 3,7 (counted from 0).")] = None,
+    layers: Annotated[str | None, what_option(help="Layers by hand, as 3,7 or 3-7 (counted from 0).")] = None,
     plan_file: Annotated[Path | None, what_option("--plan", help="A plan.json, or a mergekit .yaml of slices.")] = None,
     keep_period: KeepPeriod = False,
     by: RankOptions = RankOptions(),
