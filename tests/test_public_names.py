@@ -59,7 +59,7 @@ def test_the_version_is_that_of_the_installed_package() -> None:
 
 @pytest.mark.parametrize("package", ["lyapunov_prune", "lyapunov_prune.ranking"])
 def test_an_unknown_name_is_an_attribute_error(package: str) -> None:
-    with pytest.raises(AttributeError, match=f"No {package} attribute unknown"):
+    with pytest.raises(AttributeError, match=f"{package} attribute unknown"):
         _ = import_module(package).unknown
 
 

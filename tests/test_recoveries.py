@@ -123,7 +123,7 @@ def test_what_was_not_scored_on_the_final_slice_is_refused(tiny: Subject) -> Non
     row = tiny.scored(tiny.model)
     assert together([[row, row]], tiny.final).shape == (1, 2, len(tiny.data.final))
     other = replace(tiny, data=tiny.data._replace(final=tiny.data.select)).scored(tiny.model)
-    with pytest.raises(LyapunovPruneError, match="on other items than the final slice"):
+    with pytest.raises(LyapunovPruneError, match="final slice"):
         together([[row, other]], tiny.final)
 
 
@@ -131,11 +131,11 @@ def test_a_run_that_has_seen_the_final_slice_or_another_model_is_refused(tiny: S
     joint(tiny)
     finished(tiny)
     swapped = replace(tiny, data=tiny.data._replace(final=tiny.data.select))
-    with pytest.raises(LyapunovPruneError, match=r"has seen 15 of what is scored at the end \(select\)"):
+    with pytest.raises(LyapunovPruneError, match=r"15 .*\(select\)"):
         finished(swapped)
     with torch.no_grad():
         next(tiny.model.parameters()).add_(1)
-    with pytest.raises(LyapunovPruneError, match="is of another tiny"):
+    with pytest.raises(LyapunovPruneError, match="another tiny"):
         finished(tiny)
 
 
@@ -179,7 +179,7 @@ def test_rivals_take_as_many_steps_and_go_on_after_a_kill(tiny: Subject, tmp_pat
         again = RIVALS.measure(other, 1, 2, None)
     np.testing.assert_array_equal(again.items, whole.items)
     assert not list((tmp_path / "again").rglob("state.safetensors"))
-    with pytest.raises(LyapunovPruneError, match="rivals took 6 to 7 steps"):
+    with pytest.raises(LyapunovPruneError, match="rivals took 6 to 7"):
         replace(whole, steps=whole.steps + np.eye(4, 2, dtype=int))
     assert run.decision.chosen == tuple(whole.pairs[0])
 
@@ -214,7 +214,7 @@ def test_every_way_takes_the_fewest_parts_that_are_fast_enough(tiny: Subject, mo
         "joint 2": far.missed["joint 2"]
     }
     assert {way.name for way in far.ways} == {"layers by influence", "layers by importance"}
-    with pytest.raises(LyapunovPruneError, match="ways took 2 to 3 steps"):
+    with pytest.raises(LyapunovPruneError, match="ways took 2 to 3"):
         replace(found, ways=(replace(found.ways[0], steps=np.array([2, 3])), *found.ways[1:]))
 
 
@@ -261,9 +261,9 @@ def test_reductions_replace_the_same_layers(tiny: Subject) -> None:
     with student.cut((), found.of("affine", 3).layers) as model:
         np.testing.assert_array_equal(tiny.scored(model)["items"], found.of("affine", 3).before)
     others = tuple({0, 1, 2, 3} - set(found.replaced[0].layers))[:1]
-    with pytest.raises(LyapunovPruneError, match="replaced 1 activations of other layers"):
+    with pytest.raises(LyapunovPruneError, match="replaced 1"):
         replace(found, replaced=(replace(found.replaced[0], layers=others), *found.replaced[1:]))
-    with pytest.raises(LyapunovPruneError, match="reductions took 2 to 5 steps"):
+    with pytest.raises(LyapunovPruneError, match="reductions took 2 to 5"):
         replace(found, replaced=(replace(found.replaced[0], steps=np.array([2, 5])), *found.replaced[1:]))
 
 

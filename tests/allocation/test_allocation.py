@@ -111,7 +111,7 @@ def test_a_budget_out_of_reach_is_refused(
     target, sizes, low, high = case
     least, most = attainable(function, case)
     budget = least - beyond if below else most + beyond
-    with pytest.raises(LyapunovPruneError, match=f"reaches {least:.6g} to {most:.6g}; change"):
+    with pytest.raises(LyapunovPruneError, match=f"reaches {least:.6g} to {most:.6g}"):
         function(target, sizes, budget, low, high)
 
 
@@ -145,15 +145,15 @@ def test_targets_without_sense_are_refused(bad: float) -> None:
 
 
 def test_bounds_that_cross_and_budgets_that_are_no_number_are_refused() -> None:
-    with pytest.raises(LyapunovPruneError, match="lower bound is above"):
+    with pytest.raises(LyapunovPruneError, match="lower bound"):
         fit(np.ones(2), np.ones(2), 0.5, low=0.6, high=0.4)
-    with pytest.raises(LyapunovPruneError, match="has the mean nan"):
+    with pytest.raises(LyapunovPruneError, match="mean nan"):
         fit(np.ones(2), np.ones(2), np.nan)
 
 
 @pytest.mark.parametrize("budget", [-0.1, 1.0, 1.5, np.nan])
 def test_a_sparsity_outside_its_range_is_refused(budget: float) -> None:
-    with pytest.raises(LyapunovPruneError, match="give 0 or more and less than 1"):
+    with pytest.raises(LyapunovPruneError, match="less than 1"):
         require_sparsity(budget)
 
 
@@ -188,7 +188,7 @@ def test_an_allocation_answers_by_matrix_and_by_layer(allocation: Allocation) ->
         inside = np.array(allocation.layers) == layer
         sizes = np.array(allocation.sizes)[inside]
         np.testing.assert_allclose(value, mean(allocation.amount[inside], sizes), rtol=1e-14)
-    with pytest.raises(LyapunovPruneError, match="has no matrix 'lm_head'"):
+    with pytest.raises(LyapunovPruneError, match="matrix 'lm_head'"):
         allocation.of("lm_head")
 
 

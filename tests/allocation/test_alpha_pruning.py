@@ -88,7 +88,7 @@ def test_a_matrix_that_is_mostly_rounding_is_refused_by_name() -> None:
         weight = model.get_submodule("model.layers.2.mlp.up_proj").weight
         # Of rank one to the last digit; its other singular values come out as 1e-15 and less, not as zero.
         weight.copy_((9 * weight[:, :1]).round() @ (9 * weight[:1]).round())
-    with pytest.raises(LyapunovPruneError, match=r"layers\.2\.mlp\.up_proj: a tail needs"):
+    with pytest.raises(LyapunovPruneError, match=r"layers\.2\.mlp\.up_proj.*tail"):
         alpha_pruning(model, 0.5)
 
 

@@ -85,7 +85,7 @@ def test_the_search_takes_the_difference_of_least_loss(llama: PreTrainedModel, b
 
 def test_wrecks_do_not_win_the_search(llama: PreTrainedModel) -> None:
     assert atp_search(llama, 0.5, Valley(llama, 1.0, end=0.45), trials=5).parameters["beta"] == pytest.approx(0.08)
-    with pytest.raises(LyapunovPruneError, match=r"no trial of the search at sparsity 0\.5 left a finite loss"):
+    with pytest.raises(LyapunovPruneError, match=r"sparsity 0\.5"):
         atp_search(llama, 0.5, Valley(llama, 1.0, end=0.0))
     for trials in (0, 2.5):
         with pytest.raises(LyapunovPruneError, match="give 1 or more"):

@@ -43,7 +43,7 @@ def test_the_layers_of_largest_amplification_are_wide(
 def test_a_budget_between_layers_is_refused_with_those_that_can_be_met(
     llama: PreTrainedModel, profile: ContractionProfile, budget: float, nearest: list[float]
 ) -> None:
-    with pytest.raises(LyapunovPruneError, match="whole layers of 4 and 8 bits") as error:
+    with pytest.raises(LyapunovPruneError, match="whole layers of 4 and 8") as error:
         allocate_bits(llama, budget, profile)
     named = [float(x) for x in re.findall(r"[\d.]+", str(error.value).partition("give ")[2])]
     np.testing.assert_allclose(named, nearest, rtol=1e-12)
@@ -71,7 +71,7 @@ def test_layers_count_by_their_size() -> None:
 def test_widths_without_sense_are_refused(
     llama: PreTrainedModel, profile: ContractionProfile, low: int, high: int
 ) -> None:
-    with pytest.raises(LyapunovPruneError, match="give two integers from 1 to 16"):
+    with pytest.raises(LyapunovPruneError, match="1 to 16"):
         allocate_bits(llama, 4.0, profile, low=low, high=high)
 
 
@@ -79,9 +79,9 @@ def test_factors_and_profiles_that_do_not_serve_are_refused(
     llama: PreTrainedModel, profile: ContractionProfile
 ) -> None:
     broken = dataclasses.replace(profile, energies=dict.fromkeys(("energy", "token"), np.zeros(LAYERS + 1)))
-    with pytest.raises(LyapunovPruneError, match="rho of layer 0 is nan"):
+    with pytest.raises(LyapunovPruneError, match=r"rho of layer 0.*nan"):
         allocate_bits(llama, 4.0, broken)
-    with pytest.raises(LyapunovPruneError, match="the contraction profile is of"):
+    with pytest.raises(LyapunovPruneError, match="contraction profile"):
         allocate_bits(make_tiny("llama", seed=1), 4.0, profile)
 
 

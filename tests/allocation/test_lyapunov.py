@@ -69,7 +69,7 @@ def test_the_paper_s_shares_are_those_of_the_downstream_reading(gpt2_like: Contr
 
 def test_an_unknown_reading_is_refused(llama: PreTrainedModel, profile: ContractionProfile) -> None:
     for call in (lambda: tolerance(profile, "paper"), lambda: lyapunov_budget(llama, 0.5, profile, reading="paper")):  # type: ignore[arg-type]
-        with pytest.raises(LyapunovPruneError, match="unknown reading 'paper' of the budget; give equal-error or"):
+        with pytest.raises(LyapunovPruneError, match="reading 'paper'"):
             call()
 
 
@@ -166,7 +166,7 @@ def test_a_factor_that_is_none_is_named(llama: PreTrainedModel, profile: Contrac
 def test_a_profile_of_another_model_is_refused(profile: ContractionProfile) -> None:
     other = make_tiny("llama", seed=1)
     for schedule in (lyapunov, lyapunov_budget):
-        with pytest.raises(LyapunovPruneError, match="the contraction profile is of"):
+        with pytest.raises(LyapunovPruneError, match="contraction profile"):
             schedule(other, 0.5, profile)
 
 
@@ -179,13 +179,13 @@ def test_amplifications_too_far_apart_are_refused(llama: PreTrainedModel, profil
 
 def test_weights_of_nothing_and_bounds_without_the_budget_are_refused(profile: ContractionProfile) -> None:
     model = make_tiny("llama")
-    with pytest.raises(LyapunovPruneError, match="give multiples of the budget"):
+    with pytest.raises(LyapunovPruneError, match="multiples"):
         lyapunov(model, 0.5, profile, least=1.1)
     with torch.no_grad():
         for p in find_projections(model):
             if p.layer == 3:
                 p.weight(model).zero_()
-    with pytest.raises(LyapunovPruneError, match="the weights of layer 3 are all zero"):
+    with pytest.raises(LyapunovPruneError, match=r"layer 3.*zero"):
         lyapunov(model, 0.5, profile_of(model))
 
 
@@ -207,7 +207,7 @@ def test_the_matrices_of_a_layer_are_alike(llama: PreTrainedModel, profile: Cont
 def test_a_profile_of_noise_allocates_nothing(llama: PreTrainedModel, profile: ContractionProfile) -> None:
     noise = dataclasses.replace(profile, floor=profile.energies["energy"])
     for schedule in (lyapunov, lyapunov_budget):
-        with pytest.raises(LyapunovPruneError, match=r"every rho .* below the rounding floor of float32.*atp"):
+        with pytest.raises(LyapunovPruneError, match=r"rho.*floor of float32.*atp"):
             schedule(llama, 0.5, noise)
     with pytest.raises(LyapunovPruneError, match="every rho"):
         allocate_bits(llama, 4.0, noise)

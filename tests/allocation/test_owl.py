@@ -86,7 +86,7 @@ def test_layers_without_outliers_are_alike(llama: PreTrainedModel, ids: torch.Te
 def test_parameters_without_sense_are_refused(
     llama: PreTrainedModel, ids: torch.Tensor, outlier: float, width: float
 ) -> None:
-    with pytest.raises(LyapunovPruneError, match="give more than 0, and 0 or more"):
+    with pytest.raises(LyapunovPruneError, match="more than 0"):
         owl(llama, 0.5, ids, outlier=outlier, width=width)
 
 
@@ -95,7 +95,7 @@ def test_fused_experts_are_refused(ids: torch.Tensor) -> None:
         vocab_size=97, hidden_size=16, intermediate_size=16, num_hidden_layers=2, num_attention_heads=2,
         num_key_value_heads=1, num_local_experts=3, pad_token_id=0,
     )  # fmt: skip
-    with pytest.raises(LyapunovPruneError, match="not seen outside its fused forward"):
+    with pytest.raises(LyapunovPruneError, match="fused forward"):
         owl(AutoModelForCausalLM.from_config(config), 0.5, ids)
 
 

@@ -77,7 +77,7 @@ def test_nothing_is_removed_at_0_and_what_cannot_be_met_is_refused(
     for budget in (-0.1, 1.0, float("nan")):
         with pytest.raises(LyapunovPruneError, match=r"budget|give 0 or more and less than 1"):
             allocate(model, schedule, budget, **given)
-    with pytest.raises(LyapunovPruneError, match=r"no allocation of this schedule has the mean 0\.995.*; change"):
+    with pytest.raises(LyapunovPruneError, match=r"mean 0\.995"):
         allocate(model, schedule, 0.995, **given)
 
 
@@ -93,21 +93,21 @@ def test_experts_take_part_where_their_weights_are_enough() -> None:
 
 
 def test_what_is_missing_or_unknown_is_said(llama: PreTrainedModel, ids: torch.Tensor) -> None:
-    with pytest.raises(LyapunovPruneError, match="unknown schedule 'best'; give one of alpha-pruning, atp"):
+    with pytest.raises(LyapunovPruneError, match="unknown schedule 'best'"):
         allocate(llama, "best", 0.5)
-    with pytest.raises(LyapunovPruneError, match="schedule owl needs a calibration batch"):
+    with pytest.raises(LyapunovPruneError, match=r"owl.*batch"):
         allocate(llama, "owl", 0.5, profile=profile_of(llama))
     for schedule in ("lyapunov", "lyapunov-budget", "bits"):
-        with pytest.raises(LyapunovPruneError, match=f"schedule {schedule} needs a contraction profile"):
+        with pytest.raises(LyapunovPruneError, match=f"{schedule} needs a contraction profile"):
             allocate(llama, schedule, 0.5, batch=ids)
-    with pytest.raises(LyapunovPruneError, match="schedule atp-search needs a score of allocations, which compress"):
+    with pytest.raises(LyapunovPruneError, match=r"atp-search.*score"):
         allocate(llama, "atp-search", 0.5, batch=ids)
     for schedule, word in (("atp", {"beta": "steep"}), ("owl", {"width": None}), ("bits", {"low": "4"})):
-        with pytest.raises(LyapunovPruneError, match=f"of schedule {schedule} is .*; give a finite number"):
+        with pytest.raises(LyapunovPruneError, match=f"{schedule} is .*finite"):
             allocate(llama, schedule, 0.5, batch=ids, profile=profile_of(llama), **word)
-    with pytest.raises(LyapunovPruneError, match="schedule atp has no parameter 'tau'; it has beta"):
+    with pytest.raises(LyapunovPruneError, match=r"atp.*'tau'"):
         allocate(llama, "atp", 0.5, tau=0.3)
-    with pytest.raises(LyapunovPruneError, match="schedule uniform has no parameter 'tau'; it has none"):
+    with pytest.raises(LyapunovPruneError, match=r"uniform.*'tau'"):
         allocate(llama, "uniform", 0.5, tau=0.3)
 
 

@@ -66,7 +66,7 @@ def test_numbers_that_are_none_are_refused(predicted: list[float], noise: float)
 
 
 def test_a_score_for_every_choice_is_needed() -> None:
-    with pytest.raises(LyapunovPruneError, match="1 measured scores for 2 choices"):
+    with pytest.raises(LyapunovPruneError, match=r"1 .*scores for 2"):
         regret_of_argmax_le([1.0, 2.0], 0.1, [1.0])
 
 

@@ -454,7 +454,7 @@ def test_a_spoilt_source_is_neither_verified_nor_verifiable(
     registry.verify(lean)
     replace(lean / "LyapunovPrune" / "Merging.lean", "  W₂.opNorm_comp_le W₁", "  sorry")
     assert "the sources changed" in registry.verification(lean).message
-    with pytest.raises(CheckFailed, match=r"tools/lean_sources\.py` ended with status 1"):
+    with pytest.raises(CheckFailed, match=r"lean_sources\.py` .*status 1"):
         registry.verify(lean)
     assert "LyapunovPrune/Merging.lean:30: `sorry`" in capfd.readouterr().err
     assert "build" not in (lean.parent / "calls.txt").read_text().splitlines()[3:]

@@ -209,11 +209,11 @@ def with_nan() -> PreTrainedModel:
 
 
 REFUSED: dict[str, tuple[Callable[[], PreTrainedModel], str]] = {
-    "itself": (lambda: make_tiny("gpt2"), "weight for weight; there is nothing to check"),
-    "family": (lambda: make_tiny("llama"), "is a llama and the dense one a gpt2; give two versions of one model"),
+    "itself": (lambda: make_tiny("gpt2"), "there is nothing to check"),
+    "family": (lambda: make_tiny("llama"), "is a llama and the dense one a gpt2"),
     "pruned": (
         lambda: remove_layers(make_tiny("gpt2"), [2]),
-        r"has 5 layers and the dense one 6: .* give DENSE PRUNED to hierarchy",
+        r"5 layers and the dense one 6",
     ),
     "width": (
         lambda: make_tiny("gpt2", hidden_size=48),
@@ -233,7 +233,7 @@ REFUSED: dict[str, tuple[Callable[[], PreTrainedModel], str]] = {
         lambda: make_compact(make_tiny("gpt2"), Cuts(attention=(0,))),
         r"is compact, and stores no matrix as the dense one does; .* with --format plain",
     ),
-    "NaN": (with_nan, r"transformer\.h\.1\.mlp\.c_fc\.weight of the compressed model holds NaN or infinity"),
+    "NaN": (with_nan, r"transformer\.h\.1\.mlp\.c_fc\.weight of the compressed model .*NaN"),
 }
 
 
@@ -248,7 +248,7 @@ def test_what_cannot_be_compared_is_refused(case: str, few: torch.Tensor) -> Non
 def test_adapters_are_refused(llama: PreTrainedModel, few: torch.Tensor) -> None:
     other = copy.deepcopy(llama)
     other.peft_config = {}
-    with pytest.raises(LyapunovPruneError, match=r"adapters are attached.*merge them first"):
+    with pytest.raises(LyapunovPruneError, match="adapters are attached"):
         check_written(llama, other, few)
 
 

@@ -67,7 +67,7 @@ def test_hooks_go_when_a_forward_fails() -> None:
     structure = find_structure(model)
     block = find_feedforward(structure, 2)
     model.model.layers[1].mlp.down_proj.weight.data[0, 0] = torch.inf
-    with pytest.raises(LyapunovPruneError, match="NaN or infinite activations in the feed-forward block of layer 2"):
+    with pytest.raises(LyapunovPruneError, match=r"NaN.*feed-forward.*layer 2"):
         sum_blocks(structure.layers, [block], ["gate"], lambda: model(IDS))
     assert hooks_of(model) == 0
     with pytest.raises(LyapunovPruneError, match="layer 2 took no part"):

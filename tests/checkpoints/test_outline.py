@@ -49,25 +49,25 @@ def test_nothing_outside_is_read(name: str, where: str, checkpoint: Path, tmp_pa
     else:
         config = json.loads((checkpoint / "config.json").read_text())
         (checkpoint / "config.json").write_text(json.dumps(config | {"transformers_weights": name}))
-    with pytest.raises(LyapunovPruneError, match=f"names {name} as weights, .*; "):
+    with pytest.raises(LyapunovPruneError, match=f"names {name} as weights"):
         read_outline(checkpoint, checkpoint)
 
 
 def test_a_broken_generation_config_is_refused(checkpoint: Path) -> None:
     (checkpoint / "generation_config.json").write_text('{"temperature": 0.')
-    with pytest.raises(LyapunovPruneError, match=r"cannot load .*generation_config\.json"):
+    with pytest.raises(LyapunovPruneError, match=r"generation_config\.json"):
         read_outline(checkpoint, checkpoint)
 
 
 def test_an_encoder_is_refused(checkpoint: Path) -> None:
     BertLMHeadModel(bert()).save_pretrained(checkpoint)
-    with pytest.raises(LyapunovPruneError, match="cannot be judged without running it"):
+    with pytest.raises(LyapunovPruneError, match="cannot be judged"):
         read_outline(checkpoint, checkpoint)
 
 
 def test_weights_that_stay_packed_are_refused(checkpoint: Path) -> None:
     edit_json(checkpoint / "config.json", quantization_config={"quant_method": "gptq", "bits": 4})
-    with pytest.raises(LyapunovPruneError, match=r"are quantised \(gptq\); give the original weights"):
+    with pytest.raises(LyapunovPruneError, match=r"quantised \(gptq\)"):
         read_outline(checkpoint, checkpoint)
 
 

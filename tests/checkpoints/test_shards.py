@@ -73,7 +73,7 @@ def test_settings_of_generation_come_along(tokenizer: PreTrainedTokenizerFast, t
 
 
 def test_a_layer_that_is_not_written_is_missed(tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> None:
-    with pytest.raises(CheckFailed, match=r"nothing written: .*lacks 9 weights of a LlamaForCausalLM"):
+    with pytest.raises(CheckFailed, match=r"lacks 9.*LlamaForCausalLM"):
         write(make_tiny("llama"), tokenizer, tmp_path, leave=3)
 
 
@@ -87,5 +87,5 @@ def test_one_bit_that_is_written_otherwise_is_seen(
         save_file(stored, *rest)
 
     monkeypatch.setattr(shards, "save_file", spoiled)
-    with pytest.raises(CheckFailed, match="nothing written: the files hold other weights than were written"):
+    with pytest.raises(CheckFailed, match="other weights than"):
         write(make_tiny("llama"), tokenizer, tmp_path)

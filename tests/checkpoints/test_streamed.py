@@ -271,7 +271,7 @@ def test_logits_are_formed_a_block_at_a_time(
 def test_what_needs_the_weights_says_so(
     use: Callable[[PreTrainedModel, torch.Tensor], object], checkpoint: Path, ids: torch.Tensor
 ) -> None:
-    with pytest.raises(LyapunovPruneError, match="are streamed from disk, and this needs all of them in memory"):
+    with pytest.raises(LyapunovPruneError, match="streamed from disk"):
         use(load_streamed(checkpoint).model, ids)
 
 
@@ -279,9 +279,9 @@ def test_what_runs_the_model_once_a_layer_says_so(checkpoint: Path, ids: torch.T
     model = load_streamed(checkpoint).model
     layers, parts = "rho, bi, blend, angular, kl, from-end, random", "bi, from-end, random"
     for criterion, what, names in (("oracle", "layers", layers), ("best", "layers", layers), ("kl", "mlp", parts)):
-        with pytest.raises(LyapunovPruneError, match=f"criterion {criterion} runs .* go by one of {names}$"):
+        with pytest.raises(LyapunovPruneError, match=f"{criterion} .* one of {names}$"):
             lp.rank(model, ids, criterion=criterion, what=what, remove=2)
-    with pytest.raises(LyapunovPruneError, match="takes all windows in one forward; leave out the batch size"):
+    with pytest.raises(LyapunovPruneError, match=r"all windows.*batch size"):
         lp.block_influence(model, ids, batch_size=2)
 
 
@@ -289,7 +289,7 @@ def test_what_runs_the_model_once_a_layer_says_so(checkpoint: Path, ids: torch.T
 def test_a_decoder_that_cannot_be_read_layer_by_layer_is_refused_by_name(
     name: str, why: str, tokenizer: PreTrainedTokenizerFast, tmp_path: Path
 ) -> None:
-    with pytest.raises(LyapunovPruneError, match=f"{why}.*; take it in memory"):
+    with pytest.raises(LyapunovPruneError, match=f"{why}"):
         load_streamed(saved(make_zoo(name), tokenizer, tmp_path / "tiny"))
 
 
@@ -301,7 +301,7 @@ def test_rows_that_depend_on_each_other_are_seen(
 
     forward: Any = LlamaMLP.forward
     monkeypatch.setattr(LlamaMLP, "forward", lambda self, x: forward(self, x) * (1 + more * len(x)))
-    with pytest.raises(LyapunovPruneError, match=r"layer 0 needs more .* \(rows of the batch depend on each other\)"):
+    with pytest.raises(LyapunovPruneError, match=r"layer 0 needs more .*depend"):
         load_streamed(checkpoint, dtype=dtype)
 
 
@@ -322,19 +322,19 @@ def test_memory_that_is_short_is_said_before_the_run(
     monkeypatch.setattr(device, "free_memory", lambda device: 70_000)
     stream: Any = stream_of(loaded.model)
     before = stream.passes
-    with pytest.raises(LyapunovPruneError, match=r"the states of 120 tokens.* need 76,800 bytes of memory and 70,000 "):
+    with pytest.raises(LyapunovPruneError, match=r"120.*76,800 bytes.*70,000"):
         lp.block_influence(loaded.model, ids)
     assert stream.passes == before
-    with pytest.raises(LyapunovPruneError, match=r"embeddings, head and the largest layer need [\d,]+ bytes"):
+    with pytest.raises(LyapunovPruneError, match=r"largest layer need [\d,]+ bytes"):
         load_streamed(checkpoint)
 
 
 def test_what_is_no_whole_set_of_safetensors_is_refused(checkpoint: Path, tmp_path: Path) -> None:
-    with pytest.raises(LyapunovPruneError, match="is no safetensors file, and only those are streamed"):
+    with pytest.raises(LyapunovPruneError, match=r"safetensors.*streamed"):
         load_streamed("model.gguf")
     file = checkpoint / "model.safetensors"
     file.write_bytes(file.read_bytes()[:-1000])
-    with pytest.raises(LyapunovPruneError, match="is truncated or corrupt"):
+    with pytest.raises(LyapunovPruneError, match="truncated"):
         load_streamed(checkpoint)
 
 
@@ -345,10 +345,10 @@ def test_a_shard_that_is_missing_or_disappears_is_one_line(
     loaded = load_streamed(folder)
     index = json.loads((folder / "model.safetensors.index.json").read_text())["weight_map"]
     (folder / index["model.layers.4.mlp.up_proj.weight"]).unlink()
-    with pytest.raises(LyapunovPruneError, match="a file of the checkpoint can no longer be read"):
+    with pytest.raises(LyapunovPruneError, match="no longer be read"):
         lp.block_influence(loaded.model, ids)
     assert held(loaded.model) == []
-    with pytest.raises(LyapunovPruneError, match=r"names model-.* as weights and lacks it"):
+    with pytest.raises(LyapunovPruneError, match=r"model-.* as weights"):
         load_streamed(folder)
 
 
@@ -371,7 +371,7 @@ def test_a_file_that_is_replaced_while_it_is_streamed_is_one_line(
 ) -> None:
     loaded = load_streamed(checkpoint, dtype=dtype)
     hook = loaded.structure.layers[3].register_forward_hook(lambda *_: change(checkpoint / "model.safetensors"))
-    with pytest.raises(LyapunovPruneError, match=r"can no longer be read \(.*model\.safetensors is not what it was\)"):
+    with pytest.raises(LyapunovPruneError, match=r"no longer be read .*model\.safetensors"):
         lp.block_influence(loaded.model, ids)
     hook.remove()
     assert held(loaded.model) == []

@@ -82,7 +82,7 @@ def test_a_file_that_changed_is_not_copied(change: Callable[[Path], None], sourc
     pieces["wide"] = Piece(pieces["wide"].stored, 0, 4, (1,))
     change(source / "model.safetensors")
     for name in ("half", "wide"):
-        with pytest.raises(LyapunovPruneError, match="a file of the checkpoint can no longer be read"):
+        with pytest.raises(LyapunovPruneError, match="no longer be read"):
             write_tensors(tmp_path, {name: pieces[name]}, 10**9)
 
 
@@ -105,7 +105,7 @@ def test_a_file_that_changes_while_it_is_read_is_seen(source: Path) -> None:
     memory = torch.zeros(4, 6, 2, dtype=torch.float64)
     with reading([tensors["wide"]]):
         read_into(memory, tensors["wide"])
-    changed = pytest.raises(LyapunovPruneError, match=r"no longer be read \(.*model\.safetensors is not what it was\)")
+    changed = pytest.raises(LyapunovPruneError, match=r"no longer be read .*model\.safetensors")
     with changed, reading(tensors.values()):
         save_file({**TENSORS, "wide": TENSORS["wide"] + 1}, file, {"format": "pt"})
     with changed, reading(tensors.values()):
@@ -119,5 +119,5 @@ def test_a_file_that_changes_while_it_is_read_is_seen(source: Path) -> None:
 @pytest.mark.parametrize("content", [b"", b"\xff" * 99, (5).to_bytes(8, "little") + b"hello"])
 def test_a_file_without_a_header_is_an_error(content: bytes, tmp_path: Path) -> None:
     (tmp_path / "model.safetensors").write_bytes(content)
-    with pytest.raises(OSError, match="has no header of tensors"):
+    with pytest.raises(OSError, match="header of tensors"):
         read_header(tmp_path / "model.safetensors")

@@ -134,11 +134,11 @@ def test_check_reads_what_was_written(run: Callable[..., Done], run_bad: Callabl
     assert (report.measured_on.model.name, report.compressed.name) == ("tiny", "sparse")
     assert json.loads(run("check", "tiny", "sparse", "-o", "run", *few, "--json").out) == report.to_json()
     for option in (["--sparsity", "0.5"], ["--rank", "2"], ["--cache-radius", "0.1"], ["--resume"]):
-        assert "give it without --sparsity, --rank" in run_bad("check", "tiny", "sparse", *option, *few)
-    assert "weight for weight; there is nothing to check" in run_bad("check", "tiny", "tiny", *few)
-    assert "both in one dtype (--dtype)" in run_bad("check", "tiny", half("sparse"), *few)
+        assert "without --sparsity" in run_bad("check", "tiny", "sparse", *option, *few)
+    assert "nothing to check" in run_bad("check", "tiny", "tiny", *few)
+    assert "both in one dtype" in run_bad("check", "tiny", half("sparse"), *few)
     run("prune", "tiny", "--layers", "1", "-o", "out", *TEXT)
-    assert "has 5 layers and the dense one 6" in run_bad("check", "tiny", "out", *few)
+    assert "5 layers and the dense one 6" in run_bad("check", "tiny", "out", *few)
 
 
 def half(folder: str) -> str:
@@ -156,7 +156,7 @@ def test_a_written_bound_that_is_violated_is_exit_code_1(
     monkeypatch.setattr(approx_module, "certify", lambda W: replace(certified(W), bound=certified(W).bound * 0.99))
     done = run("check", "tiny", "rounded", "--tokens", "32", "--context", "16")
     assert done.code == 1
-    assert "bounds are violated; see runs/tiny/bounds.json" in done.err
+    assert "see runs/tiny/bounds.json" in done.err
     assert "VIOLATION: sparse_activation_bound is VIOLATED by" in done.out
 
 
@@ -288,7 +288,7 @@ def test_the_cache_is_shown_and_emptied(
     assert json.loads(run("cache", "--json").out)["models"] == []
     assert list(place.iterdir()) == []
     monkeypatch.setenv("LYAPUNOV_PRUNE_CACHE_GB", "much")
-    assert "LYAPUNOV_PRUNE_CACHE_GB is 'much'; give a number of gigabytes" in run_bad("cache")
+    assert "LYAPUNOV_PRUNE_CACHE_GB is 'much'" in run_bad("cache")
 
 
 # More that say something else in words: `out` is `tiny` with a layer less.
@@ -381,7 +381,7 @@ def test_a_broken_checkpoint(fault: str, command: list[str], run_bad: Callable[.
 
 def test_an_encoder(command: list[str], run_bad: Callable[..., str], checkpoint: Path) -> None:
     BertLMHeadModel(bert()).save_pretrained(checkpoint)
-    assert "(an encoder); give a causal decoder" in run_bad(*command)
+    assert "an encoder" in run_bad(*command)
 
 
 @pytest.mark.parametrize("share", [0.1, 0.9])
@@ -397,7 +397,7 @@ def test_a_truncated_gguf_file(
     monkeypatch.setenv("LYAPUNOV_PRUNE_CACHE", str(tmp_path_factory.mktemp("cache")))
     path = write_gguf(reader, checkpoint.parent / "x.gguf")
     path.write_bytes(path.read_bytes()[: int(share * path.stat().st_size)])
-    assert "x.gguf, it may be truncated or corrupt" in run_bad(*(a.replace("tiny", "x.gguf") for a in command))
+    assert "x.gguf" in run_bad(*(a.replace("tiny", "x.gguf") for a in command))
 
 
 @pytest.mark.parametrize("model", ["./absent", "a/b/c", "absent.gguf"])
@@ -409,13 +409,13 @@ def test_a_hub_model_offline(
     command: list[str], run_bad: Callable[..., str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     command = [a.replace("tiny", "some-org/some-model-that-nobody-has") for a in command]
-    assert "and --offline was given; download it first" in run_bad(*command, "--offline")
+    assert "--offline" in run_bad(*command, "--offline")
 
 
 @pytest.mark.parametrize("command", ["profile", "rank", "prune"], indirect=True)
 def test_nan_activations_are_named_by_layer(command: list[str], run_bad: Callable[..., str], checkpoint: Path) -> None:
     nan_in_layer_3(checkpoint)
-    assert "NaN or infinite activations in the output of layer 3" in run_bad(*command)
+    assert "output of layer 3" in run_bad(*command)
 
 
 def test_nan_activations_have_no_perplexity(run_bad: Callable[..., str], checkpoint: Path) -> None:
@@ -439,16 +439,13 @@ def test_what_is_read_of_rows_is_said_and_recorded(run: Any, checkpoint: Path) -
         assert f"Text: {name}\n" in done.err
         assert CompressionReport.load("out/compression.json").calibration.text == name
         assert run("eval", "out", *TEXT, "--text", "x.json", *more).code == 0
-        assert f"was made with {name}" in run("eval", "out", *TEXT, "--text", "x.json", *more, "--split", "all").err
+        assert f"made with {name}" in run("eval", "out", *TEXT, "--text", "x.json", *more, "--split", "all").err
         shutil.rmtree("out")
     tokenizer = AutoTokenizer.from_pretrained("tiny")
     tokenizer.chat_template = "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}"
     tokenizer.save_pretrained("tiny")
-    assert (
-        "Text: x.json (instruction, output, by the chat template)"
-        in run("profile", "tiny", *QUICK, "--text", "x.json").err
-    )
-    assert "leave out --text-column" in run("profile", "tiny", *QUICK, "--text-column", "story").err
+    assert "Text: x.json (instruction" in run("profile", "tiny", *QUICK, "--text", "x.json").err
+    assert "--text-column" in run("profile", "tiny", *QUICK, "--text-column", "story").err
 
 
 # Bad text.
@@ -457,10 +454,10 @@ def test_what_is_read_of_rows_is_said_and_recorded(run: Any, checkpoint: Path) -
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
-        ("x.txt", b"", "x.txt holds no text; give another"),
-        ("x.txt", b"short", "lower --tokens or give a longer text"),
-        ("x.txt", b"caf\xe9 " * 999, "cannot read x.txt as UTF-8"),
-        ("x.jsonl", b'{"text": 1}', "x.jsonl line 1 has no string 'text'"),
+        ("x.txt", b"", "x.txt holds no text"),
+        ("x.txt", b"short", "lower --tokens"),
+        ("x.txt", b"caf\xe9 " * 999, "x.txt as UTF-8"),
+        ("x.jsonl", b'{"text": 1}', "x.jsonl line 1"),
         ("y.txt", b"", "x.txt is no readable file"),
     ],
     ids=["empty", "short", "Latin-1", "JSONL", "missing"],
@@ -473,11 +470,11 @@ def test_a_bad_text(name: str, content: bytes, message: str, run_bad: Callable[.
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--context", "129", "--tokens", "258"], "context 129 is longer than the model's 128; lower --context"),
-        (["--tokens", "32"], "32 tokens do not fill one window of 64; raise --tokens"),
-        (["--text", "org/set", "--offline"], "--offline forbids the hub"),
-        (["--dtype", "float99"], "'float99' is not one of 'float32', 'bfloat16'"),
-        (["--device", "bogus"], "there is no device bogus here; give cpu"),
+        (["--context", "129", "--tokens", "258"], "longer than the model's 128"),
+        (["--tokens", "32"], "do not fill one window of 64"),
+        (["--text", "org/set", "--offline"], "--offline"),
+        (["--dtype", "float99"], "'float99' is not one of"),
+        (["--device", "bogus"], "no device bogus"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
@@ -488,8 +485,8 @@ def test_a_bad_common_option(options: list[str], message: str, command: list[str
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--derivative", "guess"], "'guess' is not one of 'difference', 'jvp'"),
-        (["--pooling", "mean"], "'mean' is not one of 'energy', 'token'"),
+        (["--derivative", "guess"], "'guess' is not one of"),
+        (["--pooling", "mean"], "'mean' is not one of"),
         (["--epsilon", "0"], "epsilon > 0"),
         (["--epsilon", "nan"], "epsilon"),
     ],
@@ -505,12 +502,12 @@ def test_a_bad_option_of_profile(options: list[str], message: str, run_bad: Call
 @pytest.mark.parametrize(
     ("choice", "message"),
     [
-        (["--remove", "6"], "cannot remove 6 of 6 layers; give 1 to 5"),
-        (["--remove", "99"], "cannot remove 99 of 6 layers; give 1 to 5"),
+        (["--remove", "6"], "remove 6 of 6 layers"),
+        (["--remove", "99"], "remove 99 of 6 layers"),
         (["--remove", "0"], "give 1 to 5"),
         (["--remove", "-1"], "give 1 to 5"),
-        (["--layers", "3,3"], "layer 3 is named more than once; name each layer once"),
-        (["--layers", "99"], "layer 99 does not exist: tiny has layers 0 to 5"),
+        (["--layers", "3,3"], "layer 3 is named more than once"),
+        (["--layers", "99"], "layer 99 does not exist"),
         (["--layers", "-1"], "layer -1 does not exist"),
         (["--layers", "0,1,2,3,4,5"], "keep at least one"),
         (["--layers", "a,b"], "--layers 'a,b' is no list of layers; write it as 3,7"),
@@ -580,7 +577,7 @@ def test_a_bad_choice_when_ranking(
 
 @pytest.mark.parametrize("source", [[], ["tiny", "--profile", "x"]], ids=["neither", "both"])
 def test_a_ranking_needs_a_model_or_a_profile(source: list[str], run_bad: Callable[..., str]) -> None:
-    assert "give a MODEL to measure or --profile FILE, one of the two" in run_bad("rank", *source)
+    assert "or --profile FILE" in run_bad("rank", *source)
 
 
 @pytest.mark.parametrize("cut", [10, -5])
@@ -588,7 +585,7 @@ def test_a_profile_cut_short(cut: int, run: Callable[..., Done], run_bad: Callab
     run("profile", "tiny", "-o", "run", *QUICK)
     path = Path("run/profile.json")
     path.write_text(path.read_text(encoding="utf-8")[:cut], encoding="utf-8")
-    assert "is not complete JSON; make it again" in run_bad("rank", "--profile", str(path))
+    assert "not complete JSON" in run_bad("rank", "--profile", str(path))
 
 
 @pytest.mark.parametrize("other", ["gpt2", "llama"])
@@ -598,7 +595,7 @@ def test_a_plan_made_for_another_model(
     run("rank", "tiny", "--remove", "1", "-o", "run", *TEXT)
     make_tiny(other, seed=1, vocab_size=len(VOCABULARY)).save_pretrained(checkpoint)
     line = run_bad("prune", "tiny", "--plan", "run/plan.json", "-o", "out", *TEXT)
-    assert "this plan was made for tiny (llama, 6 layers), not for tiny" in line
+    assert "made for tiny (llama, 6 layers), not for tiny" in line
 
 
 def test_a_plan_for_another_model_is_refused_before_its_text_is_read(
@@ -607,7 +604,7 @@ def test_a_plan_for_another_model_is_refused_before_its_text_is_read(
     run("rank", "tiny", "--remove", "1", "-o", "run", *TEXT)
     make_tiny("gpt2", vocab_size=len(VOCABULARY), n_positions=32).save_pretrained(checkpoint)
     line = run_bad("prune", "tiny", "--plan", "run/plan.json", "-o", "out", *TEXT)
-    assert "this plan was made for tiny (llama, 6 layers), not for tiny" in line
+    assert "made for tiny (llama, 6 layers), not for tiny" in line
 
 
 # Bad places, and disks.
@@ -616,25 +613,25 @@ def test_a_plan_for_another_model_is_refused_before_its_text_is_read(
 @pytest.mark.parametrize("output", ["tiny", "tiny/config.json"], ids=["folder", "file"])
 def test_an_output_that_is_not_empty(output: str, run_bad: Callable[..., str]) -> None:
     line = run_bad("prune", "tiny", "--remove", "1", "-o", output, *TEXT)
-    told = {"tiny": "exists and is not empty; choose another --output or empty it"}
-    assert f"{output} {told.get(output, 'is a file, and a folder is written; choose another --output')}" in line
+    told = {"tiny": "exists and is not empty"}
+    assert f"{output} {told.get(output, 'is a file')}" in line
 
 
 def test_empty_names_and_texts_are_named_as_such(run_bad: Callable[..., str], checkpoint: Path) -> None:
     (checkpoint.parent / "blank.txt").write_text("\n\n  \n" * 99)
-    assert "the text has no name; give builtin" in run_bad("eval", "tiny", "--text", "")
-    assert "blank.txt holds no text; give another" in run_bad("eval", "tiny", "--text", "blank.txt", *TEXT)
-    assert "the model has no name; give a folder" in run_bad("eval", "", *TEXT)
+    assert "the text has no name" in run_bad("eval", "tiny", "--text", "")
+    assert "blank.txt holds no text" in run_bad("eval", "tiny", "--text", "blank.txt", *TEXT)
+    assert "the model has no name" in run_bad("eval", "", *TEXT)
 
 
 def test_what_is_decoded_has_to_fit_the_context_too(run_bad: Callable[..., str]) -> None:
     line = run_bad("hierarchy", "tiny", "--tokens", "128", "--context", "128", "--new-tokens", "2")
-    assert "128 tokens and 2 behind them are more than the 128 of the model's context; lower --new-tokens or" in line
+    assert "128 tokens and 2 behind them are more than the 128" in line
 
 
 @pytest.mark.parametrize("name", ["profile", "rank", "eval"])
 def test_an_output_that_is_a_file(name: str, run_bad: Callable[..., str]) -> None:
-    assert "cannot write in tiny/config.json: " in run_bad(*COMMANDS[name], "-o", "tiny/config.json")
+    assert "write in tiny/config.json" in run_bad(*COMMANDS[name], "-o", "tiny/config.json")
 
 
 @pytest.mark.parametrize(
@@ -672,7 +669,7 @@ def test_a_full_disk(command: list[str], run: Callable[..., Done], monkeypatch: 
 
 @pytest.mark.parametrize("folder", ["tiny", "absent", "tiny/config.json"])
 def test_a_report_of_nothing(folder: str, run_bad: Callable[..., str]) -> None:
-    assert f"{folder} holds no results; give a folder" in run_bad("report", folder)
+    assert f"{folder} holds no results" in run_bad("report", folder)
 
 
 # The text that a model was chosen on.
@@ -741,8 +738,8 @@ def test_the_calibration_text_is_known_by_its_content(
     assert run(*PRUNE, "tiny", "-o", "out", *LONGER, "--text", text).code == 0
     model, where = moved()
     line = run_bad("eval", model, *LONGER, "--text", where, "--split", "calibration")
-    assert f"{model} was made with {text} (calibration; step 1 of its history, prune), which holds about" in line
-    assert f" tokens of {where} (calibration) to score; use" in line
+    assert f"{model} was made with {text} (calibration; step 1" in line
+    assert f"{where} (calibration)" in line
     assert run("eval", model, *LONGER, "--text", where).code == 0
 
 
@@ -752,9 +749,7 @@ def test_what_an_allocation_was_measured_on_was_seen(
 ) -> None:
     run(*COMPRESS, "tiny", "--allocation", allocation, "-o", "out", *LONGER, "--text", text)
     assert CompressionReport.load("out/compression.json").calibration is None
-    assert "history, compress), which holds" in run_bad(
-        "eval", "out", *LONGER, "--text", text, "--split", "calibration"
-    )
+    assert "history, compress" in run_bad("eval", "out", *LONGER, "--text", text, "--split", "calibration")
     assert f"Allocation: by tiny, float32 on cpu; 512 tokens of {text}" in Path("out/README.md").read_text()
     assert run("eval", "out", *LONGER, "--text", text).code == 0
 
@@ -776,9 +771,7 @@ def test_the_text_of_a_budget_was_seen(
 ) -> None:
     compress = ["compress", "tiny", "--max-kl", "0.5", "-o", "out", *LONGER, "--text", text, *how]
     assert run(*compress).code == 0
-    assert "history, compress), which holds" in run_bad(
-        "eval", "out", *LONGER, "--text", text, "--split", "calibration"
-    )
+    assert "history, compress" in run_bad("eval", "out", *LONGER, "--text", text, "--split", "calibration")
     card = Path("out/README.md").read_text()
     assert re.search(rf"Allocation: by tiny, float32 on cpu; \d+ tokens of {re.escape(text)}", card)
     assert run("eval", "out", *LONGER, "--text", text).code == 0
@@ -809,7 +802,7 @@ def test_a_second_step_keeps_what_the_first_saw(
     assert run(*second, "out", "-o", "again", *reads).code == 0
     assert [step.kind for step in History.load("again/history.json").steps] == [first[0], second[0]]
     line = run_bad("eval", "again", *LONGER, "--text", text, "--split", "calibration")
-    assert f"was made with own.txt (calibration; step 1 of its history, {first[0]}), which holds" in line
+    assert f"made with own.txt (calibration; step 1 of its history, {first[0]})" in line
     assert run("eval", "again", *LONGER, "--text", text).code == 0
 
 
@@ -820,8 +813,8 @@ def test_hierarchy_and_sensitivity_ask_the_history_too(text: str, run: Callable[
     for command in (["hierarchy", "tiny", "out", "--new-tokens", "1"], ["sensitivity", "out", "--study", "removal"]):
         done = run(*command, *LONGER, "--text", "turned.txt")
         assert done.code == 2, command
-        assert "out was made with own.txt (calibration; step 1 of its history, prune), which holds about" in done.err
-        assert "tokens of turned.txt (evaluation) to score; use" in done.err
+        assert "made with own.txt (calibration" in done.err
+        assert "turned.txt (evaluation)" in done.err
 
 
 def test_an_unknown_split(run_bad: Callable[..., str]) -> None:
@@ -850,8 +843,8 @@ def test_a_failed_gate_is_exit_code_1_and_nothing_written(
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["unknown"], "No such command 'unknown'"),
-        (["--unknown"], "No such option: --unknown"),
+        (["unknown"], "'unknown'"),
+        (["--unknown"], "--unknown"),
         (["profile"], "Missing argument 'model'"),
         (["prune", "tiny"], "Missing option '--output'"),
         (["prune", "tiny", "-o"], "requires an argument"),
@@ -934,10 +927,10 @@ def test_every_knob_of_a_schedule_is_reached(run: Any) -> None:
 @pytest.mark.parametrize(
     ("args", "message"),
     [
-        (["--allocation", "atp", "--schedule-option", "tau=1"], "atp has no parameter 'tau'; it has beta"),
+        (["--allocation", "atp", "--schedule-option", "tau=1"], "parameter 'tau'"),
         (["--allocation", "atp", "--schedule-option", "beta"], "'beta' is no NAME=VALUE"),
         (["--allocation", "atp", "--schedule-option", "beta=steep"], "is 'steep'"),
-        (["--allocation", "atp", "--pooling", "token"], "does not measure rho; leave out --pooling"),
+        (["--allocation", "atp", "--pooling", "token"], "leave out --pooling"),
     ],
 )
 def test_a_knob_that_is_none_is_refused_before_the_model_loads(run: Any, args: list[str], message: str) -> None:
@@ -981,7 +974,7 @@ def test_criteria_that_look_at_the_predictions(run: Any) -> None:
     done = run("rank", "tiny", "--criterion", "oracle", *TEXT)
     assert done.code == 2
     assert "give --remove N" in done.err
-    assert "a profile holds no scores of criterion kl" in run("rank", "--profile", "x.json", "--criterion", "kl").err
+    assert "scores of criterion kl" in run("rank", "--profile", "x.json", "--criterion", "kl").err
 
 
 def test_the_best_of_all_criteria_within_a_budget(run: Any) -> None:
@@ -1012,7 +1005,7 @@ def test_the_best_of_all_criteria_within_a_budget(run: Any) -> None:
     assert BestRemoval.load("runs/tiny/best.json").remove == found.remove
     small = run("rank", *asked, "--search", "1")
     assert (small.code, small.changed) == (2, set())
-    assert "a search of 1 forwards is less than the first check needs" in small.err
+    assert "1 forwards" in small.err
 
 
 def test_a_run_of_layers_goes_as_one(run: Any) -> None:
@@ -1023,7 +1016,7 @@ def test_a_run_of_layers_goes_as_one(run: Any) -> None:
     assert Provenance.load("out/provenance.json").plan.remove == plan.remove
     assert "give --remove N" in run("rank", "tiny", "--criterion", "angular", *TEXT).err
     periods = ("--remove", "2", "--keep-period", "-o", "no")
-    assert "leave out --keep-period" in run("prune", "tiny", "--criterion", "angular", *periods, *TEXT).err
+    assert "--keep-period" in run("prune", "tiny", "--criterion", "angular", *periods, *TEXT).err
 
 
 @pytest.mark.usefixtures("healing_kept")
@@ -1074,9 +1067,7 @@ def test_where_nothing_beats_the_pruned_model_nothing_is_written(run: Any, monke
 def test_half_precision_is_healed_by_updates_of_low_rank(run: Any, run_bad: Any) -> None:
     assert run("prune", "tiny", "--layers", "1,3", "-o", "out", *TEXT).code == 0
     heal = ("heal", "out", "-o", "healed", "--teacher", "tiny", "--steps", "2", "--dtype", "bfloat16", *TEXT)
-    assert "which loses small steps; load it in float32, or heal by updates of low rank (--update-rank)" in run_bad(
-        *heal
-    )
+    assert "--update-rank" in run_bad(*heal)
     done = run(*heal, "--update-rank", "2", "--checkpointing")
     assert done.code == 0, done.err
     assert AutoModelForCausalLM.from_pretrained("healed").dtype == torch.bfloat16
@@ -1085,8 +1076,8 @@ def test_half_precision_is_healed_by_updates_of_low_rank(run: Any, run_bad: Any)
 def test_layers_are_shared_out_by_several_processes_only(run_bad: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(loading, "load", pytest.fail)
     heal = ("heal", "out", "-o", "healed", "--teacher", "tiny", "--shard", *TEXT)
-    assert "one process has nobody to share layers with; start several by accelerate launch" in run_bad(*heal)
-    assert "give --update-rank or --shard" in run_bad(*heal, "--update-rank", "2")
+    assert "accelerate launch" in run_bad(*heal)
+    assert "--update-rank or --shard" in run_bad(*heal, "--update-rank", "2")
 
 
 def test_a_strangers_provenance_does_not_choose_what_is_loaded(
@@ -1099,7 +1090,7 @@ def test_a_strangers_provenance_does_not_choose_what_is_loaded(
         made.write_text(json.dumps(content | {"source": source}))
         monkeypatch.setattr(loading, "load", pytest.fail)
         told = run_bad("heal", "out", "-o", "healed", "--steps", "1", *TEXT)
-        assert f"was made from {source!r}; if you trust it, give that as --teacher" in told
+        assert f"was made from {source!r}" in told
         assert "\x1b" not in told
 
 
@@ -1119,7 +1110,7 @@ def test_a_teacher_of_other_weights_than_those_pruned_is_refused(run: Any, run_b
     weights["model.layers.4.mlp.up_proj.weight"][3, 3] += 0.01
     save_file(weights, "tuned/model.safetensors", {"format": "pt"})
     told = run_bad("heal", "out", "-o", "healed", "--teacher", "tuned", "--steps", "1", *TEXT)
-    assert "tuned is not the model that out was made from, which out/provenance.json records as 'tiny'" in told
+    assert "out/provenance.json records as 'tiny'" in told
 
 
 def test_models_that_read_text_otherwise_are_not_compared(run: Any, run_bad: Any) -> None:
@@ -1135,7 +1126,7 @@ def test_models_that_read_text_otherwise_are_not_compared(run: Any, run_bad: Any
         ("heal", "tiny", "--teacher", "other", "-o", "healed"),
     ):
         told = run_bad(*command, *TEXT)
-        assert "other and tiny have different tokenizers (token '!' has id 258 and id 3); give two models" in told
+        assert "(token '!' has id 258 and id 3)" in told
 
 
 @pytest.mark.usefixtures("healing_kept")
@@ -1207,7 +1198,7 @@ def test_heal_looks_at_the_disk_before_it_trains(
     heal = ("heal", "out", "--teacher", "tiny", "--steps", "2", "-o", "healed", *TEXT)
     usage = namedtuple("usage", "free")
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage(10**5))
-    assert "the files of the healed model need" in run_bad(*heal)
+    assert "files of the healed model" in run_bad(*heal)
     assert not Path("runs").exists()
 
 
@@ -1219,7 +1210,7 @@ def test_a_full_disk_leaves_what_was_trained_and_says_so(run: Any, monkeypatch: 
         patch.setattr(PreTrainedModel, "save_pretrained", disk_full)
         done = run(*heal)
     assert done.code == 2
-    assert "nothing was left there, free space and give --resume: the training is kept" in done.err
+    assert "give --resume" in done.err
     monkeypatch.setattr(Distillation, "take_step", lambda *_: pytest.fail("it was trained already"))
     assert run(*heal, "--resume").code == 0
 
@@ -1278,12 +1269,9 @@ def test_the_budget_of_divergence_is_spent_on_parts_of_layers_too(run: Any) -> N
     spent = BudgetedRemoval.load("runs/tiny/budget.json")
     assert run("prune", *bi, "--max-kl", str(spent.kl[0]), "-o", "out").code == 0
     assert Provenance.load("out/provenance.json").plan.drop_mlp == spent.ranking.order[:1]
+    assert "orders activations" in run("prune", *bi[:3], "--what", "activation", "--max-kl", "1", "-o", "no").err
     assert (
-        "no criterion orders activations"
-        in run("prune", *bi[:3], "--what", "activation", "--max-kl", "1", "-o", "no").err
-    )
-    assert (
-        "blend is defined for whole layers only"
+        "blend is defined for whole layers"
         in run("prune", "tiny", "--criterion", "blend", "--what", "mlp", "--max-kl", "1", "-o", "no").err
     )
 
@@ -1299,8 +1287,8 @@ def test_compress_takes_what_a_budget_of_divergence_allows(run: Any, monkeypatch
     assert "the least it takes, costs" in run(*rtn, "--max-kl", "1e-30", "-o", "no").err
     assert "removes nothing" in run(*rtn, "--max-kl", "0", "-o", "no").err
     for said in (("--bits", "4"), ("--sparsity", "0.5"), ("--rank", "2"), ("--pattern", "2:4")):
-        assert f"--max-kl says how much goes; leave out {said[0]}" in run(*rtn, "--max-kl", "1", *said, "-o", "no").err
-    assert "--resume goes on with the search of --max-kl" in run(*rtn, "--bits", "4", "--resume", "-o", "no").err
+        assert f"leave out {said[0]}" in run(*rtn, "--max-kl", "1", *said, "-o", "no").err
+    assert "--resume" in run(*rtn, "--bits", "4", "--resume", "-o", "no").err
     assert not Path("no").exists()
 
 
@@ -1309,7 +1297,7 @@ def test_hierarchy_follows_a_compressed_and_a_pruned_model(run: Any) -> None:
     assert run("compress", "tiny", "--method", "rtn", "--bits", "8", "-o", "rounded").code == 0
     Path("items.jsonl").write_text('{"query": "one two", "choices": ["three", "four five"], "gold": 1}\n' * 3)
     assert "give COMPRESSED too" in run("hierarchy", "tiny", "--choices", "items.jsonl").err
-    assert "give --choices FILE with it" in run("hierarchy", "tiny", "rounded", "--letters").err
+    assert "--choices FILE" in run("hierarchy", "tiny", "rounded", "--letters").err
     asked = ["--choices", "items.jsonl", "--letters", "--limit", "2", "--sample", "0"]
     assert run("hierarchy", "tiny", "rounded", *asked, *few).code == 0
     assert ChoiceComparison.load("runs/tiny/letters.json").characters[0] == (1.0, 1.0)
@@ -1342,8 +1330,8 @@ def test_hierarchy_refuses_what_was_not_made_from_the_dense_model(
 ) -> None:
     few = ["--tokens", "32", "--context", "16", "--new-tokens", "1"]
     for name, changes, told in (
-        ("gpt2", {}, "other has another family than tiny (gpt2, not llama); give a model that was made from it"),
-        ("llama", {"hidden_size": 64}, "other has another width than tiny (64, not 32)"),
+        ("gpt2", {}, "(gpt2, not llama)"),
+        ("llama", {"hidden_size": 64}, "(64, not 32)"),
     ):
         model = make_tiny(name, vocab_size=len(VOCABULARY), **changes)
         saved(cut(model, (1,)), tokenizer, checkpoint.parent / "other")
@@ -1353,7 +1341,7 @@ def test_hierarchy_refuses_what_was_not_made_from_the_dense_model(
     assert run("prune", "tiny", "--layers", "1", "-o", "out", *TEXT).code == 0
     assert run("prune", "out", "--layers", "1", "-o", "twice", *TEXT).code == 0
     told = run_bad("hierarchy", "stranger", "out", *few)
-    assert "stranger is not the model that out was made from, which out/provenance.json records as 'tiny'" in told
+    assert "out/provenance.json records as 'tiny'" in told
     assert run("hierarchy", "tiny", "twice", *few).code == 0
 
 
@@ -1388,7 +1376,7 @@ def test_eval_scores_retrieval(run: Any) -> None:
     assert found.models == ("tiny", "out")
     assert "<h2>Retrieval</h2>" in Path("runs/out/report.html").read_text()
     for files in ("queries.jsonl", "a,b,c,d", "a,"):
-        assert "is not two or three files" in run("eval", "tiny", "--retrieval", files).err
+        assert "two or three files" in run("eval", "tiny", "--retrieval", files).err
     assert "cannot read" in run("eval", "tiny", "--retrieval", "queries.jsonl,docs.jsonl").err  # no qrels/test.tsv
 
 
@@ -1400,7 +1388,7 @@ def test_hierarchy_gives_a_verdict_by_kind_of_task(run: Any) -> None:
     few = ["--tokens", "32", "--context", "16", "--new-tokens", "3"]
     asked = ["--choices", "items.jsonl", "--retrieval", "queries.jsonl,docs.jsonl,qrels.tsv", "--verdict", *few]
     for option in (["--verdict"], ["--retrieval", "a,b"], ["--sample", "0"]):
-        assert f"{option[0]} compares two models; give COMPRESSED too" in run("hierarchy", "tiny", *option).err
+        assert f"{option[0]} compares two models" in run("hierarchy", "tiny", *option).err
     assert run("prune", "tiny", "--layers", "1", "-o", "out", *TEXT).code == 0
     done = run("hierarchy", "tiny", "out", *asked)
     assert done.code == 0
@@ -1420,10 +1408,10 @@ def test_hierarchy_goes_on_from_own_prompts(run: Any) -> None:
     assert "tokens of mine.txt (all" in done.out
     assert HierarchyProbe.load("runs/tiny/hierarchy.json").kl.shape[-1] == 3
     assert "no chat template" in run("hierarchy", "tiny", *few, "--chat").err
-    assert "give --prompts FILE with it" in run("hierarchy", "tiny", "--chat").err
+    assert "--prompts FILE" in run("hierarchy", "tiny", "--chat").err
     Path("long.txt").write_text("a long prompt " * 200)
-    assert "the model's context is 128; shorten it" in run("hierarchy", "tiny", "--prompts", "long.txt").err
-    assert "no.txt is no readable file" in run("hierarchy", "tiny", "--prompts", "no.txt").err
+    assert "context is 128" in run("hierarchy", "tiny", "--prompts", "long.txt").err
+    assert "no.txt" in run("hierarchy", "tiny", "--prompts", "no.txt").err
 
 
 @pytest.mark.parametrize("command", ["rank", "prune"])
@@ -1432,7 +1420,5 @@ def test_rho_of_nothing_but_rounding_decides_nothing(
     command: str, criterion: str, run: Callable[..., Done], run_bad: Callable[..., str]
 ) -> None:
     asked = [command, "tiny", "--criterion", criterion, "--remove", "1", "-o", "out", *TEXT]
-    assert "every rho of the first window lies below the rounding floor of bfloat16" in run_bad(
-        *asked, "--dtype", "bfloat16"
-    )
+    assert "rounding floor of bfloat16" in run_bad(*asked, "--dtype", "bfloat16")
     assert run(*asked).code == 0

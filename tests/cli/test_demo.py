@@ -105,7 +105,7 @@ def test_a_folder_that_is_not_the_demo_s_is_refused_before_anything_is_measured(
     before = contents(pruned.parent)
     monkeypatch.setattr(demo_module, "load", lambda name: pytest.fail("loaded"))
     for resume in (False, True):
-        with pytest.raises(LyapunovPruneError, match="pruned is not what a demo left there; move it away") as raised:
+        with pytest.raises(LyapunovPruneError, match=r"pruned.*demo") as raised:
             tiny_demo(resume)
         assert "\n" not in str(raised.value)
     assert contents(pruned.parent) == before
@@ -121,7 +121,7 @@ def test_where_nothing_can_be_written_or_drawn_nothing_is_measured(
         tiny_demo()
     shutil.rmtree(run)
     run.write_text("mine")
-    with pytest.raises(LyapunovPruneError, match="is no folder; give another --output"):
+    with pytest.raises(LyapunovPruneError, match="no folder"):
         tiny_demo()
 
 

@@ -45,13 +45,13 @@ def test_what_a_config_asks_to_be_handed_out_changes_nothing(
 @pytest.mark.parametrize(
     ("setting", "told"),
     [
-        ({"architectures": 3}, "has architectures that are no list of names; mend it there"),
-        ({"architectures": [3]}, "has architectures that are no list of names; mend it there"),
-        ({"sliding_window": "8"}, "has a sliding_window that is no number of tokens; mend it"),
-        ({"sliding_window": 2.5}, "has a sliding_window that is no number of tokens; mend it"),
-        ({"sliding_window": -3}, "has a sliding_window that is no number of tokens; mend it"),
-        ({"sliding_window": 10**30}, "has a sliding_window that is no number of tokens; mend it"),
-        ({"vocab_size": "260"}, "Field 'vocab_size' expected int, got str"),
+        ({"architectures": 3}, "architectures"),
+        ({"architectures": [3]}, "architectures"),
+        ({"sliding_window": "8"}, "sliding_window"),
+        ({"sliding_window": 2.5}, "sliding_window"),
+        ({"sliding_window": -3}, "sliding_window"),
+        ({"sliding_window": 10**30}, "sliding_window"),
+        ({"vocab_size": "260"}, "'vocab_size'"),
     ],
     ids=str,
 )
@@ -83,7 +83,7 @@ def test_a_tokenizer_that_cannot_read_is_refused(
     setting: dict[str, str], checkpoint: Path, run_bad: Callable[..., str]
 ) -> None:
     edit_json(checkpoint / "tokenizer_config.json", **setting)
-    assert "the tokenizer cannot read " in run_bad(*PRUNE)
+    assert "tokenizer cannot read" in run_bad(*PRUNE)
 
 
 def test_a_tokenizer_without_vocabulary_is_refused(checkpoint: Path, run_bad: Callable[..., str]) -> None:
@@ -106,7 +106,7 @@ def test_a_tokenizer_that_would_fill_memory_is_refused(
     tokens = content["added_tokens"] + [{"id": 1000 + i, "content": token, **flags} for i, token in enumerate(added)]
     normalizer = {"type": "Sequence", "normalizers": [bomb] * 8}
     edit_json(path, **content | {"normalizer": normalizer, "added_tokens": tokens})
-    assert "can make 4e+16 characters of one" in run_bad(*PRUNE)
+    assert "4e+16 characters" in run_bad(*PRUNE)
 
 
 @pytest.mark.parametrize("line", [DEEP, json.dumps({"text": "half \ud800 of a pair " * 99})], ids=["deep", "surrogate"])
@@ -136,9 +136,9 @@ def test_a_result_that_is_nested_too_deep_is_refused(
     content: str, checkpoint: Path, run_bad: Callable[..., str]
 ) -> None:
     (checkpoint.parent / "p.json").write_text(content)
-    assert "p.json is not complete JSON" in run_bad("prune", "tiny", "--plan", "p.json", "-o", "out", *TEXT)
-    assert "p.json is not complete JSON" in run_bad("compress", "tiny", "--allocation", "p.json", "-o", "out", *TEXT)
-    assert "p.json is not complete JSON" in run_bad("rank", "--profile", "p.json")
+    assert "p.json is not complete" in run_bad("prune", "tiny", "--plan", "p.json", "-o", "out", *TEXT)
+    assert "p.json is not complete" in run_bad("compress", "tiny", "--allocation", "p.json", "-o", "out", *TEXT)
+    assert "p.json is not complete" in run_bad("rank", "--profile", "p.json")
 
 
 # Arguments, names and paths
@@ -244,7 +244,7 @@ def test_a_foreign_file_in_the_run_is_found_before_measuring(
     folder = checkpoint.parent / "run"
     folder.mkdir()
     (folder / "angular.json").write_text('{"acc": 1}')
-    assert "run/angular.json holds no result, not AngularDistance" in run_bad(*OTHERS[command], "-o", "run", "--json")
+    assert "run/angular.json holds no result" in run_bad(*OTHERS[command], "-o", "run", "--json")
 
 
 def test_a_file_that_the_command_replaces_may_be_anything(checkpoint: Path, run: Callable[..., Done]) -> None:
@@ -288,9 +288,7 @@ def test_a_plan_of_more_layers_than_can_be_is_refused(
     plan = PruningPlan.given(reader, [1]).to_json()
     plan["model"]["num_layers"] = layers
     (checkpoint.parent / "p.json").write_text(json.dumps(plan))
-    assert f"no model has {layers} layers; make the file again" in run_bad(
-        "prune", "tiny", "--plan", "p.json", "-o", "out", *TEXT
-    )
+    assert f"no model has {layers} layers" in run_bad("prune", "tiny", "--plan", "p.json", "-o", "out", *TEXT)
 
 
 @pytest.mark.parametrize("size", [100, 4000, 16384])
@@ -345,4 +343,4 @@ def test_a_wrong_setting_is_told_before_the_dense_model_writes(run_bad: Callable
     """run_bad sees that no text was begun."""
     heal = ("heal", "tiny", "--teacher", "tiny", "--text", "self", "-o", "out", *TEXT)
     assert "temperature -1 is no temperature" in run_bad(*heal, "--temperature", "-1")
-    assert "learning rate 0; give a positive" in run_bad(*heal, "--learning-rate", "0")
+    assert "learning rate 0" in run_bad(*heal, "--learning-rate", "0")

@@ -75,10 +75,10 @@ def test_every_command_takes_what_comes_out(run: Callable[..., Done]) -> None:
     heal = ("heal", "out", "-o", "healed", "--steps", "1", *few)
     told = run(*heal)
     assert (told.code, told.changed) == (2, set())
-    assert "says that it was made from 'tiny'; if you trust it, give that as --teacher" in told.err
+    assert "made from 'tiny'" in told.err
     told = run(*heal, "--teacher", "out")
     assert (told.code, told.changed) == (2, set())
-    assert "is not the model that out was made from" in told.err
+    assert "made from" in told.err
     done = run(*heal, "--teacher", "tiny")
     assert done.code == 0, done.err
     assert Provenance.load("healed/provenance.json").source == "tiny"
@@ -111,16 +111,16 @@ def test_interrupted_it_goes_on_to_the_same_decision(run: Callable[..., Done], m
 @pytest.mark.parametrize(
     ("options", "told"),
     [
-        ([], "give one budget: --remove K or --speedup S"),
-        (["--remove", "2", "--speedup", "1.2"], "give one budget: --remove K or --speedup S"),
-        (["--remove", "0"], "--remove 0 removes nothing; give 1 or more"),
-        (["--remove", "100%"], "a share of 100% of 12 attentions and activations cannot go"),
-        (["--remove", "12"], "12 to remove; give 1 to 11: 5 attentions and 6 activations can go"),
-        (["--speedup", "1"], "--speedup 1 is no speed-up; give more than 1"),
-        (["--remove", "2", "--reduction", "identity"], "reduction identity is for plain ones; give mean-gate"),
-        (["--remove", "2", "--tokens", "96", "--context", "32"], "too small for three slices"),
-        (["--remove", "2", "--tokens", "640"], "4 items to select by, whose error nobody can tell; give 5 or more"),
-        (["--remove", "2", "--dtype", "bfloat16"], "the model is in bfloat16, which loses small steps"),
+        ([], "--remove K or --speedup S"),
+        (["--remove", "2", "--speedup", "1.2"], "--remove K or --speedup S"),
+        (["--remove", "0"], "--remove 0"),
+        (["--remove", "100%"], "100% of 12"),
+        (["--remove", "12"], "12 to remove"),
+        (["--speedup", "1"], "--speedup 1"),
+        (["--remove", "2", "--reduction", "identity"], "reduction identity"),
+        (["--remove", "2", "--tokens", "96", "--context", "32"], "three slices"),
+        (["--remove", "2", "--tokens", "640"], "4 items"),
+        (["--remove", "2", "--dtype", "bfloat16"], "in bfloat16"),
         (["--remove", "2", "-o", "tiny"], "tiny exists and is not empty"),
     ],
 )
@@ -144,7 +144,7 @@ def test_the_plan_of_a_classifier_is_cut_out_of_the_dense_one(run: Callable[...,
     assert "Top-1 accuracy on data" in Path("out/README.md").read_text()
     plan = ("prune", "vit", "--plan", "out/plan.json", "-o", "cut")
     for wrong, told in (
-        ((), "vit is an image classifier (ViTForImageClassification), and text needs a decoder"),
+        ((), "image classifier (ViTForImageClassification)"),
         (options, "give --plan FILE and --format compact"),
         ((*options, "--format", "compact", "--on-disk"), "and no --on-disk"),
     ):
@@ -161,4 +161,4 @@ def test_the_plan_of_a_classifier_is_cut_out_of_the_dense_one(run: Callable[...,
     assert (written.source, written.format, written.gate.passed) == ("vit", "compact", True)
     wrong_model = run("prune", "out", *plan[2:4], "-o", "other", *options, "--format", "compact")
     assert (wrong_model.code, wrong_model.changed) == (2, set())
-    assert "this plan was made for vit" in wrong_model.err
+    assert "made for vit" in wrong_model.err

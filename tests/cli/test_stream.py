@@ -105,7 +105,7 @@ def test_another_layer_skipped_is_not_what_was_written(
     monkeypatch.setattr(disk_gate, "skipped", lambda structure, layers: skipped(structure, (2, *layers[1:])))
     done = run("prune", "tiny", "--layers", "1,4", "--on-disk", "--stream", "-o", "out")
     assert (done.code, done.changed) == (1, set())
-    assert "the files fail the gate, same as skipping: logits of the files written, streamed" in done.err
+    assert "same as skipping" in done.err
 
 
 def test_a_setting_outside_the_layers_is_seen_by_logits_alone(

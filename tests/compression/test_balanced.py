@@ -118,7 +118,7 @@ def test_the_result_is_rounded_once(dtype: torch.dtype) -> None:
 
 def test_gramians_that_do_not_fit_are_refused() -> None:
     W, P, Q = setting(5, 4, 6)
-    with pytest.raises(LyapunovPruneError, match=r"\(6, 6\) where 4 × 4 is needed"):
+    with pytest.raises(LyapunovPruneError, match=r"\(6, 6\) .*4 × 4"):
         balanced(W, Q, P, 2)
     with pytest.raises(LyapunovPruneError, match="negative eigenvalue"):
         balanced(W, P, -Q + 2 * Q.diagonal().mean() * torch.eye(4), 2)
@@ -138,5 +138,5 @@ def test_weights_near_the_largest_float_are_projected_alike(scale: float) -> Non
     W, P, Q = setting(0, 9, 12)
     for method in (lambda W: balanced(W, P, Q, 3), lambda W: whitened(W, P, 3)):
         assert torch.equal(method(W * scale), method(W) * scale)
-    with pytest.raises(LyapunovPruneError, match="a Gram matrix holds NaN or infinity"):
+    with pytest.raises(LyapunovPruneError, match="Gram matrix holds NaN"):
         whitened(W, P * 2.0**1022, 3)

@@ -138,23 +138,23 @@ def test_a_pattern_and_an_allocation_by_hand(ids: torch.Tensor, tmp_path: Path) 
         ({"method": "wanda", "sparsity": 0.5, "rank": 3}, "got sparsity, rank"),
         ({"method": "wanda", "bits": 4}, "takes sparsity"),
         ({"method": "rtn", "sparsity": 0.5}, "takes bits"),
-        ({"method": "rtn", "bits": 32}, "^rtn cannot take bits 32; give 2 to 8 whole bits"),
-        ({"method": "svd", "rank": 32}, "rank 32 leaves every matrix as it is; give one below 32"),
-        ({"method": "svd", "rank": 0}, "^svd cannot take rank 0; give a whole rank of 1 or more"),
-        ({"method": "rtn", "bits": 4, "allocation": "owl"}, "owl does not share out bits"),
-        ({"method": "svd", "rank": 4, "allocation": "owl"}, "owl does not share out rank"),
-        ({"method": "wanda", "sparsity": 0.5, "allocation": "bits"}, "bits does not share out sparsity"),
+        ({"method": "rtn", "bits": 32}, "rtn.*bits 32"),
+        ({"method": "svd", "rank": 32}, "rank 32"),
+        ({"method": "svd", "rank": 0}, "svd.*rank 0"),
+        ({"method": "rtn", "bits": 4, "allocation": "owl"}, "owl .* bits"),
+        ({"method": "svd", "rank": 4, "allocation": "owl"}, "owl .* rank"),
+        ({"method": "wanda", "sparsity": 0.5, "allocation": "bits"}, "bits .* sparsity"),
         ({"method": "wanda", "sparsity": 0.5, "allocation": "best"}, "unknown allocation 'best'"),
         ({"method": "wanda", "sparsity": 0.5, "allocation": "lyapunov"}, "contraction profile"),
         (
             {"method": "wanda", "sparsity": 0.5, "allocation": "lyapunov", "schedule_options": {"beta": 0.1}},
-            "schedule lyapunov has no parameter 'beta'; it has least, most",
+            "lyapunov.*'beta'",
         ),
         (
             {"method": "wanda", "sparsity": 0.5, "allocation": "atp", "schedule_options": {"beta": "steep"}},
-            "beta of schedule atp is 'steep'",
+            "beta.*'steep'",
         ),
-        ({"method": "wanda", "sparsity": 0.5, "schedule_options": {"beta": 0.1}}, "uniform has no .*; it has none"),
+        ({"method": "wanda", "sparsity": 0.5, "schedule_options": {"beta": 0.1}}, "uniform.*none"),
         ({"method": "wanda", "sparsity": 1.5}, "1.5"),
         ({"method": "wanda", "sparsity": 0.4, "pattern": (2, 4)}, "0.5"),
         ({"method": "wanda", "sparsity": 0.5, "pattern": (2, 4), "allocation": "atp"}, "allocation uniform"),
@@ -171,7 +171,7 @@ def test_what_makes_no_sense_is_refused(options: dict[str, Any], message: str, l
 def test_a_matrix_that_is_not_finite_is_named() -> None:
     model = make_tiny("llama")
     model.model.layers[2].mlp.up_proj.weight.data[3, 3] = float("nan")
-    with pytest.raises(LyapunovPruneError, match=r"model\.layers\.2\.mlp\.up_proj: the matrix holds NaN or infinity;"):
+    with pytest.raises(LyapunovPruneError, match=r"model\.layers\.2\.mlp\.up_proj.*NaN"):
         compress(model, None, method="magnitude", sparsity=0.5)
 
 
@@ -182,7 +182,7 @@ def test_text_is_asked_for_where_it_is_needed(llama: PreTrainedModel) -> None:
 
 
 def test_an_allocation_of_another_model_is_refused(llama: PreTrainedModel) -> None:
-    with pytest.raises(LyapunovPruneError, match="allocate for this model anew"):
+    with pytest.raises(LyapunovPruneError, match="allocate"):
         compress(llama, method="magnitude", allocation=allocate(make_tiny("gpt2"), "uniform", 0.5))
 
 
@@ -190,11 +190,11 @@ def test_the_parameters_of_a_schedule_reach_it(llama: PreTrainedModel, ids: torc
     options = {"method": "magnitude", "sparsity": 0.5, "allocation": "atp"}
     found = compress(llama, schedule_options={"beta": 0.02}, **options).report.allocation
     np.testing.assert_array_equal(found.amount, allocate(llama, "atp", 0.5, beta=0.02).amount)
-    with pytest.raises(LyapunovPruneError, match="the allocation is made; leave out beta"):
+    with pytest.raises(LyapunovPruneError, match="leave out beta"):
         compress(llama, method="magnitude", allocation=found, schedule_options={"beta": 0.02})
-    with pytest.raises(LyapunovPruneError, match=r"atp-search needs a score .*; give that a batch"):
+    with pytest.raises(LyapunovPruneError, match=r"atp-search.*score"):
         compress(llama, **{**options, "allocation": "atp-search"})
-    with pytest.raises(LyapunovPruneError, match="scores on windows that it does not calibrate by; give two or more"):
+    with pytest.raises(LyapunovPruneError, match="calibrate"):
         compress(llama, ids[:1], **{**options, "allocation": "atp-search"})
 
 

@@ -66,7 +66,7 @@ def test_the_matrix_of_a_merged_block_may_be_two_factors(bias: torch.Tensor | No
     small.save_pretrained(tmp_path)
     gate = verify_factored(dense.model, small, find_factored(dense.model, dense.report.ranks), tmp_path)
     assert gate.passed, f"\n{gate}"
-    with pytest.raises(LyapunovPruneError, match="the feed-forward block of layer 1 is merged already"):
+    with pytest.raises(LyapunovPruneError, match="layer 1 is merged"):
         make_compact(small, Cuts(merged={1: (W, bias)}))
 
 
@@ -130,10 +130,10 @@ def a_cache_that_forgets(small: PreTrainedModel) -> None:
 @pytest.mark.parametrize(
     ("spoil", "told"),
     [
-        (other_numbers, r"factors within rounding: .* most in model\.layers\.1\.self_attn\.q_proj"),
-        (swapped, r"factors within rounding: .* most in model\.layers\.1\.mlp"),
-        (another_norm, "same as products by hooks"),
-        (a_bias, "same as products by hooks"),
+        (other_numbers, r"factors within rounding.*layers\.1\.self_attn\.q_proj"),
+        (swapped, r"factors within rounding.*layers\.1\.mlp"),
+        (another_norm, "products by hooks"),
+        (a_bias, "products by hooks"),
         (a_cache_that_forgets, "cached decoding"),
     ],
 )
@@ -152,7 +152,7 @@ def test_a_fault_in_the_model_is_caught(
         return small
 
     monkeypatch.setattr(factored, "with_factors", wrong)
-    with pytest.raises(CheckFailed, match=f"nothing written: the model of two factors fails the gate, {told}"):
+    with pytest.raises(CheckFailed, match=f"{told}"):
         write_factored(done, tokenizer, tmp_path / "small", "small")
     assert list(tmp_path.iterdir()) == []
 
@@ -179,8 +179,8 @@ def one_more(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("spoil", "told"),
     [
-        (one_bit, "right.weight came back with other numbers"),
-        (one_lost, "missing keys on reloading"),
+        (one_bit, "right.weight"),
+        (one_lost, "missing keys"),
         (one_more, "bytes saved"),
     ],
 )
@@ -209,9 +209,7 @@ def test_a_matrix_that_is_not_of_the_rank_it_says_fails(
 
 def test_other_methods_are_refused(reader: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> None:
     for method in ("wanda", "rtn"):
-        with pytest.raises(
-            LyapunovPruneError, match=f"{method} leaves none; give --method svd, whitened-svd, balanced"
-        ):
+        with pytest.raises(LyapunovPruneError, match=f"{method} leaves none"):
             require_low_rank(method)
     with pytest.raises(LyapunovPruneError, match="magnitude leaves none"):
         write_factored(compress(reader, method="magnitude", sparsity=0.5), tokenizer, tmp_path / "small", "small")

@@ -120,13 +120,13 @@ def test_what_is_not_smaller_stays_dense(llama: PreTrainedModel) -> None:
     ranks = {p.name: 13 for p in find_projections(llama)}  # of 16 × 32: at most 10; of 32 × 32: 15; of 48 × 32: 19
     names = {each.module.rpartition(".")[2] for each in find_factored(llama, ranks)}
     assert names == {"q_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}
-    with pytest.raises(LyapunovPruneError, match="no matrix is smaller as two factors; give a smaller rank"):
+    with pytest.raises(LyapunovPruneError, match="two factors"):
         require_smaller(llama, 20)
     require_smaller(llama)
 
 
 def test_another_family_is_refused() -> None:
-    with pytest.raises(LyapunovPruneError, match="the compact format does not know MixtralForCausalLM"):
+    with pytest.raises(LyapunovPruneError, match="MixtralForCausalLM"):
         require_smaller(moe("mixtral"))
 
 

@@ -117,9 +117,7 @@ def test_options_reach_the_methods_that_have_them(method: str) -> None:
         with pytest.raises(LyapunovPruneError, match=r"2:4 has sparsity 0\.5, not 0\.4"):
             compressed(method, W, statistics, 0.4, pattern=(2, 4))
     else:
-        with pytest.raises(
-            LyapunovPruneError, match=f"{method} has no pattern; .* magnitude, weight-only, wanda, spar"
-        ):
+        with pytest.raises(LyapunovPruneError, match=f"{method} .*pattern"):
             compressed(method, W, statistics, AMOUNTS[kind], pattern=(2, 4))
     if kind == "bits":
         found = compressed(method, W, statistics, 2, group_size=8)
@@ -129,9 +127,9 @@ def test_options_reach_the_methods_that_have_them(method: str) -> None:
         assert torch.equal(around, RoundToNearest(8, symmetric=True).compress(W, 2))
         assert not torch.equal(around, found)
     else:
-        with pytest.raises(LyapunovPruneError, match=f"{method} has no group_size; .* one of rtn"):
+        with pytest.raises(LyapunovPruneError, match=f"{method} .*group_size"):
             compressed(method, W, statistics, AMOUNTS[kind], group_size=8)
-        with pytest.raises(LyapunovPruneError, match=f"{method} has no symmetric; .* one of rtn"):
+        with pytest.raises(LyapunovPruneError, match=f"{method} .*symmetric"):
             compressed(method, W, statistics, AMOUNTS[kind], symmetric=True)
 
 
@@ -153,10 +151,10 @@ def test_statistics_that_are_missing_or_not_finite_are_refused(method: str, fiel
     with pytest.raises(LyapunovPruneError, match=f"{method} needs calibration statistics with .*; collect them"):
         compressed(method, W, None, amount)
     without: dict[str, Any] = {field: None}
-    with pytest.raises(LyapunovPruneError, match=f"{method} needs calibration statistics with {field}"):
+    with pytest.raises(LyapunovPruneError, match=f"{method}.*{field}"):
         compressed(method, W, dataclasses.replace(statistics, **without), amount)
     getattr(statistics, field).view(-1)[7] = math.nan
-    with pytest.raises(LyapunovPruneError, match=f"the {field} of the calibration holds NaN or infinity"):
+    with pytest.raises(LyapunovPruneError, match=f"{field} .*NaN"):
         compressed(method, W, statistics, amount)
 
 
@@ -189,10 +187,10 @@ def test_statistics_of_another_matrix_are_refused(method: str) -> None:
 
 
 def test_what_is_no_matrix_and_no_method_is_refused() -> None:
-    with pytest.raises(LyapunovPruneError, match=r"unknown method 'prune'; give one of magnitude, .*rtn"):
+    with pytest.raises(LyapunovPruneError, match="unknown method 'prune'"):
         compressed("prune", torch.ones(2, 2), None, 0.5)
     for W in (torch.ones(4), torch.ones(2, 2, 2), torch.ones(2, 2, dtype=torch.int8)):
-        with pytest.raises(LyapunovPruneError, match="compresses a real matrix, not"):
+        with pytest.raises(LyapunovPruneError, match="real matrix"):
             compressed("magnitude", W, None, 0.5)
 
 
@@ -213,12 +211,12 @@ def test_the_rank_is_the_largest_that_is_small_enough(m: int, n: int, percent: i
     elif wanted:
         assert rank_for((m, n), percent / 100) == wanted
     else:
-        with pytest.raises(LyapunovPruneError, match=f"no rank makes a {m} × {n} matrix"):
+        with pytest.raises(LyapunovPruneError, match=f"{m} × {n} matrix"):
             rank_for((m, n), percent / 100)
 
 
 def test_a_rank_of_zero_is_refused_with_what_is_possible() -> None:
-    with pytest.raises(LyapunovPruneError, match=r"give a sparsity of at most 0\.9687$"):
+    with pytest.raises(LyapunovPruneError, match=r"at most 0\.9687$"):
         rank_for((64, 64), 0.99)
     assert rank_for((64, 64), 0.9687) == 1
     assert rank_for((20, 20), 0.9) == 1  # (1 − 0.9) · 400 / 40 is below 1 in float64

@@ -200,20 +200,20 @@ def test_what_cannot_be_streamed_is_refused_before_anything_runs(
     before, out = stream.passes, checkpoint.parent / "out"
     for how, message in (
         ({"method": "wanda", "sparsity": 0.5, "allocation": "atp-search"}, "once a trial, .* take the model in memory"),
-        ({"method": "wanda", "sparsity": 0.5, "bits": 4}, "takes sparsity, and nothing beside it"),
+        ({"method": "wanda", "sparsity": 0.5, "bits": 4}, "takes sparsity"),
         ({"method": "svd"}, "got nothing"),
     ):
         with pytest.raises(LyapunovPruneError, match=message):
             compress_on_disk(model, tokenizer, out, ids, **how)
-    with pytest.raises(LyapunovPruneError, match="method wanda needs calibration text"):
+    with pytest.raises(LyapunovPruneError, match=r"wanda.*calibration"):
         compress_on_disk(model, tokenizer, out, **WAYS["wanda"])
     with pytest.raises(LyapunovPruneError, match="takes a streamed model"):
         compress_on_disk(load(checkpoint).model, tokenizer, out, ids, **WAYS["wanda"])
-    with pytest.raises(LyapunovPruneError, match="exists and is not empty"):
+    with pytest.raises(LyapunovPruneError, match="not empty"):
         compress_on_disk(model, tokenizer, checkpoint, ids, **WAYS["wanda"])
     usage = namedtuple("usage", "free")
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage(100_000))
-    with pytest.raises(LyapunovPruneError, match=r"files need [\d,]+ bytes of disk in .* and 100,000 are free"):
+    with pytest.raises(LyapunovPruneError, match=r"need [\d,]+ bytes .* 100,000"):
         compress_on_disk(model, tokenizer, out, ids, **WAYS["wanda"])
     assert stream.passes == before
     assert not out.exists()
@@ -236,7 +236,7 @@ def test_files_that_hold_another_model_are_not_left(
     monkeypatch.setattr(shards, "save_file", spoiled)
     if fault == "a setting":
         find_structure(model).layers[2].self_attn.scaling *= 2  # type: ignore[union-attr, operator]
-    with pytest.raises(CheckFailed, match=r"nothing written: .*; take the model in memory"):
+    with pytest.raises(CheckFailed, match="take the model in memory"):
         compress_on_disk(model, tokenizer, checkpoint.parent / "out", ids, **WAYS["magnitude"])
     assert [path.name for path in checkpoint.parent.iterdir()] == ["tiny"]
 
@@ -286,9 +286,9 @@ def test_packed_files_hold_what_those_of_memory_do(
 @pytest.mark.parametrize(
     ("spoil", "told"),
     [
-        (one_integer, "the files hold other weights than were written"),
-        (one_scale, "the files hold other weights than were written"),
-        (one_lost, r"o_proj\.weight_packed has scales of shape \(0, 0\), which are not its own"),
+        (one_integer, "other weights than"),
+        (one_scale, "other weights than"),
+        (one_lost, r"o_proj\.weight_packed .*\(0, 0\)"),
     ],
 )
 def test_a_fault_in_what_is_packed_leaves_nothing(
@@ -312,7 +312,7 @@ def test_a_config_that_names_a_dense_matrix_as_packed_leaves_nothing(
         edit_json(folder / "config.json", quantization_config=config["quantization_config"] | {"ignore": []})
 
     monkeypatch.setattr(Packing, "write_config", wrong)
-    with pytest.raises(CheckFailed, match=r"nothing written: 3 missing keys .*, first lm_head\.weight_packed"):
+    with pytest.raises(CheckFailed, match=r"3 missing keys.*lm_head\.weight_packed"):
         compress_on_disk(*streamed(checkpoint), checkpoint.parent / "out", format="compressed-tensors", **ROUNDED)
     assert not (checkpoint.parent / "out").exists()
 
@@ -322,7 +322,7 @@ def test_what_is_packed_needs_the_disk_of_what_is_packed(checkpoint: Path, monke
     room = size_of(loaded) // 2
     usage = namedtuple("usage", "free")
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage(room))
-    with pytest.raises(LyapunovPruneError, match=r"the compressed files need .* bytes of disk"):
+    with pytest.raises(LyapunovPruneError, match="bytes of disk"):
         compress_on_disk(*streamed(checkpoint), checkpoint.parent / "out", **ROUNDED)
     compress_on_disk(*streamed(checkpoint), checkpoint.parent / "out", format="compressed-tensors", **ROUNDED)
 
@@ -330,11 +330,11 @@ def test_what_is_packed_needs_the_disk_of_what_is_packed(checkpoint: Path, monke
 @pytest.mark.parametrize(
     ("how", "told"),
     [
-        ({"method": "wanda", "sparsity": 0.5}, "packs what rtn rounds, not wanda"),
+        ({"method": "wanda", "sparsity": 0.5}, "rtn rounds, not wanda"),
         ({"method": "rtn", "bits": 4}, "give --symmetric"),
-        ({"method": "rtn", "bits": 3, "symmetric": True}, "packs 4 or 8 bits, not 3 bits"),
-        ({"method": "magnitude", "pattern": "2:4"}, "dropped its formats for patterns of zeros"),
-        ({**ROUNDED, "group_size": 5}, "groups of 5 do not fit"),
+        ({"method": "rtn", "bits": 3, "symmetric": True}, "not 3 bits"),
+        ({"method": "magnitude", "pattern": "2:4"}, "patterns of zeros"),
+        ({**ROUNDED, "group_size": 5}, "groups of 5"),
     ],
 )
 def test_what_the_format_cannot_hold_is_refused_before_anything_is_read(
@@ -350,7 +350,7 @@ def test_what_the_format_cannot_hold_is_refused_before_anything_is_read(
 def test_rows_that_end_within_a_word_are_packed_by_groups(tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> None:
     """Without groups the library guesses their width where no number is read."""
     folder = saved(make_tiny("llama", intermediate_size=44), tokenizer, tmp_path / "tiny")
-    with pytest.raises(LyapunovPruneError, match=r"the 44 inputs of .*down_proj at 4 bits do not fill words of 32"):
+    with pytest.raises(LyapunovPruneError, match=r"44 inputs.*down_proj.*4 bits"):
         compress_on_disk(*streamed(folder), tmp_path / "out", format="compressed-tensors", **ROUNDED)
     compress_on_disk(*streamed(folder), tmp_path / "out", format="compressed-tensors", group_size=4, **ROUNDED)
     assert identify(lp.load_streamed(tmp_path / "out").model).same_as(identify(load(tmp_path / "out").model))
@@ -433,8 +433,8 @@ def one_row_less(tensors: dict[str, torch.Tensor]) -> None:
 @pytest.mark.parametrize(
     ("spoil", "told"),
     [
-        (turned, "factors within rounding: .* most in model"),
-        (scaled, "factors within rounding: .* most in model"),
+        (turned, "factors within rounding"),
+        (scaled, "factors within rounding"),
         (one_row_less, "split_with_sizes"),
     ],
 )
@@ -462,9 +462,9 @@ def test_a_fault_in_the_factors_leaves_nothing(
 @pytest.mark.parametrize(
     ("how", "told"),
     [
-        ({"method": "wanda", "sparsity": 0.5, "format": "compact"}, "wanda leaves none; give --method svd"),
-        ({"method": "svd", "rank": 30, "format": "compact"}, "no matrix is smaller as two factors"),
-        ({**CHEAP, "format": "packed"}, "unknown format 'packed'; give one of plain, compressed-tensors, compact"),
+        ({"method": "wanda", "sparsity": 0.5, "format": "compact"}, "wanda leaves none"),
+        ({"method": "svd", "rank": 30, "format": "compact"}, "two factors"),
+        ({**CHEAP, "format": "packed"}, "unknown format 'packed'"),
     ],
 )
 def test_what_has_no_factors_is_refused(how: dict[str, Any], told: str, ids: torch.Tensor, checkpoint: Path) -> None:

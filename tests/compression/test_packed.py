@@ -121,10 +121,10 @@ def test_the_folder_says_what_it_is_and_how_large(tokenizer: PreTrainedTokenizer
 @pytest.mark.parametrize(
     ("spoil", "told"),
     [
-        (one_integer, r"model\.layers\.5\.mlp\.down_proj is unpacked to other weights"),
-        (one_scale, r"model\.layers\.0\.self_attn\.q_proj is unpacked to other weights"),
-        (one_lost, r"missing keys on reloading, first .*o_proj\.weight_scale"),
-        (zeros, r"o_proj is unpacked to other weights"),
+        (one_integer, r"model\.layers\.5\.mlp\.down_proj.*unpacked"),
+        (one_scale, r"model\.layers\.0\.self_attn\.q_proj.*unpacked"),
+        (one_lost, r"missing keys.*o_proj\.weight_scale"),
+        (zeros, "o_proj.*unpacked"),
     ],
 )
 def test_a_fault_in_what_is_packed_is_caught(
@@ -135,7 +135,7 @@ def test_a_fault_in_what_is_packed_is_caught(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     spoil_what_is_packed(monkeypatch, spoil)
-    with pytest.raises(CheckFailed, match=f"nothing written: the model does not unpack as it was rounded, .*{told}"):
+    with pytest.raises(CheckFailed, match=f"{told}"):
         written(make_tiny("llama"), tokenizer, tmp_path / "small")
     assert list(tmp_path.iterdir()) == []
 
@@ -146,7 +146,7 @@ def test_weights_that_are_not_of_the_grid_are_not_packed(tokenizer: PreTrainedTo
     W = done.model.model.layers[2].mlp.up_proj.weight
     with torch.no_grad():
         W[0, 0] = W[0, 0].nextafter(torch.tensor(10.0))
-    with pytest.raises(CheckFailed, match=r"model\.layers\.2\.mlp\.up_proj is not what rtn makes of the model"):
+    with pytest.raises(CheckFailed, match=r"model\.layers\.2\.mlp\.up_proj.*rtn"):
         write_packed(model, done, tokenizer, tmp_path / "small", "packed")
     assert list(tmp_path.iterdir()) == []
 
@@ -154,12 +154,12 @@ def test_weights_that_are_not_of_the_grid_are_not_packed(tokenizer: PreTrainedTo
 @pytest.mark.parametrize(
     ("options", "told"),
     [
-        (("wanda", None, False, "uniform"), "packs what rtn rounds, not wanda; give --method rtn"),
-        (("rtn", 3, True, "uniform"), "packs 4 or 8 bits, not 3 bits; give --bits 4 or --bits 8"),
-        (("rtn", None, True, "uniform"), "packs 4 or 8 bits, not no bits; give --bits 4 or --bits 8"),
+        (("wanda", None, False, "uniform"), "rtn rounds, not wanda"),
+        (("rtn", 3, True, "uniform"), "not 3 bits"),
+        (("rtn", None, True, "uniform"), "not no bits"),
         (("rtn", 4.5, True, "bits"), r"not 4\.5 bits"),
-        (("rtn", 4, True, "bits"), "packs all matrices alike; leave out --allocation"),
-        (("rtn", 4, False, "uniform"), "asymmetric grids do not load packed with transformers; give --symmetric"),
+        (("rtn", 4, True, "bits"), "--allocation"),
+        (("rtn", 4, False, "uniform"), "--symmetric"),
     ],
 )
 def test_what_the_format_cannot_hold_is_refused(options: tuple[Any, ...], told: str) -> None:
@@ -169,38 +169,34 @@ def test_what_the_format_cannot_hold_is_refused(options: tuple[Any, ...], told: 
 
 def test_without_the_library_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(LyapunovPruneError, match=r"run: pip install 'lyapunov-prune\[packed\]'"):
+    with pytest.raises(LyapunovPruneError, match=r"lyapunov-prune\[packed\]"):
         require_packed_options("rtn", 4, True, "uniform")
 
 
 def test_models_whose_matrices_are_no_linear_modules_are_refused() -> None:
-    with pytest.raises(LyapunovPruneError, match=r"attn\.c_attn is a Conv1D, and compressed-tensors packs Linear"):
+    with pytest.raises(LyapunovPruneError, match=r"attn\.c_attn.*Conv1D"):
         require_packable(make_tiny("gpt2"), None)
-    with pytest.raises(
-        LyapunovPruneError, match=r"mlp\.experts holds all experts in one tensor, and compressed-tensors"
-    ):
+    with pytest.raises(LyapunovPruneError, match=r"mlp\.experts.*one tensor"):
         require_packable(moe("mixtral"), None)
-    with pytest.raises(LyapunovPruneError, match=r"groups of 12 do not fit the 32 inputs of model\.layers\.0\..*"):
+    with pytest.raises(LyapunovPruneError, match=r"groups of 12.*model\.layers\.0"):
         require_packable(make_tiny("llama"), 12)
     shared = make_tiny("llama")
     shared.model.layers[2].mlp = shared.model.layers[0].mlp
     shared.model.layers[3].mlp.up_proj.weight = shared.model.layers[1].mlp.up_proj.weight
-    with pytest.raises(LyapunovPruneError, match="are one matrix; shared layers are not compressed"):
+    with pytest.raises(LyapunovPruneError, match="one matrix"):
         require_packable(shared, None)
 
 
 @pytest.mark.parametrize("name", ["falcon", "mamba"])
 def test_a_model_that_transformers_does_not_build_packed_is_refused(name: str) -> None:
     """When this fails, its code initialises a matrix that is packed no more: docs/compression.md says that it does."""
-    with pytest.raises(
-        LyapunovPruneError, match=r"cannot load a packed .*has no attribute .weight.*; leave out --format"
-    ):
+    with pytest.raises(LyapunovPruneError, match="has no attribute"):
         require_packable(make_zoo(name), None)
 
 
 def test_a_pattern_of_zeros_is_refused_as_nothing_packs_it() -> None:
     """When this fails, compressed-tensors packs 2:4 patterns again: docs/compression.md says that it does not."""
-    with pytest.raises(LyapunovPruneError, match="dropped its formats for patterns of zeros"):
+    with pytest.raises(LyapunovPruneError, match="patterns of zeros"):
         require_packed_options("magnitude", None, False, "uniform", (2, 4))
     formats = BaseCompressor.registered_names()
     assert PACK in formats

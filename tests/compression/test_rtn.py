@@ -88,13 +88,13 @@ def test_a_row_keeps_its_own_grid() -> None:
 
 @pytest.mark.parametrize("bits", [1, 9, 0, -4])
 def test_other_widths_are_refused(bits: int) -> None:
-    with pytest.raises(LyapunovPruneError, match=f"{bits} bits; give a whole number from 2 to 8"):
+    with pytest.raises(LyapunovPruneError, match=f"{bits} bits"):
         round_to_nearest(torch.ones(2, 4), bits)
 
 
 @pytest.mark.parametrize("group_size", [3, 0, -4, 8])
 def test_groups_that_do_not_fit_are_refused(group_size: int) -> None:
-    with pytest.raises(LyapunovPruneError, match=f"groups of {group_size} do not fit 4 inputs"):
+    with pytest.raises(LyapunovPruneError, match=f"groups of {group_size}.*4"):
         round_to_nearest(torch.ones(2, 4), 4, group_size)
 
 
@@ -144,7 +144,7 @@ def test_a_row_of_zeros_has_a_symmetric_grid() -> None:
     q, scale = symmetric_grid(torch.tensor([[0.0, -0.0], [-7.5, 7.5]]), 4)
     assert q.tolist() == [[0, 0], [-8, 7]]
     assert scale.tolist() == [[1.0], [1.0]]
-    with pytest.raises(LyapunovPruneError, match="9 bits; give a whole number from 2 to 8"):
+    with pytest.raises(LyapunovPruneError, match="9 bits"):
         symmetric_grid(torch.ones(2, 4), 9)
-    with pytest.raises(LyapunovPruneError, match="groups of 3 do not fit 4 inputs"):
+    with pytest.raises(LyapunovPruneError, match=r"groups of 3 .*4 inputs"):
         symmetric_grid(torch.ones(2, 4), 4, 3)

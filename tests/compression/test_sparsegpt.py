@@ -154,13 +154,13 @@ def test_the_result_is_rounded_once_and_the_matrix_kept(dtype: torch.dtype) -> N
 
 def test_what_cannot_be_done_is_refused() -> None:
     W, G = correlated(0, 4, 8, 3)  # three tokens: singular
-    with pytest.raises(LyapunovPruneError, match="no inverse; give more text or a larger damping"):
+    with pytest.raises(LyapunovPruneError, match="no inverse"):
         sparsegpt(W, G - 1e-6 * torch.eye(8), 0.5, damping=0)
-    with pytest.raises(LyapunovPruneError, match=r"Gram matrix of \(4, 4\) where 8 × 8 is needed"):
+    with pytest.raises(LyapunovPruneError, match=r"\(4, 4\) .*8 × 8"):
         sparsegpt(W, G[:4, :4], 0.5)
     with pytest.raises(LyapunovPruneError, match="without energy"):
         sparsegpt(W, 0 * G, 0.5)
-    with pytest.raises(LyapunovPruneError, match="3:7 does not fit 8 inputs"):
+    with pytest.raises(LyapunovPruneError, match=r"3:7 .*8 inputs"):
         sparsegpt(W, G, 4 / 7, (3, 7))
     assert math.isfinite(float(sparsegpt(W, G, 0.5).sum()))
 

@@ -76,7 +76,7 @@ def test_scores_are_compared_in_float64() -> None:
 
 
 def test_norms_of_another_length_are_refused() -> None:
-    with pytest.raises(LyapunovPruneError, match="5 input norms for a matrix with 4 columns"):
+    with pytest.raises(LyapunovPruneError, match=r"5 input norms .*4 columns"):
         wanda(torch.ones(2, 4), torch.ones(5), 0.5)
 
 
@@ -143,7 +143,7 @@ def test_experts_of_a_fused_forward_are_refused(ids: torch.Tensor) -> None:
         num_key_value_heads=1, num_local_experts=3, pad_token_id=0,
     )  # fmt: skip
     model = AutoModelForCausalLM.from_config(config)
-    with pytest.raises(LyapunovPruneError, match=r"layers\.0\..*not seen outside its fused forward.*magnitude"):
+    with pytest.raises(LyapunovPruneError, match=r"layers\.0\..*fused forward"):
         input_norms(model, ids, find_projections(model))
     assert hooks_of(model) == 0
     attention = [p for p in find_projections(model) if p.expert is None]
@@ -153,7 +153,7 @@ def test_experts_of_a_fused_forward_are_refused(ids: torch.Tensor) -> None:
 def test_a_module_that_took_no_part_is_named(ids: torch.Tensor) -> None:
     model: Any = make_tiny("llama")
     model.model.layers[2].extra = nn.Linear(4, 4)
-    with pytest.raises(LyapunovPruneError, match=r"no product with .*layers\.2\.extra is seen"):
+    with pytest.raises(LyapunovPruneError, match=r"layers\.2\.extra"):
         input_norms(model, ids, find_projections(model))
 
 
@@ -162,7 +162,7 @@ def test_activations_that_are_not_finite_are_refused(bad: float, ids: torch.Tens
     model: Any = make_tiny("llama")
     with torch.no_grad():
         model.model.layers[2].mlp.down_proj.weight[0, 0] = bad
-    with pytest.raises(LyapunovPruneError, match="NaN or infinite activations in the calibration"):
+    with pytest.raises(LyapunovPruneError, match=r"NaN .*calibration"):
         input_norms(model, ids, find_projections(model))
     assert hooks_of(model) == 0
 

@@ -42,7 +42,7 @@ def test_the_stream_leaves_out_what_every_window_begins_with() -> None:
 
 @pytest.mark.parametrize("shape", [(4,), (1, 2, 3), (0, 4), (2, 1), (2, 0)])
 def test_a_shape_that_is_no_batch_is_refused(shape: tuple[int, ...], llama: PreTrainedModel) -> None:
-    with pytest.raises(LyapunovPruneError, match=r"give batch × tokens, two tokens or more"):
+    with pytest.raises(LyapunovPruneError, match="two tokens or more"):
         as_batch(llama, torch.zeros(shape, dtype=torch.int64))
 
 
@@ -50,18 +50,18 @@ def test_the_smallest_batch_and_the_last_id_are_taken(llama: PreTrainedModel) ->
     assert as_batch(llama, torch.tensor([[0, 96]])).ids.tolist() == [[0, 96]]
     assert as_batch(llama, torch.tensor([[0, 96]], dtype=torch.int32)).split == "all"
     for wrong, named in ((97, 97), (-1, -1), (200, 200)):
-        with pytest.raises(LyapunovPruneError, match=f"token id {named} is outside the model's vocabulary of 97"):
+        with pytest.raises(LyapunovPruneError, match=f"{named} .*vocabulary of 97"):
             as_batch(llama, torch.tensor([[0, wrong]]))
-    with pytest.raises(LyapunovPruneError, match=r"torch\.float32; give integers"):
+    with pytest.raises(LyapunovPruneError, match=r"torch\.float32"):
         as_batch(llama, torch.zeros(2, 4))
-    with pytest.raises(LyapunovPruneError, match="are a list; give a tensor"):
+    with pytest.raises(LyapunovPruneError, match="a list"):
         batch([[1, 2]])  # type: ignore[arg-type]
 
 
 def test_a_context_may_be_as_long_as_the_model_s() -> None:
     model = make_tiny("llama", max_position_embeddings=16)
     as_batch(model, torch.zeros(1, 16, dtype=torch.int64))
-    with pytest.raises(LyapunovPruneError, match="context 17 is longer than the model's 16"):
+    with pytest.raises(LyapunovPruneError, match=r"17 .*model's 16"):
         as_batch(model, torch.zeros(1, 17, dtype=torch.int64))
 
 
@@ -74,7 +74,7 @@ def leaking(run: int, width: int = 80) -> tuple[TokenBatch, TokenBatch]:
 
 def test_a_run_of_64_tokens_is_a_leak_and_one_of_63_is_none() -> None:
     require_disjoint(*leaking(LEAK_TOKENS - 1))
-    with pytest.raises(LyapunovPruneError, match="share 64 tokens in a row"):
+    with pytest.raises(LyapunovPruneError, match="share 64 tokens"):
         require_disjoint(*leaking(LEAK_TOKENS))
 
 
@@ -83,12 +83,12 @@ def test_a_run_over_the_end_of_a_window_is_a_leak() -> None:
     other = torch.arange(1000, 1160)
     other[10:74] = torch.arange(20, 84)  # over two windows of the first, and of the second
     require_disjoint(batch(rows), batch(torch.arange(1000, 1160).view(4, 40)))
-    with pytest.raises(LyapunovPruneError, match="share 64 tokens in a row"):
+    with pytest.raises(LyapunovPruneError, match="share 64 tokens"):
         require_disjoint(batch(rows), batch(other.view(4, 40)))
 
 
 def test_of_short_windows_a_whole_one_is_a_leak() -> None:
-    with pytest.raises(LyapunovPruneError, match="share 4 tokens in a row"):
+    with pytest.raises(LyapunovPruneError, match="share 4 tokens"):
         require_disjoint(batch(IDS), batch(torch.tensor([[90, 91, 4, 5, 6, 7, 92, 93]])))
     require_disjoint(batch(IDS), batch(torch.tensor([[90, 91, 4, 5, 6, 92, 93, 94]])))
 

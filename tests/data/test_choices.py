@@ -43,7 +43,7 @@ def test_items_come_from_a_file(tmp_path: Path) -> None:
         ({**GOOD, "choices": ["one", ""]}, "line 2 is no item"),
         ({**GOOD, "choices": ["one", None]}, "line 2 is no item"),
         ({**GOOD, "choices": ["one"], "gold": 0}, "line 2 has 1 choices"),
-        ({**GOOD, "gold": 2}, "line 2 has 2 choices and gold 2"),
+        ({**GOOD, "gold": 2}, "2 choices and gold 2"),
         ({**GOOD, "gold": -1}, "gold -1"),
         ({**GOOD, "gold": True}, "gold True"),
         ({**GOOD, "gold": "1"}, "gold '1'"),
@@ -93,7 +93,7 @@ def test_a_token_may_reach_over_the_end_of_the_query(tokenizer: PreTrainedTokeni
 
 
 def test_choices_of_the_same_tokens_are_refused(tokenizer: PreTrainedTokenizerFast) -> None:
-    with pytest.raises(LyapunovPruneError, match="the item 'Which' gives no tokens to tell its choices by"):
+    with pytest.raises(LyapunovPruneError, match="'Which'"):
         tokenize(ChoiceItem("Which", ("one", "one"), 0), tokenizer)
 
 
@@ -102,13 +102,13 @@ def test_choices_are_answered_by_letters() -> None:
     assert found == ChoiceItem("Which melts?\nA. ice\nB. stone\nC. fog\nAnswer:", ("A", "B", "C"), 2)
     most = lettered(ChoiceItem("?", tuple(map(str, range(26))), 25))
     assert (most.choices[-1], most.query.splitlines()[-2]) == ("Z", "Z. 25")
-    with pytest.raises(LyapunovPruneError, match="27 choices are more than the letters"):
+    with pytest.raises(LyapunovPruneError, match="27 choices"):
         lettered(ChoiceItem("?", tuple(map(str, range(27))), 0))
 
 
 def test_a_choice_that_is_the_start_of_another_leaves_nothing_to_score(tokenizer: PreTrainedTokenizerFast) -> None:
     """A row that ends where the shared tokens do has no token of its own."""
-    with pytest.raises(LyapunovPruneError, match="gives no tokens to tell its choices by"):
+    with pytest.raises(LyapunovPruneError, match="to tell its choices"):
         tokenize(ChoiceItem("a ", ("", "b"), 0), tokenizer)
     ids, lengths, context = tokenize(ChoiceItem("a", ("b", "bc"), 0), tokenizer)
     assert (lengths, context) == ([3, 4], 1)

@@ -127,9 +127,9 @@ def test_a_column_is_read_by_its_name(
         assert named.text == f"{source} (story)"
         assert text_of(all_of(source, chatty, 90, column="messages"), chatty).startswith("<s>user\nWhat is 0")
         assert text_of(all_of(source, chatty, 9), chatty).startswith("not")  # text comes first
-        with pytest.raises(LyapunovPruneError, match=r"has no column tale \(it has text, story, messages"):
+        with pytest.raises(LyapunovPruneError, match=r"column tale .*story, messages"):
             all_of(source, tokenizer, 200, column="tale")
-    with pytest.raises(LyapunovPruneError, match="builtin is a text without columns; leave out --text-column"):
+    with pytest.raises(LyapunovPruneError, match="--text-column"):
         all_of("builtin", tokenizer, 200, column="story")
 
 
@@ -175,12 +175,12 @@ def test_a_template_with_a_date_gives_the_same_tokens_every_day(
         ([], "line 2 holds no chat"),
         ("hello", "line 2 holds no chat"),
         (None, "line 2 holds no chat"),
-        ([{"role": "user"}], "line 2 holds a message that is no text with a role"),
+        ([{"role": "user"}], "line 2 holds a message"),
         ([{"content": "x"}], "line 2 holds a message"),
         (["x"], "line 2 holds a message"),
         ([{"role": 1, "content": "x"}], "line 2 holds a message"),
         ([{"role": "user", "content": [{"type": "image"}]}], "line 2 holds a message"),
-        ([{"role": "judge", "content": "x"}], "the chat template cannot write .*line 2 .no judge here"),
+        ([{"role": "judge", "content": "x"}], "line 2 .no judge here"),
     ],
 )
 def test_what_is_no_chat_is_one_line(
@@ -197,7 +197,7 @@ def test_what_is_no_chat_is_one_line(
 
 
 def test_chats_without_a_template_are_refused(tokenizer: PreTrainedTokenizerFast, write: Callable[..., str]) -> None:
-    with pytest.raises(LyapunovPruneError, match=r"has no chat template; take an instruct model, or name a column"):
+    with pytest.raises(LyapunovPruneError, match="chat template"):
         all_of(write([openai(turns(1))]), tokenizer, 20)
 
 
@@ -228,7 +228,7 @@ def test_chats_that_a_model_saw_are_known(halves: Callable[[str], TokenBatch], r
     add_step(made, "prune", [halves("calibration").measured_on(reader)], reader)
     require_unseen(made, halves("evaluation"))
     for split in ("calibration", "all"):
-        with pytest.raises(LyapunovPruneError, match=r"was made with .*by the chat template\) \(calibration;"):
+        with pytest.raises(LyapunovPruneError, match=r"by the chat template\) \(calibration"):
             require_unseen(made, halves(split))
 
 
@@ -261,7 +261,7 @@ def test_chats_that_come_again_leave_the_second_half(
 
 def test_doubled_chats_have_no_evaluation_half(chatty: PreTrainedTokenizerFast, write: Callable[..., str]) -> None:
     source = write([openai(turns(n)) for n in range(20)] * 2)
-    with pytest.raises(LyapunovPruneError, match=r"repeats itself: \d+% of its second half"):
+    with pytest.raises(LyapunovPruneError, match=r"repeats itself: \d+%"):
         load_text(source, chatty, tokens=200, context=200, split="evaluation")
 
 

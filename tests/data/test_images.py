@@ -86,12 +86,12 @@ def test_files_from_before_images_are_of_text(ids: torch.Tensor) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"pixels": torch.zeros(2, 8, 8)}, r"images are torch.float32 of shape \(2, 8, 8\); give floats, images ×"),
+        ({"pixels": torch.zeros(2, 8, 8)}, r"torch.float32 of shape \(2, 8, 8\)"),
         ({"pixels": torch.zeros(2, 1, 8, 8, dtype=torch.uint8)}, "images are torch.uint8"),
         ({"pixels": torch.zeros(0, 1, 8, 8)}, r"of shape \(0, 1, 8, 8\)"),
-        ({"labels": torch.zeros(5, dtype=torch.int64)}, r"of shape \(5,\); give an int64 for each of 6 images"),
+        ({"labels": torch.zeros(5, dtype=torch.int64)}, r"\(5,\)"),
         ({"labels": torch.zeros(6)}, "labels are torch.float32"),
-        ({"pixels": torch.full((6, 1, 8, 8), float("nan"))}, "a pixel of digits is NaN or infinite"),
+        ({"pixels": torch.full((6, 1, 8, 8), float("nan"))}, "pixel of digits"),
     ],
 )
 def test_what_are_no_images_is_refused(change: dict[str, torch.Tensor], message: str) -> None:
@@ -102,10 +102,10 @@ def test_what_are_no_images_is_refused(change: dict[str, torch.Tensor], message:
 @pytest.mark.parametrize(
     ("images", "message"),
     [
-        (digits(channels=3), "images of digits are 3 × 8 × 8 and ViTForImageClassification looks at 1 × 8 × 8"),
-        (digits(size=12), "are 1 × 12 × 12 and .* give images of that size"),
-        (dataclasses.replace(digits(), labels=torch.arange(6)), "a label of digits is 5 and .* tells 5 classes apart"),
-        (dataclasses.replace(digits(), labels=-torch.ones(6, dtype=torch.int64)), "a label of digits is -1"),
+        (digits(channels=3), "3 × 8 × 8 .*ViTForImageClassification .*1 × 8 × 8"),
+        (digits(size=12), "are 1 × 12 × 12"),
+        (dataclasses.replace(digits(), labels=torch.arange(6)), "label of digits is 5"),
+        (dataclasses.replace(digits(), labels=-torch.ones(6, dtype=torch.int64)), "label of digits is -1"),
     ],
 )
 def test_images_that_the_model_cannot_be_given_are_refused(images: ImageBatch, message: str) -> None:
@@ -114,7 +114,7 @@ def test_images_that_the_model_cannot_be_given_are_refused(images: ImageBatch, m
 
 
 def test_each_kind_of_model_is_given_its_own_kind_of_data(ids: torch.Tensor) -> None:
-    with pytest.raises(LyapunovPruneError, match="LlamaForCausalLM reads text, and digits are images; give a text"):
+    with pytest.raises(LyapunovPruneError, match=r"LlamaForCausalLM .*digits"):
         as_examples(make_tiny("llama"), digits())
-    with pytest.raises(LyapunovPruneError, match="DeiTForImageClassification looks at images and was given tokens"):
+    with pytest.raises(LyapunovPruneError, match="DeiTForImageClassification looks at images"):
         as_examples(make_classifier("deit"), ids)

@@ -69,13 +69,13 @@ def test_bos_stands_where_it_is_asked_for(file: Path) -> None:
 
 def test_the_chat_template_frames_every_prompt(file: Path) -> None:
     tokenizer = make_tokenizer(adds_bos=True)
-    with pytest.raises(LyapunovPruneError, match=r"no chat template; leave --chat out"):
+    with pytest.raises(LyapunovPruneError, match="--chat"):
         load_prompts(file, tokenizer, chat=True)
     tokenizer.chat_template = TEMPLATE
     found = load_prompts(file, tokenizer, chat=True)
     assert tokenizer.decode(found.item(0)) == f"<s>user: {TEXTS[0]} assistant:"  # one BOS, the template's
     assert found.bos is True
-    with pytest.raises(LyapunovPruneError, match="says itself how a text begins"):
+    with pytest.raises(LyapunovPruneError, match="how a text begins"):
         load_prompts(file, tokenizer, chat=True, bos=False)
 
 
@@ -101,9 +101,9 @@ def test_a_chat_is_asked_up_to_its_last_answer(name: str, column: str, tmp_path:
 @pytest.mark.parametrize(
     ("name", "content", "told"),
     [
-        ("bad.jsonl", '{"prompt": "x"}\n', "has no column text, messages, conversations .it has prompt"),
+        ("bad.jsonl", '{"prompt": "x"}\n', "text, messages, conversations .it has prompt"),
         ("none.txt", " \n\n", "holds no prompts"),
-        ("short.txt", "good one\na\n", "line 2 is a prompt of fewer than two tokens"),
+        ("short.txt", "good one\na\n", "line 2 .*fewer than two"),
         ("bad.jsonl", '{"text": "good one"}\n{"prompt": "x"}\n', "line 2 is no prompt"),
         ("bad.jsonl", '{"text": 3}\n', "line 1 is no prompt"),
         ("bad.jsonl", "plain\n", "line 1 is no JSON object"),

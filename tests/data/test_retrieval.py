@@ -43,13 +43,13 @@ def test_answers_are_what_is_graded_above_zero(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("judged", "told"),
     [
-        ("1\ta\n", "line 2 is no query, document and grade"),
-        ("1\ta\t1\t1\n", "line 2 is no query, document and grade"),
-        ("1\ta\t1\n1\tb\tmuch\n", "line 3 is no query, document and grade"),
-        ("1\tz\t1\n", "line 2 names document 'z'"),
-        ("q9\ta\t1\n", "line 2 names query 'q9'"),
-        ("1\ta\t0\nq2\tb\t-2\n", "gives no query an answer"),
-        ("", "gives no query an answer"),
+        ("1\ta\n", "line 2 .*grade"),
+        ("1\ta\t1\t1\n", "line 2 .*grade"),
+        ("1\ta\t1\n1\tb\tmuch\n", "line 3 .*grade"),
+        ("1\tz\t1\n", "document 'z'"),
+        ("q9\ta\t1\n", "query 'q9'"),
+        ("1\ta\t0\nq2\tb\t-2\n", "no query an answer"),
+        ("", "no query an answer"),
     ],
 )
 def test_a_judgement_that_is_none_is_named(judged: str, told: str, tmp_path: Path) -> None:
@@ -73,8 +73,8 @@ def test_a_judgement_that_is_none_is_named(judged: str, told: str, tmp_path: Pat
 def test_a_line_that_is_no_text_is_named(line: str, tmp_path: Path) -> None:
     queries, corpus, _ = write(tmp_path, "1\ta\t1\n")
     corpus.write_text(corpus.read_text().rstrip("\n") + "\n" + line, encoding="utf-8")
-    with pytest.raises(LyapunovPruneError, match="line 3 is no text with an id"):
+    with pytest.raises(LyapunovPruneError, match="line 3 is no text"):
         load_retrieval(queries, corpus)
     corpus.write_text('{"_id": "a", "text": "x"}\n{"_id": "a", "text": "y"}\n')
-    with pytest.raises(LyapunovPruneError, match="line 2 has the _id 'a' of an earlier line"):
+    with pytest.raises(LyapunovPruneError, match=r"line 2 .*'a'"):
         load_retrieval(queries, corpus)

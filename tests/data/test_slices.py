@@ -54,7 +54,7 @@ def test_the_slices_are_those_of_the_seed_and_shuffled() -> None:
 def test_a_class_too_small_for_three_slices_is_named() -> None:
     images = digits(100)
     few = images.take([i for i in range(100) if i % 5 != 2 or i < 20])
-    with pytest.raises(LyapunovPruneError, match="digits holds 4 different images of class 2, too small for three"):
+    with pytest.raises(LyapunovPruneError, match="4 different images of class 2"):
         slices(few)
 
 
@@ -63,7 +63,7 @@ def test_a_slice_that_made_the_model_is_known_when_it_is_scored() -> None:
     made = make_compact(model, Cuts((1,), measured_on=(cut.learn.measured_on(model),)))
     require_unseen(made, cut.final)
     again = replace(cut.learn.take(range(7)), split="final")
-    with pytest.raises(LyapunovPruneError, match=r"holds about 7 of the 7 images of digits \(final\) to score; take"):
+    with pytest.raises(LyapunovPruneError, match=r"7 of the 7 images of digits \(final\)"):
         require_unseen(made, again)
 
 
@@ -83,10 +83,10 @@ def test_windows_of_text_are_cut_in_their_order() -> None:
 def test_slices_of_a_text_that_share_tokens_are_refused() -> None:
     batch = text(20)
     batch.ids[19, 10:] = batch.ids[3, 5:75]
-    with pytest.raises(LyapunovPruneError, match="share 64 tokens in a row"):
+    with pytest.raises(LyapunovPruneError, match="share 64 tokens"):
         slices(batch)
 
 
 def test_a_text_too_short_for_three_slices_is_refused() -> None:
-    with pytest.raises(LyapunovPruneError, match=r"a book gives 6 windows, too small for three sl.* raise --tokens"):
+    with pytest.raises(LyapunovPruneError, match=r"6 windows.*--tokens"):
         slices(text(6))

@@ -66,7 +66,7 @@ def test_a_split_that_leaks_is_caught(
     source: str, read: Callable[..., TokenBatch], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "_split", lambda source, whole, split: whole)
-    with pytest.raises(LyapunovPruneError, match=f"share {LEAK_TOKENS} tokens in a row; take the evaluation split"):
+    with pytest.raises(LyapunovPruneError, match=f"share {LEAK_TOKENS} tokens"):
         require_disjoint(read(source), read(source, split="evaluation"))
 
 
@@ -115,7 +115,7 @@ def test_a_run_that_the_end_of_a_window_cuts_is_a_leak() -> None:
     tokens = torch.arange(2000)
     seen, other = tokens[:960].view(10, 96), tokens[1000:1960].view(10, 96).clone()
     other.flatten()[64:128] = seen.flatten()[100:164]  # 32 of them in either window
-    with pytest.raises(LyapunovPruneError, match="share 64 tokens in a row"):
+    with pytest.raises(LyapunovPruneError, match="share 64 tokens"):
         require_disjoint(TokenBatch(seen, "a", "all", False), TokenBatch(other, "b", "all", False))
     other.flatten()[64] = 0
     require_disjoint(TokenBatch(seen, "a", "all", False), TokenBatch(other, "b", "all", False))
@@ -156,7 +156,7 @@ def test_all_is_the_whole_text(
 
 
 def test_an_unknown_split_is_refused(source: str, read: Callable[..., TokenBatch]) -> None:
-    with pytest.raises(LyapunovPruneError, match="unknown split 'test'; give calibration, evaluation or all"):
+    with pytest.raises(LyapunovPruneError, match="unknown split 'test'"):
         read(source, split="test")
 
 
@@ -167,9 +167,7 @@ def test_a_doubled_text_has_no_evaluation_half(
 ) -> None:
     once = mark.join(PARAGRAPHS)
     (tmp_path / "x.txt").write_text(once + between + once)
-    with pytest.raises(
-        LyapunovPruneError, match=r"x\.txt repeats itself: \d+% of its second half.*; remove the repeats"
-    ):
+    with pytest.raises(LyapunovPruneError, match=r"x\.txt repeats itself"):
         read(str(tmp_path / "x.txt"), split="evaluation", tokens=200)
     assert read(str(tmp_path / "x.txt")).ids.shape == (40, 200)
 
@@ -184,7 +182,7 @@ def test_an_evaluation_half_that_is_too_short_without_its_repeats(
     read: Callable[..., TokenBatch], tmp_path: Path
 ) -> None:
     (tmp_path / "x.txt").write_text("\n\n".join(PARAGRAPHS[:4] + PARAGRAPHS[:2] + PARAGRAPHS[6:8]))
-    with pytest.raises(LyapunovPruneError, match=r"\(evaluation, less what repeats the first half\) has \d+ tok"):
+    with pytest.raises(LyapunovPruneError, match=r"\(evaluation, less"):
         read(str(tmp_path / "x.txt"), split="evaluation", tokens=3000)
 
 
@@ -195,7 +193,7 @@ def test_one_token_over_and_over_is_no_text(
     split: str, bos: bool, context: int, read: Callable[..., TokenBatch], tmp_path: Path
 ) -> None:
     (tmp_path / "x.txt").write_text("." * 40_000)
-    with pytest.raises(LyapunovPruneError, match=rf"x\.txt \({split}\) is one token over and over, no text to measure"):
+    with pytest.raises(LyapunovPruneError, match=rf"x\.txt \({split}\) is one token"):
         read(str(tmp_path / "x.txt"), split=split, bos=bos, context=context)
 
 
@@ -221,7 +219,7 @@ def test_a_model_is_not_scored_on_what_it_was_made_with(
     require_unseen(reader, batch)
     require_unseen(model, read(source, context=100, split="evaluation"))
     for options in ({}, {"context": 128}, {"bos": True}, {"tokens": 400}, {"split": "all"}, {"tokens": 9000}):
-        with pytest.raises(LyapunovPruneError, match=r"history, prune\), which holds .*; use --split evaluation"):
+        with pytest.raises(LyapunovPruneError, match="--split evaluation"):
             require_unseen(model, read(source, **{"context": 100, **options}))
 
 
@@ -229,7 +227,7 @@ def test_the_line_says_how_much_is_shared(reader: PreTrainedModel, read: Callabl
     batch = read("builtin", context=100)
     other = read("builtin", context=100, split="evaluation")
     other.ids[3:6] = batch.ids[10:13]
-    with pytest.raises(LyapunovPruneError, match=r"\(calibration; step 1 .*about (29\d|30\d) of the 8000 tokens"):
+    with pytest.raises(LyapunovPruneError, match=r"calibration.*(29\d|30\d) of the 8000"):
         require_unseen(seen_by(reader, batch), other)
 
 
@@ -288,7 +286,7 @@ def test_bos_takes_no_text_away(read: Callable[..., TokenBatch]) -> None:
 
 
 def test_bos_from_a_tokenizer_without_one_is_refused() -> None:
-    with pytest.raises(LyapunovPruneError, match="has no BOS token; use --no-bos"):
+    with pytest.raises(LyapunovPruneError, match="--no-bos"):
         load_text("builtin", make_tokenizer(eos_token="</s>"), tokens=400, context=100, bos=True)
 
 
@@ -298,16 +296,16 @@ def test_bos_from_a_tokenizer_without_one_is_refused() -> None:
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
-        ("x.txt", b"", "x.txt holds no text; give another"),
+        ("x.txt", b"", "x.txt holds no text"),
         (
             "x.txt",
             b"too short",
-            r"x.txt \(calibration\) has . tokens and 8000 are needed; lower --tokens or give a longer text",
+            r"x.txt \(calibration\) has . tokens and 8000",
         ),
-        ("x.jsonl", b"", "x.jsonl holds no text; give another"),
-        ("x.txt", "café".encode("latin-1") * 9999, r"cannot read .* as UTF-8 text .*; convert it to UTF-8"),
-        ("x.jsonl", b'{"text": "a"}\n\n{"text": \n', "line 3 is no JSON object; give"),
-        ("x.jsonl", b'{"txt": "a"}', r"has no column text, .* \(it has txt\); name the one to read with --text-column"),
+        ("x.jsonl", b"", "x.jsonl holds no text"),
+        ("x.txt", "café".encode("latin-1") * 9999, "UTF-8"),
+        ("x.jsonl", b'{"text": "a"}\n\n{"text": \n', "line 3 is no JSON object"),
+        ("x.jsonl", b'{"txt": "a"}', "has txt.*--text-column"),
         ("x.jsonl", b'{"text": "a"}\n{"txt": "a"}', "line 2 has no string 'text'"),
         ("x.jsonl", b'{"text": 3}', "line 1 has no string 'text'"),
         ("x.jsonl", b'["text"]', "line 1 is no JSON object"),
@@ -325,9 +323,7 @@ def test_a_bad_file_is_refused(
 
 @pytest.mark.parametrize("name", ["absent.txt", "absent.md", "absent.jsonl.gz", "./absent", "a/b/absent", "."])
 def test_a_missing_file_is_refused(name: str, read: Callable[..., TokenBatch], tmp_path: Path) -> None:
-    with pytest.raises(
-        LyapunovPruneError, match=r"is no readable file; give builtin, a \.txt, a \.jsonl or a data set"
-    ):
+    with pytest.raises(LyapunovPruneError, match="no readable file"):
         read(str(tmp_path / name))
 
 
@@ -345,8 +341,8 @@ def test_a_line_separator_inside_a_string_ends_no_line(read: Callable[..., Token
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"context": 1}, "context 1 is too short to score a token; give 2 or more"),
-        ({"tokens": 50}, "50 tokens do not fill one window of 200; raise --tokens"),
+        ({"context": 1}, "context 1 is too short"),
+        ({"tokens": 50}, "50 tokens .*200"),
     ],
 )
 def test_sizes_without_a_window_are_refused(
@@ -401,7 +397,7 @@ def test_the_splits_of_a_data_set_share_no_text(hub: list[tuple[Any, ...]], read
 
 
 def test_offline_asks_no_hub(hub: list[tuple[Any, ...]], read: Callable[..., TokenBatch]) -> None:
-    with pytest.raises(LyapunovPruneError, match="--offline forbids the hub; give builtin or a file"):
+    with pytest.raises(LyapunovPruneError, match="--offline"):
         read("org/set", offline=True)
     assert hub == []
 
@@ -410,7 +406,7 @@ def test_a_data_set_without_the_package_names_the_extra(
     read: Callable[..., TokenBatch], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "datasets", None)  # as if it were not installed
-    with pytest.raises(LyapunovPruneError, match=r"needs the extra: pip install 'lyapunov-prune\[data\]'"):
+    with pytest.raises(LyapunovPruneError, match=r"lyapunov-prune\[data\]"):
         read("org/set")
 
 
@@ -425,14 +421,14 @@ def test_a_data_set_that_does_not_come_is_named(
         raise error
 
     monkeypatch.setitem(sys.modules, "datasets", SimpleNamespace(load_dataset=fail))
-    with pytest.raises(LyapunovPruneError, match=f"cannot load the data set org/set: {reason}; check the name"):
+    with pytest.raises(LyapunovPruneError, match=f"org/set: {reason}"):
         read("org/set")
 
 
 def test_a_data_set_without_text_is_refused(read: Callable[..., TokenBatch], monkeypatch: pytest.MonkeyPatch) -> None:
     rows = SimpleNamespace(column_names=["question", "answer"])
     monkeypatch.setitem(sys.modules, "datasets", SimpleNamespace(load_dataset=lambda *a, **k: rows))
-    with pytest.raises(LyapunovPruneError, match=r"has no column text, .* \(it has question, answer\); name the"):
+    with pytest.raises(LyapunovPruneError, match="question, answer"):
         read("org/set")
 
 
@@ -448,13 +444,13 @@ def test_plain_ids_become_a_batch(reader: PreTrainedModel, ids: torch.Tensor) ->
 @pytest.mark.parametrize(
     ("ids", "message"),
     [
-        (torch.zeros(1, 129, dtype=torch.int64), "context 129 is longer than the model's 128; lower --context"),
-        (torch.full((1, 4), 260), "token id 260 is outside the model's vocabulary of 260; use the model's own"),
-        (torch.full((1, 4), -1), "token id -1 is outside"),
+        (torch.zeros(1, 129, dtype=torch.int64), "129 .*model's 128"),
+        (torch.full((1, 4), 260), "token id 260 .*260"),
+        (torch.full((1, 4), -1), "token id -1"),
         (torch.zeros(1, 1, dtype=torch.int64), "two tokens or more"),
         (torch.zeros(0, 4, dtype=torch.int64), "two tokens or more"),
         (torch.zeros(4, dtype=torch.int64), "give batch × tokens"),
-        (torch.zeros(1, 4), "token ids are torch.float32; give integers"),
+        (torch.zeros(1, 4), "token ids are torch.float32"),
     ],
     ids=["too long", "id too large", "negative id", "one token", "no window", "one dimension", "float"],
 )
@@ -481,7 +477,7 @@ def test_a_text_of_few_tokens_is_read_to_its_end(letters: int, monkeypatch: pyte
     batch = load_text(tmp_path / "x.txt", make_tokenizer(), tokens=207, context=50, split="all", bos=False)
     assert batch.ids.flatten().tolist() == list(range(200))
     assert seen == ([10 * 200 + 1000] if letters < 30 else [3000, 30_000])
-    with pytest.raises(LyapunovPruneError, match=r"has 1000 tokens and 1050 are needed"):
+    with pytest.raises(LyapunovPruneError, match="1000 tokens and 1050"):
         load_text(tmp_path / "x.txt", make_tokenizer(), tokens=1050, context=50, split="all", bos=False)
     whole = load_text(tmp_path / "x.txt", make_tokenizer(), tokens=1000, context=50, split="all", bos=False)
     assert whole.ids.shape == (20, 50)
@@ -516,5 +512,5 @@ def test_repeats_of_more_than_half_of_the_second_half_are_refused() -> None:
                 module._require_new("x", first, second, second)
         else:
             module._require_new("x", first, second, second)
-    with pytest.raises(LyapunovPruneError, match=r"repeats itself: 100% of its second half"):
+    with pytest.raises(LyapunovPruneError, match="repeats itself: 100%"):
         module._require_new("x", first, first, "")

@@ -94,16 +94,16 @@ def test_a_loss_that_is_not_finite_is_refused(whole: int, ids: torch.Tensor, mon
     model = make_tiny("llama")
     with torch.no_grad():
         model.lm_head.weight.fill_(float("inf"))
-    with pytest.raises(LyapunovPruneError, match="loss of window 0 is not finite"):
+    with pytest.raises(LyapunovPruneError, match="loss of window 0"):
         perplexity(model, ids)
 
 
 @pytest.mark.parametrize(
     ("bad", "message"),
     [
-        (torch.zeros(1, 200, dtype=torch.long), "longer than the model's 128"),
-        (torch.full((1, 8), 97), "outside the model's vocabulary"),
-        (torch.full((1, 8), -1), "outside the model's vocabulary"),
+        (torch.zeros(1, 200, dtype=torch.long), "model's 128"),
+        (torch.full((1, 8), 97), "vocabulary"),
+        (torch.full((1, 8), -1), "vocabulary"),
         (torch.zeros(8, dtype=torch.long), "batch × tokens"),
         (torch.zeros(1, 1, dtype=torch.long), "two tokens"),
         (torch.zeros(1, 8), "give integers"),

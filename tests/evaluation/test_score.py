@@ -110,10 +110,10 @@ def test_the_error_is_paired_by_item(ids: torch.Tensor) -> None:
 
 def test_scores_of_other_items_do_not_pair() -> None:
     model, images = make_classifier("vit"), digits()
-    with pytest.raises(LyapunovPruneError, match=r"of digits \(all\) and digits \(learn\) are of other items"):
+    with pytest.raises(LyapunovPruneError, match="of other items"):
         paired_error(score(model, images), replace(score(model, images.take([1, 0])), measured_on=_learn(images)))
     one = score(model, images.take([0]))
-    with pytest.raises(LyapunovPruneError, match="score two items or more"):
+    with pytest.raises(LyapunovPruneError, match="two items"):
         paired_error(one, one)
 
 
@@ -130,10 +130,10 @@ def test_a_loss_that_is_not_finite_is_refused(ids: torch.Tensor) -> None:
     classifier = make_classifier("vit")
     with torch.no_grad():
         classifier.classifier.weight[0, 0] = float("inf")
-    with pytest.raises(LyapunovPruneError, match="the loss of image 0 of digits is not finite; load"):
+    with pytest.raises(LyapunovPruneError, match="image 0 of digits"):
         score(classifier, digits())
 
 
 def test_no_items_a_forward_are_refused() -> None:
-    with pytest.raises(LyapunovPruneError, match="batch_size is 0; give 1 or more"):
+    with pytest.raises(LyapunovPruneError, match="batch_size is 0"):
         score(make_classifier("vit"), digits(), batch_size=0)

@@ -65,7 +65,7 @@ def test_whatever_a_decoder_calls_its_cache_is_handed_on(family: str) -> None:
 
 
 def test_more_tokens_than_the_context_are_refused(llama: PreTrainedModel) -> None:
-    with pytest.raises(LyapunovPruneError, match="do not fit the context of 128"):
+    with pytest.raises(LyapunovPruneError, match="context of 128"):
         measure_speed({"dense": llama}, prompt=128, steps=1)
 
 
@@ -102,5 +102,5 @@ def test_files_from_before_images_are_of_text(llama: PreTrainedModel, tmp_path: 
 
 
 def test_text_and_images_are_not_timed_together(llama: PreTrainedModel) -> None:
-    with pytest.raises(LyapunovPruneError, match="some of the models read text and some look at images; time those of"):
+    with pytest.raises(LyapunovPruneError, match="some look at images"):
         measure_speed({"a": llama, "b": make_classifier("vit")}, prompt=4)

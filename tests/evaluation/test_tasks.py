@@ -188,7 +188,7 @@ def test_examples_come_first_and_are_not_scored(
     assert tokenizer.decode(read[0]) == f"{first} {answers[0]}\n\n{second} {answers[1]}\n\n{third}"
     _, read = asked(writer, tokenizer, files[0], few_shot=1, limit=1)
     assert tokenizer.decode(read[0]) == "Which melts? ice\n\nTwo and two are\nfour"
-    with pytest.raises(LyapunovPruneError, match="has 4 items, and 4 are examples"):
+    with pytest.raises(LyapunovPruneError, match="4 items, and 4"):
         load_tasks(files, few_shot=4)
     with pytest.raises(LyapunovPruneError, match="-1 examples"):
         load_tasks(files, few_shot=-1)
@@ -261,17 +261,17 @@ def test_what_cannot_be_scored_is_refused(
     tasks = load_tasks(files)
     with pytest.raises(LyapunovPruneError, match="a limit of 0"):
         evaluate_tasks({"m": writer}, tokenizer, tasks, limit=0)
-    with pytest.raises(LyapunovPruneError, match="outside the model's vocabulary of 97"):
+    with pytest.raises(LyapunovPruneError, match="vocabulary of 97"):
         evaluate_tasks({"m": llama}, tokenizer, tasks)
-    with pytest.raises(LyapunovPruneError, match="has no BOS token"):
+    with pytest.raises(LyapunovPruneError, match="BOS token"):
         evaluate_tasks({"m": writer}, make_tokenizer(eos_token="</s>"), tasks, bos=True)
-    with pytest.raises(LyapunovPruneError, match="has no end-of-text token"):
+    with pytest.raises(LyapunovPruneError, match="end-of-text"):
         evaluate_tasks({"m": writer}, make_tokenizer(bos_token="<s>"), tasks[1:])
     long = write(tmp_path / "long.jsonl", [{"query": "x" * 250, "choices": ["y" * 9, "z"], "gold": 0}])
-    with pytest.raises(LyapunovPruneError, match="an item of 260 tokens does not fit the model's context of 256"):
+    with pytest.raises(LyapunovPruneError, match=r"260 tokens.*256"):
         evaluate_tasks({"m": writer}, tokenizer, load_tasks([long]))
     long = write(tmp_path / "long.jsonl", [*QUESTIONS, {"question": "x" * 230, "answer": "#### 1"}])
-    with pytest.raises(LyapunovPruneError, match="of 248 tokens and 12 to write does not fit"):
+    with pytest.raises(LyapunovPruneError, match="248 tokens and 12"):
         evaluate_tasks({"m": writer}, tokenizer, load_tasks([long]))
     for task in tasks:
         broken: Any = copy.deepcopy(writer)
@@ -286,10 +286,10 @@ def test_what_cannot_be_scored_is_refused(
     ("content", "message"),
     [
         ("", "holds no items"),
-        ('{"question": "a", "answer": "1"}\n', 'line 1 has an answer that does not end in "#### " and a number'),
+        ('{"question": "a", "answer": "1"}\n', "line 1 has an answer"),
         ('{"question": "a", "answer": "#### 1"}\n\n{"question": "a"}\n', "line 3 is no item"),
         ('{"question": " ", "answer": "#### 1"}\n', "line 1 is no item"),
-        ('{"query": "a", "choices": ["b", "c"], "gold": 2}\n', "line 1 has 2 choices and gold 2"),
+        ('{"query": "a", "choices": ["b", "c"], "gold": 2}\n', "2 choices and gold 2"),
         ('{"context": "a"}\n', "line 1 is no item"),
         ('{"context_options": ["a", "b"], "gold": 0}\n', "line 1 is no item"),
         ('{"context_options": ["a", "a"], "continuation": "c", "gold": 0}\n', "line 1 has 1 different"),
@@ -310,21 +310,21 @@ def test_names_come_from_the_hub_or_say_what_to_do(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    with pytest.raises(LyapunovPruneError, match="arc_easy comes from the hub, which --offline forbids"):
+    with pytest.raises(LyapunovPruneError, match=r"arc_easy .*--offline"):
         load_tasks(["arc_easy"], offline=True)
-    with pytest.raises(LyapunovPruneError, match=r"^cannot read .*missing.jsonl"):
+    with pytest.raises(LyapunovPruneError, match=r"missing.jsonl"):
         load_tasks([tmp_path / "missing.jsonl"])
-    with pytest.raises(LyapunovPruneError, match="no tasks are given"):
+    with pytest.raises(LyapunovPruneError, match="no tasks"):
         load_tasks([])
     Path(tmp_path / "other").mkdir()
-    with pytest.raises(LyapunovPruneError, match="two tasks are called choices"):
+    with pytest.raises(LyapunovPruneError, match="called choices"):
         load_tasks([files[0], write(tmp_path / "other" / "choices.jsonl", QUESTIONS)])
 
     # One folder of the harness' tasks: it takes seconds to read all.
     arc = Path(lm_eval.__file__).parent / "tasks" / "arc"
     manager = harness.TaskManager(include_path=str(arc), include_defaults=False)
     monkeypatch.setattr(harness, "TaskManager", lambda: manager)
-    with pytest.raises(LyapunovPruneError, match=r"^nothing is neither a .jsonl file nor a task"):
+    with pytest.raises(LyapunovPruneError, match="nothing is neither"):
         load_tasks(["nothing"])
 
     def fails(*args: Any, **kwargs: Any) -> None:
@@ -332,7 +332,7 @@ def test_names_come_from_the_hub_or_say_what_to_do(
         raise ConnectionError("no route\nto host")
 
     monkeypatch.setattr(datasets, "load_dataset", fails)
-    with pytest.raises(LyapunovPruneError, match=r"^cannot load arc_easy from the hub: no route; check the network"):
+    with pytest.raises(LyapunovPruneError, match=r"arc_easy .*no route"):
         load_tasks(["arc_easy"])
     rows = [
         {"question": f"{i}?", "choices": {"text": list("abcd"), "label": list("ABCD")}, "answerKey": "B"}
@@ -354,7 +354,7 @@ def test_without_the_extra_one_line_says_so(files: list[str], monkeypatch: pytes
     monkeypatch.delattr(lyapunov_prune.evaluation, "harness")
     for name in [name for name in sys.modules if name.partition(".")[0] == "lm_eval"]:
         monkeypatch.setitem(sys.modules, name, None)
-    with pytest.raises(LyapunovPruneError, match=r"run: pip install 'lyapunov-prune\[tasks\]'"):
+    with pytest.raises(LyapunovPruneError, match=r"lyapunov-prune\[tasks\]"):
         load_tasks(files)
 
 

@@ -19,7 +19,7 @@ def test_ngram_tables_after_the_first_keep_their_sizes(monkeypatch: pytest.Monke
     for removed, base in (([0], second), ([0, 3], third), ([6], 50), ([0, 3, 6], 50)):
         pruned = remove_layers(model, removed)  # through the gate
         assert pruned.config.ngram_vocab_size_base == base
-    with pytest.raises(LyapunovPruneError, match=r"tables of layers 0, 6 have sizes .*; keep layer 3"):
+    with pytest.raises(LyapunovPruneError, match="layers 0, 6"):
         remove_layers(model, [3])
 
 

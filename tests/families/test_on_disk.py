@@ -66,7 +66,7 @@ def test_a_config_that_says_encoder_is_believed_where_it_is_true(
     try:
         require_causal(model)
     except LyapunovPruneError:
-        with pytest.raises(LyapunovPruneError, match=r"its config calls it an encoder.*; take it in memory"):
+        with pytest.raises(LyapunovPruneError, match="an encoder"):
             read_outline(tmp_path / "source", name)
     else:
         assert read_outline(tmp_path / "source", name).structure.num_layers == LAYERS
@@ -78,7 +78,7 @@ def test_a_family_that_no_test_has_judged_is_refused(
     make_zoo("llama").save_pretrained(tmp_path / "source")
     tokenizer.save_pretrained(tmp_path / "source")
     monkeypatch.setattr(loading, "JUDGED", frozenset({"mistral"}))
-    with pytest.raises(LyapunovPruneError, match=r"the family llama has not passed .*; take it in memory"):
+    with pytest.raises(LyapunovPruneError, match="llama has not passed"):
         on_disk(tmp_path / "source", tmp_path / "disk", (2,))
 
 
@@ -113,12 +113,12 @@ def test_tables_are_cut_block_by_block(
 @pytest.mark.parametrize(
     ("name", "remove", "message"),
     [
-        ("gpt2-inverse-layer", (2,), "the numbers of .*c_attn.* change; prune it in memory"),
-        ("diffllama", (2,), "diffllama computes with weights .*; prune it in memory"),
-        ("zamba", (2,), "is shared with layers that stay; prune it in memory"),
-        ("zamba2", (2,), "is counted anew; prune it in memory"),
-        ("zaya", (0,), "router_states_scale is counted anew; prune it in memory"),
-        ("rwkv", (2,), "RwkvForCausalLM cannot be judged without running it .*; take it in memory"),
+        ("gpt2-inverse-layer", (2,), "c_attn.* change"),
+        ("diffllama", (2,), "diffllama"),
+        ("zamba", (2,), "is shared"),
+        ("zamba2", (2,), "counted anew"),
+        ("zaya", (0,), "router_states_scale is counted"),
+        ("rwkv", (2,), "RwkvForCausalLM cannot be judged"),
     ],
 )
 def test_what_copying_or_headers_cannot_do_is_refused(

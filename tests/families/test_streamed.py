@@ -65,7 +65,7 @@ def test_every_decoder_is_streamed_as_in_memory_or_refused(
     monkeypatch.setattr(streaming, "TOKENS", 1)
     whole = in_memory(saved(name))
     if name in REFUSED:
-        with pytest.raises(LyapunovPruneError, match=f"{REFUSED[name]}.*; take it in memory"):
+        with pytest.raises(LyapunovPruneError, match=f"{REFUSED[name]}"):
             load_streamed(saved(name))
         return
     streamed = apart(saved(name)).model

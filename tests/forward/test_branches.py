@@ -72,7 +72,7 @@ def test_a_layer_without_matrices_is_refused(ids: torch.Tensor) -> None:
     model = make_tiny("llama")
     layer: Any = model.model.layers[1]
     layer.forward = lambda hidden_states, **_: hidden_states
-    with pytest.raises(LyapunovPruneError, match="calls no child that holds a matrix"):
+    with pytest.raises(LyapunovPruneError, match="no child"):
         branches_of(model, ids)
 
 

@@ -51,7 +51,7 @@ def test_the_text_of_every_prompt_is_decoded_once(ids: torch.Tensor, monkeypatch
     assert torch.equal(found, torch.cat([whole(model, ids[:1, :9]), whole(model, ids[1:3, :6])]))
     monkeypatch.setattr(model, "forward", None)
     assert torch.equal(greedy_text(reading, STEPS, 2, found), found)
-    with pytest.raises(LyapunovPruneError, match=r"shape \(3, 11\); give prompts × steps, \(3, 12\)"):
+    with pytest.raises(LyapunovPruneError, match=r"\(3, 11\)"):
         greedy_text(reading, STEPS, 2, found[:, 1:])
     with pytest.raises(LyapunovPruneError, match="lower --context"):
         greedy_text(reading, 200, 2)

@@ -132,7 +132,7 @@ def test_a_matrix_without_a_part_is_refused_with_what_helps(text: torch.Tensor) 
         with pytest.raises(LyapunovPruneError, match=refused):
             ask()
     assert compress(model, method="magnitude", sparsity=0.5, allocation="uniform").model
-    with pytest.raises(LyapunovPruneError, match=r"is called more than once a forward.*--allocation uniform"):
+    with pytest.raises(LyapunovPruneError, match=r"once a forward.*--allocation"):
         owl(make_zoo("zamba2"), 0.5, text)
 
 

@@ -31,7 +31,7 @@ def test_another_model_reads_the_same_tokens_anew(llama: PreTrainedModel, ids: t
     assert again.model is other
     assert again.structure.layers is other.transformer.h
     assert again.batch is reading.batch
-    with pytest.raises(LyapunovPruneError, match="longer than the model's 128"):
+    with pytest.raises(LyapunovPruneError, match="model's 128"):
         read(llama, torch.zeros(1, 129, dtype=torch.int64))
 
 

@@ -88,7 +88,7 @@ def test_several_states_a_token_are_refused(
 ) -> None:
     make_zoo("deepseek_v4").save_pretrained(tmp_path)
     tokenizer.save_pretrained(tmp_path)
-    with pytest.raises(LyapunovPruneError, match="carries several states a token"):
+    with pytest.raises(LyapunovPruneError, match="several states a token"):
         lp.rank(lp.load_streamed(tmp_path).model, ids, criterion="kl")
 
 
@@ -135,11 +135,11 @@ def test_a_disk_that_fills_is_one_line(tmp_path: Path, monkeypatch: pytest.Monke
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(os, "posix_fallocate", full)
-    with pytest.raises(LyapunovPruneError, match=r"need 4,800 bytes in .*: No space left on device; free some"):
+    with pytest.raises(LyapunovPruneError, match=r"4,800 bytes .*No space left"):
         room_for(2, torch.zeros(600), tmp_path)
     assert [*tmp_path.iterdir()] == []
 
 
 def test_a_batch_size_is_refused(checkpoint: Path, ids: torch.Tensor) -> None:
-    with pytest.raises(LyapunovPruneError, match="takes all windows in one forward; leave out the batch size"):
+    with pytest.raises(LyapunovPruneError, match=r"all windows.*batch size"):
         skip_divergence(lp.load_streamed(checkpoint).model, ids, batch_size=2)

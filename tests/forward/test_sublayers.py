@@ -148,7 +148,7 @@ def test_a_branch_that_ends_in_a_norm_with_a_bias_is_refused() -> None:
         layer.post_attention_layernorm = torch.nn.LayerNorm(32)
     torch.nn.init.ones_(model.model.layers[1].post_attention_layernorm.bias)
     drop_sublayers(model, mlp=[1])
-    with pytest.raises(LyapunovPruneError, match="layer 1 ends in a LayerNorm that adds something of its own, a bias"):
+    with pytest.raises(LyapunovPruneError, match="layer 1 ends in a LayerNorm"):
         drop_sublayers(model, attention=[1])
 
 
@@ -156,15 +156,15 @@ def test_a_matrix_that_another_layer_uses_is_refused() -> None:
     model: Any = make_tiny("llama")
     model.model.layers[3].mlp = model.model.layers[1].mlp
     drop_sublayers(model, attention=[1])
-    with pytest.raises(LyapunovPruneError, match=r"is also model\.layers\.3\.mlp\.down_proj\.weight"):
+    with pytest.raises(LyapunovPruneError, match=r"also model\.layers\.3\.mlp\.down_proj\.weight"):
         drop_sublayers(model, mlp=[1])
 
 
 @pytest.mark.parametrize(
     ("model_type", "message"),
     [
-        ("bloom", "ends in a BloomMLP that adds something of its own, a bias or the residual stream"),
-        ("bert", r"has 3 parts with matrices \(attention, intermediate, output\), and no mlp to leave out"),
+        ("bloom", "BloomMLP"),
+        ("bert", r"3 parts .*\(attention, intermediate, output\)"),
     ],
 )
 def test_families_whose_branches_cannot_be_told_apart_are_refused(model_type: str, message: str) -> None:
@@ -211,7 +211,7 @@ def test_layers_of_one_branch_have_one_score(ids: torch.Tensor) -> None:
         ranking.plan(3)
     for criterion in ("kl", "from-end", "random"):
         assert set(rank(model, ids, criterion=criterion, what="mlp").plan(2).drop_mlp) == {1, 3}
-    with pytest.raises(LyapunovPruneError, match="layer 0 has one branch, mixer, and no mlp to leave out"):
+    with pytest.raises(LyapunovPruneError, match="one branch, mixer"):
         drop_sublayers(model, mlp=[0])
 
 
@@ -280,15 +280,15 @@ def test_scores_save_and_rank(llama: PreTrainedModel, ids: torch.Tensor, tmp_pat
         ({"drop_attention": [LAYERS]}, "layer 6 does not exist"),
         ({"drop_mlp": [2, 2]}, "named more than once"),
         ({"remove": [1], "drop_activation": [1], "reduction": "affine"}, "layer 1 is removed whole"),
-        ({"drop_mlp": [1], "drop_activation": [1], "reduction": "affine"}, "the MLP of layer 1 goes, its activation"),
+        ({"drop_mlp": [1], "drop_activation": [1], "reduction": "affine"}, "MLP of layer 1"),
         ({"drop_activation": [LAYERS], "reduction": "affine"}, "layer 6 does not exist"),
-        ({"drop_activation": [1]}, "cannot be dropped without a reduction; give one of identity, mean-gate, scaled"),
-        ({"drop_activation": [1], "reduction": "mean"}, "by the unknown reduction 'mean'; give one of identity"),
+        ({"drop_activation": [1]}, "without a reduction"),
+        ({"drop_activation": [1], "reduction": "mean"}, "reduction 'mean'"),
         (
             {"drop_mlp": [1], "reduction": "affine"},
-            "reduction affine is of dropped activations, and none is; name them",
+            "reduction affine",
         ),
-        ({"drop_mlp": [True]}, r"drop_mlp is \[True\]; give several int"),
+        ({"drop_mlp": [True]}, r"drop_mlp is \[True\]"),
         ({}, "removes no layer"),
     ],
 )
@@ -336,7 +336,7 @@ def test_ranked_planned_pruned_and_loaded(what: str, run: Callable[..., Any]) ->
         torch.testing.assert_close(dense(ids).logits, logits[0])
     done = run("prune", "tiny", "--plan", "runs/tiny/plan.json", "--on-disk", "-o", "on-disk")
     assert (done.code, done.changed) == (2, set())
-    assert done.err.endswith("prune it in memory\n")
+    assert done.err.endswith("prune it in memory")
     card = Path("by-plan/README.md").read_text()
     assert "saves no time or memory" in card
     assert f"of layers of the original: {', '.join(map(str, plan.touched))}." in card
@@ -347,13 +347,13 @@ def test_ranked_planned_pruned_and_loaded(what: str, run: Callable[..., Any]) ->
     [
         (
             ["--what", "mlp", "--criterion", "blend", "--remove", "1"],
-            "criterion blend is defined for whole layers only; with --what mlp give",
+            "blend is defined for whole layers",
         ),
-        (["--what", "norms", "--remove", "1"], "'norms' is not one of 'layers', 'attention', 'mlp'"),
-        (["--what", "mlp", "--plan", "plan.json"], "a plan says what goes; leave out --what"),
+        (["--what", "norms", "--remove", "1"], "'norms' is not one of"),
+        (["--what", "mlp", "--plan", "plan.json"], "leave out --what"),
         (
             ["--what", "mlp", "--criterion", "bi", "--remove", "7", *TEXT],
-            "cannot remove 7 of 6 layers; give 1 to 6",
+            "remove 7 of 6 layers",
         ),
     ],
 )
@@ -366,4 +366,4 @@ def test_bad_options(options: list[str], message: str, run: Callable[..., Any]) 
 def test_a_profile_cannot_rank_sublayers(run: Callable[..., Any]) -> None:
     done = run("rank", "--profile", "profile.json", "--what", "mlp", "--criterion", "bi")
     assert done.code == 2
-    assert "a profile holds no scores of mlp; give a MODEL to measure" in done.err
+    assert "scores of mlp" in done.err

@@ -94,9 +94,9 @@ def test_two_processes_with_half_of_each_layer_end_as_one_with_all(family: str, 
 
 
 def test_one_process_has_nobody_to_share_with(ids: torch.Tensor) -> None:
-    with pytest.raises(LyapunovPruneError, match=r"start several by accelerate launch"):
+    with pytest.raises(LyapunovPruneError, match="accelerate launch"):
         heal(*pair(), ids, steps=1, shard=True)
-    with pytest.raises(LyapunovPruneError, match="give --update-rank or --shard"):
+    with pytest.raises(LyapunovPruneError, match=r"--update-rank.*--shard"):
         heal(*pair(), ids, steps=1, rank=2, shard=True)
 
 
@@ -116,11 +116,11 @@ def with_a_shared_weight() -> PreTrainedModel:
 @pytest.mark.parametrize(
     ("make", "says"),
     [
-        (with_experts, "the dense model has experts in modules of their own"),
-        (with_a_shared_weight, "layers of the dense model share weights"),
+        (with_experts, "has experts"),
+        (with_a_shared_weight, "share weights"),
         (
             lambda: make_tiny("llama").to("meta"),
-            r"the dense model is on meta as a whole; load it on .* \(--device cpu\)",
+            "on meta",
         ),
     ],
 )

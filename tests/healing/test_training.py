@@ -153,12 +153,12 @@ def test_a_rate_that_explodes_is_infinitely_bad_and_gone_back_from(
 
 def test_the_very_first_step_blames_no_rate(run: Distillation) -> None:
     run.teacher.get_output_embeddings().weight.data[3] = math.nan
-    with pytest.raises(Diverged, match="of step 0 is not finite; check the weights"):
+    with pytest.raises(Diverged, match="step 0 is not finite"):
         training(run, losses(0.0, -1.0), Budget(100, None, 1e-3, 6)).finish()
 
 
 def test_a_judged_loss_that_is_not_finite_at_the_start_is_refused(run: Distillation) -> None:
-    with pytest.raises(LyapunovPruneError, match="judging window is not finite; check the weights"):
+    with pytest.raises(LyapunovPruneError, match="judging window"):
         training(run, lambda: np.array([1.0, math.nan]), Budget(100, None, 1e-3, 6))
 
 

@@ -198,14 +198,14 @@ LINE = [(i / 8, 0.0) for i in range(8)]
 @pytest.mark.parametrize(
     ("removed", "scores", "told"),
     [
-        ([], [], r"need 5 points, not 0; sample also \(1, 1\)"),
-        (LINE[:4], [1.0] * 4, "need 5 points, not 4; sample also"),
-        (LINE, [1.0] * 8, r"all 8 points determine 2 of 3 coefficients; sample also \(0, 0.875\)"),
-        ([*LINE, (0.5, 0.5)], [1.0] * 9, r"without .*, the first of 8 such pairs, the rest determine 2 of 3"),
-        (LINE, [1.0], "8 points and 1 scores; give a pair of shares for each score"),
-        ([(0.1, 0.2, 0.3)], [1.0], "give a pair of shares"),
-        ([*LINE, (3, 2)], [1.0] * 9, "3 at place 16 is outside 0 to 1"),
-        (LINE, [1.0] * 7 + [np.nan], "nan at place 7 is not finite"),
+        ([], [], "need 5 points, not 0"),
+        (LINE[:4], [1.0] * 4, "need 5 points, not 4"),
+        (LINE, [1.0] * 8, "all 8 points determine 2 of 3"),
+        ([*LINE, (0.5, 0.5)], [1.0] * 9, "first of 8 such pairs"),
+        (LINE, [1.0], "8 points and 1 scores"),
+        ([(0.1, 0.2, 0.3)], [1.0], "pair of shares"),
+        ([*LINE, (3, 2)], [1.0] * 9, "3 at place 16"),
+        (LINE, [1.0] * 7 + [np.nan], "nan at place 7"),
         (LINE, [1.0] * 7 + [-np.inf], "is not finite"),
     ],
 )

@@ -92,7 +92,7 @@ def test_a_disk_without_room_is_refused_before_anything_is_learnt(
     monkeypatch.setattr("shutil.disk_usage", lambda _: type("", (), {"free": 2**20}))
     with (
         Store(tmp_path / "jobs", "joint removal", {}) as store,
-        pytest.raises(LyapunovPruneError, match=r"5 points learn, .* or let them learn less \(--update-rank 8\)"),
+        pytest.raises(LyapunovPruneError, match="5 points learn"),
     ):
         recover_points(subject, batch("select", 4, 1), [], 1, store, resume=False, batch_size=1)
 

@@ -42,7 +42,7 @@ def test_noise_saves_nothing_and_not_everything() -> None:
     assert of_seconds(1.0, 1.1, 0.7).saved == pytest.approx((0.0, 0.1))
     assert of_seconds(1.0, 0.8, 1.1).saved == pytest.approx((0.1, 0.0))
     assert of_seconds(1.0, 1.0, 0.7, most=(0, 3)).saved == pytest.approx((0.0, 0.1))
-    with pytest.raises(LyapunovPruneError, match="together they save more than the dense one takes"):
+    with pytest.raises(LyapunovPruneError, match="together"):
         of_seconds(1.0, 0.4, 0.4, most=(4, 4)).table()
     few = of_seconds(1.0, 0.8, 0.8, most=(1, 1)).table()  # four of each would save more, but so many cannot go
     np.testing.assert_allclose(few[:2, :2], [[1.0, 0.8], [0.8, 0.6]])

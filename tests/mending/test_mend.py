@@ -198,12 +198,12 @@ def bad(model: PreTrainedModel, case: str, windows: torch.Tensor) -> Any:
 @pytest.mark.parametrize(
     ("case", "remedy"),
     [
-        ("first", "layer 0 is removed, and nothing stands before the gap to be mended; keep it, or leave out mending"),
-        ("window", "a map of 32 channels is fitted on 0 tokens, .* give 43 tokens or more, in 2 windows or more"),
-        ("tokens", "a map of 32 channels is fitted on 8 tokens, a fourth of the windows held out; give 43 tokens"),
-        ("parts", "this plan drops parts of layers; leave those out, or the mending"),
-        ("shared", r"no matrix of layer 1 \(RwkvBlock\) can take the map"),
-        ("batch", "batch is None; give"),
+        ("first", "layer 0 is removed.*before the gap"),
+        ("window", "32 channels .*0 tokens.*43 tokens"),
+        ("tokens", "32 channels .*8 tokens"),
+        ("parts", "parts of layers"),
+        ("shared", r"layer 1 \(RwkvBlock\)"),
+        ("batch", "batch is None"),
     ],
 )
 def test_bad_input_is_one_line(case: str, remedy: str, windows: torch.Tensor) -> None:
@@ -213,7 +213,7 @@ def test_bad_input_is_one_line(case: str, remedy: str, windows: torch.Tensor) ->
 
 def test_losses_that_are_not_finite_choose_nothing(windows: torch.Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(mending._Walks, "loss", lambda *_: float("nan"))
-    with pytest.raises(LyapunovPruneError, match="no held-out loss of the pruned model is finite, mended or not; rem"):
+    with pytest.raises(LyapunovPruneError, match="no held-out loss"):
         lp.mend(make_tiny("llama"), [2], windows)
     assert mending._least([float("nan"), 3.0, float("inf")]) == 1
 
@@ -223,7 +223,7 @@ def test_a_product_beyond_the_dtype_is_refused() -> None:
     layer = find_structure(model).layers[1]
     place = mending.find_place(model, 1)
     large = Mend(place, LinearMap(1e6 * torch.ones(32, dtype=torch.float64), None))
-    with pytest.raises(LyapunovPruneError, match=r"mended, mlp.down_proj.weight of layer 1 holds NaN or is beyond"):
+    with pytest.raises(LyapunovPruneError, match=r"mended, mlp.down_proj.weight of layer 1"):
         store_mend(layer, large)
 
 
@@ -255,12 +255,12 @@ def test_prune_writes_a_mended_checkpoint(run: Callable[..., Done], monkeypatch:
 @pytest.mark.parametrize(
     ("arguments", "remedy"),
     [
-        (["--layers", "2,3", "--what", "mlp"], "--mend closes the gaps of whole layers in a plain checkpoint"),
-        (["--layers", "2,3", "--format", "compact"], "--mend closes the gaps of whole layers in a plain checkpoint"),
-        (["--layers", "2,3", "--on-disk"], "--mend needs the model in memory"),
-        (["--layers", "2", "--tokens", "64", "--context", "16"], "give 86 tokens or more, in 4 windows or more"),
-        (["--layers", "0,3"], "layer 0 is removed, and nothing stands before the gap"),
-        (["--layers", "2", "--tokens", "64", "--context", "64"], "judged by the other, and there is one window"),
+        (["--layers", "2,3", "--what", "mlp"], "--mend closes the gaps"),
+        (["--layers", "2,3", "--format", "compact"], "--mend closes the gaps"),
+        (["--layers", "2,3", "--on-disk"], "--mend .*in memory"),
+        (["--layers", "2", "--tokens", "64", "--context", "16"], "86 tokens .*4 windows"),
+        (["--layers", "0,3"], "layer 0 is removed.*before the gap"),
+        (["--layers", "2", "--tokens", "64", "--context", "64"], "one window"),
     ],
 )
 def test_bad_options_are_one_line_and_leave_nothing(

@@ -376,9 +376,9 @@ def test_blocks_of_a_classifier_merge_on_images(name: str, batch_size: int) -> N
 
 
 def test_images_merge_no_decoder_and_text_no_classifier(ids: torch.Tensor) -> None:
-    with pytest.raises(LyapunovPruneError, match="LlamaForCausalLM reads text, and digits are images; give a text"):
+    with pytest.raises(LyapunovPruneError, match=r"LlamaForCausalLM .*digits"):
         merge_layers(make_tiny("llama"), digits(), [1], "scaled")
-    with pytest.raises(LyapunovPruneError, match="ViTForImageClassification looks at images and was given tokens"):
+    with pytest.raises(LyapunovPruneError, match="ViTForImageClassification looks at images"):
         merge_layers(make_classifier("vit"), ids, [1], "affine")
 
 
@@ -389,23 +389,19 @@ def test_reductions_are_for_their_blocks() -> None:
     ids = torch.arange(24).view(2, 12)
     with pytest.raises(
         LyapunovPruneError,
-        match="layer 1 is gated, and reduction identity is for plain ones; give mean-gate or scaled or affine",
+        match=r"layer 1 is gated, .*identity",
     ):
         merge_layers(make_tiny("llama"), ids, [1], "identity")
-    with pytest.raises(
-        LyapunovPruneError, match="is plain, and reduction scaled is for gated ones; give identity or affine"
-    ):
+    with pytest.raises(LyapunovPruneError, match=r"plain, .*scaled"):
         merge_layers(make_tiny("opt"), ids, [1], "scaled")
-    with pytest.raises(
-        LyapunovPruneError, match="unknown reduction 'mean'; give one of identity, mean-gate, scaled, affine"
-    ):
+    with pytest.raises(LyapunovPruneError, match="unknown reduction 'mean'"):
         merge_layers(make_tiny("opt"), ids, [1], "mean")
 
 
 def test_a_merge_that_is_not_smaller_is_refused_with_its_numbers() -> None:
     ids = torch.arange(24).view(2, 12)
     model = make_tiny("opt", ffn_dim=15)
-    with pytest.raises(LyapunovPruneError, match="layer 1 would make 1,056 parameters of 1,007, which is no smaller"):
+    with pytest.raises(LyapunovPruneError, match=r"1,056 .*1,007"):
         merge_layers(model, ids, [1], "identity")
     (just,) = merge_layers(make_tiny("opt", ffn_dim=16), ids, [1], "identity")
     assert (just.before, just.after) == (1072, 1056)
@@ -413,7 +409,7 @@ def test_a_merge_that_is_not_smaller_is_refused_with_its_numbers() -> None:
 
 def test_too_few_tokens_for_a_fit() -> None:
     model, ids = make_tiny("llama"), torch.arange(32).view(2, 16)
-    with pytest.raises(LyapunovPruneError, match="of 32 inputs and a constant needs more than 32 tokens and got 32"):
+    with pytest.raises(LyapunovPruneError, match=r"32 inputs .*32 tokens .*32"):
         merge_layers(model, ids, [1], "affine")
     merge_layers(model, torch.arange(34).view(2, 17), [1], "affine")
     merge_layers(model, ids, [1], "mean-gate")
@@ -436,7 +432,7 @@ def test_weights_and_activations_that_are_not_finite() -> None:
     model = make_tiny("llama")
     block = find_feedforward(find_structure(model), 1)
     model.model.embed_tokens.weight.data[5] = torch.nan
-    with pytest.raises(LyapunovPruneError, match="NaN or infinite activations in the feed-forward block of layer 1"):
+    with pytest.raises(LyapunovPruneError, match=r"NaN .*block of layer 1"):
         merge_blocks(model.model.layers, [block], "scaled", lambda: model(ids))
     assert hooks_of(model) == 0
     model = make_tiny("opt").half()
@@ -444,7 +440,7 @@ def test_weights_and_activations_that_are_not_finite() -> None:
     for matrix in (layer.fc1, layer.fc2):
         matrix.weight.data.fill_(300)
     layer.fc1.bias.data.fill_(-3e4)  # no unit is ever open, so that the block itself is finite
-    with pytest.raises(LyapunovPruneError, match=r"layer 1 holds NaN or is beyond torch.float16; check the weights"):
+    with pytest.raises(LyapunovPruneError, match=r"layer 1.*NaN.*torch.float16"):
         merge_layers(model, ids, [1], "identity")
 
 

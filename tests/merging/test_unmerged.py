@@ -104,5 +104,5 @@ def test_modules_are_back_after_an_exception() -> None:
 
 
 def test_a_reduction_that_is_not_for_the_block_is_refused() -> None:
-    with pytest.raises(LyapunovPruneError, match="is gated, and reduction identity is for plain ones; give mean-gate"):
+    with pytest.raises(LyapunovPruneError, match=r"gated, .*identity"):
         unmerged("llama", "identity")

@@ -95,7 +95,7 @@ def test_weights_that_layers_share_are_refused() -> None:
         if target == "v_proj":
             merge_adapters(peft)
         else:
-            with pytest.raises(LyapunovPruneError, match=r"layers\.1\.self_attn\.q_proj shares its weights"):
+            with pytest.raises(LyapunovPruneError, match=r"layers\.1\.self_attn\.q_proj shares"):
                 merge_adapters(peft)
 
 
@@ -108,7 +108,7 @@ def test_a_merge_that_gives_another_model_is_refused(monkeypatch: pytest.MonkeyP
         return merged
 
     monkeypatch.setattr(LoraModel, "merge_and_unload", wrongly)
-    with pytest.raises(LyapunovPruneError, match=r"logits differ from the adapted ones by 0\.01 of their spread"):
+    with pytest.raises(LyapunovPruneError, match=r"0\.01 of their spread"):
         merge_adapters(adapted(make_tiny("llama"), target_modules=["q_proj"]))
 
 

@@ -250,9 +250,9 @@ def test_the_built_in_model_needs_the_cache_and_a_cache_is_a_folder(
 ) -> None:
     (tmp_path / "taken").write_text("")
     monkeypatch.setenv("LYAPUNOV_PRUNE_CACHE", str(tmp_path / "taken" / below))
-    with pytest.raises(LyapunovPruneError, match=r"taken.*; set LYAPUNOV_PRUNE_CACHE to a folder that you may write"):
+    with pytest.raises(LyapunovPruneError, match=r"taken.*LYAPUNOV_PRUNE_CACHE"):
         load("smollm2-135m")
-    with pytest.raises(LyapunovPruneError, match=r"taken is no folder, .*; set LYAPUNOV_PRUNE_CACHE to a folder"):
+    with pytest.raises(LyapunovPruneError, match=r"taken is no folder.*LYAPUNOV_PRUNE_CACHE"):
         cached()
 
 
@@ -268,7 +268,7 @@ def test_a_full_disk_is_a_warning_too(
 
 def test_without_any_place_it_is_refused(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gguf, "TemporaryDirectory", disk_full)
-    with pytest.raises(LyapunovPruneError, match=r"No space left on device; free space, or name .* LYAPUNOV_PRUNE_CAC"):
+    with pytest.raises(LyapunovPruneError, match=r"No space left.*LYAPUNOV_PRUNE_CAC"):
         load(file)
 
 
@@ -281,7 +281,7 @@ def test_a_cache_that_may_only_be_read_is_read(file: Path, made: list[Path], mon
 
 def test_a_file_that_cannot_be_read_is_refused(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cache_module, "_sha256", disk_full)
-    with pytest.raises(LyapunovPruneError, match=r"cannot read .*x\.gguf: .*; check its permissions"):
+    with pytest.raises(LyapunovPruneError, match=r"x\.gguf.*permissions"):
         load(file)
 
 
@@ -311,7 +311,7 @@ def test_the_oldest_used_go_first(
 @pytest.mark.parametrize("limit", ["much", "-1", "nan", "inf", "1e308", "20 GB"])
 def test_a_limit_that_is_none_is_refused(limit: str, file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LYAPUNOV_PRUNE_CACHE_GB", limit)
-    with pytest.raises(LyapunovPruneError, match=f"LYAPUNOV_PRUNE_CACHE_GB is '{limit}'; give a number of gigabytes"):
+    with pytest.raises(LyapunovPruneError, match=f"LYAPUNOV_PRUNE_CACHE_GB is '{limit}'"):
         load(file)
 
 
@@ -388,7 +388,7 @@ def test_a_damaged_entry_behind_a_link_is_made_anew(file: Path, made: list[Path]
 def test_a_disk_that_refuses_is_one_line(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     load(file)
     monkeypatch.setattr(shutil, "rmtree", disk_full)
-    with pytest.raises(LyapunovPruneError, match=r"cannot empty .*: No space left on device; delete it by hand"):
+    with pytest.raises(LyapunovPruneError, match=r"empty .*No space left"):
         clear_cache()
 
 

@@ -48,10 +48,10 @@ def test_a_compact_classifier_comes_back(plain: tuple[PreTrainedModel, Path], tm
     loaded = load_classifier(tmp_path / "small")
     assert is_compact(loaded.model)
     assert loaded.structure.model_type == model.config.model_type
-    with pytest.raises(LyapunovPruneError, match=r"is an image classifier .*, and text needs a decoder; give"):
+    with pytest.raises(LyapunovPruneError, match="image classifier"):
         load(tmp_path / "small")
     (tmp_path / "small" / MODULE).unlink()
-    with pytest.raises(LyapunovPruneError, match="is a compact checkpoint without its module"):
+    with pytest.raises(LyapunovPruneError, match="without its module"):
         load_classifier(tmp_path / "small")
 
 
@@ -84,11 +84,11 @@ def test_every_channel_is_scaled_by_its_own() -> None:
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        (SETTINGS | {"image_std": [0]}, r"deviation \[0.0\], and the model has 1 channels; give finite numbers"),
+        (SETTINGS | {"image_std": [0]}, r"deviation \[0.0\], .*1 channels"),
         (SETTINGS | {"image_mean": [0.5, 0.5, 0.5]}, r"scales by mean \[0.5, 0.5, 0.5\]"),
-        (SETTINGS | {"image_mean": [float("nan")]}, r"scales by mean \[nan\]"),
-        ({"do_normalize": True}, "preprocessor_config.json, it may be truncated or corrupt: 'image_mean'"),
-        ([1], "preprocessor_config.json, it may be truncated or corrupt"),
+        (SETTINGS | {"image_mean": [float("nan")]}, r"mean \[nan\]"),
+        ({"do_normalize": True}, "preprocessor_config.json.*'image_mean'"),
+        ([1], "preprocessor_config.json"),
     ],
 )
 def test_a_broken_image_processor_is_refused(settings: Any, message: str, tmp_path: Path) -> None:
@@ -99,21 +99,21 @@ def test_a_broken_image_processor_is_refused(settings: Any, message: str, tmp_pa
 
 
 def test_text_and_images_are_not_mixed_up(plain: tuple[PreTrainedModel, Path], tmp_path: Path) -> None:
-    with pytest.raises(LyapunovPruneError, match=r"is an image classifier .*, and text needs a decoder; give"):
+    with pytest.raises(LyapunovPruneError, match="image classifier"):
         load(plain[1])
     make_tiny("llama").save_pretrained(tmp_path / "llama")
     make_tokenizer().save_pretrained(tmp_path / "llama")
-    message = "holds LlamaForCausalLM, and images need a ViTForImageClassification or DeiTForImageClassification; give"
+    message = "holds LlamaForCausalLM, and images need"
     with pytest.raises(LyapunovPruneError, match=message):
         load_classifier(tmp_path / "llama")
 
 
 def test_a_classifier_that_is_not_known_is_named(tmp_path: Path) -> None:
     DeiTForImageClassificationWithTeacher(make_classifier("deit").config).save_pretrained(tmp_path / "two-heads")
-    with pytest.raises(LyapunovPruneError, match="holds DeiTForImageClassificationWithTeacher, and images need"):
+    with pytest.raises(LyapunovPruneError, match="DeiTForImageClassificationWithTeacher"):
         load_classifier(tmp_path / "two-heads")
     ViTModel(make_classifier("vit").config).save_pretrained(tmp_path / "headless")
-    with pytest.raises(LyapunovPruneError, match="holds ViTModel, and images need"):
+    with pytest.raises(LyapunovPruneError, match="ViTModel"):
         load_classifier(tmp_path / "headless")
 
 
@@ -121,9 +121,7 @@ def test_a_missing_head_is_not_made_up(tmp_path: Path) -> None:
     ViTModel(make_classifier("vit").config).save_pretrained(tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(config | {"architectures": ["ViTForImageClassification"]}))
-    with pytest.raises(
-        LyapunovPruneError, match=r"lacks \d+ weights of a ViTForImageCl.*; fetch it again, or give a ViT"
-    ):
+    with pytest.raises(LyapunovPruneError, match=r"lacks \d+ weights of a ViTForImageCl"):
         load_classifier(tmp_path)
 
 
@@ -131,5 +129,5 @@ def test_pickled_weights_are_not_read(plain: tuple[PreTrainedModel, Path]) -> No
     model, folder = plain
     (folder / "model.safetensors").unlink()
     torch.save(model.state_dict(), folder / "pytorch_model.bin")
-    with pytest.raises(LyapunovPruneError, match="holds only pickled weights"):
+    with pytest.raises(LyapunovPruneError, match="only pickled weights"):
         load_classifier(folder)

@@ -176,7 +176,7 @@ def test_a_changed_weight_is_another_model(what: str) -> None:
         changes()[what](model)
     assert weight_digests(model) == fresh(model)
     assert not identify(model).same_as(before)
-    with pytest.raises(LyapunovPruneError, match=r"this plan was made for .*; rank this model's layers anew"):
+    with pytest.raises(LyapunovPruneError, match="this plan was made for"):
         plan.require_model(model)
 
 
@@ -206,7 +206,7 @@ def test_a_model_made_for_inference_has_digests(llama: PreTrainedModel) -> None:
 
 def test_dtypes_of_which_neither_rounds_to_the_other_cannot_be_compared() -> None:
     plan = PruningPlan.given(make_tiny("llama").half(), [1])
-    with pytest.raises(LyapunovPruneError, match=r"in float16 is .* in bfloat16; load both in one dtype") as raised:
+    with pytest.raises(LyapunovPruneError, match=r"float16 .*bfloat16") as raised:
         plan.require_model(make_tiny("llama").bfloat16())
     assert "\n" not in str(raised.value)
     assert not identify(make_tiny("llama").half()).same_as(identify(make_tiny("gpt2").bfloat16()))

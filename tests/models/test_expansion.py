@@ -79,7 +79,7 @@ BOMBS = {
 def test_a_text_that_can_grow_without_bound_is_refused_before_it_is_read(steps: Any, tmp_path: Path) -> None:
     path = tmp_path / "tokenizer.json"
     path.write_text(json.dumps(tokenizer_json(**steps)))
-    with pytest.raises(LyapunovPruneError, match=r"can make \S+ characters of one, 10,000 at most are taken"):
+    with pytest.raises(LyapunovPruneError, match="10,000"):
         require_bounded_file(path)
 
 

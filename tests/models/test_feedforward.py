@@ -208,7 +208,7 @@ def test_experts_and_several_blocks() -> None:
 def test_matrices_that_layers_share() -> None:
     model = make_tiny("llama")
     model.model.layers[4].mlp.up_proj.weight = model.model.layers[1].mlp.up_proj.weight
-    refuse(model, 1, "mlp.up_proj of layer 1 is also a matrix of layer 4; what layers share is not merged")
+    refuse(model, 1, "mlp.up_proj of layer 1 is also a matrix of layer 4")
     refuse(model, 4, "mlp.up_proj of layer 4 is also a matrix of layer 1")
     find_feedforward(find_structure(model), 2)
 
@@ -220,7 +220,7 @@ def test_unknown_shapes(monkeypatch: pytest.MonkeyPatch) -> None:
     refuse(model, 0, "mlp.down_proj gives another output than its matrices and its activation")
     mlp = model.model.layers[1].mlp
     mlp.act_fn = nn.Identity()
-    refuse(model, 1, "modules between its matrices: none: a function without a module cannot be replaced")
+    refuse(model, 1, "a function without a module")
     mlp = model.model.layers[2].mlp
     mlp.act_fn = nn.Sequential(nn.SiLU(), nn.ReLU())
     refuse(model, 2, "modules between its matrices: mlp.act_fn.0, mlp.act_fn.1")
@@ -229,7 +229,7 @@ def test_unknown_shapes(monkeypatch: pytest.MonkeyPatch) -> None:
     refuse(model, 3, "its SiLUActivation is given something else than a matrix's output")
     mlp = model.model.layers[4].mlp
     del mlp.down_proj
-    refuse(model, 4, "layer 4 has no matrix out of a feed-forward block whose name is known")
+    refuse(model, 4, "layer 4 has no matrix")
     model = make_tiny("llama")
     mlp = model.model.layers[0].mlp
     mlp.up_proj = nn.Linear(32, 47)
@@ -237,7 +237,7 @@ def test_unknown_shapes(monkeypatch: pytest.MonkeyPatch) -> None:
     mlp = model.model.layers[1].mlp
     bare = mlp.forward
     mlp.forward = lambda x, residual: residual + bare(x)
-    refuse(model, 1, "in LlamaMLP, does not run on a state alone")
+    refuse(model, 1, "in LlamaMLP")
     mlp = model.model.layers[2].mlp
     mlp.forward = lambda x: mlp.down_proj(mlp.act_fn(mlp.gate_proj(x)) * mlp.up_proj(mlp.up_proj(x)[..., :32]))
     refuse(model, 2, "LlamaMLP does not call each of its matrices once")
@@ -248,7 +248,7 @@ def test_unknown_shapes(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_weights_that_are_not_finite() -> None:
     model = make_tiny("gpt_neox")
     model.gpt_neox.layers[1].mlp.dense_h_to_4h.weight.data[3, 3] = torch.nan
-    with pytest.raises(LyapunovPruneError, match="layer 1 makes NaN or infinity of random inputs; check the weights"):
+    with pytest.raises(LyapunovPruneError, match="layer 1 makes NaN"):
         find_feedforward(find_structure(model), 1)
 
 

@@ -113,11 +113,11 @@ def test_a_pickle_beside_safetensors_is_not_read(checkpoint: Path, reader: PreTr
 @pytest.mark.parametrize(
     ("save", "message"),
     [
-        (lambda: transformers.BertLMHeadModel(bert()), r"looks at later tokens \(an encoder\); give a causal decoder"),
-        (lambda: transformers.BertModel(bert()), "lacks 6 weights of a BertLMHeadModel .*; .*give a causal decoder"),
+        (lambda: transformers.BertLMHeadModel(bert()), "an encoder"),
+        (lambda: transformers.BertModel(bert()), "6 weights of a BertLMHeadModel"),
         (
             lambda: transformers.T5ForConditionalGeneration(t5()),
-            r"no causal language model \(T5For.*\); give a decoder",
+            "T5For",
         ),
     ],
     ids=["encoder with head", "encoder", "encoder-decoder"],
@@ -158,7 +158,7 @@ def test_a_checkpoint_that_needs_its_own_code_is_refused(
     file: str, changes: dict[str, Any], checkpoint: Path, trap: Path
 ) -> None:
     edit_json(checkpoint / file, **changes)
-    with pytest.raises(LyapunovPruneError, match="needs Python code of its own, which is never run; give a model"):
+    with pytest.raises(LyapunovPruneError, match="Python code"):
         load(checkpoint)
     assert not trap.exists()
 
@@ -192,7 +192,7 @@ def test_an_index_that_names_another_format_is_refused(
     weights = load_file(checkpoint / WEIGHTS)
     torch.save(weights, checkpoint / name)
     index(checkpoint, **(dict.fromkeys(weights, name) if all_of_it else {UP: name}))
-    with pytest.raises(LyapunovPruneError, match=f"names {name} as weights, and only safetensors files are read; conv"):
+    with pytest.raises(LyapunovPruneError, match=f"names {name} as weights, .*safetensors"):
         load(checkpoint)
 
 
@@ -205,7 +205,7 @@ def test_an_index_that_leaves_the_folder_is_refused(name: str, checkpoint: Path)
     for place in (checkpoint.parent, checkpoint / "sub"):
         save_file({UP: torch.zeros(48, 32)}, place / "x.safetensors", {"format": "pt"})
     index(checkpoint, **{UP: (name := name.format(checkpoint.parent))})
-    with pytest.raises(LyapunovPruneError, match=f"names {name} as weights, which is not a file of that folder; move"):
+    with pytest.raises(LyapunovPruneError, match=f"names {name} as weights, .*that folder"):
         load(checkpoint)
 
 
@@ -217,7 +217,7 @@ def test_an_index_that_leaves_the_folder_is_refused(name: str, checkpoint: Path)
 def test_a_broken_index_is_refused(content: str, checkpoint: Path) -> None:
     index(checkpoint)
     (checkpoint / f"{WEIGHTS}.index.json").write_text(content)
-    with pytest.raises(LyapunovPruneError, match=r"index\.json is no index of weights.*; fetch it again"):
+    with pytest.raises(LyapunovPruneError, match=r"index\.json is no index"):
         load(checkpoint)
 
 
@@ -236,13 +236,13 @@ def test_a_config_that_names_other_weights_is_refused(name: Any, checkpoint: Pat
         save_file(weights, place / "x.safetensors", {"format": "pt"})
     torch.save(weights, checkpoint / "adapter_model.bin")
     edit_json(checkpoint / "config.json", transformers_weights=name)
-    with pytest.raises(LyapunovPruneError, match=rf"names {name} as weights, "):
+    with pytest.raises(LyapunovPruneError, match=f"names {name} as weights"):
         load(checkpoint)
 
 
 def test_a_config_that_names_weights_which_are_not_there_is_refused(checkpoint: Path) -> None:
     edit_json(checkpoint / "config.json", transformers_weights="x.safetensors")
-    with pytest.raises(LyapunovPruneError, match=r"names x\.safetensors as weights and lacks it; fetch it again"):
+    with pytest.raises(LyapunovPruneError, match=r"x\.safetensors as weights"):
         load(checkpoint)
 
 
@@ -251,13 +251,13 @@ def test_a_config_that_names_weights_twice_is_refused(checkpoint: Path) -> None:
     config = transformers.AutoConfig.for_model("qwen3_5")
     config.text_config.transformers_weights = "x.safetensors"
     config.to_json_file(checkpoint / "config.json")
-    with pytest.raises(LyapunovPruneError, match=r"names the weights None and x\.safetensors; name one of them"):
+    with pytest.raises(LyapunovPruneError, match=r"None and x\.safetensors"):
         load(checkpoint)
 
 
 def test_the_shards_of_a_distributed_run_are_refused(checkpoint: Path) -> None:
     save_file({UP: torch.zeros(1)}, checkpoint / "shard-00001-model-00001-of-00001.safetensors", {"format": "pt"})
-    with pytest.raises(LyapunovPruneError, match=r"holds the shards of a distributed run .*; save the model whole"):
+    with pytest.raises(LyapunovPruneError, match="distributed run"):
         load(checkpoint)
 
 
@@ -285,7 +285,7 @@ def test_a_config_that_asks_for_a_kernel_is_refused(
     fetched = lambda *_, **__: pytest.fail("a kernel was asked for")  # noqa: E731
     monkeypatch.setattr(transformers.modeling_utils, "lazy_import_flash_attention", fetched)
     edit_json(checkpoint / "config.json", **changes)
-    with pytest.raises(LyapunovPruneError, match=r"asks for .* and only what is built into torch is run \(eager, sdpa"):
+    with pytest.raises(LyapunovPruneError, match="eager, sdpa"):
         load(checkpoint, offline=True)
 
 
@@ -308,7 +308,7 @@ def test_a_broken_generation_config_is_refused(content: bytes | None, checkpoint
         file.symlink_to("nowhere")
     else:
         file.write_bytes(content)
-    with pytest.raises(LyapunovPruneError, match=r"cannot load .*generation_config\.json, it may be trunc.*; fetch it"):
+    with pytest.raises(LyapunovPruneError, match=r"generation_config\.json"):
         load(checkpoint)
 
 

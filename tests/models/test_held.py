@@ -58,7 +58,7 @@ def test_of_two_threads_on_one_model_one_is_refused(training: bool) -> None:
     model = make_tiny("llama").train(training)
     before, alone = state_of(model), lp.predictions.skip_divergence(model, IDS)
     with at_work(model, lambda m: lp.predictions.skip_divergence(m, IDS)) as end:
-        with pytest.raises(lp.LyapunovPruneError, match=r"another thread is at work on this LlamaForCausalLM.*copy"):
+        with pytest.raises(lp.LyapunovPruneError, match=r"another thread.*LlamaForCausalLM"):
             lp.block_influence(model, IDS)
         assert end().kl.tolist() == alone.kl.tolist()
     assert state_of(model) == before

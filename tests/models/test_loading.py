@@ -9,31 +9,30 @@ import torch
 from transformers import PreTrainedModel
 
 from lyapunov_prune.errors import LyapunovPruneError
-from lyapunov_prune.models.cache import BUILTIN
 from lyapunov_prune.models.folder import loading_errors
 from lyapunov_prune.models.loading import load
 
 
 @pytest.mark.parametrize("name", ["./absent", "/absent/folder", "a/b/c", "with space", "~/absent", "a..b", "-a/b"])
 def test_an_unknown_model_is_refused(name: str) -> None:
-    with pytest.raises(LyapunovPruneError, match=f"no model at {name}.*; give a folder, .*{BUILTIN}"):
+    with pytest.raises(LyapunovPruneError, match=f"no model at {name}"):
         load(name)
 
 
 def test_a_file_that_is_no_model_is_refused(checkpoint: Path) -> None:
-    with pytest.raises(LyapunovPruneError, match=r"is a file that holds no model; give its folder, or a \.gguf file"):
+    with pytest.raises(LyapunovPruneError, match="file that holds no model"):
         load(checkpoint / "config.json")
 
 
 @pytest.mark.parametrize("dtype", ["float99", "int8", "nn", "float8_e4m3fn", ""])
 def test_an_unknown_dtype_is_refused(dtype: str, checkpoint: Path) -> None:
-    with pytest.raises(LyapunovPruneError, match=f"unknown dtype {dtype}; give one of float32, bfloat16"):
+    with pytest.raises(LyapunovPruneError, match=f"unknown dtype {dtype}"):
         load(checkpoint, dtype=dtype)
 
 
 @pytest.mark.parametrize("device", ["bogus", "cuda:99", "meta", ""])
 def test_a_device_that_is_not_there_is_refused(device: str, checkpoint: Path) -> None:
-    with pytest.raises(LyapunovPruneError, match=f"there is no device {device} here; give cpu, cuda"):
+    with pytest.raises(LyapunovPruneError, match=f"no device {device} "):
         load(checkpoint, device=device)
 
 

@@ -21,7 +21,7 @@ from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.models.projections import find_projections
 from lyapunov_prune.profiles.profile import profile_layers
 
-QUANTISED = r"quantised \(compressed-tensors\); give the original weights"
+QUANTISED = r"quantised \(compressed-tensors\)"
 
 
 @pytest.fixture(scope="module")
@@ -147,5 +147,5 @@ def test_without_the_library_it_says_what_to_install(
     made: tuple[Compressed, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(LyapunovPruneError, match=r"run: pip install 'lyapunov-prune\[packed\]'"):
+    with pytest.raises(LyapunovPruneError, match=r"lyapunov-prune\[packed\]"):
         load(made[1])

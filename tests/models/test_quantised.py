@@ -29,7 +29,7 @@ from lyapunov_prune.profiles.influence import block_influence
 from lyapunov_prune.profiles.jacobian import sublayer_jacobians
 from lyapunov_prune.ranking.ranking import rank_layers
 
-CHANGED = rf"quantised \({METHOD}\); give the original weights"
+CHANGED = rf"quantised \({METHOD}\)"
 READ = rf"quantised \({METHOD}\) and packed, and this goes by their numbers"
 
 
@@ -73,7 +73,7 @@ def test_it_is_measured_as_the_dense_model_of_the_same_values(small: PreTrainedM
 def test_rho_rests_on_more_than_a_kernel_rounds_unseen(small: PreTrainedModel, ids: torch.Tensor) -> None:
     assert not measure_contraction(small, ids).above_floor.any()
     assert measure_contraction(small, ids, epsilon=0.2).above_floor.any()
-    with pytest.raises(LyapunovPruneError, match="lies below the rounding floor of packed forwards"):
+    with pytest.raises(LyapunovPruneError, match="rounding floor"):
         lp.rank(small, ids, criterion="rho")
     profile = measure_contraction(small, ids, epsilon=0.2)
     assert len(rank_layers(profile, block_influence(small, ids), criterion="blend").plan(1).remove) == 1
@@ -119,19 +119,19 @@ def test_what_would_change_or_read_the_weights_is_refused(small: PreTrainedModel
 
 
 def test_a_derivative_that_a_kernel_drops_is_refused(small: PreTrainedModel, ids: torch.Tensor) -> None:
-    with pytest.raises(LyapunovPruneError, match="whose kernels have no derivatives to rely on; use method difference"):
+    with pytest.raises(LyapunovPruneError, match="derivatives"):
         measure_contraction(small, ids, method="jvp")
 
 
 def test_a_packed_head_is_refused(small: PreTrainedModel, ids: torch.Tensor) -> None:
     small.lm_head = PackedLinear(32, 97)
-    with pytest.raises(LyapunovPruneError, match=rf"the head of this LlamaForCausalLM is quantised \({METHOD}\) too"):
+    with pytest.raises(LyapunovPruneError, match="head of this LlamaForCausalLM"):
         block_influence(small, ids)
 
 
 def test_a_kernel_that_fails_is_one_line(small: PreTrainedModel, ids: torch.Tensor) -> None:
     small.model.layers[0].mlp.up_proj.qweight = torch.zeros(3, 3, dtype=torch.int32)
-    with pytest.raises(LyapunovPruneError, match="no forward of them runs here"):
+    with pytest.raises(LyapunovPruneError, match="no forward of them"):
         block_influence(small, ids)
 
 
@@ -153,15 +153,13 @@ def test_a_packed_checkpoint_is_loaded_and_measured(checkpoint: Path, ids: torch
 def test_what_a_method_lacks_is_said_before_a_weight_is_read(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", None)
     monkeypatch.setattr(packed_kernels.Quantizer, "missing", "It needs hands.")
-    with pytest.raises(
-        LyapunovPruneError, match=r"cannot be read here \(It needs hands\); install what is missing, or"
-    ):
+    with pytest.raises(LyapunovPruneError, match="It needs hands"):
         load(checkpoint)
 
 
 def test_kernels_that_fail_are_told_on_loading(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(PackedLinear, "values", lambda module: 1 / 0)
-    with pytest.raises(LyapunovPruneError, match=r"no forward of them runs here \(ZeroDivisionError: division by zero"):
+    with pytest.raises(LyapunovPruneError, match="ZeroDivisionError"):
         load(checkpoint)
 
 
@@ -214,9 +212,9 @@ def test_bitsandbytes_is_not_changed(bits: tuple[PreTrainedModel, Path], ids: to
         lambda: lp.mend(model, [1], ids),
         lambda: lp.heal(model, copy.deepcopy(model), ids, steps=1),
     ):
-        with pytest.raises(LyapunovPruneError, match=r"quantised \(bitsandbytes\); give the original weights"):
+        with pytest.raises(LyapunovPruneError, match=r"quantised \(bitsandbytes\)"):
             change()
-    with pytest.raises(LyapunovPruneError, match="have no derivatives to rely on"):
+    with pytest.raises(LyapunovPruneError, match="derivatives"):
         measure_contraction(model, ids, method="jvp")
-    with pytest.raises(LyapunovPruneError, match="and packed, and this goes by their numbers"):
+    with pytest.raises(LyapunovPruneError, match="packed"):
         lp.check_bounds(model, ids)

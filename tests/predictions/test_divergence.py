@@ -111,7 +111,7 @@ def test_logits_that_are_no_function_of_the_state_are_refused(ids: torch.Tensor)
     structure = find_structure(model)
     scorer = Scorer(model, structure, ids)
     assert not scorer.blockwise
-    with pytest.raises(LyapunovPruneError, match="no function of its final state alone"):
+    with pytest.raises(LyapunovPruneError, match="function of its final state"):
         scorer.logits(torch.zeros(3, 32))
 
 
@@ -205,7 +205,7 @@ def test_a_model_that_is_not_finite_is_refused_and_the_layer_named(ids: torch.Te
         skip_divergence(model, ids)
     model = make_tiny("llama")
     model.lm_head.weight.fill_(1e38)
-    with pytest.raises(LyapunovPruneError, match="logits of LlamaForCausalLM are not finite"):
+    with pytest.raises(LyapunovPruneError, match="logits of LlamaForCausalLM"):
         skip_divergence(model, ids)
 
 
@@ -226,7 +226,7 @@ def test_a_layer_without_which_the_model_overflows_has_no_score(ids: torch.Tenso
         values = getattr(found, name)
         assert np.isnan(values[:2]).all()
         assert np.isfinite(values[2:]).all()
-    with pytest.raises(LyapunovPruneError, match="score of layer 0 is not finite"):
+    with pytest.raises(LyapunovPruneError, match="score of layer 0"):
         rank_by_divergence(found)
 
 
@@ -310,12 +310,12 @@ def test_a_branch_without_which_the_model_overflows_is_not_ranked(ids: torch.Ten
     mlp.register_forward_hook(overflow)
     found = sublayer_divergence(model, ids[:1], "attention")
     assert np.isinf(found.kl).tolist() == [True] * 3 + [False] * 3
-    with pytest.raises(LyapunovPruneError, match="score of layer 0 is not finite"):
+    with pytest.raises(LyapunovPruneError, match="score of layer 0"):
         rank_by_divergence(found)
 
 
 def test_only_attention_and_mlp_are_silenced(llama: PreTrainedModel, ids: torch.Tensor) -> None:
-    with pytest.raises(LyapunovPruneError, match="no 'norms' to leave out; give attention or mlp"):
+    with pytest.raises(LyapunovPruneError, match="'norms'"):
         sublayer_divergence(llama, ids, "norms")
 
 

@@ -94,7 +94,7 @@ def test_what_ends_with_the_layer_is_read_there(prompts: torch.Tensor) -> None:
 def test_every_family_is_read_behind_its_branches_or_says_why_not(family: str, prompts: torch.Tensor) -> None:
     model = make_tiny(family)
     if any(found.parallel for found in find_sublayers(model, range(LAYERS)).values()):
-        with pytest.raises(LyapunovPruneError, match="side by side, with no state between them; read at the layer"):
+        with pytest.raises(LyapunovPruneError, match="side by side"):
             probe_layers(model, prompts, read_at="branch")
         return
     found = probe_layers(model, prompts, steps=2, read_at="branch")
@@ -104,5 +104,5 @@ def test_every_family_is_read_behind_its_branches_or_says_why_not(family: str, p
 
 def test_another_place_is_refused(prompts: torch.Tensor) -> None:
     anywhere: Any = "norm"
-    with pytest.raises(LyapunovPruneError, match="cannot read the state at 'norm'; give layer or branch"):
+    with pytest.raises(LyapunovPruneError, match="'norm'"):
         probe_layers(make_tiny("llama"), prompts, read_at=anywhere)

@@ -282,7 +282,7 @@ def test_a_cache_that_is_wrong_is_refused(prompts: torch.Tensor) -> None:
         return ((hidden * 3 if hidden.shape[1] == 1 else hidden, *args[1:]), kwargs)
 
     model.model.layers[2].register_forward_pre_hook(forget, with_kwargs=True)
-    with pytest.raises(LyapunovPruneError, match="does not decode through its cache what it computes without"):
+    with pytest.raises(LyapunovPruneError, match="through its cache"):
         compare_generation(make_tiny("llama"), model, prompts, steps=2)
 
 
@@ -323,7 +323,7 @@ def test_a_text_has_collapsed_when_it_ends_in_a_cycle(text: tuple[int, ...], say
     ("changes", "message"),
     [
         ({"steps": 0}, "0 steps write nothing"),
-        ({"steps": 120}, "prompts of 9 and 120 steps do not fit the context of 128"),
+        ({"steps": 120}, "9 and 120 steps .*128"),
         ({"temperature": 0.0}, "temperature"),
         ({"temperature": math.inf}, "temperature"),
     ],

@@ -251,7 +251,7 @@ def test_a_branch_that_is_zero_is_one_that_is_gone(name: str, prompts: torch.Ten
     assert not found.kl.any()
     end = next(p for key, p in zeroed.named_parameters() if key.endswith("bias") and not p.any())
     end += 1
-    with pytest.raises(LyapunovPruneError, match=r"another .*bias; give one that changed matrices alone"):
+    with pytest.raises(LyapunovPruneError, match=r"another .*bias"):
         probe_layers(model, prompts, change=zeroed, steps=3)
 
 
@@ -305,7 +305,7 @@ def test_what_cannot_be_probed_is_said(prompts: torch.Tensor, llama: PreTrainedM
     healed = copy.deepcopy(llama)
     norm: nn.Parameter = find_structure(healed).layers[2].input_layernorm.weight  # type: ignore[union-attr, assignment]
     norm.mul_(2)
-    with pytest.raises(LyapunovPruneError, match=r"has another model\.layers\.2\.input_layernorm\.weight"):
+    with pytest.raises(LyapunovPruneError, match=r"another model\.layers\.2\.input_layernorm\.weight"):
         probe_layers(llama, prompts, change=healed)
     broken = make_tiny("llama")
     find_structure(broken).layers[1].mlp.down_proj.weight.fill_(torch.nan)  # type: ignore[union-attr, operator]

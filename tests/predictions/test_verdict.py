@@ -72,7 +72,7 @@ def test_every_number_is_of_a_measurement(
     assert "retrieval was not asked: give --retrieval" in few.headline()
     assert "choice was not asked: give --choices FILE" in few.headline()
     of_another = history_divergence(reader, remove_layers(reader, [2]), prompts, steps=STEPS)
-    with pytest.raises(LyapunovPruneError, match="give those of one pair"):
+    with pytest.raises(LyapunovPruneError, match="one pair"):
         task_verdict(generation, of_another)
 
 

@@ -160,7 +160,7 @@ def test_float64_is_no_finer_than_the_norms_in_it(epsilon: float, measured: bool
     assert off < 0.01 if measured else off > 0.5
     if not measured:
         assert "not well above rounding in float64 forwards" in str(profile)
-        with pytest.raises(LyapunovPruneError, match=r"below the rounding floor of float64 forwards; .*--epsilon"):
+        with pytest.raises(LyapunovPruneError, match="float64 forwards"):
             profile.require_above_floor()
 
 
@@ -185,7 +185,7 @@ def test_bad_activations_are_named_by_layer(layer: int, value: float, ids: torch
 
 @pytest.mark.parametrize(("method", "epsilon"), [("difference", 1e-12), ("difference", 1e-320), ("jvp", 1e-200)])
 def test_an_epsilon_that_rounding_swallows_is_refused(method: Any, epsilon: float, ids: torch.Tensor) -> None:
-    with pytest.raises(LyapunovPruneError, match="moves no state in float32; give a larger one"):
+    with pytest.raises(LyapunovPruneError, match="float32"):
         measure_contraction(make_tiny("llama"), ids, epsilon=epsilon, seeds=(0,), method=method)
 
 

@@ -28,13 +28,13 @@ def test_a_profile_knows_what_it_was_measured_on(llama: PreTrainedModel, ids: to
 def test_parts_of_two_origins_are_refused(llama: PreTrainedModel, ids: torch.Tensor, tmp_path: Path) -> None:
     contraction = measure_contraction(llama, ids, seeds=(0,))
     for other in (block_influence(llama, ids[:1]), block_influence(make_tiny("llama", seed=1), ids)):
-        with pytest.raises(LyapunovPruneError, match=r"are of two models or texts; measure both"):
+        with pytest.raises(LyapunovPruneError, match="two models or texts"):
             LayerProfile(contraction, other)
     path = LayerProfile(contraction, block_influence(llama, ids)).save(tmp_path / "profile.json")
     mixed = json.loads(path.read_text())
     mixed["influence"]["measured_on"]["text_hash"] = "0"
     path.write_text(json.dumps(mixed))
-    with pytest.raises(LyapunovPruneError, match=r"profile\.json does not fit .*two models or texts"):
+    with pytest.raises(LyapunovPruneError, match="two models or texts"):
         LayerProfile.load(path)
 
 

@@ -241,8 +241,8 @@ def test_all_files_of_a_checkpoint_have_the_permissions_that_the_umask_leaves(
 @pytest.mark.parametrize(
     ("there", "told"),
     [
-        ("pruned/mine", "exists and is not empty; choose another --output or empty it"),
-        ("pruned", "is a file, and a folder is written; choose another --output"),
+        ("pruned/mine", "not empty"),
+        ("pruned", "is a file"),
     ],
 )
 def test_a_target_with_something_in_it_is_kept(
@@ -259,7 +259,7 @@ def test_a_plan_for_another_model_is_refused(
     tiny: Callable[..., PreTrainedModel], tokenizer: PreTrainedTokenizerFast, plan: PruningPlan, target: Path
 ) -> None:
     other = tiny("llama", seed=1, vocab_size=len(VOCABULARY))
-    with pytest.raises(LyapunovPruneError, match=r"this plan was made for .*; rank this model's layers anew"):
+    with pytest.raises(LyapunovPruneError, match="this plan was made for"):
         write_pruned(other, tokenizer, plan, target)
     assert os.listdir(target.parent) == []
 
@@ -286,7 +286,7 @@ def test_a_model_that_fails_the_gate_is_not_written(
         return pruned
 
     monkeypatch.setattr(module, "cut", wrongly)
-    with pytest.raises(CheckFailed, match="nothing written: the pruned model fails the gate") as caught:
+    with pytest.raises(CheckFailed, match="fails the gate") as caught:
         write()
     assert caught.value.exit_code == 1
     assert os.listdir(target.parent) == []
@@ -301,7 +301,7 @@ def test_the_gate_reads_the_files_that_were_written(
         save_file(weights, folder / "model.safetensors", {"format": "pt"})
 
     monkeypatch.setattr(PreTrainedTokenizerFast, "save_pretrained", spoil)  # it runs after the weights are written
-    with pytest.raises(CheckFailed, match="fails the gate, reloads as saved"):
+    with pytest.raises(CheckFailed, match="reloads as saved"):
         write()
     assert os.listdir(target.parent) == []
 
@@ -323,7 +323,7 @@ def test_a_disk_that_fills_up_leaves_nothing(
         raise error
 
     monkeypatch.setattr(saver, "save_pretrained", half)
-    with pytest.raises(LyapunovPruneError, match=r"writing .*pruned failed: .*No space left on device; nothing was"):
+    with pytest.raises(LyapunovPruneError, match=r"pruned failed.*No space left"):
         write()
     assert os.listdir(target.parent) == []
 

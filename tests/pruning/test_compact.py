@@ -84,9 +84,9 @@ def test_the_gate_looks_at_the_images_that_it_is_given(name: str) -> None:
 
 def test_each_kind_of_model_passes_by_its_own_kind_of_data(ids: torch.Tensor, llama: PreTrainedModel) -> None:
     model = make_classifier("vit")
-    with pytest.raises(LyapunovPruneError, match="looks at images and was given tokens"):
+    with pytest.raises(LyapunovPruneError, match="looks at images"):
         verify(model, make_compact(model, CUTS), batch=ids)
-    with pytest.raises(LyapunovPruneError, match="LlamaForCausalLM reads text, and digits are images"):
+    with pytest.raises(LyapunovPruneError, match=r"LlamaForCausalLM .*digits"):
         verify(llama, make_compact(llama, CUTS), batch=digits())
 
 
@@ -254,19 +254,19 @@ NAN = torch.full((WIDTH, WIDTH), float("nan"))
 @pytest.mark.parametrize(
     ("cuts", "message"),
     [
-        (Cuts(), "nothing is cut; name layers"),
-        (Cuts((6,)), "the attention of layer 6 cannot go: there are layers 0 to 5"),
-        (Cuts((1, 1)), "the attention of layers 1, 1 goes; name each layer once"),
-        (Cuts(merged={-1: (W, None)}), "the feed-forward block of layer -1 cannot go"),
-        (Cuts((1,), remove=(6,)), "the whole of layer 6 cannot go: there are layers 0 to 5"),
-        (Cuts((1,), remove=(1,)), "layer 1 is removed whole, sublayers and all; name it once"),
+        (Cuts(), "nothing is cut"),
+        (Cuts((6,)), "attention of layer 6"),
+        (Cuts((1, 1)), "layers 1, 1"),
+        (Cuts(merged={-1: (W, None)}), "block of layer -1"),
+        (Cuts((1,), remove=(6,)), "whole of layer 6"),
+        (Cuts((1,), remove=(1,)), "layer 1 is removed whole"),
         (Cuts((1, 2, 3), remove=(0, 4, 5)), "no attention is left"),
-        (Cuts((1,), hidden={2: HiddenMap(W, None)}), "layer 2 has a hidden map and no merged matrix; give both"),
-        (Cuts(tuple(range(6))), "no attention is left, and nothing would count positions .*; keep one"),
-        (Cuts(merged={1: (W[1:], B)}), r"block of layer 1 is \(31, 32\) and \(32,\); give a matrix 32 × 32"),
-        (Cuts(merged={1: (W, B[1:])}), r"block of layer 1 is \(32, 32\) and \(31,\)"),
-        (Cuts(merged={1: (NAN, None)}), "block of layer 1 holds NaN or is beyond torch.float32; merge it anew"),
-        (Cuts(merged={1: (1e300 * V, None)}), "holds NaN or is beyond torch.float32"),
+        (Cuts((1,), hidden={2: HiddenMap(W, None)}), "layer 2 has a hidden map"),
+        (Cuts(tuple(range(6))), "count positions"),
+        (Cuts(merged={1: (W[1:], B)}), r"layer 1 is \(31, 32\) and \(32,\)"),
+        (Cuts(merged={1: (W, B[1:])}), r"layer 1 is \(32, 32\) and \(31,\)"),
+        (Cuts(merged={1: (NAN, None)}), "layer 1 holds NaN"),
+        (Cuts(merged={1: (1e300 * V, None)}), "NaN .*torch.float32"),
     ],
 )
 def test_bad_cuts(llama: PreTrainedModel, cuts: Cuts, message: str) -> None:
@@ -275,9 +275,9 @@ def test_bad_cuts(llama: PreTrainedModel, cuts: Cuts, message: str) -> None:
 
 
 def test_what_is_gone_cannot_go_again(compact: PreTrainedModel) -> None:
-    with pytest.raises(LyapunovPruneError, match="layer 3 has no attention any more; choose other layers"):
+    with pytest.raises(LyapunovPruneError, match="layer 3 has no attention"):
         make_compact(compact, Cuts((1, 3)))
-    with pytest.raises(LyapunovPruneError, match="block of layer 3 is merged already; choose other layers"):
+    with pytest.raises(LyapunovPruneError, match="layer 3 is merged"):
         make_compact(compact, Cuts(merged={3: (W, None)}))
     with pytest.raises(LyapunovPruneError, match="no attention is left"):
         make_compact(compact, Cuts((1, 2, 4, 5)))
@@ -293,6 +293,6 @@ def test_other_families_are_named() -> None:
     from transformers import BloomConfig, BloomForCausalLM
 
     model = BloomForCausalLM(BloomConfig(vocab_size=97, hidden_size=32, n_layer=2, n_head=4))
-    message = "the compact format does not know BloomForCausalLM of bloom; give one of DeiTForImageClassification, "
+    message = "BloomForCausalLM of bloom"
     with pytest.raises(LyapunovPruneError, match=message):
         make_compact(model, Cuts((1,)))

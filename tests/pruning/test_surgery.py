@@ -130,11 +130,11 @@ def test_an_unlisted_family_that_passes_the_gate_is_handed_out(ids: torch.Tensor
 def test_an_unlisted_family_that_fails_is_refused_with_the_reason() -> None:
     """The last layer of this family alone has an output bias; without its entry the gate finds the key missing."""
     model = tiny_config("gpt_neox_japanese")
-    with pytest.raises(LyapunovPruneError, match="only the last layer of this family has an output bias; keep it"):
+    with pytest.raises(LyapunovPruneError, match="output bias"):
         remove_layers(model, [3])
     entry = FAMILIES.pop("gpt_neox_japanese")
     try:
-        with pytest.raises(LyapunovPruneError, match="cannot be removed correctly: reloads as saved: 1 missing keys"):
+        with pytest.raises(LyapunovPruneError, match="reloads as saved: 1 missing"):
             remove_layers(model, [3])
     finally:
         FAMILIES["gpt_neox_japanese"] = entry
@@ -208,7 +208,7 @@ def test_overrides_of_single_layers_move_with_them() -> None:
 def test_a_hybrid_keeps_a_layer_with_attention() -> None:
     kinds = ["linear_attention", "full_attention", "linear_attention", "full_attention"]
     model = tiny_config("qwen3_5_text", layer_types=kinds)
-    with pytest.raises(LyapunovPruneError, match=r"no layer with attention is left.*; keep one of layers 1, 3"):
+    with pytest.raises(LyapunovPruneError, match="keep one of layers 1, 3"):
         remove_layers(model, [1, 3])
     assert find_structure(remove_layers(model, [1])).num_layers == 3
 

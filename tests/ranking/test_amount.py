@@ -64,7 +64,7 @@ def test_the_most_within_the_budget_is_that_of_a_search_of_all(
         assert where == sorted(where)
         np.testing.assert_allclose(found.kl, every[where, 0], rtol=2e-4)
         np.testing.assert_allclose(found.flipped, every[where, 1], atol=1e-12)
-    with pytest.raises(LyapunovPruneError, match=r"the least it takes, costs .* raise the budget"):
+    with pytest.raises(LyapunovPruneError, match="raise the budget"):
         compress_under_budget(model, ids, float(every[0, 0]) / 2, method=method)
 
 
@@ -74,7 +74,7 @@ def test_an_amount_that_the_method_cannot_meet_is_over_any_budget(ids: torch.Ten
     assert found.amount < 0.9
     assert math.isnan(found.kl[-1])
     assert not found.to_frame().within.iloc[-1]
-    with pytest.raises(LyapunovPruneError, match="has no group_size"):
+    with pytest.raises(LyapunovPruneError, match="group_size"):
         compress_under_budget(make_tiny("gpt2"), ids, 1.0, method="svd", group_size=2)
 
 

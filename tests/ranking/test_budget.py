@@ -115,7 +115,7 @@ def test_parts_of_layers_cost_what_the_pruned_model_costs(family: str, what: str
     np.testing.assert_allclose(found.flipped, [share for _, share in wanted], atol=1e-12)
     plan = remove_under_budget(model, ids, ranking, float(found.kl[:2].max()), batch_size=2).plan()
     assert set(getattr(plan, FIELDS[what])) == set(ranking.order[: found_within(found, 2)])
-    with pytest.raises(LyapunovPruneError, match=r"can go within 1e-09 .* that of layer .* raise the budget"):
+    with pytest.raises(LyapunovPruneError, match=r"1e-09.*that of layer"):
         remove_under_budget(model, ids, ranking, 1e-9).plan()
 
 
@@ -140,7 +140,7 @@ def test_refusals(llama: PreTrainedModel, ids: torch.Tensor, ranking: LayerRanki
     for budget in (0.0, -1.0, math.nan):
         with pytest.raises(LyapunovPruneError):
             remove_under_budget(llama, ids, ranking, budget)
-    with pytest.raises(LyapunovPruneError, match=r"no layer can go within 1e-09 .* raise the budget"):
+    with pytest.raises(LyapunovPruneError, match=r"no layer .*1e-09"):
         remove_under_budget(llama, ids, ranking, 1e-9).plan()
     with pytest.raises(LyapunovPruneError, match="rank the layers of this model"):
         remove_under_budget(make_tiny("gpt2"), ids, ranking, 1.0)

@@ -82,7 +82,7 @@ def test_counts_at_the_edge() -> None:
     for remove, what, most in ((6, "layers", 5), (0, "layers", 5), (7, "mlp", 6), (-1, "attention", 6)):
         with pytest.raises(LyapunovPruneError, match=f"give 1 to {most}"):
             require_count(remove, 6, what)
-    with pytest.raises(LyapunovPruneError, match="the model has one layer, and none can be removed; give one of more"):
+    with pytest.raises(LyapunovPruneError, match="one layer"):
         require_count(1, 1)
 
 
@@ -90,10 +90,10 @@ def test_protected_layers_at_the_edge() -> None:
     assert protected_layers(6, (-1, 0, 5, -6, 2)) == (0, 2, 5)
     assert free_layers(6, (-1, 0)) == (1, 2, 3, 4)
     assert protected_layers(6, (0, 1, 2), 3) == (0, 1, 2)
-    with pytest.raises(LyapunovPruneError, match="3 layers are left to remove beside the protected, and 4 should go"):
+    with pytest.raises(LyapunovPruneError, match="protected, and 4"):
         protected_layers(6, (0, 1, 2), 4)
     for outside in (6, -7):
-        with pytest.raises(LyapunovPruneError, match=f"layer {outside} to protect does not exist; the layers are 0 to"):
+        with pytest.raises(LyapunovPruneError, match=f"layer {outside} to protect"):
             protected_layers(6, (1, outside))
 
 
@@ -113,7 +113,7 @@ def test_numbers_at_the_edge() -> None:
         with pytest.raises(LyapunovPruneError, match="is no temperature"):
             require_temperature_of("kl", temperature)
     for temperature in (0.5, 2.0):
-        with pytest.raises(LyapunovPruneError, match="criterion bi knows no temperature"):
+        with pytest.raises(LyapunovPruneError, match=r"bi .*temperature"):
             require_temperature_of("bi", temperature)
 
 
@@ -167,12 +167,12 @@ def test_a_share_is_the_nearest_number_and_at_least_one() -> None:
     assert [count_of(share, 30) for share in (0.25, 0.2, 0.01, 0.99)] == [8, 6, 1, 30]
     assert count_of(7, 30) == count_of(np.int64(7), 30) == 7
     for wrong in (0.0, 1.0, 2.5, -0.1, float("nan")):
-        with pytest.raises(LyapunovPruneError, match="of 30 layers cannot go; give less than 100%"):
+        with pytest.raises(LyapunovPruneError, match="of 30 layers"):
             count_of(wrong, 30)
 
 
 def test_only_a_search_among_sets_compares_mended_ones() -> None:
     require_compares_mended("best")
     for name in set(CRITERIA) - {"best"}:
-        with pytest.raises(LyapunovPruneError, match=f"criterion {name} compares no sets of layers; with mend give"):
+        with pytest.raises(LyapunovPruneError, match=f"criterion {name} "):
             require_compares_mended(name)

@@ -94,7 +94,7 @@ def test_a_plan_is_a_piece_of_the_order(ids: torch.Tensor, tmp_path: Path) -> No
         got = perplexity(remove_layers(model, plan), ids)
         np.testing.assert_allclose(got.windows, found.steps[count - 1].windows, rtol=1e-5)
     for count in (0, 4):
-        with pytest.raises(LyapunovPruneError, match=rf"removed 3 layers, not {count}; search further"):
+        with pytest.raises(LyapunovPruneError, match=f"3 layers, not {count}"):
             found.plan(count)
     assert "perplexity" in str(GreedyRemoval.load(found.save(tmp_path / "greedy.json")))
 
@@ -149,7 +149,7 @@ def test_candidates_that_are_not_there_are_refused(chosen: list[int], ids: torch
 def test_a_number_that_leaves_no_layer_is_refused(
     remove: int, llama: PreTrainedModel, ids: torch.Tensor, tmp_path: Path
 ) -> None:
-    with pytest.raises(LyapunovPruneError, match=f"cannot remove {remove} of 6 layers; give 1 to 5"):
+    with pytest.raises(LyapunovPruneError, match=f"remove {remove} of 6"):
         greedy_removal(llama, ids, remove, folder=tmp_path / "x")
     assert not (tmp_path / "x").exists()
 
@@ -169,7 +169,7 @@ def test_a_layer_without_which_the_loss_is_none_is_not_chosen(
 
     monkeypatch.setattr(Sweep, "run", spoiled)
     assert greedy_removal(model, ids, 1).order[0] not in {0, best}
-    with pytest.raises(LyapunovPruneError, match="no layer beside none can be removed with a finite loss"):
+    with pytest.raises(LyapunovPruneError, match="no layer beside none"):
         greedy_removal(model, ids, 1, candidates=lambda removed: {0, best})
 
 
@@ -236,7 +236,7 @@ def test_a_search_of_something_else_is_refused(what: str, ids: torch.Tensor, tmp
     model = make_tiny("llama")
     greedy_removal(model, ids, 1, folder=tmp_path)
     other: dict[str, Any] = {"batch": ids.flip(1)} if what == "text" else {"batch": ids, "criterion": "other"}
-    with pytest.raises(LyapunovPruneError, match=r"measured on another .*run without --resume"):
+    with pytest.raises(LyapunovPruneError, match=r"another .*--resume"):
         greedy_removal(model, remove=2, folder=tmp_path, resume=True, **other)
 
 

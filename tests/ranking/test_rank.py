@@ -85,21 +85,21 @@ def test_attention_and_mlp_by_one_call(
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"criterion": "good"}, "unknown criterion 'good'; give one of rho, bi, blend, angular, kl, oracle, best, fr"),
-        ({"criterion": "best"}, "best searches among sets; give --remove N with it"),
-        ({"protect": [LAYERS]}, "layer 6 to protect does not exist; the layers are 0 to 5"),
-        ({"protect": [0, 1, -1], "remove": 4}, "3 layers are left to remove beside the protected, and 4 should go"),
-        ({"alpha": -0.1}, r"alpha -0.1 is outside \[0, 1\]; give a weight"),
+        ({"criterion": "good"}, "unknown criterion 'good'"),
+        ({"criterion": "best"}, "best .*--remove N"),
+        ({"protect": [LAYERS]}, "layer 6 to protect"),
+        ({"protect": [0, 1, -1], "remove": 4}, "protected, and 4"),
+        ({"alpha": -0.1}, "alpha -0.1"),
         ({"what": "norms"}, "give one of layers, attention, mlp"),
-        ({"criterion": "rho", "what": "mlp"}, "rho is defined for whole layers only; with --what mlp give .* bi, kl, "),
-        ({"criterion": "bi", "what": "activation"}, "no criterion orders activations; name the layers, as prune --lay"),
-        ({"criterion": "angular", "what": "mlp", "remove": 1}, "angular is defined for whole layers only"),
-        ({"criterion": "oracle"}, "oracle searches step by step; give --remove N with it"),
-        ({"criterion": "angular"}, "angular removes a run of layers; give --remove N with it"),
-        ({"temperature": 2.0}, "criterion bi knows no temperature; give --criterion kl with it"),
-        ({"criterion": "kl", "temperature": 0.0}, "temperature 0 is no temperature; give a number above 0"),
-        ({"remove": LAYERS}, "cannot remove 6 of 6 layers; give 1 to 5, to keep at least one"),
-        ({"criterion": "kl", "what": "mlp", "remove": LAYERS + 1}, "cannot remove 7 of 6 layers; give 1 to 6"),
+        ({"criterion": "rho", "what": "mlp"}, "rho is defined for whole layers.*--what mlp"),
+        ({"criterion": "bi", "what": "activation"}, "orders activations"),
+        ({"criterion": "angular", "what": "mlp", "remove": 1}, "angular is defined for whole layers"),
+        ({"criterion": "oracle"}, "oracle .*--remove N"),
+        ({"criterion": "angular"}, "angular .*--remove N"),
+        ({"temperature": 2.0}, "bi .*temperature"),
+        ({"criterion": "kl", "temperature": 0.0}, "temperature 0"),
+        ({"remove": LAYERS}, "remove 6 of 6 layers"),
+        ({"criterion": "kl", "what": "mlp", "remove": LAYERS + 1}, "remove 7 of 6 layers"),
     ],
 )
 def test_refused_before_anything_is_measured(
@@ -121,7 +121,7 @@ def test_refused_before_anything_is_measured(
 @pytest.mark.parametrize("criterion", [name for name, c in CRITERIA.items() if c.chooses])
 def test_what_is_chosen_together_keeps_no_periods(criterion: str, llama: PreTrainedModel, ids: torch.Tensor) -> None:
     ranking = lp.rank(llama, ids, criterion=criterion, remove=2)
-    with pytest.raises(lp.LyapunovPruneError, match=f"criterion {criterion} .*, not periods; leave out --keep-period"):
+    with pytest.raises(lp.LyapunovPruneError, match=f"{criterion} .*periods"):
         ranking.plan(2, period=2)
 
 
@@ -162,7 +162,7 @@ def test_periods_without_a_protected_layer(llama: PreTrainedModel, ids: torch.Te
     assert ranking.plan(2, period=2).remove == (2, 3)
     assert ranking.plan(4, period=2).remove == (0, 1, 2, 3)
     ranking = lp.rank(llama, ids, criterion="from-end", protect=[1, 5])
-    with pytest.raises(lp.LyapunovPruneError, match="no 2 periods are without a protected layer"):
+    with pytest.raises(lp.LyapunovPruneError, match="2 periods"):
         ranking.plan(4, period=2)
 
 
@@ -208,7 +208,7 @@ def test_branches_by_divergence_on_the_command_line(what: str, run: Callable[...
 def test_criteria_of_whole_layers_are_refused_before_loading(criterion: str, run: Callable[..., Any]) -> None:
     done = run("rank", "absent", "--what", "mlp", "--criterion", criterion, "--remove", "1")
     assert (done.code, done.changed, done.err.count("\n")) == (2, set(), 1)
-    assert f"criterion {criterion} is defined for whole layers only" in done.err
+    assert f"{criterion} is defined for whole layers" in done.err
 
 
 def test_the_help_names_every_criterion(run: Callable[..., Any]) -> None:
@@ -228,7 +228,7 @@ def test_rho_that_is_rounding_is_refused_after_one_window(
     model = make_tiny("llama").bfloat16()
     assert lp.rank(model, ids, criterion="bi", seeds=SEEDS, folder=tmp_path / "bi").criterion == "bi"
     monkeypatch.setattr(module, "profile_layers", pytest.fail)
-    with pytest.raises(lp.LyapunovPruneError, match=r"the first window .* floor of bfloat16 .*--derivative jvp.* bi,"):
+    with pytest.raises(lp.LyapunovPruneError, match=r"bfloat16 .*--derivative jvp.* bi,"):
         lp.rank(model, ids, criterion=criterion, seeds=SEEDS, folder=tmp_path)
     assert not (tmp_path / "profile.json").exists()
 

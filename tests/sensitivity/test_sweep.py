@@ -257,7 +257,7 @@ def test_what_was_measured_on_something_else_is_refused(what: str, ids: torch.Te
         "dtype": {"model": make_tiny("llama").double()},
         "calibration": {"also": {"calibration": "b"}},
     }[what]
-    with pytest.raises(LyapunovPruneError, match=r"measured on another .*run without --resume"):
+    with pytest.raises(LyapunovPruneError, match=r"another .*--resume"):
         Sweep(**other, folder=tmp_path, resume=True)
 
 
@@ -297,7 +297,7 @@ def test_a_dense_model_with_nan_is_refused_and_the_layer_named(layer: int, ids: 
     model: Any = make_tiny("llama")
     with torch.no_grad():
         model.model.layers[layer].mlp.down_proj.weight[0, 0] = math.nan
-    with pytest.raises(NonFiniteError, match=rf"output of layer {layer} \(window 0 of token ids\)"):
+    with pytest.raises(NonFiniteError, match=rf"layer {layer} \(window 0"):
         Sweep(model, ids, folder=tmp_path).run([sparse(model, [2])])
     assert not list(tmp_path.iterdir())
     assert hooks_of(model) == 0
@@ -307,12 +307,12 @@ def test_a_dense_model_whose_head_overflows_is_refused(ids: torch.Tensor) -> Non
     model: Any = make_tiny("llama")
     with torch.no_grad():
         model.lm_head.weight.fill_(math.inf)
-    with pytest.raises(LyapunovPruneError, match="loss of window 0 is not finite"):
+    with pytest.raises(LyapunovPruneError, match="loss of window 0"):
         Sweep(model, ids).run([])
 
 
 def test_bad_ids_are_refused_before_anything_is_done(tmp_path: Path) -> None:
-    with pytest.raises(LyapunovPruneError, match="outside the model's vocabulary"):
+    with pytest.raises(LyapunovPruneError, match="vocabulary"):
         Sweep(make_tiny("llama"), torch.full((1, 8), 97), folder=tmp_path / "x")
     assert not (tmp_path / "x").exists()
 
