@@ -1,12 +1,12 @@
-"""What a change does to the hidden state, the logits and the probabilities.
+"""How a change of a model affects the hidden state, the logits and the probabilities.
 
-- `divergence`: one layer skipped; `tiles`: its measures, a part of the vocabulary at a time;
+- `divergence`: skipping one layer; `tiles`: the same measures, one block of the vocabulary at a time;
 - `softmax`, `spaces`: measures of whole rows;
 - `hierarchy`: h → z → p at each decoding step; `exits`: where h is read;
-- `remainders`: how far the estimates of its angles can be off;
-- `generation`, `attention_paths`: two models writing on their own; `history`: one reads the other's text;
-- `expectation`: what a measured divergence has meant for perplexity and generated text;
-- `choices`: the same items answered by both; `verdict`: which kinds of task are spared.
+- `remainders`: error bounds of the second-order estimates of the angles;
+- `generation`, `attention_paths`: both models write their own text; `history`: one reads the other's text;
+- `expectation`: perplexity and generated text predicted from a measured divergence;
+- `choices`: both models answer the same items; `verdict`: which kinds of task a compression spares.
 """
 
 import lazy_loader

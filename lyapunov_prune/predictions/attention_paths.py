@@ -1,4 +1,4 @@
-"""The two paths by which an error enters attention: the values that are averaged, and the weights that average them."""
+"""Two paths of an error through attention: the value path (`Δv`) and the weight path (`Δα`)."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from lyapunov_prune.arguments import checked
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.forward.decoding import greedy_text
 from lyapunov_prune.forward.hooks import final_state, require_finite
-from lyapunov_prune.forward.logits import CACHE_LIMIT  # of two ways to compute the same, by other kernels
+from lyapunov_prune.forward.logits import CACHE_LIMIT
 from lyapunov_prune.forward.reading import Readable, Reading, read
 from lyapunov_prune.linalg import lift
 from lyapunov_prune.models.positions import stretches
@@ -30,23 +30,24 @@ from lyapunov_prune.results.result import MeasuredOn, ModelIdentity, Result
 
 _NAME = "lyapunov_prune_paths"
 _SAME = 1e-4
-_OTHERS = "the models attend in other layers, or with other heads; give a compressed model that keeps all layers"
+_OTHERS = "the models have attention in different layers or heads; give a compressed model that keeps all layers"
 
 
 @dataclass(frozen=True)
 class AttentionPaths(Result):
-    """How the output of attention, `o_t = Σ_i α_ti v_i` over all heads, differs between two models that each decode.
+    """Difference of the attention output `o_t = Σ_i α_ti v_i` between two models that each decode their own text.
 
-    With `Δ` compressed less dense, exactly `Δo = Σ α Δv + Σ Δα v + Σ Δα Δv`: the value path, the weight path, and what
-    both make together (Demystifying When Pruning Works via Representation Hierarchies, eq. 64). (layers, steps)
-    float64, means over prompts, norms over all heads:
+    With `Δ = compressed − dense`, `Δo = Σ α Δv + Σ Δα v + Σ Δα Δv` exactly: the value path, the weight path and their
+    product. Arrays are (layers, steps) float64, means over prompts; norms are taken over all heads:
 
-    - `value`, `weight`, `both`: the norms of the three terms over `‖o‖` of the dense model; `total`: `‖Δo‖ / ‖o‖`;
-    - `prompt_weight`: the share of the dense `α` that falls on the prompt, the rest on what was generated;
-    - `prompt_share`: `‖Δo_P‖ / (‖Δo_P‖ + ‖Δo_G‖)`, where the sums run over the positions of the prompt (the same tokens
-      for both) or over what each model has generated.
+    - `value`, `weight`, `both`: norms of the three terms, relative to `‖o‖` of the dense model; `total`: `‖Δo‖ / ‖o‖`;
+    - `prompt_weight`: share of the dense attention weights that falls on the prompt;
+    - `prompt_share`: `‖Δo_P‖ / (‖Δo_P‖ + ‖Δo_G‖)`, with sums over the positions of the prompt (P, the same tokens for
+      both models) and over the generated positions (G).
 
-    `layers` are those whose attention was seen, of a compact model those that still have one.
+    `layers` are the indices of the layers whose attention both models have.
+
+    Source: Demystifying When Pruning Works via Representation Hierarchies, eq. 64.
     """
 
     value: np.ndarray
@@ -66,7 +67,7 @@ class AttentionPaths(Result):
         return pd.DataFrame({**index, **{name: getattr(self, name).ravel() for name in names}})
 
     def summary(self) -> pd.DataFrame:
-        """Means over the steps, a row a layer."""
+        """Means over the steps, one row per layer."""
         return self.to_frame().drop(columns="step").groupby("layer", sort=False).mean().reset_index()
 
     def headline(self) -> str:
@@ -87,18 +88,22 @@ def attention_paths(
     steps: int,
     written: tuple[torch.Tensor, torch.Tensor] | None = None,
 ) -> AttentionPaths:
-    """Let both models decode `steps` tokens greedily from `prompts`, each from its own tokens, and split `Δo`.
+    """Decode `steps` tokens greedily with both models from `prompts` and split `Δo`, see AttentionPaths.
 
-    Texts that both have `written` before, what `forward.decoding.greedy_text` gives for them, are not decoded again.
-    Each model then reads its own text twice, uncached: as it is, and through its family's own eager attention, which
-    must compute the same; in two parts where positions change by length. Memory: the caches of all prompts, then the
-    weights of `steps` positions and the values of all, of every layer and one prompt. Sums in float64.
+    `written` are the texts that both models have already decoded (the result of `forward.decoding.greedy_text`); they
+    are not decoded again. Each model then reads its own text twice without a cache: once as it is, and once through the
+    eager attention of its family, whose output must agree. Where the position encoding depends on the length of the
+    text, the text is read in two parts. Sums are in float64.
 
-    Raises NonFiniteError naming the layer when a model is not finite, and LyapunovPruneError for models with other
-    layers, and for attention that transformers' attention interface does not reach or that is no such sum.
+    Memory: the caches of all prompts; then, for one prompt, the attention weights of `steps` positions and all values
+    of every layer.
+
+    Raises NonFiniteError naming the layer when a model is not finite, and LyapunovPruneError when the models differ in
+    their layers, when attention does not go through transformers' attention interface, or when its output is not the
+    weighted sum of the values.
     """
     if steps < 1:
-        raise LyapunovPruneError(f"{steps} decoding steps are none; give 1 or more")
+        raise LyapunovPruneError(f"steps is {steps}; give 1 or more")
     readings = [read(model, prompts) for model in (dense, compressed)]
     batch = readings[0].batch
     if readings[0].structure.num_layers != readings[1].structure.num_layers:
@@ -114,13 +119,13 @@ def attention_paths(
         for first, last in stretches(readings[0].structure.config, prompt, len(each[0]) - 1):
             count = last - first + 1
             ours, theirs = (_attended(r, text[None, :last], count) for r, text in zip(readings, each, strict=True))
-            left = {layer for layer, _, _ in theirs}  # of a compact model the attention of others is gone
+            left = {layer for layer, _, _ in theirs}  # a compact model has attention in these alone
             ours = [each for each in ours if each[0] in left]
             shapes = [[(layer, v.shape) for layer, _, v in seen] for seen in (ours, theirs)]
             if shapes[0] != shapes[1]:
                 raise LyapunovPruneError(_OTHERS)
             layers = tuple(layer for layer, _, _ in ours)
-            # Layers, and the two models, may be on several devices.
+            # Layers and models may be on different devices.
             pairs = [((a, v), (a2.to(a), v2.to(v))) for (_, a, v), (_, a2, v2) in zip(ours, theirs, strict=True)]
             parts.append(torch.stack([_split(*one, *other, prompt).cpu() for one, other in pairs], 1))
         rows.append(torch.cat(parts, -1))
@@ -131,7 +136,7 @@ def attention_paths(
 
 
 def _split(a: torch.Tensor, v: torch.Tensor, a2: torch.Tensor, v2: torch.Tensor, prompt: int) -> torch.Tensor:
-    """The six measures of one layer, 6 × steps: weights are heads × steps × positions, values heads × positions × d."""
+    """The six measures of one layer, (6, steps). Weights: heads × steps × positions; values: heads × positions × d."""
 
     def norm(x: torch.Tensor) -> torch.Tensor:
         return x.square().sum((0, 2)).sqrt()
@@ -152,7 +157,7 @@ def _split(a: torch.Tensor, v: torch.Tensor, a2: torch.Tensor, v2: torch.Tensor,
 
 
 def _attended(reading: Reading, text: torch.Tensor, steps: int) -> list[tuple[int, torch.Tensor, torch.Tensor]]:
-    """Of every attention of the model over its own text: layer, weights of the decoding positions, values; float64."""
+    """For every attention layer: its index, the weights of the decoding positions and the values, float64."""
     model, structure = reading.model, reading.structure
     ids = text.to(model.device)
     own = final_state(structure, ids)
@@ -162,18 +167,18 @@ def _attended(reading: Reading, text: torch.Tensor, steps: int) -> list[tuple[in
         require_finite(structure, ids, "a decoded text")
     if not seen:
         raise LyapunovPruneError(
-            f"{type(model).__name__} does not call transformers' attention interface; its weights cannot be seen"
+            f"{type(model).__name__} does not use transformers' attention interface, so its weights cannot be read"
         )
     if not bool(((watched - own).norm(dim=-1) <= CACHE_LIMIT[model.dtype] * own.norm(dim=-1)).all()):
-        raise LyapunovPruneError(f"{type(model).__name__} computes something else by its eager attention")
+        raise LyapunovPruneError(f"{type(model).__name__} gives another output with its eager attention")
     return seen
 
 
 @contextmanager
 def _recorded(model: PreTrainedModel, steps: int) -> Iterator[list[tuple[int, torch.Tensor, torch.Tensor]]]:
-    """Every forward inside the block attends by the family's own eager function, which is watched."""
+    """Run every forward inside the block through the eager attention of the family, and record it."""
     seen: list[tuple[int, torch.Tensor, torch.Tensor]] = []
-    # By place: `layer_idx` of a compact model goes by its caches.
+    # `layer_idx` of a compact model counts its caches, not its layers.
     places = {m: i for i, layer in enumerate(find_structure(model).layers) for m in layer.modules()}
 
     def attend(
@@ -181,16 +186,14 @@ def _recorded(model: PreTrainedModel, steps: int) -> Iterator[list[tuple[int, to
     ) -> Any:
         eager = getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
         if eager is None:
-            raise LyapunovPruneError(
-                f"{type(module).__name__} has no eager attention to be watched; give another family"
-            )
+            raise LyapunovPruneError(f"{type(module).__name__} has no eager attention to record; give another family")
         output, weights = eager(module, query, key, value, *args, **kw)
         a, v = lift(weights[0, :, -steps:]), lift(value[0])
         v = v.repeat_interleave(len(a) // len(v), dim=0)
         wanted = lift(output[0, -steps:]).transpose(0, 1)
         close = max(_SAME, 4 * torch.finfo(output.dtype).eps) * float(wanted.abs().max())
         if a.shape[-1] != v.shape[1] or not torch.allclose(a @ v, wanted, rtol=0, atol=close):
-            raise LyapunovPruneError(f"the output of {type(module).__name__} is no weighted sum of its values")
+            raise LyapunovPruneError(f"the output of {type(module).__name__} is not the weighted sum of its values")
         seen.append((places[module], a, v))
         return output, weights
 
@@ -205,5 +208,5 @@ def _recorded(model: PreTrainedModel, steps: int) -> Iterator[list[tuple[int, to
 
 _WATCHING: ContextVar[Callable[..., Any]] = ContextVar("watching")
 AttentionInterface.register(_NAME, lambda *args, **kwargs: _WATCHING.get()(*args, **kwargs))
-# Without a mask of its own name a forward has none, and looks ahead.
+# An attention without a registered mask gets none, and would not be causal.
 AttentionMaskInterface.register(_NAME, eager_mask)

@@ -1,4 +1,4 @@
-"""Multiple choice: what a compression does among the few options that decide, and to the whole prediction."""
+"""Multiple choice: how a compression changes the scores of the options and the whole prediction."""
 
 from __future__ import annotations
 
@@ -34,25 +34,26 @@ Scores = tuple[tuple[float, ...], ...]
 
 @dataclass(frozen=True)
 class ChoiceComparison(Result):
-    """Multiple choice with the dense and with a compressed model, an item a row.
+    """Multiple choice with a dense and a compressed model, one row per item.
 
-    `dense` and `compressed` hold `log P(choice | query)` in nats, the sum over its tokens, of every choice;
-    `characters` the length of each, by which `acc_norm` of lm-evaluation-harness divides it. The harness counts white
-    space at the end of a query to every choice, here it is context: `acc_norm` of such items is another number. The
-    chosen is the largest. At the position that predicts the first token of the answer, (items,) float64:
+    `dense` and `compressed` hold `log P(choice | query)` of every choice in nats, summed over its tokens. `characters`
+    is the length of each choice, by which `acc_norm` of lm-evaluation-harness divides. A model chooses the largest
+    score. (The harness counts white space at the end of a query as part of every choice; here it belongs to the query,
+    so `acc_norm` of such items differs.) The other arrays are (items,) float64, measured at the position that predicts
+    the first token of the answer:
 
-    - `dense_mass` and `compressed_mass`: probability of the first tokens of all choices together, out of the
-      vocabulary (Demystifying When Pruning Works via Representation Hierarchies, §7.2);
-    - `same_top`, bool: the likeliest token of the vocabulary is the same;
-    - `options_logit`, `options_probability`, `options_kl`: among the first tokens of the choices alone, `1 − cos` of
-      their logits, of their probabilities made to sum to one, and `KL(p‖q)` of these in nats; `kl`: the same divergence
-      over the whole vocabulary. The first three are NaN where all choices begin with one token, `kl` where the
-      vocabularies are of two sizes;
-    - `radius` and `moved`: among the same tokens the one of largest logit provably stays so while the state that the
-      head reads moves by less than `radius` (`argmax_unchanged_of_row_difference`), and how far it moved;
-      `radius_of_norms`: what `argmax_unchanged_of_state_error` gives, which asks for less and is never larger;
-      `changed`: 1 where that token is another one. NaN where all choices begin with one token, and where the theorems
-      do not speak of the models: two heads, or logits that are more than a matrix times the state.
+    - `dense_mass`, `compressed_mass`: total probability of the first tokens of all choices (Demystifying When Pruning
+      Works via Representation Hierarchies, §7.2);
+    - `same_top`, bool: both models have the same most likely token;
+    - `options_logit`, `options_probability`, `options_kl`: over the first tokens of the choices, `1 − cos` of the
+      logits, `1 − cos` of the renormalised probabilities, and their `KL(p‖q)` in nats. NaN where all choices begin with
+      the same token;
+    - `kl`: `KL(p‖q)` over the whole vocabulary. NaN where the vocabularies differ in size;
+    - `radius`: among the first tokens, the one of largest logit provably stays the largest while the input of the head
+      moves by less than this (`argmax_unchanged_of_row_difference`); `radius_of_norms`: the weaker radius of
+      `argmax_unchanged_of_state_error`; `moved`: how far the input moved; `changed`: 1 where the largest token changed.
+      NaN where all choices begin with the same token, and where the theorems do not apply: the heads differ, or the
+      logits are more than a matrix times the state.
     """
 
     dense: Scores
@@ -74,7 +75,7 @@ class ChoiceComparison(Result):
     measured_on: MeasuredOn
 
     def chosen(self, which: str, *, per_character: bool = False) -> np.ndarray:
-        """(items,) indices of the choices that `dense` or `compressed` takes; the first of equals."""
+        """(items,) index of the choice that `dense` or `compressed` takes; the first one on a tie."""
         scores: Scores = getattr(self, which)
         return np.array(
             [
@@ -84,16 +85,16 @@ class ChoiceComparison(Result):
         )
 
     def accuracy(self, which: str, *, per_character: bool = False) -> float:
-        """`acc` of lm-evaluation-harness; its `acc_norm` with `per_character`, if no query ends in white space."""
+        """`acc` of lm-evaluation-harness; with `per_character` its `acc_norm`, if no query ends in white space."""
         return float((self.chosen(which, per_character=per_character) == self.gold).mean())
 
     def survival(self, *, per_character: bool = False) -> float:
-        """The share of items in which both models take the same choice, right or wrong."""
+        """Share of items for which both models take the same choice, right or wrong."""
         first, second = (self.chosen(which, per_character=per_character) for which in ("dense", "compressed"))
         return float((first == second).mean())
 
     def text_kl(self, *, per_character: bool = False) -> np.ndarray:
-        """(items,) nats: how far the choice among whole texts moved, `KL` of `softmax` over each model's scores."""
+        """(items,) nats: KL divergence between the softmax of the scores of both models over the choices."""
         pairs = zip(self.dense, self.compressed, self.characters, strict=True)
         found = []
         for first, second, length in pairs:
@@ -103,11 +104,14 @@ class ChoiceComparison(Result):
         return np.array(found)
 
     def lead(self) -> np.ndarray:
-        """(items,) by how much the dense model's largest log-likelihood per character leads the next."""
+        """(items,) margin of the largest over the second log-likelihood per character of the dense model."""
         return np.array([np.subtract(*np.sort(row)[:-3:-1]) for row in self._per_character("dense")])
 
     def shift(self) -> np.ndarray:
-        """(items,) the range over the choices of the change of that number: below `lead` the choice stays."""
+        """(items,) range over the choices of the change of the log-likelihood per character.
+
+        Below `lead`, the choice stays.
+        """
         pairs = zip(*(self._per_character(which) for which in ("dense", "compressed")), strict=True)
         return np.array([np.ptp(second - first) for first, second in pairs])
 
@@ -116,18 +120,18 @@ class ChoiceComparison(Result):
         return [np.array(row) / np.array(length) for row, length in zip(scores, self.characters, strict=True)]
 
     def favourite(self, which: str) -> tuple[int, float]:
-        """The place among the choices that the model takes most often, and in what share of the items."""
+        """The position that the model chooses most often, and the share of items in which it does."""
         places, counts = np.unique(self.chosen(which), return_counts=True)
         return int(places[counts.argmax()]), float(counts.max() / counts.sum())
 
     @property
     def certified(self) -> np.ndarray:
-        """Where the theorem proves that the first token among those of the choices stays the same."""
+        """Items for which the theorem proves that the top token among the options stays the same."""
         return self.moved < self.radius
 
     @property
     def violations(self) -> tuple[int, ...]:
-        """Certified items whose token changed all the same; there must be none."""
+        """Certified items whose top token changed nevertheless; must be empty."""
         return tuple(int(i) for i in np.flatnonzero(self.certified & (self.changed > 0)))
 
     def to_frame(self) -> pd.DataFrame:
@@ -152,7 +156,7 @@ class ChoiceComparison(Result):
         )
 
     def summary(self) -> pd.DataFrame:
-        """A row a model. `error` is the standard error of `accuracy` over items."""
+        """One row per model. `error` is the standard error of `accuracy` over items."""
         rows = []
         for which, mass in (("dense", self.dense_mass), ("compressed", self.compressed_mass)):
             accuracy = self.accuracy(which)
@@ -164,16 +168,16 @@ class ChoiceComparison(Result):
         decided = int(np.isfinite(self.moved).sum())
         fewer = int((self.moved < self.radius_of_norms).sum())
         proven = (
-            f"proven to keep its first token among the options: {int(self.certified.sum())} of {decided} items "
-            f"({fewer} by the norms of the rows alone), "
-            f"{int((self.changed > 0).sum())} changed, {len(self.violations)} of the proven ones"
+            f"top option proven unchanged: {int(self.certified.sum())} of {decided} items "
+            f"({fewer} by the row norms alone), "
+            f"{int((self.changed > 0).sum())} changed, {len(self.violations)} of them proven unchanged"
             if decided
-            else "no proof: the models have no plain head in common, or the options begin alike"
+            else "no proof: the models do not share a linear head, or all options begin with the same token"
         )
         return (
             f"Multiple choice, {len(self.gold)} items, against {self.compressed_model.name}: "
-            f"the choice survives in {self.survival():.1%} ({self.survival(per_character=True):.1%} by log-likelihood "
-            f"per character), the likeliest next token in {self.same_top.mean():.1%}\n"
+            f"same choice in {self.survival():.1%} ({self.survival(per_character=True):.1%} by log-likelihood "
+            f"per character), same top-1 token in {self.same_top.mean():.1%}\n"
             f"{self._spaces()}\n{proven}\n{self.measured_on.line()}"
         )
 
@@ -196,7 +200,7 @@ def fitting(
     models: Sequence[PreTrainedModel],
     limit: int | None,
 ) -> list[tuple[torch.Tensor, list[int], int]]:
-    """The first `limit` items as tokens; raises LyapunovPruneError as `compare_choices`, before any forward."""
+    """Tokenize the first `limit` items. Raises LyapunovPruneError like `compare_choices`, before any forward."""
     items = items[:limit]
     if not items or (limit is not None and limit < 1):
         raise LyapunovPruneError("no items to score; give one or more")
@@ -221,16 +225,16 @@ def compare_choices(
     *,
     limit: int | None = None,
 ) -> ChoiceComparison:
-    """Score the choices of the first `limit` items, all by default, with both models; see ChoiceComparison.
+    """Score the choices of the first `limit` items (default: all) with both models, see ChoiceComparison.
 
-    A choice follows its query after one space, or directly where the query ends in white space. The tokens of an
-    item that all its choices share are the context; a BOS token stands before them where the tokenizer sets one.
-    Two forwards an item, all its choices in one batch (more where positions change by length); logits of at most 64
-    positions at once. Log-likelihoods in float64 from the models' logits.
+    A choice follows its query after one space, or directly where the query ends in white space. The tokens that all
+    choices of an item share are its context, after a BOS token where the tokenizer adds one. Cost: two forwards per
+    item with all its choices in one batch (more where position encodings depend on the length); at most 64 positions of
+    logits in memory. Log-likelihoods are in float64.
 
-    Raises NonFiniteError naming the layer when a model is not finite, and LyapunovPruneError for no items, items
-    that a step which made a model has seen, two choices of the same tokens, one that is longer than the
-    context, or a tokenizer of another vocabulary.
+    Raises NonFiniteError naming the layer when a model is not finite, and LyapunovPruneError when there are no items,
+    when a recorded step of a model has seen one of them, when two choices have the same tokens, when one is longer than
+    the context, or when the tokenizer does not match the vocabulary.
     """
     models = (dense, compressed)
     items = items[:limit]
@@ -285,10 +289,10 @@ def compare_choices(
 def _states(
     structure: Structure, ids: torch.Tensor, lengths: list[int], context: int
 ) -> tuple[torch.Tensor, list[torch.Tensor]]:
-    """The state (1 × width) behind what all choices share, and those that the tokens of each are predicted from.
+    """The state after the shared context (1 × width), and the states that predict the tokens of each choice.
 
-    A choice is read without its last token, which predicts nothing, and beside others only where it has their positions
-    (`models.positions`); what all share is read by itself where one of them has others.
+    The last token of a choice predicts nothing and is left out. Choices are batched only where they have the same
+    position encoding (`models.positions`); otherwise the shared context is read by itself.
     """
     read = [length - 1 for length in lengths]
     found: dict[int, torch.Tensor] = {}
@@ -306,7 +310,7 @@ def _states(
 def _likelihoods(
     scorer: Scorer, states: torch.Tensor, ids: torch.Tensor, lengths: list[int], context: int
 ) -> tuple[float, ...]:
-    """`Σ log p` of the tokens of every choice, float64, each predicted from its row of `states`."""
+    """`Σ log p` of the tokens of every choice, float64; each row of `states` predicts one token."""
     counts = [length - context for length in lengths]
     wanted = torch.cat([row[context:length] for row, length in zip(ids, lengths, strict=True)])
     each = torch.cat(
@@ -333,7 +337,7 @@ def _moved(z: torch.Tensor, z2: torch.Tensor, options: torch.Tensor) -> list[flo
 
 
 def _same_heads(first: Scorer, second: Scorer) -> bool:
-    """Whether both models make their logits of a state with one matrix and no more: what the theorem asks for."""
+    """Whether both models have the same linear head and nothing after it, as the theorem assumes."""
     a, b = ([scorer.head.weight, scorer.head.bias] for scorer in (first, second))
     return (first.blockwise and second.blockwise) and all(
         (x is None) == (y is None) and (x is None or (x.shape == y.shape and torch.equal(x.cpu(), y.cpu())))

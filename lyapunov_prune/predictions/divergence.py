@@ -1,4 +1,4 @@
-"""What leaving out one layer, or its attention or MLP, does to the probabilities of the next token."""
+"""How skipping one layer, or its attention or MLP, changes the next-token probabilities."""
 
 from __future__ import annotations
 
@@ -27,27 +27,27 @@ from lyapunov_prune.results.arrays import require_array
 from lyapunov_prune.results.frames import pd
 from lyapunov_prune.results.result import MeasuredOn, Result
 
-# Sums of terms that are not negative, each rounded.
+# Tolerance: sums of non-negative terms, each rounded.
 _ROUNDING = 1e-9
-# The first layer that changes, and a block in which it is changed.
+# The first layer that changes, and a context manager that applies the change.
 Change = tuple[int, Callable[[], AbstractContextManager[None]]]
 
 
 @dataclass(frozen=True)
 class SkipDivergence(Result):
-    """Per layer, (L,) float64: how far the prediction moves when the layer is skipped, in nats.
+    """Per layer, (L,) float64: divergence of the next-token prediction when the layer is skipped, in nats.
 
-    With `p_t = softmax(z_t/T)` of the dense model, `q_t = softmax((z_t + Δz_t)/T)` of the model without the
-    layer, and means over every position `t` of a window but its last (they predict a token of the window):
+    With `p_t = softmax(z_t/T)` of the dense model and `q_t = softmax((z_t + Δz_t)/T)` of the model without the layer,
+    means over every position `t` of a window except the last:
 
-    - `variance = mean_t Var_{p_t}(Δz_t) / (2T²)`, the second-order estimate of `kl` (Demystifying When Pruning
-      Works via Representation Hierarchies, Theorem 3, eq. 9). It bounds nothing where `Δz` is large;
-    - `kl = mean_t KL(p_t‖q_t)` and `reverse_kl = mean_t KL(q_t‖p_t)`, exactly;
-    - `flipped`, the share of positions whose likeliest token is another one;
-    - `variance_r = mean_t Var_{r_t}(Δz_t) / (2T²)` with `r_i = p_i²/‖p‖²`, the estimate of `1 − cos(p_t, q_t)` (Theorem
-      2, eq. 8): what moves the likeliest tokens counts more.
+    - `variance = mean_t Var_{p_t}(Δz_t) / (2T²)`, the second-order estimate of `kl`, not a bound (Demystifying When
+      Pruning Works via Representation Hierarchies, Theorem 3, eq. 9);
+    - `kl = mean_t KL(p_t‖q_t)` and `reverse_kl = mean_t KL(q_t‖p_t)`, exact;
+    - `flipped`: top-1 disagreement, the share of positions whose most likely token differs;
+    - `variance_r = mean_t Var_{r_t}(Δz_t) / (2T²)` with `r_i = p_i²/‖p‖²`, the second-order estimate of `1 − cos(p_t,
+      q_t)` (Theorem 2, eq. 8), which gives likely tokens more weight.
 
-    A layer whose skipping makes the logits infinite or NaN has NaN in all.
+    All are NaN for a layer whose removal makes the logits infinite or NaN.
     """
 
     variance: np.ndarray
@@ -81,9 +81,9 @@ class SkipDivergence(Result):
 
 @dataclass(frozen=True)
 class SublayerDivergence(SkipDivergence):
-    """`SkipDivergence` of one kind of branch, `attention` or `mlp`: that of each layer is silenced by itself.
+    """`SkipDivergence` of one kind of sublayer (`attention` or `mlp`), silenced in one layer at a time.
 
-    A layer without such a branch has NaN in all; one whose silencing makes the logits infinite or NaN infinity.
+    All are NaN for a layer without such a sublayer, and infinite where silencing it makes the logits infinite or NaN.
     """
 
     what: str
@@ -104,16 +104,16 @@ def skip_divergence(
     batch_size: int = 1,
     folder: Path | None = None,
 ) -> SkipDivergence:
-    """Skip every layer of `model` by itself and measure `SkipDivergence` on `batch` (windows × tokens).
+    """Skip each layer of `model` in turn and measure `SkipDivergence` on `batch` (windows × tokens).
 
-    Every forward begins where its layer is, so that `batch_size` windows cost about L / 2 forwards of the
-    layers; then the head is applied to L + 1 final states a token. Memory: L × `batch_size` × tokens × width
-    in the model's dtype, and a chunk of tokens × vocabulary. Sums and exponentials in float64. Of a streamed model all
-    windows and all layers go through the files at once (`final_without_each`), with states in `folder` that do not fit.
+    Cost: every forward begins at the skipped layer, about L / 2 full forwards per batch, and the head is applied to L +
+    1 final states per token. Memory: L × `batch_size` × tokens × width in the model's dtype, and one tile of tokens ×
+    vocabulary. Sums and exponentials are in float64. A streamed model passes all windows and all variants through each
+    layer file once (`final_without_each`); states that do not fit in memory go to `folder`.
 
-    Raises NonFiniteError naming the layer when the dense model is not finite, and LyapunovPruneError for ids
-    outside the vocabulary, a context too long, a temperature that is not above 0, or a decoder whose logits
-    are not a function of its final state.
+    Raises NonFiniteError naming the layer when the dense model is not finite, and LyapunovPruneError for ids outside
+    the vocabulary, windows longer than the context, a temperature that is not above 0, or a decoder whose logits are
+    not a function of its final state.
     """
     require_temperature(temperature)
     reading = read(model, batch, streamed=True)
@@ -137,10 +137,10 @@ def sublayer_divergence(
     temperature: float = 1.0,
     batch_size: int = 1,
 ) -> SublayerDivergence:
-    """Silence `what`, the attention or the mlp, of every layer by itself and measure `SublayerDivergence` on `batch`.
+    """Set the output of the sublayer `what` of each layer in turn to zero and measure `SublayerDivergence` on `batch`.
 
-    Costs what `skip_divergence` does. Raises as that does, and LyapunovPruneError when `what` is neither, and for
-    weights that are not in memory as plain matrices.
+    Costs as much as `skip_divergence`. Raises the same errors, and LyapunovPruneError when `what` is neither
+    `attention` nor `mlp` and for weights that are not plain matrices in memory.
     """
     require_temperature(temperature)
     require_kind(what)
@@ -166,7 +166,7 @@ def divergences_without(
     batch_size: int,
     description: str,
 ) -> np.ndarray:
-    """`divergences_of` the model with each set of layers left out."""
+    """`divergences_of` for each set of layers left out."""
     changes = [(min(layers), partial(reading.prefix.without, layers)) for layers in sets]
     return divergences_of(reading, changes, temperature, batch_size, description)
 
@@ -174,7 +174,7 @@ def divergences_without(
 def divergences_of(
     reading: Reading, changes: Sequence[Change], temperature: float, batch_size: int, description: str
 ) -> np.ndarray:
-    """The measures of `SkipDivergence` of each of `changes`, changes × 5 in its order, means over the batch.
+    """Measure `SkipDivergence` for each of `changes`: (changes, 5) in the order of its fields, means over the batch.
 
     Raises NonFiniteError naming the layer when the dense model is not finite.
     """
@@ -194,7 +194,7 @@ def _in_one_forward(reading: Reading, temperature: float, batch_size: int, folde
     if not dense.isfinite().all():
         require_finite(reading.structure, ids, reading.batch.text)
     sums = torch.zeros(len(changed), MEASURES, dtype=torch.float64)
-    for number, window in enumerate(track(dense, "skipping layers")):  # a window is a view, and stays where it is
+    for number, window in enumerate(track(dense, "skipping layers")):
         sums += measures(reading.scorer, window[:-1], changed[:, number, :-1].unbind(), temperature).sum(-1).cpu()
     return (sums / ids[:, 1:].numel()).numpy()
 
@@ -202,10 +202,9 @@ def _in_one_forward(reading: Reading, temperature: float, batch_size: int, folde
 def _final_states(
     prefix: Prefix, ids: torch.Tensor, changes: Sequence[Change]
 ) -> tuple[torch.Tensor, list[torch.Tensor]]:
-    """The dense final state of every position that predicts (positions × width), and that of each of `changes`.
+    """Final states of every predicting position (positions × width): dense, and one for each of `changes`.
 
-    Every forward begins at the first layer that changes. They are gone through in the order of the model, so that
-    one dense state at a time is kept to begin with.
+    The changes are handled in the order of their first layer, so that only one dense state is kept at a time.
     """
     at, hidden = 0, torch.empty(0)
 

@@ -1,4 +1,4 @@
-"""Where a state is read that a changed layer makes: where the layer ends, or behind the branch that runs first."""
+"""Where the state after a changed layer is read: at the end of the layer, or after the sublayer that runs first."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ ReadAt = Literal["layer", "branch"]
 def dense_states(
     prefix: Prefix, ids: torch.Tensor, text: str, places: dict[int, nn.Module]
 ) -> tuple[list[torch.Tensor], dict[int, torch.Tensor]]:
-    """The dense state of every boundary (windows × tokens × width), and that which enters each of `places`."""
+    """The dense state at every layer boundary (windows × tokens × width), and the input of each of `places`."""
     states: list[torch.Tensor] = []
     with ExitStack() as stack:
         between = {layer: stack.enter_context(_entering(module, ids)) for layer, module in places.items()}
@@ -38,7 +38,7 @@ def changed_state(
     change: AbstractContextManager[None],
     place: nn.Module | None,
 ) -> torch.Tensor:
-    """The state that leaves `layer`, or enters `place`, where it runs changed on what the dense model hands it."""
+    """The output of `layer` (or the input of `place`) when the layer runs changed on its dense input."""
     start = prefix.entry(layer)
     with ExitStack() as stack:
         entering = None if place is None else stack.enter_context(_entering(place, ids))
@@ -49,11 +49,11 @@ def changed_state(
 
 @contextmanager
 def _entering(module: nn.Module, ids: torch.Tensor) -> Iterator[list[torch.Tensor]]:
-    """The states (windows × tokens × width) that enter `module` inside the block."""
+    """Record the inputs (windows × tokens × width) of `module` inside the block."""
     found: list[torch.Tensor] = []
 
     def note(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        found.append(layer_input(args, kwargs).view(*ids.shape, -1))  # in OPT all tokens stand in one row
+        found.append(layer_input(args, kwargs).view(*ids.shape, -1))  # OPT flattens all tokens into one row
 
     with hooked(before=[(module, note)]):
         yield found

@@ -1,4 +1,4 @@
-"""Two models write from the same prompts, each from its own tokens: how far apart they are, step by step."""
+"""Two models generate from the same prompts, each from its own tokens: their distance at every step."""
 
 from __future__ import annotations
 
@@ -33,20 +33,19 @@ from lyapunov_prune.results.result import MeasuredOn, ModelIdentity, Result
 
 @dataclass(frozen=True)
 class GenerationDivergence(Result):
-    """Decoding of the dense and of a compressed model from the same prompts, each from its own tokens.
+    """Decoding of a dense and a compressed model from the same prompts, each continuing its own text.
 
-    Greedy, or of tokens on which the same draws fall in both, where `measured_on.seed` says of which seed they are.
+    Greedy, or sampled with common random numbers if `measured_on.seed` is set. Per step, (steps,) float64, means over
+    the prompts for which neither model has ended its text:
 
-    Per step, (steps,) float64, means over the prompts in which neither model has ended its text before:
-
-    - `state_similarity`, `logit_similarity`, `probability_similarity`: cosine of what leaves the last layer
-      (before the final norm; NaN where the widths differ), of the logits `z`, and of `p = softmax(z/T)`;
+    - `state_similarity`, `logit_similarity`, `probability_similarity`: cosine of the output of the last layer (before
+      the final norm; NaN where the widths differ), of the logits `z`, and of `p = softmax(z/T)`;
     - `kl`: `KL(p‖q)` in nats, `q` of the compressed model.
 
-    `running` is the share of prompts in that mean; once it is 0 the four are NaN. Where the texts have parted,
-    the same step of two different texts is compared (Demystifying When Pruning Works via Representation
-    Hierarchies, §7.1). `dense_tokens` and `compressed_tokens` are what was written from each prompt, up to the
-    end-of-text token and without it.
+    `running` is the share of prompts in that mean; the four measures are NaN once it is 0. After the texts have
+    diverged, predictions about two different texts are compared (Demystifying When Pruning Works via Representation
+    Hierarchies, §7.1). `dense_tokens` and `compressed_tokens` are the generated tokens per prompt, without the
+    end-of-text token.
     """
 
     state_similarity: np.ndarray
@@ -62,19 +61,19 @@ class GenerationDivergence(Result):
 
     @property
     def first_difference(self) -> tuple[int, ...]:
-        """Of every prompt, the first step at which the texts differ; the number of steps if they never do."""
+        """For every prompt, the first step at which the texts differ, or the number of steps if they never do."""
         pairs = zip(self.dense_tokens, self.compressed_tokens, strict=True)
         return tuple(_first_difference(a, b, len(self.kl)) for a, b in pairs)
 
     @property
     def kept(self) -> np.ndarray:
-        """(prompts,): the share of the dense continuation, with its end where it ended, before the texts part."""
+        """(prompts,): share of the dense continuation, including its end, before the texts differ."""
         written = np.array([min(len(text) + 1, len(self.kl)) for text in self.dense_tokens])
         return np.minimum(self.first_difference, written) / written
 
     @property
     def same_text(self) -> np.ndarray:
-        """(steps,): the share of prompts whose texts agree up to and including this step."""
+        """(steps,): share of prompts whose texts agree up to and including this step."""
         return (np.array(self.first_difference) > np.arange(len(self.kl))[:, None]).mean(-1)
 
     def to_frame(self) -> pd.DataFrame:
@@ -121,28 +120,30 @@ def compare_generation(
     seed: Seed | None = None,
     batch_size: int = 8,
 ) -> GenerationDivergence:
-    """Decode `steps` tokens with both models from `prompts` (prompts × tokens) and measure.
+    """Decode `steps` tokens with both models from `prompts` (prompts × tokens), see GenerationDivergence.
 
-    Greedily, or with a `seed` tokens of `p = softmax(z/T)` and `q`, drawn with the same randomness: at each step of a
-    prompt one number in [0, 1) decides for both (`forward.decoding.drawn`), of the seed and the prompt's place. So two
-    equal models write one text, and what differs is not luck.
+    Decoding is greedy. With a `seed`, tokens are sampled from `p = softmax(z/T)` and `q` with common random numbers:
+    one uniform number per prompt and step decides for both models (`forward.decoding.drawn`), so that equal models
+    write equal texts.
 
-    The models may differ in their layers and widths, not in their vocabulary. Each keeps its own cache; a decoder
-    without one reads its whole text again at every step. A text ends at an end-of-text token of the dense model's
-    generation settings. `temperature` is that of `p` and `q`; it changes no greedy token. Memory: both caches,
-    and some tensors of `batch_size` × vocabulary, of one step at a time (after a trial of the cache on 2 × 64
-    tokens). Cosines and divergences in float64.
+    The models may differ in layers and width, but must share a vocabulary. Each has its own cache; a decoder without
+    one reads its whole text again at every step. A text ends at an end-of-text token of the dense model's generation
+    config. `temperature` applies to `p` and `q`; it does not change greedy tokens. Cosines and divergences are in
+    float64.
 
-    Raises NonFiniteError naming the layer when a model is not finite, and LyapunovPruneError for two vocabularies,
-    ids outside them, prompts that leave no room for the steps, a temperature that is not above 0, or a decoder
-    whose cache does not give what it computes without.
+    Memory: both caches, and a few `batch_size` × vocabulary tensors of one step (after a check of the cache on 2 × 64
+    tokens).
+
+    Raises NonFiniteError naming the layer when a model is not finite, and LyapunovPruneError for different
+    vocabularies, ids outside them, prompts that leave no room for the steps, a temperature that is not above 0, or a
+    decoder whose cached and uncached outputs differ.
     """
     require_temperature(temperature)
     require_least(1, batch_size=batch_size)
     if seed is not None:
         require_least(0, seed=seed)
     if steps < 1:
-        raise LyapunovPruneError(f"{steps} steps write nothing; give 1 or more")
+        raise LyapunovPruneError(f"steps is {steps}; give 1 or more")
     readings = [read(model, prompts) for model in (dense, compressed)]
     batch = readings[0].batch
     for reading in readings:
@@ -177,7 +178,7 @@ def compare_generation(
                 break
         for text, tokens in zip(texts, written, strict=True):
             text += [_cut(row, ends) for row in torch.stack(tokens, -1)]
-    state, logit, probability, kl = (sums / running.unsqueeze(-1)).numpy().T.copy()  # 0 / 0 is NaN, as said
+    state, logit, probability, kl = (sums / running.unsqueeze(-1)).numpy().T.copy()  # 0 / 0 is NaN
     return GenerationDivergence(
         state_similarity=state,
         logit_similarity=logit,
@@ -193,7 +194,7 @@ def compare_generation(
 
 
 def _told_positions(reading: Reading) -> bool:
-    """Whether decoding through the cache is right only when every step is told its position."""
+    """Whether cached decoding is only correct when every step passes its position explicitly."""
     model = reading.model
     ids = sample_inputs(model, None)[0]
     wanted = last_logits(model, ids)
@@ -203,12 +204,12 @@ def _told_positions(reading: Reading) -> bool:
             return positions
     require_finite(reading.structure, ids, "random tokens")
     raise LyapunovPruneError(
-        f"{type(model).__name__} does not decode through its cache what it computes without; it cannot be compared"
+        f"{type(model).__name__} gives other outputs with its cache than without; it cannot be compared"
     )
 
 
 def _measures(T: float, h: torch.Tensor, h2: torch.Tensor, z: torch.Tensor, z2: torch.Tensor) -> torch.Tensor:
-    """Sums over the prompts of the three cosines and of `KL(p‖q)`, (4,) float64."""
+    """The three cosines and `KL(p‖q)`, summed over prompts: (4,) float64."""
     device = lift(z).device
     h, h2, z, z2 = (lift(x).to(device) for x in (h, h2, z, z2))
     turned = turn(h, h2)[0] if h.shape == h2.shape else torch.full((len(h),), torch.nan)
@@ -219,12 +220,12 @@ def _measures(T: float, h: torch.Tensor, h2: torch.Tensor, z: torch.Tensor, z2: 
 
 
 def some_steps(steps: int) -> list[int]:
-    """Of so many the first, 1, 2, 4, 8, … and the last."""
+    """Indices 0, 1, 2, 4, 8, … and the last of `n` steps."""
     return sorted({0, steps - 1, *(2**k for k in range(steps.bit_length()) if 2**k < steps)})
 
 
 def end_tokens(model: PreTrainedModel) -> torch.Tensor:
-    """The end-of-text tokens of the model's generation settings, maybe none."""
+    """The end-of-text tokens of the generation config; may be empty."""
     ends = getattr(model.generation_config, "eos_token_id", None)
     return torch.tensor([] if ends is None else ends, dtype=torch.int64).flatten()
 

@@ -1,4 +1,4 @@
-"""From hidden state to logits to probabilities: what a change of one layer does in each of the three spaces."""
+"""How changing one layer moves the hidden state, the logits and the probabilities."""
 
 from __future__ import annotations
 
@@ -40,31 +40,33 @@ _MEASURES = (*HIDDEN, *LOGITS, *PROBABILITIES)
 
 @dataclass(frozen=True)
 class HierarchyProbe(Result):
-    """What changing one layer does to `h → z = W_lm norm(h) → p = softmax(z/T)` at every decoding step.
+    """Effect of changing one layer on `h → z = W_lm norm(h) → p = softmax(z/T)` at every decoding step.
 
-    Arrays are (len(what) × L × steps), float64, means over prompts. `h` leaves the changed layer (`what` says whether
-    all of it, its attention or its MLP was changed), or by `read_at` the changed branch, the other one not yet run;
-    everything before it is dense. The final norm, or none without `final_norm`, and the head read `h` at once. With
-    `Δ` the change of h or z, `d = Δz/T`, `q` the changed probabilities:
+    Arrays are (len(what), L, steps) float64, means over prompts. `what` lists what was changed: the whole layer, its
+    attention or its MLP. `h` is the output of the changed layer, or of the changed sublayer before the other one runs
+    (`read_at`); everything before it is dense. The final norm (skipped without `final_norm`) and the head are applied
+    to `h` directly. With `Δ` the change of h or z, `d = Δz/T` and `q` the changed probabilities:
 
-    - `hidden`, `logit`, `probability`: `1 − cos` of h, z, p, dense against changed;
-    - `hidden_parallel`, `hidden_orthogonal`, and of `logit`: `‖Δ∥‖/‖v‖` and `‖Δ⊥‖/‖v‖`, v = h or z;
+    - `hidden`, `logit`, `probability`: `1 − cos` between the dense and the changed h, z, p;
+    - `hidden_parallel`, `hidden_orthogonal`, and the same for `logit`: `‖Δ∥‖/‖v‖` and `‖Δ⊥‖/‖v‖` with v = h or z;
     - `hidden_estimate`, `logit_estimate`: `‖Δ⊥‖²/(2‖v‖²)`; `probability_estimate`: `Var_r(d)/2`, `r_i = p_i²/‖p‖²`;
     - `kl = KL(p‖q)`, `reverse_kl = KL(q‖p)`, in nats, and `kl_estimate = Var_p(d)/2`;
-    - `range_bound = max d − min d` and `variance_bound = (1/2 + 2c/9) Var_p(d)`, bounds of `kl` (`lean/`); the second
-      is NaN unless `c = max |d − E_p d| ≤ 1` for every prompt. `deviation` is the largest c of the prompts;
-    - `uniform_variance`: the variance of d over the vocabulary, every token alike (Figure 19);
-    - `hidden_bound`, `logit_bound`, `probability_bound`: upper bounds of the angles, derived in docs/remainders.md and
-      not proven; the first two NaN unless `‖Δ∥‖ < ‖v‖` for every prompt, the third from `Var_r(d)` and `deviation_r`,
-      the largest `|d − E_r d|` of the prompts. `derived` angles were held against them and
-      `exceeded` of them were larger.
+    - `range_bound = max d − min d` and `variance_bound = (1/2 + 2c/9) Var_p(d)`, upper bounds of `kl` proven in
+      `lean/`; the second is NaN unless `c = max |d − E_p d| ≤ 1` for every prompt. `deviation` is the largest c over
+      prompts;
+    - `uniform_variance`: variance of d over the vocabulary with equal weights (Figure 19);
+    - `hidden_bound`, `logit_bound`, `probability_bound`: upper bounds of the angles, derived in docs/remainders.md but
+      not proven in Lean. The first two are NaN unless `‖Δ∥‖ < ‖v‖` for every prompt; the third uses `Var_r(d)` and
+      `deviation_r`, the largest `|d − E_r d|` over prompts. `derived` angles were compared with them, and `exceeded` of
+      them were larger.
 
-    NaN throughout where a layer has no such part, or where the change makes the logits infinite or NaN.
-    Source: Demystifying When Pruning Works via Representation Hierarchies, §5 and 6, which reads at the branch.
+    All are NaN where a layer has no such sublayer, or where the change makes the logits infinite or NaN.
+
+    Source: Demystifying When Pruning Works via Representation Hierarchies, §5 and §6, which reads h after the sublayer.
     """
 
     what: tuple[str, ...]
-    compressed: ModelIdentity | None  # None: the layer, or its part, is left out
+    compressed: ModelIdentity | None  # None: the layer or sublayer is left out
     hidden: np.ndarray
     hidden_estimate: np.ndarray
     hidden_parallel: np.ndarray
@@ -87,17 +89,17 @@ class HierarchyProbe(Result):
     logit_bound: np.ndarray
     probability_bound: np.ndarray
     temperature: float
-    checked: int  # numbers held against a bound
+    checked: int  # numbers compared with a bound
     violations: tuple[BoundCheck, ...]
     derived: int
     exceeded: int
     measured_on: MeasuredOn
-    beside: ModelIdentity | None = None  # a model of fewer layers, none of which can stand in for one of these
+    beside: ModelIdentity | None = None  # a model with fewer layers, which is not probed layer by layer
     read_at: str = "layer"
     final_norm: bool = True
 
     def to_frame(self) -> pd.DataFrame:
-        """One row for every layer, `what` and step."""
+        """One row per layer, `what` and step."""
         parts, layers, steps = self.kl.shape
         layer, part, step = (x.ravel() for x in np.meshgrid(range(layers), range(parts), range(steps), indexing="ij"))
         frame = pd.DataFrame({"layer": layer, "what": np.array(self.what)[part], "step": step})
@@ -105,9 +107,9 @@ class HierarchyProbe(Result):
         return frame.assign(**{name: getattr(self, name)[part, layer, step] for name in arrays})
 
     def by_layer(self) -> pd.DataFrame:
-        """Means over steps, one row for every layer and `what`; `within` is the share of steps with `c ≤ 1`.
+        """Means over steps, one row per layer and `what`; `within` is the share of steps with `c ≤ 1`.
 
-        A mean over steps of which one is NaN is NaN.
+        The mean is NaN if it is NaN at one step.
         """
         frame = self.to_frame().assign(within=lambda f: f.variance_bound.notna().astype(float))
         return frame.drop(columns="step").groupby(["layer", "what"], sort=False).mean(skipna=False).reset_index()
@@ -132,8 +134,8 @@ class HierarchyProbe(Result):
         if self.beside is not None:
             lines.insert(
                 1,
-                f"{self.beside.name} has {self.beside.num_layers} of the {self.measured_on.model.num_layers} layers: "
-                "no layer of it is probed here, its own predictions follow",
+                f"{self.beside.name} has {self.beside.num_layers} of {self.measured_on.model.num_layers} layers, so "
+                "its layers are not probed here; its predictions follow",
             )
         return "\n".join([*lines, *map(str, self.violations)])
 
@@ -154,28 +156,27 @@ def probe_layers(
     batch_size: int = 1,
     written: torch.Tensor | None = None,
 ) -> HierarchyProbe:
-    """Change every layer of `model` by itself and measure `HierarchyProbe` while it decodes from `prompts`.
+    """Change each layer of `model` in turn and measure `HierarchyProbe` while it decodes from `prompts`.
 
-    The dense model continues each prompt (windows × tokens) greedily by `steps` tokens, or has `written` them before
-    (what `forward.decoding.greedy_text` gives for it); one forward over the text gives the states that enter every
-    layer (two where positions change by length on the way, so that every step is that of the text up to it). Then each
-    layer alone runs changed, over that text: left out, or with the matrices of a compressed model of the same shapes
-    (`compress(...).model`), or as it is in a compact one. `what` names what is changed: the whole `layer`, its
-    `attention`, its `mlp`. The state is read where the layer ends, or with `read_at="branch"` where the changed branch
-    does: behind an attention, before the MLP has run.
+    The dense model continues each prompt (windows × tokens) greedily by `steps` tokens, or takes `written`, the result
+    of `forward.decoding.greedy_text`. One forward over the text gives the input of every layer (two where position
+    encodings depend on the length). Then each layer runs changed on that text: left out, with the matrices of a
+    compressed model of the same shapes (`compress(...).model`), or as in a compact model. `what` names the change: the
+    whole `layer`, its `attention` or its `mlp`. The state is read at the end of the layer, or with `read_at="branch"`
+    at the end of the changed sublayer (after attention and before the MLP, for example).
 
-    Cost: for each layer a forward of that layer for every change, and the head on `steps` states of it and of every
-    change. Memory: L × `batch_size` × (tokens + steps) × width, and a chunk of tokens × vocabulary, however many
-    steps. The bounds hold for the computed logits, whatever the model's dtype; changes near its rounding are noise.
+    Cost: for each layer and change, one forward of that layer and the head on `steps` states. Memory: L × `batch_size`
+    × (tokens + steps) × width, and one tile of tokens × vocabulary. The bounds hold for the computed logits in any
+    dtype; changes near its rounding are noise.
 
     Raises NonFiniteError naming the layer when the dense model is not finite, and LyapunovPruneError for ids outside
-    the vocabulary, prompts and steps that do not fit the context, a temperature that is not above 0, a decoder whose
-    logits are no function of the state that leaves its last layer, a compressed model that differs in more than
-    matrices, and branches side by side that are to be read each at its end.
+    the vocabulary, prompts and steps longer than the context, a temperature that is not above 0, a decoder whose logits
+    are not a function of its final state, a compressed model that differs in more than matrices, and `read_at="branch"`
+    for layers whose sublayers run in parallel.
     """
     require_temperature(temperature)
     if steps < 1:
-        raise LyapunovPruneError(f"{steps} decoding steps are none; give 1 or more")
+        raise LyapunovPruneError(f"steps is {steps}; give 1 or more")
     if not what or not set(what) <= set(WHAT):
         raise LyapunovPruneError(f"cannot change {', '.join(what) or 'nothing'}; give some of {', '.join(WHAT)}")
     if read_at not in get_args(ReadAt):
@@ -187,8 +188,7 @@ def probe_layers(
     if structure.num_layers not in prefix.entries:
         require_finite(structure, windows[0], batch.text)
         raise LyapunovPruneError(
-            f"the head of {type(model).__name__} reads more than the state that leaves its last layer; "
-            "give another decoder"
+            f"the head of {type(model).__name__} reads more than the output of its last layer; give another decoder"
         )
     if isinstance(change, PreTrainedModel):
         changes = (compact_layers if is_compact(change) else compressed_layers)(reading, change)
@@ -226,7 +226,7 @@ def probe_layers(
 
 
 def _parts(structure: Structure, prompt: int, steps: int) -> list[tuple[slice, int]]:
-    """Which steps behind a prompt one forward gives the states of, and over how long a text; mostly all at once."""
+    """Steps that one forward can handle, and the length of its text: all at once unless position encodings change."""
     parts = stretches(structure.config, prompt, prompt + steps - 1)
     return [(slice(first - prompt, last - prompt + 1), last) for first, last in parts]
 
@@ -240,7 +240,7 @@ def _compare(
     temperature: float,
     final_norm: bool,
 ) -> list[torch.Tensor]:
-    """The measures of every changed state (windows × steps × width) against the dense one: each measures × rows."""
+    """The measures of every changed state (windows × steps × width) against the dense one, each (measures, rows)."""
 
     layers = prefix.structure.num_layers
 
@@ -265,7 +265,7 @@ def _result(
     change: Literal["dropped"] | PreTrainedModel,
     measured_on: MeasuredOn,
 ) -> HierarchyProbe:
-    """Means over prompts, and every bound checked; `values` is parts × layers × measures × prompts × steps."""
+    """Average over prompts and check every bound; `values` is parts × layers × measures × prompts × steps."""
     values[~np.isfinite(values).all(2, keepdims=True).repeat(values.shape[2], 2)] = np.nan
     of = dict(zip(_MEASURES, np.moveaxis(values, 2, 0), strict=True))
     of["range_bound"] = of.pop("span")

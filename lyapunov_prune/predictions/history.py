@@ -25,7 +25,7 @@ from lyapunov_prune.results.frames import pd
 from lyapunov_prune.results.result import MeasuredOn, ModelIdentity, Result
 
 READ = ("dense text", "own text")
-_ENTRIES = 2**18  # of positions × vocabulary, measured at once: what is taken of them stays in the cache
+_ENTRIES = 2**18  # of positions × vocabulary, measured at once: small enough for the CPU cache
 _MEASURES = (
     "hidden",
     "logit",
@@ -41,28 +41,26 @@ _MEASURES = (
 
 @dataclass(frozen=True)
 class HistoryDivergence(Result):
-    """What of a compressed model's error at each decoding step is its own, and what comes back through the text.
+    """The error of a compressed model at each decoding step: its direct error, and the effect of its earlier text.
 
-    The dense model goes on greedily from every prompt, and `z` are its logits over its text. Arrays are (2 × steps)
-    float64, means over prompts in which neither model has ended its text before. In row 0 the compressed model reads
-    the dense model's text: the weights differ, the tokens do not (`F(ΔW, x) + F(Δx^prompt)` of Demystifying When
-    Pruning Works via Representation Hierarchies, eqs. 65 to 67, and the same of the states behind given tokens). In
-    row 1 it reads what it has written itself: its generated context differs too, the third term of eq. 70. With
-    `d = Δz/T`, `p = softmax(z/T)` and `q` of the compressed model:
+    The dense model continues every prompt greedily; `z` are its logits on its own text. Arrays are (2, steps) float64,
+    means over prompts for which neither model has ended its text. In row 0 the compressed model reads the dense model's
+    text: only the weights differ (`F(ΔW, x) + F(Δx^prompt)`, eqs. 65 to 67 of Demystifying When Pruning Works via
+    Representation Hierarchies). In row 1 it reads its own text: the context differs as well (third term of eq. 70).
+    With `d = Δz/T`, `p = softmax(z/T)` and `q` of the compressed model:
 
-    - `hidden` and `logit`: `1 − cos` of the state that the head reads, behind the final norm, and of z; `hidden` is NaN
-      for models of two widths;
+    - `hidden`, `logit`: `1 − cos` of the input of the head (after the final norm) and of z; `hidden` is NaN for models
+      of different width;
     - `logit_change = ‖Δz‖ / ‖z‖`;
-    - `kl = KL(p‖q)` in nats beside its estimate `kl_estimate = Var_p(d)/2` (Theorem 3);
-    - `probability = 1 − cos(p, q)` beside `probability_estimate = Var_r(d)/2`, `r_i = p_i²/‖p‖²` (Theorem 2).
+    - `kl = KL(p‖q)` in nats and its estimate `kl_estimate = Var_p(d)/2` (Theorem 3);
+    - `probability = 1 − cos(p, q)` and its estimate `probability_estimate = Var_r(d)/2`, `r_i = p_i²/‖p‖²` (Theorem 2);
+    - `flipped`: top-1 disagreement, the share of prompts whose most likely token differs;
+    - `may_spend = (p₁ − p₂)²/2` (steps,), with p₁ and p₂ the two largest of `p`: below this KL the most likely token
+      cannot change, because no probability moves by half of `p₁ − p₂` (Pinsker's inequality); `certain`: the share of
+      prompts for which KL is below it.
 
-    - `flipped`: the share of prompts whose likeliest token is another one; `may_spend = (p₁ − p₂)²/2` (steps,), p₁ and
-      p₂ the two largest of `p`: while KL is below it the likeliest token stays, for no probability can then move by
-      half of `p₁ − p₂` (Pinsker's inequality); `certain`: the share of prompts in which it is.
-
-    `same_text` is the share of those prompts whose two texts agree before the step: where they agree both rows read the
-    same, and where they have parted row 1 compares predictions about two different texts. `running` is the share of
-    prompts in the means; at 0 they are NaN.
+    `same_text` is the share of these prompts whose two texts agree before the step; once they differ, row 1 compares
+    predictions about two different texts. `running` is the share of prompts in the means, which are NaN once it is 0.
     """
 
     hidden: np.ndarray
@@ -90,18 +88,18 @@ class HistoryDivergence(Result):
         return 2 * self.probability_estimate
 
     def mean_kl(self) -> tuple[float, float]:
-        """Of the dense and of its own text, nats: means over the steps at which a prompt is running."""
+        """Mean KL on the dense text and on its own text, nats, over the steps at which a prompt is running."""
         seen = self.running > 0
         return float(self.kl[0, seen].mean()), float(self.kl[1, seen].mean())
 
     def spaces(self) -> tuple[float, float, float]:
-        """`1 − cos` of h, z and p where it reads the dense text: means over the steps at which a prompt is running."""
+        """Mean `1 − cos` of h, z and p on the dense text, over the steps at which a prompt is running."""
         seen = self.running > 0
         hidden, logit, probability = (x[0, seen].mean() for x in (self.hidden, self.logit, self.probability))
         return float(hidden), float(logit), float(probability)
 
     def to_frame(self) -> pd.DataFrame:
-        """A row a reading and step."""
+        """One row per reading and step."""
         steps = len(self.running)
         columns = {name: getattr(self, name).ravel() for name in (*_MEASURES, "var_p", "var_r")}
         columns["may_spend"] = np.tile(self.may_spend, 2)
@@ -109,7 +107,7 @@ class HistoryDivergence(Result):
         return pd.DataFrame({**index, **columns, "same_text": np.tile(self.same_text, 2)})
 
     def summary(self) -> pd.DataFrame:
-        """Steps 0, 1, 2, 4, 8, … and the last, both readings side by side."""
+        """Steps 0, 1, 2, 4, 8, … and the last, with both readings side by side."""
         some = some_steps(len(self.running))
         columns: dict[str, np.ndarray] = {"step": np.array(some)}
         for row, name in enumerate(("direct", "own")):
@@ -141,17 +139,17 @@ def history_divergence(
     batch_size: int = 8,
     written: tuple[torch.Tensor, torch.Tensor] | None = None,
 ) -> HistoryDivergence:
-    """Let both models go on greedily from `prompts` by `steps` tokens and compare predictions, see HistoryDivergence.
+    """Decode `steps` tokens greedily with both models from `prompts` and compare predictions, see HistoryDivergence.
 
-    The models may differ in layers and widths, not in the vocabulary. Each text is then read whole, without a cache
-    (in two parts where positions change by length, `last_states`): once by the dense model, twice by the other. Texts
-    that both have `written` before, what `forward.decoding.greedy_text` gives for them, are not decoded again. A text
-    ends at an end-of-text token of the dense model's generation settings. Memory: final states of `batch_size` texts, a
-    block of logits of two models. Float64 from logits on.
+    The models may differ in layers and width, but must share a vocabulary. Each text is then read without a cache, once
+    by the dense model and twice by the compressed one (in two parts where position encodings depend on the length,
+    `last_states`). `written` are the texts that both models have already decoded (`forward.decoding.greedy_text`). A
+    text ends at an end-of-text token of the dense model's generation config. Memory: final states of `batch_size`
+    texts, and a block of logits of both models. Float64 from the logits on.
 
-    Raises NonFiniteError naming the layer when a model is not finite, and LyapunovPruneError for two vocabularies, ids
-    outside them, prompts and steps that do not fit the context, a temperature that is not above 0, and a decoder
-    whose logits are no function of its final state.
+    Raises NonFiniteError naming the layer when a model is not finite, and LyapunovPruneError for different
+    vocabularies, ids outside them, prompts and steps longer than the context, a temperature that is not above 0, and a
+    decoder whose logits are not a function of its final state.
     """
     require_temperature(temperature)
     require_least(1, steps=steps, batch_size=batch_size)
@@ -166,7 +164,7 @@ def history_divergence(
         here = [tokens[begun : begun + len(ids)] for tokens in both]
         begun += len(ids)
         over = torch.stack([torch.isin(tokens, ends) for tokens in here]).any(0).cumsum(-1) > 0
-        runs = torch.cat([torch.ones(len(ids), 1, dtype=torch.bool), ~over[:, :-1]], 1)  # neither ended before
+        runs = torch.cat([torch.ones(len(ids), 1, dtype=torch.bool), ~over[:, :-1]], 1)  # neither text has ended
         agree = (here[0] == here[1]).cumprod(-1).bool()
         agree = torch.cat([torch.ones(len(ids), 1, dtype=torch.bool), agree[:, :-1]], 1)
         running += runs.sum(0)
@@ -177,7 +175,7 @@ def history_divergence(
         for row, changed in enumerate(states):
             measured = _measures(readings, z, changed, temperature).view(-1, len(ids), steps)
             sums[row] += torch.where(runs, measured, 0).sum(1)
-    means = (sums / running).numpy()  # 0 / 0 is NaN, as said
+    means = (sums / running).numpy()  # 0 / 0 is NaN
     return HistoryDivergence(
         **{name: means[:, k].copy() for k, name in enumerate(_MEASURES)},
         may_spend=means[0, -1].copy(),
@@ -190,7 +188,7 @@ def history_divergence(
 
 
 def _states(reading: Reading, text: torch.Tensor, steps: int) -> torch.Tensor:
-    """The final states that the last `steps` predictions are made of, (windows · steps) × width."""
+    """The final states that give the last `steps` predictions, (windows · steps) × width."""
     ids = text.to(reading.model.device)
     state = last_states(reading.structure, ids, steps)
     if not state.isfinite().all():
@@ -201,7 +199,7 @@ def _states(reading: Reading, text: torch.Tensor, steps: int) -> torch.Tensor:
 def _measures(
     readings: Sequence[Reading], dense: torch.Tensor, changed: torch.Tensor, temperature: float
 ) -> torch.Tensor:
-    """The measures of every row of final states, and `may_spend`: measures × rows, float64."""
+    """The measures of every row of final states and `may_spend`: (measures, rows) float64."""
     parts = []
     for h, h2 in readings[0].scorer.split(dense, changed):
         z, z2 = (reading.scorer.logits(x).cpu() for reading, x in zip(readings, (h, h2), strict=True))
@@ -219,7 +217,7 @@ def _measures(
 
 
 def _of_logits(z: torch.Tensor, z2: torch.Tensor, temperature: float) -> torch.Tensor:
-    """The measures but the first, and `may_spend`, of two blocks of logits in float64."""
+    """All measures but the first, and `may_spend`, of two blocks of logits in float64."""
     moved = (z2 - z).norm(dim=-1) / z.norm(dim=-1)
     log_p = log_softmax(z, temperature)
     of = dict(zip(PROBABILITIES, prediction_measures(log_p, log_softmax(z2, temperature)), strict=True))

@@ -1,4 +1,4 @@
-"""Two predictions of the next token beside each other, `softmax(z/T)` of whole rows of logits, in float64."""
+"""Compare two next-token predictions `softmax(z/T)`, on whole rows of logits in float64."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.forward.scoring import Scorer
 from lyapunov_prune.linalg import lift
 
-# Entries of a chunk of tokens × vocabulary: 32 MiB in float64, and a product large enough for its matrix.
+# Entries of a tile of tokens × vocabulary: 32 MiB in float64, large enough for an efficient matrix product.
 _CHUNK = 2**22
-# Entries taken through the exponentials at once: they stay in the cache.
+# Entries per call of exp: small enough for the CPU cache.
 _BLOCK = 2**18
 
 
 class Prediction:
-    """Logits `z` (rows × vocabulary), and their `log softmax` when it is asked for, once."""
+    """Logits `z` (rows × vocabulary) with a cached `log softmax`."""
 
     def __init__(self, z: torch.Tensor, temperature: float) -> None:
         self.z, self.temperature = z, temperature
@@ -32,11 +32,11 @@ class Prediction:
 def prediction_blocks(
     scorer: Scorer, dense: torch.Tensor, changed: Sequence[torch.Tensor], temperature: float
 ) -> Iterator[tuple[int, Prediction, Prediction]]:
-    """Final states (positions × width) of a dense model beside those of each of `changed`, as predictions.
+    """Yield predictions from the dense final states (positions × width) next to those of each of `changed`.
 
-    Each block of positions comes as the number of the changed, the dense prediction and the changed one, in the order
-    of the positions for every number. Dense logits are formed once for all; a chunk of tokens × vocabulary is in
-    memory. Raises LyapunovPruneError when they are not finite, and as `Scorer.logits` does.
+    Each item is the index of the change, the dense prediction and the changed one, for one block of positions, in the
+    order of the positions for every index. Dense logits are computed once; one tile of tokens × vocabulary is in
+    memory. Raises LyapunovPruneError when they are not finite, and whatever `Scorer.logits` raises.
     """
     chunk, rows = (max(1, entries // scorer.vocabulary) for entries in (_CHUNK, _BLOCK))
     for start in range(0, len(dense), chunk):
@@ -50,7 +50,7 @@ def prediction_blocks(
 
 
 def require_finite_logits(dense: torch.Tensor) -> None:
-    """Raise LyapunovPruneError unless these logits of the dense model are finite."""
+    """Raise LyapunovPruneError unless the logits of the dense model are finite."""
     if not dense.isfinite().all():
         raise LyapunovPruneError("the logits of the dense model are not finite; load it in a wider dtype")
 
@@ -60,24 +60,24 @@ def log_softmax(logits: torch.Tensor, temperature: float) -> torch.Tensor:
 
 
 def squared(log_p: torch.Tensor) -> torch.Tensor:
-    """`r_i = p_i²/‖p‖²` of every row, by which tokens are weighted in the angle between probabilities."""
+    """`r_i = p_i²/‖p‖²` of every row, the token weights of the angle between probabilities."""
     return (2 * log_p).softmax(-1)
 
 
 def variance_r(r: torch.Tensor, u: torch.Tensor) -> torch.Tensor:
-    """`Var_r(u) / 2` of every row; a number of the row's own in `u` changes nothing."""
+    """`Var_r(u) / 2` of every row, invariant to a constant added to a row of `u`."""
     return torch.linalg.vecdot(r, (u - torch.linalg.vecdot(r, u).unsqueeze(-1)).square()) / 2
 
 
 def divergences(log_p: torch.Tensor, log_q: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """`Var_p(u) / 2`, `KL(p‖q)` and `KL(q‖p)` of every row, `u = log q − log p`; rows × vocabulary, float64.
+    """`Var_p(u) / 2`, `KL(p‖q)` and `KL(q‖p)` of every row, with `u = log q − log p`; (rows × vocabulary) float64.
 
-    `u` is `Δz/T` less a number of the row's own, which no variance sees. The divergences are `Σ (q − p − p u)` and
-    `Σ (q u − q + p)`: as `Σ q = Σ p`, the same as `−Σ p u` and `Σ q u`, but no term is negative, so nothing
-    cancels, and what the rounding of a normaliser adds to `u` counts in second order only.
+    `u` equals `Δz/T` up to a constant per row, which no variance depends on. The divergences are computed as `Σ (q − p
+    − p u)` and `Σ (q u − q + p)`. As `Σ q = Σ p` these equal `−Σ p u` and `Σ q u`, but every term is non-negative, so
+    nothing cancels, and an error in the normaliser enters in second order only.
     """
     p, q, u = log_p.exp(), log_q.exp(), log_q - log_p
-    moved = torch.where(u < 1, p * torch.expm1(u), q - p)  # q − p with its digits; expm1 overflows elsewhere
+    moved = torch.where(u < 1, p * torch.expm1(u), q - p)  # q − p without cancellation; expm1 overflows for large u
     mean = torch.linalg.vecdot(p, u).unsqueeze(-1)
     return (
         torch.linalg.vecdot(p, (u - mean).square()) / 2,

@@ -1,6 +1,6 @@
-"""What a change of a vector does to its direction, and a change of logits to the prediction.
+"""Change of direction of a vector, and change of a prediction when its logits change.
 
-Everything is taken row by row in float64: the rows are tokens, the columns the width or the vocabulary.
+All functions work row by row in float64: rows are tokens, columns are the width or the vocabulary.
 """
 
 from __future__ import annotations
@@ -26,29 +26,29 @@ PROBABILITIES = (
 
 
 def turn(v: torch.Tensor, changed: torch.Tensor) -> torch.Tensor:
-    """How `changed = v + Δ` turned away from `v`, both (rows × width), as (4 × rows), float64.
+    """Angle between `v` and `changed = v + Δ`, both (rows × width): (4, rows) float64.
 
-    `1 − cos(v, v + Δ)`; its second-order estimate `‖Δ⊥‖²/(2‖v‖²)`; `‖Δ∥‖/‖v‖` and `‖Δ⊥‖/‖v‖`, with Δ∥ the part of
-    Δ along v and Δ⊥ the rest (Demystifying When Pruning Works via Representation Hierarchies, Theorem 1, eqs. 6
-    and 7). NaN where v is zero.
+    The rows are `1 − cos(v, v + Δ)`; its second-order estimate `‖Δ⊥‖²/(2‖v‖²)`; `‖Δ∥‖/‖v‖`; `‖Δ⊥‖/‖v‖`, where Δ∥ is the
+    component of Δ along v and Δ⊥ the rest (Demystifying When Pruning Works via Representation Hierarchies, Theorem 1,
+    eqs. 6 and 7). NaN where v is zero.
     """
     v = lift(v)
-    delta = lift(changed).to(v.device) - v  # two models, or two layers of one, may be on two devices
+    delta = lift(changed).to(v.device) - v  # the models may be on different devices
     size = torch.linalg.vector_norm(v, dim=-1)
     along = torch.linalg.vecdot(v, delta) / size.square()
     across = torch.linalg.vector_norm(delta - along.unsqueeze(-1) * v, dim=-1) / size
     length = torch.hypot(1 + along, across)  # ‖v + Δ‖ / ‖v‖
-    # 1 − (1 + along)/length without the cancellation where the angle is small.
+    # 1 − (1 + along)/length without cancellation at small angles.
     turned = torch.where(along > -1, across.square() / (length + 1 + along), length - 1 - along) / length
     return torch.stack([turned, across.square() / 2, along.abs(), across])
 
 
 def prediction_measures(log_p: torch.Tensor, log_q: torch.Tensor) -> torch.Tensor:
-    """What a change of the logits did to `p = softmax(z/T)`, as (9 × rows); both (rows × vocabulary), float64.
+    """Change of `p = softmax(z/T)` under a change of the logits, (9, rows); inputs (rows × vocabulary) float64.
 
-    With `d = Δz/T`, which is `log q − log p` up to a number of the row's own: `1 − cos(p, q)` and its estimate
-    `Var_r(d)/2`, `r_i = p_i²/‖p‖²` (Theorem 2, eq. 8); `Var_p(d)/2`, the estimate (Theorem 3, eq. 9) of `KL(p‖q)`;
-    that, and `KL(q‖p)`; `max d − min d`; `c = max |d − E_p d|`; `max |d − E_r d|`; and `Var(d)` with every token alike.
+    With `d = Δz/T`, which is `log q − log p` up to a constant per row, the rows are: `1 − cos(p, q)` and its estimate
+    `Var_r(d)/2`, `r_i = p_i²/‖p‖²` (Theorem 2, eq. 8); `Var_p(d)/2`, the estimate of `KL(p‖q)` (Theorem 3, eq. 9);
+    `KL(p‖q)`; `KL(q‖p)`; `max d − min d`; `c = max |d − E_p d|`; `max |d − E_r d|`; and the unweighted `Var(d)`.
     """
     p, u = log_p.exp(), log_q - log_p
     turned = turn(p, log_q.exp())[0]

@@ -1,4 +1,4 @@
-"""What changes of the final state do to the prediction, summed over tiles of the vocabulary, an exponential a logit."""
+"""Divergences between predictions, summed over tiles of the vocabulary, with one exponential per logit."""
 
 from __future__ import annotations
 
@@ -17,26 +17,26 @@ from lyapunov_prune.predictions.softmax import (
     variance_r,
 )
 
-# Columns of a tile, rows of it that go through the exponentials at once, and entries that one product makes at most:
-# the head is read once for all changes of as many rows, and products of few rows are slow.
+# Columns of a tile, rows per call of exp, and the largest number of entries of one product:
+# one product serves all changes of these rows, because products of few rows are slow.
 _COLUMNS, _ROWS, _ENTRIES = 2048, 256, 2**23
-_RUN = 128  # columns of which the largest is found first
-_STEPS = 3  # numbers that an entry of changed logits becomes
+_RUN = 128  # columns per partial maximum
+_STEPS = 3  # intermediate numbers per entry of changed logits
 MEASURES = 5
 
 
 def measures(scorer: Scorer, dense: torch.Tensor, changed: Sequence[torch.Tensor], temperature: float) -> torch.Tensor:
-    """`variance`, `kl`, `reverse_kl`, `flipped` and `variance_r` of `SkipDivergence`: changes × 5 × positions, float64.
+    """`variance`, `kl`, `reverse_kl`, `flipped` and `variance_r` of `SkipDivergence`: (changes, 5, positions) float64.
 
-    `dense` is a final state, positions × width, and so is each of `changed`. With `d = Δz/T`, `u = d − E_p d` and
-    `A = Σ p (e^u − 1) = Σ p (e^u − 1 − u)`, in which no term is negative:
+    `dense` and each of `changed` are final states, (positions × width). With `d = Δz/T`, `u = d − E_p d` and `A = Σ p
+    (e^u − 1) = Σ p (e^u − 1 − u)`, a sum of non-negative terms:
 
     `KL(p‖q) = log(1 + A)`, `KL(q‖p) = Σ p (e^u − 1) u / (1 + A) − log(1 + A)`, `Var_p(d) = Σ p u²`.
 
-    A tile sums about the d of its own likeliest token, and `_whole_vocabulary` moves the sums to the mean of all: the
-    logits of a position are never together. What `exp` cannot hold, of a token that gains more than 700, is taken
-    from whole rows (`divergences`). Raises LyapunovPruneError when the dense logits are not finite, and as
-    `Scorer.logits` does.
+    A tile takes its sums relative to the d of its own most likely token, and `_whole_vocabulary` shifts them to the
+    common mean, so the logits of a position are never in memory together. Rows in which a token gains more than 700,
+    where `exp` overflows, are computed from whole rows (`divergences`). Raises LyapunovPruneError when the dense logits
+    are not finite, and whatever `Scorer.logits` raises.
     """
     columns = min(_COLUMNS, scorer.vocabulary)
     at_once = columns if scorer.blockwise else scorer.vocabulary
@@ -54,7 +54,7 @@ def measures(scorer: Scorer, dense: torch.Tensor, changed: Sequence[torch.Tensor
                 memory = tile.z.new_empty(_STEPS * changes * tile.z.numel())
             of_dense.append(tile.sums())
             of_changed.append(torch.cat([tile.sums_of(part, memory) for part in parts], dim=1))
-            del logits, tile  # else they would be there still while the next are made
+            del logits, tile  # free them before the next tile is allocated
         found.append(_whole_vocabulary(torch.stack(of_dense), torch.stack(of_changed), temperature, columns))
     measured = torch.cat(found, dim=-1)
     for number, state in enumerate(changed):
@@ -66,9 +66,9 @@ def measures(scorer: Scorer, dense: torch.Tensor, changed: Sequence[torch.Tensor
 
 
 class _Tile:
-    """The logits of a tile, dense ones and beside them those of every change: (1 + changes) × rows × columns.
+    """Logits of one tile, the dense ones first and then those of every change: (1 + changes) × rows × columns.
 
-    With `h` the largest dense logit of a row: `z = logits − h` and `p̂ = exp(z/T)` of the dense ones, float64.
+    With `h` the largest dense logit of a row, `z = logits − h` and `p̂ = exp(z/T)` of the dense logits, float64.
     """
 
     def __init__(self, logits: torch.Tensor, temperature: float) -> None:
@@ -80,27 +80,27 @@ class _Tile:
         self.p = (self.z / temperature).exp_()
 
     def sums(self) -> torch.Tensor:
-        """h, the column that has it, `Σ p̂` and `Σ p̂²`: 4 × rows."""
+        """h, its column, `Σ p̂` and `Σ p̂²`: (4, rows)."""
         squares = torch.linalg.vecdot(self.p, self.p)
         return torch.stack([self.height[0], lift(self.column[0]), self.p.sum(-1), squares])
 
     def sums_of(self, part: slice, memory: torch.Tensor) -> torch.Tensor:
-        """Of some of the changes: 9 × changes × rows.
+        """Sums for some of the changes: (9, changes, rows).
 
-        With `c` the d in the column of h and `v = d − c`: their largest, the column that has it, c, `Σ p̂ v`, `Σ p̂ v²`,
-        `Σ p̂ (e^v − 1)`, `Σ p̂ v (e^v − 1)`, `Σ p̂² v` and `Σ p̂² v²`. The steps are taken in `memory`, `_STEPS` numbers an
-        entry: to ask for it anew at each costs what the exponentials do.
+        With `c` the d in the column of h and `v = d − c`: the largest changed logit, its column, c, `Σ p̂ v`, `Σ p̂
+        v²`, `Σ p̂ (e^v − 1)`, `Σ p̂ v (e^v − 1)`, `Σ p̂² v` and `Σ p̂² v²`. Intermediates use the buffer `memory`,
+        `_STEPS` numbers per entry, because allocating it for each call costs as much as the exponentials.
         """
         logits, there = self.changed[part], self.there[part]
         changes, rows, columns = logits.shape
         steps = memory[: _STEPS * logits.numel()].view(rows, changes, _STEPS, columns)
         v, grown, weighted = steps.unbind(2)
         v.copy_(logits.transpose(0, 1)).sub_(there.transpose(0, 1)).sub_(self.z.unsqueeze(1))
-        if self.temperature != 1:  # a pass over all of v
+        if self.temperature != 1:  # saves a pass over v
             v.div_(self.temperature)
         torch.expm1(v, out=grown)
         torch.mul(v, self.p.unsqueeze(1), out=weighted)
-        # A row times the steps, not the steps times a column: that product takes six times as long.
+        # Row times matrix: matrix times column takes six times as long.
         of_each = steps.flatten(0, 1)
         by_p = torch.bmm(self.p.unsqueeze(1), steps.flatten(1, 2).mT).unflatten(-1, (changes, _STEPS)).squeeze(1)
         by_pv = torch.bmm(of_each[:, 2:], of_each.mT).unflatten(0, (rows, changes)).squeeze(2)
@@ -112,7 +112,7 @@ class _Tile:
 
 
 def _whole_vocabulary(dense: torch.Tensor, changed: torch.Tensor, temperature: float, columns: int) -> torch.Tensor:
-    """The measures, changes × 5 × rows, from the sums of the tiles: tiles × 4 × rows and tiles × 9 × changes × rows."""
+    """The measures (changes, 5, rows) from the tile sums (tiles, 4, rows) and (tiles, 9, changes, rows)."""
     height, _, mass, mass_r = dense.unsqueeze(2).unbind(1)
     _, _, centre, *of_p, first_r, second_r = changed.unbind(1)
     weight = ((height - height.amax(0)) / temperature).exp()
@@ -123,9 +123,9 @@ def _whole_vocabulary(dense: torch.Tensor, changed: torch.Tensor, temperature: f
     first_r, second_r = weight_r * first_r, weight_r * second_r
 
     mean = (p * centre + first).sum(0)
-    s = centre - mean  # v + s is u
+    s = centre - mean  # u = v + s
     more, times = s.expm1(), s.exp()
-    mean_u = (first + p * s).sum(0)  # zero but for rounding, which counts in second order only
+    mean_u = (first + p * s).sum(0)  # zero up to rounding, which enters in second order only
     variance = (second + 2 * s * first + p * s.square()).sum(0)
     excess = (times * grown + more * p).sum(0)
     kl = excess.log1p() - mean_u
@@ -138,9 +138,9 @@ def _whole_vocabulary(dense: torch.Tensor, changed: torch.Tensor, temperature: f
 
 
 def _largest(z: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The largest of every row (…, columns), float64, and the first column that has it.
+    """The largest entry of every row (…, columns), float64, and its first column.
 
-    The largest of every run of columns first: `argmax` compares one entry after the other, `amax` many at once.
+    Takes the maximum of runs of columns first, because `amax` is vectorised and `argmax` is not.
     """
     if z.shape[-1] % _RUN:
         column = z.argmax(-1)
@@ -153,14 +153,14 @@ def _largest(z: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _top(largest: torch.Tensor, columns: int) -> torch.Tensor:
-    """The likeliest token, of the largest of every tile and its column: tiles × 2 × … to …"""
+    """The most likely token over all tiles, from the largest entry of each tile and its column."""
     height, column = largest.unbind(1)
     tile = height.argmax(0)
     return tile * columns + column.take_along_dim(tile.unsqueeze(0), 0).squeeze(0)
 
 
 def _by_rows(scorer: Scorer, dense: torch.Tensor, changed: torch.Tensor, temperature: float) -> torch.Tensor:
-    """`measures` of one change, 5 × positions, from whole rows of logits."""
+    """`measures` of one change, (5, positions), from whole rows of logits."""
     blocks = []
     for _, p, q in prediction_blocks(scorer, dense, [changed], temperature):
         flipped = (p.z.argmax(-1) != q.z.argmax(-1)).to(p.log)

@@ -1,7 +1,7 @@
-"""Which kinds of task a compression spares: the same three questions of retrieval, choice and generation.
+"""Which kinds of task a compression spares: retrieval, multiple choice and generation, with the same three questions.
 
-In which space is the task decided, how far did that space move and how far may it, and does the error return through
-what the model writes? Every answer is a number of a measurement that is made elsewhere.
+In which space is the task decided? How far did that space move, and how far may it move? Does the error grow through
+the generated text? All numbers come from measurements made elsewhere.
 """
 
 from __future__ import annotations
@@ -19,23 +19,23 @@ from lyapunov_prune.predictions.history import HistoryDivergence
 from lyapunov_prune.results.frames import pd
 from lyapunov_prune.results.result import MeasuredOn, ModelIdentity, Result
 
-# From so large a share of decisions that stay, and below so small a one, as far as the interval says so.
+# Thresholds on the interval of the share of unchanged decisions.
 STAYS, LOST = 0.9, 0.5
 _Z = 1.959963984540054
 
 
 @dataclass(frozen=True)
 class KindVerdict:
-    """The answers for one kind of task, over `items` queries, questions or prompts.
+    """The answers for one kind of task, from `items` queries, questions or prompts.
 
-    - `space`: where it is decided; `distance`: how far that space moved as a whole, in the words of `distance_of`;
-    - `moved` and `may_move`, medians over items (of generation over steps) in the unit of `unit`: what decides moved so
-      far, and may move so far before the decision can change; `certain`: the share of decisions in which the first is
-      below the second;
-    - `same`: the share of decisions that stayed, `low` to `high` its 95 % interval (Wilson's, over items);
-    - `dense` and `compressed`: the score of the task, NaN where none is known;
-    - `returns`: by what factor the error grows where the model reads what it has written, NaN for a task that is
-      decided in one reading, and where there is no error.
+    - `space`: where the task is decided; `distance`: how far that space moved, described by `distance_of`;
+    - `moved` and `may_move`: how far the deciding quantity moved and how far it may move before the decision can
+      change, in the unit `unit`; medians over items (over steps for generation); `certain`: share of decisions with
+      `moved < may_move`;
+    - `same`: share of unchanged decisions, with its 95 % Wilson interval `low` to `high` over items;
+    - `dense`, `compressed`: the score of the task; NaN if unknown;
+    - `returns`: factor by which the error grows when the model reads its own text; NaN for tasks decided in one
+      reading, and where there is no error.
     """
 
     task: str
@@ -57,7 +57,7 @@ class KindVerdict:
 
     @property
     def word(self) -> str:
-        """`stays` where the interval lies at or above 0.9, `lost` where it lies below 0.5, otherwise `changes`."""
+        """`stays` if the interval lies at or above 0.9, `lost` if it lies below 0.5, otherwise `changes`."""
         return "stays" if self.low >= STAYS else "lost" if self.high < LOST else "changes"
 
     def sentence(self) -> str:
@@ -65,14 +65,14 @@ class KindVerdict:
         if self.task != "generation":
             again = "decided in one reading, so no error returns through generated text"
         elif np.isnan(self.returns):
-            again = "there is no error that reading its own text could multiply"
+            again = "there is no error to grow through its own text"
         else:
             again = f"reading its own text multiplies KL by {self.returns:.3g}"
         return (
-            f"{self.task}: {self.word}. Decided in the {self.space}: {self.distance_of} {self.distance:.3g}. What "
-            f"decides moved by {self.moved:.3g} {self.unit} and may move by {self.may_move:.3g} (medians), certain in "
-            f"{self.certain:.0%}. {self.same:.0%} of the decisions stay ({self.low:.0%} to {self.high:.0%}, "
-            f"{self.items} items){scored}; {again}"
+            f"{self.task}: {self.word}. Decided in the {self.space}: {self.distance_of} {self.distance:.3g}. The "
+            f"deciding quantity moved by {self.moved:.3g} {self.unit} and may move by {self.may_move:.3g} (medians), "
+            f"certain in {self.certain:.0%}. {self.same:.0%} of the decisions are unchanged "
+            f"({self.low:.0%} to {self.high:.0%}, {self.items} items){scored}; {again}"
         )
 
 
@@ -80,9 +80,9 @@ class KindVerdict:
 class Verdict(Result):
     """`KindVerdict` of every kind of task that was measured with the same two models.
 
-    `word` goes by the share of decisions that stayed and its interval alone: of the items measured, no promise about
-    other tasks of the kind. `certain` counts what a margin settles; where it does not, a decision may stay all the
-    same. Source of the questions: Demystifying When Pruning Works via Representation Hierarchies, §8.
+    `word` depends only on the interval of the share of unchanged decisions among the measured items; it says nothing
+    about other tasks of the kind. `certain` counts decisions that the margin settles; others may be unchanged too.
+    Source of the questions: Demystifying When Pruning Works via Representation Hierarchies, §8.
     """
 
     kinds: tuple[KindVerdict, ...]
@@ -114,14 +114,14 @@ class Verdict(Result):
 
     def headline(self) -> str:
         missing = [
-            f"{kind} was not asked: give {option}"
+            f"{kind} was not measured; give {option}"
             for kind, option in (("retrieval", "--retrieval QUERIES,DOCS,QRELS"), ("choice", "--choices FILE"))
             if kind not in {k.task for k in self.kinds}
         ]
         return "\n".join(
             [
-                f"Verdict on {self.compressed.name}, by kind of task: stays where the interval of the share of "
-                f"decisions that stayed begins at {STAYS:.0%} or above, lost where it ends below {LOST:.0%}",
+                f"Verdict on {self.compressed.name} by kind of task: stays if the interval of the share of "
+                f"unchanged decisions begins at {STAYS:.0%} or above, lost if it ends below {LOST:.0%}",
                 *(k.sentence() for k in self.kinds),
                 *missing,
                 self.measured_on.line(),
@@ -137,13 +137,13 @@ def task_verdict(
     choices: ChoiceComparison | None = None,
     retrieval: RetrievalScores | None = None,
 ) -> Verdict:
-    """Put together what was measured of two models, see Verdict; `retrieval` is of the dense and the compressed.
+    """Combine the measurements of two models to a Verdict; `retrieval` holds the dense and the compressed model.
 
-    Retrieval: similarities of a query shift against the margin below its tenth document; the same are those of the
-    first ten that stay. Choice: the log-likelihoods per character of the options shift against the lead of the
-    largest. Generation: `KL(p‖q)` on the dense text against `(p₁ − p₂)²/2`, below which Pinsker's inequality keeps the
-    likeliest token; the same is the share of the dense continuation before the texts part, see
-    `GenerationDivergence.kept`.
+    Retrieval compares the shift of similarities within a query with the margin of its tenth document; a decision is one
+    of the first ten documents. Choice compares the shift of log-likelihoods per character with the lead of the largest.
+    Generation compares `KL(p‖q)` on the dense text with `(p₁ − p₂)²/2`, below which Pinsker's inequality keeps the most
+    likely token; its unchanged share is the share of the dense continuation before the texts differ
+    (`GenerationDivergence.kept`).
 
     Raises LyapunovPruneError when the measurements are of different models.
     """
@@ -152,7 +152,7 @@ def task_verdict(
     kinds = []
     if retrieval is not None:
         if len(retrieval.models) != 2:
-            raise LyapunovPruneError(f"retrieval of {len(retrieval.models)} models; give that of two, the dense first")
+            raise LyapunovPruneError(f"retrieval of {len(retrieval.models)} models; give two, the dense one first")
         pairs.append([on.model for on in retrieval.measured_on])
         kinds.append(_retrieval(retrieval))
     if choices is not None:
@@ -161,7 +161,9 @@ def task_verdict(
     for pair in pairs:
         for one, other in zip(identities, pair, strict=True):
             if not one.same_as(other):
-                raise LyapunovPruneError(f"measurements of {one.name} and of {other.name}; give those of one pair")
+                raise LyapunovPruneError(
+                    f"measurements of {one.name} and of {other.name}; give those of one pair of models"
+                )
     kinds.append(_generation(generation, history))
     return Verdict(tuple(kinds), generation.compressed, generation.measured_on)
 
@@ -197,7 +199,7 @@ def _choice(found: ChoiceComparison) -> KindVerdict:
         space="subspace of the options",
         items=n,
         distance=float(found.text_kl(per_character=True).mean()),
-        distance_of="KL among the options, nats a character,",
+        distance_of="KL among the options, nats per character,",
         moved=float(np.median(shift)),
         may_move=float(np.median(lead)),
         unit="nats a character",
@@ -221,7 +223,7 @@ def _generation(found: GenerationDivergence, history: HistoryDivergence) -> Kind
         space="whole distribution",
         items=n,
         distance=direct,
-        distance_of="KL on the dense text, nats a token,",
+        distance_of="KL on the dense text, nats per token,",
         moved=float(np.median(history.kl[0, seen])),
         may_move=float(np.median(history.may_spend[seen])),
         unit="nats a token",
@@ -236,7 +238,7 @@ def _generation(found: GenerationDivergence, history: HistoryDivergence) -> Kind
 
 
 def wilson(mean: float, n: int) -> tuple[float, float]:
-    """Wilson's 95 % interval; of numbers between 0 and 1, whose variance is at most `mean (1 − mean)`."""
+    """Wilson's 95 % interval for a mean of numbers in [0, 1], whose variance is at most `mean (1 − mean)`."""
     centre = (mean + _Z**2 / (2 * n)) / (1 + _Z**2 / n)
     half = _Z / (1 + _Z**2 / n) * np.sqrt(mean * (1 - mean) / n + _Z**2 / (4 * n**2))
     return float(max(0.0, centre - half)), float(min(1.0, centre + half))

@@ -138,7 +138,7 @@ def test_no_certified_item_changes_and_the_radius_is_that_of_the_theorem(
     assert found.violations == ()
     assert found.certified.all() == (size == 1e-4)
     assert found.changed.any() or size < 1.0
-    assert ("6 of 6 items (6 by the norms of the rows alone), 0 changed" in found.headline()) == (size == 1e-4)
+    assert ("6 of 6 items (6 by the row norms alone), 0 changed" in found.headline()) == (size == 1e-4)
 
 
 def test_another_head_is_no_case_of_the_theorem(reader: PreTrainedModel, tokenizer: PreTrainedTokenizerFast) -> None:
