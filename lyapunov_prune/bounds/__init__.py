@@ -1,10 +1,10 @@
 """Theorems, the checkers that rest on them, and checks of a whole model.
 
-- `bound_check`: one check; `checkers`, `probability`, `decision`, `choice`: one checker a theorem;
+- `bound_check`: the result of one check; `checkers`, `probability`, `decision`, `choice`: one checker per theorem;
 - `approximation`, `approx_linear`, `approximate`, `trajectory`: matrices that check themselves on every forward, and
-  states side by side;
-- `check`, `written`, `report`: a model put through a grid of settings, or held against what was made of it, and the
-  result, with `distribution` and `alignment`;
+  the dense and the approximated states side by side;
+- `check`, `written`, `report`: check a model under a grid of settings, or a checkpoint made from it; the result, with
+  `distribution` and `alignment`;
 - `theorems`: the registry of what is proven in `lean/`.
 
 A new theorem gets a row in `theorems` with the digest of its statement, and a checker that names it.

@@ -1,4 +1,4 @@
-"""Whether the layers of a model meet the hypothesis of Theorem 10, and what it says of them where they do."""
+"""Which layers of a model satisfy the hypothesis of Theorem 10, and whether its conclusion holds there."""
 
 from __future__ import annotations
 
@@ -16,14 +16,13 @@ from lyapunov_prune.results.result import Result
 
 @dataclass(frozen=True)
 class LayerAlignment(Result):
-    """The three numbers of Theorem 10 for every layer (L,), float64, measured along two trajectories: estimates.
+    """The three quantities of Theorem 10 for every layer, (L,) float64, measured along two trajectories (estimates).
 
-    A layer makes `h + s` of the state `h` and `e + d` of the error `e`. `gain = ‖s‖/‖h‖`, `align` is the cosine of `h`
-    and `s`, `kappa = ‖d‖/‖e‖`; all tokens count as one long vector. The theorem asks for
-    `(1 + κ)² < 1 + 2 align gain + gain²` (`meets`) and promises a relative error that falls. `share` is the share of
-    the tokens that meet it each on its own, of those that an error reaches; NaN, as `kappa`, where it reaches none
-    (layer 0, before which nothing was changed). `checks` hold what the layer did to the tokens that meet it against
-    what is promised.
+    A layer maps the state `h` to `h + s` and the error `e` to `e + d`. `gain = ‖s‖/‖h‖`, `align` is the cosine of `h`
+    and `s`, and `kappa = ‖d‖/‖e‖`; all tokens together form one vector. If `(1 + κ)² < 1 + 2 align gain + gain²`
+    (`meets`), the relative error decreases. `share` is the share of tokens with a nonzero error that satisfy the
+    condition each on its own. `share` and `kappa` are NaN where no token has an error (layer 0, for example). `checks`
+    compare the measured ρ of the tokens that satisfy the condition with the bound of the theorem.
     """
 
     align: np.ndarray
@@ -34,12 +33,12 @@ class LayerAlignment(Result):
 
     @property
     def state_growth(self) -> np.ndarray:
-        """`1 + 2 align gain + gain²`, which is `‖h + s‖²/‖h‖²`."""
+        """`1 + 2 align gain + gain² = ‖h + s‖²/‖h‖²`."""
         return 1 + 2 * self.align * self.gain + self.gain**2
 
     @property
     def meets(self) -> np.ndarray:
-        """Whether a layer meets the condition with all its tokens together, (L,) of bool."""
+        """Whether a layer satisfies the condition with all its tokens together, (L,) bool."""
         return (1 + self.kappa) ** 2 < self.state_growth
 
     def to_frame(self) -> pd.DataFrame:
@@ -51,7 +50,7 @@ class LayerAlignment(Result):
     def headline(self) -> str:
         reached = ~np.isnan(self.share)
         layers = ", ".join(map(str, np.flatnonzero(self.meets)))
-        share = f", and {self.share[reached].mean():.1%} of the tokens alone" if reached.any() else ""
+        share = f", and by {self.share[reached].mean():.1%} of single tokens" if reached.any() else ""
         return (
             f"Theorem 10, (1 + κ)² < 1 + 2 align gain + gain²: met by {int(self.meets.sum())} of the "
             f"{int(reached.sum())} layers that an error reaches{f' ({layers})' if layers else ''}{share} "
@@ -60,7 +59,7 @@ class LayerAlignment(Result):
 
 
 class AlignmentSums:
-    """What `LayerAlignment` is made of, layer by layer, over any number of forwards."""
+    """Sums for `LayerAlignment`, layer by layer, accumulated over forwards."""
 
     def __init__(self, layers: int) -> None:
         self._state, self._added, self._along = (np.zeros(layers) for _ in range(3))
@@ -70,8 +69,8 @@ class AlignmentSums:
     def add(
         self, layer: int, before: tuple[torch.Tensor, torch.Tensor], after: tuple[torch.Tensor, torch.Tensor]
     ) -> None:
-        """States (…, d), dense and with an error, as they enter the exact layer and as it leaves them."""
-        # The layer before may be elsewhere.
+        """Add the dense and the approximated states (…, d) before and after the exact layer."""
+        # The layer before may be on another device.
         h, moved, h_out, moved_out = (lift(state).flatten(0, -2).to(after[0].device) for state in (*before, *after))
         e, e_out, s = moved - h, moved_out - h_out, h_out - h
         along = (h * s).sum(-1).cpu().numpy()
@@ -83,7 +82,7 @@ class AlignmentSums:
             *((self._error, errors), (self._changed, changed)),
         ):
             total[layer] += tokens.sum()
-        seen = (errors > 0) & (states > 0) & (outs > 0)  # of a token without an error ρ says nothing
+        seen = (errors > 0) & (states > 0) & (outs > 0)  # ρ is undefined for a token without an error
         self._reached[layer] += seen.sum()
         states, added, outs, along = (x[seen] for x in (states, added, outs, along))
         check = preln_contraction_sufficient(
@@ -103,12 +102,12 @@ class AlignmentSums:
                 align=_cosine(self._along, self._state, self._added),
                 gain=np.sqrt(self._added / self._state),
                 kappa=np.where(self._reached > 0, np.sqrt(self._changed / self._error), np.nan),
-                share=meeting / self._reached,  # 0 / 0 is NaN, as said
+                share=meeting / self._reached,  # 0 / 0 is NaN
                 checks=tuple(check for check in self._checks if check is not None),
             )
 
 
 def _cosine(product: np.ndarray, a: np.ndarray, b: np.ndarray) -> np.ndarray:
-    """`⟨a, b⟩ / (‖a‖ ‖b‖)` from energies; 0 where one of them is zero, and any number would do."""
+    """`⟨a, b⟩ / (‖a‖ ‖b‖)` from squared norms; 0 where one of them is zero."""
     size = np.sqrt(a * b)
     return np.divide(product, size, out=np.zeros_like(size), where=size > 0)

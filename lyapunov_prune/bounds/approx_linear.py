@@ -1,9 +1,9 @@
-"""ApproxLinear: a projection that runs its approximation and keeps account of what that did.
+"""ApproxLinear: a projection that runs its approximation and records the error against its bound.
 
-The error is `‖W x − Ŵ x'‖ = ‖E x' + W (x − x')‖` with `E = W − Ŵ`, so one product of the residual is enough,
-and one more for the tokens that a cache answered. It is taken in float32 (float64 for float64 models); its
-rounding is at most `γ_{n+k} ‖E‖_F ‖x'‖`, and that is the margin. What the model itself rounds when it forms
-`Ŵ x'` in its own dtype is no part of the approximation and of no error here.
+The error is `‖W x − Ŵ x'‖ = ‖E x' + W (x − x')‖` with `E = W − Ŵ`, so one product with the residual is enough, and one
+more for the tokens that the cache answered. It is computed in float32 (float64 for float64 models), and its rounding is
+at most `γ_{n+k} ‖E‖_F ‖x'‖`, which is the margin. The rounding of `Ŵ x'` in the model's own dtype is not part of the
+approximation and is not counted.
 """
 
 from __future__ import annotations
@@ -29,42 +29,43 @@ from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.linalg import lift, token_energy, widen
 from lyapunov_prune.models.projections import Projection
 
-# What a float32 product or entry may lose to underflow.
+# Largest loss to underflow of a float32 product or entry.
 _TINIEST = 2.0**-148
 
 
 def frobenius(A: torch.Tensor) -> float:
-    """`‖A‖_F`, squares summed in float64."""
+    """`‖A‖_F`, with squares summed in float64."""
     return float(torch.linalg.vector_norm(A if A.device.type != "mps" else A.cpu(), dtype=torch.float64))
 
 
 @dataclass
 class Record:
-    """What one approximated matrix did so far."""
+    """Errors and bounds of one approximated matrix so far."""
 
     projection: Projection
     approximation: Approximation
-    check: BoundCheck | None = None  # its theorem, the worst input of all forwards; None before the first
-    hits: int = 0  # inputs a cache answered
-    ratios: list[np.ndarray] = field(repr=False, default_factory=list)  # error / bound, of bounds above zero
-    probe: BoundCheck | None = None  # Theorem 2 on the direction that the residual stretches most
-    weight_probe: BoundCheck | None = None  # Theorem 1 on the direction that W stretches most, if there is a cache
-    # The residual and W as installed (W if there is a cache), and the relative rounding of their entries.
+    check: BoundCheck | None = None  # the worst input of all forwards; None before the first
+    hits: int = 0  # inputs that the cache answered
+    ratios: list[np.ndarray] = field(repr=False, default_factory=list)  # error / bound where the bound is above zero
+    probe: BoundCheck | None = None  # Theorem 2 on the top right singular vector of the residual
+    weight_probe: BoundCheck | None = None  # Theorem 1 on that of W, if there is a cache
+    # The residual and W as installed (W only with a cache), and the relative rounding of their entries.
     residual: torch.Tensor = field(repr=False, default_factory=lambda: torch.zeros(0))
     exact: torch.Tensor | None = field(repr=False, default=None)
     unit: float = 2.0**-24
-    residual_size: float = 0.0  # ‖·‖_F of the two, for the margins
+    residual_size: float = 0.0  # Frobenius norms of the two, for the margins
     exact_size: float = 0.0
 
     @property
     def checks(self) -> tuple[BoundCheck, ...]:
-        """The worst actual input, and the probes; a matrix of an expert has probes alone."""
+        """The check of the worst actual input, and the probes. A matrix of a fused expert has probes only."""
         return tuple(c for c in (self.check, self.probe, self.weight_probe) if c is not None)
 
     def take_probes(self) -> None:
-        """Feed the matrices as installed the directions that they should stretch by nearly their norms.
+        """Apply the installed matrices to their approximate top right singular vectors.
 
-        Text seldom comes near a bound, so a residual a little too large would pass unseen; this does not.
+        Text rarely comes near a bound, so a residual that is slightly too large could go unnoticed; these vectors
+        attain it.
         """
         p, a = self.projection, self.approximation
         error, size, rounding = self._stretch(self.residual, self.residual_size, a.direction)
@@ -75,19 +76,19 @@ class Record:
             self.weight_probe = retrieval_bound(error, size, a.weight_norm, **(named | {"rounding": rounding}))
 
     def _stretch(self, A: torch.Tensor, frobenius: float, x: torch.Tensor) -> tuple[float, float, float]:
-        """`‖A x‖`, `‖x‖` and the rounding of the former, in float64; A was rounded to the dtype it runs in."""
+        """`‖A x‖`, `‖x‖` and the rounding error of the former, float64. A has been rounded to the dtype it runs in."""
         error = float(torch.linalg.vector_norm(A.cpu().double() @ x))
         rounding = frobenius * (self.unit + 2.0**-40) + _TINIEST * A.numel() ** 0.5
         return error, float(torch.linalg.vector_norm(x)) * (1 + 2.0**-40), rounding
 
 
 class ApproxLinear:
-    """Stands in for the `forward` of one projection module; the module itself stays where it is.
+    """Replaces the `forward` of one projection module; the module itself is not replaced.
 
-    `records` are the approximated parts of the module's matrix, the rest keeps its weights. `parameter` is the whole
-    matrix as the module stores its own, for those who multiply by that themselves. `radius` is that
-    of a cache, relative to the input: token t is answered with the input of the earliest token s ≤ t of its
-    window with `‖x_t − x_s‖ ≤ radius ‖x_t‖`.
+    `records` are the approximated parts of the module's matrix; other parts keep their weights. `parameter` is the
+    whole matrix as the module stores it, for callers that multiply by it directly. `radius` is the cache radius
+    relative to the norm of the input: token t is answered with the input of the earliest token s ≤ t of its window for
+    which `‖x_t − x_s‖ ≤ radius ‖x_t‖`.
     """
 
     def __init__(self, module: nn.Module, records: Sequence[Record], radius: float) -> None:
@@ -101,7 +102,7 @@ class ApproxLinear:
                 self.weight[record.projection.start : record.projection.stop] = record.approximation.weight
         laid_out = self.weight.T if records[0].projection.transposed else self.weight
         self.parameter = nn.Parameter(laid_out, requires_grad=False)
-        self.residual = widen(W) - widen(self.weight)  # one rounding, part of the margin
+        self.residual = widen(W) - widen(self.weight)  # rounded once; the margin includes it
         self.exact = widen(W) if radius > 0 else None
         self._unit = torch.finfo(self.residual.dtype).eps
         for record in records:
@@ -114,7 +115,7 @@ class ApproxLinear:
                 record.exact_size = frobenius(record.exact)
 
     def __call__(self, input: torch.Tensor) -> torch.Tensor:
-        """`Ŵ x' + b` of any (…, n) input, in the model's dtype; the books are kept on the side."""
+        """`Ŵ x' + b` for an input (…, n), in the model's dtype, and records errors and bounds."""
         x = input.reshape(-1, *input.shape[-2:]) if input.ndim > 1 else input.view(1, 1, -1)
         used, distance, radius = (x, None, None) if self.radius == 0 else _look_up(x, self.radius)
         output = linear(used.view(input.shape), self.weight, self.module.bias)  # type: ignore[arg-type]
@@ -127,7 +128,7 @@ class ApproxLinear:
     ) -> None:
         if not _full_products():
             raise LyapunovPruneError(
-                "bounds are checked with full float32 products; leave matmul precision at highest "
+                "bounds are checked with full float32 products; set matmul precision to highest "
                 "(torch.set_float32_matmul_precision)"
             )
         error = linear(widen(used), self.residual)
@@ -152,10 +153,10 @@ class ApproxLinear:
 
 
 def _full_products() -> bool:
-    """Whether float32 matrices are multiplied in float32, by the older settings of torch and by those of a backend."""
+    """Whether float32 matrices are multiplied in full float32, by the older and the newer settings of torch."""
     try:
         return torch.get_float32_matmul_precision() == "highest"
-    except RuntimeError:  # a backend was given another precision, which the older settings have no word for
+    except RuntimeError:  # the older setting cannot express a precision set by backend
         return False
 
 
@@ -166,7 +167,7 @@ def _flat(numbers: torch.Tensor | None) -> np.ndarray:
 def _theorem(
     a: Approximation, p: Projection, error: np.ndarray, size: np.ndarray, radius: np.ndarray, rounding: np.ndarray
 ) -> BoundCheck:
-    """The theorem whose stages are at work here."""
+    """The theorem for the stages in use."""
     named: dict[str, Any] = {"rounding": rounding, "matrix": p.name, "layer": p.layer}
     if not radius.any():
         if a.low_rank_norm == 0:
@@ -180,24 +181,23 @@ def _theorem(
 
 
 def _ratios(a: Approximation, error: np.ndarray, size: np.ndarray, radius: np.ndarray) -> np.ndarray:
-    """Error / bound of the inputs with a bound above zero: Theorem 4's, which is that of the stages at work."""
+    """Error / bound of the inputs whose bound (that of the stages in use) is above zero."""
     bound = a.weight_norm * radius + (a.sparse_norm + a.low_rank_norm) * size
     return error[bound > 0] / bound[bound > 0]
 
 
 def _look_up(x: torch.Tensor, relative: float) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """What a cache of radius `relative ‖x_t‖` answers: inputs, distances and radii, window by window.
+    """Cached inputs for a radius of `relative ‖x_t‖`: inputs, distances and radii, per window.
 
-    The rough distance only finds the candidate; whether it lies within the radius is asked of the
-    difference itself.
+    An approximate distance only finds the candidate; the difference itself decides whether it lies within the radius.
     """
     wide = widen(x.detach())
     radius = relative * token_energy(wide).sqrt()
     near = (lift(torch.cdist(wide, wide)) <= radius.unsqueeze(-1)).to(x.device)
     near = (near | torch.eye(x.shape[1], dtype=torch.bool, device=x.device)).tril()
-    first = near.int().argmax(-1)  # the earliest
+    first = near.int().argmax(-1)  # the earliest match
     cached = x.gather(1, first.unsqueeze(-1).expand_as(x))
     distance = token_energy(wide - widen(cached.detach())).sqrt()
-    within = distance <= radius * (1 - 2.0**-20)  # the difference was rounded
+    within = distance <= radius * (1 - 2.0**-20)  # allows for rounding of the difference
     used = torch.where(within.unsqueeze(-1), cached, x)
     return used, torch.where(within, distance, 0), radius

@@ -1,8 +1,8 @@
-"""A model that runs approximations of its matrices, each of which keeps account of its error.
+"""Run a model with approximated matrices that record their own errors.
 
-Inside `with approximate(model, …) as records:` the chosen matrices are replaced, so that errors travel on
-through the model, and every forward adds, for each matrix and token, the error against `W` on the very
-input that came, and the bound of its theorem. On the way out every module is what it was, bit for bit.
+Inside `with approximate(model, …) as records:` the chosen matrices are replaced, so errors propagate through the model.
+Every forward records, for each matrix and token, the error against `W` on its actual input and the bound of its
+theorem. At the end of the block every module is restored bit for bit.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from lyapunov_prune.models.projections import Projection, find_projections
 
 
 class Records(dict[str, Record]):
-    """Record by name of the matrix, inside and after the block of `approximate`."""
+    """The records by matrix name, valid inside and after the block of `approximate`."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -33,7 +33,7 @@ class Records(dict[str, Record]):
 
     @contextmanager
     def suspended(self) -> Iterator[None]:
-        """The exact model inside this block, which lies inside that of `approximate`."""
+        """Restore the exact model inside this block (which must lie inside that of `approximate`)."""
         with ExitStack() as stack:
             for swap in self.swaps:
                 swap.remove()
@@ -50,15 +50,15 @@ Approximations = Mapping[str, torch.Tensor | Approximation] | Callable[[Projecti
 def approximate(
     model: PreTrainedModel, approximations: Approximations, *, cache_radius: float = 0.0
 ) -> Iterator[Records]:
-    """Run `model` with some of its matrices approximated, and yield a record for each by its name.
+    """Run `model` with some matrices approximated, and yield a record for each, by name.
 
-    `approximations` maps names (`models.projections.find_projections`) to `Ŵ`, output × input, or is called
-    with every projection and its matrix and answers `Ŵ` or None. Experts kept as one 3-D parameter, and
-    weights that a module reads and multiplies by itself, run their approximation too, but what enters them
-    is not seen: they are checked on the probe alone, and no cache answers for them. At the end of the block
-    the probes are taken and the model is restored, also after an exception (which leaves no probes).
+    `approximations` maps names (`models.projections.find_projections`) to `Ŵ` (output × input), or is a function of a
+    projection and its matrix that returns `Ŵ` or None. Experts stored as one 3-D parameter and weights that a module
+    multiplies by directly are approximated too, but their inputs cannot be recorded: they are checked on the probes
+    alone, without a cache. At the end of the block the probes are taken and the model is restored; after an exception
+    it is restored without probes.
 
-    Raises LyapunovPruneError for an unknown name, a wrong shape, NaN, or a matrix approximated already.
+    Raises LyapunovPruneError for an unknown name, a wrong shape, NaN, or a matrix that is approximated already.
     """
     if not 0 <= cache_radius < 1:
         raise LyapunovPruneError(f"cache radius {cache_radius}; give a share of the input's norm, 0 to below 1")
@@ -106,9 +106,9 @@ def _chosen(model: PreTrainedModel, approximations: Approximations) -> Records:
 
 
 class _Forward:
-    """`module.forward` is an ApproxLinear while installed; accelerate may have put its own there before.
+    """Installs an ApproxLinear as `module.forward`, where accelerate may have put its own forward.
 
-    `module.weight` is the approximation too: Mamba multiplies by that of a matrix whose forward it never calls.
+    `module.weight` becomes the approximation too, because Mamba multiplies by the weight of a module it never calls.
     """
 
     def __init__(self, name: str, module: nn.Module, replacement: ApproxLinear) -> None:
@@ -128,7 +128,7 @@ class _Forward:
 
 
 class _Experts(Replacement):
-    """Experts kept as one parameter run their approximations inside a fused forward that shows nothing."""
+    """Approximates experts stored as one parameter, whose fused forward does not expose their inputs."""
 
     def __init__(self, module: nn.Module, key: str, records: list[Record]) -> None:
         super().__init__(module, key, {r.projection: r.approximation.weight for r in records})

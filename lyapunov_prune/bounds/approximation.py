@@ -1,4 +1,4 @@
-"""`Ŵ` in the place of a matrix `W`, and certified norms of all that it changes."""
+"""An approximation `Ŵ` of a matrix `W`, with certified norms of the differences."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from lyapunov_prune.linalg import CertifiedNorm, certify
 class Approximation:
     """`Ŵ` for one matrix, in the dtype the model will run it in, with certified norms.
 
-    `W = S + (W − S)`, `S = Ŵ + (S − Ŵ)`: a sparse stage and a low-rank stage, either of which may do
-    nothing (norm 0). Any other approximation counts as one stage, the sparse one, of which Theorem 2 asks
-    nothing. The directions are unit vectors that `W − Ŵ` and `W` stretch most, as far as was found.
+    `W = S + (W − S)`, `S = Ŵ + (S − Ŵ)`: a sparse and a low-rank stage, either of which may
+    change nothing (norm 0). Any other approximation counts as the sparse stage, because Theorem 2 holds for any S.
+    The directions are approximate top right singular vectors of `W − Ŵ` and `W`.
     """
 
     weight: torch.Tensor
@@ -36,17 +36,17 @@ def approximation(
     weight: CertifiedNorm | None = None,
     sparse_residual: CertifiedNorm | None = None,
 ) -> Approximation:
-    """Certify what replacing `W` by `W_hat` can do; `sparse` is the stage between, for a low-rank `W_hat`.
+    """Certify the norms of the differences when `W_hat` replaces `W`.
 
-    All are output × input. `sparse=W` says that `W_hat` is a low-rank approximation of `W` itself. What is
-    known already, `certify(W)` and `certify_difference(W, sparse)`, is not computed again. Raises
-    LyapunovPruneError for another shape, NaN or infinity.
+    All matrices are output × input. `sparse` is the sparse stage S, if `W_hat` is a low-rank approximation of it;
+    `sparse=W` says that `W_hat` approximates `W` itself. Pass `certify(W)` and `certify_difference(W, sparse)` if they
+    are known. Raises LyapunovPruneError for another shape, NaN or infinity.
     """
     if W_hat.shape != W.shape:
         raise LyapunovPruneError(f"an approximation of shape {tuple(W_hat.shape)} for a matrix of {tuple(W.shape)}")
     W, W_hat = W.detach(), W_hat.detach().to(W)
     stage = W_hat if sparse is None else sparse.detach().to(W)
-    # A stage that does nothing leaves the whole residual to the other.
+    # If one stage changes nothing, the other has the whole residual.
     if torch.equal(stage, W_hat):
         total = sparse_residual or certify_difference(W, W_hat)
         sparse_norm, low_rank_norm = total.bound, 0.0
@@ -70,11 +70,11 @@ def approximation(
 
 
 def certify_difference(W: torch.Tensor, S: torch.Tensor) -> CertifiedNorm:
-    """`certify(W − S)`. The difference is itself rounded, by at most `u ‖W − S‖_F`: covered with room."""
+    """`certify(W − S)`, with an allowance for the rounding of the difference (at most `u ‖W − S‖_F`)."""
     certified = certify(difference(W.detach(), S.detach()))
     return replace(certified, bound=certified.bound * (1 + 2.0**-36))
 
 
 def difference(W: torch.Tensor, S: torch.Tensor) -> torch.Tensor:
     """`W − S` in float64, on the CPU."""
-    return torch.sub(W.cpu().double(), S.cpu())  # widens S on the way
+    return torch.sub(W.cpu().double(), S.cpu())  # torch upcasts S

@@ -1,4 +1,4 @@
-"""A bound checked: the worst of many inputs, with what rounding may account for."""
+"""The check of one bound: the worst of many inputs, and the margin for rounding."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ import numpy.typing as npt
 
 from lyapunov_prune.errors import LyapunovPruneError
 
-# Relative rounding of a bound: a norm of a vector of up to 2¹³ entries, and some products.
+# Relative rounding of a bound: the norm of a vector of up to 2¹³ entries, and a few products.
 _ROUNDING = 2.0**-37
 Numbers = npt.ArrayLike
 
 
 @dataclass(frozen=True)
 class BoundCheck:
-    """One theorem on one matrix: the worst of `inputs` inputs, that is the largest error / (bound + margin).
+    """One theorem checked on one matrix: the worst of `inputs` inputs, with the largest error / (bound + margin).
 
-    `estimate` marks a bound whose hypothesis was only measured (growth along one trajectory).
+    `estimate` marks a bound whose hypothesis was only measured (growth along one trajectory, for example).
     """
 
     theorem: str
@@ -26,13 +26,13 @@ class BoundCheck:
     layer: int | None
     error: float
     bound: float
-    margin: float  # u + v: what rounding may account for
+    margin: float  # u + v: allowance for rounding
     inputs: int
     estimate: bool = False
 
     @property
     def ratio(self) -> float:
-        """Error / bound; 1 is a bound attained."""
+        """Error / bound; 1 means that the bound is attained."""
         return self.error / self.bound if self.bound > 0 else (0.0 if self.error == 0 else np.inf)
 
     @property
@@ -45,7 +45,7 @@ class BoundCheck:
         return f"{self.theorem} {verb} {self.matrix}: {numbers}"
 
     def with_more(self, other: BoundCheck | None) -> BoundCheck:
-        """The worse of two checks of one theorem on one matrix, with the inputs of both."""
+        """Merge two checks of one theorem on one matrix: the worse of the two, with the inputs of both."""
         if other is None:
             return self
         worst = max(self, other, key=lambda c: (not c.holds, c.ratio))
@@ -53,7 +53,7 @@ class BoundCheck:
 
 
 def as_array(numbers: Numbers) -> np.ndarray:
-    """(n,) float64, also of one number."""
+    """A number or an array as (n,) float64."""
     return np.atleast_1d(np.asarray(numbers, dtype=np.float64))
 
 
@@ -66,14 +66,14 @@ def worst_check(
     rounding: Numbers,
     estimate: bool = False,
 ) -> BoundCheck:
-    """The input with the largest error / (bound + margin). NaN is no check: it raises."""
+    """The check of the input with the largest error / (bound + margin). Raises LyapunovPruneError on NaN."""
     error, bound = np.broadcast_arrays(as_array(error), bound)
     if not len(error):
         raise LyapunovPruneError(f"{theorem} on {matrix}: no inputs to check")
     margin = np.broadcast_to(as_array(rounding), bound.shape) + _ROUNDING * bound
     if not (np.isfinite(error).all() and np.isfinite(bound).all() and np.isfinite(margin).all()):
         raise LyapunovPruneError(f"{theorem} on {matrix}: NaN or infinity; check the activations and the weights")
-    with np.errstate(over="ignore"):  # any error is infinitely worse than a bound of zero
+    with np.errstate(over="ignore"):  # an error above a bound of zero has ratio infinity
         share = error / np.maximum(bound + margin, np.finfo(np.float64).tiny)
     at = int(np.argmax(share))
     return BoundCheck(

@@ -1,8 +1,8 @@
-"""Every matrix of a model approximated, and every bound checked on every forward.
+"""Approximate every matrix of a model and check every bound on every forward.
 
-`check_bounds` takes one setting and follows the errors to the prediction, `check_written` does so with the matrices
-of a checkpoint; `check_grid` takes many settings and shares what they have in common: the norm of W, the sparse stage,
-the basis of the low-rank stage.
+`check_bounds` takes one setting and follows the errors to the prediction; `check_written` does so with the matrices of
+a checkpoint; `check_grid` takes many settings and shares the norm of W, the sparse stage and the basis of the low-rank
+stage.
 """
 
 from __future__ import annotations
@@ -60,15 +60,15 @@ def check_bounds(
 ) -> BoundsReport:
     """Approximate every matrix of every layer and check its bound on every token (Theorems 1 to 4).
 
-    The share `sparsity` of the smallest entries is zeroed; with `rank`, what is left is truncated to that rank; with
-    `cache_radius`, tokens within that share of their norm reuse an earlier token's product. Errors travel on; they are
-    composed layer by layer (`trajectory_error_le`), held against the growth of the state
-    (`residual_growth_contraction`, `lyapunov_contraction_bound`), and against its alignment with what a layer adds
-    (`preln_contraction_sufficient`), all estimates, and followed to the prediction
-    (`argmax_unchanged_of_state_error`). A reported violation is one by `violation_is_real`, and by `no_false_alarm`
-    rounding alone reports none.
+    The share `sparsity` of the smallest entries is set to zero; with `rank`, the result is truncated to that rank; with
+    `cache_radius`, a token within that radius (relative to its norm) reuses the product of an earlier token. Errors
+    propagate through the model. They are composed layer by layer (`trajectory_error_le`), compared with the growth of
+    the state (`residual_growth_contraction`, `lyapunov_contraction_bound`) and with its alignment with the output of
+    the layers (`preln_contraction_sufficient`) — all of these are estimates — and followed to the prediction
+    (`argmax_unchanged_of_state_error`). A reported violation is real by `violation_is_real`; rounding alone raises none
+    by `no_false_alarm`.
 
-    Raises LyapunovPruneError for a bad setting or batch, or NaN on the way.
+    Raises LyapunovPruneError for a bad setting or batch, or for NaN in a state.
     """
     reading = read(model, batch)
     setting = Setting(float(sparsity), rank, float(cache_radius))
@@ -86,15 +86,15 @@ def check_bounds(
 def check_written(
     model: PreTrainedModel, compressed: PreTrainedModel, batch: Readable, *, batch_size: int = 1
 ) -> BoundsReport:
-    """Check what `compressed`, made of `model` by anything, holds in the place of every matrix, on every token.
+    """Check the bounds for the matrices of `compressed`, a model made from `model` by any method, on every token.
 
-    For `W` of the dense model and `W'` of the compressed one, `‖W x − W' x‖ ≤ ‖W − W'‖ ‖x‖` with a certified norm
-    (Theorem 2, `sparse_activation_bound`, which asks nothing of `W'`). The `x` are what the matrix is given in the
-    forward of `compressed`: the dense model runs with the matrices of the other, which is the same where nothing else
-    differs. Errors are composed and followed as in `check_bounds`.
+    For `W` of the dense and `W'` of the compressed model, `‖W x − W' x‖ ≤ ‖W − W'‖ ‖x‖` with a certified norm (Theorem
+    2, `sparse_activation_bound`, valid for any `W'`). The `x` are the inputs in the forward of `compressed`: the dense
+    model runs with the matrices of the compressed one, which is equivalent if nothing else differs. Errors are composed
+    and followed as in `check_bounds`.
 
-    Raises LyapunovPruneError as `written_matrices` does where the two are not one model with other matrices, for a
-    bad batch, or NaN on the way.
+    Raises LyapunovPruneError where the models differ in more than matrices (`written_matrices`), for a bad batch, and
+    for NaN in a state.
     """
     reading = read(model, batch)
     written = written_matrices(reading, compressed)
@@ -119,13 +119,12 @@ def check_grid(
     folder: str | Path | None = None,
     resume: bool = False,
 ) -> BoundsReport:
-    """`check_bounds` for every combination of sparsity × rank × cache radius: thirty by default.
+    """`check_bounds` for every combination of sparsity, rank and cache radius (thirty by default).
 
-    Norms and decompositions are computed once for each matrix and reused. By default the settings hold every
-    one of Theorems 1 to 4, and one that changes nothing, whose error must be exactly zero. Alarms mean what
-    `no_false_alarm` and `violation_is_real` say. Finished settings are kept in `folder` (see `Store`), and with
-    `resume` not checked again. Memory beside the model: the sparse, the low-rank and the residual weights of all
-    layers, and the float64 bases of one sparsity.
+    Norms and decompositions are computed once per matrix. The default grid covers each of Theorems 1 to 4 and a setting
+    that changes nothing, whose error must be exactly zero. Alarms are as in `no_false_alarm` and `violation_is_real`.
+    Finished settings are kept in `folder` (see `Store`) and skipped with `resume`. Memory beside the model: the sparse,
+    low-rank and residual weights of all layers, and the float64 bases of one sparsity.
     """
     reading = read(model, batch)
     settings = [Setting(float(s), r, float(c)) for s in sparsities for r in ranks for c in cache_radii]
@@ -138,7 +137,7 @@ def check_grid(
         known = {name: (weights[name], norms[name]) for name in weights}
 
         def missing(*parts: Any) -> list[Setting]:
-            """The settings that begin like this and have not been checked."""
+            """The unfinished settings that start with these values."""
             return [s for s in settings if (s.sparsity, s.rank)[: len(parts)] == parts and s.key not in store]
 
         for sparsity in sparsities:
@@ -161,7 +160,7 @@ def check_grid(
 
 
 def _follow(reading: Reading, chosen: dict[str, Approximation], cache_radius: float, batch_size: int) -> Trajectory:
-    """The windows through the dense and the approximated model, layer by layer."""
+    """Run the windows through the dense and the approximated model, layer by layer."""
     with approximate(reading.model, chosen, cache_radius=cache_radius) as records:
         trajectory = Trajectory(reading.model, reading.structure, records)
         for ids in track(reading.windows(batch_size), "bounds"):
@@ -172,7 +171,7 @@ def _follow(reading: Reading, chosen: dict[str, Approximation], cache_radius: fl
 def _outcome(
     reading: Reading, chosen: dict[str, Approximation], cache_radius: float, batch_size: int
 ) -> dict[str, Seen]:
-    """What was seen under one setting."""
+    """The records under one setting."""
     with approximate(reading.model, chosen, cache_radius=cache_radius) as records:
         for ids in reading.windows(batch_size):
             run_backbone(reading.structure, ids)
@@ -184,7 +183,7 @@ def _seen(records: Mapping[str, Record]) -> dict[str, Seen]:
 
 
 def _each(work: Callable[[A], B], items: Mapping[str, A], description: str) -> dict[str, B]:
-    """`work` of every matrix, one matrix a core: most are too small for several cores to share one."""
+    """Run `work` for every matrix, one matrix per core, because most are too small to use several cores."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -197,7 +196,7 @@ def _each(work: Callable[[A], B], items: Mapping[str, A], description: str) -> d
 
 @dataclass(frozen=True)
 class _Stage:
-    """What every rank at one sparsity has in common."""
+    """What all ranks at one sparsity share."""
 
     W: torch.Tensor
     norm: CertifiedNorm
@@ -229,7 +228,7 @@ def _require(settings: Sequence[Setting]) -> None:
         if not (0 <= s.sparsity <= 1 and (s.rank is None or s.rank > 0) and 0 <= s.cache_radius < 1):
             raise LyapunovPruneError(f"{s}: give a sparsity of 0 to 1, a rank of 1 or more, a cache radius of 0 to 1")
     if not settings:
-        raise LyapunovPruneError("no setting to check; give one sparsity, rank and cache radius or more")
+        raise LyapunovPruneError("no setting to check; give at least one sparsity, rank and cache radius")
 
 
 def _report(
@@ -245,7 +244,7 @@ def _report(
     checks = [(setting, c) for setting, row in zip(named, rows, strict=True) for r in row for c in r.checks]
     seen = [r.check for row in rows for r in row if r.check is not None]
     if not seen:
-        raise LyapunovPruneError("no matrix was given an input in sight, so no bound was checked")
+        raise LyapunovPruneError("the inputs of no matrix could be recorded, so no bound was checked")
     return BoundsReport(
         method="magnitude" if compressed is None else "as written",
         settings=tuple(settings),

@@ -1,12 +1,12 @@
-"""One checker per theorem: numbers that were measured against the bound that the theorem sets them.
+"""One checker per theorem: compares measured errors with the bound of the theorem.
 
-Every checker is arithmetic on float64 numbers and knows no model. `error` is what was computed, within
-`rounding` of the truth (`u` of lean/LyapunovPrune/Checker.lean); the computed bound is within `v`, a few
-parts in 10¹¹ of itself. A check holds when `error ≤ bound + (u + v)`: by `no_false_alarm` a true bound
-raises no alarm, by `violation_is_real` an alarm is a violation of the true bound. A check that holds is a
-measurement on its inputs, no proof.
+Every checker is arithmetic on float64 numbers and does not depend on a model. `error` is the computed error, within
+`rounding` of the exact one (`u` of lean/LyapunovPrune/Checker.lean); the computed bound is within `v`, a few parts in
+10¹¹ of itself. A check passes when `error ≤ bound + (u + v)`: by `no_false_alarm` a true bound raises no alarm, and by
+`violation_is_real` an alarm is a violation of the true bound. A passed check is a measurement on its inputs, not a
+proof.
 
-Norms must come from `linalg.certified_norm`: an estimate from below raises false alarms.
+Norms must come from `linalg.certified_norm`, because a norm that is too small raises false alarms.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import numpy as np
 from lyapunov_prune.bounds.bound_check import BoundCheck, Numbers, as_array, worst_check
 from lyapunov_prune.errors import LyapunovPruneError
 
-_STREAM = "residual stream"  # where no matrix is meant
+_STREAM = "residual stream"  # the name of a check without a matrix
 
 
 def retrieval_bound(
@@ -30,7 +30,7 @@ def retrieval_bound(
 ) -> BoundCheck:
     """Theorem 1, `retrieval_bound`: `‖W x − W x'‖ ≤ ‖W‖ ‖x − x'‖` for each input.
 
-    `error` and `distance` (or the radius of a cache, `retrieval_bound_of_le`) have one entry an input.
+    `error` and `distance` have one entry per input. `distance` may be a cache radius (`retrieval_bound_of_le`).
     """
     return worst_check("retrieval_bound", matrix, layer, error, weight_norm * as_array(distance), rounding)
 
@@ -46,8 +46,7 @@ def sparse_activation_bound(
 ) -> BoundCheck:
     """Theorem 2, `sparse_activation_bound`: `‖W x − S x‖ ≤ ‖W − S‖ ‖x‖`, for any `S`.
 
-    `size` is `‖x‖`, one entry an input; `residual_norm` a certified `‖W − S‖`
-    (`error_le_of_certified_norm`).
+    `size` is `‖x‖`, one entry per input; `residual_norm` is a certified `‖W − S‖` (`error_le_of_certified_norm`).
     """
     return worst_check("sparse_activation_bound", matrix, layer, error, residual_norm * as_array(size), rounding)
 
@@ -79,9 +78,8 @@ def composition_bound(
 ) -> BoundCheck:
     """Theorem 4, `composition_bound`: `‖W x − L x'‖ ≤ ‖W‖ ε + ‖W − S‖ ‖x'‖ + ‖S − L‖ ‖x'‖`.
 
-    `size` is `‖x'‖`, `radius` the `ε ≥ ‖x − x'‖` of each input; the norms are certified. That a radius and certified
-    norms of the two residuals, all no smaller than what they stand for, give no smaller a bound is Theorem 6,
-    `adaptive_monotonicity`.
+    `size` is `‖x'‖` and `radius` the `ε ≥ ‖x − x'‖` of each input; the norms are certified. By Theorem 6,
+    `adaptive_monotonicity`, upper bounds of the radius and of the norms give an upper bound.
     """
     bound = weight_norm * as_array(radius) + (sparse_norm + low_rank_norm) * as_array(size)
     return worst_check("composition_bound", matrix, layer, error, bound, rounding)
@@ -92,11 +90,11 @@ def trajectory_error_le(
 ) -> tuple[BoundCheck, ...]:
     """Equation (1), `trajectory_error_le`: `‖h_n − h'_n‖ ≤ composedBound K δ ‖h_0 − h'_0‖ n`, for `n = 1 … N`.
 
-    For `N = 2` it is Theorem 11, `nonlinear_composition_bound`.
+    `N = 2` is Theorem 11, `nonlinear_composition_bound`.
 
-    `errors` (N + 1,), `growth` K (N,) with `‖f_k(h_k) − f_k(h'_k)‖ ≤ K_k ‖h_k − h'_k‖`, `local` δ (N,) with
-    `‖f_k(h'_k) − g_k(h'_k)‖ ≤ δ_k`. K measured along a trajectory holds for that one only: the checks are
-    marked as estimates. `unit` is the relative rounding of the measured norms.
+    `errors` is (N + 1,), `growth` K (N,) with `‖f_k(h_k) − f_k(h'_k)‖ ≤ K_k ‖h_k − h'_k‖`, `local` δ (N,) with
+    `‖f_k(h'_k) − g_k(h'_k)‖ ≤ δ_k`. A K measured along a trajectory is valid for that trajectory only, so the checks
+    are marked as estimates. `unit` is the relative rounding of the measured norms.
     """
     e, K, delta = as_array(errors), as_array(growth), as_array(local)
     if len(e) != len(K) + 1 or len(K) != len(delta):
@@ -114,11 +112,11 @@ def trajectory_error_le(
 def lyapunov_contraction_bound(errors: Numbers, gamma: float, local: float, *, unit: float = 2.0**-24) -> BoundCheck:
     """Theorem 8, `lyapunov_contraction_bound`: `e_n ≤ γⁿ e_0 + δ (1 − γⁿ)/(1 − γ)` for `n = 1 … N`.
 
-    `errors` is (N + 1,); `gamma` bounds every growth factor, `local` every local error; both measured, so
-    the check is an estimate. Raises LyapunovPruneError unless `0 ≤ γ < 1`, the theorem's hypothesis.
+    `errors` is (N + 1,); `gamma` bounds every growth factor and `local` every local error. Both are measured, so the
+    check is an estimate. Raises LyapunovPruneError unless `0 ≤ γ < 1`, the hypothesis of the theorem.
     """
     if not 0 <= gamma < 1:
-        raise LyapunovPruneError(f"Theorem 8 needs a contraction 0 ≤ γ < 1, not {gamma:.4g}; use trajectory_error_le")
+        raise LyapunovPruneError(f"Theorem 8 needs 0 ≤ γ < 1, not {gamma:.4g}; use trajectory_error_le")
     e = as_array(errors)
     power = gamma ** np.arange(1, len(e), dtype=np.float64)
     bound = power * e[0] + local * (1 - power) / (1 - gamma)
@@ -132,9 +130,9 @@ def residual_growth_contraction(
 ) -> tuple[BoundCheck, ...]:
     """Theorem 9, `residual_growth_contraction`: where the state grows faster than the error, `V' < V`.
 
-    Energies, as a ContractionProfile holds them: `relative_energy` (L + 1,), `error_growth` and
-    `state_growth` (L,). One check for each layer that meets the hypothesis `a < g`, and none for the others:
-    `V' ≤ (a/g) V` with energies for a and g (`relative_error_le`), which is below V.
+    Takes the energies of a ContractionProfile: `relative_energy` (L + 1,), `error_growth` a and `state_growth` g (L,).
+    Returns one check for each layer with `a < g` and none for the others: `V' ≤ (a/g) V` (`relative_error_le`), which
+    is below V.
     """
     V, a, g = as_array(relative_energy), as_array(error_growth), as_array(state_growth)
     return tuple(
@@ -161,14 +159,14 @@ def preln_contraction_sufficient(
     matrix: str = _STREAM,
     layer: int | None = None,
 ) -> BoundCheck | None:
-    """Theorem 10, `preln_contraction_sufficient`: where `(1 + κ)² < 1 + 2 align gain + gain²`, ρ is below one.
+    """Theorem 10, `preln_contraction_sufficient`: if `(1 + κ)² < 1 + 2 align gain + gain²`, ρ is below one.
 
-    Of vectors (`preln_layer_contracts`): a layer makes `h + s` of the state `h` and `e + d` of the error `e`, with
-    `kappa = ‖d‖/‖e‖`, `align` the cosine of `h` and `s`, `gain = ‖s‖/‖h‖` and `rho` the quotient of `‖e‖²/‖h‖²` after
-    and before; one entry an input. Checked is the step of the proof, `ρ ≤ (1 + κ)² / (1 + 2 align gain + gain²)`, which
-    is below one, on the inputs that meet the condition; None where none does. `κ` is measured, so the check is an
-    estimate. `unit` is the relative rounding of the four numbers: where the condition is met the state grows, so that
-    `‖h‖²` and `‖s‖²` are at most some times `‖h + s‖²` and rounding of the sum stays below 32 units.
+    For vectors (`preln_layer_contracts`): a layer maps the state `h` to `h + s` and the error `e` to `e + d`, with
+    `kappa = ‖d‖/‖e‖`, `align` the cosine of `h` and `s`, `gain = ‖s‖/‖h‖`, and `rho` the ratio of `‖e‖²/‖h‖²` after the
+    layer to that before; one entry per input. Checks `ρ ≤ (1 + κ)² / (1 + 2 align gain + gain²)`, which is below one,
+    on the inputs that satisfy the condition; returns None if there are none. `κ` is measured, so the check is an
+    estimate. `unit` is the relative rounding of the four numbers: where the condition holds the state grows, so `‖h‖²`
+    and `‖s‖²` are at most a few times `‖h + s‖²`, and the rounding of the sum stays below 32 units.
     """
     growth_of_error = np.square(1 + as_array(kappa))
     growth_of_state = 1 + 2 * as_array(align) * as_array(gain) + np.square(as_array(gain))
@@ -184,7 +182,7 @@ def preln_contraction_sufficient(
 def merged_projection(error: Numbers, *, rounding: Numbers, matrix: str = "", layer: int | None = None) -> BoundCheck:
     """Theorem `merged_projection`: `W₂ (W₁ x + b₁) + b₂ = (W₂ W₁) x + (W₂ b₁ + b₂)` for each input.
 
-    `error` is the norm of the difference of the two sides. The theorem leaves none: all of it must be rounding.
+    `error` is the norm of the difference of the two sides, which is zero up to rounding.
     """
     return worst_check("merged_projection", matrix, layer, error, np.zeros_like(as_array(error)), rounding)
 
@@ -200,9 +198,9 @@ def activation_replacement_bound(
 ) -> BoundCheck:
     """Theorem `activation_replacement_bound`: `‖(W₂ σ(a) + b₂) − (W₂ τ(a) + b₂)‖ ≤ ‖W₂‖ ‖σ(a) − τ(a)‖`.
 
-    `error` is that of a feed-forward block's output and `change = ‖σ(a) − τ(a)‖` that of its hidden vector, one entry
-    an input; `out_norm` is a certified `‖W₂‖`. In a gated block `a` is the pair (g, u) of what the gate's matrix and
-    the up matrix give, and `σ(a)` is the vector `σ(g) ⊙ u`: the theorem asks of σ and τ only where they lead.
+    `error` is that of the output of a feed-forward block and `change = ‖σ(a) − τ(a)‖` that of its hidden vector, one
+    entry per input; `out_norm` is a certified `‖W₂‖`. In a gated block `a` is the pair (g, u) of the gate and the up
+    projection, and `σ(a) = σ(g) ⊙ u`: the theorem only uses the values of σ and τ.
     """
     return worst_check("activation_replacement_bound", matrix, layer, error, out_norm * as_array(change), rounding)
 
@@ -219,7 +217,7 @@ def opNorm_merged_le(
 ) -> BoundCheck:
     """Theorem `opNorm_merged_le`: `‖W₂ W₁‖ ≤ ‖W₂‖ ‖W₁‖`.
 
-    `stretch` is `‖W x‖` of the merged `W` and `size` is `‖x‖`, one entry an input: what an input is stretched by is at
-    most the norm. The two norms are certified. An input that `W` stretches most makes this the theorem itself.
+    `stretch` is `‖W x‖` of the merged `W` and `size` is `‖x‖`, one entry per input; the two norms are certified. With a
+    top right singular vector of `W` as input this is the theorem itself.
     """
     return worst_check("opNorm_merged_le", matrix, layer, stretch, out_norm * in_norm * as_array(size), rounding)

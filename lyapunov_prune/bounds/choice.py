@@ -1,8 +1,8 @@
-"""Which of several choices a noisy predictor can be trusted with: the checkers of boundary depth pruning, Theorem 3.
+"""Which of several choices a noisy predictor can be trusted with: checkers of boundary depth pruning, Theorem 3.
 
-`predicted` has one entry a choice, the largest is picked (of equals the first). Every prediction is within `noise` of
-the truth, up to one number common to all choices: by `argmax_add_const` it changes no comparison. The p and q of the
-first theorem change places: what is known is the gap of the predictor.
+`predicted` has one entry per choice; the largest is picked, the first one on a tie. Every prediction is within `noise`
+of the truth, up to a constant common to all choices, which changes no comparison (`argmax_add_const`). The roles of p
+and q in the theorem are exchanged, because the known gap is that of the predictor.
 """
 
 from __future__ import annotations
@@ -12,15 +12,15 @@ import numpy as np
 from lyapunov_prune.bounds.bound_check import BoundCheck, Numbers, as_array, worst_check
 from lyapunov_prune.errors import LyapunovPruneError
 
-# Relative rounding of predictions and of the noise, which are sums of a few float64 products.
+# Relative rounding of predictions and noise, sums of a few float64 products.
 _UNIT = 2.0**-40
 
 
 def argmax_of_noise_lt_half_gap(predicted: Numbers, noise: float) -> bool:
-    """Theorem `argmax_of_noise_lt_half_gap`: where `2 noise` is below the gap, the pick is the best in truth.
+    """Theorem `argmax_of_noise_lt_half_gap`: if `2 noise` is below the gap, the pick is the best choice.
 
-    The gap is that between the two largest predictions; with a single choice there is nothing to compare. True only
-    where the gap is larger by what rounding may account for.
+    The gap is the difference of the two largest predictions; a single choice is always the best. True only if the gap
+    is larger by more than rounding.
     """
     q = _finite(predicted, noise)
     if len(q) == 1:
@@ -32,9 +32,10 @@ def argmax_of_noise_lt_half_gap(predicted: Numbers, noise: float) -> bool:
 def regret_of_argmax_le(predicted: Numbers, noise: float, measured: Numbers) -> BoundCheck | None:
     """Theorem `regret_of_argmax_le`: the pick is within `2 noise` of the best, `p(x) − p(picked) ≤ 2 noise` for all x.
 
-    `measured` is the truth p of every choice, NaN where it was not measured; those that were are checked. Half the
-    range of `p − q` is the noise that they show, `argmax_add_const` taking its middle away (recovery that stops early
-    lowers all scores). None where that is more than `noise`, or the pick was not measured: then nothing was promised.
+    `measured` is the true p of every choice, NaN where it was not measured; only measured choices are checked. Their
+    observed noise is half the range of `p − q`, because `argmax_add_const` removes the midpoint (for example when a
+    recovery that stops early lowers all scores). Returns None if it exceeds `noise` or if the pick was not measured:
+    then the theorem does not apply.
     """
     q, p = _finite(predicted, noise), as_array(measured)
     if p.shape != q.shape:

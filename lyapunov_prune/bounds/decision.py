@@ -12,23 +12,23 @@ from lyapunov_prune.linalg import token_energy
 from lyapunov_prune.results.frames import pd
 from lyapunov_prune.results.result import Result
 
-# Of tokens × vocabulary, formed at once in float64, and rows of the head that are taken to float64 at once.
+# Entries of tokens × vocabulary in float64 per block, and rows of the head upcast to float64 at once.
 _ENTRIES, _COLUMNS = 2**22, 4096
-# Of the predicted rows (tokens × d) and their norms (tokens × 1), rows of the head and their norms: tokens × rows.
+# From the predicted rows (tokens × d), their norms (tokens × 1), rows of the head and their norms: tokens × rows.
 _Reach = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
 
 @dataclass(frozen=True)
 class TokenCertificate(Result):
-    """Per token, whether an approximation can change the predicted token at all. Arrays are (tokens,).
+    """Per token, whether an approximation can change the predicted token. Arrays are (tokens,).
 
-    A token is certified when its state moved by less than `radius`, the largest movement that provably
-    changes nothing. A certified token that changed all the same is a violation.
+    A token is certified when its state moved by less than `radius`, within which the prediction provably stays the
+    same. A certified token that changed nevertheless is a violation.
     """
 
     radius: np.ndarray  # min_j (z_i − z_j) / (‖w_i‖ + ‖w_j‖), or / ‖w_i − w_j‖, i the dense prediction
     moved: np.ndarray  # ‖h' − h‖, rounded up
-    changed: np.ndarray  # bool: the prediction is another one, by its logits in float64
+    changed: np.ndarray  # bool: the prediction changed, by logits in float64
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "changed", self.changed.astype(bool))  # 0.0 and 1.0 in files of older versions
@@ -58,9 +58,9 @@ def argmax_unchanged_of_state_error(
 ) -> TokenCertificate:
     """Theorem `argmax_unchanged_of_state_error`: `i` stays the argmax while `z_i − z_j > (‖w_i‖ + ‖w_j‖) r`.
 
-    `state` and `changed` (tokens × d) are what enters the head of the dense and of the approximated model,
-    `r` their distance; `head` is (vocabulary × d). A bias shifts both logits alike (`argmax_unchanged`), and
-    a soft cap or scale of the logits is monotone, so both leave the statement as it is.
+    `state` and `changed` (tokens × d) are the inputs of the head in the dense and in the approximated model, `r` is
+    their distance; `head` is (vocabulary × d). A bias shifts both logits by the same amount (`argmax_unchanged`), and a
+    soft cap or scale of the logits is monotone, so neither changes the statement.
     """
     return _certificate(state, changed, head, bias, _sum_of_norms)
 
@@ -71,9 +71,9 @@ def argmax_unchanged_of_row_difference(
 ) -> TokenCertificate:
     """Theorem `argmax_unchanged_of_row_difference`: `i` stays the argmax while `z_i − z_j > ‖w_i − w_j‖ r`.
 
-    As `argmax_unchanged_of_state_error`, whose radius is never the larger one: rows of one norm at a right angle are
-    `√2` norms apart and not two, like rows less. It costs the products of the predicted row with all rows. The bias
-    shifts `z_i − z_j` of both models alike. Here `radius` is `min_j (z_i − z_j) / ‖w_i − w_j‖`.
+    Like `argmax_unchanged_of_state_error`, whose radius is never larger: orthogonal rows of equal norm are `√2` norms
+    apart instead of two, and similar rows less. It costs the products of the predicted row with all rows. A bias shifts
+    `z_i − z_j` of both models by the same amount. Here `radius` is `min_j (z_i − z_j) / ‖w_i − w_j‖`.
     """
     return _certificate(state, changed, head, bias, _distance)
 
@@ -84,7 +84,7 @@ def _sum_of_norms(own: torch.Tensor, size: torch.Tensor, W: torch.Tensor, norms:
 
 
 def _distance(own: torch.Tensor, size: torch.Tensor, W: torch.Tensor, norms: torch.Tensor) -> torch.Tensor:
-    """`‖w_i − w_j‖` from `‖w_i‖² + ‖w_j‖² − 2 w_i·w_j`, raised by what rounding may have taken: never too small."""
+    """`‖w_i − w_j‖` from `‖w_i‖² + ‖w_j‖² − 2 w_i·w_j`, rounded up."""
     squares = size.square() + norms.square()
     unit = 2.0**-52 * (W.shape[1] + 8)
     return (squares - 2 * own @ W.T + 2 * unit * squares).clamp_min(0).sqrt()
@@ -110,14 +110,14 @@ def _certificate(
         for tile in tiles:
             W = head[tile].double()
             reach = reach_of(own, size, W, norms[tile])
-            # What rounding may have added to the lead of i over j.
+            # Largest rounding error of the lead of i over j.
             summed = _sum_of_norms(own, size, W, norms[tile])
             rounding = unit * (summed * length + largest_bias * 2)
             lead = best - z[:, tile] - rounding
             radius = torch.where(
                 reach > 0,
                 lead / reach.clamp_min(torch.finfo(torch.float64).tiny),
-                torch.where(lead > 0, torch.inf, 0.0),  # rows that no state tells apart
+                torch.where(lead > 0, torch.inf, 0.0),  # equal rows
             )
             radius[torch.arange(tile.start, tile.start + len(W)) == first] = torch.inf
             least = torch.minimum(least, radius.amin(-1))

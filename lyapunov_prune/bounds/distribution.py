@@ -1,4 +1,4 @@
-"""How near all errors came to their bounds, not the worst alone."""
+"""The distribution of error / bound over all inputs."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ EDGES = np.linspace(0, 1, 21)
 class RatioDistribution:
     """Error / bound of every input whose bound is above zero, float64; M matrices.
 
-    The columns of `quantiles` (M, 4) and of `overall` (4,), which is of all matrices together, are the least, the
-    median, the 99 % quantile and the largest; NaN for a matrix without such an input: not changed, or not seen.
-    `counts` (21,) are inputs of all matrices: those with a ratio in `[k/20, (k + 1)/20)`, and in the end those at the
-    bound or above it.
+    The columns of `quantiles` (M, 4) and of `overall` (4,) are the minimum, the median, the 99 % quantile and the
+    maximum, per matrix and over all matrices; NaN for a matrix without such an input (unchanged, or inputs not
+    recorded). `counts` (21,) is the histogram over all matrices: ratios in `[k/20, (k + 1)/20)`, and in the last bin 1
+    or above.
     """
 
     quantiles: np.ndarray
@@ -27,13 +27,13 @@ class RatioDistribution:
 
     @classmethod
     def of(cls, ratios: Sequence[np.ndarray]) -> RatioDistribution:
-        """Of the ratios of each matrix."""
+        """From the ratios of each matrix."""
         everything = np.concatenate([*ratios, np.zeros(0)])
         counts = np.histogram(everything, np.append(EDGES, np.inf))[0]
         return cls(np.stack([_quantiles(r) for r in ratios]), _quantiles(everything), counts.astype(np.int64))
 
     def columns(self) -> dict[str, np.ndarray]:
-        """The quantiles of every matrix by name; the largest is the worst ratio already."""
+        """The quantiles of every matrix by name; the maximum is already reported as the worst ratio."""
         return dict(zip(("least", "median", "quantile_99"), self.quantiles.T, strict=False))
 
     def headline(self) -> str:

@@ -1,6 +1,6 @@
-"""Checkers of the bounds on `KL(p‖q)`, from logits that changed to probabilities that differ.
+"""Checkers of the bounds on `KL(p‖q)` between probabilities whose logits differ.
 
-`p = softmax(z/T)`, `q = softmax((z + Δz)/T)` and `d = Δz/T`; a number added to all of `d` changes nothing.
+`p = softmax(z/T)`, `q = softmax((z + Δz)/T)` and `d = Δz/T`; a constant added to `d` changes nothing.
 """
 
 from __future__ import annotations
@@ -17,9 +17,8 @@ _UNIT = 2.0**-44
 def kl_softmax_le_range(kl: Numbers, span: Numbers, *, matrix: str = "", layer: int | None = None) -> BoundCheck:
     """Theorem `kl_softmax_le_range`: `KL(p‖q) ≤ max d − min d`, for any change of the logits.
 
-    `kl` and `span = max d − min d` have one entry an input, in nats, computed in float64. With `u = log q − log p`
-    known within `δ`, `KL = Σ p (eᵘ − 1 − u)` is known within `δ Σ p|u|`, which is at most `δ span`; a common shift
-    of `u` counts with its square.
+    `kl` and `span = max d − min d` have one entry per input, in nats, computed in float64. With `u = log q − log p`
+    known within `δ`, `KL = Σ p (eᵘ − 1 − u)` is known within `δ Σ p|u| ≤ δ span`; a common shift of `u` enters squared.
     """
     S = as_array(span)
     return worst_check("kl_softmax_le_range", matrix, layer, kl, S, _UNIT * (S + _UNIT))
@@ -30,9 +29,9 @@ def kl_softmax_le_variance(
 ) -> BoundCheck:
     """Theorem `kl_softmax_le_variance`: `KL(p‖q) ≤ (1/2 + 2c/9) Var_p(d)` when `|d_i − E_p d| ≤ c ≤ 1` for all i.
 
-    `kl`, `variance = Var_p(d)` and `deviation = c` have one entry an input, computed in float64. The margin is that
-    of `kl_softmax_le_range` with `Σ p|u| ≤ √Var + KL`. Raises LyapunovPruneError where `c > 1`, which the theorem
-    does not speak of.
+    `kl`, `variance = Var_p(d)` and `deviation = c` have one entry per input, computed in float64. The margin is that of
+    `kl_softmax_le_range` with `Σ p|u| ≤ √Var + KL`. Raises LyapunovPruneError where `c > 1`, to which the theorem does
+    not apply.
     """
     V, c = as_array(variance), as_array(deviation)
     if (c > 1).any():
@@ -42,6 +41,6 @@ def kl_softmax_le_variance(
 
 
 def variance_bound(variance: Numbers, deviation: Numbers) -> np.ndarray:
-    """`(1/2 + 2c/9) Var_p(d)` of each input, NaN where `c > 1`."""
+    """`(1/2 + 2c/9) Var_p(d)` of each input; NaN where `c > 1`."""
     V, c = as_array(variance), as_array(deviation)
     return np.where(c <= 1, (1 / 2 + 2 * c / 9) * V, np.nan)

@@ -1,4 +1,4 @@
-"""What came of checking every matrix under every setting."""
+"""The result of checking every matrix under every setting."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from lyapunov_prune.results.result import MeasuredOn, ModelIdentity, Result
 
 @dataclass(frozen=True)
 class Setting:
-    """The three stages: share of entries removed, rank kept (None: all), radius of the cache as a share of ‖x‖."""
+    """One setting: share of entries removed, rank kept (None: all), cache radius relative to ‖x‖."""
 
     sparsity: float
     rank: int | None
@@ -28,15 +28,15 @@ class Setting:
 
     @property
     def key(self) -> str:
-        """Its name among finished jobs, with every digit: 0.5 and 0.50000001 print alike."""
+        """The key of this setting among finished jobs, with all digits (0.5 and 0.50000001 print alike)."""
         return f"sparsity {self.sparsity!r}, rank {self.rank or 'full'}, cache radius {self.cache_radius!r}"
 
 
 @dataclass(frozen=True)
 class Seen:
-    """What one matrix did under one setting: the worst input, and the two probes (`approx_linear.Record`)."""
+    """The record of one matrix under one setting: the worst input, and the two probes (`approx_linear.Record`)."""
 
-    check: BoundCheck | None  # None for experts, whose inputs nobody sees
+    check: BoundCheck | None  # None for experts, whose inputs cannot be recorded
     probe: BoundCheck | None
     weight_probe: BoundCheck | None
     hits: int
@@ -48,7 +48,7 @@ class Seen:
 
 @dataclass(frozen=True)
 class Violation:
-    setting: Setting | None  # None: of a checkpoint
+    setting: Setting | None  # None for a checkpoint
     check: BoundCheck
 
     def __str__(self) -> str:
@@ -57,14 +57,14 @@ class Violation:
 
 @dataclass(frozen=True)
 class BoundsReport(Result):
-    """What came of checking every matrix (M) under every setting (K), or as a checkpoint holds it (K = 1).
+    """The result of checking every matrix (M) under every setting (K), or the matrices of a checkpoint (K = 1).
 
-    The inputs are those that a matrix is given in the forward of the approximated model, errors and all: of a
-    checkpoint, what its own forward computes. `compressed` names it; there are no `settings` then. `ratio` (K, M) is
-    the largest error / bound of any token, NaN where none was seen (`unseen`: experts that a family fuses, weights
-    that a module multiplies by itself, what took no part in the forward); `attained` (K, M) the same for the direction
-    that the residual stretches most, near 1 when the bound is tight. `composition`, `contraction`, `decisions`,
-    `distribution` and `alignment` come with a single setting, or a checkpoint.
+    The inputs are those of the approximated model, including its errors; for a checkpoint, those of its own forward.
+    `compressed` names the checkpoint, and `settings` is then empty. `ratio` (K, M) is the largest error / bound of any
+    token, NaN where no input was recorded (`unseen`: fused experts, weights that a module multiplies by directly,
+    modules that did not run). `attained` (K, M) is the same for the top right singular vector of the residual, near 1
+    when the bound is tight. `composition`, `contraction`, `decisions`, `distribution` and `alignment` exist for a
+    single setting or a checkpoint.
     """
 
     method: str
@@ -72,15 +72,15 @@ class BoundsReport(Result):
     names: tuple[str, ...]
     components: tuple[str, ...]
     layers: tuple[int, ...]
-    theorems: tuple[str, ...]  # checked, of Theorems 1 to 4
+    theorems: tuple[str, ...]  # the checked ones of Theorems 1 to 4
     ratio: np.ndarray
     attained: np.ndarray
-    hits: int  # inputs answered by the cache, over all matrices
+    hits: int  # inputs that the cache answered, over all matrices
     inputs: int  # inputs checked, over all matrices
     violations: tuple[Violation, ...]
     composition: tuple[BoundCheck, ...]
     contraction: tuple[BoundCheck, ...]
-    gamma: float  # NaN when nothing was followed
+    gamma: float  # NaN when the states were not followed
     decisions: TokenCertificate | None
     measured_on: MeasuredOn  # the dense model
     compressed: ModelIdentity | None = None
@@ -89,12 +89,12 @@ class BoundsReport(Result):
 
     @property
     def checks(self) -> int:
-        """Matrices times settings."""
+        """Number of matrices times settings."""
         return self.ratio.size
 
     @property
     def unseen(self) -> tuple[str, ...]:
-        """Matrices whose inputs no one saw: their bounds are checked on the probe alone."""
+        """Matrices whose inputs could not be recorded; their bounds are checked on the probes alone."""
         return tuple(name for name, row in zip(self.names, self.ratio.T, strict=True) if np.isnan(row).any())
 
     @property
@@ -104,11 +104,11 @@ class BoundsReport(Result):
 
     @property
     def _estimates(self) -> tuple[BoundCheck, ...]:
-        """Checks of theorems whose hypothesis was measured."""
+        """Checks of theorems whose hypothesis was only measured."""
         return (*self.composition, *self.contraction, *(self.alignment.checks if self.alignment else ()))
 
     def to_frame(self) -> pd.DataFrame:
-        """One row a matrix, the worst over all settings."""
+        """One row per matrix, with the worst ratio over all settings."""
         bad = [v.check.matrix for v in self.violations]
         spread = {} if self.distribution is None else self.distribution.columns()
         return pd.DataFrame(
@@ -138,7 +138,7 @@ class BoundsReport(Result):
             lines.append(self.distribution.headline())
         if self.unseen:
             lines.append(
-                f"{len(self.unseen)} matrices, {self.unseen[0]} the first, were given no input in sight: their "
+                f"{len(self.unseen)} matrices, {self.unseen[0]} the first, have no recorded input: their "
                 "bounds are checked on one direction each, and on no token"
             )
         if self.composition:
@@ -159,7 +159,7 @@ class BoundsReport(Result):
         geometric = [c for c in self.contraction if c.theorem == "lyapunov_contraction_bound"]
         layers = [str(c.layer) for c in self.contraction if c not in geometric]
         return [
-            f"State outgrows error, with what the layer adds, in {len(layers)} of {len(self.composition)} layers"
+            f"State outgrows error, including the layer's own, in {len(layers)} of {len(self.composition)} layers"
             f"{' (' + ', '.join(layers) + ')' if layers else ''}: there the relative error must fall "
             "(residual_growth_contraction, measured)",
             f"Largest growth of the relative error γ = {self.gamma:.4g}: "
@@ -167,12 +167,12 @@ class BoundsReport(Result):
                 f"worst relative error {geometric[0].error:.4g}, geometric estimate {geometric[0].bound:.4g} "
                 "(lyapunov_contraction_bound, measured)"
                 if geometric
-                else "not below one, so that lyapunov_contraction_bound says nothing here"
+                else "not below one, so lyapunov_contraction_bound does not apply"
             ),
         ]
 
     def summary(self) -> pd.DataFrame:
-        """A line a component."""
+        """One row per component."""
         frame = self.to_frame()
         columns: Any = {"matrices": ("matrix", "size")}
         if self.distribution is not None:

@@ -1,9 +1,8 @@
-"""The theorems of `lean/`: what each says, where the Python side uses it, whether Lean checked it here.
+"""The theorems of `lean/`: their statements, the functions that use them, and whether Lean verified them here.
 
-The registry below is the map that `tools/lean_sources.py` of the repository holds against the Lean sources, in the
-tests and before lake runs; an installed package has neither, and lists what is claimed. A row is a theorem over the
-real numbers; `kind` says what the Python function is that rests on it, and a function that computes in floating point
-proves nothing, however often it passes.
+In a checkout, `tools/lean_sources.py` compares this registry with the Lean sources, in the tests and before lake runs.
+An installed package has neither and lists the claims. A row is a theorem over the real numbers; `kind` says what kind
+of Python function uses it. A function that computes in floating point proves nothing, however often it passes.
 """
 
 from __future__ import annotations
@@ -28,19 +27,19 @@ _VERIFY = "lyapunov-prune theorems --verify"
 class Theorem:
     """One row of the registry.
 
-    `digest` covers the signature and everything it rests on (`tools/lean_sources.py`, which names the new one
-    after a change that is meant).
+    `digest` covers the signature and everything it depends on (`tools/lean_sources.py` prints the new one after an
+    intended change).
     """
 
-    number: str | None  # in the paper on structural sensitivity; None beyond its twelve
+    number: str | None  # in the structural sensitivity paper; None beyond its twelve
     name: str  # in the Lean namespace LyapunovPrune
     module: str
     paper: str
     statement: str
     digest: str
-    used_by: tuple[str, ...] = ()  # dotted names of Python functions whose docstrings name this theorem
-    kind: str = ""  # of those functions: "checker" or "measurement"; empty when there is none
-    unused: str = ""  # of the paper's twelve: why no function rests on it
+    used_by: tuple[str, ...] = ()  # Python functions whose docstrings name this theorem
+    kind: str = ""  # "checker" or "measurement"; empty without functions
+    unused: str = ""  # why no function uses it, for the paper's twelve
 
     @property
     def file(self) -> str:
@@ -49,25 +48,25 @@ class Theorem:
 
 @dataclass(frozen=True)
 class Verification:
-    """Whether Lean checked the sources on this machine, and in words how that is known."""
+    """Whether Lean verified the sources on this machine, and how that is known."""
 
     verified: bool
     message: str
 
 
 def theorems() -> tuple[Theorem, ...]:
-    """Every theorem the project claims, in the order of the papers."""
+    """Every theorem that the project claims, in the order of the papers."""
     return _THEOREMS
 
 
 def source_root() -> Path | None:
-    """The folder `lean/` of the checkout this package runs from; None when installed from a wheel."""
+    """The folder `lean/` of this checkout; None for an installed package."""
     repository = Path(__file__).resolve().parents[2]
     return repository / "lean" if (repository / "lakefile.lean").is_file() else None
 
 
 def verification(root: Path | None = None) -> Verification:
-    """What is known here about the sources in `root` (this checkout's by default)."""
+    """What is known on this machine about the sources in `root` (default: this checkout's)."""
     root = root or source_root()
     if root is None:
         return _not_verified("the Lean sources are not part of an installed package; clone the repository")
@@ -79,15 +78,15 @@ def verification(root: Path | None = None) -> Verification:
     except (OSError, ValueError, TypeError, KeyError):
         return _not_verified(f"{root.parent / STAMP} is damaged; run `{_VERIFY}`")
     if known != sources_digest(root):
-        return _not_verified(f"the sources changed, or the registry, since Lean last checked them; run `{_VERIFY}`")
+        return _not_verified(f"the sources or the registry changed since Lean last checked them; run `{_VERIFY}`")
     return Verification(True, f"verified here: `lake build` and `lake test` passed with {toolchain}")
 
 
 def verify(root: Path | None = None) -> Verification:
-    """Read the sources, fetch Mathlib's build files, run `lake build` and `lake test`; remember that all passed.
+    """Check the registry against the sources, fetch Mathlib's build files, run `lake build` and `lake test`.
 
-    The first run downloads gigabytes, see lean/README.md. Raises LyapunovPruneError when this cannot be
-    run, CheckFailed when the reader or lake says no.
+    Records success. The first run downloads gigabytes, see lean/README.md. Raises LyapunovPruneError when this cannot
+    run, and CheckFailed when the registry does not match or lake fails.
     """
     root = root or source_root()
     if root is None:
@@ -110,7 +109,7 @@ def verify(root: Path | None = None) -> Verification:
 
 
 def sources_digest(root: Path) -> str:
-    """SHA-256 over what lake checks, sources, lakefile, Lean and Mathlib pins, and the registry held against it."""
+    """SHA-256 over the sources, the lakefile, the Lean and Mathlib pins, and the registry."""
     pins = [root.parent / name for name in ("lakefile.lean", "lean-toolchain", "lake-manifest.json")]
     digest = hashlib.sha256(repr([(t.name, t.file, t.digest) for t in _THEOREMS]).encode())
     for path in [*pins, *sorted(root.rglob("*.lean"))]:
@@ -121,7 +120,7 @@ def sources_digest(root: Path) -> str:
 
 
 def theorem_frame() -> pd.DataFrame:
-    """The registry as a table: what each theorem says, where it is used, whether Lean verified it here."""
+    """The registry as a table: statement, functions that use it, and whether Lean verified it here."""
     verified = verification().verified
     rows = [
         {
@@ -146,7 +145,7 @@ def _not_verified(why: str) -> Verification:
 
 def _run(program: str, *arguments: str, cwd: Path) -> None:
     try:
-        # To stderr: stdout may be carrying the caller's JSON.
+        # To stderr, because stdout may carry JSON.
         status = subprocess.run([program, *arguments], cwd=cwd, stdout=2, check=False).returncode
     except OSError as error:
         raise LyapunovPruneError(f"cannot run {program}: {error.strerror}; reinstall elan") from None

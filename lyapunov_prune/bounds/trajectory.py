@@ -23,11 +23,10 @@ from lyapunov_prune.models.structure import Structure
 
 
 class Trajectory:
-    """What each layer stretches and what it adds, on the windows that were followed.
+    """Growth and local error of every layer on the windows that were followed.
 
-    With `h` dense and `h'` approximated, layer k is run exactly on `h'_k` as well (with the arguments the
-    model called it with), so that `‖f(h) − f(h')‖` and `‖f(h') − g(h')‖` are both seen. Sums of squares
-    over all windows: one long vector.
+    With `h` dense and `h'` approximated, the exact layer k also runs on `h'_k` (with the arguments of the model's own
+    call), which gives both `‖f(h) − f(h')‖` and `‖f(h') − g(h')‖`. Squares are summed over all windows, as one vector.
     """
 
     def __init__(self, model: PreTrainedModel, structure: Structure, records: Records) -> None:
@@ -37,7 +36,7 @@ class Trajectory:
         self.states: list[tuple[torch.Tensor, torch.Tensor]] = []
 
     def follow(self, ids: torch.Tensor) -> None:
-        """Run windows through both models; inside the block of `approximate`."""
+        """Run windows through both models; call inside the block of `approximate`."""
         dense: list[torch.Tensor] = []
         with self.records.suspended(), residual_stream(self.structure, lambda k, h: dense.append(h)):
             state = self._head_input(ids)
@@ -58,15 +57,15 @@ class Trajectory:
         self.states.append((state, changed))
 
     def composition(self) -> tuple[BoundCheck, ...]:
-        """The error after each layer against the composed bound, with growth as measured here: estimates."""
+        """The error after each layer against the composed bound, with measured growth (estimates)."""
         return trajectory_error_le(np.sqrt(self.error), self._growth(), np.sqrt(self.local), unit=self._unit)
 
     def contraction(self) -> tuple[BoundCheck, ...]:
-        """Theorems 9 and 8 on the relative error `r_k = ‖h_k − h'_k‖ / ‖h_k‖`, with numbers measured here: estimates.
+        """Theorems 9 and 8 on the relative error `r_k = ‖h_k − h'_k‖ / ‖h_k‖`, with measured factors (estimates).
 
-        Theorem 9, a check for each layer where even with what the layer adds, `K + δ/‖e‖`, the error grows less
-        than the state: `r` must fall there. Theorem 8, one check from the end of layer 0 on (no error enters
-        it), if `gamma` is below one.
+        Theorem 9: one check for each layer where the error, including the layer's own, grows less than the state (`K +
+        δ/‖e‖`), so that `r` must fall. Theorem 8: one check from the end of layer 0 on (no error enters layer 0), if
+        `gamma` is below one.
         """
         relative, state = self.error / self.size, self.size[1:] / self.size[:-1]
         reached = np.sqrt(self.stretched) + np.sqrt(self.local)
@@ -79,11 +78,11 @@ class Trajectory:
 
     @property
     def gamma(self) -> float:
-        """`γ = max_k K_k ‖h_k‖ / ‖h_{k+1}‖`: by what factor a layer at most shrinks or grows the relative error."""
+        """`γ = max_k K_k ‖h_k‖ / ‖h_{k+1}‖`, the largest growth factor of the relative error over the layers."""
         return float((self._growth() * np.sqrt(self.size[:-1] / self.size[1:])).max())
 
     def _growth(self) -> np.ndarray:
-        """`K_k = ‖f(h_k) − f(h'_k)‖ / ‖h_k − h'_k‖`; any would do, and 0 does, where there is no error yet."""
+        """`K_k = ‖f(h_k) − f(h'_k)‖ / ‖h_k − h'_k‖`, 0 where there is no error yet."""
         error, stretched = np.sqrt(self.error[:-1]), np.sqrt(self.stretched)
         return np.divide(stretched, error, out=np.zeros_like(stretched), where=error > 0)
 
@@ -92,7 +91,7 @@ class Trajectory:
         return 2.0**-52 if self.model.dtype == torch.float64 else 2.0**-23
 
     def decisions(self) -> TokenCertificate:
-        """Which predictions cannot have changed, given how far the state before the head moved."""
+        """Which predictions cannot have changed, given how far the input of the head moved."""
         state, changed = (torch.cat([pair[i] for pair in self.states]) for i in (0, 1))
         head: Any = self.model.get_output_embeddings()
         return argmax_unchanged_of_state_error(state, changed, head.weight, getattr(head, "bias", None))
@@ -109,7 +108,7 @@ class Trajectory:
         return states[0]
 
     def _exact_layers(self, outputs: list[torch.Tensor]) -> AbstractContextManager[None]:
-        """Before each layer runs, append what the exact one makes of the same arguments."""
+        """Before each layer runs, record the output of the exact layer for the same arguments."""
 
         def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             with self.records.suspended():

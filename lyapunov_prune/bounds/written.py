@@ -1,4 +1,4 @@
-"""The matrices of a checkpoint that something made of a dense model, if it changed nothing else."""
+"""The matrices of a checkpoint made from a dense model, if nothing else differs."""
 
 from __future__ import annotations
 
@@ -20,18 +20,19 @@ from lyapunov_prune.models.structure import find_structure, scale_weights
 
 @torch.no_grad()
 def written_matrices(reading: Reading, compressed: PreTrainedModel) -> dict[str, torch.Tensor]:
-    """`W'` (output × input) of `compressed` for every matrix `W` of the model that is read, by its name.
+    """`W'` (output × input) of `compressed` for every matrix `W` of the model, by name.
 
-    With them in the place of its own the dense model computes what `compressed` does, which is tried on some tokens.
+    The dense model must compute what `compressed` does when it uses these matrices, which is tested on a few tokens.
 
     Raises LyapunovPruneError, naming the first difference, for another family, number of layers, parameter, shape or
-    dtype; for a bias, norm, embedding or buffer that differs (an input scaled by another norm makes `W x − W' x` no
-    error of a matrix); for settings that differ; for adapters and quantised weights; and where nothing differs.
+    dtype; for a bias, norm, embedding or buffer that differs (an input scaled by another norm makes `W x − W' x` more
+    than the error of one matrix); for different settings; for adapters and quantised weights; and where nothing
+    differs.
     """
     model = reading.model
     require_plain(model)
     require_plain(compressed)
-    scale_weights(compressed)  # as those of the model that is read
+    scale_weights(compressed)  # as for the dense model
     ours, theirs = _tensors(reading, compressed)
     projections = find_projections(model)
     matrices = {f"{p.module}.{p.parameter}" for p in projections}
@@ -40,8 +41,8 @@ def written_matrices(reading: Reading, compressed: PreTrainedModel) -> dict[str,
         raise LyapunovPruneError("the compressed model is the dense one, weight for weight; there is nothing to check")
     if others := [name for name in changed if name not in matrices]:
         raise LyapunovPruneError(
-            f"the compressed model has another {others[0]}, and bounds speak of matrices alone; give one of which "
-            "nothing but the matrices of its layers was changed"
+            f"the compressed model has another {others[0]}, and bounds are for matrices alone; give a model in which "
+            "nothing but the matrices of the layers was changed"
         )
     if broken := [name for name in changed if not theirs[name].isfinite().all()]:
         raise LyapunovPruneError(f"{broken[0]} of the compressed model holds NaN or infinity; make it again")
@@ -51,11 +52,11 @@ def written_matrices(reading: Reading, compressed: PreTrainedModel) -> dict[str,
 
 
 def _tensors(reading: Reading, compressed: PreTrainedModel) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
-    """Parameters and buffers of both models, of the same names, shapes and dtypes."""
+    """Parameters and buffers of both models, which must have the same names, shapes and dtypes."""
     structure, other = reading.structure, find_structure(compressed)
     if is_compact(compressed) and not is_compact(reading.model):
         raise LyapunovPruneError(
-            "the compressed model is compact, and stores no matrix as the dense one does; compress or prune once more "
+            "the compressed model is compact and does not store the dense model's matrices; compress or prune again "
             "with --format plain, and check that"
         )
     if other.model_type != structure.model_type:
@@ -86,13 +87,13 @@ def _described(tensor: torch.Tensor | None) -> str:
 def _require_same_forward(
     reading: Reading, compressed: PreTrainedModel, written: Mapping[Projection, torch.Tensor]
 ) -> None:
-    """Whatever no parameter tells, a window, a base of positions, an ε of a norm, the logits do."""
+    """Compare logits, which also depend on settings without a parameter (window, rotary base, ε of a norm)."""
     inputs = sample_inputs(reading.model, reading.batch)
     with replaced(reading.model, written):
         logits = KeptLogits(reading.model, inputs)
     worst = logits.deviation(KeptLogits(compressed, inputs))
     if worst > SAME_LIMIT[reading.model.dtype]:
         raise LyapunovPruneError(
-            f"with the matrices of the compressed model the dense one gives other logits than it (by {worst:.2g}): "
+            f"with the compressed model's matrices the dense model gives other logits (by {worst:.2g}): "
             "their settings differ; compare the config.json of both"
         )

@@ -224,14 +224,14 @@ REFUSED: dict[str, tuple[Callable[[], PreTrainedModel], str]] = {
     "parameter": (lambda: make_tiny("gpt2", tie_word_embeddings=False), r"lm_head\.weight is \(97, 32\).*missing"),
     "bias": (
         with_parameter("transformer.h.3.mlp.c_fc.bias"),
-        r"another transformer\.h\.3\.mlp\.c_fc\.bias, and bounds speak of matrices alone",
+        r"another transformer\.h\.3\.mlp\.c_fc\.bias",
     ),
     "norm": (with_parameter("transformer.h.1.ln_2.weight"), r"another transformer\.h\.1\.ln_2\.weight"),
     "embedding": (with_parameter("transformer.wte.weight"), r"another transformer\.wte\.weight"),
-    "setting": (with_epsilon, "the dense one gives other logits than it .* compare the config.json of both"),
+    "setting": (with_epsilon, "other logits"),
     "compact": (
         lambda: make_compact(make_tiny("gpt2"), Cuts(attention=(0,))),
-        r"is compact, and stores no matrix as the dense one does; .* with --format plain",
+        r"is compact .*--format plain",
     ),
     "NaN": (with_nan, r"transformer\.h\.1\.mlp\.c_fc\.weight of the compressed model .*NaN"),
 }
