@@ -137,7 +137,7 @@ def test_options_reach_the_methods_that_have_them(method: str) -> None:
 def test_weights_that_are_not_finite_are_refused(method: str, bad: float) -> None:
     W, statistics = sample()
     W[3, 5] = bad
-    with pytest.raises(LyapunovPruneError, match="the matrix holds NaN or infinity; check the weights"):
+    with pytest.raises(LyapunovPruneError, match="NaN or infinity"):
         compressed(method, W, statistics, AMOUNTS[METHODS[method].unit])
 
 
@@ -148,7 +148,7 @@ NEEDED = [(name, field) for name, m in METHODS.items() for field in FIELDS[m.nee
 def test_statistics_that_are_missing_or_not_finite_are_refused(method: str, field: str) -> None:
     W, statistics = sample()
     amount = AMOUNTS[METHODS[method].unit]
-    with pytest.raises(LyapunovPruneError, match=f"{method} needs calibration statistics with .*; collect them"):
+    with pytest.raises(LyapunovPruneError, match=f"{method}.*statistics"):
         compressed(method, W, None, amount)
     without: dict[str, Any] = {field: None}
     with pytest.raises(LyapunovPruneError, match=f"{method}.*{field}"):

@@ -423,7 +423,7 @@ def test_layers_that_are_not_there() -> None:
 
 def test_inputs_that_never_come() -> None:
     subject = Subject("vit")
-    with pytest.raises(LyapunovPruneError, match="layer 2 took no part in the calibration forward; give more inputs"):
+    with pytest.raises(LyapunovPruneError, match="layer 2 took no part"):
         merge_blocks(subject.layers(), [subject.block], "affine", lambda: None)
 
 
