@@ -1,0 +1,159 @@
+"""A bad text, option or choice of layers is one line and exit code 2."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from helpers import COMMANDS, QUICK, TEXT, Done
+
+# Bad text.
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("x.txt", b"", "x.txt holds no text"),
+        ("x.txt", b"short", "lower --tokens"),
+        ("x.txt", b"caf\xe9 " * 999, "x.txt as UTF-8"),
+        ("x.jsonl", b'{"text": 1}', "x.jsonl line 1"),
+        ("y.txt", b"", "x.txt is no readable file"),
+    ],
+    ids=["empty", "short", "Latin-1", "JSONL", "missing"],
+)
+def test_a_bad_text(name: str, content: bytes, message: str, run_bad: Callable[..., str]) -> None:
+    Path(name).write_bytes(content)
+    assert message in run_bad(*COMMANDS["profile"], "--text", name.replace("y", "x"))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--context", "129", "--tokens", "258"], "longer than the model's 128"),
+        (["--tokens", "32"], "do not fill one window of 64"),
+        (["--text", "org/set", "--offline"], "--offline"),
+        (["--dtype", "float99"], "'float99' is not one of"),
+        (["--device", "bogus"], "no device bogus"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_a_bad_common_option(options: list[str], message: str, command: list[str], run_bad: Callable[..., str]) -> None:
+    assert message in run_bad(*command, *options)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--derivative", "guess"], "'guess' is not one of"),
+        (["--pooling", "mean"], "'mean' is not one of"),
+        (["--epsilon", "0"], "epsilon > 0"),
+        (["--epsilon", "nan"], "epsilon"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_a_bad_option_of_profile(options: list[str], message: str, run_bad: Callable[..., str]) -> None:
+    assert message in run_bad(*COMMANDS["profile"], *options)
+
+
+# Bad choices of layers.
+
+
+@pytest.mark.parametrize(
+    ("choice", "message"),
+    [
+        (["--remove", "6"], "remove 6 of 6 layers"),
+        (["--remove", "99"], "remove 99 of 6 layers"),
+        (["--remove", "0"], "give 1 to 5"),
+        (["--remove", "-1"], "give 1 to 5"),
+        (["--layers", "3,3"], "layer 3 is named more than once"),
+        (["--layers", "99"], "layer 99 does not exist"),
+        (["--layers", "-1"], "layer -1 does not exist"),
+        (["--layers", "0,1,2,3,4,5"], "keep at least one"),
+        (["--layers", "a,b"], "--layers 'a,b' is no list of layers; write it as 3,7"),
+        (["--layers", ""], "is no list of layers"),
+        ([], "give --remove N, --max-kl X, --layers 3,7 or --plan FILE, one of the four"),
+        (["--remove", "1", "--layers", "1"], "one of the four"),
+        (["--remove", "1", "--criterion", "good"], "'good' is not one of 'rho', 'bi'"),
+        (["--remove", "100%"], "a share of 100% of 6 layers cannot go; give less than 100%, as 25%"),
+        (["--remove", "0%"], "a share of 0% of 6 layers cannot go"),
+        (["--remove", "some"], "'some' is no number, as 7, and no share, as 25%"),
+        (["--remove", "2.5"], "'2.5' is no number, as 7, and no share, as 25%"),
+        (["--remove", "1", "--criterion", "bi", "--search", "9"], "--search is what --criterion best may spend; give"),
+        (["--layers", "2", "--judge", "builtin"], "--judge is the text that --mend is judged by; give both or neither"),
+        (["--max-kl", "1", "--criterion", "best"], "criterion best searches among sets; give --remove N with it"),
+        (["--remove", "1", "--criterion", "best", "--what", "mlp"], "best is defined for whole layers only"),
+        (["--remove", "1", "--protect", "0,x"], "--protect '0,x' is no list of layers; write it as 3,7"),
+        (["--remove", "1", "--protect", "6"], "layer 6 to protect does not exist; the layers are 0 to 5"),
+        (["--remove", "2", "--protect", "0,1,2,3,-1"], "1 layers are left to remove beside the protected, and 2"),
+        (["--layers", "1", "--protect", "0"], "--protect is of layers that a criterion chooses; give --remove or"),
+        (["--remove", "1", "--alpha", "1.5"], "alpha 1.5 is outside [0, 1]; give"),
+        (["--plan", "absent.json"], "cannot read absent.json"),
+        (["--plan", "tiny/config.json"], "tiny/config.json holds no result, not PruningPlan; give"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_a_bad_choice_of_layers(choice: list[str], message: str, run_bad: Callable[..., str]) -> None:
+    assert message in run_bad("prune", "tiny", "-o", "out", *choice, *TEXT)
+
+
+@pytest.mark.parametrize(
+    "choice", [["--remove", "6"], ["--remove", "0"], ["--criterion", "good"], ["--alpha", "-1"]], ids=" ".join
+)
+@pytest.mark.parametrize("source", [["tiny"], ["--profile", "run/profile.json"]], ids=["model", "profile"])
+def test_a_bad_choice_when_ranking(
+    choice: list[str], source: list[str], run: Callable[..., Done], run_bad: Callable[..., str]
+) -> None:
+    run("profile", "tiny", "-o", "run", *QUICK)
+    run_bad("rank", *source, *TEXT, *choice)
+
+
+@pytest.mark.parametrize("source", [[], ["tiny", "--profile", "x"]], ids=["neither", "both"])
+def test_a_ranking_needs_a_model_or_a_profile(source: list[str], run_bad: Callable[..., str]) -> None:
+    assert "or --profile FILE" in run_bad("rank", *source)
+
+
+def test_empty_names_and_texts_are_named_as_such(run_bad: Callable[..., str], checkpoint: Path) -> None:
+    (checkpoint.parent / "blank.txt").write_text("\n\n  \n" * 99)
+    assert "the text has no name" in run_bad("eval", "tiny", "--text", "")
+    assert "blank.txt holds no text" in run_bad("eval", "tiny", "--text", "blank.txt", *TEXT)
+    assert "the model has no name" in run_bad("eval", "", *TEXT)
+
+
+def test_what_is_decoded_has_to_fit_the_context_too(run_bad: Callable[..., str]) -> None:
+    line = run_bad("hierarchy", "tiny", "--tokens", "128", "--context", "128", "--new-tokens", "2")
+    assert "128 tokens and 2 behind them are more than the 128" in line
+
+
+def test_an_unknown_split(run_bad: Callable[..., str]) -> None:
+    told = run_bad(*COMMANDS["eval"], "--split", "test")
+    assert "'test' is not one of 'evaluation', 'all', 'calibration'" in told
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["unknown"], "'unknown'"),
+        (["--unknown"], "--unknown"),
+        (["profile"], "Missing argument 'model'"),
+        (["prune", "tiny"], "Missing option '--output'"),
+        (["prune", "tiny", "-o"], "requires an argument"),
+        (["profile", "tiny", "extra"], "extra"),
+        (["profile", "tiny", "--tokens", "many"], "'--tokens'"),
+        (["profile", "tiny", "--tokens", "1"], "'--tokens'"),
+        (["profile", "tiny", "--seeds", "0"], "'--seeds'"),
+        (["profile", "tiny", "--batch-size", "0"], "'--batch-size'"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_a_usage_error(arguments: list[str], message: str, run_bad: Callable[..., str]) -> None:
+    line = run_bad(*arguments)
+    assert message in line
+    assert line.endswith("; see lyapunov-prune COMMAND --help\n")
+
+
+@pytest.mark.parametrize("arguments", [[], ["--help"], ["prune", "--help"]], ids=" ".join)
+def test_help_is_no_error(arguments: list[str], run: Callable[..., Done]) -> None:
+    done = run(*arguments)
+    assert (done.code, done.err, done.changed) == (0, "", set())
+    assert "Usage: lyapunov-prune" in done.out

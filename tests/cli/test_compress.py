@@ -1,0 +1,107 @@
+"""`compress`: schedules, budgets and what it refuses."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from helpers import TEXT
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+from lyapunov_prune.compression.report import CompressionReport
+from lyapunov_prune.ranking.amount import BudgetedCompression
+
+
+def test_compress_writes_a_plain_checkpoint_that_says_what_it_is(run: Any) -> None:
+    done = run("compress", "tiny", "--method", "wanda", "--pattern", "2:4", "-o", "out", *TEXT)
+    assert done.code == 0
+    assert "neither memory nor time is saved" in done.out
+    AutoModelForCausalLM.from_pretrained("out")
+    assert Path("out/compression.json").is_file()
+    assert run("eval", "out", "--split", "calibration", *TEXT).code == 2  # its calibration text
+    done = run("eval", "out", "--against", "tiny", *TEXT)
+    assert done.code == 0
+    assert "50% of the entries are zero" in done.out
+
+
+def test_an_allocation_is_measured_or_read(run: Any) -> None:
+    sparse = ["compress", "tiny", "--method", "magnitude", "-o"]
+    assert run(*sparse, "a", "--sparsity", "0.5", "--allocation", "lyapunov", *TEXT).code == 0
+    allocation = CompressionReport.load("a/compression.json").allocation
+    allocation.save("allocation.json")
+    assert run(*sparse, "b", "--allocation", "allocation.json").code == 0
+    a, b = (load_file(f"{name}/model.safetensors") for name in "ab")
+    assert all(torch.equal(a[key], b[key]) for key in a)
+
+
+def test_every_knob_of_a_schedule_is_reached(run: Any) -> None:
+    sparse = ["compress", "tiny", "--method", "magnitude", "--sparsity", "0.5", *TEXT]
+    steps = ["--schedule-option", "least=0.9", "--schedule-option", "most=1.05", "--pooling", "token"]
+    assert run(*sparse, "--allocation", "lyapunov", *steps, "-o", "a").code == 0
+    found = CompressionReport.load("a/compression.json").allocation
+    assert (found.parameters, found.pooling) == ({"least": 0.9, "most": 1.05}, "token")
+    other = ["--allocation", "lyapunov-budget", "--schedule-option", "reading=downstream"]
+    assert run(*sparse, *other, "-o", "b").code == 0
+    found = CompressionReport.load("b/compression.json").allocation
+    assert (found.parameters, found.pooling) == ({"reading": "downstream"}, "energy")
+    assert run(*sparse, "--allocation", "atp-search", "--schedule-option", "trials=2", "-o", "c").code == 0
+    assert len(CompressionReport.load("c/compression.json").allocation.tried) == 2
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (["--allocation", "atp", "--schedule-option", "tau=1"], "parameter 'tau'"),
+        (["--allocation", "atp", "--schedule-option", "beta"], "'beta' is no NAME=VALUE"),
+        (["--allocation", "atp", "--schedule-option", "beta=steep"], "is 'steep'"),
+        (["--allocation", "atp", "--pooling", "token"], "leave out --pooling"),
+    ],
+)
+def test_a_knob_that_is_none_is_refused_before_the_model_loads(run: Any, args: list[str], message: str) -> None:
+    done = run("compress", "none", "-o", "out", "--method", "magnitude", "--sparsity", "0.5", *args)
+    assert done.code == 2
+    assert message in done.err
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (["--method", "wanda", "--pattern", "2-4"], "write it as 2:4"),
+        (["--method", "wanda", "--bits", "4"], "takes sparsity"),
+        (["--method", "wanda", "--sparsity", "0.5", "--allocation", "none.json"], "unknown allocation"),
+        (["--method", "best", "--sparsity", "0.5"], "'best' is not one of 'magnitude'"),
+        (["--method", "magnitude", "--sparsity", "0.5"], "--tokens has no effect"),
+        (["--method", "rtn", "--bits", "4"], "--tokens has no effect"),
+        (["--method", "wanda", "--sparsity", "0"], "--sparsity 0 removes nothing"),
+        (["--method", "rtn", "--bits", "4", "--allocation", "bits"], "gives every layer 4 bits"),
+        (
+            ["--method", "rtn", "--bits", "6", "--allocation", "bits", "--schedule-option", "high=6"],
+            "gives every layer 6 bits; give a mean between 4 and 6",
+        ),
+    ],
+)
+def test_compress_refuses_before_it_loads(run: Any, args: list[str], message: str) -> None:
+    done = run("compress", "tiny", "-o", "out", *args, *TEXT)
+    assert done.code == 2
+    assert message in done.err
+    assert not done.changed
+
+
+def test_compress_takes_what_a_budget_of_divergence_allows(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    rtn = ("compress", "tiny", "--method", "rtn", *TEXT)
+    with monkeypatch.context() as patch:  # what is written is the model that was tried
+        patch.setattr(sys.modules["lyapunov_prune.compression.compress"], "compress", None)
+        assert run(*rtn, "--max-kl", "1000", "-o", "out").code == 0
+    spent = BudgetedCompression.load("out/amounts.json")
+    assert (spent.amount, spent.max_kl) == (2, 1000)
+    assert {m.bits for m in CompressionReport.load("out/compression.json").matrices} == {2}
+    assert "the least it takes, costs" in run(*rtn, "--max-kl", "1e-30", "-o", "no").err
+    assert "removes nothing" in run(*rtn, "--max-kl", "0", "-o", "no").err
+    for said in (("--bits", "4"), ("--sparsity", "0.5"), ("--rank", "2"), ("--pattern", "2:4")):
+        assert f"leave out {said[0]}" in run(*rtn, "--max-kl", "1", *said, "-o", "no").err
+    assert "--resume" in run(*rtn, "--bits", "4", "--resume", "-o", "no").err
+    assert not Path("no").exists()

@@ -1,0 +1,126 @@
+"""`rank` and `prune` by every criterion, and by a budget of divergence."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from helpers import QUICK, TEXT, Done
+
+from lyapunov_prune.pruning.plan import PruningPlan
+from lyapunov_prune.pruning.provenance import Provenance
+from lyapunov_prune.ranking.budget import BudgetedRemoval
+from lyapunov_prune.ranking.tried import BestRemoval
+
+
+@pytest.mark.parametrize(
+    ("options", "criterion"),
+    [
+        (["--remove", "34%"], "best"),
+        (["--remove", "2", "--criterion", "bi"], "bi"),
+        (["--remove", "34%", "--what", "mlp"], "bi"),
+    ],
+)
+def test_a_number_or_a_share_goes_by_best_if_no_criterion_is_given(
+    options: list[str], criterion: str, run: Callable[..., Done]
+) -> None:
+    """In a plan as in a checkpoint; where best is not defined, by bi."""
+    assert run("rank", "tiny", *options, "-o", "run", *TEXT).code == 0
+    plan = PruningPlan.load("run/plan.json")
+    assert (plan.criterion, len(plan.touched)) == (criterion, 2)
+    done = run("prune", "tiny", *options, "-o", "out", *TEXT)
+    assert done.code == 0, done.err
+    assert Provenance.load("out/provenance.json").plan.touched == plan.touched
+    assert ("too few to tell sets apart" in done.out) == (criterion == "best")
+
+
+def test_an_order_without_a_number_is_by_bi(run: Callable[..., Done]) -> None:
+    assert "by bi" in run("rank", "tiny", "-o", "run", *TEXT).out
+    run("profile", "tiny", "-o", "run", *QUICK)
+    assert "by bi" in run("rank", "--profile", "run/profile.json", "--remove", "25%").out
+
+
+def test_criteria_that_look_at_the_predictions(run: Any) -> None:
+    assert run("rank", "tiny", "--criterion", "kl", "--remove", "2", *TEXT).code == 0
+    assert PruningPlan.load("runs/tiny/plan.json").criterion == "kl"
+    assert Path("runs/tiny/divergence.json").is_file()
+    assert run("prune", "tiny", "--criterion", "oracle", "--remove", "2", "-o", "out", *TEXT).code == 0
+    by_hand = run("rank", "tiny", "--criterion", "oracle", "--remove", "2", "--resume", *TEXT)
+    assert by_hand.code == 0
+    assert PruningPlan.load("runs/tiny/plan.json").remove == Provenance.load("out/provenance.json").plan.remove
+    done = run("rank", "tiny", "--criterion", "oracle", *TEXT)
+    assert done.code == 2
+    assert "give --remove N" in done.err
+    assert "scores of criterion kl" in run("rank", "--profile", "x.json", "--criterion", "kl").err
+
+
+def test_the_best_of_all_criteria_within_a_budget(run: Any) -> None:
+    asked = (
+        "tiny",
+        "--criterion",
+        "best",
+        "--search",
+        "9",
+        "--remove",
+        "2",
+        "--protect",
+        "-1,0",
+        *TEXT,
+        "--context",
+        "16",
+    )
+    assert run("rank", *asked).code == 0
+    found = BestRemoval.load("runs/tiny/best.json")
+    assert found.forwards <= 9
+    assert found.protected == (0, 5)
+    assert "The best of many choices" in (run("report", "runs/tiny") and Path("runs/tiny/report.html").read_text())
+    done = run("prune", *asked, "-o", "out")
+    assert done.code == 0
+    assert "told apart from" in done.out.lower()
+    assert Provenance.load("out/provenance.json").plan.remove == found.remove
+    assert run("rank", *asked, "--resume").code == 0
+    assert BestRemoval.load("runs/tiny/best.json").remove == found.remove
+    small = run("rank", *asked, "--search", "1")
+    assert (small.code, small.changed) == (2, set())
+    assert "1 forwards" in small.err
+
+
+def test_a_run_of_layers_goes_as_one(run: Any) -> None:
+    assert run("rank", "tiny", "--criterion", "angular", "--remove", "2", *TEXT).code == 0
+    plan = PruningPlan.load("runs/tiny/plan.json")
+    assert plan.remove == (plan.remove[0], plan.remove[0] + 1)
+    assert run("prune", "tiny", "--criterion", "angular", "--remove", "2", "-o", "out", *TEXT).code == 0
+    assert Provenance.load("out/provenance.json").plan.remove == plan.remove
+    assert "give --remove N" in run("rank", "tiny", "--criterion", "angular", *TEXT).err
+    periods = ("--remove", "2", "--keep-period", "-o", "no")
+    assert "--keep-period" in run("prune", "tiny", "--criterion", "angular", *periods, *TEXT).err
+
+
+def test_the_budget_of_divergence_says_how_many_layers_go(run: Any) -> None:
+    kl = ("tiny", "--criterion", "kl", *TEXT)
+    assert run("rank", *kl, "--max-kl", "1000").code == 0
+    assert len(PruningPlan.load("runs/tiny/plan.json").remove) == 5  # one layer stays
+    assert "raise the budget" in run("rank", *kl, "--max-kl", "1e-9").err
+    spent = BudgetedRemoval.load("runs/tiny/budget.json")
+    assert run("prune", *kl, "--max-kl", str(spent.kl[0]), "-o", "out").code == 0
+    assert Provenance.load("out/provenance.json").plan.remove == spent.ranking.order[:1]
+    assert run("rank", "tiny", "--criterion", "bi", *TEXT, "--max-kl", "1000").code == 0
+    assert "--max-kl says how many" in run("rank", *kl, "--max-kl", "1", "--remove", "2").err
+    assert "removes nothing" in run("prune", *kl, "--max-kl", "0", "-o", "no").err
+    assert "give --remove N" in run("rank", "tiny", "--criterion", "oracle", "--max-kl", "1", *TEXT).err
+
+
+def test_the_budget_of_divergence_is_spent_on_parts_of_layers_too(run: Any) -> None:
+    bi = ("tiny", "--criterion", "bi", "--what", "mlp", *TEXT)
+    assert run("rank", *bi, "--max-kl", "1000").code == 0
+    assert len(PruningPlan.load("runs/tiny/plan.json").drop_mlp) == 6  # every layer stays
+    spent = BudgetedRemoval.load("runs/tiny/budget.json")
+    assert run("prune", *bi, "--max-kl", str(spent.kl[0]), "-o", "out").code == 0
+    assert Provenance.load("out/provenance.json").plan.drop_mlp == spent.ranking.order[:1]
+    assert "orders activations" in run("prune", *bi[:3], "--what", "activation", "--max-kl", "1", "-o", "no").err
+    assert (
+        "blend is defined for whole layers"
+        in run("prune", "tiny", "--criterion", "blend", "--what", "mlp", "--max-kl", "1", "-o", "no").err
+    )

@@ -1,0 +1,125 @@
+"""`hierarchy`: compressed and pruned models, verdicts and prompts."""
+
+from __future__ import annotations
+
+import shutil
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from helpers import TEXT, VOCABULARY, make_tiny, saved
+from transformers import PreTrainedTokenizerFast
+
+from lyapunov_prune.forward import decoding
+from lyapunov_prune.predictions import generation as generation_module
+from lyapunov_prune.predictions.choices import ChoiceComparison
+from lyapunov_prune.predictions.generation import GenerationDivergence
+from lyapunov_prune.predictions.hierarchy import HierarchyProbe
+from lyapunov_prune.predictions.verdict import Verdict
+from lyapunov_prune.pruning.surgery import cut
+
+
+def test_hierarchy_follows_a_compressed_and_a_pruned_model(run: Any) -> None:
+    few = ["--tokens", "32", "--context", "16", "--new-tokens", "3"]
+    assert run("compress", "tiny", "--method", "rtn", "--bits", "8", "-o", "rounded").code == 0
+    Path("items.jsonl").write_text('{"query": "one two", "choices": ["three", "four five"], "gold": 1}\n' * 3)
+    assert "give COMPRESSED too" in run("hierarchy", "tiny", "--choices", "items.jsonl").err
+    assert "--choices FILE" in run("hierarchy", "tiny", "rounded", "--letters").err
+    asked = ["--choices", "items.jsonl", "--letters", "--limit", "2", "--sample", "0"]
+    assert run("hierarchy", "tiny", "rounded", *asked, *few).code == 0
+    assert ChoiceComparison.load("runs/tiny/letters.json").characters[0] == (1.0, 1.0)
+    assert "Multiple choice by letters" in Path("runs/tiny/report.html").read_text()
+    assert "Generation by draws" in Path("runs/tiny/report.html").read_text()
+    assert GenerationDivergence.load("runs/tiny/sampled.json").measured_on.seed == 0
+    written = {p.name for p in Path("runs/tiny").iterdir()}
+    assert {
+        "hierarchy.json",
+        "generation.json",
+        "diverged-history.json",
+        "paths.json",
+        "choices.json",
+        "report.html",
+    } <= written
+    assert len(ChoiceComparison.load("runs/tiny/choices.json").gold) == 2
+    rounded = HierarchyProbe.load("runs/tiny/hierarchy.json")
+    assert run("hierarchy", "tiny", *few).code == 0
+    dropped = HierarchyProbe.load("runs/tiny/hierarchy.json")
+    assert rounded.kl.mean() < dropped.kl.mean()
+    assert run("prune", "tiny", "--layers", "1", "-o", "out", *TEXT).code == 0
+    done = run("hierarchy", "tiny", "out", *few)
+    assert done.code == 0
+    assert "One layer of tiny left out, by itself" in done.out
+    assert "out has 5 of 6 layers" in done.out
+
+
+def test_hierarchy_refuses_what_was_not_made_from_the_dense_model(
+    run: Any, run_bad: Any, checkpoint: Path, tokenizer: PreTrainedTokenizerFast
+) -> None:
+    few = ["--tokens", "32", "--context", "16", "--new-tokens", "1"]
+    for name, changes, told in (
+        ("gpt2", {}, "(gpt2, not llama)"),
+        ("llama", {"hidden_size": 64}, "(64, not 32)"),
+    ):
+        model = make_tiny(name, vocab_size=len(VOCABULARY), **changes)
+        saved(cut(model, (1,)), tokenizer, checkpoint.parent / "other")
+        assert told in run_bad("hierarchy", "tiny", "other", *few)
+        shutil.rmtree("other")
+    saved(make_tiny("llama", seed=1, vocab_size=len(VOCABULARY)), tokenizer, checkpoint.parent / "stranger")
+    assert run("prune", "tiny", "--layers", "1", "-o", "out", *TEXT).code == 0
+    assert run("prune", "out", "--layers", "1", "-o", "twice", *TEXT).code == 0
+    told = run_bad("hierarchy", "stranger", "out", *few)
+    assert "out/provenance.json records as 'tiny'" in told
+    assert run("hierarchy", "tiny", "twice", *few).code == 0
+
+
+def test_hierarchy_decodes_each_text_once_and_by_the_batch(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Beside what generation walks through both models."""
+    assert run("compress", "tiny", "--method", "rtn", "--bits", "8", "-o", "rounded").code == 0
+    walk = decoding.walk
+    walks: list[tuple[str, int]] = []
+
+    def counted(reading: Any, prompts: torch.Tensor, *args: Any, **given: Any) -> Any:
+        walks.append((reading.model.config._name_or_path, len(prompts)))
+        return walk(reading, prompts, *args, **given)
+
+    for module in (decoding, generation_module):
+        monkeypatch.setattr(module, "walk", counted)
+    few = ["--tokens", "64", "--context", "16", "--new-tokens", "3", "--batch-size", "2"]
+    assert run("hierarchy", "tiny", "rounded", *few).code == 0
+    assert Counter(walks) == {("tiny", 2): 4, ("rounded", 2): 4}  # four prompts, twice
+
+
+def test_hierarchy_gives_a_verdict_by_kind_of_task(run: Any) -> None:
+    Path("items.jsonl").write_text('{"query": "one two", "choices": ["three", "four five"], "gold": 1}\n' * 3)
+    Path("queries.jsonl").write_text('{"_id": "q", "text": "one two"}\n')
+    Path("docs.jsonl").write_text("".join(f'{{"_id": "d{i}", "text": "three {i}"}}\n' for i in range(12)))
+    Path("qrels.tsv").write_text("query-id\tcorpus-id\tscore\nq\td3\t1\n")
+    few = ["--tokens", "32", "--context", "16", "--new-tokens", "3"]
+    asked = ["--choices", "items.jsonl", "--retrieval", "queries.jsonl,docs.jsonl,qrels.tsv", "--verdict", *few]
+    for option in (["--verdict"], ["--retrieval", "a,b"], ["--sample", "0"]):
+        assert f"{option[0]} compares two models" in run("hierarchy", "tiny", *option).err
+    assert run("prune", "tiny", "--layers", "1", "-o", "out", *TEXT).code == 0
+    done = run("hierarchy", "tiny", "out", *asked)
+    assert done.code == 0
+    found = Verdict.load("runs/tiny/verdict.json")
+    assert [k.task for k in found.kinds] == ["retrieval", "choice", "generation"]
+    assert "generation: " in done.out
+    page = Path("runs/tiny/report.html").read_text()
+    assert page.index("<h2>Verdict by kind of task</h2>") < page.index("<h2>Hidden state, logits, probabilities</h2>")
+    assert "<h2>Retrieval with both models</h2>" in page
+
+
+def test_hierarchy_goes_on_from_own_prompts(run: Any) -> None:
+    Path("mine.txt").write_text("one two three\nthe thick ether\nfour\n")
+    few = ["--prompts", "mine.txt", "--new-tokens", "3"]
+    done = run("hierarchy", "tiny", *few)
+    assert done.code == 0
+    assert "tokens of mine.txt (all" in done.out
+    assert HierarchyProbe.load("runs/tiny/hierarchy.json").kl.shape[-1] == 3
+    assert "no chat template" in run("hierarchy", "tiny", *few, "--chat").err
+    assert "--prompts FILE" in run("hierarchy", "tiny", "--chat").err
+    Path("long.txt").write_text("a long prompt " * 200)
+    assert "context is 128" in run("hierarchy", "tiny", "--prompts", "long.txt").err
+    assert "no.txt" in run("hierarchy", "tiny", "--prompts", "no.txt").err

@@ -1,0 +1,163 @@
+"""No command scores a model on the text that it was made with."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from helpers import COMMANDS, TEXT, Done
+
+from lyapunov_prune.compression.report import CompressionReport
+from lyapunov_prune.results.history import History
+
+# The text that a model was chosen on.
+
+
+@pytest.fixture
+def text(checkpoint: Path) -> str:
+    lines = (f"Line {n} of a text, and its number squared is {n * n}.\n\n" for n in range(200))
+    (checkpoint.parent / "own.txt").write_text("".join(lines))
+    return "own.txt"
+
+
+@pytest.mark.parametrize("split", ["calibration", "all"])
+@pytest.mark.parametrize("spelling", ["own.txt", "./own.txt", "tiny/../own.txt"])
+def test_a_pruned_model_is_not_scored_on_its_calibration_text(
+    split: str, spelling: str, text: str, run: Callable[..., Done], run_bad: Callable[..., str]
+) -> None:
+    run(*COMMANDS["prune"], "--text", text)
+    line = run_bad("eval", "out", *TEXT, "--text", spelling, "--split", split)
+    assert f"out was made with {text} (calibration; step 1 of its history, prune), which holds about" in line
+    assert f"tokens of {spelling} ({split}) to score; take its evaluation half, or another text" in line
+
+
+def test_the_evaluation_half_is_not_offered_where_it_is_what_was_seen(
+    text: str, run: Callable[..., Done], run_bad: Callable[..., str]
+) -> None:
+    whole = Path(text).read_text()
+    Path("second.txt").write_text(whole[whole.index("\n\n", len(whole) // 2) + 2 :])
+    run(*COMMANDS["prune"], "--text", "second.txt")
+    line = run_bad("eval", "out", *TEXT, "--text", text)
+    assert line.rstrip().endswith("(evaluation) to score; give another text")
+
+
+@pytest.mark.parametrize("options", [["--text", "own.txt"], ["--split", "all"]], ids=["other half", "other text"])
+def test_a_pruned_model_is_scored_on_other_text(options: list[str], text: str, run: Callable[..., Done]) -> None:
+    run(*COMMANDS["prune"], "--text", text)
+    assert run("eval", "out", *TEXT, *options).code == 0
+
+
+LONGER = ["--tokens", "512", "--context", "64"]
+
+
+COMPRESS = ["compress", "--method", "magnitude", "--sparsity", "0.3"]
+
+
+PRUNE = ["prune", "--remove", "1"]
+
+
+def elsewhere() -> tuple[str, str]:
+    Path("deep/er").mkdir(parents=True)
+    os.chdir("deep/er")
+    return "../../out", "../../own.txt"
+
+
+def copied() -> tuple[str, str]:
+    shutil.copy("own.txt", "copy.txt")
+    return "out", "copy.txt"
+
+
+def with_a_paragraph_more() -> tuple[str, str]:
+    own = Path("own.txt").read_text()
+    Path("more.txt").write_text("A paragraph that was added.\n\n" + own)
+    return "out", "more.txt"
+
+
+@pytest.mark.parametrize("moved", [elsewhere, copied, with_a_paragraph_more])
+def test_the_calibration_text_is_known_by_its_content(
+    moved: Callable[[], tuple[str, str]], text: str, run: Callable[..., Done], run_bad: Callable[..., str]
+) -> None:
+    assert run(*PRUNE, "tiny", "-o", "out", *LONGER, "--text", text).code == 0
+    model, where = moved()
+    line = run_bad("eval", model, *LONGER, "--text", where, "--split", "calibration")
+    assert f"{model} was made with {text} (calibration; step 1" in line
+    assert f"{where} (calibration)" in line
+    assert run("eval", model, *LONGER, "--text", where).code == 0
+
+
+@pytest.mark.parametrize("allocation", ["owl", "lyapunov"])
+def test_what_an_allocation_was_measured_on_was_seen(
+    allocation: str, text: str, run: Callable[..., Done], run_bad: Callable[..., str]
+) -> None:
+    run(*COMPRESS, "tiny", "--allocation", allocation, "-o", "out", *LONGER, "--text", text)
+    assert CompressionReport.load("out/compression.json").calibration is None
+    assert "history, compress" in run_bad("eval", "out", *LONGER, "--text", text, "--split", "calibration")
+    assert f"Allocation: by tiny, float32 on cpu; 512 tokens of {text}" in Path("out/README.md").read_text()
+    assert run("eval", "out", *LONGER, "--text", text).code == 0
+
+
+@pytest.mark.parametrize(
+    "how",
+    [
+        ["--method", "magnitude"],
+        ["--method", "weight-only"],
+        ["--method", "svd"],
+        ["--method", "svd", "--format", "compact"],
+        ["--method", "rtn"],
+        ["--method", "magnitude", "--allocation", "atp"],
+    ],
+    ids=" ".join,
+)
+def test_the_text_of_a_budget_was_seen(
+    how: list[str], text: str, run: Callable[..., Done], run_bad: Callable[..., str]
+) -> None:
+    compress = ["compress", "tiny", "--max-kl", "0.5", "-o", "out", *LONGER, "--text", text, *how]
+    assert run(*compress).code == 0
+    assert "history, compress" in run_bad("eval", "out", *LONGER, "--text", text, "--split", "calibration")
+    card = Path("out/README.md").read_text()
+    assert re.search(rf"Allocation: by tiny, float32 on cpu; \d+ tokens of {re.escape(text)}", card)
+    assert run("eval", "out", *LONGER, "--text", text).code == 0
+
+
+def test_weights_alone_see_no_text(text: str, run: Callable[..., Done]) -> None:
+    run(*COMPRESS, "tiny", "-o", "out")
+    assert run("eval", "out", *LONGER, "--text", text, "--split", "calibration").code == 0
+
+
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [
+        (PRUNE, COMPRESS),
+        (["compress", "--method", "wanda", "--sparsity", "0.3"], ["prune", "--layers", "0"]),
+        (PRUNE, ["prune", "--layers", "0"]),
+        (PRUNE, ["prune", "--layers", "0", "--on-disk"]),
+        ([*COMPRESS, "--allocation", "owl"], ["prune", "--layers", "0", "--on-disk"]),
+        (PRUNE, ["heal", "--steps", "1", "--teacher", "tiny"]),
+    ],
+    ids=lambda options: " ".join(options[::2]),
+)
+def test_a_second_step_keeps_what_the_first_saw(
+    first: list[str], second: list[str], text: str, run: Callable[..., Done], run_bad: Callable[..., str]
+) -> None:
+    assert run(*first, "tiny", "-o", "out", *LONGER, "--text", text).code == 0
+    reads = [] if "--on-disk" in second or second == COMPRESS else LONGER
+    assert run(*second, "out", "-o", "again", *reads).code == 0
+    assert [step.kind for step in History.load("again/history.json").steps] == [first[0], second[0]]
+    line = run_bad("eval", "again", *LONGER, "--text", text, "--split", "calibration")
+    assert f"made with own.txt (calibration; step 1 of its history, {first[0]})" in line
+    assert run("eval", "again", *LONGER, "--text", text).code == 0
+
+
+def test_hierarchy_and_sensitivity_ask_the_history_too(text: str, run: Callable[..., Done]) -> None:
+    halves = "".join(Path(text).read_text().partition("Line 100 ")[::2][::-1])  # the other half first
+    Path("turned.txt").write_text(halves)
+    run(*PRUNE, "tiny", "-o", "out", *LONGER, "--text", text)
+    for command in (["hierarchy", "tiny", "out", "--new-tokens", "1"], ["sensitivity", "out", "--study", "removal"]):
+        done = run(*command, *LONGER, "--text", "turned.txt")
+        assert done.code == 2, command
+        assert "made with own.txt (calibration" in done.err
+        assert "turned.txt (evaluation)" in done.err

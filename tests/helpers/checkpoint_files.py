@@ -1,0 +1,181 @@
+"""Checkpoints as files: written, broken, read again."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import resource
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NoReturn
+
+import gguf
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from transformers import PreTrainedModel, PreTrainedTokenizerFast
+
+from helpers.tiny_models import VOCABULARY
+from lyapunov_prune.checkpoints.outline import read_outline
+from lyapunov_prune.models.loading import load
+from lyapunov_prune.pruning.on_disk import prune_on_disk
+from lyapunov_prune.pruning.plan import PruningPlan
+from lyapunov_prune.pruning.provenance import Provenance
+
+
+def saved(model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, folder: Path, **options: Any) -> Path:
+    model.save_pretrained(folder, **options)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+def limit_file_size(size: int) -> None:
+    """As on a full disk: a file may not grow beyond `size`, and the signal that says so is ignored."""
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, size))
+
+
+WEIGHTS = "model.safetensors"
+
+
+def write_gguf(model: PreTrainedModel, path: Path, leave_out: str = "", *, packed: bool = False) -> Path:
+    """A Llama and its vocabulary as a GGUF file; `packed`: Q8_0 where a row is a whole number of its blocks."""
+    writer, config = gguf.GGUFWriter(path, "llama"), model.config
+    writer.add_block_count(config.num_hidden_layers)
+    writer.add_context_length(config.max_position_embeddings)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_head_count(config.num_attention_heads)
+    writer.add_head_count_kv(config.num_key_value_heads)
+    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    writer.add_rope_dimension_count(config.head_dim)
+    writer.add_vocab_size(config.vocab_size)
+    writer.add_tokenizer_model("gpt2")
+    writer.add_token_list(VOCABULARY)
+    writer.add_token_merges(["t h"])
+    writer.add_bos_token_id(1)
+    writer.add_eos_token_id(2)
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, config.num_hidden_layers)
+    for name, tensor in model.state_dict().items():
+        if name != leave_out:
+            values, kind = tensor.numpy(), gguf.GGMLQuantizationType.Q8_0
+            blocks = packed and tensor.ndim == 2 and tensor.shape[1] % 32 == 0
+            writer.add_tensor(
+                names.get_name(name, try_suffixes=(".weight",)),
+                gguf.quants.quantize(values, kind) if blocks else values,
+                raw_dtype=kind if blocks else None,
+            )
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+def edit_json(path: Path, **changes: Any) -> None:
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+
+def shard(folder: Path, model: PreTrainedModel) -> list[Path]:
+    (folder / WEIGHTS).unlink()
+    model.save_pretrained(folder, max_shard_size="100KB")
+    shards = sorted(folder.glob("model-*.safetensors"))
+    assert len(shards) > 1
+    return shards
+
+
+def cut(folder: Path, to: int) -> None:
+    (folder / WEIGHTS).write_bytes((folder / WEIGHTS).read_bytes()[:to])
+
+
+def corrupt_header(folder: Path) -> None:
+    content = bytearray((folder / WEIGHTS).read_bytes())
+    content[8:60] = b"x" * 52
+    (folder / WEIGHTS).write_bytes(content)
+
+
+def change_weight(folder: Path, name: str, tensor: torch.Tensor | None) -> None:
+    weights = load_file(folder / WEIGHTS)
+    del weights[name]
+    save_file(weights | ({} if tensor is None else {name: tensor}), folder / WEIGHTS, {"format": "pt"})
+
+
+def pickle_only(folder: Path) -> None:
+    torch.save(load_file(folder / WEIGHTS), folder / "pytorch_model.bin")
+    (folder / WEIGHTS).unlink()
+
+
+def missing_shard(folder: Path) -> None:
+    shard(folder, load(folder).model)[1].unlink()
+
+
+def truncated_shard(folder: Path) -> None:
+    last = shard(folder, load(folder).model)[-1]
+    last.write_bytes(last.read_bytes()[:-10])
+
+
+UP = "model.layers.3.mlp.up_proj.weight"
+
+
+BROKEN: dict[str, tuple[Callable[[Path], Any], str]] = {
+    "truncated": (lambda f: cut(f, -1000), r"model\.safetensors is truncated"),
+    "header cut": (lambda f: cut(f, 20), r"model\.safetensors is truncated"),
+    "empty file": (lambda f: cut(f, 0), r"model\.safetensors is truncated"),
+    "corrupt": (corrupt_header, r"model\.safetensors is truncated"),
+    "pickle only": (pickle_only, r"only pickled weights \(pytorch_model\.bin\)"),
+    "no weights": (lambda f: (f / WEIGHTS).unlink(), "no safetensors weights"),
+    "missing shard": (missing_shard, r"cannot load .*model-00002-of-"),
+    "truncated shard": (truncated_shard, r"model-0000.* is truncated"),
+    "missing key": (lambda f: change_weight(f, UP, None), rf"lacks 1 weights .*{UP}"),
+    "wrong shape": (lambda f: change_weight(f, UP, torch.zeros(3, 3)), rf"in another shape \({UP}\)"),
+    "no config": (lambda f: (f / "config.json").unlink(), "has no config.json"),
+    "cut config": (lambda f: (f / "config.json").write_text("{"), "cannot load .*config"),
+    "unknown type": (
+        lambda f: edit_json(f / "config.json", model_type="nn"),
+        "is a nn",
+    ),
+    "no tokenizer": (
+        lambda f: [p.unlink() for p in f.glob("token*")],
+        "holds no tokenizer",
+    ),
+    "settings of a tokenizer alone": (
+        lambda f: (f / "tokenizer.json").unlink(),
+        "holds no tokenizer",
+    ),
+    "cut tokenizer": (lambda f: (f / "tokenizer.json").write_text("{"), "cannot load the tokenizer"),
+}
+
+
+def linked(folder: Path) -> None:
+    """Move every file elsewhere, under the name of a hash, and leave a link."""
+    blobs = folder.parent / "blobs"
+    blobs.mkdir()
+    for number, file in enumerate(sorted(folder.iterdir())):
+        file.rename(blobs / f"{number:040}")
+        file.symlink_to(f"../blobs/{number:040}")
+
+
+def disk_full(*args: object, **kwargs: object) -> NoReturn:
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+REMOVE = (1, 4)
+
+
+def tensors(folder: Path) -> dict[str, bytes]:
+    """Dtype, shape and bytes of every tensor, read by safetensors itself."""
+    found = {}
+    for file in folder.glob("*.safetensors"):
+        with safe_open(file, framework="np") as opened:
+            assert opened.metadata() == {"format": "pt"}
+            for name in opened.keys():  # noqa: SIM118 - safe_open is no dict
+                value = opened.get_tensor(name)
+                found[name] = f"{value.dtype}{value.shape}".encode() + value.tobytes()
+    return found
+
+
+def on_disk(source: Path, target: Path, remove: tuple[int, ...] = REMOVE, **options: Any) -> Provenance:
+    outline = read_outline(source, source)
+    return prune_on_disk(outline, PruningPlan.given(outline.identity, remove), target, **options)

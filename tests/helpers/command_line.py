@@ -1,0 +1,102 @@
+"""The command line in tests: its arguments, and what a run left."""
+
+from __future__ import annotations
+
+import math
+import os
+import socket
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+import torch
+
+from lyapunov_prune.healing import state as training_state
+from lyapunov_prune.healing.distillation import Distillation
+
+
+def words_of(svg: str) -> list[str]:
+    return [text.strip() for text in ElementTree.fromstring(svg).itertext() if text.strip()]
+
+
+def interrupted_after(steps: int, patch: pytest.MonkeyPatch) -> None:
+    """From now on a run is interrupted after so many more steps, the state of each of which is kept."""
+    left, take_step = [steps], Distillation.take_step
+
+    def interrupt(self: Distillation, inputs: torch.Tensor, rate: float) -> None:
+        if not left[0]:
+            raise KeyboardInterrupt
+        left[0] -= 1
+        take_step(self, inputs, rate)
+
+    patch.setattr(Distillation, "take_step", interrupt)
+    patch.setattr(training_state, "SECONDS", 0.0)
+    patch.setattr(training_state, "_SHARE", math.inf)
+
+
+TEXT = ["--tokens", "128", "--context", "64"]
+
+
+# Every way of writing a checkpoint of the folder `tiny`, without its output.
+WRITERS = [
+    ["prune", "tiny", "--layers", "1", *TEXT],
+    ["prune", "tiny", "--layers", "1", "--on-disk"],
+    ["prune", "tiny", "--layers", "1", "--stream"],
+    ["prune", "tiny", "--layers", "1", "--what", "attention", "--format", "compact", *TEXT],
+    ["compress", "tiny", "--method", "magnitude", "--sparsity", "0.5"],
+    ["compress", "tiny", "--method", "magnitude", "--sparsity", "0.5", "--stream"],
+    ["compress", "tiny", "--method", "svd", "--sparsity", "0.5", "--format", "compact"],
+    ["compress", "tiny", "--method", "rtn", "--bits", "4", "--symmetric", "--format", "compressed-tensors"],
+    ["heal", "tiny", "--teacher", "tiny", "--steps", "1", *TEXT],
+]
+
+
+def writer_id(arguments: list[str]) -> str:
+    return " ".join(a for a in arguments if a.isalpha() or a in ("--on-disk", "--stream"))
+
+
+QUICK = [*TEXT, "--seeds", "1"]
+
+
+@dataclass(frozen=True)
+class Done:
+    code: int
+    out: str
+    err: str
+    changed: set[str]  # files and folders that came, went or changed
+
+
+def tree() -> dict[str, bytes | None]:
+    return {str(p): p.read_bytes() if p.is_file() else None for p in Path().rglob("*")}
+
+
+def free_port() -> str:
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        return str(free.getsockname()[1])
+
+
+def launched_twice(script: Path) -> subprocess.CompletedProcess[str]:
+    """`script` in two processes that know of each other.
+
+    What `accelerate launch` starts for several devices; its --cpu starts one process whatever --num_processes says.
+    """
+    launch = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", "--master_port", free_port()]
+    env = {**os.environ, "OMP_NUM_THREADS": "1"}
+    return subprocess.run([*launch, str(script)], env=env, capture_output=True, text=True, timeout=300)
+
+
+# Every command that takes a model, on the folder `tiny`.
+COMMANDS: dict[str, list[str]] = {
+    "profile": ["profile", "tiny", *QUICK],
+    "rank": ["rank", "tiny", "--remove", "1", *TEXT],
+    "prune": ["prune", "tiny", "--remove", "1", "-o", "out", *TEXT],
+    "prune --layers": ["prune", "tiny", "--layers", "1", "-o", "out", *TEXT],
+    "compress": ["compress", "tiny", "--sparsity", "0.5", "-o", "out", *TEXT],
+    "eval": ["eval", "tiny", *TEXT],
+    "check": ["check", "tiny", "--sparsity", "0.5", *TEXT],
+    "sensitivity": ["sensitivity", "tiny", "--study", "layer,removal", *TEXT],
+}

@@ -1,0 +1,189 @@
+"""Tiny random models of every family, and a tokenizer."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import transformers
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
+
+from lyapunov_prune.compression.compress import compress
+from lyapunov_prune.compression.factors import with_factors
+from lyapunov_prune.data import ImageBatch
+from lyapunov_prune.models.structure import find_structure
+from lyapunov_prune.pruning.compact import Cuts, make_compact
+
+LAYERS = 6
+
+
+SMALL: dict[str, Any] = {
+    "vocab_size": 97,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": LAYERS,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 128,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+}
+
+
+_SLIDING = {"sliding_window": 8}
+
+
+# Every kind of layer a family mixes, and its switches.
+TINY: dict[str, tuple[str, dict[str, Any]]] = {
+    "gpt2": ("gpt2", {}),
+    "gpt2-inverse-layer": ("gpt2", {"scale_attn_by_inverse_layer_idx": True}),
+    "llama": ("llama", {}),
+    "mistral": ("mistral", _SLIDING),
+    "qwen2": ("qwen2", {**_SLIDING, "use_sliding_window": True, "max_window_layers": 3}),
+    "qwen3": ("qwen3", {**_SLIDING, "use_sliding_window": True, "max_window_layers": 2}),
+    "gemma2": ("gemma2", {**_SLIDING, "query_pre_attn_scalar": 8}),
+    "gemma3": ("gemma3_text", {**_SLIDING, "query_pre_attn_scalar": 8, "sliding_window_pattern": 3}),
+    "phi3": ("phi3", _SLIDING),
+    "gpt_neox": ("gpt_neox", {}),
+    "opt": ("opt", {"ffn_dim": 48, "word_embed_proj_dim": 32}),
+}
+
+
+def make_tiny(name: str, seed: int = 0, **changes: Any) -> PreTrainedModel:
+    """A random model of the family, float32, with weights large enough for every layer to matter."""
+    model_type, extra = TINY[name]
+    config = transformers.AutoConfig.for_model(model_type, **{**SMALL, **extra, **changes})
+    torch.manual_seed(seed)
+    model = AutoModelForCausalLM.from_config(config).eval()
+    return with_large_weights(model)
+
+
+def make_small(name: str, **changes: Any) -> PreTrainedModel:
+    """A compact model of the family: no attention in layers 0 and 4, one matrix for a block, the rest two factors."""
+    model = make_tiny(name, **changes)
+    W = torch.randn(32, 32, generator=torch.Generator().manual_seed(0)) / 4
+    cut = make_compact(model, Cuts(attention=(0, 4), merged={1: (W, torch.ones(32)), 4: (W.T, None)}))
+    done = compress(cut, method="svd", sparsity=0.4)
+    return with_factors(done.model, done.report.ranks).eval()
+
+
+def with_large_weights(model: PreTrainedModel) -> PreTrainedModel:
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim >= 2:
+                parameter.normal_(std=0.15)
+            else:
+                parameter.add_(0.1 * torch.randn_like(parameter))
+    return model
+
+
+IMAGE_MODELS = {"vit": transformers.ViTForImageClassification, "deit": transformers.DeiTForImageClassification}
+
+
+def make_classifier(model_type: str) -> PreTrainedModel:
+    """A random ViT or DeiT of four layers that tells five classes of 8 × 8 images. Every layer matters."""
+    kind = IMAGE_MODELS[model_type]
+    small = {name: SMALL[name] for name in ("hidden_size", "intermediate_size", "num_attention_heads")}
+    images = {"num_hidden_layers": 4, "image_size": 8, "patch_size": 4, "num_channels": 1, "num_labels": 5}
+    torch.manual_seed(0)
+    return with_large_weights(kind(kind.config_class(**small, **images)).eval())
+
+
+def digits(n: int = 6, *, channels: int = 1, size: int = 8, seed: int = 0) -> ImageBatch:
+    """Random images of 8 bits, scaled as a processor does, of five classes in turn."""
+    generator = torch.Generator().manual_seed(seed)
+    pixels = torch.randint(256, (n, channels, size, size), generator=generator) / 255
+    return ImageBatch((pixels - 0.5) / 0.5, torch.arange(n) % 5, "digits", "all")
+
+
+# A byte-level vocabulary with one merge: every text has a token sequence, nothing is unknown.
+VOCABULARY = ["<pad>", "<s>", "</s>", *sorted(pre_tokenizers.ByteLevel.alphabet()), "th"]
+
+
+def make_tokenizer(adds_bos: bool = False, **special: str) -> PreTrainedTokenizerFast:
+    """A tokenizer of 260 tokens, mostly one a byte."""
+    bpe = Tokenizer(models.BPE(vocab={token: i for i, token in enumerate(VOCABULARY)}, merges=[("t", "h")]))
+    bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    bpe.decoder = decoders.ByteLevel()
+    if adds_bos:
+        bpe.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
+    special = special or {"bos_token": "<s>", "eos_token": "</s>", "pad_token": "<pad>"}
+    return PreTrainedTokenizerFast(tokenizer_object=bpe, **special)
+
+
+def wrong_layer_idx(model: PreTrainedModel) -> None:
+    find_structure(model).layers[1].self_attn.layer_idx = 3
+
+
+def bert() -> transformers.BertConfig:
+    return transformers.BertConfig(
+        vocab_size=260, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4
+    )
+
+
+# Families with other orders of norms and branches: two layers each, found with no word about them in the package.
+OTHERS: dict[str, tuple[dict[str, Any], list[tuple[str, str]]]] = {
+    "phi": ({}, [("input_layernorm", "self_attn"), ("input_layernorm", "mlp")]),
+    "cohere": ({}, [("input_layernorm", "self_attn"), ("input_layernorm", "mlp")]),
+    "olmo2": ({}, [("self_attn", "post_attention_layernorm"), ("mlp", "post_feedforward_layernorm")]),
+    "glm4": ({}, [("input_layernorm", "post_self_attn_layernorm"), ("post_attention_layernorm", "post_mlp_layernorm")]),
+    "biogpt": ({}, [("self_attn_layer_norm", "self_attn"), ("final_layer_norm", "fc2")]),
+    "lfm2": (
+        {"layer_types": ["full_attention", "conv"], "block_ff_dim": 48},
+        [("operator_norm", "self_attn"), ("ffn_norm", "feed_forward")],
+    ),
+}
+
+
+PARALLEL = {"gpt_neox", "phi", "cohere"}
+
+
+def make_other(model_type: str) -> PreTrainedModel:
+    config = transformers.AutoConfig.for_model(
+        model_type,
+        vocab_size=97,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        pad_token_id=0,
+        **OTHERS[model_type][0],
+    )
+    torch.manual_seed(0)
+    return transformers.AutoModelForCausalLM.from_config(config).eval()
+
+
+def other_head(model_type: str, **extra: Any) -> PreTrainedModel:
+    """A family that does more to its logits than multiply by a matrix."""
+    config = AutoConfig.for_model(model_type, **SMALL, **extra)
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config).eval()
+    for parameter in model.parameters():
+        if parameter.ndim >= 2:
+            parameter.normal_(std=0.3)
+    return model
+
+
+def moe(model_type: str) -> PreTrainedModel:
+    config = transformers.AutoConfig.for_model(
+        model_type,
+        vocab_size=97,
+        hidden_size=32,
+        intermediate_size=48,
+        moe_intermediate_size=24,
+        shared_expert_intermediate_size=24,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        num_experts=4,
+        num_local_experts=4,
+        num_experts_per_tok=2,
+        max_position_embeddings=128,
+    )
+    torch.manual_seed(0)
+    return transformers.AutoModelForCausalLM.from_config(config).eval()
