@@ -14,6 +14,7 @@ from . import profiles as profiles
 from . import pruning as pruning
 from . import ranking as ranking
 from . import sensitivity as sensitivity
+from . import shrinking as shrinking
 from .allocation.schedules import allocate as allocate
 from .bounds.check import check_bounds as check_bounds
 from .checkpoints.streamed import load_streamed as load_streamed
@@ -42,5 +43,6 @@ from .pruning.removal import remove_layers as remove_layers
 from .ranking.rank import rank as rank
 from .ranking.ranking import rank_layers as rank_layers
 from .sensitivity.sensitivity import measure_sensitivity as measure_sensitivity
+from .shrinking.shrink import shrink as shrink
 
 __version__: str

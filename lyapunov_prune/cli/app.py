@@ -19,6 +19,7 @@ from lyapunov_prune.cli.commands.joint import joint
 from lyapunov_prune.cli.commands.measure import check, profile, rank, sensitivity
 from lyapunov_prune.cli.commands.predictions import hierarchy
 from lyapunov_prune.cli.commands.prune import prune
+from lyapunov_prune.cli.commands.shrink import shrink
 from lyapunov_prune.cli.failures import READER_GONE, as_refusal, put_aside, require_sound_process, tell
 from lyapunov_prune.cli.options import Json, Resume, output_option, what_option
 from lyapunov_prune.cli.records import flattened
@@ -92,6 +93,7 @@ def demo(
 
 
 COMMANDS: dict[str, Callable[..., None]] = {
+    "shrink": shrink,
     "profile": profile,
     "rank": rank,
     "prune": prune,

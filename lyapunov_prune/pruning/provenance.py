@@ -12,7 +12,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from lyapunov_prune.checkpoints.beside import save_files
 from lyapunov_prune.checkpoints.cards import as_text, write_card
 from lyapunov_prune.checkpoints.reloading import RELOADED
-from lyapunov_prune.errors import CheckFailed, LyapunovPruneError
+from lyapunov_prune.errors import CheckFailed, LyapunovPruneError, printable
 from lyapunov_prune.mending.report import MendReport
 from lyapunov_prune.models.kinds import LayerKinds, find_kinds
 from lyapunov_prune.models.structure import Structure, identify
@@ -30,7 +30,8 @@ class Provenance(Result):
 
     `kept_to_original[i]` is the index in the original model of layer `i` of the pruned one. `not_run` names
     checks of the gate that were not made: logits need the model in memory, or streamed. `format` says how parts of
-    layers that went are stored: `plain`, at their full size, or `compact`, not at all.
+    layers that went are stored: `plain`, at their full size, or `compact`, not at all. `commands` would make the model
+    by hand, where one command has done the work of several.
     """
 
     source: str
@@ -41,6 +42,7 @@ class Provenance(Result):
     not_run: tuple[str, ...] = ()
     format: str = "plain"
     mended: MendReport | None = None
+    commands: tuple[str, ...] = ()
 
     def to_frame(self) -> pd.DataFrame:
         return pd.DataFrame({"layer": range(len(self.kept_to_original)), "original": self.kept_to_original})
@@ -93,11 +95,12 @@ def describe(
     mended: MendReport | None = None,
     since: str = "The model has not been\ntrained after the removal.",
     sections: Mapping[str, str] | None = None,
+    commands: tuple[str, ...] = (),
 ) -> Provenance:
     """Write provenance.json and the model card beside the weights in `folder`.
 
     `structure` is the original's. `since` says whether `pruned` has learnt after the removal, `sections` what the card
-    tells beside plan and gate.
+    tells beside plan and gate, `commands` what would make the model by hand.
     """
     provenance = Provenance(
         source=plan.model.name,
@@ -108,6 +111,7 @@ def describe(
         not_run=not_run,
         format=format,
         mended=mended,
+        commands=commands,
     )
     provenance.save(folder / PROVENANCE)
     write_card(
@@ -120,12 +124,18 @@ def describe(
             "Removed": _removed(plan, format),
             **({} if mended is None else {"Mended": _mended(mended)}),
             **(sections or {}),
+            **({"By hand": _by_hand(commands)} if commands else {}),
             **({"Engines": _engines(find_kinds(structure), plan.kept)} if format == "plain" else {}),
             "Gate": _checked(provenance),
         },
         tags=("depth-pruning",),
     )
     return provenance
+
+
+def _by_hand(commands: tuple[str, ...]) -> str:
+    lines = "\n".join(f"    {printable(command)}" for command in commands)
+    return f"Made by one command, which did what these do one after the other:\n\n{lines}"
 
 
 def _removed(plan: PruningPlan, format: str) -> str:

@@ -31,6 +31,8 @@ from lyapunov_prune.report.predictions import (
     verdict_figure,
 )
 from lyapunov_prune.report.section import Section
+from lyapunov_prune.shrinking.report import REPORT as SHRINKING
+from lyapunov_prune.shrinking.report import Shrinking
 
 _RETRIEVAL = (
     "A text is the mean of its final hidden states, and the documents of a query are those at the smallest angle. "
@@ -40,6 +42,14 @@ _RETRIEVAL = (
 )
 
 MODELS = (
+    Section(
+        SHRINKING,
+        Shrinking,
+        "What was done",
+        "Every step in order, and what text that it did not learn from says of it. A step that does not pay there is "
+        "dropped, and the model goes on as it was.",
+        lambda r: {},
+    ),
     Section(
         COMPRESSION,
         CompressionReport,

@@ -1,0 +1,130 @@
+"""Make a smaller model in one command."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Annotated
+
+from lyapunov_prune.cli.inputs import draw_report, jobs_folder
+from lyapunov_prune.cli.options import (
+    Json,
+    Judge,
+    Model,
+    ModelOptions,
+    Resume,
+    Seed,
+    Target,
+    TextOptions,
+    counted,
+    output_option,
+    what_option,
+)
+from lyapunov_prune.cli.records import Given
+from lyapunov_prune.cli.terminal import note, say, show
+from lyapunov_prune.errors import LyapunovPruneError
+
+
+def shrink(
+    model: Model,
+    *,
+    remove: Annotated[float | None, what_option(help="How many layers go.", **counted)] = None,
+    params: Annotated[
+        float | None, what_option(help="Instead: the share of the parameters that is left, as 0.8.")
+    ] = None,
+    speedup: Annotated[
+        float | None, what_option(help="Instead: how many times as fast a forward gets, measured here.")
+    ] = None,
+    minutes: Annotated[
+        float | None, what_option(help="Minutes for all of it; if not given, what 100 steps of healing take.")
+    ] = None,
+    seed: Seed = 0,
+    source: ModelOptions = ModelOptions(),
+    text: TextOptions = TextOptions(text="self", tokens=25600, context=256),
+    judge: Judge = None,
+    dry_run: Annotated[
+        bool, output_option("--dry-run", help="Say what would be done and its cost; write nothing.")
+    ] = False,
+    resume: Resume = False,
+    output: Target,
+    as_json: Json = False,
+    given: Given = Given(),
+) -> None:
+    """Make a smaller model: choose layers, remove them, mend, heal, check, evaluate; writes a plain checkpoint.
+
+    One target says how much goes. Mending and healing are kept only where text that they did not learn from says that
+    they pay. What it will take is said first. The text that teaches is written by the model itself if no --text is
+    given. Interrupted, it goes on with the same --output and --resume.
+    """
+    source.require_one_place("shrink")
+
+    from lyapunov_prune.data.text import require_source
+    from lyapunov_prune.forward.own_text import SELF
+    from lyapunov_prune.models.device import resolve_device
+    from lyapunov_prune.pruning.on_disk import too_large
+    from lyapunov_prune.results.files import require_empty
+    from lyapunov_prune.shrinking.shrink import Request, carry_out
+    from lyapunov_prune.shrinking.target import Target as Wanted
+    from lyapunov_prune.shrinking.texts import EVALUATED, WIDE, Texts
+
+    wanted = Wanted.of(remove, params, speedup)
+    require_empty(output)
+    folder = jobs_folder("shrink", model, output)
+    own = text.text == SELF
+    if own:
+        given.refuse("is of a text that is given; leave it out", "text_column", "bos")
+        if judge == SELF:
+            raise LyapunovPruneError(
+                "the model writes the text that teaches, and another one judges; give it as --judge"
+            )
+    else:
+        require_source(text.text, text.text_column)  # before minutes of loading
+    why = too_large(model, resolve_device(source.device), offline=source.offline)
+    if why:
+        raise LyapunovPruneError(
+            f"shrink needs the model in memory ({why}); rank --stream --criterion angular --remove N and prune "
+            "--stream --plan remove layers without it, and heal nothing"
+        )
+    loaded = source.load(model)
+    learn = held_out = second = None
+    if not own:
+        learn = text.load(loaded, "calibration", offline=source.offline)
+        wide = min(WIDE, loaded.structure.max_context or WIDE)
+        scored = replace(text, tokens=max(wide, min(text.tokens, EVALUATED)), context=wide)
+        held_out = scored.load(loaded, "evaluation", offline=source.offline)
+    texts = Texts(learn, None, held_out, text.tokens, text.context)
+    if judge is not None and judge != SELF:
+        texts.require(loaded.model)
+        tokens = texts.searched(loaded.model) // 2 * text.context
+        other = replace(text, text=judge, text_column=None, bos=None, tokens=tokens)
+        second = other.load(loaded, "calibration", offline=source.offline)
+    request = Request(
+        loaded.model,
+        loaded.tokenizer,
+        wanted,
+        replace(texts, judge=second),
+        minutes=minutes,
+        seed=seed,
+        batch_size=text.batch_size,
+        folder=folder,
+        resume=resume,
+        words=_words(text, judge, own),
+    )
+    if dry_run:
+        request.require()
+        show(request.estimate(), as_json, None)
+        return
+    done = carry_out(request, output, lambda expected: note("\n".join(expected.answer())))
+    draw_report(output)
+    show(done.report, as_json, None)
+    if not as_json:
+        say(f"Report: {output / 'report.html'}")
+
+
+def _words(text: TextOptions, judge: str | None, own: bool) -> tuple[str, ...]:
+    """The options that name the texts, as they would be given to `prune`."""
+    words = [] if own else ["--text", text.text]
+    if text.text_column is not None:
+        words += ["--text-column", text.text_column]
+    if text.bos is not None:
+        words.append("--bos" if text.bos else "--no-bos")
+    return (*words, *([] if judge is None else ["--judge", judge]))

@@ -1,0 +1,14 @@
+"""One call from a model to a smaller one: choose layers, mend, heal, each step kept only where it pays.
+
+- `target`: how much goes: layers, a share of the parameters, a speed, or what may be lost; and how many layers that is;
+- `cost`: how long it will take here, and how much memory and disk, before it starts;
+- `shrink`: the steps, one after the other;
+- `written`: the smaller model as a checkpoint, with the commands that would do the same by hand;
+- `report`: what was done and what it is worth.
+
+A new target is a case in `target.Target.of` and one in `target.count_for`.
+"""
+
+import lazy_loader
+
+__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

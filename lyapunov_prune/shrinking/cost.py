@@ -1,0 +1,165 @@
+"""What shrinking will cost on this machine, from a few timed forwards of the model itself."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+
+import torch
+from transformers import PreTrainedModel
+
+from lyapunov_prune.checkpoints.shards import size_of
+from lyapunov_prune.errors import LyapunovPruneError
+from lyapunov_prune.forward.own_text import self_generated
+from lyapunov_prune.healing.heal import STEPS
+from lyapunov_prune.models.device import free_memory
+from lyapunov_prune.models.structure import Structure, find_structure, identify, in_eval_mode
+from lyapunov_prune.ranking.criteria import search_budget
+from lyapunov_prune.results.frames import pd
+from lyapunov_prune.results.result import ModelIdentity, Result
+
+_STEP = 5  # forwards that a step of distillation takes: one of the teacher, one of the student, and its backward
+_SAVED = 1e8  # bytes a second that are written, and read again
+_WRITES = 16  # windows that a model writes at once
+LOW_RANK = 16  # of the updates that heal a model in half precision, or one whose optimizer has no room
+
+
+@dataclass(frozen=True)
+class Estimate(Result):
+    """What shrinking `model` by `remove` layers will take: `seconds` of each step, `memory` and `disk` in bytes.
+
+    Memory is what is needed beside the model that is loaded already. `rank` is that of the updates by which it is
+    healed, None where all parameters of the layers are trained; `step_seconds` is what a step of that takes.
+    """
+
+    model: ModelIdentity
+    target: str
+    remove: int
+    seconds: dict[str, float]
+    memory: int
+    disk: int
+    rank: int | None
+    step_seconds: float
+
+    def to_frame(self) -> pd.DataFrame:
+        return pd.DataFrame({"step": self.seconds.keys(), "minutes": [s / 60 for s in self.seconds.values()]})
+
+    def answer(self) -> list[str]:
+        how = "all weights of its layers" if self.rank is None else f"updates of rank {self.rank}"
+        return [
+            f"{self.remove} of {self.model.num_layers} layers of {self.model.name} will go ({self.target}); "
+            f"healed by {how}",
+            f"About {_time(sum(self.seconds.values()))} here, {self.memory / 1e9:.2g} GB of memory beside the model, "
+            f"{self.disk / 1e9:.2g} GB of disk",
+        ]
+
+    def headline(self) -> str:
+        return "\n".join(self.answer())
+
+
+@in_eval_mode
+@torch.no_grad()
+def window_seconds(model: PreTrainedModel, context: int) -> float:
+    """The time of a forward of one window, after one that warms up."""
+    ids = torch.zeros((1, context), dtype=torch.int64, device=model.device)
+    seconds = 0.0
+    for _ in range(2):
+        began = time.perf_counter()
+        model(ids, use_cache=False).logits[0, -1, 0].item()  # which waits for a GPU
+        seconds = time.perf_counter() - began
+    return seconds
+
+
+def writing_seconds(model: PreTrainedModel, windows: int, context: int) -> float:
+    """The time in which `model` writes a text, from a few tokens of it."""
+    few = min(8, context)
+    began = time.perf_counter()
+    self_generated(model, tokens=_WRITES * few, context=few, batch_size=_WRITES)
+    step = (time.perf_counter() - began) / (few - 1)
+    return step * (context - 1) * -(-windows // _WRITES)
+
+
+def estimated(
+    model: PreTrainedModel,
+    target: str,
+    remove: int,
+    *,
+    windows: int,
+    searched: int,
+    context: int,
+    held_out: int,
+    writes: bool,
+    minutes: float | None,
+) -> Estimate:
+    """The cost of shrinking by `remove` layers on `windows` windows of `context` tokens, `searched` of which choose.
+
+    `held_out` tokens evaluate. With `writes` the model writes the text itself. `minutes` bound all of it.
+    """
+    structure = find_structure(model)
+    layers = structure.num_layers
+    window = window_seconds(model, context)
+    size = size_of(model)
+    smaller = size - remove * layer_bytes(structure) // layers
+    budget = search_budget(layers, remove, mend=True)
+    seconds = {"writing the text": writing_seconds(model, windows, context) if writes else 0.0}
+    seconds["choosing layers"] = budget * window * searched / 2
+    seconds["mending"] = seconds["choosing layers"] / 8  # as each of the four sets that the search mends
+    seconds["healing"] = STEPS * _STEP * window
+    seconds["evaluation"] = 2 * window * held_out / context + 16 * window
+    seconds["gate and files"] = 2 * smaller / _SAVED + 20 * window
+    if minutes is not None:
+        rest = sum(seconds.values()) - seconds["healing"]
+        seconds["healing"] = max(0.0, 60 * minutes - rest)
+    rank, memory = healed_by(model, remove, context)
+    return Estimate(
+        model=identify(model),
+        target=target,
+        remove=remove,
+        seconds=seconds,
+        memory=memory,
+        disk=smaller + trained_bytes(model, remove, rank) * 4,
+        rank=rank,
+        step_seconds=_STEP * window,
+    )
+
+
+def healed_by(model: PreTrainedModel, remove: int, context: int) -> tuple[int | None, int]:
+    """The rank of the updates that heal, None for all weights, and the bytes of memory that this needs.
+
+    All weights are trained where they are in float32 and there is room for a copy, its gradients, the two moments of
+    the optimizer and the best weights so far. Raises LyapunovPruneError where there is no room for updates either.
+    """
+    structure = find_structure(model)
+    smaller = size_of(model) - remove * layer_bytes(structure) // structure.num_layers
+    logits = 8 * context * structure.config.vocab_size * 4
+    free = free_memory(str(model.device))
+    wide = all(p.dtype in (torch.float32, torch.float64) for p in model.parameters())
+    needed = smaller + 4 * trained_bytes(model, remove, None) + logits
+    if wide and needed <= free:
+        return None, needed
+    needed = smaller + 4 * trained_bytes(model, remove, LOW_RANK) + logits
+    if needed > free:
+        raise LyapunovPruneError(
+            f"shrinking needs {needed / 1e9:.1f} GB of memory beside the model and {free / 1e9:.1f} GB are free on "
+            f"{model.device}; free some, or remove layers without healing: rank --stream, then prune --stream --plan"
+        )
+    return LOW_RANK, needed
+
+
+def trained_bytes(model: PreTrainedModel, remove: int, rank: int | None) -> int:
+    """The bytes in float32 of what is trained when `remove` layers are gone."""
+    structure = find_structure(model)
+    kept = 1 - remove / structure.num_layers
+    parameters = list(structure.layers.parameters())
+    if rank is None:
+        return int(4 * kept * sum(p.numel() for p in parameters))
+    return int(4 * kept * sum(rank * sum(p.shape) for p in parameters if p.ndim == 2))
+
+
+def _time(seconds: float) -> str:
+    return f"{seconds / 60:.0f} minutes" if seconds > 90 else f"{seconds:.0f} seconds"
+
+
+def layer_bytes(structure: Structure) -> int:
+    """The bytes of all layers together."""
+    return sum(p.numel() * p.element_size() for p in structure.layers.parameters())

@@ -1,0 +1,148 @@
+"""What shrinking did to a model, step by step, and what the smaller model is worth beside the dense one."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from transformers import PreTrainedModel
+
+from lyapunov_prune.errors import LyapunovPruneError, printable
+from lyapunov_prune.evaluation.evaluation import Evaluation
+from lyapunov_prune.evaluation.tasks import TaskScore
+from lyapunov_prune.pruning.plan import PruningPlan
+from lyapunov_prune.results.frames import pd
+from lyapunov_prune.results.result import MeasuredOn, Result
+
+REPORT = "shrink.json"  # beside the weights
+
+
+@dataclass(frozen=True)
+class Taken:
+    """A step: whether its result was `kept`, what the text that judged it says, and the seconds it took here."""
+
+    name: str
+    kept: bool
+    told: str
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Shrinking(Result):
+    """How a model was shrunk to a `target`, and the dense and the smaller model side by side.
+
+    `steps` holds every step in order, also those that were dropped or skipped. `size` is the bytes of all weights,
+    dense and smaller. `evaluation` is of both models on text that no step has learnt from or was judged by. `commands`
+    do by hand what was done. `loader` is the class of transformers that loads the result, and `folder` where it was
+    written, None where it was not.
+    """
+
+    target: str
+    plan: PruningPlan
+    steps: tuple[Taken, ...]
+    size: tuple[int, int]
+    evaluation: Evaluation
+    commands: tuple[str, ...]
+    loader: str
+    folder: str | None = None
+
+    def __post_init__(self) -> None:
+        if len(self.evaluation.perplexities) != 2:
+            raise LyapunovPruneError("shrinking compares two models, the dense one and the smaller; shrink again")
+
+    @property
+    def measured_on(self) -> tuple[MeasuredOn, ...]:
+        return self.evaluation.measured_on
+
+    @property
+    def parameters(self) -> tuple[int, int]:
+        dense, smaller = (p.measured_on.model.parameters for p in self.evaluation.perplexities)
+        return dense, smaller
+
+    def to_frame(self) -> pd.DataFrame:
+        """A row a step."""
+        return pd.DataFrame(
+            [(s.name, s.kept, s.told, s.seconds) for s in self.steps], columns=["step", "kept", "told", "seconds"]
+        )
+
+    def headline(self) -> str:
+        return "\n".join(self.answer())
+
+    def answer(self) -> list[str]:
+        """At most eight lines: what is left, its speed and worth, what was dropped, and how to load it."""
+        (before, after), (large, small) = self.parameters, self.size
+        gone = ", ".join(map(str, self.plan.remove))
+        lines = [
+            f"{self.plan.model.name} without {len(self.plan.remove)} of {self.plan.model.num_layers} layers ({gone}): "
+            f"{before:,} → {after:,} parameters, {_bytes(large)} → {_bytes(small)}",
+            self._speed(),
+            self._worth(),
+            self._kept(),
+        ]
+        if self.folder is not None:
+            lines += [
+                f"Written: {self.folder}. With transformers:",
+                f"  from transformers import AutoTokenizer, {self.loader}",
+                f"  model = {self.loader}.from_pretrained({self.folder!r})",
+                f"  tokenizer = AutoTokenizer.from_pretrained({self.folder!r})",
+            ]
+        return [printable(line) for line in lines if line]
+
+    def _speed(self) -> str:
+        speed = self.evaluation.speed
+        if speed is None:
+            return ""
+        dense, smaller = speed.rows
+        return (
+            f"Speed: reading {dense.prefill:.4g} → {smaller.prefill:.4g} tokens/s "
+            f"(× {smaller.prefill / dense.prefill:.2f}), writing {dense.decode:.4g} → {smaller.decode:.4g} "
+            f"(× {smaller.decode / dense.decode:.2f})"
+        )
+
+    def _worth(self) -> str:
+        dense, smaller = self.evaluation.perplexities
+        low, high = smaller.ratio_interval(dense)
+        on = smaller.measured_on
+        lines = [
+            f"Perplexity {dense.value:.4g} → {smaller.value:.4g} (× {smaller.value / dense.value:.3f}, 95% "
+            f"{low:.3f} to {high:.3f}) on {on.tokens:,} tokens of {on.text} that no step has seen"
+        ]
+        return "; ".join(lines + self._tasks())
+
+    def _tasks(self) -> list[str]:
+        scores = self.evaluation.tasks
+        if scores is None:
+            return []
+        told = []
+        for task in scores.tasks:
+            dense, smaller = (main_score([s for s in scores.scores if (s.model, s.task) == (m, task.name)])
+                              for m in scores.models)  # fmt: skip
+            told.append(f"{task.name} {_score(dense)} → {_score(smaller)} ({dense.metric}, {task.items} items)")
+        return told
+
+    def _kept(self) -> str:
+        kept = [step.name for step in self.steps if step.kept]
+        dropped = [f"{step.name} ({step.told})" for step in self.steps if not step.kept]
+        return f"Kept: {', '.join(kept)}" + (f"; dropped: {'; '.join(dropped)}" if dropped else "; nothing dropped")
+
+
+@dataclass(frozen=True)
+class Shrunk:
+    """The smaller model and the report."""
+
+    model: PreTrainedModel
+    report: Shrinking
+
+
+def main_score(scores: list[TaskScore]) -> TaskScore:
+    """The score that a task goes by: of an exact match the last number if it is asked for, else the harness' first."""
+    flexible = [s for s in scores if s.metric.endswith("flexible-extract")]
+    return (flexible or scores)[0]
+
+
+def _score(score: TaskScore) -> str:
+    return f"{score.value:.3g}" + (f" ± {1.96 * score.error:.2g}" if math.isfinite(score.error) else "")
+
+
+def _bytes(size: int) -> str:
+    return f"{size / 1e9:.2f} GB" if size >= 1e9 else f"{size / 1e6:.1f} MB"

@@ -1,0 +1,341 @@
+"""From a model to a smaller one in one call: choose layers, mend, heal, evaluate, write."""
+
+from __future__ import annotations
+
+import copy
+import math
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from lyapunov_prune.arguments import Seed, checked
+from lyapunov_prune.data.batch import TokenBatch
+from lyapunov_prune.data.unseen import require_unseen
+from lyapunov_prune.errors import CheckFailed, Diverged, LyapunovPruneError
+from lyapunov_prune.evaluation.evaluation import Evaluation, zero_share
+from lyapunov_prune.evaluation.perplexity import perplexity
+from lyapunov_prune.evaluation.speed import measure_speed
+from lyapunov_prune.healing.heal import STEPS, heal
+from lyapunov_prune.healing.report import REPORT as HEALING
+from lyapunov_prune.healing.report import Healed
+from lyapunov_prune.healing.state import clear_states
+from lyapunov_prune.models.left_out import require_whole
+from lyapunov_prune.models.plain import require_plain
+from lyapunov_prune.models.structure import find_structure, identify, in_eval_mode
+from lyapunov_prune.models.wrappers import loading_class
+from lyapunov_prune.pruning.counting import sizes_in_memory
+from lyapunov_prune.pruning.gate import GateReport, verify_removal
+from lyapunov_prune.pruning.surgery import cut
+from lyapunov_prune.ranking.criteria import search_budget
+from lyapunov_prune.results.files import require_disk, require_empty
+from lyapunov_prune.results.store import Store, clear_results
+from lyapunov_prune.shrinking.choosing import Choice, Chooser
+from lyapunov_prune.shrinking.cost import Estimate, estimated
+from lyapunov_prune.shrinking.report import REPORT, Shrinking, Shrunk, Taken
+from lyapunov_prune.shrinking.target import Target, count_for
+from lyapunov_prune.shrinking.texts import CONTEXT, TOKENS, Texts
+from lyapunov_prune.shrinking.written import by_hand, write_shrunk
+
+_LEAST_SEARCH = 4.0  # forwards in which a search finds anything, and
+_MENDED_SEARCH = 8.0  # those in which it compares mended sets too
+_LEAST_STEPS = 8  # of healing; in less time it is skipped
+
+
+@dataclass(frozen=True, eq=False)
+class Request:
+    """What `shrink` was asked. `words` are the options of the command line that name the texts."""
+
+    model: PreTrainedModel
+    tokenizer: PreTrainedTokenizerBase
+    target: Target
+    texts: Texts
+    minutes: float | None = None
+    seed: int = 0
+    batch_size: int = 1
+    folder: Path | None = None
+    resume: bool = False
+    words: tuple[str, ...] = ()
+
+    def require(self) -> None:
+        """Raise LyapunovPruneError for what can be refused before anything is measured."""
+        require_plain(self.model)
+        require_whole(self.model)
+        if self.minutes is not None and not 0 < self.minutes < math.inf:
+            raise LyapunovPruneError(f"{self.minutes:g} minutes shrink nothing; give a number above 0")
+        self.texts.require(self.model)
+
+    def estimate(self, remove: int | None = None) -> Estimate:
+        """What it will cost. `remove` is the number of layers, if that is known."""
+        return estimated(
+            self.model,
+            self.target.told(),
+            count_for(self.target, self.model) if remove is None else remove,
+            windows=self.texts.windows,
+            searched=self.texts.searched(self.model),
+            context=self.texts.width,
+            held_out=self.texts.evaluated,
+            writes=self.texts.learn is None,
+            minutes=self.minutes,
+        )
+
+
+@checked
+def shrink(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    output: str | Path | None = None,
+    *,
+    remove: int | float | None = None,
+    params: float | None = None,
+    speedup: float | None = None,
+    minutes: float | None = None,
+    batch: TokenBatch | None = None,
+    judge: TokenBatch | None = None,
+    evaluation: TokenBatch | None = None,
+    tokens: int = TOKENS,
+    context: int = CONTEXT,
+    seed: Seed = 0,
+    batch_size: int = 1,
+    folder: str | Path | None = None,
+    resume: bool = False,
+) -> Shrunk:
+    """A smaller model made from `model`, which stays untouched, and a report; written to `output` if that is given.
+
+    One target says how much goes: `remove` layers (a float below 1: a share of them), as many as leave at most
+    `params` of the parameters, or as many as make a forward `speedup` times as fast on this machine.
+
+    Layers are chosen by criterion `best` (`ranking.best`), their gaps mended (`mending`), the result healed from
+    `model` (`healing`). Mending and healing are kept only where windows that they did not learn from say that they pay,
+    and nothing is written that fails the gate. `minutes` bounds the whole run: a step for which no time is left is
+    skipped, and the report says so. Without it healing takes STEPS steps.
+
+    `batch` teaches every step; None has the model write `tokens` tokens in windows of `context`. `judge` is a second
+    text that judges mending, `evaluation` one that no step sees; the built-in text if None (`Texts.filled`). Finished
+    work is kept in `folder`, and with `resume` not repeated.
+
+    Raises LyapunovPruneError for no target or two, for one that cannot be met, with how near it comes, for texts too
+    short to judge by or that share tokens, for minutes in which no layers can be chosen, an `output` that is not empty,
+    and too little memory or disk; and as `best_removal` and `heal`. Raises CheckFailed when the gate fails.
+    """
+    place = None if folder is None else Path(folder)
+    texts = Texts(batch, judge, evaluation, tokens, context)
+    target = Target.of(remove, params, speedup)
+    request = Request(model, tokenizer, target, texts, minutes, seed, batch_size, place, resume)
+    return carry_out(request, None if output is None else Path(output))
+
+
+def carry_out(request: Request, output: Path | None, told: Callable[[Estimate], Any] = lambda _: None) -> Shrunk:
+    """`shrink` as requested; `told` is called with the estimate before anything is written."""
+    if output is not None:
+        require_empty(output)
+    request.require()
+    texts = request.texts
+    about = {"model": identify(request.model).weights, "target": request.target.option(), "seed": request.seed}
+    about |= {"text": "self" if texts.learn is None else texts.learn.text_hash}
+    about |= {"tokens": texts.tokens, "context": texts.context, "minutes": request.minutes}
+    with Store(request.folder, "shrinking", about, resume=request.resume) as store:
+        done = in_eval_mode(_run)(request.model, request, output, told, _Clock(request.minutes, store))
+    if request.folder is not None:
+        _clear(request.folder)
+    return done
+
+
+class _Clock:
+    """The time that is left of `minutes`, over all runs that went on from each other; endless if None."""
+
+    def __init__(self, minutes: float | None, store: Store) -> None:
+        self.store = store
+        self._end = math.inf if minutes is None else 60 * minutes
+        self._began = time.monotonic() - store.items().get("spent", 0.0)
+
+    def left(self) -> float:
+        return self._end - (time.monotonic() - self._began)
+
+    def once(self, key: str, value: Callable[[], Any]) -> Any:
+        """`value`, decided once: a run that goes on finds what the first one decided."""
+        if key not in self.store:
+            self.store.add(key, value())
+        self.store.add("spent", time.monotonic() - self._began)
+        return self.store[key]
+
+
+def _run(
+    model: PreTrainedModel, request: Request, output: Path | None, told: Callable[[Estimate], Any], clock: _Clock
+) -> Shrunk:
+    remove = clock.once("remove", lambda: count_for(request.target, model))
+    expected = request.estimate(remove)
+    for place in (output, request.folder):
+        if place is not None:
+            require_disk(place, expected.disk, "the smaller model and the state of its healing")
+    search = clock.once("search", lambda: _search(expected, clock))
+    told(expected)
+    learn, judge, held_out = request.texts.filled(model, request.tokenizer, request.folder, request.resume)
+    searched = request.texts.searched(model)
+    chooser = Chooser(
+        model,
+        learn.take(range(searched)),
+        judge,
+        search=search,
+        mend=search is None or search >= _MENDED_SEARCH,
+        folder=request.folder,
+        resume=request.resume,
+        batch_size=request.batch_size,
+    )
+    choice = chooser.choose(remove)
+    pruned = cut(model, choice.plan, mends=choice.mends, shared=True)
+    gate = verify_removal(model, pruned, choice.plan, learn, mends=choice.mends)
+    if not gate.passed:
+        raise CheckFailed(f"the pruned model fails the gate, {gate.failure()}; nothing was written")
+    minutes = clock.once("healing", lambda: _healing_minutes(expected, clock))
+    healed, healing = _healed(request, pruned, learn, expected, minutes)
+    smaller = pruned if healed is None else healed.model
+    require_unseen(smaller, held_out)
+    evaluation = _evaluation(model, smaller, held_out, request.batch_size)
+    heals = None if healed is None else _heal_words(request, expected, minutes)
+    commands = by_hand(
+        choice.plan,
+        mended=choice.report,
+        search=search,
+        healed=heals,
+        text=request.words,
+        searched=searched,
+        windows=len(learn),
+        context=learn.context,
+        held_out=held_out,
+        output="OUT" if output is None else str(output),
+    )
+    report = Shrinking(
+        target=request.target.told(),
+        plan=choice.plan,
+        steps=(*choice.taken, healing),
+        size=_sizes(model, smaller),
+        evaluation=evaluation,
+        commands=commands,
+        loader=loading_class(smaller).__name__,
+        folder=None if output is None else str(output),
+    )
+    if output is not None:
+        _write(request, output, report, smaller, choice, gate, healed, learn)
+    if healed is None:  # what it shares with the dense model is the caller's to change
+        smaller = copy.deepcopy(smaller)
+    return Shrunk(smaller, report)
+
+
+def _search(expected: Estimate, clock: _Clock) -> float | None:
+    """The forwards that choosing may spend: half of the time that is not spoken for, None for as many as usual.
+
+    Raises LyapunovPruneError for a time in which nothing can be chosen.
+    """
+    if clock.left() == math.inf:
+        return None
+    usual = search_budget(expected.model.num_layers, expected.remove, mend=True)
+    seconds = expected.seconds
+    forward = seconds["choosing layers"] / usual
+    fixed = sum(seconds[step] for step in ("writing the text", "mending", "evaluation", "gate and files"))
+    affordable = (clock.left() - fixed) / 2 / forward
+    if affordable < _LEAST_SEARCH:
+        least = (fixed + 2 * _LEAST_SEARCH * forward) / 60
+        raise LyapunovPruneError(f"the minutes are too few to choose any layers; give about {least:.2g} or more")
+    return round(min(usual, affordable), 1)
+
+
+def _healing_minutes(expected: Estimate, clock: _Clock) -> float | None:
+    """The minutes that are left to heal in, 0 where they are too few; None for no bound."""
+    if clock.left() == math.inf:
+        return None
+    seconds = clock.left() - expected.seconds["evaluation"] - expected.seconds["gate and files"]
+    return round(seconds / 60, 2) if seconds >= _LEAST_STEPS * expected.step_seconds else 0.0
+
+
+def _healed(
+    request: Request, pruned: PreTrainedModel, learn: TokenBatch, expected: Estimate, minutes: float | None
+) -> tuple[Healed | None, Taken]:
+    """The healed model, None where healing was skipped or does not pay."""
+    if minutes == 0:
+        return None, Taken("healing", False, "no time left", 0.0)
+    began = time.monotonic()
+    try:
+        done = heal(
+            pruned,
+            request.model,
+            learn,
+            steps=STEPS if minutes is None else None,
+            minutes=minutes,
+            rank=expected.rank,
+            seed=request.seed,
+            folder=None if request.folder is None else request.folder / "heal",
+            resume=request.resume,
+            batch_size=request.batch_size,
+        )
+    except Diverged as error:
+        return None, Taken("healing", False, str(error), time.monotonic() - began)
+    kept = done.report.kept >= 0
+    told = f"{done.report.steps} steps, {done.report.gain.told()}"
+    return done if kept else None, Taken("healing", kept, told, time.monotonic() - began)
+
+
+def _heal_words(request: Request, expected: Estimate, minutes: float | None) -> list[str]:
+    words = ["--steps", f"{STEPS}"] if minutes is None else ["--minutes", f"{minutes:g}"]
+    if expected.rank is not None:
+        words += ["--update-rank", f"{expected.rank}", "--dtype", str(request.model.dtype).removeprefix("torch.")]
+    return words + (["--seed", f"{request.seed}"] if request.seed else [])
+
+
+def _evaluation(dense: PreTrainedModel, smaller: PreTrainedModel, held_out: TokenBatch, batch_size: int) -> Evaluation:
+    models = {"dense": dense, "smaller": smaller}
+    return Evaluation(
+        perplexities=tuple(perplexity(m, held_out, batch_size=batch_size) for m in models.values()),
+        zeros=tuple(map(zero_share, models.values())),
+        speed=measure_speed(models, prompt=_prompt(dense), steps=16, repeats=3),
+    )
+
+
+def _prompt(model: PreTrainedModel) -> int:
+    return min(256, (find_structure(model).max_context or 512) // 2)
+
+
+def _sizes(dense: PreTrainedModel, smaller: PreTrainedModel) -> tuple[int, int]:
+    large, small = (sum(size for _, size in sizes_in_memory(model)) for model in (dense, smaller))
+    return large, small
+
+
+def _write(
+    request: Request,
+    output: Path,
+    report: Shrinking,
+    smaller: PreTrainedModel,
+    choice: Choice,
+    gate: GateReport,
+    healed: Healed | None,
+    learn: TokenBatch,
+) -> None:
+    results: dict[str, Any] = {REPORT: report, "best.json": choice.found, "eval.json": report.evaluation}
+    if healed is not None:
+        results[HEALING] = healed.report
+    write_shrunk(
+        request.model,
+        smaller,
+        request.tokenizer,
+        output,
+        choice.plan,
+        gate,
+        results,
+        batch=learn,
+        mended=choice.report,
+        healing=None if healed is None else healed.report,
+        commands=report.commands,
+    )
+
+
+def _clear(folder: Path) -> None:
+    """Nothing of the work is left."""
+    clear_states(folder / "heal")
+    for kept in sorted(folder.glob("best-*")):
+        clear_results(kept / "checks", "sweep")
+        clear_results(kept, "best removal")
+    clear_results(folder / "text", "self-generated text")
+    clear_results(folder, "shrinking")

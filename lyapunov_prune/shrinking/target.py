@@ -1,0 +1,166 @@
+"""How much of a model goes: a number of layers, a share of the parameters, a speed, or what may be lost."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+from transformers import PreTrainedModel
+
+from lyapunov_prune.errors import LyapunovPruneError
+from lyapunov_prune.evaluation.speed import measure_speed
+from lyapunov_prune.models.structure import find_structure
+from lyapunov_prune.pruning.surgery import cut
+from lyapunov_prune.ranking.criteria import count_of, require_count
+
+OPTIONS = {
+    "remove": "--remove 25%",
+    "params": "--params 0.8",
+    "speedup": "--speedup 1.2",
+    "max_kl": "--max-kl 0.5",
+    "max_drop": "--max-drop TASK:0.02",
+}
+_REPEATS = 3  # of a timed forward of each model
+
+
+@dataclass(frozen=True)
+class Target:
+    """What is asked for: `by` one of OPTIONS, its `value`, and for `max_drop` the `task` whose score may fall by it."""
+
+    by: Literal["remove", "params", "speedup", "max_kl", "max_drop"]
+    value: float
+    task: str | None = None
+
+    @classmethod
+    def of(
+        cls,
+        remove: int | float | None = None,
+        params: float | None = None,
+        speedup: float | None = None,
+        max_kl: float | None = None,
+        max_drop: str | None = None,
+    ) -> Target:
+        """The one target that is given. Raises LyapunovPruneError for none, for two, and for a value out of range."""
+        given = {"remove": remove, "params": params, "speedup": speedup, "max_kl": max_kl, "max_drop": max_drop}
+        named = [name for name, value in given.items() if value is not None]
+        if len(named) != 1:
+            raise LyapunovPruneError(f"give one target: {', '.join(OPTIONS.values())}")
+        if remove is not None:
+            if remove <= 0:
+                raise LyapunovPruneError(f"removing {remove:g} layers shrinks nothing; give 1 or more, or a share")
+            return cls("remove", remove)
+        if params is not None:
+            if not 0 < params < 1:
+                raise LyapunovPruneError(f"{params:g} is no share of the parameters to keep; give one below 1, as 0.8")
+            return cls("params", params)
+        if speedup is not None:
+            if not 1 < speedup < math.inf:
+                raise LyapunovPruneError(f"a speed of {speedup:g} times the dense one is no gain; give more than 1")
+            return cls("speedup", speedup)
+        if max_kl is not None:
+            if not 0 < max_kl < math.inf:
+                raise LyapunovPruneError(f"{max_kl:g} nats a token allow nothing; give a number above 0")
+            return cls("max_kl", max_kl)
+        assert max_drop is not None
+        task, colon, drop = max_drop.rpartition(":")
+        try:
+            value = float(drop)
+        except ValueError:
+            value = math.nan
+        if not (task and colon) or not 0 < value < 1:
+            raise LyapunovPruneError(f"{max_drop!r} is no task and drop; write it as TASK:0.02")
+        return cls("max_drop", value, task)
+
+    @property
+    def is_counted(self) -> bool:
+        """Whether the number of layers follows from the model alone, before any layer is chosen."""
+        return self.by in ("remove", "params", "speedup")
+
+    def told(self) -> str:
+        """A phrase, as `20% fewer parameters`."""
+        return {
+            "remove": f"{self.value:.0%} of the layers" if 0 < self.value < 1 else f"{self.value:g} layers",
+            "params": f"at most {self.value:.4g} of the parameters left",
+            "speedup": f"{self.value:g} times the speed",
+            "max_kl": f"at most {self.value:g} nats a token from the dense predictions",
+            "max_drop": f"a score of {self.task} at most {self.value:g} lower",
+        }[self.by]
+
+    def option(self) -> list[str]:
+        """The words of the command line."""
+        name = f"--{self.by.replace('_', '-')}"
+        return [name, f"{self.task}:{self.value:g}" if self.task else f"{self.value:g}"]
+
+
+def count_for(target: Target, model: PreTrainedModel) -> int:
+    """How many layers of `model` have to go for a target that `is_counted`.
+
+    For a speed the dense model and shallower ones are timed in turns. Raises LyapunovPruneError for a target that
+    cannot be met, with how near it comes, and for a number of layers that cannot go.
+    """
+    layers = find_structure(model).num_layers
+    if target.by == "remove":
+        remove = int(target.value) if target.value >= 1 else target.value
+        count = count_of(remove, layers)
+        require_count(count, layers)
+        return count
+    require_count(1, layers)
+    return for_params(target.value, model) if target.by == "params" else for_speed(target.value, model)
+
+
+def for_params(share: float, model: PreTrainedModel) -> int:
+    """The least number of layers whose removal leaves at most `share` of the parameters, whichever layers go."""
+    total = model.num_parameters()
+    sizes = sorted(sum(p.numel() for p in layer.parameters()) for layer in find_structure(model).layers)
+    left = total
+    for count, size in enumerate(sizes[:-1], start=1):
+        left -= size
+        if left <= share * total:
+            return count
+    raise LyapunovPruneError(
+        f"{share:.4g} of the parameters cannot be reached by removing layers: with one layer left it is "
+        f"{left / total:.4g}, the rest are embeddings and head; give that or more"
+    )
+
+
+def for_speed(speedup: float, model: PreTrainedModel) -> int:
+    """The least number of layers without which a forward is `speedup` times as fast, measured."""
+    structure = find_structure(model)
+    most = structure.num_layers - 1
+    prompt = min(256, (structure.max_context or 512) // 2)
+
+    def ratio(count: int) -> float:
+        smaller = cut(model, range(structure.num_layers - count, structure.num_layers), shared=True)
+        rows = measure_speed({"dense": model, "smaller": smaller}, prompt=prompt, steps=1, repeats=_REPEATS).rows
+        return rows[1].prefill / rows[0].prefill
+
+    best = ratio(most)
+    if best < speedup:
+        raise LyapunovPruneError(
+            f"{speedup:g} times the speed cannot be reached by removing layers: with one layer left it is {best:.3g} "
+            "times here; give less"
+        )
+    # The time of a forward is linear in the layers, up to noise.
+    first = round(most * (1 - 1 / speedup) / (1 - 1 / best))
+    return least(lambda count: ratio(count) >= speedup, most, first)
+
+
+def least(holds: Callable[[int], bool], most: int, first: int) -> int:
+    """The least count in 1 … `most` that `holds`; `most` does, and every count above one that does.
+
+    `first` is tried first; from there steps double, then halve.
+    """
+    low, high, step = 0, most, 1  # `low` does not hold, `high` does
+    at = first
+    while high - low > 1:
+        at = min(max(at, low + 1), high - 1)
+        if holds(at):
+            high, at = at, at - step
+        else:
+            low, at = at, at + step
+        step *= 2
+        if not low < at < high:
+            at = (low + high) // 2
+    return high

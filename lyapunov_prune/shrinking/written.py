@@ -1,0 +1,123 @@
+"""The smaller model as a checkpoint, and the commands that would make it by hand."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from lyapunov_prune.checkpoints.reloading import RELOADED, reload_check
+from lyapunov_prune.data.batch import TokenBatch
+from lyapunov_prune.errors import printable
+from lyapunov_prune.forward.logits import sample_inputs
+from lyapunov_prune.healing.report import Healing
+from lyapunov_prune.mending.report import MendReport
+from lyapunov_prune.models.structure import find_structure, in_eval_mode
+from lyapunov_prune.pruning.counting import COUNTED, count_check, sizes_in_memory
+from lyapunov_prune.pruning.gate import GateReport, attempt, bytes_in
+from lyapunov_prune.pruning.plan import PruningPlan
+from lyapunov_prune.pruning.provenance import Provenance, describe, require_passed, save
+from lyapunov_prune.results.files import whole_folder
+from lyapunov_prune.results.history import HISTORY, history_of
+from lyapunov_prune.results.result import Result
+
+
+@torch.no_grad()
+def write_shrunk(
+    model: PreTrainedModel,
+    smaller: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    target: Path,
+    plan: PruningPlan,
+    gate: GateReport,
+    results: Mapping[str, Result],
+    *,
+    batch: TokenBatch,
+    mended: MendReport | None,
+    healing: Healing | None,
+    commands: Sequence[str],
+) -> Provenance:
+    """Write `smaller` with its card, provenance and `results` (by file name) to `target`, whole or not at all.
+
+    `gate` is of the removal, before any healing: that the files load as they were saved, and hold what should be left,
+    is checked here again. Raises CheckFailed where they do not, and LyapunovPruneError where the disk refuses.
+    """
+    inputs = sample_inputs(smaller, batch)
+    with whole_folder(target) as folder:
+        save(smaller, tokenizer, folder)
+        sizes = sizes_in_memory(model)
+        checks = {
+            RELOADED: attempt(RELOADED, lambda: in_eval_mode(reload_check)(smaller, folder, inputs)),
+            COUNTED: attempt(COUNTED, lambda: count_check(model, sizes, smaller, bytes_in(folder), plan)),
+        }
+        gate = replace(gate, checks=tuple(checks.get(check.name, check) for check in gate.checks))
+        require_passed(gate)
+        history_of(smaller).save(folder / HISTORY)
+        for name, result in results.items():
+            result.save(folder / name)
+        return describe(
+            folder,
+            plan,
+            gate,
+            find_structure(model),
+            smaller,
+            mended=mended,
+            commands=tuple(commands),
+            **_healed(healing),
+        )
+
+
+def _healed(healing: Healing | None) -> dict[str, Any]:
+    if healing is None:
+        return {}
+    since = f"It learnt\nafter the removal, for {healing.steps} steps, to predict what the dense model predicts."
+    return {"since": since, "sections": {"Healed": healing.about()}}
+
+
+def by_hand(
+    plan: PruningPlan,
+    *,
+    mended: MendReport | None,
+    search: float | None,
+    healed: Sequence[str] | None,
+    text: Sequence[str],
+    searched: int,
+    windows: int,
+    context: int,
+    held_out: TokenBatch,
+    output: str,
+) -> tuple[str, ...]:
+    """The commands that make the same model, into `output`.
+
+    `text` are the options that name the texts, `healed` those of `heal`, None where healing was not kept.
+    """
+    name, cut = plan.model.name, f"{output}-cut"
+    size = ["--context", f"{context}", "--tokens"]
+    chosen = ["--remove", f"{len(plan.remove)}", "--criterion", "best"]
+    if search is not None:
+        chosen += ["--search", f"{search:g}"]
+    if mended is None:  # `best` has compared mended sets, which `prune` does for those that it mends
+        chosen = ["--layers", ",".join(map(str, plan.remove))]
+    else:
+        chosen.append("--mend")
+    first = output if healed is None else cut
+    commands = [["prune", name, *chosen, *text, *size, f"{searched * context}", "-o", first]]
+    if healed is not None:
+        source = _without_judge(text) or ["--text", "self"]
+        commands.append(["heal", cut, "--teacher", name, *healed, *source, *size, f"{windows * context}", "-o", output])
+    scored = ["--context", f"{held_out.context}", "--tokens", f"{held_out.tokens}"]
+    commands.append(["eval", output, "--against", name, "--speed", *_without_judge(text), *scored])
+    return tuple(printable(shlex.join(["lyapunov-prune", *words])) for words in commands)
+
+
+def _without_judge(text: Sequence[str]) -> list[str]:
+    words = list(text)
+    if "--judge" in words:
+        place = words.index("--judge")
+        del words[place : place + 2]
+    return words

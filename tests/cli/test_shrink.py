@@ -1,0 +1,116 @@
+"""`lyapunov-prune shrink`: one command, the same as those by hand, and what it refuses before anything is loaded."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from helpers import Done
+from safetensors.torch import load_file
+
+from lyapunov_prune.evaluation.evaluation import Evaluation
+from lyapunov_prune.models import loading
+from lyapunov_prune.pruning import on_disk
+from lyapunov_prune.pruning.provenance import Provenance
+from lyapunov_prune.shrinking import shrink as module
+from lyapunov_prune.shrinking.report import Shrinking
+
+SMALL = ["--tokens", f"{32 * 24}", "--context", "24"]
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "STEPS", 3)
+
+
+@pytest.mark.parametrize("text", [[], ["--text", "builtin"]], ids=["self", "builtin"])
+def test_the_commands_by_hand_make_the_same_model(
+    text: list[str], run: Callable[..., Done], healing_kept: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    done = run("shrink", "tiny", "--remove", "25%", "-o", "out", *text, *SMALL)
+    assert done.code == 0, done.err
+    assert done.out.splitlines()[0].startswith("tiny without 2 of 6 layers")
+    assert "GB of memory" in done.err
+    commands = Provenance.load("out/provenance.json").commands
+    assert [shlex.split(command)[1] for command in commands] == ["prune", "heal", "eval"]
+    made, card = load_file("out/model.safetensors"), Path("out/README.md").read_text()
+    assert all(command in card for command in commands)
+    Path("out").rename("shrunk")
+    for command in commands:
+        again = run(*shlex.split(command)[1:])
+        assert again.code == 0, again.err
+    by_hand = load_file("out/model.safetensors")
+    assert by_hand.keys() == made.keys()
+    assert all(torch.equal(by_hand[name], made[name]) for name in made)
+    dense, smaller = Evaluation.load("runs/out/eval.json").perplexities
+    told = Shrinking.load("shrunk/shrink.json").evaluation.perplexities
+    assert [p.nll for p in told] == [dense.nll, smaller.nll]
+
+
+def test_one_document_on_stdout(run: Callable[..., Done]) -> None:
+    done = run("shrink", "tiny", "--params", "0.8", "-o", "out", "--json", *SMALL)
+    told = json.loads(done.out)
+    assert told["kind"] == "Shrinking"
+    assert told["folder"] == "out"
+    assert "GB of disk" in done.err
+    assert Path("out/report.html").is_file()
+
+
+def test_a_dry_run_says_the_cost_and_writes_nothing(run: Callable[..., Done]) -> None:
+    done = run("shrink", "tiny", "--remove", "2", "-o", "out", "--dry-run", *SMALL)
+    assert done.code == 0
+    assert done.changed == set()
+    assert done.out.startswith("2 of 6 layers of tiny will go")
+    assert "GB of memory" in done.out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ([], "give one target"),
+        (["--remove", "2", "--speedup", "1.2"], "give one target"),
+        (["--remove", "2", "-o", "tiny"], "not empty"),
+        (["--remove", "2", "--text", "missing.txt"], "no readable file"),
+        (["--remove", "2", "--bos"], "--bos is of a text"),
+        (["--remove", "2", "--judge", "self"], "another one judges"),
+        (["--remove", "2", "--device-map", "auto"], "takes no device map"),
+    ],
+)
+def test_bad_input_waits_for_no_model(
+    arguments: list[str], words: str, run_bad: Callable[..., str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(loading, "load", lambda *_, **__: pytest.fail("loaded"))
+    assert words in run_bad("shrink", "tiny", *(["-o", "out"] if "-o" not in arguments else []), *arguments)
+
+
+def test_a_model_too_large_for_memory_is_told_of_streaming(
+    run_bad: Callable[..., str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(on_disk, "free_memory", lambda _: 10)
+    assert "prune --stream" in run_bad("shrink", "tiny", "--remove", "2", "-o", "out").replace("\n", " ")
+
+
+def test_a_text_too_short_to_judge_by_says_how_long_it_must_be(run_bad: Callable[..., str]) -> None:
+    line = run_bad("shrink", "tiny", "--remove", "2", "-o", "out", "--tokens", "240", "--context", "24")
+    assert "768 tokens or more" in line
+
+
+def test_what_is_killed_goes_on(run: Callable[..., Done], monkeypatch: pytest.MonkeyPatch) -> None:
+    heal = module.heal
+
+    def killed(*_: Any, **__: Any) -> Any:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(module, "heal", killed)
+    command = ["shrink", "tiny", "--remove", "2", "-o", "out", *SMALL]
+    assert run(*command).code == 130
+    assert not Path("out").exists()
+    monkeypatch.setattr(module, "heal", heal)
+    monkeypatch.setattr("lyapunov_prune.ranking.best.angular_distance", lambda *_, **__: pytest.fail("ranked again"))
+    assert run(*command, "--resume").code == 0
+    assert list(Path("runs/tiny/jobs").iterdir()) == []
