@@ -2,6 +2,4 @@ from .cost import Estimate as Estimate
 from .report import Shrinking as Shrinking
 from .report import Shrunk as Shrunk
 from .report import Taken as Taken
-from .shrink import Request as Request
-from .shrink import carry_out as carry_out
 from .target import Target as Target
