@@ -53,9 +53,6 @@ class Estimate(Result):
             f"{self.disk / 1e9:.2g} GB of disk",
         ]
 
-    def headline(self) -> str:
-        return "\n".join(self.answer())
-
 
 @in_eval_mode
 @torch.no_grad()

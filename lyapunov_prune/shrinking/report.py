@@ -66,7 +66,7 @@ class Shrinking(Result):
         )
 
     def headline(self) -> str:
-        return "\n".join(self.answer())
+        return self.measured_on[1].line()
 
     def answer(self) -> list[str]:
         """At most eight lines: what is left, its speed and worth, what was dropped, and how to load it."""
