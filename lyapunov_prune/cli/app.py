@@ -33,6 +33,7 @@ app = typer.Typer(name="lyapunov-prune")
 # What stands below the help of each command; `tests/cli/test_options.py` parses them.
 EXAMPLES = {
     "demo": "demo -o runs/demo",
+    "shrink": "shrink smollm2-135m --remove 25% -o small",
     "profile": "profile smollm2-135m --tokens 2048",
     "rank": "rank smollm2-135m --criterion bi --remove 4",
     "prune": "prune smollm2-135m --remove 25% --mend -o smaller",
