@@ -1,7 +1,7 @@
-"""What enters and leaves every matrix: rank of the outputs, tails and sparsity of the inputs.
+"""Activations at every matrix: rank of the outputs, tails and sparsity of the inputs.
 
-The three properties that the paper associates with the early-layer catastrophe (structural sensitivity,
-§6.1: low output covariance rank, heavy-tailed activations, low sparsity).
+These are the three properties that the paper associates with the early-layer catastrophe (structural sensitivity, §6.1:
+low output covariance rank, heavy-tailed activations, low sparsity).
 """
 
 from __future__ import annotations
@@ -29,29 +29,28 @@ from lyapunov_prune.progress import track
 from lyapunov_prune.results.frames import pd
 from lyapunov_prune.results.result import MeasuredOn, Result
 
-# An entry this small beside the root mean square of its token counts as zero.
+# An entry this small relative to the root mean square of its token counts as zero.
 NEGLIGIBLE = 0.01
-# Bytes of sums held at once; layers beyond it wait for another forward.
+# Bytes of sums held at once; further layers take another forward.
 _BUDGET = 2 * 2**30
 
 
 @dataclass(frozen=True)
 class ActivationStatistics(Result):
-    """One entry a matrix `y = W x` (M; a fused projection is one), float64; NaN for a matrix that no token met.
+    """Per matrix `y = W x` (M; a fused projection counts as one), float64; NaN for a matrix that no token reaches.
 
-    Experts kept as one 3-D parameter are one entry, NaN: their inputs are seen by no hook.
+    Experts stored as one 3-D parameter are one entry, NaN, because no hook sees their inputs.
 
-    Of the outputs, with `λ` the eigenvalues of the covariance of y over tokens and `p = λ / Σλ`:
-    `effective_rank = exp(−Σ p ln p)` (Roy and Vetterli, EUSIPCO 2007), `participation_ratio = (Σλ)² / Σλ²`.
-    A few tokens of enormous norm (attention sinks) can be the whole covariance: `peak_share` is the share
-    of `Σ_t ‖y_t − ȳ‖²` (ȳ the window's mean) in one token of each window, the largest, and `token_rank` the
-    effective rank of `y_t / ‖y_t‖`, where all tokens weigh the same. No rank exceeds `tokens − 1`: few tokens
-    read low.
+    Outputs, with `λ` the eigenvalues of the covariance of y over tokens and `p = λ / Σλ`: `effective_rank = exp(−Σ p ln
+    p)` (Roy and Vetterli, EUSIPCO 2007) and `participation_ratio = (Σλ)² / Σλ²`. A few tokens of very large norm
+    (attention sinks) can dominate the covariance: `peak_share` is the share of `Σ_t ‖y_t − ȳ‖²` (ȳ the window's mean)
+    in the largest token of each window, and `token_rank` is the effective rank of `y_t / ‖y_t‖`, which weights all
+    tokens equally. No rank exceeds `tokens − 1`, so few tokens give low ranks.
 
-    Of the inputs, over all entries: `kurtosis`, Fisher's excess (0 for a normal distribution), and
-    `sparsity`, the share of entries with `|x_ti| ≤ 0.01 · rms_i(x_t)`. The root mean square is that of the
-    entry's own token, so that a sink does not make every other token look empty. The input of an MLP's last
-    matrix is what came through the nonlinearity: its sparsity is the paper's "GELU sparsity".
+    Inputs, over all entries: `kurtosis`, the excess kurtosis (0 for a normal distribution), and `sparsity`, the share
+    of entries with `|x_ti| ≤ 0.01 · rms_i(x_t)`. The root mean square is per token, so that a sink does not make all
+    other tokens look empty. The input of the last matrix of an MLP is the output of the nonlinearity: its sparsity is
+    the paper's "GELU sparsity".
     """
 
     names: tuple[str, ...]
@@ -90,14 +89,14 @@ class ActivationStatistics(Result):
 @in_eval_mode
 @torch.no_grad()
 def activation_statistics(model: PreTrainedModel, batch: Readable, *, batch_size: int = 1) -> ActivationStatistics:
-    """Measure rank, tails and sparsity of the activations at every matrix, as ActivationStatistics defines them.
+    """Measure rank, tails and sparsity of the activations at every matrix, see ActivationStatistics.
 
-    Scatter matrices are summed in float64, the smaller of tokens × tokens and width × width. Layers share
-    one forward over the text as long as their sums fit in 2 GiB (all of SmolLM2-135M's); the forward stops
-    after the last layer that it is for.
+    Scatter matrices are summed in float64, the smaller one of tokens × tokens and width × width. Layers share one
+    forward over the text as long as their sums fit in 2 GiB (all layers of SmolLM2-135M); a forward stops after the
+    last layer it serves.
 
-    Raises NonFiniteError naming the first layer with NaN or infinite activations, and LyapunovPruneError
-    for ids outside the vocabulary, a context too long, or weights that are no plain matrices.
+    Raises NonFiniteError naming the first layer with NaN or infinite activations, and LyapunovPruneError for ids
+    outside the vocabulary, windows longer than the context, or weights that are not plain matrices.
     """
     reading = read(model, batch)
     batch, structure = reading.batch, reading.structure
@@ -146,11 +145,11 @@ class _Matrix:
         return not np.isfinite([self.energy, *self.powers]).all()
 
     def add(self, x: torch.Tensor, y: torch.Tensor, shape: torch.Size) -> None:
-        """Take in the inputs and outputs (…, d) of one call, in a forward over ids of this shape."""
+        """Add the inputs and outputs (…, d) of one call, in a forward over ids of this shape."""
         if not x.numel():
             return
         self._add_input(lift(x))
-        # An expert of a mixture sees a few tokens of every window, and which is whose is lost: one window.
+        # An expert sees a few tokens of every window and not which window they are from: count them as one window.
         windows = shape[0] if y.numel() == shape.numel() * y.shape[-1] else 1
         outputs = lift(y).reshape(windows, -1, y.shape[-1])
         energy = (outputs - outputs.mean(1, keepdim=True)).square().sum(-1)
@@ -160,7 +159,7 @@ class _Matrix:
         self.directions.add(torch.nn.functional.normalize(outputs.flatten(0, 1), dim=-1))
 
     def _add_input(self, x: torch.Tensor) -> None:
-        # Powers about a value near the mean: about zero, a large mean would cancel all digits.
+        # Moments about a value near the mean: moments about zero would cancel where the mean is large.
         self.pivot = x.mean() if self.pivot is None else self.pivot
         centred = x - self.pivot
         square = centred.square()
@@ -171,7 +170,7 @@ class _Matrix:
         self.small += int((x.abs() <= NEGLIGIBLE * x.square().mean(-1, keepdim=True).sqrt()).sum())
 
     def statistics(self) -> tuple[float, ...]:
-        """The numbers of ActivationStatistics from `width` on; the sums are gone afterwards."""
+        """The fields of ActivationStatistics from `width` on; frees the sums."""
         if not self.entries or self.spoiled:
             return (self.width, *[np.nan] * 6)
         rank, participation = spectral_ranks(self.outputs.eigenvalues())
@@ -184,7 +183,7 @@ class _Matrix:
 
 
 class _Outputs:
-    """Tokens of one output, as they are while they are `few`, else as count, mean and scatter matrix."""
+    """Tokens of one output: kept while there are few of them, then reduced to count, mean and scatter matrix."""
 
     def __init__(self, few: bool) -> None:
         self.few, self.count = few, 0
@@ -192,7 +191,7 @@ class _Outputs:
         self.mean = self.scatter = torch.zeros(())
 
     def add(self, rows: torch.Tensor) -> None:
-        """Take in tokens (n, d), float64: the update of Chan, Golub and LeVeque, which cancels nothing."""
+        """Add tokens (n, d), float64, by the update of Chan, Golub and LeVeque, which avoids cancellation."""
         if self.few:
             self.rows.append(rows)
             return
@@ -207,7 +206,7 @@ class _Outputs:
         self.mean, self.count = self.mean.to(mean) + step * (new / total), total
 
     def eigenvalues(self) -> np.ndarray:
-        """Those of the scatter matrix that can differ from zero."""
+        """The eigenvalues of the scatter matrix that can be nonzero."""
         scatter = self.scatter
         if self.few:
             rows = torch.cat(self.rows)
@@ -218,7 +217,7 @@ class _Outputs:
 
 def spectral_ranks(eigenvalues: np.ndarray) -> tuple[float, float]:
     """`exp(−Σ p ln p)` and `(Σλ)² / Σλ²` for `p = λ / Σλ`; NaN for a spectrum of zeros."""
-    kept = eigenvalues[eigenvalues > 0]  # rounding leaves some just below zero
+    kept = eigenvalues[eigenvalues > 0]  # rounding leaves some slightly negative
     if not len(kept):
         return np.nan, np.nan
     p = kept / kept.sum()
@@ -226,14 +225,14 @@ def spectral_ranks(eigenvalues: np.ndarray) -> tuple[float, float]:
 
 
 def excess_kurtosis(moments: np.ndarray) -> float:
-    """`m_4 / m_2² − 3` of a distribution with these first four moments, about whatever point."""
+    """`m_4 / m_2² − 3` of a distribution with these first four moments about any point."""
     m1, m2, m3, m4 = moments
     variance = m2 - m1**2
     return float((m4 - 4 * m1 * m3 + 6 * m1**2 * m2 - 3 * m1**4) / variance**2 - 3) if variance > 0 else np.nan
 
 
 def _matrices(projections: Sequence[Projection], tokens: int, model: PreTrainedModel) -> list[_Matrix]:
-    """One a parameter: parts of a fused projection and experts of one tensor are not told apart."""
+    """One entry per parameter: parts of a fused projection and experts of one tensor are not separated."""
     matrices: dict[tuple[str, str], _Matrix] = {}
     for p in projections:
         if (p.module, p.parameter) in matrices:
@@ -250,7 +249,7 @@ def _matrices(projections: Sequence[Projection], tokens: int, model: PreTrainedM
 
 
 def _groups(matrices: Sequence[_Matrix], tokens: int) -> Iterator[list[_Matrix]]:
-    """Consecutive layers whose sums fit in the budget together, one layer at the least."""
+    """Runs of consecutive layers whose sums fit in the budget, at least one layer each."""
     group: list[_Matrix] = []
     held = 0.0
     for layer in dict.fromkeys(m.layer for m in matrices):
@@ -265,7 +264,7 @@ def _groups(matrices: Sequence[_Matrix], tokens: int) -> Iterator[list[_Matrix]]
 
 
 def _feed(structure: Structure, group: Sequence[_Matrix], ids: torch.Tensor) -> None:
-    """Show the matrices of `group` one forward over `ids`, which ends after their last layer."""
+    """Run one forward over `ids` with hooks on the matrices of `group`; it stops after their last layer."""
 
     watched = {m.name: m for m in group if not np.isnan(m.width)}
 

@@ -1,6 +1,6 @@
-"""The contraction factor: how each layer shrinks or grows a relative error that travels through it.
+"""The contraction factor ρ: how each layer shrinks or grows a relative error.
 
-The error is followed by `propagation`; this module turns its sums into the numbers of a `ContractionProfile`.
+`propagation` follows the error; this module turns its sums into a `ContractionProfile`.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ from lyapunov_prune.profiles.propagation import (
 from lyapunov_prune.progress import track
 
 Derivative = Literal["difference", "jvp"]
-# Where one window stays even below this, others will not lift the whole above the other.
+# If one window is below this, further windows will not lift the whole above the threshold.
 FAR_BELOW = ABOVE_FLOOR / 10
-# The floor needs an order of magnitude, so a stretch of one window is enough where nothing is chosen.
+# The floor needs an order of magnitude only, so part of one window is enough unless layers route tokens.
 FLOOR_TOKENS = 128
 
 
@@ -57,32 +57,32 @@ def measure_contraction(
 ) -> ContractionProfile:
     """Measure the contraction factor ρ of every layer (structural sensitivity, §6.2, eq. 2 and 4).
 
-    Every token of the state before layer 0 is moved by `ε ‖h_0,t‖ u_t`, `u_t` uniform on the sphere, one
-    draw a token, window and seed; the error `e_l = h̃_l − h_l` is then followed through the layers.
-    `method="jvp"` follows the forward-mode derivative in the same directions instead (`ε → 0`), where
-    rounding of a difference plays no part; it is scaled by ε, so that `V` compares.
+    Every token of the state before layer 0 is perturbed by `ε ‖h_0,t‖ u_t`, with `u_t` uniform on the sphere, drawn per
+    token, window and seed; the error `e_l = h̃_l − h_l` is then followed through the layers. `method="jvp"` follows the
+    forward-mode derivative in the same directions instead (`ε → 0`), which does not suffer from the rounding of a
+    difference; it is scaled by ε, so that `V` is comparable.
 
-    `floor` is V of a second run, moved by one unit of the coarsest dtype that the layers round to
-    (`forward.rounding`): float32 for most families in float64, as their norms are taken there, and of packed weights
-    bfloat16 at least, to which kernels round unseen. Of `jvp` it is the V of the change of the derivative where the
-    state is moved by such a unit (`jvp_moved`).
+    `floor` is V of a second run, perturbed by one unit of the coarsest dtype that the layers round to
+    (`forward.rounding`): float32 for most float64 models, whose norms are computed in float32, and bfloat16 at least
+    for packed weights, whose kernels may round to it. For `jvp` it is V of the change of the derivative when the state
+    moves by such a unit (`jvp_moved`).
 
-    `linearity` is ρ at ε over ρ at ε / 10, both by the first seed on the stretch of one window that the floor is
-    measured on: where attention is sharp, 1e-2 is far from the derivative.
+    `linearity` is ρ at ε divided by ρ at ε / 10, for the first seed, on the part of one window that the floor is
+    measured on: where attention is sharp, ε = 1e-2 is far from the derivative.
 
-    Where the layers choose experts (or the tokens that attention looks at; `forward.rounding`), few tokens near a tie
-    decide: one whose route flips is moved by as much at any ε, and has nearly all of the energy of the error. No
-    stretch shows that, so there floor and linearity are those of all windows and seeds.
+    Where the layers route tokens (experts, or sparse attention; `forward.rounding`), the few tokens near a tie
+    dominate: a token whose route flips moves by the same amount at any ε. Part of a window may contain no such token,
+    so floor and linearity then use all windows and seeds.
 
-    That ρ is the quotient of error growth and state growth, and that the factors multiply to the
-    end-to-end ratio, are the Lean theorems `rho_eq_error_growth_div_state_growth` and
-    `relative_energy_telescope`; the numbers themselves are measurements.
+    That ρ is error growth divided by state growth, and that the factors multiply to the end-to-end ratio, are the Lean
+    theorems `rho_eq_error_growth_div_state_growth` and `relative_energy_telescope`; the numbers are measurements.
 
-    One forward carries `batch_size × (1 + seeds)` rows (difference), twice as many where the layers choose, or
-    `batch_size × seeds` (jvp).
-    Raises NonFiniteError naming the first layer with NaN or infinite activations, and LyapunovPruneError
-    for ids outside the vocabulary, a context too long, an epsilon that rounding swallows, or a model without
-    forward-mode derivatives.
+    One forward carries `batch_size × (1 + seeds)` rows (difference; twice as many where layers route tokens) or
+    `batch_size × seeds` rows (jvp).
+
+    Raises NonFiniteError naming the first layer with NaN or infinite activations, and LyapunovPruneError for ids
+    outside the vocabulary, windows longer than the context, an epsilon below rounding, or a model without forward-mode
+    derivatives.
     """
     reading = read(model, batch, streamed=True)
     structure = reading.structure
@@ -144,9 +144,9 @@ def measure_contraction(
 
 
 def _floor_and_linearity(trial: WindowSums) -> tuple[np.ndarray, np.ndarray]:
-    """V of one unit of rounding (L + 1,), and ρ at ε over ρ at ε / 10 (L,), NaN where that is rounding.
+    """V of one unit of rounding, (L + 1,), and ρ at ε over ρ at ε / 10, (L,), NaN where it is rounding.
 
-    The copies of `trial` are moved by ε, as many by ε / 10, and the last by the unit.
+    The copies of `trial` are perturbed by ε, as many by ε / 10, and the last one by the unit.
     """
     V = trial.error.sum(-1) / trial.state.sum(-1, keepdims=True)
     half = V.shape[1] // 2
@@ -159,9 +159,9 @@ def _floor_and_linearity(trial: WindowSums) -> tuple[np.ndarray, np.ndarray]:
 
 
 def require_above_rounding(model: PreTrainedModel, batch: Readable, epsilon: float = 1e-2) -> None:
-    """`require_above_floor` of the first window by one seed: half precision and packed weights are refused first.
+    """`require_above_floor` on the first window and one seed, to refuse half precision and packed weights early.
 
-    Only where no energy is `FAR_BELOW` times the floor. What lies between is for the whole profile to say.
+    Raises only if every energy is below `FAR_BELOW` times the floor; the whole profile decides the cases in between.
     """
     reading = read(model, batch, streamed=True)
     if torch.finfo(model.dtype).bits >= 32 and not is_packed(model):

@@ -1,4 +1,4 @@
-"""What was measured of the contraction factor: by either pooling, with intervals, and how far each can be trusted."""
+"""The measured contraction factors under both poolings, with intervals and their reliability."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from lyapunov_prune.results.frames import pd
 from lyapunov_prune.results.result import MeasuredOn, Result
 
 Pooling = Literal["energy", "token"]
-# A relative energy this many times the rounding floor (ten in amplitude) is measured, not noise.
+# A relative energy this many times the rounding floor (ten times in amplitude) is not noise.
 ABOVE_FLOOR = 100.0
-# ρ at ε and at ε / 10 that differ by more than this are no property of the layer alone.
+# If ρ at ε and at ε / 10 differ by more than this, ρ depends on ε.
 LINEAR = 0.1
-# A share, summed in another order than the whole.
+# Tolerance of a share whose sum has another order than the whole.
 _WHOLE = 1 + 1e-6
 
 
@@ -27,11 +27,11 @@ _WHOLE = 1 + 1e-6
 class ContractionProfile(Result):
     """Contraction of every layer of a model. Arrays are float64; `L` layers, boundaries `0 … L`.
 
-    `ρ_l = V_{l+1} / V_l`, with `V_l = Σ_t ‖e_l,t‖² / Σ_t ‖h_l,t‖²` under energy pooling and
-    `mean_t ‖e_l,t‖² / ‖h_l,t‖²` under token pooling. Both are kept; `pooling` says which one `rho`,
-    `rho_interval` and `relative_energy` speak of, and `pooled` changes it.
+    `ρ_l = V_{l+1} / V_l`, with `V_l = Σ_t ‖e_l,t‖² / Σ_t ‖h_l,t‖²` under energy pooling and `mean_t ‖e_l,t‖² /
+    ‖h_l,t‖²` under token pooling. Both are kept; `pooling` selects the one for `rho`, `rho_interval` and
+    `relative_energy`, and `pooled` changes it.
 
-    A measurement along the trajectories of one text: no bound and no Lipschitz constant.
+    A measurement along the trajectories of one text, not a bound and not a Lipschitz constant.
     """
 
     pooling: str
@@ -42,15 +42,15 @@ class ContractionProfile(Result):
     intervals: dict[str, np.ndarray]  # pooling -> 95 % bootstrap interval of rho, (L, 2)
     error_growth: np.ndarray  # Σ‖e_{l+1}‖² / Σ‖e_l‖², (L,)
     state_growth: np.ndarray  # Σ‖h_{l+1}‖² / Σ‖h_l‖², (L,)
-    floor: np.ndarray  # V of one unit of the coarsest rounding, for jvp how far that moves it, (L + 1,); zeros before
+    floor: np.ndarray  # V of one unit of rounding (jvp: of the change by it), (L + 1,); zeros in old files
     sink_state_share: np.ndarray  # share of Σ‖h_l‖² in the largest token of each window, (L + 1,)
     sink_error_share: np.ndarray  # share of Σ‖e_l‖² in those same tokens, (L + 1,)
-    norm_growth: np.ndarray  # K = Π_l ‖h_{l+1}‖/‖h_l‖, one value a window
+    norm_growth: np.ndarray  # K = Π_l ‖h_{l+1}‖/‖h_l‖, one value per window
     measured_on: MeasuredOn
-    worst_growth: float | None = None  # Π_l max over windows of ‖h_{l+1}‖/‖h_l‖ ≥ max K; None in files of before
-    windows: Energies | None = None  # of each window, to draw them anew; None in files of before
-    # ρ at ε over ρ at ε / 10, (L,), on a stretch of one window, of all where the layers choose experts: NaN where the
-    # smaller is rounding; None for jvp, before
+    worst_growth: float | None = None  # Π_l max over windows of ‖h_{l+1}‖/‖h_l‖ ≥ max K; None in old files
+    windows: Energies | None = None  # per window, for the bootstrap; None in old files
+    # ρ at ε over ρ at ε / 10, (L,), on part of one window, on all windows where the layers route tokens. NaN where the
+    # smaller one is rounding; None for jvp and in old files
     linearity: np.ndarray | None = None
 
     def __post_init__(self) -> None:
@@ -81,12 +81,12 @@ class ContractionProfile(Result):
 
     @property
     def relative_energy(self) -> np.ndarray:
-        """V before the first layer and after each, (L + 1,)."""
+        """V at every boundary, (L + 1,)."""
         return self.energies[self.pooling]
 
     @property
     def rho(self) -> np.ndarray:
-        """ρ of every layer, (L,); NaN or infinite where no error is left to grow."""
+        """ρ of every layer, (L,); NaN or infinite where there is no error left to grow."""
         with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
             return self.relative_energy[1:] / self.relative_energy[:-1]
 
@@ -94,46 +94,46 @@ class ContractionProfile(Result):
     def rho_interval(self) -> np.ndarray:
         """95 % interval of ρ, (L, 2): percentile bootstrap over windows and seeds.
 
-        With a single window only the seeds vary, and with a single seed and window the interval is NaN.
+        With a single window only the seeds vary; with a single seed and window the interval is NaN.
         """
         return self.intervals[self.pooling]
 
     def drawn(self) -> np.ndarray | None:
-        """ρ of windows and seeds that are drawn anew, (draws, L); None where there is one window."""
+        """Bootstrap samples of ρ over windows and seeds, (draws, L); None for a single window."""
         if self.windows is None or self.windows.state.shape[-1] == 1:
             return None
         return self.windows.drawn(self.pooling)
 
     @property
     def above_floor(self) -> np.ndarray:
-        """Which ratios rest on energies at least 100 × the rounding floor, (L,) of bool."""
+        """Whether each ratio uses energies of at least 100 × the rounding floor, (L,) bool."""
         return self.above(ABOVE_FLOOR)
 
     def above(self, times: float) -> np.ndarray:
-        """Which ratios rest on energies at least so many times the rounding floor, (L,) of bool."""
+        """Whether each ratio uses energies of at least so many times the rounding floor, (L,) bool."""
         clear = self.energies["energy"] > times * self.floor
         return clear[:-1] & clear[1:]
 
     @property
     def below_floor(self) -> tuple[int, ...]:
-        """The layers whose ratio is not `above_floor`: rounding, and no measurement."""
+        """The layers that are not `above_floor`: their ratio is rounding, not a measurement."""
         return tuple(int(i) for i in np.flatnonzero(~self.above_floor))
 
     @property
     def not_linear(self) -> tuple[int, ...]:
-        """The layers whose ρ is another by more than 10 % at ε / 10: their ρ is of this ε, and no derivative."""
+        """The layers whose ρ changes by more than 10 % at ε / 10, so that it is not a derivative."""
         if self.linearity is None:
             return ()
         return tuple(int(i) for i in np.flatnonzero(np.abs(np.log(self.linearity)) > np.log1p(LINEAR)))
 
     def require_above_floor(self) -> None:
-        """Raise LyapunovPruneError when every ρ is `below_floor`: to go by it would be to go by noise."""
+        """Raise LyapunovPruneError when every ρ is `below_floor`, because decisions by it would be noise."""
         if not self.above_floor.any():
             raise below_floor_error("this profile", self.measured_on.dtype)
 
     @property
     def contracting(self) -> tuple[int, int]:
-        """How many of the `L − 1` inter-layer transitions contract (ρ < 1), as the paper counts them."""
+        """Number of the `L − 1` inter-layer transitions that contract (ρ < 1), counted as in the paper."""
         transitions = self.rho[:-1] if len(self.rho) > 1 else self.rho
         return int((transitions < 1).sum()), len(transitions)
 
@@ -149,7 +149,7 @@ class ContractionProfile(Result):
         return tuple(int(i) for i in np.flatnonzero(ratio > 1))
 
     def pooled(self, pooling: Pooling) -> ContractionProfile:
-        """The same measurement under the other pooling."""
+        """The same measurement under another pooling."""
         require_pooling(pooling)
         return replace(self, pooling=pooling)
 
@@ -180,15 +180,15 @@ class ContractionProfile(Result):
         ]
         if self.pooling_disagrees:
             shares = ", ".join(
-                f"{i} ({self.sink_state_share[i + 1]:.0%} of the state's energy in one token a window)"
+                f"{i} ({self.sink_state_share[i + 1]:.0%} of the state's energy in one token per window)"
                 for i in self.pooling_disagrees
             )
             lines.append(f"Poolings disagree more than twofold at layer {shares}")
         if self.not_linear:
             lines.append(
-                f"ρ is another by more than {LINEAR:.0%} at ε = {self.epsilon / 10:g} at layer "
-                f"{', '.join(map(str, self.not_linear))}: it is of this ε alone; use method jvp, or a "
-                "smaller ε (not where experts are chosen: a route that flips moves the state by as much at any)"
+                f"ρ differs by more than {LINEAR:.0%} at ε = {self.epsilon / 10:g} at layer "
+                f"{', '.join(map(str, self.not_linear))}: it depends on ε; use method jvp, or a "
+                "smaller ε (no help where tokens are routed to experts: a flipped route has the same effect at any ε)"
             )
         if self.below_floor:
             lines.append(
@@ -206,16 +206,16 @@ def below_floor_error(of: str, dtype: str) -> LyapunovPruneError:
 
 
 def dtype_note(measured_on: Iterable[MeasuredOn]) -> str:
-    """What a decision says that rests on forwards in half precision; empty for none.
+    """A warning for a decision measured in half precision; empty otherwise.
 
-    In bfloat16 the plans for 2 of 8 layers of half of twelve small models were not those of float32.
+    In bfloat16 the plans for 2 of 8 layers differed from those in float32 for half of twelve small models.
     """
     halves = sorted({on.dtype for on in measured_on} & {"bfloat16", "float16"})
     return f"; measured in {', '.join(halves)}, and float32 may choose others (--dtype float32)" if halves else ""
 
 
 def floor_note(below_floor: tuple[int, ...]) -> str:
-    """What a decision that goes by ρ says of the layers whose ρ is rounding; empty for none."""
+    """A warning for a decision by ρ that names the layers whose ρ is rounding; empty if there are none."""
     return f"; rho lies below the rounding floor at layer {', '.join(map(str, below_floor))}" if below_floor else ""
 
 

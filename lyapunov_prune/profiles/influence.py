@@ -1,4 +1,4 @@
-"""Block Influence: how much a layer turns the residual stream."""
+"""Block Influence: by how much a layer turns the residual stream."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ class InfluenceProfile(Result):
 
     `influence_l = 1 − mean_t cos(h_l,t, h_{l+1},t)` (ShortGPT, arXiv:2403.03853, eq. 1) and
     `change_l = mean_t ‖h_{l+1},t − h_l,t‖ / ‖h_l,t‖`, the relative size of the residual update. A state that is exactly
-    zero (the embedding of a padding token) has no direction: its cosine counts as 0, and as 1 where it stays zero; its
-    change is none. `spread` is the standard error of `influence` over windows (NaN for one window), and `windows`
-    (L, W) holds that of each; None in files of before.
+    zero (the embedding of a padding token) has no direction: its cosine counts as 0, or as 1 if it stays zero; its
+    change counts as 0. `spread` is the standard error of `influence` over windows (NaN for one window), and `windows`
+    (L, W) holds that of each; None in old files.
     """
 
     influence: np.ndarray
@@ -48,7 +48,7 @@ class InfluenceProfile(Result):
             require_array("Block Influence, windows", self.windows, (*shape, self.windows.shape[-1]), least=-np.inf)
 
     def drawn(self) -> np.ndarray | None:
-        """Influence in windows that are drawn anew, (draws, L); None where there is one."""
+        """Bootstrap samples of the influence over windows, (draws, L); None for a single window."""
         return None if self.windows is None else drawn_means(self.windows)
 
     def to_frame(self) -> pd.DataFrame:
@@ -71,9 +71,9 @@ class InfluenceProfile(Result):
 def block_influence(model: PreTrainedModel, batch: Readable, *, batch_size: int = 1) -> InfluenceProfile:
     """Measure Block Influence of every layer in one forward per window.
 
-    `1 − cos(a, b)` is computed as `½ ‖a/‖a‖ − b/‖b‖‖²`, which keeps its digits when a layer barely
-    turns the state. Raises NonFiniteError naming the first layer with NaN or infinite activations, and
-    LyapunovPruneError for ids outside the vocabulary or a context too long.
+    `1 − cos(a, b)` is computed as `½ ‖a/‖a‖ − b/‖b‖‖²`, which avoids cancellation when a layer barely turns the state.
+    Raises NonFiniteError naming the first layer with NaN or infinite activations, and LyapunovPruneError for ids
+    outside the vocabulary or windows longer than the context.
     """
     reading = read(model, batch, streamed=True)
     values = turns(reading.structure, reading.windows(batch_size))
@@ -95,7 +95,7 @@ UnitAndNorm = tuple[torch.Tensor, torch.Tensor]
 
 
 def unit_and_norm(hidden: torch.Tensor) -> UnitAndNorm:
-    """`h_t/‖h_t‖` and `‖h_t‖` of every token; a state that is zero stays it."""
+    """`h_t/‖h_t‖` and `‖h_t‖` of every token; a zero state stays zero."""
     norm = token_energy(hidden).sqrt()
     return hidden / norm.clamp_min(torch.finfo(torch.float32).tiny).unsqueeze(-1).to(hidden), norm
 
@@ -108,7 +108,7 @@ def turned(before: UnitAndNorm, after: UnitAndNorm) -> torch.Tensor:
 
 @torch.no_grad()
 def turns(structure: Structure, inputs: Sequence[torch.Tensor]) -> np.ndarray:
-    """Influence and change of every layer on every item of some batches of token ids or of pixels, (L, 2, items)."""
+    """Influence and change of every layer on every item, from batches of token ids or pixels: (L, 2, items)."""
     rows: list[np.ndarray] = []
     for part in track(inputs, "block influence"):
         sums: list[torch.Tensor] = []
@@ -122,7 +122,7 @@ def turns(structure: Structure, inputs: Sequence[torch.Tensor]) -> np.ndarray:
         ) -> None:
             after = unit_and_norm(widen(hidden))
             if before:
-                unit, old = (x.to(hidden.device) for x in before.pop())  # of the layer before, maybe elsewhere
+                unit, old = (x.to(hidden.device) for x in before.pop())  # the layer before may be on another device
                 norm, turn = after[1], turned((unit, old), after)
                 moved = ((norm - old).square() + 2 * norm * old * turn).sqrt() / old
                 sums.append(torch.stack([turn.mean(-1), torch.where(old == 0, 0, moved).mean(-1)]))

@@ -1,7 +1,7 @@
-"""How much each branch of a layer stretches a small change of the residual stream that enters it.
+"""How much each sublayer stretches a small change of the residual stream at its input.
 
-The paper measures that these operator norms lie far above one, so that contraction cannot come from the
-branches themselves but from the growth of the state (structural sensitivity, §6.2).
+The paper measures that these operator norms are far above one, so contraction does not come from the sublayers but from
+the growth of the state (structural sensitivity, §6.2).
 """
 
 from __future__ import annotations
@@ -30,21 +30,21 @@ from lyapunov_prune.progress import track
 from lyapunov_prune.results.frames import pd
 from lyapunov_prune.results.result import MeasuredOn, Result
 
-# A new direction this small beside the old one is rounding: the subspace holds all there is.
+# A new direction this small relative to the old one is rounding: the Krylov space is exhausted.
 _EXHAUSTED = 1e-6
 Product = Callable[[torch.Tensor], torch.Tensor]
 
 
 @dataclass(frozen=True)
 class JacobianNorms(Result):
-    """Stretch of the two branches of every layer, float64, (L,). Estimates from below, never bounds.
+    """Stretch of the two sublayers of every layer, float64, (L,). Lower estimates, not bounds.
 
-    `J` is the derivative of a branch, `x ↦ f(LN(x))`, by the residual stream of a whole window that enters
-    it (tokens · d to tokens · d), where the text takes it. `norm` is `‖J v‖ / ‖v‖` for the best `v` in a
-    Krylov space of `steps` dimensions, the largest of all windows; `rise` by what share the last step still
-    raised it. `gain = ‖J‖_F / √(tokens · d)`, from `probes` random vectors: the stretch of a typical error.
+    `J` is the derivative of a sublayer, `x ↦ f(LN(x))`, with respect to the residual stream of a whole window at its
+    input (tokens · d to tokens · d), at the states of the text. `norm` is `‖J v‖ / ‖v‖` for the best `v` in a Krylov
+    space of `steps` dimensions, the largest over windows; `rise` is the relative increase in the last step. `gain =
+    ‖J‖_F / √(tokens · d)`, estimated from `probes` random vectors, is the stretch of a typical error.
 
-    A layer with one branch has its numbers under attention and NaN under MLP.
+    A layer with one sublayer has its numbers under attention and NaN under MLP.
     """
 
     steps: int
@@ -66,8 +66,8 @@ class JacobianNorms(Result):
         norms = norms[~np.isnan(norms)]
         rise = np.nanmax([self.attention_rise, self.mlp_rise])
         return (
-            f"Operator norms of the branches' Jacobians, estimated from below: {norms.min():.3g} to {norms.max():.3g}, "
-            f"above 1 in {int((norms > 1).sum())} of {len(norms)} branches ({self.steps} steps; the last raised "
+            f"Operator norms of the sublayers' Jacobians, lower estimates: {norms.min():.3g} to {norms.max():.3g}, "
+            f"above 1 in {int((norms > 1).sum())} of {len(norms)} sublayers ({self.steps} steps; the last raised "
             f"none by more than {rise:.2g})\n{self.measured_on.line()}"
         )
 
@@ -83,25 +83,24 @@ def sublayer_jacobians(
     probes: int = 8,
     seed: Seed = 0,
 ) -> JacobianNorms:
-    """Estimate `‖J‖` and `‖J‖_F/√n` of the attention and the MLP of every layer, as JacobianNorms defines them.
+    """Estimate `‖J‖` and `‖J‖_F/√n` of attention and MLP of every layer, see JacobianNorms.
 
-    `J v` is a forward-mode and `Jᵀ u` a reverse-mode derivative of the layer itself, called again with the
-    arguments that the model called it with; windows are taken one by one. Time: some
-    `2 (3 · steps + probes)` forwards a window, so give few and short windows. Memory: one layer's graph
-    and `2 · steps` states of a window in float64.
+    `J v` is a forward-mode and `Jᵀ u` a reverse-mode derivative of the layer, called again with the arguments of the
+    model's own call, one window at a time. Time: about `2 (3 · steps + probes)` forwards per window, so give few and
+    short windows. Memory: the graph of one layer and `2 · steps` states of a window in float64.
 
-    A branch begins where the residual stream enters the norm that feeds it (or it directly, without a norm)
-    and ends with its output, or with the norm that this output alone goes through (Gemma). The layer's own
-    factors on a branch (Granite) are not part of it; where the norm sits on the stream itself (post-norm OPT),
-    the MLP's norm is the one after the attention.
+    A sublayer begins where the residual stream enters its norm (or the sublayer itself, without a norm) and ends with
+    its output, or with a norm that is applied to this output alone (Gemma). Residual multipliers of the layer (Granite)
+    are not part of it. Where the norm is applied to the stream itself (post-norm OPT), the MLP's norm is the one after
+    attention.
 
-    Raises LyapunovPruneError for fewer than two steps or one probe, ids outside the vocabulary, a context too
-    long, or an operation without forward-mode derivative, and NonFiniteError naming the layer for NaN.
+    Raises LyapunovPruneError for fewer than two steps or one probe, ids outside the vocabulary, windows longer than the
+    context, or an operation without forward-mode derivative, and NonFiniteError naming the layer for NaN.
     """
     reading = read(model, batch)
     text, structure = reading.batch.text, reading.structure
     if steps < 2 or probes < 1:
-        raise LyapunovPruneError(f"{steps} steps and {probes} probes; give two steps or more and one probe or more")
+        raise LyapunovPruneError(f"{steps} steps and {probes} probes; give at least two steps and one probe")
     matrices = matrix_children(model, structure)
     windows: list[np.ndarray] = []
     for number, ids in enumerate(track(reading.windows(1), "jacobians")):
@@ -157,11 +156,11 @@ def sublayer_jacobians(
 
 
 def largest_stretch(forward: Product, adjoint: Product, start: torch.Tensor, steps: int) -> tuple[float, float]:
-    """`max ‖J v‖/‖v‖` over the Krylov space of `JᵀJ` and `start` (n,), and the relative rise by its last step.
+    """`max ‖J v‖/‖v‖` over the Krylov space of `JᵀJ` and `start` (n,), and its relative rise in the last step.
 
-    Power iteration that forgets nothing (Lanczos with full reorthogonalisation): the maximum over a
-    subspace that holds every power is at least the last power's, at the same products. The images `J v` are
-    kept as they came, so the value is attained by a combination of what was measured.
+    Lanczos with full reorthogonalisation: the maximum over the Krylov space is at least that of power iteration with
+    the same number of products. The images `J v` are kept, so the value is attained by a combination of measured
+    products.
     """
     basis = torch.zeros(0, len(start), dtype=torch.float64)
     images: list[torch.Tensor] = []
@@ -169,7 +168,7 @@ def largest_stretch(forward: Product, adjoint: Product, start: torch.Tensor, ste
     v = start
     for _ in range(steps):
         before = torch.linalg.vector_norm(v)
-        for _ in range(2):  # once leaves rounding of the size of what cancelled
+        for _ in range(2):  # reorthogonalise twice
             v = v - basis.T @ (basis @ v)
         size = torch.linalg.vector_norm(v)
         if not size > _EXHAUSTED * before:
@@ -198,7 +197,7 @@ def products(branch: Branch) -> Iterator[tuple[Product, Product, int]]:
                 result = branch(forward_ad.make_dual(x.detach(), v.to(x).view_as(x)))
                 tangent = forward_ad.unpack_dual(result).tangent
             if tangent is None:
-                raise NotImplementedError("the tangent was lost on the way")
+                raise NotImplementedError("the tangent was lost")
             return tangent.flatten().cpu().double()
 
         def adjoint(u: torch.Tensor) -> torch.Tensor:

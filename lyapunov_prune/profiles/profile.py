@@ -33,15 +33,15 @@ class LayerProfile(Result):
     influence: InfluenceProfile
 
     def __post_init__(self) -> None:
-        # Block Influence draws nothing, so that only one of the two has a seed.
+        # Block Influence is not random, so only contraction has a seed.
         if replace(self.measured_on, seed=None) != replace(self.influence.measured_on, seed=None):
             raise LyapunovPruneError(
-                "contraction and Block Influence of one profile are of two models or texts; measure both with profile"
+                "contraction and Block Influence are of two models or texts; measure both with profile"
             )
 
     @property
     def measured_on(self) -> MeasuredOn:
-        """Of both parts, with the first seed of the contraction."""
+        """Metadata of both parts, with the first seed of the contraction."""
         return self.contraction.measured_on
 
     def to_frame(self) -> pd.DataFrame:
@@ -77,7 +77,7 @@ def profile_layers(
     )
 
 
-# How a profile is measured where nobody says otherwise, beside its seeds.
+# Default parameters of a profile, besides its seeds.
 HOW: dict[str, Any] = {"epsilon": 1e-2, "method": "difference", "pooling": "energy"}
 
 
@@ -91,9 +91,9 @@ def kept_profile(
     batch_size: int = 1,
     resume: bool = True,
 ) -> LayerProfile:
-    """A profile measured `once` and kept at `path`; `how` are the parameters of `profile_layers` beside its seeds.
+    """Measure a profile once and keep it at `path`; `how` are the parameters of `profile_layers` besides its seeds.
 
-    Two seeds are half those of a profile for its own sake: enough to compare other measurements with.
+    Two seeds are half the default: enough for comparisons with other measurements.
     """
     asked = {**how, "seeds": listed(seeds)}
     return once(

@@ -1,7 +1,7 @@
 """Follow an error through the layers: energies of state and error at every boundary.
 
-Clean and perturbed rows go through the layers side by side in one batch, and only sums over tokens stay,
-so memory does not grow with depth.
+Clean and perturbed rows pass the layers in one batch, and only sums over tokens are kept, so memory does not grow with
+depth.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from lyapunov_prune.models.structure import Structure
 
 RESAMPLES = 2000
 MOST_SEEDS = 1000
-# Of a layer: the module that the stream enters behind its first branch.
+# Per layer: the module that the stream enters after its first sublayer.
 Between = Mapping[int, nn.Module]
 
 
@@ -35,7 +35,7 @@ Between = Mapping[int, nn.Module]
 class Energies:
     """Energies of state and error in each window; L + 1 boundaries, S seeds, W windows, float64.
 
-    Of a measurement `between` branches there are as many boundaries more, in the order in which the stream meets them.
+    A measurement `between` sublayers has additional boundaries, in the order of the stream.
     """
 
     state: np.ndarray  # Σ_t ‖h‖², (L + 1, W)
@@ -48,17 +48,17 @@ class Energies:
         return self.error.mean(-2).sum(-1) / self.state.sum(-1)
 
     def drawn(self, pooling: str) -> np.ndarray:
-        """ρ of windows and seeds that are drawn anew, independently and with replacement, (RESAMPLES, L)."""
+        """Bootstrap samples of ρ over windows and seeds, drawn independently, (RESAMPLES, L)."""
         _, seeds, windows = self.error.shape
         rng = np.random.default_rng(0)
         a = drawn_windows(windows, rng)
         b = rng.multinomial(seeds, np.full(seeds, 1 / seeds), RESAMPLES) / seeds
-        # V is (resamples, L + 1); counts of the draws weigh the sums, so nothing is copied.
+        # V is (resamples, L + 1); the draws enter as weights of the sums.
         if pooling == "token":
             energy = np.einsum("rw,rs,lsw->rl", a / windows, b, self.relative, optimize=True)
         else:
             energy = np.einsum("rw,rs,lsw->rl", a, b, self.error, optimize=True) / (a @ self.state.T)
-        with np.errstate(divide="ignore", invalid="ignore"):  # no error is left to grow
+        with np.errstate(divide="ignore", invalid="ignore"):  # no error left to grow
             return energy[:, 1:] / energy[:, :-1]
 
     def interval(self, pooling: str) -> np.ndarray:
@@ -70,23 +70,23 @@ class Energies:
 
 
 def drawn_windows(windows: int, rng: np.random.Generator | None = None) -> np.ndarray:
-    """How often each window is in a sample of as many, drawn with replacement, (RESAMPLES, windows).
+    """Bootstrap counts: how often each window is drawn, (RESAMPLES, windows).
 
-    Without `rng` the same samples for every measurement of so many windows, so that what rests on two is drawn once.
+    Without `rng` the samples depend only on the number of windows, so that two measurements share them.
     """
     rng = np.random.default_rng(0) if rng is None else rng
     return rng.multinomial(windows, np.full(windows, 1 / windows), RESAMPLES)
 
 
 def drawn_means(values: np.ndarray) -> np.ndarray | None:
-    """Means of `values` (n, windows) over windows that are drawn anew, (RESAMPLES, n); None for one window."""
+    """Bootstrap means of `values` (n, windows) over windows, (RESAMPLES, n); None for a single window."""
     windows = values.shape[-1]
     return None if windows == 1 else drawn_windows(windows) @ values.T / windows
 
 
 @dataclass(frozen=True)
 class WindowSums(Energies):
-    """`Energies`, and those of the token whose state is largest."""
+    """`Energies`, and those of the token with the largest state."""
 
     peak_state: np.ndarray  # max_t ‖h‖², (L + 1, W)
     peak_error: np.ndarray  # ‖e‖² of that token, (L + 1, S, W)
@@ -97,40 +97,40 @@ class WindowSums(Energies):
         return cls(*(np.concatenate(same, axis=-1) for same in zip(*(vars(p).values() for p in parts), strict=True)))
 
     def copies(self, chosen: slice) -> WindowSums:
-        """Of some of the disturbed copies alone."""
+        """The same for some of the perturbed copies."""
         error, relative, peaks = (x[:, chosen] for x in (self.error, self.relative, self.peak_error))
         return WindowSums(self.state, error, relative, self.peak_state, peaks)
 
     def energies(self) -> Energies:
-        """Without the peaks."""
+        """The energies without the peaks."""
         return Energies(self.state, self.error, self.relative)
 
 
 def required(seeds: Iterable[int], epsilon: float, batch_size: int) -> tuple[int, ...]:
-    """The seeds; LyapunovPruneError unless there is one, and something to disturb the state by and to run at once."""
+    """The seeds; raises LyapunovPruneError without a seed, or unless epsilon and batch size are positive."""
     seeds = listed(seeds)
     if not seeds or not epsilon > 0 or batch_size < 1:
-        raise LyapunovPruneError("give one seed or more, epsilon > 0 and a batch size of 1 or more")
+        raise LyapunovPruneError("give at least one seed, epsilon > 0 and a batch size of 1 or more")
     return seeds
 
 
 def require_moved(error: float, epsilon: float, dtype: torch.dtype) -> None:
-    """Raise LyapunovPruneError where the `error` before layer 0 is nothing: rounding has swallowed ε."""
+    """Raise LyapunovPruneError where the `error` before layer 0 is zero because ε is below rounding."""
     if not error > 0:
         told = str(dtype).removeprefix("torch.")
-        raise LyapunovPruneError(f"an epsilon of {epsilon:g} moves no state in {told}; give a larger one, 1e-2 or so")
+        raise LyapunovPruneError(f"an epsilon of {epsilon:g} changes no state in {told}; give a larger one, as 1e-2")
 
 
 def listed(seeds: Iterable[int]) -> tuple[int, ...]:
-    """The seeds; LyapunovPruneError for more than MOST_SEEDS, of which each is a row of every forward."""
+    """The seeds; raises LyapunovPruneError for more than MOST_SEEDS, because each is a row of every forward."""
     listed = tuple(map(int, islice(seeds, MOST_SEEDS + 1)))
     if len(listed) > MOST_SEEDS:
-        raise LyapunovPruneError(f"more than {MOST_SEEDS:,} seeds; give fewer, the intervals are over windows too")
+        raise LyapunovPruneError(f"more than {MOST_SEEDS:,} seeds; give fewer (intervals also use windows)")
     return listed
 
 
 def direction(hidden: torch.Tensor, first_window: int, seed: int) -> torch.Tensor:
-    """`‖h_t‖ u_t`, drawn window by window so that the draw does not depend on the batch size."""
+    """`‖h_t‖ u_t`, drawn per window so that it does not depend on the batch size."""
     rows = []
     for window in range(first_window, first_window + len(hidden)):
         generator = torch.Generator().manual_seed(seed * 1_000_003 + window)
@@ -141,7 +141,7 @@ def direction(hidden: torch.Tensor, first_window: int, seed: int) -> torch.Tenso
 
 
 def perturbed(windows: int, first_window: int, seeds: tuple[int, ...], epsilon: float | Sequence[float]) -> Inject:
-    """Of `[clean; copy; …]`, as many copies as seeds, each moved by `ε ‖h_t‖ u_t`, with one ε or its own."""
+    """`[clean; copy; …]` with one copy per seed, each moved by `ε ‖h_t‖ u_t`, with a common or its own ε."""
     each = np.broadcast_to(epsilon, len(seeds)).tolist()
 
     def inject(hidden: torch.Tensor) -> torch.Tensor:
@@ -159,7 +159,7 @@ def _reduce(state: torch.Tensor, errors: torch.Tensor) -> tuple[torch.Tensor, ..
     """Sums over tokens at one boundary: `state` is (W, T), `errors` (S, W, T)."""
     peak_state, peak = state.max(-1)
     peak_error = errors.gather(-1, peak.expand(len(errors), -1).unsqueeze(-1)).squeeze(-1)
-    # A token whose state is exactly zero has no relative error; it counts as none.
+    # A token whose state is exactly zero counts with relative error 0.
     relative = torch.where(state > 0, errors / state, 0).mean(-1)
     return state.sum(-1), errors.sum(-1), relative, peak_state, peak_error
 
@@ -176,7 +176,7 @@ def _collect(rows: list[tuple[int, tuple[torch.Tensor, ...]]], where: str) -> Wi
 @contextmanager
 def _boundaries(structure: Structure, visit: Visit, inject: Inject, between: Between) -> Iterator[None]:
     """`residual_stream`, and `visit(l + 1, h)` also where the stream h enters the module `between[l]` of layer l."""
-    shape: list[torch.Size] = []  # of the stream: inside a layer its tokens may stand in one row (OPT)
+    shape: list[torch.Size] = []  # of the stream: OPT flattens tokens inside a layer
 
     def between_layers(boundary: int, hidden: torch.Tensor) -> None:
         shape[:] = [hidden.shape]
@@ -200,7 +200,7 @@ def difference_sums(
     epsilon: float | Sequence[float],
     between: Between = MappingProxyType({}),
 ) -> WindowSums:
-    """One forward over `[clean; perturbed by seed 0; …]`, reduced at every boundary; ε of all or of each seed."""
+    """One forward over `[clean; perturbed by seed 0; …]`, reduced at every boundary; a common ε or one per seed."""
     windows = len(ids)
     rows: list[tuple[int, tuple[torch.Tensor, ...]]] = []
 
@@ -242,10 +242,10 @@ def jvp_sums(
 
 
 def jvp_moved(structure: Structure, ids: torch.Tensor, first_window: int, unit: float) -> np.ndarray:
-    """`Σ_t ‖ė'_t − ė_t‖²` and `Σ_t ‖h_t‖²` at every boundary, (2, L + 1): how far rounding moves the derivative ė.
+    """`Σ_t ‖ė'_t − ė_t‖²` and `Σ_t ‖h_t‖²` at every boundary, (2, L + 1): change of the derivative ė by rounding.
 
-    ė' is the derivative in the same direction where the state before layer 0 is moved by one `unit` of rounding; it is
-    followed at three times the length, so that its own rounding is another.
+    ė' is the derivative in the same direction after moving the state before layer 0 by one `unit` of rounding. It is
+    computed with a tangent three times as long, so that its own rounding is independent.
     """
     windows = len(ids)
     sums: list[tuple[float, float]] = []
@@ -275,7 +275,7 @@ def _run_dual(
 
     def unpacked(layer: int, hidden: torch.Tensor) -> None:
         primal, tangent = forward_ad.unpack_dual(hidden)
-        assert tangent is not None, "the tangent was lost on the way"
+        assert tangent is not None, "the tangent was lost"
         visit(layer, primal, tangent)
 
     with ExitStack() as stack:

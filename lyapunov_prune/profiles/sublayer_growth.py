@@ -1,4 +1,4 @@
-"""Growth of error and state through attention and through the MLP, so that a layer's ρ is explained."""
+"""Growth of error and state through attention and through the MLP, the factors of a layer's ρ."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ from lyapunov_prune.results.result import MeasuredOn, Result
 
 @dataclass(frozen=True)
 class SublayerGrowth(Result):
-    """Growth through the two branches of every layer, attention and MLP: float64, (L, 2), NaN for a branch that is not.
+    """Growth through attention and MLP of every layer, float64, (L, 2); NaN for a missing sublayer.
 
-    `error_growth = Σ‖e after‖² / Σ‖e before‖²` and `state_growth` likewise of the residual stream before a branch is
-    added to it and after; their quotient is the ρ of the branch, and the product over the branches of a layer is the
-    layer's, of all three. `token_rho` is the same quotient of `mean_t ‖e‖²/‖h‖²`. A layer of one branch has its own
-    growth there; one whose branches cannot be told apart has none. Along one text: no bound.
+    `error_growth = Σ‖e after‖² / Σ‖e before‖²` and `state_growth` likewise, for the residual stream before and after a
+    sublayer is added; their ratio is the sublayer's ρ, and the product over the sublayers gives the layer's values.
+    `token_rho` is the ratio of `mean_t ‖e‖²/‖h‖²`. A layer of one sublayer has its own growth there; one whose
+    sublayers cannot be separated has NaN. Measured along one text, not a bound.
     """
 
     epsilon: float
@@ -92,13 +92,13 @@ def sublayer_growth(
     seeds: Iterable[Seed] = range(4),
     batch_size: int = 1,
 ) -> SublayerGrowth:
-    """Follow the perturbation of `measure_contraction` through the branches of every layer.
+    """Follow the perturbation of `measure_contraction` through the sublayers of every layer.
 
-    Structural sensitivity, §6.2, eq. 4: there the amplification of GPT-2 Medium's last layer is put down to its
-    attention. The stream is met between the branches too, in the same forward.
+    Structural sensitivity, §6.2, eq. 4, attributes the amplification of GPT-2 Medium's last layer to its attention. The
+    stream is also observed between the sublayers, in the same forward.
 
-    Raises LyapunovPruneError naming the class for layers that run attention and MLP side by side, where no state is
-    between them, and where no layer has branches to be told apart; otherwise as `measure_contraction` does.
+    Raises LyapunovPruneError naming the class for layers with parallel attention and MLP, which have no state between
+    them, and where no layer has separable sublayers; otherwise like `measure_contraction`.
     """
     reading = read(model, batch)
     structure, seeds = reading.structure, required(seeds, epsilon, batch_size)
@@ -117,7 +117,7 @@ def sublayer_growth(
         ]
     )
     if len(total.state) != structure.num_layers + 1 + len(between):
-        raise LyapunovPruneError(f"{type(model).__name__} does not run every branch once; measure whole layers")
+        raise LyapunovPruneError(f"{type(model).__name__} does not run every sublayer once; measure whole layers")
     energies = total.error.sum((-2, -1)), total.state.sum(-1), total.energy("token")
     require_moved(energies[0][0], epsilon, model.dtype)
     growth = np.full((len(energies), structure.num_layers, len(KINDS)), np.nan)
@@ -126,5 +126,5 @@ def sublayer_growth(
         for kind in found.branches:
             growth[:, layer, KINDS.index(kind)] = [values[at + 1] / values[at] for values in energies]
             at += 1
-        at += not found.branches  # a layer that is not told apart is one step
+        at += not found.branches  # a layer without separable sublayers is one step
     return SublayerGrowth(epsilon, seeds, growth[0], growth[1], growth[2], reading.measured_on(seed=seeds[0]))

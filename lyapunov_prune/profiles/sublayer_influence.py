@@ -31,11 +31,11 @@ from lyapunov_prune.results.result import MeasuredOn, Result
 
 @dataclass(frozen=True)
 class SublayerInfluence(Result):
-    """`1 − mean_t cos(h_t, h_t + b(h)_t)` of both branches `b` of every layer, float64, (L,).
+    """`1 − mean_t cos(h_t, h_t + b(h)_t)` of both sublayers `b` of every layer, float64, (L,).
 
-    `h` is the residual stream before the branch (LLM-Drop, arXiv:2406.15786), and cosines of states that are zero count
-    as in `InfluenceProfile`. The spreads are standard errors over windows (NaN for one window). A layer without such a
-    branch holds NaN. `windows` holds the values of each window by branch, (L, W); None in files of before.
+    `h` is the residual stream before the sublayer (LLM-Drop, arXiv:2406.15786); cosines of zero states count as in
+    `InfluenceProfile`. The spreads are standard errors over windows (NaN for one window). A missing sublayer is NaN.
+    `windows` holds the values per window by sublayer, (L, W); None in old files.
     """
 
     attention: np.ndarray
@@ -55,7 +55,7 @@ class SublayerInfluence(Result):
                 require_array(f"Block Influence, windows of {name}", values, (*shape, values.shape[-1]), finite=False)
 
     def drawn(self, what: str) -> np.ndarray | None:
-        """Influence of `what` in windows that are drawn anew, (draws, L); None where there is one."""
+        """Bootstrap samples of the influence of `what` over windows, (draws, L); None for a single window."""
         return None if self.windows is None else drawn_means(self.windows[what])
 
     def to_frame(self) -> pd.DataFrame:
@@ -77,19 +77,19 @@ class SublayerInfluence(Result):
 @in_eval_mode
 @torch.no_grad()
 def sublayer_influence(model: PreTrainedModel, batch: Readable, *, batch_size: int = 1) -> SublayerInfluence:
-    """Measure both branches of every layer in one forward per window.
+    """Measure both sublayers of every layer in one forward per window.
 
-    The stream after the first branch is what enters the second, so factors that a layer puts on its branches
-    count; parallel branches are both measured from the layer's input. `1 − cos` is computed as in
-    `block_influence`. Raises NonFiniteError naming the first layer with NaN or infinite activations, and
-    LyapunovPruneError for weights that are not in memory as plain matrices.
+    The stream after the first sublayer is read at the input of the second, so residual multipliers are included;
+    parallel sublayers are both measured from the layer's input. `1 − cos` is computed as in `block_influence`. Raises
+    NonFiniteError naming the first layer with NaN or infinite activations, and LyapunovPruneError for weights that are
+    not plain matrices in memory.
     """
     reading = read(model, batch, streamed=True)
     structure = reading.structure
     sublayers = find_sublayers(model, range(structure.num_layers))
     rows: list[np.ndarray] = []
     for ids in track(reading.windows(batch_size), "sublayer influence"):
-        unseen = torch.full((2, len(ids)), torch.nan, dtype=torch.float64)  # of a layer that text does not run
+        unseen = torch.full((2, len(ids)), torch.nan, dtype=torch.float64)  # for layers that text does not run
         by_layer = dict.fromkeys(sublayers, unseen)
         with ExitStack() as hooks:
             for index, of_layer in sublayers.items():
@@ -111,11 +111,11 @@ def sublayer_influence(model: PreTrainedModel, batch: Readable, *, batch_size: i
 def _watched(
     layer: nn.Module, index: int, sublayers: Sublayers, by_layer: dict[int, torch.Tensor]
 ) -> AbstractContextManager[None]:
-    """Put into `by_layer[index]` how far attention and MLP of `layer` turn the stream in each window: (2, windows)."""
+    """Store in `by_layer[index]` by how much attention and MLP of `layer` turn the stream: (2, windows)."""
     branches = list(sublayers.branches.values())
-    # Of each piece of the batch, where a streamed layer takes it in pieces:
-    between: list[torch.Tensor] = []  # the stream as it enters the second branch
-    added: list[list[torch.Tensor]] = [[] for _ in branches]  # by each branch
+    # One entry per piece of the batch, which a streamed layer may split:
+    between: list[torch.Tensor] = []  # the stream at the input of the second sublayer
+    added: list[list[torch.Tensor]] = [[] for _ in branches]  # the output of each sublayer
 
     def enter(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         between.append(layer_input(args, kwargs))
@@ -124,7 +124,7 @@ def _watched(
         return lambda module, args, kwargs, output: added[branch].append(hidden_of(output))
 
     def finish(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-        before = layer_input(args, kwargs).to(hidden_of(output).device)  # the layer before may be elsewhere
+        before = layer_input(args, kwargs).to(hidden_of(output).device)  # the layer before may be on another device
         if sublayers.parallel:
             steps = [(before, before + torch.cat(pieces).view_as(before)) for pieces in added if pieces]
         else:
