@@ -1,4 +1,4 @@
-"""Sums over what enters and leaves matrices while a model runs: the statistics that a compression goes by."""
+"""Calibration statistics: sums over the inputs of matrices, and over gradients at their outputs."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ from lyapunov_prune.forward.products import watched_products
 from lyapunov_prune.linalg import feature_energy, lift
 from lyapunov_prune.models.projections import Projection
 
-# What helps where the inputs of a matrix are not seen; the remedy of another text or more of it is no remedy there.
-_UNCALIBRATED = "take what needs no calibration (--method magnitude, --allocation uniform)"
+# The remedy where the inputs of a matrix cannot be recorded; more text would not help.
+_UNCALIBRATED = "use a method without calibration (--method magnitude, --allocation uniform)"
 
 
 def require_seen(projections: Sequence[Projection]) -> None:
-    """Raise LyapunovPruneError for experts that a family fuses: no hook sees what enters them."""
+    """Raise LyapunovPruneError for fused experts, whose inputs no hook sees."""
     fused = next((p.name for p in projections if p.expert is not None), None)
     if fused:
-        raise LyapunovPruneError(f"the inputs of {fused} are not seen outside its fused forward; {_UNCALIBRATED}")
+        raise LyapunovPruneError(f"the inputs of {fused} cannot be recorded outside its fused forward; {_UNCALIBRATED}")
 
 
 class Gathering:
-    """Sums over the tokens that enter `projections`, and over the gradients that come back to them.
+    """Sums over the input tokens of `projections`, and over the gradients at their outputs.
 
-    `needs` is `norms`, `gram` or `sensitivity`, as `stream` says. Matrices that are given the same tensor share a sum.
+    `needs` is `norms`, `gram` or `sensitivity`, as in `stream`. Matrices with the same input tensor share a sum.
     """
 
     def __init__(self, model: PreTrainedModel, projections: Sequence[Projection], needs: str) -> None:
@@ -37,7 +37,7 @@ class Gathering:
         self.energy: dict[str, torch.Tensor] = {}
         self.grams: dict[str, torch.Tensor] = {}
         self.sensitivities: dict[str, torch.Tensor] = {}
-        self._leader: dict[str, str] = {}  # the first of the matrices that are given the same tensor
+        self._leader: dict[str, str] = {}  # the first matrix with the same input tensor
         self._last: tuple[torch.Tensor | None, str] = (None, "")
         self._outputs: list[tuple[str, torch.Tensor, bool]] = []
 
@@ -73,7 +73,7 @@ class Gathering:
     @torch.enable_grad()
     def differentiate(self, output: torch.Tensor, generator: torch.Generator) -> None:
         """Add the gradients, at the outputs of the matrices, of a random product with the layer's output."""
-        # Window by window: of how many there are at once the numbers drawn would depend.
+        # One window at a time, so that the random numbers do not depend on the batch size.
         v = torch.stack([torch.randn(window.shape, generator=generator) for window in output]).to(output)
         grads = torch.autograd.grad(output, [y for _, y, _ in self._outputs], v, allow_unused=True)
         for (name, _, rows_are_features), g in zip(self._outputs, grads, strict=True):
@@ -82,9 +82,9 @@ class Gathering:
         self._outputs = []
 
     def statistics(self) -> dict[str, Statistics]:
-        """The statistics of every matrix, by its name.
+        """The statistics of every matrix, by name.
 
-        Raises LyapunovPruneError for a matrix that no product was seen with, and for activations that are not finite.
+        Raises LyapunovPruneError for a matrix without an observed product, and for activations that are not finite.
         """
         result: dict[str, Statistics] = {}
         for p in self.projections:

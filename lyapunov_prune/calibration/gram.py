@@ -1,4 +1,4 @@
-"""Gram matrices of calibration vectors: damped until they have an inverse, and their square roots."""
+"""Gram matrices of calibration vectors: damping, and square roots."""
 
 from __future__ import annotations
 
@@ -6,40 +6,40 @@ from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.lazy import torch
 from lyapunov_prune.linalg import lift
 
-# Eigenvalues this far below zero, over the largest, are no rounding.
+# A negative eigenvalue of this size relative to the largest is not rounding.
 _NEGATIVE = 1e-8
 
 
 def damped(gram: torch.Tensor, size: int, damping: float, device: torch.device) -> torch.Tensor:
-    """`G + damping · mean(diag G) · I`, a new float64 tensor on `device`: the same for every scale of G but for it.
+    """`G + damping · mean(diag G) · I` as a new float64 tensor on `device`; scales with G.
 
-    Raises LyapunovPruneError unless `gram` is size × size, finite, with a positive diagonal mean.
+    Raises LyapunovPruneError unless `gram` is size × size, finite, with a positive mean diagonal.
     """
     if gram.shape != (size, size):
         raise LyapunovPruneError(f"a Gram matrix of {tuple(gram.shape)} where {size} × {size} is needed")
     G = lift(gram).to(device).clone()
     if not G.isfinite().all():
         raise LyapunovPruneError(
-            "a Gram matrix holds NaN or infinity: squares of what reaches this matrix are beyond float64; scale it down"
+            "a Gram matrix holds NaN or infinity: squares of this matrix's inputs overflow float64; scale them down"
         )
     mean = float(G.diagonal().mean())
     if not mean > 0:
-        raise LyapunovPruneError("a Gram matrix without energy: nothing reached this matrix; give more text")
+        raise LyapunovPruneError("a Gram matrix is zero: no nonzero input reached this matrix; give more text")
     G.diagonal().add_(damping * mean)
     return G
 
 
 def scaled(x: torch.Tensor) -> tuple[torch.Tensor, int]:
-    """`x` (float64) over `2^e`, and `e`: its largest entry lies in [1/2, 1), so that products of it are finite."""
+    """`x / 2^e` and `e`, with the largest entry in [1/2, 1), so that products of it are finite; `x` float64."""
     exponent = int(torch.frexp(x.abs().max()).exponent) if x.numel() else 0
     return torch.ldexp(x, torch.tensor(-exponent)), exponent
 
 
 def leading(D: torch.Tensor, gram: torch.Tensor, rank: int) -> torch.Tensor:
-    """The `rank` leading left singular vectors of `D S`, `S Sᵀ = gram` (m × n and n × n, float64): m × rank.
+    """The `rank` leading left singular vectors of `D S`, with `S Sᵀ = gram` (m × n and n × n, float64): m × rank.
 
-    Eigenvectors of `D gram Dᵀ`, or of its part in the columns of a tall `D`: a tenth of the time of the SVD, and
-    exact enough to project on, as an error of the vectors enters that of the projection squared. Raises as `root`.
+    Uses eigenvectors of `D gram Dᵀ`, or of its counterpart in the columns of a tall `D`: ten times faster than the SVD,
+    and accurate enough for a projection, whose error is quadratic in the error of the vectors. Raises like `root`.
     """
     D, gram = scaled(D)[0], scaled(gram)[0]
     Q, R = torch.linalg.qr(D) if D.shape[0] > D.shape[1] else (None, D)
@@ -48,9 +48,9 @@ def leading(D: torch.Tensor, gram: torch.Tensor, rank: int) -> torch.Tensor:
 
 
 def root(gram: torch.Tensor) -> torch.Tensor:
-    """The symmetric `S` with `S S = gram`, float64; a singular Gram matrix has one too.
+    """The symmetric `S` with `S S = gram`, float64; `gram` may be singular.
 
-    Raises LyapunovPruneError where an eigenvalue is clearly negative: no Gram matrix then.
+    Raises LyapunovPruneError where an eigenvalue is clearly negative.
     """
     values, vectors = _eigh(gram)
     return (vectors * values.clamp_min(0).sqrt()) @ vectors.T

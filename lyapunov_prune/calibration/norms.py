@@ -1,4 +1,4 @@
-"""How large the inputs of every matrix are over a calibration text."""
+"""Norms of the inputs of every matrix over a calibration text."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from lyapunov_prune.progress import track
 @in_eval_mode
 @torch.no_grad()
 def input_norms(model: PreTrainedModel, batch: Readable, projections: Sequence[Projection]) -> dict[str, torch.Tensor]:
-    """`‖x_j‖₂` over all tokens of `batch`, for each feature j that enters each of `projections`, by its name.
+    """`‖x_j‖₂` over all tokens of `batch`, for each input feature j of each of `projections`, by name.
 
-    Float64, from one forward of the model as it is. Raises LyapunovPruneError for experts that a family fuses,
-    whose inputs cannot be seen, for a matrix that no token reached, and for activations that are not finite.
+    Float64, from one forward of the model. Raises LyapunovPruneError for fused experts, whose inputs cannot be
+    recorded, for a matrix that no token reached, and for activations that are not finite.
     """
     reading = read(model, batch, streamed=True)
     require_seen(projections)

@@ -1,4 +1,4 @@
-"""Calibration layer by layer: what enters every matrix once the layers before it are compressed."""
+"""Calibration layer by layer: every matrix sees the inputs that result from the compressed layers before it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from lyapunov_prune.models.projections import Projection
 from lyapunov_prune.models.streamed import Run, stream_of
 from lyapunov_prune.progress import status, track
 
-# Called with a layer's matrices and what entered each; changes the layer's weights before it returns.
+# Called with a layer's matrices and their statistics; changes the layer's weights in place.
 Change = Callable[[Sequence[Projection], dict[str, Statistics]], None]
 
 
@@ -28,22 +28,23 @@ def stream(
     *,
     batch_size: int = 1,
 ) -> None:
-    """Go through the layers in order: gather what enters each, let `change` compress it, hand on its new output.
+    """For each layer in order: gather the statistics of its matrices, call `change`, and pass on its new output.
 
-    Every layer runs twice, once for its statistics and once, compressed, for the input of the next: two
-    forwards of the layers in all. The arguments of a layer (masks, positions) are those that the model's own
-    forward hands it (`Prefix`); nothing is captured and replayed. Where a layer uses more of the earlier ones than
-    their hidden state, the forward begins further back and is the same. Of a model whose layers are read from files
-    (`models.streamed`) both runs are made while a layer is held, in one forward, and what was changed goes with it.
+    Every layer runs twice, once for its statistics and once, compressed, for the input of the next: two forwards of the
+    layers in all. The arguments of a layer (masks, positions) come from the model's own forward (`Prefix`); nothing is
+    captured and replayed. Where a layer uses more of earlier layers than their hidden state, the forward begins further
+    back. For a model whose layers are read from files (`models.streamed`) both runs happen in one forward while the
+    layer is loaded, and the change is kept with it.
 
-    `needs` is `norms`, `gram` (`Σ_t x_t x_tᵀ`, n × n, float64, one for matrices that share their input), or
-    `sensitivity`: also `Σ_t g_t g_tᵀ`, `g_t` the gradient at the matrix's output of `⟨v, layer output⟩` with
-    `v ~ N(0, I)`, for the layer as it was before `change` (`Statistics`). The seed is the layer's index, so that what
-    a layer gathers does not depend on which others were asked for.
-    Memory: the hidden states of the batch, twice at most, and the statistics of one layer.
+    `needs` is `norms`, `gram` (`Σ_t x_t x_tᵀ`, n × n, float64, shared by matrices with the same input), or
+    `sensitivity`: also `Σ_t g_t g_tᵀ`, with `g_t` the gradient at the matrix's output of `⟨v, layer output⟩`, `v ~ N(0,
+    I)`, for the layer before `change` (`Statistics`). The seed is the layer's index, so the statistics of a layer do
+    not depend on which other layers are requested.
 
-    Raises LyapunovPruneError for experts that a family fuses, whose inputs cannot be seen, for a matrix that no
-    token reached, and for activations that are not finite.
+    Memory: the hidden states of the batch, at most twice, and the statistics of one layer.
+
+    Raises LyapunovPruneError for fused experts, whose inputs cannot be recorded, for a matrix that no token reached,
+    and for activations that are not finite.
     """
     require_seen(projections)
     reading = read(model, batch, streamed=True)
@@ -74,7 +75,7 @@ def _in_one_forward(
 
     def visit(layer: int, hidden: torch.Tensor, run: Run) -> None:
         here = [p for p in projections if p.layer == layer]
-        if here:  # a layer may add to what it is given, and is given it again
+        if here:  # a layer may add to its input in place, and needs it again
             change(here, _gathered(reading.model, here, needs, run(hidden.clone())))
 
     layers = stream_of(reading.model)
@@ -86,7 +87,7 @@ def _in_one_forward(
 def _gathered(
     model: PreTrainedModel, here: Sequence[Projection], needs: str, outputs: Iterable[torch.Tensor]
 ) -> dict[str, Statistics]:
-    """The statistics of the matrices of a layer, which runs as its `outputs` are drawn."""
+    """The statistics of the matrices of a layer, which runs while its `outputs` are consumed."""
     generator = torch.Generator().manual_seed(here[0].layer)
     gathering = Gathering(model, here, needs)
     with gathering.watching(), torch.set_grad_enabled(needs == "sensitivity"):
