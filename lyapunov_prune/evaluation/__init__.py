@@ -1,9 +1,9 @@
 """How good a model is.
 
-- `perplexity`, `score`, `speed`: measured by this package; `tasks`, `harness`: asked through lm-evaluation-harness;
-- `judging`: whether a change pays, by a paired comparison over windows;
+- `perplexity`, `score`, `speed`: measured by this package; `tasks`, `harness`: run with lm-evaluation-harness;
+- `judging`: whether a change pays, by a paired test over windows;
 - `retrieval`: documents found by their embeddings, scored by ir-measures;
-- `repetition`: whether what it writes goes in circles; `evaluation`: what `lyapunov-prune eval` puts together.
+- `repetition`: whether generated text repeats itself; `evaluation`: the result of `lyapunov-prune eval`.
 """
 
 import lazy_loader

@@ -1,4 +1,4 @@
-"""What `lyapunov-prune eval` measures: perplexity, zeros, on request speed, tasks, retrieval; of one model or two."""
+"""The result of `lyapunov-prune eval`: perplexity and zeros, optionally speed, tasks and retrieval."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from lyapunov_prune.models.structure import find_structure
 from lyapunov_prune.results.frames import pd
 from lyapunov_prune.results.result import MeasuredOn, Result
 
-# From here on a reader may take a model for a sparse one.
+# From this share on, the report explains that zeros save nothing.
 SPARSE = 0.05
 
 
@@ -34,7 +34,7 @@ class Evaluation(Result):
 
     @property
     def measured_on(self) -> tuple[MeasuredOn, ...]:
-        """Of each model, in the order of `perplexities`."""
+        """One entry per model, in the order of `perplexities`."""
         return tuple(perplexity.measured_on for perplexity in self.perplexities)
 
     def to_frame(self) -> pd.DataFrame:
@@ -62,15 +62,15 @@ class Evaluation(Result):
             return line
         speed = "" if self.speed else "; --speed measures it"
         return (
-            f"{line}\n{max(self.zeros):.0%} of the entries are zero. They are stored and multiplied like all others: "
+            f"{line}\n{max(self.zeros):.0%} of the entries are zero. They are stored and multiplied like the others: "
             f"neither memory nor time is saved{speed}"
         )
 
 
 def zero_share(model: PreTrainedModel) -> float:
-    """Share of zeros among the entries of the tensors of two and more dimensions in the layers of `model`.
+    """Share of zeros among the entries of the tensors with two or more dimensions in the layers of `model`.
 
-    0 where all are packed: their integers are no entries.
+    0 where all are packed, because packed integers are not entries.
     """
     zeros = entries = 0
     for index, layer in enumerate(find_structure(model).layers):

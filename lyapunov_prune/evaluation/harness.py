@@ -1,4 +1,4 @@
-"""lm-evaluation-harness (extra `tasks`) by the rules of this project: its model, its tasks from files, one run."""
+"""lm-evaluation-harness (extra `tasks`): the model adapter, tasks from files, and one run."""
 
 from __future__ import annotations
 
@@ -32,16 +32,16 @@ from lyapunov_prune.models.structure import Structure, find_structure, in_eval_m
 from lyapunov_prune.models.tokenizers import token_ids
 from lyapunov_prune.progress import track
 
-# The seed by which the harness draws examples for its own tasks.
+# Seed for the few-shot examples of the harness.
 SEED = 1234
-# Tokens that an answer may have, and what ends it before: those of the harness' gsm8k.
+# Longest answer and stop strings, as in the harness' gsm8k.
 ANSWER = 256
 _UNTIL = ("Question:", "</s>", "<|im_end|>")
-# Longer than any context: what does not fit is refused here, where the harness would cut off its beginning.
+# Longer than any context: the harness would truncate on the left, and here such an item is refused.
 _UNCUT = 2**31
-# Requests between two steps of the progress bar.
+# Requests per step of the progress bar.
 _STRETCH = 16
-# Draws of the bootstrap of metrics without a closed standard error; those of local files have one.
+# Bootstrap samples for metrics without a closed-form standard error.
 _DRAWS = 1000
 _MULTIPLE_CHOICE: dict[str, Any] = {
     "output_type": "multiple_choice",
@@ -51,7 +51,7 @@ _MULTIPLE_CHOICE: dict[str, Any] = {
     "target_delimiter": "",
     "metric_list": [{"metric": name, "aggregation": "mean", "higher_is_better": True} for name in ("acc", "acc_norm")],
 }
-# A blank filled in each way of several, and the same words after it: the harness' winogrande.
+# A blank filled in several ways, followed by the same words, as in the harness' winogrande.
 _PARTIAL: dict[str, Any] = {
     "output_type": "multiple_choice",
     "doc_to_text": "gold",
@@ -59,7 +59,7 @@ _PARTIAL: dict[str, Any] = {
     "doc_to_target": "continuation",
     "metric_list": [{"metric": "acc", "aggregation": "mean", "higher_is_better": True}],
 }
-_GENERATION: dict[str, Any] = {  # but for its data: gsm8k of the harness, version 3
+_GENERATION: dict[str, Any] = {  # the harness' gsm8k, version 3, apart from its data
     "output_type": "generate_until",
     "doc_to_text": lambda item: f"Question: {item['question']}\nAnswer:",
     "doc_to_target": "answer",
@@ -91,12 +91,12 @@ _GENERATION: dict[str, Any] = {  # but for its data: gsm8k of the harness, versi
 
 
 class ProjectModel(HFLM):
-    """A loaded model as the harness asks it, by the rules of this project.
+    """Adapter that lets lm-evaluation-harness score a loaded model.
 
-    BOS as `bos` says and no other special token; nothing cut off: an item that does not fit the context is refused;
-    greedy decoding that asks the generation settings of the model for nothing but its end-of-text tokens. `read` holds
-    the ids of every text that was scored, or continued; `bars` is where progress is shown. Log-likelihoods are those of
-    the harness, up to rounding, by `continuations`, which scores the choices of an item together.
+    A BOS token as `bos` says and no other special token. Nothing is truncated: an item that does not fit the context is
+    refused. Decoding is greedy and uses only the end-of-text tokens of the generation config. `read` holds the ids of
+    every scored or continued text; `bars` is where progress is shown. Log-likelihoods equal those of the harness up to
+    rounding; `continuations` scores the choices of an item together.
     """
 
     def __init__(
@@ -129,7 +129,7 @@ class ProjectModel(HFLM):
         self, strings: Sequence[str], padding_side: str = "left", left_truncate_len: int | None = None, **_: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
         rows = [self.tok_encode(string) for string in strings]
-        if left_truncate_len:  # what the answer leaves of `_UNCUT`
+        if left_truncate_len:
             self._require(rows, room=_UNCUT - left_truncate_len)
         batch = self.tokenizer.pad({"input_ids": rows}, padding_side=padding_side, return_tensors="pt")
         return batch["input_ids"], batch["attention_mask"]
@@ -156,8 +156,8 @@ class ProjectModel(HFLM):
         return log_likelihoods
 
     def _by_item(self, rows: list[list[int]], scored: list[int]) -> list[tuple[float, bool]]:
-        """The choices of an item follow each other, and are scored together."""
-        items = self._items if len(self._items) == len(rows) else list(range(len(rows)))  # rolling windows are no items
+        """Scores the choices of an item together; they are consecutive."""
+        items = self._items if len(self._items) == len(rows) else list(range(len(rows)))  # rolling windows
         together = [list(some) for _, some in groupby(range(len(rows)), key=items.__getitem__)]
         answers: list[tuple[float, bool]] = []
         for some in track(together, "log-likelihoods", cost=lambda some: sum(len(rows[i]) for i in some)):
@@ -170,9 +170,9 @@ class ProjectModel(HFLM):
         self.read += rows
         if self.tokenizer.eos_token_id is None:
             raise LyapunovPruneError("this tokenizer has no end-of-text token, which generation stops at; give it one")
-        order = sorted(range(len(rows)), key=lambda i: -len(rows[i]))  # what does not fit is found first
+        order = sorted(range(len(rows)), key=lambda i: -len(rows[i]))  # the longest first, to fail early
         texts: dict[int, str] = {}
-        # Padded beside a longer text, a short one would get the positions of a long one.
+        # Padding would give a short text the positions of a long one.
         size = 1 if switches(self._config) else self.batch_size
         with redirect_stderr(self._bars):
             for start in track(range(0, len(order), size), "answers"):
@@ -197,7 +197,7 @@ class ProjectModel(HFLM):
 
 
 def local_task(file: TaskFile, few_shot: int) -> ConfigurableTask:
-    """The items of `file` as a task of the harness; the first `few_shot` are examples and are not scored."""
+    """A task of the harness from the items of `file`; the first `few_shot` items are examples and are not scored."""
     examples, items = file.items[:few_shot], file.items[few_shot:]
     if not items:
         raise LyapunovPruneError(f"{file.path} has {len(file.items)} items, and {few_shot} are examples; give fewer")
@@ -205,7 +205,7 @@ def local_task(file: TaskFile, few_shot: int) -> ConfigurableTask:
     config = {
         **forms[file.kind],
         "task": file.path.stem,
-        # Not its JSON loader: that leaves a copy of every file in a cache.
+        # The JSON loader of datasets would leave a copy of every file in a cache.
         "custom_dataset": lambda **_: {"test": datasets.Dataset.from_list(list(items))},
         "test_split": "test",
         "num_fewshot": few_shot,
@@ -216,9 +216,9 @@ def local_task(file: TaskFile, few_shot: int) -> ConfigurableTask:
 
 
 def hub_tasks(names: Sequence[str], few_shot: int | None) -> dict[str, ConfigurableTask]:
-    """Tasks of the harness by name; a group stands for its tasks. Their items come from the hub.
+    """Tasks of the harness by name; a group stands for its tasks. Their items are downloaded from the hub.
 
-    Raises LyapunovPruneError for a name that the harness does not know and a download that fails.
+    Raises LyapunovPruneError for an unknown name and a download that fails.
     """
     manager = TaskManager()
     unknown = [name for name in names if name not in manager.all_tasks]
@@ -229,7 +229,7 @@ def hub_tasks(names: Sequence[str], few_shot: int | None) -> dict[str, Configura
     try:
         with quietly():
             tasks = manager.load(list(names))["tasks"]
-    except Exception as error:  # datasets raises many kinds: network, name, format
+    except Exception as error:  # datasets raises many classes of errors
         raise LyapunovPruneError(
             f"cannot load {', '.join(names)} from the hub: {first_line(error)}; check the network, or give "
             ".jsonl files of items"
@@ -251,31 +251,31 @@ def run(
     bos: bool,
     batch_size: int,
 ) -> tuple[dict[str, Any], list[list[int]]]:
-    """What the harness' `evaluate` returns, and the ids of every text that was scored or continued.
+    """Run `evaluate` of the harness; returns its results and the ids of every scored or continued text.
 
-    The model, its generation settings, the tokenizer and the random states are left as they were. Raises NonFiniteError
-    naming the layer when logits are not finite, and LyapunovPruneError for an item that does not fit the model.
+    The model, its generation config, the tokenizer and the random states are restored. Raises NonFiniteError naming the
+    layer when logits are not finite, and LyapunovPruneError for an item that does not fit the context.
     """
     require_in_memory(model)
     for task in tasks.values():
-        task.set_fewshot_seed(SEED)  # every model is shown the same examples
+        task.set_fewshot_seed(SEED)  # the same examples for every model
     structure = find_structure(model)
-    shown = sys.stderr  # where `quietly` lets nothing through but the bars
-    # Before hooks are set: it tries logits larger than any text's.
+    shown = sys.stderr  # `quietly` lets only the bars through
+    # Before hooks are set, because it runs a trial with larger logits than any text.
     trial = torch.arange(1, 33, device=model.device)[None] % structure.config.vocab_size
     continuations = Continuations(model, structure, trial)
     with quietly(), _only_finite(model, structure), _greedy(model), _fresh_cache(model, structure.config):
         asked = ProjectModel(
             model, structure, tokenizer, bos=bos, batch_size=batch_size, continuations=continuations, bars=shown
         )
-        # Not simple_evaluate, which seeds every generator and asks the hub for the model.
+        # simple_evaluate would seed every generator and look the model up on the hub.
         harness_results = evaluate(asked, dict(tasks), limit=limit, bootstrap_iters=_DRAWS, log_samples=True)
     return harness_results, asked.read
 
 
 @contextmanager
 def quietly() -> Iterator[None]:
-    """No logs, bars or prints of the harness and of what it calls."""
+    """Suppress logs, bars and prints of the harness and its dependencies."""
     loggers = [logging.getLogger(name) for name in ("lm_eval", "datasets", "huggingface_hub")]
     levels = [logger.level for logger in loggers]
     verbosity = transformers.logging.get_verbosity()
@@ -292,7 +292,7 @@ def quietly() -> Iterator[None]:
 
 
 def _only_finite(model: PreTrainedModel, structure: Structure) -> AbstractContextManager[None]:
-    """The harness would take the argmax of NaN for an answer."""
+    """Raise on logits that are not finite, because the harness would take the argmax of NaN for an answer."""
 
     def check(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         if not output.logits.isfinite().all():
@@ -305,7 +305,7 @@ def _only_finite(model: PreTrainedModel, structure: Structure) -> AbstractContex
 
 @contextmanager
 def _greedy(model: PreTrainedModel) -> Iterator[None]:
-    """Penalties on repetition, which some models carry in their settings, would hide a collapse."""
+    """Turn off repetition penalties of the generation config, which would hide a collapse."""
     kept = model.generation_config
     model.generation_config = GenerationConfig(eos_token_id=getattr(kept, "eos_token_id", None))
     try:
@@ -316,7 +316,7 @@ def _greedy(model: PreTrainedModel) -> Iterator[None]:
 
 @contextmanager
 def _fresh_cache(model: Any, config: Any) -> Iterator[None]:
-    """`generate` drops a cache that is stale since positions changed by length. By itself only Phi-3 does."""
+    """Let `generate` drop a cache made stale by length-dependent positions; transformers only does so for Phi-3."""
     prepare = model.prepare_inputs_for_generation
 
     def prepared(input_ids: torch.Tensor, past_key_values: Any = None, **kwargs: Any) -> dict[str, Any]:

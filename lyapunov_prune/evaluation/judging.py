@@ -1,4 +1,4 @@
-"""A changed model against the one before it, window by window, on text that the change did not learn from."""
+"""Compare a changed model with the one before the change, window by window, on text not used for the change."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from scipy import stats
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.forward.reading import Reading
 
-LEVEL = 0.025  # one-sided p-value below which a gain is believed: the 95 % interval then ends below zero
-POWER = 4  # windows from which a paired test says anything; below it the lower mean decides
+LEVEL = 0.025  # one-sided p-value for a gain: the 95 % interval then ends below zero
+POWER = 4  # least number of windows for a paired test; with fewer, the lower mean decides
 
-EVERY, MOST = 8, 8  # every eighth window judges, up to eight of them
+EVERY, MOST = 8, 8  # every eighth window judges, up to eight
 
 
 def apart(reading: Reading, every: int = EVERY, most: int | None = MOST) -> tuple[Reading, Reading]:
-    """The windows that a step may learn from, and those that judge it: every `every`-th one, `most` of them if given.
+    """Split windows into those to learn from and those to judge by: every `every`-th one, at most `most`.
 
     Raises LyapunovPruneError for a batch of one window.
     """
@@ -33,11 +33,11 @@ def apart(reading: Reading, every: int = EVERY, most: int | None = MOST) -> tupl
 
 @dataclass(frozen=True)
 class Comparison:
-    """The paired comparison of two losses, nats a token, over the same windows.
+    """Paired comparison of two losses, nats per token, over the same windows.
 
-    `change` is mean(after − before), negative where the change pays; `low` and `high` are its 95 % interval by
-    Student's t, and `p_value` is that of the one-sided paired t-test of change < 0. All three are NaN for fewer than
-    two windows; where every window changes by the same amount the interval has no width and the p-value is 0 or 1.
+    `change` is mean(after − before), negative for a gain; `low` and `high` are its 95 % Student's t interval, and
+    `p_value` is that of the one-sided paired t-test of change < 0. These three are NaN for fewer than two windows; if
+    every window changes by the same amount the interval has no width and the p-value is 0 or 1.
     """
 
     change: float
@@ -52,11 +52,11 @@ class Comparison:
 
     @property
     def pays(self) -> bool:
-        """Whether the change is kept: its mean is lower, and by a test, where there are windows enough for one."""
+        """Whether to keep the change: the mean is lower, and with enough windows also significantly."""
         return self.change < 0 and (self.p_value < LEVEL or not self.has_power)
 
     def told(self) -> str:
-        """One line: the change in per cent of perplexity, its interval, and how sure it is."""
+        """One line: change of the perplexity in per cent, its interval, and the p-value."""
         ratio = f"{np.expm1(self.change):+.1%} perplexity"
         if not self.has_power:
             return f"{ratio} on {self.windows} windows, too few for a test: uncertain"
@@ -64,10 +64,10 @@ class Comparison:
 
 
 def compare(before: np.ndarray, after: np.ndarray) -> Comparison:
-    """Compare the mean loss of every window (nats a token) after a change with that before it.
+    """Compare the loss of every window (nats per token) after a change with that before it.
 
-    A loss of the changed model that is not finite never pays: its change is +inf. Raises LyapunovPruneError for
-    different numbers of windows, for none, and where a loss before the change is not finite.
+    A changed loss that is not finite never pays: its change is +inf. Raises LyapunovPruneError for different numbers of
+    windows, for none, and for a loss before the change that is not finite.
     """
     before, after = np.asarray(before, np.float64), np.asarray(after, np.float64)
     if before.shape != after.shape or before.ndim != 1 or not len(before):

@@ -1,4 +1,4 @@
-"""Perplexity over non-overlapping windows, every window scored on its own."""
+"""Perplexity over non-overlapping windows, each scored on its own."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ from lyapunov_prune.results.result import MeasuredOn, Result
 
 @dataclass(frozen=True)
 class Perplexity(Result):
-    """`exp(nll)`, `nll` the mean negative log-likelihood in nats over `scored` tokens, float64.
+    """`exp(nll)`, with `nll` the mean negative log-likelihood in nats over `scored` tokens, float64.
 
-    `windows` holds the mean of each window; `interval` is Student's 95 % interval over windows.
+    `windows` holds the mean per window; `interval` is Student's 95 % interval over windows.
     """
 
     nll: float
@@ -40,7 +40,7 @@ class Perplexity(Result):
 
     @property
     def interval(self) -> tuple[float, float]:
-        """95 % interval of the perplexity from the spread of its windows; NaN for one window."""
+        """95 % interval of the perplexity from the variation over windows; NaN for one window."""
         return interval_of(self.windows)
 
     def ratio_interval(self, reference: Perplexity) -> tuple[float, float]:
@@ -57,22 +57,22 @@ class Perplexity(Result):
 
 
 def of_windows(reading: Reading, total: Sum, batch_size: int, description: str) -> torch.Tensor:
-    """For each window the mean over its tokens, the first unscored, of what `total` sums (`scoring.mean_over`).
+    """Per window, the mean over its tokens (except the first) of what `total` sums (`scoring.mean_over`).
 
-    The logits are the model's own. Those of large windows, and of a streamed model, are formed from the final states, a
+    Uses the model's own logits. For large windows and streamed models they are computed from the final states, one
     block of positions at a time.
     """
     found: list[torch.Tensor] = []
     batches = reading.windows(batch_size)
     streamed = stream_of(reading.model) is not None
-    if streamed and not reading.scorer.enters:  # so it is of a model whose first tokens are not finite
+    if streamed and not reading.scorer.enters:  # happens if the first tokens are not finite
         require_finite(reading.structure, batches[0][:1], f"window 0 of {reading.batch.text}")
     by_states = streamed or (is_large(reading.model, batches[0]) and reading.scorer.enters)
     for ids in batches if streamed else track(batches, description):
         windows = list(zip(_from_states(reading, ids) if by_states else _from_forward(reading, ids), ids, strict=True))
         each = track(windows, description) if streamed else windows
         found += [mean_over(blocks, targets[1:], total) for blocks, targets in each]
-        del windows, each  # else the logits would be there still while the next are made
+        del windows, each  # free the logits before the next ones are allocated
     return torch.stack(found)
 
 
@@ -85,7 +85,7 @@ def _from_states(reading: Reading, ids: torch.Tensor) -> list[Iterator[torch.Ten
 
 
 def require_finite_losses(reading: Reading, losses: np.ndarray) -> None:
-    """Raise NonFiniteError naming the layer, or LyapunovPruneError, for the first window whose loss is not finite."""
+    """Raise for the first window with a loss that is not finite: NonFiniteError if a layer can be named."""
     if np.isfinite(losses).all():
         return
     bad, batch = int(np.argmin(np.isfinite(losses))), reading.batch
@@ -97,10 +97,10 @@ def require_finite_losses(reading: Reading, losses: np.ndarray) -> None:
 
 
 def interval_of(nll: np.ndarray) -> tuple[float, float]:
-    """Student's interval of the mean, exponentiated."""
+    """Exponential of Student's 95 % interval of the mean."""
     if len(nll) < 2:
         return (float("nan"), float("nan"))
-    with np.errstate(over="ignore", invalid="ignore"):  # losses of a wrecked model may be infinite
+    with np.errstate(over="ignore", invalid="ignore"):  # losses of a broken model may be infinite
         half = stats.t.ppf(0.975, len(nll) - 1) * stats.sem(nll)
         return (float(np.exp(nll.mean() - half)), float(np.exp(nll.mean() + half)))
 
@@ -115,11 +115,11 @@ def perplexity(
     batch_size: int = 1,
     description: str = "perplexity",
 ) -> Perplexity:
-    """Perplexity of `model`: windows × context ids, each window on its own, its first token unscored.
+    """Perplexity of `model` on windows × context ids, each window on its own, its first token unscored.
 
-    Log-likelihoods are taken in float32 from the model's own logits (`of_windows`) and summed in float64. Raises
+    Log-likelihoods are computed in float32 from the model's own logits (`of_windows`) and summed in float64. Raises
     NonFiniteError naming the layer when a loss is not finite, and LyapunovPruneError for ids outside the vocabulary or
-    a context too long.
+    windows longer than the context.
     """
     reading = read(model, batch, streamed=True)
     batch = reading.batch

@@ -1,4 +1,4 @@
-"""Retrieval: which documents lie nearest to a query, by pooled final hidden_states, of models side by side."""
+"""Retrieval: the documents nearest to a query by mean final hidden state, for several models."""
 
 from __future__ import annotations
 
@@ -26,22 +26,22 @@ from lyapunov_prune.results.frames import pd
 from lyapunov_prune.results.result import MeasuredOn, Result
 
 EXTRA = "retrieval is scored by ir-measures; run: pip install 'lyapunov-prune[tasks]'"
-# How far down a ranking is looked.
+# Depth of the ranking.
 TOP = 10
 
 
 @dataclass(frozen=True)
 class RetrievalScores(Result):
-    """How well documents are found by `S(q, d) = cos(e_q, e_d)`, of every model; the first is the one compared with.
+    """Document ranking by `S(q, d) = cos(e_q, e_d)` for every model; the first model is the reference.
 
-    `e` is the mean of the final hidden_states (after the final norm) over the tokens of a text. Float64, by query:
+    `e` is the mean of the final hidden states (after the final norm) over the tokens of a text. Float64, per query:
 
-    - `ndcg` (models × queries): nDCG@10 by ir-measures (trec_eval's, gains are the grades);
-    - `overlap` (models × queries): the share of the first model's ten nearest documents among the model's own ten;
-    - `margin` (queries,): how much nearer the tenth document is than the eleventh to the first model; NaN where there
-      are no eleven. `shift` (models × queries): `max_d ΔS − min_d ΔS` against the first model. While `shift < margin`
-      the ten stay the ten: no document of them can be passed by another. `kept` says where;
-    - `turned` (models × 2): `1 − cos` of a text's two embeddings, means over queries and over documents; NaN for a
+    - `ndcg` (models × queries): nDCG@10 by ir-measures (trec_eval's, with grades as gains);
+    - `overlap` (models × queries): share of the reference's ten nearest documents among the model's own ten;
+    - `margin` (queries,): similarity of the tenth document minus that of the eleventh for the reference; NaN with ten
+      documents or fewer. `shift` (models × queries): `max_d ΔS − min_d ΔS` against the reference. While `shift <
+      margin` the ten nearest documents stay the same (`kept`);
+    - `turned` (models × 2): `1 − cos` between a text's two embeddings, means over queries and over documents; NaN for a
       model of another width.
 
     Source: Demystifying When Pruning Works via Representation Hierarchies, eq. 4 and Table 1a.
@@ -51,7 +51,7 @@ class RetrievalScores(Result):
     sha256: str
     models: tuple[str, ...]
     documents: int
-    cut: int  # texts of which only the first `context` tokens were read
+    cut: int  # texts truncated to `context` tokens
     ndcg: np.ndarray
     overlap: np.ndarray
     margin: np.ndarray
@@ -61,11 +61,11 @@ class RetrievalScores(Result):
 
     @property
     def kept(self) -> np.ndarray:
-        """(models × queries) bool: the change of the similarities is too small to change the first ten."""
+        """(models × queries) bool: the similarities changed too little to change the ten nearest documents."""
         return self.shift < self.margin
 
     def to_frame(self) -> pd.DataFrame:
-        """A row a model and query."""
+        """One row per model and query."""
         queries = self.ndcg.shape[1]
         model, query = np.repeat(self.models, queries), np.tile(np.arange(queries), len(self.models))
         measured = {name: getattr(self, name).ravel() for name in ("ndcg", "overlap", "shift", "kept")}
@@ -74,8 +74,10 @@ class RetrievalScores(Result):
         )
 
     def summary(self) -> pd.DataFrame:
-        """A row a model, means over queries; `error` is the standard error of nDCG@10, `difference` of that to the
-        first, query by query."""
+        """One row per model, means over queries.
+
+        `error` is the standard error of nDCG@10, `difference` that of its difference to the reference, paired by query.
+        """
         n = self.ndcg.shape[1]
         paired = self.ndcg - self.ndcg[0]
         spread = [stats.sem(x, axis=-1) if n > 1 else np.full(len(x), np.nan) for x in (self.ndcg, paired)]
@@ -118,13 +120,13 @@ def evaluate_retrieval(
 ) -> RetrievalScores:
     """Embed all texts with every model and score the rankings, see RetrievalScores. Needs the extra `tasks`.
 
-    A text is read up to `context` tokens, behind a BOS token if `bos` (None: the tokenizer's habit), which is no part
-    of the mean: its state is that of every text. A document of the query's own id is not ranked, as in BEIR. Memory:
-    the embeddings of all documents, float64, and the similarities of all queries.
+    A text is truncated to `context` tokens, after a BOS token if `bos` (None: the tokenizer's default). The BOS state
+    is left out of the mean, because it is the same for every text. A document with the query's own id is not ranked, as
+    in BEIR. Memory: the float64 embeddings of all documents and the similarities of all queries.
 
     Raises NonFiniteError naming the layer when a model is not finite, and LyapunovPruneError for a missing extra, texts
-    that a step which made a model has seen, a text without tokens, a context that is longer than a model's,
-    and ids outside a vocabulary.
+    that a recorded step of a model has seen, a text without tokens, a context longer than that of a model, and ids
+    outside a vocabulary.
     """
     try:
         import ir_measures
@@ -151,7 +153,7 @@ def evaluate_retrieval(
         S[same] = -np.inf
         order = np.argsort(-S, axis=-1, kind="stable")[:, :TOP]
         run = [
-            ir_measures.ScoredDoc(query, ids[d], float(-rank))  # ranks, so that ties are broken in one way
+            ir_measures.ScoredDoc(query, ids[d], float(-rank))  # ranks, so that ties are broken consistently
             for query, best in zip(names, order, strict=True)
             for rank, d in enumerate(best)
             if query != ids[d]
@@ -180,7 +182,7 @@ def evaluate_retrieval(
 def require_unseen_texts(
     models: Mapping[str, PreTrainedModel], tokenizer: PreTrainedTokenizerBase, task: RetrievalTask
 ) -> None:
-    """Raise LyapunovPruneError for queries and documents that a step which made one of `models` has seen."""
+    """Raise LyapunovPruneError for queries or documents that a recorded step of one of `models` has seen."""
     items = [(text,) for text in (*task.queries.values(), *task.documents.values())]
     for model in models.values():
         require_unseen_items(model, tokenizer, items, task.name, "queries and documents")
@@ -189,7 +191,7 @@ def require_unseen_texts(
 def _tokens(
     texts: list[str], tokenizer: PreTrainedTokenizerBase, begins: bool, context: int
 ) -> tuple[list[list[int]], int]:
-    """The ids of every text, and how many texts were cut."""
+    """The ids of every text, and the number of truncated texts."""
     start = [tokenizer.bos_token_id] * begins
     rows, cut = [], 0
     for text in texts:
@@ -203,7 +205,7 @@ def _tokens(
 
 @in_eval_mode
 def _embed(model: PreTrainedModel, rows: list[list[int]], skipped: int, batch_size: int, name: str) -> np.ndarray:
-    """The mean final state of every text without its first `skipped` tokens, texts × width, float64."""
+    """The mean final state of every text without its first `skipped` tokens, (texts × width) float64."""
     require_in_memory(model)
     structure = find_structure(model)
     require_context(structure, max(map(len, rows)))
@@ -212,7 +214,7 @@ def _embed(model: PreTrainedModel, rows: list[list[int]], skipped: int, batch_si
     batches = [group[k : k + batch_size] for group in groups for k in range(0, len(group), batch_size)]
     for some in track(batches, f"embeddings of {name}"):
         width = max(2, len(rows[some[-1]]))
-        # What is repeated at the end is no padding to the model, and need not be: no position looks at a later one.
+        # Pads by repeating at the end without a mask: in a causal model no position sees a later one.
         ids = torch.tensor([rows[i] + rows[i][-1:] * (width - len(rows[i])) for i in some])
         state = final_state(structure, checked_batch(structure, ids).ids.to(model.device))
         if not state.isfinite().all():
@@ -226,22 +228,22 @@ def _shared(first: np.ndarray, own: np.ndarray) -> float:
 
 
 def _ranges(first: np.ndarray, own: np.ndarray, ranked: np.ndarray) -> list[float]:
-    """Of every query the range over its ranked documents of `own − first`."""
+    """(queries,) range of `own − first` over the ranked documents."""
     return [float(np.ptp(b[seen] - a[seen])) for a, b, seen in zip(first, own, ranked, strict=True)]
 
 
 def _margin(S: np.ndarray) -> np.ndarray:
-    """(queries,): the similarity of the tenth document less that of the eleventh."""
+    """(queries,) similarity of the tenth document minus that of the eleventh."""
     ranked = -np.sort(-S, axis=-1)
     if ranked.shape[1] <= TOP:
         return np.full(len(S), np.nan)
     with np.errstate(invalid="ignore"):
         margin = ranked[:, TOP - 1] - ranked[:, TOP]
-    return np.where(np.isfinite(margin), margin, np.nan)  # of eleven documents one may be the query's own
+    return np.where(np.isfinite(margin), margin, np.nan)  # one of eleven may be the query's own document
 
 
 def _turned(first: np.ndarray, own: np.ndarray, queries: int) -> tuple[float, float]:
-    """Means of `1 − cos` over the texts: half the squared distance of the two unit vectors, without cancellation."""
+    """Means of `1 − cos` over the texts, as half the squared distance of unit vectors to avoid cancellation."""
     if first.shape != own.shape:
         return float("nan"), float("nan")
     turned = np.square(first - own).sum(-1) / 2

@@ -1,4 +1,4 @@
-"""How well a model does on each item of its data: windows of text, or images."""
+"""Score of a model on each item of its data: windows of text, or images."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ from lyapunov_prune.results.result import MeasuredOn, Result
 
 @dataclass(frozen=True)
 class ItemScores(Result):
-    """What every window of tokens, or every image, gave; arrays (items,), float64.
+    """Scores of every window of tokens or every image; arrays (items,), float64.
 
-    `losses` are in nats: the mean over the tokens of a window but the first, or `−log p` of an image's class.
-    `correct` is the share of a window's tokens that were the most likely next one, or 0 or 1 for an image.
+    `losses` are in nats: the mean over the tokens of a window except the first, or `−log p` of an image's class.
+    `correct` is the share of a window's tokens that were the most likely next token, or 0 or 1 for an image.
     """
 
     losses: np.ndarray
@@ -43,12 +43,12 @@ class ItemScores(Result):
 
     @property
     def items(self) -> np.ndarray:
-        """What is scored of each item, of which `value` is the mean: `−loss` for text, 0 or 1 for images."""
+        """The score of each item, with mean `value`: `−loss` for text, 0 or 1 for images."""
         return self.correct if self.images else -self.losses
 
     @property
     def value(self) -> float:
-        """The score, higher is better: top-1 accuracy for images, `−loss` in nats a token for text."""
+        """The score, higher is better: top-1 accuracy for images, `−loss` in nats per token for text."""
         return float(self.items.mean())
 
     @property
@@ -57,7 +57,7 @@ class ItemScores(Result):
 
     @property
     def accuracy(self) -> float:
-        """Top-1 for images, the share of next tokens for text."""
+        """Top-1 accuracy for images, share of correct next tokens for text."""
         return float(self.correct.mean())
 
     def to_frame(self) -> pd.DataFrame:
@@ -74,12 +74,12 @@ class ItemScores(Result):
 @in_eval_mode
 @torch.no_grad()
 def score(model: PreTrainedModel, examples: TokenBatch | ImageBatch, *, batch_size: int = 1) -> ItemScores:
-    """Loss and accuracy of `model` on every item of `examples`, `batch_size` items a forward.
+    """Loss and accuracy of `model` on every item of `examples`, `batch_size` items per forward.
 
-    A window of tokens is scored as by `perplexity`, its first token unscored; an image by its class.
+    A window of tokens is scored as in `perplexity`, its first token unscored; an image by its class.
 
-    Raises LyapunovPruneError for examples that the model cannot be given and for a loss that is not finite;
-    NonFiniteError where a layer of a decoder can be named.
+    Raises LyapunovPruneError for examples that do not fit the model and for a loss that is not finite; NonFiniteError
+    where the layer of a decoder can be named.
     """
     examples = as_examples(model, examples)
     if isinstance(examples, ImageBatch):
@@ -113,16 +113,16 @@ def _of_images(model: PreTrainedModel, images: ImageBatch, batch_size: int) -> I
 
 @checked
 def paired_error(a: ItemScores, b: ItemScores) -> float:
-    """The standard error of `a.value − b.value`, paired by item: `sd(a_i − b_i) / √n`, n − 1 degrees of freedom.
+    """Standard error of `a.value − b.value`, paired by item: `sd(a_i − b_i) / √n` with n − 1 degrees of freedom.
 
-    Raises LyapunovPruneError for scores of other items, and for one item alone.
+    Raises LyapunovPruneError for scores of different items, and for a single item.
     """
     if a.measured_on.text_hash != b.measured_on.text_hash:
         raise LyapunovPruneError(
             f"scores of {a.measured_on.text} ({a.measured_on.split}) and {b.measured_on.text} ({b.measured_on.split}) "
-            "are of other items and pair with none; score both models on the same"
+            "are of other items and cannot be paired; score both models on the same items"
         )
     differences = a.items - b.items
     if len(differences) < 2:
-        raise LyapunovPruneError("one item has no spread to tell an error by; score two items or more")
+        raise LyapunovPruneError("a standard error needs two items or more; score more items")
     return float(stats.sem(differences))

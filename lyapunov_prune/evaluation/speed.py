@@ -1,4 +1,4 @@
-"""Tokens or images per second, models measured side by side in one run."""
+"""Tokens or images per second, with models measured in turn in one run."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from lyapunov_prune.results.result import Result, versions
 
 @dataclass(frozen=True)
 class SpeedRow:
-    """Tokens per second: the median, and the quartiles around it; of a classifier images, and no decoding (NaN)."""
+    """Tokens per second (images for a classifier, without decoding): the median and the quartiles."""
 
     model: str
     parameters: int
@@ -39,9 +39,9 @@ class SpeedRow:
 class Speed(Result):
     """Prefill and cached decoding at batch 1, in tokens per second; the first row is the reference.
 
-    Medians over `repeats` prefills and over all decoded tokens. Repeats interleave the models, so that a
-    slow minute of the machine slows all of them alike. Of image classifiers, images per second in forwards of `prompt`
-    images, and no `steps`.
+    Medians over `repeats` prefills and over all decoded tokens. Repeats interleave the models, so that a slow period of
+    the machine affects all of them. For image classifiers: images per second in forwards of `prompt` images, without
+    `steps`.
     """
 
     rows: tuple[SpeedRow, ...]
@@ -89,24 +89,24 @@ class Speed(Result):
 def measure_speed(
     models: Mapping[str, PreTrainedModel], *, prompt: int = 256, steps: int = 16, repeats: int = 5
 ) -> Speed:
-    """Time a prefill of `prompt` tokens and `steps` cached decoding steps of every model, batch 1.
+    """Time a prefill of `prompt` tokens and `steps` cached decoding steps of every model at batch 1.
 
-    Of image classifiers, one forward of `prompt` images; `steps` is of no use to them.
+    For image classifiers: one forward of `prompt` images; `steps` is ignored.
 
-    One round of warm-up, then `repeats` rounds in which the models take turns. The first model is the
-    reference. Token ids and pixels are random: speed does not depend on them. A decoder that hands no cache back runs
-    on the whole text again at every step, one whose positions change by length (`models.positions`) where they do.
+    One warm-up round, then `repeats` rounds in which the models take turns. The first model is the reference. Token ids
+    and pixels are random, because speed does not depend on them. A decoder without a cache reads the whole text again
+    at every step, and one with length-dependent positions (`models.positions`) where they change.
 
-    Raises LyapunovPruneError when prompt and steps do not fit the context, for models of text beside models of images,
-    for a streamed model, and for no models, prompt, steps or repeats.
+    Raises LyapunovPruneError when prompt and steps do not fit the context, for text models mixed with image models, for
+    a streamed model, and for zero models, prompt, steps or repeats.
     """
     require_least(1, models=len(models), prompt=prompt, steps=steps, repeats=repeats)
     for model in models.values():
-        require_not_streamed(model)  # it would be the disk that is timed
+        require_not_streamed(model)  # this would time the disk
     first = next(iter(models.values()))
     images = looks_at_images(first)
     if any(looks_at_images(model) != images for model in models.values()):
-        raise LyapunovPruneError("some of the models read text and some look at images; time those of one kind")
+        raise LyapunovPruneError("some of the models read text and some read images; time models of one kind")
     inputs = random_images(first, prompt) if images else _random_ids(first, prompt, steps)
     prefills: dict[str, list[float]] = {name: [] for name in models}
     decodes: dict[str, list[float]] = {name: [] for name in models}
@@ -114,7 +114,7 @@ def measure_speed(
         for turn in track(range(1 + repeats), "speed"):
             for name, model in models.items():
                 prefill, decode = _round(model, inputs.to(model.device), prompt)
-                if turn > 0:  # the first round warms up
+                if turn > 0:  # the first round is warm-up
                     prefills[name].append(prefill)
                     decodes[name] += decode
     rows = []
@@ -145,7 +145,7 @@ def _random_ids(model: PreTrainedModel, prompt: int, steps: int) -> torch.Tensor
 
 
 def _round(model: PreTrainedModel, ids: torch.Tensor, prompt: int) -> tuple[float, list[float]]:
-    """Seconds for the prefill, or the forward of all images, and for each decoding step."""
+    """Seconds for the prefill (or the forward of all images), and for each decoding step."""
     marks = [now(model)]
     if ids.is_floating_point():
         model(pixel_values=ids)
@@ -161,7 +161,7 @@ def _round(model: PreTrainedModel, ids: torch.Tensor, prompt: int) -> tuple[floa
 
 
 def now(model: PreTrainedModel) -> float:
-    """Seconds on a clock, when all that `model` was asked for is done."""
+    """The clock in seconds, after all work queued for `model` has finished."""
     if model.device.type == "cuda":
-        torch.cuda.synchronize(model.device)  # kernels are queued, not done, when a call returns
+        torch.cuda.synchronize(model.device)  # kernels run asynchronously
     return time.perf_counter()

@@ -1,4 +1,4 @@
-"""Zero-shot multiple choice and generation tasks, scored by lm-evaluation-harness, of models side by side."""
+"""Zero-shot multiple choice and generation tasks, scored by lm-evaluation-harness, for several models."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ from lyapunov_prune.results.frames import pd
 from lyapunov_prune.results.result import MeasuredOn, Result
 
 EXTRA = "tasks need lm-evaluation-harness; run: pip install 'lyapunov-prune[tasks]'"
-# What is measured of the answers of a generation task, beside the harness' own metrics.
+# Metrics of generated answers, in addition to those of the harness.
 COLLAPSED, REPEATED, LENGTH = "collapsed", "repeated 3-grams", "tokens"
 
 
 @dataclass(frozen=True)
 class Task:
-    """A task to evaluate: `harness` is the harness' own object, `sha256` that of the file, None for a name."""
+    """A task to evaluate: `harness` is the object of the harness, `sha256` that of the file (None for a named task)."""
 
     name: str
     source: str
@@ -42,10 +42,10 @@ class Task:
 
 @dataclass(frozen=True)
 class ScoredTask:
-    """What was scored. `sha256`: of the file, or of the scored items of a task of the harness' own.
+    """A scored task. `sha256` is of the file, or of the scored items for a task by name.
 
-    `chance` is what guessing scores in accuracy, the mean of `1 / choices`; NaN for what is not multiple choice.
-    `few_shot` examples stand before each of the `items`.
+    `chance` is the accuracy of guessing, the mean of `1 / choices`; NaN unless multiple choice. `few_shot` examples
+    precede each of the `items`.
     """
 
     name: str
@@ -61,8 +61,7 @@ class ScoredTask:
 class TaskScore:
     """`value` of a metric and its standard error over items (NaN where it has none).
 
-    `items` holds the metric of every item in order, so that two models can be compared item by item; empty where the
-    harness has none.
+    `items` holds the metric of every item in order, for paired comparisons; empty where the harness has none.
     """
 
     model: str
@@ -77,11 +76,11 @@ class TaskScore:
 class TaskScores(Result):
     """Scores of one or more models on the same items; `measured_on` is in the order of `models`.
 
-    Metrics are the harness', with the name of the filter behind a comma where it has one: `acc`, `acc_norm` (by
-    log-likelihood a character); `exact_match, strict-match` (the number behind `####`) and `exact_match,
-    flexible-extract` (the last number). Of the answers of a generation task, tokenised again, there are also
-    `collapsed`, the share that ends in a cycle (`repetition.collapsed`), `repeated 3-grams`, the mean share of
-    repeated ones (`repetition.repetition`), and `tokens`, the mean length.
+    Metrics are those of the harness, followed by a comma and the name of the filter where there is one: `acc`,
+    `acc_norm` (by log-likelihood per character); `exact_match, strict-match` (the number after `####`) and
+    `exact_match, flexible-extract` (the last number). Generation tasks also have, computed from the re-tokenized
+    answers, `collapsed`, the share that ends in a cycle (`repetition.collapsed`), `repeated 3-grams`, the mean share of
+    repeated 3-grams (`repetition.repetition`), and `tokens`, the mean length.
     """
 
     models: tuple[str, ...]
@@ -94,7 +93,7 @@ class TaskScores(Result):
         return next(s for s in self.scores if (s.model, s.task, s.metric) == (model, task, metric))
 
     def to_frame(self) -> pd.DataFrame:
-        """A row a model, task and metric."""
+        """One row per model, task and metric."""
         tasks = {task.name: task for task in self.tasks}
         return pd.DataFrame(
             [
@@ -115,7 +114,7 @@ class TaskScores(Result):
         )
 
     def summary(self) -> pd.DataFrame:
-        """A row a task and metric, the models side by side: value ± standard error."""
+        """One row per task and metric, with the models side by side: value ± standard error."""
         rows: dict[tuple[str, str], dict[str, Any]] = {}
         for s in self.scores:
             row = rows.setdefault((s.task, s.metric), {"task": s.task, "metric": s.metric})
@@ -134,20 +133,19 @@ class TaskScores(Result):
 
 @checked
 def load_tasks(names: Sequence[str | Path], *, few_shot: int | None = None, offline: bool = False) -> tuple[Task, ...]:
-    """Tasks from `.jsonl` files, and from the hub by their names in lm-evaluation-harness. Needs the extra `tasks`.
+    """Load tasks from `.jsonl` files, and from the hub by their names in lm-evaluation-harness (extra `tasks`).
 
     A file of `{"query", "choices", "gold"}` lines is multiple choice: a choice follows its query after one space, or
-    directly where the query ends in white space, which the harness then scores with every choice. So is one of
-    `{"context_options", "continuation", "gold"}` lines, the form of WinoGrande: scored is the continuation, after a
-    space, behind each beginning. A file of `{"question", "answer"}` lines is generation, scored as the harness' gsm8k.
-    The first `few_shot` items of a file are examples before the others, none by default; tasks by name have their own
-    default.
+    directly where the query ends in white space (which the harness scores as part of every choice). A file of
+    `{"context_options", "continuation", "gold"}` lines, the form of WinoGrande, scores the continuation, after a space,
+    following each beginning. A file of `{"question", "answer"}` lines is generation, scored like the harness' gsm8k.
+    The first `few_shot` items of a file (default: none) are examples; tasks by name have their own default.
 
-    Raises LyapunovPruneError for a missing extra, a file with anything else in it, two tasks of one name, a name that
-    the harness does not know, a failed download, and a name when `offline`.
+    Raises LyapunovPruneError for a missing extra, a file of another form, two tasks of one name, an unknown name, a
+    failed download, and a task by name when `offline`.
     """
     if few_shot is not None and few_shot < 0:
-        raise LyapunovPruneError(f"{few_shot} examples cannot be shown; give 0 or more")
+        raise LyapunovPruneError(f"few_shot is {few_shot}; give 0 or more")
     files = [str(name) for name in names if Path(name).suffix == ".jsonl"]
     hub = [str(name) for name in names if str(name) not in files]
     if hub and offline:
@@ -182,21 +180,21 @@ def evaluate_tasks(
     bos: bool | None = None,
     batch_size: int = 1,
 ) -> TaskScores:
-    """Score every model on the first `limit` items of every task, all by default; the harness scores, see TaskScores.
+    """Score every model on the first `limit` items (default: all) of every task with the harness, see TaskScores.
 
-    `bos` puts a BOS token before every text; None follows the tokenizer's own habit. Answers are decoded greedily, at
-    most 256 tokens of those of a file; penalties in a model's generation settings are not applied. Log-likelihoods
-    are the harness', in the model's dtype; those of a file are `compare_choices`' up to one constant an item, of the
-    tokens that its choices share. The models and the random states are left as they were.
+    `bos` puts a BOS token before every text; None follows the tokenizer's default. Answers are decoded greedily, at
+    most 256 tokens for tasks from files; penalties of the generation config are not applied. Log-likelihoods are those
+    of the harness, in the model's dtype; for tasks from files they equal those of `compare_choices` up to one constant
+    per item, from the tokens that its choices share. The models and the random states are restored.
 
     Raises NonFiniteError naming the layer when logits are not finite, and LyapunovPruneError for a limit below 1, items
-    that a step which made a model has seen, an item that does not fit the context (nothing is cut off),
-    and ids outside the vocabulary.
+    that a recorded step of a model has seen, an item that does not fit the context (nothing is truncated), and ids
+    outside the vocabulary.
     """
     from lyapunov_prune.evaluation import harness
 
     bos = begins_with_bos(tokenizer, bos)
-    if limit is not None and limit < 1:  # the harness takes 0 for no limit
+    if limit is not None and limit < 1:  # the harness treats 0 as no limit
         raise LyapunovPruneError(f"a limit of {limit} leaves no items to score; give 1 or more")
     objects = {task.name: task.harness for task in tasks}
     for task in tasks:
@@ -221,7 +219,7 @@ def evaluate_tasks(
 def _scores(
     model: str, task: str, harness_results: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase
 ) -> list[TaskScore]:
-    """The metrics of the harness in its order, then what is measured of the answers."""
+    """The metrics of the harness in its order, then those of the generated answers."""
     results, samples = harness_results["results"][task], harness_results["samples"][task]
     rows = []
     for key, value in results.items():
