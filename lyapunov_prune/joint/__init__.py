@@ -1,14 +1,15 @@
-"""How many attentions and how many activations go together, by the score that is left after recovery.
+"""Remove attentions and activations together, with the number of each chosen by the score after recovery.
 
-Gradients of the two types are never compared: an order exists within a type, and how many of each go is read off a map.
+The importances of the two types are never compared: importance gives an order within a type, and a fitted map decides
+how many of each to remove.
 
-- `importance`: what each part is worth within its type, the order in which layers go;
-- `chains`, `recovery`, `points`: which pairs are recovered, how one is, and all of them, as jobs in a store;
-- `map`: a polynomial in the two removed shares, through the scores of recovered models; its degree is tried on points
-  that the fit has not seen;
-- `decision`: the pair within a budget that the map puts first, what noise leaves of that, and what it can cost;
-- `times`: what a budget of time goes by; `run`, `result`: all of it from end to end, and what it leaves behind; `card`:
-  what the model's card says of it.
+- `importance`: the importance of each part within its type, which gives the order of removal;
+- `chains`, `recovery`, `points`: which pairs of counts are recovered, one recovery, and all of them as stored jobs;
+- `map`: a polynomial in the two removed shares, fitted to the scores after recovery, its degree chosen by
+  cross-validation;
+- `decision`: the best pair within a budget according to the map, and how far noise can change it;
+- `times`: the measured times behind a budget of time; `run`, `result`: the whole procedure and its result; `card`: the
+  section of the model card.
 
 Another predictor is a result with the `predict`, `interval`, `contrast` and `residual` of `JointMap`; another budget is
 a case in `decision.within_budget`.

@@ -1,18 +1,18 @@
-"""Which pairs of counts are recovered, and in which order: chains, along which one more part goes at every point."""
+"""Which pairs of counts are recovered, and in which order: chains that remove one more part at every point."""
 
 from __future__ import annotations
 
 Pair = tuple[int, int]  # attentions and activations removed
 DENSE: Pair = (0, 0)
-# What each step of a chain removes, over and over: both axes, and between them two of a type to one of the other.
+# What each chain removes, cyclically: the two axes, and 2:1 mixtures of the types between them.
 CHAINS = ("a", "g", "aag", "gga")
-LEAST_REACH = 4  # fewer steps a chain leave no degree above one to try
+LEAST_REACH = 4  # with shorter chains no degree above one could be tried
 
 
 def walk(chain: str, reach: int, most: Pair) -> list[Pair]:
-    """The points of one of CHAINS, whose k-th removes k, to `reach`.
+    """The points of one of CHAINS up to `reach`; the k-th point removes k parts.
 
-    Where a type is used up (`most`) it goes on with the other; an axis ends there.
+    Where a type is used up (`most`), a mixture continues with the other type and an axis ends.
     """
     pair, points = DENSE, []
     for step in range(reach):
@@ -26,7 +26,7 @@ def walk(chain: str, reach: int, most: Pair) -> list[Pair]:
 
 
 def chains(reach: int, most: Pair) -> dict[Pair, Pair]:
-    """Every point of CHAINS, and the point that it inherits from, which comes before it: 28 for a reach of 8."""
+    """Every point of CHAINS with the point it inherits from, which comes earlier: 28 points for a reach of 8."""
     parents: dict[Pair, Pair] = {}
     for chain in CHAINS:
         points = walk(chain, reach, most)
@@ -36,13 +36,13 @@ def chains(reach: int, most: Pair) -> dict[Pair, Pair]:
 
 
 def reach_of(allowed: set[Pair]) -> int:
-    """How many go at most before the budget is met, whatever types they are of."""
+    """The largest number of parts that may be removed before the budget is met."""
     frontier = [(a, g) for a, g in allowed if (a - 1, g) not in allowed and (a, g - 1) not in allowed]
     return max(a + g for a, g in frontier)
 
 
 def rivals(reach: int, most: Pair, allowed: set[Pair]) -> list[Pair]:
-    """Of each chain the first point within the budget, else its last: between such points the choice is made."""
+    """The first point of each chain within the budget, or its last point: the decision is made among such points."""
     found: dict[Pair, None] = {}
     for walked in (walk(chain, reach, most) for chain in CHAINS):
         if walked:

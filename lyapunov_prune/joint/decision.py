@@ -1,4 +1,4 @@
-"""The decision: the pair of counts within a budget that the map puts first, and how far it can be trusted."""
+"""The decision: the best pair of counts within a budget according to the map, and its reliability."""
 
 from __future__ import annotations
 
@@ -16,21 +16,22 @@ from lyapunov_prune.results.arrays import require_array
 from lyapunov_prune.results.frames import pd
 from lyapunov_prune.results.result import MeasuredOn, Result
 
-_RISK = 0.05  # that the noise of some pair is above the bound
+_RISK = 0.05  # probability that the noise of some pair exceeds the bound
 _SHOWN = 12
 
 
 @dataclass(frozen=True)
 class JointDecision(Result):
-    """All pairs `(n_a, n_g)` within the budget, (m, 2) int, and what the map says of each; the largest is chosen.
+    """All pairs `(n_a, n_g)` within the budget, (m, 2) int, and the map's predictions; the largest is chosen.
 
-    `low` and `high` are the map's prediction interval. `noise` bounds how far P may lie from the mean score of a pair
-    over seeds, for all m pairs at once and up to one number common to them, which no comparison sees
-    (`argmax_add_const`): `t σ max √h`, h the `contrast` of the map, t Student's at `1 − 0.05/2m` (Bonferroni). `t σ` is
-    the larger of two, of standard deviations each with its degrees of freedom: `over_seeds`, pooled over scores of one
-    pair with several seeds (NaN and 0 if there are none), and `residual`, that of the points around the map. So misfit
-    counts as far as the points show it; between them the polynomial is taken for right. `selection_error` is the
-    standard error of a difference of two scores on the selection set. `remove` or `speedup` is the budget.
+    `low` and `high` are the map's prediction interval. `noise` bounds how far P may be from the mean score of a pair
+    over seeds, for all m pairs simultaneously and up to a common constant, which changes no comparison
+    (`argmax_add_const`): `t σ max √h`, with h the `contrast` of the map and t Student's quantile at `1 − 0.05/2m`
+    (Bonferroni). `t σ` is the larger one of two estimates, each with its degrees of freedom: `over_seeds`, the pooled
+    deviation of repeated scores of a pair (NaN and 0 if there are none), and `residual`, that of the points around the
+    map. Misfit therefore counts as far as the points show it; between the points the polynomial is assumed to be
+    correct. `selection_error` is the standard error of a difference of two scores on the selection set. `remove` or
+    `speedup` is the budget.
     """
 
     layers: int
@@ -54,34 +55,34 @@ class JointDecision(Result):
 
     @property
     def best(self) -> int:
-        """The place of the chosen pair among `pairs`."""
+        """Index of the chosen pair in `pairs`."""
         return int(self.predicted.argmax())
 
     @property
     def chosen(self) -> tuple[int, int]:
-        """Attentions and activations to remove."""
+        """Number of attentions and activations to remove."""
         attention, activation = self.pairs[self.best].tolist()
         return attention, activation
 
     @property
     def gap(self) -> float:
-        """How far the chosen pair leads the next; infinite if it is alone."""
+        """Margin of the chosen pair over the next one; infinite if it is the only one."""
         others = np.delete(self.predicted, self.best)
         return float(self.predicted[self.best] - others.max()) if len(others) else np.inf
 
     @property
     def within(self) -> np.ndarray:
-        """(m,) bool: pairs within twice the noise of the chosen one, it among them; the best is one of these."""
+        """(m,) bool: pairs within twice the noise of the chosen one, including it; the best pair is one of them."""
         return self.predicted >= self.predicted[self.best] - 2 * self.noise
 
     @property
     def certain(self) -> bool:
-        """No other pair can be better while the noise is what is stated (`argmax_of_noise_lt_half_gap`)."""
+        """Whether no other pair can be better, given the stated noise (`argmax_of_noise_lt_half_gap`)."""
         return argmax_of_noise_lt_half_gap(self.predicted, self.noise)
 
     @property
     def regret(self) -> float:
-        """What the choice can cost at most, in score (`regret_of_argmax_le`); nothing where it is certain."""
+        """The largest possible loss of score by the choice (`regret_of_argmax_le`); 0 where it is certain."""
         return 0.0 if self.certain else 2 * self.noise
 
     def to_frame(self) -> pd.DataFrame:
@@ -104,15 +105,15 @@ class JointDecision(Result):
         around = f"{self.residual[0]:.3g} around the map ({self.residual[1]})"
         others = int(self.within.sum()) - 1
         verdict = (
-            "certain while the noise is below its bound (argmax_of_noise_lt_half_gap)"
+            "certain as long as the noise is below its bound (argmax_of_noise_lt_half_gap)"
             if self.certain
-            else f"not certain: {others} other pairs lie within twice the noise, and the choice can cost up to "
+            else f"not certain: {others} other pairs are within twice the noise, and the choice can cost up to "
             f"{self.regret:.3g} (regret_of_argmax_le)"
         )
         if self.selection_error > self.gap:
             verdict += (
-                f"; the selection set errs by {self.selection_error:.3g}, more than the gap: it cannot tell the "
-                "chosen pair from the next"
+                f"; the selection error is {self.selection_error:.3g}, above the gap: the set cannot separate the "
+                "chosen pair from the next one"
             )
         return (
             f"Remove {attention} attentions and {activation} activations of {self.layers} layers: the first of "
@@ -133,15 +134,15 @@ def decide(
     repeats: Sequence[Sequence[float]] = (),
     selection_error: float,
 ) -> JointDecision:
-    """The pair of largest P within the budget: `n_a + n_g = remove`, or every pair of `seconds ≤ dense/speedup`.
+    """The pair of largest P within the budget: `n_a + n_g = remove`, or all pairs with `seconds ≤ dense/speedup`.
 
-    `seconds` (L + 1, L + 1) holds the time of a model without `[n_a, n_g]`, dense at [0, 0], NaN where there is none.
-    `most` is how many attentions and activations can go at all, L each if not given. `repeats` holds, for each of
-    some pairs, its scores with two or more seeds. `selection_error` is the standard error of the difference of two
-    pairs' scores on the selection set, paired by item.
+    `seconds` (L + 1, L + 1) holds the time of a model without `[n_a, n_g]`, the dense model at [0, 0], NaN where
+    unknown. `most` is how many attentions and activations can be removed at all (default: L each). `repeats` holds, for
+    some pairs, the scores of two or more seeds. `selection_error` is the standard error of the difference of two pairs'
+    scores on the selection set, paired by item.
 
-    Raises LyapunovPruneError for both budgets or none, a budget that no pair meets (with what can be met), and for a
-    selection set that errs by more than any pairs of the budget differ.
+    Raises LyapunovPruneError for both budgets or none, a budget that no pair meets (naming what can be met), and for a
+    selection set whose error exceeds the differences between all pairs of the budget.
     """
     require_least(1, layers=layers)
     pairs = within_budget(layers, remove, speedup, seconds, most or (layers, layers))
@@ -152,12 +153,12 @@ def decide(
         raise LyapunovPruneError(f"the selection set's error is {selection_error:g}; give 0 or more")
     if len(pairs) > 1 and selection_error > spread:
         raise LyapunovPruneError(
-            f"the selection set errs by {selection_error:.3g} and the {len(pairs)} pairs of the budget differ by "
-            f"{spread:.3g} at most: it can tell none apart; select on more data"
+            f"the selection error is {selection_error:.3g} and the {len(pairs)} pairs of the budget differ by "
+            f"{spread:.3g} at most, so it cannot separate them; select on more data"
         )
     seeds = over_seeds(repeats)
     quantile = 1 - _RISK / (2 * len(pairs))
-    # The quantile is in the comparison: a deviation of few degrees of freedom may be small by chance.
+    # Compare with the quantile included: a deviation with few degrees of freedom may be small by chance.
     reach = max(stats.t.ppf(quantile, freedom) * sd for sd, freedom in (seeds, fitted.residual) if freedom)
     largest = np.sqrt(fitted.contrast(pairs / layers).max())
     return JointDecision(
@@ -180,7 +181,7 @@ def over_seeds(repeats: Sequence[Sequence[float]]) -> tuple[float, int]:
     """Pooled standard deviation `√(Σ_i Σ_s (y_is − ȳ_i)² / Σ_i (n_i − 1))` and its degrees of freedom."""
     rows = [np.asarray(row, dtype=np.float64) for row in repeats]
     if any(len(row) < 2 or not np.isfinite(row).all() for row in rows):
-        raise LyapunovPruneError("every pair that is repeated needs the finite scores of two seeds or more")
+        raise LyapunovPruneError("every repeated pair needs finite scores of two seeds or more")
     freedom = sum(len(row) - 1 for row in rows)
     squares = sum(float(np.square(row - row.mean()).sum()) for row in rows)
     return (float(np.sqrt(squares / freedom)), freedom) if freedom else (float("nan"), 0)
@@ -190,9 +191,9 @@ def over_seeds(repeats: Sequence[Sequence[float]]) -> tuple[float, int]:
 def noisy_choices(
     fitted: JointMap, decision: JointDecision, deviation: float, *, refits: int = 500, seed: Seed = 0
 ) -> np.ndarray:
-    """(m,) share of `refits` that choose each pair of the decision, every score moved by `N(0, deviation²)` anew.
+    """(m,) share of `refits` that choose each pair of the decision, with fresh noise `N(0, deviation²)` on every score.
 
-    Each refit chooses its degree anew as well. A stability of the choice, no probability that it is right.
+    Each refit also chooses its degree. A selection frequency, not a probability of being right.
     """
     require_least(1, refits=refits)
     if not 0 <= deviation < np.inf:
@@ -212,9 +213,9 @@ def within_budget(
     seconds: Sequence[Sequence[float]] | None,
     most: tuple[int, int],
 ) -> np.ndarray:
-    """The pairs within the budget, (m, 2), by attentions and then by activations removed."""
+    """The pairs within the budget, (m, 2), ordered by attentions and then by activations removed."""
     if not all(0 <= limit <= layers for limit in most):
-        raise LyapunovPruneError(f"at most {most[0]} attentions and {most[1]} activations go; give 0 to {layers} each")
+        raise LyapunovPruneError(f"at most {most[0]} attentions and {most[1]} activations; give 0 to {layers} each")
     n_a, n_g = np.indices((most[0] + 1, most[1] + 1))
     if remove is not None and speedup is None:
         if not 1 <= remove <= sum(most):

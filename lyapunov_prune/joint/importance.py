@@ -1,4 +1,4 @@
-"""What each attention and each activation is worth, within its type: the order in which the layers of a type go."""
+"""Importance of each attention and each activation within its type, which gives the order of removal."""
 
 from __future__ import annotations
 
@@ -33,18 +33,18 @@ from lyapunov_prune.results.frames import pd
 from lyapunov_prune.results.result import MeasuredOn, Result
 
 IMPORTANCES = ("taylor", "learned")
-STEPS = {"taylor": 16, "learned": 48}  # each of one item of text, or of some images
-RATE = 0.05  # of a step of m̄, whose gradient has a root mean square of 1 in each type; m̄ begins at 1 and is cut at 1/2
+STEPS = {"taylor": 16, "learned": 48}  # each on one item of text, or on some images
+RATE = 0.05  # learning rate of m̄, whose gradient is scaled to RMS 1 per type; m̄ starts at 1, threshold 1/2
 PULL = 2.0
 
 
 @dataclass(frozen=True)
 class Importance(Result):
-    """What the attention and the activation of each layer are worth, (L,) each; the smallest of a type goes first.
+    """Importance of the attention and the activation of each layer, (L,) each; the smallest of a type is removed first.
 
-    With `m f(x) + (1 − m) f_cut(x)` in every branch (of an attention f_cut = 0, of a feed-forward block it is the block
-    with its activation replaced by `reduction`): `taylor` is `|∂loss/∂m|` at m = 1 of the mean loss over `items` items;
-    `learned` is m̄ after steps on as many. Numbers of the two types are not comparable, and nothing here orders them.
+    With `m f(x) + (1 − m) f_cut(x)` in every sublayer (f_cut = 0 for attention; for a feed-forward block the block with
+    its activation replaced by `reduction`): `taylor` is `|∂loss/∂m|` at m = 1 of the mean loss over `items` items;
+    `learned` is m̄ after training on as many. The two types are not comparable, and nothing here compares them.
     """
 
     method: str
@@ -60,13 +60,13 @@ class Importance(Result):
             require_array(f"importance, {name}", getattr(self, name), (count,), least=-np.inf)
 
     def first(self, attention: int, activation: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """The layers that lose their attention, and those that lose their activation, so many of each."""
+        """The first layers to lose their attention and their activation, so many of each."""
         orders = (np.argsort(worth, kind="stable") for worth in (self.attention, self.activation))
         a, g = (tuple(order[:n].tolist()) for order, n in zip(orders, (attention, activation), strict=True))
         return a, g
 
     def to_frame(self) -> pd.DataFrame:
-        """By layer: the worth of both parts, and their places in the order of their type (0 goes first)."""
+        """One row per layer: importance of both parts, and their ranks within the type (0 is removed first)."""
         frame = pd.DataFrame({"layer": np.arange(len(self.attention))})
         for name in ("attention", "activation"):
             worth = getattr(self, name)
@@ -102,13 +102,13 @@ def measure_importance(
     targets: tuple[int, int] = (1, 1),
     seed: Seed = 0,
 ) -> Importance:
-    """The importance by one of IMPORTANCES, of the model of `student` as it is, whose weights stay.
+    """Importance by one of IMPORTANCES, of the unchanged model of `student`, whose weights are not trained.
 
-    Both take STEPS forwards and backwards of `batch` items each, in an order drawn from `seed`. `learned`: one m̄ a
-    branch begins at 1; the forward has the mask `m̄ > ½`, the gradient goes to m̄ as if there were none (Bengio,
-    Léonard and Courville, arXiv:1308.3432), is scaled to a root mean square of 1 within each type, and a pull of PULL,
-    with the sign of `kept − wanted`, leads each type to the number that `targets` lets go.
-    (Boundary depth pruning; here the weights are not trained meanwhile.)
+    Both methods run STEPS forwards and backwards of `batch` items each, in an order drawn from `seed`. `learned`: one
+    m̄ per sublayer starts at 1; the forward uses the mask `m̄ > ½`, and the gradient is passed straight through to m̄
+    (Bengio, Léonard and Courville, arXiv:1308.3432), scaled to a root mean square of 1 within each type. A penalty PULL
+    with the sign of `kept − wanted` steers each type to its number in `targets`. (Boundary depth pruning, which also
+    trains the weights.)
 
     Raises LyapunovPruneError for an unknown method, and for gradients that are not finite.
     """
@@ -126,7 +126,7 @@ def measure_importance(
     worth = _measure(student.model, measure)
     if not np.isfinite(worth).all():
         raise LyapunovPruneError(
-            "the loss has no finite gradient by its branches; load the model in a wider dtype or check its weights"
+            "the gradient of the loss is not finite; load the model in a wider dtype or check its weights"
         )
     attention, activation = worth
     return Importance(
@@ -136,7 +136,7 @@ def measure_importance(
 
 @torch.enable_grad()
 def taylor(student: Unmerged, examples: Examples, order: Sequence[Sequence[int]]) -> np.ndarray:
-    """`|∂loss/∂m|` at m = 1, (2, L) float64: attentions, then activations; of the mean loss over these batches."""
+    """`|∂loss/∂m|` at m = 1, (2, L) float64: attentions, then activations; mean loss over these batches."""
     m = torch.ones(2, len(student.blocks), device=student.model.device, dtype=student.model.dtype, requires_grad=True)
     total = np.zeros(m.shape)
     with mixed(student, lambda: m):
@@ -150,7 +150,7 @@ def taylor(student: Unmerged, examples: Examples, order: Sequence[Sequence[int]]
 def learned(
     student: Unmerged, examples: Examples, order: Sequence[Sequence[int]], targets: tuple[int, int]
 ) -> np.ndarray:
-    """m̄ after a step on each of these batches, (2, L) float64."""
+    """m̄ after one step on each of these batches, (2, L) float64."""
     L = len(student.blocks)
     m = torch.ones(2, L, device=student.model.device, dtype=student.model.dtype, requires_grad=True)
     goes = torch.tensor(targets, device=m.device)
@@ -165,7 +165,7 @@ def learned(
 
 
 def task_loss(model: PreTrainedModel, examples: Examples, items: Sequence[int]) -> torch.Tensor:
-    """Cross-entropy of some items, with its gradient: mean over the next tokens, or over the images' classes."""
+    """Cross-entropy of some items, with its gradient: mean over next tokens, or over the images' classes."""
     inputs = stacked(examples, items).to(model.device)
     logits = uncached_logits(model, inputs)
     if isinstance(examples, TokenBatch):
@@ -175,9 +175,9 @@ def task_loss(model: PreTrainedModel, examples: Examples, items: Sequence[int]) 
 
 @contextmanager
 def mixed(student: Unmerged, weights: Callable[[], torch.Tensor]) -> Iterator[None]:
-    """Run the model of `student` with `m f(x) + (1 − m) f_cut(x)` in the place of every branch f, norm and all.
+    """Run the model of `student` with `m f(x) + (1 − m) f_cut(x)` for every sublayer f, including its norm.
 
-    `weights()` gives m (2 × L) anew for each branch: of the attentions, and of the feed-forward blocks.
+    `weights()` returns m (2 × L) for attentions and feed-forward blocks; it is called for each sublayer.
     """
     before: list[tuple[nn.Module, Callable[..., None]]] = []
     after: list[tuple[nn.Module, Callable[..., Any]]] = []
@@ -211,7 +211,7 @@ def _mixing(
     def mix(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: torch.Tensor) -> torch.Tensor:
         x, (W, b), m = given.pop(), affine, weights()[1, block.layer]
         cut = linear(x, W.to(x), None if b is None else b.to(x))
-        if end is not last:  # a norm that the block's output alone goes through
+        if end is not last:  # a norm applied to the block's output alone
             cut = end.forward(cut)
         return m * output + (1 - m) * cut.view_as(output)
 
@@ -220,7 +220,7 @@ def _mixing(
 
 @torch.no_grad()
 def _exits(model: PreTrainedModel) -> list[tuple[nn.Module, nn.Module]]:
-    """Of every layer the modules whose outputs attention and feed-forward block add to the residual stream."""
+    """The modules of every layer whose outputs attention and feed-forward block add to the residual stream."""
     structure = find_layers(model)
     ends: list[tuple[nn.Module, nn.Module]] = []
 

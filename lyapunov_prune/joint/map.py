@@ -1,4 +1,4 @@
-"""The map: the score after recovery as a polynomial in the shares of attentions and activations that are removed."""
+"""The map: the score after recovery as a polynomial in the removed shares of attentions and activations."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from lyapunov_prune.results.frames import pd
 from lyapunov_prune.results.result import MeasuredOn, Result
 
 DEGREES = (1, 2, 3, 4)
-# Two points whose loss leaves less than this of some direction of the fit leave nothing: 1 − h is known to a few 2⁻⁵².
+# Singular values below this count as zero when two points are left out: 1 − h has an error of a few 2⁻⁵².
 _LOST = 2.0**-40
 _POINTS = "share of attentions and of activations removed"
 
 
 @dataclass(frozen=True)
 class JointMap(Result):
-    """`P(r_a, r_g) = Σ_{i+j≤κ} θ_ij r_aⁱ r_gʲ` by least squares, κ by the error on pairs of points left out.
+    """`P(r_a, r_g) = Σ_{i+j≤κ} θ_ij r_aⁱ r_gʲ` by least squares, with κ chosen by leave-two-out cross-validation.
 
-    `removed` (n, 2) holds the shares `r = n/L` of attentions and of activations that each point removes, `scores` (n,)
-    its score after recovery, larger is better. `coefficients` are θ in the order of `terms(degree)`. `errors` is the
-    leave-two-out RMSE of every degree that could be tried, `excluded` the reason for every other one.
+    `removed` (n, 2) holds the shares `r = n/L` of attentions and activations removed at each point, `scores` (n,) its
+    score after recovery, larger is better. `coefficients` are θ in the order of `terms(degree)`. `errors` is the
+    leave-two-out RMSE of every degree that could be tried, `excluded` the reason for every other degree.
     """
 
     removed: np.ndarray
@@ -48,12 +48,12 @@ class JointMap(Result):
 
     @property
     def error(self) -> float:
-        """Leave-two-out RMSE of the degree that was chosen."""
+        """Leave-two-out RMSE of the chosen degree."""
         return self.errors[self.degree]
 
     @property
     def residual(self) -> tuple[float, int]:
-        """`√(Σ(y − P)² / (n − p))` and its n − p degrees of freedom: noise of the scores, and what the map misses."""
+        """`√(Σ(y − P)² / (n − p))` with its n − p degrees of freedom: noise of the scores plus misfit of the map."""
         freedom = len(self.scores) - len(self.coefficients)
         left = self.scores - self.predict(self.removed)
         return float(np.sqrt(left @ left / freedom)), freedom
@@ -63,21 +63,21 @@ class JointMap(Result):
         return design(removed, self.degree) @ self.coefficients
 
     def leverage(self, removed: np.ndarray) -> np.ndarray:
-        """`h(x) = xᵀ(XᵀX)⁻¹x` (…) at removed shares (…, 2): the variance of P when every score has variance one."""
+        """`h(x) = xᵀ(XᵀX)⁻¹x` (…) at removed shares (…, 2): the variance of P for scores of variance one."""
         solve = _factor(design(self.removed, self.degree)).solve
         return np.square(design(removed, self.degree) @ solve).sum(-1)
 
     def contrast(self, removed: np.ndarray) -> np.ndarray:
-        """The same of P less its mean over these m points, (m,): what is left when a common shift does not count."""
+        """The variance of P minus its mean over these m points, (m,), so that a common shift does not count."""
         X = design(removed, self.degree)
         return np.square((X - X.mean(0)) @ _factor(design(self.removed, self.degree)).solve).sum(-1)
 
     def interval(self, removed: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """95 % prediction interval of the score of one more recovered model: `P ± t s √(1 + h)`.
 
-        `s` is `residual`, t Student's of its n − p degrees of freedom. It holds if the polynomial has the right degree
-        and the scores err independently, normally and alike. Points that inherit each other's weights do not err
-        independently: then it is too narrow.
+        `s` is `residual`, t Student's quantile with its n − p degrees of freedom. Valid if the polynomial has the right
+        degree and the errors of the scores are independent, normal and of equal variance. Points that inherit weights
+        from each other are not independent, and then the interval is too narrow.
         """
         deviation, freedom = self.residual
         half = stats.t.ppf(0.975, freedom) * deviation * np.sqrt(1 + self.leverage(removed))
@@ -101,14 +101,14 @@ class JointMap(Result):
 def fit_map(
     removed: Sequence[Sequence[float]], scores: Sequence[float], *, measured_on: Sequence[MeasuredOn] = ()
 ) -> JointMap:
-    """The map through these points: the degree of least leave-two-out RMSE, fitted to all of them.
+    """Fit the map: choose the degree of least leave-two-out RMSE and fit it to all points.
 
-    `removed` (n, 2) are shares of attentions and of activations removed, `scores` (n,). Every pair of points is left
-    out once, the rest fitted, and both predicted: RMSE is the root of the mean square of these n(n − 1) errors. A
-    degree whose design loses rank when some two points are left out is excluded, not solved. Degrees that are equal up
-    to rounding count as the lowest of them. (Boundary depth pruning, MAP.)
+    `removed` (n, 2) are shares of attentions and activations removed, `scores` (n,). Every pair of points is left out
+    once and predicted from the rest; the RMSE is over these n(n − 1) errors. A degree whose design matrix loses rank
+    when some pair is left out is excluded. Of degrees equal up to rounding the lowest is taken. (Boundary depth
+    pruning, MAP.)
 
-    Raises LyapunovPruneError for shares outside 0 to 1, scores that are not finite, and for points that leave no
+    Raises LyapunovPruneError for shares outside 0 to 1, scores that are not finite, and for points that allow no
     degree, with points to add.
     """
     if len(removed) != len(scores) or any(len(point) != 2 for point in removed):
@@ -127,31 +127,32 @@ def fit_map(
         else:
             errors[degree] = float(left_two_out(shares, y, degree))
     if not errors:
-        raise LyapunovPruneError(f"these points give no map, not even a plane: {excluded[DEGREES[0]]} ({_POINTS})")
+        raise LyapunovPruneError(f"these points do not determine even a plane: {excluded[DEGREES[0]]} ({_POINTS})")
     degree = list(errors)[int(first_of_least(np.array(list(errors.values())), y))]
     return JointMap(shares, y, degree, coefficients(shares, y, degree), errors, excluded, tuple(measured_on))
 
 
 def coefficients(removed: np.ndarray, scores: np.ndarray, degree: int) -> np.ndarray:
-    """θ by least squares, (…, p), of scores (…, n)."""
+    """θ by least squares, (…, p), from scores (…, n)."""
     factor = _factor(design(removed, degree))
     return scores @ factor.basis @ factor.solve.T
 
 
 def first_of_least(errors: np.ndarray, scores: np.ndarray) -> np.ndarray:
-    """Of errors (degrees, …) for scores (…, n), the place (…) of the first that is the least up to rounding."""
+    """From errors (degrees, …) for scores (…, n), the index (…) of the first one that is minimal up to rounding."""
     return np.argmax(errors <= errors.min(0) + _LOST * np.abs(scores).max(-1), axis=0)
 
 
 def left_two_out(removed: np.ndarray, scores: np.ndarray, degree: int) -> np.ndarray:
-    """Leave-two-out RMSE, (…), of scores (…, n)."""
+    """Leave-two-out RMSE, (…), from scores (…, n)."""
     return np.sqrt(np.square(left_out_errors(removed, scores, degree)).mean((-2, -1)))
 
 
 def left_out_errors(removed: np.ndarray, scores: np.ndarray, degree: int) -> np.ndarray:
-    """Score less prediction of both points of a pair, fitted to all others: (…, n(n − 1)/2, 2), pairs i < j in order.
+    """Errors of both points of a left-out pair, predicted from all others: (…, n(n − 1)/2, 2), pairs i < j in order.
 
-    With the hat matrix H and the residuals e of the fit to all, those of a pair P are `(1 − H_PP)⁻¹ e_P`, exactly.
+    With the hat matrix H and the residuals e of the fit to all points, they are `(1 − H_PP)⁻¹ e_P` for a pair P,
+    exactly.
     """
     factor = _factor(design(removed, degree))
     e = scores - scores @ factor.basis @ factor.basis.T
@@ -161,22 +162,22 @@ def left_out_errors(removed: np.ndarray, scores: np.ndarray, degree: int) -> np.
 
 
 def terms(degree: int) -> list[tuple[int, int]]:
-    """Exponents (i, j) of `r_aⁱ r_gʲ`, by i + j and then with i falling."""
+    """Exponents (i, j) of `r_aⁱ r_gʲ`, by increasing i + j and then decreasing i."""
     return [(i, total - i) for total in range(degree + 1) for i in range(total, -1, -1)]
 
 
 def design(removed: np.ndarray, degree: int) -> np.ndarray:
-    """The terms of P, (…, p), at removed shares (…, 2)."""
+    """The design matrix: terms of P, (…, p), at removed shares (…, 2)."""
     r_a, r_g = np.moveaxis(np.asarray(removed, np.float64), -1, 0)
     return np.stack([r_a**i * r_g**j for i, j in terms(degree)], axis=-1)
 
 
 class _Factor(NamedTuple):
-    """`design @ solve = basis`, whose columns are orthonormal, where the rank is that of all columns."""
+    """`design @ solve = basis` with orthonormal columns, where the design has full rank."""
 
     basis: np.ndarray
     solve: np.ndarray
-    lost: np.ndarray  # coefficients that change no prediction at the points: (p, p − rank)
+    lost: np.ndarray  # null space of the design: (p, p − rank)
 
 
 def _factor(X: np.ndarray) -> _Factor:
@@ -188,7 +189,7 @@ def _factor(X: np.ndarray) -> _Factor:
 
 
 def _pairs(basis: np.ndarray) -> tuple[np.ndarray, ...]:
-    """Of every pair i < j: i, j, and `1 − H_PP = [[a, −c], [−c, b]]` with `H = basis basisᵀ`."""
+    """For every pair i < j: i, j, and `1 − H_PP = [[a, −c], [−c, b]]` with `H = basis basisᵀ`."""
     H = basis @ basis.T
     i, j = np.triu_indices(len(H), 1)
     free = 1 - H.diagonal()
@@ -196,15 +197,17 @@ def _pairs(basis: np.ndarray) -> tuple[np.ndarray, ...]:
 
 
 def _losses(basis: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Every pair i < j, (n(n − 1)/2, 2), and by how much the rank falls without it: the eigenvalues of `1 − H_PP` at
-    zero. They are the squared singular values, below one, of the basis without the pair."""
+    """Every pair i < j, (n(n − 1)/2, 2), and the loss of rank without it: the number of zero eigenvalues of `1 − H_PP`.
+
+    They are the squared singular values, below one, of the basis without the pair.
+    """
     i, j, a, b, c = _pairs(basis)
     middle, half = (a + b) / 2, np.sqrt(np.square((a - b) / 2) + c**2)
     return np.stack([i, j], axis=-1), (middle - half <= _LOST).astype(int) + (middle + half <= _LOST)
 
 
 def _poverty(removed: np.ndarray, degree: int) -> str:
-    """Why this degree cannot be tried by leaving out two points; empty if it can."""
+    """Why this degree cannot be cross-validated by leaving out two points; empty if it can."""
     count, n = len(terms(degree)), len(removed)
     if n < count + 2:
         return f"{count} coefficients and two points to leave out need {count + 2} points, not {n}"
@@ -221,9 +224,12 @@ def _poverty(removed: np.ndarray, degree: int) -> str:
 
 
 def _needed(removed: np.ndarray, degree: int) -> np.ndarray:
-    """Points with which no two can be left out at the cost of rank: one after the other, from a lattice as far out as
-    the points reach, each where the polynomials that vanish on what is left are largest. No polynomial of degree κ
-    vanishes on a lattice of 2κ + 1 steps less two points, so that one of those not yet taken is always left."""
+    """Points to add so that any two points can be left out without loss of rank.
+
+    They are taken one by one from a lattice that reaches as far as the points, each where the polynomials that vanish
+    on the remaining points are largest. No polynomial of degree κ vanishes on a lattice of 2κ + 1 steps minus two
+    points, so one is always left to take.
+    """
     reach = float(removed.max(initial=0)) or 1.0
     steps = np.linspace(0, reach, 2 * degree + 1)
     lattice = np.stack(np.meshgrid(steps, steps, indexing="ij"), axis=-1).reshape(-1, 2)

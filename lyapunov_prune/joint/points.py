@@ -1,4 +1,4 @@
-"""The points of a map, recovered: each from what the one before it on its chain has learnt, each a job of its own."""
+"""The recovered points of a map: each starts from the weights of the previous one on its chain and is one job."""
 
 from __future__ import annotations
 
@@ -34,9 +34,10 @@ from lyapunov_prune.results.store import Store
 class Points(Result):
     """Recovered pairs, n of them: `pairs` (n, 2), `seeds` (n,), `scores` (n,) on the selection slice, larger is better.
 
-    `items` (n, m) is the score of each of the m selected items, of which `scores` is the mean. `losses` (n, 2) is the
-    distillation loss before the first and before the last step; `seconds` (n,) is of learning and scoring. Each took
-    `steps` steps from the weights of the pair before it on its chain; so a score of n layers has seen n·steps of them.
+    `items` (n, m) is the score of each of the m selection items, with mean `scores`. `losses` (n, 2) is the
+    distillation loss at the first and before the last step; `seconds` (n,) covers training and scoring. Each point was
+    trained for `steps` steps from the weights of the previous pair on its chain, so the k-th point of a chain has seen
+    k·steps of them.
     """
 
     layers: int
@@ -59,7 +60,7 @@ class Points(Result):
 
     @property
     def first(self) -> np.ndarray:
-        """(n,) bool: the points of the first seed, through which the map goes."""
+        """(n,) bool: the points of the first seed, to which the map is fitted."""
         return self.seeds == self.seeds[0]
 
     def repeats(self) -> list[list[float]]:
@@ -70,7 +71,7 @@ class Points(Result):
         return [row for row in rows.values() if len(row) > 1]
 
     def difference_error(self, first: int, second: int) -> float:
-        """The standard error of the difference of the scores of two points, paired by item."""
+        """Standard error of the difference of the scores of two points, paired by item."""
         return float(stats.sem(self.items[first] - self.items[second]))
 
     def to_frame(self) -> pd.DataFrame:
@@ -85,9 +86,9 @@ class Points(Result):
 
 @dataclass(frozen=True, eq=False)
 class Course:
-    """All that the recoveries of one run share; the state of each is in a folder of its own in `folder`.
+    """What the recoveries of one run share; each keeps its state in its own folder under `folder`.
 
-    `student` is the dense model and what its layers can be cut to; it stays as it is, as its model is the teacher.
+    `student` is the dense model with its possible cuts. It is not changed, because its model is the teacher.
     """
 
     student: Unmerged
@@ -105,11 +106,11 @@ class Course:
         return self.student.model
 
     def lineage(self, pair: Pair) -> list[Pair]:
-        """The points before `pair` on its chain, and `pair`; none for the dense model."""
+        """The points before `pair` on its chain, and `pair`; empty for the dense model."""
         return [] if pair == DENSE else [*self.lineage(self.parents[pair]), pair]
 
     def lesson(self, pair: Pair, seed: int) -> Lesson:
-        """What the point `pair` learns. Along a chain every item comes once before any comes twice."""
+        """Training data and cuts of the point `pair`. Along a chain every item is used once before any is repeated."""
         depth = sum(pair)
         name = f"point ({pair[0]}, {pair[1]})" + ("" if seed == self.seed else f" of seed {seed}")
         each = self.steps * self.recipe.batch
@@ -117,13 +118,13 @@ class Course:
         return Lesson(name, *self.importance.first(*pair), tuple(items), seed + 1000 * depth)
 
     def last_lesson(self, pair: Pair, start: Pair, steps: int) -> Lesson:
-        """The final recovery of `pair` from what the point `start` has learnt."""
+        """The final recovery of `pair`, starting from the weights of the point `start`."""
         before = sum(start) * self.steps * self.recipe.batch
         items = drawn_order(len(self.learn), before + steps * self.recipe.batch, self.seed)[before:]
         return Lesson("the final recovery", *self.importance.first(*pair), tuple(items), self.seed)
 
     def nearest(self, pair: Pair) -> Pair:
-        """`pair` if it is a point, else the one of most layers among those that remove no more of either type."""
+        """`pair` if it is a point, else the largest point that removes no more of either type."""
         smaller = [p for p in (DENSE, *self.parents) if p[0] <= pair[0] and p[1] <= pair[1]]
         return max(smaller, key=sum)
 
@@ -131,7 +132,7 @@ class Course:
         return TrainingState(self.folder / name, {**self.about, **vars(lesson)}, resume=resume)
 
     def taught(self, pair: Pair) -> Unmerged:
-        """A student who has learnt all lessons up to the point `pair`. Raises LyapunovPruneError where one is lost."""
+        """A student with the weights of the point `pair`. Raises LyapunovPruneError where a state is missing."""
         student = copy.deepcopy(self.student)
         lineage = self.lineage(pair)
         for point in lineage if self.recipe.rank is not None else lineage[-1:]:
@@ -140,13 +141,13 @@ class Course:
                 tensors = state.load()
             if not tensors:
                 raise LyapunovPruneError(
-                    f"{self.folder / _name(point)} has lost what {lesson.name} learnt; run without --resume"
+                    f"{self.folder / _name(point)} has lost the weights of {lesson.name}; run without --resume"
                 )
             inherit(student, lesson, self.recipe, tensors)
         return student
 
     def learn_point(self, point: Pair, seed: int, *, resume: bool) -> tuple[Unmerged, Lesson, list[float]]:
-        """A student who has learnt the point from what the one before it on its chain has; the state stays."""
+        """Train the point from the weights of the previous one on its chain; its state is kept."""
         lesson = self.lesson(point, seed)
         student = self.taught(self.parents[point])
         with self.state(
@@ -157,16 +158,14 @@ class Course:
     def finish(
         self, pair: Pair, start: Pair, steps: int, *, resume: bool, name: str = "final"
     ) -> tuple[Unmerged, Lesson, list[float]]:
-        """A student after the final recovery of `pair`, from what the point `start` has learnt; the state stays in
-        `name`.
-        """
+        """Final recovery of `pair` from the weights of the point `start`; its state is kept under `name`."""
         lesson = self.last_lesson(pair, start, steps)
         student = self.taught(start)
         with self.state(name, lesson, resume=resume) as state:
             return student, lesson, recover(student, self.teacher, self.learn, lesson, self.recipe, state)
 
     def forget(self, keep: Sequence[Pair] = ()) -> None:
-        """Delete the states of all points but these."""
+        """Delete the states of all points except these."""
         for point in self.parents:
             if point not in keep:
                 clear_states(self.folder / _name(point))
@@ -182,11 +181,11 @@ def recover_points(
     resume: bool,
     batch_size: int,
 ) -> Points:
-    """Recover and score every point of `course`, and those `repeated` with `seeds` − 1 more seeds.
+    """Recover and score every point of `course`, and those in `repeated` with `seeds` − 1 more seeds.
 
-    Each is a job in `store`: after `kill -9` those that are done are not done again, and the one at work goes on from
-    its state. What a point has learnt stays in its folder until the course forgets it: any may be where the final
-    recovery begins.
+    Each is a job in `store`: after `kill -9` finished jobs are not repeated, and an unfinished one continues from its
+    state. The weights of a point stay in its folder until the course forgets them, because the final recovery may start
+    from any of them.
 
     Raises LyapunovPruneError naming point and step for a loss that is not finite, and for a disk without room.
     """
@@ -198,10 +197,10 @@ def recover_points(
         key = f"{_name(point)}-{seed}"
         if key not in store:
             store.add(key, _recovered(course, select, point, seed, resume=resume, batch_size=batch_size))
-            if seed != course.seed:  # nobody inherits from it
+            if seed != course.seed:  # no point inherits from it
                 clear_states(course.folder / key)
         rows.append(store[key])
-        if len(rows) == sum(0 in pair for pair in course.parents):  # both axes, which come first
+        if len(rows) == sum(0 in pair for pair in course.parents):  # both axes are done; they come first
             _warn_of_noise(rows)
     return Points(
         layers=len(course.student.blocks),
@@ -233,12 +232,12 @@ def _recovered(
 
 
 def _warn_of_noise(rows: Sequence[dict[str, Any]]) -> None:
-    """Say so where the selection slice cannot tell the best of these points from the worst, while others are left."""
+    """Warn if the selection slice cannot separate the best of these points from the worst."""
     best, worst = (pick(rows, key=lambda row: row["score"]) for pick in (max, min))
     error = float(stats.sem(np.subtract(best["items"], worst["items"])))
     if (spread := best["score"] - worst["score"]) <= error:
         warn(
-            f"the points of both axes differ by {spread:.3g} at most, and the selection set errs by {error:.3g}: the "
+            f"the points of both axes differ by {spread:.3g} at most, and the selection error is {error:.3g}: the "
             "decision is likely to be refused; interrupt, and give more data"
         )
 
@@ -248,9 +247,9 @@ def _name(point: Pair) -> str:
 
 
 def _require_disk(course: Course, jobs: int) -> None:
-    """Raise LyapunovPruneError unless the disk holds what the points learn, and the state of one at work."""
+    """Raise LyapunovPruneError unless the disk can hold the weights of the points and one training state."""
     with trained(course.teacher, course.recipe.rank, 0) as parameters:
         size = sum(p.nbytes for p in parameters.values())
     if jobs:
-        what = f"the weights that {jobs} points learn, {size:,} bytes each,"
-        require_disk(course.folder, (jobs + 3) * size, what, "let them learn less (--update-rank 8)")
+        what = f"the weights of {jobs} points, {size:,} bytes each,"
+        require_disk(course.folder, (jobs + 3) * size, what, "train fewer of them (--update-rank 8)")

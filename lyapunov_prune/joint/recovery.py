@@ -1,4 +1,4 @@
-"""One recovery: an unmerged student learns, for some steps, to predict what the dense model predicts."""
+"""One recovery: train an unmerged student for some steps to predict what the dense model predicts."""
 
 from __future__ import annotations
 
@@ -22,10 +22,11 @@ from lyapunov_prune.progress import track
 
 @dataclass(frozen=True)
 class Recipe:
-    """What every recovery of a run has in common: each step learns from `batch` items.
+    """What all recoveries of a run share: each step uses `batch` items.
 
-    Without `rank` all parameters of the layers learn. `learning_rate` is the same for every parameter. Without it the
-    rate is the share of each parameter's size that `heal` begins with (`update_sizes`): no constant suits two models.
+    Without `rank` all parameters of the layers are trained. `learning_rate` is the same for every parameter; without it
+    the rate is the relative update size with which `heal` starts (`update_sizes`), because no constant suits two
+    models.
     """
 
     batch: int = 1
@@ -41,7 +42,7 @@ class Recipe:
 
 @dataclass(frozen=True)
 class Lesson:
-    """What a student learns: without which layers' attention and activation, from which items, with which seed."""
+    """One training task: which layers lose their attention and activation, which items, and the seed."""
 
     name: str
     attention: tuple[int, ...]
@@ -59,10 +60,10 @@ def recover(
     state: TrainingState,
     watch: Callable[[int], None] | None = None,
 ) -> list[float]:
-    """Train the weights of `student`, in place, cut as the lesson says, for as many steps as it has items for.
+    """Train the weights of `student` in place, cut as the lesson says, one step per batch of its items.
 
-    Returns the loss before each step. Unmerged: what is gone is so only inside `Unmerged.cut`. State and errors as of
-    `train`.
+    Returns the loss before each step. The student stays unmerged: parts are only removed inside `Unmerged.cut`. State
+    and errors as in `train`.
     """
     with student.cut(lesson.attention, lesson.activation) as model:
         return train(model, teacher, examples, lesson, recipe, state, watch)
@@ -77,11 +78,11 @@ def train(
     state: TrainingState,
     watch: Callable[[int], None] | None = None,
 ) -> list[float]:
-    """Train `model` as it is, in place, to predict what `teacher` predicts of the lesson's items.
+    """Train `model` in place to predict what `teacher` predicts on the lesson's items.
 
-    The state is kept in `state` about every 20 seconds, and in the end what was learnt, alone. Where it holds a state
-    the run goes on from there and ends, on the CPU with as many threads, as if it had never stopped, bit for bit.
-    `watch` is called after every step of this run with the number of steps taken, `model` being what has learnt so far.
+    A checkpoint of the training state is kept in `state` about every 20 seconds, and at the end the trained weights
+    alone. An interrupted run continues from it and ends bit for bit as if it had not been interrupted, on the CPU with
+    the same number of threads. `watch` is called after every step of this run with the number of steps taken.
 
     Raises LyapunovPruneError naming the lesson and the step for a loss or gradient that is not finite.
     """
@@ -111,15 +112,15 @@ def stacked(examples: Examples, items: Sequence[int]) -> torch.Tensor:
 
 
 def learnt(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Of all that a run keeps, what it has taught."""
+    """The trained weights within a saved state."""
     return {name: t for name, t in tensors.items() if name == "losses" or name.startswith("parameter/")}
 
 
 @torch.no_grad()
 def inherit(student: Unmerged, lesson: Lesson, recipe: Recipe, tensors: Mapping[str, torch.Tensor]) -> None:
-    """Let `student` know what a lesson has taught, as if it had taken it itself; `tensors` are of its last state.
+    """Load the trained weights of a lesson into `student`; `tensors` are its last state.
 
-    With low rank the lessons before it must have been inherited, in order.
+    With low rank, the earlier lessons must have been loaded before, in order.
     """
     cut = student.cut(lesson.attention, lesson.activation)
     with cut as model, trained(model, recipe.rank, lesson.seed) as parameters:

@@ -1,4 +1,4 @@
-"""What a joint removal leaves behind: the decision, all that it rests on, and what the checkpoint scores."""
+"""The result of a joint removal: the decision, the data behind it, and the score of the checkpoint."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ REPORT, PLAN = "joint.json", "plan.json"  # beside the weights
 
 @dataclass(frozen=True)
 class JointRun(Result):
-    """A joint removal and all that it rests on.
+    """A joint removal and the data behind it.
 
-    `dense` and `chosen` are scores on the final slice, which nothing before has seen; `error` is the standard error of
-    their difference, paired by item. `start` is the point whose weights the final recovery began with, `losses` the
-    distillation loss before each of its steps. `gain` says what these steps were worth on the selection slice: where it
-    does not pay, the weights are those of the start (None in results from before it was compared). `parameters` and
-    `size` (bytes) are before and after; `seconds` says what each part took in the run that ended (of points in all that
-    it went on from), `times` what a budget of time went by.
+    `dense` and `chosen` are scores on the final slice, which was not used before; `error` is the standard error of
+    their difference, paired by item. `start` is the point whose weights the final recovery started from, `losses` the
+    distillation loss before each of its steps. `gain` compares before and after these steps on the selection slice: if
+    it does not pay, the weights are those of the start (None in old results). `parameters` and `size` (bytes) are
+    before and after; `seconds` is the time of each part of the run that finished (for points, including earlier runs),
+    `times` the measured times behind a budget of time.
     """
 
     importance: Importance
@@ -49,7 +49,7 @@ class JointRun(Result):
     gain: Comparison | None = None
 
     def to_frame(self) -> pd.DataFrame:
-        """By part of the run, its seconds."""
+        """Seconds of each part of the run."""
         parts = {**self.seconds, "together": sum(self.seconds.values())}
         return pd.DataFrame({"part": list(parts), "seconds": list(parts.values())})
 
@@ -60,7 +60,7 @@ class JointRun(Result):
         return f"The final recovery is {kept}: {self.gain.told()} to select by\n"
 
     def headline(self) -> str:
-        score = "top-1 accuracy" if self.measured_on.images else "−loss in nats a token"
+        score = "top-1 accuracy" if self.measured_on.images else "−loss in nats per token"
         return (
             f"{self.decision.headline()}\n{self.plan.sentence('compact')}\n{self._kept()}"
             f"After {len(self.losses)} more steps {score} {self.chosen:.4g} on the final slice (dense "

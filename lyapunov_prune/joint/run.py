@@ -1,4 +1,4 @@
-"""A joint removal from end to end: importance, points, map, decision, recovery, a compact checkpoint, its score."""
+"""A joint removal from end to end: importance, points, map, decision, recovery, compact checkpoint, score."""
 
 from __future__ import annotations
 
@@ -50,8 +50,8 @@ from lyapunov_prune.results.result import MeasuredOn, encode
 from lyapunov_prune.results.store import Store, clear_results
 
 _RECIPE = Recipe(rank=8)
-_LEAST_SELECTED = 5  # of 4 items a standard error is itself off by two fifths, 1/√(2(n − 1))
-MERGED = 10.0  # times the limit of one model's own kernels: a merge rounds a product once, and sums in another order
+_LEAST_SELECTED = 5  # with 4 items a standard error has a relative error of 1/√(2(n − 1)), two fifths
+MERGED = 10.0  # times the rounding limit of a single model: a merge rounds a product and sums in another order
 
 
 @checked
@@ -75,24 +75,25 @@ def remove_jointly(
     resume: bool = False,
     batch_size: int = 1,
 ) -> JointRun:
-    """Remove attentions and activations of `model`, how many of each by a map of the score after recovery.
+    """Remove attentions and activations of `model`, the number of each chosen by a map of the score after recovery.
 
-    `slices` are three sets of data, of which no two share anything: to learn from, to select by, and the final one,
-    which is scored once, at the end. Importance gives an order within each type; the points of `chains.chains` are
-    recovered by `steps` each and scored on the selection slice; a map goes through them, and the decision is its best
-    pair within the budget, `remove` or `speedup`. That pair learns `recover_steps` more, from the weights of its point
-    or of the nearest smaller one, which stay where learning more does not pay on the selection slice. It is merged,
-    written to the folder `output` as a compact checkpoint that has passed its gate, and scored. `recipe` holds what all
-    recoveries have in common.
+    `slices` are three disjoint sets of data: to train on, to select by, and the final one, which is scored once at the
+    end. Importance gives an order within each type; the points of `chains.chains` are recovered for `steps` steps each
+    and scored on the selection slice; a map is fitted to them, and the decision is its best pair within the budget,
+    `remove` or `speedup`. That pair is trained for `recover_steps` more steps from the weights of its point or the
+    nearest smaller one; these weights are kept if training does not pay on the selection slice. It is merged, written
+    to the folder `output` as a compact checkpoint that has passed its gate, and scored. `recipe` holds what all
+    recoveries share.
 
-    Without `reduction` blocks go by the least-squares fit: after recovery it is better than the others, or not to be
-    told from them, on two models (experiments/33_reductions). `folder` keeps the unfinished work: with `resume` a
-    killed run goes on from there and comes to the same decision; it is emptied when `output` is there.
+    Without `reduction` blocks are reduced by the least-squares fit: after recovery it was better than or
+    indistinguishable from the others on two models (experiments/33_reductions). `folder` keeps the unfinished work:
+    with `resume` an interrupted run continues from there and reaches the same decision; it is emptied when `output`
+    exists.
 
-    Raises LyapunovPruneError for both budgets or none, one that cannot be met, slices that share data, a final one
-    that a step which made `model` has seen, fewer than five items to select by, a model that the compact format does
-    not know, whatever `decide`, `fit_map` and `recover` refuse, and a run of another kind in `folder`; CheckFailed when
-    the gate does not hold. Either way nothing is left at `output`.
+    Raises LyapunovPruneError for both budgets or none, one that cannot be met, slices that share data, a final slice
+    that a recorded step of `model` has seen, fewer than five items to select by, a model that the compact format does
+    not support, the errors of `decide`, `fit_map` and `recover`, and a run of another kind in `folder`; CheckFailed
+    when the gate does not hold. In all cases `output` stays empty.
     """
     require_empty(output)
     require_least(1, steps=steps, recover_steps=recover_steps, seeds=seeds)
@@ -105,12 +106,12 @@ def remove_jointly(
     require_unseen(model, final)
     if len(select) < _LEAST_SELECTED:
         raise LyapunovPruneError(
-            f"{len(select)} items to select by, whose error nobody can tell; give {_LEAST_SELECTED} or more (of a "
+            f"{len(select)} items to select by are too few to estimate an error; give {_LEAST_SELECTED} or more (for a "
             "text raise --tokens or lower --context)"
         )
     L = find_layers(model).num_layers
     most = (L - 1 if model.can_generate() else L, L)
-    if speedup is None or remove is not None:  # a wrong budget costs no minutes
+    if speedup is None or remove is not None:  # fail early on a wrong budget
         within_budget(L, remove, speedup, None, most)
     seconds: dict[str, float] = {}
     with _timing(seconds, "calibration"):
@@ -155,7 +156,7 @@ def remove_jointly(
         course = Course(student, learn, worth, chains(reach, most), steps, seed, recipe, folder, about)
         between = rivals(reach, most, allowed)
         points = recover_points(course, select, between, seeds, store, resume=resume, batch_size=batch_size)
-        seconds["points"] = float(points.seconds.sum())  # those of the runs before this one too
+        seconds["points"] = float(points.seconds.sum())  # includes earlier runs
         with _timing(seconds, "decision"):
             fitted = fit_map(
                 (points.pairs[points.first] / L).tolist(),
@@ -164,7 +165,7 @@ def remove_jointly(
             )
             if table is not None:
                 n_a, n_g = np.indices(table.shape)
-                table[n_a + n_g > reach] = np.nan  # beyond the points, where no polynomial knows
+                table[n_a + n_g > reach] = np.nan  # beyond the points the polynomial would extrapolate
             decision = decide(
                 fitted,
                 L,
@@ -245,7 +246,7 @@ def _timing(seconds: dict[str, float], part: str) -> Iterator[None]:
 
 
 def _targets(reach: int, most: Pair) -> Pair:
-    """How many of each type learned importance lets go: half of the points' reach."""
+    """How many of each type learned importance removes: half of the points' reach."""
     half = max(reach // 2, 1)
     return min(half, most[0]), min(half, most[1])
 
@@ -258,9 +259,9 @@ def _selection_error(points: Points, between: list[Pair]) -> float:
 
 
 def _require_apart(slices: tuple[Examples, Examples, Examples], origins: tuple[MeasuredOn, ...]) -> None:
-    """Raise LyapunovPruneError when two of the slices to learn from, to select by and to score at the end share data.
+    """Raise LyapunovPruneError when two of the three slices (train, select, final) share data.
 
-    Tokens are known by runs of 64, images one by one.
+    Tokens are compared by runs of 64, images one by one.
     """
     named = zip(NAMES, slices, origins, strict=True)
     for (name, data, _), (other, _, seen) in combinations(named, 2):
@@ -274,9 +275,9 @@ def _require_apart(slices: tuple[Examples, Examples, Examples], origins: tuple[M
 def _recovered(
     course: Course, select: Examples, pair: Pair, start: Pair, steps: int, *, resume: bool, batch_size: int
 ) -> tuple[Unmerged, Lesson, list[float], Comparison]:
-    """What has learnt `pair` for `steps` more, or what it began with where that does not score worse on `select`.
+    """Train `pair` for `steps` more steps; keep the start if the result is worse on `select`.
 
-    With the losses of the steps, and the comparison over the items of `select` that decided.
+    Returns the student, the losses of the steps, and the comparison over the items of `select`.
     """
     pupil, lesson, losses = course.finish(pair, start, steps, resume=resume)
     untaught = course.taught(start)
@@ -291,20 +292,20 @@ def _recovered(
 
 @torch.no_grad()
 def _require_merged(pupil: Unmerged, lesson: Lesson, compact: PreTrainedModel) -> None:
-    """Raise CheckFailed unless `compact` computes what has learnt; the gate knows only what it was told to be."""
+    """Raise CheckFailed unless `compact` computes what the trained model does; the gate cannot know this."""
     inputs = sample_inputs(pupil.model, None)[0]
     with pupil.cut(lesson.attention, lesson.activation) as model:
         reference = uncached_logits(model, inputs)
     error, limit = deviation(uncached_logits(compact, inputs), reference), MERGED * SAME_LIMIT[pupil.model.dtype]
     if not error <= limit:
         raise CheckFailed(
-            f"the merged model is not the one that learnt: logits deviate by {error:.2g} (limit {limit:.0e}); "
+            f"the merged model differs from the trained one: logits deviate by {error:.2g} (limit {limit:.0e}); "
             "report this"
         )
 
 
 def _clear(course: Course) -> None:
-    """Nothing of the work is left."""
+    """Delete all unfinished work."""
     course.forget()
     clear_states(course.folder / "final")
     for name in ("times.json", "importance.json"):

@@ -1,4 +1,4 @@
-"""What a removed attention and a merged block save: three models timed in turns, and a plane through them."""
+"""Time saved by removing an attention and by merging a block: three models timed in turn, and a plane through them."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ REPEATS = 9
 
 @dataclass(frozen=True)
 class Times(Result):
-    """Seconds of the forward of one item, medians: of the dense model, of one without `most[0]` attentions, and of one
-    with all `most[1]` feed-forward blocks merged, all real compact models.
+    """Median seconds of the forward of one item for three compact models.
 
-    A pair between them is read off the plane `dense − n_a (dense − attention)/most[0] − n_g (dense −
-    activation)/most[1]`: an estimate, by which what goes is chosen. The forward of a text is its prefill.
+    The dense model, one without `most[0]` attentions, and one with all `most[1]` feed-forward blocks merged. Other
+    pairs are interpolated on the plane `dense − n_a (dense − attention)/most[0] − n_g (dense − activation)/most[1]`, an
+    estimate used to choose what to remove. The forward of a text is its prefill.
     """
 
     layers: int
@@ -42,18 +42,18 @@ class Times(Result):
 
     @property
     def saved(self) -> tuple[float, float]:
-        """Seconds that one attention and one merge save; nothing where noise has it that they cost some."""
+        """Seconds saved by one attention and by one merge; 0 where noise makes the difference negative."""
         a = (self.dense - self.attention) / max(self.most[0], 1)
         return max(a, 0.0), max((self.dense - self.activation) / self.most[1], 0.0)
 
     def table(self) -> np.ndarray:
-        """Seconds of all pairs, (L + 1, L + 1); NaN where so many cannot go."""
+        """Seconds of all pairs, (L + 1, L + 1); NaN where so many cannot be removed."""
         n_a, n_g = np.indices((self.layers + 1, self.layers + 1))
         seconds = self.dense - n_a * self.saved[0] - n_g * self.saved[1]
         seconds[(n_a > self.most[0]) | (n_g > self.most[1])] = np.nan
         if (seconds <= 0).any():
             raise LyapunovPruneError(
-                "the times of the compact models are noise: together they save more than the dense one takes; "
+                "the times of the compact models are too noisy: together they save more than the dense time; "
                 "time on a quiet machine"
             )
         return seconds
@@ -75,13 +75,13 @@ def _timed(models: list[PreTrainedModel], inputs: torch.Tensor) -> list[float]:
         for place, model in enumerate(models):
             began = now(model)
             uncached_logits(model, inputs)
-            if turn:  # the first round warms up
+            if turn:  # the first round is warm-up
                 seconds[place].append(now(model) - began)
     return [float(np.median(row)) for row in seconds]
 
 
 def measure_times(student: Unmerged, examples: Examples, most: tuple[int, int]) -> Times:
-    """Time the model of `student` and two cut ones on the first of `examples`, REPEATS rounds in turns."""
+    """Time the model of `student` and two cut versions on the first of `examples`, in turn, REPEATS rounds."""
     require_least(1, activations=most[1])
     model, L = student.model, len(student.blocks)
     merged = make_compact(model, Cuts(merged=student.merged(range(most[1]))))

@@ -112,8 +112,8 @@ def test_a_speed_up_takes_every_pair_that_is_fast_enough() -> None:
         ({"speedup": 2.0, "seconds": times()[:5]}, "13 × 13 pairs; give seconds"),
         ({"speedup": 2.0, "seconds": times() * np.nan}, "measure it at"),
         ({"speedup": 2.0, "seconds": times() - 4}, "times must be above 0"),
-        ({"remove": 8, "selection_error": 26.0}, "errs by 26 .*9 pairs .*25"),
-        ({"remove": 8, "selection_error": 99.0}, "errs by 99"),
+        ({"remove": 8, "selection_error": 26.0}, "error is 26 .*9 pairs .*25"),
+        ({"remove": 8, "selection_error": 99.0}, "error is 99"),
         ({"remove": 8, "selection_error": np.nan}, "selection_error is nan"),
         ({"remove": 8, "repeats": [[1.0]]}, "two seeds or more"),
         ({"remove": 8, "repeats": [[1.0, np.inf]]}, "two seeds or more"),
@@ -130,7 +130,7 @@ def test_a_selection_set_that_cannot_tell_the_best_from_the_next_is_said() -> No
     quiet = decide(fitted(), LAYERS, remove=8, selection_error=0.5)
     told = decide(fitted(), LAYERS, remove=8, selection_error=2.0)
     assert "selection set" not in quiet.headline()
-    assert "the selection set errs by 2, more than the gap" in told.headline()
+    assert "error is 2, above the gap" in told.headline()
 
 
 def test_noise_over_seeds_is_pooled() -> None:

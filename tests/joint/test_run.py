@@ -301,7 +301,7 @@ def test_a_selection_that_errs_by_more_than_pairs_differ_says_so(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "_selection_error", lambda *_: 9.0)
-    with pytest.raises(LyapunovPruneError, match="errs by 9"):
+    with pytest.raises(LyapunovPruneError, match="error is 9"):
         removed(make_tiny("llama"), tmp_path)
     assert not (tmp_path / "out").exists()
 
