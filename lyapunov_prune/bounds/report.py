@@ -12,7 +12,7 @@ from lyapunov_prune.bounds.bound_check import BoundCheck
 from lyapunov_prune.bounds.decision import TokenCertificate
 from lyapunov_prune.bounds.distribution import RatioDistribution
 from lyapunov_prune.results.frames import pd
-from lyapunov_prune.results.result import MeasuredOn, ModelIdentity, Result
+from lyapunov_prune.results.result import LINES, MeasuredOn, ModelIdentity, Result
 
 
 @dataclass(frozen=True)
@@ -122,6 +122,27 @@ class BoundsReport(Result):
                 "violations": [bad.count(name) for name in self.names],
             }
         )
+
+    def answer(self) -> list[str]:
+        """Whether every bound held, and how near the nearest came."""
+        worst = np.fmax.reduce(self.ratio, axis=0)
+        lines = [
+            f"Every bound held: {self.checks} checks of {len(self.names)} matrices on {self.inputs} inputs."
+            if self.passed
+            else f"VIOLATED: {len(self.violations) or 'some'} bounds of {self.checks} checks on {self.inputs} inputs.",
+            *map(str, self.violations[:3]),
+        ]
+        if np.isfinite(worst).any():
+            at = int(np.nanargmax(worst))
+            lines.append(f"Nearest to its bound: {self.names[at]}, an error of {worst[at]:.3g} of what is allowed.")
+        if self.unseen:
+            lines.append(f"{len(self.unseen)} matrices were given no input in sight: one direction each was checked.")
+        lines.append(
+            "A check speaks of the inputs it saw; it does not say that the model is good: score it with eval."
+            if self.passed
+            else "A theorem does not fail: the checkpoint or this program does. Report it with bounds.json."
+        )
+        return [*lines[: LINES - 1], self.measured_on.line()]
 
     def headline(self) -> str:
         subject = (

@@ -57,22 +57,24 @@ def _lines(message: str) -> str:
     return "\n".join(map(printable, message.split("\n")))
 
 
-def show(result: Result, as_json: bool, written: Path | None, table: bool = True, full: bool = False) -> None:
-    """The answer of `result`, then its table: the rows that matter, or with `full` what was measured and every row."""
+def show(result: Result, as_json: bool, written: Path | None, *, full: bool = False, answered: bool = False) -> None:
+    """The answer of `result`, then its table: the rows that matter, or with `full` what was measured and every row.
+
+    Without the answer where it was `answered` before, as part of another result.
+    """
     if not is_main():
         return
     if as_json:
         print_json(result.to_json())
         return
-    lines = result.answer()
+    lines = [] if answered else result.answer()
     if full:
         lines += [line for line in result.headline().split("\n") if line not in lines]
-    if lines and table:
+    if lines:
         say("\n".join(lines))
-    if table:
-        _print_table(result.to_frame() if full else result.brief())
-        if not full and result.unshown(ALL):
-            say(result.unshown(ALL))
+    _print_table(result.to_frame() if full else result.brief())
+    if not full and result.unshown(ALL):
+        say(result.unshown(ALL))
     if written is not None:
         say(f"Written: {written}")
 

@@ -13,6 +13,7 @@ from lyapunov_prune.compression.method import Method
 from lyapunov_prune.compression.table import METHODS
 from lyapunov_prune.results.frames import pd
 from lyapunov_prune.results.result import MeasuredOn, Result
+from lyapunov_prune.results.wording import bars
 
 REPORT = "compression.json"  # beside the weights of a compressed checkpoint
 
@@ -129,6 +130,22 @@ class CompressionReport(Result):
                     row[error] = float(np.sqrt((part[error] ** 2).mean()))
             rows.append(row)
         return pd.DataFrame(rows)
+
+    def answer(self) -> list[str]:
+        shown = self.summary()
+        error = "output_error" if "output_error" in shown and shown.output_error.notna().any() else "weight_error"
+        what = "outputs, on the calibration text" if error == "output_error" else "weights"
+        worst, least = shown.loc[shown[error].idxmax()], shown.loc[shown[error].idxmin()]
+        lines = [
+            f"{len(self.matrices)} matrices by {self.method}, {self.allocation.headline()}: {self.zeros:.1%} of the "
+            "entries are zero.",
+            f"Stored as {self.packed.line() if self.packed else 'dense matrices: neither memory nor time is saved'}.",
+            f"Relative error of the {what}: most in layer {int(worst.layer)} ({worst[error]:.3g}), least in layer "
+            f"{int(least.layer)} ({least[error]:.3g}).",
+            f"By layer: {bars(shown[error].to_numpy(dtype=float))}" if len(shown) > 1 else "",
+            "Errors of single matrices do not say what the model lost: score it with eval --against the dense one.",
+        ]
+        return [line for line in lines if line]
 
     def headline(self) -> str:
         extra = f" {self.pattern[0]}:{self.pattern[1]}" if self.pattern else ""

@@ -13,7 +13,7 @@ from lyapunov_prune.evaluation.tasks import TaskScores
 from lyapunov_prune.models.streamed import layer_held
 from lyapunov_prune.models.structure import find_structure
 from lyapunov_prune.results.frames import pd
-from lyapunov_prune.results.result import MeasuredOn, Result
+from lyapunov_prune.results.result import LINES, MeasuredOn, Result
 
 # From this share on, the report explains that zeros save nothing.
 SPARSE = 0.05
@@ -55,6 +55,23 @@ class Evaluation(Result):
             )
         frame = pd.DataFrame(rows)
         return frame if len(rows) > 1 else frame.drop(columns=["× first", "low", "high"])
+
+    def answer(self) -> list[str]:
+        reference, *others = self.perplexities
+        lines = [each.against(reference) for each in others] or reference.answer()[:1]
+        mine, dense = (self.perplexities[at].measured_on.model for at in (-1, 0))
+        if others:
+            kept = mine.parameters / dense.parameters
+            lines.append(
+                f"{mine.parameters:,} parameters of {dense.parameters:,} ({kept:.1%}), {mine.num_layers} layers."
+            )
+        for part in (self.speed, self.tasks, self.retrieval):
+            lines += part.answer() if part else []
+        if max(self.zeros) >= SPARSE:
+            lines.append(f"{max(self.zeros):.0%} of the entries are zero, stored as any other: no memory is saved.")
+        if not self.tasks:
+            lines.append("Perplexity is of one text; tasks, above all ones that the model writes for, can lose more.")
+        return [*lines[: LINES - 1], reference.measured_on.line()]
 
     def headline(self) -> str:
         line = self.perplexities[0].headline()

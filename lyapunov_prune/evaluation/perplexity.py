@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -20,6 +21,7 @@ from lyapunov_prune.models.structure import in_eval_mode
 from lyapunov_prune.progress import track
 from lyapunov_prune.results.frames import pd
 from lyapunov_prune.results.result import MeasuredOn, Result
+from lyapunov_prune.results.wording import between
 
 
 @dataclass(frozen=True)
@@ -54,6 +56,26 @@ class Perplexity(Result):
 
     def headline(self) -> str:
         return self.measured_on.line()
+
+    def answer(self) -> list[str]:
+        name, windows = self.measured_on.model.name, len(self.windows)
+        return [
+            f"{name}: perplexity {self.value:.4g} ({between(*self.interval)}) over {windows} windows.",
+            self.measured_on.line(),
+        ]
+
+    def against(self, reference: Perplexity) -> str:
+        """One line: this model beside `reference` on the same windows, and whether they can be told apart."""
+        low, high = self.ratio_interval(reference)
+        ratio = self.value / reference.value
+        told = "one window cannot tell whether that is chance"
+        if math.isfinite(low) and math.isfinite(high):
+            word = "worse" if low > 1 else "better" if high < 1 else "not told apart on this text"
+            told = f"{between(low, high)}, paired by window: {word}"
+        return (
+            f"{self.measured_on.model.name}: perplexity {self.value:.4g}, {ratio:.3g} × that of "
+            f"{reference.measured_on.model.name}, {reference.value:.4g} ({told})."
+        )
 
 
 def of_windows(reading: Reading, total: Sum, batch_size: int, description: str) -> torch.Tensor:

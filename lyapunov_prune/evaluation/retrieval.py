@@ -23,7 +23,7 @@ from lyapunov_prune.models.positions import alike
 from lyapunov_prune.models.structure import find_structure, in_eval_mode
 from lyapunov_prune.progress import track
 from lyapunov_prune.results.frames import pd
-from lyapunov_prune.results.result import MeasuredOn, Result
+from lyapunov_prune.results.result import LINES, MeasuredOn, Result
 
 EXTRA = "retrieval is scored by ir-measures; run: pip install 'lyapunov-prune[tasks]'"
 # Depth of the ranking.
@@ -95,6 +95,17 @@ class RetrievalScores(Result):
                 "turned_documents": self.turned[:, 1],
             }
         )
+
+    def answer(self) -> list[str]:
+        shown = self.summary()
+        lines = [
+            f"{self.task}: nDCG@{TOP} {' → '.join(f'{x:.3g}' for x in shown['nDCG@10'])} of {', '.join(self.models)}."
+        ]
+        lines += [
+            f"{row.model}: {row.overlap:.0%} of the ten nearest documents of {self.models[0]} stay among the ten."
+            for row in shown.iloc[1:].itertuples()
+        ]
+        return [*lines, "A base model is no embedding model: compare the models, not the level."][:LINES]
 
     def headline(self) -> str:
         on = self.measured_on[0]

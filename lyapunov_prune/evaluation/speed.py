@@ -76,6 +76,19 @@ class Speed(Result):
             }
         )
 
+    def answer(self) -> list[str]:
+        first = self.rows[0]
+        where = f"{self.dtype} on {self.device}, {self.threads} threads"
+        if self.images:
+            return [
+                f"{r.model}: {r.prefill / first.prefill:.2f} × the images/s of {first.model}." for r in self.rows[1:]
+            ]
+        return [
+            f"{r.model}: {r.prefill / first.prefill:.2f} × the prefill and {r.decode / first.decode:.2f} × the "
+            f"decoding speed of {first.model} ({where})."
+            for r in self.rows[1:]
+        ] or [f"{first.model}: {first.prefill:.4g} tokens/s of prefill, {first.decode:.4g} decoding ({where})."]
+
     def headline(self) -> str:
         run = f"prompt of {self.prompt}, {self.steps} tokens decoded"
         return (

@@ -23,7 +23,7 @@ from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.evaluation.repetition import collapsed, repetition
 from lyapunov_prune.models.tokenizers import token_ids
 from lyapunov_prune.results.frames import pd
-from lyapunov_prune.results.result import MeasuredOn, Result
+from lyapunov_prune.results.result import LINES, MeasuredOn, Result
 
 EXTRA = "tasks need lm-evaluation-harness; run: pip install 'lyapunov-prune[tasks]'"
 # Metrics of generated answers, in addition to those of the harness.
@@ -120,6 +120,17 @@ class TaskScores(Result):
             row = rows.setdefault((s.task, s.metric), {"task": s.task, "metric": s.metric})
             row[s.model] = f"{s.value:.4g}" + (f" ± {s.error:.2g}" if math.isfinite(s.error) else "")
         return pd.DataFrame(list(rows.values()))
+
+    def answer(self) -> list[str]:
+        """A line a task, by its first metric, generated ones first: they lose more than multiple choice shows."""
+        lines = []
+        for task in sorted(self.tasks, key=lambda task: task.kind != "generation"):
+            metric = next(s.metric for s in self.scores if s.task == task.name)
+            scores = [self.score(model, task.name, metric) for model in self.models]
+            chance = f", guessing {task.chance:.3g}" if math.isfinite(task.chance) and metric.startswith("acc") else ""
+            told = " → ".join(f"{s.value:.3g} ± {1.96 * s.error:.2g}" for s in scores)
+            lines.append(f"{task.name} ({metric}, {task.items} items{chance}): {told}.")
+        return lines[:LINES]
 
     def headline(self) -> str:
         on = self.measured_on[0]

@@ -14,7 +14,7 @@ from lyapunov_prune.joint.points import Points
 from lyapunov_prune.joint.times import Times
 from lyapunov_prune.pruning.plan import PruningPlan
 from lyapunov_prune.results.frames import pd
-from lyapunov_prune.results.result import MeasuredOn, Result
+from lyapunov_prune.results.result import LINES, MeasuredOn, Result
 
 REPORT, PLAN = "joint.json", "plan.json"  # beside the weights
 
@@ -58,6 +58,21 @@ class JointRun(Result):
             return ""
         kept = "kept" if self.gain.pays else "not kept, the weights are those of its start"
         return f"The final recovery is {kept}: {self.gain.told()} to select by\n"
+
+    def answer(self) -> list[str]:
+        score = "top-1 accuracy" if self.measured_on.images else "−loss in nats a token"
+        attention, activation = self.decision.chosen
+        others = int(self.decision.within.sum()) - 1
+        sure = "certain under the measured noise" if self.decision.certain else f"{others} other pairs lie within noise"
+        before, after = self.parameters
+        return [
+            f"{attention} attentions and {activation} activations of {self.decision.layers} layers are gone ({sure}).",
+            f"{score}: {self.dense:.4g} → {self.chosen:.4g}, standard error of the difference {self.error:.2g}, on "
+            "data that nothing before has seen.",
+            f"{after:,} parameters of {before:,} ({after / before:.1%}), {self.size[1]:,} bytes of {self.size[0]:,}.",
+            *self._kept().splitlines(),
+            self.measured_on.line(),
+        ][:LINES]
 
     def headline(self) -> str:
         score = "top-1 accuracy" if self.measured_on.images else "−loss in nats per token"

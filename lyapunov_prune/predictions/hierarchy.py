@@ -34,6 +34,7 @@ from lyapunov_prune.predictions.spaces import HIDDEN, LOGITS, PROBABILITIES, pre
 from lyapunov_prune.progress import track
 from lyapunov_prune.results.frames import pd
 from lyapunov_prune.results.result import MeasuredOn, ModelIdentity, Result
+from lyapunov_prune.results.wording import bars
 
 _MEASURES = (*HIDDEN, *LOGITS, *PROBABILITIES)
 
@@ -118,6 +119,29 @@ class HierarchyProbe(Result):
         spaces = ["hidden", "logit", "probability"]
         kl = ["kl", "kl_estimate", "reverse_kl", "variance_bound", "range_bound", "within"]
         return self.by_layer()[["layer", "what", *spaces, *(f"{name}_estimate" for name in spaces), *kl]]
+
+    def answer(self) -> list[str]:
+        """Which layer moves the prediction most and least, what the way to it does to a change, and the bounds."""
+        means = self.by_layer()
+        rows = means[(means.what == self.what[0]) & means.kl.notna()]
+        change = "left out" if self.compressed is None else f"as in {self.compressed.name}"
+        held = f"{self.checked} numbers were held against proven bounds"
+        lines = [
+            f"{held}: {len(self.violations)} VIOLATED. A theorem does not fail: report it with hierarchy.json."
+            if self.violations
+            else f"{held}, none violated."
+        ]
+        if len(rows):
+            most, least = rows.loc[rows.kl.idxmax()], rows.loc[rows.kl.idxmin()]
+            lines += [
+                f"One {self.what[0]} {change}: layer {most.layer} moves the prediction most (KL {most.kl:.3g} nats), "
+                f"layer {least.layer} least ({least.kl:.3g}).",
+                f"KL by layer: {bars(means[means.what == self.what[0]].kl.to_numpy())}",
+                f"The median layer turns the state by {rows.hidden.median():.3g} (1 − cos), the logits by "
+                f"{rows.logit.median():.3g}, the probabilities by {rows.probability.median():.3g}.",
+                "Of one layer at a time: layers changed together may cost more than their sum.",
+            ]
+        return [*lines, self.measured_on.line()]
 
     def headline(self) -> str:
         change = "left out" if self.compressed is None else f"compressed as in {self.compressed.name}"

@@ -17,7 +17,7 @@ from lyapunov_prune.predictions.choices import ChoiceComparison
 from lyapunov_prune.predictions.generation import GenerationDivergence
 from lyapunov_prune.predictions.history import HistoryDivergence
 from lyapunov_prune.results.frames import pd
-from lyapunov_prune.results.result import MeasuredOn, ModelIdentity, Result
+from lyapunov_prune.results.result import LINES, MeasuredOn, ModelIdentity, Result
 
 # Thresholds on the interval of the share of unchanged decisions.
 STAYS, LOST = 0.9, 0.5
@@ -59,6 +59,13 @@ class KindVerdict:
     def word(self) -> str:
         """`stays` if the interval lies at or above 0.9, `lost` if it lies below 0.5, otherwise `changes`."""
         return "stays" if self.low >= STAYS else "lost" if self.high < LOST else "changes"
+
+    def short(self) -> str:
+        scored = f"; {self.score} {self.dense:.3g} → {self.compressed:.3g}" if self.score else ""
+        return (
+            f"{self.task}: {self.word}. {self.same:.0%} of the decisions stay ({self.low:.0%} to {self.high:.0%}, "
+            f"{self.items} items){scored}."
+        )
 
     def sentence(self) -> str:
         scored = f"; {self.score} {self.dense:.3g} → {self.compressed:.3g}" if self.score else ""
@@ -111,6 +118,14 @@ class Verdict(Result):
                 for k in self.kinds
             ]
         )
+
+    def answer(self) -> list[str]:
+        asked = {k.task for k in self.kinds}
+        missing = [kind for kind in ("retrieval", "choice", "generation") if kind not in asked]
+        lines = [f"{self.compressed.name} against {self.measured_on.model.name}:", *(k.short() for k in self.kinds)]
+        if missing:
+            lines.append(f"Not asked: {' and '.join(missing)}.")
+        return [*lines, "Other tasks of a kind may fare otherwise: measure your own."][:LINES]
 
     def headline(self) -> str:
         missing = [

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
+import numpy as np
 from transformers import PreTrainedModel
 
 from lyapunov_prune.arguments import Seed
@@ -14,12 +16,15 @@ from lyapunov_prune.data.batch import TokenBatch
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.forward.reading import Readable, read
 from lyapunov_prune.profiles.contraction import Derivative, measure_contraction
-from lyapunov_prune.profiles.contraction_profile import ContractionProfile, Pooling
+from lyapunov_prune.profiles.contraction_profile import ContractionProfile, Pooling, dtype_note
 from lyapunov_prune.profiles.influence import InfluenceProfile, block_influence
 from lyapunov_prune.profiles.propagation import listed
 from lyapunov_prune.results.frames import pd
 from lyapunov_prune.results.once import once
-from lyapunov_prune.results.result import MeasuredOn, Result
+from lyapunov_prune.results.result import ROWS, MeasuredOn, Result
+from lyapunov_prune.results.wording import bars, ranges
+
+KEEP = 4.0  # times the median Block Influence, above which a layer is no candidate
 
 
 @dataclass(frozen=True)
@@ -49,6 +54,90 @@ class LayerProfile(Result):
 
     def headline(self) -> str:
         return self.contraction.headline()
+
+    @property
+    def kept(self) -> tuple[int, ...]:
+        """Layers to keep: both ends, those that turn the state far more than most, those where poolings disagree."""
+        turn = self.influence.influence
+        far = np.flatnonzero(turn > KEEP * np.median(turn))
+        return tuple(sorted({0, len(turn) - 1, *map(int, far), *self.contraction.pooling_disagrees}))
+
+    @property
+    def candidates(self) -> tuple[int, ...]:
+        """The eighth of the layers, at least one, that turns the state least among those not `kept`, least first."""
+        turn = self.influence.influence
+        order = [int(i) for i in np.argsort(turn, kind="stable") if i not in self.kept]
+        return tuple(order[: max(1, len(turn) // 8)])
+
+    def answer(self) -> list[str]:
+        turn, name = self.influence.influence, self.measured_on.model.name
+        contracting, transitions = self.contraction.contracting
+        lines = [
+            f"Try to remove first: layers {ranges(self.candidates)} of 0–{len(turn) - 1}. They turn the hidden state "
+            f"least (Block Influence){self._firmness()}.",
+            f"Keep: layers {ranges(self.kept)}: the ends, and what turns the state over {KEEP:g} × the median or "
+            "carries a token of enormous norm.",
+            f"Block Influence by layer: {bars(turn)}",
+            f"An error shrinks relative to the state (ρ < 1) in {contracting} of {transitions} layers before the last.",
+            *self._disagreement(),
+            *self._doubts(),
+        ]
+        if self.candidates:
+            lines += [
+                "These are scores, no losses: only a model without the layers shows what they cost. Next: "
+                f"lyapunov-prune prune {shlex.quote(name)} --remove {len(self.candidates)} --mend -o smaller"
+            ]
+        else:
+            lines[0] = "No layer stands out as one to remove."
+        return lines
+
+    def _firmness(self) -> str:
+        """How often the candidates are chosen when windows are drawn anew; says so where one window cannot tell."""
+        draws = self.influence.drawn()
+        if draws is None:
+            return "; one window cannot say how firmly"
+        free = [i for i in range(draws.shape[1]) if i not in self.kept]
+        ranks = np.argsort(np.argsort(draws[:, free], axis=1, kind="stable"), axis=1)
+        often = (ranks < len(self.candidates)).mean(0)
+        least = min((often[free.index(i)] for i in self.candidates), default=1.0)
+        return f", each in at least {least:.0%} of redrawn windows"
+
+    def _disagreement(self) -> list[str]:
+        """Why the two poolings tell different stories, and what follows."""
+        where = self.contraction.pooling_disagrees
+        if not where:
+            return []
+        by = {name: self.contraction.pooled(name).rho for name in get_args(Pooling)}
+        share = max(self.contraction.sink_state_share[i + 1] for i in where)
+        with np.errstate(all="ignore"):
+            apart = np.abs(np.log(by["energy"] / by["token"]))
+        worst = max(where, key=lambda i: float(apart[i]))
+        return [
+            f"The poolings disagree at layers {ranges(where)} (layer {worst}: ρ {by['energy'][worst]:.2g} by energy, "
+            f"{by['token'][worst]:.2g} by token): up to {share:.0%} of the energy sits in one token a window. "
+            "A ranking by one pooling alone may remove such a layer at great cost."
+        ]
+
+    def _doubts(self) -> list[str]:
+        """Where ρ is rounding or holds at this perturbation only, and whether half precision may mislead."""
+        doubts = []
+        if self.contraction.below_floor:
+            doubts.append(f"ρ is rounding at layers {ranges(self.contraction.below_floor)} (measure in float32)")
+        if self.contraction.not_linear:
+            doubts.append(f"ρ is another at ε / 10 at layers {ranges(self.contraction.not_linear)} (jvp tells)")
+        if half := dtype_note([self.measured_on]):
+            doubts.append(half.removeprefix("; "))
+        return [f"Doubts: {'; '.join(doubts)}."] if doubts else []
+
+    def brief(self) -> pd.DataFrame:
+        """The candidates and the layers to keep, without what only explains them."""
+        frame = self.to_frame().set_index("layer")
+        rows = [*self.candidates, *self.kept]
+        advice = ["try"] * len(self.candidates) + ["keep"] * len(self.kept)
+        rho = [name for name in frame.columns if name == "rho" or name.startswith("rho_")]
+        shown = frame.loc[rows, ["block_influence", *rho, "low", "high"]].reset_index()
+        shown.insert(1, "advice", advice)
+        return shown.head(ROWS)
 
 
 def profile_layers(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
@@ -14,7 +15,8 @@ from lyapunov_prune.progress import track
 from lyapunov_prune.pruning.plan import PruningPlan
 from lyapunov_prune.pruning.removal import remove_layers
 from lyapunov_prune.results.frames import pd
-from lyapunov_prune.results.result import MeasuredOn, Result
+from lyapunov_prune.results.result import LINES, MeasuredOn, Result
+from lyapunov_prune.results.wording import between, ranges
 
 
 @dataclass(frozen=True)
@@ -57,6 +59,29 @@ class RemovalCurve(Result):
 
     def headline(self) -> str:
         return f"Perplexity after removing layers\n{self.measured_on.line()}"
+
+    def answer(self) -> list[str]:
+        """By number of layers removed the least perplexity; of one set all its states, as cut, mended and healed."""
+        removed = self.rows[1:]
+        counts = sorted({len(row.removed) for row in removed})
+        lines = [f"Dense perplexity {self.dense.perplexity:.4g} on {self.measured_on.tokens} tokens that no score saw."]
+        if len(counts) == 1:
+            lines += [f"Layers {ranges(removed[0].removed)} removed:"] if removed else []
+            return [*lines, *(_times(row.criterion, row) for row in removed)][:LINES]
+        for count in counts:
+            rows = [row for row in removed if len(row.removed) == count]
+            best, worst = min(rows, key=_cost), max(rows, key=_cost)
+            other = f"; worst {worst.degradation:.3g} × by {worst.criterion}" if _cost(worst) > _cost(best) else ""
+            lines.append(f"{_times(f'{count} removed, best by {best.criterion}', best)}{other}")
+        return lines[:LINES]
+
+
+def _cost(row: RemovalRow) -> float:
+    return row.degradation if math.isfinite(row.degradation) else math.inf
+
+
+def _times(what: str, row: RemovalRow) -> str:
+    return f"{what}: perplexity {row.perplexity:.4g}, {row.degradation:.3g} × dense ({between(row.low, row.high)})"
 
 
 def evaluate_removals(

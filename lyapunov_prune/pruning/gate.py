@@ -87,6 +87,15 @@ class GateReport(Result):
     def headline(self) -> str:
         return "Removal gate: " + ("passed" if self.passed else "FAILED")
 
+    def answer(self) -> list[str]:
+        passed = sum(check.passed for check in self.checks)
+        if not self.passed:
+            return [f"Removal gate: FAILED. {self.failure()}"]
+        return [
+            f"Removal gate: passed, {passed} checks. The layers are gone and what is left computes what it should.",
+            "That says nothing of how good the model is: score it beside the dense one with eval.",
+        ]
+
 
 @checked
 @in_eval_mode

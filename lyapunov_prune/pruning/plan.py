@@ -167,7 +167,7 @@ class PruningPlan(Result):
             )
 
     def to_frame(self) -> pd.DataFrame:
-        """One row a layer: its score, its rank (0 goes first), whether it or a part of it is removed."""
+        """One row a layer: its score, its rank (1 goes first), whether it or a part of it is removed."""
         layers = np.arange(self.model.num_layers)
         frame = pd.DataFrame({"layer": layers, "removed": np.isin(layers, self.remove)})
         if self.drops_parts:
@@ -177,7 +177,8 @@ class PruningPlan(Result):
             frame["no_activation"] = np.isin(layers, self.drop_activation)
         if len(self.scores):
             frame.insert(1, "score", self.scores)
-            frame.insert(2, "rank", np.argsort(np.argsort(self.scores, kind="stable")))
+            ranks = np.argsort(np.argsort(self.scores, kind="stable")) + 1
+            frame.insert(2, "rank", pd.Series(ranks, dtype="Int64").mask(np.isnan(self.scores)))
         if self.picked is not None:
             frame["picked"] = self.picked
         if self.below_floor:

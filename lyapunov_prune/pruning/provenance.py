@@ -19,7 +19,7 @@ from lyapunov_prune.models.structure import Structure, identify
 from lyapunov_prune.pruning.gate import GateReport, crashed
 from lyapunov_prune.pruning.plan import PruningPlan
 from lyapunov_prune.results.frames import pd
-from lyapunov_prune.results.result import Result, versions
+from lyapunov_prune.results.result import LINES, Result, versions
 
 PROVENANCE = "provenance.json"
 
@@ -47,9 +47,26 @@ class Provenance(Result):
     def to_frame(self) -> pd.DataFrame:
         return pd.DataFrame({"layer": range(len(self.kept_to_original)), "original": self.kept_to_original})
 
+    def summary(self) -> pd.DataFrame:
+        """The gate's checks."""
+        return self.gate.to_frame()
+
     def headline(self) -> str:
         mended = "" if self.mended is None else f"; {self.mended.sentence()}"
         return self.plan.sentence(self.format) + mended
+
+    def answer(self) -> list[str]:
+        checks = f"Removal gate: {'passed' if self.gate.passed else 'FAILED'}, {len(self.gate.checks)} checks"
+        if self.not_run:  # the gate is more than what was run of it
+            checks = f"Checks of the gate that were run: {len(self.gate.checks)}; not run: {', '.join(self.not_run)}"
+        lines = [
+            f"{self.plan.sentence(self.format)}.",
+            f"{len(self.kept_to_original)} layers of {self.plan.model.num_layers} stay.",
+            f"{checks}. It shows that the removal is right, not that the model is good.",
+        ]
+        if self.mended is not None:
+            lines += [f"Mended: {line}." for line in self.mended.headline().split("\n")]
+        return [*lines, *self.plan.stability().split("\n")][:LINES]
 
     def require_dense(self, dense: PreTrainedModel, name: str, made: str, option: str) -> None:
         """Raise LyapunovPruneError unless `dense`, of that name, is the model that layers left to make `made`.

@@ -93,6 +93,16 @@ class AngularDistance(Ranking):
             }
         )
 
+    def answer(self) -> list[str]:
+        frame = self.to_frame()
+        shown = frame[frame.layers.isin([1, 2, 4, 8])]
+        runs = "; ".join(f"{r.layers} in a row: {r.first}–{r.last} ({r.distance:.3g})" for r in shown.itertuples())
+        return [
+            f"The runs of layers that turn the state least (1 − cos): {runs}.",
+            "A small angle is a score, no loss: prune, then eval --against shows what a run costs.",
+            self.measured_on.line(),
+        ]
+
     def headline(self) -> str:
         return f"Runs of layers that turn the state least, 1 − cos\n{self.measured_on.line()}"
 

@@ -111,6 +111,17 @@ class GreedyRemoval(Ranking):
             }
         )
 
+    def answer(self) -> list[str]:
+        with np.errstate(over="ignore"):
+            times = np.exp(self.losses - self.losses[0])
+        return [
+            f"Removed one by one, each the least loss: layers {', '.join(map(str, self.order))}.",
+            f"Perplexity {times[-1]:.3g} × dense without all {len(self.order)}, {times[1]:.3g} × without the first, on "
+            "the text that chose them, which flatters them.",
+            "Judge them by other text: prune, then eval --against.",
+            self.measured_on.line(),
+        ]
+
     def headline(self) -> str:
         return f"Greedy removal by {self.criterion}\n{self.measured_on.line()}"
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
@@ -30,8 +31,11 @@ from lyapunov_prune.ranking.stability import picked, tied
 from lyapunov_prune.results.arrays import require_array, require_layers
 from lyapunov_prune.results.frames import pd
 from lyapunov_prune.results.result import MeasuredOn, ModelIdentity, Result
+from lyapunov_prune.results.wording import bars, ranges
 
 _REMEDIES = {"rho": "a contraction profile; measure one", "bi": "Block Influence; measure it"}
+
+FIRM = 0.9  # share of redrawn windows above which a place in the ranking is called firm
 
 
 class Ranking(Result):
@@ -127,10 +131,11 @@ class LayerRanking(Ranking):
         return tuple(int(p) * period + i for p in chosen for i in range(period))
 
     def to_frame(self) -> pd.DataFrame:
+        """A row a layer in the order of removal; `this_early` is how often it ranks so early in redrawn windows."""
         order = list(self.order)
-        frame = pd.DataFrame({"rank": range(len(order)), "layer": order, "score": self.scores[order]})
-        if self.picked is not None:  # among as many
-            frame["picked"] = [self.picked[rank, layer] for rank, layer in enumerate(order)]
+        frame = pd.DataFrame({"rank": range(1, len(order) + 1), "layer": order, "score": self.scores[order]})
+        if self.picked is not None:
+            frame["this_early"] = [self.picked[place, layer] for place, layer in enumerate(order)]
         if self.below_floor:
             frame["below_floor"] = np.isin(order, self.below_floor)
         return frame
@@ -140,6 +145,32 @@ class LayerRanking(Ranking):
         subject = {"layers": "Layers", "attention": "Attention of the layers", "mlp": "MLPs of the layers"}[self.what]
         note = floor_note(self.below_floor)
         return f"{subject} of {self.model.name} by {self.criterion}{blend}, first to remove first{note}"
+
+    def answer(self) -> list[str]:
+        layers, some = len(self.scores), self.order[: max(1, len(self.scores) // 4)]
+        part = {"layers": "", "attention": "the attention of ", "mlp": "the MLP of "}[self.what]
+        lines = [
+            f"First to go by {self.criterion}: {part}layers {', '.join(map(str, some))} (in this order, of {layers})"
+            f"{floor_note(self.below_floor)}.",
+            f"Score by layer, the lowest goes first: {bars(self.scores)}",
+        ]
+        if self.protected:
+            lines.append(f"Protected, and not ranked: layers {ranges(self.protected)}.")
+        if self.picked is not None:
+            often = self.picked[len(some) - 1]
+            firm = [i for i in some if often[i] >= FIRM]
+            shaky = [i for i in some if often[i] < FIRM]
+            lines.append(
+                f"Among the first {len(some)} in {FIRM:.0%} or more of redrawn windows: {ranges(firm)}"
+                + (f"; less often: {', '.join(f'{i} ({often[i]:.0%})' for i in shaky)}." if shaky else ".")
+            )
+        lines.append("A score orders layers; it says neither how many can go nor what they cost together.")
+        if self.what == "layers":
+            lines.append(
+                f"Next: lyapunov-prune prune {shlex.quote(self.model.name)} --remove {len(some)} --mend -o smaller "
+                "compares whole sets by their measured loss."
+            )
+        return lines
 
 
 def require_periods(remove: int, layers: int, period: int) -> None:

@@ -17,7 +17,8 @@ from lyapunov_prune.ranking.criteria import count_of, require_known_count
 from lyapunov_prune.ranking.ranking import Ranking
 from lyapunov_prune.results.arrays import require_layers
 from lyapunov_prune.results.frames import pd
-from lyapunov_prune.results.result import MeasuredOn
+from lyapunov_prune.results.result import LINES, MeasuredOn
+from lyapunov_prune.results.wording import ranges
 
 
 @dataclass(frozen=True)
@@ -183,6 +184,20 @@ class BestRemoval(Ranking):
         if not close:
             return f"Told apart from every other set; the next, layers {_listed(nearest.layers)}: {told.told()}"
         return f"Not told apart from {len(close)} of the others, as layers {_listed(nearest.layers)}: {told.told()}"
+
+    def answer(self) -> list[str]:
+        windows = self.tried[self.chosen].windows
+        with np.errstate(over="ignore"):
+            cut, times = np.exp(windows.mean()), np.exp(windows.mean() - self.dense.mean())
+        layers = self.measured_on.model.num_layers
+        return [
+            f"Remove layers {ranges(self.remove)} of 0–{layers - 1}: the best of {len(self.tried)} sets tried.",
+            f"Perplexity {cut:.4g} without them, {times:.3g} × dense, on {len(self.dense)} windows that no score has "
+            "seen but that chose the set, which flatters it.",
+            *filter(None, (self.certainty(), self._finals_told() if self.finals else "")),
+            "Judge what is written by other text: eval --against, on the evaluation half.",
+            self.checked_on.line(),
+        ][:LINES]
 
     def headline(self) -> str:
         out = f"; left out: {', '.join(self.left_out)}" if self.left_out else ""

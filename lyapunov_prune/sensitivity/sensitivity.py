@@ -21,7 +21,8 @@ from lyapunov_prune.models.projections import Projection
 from lyapunov_prune.models.structure import identify
 from lyapunov_prune.profiles.profile import LayerProfile
 from lyapunov_prune.results.frames import pd
-from lyapunov_prune.results.result import MeasuredOn, Result
+from lyapunov_prune.results.result import LINES, MeasuredOn, Result
+from lyapunov_prune.results.wording import bars
 from lyapunov_prune.sensitivity.studies import Change, Compression, Compressor, changes
 from lyapunov_prune.sensitivity.sweep import Outcome, Sweep
 from lyapunov_prune.sensitivity.table import STUDIES, STUDY_METHODS
@@ -149,6 +150,26 @@ class Sensitivity(Result):
                     correlation = stats.spearmanr(values, against)
                     rows.append((f"{measured}, {study}", name, correlation.statistic, correlation.pvalue, len(values)))
         return pd.DataFrame(rows, columns=["measured", "against", "spearman", "p", "layers"])
+
+    def answer(self) -> list[str]:
+        """By study what hurts most and least, then what predicts it."""
+        lines = [f"Dense perplexity {self.perplexity:.4g}; regret is what a change adds to it ({self.compression})."]
+        for row in self.summary().itertuples():
+            lines.append(
+                f"{row.study}: most at {row[7]} (+{row.most:.3g}), least at {row.of} ({row.least:+.3g}), median "
+                f"{row[3]:+.3g} of {row.changes} changes."
+            )
+        removed = self.of("removal")
+        if len(removed) > 1:
+            lines.append(f"Regret by layer removed: {bars(removed.regret.to_numpy(dtype=float))}")
+        told = self.correlations()
+        if len(told):
+            best = told.loc[told.spearman.abs().idxmax()]
+            lines.append(
+                f"Of the scores, {best.against} goes best with {best.measured} (rank correlation {best.spearman:+.2f} "
+                f"over {best.layers} layers of one model: a hint)."
+            )
+        return [*lines[: LINES - 1], self.measured_on.line()]
 
     def headline(self) -> str:
         lines = [f"Sensitivity ({self.compression}): dense perplexity {self.perplexity:.4g}", self.measured_on.line()]

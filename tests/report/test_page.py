@@ -48,10 +48,11 @@ from lyapunov_prune.report.bounds import bounds_figure, ratios_figure
 from lyapunov_prune.report.compression import compression_figure
 from lyapunov_prune.report.drawing import COLOURS
 from lyapunov_prune.report.healing import healing_figure
-from lyapunov_prune.report.page import write_report
+from lyapunov_prune.report.page import SECTIONS, write_report
 from lyapunov_prune.report.predictions import divergence_figure
 from lyapunov_prune.report.profiles import activation_figure, jacobian_figure
 from lyapunov_prune.report.ranking import oracle_figure
+from lyapunov_prune.results.result import LINES, ROWS
 
 pytestmark = pytest.mark.xdist_group("report")  # one process makes `run`, not each
 
@@ -112,6 +113,18 @@ def run(tmp_path_factory: pytest.TempPathFactory, llama: PreTrainedModel) -> Pat
     healed.report.save(folder / "healing.json")
     write_report(folder)
     return folder
+
+
+def test_every_answer_is_short_and_says_more_than_a_table(run: Path) -> None:
+    read = [section.kind.load(path) for section in SECTIONS for path in section.paths(run)]
+    assert len(read) > 12
+    for result in read:
+        lines = result.answer()
+        assert 0 < len(lines) <= LINES
+        assert all(line.strip() and line.isprintable() for line in lines)
+        assert len(result.brief()) <= ROWS
+        assert "nan" not in " ".join(lines).split()
+        assert len(repr(result)) < 8000
 
 
 def test_every_figure_is_drawn_as_svg_with_labelled_axes(run: Path) -> None:

@@ -111,7 +111,7 @@ def evaluate(
     show(result, as_json, run / "eval.json", full=full)
     for part in (result.speed, result.tasks, result.retrieval):
         if part and not as_json:
-            show(part, as_json, None, full=full)
+            show(part, as_json, None, full=full, answered=True)
     unpacked = [name for name, m in models.items() if quantisation(m.config) and not is_packed(m)]
     if speed and unpacked and not as_json:
         say(f"The packed weights of {', '.join(unpacked)} were unpacked on loading: these are speeds of dense ones.")

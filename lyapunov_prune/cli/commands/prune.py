@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -159,7 +160,7 @@ def prune(
         )
         if on_disk or stream:  # else it has said that the model does not fit there
             given.refuse("has no effect on what is pruned on disk; leave it out", "device")
-        _prune_on_disk(model, output, layers, plan_file, keep_period, source, as_json, why, stream)
+        _prune_on_disk(model, output, layers, plan_file, keep_period, source, as_json, full, why, stream)
         return
     if images is not None:
         assert plan_file is not None
@@ -232,11 +233,10 @@ def _plan_for(model: PreTrainedModel | ModelIdentity, given: PruningPlan | Merge
 
 
 def _tell(provenance: Provenance, as_json: bool, output: Path, full: bool) -> None:
+    show(provenance, as_json, output, full=full)
     if not as_json:
-        say("\n".join(filter(None, (provenance.headline(), provenance.plan.stability(), str(provenance.gate)))))
-        if provenance.mended is not None:
-            show(provenance.mended, as_json, None, full=full)
-    show(provenance, as_json, output, table=False)
+        dense = shlex.quote(provenance.source)
+        say(f"Next: lyapunov-prune eval {shlex.quote(str(output))} --against {dense}")
 
 
 def _prune_on_disk(
@@ -247,6 +247,7 @@ def _prune_on_disk(
     keep_period: bool,
     source: ModelOptions,
     as_json: bool,
+    full: bool,
     why: str,
     stream: bool,
 ) -> None:
@@ -270,9 +271,6 @@ def _prune_on_disk(
         plan.require_periods(find_kinds(outline.structure).require_period())
     provenance = prune_on_disk(outline, plan, output, stream=stream)
     if not as_json:
-        # Its headline would call the gate passed, of which this is a part.
-        checks = provenance.gate.to_frame().to_string(index=False, float_format=lambda x: f"{x:.4g}")
-        left = ", ".join(provenance.not_run)
-        on = "on files, and on logits of streamed models" if stream else "on files"
-        say(f"{plan.headline()}\nPruned on disk ({why}); the gate's checks {on}:\n{checks}\nNot run: {left}.")
-    show(provenance, as_json, output, table=False)
+        read = "on files, and on logits of streamed models" if stream else "on files"
+        say(f"Pruned on disk ({why}); the gate's checks {read}:")
+    _tell(provenance, as_json, output, full)

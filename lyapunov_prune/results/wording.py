@@ -1,0 +1,42 @@
+"""How answers say things: lists of layers, a small bar per layer, intervals."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import numpy as np
+
+_BARS = "▁▂▃▄▅▆▇█"
+_GROUP = 10  # bars between two layer numbers
+
+
+def ranges(layers: Iterable[int]) -> str:
+    """Sorted layers with runs of three or more joined: `0, 22, 24–26`; `none` for none."""
+    runs: list[list[int]] = []
+    for layer in sorted(layers):
+        if runs and layer == runs[-1][1] + 1:
+            runs[-1][1] = layer
+        else:
+            runs.append([layer, layer])
+    parts = [f"{a}–{b}" if b > a + 1 else ", ".join(map(str, dict.fromkeys((a, b)))) for a, b in runs]
+    return ", ".join(parts) or "none"
+
+
+def bars(values: np.ndarray) -> str:
+    """One block a layer, the number of the layer before every tenth; `·` where a value is not finite.
+
+    Heights are logarithmic where every value is above 0, else linear.
+    """
+    known = np.isfinite(values)
+    heights = np.zeros(len(values), dtype=int)
+    if known.any():
+        shown = values[known]
+        scaled = np.log(shown) if (shown > 0).all() else shown
+        heights[known] = np.round((scaled - scaled.min()) / (np.ptp(scaled) or 1.0) * (len(_BARS) - 1)).astype(int)
+    drawn = [_BARS[height] if seen else "·" for height, seen in zip(heights, known, strict=True)]
+    return " ".join(f"{at} {''.join(drawn[at : at + _GROUP])}" for at in range(0, len(drawn), _GROUP))
+
+
+def between(low: float, high: float) -> str:
+    """A 95 % interval in words; says so where there is none (one window)."""
+    return f"95 % interval {low:.3g} to {high:.3g}" if np.isfinite([low, high]).all() else "no interval: one window"
