@@ -23,7 +23,7 @@ from lyapunov_prune.cli.commands.shrink import shrink
 from lyapunov_prune.cli.failures import READER_GONE, as_refusal, put_aside, require_sound_process, tell
 from lyapunov_prune.cli.options import Json, Resume, output_option, what_option
 from lyapunov_prune.cli.records import flattened
-from lyapunov_prune.cli.terminal import print_json, say, speak_any_language
+from lyapunov_prune.cli.terminal import print_json, say, show, speak_any_language
 
 if TYPE_CHECKING:
     from lyapunov_prune.results.result import Result
@@ -84,7 +84,8 @@ def demo(
         if as_json:
             document[name] = result.to_json()
         else:
-            say(f"{result}\n")
+            show(result, False, None)
+            say("")
 
     page = run_demo(output, resume=resume, show=show_part)
     if as_json:

@@ -98,8 +98,11 @@ class RetrievalScores(Result):
 
     def answer(self) -> list[str]:
         shown = self.summary()
+        found = " → ".join(f"{x:.3g}" for x in shown["nDCG@10"])
+        cut = f", {self.cut} texts cut to {self.measured_on[0].context} tokens" if self.cut else ""
         lines = [
-            f"{self.task}: nDCG@{TOP} {' → '.join(f'{x:.3g}' for x in shown['nDCG@10'])} of {', '.join(self.models)}."
+            f"{self.task} ({self.ndcg.shape[1]} queries, {self.documents} documents{cut}): nDCG@{TOP} {found} of "
+            f"{', '.join(self.models)}."
         ]
         lines += [
             f"{row.model}: {row.overlap:.0%} of the ten nearest documents of {self.models[0]} stay among the ten."

@@ -66,7 +66,7 @@ class JointRun(Result):
         sure = "certain under the measured noise" if self.decision.certain else f"{others} other pairs lie within noise"
         before, after = self.parameters
         return [
-            f"{attention} attentions and {activation} activations of {self.decision.layers} layers are gone ({sure}).",
+            f"Removed {attention} attentions and {activation} activations of {self.decision.layers} layers ({sure}).",
             f"{score}: {self.dense:.4g} → {self.chosen:.4g}, standard error of the difference {self.error:.2g}, on "
             "data that nothing before has seen.",
             f"{after:,} parameters of {before:,} ({after / before:.1%}), {self.size[1]:,} bytes of {self.size[0]:,}.",

@@ -126,7 +126,13 @@ class HierarchyProbe(Result):
         rows = means[(means.what == self.what[0]) & means.kl.notna()]
         change = "left out" if self.compressed is None else f"as in {self.compressed.name}"
         held = f"{self.checked} numbers were held against proven bounds"
-        lines = [
+        lines = []
+        if self.beside is not None:
+            lines.append(
+                f"{self.beside.name} has {self.beside.num_layers} of the {self.measured_on.model.num_layers} layers: "
+                "here layers of the dense model are left out by themselves; its own predictions follow."
+            )
+        lines += [
             f"{held}: {len(self.violations)} VIOLATED. A theorem does not fail: report it with hierarchy.json."
             if self.violations
             else f"{held}, none violated."
@@ -158,7 +164,7 @@ class HierarchyProbe(Result):
         if self.beside is not None:
             lines.insert(
                 1,
-                f"{self.beside.name} has {self.beside.num_layers} of {self.measured_on.model.num_layers} layers, so "
+                f"{self.beside.name} has {self.beside.num_layers} of {self.measured_on.model.num_layers} layers: "
                 "its layers are not probed here; its predictions follow",
             )
         return "\n".join([*lines, *map(str, self.violations)])

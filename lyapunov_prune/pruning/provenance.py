@@ -58,14 +58,14 @@ class Provenance(Result):
     def answer(self) -> list[str]:
         checks = f"Removal gate: {'passed' if self.gate.passed else 'FAILED'}, {len(self.gate.checks)} checks"
         if self.not_run:  # the gate is more than what was run of it
-            checks = f"Checks of the gate that were run: {len(self.gate.checks)}; not run: {', '.join(self.not_run)}"
+            checks = f"Checks of the gate that were run: {len(self.gate.checks)}. Not run: {', '.join(self.not_run)}"
         lines = [
             f"{self.plan.sentence(self.format)}.",
             f"{len(self.kept_to_original)} layers of {self.plan.model.num_layers} stay.",
             f"{checks}. It shows that the removal is right, not that the model is good.",
         ]
         if self.mended is not None:
-            lines += [f"Mended: {line}." for line in self.mended.headline().split("\n")]
+            lines += [f"{line}." for line in self.mended.headline().split("\n")]
         return [*lines, *self.plan.stability().split("\n")][:LINES]
 
     def require_dense(self, dense: PreTrainedModel, name: str, made: str, option: str) -> None:

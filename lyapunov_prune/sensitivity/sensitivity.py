@@ -151,6 +151,12 @@ class Sensitivity(Result):
                     rows.append((f"{measured}, {study}", name, correlation.statistic, correlation.pvalue, len(values)))
         return pd.DataFrame(rows, columns=["measured", "against", "spearman", "p", "layers"])
 
+    def _star(self) -> list[str]:
+        if not (frame := self.of("threshold")).size:
+            return []
+        star = "below " + f"{frame.sparsity.min():g}" if self.threshold is None else f"{self.threshold:g}"
+        return [f"Catastrophe threshold s* = {star} (Wanda on layer 0, regret below {self.limit:g})"]
+
     def answer(self) -> list[str]:
         """By study what hurts most and least, then what predicts it."""
         lines = [f"Dense perplexity {self.perplexity:.4g}; regret is what a change adds to it ({self.compression})."]
@@ -159,6 +165,7 @@ class Sensitivity(Result):
                 f"{row.study}: most at {row[7]} (+{row.most:.3g}), least at {row.of} ({row.least:+.3g}), median "
                 f"{row[3]:+.3g} of {row.changes} changes."
             )
+        lines += self._star()
         removed = self.of("removal")
         if len(removed) > 1:
             lines.append(f"Regret by layer removed: {bars(removed.regret.to_numpy(dtype=float))}")
@@ -173,9 +180,7 @@ class Sensitivity(Result):
 
     def headline(self) -> str:
         lines = [f"Sensitivity ({self.compression}): dense perplexity {self.perplexity:.4g}", self.measured_on.line()]
-        if (frame := self.of("threshold")).size:
-            star = "below " + f"{frame.sparsity.min():g}" if self.threshold is None else f"{self.threshold:g}"
-            lines.append(f"Catastrophe threshold s* = {star} (Wanda on layer 0, regret below {self.limit:g})")
+        lines += self._star()
         lines += [
             f"Spearman of {row.measured} with {row.against}: {row.spearman:+.2f} (p = {row.p:.2g}, {row.layers} layers)"
             for row in self.correlations().itertuples()
