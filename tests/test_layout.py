@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import yaml
 
 REPOSITORY = Path(__file__).parent.parent
 PACKAGE = REPOSITORY / "lyapunov_prune"
@@ -83,3 +84,10 @@ def test_no_module_outside_models_names_a_family() -> None:
         tree = ast.parse(path.read_text())
         strings = {n.value for n in ast.walk(tree) if isinstance(n, ast.Constant) and isinstance(n.value, str)}
         assert not strings & FAMILY_WORDS, name
+
+
+def test_the_citation_is_of_this_version() -> None:
+    told = yaml.safe_load((REPOSITORY / "CITATION.cff").read_text(encoding="utf-8"))
+    project = (REPOSITORY / "pyproject.toml").read_text(encoding="utf-8")
+    assert f'version = "{told["version"]}"' in project
+    assert f'license = "{told["license"]}"' in project

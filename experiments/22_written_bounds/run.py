@@ -14,7 +14,7 @@ import numpy as np
 import typer
 
 import lyapunov_prune as lp
-from experiments.common import Device, DType, draw, load, texts
+from experiments.common import Again, Device, DType, draw, load, texts
 from lyapunov_prune.bounds.distribution import EDGES
 from lyapunov_prune.bounds.report import BoundsReport
 from lyapunov_prune.report.drawing import COLOURS, panels, svg
@@ -32,7 +32,12 @@ COMPRESSIONS: dict[str, dict[str, Any]] = {
 
 
 def main(
-    model: str = "smollm2-135m", device: Device = "auto", dtype: DType = None, text: str = "builtin", tokens: int = 256
+    model: str = "smollm2-135m",
+    device: Device = "auto",
+    dtype: DType = None,
+    text: str = "builtin",
+    tokens: int = 256,
+    again: Again = False,
 ) -> None:
     loaded = load(model, device, dtype)
     calibration, evaluation = texts(loaded, text, calibration=CALIBRATION, evaluation=tokens, context=CONTEXT)
@@ -40,10 +45,11 @@ def main(
     line, seen = on.line(), calibration.measured_on(loaded.model).line()
     known = json.loads(FILE.read_text(encoding="utf-8")) if FILE.is_file() else {}
     mine = known.get(on.model.name, {})
-    if (mine.get("line"), mine.get("calibration")) != (line, seen):  # what another text gave does not stand beside this
+    if again or (mine.get("line"), mine.get("calibration")) != (line, seen):  # another text's are not kept beside these
         mine = known[on.model.name] = {"line": line, "calibration": seen, "compressions": {}}
     for name, options in COMPRESSIONS.items():
         if name in mine["compressions"]:
+            print(f"{name} is already measured, see {FILE}; give --again to measure it anew")
             continue
         small = lp.compress(loaded.model, calibration, **options).model
         report = lp.bounds.check_written(loaded.model, small, evaluation)

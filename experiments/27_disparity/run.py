@@ -17,7 +17,7 @@ import typer
 from scipy import stats
 from transformers import PreTrainedModel
 
-from experiments.common import Device, DType, draw, load, read_text
+from experiments.common import Again, Device, DType, draw, is_kept, load, read_text
 from experiments.statements import bullets, counted, interval, runs, short, signed, table
 from lyapunov_prune.data.batch import TokenBatch
 from lyapunov_prune.forward.hooks import run_through
@@ -60,7 +60,15 @@ class Disparity(Result):
         return f"{self.measured_on.line()}, {len(self.attention)} groups of {self.windows} windows; {self.reduction}"
 
 
-def main(model: str = "smollm2-135m", device: Device = "auto", dtype: DType = None, text: str = "builtin") -> None:
+def main(
+    model: str = "smollm2-135m",
+    device: Device = "auto",
+    dtype: DType = None,
+    text: str = "builtin",
+    again: Again = False,
+) -> None:
+    if is_kept(HERE / f"{model}.json", again):
+        return
     loaded = load(model, device, dtype)
     batch = read_text(loaded, text, GROUPS * WINDOWS * CONTEXT, CONTEXT)
     found = measure(loaded.model, batch)
