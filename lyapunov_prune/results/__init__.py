@@ -1,12 +1,12 @@
-"""What a measurement is, and how it is kept.
+"""Results of measurements and how they are stored.
 
-- `result`: the base of every result (frozen, prints as a table, saves to and loads from one JSON file), and what a
-  number was measured on; `arrays`: the numbers that a later step reads in one;
-- `history`: how a model was made, and what the steps saw; `overlap`: how much a text shares with that;
-- `once`: a result read back instead of measured, where it was asked exactly the same;
-- `frames`: pandas, imported when the first table is made;
-- `files`: files and folders that appear whole or not at all;
-- `store`: finished jobs on disk, one line each, for work that must survive `kill -9`; `claim`: whose folder it is.
+- `result`: the base class of every result (frozen, prints as a table, one JSON file each) and the metadata of a
+  measurement; `arrays`: checks of the numbers that a later step reads;
+- `history`: how a model was made, and the texts that the steps saw; `overlap`: how much a text shares with those;
+- `once`: read a result instead of measuring it again, if all parameters are the same;
+- `frames`: pandas, imported with the first table;
+- `files`: files and folders written whole or not at all;
+- `store`: finished jobs on disk, one line each, which survive `kill -9`; `claim`: the lock of a folder.
 
 A new result is a frozen dataclass that derives from `Result` and ends with `measured_on`.
 """

@@ -1,4 +1,4 @@
-"""What a later step reads in a result: as many numbers as the model has places for, and numbers that can be."""
+"""Checks of arrays in results: the right number of entries, in the right range."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def require_array(
 ) -> None:
     """Raise LyapunovPruneError unless `values` has this shape and lies in `least … most`.
 
-    NaN (and, where `most` allows it, infinity) is let through only where not `finite`.
+    NaN (and infinity, where `most` allows it) is only allowed if not `finite`.
     """
     if np.shape(values) != shape:
         wanted, given = (" × ".join(map(str, s)) or "no array" for s in (shape, np.shape(values)))

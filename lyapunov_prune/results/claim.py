@@ -1,4 +1,4 @@
-"""A folder of unfinished work belongs to one run: a header says to which, and a lock that this run is alive."""
+"""A folder of unfinished work belongs to one run: a header names the run, and a lock shows that it is alive."""
 
 from __future__ import annotations
 
@@ -18,36 +18,36 @@ HEADER = "lyapunov-prune.json"
 
 
 class Claim:
-    """The right of one run to what is stored in `folder`; without it nothing there is read, written or deleted.
+    """The right of one run to the contents of `folder`; without it nothing there is read, written or deleted.
 
     The header is the first file in a new folder and names the `kind` of work and what it is `about`. `origin`, a hash
-    of both, stands in every stored piece, so that one of another run is known for what it is. The lock is that of
-    `part`, for the processes of one run share a folder; it ends with `release` or the process, whatever ends that.
+    of both, is stored in every piece of work, so that pieces of another run are recognised. The lock is per `part`,
+    because the processes of one run share a folder; it ends with `release` or with the process.
 
-    Raises LyapunovPruneError when the folder holds another kind of work, while another run holds the lock, or when
-    the disk refuses.
+    Raises LyapunovPruneError when the folder holds another kind of work, while another run holds the lock, or when the
+    disk refuses.
     """
 
     def __init__(self, folder: Path, kind: str, about: Mapping[str, Any], part: str) -> None:
         self.folder = folder
         self._told = {"kind": kind, "about": json.loads(json.dumps(about))}
         self.origin = hashlib.sha256(json.dumps(self._told, sort_keys=True).encode()).hexdigest()[:16]
-        # An object a thread would let a run lose its lock to its own threads.
+        # thread_local would let a run lose its lock to its own threads.
         self._lock = FileLock(folder / f".{part}.lock", timeout=0, thread_local=False)
         self._held = False
 
     def begin(self, pieces: Callable[[], list[Path]], resume: bool) -> bool:
-        """Whether an earlier run has claimed the folder; if so it is this run's now, else from `hold` on.
+        """Whether an earlier run has claimed the folder. If so, this run takes it over; else it is claimed by `hold`.
 
-        `pieces` finds the files and folders there that are named like what this run stores. Raises LyapunovPruneError
+        `pieces` lists the files and folders there that are named like the pieces of this run. Raises LyapunovPruneError
         when there are some but no header, and with `resume` when the folder is about something else.
         """
         told = self._read()
         if told is not None:
             self._acquire()
-            told = self._read()  # the run that has just ended may have left nothing
+            told = self._read()  # the previous run may have left nothing
         if told is None:
-            if stored := pieces():  # looked for only now: who clears a folder takes the header last
+            if stored := pieces():  # after the header, which is deleted last when a folder is cleared
                 raise LyapunovPruneError(
                     f"{self.folder} holds {stored[0].name} and no {HEADER} that says whose it is; give another folder"
                 )
@@ -59,7 +59,7 @@ class Claim:
         return True
 
     def hold(self) -> None:
-        """Make the folder this run's, if it is not already; before the first piece is written."""
+        """Claim the folder for this run, if it is not yet; call before the first piece is written."""
         if self._held:
             return
         self._acquire()
@@ -71,14 +71,14 @@ class Claim:
         self._held = True
 
     def give_up(self) -> None:
-        """Nothing of the run is left in the folder: it is nobody's, until the next `hold`."""
+        """Delete the header: the folder belongs to no run until the next `hold`."""
         (self.folder / HEADER).unlink(missing_ok=True)
         self._held = False
 
     def release(self, error: BaseException | None = None) -> None:
-        """Let another run have the folder and delete the lock file; a folder that is nobody's and empty goes.
+        """Release the folder and delete the lock file; an empty folder without a header is removed.
 
-        `error`, which ends the run, gets the folder as its `unfinished` where finished pieces stay there.
+        `error`, which ends the run, gets the folder as its `unfinished` attribute if finished pieces stay there.
         """
         if error is not None and (self.folder / HEADER).exists():
             error.unfinished = self.folder  # type: ignore[attr-defined]
@@ -86,7 +86,7 @@ class Claim:
             return
         release_lock(self._lock)
         if not (self.folder / HEADER).exists():
-            with suppress(OSError):  # others may have put something there
+            with suppress(OSError):  # someone else may have written there
                 self.folder.rmdir()
         self._held = False
 

@@ -1,4 +1,4 @@
-"""Files appear whole or not at all, with the permissions that the umask leaves."""
+"""Write files whole or not at all, with the permissions of the umask."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ from lyapunov_prune.errors import LyapunovPruneError
 
 RETRY = "free space and retry"
 _PARTIAL = ".partial-"
-_RANDOM_BYTES = 8  # of the name of a temporary folder, in hexadecimal
+_RANDOM_BYTES = 8  # in the name of a temporary folder
 _TOO_LARGE = os.strerror(errno.EFBIG)
-_LONGEST_NAME = 200  # of 255 bytes: what is unfinished has a longer one
+_LONGEST_NAME = 200  # of 255 bytes: temporary names are longer
 
 
 def parsed(text: str) -> Any:
-    """What the JSON in `text` says; whatever is wrong with it, nesting without end too, is a ValueError."""
+    """The JSON in `text`; every fault, including endless nesting, is a ValueError."""
     try:
         return json.loads(text)
     except RecursionError:
@@ -36,21 +36,21 @@ def parsed(text: str) -> Any:
 
 
 def require_file(path: str | Path) -> None:
-    """Raise LyapunovPruneError for what is there and is no file: a pipe would be waited for."""
+    """Raise LyapunovPruneError for something that is not a file, because reading a pipe would block."""
     path = Path(path)
     if path.exists() and not (path.is_file() or path.is_dir()):
-        raise LyapunovPruneError(f"{path} is no file but a pipe or a device; give a file")
+        raise LyapunovPruneError(f"{path} is a pipe or a device; give a file")
 
 
 def write_whole(path: str | Path, text: str) -> Path:
-    """Write `text` to `path` through a temporary file beside it, so no reader sees half of it, nor a power cut."""
+    """Write `text` to `path` through a temporary file, so that neither a reader nor a power cut sees half of it."""
     path = Path(path)
     _require_own_rights()
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         temporary = path.parent / f".{path.name}.{secrets.token_hex(8)}"
         try:
-            # tempfile's would be the owner's alone; names of no encoding may stand in the text
+            # A file of tempfile would be private to the owner. The text may hold undecodable file names.
             with temporary.open("x", encoding="utf-8", errors="backslashreplace") as file:
                 file.write(text)
                 file.flush()
@@ -67,14 +67,15 @@ def write_whole(path: str | Path, text: str) -> Path:
 
 @contextmanager
 def whole_folder(target: str | Path, remedy: str = RETRY) -> Iterator[Path]:
-    """A temporary folder beside `target`, renamed to it at the end; removed if anything fails.
+    """A temporary folder next to `target`, renamed to it at the end and removed on failure.
 
-    What a killed process left for the same target goes as well: a lock beside it says whether its process lives. A
-    mount point cannot be replaced and is filled instead, `config.json` last, without which nobody takes it for whole.
-    Raises LyapunovPruneError when the target exists and is not empty, or the disk refuses: then it ends in `remedy`.
+    Leftovers of killed processes for the same target are removed too; a lock shows whether a process is alive. A mount
+    point cannot be replaced and is filled instead, `config.json` last, because a checkpoint without it is not taken for
+    complete. Raises LyapunovPruneError when the target exists and is not empty, or the disk refuses; that message ends
+    with `remedy`.
     """
     require_empty(target)
-    target = Path(target).resolve()  # "." has no name to build on, a link cannot be replaced by a folder
+    target = Path(target).resolve()  # "." has no name, and a link cannot be replaced by a folder
     temporary = target.parent / f".{target.name}{_PARTIAL}{secrets.token_hex(_RANDOM_BYTES)}"
     lock = FileLock(f"{temporary}.lock", timeout=0)
     try:
@@ -82,12 +83,12 @@ def whole_folder(target: str | Path, remedy: str = RETRY) -> Iterator[Path]:
         _remove_dead(target)
         try:
             lock.acquire()
-        except NotImplementedError:  # a file system without locks: what a kill leaves stays
+        except NotImplementedError:  # a file system without locks: leftovers stay
             Path(lock.lock_file).unlink(missing_ok=True)
         temporary.mkdir()
     except OSError as error:
         release_lock(lock)
-        told = error.strerror or str(error).rstrip(".")  # of a lock that could not be had
+        told = error.strerror or str(error).rstrip(".")  # the lock could not be acquired
         raise LyapunovPruneError(f"cannot write beside {target}: {told}; choose another place") from None
     try:
         yield temporary
@@ -97,7 +98,7 @@ def whole_folder(target: str | Path, remedy: str = RETRY) -> Iterator[Path]:
         _put(temporary, target)
         _sync(target.parent)
     except Exception as error:
-        if not isinstance(error, OSError | SafetensorError) and "(os error " not in str(error):  # as of tokenizers
+        if not isinstance(error, OSError | SafetensorError) and "(os error " not in str(error):  # of tokenizers
             raise
         reason = getattr(error, "strerror", None) or error
         if getattr(error, "errno", None) in (errno.ENOTEMPTY, errno.EEXIST):
@@ -124,7 +125,7 @@ def _put(temporary: Path, target: Path) -> None:
 
 
 def _fill(temporary: Path, target: Path) -> None:
-    """Move what is in `temporary` into the empty folder `target`, all or nothing unless killed."""
+    """Move the contents of `temporary` into the empty folder `target`, all or nothing unless killed."""
     target.mkdir(exist_ok=True)
     require_empty(target)
     moved: list[Path] = []
@@ -147,12 +148,12 @@ def halves(folder: Path, name: str) -> list[Path]:
 
 
 def _remove_dead(target: Path) -> None:
-    """Remove what processes that are gone left beside `target`. Their locks went with them."""
+    """Remove leftovers of dead processes next to `target`, whose locks are free."""
     for path in halves(target.parent, re.escape(target.name)):
         if not path.is_dir():
             continue
         lock = FileLock(f"{path}.lock", timeout=0)
-        if not Path(lock.lock_file).exists():  # of an older version: nobody knows
+        if not Path(lock.lock_file).exists():  # from an older version: unknown owner
             continue
         with suppress(Timeout, OSError, NotImplementedError):
             lock.acquire()
@@ -161,10 +162,10 @@ def _remove_dead(target: Path) -> None:
 
 
 def release_lock(lock: FileLock) -> None:
-    """Delete the file of a `lock` that is held, then let go of it.
+    """Delete the file of a `lock` that is held, then release it.
 
-    In this order no two processes hold one lock: a process that waits on the deleted file sees that no name leads to
-    it and opens the new one (filelock checks this since 3.21).
+    In this order no two processes hold one lock: a process that waits on the deleted file notices that it is gone and
+    opens the new one (filelock checks this since 3.21).
     """
     if lock.is_locked:
         with suppress(OSError):
@@ -173,8 +174,8 @@ def release_lock(lock: FileLock) -> None:
 
 
 def _sync(path: Path) -> None:
-    """On return what `path` holds, or which names a folder holds, is on the disk, where the system can tell."""
-    with suppress(PermissionError, IsADirectoryError):  # Windows opens no folder
+    """Flush the contents of `path` to the disk, or the names in a folder, where the system can."""
+    with suppress(PermissionError, IsADirectoryError):  # Windows cannot open a folder
         descriptor = os.open(path, os.O_RDONLY)
         try:
             os.fsync(descriptor)
@@ -183,7 +184,7 @@ def _sync(path: Path) -> None:
 
 
 def _open_as_folder(folder: Path) -> None:
-    """Give the files in `folder` the permissions that the umask gave the folder: safetensors makes them the owner's."""
+    """Give the files in `folder` the permissions of the umask, because safetensors makes them private."""
     mode = folder.stat().st_mode & 0o666
     for file in folder.rglob("*"):
         if file.is_file():
@@ -191,11 +192,11 @@ def _open_as_folder(folder: Path) -> None:
 
 
 def folder_digest(folder: str | Path) -> str:
-    """SHA-256 over names, sizes and times of all in `folder`: whatever anybody puts or changes there alters it."""
+    """SHA-256 over names, sizes and times of the files in `folder`, which changes with any change there."""
     digest = hashlib.sha256()
     for path in sorted(Path(folder).rglob("*")):
         status = path.lstat()
-        # The times of a folder tell less than the names in it, and change on the way.
+        # The times of a folder change while its names are read, and add nothing to them.
         stamp = (status.st_size, status.st_mtime_ns) if path.is_file() else ()
         digest.update(repr((path.relative_to(folder).as_posix(), *stamp)).encode())
     return digest.hexdigest()
@@ -208,8 +209,8 @@ def require_empty(target: str | Path) -> None:
     try:
         taken = target.exists() and (not target.is_dir() or any(target.iterdir()))
         name = target.resolve().name
-        os.fspath(target.resolve()).encode()  # libraries take no folder of another encoding, nor one above
-    except (OSError, RuntimeError, ValueError) as error:  # too long, a loop of links, a name of no encoding
+        os.fspath(target.resolve()).encode()  # libraries need a decodable path
+    except (OSError, RuntimeError, ValueError) as error:  # too long, a loop of links, undecodable
         reason = getattr(error, "strerror", None) or error
         raise LyapunovPruneError(f"{str(target)[:200]} cannot be a folder: {reason}; choose another --output") from None
     if len(name.encode()) > _LONGEST_NAME:
@@ -221,9 +222,9 @@ def require_empty(target: str | Path) -> None:
 
 
 def require_disk(folder: str | Path, needed: int, what: str, remedy: str = "choose another place") -> None:
-    """Raise LyapunovPruneError, which ends in `remedy`, unless the disk of `folder` has `needed` bytes free.
+    """Raise LyapunovPruneError, ending with `remedy`, unless the disk of `folder` has `needed` bytes free.
 
-    The folder need not be there yet.
+    The folder need not exist yet.
     """
     folder = Path(folder).absolute()
     free = shutil.disk_usage(next(path for path in (folder, *folder.parents) if path.exists())).free
@@ -234,15 +235,15 @@ def require_disk(folder: str | Path, needed: int, what: str, remedy: str = "choo
 
 
 def _require_own_rights() -> None:
-    """Raise LyapunovPruneError for a umask that keeps even the owner from what is written."""
-    mask = os.umask(0)  # there is no other way to ask
+    """Raise LyapunovPruneError for a umask that takes read or write permission from the owner."""
+    mask = os.umask(0)  # the only way to read it
     os.umask(mask)
     if mask & 0o700:
         raise LyapunovPruneError(f"the umask is {mask:03o}: you could not open what is written; set another, as 022")
 
 
 def require_writable(folder: str | Path, remedy: str = "give another --output") -> None:
-    """Raise LyapunovPruneError, which ends in `remedy`, unless files can be written in `folder`, made or not yet."""
+    """Raise LyapunovPruneError, ending with `remedy`, unless files can be written in `folder`, existing or not."""
     folder = Path(folder)
     _require_own_rights()
     for place in (folder, *folder.parents):

@@ -1,7 +1,7 @@
 """How a model was made: every step that changed it, and the texts that the steps saw.
 
-The history stays with a model in memory, step after step, and is written beside its weights. Whoever scores the
-model asks it (`data.unseen`).
+The history is carried by a model in memory and written next to its weights. `data.unseen` checks it before a model is
+scored.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from transformers import PreTrainedModel
 from lyapunov_prune.results.frames import pd
 from lyapunov_prune.results.result import MeasuredOn, Result
 
-HISTORY = "history.json"  # beside the weights of every checkpoint
+HISTORY = "history.json"  # next to the weights of every checkpoint
 _NOTE = "_lyapunov_prune_history"  # a plain attribute of the model: a deep copy has it, save_pretrained does not
 
 
 @dataclass(frozen=True)
 class Step:
-    """One change of a model: `prune`, `compress` or `heal`, of the model `source`, decided or learnt on `saw`."""
+    """One change of a model: `prune`, `compress` or `heal` of the model `source`, with the texts that it `saw`."""
 
     kind: str
     source: str
@@ -30,12 +30,12 @@ class Step:
 
 @dataclass(frozen=True)
 class History(Result):
-    """The steps that made a model, oldest first; none for a model that this program never changed."""
+    """The steps that made a model, oldest first; empty for a model that this program has not changed."""
 
     steps: tuple[Step, ...]
 
     def to_frame(self) -> pd.DataFrame:
-        """One row a step and text, and one for a step that saw none."""
+        """One row per step and text, and one for a step without text."""
         rows = [(i, step, on) for i, step in enumerate(self.steps, start=1) for on in step.saw or (None,)]
         return pd.DataFrame(
             [
@@ -47,7 +47,7 @@ class History(Result):
 
 
 def read_history(folder: str | Path) -> History:
-    """The history in a checkpoint's folder. Raises LyapunovPruneError when its file is damaged."""
+    """The history in a checkpoint folder. Raises LyapunovPruneError when its file is damaged."""
     path = Path(folder) / HISTORY
     return History.load(path) if path.is_file() else History(())
 
@@ -62,7 +62,7 @@ def history_of(model: PreTrainedModel) -> History:
     if carried is not None:
         return carried
     name = model.config._name_or_path
-    return read_history(name) if name else History(())  # "" would be the current folder
+    return read_history(name) if name else History(())  # "" would mean the current folder
 
 
 def add_step(model: PreTrainedModel, kind: str, saw: Iterable[MeasuredOn], *sources: PreTrainedModel) -> None:
@@ -71,7 +71,7 @@ def add_step(model: PreTrainedModel, kind: str, saw: Iterable[MeasuredOn], *sour
 
 
 def history_with(kind: str, saw: Iterable[MeasuredOn], *sources: PreTrainedModel) -> History:
-    """The histories of `sources`, and this step that makes a model of them; a text counts once."""
+    """The histories of `sources` followed by this step; a text is listed once."""
     steps: list[Step] = []
     for source in sources:
         steps += [step for step in history_of(source).steps if step not in steps]

@@ -1,4 +1,4 @@
-"""Measured once: what a file holds is taken for the answer only where it was asked exactly the same."""
+"""Measure once: reuse a result file if all parameters are the same."""
 
 from __future__ import annotations
 
@@ -25,13 +25,12 @@ def once(
     resume: bool = True,
     shared: bool = False,
 ) -> R:
-    """The result at `path` if it was measured on `origin` with exactly these `parameters`, else a new one, kept there.
+    """The result at `path` if it was measured on `origin` with exactly these `parameters`, else a new one, saved there.
 
-    `parameters` holds all that the numbers depend on beside the model and its tokens: method, ε, seeds, temperature,
-    what was done to the model. They stand in the file, under `asked`. A file that was asked anything else, or does not
-    say what, is replaced: `path` must be a name that the caller shares with nobody. Where another one writes there too
-    (`shared`) such a file is refused with a LyapunovPruneError, before anything is measured. Without `resume` no result
-    is read.
+    `parameters` holds everything the numbers depend on besides the model and its tokens: method, ε, seeds, temperature,
+    changes of the model. They are stored in the file under `asked`. A file with other or unknown parameters is
+    replaced, so `path` must not be used by others. If it is (`shared`), such a file raises LyapunovPruneError before
+    anything is measured. Without `resume` no result is read.
     """
     path = Path(path)
     asked = json.loads(json.dumps(encode({"origin": replace(origin, fingerprint=None, short=None), **parameters})))
@@ -51,5 +50,5 @@ def once(
 def _asked(path: Path) -> Any:
     try:
         return parsed(path.read_text(encoding="utf-8"))[ASKED]
-    except (OSError, ValueError, KeyError, TypeError):  # none, half of one, or one that `once` did not write
+    except (OSError, ValueError, KeyError, TypeError):  # missing, incomplete, or not written by `once`
         return None

@@ -1,7 +1,7 @@
-"""How many tokens a text shares with another one, by hashes of runs of tokens, wherever the runs stand.
+"""How many tokens a text shares with another one, at any position, by hashes of runs of tokens.
 
-One of the two may be gone but for its fingerprint: the hashes of every few runs. All runs of the other one are
-looked up in it, so that a shift by any number of tokens, and windows cut elsewhere, change nothing.
+Of one text only the fingerprint is needed: the hashes of every few runs. All runs of the other text are looked up in
+it, so shifts and other window boundaries do not matter.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-# A run is hashed every so many tokens, and further apart in a text for which these would be more than so many.
+# Tokens between hashed runs (more in long texts), and the largest number of hashes.
 _STRIDE, _MOST = 8, 4096
 _BASE = 0x9E3779B97F4A7C15
 _MIX = 0xBF58476D1CE4E5B9
@@ -20,9 +20,9 @@ _MIX = 0xBF58476D1CE4E5B9
 
 @dataclass(frozen=True)
 class Fingerprint:
-    """Of a text: the hashes of its runs of `size` tokens that begin at 0, `stride`, 2 `stride`, …, as base64.
+    """Hashes of the runs of `size` tokens that begin at 0, `stride`, 2 `stride`, … of a text, as base64.
 
-    Any `size + stride - 1` tokens in a row hold one of these runs whole.
+    Any `size + stride - 1` consecutive tokens contain one of these runs.
     """
 
     size: int
@@ -33,7 +33,7 @@ class Fingerprint:
 def run_hashes(tokens: np.ndarray, size: int) -> np.ndarray:
     """Hashes of all runs of `size` tokens in each row: (…, n) ids to (…, n − size + 1) uint64.
 
-    `Σ_j h(x_{i+j}) b^j mod 2^64`, from sums over all tokens before: the time does not grow with `size`.
+    `Σ_j h(x_{i+j}) b^j mod 2^64`, computed from prefix sums, so the time does not depend on `size`.
     """
     x = (tokens.astype(np.uint64) + np.uint64(1)) * np.uint64(_MIX)
     x ^= x >> np.uint64(29)
@@ -47,7 +47,7 @@ def run_hashes(tokens: np.ndarray, size: int) -> np.ndarray:
 
 
 def fingerprint(tokens: np.ndarray, size: int) -> Fingerprint:
-    """The fingerprint of a text (n,) by runs of `size` tokens, or of all where these are fewer; at most 44 kB."""
+    """Fingerprint of a text (n,) with runs of `size` tokens, or the whole text if it is shorter; at most 44 kB."""
     size = min(size, len(tokens))
     hashes = run_hashes(tokens, size)
     stride = max(_STRIDE, math.ceil(len(hashes) / _MOST))
@@ -55,7 +55,7 @@ def fingerprint(tokens: np.ndarray, size: int) -> Fingerprint:
 
 
 def shared_tokens(tokens: np.ndarray, seen: Fingerprint) -> int:
-    """How many of `tokens` (n,) stand in runs that the text of the fingerprint holds too, to within its stride."""
+    """How many of `tokens` (n,) are in runs that the fingerprinted text contains too, up to its stride."""
     if len(tokens) < seen.size:
         return 0
     known = np.frombuffer(base64.b64decode(seen.hashes), dtype="<u8")

@@ -1,4 +1,4 @@
-"""Finished jobs on disk, one line each: what is there after `kill -9` is never done again."""
+"""Finished jobs on disk, one line each, which are not repeated after `kill -9`."""
 
 from __future__ import annotations
 
@@ -16,16 +16,15 @@ from lyapunov_prune.results.files import parsed
 
 
 class Store:
-    """Results by key, in `folder/<process>.jsonl`; in memory alone when `folder` is None.
+    """Results by key in `folder/<process>.jsonl`; in memory only when `folder` is None.
 
-    Every process appends to a file of its own and reads those of all. A line is complete when its newline is
-    there: what a kill cut off is dropped, and at most the job in flight is lost. The folder is claimed (`claim.py`)
-    as one of this `kind`, whose results were measured on what `about` says, and every line bears the claim's origin.
-    With `resume` the finished jobs are kept, without it those of any run of the kind are deleted. `close`, or the end
-    of a `with` block, lets another run have the folder.
+    Every process appends to its own file and reads the files of all. A line is complete when its newline is written:
+    incomplete lines are dropped, so at most the job in flight is lost. The folder is claimed (`claim.py`) for this
+    `kind` and for what `about` says, and every line holds the claim's origin. With `resume` finished jobs are kept,
+    without it those of any run of the kind are deleted. `close`, or the end of a `with` block, releases the folder.
 
-    Raises LyapunovPruneError when a file was written about something else, when the folder is not a run's of this
-    kind or another run is at work in it, or the disk refuses.
+    Raises LyapunovPruneError when a file is about something else, when the folder belongs to another kind of work or
+    another run is at work in it, or when the disk refuses.
     """
 
     def __init__(self, folder: str | Path | None, kind: str, about: Mapping[str, Any], *, resume: bool = False) -> None:
@@ -38,7 +37,7 @@ class Store:
         self._claim = Claim(folder, kind, about, self._file.name)
         try:
             self._begin(resume)
-        except BaseException:  # a traceback would keep the lock
+        except BaseException:  # else the traceback keeps the lock alive
             self.close()
             raise
 
@@ -59,7 +58,7 @@ class Store:
         return self._done[key]
 
     def add(self, key: str, value: Any) -> None:
-        """Keep the strict-JSON `value` under `key`; on return it is on the disk."""
+        """Store the strict-JSON `value` under `key`; it is on the disk on return."""
         self._done[key] = value
         if self._file is None:
             return
@@ -75,7 +74,7 @@ class Store:
             ) from None
 
     def learn(self, others: Mapping[str, Any]) -> None:
-        """Take over what other processes found; they have written it."""
+        """Take over the results of other processes, which have written them."""
         self._done.update(others)
 
     def items(self) -> dict[str, Any]:
@@ -87,7 +86,7 @@ class Store:
         if resume:
             for path in self._files():
                 self._read(path)
-        elif is_main():  # for all processes: a later --resume must not read files of some that this run does not have
+        elif is_main():  # for all processes, because a later --resume reads the files of all
             for path in self._files():
                 path.unlink()
             self._claim.give_up()
@@ -114,8 +113,8 @@ class Store:
 
 
 def clear_results(folder: Path, kind: str) -> None:
-    """Delete the finished jobs of this kind in `folder`, of whatever run. Raises as Store does."""
-    Store(folder, kind, {}).close()  # not resumed, it leaves none
+    """Delete the finished jobs of this kind in `folder`, of any run. Raises like Store."""
+    Store(folder, kind, {}).close()  # without resume it deletes them
 
 
 def _line(content: Any) -> bytes:
