@@ -1,11 +1,11 @@
-"""A pruned model learns from the dense one what the removed layers did.
+"""Train a pruned model to predict what the dense model predicts.
 
-- `heal`: the run from end to end; `report`: what it did, and what was kept;
-- `rounds`: which rate to train at next, when to go back, when to stop; `training`: the rounds, trained and judged;
-- `distillation`: the loss and one step; `sizes`: how large a parameter is, of which a learning rate is a share;
-- `low_rank`: updates trained beside the weights; `sharded`: layers in parts, of which every process holds its own;
-- `trained`: what is trained, and in which order it is shown what;
-- `state`: the run on disk, taken up again after `kill -9`.
+- `heal`: the run from end to end; `report`: what it did, and which weights were kept;
+- `rounds`: the next learning rate, when to go back, when to stop; `training`: the rounds, trained and judged;
+- `distillation`: the loss and one step; `sizes`: the size of a parameter, of which a learning rate is a share;
+- `low_rank`: low-rank updates trained beside the weights; `sharded`: sharded layers;
+- `trained`: which parameters are trained, and the order of the data;
+- `state`: the training state on disk, resumed after `kill -9`.
 """
 
 import lazy_loader

@@ -1,4 +1,4 @@
-"""Distillation: a student model trained to predict what its teacher predicts."""
+"""Distillation: train a student to predict what its teacher predicts."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from lyapunov_prune.models.structure import find_structure
 
 CLIP = 1.0  # the largest norm of a step's gradient
 _TOKENS = 64  # tokens whose distributions are in memory at a time
-# AdamW without weight decay: the aim is the teacher, not small weights. SGD as it is written in textbooks.
+# AdamW without weight decay, because the target is the teacher, not small weights. Plain SGD.
 OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "adamw": partial(torch.optim.AdamW, weight_decay=0.0, fused=True),
     "sgd": torch.optim.SGD,
@@ -33,13 +33,13 @@ OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
 def distillation_loss(
     student: torch.Tensor, teacher: torch.Tensor, temperature: float = 1.0, *, of: int | None = None
 ) -> tuple[float, torch.Tensor]:
-    """`T²/N Σ_t KL(p_t ‖ q_t)` in nats, and its gradient by the student's logits, `T/N (q − p)`.
+    """`T²/N Σ_t KL(p_t ‖ q_t)` in nats, and its gradient with respect to the student's logits, `T/N (q − p)`.
 
-    `p = softmax(z/T)` of the teacher, `q` of the student; the factor T² keeps the gradient's size when T changes
-    (Hinton, Vinyals and Dean, arXiv:1503.02531, §2.1). Logits are tokens × vocabulary (N × V) and finite. The
-    gradient has the student's shape, dtype and device; **it is written over `teacher`**, so that no third tensor of
-    this size is ever made. Distributions in float32 or wider, the sum in float64. Where these are but a part `of` so
-    many tokens, N counts all of them, and the parts add up.
+    `p = softmax(z/T)` of the teacher, `q` of the student; the factor T² keeps the size of the gradient when T changes
+    (Hinton, Vinyals and Dean, arXiv:1503.02531, §2.1). Logits are tokens × vocabulary (N × V) and finite. The gradient
+    has the student's shape, dtype and device; **it overwrites `teacher`**, so that no third tensor of this size is
+    allocated. Distributions are in float32 or wider, the sum in float64. With `of`, N is the number of tokens of which
+    these are a part, and the losses of the parts add up.
 
     Raises LyapunovPruneError for different shapes and for a temperature that is not positive.
     """
@@ -60,13 +60,13 @@ def distillation_loss(
 
 
 class Distillation:
-    """The training of `parameters` of `model`, a step at a time, each on some windows of tokens or some images.
+    """Training of `parameters` of `model`, one step at a time, each on some windows of tokens or some images.
 
     The optimizer is one of OPTIMIZERS, and gradients are clipped to norm 1. The caller gives the learning rate of every
-    step; a parameter takes that rate times its entry in `sizes`, times 1 without them. What the next step depends on is
-    `tensors` alone. Both models are used as they are: put them in eval mode, or dropout is learnt. With `processes` the
-    items of a step go through the models one by one, each process takes its share, and all end the step with the same
-    parameters; sharded models end with their parts of the same, and take as many items in each process.
+    step; a parameter uses that rate times its entry in `sizes` (default 1). `tensors` is the complete state. Put both
+    models in eval mode, or dropout is active. With `processes` each process takes its share of the items of a step, one
+    by one, and all end the step with the same parameters; sharded models end with their shards of the same, and take
+    equal numbers of items in each process.
     """
 
     def __init__(
@@ -81,7 +81,7 @@ class Distillation:
     ) -> None:
         self.model, self.teacher, self.parameters = model, teacher, parameters
         self.temperature = temperature
-        self.losses: list[float] = []  # before each step taken so far
+        self.losses: list[float] = []  # before each step
         self._processes, self._sharded = processes, are_sharded(parameters)
         self._pair: tuple[Scorer, Scorer] | None = None
         self._kind = OPTIMIZERS[optimizer]
@@ -93,38 +93,37 @@ class Distillation:
 
     @property
     def step(self) -> int:
-        """How many steps are taken."""
+        """Number of steps taken."""
         return len(self.losses)
 
     def begin_anew(self, weights: Mapping[str, torch.Tensor] | None = None) -> None:
-        """Forget what the optimizer knows, and let the parameters be `weights` where they are given."""
+        """Reset the optimizer, and set the parameters to `weights` if given."""
         self._optimizer = self._kind([{"params": some, "lr": 0.0, "size": size} for size, some in self._groups])
         for name, value in (weights or {}).items():
             self.put(name, value)
 
     @torch.no_grad()
     def put(self, name: str, value: torch.Tensor) -> None:
-        """Let a parameter be `value`, given whole or in parts like its own."""
+        """Set a parameter to `value`, given whole or sharded like it."""
         parameter = self.parameters[name]
         parameter.copy_(in_parts_like(value, parameter))
 
     @torch.no_grad()
     def copies(self) -> dict[str, torch.Tensor]:
-        """The parameters as they are now, in parts where they are."""
+        """Copies of the current parameters, sharded if they are."""
         return {name: parameter.detach().clone() for name, parameter in self.parameters.items()}
 
     @torch.enable_grad()
     def take_step(self, inputs: torch.Tensor, rate: float) -> None:
         """One step at this learning rate on token ids (windows × tokens) or images (n × channels × height × width).
 
-        Each prediction counts the same, of a token or of an image. Raises Diverged for a loss or gradient that is not
-        finite.
+        Every predicted token or image has the same weight. Raises Diverged for a loss or gradient that is not finite.
         """
         self._optimizer.zero_grad()
         shared = self._processes
         parts = inputs.split(1) if shared else (inputs,)
         mine = parts[shared.process_index :: shared.num_processes] if shared else parts
-        items = len(mine if self._sharded else parts)  # of layers in parts gradients are averaged, not added
+        items = len(mine if self._sharded else parts)  # gradients of sharded layers are averaged, not added
         loss = 0.0
         for part in mine:
             loss += self._learn(part, items)
@@ -142,7 +141,7 @@ class Distillation:
         self.losses.append(loss)
 
     def _learn(self, part: torch.Tensor, items: int) -> float:
-        """The loss of a part, of so many `items`; its gradient is added to that of the others."""
+        """Loss of one of `items` parts; adds its gradient."""
         if not (part.is_floating_point() or self._sharded) and is_large(self.model, part):
             student, teacher = self._scorers(part)
             if student.enters and teacher.enters:
@@ -153,7 +152,7 @@ class Distillation:
         return self._backward(logits, target, len(logits) * items)
 
     def _learn_by_states(self, student: Scorer, teacher: Scorer, part: torch.Tensor, items: int) -> float:
-        """The same, with the logits of one block of positions after the other."""
+        """The same, with the logits of one block of positions at a time."""
         with torch.no_grad():
             known = final_state(teacher.structure, part).flatten(0, 1)
         state = final_state(student.structure, part).flatten(0, 1)
@@ -167,35 +166,35 @@ class Distillation:
 
     @torch.no_grad()
     def _scorers(self, part: torch.Tensor) -> tuple[Scorer, Scorer]:
-        """Of the student and of the teacher, tried once."""
+        """Scorers of the student and of the teacher, checked once."""
         if self._pair is None:
             student, teacher = (Scorer(m, find_structure(m), part.to(m.device)) for m in (self.model, self.teacher))
             self._pair = student, teacher
         return self._pair
 
     def _backward(self, logits: torch.Tensor, target: torch.Tensor, count: int) -> float:
-        """The loss of these logits, tokens × vocabulary, among `count` of them; its gradient goes back from them."""
+        """Loss of these logits, (tokens × vocabulary) out of `count`, and its backward pass."""
         loss, gradient = distillation_loss(logits, target, self.temperature, of=count)
         logits.backward(gradient)
         return loss
 
     def _together(self, loss: float, device: torch.device) -> float:
-        """The loss of the whole step; at each parameter that is no part of one, the sum of all processes' gradients."""
+        """Loss of the whole step; sums the gradients of all processes for parameters that are not sharded."""
         if self._sharded:
             return float(reduce(torch.tensor(loss, dtype=torch.float64, device=device), "mean"))
         given = list(self.parameters.values())
         told = [loss, *(p.grad is not None for p in given)]
         loss, *held = reduce(torch.tensor(told, dtype=torch.float64, device=device), "sum").tolist()
         for parameter, known in zip(given, held, strict=True):
-            if known:  # what no window reached, as an expert, has no gradient in one process either
+            if known:  # an unused expert has no gradient in any process
                 gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
                 parameter.grad = reduce(gradient, "sum")
         return loss
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """The losses, the parameters, and what the optimizer keeps of each, by `kind/name`.
+        """The losses, the parameters, and the optimizer state of each, by `kind/name`.
 
-        Parts are put together: all processes ask at once, and of several only the main one is given them.
+        Shards are gathered: all processes must call this together, and only the main one receives the result.
         """
         tensors = {"losses": torch.tensor(self.losses, dtype=torch.float64)}
         given = not self._sharded or (self._processes is not None and self._processes.is_main_process)
@@ -208,7 +207,7 @@ class Distillation:
 
     @torch.no_grad()
     def go_on_from(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """Take up the run that had these `tensors`, by name; each is needed whole only in its turn."""
+        """Resume from these `tensors`, by name; each is needed whole only while it is copied."""
         for key, value in tensors:
             kind, _, name = key.partition("/")
             if kind == "losses":

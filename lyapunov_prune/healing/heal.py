@@ -1,4 +1,4 @@
-"""Healing: a pruned model learns from the dense one what the removed layers did."""
+"""Healing: train a pruned model to predict what the dense model predicts."""
 
 from __future__ import annotations
 
@@ -36,9 +36,9 @@ from lyapunov_prune.models.structure import find_layers, identify, in_eval_mode
 from lyapunov_prune.results.history import add_step
 from lyapunov_prune.results.result import encode
 
-# The first rate that is tried, as a share of the size of each parameter: all of them, and factors of low rank.
+# First learning rate, relative to the size of each parameter: all parameters, low-rank factors.
 RATE, LOW_RANK_RATE = 5e-4, 1.6e-3
-TRIALS = 6  # rates at the most
+TRIALS = 6  # largest number of rates
 STEPS = 100
 
 
@@ -64,43 +64,44 @@ def heal(
     checkpointing: bool = False,
     shard: bool = False,
 ) -> Healed:
-    """A copy of `student` that was trained to predict what `teacher` predicts, and a report; both stay untouched.
+    """Train a copy of `student` to predict what `teacher` predicts; returns it and a report. Both inputs are unchanged.
 
-    The copy is never worse than `student`: `judge`, or every eighth window of `batch` where it is not given, teaches
-    nothing and judges. Training goes in rounds, the next-token loss of the judging windows is measured after each, and
-    the weights of least judged loss are kept. Where a paired test over the windows does not say that they beat
-    `student` (`Healing.gain`), the copy is `student` itself and `report.kept` is −1.
+    The copy is never worse than `student`: the windows of `judge`, or every eighth window of `batch`, are only used for
+    judging. Training goes in rounds; after each, the next-token loss of the judging windows is measured, and the
+    weights of least judged loss are kept. If a paired test over the windows does not confirm a gain over `student`
+    (`Healing.gain`), the copy is `student` itself and `report.kept` is −1.
 
-    Each step takes `per_step` windows of `batch` (in an order drawn from `seed`, every window once before any twice)
-    and lowers `T²·mean_t KL(teacher ‖ student)` over their tokens (`distillation.py`) by AdamW without weight decay,
-    gradients clipped to norm 1. A learning rate is a share: each step moves a parameter by about so much of its root
-    mean square (`update_sizes`). Without `learning_rate` the peak is found on the model (`rounds.next_stretch`): rates
-    are tried for a few steps each, from the same weights. Both models run without dropout. `steps` and `minutes` bound
-    the training, trials and judging included, and the shorter counts; 100 steps where neither is given.
+    Each step takes `per_step` windows of `batch` (in an order drawn from `seed`, every window once before any is
+    repeated) and minimises `T²·mean_t KL(teacher ‖ student)` over their tokens (`distillation.py`) by AdamW without
+    weight decay, with gradients clipped to norm 1. A learning rate is relative: each step moves a parameter by about
+    this share of its root mean square (`update_sizes`). Without `learning_rate` the peak rate is searched
+    (`rounds.next_stretch`): several rates are tried for a few steps each from the same weights. Dropout is off. `steps`
+    and `minutes` bound the training including trials and judging, and the tighter one applies; the default is 100
+    steps.
 
-    Without `rank` all parameters of the layers are trained, with it low-rank updates of their matrices
-    (`low_rank.py`), merged at the end. Embeddings and head stay those of the teacher: they were not removed, are
-    often one tensor, and most of their rows stand for tokens that a short text never shows. With `rank` the weights may
-    be in half precision: they are not copied before they are merged, and factors and optimizer are in float32. With
-    `checkpointing` layers run again for the backward pass, instead of keeping what it needs; the result is the same.
+    Without `rank` all parameters of the layers are trained, with it low-rank updates of their matrices (`low_rank.py`),
+    merged at the end. Embeddings and head stay those of the teacher: they were not removed, are often tied, and most of
+    their rows are for tokens that a short text does not contain. With `rank` the weights may be in half precision,
+    because factors and optimizer are in float32. `checkpointing` recomputes layers in the backward pass instead of
+    storing their activations; the result is the same.
 
-    The windows of a step go through the models one by one, their gradients are added. Under `accelerate launch` the
-    processes share them: every one holds both models and ends with the same student, that of one process up to
-    rounding. With `shard` a process holds but its part of the layers of both on its device (its GPU, if there is one),
-    with gradients and moments of the same parts, and gathers a layer to run it (`sharded.py`); both models are on the
-    CPU, where they are scored, and so is the healed one. Not with `rank`, whose factors are small.
+    The windows of a step run one by one and their gradients are added. Under `accelerate launch` the processes share
+    the windows: each holds both models, and the result equals that of one process up to rounding. With `shard` a
+    process holds only its shards of the layers of both models on its device (its GPU, if there is one), with gradients
+    and optimizer state, and gathers a layer to run it (`sharded.py`); both models are on the CPU, where they are
+    scored, and so is the healed one. `shard` excludes `rank`, whose factors are small.
 
-    The state is kept in `folder` about every 20 seconds and after each round; with `resume` the run goes on from there,
-    and on the CPU, with as many threads and without `minutes`, ends as if it had never stopped, bit for bit. It holds
-    the trained tensors four times over; delete it when the model is saved. A folder that holds anything of that name
-    but no header of such a run, or in which another run is at work, is refused. `evaluation` is text to measure what
-    was recovered on, `batch_size` of its windows in a forward.
+    The training state is kept in `folder` about every 20 seconds and after each round. With `resume` the run continues
+    from it; on the CPU, with the same number of threads and without `minutes`, it ends bit for bit as if it had not
+    been interrupted. The state holds the trained tensors four times; delete it when the model is saved. A folder with
+    such files but without the header of such a run, or in which another run is at work, is refused. `evaluation` is
+    text on which the recovery is measured, `batch_size` windows per forward.
 
     Raises LyapunovPruneError for a student in half precision without `rank`, adapters or packed weights, another
-    vocabulary, tokens outside it, a batch of one window without `judge`, fewer than one step, no time, more windows in
-    all than 10 million, fewer of a step than processes (with `shard`: no multiple of them, one process, or a model that
-    is not on the CPU), text that both batches or the judging text share, evaluation text that the models were made
-    with, a state of another run, and a first loss or gradient that is not finite.
+    vocabulary, tokens outside it, a batch of one window without `judge`, fewer than one step, no time, more than 10
+    million windows in all, fewer windows per step than processes (with `shard`: not a multiple of them, one process, or
+    a model that is not on the CPU), text shared with the judging text, evaluation text that the models were made with,
+    a state of another run, and a loss or gradient of the first step that is not finite.
     """
     require_plain(student)
     reading = read(student, batch)
@@ -128,14 +129,14 @@ def heal(
 
     measured_on, judged_on = reading.measured_on(seed), judging.measured_on()
     settings: dict[str, Any] = {**encode(budget), "per_step": per_step, "rank": rank, "temperature": temperature}
-    guided_by = identify(teacher)  # once: it reads all weights
+    guided_by = identify(teacher)  # reads all weights, so only once
     about: dict[str, Any] = {}
     if folder is not None:
         about = {"teacher": [guided_by.weights, guided_by.settings], **encode(measured_on), **settings}
         about["judged_on"] = encode(judged_on)
     with TrainingState(folder if processes.is_main_process else None, about, resume=resume) as state:
         tensors = state.load()
-        if evaluation is not None:  # first, so that text on which a model fails costs no training
+        if evaluation is not None:  # first, to fail before the training
             before = perplexity(student, evaluation, batch_size=batch_size, description="perplexity, pruned")
             dense = perplexity(teacher, evaluation, batch_size=batch_size, description="perplexity, dense")
         state.hold()
@@ -144,7 +145,7 @@ def heal(
             run,
             finish,
         ):
-            # Of all parameters those of the student, which stays as it is; of factors, which are small, copies.
+            # All parameters: those of the student, which does not change. Low-rank factors: copies, which are small.
             start: Tensors = dict(find_layers(student).layers.named_parameters()) if rank is None else run.copies()
             training = Training(
                 run,
@@ -192,11 +193,11 @@ def require_settings(
     temperature: float,
     per_step: int = 1,
 ) -> Budget:
-    """The budget of a run, STEPS where neither steps nor minutes are given. Raises as `heal` does."""
+    """The budget of a run, with STEPS if neither steps nor minutes are given. Raises like `heal`."""
     if steps is not None and steps < 1:
-        raise LyapunovPruneError(f"{steps} steps heal nothing; give 1 or more")
+        raise LyapunovPruneError(f"steps is {steps}; give 1 or more")
     if minutes is not None and not 0 < minutes < float("inf"):
-        raise LyapunovPruneError(f"{minutes:g} minutes heal nothing; give a number above 0")
+        raise LyapunovPruneError(f"minutes is {minutes:g}; give a number above 0")
     if learning_rate is not None and not 0 < learning_rate < float("inf"):
         raise LyapunovPruneError(f"learning rate {learning_rate:g}; give a positive number")
     require_temperature(temperature)
@@ -218,7 +219,7 @@ def _require(reading: Reading, taught: Reading, rank: int | None) -> None:
 
 
 def _apart(reading: Reading, judge: Readable | None) -> tuple[Reading, Reading]:
-    """The windows that teach, and those that judge."""
+    """The windows to train on, and those to judge by."""
     if judge is None:
         return apart(reading)
     judging = read(reading.model, judge)
@@ -227,14 +228,14 @@ def _apart(reading: Reading, judge: Readable | None) -> tuple[Reading, Reading]:
 
 
 def _judge(learner: PreTrainedModel, judging: Reading, shard: bool) -> Callable[[], np.ndarray]:
-    """Gives the mean next-token loss (nats) of each judging window of `learner` as it is, (windows,) float64."""
+    """A function for the mean next-token loss (nats) of each judging window of `learner`, (windows,) float64."""
     if not shard:
         judging = read(learner, judging.batch)
         scorer, windows = judging.scorer, judging.windows(1)
 
     @torch.no_grad()
     def judged() -> np.ndarray:
-        if shard:  # layers are gathered by calling them, which every process does for every window
+        if shard:  # calling a layer gathers it, so every process runs every window
             each = (ids[None].to(learner.device) for ids in judging.batch.ids)
             return np.array([next_token_loss(uncached_logits(learner, ids)[0], ids[0]) for ids in each])
         return np.array([scorer(ids)[0][0] for ids in windows])
@@ -253,7 +254,7 @@ def _learner(
     processes: PartialState,
     shard: bool,
 ) -> Iterator[tuple[PreTrainedModel, Distillation, Callable[[], PreTrainedModel]]]:
-    """What learns, its training, and what gives the whole model when the block has ended."""
+    """The model to train, its Distillation, and a function that returns the whole model after the block."""
     if shard:
         learner, guide = sharded(student, processes), sharded(teacher, processes)
     else:

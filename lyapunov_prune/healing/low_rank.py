@@ -1,4 +1,4 @@
-"""Low-rank updates of a model's matrices: trained beside the weights, added to them at the end."""
+"""Low-rank updates of a model's matrices: trained beside the weights, merged at the end."""
 
 from __future__ import annotations
 
@@ -18,23 +18,23 @@ from lyapunov_prune.models.plain import require_no_adapters
 from lyapunov_prune.models.projections import structure_projections
 from lyapunov_prune.models.structure import find_layers
 
-_ENTRIES = 2**20  # of a matrix that are merged at a time: whole ones in float64 leave the CPU's memory in pieces
+_ENTRIES = 2**20  # entries merged at a time: whole float64 matrices would fragment memory
 
 
 @contextmanager
 def low_rank_updates(model: PreTrainedModel, rank: int, seed: int = 0) -> Iterator[dict[str, nn.Parameter]]:
-    """Run `model` with `W + B A` in the place of every matrix of its layers, and yield the factors by name.
+    """Run `model` with `W + B A` in place of every matrix of its layers, and yield the factors by name.
 
-    `W` is m × n, `B` (m × rank) begins at zero and `A` (rank × n) at N(0, 1/n), so that nothing changes before the
-    first step (Hu et al., LoRA, ICLR 2022, §4.1; their scale α/r is 1). Factors are float32 or wider, whatever the
-    weights are, and added to a matrix's output before that is rounded. At the end of the block the product is added to
-    the weight, in float64 and rounded once: the model is a plain one again, with the parameters it had, and what else
-    lies where a weight did keeps the old numbers. After an exception the weights are as they were.
+    `W` is m × n, `B` (m × rank) is initialised to zero and `A` (rank × n) to N(0, 1/n), so nothing changes before the
+    first step (Hu et al., LoRA, ICLR 2022, §4.1, with scale α/r = 1). Factors are float32 or wider for any dtype of the
+    weights, and their product is added to a matrix's output before that is rounded. At the end of the block the product
+    is added to the weight, in float64 and rounded once: the model is a plain one again, with new parameter tensors
+    (other references to the old tensors keep the old numbers). After an exception the weights are unchanged.
 
-    A weight that several modules share gets one update. Raises LyapunovPruneError for a rank below 1 or above
-    that of a matrix, and for experts that a family keeps as one 3-D parameter.
+    A weight that several modules share gets one update. Raises LyapunovPruneError for a rank below 1 or above that of a
+    matrix, and for experts stored as one 3-D parameter.
     """
-    weights: dict[nn.Parameter, tuple[str, bool]] = {}  # a shared weight once, by its first name
+    weights: dict[nn.Parameter, tuple[str, bool]] = {}  # a shared weight once, under its first name
     users: dict[nn.Parameter, list[nn.Module]] = {}
     require_no_adapters(model)
     for p in structure_projections(find_layers(model)):
@@ -49,7 +49,7 @@ def low_rank_updates(model: PreTrainedModel, rank: int, seed: int = 0) -> Iterat
         if not 1 <= rank <= min(weight.shape):
             raise LyapunovPruneError(f"rank {rank} for {p.module}, which has {min(weight.shape)}; give 1 to that")
         weights.setdefault(weight, (p.module, p.transposed))
-        if module not in users.setdefault(weight, []):  # the parts of a fused matrix name one module
+        if module not in users.setdefault(weight, []):  # parts of a fused matrix are in one module
             users[weight].append(module)
 
     generator = torch.Generator().manual_seed(seed)

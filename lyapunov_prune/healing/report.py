@@ -1,4 +1,4 @@
-"""What healing did, and what it was worth on text that it did not learn from."""
+"""The result of healing, judged on text that was not used for training."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from lyapunov_prune.healing.rounds import Round, best_of
 from lyapunov_prune.results.frames import pd
 from lyapunov_prune.results.result import MeasuredOn, ModelIdentity, Result
 
-REPORT = "healing.json"  # beside the weights of a healed checkpoint
+REPORT = "healing.json"  # next to the weights of a healed checkpoint
 
 
 @dataclass(frozen=True)
 class HeldOut:
-    """Perplexity on the same held-out windows: the pruned model, the healed one, and the dense one."""
+    """Perplexity on the same held-out windows of the pruned, the healed and the dense model."""
 
     before: Perplexity
     after: Perplexity
@@ -30,14 +30,14 @@ class HeldOut:
 
 @dataclass(frozen=True)
 class Healing(Result):
-    """What healing did.
+    """The result of healing.
 
-    `losses` holds the distillation loss before each step, of its windows, in nats a token, those of trials included;
-    a step takes `per_step` windows. `rounds` are the judged stretches in order; `judged` is the mean loss of each
-    judging window before any training (nats a token). `kept` is the round whose weights were kept, −1 for those that
-    the model came with. `rank` is None when all parameters of the layers were trained; `trained` counts them, or those
-    of the factors. `measured_on` is of the pruned model and the text that it learnt from, `judged_on` of the windows
-    that judged. `held_out` is None without evaluation text.
+    `losses` is the distillation loss before each step in nats per token, including trials; a step takes `per_step`
+    windows. `rounds` are the judged stretches in order; `judged` is the mean loss of each judging window before
+    training (nats per token). `kept` is the round whose weights were kept, −1 for the original weights. `rank` is None
+    when all parameters of the layers were trained; `trained` is the number of trained parameters (layers or factors).
+    `measured_on` is for the pruned model and the training text, `judged_on` for the judging windows. `held_out` is None
+    without evaluation text.
     """
 
     losses: np.ndarray
@@ -64,29 +64,29 @@ class Healing(Result):
 
     @property
     def best(self) -> int:
-        """The round of least judged loss, −1 for the model as it came."""
+        """The round of least judged loss, −1 for the original model."""
         return best_of(self.rounds, self.judged)
 
     @property
     def gain(self) -> Comparison:
-        """The best round against the model as it came, on the judging windows."""
+        """The best round compared with the original model on the judging windows."""
         return compare(self.judged, self.judged if self.best < 0 else self.rounds[self.best].judged)
 
     @property
     def kept(self) -> int:
-        """The round whose weights were kept: the best, if it pays; −1, the model as it came, otherwise."""
+        """The round whose weights were kept: the best if it pays, otherwise −1 for the original model."""
         return self.best if self.gain.pays else -1
 
     @property
     def learning_rate(self) -> float:
-        """The peak rate of the first round of the run, 0 where there were trials alone."""
+        """The peak rate of the first round of the run, 0 if there were only trials."""
         return next((each.stretch.rate for each in self.rounds if not each.stretch.trial), 0.0)
 
     @property
     def recovered(self) -> float | None:
-        """`(PPL_before − PPL_after) / (PPL_before − PPL_teacher)`: 1 when all that the removal cost is back.
+        """`(PPL_before − PPL_after) / (PPL_before − PPL_teacher)`: 1 for complete recovery.
 
-        None without evaluation text, NaN when the removal had cost nothing.
+        None without evaluation text, NaN if the removal did not raise the perplexity.
         """
         if self.held_out is None:
             return None
@@ -94,14 +94,14 @@ class Healing(Result):
         return (before - after) / (before - teacher) if before > teacher else float("nan")
 
     def about(self) -> str:
-        """What a model card says of it."""
+        """The paragraph for the model card."""
         lost = self.recovered is not None and math.isfinite(self.recovered)
         recovered = f", which recovered {self.recovered:.0%} of the perplexity lost" if lost else ""
         headline = "\n".join(map(as_text, self.headline().splitlines()))
         return f"{headline}\n\n{self.steps} steps of distillation from {as_text(self.teacher.name)}{recovered}."
 
     def to_frame(self) -> pd.DataFrame:
-        """One row for the model as it came, then one a round, with the steps so far and the judged perplexity."""
+        """One row for the original model and one per round, with the steps so far and the judged perplexity."""
         steps = np.cumsum([0, *(each.stretch.steps for each in self.rounds)])
         names = ["start", *map(self._name, range(len(self.rounds)))]
         with np.errstate(over="ignore"):
@@ -117,10 +117,10 @@ class Healing(Result):
         )
 
     def told(self) -> str:
-        """One line: what was kept, and what it is worth on the windows that judged."""
+        """One line: what was kept, and its effect on the judging windows."""
         if self.kept < 0:
-            return f"Nothing kept: no round beat the pruned model, {self.gain.told()} that judged"
-        return f"Kept {self._name(self.kept)}: {self.gain.told()} that judged and taught nothing"
+            return f"Nothing kept: no round beat the pruned model, {self.gain.told()} used for judging"
+        return f"Kept {self._name(self.kept)}: {self.gain.told()} used only for judging"
 
     def _name(self, number: int) -> str:
         """`trial 2` or `round 5`, each kind counted from 1."""
@@ -147,7 +147,7 @@ class Healing(Result):
 
 @dataclass(frozen=True)
 class Healed:
-    """The healed model and the report; where `report.kept` is −1 the model is the pruned one, unchanged."""
+    """The healed model and the report; if `report.kept` is −1 the model is the unchanged pruned one."""
 
     model: PreTrainedModel
     report: Healing

@@ -1,4 +1,4 @@
-"""When to train at which rate, when to go back, and what to keep: decided by the judged losses alone."""
+"""Schedule of a run: learning rates, when to go back, and what to keep, decided by the judged losses alone."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ import numpy as np
 
 from lyapunov_prune.evaluation.judging import compare
 
-TRIAL = 4  # steps of a trial of a rate
-FACTOR = 10**0.5  # between two rates that are tried
-LEAST_TRIALS = 3  # a rate and its neighbours; fewer say nothing
+TRIAL = 4  # steps per trial of a rate
+FACTOR = 10**0.5  # between two trial rates
+LEAST_TRIALS = 3  # a rate and its two neighbours
 TRIED = 0.3  # share of the steps that trials may take
 ROUNDS = 6  # judged stretches of a run
-PATIENCE = 3  # rounds without a new best after which a run ends
+PATIENCE = 3  # a run ends after so many rounds without a new best
 WARM_UP = 0.1  # share of the steps in which the rate rises from zero
 
-# A stretch begins from the model as it came, from the best weights so far, or goes on from where the last one ended.
+# Where a stretch starts: the original model, the best weights so far, or the end of the last stretch.
 Begin = Literal["start", "best", "here"]
 
 
@@ -36,20 +36,20 @@ class Stretch:
 
 @dataclass(frozen=True)
 class Round:
-    """A stretch that was trained, and the mean loss of each judging window after it (nats a token, float64)."""
+    """A finished stretch, and the mean loss of each judging window after it (nats per token, float64)."""
 
     stretch: Stretch
     judged: np.ndarray
 
     @property
     def mean(self) -> float:
-        """NaN counts as infinitely bad."""
+        """The mean loss; NaN counts as infinity."""
         mean = float(self.judged.mean())
         return math.inf if math.isnan(mean) else mean
 
 
 def best_of(rounds: Sequence[Round], before: np.ndarray) -> int:
-    """The number of the round of least judged loss; −1 where none is below the loss `before` training."""
+    """Index of the round of least judged loss; −1 where none is below the loss `before` training."""
     means = [float(before.mean()), *(each.mean for each in rounds)]
     return int(np.argmin(means)) - 1
 
@@ -57,15 +57,15 @@ def best_of(rounds: Sequence[Round], before: np.ndarray) -> int:
 def next_stretch(
     rounds: Sequence[Round], before: np.ndarray, *, rate: float, steps: int | None, trials: int
 ) -> Stretch | None:
-    """What follows from the rounds so far; None when the run is over.
+    """The next stretch, given the rounds so far; None when the run is over.
 
-    Up to `trials` rates are tried first, each for TRIAL steps from the start: `rate`, then less by factors of √10 while
-    that is better, then more, until the best has a worse one on either side. It is the peak of the run, which begins
-    from the best weights so far; without trials, or where the steps allow fewer than three, that is `rate`. The rate of
-    the run rises from zero over a tenth of the steps and falls along half a cosine. A round whose loss is above the
-    best by a paired test goes back to the best weights at a rate √10 times smaller, and PATIENCE rounds without a new
-    best end the run. `steps` counts those of the trials too; while it is None (it follows from a time that trials
-    measure) only trials are given.
+    Up to `trials` rates are tried first, each for TRIAL steps from the start: `rate`, then smaller ones by factors of
+    √10 while they improve, then larger ones, until the best has a worse neighbour on both sides. The best is the peak
+    rate of the run, which starts from the best weights so far; without trials, or if the steps allow fewer than three,
+    the peak is `rate`. The rate rises linearly from zero over a tenth of the steps and then follows half a cosine.
+    After a round whose loss is above the best by a paired test, the run goes back to the best weights with a rate
+    smaller by √10; PATIENCE rounds without a new best end the run. `steps` includes the trials; while it is None (to be
+    derived from `minutes` after a trial) only trials are returned.
     """
     tried = [each for each in rounds if each.stretch.trial]
     run = rounds[len(tried) :]
@@ -90,7 +90,7 @@ def next_stretch(
 
 
 def schedule(step: int, steps: int) -> float:
-    """The share of the peak rate at `step`, 0 to 1, never 0: a linear rise, then half a cosine."""
+    """The share of the peak rate at `step`, above 0 and at most 1: a linear rise, then half a cosine."""
     rise = int(WARM_UP * steps)
     if step < rise:
         return (step + 1) / (rise + 1)
@@ -100,8 +100,8 @@ def schedule(step: int, steps: int) -> float:
 def rates(stretch: Stretch, left: int) -> list[float]:
     """The learning rate of every step of a stretch of a run of `left` steps.
 
-    A trial rises linearly to its peak. In the run, weights that were gone back to have a new optimizer, whose first
-    steps are as large as any: its rate rises again over as many steps as at the beginning.
+    A trial rises linearly to its peak. After going back to earlier weights the optimizer is reset and its first steps
+    are large, so the rate is warmed up again over as many steps as at the beginning.
     """
     if stretch.trial:
         return [stretch.rate * (k + 1) / stretch.steps for k in range(stretch.steps)]
@@ -127,7 +127,7 @@ def _next_trial(trials: Sequence[Round], before: np.ndarray, rate: float, steps:
 
 
 def _peak(trials: Sequence[Round], before: np.ndarray, rate: float) -> float:
-    """The rate that did best, or the least one tried where none was better than no training."""
+    """The best rate, or the smallest one tried if none improved on the original model."""
     if not trials:
         return rate
     best = best_of(trials, before)

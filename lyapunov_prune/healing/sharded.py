@@ -1,8 +1,7 @@
-"""Layers in parts: of every matrix a process holds its share, and a layer is whole only while it runs.
+"""Sharded layers: every process holds a share of each matrix, and a layer is whole only while it runs.
 
-The parts are torch's (`fully_shard`, FSDP2): a layer is gathered before it runs, forwards and backwards, and the
-gradients are averaged over the processes as each takes its share of them. What stands outside the layers is not
-trained, and stays whole.
+Uses torch's `fully_shard` (FSDP2): a layer is gathered before its forward and its backward pass, and gradients are
+averaged over the processes and sharded. Parameters outside the layers are not trained and stay whole.
 """
 
 from __future__ import annotations
@@ -25,44 +24,44 @@ from lyapunov_prune.models.structure import find_layers
 
 
 def sharing(per_step: int, rank: int | None) -> PartialState:
-    """The processes that share layers out: their parts are on GPUs, if there are any.
+    """The processes that share the layers, on GPUs if there are any.
 
-    Raises LyapunovPruneError for one process, for a number of windows a step that is no multiple of theirs, and for a
-    `rank`.
+    Raises LyapunovPruneError for a single process, for a number of windows per step that is not a multiple of the
+    number of processes, and for a `rank`.
     """
     if rank is not None:
-        raise LyapunovPruneError("updates of low rank are small, and are not shared out; give --update-rank or --shard")
+        raise LyapunovPruneError("low-rank updates are small and are not sharded; give --update-rank or --shard")
     found = processes(on_cpu=not torch.cuda.is_available())
     count = found.num_processes
     if count == 1:
-        raise LyapunovPruneError("one process has nobody to share layers with; start several by accelerate launch")
+        raise LyapunovPruneError("sharding needs several processes; start them with accelerate launch")
     if per_step % count:
         raise LyapunovPruneError(
-            f"of {per_step} windows a step {count} processes take unequal numbers, and all gather layers as often; "
+            f"{per_step} windows per step cannot be split evenly over {count} processes; "
             f"give a multiple of {count} (--per-step)"
         )
     return found
 
 
 def require_shardable(model: PreTrainedModel, called: str) -> None:
-    """Raise LyapunovPruneError for a model whose layers cannot be shared out; the line says what is `called` so."""
+    """Raise LyapunovPruneError for a model whose layers cannot be sharded; the message calls it `called`."""
     if model.device.type != "cpu":
         raise LyapunovPruneError(f"{called} is on {model.device} as a whole; load it on the CPU (--device cpu)")
     seen: set[int] = set()
     for layer in find_layers(model).layers:
         mine = {id(p) for p in layer.parameters()}
         if mine & seen:
-            raise LyapunovPruneError(
-                f"layers of {called} share weights, which are not healed in parts; heal them whole"
-            )
+            raise LyapunovPruneError(f"layers of {called} share weights and cannot be sharded; heal without --shard")
         seen |= mine
-        # A process whose windows reach an expert would wait for the gradient of one whose windows do not.
+        # A process that uses an expert would wait forever for one that does not.
         if any(isinstance(module, nn.ModuleList) and "expert" in name for name, module in layer.named_modules()):
-            raise LyapunovPruneError(f"{called} has experts in modules of their own; heal it whole, or at low rank")
+            raise LyapunovPruneError(
+                f"{called} has experts in separate modules; heal without --shard, or with --update-rank"
+            )
 
 
 def sharded(model: PreTrainedModel, among: PartialState) -> PreTrainedModel:
-    """A twin of `model`, which lies on the CPU, on the device of this process: its layers in parts, all else whole."""
+    """A copy of `model` (on the CPU) on the device of this process, its layers sharded and the rest whole."""
     twin = beside(model)
     mesh = init_device_mesh(among.device.type, (among.num_processes,))
     layers = list(find_layers(twin).layers)
@@ -72,13 +71,13 @@ def sharded(model: PreTrainedModel, among: PartialState) -> PreTrainedModel:
             for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False)):
                 tensor.data = tensor.data.to(among.device)
     for layer in layers:
-        fully_shard(layer, mesh=mesh, reshard_after_forward=True)  # each is a root, which would stay whole
+        fully_shard(layer, mesh=mesh, reshard_after_forward=True)  # roots stay whole by default
     return twin
 
 
 @torch.no_grad()
 def gathered_into(whole: PreTrainedModel, parts: PreTrainedModel) -> PreTrainedModel:
-    """`whole`, with the numbers of `parts`, a `sharded` model like it; every process asks at once."""
+    """Fill `whole` with the numbers of `parts`, a `sharded` model of the same kind; all processes call it together."""
     layers = find_layers(whole).layers
     for name, part in find_layers(parts).layers.named_parameters():
         layers.get_parameter(name).copy_(gathered(part))
@@ -87,14 +86,14 @@ def gathered_into(whole: PreTrainedModel, parts: PreTrainedModel) -> PreTrainedM
 
 @torch.no_grad()
 def gathered(tensor: torch.Tensor) -> torch.Tensor:
-    """All of a tensor that is in parts, on the CPU, in every process; others as they are."""
+    """A sharded tensor as a whole one on the CPU, in every process; other tensors unchanged."""
     return tensor.full_tensor().cpu() if isinstance(tensor, DTensor) else tensor
 
 
 def of_main(tensors: Mapping[str, torch.Tensor], among: PartialState) -> Iterator[tuple[str, torch.Tensor]]:
-    """Name and numbers of the `tensors` that the main process holds, in every process, on its device.
+    """Names and values of the `tensors` of the main process, in every process, on its device.
 
-    Others give none, and are sent one tensor after the other: none holds all.
+    Other processes pass none and receive one tensor at a time, so that no process holds all of them.
     """
     if among.num_processes == 1:
         yield from tensors.items()
@@ -106,7 +105,7 @@ def of_main(tensors: Mapping[str, torch.Tensor], among: PartialState) -> Iterato
 
 
 def in_parts_like(value: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """A whole tensor in the parts that `like` is in and on its device; one of another shape stays whole."""
+    """Shard a whole tensor like `like`, on its device; a tensor of another shape stays whole."""
     if not isinstance(like, DTensor) or value.shape != like.shape:
         return value.to(like.device)
     return distribute_tensor(value.to(like.device_mesh.device_type), like.device_mesh, like.placements)

@@ -1,4 +1,4 @@
-"""How large a parameter is: what a learning rate is a share of."""
+"""The size of a parameter, of which a learning rate is a share."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from lyapunov_prune.healing.sharded import gathered
 
 @torch.no_grad()
 def update_sizes(model: PreTrainedModel, parameters: Mapping[str, nn.Parameter]) -> dict[str, float]:
-    """By how much each of the `parameters` (of `trained`) moves at a rate of 1, so that rates are shares of its size.
+    """Step size of each of the `parameters` (of `trained`) at a learning rate of 1, so that rates are relative.
 
-    `rms(W)` of a parameter of the layers, and of one that is all zero the least of the others. Of the factors of
-    `low_rank_updates` `1/√n` for A and `rms(W) √(n/rank)` for B, so that a step of B at rate r changes `W + B A` by
-    about r of rms(W).
+    `rms(W)` for a parameter of the layers; if it is zero, the smallest of the others. For the factors of
+    `low_rank_updates`, `1/√n` for A and `rms(W) √(n/rank)` for B, so that a step of B at rate r changes `W + B A` by
+    about r · rms(W).
     """
     sizes: dict[str, float] = {}
     for name, parameter in parameters.items():

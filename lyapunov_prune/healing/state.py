@@ -1,4 +1,4 @@
-"""The state of a training run on disk: whole or not at all, and taken up again only by the same run."""
+"""The training state on disk: written whole or not at all, and resumed only by the same run."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.results.claim import Claim
 from lyapunov_prune.results.files import RETRY, halves, whole_folder
 
-SECONDS = 20.0  # between two states, and longer where writing is slow
-_SHARE = 0.1  # of the time, at most, goes into writing
+SECONDS = 20.0  # least time between two states
+_SHARE = 0.1  # largest share of the time spent on writing
 _NAME = "state.safetensors"
-# Where a state is there and more could not be written: the same run without --resume deletes it and trains anew.
+# The remedy when a state exists but no more could be written: without --resume it would be deleted.
 KEPT = "free space and give --resume: the training is kept"
 
 
 class TrainingState:
-    """The newest state in `folder/step-<n>/`; nothing at all when `folder` is None.
+    """The newest state in `folder/step-<n>/`; does nothing when `folder` is None.
 
-    `about` says which run it is of. A state is written beside the last one and renamed, so a kill at any moment
-    leaves one that is whole. The folder is claimed (`claim.py`) by `hold` or with the first state. Without `resume`
-    the states of an earlier run are deleted. `close`, or the end of a `with` block, lets another run have the folder.
+    `about` identifies the run. A state is written next to the last one and renamed, so that a kill always leaves a
+    whole one. The folder is claimed (`claim.py`) by `hold` or with the first state. Without `resume` the states of an
+    earlier run are deleted. `close`, or the end of a `with` block, releases the folder.
 
-    Raises LyapunovPruneError when the folder is not of training or another run is at work in it, with `resume` when
+    Raises LyapunovPruneError when the folder is not for training or another run is at work in it, with `resume` when
     the states are of another run, or when the disk refuses.
     """
 
@@ -43,7 +43,7 @@ class TrainingState:
         self._claim = Claim(self._folder, "training state", about, "state")
         try:
             self._begin(resume)
-        except BaseException:  # a traceback would keep the lock
+        except BaseException:  # else the traceback keeps the lock alive
             self.close()
             raise
 
@@ -58,12 +58,12 @@ class TrainingState:
             self._claim.release(error)
 
     def hold(self) -> None:
-        """Keep other runs out of the folder from now on."""
+        """Claim the folder for this run."""
         if self._folder is not None:
             self._claim.hold()
 
     def load(self) -> dict[str, torch.Tensor]:
-        """The tensors of the newest state, on the CPU; none when there is no state.
+        """The tensors of the newest state, on the CPU; empty when there is none.
 
         Raises LyapunovPruneError for a damaged state and for one of another run.
         """
@@ -82,11 +82,11 @@ class TrainingState:
         return tensors
 
     def is_due(self) -> bool:
-        """Whether a state should be written now."""
+        """Whether to write a state now."""
         return self._folder is not None and time.monotonic() >= self._due
 
     def save(self, step: int, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Write the state after `step` steps, then delete those before."""
+        """Write the state after `step` steps, then delete the earlier ones."""
         if self._folder is None:
             return
         began = time.monotonic()
@@ -110,7 +110,7 @@ class TrainingState:
             states = self._states()
             for path in states:
                 if more := sorted({p.name for p in path.iterdir()} - {_NAME}):
-                    raise LyapunovPruneError(f"{path} holds {more[0]}, which is of no state; move it away")
+                    raise LyapunovPruneError(f"{path} holds {more[0]}, which is not part of a state; move it away")
             _delete(states)
             self._claim.give_up()
         left = halves(self._folder, "step-[0-9]+")
@@ -120,19 +120,19 @@ class TrainingState:
                 lock.unlink(missing_ok=True)
 
     def _states(self) -> list[Path]:
-        """Oldest first."""
+        """States, oldest first."""
         folders = [] if self._folder is None else [p for p in self._folder.glob("step-*") if p.is_dir()]
         states = [path for path in folders if re.fullmatch("step-(0|[1-9][0-9]*)", path.name)]
         return sorted(states, key=lambda path: int(path.name[5:]))
 
 
 def clear_states(folder: Path) -> None:
-    """Delete the states in `folder`, of whatever run. Raises as TrainingState does."""
-    TrainingState(folder, {}).close()  # not resumed, it leaves none
+    """Delete the states in `folder`, of any run. Raises like TrainingState."""
+    TrainingState(folder, {}).close()  # without resume it deletes them
 
 
 def _delete(states: Iterable[Path]) -> None:
     for path in states:
         (path / _NAME).unlink(missing_ok=True)
-        with suppress(OSError):  # what others put there stays
+        with suppress(OSError):  # files of others stay
             path.rmdir()

@@ -1,4 +1,4 @@
-"""What is trained, and on what in which order: the part of a run that healing and recovery share."""
+"""Which parameters are trained and in which order the data comes: shared by healing and recovery."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ from lyapunov_prune.models.dispatched import is_dispatched
 from lyapunov_prune.models.sharing import shared_memo
 from lyapunov_prune.models.structure import find_layers
 
-MOST_DRAWN = 10_000_000  # items of an order, which is a list
+MOST_DRAWN = 10_000_000  # items in an order, which is a list in memory
 
 
 @contextmanager
 def trained(model: PreTrainedModel, rank: int | None, seed: int) -> Iterator[dict[str, nn.Parameter]]:
-    """The parameters to train, by name; nothing else in `model` takes a gradient inside the block.
+    """The parameters to train, by name; no others in `model` get a gradient inside the block.
 
-    Without `rank` those of the layers, with it the factors of `low_rank_updates`, which the end of the block adds to
-    the weights.
+    Without `rank` those of the layers, with it the factors of `low_rank_updates`, which are merged at the end of the
+    block.
     """
     flags = {p: p.requires_grad for p in model.parameters()}
     try:
@@ -47,17 +47,17 @@ def trained(model: PreTrainedModel, rank: int | None, seed: int) -> Iterator[dic
 
 
 def beside(model: PreTrainedModel) -> PreTrainedModel:
-    """A copy of `model` with parameters of its own whose numbers lie where the model's do, until some go elsewhere."""
+    """A copy of `model` with its own parameters that share storage with the model's until they are replaced."""
     return copy.deepcopy(model, shared_memo(model))
 
 
 @contextmanager
 def recomputed(model: PreTrainedModel) -> Iterator[None]:
-    """Inside the block a layer keeps nothing for the backward pass but its inputs, and runs again there.
+    """Inside the block, layers keep only their inputs for the backward pass and run again there.
 
-    The gradients are the same to the last bit where a layer, run again, is.
+    The gradients are bit for bit the same if the layers are deterministic.
     """
-    layers = {id(layer): layer for layer in find_layers(model).layers}  # one may stand in several places
+    layers = {id(layer): layer for layer in find_layers(model).layers}  # one may occur several times
     before = {key: layer.__dict__.get("forward") for key, layer in layers.items()}
     for layer in layers.values():
         layer.forward = partial(checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=False)
@@ -69,15 +69,15 @@ def recomputed(model: PreTrainedModel) -> Iterator[None]:
 
 
 def require_trainable(model: PreTrainedModel, called: str, rank: int | None = None) -> None:
-    """Raise LyapunovPruneError for half-precision parameters without `rank`, or several places.
+    """Raise LyapunovPruneError for half-precision parameters without `rank`, or for several devices.
 
-    The line says what is `called` so.
+    The message calls the model `called`.
     """
     narrow = next((p.dtype for p in model.parameters() if p.dtype not in (torch.float32, torch.float64)), None)
     if narrow is not None and rank is None:
         raise LyapunovPruneError(
             f"{called} is in {str(narrow).removeprefix('torch.')}, which loses small steps; load it in float32, or "
-            "heal by updates of low rank (--update-rank)"
+            "heal with low-rank updates (--update-rank)"
         )
     if is_dispatched(model):
         raise LyapunovPruneError(
@@ -86,7 +86,7 @@ def require_trainable(model: PreTrainedModel, called: str, rank: int | None = No
 
 
 def drawn_order(items: int, steps: int, seed: int) -> list[int]:
-    """The item of each step: all of them in a drawn order, then all in another. A longer order begins alike.
+    """The item of each step: a random permutation of all items, then another. A longer order has the same beginning.
 
     Raises LyapunovPruneError for more than MOST_DRAWN.
     """
@@ -97,6 +97,6 @@ def drawn_order(items: int, steps: int, seed: int) -> list[int]:
 
 
 def require_few(windows: int) -> None:
-    """Raise LyapunovPruneError where training would draw more than MOST_DRAWN windows."""
+    """Raise LyapunovPruneError if training would draw more than MOST_DRAWN windows."""
     if windows > MOST_DRAWN:
         raise LyapunovPruneError(f"the steps would take {windows:,} windows; give fewer, {MOST_DRAWN:,} at most")

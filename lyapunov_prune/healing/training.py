@@ -1,4 +1,4 @@
-"""A run of healing: stretches of distillation, each judged on windows that taught nothing, the best weights kept."""
+"""A run of healing: stretches of distillation, each judged on held-out windows, keeping the best weights."""
 
 from __future__ import annotations
 
@@ -30,9 +30,7 @@ Tensors = Mapping[str, torch.Tensor]
 
 @dataclass(frozen=True)
 class Budget:
-    """How long a run may be (`steps`, or `minutes`, or the shorter of both), the rate that it tries first, and how many
-    rates it may try.
-    """
+    """Bounds of a run (`steps`, `minutes`, or both), its first learning rate, and the number of trial rates."""
 
     steps: int | None
     minutes: float | None
@@ -42,9 +40,9 @@ class Budget:
 
 @dataclass
 class Done:
-    """What a run has come to, beside its weights: the judged loss `before` it, its rounds, and its seconds so far.
+    """The progress of a run besides its weights: the judged loss `before` it, its rounds, and its seconds so far.
 
-    `steps` is None until a first trial has said how many the minutes allow, where minutes alone are given.
+    If only minutes are given, `steps` is None until the first trial has shown how many they allow.
     """
 
     before: np.ndarray
@@ -54,11 +52,11 @@ class Done:
 
 
 class Training:
-    """Trains what `run` trains on the windows `ids`, `per_step` of them a step, in an order drawn from `seed`.
+    """Trains the parameters of `run` on the windows `ids`, `per_step` of them per step, in an order drawn from `seed`.
 
-    `judge` gives the mean loss of each judging window (nats a token) of the model as it is, and `start` holds the
-    parameters as they came. `weights` are those of least judged loss so far. The run is kept in `state`, and goes on
-    from `tensors` of one (name and value, none for a new run). All processes come to the same rounds, those of the
+    `judge` returns the mean loss of each judging window (nats per token) of the current model, and `start` holds the
+    original parameters. `weights` are those of least judged loss so far. The run is saved in `state`, and continues
+    from the `tensors` of a saved one (names and values, empty for a new run). All processes follow the rounds of the
     main one.
     """
 
@@ -99,10 +97,10 @@ class Training:
             self.weights = best or start
 
     def finish(self) -> None:
-        """Train until the rounds say that it is over.
+        """Train until the rounds end.
 
-        A stretch whose loss or gradient is not finite is judged as infinitely bad. Raises Diverged where that of
-        the very first step is not.
+        A stretch whose loss or gradient is not finite is judged as infinitely bad. Raises Diverged if that of the first
+        step is not finite.
         """
         while (stretch := self._next()) is not None:
             judged = self._trained(stretch)
@@ -115,7 +113,7 @@ class Training:
     def _next(self) -> Stretch | None:
         done, budget = self.done, self.budget
         between = self.run.step == sum(each.stretch.steps for each in done.rounds)
-        if budget.minutes is not None and between:  # a stretch that has begun ends as it was planned
+        if budget.minutes is not None and between:  # a started stretch is completed
             self._count_time()
             if all(each.stretch.trial for each in done.rounds):
                 (done.steps,) = self._of_main(self._affordable())
@@ -125,15 +123,16 @@ class Training:
         return next_stretch(done.rounds, done.before, rate=budget.rate, steps=done.steps, trials=budget.trials)
 
     def _affordable(self) -> int | None:
-        """Steps in all for which the minutes last, by the time that the trials so far took; those of the budget, which
-        may be None, before the first.
+        """Total steps that the minutes allow, estimated from the trials so far.
+
+        Before the first trial, the steps of the budget, which may be None.
         """
         budget, trials = self.budget, len(self.done.rounds)
         if not trials or budget.minutes is None:
             return budget.steps
         taken, seconds = TRIAL * trials, self.done.seconds
         step = median(self._durations) if self._durations else seconds / taken
-        judging = max(seconds - taken * step, 0.0) / (trials + 1)  # before training too
+        judging = max(seconds - taken * step, 0.0) / (trials + 1)  # includes judging before training
         steps = taken + max(0, int((60 * budget.minutes - seconds - ROUNDS * judging) / step))
         return steps if budget.steps is None else min(steps, budget.steps)
 
@@ -143,11 +142,12 @@ class Training:
         self._began = now
 
     def _trained(self, stretch: Stretch) -> np.ndarray:
-        """The judged losses after a stretch, of which some steps may be taken already."""
+        """The judged losses after a stretch, of which some steps may have been taken already."""
         run, rounds = self.run, self.done.rounds
         before = sum(each.stretch.steps for each in rounds)
         trials = sum(each.stretch.steps for each in rounds if each.stretch.trial)
-        first = stretch.taken + (0 if stretch.trial else min(trials, TRIAL))  # windows that no weights kept have seen
+        # Windows that the kept weights have not seen.
+        first = stretch.taken + (0 if stretch.trial else min(trials, TRIAL))
         order = drawn_order(len(self.ids), (first + stretch.steps) * self._per_step, self._seed)
         taken = run.step - before
         if not taken and stretch.begin != "here":
@@ -160,7 +160,7 @@ class Training:
             try:
                 run.take_step(self.ids[order[at : at + self._per_step]], rate[k])
             except Diverged:
-                if run.step == 0:  # no rate is to blame
+                if run.step == 0:  # not caused by the learning rate
                     raise
                 run.losses += [math.nan] * (stretch.steps - k)
                 return np.full_like(self.done.before, math.inf)

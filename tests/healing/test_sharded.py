@@ -89,7 +89,7 @@ def test_two_processes_with_half_of_each_layer_end_as_one_with_all(family: str, 
         assert alike
         assert sent < 2 * trained  # bytes, of 16 a parameter in the state: no process is sent more of it at once
         assert untouched
-        assert "of 3 windows a step 2 processes take unequal numbers" in refused
+        assert "3 windows per step" in refused
     assert all(torch.equal(p, found[1][0][name]) for name, p in found[0][0].items())
 
 
