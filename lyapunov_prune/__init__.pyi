@@ -40,8 +40,8 @@ from .pruning.plan import PruningPlan as PruningPlan
 from .pruning.removal import drop_sublayers as drop_sublayers
 from .pruning.removal import mend as mend
 from .pruning.removal import remove_layers as remove_layers
+from .ranking.measured import rank_layers as rank_layers
 from .ranking.rank import rank as rank
-from .ranking.ranking import rank_layers as rank_layers
 from .sensitivity.sensitivity import measure_sensitivity as measure_sensitivity
 from .shrinking.shrink import shrink as shrink
 

@@ -5,10 +5,10 @@ from .angular import angular_distance as angular_distance
 from .best import best_removal as best_removal
 from .budget import BudgetedRemoval as BudgetedRemoval
 from .budget import remove_under_budget as remove_under_budget
-from .kl import rank_by_divergence as rank_by_divergence
+from .measured import rank_by_divergence as rank_by_divergence
+from .measured import rank_sublayers as rank_sublayers
 from .oracle import GreedyRemoval as GreedyRemoval
 from .oracle import greedy_removal as greedy_removal
 from .ranking import LayerRanking as LayerRanking
 from .ranking import Ranking as Ranking
-from .ranking import rank_sublayers as rank_sublayers
 from .tried import BestRemoval as BestRemoval

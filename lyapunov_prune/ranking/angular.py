@@ -20,7 +20,8 @@ from lyapunov_prune.models.structure import in_eval_mode
 from lyapunov_prune.profiles.propagation import drawn_means
 from lyapunov_prune.progress import track
 from lyapunov_prune.pruning.plan import PruningPlan
-from lyapunov_prune.ranking.criteria import count_of, protected_layers, require_count, require_known_count
+from lyapunov_prune.ranking.counts import count_of, protected_layers, require_count
+from lyapunov_prune.ranking.criteria import require_known_count
 from lyapunov_prune.ranking.ranking import Ranking
 from lyapunov_prune.results.frames import pd
 from lyapunov_prune.results.result import MeasuredOn

@@ -21,7 +21,8 @@ from lyapunov_prune.models.structure import in_eval_mode
 from lyapunov_prune.progress import phases
 from lyapunov_prune.ranking.angular import angular_distance
 from lyapunov_prune.ranking.candidates import SOURCES, Cost, Layers, by_direction, swaps
-from lyapunov_prune.ranking.criteria import free_layers, protected_layers, require_count, search_budget
+from lyapunov_prune.ranking.counts import free_layers, protected_layers, require_count
+from lyapunov_prune.ranking.criteria import search_budget
 from lyapunov_prune.ranking.tried import BestRemoval, Final, Tried
 from lyapunov_prune.results.result import decode, encode
 from lyapunov_prune.results.store import Store

@@ -5,13 +5,12 @@ It imports neither torch nor numpy: the command line asks here first.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from numbers import Integral
+from collections.abc import Callable, Mapping
 from typing import Any, Final, Literal, NamedTuple
 
 from lyapunov_prune.errors import LyapunovPruneError
+from lyapunov_prune.ranking.counts import PARTS
 
-PARTS = ("layers", "attention", "mlp", "activation")
 # The paper goes by `blend`. On two models and three texts `bi` is better more often than worse than every other single
 # criterion but the blend on its robust scale, which it does not differ from on the whole (experiments/25_three_texts),
 # at a sixth of the forwards: it needs no rho.
@@ -145,18 +144,6 @@ def default_criterion(
     return "best" if remove is not None and what == "layers" and not periods else DEFAULT
 
 
-def count_of(remove: int | float, of: int, what: str = "layers") -> int:
-    """`remove` as a number: itself, or as a share (a float) the nearest number `of` all, 1 at least.
-
-    Raises LyapunovPruneError for a share outside (0, 1).
-    """
-    if isinstance(remove, Integral):
-        return int(remove)
-    if not 0 < remove < 1:
-        raise LyapunovPruneError(f"a share of {remove:.0%} of {of} {what} cannot go; give less than 100%, as 25%")
-    return max(1, round(remove * of))
-
-
 def require_streamed(criterion: str, what: str = "layers") -> None:
     """Raise LyapunovPruneError for a criterion that a streamed model cannot be ranked by."""
     streamed = [
@@ -217,46 +204,8 @@ def require_known_count(criterion: str, remove: int | float | None, periods: boo
         raise LyapunovPruneError(f"criterion {criterion} {chooses}, not periods; leave out --keep-period")
 
 
-def require_count(remove: int, layers: int, what: str = "layers") -> None:
-    """Raise LyapunovPruneError unless `what` of `remove` of so many `layers` can go: of whole layers one stays."""
-    if what == "layers" and layers == 1:
-        raise LyapunovPruneError("the model has one layer, and none can be removed; give one of more layers")
-    most, stays = (layers - 1, ", to keep at least one") if what == "layers" else (layers, "")
-    if not 1 <= remove <= most:
-        raise LyapunovPruneError(f"cannot remove {remove} of {layers} layers; give 1 to {most}{stays}")
-
-
-def free_layers(layers: int, protect: Sequence[int]) -> tuple[int, ...]:
-    """The layers that may go: all but `protected_layers`. Raises as that does."""
-    kept = protected_layers(layers, protect)
-    return tuple(layer for layer in range(layers) if layer not in kept)
-
-
-def protected_layers(layers: int, protect: Sequence[int], remove: int = 1) -> tuple[int, ...]:
-    """The layers of `protect`, counted from the end if negative, ascending and once each.
-
-    Raises LyapunovPruneError for a layer that does not exist, and where fewer than `remove` are left to go.
-    """
-    outside = [layer for layer in protect if not -layers <= layer < layers]
-    if outside:
-        raise LyapunovPruneError(f"layer {outside[0]} to protect does not exist; the layers are 0 to {layers - 1}")
-    kept = tuple(sorted({layer % layers for layer in protect}))
-    if layers - len(kept) < remove:
-        raise LyapunovPruneError(
-            f"{layers - len(kept)} layers are left to remove beside the protected, and {remove} should go; "
-            "protect fewer"
-        )
-    return kept
-
-
 def require_profiled(criterion: str, what: str = "layers") -> None:
     """Raise LyapunovPruneError for a ranking that a saved profile of whole layers does not give."""
     if what != "layers" or CRITERIA[criterion].measures not in ("profile", "influence", ""):
         missing = what if what != "layers" else f"criterion {criterion}"
         raise LyapunovPruneError(f"a profile holds no scores of {missing}; give a MODEL to measure")
-
-
-def require_budget(max_kl: float) -> None:
-    """Raise LyapunovPruneError unless `max_kl` is a number above 0."""
-    if not max_kl > 0:
-        raise LyapunovPruneError(f"a budget of {max_kl:g} nats a token removes nothing; give a number above 0")

@@ -22,7 +22,8 @@ from lyapunov_prune.models.hooked import hooked
 from lyapunov_prune.models.structure import Structure, in_eval_mode
 from lyapunov_prune.progress import is_main
 from lyapunov_prune.pruning.plan import PruningPlan
-from lyapunov_prune.ranking.criteria import count_of, require_count, require_known_count
+from lyapunov_prune.ranking.counts import count_of, require_count
+from lyapunov_prune.ranking.criteria import require_known_count
 from lyapunov_prune.ranking.ranking import Ranking
 from lyapunov_prune.results.arrays import require_layers
 from lyapunov_prune.results.frames import pd

@@ -23,23 +23,20 @@ from lyapunov_prune.profiles.propagation import listed
 from lyapunov_prune.profiles.sublayer_influence import sublayer_influence
 from lyapunov_prune.ranking.angular import angular_distance
 from lyapunov_prune.ranking.best import best_removal
+from lyapunov_prune.ranking.counts import count_of, free_layers, protected_layers, require_count
 from lyapunov_prune.ranking.criteria import (
     CRITERIA,
-    count_of,
     default_criterion,
-    free_layers,
-    protected_layers,
     require_compares_mended,
-    require_count,
     require_criterion,
     require_known_count,
     require_part,
     require_streamed,
     require_temperature_of,
 )
-from lyapunov_prune.ranking.kl import rank_by_divergence
+from lyapunov_prune.ranking.measured import rank_by_divergence, rank_layers, rank_sublayers
 from lyapunov_prune.ranking.oracle import greedy_removal
-from lyapunov_prune.ranking.ranking import Ranking, rank_layers, rank_sublayers, scored
+from lyapunov_prune.ranking.ranking import Ranking, scored
 from lyapunov_prune.results.once import once
 from lyapunov_prune.results.result import Result
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
@@ -12,28 +12,15 @@ import numpy as np
 
 from lyapunov_prune.arguments import Seed, checked, require_least
 from lyapunov_prune.errors import LyapunovPruneError
-from lyapunov_prune.forward.sublayers import require_kind
-from lyapunov_prune.profiles.contraction_profile import ContractionProfile, floor_note
-from lyapunov_prune.profiles.influence import InfluenceProfile
-from lyapunov_prune.profiles.sublayer_influence import SublayerInfluence
+from lyapunov_prune.profiles.contraction_profile import floor_note
 from lyapunov_prune.pruning.plan import FIELDS, PruningPlan
-from lyapunov_prune.ranking.criteria import (
-    CRITERIA,
-    DEFAULT,
-    count_of,
-    free_layers,
-    protected_layers,
-    require_count,
-    require_criterion,
-    require_profiled,
-)
+from lyapunov_prune.ranking.counts import count_of, free_layers, protected_layers, require_count
+from lyapunov_prune.ranking.criteria import CRITERIA
 from lyapunov_prune.ranking.stability import picked, tied
 from lyapunov_prune.results.arrays import require_array, require_layers
 from lyapunov_prune.results.frames import pd
 from lyapunov_prune.results.result import MeasuredOn, ModelIdentity, Result
 from lyapunov_prune.results.wording import bars, ranges
-
-_REMEDIES = {"rho": "a contraction profile; measure one", "bi": "Block Influence; measure it"}
 
 FIRM = 0.9  # share of redrawn windows above which a place in the ranking is called firm
 
@@ -235,74 +222,4 @@ def scored(
         what=what,
         protected=protected_layers(model.num_layers, protect),
         picked=often,
-    )
-
-
-@checked
-def rank_layers(
-    profile: ContractionProfile | None = None,
-    influence: InfluenceProfile | None = None,
-    *,
-    criterion: str = DEFAULT,
-    alpha: float = 0.5,
-    seed: Seed = 0,
-    protect: Sequence[int] = (),
-) -> LayerRanking:
-    """Rank layers for removal by what was measured before; `rank` measures, and knows every criterion.
-
-    | criterion | score, smallest removed first |
-    | --- | --- |
-    | `rho` | `|ρ_l − 1|` (structural sensitivity, §6.5) |
-    | `bi` | Block Influence (ShortGPT) |
-    | `blend` | `α · s(|ρ − 1|) + (1 − α) · s(bi)`, `s(x) = (x − median) / IQR` over the layers that may go |
-    | `from-end` | distance from the end |
-    | `random` | a permutation drawn from `seed` |
-
-    `rho` follows the pooling of the profile. Layers of `protect` (counted from the end if negative) stay. Raises
-    LyapunovPruneError for an unknown criterion, a missing measurement, measurements of two models, a ρ that is not
-    finite, and by `rho` or `blend` for a profile whose every ρ lies below the rounding floor.
-    """
-    require_criterion(criterion, alpha)
-    require_profiled(criterion)
-    if profile and influence and not profile.measured_on.model.same_as(influence.measured_on.model):
-        raise LyapunovPruneError("the contraction profile and the Block Influence are of two models; measure one")
-    source = profile or influence
-    if source is None:
-        raise LyapunovPruneError("nothing to rank by; give a contraction profile or a Block Influence")
-    values: dict[str, np.ndarray] = {}
-    drawn: dict[str, np.ndarray | None] = {}
-    used: list[MeasuredOn] = []
-    below_floor: tuple[int, ...] = ()
-    if "rho" in CRITERIA[criterion].needs and profile is not None:
-        if not np.isfinite(profile.rho).all():
-            layer = int(np.argmin(np.isfinite(profile.rho)))
-            raise LyapunovPruneError(
-                f"rho of layer {layer} is {profile.rho[layer]:g}, not finite; measure again in float32"
-            )
-        profile.require_above_floor()
-        below_floor = profile.below_floor
-        values["rho"], drawn["rho"] = profile.rho, profile.drawn()
-        used.append(profile.measured_on)
-    if "bi" in CRITERIA[criterion].needs and influence is not None:
-        values["bi"], drawn["bi"] = influence.influence, influence.drawn()
-        used.append(influence.measured_on)
-    for name in CRITERIA[criterion].needs:
-        if name in _REMEDIES and name not in values:
-            raise LyapunovPruneError(f"criterion {criterion} needs {_REMEDIES[name]}")
-    on = source.measured_on.model
-    ranking = scored(criterion, values, on, tuple(used), alpha=alpha, seed=seed, protect=protect, drawn=drawn)
-    return replace(ranking, below_floor=below_floor)
-
-
-@checked
-def rank_sublayers(influence: SublayerInfluence, what: str, *, protect: Sequence[int] = ()) -> LayerRanking:
-    """Rank the attention or the MLP of every layer by its Block Influence (LLM-Drop, arXiv:2406.15786).
-
-    Raises LyapunovPruneError when `what` is neither `attention` nor `mlp`.
-    """
-    require_kind(what)
-    values = influence.attention if what == "attention" else influence.mlp
-    on = influence.measured_on
-    return scored(
-        "bi", {"bi": values}, on.model, (on,), what=what, protect=protect, drawn={"bi": influence.drawn(what)}
     )

@@ -13,7 +13,8 @@ from lyapunov_prune.evaluation.judging import compare
 from lyapunov_prune.mending.report import pays
 from lyapunov_prune.pruning.plan import PruningPlan
 from lyapunov_prune.ranking.candidates import Layers
-from lyapunov_prune.ranking.criteria import count_of, require_known_count
+from lyapunov_prune.ranking.counts import count_of
+from lyapunov_prune.ranking.criteria import require_known_count
 from lyapunov_prune.ranking.ranking import Ranking
 from lyapunov_prune.results.arrays import require_layers
 from lyapunov_prune.results.frames import pd

@@ -26,7 +26,7 @@ from lyapunov_prune.allocation.allocation import Allocation
 from lyapunov_prune.data.text import load_text
 from lyapunov_prune.profiles.profile import LayerProfile, profile_layers
 from lyapunov_prune.pruning.plan import PruningPlan
-from lyapunov_prune.ranking.ranking import rank_layers
+from lyapunov_prune.ranking.measured import rank_layers
 from lyapunov_prune.report import page
 from lyapunov_prune.results.result import Result
 

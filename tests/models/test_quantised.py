@@ -27,7 +27,7 @@ from lyapunov_prune.models.structure import identify
 from lyapunov_prune.profiles.contraction import measure_contraction
 from lyapunov_prune.profiles.influence import block_influence
 from lyapunov_prune.profiles.jacobian import sublayer_jacobians
-from lyapunov_prune.ranking.ranking import rank_layers
+from lyapunov_prune.ranking.measured import rank_layers
 
 CHANGED = rf"quantised \({METHOD}\)"
 READ = rf"quantised \({METHOD}\) and packed, and this goes by their numbers"

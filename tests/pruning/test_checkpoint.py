@@ -41,7 +41,7 @@ from lyapunov_prune.pruning.plan import PruningPlan
 from lyapunov_prune.pruning.provenance import PROVENANCE, Provenance
 from lyapunov_prune.pruning.removal import remove_layers
 from lyapunov_prune.pruning.surgery import cut
-from lyapunov_prune.ranking.ranking import rank_layers
+from lyapunov_prune.ranking.measured import rank_layers
 from lyapunov_prune.results.history import HISTORY
 from lyapunov_prune.results.result import versions
 

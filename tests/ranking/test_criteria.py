@@ -9,17 +9,13 @@ from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
 from lyapunov_prune.errors import LyapunovPruneError
+from lyapunov_prune.ranking.counts import count_of, free_layers, protected_layers, require_budget, require_count
 from lyapunov_prune.ranking.criteria import (
     CRITERIA,
     DEFAULT,
     _robust,
-    count_of,
     default_criterion,
-    free_layers,
-    protected_layers,
-    require_budget,
     require_compares_mended,
-    require_count,
     require_criterion,
     require_known_count,
     require_part,

@@ -20,7 +20,8 @@ from lyapunov_prune.predictions.divergence import SkipDivergence, SublayerDiverg
 from lyapunov_prune.pruning.plan import FIELDS
 from lyapunov_prune.ranking import rank as module
 from lyapunov_prune.ranking.budget import BudgetedRemoval
-from lyapunov_prune.ranking.criteria import CRITERIA, PARTS
+from lyapunov_prune.ranking.counts import PARTS
+from lyapunov_prune.ranking.criteria import CRITERIA
 from lyapunov_prune.ranking.ranking import Ranking
 
 SEEDS = (0, 1)

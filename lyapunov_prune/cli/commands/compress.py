@@ -39,7 +39,7 @@ from lyapunov_prune.cli.options import (
 from lyapunov_prune.cli.records import Given
 from lyapunov_prune.cli.terminal import say, show
 from lyapunov_prune.errors import LyapunovPruneError
-from lyapunov_prune.ranking.criteria import require_budget
+from lyapunov_prune.ranking.counts import require_budget
 
 if TYPE_CHECKING:
     from lyapunov_prune.results.result import Result

@@ -78,7 +78,7 @@ def joint(
     from lyapunov_prune.joint.recovery import Recipe
     from lyapunov_prune.joint.run import remove_jointly
     from lyapunov_prune.models.structure import find_layers
-    from lyapunov_prune.ranking.criteria import count_of
+    from lyapunov_prune.ranking.counts import count_of
     from lyapunov_prune.results.files import require_empty
 
     require_empty(output)

@@ -38,14 +38,8 @@ from lyapunov_prune.cli.options import (
 from lyapunov_prune.cli.records import Given
 from lyapunov_prune.cli.terminal import Parts, say, show
 from lyapunov_prune.errors import CheckFailed, LyapunovPruneError
-from lyapunov_prune.ranking.criteria import (
-    CRITERIA,
-    RESUMED,
-    require_budget,
-    require_known_count,
-    require_profiled,
-    require_streamed,
-)
+from lyapunov_prune.ranking.counts import require_budget
+from lyapunov_prune.ranking.criteria import CRITERIA, RESUMED, require_known_count, require_profiled, require_streamed
 from lyapunov_prune.sensitivity.table import STUDIES, STUDY_METHODS
 
 if TYPE_CHECKING:
@@ -149,7 +143,8 @@ def rank(
 
     from lyapunov_prune.profiles.profile import LayerProfile
     from lyapunov_prune.ranking.budget import remove_under_budget
-    from lyapunov_prune.ranking.ranking import LayerRanking, rank_layers
+    from lyapunov_prune.ranking.measured import rank_layers
+    from lyapunov_prune.ranking.ranking import LayerRanking
     from lyapunov_prune.results.files import require_writable
 
     ranking: Ranking
