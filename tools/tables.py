@@ -20,7 +20,7 @@ from typing import Any
 from lyapunov_prune.allocation.table import SCHEDULES
 from lyapunov_prune.compression.table import METHODS
 from lyapunov_prune.merging.table import REDUCTIONS
-from lyapunov_prune.ranking.criteria import CRITERIA
+from lyapunov_prune.ranking.table import CRITERIA
 from lyapunov_prune.sensitivity.table import STUDIES
 
 REPOSITORY = Path(__file__).resolve().parents[1]

@@ -19,7 +19,7 @@ from experiments.all import COUNTS, rankings
 from experiments.common import Inputs, on_each_text
 from experiments.compressions import ALIKE, told
 from experiments.statements import bullets, counted, ratio, table
-from lyapunov_prune.ranking.criteria import DEFAULT
+from lyapunov_prune.ranking.table import DEFAULT
 from lyapunov_prune.results.result import MeasuredOn, Result
 
 HERE = Path(__file__).parent

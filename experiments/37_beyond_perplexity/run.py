@@ -26,7 +26,7 @@ from lyapunov_prune.data.batch import require_disjoint
 from lyapunov_prune.evaluation.repetition import repetition
 from lyapunov_prune.evaluation.tasks import TaskScores
 from lyapunov_prune.predictions.generation import GenerationDivergence, compare_generation
-from lyapunov_prune.ranking.criteria import DEFAULT
+from lyapunov_prune.ranking.table import DEFAULT
 from lyapunov_prune.results.result import MeasuredOn, Result, decode, encode
 from lyapunov_prune.results.store import Store
 

@@ -25,7 +25,7 @@ from experiments.common import Device, DType, job_folder, load, of_model, read_t
 from experiments.statements import bullets, decided, interval, ratio, runs, short, table
 from lyapunov_prune.data.batch import require_disjoint
 from lyapunov_prune.evaluation.perplexity import interval_of
-from lyapunov_prune.ranking.criteria import DEFAULT
+from lyapunov_prune.ranking.table import DEFAULT
 from lyapunov_prune.results.result import MeasuredOn, Result, encode
 from lyapunov_prune.results.store import Store
 

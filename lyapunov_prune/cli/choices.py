@@ -7,9 +7,9 @@ them equal.
 from typing import TYPE_CHECKING, Literal
 
 from lyapunov_prune.compression.table import METHODS
+from lyapunov_prune.ranking.table import CRITERIA
 from lyapunov_prune.sensitivity.table import STUDY_METHODS
 
-Criterion = Literal["rho", "bi", "blend", "angular", "kl", "oracle", "best", "from-end", "random"]
 Derivative = Literal["difference", "jvp"]
 DeviceMap = Literal["auto"]
 DType = Literal["float32", "bfloat16", "float16", "float64"]
@@ -23,8 +23,10 @@ Split = Literal["evaluation", "all", "calibration"]
 What = Literal["layers", "attention", "mlp", "activation"]
 
 if TYPE_CHECKING:
+    Criterion = str
     Method = str
     StudyMethod = str
 else:  # a type checker cannot read a registry
+    Criterion = Literal[tuple(CRITERIA)]
     Method = Literal[tuple(METHODS)]
     StudyMethod = Literal[tuple(STUDY_METHODS)]

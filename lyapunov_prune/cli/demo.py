@@ -22,8 +22,8 @@ from lyapunov_prune.pruning.checkpoint import write_pruned
 from lyapunov_prune.pruning.curve import RemovalCurve, evaluate_removals, removal_row
 from lyapunov_prune.pruning.provenance import PROVENANCE, Provenance
 from lyapunov_prune.pruning.removal import mend, remove_layers
-from lyapunov_prune.ranking.criteria import DEFAULT
 from lyapunov_prune.ranking.measured import rank_layers
+from lyapunov_prune.ranking.table import DEFAULT
 from lyapunov_prune.report.page import require_readable, write_report
 from lyapunov_prune.results.files import folder_digest, require_writable, whole_folder, write_whole
 from lyapunov_prune.results.once import once

@@ -18,13 +18,7 @@ from lyapunov_prune.cli.records import Given
 from lyapunov_prune.compression.table import METHODS
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.merging.table import REDUCTIONS
-from lyapunov_prune.ranking.criteria import (
-    CRITERIA,
-    default_criterion,
-    require_criterion,
-    require_part,
-    require_temperature_of,
-)
+from lyapunov_prune.ranking.table import CRITERIA, default_criterion
 
 if TYPE_CHECKING:  # a usage error must not wait for torch
     from lyapunov_prune.data.batch import TokenBatch
@@ -242,7 +236,7 @@ What = Annotated[
     choices.What,
     what_option(
         help="Whole layers; the attention or the MLP of each (by "
-        f"{', '.join(name for name, c in CRITERIA.items() if c.of_sublayers is not None)}); or its activation (by "
+        f"{', '.join(name for name, c in CRITERIA.items() if 'mlp' in c.parts)}); or its activation (by "
         "none: prune --layers). In a plain checkpoint a part of a layer saves no time."
     ),
 ]
@@ -297,18 +291,15 @@ class RankOptions:
         assert self.criterion is not None
         return self.criterion
 
-    def require(self, given: Given, *, sublayers: bool) -> None:
-        """Raise LyapunovPruneError, before torch is waited for, for what no ranking is made of, or goes by."""
-        require_criterion(self.goes_by, self.alpha)
-        require_temperature_of(self.goes_by, self.temperature)
-        require_part(self.what, self.goes_by if sublayers else None)
-        if self.search is not None and self.goes_by != "best":
-            raise LyapunovPruneError("--search is what --criterion best may spend; give both or neither")
+    def require(self, given: Given) -> None:
+        """Raise LyapunovPruneError, before torch is waited for, for options that the criterion does not take."""
+        takes = CRITERIA[self.goes_by].options()
         idle = f"has no effect on --criterion {self.goes_by}; leave it out"
-        if self.goes_by != "blend":
-            given.refuse(idle, "alpha")
-        if CRITERIA[self.goes_by].measures != "profile":
-            given.refuse(idle, "seeds", *(["seed"] if self.goes_by != "random" else []))
+        for option in ("alpha", "seeds", "seed", "search", "temperature"):
+            if option not in takes and not (option == "seed" and "seeds" in takes):
+                given.refuse(idle, option)
+        options = {"alpha": self.alpha, "search": self.search, "temperature": self.temperature}
+        CRITERIA.make(self.goes_by, **{option: options[option] for option in takes if option in options})
         self.protected()
 
     def rank(

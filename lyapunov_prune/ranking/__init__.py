@@ -1,15 +1,15 @@
 """Scores into an order into a plan.
 
-- `criteria`: every criterion by name, and what is refused of it; `rank`: measure what a criterion goes by, and rank;
-- `ranking`: what each gives, and the scores of ρ, Block Influence, their blend, and the controls;
-- `kl`, `angular`, `oracle`: criteria that measure more;
-- `best`: the sets that all of them propose (`candidates`), checked by the loss, and a search from there;
-- `tried`: what such a search has tried;
+- `criteria/`: one file a criterion; `table` lists them by name, and says which is the default and which ranks what;
+  `criterion`: what each is, and what those that give scores share; `counts`: how many layers can go, and which;
+- `rank`: measure what a criterion goes by, and rank; `measured`: rank by what was measured before;
+- `ranking`: the order, and the plan that follows;
+- `angular`, `oracle`, `best`: what the criteria of those names measure; `candidates`: the sets that `best` tries first,
+  `tried`: what it has tried;
 - `stability`: how often a layer is picked when the windows are drawn anew, and ties;
 - `budget`: as many layers, or parts of layers, as a divergence allows; `amount`: as much of every matrix.
 
-A new criterion gets a row in `criteria.CRITERIA`, which the command line, its help and the tests read, and its name in
-`cli.choices`; if it measures what no other does, also a function in `rank.MEASURES`.
+A new criterion is a file in `criteria` and a row in `table.CRITERIA`; docs/adding/criterion.md shows one.
 """
 
 import lazy_loader

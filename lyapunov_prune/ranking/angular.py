@@ -21,7 +21,6 @@ from lyapunov_prune.profiles.propagation import drawn_means
 from lyapunov_prune.progress import track
 from lyapunov_prune.pruning.plan import PruningPlan
 from lyapunov_prune.ranking.counts import count_of, protected_layers, require_count
-from lyapunov_prune.ranking.criteria import require_known_count
 from lyapunov_prune.ranking.ranking import Ranking
 from lyapunov_prune.results.frames import pd
 from lyapunov_prune.results.result import MeasuredOn
@@ -66,7 +65,7 @@ class AngularDistance(Ranking):
 
         Its scores are `begins(remove)`. Raises LyapunovPruneError as that does, and for a `period`: a run keeps none.
         """
-        require_known_count(self.criterion, remove, period != 1)
+        self.require_no_period(period)
         remove = count_of(remove, self.measured_on.model.num_layers)
         scores = self.begins(remove)
         first = int(np.nanargmin(scores))

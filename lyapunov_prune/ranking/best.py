@@ -22,7 +22,6 @@ from lyapunov_prune.progress import phases
 from lyapunov_prune.ranking.angular import angular_distance
 from lyapunov_prune.ranking.candidates import SOURCES, Cost, Layers, by_direction, swaps
 from lyapunov_prune.ranking.counts import free_layers, protected_layers, require_count
-from lyapunov_prune.ranking.criteria import search_budget
 from lyapunov_prune.ranking.tried import BestRemoval, Final, Tried
 from lyapunov_prune.results.result import decode, encode
 from lyapunov_prune.results.store import Store
@@ -54,7 +53,7 @@ def best_removal(
     Every second window of `batch` is kept from all scores, to check by. On the others the cheap criteria are measured
     (`candidates`), and each set that one proposes is checked: its mean loss on the check windows. From the best set
     single layers are swapped, the most promising first, and a swap is taken when it has the lower loss. It ends when
-    the budget is spent or no swap is left. Without `search` the budget is `criteria.search_budget`.
+    the budget is spent or no swap is left. Without `search` the budget is `search_budget`.
 
     With `mend`, for a removal whose gaps will be mended, half of the budget goes to this search, and with the rest the
     sets of least loss are mended on the scored windows. They are compared with their gaps mended and open, by the check
@@ -156,6 +155,14 @@ def best_removal(
         if "other dense" not in store:
             store.add("other dense", encode(losses(other, ())))
         return found.with_finals(finals, decode(np.ndarray, store["other dense"]), other.measured_on())
+
+
+def search_budget(layers: int, remove: int, mend: bool = False) -> float:
+    """Forwards that `best` may spend: ten for what proposes sets, and one for 16 of the swaps that one set has.
+
+    Mending takes as much again.
+    """
+    return (2 if mend else 1) * (10 + remove * (layers - remove) / 16)
 
 
 def _held_share(scoring: Reading) -> float:

@@ -15,7 +15,8 @@ from lyapunov_prune.profiles.contraction_profile import Pooling
 from lyapunov_prune.profiles.influence import turns
 from lyapunov_prune.profiles.profile import profile_layers
 from lyapunov_prune.progress import track
-from lyapunov_prune.ranking.criteria import CRITERIA
+from lyapunov_prune.ranking.criterion import Scored
+from lyapunov_prune.ranking.table import CRITERIA
 
 Layers = tuple[int, ...]
 _SEEDS = (0, 1)
@@ -81,9 +82,9 @@ def _by_profile(reading: Reading, remove: int, free: Layers, batch_size: int) ->
     for pooling in get_args(Pooling):
         rho = contraction.pooled(pooling).rho[list(free)]  # a blend is scaled over those that may go
         for criterion in ("rho", "blend"):
-            score = CRITERIA[criterion].score
-            assert score is not None
-            sets[f"{criterion} ({pooling})"] = least(score({"rho": rho, "bi": bi}, 0.5), remove, free)
+            made = CRITERIA.make(criterion)
+            assert isinstance(made, Scored)
+            sets[f"{criterion} ({pooling})"] = least(made.score({"rho": rho, "bi": bi}), remove, free)
     return sets
 
 

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
-
-import numpy as np
+from typing import Any
 
 from lyapunov_prune.arguments import Seed, checked
 from lyapunov_prune.errors import LyapunovPruneError
@@ -14,11 +12,9 @@ from lyapunov_prune.predictions.divergence import SkipDivergence, SublayerDiverg
 from lyapunov_prune.profiles.contraction_profile import ContractionProfile
 from lyapunov_prune.profiles.influence import InfluenceProfile
 from lyapunov_prune.profiles.sublayer_influence import SublayerInfluence
-from lyapunov_prune.ranking.criteria import CRITERIA, DEFAULT, require_criterion, require_profiled
-from lyapunov_prune.ranking.ranking import LayerRanking, scored
-from lyapunov_prune.results.result import MeasuredOn
-
-_REMEDIES = {"rho": "a contraction profile; measure one", "bi": "Block Influence; measure it"}
+from lyapunov_prune.ranking.criterion import Scored
+from lyapunov_prune.ranking.ranking import LayerRanking
+from lyapunov_prune.ranking.table import CRITERIA, DEFAULT, require_ranks
 
 
 @checked
@@ -45,36 +41,12 @@ def rank_layers(
     LyapunovPruneError for an unknown criterion, a missing measurement, measurements of two models, a ρ that is not
     finite, and by `rho` or `blend` for a profile whose every ρ lies below the rounding floor.
     """
-    require_criterion(criterion, alpha)
-    require_profiled(criterion)
+    require_ranks(criterion, profiled=True)
     if profile and influence and not profile.measured_on.model.same_as(influence.measured_on.model):
         raise LyapunovPruneError("the contraction profile and the Block Influence are of two models; measure one")
-    source = profile or influence
-    if source is None:
-        raise LyapunovPruneError("nothing to rank by; give a contraction profile or a Block Influence")
-    values: dict[str, np.ndarray] = {}
-    drawn: dict[str, np.ndarray | None] = {}
-    used: list[MeasuredOn] = []
-    below_floor: tuple[int, ...] = ()
-    if "rho" in CRITERIA[criterion].needs and profile is not None:
-        if not np.isfinite(profile.rho).all():
-            layer = int(np.argmin(np.isfinite(profile.rho)))
-            raise LyapunovPruneError(
-                f"rho of layer {layer} is {profile.rho[layer]:g}, not finite; measure again in float32"
-            )
-        profile.require_above_floor()
-        below_floor = profile.below_floor
-        values["rho"], drawn["rho"] = profile.rho, profile.drawn()
-        used.append(profile.measured_on)
-    if "bi" in CRITERIA[criterion].needs and influence is not None:
-        values["bi"], drawn["bi"] = influence.influence, influence.drawn()
-        used.append(influence.measured_on)
-    for name in CRITERIA[criterion].needs:
-        if name in _REMEDIES and name not in values:
-            raise LyapunovPruneError(f"criterion {criterion} needs {_REMEDIES[name]}")
-    on = source.measured_on.model
-    ranking = scored(criterion, values, on, tuple(used), alpha=alpha, seed=seed, protect=protect, drawn=drawn)
-    return replace(ranking, below_floor=below_floor)
+    given = {"alpha": alpha, "seed": seed}
+    options = {option: given[option] for option in CRITERIA[criterion].options() if option in given}
+    return _scored(criterion, **options).of_profiles(profile, influence, protect)
 
 
 @checked
@@ -86,9 +58,8 @@ def rank_sublayers(influence: SublayerInfluence, what: str, *, protect: Sequence
     require_kind(what)
     values = influence.attention if what == "attention" else influence.mlp
     on = influence.measured_on
-    return scored(
-        "bi", {"bi": values}, on.model, (on,), what=what, protect=protect, drawn={"bi": influence.drawn(what)}
-    )
+    drawn = {"bi": influence.drawn(what)}
+    return _scored("bi").ranking({"bi": values}, on.model, (on,), what=what, protect=protect, drawn=drawn)
 
 
 @checked
@@ -99,4 +70,10 @@ def rank_by_divergence(measured: SkipDivergence, *, protect: Sequence[int] = ())
     """
     part = measured.what if isinstance(measured, SublayerDivergence) else "layers"
     on = measured.measured_on
-    return scored("kl", {"variance": measured.variance}, on.model, (on,), what=part, protect=protect)
+    return _scored("kl").ranking({"variance": measured.variance}, on.model, (on,), what=part, protect=protect)
+
+
+def _scored(criterion: str, **options: Any) -> Scored:
+    made = CRITERIA.make(criterion, **options)
+    assert isinstance(made, Scored)
+    return made

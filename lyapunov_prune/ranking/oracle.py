@@ -23,7 +23,6 @@ from lyapunov_prune.models.structure import Structure, in_eval_mode
 from lyapunov_prune.progress import is_main
 from lyapunov_prune.pruning.plan import PruningPlan
 from lyapunov_prune.ranking.counts import count_of, require_count
-from lyapunov_prune.ranking.criteria import require_known_count
 from lyapunov_prune.ranking.ranking import Ranking
 from lyapunov_prune.results.arrays import require_layers
 from lyapunov_prune.results.frames import pd
@@ -83,7 +82,7 @@ class GreedyRemoval(Ranking):
         Its scores are the steps (0 left first), NaN for layers that stayed. Raises LyapunovPruneError when the
         search did not go so far, and for periods, which it does not keep.
         """
-        require_known_count("oracle", remove, period != 1)
+        self.require_no_period(period)
         remove = count_of(remove, self.measured_on.model.num_layers)
         if not 1 <= remove <= len(self.steps):
             raise LyapunovPruneError(f"the search removed {len(self.steps)} layers, not {remove}; search further")

@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from types import MappingProxyType
 from typing import Any
 
 import numpy as np
 
-from lyapunov_prune.arguments import Seed, checked, require_least
+from lyapunov_prune.arguments import checked, require_least
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.profiles.contraction_profile import floor_note
 from lyapunov_prune.pruning.plan import FIELDS, PruningPlan
-from lyapunov_prune.ranking.counts import count_of, free_layers, protected_layers, require_count
-from lyapunov_prune.ranking.criteria import CRITERIA
-from lyapunov_prune.ranking.stability import picked, tied
+from lyapunov_prune.ranking.counts import count_of, protected_layers, require_count
+from lyapunov_prune.ranking.stability import tied
 from lyapunov_prune.results.arrays import require_array, require_layers
 from lyapunov_prune.results.frames import pd
 from lyapunov_prune.results.result import MeasuredOn, ModelIdentity, Result
@@ -37,6 +34,13 @@ class Ranking(Result):
         Raises LyapunovPruneError where there are not so many to remove, and for a criterion that keeps no periods.
         """
         raise NotImplementedError
+
+    def require_no_period(self, period: int) -> None:
+        """Raise LyapunovPruneError for a period, of a ranking that chooses layers together."""
+        if period != 1:
+            raise LyapunovPruneError(
+                f"criterion {self.criterion} chooses layers together, not periods; leave out --keep-period"
+            )
 
 
 @dataclass(frozen=True)
@@ -174,52 +178,3 @@ def require_periods(remove: int, layers: int, period: int) -> None:
             f"{remove} layers are no whole periods: the kinds of these {layers} repeat every {period}; "
             f"give --remove {choices}, or leave out --keep-period"
         )
-
-
-def scored(
-    criterion: str,
-    values: Mapping[str, np.ndarray],
-    model: ModelIdentity,
-    measured_on: tuple[MeasuredOn, ...] = (),
-    *,
-    alpha: float = 0.5,
-    seed: Seed = 0,
-    what: str = "layers",
-    protect: Sequence[int] = (),
-    drawn: Mapping[str, np.ndarray | None] = MappingProxyType({}),
-) -> LayerRanking:
-    """Rank by the score that CRITERIA makes of `values`, one value a layer by name; a layer that lacks `what` has NaN.
-
-    Layers of `protect` (counted from the end if negative) stay: a blend is scaled over the others. `drawn` holds the
-    values of windows drawn anew, (draws, L); where it has all that the score needs, `picked` is known.
-    `layer`, if not given, is the index of every layer, and `lot` a permutation drawn from `seed`. Raises
-    LyapunovPruneError when a score is not finite.
-    """
-    layer = values.get("layer", np.arange(model.num_layers, dtype=np.float64))
-    lot = np.random.default_rng(seed).permutation(model.num_layers) + 0 * layer  # NaN stays NaN
-    score = CRITERIA[criterion].score
-    assert score is not None
-    free = list(free_layers(model.num_layers, protect))
-    found = {name: value[free] for name, value in {"layer": layer, "lot": lot, **values}.items()}
-    scores = np.full(model.num_layers, np.nan)
-    scores[free] = score(found, alpha)
-    often = None
-    needed = {name: value for name in CRITERIA[criterion].needs if (value := drawn.get(name)) is not None}
-    if needed and len(needed) == len(CRITERIA[criterion].needs):
-        draws = np.full((len(next(iter(needed.values()))), model.num_layers), np.nan)
-        draws[:, free] = score({name: value[:, free] for name, value in needed.items()}, alpha)
-        often = picked(draws)
-    wrong = np.zeros(model.num_layers, dtype=bool)
-    wrong[free] = ~np.isfinite(scores[free]) if what == "layers" else np.isinf(scores[free])
-    if wrong.any():
-        raise LyapunovPruneError(f"the score of layer {int(np.argmax(wrong))} is not finite; measure again in float32")
-    return LayerRanking(
-        criterion=criterion,
-        alpha=alpha if criterion == "blend" else None,
-        scores=scores,
-        model=model,
-        measured_on=measured_on,
-        what=what,
-        protected=protected_layers(model.num_layers, protect),
-        picked=often,
-    )

@@ -14,7 +14,6 @@ from lyapunov_prune.mending.report import pays
 from lyapunov_prune.pruning.plan import PruningPlan
 from lyapunov_prune.ranking.candidates import Layers
 from lyapunov_prune.ranking.counts import count_of
-from lyapunov_prune.ranking.criteria import require_known_count
 from lyapunov_prune.ranking.ranking import Ranking
 from lyapunov_prune.results.arrays import require_layers
 from lyapunov_prune.results.frames import pd
@@ -122,7 +121,7 @@ class BestRemoval(Ranking):
         The score of a layer is the least mean loss (nats) of the tried sets it is in, NaN where it is in none. Raises
         LyapunovPruneError for another number of layers than was searched, and for periods, which are not kept.
         """
-        require_known_count(self.criterion, remove, period != 1)
+        self.require_no_period(period)
         remove = count_of(remove, self.measured_on.model.num_layers)
         if remove != len(self.remove):
             raise LyapunovPruneError(f"the search was for {len(self.remove)} layers, not {remove}; search again")

@@ -19,11 +19,9 @@ from lyapunov_prune.predictions import exits
 from lyapunov_prune.profiles import contraction
 from lyapunov_prune.pruning import checkpoint
 from lyapunov_prune.pruning.plan import FIELDS
-from lyapunov_prune.ranking.criteria import CRITERIA
 from lyapunov_prune.sensitivity import table as studies
 
 TABLES: dict[str, tuple[Any, Iterable[str]]] = {
-    "criterion": (choices.Criterion, CRITERIA),
     "derivative": (choices.Derivative, get_args(contraction.Derivative)),
     "device map": (choices.DeviceMap, (AUTO,)),
     "dtype": (choices.DType, _DTYPES),

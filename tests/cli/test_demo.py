@@ -21,7 +21,7 @@ from lyapunov_prune.models.loading import load
 from lyapunov_prune.profiles import profile as profile_module
 from lyapunov_prune.pruning.checkpoint import write_pruned
 from lyapunov_prune.pruning.curve import RemovalCurve
-from lyapunov_prune.ranking.criteria import DEFAULT
+from lyapunov_prune.ranking.table import DEFAULT
 from lyapunov_prune.results.files import folder_digest
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("smollm2")]

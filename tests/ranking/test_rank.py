@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from collections.abc import Callable
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +19,10 @@ from transformers import PreTrainedModel
 import lyapunov_prune as lp
 from lyapunov_prune.predictions.divergence import SkipDivergence, SublayerDivergence, sublayer_divergence
 from lyapunov_prune.pruning.plan import FIELDS
-from lyapunov_prune.ranking import rank as module
 from lyapunov_prune.ranking.budget import BudgetedRemoval
 from lyapunov_prune.ranking.counts import PARTS
-from lyapunov_prune.ranking.criteria import CRITERIA
 from lyapunov_prune.ranking.ranking import Ranking
+from lyapunov_prune.ranking.table import CRITERIA
 
 SEEDS = (0, 1)
 
@@ -57,14 +57,15 @@ def test_every_criterion_by_one_call(criterion: str, llama: PreTrainedModel, ids
     assert (plan.remove, plan.criterion, plan.alpha) == (wanted.remove, wanted.criterion, wanted.alpha)
     assert [on.text_hash for on in plan.measured_on] == [on.text_hash for on in wanted.measured_on]
     np.testing.assert_allclose(plan.scores, wanted.scores, rtol=1e-4)
-    kept = CRITERIA[criterion].measures
-    assert [path.name for path in tmp_path.glob("*.json")] == [f"{kept}.json"] * bool(kept)
+    kept = {"rho": "profile", "blend": "profile", "bi": "influence", "kl": "divergence"}.get(criterion, criterion)
+    measured = criterion not in ("from-end", "random")
+    assert [path.name for path in tmp_path.glob("*.json")] == [f"{kept}.json"] * measured
     again = type(ranking).load(ranking.save(tmp_path / "ranking.json"))
     assert (str(again), again.plan(2).remove) == (str(ranking), plan.remove)
 
 
 @pytest.mark.parametrize("what", ["attention", "mlp"])
-@pytest.mark.parametrize("criterion", [name for name, c in CRITERIA.items() if c.of_sublayers is not None])
+@pytest.mark.parametrize("criterion", [name for name, c in CRITERIA.items() if "mlp" in c.parts])
 def test_attention_and_mlp_by_one_call(
     criterion: str, what: str, llama: PreTrainedModel, ids: torch.Tensor, tmp_path: Path
 ) -> None:
@@ -79,8 +80,8 @@ def test_attention_and_mlp_by_one_call(
     np.testing.assert_array_equal(plan.scores, scores)
     assert (plan.remove, plan.criterion) == ((), criterion)
     assert getattr(plan, FIELDS[what]) == tuple(sorted(np.argsort(scores)[:2]))
-    kept = CRITERIA[criterion].of_sublayers
-    assert [path.name for path in tmp_path.glob("*.json")] == [f"{kept}.json"] * bool(kept)
+    kept = {"bi": ["sublayers.json"], "kl": ["sublayer-divergence.json"]}.get(criterion, [])
+    assert [path.name for path in tmp_path.glob("*.json")] == kept
 
 
 @pytest.mark.parametrize(
@@ -90,7 +91,7 @@ def test_attention_and_mlp_by_one_call(
         ({"criterion": "best"}, "best .*--remove N"),
         ({"protect": [LAYERS]}, "layer 6 to protect"),
         ({"protect": [0, 1, -1], "remove": 4}, "protected, and 4"),
-        ({"alpha": -0.1}, "alpha -0.1"),
+        ({"criterion": "blend", "alpha": -0.1}, "alpha -0.1"),
         ({"what": "norms"}, "give one of layers, attention, mlp"),
         ({"criterion": "rho", "what": "mlp"}, "rho is defined for whole layers.*--what mlp"),
         ({"criterion": "bi", "what": "activation"}, "orders activations"),
@@ -98,6 +99,7 @@ def test_attention_and_mlp_by_one_call(
         ({"criterion": "oracle"}, "oracle .*--remove N"),
         ({"criterion": "angular"}, "angular .*--remove N"),
         ({"temperature": 2.0}, "bi .*temperature"),
+        ({"mend": True}, "bi .*mend"),
         ({"criterion": "kl", "temperature": 0.0}, "temperature 0"),
         ({"remove": LAYERS}, "remove 6 of 6 layers"),
         ({"criterion": "kl", "what": "mlp", "remove": LAYERS + 1}, "remove 7 of 6 layers"),
@@ -107,14 +109,17 @@ def test_refused_before_anything_is_measured(
     options: dict[str, Any], message: str, llama: PreTrainedModel, ids: torch.Tensor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name in (
-        "profile_layers",
-        "sublayer_influence",
-        "sublayer_divergence",
-        "angular_distance",
-        "greedy_removal",
-        "best_removal",
+        "profiles.profile.profile_layers",
+        "profiles.influence.block_influence",
+        "profiles.sublayer_influence.sublayer_influence",
+        "predictions.divergence.skip_divergence",
+        "predictions.divergence.sublayer_divergence",
+        "ranking.angular.angular_distance",
+        "ranking.oracle.greedy_removal",
+        "ranking.best.best_removal",
     ):
-        monkeypatch.setattr(module, name, pytest.fail)
+        module, _, function = name.rpartition(".")
+        monkeypatch.setattr(import_module(f"lyapunov_prune.{module}"), function, pytest.fail)
     with pytest.raises(lp.LyapunovPruneError, match=message):
         lp.rank(llama, ids, **options)
 
@@ -181,7 +186,7 @@ def test_the_parts_are_those_of_a_plan() -> None:
 def test_criteria_are_known_without_torch() -> None:
     script = (
         "import sys\n"
-        "from lyapunov_prune.ranking.criteria import CRITERIA\n"
+        "from lyapunov_prune.ranking.table import CRITERIA\n"
         "assert not {'torch', 'transformers', 'numpy', 'pandas'} & sys.modules.keys()\n"
     )
     subprocess.run([sys.executable, "-c", script], check=True)
@@ -217,18 +222,13 @@ def test_the_help_names_every_criterion(run: Callable[..., Any]) -> None:
     assert all(f"{name}:" in told for name in CRITERIA)
 
 
-def test_every_measurement_that_a_criterion_names_has_a_function() -> None:
-    named = {name for c in CRITERIA.values() for name in (c.measures, c.of_sublayers) if name is not None}
-    assert set(module.MEASURES) == named
-
-
 @pytest.mark.parametrize("criterion", ["rho", "blend"])
 def test_rho_that_is_rounding_is_refused_after_one_window(
     criterion: str, ids: torch.Tensor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = make_tiny("llama").bfloat16()
     assert lp.rank(model, ids, criterion="bi", seeds=SEEDS, folder=tmp_path / "bi").criterion == "bi"
-    monkeypatch.setattr(module, "profile_layers", pytest.fail)
+    monkeypatch.setattr("lyapunov_prune.profiles.profile.profile_layers", pytest.fail)
     with pytest.raises(lp.LyapunovPruneError, match=r"bfloat16 .*--derivative jvp.* bi,"):
         lp.rank(model, ids, criterion=criterion, seeds=SEEDS, folder=tmp_path)
     assert not (tmp_path / "profile.json").exists()
@@ -249,4 +249,4 @@ def test_the_temperature_of_the_divergence_is_that_of_the_command(run: Callable[
     assert spent.predicted[0] == hot.variance.min()
     assert run("prune", *kl, "-o", "out").code == 0
     assert "T = 3" in run("prune", *kl, "-o", "again").out
-    assert "knows no temperature" in run("rank", "tiny", "--temperature", "3", *TEXT).err
+    assert "--temperature has no effect on --criterion bi" in run("rank", "tiny", "--temperature", "3", *TEXT).err

@@ -39,7 +39,7 @@ from lyapunov_prune.cli.records import Given
 from lyapunov_prune.cli.terminal import Parts, say, show
 from lyapunov_prune.errors import CheckFailed, LyapunovPruneError
 from lyapunov_prune.ranking.counts import require_budget
-from lyapunov_prune.ranking.criteria import CRITERIA, RESUMED, require_known_count, require_profiled, require_streamed
+from lyapunov_prune.ranking.table import CRITERIA, require_ranks
 from lyapunov_prune.sensitivity.table import STUDIES, STUDY_METHODS
 
 if TYPE_CHECKING:
@@ -121,25 +121,22 @@ def rank(
     if (model is None) == (profile_file is None):
         raise LyapunovPruneError("give a MODEL to measure or --profile FILE, one of the two")
     by = by.settled(None if stream or profile_file is not None else remove)
-    by.require(given, sublayers=True)
-    require_known_count(by.goes_by, remove)
+    by.require(given)
+    require_ranks(by.goes_by, by.what, remove=remove, streamed=stream, profiled=profile_file is not None)
     if max_kl is not None:
         require_budget(max_kl)
         require_budget_alone(remove is not None or profile_file is not None)
-    if CRITERIA[by.goes_by].measures not in RESUMED:
+    if not CRITERIA[by.goes_by].resumes:
         given.refuse(f"has no effect on --criterion {by.goes_by}; leave it out", "resume")
     if profile_file is not None:
-        require_profiled(by.goes_by, by.what)
         measured_already = "is of a MODEL to measure, which --profile FILE was; leave it out"
         given.refuse(measured_already, "seeds", "resume")
         for record in (ModelOptions, TextOptions):
             given.refuse_record(measured_already, record)
-    if stream:
-        require_streamed(by.goes_by, by.what)
-        if profile_file is not None or max_kl is not None:
-            raise LyapunovPruneError(
-                "--stream is of a MODEL to measure, and --max-kl needs it in memory; leave out --profile and --max-kl"
-            )
+    if stream and (profile_file is not None or max_kl is not None):
+        raise LyapunovPruneError(
+            "--stream is of a MODEL to measure, and --max-kl needs it in memory; leave out --profile and --max-kl"
+        )
 
     from lyapunov_prune.profiles.profile import LayerProfile
     from lyapunov_prune.ranking.budget import remove_under_budget

@@ -39,7 +39,7 @@ from lyapunov_prune.cli.records import Given
 from lyapunov_prune.cli.terminal import note, say, show
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.ranking.counts import count_of, require_budget
-from lyapunov_prune.ranking.criteria import require_known_count
+from lyapunov_prune.ranking.table import require_ranks
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -103,12 +103,12 @@ def prune(
         chosen = "is of layers that a criterion chooses; give --remove or --max-kl with it"
         given.refuse_record(chosen, RankOptions, "what")
     by = by.settled(remove, periods=keep_period)
-    by.require(given, sublayers=remove is not None or max_kl is not None)
+    by.require(given)
     if max_kl is not None:
         require_budget(max_kl)
         require_budget_alone(keep_period)
     if remove is not None or max_kl is not None:
-        require_known_count(by.goes_by, remove, keep_period)
+        require_ranks(by.goes_by, by.what, remove=remove, periods=keep_period)
     if (by.what == "activation") != (reduction is not None):
         raise LyapunovPruneError("--what activation and --reduction go together; give both or neither")
     if mend and (by.what != "layers" or format != "plain"):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -9,21 +11,12 @@ from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
 from lyapunov_prune.errors import LyapunovPruneError
+from lyapunov_prune.ranking.best import search_budget
 from lyapunov_prune.ranking.counts import count_of, free_layers, protected_layers, require_budget, require_count
-from lyapunov_prune.ranking.criteria import (
-    CRITERIA,
-    DEFAULT,
-    _robust,
-    default_criterion,
-    require_compares_mended,
-    require_criterion,
-    require_known_count,
-    require_part,
-    require_profiled,
-    require_streamed,
-    require_temperature_of,
-    search_budget,
-)
+from lyapunov_prune.ranking.criteria.blend import Blend
+from lyapunov_prune.ranking.criteria.blend import robust as _robust
+from lyapunov_prune.ranking.criterion import Scored
+from lyapunov_prune.ranking.table import CRITERIA, DEFAULT, default_criterion, require_ranks
 
 
 def robust(x: np.ndarray) -> np.ndarray:
@@ -46,11 +39,10 @@ def robust(x: np.ndarray) -> np.ndarray:
 def test_a_blend_is_about_the_median_by_the_quartiles(x: np.ndarray) -> None:
     np.testing.assert_allclose(_robust(x), robust(x), rtol=1e-9, atol=1e-9)
     np.testing.assert_allclose(_robust(np.stack([x, 2 * x + 1])), [robust(x), robust(2 * x + 1)], rtol=1e-9, atol=1e-9)
-    score, bi = CRITERIA["blend"].score, np.linspace(0, 1, len(x)) ** 2
-    assert score is not None
+    bi = np.linspace(0, 1, len(x)) ** 2
     for alpha in (0.0, 0.3, 1.0):
         wanted = alpha * robust(np.abs(x - 1)) + (1 - alpha) * robust(bi)
-        np.testing.assert_allclose(score({"rho": x, "bi": bi}, alpha), wanted, rtol=1e-9, atol=1e-9)
+        np.testing.assert_allclose(Blend(alpha=alpha).score({"rho": x, "bi": bi}), wanted, rtol=1e-9, atol=1e-9)
 
 
 def test_equal_quartiles_go_by_the_whole_range() -> None:
@@ -61,7 +53,8 @@ def test_equal_quartiles_go_by_the_whole_range() -> None:
 def test_scores_are_their_formulas() -> None:
     values = {"rho": np.array([0.5, 1.25, 1.0]), "bi": np.array([0.1, 0.3, 0.2]), "variance": np.array([3.0, 1, 2])}
     values |= {"layer": np.arange(3.0), "lot": np.array([2, 0, 1])}
-    found = {name: c.score(values, 0.5).tolist() for name, c in CRITERIA.items() if c.score and name != "blend"}
+    scored = {name: c() for name, c in CRITERIA.items() if issubclass(c, Scored) and name != "blend"}
+    found = {name: c.score(values).tolist() for name, c in scored.items()}
     assert found == {
         "rho": [0.5, 0.25, 0],
         "bi": [0.1, 0.3, 0.2],
@@ -95,56 +88,47 @@ def test_protected_layers_at_the_edge() -> None:
 
 def test_numbers_at_the_edge() -> None:
     for alpha in (0, 1):
-        require_criterion("bi", alpha)
+        CRITERIA.make("blend", alpha=alpha)
     for alpha in (-0.001, 1.001, np.nan):
-        with pytest.raises(LyapunovPruneError, match=r"outside \[0, 1\]"):
-            require_criterion("bi", alpha)
+        with pytest.raises(LyapunovPruneError, match=f"alpha.* {alpha}"):
+            CRITERIA.make("blend", alpha=alpha)
     require_budget(1e-300)
     for budget in (0.0, -1.0, np.nan):
         with pytest.raises(LyapunovPruneError, match="removes nothing"):
             require_budget(budget)
-    require_temperature_of("kl", 0.5)
-    require_temperature_of("bi", 1)
+    CRITERIA.make("kl", temperature=0.5)
     for temperature in (0.0, -1.0, np.inf, np.nan):
-        with pytest.raises(LyapunovPruneError, match="is no temperature"):
-            require_temperature_of("kl", temperature)
-    for temperature in (0.5, 2.0):
-        with pytest.raises(LyapunovPruneError, match=r"bi .*temperature"):
-            require_temperature_of("bi", temperature)
+        with pytest.raises(LyapunovPruneError, match="temperature"):
+            CRITERIA.make("kl", temperature=temperature)
+    with pytest.raises(LyapunovPruneError, match=r"bi .*temperature.* kl"):
+        CRITERIA.make("bi", temperature=0.5)
+
+
+def ranked(what: str = "layers", **asked: Any) -> set[str]:
+    """The criteria that rank it."""
+    found = set()
+    for name in CRITERIA:
+        try:
+            require_ranks(name, what, **asked)
+        except LyapunovPruneError:
+            continue
+        found.add(name)
+    return found
 
 
 def test_who_ranks_what() -> None:
-    """Of each rule the criteria that pass it, as the guide lists them."""
-
-    def passing(check: object, *arguments: object) -> set[str]:
-        assert callable(check)
-        found = set()
-        for name in CRITERIA:
-            try:
-                check(*(name if a is None else a for a in arguments))
-            except LyapunovPruneError:
-                continue
-            found.add(name)
-        return found
-
-    everywhere = {"bi", "kl", "from-end", "random"}
-    assert passing(require_part, "mlp", None) == passing(require_part, "attention", None) == everywhere
-    assert passing(require_part, "layers", None) == set(CRITERIA)
-    assert passing(require_part, "activation", None) == set()
-    require_part("activation")
-    with pytest.raises(LyapunovPruneError, match="unknown --what"):
-        require_part("heads")
+    """The criteria of each kind, as the guide lists them."""
     alone = set(CRITERIA) - {"angular", "oracle", "best"}
-    known = [
-        passing(lambda name, n=n, p=p: require_known_count(name, n, p), None) for n, p in ((None, False), (2, True))
-    ]
-    assert known == [alone, alone]
-    assert passing(lambda name: require_known_count(name, 2), None) == set(CRITERIA)
-    streamed = {"rho", "bi", "blend", "angular", "kl", "from-end", "random"}
-    assert passing(require_streamed, None) == streamed
-    assert passing(require_streamed, None, "mlp") == {"bi", "from-end", "random"}
-    assert passing(require_profiled, None) == {"rho", "bi", "blend", "from-end", "random"}
-    assert passing(require_profiled, None, "mlp") == set()
+    assert ranked(remove=2) == set(CRITERIA)
+    assert ranked(remove=None) == ranked(remove=2, periods=True) == alone
+    assert ranked("mlp", remove=2) == ranked("attention", remove=2) == {"bi", "kl", "from-end", "random"}
+    assert ranked("activation", remove=2) == set()
+    with pytest.raises(LyapunovPruneError, match="unknown --what"):
+        require_ranks("bi", "heads")
+    assert ranked(remove=2, streamed=True) == set(CRITERIA) - {"oracle", "best"}
+    assert ranked("mlp", remove=2, streamed=True) == {"bi", "from-end", "random"}
+    assert ranked(remove=2, profiled=True) == {"rho", "bi", "blend", "from-end", "random"}
+    assert ranked("mlp", remove=2, profiled=True) == set()
 
 
 def test_best_is_taken_where_whole_layers_go_and_their_number_is_known() -> None:
@@ -165,10 +149,3 @@ def test_a_share_is_the_nearest_number_and_at_least_one() -> None:
     for wrong in (0.0, 1.0, 2.5, -0.1, float("nan")):
         with pytest.raises(LyapunovPruneError, match="of 30 layers"):
             count_of(wrong, 30)
-
-
-def test_only_a_search_among_sets_compares_mended_ones() -> None:
-    require_compares_mended("best")
-    for name in set(CRITERIA) - {"best"}:
-        with pytest.raises(LyapunovPruneError, match=f"criterion {name} "):
-            require_compares_mended(name)

@@ -1,0 +1,1 @@
+"""How layers are ordered for removal, one file a criterion; `ranking.table.CRITERIA` lists them."""

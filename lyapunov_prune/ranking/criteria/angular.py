@@ -1,0 +1,35 @@
+"""Criterion `angular`: the run of layers goes whose ends are nearest in angle."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from lyapunov_prune.ranking.criterion import Asked, Criterion
+
+if TYPE_CHECKING:
+    from lyapunov_prune.ranking.angular import AngularDistance
+
+
+@dataclass(frozen=True)
+class Angular(Criterion):
+    """The run of so many layers of least `1 − E_t cos(h_l,t, h_{l+n,t})` (`angular_distance`)."""
+
+    name = "angular"
+    help = "the run of layers that turns the state least"
+    reference = "arXiv:2403.17887"
+    streamed = ("layers",)
+    chooses = "removes a run of layers"
+
+    def rank(self, asked: Asked) -> AngularDistance:
+        from lyapunov_prune.ranking.angular import angular_distance
+
+        ranking = angular_distance(
+            asked.reading.model,
+            asked.reading,
+            batch_size=asked.batch_size,
+            protect=asked.protect,
+            folder=asked.folder,
+        )
+        asked.keep("angular", ranking)
+        return ranking

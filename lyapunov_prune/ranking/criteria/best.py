@@ -1,0 +1,48 @@
+"""Criterion `best`: the sets that cheap criteria propose are checked by the loss, and searched around."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from lyapunov_prune.ranking.criterion import Asked, Criterion
+
+if TYPE_CHECKING:
+    from lyapunov_prune.ranking.tried import BestRemoval
+
+
+@dataclass(frozen=True)
+class Best(Criterion):
+    """A search among sets of layers that may spend `search` forwards (`best_removal`).
+
+    With `mend` it compares the sets with their gaps mended too, by the text `judge` as well.
+    """
+
+    search: float | None = None
+    mend: bool = False
+    judge: Any = None  # TokenBatch or None: written by the model
+
+    name = "best"
+    help = "what those propose, checked by the loss, and swaps"
+    reference = "measured, see experiments/35_best"
+    resumes = True
+    chooses = "searches among sets"
+
+    def rank(self, asked: Asked) -> BestRemoval:
+        from lyapunov_prune.ranking.best import best_removal
+
+        assert asked.remove is not None  # `chooses`
+        ranking = best_removal(
+            asked.reading.model,
+            asked.reading,
+            asked.remove,
+            search=self.search,
+            protect=asked.protect,
+            mend=self.mend,
+            judge=self.judge,
+            folder=asked.jobs("best"),
+            resume=asked.resume,
+            batch_size=asked.batch_size,
+        )
+        asked.keep("best", ranking)
+        return ranking

@@ -1,0 +1,44 @@
+"""Criterion `blend`: the growth of an error and the turn of the state, on one scale."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from lyapunov_prune.errors import LyapunovPruneError
+from lyapunov_prune.lazy import np
+from lyapunov_prune.ranking.criterion import ByProfile
+
+_ROUNDING = 1e-12  # quartiles nearer than this, over the range, are equal
+
+
+@dataclass(frozen=True)
+class Blend(ByProfile):
+    """`α s(|ρ − 1|) + (1 − α) s(bi)`, `s(x) = (x − median) / IQR` over the layers that may go.
+
+    On a scale from 0 to 1, which the paper takes, the one largest value decides how much all others weigh
+    (experiments/38_scales). Raises LyapunovPruneError for an alpha outside [0, 1].
+    """
+
+    alpha: float = 0.5
+    seeds: tuple[int, ...] = (0, 1, 2, 3)
+
+    name = "blend"
+    help = "alpha of rho, the rest of bi, each about its median by its quartiles"
+    reference = "structural sensitivity, §6.5; the scale by experiments/38_scales"
+    needs = ("rho", "bi")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not 0 <= self.alpha <= 1:
+            raise LyapunovPruneError(f"alpha {self.alpha:g} is outside [0, 1]; give a weight between them")
+
+    def score(self, values: Mapping[str, np.ndarray]) -> np.ndarray:
+        return self.alpha * robust(abs(values["rho"] - 1)) + (1 - self.alpha) * robust(values["bi"])
+
+
+def robust(x: np.ndarray) -> np.ndarray:
+    """`(x − median) / IQR` over the last axis, by the whole range where the quartiles are equal; all alike: 0."""
+    least, low, middle, high, most = np.quantile(x, (0, 0.25, 0.5, 0.75, 1), axis=-1, keepdims=True)
+    span = np.where(high - low > _ROUNDING * (most - least), high - low, most - least)
+    return (x - middle) / (span + (span == 0))

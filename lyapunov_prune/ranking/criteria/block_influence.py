@@ -1,0 +1,45 @@
+"""Criterion `bi`: the layer goes first that turns the hidden state least."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from lyapunov_prune.lazy import np
+from lyapunov_prune.ranking.criterion import EVERYWHERE, Asked, Scored
+
+if TYPE_CHECKING:
+    from lyapunov_prune.ranking.ranking import LayerRanking
+
+
+@dataclass(frozen=True)
+class BlockInfluence(Scored):
+    """Block Influence, `1 − E_t cos(h_l,t, h_{l+1,t})`; of a sublayer the same with its own output added or not."""
+
+    name = "bi"
+    help = "Block Influence, how far the state is turned"
+    reference = "ShortGPT, arXiv:2403.03853; of sublayers LLM-Drop, arXiv:2406.15786"
+    needs = ("bi",)
+    parts = EVERYWHERE
+    streamed = EVERYWHERE
+    profiled = True
+
+    def score(self, values: Mapping[str, np.ndarray]) -> np.ndarray:
+        return values["bi"]
+
+    def rank(self, asked: Asked) -> LayerRanking:
+        from lyapunov_prune.profiles.influence import block_influence
+        from lyapunov_prune.profiles.sublayer_influence import sublayer_influence
+        from lyapunov_prune.ranking.measured import rank_sublayers
+
+        model, reading = asked.reading.model, asked.reading
+        if asked.what == "layers":
+            whole = block_influence(model, reading, batch_size=asked.batch_size)
+            ranking = self.of_profiles(None, whole, asked.protect)
+            asked.keep("influence", whole)
+        else:
+            parts = sublayer_influence(model, reading, batch_size=asked.batch_size)
+            ranking = rank_sublayers(parts, asked.what, protect=asked.protect)
+            asked.keep("sublayers", parts)
+        return ranking

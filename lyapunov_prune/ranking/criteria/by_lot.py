@@ -1,0 +1,28 @@
+"""Criterion `random`: layers go by lot; a control."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from lyapunov_prune.arguments import Seed
+from lyapunov_prune.lazy import np
+from lyapunov_prune.ranking.criterion import ByPosition
+
+
+@dataclass(frozen=True)
+class ByLot(ByPosition):
+    """A permutation drawn from `seed`."""
+
+    seed: Seed = 0
+
+    name = "random"
+    help = "by lot"
+    reference = "control"
+    needs = ("lot",)
+
+    def by_position(self, layer: np.ndarray) -> dict[str, np.ndarray]:
+        return {"lot": np.random.default_rng(self.seed).permutation(len(layer)) + 0 * layer}  # NaN stays NaN
+
+    def score(self, values: Mapping[str, np.ndarray]) -> np.ndarray:
+        return values["lot"]

@@ -1,0 +1,22 @@
+"""Criterion `from-end`: the last layer goes first; a control."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from lyapunov_prune.lazy import np
+from lyapunov_prune.ranking.criterion import ByPosition
+
+
+@dataclass(frozen=True)
+class FromEnd(ByPosition):
+    """The distance from the end."""
+
+    name = "from-end"
+    help = "the last first"
+    reference = "control"
+    needs = ("layer",)
+
+    def score(self, values: Mapping[str, np.ndarray]) -> np.ndarray:
+        return (len(values["layer"]) - 1.0) - values["layer"]

@@ -1,0 +1,64 @@
+"""Criterion `kl`: the layer goes first whose leaving out moves the prediction least."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from lyapunov_prune.errors import LyapunovPruneError
+from lyapunov_prune.lazy import np
+from lyapunov_prune.ranking.criterion import EVERYWHERE, Asked, Scored
+
+if TYPE_CHECKING:
+    from lyapunov_prune.ranking.ranking import LayerRanking
+
+
+@dataclass(frozen=True)
+class KL(Scored):
+    """The variance of the logits' change under the prediction, which KL is half of to second order.
+
+    The predictions are those at `temperature` (`predictions.divergence`). Raises LyapunovPruneError for a temperature
+    that is not above 0.
+    """
+
+    temperature: float = 1.0
+
+    name = "kl"
+    help = "how far the prediction moves without it"
+    reference = "Demystifying When Pruning Works via Representation Hierarchies, Theorem 3"
+    needs = ("variance",)
+    parts = EVERYWHERE
+    streamed = ("layers",)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not self.temperature > 0:
+            raise LyapunovPruneError(f"temperature {self.temperature:g} is no temperature; give a number above 0")
+
+    def score(self, values: Mapping[str, np.ndarray]) -> np.ndarray:
+        return values["variance"]
+
+    def rank(self, asked: Asked) -> LayerRanking:
+        from lyapunov_prune.predictions.divergence import SkipDivergence, skip_divergence, sublayer_divergence
+        from lyapunov_prune.ranking.measured import rank_by_divergence
+
+        model, reading = asked.reading.model, asked.reading
+        measured: SkipDivergence
+        if asked.what == "layers":
+            name, measured = (
+                "divergence",
+                skip_divergence(
+                    model, reading, temperature=self.temperature, batch_size=asked.batch_size, folder=asked.folder
+                ),
+            )
+        else:
+            name, measured = (
+                "sublayer-divergence",
+                sublayer_divergence(
+                    model, reading, asked.what, temperature=self.temperature, batch_size=asked.batch_size
+                ),
+            )
+        ranking = rank_by_divergence(measured, protect=asked.protect)
+        asked.keep(name, measured)
+        return ranking

@@ -1,0 +1,40 @@
+"""Criterion `oracle`: one layer after another, each time the one whose removal costs least."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from lyapunov_prune.ranking.counts import free_layers
+from lyapunov_prune.ranking.criterion import Asked, Criterion
+
+if TYPE_CHECKING:
+    from lyapunov_prune.ranking.oracle import GreedyRemoval
+
+
+@dataclass(frozen=True)
+class Oracle(Criterion):
+    """Greedy search by the loss on the text itself (`greedy_removal`)."""
+
+    name = "oracle"
+    help = "one by one, each time the least loss"
+    reference = "greedy search"
+    resumes = True
+    chooses = "searches step by step"
+
+    def rank(self, asked: Asked) -> GreedyRemoval:
+        from lyapunov_prune.ranking.oracle import greedy_removal
+
+        assert asked.remove is not None  # `chooses`
+        free = free_layers(asked.reading.structure.num_layers, asked.protect)
+        ranking = greedy_removal(
+            asked.reading.model,
+            asked.reading,
+            asked.remove,
+            folder=asked.jobs("oracle"),
+            resume=asked.resume,
+            batch_size=asked.batch_size,
+            candidates=lambda removed: set(free) - set(removed),
+        )
+        asked.keep("oracle", ranking)
+        return ranking

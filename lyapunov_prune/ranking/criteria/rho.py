@@ -1,0 +1,24 @@
+"""Criterion `rho`: the layer goes first that lets an error pass most nearly unchanged."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from lyapunov_prune.lazy import np
+from lyapunov_prune.ranking.criterion import ByProfile
+
+
+@dataclass(frozen=True)
+class Rho(ByProfile):
+    """`|ρ_l − 1|`, ρ_l the growth of an error through layer l under the pooling of the profile."""
+
+    seeds: tuple[int, ...] = (0, 1, 2, 3)
+
+    name = "rho"
+    help = "|rho − 1|, how far from 1 an error's growth is"
+    reference = "structural sensitivity, §6.5"
+    needs = ("rho",)
+
+    def score(self, values: Mapping[str, np.ndarray]) -> np.ndarray:
+        return abs(values["rho"] - 1)

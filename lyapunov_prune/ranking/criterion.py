@@ -1,0 +1,213 @@
+"""What every criterion is: it measures a model and ranks its layers for removal. Imports no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, ClassVar
+
+from lyapunov_prune.errors import LyapunovPruneError
+from lyapunov_prune.lazy import np
+from lyapunov_prune.ranking.counts import free_layers, protected_layers
+from lyapunov_prune.registry import Choice
+
+if TYPE_CHECKING:
+    from lyapunov_prune.forward.reading import Reading
+    from lyapunov_prune.profiles.contraction_profile import ContractionProfile
+    from lyapunov_prune.profiles.influence import InfluenceProfile
+    from lyapunov_prune.ranking.ranking import LayerRanking, Ranking
+    from lyapunov_prune.results.result import MeasuredOn, ModelIdentity, Result
+
+SUBLAYERS = ("attention", "mlp")
+EVERYWHERE = ("layers", *SUBLAYERS)
+_REMEDIES = {"rho": "a contraction profile; measure one", "bi": "Block Influence; measure it"}
+
+
+@dataclass(frozen=True, eq=False)
+class Asked:
+    """What a criterion is to rank, and how it may measure: a model and its text, `what` of its layers can go."""
+
+    reading: Reading
+    what: str
+    remove: int | None
+    protect: tuple[int, ...]
+    batch_size: int
+    folder: Path | None
+    resume: bool
+
+    def keep(self, name: str, measured: Result) -> None:
+        """Save what was measured as `name.json`, if there is a folder."""
+        if self.folder is not None:
+            measured.save(self.folder / f"{name}.json")
+
+    def jobs(self, name: str) -> Path | None:
+        """The folder of a search that can be resumed."""
+        return None if self.folder is None else self.folder / "jobs" / name
+
+
+class Criterion(Choice):
+    """How layers are ordered for removal. A criterion is a subclass in a file of its own and a row in `table.CRITERIA`.
+
+    `parts` are what it ranks: whole layers, or also their attention and MLP. `streamed` are those of them that it ranks
+    in a model which is read one layer at a time. `profiled`: a saved LayerProfile holds all that it needs. `resumes`:
+    an interrupted measurement goes on. `chooses` says how it chooses so many layers together; empty where layers have
+    scores, which give an order.
+    """
+
+    parts: ClassVar[tuple[str, ...]] = ("layers",)
+    streamed: ClassVar[tuple[str, ...]] = ()
+    profiled: ClassVar[bool] = False
+    resumes: ClassVar[bool] = False
+    chooses: ClassVar[str] = ""
+
+    def rank(self, asked: Asked) -> Ranking:
+        """Measure, rank, and keep what was measured."""
+        raise NotImplementedError
+
+
+class Scored(Criterion):
+    """A criterion that gives every layer a score by the values that it `needs`; the smallest is removed first."""
+
+    needs: ClassVar[tuple[str, ...]]
+
+    def score(self, values: Mapping[str, np.ndarray]) -> np.ndarray:
+        """The scores by the values of the layers that may go, arrays whose last axis is the layers."""
+        raise NotImplementedError
+
+    def by_position(self, layer: np.ndarray) -> dict[str, np.ndarray]:
+        """Values that are known without a measurement; `layer` (L,) holds indices, NaN where a layer lacks the part."""
+        return {"layer": layer}
+
+    def ranking(
+        self,
+        values: Mapping[str, np.ndarray],
+        model: ModelIdentity,
+        measured_on: tuple[MeasuredOn, ...] = (),
+        *,
+        what: str = "layers",
+        protect: Sequence[int] = (),
+        drawn: Mapping[str, np.ndarray | None] | None = None,
+    ) -> LayerRanking:
+        """Rank by `values`, one value a layer by name, NaN for a layer that lacks `what`.
+
+        Layers of `protect` (counted from the end if negative) stay, and have no part in the score of others. `drawn`
+        holds the values of windows drawn anew, (draws, L); where it has all that the score needs, `picked` is known.
+        Raises LyapunovPruneError when a score is not finite.
+        """
+        from lyapunov_prune.ranking.ranking import LayerRanking
+        from lyapunov_prune.ranking.stability import picked
+
+        layers = model.num_layers
+        free = list(free_layers(layers, protect))
+        values = self.by_position(np.arange(layers, dtype=np.float64)) | dict(values)
+        scores = np.full(layers, np.nan)
+        scores[free] = self.score({name: value[free] for name, value in values.items()})
+        often = None
+        needed = {name: value for name in self.needs if (value := (drawn or {}).get(name)) is not None}
+        if needed and len(needed) == len(self.needs):
+            draws = np.full((len(next(iter(needed.values()))), layers), np.nan)
+            draws[:, free] = self.score({name: value[:, free] for name, value in needed.items()})
+            often = picked(draws)
+        wrong = np.zeros(layers, dtype=bool)
+        wrong[free] = ~np.isfinite(scores[free]) if what == "layers" else np.isinf(scores[free])
+        if wrong.any():
+            raise LyapunovPruneError(
+                f"the score of layer {int(np.argmax(wrong))} is not finite; measure again in float32"
+            )
+        return LayerRanking(
+            criterion=self.name,
+            alpha=getattr(self, "alpha", None),
+            scores=scores,
+            model=model,
+            measured_on=measured_on,
+            what=what,
+            protected=protected_layers(layers, protect),
+            picked=often,
+        )
+
+    def of_profiles(
+        self,
+        profile: ContractionProfile | None,
+        influence: InfluenceProfile | None,
+        protect: Sequence[int] = (),
+    ) -> LayerRanking:
+        """Rank whole layers by what was measured before; both are of one model. Raises as `measured.rank_layers`."""
+        source = profile or influence
+        if source is None:
+            raise LyapunovPruneError("nothing to rank by; give a contraction profile or a Block Influence")
+        values: dict[str, np.ndarray] = {}
+        drawn: dict[str, np.ndarray | None] = {}
+        used: list[MeasuredOn] = []
+        below_floor: tuple[int, ...] = ()
+        if "rho" in self.needs and profile is not None:
+            if not np.isfinite(profile.rho).all():
+                layer = int(np.argmin(np.isfinite(profile.rho)))
+                raise LyapunovPruneError(
+                    f"rho of layer {layer} is {profile.rho[layer]:g}, not finite; measure again in float32"
+                )
+            profile.require_above_floor()
+            below_floor = profile.below_floor
+            values["rho"], drawn["rho"] = profile.rho, profile.drawn()
+            used.append(profile.measured_on)
+        if "bi" in self.needs and influence is not None:
+            values["bi"], drawn["bi"] = influence.influence, influence.drawn()
+            used.append(influence.measured_on)
+        for name in self.needs:
+            if name in _REMEDIES and name not in values:
+                raise LyapunovPruneError(f"criterion {self.name} needs {_REMEDIES[name]}")
+        ranking = self.ranking(values, source.measured_on.model, tuple(used), protect=protect, drawn=drawn)
+        return replace(ranking, below_floor=below_floor)
+
+
+class ByPosition(Scored):
+    """A control: nothing is measured but which layers have the part."""
+
+    parts = EVERYWHERE
+    streamed = EVERYWHERE
+    profiled = True
+
+    def rank(self, asked: Asked) -> LayerRanking:
+        from lyapunov_prune.forward.sublayers import find_sublayers
+        from lyapunov_prune.models.structure import identify
+
+        model, layers = asked.reading.model, asked.reading.structure.num_layers
+        layer = np.arange(layers, dtype=np.float64)
+        if asked.what != "layers":
+            sublayers = find_sublayers(model, range(layers))
+            layer[[asked.what not in sublayers[i].branches for i in range(layers)]] = np.nan
+        return self.ranking(self.by_position(layer), identify(model), what=asked.what, protect=asked.protect)
+
+
+class ByProfile(Scored):
+    """A criterion that goes by a LayerProfile, which it measures with one perturbation for each of its `seeds`.
+
+    Raises LyapunovPruneError, after one window, for a dtype in which ρ is rounding.
+    """
+
+    seeds: tuple[int, ...]
+
+    streamed = ("layers",)
+    profiled = True
+    resumes = True
+
+    def rank(self, asked: Asked) -> LayerRanking:
+        from lyapunov_prune.profiles.contraction import require_above_rounding
+        from lyapunov_prune.profiles.profile import HOW, LayerProfile, profile_layers
+        from lyapunov_prune.results.once import once
+
+        reading, how = asked.reading, {**HOW, "seeds": self.seeds}
+
+        def measure() -> LayerProfile:
+            require_above_rounding(reading.model, reading)
+            profile = profile_layers(reading.model, reading, **how, batch_size=asked.batch_size)
+            self.of_profiles(profile.contraction, profile.influence, asked.protect)  # a refused one is not kept
+            return profile
+
+        if asked.folder is None:
+            profile = measure()
+        else:
+            path = asked.folder / "profile.json"  # the command `profile` writes there too
+            origin = reading.measured_on()
+            profile = once(path, LayerProfile, origin, how, measure, resume=asked.resume, shared=True)
+        return self.of_profiles(profile.contraction, profile.influence, asked.protect)
