@@ -21,7 +21,7 @@ from lyapunov_prune.models.structure import in_eval_mode
 from lyapunov_prune.progress import phases
 from lyapunov_prune.ranking.angular import angular_distance
 from lyapunov_prune.ranking.candidates import SOURCES, Cost, Layers, by_direction, swaps
-from lyapunov_prune.ranking.counts import free_layers, protected_layers, require_count
+from lyapunov_prune.ranking.counts import free_layers, protected_layers, require_count, search_budget
 from lyapunov_prune.ranking.tried import BestRemoval, Final, Tried
 from lyapunov_prune.results.result import decode, encode
 from lyapunov_prune.results.store import Store
@@ -155,14 +155,6 @@ def best_removal(
         if "other dense" not in store:
             store.add("other dense", encode(losses(other, ())))
         return found.with_finals(finals, decode(np.ndarray, store["other dense"]), other.measured_on())
-
-
-def search_budget(layers: int, remove: int, mend: bool = False) -> float:
-    """Forwards that `best` may spend: ten for what proposes sets, and one for 16 of the swaps that one set has.
-
-    Mending takes as much again.
-    """
-    return (2 if mend else 1) * (10 + remove * (layers - remove) / 16)
 
 
 def _held_share(scoring: Reading) -> float:

@@ -14,7 +14,7 @@ from lyapunov_prune.forward.own_text import self_generated
 from lyapunov_prune.healing.heal import STEPS
 from lyapunov_prune.models.device import free_memory
 from lyapunov_prune.models.structure import Structure, find_structure, identify, in_eval_mode
-from lyapunov_prune.ranking.criteria import search_budget
+from lyapunov_prune.ranking.counts import search_budget
 from lyapunov_prune.results.frames import pd
 from lyapunov_prune.results.result import ModelIdentity, Result
 

@@ -30,7 +30,7 @@ from lyapunov_prune.models.wrappers import loading_class
 from lyapunov_prune.pruning.counting import sizes_in_memory
 from lyapunov_prune.pruning.gate import GateReport, verify_removal
 from lyapunov_prune.pruning.surgery import cut
-from lyapunov_prune.ranking.criteria import search_budget
+from lyapunov_prune.ranking.counts import search_budget
 from lyapunov_prune.results.files import require_disk, require_empty
 from lyapunov_prune.results.store import Store, clear_results
 from lyapunov_prune.shrinking.choosing import Choice, Chooser

@@ -13,7 +13,7 @@ from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.evaluation.speed import measure_speed
 from lyapunov_prune.models.structure import find_structure
 from lyapunov_prune.pruning.surgery import cut
-from lyapunov_prune.ranking.criteria import count_of, require_count
+from lyapunov_prune.ranking.counts import count_of, require_count
 
 OPTIONS = {
     "remove": "--remove 25%",

@@ -79,7 +79,7 @@ def test_a_bad_option_of_profile(options: list[str], message: str, run_bad: Call
         (["--remove", "0%"], "a share of 0% of 6 layers cannot go"),
         (["--remove", "some"], "'some' is no number, as 7, and no share, as 25%"),
         (["--remove", "2.5"], "'2.5' is no number, as 7, and no share, as 25%"),
-        (["--remove", "1", "--criterion", "bi", "--search", "9"], "--search is what --criterion best may spend; give"),
+        (["--remove", "1", "--criterion", "bi", "--search", "9"], "--search has no effect on --criterion bi"),
         (["--layers", "2", "--judge", "builtin"], "--judge is the text that --mend is judged by; give both or neither"),
         (["--max-kl", "1", "--criterion", "best"], "criterion best searches among sets; give --remove N with it"),
         (["--remove", "1", "--criterion", "best", "--what", "mlp"], "best is defined for whole layers only"),
