@@ -87,7 +87,7 @@ def test_a_bad_option_of_profile(options: list[str], message: str, run_bad: Call
         (["--remove", "1", "--protect", "6"], "layer 6 to protect does not exist; the layers are 0 to 5"),
         (["--remove", "2", "--protect", "0,1,2,3,-1"], "1 layers are left to remove beside the protected, and 2"),
         (["--layers", "1", "--protect", "0"], "--protect is of layers that a criterion chooses; give --remove or"),
-        (["--remove", "1", "--alpha", "1.5"], "alpha 1.5 is outside [0, 1]; give"),
+        (["--remove", "1", "--alpha", "1.5"], "--alpha has no effect on --criterion best"),
         (["--plan", "absent.json"], "cannot read absent.json"),
         (["--plan", "tiny/config.json"], "tiny/config.json holds no result, not PruningPlan; give"),
     ],
