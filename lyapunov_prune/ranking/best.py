@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,7 +16,8 @@ from lyapunov_prune.errors import LyapunovPruneError, NonFiniteError
 from lyapunov_prune.evaluation.judging import apart
 from lyapunov_prune.forward.reading import Readable, Reading, read
 from lyapunov_prune.mending.judge import losses, second_text
-from lyapunov_prune.mending.mend import fit_mends, fitted_and_held
+from lyapunov_prune.mending.mend import Mend, fit_mends, fitted_and_held
+from lyapunov_prune.mending.report import MendReport
 from lyapunov_prune.models.structure import in_eval_mode
 from lyapunov_prune.progress import phases
 from lyapunov_prune.ranking.angular import angular_distance
@@ -30,6 +31,7 @@ from lyapunov_prune.sensitivity.sweep import Job, Sweep, badness
 _LEAST_WINDOWS = 2
 _SEARCH_SHARE = 0.5  # of the forwards, where sets are then mended with the rest
 _FINALS = 4  # sets that are mended, at the most
+Fit = Callable[..., tuple[tuple[Mend, ...], MendReport]]  # as `fit_mends`
 
 
 @checked
@@ -44,6 +46,7 @@ def best_removal(
     protect: Sequence[int] = (),
     mend: bool = False,
     judge: TokenBatch | torch.Tensor | None = None,
+    fit: Fit = fit_mends,
     folder: str | Path | None = None,
     resume: bool = False,
     batch_size: int = 1,
@@ -60,6 +63,8 @@ def best_removal(
     windows and by another text, `judge`; None has the dense model write one (`mending.judge.second_text`). Of each set
     the maps count where they pay on both texts (`mending.report.pays`), and the set of least loss, the mean over both
     texts, is chosen. Layer 0 stays, as nothing could stand in for it; a set that cannot be mended is compared as it is.
+
+    `fit` makes the maps; one that keeps them spares the caller a second fit of the chosen set.
 
     A forward is one of the dense model over the check windows, by multiplications; a check begins at the first layer
     that goes (`Sweep`). A measurement that would cost more than half of what is left, or that refuses the model, is
@@ -149,7 +154,7 @@ def best_removal(
             return found
         begin_phase()
         walk.budget = search
-        finals = walk.finals(scoring, other, held, store)
+        finals = walk.finals(scoring, other, held, store, fit)
         if not finals:
             return replace(found, left_out=(*left_out, "mended sets"))
         if "other dense" not in store:
@@ -208,7 +213,7 @@ class _Walk:
             goes, stays = set(promising) - set(current), set(current) - set(promising)
             self._add(f"{goes.pop()} for {stays.pop()}", promising, windows, swap=True)
 
-    def finals(self, scoring: Reading, other: Reading, held: float, store: Store) -> list[Final]:
+    def finals(self, scoring: Reading, other: Reading, held: float, store: Store, fit: Fit) -> list[Final]:
         """The sets of least loss, judged by the check windows and by `other` with their gaps mended and open."""
         ratio = other.batch.ids.numel() / self.sweep.reading.batch.ids.numel()
         found: list[Final] = []
@@ -220,17 +225,17 @@ class _Walk:
                 break
             key = f"final {','.join(map(str, layers))}"
             if key not in store:
-                store.add(key, encode(self._judged(scoring, other, layers)))
+                store.add(key, encode(self._judged(scoring, other, layers, fit)))
             self.spent += price
             mended, other_cut, other_mended = decode(list[np.ndarray], store[key])
             found.append(Final(layers, mended, other_cut, other_mended, self.spent))
         return found
 
-    def _judged(self, scoring: Reading, other: Reading, layers: Layers) -> list[np.ndarray]:
+    def _judged(self, scoring: Reading, other: Reading, layers: Layers, fit: Fit) -> list[np.ndarray]:
         """The fields of `Final`; NaN where a gap cannot be mended."""
         cut = losses(other, layers)
         try:
-            mends, _ = fit_mends(scoring.model, layers, scoring, of=2)
+            mends, _ = fit(scoring.model, layers, scoring, of=2)
         except LyapunovPruneError:
             return [np.full_like(self.sweep.dense, np.nan), cut, np.full_like(cut, np.nan)]
         return [losses(self.sweep.reading, layers, mends), cut, losses(other, layers, mends)]

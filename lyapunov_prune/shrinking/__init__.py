@@ -3,11 +3,12 @@
 - `target`: how much goes: layers, a share of the parameters, a speed, or what may be lost; and how many layers that is;
 - `cost`: how long it will take here, and how much memory and disk, before it starts;
 - `texts`: what teaches, what judges, and what no step sees;
-- `choosing`: which layers go, and whether mending pays; `shrink`: all steps, one after the other;
+- `choosing`: which layers go, and whether mending pays; `within`: how many, where the target is what may be lost;
+- `shrink`: all steps, one after the other;
 - `written`: the smaller model as a checkpoint, with the commands that would do the same by hand;
 - `report`: what was done and what it is worth.
 
-A new target is a case in `target.Target.of` and one in `target.count_for`.
+A new target is a case in `target.Target.of`, and one in `target.count_for` or, of what may be lost, in `within`.
 """
 
 import lazy_loader

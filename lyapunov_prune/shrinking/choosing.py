@@ -1,30 +1,27 @@
-"""Which layers go, their gaps mended where that pays; and how many, where the target is what may be lost."""
+"""Which layers go, and their gaps mended where that pays."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
-from functools import partial
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
-import torch
 from transformers import PreTrainedModel
 
 from lyapunov_prune.data.batch import TokenBatch
 from lyapunov_prune.errors import LyapunovPruneError
-from lyapunov_prune.forward.reading import Reading, read
-from lyapunov_prune.mending.judge import fitting_and_judges, judged_mends
-from lyapunov_prune.mending.mend import Mend, mapped
-from lyapunov_prune.mending.report import MendReport
-from lyapunov_prune.models.structure import in_eval_mode
-from lyapunov_prune.predictions.divergence import divergences_of
+from lyapunov_prune.forward.reading import Readable
+from lyapunov_prune.mending.judge import judged_mends
+from lyapunov_prune.mending.mend import Mend, fit_mends
+from lyapunov_prune.mending.report import Judgement, MendReport
 from lyapunov_prune.pruning.plan import PruningPlan
 from lyapunov_prune.ranking.best import best_removal
 from lyapunov_prune.ranking.tried import BestRemoval
 from lyapunov_prune.shrinking.report import Taken
+
+Mended = tuple[tuple[Mend, ...], MendReport]
 
 
 @dataclass(frozen=True, eq=False)
@@ -57,6 +54,12 @@ class Chooser:
 
     def choose(self, remove: int) -> Choice:
         began = time.monotonic()
+        fits: dict[tuple[int, ...], Mended] = {}
+
+        def fit(model: PreTrainedModel, removed: Sequence[int], batch: Readable, *, of: int = 1) -> Mended:
+            fits[tuple(removed)] = fit_mends(model, removed, batch, of=of)
+            return fits[tuple(removed)]
+
         found = best_removal(
             self.model,
             self.batch,
@@ -64,6 +67,7 @@ class Chooser:
             search=self.search,
             mend=self.mend,
             judge=self.judge if self.mend else None,
+            fit=fit,
             folder=None if self.folder is None else self.folder / f"best-{remove}",
             resume=self.resume,
             batch_size=self.batch_size,
@@ -73,16 +77,23 @@ class Chooser:
         chosen = Taken("layers chosen", True, told, time.monotonic() - began)
         if not self.mend:
             return Choice(plan, found, (), None, (chosen, Taken("mending", False, "no time left", 0.0)))
-        mends, report, mending = self._mended(plan)
+        mends, report, mending = self._mended(plan, found, fits.get(found.remove))
         if report is not None:
             for on in (report.measured_on, *(each.measured_on for each in report.judgements)):
                 plan = plan.seen_on(on)
         return Choice(plan, found, mends, report, (chosen, mending))
 
-    def _mended(self, plan: PruningPlan) -> tuple[tuple[Mend, ...], MendReport | None, Taken]:
+    def _mended(
+        self, plan: PruningPlan, found: BestRemoval, fitted: Mended | None
+    ) -> tuple[tuple[Mend, ...], MendReport | None, Taken]:
+        """The maps that pay, `fitted` by the search and judged there where it went so far."""
         began = time.monotonic()
         try:
-            mends, report = judged_mends(self.model, plan.remove, self.batch, self.judge)
+            if fitted is None:
+                mends, report = judged_mends(self.model, plan.remove, self.batch, self.judge)
+            else:
+                report = _judged(found, fitted[1])
+                mends = fitted[0] if report.kept else ()
         except LyapunovPruneError as error:  # not every layer can take a map
             return (), None, Taken("mending", False, str(error), time.monotonic() - began)
         assert report.check is not None
@@ -91,18 +102,9 @@ class Chooser:
         return mends, report, Taken("mending", bool(mends), told, time.monotonic() - began)
 
 
-@in_eval_mode
-@torch.no_grad()
-def divergence(model: PreTrainedModel, batch: TokenBatch, judge: TokenBatch, choice: Choice, batch_size: int) -> float:
-    """KL(dense ‖ pruned and mended) in nats a token on the windows of `batch` that nothing was fitted on."""
-    _, checking, _ = fitting_and_judges(read(model, batch), judge)
-    removed = choice.plan.remove
-    first = min([*removed, *(mend.place.layer for mend in choice.mends)])
-    change = partial(_without, checking, removed, choice.mends)
-    return float(divergences_of(checking, [(first, change)], 1.0, batch_size, "divergence")[0, 1])
-
-
-@contextmanager
-def _without(reading: Reading, removed: Sequence[int], mends: Sequence[Mend]) -> Iterator[None]:
-    with reading.prefix.without(removed), mapped(reading.structure.layers, mends):
-        yield
+def _judged(found: BestRemoval, report: MendReport) -> MendReport:
+    """`report` of the maps of the chosen set, judged by the losses that the search has measured of it."""
+    assert found.other_on is not None
+    final = next(final for final in found.finals if final.layers == found.remove)
+    check = Judgement(found.tried[found.chosen].windows, final.mended, found.checked_on)
+    return replace(report, check=check, other=Judgement(final.other, final.other_mended, found.other_on))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from dataclasses import dataclass
 
@@ -28,13 +29,16 @@ LOW_RANK = 16  # of the updates that heal a model in half precision, or one whos
 class Estimate(Result):
     """What shrinking `model` by `remove` layers will take: `seconds` of each step, `memory` and `disk` in bytes.
 
+    `remove` is None where only the choice itself tells how many layers the target allows: then it is the cost of
+    removing a quarter, and `searches` numbers are tried.
     Memory is what is needed beside the model that is loaded already. `rank` is that of the updates by which it is
     healed, None where all parameters of the layers are trained; `step_seconds` is what a step of that takes.
     """
 
     model: ModelIdentity
     target: str
-    remove: int
+    remove: int | None
+    searches: int
     seconds: dict[str, float]
     memory: int
     disk: int
@@ -47,8 +51,8 @@ class Estimate(Result):
     def answer(self) -> list[str]:
         how = "all weights of its layers" if self.rank is None else f"updates of rank {self.rank}"
         return [
-            f"{self.remove} of {self.model.num_layers} layers of {self.model.name} will go ({self.target}); "
-            f"healed by {how}",
+            f"{self.remove or 'As many as allowed'} of {self.model.num_layers} layers of {self.model.name} will go "
+            f"({self.target}); healed by {how}",
             f"About {_time(sum(self.seconds.values()))} here, {self.memory / 1e9:.2g} GB of memory beside the model, "
             f"{self.disk / 1e9:.2g} GB of disk",
         ]
@@ -79,7 +83,7 @@ def writing_seconds(model: PreTrainedModel, windows: int, context: int) -> float
 def estimated(
     model: PreTrainedModel,
     target: str,
-    remove: int,
+    remove: int | None,
     *,
     windows: int,
     searched: int,
@@ -94,27 +98,29 @@ def estimated(
     """
     structure = find_structure(model)
     layers = structure.num_layers
+    goes = max(1, layers // 4) if remove is None else remove
+    searches = 1 if remove is not None else 1 + math.ceil(math.log2(layers))
     window = window_seconds(model, context)
-    size = size_of(model)
-    smaller = size - remove * layer_bytes(structure) // layers
-    budget = search_budget(layers, remove, mend=True)
+    smaller = size_of(model) - goes * layer_bytes(structure) // layers
+    budget = search_budget(layers, goes, mend=True) * searches
     seconds = {"writing the text": writing_seconds(model, windows, context) if writes else 0.0}
     seconds["choosing layers"] = budget * window * searched / 2
-    seconds["mending"] = seconds["choosing layers"] / 8  # as each of the four sets that the search mends
+    seconds["mending"] = budget * window * searched / 16  # as each of the four sets that the search mends
     seconds["healing"] = STEPS * _STEP * window
     seconds["evaluation"] = 2 * window * held_out / context + 16 * window
     seconds["gate and files"] = 2 * smaller / _SAVED + 20 * window
     if minutes is not None:
         rest = sum(seconds.values()) - seconds["healing"]
         seconds["healing"] = max(0.0, 60 * minutes - rest)
-    rank, memory = healed_by(model, remove, context)
+    rank, memory = healed_by(model, goes, context)
     return Estimate(
         model=identify(model),
         target=target,
         remove=remove,
+        searches=searches,
         seconds=seconds,
         memory=memory,
-        disk=smaller + trained_bytes(model, remove, rank) * 4,
+        disk=smaller + trained_bytes(model, goes, rank) * 4,
         rank=rank,
         step_seconds=_STEP * window,
     )

@@ -6,7 +6,8 @@ import copy
 import math
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from lyapunov_prune.errors import CheckFailed, Diverged, LyapunovPruneError
 from lyapunov_prune.evaluation.evaluation import Evaluation, zero_share
 from lyapunov_prune.evaluation.perplexity import perplexity
 from lyapunov_prune.evaluation.speed import measure_speed
+from lyapunov_prune.evaluation.tasks import Task, evaluate_tasks
 from lyapunov_prune.healing.heal import STEPS, heal
 from lyapunov_prune.healing.report import REPORT as HEALING
 from lyapunov_prune.healing.report import Healed
@@ -38,6 +40,7 @@ from lyapunov_prune.shrinking.cost import Estimate, estimated
 from lyapunov_prune.shrinking.report import REPORT, Shrinking, Shrunk, Taken
 from lyapunov_prune.shrinking.target import Target, count_for
 from lyapunov_prune.shrinking.texts import CONTEXT, TOKENS, Texts
+from lyapunov_prune.shrinking.within import Loss, divergence, drop_of, halves, largest
 from lyapunov_prune.shrinking.written import by_hand, write_shrunk
 
 _LEAST_SEARCH = 4.0  # forwards in which a search finds anything, and
@@ -68,12 +71,16 @@ class Request:
             raise LyapunovPruneError(f"{self.minutes:g} minutes shrink nothing; give a number above 0")
         self.texts.require(self.model)
 
-    def estimate(self, remove: int | None = None) -> Estimate:
-        """What it will cost. `remove` is the number of layers, if that is known."""
+    def count(self) -> int | None:
+        """How many layers go; None where the choice itself has to tell."""
+        return count_for(self.target, self.model) if self.target.is_counted else None
+
+    def estimate(self, remove: int | None) -> Estimate:
+        """What it will cost to remove so many layers (`count`)."""
         return estimated(
             self.model,
             self.target.told(),
-            count_for(self.target, self.model) if remove is None else remove,
+            remove,
             windows=self.texts.windows,
             searched=self.texts.searched(self.model),
             context=self.texts.width,
@@ -92,6 +99,8 @@ def shrink(
     remove: int | float | None = None,
     params: float | None = None,
     speedup: float | None = None,
+    max_kl: float | None = None,
+    max_drop: str | None = None,
     minutes: float | None = None,
     batch: TokenBatch | None = None,
     judge: TokenBatch | None = None,
@@ -106,7 +115,10 @@ def shrink(
     """A smaller model made from `model`, which stays untouched, and a report; written to `output` if that is given.
 
     One target says how much goes: `remove` layers (a float below 1: a share of them), as many as leave at most
-    `params` of the parameters, or as many as make a forward `speedup` times as fast on this machine.
+    `params` of the parameters, as many as make a forward `speedup` times as fast on this machine, or the most that
+    keep KL(dense ‖ pruned) within `max_kl` nats a token, on windows that no step learns from, or that let the score of
+    a task fall by no more than `max_drop` says, as `gsm8k.jsonl:0.02`: every second item chooses, the others are
+    reported.
 
     Layers are chosen by criterion `best` (`ranking.best`), their gaps mended (`mending`), the result healed from
     `model` (`healing`). Mending and healing are kept only where windows that they did not learn from say that they pay,
@@ -123,7 +135,7 @@ def shrink(
     """
     place = None if folder is None else Path(folder)
     texts = Texts(batch, judge, evaluation, tokens, context)
-    target = Target.of(remove, params, speedup)
+    target = Target.of(remove, params, speedup, max_kl, max_drop)
     request = Request(model, tokenizer, target, texts, minutes, seed, batch_size, place, resume)
     return carry_out(request, None if output is None else Path(output))
 
@@ -166,7 +178,8 @@ class _Clock:
 def _run(
     model: PreTrainedModel, request: Request, output: Path | None, told: Callable[[Estimate], Any], clock: _Clock
 ) -> Shrunk:
-    remove = clock.once("remove", lambda: count_for(request.target, model))
+    items = None if request.target.task is None else halves(request.target.task)
+    remove = clock.once("remove", request.count)
     expected = request.estimate(remove)
     for place in (output, request.folder):
         if place is not None:
@@ -185,7 +198,7 @@ def _run(
         resume=request.resume,
         batch_size=request.batch_size,
     )
-    choice = chooser.choose(remove)
+    choice = _chosen(request, chooser, remove, None if items is None else items[0])
     pruned = cut(model, choice.plan, mends=choice.mends, shared=True)
     gate = verify_removal(model, pruned, choice.plan, learn, mends=choice.mends)
     if not gate.passed:
@@ -194,7 +207,7 @@ def _run(
     healed, healing = _healed(request, pruned, learn, expected, minutes)
     smaller = pruned if healed is None else healed.model
     require_unseen(smaller, held_out)
-    evaluation = _evaluation(model, smaller, held_out, request.batch_size)
+    evaluation = _evaluation(request, smaller, held_out, None if items is None else items[1])
     heals = None if healed is None else _heal_words(request, expected, minutes)
     commands = by_hand(
         choice.plan,
@@ -206,6 +219,7 @@ def _run(
         windows=len(learn),
         context=learn.context,
         held_out=held_out,
+        task=request.target.task,
         output="OUT" if output is None else str(output),
     )
     report = Shrinking(
@@ -225,6 +239,19 @@ def _run(
     return Shrunk(smaller, report)
 
 
+def _chosen(request: Request, chooser: Chooser, remove: int | None, task: Task | None) -> Choice:
+    """The layers that go: so many, or as many as the target allows to lose."""
+    if remove is not None:
+        return chooser.choose(remove)
+    lost: Loss = partial(divergence, request.model, chooser)
+    if task is not None:
+        lost = drop_of(request.model, request.tokenizer, task, request.batch_size)
+    choice, loss = largest(request.target, chooser, lost)
+    unit = "nats a token" if task is None else f"lost in the score of {task.name}"
+    first = choice.taken[0]
+    return replace(choice, taken=(replace(first, told=f"{first.told}; {loss:.3g} {unit}"), *choice.taken[1:]))
+
+
 def _search(expected: Estimate, clock: _Clock) -> float | None:
     """The forwards that choosing may spend: half of the time that is not spoken for, None for as many as usual.
 
@@ -232,9 +259,10 @@ def _search(expected: Estimate, clock: _Clock) -> float | None:
     """
     if clock.left() == math.inf:
         return None
-    usual = search_budget(expected.model.num_layers, expected.remove, mend=True)
+    layers = expected.model.num_layers
+    usual = search_budget(layers, expected.remove or max(1, layers // 4), mend=True)
     seconds = expected.seconds
-    forward = seconds["choosing layers"] / usual
+    forward = seconds["choosing layers"] / usual  # in each of the searches
     fixed = sum(seconds[step] for step in ("writing the text", "mending", "evaluation", "gate and files"))
     affordable = (clock.left() - fixed) / 2 / forward
     if affordable < _LEAST_SEARCH:
@@ -285,12 +313,14 @@ def _heal_words(request: Request, expected: Estimate, minutes: float | None) -> 
     return words + (["--seed", f"{request.seed}"] if request.seed else [])
 
 
-def _evaluation(dense: PreTrainedModel, smaller: PreTrainedModel, held_out: TokenBatch, batch_size: int) -> Evaluation:
+def _evaluation(request: Request, smaller: PreTrainedModel, held_out: TokenBatch, task: Task | None) -> Evaluation:
+    dense, batch_size = request.model, request.batch_size
     models = {"dense": dense, "smaller": smaller}
     return Evaluation(
         perplexities=tuple(perplexity(m, held_out, batch_size=batch_size) for m in models.values()),
         zeros=tuple(map(zero_share, models.values())),
         speed=measure_speed(models, prompt=_prompt(dense), steps=16, repeats=3),
+        tasks=None if task is None else evaluate_tasks(models, request.tokenizer, [task], batch_size=batch_size),
     )
 
 

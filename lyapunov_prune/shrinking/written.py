@@ -90,6 +90,7 @@ def by_hand(
     windows: int,
     context: int,
     held_out: TokenBatch,
+    task: str | None,
     output: str,
 ) -> tuple[str, ...]:
     """The commands that make the same model, into `output`.
@@ -111,7 +112,8 @@ def by_hand(
         source = _without_judge(text) or ["--text", "self"]
         commands.append(["heal", cut, "--teacher", name, *healed, *source, *size, f"{windows * context}", "-o", output])
     scored = ["--context", f"{held_out.context}", "--tokens", f"{held_out.tokens}"]
-    commands.append(["eval", output, "--against", name, "--speed", *_without_judge(text), *scored])
+    asked = [] if task is None else ["--tasks", task]
+    commands.append(["eval", output, "--against", name, "--speed", *asked, *_without_judge(text), *scored])
     return tuple(printable(shlex.join(["lyapunov-prune", *words])) for words in commands)
 
 

@@ -34,6 +34,18 @@ def shrink(
     speedup: Annotated[
         float | None, what_option(help="Instead: how many times as fast a forward gets, measured here.")
     ] = None,
+    max_kl: Annotated[
+        float | None,
+        what_option("--max-kl", help="Instead: the most layers within so many nats a token of the dense predictions."),
+    ] = None,
+    max_drop: Annotated[
+        str | None,
+        what_option(
+            metavar="TASK:DROP",
+            help="Instead: the most layers that let the score of a task, a .jsonl file as of eval, fall by DROP; "
+            "every second item chooses, the others are reported. Questions lose before multiple choice does.",
+        ),
+    ] = None,
     minutes: Annotated[
         float | None, what_option(help="Minutes for all of it; if not given, what 100 steps of healing take.")
     ] = None,
@@ -65,8 +77,9 @@ def shrink(
     from lyapunov_prune.shrinking.shrink import Request, carry_out
     from lyapunov_prune.shrinking.target import Target as Wanted
     from lyapunov_prune.shrinking.texts import EVALUATED, WIDE, Texts
+    from lyapunov_prune.shrinking.within import halves
 
-    wanted = Wanted.of(remove, params, speedup)
+    wanted = Wanted.of(remove, params, speedup, max_kl, max_drop)
     require_empty(output)
     folder = jobs_folder("shrink", model, output)
     own = text.text == SELF
@@ -78,6 +91,8 @@ def shrink(
             )
     else:
         require_source(text.text, text.text_column)  # before minutes of loading
+    if wanted.task is not None:
+        halves(wanted.task)
     why = too_large(model, resolve_device(source.device), offline=source.offline)
     if why:
         raise LyapunovPruneError(
@@ -111,7 +126,7 @@ def shrink(
     )
     if dry_run:
         request.require()
-        show(request.estimate(), as_json, None)
+        show(request.estimate(request.count()), as_json, None)
         return
     done = carry_out(request, output, lambda expected: note("\n".join(expected.answer())))
     draw_report(output)

@@ -1,0 +1,103 @@
+"""How many layers can go while what is lost stays within a target: a divergence, or the score of a task."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import torch
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from lyapunov_prune.data.rows import file_text
+from lyapunov_prune.errors import LyapunovPruneError
+from lyapunov_prune.evaluation.judging import POWER, apart
+from lyapunov_prune.evaluation.tasks import Task, evaluate_tasks, load_tasks
+from lyapunov_prune.forward.reading import Reading, read
+from lyapunov_prune.mending.mend import Mend, mapped
+from lyapunov_prune.models.structure import find_structure, in_eval_mode
+from lyapunov_prune.predictions.divergence import divergences_of
+from lyapunov_prune.pruning.surgery import cut
+from lyapunov_prune.shrinking.choosing import Choice, Chooser
+from lyapunov_prune.shrinking.report import main_score
+from lyapunov_prune.shrinking.target import Target, least
+
+# What a choice of layers loses.
+Loss = Callable[[Choice], float]
+
+
+def largest(target: Target, chooser: Chooser, lost: Loss) -> tuple[Choice, float]:
+    """The choice of most layers that loses at most what `target` allows, and what it loses.
+
+    Layers are chosen and mended anew for every number that is tried. Raises LyapunovPruneError where one layer loses
+    more, with how much.
+    """
+    most = find_structure(chooser.model).num_layers - 1
+    tried: dict[int, tuple[Choice, float]] = {}
+
+    def is_over(count: int) -> bool:
+        choice = chooser.choose(count)
+        tried[count] = choice, lost(choice)
+        return not tried[count][1] <= target.value  # NaN is over
+
+    count = least(is_over, most + 1, max(1, most // 8)) - 1
+    if count == 0:
+        raise LyapunovPruneError(
+            f"no layer can go with {target.told()}: the first, layer {tried[1][0].plan.remove[0]}, "
+            f"costs {tried[1][1]:.3g}; allow that or more"
+        )
+    return tried[count]
+
+
+@in_eval_mode
+@torch.no_grad()
+def divergence(model: PreTrainedModel, chooser: Chooser, choice: Choice) -> float:
+    """KL(dense ‖ pruned and mended), nats a token, on the windows that no score or map has seen."""
+    _, checking = apart(read(model, chooser.batch), every=2, most=None)
+    removed = choice.plan.remove
+    first = min([*removed, *(mend.place.layer for mend in choice.mends)])
+    change = partial(_without, checking, removed, choice.mends)
+    return float(divergences_of(checking, [(first, change)], 1.0, chooser.batch_size, "divergence")[0, 1])
+
+
+@contextmanager
+def _without(reading: Reading, removed: Sequence[int], mends: Sequence[Mend]) -> Iterator[None]:
+    with reading.prefix.without(removed), mapped(reading.structure.layers, mends):
+        yield
+
+
+def halves(path: str) -> tuple[Task, Task]:
+    """The items of a .jsonl file by turns: those that choose how much goes, and those that are held out.
+
+    Raises LyapunovPruneError for anything else, and for too few items; and as `load_tasks`.
+    """
+    if Path(path).suffix != ".jsonl":
+        raise LyapunovPruneError(f"{path} is no .jsonl file of items, half of which choose; give one")
+    load_tasks([path])  # what is wrong with it is told by the file's own lines
+    lines = [line for line in file_text(Path(path)).split("\n") if line.strip()]
+    if len(lines) < 2 * POWER:
+        raise LyapunovPruneError(f"{path} has {len(lines)} items; give {2 * POWER} or more, half of them choose")
+    tasks = []
+    with TemporaryDirectory(prefix="lyapunov-prune-items-") as folder:
+        for name, part in (("choose", lines[::2]), ("held out", lines[1::2])):
+            place = Path(folder) / name / Path(path).name
+            place.parent.mkdir()
+            place.write_text("".join(f"{json.dumps(json.loads(line))}\n" for line in part), encoding="utf-8")
+            (task,) = load_tasks([place])
+            tasks.append(replace(task, source=f"{path}, {name}"))
+    return tasks[0], tasks[1]
+
+
+def drop_of(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, task: Task, batch_size: int) -> Loss:
+    """By how much the score of `task` falls; the dense model answers once."""
+
+    def score(scored: PreTrainedModel) -> float:
+        result = evaluate_tasks({"model": scored}, tokenizer, [task], batch_size=batch_size)
+        return main_score(list(result.scores)).value
+
+    dense = score(model)
+    return lambda choice: dense - score(cut(model, choice.plan, mends=choice.mends, shared=True))

@@ -1,0 +1,155 @@
+"""As many layers as keep what is lost within a target."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from helpers import LAYERS
+from transformers import PreTrainedModel, PreTrainedTokenizerFast
+
+import lyapunov_prune as lp
+from lyapunov_prune.data.batch import TokenBatch
+from lyapunov_prune.errors import LyapunovPruneError
+from lyapunov_prune.evaluation.judging import apart
+from lyapunov_prune.evaluation.tasks import evaluate_tasks
+from lyapunov_prune.forward.reading import read
+from lyapunov_prune.pruning.surgery import cut
+from lyapunov_prune.shrinking import shrink as module
+from lyapunov_prune.shrinking import texts
+from lyapunov_prune.shrinking.choosing import Chooser
+from lyapunov_prune.shrinking.report import main_score
+from lyapunov_prune.shrinking.target import Target
+from lyapunov_prune.shrinking.within import divergence, drop_of, halves, largest
+
+SMALL: dict[str, Any] = {"tokens": 32 * 24, "context": 24}
+
+
+@pytest.fixture
+def chooser(reader: PreTrainedModel) -> Chooser:
+    generator = torch.Generator().manual_seed(0)
+    learn, judge = (
+        TokenBatch(torch.randint(3, 200, (n, 24), generator=generator), "ids", "all", False) for n in (16, 8)
+    )
+    return Chooser(reader, learn, judge, search=None, mend=True, folder=None, resume=False, batch_size=1)
+
+
+@dataclass
+class Counted:
+    """A chooser whose choices are numbers."""
+
+    model: PreTrainedModel
+
+    def choose(self, count: int) -> Any:
+        return count
+
+
+@pytest.mark.parametrize(("allowed", "count"), [(0.1, 1), (0.35, 3), (0.5, 5), (9.0, LAYERS - 1)])
+def test_the_most_layers_within_the_target(allowed: float, count: int, reader: PreTrainedModel) -> None:
+    chooser: Any = Counted(reader)
+    found, loss = largest(Target("max_kl", allowed), chooser, lambda choice: choice / 10)  # type: ignore[arg-type,operator]
+    assert found == count
+    assert loss == count / 10
+
+
+def test_one_layer_too_many_says_what_it_costs(reader: PreTrainedModel, chooser: Chooser) -> None:
+    with pytest.raises(LyapunovPruneError, match=r"costs 0\.7"):
+        largest(Target("max_kl", 0.1), chooser, lambda choice: 0.7 * len(choice.plan.remove))
+
+
+@torch.no_grad()
+def test_the_divergence_is_that_of_the_model_that_is_cut(reader: PreTrainedModel, chooser: Chooser) -> None:
+    choice = chooser.choose(2)
+    smaller = cut(reader, choice.plan, mends=choice.mends)
+    checking = apart(read(reader, chooser.batch), every=2, most=None)[1].batch.ids
+    p, q = (m(checking).logits[:, :-1].double().log_softmax(-1) for m in (reader, smaller))
+    expected = float((p.exp() * (p - q)).sum(-1).mean())
+    assert divergence(reader, chooser, choice) == pytest.approx(expected, rel=1e-4)
+
+
+def test_the_search_s_own_maps_are_taken(chooser: Chooser, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What `prune --mend` would fit and judge again is what the search has fitted and judged."""
+    from lyapunov_prune.mending.judge import judged_mends
+
+    choice = chooser.choose(2)
+    assert choice.report is not None
+    mends, report = judged_mends(chooser.model, choice.plan.remove, chooser.batch, chooser.judge)
+    assert len(mends) == len(choice.mends)
+    for mine, theirs in zip(choice.mends, mends, strict=True):
+        assert torch.equal(mine.map.E, theirs.map.E)
+    for mine, theirs in zip(choice.report.judgements, report.judgements, strict=True):
+        assert mine.cut == pytest.approx(theirs.cut, rel=1e-5)
+        assert mine.mended == pytest.approx(theirs.mended, rel=1e-5)
+    monkeypatch.setattr("lyapunov_prune.shrinking.choosing.judged_mends", lambda *_: pytest.fail("fitted again"))
+    chooser.choose(2)
+
+
+# Tasks.
+
+
+@pytest.fixture
+def items(tmp_path: Path) -> Path:
+    rows = [{"query": f"item {i}\u2028 is", "choices": ["a", "b"], "gold": i % 2} for i in range(12)]
+    path = tmp_path / "items.jsonl"
+    path.write_text("".join(f"{json.dumps(row, ensure_ascii=False)}\n" for row in rows), encoding="utf-8")
+    return path
+
+
+def test_every_second_item_is_held_out(items: Path) -> None:
+    choose, held_out = halves(str(items))
+    queries = [[doc["query"] for doc in task.harness.eval_docs] for task in (choose, held_out)]
+    assert queries == [[f"item {i}\u2028 is " for i in range(k, 12, 2)] for k in (0, 1)]
+    assert choose.name == held_out.name == "items"
+
+
+def test_a_drop_is_of_the_choosing_half(
+    items: Path, reader: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, chooser: Chooser
+) -> None:
+    choose, _ = halves(str(items))
+    choice = chooser.choose(2)
+    models = {"dense": reader, "cut": cut(reader, choice.plan, mends=choice.mends)}
+    scores = evaluate_tasks(models, tokenizer, [choose]).scores
+    dense, smaller = (main_score([s for s in scores if s.model == name]).value for name in models)
+    assert drop_of(reader, tokenizer, choose, 1)(choice) == pytest.approx(dense - smaller)
+
+
+@pytest.mark.parametrize(("name", "content"), [("t.txt", ""), ("few.jsonl", None), ("missing.jsonl", "")])
+def test_what_is_no_task_of_items_is_refused(name: str, content: str | None, items: Path) -> None:
+    path = items.parent / name
+    if content is None:
+        path.write_text("".join(items.read_text(encoding="utf-8").splitlines(keepends=True)[:1] * 3))
+    with pytest.raises(LyapunovPruneError, match=name):
+        halves(str(path))
+
+
+# From end to end.
+
+
+@pytest.fixture
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "STEPS", 1)
+    monkeypatch.setattr(texts, "EVALUATED", 256)
+
+
+@pytest.mark.usefixtures("quick")
+def test_a_divergence_is_kept(reader: PreTrainedModel, tokenizer: PreTrainedTokenizerFast) -> None:
+    done = lp.shrink(reader, tokenizer, max_kl=50.0, **SMALL)
+    assert len(done.report.plan.remove) == LAYERS - 1
+    assert "nats a token" in done.report.steps[0].told
+    with pytest.raises(LyapunovPruneError, match="no layer can go"):
+        lp.shrink(reader, tokenizer, max_kl=1e-6, **SMALL)
+
+
+@pytest.mark.usefixtures("quick")
+def test_a_task_is_reported_on_the_items_that_are_held_out(
+    items: Path, reader: PreTrainedModel, tokenizer: PreTrainedTokenizerFast
+) -> None:
+    report = lp.shrink(reader, tokenizer, max_drop=f"{items}:0.9", **SMALL).report
+    assert report.evaluation.tasks is not None
+    assert report.evaluation.tasks.tasks[0].items == 6
+    assert "items " in report.answer()[2]
+    assert f"--tasks {items}" in report.commands[-1]
