@@ -1,4 +1,4 @@
-"""The linear map that brings what a layer adds nearest to what is missing behind it, from sums over tokens."""
+"""The linear map that brings the output of a place closest to the missing state, from sums over tokens."""
 
 from __future__ import annotations
 
@@ -10,28 +10,28 @@ import torch
 from lyapunov_prune.calibration.gram import damped, leading
 from lyapunov_prune.linalg import lift
 
-LOW_RANK = 8  # a low-rank map has the width over this as its rank
+LOW_RANK = 8  # rank of a low-rank map: width / LOW_RANK
 
 
 @dataclass(frozen=True, eq=False)
 class LinearMap:
-    """`m ↦ m + E m + b`, float64: `E` is width × width, or (width,) where each channel goes by itself.
+    """`m ↦ m + E m + b`, float64: `E` is width × width, or (width,) for a diagonal map.
 
-    `shift` is b (width,), or None where nothing may be added.
+    `shift` is b (width,), or None where no shift is possible.
     """
 
     E: torch.Tensor
     shift: torch.Tensor | None
 
     def __call__(self, m: torch.Tensor) -> torch.Tensor:
-        """Of rows m (…, width), in float64, rounded to the dtype of m."""
+        """Apply the map to rows m (…, width) in float64, and round to the dtype of m."""
         wide = lift(m)
         changed = wide + (wide * self.E if self.E.ndim == 1 else wide @ self.E.T)
         return (changed if self.shift is None else changed + self.shift).to(m)
 
 
 class Sums:
-    """Weighted sums over tokens of what a place adds, m, and of what is missing, r: all that a fit needs."""
+    """Weighted sums over tokens of the output m of a place and of the missing state r, sufficient for every fit."""
 
     def __init__(self, width: int, device: torch.device) -> None:
         self.mm = torch.zeros(width, width, dtype=torch.float64, device=device)
@@ -41,7 +41,7 @@ class Sums:
         self.weight = 0.0
 
     def add(self, m: torch.Tensor, r: torch.Tensor, weight: torch.Tensor) -> None:
-        """Tokens × width each, float64; `weight` (tokens,) says how much a token counts."""
+        """Add tokens × width of m and r, float64; `weight` (tokens,) is the weight of each token."""
         w = weight.unsqueeze(-1)
         self.mm += (w * m).T @ m
         self.rm += (w * r).T @ m
@@ -60,16 +60,16 @@ class Sums:
         return found
 
     def centred(self, shifts: bool) -> tuple[torch.Tensor, torch.Tensor]:
-        """Σ w m mᵀ and Σ w r mᵀ, about the means where the map may add a shift."""
+        """Σ w m mᵀ and Σ w r mᵀ, centred where the map may add a shift."""
         if not shifts:
             return self.mm, self.rm
         return self.mm - self.m.outer(self.m) / self.weight, self.rm - self.r.outer(self.m) / self.weight
 
 
 def fit(form: str, sums: Sums, ridge: float, *, shifts: bool) -> LinearMap:
-    """`argmin Σ_t w_t ‖E m_t + b − r_t‖² + λ ‖E‖_F²` among the maps of a form of FORMS, λ = ridge · mean diag Σ w m mᵀ.
+    """`argmin Σ_t w_t ‖E m_t + b − r_t‖² + λ ‖E‖_F²` over the maps of a form of FORMS, λ = ridge · mean diag Σ w m mᵀ.
 
-    b is zero where nothing may be added. Without a ridge to speak of `full` is the least-squares map.
+    b is zero where no shift is possible. With a negligible ridge `full` is the least-squares map.
     """
     mm, rm = sums.centred(shifts)
     E = FORMS[form](mm, rm, ridge)
@@ -83,7 +83,7 @@ def _full(mm: torch.Tensor, rm: torch.Tensor, ridge: float) -> torch.Tensor:
 
 
 def _low_rank(mm: torch.Tensor, rm: torch.Tensor, ridge: float) -> torch.Tensor:
-    """The best of rank width/8: the full map on the leading directions of what it makes (reduced-rank regression)."""
+    """The best map of rank width/8, by reduced-rank regression: the full map projected on its leading outputs."""
     E = _full(mm, rm, ridge)
     U = leading(E, damped(mm, len(mm), ridge, mm.device), max(1, len(mm) // LOW_RANK))
     return U @ (U.T @ E)

@@ -1,4 +1,4 @@
-"""Whether mending pays: the cut model with its maps against the one without, on text that no map has seen."""
+"""Whether mending pays: the pruned model with and without its maps, on text that was not used for fitting."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from lyapunov_prune.mending.mend import Mend, fit_mends, mapped
 from lyapunov_prune.mending.report import Judgement, MendReport
 from lyapunov_prune.models.structure import in_eval_mode
 
-# Of the text that the dense model writes to judge by, where none is given.
+# Size of the text that the dense model writes, if no judging text is given.
 _TOKENS, _CONTEXT = 2048, 128
-_SEED = 10**6  # that of no text to learn from
+_SEED = 10**6  # a seed that no training text uses
 
 
 @in_eval_mode
@@ -28,10 +28,10 @@ _SEED = 10**6  # that of no text to learn from
 def judged_mends(
     model: PreTrainedModel, removed: Sequence[int], batch: Readable, judge: TokenBatch | torch.Tensor | None = None
 ) -> tuple[tuple[Mend, ...], MendReport]:
-    """`fit_mends` on every second window of `batch`, judged by the others and by `judge`; no maps if they do not pay.
+    """`fit_mends` on every second window of `batch`, judged on the others and on `judge`; no maps if they do not pay.
 
-    `judge` is another text; None has the dense model write one (`second_text`). The report holds both judgements.
-    Raises LyapunovPruneError for a batch of one window, and as `fit_mends` and `second_text`.
+    `judge` is another text; with None the dense model writes one (`second_text`). The report holds both judgements.
+    Raises LyapunovPruneError for a batch of one window, and the errors of `fit_mends` and `second_text`.
     """
     reading = read(model, batch)
     fitting, *judges = fitting_and_judges(reading, judge)
@@ -42,10 +42,10 @@ def judged_mends(
 
 
 def fitting_and_judges(reading: Reading, judge: TokenBatch | torch.Tensor | None) -> tuple[Reading, Reading, Reading]:
-    """Every second window to fit on, the others to judge by, and another text to judge by."""
+    """Every second window to fit on, the other windows to judge by, and another text to judge by."""
     if len(reading.batch) < 2:
         raise LyapunovPruneError(
-            "maps are fitted on one half of the windows and judged by the other, and there is one window; give 2 or "
+            "maps are fitted on one half of the windows and judged on the other, and there is one window; give 2 or "
             "more (--tokens, --context)"
         )
     fitting, check = apart(reading, every=2, most=None)
@@ -53,13 +53,13 @@ def fitting_and_judges(reading: Reading, judge: TokenBatch | torch.Tensor | None
 
 
 def second_text(reading: Reading) -> TokenBatch:
-    """A text that the dense model writes itself, in short windows. Raises as `self_generated`."""
+    """A text written by the dense model in short windows. Raises like `self_generated`."""
     context = min(_CONTEXT, reading.structure.max_context or _CONTEXT)
     return self_generated(reading.model, tokens=_TOKENS, context=context, seed=_SEED)
 
 
 def losses(reading: Reading, removed: Sequence[int], mends: Sequence[Mend] = ()) -> np.ndarray:
-    """The mean loss of every window (nats a token) without the layers `removed`, with the maps of `mends`."""
+    """The mean loss of every window (nats per token) without the layers `removed`, with the maps of `mends`."""
     prefix, scorer, found = reading.prefix, reading.scorer, list[float]()
     for ids in reading.windows(1):
         with prefix.without(removed), mapped(reading.structure.layers, mends):

@@ -1,4 +1,4 @@
-"""Gap by gap: the layer that is left before it learns the map that takes the place of the layers that are gone."""
+"""Gap by gap: fit a linear map for the layer before the gap that replaces the removed layers."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ from lyapunov_prune.progress import track
 # A matrix, the map before it, and the one matrix that was stored for both.
 Product = tuple[Affine, HiddenMap, Affine]
 RIDGES = (0.01, 0.1, 1.0)
-_HELD_OUT = 4  # every so manieth window is kept from the fit, to choose by
+_HELD_OUT = 4  # every fourth window is held out, to choose by
 
 
 @dataclass(frozen=True, eq=False)
 class Mend:
-    """A map and the place that takes it."""
+    """A map and its place."""
 
     place: Place
     map: LinearMap
@@ -46,20 +46,21 @@ class Mend:
 def fit_mends(
     model: PreTrainedModel, removed: Sequence[int], batch: Readable, *, of: int = 1
 ) -> tuple[tuple[Mend, ...], MendReport]:
-    """The maps that close the gaps of `removed` layers, none where no map helps; `model` stays as it is.
+    """The maps that close the gaps of `removed` layers, none where no map helps; `model` is not changed.
 
-    At the last place m of the layer before a gap, with h the state behind that layer and y the dense state behind the
-    gap, E and b minimise `Σ_t ‖E m_t + b − (y_t − h_t)‖² / ‖y_t‖` with a ridge (`fit`): squares alone would let an
-    attention sink, hundreds of times as large, rule the fit, and relative squares the smallest tokens. Gaps are mended
-    in order, each on the states that the mended ones before it give. Form and ridge are those of the smallest
-    next-token loss on every fourth window, which none of the maps that are compared has seen; no map at all is among
-    them. What is taken is fitted again on all windows.
+    With m the output at the last place of the layer before a gap, h the state after that layer and y the dense state
+    after the gap, E and b minimise `Σ_t ‖E m_t + b − (y_t − h_t)‖² / ‖y_t‖` with a ridge (`fit`). Unweighted squares
+    would be dominated by an attention sink, hundreds of times as large, and relative squares by the smallest tokens.
+    Gaps are mended in order, each on the states after the mended ones before it. Form and ridge (or no map) are chosen
+    by the next-token loss on every fourth window, which no map was fitted on. The chosen map is fitted again on all
+    windows.
 
-    One forward of the dense and one of the pruned model over all windows, and for each gap the layers behind it once
-    for every candidate over a fourth of them. `batch` is every `of`-th window that was given, which errors count.
+    Cost: one forward of the dense and one of the pruned model over all windows, and for each gap and candidate the
+    layers after it over a fourth of them. `batch` is every `of`-th window of the given text, which only matters for
+    errors.
 
     Raises LyapunovPruneError for quantised weights, a batch of one window, fewer tokens than the map has columns, a gap
-    before which no layer is left, for a layer that can take no map (`find_place`), and where no loss is finite.
+    without a layer before it, a layer that can take no map (`find_place`), and where no loss is finite.
     """
     require_unquantised(model)
     reading = read(model, batch)
@@ -67,7 +68,7 @@ def fit_mends(
     gaps = [[layer for _, layer in run] for _, run in groupby(enumerate(removed), key=lambda pair: pair[1] - pair[0])]
     if removed and removed[0] == 0:
         raise LyapunovPruneError(
-            "layer 0 is removed, and nothing stands before the gap to be mended; keep it, or leave out mending"
+            "layer 0 is removed, and no layer is before the gap to be mended; keep it, or leave out mending"
         )
     fitted, held = fitted_and_held(reading, of)
     tokens = sum(w.numel() for w in fitted)
@@ -93,10 +94,10 @@ def fit_mends(
 
 
 def fitted_and_held(reading: Reading, of: int = 1) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """The windows that maps are fitted on, and every fourth, which chooses among them.
+    """The windows to fit on, and every fourth window, to choose by.
 
-    `reading` is of every `of`-th window that was given. Raises LyapunovPruneError where a map has more columns than it
-    would see tokens.
+    `reading` holds every `of`-th window of the given text. Raises LyapunovPruneError where a map has more columns than
+    there are tokens.
     """
     windows = reading.windows(1)
     held = [w for i, w in enumerate(windows) if i % _HELD_OUT == _HELD_OUT - 1] or windows[-1:]
@@ -111,7 +112,7 @@ def fitted_and_held(reading: Reading, of: int = 1) -> tuple[list[torch.Tensor], 
 
 
 def mapped(layers: nn.ModuleList, mends: Sequence[Mend]) -> AbstractContextManager[None]:
-    """Every forward inside the block has the maps of `mends` in their places: what a mended model is held against."""
+    """Every forward inside the block applies the maps of `mends`: the reference for a mended model."""
 
     def hook(change: LinearMap) -> Callable[..., Any]:
         return lambda module, args, kwargs, output: with_hidden(output, change(hidden_of(output)))
@@ -119,7 +120,7 @@ def mapped(layers: nn.ModuleList, mends: Sequence[Mend]) -> AbstractContextManag
     return hooked(after=[(layers[m.place.layer].get_submodule(m.place.module), hook(m.map)) for m in mends])
 
 
-# Losses of the held-out windows that one gap takes: by no map, and by each of the candidates.
+# Held-out losses of one gap: without a map, and with each candidate.
 TRIALS = 2 + (len(FORMS) - 1) * len(RIDGES)
 
 
@@ -130,7 +131,7 @@ def _candidates(place: Place) -> list[tuple[str, float]]:
 
 
 def _least(losses: Sequence[float]) -> int:
-    """Where the smallest loss is. Raises LyapunovPruneError where none is finite."""
+    """Index of the smallest loss. Raises LyapunovPruneError where none is finite."""
     if not np.isfinite(losses).any():
         raise LyapunovPruneError(
             "no held-out loss of the pruned model is finite, mended or not; remove other layers, or load it in a wider "
@@ -144,7 +145,7 @@ def _width(reading: Reading) -> int:
 
 
 class _Walks:
-    """The windows on their way through the dense model and through the one that is mended."""
+    """The windows on their way through the dense model and through the mended one."""
 
     def __init__(
         self, reading: Reading, removed: tuple[int, ...], fitted: list[torch.Tensor], held: list[torch.Tensor]
@@ -154,7 +155,7 @@ class _Walks:
         self.fitted, self.held = _Both(reading, fitted), _Both(reading, held)
 
     def sums(self, some: _Both, place: Place, mends: Sequence[Mend], before: int, behind: int) -> Sums:
-        """Of the layer before boundary `before`, whose state should become the dense one of boundary `behind`."""
+        """Sums for the layer before boundary `before`, whose state should become the dense one at boundary `behind`."""
         begin = self.prefix.entry(place.layer)
         some.dense.to(behind)
         module = self.reading.structure.layers[place.layer].get_submodule(place.module)
@@ -168,7 +169,7 @@ class _Walks:
                 outputs.clear()
                 with hooked(after=[note]):
                     h = self.prefix.advance(ids, begin, start, before)
-                # The layers of a gap may be elsewhere.
+                # The layers of a gap may be on another device.
                 m, h, y = (lift(t.reshape(-1, t.shape[-1])).to(outputs[0].device) for t in (outputs[0], h, y))
                 sums = sums or Sums(m.shape[-1], m.device)
                 sums.add(m, (y - h) / place.scale, y.square().sum(-1).clamp_min(1e-300).rsqrt())
@@ -176,7 +177,7 @@ class _Walks:
         return sums
 
     def loss(self, mends: Sequence[Mend], layer: int) -> float:
-        """Mean loss of the held-out windows from before `layer` on."""
+        """Mean loss of the held-out windows, continued from `layer`."""
         begin = self.prefix.entry(layer)
         losses: list[float] = []
         for ids, start in zip(self.held.windows, self.held.pruned.states, strict=True):
@@ -199,7 +200,7 @@ class _Both:
 
 
 class _Walk:
-    """States of windows at a boundary, from which they go on where a forward can begin there."""
+    """States of windows at a boundary from which a forward can continue."""
 
     def __init__(self, reading: Reading, windows: list[torch.Tensor]) -> None:
         self.prefix, self.windows = reading.prefix, windows
@@ -219,9 +220,9 @@ class _Walk:
 
 @torch.no_grad()
 def store_mend(layer: nn.Module, mend: Mend) -> None:
-    """Multiply the parameters of the place in `layer`, in place: formed in float64, rounded once.
+    """Multiply the parameters of the place in `layer` by the map, in place: in float64, rounded once.
 
-    Raises LyapunovPruneError when the product is beyond the parameter's dtype.
+    Raises LyapunovPruneError when the product overflows the parameter's dtype.
     """
     for part in mend.place.parts:
         p = layer.get_parameter(part.name)
@@ -236,9 +237,9 @@ def store_mend(layer: nn.Module, mend: Mend) -> None:
 
 
 def products(before: nn.Module, after: nn.Module, mend: Mend) -> list[Product]:
-    """`(I + E)` times each part of the layer `before`, beside what the layer `after` has for it.
+    """`(I + E)` times each part of the layer `before`, next to the stored part of the layer `after`.
 
-    What is no matrix, a bias or the weight of a norm, stands as the constant of an affine map.
+    A bias or the weight of a norm enters as the constant of an affine map.
     """
     E, shift = mend.map.E, mend.map.shift
     whole = torch.eye(len(E)).to(E) + (E.diag() if E.ndim == 1 else E)

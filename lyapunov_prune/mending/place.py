@@ -1,4 +1,4 @@
-"""Where a layer can take a linear map of what it adds to the residual stream, in parameters that it has."""
+"""Where a layer can take a linear map of its contribution to the residual stream, within its own parameters."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from lyapunov_prune.models.hooked import hooked
 from lyapunov_prune.models.structure import find_structure, in_eval_mode
 
 _TOKENS = 8
-_SAME = 1e-3  # of a layer in float32
+_SAME = 1e-3  # relative tolerance of a layer in float32
 
 
 @dataclass(frozen=True)
 class Part:
-    """A parameter of a place: `name` inside the layer, the axis of its outputs, what is added to it before it is used.
+    """A parameter of a place: `name` inside the layer, the axis of its outputs, and `offset`.
 
-    `offset` is 1 for the norms that multiply by 1 + weight.
+    `offset` is 1 for norms that multiply by 1 + weight.
     """
 
     name: str
@@ -38,11 +38,11 @@ class Part:
 
 @dataclass(frozen=True)
 class Place:
-    """What leaves the module `module` of `layer` is m, and the layer adds `scale · m` to the stream.
+    """The output of the module `module` of `layer` is m, and the layer adds `scale · m` to the stream.
 
-    `(I + E) m` in its place is had by multiplying every one of `parts` by `I + E` from the side of its outputs. With
-    `channels` only a diagonal E fits: a norm stands between the last matrix and the stream. `shifts` names the
-    parameter that may take `+ b`, empty if there is none.
+    Multiplying each of `parts` by `I + E` on its output side gives `(I + E) m`. With `channels` E must be diagonal,
+    because a norm lies between the last matrix and the stream. `shifts` names the parameter that may take `+ b`, empty
+    if there is none.
     """
 
     layer: int
@@ -56,13 +56,13 @@ class Place:
 @in_eval_mode
 @torch.no_grad()
 def find_place(model: PreTrainedModel, layer: int) -> Place:
-    """The last place in `layer` that can take a map, proven by running the layer on random tokens.
+    """The last place in `layer` that can take a map, verified by running the layer on random tokens.
 
-    Nothing is known of a family. Going back from the layer's end, a module whose output moves the layer's output by
-    the same multiple everywhere is one; its parameters are multiplied by a random `I + E` and must give `(I + E) m`. A
-    full map is preferred to one of channels. The layer is copied, in float32: `model` stays as it is.
+    Does not depend on the family. Going back from the end of the layer, a module is a candidate if its output moves the
+    layer's output by the same multiple everywhere; its parameters are multiplied by a random `I + E` and must give `(I
+    + E) m`. A full map is preferred to a diagonal one. Works on a float32 copy of the layer: `model` is not changed.
 
-    Raises LyapunovPruneError, with what stands in the way, for a layer without such a place.
+    Raises LyapunovPruneError, with the reason, for a layer without such a place.
     """
     structure = find_structure(model)
     found: list[_Layer] = []
@@ -95,14 +95,14 @@ def find_place(model: PreTrainedModel, layer: int) -> Place:
 
 
 def _shared(layers: nn.ModuleList, layer: int) -> set[str]:
-    """The names of parameters of a layer that another layer has too."""
+    """The names of parameters of a layer that another layer uses too."""
     others = {p.data_ptr() for i, other in enumerate(layers) if i != layer for p in other.parameters()}
     return {name for name, p in layers[layer].named_parameters() if p.data_ptr() in others}
 
 
 @dataclass(frozen=True, eq=False)
 class _Layer:
-    """A copy of a layer with what it was called with."""
+    """A copy of a layer with the arguments of its call."""
 
     layer: nn.Module
     args: tuple[Any, ...]
@@ -113,7 +113,7 @@ class _Layer:
         return cls(copy.deepcopy(layer).float(), _float32(args), _float32(kwargs))
 
     def run(self, path: str = "", change: Callable[[torch.Tensor], torch.Tensor] | None = None) -> torch.Tensor:
-        """The layer's output, the output of the module `path` changed on the way."""
+        """The layer's output when the output of the module `path` is changed."""
 
         def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
             return with_hidden(output, change(hidden_of(output))) if change else output
@@ -122,7 +122,7 @@ class _Layer:
             return hidden_of(self.layer.forward(*self.args, **self.kwargs))
 
     def additive(self) -> Iterator[tuple[str, float]]:
-        """Modules, the last to end first, and the multiple by which their output moves that of the layer."""
+        """Modules, from the last to end to the first, with the multiple by which they move the layer's output."""
         stream = layer_input(self.args, self.kwargs)
         ended: list[tuple[str, torch.Tensor]] = []
 
@@ -149,7 +149,7 @@ class _Layer:
                 yield path, scale
 
     def place(self, layer: int, path: str, scale: float) -> Place | None:
-        """The place at the output of `path` that takes any map, or one of channels, if it is one."""
+        """The place at the output of `path`, for a full or a diagonal map, if it is one."""
         branch = self._branch(path)
         if branch is None:
             return None
@@ -169,7 +169,7 @@ class _Layer:
         return None
 
     def _matrices(self, path: str, branch: Branch, width: int) -> Iterator[tuple[Part, ...]]:
-        """What makes the output of `path`, by every axis that may be that of the outputs."""
+        """The parameters behind the output of `path`, for every axis that may be the output axis."""
         names = {id(p): name for name, p in self.layer.named_parameters()}
         with self._put_back(path):
             needed = zero_outputs(branch) or []
@@ -178,7 +178,7 @@ class _Layer:
             yield tuple(Part(names[id(p)], axis) for p, axis in zip(needed, chosen, strict=True))
 
     def _norm(self, path: str) -> Iterator[tuple[Part, ...]]:
-        """The weight and bias of the norm `path`, which multiplies by the weight or by 1 + weight."""
+        """Weight and bias of the norm `path`, which multiplies by the weight or by 1 + weight."""
         own = dict(self.layer.get_submodule(path).named_parameters(recurse=False))
         if own and all(p.ndim == 1 for p in own.values()):
             for offset in (0.0, 1.0):
@@ -186,7 +186,7 @@ class _Layer:
 
     @contextmanager
     def _put_back(self, path: str) -> Iterator[None]:
-        """The parameters of the module `path` are changed inside the block alone."""
+        """Restore the parameters of the module `path` at the end of the block."""
         parameters = list(self.layer.get_submodule(path).parameters())
         before = [p.clone() for p in parameters]
         yield
@@ -194,7 +194,7 @@ class _Layer:
             p.copy_(old)
 
     def _branch(self, path: str) -> Branch | None:
-        """The module `path` alone, of what it is given in the layer."""
+        """Run the module `path` alone, on its input in the layer."""
         module = self.layer.get_submodule(path)
         given: list[torch.Tensor] = []
 
@@ -209,7 +209,7 @@ class _Layer:
 
 
 def multiplied(p: torch.Tensor, part: Part, E: torch.Tensor, shift: torch.Tensor | None = None) -> torch.Tensor:
-    """`(I + E) p` over the axis of outputs, for a matrix E or the diagonal of one, `+ shift`; in the dtype of E."""
+    """`(I + E) p` over the output axis, for a matrix or a diagonal E, `+ shift`; in the dtype of E."""
     wide = p.to(E) + part.offset
     if E.ndim == 1:
         changed = (wide.movedim(part.axis, -1) * (1 + E)).movedim(-1, part.axis)
@@ -220,7 +220,7 @@ def multiplied(p: torch.Tensor, part: Part, E: torch.Tensor, shift: torch.Tensor
 
 
 def _shift(parts: tuple[Part, ...]) -> str:
-    """The one bias among the parts; experts have several, of which each would add the whole."""
+    """The only bias among the parts; several experts would each add the whole shift."""
     biases = [part.name for part in parts if part.name.rpartition(".")[2] == "bias"]
     return biases[0] if len(biases) == 1 and len(parts) == 2 else ""
 

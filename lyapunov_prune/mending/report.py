@@ -1,4 +1,4 @@
-"""What was tried for every gap, what was taken, and whether it pays on text that no map has seen."""
+"""What was tried and chosen for every gap, and whether it pays on text that was not used for fitting."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ NONE = "none"
 
 @dataclass(frozen=True)
 class Gap:
-    """What was tried for the gap between the layers `layer` and `stop`: (form, ridge, held-out loss in nats a token).
+    """The candidates for the gap between the layers `layer` and `stop`: (form, ridge, held-out loss in nats per token).
 
-    The first is of no map at all; `chosen` is the place of the smallest. The gaps behind it were not mended yet, and
-    the maps are those of the first fit, without the windows that chose.
+    The first candidate is no map; `chosen` is the index of the smallest loss. Later gaps were not mended yet, and the
+    maps are those of the first fit, without the held-out windows.
     """
 
     layer: int
@@ -33,7 +33,7 @@ class Gap:
 
 @dataclass(frozen=True)
 class Judgement:
-    """The mean loss of every window of a text (nats a token) of the cut model and of the mended one."""
+    """The mean loss of every window of a text (nats per token) of the pruned and of the mended model."""
 
     cut: np.ndarray
     mended: np.ndarray
@@ -44,24 +44,24 @@ class Judgement:
         return compare(self.cut, self.mended)
 
     def told(self) -> str:
-        """One line: what mending does to the perplexity of this text."""
+        """One line: the effect of mending on the perplexity of this text."""
         return f"Mending: {self.comparison.told()} of {self.measured_on.text} ({self.measured_on.split})"
 
 
 def pays(check: Comparison, other: Comparison) -> bool:
-    """Whether maps are kept: they pay on windows of their own text that they were not fitted to, and help elsewhere.
+    """Whether maps are kept: they pay on held-out windows of their own text, and also help on another text.
 
-    A map that fits its text alone lowers the loss of `check` and not that of `other`, which is another text.
+    A map that fits only its text lowers the loss of `check` but not that of `other`.
     """
     return check.pays and other.change < 0
 
 
 @dataclass(frozen=True)
 class MendReport(Result):
-    """How the gaps of a removal were mended: `fitted` tokens made the maps that `held_out` others chose among.
+    """How the gaps of a removal were mended: maps fitted on `fitted` tokens and chosen on `held_out` others.
 
-    What was taken was fitted again on all of them. `check` and `other` judge the result by windows of the same text
-    that had no part in it and by another text; both are None for maps that nothing has judged.
+    The chosen maps were fitted again on all of them. `check` (unused windows of the same text) and `other` (another
+    text) judge the result; both are None for maps that were not judged.
     """
 
     gaps: tuple[Gap, ...]
@@ -78,7 +78,7 @@ class MendReport(Result):
 
     @property
     def kept(self) -> bool:
-        """Whether the maps were taken: what has judged them says that they pay."""
+        """Whether the maps were kept, that is whether both judgements say that they pay."""
         return self.check is None or self.other is None or pays(self.check.comparison, self.other.comparison)
 
     @property
@@ -86,7 +86,7 @@ class MendReport(Result):
         return tuple(each for each in (self.check, self.other) if each is not None)
 
     def to_frame(self) -> pd.DataFrame:
-        """One row a gap: the form that was taken, and the held-out loss without a map and with it."""
+        """One row per gap: the chosen form, and the held-out loss without and with the map."""
         rows = [
             (g.layer, g.stop, g.module, g.forms[g.chosen], g.ridges[g.chosen], g.losses[0], g.losses[g.chosen])
             for g in self.gaps
