@@ -1,4 +1,4 @@
-"""One matrix for a feed-forward block whose hidden vector was replaced by a linear map."""
+"""One matrix for a feed-forward block whose hidden vector is replaced by a linear map."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ from lyapunov_prune.progress import track
 class Merged:
     """A feed-forward block as one affine map `ŷ = weight x + bias`, in the model's dtype.
 
-    `weight` is output × input, `bias` (output,) or None where nothing is added. `tau` is the map that takes the place
-    of the hidden vector; `weight = W_out T` and `bias = W_out t + b_out` were formed in float64 and rounded once.
+    `weight` is output × input, `bias` (output,) or None. `tau` is the map that replaces the hidden vector; `weight =
+    W_out T` and `bias = W_out t + b_out` are formed in float64 and rounded once.
     """
 
     block: FeedForward
@@ -41,11 +41,11 @@ class Merged:
     tau: HiddenMap
     weight: torch.Tensor
     bias: torch.Tensor | None
-    before: int  # weights and biases of the block
+    before: int  # number of weights and biases of the block
 
     @property
     def after(self) -> int:
-        """Weights and biases of the merged map."""
+        """Number of weights and biases of the merged map."""
         return self.weight.numel() + (0 if self.bias is None else self.bias.numel())
 
 
@@ -54,12 +54,11 @@ class Merged:
 def merge_layers(
     model: PreTrainedModel, batch: Readable | ImageBatch, layers: Sequence[int], reduction: str, *, batch_size: int = 1
 ) -> tuple[Merged, ...]:
-    """Merge the feed-forward blocks of these layers of a model, which itself is not changed; as `merge_blocks`.
+    """Merge the feed-forward blocks of these layers of a model, which is not changed, see `merge_blocks`.
 
-    A decoder is given text, an image classifier images.
-
-    The statistics are those of `batch` in the model as it is: one forward, as far as the last of the layers, if the
-    reduction needs any. Raises as `merge_blocks` and `find_feedforward`.
+    `batch` is text for a decoder and images for an image classifier. The statistics come from one forward of the
+    unchanged model, up to the last of the layers, if the reduction needs any. Raises like `merge_blocks` and
+    `find_feedforward`.
     """
     examples = as_examples(model, batch.batch if isinstance(batch, Reading) else batch)
     structure = find_layers(model)
@@ -90,12 +89,13 @@ def merge_blocks(
 ) -> tuple[Merged, ...]:
     """One matrix for each of `blocks` of `layers`, by a reduction of `REDUCTIONS`; the layers are not changed.
 
-    `run` runs the model, in eval mode, over its calibration inputs, texts or images; it is called if the reduction
-    needs sums. No activation is kept beyond its forward. Memory: the sums of all blocks, of `affine` d (d + hidden)
-    numbers each.
+    `run` runs the model, in eval mode, over its calibration inputs (text or images); it is called if the reduction
+    needs sums. No activation is kept after its forward. Memory: the sums of all blocks, d (d + hidden) numbers each for
+    `affine`.
 
-    Raises LyapunovPruneError for a reduction that is unknown or not for such a block, for a merge that would not be
-    smaller, for too few inputs, for activations that are not finite, and for a product beyond the model's dtype.
+    Raises LyapunovPruneError for a reduction that is unknown or does not apply to such a block, for a merge that would
+    not be smaller, for too few inputs, for activations that are not finite, and for a product that overflows the
+    model's dtype.
     """
     parts = [block.parts(layers[block.layer]) for block in blocks]
     for block, p in zip(blocks, parts, strict=True):
@@ -114,8 +114,7 @@ def merge_blocks(
 def product(out: Affine, tau: HiddenMap) -> Affine:
     """`W_out T` (output × input) and `W_out t + b_out`, float64; theorem `merged_projection`.
 
-    `out` is the last matrix of the block in any dtype, `tau` the map before it. The second is None where neither adds
-    anything.
+    `out` is the last matrix of the block in any dtype, `tau` the map before it. The second is None without biases.
     """
     W, b = lifted(out)
     moved = None if tau.bias is None else W @ tau.bias
@@ -126,15 +125,13 @@ def product(out: Affine, tau: HiddenMap) -> Affine:
 def merge_rounding(
     out: Affine, tau: HiddenMap, merged: Affine, x: np.ndarray, hidden: np.ndarray, *, unit: float = 2.0**-53
 ) -> np.ndarray:
-    """How far from the truth `‖(W_out h + b_out) − (W x + b)‖`, computed with unit roundoff `unit`, may be.
+    """Upper bound of the error of `‖(W_out h + b_out) − (W x + b)‖` when computed with unit roundoff `unit`.
 
-    The truth is of the exact product, `h` of any vector, `τ(x)` among them; one entry an input.
-
-    `merged = (W, b)` is the product as it was rounded to its dtype of unit u; `x` and `hidden` are norms of x and h.
-    Storing moves the output by at most `u (‖W‖_F ‖x‖ + ‖b‖)`, and by what is lost below the normal numbers.
-    Every sum of k products is within `γ_k` of the sum of their sizes (Higham, Accuracy and Stability,
-    §3.1), and so is a norm; the terms of all sums here are no larger than `‖W_out‖_F (‖h‖ + ‖T‖_F ‖x‖ + ‖t‖) +
-    ‖b_out‖ + ‖W‖_F ‖x‖ + ‖b‖`. `γ` is taken of all their lengths together, doubled.
+    Compared with the exact product and any vector `h`, for example `τ(x)`; one entry per input. `merged = (W, b)` is
+    the product rounded to its dtype of unit u; `x` and `hidden` are norms of x and h. Rounding the product moves the
+    output by at most `u (‖W‖_F ‖x‖ + ‖b‖)`, plus underflow. Every sum of k products is within `γ_k` of the sum of their
+    absolute values (Higham, Accuracy and Stability, §3.1), and so is a norm; the terms of all sums here are at most
+    `‖W_out‖_F (‖h‖ + ‖T‖_F ‖x‖ + ‖t‖) + ‖b_out‖ + ‖W‖_F ‖x‖ + ‖b‖`. `γ` is taken for the sum of their lengths, doubled.
     """
     W, b = merged
     kind = torch.finfo(W.dtype)
@@ -151,7 +148,7 @@ def _size(x: torch.Tensor | None) -> float:
 
 
 def require_smaller(block: FeedForward, parts: BlockParts) -> None:
-    """Raise LyapunovPruneError when one matrix has no fewer numbers than the block."""
+    """Raise LyapunovPruneError unless the merged matrix has fewer numbers than the block."""
     outputs, inputs = parts.out[0].shape[0], parts.up[0].shape[1]
     after = outputs * inputs + outputs
     if after >= parts.numbers:

@@ -1,4 +1,4 @@
-"""The linear map that takes the place of the hidden vector of a feed-forward block."""
+"""The linear map that replaces the hidden vector of a feed-forward block."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.merging.table import REDUCTIONS
 from lyapunov_prune.models.feedforward import BlockParts, FeedForward, lifted
 
-# The ridge of the least-squares fit, over the mean variance of an input. On text that the fit has not seen it is near
-# the best of every layer of both models of experiments/26_reductions, where a small one can be worse than no block.
+# The ridge of the least-squares fit, relative to the mean variance of an input. On held-out text it is near the best
+# for every layer of both models of experiments/26_reductions, where a small ridge can be worse than no block.
 RIDGE = 0.1
 
 
@@ -30,7 +30,7 @@ class HiddenMap:
 
 
 def require_reduction(reduction: str, block: FeedForward) -> None:
-    """Raise LyapunovPruneError unless `reduction` is one of REDUCTIONS and for blocks of this kind."""
+    """Raise LyapunovPruneError unless `reduction` is one of REDUCTIONS and applies to blocks of this kind."""
     if reduction not in REDUCTIONS:
         raise LyapunovPruneError(f"unknown reduction {reduction!r}; give one of {', '.join(REDUCTIONS)}")
     kind = "gated" if block.gated else "plain"
@@ -43,7 +43,7 @@ def require_reduction(reduction: str, block: FeedForward) -> None:
 
 
 def hidden_map(reduction: str, parts: BlockParts, sums: BlockSums | None) -> HiddenMap:
-    """The map of a reduction of REDUCTIONS, for a block of its kind and the sums that it needs.
+    """The map of a reduction of REDUCTIONS for a block, from the sums that it needs.
 
     Raises LyapunovPruneError for fewer tokens than a fit has unknowns.
     """
@@ -56,10 +56,10 @@ def _identity(parts: BlockParts, sums: BlockSums | None) -> HiddenMap:
 
 
 def gate_constant(reduction: str, sums: BlockSums) -> torch.Tensor:
-    """c (hidden,), float64, that takes the place of a gate after its activation, by `mean-gate` or `scaled`.
+    """c (hidden,), float64: the constant that replaces a gate after its activation, by `mean-gate` or `scaled`.
 
-    `c = E σ(W_g x + b_g)`, or `c_i = E[g_i u_i²]/E[u_i²]`, the least-squares fit of each `g_i u_i` by `u_i`; a unit
-    whose `u_i` was always zero counts nothing: `c_i = 0`.
+    `c = E σ(W_g x + b_g)`, or `c_i = E[g_i u_i²]/E[u_i²]`, the least-squares fit of each `g_i u_i` by `u_i`; `c_i = 0`
+    for a unit whose `u_i` was always zero.
     """
     if reduction == "mean-gate":
         return sums["gate"] / sums.tokens
@@ -76,9 +76,9 @@ def gated_by(parts: BlockParts, c: torch.Tensor) -> HiddenMap:
 def least_squares(sums: BlockSums, ridge: float = RIDGE) -> HiddenMap:
     """`argmin Σ ‖h − T x − t‖² + λ ‖T‖_F²`, λ = ridge · tokens · the mean variance of an input.
 
-    `T = C_hx (C_xx + λ I)⁻¹` and `t = h̄ − T x̄` of the centred sums. As `T` is linear in h, `W_out T` is the same fit of
-    the block's output `W_out h`: least squares of the output, whatever the last matrix is. Needs the sums of `affine`;
-    raises LyapunovPruneError for no more tokens than inputs.
+    `T = C_hx (C_xx + λ I)⁻¹` and `t = h̄ − T x̄` from the centred sums. As `T` is linear in h, `W_out T` is the
+    least-squares fit of the block's output `W_out h` for any last matrix. Needs the sums of `affine`; raises
+    LyapunovPruneError unless there are more tokens than inputs.
     """
     n, width = sums.tokens, len(sums["input"])
     if n <= width:

@@ -1,4 +1,4 @@
-"""The hidden vector of feed-forward blocks replaced by hooks: what a merged model is held against."""
+"""The hidden vector of feed-forward blocks replaced by hooks: the reference for a merged model."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from lyapunov_prune.models.hooked import hooked
 def hidden_replaced(
     layers: nn.ModuleList, blocks: Sequence[tuple[FeedForward, HiddenMap]]
 ) -> AbstractContextManager[None]:
-    """Every forward inside the block of code gives `W_out τ(x) + b_out`, x being what the feed-forward block is given.
+    """Every forward inside the block computes `W_out τ(x) + b_out` for the input x of a feed-forward block.
 
-    The matrix and the bias are the block's own, and no product is formed: one that is wrong in a merged model is seen.
+    The matrix and the bias are the block's own and no product is formed, so a wrong product in a merged model shows up.
     `τ(x)` is computed in float64 and rounded to the dtype of x.
     """
     before: list[tuple[nn.Module, Callable[..., Any]]] = []

@@ -1,4 +1,4 @@
-"""The reductions by name: what each puts in the place of the hidden vector. Imports no torch."""
+"""The reductions by name: the replacement of the hidden vector. Imports no torch."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Final, NamedTuple
 
 
 class Reduction(NamedTuple):
-    """What a reduction does in a line, its reference, the blocks it is for, and the sums it needs.
+    """One line on a reduction, its reference, the kinds of block it applies to, and the sums it needs.
 
     `blocks`: "plain", "gated" or both. `needs`: names of `calibration.blocks.SUMS`.
     """
@@ -23,7 +23,7 @@ REDUCTIONS: dict[str, Reduction] = {
     "identity": Reduction("the activation becomes the identity", _PAPER, ("plain",), ()),
     "mean-gate": Reduction("the gate becomes its mean over tokens", _HERE, ("gated",), ("gate",)),
     "scaled": Reduction(
-        "the gate becomes the number that leaves each unit nearest", _HERE, ("gated",), ("gate_up_up", "up_up")
+        "the gate becomes the constant that fits each unit best", _HERE, ("gated",), ("gate_up_up", "up_up")
     ),
     "affine": Reduction(
         "the block becomes its own least-squares fit",
@@ -32,5 +32,5 @@ REDUCTIONS: dict[str, Reduction] = {
         ("input", "hidden", "input_input", "hidden_input"),
     ),
 }
-# What `joint` goes by: after recovery never worse than the others, on two models (experiments/33_reductions).
+# The default of `joint`: after recovery never worse than the others, on two models (experiments/33_reductions).
 DEFAULT: Final = "affine"

@@ -1,4 +1,4 @@
-"""A model that runs and learns as if attentions and activations were gone, and is merged afterwards."""
+"""A model that runs and trains as if attentions and activations were removed, and is merged afterwards."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from lyapunov_prune.models.structure import find_layers, in_eval_mode
 
 
 class Constant(nn.Module):
-    """In the place of a gate's activation: c (hidden,) for every input."""
+    """Replaces a gate's activation: c (hidden,) for every input."""
 
     c: torch.Tensor
 
@@ -34,15 +34,15 @@ class Constant(nn.Module):
 
 
 class Unmerged:
-    """`model`, whose layers can lose their attention or their activation for as long as a block lasts.
+    """`model`, whose layers can lose their attention or activation inside a with block.
 
-    The module that takes the place of an activation (identity, mean-gate, scaled) or of a feed-forward block (affine)
-    is made once for every layer, from what `run` sends through `model` as it is: `run` runs it over some inputs. Inside
-    `cut` the weights around it can be trained, and the matrix of an affine block itself; `merged` gives what they have
-    become as one affine map a block. `copy.deepcopy` gives another one to train.
+    The module that replaces an activation (identity, mean-gate, scaled) or a feed-forward block (affine) is made once
+    for every layer from the forwards of `run`, which runs the unchanged `model` over some inputs. Inside `cut` the
+    weights around it can be trained, and the matrix of an affine block itself; `merged` returns one affine map per
+    block. `copy.deepcopy` gives another one to train.
 
-    Raises LyapunovPruneError for a family that the compact format does not know, a block that cannot be merged, and a
-    reduction that is not for such blocks.
+    Raises LyapunovPruneError for a family that the compact format does not support, a block that cannot be merged, and
+    a reduction that does not apply to such blocks.
     """
 
     def __init__(self, model: PreTrainedModel, reduction: str, run: Callable[[], None]) -> None:
@@ -63,8 +63,8 @@ class Unmerged:
 
     @contextmanager
     def cut(self, attention: Sequence[int], activation: Sequence[int]) -> Iterator[PreTrainedModel]:
-        """`model` without the attentions and the activations of these layers; at the end all modules are back."""
-        from lyapunov_prune.models.modeling_compact import NoAttention  # every family's code
+        """`model` without the attentions and activations of these layers; restores all modules at the end."""
+        from lyapunov_prune.models.modeling_compact import NoAttention  # imports the code of every family
 
         norms = self.layout.norms_alone(self.model.config)
         changes: list[tuple[int, dict[str, nn.Module]]] = [(i, self._stand_ins[i]) for i in activation]
@@ -83,7 +83,7 @@ class Unmerged:
                 layer.set_submodule(path, module)
 
     def hidden(self, activation: Sequence[int]) -> dict[int, HiddenMap]:
-        """By layer, the map τ that takes the place of the hidden vector inside `cut`; an affine block has none."""
+        """By layer, the map τ that replaces the hidden vector inside `cut`; an affine block has none."""
         maps = {i: self._map(self.blocks[i]) for i in activation}
         return {i: tau for i, tau in maps.items() if tau is not None}
 
@@ -111,7 +111,7 @@ class Unmerged:
 def _stand_ins(
     layers: nn.ModuleList, blocks: Sequence[FeedForward], reduction: str, run: Callable[[], None]
 ) -> list[dict[str, nn.Module]]:
-    """By layer and path, what takes the place of which module."""
+    """The replacement of each module, by layer and path."""
     needs = REDUCTIONS[reduction].needs
     sums = sum_blocks(layers, blocks, needs, run) if needs else [None] * len(blocks)
     made: list[dict[str, nn.Module]] = []
@@ -121,7 +121,7 @@ def _stand_ins(
             made.append({block.activation: nn.Identity()})
         elif reduction == "affine":
             W, b = product(parts.out, hidden_map(reduction, parts, summed))
-            assert b is not None  # a least-squares fit has a constant
+            assert b is not None  # a least-squares fit has a bias
             matrix = nn.Linear(W.shape[1], W.shape[0], device="meta")
             matrix.weight, matrix.bias = nn.Parameter(W.to(parts.out[0])), nn.Parameter(b.to(parts.out[0]))
             others = () if block.block else (block.activation, block.out.module)
