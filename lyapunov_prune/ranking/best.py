@@ -157,9 +157,7 @@ def best_removal(
         finals = walk.finals(scoring, other, held, store, fit)
         if not finals:
             return replace(found, left_out=(*left_out, "mended sets"))
-        if "other dense" not in store:
-            store.add("other dense", encode(losses(other, ())))
-        return found.with_finals(finals, decode(np.ndarray, store["other dense"]), other.measured_on())
+        return found.with_finals(finals, other.measured_on())
 
 
 def _held_share(scoring: Reading) -> float:
@@ -217,7 +215,6 @@ class _Walk:
         """The sets of least loss, judged by the check windows and by `other` with their gaps mended and open."""
         ratio = other.batch.ids.numel() / self.sweep.reading.batch.ids.numel()
         found: list[Final] = []
-        self.spent += ratio  # of the dense model
         for number in self._order()[:_FINALS]:
             layers = self.tried[number].layers
             price = self.cost.mending(layers, held) + (1 + 2 * ratio) * self.cost.without(layers, 0)

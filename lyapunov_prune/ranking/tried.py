@@ -61,7 +61,7 @@ class BestRemoval(Ranking):
 
     Of a search for what is to be mended `finals` holds the best sets, which a second text, `other_on`, has judged too,
     each with its gaps open and mended. A set counts as mended where that pays (`mending.report.pays`), and the chosen
-    is that of least loss above dense, the mean over both texts. `finals` is empty where the forwards did not last.
+    is that of least loss, the mean over both texts. `finals` is empty where the forwards did not last.
     """
 
     tried: tuple[Tried, ...]
@@ -73,7 +73,6 @@ class BestRemoval(Ranking):
     measured_on: MeasuredOn
     checked_on: MeasuredOn
     finals: tuple[Final, ...] = ()
-    other_dense: np.ndarray | None = None
     other_on: MeasuredOn | None = None
 
     criterion = "best"
@@ -87,11 +86,11 @@ class BestRemoval(Ranking):
             require_layers("best removal, layers", layers, self.measured_on.model.num_layers)
         if self.finals and not {self.remove} <= {final.layers for final in self.finals} <= set(tried):
             raise LyapunovPruneError("the search chose, or mended, another set than it tried; search again")
-        if bool(self.finals) != (self.other_dense is not None):
+        if bool(self.finals) != (self.other_on is not None):
             raise LyapunovPruneError("sets were compared mended, and no second text is named; search again")
 
-    def with_finals(self, finals: Sequence[Final], other_dense: np.ndarray, other_on: MeasuredOn) -> BestRemoval:
-        """This search with its best sets mended: the chosen loses least above dense, the mean over both texts."""
+    def with_finals(self, finals: Sequence[Final], other_on: MeasuredOn) -> BestRemoval:
+        """This search with its best sets mended: the chosen is that of least loss, the mean over both texts."""
 
         def loss(final: Final) -> float:
             cut = self._cut(final)
@@ -100,7 +99,7 @@ class BestRemoval(Ranking):
 
         best = min(finals, key=loss).layers
         chosen = next(k for k, tried in enumerate(self.tried) if tried.layers == best)
-        return replace(self, chosen=chosen, finals=tuple(finals), other_dense=other_dense, other_on=other_on)
+        return replace(self, chosen=chosen, finals=tuple(finals), other_on=other_on)
 
     def _cut(self, final: Final) -> np.ndarray:
         return next(tried.windows for tried in self.tried if tried.layers == final.layers)

@@ -83,7 +83,7 @@ def sound(name: str, values: dict[str, Any], floats: Iterator[float]) -> dict[st
     if name == "BestRemoval":
         tried = tuple(Tried("ρ", (0, k), some(3), k == 2, next(floats)) for k in (1, 2))
         final = Final((0, 2), loose(3), some(4), loose(4), next(floats))
-        return {"tried": tried, "chosen": 1, "dense": some(3), "finals": (final,), "other_dense": some(4)}
+        return {"tried": tried, "chosen": 1, "dense": some(3), "finals": (final,)}
     if name == "Healing":
         run = Stretch("best", False, 2e-3, 6), Stretch("here", False, 2e-3, 6, 6)
         stretches = (Stretch("start", True, 1e-3, 4), *run)

@@ -99,8 +99,6 @@ def other() -> torch.Tensor:
 def require_mended(model: PreTrainedModel, many: torch.Tensor, other: torch.Tensor, found: BestRemoval) -> None:
     """Losses are those of models mended on the scored windows alone, on the check windows and the other text."""
     assert found.finals
-    assert found.other_dense is not None
-    np.testing.assert_allclose(found.other_dense, lp.perplexity(model, other).windows, rtol=1e-5)
     best = sorted(found.tried, key=lambda tried: tried.windows.mean())
     assert [each.layers for each in found.finals] == [tried.layers for tried in best[: len(found.finals)]]
     totals = {}

@@ -90,7 +90,7 @@ def test_the_least_loss_over_both_texts_is_chosen(
     four: BestRemoval, first: tuple[float, float], second: tuple[float, float], chosen: tuple[int, ...], how: str
 ) -> None:
     finals = [final((1, 2), *first, 0.0), final((2, 4), *second, 0.0)]
-    found = four.with_finals(finals, np.array([2.0, 3.0]), four.measured_on)
+    found = four.with_finals(finals, four.measured_on)
     assert found.remove == chosen
     assert found.headline().splitlines()[2].endswith(how)
     assert found.forwards == 9.0
@@ -101,17 +101,16 @@ def test_the_least_loss_over_both_texts_is_chosen(
 def test_a_set_that_is_worse_on_the_other_text_is_not_chosen(four: BestRemoval) -> None:
     """Both are better unmended; the second loses 0.1 more on the check windows and 0.4 less on the other text."""
     finals = [final((1, 2), 0.1, 0.1, 0.4), final((2, 4), 0.1, 0.1, 0.0)]
-    assert four.with_finals(finals, np.array([2.0, 3.0]), four.measured_on).remove == (2, 4)
+    assert four.with_finals(finals, four.measured_on).remove == (2, 4)
 
 
 def test_finals_are_of_tried_sets_and_name_their_text(four: BestRemoval) -> None:
     finals = (final((1, 2), -0.5, -0.1, 0.0),)
-    named = {"other_dense": np.array([2.0, 3.0]), "other_on": four.measured_on}
-    assert replace(four, finals=finals, **named).finals == finals
+    assert replace(four, finals=finals, other_on=four.measured_on).finals == finals
     with pytest.raises(LyapunovPruneError, match="another set than it tried"):
-        replace(four, finals=finals, chosen=1, **named)
+        replace(four, finals=finals, chosen=1, other_on=four.measured_on)
     with pytest.raises(LyapunovPruneError, match="another set than it tried"):
-        replace(four, finals=(*finals, replace(finals[0], layers=(3, 4))), **named)
+        replace(four, finals=(*finals, replace(finals[0], layers=(3, 4))), other_on=four.measured_on)
     with pytest.raises(LyapunovPruneError, match="second text"):
         replace(four, finals=finals)
 
