@@ -37,7 +37,6 @@ from .profiles.contraction import measure_contraction as measure_contraction
 from .profiles.influence import block_influence as block_influence
 from .pruning.gate import verify_removal as verify_removal
 from .pruning.plan import PruningPlan as PruningPlan
-from .pruning.removal import drop_sublayers as drop_sublayers
 from .pruning.removal import mend as mend
 from .pruning.removal import remove_layers as remove_layers
 from .ranking.measured import rank_layers as rank_layers

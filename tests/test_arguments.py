@@ -63,7 +63,6 @@ BAD: list[tuple[str, dict[str, Any], str]] = [
     ("verify_removal", {"pruned": "teacher", "plan": 1}, "plan is 1"),
     ("remove_layers", {"plan": 1}, "plan is 1"),
     ("remove_layers", {"plan": "1,2"}, "plan is '1,2'"),
-    ("drop_sublayers", {"attention": 1}, "attention is 1"),
     ("PruningPlan.given", {"remove": 1}, "remove is 1"),
     ("PruningPlan.given", {"drop_activation": 1, "reduction": "affine"}, "drop_activation is 1"),
     ("PruningPlan.given", {"drop_activation": [1], "reduction": 2}, "reduction is 2"),

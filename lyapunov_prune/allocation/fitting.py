@@ -46,21 +46,15 @@ def fit(
     return _solve(lambda c: np.clip(c * unit, low, high), points[points >= 0], sizes, budget)
 
 
-def shift(
-    target: np.ndarray,
-    sizes: np.ndarray,
-    budget: float,
-    low: float | np.ndarray = 0.0,
-    high: float | np.ndarray = 1.0,
-) -> np.ndarray:
-    """`clip(target + c, low, high)` with the c that meets the budget, (M,) float64; otherwise as `fit`.
+def shift(target: np.ndarray, sizes: np.ndarray, budget: float, high: float | np.ndarray = 1.0) -> np.ndarray:
+    """`clip(target + c, 0, high)` with the c that meets the budget, (M,) float64; otherwise as `fit`.
 
-    Targets may be negative. Any budget between the mean of `low` and that of `high` is met.
+    Targets may be negative. Any budget from 0 to the mean of `high` is met.
     """
     target = np.asarray(target, dtype=np.float64)
     if not np.isfinite(target).all():
         raise LyapunovPruneError("targets of an allocation must be finite; check what they rest on")
-    low, high = _bounds(low, high, target)
+    low, high = _bounds(0.0, high, target)
     if _meets(target, sizes, budget, low, high):
         return target
     points = np.concatenate([low - target, high - target])

@@ -217,12 +217,7 @@ def difference_sums(
 
 
 def jvp_sums(
-    structure: Structure,
-    ids: torch.Tensor,
-    first_window: int,
-    seeds: tuple[int, ...],
-    epsilon: float,
-    between: Between = MappingProxyType({}),
+    structure: Structure, ids: torch.Tensor, first_window: int, seeds: tuple[int, ...], epsilon: float
 ) -> WindowSums:
     """One forward of dual numbers: the primal is the clean state, the tangents are the directions."""
     windows = len(ids)
@@ -237,7 +232,7 @@ def jvp_sums(
         errors = token_energy(widen(tangent)).view(len(seeds), windows, -1) * epsilon**2
         rows.append((layer, _reduce(token_energy(widen(primal[:windows])), errors)))
 
-    _run_dual(structure, ids.repeat(len(seeds), 1), visit, inject, between)
+    _run_dual(structure, ids.repeat(len(seeds), 1), visit, inject)
     return _collect(rows, f"windows {first_window} to {first_window + windows - 1}")
 
 
@@ -260,7 +255,7 @@ def jvp_moved(structure: Structure, ids: torch.Tensor, first_window: int, unit: 
         moved, state = token_energy(other / 3 - one), token_energy(widen(primal[:windows]))
         sums.append((float(moved.sum()), float(state.sum())))
 
-    _run_dual(structure, ids.repeat(2, 1), visit, inject, MappingProxyType({}))
+    _run_dual(structure, ids.repeat(2, 1), visit, inject)
     return np.array(sums).T
 
 
@@ -269,7 +264,6 @@ def _run_dual(
     ids: torch.Tensor,
     visit: Callable[[int, torch.Tensor, torch.Tensor], None],
     inject: Inject,
-    between: Between,
 ) -> None:
     """One forward of dual numbers; `visit(l, primal, tangent)` at every boundary."""
 
@@ -282,7 +276,7 @@ def _run_dual(
         stack.enter_context(forward_ad.dual_level())
         stack.enter_context(sdpa_kernel(SDPBackend.MATH))  # the fused kernels have no forward derivative
         stack.enter_context(eager_experts(structure.backbone))
-        stack.enter_context(_boundaries(structure, unpacked, inject, between))
+        stack.enter_context(residual_stream(structure, unpacked, inject))
         try:
             run_backbone(structure, ids)
         except NotImplementedError as error:

@@ -64,16 +64,3 @@ def mend(
     mends, report = fit_mends(model, plan.remove, batch)
     plan = plan.seen_on(report.measured_on)
     return _handed_out(model, cut(model, plan, mends=mends), plan, mends)
-
-
-@checked
-def drop_sublayers(
-    model: PreTrainedModel, *, attention: Sequence[int] = (), mlp: Sequence[int] = ()
-) -> PreTrainedModel:
-    """A new model that computes as `model` without the attention or the MLP of these layers.
-
-    Their output projections are zero, as a plain checkpoint stores them: parameters, time and memory stay as they were.
-    For attentions that are gone see `make_compact`. Raises as `remove_layers` does, and for layers without such a
-    branch.
-    """
-    return remove_layers(model, PruningPlan.given(model, drop_attention=attention, drop_mlp=mlp))

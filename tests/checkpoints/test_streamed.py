@@ -265,7 +265,6 @@ def test_logits_are_formed_a_block_at_a_time(
         lambda model, ids: lp.verify_removal(model, model, [1]),
         lambda model, ids: lp.PruningPlan.given(model, [1]).require_model(model),
         lambda model, ids: lp.mend(model, [1], ids),
-        lambda model, ids: lp.drop_sublayers(model, attention=[1]),
     ],
 )
 def test_what_needs_the_weights_says_so(

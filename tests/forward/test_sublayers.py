@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +13,15 @@ import torch
 from helpers import LAYERS, PARALLEL, TEXT, TINY, branches_of, hooks_of, make_other, make_tiny
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from lyapunov_prune import LyapunovPruneError, PruningPlan, drop_sublayers, rank, remove_layers, verify_removal
+from lyapunov_prune import LyapunovPruneError, PruningPlan, rank, remove_layers, verify_removal
 from lyapunov_prune.forward.sublayers import find_sublayers, silenced
 from lyapunov_prune.models.structure import find_structure
 from lyapunov_prune.profiles import sublayer_influence
 from lyapunov_prune.ranking import LayerRanking, rank_sublayers
+
+
+def without(model: PreTrainedModel, attention: Sequence[int] = (), mlp: Sequence[int] = ()) -> PreTrainedModel:
+    return remove_layers(model, PruningPlan.given(model, drop_attention=attention, drop_mlp=mlp))
 
 
 @pytest.mark.parametrize("layers", [(2,), (0, LAYERS - 1)], ids=str)
@@ -25,7 +29,7 @@ from lyapunov_prune.ranking import LayerRanking, rank_sublayers
 def test_passes_the_gate(family: str, kind: str, layers: tuple[int, ...], ids: torch.Tensor) -> None:
     model = make_tiny(family)
     before = {name: p.clone() for name, p in model.named_parameters()}
-    pruned = drop_sublayers(model, **{kind: layers})
+    pruned = without(model, **{kind: layers})
     plan = PruningPlan.given(model, **{f"drop_{kind}": layers})
     report = verify_removal(model, pruned, plan, ids)
     assert report.passed, f"\n{report}"
@@ -69,7 +73,7 @@ def make_mixture(model_type: str) -> PreTrainedModel:
 @pytest.mark.parametrize("kind", ["attention", "mlp"])
 def test_every_expert_is_zeroed(model_type: str, kind: str, ids: torch.Tensor) -> None:
     model = make_mixture(model_type)
-    pruned = drop_sublayers(model, **{kind: [1]})
+    pruned = without(model, **{kind: [1]})
     plan = PruningPlan.given(model, **{f"drop_{kind}": [1]})
     assert verify_removal(model, pruned, plan, ids).passed
     zeroed = {name for name, p in pruned.named_parameters() if not p.any() and model.get_parameter(name).any()}
@@ -110,8 +114,8 @@ def test_planted_fault_the_bias_left_in(name: str, ids: torch.Tensor) -> None:
 
 def test_planted_fault_the_wrong_layer_or_branch(llama: PreTrainedModel, ids: torch.Tensor) -> None:
     plan = PruningPlan.given(llama, drop_attention=[2])
-    assert fails(llama, drop_sublayers(llama, attention=[3]), plan, ids)
-    assert fails(llama, drop_sublayers(llama, mlp=[2]), plan, ids)
+    assert fails(llama, without(llama, attention=[3]), plan, ids)
+    assert fails(llama, without(llama, mlp=[2]), plan, ids)
 
 
 def test_layers_and_sublayers_go_together_by_original_index(family: str, ids: torch.Tensor) -> None:
@@ -137,7 +141,7 @@ def test_families_that_no_list_names(name: str, ids: torch.Tensor) -> None:
     """They have to pass the gate to be handed out."""
     model = make_other(name)
     for kind in ("attention", "mlp"):
-        pruned = drop_sublayers(model, **{kind: [1]})
+        pruned = without(model, **{kind: [1]})
         assert not torch.equal(pruned(ids).logits, model(ids).logits)
 
 
@@ -147,17 +151,17 @@ def test_a_branch_that_ends_in_a_norm_with_a_bias_is_refused() -> None:
     for layer in model.model.layers:
         layer.post_attention_layernorm = torch.nn.LayerNorm(32)
     torch.nn.init.ones_(model.model.layers[1].post_attention_layernorm.bias)
-    drop_sublayers(model, mlp=[1])
+    without(model, mlp=[1])
     with pytest.raises(LyapunovPruneError, match="layer 1 ends in a LayerNorm"):
-        drop_sublayers(model, attention=[1])
+        without(model, attention=[1])
 
 
 def test_a_matrix_that_another_layer_uses_is_refused() -> None:
     model: Any = make_tiny("llama")
     model.model.layers[3].mlp = model.model.layers[1].mlp
-    drop_sublayers(model, attention=[1])
+    without(model, attention=[1])
     with pytest.raises(LyapunovPruneError, match=r"also model\.layers\.3\.mlp\.down_proj\.weight"):
-        drop_sublayers(model, mlp=[1])
+        without(model, mlp=[1])
 
 
 @pytest.mark.parametrize(
@@ -172,7 +176,7 @@ def test_families_whose_branches_cannot_be_told_apart_are_refused(model_type: st
     sizes = {"vocab_size": 97, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "pad_token_id": 0}
     config = AutoConfig.for_model(model_type, **sizes, is_decoder=True)
     with pytest.raises(LyapunovPruneError, match=message):
-        drop_sublayers(AutoModelForCausalLM.from_config(config).eval(), mlp=[1])
+        without(AutoModelForCausalLM.from_config(config).eval(), mlp=[1])
 
 
 def one_branch_model() -> PreTrainedModel:
@@ -212,7 +216,7 @@ def test_layers_of_one_branch_have_one_score(ids: torch.Tensor) -> None:
     for criterion in ("kl", "from-end", "random"):
         assert set(rank(model, ids, criterion=criterion, what="mlp").plan(2).drop_mlp) == {1, 3}
     with pytest.raises(LyapunovPruneError, match="one branch, mixer"):
-        drop_sublayers(model, mlp=[0])
+        without(model, mlp=[0])
 
 
 def test_silencing_leaves_no_hook_after_an_error(llama: PreTrainedModel) -> None:

@@ -102,7 +102,6 @@ MEASUREMENTS: dict[str, Callable[[PreTrainedModel], Any]] = {
     "check_written": lambda m: lp.bounds.check_written(m, m, IDS),
     "compare_generation": lambda m: lp.compare_generation(m, m, IDS),
     "compress": lambda m: lp.compress(m, method="magnitude", sparsity=0.5),
-    "drop_sublayers": lambda m: lp.drop_sublayers(m, mlp=[1]),
     "greedy_removal": lambda m: lp.ranking.greedy_removal(m, IDS, 1),
     "heal": lambda m: lp.heal(m, m, IDS, steps=1),
     "measure_contraction": lambda m: lp.measure_contraction(m, IDS),

@@ -100,7 +100,6 @@ def test_its_identity_is_one_before_and_after_it_ran_and_looking_spoils_nothing(
 def test_what_would_change_or_read_the_weights_is_refused(small: PreTrainedModel, ids: torch.Tensor) -> None:
     changes: tuple[Callable[[], Any], ...] = (
         lambda: lp.remove_layers(small, [1]),
-        lambda: lp.drop_sublayers(small, attention=[1]),
         lambda: lp.mend(small, [1], ids),
         lambda: lp.compress(small, method="magnitude", sparsity=0.5),
         lambda: lp.heal(small, make_tiny("llama"), ids, steps=1),

@@ -27,7 +27,6 @@ from lyapunov_prune import (
     block_influence,
     check_bounds,
     compress,
-    drop_sublayers,
     heal,
     load,
     measure_contraction,
@@ -290,7 +289,7 @@ def test_a_layer_that_takes_in_a_level_of_the_image_stays() -> None:
     model = make_wrapped("Qwen3VLForConditionalGeneration")
     with pytest.raises(LyapunovPruneError, match="first 1,"):
         remove_layers(model, [0, 2])
-    drop_sublayers(model, attention=[0])
+    remove_layers(model, PruningPlan.given(model, drop_attention=[0]))
 
 
 def test_with_an_image_too_the_layers_are_as_skipped(ids: torch.Tensor) -> None:
@@ -583,7 +582,6 @@ WRITERS: dict[str, Callable[[PreTrainedModel, torch.Tensor], Any]] = {
     "approximate": lambda model, ids: approximate(model, {}).__enter__(),
     "check_bounds": lambda model, ids: check_bounds(model, ids, sparsity=0.5),
     "heal": lambda model, ids: heal(model, make_tiny("llama"), ids, steps=1),
-    "drop_sublayers": lambda model, ids: drop_sublayers(model, mlp=[2]),
     "remove_layers": lambda model, ids: remove_layers(model, [1]),
     "measure_sensitivity": lambda model, ids: measure_sensitivity(model, ids, studies=["layer"]),
 }

@@ -15,7 +15,7 @@ from families.zoo import make_zoo
 from helpers import on_disk
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
-from lyapunov_prune import PruningPlan, drop_sublayers, remove_layers
+from lyapunov_prune import PruningPlan, remove_layers
 from lyapunov_prune.errors import CheckFailed
 from lyapunov_prune.models.families import FAMILIES, TRUSTED
 from lyapunov_prune.models.structure import find_structure
@@ -65,7 +65,7 @@ def test_in_memory_what_the_tests_do_not_vouch_for_is_proven_once(name: str, gat
     model, once = make_zoo(name), int(name != TRUSTED_ONE)
     remove_layers(model, [2, 5])
     assert gates["memory"] == once
-    drop_sublayers(model, mlp=[2])
+    remove_layers(model, PruningPlan.given(model, drop_mlp=[2]))
     assert gates["memory"] == 2 * once
     plans = [PruningPlan.given(model, remove) for remove in ([2], [2, 5])]
     evaluate_removals(model, {"given": plans, "again": plans}, torch.arange(3, 35).view(2, 16))
