@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import re
 from dataclasses import replace
-from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -159,16 +158,12 @@ def require_budget_alone(otherwise: bool) -> None:
 
 
 def require_retrieval(files: str) -> list[str]:
-    """The two or three files of a retrieval task, refused before torch is waited for when ir-measures is missing."""
-    from lyapunov_prune.evaluation.retrieval import EXTRA
-
+    """The two or three files of a retrieval task."""
     names = [name.strip() for name in files.split(",")]
     if len(names) not in (2, 3) or not all(names):
         raise LyapunovPruneError(
             f"--retrieval {files!r} is not two or three files; give QUERIES.jsonl,DOCS.jsonl,QRELS.tsv"
         )
-    if find_spec("ir_measures") is None:
-        raise LyapunovPruneError(EXTRA)
     return names
 
 

@@ -2,7 +2,7 @@
 
 - `perplexity`, `score`, `speed`: measured by this package; `tasks`, `harness`: run with lm-evaluation-harness;
 - `judging`: whether a change pays, by a paired test over windows;
-- `retrieval`: documents found by their embeddings, scored by ir-measures;
+- `retrieval`: documents ranked by their embeddings;
 - `repetition`: whether generated text repeats itself; `evaluation`: the result of `lyapunov-prune eval`.
 """
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -25,7 +26,6 @@ from lyapunov_prune.progress import track
 from lyapunov_prune.results.frames import pd
 from lyapunov_prune.results.result import LINES, MeasuredOn, Result
 
-EXTRA = "retrieval is scored by ir-measures; run: pip install 'lyapunov-prune[tasks]'"
 # Depth of the ranking.
 TOP = 10
 
@@ -36,7 +36,7 @@ class RetrievalScores(Result):
 
     `e` is the mean of the final hidden states (after the final norm) over the tokens of a text. Float64, per query:
 
-    - `ndcg` (models × queries): nDCG@10 by ir-measures (trec_eval's, with grades as gains);
+    - `ndcg` (models × queries): nDCG@10 (`ndcg`);
     - `overlap` (models × queries): share of the reference's ten nearest documents among the model's own ten;
     - `margin` (queries,): similarity of the tenth document minus that of the eleventh for the reference; NaN with ten
       documents or fewer. `shift` (models × queries): `max_d ΔS − min_d ΔS` against the reference. While `shift <
@@ -116,7 +116,7 @@ class RetrievalScores(Result):
         margin = f"{np.median(self.margin):.2g}" if np.isfinite(self.margin).all() else "none: ten documents or fewer"
         return (
             f"Retrieval, {self.task}: {self.ndcg.shape[1]} queries, {self.documents} documents{cut}; means of final "
-            f"hidden_states compared by cosine; ir-measures {on.versions['ir-measures']}\n"
+            f"hidden_states compared by cosine\n"
             f"median margin between the tenth and the eleventh document: {margin}\n{on.line()}"
         )
 
@@ -132,20 +132,16 @@ def evaluate_retrieval(
     bos: bool | None = None,
     batch_size: int = 1,
 ) -> RetrievalScores:
-    """Embed all texts with every model and score the rankings, see RetrievalScores. Needs the extra `tasks`.
+    """Embed all texts with every model and score the rankings, see RetrievalScores.
 
     A text is truncated to `context` tokens, after a BOS token if `bos` (None: the tokenizer's default). The BOS state
     is left out of the mean, because it is the same for every text. A document with the query's own id is not ranked, as
     in BEIR. Memory: the float64 embeddings of all documents and the similarities of all queries.
 
-    Raises NonFiniteError naming the layer when a model is not finite, and LyapunovPruneError for a missing extra, texts
-    that a recorded step of a model has seen, a text without tokens, a context longer than that of a model, and ids
-    outside a vocabulary.
+    Raises NonFiniteError naming the layer when a model is not finite, and LyapunovPruneError for texts that a
+    recorded step of a model has seen, a text without tokens, a context longer than that of a model, and ids outside a
+    vocabulary.
     """
-    try:
-        import ir_measures
-    except ImportError:
-        raise LyapunovPruneError(EXTRA) from None
     require_least(1, batch_size=batch_size)
     require_least(2, context=context)
     begins = begins_with_bos(tokenizer, bos)
@@ -154,43 +150,45 @@ def evaluate_retrieval(
     rows, cut = _tokens(texts, tokenizer, begins, context)
     names, ids = list(task.queries), list(task.documents)
     same = np.array([[query == document for document in ids] for query in names])
-    judged = [
-        ir_measures.Qrel(query, document, grade)
-        for query, grades in task.relevant.items()
-        for document, grade in grades.items()
-    ]
-    scores, embedded, ndcg, nearest, measured = [], [], [], [], []
+    scores, embedded, found, nearest, measured = [], [], [], [], []
     for name, model in models.items():
         e = _embed(model, rows, int(begins), batch_size, name)
         unit = e / np.linalg.norm(e, axis=-1, keepdims=True)
         S = unit[: len(names)] @ unit[len(names) :].T
         S[same] = -np.inf
         order = np.argsort(-S, axis=-1, kind="stable")[:, :TOP]
-        run = [
-            ir_measures.ScoredDoc(query, ids[d], float(-rank))  # ranks, so that ties are broken consistently
-            for query, best in zip(names, order, strict=True)
-            for rank, d in enumerate(best)
-            if query != ids[d]
-        ]
-        found = {m.query_id: m.value for m in ir_measures.iter_calc([ir_measures.nDCG @ TOP], judged, run)}
-        ndcg.append([found.get(query, 0.0) for query in names])
+        ranked = {query: [ids[d] for d in best if ids[d] != query] for query, best in zip(names, order, strict=True)}
+        found.append([ndcg(ranked[query], task.relevant[query]) for query in names])
         scores.append(S)
         embedded.append(unit)
         nearest.append(order)
-        measured.append(rows_measured_on(model, rows, task.name, bos=begins, packages=["ir-measures"]))
+        measured.append(rows_measured_on(model, rows, task.name, bos=begins))
     return RetrievalScores(
         task=task.name,
         sha256=task.sha256,
         models=tuple(models),
         documents=len(ids),
         cut=cut,
-        ndcg=np.array(ndcg),
+        ndcg=np.array(found),
         overlap=np.array([[_shared(a, b) for a, b in zip(nearest[0], own, strict=True)] for own in nearest]),
         margin=_margin(scores[0]),
         shift=np.array([_ranges(scores[0], S, ~same) for S in scores]),
         turned=np.array([_turned(embedded[0], e, len(names)) for e in embedded]),
         measured_on=tuple(measured),
     )
+
+
+def ndcg(ranked: Sequence[str], grades: Mapping[str, int]) -> float:
+    """nDCG@10 of the documents `ranked`, nearest first: `Σ_k gain_k / log₂(k + 1)` over that of the best ranking.
+
+    Gains are the grades, as in trec_eval's `ndcg_cut_10`: a document without a grade, or with one below 0, gains
+    nothing. One grade has to be above 0.
+    """
+
+    def discounted(gains: Sequence[int]) -> float:
+        return sum(max(gain, 0) / math.log2(k + 2) for k, gain in enumerate(gains[:TOP]))
+
+    return discounted([grades.get(name, 0) for name in ranked]) / discounted(sorted(grades.values(), reverse=True))
 
 
 def require_unseen_texts(
