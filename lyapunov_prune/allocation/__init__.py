@@ -1,8 +1,8 @@
-"""How much goes where: the amount of compression of every matrix, in the mean a budget.
+"""How a budget is distributed: the amount of compression of every matrix, with the budget as their mean.
 
-- `allocation`: the decision; `fitting`: the arithmetic that makes its sum right; `table`: all of them by name,
-  `schedules`: called so;
-- one file a schedule: `uniform`, `owl`, `alpha_pruning`, `atp`, `lyapunov`, `guidelines`, `bits`.
+- `allocation`: the result; `fitting`: scale or shift targets to meet the budget; `table`: the schedules by name,
+  `schedules`: their functions;
+- one file per schedule: `uniform`, `owl`, `alpha_pruning`, `atp`, `lyapunov`, `guidelines`, `bits`.
 
 A new schedule is a function from a model and a budget to an `Allocation`, in a file of its own, a row in
 `table.SCHEDULES`, which help texts, model cards, docs/choices.md and the tests read, and one in `schedules`; its name

@@ -1,4 +1,4 @@
-"""How much each matrix of a model is compressed, and the arithmetic that makes the sum right."""
+"""The amount of compression of each matrix of a model."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ SPARSEST = 0.99
 class Allocation(Result):
     """The compression of every matrix: `amount` (M,) float64, in the order of the model.
 
-    `unit` is `sparsity` (share of the entries that become zero) or `bits` (a weight). The mean weighted by
-    `sizes` (entries) is the budget. Embeddings and head are no matrices of a layer and do not count. Of a schedule
-    that goes by ρ, `pooling` is that of its profile, and `below_floor` holds the layers whose ρ is rounding
-    (`ContractionProfile.below_floor`). Of one that searches a parameter, `tried` holds each value and its loss in nats.
+    `unit` is `sparsity` (share of the entries set to zero) or `bits` (per weight). The mean weighted by `sizes`
+    (numbers of entries) is the budget. Embeddings and head do not count. For a schedule that uses ρ, `pooling` is that
+    of its profile, and `below_floor` holds the layers whose ρ is rounding (`ContractionProfile.below_floor`). For one
+    that searches a parameter, `tried` holds each value and its loss in nats.
     """
 
     schedule: str
@@ -42,7 +42,7 @@ class Allocation(Result):
     model: ModelIdentity
     measured_on: tuple[MeasuredOn, ...]
     below_floor: tuple[int, ...] = ()
-    pooling: str | None = None  # also in files of older versions
+    pooling: str | None = None  # None in old files too
     tried: tuple[tuple[float, float], ...] = ()
 
     def __post_init__(self) -> None:
@@ -53,7 +53,7 @@ class Allocation(Result):
         if self.pooling not in (None, *get_args(Pooling)):
             raise LyapunovPruneError(f"an allocation by {self.pooling!r} pooling; give energy or token")
         if not count or len(set(self.names)) != count:
-            raise LyapunovPruneError("an allocation names every matrix once; make it again")
+            raise LyapunovPruneError("an allocation must name every matrix once; make it again")
         require_array("allocation, amount", self.amount, (count,), most=most)
         require_array("allocation, sizes", np.array(self.sizes), (count,), least=1)
         require_array("allocation, layers", np.array(self.layers), (count,))
@@ -72,7 +72,7 @@ class Allocation(Result):
             )
 
     def of(self, name: str) -> float:
-        """The amount of one matrix; raises LyapunovPruneError when there is none of this name."""
+        """The amount of one matrix; raises LyapunovPruneError for an unknown name."""
         if name not in self.names:
             raise LyapunovPruneError(f"{self.model.name} has no matrix {name!r}; give one of the allocation's names")
         return float(self.amount[self.names.index(name)])
@@ -90,11 +90,11 @@ class Allocation(Result):
         return np.divide(np.bincount(self.layers, self.amount * self.sizes, L), total, out=means, where=total > 0)
 
     def to_frame(self) -> pd.DataFrame:
-        """One row a matrix."""
+        """One row per matrix."""
         return pd.DataFrame({"layer": self.layers, "matrix": self.names, "entries": self.sizes, self.unit: self.amount})
 
     def summary(self) -> pd.DataFrame:
-        """One row a layer: mean weighted by size, least and most of its matrices."""
+        """One row per layer: mean weighted by size, minimum and maximum over its matrices."""
         rows = self.to_frame().groupby("layer")
         ends = rows[self.unit].agg(["min", "max"])
         return pd.DataFrame(
@@ -120,7 +120,7 @@ class Allocation(Result):
 
 @dataclass(frozen=True)
 class Matrices:
-    """The matrices of a model's layers as arrays of one value a matrix, (M,)."""
+    """The matrices of a model's layers as arrays with one value per matrix, (M,)."""
 
     projections: tuple[Projection, ...]
     layers: np.ndarray  # int
@@ -138,7 +138,7 @@ class Matrices:
         )
 
     def layer_sum(self, values: np.ndarray) -> np.ndarray:
-        """For every matrix the sum of `values` over all matrices of its layer, (M,) float64."""
+        """For every matrix, the sum of `values` over the matrices of its layer, (M,) float64."""
         return np.bincount(self.layers, values)[self.layers]
 
     def allocated(
@@ -151,7 +151,7 @@ class Matrices:
         unit: str = "sparsity",
         profile: ContractionProfile | None = None,
     ) -> Allocation:
-        """The `Allocation` of `amount` (M,); `profile` is the one that the schedule went by."""
+        """The `Allocation` of `amount` (M,); `profile` is the one that the schedule used."""
         return Allocation(
             schedule=schedule,
             unit=unit,
@@ -171,4 +171,4 @@ class Matrices:
 def require_sparsity(budget: float) -> None:
     """Raise LyapunovPruneError unless `0 ≤ budget < 1`."""
     if not 0 <= budget < 1:
-        raise LyapunovPruneError(f"a sparsity of {budget:g} is no share of the entries; give 0 or more and less than 1")
+        raise LyapunovPruneError(f"a sparsity of {budget:g} is not a share; give 0 or more and less than 1")

@@ -1,4 +1,4 @@
-"""AlphaPruning: layers whose spectra have the heavier tails stay denser."""
+"""AlphaPruning: layers with heavier-tailed spectra stay denser."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from lyapunov_prune.progress import track
 
 
 def hill(eigenvalues: np.ndarray) -> float:
-    """Hill estimate of the exponent α of a density `∝ λ^−α` from its `n` samples.
+    """Hill estimate of the exponent α of a density `∝ λ^−α` from `n` samples.
 
-    `α = 1 + k / Σ_{i=1..k} ln(λ_{n−i+1} / λ_{n−k})` with `λ_1 ≤ … ≤ λ_n` and `k = ⌊n / 2⌋`: the upper half
-    over the largest sample below it. Lu et al., AlphaPruning (NeurIPS 2024), PL_Alpha_Hill.
+    `α = 1 + k / Σ_{i=1..k} ln(λ_{n−i+1} / λ_{n−k})` with `λ_1 ≤ … ≤ λ_n` and `k = ⌊n / 2⌋`: the upper half relative to
+    the largest sample below it. Lu et al., AlphaPruning (NeurIPS 2024), PL_Alpha_Hill.
 
-    Raises LyapunovPruneError for fewer than two samples, a λ_{n−k} that is not positive, and an upper half
-    without spread.
+    Raises LyapunovPruneError for fewer than two samples, a λ_{n−k} that is not positive, and an upper half without
+    spread.
     """
     ascending = np.sort(np.asarray(eigenvalues, dtype=np.float64))
     n = len(ascending)
@@ -35,15 +35,15 @@ def hill(eigenvalues: np.ndarray) -> float:
 
 
 def alpha_pruning(model: PreTrainedModel, budget: float, *, tau: float = 0.3) -> Allocation:
-    """Sparsity grows with the tail exponent of the layer: a lighter tail (larger α) is less trained.
+    """Sparsity increases with the tail exponent of the layer: a lighter tail (larger α) indicates less training.
 
-    `s_l = η · (1 − τ + 2τ (α_l − min α) / (max α − min α))`, `α_l` the mean of `hill` over the eigenvalues of
-    `WᵀW` of the matrices of layer l, and η such that the mean is the budget. Matrices of one row or column have
-    no tail and do not count. Equal exponents give equal sparsities. Lu et al., AlphaPruning (NeurIPS 2024),
-    §3.2. All singular values of every matrix are taken in float64, which no other schedule needs.
+    `s_l = η · (1 − τ + 2τ (α_l − min α) / (max α − min α))`, with `α_l` the mean of `hill` over the eigenvalues of
+    `WᵀW` of the matrices of layer l, and η such that the mean is the budget. Matrices of one row or column have no tail
+    and do not count. Equal exponents give equal sparsities. Lu et al., AlphaPruning (NeurIPS 2024), §3.2. Computes all
+    singular values of every matrix in float64, which no other schedule needs.
 
-    Raises LyapunovPruneError for τ outside `[0, 1)`, a budget that no η meets inside `0 … 0.99`, and a matrix
-    of which half the singular values vanish, or are equal.
+    Raises LyapunovPruneError for τ outside `[0, 1)`, a budget that no η meets inside `0 … 0.99`, and a matrix of which
+    half the singular values vanish or are equal.
     """
     require_sparsity(budget)
     if not 0 <= tau < 1:
@@ -66,7 +66,7 @@ def tail_exponents(model: PreTrainedModel, matrices: Matrices) -> np.ndarray:
         if min(W.shape) < 2:
             continue
         values = torch.linalg.svdvals(W).cpu().numpy()
-        # Below this a singular value of float64 is rounding: the tail would be one of noise.
+        # Below this a float64 singular value is rounding, and the tail would be noise.
         noise = values.max() * max(W.shape) * np.finfo(np.float64).eps
         try:
             exponents[i] = hill(np.where(values > noise, values, 0) ** 2)

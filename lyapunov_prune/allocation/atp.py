@@ -1,4 +1,4 @@
-"""ATP: sparsities in arithmetic progression, the first layer the densest."""
+"""ATP: sparsities in arithmetic progression, with the first layer the densest."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from lyapunov_prune.results.result import MeasuredOn
 
 @runtime_checkable  # `allocate` is `checked`
 class Score(Protocol):
-    """What the model loses under an allocation, and on which text that is measured."""
+    """The loss of the model under an allocation, and the text it is measured on."""
 
     @property
     def measured_on(self) -> MeasuredOn: ...
 
     def __call__(self, allocation: Allocation) -> float:
-        """Mean loss in nats, the smaller the better; infinite or NaN for a wreck."""
+        """Mean loss in nats, smaller is better; infinite or NaN for a broken model."""
 
 
 def steepest(budget: float, num_layers: int) -> float:
@@ -34,10 +34,10 @@ def steepest(budget: float, num_layers: int) -> float:
 def atp(model: PreTrainedModel, budget: float, *, beta: float | None = None) -> Allocation:
     """`s_l = S − β (L − 1) / 2 + β l` for `l = 0 … L − 1`, `S` the budget, `0 ≤ β ≤ min(2S, 2(1 − S)) / (L − 1)`.
 
-    Huang et al., Determining layer-wise sparsity for large language models through a theoretical perspective
-    (ICML 2025, arXiv:2502.14770). The paper finds β by a search for the lowest perplexity, which is `atp_search`;
-    without `beta` it is half of the largest here, which no experiment backs. Layers of unequal size move together until
-    the mean is right, and none exceeds 0.99.
+    Huang et al., Determining layer-wise sparsity for large language models through a theoretical perspective (ICML
+    2025, arXiv:2502.14770). The paper searches for the β of lowest perplexity (`atp_search`); the default here is half
+    of the largest β, which no experiment supports. Layers of unequal size are shifted together until the mean is the
+    budget, and none exceeds 0.99.
 
     Raises LyapunovPruneError for β outside its range and a budget outside `0 … 0.99`.
     """
@@ -56,17 +56,17 @@ def atp(model: PreTrainedModel, budget: float, *, beta: float | None = None) -> 
 def atp_search(model: PreTrainedModel, budget: float, score: Score, *, trials: int = 9) -> Allocation:
     """`atp` at the β of least `score` among `β_k = k/T · min(2S, 2(1 − S)) / (L − 1)`, `k = 1 … T`, T the `trials`.
 
-    The search of Huang et al. (as `atp`), written from its description: a grid on `0 < β ≤ largest`, scored by
-    perplexity. Of equal scores the smaller β wins. It costs one compression and one scoring a trial. `tried` of the
-    result holds every β with its score.
+    The search of Huang et al. (see `atp`), reimplemented from its description: a grid on `0 < β ≤ largest`, scored by
+    perplexity. The smaller β wins a tie. Costs one compression and one scoring per trial. `tried` of the result holds
+    every β with its score.
 
-    Raises LyapunovPruneError for `trials` that are no count, when every trial is a wreck, and as `atp` does.
+    Raises LyapunovPruneError unless `trials` is a positive integer, when no trial has a finite loss, and like `atp`.
     """
     require_sparsity(budget)
     if not (trials >= 1 and trials % 1 == 0):
-        raise LyapunovPruneError(f"{trials:g} trials are no search; give 1 or more")
+        raise LyapunovPruneError(f"trials is {trials:g}; give 1 or more")
     largest = steepest(budget, Matrices.of(model).model.num_layers)
-    grid = np.unique(np.linspace(0, largest, int(trials) + 1)[1:])  # one β alone where none but 0 is left
+    grid = np.unique(np.linspace(0, largest, int(trials) + 1)[1:])  # a single β where only 0 is possible
     candidates = [atp(model, budget, beta=float(beta)) for beta in grid]
     losses = np.array([score(allocation) for allocation in track(candidates, "search of beta")])
     if not np.isfinite(losses).any():

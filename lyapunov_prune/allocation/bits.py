@@ -1,4 +1,4 @@
-"""Bit widths by amplification: the layers whose errors grow most get the wide weights."""
+"""Bit widths by amplification: the layers whose errors grow most get more bits."""
 
 from __future__ import annotations
 
@@ -16,15 +16,14 @@ LOW, HIGH = 4, 8
 def allocate_bits(
     model: PreTrainedModel, budget: float, profile: ContractionProfile, *, low: int = LOW, high: int = HIGH
 ) -> Allocation:
-    """`high` bits a weight for the layers of largest `A_l = Π_{k > l} ρ_k`, `low` for the others.
+    """`high` bits per weight for the layers of largest `A_l = Π_{k > l} ρ_k`, `low` bits for the others.
 
-    As many layers as make the mean over all entries the `budget`, in bits; of equal A the earlier layer comes
-    first. The error that rounding leaves is multiplied by `A_l` on its way to the output (structural
-    sensitivity, §6.2).
+    As many layers as make the mean over all entries equal to the `budget`, in bits; the earlier layer wins a tie. The
+    rounding error of layer l is multiplied by `A_l` on its way to the output (structural sensitivity, §6.2).
 
-    Raises LyapunovPruneError with the nearest attainable budgets when whole layers do not add up to this one,
-    for widths that are no ascending integers from 1 to 16, a profile of another model, and a ρ that is not finite
-    or not positive.
+    Raises LyapunovPruneError with the nearest attainable budgets when whole layers do not add up to this one, unless
+    the widths are ascending integers from 1 to 16, for a profile of another model, and for a ρ that is not finite or
+    not positive.
     """
     if not (low % 1 == 0 and high % 1 == 0 and 1 <= low < high <= 16):
         raise LyapunovPruneError(f"bit widths {low:g} and {high:g}; give two integers from 1 to 16, the lower first")
@@ -45,7 +44,7 @@ def allocate_bits(
 
 
 def require_mixed(budget: float, *, low: int = LOW, high: int = HIGH) -> None:
-    """Raise LyapunovPruneError for a mean that every layer has to have, so that nothing is left to allocate."""
+    """Raise LyapunovPruneError for a mean that forces the same width on every layer."""
     if budget in (low, high):
         raise LyapunovPruneError(
             f"allocation bits with a mean of {budget:g} gives every layer {budget:g} bits; give a mean between {low:g} "

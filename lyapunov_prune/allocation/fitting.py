@@ -1,4 +1,4 @@
-"""The arithmetic that makes the sum of an allocation right: scale or shift targets to meet a budget."""
+"""Scale or shift targets so that their mean is the budget."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ import numpy as np
 
 from lyapunov_prune.errors import LyapunovPruneError
 
-# Budgets this far outside the attainable range are its end: means are rounded.
+# A budget this close outside the attainable range counts as its end, because means are rounded.
 ROUNDING = 1e-13
-# Targets must lie within this factor of each other; beyond it their scale has no place in float64.
+# Largest ratio between targets; beyond it the scale factor loses precision in float64.
 SPAN = 1e290
 
 
@@ -24,17 +24,17 @@ def fit(
 ) -> np.ndarray:
     """`clip(c · target, low, high)` with the smallest `c ≥ 0` that meets the budget, (M,) float64.
 
-    `Σ size · clip(c · target, low, high) = budget · Σ size`. The left side is piecewise linear in c, so c comes
-    from one segment between two breakpoints, without iteration. `target` (M,) ≥ 0; `sizes` (M,) > 0; bounds are
-    numbers or (M,). The order of targets that share their bounds is kept. Targets that meet the budget stay.
+    `Σ size · clip(c · target, low, high) = budget · Σ size`. The left side is piecewise linear in c, so c is computed
+    on one segment between two breakpoints, without iteration. `target` (M,) ≥ 0; `sizes` (M,) > 0; bounds are numbers
+    or (M,). The order of targets with equal bounds is preserved. Targets that meet the budget are returned unchanged.
 
-    Raises LyapunovPruneError with the attainable range when no c meets the budget, and for targets that are
-    negative, not finite or too far apart for float64.
+    Raises LyapunovPruneError with the attainable range when no c meets the budget, and for targets that are negative,
+    not finite, or too far apart for float64.
     """
     target = np.asarray(target, dtype=np.float64)
     some = target[target > 0]
     if not (np.isfinite(target).all() and (target >= 0).all()):
-        raise LyapunovPruneError("targets of an allocation must be finite and not negative; check what they rest on")
+        raise LyapunovPruneError("targets of an allocation must be finite and not negative; check their measurements")
     if len(some) and some.max() / SPAN > some.min():
         raise LyapunovPruneError(f"targets from {some.min():g} to {some.max():g} are too far apart; bound the schedule")
     unit = target / some.max() if len(some) else target
@@ -47,13 +47,13 @@ def fit(
 
 
 def shift(target: np.ndarray, sizes: np.ndarray, budget: float, high: float | np.ndarray = 1.0) -> np.ndarray:
-    """`clip(target + c, 0, high)` with the c that meets the budget, (M,) float64; otherwise as `fit`.
+    """`clip(target + c, 0, high)` with the c that meets the budget, (M,) float64; otherwise like `fit`.
 
-    Targets may be negative. Any budget from 0 to the mean of `high` is met.
+    Targets may be negative. Any budget from 0 to the mean of `high` can be met.
     """
     target = np.asarray(target, dtype=np.float64)
     if not np.isfinite(target).all():
-        raise LyapunovPruneError("targets of an allocation must be finite; check what they rest on")
+        raise LyapunovPruneError("targets of an allocation must be finite; check their measurements")
     low, high = _bounds(0.0, high, target)
     if _meets(target, sizes, budget, low, high):
         return target
@@ -64,22 +64,22 @@ def shift(target: np.ndarray, sizes: np.ndarray, budget: float, high: float | np
 def _bounds(low: float | np.ndarray, high: float | np.ndarray, target: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     low, high = (np.broadcast_to(np.asarray(b, dtype=np.float64), target.shape) for b in (low, high))
     if not (low <= high).all():
-        raise LyapunovPruneError("an allocation's lower bound is above its upper one; change the bounds")
+        raise LyapunovPruneError("an allocation's lower bound is above its upper bound; change the bounds")
     return low, high
 
 
 def _meets(target: np.ndarray, sizes: np.ndarray, budget: float, low: np.ndarray, high: np.ndarray) -> bool:
-    """Whether `target` is an allocation of this budget as it is.
+    """Whether `target` already is an allocation of this budget.
 
-    It must not be solved for again: beside a matrix at its bound with 10⁹ times the entries, the rounding of the mean
-    is 10⁻⁷ of a free one's amount.
+    Solving again could change it: next to a matrix at its bound with 10⁹ times the entries, the rounding of the mean is
+    10⁻⁷ of the amount of a free matrix.
     """
     within = bool(((low <= target) & (target <= high)).all())
     return within and abs(float(np.average(target, weights=sizes)) - budget) <= ROUNDING
 
 
 def _solve(amount: Callable[[float], np.ndarray], points: np.ndarray, sizes: np.ndarray, budget: float) -> np.ndarray:
-    """`amount(c)` of the mean `budget`, where it is monotone in c and linear between `points`."""
+    """`amount(c)` with mean `budget`, where it is monotone in c and linear between `points`."""
 
     def mean(c: float) -> float:
         return float(np.average(amount(c), weights=sizes))
@@ -91,7 +91,7 @@ def _solve(amount: Callable[[float], np.ndarray], points: np.ndarray, sizes: np.
             f"no allocation of this schedule has the mean {budget:.6g}: it reaches {least:.6g} to {most:.6g}; "
             "change the budget or the bounds"
         )
-    if budget - least < 1 / SPAN:  # the amounts would lose their digits
+    if budget - least < 1 / SPAN:  # the amounts would lose precision
         return amount(points[0])
     i = bisect_left(points, budget, key=mean)
     if i == len(points):

@@ -1,4 +1,4 @@
-"""The rules distilled from sensitivities: early MLP inputs untouched, keys and values first, nothing over a ceiling."""
+"""The paper's guidelines: dense MLP inputs in early layers, sparser keys and values, and a ceiling."""
 
 from __future__ import annotations
 
@@ -37,18 +37,18 @@ def guidelines(
 ) -> Allocation:
     """The three rules of structural sensitivity, §6.4 ("Practical compression guidelines").
 
-    1. The matrices that enter the MLP (gate, up) of the first `protected` layers keep every entry.
-    2. Keys and values lose `extra` more than the rest.
-    3. None loses more than `ceiling`, the catastrophe threshold s* of the model: a number, or the `Sensitivity` that
-       measured it (`measure_sensitivity`, study `threshold`), whose texts then count as seen. Measure it on calibration
-       text: a ceiling that was chosen on the evaluation text favours the guidelines there.
+    - The MLP input matrices (gate, up) of the first `protected` layers stay dense.
+    - Keys and values get `extra` more sparsity than the rest.
+    - No sparsity exceeds `ceiling`, the catastrophe threshold s* of the model: a number, or the `Sensitivity` that
+      measured it (`measure_sensitivity`, study `threshold`), whose texts then count as seen. Measure it on calibration
+      text: a ceiling chosen on the evaluation text favours the guidelines there.
 
-    All but the protected move together until the mean is the budget. The paper's rules are words; the sizes of
-    `extra` and `protected` are ours.
+    All matrices except the protected ones are shifted together until the mean is the budget. The paper gives the rules
+    in words; the values of `extra` and `protected` are ours.
 
-    Raises LyapunovPruneError when the budget lies beyond the ceiling, for a ceiling outside `(0, 0.99]`, a measurement
-    that found no s* or is of another model, a negative `extra`, a `protected` that is no count, and for a model in
-    which keys and values, or the matrices into the MLPs to protect, are not known by name.
+    Raises LyapunovPruneError when the budget is above the ceiling, for a ceiling outside `(0, 0.99]`, a measurement
+    without s* or of another model, a negative `extra`, a `protected` that is not a count, and for a model whose keys
+    and values, or MLP input matrices to protect, are not known by name.
     """
     require_sparsity(budget)
     matrices = Matrices.of(model)
@@ -72,12 +72,14 @@ def guidelines(
 
 
 def _measured(ceiling: Catastrophe, matrices: Matrices) -> tuple[float, tuple[MeasuredOn, ...]]:
-    """s* and the texts that it rests on."""
+    """s* and the texts that it was measured on."""
     if not hasattr(ceiling, "threshold"):
-        raise LyapunovPruneError(f"ceiling {ceiling!r} is no share; give a number, or a Sensitivity of study threshold")
+        raise LyapunovPruneError(
+            f"ceiling {ceiling!r} is not a share; give a number, or a Sensitivity of study threshold"
+        )
     if ceiling.threshold is None:
         raise LyapunovPruneError(
-            "this sensitivity holds no s*: its study threshold was not run, or no sparsity kept the regret below the "
+            "this sensitivity has no s*: its study threshold was not run, or no sparsity kept the regret below the "
             "limit; run it, or give the ceiling as a number"
         )
     if not ceiling.measured_on.model.same_as(matrices.model):

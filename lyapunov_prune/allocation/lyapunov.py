@@ -1,4 +1,4 @@
-"""Schedules from the contraction profile: what an error of each layer becomes at the end of the model."""
+"""Schedules from the contraction profile: how the error of each layer grows until the end of the model."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ Reading = Literal["equal-error", "downstream"]
 def log_amplification(profile: ContractionProfile) -> np.ndarray:
     """`ln A_l = Σ_{k > l} ln ρ_k`, (L,) float64; 0 for the last layer.
 
-    Logarithms, as the product over many layers leaves the range of a float. Raises LyapunovPruneError for a ρ
-    that is not finite or not positive, and when every ρ lies below the rounding floor.
+    In logarithms, because the product over many layers overflows. Raises LyapunovPruneError for a ρ that is not finite
+    or not positive, and when every ρ lies below the rounding floor.
     """
     rho = profile.rho
     wrong = ~(np.isfinite(rho) & (rho > 0))
@@ -37,19 +37,19 @@ def log_amplification(profile: ContractionProfile) -> np.ndarray:
 
 
 def tolerance(profile: ContractionProfile, reading: Reading = "equal-error") -> np.ndarray:
-    """Each layer's share of the error energy that a model may take up, (L,) float64, sum 1: the Lyapunov budget.
+    """Share of the total error energy that each layer may add, (L,) float64, sum 1: the Lyapunov budget.
 
-    `reading`, with `A_l` as in `log_amplification`:
+    By `reading`, with `A_l` as in `log_amplification`:
 
-    - `equal-error`: `τ_l ∝ 1 / A_l`. `A_l τ_l`, what the error of layer l becomes at the output, is then the same for
-      all layers: where later layers contract, the early ones may err more.
+    - `equal-error`: `τ_l ∝ 1 / A_l`, so that `A_l τ_l`, the error of layer l at the output, is equal for all layers: if
+      later layers contract, early ones may have larger errors.
     - `downstream`: `τ_l ∝ A_l`, "the cumulative downstream contraction" as the paper defines it.
 
-    Structural sensitivity, §6.4, holds both: its 54 % for the last third of GPT-2 Small and 19 % for the first need the
-    second, as with every ρ < 1 `1 / A_l` falls with l; that the budget be "highest for early layers", two sentences on,
-    needs the first. Only the first follows from a model of the error.
+    Structural sensitivity, §6.4, contains both: its 54 % for the last third of GPT-2 Small and 19 % for the first
+    require the second, because with every ρ < 1 `1 / A_l` decreases with l; that the budget is "highest for early
+    layers", two sentences later, requires the first. Only the first follows from a model of the error.
 
-    Raises LyapunovPruneError for another reading, and as `log_amplification` does.
+    Raises LyapunovPruneError for another reading, and like `log_amplification`.
     """
     logs = _log_tolerance(profile, reading)
     share = np.exp(logs - logs.max())
@@ -61,15 +61,15 @@ def lyapunov(
 ) -> Allocation:
     """The schedule of least error at the output under a quadratic model of the error.
 
-    Minimises `Σ_l w_l A_l s_l²`, where `w_l` is the sum of `‖W‖_F²` over the matrices of layer l and
-    `A_l = Π_{k > l} ρ_k`, under `Σ_l n_l s_l = S Σ_l n_l` and `least · S ≤ s_l ≤ min(most · S, 0.99)`, with `n_l`
-    the entries of layer l and `S` the budget. The minimum is `s_l = clip(c n_l / (w_l A_l))`, `c` from the
-    budget. Structural sensitivity, §6.4 and Appendix E, where layers are of one size and `n_l` falls out. The
-    true error grows slower than s², so that the formula without bounds is too steep (same place): the paper
-    clamps it. Its bounds did not survive; these defaults are ours.
+    Minimises `Σ_l w_l A_l s_l²`, where `w_l` is the sum of `‖W‖_F²` over the matrices of layer l and `A_l = Π_{k > l}
+    ρ_k`, subject to `Σ_l n_l s_l = S Σ_l n_l` and `least · S ≤ s_l ≤ min(most · S, 0.99)`, with `n_l` the number of
+    entries of layer l and `S` the budget. The minimum is `s_l = clip(c n_l / (w_l A_l))`, with `c` from the budget.
+    Structural sensitivity, §6.4 and Appendix E, where all layers have the same size and `n_l` cancels. The true error
+    grows more slowly than s², so the formula without bounds is too steep (same place), and the paper clamps it. Its
+    bounds are not given; these defaults are ours.
 
-    Raises LyapunovPruneError for bounds that do not hold 1, a budget that the bounds exclude, a profile of
-    another model, a ρ that is not finite or not positive, and a layer of zeros.
+    Raises LyapunovPruneError for bounds that exclude 1, a budget that the bounds exclude, a profile of another model, a
+    ρ that is not finite or not positive, and a layer of zeros.
     """
     require_sparsity(budget)
     if not 0 <= least <= 1 <= most:
@@ -90,11 +90,11 @@ def lyapunov(
 def lyapunov_budget(
     model: PreTrainedModel, budget: float, profile: ContractionProfile, *, reading: Reading = "equal-error"
 ) -> Allocation:
-    """`s_l ∝ √τ_l`, with `τ` the `tolerance` by `reading`: the error energy of a sparsity grows as its square.
+    """`s_l ∝ √τ_l`, with `τ` the `tolerance` by `reading`, because error energy grows as the square of the sparsity.
 
-    By the reading `equal-error` every layer then adds the same error at the output, but for those at the ceiling of
-    0.99. Structural sensitivity, §6.4. Raises LyapunovPruneError for a budget outside `0 … 0.99`, another reading, a
-    profile of another model, and a ρ that is not finite or not positive.
+    With the reading `equal-error` every layer adds the same error at the output, except those at the ceiling of 0.99.
+    Structural sensitivity, §6.4. Raises LyapunovPruneError for a budget outside `0 … 0.99`, another reading, a profile
+    of another model, and a ρ that is not finite or not positive.
     """
     require_sparsity(budget)
     matrices = Matrices.of(model)

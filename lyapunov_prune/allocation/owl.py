@@ -28,14 +28,14 @@ def owl(
     outlier: float = 5.0,
     width: float = 0.08,
 ) -> Allocation:
-    """Sparsity falls with the layer's share of outliers `D_l`; the paper's M is `outlier`, its λ `width`.
+    """Sparsity decreases with the layer's share of outliers `D_l`; the paper's M is `outlier`, its λ `width`.
 
-    `D_l` is the share of the scores `|W_ij| ‖x_j‖₂` of all matrices of layer l that exceed M × their mean over
-    the layer. `s_l` is linear in `D_l` with `max s − min s = 2λ` and the mean `S`, the budget; equal shares give
-    equal sparsities. Yin et al., Outlier weighed layerwise sparsity (ICML 2024), §3.2.
+    `D_l` is the share of the scores `|W_ij| ‖x_j‖₂` of all matrices of layer l that exceed M × their mean over the
+    layer. `s_l` is linear in `D_l` with `max s − min s = 2λ` and mean `S`, the budget; equal shares give equal
+    sparsities. Yin et al., Outlier weighed layerwise sparsity (ICML 2024), §3.2.
 
-    Raises LyapunovPruneError for a budget that no shift of it meets inside `0 … 0.99`, for parameters that are not
-    positive, and for fused experts, whose inputs cannot be seen.
+    Raises LyapunovPruneError for a budget that no shift meets inside `0 … 0.99`, for parameters that are not positive,
+    and for fused experts, whose inputs cannot be recorded.
     """
     require_sparsity(budget)
     if not (outlier > 0 and width >= 0):

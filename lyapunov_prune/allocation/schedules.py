@@ -1,4 +1,4 @@
-"""The schedules by name."""
+"""The functions of the schedules, by name."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from lyapunov_prune.forward.reading import Readable
 from lyapunov_prune.models.held import held
 from lyapunov_prune.profiles.contraction_profile import ContractionProfile
 
-# `function(model, budget, …)` with the measurement that it needs and its keyword parameters.
+# `function(model, budget, …)`, which also takes the measurement it needs and its keyword parameters.
 _FUNCTIONS: dict[str, Callable[..., Allocation]] = {
     "alpha-pruning": alpha_pruning,
     "atp": atp,
@@ -52,18 +52,18 @@ def allocate(
     score: Score | None = None,
     **parameters: Any,
 ) -> Allocation:
-    """How much of every matrix of `model` is compressed by a schedule of `SCHEDULES`, in the mean `budget`.
+    """Distribute the compression over the matrices of `model` by a schedule of `SCHEDULES`, with mean `budget`.
 
-    The budget is a sparsity (`0 ≤ S < 1`), or for `bits` a number of bits a weight. `parameters` are those of the
-    schedule's own function; a profile speaks under its `pooling`. A measurement that the schedule does not need is not
-    used.
+    The budget is a sparsity (`0 ≤ S < 1`), or for `bits` a number of bits per weight. `parameters` are those of the
+    schedule's function; a profile is used under its `pooling`. A measurement that the schedule does not need is
+    ignored.
 
-    Raises LyapunovPruneError for an unknown schedule or parameter, a measurement that is missing, and as the
-    schedule does, in particular for a budget that it cannot meet.
+    Raises LyapunovPruneError for an unknown schedule or parameter, a missing measurement, and the errors of the
+    schedule, in particular for a budget that it cannot meet.
     """
     require_parameters(schedule, parameters)
     known, function = SCHEDULES[schedule], _FUNCTIONS[schedule]
-    with held(model):  # another thread may have other weights in it
+    with held(model):  # another thread may have changed its weights
         if known.needs is None:
             return function(model, budget, **parameters)
         given = {"batch": batch, "profile": profile, "score": score}[known.needs]

@@ -1,4 +1,4 @@
-"""Uniform: every matrix the same."""
+"""Uniform: the same sparsity for every matrix."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from lyapunov_prune.allocation.fitting import fit
 
 
 def uniform(model: PreTrainedModel, budget: float) -> Allocation:
-    """`s = S` for every matrix, `S` the budget (share of the entries that become zero).
+    """`s = S` for every matrix, with `S` the budget (share of the entries set to zero).
 
     Raises LyapunovPruneError for a budget outside `0 … 0.99`.
     """
