@@ -1,4 +1,4 @@
-"""Change one thing, measure the loss.
+"""Change one thing at a time and measure the loss.
 
 - `sweep`: many small changes on one model and one text, none measured twice; `studies`: which changes, `table`: their
   names and references;

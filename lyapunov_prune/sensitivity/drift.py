@@ -1,4 +1,4 @@
-"""How far a representation has moved: linear CKA between two sets of states."""
+"""How far a representation moved: linear CKA between two sets of states."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from lyapunov_prune.linalg import lift
 
 
 class Reference:
-    """States to compare others with: one tensor (… × d) a batch of windows, any float dtype."""
+    """The states to compare with: one tensor (… × d) per batch of windows, any float dtype."""
 
     def __init__(self, states: Sequence[torch.Tensor]) -> None:
         self.states = [s.flatten(0, -2) for s in states]
@@ -20,13 +20,13 @@ class Reference:
         self.size = _norm(_sum(self._centred(x).T @ self._centred(x) for x in self.states))
 
     def drift(self, states: Sequence[torch.Tensor]) -> float:
-        """`1 − CKA`, `CKA = ‖XᵀY‖_F² / (‖XᵀX‖_F ‖YᵀY‖_F)` of centred X (the reference) and Y (tokens × d).
+        """`1 − CKA` with `CKA = ‖XᵀY‖_F² / (‖XᵀX‖_F ‖YᵀY‖_F)` of centred X (the reference) and Y (tokens × d).
 
-        Kornblith et al., Similarity of neural network representations revisited (ICML 2019), eq. 5, linear
-        kernel. Float64. 0 for equal states, for rotated and for scaled ones; NaN when a state is not finite.
+        Kornblith et al., Similarity of neural network representations revisited (ICML 2019), eq. 5, linear kernel.
+        Float64. 0 for equal, rotated and scaled states; NaN when a state is not finite.
         """
         flat = [lift(s.flatten(0, -2)) for s in states]
-        # Y is centred by its sums at the end; X is centred already, so the cross term needs no more.
+        # Y is centred at the end by its sums; the cross term needs no correction, because X is centred.
         cross = _sum(self._centred(x).T @ y for x, y in zip(self.states, flat, strict=True))
         mean = _sum(y.sum(0) for y in flat) / self.tokens
         own = _sum(y.T @ y for y in flat) - self.tokens * torch.outer(mean, mean)

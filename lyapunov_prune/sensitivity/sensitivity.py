@@ -65,21 +65,21 @@ class Sensitivity(Result):
 
     @property
     def perplexity(self) -> float:
-        """Of the dense model."""
+        """Perplexity of the dense model."""
         return float(np.exp(self.dense.mean()))
 
     @property
     def threshold(self) -> float | None:
-        """`s*`: the highest sparsity at which pruning layer 0 alone with Wanda keeps the regret below `limit`.
+        """`s*`: the highest sparsity of layer 0 by Wanda that keeps the regret below `limit`.
 
-        None when the study `threshold` was not run, or no sparsity of it keeps below.
+        None when the study `threshold` was not run, or no sparsity keeps the regret below the limit.
         """
         rows = self.of("threshold")
         below = rows[rows.regret < self.limit]
         return float(below.sparsity.max()) if len(below) else None
 
     def of(self, study: str) -> pd.DataFrame:
-        """The rows of one study, in the order they were asked for."""
+        """The rows of one study, in the order they were requested."""
         frame = self.to_frame()
         return frame[frame.study == study].reset_index(drop=True)
 
@@ -87,7 +87,7 @@ class Sensitivity(Result):
         rows = []
         for e in self.effects:
             low, high = interval_of(e.windows - self.dense)
-            with np.errstate(over="ignore"):  # a wrecked model's perplexity may be beyond float64: infinity
+            with np.errstate(over="ignore"):  # a broken model may have infinite perplexity
                 value, ratio = float(np.exp(e.windows.mean())), float(np.exp((e.windows - self.dense).mean()))
             rows.append(
                 {
@@ -109,7 +109,7 @@ class Sensitivity(Result):
         return pd.DataFrame(rows).astype({"layer": "Int64", "rank": "Int64"})
 
     def summary(self) -> pd.DataFrame:
-        """A line a study."""
+        """One row per study."""
         rows = []
         for study, frame in self.to_frame().groupby("study", sort=False):
             order = frame.regret.fillna(np.inf)  # NaN is a wreck
@@ -128,7 +128,7 @@ class Sensitivity(Result):
         return pd.DataFrame(rows)
 
     def correlations(self) -> pd.DataFrame:
-        """Spearman's rank correlation over layers of what was measured with what may predict it."""
+        """Spearman's rank correlation over layers between measurements and possible predictors."""
         frame = self.to_frame()
         frame = frame[frame.layer.notna()]
         pairs = [
@@ -140,7 +140,7 @@ class Sensitivity(Result):
         ]
         rows = []
         for study, measured, names in pairs:
-            # Groups are averaged over the components of a layer: the claim is about layers.
+            # Average groups over the components of a layer, because the claim is about layers.
             values = frame[frame.study == study].groupby("layer")[measured].mean().dropna()
             for name in names:
                 if name not in self.scores or len(values) < 3:
@@ -204,18 +204,18 @@ def measure_sensitivity(
     resume: bool = False,
     batch_size: int = 1,
 ) -> Sensitivity:
-    """Change one thing after another and measure what it does to the loss on `batch`.
+    """Change one thing after another and measure the loss on `batch`.
 
-    `studies` are those of `table.STUDIES`, which says what each changes. All but `removal` use `method`, `sparsity`
-    and `rank` where they say nothing else; a method of low rank keeps `rank`, or what `sparsity` leaves if there is
-    none. Each is applied to the dense model, by what enters its matrices there.
+    `studies` are names of `table.STUDIES`, which says what each changes. All except `removal` use `method`, `sparsity`
+    and `rank` unless they set their own; a low-rank method keeps `rank`, or by default the rank that follows from
+    `sparsity`. Each change is applied to the dense model, with the inputs of its matrices there.
 
-    `calibration` is the text that methods see inputs on, `profile` what the regret is compared with; neither may
-    share text with `batch`. Jobs are kept in `folder` (see `Store`), and with `resume` none is done twice. Structural
-    sensitivity, §5 and §6.1.
+    `calibration` is the text on which methods see inputs, `profile` is compared with the regret; neither may share text
+    with `batch`. Jobs are kept in `folder` (see `Store`), and with `resume` none is repeated. Structural sensitivity,
+    §5 and §6.1.
 
-    Raises LyapunovPruneError for an unknown study or method, overlapping text, a missing calibration, or a profile
-    of another model.
+    Raises LyapunovPruneError for an unknown study or method, overlapping text, a missing calibration, or a profile of
+    another model.
     """
     base = Compression(method, float(sparsity), rank)
     base.require()

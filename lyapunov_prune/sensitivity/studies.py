@@ -1,4 +1,4 @@
-"""What to change: the experiments of a sensitivity map, as jobs of a sweep."""
+"""The experiments of a sensitivity map, as jobs of a sweep."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ ROUNDS = 36
 
 @dataclass(frozen=True)
 class Compression:
-    """A share `sparsity` of the entries removed by `method`; what is left truncated to `rank`, if one is given.
+    """Remove a share `sparsity` of the entries by `method`, then truncate to `rank`, if given.
 
-    A method of low rank keeps `rank`, or where none is given as much as leaves `1 − sparsity` of the parameters
-    (`rank_for`): a rank takes the place of the sparsity, which is 0 then.
+    A low-rank method keeps `rank`, or by default the rank that leaves `1 − sparsity` of the parameters (`rank_for`);
+    with a rank the sparsity is 0.
     """
 
     method: str
@@ -50,16 +50,16 @@ class Compression:
         return self.method in STUDY_METHODS and STUDY_METHODS[self.method].unit == "rank"
 
     def at(self, sparsity: float) -> Compression:
-        """The same at another sparsity, from which a low rank then follows."""
+        """The same at another sparsity (and the rank that follows from it)."""
         return Compression(self.method, sparsity, None if self.low_rank else self.rank)
 
     def rank_of(self, shape: Sequence[int]) -> int:
-        """What a method of low rank keeps of a matrix, all of one that stays as it is. Raises as `rank_for`."""
+        """The rank that a low-rank method keeps of a matrix; full rank if unchanged. Raises like `rank_for`."""
         rank = rank_for(shape, self.sparsity) if self.rank is None else self.rank
         return min(shape) if rank is None else min(rank, *shape)
 
     def require(self) -> None:
-        """Raise LyapunovPruneError for an unknown method or an impossible share or rank."""
+        """Raise LyapunovPruneError for an unknown method or an impossible sparsity or rank."""
         if self.method not in STUDY_METHODS:
             raise LyapunovPruneError(f"unknown method {self.method!r}; give one of {', '.join(STUDY_METHODS)}")
         if not 0 <= self.sparsity <= 1 or (self.rank is not None and self.rank < 1):
@@ -71,7 +71,7 @@ class Compression:
         return f"{self.method}, sparsity {self.sparsity:g}, rank {self.rank or 'full'}"
 
     def kept(self, shape: Sequence[int]) -> float:
-        """Multiplications for one input, of the `m n` of a whole matrix: entries kept, or two factors if fewer."""
+        """Multiplications per input, out of the `m n` of a dense matrix: entries kept, or two factors if fewer."""
         m, n = shape[-2:]
         if self.low_rank:
             return min(m * n, self.rank_of((m, n)) * (m + n))
@@ -81,7 +81,7 @@ class Compression:
 
 @dataclass(frozen=True)
 class Change:
-    """One experiment of one study: `matrices` under `compression`, or the layers `remove` gone."""
+    """One experiment of a study: `matrices` under `compression`, or the layers `remove` left out."""
 
     study: str
     label: str
@@ -91,19 +91,19 @@ class Change:
 
     @property
     def layer(self) -> int | None:
-        """The layer, when it is only one."""
+        """The layer, if there is only one."""
         layers = {p.layer for p in self.matrices} | set(self.remove)
         return layers.pop() if len(layers) == 1 else None
 
     @property
     def component(self) -> str | None:
-        """The component, when it is only one."""
+        """The component, if there is only one."""
         components = {p.component for p in self.matrices}
         return components.pop() if len(components) == 1 else None
 
     @property
     def key(self) -> str:
-        """The same for the same change in whatever study, so that it is measured once."""
+        """Equal for equal changes of different studies, so that each is measured once."""
         if self.remove:
             return f"remove {','.join(map(str, self.remove))}"
         assert self.compression is not None
@@ -113,7 +113,7 @@ class Change:
 
 
 class Compressor:
-    """Compressed matrices of one model, each made once for the setting that was last asked for.
+    """Compressed matrices of one model, each cached for the latest setting.
 
     Memory: a copy of the layers beside the model when a study compresses them all.
     """
@@ -139,14 +139,14 @@ class Compressor:
     def _job(self, change: Change) -> Job:
         if change.compression is None:
             return Job(change.key, min(change.remove), remove=change.remove)
-        if change.compression.low_rank:  # a rank that is none is refused before the study is measured
+        if change.compression.low_rank:  # fail early on an impossible rank
             for p in change.matrices:
                 change.compression.rank_of(p.weight(self.model).shape)
         weights: Callable[[], Mapping[Projection, torch.Tensor]] = partial(self, change.compression, change.matrices)
         return Job(change.key, min(p.layer for p in change.matrices), weights=weights)
 
     def _make(self, setting: Compression, missing: Sequence[Projection]) -> None:
-        """Those of the dense model, each by what enters it there: Gram matrices are of one layer at a time."""
+        """Compress matrices of the dense model with their inputs there; Gram matrices are of one layer at a time."""
         needs = STUDY_METHODS[setting.method].needs
 
         def keep(here: Sequence[Projection], statistics: Mapping[str, Statistics]) -> None:
@@ -183,9 +183,9 @@ def changes(
 ) -> list[Change]:
     """The experiments of a study (structural sensitivity, §5 and §6.1) under the setting `base`.
 
-    `losses` of what is measured, by its key: for the studies that go by it (`after_groups`) of every group compressed
-    alone. A study that goes by its own losses gives what it needs to know next, until all that it gives is known.
-    Raises LyapunovPruneError for an unknown study.
+    `losses` are the measured losses by key: for the studies that depend on them (`after_groups`), those of every group
+    compressed alone. A study that depends on its own losses returns the changes it needs next, until all of them are
+    measured. Raises LyapunovPruneError for an unknown study.
     """
     if study not in STUDIES:
         raise LyapunovPruneError(f"unknown study {study!r}; give one of {', '.join(STUDIES)}")
@@ -245,7 +245,7 @@ def _threshold(ps: tuple[Projection, ...], base: Compression, losses: Mapping[st
 
 
 def _cliff(ps: tuple[Projection, ...], base: Compression, losses: Mapping[str, float]) -> list[Change]:
-    """The most sensitive component, layer by layer, at five levels."""
+    """The most sensitive component of each layer, at five sparsities."""
     alone = _group(ps, base, losses)
     worst = max(alone, key=lambda group: badness(losses[group.key])).component
     return [
@@ -257,7 +257,7 @@ def _cliff(ps: tuple[Projection, ...], base: Compression, losses: Mapping[str, f
 
 
 def _greedy(ps: tuple[Projection, ...], base: Compression, losses: Mapping[str, float]) -> list[Change]:
-    """In round k the k groups of least regret, measured alone, are compressed together."""
+    """Round k compresses the k groups of least regret (measured alone) together."""
     order = sorted(_group(ps, base, losses), key=lambda group: badness(losses[group.key]))
     return [
         Change("greedy", f"+ {order[k].label}", tuple(p for group in order[: k + 1] for p in group.matrices), base)
@@ -266,10 +266,10 @@ def _greedy(ps: tuple[Projection, ...], base: Compression, losses: Mapping[str, 
 
 
 def _greedy_rescored(ps: tuple[Projection, ...], base: Compression, losses: Mapping[str, float]) -> list[Change]:
-    """In each round the group goes that leaves the least loss together with those before it.
+    """Each round adds the group that gives the least loss together with those chosen before.
 
-    The rounds that `losses` decides, and then what has to be measured to decide the next: about
-    `rounds × groups` changes in all.
+    Returns the rounds that `losses` decides, and the changes to measure for the next one: about `rounds × groups` in
+    all.
     """
     left, rounds = _group(ps, base, losses), list[Change]()
     taken: tuple[Projection, ...] = ()

@@ -1,4 +1,4 @@
-"""Change one thing, measure the loss: many small experiments on one model and one text."""
+"""Many small changes of one model, each measured by its loss on one text."""
 
 from __future__ import annotations
 
@@ -30,18 +30,18 @@ from lyapunov_prune.sensitivity.drift import Reference
 class Job:
     """One change: some matrices replaced, or some layers removed.
 
-    `key` names it, for ever and alone.
+    `key` identifies it permanently and uniquely.
     """
 
     key: str
-    first: int  # the first layer that changes; those before it run as they are
+    first: int  # the first layer that changes
     weights: Callable[[], Mapping[Projection, torch.Tensor]] | None = None
     remove: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a change did: mean loss of every window, in nats, and `1 − CKA` of the states that the head reads."""
+    """Result of a change: mean loss of every window in nats, and `1 − CKA` of the inputs of the head."""
 
     windows: np.ndarray
     drift: float
@@ -51,21 +51,20 @@ DENSE = "dense"
 
 
 def badness(loss: float) -> float:
-    """NaN has no place in an order; a change that gives it is as bad as can be."""
+    """A sort key: the mean loss, with NaN as infinity."""
     return math.inf if math.isnan(loss) else loss
 
 
 class Sweep:
     """Measures jobs on the windows of one batch.
 
-    Every forward begins at the first layer that changes, with the dense hidden state of that boundary: a sweep
-    over all L layers costs about L / 2 forwards of the layers, and L of the head. The dense states of all
-    boundaries are kept (L × tokens × width).
+    Every forward begins at the first layer that changes, with the dense hidden state of that boundary: a sweep over all
+    L layers costs about L / 2 forwards of the layers, and L of the head. The dense states of all boundaries are kept (L
+    × tokens × width).
 
-    Finished jobs are kept in `folder` and, with `resume`, not measured again, if the model, the text and what
-    `also` names (on which their changes depend) are the same. At the end of a `with` block the folder is free for
-    another sweep. Under `accelerate launch` every process takes its share of each `run`, and all know all results at
-    its end.
+    Finished jobs are kept in `folder` and, with `resume`, not measured again if the model, the text and `also` (what
+    the changes depend on) are the same. The end of a `with` block releases the folder. Under `accelerate launch` every
+    process takes its share of each `run`, and all receive all results.
     """
 
     def __init__(
@@ -83,7 +82,7 @@ class Sweep:
         self.measured_on = self.reading.measured_on()
         require_alike(self._processes, "texts", [self.measured_on.text_hash, also])
         self._store = Store(folder, "sweep", {**encode(self.measured_on), **(also or {})}, resume=resume)
-        # One that reads what another has already added would share the rest out in its own way.
+        # All processes must split the same list, whatever others have added meanwhile.
         self._processes.wait_for_everyone()
         self._ids = self.reading.windows(batch_size)
         self._ready = False
@@ -96,15 +95,15 @@ class Sweep:
 
     @property
     def dense(self) -> np.ndarray:
-        """Mean loss of every window of the model as it is, in nats."""
+        """Mean loss of every window of the unchanged model, in nats."""
         return self.run([])[DENSE].windows
 
     @torch.no_grad()
     def run(self, jobs: Iterable[Job], description: str = "sweep") -> dict[str, Outcome]:
-        """The outcome of every job by its key, and that of the dense model as `dense`.
+        """The outcome of every job by key, and that of the dense model as `dense`.
 
-        Raises NonFiniteError when a loss of the dense model is not finite; where a change makes one so, its
-        outcome says NaN or infinity.
+        Raises NonFiniteError when a loss of the dense model is not finite; for a change that makes it so, the outcome
+        is NaN or infinity.
         """
         wanted = {job.key: job for job in [Job(DENSE, 0), *jobs]}
         pending = sorted((job for key, job in wanted.items() if key not in self._store), key=lambda job: job.first)
@@ -123,7 +122,7 @@ class Sweep:
             self._store.add(job.key, encode(self._measure(job)))
 
     def _prepare(self) -> None:
-        """The dense model's own losses and final states, once a process, before its first job."""
+        """Losses and final states of the dense model, once per process, before its first job."""
         if self._ready:
             return
         self._prefix, self._scorer = self.reading.prefix, self.reading.scorer
