@@ -17,6 +17,7 @@ from . import sensitivity as sensitivity
 from . import shrinking as shrinking
 from .allocation.schedules import allocate as allocate
 from .bounds.check import check_bounds as check_bounds
+from .checkpoints.saving import save as save
 from .checkpoints.streamed import load_streamed as load_streamed
 from .compression.compress import compress as compress
 from .data.batch import TokenBatch as TokenBatch

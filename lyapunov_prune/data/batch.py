@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib.metadata import version
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import torch
+from torch.utils.data import DataLoader
 from transformers import PreTrainedModel
 
 from lyapunov_prune.errors import LyapunovPruneError
@@ -115,7 +116,11 @@ def rows_measured_on(
     return replace(on, context=max(map(len, rows)), versions=told)
 
 
-def as_batch(model: PreTrainedModel, batch: TokenBatch | torch.Tensor) -> TokenBatch:
+# What a function takes for its windows: ids in a tensor, in what a tokenizer gives, or in the batches of a loader.
+Tokens = TokenBatch | torch.Tensor | Mapping[str, Any] | DataLoader
+
+
+def as_batch(model: PreTrainedModel, batch: Tokens) -> TokenBatch:
     """A checked batch for `model`: two-dimensional ids inside its vocabulary and its context.
 
     Raises LyapunovPruneError otherwise, and for a model that cannot be measured: some of its weights are elsewhere.
@@ -124,10 +129,10 @@ def as_batch(model: PreTrainedModel, batch: TokenBatch | torch.Tensor) -> TokenB
     return checked_batch(find_structure(model), batch)
 
 
-def checked_batch(structure: Structure, batch: TokenBatch | torch.Tensor) -> TokenBatch:
+def checked_batch(structure: Structure, batch: Tokens) -> TokenBatch:
     """As `as_batch`, for a model whose structure is known."""
-    if isinstance(batch, torch.Tensor):
-        batch = TokenBatch(batch, text="token ids", split="all", bos=None)
+    if not isinstance(batch, TokenBatch):
+        batch = TokenBatch(_ids_of(batch), text="token ids", split="all", bos=None)
     if batch.ids.ndim != 2 or batch.ids.shape[0] == 0 or batch.ids.shape[1] < 2:
         raise LyapunovPruneError(
             f"token ids of shape {tuple(batch.ids.shape)}; give batch × tokens, two tokens or more"
@@ -143,6 +148,40 @@ def checked_batch(structure: Structure, batch: TokenBatch | torch.Tensor) -> Tok
             "use the model's own tokenizer"
         )
     return batch
+
+
+def _ids_of(batch: object) -> torch.Tensor:
+    """The ids in a tensor, in `input_ids` of a tokenizer's encoding, or in all batches of a loader, in one matrix.
+
+    Raises LyapunovPruneError for padding, and for windows of different lengths.
+    """
+    if isinstance(batch, torch.Tensor):
+        return batch
+    if isinstance(batch, DataLoader):
+        parts = [_ids_of(each[0] if isinstance(each, list | tuple) and each else each) for each in batch]
+        if len({part.shape[-1] for part in parts}) != 1:
+            raise LyapunovPruneError("the loader gives windows of different lengths; give windows of one length")
+        return torch.cat(parts)
+    if not isinstance(batch, Mapping) or "input_ids" not in batch:
+        raise LyapunovPruneError(f"a {type(batch).__name__} holds no input_ids; give a tensor of windows × tokens")
+    ids = _matrix(batch["input_ids"])
+    mask = _matrix(batch["attention_mask"]) if "attention_mask" in batch else None
+    if mask is not None and not bool((mask != 0).all()):
+        raise LyapunovPruneError(
+            "the attention mask hides some tokens as padding; give windows of one length, as load_text cuts them"
+        )
+    return ids
+
+
+def _matrix(rows: Any) -> torch.Tensor:
+    """Rows of numbers as a tensor; one row alone is a window."""
+    try:
+        found = torch.as_tensor(rows)
+    except (TypeError, ValueError):
+        raise LyapunovPruneError(
+            "the windows have different lengths; give windows of one length, as load_text cuts them"
+        ) from None
+    return found[None] if found.ndim == 1 else found
 
 
 def require_context(structure: Structure, context: int) -> None:

@@ -6,7 +6,7 @@ import torch
 from transformers import PreTrainedModel
 
 from lyapunov_prune.arguments import require_least
-from lyapunov_prune.data.batch import TokenBatch, as_batch
+from lyapunov_prune.data.batch import TokenBatch, Tokens, as_batch
 from lyapunov_prune.data.images import ImageBatch, checked_images
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.models.classifiers import looks_at_images
@@ -16,7 +16,7 @@ from lyapunov_prune.models.classifiers import looks_at_images
 Examples = TokenBatch | ImageBatch
 
 
-def as_examples(model: PreTrainedModel, examples: Examples | torch.Tensor) -> Examples:
+def as_examples(model: PreTrainedModel, examples: Examples | Tokens) -> Examples:
     """Checked examples for `model`: tokens, or their ids, for a decoder and images for an image classifier.
 
     Raises LyapunovPruneError for examples of the other kind, and as `as_batch` and `checked_images`.

@@ -8,6 +8,7 @@ tokens themselves.
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -26,7 +27,7 @@ SAMPLE_CHARACTERS = 256
 
 @checked
 def load_text(
-    source: str | Path,
+    source: str | Path | Sequence[str],
     tokenizer: PreTrainedTokenizerBase,
     *,
     tokens: int = 4096,
@@ -38,9 +39,9 @@ def load_text(
 ) -> TokenBatch:
     """The first `tokens` tokens of a split, as whole windows of `context` tokens.
 
-    `source`: `builtin` (the language reference that CPython ships), a `.txt` file (any plain text), a file of rows
-    (`.jsonl`, `.json`, `.csv`, `.tsv`, and with the extra `data` `.parquet`, `.arrow`), or a hub data set
-    `name[:config[:split]]` (extra `data`). Of rows the `column` is read; without one `text`, `messages`,
+    `source`: a list of texts, `builtin` (the language reference that CPython ships), a `.txt` file (any plain text),
+    a file of rows (`.jsonl`, `.json`, `.csv`, `.tsv`, and with the extra `data` `.parquet`, `.arrow`), or a hub data
+    set `name[:config[:split]]` (extra `data`). Of rows the `column` is read; without one `text`, `messages`,
     `conversations`, or Alpaca's `instruction`, `input`, `output` (`documents`). Chats are written by the tokenizer's
     chat template, and `text` of the batch says so. With `bos` every window starts with the BOS token; None follows the
     tokenizer's own habit.
@@ -48,12 +49,13 @@ def load_text(
     Raises LyapunovPruneError when the text is missing, empty or shorter than asked for, when it is one token over and
     over, and for an evaluation half that mostly repeats the first half.
     """
-    source = str(source)
+    given = list(source) if not isinstance(source, str | Path) else None
+    source = str(source) if given is None else f"{len(given)} texts"
     if context < 2:
         raise LyapunovPruneError(f"context {context} is too short to score a token; give 2 or more")
     if tokens < context:
         raise LyapunovPruneError(f"{tokens} tokens do not fill one window of {context}; raise --tokens")
-    whole = _read(source, tokenizer, column, offline)
+    whole = _read(source, tokenizer, column, offline) if given is None else Plain(source, "\n\n".join(given))
     if not whole.content.strip():
         raise LyapunovPruneError(f"{source} holds no text; give another")
     part = _split(source, whole, split)

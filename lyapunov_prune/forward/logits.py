@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
+from lyapunov_prune.data.batch import Tokens
 from lyapunov_prune.data.examples import Examples, as_examples, model_inputs
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.forward.hooks import final_state
@@ -46,7 +47,7 @@ def deviation(logits: torch.Tensor, reference: torch.Tensor) -> float:
     return worst
 
 
-def sample_inputs(model: PreTrainedModel, batch: Examples | torch.Tensor | None) -> list[torch.Tensor]:
+def sample_inputs(model: PreTrainedModel, batch: Examples | Tokens | None) -> list[torch.Tensor]:
     """Two rows of random tokens and, if given, the first window of `batch`, cut to a useful length.
 
     Of a model that looks at images, two random images (2 × channels × height × width) and, if given, the first two of

@@ -8,7 +8,7 @@ from functools import cached_property
 import torch
 from transformers import PreTrainedModel
 
-from lyapunov_prune.data.batch import TokenBatch, checked_batch
+from lyapunov_prune.data.batch import TokenBatch, Tokens, checked_batch
 from lyapunov_prune.data.examples import model_inputs
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.forward.prefix import Prefix
@@ -62,7 +62,7 @@ class Reading:
 
 
 # What a measurement takes for its batch.
-Readable = TokenBatch | torch.Tensor | Reading
+Readable = Tokens | Reading
 
 
 def read(model: PreTrainedModel, batch: Readable, *, streamed: bool = False) -> Reading:

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
-from lyapunov_prune.data.batch import TokenBatch
+from lyapunov_prune.data.batch import TokenBatch, Tokens
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.evaluation.judging import apart
 from lyapunov_prune.forward.own_text import self_generated
@@ -26,7 +26,7 @@ _SEED = 10**6  # a seed that no training text uses
 @in_eval_mode
 @torch.no_grad()
 def judged_mends(
-    model: PreTrainedModel, removed: Sequence[int], batch: Readable, judge: TokenBatch | torch.Tensor | None = None
+    model: PreTrainedModel, removed: Sequence[int], batch: Readable, judge: Tokens | None = None
 ) -> tuple[tuple[Mend, ...], MendReport]:
     """`fit_mends` on every second window of `batch`, judged on the others and on `judge`; no maps if they do not pay.
 
@@ -41,7 +41,7 @@ def judged_mends(
     return (mends if report.kept else ()), report
 
 
-def fitting_and_judges(reading: Reading, judge: TokenBatch | torch.Tensor | None) -> tuple[Reading, Reading, Reading]:
+def fitting_and_judges(reading: Reading, judge: Tokens | None) -> tuple[Reading, Reading, Reading]:
     """Every second window to fit on, the other windows to judge by, and another text to judge by."""
     if len(reading.batch) < 2:
         raise LyapunovPruneError(

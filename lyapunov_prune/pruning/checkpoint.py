@@ -8,7 +8,7 @@ from typing import Literal, get_args
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from lyapunov_prune.arguments import checked
-from lyapunov_prune.data.batch import TokenBatch
+from lyapunov_prune.data.batch import TokenBatch, Tokens
 from lyapunov_prune.data.examples import Examples, as_examples, model_inputs
 from lyapunov_prune.data.images import ImageBatch
 from lyapunov_prune.errors import LyapunovPruneError
@@ -41,7 +41,7 @@ def write_pruned(
     tokenizer: PreTrainedTokenizerBase | None,
     plan: PruningPlan,
     target: str | Path,
-    batch: Examples | None = None,
+    batch: Examples | Tokens | None = None,
     *,
     format: Format = "plain",
     mend: bool = False,
@@ -67,10 +67,11 @@ def write_pruned(
     require_whole(model)
     structure = find_layers(model) if looks_at_images(model) else find_structure(model)
     plan.require_model(model)
+    batch = None if batch is None else as_examples(model, batch)
     _require_possible(model, structure, plan, batch, format)
     lesson = _mended_by(plan, batch, format) if mend else None
     if batch is not None:
-        first = as_examples(model, batch).take([0])
+        first = batch.take([0])
         # Else the gate would blame the removal.
         require_finite(structure, model_inputs(model, first, 1)[0], first.measured_on(model).text)
     merged: tuple[Merged, ...] = ()

@@ -27,7 +27,7 @@ from lyapunov_prune.arguments import checked
 from lyapunov_prune.checkpoints.outline import layer_of
 from lyapunov_prune.checkpoints.reloading import RELOADED, GateCheck, reload_check
 from lyapunov_prune.checkpoints.tensor_files import read_header
-from lyapunov_prune.data.batch import TokenBatch, as_batch
+from lyapunov_prune.data.batch import TokenBatch, Tokens, as_batch
 from lyapunov_prune.data.examples import Examples
 from lyapunov_prune.data.images import ImageBatch
 from lyapunov_prune.errors import in_short
@@ -104,7 +104,7 @@ def verify_removal(
     original: PreTrainedModel,
     pruned: PreTrainedModel,
     plan: PruningPlan | Sequence[int],
-    batch: TokenBatch | torch.Tensor | None = None,
+    batch: Tokens | None = None,
     *,
     checkpoint: str | Path | None = None,
     merged: Sequence[Merged] = (),
@@ -140,7 +140,7 @@ def verify_removal(
     return GateReport(tuple(checks), seen_by(original, batch, inputs))
 
 
-def seen_by(model: PreTrainedModel, batch: Examples | torch.Tensor | None, inputs: list[torch.Tensor]) -> MeasuredOn:
+def seen_by(model: PreTrainedModel, batch: Examples | Tokens | None, inputs: list[torch.Tensor]) -> MeasuredOn:
     """All `inputs` in a row; the context is that of the longest. Classes of images are not looked at: all are 0."""
     if looks_at_images(model):
         pixels, source, split = torch.cat(inputs), "random images", "all"

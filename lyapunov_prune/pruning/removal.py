@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import torch
 from transformers import PreTrainedModel
 
 from lyapunov_prune.arguments import checked
-from lyapunov_prune.data.batch import TokenBatch
+from lyapunov_prune.data.batch import Tokens
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.mending.mend import Mend, fit_mends
 from lyapunov_prune.models.families import TRUSTED
@@ -49,9 +48,7 @@ def _handed_out(
 
 
 @checked
-def mend(
-    model: PreTrainedModel, plan: PruningPlan | Sequence[int], batch: TokenBatch | torch.Tensor
-) -> PreTrainedModel:
+def mend(model: PreTrainedModel, plan: PruningPlan | Sequence[int], batch: Tokens) -> PreTrainedModel:
     """As `remove_layers`, the gaps closed without training by what is left before them (`mending.mend`).
 
     The layer before each gap learns on `batch` the linear map that brings the state nearest to what the removed layers

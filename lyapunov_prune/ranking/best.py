@@ -11,7 +11,7 @@ import torch
 from transformers import PreTrainedModel
 
 from lyapunov_prune.arguments import checked
-from lyapunov_prune.data.batch import TokenBatch
+from lyapunov_prune.data.batch import Tokens
 from lyapunov_prune.errors import LyapunovPruneError, NonFiniteError
 from lyapunov_prune.evaluation.judging import apart
 from lyapunov_prune.forward.reading import Readable, Reading, read
@@ -45,7 +45,7 @@ def best_removal(
     search: float | None = None,
     protect: Sequence[int] = (),
     mend: bool = False,
-    judge: TokenBatch | torch.Tensor | None = None,
+    judge: Tokens | None = None,
     fit: Fit = fit_mends,
     folder: str | Path | None = None,
     resume: bool = False,

@@ -10,6 +10,7 @@ import torch
 from helpers import make_tiny
 from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 
+import lyapunov_prune as lp
 from lyapunov_prune import compress
 from lyapunov_prune.allocation.table import SCHEDULES
 from lyapunov_prune.checkpoints import saving
@@ -18,7 +19,8 @@ from lyapunov_prune.checkpoints.saving import write_model
 from lyapunov_prune.compression import CompressionReport
 from lyapunov_prune.compression.report import REPORT
 from lyapunov_prune.compression.table import METHODS
-from lyapunov_prune.errors import CheckFailed
+from lyapunov_prune.errors import CheckFailed, LyapunovPruneError
+from lyapunov_prune.results.history import read_history
 
 
 def test_the_checkpoint_is_plain_and_whole(
@@ -65,3 +67,29 @@ def test_a_strange_name_is_text_in_the_card(
         "## Load",
     ]
     assert r"\[a\](http://b) \`c\`" in card
+
+
+def test_a_model_that_was_changed_in_memory_is_saved_with_its_history(
+    tokenizer: PreTrainedTokenizerFast, ids: torch.Tensor, tmp_path: Path
+) -> None:
+    model = make_tiny("llama")
+    pruned = lp.remove_layers(model, lp.PruningPlan.given(model, [1, 2]))
+    small = lp.compress(pruned, ids, method="wanda", sparsity=0.5).model
+    lp.save(small, tokenizer, tmp_path / "small")
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "small").eval()
+    with torch.no_grad():
+        assert torch.equal(loaded(ids).logits, small(ids).logits)
+    assert [step.kind for step in read_history(tmp_path / "small").steps] == ["prune", "compress"]
+    card = (tmp_path / "small" / "README.md").read_text(encoding="utf-8")
+    assert "Made by: prune, compress." in card
+    assert "tokens of token ids" in card
+    with pytest.raises(LyapunovPruneError, match="not empty"):
+        lp.save(small, tokenizer, tmp_path / "small")
+
+
+def test_a_model_inside_adapters_is_not_saved(tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> None:
+    peft = pytest.importorskip("peft")
+    adapted = peft.get_peft_model(make_tiny("llama"), peft.LoraConfig(target_modules=["q_proj"]))
+    with pytest.raises(LyapunovPruneError, match="merge_adapters"):
+        lp.save(adapted, tokenizer, tmp_path / "small")
+    assert not (tmp_path / "small").exists()

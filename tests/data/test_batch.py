@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import hashlib
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from helpers import make_tiny
-from transformers import PreTrainedModel
+from torch.utils.data import DataLoader, TensorDataset
+from transformers import BatchEncoding, PreTrainedModel
 
+import lyapunov_prune as lp
 from lyapunov_prune.data.batch import LEAK_TOKENS, TokenBatch, as_batch, require_disjoint
 from lyapunov_prune.errors import LyapunovPruneError
 
@@ -100,3 +103,40 @@ def test_what_it_was_measured_on_says_how_much_is_shared(llama: PreTrainedModel)
     assert one.shared_with(seen) == 80
     assert 64 <= other.shared_with(seen) <= 80
     assert batch(torch.arange(2000, 2080).view(1, -1)).shared_with(seen) == 0
+
+
+ENCODED = {"input_ids": IDS, "attention_mask": torch.ones_like(IDS)}
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        BatchEncoding(ENCODED),
+        ENCODED,
+        {"input_ids": IDS.tolist()},
+        DataLoader(TensorDataset(IDS), batch_size=2),
+        DataLoader([{"input_ids": row} for row in IDS], batch_size=2),
+        DataLoader(IDS),
+    ],
+    ids=["encoding", "dictionary", "lists", "loader of tuples", "loader of dictionaries", "loader of rows"],
+)
+def test_ids_are_taken_as_tokenizers_and_loaders_give_them(given: Any, llama: PreTrainedModel) -> None:
+    assert as_batch(llama, given).ids.tolist() == IDS.tolist()
+    expected = lp.perplexity(llama, IDS)
+    assert lp.perplexity(llama, given).value == expected.value
+
+
+@pytest.mark.parametrize(
+    ("given", "named"),
+    [
+        ({"input_ids": IDS, "attention_mask": torch.tensor([[1, 1, 1, 1], [1, 1, 1, 0], [1, 1, 1, 1]])}, "padding"),
+        ({"input_ids": [[1, 2], [1, 2, 3]]}, "different lengths"),
+        ({"labels": IDS}, "input_ids"),
+        (DataLoader([IDS[0], IDS[0, :3]], batch_size=None), "different lengths"),
+        (DataLoader([]), "different lengths"),
+    ],
+    ids=["padding", "ragged", "no ids", "ragged loader", "empty loader"],
+)
+def test_what_holds_no_windows_of_one_length_is_refused(given: Any, named: str, llama: PreTrainedModel) -> None:
+    with pytest.raises(LyapunovPruneError, match=named):
+        as_batch(llama, given)

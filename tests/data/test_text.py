@@ -321,6 +321,15 @@ def test_a_bad_file_is_refused(
         read(str(tmp_path / name))
 
 
+def test_a_list_of_texts_is_a_text(tokenizer: PreTrainedTokenizerFast) -> None:
+    texts = [f"Line {n} of a text, and its number squared is {n * n}." for n in range(200)]
+    first, second = (
+        load_text(texts, tokenizer, tokens=256, context=64, split=split) for split in ("calibration", "evaluation")
+    )
+    assert first.text == "200 texts"
+    require_disjoint(first, second)
+
+
 @pytest.mark.parametrize("name", ["absent.txt", "absent.md", "absent.jsonl.gz", "./absent", "a/b/absent", "."])
 def test_a_missing_file_is_refused(name: str, read: Callable[..., TokenBatch], tmp_path: Path) -> None:
     with pytest.raises(LyapunovPruneError, match="no readable file"):
