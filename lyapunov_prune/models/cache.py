@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from datetime import datetime, timezone
+from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
 from typing import TypeVar
@@ -151,7 +151,7 @@ def cached() -> list[Cached]:
             if folder != builtin_place():
                 mark = folder / _SEAL
                 source = str(json.loads(mark.read_text(encoding="utf-8"))["source"])
-            used = datetime.fromtimestamp(mark.stat().st_mtime, timezone.utc)
+            used = datetime.fromtimestamp(mark.stat().st_mtime, UTC)
             size = 0 if folder.is_symlink() else sum(file.stat().st_size for file in folder.iterdir())
             found.append(Cached(source, folder, size, used))
     return sorted(found, key=lambda each: each.used, reverse=True)
