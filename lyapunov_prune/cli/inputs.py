@@ -23,6 +23,7 @@ if TYPE_CHECKING:  # a usage error must not wait for torch
     from lyapunov_prune.profiles.contraction_profile import ContractionProfile
     from lyapunov_prune.pruning.mergekit import MergekitSlices
     from lyapunov_prune.pruning.plan import PruningPlan
+    from lyapunov_prune.sensitivity.sensitivity import Sensitivity
 
 _JACOBIAN_TOKENS = 64
 _JACOBIAN = {"steps": 12, "probes": 8, "seed": 0}
@@ -147,6 +148,17 @@ def explain(run: Path, loaded: Loaded, batch: TokenBatch, batch_size: int, resum
         lambda: sublayer_jacobians(loaded.model, few, **_JACOBIAN),
         resume=resume,
     )
+
+
+def explain_drift(run: Path, found: Sensitivity, contraction: ContractionProfile) -> None:
+    """Whether the later values of ρ predict the drift of single components; drift.json."""
+    from lyapunov_prune.progress import warn
+    from lyapunov_prune.sensitivity.amplification import amplification_drift
+
+    if contraction.above_floor.any():
+        amplification_drift(found, contraction).save(run / "drift.json")
+    else:
+        warn("drift.json is left out, because every ρ is rounding; load the model in float32")
 
 
 def require_budget_alone(otherwise: bool) -> None:

@@ -23,6 +23,7 @@ from lyapunov_prune.evaluation.evaluation import Evaluation
 from lyapunov_prune.profiles.profile import LayerProfile
 from lyapunov_prune.pruning.plan import PruningPlan
 from lyapunov_prune.pruning.removal import remove_layers
+from lyapunov_prune.sensitivity import AmplificationDrift
 from lyapunov_prune.sensitivity.sensitivity import Sensitivity
 
 # What the commands write.
@@ -145,6 +146,15 @@ def test_sensitivity_why_measures_what_may_explain_it(run: Callable[..., Done]) 
     done = run(*arguments)
     assert (done.code, done.err) == (0, "")
     assert {"run/activations.json", "run/jacobian.json"} <= done.changed
+    assert not run(*arguments, "--resume").changed
+
+
+def test_why_of_groups_holds_their_drift_against_the_later_layers(run: Callable[..., Done]) -> None:
+    arguments = ["sensitivity", "tiny", "--study", "group", "--why", "-o", "run", *TEXT]
+    assert "run/drift.json" in run(*arguments).changed
+    drift, found = AmplificationDrift.load("run/drift.json"), Sensitivity.load("run/sensitivity.json")
+    assert drift.drift.tolist() == found.of("group").drift.tolist()
+    assert drift.amplification["energy"].tolist() == found.scores["amplification"].tolist()
     assert not run(*arguments, "--resume").changed
 
 

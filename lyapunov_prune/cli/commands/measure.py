@@ -12,6 +12,7 @@ from lyapunov_prune.cli.inputs import (
     begun_run,
     draw_report,
     explain,
+    explain_drift,
     load_inputs,
     require_budget_alone,
     require_studies,
@@ -255,7 +256,7 @@ def sensitivity(
     rank: Rank = None,
     regret_limit: Annotated[float, what_option(help="Regret that counts as a catastrophe, for s*.")] = 10.0,
     why: Annotated[
-        bool, what_option("--why", help="Also what may explain it: rank, tails and sparsity, Jacobian norms.")
+        bool, what_option("--why", help="Also what may explain it: rank, tails, sparsity, Jacobian norms, drift by A.")
     ] = False,
     source: ModelOptions = ModelOptions(),
     text: TextOptions = TextOptions(tokens=1024, context=256),
@@ -268,8 +269,8 @@ def sensitivity(
     """Change one thing at a time and measure the loss: which matrices and layers can bear it.
 
     Writes sensitivity.json and a heat map, the profile that it is compared with as sensitivity/profile.json, with
-    --why activations.json and jacobian.json. Interrupted, it goes on with --resume; under
-    `accelerate launch -m lyapunov_prune.cli` the processes share the work.
+    --why activations.json and jacobian.json, and of the study group drift.json. Interrupted, it goes on with --resume;
+    under `accelerate launch -m lyapunov_prune.cli` the processes share the work.
     """
     from lyapunov_prune.models.launched import processes_of
     from lyapunov_prune.profiles.profile import kept_profile
@@ -284,13 +285,14 @@ def sensitivity(
             given.refuse(f"has no effect on {' and '.join(studies)}; leave it out", option)
     if STUDY_METHODS[method].unit == "rank" and rank is not None:
         given.refuse(f"has no effect on {method} beside --rank; give one of the two", "sparsity")
-    explained = ["activations.json", "jacobian.json"] if why else []
+    explained = ["activations.json", "jacobian.json", *(["drift.json"] if "group" in studies else [])] if why else []
     run = begun_run(output, model, "sensitivity.json", "sensitivity/profile.json", *explained)
     loaded, calibration = load_inputs(model, source, text)
     batch = text.load(loaded, "evaluation", offline=source.offline)
     processes_of(loaded.model)  # of two models nothing is kept
     # run/profile.json is of `profile`, and as a rule by more tokens and seeds.
     beside = run / "sensitivity" / "profile.json"
+    profile = kept_profile(beside, loaded.model, calibration, batch_size=text.batch_size, resume=resume)
     result = measure_sensitivity(
         loaded.model,
         batch,
@@ -300,7 +302,7 @@ def sensitivity(
         rank=rank,
         limit=regret_limit,
         calibration=calibration,
-        profile=kept_profile(beside, loaded.model, calibration, batch_size=text.batch_size, resume=resume),
+        profile=profile,
         folder=run / "jobs" / "sensitivity",
         resume=resume,
         batch_size=text.batch_size,
@@ -308,5 +310,7 @@ def sensitivity(
     result.save(run / "sensitivity.json")
     if why:
         explain(run, loaded, calibration, text.batch_size, resume)
+        if "group" in studies:
+            explain_drift(run, result, profile.contraction)
     draw_report(run)
     show(result, as_json, run / "sensitivity.json", full=full)
