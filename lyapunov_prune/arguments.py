@@ -1,4 +1,4 @@
-"""What a public function is given, held against its annotations before any work is done."""
+"""Check the arguments of public functions against their annotations before any work is done."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ T = TypeVar("T")
 
 
 class Range(NamedTuple):
-    """The least and the greatest number that an annotation `Annotated[int, Range(…)]` allows."""
+    """The smallest and the largest number that an annotation `Annotated[int, Range(…)]` allows."""
 
     least: int
     most: int
@@ -29,15 +29,15 @@ Seed = Annotated[int, Range(0, MOST_SEED)]
 
 
 def checked(function: Callable[P, T]) -> Callable[P, T]:
-    """`function`, which first raises LyapunovPruneError for an argument that is not what its annotation says.
+    """Decorator that raises LyapunovPruneError for an argument that does not match its annotation.
 
-    Numbers of numpy count as numbers; True, NaN and infinity do not, nor a number outside its `Range` (NaN may stand in
-    an array, for what is not known). Any collection counts as a sequence, but for text. Any module counts as a model:
-    what is wrong with a wrapped one is said further in. Which names and other numbers can be is judged where they are
-    used. A missing argument, or one too many, stays a TypeError, as in every call.
+    Numbers of numpy count as numbers; True, NaN and infinity do not, and neither does a number outside its `Range`
+    (arrays may contain NaN for unknown values). Any collection except text counts as a sequence. Any module counts as a
+    model; wrapped models are checked later. Valid names and other numbers are checked where they are used. A missing or
+    surplus argument stays a TypeError.
     """
     signature = inspect.signature(function)
-    # At the first call: annotations may need later imports.
+    # At the first call, because annotations may need later imports.
     hints = cache(lambda: get_type_hints(function, include_extras=True))
 
     @wraps(function)
@@ -62,12 +62,12 @@ def require_least(least: int, **counts: int) -> None:
 
 
 def is_finite(value: Any) -> bool:
-    """Whether `value` is no NaN and no infinity, which only floats can be."""
+    """Whether `value` is neither NaN nor infinite, which only floats can be."""
     return isinstance(value, Integral) or not isinstance(value, Real) or math.isfinite(value)
 
 
 def fits(value: Any, hint: Any) -> bool:
-    """Whether `value` is what the annotation `hint` says, as `checked` takes it."""
+    """Whether `value` matches the annotation `hint`, by the rules of `checked`."""
     origin, inner = get_origin(hint), get_args(hint)
     if hint is Any or origin is Literal:
         return True
@@ -82,7 +82,7 @@ def fits(value: Any, hint: Any) -> bool:
     if origin in (Sequence, Iterable):
         one = isinstance(value, str | bytes | Mapping) or getattr(value, "shape", None) == ()
         if isinstance(value, range):
-            value = (*value[:1], *value[-1:])  # all of a kind, and maybe billions
+            value = (*value[:1], *value[-1:])  # all of one type, and possibly billions
         several = isinstance(value, Iterable) and not one
         return several and (not isinstance(value, Collection) or all(fits(each, inner[0]) for each in value))
     if hint is float:
@@ -92,13 +92,13 @@ def fits(value: Any, hint: Any) -> bool:
     kind = origin or hint
     if not isinstance(kind, type):  # a type variable
         return True
-    torch: Any = sys.modules.get("torch")  # not imported here: the command line takes its ranges from this file
+    torch: Any = sys.modules.get("torch")  # not imported here, because the command line imports this file
     is_module = torch is not None and issubclass(kind, torch.nn.Module)
     return isinstance(value, torch.nn.Module if is_module else kind)
 
 
 def _words(hint: Any) -> str:
-    """An annotation as a reader knows it: `int or None`, `several int`, `int from 0 to 9`."""
+    """An annotation in words: `int or None`, `several int`, `int from 0 to 9`."""
     origin, inner = get_origin(hint), get_args(hint)
     if origin is Annotated:
         ranges = [f" from {r.least} to {r.most}" for r in inner[1:] if isinstance(r, Range)]

@@ -1,4 +1,4 @@
-"""What can go wrong, in one line each: what was wrong and what to do about it."""
+"""Errors, one line each: what is wrong and what to do about it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def printable(text: str) -> str:
 
 
 def first_line(error: Exception) -> str:
-    """The first line of what `error` says; its kind where it says nothing."""
+    """The first line of the message of `error`, or its class name if it has none."""
     lines = str(error).strip().splitlines()
     while len(lines) > 1 and lines[0].endswith(":"):  # a heading, as huggingface_hub's validators give
         lines[:2] = [f"{lines[0]} {lines[1].strip()}"]
@@ -23,7 +23,7 @@ def first_line(error: Exception) -> str:
 
 
 def in_short(error: Exception, most: int) -> str:
-    """The kind of `error`, and the first `most` characters of what it says, on one line."""
+    """The class of `error` and the first `most` characters of its message, on one line."""
     return f"{type(error).__name__}: {' '.join(str(error).split())[:most]}"
 
 
@@ -48,7 +48,7 @@ class LyapunovPruneError(Exception):
 
 
 class NonFiniteError(LyapunovPruneError):
-    """A hidden state held NaN or infinity. `layer` is the first boundary: 0 is before the first layer."""
+    """A hidden state held NaN or infinity. `layer` is the first such boundary: 0 is before the first layer."""
 
     def __init__(self, layer: int, where: str) -> None:
         self.layer = layer
@@ -64,6 +64,6 @@ class Diverged(LyapunovPruneError):
 
 
 class CheckFailed(LyapunovPruneError):
-    """A check was carried out and did not hold (a bound, or a part of the removal gate)."""
+    """A check failed (a bound, or a part of the removal gate)."""
 
     exit_code = 1

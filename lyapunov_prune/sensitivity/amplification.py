@@ -1,4 +1,4 @@
-"""Does what the later layers do to an error say how far a compressed component moves the last state?"""
+"""Does the amplification by later layers predict how far a compressed component moves the final state?"""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ PAPER = -0.44  # GPT-2 Small, 72 groups, p < 1e-4 (§6.6)
 
 @dataclass(frozen=True)
 class AmplificationDrift(Result):
-    """Drift of every group (a component of one layer, compressed alone), beside ρ and A of its layer. Float64.
+    """Drift of every group (a component of one layer, compressed alone), with ρ and A of its layer. Float64.
 
-    `drift` is `1 − CKA` of the states that the head reads, `rho` is ρ_l and `amplification` `A_l = Π_{k > l} ρ_k`,
-    each by pooling, (L,). A group whose states were not finite has a drift of NaN and takes part in no correlation.
+    `drift` is `1 − CKA` of the inputs of the head, `rho` is ρ_l and `amplification` `A_l = Π_{k > l} ρ_k`, each by
+    pooling, (L,). A group whose states were not finite has a drift of NaN and is left out of the correlations.
     """
 
     compression: Compression
-    layers: tuple[int, ...]  # of each group
+    layers: tuple[int, ...]  # layer of each group
     components: tuple[str, ...]
     drift: np.ndarray  # (groups,)
     rho: dict[str, np.ndarray]
@@ -49,12 +49,12 @@ class AmplificationDrift(Result):
     def to_frame(self) -> pd.DataFrame:
         """Spearman's rank correlation of the drift with A and with ρ, for both poolings.
 
-        Positive: groups before layers that amplify drift more, as they must if an error reaches the end scaled by A.
-        Negative: they drift less; what decides is then how large an error starts there, and not what follows.
+        Positive: groups before layers that amplify more drift more, as expected if an error reaches the end scaled by
+        A. Negative: they drift less, so the initial size of an error matters more than its amplification.
 
-        All groups of a layer have one A, so that the layers are what can be drawn anew: `low` and `high` are the 95 %
-        percentile bootstrap over layers, `p` the share of permutations of A among the layers that correlate as much.
-        `p_groups` takes every group for independent, as the paper does.
+        All groups of a layer share one A, so inference is over layers: `low` and `high` are the 95 % percentile
+        bootstrap over layers, `p` is the share of permutations of A over layers with at least this correlation.
+        `p_groups` treats groups as independent, as the paper does.
         """
         rows = []
         for name, scores in (("A", self.amplification), ("rho", self.rho)):
@@ -100,14 +100,15 @@ class AmplificationDrift(Result):
 
 @checked
 def amplification_drift(found: Sensitivity, contraction: ContractionProfile) -> AmplificationDrift:
-    """Drift of every group of `found` beside ρ and A of its layer (structural sensitivity, §6.6).
+    """Drift of every group of `found` with ρ and A of its layer (structural sensitivity, §6.6).
 
-    The paper states −0.44 (p < 1e-4) for the correlation of A with the drift that compressing one component causes on
-    GPT-2 Small, none for ρ alone, and neither its pooling nor how it takes the sign: by "errors scale downstream by the
-    product of later ρ" the correlation of A with `1 − CKA` would be positive, and with CKA itself negative.
+    The paper reports −0.44 (p < 1e-4) for the correlation of A with the drift caused by compressing one component of
+    GPT-2 Small, and none for ρ alone; it states neither the pooling nor the sign of the drift. By "errors scale
+    downstream by the product of later ρ" the correlation of A with `1 − CKA` would be positive, and with CKA itself
+    negative.
 
-    Raises LyapunovPruneError without the study `group`, for results of two models, for a profile of the text of the
-    drift, and for one that is all rounding.
+    Raises LyapunovPruneError without the study `group`, for results of two models, for a profile measured on the text
+    of the drift, and for a profile below the rounding floor.
     """
     groups = found.of("group")
     if groups.empty:
@@ -133,13 +134,13 @@ def amplification_drift(found: Sensitivity, contraction: ContractionProfile) -> 
 def weighted_spearman(x: np.ndarray, y: np.ndarray, counts: np.ndarray) -> np.ndarray:
     """Spearman's correlation of samples in which value i of `x` and `y` (n,) occurs `counts[r, i]` times: (R,).
 
-    NaN for a sample in which all values of one are alike.
+    NaN for a sample with a constant.
     """
     return _pearson(_ranks(x, counts), _ranks(y, counts), counts)
 
 
 def _ranks(x: np.ndarray, counts: np.ndarray) -> np.ndarray:
-    """The mean rank of every value among so many of each, (R, n)."""
+    """The mean rank of every value, repeated as counted, (R, n)."""
     values, place = np.unique(x, return_inverse=True)
     many = counts.astype(float) @ (place[:, None] == np.arange(len(values))).astype(float)
     return (np.cumsum(many, axis=1) - many / 2)[:, place]

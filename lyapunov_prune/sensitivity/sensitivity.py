@@ -1,4 +1,4 @@
-"""Which matrices and layers can bear compression: regret of every change, and what goes with it."""
+"""Which matrices and layers tolerate compression: the regret of every change, and its possible predictors."""
 
 from __future__ import annotations
 
@@ -32,8 +32,11 @@ DEFAULT_STUDIES = ("group", "layer", "removal")
 
 @dataclass(frozen=True)
 class Effect:
-    """What one change did. `windows` holds the mean loss of each window in nats, `drift` is `1 − CKA` of the
-    states that the head reads, `saved` the share of the multiplications of the layers' matrices."""
+    """The result of one change.
+
+    `windows` holds the mean loss of each window in nats, `drift` is `1 − CKA` of the inputs of the head, `saved` the
+    saved share of the multiplications of the layers' matrices.
+    """
 
     study: str
     label: str
@@ -49,10 +52,10 @@ class Effect:
 
 @dataclass(frozen=True)
 class Sensitivity(Result):
-    """Regret of every change: `exp(nll) − exp(nll of the dense model)`; degradation is the quotient of the two.
+    """Regret of every change: `exp(nll) − exp(nll of the dense model)`; degradation is the ratio of the two.
 
-    `scores` holds what may predict it, one value a layer: `|rho - 1|`, `bi`, and `amplification`, the
-    downstream `A_l = Π_{k > l} ρ_k`. Empty when no profile was given.
+    `scores` holds possible predictors, one value per layer: `|rho - 1|`, `bi`, and `amplification`, the downstream `A_l
+    = Π_{k > l} ρ_k`. Empty without a profile.
     """
 
     compression: Compression
@@ -112,7 +115,7 @@ class Sensitivity(Result):
         """One row per study."""
         rows = []
         for study, frame in self.to_frame().groupby("study", sort=False):
-            order = frame.regret.fillna(np.inf)  # NaN is a wreck
+            order = frame.regret.fillna(np.inf)  # NaN is a broken model
             most, least = frame.loc[order.idxmax()], frame.loc[order.idxmin()]
             rows.append(
                 {
