@@ -23,6 +23,7 @@ from lyapunov_prune.joint.recovery import Recipe
 from lyapunov_prune.joint.result import JointRun
 from lyapunov_prune.merging.unmerged import Unmerged
 from lyapunov_prune.models.classifier_loading import load_classifier
+from lyapunov_prune.models.decoder import wrap_any
 from lyapunov_prune.models.structure import identify
 from lyapunov_prune.results.result import MeasuredOn, encode
 
@@ -60,7 +61,7 @@ class Subject:
 
     def student(self, reduction: str) -> Unmerged:
         """The model with what takes the place of its activations, fitted to the slice to learn from."""
-        return Unmerged(self.model, reduction, lambda: run_through(self.model, self.data.learn))
+        return Unmerged(self.model, reduction, lambda: run_through(wrap_any(self.model), self.data.learn))
 
     def scored(self, model: PreTrainedModel) -> dict[str, Any]:
         """The score of every item of the final slice, and whose items they are."""

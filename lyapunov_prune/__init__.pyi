@@ -31,6 +31,7 @@ from .evaluation.tasks import evaluate_tasks as evaluate_tasks
 from .forward.own_text import self_generated as self_generated
 from .healing.heal import heal as heal
 from .models.adapters import merge_adapters as merge_adapters
+from .models.decoder import wrap as wrap
 from .models.loading import load as load
 from .predictions.generation import compare_generation as compare_generation
 from .predictions.hierarchy import probe_layers as probe_layers

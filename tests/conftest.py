@@ -18,7 +18,7 @@ from lyapunov_prune.data.batch import TokenBatch
 from lyapunov_prune.data.text import load_text
 from lyapunov_prune.healing import training
 from lyapunov_prune.healing.report import Healing
-from lyapunov_prune.models.from_folder import Loaded
+from lyapunov_prune.models.decoder import Decoder
 from lyapunov_prune.models.loading import load
 
 # Two test processes on two cores: more threads would spend their time waiting for each other.
@@ -75,13 +75,13 @@ def ids() -> torch.Tensor:
 
 
 @pytest.fixture(scope="session")
-def smollm2() -> Loaded:
+def smollm2() -> Decoder:
     """The real built-in model. Tests that use it share one process: xdist_group("smollm2")."""
     return load("smollm2-135m")
 
 
 @pytest.fixture(scope="session")
-def english(smollm2: Loaded) -> TokenBatch:
+def english(smollm2: Decoder) -> TokenBatch:
     return load_text("builtin", smollm2.tokenizer, tokens=512, context=128)
 
 

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from lyapunov_prune import linalg as norms
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.linalg import certified_norm, certify, exact_norm, feature_energy, token_energy
-from lyapunov_prune.models.from_folder import Loaded
+from lyapunov_prune.models.decoder import Decoder
 from lyapunov_prune.models.structure import find_structure
 
 TINIEST = 5e-324
@@ -198,7 +198,7 @@ def test_the_gram_test_refuses_a_norm_from_below() -> None:
 
 @pytest.mark.slow
 @pytest.mark.xdist_group("smollm2")
-def test_every_matrix_of_the_builtin_model(smollm2: Loaded) -> None:
+def test_every_matrix_of_the_builtin_model(smollm2: Decoder) -> None:
     """Within 0.1 %, never below, for weights and for the residuals of magnitude pruning."""
     layers = find_structure(smollm2.model).layers
     weights = [p.detach() for p in layers.parameters() if p.ndim == 2]

@@ -87,7 +87,7 @@ def test_a_type_checker_sees_the_types_behind_the_names(tmp_path: Path) -> None:
     environment = {**os.environ, "MYPYPATH": str(REPOSITORY)}
     told = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=tmp_path).stdout
     for line, text in (
-        (3, "lyapunov_prune.models.from_folder.Loaded"),
+        (3, "lyapunov_prune.models.decoder.Decoder"),
         (4, "-> lyapunov_prune.compression.compress.Compressed"),
         (5, "-> lyapunov_prune.data.batch.TokenBatch"),
         (6, "-> lyapunov_prune.pruning.plan.PruningPlan"),

@@ -223,9 +223,9 @@ def without_mean(loaded: lp.models.Loaded, prompts: Sequence[torch.Tensor]) -> p
     At the last `LAST` tokens of each prompt. `mean_share` is that of the mean in `‖z‖²`.
     """
     structure, rows = loaded.structure, []
-    parts = find_sublayers(loaded.model, range(structure.num_layers))
+    parts = find_sublayers(loaded, range(structure.num_layers))
     for number, ids in enumerate(prompts):
-        prefix, scorer = Prefix(structure, ids), Scorer(loaded.model, structure, ids)
+        prefix, scorer = Prefix(structure, ids), Scorer(loaded, ids)
         states: list[torch.Tensor] = []
         with residual_stream(structure, lambda boundary, hidden, states=states: states.append(hidden)):
             run_backbone(structure, ids)

@@ -13,9 +13,10 @@ from lyapunov_prune.forward.logits import SAME_LIMIT, sample_inputs
 from lyapunov_prune.forward.reading import Reading
 from lyapunov_prune.forward.replacement import replaced
 from lyapunov_prune.models.compact import is_compact
-from lyapunov_prune.models.plain import require_plain
+from lyapunov_prune.models.decoder import Decoder
+from lyapunov_prune.models.plain import plain
 from lyapunov_prune.models.projections import Projection, find_projections
-from lyapunov_prune.models.structure import find_structure, scale_weights
+from lyapunov_prune.models.structure import scale_weights
 
 
 @torch.no_grad()
@@ -30,10 +31,10 @@ def written_matrices(reading: Reading, compressed: PreTrainedModel) -> dict[str,
     differs.
     """
     model = reading.model
-    require_plain(model)
-    require_plain(compressed)
+    plain(reading.decoder)
+    other = plain(compressed)
     scale_weights(compressed)  # as for the dense model
-    ours, theirs = _tensors(reading, compressed)
+    ours, theirs = _tensors(reading, other)
     projections = find_projections(model)
     matrices = {f"{p.module}.{p.parameter}" for p in projections}
     changed = [name for name, tensor in ours.items() if not torch.equal(tensor, theirs[name].to(tensor.device))]
@@ -47,13 +48,13 @@ def written_matrices(reading: Reading, compressed: PreTrainedModel) -> dict[str,
     if broken := [name for name in changed if not theirs[name].isfinite().all()]:
         raise LyapunovPruneError(f"{broken[0]} of the compressed model holds NaN or infinity; make it again")
     written = {p: p.weight(compressed) for p in projections}
-    _require_same_forward(reading, compressed, {p: W.to(model.device) for p, W in written.items()})
+    _require_same_forward(reading, other, {p: W.to(model.device) for p, W in written.items()})
     return {p.name: W for p, W in written.items()}
 
 
-def _tensors(reading: Reading, compressed: PreTrainedModel) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+def _tensors(reading: Reading, made: Decoder) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
     """Parameters and buffers of both models, which must have the same names, shapes and dtypes."""
-    structure, other = reading.structure, find_structure(compressed)
+    structure, other, compressed = reading.structure, made.structure, made.model
     if is_compact(compressed) and not is_compact(reading.model):
         raise LyapunovPruneError(
             "the compressed model is compact and does not store the dense model's matrices; compress or prune again "
@@ -84,13 +85,11 @@ def _described(tensor: torch.Tensor | None) -> str:
     return "missing" if tensor is None else f"{tuple(tensor.shape)} in {str(tensor.dtype).removeprefix('torch.')}"
 
 
-def _require_same_forward(
-    reading: Reading, compressed: PreTrainedModel, written: Mapping[Projection, torch.Tensor]
-) -> None:
+def _require_same_forward(reading: Reading, compressed: Decoder, written: Mapping[Projection, torch.Tensor]) -> None:
     """Compare logits, which also depend on settings without a parameter (window, rotary base, ε of a norm)."""
-    inputs = sample_inputs(reading.model, reading.batch)
+    inputs = sample_inputs(reading.decoder, reading.batch)
     with replaced(reading.model, written):
-        logits = KeptLogits(reading.model, inputs)
+        logits = KeptLogits(reading.decoder, inputs)
     worst = logits.deviation(KeptLogits(compressed, inputs))
     if worst > SAME_LIMIT[reading.model.dtype]:
         raise LyapunovPruneError(

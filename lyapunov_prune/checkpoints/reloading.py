@@ -14,6 +14,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from lyapunov_prune.forward.kept import KeptLogits
 from lyapunov_prune.forward.logits import SAME_LIMIT, deviation
 from lyapunov_prune.linalg import lift
+from lyapunov_prune.models.decoder import wrap_any
 from lyapunov_prune.models.dispatched import bring_weights, offload_folder, placement
 from lyapunov_prune.models.families import POSITION_ATTRIBUTES
 from lyapunov_prune.models.from_folder import quiet
@@ -76,8 +77,8 @@ def reload_check(
         reloaded.to(pruned.device)
     _share_rounded_tables(pruned, reloaded)
     with quiet():  # the first forward of packed weights draws a bar
-        kept = KeptLogits(reloaded, inputs)
-    worst = max(kept.deviation(KeptLogits(pruned, inputs)), _picture_deviation(pruned, reloaded))
+        kept = KeptLogits(wrap_any(reloaded), inputs)
+    worst = max(kept.deviation(KeptLogits(wrap_any(pruned), inputs)), _picture_deviation(pruned, reloaded))
     wrong = changed(reloaded)
     if wrong:
         return GateCheck(RELOADED, False, worst, limit, wrong)

@@ -16,6 +16,7 @@ from lyapunov_prune.checkpoints.reloading import reload_check
 from lyapunov_prune.errors import CheckFailed
 from lyapunov_prune.forward.logits import sample_inputs
 from lyapunov_prune.models.compact import is_compact
+from lyapunov_prune.models.decoder import wrap
 from lyapunov_prune.models.left_out import require_whole
 from lyapunov_prune.models.plain import require_plain
 from lyapunov_prune.models.structure import in_eval_mode
@@ -62,7 +63,7 @@ def write_model(
     with whole_folder(target, remedy) as folder:
         save_files(model, tokenizer, folder)
         with torch.no_grad():
-            inputs = sample_inputs(model, None)
+            inputs = sample_inputs(wrap(model), None)
             check = in_eval_mode(reload_check)(model, folder, inputs)
             if check.passed and is_compact(model):
                 check = in_eval_mode(elsewhere_check)(model, folder, inputs)

@@ -18,8 +18,9 @@ from lyapunov_prune.arguments import checked
 from lyapunov_prune.checkpoints.layer_stream import LayerStream, read_tensor
 from lyapunov_prune.checkpoints.outline import Outline, layer_of, read_outline
 from lyapunov_prune.errors import LyapunovPruneError
+from lyapunov_prune.models.decoder import Decoder, wrap
 from lyapunov_prune.models.device import require_memory, resolve_device
-from lyapunov_prune.models.from_folder import Loaded, quiet
+from lyapunov_prune.models.from_folder import quiet
 from lyapunov_prune.models.kernels import kernels
 from lyapunov_prune.models.left_out import copy_left_out
 from lyapunov_prune.models.loading import checkpoint_folder, known_dtype
@@ -37,7 +38,7 @@ def load_streamed(
     device: str | torch.device = "cpu",
     offline: bool = False,
     text_only: bool = False,
-) -> Loaded:
+) -> Decoder:
     """As `load`, of a model that need not fit in memory: a folder or hub id with safetensors, one layer at a time.
 
     It can be measured by what goes by its states: `measure_contraction`, `block_influence`, `perplexity`, and `rank` by
@@ -58,7 +59,7 @@ def load_streamed(
     model, stream = _made(outline, place)
     with status("trying whether the layers can be read one at a time"), stream.trial():
         require_causal(model)
-    return Loaded.of(model, outline.tokenizer)
+    return wrap(model, outline.tokenizer)
 
 
 def streamed(outline: Outline) -> PreTrainedModel:

@@ -19,7 +19,7 @@ if TYPE_CHECKING:  # a usage error must not wait for torch
     from lyapunov_prune.allocation.allocation import Allocation
     from lyapunov_prune.data.batch import TokenBatch
     from lyapunov_prune.data.examples import Examples
-    from lyapunov_prune.models.from_folder import Loaded
+    from lyapunov_prune.models.decoder import Decoder
     from lyapunov_prune.profiles.contraction_profile import ContractionProfile
     from lyapunov_prune.pruning.mergekit import MergekitSlices
     from lyapunov_prune.pruning.plan import PruningPlan
@@ -38,7 +38,7 @@ def load_inputs(
     merge_adapter: bool = False,
     stream: bool = False,
     plan: PruningPlan | MergekitSlices | None = None,
-) -> tuple[Loaded, TokenBatch]:
+) -> tuple[Decoder, TokenBatch]:
     """The model and its text; a `plan` has to be for that model, of which the text says nothing."""
     from lyapunov_prune.data.batch import require_context
     from lyapunov_prune.data.text import require_source
@@ -57,7 +57,7 @@ def load_inputs(
 
 
 def load_judge(
-    judge: str | None, loaded: Loaded, batch: TokenBatch, text: TextOptions, source: ModelOptions, share: int = 2
+    judge: str | None, loaded: Decoder, batch: TokenBatch, text: TextOptions, source: ModelOptions, share: int = 2
 ) -> TokenBatch:
     """The text that judges beside `batch`: if none is named what the model writes, or the built-in one beside that.
 
@@ -82,7 +82,7 @@ def load_judge(
 
 def load_prompted(
     model: str, source: ModelOptions, text: TextOptions, prompts: Path | None, chat: bool, given: Given
-) -> tuple[Loaded, TokenBatch]:
+) -> tuple[Decoder, TokenBatch]:
     """The model, and what it goes on from: the prompts of a file, or windows of the evaluation half of a text."""
     from lyapunov_prune.data.prompts import load_prompts
 
@@ -125,7 +125,7 @@ def load_examples(
     return classifier.model, None, load_images(images, classifier)
 
 
-def explain(run: Path, loaded: Loaded, batch: TokenBatch, batch_size: int, resume: bool) -> None:
+def explain(run: Path, loaded: Decoder, batch: TokenBatch, batch_size: int, resume: bool) -> None:
     """Activations on the whole batch, Jacobian norms on the start of its first window: they cost far more a token."""
     from lyapunov_prune.profiles.activations import ActivationStatistics, activation_statistics
     from lyapunov_prune.profiles.jacobian import JacobianNorms, sublayer_jacobians
@@ -200,7 +200,7 @@ def chosen_allocation(allocation: str) -> str | Allocation:
 
 
 def profile_for(
-    schedule: str | Allocation, loaded: Loaded, batch: TokenBatch, batch_size: int, pooling: Pooling | None
+    schedule: str | Allocation, loaded: Decoder, batch: TokenBatch, batch_size: int, pooling: Pooling | None
 ) -> ContractionProfile | None:
     """The contraction profile that the schedule goes by; None where it needs none."""
     from lyapunov_prune.profiles.contraction import measure_contraction, require_above_rounding

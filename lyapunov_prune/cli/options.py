@@ -22,7 +22,7 @@ from lyapunov_prune.ranking.table import CRITERIA, default_criterion
 
 if TYPE_CHECKING:  # a usage error must not wait for torch
     from lyapunov_prune.data.batch import TokenBatch
-    from lyapunov_prune.models.from_folder import Loaded
+    from lyapunov_prune.models.decoder import Decoder
     from lyapunov_prune.ranking.ranking import Ranking
 
 # The panels of help: what is done, to which model, on which text, and what becomes of it.
@@ -89,7 +89,7 @@ class ModelOptions:
         model_option("--text-only", help="Of a multimodal checkpoint the text model alone; what is left out is named."),
     ] = False
 
-    def load(self, model: str, *, merge_adapter: bool = False, stream: bool = False) -> Loaded:
+    def load(self, model: str, *, merge_adapter: bool = False, stream: bool = False) -> Decoder:
         self.require()
         if stream:
             self.require_one_place("--stream")
@@ -150,7 +150,7 @@ class TextOptions:
 
     def load(
         self,
-        loaded: Loaded,
+        loaded: Decoder,
         split: choices.Split,
         *,
         offline: bool,
@@ -304,7 +304,7 @@ class RankOptions:
 
     def rank(
         self,
-        loaded: Loaded,
+        loaded: Decoder,
         batch: TokenBatch,
         remove: float | None,
         batch_size: int,

@@ -47,6 +47,7 @@ from lyapunov_prune.errors import CheckFailed, LyapunovPruneError
 from lyapunov_prune.forward.kept import KeptLogits
 from lyapunov_prune.forward.logits import SAME_LIMIT, cached_logits, deviation, sample_inputs
 from lyapunov_prune.linalg import lift
+from lyapunov_prune.models.decoder import wrap
 from lyapunov_prune.models.hooked import hooked
 from lyapunov_prune.models.structure import find_structure, in_eval_mode
 from lyapunov_prune.pruning.compact_checkpoint import GATE
@@ -167,7 +168,7 @@ def verify_factored(
     `factored` is what `find_factored` says of `dense`. The process without this package takes some seconds to start;
     `elsewhere=False` leaves it out.
     """
-    inputs = sample_inputs(dense, None)
+    inputs = sample_inputs(wrap(dense), None)
     checks = [
         attempt(FACTORS, lambda: _factors_check(dense, small, factored)),
         attempt(PRODUCTS, lambda: _same(dense, small, factored, inputs)),
@@ -233,8 +234,8 @@ def _same(
     dense: PreTrainedModel, small: PreTrainedModel, factored: Sequence[Factored], inputs: list[torch.Tensor]
 ) -> GateCheck:
     with answered_by_factors(dense, small, factored):
-        reference = KeptLogits(dense, inputs)
-    worst, limit = KeptLogits(small, inputs).deviation(reference), SAME_LIMIT[small.dtype]
+        reference = KeptLogits(wrap(dense), inputs)
+    worst, limit = KeptLogits(wrap(small), inputs).deviation(reference), SAME_LIMIT[small.dtype]
     return GateCheck(PRODUCTS, worst <= limit, worst, limit, "logits against the dense model given products by hooks")
 
 

@@ -29,6 +29,7 @@ from lyapunov_prune.compression.report import REPORT, CompressionReport, Packed
 from lyapunov_prune.errors import CheckFailed, LyapunovPruneError
 from lyapunov_prune.forward.logits import sample_inputs
 from lyapunov_prune.models.compact import is_compact
+from lyapunov_prune.models.decoder import wrap
 from lyapunov_prune.models.folder import first_line
 from lyapunov_prune.models.from_folder import LOCAL, quiet
 from lyapunov_prune.models.packed import PACK, require_compressed_tensors, unlogged
@@ -149,7 +150,7 @@ def write_packed(
     with whole_folder(target) as folder:
         save_files(small, tokenizer, folder, state)
         packing.write_config(folder, small)
-        inputs = sample_inputs(small, None)
+        inputs = sample_inputs(wrap(small), None)
         check = in_eval_mode(reload_check)(small, folder, inputs, lambda loaded: _changed(small, loaded, projections))
         if not check.passed:
             raise CheckFailed(f"nothing written: the model does not unpack as it was rounded, {check.detail}")

@@ -14,8 +14,9 @@ from torch.utils.data import DataLoader
 from transformers import PreTrainedModel
 
 from lyapunov_prune.errors import LyapunovPruneError
-from lyapunov_prune.models.plain import require_in_memory
-from lyapunov_prune.models.structure import Structure, find_structure, identify
+from lyapunov_prune.models.decoder import Model, model_of, wrap
+from lyapunov_prune.models.streamed import require_not_streamed
+from lyapunov_prune.models.structure import Structure, identify
 from lyapunov_prune.results.overlap import fingerprint, run_hashes, shared_tokens
 from lyapunov_prune.results.result import MeasuredOn, versions
 
@@ -120,13 +121,13 @@ def rows_measured_on(
 Tokens = TokenBatch | torch.Tensor | Mapping[str, Any] | DataLoader
 
 
-def as_batch(model: PreTrainedModel, batch: Tokens) -> TokenBatch:
+def as_batch(model: Model, batch: Tokens) -> TokenBatch:
     """A checked batch for `model`: two-dimensional ids inside its vocabulary and its context.
 
-    Raises LyapunovPruneError otherwise, and for a model that cannot be measured: some of its weights are elsewhere.
+    Raises LyapunovPruneError otherwise, for a streamed model, and as `wrap`.
     """
-    require_in_memory(model)
-    return checked_batch(find_structure(model), batch)
+    require_not_streamed(model_of(model))
+    return checked_batch(wrap(model).structure, batch)
 
 
 def checked_batch(structure: Structure, batch: Tokens) -> TokenBatch:

@@ -25,10 +25,11 @@ from lyapunov_prune.data.tasks import TaskFile
 from lyapunov_prune.errors import LyapunovPruneError, first_line
 from lyapunov_prune.forward.continuations import Continuations
 from lyapunov_prune.forward.hooks import require_finite
+from lyapunov_prune.models.decoder import wrap
 from lyapunov_prune.models.hooked import hooked
-from lyapunov_prune.models.plain import require_in_memory
 from lyapunov_prune.models.positions import rotation, switches
-from lyapunov_prune.models.structure import Structure, find_structure, in_eval_mode
+from lyapunov_prune.models.streamed import require_not_streamed
+from lyapunov_prune.models.structure import Structure, in_eval_mode
 from lyapunov_prune.models.tokenizers import token_ids
 from lyapunov_prune.progress import track
 
@@ -256,14 +257,15 @@ def run(
     The model, its generation config, the tokenizer and the random states are restored. Raises NonFiniteError naming the
     layer when logits are not finite, and LyapunovPruneError for an item that does not fit the context.
     """
-    require_in_memory(model)
+    require_not_streamed(model)
+    decoder = wrap(model)
     for task in tasks.values():
         task.set_fewshot_seed(SEED)  # the same examples for every model
-    structure = find_structure(model)
+    structure = decoder.structure
     shown = sys.stderr  # `quietly` lets only the bars through
     # Before hooks are set, because it runs a trial with larger logits than any text.
     trial = torch.arange(1, 33, device=model.device)[None] % structure.config.vocab_size
-    continuations = Continuations(model, structure, trial)
+    continuations = Continuations(decoder, trial)
     with quietly(), _only_finite(model, structure), _greedy(model), _fresh_cache(model, structure.config):
         asked = ProjectModel(
             model, structure, tokenizer, bos=bos, batch_size=batch_size, continuations=continuations, bars=shown

@@ -19,9 +19,10 @@ from lyapunov_prune.data.unseen import require_unseen_items
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.forward.hooks import final_state, require_finite
 from lyapunov_prune.linalg import lift
-from lyapunov_prune.models.plain import require_in_memory
+from lyapunov_prune.models.decoder import wrap
 from lyapunov_prune.models.positions import alike
-from lyapunov_prune.models.structure import find_structure, in_eval_mode
+from lyapunov_prune.models.streamed import require_not_streamed
+from lyapunov_prune.models.structure import in_eval_mode
 from lyapunov_prune.progress import track
 from lyapunov_prune.results.frames import pd
 from lyapunov_prune.results.result import LINES, MeasuredOn, Result
@@ -218,8 +219,8 @@ def _tokens(
 @in_eval_mode
 def _embed(model: PreTrainedModel, rows: list[list[int]], skipped: int, batch_size: int, name: str) -> np.ndarray:
     """The mean final state of every text without its first `skipped` tokens, (texts × width) float64."""
-    require_in_memory(model)
-    structure = find_structure(model)
+    require_not_streamed(model)
+    structure = wrap(model).structure
     require_context(structure, max(map(len, rows)))
     found: dict[int, torch.Tensor] = {}
     groups = alike(structure.config, list(map(len, rows)))

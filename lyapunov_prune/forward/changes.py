@@ -26,7 +26,7 @@ Changes = Callable[[int, str], AbstractContextManager[None] | None]
 
 def dropped_layers(reading: Reading) -> Changes:
     """A layer hands on what it is given; a branch of it adds nothing."""
-    sublayers = find_sublayers(reading.model, range(reading.structure.num_layers))
+    sublayers = find_sublayers(reading.decoder, range(reading.structure.num_layers))
 
     def change(layer: int, part: str) -> AbstractContextManager[None] | None:
         if part == "layer":
@@ -62,7 +62,7 @@ def compressed_layers(reading: Reading, compressed: PreTrainedModel) -> Changes:
         module, _, key = name.rpartition(".")
         gone.setdefault(module, []).append(key)
     parts: dict[tuple[int, str], list[Projection]] = {}
-    for layer, sublayers in find_sublayers(model, range(structure.num_layers)).items():
+    for layer, sublayers in find_sublayers(reading.decoder, range(structure.num_layers)).items():
         here = [p for p in projections if p.layer == layer]
         parts[layer, "layer"] = here
         seen: set[str] = set()  # branches that share a norm: the second's forward goes past the first
@@ -105,7 +105,7 @@ def compact_layers(reading: Reading, compact: PreTrainedModel) -> Changes:
         "attention": (layout.attention, *layout.norms_alone(structure.config)),
         "mlp": layout.block,
     }
-    sublayers = find_sublayers(reading.model, range(structure.num_layers))
+    sublayers = find_sublayers(reading.decoder, range(structure.num_layers))
 
     def change(layer: int, part: str) -> AbstractContextManager[None] | None:
         if part != "layer" and part not in sublayers[layer].branches:

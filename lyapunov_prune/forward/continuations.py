@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from transformers import PreTrainedModel
 
 from lyapunov_prune.data.choices import shared_start
 from lyapunov_prune.errors import LyapunovPruneError
@@ -15,8 +14,8 @@ from lyapunov_prune.forward.logits import CACHE_LIMIT, deviation
 from lyapunov_prune.forward.prefix import final_state
 from lyapunov_prune.forward.scoring import Scorer
 from lyapunov_prune.linalg import lift
+from lyapunov_prune.models.decoder import Decoder
 from lyapunov_prune.models.positions import alike, rotation
-from lyapunov_prune.models.structure import Structure
 
 
 class Continuations:
@@ -31,13 +30,13 @@ class Continuations:
     (`models.positions`) are not read together, so each gives what it gives by itself.
     """
 
-    def __init__(self, model: PreTrainedModel, structure: Structure, ids: torch.Tensor) -> None:
+    def __init__(self, decoder: Decoder, ids: torch.Tensor) -> None:
         """`ids`: one window or more of token ids, that the head is tried on."""
-        self.structure = structure
-        self.scorer = Scorer(model, structure, ids)
+        self.structure = decoder.structure
+        self.scorer = Scorer(decoder, ids)
         self.possible = self.scorer.enters
-        self.device = model.device
-        self.limit = CACHE_LIMIT[model.dtype]
+        self.device = decoder.model.device
+        self.limit = CACHE_LIMIT[decoder.model.dtype]
         self.cached: bool | None = None  # None: not tried yet
 
     def __call__(self, texts: Sequence[Sequence[int]], scored: Sequence[int]) -> list[tuple[float, bool]]:

@@ -8,12 +8,12 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import PreTrainedModel
 
 from lyapunov_prune.data.examples import Examples, model_inputs
 from lyapunov_prune.errors import LyapunovPruneError, NonFiniteError
+from lyapunov_prune.models.decoder import Decoder
 from lyapunov_prune.models.hooked import hooked
-from lyapunov_prune.models.structure import Structure, find_layers
+from lyapunov_prune.models.structure import Structure
 
 Visit = Callable[[int, torch.Tensor], None]
 Inject = Callable[[torch.Tensor], torch.Tensor]
@@ -142,11 +142,10 @@ def run_backbone(structure: Structure, inputs: torch.Tensor) -> None:
 
 
 @torch.no_grad()
-def run_through(model: PreTrainedModel, examples: Examples) -> None:
+def run_through(decoder: Decoder, examples: Examples) -> None:
     """Every item through the backbone, one at a time, for what hooks see on the way."""
-    structure = find_layers(model)
-    for inputs in model_inputs(model, examples, 1):
-        run_backbone(structure, inputs)
+    for inputs in model_inputs(decoder.model, examples, 1):
+        run_backbone(decoder.structure, inputs)
 
 
 def final_state(structure: Structure, ids: torch.Tensor) -> torch.Tensor:

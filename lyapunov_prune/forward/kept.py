@@ -10,31 +10,30 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
-from transformers import PreTrainedModel
 
 from lyapunov_prune.forward.logits import SAME_LIMIT, deviation, only_last, uncached_logits
 from lyapunov_prune.forward.scoring import Scorer, rows_at_once
+from lyapunov_prune.models.decoder import Decoder
 from lyapunov_prune.models.hooked import hooked
-from lyapunov_prune.models.structure import find_structure
 
 _TRIED = 16  # positions at the end of a window, whose states are tried on the logits that the forward itself gives them
 
 
 class KeptLogits:
-    """The logits of `model` on `inputs`, token ids or images, of which the states are in memory.
+    """The logits of a decoder, or a classifier, on `inputs`, token ids or images, of which the states are in memory.
 
     In memory whole are logits that are no more than a block, and those of a forward that cannot be told to form only
     the last ones or does not go by its decoder's state alone. Whether it does is tried on the first tokens (`Scorer`)
     and on the end of every window, there within `SAME_LIMIT`: what moves logits by more is not hidden from a gate.
     """
 
-    def __init__(self, model: PreTrainedModel, inputs: Sequence[torch.Tensor]) -> None:
+    def __init__(self, decoder: Decoder, inputs: Sequence[torch.Tensor]) -> None:
+        self._model = model = decoder.model
         head: Any = model.get_output_embeddings()
-        self._model = model
         self._block = rows_at_once(len(head.weight)) if hasattr(head, "weight") else 0
         large = [ids for ids in inputs if self._block and not ids.is_floating_point() and ids.numel() > self._block]
         taken = large and only_last(model, _TRIED)
-        scorer = Scorer(model, find_structure(model), large[0]) if taken else None
+        scorer = Scorer(decoder, large[0]) if taken else None
         self._scorer = scorer if scorer is not None and scorer.enters else None
         # Of every input the states and True, or the logits and False: a row a position.
         self._rows = [self._states(x) if any(x is ids for ids in large) else self._whole(x) for x in inputs]

@@ -14,8 +14,9 @@ from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.forward.hooks import final_state
 from lyapunov_prune.linalg import lift
 from lyapunov_prune.models.classifiers import image_shape, looks_at_images
+from lyapunov_prune.models.decoder import Decoder
 from lyapunov_prune.models.positions import rotation, stretches
-from lyapunov_prune.models.structure import Structure, find_structure
+from lyapunov_prune.models.structure import Structure
 
 # Largest relative deviation of a token's logits. The same kernels on the same shapes agree to the last
 # bit; folded constants (GPT-2) and the cache's other kernels do not, and a model that a removal has
@@ -47,17 +48,16 @@ def deviation(logits: torch.Tensor, reference: torch.Tensor) -> float:
     return worst
 
 
-def sample_inputs(model: PreTrainedModel, batch: Examples | Tokens | None) -> list[torch.Tensor]:
+def sample_inputs(decoder: Decoder, batch: Examples | Tokens | None) -> list[torch.Tensor]:
     """Two rows of random tokens and, if given, the first window of `batch`, cut to a useful length.
 
     Of a model that looks at images, two random images (2 × channels × height × width) and, if given, the first two of
     `batch`.
     """
+    model, structure, config = decoder.model, decoder.structure, decoder.structure.config
     if looks_at_images(model):
-        given = [] if batch is None else model_inputs(model, as_examples(model, batch), 2)[:1]
+        given = [] if batch is None else model_inputs(model, as_examples(decoder, batch), 2)[:1]
         return [random_images(model), *given]
-    structure = find_structure(model)
-    config = structure.config
     window = getattr(config, "sliding_window", None) or 0
     length = max(TOKENS, window + 2 * STEPS) if window <= WINDOW_LIMIT else TOKENS
     length = min(length, structure.max_context or length)
@@ -69,7 +69,7 @@ def sample_inputs(model: PreTrainedModel, batch: Examples | Tokens | None) -> li
         random[random == pad] = (pad + 1) % config.vocab_size
     inputs = [random]
     if batch is not None:
-        inputs += model_inputs(model, as_examples(model, batch), 1)[:1]
+        inputs += model_inputs(model, as_examples(decoder, batch), 1)[:1]
         inputs[-1] = inputs[-1][:, :length]
     return [ids.to(model.device) for ids in inputs]
 

@@ -13,31 +13,38 @@ from lyapunov_prune.data.examples import model_inputs
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.forward.prefix import Prefix
 from lyapunov_prune.forward.scoring import Scorer
-from lyapunov_prune.models.plain import require_in_memory
-from lyapunov_prune.models.streamed import require_not_streamed, stream_of
-from lyapunov_prune.models.structure import Structure, find_structure, scale_weights, settle
+from lyapunov_prune.models.decoder import Decoder, Model, model_of, wrap
+from lyapunov_prune.models.streamed import require_not_streamed
+from lyapunov_prune.models.structure import Structure, scale_weights
 from lyapunov_prune.results.result import MeasuredOn
 
 
 @dataclass(frozen=True, eq=False)
 class Reading:
-    """`model` and a batch that it can read; what more there is to know of them is found when first asked for, and kept.
+    """A decoder and a batch that it can read; the rest is found out when it is first asked for, and kept.
 
     A measurement hands its reading on to those it calls, as their batch. It is one of the model as it was: inside a
     block that changes weights or leaves out layers a reading is made anew, of `batch`. `prefix` and `scorer` run the
     model when first asked for: ask before hooks are set that would see it.
     """
 
-    model: PreTrainedModel
+    decoder: Decoder
     batch: TokenBatch
-    structure: Structure
+
+    @property
+    def model(self) -> PreTrainedModel:
+        return self.decoder.model
+
+    @property
+    def structure(self) -> Structure:
+        return self.decoder.structure
 
     def windows(self, batch_size: int) -> list[torch.Tensor]:
         """The token ids, `batch_size` windows at a time, on the model's device; LyapunovPruneError below 1.
 
         Of a streamed model all at a time: its files are read once a forward, and it splits the batch itself.
         """
-        if stream_of(self.model) is not None:
+        if self.decoder.stream is not None:
             if batch_size != 1:
                 raise LyapunovPruneError("a streamed model takes all windows in one forward; leave out the batch size")
             batch_size = len(self.batch)
@@ -58,28 +65,26 @@ class Reading:
     @cached_property
     @torch.no_grad()
     def scorer(self) -> Scorer:
-        return Scorer(self.model, self.structure, self.windows(1)[0])
+        return Scorer(self.decoder, self.windows(1)[0])
 
 
 # What a measurement takes for its batch.
 Readable = Tokens | Reading
 
 
-def read(model: PreTrainedModel, batch: Readable, *, streamed: bool = False) -> Reading:
+def read(model: Model, batch: Readable, *, streamed: bool = False) -> Reading:
     """The reading of `batch` by `model`: `batch` itself if it is one of this model, that of its tokens otherwise.
 
     `streamed` says that the measurement also takes a streamed model: all windows in one forward, and no weights.
-    Raises LyapunovPruneError as `as_batch` does.
+    Raises LyapunovPruneError for another streamed model, as `wrap`, and as `checked_batch`.
     """
     if not streamed:
-        require_not_streamed(model)
+        require_not_streamed(model_of(model))
     if isinstance(batch, Reading):
-        if batch.model is model:
+        if batch.model is model_of(model):
             return batch
         batch = batch.batch
-    if stream_of(model) is None:
-        require_in_memory(model)
-        settle(model)
-        scale_weights(model)
-    structure = find_structure(model)
-    return Reading(model, checked_batch(structure, batch), structure)
+    decoder = wrap(model)
+    if decoder.stream is None:
+        scale_weights(decoder.model)
+    return Reading(decoder, checked_batch(decoder.structure, batch))

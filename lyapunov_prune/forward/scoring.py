@@ -16,8 +16,8 @@ from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.forward.hooks import final_state
 from lyapunov_prune.forward.prefix import restore
 from lyapunov_prune.linalg import lift
+from lyapunov_prune.models.decoder import Decoder
 from lyapunov_prune.models.hooked import hooked
-from lyapunov_prune.models.structure import Structure
 
 # A block of logits this large stays in the cache between the product and the exponentials.
 _ROWS, _COLUMNS = 1024, 1024
@@ -39,8 +39,8 @@ class Scorer:
     `enters` says whether these are a function of the final state alone, which `decoder` answers with.
     """
 
-    def __init__(self, model: PreTrainedModel, structure: Structure, ids: torch.Tensor) -> None:
-        self.model, self.structure = model, structure
+    def __init__(self, decoder: Decoder, ids: torch.Tensor) -> None:
+        self.model, self.structure = model, structure = decoder.model, decoder.structure
         self.head: Any = model.get_output_embeddings()
         self.vocabulary = len(self.head.weight)
         self._rows = rows_at_once(self.vocabulary)

@@ -6,13 +6,12 @@ import tempfile
 from pathlib import Path
 
 import torch
-from transformers import PreTrainedModel
 
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.forward.hooks import final_state, require_one_state
+from lyapunov_prune.models.decoder import Decoder
 from lyapunov_prune.models.device import free_memory, numbers_on_disk
-from lyapunov_prune.models.streamed import Run, stream_of
-from lyapunov_prune.models.structure import find_structure
+from lyapunov_prune.models.streamed import Run
 from lyapunov_prune.progress import status
 from lyapunov_prune.results.files import require_disk
 
@@ -40,16 +39,14 @@ def room_for(number: int, like: torch.Tensor, folder: Path | None) -> torch.Tens
 
 
 @torch.no_grad()
-def final_without_each(
-    model: PreTrainedModel, ids: torch.Tensor, folder: Path | None
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """The final states of `ids` by the streamed `model`, and by it without each of its layers (layers × those).
+def final_without_each(decoder: Decoder, ids: torch.Tensor, folder: Path | None) -> tuple[torch.Tensor, torch.Tensor]:
+    """The final states of `ids` by the streamed `decoder`, and by it without each of its layers (layers × those).
 
     In one forward: without layer l it is the dense one up to l, where one more state begins, and all that have begun
     go through a layer while it is held. So the files are read once, for L/2 times the multiplications.
     Memory as `room_for`, of L states; raises as that.
     """
-    structure, stream = find_structure(model), stream_of(model)
+    structure, stream = decoder.structure, decoder.stream
     assert stream is not None
     kept: list[torch.Tensor] = []
 

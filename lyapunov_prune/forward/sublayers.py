@@ -9,15 +9,15 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import PreTrainedModel
 
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.forward.branches import Branch, find_branches, layer_children
 from lyapunov_prune.forward.hooks import hidden_of, layer_input, run_backbone, with_hidden
+from lyapunov_prune.models.decoder import Decoder
 from lyapunov_prune.models.hooked import hooked
 from lyapunov_prune.models.plain import require_parameters
 from lyapunov_prune.models.quantised import require_readable
-from lyapunov_prune.models.structure import find_structure, in_eval_mode
+from lyapunov_prune.models.structure import in_eval_mode
 
 KINDS = ("attention", "mlp")
 _TOKENS = 8
@@ -41,15 +41,15 @@ class Sublayers:
 
 @in_eval_mode
 @torch.no_grad()
-def find_sublayers(model: PreTrainedModel, layers: Sequence[int]) -> dict[int, Sublayers]:
+def find_sublayers(decoder: Decoder, layers: Sequence[int]) -> dict[int, Sublayers]:
     """Attention and MLP of `layers`, found in a forward of a few random tokens.
 
     Of two branches the first is attention, unless only the second looks at other tokens; a layer with one has
     an attention if that one does, else an MLP. A layer of more than two has neither: which of them would be left
     out is not for a rule to say. Raises LyapunovPruneError for weights that are not in memory as plain matrices.
     """
-    require_readable(model)
-    structure = find_structure(model)
+    structure = decoder.structure
+    require_readable(decoder.model)
     require_parameters(structure)
     sublayers: dict[int, Sublayers] = {}
 
@@ -68,7 +68,7 @@ def find_sublayers(model: PreTrainedModel, layers: Sequence[int]) -> dict[int, S
 
 
 def between_branches(
-    model: PreTrainedModel, sublayers: Mapping[int, Sublayers], but: str
+    decoder: Decoder, sublayers: Mapping[int, Sublayers], but: str
 ) -> dict[int, tuple[str, nn.Module]]:
     """Of every layer of two branches: which runs first, and the module that the stream enters behind it.
 
@@ -77,8 +77,8 @@ def between_branches(
     for layer, found in sublayers.items():
         if found.parallel:
             raise LyapunovPruneError(
-                f"{type(model).__name__} runs attention and MLP of layer {layer} side by side, with no state between "
-                f"them{but}"
+                f"{type(decoder.model).__name__} runs attention and MLP of layer {layer} side by side, with no state "
+                f"between them{but}"
             )
     both = {layer: list(found.branches.items()) for layer, found in sublayers.items() if len(found.branches) == 2}
     return {layer: (first, branch.entry) for layer, ((first, _), (_, branch)) in both.items()}
@@ -112,10 +112,10 @@ def _mixes(branch: Branch) -> bool:
 
 
 def named_branches(
-    model: PreTrainedModel, attention: tuple[int, ...], mlp: tuple[int, ...]
+    decoder: Decoder, attention: tuple[int, ...], mlp: tuple[int, ...]
 ) -> Iterator[tuple[int, str, Branch]]:
     """The branches to leave out; raises LyapunovPruneError for a layer that lacks one."""
-    sublayers = find_sublayers(model, sorted({*attention, *mlp}))
+    sublayers = find_sublayers(decoder, sorted({*attention, *mlp}))
     for kind, layers in zip(KINDS, (attention, mlp), strict=True):
         for i in layers:
             if kind not in sublayers[i].branches:
@@ -127,14 +127,14 @@ def named_branches(
 
 
 @contextmanager
-def silenced(model: PreTrainedModel, attention: tuple[int, ...], mlp: tuple[int, ...]) -> Iterator[None]:
+def silenced(decoder: Decoder, attention: tuple[int, ...], mlp: tuple[int, ...]) -> Iterator[None]:
     """Every forward inside the block adds nothing to the residual stream where these branches end.
 
     The branches still compute: a reference for `zero_sublayers`, and no faster than the full model.
     """
 
     with ExitStack() as stack:
-        for _, _, branch in named_branches(model, attention, mlp) if attention or mlp else ():
+        for _, _, branch in named_branches(decoder, attention, mlp) if attention or mlp else ():
             stack.enter_context(silent(branch))
         yield
 

@@ -18,6 +18,7 @@ from lyapunov_prune.forward.logits import require_temperature, uncached_logits
 from lyapunov_prune.forward.scoring import Scorer, is_large
 from lyapunov_prune.healing.sharded import are_sharded, gathered, in_parts_like
 from lyapunov_prune.linalg import widen
+from lyapunov_prune.models.decoder import Decoder
 from lyapunov_prune.models.structure import find_structure
 
 CLIP = 1.0  # the largest norm of a step's gradient
@@ -168,7 +169,9 @@ class Distillation:
     def _scorers(self, part: torch.Tensor) -> tuple[Scorer, Scorer]:
         """Scorers of the student and of the teacher, checked once."""
         if self._pair is None:
-            student, teacher = (Scorer(m, find_structure(m), part.to(m.device)) for m in (self.model, self.teacher))
+            student, teacher = (
+                Scorer(Decoder(m, find_structure(m)), part.to(m.device)) for m in (self.model, self.teacher)
+            )
             self._pair = student, teacher
         return self._pair
 

@@ -31,7 +31,7 @@ from lyapunov_prune.healing.state import TrainingState
 from lyapunov_prune.healing.trained import beside, recomputed, require_few, require_trainable, trained
 from lyapunov_prune.healing.training import Budget, Tensors, Training
 from lyapunov_prune.models.launched import processes_of, require_same_models
-from lyapunov_prune.models.plain import require_plain
+from lyapunov_prune.models.plain import plain
 from lyapunov_prune.models.structure import find_layers, identify, in_eval_mode
 from lyapunov_prune.results.history import add_step
 from lyapunov_prune.results.result import encode
@@ -103,7 +103,7 @@ def heal(
     a model that is not on the CPU), text shared with the judging text, evaluation text that the models were made with,
     a state of another run, and a loss or gradient of the first step that is not finite.
     """
-    require_plain(student)
+    plain(student)
     reading = read(student, batch)
     taught = read(teacher, reading)
     budget = require_settings(steps, minutes, rank, learning_rate, temperature, per_step)

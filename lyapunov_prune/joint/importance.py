@@ -23,10 +23,11 @@ from lyapunov_prune.forward.logits import sample_inputs, uncached_logits
 from lyapunov_prune.healing.trained import drawn_order
 from lyapunov_prune.joint.recovery import stacked
 from lyapunov_prune.merging.unmerged import Unmerged
+from lyapunov_prune.models.decoder import Decoder
 from lyapunov_prune.models.feedforward import Affine, FeedForward
 from lyapunov_prune.models.hooked import hooked
 from lyapunov_prune.models.projections import layer_projections
-from lyapunov_prune.models.structure import find_layers, in_eval_mode
+from lyapunov_prune.models.structure import in_eval_mode
 from lyapunov_prune.progress import track
 from lyapunov_prune.results.arrays import require_array
 from lyapunov_prune.results.frames import pd
@@ -182,7 +183,7 @@ def mixed(student: Unmerged, weights: Callable[[], torch.Tensor]) -> Iterator[No
     before: list[tuple[nn.Module, Callable[..., None]]] = []
     after: list[tuple[nn.Module, Callable[..., Any]]] = []
     affines = student.merged(range(len(student.blocks)))
-    for index, ends in enumerate(_exits(student.model)):
+    for index, ends in enumerate(_exits(student.decoder)):
         after.append((ends[0], _scaled(index, weights)))
         layer, block = student.layers[index], student.blocks[index]
         note, mix = _mixing(layer, block, ends[1], affines[index], weights)
@@ -219,9 +220,9 @@ def _mixing(
 
 
 @torch.no_grad()
-def _exits(model: PreTrainedModel) -> list[tuple[nn.Module, nn.Module]]:
+def _exits(decoder: Decoder) -> list[tuple[nn.Module, nn.Module]]:
     """The modules of every layer whose outputs attention and feed-forward block add to the residual stream."""
-    structure = find_layers(model)
+    structure = decoder.structure
     ends: list[tuple[nn.Module, nn.Module]] = []
 
     def note(index: int) -> Callable[..., None]:
@@ -236,5 +237,5 @@ def _exits(model: PreTrainedModel) -> list[tuple[nn.Module, nn.Module]]:
         return hook
 
     with hooked(after=[(layer, note(index)) for index, layer in enumerate(structure.layers)]):
-        uncached_logits(model, sample_inputs(model, None)[0])
+        uncached_logits(decoder.model, sample_inputs(decoder, None)[0])
     return ends

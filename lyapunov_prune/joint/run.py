@@ -35,9 +35,10 @@ from lyapunov_prune.joint.result import PLAN, REPORT, JointRun
 from lyapunov_prune.joint.times import Times, measure_times
 from lyapunov_prune.merging.table import DEFAULT
 from lyapunov_prune.merging.unmerged import Unmerged
+from lyapunov_prune.models.decoder import wrap_any
 from lyapunov_prune.models.left_out import require_whole
 from lyapunov_prune.models.plain import require_unquantised
-from lyapunov_prune.models.structure import find_layers, identify, in_eval_mode
+from lyapunov_prune.models.structure import identify, in_eval_mode
 from lyapunov_prune.pruning.compact import Cuts, make_compact
 from lyapunov_prune.pruning.compact_checkpoint import save_compact
 from lyapunov_prune.pruning.counting import sizes_in_memory
@@ -109,13 +110,14 @@ def remove_jointly(
             f"{len(select)} items to select by are too few to estimate an error; give {_LEAST_SELECTED} or more (for a "
             "text raise --tokens or lower --context)"
         )
-    L = find_layers(model).num_layers
+    decoder = wrap_any(model)
+    L = decoder.structure.num_layers
     most = (L - 1 if model.can_generate() else L, L)
     if speedup is None or remove is not None:  # fail early on a wrong budget
         within_budget(L, remove, speedup, None, most)
     seconds: dict[str, float] = {}
     with _timing(seconds, "calibration"):
-        student = Unmerged(model, reduction, lambda: run_through(model, learn))
+        student = Unmerged(model, reduction, lambda: run_through(decoder, learn))
     folder = Path(folder)
     about: dict[str, Any] = {
         "slices": encode(origins),
@@ -228,7 +230,7 @@ def remove_jointly(
                 partial,
                 plan,
                 gate,
-                find_layers(model),
+                decoder.structure,
                 compact,
                 format="compact",
                 since=card.since(run),
@@ -293,7 +295,7 @@ def _recovered(
 @torch.no_grad()
 def _require_merged(pupil: Unmerged, lesson: Lesson, compact: PreTrainedModel) -> None:
     """Raise CheckFailed unless `compact` computes what the trained model does; the gate cannot know this."""
-    inputs = sample_inputs(pupil.model, None)[0]
+    inputs = sample_inputs(pupil.decoder, None)[0]
     with pupil.cut(lesson.attention, lesson.activation) as model:
         reference = uncached_logits(model, inputs)
     error, limit = deviation(uncached_logits(compact, inputs), reference), MERGED * SAME_LIMIT[pupil.model.dtype]

@@ -22,9 +22,10 @@ from lyapunov_prune.forward.reading import Readable, Reading
 from lyapunov_prune.linalg import lift
 from lyapunov_prune.merging.reductions import HiddenMap, hidden_map, require_reduction
 from lyapunov_prune.merging.table import REDUCTIONS
+from lyapunov_prune.models.decoder import wrap_any
 from lyapunov_prune.models.feedforward import Affine, BlockParts, FeedForward, find_feedforward, lifted
 from lyapunov_prune.models.hooked import hooked
-from lyapunov_prune.models.structure import find_layers, in_eval_mode
+from lyapunov_prune.models.structure import in_eval_mode
 from lyapunov_prune.progress import track
 
 
@@ -60,8 +61,8 @@ def merge_layers(
     unchanged model, up to the last of the layers, if the reduction needs any. Raises like `merge_blocks` and
     `find_feedforward`.
     """
-    examples = as_examples(model, batch.batch if isinstance(batch, Reading) else batch)
-    structure = find_layers(model)
+    decoder = wrap_any(model)
+    structure, examples = decoder.structure, as_examples(decoder, batch.batch if isinstance(batch, Reading) else batch)
     inputs = model_inputs(model, examples, batch_size)
     outside = [i for i in layers if not 0 <= i < structure.num_layers]
     if outside or len(set(layers)) < len(layers) or not layers:

@@ -15,9 +15,10 @@ from lyapunov_prune.merging.merge import product, require_smaller
 from lyapunov_prune.merging.reductions import HiddenMap, gate_constant, gated_by, hidden_map, require_reduction
 from lyapunov_prune.merging.table import REDUCTIONS
 from lyapunov_prune.models.compact import LAYOUTS, compact_class
+from lyapunov_prune.models.decoder import Model, wrap_any
 from lyapunov_prune.models.feedforward import Affine, FeedForward, lifted, read_feedforward
-from lyapunov_prune.models.plain import require_plain
-from lyapunov_prune.models.structure import find_layers, in_eval_mode
+from lyapunov_prune.models.plain import plain
+from lyapunov_prune.models.structure import in_eval_mode
 
 
 class Constant(nn.Module):
@@ -45,10 +46,10 @@ class Unmerged:
     a reduction that does not apply to such blocks.
     """
 
-    def __init__(self, model: PreTrainedModel, reduction: str, run: Callable[[], None]) -> None:
-        require_plain(model)
-        compact_class(model)
-        structure = find_layers(model)
+    def __init__(self, model: Model, reduction: str, run: Callable[[], None]) -> None:
+        self.decoder = plain(model, wrap_any)
+        compact_class(self.decoder.model)
+        structure = self.decoder.structure
         layers = structure.layers
         self.reduction = reduction
         self.layout = LAYOUTS[structure.model_type]
@@ -59,7 +60,7 @@ class Unmerged:
             require_reduction(reduction, block)
             require_smaller(block, block.parts(layers[block.layer]))
         self._stand_ins = _stand_ins(layers, self.blocks, reduction, run)
-        self.model, self.layers = model, layers
+        self.model, self.layers = self.decoder.model, layers
 
     @contextmanager
     def cut(self, attention: Sequence[int], activation: Sequence[int]) -> Iterator[PreTrainedModel]:

@@ -1,6 +1,6 @@
 """Everything that depends on a model family; no other room asks for a model's name or `model_type`.
 
-- `structure`: where a decoder keeps its layers; which model it is;
+- `decoder`: the handle that every room takes; `structure`: where a decoder keeps its layers; which model it is;
 - `loading`: a model by any name, in memory; by `from_folder`, `hub` and `gguf`, the built-in one among the last;
   `folder`, `weight_files`, `adapter_folder`, `expansion`: what a checkpoint, its weights, an adapter's folder and a
   tokenizer must be before transformers reads them; `cache`: what GGUF files were dequantised to; `packed`: which packed

@@ -1,3 +1,3 @@
 from .classifier_loading import LoadedClassifier as LoadedClassifier
 from .classifier_loading import load_classifier as load_classifier
-from .from_folder import Loaded as Loaded
+from .decoder import Decoder as Decoder

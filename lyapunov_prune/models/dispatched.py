@@ -104,6 +104,17 @@ def bring_weights(model: nn.Module) -> None:
     _tie(model)
 
 
+def bring_all(model: nn.Module) -> None:
+    """`bring_weights`; raises LyapunovPruneError for weights that hold no numbers after it."""
+    bring_weights(model)
+    elsewhere = [name for name, p in model.named_parameters() if p.is_meta]
+    if elsewhere:
+        raise LyapunovPruneError(
+            f"{len(elsewhere)} weights hold no numbers ({elsewhere[0]}, …); load the model whole "
+            "(lyapunov_prune.load), or prune its checkpoint with --on-disk"
+        )
+
+
 def known_map(device_map: str | Mapping[str, int | str]) -> str | dict[str, int | str]:
     """`device_map` as transformers takes it. Raises LyapunovPruneError for a word or a device that there is not."""
     if isinstance(device_map, str):

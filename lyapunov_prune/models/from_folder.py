@@ -7,16 +7,16 @@ import logging
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stderr
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from lyapunov_prune.errors import LyapunovPruneError, first_line
 from lyapunov_prune.models.compact import is_compact
+from lyapunov_prune.models.decoder import Decoder
 from lyapunov_prune.models.dispatched import bring_weights, offload_folder, require_placed
 from lyapunov_prune.models.expansion import require_bounded, require_bounded_file
 from lyapunov_prune.models.folder import loading_errors, require_loadable
@@ -25,7 +25,7 @@ from lyapunov_prune.models.packed import is_unpacked, require_scales, unlogged, 
 from lyapunov_prune.models.quantised import UNPACK, is_packed, quantisation, require_kernels
 from lyapunov_prune.models.settings import unknown_layer_numbers, unknown_settings
 from lyapunov_prune.models.stored_names import targets_of
-from lyapunov_prune.models.structure import Structure, find_layers, find_structure
+from lyapunov_prune.models.structure import find_layers, find_structure
 from lyapunov_prune.models.weight_files import stored_names, weight_files
 from lyapunov_prune.models.wrappers import auto_class
 from lyapunov_prune.progress import warn
@@ -39,19 +39,7 @@ _TOKENIZER = ("token*", "vocab*", "*.model", "tekken.json", "*.tiktoken")
 _SETTINGS = "tokenizer_config.json"
 
 
-@dataclass(frozen=True)
-class Loaded:
-    model: PreTrainedModel
-    tokenizer: PreTrainedTokenizerBase
-    structure: Structure
-
-    @classmethod
-    def of(cls, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> Loaded:
-        """`model` in eval mode; raises as `find_structure` does."""
-        return cls(model.eval(), tokenizer, find_structure(model))
-
-
-def load_folder(folder: Path, options: dict[str, Any], *, text_only: bool = False) -> Loaded:
+def load_folder(folder: Path, options: dict[str, Any], *, text_only: bool = False) -> Decoder:
     """The checkpoint in `folder` with its history, by transformers' `options` (`dtype`, `device_map`).
 
     A decoder inside a multimodal model is loaded with all of that, or with `text_only` without (`auto_class`).
@@ -95,7 +83,7 @@ def load_whole(
     options: dict[str, Any],
     auto: Any = AutoModelForCausalLM,
     wanted: str = "a causal decoder",
-) -> Loaded:
+) -> Decoder:
     """Model and tokenizer, refused if a single weight would have to be made up; `wanted` is what to give instead."""
     source = source | LOCAL
     model = load_weights(auto, where, folder, source | options, wanted)
@@ -110,7 +98,7 @@ def load_whole(
                 raise LyapunovPruneError(f"{where} holds no tokenizer; copy the model's own into it") from None
             raise
     require_bounded(tokenizer, where)
-    return Loaded.of(model, tokenizer)
+    return Decoder(model.eval(), find_structure(model), tokenizer)
 
 
 def load_weights(auto: Any, where: Path, folder: Path, options: dict[str, Any], wanted: str) -> PreTrainedModel:

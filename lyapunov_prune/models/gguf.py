@@ -16,8 +16,9 @@ from safetensors import SafetensorError
 
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.models.cache import BUILTIN, BUILTIN_VERSION, PLACE, Entry, builtin_place
+from lyapunov_prune.models.decoder import Decoder
 from lyapunov_prune.models.folder import require_no_adapter_config
-from lyapunov_prune.models.from_folder import Loaded, load_folder, load_whole, quiet
+from lyapunov_prune.models.from_folder import load_folder, load_whole, quiet
 from lyapunov_prune.progress import status
 from lyapunov_prune.results.files import require_writable, whole_folder
 
@@ -54,7 +55,7 @@ def builtin_folder() -> Path:
     return target
 
 
-def load_gguf(path: Path, options: dict[str, Any]) -> Loaded:
+def load_gguf(path: Path, options: dict[str, Any]) -> Decoder:
     """What `path` is dequantised to, once (`cache`) and in float32, rounded to the dtype of `options` on loading."""
     if not path.is_file():
         raise LyapunovPruneError(f"no GGUF file at {path}; check the path")
@@ -69,7 +70,7 @@ def load_gguf(path: Path, options: dict[str, Any]) -> Loaded:
     return found
 
 
-def _made_anew(path: Path, entry: Entry, read: Callable[[Path], Loaded]) -> Loaded:
+def _made_anew(path: Path, entry: Entry, read: Callable[[Path], Decoder]) -> Decoder:
     dense = _dequantise(path)
     if entry.keep(partial(_save, dense)):
         del dense
@@ -80,7 +81,7 @@ def _made_anew(path: Path, entry: Entry, read: Callable[[Path], Loaded]) -> Load
         return read(folder)
 
 
-def _dequantise(path: Path) -> Loaded:
+def _dequantise(path: Path) -> Decoder:
     """The model in a GGUF file, in float32: arithmetic in a narrower dtype would round more than once."""
     with _temporary_folder() as nothing:
         # An empty folder, else transformers takes the tokenizer of whatever lies beside the file; and an absolute
@@ -105,7 +106,7 @@ def _temporary_folder() -> Iterator[Path]:
         ) from None
 
 
-def _save(loaded: Loaded, folder: Path) -> None:
+def _save(loaded: Decoder, folder: Path) -> None:
     with quiet():
         loaded.model.save_pretrained(folder)
         loaded.tokenizer.save_pretrained(folder)

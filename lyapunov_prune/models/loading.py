@@ -14,10 +14,11 @@ from lyapunov_prune.models.adapter_folder import attach_adapters, base_of
 from lyapunov_prune.models.adapters import merge_adapters
 from lyapunov_prune.models.cache import BUILTIN
 from lyapunov_prune.models.compact import family_of
+from lyapunov_prune.models.decoder import Decoder, wrap
 from lyapunov_prune.models.device import resolve_device
 from lyapunov_prune.models.dispatched import known_map
 from lyapunov_prune.models.families import JUDGED
-from lyapunov_prune.models.from_folder import Loaded, load_folder, quiet
+from lyapunov_prune.models.from_folder import load_folder, quiet
 from lyapunov_prune.models.gguf import builtin_folder, load_gguf
 from lyapunov_prune.models.hub import HUB_ID, download
 from lyapunov_prune.models.plain import require_unquantised
@@ -39,8 +40,8 @@ def load(
     merge_adapter: bool = False,
     device_map: str | Mapping[str, int | str] | None = None,
     text_only: bool = False,
-) -> Loaded:
-    """Load a decoder and its tokenizer, in eval mode.
+) -> Decoder:
+    """Load a decoder and its tokenizer, in eval mode, as the handle that every function takes for a model.
 
     `name`: a hub id, a local folder, a `.gguf` file, or `smollm2-135m`. `dtype` as in torch (`float32`,
     `bfloat16`, …); None keeps the checkpoint's. `device` as in torch, or `auto` for the GPU if there is one. Only
@@ -104,7 +105,7 @@ def checkpoint_folder(name: str, *, offline: bool) -> Path:
 
 def load_outline(
     folder: Path, name: str | Path, dtype: torch.dtype | None = None, *, text_only: bool = False
-) -> Loaded:
+) -> Decoder:
     """A model on the `meta` device: the config, every name and shape, and no weight, which stays on disk.
 
     Raises LyapunovPruneError for what `load` would refuse, and for a decoder that has to be run to be judged:
@@ -128,12 +129,12 @@ def load_outline(
     return loaded
 
 
-def _load_merged(folder: Path, options: dict[str, Any], offline: bool, text_only: bool) -> Loaded:
+def _load_merged(folder: Path, options: dict[str, Any], offline: bool, text_only: bool) -> Decoder:
     base = load_folder(checkpoint_folder(base_of(folder), offline=offline), options, text_only=text_only)
     require_unquantised(base.model)
     with quiet():
         adapted = attach_adapters(base.model, folder)
-    return Loaded.of(merge_adapters(adapted), base.tokenizer)
+    return wrap(merge_adapters(adapted).eval(), base.tokenizer)
 
 
 def known_dtype(dtype: str | torch.dtype | None) -> torch.dtype | None:

@@ -5,24 +5,32 @@ Removal copies weights and saves them. What it cannot do right is refused here, 
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import nn
 from torch.nn.utils.parametrize import is_parametrized
-from transformers import PreTrainedModel
 
 from lyapunov_prune.errors import LyapunovPruneError
-from lyapunov_prune.models.dispatched import bring_weights
+from lyapunov_prune.models.decoder import Decoder, Model, model_of, wrap
+from lyapunov_prune.models.dispatched import bring_all
 from lyapunov_prune.models.quantised import UNPACK, quantisation
 from lyapunov_prune.models.streamed import require_not_streamed
-from lyapunov_prune.models.structure import Structure, find_layers
+from lyapunov_prune.models.structure import Structure
 
 
-def require_plain(model: PreTrainedModel) -> None:
-    """Raise LyapunovPruneError for adapters, and for weights that are quantised, parametrised or nowhere."""
-    require_no_adapters(model)
-    require_unquantised(model)
-    require_in_memory(model)
-    require_parameters(find_layers(model))
+def plain(model: Model, handle: Callable[[Model], Decoder] = wrap) -> Decoder:
+    """The handle of a model that is its plain weights, which can be copied and saved.
+
+    Raises LyapunovPruneError for adapters, for weights that are quantised, parametrised, streamed or nowhere, and as
+    `handle`.
+    """
+    require_no_adapters(model_of(model))
+    require_unquantised(model_of(model))
+    require_not_streamed(model_of(model))
+    decoder = handle(model)
+    require_parameters(decoder.structure)
+    return decoder
 
 
 def require_unquantised(model: nn.Module) -> None:
@@ -69,10 +77,4 @@ def _made_by_hooks(module: nn.Module) -> list[str]:
 def require_in_memory(model: nn.Module) -> None:
     """Raise LyapunovPruneError for weights that are nowhere; those that accelerate has offloaded are brought."""
     require_not_streamed(model)
-    bring_weights(model)
-    elsewhere = [name for name, p in model.named_parameters() if p.is_meta]
-    if elsewhere:
-        raise LyapunovPruneError(
-            f"{len(elsewhere)} weights hold no numbers ({elsewhere[0]}, …); load the model whole "
-            "(lyapunov_prune.load), or prune its checkpoint with --on-disk"
-        )
+    bring_all(model)

@@ -21,10 +21,11 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from lyapunov_prune.errors import LyapunovPruneError
-from lyapunov_prune.models.plain import require_in_memory, require_no_adapters, require_parameters
+from lyapunov_prune.models.decoder import Model, model_of, wrap
+from lyapunov_prune.models.plain import require_no_adapters, require_parameters
 from lyapunov_prune.models.quantised import require_readable
-from lyapunov_prune.models.streamed import layer_held, stream_of
-from lyapunov_prune.models.structure import Structure, find_structure
+from lyapunov_prune.models.streamed import layer_held
+from lyapunov_prune.models.structure import Structure
 
 # Part of a fused matrix: its role, its head (or None), its rows.
 Part = tuple[str, int | None, int, int]
@@ -61,18 +62,19 @@ class Projection:
         return (stored.T if self.transposed else stored)[self.start : self.stop]
 
 
-def find_projections(model: PreTrainedModel) -> tuple[Projection, ...]:
+def find_projections(model: Model) -> tuple[Projection, ...]:
     """Every matrix of every layer, in order; of a streamed model as well, whose numbers `weights_of` reads.
 
     Raises LyapunovPruneError for weights that are no plain matrices (quantised, parametrised) or have adapters.
     """
-    require_no_adapters(model)
-    require_readable(model)
-    if stream_of(model) is None:
-        require_in_memory(model)
-    projections = structure_projections(find_structure(model))
+    require_no_adapters(model_of(model))
+    require_readable(model_of(model))
+    decoder = wrap(model)
+    projections = structure_projections(decoder.structure)
     if not projections:
-        raise LyapunovPruneError(f"{type(model).__name__} holds no linear projections in its layers; nothing to check")
+        raise LyapunovPruneError(
+            f"{type(decoder.model).__name__} holds no linear projections in its layers; nothing to check"
+        )
     return projections
 
 

@@ -146,13 +146,14 @@ def require_causal(model: PreTrainedModel) -> None:
 def in_eval_mode(measure: Callable[P, T]) -> Callable[P, T]:
     """Run a measurement with every model among its arguments in eval mode, and restore the mode afterwards.
 
-    `from_config` returns models in training mode, whose dropout would be measured as an error. No other thread may
-    measure these models meanwhile (`held`).
+    A handle counts as the model that it holds. `from_config` returns models in training mode, whose dropout would be
+    measured as an error. No other thread may measure these models meanwhile (`held`).
     """
 
     @wraps(measure)
     def run(*args: P.args, **kwargs: P.kwargs) -> T:
-        models = [a for a in (*args, *kwargs.values()) if isinstance(a, nn.Module)]
+        given = [a if isinstance(a, nn.Module) else getattr(a, "model", None) for a in (*args, *kwargs.values())]
+        models = [model for model in given if isinstance(model, nn.Module)]
         with held(*models):
             training = [m for model in models for m in model.modules() if m.training]
             for module in training:

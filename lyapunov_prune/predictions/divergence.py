@@ -19,7 +19,6 @@ from lyapunov_prune.forward.prefix import Prefix
 from lyapunov_prune.forward.reading import Readable, Reading, read
 from lyapunov_prune.forward.states import final_without_each
 from lyapunov_prune.forward.sublayers import find_sublayers, require_kind, silent
-from lyapunov_prune.models.streamed import stream_of
 from lyapunov_prune.models.structure import in_eval_mode
 from lyapunov_prune.predictions.tiles import MEASURES, measures
 from lyapunov_prune.progress import track
@@ -117,7 +116,7 @@ def skip_divergence(
     """
     require_temperature(temperature)
     reading = read(model, batch, streamed=True)
-    if stream_of(model) is not None:
+    if reading.decoder.stream is not None:
         means = _in_one_forward(reading, temperature, batch_size, folder)
     else:
         sets = [(layer,) for layer in range(reading.structure.num_layers)]
@@ -146,7 +145,7 @@ def sublayer_divergence(
     require_kind(what)
     reading = read(model, batch)
     layers = reading.structure.num_layers
-    sublayers = find_sublayers(model, range(layers))
+    sublayers = find_sublayers(reading.decoder, range(layers))
     branches = {i: sublayer.branches[what] for i, sublayer in sublayers.items() if what in sublayer.branches}
     changes = [(i, partial(silent, branch)) for i, branch in branches.items()]
     values = np.full((layers, MEASURES), np.nan)
@@ -190,7 +189,7 @@ def divergences_of(
 
 def _in_one_forward(reading: Reading, temperature: float, batch_size: int, folder: Path | None) -> np.ndarray:
     (ids,) = reading.windows(batch_size)
-    dense, changed = final_without_each(reading.model, ids, folder)
+    dense, changed = final_without_each(reading.decoder, ids, folder)
     if not dense.isfinite().all():
         require_finite(reading.structure, ids, reading.batch.text)
     sums = torch.zeros(len(changed), MEASURES, dtype=torch.float64)

@@ -196,7 +196,7 @@ def compare_generation(
 def _told_positions(reading: Reading) -> bool:
     """Whether cached decoding is only correct when every step passes its position explicitly."""
     model = reading.model
-    ids = sample_inputs(model, None)[0]
+    ids = sample_inputs(reading.decoder, None)[0]
     wanted = last_logits(model, ids)
     for positions in (False, True):
         logits = cached_logits(model, ids, positions=positions)

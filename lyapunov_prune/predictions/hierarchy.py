@@ -228,7 +228,9 @@ def probe_layers(
         raise LyapunovPruneError(f"unknown change {change!r}; give 'dropped', or a compressed model")
     behind: dict[int, tuple[str, nn.Module]] = {}
     if read_at == "branch":
-        behind = between_branches(model, find_sublayers(model, range(structure.num_layers)), "; read at the layer")
+        behind = between_branches(
+            reading.decoder, find_sublayers(reading.decoder, range(structure.num_layers)), "; read at the layer"
+        )
     shape = (len(what), structure.num_layers, len(_MEASURES), len(batch.ids), steps)
     values = torch.full(shape, torch.nan, dtype=torch.float64)
     begins = np.cumsum([0, *map(len, windows)])

@@ -102,13 +102,13 @@ def sublayer_growth(
     """
     reading = read(model, batch)
     structure, seeds = reading.structure, required(seeds, epsilon, batch_size)
-    sublayers = find_sublayers(model, range(structure.num_layers))
+    sublayers = find_sublayers(reading.decoder, range(structure.num_layers))
     if not any(found.branches for found in sublayers.values()):
         raise LyapunovPruneError(
             f"layer 0 of {type(model).__name__} {sublayers[0].lack}, and no attention and MLP that could be told "
             "apart; measure whole layers"
         )
-    places = between_branches(model, sublayers, " whose growth could be measured; measure whole layers")
+    places = between_branches(reading.decoder, sublayers, " whose growth could be measured; measure whole layers")
     between = {layer: entry for layer, (_, entry) in places.items()}
     total = WindowSums.join(
         [

@@ -86,7 +86,7 @@ def sublayer_influence(model: PreTrainedModel, batch: Readable, *, batch_size: i
     """
     reading = read(model, batch, streamed=True)
     structure = reading.structure
-    sublayers = find_sublayers(model, range(structure.num_layers))
+    sublayers = find_sublayers(reading.decoder, range(structure.num_layers))
     rows: list[np.ndarray] = []
     for ids in track(reading.windows(batch_size), "sublayer influence"):
         unseen = torch.full((2, len(ids)), torch.nan, dtype=torch.float64)  # for layers that text does not run

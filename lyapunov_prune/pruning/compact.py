@@ -20,9 +20,10 @@ from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.merging.merge import Merged
 from lyapunov_prune.merging.reductions import HiddenMap
 from lyapunov_prune.models.compact import LAYOUTS, NO_ATTENTION, Layout, compact_class, family_of, is_compact
+from lyapunov_prune.models.decoder import wrap_any
 from lyapunov_prune.models.feedforward import Affine
 from lyapunov_prune.models.held import held
-from lyapunov_prune.models.plain import require_plain
+from lyapunov_prune.models.plain import plain
 from lyapunov_prune.models.sharing import shared_memo
 from lyapunov_prune.models.structure import find_layers
 from lyapunov_prune.pruning.plan import PruningPlan
@@ -75,7 +76,7 @@ def make_compact(model: PreTrainedModel, cuts: Cuts, *, shared: bool = False) ->
     twice or has lost the same before, for a matrix of another shape or with values that are not finite, when no
     attention of a decoder would be left, and for a model that is not its plain weights.
     """
-    require_plain(model)
+    plain(model, wrap_any)
     compact_class(model)
     places = cut_places(model, cuts)
     source, kept = model, [i for i in range(len(places)) if i not in cuts.remove]

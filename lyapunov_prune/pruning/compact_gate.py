@@ -33,6 +33,7 @@ from lyapunov_prune.forward.logits import sample_inputs
 from lyapunov_prune.merging.reductions import HiddenMap
 from lyapunov_prune.merging.replaced import hidden_replaced
 from lyapunov_prune.models.compact import LAYOUTS
+from lyapunov_prune.models.decoder import wrap_any
 from lyapunov_prune.models.feedforward import Affine, FeedForward, read_feedforward
 from lyapunov_prune.models.hooked import hooked
 from lyapunov_prune.models.structure import Structure, find_layers, in_eval_mode
@@ -71,7 +72,7 @@ def verify_compact(
     saved; without it the model is saved to a temporary folder. The process without this package takes some seconds to
     start; `elsewhere=False` leaves it out.
     """
-    inputs = sample_inputs(original, batch)
+    inputs = sample_inputs(wrap_any(original), batch)
     checks = [attempt(SKIPPED, lambda: _same(original, compact, cuts, inputs))]
     if original.can_generate():
         checks.append(attempt(CACHED, lambda: cache_check(original, compact, inputs)))
@@ -130,7 +131,7 @@ def _replacement(affine: Affine) -> tuple[Callable[..., None], Callable[..., tor
 
 def _same(original: PreTrainedModel, compact: PreTrainedModel, cuts: Cuts, inputs: Sequence[torch.Tensor]) -> GateCheck:
     with cut_by_hooks(original, cuts):
-        reference = KeptLogits(original, inputs)
+        reference = KeptLogits(wrap_any(original), inputs)
     limit = logits_limit(compact, bool(cuts.hidden))
     return same_check(compact, list(inputs), reference, limit, "logits against the original cut by hooks")
 

@@ -19,6 +19,7 @@ from lyapunov_prune.errors import LyapunovPruneError, NonFiniteError
 from lyapunov_prune.forward.hooks import residual_stream, skipped
 from lyapunov_prune.forward.kept import KeptLogits
 from lyapunov_prune.forward.logits import SAME_LIMIT, deviation, sample_inputs
+from lyapunov_prune.models.decoder import wrap
 from lyapunov_prune.models.pictures import picture_logits, picture_prompt, reads_pictures
 from lyapunov_prune.models.structure import find_structure
 from lyapunov_prune.progress import status
@@ -66,7 +67,7 @@ def verify_files(
     if not stream:
         return GateReport(tuple(checks))
     original = streamed(outline)
-    inputs = sample_inputs(original, None)
+    inputs = sample_inputs(wrap(original), None)
     try:
         prompt = picture_prompt(original)
         reference, with_picture = _reference(original, plan, inputs, prompt)
@@ -94,7 +95,7 @@ def _reference(
 
     skipping, looking = skipped(structure, plan.remove), residual_stream(structure, visit, one_state=False)
     with status("the original, its layers skipped"), skipping, looking:
-        return KeptLogits(original, inputs), None if prompt is None else picture_logits(original, prompt)
+        return KeptLogits(wrap(original), inputs), None if prompt is None else picture_logits(original, prompt)
 
 
 @torch.no_grad()

@@ -39,6 +39,7 @@ from lyapunov_prune.mending.mend import Mend, mapped, products
 from lyapunov_prune.merging.merge import Merged
 from lyapunov_prune.merging.replaced import hidden_replaced
 from lyapunov_prune.models.classifiers import looks_at_images
+from lyapunov_prune.models.decoder import wrap_any
 from lyapunov_prune.models.device import free_memory
 from lyapunov_prune.models.dispatched import is_dispatched
 from lyapunov_prune.models.families import family_entry
@@ -122,7 +123,7 @@ def verify_removal(
     """
     plan = as_plan(original, plan)
     require_merged(plan, merged)
-    inputs = sample_inputs(original, batch)
+    inputs = sample_inputs(wrap_any(original), batch)
     checks = [
         attempt(SKIPPED, lambda: _skipped_check(original, pruned, plan, inputs, merged, mends)),
         attempt(CACHED, lambda: cache_check(original, pruned, inputs)),
@@ -165,13 +166,13 @@ def _skipped_check(
 ) -> GateCheck:
     """In half precision, what maps fail by is decided in float32: there the rounding of the stored matrices is left."""
     with _as_planned(original, plan, merged, mends):
-        reference = KeptLogits(original, inputs)
+        reference = KeptLogits(wrap_any(original), inputs)
     limit, detail = _limit(original, pruned, plan, merged, mends), "logits against the original with the layers skipped"
     found = same_check(pruned, inputs, reference, limit, detail)
     if not found.passed and mends and (wide := _in_float32(pruned)) and (whole := _in_float32(original)):
         del reference
         with _as_planned(whole, plan, merged, mends):
-            reference = KeptLogits(whole, inputs)
+            reference = KeptLogits(wrap_any(whole), inputs)
         detail += f", in float32 ({found.measured:.2g} in {pruned.dtype})"
         found = same_check(wide, inputs, reference, limit, detail)
     return found
@@ -183,7 +184,7 @@ def _as_planned(
 ) -> Iterator[None]:
     """Inside the block `original` computes, by hooks, what `plan`, `merged` and `mends` make of it."""
     layers = find_structure(original).layers
-    silent = silenced(original, plan.drop_attention, plan.drop_mlp)
+    silent = silenced(wrap_any(original), plan.drop_attention, plan.drop_mlp)
     replaced = hidden_replaced(layers, [(each.block, each.tau) for each in merged])
     with silent, replaced, mapped(layers, mends), skipped(find_structure(original), plan.remove):
         yield
@@ -244,7 +245,7 @@ def same_check(
     pruned: PreTrainedModel, inputs: list[torch.Tensor], reference: KeptLogits, limit: float, detail: str
 ) -> GateCheck:
     """Whether the logits of `pruned` are those of the `reference`."""
-    worst = KeptLogits(pruned, inputs).deviation(reference)
+    worst = KeptLogits(wrap_any(pruned), inputs).deviation(reference)
     return GateCheck(SKIPPED, worst <= limit, worst, limit, detail)
 
 

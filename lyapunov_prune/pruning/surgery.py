@@ -20,7 +20,7 @@ from lyapunov_prune.models.families import DEPTH_ATTRIBUTES, POSITION_ATTRIBUTES
 from lyapunov_prune.models.held import held
 from lyapunov_prune.models.layer_settings import require_attention, slice_settings
 from lyapunov_prune.models.left_out import forget_heads
-from lyapunov_prune.models.plain import require_plain
+from lyapunov_prune.models.plain import plain
 from lyapunov_prune.models.sharing import own, share_equal, shared_memo
 from lyapunov_prune.models.structure import Structure, find_structure
 from lyapunov_prune.models.wrappers import is_wrapped, require_text_alone
@@ -55,7 +55,7 @@ def cut(
     inside a multimodal model that text alone cannot judge, and a model that is not its plain weights (adapters,
     quantised or parametrised weights).
     """
-    require_plain(model)
+    plain(model)
     plan = as_plan(model, plan)
     require_merged(plan, merged)
     structure = find_structure(model)

@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.forward.outputs import zero_outputs
 from lyapunov_prune.forward.sublayers import named_branches
+from lyapunov_prune.models.decoder import wrap
 from lyapunov_prune.models.structure import in_eval_mode
 
 
@@ -28,7 +29,7 @@ def zero_sublayers(model: PreTrainedModel, attention: tuple[int, ...], mlp: tupl
     """
     if not (attention or mlp):
         return
-    for index, kind, branch in named_branches(model, attention, mlp):
+    for index, kind, branch in named_branches(wrap(model), attention, mlp):
         needed = zero_outputs(branch)
         if needed is None:
             raise LyapunovPruneError(

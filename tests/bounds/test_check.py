@@ -25,7 +25,7 @@ from lyapunov_prune.bounds.trajectory import Trajectory
 from lyapunov_prune.compression.methods.magnitude import Magnitude
 from lyapunov_prune.data.batch import TokenBatch
 from lyapunov_prune.errors import LyapunovPruneError
-from lyapunov_prune.models.from_folder import Loaded
+from lyapunov_prune.models.decoder import Decoder
 from lyapunov_prune.models.projections import find_projections
 
 
@@ -370,7 +370,7 @@ def test_gpt2_small_468_matrices_by_30_settings(real: bool) -> None:
 
 @pytest.mark.slow
 @pytest.mark.xdist_group("smollm2")
-def test_the_builtin_model(smollm2: Loaded, english: TokenBatch) -> None:
+def test_the_builtin_model(smollm2: Decoder, english: TokenBatch) -> None:
     report = check_bounds(smollm2.model, replace(english, ids=english.ids[:2]), sparsity=0.2, cache_radius=0.1)
     assert report.passed, str(report)
     assert report.checks == 210

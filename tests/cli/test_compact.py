@@ -20,7 +20,7 @@ from lyapunov_prune.evaluation.evaluation import Evaluation
 from lyapunov_prune.forward.logits import deviation, uncached_logits
 from lyapunov_prune.merging.merge import Merged, merge_layers
 from lyapunov_prune.models.compact import MODULE
-from lyapunov_prune.models.from_folder import Loaded
+from lyapunov_prune.models.decoder import Decoder
 from lyapunov_prune.models.loading import load
 from lyapunov_prune.models.modeling_compact import CompactLlama
 from lyapunov_prune.models.structure import find_layers
@@ -187,7 +187,7 @@ def test_compress_reaches_the_merged_matrix(small: Path, run: Callable[..., Done
     options = ("--method", "wanda", "--sparsity", "0.5")
     done = run("compress", "small", *options, "-o", "sparse", *TEXT)
     assert done.code == 0, done.err
-    sparse: Loaded = load("sparse")
+    sparse: Decoder = load("sparse")
     assert type(sparse.model) is CompactLlama
     zeros = [float((p == 0).float().mean()) for p in find_layers(sparse.model).layers.parameters() if p.ndim == 2]
     assert zeros == pytest.approx([0.5] * len(zeros), abs=0.02)

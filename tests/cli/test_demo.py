@@ -16,7 +16,7 @@ from lyapunov_prune import PruningPlan, block_influence, measure_contraction, pe
 from lyapunov_prune.cli import demo as demo_module
 from lyapunov_prune.data.batch import TokenBatch
 from lyapunov_prune.errors import LyapunovPruneError
-from lyapunov_prune.models.from_folder import Loaded
+from lyapunov_prune.models.decoder import Decoder
 from lyapunov_prune.models.loading import load
 from lyapunov_prune.profiles import profile as profile_module
 from lyapunov_prune.pruning.checkpoint import write_pruned
@@ -143,7 +143,7 @@ def test_what_is_put_there_while_the_demo_runs_stays(
 # On the real model.
 
 
-def shorten(patch: pytest.MonkeyPatch, smollm2: Loaded) -> None:
+def shorten(patch: pytest.MonkeyPatch, smollm2: Decoder) -> None:
     """Fewer removals and a short race."""
     patch.setattr(demo_module, "load", lambda name: smollm2)
     patch.setattr(demo_module, "REMOVALS", (1, 4))
@@ -152,7 +152,7 @@ def shorten(patch: pytest.MonkeyPatch, smollm2: Loaded) -> None:
 
 
 @pytest.fixture(scope="session")  # a module's end may come between two of its tests under xdist
-def run(tmp_path_factory: pytest.TempPathFactory, smollm2: Loaded) -> Path:
+def run(tmp_path_factory: pytest.TempPathFactory, smollm2: Decoder) -> Path:
     """A short demo: every step of the long one, on 768 tokens, with fewer removals and a short race."""
     folder = tmp_path_factory.mktemp("demo")
     with pytest.MonkeyPatch.context() as patch:
@@ -176,7 +176,7 @@ def test_the_demo_writes_every_result(run: Path) -> None:
     assert all(row.perplexity > curve.dense.perplexity for row in curve.rows[1:])
 
 
-def test_the_demo_resumes(run: Path, smollm2: Loaded, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_demo_resumes(run: Path, smollm2: Decoder, monkeypatch: pytest.MonkeyPatch) -> None:
     shorten(monkeypatch, smollm2)
     monkeypatch.setattr(profile_module, "profile_layers", lambda *a, **k: pytest.fail("repeated"))
     for work in ("evaluate_removals", "write_pruned", "measure_speed", "mend", "heal"):
@@ -184,7 +184,7 @@ def test_the_demo_resumes(run: Path, smollm2: Loaded, monkeypatch: pytest.Monkey
     demo_module.run_demo(run, tokens=768, context=128, resume=True, show=lambda *_: None)
 
 
-def test_the_checkpoint_is_plain_transformers(run: Path, smollm2: Loaded, english: TokenBatch, tmp_path: Path) -> None:
+def test_the_checkpoint_is_plain_transformers(run: Path, smollm2: Decoder, english: TokenBatch, tmp_path: Path) -> None:
     plan = PruningPlan.load(run / f"plan-{DEFAULT}.json")
     ids = english.ids[:1, :64]
     torch.save(ids, tmp_path / "ids.pt")
@@ -197,12 +197,12 @@ def test_the_checkpoint_is_plain_transformers(run: Path, smollm2: Loaded, englis
 
 
 @pytest.mark.parametrize("remove", [[0], [11], [5, 20], [26, 27, 28, 29]])
-def test_the_real_model_passes_the_gate(smollm2: Loaded, english: TokenBatch, remove: list[int]) -> None:
+def test_the_real_model_passes_the_gate(smollm2: Decoder, english: TokenBatch, remove: list[int]) -> None:
     report = verify_removal(smollm2.model, remove_layers(smollm2.model, remove), remove, english)
     assert report.passed, f"\n{report}"
 
 
-def test_the_attention_sink_of_layer_11(smollm2: Loaded, english: TokenBatch) -> None:
+def test_the_attention_sink_of_layer_11(smollm2: Decoder, english: TokenBatch) -> None:
     """Energy pooling sees a strong contraction there, token pooling next to none."""
     profile = measure_contraction(smollm2.model, english, seeds=(0,))
     assert profile.rho[11] < 0.2
@@ -211,19 +211,19 @@ def test_the_attention_sink_of_layer_11(smollm2: Loaded, english: TokenBatch) ->
     assert profile.sink_state_share[12] > 0.8
 
 
-def test_difference_and_derivative_agree(smollm2: Loaded, english: TokenBatch) -> None:
+def test_difference_and_derivative_agree(smollm2: Decoder, english: TokenBatch) -> None:
     batch = TokenBatch(english.ids[:1, :64], english.text, english.split, english.bos)
     difference = measure_contraction(smollm2.model, batch, seeds=(0,), epsilon=1e-3)
     derivative = measure_contraction(smollm2.model, batch, seeds=(0,), method="jvp")
     assert abs(difference.rho / derivative.rho - 1).max() < 0.02
 
 
-def test_influence_is_largest_at_the_ends(smollm2: Loaded, english: TokenBatch) -> None:
+def test_influence_is_largest_at_the_ends(smollm2: Decoder, english: TokenBatch) -> None:
     influence = block_influence(smollm2.model, english).influence
     assert set(influence.argsort()[-3:]) >= {0, 29}
 
 
-def test_perplexity_is_the_library_s_own_loss(smollm2: Loaded, english: TokenBatch) -> None:
+def test_perplexity_is_the_library_s_own_loss(smollm2: Decoder, english: TokenBatch) -> None:
     with torch.no_grad():
         losses = [float(smollm2.model(row[None], labels=row[None]).loss) for row in english.ids]
     assert perplexity(smollm2.model, english).nll == pytest.approx(sum(losses) / len(losses), rel=1e-5)

@@ -8,6 +8,7 @@ from transformers import PreTrainedModel
 from lyapunov_prune.checkpoints.reloading import RELOADED, reload_check
 from lyapunov_prune.data.batch import TokenBatch
 from lyapunov_prune.forward.logits import sample_inputs
+from lyapunov_prune.models.decoder import wrap
 from lyapunov_prune.models.structure import in_eval_mode
 from lyapunov_prune.pruning.gate import CACHED, GateReport, attempt, cache_check, crashed, saved_in, seen_by
 
@@ -16,7 +17,7 @@ from lyapunov_prune.pruning.gate import CACHED, GateReport, attempt, cache_check
 @torch.no_grad()
 def verify_intact(model: PreTrainedModel, batch: TokenBatch | torch.Tensor | None = None) -> GateReport:
     """A removal from a model that fails its own control cannot be checked."""
-    inputs = sample_inputs(model, batch)
+    inputs = sample_inputs(wrap(model), batch)
     checks = [attempt(CACHED, lambda: cache_check(model, model, inputs))]
     try:
         with saved_in(model, None) as folder:

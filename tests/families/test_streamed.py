@@ -20,7 +20,7 @@ from lyapunov_prune.checkpoints.streamed import load_streamed
 from lyapunov_prune.compression.on_disk import compress_on_disk
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.forward.logits import SAME_LIMIT, deviation
-from lyapunov_prune.models.from_folder import Loaded
+from lyapunov_prune.models.decoder import Decoder
 from lyapunov_prune.models.loading import load
 from lyapunov_prune.models.structure import identify
 
@@ -53,7 +53,7 @@ def in_memory(folder: Path) -> PreTrainedModel:
 
 
 @functools.lru_cache(maxsize=1)
-def apart(folder: Path) -> Loaded:
+def apart(folder: Path) -> Decoder:
     return load_streamed(folder)
 
 

@@ -29,6 +29,7 @@ from lyapunov_prune import (
 )
 from lyapunov_prune.forward.hooks import skipped
 from lyapunov_prune.forward.logits import deviation, sample_inputs, uncached_logits
+from lyapunov_prune.models.decoder import wrap
 from lyapunov_prune.models.families import TRUSTED
 from lyapunov_prune.models.projections import find_projections
 from lyapunov_prune.models.structure import find_structure, require_causal
@@ -84,7 +85,7 @@ def _control(model: PreTrainedModel) -> str:
     try:
         structure = find_structure(model)
         require_causal(model)
-        ids = sample_inputs(model, None)[0]
+        ids = sample_inputs(wrap(model), None)[0]
         whole = uncached_logits(model, ids)
         if not whole.isfinite().all():
             return "its logits are not finite"

@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 from lyapunov_prune import LyapunovPruneError, NonFiniteError
 from lyapunov_prune.forward.continuations import Continuations
 from lyapunov_prune.forward.scoring import Scorer
+from lyapunov_prune.models.decoder import wrap
 from lyapunov_prune.models.hooked import hooked
 from lyapunov_prune.models.structure import find_structure
 
@@ -30,7 +31,7 @@ def _no_grad() -> Any:
 
 
 def made(model: PreTrainedModel) -> Continuations:
-    return Continuations(model, find_structure(model), torch.arange(1, 33)[None])
+    return Continuations(wrap(model), torch.arange(1, 33)[None])
 
 
 def exact(model: PreTrainedModel, texts: list[list[int]], scored: list[int]) -> list[tuple[float, bool]]:

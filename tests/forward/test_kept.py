@@ -15,6 +15,7 @@ from lyapunov_prune import remove_layers, verify_removal
 from lyapunov_prune.forward import scoring
 from lyapunov_prune.forward.kept import KeptLogits
 from lyapunov_prune.forward.logits import deviation, uncached_logits
+from lyapunov_prune.models.decoder import wrap
 from lyapunov_prune.models.structure import find_structure
 from lyapunov_prune.pruning.gate import GateReport
 
@@ -46,10 +47,10 @@ def formed(model: PreTrainedModel, counts: list[int]) -> None:
 def test_blocks_tell_what_the_whole_tells(family: str, inputs: list[torch.Tensor]) -> None:
     model = make_tiny(family).double()
     other = remove_layers(model, [2])
-    assert KeptLogits(other, inputs).deviation(KeptLogits(model, inputs)) == pytest.approx(
+    assert KeptLogits(wrap(other), inputs).deviation(KeptLogits(wrap(model), inputs)) == pytest.approx(
         whole(other, model, inputs), rel=1e-9
     )
-    assert KeptLogits(model, inputs).deviation(KeptLogits(model, inputs)) < 1e-14
+    assert KeptLogits(wrap(model), inputs).deviation(KeptLogits(wrap(model), inputs)) < 1e-14
 
 
 @torch.no_grad()
@@ -57,7 +58,7 @@ def test_no_more_than_a_block_is_formed(inputs: list[torch.Tensor]) -> None:
     model = make_tiny("gemma3")
     counts: list[int] = []
     formed(model, counts)
-    KeptLogits(model, inputs).deviation(KeptLogits(model, inputs))
+    KeptLogits(wrap(model), inputs).deviation(KeptLogits(wrap(model), inputs))
     assert max(counts) == 32  # tokens that the states are tried on: 16 a window, and 32 by the scorer
     assert counts.count(7) >= 2 * (40 // 7 + 40 // 7)
 
@@ -69,11 +70,11 @@ def test_what_a_forward_does_to_logits_is_in_them(model_type: str, inputs: list[
     model, other = other_head(model_type), other_head(model_type)
     for parameter in find_structure(other).layers[0].parameters():
         parameter.mul_(1.01)
-    told = KeptLogits(other, inputs).deviation(KeptLogits(model, inputs))
+    told = KeptLogits(wrap(other), inputs).deviation(KeptLogits(wrap(model), inputs))
     assert told == pytest.approx(whole(other, model, inputs), rel=1e-3)
     other.config.logit_scale = other.config.logits_scaling = other.config.final_logit_softcapping = 7.0
     other.logit_scale = other.logits_scaling = 7.0
-    changed = KeptLogits(other, inputs).deviation(KeptLogits(model, inputs))
+    changed = KeptLogits(wrap(other), inputs).deviation(KeptLogits(wrap(model), inputs))
     assert changed == pytest.approx(whole(other, model, inputs), rel=1e-3)
     assert changed > 1.5 * told
 
@@ -93,7 +94,7 @@ class Tilted(nn.Module):
 def test_logits_that_go_by_more_than_the_state_are_compared_whole(inputs: list[torch.Tensor]) -> None:
     model, other = make_tiny("llama"), make_tiny("llama")
     other.lm_head = Tilted(other.lm_head)  # type: ignore[assignment]
-    told = KeptLogits(other, inputs).deviation(KeptLogits(model, inputs))
+    told = KeptLogits(wrap(other), inputs).deviation(KeptLogits(wrap(model), inputs))
     assert told == pytest.approx(whole(other, model, inputs), rel=1e-3)
     assert told > 5e-5
 
@@ -106,7 +107,7 @@ def test_a_forward_that_forms_all_its_logits_is_compared_whole(inputs: list[torc
     other.forward = lambda input_ids, use_cache=None: forward(input_ids, use_cache=use_cache)  # type: ignore[method-assign]
     counts: list[int] = []
     formed(other, counts)
-    assert KeptLogits(other, inputs).deviation(KeptLogits(model, inputs)) == pytest.approx(wanted, rel=1e-3)
+    assert KeptLogits(wrap(other), inputs).deviation(KeptLogits(wrap(model), inputs)) == pytest.approx(wanted, rel=1e-3)
     assert counts == [ids.numel() for ids in inputs]
 
 
@@ -114,7 +115,7 @@ def test_a_forward_that_forms_all_its_logits_is_compared_whole(inputs: list[torc
 def test_logits_that_are_not_finite_deviate_by_infinity(inputs: list[torch.Tensor]) -> None:
     model, other = make_tiny("llama"), make_tiny("llama")
     other.model.norm.weight[0] = float("nan")
-    assert KeptLogits(other, inputs).deviation(KeptLogits(model, inputs)) == float("inf")
+    assert KeptLogits(wrap(other), inputs).deviation(KeptLogits(wrap(model), inputs)) == float("inf")
 
 
 # The gate, with and without blocks.

@@ -17,6 +17,7 @@ from lyapunov_prune import perplexity
 from lyapunov_prune.forward import scoring
 from lyapunov_prune.forward.hooks import final_state
 from lyapunov_prune.forward.scoring import Scorer
+from lyapunov_prune.models.decoder import wrap
 from lyapunov_prune.models.structure import find_structure
 
 
@@ -30,7 +31,7 @@ def _small_blocks(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 def scorer(model: PreTrainedModel, ids: torch.Tensor) -> Scorer:
-    return Scorer(model, find_structure(model), ids)
+    return Scorer(wrap(model), ids)
 
 
 def exact(model: PreTrainedModel, ids: torch.Tensor) -> np.ndarray:
@@ -71,7 +72,7 @@ def test_a_model_that_reshapes_by_its_text_is_scored_whole() -> None:
     """ProphetNet's forward fails on a block of positions; its losses are those of whole forwards."""
     model = make_zoo("prophetnet")
     windows = torch.randint(3, 97, (2, 24), generator=torch.Generator().manual_seed(1))
-    scorer = Scorer(model, find_structure(model), windows)
+    scorer = Scorer(wrap(model), windows)
     assert not scorer.enters
     with torch.no_grad():
         np.testing.assert_allclose(scorer(windows)[0], perplexity(model, windows).windows, rtol=1e-5)

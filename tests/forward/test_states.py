@@ -20,6 +20,7 @@ from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.forward import states
 from lyapunov_prune.forward.hooks import final_state, skipped
 from lyapunov_prune.forward.states import final_without_each, room_for
+from lyapunov_prune.models.decoder import wrap
 from lyapunov_prune.models.loading import load
 from lyapunov_prune.models.streamed import stream_of
 from lyapunov_prune.models.structure import find_structure
@@ -36,7 +37,7 @@ def mapped(folder: Path) -> bool:
 
 def test_final_states_are_those_with_the_layer_skipped(checkpoint: Path, ids: torch.Tensor) -> None:
     whole, apart = load(checkpoint).model, lp.load_streamed(checkpoint).model
-    dense, without = final_without_each(apart, ids, None)
+    dense, without = final_without_each(wrap(apart), ids, None)
     structure = find_structure(whole)
     with torch.no_grad():
         torch.testing.assert_close(dense, final_state(structure, ids))
@@ -59,7 +60,7 @@ def test_all_layers_are_skipped_in_one_reading_of_the_files(
 ) -> None:
     apart, reads, fill = lp.load_streamed(checkpoint).model, list[str](), Outline.fill
     monkeypatch.setattr(Outline, "fill", lambda self, memory, name: reads.append(name) or fill(self, memory, name))
-    final_without_each(apart, ids, None)
+    final_without_each(wrap(apart), ids, None)
     assert sorted(reads) == sorted(name for name in apart.state_dict() if name.startswith("model.layers"))
 
 

@@ -15,6 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from lyapunov_prune import LyapunovPruneError, PruningPlan, rank, remove_layers, verify_removal
 from lyapunov_prune.forward.sublayers import find_sublayers, silenced
+from lyapunov_prune.models.decoder import wrap
 from lyapunov_prune.models.structure import find_structure
 from lyapunov_prune.profiles import sublayer_influence
 from lyapunov_prune.ranking import LayerRanking, rank_sublayers
@@ -204,7 +205,7 @@ def one_branch_model() -> PreTrainedModel:
 
 def test_layers_of_one_branch_have_one_score(ids: torch.Tensor) -> None:
     model = one_branch_model()
-    kinds = [list(find_sublayers(model, range(4))[i].branches) for i in range(4)]
+    kinds = [list(find_sublayers(wrap(model), range(4))[i].branches) for i in range(4)]
     assert kinds == [["attention"], ["mlp"], ["attention"], ["mlp"]]
     scores = sublayer_influence(model, ids)
     assert np.isnan(scores.attention).tolist() == np.logical_not(np.isnan(scores.mlp)).tolist() == [False, True] * 2
@@ -220,7 +221,7 @@ def test_layers_of_one_branch_have_one_score(ids: torch.Tensor) -> None:
 
 
 def test_silencing_leaves_no_hook_after_an_error(llama: PreTrainedModel) -> None:
-    with pytest.raises(LyapunovPruneError), silenced(llama, (1,), (2,)):
+    with pytest.raises(LyapunovPruneError), silenced(wrap(llama), (1,), (2,)):
         PruningPlan.given(llama)
     assert hooks_of(llama) == 0
 
@@ -245,7 +246,7 @@ def test_scores_are_the_definition(name: str, ids: torch.Tensor) -> None:
     attention, mlp = np.array(expected).T
     np.testing.assert_allclose(scores.attention, attention, rtol=1e-6, atol=1e-9)
     np.testing.assert_allclose(scores.mlp, mlp, rtol=1e-6, atol=1e-9)
-    parallel = all(s.parallel for s in find_sublayers(model, [0, 1]).values())
+    parallel = all(s.parallel for s in find_sublayers(wrap(model), [0, 1]).values())
     assert parallel == (name in PARALLEL)
 
 
@@ -336,7 +337,7 @@ def test_ranked_planned_pruned_and_loaded(what: str, run: Callable[..., Any]) ->
     logits = [AutoModelForCausalLM.from_pretrained(f)(ids).logits for f in ("by-plan", "directly", "by-hand")]
     assert torch.equal(logits[0], logits[1])
     assert torch.equal(logits[0], logits[2])
-    with silenced(dense := AutoModelForCausalLM.from_pretrained("tiny"), plan.drop_attention, plan.drop_mlp):
+    with silenced(wrap(dense := AutoModelForCausalLM.from_pretrained("tiny")), plan.drop_attention, plan.drop_mlp):
         torch.testing.assert_close(dense(ids).logits, logits[0])
     done = run("prune", "tiny", "--plan", "runs/tiny/plan.json", "--on-disk", "-o", "on-disk")
     assert (done.code, done.changed) == (2, set())

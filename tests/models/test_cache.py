@@ -19,7 +19,7 @@ from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.models import cache as cache_module
 from lyapunov_prune.models import gguf
 from lyapunov_prune.models.cache import cache_folder, cached, clear_cache
-from lyapunov_prune.models.from_folder import Loaded
+from lyapunov_prune.models.decoder import Decoder
 from lyapunov_prune.models.loading import load
 
 
@@ -40,7 +40,7 @@ def made(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
     files: list[Path] = []
     dequantise = gguf._dequantise
 
-    def noted(path: Path) -> Loaded:
+    def noted(path: Path) -> Decoder:
         files.append(path)
         return dequantise(path)
 
@@ -48,7 +48,7 @@ def made(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
     return files
 
 
-def same(a: Loaded, b: Loaded) -> bool:
+def same(a: Decoder, b: Decoder) -> bool:
     """Bit by bit: weights and buffers, configs, tokenizers."""
     mine, theirs = ({**each.model.state_dict(), **dict(each.model.named_buffers())} for each in (a, b))
     configs = [
@@ -192,7 +192,7 @@ def test_an_entry_that_goes_while_it_is_read_is_made_anew(
 
     entries = [entry(place)]
 
-    def emptied(folder: Path, options: dict[str, Any]) -> Loaded:
+    def emptied(folder: Path, options: dict[str, Any]) -> Decoder:
         if entries:
             shutil.rmtree(entries.pop())
         return read(folder, options)
@@ -205,7 +205,7 @@ def test_an_entry_that_goes_while_it_is_read_is_made_anew(
 def _load_and_note(file: Path, notes: Path) -> None:
     dequantise = gguf._dequantise
 
-    def slowly(path: Path) -> Loaded:
+    def slowly(path: Path) -> Decoder:
         with notes.open("a") as note:
             note.write("made\n")
         time.sleep(0.5)

@@ -26,8 +26,8 @@ from lyapunov_prune.data.batch import TokenBatch
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.evaluation.perplexity import perplexity
 from lyapunov_prune.healing.heal import heal
+from lyapunov_prune.models.decoder import Decoder
 from lyapunov_prune.models.dispatched import Held, bring_weights
-from lyapunov_prune.models.from_folder import Loaded
 from lyapunov_prune.models.loading import load
 from lyapunov_prune.models.structure import find_layers, identify
 from lyapunov_prune.profiles.contraction import measure_contraction
@@ -53,7 +53,7 @@ def some_on_disk(model: PreTrainedModel) -> dict[str, int | str]:
 
 
 @pytest.fixture(params=FAMILIES)
-def both(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[Loaded, Loaded]:
+def both(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[Decoder, Decoder]:
     """A checkpoint loaded whole, and by a map of memory and disk."""
     model = make_tiny(request.param, vocab_size=len(VOCABULARY))
     model.save_pretrained(tmp_path / "saved")
@@ -82,13 +82,13 @@ MEASURED: dict[str, Callable[[PreTrainedModel, torch.Tensor], Any]] = {
 }
 
 
-def test_the_numbers_of_the_model_in_memory(both: tuple[Loaded, Loaded], ids: torch.Tensor) -> None:
+def test_the_numbers_of_the_model_in_memory(both: tuple[Decoder, Decoder], ids: torch.Tensor) -> None:
     whole, spread = (loaded.model for loaded in both)
     for name, measure in MEASURED.items():
         assert str(measure(spread, ids)) == str(measure(whole, ids)), name
 
 
-def test_checkpoints_of_a_dispatched_model(both: tuple[Loaded, Loaded], ids: torch.Tensor, tmp_path: Path) -> None:
+def test_checkpoints_of_a_dispatched_model(both: tuple[Decoder, Decoder], ids: torch.Tensor, tmp_path: Path) -> None:
     for name, loaded in zip(("whole", "spread"), both, strict=True):
         plan = PruningPlan.given(loaded.model, [1, 4])
         text = TokenBatch(ids, text="token ids", split="all", bos=None)
@@ -143,7 +143,7 @@ def test_a_write_never_reaches_the_file(tmp_path: Path) -> None:
 
 
 def test_weights_on_disk_in_another_dtype(
-    both: tuple[Loaded, Loaded], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    both: tuple[Decoder, Decoder], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     written = tmp_path / "temporary"
     written.mkdir()
@@ -259,7 +259,7 @@ def test_a_file_that_disappears(ids: torch.Tensor, tmp_path: Path) -> None:
     assert "\n" not in str(error.value)
 
 
-def test_files_that_disappear_after_loading_are_still_held(both: tuple[Loaded, Loaded], tmp_path: Path) -> None:
+def test_files_that_disappear_after_loading_are_still_held(both: tuple[Decoder, Decoder], tmp_path: Path) -> None:
     ids = torch.tensor([[1, 2, 3, 4]])
     for file in (tmp_path / "saved").glob("*.safetensors"):
         file.unlink()
@@ -286,7 +286,7 @@ def test_maps_that_cannot_be(checkpoint: Path) -> None:
 
 
 def test_no_room_for_converted_weights(
-    both: tuple[Loaded, Loaded], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    both: tuple[Decoder, Decoder], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     usage = namedtuple("usage", "total used free")
     monkeypatch.setattr("shutil.disk_usage", lambda folder: usage(10, 9, 1))

@@ -32,6 +32,7 @@ from lyapunov_prune.forward.hooks import skipped
 from lyapunov_prune.forward.logits import cached_logits, deviation, last_logits
 from lyapunov_prune.forward.own_text import self_generated
 from lyapunov_prune.forward.reading import read
+from lyapunov_prune.models.decoder import wrap
 from lyapunov_prune.models.positions import alike, rotation, stretches, switches
 from lyapunov_prune.models.structure import find_structure
 from lyapunov_prune.predictions.attention_paths import attention_paths
@@ -232,7 +233,7 @@ def test_continuations(model: PreTrainedModel, prompts: torch.Tensor) -> None:
     beginning = prompts[0].tolist()
     texts = [[*beginning, *range(k + 3, k + 3 + length - PROMPT)] for k, length in enumerate(LENGTHS)]
     with torch.no_grad():
-        score = Continuations(model, find_structure(model), prompts[:1, :32])
+        score = Continuations(wrap(model), prompts[:1, :32])
         for _ in range(2):  # the first time it is tried with and without a cache
             found = score(texts, [length - PROMPT for length in LENGTHS])
             np.testing.assert_allclose([x for x, _ in found], scores(model, texts, PROMPT), rtol=1e-6)

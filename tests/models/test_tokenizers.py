@@ -12,7 +12,7 @@ from helpers import VOCABULARY, make_tokenizer
 from transformers import AddedToken, AutoTokenizer, ByT5Tokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from lyapunov_prune.errors import LyapunovPruneError
-from lyapunov_prune.models.from_folder import Loaded
+from lyapunov_prune.models.decoder import Decoder
 from lyapunov_prune.models.tokenizers import require_same_tokenizer
 
 NAMES = ("dense", "pruned")
@@ -141,6 +141,6 @@ def test_tokenizers_in_python_are_compared() -> None:
 
 
 @pytest.mark.xdist_group("smollm2")
-def test_the_built_in_model_reads_as_its_saved_copy(smollm2: Loaded, tmp_path: Path) -> None:
+def test_the_built_in_model_reads_as_its_saved_copy(smollm2: Decoder, tmp_path: Path) -> None:
     smollm2.tokenizer.save_pretrained(tmp_path)
     require_same_tokenizer(smollm2.tokenizer, AutoTokenizer.from_pretrained(tmp_path), NAMES)

@@ -19,6 +19,7 @@ from lyapunov_prune.forward.hooks import skipped
 from lyapunov_prune.forward.prefix import Prefix
 from lyapunov_prune.forward.scoring import Scorer
 from lyapunov_prune.forward.sublayers import Sublayers, find_sublayers
+from lyapunov_prune.models.decoder import Decoder, wrap
 from lyapunov_prune.models.structure import find_structure
 from lyapunov_prune.predictions import SkipDivergence, skip_divergence
 from lyapunov_prune.predictions import divergence as module
@@ -92,7 +93,7 @@ def test_caps_and_scales_of_the_logits_are_the_models_own(
 ) -> None:
     model = other_head(model_type, **extra)
     wanted, calls = exact(model, ids), computed(model)
-    assert not Scorer(model, find_structure(model), ids).blockwise
+    assert not Scorer(wrap(model), ids).blockwise
     calls.clear()
     found = skip_divergence(model, ids)
     assert_agree(found, wanted)
@@ -108,8 +109,7 @@ def test_caps_and_scales_of_the_logits_are_the_models_own(
 def test_logits_that_are_no_function_of_the_state_are_refused(ids: torch.Tensor) -> None:
     model: Any = make_tiny("llama")
     model.register_forward_hook(lambda m, args, output: output | {"logits": output.logits + torch.rand(1)})
-    structure = find_structure(model)
-    scorer = Scorer(model, structure, ids)
+    scorer = Scorer(wrap(model), ids)
     assert not scorer.blockwise
     with pytest.raises(LyapunovPruneError, match="function of its final state"):
         scorer.logits(torch.zeros(3, 32))
@@ -148,7 +148,7 @@ def test_a_window_costs_about_half_a_forward_a_layer(ids: torch.Tensor) -> None:
     model = make_tiny("llama")
     calls = computed(model)
     Prefix(find_structure(model), ids[:1])
-    Scorer(model, find_structure(model), ids[:1])
+    Scorer(wrap(model), ids[:1])
     before = dict(calls)
     calls.clear()
     skip_divergence(model, ids)
@@ -282,8 +282,8 @@ def test_a_layer_without_the_branch_has_no_divergence(
 ) -> None:
     whole = sublayer_divergence(llama, ids, "mlp")
 
-    def without_two(model: PreTrainedModel, layers: Any) -> dict[int, Sublayers]:
-        return find_sublayers(model, layers) | {2: Sublayers({}, False, "has none")}
+    def without_two(decoder: Decoder, layers: Any) -> dict[int, Sublayers]:
+        return find_sublayers(decoder, layers) | {2: Sublayers({}, False, "has none")}
 
     monkeypatch.setattr(module, "find_sublayers", without_two)
     found = sublayer_divergence(llama, ids, "mlp")

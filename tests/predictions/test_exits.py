@@ -12,6 +12,7 @@ from predictions.test_hierarchy import LAYER, PARTS, STEPS, T, changed_by_hand, 
 
 from lyapunov_prune import LyapunovPruneError, compress, probe_layers
 from lyapunov_prune.forward.sublayers import find_sublayers
+from lyapunov_prune.models.decoder import wrap
 from lyapunov_prune.models.structure import find_structure
 from lyapunov_prune.predictions.spaces import LOGITS
 
@@ -93,7 +94,7 @@ def test_what_ends_with_the_layer_is_read_there(prompts: torch.Tensor) -> None:
 
 def test_every_family_is_read_behind_its_branches_or_says_why_not(family: str, prompts: torch.Tensor) -> None:
     model = make_tiny(family)
-    if any(found.parallel for found in find_sublayers(model, range(LAYERS)).values()):
+    if any(found.parallel for found in find_sublayers(wrap(model), range(LAYERS)).values()):
         with pytest.raises(LyapunovPruneError, match="side by side"):
             probe_layers(model, prompts, read_at="branch")
         return

@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 
 from lyapunov_prune import LyapunovPruneError, NonFiniteError
 from lyapunov_prune.data.batch import TokenBatch
-from lyapunov_prune.models.from_folder import Loaded
+from lyapunov_prune.models.decoder import Decoder
 from lyapunov_prune.models.projections import find_projections
 from lyapunov_prune.profiles import activation_statistics, activations
 from lyapunov_prune.profiles.activations import ActivationStatistics, excess_kurtosis, spectral_ranks
@@ -247,7 +247,7 @@ def test_half_precision_runs(ids: torch.Tensor) -> None:
 
 @pytest.mark.slow
 @pytest.mark.xdist_group("smollm2")
-def test_the_builtin_model_has_its_sink(smollm2: Loaded, english: TokenBatch) -> None:
+def test_the_builtin_model_has_its_sink(smollm2: Decoder, english: TokenBatch) -> None:
     """From layer 11 on, the first token is what most matrices answer to (definitions.md)."""
     found = activation_statistics(smollm2.model, replace(english, ids=english.ids[:2])).to_frame()
     down = found[found.component == "mlp.down_proj"].set_index("layer")

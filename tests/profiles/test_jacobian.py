@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 
 from lyapunov_prune import LyapunovPruneError, NonFiniteError
 from lyapunov_prune.data.batch import TokenBatch
-from lyapunov_prune.models.from_folder import Loaded
+from lyapunov_prune.models.decoder import Decoder
 from lyapunov_prune.models.structure import find_structure
 from lyapunov_prune.profiles import sublayer_jacobians
 from lyapunov_prune.profiles.jacobian import JacobianNorms, _signs, largest_stretch
@@ -318,7 +318,7 @@ def test_saves_loads_and_prints(llama: PreTrainedModel, window: torch.Tensor, tm
 
 @pytest.mark.slow
 @pytest.mark.xdist_group("smollm2")
-def test_branches_of_the_builtin_model_stretch_far_beyond_one(smollm2: Loaded, english: TokenBatch) -> None:
+def test_branches_of_the_builtin_model_stretch_far_beyond_one(smollm2: Decoder, english: TokenBatch) -> None:
     """The paper's point: it is not the branches that contract."""
     found = sublayer_jacobians(smollm2.model, replace(english, ids=english.ids[:1, :32]), steps=6, probes=2)
     assert (norms(found) > 1).mean() > 0.9

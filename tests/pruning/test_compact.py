@@ -17,6 +17,7 @@ from lyapunov_prune.forward.logits import cached_logits, deviation, last_logits,
 from lyapunov_prune.forward.sublayers import silenced
 from lyapunov_prune.merging.reductions import HiddenMap
 from lyapunov_prune.models.compact import LAYOUTS, compact_classes
+from lyapunov_prune.models.decoder import wrap
 from lyapunov_prune.models.structure import find_layers, identify
 from lyapunov_prune.pruning.compact import Cuts, make_compact
 from lyapunov_prune.pruning.compact_gate import cut_by_hooks, verify_compact
@@ -121,7 +122,7 @@ def test_the_reference_is_that_of_a_dropped_sublayer(family: str, ids: torch.Ten
     model = make_tiny(family)
     with torch.no_grad(), cut_by_hooks(model, Cuts((0, 3))):
         by_name = uncached_logits(model, ids)
-    with torch.no_grad(), silenced(model, (0, 3), ()):
+    with torch.no_grad(), silenced(wrap(model), (0, 3), ()):
         by_flow = uncached_logits(model, ids)
     assert deviation(by_name, by_flow) < 1e-5
 

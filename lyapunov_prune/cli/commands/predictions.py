@@ -28,7 +28,7 @@ from lyapunov_prune.cli.terminal import Parts, note
 from lyapunov_prune.errors import CheckFailed, LyapunovPruneError
 
 if TYPE_CHECKING:
-    from lyapunov_prune.models.from_folder import Loaded
+    from lyapunov_prune.models.decoder import Decoder
 
 
 def hierarchy(
@@ -206,7 +206,7 @@ def hierarchy(
         raise CheckFailed(f"{violated} bounds are violated; see {run}")
 
 
-def _require_made_from(dense: Loaded, other: Loaded, names: tuple[str, str]) -> None:
+def _require_made_from(dense: Decoder, other: Decoder, names: tuple[str, str]) -> None:
     """Raise LyapunovPruneError where `other`, the second of `names`, cannot have been made from `dense`.
 
     A checkpoint's provenance names the model of its last removal, so it decides where that was the first step.

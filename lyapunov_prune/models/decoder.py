@@ -1,0 +1,95 @@
+"""The handle of a model: where it lives and what its parts are, found once at the door and handed on from there."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from lyapunov_prune.arguments import checked
+from lyapunov_prune.models.classifiers import looks_at_images
+from lyapunov_prune.models.dispatched import bring_all
+from lyapunov_prune.models.families import Family, family_entry
+from lyapunov_prune.models.quantised import is_packed
+from lyapunov_prune.models.streamed import Stream, stream_of
+from lyapunov_prune.models.structure import Structure, find_layers, find_structure, identify, settle
+from lyapunov_prune.results.result import ModelIdentity
+
+
+@dataclass(frozen=True, eq=False)
+class Decoder:
+    """A decoder-only language model and what was found out about it.
+
+    `load` and `wrap` make it. It holds as long as `model` keeps its modules; weights may change in place. `tokenizer`
+    is the one that `model` was loaded with, None where `wrap` was given none.
+    """
+
+    model: PreTrainedModel
+    structure: Structure
+    tokenizer: Any = None
+
+    @property
+    def layers(self) -> nn.ModuleList:
+        return self.structure.layers
+
+    @property
+    def family(self) -> Family:
+        """What removing layers asks of the model's family."""
+        return family_entry(self.structure.model_type)
+
+    @property
+    def stream(self) -> Stream | None:
+        """What reads the layers from files, one at a time; None where all weights are in memory."""
+        return stream_of(self.model)
+
+    @property
+    def packed(self) -> bool:
+        """Whether its weights are quantised integers that only their library's kernels read."""
+        return is_packed(self.model)
+
+    @property
+    def wrapped(self) -> bool:
+        """Whether it is a part of a model with more than text."""
+        return self.structure.config is not self.model.config
+
+    @property
+    def identity(self) -> ModelIdentity:
+        """Which model it is now, by its settings and all its weights, which are read each time."""
+        return identify(self.model)
+
+
+# What a public function takes for a model.
+Model = PreTrainedModel | Decoder
+
+
+@checked
+def wrap(model: Model, tokenizer: PreTrainedTokenizerBase | None = None) -> Decoder:
+    """The handle of `model`, which every function of this package takes in its place; a handle is returned as it is.
+
+    Weights that accelerate has offloaded are brought where they can be read at any time, and packed ones are brought
+    into the form that they are measured in.
+
+    Raises LyapunovPruneError for an encoder, an encoder-decoder, a model without a list of layers, and for weights that
+    hold no numbers.
+    """
+    if isinstance(model, Decoder):
+        return model
+    if stream_of(model) is None:
+        bring_all(model)
+        settle(model)
+    return Decoder(model, find_structure(model), tokenizer)
+
+
+def wrap_any(model: Model) -> Decoder:
+    """`wrap`, and the same for a classifier of images, which has layers and no head for language."""
+    if isinstance(model, Decoder) or not looks_at_images(model):
+        return wrap(model)
+    bring_all(model)
+    return Decoder(model, find_layers(model))
+
+
+def model_of(model: Model) -> PreTrainedModel:
+    """The model that a handle is of, or the model itself."""
+    return model.model if isinstance(model, Decoder) else model
