@@ -23,6 +23,7 @@ import lyapunov_prune as lp
 from lyapunov_prune.forward import scoring
 from lyapunov_prune.healing import distillation
 from lyapunov_prune.healing.distillation import Distillation
+from lyapunov_prune.models.decoder import wrap
 from lyapunov_prune.pruning.plan import PruningPlan
 from lyapunov_prune.pruning.surgery import share_memory
 
@@ -128,7 +129,7 @@ def measured(shape: Shape) -> tuple[float, float]:
     teacher = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()
     plan = PruningPlan.given(teacher, range(1, 1 + shape.removed))
     student = lp.remove_layers(teacher, plan)
-    share_memory(student, teacher, plan)
+    share_memory(student, wrap(teacher), plan)
     ids = torch.randint(shape.vocabulary, (3, shape.tokens), generator=torch.Generator().manual_seed(0))
     peaks = []
 

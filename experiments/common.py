@@ -39,7 +39,7 @@ def is_kept(file: Path, again: bool) -> bool:
 
 @dataclass(frozen=True)
 class Inputs:
-    loaded: lp.models.Loaded
+    loaded: lp.models.Decoder
     calibration: lp.TokenBatch
     evaluation: lp.TokenBatch
     jobs: Path
@@ -150,7 +150,7 @@ def plain(source: str) -> str:
     return Path(os.path.abspath(source)).name.removesuffix(".gguf") if Path(source).exists() else source
 
 
-def load(model: str, device: str = "auto", dtype: str | None = None) -> lp.models.Loaded:
+def load(model: str, device: str = "auto", dtype: str | None = None) -> lp.models.Decoder:
     """The model under its plain name: results are committed."""
     loaded = lp.load(model, device=device, dtype=dtype)
     loaded.model.config._name_or_path = plain(model)
@@ -158,7 +158,7 @@ def load(model: str, device: str = "auto", dtype: str | None = None) -> lp.model
 
 
 def read_text(
-    loaded: lp.models.Loaded, source: str, tokens: int, context: int, split: Split = "calibration"
+    loaded: lp.models.Decoder, source: str, tokens: int, context: int, split: Split = "calibration"
 ) -> lp.TokenBatch:
     """The text under its plain name."""
     return replace(
@@ -178,7 +178,7 @@ def draw(folder: Path, figures: dict[str, str]) -> None:
 
 
 def texts(
-    loaded: lp.models.Loaded, text: str, *, calibration: int, evaluation: int, context: int
+    loaded: lp.models.Decoder, text: str, *, calibration: int, evaluation: int, context: int
 ) -> tuple[lp.TokenBatch, lp.TokenBatch]:
     """So many tokens of the two halves of a text, which share nothing."""
     first = read_text(loaded, text, calibration, context)

@@ -50,7 +50,7 @@ def read_gap(reading: Reading, removed: Sequence[int]) -> Gap:
     """The states on both sides of a run of layers; `block` is None where nothing before it can take a full matrix."""
     first, stop = removed[0], removed[-1] + 1
     layer = reading.structure.layers[first - 1]
-    place = find_place(reading.model, first - 1)
+    place = find_place(reading.decoder, first - 1)
     module = layer.get_submodule(place.module)
     rows: dict[str, list[torch.Tensor]] = {"m": [], "h": [], "y": []}
 

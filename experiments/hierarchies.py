@@ -57,7 +57,7 @@ def kept(
     return once(path, kind, origin, parameters, work)
 
 
-def encoded(loaded: lp.models.Loaded) -> dict[str, torch.Tensor]:
+def encoded(loaded: lp.models.Decoder) -> dict[str, torch.Tensor]:
     """The prompts as ids, 1 × tokens: as a user's message where the tokenizer has a template for that."""
     tokenizer = loaded.tokenizer
     if tokenizer.chat_template is None:
@@ -70,7 +70,7 @@ def encoded(loaded: lp.models.Loaded) -> dict[str, torch.Tensor]:
     return found
 
 
-def measured_on(loaded: lp.models.Loaded, prompts: dict[str, torch.Tensor]) -> MeasuredOn:
+def measured_on(loaded: lp.models.Decoder, prompts: dict[str, torch.Tensor]) -> MeasuredOn:
     """Prompts of different lengths as one measurement; the context is that of the longest."""
     ids = torch.cat(list(prompts.values()), dim=1)
     bos = None if loaded.tokenizer.chat_template else adds_bos(loaded.tokenizer)
@@ -78,7 +78,7 @@ def measured_on(loaded: lp.models.Loaded, prompts: dict[str, torch.Tensor]) -> M
     return replace(batch.measured_on(loaded.model), context=max(p.shape[1] for p in prompts.values()))
 
 
-def makers(loaded: lp.models.Loaded, calibration: lp.TokenBatch) -> dict[str, Callable[[], PreTrainedModel]]:
+def makers(loaded: lp.models.Decoder, calibration: lp.TokenBatch) -> dict[str, Callable[[], PreTrainedModel]]:
     """The models that are compared, made on `calibration` when they are asked for; layers go by Block Influence."""
     dense = loaded.model
     influence = {
@@ -110,7 +110,7 @@ def makers(loaded: lp.models.Loaded, calibration: lp.TokenBatch) -> dict[str, Ca
     }
 
 
-def patterned(loaded: lp.models.Loaded, calibration: lp.TokenBatch) -> dict[str, Callable[[], PreTrainedModel]]:
+def patterned(loaded: lp.models.Decoder, calibration: lp.TokenBatch) -> dict[str, Callable[[], PreTrainedModel]]:
     """The models of the paper's Figures 3 and 9, half of the weights gone, alone or so many of so many kept."""
 
     def compress(method: str, **setting: Any) -> PreTrainedModel:

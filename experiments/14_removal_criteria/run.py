@@ -129,7 +129,7 @@ def half(text: str, which: int) -> Split:
     return halves[which] if text == "builtin" else "all"
 
 
-def remeasured(loaded: lp.models.Loaded) -> Callable[[torch.Tensor | lp.TokenBatch, Sequence[int]], list[int]]:
+def remeasured(loaded: lp.models.Decoder) -> Callable[[torch.Tensor | lp.TokenBatch, Sequence[int]], list[int]]:
     """The layers that are left when some are removed, by Block Influence measured on what is left."""
     with torch.no_grad():
         prefix = Prefix(loaded.structure, torch.arange(1, 33)[None])
@@ -143,7 +143,7 @@ def remeasured(loaded: lp.models.Loaded) -> Callable[[torch.Tensor | lp.TokenBat
 
 
 @torch.no_grad()
-def mended(loaded: lp.models.Loaded, plan: lp.PruningPlan, batch: lp.TokenBatch) -> PreTrainedModel:
+def mended(loaded: lp.models.Decoder, plan: lp.PruningPlan, batch: lp.TokenBatch) -> PreTrainedModel:
     """The pruned model, the MLP before each gap taught to stand in for the removed layers.
 
     With m the MLP's output, h the state behind it and y the dense state behind the gap, E minimises

@@ -201,7 +201,7 @@ def steps_by_layer(frame: pd.DataFrame) -> pd.DataFrame:
 
 
 def pooled(
-    found: list[lp.predictions.HierarchyProbe], loaded: lp.models.Loaded, prompts: dict[str, torch.Tensor]
+    found: list[lp.predictions.HierarchyProbe], loaded: lp.models.Decoder, prompts: dict[str, torch.Tensor]
 ) -> lp.predictions.HierarchyProbe:
     """One probe of all prompts, as `probe_layers` would make it had they the same length."""
     stacks = {name: np.stack([getattr(p, name) for p in found]) for name in ARRAYS}
@@ -217,7 +217,7 @@ def pooled(
 
 
 @torch.no_grad()
-def without_mean(loaded: lp.models.Loaded, prompts: Sequence[torch.Tensor]) -> pd.DataFrame:
+def without_mean(loaded: lp.models.Decoder, prompts: Sequence[torch.Tensor]) -> pd.DataFrame:
     """`1 − cos` of the logits less their mean over the vocabulary, which no softmax sees; attention left out.
 
     At the last `LAST` tokens of each prompt. `mean_share` is that of the mean in `‖z‖²`.

@@ -185,7 +185,7 @@ def spans(frame: pd.DataFrame) -> dict[str, float]:
 
 
 @torch.no_grad()
-def unrelated(loaded: lp.models.Loaded, prompts: dict[str, torch.Tensor], steps: int) -> pd.DataFrame:
+def unrelated(loaded: lp.models.Decoder, prompts: dict[str, torch.Tensor], steps: int) -> pd.DataFrame:
     """The dense model at the same step of the next prompt's text: what the measures say where nothing is related."""
     walks = {}
     for k, ids in prompts.items():

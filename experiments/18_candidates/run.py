@@ -118,7 +118,7 @@ class Decision:
 
 
 @torch.no_grad()
-def decisions(loaded: lp.models.Loaded, model: PreTrainedModel, items: Sequence[lp.data.ChoiceItem]) -> list[Decision]:
+def decisions(loaded: lp.models.Decoder, model: PreTrainedModel, items: Sequence[lp.data.ChoiceItem]) -> list[Decision]:
     found = []
     for item in track(items, "decisions"):
         ids, _, context = tokenize(item, loaded.tokenizer)

@@ -109,7 +109,7 @@ def main(
 
 
 def measure(
-    loaded: lp.models.Loaded, learnt: lp.TokenBatch, judged: lp.TokenBatch, remove: int, folder: Path
+    loaded: lp.models.Decoder, learnt: lp.TokenBatch, judged: lp.TokenBatch, remove: int, folder: Path
 ) -> GoalsOnOneText:
     model = loaded.model
     origins = learnt.measured_on(model), judged.measured_on(model)

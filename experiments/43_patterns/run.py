@@ -36,7 +36,7 @@ from lyapunov_prune.evaluation.perplexity import interval_of
 from lyapunov_prune.forward.decoding import decode_greedily
 from lyapunov_prune.forward.reading import read
 from lyapunov_prune.linalg import lift
-from lyapunov_prune.models.from_folder import Loaded
+from lyapunov_prune.models.decoder import Decoder
 from lyapunov_prune.models.tokenizers import token_ids
 from lyapunov_prune.results.result import MeasuredOn, Result, decode, encode
 from lyapunov_prune.results.store import Store
@@ -121,7 +121,7 @@ def main(
 @torch.no_grad()
 def measured(
     name: str,
-    loaded: Loaded,
+    loaded: Decoder,
     model: PreTrainedModel,
     items: tuple[ChoiceItem, ...],
     lines: list[dict[str, str]],

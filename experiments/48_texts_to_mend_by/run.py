@@ -133,7 +133,7 @@ def halved(first: Callable[[], lp.TokenBatch], second: Callable[[], lp.TokenBatc
 
 
 def measure(
-    loaded: lp.models.Loaded,
+    loaded: lp.models.Decoder,
     lessons: dict[str, Callable[[], lp.TokenBatch]],
     judges: dict[str, lp.TokenBatch],
     tokens: int,

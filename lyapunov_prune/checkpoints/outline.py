@@ -10,10 +10,11 @@ from typing import Any
 
 import torch
 from safetensors import safe_open
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel
 
 from lyapunov_prune.checkpoints.tensor_files import DTYPES, Stored, read_into, read_tensors, reading
 from lyapunov_prune.errors import LyapunovPruneError
+from lyapunov_prune.models.decoder import Decoder
 from lyapunov_prune.models.digest import combined, digests_of, saved_tensors
 from lyapunov_prune.models.loading import load_outline
 from lyapunov_prune.models.stored_names import Target, targets_of
@@ -24,19 +25,25 @@ from lyapunov_prune.results.result import ModelIdentity
 
 @dataclass(frozen=True)
 class Outline:
-    """`model` is on the `meta` device; `stored` and `targets` are by the checkpoint's own names of tensors.
+    """The model of `decoder` is on the `meta` device; `stored` and `targets` are by the checkpoint's names of tensors.
 
     Tensors that the model does not take (another program's, or of training) are in neither.
     """
 
-    model: PreTrainedModel
-    tokenizer: PreTrainedTokenizerBase
-    structure: Structure
+    decoder: Decoder
     stored: dict[str, Stored]
     targets: dict[str, Target]
     sources: dict[str, tuple[str, ...]]  # the tensors that each name of the model is made of, a shared one's too
     digests: dict[str, dict[str, str]]  # of each tensor of the model, by its first name there
     identity: ModelIdentity
+
+    @property
+    def model(self) -> PreTrainedModel:
+        return self.decoder.model
+
+    @property
+    def structure(self) -> Structure:
+        return self.decoder.structure
 
     def sizes(self) -> list[tuple[str, int]]:
         """The bytes of every tensor of the files, with its name in the model."""
@@ -79,7 +86,7 @@ def read_outline(
     sources = _sources(loaded.model, targets)
     digests = _digests(loaded.model, stored, targets, sources)
     identity = identify(loaded.model, combined(digests))
-    return Outline(loaded.model, loaded.tokenizer, loaded.structure, stored, targets, sources, digests, identity)
+    return Outline(loaded, stored, targets, sources, digests, identity)
 
 
 def layer_of(name: str, structure: Structure) -> int | None:

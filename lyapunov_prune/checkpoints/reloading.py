@@ -14,7 +14,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from lyapunov_prune.forward.kept import KeptLogits
 from lyapunov_prune.forward.logits import SAME_LIMIT, deviation
 from lyapunov_prune.linalg import lift
-from lyapunov_prune.models.decoder import wrap_any
+from lyapunov_prune.models.decoder import Decoder
 from lyapunov_prune.models.dispatched import bring_weights, offload_folder, placement
 from lyapunov_prune.models.families import POSITION_ATTRIBUTES
 from lyapunov_prune.models.from_folder import quiet
@@ -39,16 +39,17 @@ class GateCheck:
 
 
 def reload_check(
-    pruned: PreTrainedModel,
+    decoder: Decoder,
     folder: Path,
     inputs: list[torch.Tensor],
     changed: Callable[[PreTrainedModel], str] = lambda reloaded: "",
 ) -> GateCheck:
-    """`pruned` against what plain `from_pretrained` makes of `folder`, where it was saved, on `inputs`.
+    """The model of `decoder` against what plain `from_pretrained` makes of `folder`, where it was saved, on `inputs`.
 
     `changed` says what else is wrong with the reloaded model, after its forwards; nothing if empty. Numbers that came
     back as they were are held once from then on: on a device never twice.
     """
+    pruned = decoder.model
     place, plain = placement(pruned), not quantisation(pruned.config)
     if plain and not isinstance(place, dict):
         place = "cpu"  # from where only what differs goes to the device
@@ -68,7 +69,10 @@ def reload_check(
         bring_weights(reloaded)
     reloaded.eval()
     limit = SAME_LIMIT[pruned.dtype]
-    broken = _wrong_keys(info) or changed_setting(pruned, reloaded)
+    broken = _wrong_keys(info)
+    if not broken:
+        again = Decoder(reloaded, find_layers(reloaded))
+        broken = changed_setting(decoder.layers, again.layers)
     if broken:
         return GateCheck(RELOADED, False, float("inf"), limit, broken)
     if plain:
@@ -77,8 +81,8 @@ def reload_check(
         reloaded.to(pruned.device)
     _share_rounded_tables(pruned, reloaded)
     with quiet():  # the first forward of packed weights draws a bar
-        kept = KeptLogits(wrap_any(reloaded), inputs)
-    worst = max(kept.deviation(KeptLogits(wrap_any(pruned), inputs)), _picture_deviation(pruned, reloaded))
+        kept = KeptLogits(again, inputs)
+    worst = max(kept.deviation(KeptLogits(decoder, inputs)), _picture_deviation(pruned, reloaded))
     wrong = changed(reloaded)
     if wrong:
         return GateCheck(RELOADED, False, worst, limit, wrong)
@@ -112,12 +116,11 @@ def _wrong_keys(info: Mapping[str, Any]) -> str:
     return ""
 
 
-def changed_setting(pruned: PreTrainedModel, reloaded: PreTrainedModel) -> str:
-    """The first plain attribute of a kept layer that reloading changed, or an empty string.
+def changed_setting(layers: nn.ModuleList, again: nn.ModuleList) -> str:
+    """The first plain attribute of one of `layers` that is another `again`, after reloading, or an empty string.
 
     Catches what short inputs cannot: a layer that comes back with another window, scale or kind.
     """
-    layers, again = (find_layers(model).layers for model in (pruned, reloaded))
     for index, (a, b) in enumerate(zip(layers, again, strict=True)):
         for (name, before), (_, after) in zip(a.named_modules(), b.named_modules(), strict=True):
             settings = _settings(after)

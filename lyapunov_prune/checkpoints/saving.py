@@ -63,8 +63,9 @@ def write_model(
     with whole_folder(target, remedy) as folder:
         save_files(model, tokenizer, folder)
         with torch.no_grad():
-            inputs = sample_inputs(wrap(model), None)
-            check = in_eval_mode(reload_check)(model, folder, inputs)
+            decoder = wrap(model)
+            inputs = sample_inputs(decoder, None)
+            check = in_eval_mode(reload_check)(decoder, folder, inputs)
             if check.passed and is_compact(model):
                 check = in_eval_mode(elsewhere_check)(model, folder, inputs)
         if not check.passed:

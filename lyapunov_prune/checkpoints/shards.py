@@ -15,19 +15,20 @@ from lyapunov_prune.checkpoints.outline import layer_of, read_outline
 from lyapunov_prune.checkpoints.reloading import RELOADED, GateCheck, changed_setting, wrong_packed_keys
 from lyapunov_prune.checkpoints.tensor_files import write_index
 from lyapunov_prune.errors import CheckFailed, LyapunovPruneError
+from lyapunov_prune.models.decoder import Decoder
 from lyapunov_prune.models.digest import combined, saved_tensors, tensor_digests
-from lyapunov_prune.models.structure import find_structure
 
 # Of a layer's tensors, by their names in the model, what a file holds of them.
 StoredAs = Callable[[dict[str, torch.Tensor]], dict[str, torch.Tensor]]
 
 
 class Shards:
-    """The files of `model` in `folder`; those that are no layer's tensors, its configs and its tokenizer's are written
+    """The files of a model in `folder`; those that are no layer's tensors, its configs and its tokenizer's are written
     at once."""
 
-    def __init__(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
-        self._model, self._folder, self._structure = model, folder, find_structure(model)
+    def __init__(self, decoder: Decoder, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
+        model = decoder.model
+        self._model, self._folder, self._structure = model, folder, decoder.structure
         self._names: dict[int | None, list[str]] = {}
         for name, _ in saved_tensors(model):  # a tensor that is shared has one name
             self._names.setdefault(layer_of(name, self._structure), []).append(name)
@@ -72,7 +73,9 @@ class Shards:
         except LyapunovPruneError as error:
             reason = str(error).replace(str(self._folder), "what was written").rpartition(";")[0]
             raise CheckFailed(f"nothing written: {reason}; take the model in memory") from None
-        wrong = changed_setting(self._model, found.model) or wrong_packed_keys(self._folder, found.model.config)
+        wrong = changed_setting(self._structure.layers, found.structure.layers) or wrong_packed_keys(
+            self._folder, found.model.config
+        )
         if found.identity.weights != combined(self._digests):
             wrong = "the files hold other weights than were written"
         if wrong:

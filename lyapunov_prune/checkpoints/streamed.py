@@ -59,14 +59,14 @@ def load_streamed(
     model, stream = _made(outline, place)
     with status("trying whether the layers can be read one at a time"), stream.trial():
         require_causal(model)
-    return wrap(model, outline.tokenizer)
+    return wrap(model, outline.decoder.tokenizer)
 
 
-def streamed(outline: Outline) -> PreTrainedModel:
-    """The model of `outline`, streamed on the CPU; not tried, so its batches go through a layer whole."""
+def streamed(outline: Outline) -> Decoder:
+    """The decoder of `outline`, streamed on the CPU; not tried, so its batches go through a layer whole."""
     model, stream = _made(outline, "cpu")
     stream.splits = False
-    return model
+    return wrap(model)
 
 
 def _made(outline: Outline, device: str) -> tuple[PreTrainedModel, LayerStream]:

@@ -17,6 +17,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +30,7 @@ from lyapunov_prune.arguments import checked
 from lyapunov_prune.checkpoints.beside import save_files
 from lyapunov_prune.checkpoints.cards import write_card
 from lyapunov_prune.checkpoints.elsewhere import ELSEWHERE, elsewhere_check
-from lyapunov_prune.checkpoints.reloading import RELOADED, GateCheck, reload_check
+from lyapunov_prune.checkpoints.reloading import RELOADED, GateCheck
 from lyapunov_prune.checkpoints.shards import size_of
 from lyapunov_prune.compression.compress import Compressed
 from lyapunov_prune.compression.factors import (
@@ -44,15 +45,14 @@ from lyapunov_prune.compression.factors import (
 from lyapunov_prune.compression.report import REPORT, CompressionReport, Packed
 from lyapunov_prune.compression.table import METHODS
 from lyapunov_prune.errors import CheckFailed, LyapunovPruneError
-from lyapunov_prune.forward.kept import KeptLogits
-from lyapunov_prune.forward.logits import SAME_LIMIT, cached_logits, deviation, sample_inputs
+from lyapunov_prune.forward.logits import cached_logits, deviation, sample_inputs
 from lyapunov_prune.linalg import lift
-from lyapunov_prune.models.decoder import wrap
+from lyapunov_prune.models.decoder import Decoder, Model, wrap
 from lyapunov_prune.models.hooked import hooked
 from lyapunov_prune.models.structure import find_structure, in_eval_mode
 from lyapunov_prune.pruning.compact_checkpoint import GATE
 from lyapunov_prune.pruning.counting import COUNTED, fallen_check, sizes_in_memory
-from lyapunov_prune.pruning.gate import CACHED, GateReport, attempt, bytes_in, seen_by
+from lyapunov_prune.pruning.gate import CACHED, Check, Gate, GateReport, OnFiles, attempt, bytes_in
 from lyapunov_prune.pruning.provenance import gate_table
 from lyapunov_prune.results.files import require_empty, whole_folder
 from lyapunov_prune.results.history import HISTORY, history_of
@@ -114,10 +114,11 @@ class Factoring:
     `small` is the model of the files. Its layers have no numbers, and it is never run.
     """
 
-    def __init__(self, model: PreTrainedModel, ranks: Mapping[str, int | None]) -> None:
-        self._factored = find_factored(model, ranks)
+    def __init__(self, decoder: Decoder, ranks: Mapping[str, int | None]) -> None:
+        self._decoder, self._factored = decoder, find_factored(decoder, ranks)
         self._errors: list[tuple[float, str]] = []
-        self.small = with_places(model, self._factored)
+        small = with_places(decoder, self._factored)
+        self.small = Decoder(small, find_structure(small))
 
     def state(self, model: PreTrainedModel, layer: int) -> dict[str, torch.Tensor]:
         """The tensors of `model` by their names in `small`, those of `layer`, which is held and compressed, its own."""
@@ -128,7 +129,7 @@ class Factoring:
             state |= {f"{each.module}.{name}": tensor for name, tensor in tensors.items()}
         return state
 
-    def finish(self, model: PreTrainedModel, folder: Path, reloaded: GateCheck) -> tuple[GateReport, Packed]:
+    def finish(self, folder: Path, reloaded: GateCheck) -> tuple[GateReport, Packed]:
         """The gate of `folder`, which holds all layers, and its bytes: 1, 4 (`reloaded`) and 5, and 6 but for logits.
 
         Raises CheckFailed when a check fails.
@@ -136,11 +137,11 @@ class Factoring:
         checks = (
             _within_rounding(self._errors),
             reloaded,
-            attempt(COUNTED, lambda: _counted(model, self.small, self._factored, folder)),
-            attempt(ELSEWHERE, lambda: elsewhere_check(self.small, folder, [])),
+            attempt(COUNTED, lambda: _counted(self._decoder, self.small, self._factored, folder)),
+            attempt(ELSEWHERE, lambda: elsewhere_check(self.small.model, folder, [])),
         )
         _keep(gate := GateReport(checks), folder)
-        return gate, _stored_in(folder, model, self._factored)
+        return gate, _stored_in(folder, self._decoder.model, self._factored)
 
 
 def _keep(gate: GateReport, folder: Path) -> None:
@@ -156,8 +157,8 @@ def _stored_in(folder: Path, dense: PreTrainedModel, factored: Sequence[Factored
 @in_eval_mode
 @torch.no_grad()
 def verify_factored(
-    dense: PreTrainedModel,
-    small: PreTrainedModel,
+    dense: Model,
+    small: Model,
     factored: Sequence[Factored],
     folder: Path,
     *,
@@ -168,17 +169,22 @@ def verify_factored(
     `factored` is what `find_factored` says of `dense`. The process without this package takes some seconds to start;
     `elsewhere=False` leaves it out.
     """
-    inputs = sample_inputs(wrap(dense), None)
-    checks = [
-        attempt(FACTORS, lambda: _factors_check(dense, small, factored)),
-        attempt(PRODUCTS, lambda: _same(dense, small, factored, inputs)),
-        attempt(CACHED, lambda: _decoded(dense, small, factored, inputs)),
-        attempt(RELOADED, lambda: reload_check(small, folder, inputs, lambda loaded: _changed(small, loaded))),
-        attempt(COUNTED, lambda: _counted(dense, small, factored, folder)),
-    ]
+    reference, result = wrap(dense), wrap(small)
+    standing_in = partial(answered_by_factors, small=result.model, factored=factored)
+    gate = Gate(reference, result, sample_inputs(reference, None), standing_in)
+    detail = "logits against the dense model given products by hooks"
+    checks: dict[str, Check] = {
+        FACTORS: lambda: _within_rounding(_errors_of(gate, factored)),
+        PRODUCTS: lambda: gate.same(detail, name=PRODUCTS),
+        CACHED: lambda: _decoded(gate),
+    }
+    on_files: dict[str, OnFiles] = {
+        RELOADED: lambda folder: gate.reloads(folder, lambda loaded: _changed(result.model, loaded)),
+        COUNTED: lambda folder: _counted(reference, result, factored, folder),
+    }
     if elsewhere:
-        checks.append(attempt(ELSEWHERE, lambda: elsewhere_check(small, folder, inputs)))
-    return GateReport(tuple(checks), seen_by(dense, None, inputs))
+        on_files[ELSEWHERE] = lambda folder: elsewhere_check(result.model, folder, gate.inputs)
+    return gate.report(checks, on_files, folder)
 
 
 def _stored(small: PreTrainedModel, each: Factored) -> list[Factors]:
@@ -191,8 +197,9 @@ def _pairs(tensors: Mapping[str, torch.Tensor], each: Factored) -> list[Factors]
     return [(tensors[f"left.{i}.weight"], R) for i, R in enumerate(rights)]
 
 
-def _factors_check(dense: PreTrainedModel, small: PreTrainedModel, factored: Sequence[Factored]) -> GateCheck:
-    return _within_rounding(error for each in factored for error in _beyond_rounding(dense, each, _stored(small, each)))
+def _errors_of(gate: Gate, factored: Sequence[Factored]) -> Iterator[tuple[float, str]]:
+    dense, small = gate.reference.model, gate.result.model
+    return (error for each in factored for error in _beyond_rounding(dense, each, _stored(small, each)))
 
 
 def _beyond_rounding(dense: PreTrainedModel, each: Factored, pairs: Sequence[Factors]) -> Iterator[tuple[float, str]]:
@@ -212,8 +219,9 @@ def _within_rounding(errors: Iterable[tuple[float, str]]) -> GateCheck:
 
 
 @contextmanager
-def answered_by_factors(dense: PreTrainedModel, small: PreTrainedModel, factored: Sequence[Factored]) -> Iterator[None]:
-    """Inside the block the modules of `dense` that `factored` names answer with `L_i (R_i x) + b_i` of `small`."""
+def answered_by_factors(decoder: Decoder, small: PreTrainedModel, factored: Sequence[Factored]) -> Iterator[None]:
+    """Inside the block the modules of `decoder` that `factored` names answer with `L_i (R_i x) + b_i` of `small`."""
+    dense = decoder.model
 
     def answer(each: Factored) -> Callable[..., torch.Tensor]:
         right: Any = small.get_submodule(each.module).right.weight  # type: ignore[union-attr]
@@ -230,27 +238,17 @@ def answered_by_factors(dense: PreTrainedModel, small: PreTrainedModel, factored
         yield
 
 
-def _same(
-    dense: PreTrainedModel, small: PreTrainedModel, factored: Sequence[Factored], inputs: list[torch.Tensor]
-) -> GateCheck:
-    with answered_by_factors(dense, small, factored):
-        reference = KeptLogits(wrap(dense), inputs)
-    worst, limit = KeptLogits(wrap(small), inputs).deviation(reference), SAME_LIMIT[small.dtype]
-    return GateCheck(PRODUCTS, worst <= limit, worst, limit, "logits against the dense model given products by hooks")
-
-
-def _decoded(
-    dense: PreTrainedModel, small: PreTrainedModel, factored: Sequence[Factored], inputs: list[torch.Tensor]
-) -> GateCheck:
-    worst, limit = 0.0, SAME_LIMIT[small.dtype]
-    for ids in inputs:
-        with answered_by_factors(dense, small, factored):
-            reference = cached_logits(dense, ids)
-        steps = cached_logits(small, ids)
+def _decoded(gate: Gate) -> GateCheck:
+    """Cached decoding of both: a model that a low rank has wrecked may drift from its own forward by rounding."""
+    worst = 0.0
+    for ids in gate.inputs:
+        with gate.standing_in(gate.reference):
+            reference = cached_logits(gate.reference.model, ids)
+        steps = cached_logits(gate.result.model, ids)
         if reference is None or steps is None:
-            return GateCheck(CACHED, False, float("inf"), limit, "the cache is gone")
+            return GateCheck(CACHED, False, float("inf"), gate.limit, "the cache is gone")
         worst = max(worst, deviation(steps, reference))
-    return GateCheck(CACHED, worst <= limit, worst, limit, "cached decoding of both")
+    return GateCheck(CACHED, worst <= gate.limit, worst, gate.limit, "cached decoding of both")
 
 
 def _changed(small: PreTrainedModel, loaded: PreTrainedModel) -> str:
@@ -260,7 +258,7 @@ def _changed(small: PreTrainedModel, loaded: PreTrainedModel) -> str:
     return next((f"{name} came back with other numbers" for name in wrong), "")
 
 
-def _counted(dense: PreTrainedModel, small: PreTrainedModel, factored: Sequence[Factored], folder: Path) -> GateCheck:
-    gone = sum(each.gone for each in factored)
-    left = gone, gone * dense.dtype.itemsize
-    return fallen_check(dense, sizes_in_memory(dense), small, bytes_in(folder), left, find_structure(dense).num_layers)
+def _counted(dense: Decoder, small: Decoder, factored: Sequence[Factored], folder: Path) -> GateCheck:
+    gone, sizes = sum(each.gone for each in factored), sizes_in_memory(dense.model)
+    left = gone, gone * dense.model.dtype.itemsize
+    return fallen_check(dense, sizes, small, bytes_in(folder), left, dense.structure.num_layers)

@@ -20,11 +20,11 @@ from lyapunov_prune.compression.methods.svd import basis
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.linalg import lift
 from lyapunov_prune.models.compact import compact_class
+from lyapunov_prune.models.decoder import Decoder, Model, model_of, wrap_any
 from lyapunov_prune.models.plain import require_unquantised
 from lyapunov_prune.models.projections import Projection, find_projections
 from lyapunov_prune.models.sharing import shared_memo
 from lyapunov_prune.models.streamed import require_not_streamed
-from lyapunov_prune.models.structure import find_layers
 from lyapunov_prune.progress import track
 from lyapunov_prune.pruning.compact import compact_copy, cuts_of
 
@@ -101,21 +101,21 @@ class Factored:
         return sum(self.rows) * self.columns - self.numbers
 
 
-def find_factored(model: PreTrainedModel, ranks: Mapping[str, int | None]) -> tuple[Factored, ...]:
+def find_factored(model: Model, ranks: Mapping[str, int | None]) -> tuple[Factored, ...]:
     """The matrices of `model` that are smaller as factors, in order; `ranks` are by the name of a `Projection`.
 
     A fused matrix comes apart as its projections say, each with its own rank. None is the rank of a matrix that stays
     as it is. Raises LyapunovPruneError where no matrix is smaller, and for a family that the compact format does not
     know.
     """
-    require_unquantised(model)
-    compact_class(model)
+    require_unquantised(model_of(model))
+    compact_class(model_of(model))
     by_module: dict[str, list[Projection]] = {}
     for p in find_projections(model):
         by_module.setdefault(p.module, []).append(p)
     found = []
     for module, runs in by_module.items():
-        n = runs[0].weight(model).shape[1]
+        n = runs[0].weight(model_of(model)).shape[1]
         kept = (ranks[p.name] for p in runs)
         least = tuple(min(n, p.stop - p.start, n if r is None else r) for p, r in zip(runs, kept, strict=True))
         factored = Factored(module, tuple(runs), least, n)
@@ -135,26 +135,27 @@ def require_smaller(model: PreTrainedModel, rank: int | None = None) -> None:
 
 @checked
 @torch.no_grad()
-def with_factors(model: PreTrainedModel, ranks: Mapping[str, int | None]) -> PreTrainedModel:
+def with_factors(model: Model, ranks: Mapping[str, int | None]) -> PreTrainedModel:
     """The compact model that has `two_factors` in the place of each matrix of `model` that is smaller so.
 
     `ranks` are by the name of a `Projection`, as `CompressionReport.ranks` gives them. What is not replaced lies in the
     memory of `model`, which stays as it is. Raises as `find_factored`.
     """
-    require_not_streamed(model)  # the rest find_factored asks for
-    factored = find_factored(model, ranks)
-    compact = with_places(model, factored)
+    require_not_streamed(model_of(model))  # the rest find_factored asks for
+    decoder = wrap_any(model)
+    factored = find_factored(decoder, ranks)
+    compact = with_places(decoder, factored)
     for each in track(factored, "factors"):
-        compact.get_submodule(each.module).load_state_dict(factors_of(model, each), assign=True)
+        compact.get_submodule(each.module).load_state_dict(factors_of(decoder.model, each), assign=True)
     return compact
 
 
-def with_places(model: PreTrainedModel, factored: Sequence[Factored]) -> PreTrainedModel:
+def with_places(decoder: Decoder, factored: Sequence[Factored]) -> PreTrainedModel:
     """As `with_factors`, but the factors have no numbers yet: they are on the `meta` device."""
     from lyapunov_prune.models.modeling_compact import LowRank
 
-    structure = find_layers(model)
-    cuts = [dict(places) for places in cuts_of(model)]
+    model, structure = decoder.model, decoder.structure
+    cuts = [dict(places) for places in cuts_of(decoder)]
     modules: dict[int, nn.Module] = {}
     for each in factored:
         old = model.get_submodule(each.module)

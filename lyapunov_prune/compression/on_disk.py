@@ -33,10 +33,11 @@ from lyapunov_prune.compression.recipe import recipe_for
 from lyapunov_prune.compression.report import REPORT, CompressedMatrix, CompressionReport
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.forward.reading import Readable
+from lyapunov_prune.models.decoder import Model, wrap
 from lyapunov_prune.models.left_out import require_whole
 from lyapunov_prune.models.projections import Projection
-from lyapunov_prune.models.streamed import layer_held, stream_of
-from lyapunov_prune.models.structure import find_structure, in_eval_mode
+from lyapunov_prune.models.streamed import layer_held
+from lyapunov_prune.models.structure import in_eval_mode
 from lyapunov_prune.progress import track
 from lyapunov_prune.pruning.provenance import gate_table
 from lyapunov_prune.results.files import require_disk, require_empty, whole_folder
@@ -58,7 +59,7 @@ def require_streamed(allocation: str | Allocation) -> None:
 @in_eval_mode
 @torch.no_grad()
 def compress_on_disk(
-    model: PreTrainedModel,
+    model: Model,
     tokenizer: PreTrainedTokenizerBase,
     target: str | Path,
     batch: Readable | None = None,
@@ -82,7 +83,9 @@ def compress_on_disk(
     """
     if format not in FORMATS:
         raise LyapunovPruneError(f"unknown format {format!r}; give one of {', '.join(FORMATS)}")
-    if stream_of(model) is None:
+    decoder = wrap(model)
+    model = decoder.model
+    if decoder.stream is None:
         raise LyapunovPruneError("compress_on_disk takes a streamed model; give one of load_streamed, or use compress")
     require_whole(model)
     require_streamed(how.get("allocation", "uniform"))
@@ -92,11 +95,11 @@ def compress_on_disk(
         require_low_rank(how["method"])
     require_disk(target, packing.size(model) if packing else size_of(model), "the compressed files")
     recipe = recipe_for(model, batch, **how)
-    factoring = Factoring(model, recipe.ranks(model)) if format == COMPACT else None
-    small = factoring.small if factoring else model
+    factoring = Factoring(decoder, recipe.ranks(model)) if format == COMPACT else None
+    small = factoring.small if factoring else decoder
     by_layer = {layer: [*here] for layer, here in groupby(recipe.projections, lambda p: p.layer)}
     done: list[CompressedMatrix] = []
-    left = dict.fromkeys(range(find_structure(model).num_layers))
+    left = dict.fromkeys(range(decoder.structure.num_layers))
     with whole_folder(target) as folder:
         shards = Shards(small, tokenizer, folder)
 
@@ -126,13 +129,13 @@ def compress_on_disk(
         if packing:
             report, sections = replace(report, packed=packed_in(folder, model)), LOADING
         if factoring:
-            gate, stored = factoring.finish(model, folder, reloaded)
+            gate, stored = factoring.finish(folder, reloaded)
             checked = "layer by layer and on the files: no logits of this model have been computed"
             report, sections = replace(report, packed=stored), {"Gate": gate_table(gate, checked, NOT_STREAMED)}
         history_with("compress", report.saw, model).save(folder / HISTORY)
         report.save(folder / REPORT)
         title = f"{Path(model.config._name_or_path).name}, compressed"
-        write_card(folder, title, report.about(), small, sections)
+        write_card(folder, title, report.about(), small.model, sections)
     return report
 
 

@@ -151,7 +151,9 @@ def write_packed(
         save_files(small, tokenizer, folder, state)
         packing.write_config(folder, small)
         inputs = sample_inputs(wrap(small), None)
-        check = in_eval_mode(reload_check)(small, folder, inputs, lambda loaded: _changed(small, loaded, projections))
+        check = in_eval_mode(reload_check)(
+            wrap(small), folder, inputs, lambda loaded: _changed(small, loaded, projections)
+        )
         if not check.passed:
             raise CheckFailed(f"nothing written: the model does not unpack as it was rounded, {check.detail}")
         report = replace(report, packed=packed_in(folder, small))

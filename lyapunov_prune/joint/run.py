@@ -203,7 +203,7 @@ def remove_jointly(
         _require_merged(pupil, lesson, compact)
         with whole_folder(output, KEPT) as partial:
             with _timing(seconds, "checkpoint"):
-                gate = save_compact(partial, pupil.model, compact, tokenizer, cuts, learn)
+                gate = save_compact(partial, pupil.decoder, compact, tokenizer, cuts, learn)
             with _timing(seconds, "final scores"):
                 dense, chosen = (score(m, final, batch_size=batch_size) for m in (model, compact))
             run = JointRun(

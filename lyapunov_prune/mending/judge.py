@@ -7,7 +7,6 @@ from dataclasses import replace
 
 import numpy as np
 import torch
-from transformers import PreTrainedModel
 
 from lyapunov_prune.data.batch import TokenBatch, Tokens
 from lyapunov_prune.errors import LyapunovPruneError
@@ -16,6 +15,7 @@ from lyapunov_prune.forward.own_text import self_generated
 from lyapunov_prune.forward.reading import Readable, Reading, read
 from lyapunov_prune.mending.mend import Mend, fit_mends, mapped
 from lyapunov_prune.mending.report import Judgement, MendReport
+from lyapunov_prune.models.decoder import Model
 from lyapunov_prune.models.structure import in_eval_mode
 
 # Size of the text that the dense model writes, if no judging text is given.
@@ -26,7 +26,7 @@ _SEED = 10**6  # a seed that no training text uses
 @in_eval_mode
 @torch.no_grad()
 def judged_mends(
-    model: PreTrainedModel, removed: Sequence[int], batch: Readable, judge: Tokens | None = None
+    model: Model, removed: Sequence[int], batch: Readable, judge: Tokens | None = None
 ) -> tuple[tuple[Mend, ...], MendReport]:
     """`fit_mends` on every second window of `batch`, judged on the others and on `judge`; no maps if they do not pay.
 
@@ -35,7 +35,7 @@ def judged_mends(
     """
     reading = read(model, batch)
     fitting, *judges = fitting_and_judges(reading, judge)
-    mends, report = fit_mends(model, removed, fitting, of=2)
+    mends, report = fit_mends(reading.decoder, removed, fitting, of=2)
     judged = [Judgement(losses(j, removed), losses(j, removed, mends), j.measured_on()) for j in judges]
     report = replace(report, check=judged[0], other=judged[1])
     return (mends if report.kept else ()), report
@@ -49,7 +49,7 @@ def fitting_and_judges(reading: Reading, judge: Tokens | None) -> tuple[Reading,
             "more (--tokens, --context)"
         )
     fitting, check = apart(reading, every=2, most=None)
-    return fitting, check, read(reading.model, second_text(reading) if judge is None else judge)
+    return fitting, check, read(reading.decoder, second_text(reading) if judge is None else judge)
 
 
 def second_text(reading: Reading) -> TokenBatch:

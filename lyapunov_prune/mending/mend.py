@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 import torch
 from torch import nn
-from transformers import PreTrainedModel
 
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.forward.hooks import hidden_of, with_hidden
@@ -21,6 +20,7 @@ from lyapunov_prune.mending.fit import FORMS, LinearMap, Sums, fit
 from lyapunov_prune.mending.place import Place, find_place, multiplied
 from lyapunov_prune.mending.report import NONE, Gap, MendReport
 from lyapunov_prune.merging.reductions import HiddenMap
+from lyapunov_prune.models.decoder import Model, model_of
 from lyapunov_prune.models.feedforward import Affine
 from lyapunov_prune.models.hooked import hooked
 from lyapunov_prune.models.plain import require_unquantised
@@ -44,7 +44,7 @@ class Mend:
 @in_eval_mode
 @torch.no_grad()
 def fit_mends(
-    model: PreTrainedModel, removed: Sequence[int], batch: Readable, *, of: int = 1
+    model: Model, removed: Sequence[int], batch: Readable, *, of: int = 1
 ) -> tuple[tuple[Mend, ...], MendReport]:
     """The maps that close the gaps of `removed` layers, none where no map helps; `model` is not changed.
 
@@ -62,7 +62,7 @@ def fit_mends(
     Raises LyapunovPruneError for quantised weights, a batch of one window, fewer tokens than the map has columns, a gap
     without a layer before it, a layer that can take no map (`find_place`), and where no loss is finite.
     """
-    require_unquantised(model)
+    require_unquantised(model_of(model))
     reading = read(model, batch)
     removed = sorted(removed)
     gaps = [[layer for _, layer in run] for _, run in groupby(enumerate(removed), key=lambda pair: pair[1] - pair[0])]
@@ -72,7 +72,7 @@ def fit_mends(
         )
     fitted, held = fitted_and_held(reading, of)
     tokens = sum(w.numel() for w in fitted)
-    places = [find_place(model, gap[0] - 1) for gap in gaps]
+    places = [find_place(reading.decoder, gap[0] - 1) for gap in gaps]
     walks = _Walks(reading, tuple(removed), fitted, held)
     mends: list[Mend] = []
     tables: list[Gap] = []

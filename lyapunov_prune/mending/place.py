@@ -11,14 +11,14 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import PreTrainedModel
 
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.forward.branches import Branch
 from lyapunov_prune.forward.hooks import Enough, hidden_of, layer_input, run_backbone, with_hidden
 from lyapunov_prune.forward.outputs import zero_outputs
+from lyapunov_prune.models.decoder import Decoder
 from lyapunov_prune.models.hooked import hooked
-from lyapunov_prune.models.structure import find_structure, in_eval_mode
+from lyapunov_prune.models.structure import in_eval_mode
 
 _TOKENS = 8
 _SAME = 1e-3  # relative tolerance of a layer in float32
@@ -55,16 +55,16 @@ class Place:
 
 @in_eval_mode
 @torch.no_grad()
-def find_place(model: PreTrainedModel, layer: int) -> Place:
+def find_place(decoder: Decoder, layer: int) -> Place:
     """The last place in `layer` that can take a map, verified by running the layer on random tokens.
 
     Does not depend on the family. Going back from the end of the layer, a module is a candidate if its output moves the
     layer's output by the same multiple everywhere; its parameters are multiplied by a random `I + E` and must give `(I
-    + E) m`. A full map is preferred to a diagonal one. Works on a float32 copy of the layer: `model` is not changed.
+    + E) m`. A full map is preferred to a diagonal one. Works on a float32 copy of the layer: the model is not changed.
 
     Raises LyapunovPruneError, with the reason, for a layer without such a place.
     """
-    structure = find_structure(model)
+    structure = decoder.structure
     found: list[_Layer] = []
 
     def note(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:

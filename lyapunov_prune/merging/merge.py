@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 import torch
 from torch import nn
-from transformers import PreTrainedModel
 
 from lyapunov_prune.arguments import checked
 from lyapunov_prune.calibration.blocks import sum_blocks
@@ -22,7 +21,7 @@ from lyapunov_prune.forward.reading import Readable, Reading
 from lyapunov_prune.linalg import lift
 from lyapunov_prune.merging.reductions import HiddenMap, hidden_map, require_reduction
 from lyapunov_prune.merging.table import REDUCTIONS
-from lyapunov_prune.models.decoder import wrap_any
+from lyapunov_prune.models.decoder import Model, wrap_any
 from lyapunov_prune.models.feedforward import Affine, BlockParts, FeedForward, find_feedforward, lifted
 from lyapunov_prune.models.hooked import hooked
 from lyapunov_prune.models.structure import in_eval_mode
@@ -53,7 +52,7 @@ class Merged:
 @checked
 @in_eval_mode
 def merge_layers(
-    model: PreTrainedModel, batch: Readable | ImageBatch, layers: Sequence[int], reduction: str, *, batch_size: int = 1
+    model: Model, batch: Readable | ImageBatch, layers: Sequence[int], reduction: str, *, batch_size: int = 1
 ) -> tuple[Merged, ...]:
     """Merge the feed-forward blocks of these layers of a model, which is not changed, see `merge_blocks`.
 
@@ -63,7 +62,7 @@ def merge_layers(
     """
     decoder = wrap_any(model)
     structure, examples = decoder.structure, as_examples(decoder, batch.batch if isinstance(batch, Reading) else batch)
-    inputs = model_inputs(model, examples, batch_size)
+    inputs = model_inputs(decoder.model, examples, batch_size)
     outside = [i for i in layers if not 0 <= i < structure.num_layers]
     if outside or len(set(layers)) < len(layers) or not layers:
         raise LyapunovPruneError(

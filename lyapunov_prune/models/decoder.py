@@ -52,7 +52,7 @@ class Decoder:
     @property
     def wrapped(self) -> bool:
         """Whether it is a part of a model with more than text."""
-        return self.structure.config is not self.model.config
+        return is_wrapped(self.model)
 
     @property
     def identity(self) -> ModelIdentity:
@@ -88,6 +88,11 @@ def wrap_any(model: Model) -> Decoder:
         return wrap(model)
     bring_all(model)
     return Decoder(model, find_layers(model))
+
+
+def is_wrapped(model: PreTrainedModel) -> bool:
+    """Whether the decoder is a part of a model with more than text."""
+    return model.config.get_text_config(decoder=True) is not model.config
 
 
 def model_of(model: Model) -> PreTrainedModel:

@@ -10,8 +10,9 @@ from transformers import AutoModelForCausalLM, AutoModelForMultimodalLM, PreTrai
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_MULTIMODAL_LM_MAPPING
 
 from lyapunov_prune.errors import LyapunovPruneError
+from lyapunov_prune.models.decoder import Decoder
 from lyapunov_prune.models.hooked import hooked
-from lyapunov_prune.models.structure import Structure, require_causal
+from lyapunov_prune.models.structure import require_causal
 
 
 def auto_class(config: PreTrainedConfig, *, text_only: bool = False) -> Any:
@@ -53,15 +54,10 @@ def loading_class(model: PreTrainedModel) -> Any:
     return type(model) if own else AutoModelForCausalLM
 
 
-def is_wrapped(model: PreTrainedModel) -> bool:
-    """Whether the decoder is a part of a model with more than text."""
-    return model.config.get_text_config(decoder=True) is not model.config
-
-
 @torch.no_grad()
-def require_text_alone(model: PreTrainedModel, structure: Structure, removed: tuple[int, ...]) -> None:
+def require_text_alone(decoder: Decoder, removed: tuple[int, ...]) -> None:
     """Raise LyapunovPruneError for a wrapped decoder whose removal token ids alone cannot show to be right."""
-    kind = type(model).__name__
+    model, structure, kind = decoder.model, decoder.structure, type(decoder.model).__name__
     run: set[int] = set()
 
     def note(index: int) -> Any:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Literal, get_args
 
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
 from lyapunov_prune.arguments import checked
 from lyapunov_prune.data.batch import TokenBatch, Tokens
@@ -18,15 +18,17 @@ from lyapunov_prune.mending.mend import Mend
 from lyapunov_prune.merging.merge import Merged, merge_layers
 from lyapunov_prune.merging.reductions import require_reduction
 from lyapunov_prune.models.classifiers import looks_at_images
+from lyapunov_prune.models.decoder import Decoder, Model, model_of, wrap_any
 from lyapunov_prune.models.feedforward import find_feedforward
 from lyapunov_prune.models.left_out import require_whole
-from lyapunov_prune.models.structure import Structure, find_layers, find_structure
+from lyapunov_prune.models.plain import plain
 from lyapunov_prune.pruning.compact import Cuts, make_compact, require_compact
 from lyapunov_prune.pruning.compact_checkpoint import save_compact
-from lyapunov_prune.pruning.gate import verify_removal
 from lyapunov_prune.pruning.mirroring import require_mirrored
+from lyapunov_prune.pruning.operation import Operation
 from lyapunov_prune.pruning.plan import PruningPlan
 from lyapunov_prune.pruning.provenance import Provenance, describe, require_passed, save
+from lyapunov_prune.pruning.removal_gate import check_removal
 from lyapunov_prune.pruning.surgery import cut
 from lyapunov_prune.results.files import require_empty, whole_folder
 from lyapunov_prune.results.history import HISTORY, history_of
@@ -37,7 +39,7 @@ Format = Literal["plain", "compact"]
 
 @checked
 def write_pruned(
-    model: PreTrainedModel,
+    model: Model,
     tokenizer: PreTrainedTokenizerBase | None,
     plan: PruningPlan,
     target: str | Path,
@@ -64,41 +66,46 @@ def write_pruned(
     that cannot be mended, when the target is not empty or the disk refuses; either way nothing is left at `target`.
     """
     require_empty(target)
-    require_whole(model)
-    structure = find_layers(model) if looks_at_images(model) else find_structure(model)
-    plan.require_model(model)
-    batch = None if batch is None else as_examples(model, batch)
-    _require_possible(model, structure, plan, batch, format)
+    require_whole(model_of(model))
+    decoder = plain(model, wrap_any)
+    plan.require_model(decoder)
+    batch = None if batch is None else as_examples(decoder, batch)
+    _require_possible(decoder, plan, batch, format)
     lesson = _mended_by(plan, batch, format) if mend else None
     if batch is not None:
         first = batch.take([0])
         # Else the gate would blame the removal.
-        require_finite(structure, model_inputs(model, first, 1)[0], first.measured_on(model).text)
+        require_finite(
+            decoder.structure, model_inputs(decoder.model, first, 1)[0], first.measured_on(decoder.model).text
+        )
     merged: tuple[Merged, ...] = ()
     if batch is not None and plan.reduction is not None:
-        merged = merge_layers(model, batch, plan.drop_activation, plan.reduction)
-        plan = plan.seen_on(batch.measured_on(model))
+        merged = merge_layers(decoder, batch, plan.drop_activation, plan.reduction)
+        plan = plan.seen_on(batch.measured_on(decoder.model))
     mends: tuple[Mend, ...] = ()
     mended = None
     if lesson is not None:
-        mends, mended = judged_mends(model, plan.remove, lesson, judge)
+        mends, mended = judged_mends(decoder, plan.remove, lesson, judge)
         plan = plan.seen_on(mended.measured_on)
         for each in mended.judgements:
             plan = plan.seen_on(each.measured_on)
     cuts = Cuts.of(plan, merged)
     compact = format == "compact"
-    pruned = make_compact(model, cuts, shared=True) if compact else cut(model, plan, merged, mends, shared=True)
-    plan.require_model(model)  # had the cut written into what both share, the gate would hold the fault against itself
+    operation = Operation(plan, merged, mends)
+    pruned = wrap_any(make_compact(decoder, cuts, shared=True)) if compact else cut(decoder, operation, shared=True)
+    plan.require_model(
+        decoder
+    )  # had the cut written into what both share, the gate would hold the fault against itself
     with whole_folder(target) as folder:
         if compact:
-            gate = save_compact(folder, model, pruned, tokenizer, cuts, batch)
+            gate = save_compact(folder, decoder, pruned.model, tokenizer, cuts, batch)
         else:
             assert not isinstance(batch, ImageBatch)  # `_require_possible`
-            save(pruned, tokenizer, folder)
-            gate = verify_removal(model, pruned, plan, batch, checkpoint=folder, merged=merged, mends=mends)
+            save(pruned.model, tokenizer, folder)
+            gate = check_removal(decoder, pruned, operation, batch, folder)
             require_passed(gate)
-            history_of(pruned).save(folder / HISTORY)
-        return describe(folder, plan, gate, structure, pruned, format=format, mended=mended)
+            history_of(pruned.model).save(folder / HISTORY)
+        return describe(folder, plan, gate, decoder.structure, pruned.model, format=format, mended=mended)
 
 
 def _mended_by(plan: PruningPlan, batch: Examples | None, format: Format) -> TokenBatch:
@@ -111,21 +118,21 @@ def _mended_by(plan: PruningPlan, batch: Examples | None, format: Format) -> Tok
     return batch
 
 
-def _require_possible(
-    model: PreTrainedModel, structure: Structure, plan: PruningPlan, batch: Examples | None, format: Format
-) -> None:
+def _require_possible(decoder: Decoder, plan: PruningPlan, batch: Examples | None, format: Format) -> None:
     """Raise LyapunovPruneError, before anything is fitted, for a plan that `format` cannot hold."""
     if format not in get_args(Format):
         raise LyapunovPruneError(f"unknown format {format!r}; give one of {', '.join(get_args(Format))}")
     if format == "compact":
-        require_compact(model, plan)
-    elif looks_at_images(model):
-        raise LyapunovPruneError(f"{type(model).__name__} looks at images and is cut to compact only; give that format")
+        require_compact(decoder, plan)
+    elif looks_at_images(decoder.model):
+        raise LyapunovPruneError(
+            f"{type(decoder.model).__name__} looks at images and is cut to compact only; give that format"
+        )
     if plan.reduction is None:
         return
     for layer in plan.drop_activation:
-        require_reduction(plan.reduction, find_feedforward(structure, layer))
+        require_reduction(plan.reduction, find_feedforward(decoder.structure, layer))
     if format == "plain":
-        require_mirrored(structure, plan.drop_activation)
+        require_mirrored(decoder.structure, plan.drop_activation)
     if batch is None:
         raise LyapunovPruneError(f"reduction {plan.reduction} is fitted on a text; give a batch")

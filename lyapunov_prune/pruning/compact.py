@@ -19,13 +19,12 @@ from lyapunov_prune.arguments import checked
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.merging.merge import Merged
 from lyapunov_prune.merging.reductions import HiddenMap
-from lyapunov_prune.models.compact import LAYOUTS, NO_ATTENTION, Layout, compact_class, family_of, is_compact
-from lyapunov_prune.models.decoder import wrap_any
+from lyapunov_prune.models.compact import LAYOUTS, NO_ATTENTION, Layout, compact_class, is_compact
+from lyapunov_prune.models.decoder import Decoder, Model, wrap_any
 from lyapunov_prune.models.feedforward import Affine
 from lyapunov_prune.models.held import held
 from lyapunov_prune.models.plain import plain
 from lyapunov_prune.models.sharing import shared_memo
-from lyapunov_prune.models.structure import find_layers
 from lyapunov_prune.pruning.plan import PruningPlan
 from lyapunov_prune.pruning.surgery import without_layers
 from lyapunov_prune.results.history import add_step
@@ -63,7 +62,7 @@ class Cuts:
 
 
 @checked
-def make_compact(model: PreTrainedModel, cuts: Cuts, *, shared: bool = False) -> PreTrainedModel:
+def make_compact(model: Model, cuts: Cuts, *, shared: bool = False) -> PreTrainedModel:
     """A new, smaller model without what `cuts` names; `model`, plain or compact already, is untouched.
 
     Whole layers leave first, as `remove_layers` takes them out. What comes out is of the class of `model` and more: its
@@ -76,34 +75,33 @@ def make_compact(model: PreTrainedModel, cuts: Cuts, *, shared: bool = False) ->
     twice or has lost the same before, for a matrix of another shape or with values that are not finite, when no
     attention of a decoder would be left, and for a model that is not its plain weights.
     """
-    plain(model, wrap_any)
-    compact_class(model)
-    places = cut_places(model, cuts)
-    source, kept = model, [i for i in range(len(places)) if i not in cuts.remove]
+    source = decoder = plain(model, wrap_any)
+    compact_class(source.model)
+    places = cut_places(source, cuts)
+    kept = [i for i in range(len(places)) if i not in cuts.remove]
     if cuts.remove:
-        with held(model):
-            plan = PruningPlan.given(model, cuts.remove)
-            model = without_layers(model, find_layers(model), plan, shared_memo(model))
+        with held(source.model):
+            plan = PruningPlan.given(source, cuts.remove)
+            decoder = wrap_any(without_layers(source, plan, shared_memo(source.model)))
         places = [places[i] for i in kept]
-    structure = find_layers(model)
-    before = cuts_of(model)
+    structure, before = decoder.structure, cuts_of(decoder)
     # What goes is replaced, never copied.
     gone = zip(structure.layers, places, strict=True)
-    stand_ins: dict[int, Any] = shared_memo(model) if shared else {}
+    stand_ins: dict[int, Any] = shared_memo(decoder.model) if shared else {}
     stand_ins |= {id(layer.get_submodule(path)): nn.Identity() for layer, paths in gone for path in paths}
     compact = compact_copy(
-        model, [_outside(old, new) | new for old, new in zip(before, places, strict=True)], stand_ins
+        decoder.model, [_outside(old, new) | new for old, new in zip(before, places, strict=True)], stand_ins
     )
     with torch.device("meta"):
         compact.cut(places)
     for index, (W, b) in cuts.merged.items():
         new = kept.index(index)
-        matrix: Any = compact.get_submodule(f"{structure.layers_path}.{new}.{_layout(model).block[0]}")
+        matrix: Any = compact.get_submodule(f"{structure.layers_path}.{new}.{_layout(decoder).block[0]}")
         like = next(structure.layers[new].parameters())
         matrix.weight = nn.Parameter(W.detach().to(like, copy=True))
         if b is not None:
             matrix.bias = nn.Parameter(b.detach().to(like, copy=True))
-    add_step(compact, "prune", cuts.measured_on, source)
+    add_step(compact, "prune", cuts.measured_on, source.model)
     return compact
 
 
@@ -126,27 +124,30 @@ def compact_copy(model: PreTrainedModel, cuts: list[dict[str, str]], in_place_of
     return compact
 
 
-def cut_places(model: PreTrainedModel, cuts: Cuts) -> list[dict[str, str]]:
+def cut_places(decoder: Decoder, cuts: Cuts) -> list[dict[str, str]]:
     """What stands in the place of which module, layer by layer, as `modeling_compact` reads it.
 
     Raises LyapunovPruneError for cuts that are not possible, as `make_compact`.
     """
-    _require_cuts(model, cuts.attention, tuple(cuts.merged), cuts.remove)
+    _require_cuts(decoder, cuts.attention, tuple(cuts.merged), cuts.remove)
     unmerged = sorted(set(cuts.hidden) - set(cuts.merged))
     if unmerged:
         raise LyapunovPruneError(f"layer {unmerged[0]} has a hidden map and no merged matrix; give both")
-    layout = _layout(model)
-    places: list[dict[str, str]] = [{} for _ in find_layers(model).layers]
+    layout = _layout(decoder)
+    places: list[dict[str, str]] = [{} for _ in decoder.layers]
     for index in cuts.attention:
-        places[index] = {layout.attention: "none", **dict.fromkeys(layout.norms_alone(model.config), "identity")}
+        places[index] = {
+            layout.attention: "none",
+            **dict.fromkeys(layout.norms_alone(decoder.model.config), "identity"),
+        }
     for index, (W, b) in cuts.merged.items():
-        _require_affine(index, W, b, model)
+        _require_affine(index, W, b, decoder.model)
         first, *others = layout.block
         places[index] |= {first: _MERGED[b is not None], **dict.fromkeys(others, "identity")}
     return places
 
 
-def require_compact(model: PreTrainedModel, plan: PruningPlan) -> None:
+def require_compact(decoder: Decoder, plan: PruningPlan) -> None:
     """Raise LyapunovPruneError for a plan that a compact checkpoint cannot hold, and for one that needs none."""
     if plan.drop_mlp:
         raise LyapunovPruneError(
@@ -158,15 +159,15 @@ def require_compact(model: PreTrainedModel, plan: PruningPlan) -> None:
             "whole layers leave a plain checkpoint too, and the plan drops no attention or activation of the others; "
             "leave out --format compact"
         )
-    compact_class(model)
-    _require_cuts(model, plan.drop_attention, plan.drop_activation, plan.remove)
+    compact_class(decoder.model)
+    _require_cuts(decoder, plan.drop_attention, plan.drop_activation, plan.remove)
 
 
 def _require_cuts(
-    model: PreTrainedModel, attention: tuple[int, ...], blocks: tuple[int, ...], remove: tuple[int, ...]
+    decoder: Decoder, attention: tuple[int, ...], blocks: tuple[int, ...], remove: tuple[int, ...]
 ) -> None:
     """Raise LyapunovPruneError unless these layers can lose these parts."""
-    layout, before = _layout(model), cuts_of(model)
+    layout, before = _layout(decoder), cuts_of(decoder)
     for what, indices in {"the whole": remove, "the attention": attention, "the feed-forward block": blocks}.items():
         _require_layers(len(before), what, indices)
     if not attention and not blocks and not remove:
@@ -181,17 +182,17 @@ def _require_cuts(
         if before[index].get(layout.block[0], "").startswith(_MERGED):
             raise LyapunovPruneError(f"the feed-forward block of layer {index} is merged already; choose other layers")
     left = [i for i, places in enumerate(before) if i not in {*attention, *remove} and layout.attention not in places]
-    if not left and model.can_generate():
+    if not left and decoder.model.can_generate():
         raise LyapunovPruneError(NO_ATTENTION)
 
 
-def _layout(model: PreTrainedModel) -> Layout:
-    return LAYOUTS[family_of(model.config)]
+def _layout(decoder: Decoder) -> Layout:
+    return LAYOUTS[decoder.structure.model_type]
 
 
-def cuts_of(model: PreTrainedModel) -> list[dict[str, str]]:
-    """What `model` has lost already, layer by layer; of a plain one nothing."""
-    return model.config.cuts if is_compact(model) else [{} for _ in find_layers(model).layers]
+def cuts_of(decoder: Decoder) -> list[dict[str, str]]:
+    """What the model has lost already, layer by layer; of a plain one nothing."""
+    return decoder.model.config.cuts if is_compact(decoder.model) else [{} for _ in decoder.layers]
 
 
 def _outside(old: dict[str, str], gone: Collection[str]) -> dict[str, str]:

@@ -10,7 +10,8 @@ from lyapunov_prune.arguments import checked
 from lyapunov_prune.checkpoints.cards import write_card
 from lyapunov_prune.data.batch import TokenBatch
 from lyapunov_prune.data.images import ImageBatch
-from lyapunov_prune.models.structure import find_layers
+from lyapunov_prune.models.decoder import Decoder, Model, wrap_any
+from lyapunov_prune.models.plain import plain
 from lyapunov_prune.pruning.compact import Cuts, make_compact
 from lyapunov_prune.pruning.compact_gate import verify_compact
 from lyapunov_prune.pruning.gate import GateReport
@@ -23,7 +24,7 @@ GATE = "gate.json"
 
 @checked
 def write_compact(
-    model: PreTrainedModel,
+    model: Model,
     tokenizer: PreTrainedTokenizerBase | None,
     cuts: Cuts,
     target: str | Path,
@@ -37,36 +38,37 @@ def write_compact(
     empty or the disk refuses; either way nothing is left at `target`.
     """
     require_empty(target)
-    compact = make_compact(model, cuts)
+    decoder = plain(model, wrap_any)
+    compact = make_compact(decoder, cuts)
     with whole_folder(target) as folder:
-        gate = save_compact(folder, model, compact, tokenizer, cuts, batch)
+        gate = save_compact(folder, decoder, compact, tokenizer, cuts, batch)
         gate.save(folder / GATE)
-        _describe(folder, model, compact, cuts, gate)
+        _describe(folder, decoder, compact, cuts, gate)
         return gate
 
 
 def save_compact(
     folder: Path,
-    model: PreTrainedModel,
+    decoder: Decoder,
     compact: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase | None,
     cuts: Cuts,
     batch: TokenBatch | ImageBatch | None,
 ) -> GateReport:
-    """Save `compact`, made of `model` by `cuts`, and its history in `folder`, once it has passed the gate there.
+    """Save `compact`, made of `decoder` by `cuts`, and its history in `folder`, once it has passed the gate there.
 
     Raises CheckFailed when the gate fails: `folder` must be one that goes then (`whole_folder`).
     """
     save(compact, tokenizer, folder)
-    gate = verify_compact(model, compact, cuts, batch, checkpoint=folder)
+    gate = verify_compact(decoder, compact, cuts, batch, checkpoint=folder)
     require_passed(gate)
     history_of(compact).save(folder / HISTORY)
     return gate
 
 
-def _describe(folder: Path, model: PreTrainedModel, compact: PreTrainedModel, cuts: Cuts, gate: GateReport) -> None:
+def _describe(folder: Path, decoder: Decoder, compact: PreTrainedModel, cuts: Cuts, gate: GateReport) -> None:
+    model, layers = decoder.model, decoder.structure.num_layers
     name = model.config._name_or_path or type(model).__name__
-    layers = find_layers(model).num_layers
     gone = []
     if cuts.attention:
         gone.append(f"The attention of layers {', '.join(map(str, sorted(cuts.attention)))}, counted from 0.")

@@ -16,25 +16,26 @@ from transformers import PreTrainedModel
 
 from lyapunov_prune.checkpoints.outline import layer_of
 from lyapunov_prune.checkpoints.reloading import GateCheck
+from lyapunov_prune.models.decoder import Decoder
 from lyapunov_prune.models.digest import saved_tensors
-from lyapunov_prune.models.families import family_entry
 from lyapunov_prune.models.left_out import LeftOut, left_out
-from lyapunov_prune.models.structure import Structure, find_layers, find_structure
+from lyapunov_prune.models.structure import Structure
 from lyapunov_prune.pruning.plan import PruningPlan
 
 COUNTED = "fell by what was removed"
 Sizes = Sequence[tuple[str, int]]  # names of tensors in a model, and the bytes that its checkpoint holds of each
 
 
-def shares_leaving(model: PreTrainedModel, plan: PruningPlan) -> dict[str, Fraction]:
-    """How much of each tensor leaves with the layers of `plan`, by every name in the state dict of `model`.
+def shares_leaving(decoder: Decoder, plan: PruningPlan) -> dict[str, Fraction]:
+    """How much of each tensor leaves with the layers of `plan`, by every name in the state dict of the model.
 
     All of what removed layers alone hold, and of what a family lets go with them (`Family.leaves`); the blocks of
     removed layers of a table that has one a layer (`Family.tables`); nothing of what a kept layer uses.
     """
-    structure = find_structure(model)
-    family = family_entry(structure.model_type)
-    places = {name: place(t) for name, t in model.state_dict(keep_vars=True).items() if isinstance(t, torch.Tensor)}
+    structure, family = decoder.structure, decoder.family
+    places = {
+        name: place(t) for name, t in decoder.model.state_dict(keep_vars=True).items() if isinstance(t, torch.Tensor)
+    }
     stays = {place for name, place in places.items() if layer_of(name, structure) not in plan.remove}
     if family.leaves is not None:
         stays -= {place(p) for p in family.leaves(structure.layers, structure.config, plan.remove)}
@@ -54,16 +55,14 @@ def sizes_in_memory(model: PreTrainedModel) -> Sizes:
     return list({place(t): (name, t.nbytes) for name, t in saved_tensors(model)}.values())
 
 
-def count_check(
-    original: PreTrainedModel, sizes: Sizes, pruned: PreTrainedModel, saved: int, plan: PruningPlan
-) -> GateCheck:
+def count_check(original: Decoder, sizes: Sizes, pruned: Decoder, saved: int, plan: PruningPlan) -> GateCheck:
     """Whether layers, parameters and bytes fell by exactly what leaves with `plan`.
 
     `sizes` are those of the original, `saved` the bytes of all tensors in the pruned checkpoint.
     """
     shares = shares_leaving(original, plan)
-    check = fallen_check(original, sizes, pruned, saved, held_by(original, sizes, shares), len(plan.kept))
-    files = left_out(original)
+    check = fallen_check(original, sizes, pruned, saved, held_by(original.model, sizes, shares), len(plan.kept))
+    files = left_out(original.model)
     if files is None or not check.passed or not shares.keys() >= set(files.taken.values()):  # or another by now
         return check
     return _accounted(check, files, original, pruned, plan, shares)
@@ -72,13 +71,13 @@ def count_check(
 def _accounted(
     check: GateCheck,
     files: LeftOut,
-    original: PreTrainedModel,
-    pruned: PreTrainedModel,
+    original: Decoder,
+    pruned: Decoder,
     plan: PruningPlan,
     shares: Mapping[str, Fraction],
 ) -> GateCheck:
     """`check`, failed by a tensor of the original's `files` that is neither kept, nor removed by `plan`, nor named."""
-    structure, after = find_structure(original), pruned.state_dict().keys()
+    structure, after = original.structure, pruned.model.state_dict().keys()
     removed = sum(shares[name] == 1 for name in files.taken.values())
     for key, name in files.taken.items():
         if shares[name] != 1 and renamed(name, structure, plan) not in after:
@@ -98,16 +97,15 @@ def renamed(name: str, structure: Structure, plan: PruningPlan) -> str | None:
 
 
 def fallen_check(
-    original: PreTrainedModel, sizes: Sizes, pruned: PreTrainedModel, saved: int, left: tuple[int, int], layers: int
+    original: Decoder, sizes: Sizes, pruned: Decoder, saved: int, left: tuple[int, int], layers: int
 ) -> GateCheck:
     """As `count_check`, for these parameters and bytes that `left`, and so many `layers` that stay."""
     parameters, leave = left
-    total = original.num_parameters()
-    structure = find_layers(pruned)
+    total, structure = original.model.num_parameters(), pruned.structure
     wanted = {
         "layers": (structure.num_layers, layers),
         "config's layer count": (getattr(structure.config, structure.count), layers),
-        "parameters": (pruned.num_parameters(), total - parameters),
+        "parameters": (pruned.model.num_parameters(), total - parameters),
         "bytes saved": (saved, sum(size for _, size in sizes) - leave),
     }
     for part, (counted, expected) in wanted.items():

@@ -6,6 +6,9 @@ pruned on disk has not been run, and its card says so.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -17,14 +20,21 @@ from lyapunov_prune.checkpoints.streamed import streamed
 from lyapunov_prune.checkpoints.tensor_files import read_tensors
 from lyapunov_prune.errors import LyapunovPruneError, NonFiniteError
 from lyapunov_prune.forward.hooks import residual_stream, skipped
-from lyapunov_prune.forward.kept import KeptLogits
-from lyapunov_prune.forward.logits import SAME_LIMIT, deviation, sample_inputs
-from lyapunov_prune.models.decoder import wrap
+from lyapunov_prune.forward.logits import sample_inputs
+from lyapunov_prune.models.decoder import Decoder
 from lyapunov_prune.models.pictures import picture_logits, picture_prompt, reads_pictures
-from lyapunov_prune.models.structure import find_structure
 from lyapunov_prune.progress import status
 from lyapunov_prune.pruning.counting import count_check, shares_leaving
-from lyapunov_prune.pruning.gate import CACHED, PICTURED, SKIPPED, GateReport, attempt, crashed, same_check, seen_by
+from lyapunov_prune.pruning.gate import (
+    CACHED,
+    PICTURED,
+    SKIPPED,
+    Gate,
+    GateReport,
+    attempt,
+    crashed,
+    seen_by,
+)
 from lyapunov_prune.pruning.plan import PruningPlan
 
 KEYS, PLACED = "keys and settings", "layers in their places"
@@ -41,7 +51,7 @@ def not_run(model: PreTrainedModel, *, stream: bool) -> tuple[str, ...]:
 
 
 def verify_files(
-    outline: Outline, pruned: PreTrainedModel, plan: PruningPlan, folder: Path, *, stream: bool = False
+    outline: Outline, pruned: Decoder, plan: PruningPlan, folder: Path, *, stream: bool = False
 ) -> GateReport:
     """Check the pruned checkpoint in `folder` against the original's `outline` and the `pruned` meta model.
 
@@ -59,69 +69,68 @@ def verify_files(
     except LyapunovPruneError as error:
         reason = str(error).replace(str(folder), "what was written").rpartition(";")[0]
         return GateReport((GateCheck(KEYS, False, float("inf"), 0.0, reason),))
+    saved = sum(size for _, size in written.sizes())
     checks = [
         _keys_check(written, pruned, folder),
         _places_check(outline, written, plan),
-        count_check(outline.model, outline.sizes(), written.model, sum(size for _, size in written.sizes()), plan),
+        count_check(outline.decoder, outline.sizes(), written.decoder, saved, plan),
     ]
-    if not stream:
-        return GateReport(tuple(checks))
+    return _run(outline, written, plan, checks) if stream else GateReport(tuple(checks))
+
+
+@torch.no_grad()
+def _run(outline: Outline, written: Outline, plan: PruningPlan, checks: list[GateCheck]) -> GateReport:
+    """`checks`, and those of the logits, of both models streamed."""
     original = streamed(outline)
-    inputs = sample_inputs(wrap(original), None)
+    inputs, prompt, with_picture = sample_inputs(original, None), picture_prompt(original.model), None
     try:
-        prompt = picture_prompt(original)
-        reference, with_picture = _reference(original, plan, inputs, prompt)
+        gate = Gate(original, streamed(written), inputs, partial(_skipping, layers=plan.remove))
+        expected = gate.expected()
+        if prompt is not None:
+            with gate.standing_in(original):
+                with_picture = picture_logits(original.model, prompt)
     except LyapunovPruneError:  # its files, or its states: no verdict on what was written
         raise
     except Exception as error:
-        checks.append(crashed(SKIPPED, error))
-    else:
-        checks.append(attempt(SKIPPED, lambda: _logits_check(streamed(written), inputs, reference)))
-        if prompt is not None and with_picture is not None:
-            checks.append(attempt(PICTURED, lambda: _picture_check(streamed(written), prompt, with_picture)))
+        return GateReport((*checks, crashed(SKIPPED, error)), seen_by(original, None, inputs))
+    with status("what was written"):
+        detail = "logits of the files written, streamed, against the original's with the layers skipped"
+        checks.append(attempt(SKIPPED, lambda: gate.same(detail, expected)))
+    if prompt is not None and with_picture is not None:
+        with status("what was written, with a picture"):
+            detail = "logits with a picture in the prompt, streamed"
+            checks.append(attempt(PICTURED, lambda: gate.pictured(prompt, with_picture, detail)))
     return GateReport(tuple(checks), seen_by(original, None, inputs))
 
 
-@torch.no_grad()
-def _reference(
-    original: PreTrainedModel, plan: PruningPlan, inputs: list[torch.Tensor], prompt: dict[str, torch.Tensor] | None
-) -> tuple[KeptLogits, torch.Tensor | None]:
-    """The logits of `original`, its layers skipped, on `inputs` and on the `prompt` with a picture."""
-    structure = find_structure(original)
+@contextmanager
+def _skipping(decoder: Decoder, layers: tuple[int, ...]) -> Iterator[None]:
+    """Inside the block `decoder` passes over `layers`; a state that is not finite raises NonFiniteError."""
+    told = "the original, its layers skipped"
 
     def visit(layer: int, hidden: torch.Tensor) -> None:
         if not hidden.isfinite().all():
-            raise NonFiniteError(layer, "the original, its layers skipped")
+            raise NonFiniteError(layer, told)
 
-    skipping, looking = skipped(structure, plan.remove), residual_stream(structure, visit, one_state=False)
-    with status("the original, its layers skipped"), skipping, looking:
-        return KeptLogits(wrap(original), inputs), None if prompt is None else picture_logits(original, prompt)
-
-
-@torch.no_grad()
-def _logits_check(pruned: PreTrainedModel, inputs: list[torch.Tensor], reference: KeptLogits) -> GateCheck:
-    with status("what was written"):
-        detail = "logits of the files written, streamed, against the original's with the layers skipped"
-        return same_check(pruned, inputs, reference, SAME_LIMIT[pruned.dtype], detail)
+    looking = residual_stream(decoder.structure, visit, one_state=False)
+    with status(told), skipped(decoder.structure, layers), looking:
+        yield
 
 
-@torch.no_grad()
-def _picture_check(pruned: PreTrainedModel, prompt: dict[str, torch.Tensor], reference: torch.Tensor) -> GateCheck:
-    with status("what was written, with a picture"):
-        worst, limit = deviation(picture_logits(pruned, prompt), reference), SAME_LIMIT[pruned.dtype]
-        return GateCheck(PICTURED, worst <= limit, worst, limit, "logits with a picture in the prompt, streamed")
-
-
-def _keys_check(written: Outline, pruned: PreTrainedModel, folder: Path) -> GateCheck:
+def _keys_check(written: Outline, pruned: Decoder, folder: Path) -> GateCheck:
     extra = sorted(read_tensors(folder).keys() - written.stored.keys())
     wrong = f"{extra[0]} is no tensor of the model" if extra else ""
-    wrong = wrong or changed_setting(pruned, written.model) or wrong_packed_keys(folder, written.model.config)
+    wrong = (
+        wrong
+        or changed_setting(pruned.layers, written.structure.layers)
+        or wrong_packed_keys(folder, written.model.config)
+    )
     return GateCheck(KEYS, not wrong, float(bool(wrong)), 0.0, wrong or "names, shapes and settings on plain loading")
 
 
 def _places_check(outline: Outline, written: Outline, plan: PruningPlan) -> GateCheck:
     was, now = _by_layer(outline), _by_layer(written)
-    stays = {name for name, share in shares_leaving(outline.model, plan).items() if not share}
+    stays = {name for name, share in shares_leaving(outline.decoder, plan).items() if not share}
     changed = [name for name in was[None].keys() & stays if now[None].get(name) != was[None][name]]
     if changed:
         return GateCheck(PLACED, False, len(changed), 0.0, f"{min(changed)} is not what it was")

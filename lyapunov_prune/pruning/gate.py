@@ -1,63 +1,44 @@
-"""The removal gate: a pruned model is right when four independent checks say so.
+"""One gate: a result is held against a reference that hooks make compute the same, and handed out if it passes.
 
-1. Its logits are those of the original with the same layers and sublayers passed over, hidden vectors replaced and
-   gaps mended, by hooks.
-2. Decoding step by step with a cache gives the logits of the uncached forward.
-3. Saved and reloaded with plain transformers it is the same model: same keys, same logits, same settings
-   in every layer.
-4. Layers, parameters and bytes on disk fell by exactly what was removed.
-
-Each check compares floating-point numbers on some tokens: evidence, not a proof.
+`Gate` holds both, and the comparisons that every gate makes: of logits, of decoding through the cache, of what comes
+back from the files. `removal_gate`, `compact_gate`, `disk_gate` and `compression.factored` say what the reference has
+to compute and what else is asked. Each check compares floating-point numbers on some tokens: evidence, not a proof.
 """
 
 from __future__ import annotations
 
 import copy
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from transformers import PreTrainedModel
 
-from lyapunov_prune.arguments import checked
-from lyapunov_prune.checkpoints.outline import layer_of
 from lyapunov_prune.checkpoints.reloading import RELOADED, GateCheck, reload_check
 from lyapunov_prune.checkpoints.tensor_files import read_header
 from lyapunov_prune.data.batch import TokenBatch, Tokens, as_batch
 from lyapunov_prune.data.examples import Examples
 from lyapunov_prune.data.images import ImageBatch
 from lyapunov_prune.errors import in_short
-from lyapunov_prune.forward.hooks import skipped
 from lyapunov_prune.forward.kept import KeptLogits
-from lyapunov_prune.forward.logits import CACHE_LIMIT, cached_logits, deviation, last_logits, sample_inputs
-from lyapunov_prune.forward.sublayers import silenced
-from lyapunov_prune.mending.mend import Mend, mapped, products
-from lyapunov_prune.merging.merge import Merged
-from lyapunov_prune.merging.replaced import hidden_replaced
+from lyapunov_prune.forward.logits import CACHE_LIMIT, SAME_LIMIT, cached_logits, deviation, last_logits
 from lyapunov_prune.models.classifiers import looks_at_images
-from lyapunov_prune.models.decoder import wrap_any
+from lyapunov_prune.models.decoder import Decoder, wrap_any
 from lyapunov_prune.models.device import free_memory
 from lyapunov_prune.models.dispatched import is_dispatched
-from lyapunov_prune.models.families import family_entry
 from lyapunov_prune.models.from_folder import quiet
-from lyapunov_prune.models.pictures import picture_logits, picture_prompt, reads_pictures
-from lyapunov_prune.models.quantised import is_packed
-from lyapunov_prune.models.structure import find_structure, in_eval_mode
-from lyapunov_prune.models.wrappers import is_wrapped
-from lyapunov_prune.pruning.counting import COUNTED, count_check, shares_leaving, sizes_in_memory
-from lyapunov_prune.pruning.merge_gate import MERGED, logits_limit, merged_blocks, merged_check
-from lyapunov_prune.pruning.mirroring import mirrored
-from lyapunov_prune.pruning.plan import PruningPlan, as_plan
-from lyapunov_prune.pruning.surgery import require_merged
+from lyapunov_prune.models.pictures import picture_logits
 from lyapunov_prune.results.frames import pd
 from lyapunov_prune.results.result import MeasuredOn, Result
 
 SKIPPED, CACHED, PICTURED = "same as skipping", "cached decoding", "same with a picture"
-_BESIDE = "logits with a picture in the prompt, and all weights outside the layers"
+Check = Callable[[], GateCheck]
+OnFiles = Callable[[Path], GateCheck]
 
 
 @dataclass(frozen=True)
@@ -98,51 +79,95 @@ class GateReport(Result):
         ]
 
 
-@checked
-@in_eval_mode
-@torch.no_grad()
-def verify_removal(
-    original: PreTrainedModel,
-    pruned: PreTrainedModel,
-    plan: PruningPlan | Sequence[int],
-    batch: Tokens | None = None,
-    *,
-    checkpoint: str | Path | None = None,
-    merged: Sequence[Merged] = (),
-    mends: Sequence[Mend] = (),
-) -> GateReport:
-    """Put `pruned` through the four checks on random tokens and on the start of `batch`.
+@dataclass(frozen=True, eq=False)
+class Gate:
+    """A `reference`, a `result` made of it, and the comparisons of the two.
 
-    `merged` are the blocks that lost their activation, by the plan's reduction (`merging.merge_layers`); a fifth check
-    holds the matrices in `pruned` against them (`merge_gate`). `mends` are the maps that it was mended by: they are put
-    on the original by hooks, and its parameters that took them are held against the products in the same way.
-
-    `checkpoint` is a folder where `pruned` has been saved; without it the model is saved to a temporary
-    folder. Long enough inputs are used to roll over sliding windows of up to 1,024 tokens. Raises
-    LyapunovPruneError for a plan made for another model.
+    Inside `standing_in(reference)` the reference computes what the result should. Some of the result's weights are
+    `computed` anew, or all are copies. Both run on `inputs`: random ones, and the start of `batch` (`sample_inputs`).
     """
-    plan = as_plan(original, plan)
-    require_merged(plan, merged)
-    inputs = sample_inputs(wrap_any(original), batch)
-    checks = [
-        attempt(SKIPPED, lambda: _skipped_check(original, pruned, plan, inputs, merged, mends)),
-        attempt(CACHED, lambda: cache_check(original, pruned, inputs)),
-    ]
-    if is_wrapped(original) or reads_pictures(original):
-        checks.append(attempt(PICTURED, lambda: _picture_check(original, pruned, plan, merged, mends)))
-    if merged or mends:
-        checks.append(attempt(MERGED, lambda: _merged_check(original, pruned, plan, merged, mends)))
-    try:
-        with saved_in(pruned, checkpoint) as folder:
-            checks.append(attempt(RELOADED, lambda: reload_check(pruned, folder, inputs)))
-            checks.append(attempt(COUNTED, lambda: _counted(original, pruned, plan, folder)))
-    except Exception as error:  # it cannot even be saved
-        checks.append(crashed(RELOADED, error))
-    return GateReport(tuple(checks), seen_by(original, batch, inputs))
+
+    reference: Decoder
+    result: Decoder
+    inputs: list[torch.Tensor]
+    standing_in: Callable[[Decoder], AbstractContextManager[None]]
+    computed: bool = False
+    batch: Examples | Tokens | None = None
+
+    @property
+    def limit(self) -> float:
+        """How far the logits of the result may be from those of the reference."""
+        return (CACHE_LIMIT if self.computed else SAME_LIMIT)[self.result.model.dtype]
+
+    def report(
+        self, checks: Mapping[str, Check], on_files: Mapping[str, OnFiles], checkpoint: str | Path | None
+    ) -> GateReport:
+        """All `checks`, then those of the files: of `checkpoint`, or of a temporary folder with the result."""
+        found = [attempt(name, check) for name, check in checks.items()]
+        try:
+            with saved_in(self.result.model, checkpoint) as folder:
+                found += [attempt(name, partial(check, folder)) for name, check in on_files.items()]
+        except Exception as error:  # it cannot even be saved
+            found.append(crashed(RELOADED, error))
+        return GateReport(tuple(found), seen_by(self.reference, self.batch, self.inputs))
+
+    def expected(self) -> KeptLogits:
+        """The logits of the reference, which computes what the result should."""
+        with self.standing_in(self.reference):
+            return KeptLogits(self.reference, self.inputs)
+
+    def same(self, detail: str, expected: KeptLogits | None = None, name: str = SKIPPED) -> GateCheck:
+        """Whether the logits of the result are the `expected` ones."""
+        reference = self.expected() if expected is None else expected
+        worst = KeptLogits(self.result, self.inputs).deviation(reference)
+        return GateCheck(name, worst <= self.limit, worst, self.limit, detail)
+
+    def pictured(self, prompt: dict[str, torch.Tensor], expected: torch.Tensor, detail: str) -> GateCheck:
+        """Whether the logits of the result with a picture in the prompt are the `expected` ones."""
+        worst = deviation(picture_logits(self.result.model, prompt), expected)
+        return GateCheck(PICTURED, worst <= self.limit, worst, self.limit, detail)
+
+    def cached(self) -> GateCheck:
+        """Whether decoding through the cache gives the logits of the uncached forward.
+
+        Told the position of each step only where the reference has to be: a cache that is wrong may hide behind it.
+        What half precision fails is decided in float32, where there is room for it: rounding alone may choose other
+        experts.
+        """
+        model, inputs = self.result.model, self.inputs
+        limit, detail = CACHE_LIMIT[model.dtype], "cached decoding against the uncached forward"
+        worst = _cache_deviation(model, inputs)
+        if worst is None:
+            lost = _cache_deviation(self.reference.model, inputs[:1]) is not None
+            detail = "the cache is gone" if lost else "this decoder keeps no cache: every step is an uncached forward"
+            return GateCheck(CACHED, not lost, float("inf") if lost else 0.0, limit, detail)
+        if not worst <= limit and (wide := _in_float32(self.result)) is not None:
+            again, least = _cache_deviation(wide.model, inputs), CACHE_LIMIT[torch.float32]
+            if again <= least:
+                return GateCheck(CACHED, True, again, least, f"{detail}, in float32 ({worst:.2g} in {model.dtype})")
+        if not worst <= limit:
+            reference = self.reference.model
+            intact = _cache_deviation(reference, inputs)
+            if intact is not None and not intact <= limit:
+                told = _cache_deviation(model, inputs, positions=True)
+                worst, intact = min(worst, told), min(intact, _cache_deviation(reference, inputs, positions=True))
+            detail += f" (the intact model deviates by {intact:.2g})"
+        return GateCheck(CACHED, worst <= limit, worst, limit, detail)
+
+    def in_float32(self) -> Gate | None:
+        """The same comparison of copies in float32; None where they are that already, or have no room."""
+        if (result := _in_float32(self.result)) and (reference := _in_float32(self.reference)):
+            return replace(self, reference=reference, result=result)
+        return None
+
+    def reloads(self, folder: Path, changed: Callable[[PreTrainedModel], str] = lambda reloaded: "") -> GateCheck:
+        """Whether what the result was saved as, in `folder`, comes back as it (`reload_check`)."""
+        return reload_check(self.result, folder, self.inputs, changed)
 
 
-def seen_by(model: PreTrainedModel, batch: Examples | Tokens | None, inputs: list[torch.Tensor]) -> MeasuredOn:
+def seen_by(decoder: Decoder, batch: Examples | Tokens | None, inputs: list[torch.Tensor]) -> MeasuredOn:
     """All `inputs` in a row; the context is that of the longest. Classes of images are not looked at: all are 0."""
+    model = decoder.model
     if looks_at_images(model):
         pixels, source, split = torch.cat(inputs), "random images", "all"
         if isinstance(batch, ImageBatch):
@@ -150,128 +175,10 @@ def seen_by(model: PreTrainedModel, batch: Examples | Tokens | None, inputs: lis
         return ImageBatch(pixels, torch.zeros(len(pixels), dtype=torch.int64), source, split).measured_on(model)
     tokens, text, split, bos = torch.cat([ids.flatten() for ids in inputs]).unsqueeze(0), "random tokens", "all", None
     if batch is not None and not isinstance(batch, ImageBatch):  # `sample_inputs` has refused images for a decoder
-        given = as_batch(model, batch)
+        given = as_batch(decoder, batch)
         text, split, bos = f"{text} and the start of {given.text}", given.split, given.bos
     seen = TokenBatch(tokens, text, split, bos)
     return replace(seen.measured_on(model), context=max(ids.shape[1] for ids in inputs))
-
-
-def _skipped_check(
-    original: PreTrainedModel,
-    pruned: PreTrainedModel,
-    plan: PruningPlan,
-    inputs: list[torch.Tensor],
-    merged: Sequence[Merged],
-    mends: Sequence[Mend],
-) -> GateCheck:
-    """In half precision, what maps fail by is decided in float32: there the rounding of the stored matrices is left."""
-    with _as_planned(original, plan, merged, mends):
-        reference = KeptLogits(wrap_any(original), inputs)
-    limit, detail = _limit(original, pruned, plan, merged, mends), "logits against the original with the layers skipped"
-    found = same_check(pruned, inputs, reference, limit, detail)
-    if not found.passed and mends and (wide := _in_float32(pruned)) and (whole := _in_float32(original)):
-        del reference
-        with _as_planned(whole, plan, merged, mends):
-            reference = KeptLogits(wrap_any(whole), inputs)
-        detail += f", in float32 ({found.measured:.2g} in {pruned.dtype})"
-        found = same_check(wide, inputs, reference, limit, detail)
-    return found
-
-
-@contextmanager
-def _as_planned(
-    original: PreTrainedModel, plan: PruningPlan, merged: Sequence[Merged], mends: Sequence[Mend]
-) -> Iterator[None]:
-    """Inside the block `original` computes, by hooks, what `plan`, `merged` and `mends` make of it."""
-    layers = find_structure(original).layers
-    silent = silenced(wrap_any(original), plan.drop_attention, plan.drop_mlp)
-    replaced = hidden_replaced(layers, [(each.block, each.tau) for each in merged])
-    with silent, replaced, mapped(layers, mends), skipped(find_structure(original), plan.remove):
-        yield
-
-
-def _limit(
-    original: PreTrainedModel,
-    pruned: PreTrainedModel,
-    plan: PruningPlan,
-    merged: Sequence[Merged],
-    mends: Sequence[Mend],
-) -> float:
-    structure = find_structure(original)
-    computed = family_entry(structure.model_type).changes(structure.config) and bool(plan.remove)
-    return logits_limit(pruned, bool(merged or mends) or computed)
-
-
-def _picture_check(
-    original: PreTrainedModel,
-    pruned: PreTrainedModel,
-    plan: PruningPlan,
-    merged: Sequence[Merged],
-    mends: Sequence[Mend],
-) -> GateCheck:
-    """Whether what lies outside the layers is unchanged, and the logits are the same with a picture in the prompt."""
-    limit = _limit(original, pruned, plan, merged, mends)
-    structure, after = find_structure(original), pruned.state_dict()
-    stays = {name for name, share in shares_leaving(original, plan).items() if not share}
-    for name, tensor in original.state_dict().items():
-        if layer_of(name, structure) is None and name in stays and not torch.equal(after[name], tensor):
-            return GateCheck(PICTURED, False, float("inf"), limit, f"{name} lies outside the layers and changed")
-    prompt = picture_prompt(original)
-    if prompt is None:
-        return GateCheck(PICTURED, True, 0.0, limit, "all weights outside the layers; no picture fits into a prompt")
-    with _as_planned(original, plan, merged, mends):
-        reference = picture_logits(original, prompt)
-    worst = deviation(picture_logits(pruned, prompt), reference)
-    return GateCheck(PICTURED, worst <= limit, worst, limit, _BESIDE)
-
-
-def _merged_check(
-    original: PreTrainedModel,
-    pruned: PreTrainedModel,
-    plan: PruningPlan,
-    merged: Sequence[Merged],
-    mends: Sequence[Mend],
-) -> GateCheck:
-    layers, made = (find_structure(model).layers for model in (original, pruned))
-    blocks = {each.block.layer: (each.block, each.tau) for each in merged}
-    rows = list(merged_blocks(layers, blocks, lambda i: mirrored(made[plan.kept.index(i)], blocks[i][0])))
-    for mend in mends:
-        i = mend.place.layer
-        rows += [(i, *product) for product in products(layers[i], made[plan.kept.index(i)], mend)]
-    return merged_check(rows, "a merged block" if merged else "a mended matrix")
-
-
-def same_check(
-    pruned: PreTrainedModel, inputs: list[torch.Tensor], reference: KeptLogits, limit: float, detail: str
-) -> GateCheck:
-    """Whether the logits of `pruned` are those of the `reference`."""
-    worst = KeptLogits(wrap_any(pruned), inputs).deviation(reference)
-    return GateCheck(SKIPPED, worst <= limit, worst, limit, detail)
-
-
-def cache_check(original: PreTrainedModel, pruned: PreTrainedModel, inputs: list[torch.Tensor]) -> GateCheck:
-    """Whether decoding through the cache gives the logits of the uncached forward.
-
-    Told the position of each step only where the original has to be: a cache that is wrong may hide behind it. What
-    half precision fails is decided in float32, where there is room for it: rounding alone may choose other experts.
-    """
-    limit, detail = CACHE_LIMIT[pruned.dtype], "cached decoding against the uncached forward"
-    worst = _cache_deviation(pruned, inputs)
-    if worst is None:
-        lost = _cache_deviation(original, inputs[:1]) is not None
-        detail = "the cache is gone" if lost else "this decoder keeps no cache: every step is an uncached forward"
-        return GateCheck(CACHED, not lost, float("inf") if lost else 0.0, limit, detail)
-    if not worst <= limit and (wide := _in_float32(pruned)) is not None:
-        again, least = _cache_deviation(wide, inputs), CACHE_LIMIT[torch.float32]
-        if again <= least:
-            return GateCheck(CACHED, True, again, least, f"{detail}, in float32 ({worst:.2g} in {pruned.dtype})")
-    if not worst <= limit:
-        intact = _cache_deviation(original, inputs)
-        if intact is not None and not intact <= limit:
-            told = _cache_deviation(pruned, inputs, positions=True)
-            worst, intact = min(worst, told), min(intact, _cache_deviation(original, inputs, positions=True))
-        detail += f" (the intact model deviates by {intact:.2g})"
-    return GateCheck(CACHED, worst <= limit, worst, limit, detail)
 
 
 def _cache_deviation(model: PreTrainedModel, inputs: list[torch.Tensor], *, positions: bool = False) -> Any:
@@ -285,16 +192,13 @@ def _cache_deviation(model: PreTrainedModel, inputs: list[torch.Tensor], *, posi
     return worst
 
 
-def _in_float32(model: PreTrainedModel) -> PreTrainedModel | None:
+def _in_float32(decoder: Decoder) -> Decoder | None:
     """A copy of a model in half precision; None of others, and where it has no room or lies on several devices."""
+    model = decoder.model
     needed = 6 * sum(p.numel() for p in model.parameters())  # the copy, and its float32
-    if torch.finfo(model.dtype).bits >= 32 or is_dispatched(model) or is_packed(model):
+    if torch.finfo(model.dtype).bits >= 32 or is_dispatched(model) or decoder.packed:
         return None
-    return copy.deepcopy(model).float() if needed <= free_memory(str(model.device)) else None
-
-
-def _counted(original: PreTrainedModel, pruned: PreTrainedModel, plan: PruningPlan, folder: Path) -> GateCheck:
-    return count_check(original, sizes_in_memory(original), pruned, bytes_in(folder), plan)
+    return wrap_any(copy.deepcopy(model).float()) if needed <= free_memory(str(model.device)) else None
 
 
 def bytes_in(folder: Path) -> int:

@@ -13,21 +13,14 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 import torch
 from torch import nn
 from torch.nn.functional import linear
-from transformers import PreTrainedModel
 
 from lyapunov_prune.checkpoints.reloading import GateCheck
-from lyapunov_prune.forward.logits import CACHE_LIMIT, SAME_LIMIT
 from lyapunov_prune.merging.merge import merge_rounding
 from lyapunov_prune.merging.reductions import HiddenMap
 from lyapunov_prune.models.feedforward import Affine, FeedForward, lifted
 
 MERGED = "merged within rounding"
 _INPUTS = 8
-
-
-def logits_limit(model: PreTrainedModel, computed: bool) -> float:
-    """How far the logits of `model` may be from the reference, of which weights were `computed` anew, or none."""
-    return (CACHE_LIMIT if computed else SAME_LIMIT)[model.dtype]
 
 
 @torch.no_grad()

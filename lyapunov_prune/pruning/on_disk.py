@@ -17,10 +17,12 @@ from lyapunov_prune.checkpoints.beside import save_files
 from lyapunov_prune.checkpoints.outline import Outline, layer_of
 from lyapunov_prune.checkpoints.tensor_files import Piece, write_tensors
 from lyapunov_prune.errors import CheckFailed, LyapunovPruneError, first_line
+from lyapunov_prune.models.decoder import Decoder
 from lyapunov_prune.models.device import free_memory
 from lyapunov_prune.models.families import family_entry
 from lyapunov_prune.models.left_out import require_whole
 from lyapunov_prune.models.loading import checkpoint_folder
+from lyapunov_prune.models.structure import find_structure
 from lyapunov_prune.models.wrappers import require_levels_stay
 from lyapunov_prune.pruning.counting import renamed, shares_leaving
 from lyapunov_prune.pruning.disk_gate import not_run, verify_files
@@ -71,15 +73,16 @@ def prune_on_disk(
     require_levels_stay(outline.model, plan.remove)
     if plan.drops_parts:
         raise _not_by_copying(outline, "a part of a layer is left out by changing numbers")
-    pruned = _cut(outline, plan)
+    decoder = _cut(outline, plan)
+    pruned = decoder.model
     _rename_packed(outline, pruned, plan)
     add_step(pruned, "prune", plan.measured_on, outline.model)
     pieces = _pieces(outline, pruned, plan)
     require_disk(target, sum(piece.size for piece in pieces.values()), "the files of the pruned model")
     with whole_folder(target) as folder:
-        save_files(pruned, outline.tokenizer, folder, {})
+        save_files(pruned, outline.decoder.tokenizer, folder, {})
         write_tensors(folder, pieces, shard_bytes)
-        gate = verify_files(outline, pruned, plan, folder, stream=stream)
+        gate = verify_files(outline, decoder, plan, folder, stream=stream)
         if not gate.passed:
             raise CheckFailed(f"nothing written: the files fail the gate, {gate.failure()}; prune it in memory")
         history_of(pruned).save(folder / HISTORY)
@@ -87,9 +90,10 @@ def prune_on_disk(
         return describe(folder, plan, gate, outline.structure, pruned, left)
 
 
-def _cut(outline: Outline, plan: PruningPlan) -> PreTrainedModel:
+def _cut(outline: Outline, plan: PruningPlan) -> Decoder:
     try:
-        return without_layers(outline.model, outline.structure, plan).eval()
+        made = without_layers(outline.decoder, plan).eval()
+        return Decoder(made, find_structure(made))
     except LyapunovPruneError:
         raise
     except Exception as error:  # a family that reads numbers meets tensors that have none
@@ -134,7 +138,7 @@ def _pieces(outline: Outline, pruned: PreTrainedModel, plan: PruningPlan) -> dic
     before, after = (model.state_dict(keep_vars=True) for model in (outline.model, pruned))
     tables = dict(family_entry(structure.model_type).tables)
     number = _new_numbers(plan)
-    shares = shares_leaving(outline.model, plan)
+    shares = shares_leaving(outline.decoder, plan)
     names = {name: renamed(name, structure, plan) for name in before}
     strange = after.keys() ^ {new for new in names.values() if new is not None}
     if strange:

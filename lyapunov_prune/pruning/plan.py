@@ -6,13 +6,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
-from transformers import PreTrainedModel
 
 from lyapunov_prune.arguments import checked
 from lyapunov_prune.errors import LyapunovPruneError, printable
 from lyapunov_prune.merging.table import REDUCTIONS
-from lyapunov_prune.models.plain import require_in_memory
-from lyapunov_prune.models.structure import identify
+from lyapunov_prune.models.decoder import Model, model_of, wrap_any
+from lyapunov_prune.models.streamed import require_not_streamed
 from lyapunov_prune.profiles.contraction_profile import dtype_note, floor_note
 from lyapunov_prune.results.arrays import require_array, require_layers
 from lyapunov_prune.results.frames import pd
@@ -101,7 +100,7 @@ class PruningPlan(Result):
     @checked
     def given(
         cls,
-        model: PreTrainedModel | ModelIdentity,
+        model: Model | ModelIdentity,
         remove: Sequence[int] = (),
         *,
         drop_attention: Sequence[int] = (),
@@ -149,7 +148,7 @@ class PruningPlan(Result):
         """Whether a layer that stays loses its attention, its MLP or its activation."""
         return bool(self.drop_attention or self.drop_mlp or self.drop_activation)
 
-    def require_model(self, model: PreTrainedModel | ModelIdentity) -> None:
+    def require_model(self, model: Model | ModelIdentity) -> None:
         """Raise LyapunovPruneError unless the plan was made for this model."""
         identity = _identity(model)
         if not self.model.same_as(identity):
@@ -245,14 +244,14 @@ def require_reduction(activations: Sequence[int], reduction: str | None) -> None
         raise LyapunovPruneError(f"activations cannot be dropped {said}; give one of {', '.join(REDUCTIONS)}")
 
 
-def _identity(model: PreTrainedModel | ModelIdentity) -> ModelIdentity:
+def _identity(model: Model | ModelIdentity) -> ModelIdentity:
     if isinstance(model, ModelIdentity):
         return model
-    require_in_memory(model)
-    return identify(model)
+    require_not_streamed(model_of(model))
+    return wrap_any(model).identity
 
 
-def as_plan(model: PreTrainedModel, plan: PruningPlan | Sequence[int]) -> PruningPlan:
+def as_plan(model: Model, plan: PruningPlan | Sequence[int]) -> PruningPlan:
     """`plan`, or a plan for a plain list of indices; raises LyapunovPruneError unless it fits `model`."""
     if isinstance(plan, PruningPlan):
         plan.require_model(model)

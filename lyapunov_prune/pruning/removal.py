@@ -9,16 +9,18 @@ from transformers import PreTrainedModel
 from lyapunov_prune.arguments import checked
 from lyapunov_prune.data.batch import Tokens
 from lyapunov_prune.errors import LyapunovPruneError
-from lyapunov_prune.mending.mend import Mend, fit_mends
+from lyapunov_prune.mending.mend import fit_mends
+from lyapunov_prune.models.decoder import Decoder, Model
 from lyapunov_prune.models.families import TRUSTED
-from lyapunov_prune.models.wrappers import is_wrapped
-from lyapunov_prune.pruning.gate import verify_removal
+from lyapunov_prune.models.plain import plain
+from lyapunov_prune.pruning.operation import Operation
 from lyapunov_prune.pruning.plan import PruningPlan, as_plan
+from lyapunov_prune.pruning.removal_gate import check_removal
 from lyapunov_prune.pruning.surgery import cut
 
 
 @checked
-def remove_layers(model: PreTrainedModel, plan: PruningPlan | Sequence[int]) -> PreTrainedModel:
+def remove_layers(model: Model, plan: PruningPlan | Sequence[int]) -> PreTrainedModel:
     """A new model without the layers of `plan` (or a plain list of indices); `model` is untouched.
 
     How is said at `surgery.cut`. The result saves with `save_pretrained` and loads with plain transformers. A
@@ -30,25 +32,25 @@ def remove_layers(model: PreTrainedModel, plan: PruningPlan | Sequence[int]) -> 
     format cannot express, a decoder that fails the gate, and a model that is not its plain weights (adapters,
     quantised weights).
     """
-    return _handed_out(model, cut(model, plan), plan)
+    decoder = plain(model)
+    return _proven(decoder, Operation(as_plan(decoder, plan)))
 
 
-def _handed_out(
-    model: PreTrainedModel, pruned: PreTrainedModel, plan: PruningPlan | Sequence[int], mends: Sequence[Mend] = ()
-) -> PreTrainedModel:
-    """`pruned`, if it needs no gate or passes it."""
-    if is_wrapped(model) or model.config.model_type not in TRUSTED:
-        report = verify_removal(model, pruned, plan, mends=mends)
+def _proven(decoder: Decoder, operation: Operation) -> PreTrainedModel:
+    """The model without what `operation` takes out, if it needs no gate or passes it."""
+    pruned = cut(decoder, operation)
+    if decoder.wrapped or decoder.structure.model_type not in TRUSTED:
+        report = check_removal(decoder, pruned, operation)
         if not report.passed:
             raise LyapunovPruneError(
-                f"these layers of {type(model).__name__} cannot be removed correctly: {report.failure()}; "
+                f"these layers of {type(decoder.model).__name__} cannot be removed correctly: {report.failure()}; "
                 "remove other layers"
             )
-    return pruned
+    return pruned.model
 
 
 @checked
-def mend(model: PreTrainedModel, plan: PruningPlan | Sequence[int], batch: Tokens) -> PreTrainedModel:
+def mend(model: Model, plan: PruningPlan | Sequence[int], batch: Tokens) -> PreTrainedModel:
     """As `remove_layers`, the gaps closed without training by what is left before them (`mending.mend`).
 
     The layer before each gap learns on `batch` the linear map that brings the state nearest to what the removed layers
@@ -56,8 +58,8 @@ def mend(model: PreTrainedModel, plan: PruningPlan | Sequence[int], batch: Token
 
     Raises as `remove_layers` and `mending.mend.fit_mends`, and for a plan that drops parts of layers.
     """
-    plan = as_plan(model, plan)
+    decoder = plain(model)
+    plan = as_plan(decoder, plan)
     plan.require_gaps()
-    mends, report = fit_mends(model, plan.remove, batch)
-    plan = plan.seen_on(report.measured_on)
-    return _handed_out(model, cut(model, plan, mends=mends), plan, mends)
+    mends, report = fit_mends(decoder, plan.remove, batch)
+    return _proven(decoder, Operation(plan.seen_on(report.measured_on), mends=mends))

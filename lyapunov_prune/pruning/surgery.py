@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
 
@@ -12,78 +12,67 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from lyapunov_prune.errors import LyapunovPruneError, in_short
-from lyapunov_prune.mending.mend import Mend, store_mend
-from lyapunov_prune.merging.merge import Merged
+from lyapunov_prune.mending.mend import store_mend
 from lyapunov_prune.models.adaptations import Cut
 from lyapunov_prune.models.compact import renumber_compact
-from lyapunov_prune.models.families import DEPTH_ATTRIBUTES, POSITION_ATTRIBUTES, family_entry
+from lyapunov_prune.models.decoder import Decoder
+from lyapunov_prune.models.families import DEPTH_ATTRIBUTES, POSITION_ATTRIBUTES
 from lyapunov_prune.models.held import held
 from lyapunov_prune.models.layer_settings import require_attention, slice_settings
 from lyapunov_prune.models.left_out import forget_heads
-from lyapunov_prune.models.plain import plain
 from lyapunov_prune.models.sharing import own, share_equal, shared_memo
 from lyapunov_prune.models.structure import Structure, find_structure
-from lyapunov_prune.models.wrappers import is_wrapped, require_text_alone
+from lyapunov_prune.models.wrappers import require_text_alone
 from lyapunov_prune.progress import warn
 from lyapunov_prune.pruning.mirroring import mirror, require_mirrored
-from lyapunov_prune.pruning.plan import PruningPlan, as_plan
+from lyapunov_prune.pruning.operation import Operation
+from lyapunov_prune.pruning.plan import PruningPlan
 from lyapunov_prune.pruning.zeroing import zero_sublayers
 from lyapunov_prune.results.history import add_step
 
 
-def cut(
-    model: PreTrainedModel,
-    plan: PruningPlan | Sequence[int],
-    merged: Sequence[Merged] = (),
-    mends: Sequence[Mend] = (),
-    *,
-    shared: bool = False,
-) -> PreTrainedModel:
-    """A new model without what `plan` (or a plain list of layers) names, not yet proven right; `model` is untouched.
+def cut(decoder: Decoder, operation: Operation, *, shared: bool = False) -> Decoder:
+    """A new model without what `operation` takes out, not yet proven right; that of `decoder` is untouched.
 
     One rule for every decoder: drop the layers, renumber every nested `layer_idx` (caches are indexed by
     it), slice everything in the config that speaks of single layers (some models read it while they
     run), set the layer count. What a family needs beyond it stands in `models/families.py`. Removed
     layers are not copied. Where the plan drops a sublayer alone, its output projection becomes zero
-    (`zeroing.py`), and where it drops an activation, the block computes what `merged` says of its layer
+    (`zeroing.py`), and where it drops an activation, the block computes what the merged block of its layer says
     (`mirroring.py`): a plain checkpoint can say no more, and that saves no time or memory. The layers before gaps take
-    the maps of `mends` into their parameters. `shared`, what stays as it was lies where that of `model` does: for a
+    their maps into their parameters. With `shared`, what stays as it was lies where that of `decoder` does: for a
     result that is only looked at and saved, since a later change of one in place would be one of both.
 
-    Raises LyapunovPruneError for a bad plan, a plan for another model, `merged` of other layers than the plan's, a
-    block that cannot hold a merged matrix, a removal that the family's checkpoint format cannot express, a decoder
-    inside a multimodal model that text alone cannot judge, and a model that is not its plain weights (adapters,
-    quantised or parametrised weights).
+    `decoder` holds its plain weights (`models.plain`). Raises LyapunovPruneError for a block that cannot hold a merged
+    matrix, a removal that the family's checkpoint format cannot express, and a decoder inside a multimodal model that
+    text alone cannot judge.
     """
-    plain(model)
-    plan = as_plan(model, plan)
-    require_merged(plan, merged)
-    structure = find_structure(model)
-    require_mirrored(structure, plan.drop_activation)
-    with held(model):  # what a measurement has put on it would be copied too
-        if is_wrapped(model):
-            require_text_alone(model, structure, plan.remove)
-        memo = shared_memo(model) if shared else {}
-        pruned = without_layers(model, structure, plan, memo) if plan.remove else copy.deepcopy(model, memo)
-    attention, mlp = (tuple(plan.kept.index(i) for i in drop) for drop in (plan.drop_attention, plan.drop_mlp))
-    layers = find_structure(pruned).layers
-    changed = {*plan.drop_attention, *plan.drop_mlp, *plan.drop_activation, *(mend.place.layer for mend in mends)}
-    for index in sorted(changed):
-        own(layers[plan.kept.index(index)])
+    plan = operation.plan
+    require_mirrored(decoder.structure, plan.drop_activation)
+    with held(decoder.model):  # what a measurement has put on it would be copied too
+        if decoder.wrapped:
+            require_text_alone(decoder, plan.remove)
+        memo = shared_memo(decoder.model) if shared else {}
+        made = without_layers(decoder, plan, memo) if plan.remove else copy.deepcopy(decoder.model, memo)
+    pruned = Decoder(made, find_structure(made))
+    attention, mlp = (tuple(map(operation.place, drop)) for drop in (plan.drop_attention, plan.drop_mlp))
+    mended = (mend.place.layer for mend in operation.mends)
+    for index in sorted({*plan.drop_attention, *plan.drop_mlp, *plan.drop_activation, *mended}):
+        own(pruned.layers[operation.place(index)])
     zero_sublayers(pruned, attention, mlp)
-    for each in merged:
-        mirror(layers[plan.kept.index(each.block.layer)], each)
-    for mend in mends:
-        store_mend(layers[plan.kept.index(mend.place.layer)], mend)
-    add_step(pruned, "prune", plan.measured_on, model)
+    for each in operation.merged:
+        mirror(pruned.layers[operation.place(each.block.layer)], each)
+    for mend in operation.mends:
+        store_mend(pruned.layers[operation.place(mend.place.layer)], mend)
+    add_step(pruned.model, "prune", plan.measured_on, decoder.model)
     return pruned
 
 
-def share_memory(pruned: PreTrainedModel, original: PreTrainedModel, plan: PruningPlan) -> None:
+def share_memory(pruned: PreTrainedModel, original: Decoder, plan: PruningPlan) -> None:
     """Let what `pruned` keeps of `original` as it was lie where that does (`models.sharing.share_equal`)."""
-    path, kept = find_structure(original).layers_path, {old: new for new, old in enumerate(plan.kept)}
+    path, kept = original.structure.layers_path, {old: new for new, old in enumerate(plan.kept)}
     twins = {}
-    for name, parameter in original.named_parameters(remove_duplicate=False):
+    for name, parameter in original.model.named_parameters(remove_duplicate=False):
         layer, dot, rest = name.removeprefix(f"{path}.").partition(".")
         if not name.startswith(f"{path}."):
             twins[name] = parameter
@@ -92,27 +81,18 @@ def share_memory(pruned: PreTrainedModel, original: PreTrainedModel, plan: Pruni
     share_equal(pruned, twins)
 
 
-def require_merged(plan: PruningPlan, merged: Sequence[Merged]) -> None:
-    """Raise LyapunovPruneError unless `merged` are the blocks whose activation the plan drops."""
-    given = tuple(sorted(each.block.layer for each in merged))
-    if given != plan.drop_activation:
-        raise LyapunovPruneError(
-            f"the plan drops the activations of layers {list(plan.drop_activation)}, and merged blocks are given of "
-            f"{list(given)}; a reduction is fitted on a text: write the plan with pruning.write_pruned and a batch"
-        )
-
-
 def without_layers(
-    model: PreTrainedModel, original: Structure, plan: PruningPlan, memo: Mapping[int, Any] = MappingProxyType({})
+    decoder: Decoder, plan: PruningPlan, memo: Mapping[int, Any] = MappingProxyType({})
 ) -> PreTrainedModel:
-    """A copy of `model`, whose weights may be on the meta device, without the layers of `plan`; its sublayers stay.
+    """A copy of the model, whose weights may be on the meta device, without the layers of `plan`; its sublayers stay.
 
     `memo` says what stands for what in the copy, as that of `copy.deepcopy`.
 
     Raises LyapunovPruneError when the family's checkpoint format cannot express what is left.
     """
+    original, family = decoder.structure, decoder.family
     # An entry in the memo stands for the copy: removed layers are replaced, never copied.
-    pruned = copy.deepcopy(model, {**memo, **{id(original.layers[i]): nn.Identity() for i in plan.remove}})
+    pruned = copy.deepcopy(decoder.model, {**memo, **{id(original.layers[i]): nn.Identity() for i in plan.remove}})
     layers = pruned.get_submodule(original.layers_path)
     assert isinstance(layers, nn.ModuleList)
     for index in reversed(plan.remove):
@@ -129,7 +109,6 @@ def without_layers(
         )
     _renumber(pruned, layers, plan.kept, original.num_layers)
     renumber_compact(pruned, layers)
-    family = family_entry(original.model_type)
     _slice_tables(pruned, family.tables, plan.kept, original.num_layers)
     if family.adapt is not None:
         config = pruned.config.get_text_config(decoder=True)

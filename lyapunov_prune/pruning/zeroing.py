@@ -15,21 +15,21 @@ from transformers import PreTrainedModel
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.forward.outputs import zero_outputs
 from lyapunov_prune.forward.sublayers import named_branches
-from lyapunov_prune.models.decoder import wrap
+from lyapunov_prune.models.decoder import Decoder
 from lyapunov_prune.models.structure import in_eval_mode
 
 
 @in_eval_mode
 @torch.no_grad()
-def zero_sublayers(model: PreTrainedModel, attention: tuple[int, ...], mlp: tuple[int, ...]) -> None:
-    """Set the output projections of these branches of `model` to zero, in place: weight, bias, every expert.
+def zero_sublayers(decoder: Decoder, attention: tuple[int, ...], mlp: tuple[int, ...]) -> None:
+    """Set the output projections of these branches of `decoder` to zero, in place: weight, bias, every expert.
 
     Which they are is found by trying (`forward.outputs`). Raises LyapunovPruneError for a layer without such a branch,
     for one whose end adds something of its own (a norm with a bias), and when another layer uses the same matrix.
     """
     if not (attention or mlp):
         return
-    for index, kind, branch in named_branches(wrap(model), attention, mlp):
+    for index, kind, branch in named_branches(decoder, attention, mlp):
         needed = zero_outputs(branch)
         if needed is None:
             raise LyapunovPruneError(
@@ -37,7 +37,7 @@ def zero_sublayers(model: PreTrainedModel, attention: tuple[int, ...], mlp: tupl
                 "bias or the residual stream, which zeroing the output projection leaves in; remove the whole layer"
             )
         for parameter in needed:
-            _require_alone(model, parameter, index, kind)
+            _require_alone(decoder.model, parameter, index, kind)
 
 
 def _require_alone(model: PreTrainedModel, parameter: nn.Parameter, index: int, kind: str) -> None:

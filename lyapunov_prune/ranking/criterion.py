@@ -169,14 +169,13 @@ class ByPosition(Scored):
 
     def rank(self, asked: Asked) -> LayerRanking:
         from lyapunov_prune.forward.sublayers import find_sublayers
-        from lyapunov_prune.models.structure import identify
 
-        model, layers = asked.reading.model, asked.reading.structure.num_layers
+        decoder, layers = asked.reading.decoder, asked.reading.structure.num_layers
         layer = np.arange(layers, dtype=np.float64)
         if asked.what != "layers":
-            sublayers = find_sublayers(model, range(layers))
+            sublayers = find_sublayers(decoder, range(layers))
             layer[[asked.what not in sublayers[i].branches for i in range(layers)]] = np.nan
-        return self.ranking(self.by_position(layer), identify(model), what=asked.what, protect=asked.protect)
+        return self.ranking(self.by_position(layer), decoder.identity, what=asked.what, protect=asked.protect)
 
 
 class ByProfile(Scored):

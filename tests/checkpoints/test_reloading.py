@@ -11,11 +11,12 @@ from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel
 
 from lyapunov_prune.checkpoints.reloading import GateCheck, changed_setting, reload_check
+from lyapunov_prune.models.decoder import wrap_any
 
 
 @torch.no_grad()
 def check(model: PreTrainedModel, folder: Path) -> GateCheck:
-    return reload_check(model, folder, [torch.arange(3, 19).view(2, 8)])
+    return reload_check(wrap_any(model), folder, [torch.arange(3, 19).view(2, 8)])
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -55,18 +56,20 @@ def test_what_came_back_as_it_was_is_held_once(tmp_path: Path) -> None:
         return ""
 
     with torch.no_grad():
-        assert reload_check(model, tmp_path, [torch.arange(3, 19).view(2, 8)], look).measured > 0
+        assert reload_check(wrap_any(model), tmp_path, [torch.arange(3, 19).view(2, 8)], look).measured > 0
     assert apart == [name]
 
 
 def test_a_setting_and_a_number_of_a_layer_are_compared() -> None:
     one, other = make_tiny("llama"), make_tiny("llama")
-    assert changed_setting(one, other) == ""
+    assert changed_setting(one.model.layers, other.model.layers) == ""
     other.model.layers[3].self_attn.layer_idx = 4
-    assert changed_setting(one, other) == "layer 3 holds layer_idx 3, and 4 after reloading"
+    assert changed_setting(one.model.layers, other.model.layers) == "layer 3 holds layer_idx 3, and 4 after reloading"
     other.model.layers[1].self_attn.window = 8
     one.model.layers[1].self_attn.window = 16
-    assert changed_setting(one, other) == "layer 1 came back with self_attn.window = 8, not 16"
+    assert (
+        changed_setting(one.model.layers, other.model.layers) == "layer 1 came back with self_attn.window = 8, not 16"
+    )
 
 
 @pytest.mark.parametrize("by", [1.05, 1.0001, 1 + 1e-9])
@@ -75,6 +78,8 @@ def test_a_scale_that_is_a_little_another_is_another(by: float) -> None:
     one, other = make_tiny("llama"), make_tiny("llama")
     scaling = one.model.layers[3].self_attn.scaling
     other.model.layers[3].self_attn.scaling = scaling * (1 + 1e-14)  # another order of the same sum
-    assert changed_setting(one, other) == ""
+    assert changed_setting(one.model.layers, other.model.layers) == ""
     other.model.layers[3].self_attn.scaling = scaling * by
-    assert changed_setting(one, other).startswith("layer 3 came back with self_attn.scaling = ")
+    assert changed_setting(one.model.layers, other.model.layers).startswith(
+        "layer 3 came back with self_attn.scaling = "
+    )

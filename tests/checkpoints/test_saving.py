@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from helpers import make_tiny
-from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 import lyapunov_prune as lp
 from lyapunov_prune import compress
@@ -20,6 +20,7 @@ from lyapunov_prune.compression import CompressionReport
 from lyapunov_prune.compression.report import REPORT
 from lyapunov_prune.compression.table import METHODS
 from lyapunov_prune.errors import CheckFailed, LyapunovPruneError
+from lyapunov_prune.models.decoder import Decoder
 from lyapunov_prune.results.history import read_history
 
 
@@ -38,10 +39,10 @@ def test_the_checkpoint_is_plain_and_whole(
     for entry in (METHODS[done.report.method], SCHEDULES["uniform"]):
         assert as_text(f"{entry.help} ({entry.reference})") in card
 
-    def wrong(model: PreTrainedModel, folder: Path, inputs: list[torch.Tensor]) -> Any:
+    def wrong(decoder: Decoder, folder: Path, inputs: list[torch.Tensor]) -> Any:
         with torch.no_grad():  # planted: what is on disk is another model
-            model.model.layers[2].mlp.up_proj.weight.mul_(1.01)
-        return reload_check(model, folder, inputs)
+            decoder.layers[2].mlp.up_proj.weight.mul_(1.01)
+        return reload_check(decoder, folder, inputs)
 
     reload_check = saving.reload_check
     monkeypatch.setattr(saving, "reload_check", wrong)

@@ -16,6 +16,7 @@ from lyapunov_prune.checkpoints import shards
 from lyapunov_prune.checkpoints.shards import Shards, size_of
 from lyapunov_prune.checkpoints.streamed import load_streamed
 from lyapunov_prune.errors import CheckFailed
+from lyapunov_prune.models.decoder import wrap
 from lyapunov_prune.models.streamed import layer_held
 from lyapunov_prune.models.structure import find_structure
 
@@ -26,7 +27,7 @@ def write(source: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, folder: P
     tokenizer.save_pretrained(folder / "source")
     model, target = load_streamed(folder / "source").model, folder / "target"
     target.mkdir()
-    written = Shards(model, tokenizer, target)
+    written = Shards(wrap(model), tokenizer, target)
     for layer in range(find_structure(model).num_layers):
         if layer != leave:
             with layer_held(model, layer):

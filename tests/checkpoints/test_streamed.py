@@ -124,7 +124,7 @@ def test_what_no_checkpoint_holds_is_what_loading_makes_of_it(
     name: str, dtype: str, tokenizer: PreTrainedTokenizerFast, tmp_path: Path
 ) -> None:
     folder = saved(make_zoo(name), tokenizer, tmp_path / "tiny")
-    whole, apart = load(folder, dtype=dtype).model, streamed(read_outline(folder, folder, getattr(torch, dtype)))
+    whole, apart = load(folder, dtype=dtype).model, streamed(read_outline(folder, folder, getattr(torch, dtype))).model
     buffers = {path: x for path, x in apart.named_buffers() if not x.is_meta}
     assert buffers
     for path, found in buffers.items():
@@ -177,7 +177,7 @@ def test_what_was_not_tried_is_never_split(
     checkpoint: Path, ids: torch.Tensor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(streaming, "TOKENS", 1)
-    whole, apart = load(checkpoint).model, streamed(read_outline(checkpoint, checkpoint))
+    whole, apart = load(checkpoint).model, streamed(read_outline(checkpoint, checkpoint)).model
     monkeypatch.setattr(streaming.LayerStream, "_pieces", pytest.fail)
     with torch.no_grad():
         assert torch.equal(*(model(ids, use_cache=False).logits for model in (whole, apart)))

@@ -7,12 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from helpers import COMMANDS, QUICK, TEXT, VOCABULARY, Done, make_tiny, wrong_layer_idx
+from helpers import COMMANDS, QUICK, TEXT, VOCABULARY, Done, make_tiny, operated, wrong_layer_idx
 from transformers import PreTrainedModel
 
 from lyapunov_prune.pruning import checkpoint as checkpoint_module
 from lyapunov_prune.pruning.plan import PruningPlan
-from lyapunov_prune.pruning.surgery import cut
 
 
 @pytest.mark.parametrize("cut", [10, -5])
@@ -49,7 +48,7 @@ def test_a_failed_gate_is_exit_code_1_and_nothing_written(
     run: Callable[..., Done], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def wrongly(model: PreTrainedModel, plan: PruningPlan, *more: Any, **how: Any) -> PreTrainedModel:
-        pruned = cut(model, plan)
+        pruned = operated(model, plan)
         wrong_layer_idx(pruned)
         return pruned
 

@@ -20,7 +20,7 @@ from lyapunov_prune.evaluation.evaluation import Evaluation
 from lyapunov_prune.forward.logits import deviation, uncached_logits
 from lyapunov_prune.merging.merge import Merged, merge_layers
 from lyapunov_prune.models.compact import MODULE
-from lyapunov_prune.models.decoder import Decoder
+from lyapunov_prune.models.decoder import Decoder, wrap
 from lyapunov_prune.models.loading import load
 from lyapunov_prune.models.modeling_compact import CompactLlama
 from lyapunov_prune.models.structure import find_layers
@@ -73,7 +73,7 @@ def small(written: Path, tmp_path: Path) -> Path:
 def hooked(reader: PreTrainedModel, merged: tuple[Merged, ...]) -> Iterator[PreTrainedModel]:
     """The original whose attentions return zero and whose hidden vectors are τ(x), as long as a test lasts."""
     plan = PruningPlan.given(reader, drop_attention=ATTENTION, drop_activation=BLOCKS, reduction="affine")
-    with cut_by_hooks(reader, Cuts.of(plan, merged)):
+    with cut_by_hooks(wrap(reader), Cuts.of(plan, merged)):
         yield reader
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import TEXT, VOCABULARY, make_tiny, saved
+from helpers import TEXT, VOCABULARY, make_tiny, operated, saved
 from transformers import PreTrainedTokenizerFast
 
 from lyapunov_prune.forward import decoding
@@ -18,7 +18,6 @@ from lyapunov_prune.predictions.choices import ChoiceComparison
 from lyapunov_prune.predictions.generation import GenerationDivergence
 from lyapunov_prune.predictions.hierarchy import HierarchyProbe
 from lyapunov_prune.predictions.verdict import Verdict
-from lyapunov_prune.pruning.surgery import cut
 
 
 def test_hierarchy_follows_a_compressed_and_a_pruned_model(run: Any) -> None:
@@ -63,7 +62,7 @@ def test_hierarchy_refuses_what_was_not_made_from_the_dense_model(
         ("llama", {"hidden_size": 64}, "(64, not 32)"),
     ):
         model = make_tiny(name, vocab_size=len(VOCABULARY), **changes)
-        saved(cut(model, (1,)), tokenizer, checkpoint.parent / "other")
+        saved(operated(model, (1,)), tokenizer, checkpoint.parent / "other")
         assert told in run_bad("hierarchy", "tiny", "other", *few)
         shutil.rmtree("other")
     saved(make_tiny("llama", seed=1, vocab_size=len(VOCABULARY)), tokenizer, checkpoint.parent / "stranger")

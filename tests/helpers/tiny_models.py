@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -12,8 +13,12 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreT
 from lyapunov_prune.compression.compress import compress
 from lyapunov_prune.compression.factors import with_factors
 from lyapunov_prune.data import ImageBatch
+from lyapunov_prune.models.plain import plain
 from lyapunov_prune.models.structure import find_structure
+from lyapunov_prune.pruning import surgery
 from lyapunov_prune.pruning.compact import Cuts, make_compact
+from lyapunov_prune.pruning.operation import Operation
+from lyapunov_prune.pruning.plan import PruningPlan, as_plan
 
 LAYERS = 6
 
@@ -112,6 +117,19 @@ def make_tokenizer(adds_bos: bool = False, **special: str) -> PreTrainedTokenize
         bpe.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
     special = special or {"bos_token": "<s>", "eos_token": "</s>", "pad_token": "<pad>"}
     return PreTrainedTokenizerFast(tokenizer_object=bpe, **special)
+
+
+def operated(
+    model: PreTrainedModel,
+    plan: PruningPlan | Sequence[int],
+    merged: Sequence[Any] = (),
+    mends: Sequence[Any] = (),
+    *,
+    shared: bool = False,
+) -> PreTrainedModel:
+    """The cut, which proves nothing."""
+    decoder = plain(model)
+    return surgery.cut(decoder, Operation(as_plan(decoder, plan), merged, mends), shared=shared).model
 
 
 def wrong_layer_idx(model: PreTrainedModel) -> None:

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from families.zoo import make_zoo
-from helpers import Done, make_tiny, states_of
+from helpers import Done, make_tiny, operated, states_of
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 import lyapunov_prune as lp
@@ -23,12 +23,12 @@ from lyapunov_prune.mending.fit import LinearMap
 from lyapunov_prune.mending.mend import Mend, fit_mends, store_mend
 from lyapunov_prune.mending.place import find_place
 from lyapunov_prune.mending.report import NONE, MendReport
+from lyapunov_prune.models.decoder import wrap
 from lyapunov_prune.models.structure import find_structure
 from lyapunov_prune.pruning import gate
-from lyapunov_prune.pruning.gate import verify_removal
 from lyapunov_prune.pruning.plan import PruningPlan
 from lyapunov_prune.pruning.provenance import PROVENANCE, Provenance
-from lyapunov_prune.pruning.surgery import cut
+from lyapunov_prune.pruning.removal_gate import verify_removal
 from lyapunov_prune.results.history import read_history
 
 GAPS = (2, 4)
@@ -75,11 +75,11 @@ def test_the_maps_are_those_of_states_taken_without_hooks(
     only(monkeypatch, "full", 0.1)
     (first, second), report = fit_mends(model, GAPS, windows)
     assert (report.fitted, report.held_out) == (6 * 24, 2 * 24)
-    np.testing.assert_allclose(first.map.E, reference(model, cut(model, GAPS), 1, 3, windows), atol=1e-8)
-    made = cut(model, GAPS, mends=[first])  # layer 3 is its layer 2
+    np.testing.assert_allclose(first.map.E, reference(model, operated(model, GAPS), 1, 3, windows), atol=1e-8)
+    made = operated(model, GAPS, mends=[first])  # layer 3 is its layer 2
     # Llama's norms round to float32: stored maps and hooks may fall on different sides.
     np.testing.assert_allclose(second.map.E, reference(model, made, 2, 5, windows), atol=1e-6)
-    unmended = reference(model, cut(model, GAPS), 2, 5, windows)
+    unmended = reference(model, operated(model, GAPS), 2, 5, windows)
     assert np.abs(second.map.E.numpy() - unmended).max() > 1e-3
 
 
@@ -95,14 +95,14 @@ def test_the_choice_is_the_smallest_held_out_loss(windows: torch.Tensor) -> None
 def test_what_is_compared_has_not_seen_the_windows_that_choose(windows: torch.Tensor) -> None:
     model = make_tiny("llama").double()
     (gap,) = fit_mends(model, (2,), windows)[1].gaps
-    place = find_place(model, 1)
+    place = find_place(wrap(model), 1)
     held = windows[3::4]
     fitted = torch.stack([w for i, w in enumerate(windows) if i % 4 != 3])
-    assert lp.perplexity(cut(model, (2,)), held).nll == pytest.approx(gap.losses[0], rel=1e-6)
+    assert lp.perplexity(operated(model, (2,)), held).nll == pytest.approx(gap.losses[0], rel=1e-6)
     for form, ridge, loss in zip(gap.forms, gap.ridges, gap.losses, strict=True):
         if form == "full":
-            E = torch.from_numpy(reference(model, cut(model, (2,)), 1, 3, fitted, ridge))
-            made = cut(model, (2,), mends=[Mend(place, LinearMap(E, None))])
+            E = torch.from_numpy(reference(model, operated(model, (2,)), 1, 3, fitted, ridge))
+            made = operated(model, (2,), mends=[Mend(place, LinearMap(E, None))])
             assert lp.perplexity(made, held).nll == pytest.approx(loss, rel=1e-6)
 
 
@@ -111,7 +111,7 @@ def test_every_family_passes_the_gate(family: str, windows: torch.Tensor, monkey
     model = make_tiny(family)
     plan = PruningPlan.given(model, GAPS)
     mends, _ = fit_mends(model, plan.remove, windows)
-    report = verify_removal(model, cut(model, plan, mends=mends), plan, windows[:1], mends=mends)
+    report = verify_removal(model, operated(model, plan, mends=mends), plan, windows[:1], mends=mends)
     assert report.passed, f"\n{report}"
     assert len(mends) == 2
     if family in ("gemma2", "gemma3"):
@@ -126,19 +126,19 @@ def test_what_half_precision_rounds_is_decided_in_float32(
     model = make_tiny("llama").bfloat16()
     plan = PruningPlan.given(model, GAPS)
     mends, _ = fit_mends(model, plan.remove, windows)
-    made = cut(model, plan, mends=mends)
+    made = operated(model, plan, mends=mends)
 
     def skipping(pruned: PreTrainedModel) -> GateCheck:
         return verify_removal(model, pruned, plan, windows[:1], mends=mends).checks[0]
 
     rounded = skipping(made)
     assert rounded.passed
-    monkeypatch.setattr(gate, "_limit", lambda *_: 0.99 * rounded.measured)
+    monkeypatch.setattr(gate.Gate, "limit", 0.99 * rounded.measured)
     found = skipping(made)
     assert found.passed
     assert found.measured < rounded.measured
     assert "in float32" in found.detail
-    assert not skipping(cut(model, PruningPlan.given(model, (2, 5)), mends=mends)).passed  # planted: another layer
+    assert not skipping(operated(model, PruningPlan.given(model, (2, 5)), mends=mends)).passed  # planted: another layer
 
 
 def wrong_layer(made: PreTrainedModel, mends: tuple[Mend, ...]) -> None:
@@ -165,11 +165,11 @@ def test_planted_faults_fail_the_gate(fault: Any, windows: torch.Tensor, monkeyp
     only(monkeypatch, "full", 0.1)
     model = make_tiny("gpt2")
     mends, _ = fit_mends(model, (2,), windows)
-    made = cut(model, (2,))
+    made = operated(model, (2,))
     fault(made, mends)
     failed = verify_removal(model, made, [2], windows[:1], mends=mends)
     assert not failed.passed
-    assert verify_removal(model, cut(model, (2,), mends=mends), [2], windows[:1], mends=mends).passed
+    assert verify_removal(model, operated(model, (2,), mends=mends), [2], windows[:1], mends=mends).passed
 
 
 def test_in_python(windows: torch.Tensor) -> None:
@@ -221,7 +221,7 @@ def test_losses_that_are_not_finite_choose_nothing(windows: torch.Tensor, monkey
 def test_a_product_beyond_the_dtype_is_refused() -> None:
     model = make_tiny("llama").half()
     layer = find_structure(model).layers[1]
-    place = mending.find_place(model, 1)
+    place = mending.find_place(wrap(model), 1)
     large = Mend(place, LinearMap(1e6 * torch.ones(32, dtype=torch.float64), None))
     with pytest.raises(LyapunovPruneError, match=r"mended, mlp.down_proj.weight of layer 1"):
         store_mend(layer, large)

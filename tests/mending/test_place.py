@@ -15,6 +15,7 @@ from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.mending.fit import LinearMap
 from lyapunov_prune.mending.mend import Mend, mapped, store_mend
 from lyapunov_prune.mending.place import Part, find_place
+from lyapunov_prune.models.decoder import wrap
 from lyapunov_prune.models.structure import find_structure
 
 LAYER = 2
@@ -46,7 +47,7 @@ def drawn(width: int, *, channels: bool, shifts: bool) -> LinearMap:
 
 def require_taken(model: PreTrainedModel, ids: torch.Tensor, layer: int = LAYER) -> Any:
     """The place of a layer, once its parameters were seen to compute what the map computes by a hook."""
-    place = find_place(model, layer)
+    place = find_place(wrap(model), layer)
     layers = find_structure(model).layers
     width = model.config.get_text_config(decoder=True).hidden_size
     mend = Mend(place, drawn(width, channels=place.channels, shifts=bool(place.shifts)))
@@ -74,7 +75,7 @@ def test_kinds_of_layers(name: str, ids: torch.Tensor) -> None:
 def test_the_layer_itself_is_left_as_it_was(ids: torch.Tensor) -> None:
     model = make_zoo("gemma2").bfloat16()
     before = {name: p.clone() for name, p in model.state_dict().items()}
-    find_place(model, LAYER)
+    find_place(wrap(model), LAYER)
     assert all(torch.equal(p, before[name]) for name, p in model.state_dict().items())
 
 
@@ -82,12 +83,12 @@ def test_a_branch_that_is_scaled_says_by_what(ids: torch.Tensor) -> None:
     model = make_zoo("granite")
     layer: Any = find_structure(model).layers[LAYER]
     layer.residual_multiplier = 0.5
-    assert find_place(model, LAYER).scale == pytest.approx(0.5, rel=1e-4)
+    assert find_place(wrap(model), LAYER).scale == pytest.approx(0.5, rel=1e-4)
 
 
 def test_a_layer_without_one_is_refused() -> None:
     with pytest.raises(LyapunovPruneError, match=r"layer 2 \(RwkvBlock\)"):
-        find_place(make_zoo("rwkv"), LAYER)
+        find_place(wrap(make_zoo("rwkv")), LAYER)
 
 
 def test_what_another_layer_has_too_is_not_taken() -> None:
@@ -95,7 +96,7 @@ def test_what_another_layer_has_too_is_not_taken() -> None:
     layers: Any = find_structure(model).layers
     layers[LAYER].mlp.down_proj.weight = layers[0].mlp.down_proj.weight
     with pytest.raises(LyapunovPruneError, match="no matrix of layer 2"):
-        find_place(model, LAYER)
+        find_place(wrap(model), LAYER)
 
 
 def test_a_last_module_that_is_not_linear_is_passed_over() -> None:
@@ -110,4 +111,4 @@ def test_a_last_module_that_is_not_linear_is_passed_over() -> None:
     old = layer.mlp.down_proj
     layer.mlp.down_proj = Squared(old.in_features, old.out_features, bias=False)
     with pytest.raises(LyapunovPruneError, match="no matrix of layer 2"):
-        find_place(model, LAYER)
+        find_place(wrap(model), LAYER)

@@ -50,7 +50,7 @@ def test_cut_is_what_its_merge_computes(name: str, reduction: str) -> None:
             logits = uncached_logits(model, inputs)
         assert torch.equal(uncached_logits(student.model, inputs), moved)
         cuts = Cuts((0, 3), student.merged((1, 3)))
-        with cut_by_hooks(student.model, cuts):
+        with cut_by_hooks(student.decoder, cuts):
             reference = uncached_logits(student.model, inputs)
         assert deviation(logits, reference) <= limit
         assert deviation(uncached_logits(make_compact(student.model, cuts), inputs), logits) <= limit

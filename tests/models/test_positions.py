@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import json
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -40,7 +41,7 @@ from lyapunov_prune.predictions.choices import compare_choices
 from lyapunov_prune.predictions.generation import compare_generation
 from lyapunov_prune.predictions.hierarchy import probe_layers
 from lyapunov_prune.predictions.history import history_divergence
-from lyapunov_prune.pruning.gate import cache_check
+from lyapunov_prune.pruning.gate import Gate
 
 SWITCH, PROMPT, STEPS = 32, 26, 12
 V = len(VOCABULARY)
@@ -169,7 +170,11 @@ def test_cached_logits(model: PreTrainedModel, prompts: torch.Tensor, positions:
 
 def test_the_gate(model: PreTrainedModel, other: PreTrainedModel, prompts: torch.Tensor) -> None:
     with torch.no_grad():
-        assert cache_check(model, other, [continued(other, prompts, 10)]).passed
+        assert (
+            Gate(wrap(model), wrap(other), [continued(other, prompts, 10)], lambda decoder: nullcontext())
+            .cached()
+            .passed
+        )
 
 
 def test_generation(model: PreTrainedModel, other: PreTrainedModel, prompts: torch.Tensor) -> None:

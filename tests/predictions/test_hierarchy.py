@@ -28,6 +28,7 @@ from lyapunov_prune.forward.changes import WHAT
 from lyapunov_prune.forward.hooks import skipped
 from lyapunov_prune.forward.prefix import Prefix
 from lyapunov_prune.forward.scoring import Scorer
+from lyapunov_prune.models.decoder import wrap
 from lyapunov_prune.models.projections import find_projections
 from lyapunov_prune.models.structure import find_structure
 from lyapunov_prune.predictions import HierarchyProbe
@@ -239,7 +240,7 @@ def test_a_branch_that_is_zero_is_one_that_is_gone(name: str, prompts: torch.Ten
             if key.endswith("bias"):
                 parameter.normal_()
     zeroed = copy.deepcopy(model)
-    zero_sublayers(zeroed, (0,), (1,))
+    zero_sublayers(wrap(zeroed), (0,), (1,))
     before = bits(model)
     found = probe_layers(model, prompts, change=zeroed, steps=3)
     assert_same(model, before)

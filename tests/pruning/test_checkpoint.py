@@ -30,6 +30,7 @@ from lyapunov_prune.cli.app import main
 from lyapunov_prune.data.batch import TokenBatch
 from lyapunov_prune.data.text import load_text
 from lyapunov_prune.errors import CheckFailed, LyapunovPruneError
+from lyapunov_prune.models.decoder import Decoder, wrap
 from lyapunov_prune.models.structure import find_structure
 from lyapunov_prune.profiles.contraction import measure_contraction
 from lyapunov_prune.profiles.influence import block_influence
@@ -37,10 +38,10 @@ from lyapunov_prune.pruning import checkpoint as module
 from lyapunov_prune.pruning import surgery
 from lyapunov_prune.pruning.checkpoint import write_pruned
 from lyapunov_prune.pruning.compact import make_compact
+from lyapunov_prune.pruning.operation import Operation
 from lyapunov_prune.pruning.plan import PruningPlan
 from lyapunov_prune.pruning.provenance import PROVENANCE, Provenance
 from lyapunov_prune.pruning.removal import remove_layers
-from lyapunov_prune.pruning.surgery import cut
 from lyapunov_prune.ranking.measured import rank_layers
 from lyapunov_prune.results.history import HISTORY
 from lyapunov_prune.results.result import versions
@@ -280,9 +281,9 @@ def test_a_model_that_fails_the_gate_is_not_written(
     target: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    def wrongly(model: PreTrainedModel, plan: PruningPlan, *more: Any, **how: Any) -> PreTrainedModel:
-        pruned = cut(model, plan)
-        fault(pruned)
+    def wrongly(decoder: Decoder, operation: Operation, **how: Any) -> Decoder:
+        pruned = surgery.cut(decoder, operation)
+        fault(pruned.model)
         return pruned
 
     monkeypatch.setattr(module, "cut", wrongly)
@@ -396,20 +397,20 @@ def test_the_pruned_model_takes_no_memory_of_its_own_for_what_it_keeps(
     target: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    made: list[PreTrainedModel] = []
+    made: list[Any] = []
 
-    def keeping(function: Callable[..., PreTrainedModel]) -> Callable[..., PreTrainedModel]:
-        def call(*args: Any, **kwargs: Any) -> PreTrainedModel:
+    def keeping(function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
             made.append(function(*args, **kwargs))
             return made[-1]
 
         return call
 
-    for name, function in (("cut", cut), ("make_compact", make_compact)):
+    for name, function in (("cut", surgery.cut), ("make_compact", make_compact)):
         monkeypatch.setattr(module, name, keeping(function))
     plan = PruningPlan.given(reader, [0], drop_attention=[1])
     write_pruned(reader, tokenizer, plan, target, batch, format=format)
-    (pruned,) = made
+    pruned = wrap(made[0]).model
     places = {p.data_ptr() for p in reader.parameters()}
     own = [name for name, p in pruned.named_parameters() if p.data_ptr() not in places]
     assert all(name.startswith("model.layers.0.") for name in own)

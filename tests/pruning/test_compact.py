@@ -120,7 +120,7 @@ def test_a_norm_in_the_residual_stream_stays() -> None:
 def test_the_reference_is_that_of_a_dropped_sublayer(family: str, ids: torch.Tensor) -> None:
     """What the gate compares with does what `silenced` does, which finds branches by what they do."""
     model = make_tiny(family)
-    with torch.no_grad(), cut_by_hooks(model, Cuts((0, 3))):
+    with torch.no_grad(), cut_by_hooks(wrap(model), Cuts((0, 3))):
         by_name = uncached_logits(model, ids)
     with torch.no_grad(), silenced(wrap(model), (0, 3), ()):
         by_flow = uncached_logits(model, ids)

@@ -20,6 +20,7 @@ from lyapunov_prune.data.batch import TokenBatch
 from lyapunov_prune.errors import CheckFailed, LyapunovPruneError
 from lyapunov_prune.models import modeling_compact
 from lyapunov_prune.models.compact import MODULE, compact_classes
+from lyapunov_prune.models.decoder import wrap
 from lyapunov_prune.models.loading import load
 from lyapunov_prune.models.structure import identify
 from lyapunov_prune.pruning import compact_checkpoint
@@ -221,7 +222,7 @@ def test_the_card_names_what_is_gone_and_nothing_else(
     cuts: Cuts, told: str, untold: str, reader: PreTrainedModel, tmp_path: Path
 ) -> None:
     made = make_compact(reader, cuts)
-    compact_checkpoint._describe(tmp_path, reader, made, cuts, GateReport(()))
+    compact_checkpoint._describe(tmp_path, wrap(reader), made, cuts, GateReport(()))
     card = (tmp_path / "README.md").read_text()
     assert told in card
     assert untold not in card

@@ -9,18 +9,18 @@ from typing import Any
 import pytest
 import torch
 from families.zoo import LAYERS, make_zoo
-from helpers import make_tiny
+from helpers import make_tiny, operated
 from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from lyapunov_prune.checkpoints.outline import read_outline
+from lyapunov_prune.models.decoder import wrap
 from lyapunov_prune.models.loading import load
 from lyapunov_prune.models.structure import find_structure
 from lyapunov_prune.pruning.counting import count_check, held_by, shares_leaving, sizes_in_memory
-from lyapunov_prune.pruning.gate import verify_removal
 from lyapunov_prune.pruning.plan import PruningPlan
 from lyapunov_prune.pruning.removal import remove_layers
-from lyapunov_prune.pruning.surgery import cut
+from lyapunov_prune.pruning.removal_gate import verify_removal
 
 # Plain; embeddings tied to the head; tables with a block a layer; blocks that layers share; a scale of the first layer.
 CASES = {
@@ -47,22 +47,22 @@ def test_memory_and_files_give_the_same_and_the_cut_does_it(
     tokenizer.save_pretrained(tmp_path)
     outline = read_outline(tmp_path, name)
     assert outline.model.device.type == "meta"
-    shares = shares_leaving(model, plan)
-    assert shares_leaving(outline.model, plan) == shares
+    shares = shares_leaving(wrap(model), plan)
+    assert shares_leaving(outline.decoder, plan) == shares
     sizes = sizes_in_memory(model)
     parameters, size = held_by(model, sizes, shares)
     assert held_by(outline.model, outline.sizes(), shares) == (parameters, size)
-    pruned = cut(model, plan)
+    pruned = operated(model, plan)
     left = sum(size for _, size in sizes_in_memory(pruned))
     assert (parameters, size) == (
         model.num_parameters() - pruned.num_parameters(),
         sum(size for _, size in sizes) - left,
     )
-    assert count_check(model, sizes, pruned, left, plan).passed
+    assert count_check(wrap(model), sizes, wrap(pruned), left, plan).passed
 
 
 def share(model: PreTrainedModel, remove: list[int]) -> dict[str, Fraction]:
-    return shares_leaving(model, PruningPlan.given(model, remove))
+    return shares_leaving(wrap(model), PruningPlan.given(model, remove))
 
 
 def test_a_table_leaves_by_its_blocks() -> None:
@@ -86,12 +86,14 @@ def test_what_a_kept_layer_uses_stays_under_every_name() -> None:
 
 def test_one_parameter_too_many_is_seen(llama: PreTrainedModel) -> None:
     plan = PruningPlan.given(llama, [1])
-    pruned, sizes = cut(llama, plan), sizes_in_memory(llama)
+    pruned, sizes = operated(llama, plan), sizes_in_memory(llama)
     left = sum(size for _, size in sizes_in_memory(pruned))
-    assert count_check(llama, sizes, pruned, left, plan).passed
-    assert count_check(llama, sizes, pruned, left + 4, plan).detail.startswith(f"bytes saved: {left + 4:,}, not ")
+    assert count_check(wrap(llama), sizes, wrap(pruned), left, plan).passed
+    assert count_check(wrap(llama), sizes, wrap(pruned), left + 4, plan).detail.startswith(
+        f"bytes saved: {left + 4:,}, not "
+    )
     pruned.register_parameter("stray", torch.nn.Parameter(torch.zeros(1)))
-    assert count_check(llama, sizes, pruned, left, plan).detail.startswith("parameters: ")
+    assert count_check(wrap(llama), sizes, wrap(pruned), left, plan).detail.startswith("parameters: ")
 
 
 def test_every_tensor_of_the_files_is_counted(checkpoint: Path) -> None:
@@ -111,7 +113,7 @@ def test_planted_fault_a_tensor_of_the_files_that_is_nowhere_is_named(checkpoint
     norm.register_parameter("gain", norm._parameters.pop("weight"))  # as many numbers, by another name
     sizes = sizes_in_memory(model)
     saved = sum(size for _, size in sizes_in_memory(pruned))
-    check = count_check(model, sizes, pruned, saved, plan)
+    check = count_check(wrap(model), sizes, wrap(pruned), saved, plan)
     assert not check.passed
     assert "model.layers.4.input_layernorm.weight of the input is neither kept nor removed" in check.detail
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import make_tiny, moe
+from helpers import make_tiny, moe, operated
 from torch import nn
 from transformers.activations import ACT2FN
 
@@ -15,10 +15,9 @@ from lyapunov_prune.forward.logits import deviation, uncached_logits
 from lyapunov_prune.merging.merge import merge_layers
 from lyapunov_prune.merging.replaced import hidden_replaced
 from lyapunov_prune.models.structure import find_layers, find_structure
-from lyapunov_prune.pruning.gate import verify_removal
 from lyapunov_prune.pruning.mirroring import _is_odd_half, require_mirrored
 from lyapunov_prune.pruning.plan import PruningPlan
-from lyapunov_prune.pruning.surgery import cut
+from lyapunov_prune.pruning.removal_gate import verify_removal
 
 WIDE: dict[str, dict[str, Any]] = {
     "gpt2": {"n_inner": 70},
@@ -46,13 +45,13 @@ def test_the_block_computes_the_merged_map(name: str, reduction: str, ids: torch
     alone = PruningPlan.given(model, drop_activation=LOST, reduction=reduction)
     with torch.no_grad(), hidden_replaced(find_layers(model).layers, [(m.block, m.tau) for m in merged]):
         wanted = uncached_logits(model, ids)
-    made = cut(model, alone, merged)
+    made = operated(model, alone, merged)
     with torch.no_grad():
         assert deviation(uncached_logits(made, ids), wanted) < 1e-12
         assert deviation(uncached_logits(model, ids), wanted) > 1e-3  # and it does something
     assert made.num_parameters() == model.num_parameters()
     assert type(made) is type(model)
-    report = verify_removal(model, cut(model, plan, merged), plan, ids, merged=merged)
+    report = verify_removal(model, operated(model, plan, merged), plan, ids, merged=merged)
     assert report.passed, f"\n{report}"
 
 
@@ -60,7 +59,7 @@ def test_a_matrix_with_the_wrong_sign_fails_the_gate(ids: torch.Tensor) -> None:
     model = make_tiny("opt", **WIDE["opt"])
     merged = merge_layers(model, ids, LOST, "identity")
     plan = PruningPlan.given(model, drop_activation=LOST, reduction="identity")
-    made = cut(model, plan, merged)
+    made = operated(model, plan, merged)
     layer: Any = find_layers(made).layers[LOST[0]]
     with torch.no_grad():
         layer.fc2.weight[:, 32:64] *= -1
@@ -81,7 +80,7 @@ def test_what_cannot_hold_it_is_refused(ids: torch.Tensor) -> None:
     model = make_tiny("opt", **WIDE["opt"], enable_bias=False)
     plan = PruningPlan.given(model, drop_activation=[1], reduction="affine")
     with pytest.raises(LyapunovPruneError, match=f"layer 1 has no bias.*{remedy}"):
-        cut(model, plan, merge_layers(model, ids, [1], "affine"))
+        operated(model, plan, merge_layers(model, ids, [1], "affine"))
 
 
 def test_an_activation_with_weights_is_asked_as_it_is() -> None:
@@ -92,6 +91,6 @@ def test_a_plan_and_its_merges_belong_together(ids: torch.Tensor) -> None:
     model = make_tiny("opt", **WIDE["opt"])
     plan = PruningPlan.given(model, drop_activation=[1], reduction="identity")
     for merged in ((), merge_layers(model, ids, [2], "identity")):
-        for call in (lambda m: cut(model, plan, m), lambda m: verify_removal(model, model, plan, merged=m)):
+        for call in (lambda m: operated(model, plan, m), lambda m: verify_removal(model, model, plan, merged=m)):
             with pytest.raises(LyapunovPruneError, match=r"layers \[1\]"):
                 call(merged)

@@ -12,18 +12,17 @@ from typing import Any, NoReturn
 import pytest
 import torch
 from families.zoo import make_zoo
-from helpers import on_disk
+from helpers import on_disk, operated
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from lyapunov_prune import PruningPlan, remove_layers
 from lyapunov_prune.errors import CheckFailed
+from lyapunov_prune.models.decoder import wrap
 from lyapunov_prune.models.families import FAMILIES, TRUSTED
 from lyapunov_prune.models.structure import find_structure
-from lyapunov_prune.models.wrappers import is_wrapped
-from lyapunov_prune.pruning import disk_gate, gate
+from lyapunov_prune.pruning import disk_gate, removal_gate
 from lyapunov_prune.pruning.checkpoint import write_pruned
 from lyapunov_prune.pruning.curve import evaluate_removals
-from lyapunov_prune.pruning.surgery import cut
 
 TRUSTED_ONE, OTHER, WRAPPED = "llama", "olmo2", "gemma3"
 NAMES = (TRUSTED_ONE, OTHER, WRAPPED)
@@ -41,7 +40,7 @@ def gates(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
 
         return call
 
-    for name, verify in (("memory", gate.verify_removal), ("disk", disk_gate.verify_files)):
+    for name, verify in (("memory", removal_gate.check_removal), ("disk", disk_gate.verify_files)):
         for module in [m for title, m in sys.modules.items() if title.startswith("lyapunov_prune.")]:
             if vars(module).get(verify.__name__) is verify:
                 monkeypatch.setattr(module, verify.__name__, counted(name, verify))
@@ -51,12 +50,12 @@ def gates(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
 def test_the_families_are_of_the_three_sorts() -> None:
     models = [make_zoo(name) for name in NAMES]
     assert [find_structure(model).model_type in TRUSTED for model in models[:2]] == [True, False]
-    assert [is_wrapped(model) for model in models] == [False, False, True]
+    assert [wrap(model).wrapped for model in models] == [False, False, True]
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_the_cut_proves_nothing(name: str, gates: Counter[str]) -> None:
-    assert find_structure(cut(make_zoo(name), [2, 5])).num_layers == 6
+    assert find_structure(operated(make_zoo(name), [2, 5])).num_layers == 6
     assert gates == {}
 
 

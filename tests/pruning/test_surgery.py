@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from families.zoo import make_zoo
-from helpers import LAYERS, TINY, make_tiny
+from helpers import LAYERS, TINY, make_tiny, operated
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -18,11 +18,12 @@ from transformers import (
 )
 
 from lyapunov_prune import LyapunovPruneError, remove_layers, verify_removal
+from lyapunov_prune.models.decoder import wrap
 from lyapunov_prune.models.families import FAMILIES, TRUSTED, Family
 from lyapunov_prune.models.layer_settings import slice_settings
 from lyapunov_prune.models.structure import find_structure
 from lyapunov_prune.pruning.plan import PruningPlan, as_plan
-from lyapunov_prune.pruning.surgery import cut, share_memory
+from lyapunov_prune.pruning.surgery import share_memory
 
 REMOVALS = {
     "one": [2],
@@ -222,7 +223,7 @@ def test_a_shared_cut_is_the_same_model_and_leaves_the_original_alone(family: st
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
     given = [{"remove": [1]}, {"drop_mlp": [2]}, {"remove": [0], "drop_attention": [3]}]
     for plan in (PruningPlan.given(model, **each) for each in given):
-        alone, shared = cut(model, plan), cut(model, plan, shared=True)
+        alone, shared = operated(model, plan), operated(model, plan, shared=True)
         mine = dict(shared.named_parameters())
         assert all(torch.equal(p, mine[name]) for name, p in alone.named_parameters())
         assert all(torch.equal(p, before[name]) for name, p in model.named_parameters())
@@ -239,7 +240,7 @@ def test_a_shared_cut_is_the_same_model_and_leaves_the_original_alone(family: st
 def test_a_family_whose_weights_change_gets_its_own(name: str) -> None:
     model = make_tiny("gpt2-inverse-layer") if name == "gpt2" else make_zoo(name)
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
-    alone, shared = cut(model, as_plan(model, [1])), cut(model, as_plan(model, [1]), shared=True)
+    alone, shared = operated(model, as_plan(model, [1])), operated(model, as_plan(model, [1]), shared=True)
     assert all(torch.equal(*pair) for pair in zip(alone.parameters(), shared.parameters(), strict=True))
     assert all(torch.equal(p, before[name]) for name, p in model.named_parameters())
     assert places(shared) - places(model)
@@ -250,12 +251,12 @@ def test_what_is_the_same_is_shared_and_nothing_else(family: str) -> None:
     model = make_tiny(family)
     find_structure(model).layers[3].get_parameter(_matrices(model)[1]).data[0, 0] = 0.0
     plan = as_plan(model, [1])
-    pruned = cut(model, plan)
+    pruned = operated(model, plan)
     changed, signed = (find_structure(pruned).layers[2].get_parameter(name) for name in _matrices(model)[:2])
     changed.data[0, 0] += 0.5
     signed.data[0, 0] = -0.0
     before = {name: p.detach().clone() for name, p in pruned.named_parameters()}
-    share_memory(pruned, model, plan)
+    share_memory(pruned, wrap(model), plan)
     assert all(torch.equal(p, before[name]) for name, p in pruned.named_parameters())
     assert signed[0, 0].signbit()
     apart = {name for name, p in pruned.named_parameters() if p.data_ptr() not in places(model)}
@@ -274,7 +275,7 @@ def ties(model: PreTrainedModel) -> dict[str, Any]:
 
 def test_ties_between_layers_are_named_by_the_new_numbers() -> None:
     model = make_zoo("zamba")
-    pruned = cut(model, as_plan(model, [1]))
+    pruned = operated(model, as_plan(model, [1]))
     fresh = type(pruned)(pruned.config)
     assert ties(pruned) == ties(fresh) != ties(model)
     assert pruned.all_tied_weights_keys == fresh.all_tied_weights_keys

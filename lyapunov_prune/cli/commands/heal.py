@@ -113,7 +113,7 @@ def heal(
     require_trainable(loaded.model, "the pruned model", update_rank)
     require_disk(output, size_of(loaded.model), "the files of the healed model")
     if provenance is not None:
-        share_memory(loaded.model, dense.model, provenance.plan)
+        share_memory(loaded.model, dense, provenance.plan)
     if jobs.is_dir() and not resume and is_main():
         _clear(jobs, [])  # refused while that run is at work, before the dense model writes for minutes
         note("The training that an earlier run left unfinished was deleted; --resume would have gone on with it.")

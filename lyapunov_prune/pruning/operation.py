@@ -1,0 +1,55 @@
+"""What is taken out of a model and what stands in for it: one record for the surgery and for its gate."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from lyapunov_prune.errors import LyapunovPruneError
+from lyapunov_prune.forward.hooks import skipped
+from lyapunov_prune.forward.sublayers import silenced
+from lyapunov_prune.mending.mend import Mend, mapped
+from lyapunov_prune.merging.merge import Merged
+from lyapunov_prune.merging.replaced import hidden_replaced
+from lyapunov_prune.models.decoder import Decoder
+from lyapunov_prune.pruning.plan import PruningPlan
+
+
+@dataclass(frozen=True, eq=False)
+class Operation:
+    """`plan`, a merged block for every activation that it drops, and the maps that close its gaps.
+
+    Raises LyapunovPruneError unless `merged` are the blocks whose activation the plan drops.
+    """
+
+    plan: PruningPlan
+    merged: Sequence[Merged] = ()
+    mends: Sequence[Mend] = ()
+
+    def __post_init__(self) -> None:
+        given = tuple(sorted(each.block.layer for each in self.merged))
+        if given != self.plan.drop_activation:
+            raise LyapunovPruneError(
+                f"the plan drops the activations of layers {list(self.plan.drop_activation)}, and merged blocks are "
+                f"given of {list(given)}; a reduction is fitted on a text: write the plan with pruning.write_pruned "
+                "and a batch"
+            )
+
+    def place(self, layer: int) -> int:
+        """The number of `layer`, which stays, in the model that is made."""
+        return self.plan.kept.index(layer)
+
+    def computes(self, decoder: Decoder) -> bool:
+        """Whether some weights of the model made of `decoder` are computed anew, not copied."""
+        by_family = decoder.family.changes(decoder.structure.config) and bool(self.plan.remove)
+        return bool(self.merged or self.mends) or by_family
+
+    @contextmanager
+    def standing_in(self, decoder: Decoder) -> Iterator[None]:
+        """Inside the block `decoder` computes, by hooks, what the model made of it should compute."""
+        silent = silenced(decoder, self.plan.drop_attention, self.plan.drop_mlp)
+        replaced = hidden_replaced(decoder.layers, [(each.block, each.tau) for each in self.merged])
+        skipping = skipped(decoder.structure, self.plan.remove)
+        with silent, replaced, mapped(decoder.layers, self.mends), skipping:
+            yield

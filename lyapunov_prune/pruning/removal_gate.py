@@ -1,0 +1,136 @@
+"""The gate of a removal. Of every result it asks four questions:
+
+1. Its logits are those of the original with the same layers and sublayers passed over, hidden vectors replaced and
+   gaps mended, by hooks.
+2. Decoding step by step with a cache gives the logits of the uncached forward.
+3. Saved and reloaded with plain transformers it is the same model: same keys, same logits, same settings
+   in every layer.
+4. Layers, parameters and bytes on disk fell by exactly what was removed.
+
+A model that reads pictures is asked with one in the prompt too, and merged and mended matrices one by one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from lyapunov_prune.arguments import checked
+from lyapunov_prune.checkpoints.outline import layer_of
+from lyapunov_prune.checkpoints.reloading import RELOADED, GateCheck
+from lyapunov_prune.data.batch import Tokens
+from lyapunov_prune.errors import LyapunovPruneError
+from lyapunov_prune.forward.logits import sample_inputs
+from lyapunov_prune.mending.mend import Mend, products
+from lyapunov_prune.merging.merge import Merged
+from lyapunov_prune.models.decoder import Decoder, Model, wrap
+from lyapunov_prune.models.pictures import picture_logits, picture_prompt, reads_pictures
+from lyapunov_prune.models.structure import in_eval_mode
+from lyapunov_prune.pruning.counting import COUNTED, count_check, shares_leaving, sizes_in_memory
+from lyapunov_prune.pruning.gate import CACHED, PICTURED, SKIPPED, Check, Gate, GateReport, OnFiles, bytes_in, crashed
+from lyapunov_prune.pruning.merge_gate import MERGED, merged_blocks, merged_check
+from lyapunov_prune.pruning.mirroring import mirrored
+from lyapunov_prune.pruning.operation import Operation
+from lyapunov_prune.pruning.plan import PruningPlan, as_plan
+
+
+@checked
+def verify_removal(
+    original: Model,
+    pruned: Model,
+    plan: PruningPlan | Sequence[int],
+    batch: Tokens | None = None,
+    *,
+    checkpoint: str | Path | None = None,
+    merged: Sequence[Merged] = (),
+    mends: Sequence[Mend] = (),
+) -> GateReport:
+    """Put `pruned` through the four checks on random tokens and on the start of `batch`.
+
+    `merged` are the blocks that lost their activation, by the plan's reduction (`merging.merge_layers`); a fifth check
+    holds the matrices in `pruned` against them (`merge_gate`). `mends` are the maps that it was mended by: they are put
+    on the original by hooks, and its parameters that took them are held against the products in the same way.
+
+    `checkpoint` is a folder where `pruned` has been saved; without it the model is saved to a temporary
+    folder. Long enough inputs are used to roll over sliding windows of up to 1,024 tokens. Raises
+    LyapunovPruneError for a plan made for another model.
+    """
+    reference = wrap(original)
+    operation = Operation(as_plan(reference, plan), merged, mends)
+    try:
+        result = wrap(pruned)
+    except LyapunovPruneError as error:  # no decoder any more
+        return GateReport((crashed(RELOADED, error),))
+    return check_removal(reference, result, operation, batch, checkpoint)
+
+
+@in_eval_mode
+@torch.no_grad()
+def check_removal(
+    original: Decoder,
+    pruned: Decoder,
+    operation: Operation,
+    batch: Tokens | None = None,
+    checkpoint: str | Path | None = None,
+) -> GateReport:
+    """`verify_removal` of a model that was made by `operation`."""
+    gate = Gate(
+        original,
+        pruned,
+        sample_inputs(original, batch),
+        operation.standing_in,
+        computed=operation.computes(original),
+        batch=batch,
+    )
+    checks: dict[str, Check] = {SKIPPED: lambda: _same(gate, operation), CACHED: gate.cached}
+    if original.wrapped or reads_pictures(original.model):
+        checks[PICTURED] = lambda: _same_with_picture(gate, operation)
+    if operation.merged or operation.mends:
+        checks[MERGED] = lambda: _within_rounding(gate, operation)
+    on_files: dict[str, OnFiles] = {RELOADED: gate.reloads, COUNTED: lambda folder: _counted(gate, operation, folder)}
+    return gate.report(checks, on_files, checkpoint)
+
+
+def _same(gate: Gate, operation: Operation) -> GateCheck:
+    """In half precision, what maps fail by is decided in float32: there the rounding of the stored matrices is left."""
+    detail = "logits against the original with the layers skipped"
+    found = gate.same(detail)
+    if not found.passed and operation.mends and (wide := gate.in_float32()):
+        again = wide.same(f"{detail}, in float32 ({found.measured:.2g} in {gate.result.model.dtype})")
+        return replace(again, passed=again.measured <= gate.limit, limit=gate.limit)
+    return found
+
+
+def _same_with_picture(gate: Gate, operation: Operation) -> GateCheck:
+    """Whether what lies outside the layers is unchanged, and the logits are the same with a picture in the prompt."""
+    original, after = gate.reference.model, gate.result.model.state_dict()
+    stays = {name for name, share in shares_leaving(gate.reference, operation.plan).items() if not share}
+    for name, tensor in original.state_dict().items():
+        outside = layer_of(name, gate.reference.structure) is None
+        if outside and name in stays and not torch.equal(after[name], tensor):
+            return GateCheck(PICTURED, False, float("inf"), gate.limit, f"{name} lies outside the layers and changed")
+    detail = "all weights outside the layers"
+    prompt = picture_prompt(original)
+    if prompt is None:
+        return GateCheck(PICTURED, True, 0.0, gate.limit, f"{detail}; no picture fits into a prompt")
+    with gate.standing_in(gate.reference):
+        expected = picture_logits(original, prompt)
+    return gate.pictured(prompt, expected, f"logits with a picture in the prompt, and {detail}")
+
+
+def _within_rounding(gate: Gate, operation: Operation) -> GateCheck:
+    layers, made = gate.reference.layers, gate.result.layers
+    blocks = {each.block.layer: (each.block, each.tau) for each in operation.merged}
+    rows = list(merged_blocks(layers, blocks, lambda i: mirrored(made[operation.place(i)], blocks[i][0])))
+    for mend in operation.mends:
+        i = mend.place.layer
+        rows += [(i, *product) for product in products(layers[i], made[operation.place(i)], mend)]
+    return merged_check(rows, "a merged block" if operation.merged else "a mended matrix")
+
+
+def _counted(gate: Gate, operation: Operation, folder: Path) -> GateCheck:
+    sizes = sizes_in_memory(gate.reference.model)
+    return count_check(gate.reference, sizes, gate.result, bytes_in(folder), operation.plan)
