@@ -42,7 +42,7 @@ from lyapunov_prune.checkpoints.tensor_files import read_header
 from lyapunov_prune.compression.methods.rtn import symmetric_grid
 from lyapunov_prune.compression.methods.wanda import Wanda
 from lyapunov_prune.compression.on_disk import compress_on_disk
-from lyapunov_prune.models.from_folder import Loaded
+from lyapunov_prune.models.decoder import Decoder
 from lyapunov_prune.models.streamed import layer_held, stream_of
 from lyapunov_prune.models.structure import find_structure
 from lyapunov_prune.profiles.profile import profile_layers
@@ -152,7 +152,7 @@ def _median(job: Callable[[], object]) -> float:
 
 
 def measured(
-    place: Path, name: str, job: Callable[[Loaded, torch.Tensor], object], more: Callable[[Any], float] = lambda _: 0.0
+    place: Path, name: str, job: Callable[[Decoder, torch.Tensor], object], more: Callable[[Any], float] = lambda _: 0.0
 ) -> dict[str, float]:
     """A job on a streamed model: its seconds, loading among them, and those it cannot do without, `more` among them."""
     read = reading(place / name)
@@ -191,14 +191,14 @@ def profile(place: Path) -> dict[str, float]:
 
 
 def rank(place: Path) -> dict[str, float]:
-    def job(loaded: Loaded, ids: torch.Tensor) -> None:
+    def job(loaded: Decoder, ids: torch.Tensor) -> None:
         lp.rank(loaded.model, ids, criterion="angular", remove=REMOVE).plan(REMOVE).save(place / "plan.json")
 
     return measured(place, "source", job)
 
 
 def kl(place: Path) -> dict[str, float]:
-    def job(loaded: Loaded, ids: torch.Tensor) -> None:
+    def job(loaded: Decoder, ids: torch.Tensor) -> None:
         lp.rank(loaded.model, ids[:1, :KL_TOKENS], criterion="kl", folder=place)
 
     def of_head(model: Any) -> float:  # whose matrix is multiplied with, and no module is called
@@ -256,7 +256,7 @@ def compress(place: Path) -> dict[str, float]:
     """Every file that is written is read once more, to see that it holds what was written."""
     target = place / "compressed"
 
-    def job(loaded: Loaded, ids: torch.Tensor) -> None:
+    def job(loaded: Decoder, ids: torch.Tensor) -> None:
         compress_on_disk(loaded.model, loaded.tokenizer, target, ids, method="wanda", pattern=PATTERN)
 
     return measured(place, "source", job, lambda model: reading(target) + copying(target) + of_method(model, masked))
@@ -272,7 +272,7 @@ def pack(place: Path) -> dict[str, float]:
     target = place / "packed"
     rounded: dict[str, Any] = {"method": "rtn", "bits": BITS, "group_size": GROUP, "symmetric": True}
 
-    def job(loaded: Loaded, ids: torch.Tensor) -> None:
+    def job(loaded: Decoder, ids: torch.Tensor) -> None:
         compress_on_disk(loaded.model, loaded.tokenizer, target, format="compressed-tensors", **rounded)
 
     return measured(place, "source", job, lambda model: reading(target) + copying(target) + of_method(model, packed))

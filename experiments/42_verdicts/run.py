@@ -47,7 +47,7 @@ from lyapunov_prune.data.retrieval import RetrievalTask
 from lyapunov_prune.evaluation.retrieval import evaluate_retrieval
 from lyapunov_prune.forward.decoding import decode_greedily
 from lyapunov_prune.forward.reading import read
-from lyapunov_prune.models.from_folder import Loaded
+from lyapunov_prune.models.decoder import Decoder
 from lyapunov_prune.predictions.choices import compare_choices
 from lyapunov_prune.predictions.generation import compare_generation
 from lyapunov_prune.predictions.history import history_divergence
@@ -141,7 +141,7 @@ def main(
     print(scored(held_against([found])))
 
 
-def read_sets(loaded: Loaded, unseen: str, other: str, choices: Sequence[str], count: int, begins: int) -> Asked:
+def read_sets(loaded: Decoder, unseen: str, other: str, choices: Sequence[str], count: int, begins: int) -> Asked:
     first, second = (told_apart(file) for file in choices)
     halves = passages(Path(unseen).read_text(encoding="utf-8").split("\n"))
     lines = [json.loads(line)["text"] for line in Path(other).read_text(encoding="utf-8").splitlines()]
@@ -193,7 +193,7 @@ class Decisions:
     written: tuple[tuple[tuple[int, ...], ...], ...]
 
 
-def decided(loaded: Loaded, model: PreTrainedModel, asked: Asked, steps: int) -> Decisions:
+def decided(loaded: Decoder, model: PreTrainedModel, asked: Asked, steps: int) -> Decisions:
     chosen = tuple(tuple(taken(model, item, loaded.tokenizer) for item in items) for items in asked.items[1:])
     texts = []
     for batch in asked.prompts[1:]:
@@ -203,7 +203,7 @@ def decided(loaded: Loaded, model: PreTrainedModel, asked: Asked, steps: int) ->
 
 
 def judged(
-    loaded: Loaded, name: str, small: PreTrainedModel, asked: Asked, dense: Decisions, steps: int
+    loaded: Decoder, name: str, small: PreTrainedModel, asked: Asked, dense: Decisions, steps: int
 ) -> list[Judged]:
     """The verdict from the first of the sets, and what stayed in the others."""
     model, tokenizer = loaded.model, loaded.tokenizer

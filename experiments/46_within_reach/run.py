@@ -29,7 +29,7 @@ from experiments.statements import bullets, decided, interval, short, table
 from lyapunov_prune.data.text import adds_bos
 from lyapunov_prune.forward.decoding import decode_greedily
 from lyapunov_prune.forward.reading import read
-from lyapunov_prune.models.from_folder import Loaded
+from lyapunov_prune.models.decoder import Decoder
 from lyapunov_prune.models.tokenizers import token_ids
 from lyapunov_prune.predictions.verdict import wilson
 from lyapunov_prune.report.drawing import COLOURS, one_panel, svg
@@ -126,7 +126,7 @@ def drawn(task: str, items: int, seed: int) -> list[tuple[str, str]]:
     return found
 
 
-def answered(loaded: Loaded, model: PreTrainedModel, asked: Sequence[tuple[str, str]], steps: int) -> np.ndarray:
+def answered(loaded: Decoder, model: PreTrainedModel, asked: Sequence[tuple[str, str]], steps: int) -> np.ndarray:
     """Which items are right, those of one length written together."""
     start = [loaded.tokenizer.bos_token_id] if adds_bos(loaded.tokenizer) else []
     prompts = [start + token_ids(loaded.tokenizer, prompt) for prompt, _ in asked]

@@ -1,12 +1,13 @@
 """Remove layers, prove that it is right, write the result.
 
-- `plan`: the decision; `mergekit`: one in mergekit's words; `surgery`, `zeroing`, `mirroring`: the cut, which proves
-  nothing; `gate`, `counting`: the four checks, once on each path;
-- `compact`: the cut in a format of its own, attentions gone and feed-forward blocks merged; `compact_gate`: the checks
-  of that; `merge_gate`: one more, of merged matrices, in either;
+- `plan`: the decision; `mergekit`: one in mergekit's words; `operation`: what it takes out and what stands in for it;
+- `surgery`, `zeroing`, `mirroring`: the cut, which proves nothing;
+- `gate`: a reference and a result held against each other; `removal_gate`: the four checks of a removal, by `counting`
+  and `merge_gate` (merged and mended matrices); `compact_gate`, `disk_gate`: those of a compact model and of files;
 - `removal`: cut and proven, in memory; `checkpoint`: cut, proven and written, in either format; `provenance`: what the
-  checkpoint says of itself; `compact_checkpoint`: the same of matrices that no plan tells; `on_disk`, `disk_gate`:
-  without loading the model; `curve`: perplexity over layers removed.
+  checkpoint says of itself; `on_disk`: without loading the model;
+- `compact`: the cut in a format of its own, attentions gone and feed-forward blocks merged; `compact_checkpoint`: such
+  a cut that no plan tells, written; `curve`: perplexity over layers removed.
 """
 
 import lazy_loader

@@ -7,11 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from helpers import COMMANDS, QUICK, TEXT, VOCABULARY, Done, make_tiny, operated, wrong_layer_idx
-from transformers import PreTrainedModel
+from helpers import COMMANDS, QUICK, TEXT, VOCABULARY, Done, make_tiny, wrong_layer_idx
 
+from lyapunov_prune.models.decoder import Decoder
 from lyapunov_prune.pruning import checkpoint as checkpoint_module
-from lyapunov_prune.pruning.plan import PruningPlan
+from lyapunov_prune.pruning import surgery
+from lyapunov_prune.pruning.operation import Operation
 
 
 @pytest.mark.parametrize("cut", [10, -5])
@@ -47,9 +48,9 @@ def test_a_plan_for_another_model_is_refused_before_its_text_is_read(
 def test_a_failed_gate_is_exit_code_1_and_nothing_written(
     run: Callable[..., Done], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def wrongly(model: PreTrainedModel, plan: PruningPlan, *more: Any, **how: Any) -> PreTrainedModel:
-        pruned = operated(model, plan)
-        wrong_layer_idx(pruned)
+    def wrongly(decoder: Decoder, operation: Operation, **how: Any) -> Decoder:
+        pruned = surgery.cut(decoder, operation)
+        wrong_layer_idx(pruned.model)
         return pruned
 
     monkeypatch.setattr(checkpoint_module, "cut", wrongly)
