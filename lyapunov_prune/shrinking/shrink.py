@@ -26,11 +26,13 @@ from lyapunov_prune.healing.report import REPORT as HEALING
 from lyapunov_prune.healing.report import Healed
 from lyapunov_prune.healing.state import clear_states
 from lyapunov_prune.models.left_out import require_whole
-from lyapunov_prune.models.plain import require_plain
+from lyapunov_prune.models.plain import plain
 from lyapunov_prune.models.structure import find_structure, identify, in_eval_mode
 from lyapunov_prune.models.wrappers import loading_class
 from lyapunov_prune.pruning.counting import sizes_in_memory
-from lyapunov_prune.pruning.gate import GateReport, verify_removal
+from lyapunov_prune.pruning.gate import GateReport
+from lyapunov_prune.pruning.operation import Operation
+from lyapunov_prune.pruning.removal_gate import check_removal
 from lyapunov_prune.pruning.surgery import cut
 from lyapunov_prune.ranking.counts import search_budget
 from lyapunov_prune.results.files import require_disk, require_empty
@@ -65,7 +67,7 @@ class Request:
 
     def require(self) -> None:
         """Raise LyapunovPruneError for what can be refused before anything is measured."""
-        require_plain(self.model)
+        plain(self.model)
         require_whole(self.model)
         if self.minutes is not None and not 0 < self.minutes < math.inf:
             raise LyapunovPruneError(f"{self.minutes:g} minutes shrink nothing; give a number above 0")
@@ -199,8 +201,9 @@ def _run(
         batch_size=request.batch_size,
     )
     choice = _chosen(request, chooser, remove, None if items is None else items[0])
-    pruned = cut(model, choice.plan, mends=choice.mends, shared=True)
-    gate = verify_removal(model, pruned, choice.plan, learn, mends=choice.mends)
+    decoder, operation = plain(model), Operation(choice.plan, mends=choice.mends)
+    made = cut(decoder, operation, shared=True)
+    pruned, gate = made.model, check_removal(decoder, made, operation, learn)
     if not gate.passed:
         raise CheckFailed(f"the pruned model fails the gate, {gate.failure()}; nothing was written")
     minutes = clock.once("healing", lambda: _healing_minutes(expected, clock))

@@ -11,7 +11,10 @@ from transformers import PreTrainedModel
 
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.evaluation.speed import measure_speed
+from lyapunov_prune.models.plain import plain
 from lyapunov_prune.models.structure import find_structure
+from lyapunov_prune.pruning.operation import Operation
+from lyapunov_prune.pruning.plan import PruningPlan
 from lyapunov_prune.pruning.surgery import cut
 from lyapunov_prune.ranking.counts import count_of, require_count
 
@@ -127,12 +130,14 @@ def for_params(share: float, model: PreTrainedModel) -> int:
 
 def for_speed(speedup: float, model: PreTrainedModel) -> int:
     """The least number of layers without which a forward is `speedup` times as fast, measured."""
-    structure = find_structure(model)
+    decoder = plain(model)
+    structure = decoder.structure
     most = structure.num_layers - 1
     prompt = min(256, (structure.max_context or 512) // 2)
 
     def ratio(count: int) -> float:
-        smaller = cut(model, range(structure.num_layers - count, structure.num_layers), shared=True)
+        plan = PruningPlan.given(decoder, range(structure.num_layers - count, structure.num_layers))
+        smaller = cut(decoder, Operation(plan), shared=True).model
         rows = measure_speed({"dense": model, "smaller": smaller}, prompt=prompt, steps=1, repeats=_REPEATS).rows
         return rows[1].prefill / rows[0].prefill
 

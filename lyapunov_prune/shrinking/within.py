@@ -19,8 +19,10 @@ from lyapunov_prune.evaluation.judging import POWER, apart
 from lyapunov_prune.evaluation.tasks import Task, evaluate_tasks, load_tasks
 from lyapunov_prune.forward.reading import Reading, read
 from lyapunov_prune.mending.mend import Mend, mapped
+from lyapunov_prune.models.plain import plain
 from lyapunov_prune.models.structure import find_structure, in_eval_mode
 from lyapunov_prune.predictions.divergence import divergences_of
+from lyapunov_prune.pruning.operation import Operation
 from lyapunov_prune.pruning.surgery import cut
 from lyapunov_prune.shrinking.choosing import Choice, Chooser
 from lyapunov_prune.shrinking.report import main_score
@@ -100,4 +102,9 @@ def drop_of(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, task: Ta
         return main_score(list(result.scores)).value
 
     dense = score(model)
-    return lambda choice: dense - score(cut(model, choice.plan, mends=choice.mends, shared=True))
+    decoder = plain(model)
+
+    def loss(choice: Choice) -> float:
+        return dense - score(cut(decoder, Operation(choice.plan, mends=choice.mends), shared=True).model)
+
+    return loss

@@ -17,7 +17,8 @@ from lyapunov_prune.errors import printable
 from lyapunov_prune.forward.logits import sample_inputs
 from lyapunov_prune.healing.report import Healing
 from lyapunov_prune.mending.report import MendReport
-from lyapunov_prune.models.structure import find_structure, in_eval_mode
+from lyapunov_prune.models.decoder import wrap
+from lyapunov_prune.models.structure import in_eval_mode
 from lyapunov_prune.pruning.counting import COUNTED, count_check, sizes_in_memory
 from lyapunov_prune.pruning.gate import GateReport, attempt, bytes_in
 from lyapunov_prune.pruning.plan import PruningPlan
@@ -47,13 +48,14 @@ def write_shrunk(
     `gate` is of the removal, before any healing: that the files load as they were saved, and hold what should be left,
     is checked here again. Raises CheckFailed where they do not, and LyapunovPruneError where the disk refuses.
     """
-    inputs = sample_inputs(smaller, batch)
+    dense, made = wrap(model), wrap(smaller)
+    inputs = sample_inputs(made, batch)
     with whole_folder(target) as folder:
         save(smaller, tokenizer, folder)
         sizes = sizes_in_memory(model)
         checks = {
-            RELOADED: attempt(RELOADED, lambda: in_eval_mode(reload_check)(smaller, folder, inputs)),
-            COUNTED: attempt(COUNTED, lambda: count_check(model, sizes, smaller, bytes_in(folder), plan)),
+            RELOADED: attempt(RELOADED, lambda: in_eval_mode(reload_check)(made, folder, inputs)),
+            COUNTED: attempt(COUNTED, lambda: count_check(dense, sizes, made, bytes_in(folder), plan)),
         }
         gate = replace(gate, checks=tuple(checks.get(check.name, check) for check in gate.checks))
         require_passed(gate)
@@ -64,7 +66,7 @@ def write_shrunk(
             folder,
             plan,
             gate,
-            find_structure(model),
+            dense.structure,
             smaller,
             mended=mended,
             commands=tuple(commands),

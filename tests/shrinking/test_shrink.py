@@ -157,9 +157,9 @@ def test_a_removal_that_fails_the_gate_is_not_healed(
 ) -> None:
     cut = module.cut
 
-    def wrong(*arguments: Any, **more: Any) -> PreTrainedModel:
+    def wrong(*arguments: Any, **more: Any) -> Any:
         made = cut(*arguments, **more)
-        made.model.norm = torch.nn.Identity()
+        made.model.model.norm = torch.nn.Identity()
         return made
 
     monkeypatch.setattr(module, "cut", wrong)
@@ -201,7 +201,7 @@ def test_steps_without_time_are_skipped_and_named(
     monkeypatch.setattr(choosing, "judged_mends", lambda *_, **__: pytest.fail("mended"))
     left, cut = [44.0], module.cut
 
-    def late(*arguments: Any, **more: Any) -> PreTrainedModel:
+    def late(*arguments: Any, **more: Any) -> Any:
         left[0] = 20.0
         return cut(*arguments, **more)
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import LAYERS
+from helpers import LAYERS, operated
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 import lyapunov_prune as lp
@@ -18,7 +18,6 @@ from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.evaluation.judging import apart
 from lyapunov_prune.evaluation.tasks import evaluate_tasks
 from lyapunov_prune.forward.reading import read
-from lyapunov_prune.pruning.surgery import cut
 from lyapunov_prune.shrinking import shrink as module
 from lyapunov_prune.shrinking import texts
 from lyapunov_prune.shrinking.choosing import Chooser
@@ -64,7 +63,7 @@ def test_one_layer_too_many_says_what_it_costs(reader: PreTrainedModel, chooser:
 @torch.no_grad()
 def test_the_divergence_is_that_of_the_model_that_is_cut(reader: PreTrainedModel, chooser: Chooser) -> None:
     choice = chooser.choose(2)
-    smaller = cut(reader, choice.plan, mends=choice.mends)
+    smaller = operated(reader, choice.plan, mends=choice.mends)
     checking = apart(read(reader, chooser.batch), every=2, most=None)[1].batch.ids
     p, q = (m(checking).logits[:, :-1].double().log_softmax(-1) for m in (reader, smaller))
     expected = float((p.exp() * (p - q)).sum(-1).mean())
@@ -111,7 +110,7 @@ def test_a_drop_is_of_the_choosing_half(
 ) -> None:
     choose, _ = halves(str(items))
     choice = chooser.choose(2)
-    models = {"dense": reader, "cut": cut(reader, choice.plan, mends=choice.mends)}
+    models = {"dense": reader, "cut": operated(reader, choice.plan, mends=choice.mends)}
     scores = evaluate_tasks(models, tokenizer, [choose]).scores
     dense, smaller = (main_score([s for s in scores if s.model == name]).value for name in models)
     assert drop_of(reader, tokenizer, choose, 1)(choice) == pytest.approx(dense - smaller)
