@@ -18,7 +18,7 @@ from lyapunov_prune.forward.logits import sample_inputs
 from lyapunov_prune.models.compact import is_compact
 from lyapunov_prune.models.decoder import wrap
 from lyapunov_prune.models.left_out import require_whole
-from lyapunov_prune.models.plain import require_plain
+from lyapunov_prune.models.plain import plain
 from lyapunov_prune.models.structure import in_eval_mode
 from lyapunov_prune.results.files import RETRY, require_empty, whole_folder
 from lyapunov_prune.results.history import HISTORY, history_of
@@ -32,7 +32,7 @@ def save(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, target: str
     The folder loads with plain transformers. Raises LyapunovPruneError for a model that cannot be written whole (one
     wrapped by adapters, or quantised in memory), and as `write_model`. `pruning.write_pruned` also runs the gate.
     """
-    require_plain(model)
+    plain(model)
     require_whole(model)
     name, steps = Path(model.config._name_or_path or type(model).__name__).name, history_of(model).steps
     saw = {as_text(on.line()): None for step in steps for on in step.saw}
