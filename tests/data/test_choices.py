@@ -102,7 +102,7 @@ def test_choices_are_answered_by_letters() -> None:
     assert found == ChoiceItem("Which melts?\nA. ice\nB. stone\nC. fog\nAnswer:", ("A", "B", "C"), 2)
     most = lettered(ChoiceItem("?", tuple(map(str, range(26))), 25))
     assert (most.choices[-1], most.query.splitlines()[-2]) == ("Z", "Z. 25")
-    with pytest.raises(LyapunovPruneError, match="27 choices"):
+    with pytest.raises(LyapunovPruneError, match=r"27 choices .*letters"):
         lettered(ChoiceItem("?", tuple(map(str, range(27))), 0))
 
 

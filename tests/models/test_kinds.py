@@ -58,7 +58,7 @@ def test_layer_types_count_where_the_modules_do_not_repeat() -> None:
 def test_a_model_without_a_period_has_none_to_keep() -> None:
     with pytest.raises(LyapunovPruneError, match="do not repeat"):
         LayerKinds((0, 0, 1, 1)).require_period()
-    with pytest.raises(LyapunovPruneError, match="kind"):
+    with pytest.raises(LyapunovPruneError, match="one kind"):
         LayerKinds((0, 0, 0)).require_period()
     assert LayerKinds((0, 1, 0, 1)).require_period() == 2
 

@@ -33,7 +33,7 @@ def test_as_many_seeds_as_there_may_be_and_no_more() -> None:
             listed(range(many))
     assert required([3.0, 1], 1e-300, 1) == (3, 1)  # type: ignore[list-item]
     for seeds, epsilon, batch_size in (((), 1e-2, 1), ((0,), 0.0, 1), ((0,), np.nan, 1), ((0,), 1e-2, 0)):
-        with pytest.raises(LyapunovPruneError, match="seed"):
+        with pytest.raises(LyapunovPruneError, match="one seed"):
             required(seeds, epsilon, batch_size)
 
 
