@@ -73,14 +73,14 @@ def test_a_knob_that_is_none_is_refused_before_the_model_loads(run: Any, args: l
         (["--method", "wanda", "--pattern", "2-4"], "write it as 2:4"),
         (["--method", "wanda", "--bits", "4"], "takes sparsity"),
         (["--method", "wanda", "--sparsity", "0.5", "--allocation", "none.json"], "unknown allocation"),
-        (["--method", "best", "--sparsity", "0.5"], "'best' is not one of 'magnitude'"),
+        (["--method", "best", "--sparsity", "0.5"], "'best' is not one of"),
         (["--method", "magnitude", "--sparsity", "0.5"], "--tokens has no effect"),
         (["--method", "rtn", "--bits", "4"], "--tokens has no effect"),
         (["--method", "wanda", "--sparsity", "0"], "--sparsity 0 removes nothing"),
         (["--method", "rtn", "--bits", "4", "--allocation", "bits"], "gives every layer 4 bits"),
         (
             ["--method", "rtn", "--bits", "6", "--allocation", "bits", "--schedule-option", "high=6"],
-            "gives every layer 6 bits; give a mean between 4 and 6",
+            "every layer 6 bits",
         ),
     ],
 )
