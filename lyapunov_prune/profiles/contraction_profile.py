@@ -150,7 +150,6 @@ class ContractionProfile(Result):
 
     def pooled(self, pooling: Pooling) -> ContractionProfile:
         """The same measurement under another pooling."""
-        require_pooling(pooling)
         return replace(self, pooling=pooling)
 
     def to_frame(self) -> pd.DataFrame:
