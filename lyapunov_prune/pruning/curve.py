@@ -58,16 +58,22 @@ class RemovalCurve(Result):
         )
 
     def headline(self) -> str:
-        return f"Perplexity after removing layers\n{self.measured_on.line()}"
+        return self.measured_on.line()
 
     def answer(self) -> list[str]:
         """By number of layers removed the least perplexity; of one set all its states, as cut, mended and healed."""
         removed = self.rows[1:]
+        dense = f"{self.dense.perplexity:.4g} dense, on {self.measured_on.tokens} tokens that no score saw"
         counts = sorted({len(row.removed) for row in removed})
-        lines = [f"Dense perplexity {self.dense.perplexity:.4g} on {self.measured_on.tokens} tokens that no score saw."]
         if len(counts) == 1:
-            lines += [f"Layers {ranges(removed[0].removed)} removed:"] if removed else []
-            return [*lines, *(_times(row.criterion, row) for row in removed)][:LINES]
+            best = min(removed, key=_cost)
+            return [
+                f"Layers {ranges(best.removed)} removed: perplexity {best.perplexity:.4g} {best.criterion}, {dense}.",
+                f"{best.parameters:,} parameters of {self.dense.parameters:,} "
+                f"({best.parameters / self.dense.parameters:.1%}).",
+                *(_times(row.criterion, row) for row in removed),
+            ][:LINES]
+        lines = [f"Perplexity {dense}."]
         for count in counts:
             rows = [row for row in removed if len(row.removed) == count]
             best, worst = min(rows, key=_cost), max(rows, key=_cost)

@@ -7,7 +7,7 @@ from matplotlib.patches import Rectangle
 
 from lyapunov_prune.bounds.distribution import EDGES, RatioDistribution
 from lyapunov_prune.bounds.report import BoundsReport
-from lyapunov_prune.report.drawing import COLOURS, INK, depth_axis, one_panel, svg
+from lyapunov_prune.report.drawing import COLOURS, INK, SMALL, depth_axis, one_panel, svg
 
 
 def bounds_figures(report: BoundsReport) -> dict[str, str]:
@@ -40,14 +40,14 @@ def bounds_figure(report: BoundsReport) -> str:
     for (row, layer), value in np.ndenumerate(worst):
         if not np.isnan(value):  # experts that no bound was checked for
             text = f"{value:.2f}".removeprefix("0")
-            axes.text(layer, row, text, ha="center", va="center", fontsize=7, color="white" if value < 0.5 else INK)
+            axes.text(layer, row, text, ha="center", va="center", fontsize=SMALL, color="white" if value < 0.5 else INK)
     where = dict(zip(report.names, places, strict=True))
     violated = {where[v.check.matrix] for v in report.violations}
     for number, (row, layer) in enumerate(sorted(violated)):
         label = None if number else "violation"
         axes.add_patch(Rectangle((layer - 0.5, row - 0.5), 1, 1, fill=False, edgecolor="red", lw=2, label=label))
     if violated:
-        axes.legend(frameon=False, fontsize=8, loc="lower right", bbox_to_anchor=(1, 1))
+        axes.legend(frameon=False, fontsize=SMALL, loc="lower right", bbox_to_anchor=(1, 1))
     axes.set_yticks(range(len(components)), components)
     axes.spines[:].set_visible(False)
     axes.tick_params(length=0)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from lyapunov_prune.compression.report import CompressionReport
-from lyapunov_prune.report.drawing import COLOURS, depth_axis, panels, svg
+from lyapunov_prune.report.drawing import COLOURS, SMALL, depth_axis, panels, svg
 
 
 def compression_figure(report: CompressionReport) -> str:
@@ -24,6 +24,6 @@ def compression_figure(report: CompressionReport) -> str:
             )
     errors.set_ylim(bottom=0)
     errors.set_ylabel("relative error")
-    errors.legend(frameon=False, fontsize=8, ncols=2, loc="lower left", bbox_to_anchor=(0, 1))
+    errors.legend(frameon=False, fontsize=SMALL, ncols=2, loc="lower left", bbox_to_anchor=(0, 1))
     depth_axis(errors, report.allocation.model.num_layers)
     return svg(figure)

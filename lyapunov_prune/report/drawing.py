@@ -20,6 +20,7 @@ COLOURS = {
     "random": "#999999",
 }
 INK, GREY = "#222222", "#888888"
+SMALL = 8.5  # points, the smallest text: 11 pixels on the page
 
 
 def one_panel(width: float, height: float) -> tuple[Figure, Axes]:

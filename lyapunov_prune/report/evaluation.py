@@ -10,7 +10,7 @@ from scipy import stats
 from lyapunov_prune.evaluation.retrieval import RetrievalScores
 from lyapunov_prune.evaluation.speed import Speed
 from lyapunov_prune.evaluation.tasks import COLLAPSED, REPEATED, TaskScore, TaskScores
-from lyapunov_prune.report.drawing import COLOURS, GREY, INK, one_panel, svg
+from lyapunov_prune.report.drawing import COLOURS, GREY, INK, SMALL, one_panel, svg
 
 
 def speed_figure(speed: Speed) -> str:
@@ -30,13 +30,13 @@ def speed_figure(speed: Speed) -> str:
         axes.barh(y, ratios, height=0.34, color=colour, alpha=0.85, label=label)
         axes.errorbar(ratios, y, xerr=np.abs(quartiles - ratios), fmt="none", ecolor=INK, elinewidth=0.8)
         for row, position, edge in zip(speed.rows, y, quartiles[1], strict=True):
-            axes.text(edge + 0.015, position, f"{getattr(row, phase):.1f} {unit}", va="center", fontsize=8)
+            axes.text(edge + 0.015, position, f"{getattr(row, phase):.1f} {unit}", va="center", fontsize=SMALL)
     axes.axvline(1, color=GREY, linewidth=0.8)
     axes.set_yticks(range(len(speed.rows)), [r.model for r in speed.rows])
     axes.invert_yaxis()
     axes.margins(x=0.22)
     axes.set_xlabel(f"speed, × {first.model}")
-    axes.legend(frameon=False, fontsize=8, loc="lower right", bbox_to_anchor=(1, 1), ncols=2)
+    axes.legend(frameon=False, fontsize=SMALL, loc="lower right", bbox_to_anchor=(1, 1), ncols=2)
     return svg(figure)
 
 
@@ -56,7 +56,7 @@ def retrieval_figure(scores: RetrievalScores) -> str:
     axes.invert_yaxis()
     axes.set_xlim(0, 1)
     axes.set_xlabel("mean over queries")
-    axes.legend(frameon=False, fontsize=8, loc="lower right", bbox_to_anchor=(1, 1), ncols=2)
+    axes.legend(frameon=False, fontsize=SMALL, loc="lower right", bbox_to_anchor=(1, 1), ncols=2)
     return svg(figure)
 
 
@@ -91,11 +91,11 @@ def tasks_figure(scores: TaskScores) -> str:
     split = sum(tasks[task].kind != "generation" for task, _ in rows)
     if 0 < split < len(rows):
         axes.axhline(split - 0.5, color=GREY, linewidth=0.8)
-    axes.set_yticks(np.arange(len(rows)), [f"{task}: {metric}" for task, metric in rows], fontsize=8)
+    axes.set_yticks(np.arange(len(rows)), [f"{task}: {metric}" for task, metric in rows], fontsize=SMALL)
     axes.set_ylim(len(rows) - 0.5, -0.5)
     axes.set_xlim(0, 100)
     axes.set_xlabel("share of items (of 3-grams, where they are named), %")
-    axes.legend(frameon=False, fontsize=8, loc="lower left", bbox_to_anchor=(0, 1), ncols=3)
+    axes.legend(frameon=False, fontsize=SMALL, loc="lower left", bbox_to_anchor=(0, 1), ncols=3)
     return svg(figure)
 
 

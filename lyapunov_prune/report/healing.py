@@ -8,7 +8,7 @@ import numpy as np
 from matplotlib.ticker import MaxNLocator
 
 from lyapunov_prune.healing.report import Healing
-from lyapunov_prune.report.drawing import COLOURS, GREY, panels, svg
+from lyapunov_prune.report.drawing import COLOURS, GREY, SMALL, panels, svg
 
 
 def healing_figure(healing: Healing) -> str:
@@ -29,7 +29,7 @@ def healing_figure(healing: Healing) -> str:
         kept["steps"], kept["judged perplexity"], "o", markersize=11, fillstyle="none", color="black", label="kept"
     )
     above.set_ylabel("judged perplexity")
-    above.legend(frameon=False, fontsize=8, title=_recovered(healing), title_fontsize=8)
+    above.legend(frameon=False, fontsize=SMALL, title=_recovered(healing), title_fontsize=SMALL)
 
     width = math.ceil(healing.steps / 10)
     means = np.convolve(healing.losses, np.full(width, 1 / width), "valid")
@@ -42,7 +42,7 @@ def healing_figure(healing: Healing) -> str:
     below.xaxis.set_major_locator(MaxNLocator(integer=True))
     below.set_xlabel("step")
     below.set_ylabel("distillation loss, nats a token")
-    below.legend(frameon=False, fontsize=8)
+    below.legend(frameon=False, fontsize=SMALL)
     return svg(figure)
 
 

@@ -8,7 +8,7 @@ from matplotlib.ticker import MaxNLocator
 from lyapunov_prune.joint.decision import JointDecision
 from lyapunov_prune.joint.importance import Importance
 from lyapunov_prune.joint.map import JointMap
-from lyapunov_prune.report.drawing import COLOURS, GREY, INK, depth_axis, log_axis, panels, svg
+from lyapunov_prune.report.drawing import COLOURS, GREY, INK, SMALL, depth_axis, log_axis, panels, svg
 
 
 def joint_figure(fitted: JointMap, decision: JointDecision) -> str:
@@ -21,7 +21,7 @@ def joint_figure(fitted: JointMap, decision: JointDecision) -> str:
     n_a, n_g = np.meshgrid(np.linspace(0, reach[0], 101), np.linspace(0, reach[1], 101))
     P = fitted.predict(np.stack([n_a, n_g], axis=-1) / L)
     lines = above.contour(n_a, n_g, P, levels=12, colors=GREY, linewidths=0.7)
-    above.clabel(lines, fontsize=7)
+    above.clabel(lines, fontsize=SMALL)
     above.scatter(fitted.removed[:, 0] * L, fitted.removed[:, 1] * L, s=16, color=INK, label="measured")
     if decision.remove is not None:
         above.plot(*pairs.T, linewidth=0.9, color=COLOURS["rho"])
@@ -30,7 +30,7 @@ def joint_figure(fitted: JointMap, decision: JointDecision) -> str:
         decision.chosen[0], decision.chosen[1], s=70, marker="s", color=COLOURS["bi"], label="chosen", zorder=4
     )
     above.set_ylabel("activations removed")
-    above.legend(edgecolor="none", framealpha=1, fontsize=8, loc="upper right")
+    above.legend(edgecolor="none", framealpha=1, fontsize=SMALL, loc="upper right")
     above.set(xlim=(-0.3, reach[0] + 0.1), ylim=(-0.3, reach[1] + 0.1))
     counts = np.unique(pairs[:, 0])
     places = np.array([max(np.flatnonzero(pairs[:, 0] == n), key=lambda place: predicted[place]) for n in counts])
@@ -44,7 +44,7 @@ def joint_figure(fitted: JointMap, decision: JointDecision) -> str:
     below.set_ylabel("score after recovery")
     below.xaxis.set_major_locator(MaxNLocator(integer=True))
     above.yaxis.set_major_locator(MaxNLocator(integer=True))
-    below.legend(frameon=False, fontsize=8)
+    below.legend(frameon=False, fontsize=SMALL)
     return svg(figure)
 
 

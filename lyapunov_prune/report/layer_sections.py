@@ -159,14 +159,6 @@ LAYERS = (
         bounds_figures,
     ),
     Section(
-        "removal.json",
-        RemovalCurve,
-        "Perplexity after removal",
-        "Layers physically removed, in the order of each criterion, on text that no score has seen. Bars are "
-        "95 % intervals of the ratio to the dense model, paired by window.",
-        lambda r: {"perplexity": perplexity_figure(r)},
-    ),
-    Section(
         "recovery.json",
         RemovalCurve,
         "Cut, mended, healed",
@@ -175,5 +167,15 @@ LAYERS = (
         "half of the text, perplexity is of the other. Bars are 95 % intervals of the ratio to the dense model, paired "
         "by window.",
         lambda r: {"recovery": recovery_figure(r)},
+        leads=True,
+    ),
+    Section(
+        "removal.json",
+        RemovalCurve,
+        "Perplexity after removal",
+        "Layers physically removed, in the order of each criterion, on text that no score has seen. Bars are "
+        "95 % intervals of the ratio to the dense model, paired by window.",
+        lambda r: {"perplexity": perplexity_figure(r)},
+        leads=True,
     ),
 )

@@ -70,6 +70,7 @@ MODELS = (
         "the share recovered, of the perplexity that the removal cost, is measured on other text.",
         lambda r: {"healing": healing_figure(r)},
         in_folders=True,
+        leads=True,
     ),
     Section(
         JOINT,
@@ -81,6 +82,7 @@ MODELS = (
         "run that ended, those of points of all runs that it went on from.",
         lambda r: {"joint": joint_figure(r.map, r.decision)},
         in_folders=True,
+        leads=True,
     ),
     Section(
         JOINT,
@@ -195,6 +197,7 @@ MODELS = (
         "Evaluation",
         "Perplexity over non-overlapping windows, every window on its own.",
         lambda r: {"speed": speed_figure(r.speed)} if r.speed else {},
+        leads=True,
     ),
     Section(
         "eval.json",
@@ -206,6 +209,7 @@ MODELS = (
         "Wilson's, of 3-grams 1.96 standard errors.",
         lambda r: {"tasks": tasks_figure(r)},
         part=lambda r: r.tasks,
+        leads=True,
     ),
     Section(
         "eval.json",
@@ -221,5 +225,6 @@ MODELS = (
         "Speed",
         "All models measured in turns in one run; medians.",
         lambda r: {"speed": speed_figure(r)},
+        leads=True,
     ),
 )

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
-import html
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
+from markupsafe import Markup
 
 from lyapunov_prune.errors import LyapunovPruneError, first_line
 from lyapunov_prune.profiles.influence import InfluenceProfile
 from lyapunov_prune.profiles.profile import LayerProfile
 from lyapunov_prune.pruning.plan import PruningPlan
 from lyapunov_prune.pruning.provenance import PROVENANCE, Provenance
+from lyapunov_prune.report.glossary import Glossary
 from lyapunov_prune.report.layer_sections import LAYERS
 from lyapunov_prune.report.model_sections import MODELS
 from lyapunov_prune.report.questions import POLICY, SCRIPT, questions
@@ -23,19 +27,32 @@ from lyapunov_prune.results.result import Result
 
 SECTIONS = (*LAYERS, *MODELS)
 
-_STYLE = """
-body { font: 16px/1.5 system-ui, sans-serif; color: #222; max-width: 62rem; margin: 2rem auto; padding: 0 1rem; }
-h1 { font-size: 1.6rem; } h2 { font-size: 1.2rem; margin-top: 2.2rem; }
-svg { max-width: 100%; height: auto; }
-table { border-collapse: collapse; font-size: .85rem; font-variant-numeric: tabular-nums; }
-th, td { padding: .15rem .7rem; text-align: right; border-bottom: 1px solid #ddd; }
-th { cursor: pointer; } th[data-order=rising]::after { content: " ↑"; } th[data-order=falling]::after { content: " ↓"; }
-#strip span { display: inline-block; min-width: 1.7rem; margin: 1px; text-align: center; border: 1px solid #bbb;
-  font-size: .8rem; } #strip .gone { background: #d55e00; border-color: #d55e00; color: #fff; }
-#ask dl { display: grid; grid-template-columns: max-content 1fr; gap: .2rem 1rem; } #ask dd { margin: 0; }
-#ask label { margin-right: 1.5rem; } dt { color: #666; } code { background: #f3f3f3; padding: .15rem .4rem; }
-p.on { color: #666; font-size: .85rem; white-space: pre-line; } details { margin: .6rem 0; }
-"""
+
+@dataclass
+class Table:
+    """A result as HTML: the rows that matter, what it was measured on, and the whole frame where that is more."""
+
+    brief: Markup
+    on: str
+    whole: Markup | None
+    rows: int
+
+
+@dataclass
+class Shown:
+    """A section as the template draws it; `words` are those that it is the first to use."""
+
+    title: str
+    about: str
+    answer: list[str]
+    pictures: list[Markup]
+    tables: list[Table]
+    leads: bool = False
+    words: list[tuple[str, str]] = field(default_factory=list)
+
+    @property
+    def text(self) -> str:
+        return "\n".join([self.title, self.about, *self.answer, *(table.on for table in self.tables)])
 
 
 def require_readable(run: Path, replaced: Collection[str] = ()) -> None:
@@ -50,13 +67,55 @@ def require_readable(run: Path, replaced: Collection[str] = ()) -> None:
 def write_report(run: str | Path) -> Path:
     """Write `report.html` and `figures/*.svg` into the folder `run` from the results it holds.
 
-    Raises LyapunovPruneError when the folder holds none.
+    The page opens with the answer of the first result that compares models before and after, or else of the first
+    result, then shows those that compare, the choice of layers, and the rest. Raises LyapunovPruneError when the folder
+    holds no result.
     """
     run = Path(run)
-    body: list[str] = []
-    drawn: dict[str, str] = {}
-    read: dict[Path, Any] = {}  # several sections draw one file
     plans = {path.stem.removeprefix("plan-"): PruningPlan.load(path) for path in sorted(run.glob("plan*.json"))}
+    written = {path.parent.name: Provenance.load(path) for path in sorted(run.glob(f"*/{PROVENANCE}"))}
+    read: dict[Path, Any] = {}  # several sections draw one file
+    drawn: dict[str, str] = {}
+    sections = list(_sections(run, plans, read, drawn))
+    sections += [_gate(name, provenance) for name, provenance in written.items()]
+    if not sections:
+        raise LyapunovPruneError(f"{run} holds no results; give a folder that profile, demo or eval wrote")
+    for name, svg in drawn.items():
+        write_whole(run / "figures" / f"{name}.svg", svg)
+    made = [*(provenance.plan for provenance in written.values()), *plans.values()]
+    return write_whole(run / "report.html", _page(run.name, sections, questions(read.values(), made)))
+
+
+def _page(name: str, sections: list[Shown], data: dict[str, Any] | None) -> str:
+    leading = [section for section in sections if section.leads]
+    others = [section for section in sections if not section.leads]
+    card = (leading or others)[0]
+    glossary = Glossary()
+    card.words = glossary.first_in(card.text)
+    for section in leading:
+        section.words = section.words or glossary.first_in(section.text)
+    asked = glossary.first_in("criterion layer perplexity window") if data else []
+    for section in others:
+        section.words = section.words or glossary.first_in(section.text)
+    environment = Environment(
+        loader=FileSystemLoader(Path(__file__).parent), autoescape=True, undefined=StrictUndefined, trim_blocks=True
+    )
+    return environment.get_template("page.html").render(
+        name=name,
+        policy=POLICY,
+        script=Markup(SCRIPT),
+        card=card,
+        leading=leading,
+        others=others,
+        data=data,
+        asked=asked,
+    )
+
+
+def _sections(
+    run: Path, plans: dict[str, PruningPlan], read: dict[Path, Any], drawn: dict[str, str]
+) -> Iterator[Shown]:
+    """The sections of what `run` holds, in their order; fills `read` with the results and `drawn` with the figures."""
     scored = {name: plan for name, plan in plans.items() if len(plan.scores)}
     for section in SECTIONS:
         for path in section.paths(run):
@@ -70,32 +129,19 @@ def write_report(run: str | Path) -> Path:
                 title, ending = f"{title}: {path.parent.name}/", f"-{path.parent.name}"
             with _showing(path):
                 pictures = {f"{name}{ending}": picture for name, picture in section.draw(result).items()}
-                body.append(_section(title, section.words, pictures, result))
+                yield _shown(title, section.words, pictures, result, leads=section.leads)
             drawn |= pictures
             if section.kind in (LayerProfile, InfluenceProfile) and scored and "ranking" not in drawn:
                 pictures = {"ranking": ranking_figure(scored)}
                 drawn |= pictures
                 words = "The number is a layer's rank: 1 would be removed first. Filled layers are removed by the plan."
-                body.append(_section("Rankings and plans", words, pictures, *scored.values()))
-    for path in sorted(run.glob(f"*/{PROVENANCE}")):
-        provenance = Provenance.load(path)
-        made = f"The {provenance.format} checkpoint {path.parent.name}/"
-        words = f"{made} was written after these checks passed on its files."
-        body.append(_section("Removal gate", words, {}, provenance.gate))
-    if not body:
-        raise LyapunovPruneError(f"{run} holds no results; give a folder that profile, demo or eval wrote")
-    for name, svg in drawn.items():
-        write_whole(run / "figures" / f"{name}.svg", svg)
-    asked = questions(read.values())
-    page = (
-        '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
-        f'<meta http-equiv="Content-Security-Policy" content="{POLICY}">'
-        '<meta name="viewport" content="width=device-width, initial-scale=1">'
-        f"<title>lyapunov-prune: {html.escape(run.name)}</title><style>{_STYLE}</style></head><body>"
-        f"<h1>lyapunov-prune: {html.escape(run.name)}</h1>{asked}{''.join(body)}"
-        f"<script>{SCRIPT}</script></body></html>\n"
-    )
-    return write_whole(run / "report.html", page)
+                tables = [_table(plan) for plan in scored.values()]
+                yield Shown("Rankings and plans", words, [], [Markup(pictures["ranking"])], tables)
+
+
+def _gate(name: str, provenance: Provenance) -> Shown:
+    made = f"The {provenance.format} checkpoint {name}/ was written after these checks passed on its files."
+    return _shown("Removal gate", made, {}, provenance.gate)
 
 
 @contextmanager
@@ -109,18 +155,17 @@ def _showing(path: Path) -> Iterator[None]:
         raise LyapunovPruneError(f"{path} cannot be shown ({first_line(error)}); make it again") from None
 
 
-def _section(title: str, words: str, pictures: dict[str, str], *results: Result) -> str:
-    parts = [f"<h2>{html.escape(title)}</h2><p>{html.escape(words)}</p>"]
-    parts += [f"<figure>{svg}</figure>" for svg in pictures.values()]
-    for result in results:
-        if result.headline():
-            parts.append(f'<p class="on">{html.escape(result.headline())}</p>')
-        summary, table = _table(result.summary()), _table(result.to_frame())
-        if summary != table:
-            parts.append(summary)
-        parts.append(f"<details><summary>numbers</summary>{table}</details>" if pictures else table)
-    return "".join(parts)
+def _shown(title: str, about: str, pictures: dict[str, str], result: Result, leads: bool = False) -> Shown:
+    svgs = [Markup(svg) for svg in pictures.values()]
+    return Shown(title, about, result.answer(), svgs, [_table(result)], leads)
 
 
-def _table(frame: pd.DataFrame) -> str:
-    return frame.to_html(index=False, border=0, float_format=lambda x: f"{x:.4g}")
+def _table(result: Result) -> Table:
+    frame = result.to_frame()
+    brief, whole = _html(result.brief()), _html(frame)
+    lines = [line for line in result.headline().split("\n") if line not in result.answer()]
+    return Table(brief, "\n".join(lines), None if whole == brief else whole, len(frame))
+
+
+def _html(frame: pd.DataFrame) -> Markup:
+    return Markup(frame.to_html(index=False, border=0, float_format=lambda x: f"{x:.4g}"))

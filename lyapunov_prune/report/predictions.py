@@ -14,7 +14,7 @@ from lyapunov_prune.predictions.generation import GenerationDivergence
 from lyapunov_prune.predictions.hierarchy import HierarchyProbe
 from lyapunov_prune.predictions.history import READ, HistoryDivergence
 from lyapunov_prune.predictions.verdict import LOST, STAYS, Verdict
-from lyapunov_prune.report.drawing import COLOURS, GREY, INK, depth_axis, log_axis, one_panel, panels, svg
+from lyapunov_prune.report.drawing import COLOURS, GREY, INK, SMALL, depth_axis, log_axis, one_panel, panels, svg
 from lyapunov_prune.results.frames import pd
 
 _STYLES = ((COLOURS["rho"], "o"), (COLOURS["bi"], "s"), (COLOURS["blend"], "^"))
@@ -46,7 +46,7 @@ def hierarchy_figure(probe: HierarchyProbe) -> str:
     for axes in column:
         axes.set_ylim(min(low), max(high))
         log_axis(axes)
-    column[0].legend(frameon=False, fontsize=8, ncols=4, loc="lower left", bbox_to_anchor=(0, 1))
+    column[0].legend(frameon=False, fontsize=SMALL, ncols=4, loc="lower left", bbox_to_anchor=(0, 1))
     depth_axis(column[-1], probe.kl.shape[1])
     return svg(figure)
 
@@ -74,7 +74,7 @@ def kl_figure(probe: HierarchyProbe) -> str:
     axes.plot([], [], "+", color=GREY, label="variance bound, where c ≤ 1")
     axes.set_xlabel(f"estimate Var_p(Δz)/(2T²), T = {probe.temperature:g}")
     axes.set_ylabel("KL(p‖q), nats")
-    axes.legend(frameon=False, fontsize=8)
+    axes.legend(frameon=False, fontsize=SMALL)
     return svg(figure)
 
 
@@ -114,7 +114,7 @@ def options_figure(measured: ChoiceComparison) -> str:
     log_axis(axes)
     axes.set_xlabel("probability of the options' first tokens, dense")
     axes.set_ylabel("the same, compressed")
-    axes.legend(frameon=False, fontsize=8)
+    axes.legend(frameon=False, fontsize=SMALL)
     return svg(figure)
 
 
@@ -134,7 +134,7 @@ def subspace_figure(measured: ChoiceComparison) -> str:
         log_axis(axes)
     axes.set_xlabel("KL(p‖q) over the vocabulary, nats")
     axes.set_ylabel("KL among the options' first tokens, nats")
-    axes.legend(frameon=False, fontsize=8)
+    axes.legend(frameon=False, fontsize=SMALL)
     return svg(figure)
 
 
@@ -153,7 +153,7 @@ def certificate_figure(measured: ChoiceComparison) -> str:
     log_axis(axes, "x")
     axes.set_xlabel("how far the state moved / radius within which the first token is proven to stay")
     axes.set_ylabel("items, %")
-    axes.legend(frameon=False, fontsize=8)
+    axes.legend(frameon=False, fontsize=SMALL)
     return svg(figure)
 
 
@@ -179,7 +179,7 @@ def generation_figure(measured: GenerationDivergence) -> str:
     share.set_ylim(-3, 103)
     share.set_ylabel("prompts, %")
     for axes in (similarity, share):
-        axes.legend(frameon=False, fontsize=8, loc="upper right", bbox_to_anchor=(1, 1.14), ncols=3)
+        axes.legend(frameon=False, fontsize=SMALL, loc="upper right", bbox_to_anchor=(1, 1.14), ncols=3)
     share.set_xlabel("decoding step")
     share.set_xlim(-0.5, len(steps) - 0.5)
     share.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=16))
@@ -201,7 +201,7 @@ def verdict_figure(verdict: Verdict) -> str:
     axes.invert_yaxis()
     axes.set_xlim(0, 101)
     axes.set_xlabel("share of decisions, %")
-    axes.legend(frameon=False, fontsize=8, loc="lower right", bbox_to_anchor=(1, 1), ncols=2)
+    axes.legend(frameon=False, fontsize=SMALL, loc="lower right", bbox_to_anchor=(1, 1), ncols=2)
     return svg(figure)
 
 
@@ -223,7 +223,7 @@ def history_figure(measured: HistoryDivergence) -> str:
         if np.nanmax(values, initial=0.0) > 0:
             log_axis(axes)
         axes.set_ylabel(label)
-    column[0].legend(frameon=False, fontsize=8, loc="lower left", bbox_to_anchor=(0, 1), ncols=2)
+    column[0].legend(frameon=False, fontsize=SMALL, loc="lower left", bbox_to_anchor=(0, 1), ncols=2)
     column[-1].set_xlabel("decoding step")
     column[-1].xaxis.set_major_locator(MaxNLocator(integer=True, nbins=16))
     return svg(figure)
@@ -256,7 +256,7 @@ def paths_figure(measured: AttentionPaths) -> str:
     for axes in (by_layer, by_step):
         axes.spines[["top", "right"]].set_visible(False)
         axes.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=16))
-        axes.legend(frameon=False, fontsize=8, loc="upper right", bbox_to_anchor=(1, 1.14), ncols=3)
+        axes.legend(frameon=False, fontsize=SMALL, loc="upper right", bbox_to_anchor=(1, 1.14), ncols=3)
     return svg(figure)
 
 
@@ -287,7 +287,7 @@ def divergence_figure(measured: SkipDivergence) -> str:
         nats.plot(layers, shown, style, marker=marker, markersize=4, linewidth=0.9, color=colour, label=label)
     log_axis(nats)
     nats.set_ylabel("nats a token")
-    nats.legend(frameon=False, fontsize=8)
+    nats.legend(frameon=False, fontsize=SMALL)
     flipped = np.where(np.isfinite(measured.flipped), measured.flipped, np.nan)
     share.plot(layers, 100 * flipped, "-o", markersize=4, linewidth=0.9, color=COLOURS["blend"])
     share.set_ylim(bottom=0)

@@ -11,7 +11,7 @@ from lyapunov_prune.profiles.contraction_profile import ContractionProfile
 from lyapunov_prune.profiles.influence import InfluenceProfile
 from lyapunov_prune.profiles.jacobian import JacobianNorms
 from lyapunov_prune.profiles.sublayer_influence import SublayerInfluence
-from lyapunov_prune.report.drawing import COLOURS, GREY, INK, depth_axis, log_axis, one_panel, panels, svg
+from lyapunov_prune.report.drawing import COLOURS, GREY, INK, SMALL, depth_axis, log_axis, one_panel, panels, svg
 
 # The matrix that ends the MLP, then those that begin it.
 _STYLES = ((COLOURS["rho"], "o"), (COLOURS["bi"], "s"), (COLOURS["blend"], "^"), (COLOURS["from-end"], "D"))
@@ -33,7 +33,7 @@ def activation_figure(statistics: ActivationStatistics) -> str:
     ranks.plot([], [], "--", color=GREY, label="every token weighed alike")
     log_axis(ranks)
     ranks.set_ylabel("effective rank of y / width")
-    ranks.legend(frameon=False, fontsize=8, ncols=5, loc="lower left", bbox_to_anchor=(0, 1))
+    ranks.legend(frameon=False, fontsize=SMALL, ncols=5, loc="lower left", bbox_to_anchor=(0, 1))
     for axes, values, label in (
         (tails, statistics.kurtosis, "excess kurtosis of x"),
         (zeros, 100 * statistics.sparsity, "sparsity of x, %"),
@@ -47,7 +47,7 @@ def activation_figure(statistics: ActivationStatistics) -> str:
             layers = np.array(statistics.layers)[at]
             axes.plot(layers, values[at], marker=marker, markersize=4, color=colour, label=", ".join(names))
         axes.set_ylabel(label)
-        axes.legend(frameon=False, fontsize=8)
+        axes.legend(frameon=False, fontsize=SMALL)
     _signed_log_axis(tails)
     zeros.set_ylim(bottom=0)
     depth_axis(zeros, max(statistics.layers) + 1)
@@ -77,7 +77,7 @@ def jacobian_figure(norms: JacobianNorms) -> str:
     axes.axhline(1, color=GREY, linewidth=0.8)
     log_axis(axes)
     axes.set_ylabel("stretch of an error")
-    axes.legend(frameon=False, fontsize=8, ncols=2)
+    axes.legend(frameon=False, fontsize=SMALL, ncols=2)
     depth_axis(axes, len(layers))
     return svg(figure)
 
@@ -127,7 +127,7 @@ def contraction_figure(profile: ContractionProfile) -> str:
             textcoords="offset points",
             ha="right" if left else "left",
             va="center",
-            fontsize=8,
+            fontsize=SMALL,
             color=INK,
         )
     hidden = layers[~profile.above_floor]
@@ -136,7 +136,7 @@ def contraction_figure(profile: ContractionProfile) -> str:
     log_axis(axes)
     axes.margins(y=0.12)
     axes.set_ylabel("contraction factor ρ")
-    axes.legend(frameon=False, fontsize=8)
+    axes.legend(frameon=False, fontsize=SMALL)
     depth_axis(axes, len(layers))
     return svg(figure)
 
@@ -146,7 +146,7 @@ def influence_figure(profile: InfluenceProfile) -> str:
     figure, axes = one_panel(9, 3.2)
     layers = np.arange(len(profile.influence))
     spread = None if np.isnan(profile.spread).any() else profile.spread
-    axes.bar(layers, profile.influence, yerr=spread, color=COLOURS["bi"], width=0.7, error_kw={"linewidth": 0.8})
+    axes.errorbar(layers, profile.influence, yerr=spread, fmt="o", markersize=5, color=COLOURS["bi"], capsize=2)
     log_axis(axes)
     axes.set_ylabel("Block Influence, 1 − cos")
     depth_axis(axes, len(layers))
@@ -162,9 +162,9 @@ def sublayer_figure(measured: SublayerInfluence) -> str:
         (0.2, measured.mlp, measured.mlp_spread, "MLP", COLOURS["bi"]),
     ):
         bars = None if np.isnan(spread).all() else spread
-        axes.bar(layers + offset, values, yerr=bars, color=colour, width=0.38, error_kw={"linewidth": 0.8}, label=label)
+        axes.errorbar(layers + offset, values, yerr=bars, fmt="o", markersize=5, color=colour, capsize=2, label=label)
     log_axis(axes)
     axes.set_ylabel("Block Influence, 1 − cos")
-    axes.legend(frameon=False, fontsize=8)
+    axes.legend(frameon=False, fontsize=SMALL)
     depth_axis(axes, len(layers))
     return svg(figure)

@@ -88,7 +88,10 @@
       }),
     );
     // A name that begins with a dash is no option behind `--`.
-    element("command").textContent = `lyapunov-prune prune --layers ${removed.join(",")} -o pruned -- ${data.command}`;
+    const same = data.known.filter((row) => row.layers.join() === removed.join());
+    const mend = same.some((row) => row.mended) ? " --mend" : "";
+    const layers = removed.join(",");
+    element("command").textContent = `lyapunov-prune prune --layers ${layers}${mend} -o pruned -- ${data.command}`;
   }
 
   function choose() {
@@ -108,5 +111,10 @@
     getSelection().addRange(range);
     document.execCommand("copy"); // a page from a file has no clipboard of its own
   });
+  if (data.start) {
+    choice.value = data.start.criterion;
+    count.max = data.layers;
+    count.value = data.start.count;
+  }
   choose();
 })();

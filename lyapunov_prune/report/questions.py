@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import base64
 import hashlib
-import json
 import math
 import shlex
 from collections.abc import Collection, Iterable
@@ -22,13 +21,16 @@ from lyapunov_prune.predictions.divergence import SkipDivergence
 from lyapunov_prune.profiles.influence import InfluenceProfile
 from lyapunov_prune.profiles.profile import LayerProfile
 from lyapunov_prune.pruning.curve import RemovalCurve
+from lyapunov_prune.pruning.plan import PruningPlan
 from lyapunov_prune.ranking.angular import AngularDistance
+from lyapunov_prune.ranking.criteria import CRITERIA
 from lyapunov_prune.ranking.measured import rank_by_divergence, rank_layers
 from lyapunov_prune.ranking.oracle import GreedyRemoval
 from lyapunov_prune.ranking.ranking import LayerRanking, Ranking
 from lyapunov_prune.ranking.tried import BestRemoval
 from lyapunov_prune.results.result import ModelIdentity
 
+CUT = "cut"  # removed physically, and nothing else
 _PROFILED = ("bi", "blend", "rho")
 SCRIPT = (Path(__file__).parent / "questions.js").read_text(encoding="utf-8")
 # Nothing is fetched, nothing is sent, and of scripts only this one runs: whatever the names in a result hold is text.
@@ -38,10 +40,11 @@ POLICY = (
 )
 
 
-def questions(results: Collection[Any]) -> str:
-    """The section of the page, with the data and without the script; empty where nothing ranks layers.
+def questions(results: Collection[Any], plans: Collection[PruningPlan] = ()) -> dict[str, Any] | None:
+    """The data of the section; None where nothing ranks layers.
 
-    `results` are those of the run. What is of another model than the first ranking is left out.
+    `results` are those of the run. What is of another model than the first ranking is left out. The section starts at
+    the first of `plans` whose criterion it knows.
     """
     criteria: dict[str, dict[str, Any]] = {}
     known: list[dict[str, Any]] = []
@@ -59,11 +62,12 @@ def questions(results: Collection[Any]) -> str:
         if type(result) is SkipDivergence:  # of whole layers, not of their parts
             divergence = [_finite(x) for x in result.variance]
         if isinstance(result, RemovalCurve):
-            sizes = result
-        known += _known(result)
+            sizes = sizes or result
+        known += [row for row in _known(result) if row not in known]
     if model is None:
-        return ""
-    data = {
+        return None
+    starts = [{"criterion": p.criterion, "count": len(p.remove)} for p in plans if p.criterion in criteria and p.remove]
+    return {
         "model": model.name,
         "command": shlex.quote(model.name),
         "layers": model.num_layers,
@@ -72,10 +76,8 @@ def questions(results: Collection[Any]) -> str:
         "criteria": criteria,
         "divergence": divergence,
         "known": known,
+        "start": starts[0] if starts else None,
     }
-    # In a script element of data only `</script` and `<!--` mean anything.
-    text = json.dumps(data, allow_nan=False).replace("<", "\\u003c")
-    return f'{_MARKUP}<script type="application/json" id="data">{text}</script>'
 
 
 def _same(a: ModelIdentity, b: ModelIdentity) -> bool:
@@ -122,8 +124,10 @@ def _criterion(ranking: Ranking, layers: int) -> dict[str, Any]:
 def _known(result: Any) -> list[dict[str, Any]]:
     """Sets of layers whose perplexity was measured, over the dense one of the same text."""
     rows: list[tuple[Collection[int], float, str]] = []
-    if isinstance(result, RemovalCurve):
-        rows = [(r.removed, r.degradation, f"removed physically, {result.measured_on.line()}") for r in result.rows]
+    if isinstance(result, RemovalCurve):  # a row is named by a criterion, or by what became of the cut model
+        on = result.measured_on.line()
+        names = [CUT if r.criterion in CRITERIA else r.criterion for r in result.rows]
+        rows = [(r.removed, r.degradation, f"{name}, {on}") for r, name in zip(result.rows, names, strict=True)]
     elif isinstance(result, GreedyRemoval):
         times = np.exp(result.losses - result.losses[0])
         text = f"on the text that chose it, {result.measured_on.line()}"
@@ -133,7 +137,7 @@ def _known(result: Any) -> list[dict[str, Any]]:
         dense = result.dense.mean()
         rows = [(t.layers, float(np.exp(t.windows.mean() - dense)), text) for t in result.tried]
     return [
-        {"layers": sorted(layers), "times": value, "text": text}
+        {"layers": sorted(layers), "times": value, "text": text, "mended": text.startswith("mended")}
         for layers, value, text in rows
         if layers and math.isfinite(value)
     ]
@@ -148,13 +152,3 @@ def _layer_size(curve: RemovalCurve) -> int | None:
 
 def _finite(x: float) -> float | None:
     return float(x) if math.isfinite(x) else None
-
-
-_MARKUP = """<section id="ask"><h2>Which layers would go</h2>
-<p>Choose a criterion and a number of layers. Filled layers would go; point at one for its score and for how often it
-is picked when the windows are drawn anew. Nothing is measured here: a perplexity is shown where this run holds one.</p>
-<noscript><p>This part needs the script that the page brings along; all numbers stand below.</p></noscript>
-<p><label>criterion <select id="criterion"></select></label>
-<label>layers removed <input id="count" type="range" min="1" value="1"> <output id="number"></output></label></p>
-<div id="strip" role="img"></div><dl id="answers"></dl>
-<p><code id="command"></code> <button id="copy" type="button">copy</button></p></section>"""

@@ -14,7 +14,7 @@ from lyapunov_prune.ranking.angular import AngularDistance
 from lyapunov_prune.ranking.budget import BudgetedRemoval
 from lyapunov_prune.ranking.oracle import GreedyRemoval
 from lyapunov_prune.ranking.tried import BestRemoval
-from lyapunov_prune.report.drawing import COLOURS, GREY, INK, depth_axis, log_axis, one_panel, svg
+from lyapunov_prune.report.drawing import COLOURS, GREY, INK, SMALL, depth_axis, log_axis, one_panel, svg
 
 
 def budget_figure(spent: BudgetedRemoval) -> str:
@@ -33,7 +33,7 @@ def budget_figure(spent: BudgetedRemoval) -> str:
     part = {"layers": "layers", "attention": "attentions", "mlp": "MLPs"}[spent.ranking.what]
     axes.set_xlabel(f"{part} removed, by {spent.ranking.criterion}")
     axes.set_ylabel("KL(dense ‖ pruned), nats a token")
-    axes.legend(frameon=False, fontsize=8)
+    axes.legend(frameon=False, fontsize=SMALL)
     return svg(figure)
 
 
@@ -54,13 +54,13 @@ def oracle_figure(search: GreedyRemoval) -> str:
                 xytext=(0, 6),
                 textcoords="offset points",
                 ha="center",
-                fontsize=8,
+                fontsize=SMALL,
                 color=INK,
             )
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.set_xlabel("layers removed; the number is the layer that goes")
     axes.set_ylabel("perplexity")
-    axes.legend(frameon=False, fontsize=8)
+    axes.legend(frameon=False, fontsize=SMALL)
     return svg(figure)
 
 
@@ -97,7 +97,7 @@ def best_figure(search: BestRemoval) -> str:
     axes.margins(y=0.12)
     axes.set_xlabel("forwards of the dense model over the check windows")
     axes.set_ylabel("perplexity without the set")
-    axes.legend(frameon=False, fontsize=8)
+    axes.legend(frameon=False, fontsize=SMALL)
     return svg(figure)
 
 
@@ -115,7 +115,7 @@ def angular_figure(measured: AngularDistance) -> str:
         axes.plot(first, begins[first], "o", markersize=6, color=colour)
     log_axis(axes)
     axes.set_ylabel("1 − cos, ends of the run")
-    axes.legend(frameon=False, fontsize=8, ncols=2)
+    axes.legend(frameon=False, fontsize=SMALL, ncols=2)
     depth_axis(axes, layers)
     axes.set_xlabel("first layer of the run")
     return svg(figure)
@@ -144,7 +144,7 @@ def ranking_figure(plans: Mapping[str, PruningPlan]) -> str:
                 "–" if np.isnan(plan.scores[layer]) else str(rank),
                 ha="center",
                 va="center",
-                fontsize=7,
+                fontsize=SMALL,
                 color="white" if removed else INK,
             )
     axes.set_yticks(range(len(plans)), [f"{name}" for name in plans])
@@ -171,7 +171,7 @@ def recovery_figure(curve: RemovalCurve) -> str:
             (row.degradation, y),
             xytext=(0, 6),
             textcoords="offset points",
-            fontsize=8,
+            fontsize=SMALL,
             ha="center",
         )
     axes.set_yticks(range(len(rows)), [row.criterion for row in rows])
@@ -205,5 +205,5 @@ def perplexity_figure(curve: RemovalCurve) -> str:
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.set_xlabel("layers removed")
     axes.set_ylabel("perplexity")
-    axes.legend(frameon=False, fontsize=8)
+    axes.legend(frameon=False, fontsize=SMALL)
     return svg(figure)

@@ -15,7 +15,7 @@ class Section:
     """`file` holds a `kind`; `part` takes what is shown from it, None for nothing; `draw` gives names and SVG texts.
 
     With `in_folders` folders within the run are looked through for it too: it stands beside weights, or is of a command
-    that leaves the run's own file alone.
+    that leaves the run's own file alone. One that `leads` compares models before and after, and comes first.
     """
 
     file: str
@@ -24,6 +24,7 @@ class Section:
     words: str
     draw: Callable[[Any], dict[str, str]]
     in_folders: bool = False
+    leads: bool = False
     part: Callable[[Any], Result | None] = lambda r: r
 
     def paths(self, run: Path) -> list[Path]:

@@ -8,7 +8,7 @@ from matplotlib.colors import LogNorm
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, MaxNLocator, NullFormatter
 
-from lyapunov_prune.report.drawing import COLOURS, GREY, depth_axis, log_axis, one_panel, svg
+from lyapunov_prune.report.drawing import COLOURS, GREY, SMALL, depth_axis, log_axis, one_panel, svg
 from lyapunov_prune.results.frames import pd
 from lyapunov_prune.sensitivity.sensitivity import Sensitivity
 
@@ -89,7 +89,7 @@ def components_figure(s: Sensitivity) -> str:
     axes.xaxis.set_minor_formatter(NullFormatter())
     axes.set_xlabel(_RATIO)
     for y, value in enumerate(rows.degradation):
-        axes.text(value, y, f" {value:.3g}", va="center", fontsize=8)
+        axes.text(value, y, f" {value:.3g}", va="center", fontsize=SMALL)
     axes.margins(x=0.15)
     return svg(figure)
 
@@ -110,7 +110,7 @@ def cumulative_figure(s: Sensitivity) -> str:
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.set_xlabel(f"layers compressed ({s.compression})")
     axes.set_ylabel(_RATIO)
-    axes.legend(frameon=False, fontsize=8)
+    axes.legend(frameon=False, fontsize=SMALL)
     return svg(figure)
 
 
@@ -135,7 +135,7 @@ def levels_figure(s: Sensitivity) -> str:
             axes.xaxis.set_major_formatter(FuncFormatter(lambda x, _: f"{x:g}"))
         axes.axhline(1, color=GREY, linewidth=0.8)
         axes.set_ylabel(_RATIO)
-        axes.legend(frameon=False, fontsize=8)
+        axes.legend(frameon=False, fontsize=SMALL)
         log_axis(axes)
     return svg(figure)
 
@@ -161,7 +161,7 @@ def greedy_figure(s: Sensitivity) -> str:
     ):
         rows = s.of(study)
         _with_intervals(axes, rows.assign(percent=100 * rows.saved), "percent", label, colour, marker)
-    axes.legend(frameon=False, fontsize=8)
+    axes.legend(frameon=False, fontsize=SMALL)
     axes.axhline(1, color=GREY, linewidth=0.8)
     log_axis(axes)
     axes.set_xlabel("multiplications of the layers' matrices saved, %")
@@ -187,10 +187,10 @@ def predictors_figure(s: Sensitivity) -> str:
             axis.set_major_formatter(FuncFormatter(lambda x, _: f"{x:g}"))
             axis.set_minor_formatter(NullFormatter())
         axes.margins(0.08)
-        axes.set_xlabel(row.against, fontsize=8)
-        axes.set_ylabel(row.measured, fontsize=8)
-        axes.tick_params(labelsize=7)
-        axes.set_title(f"Spearman {row.spearman:+.2f}, p = {row.p:.2g}", fontsize=8)
+        axes.set_xlabel(row.against, fontsize=SMALL)
+        axes.set_ylabel(row.measured, fontsize=SMALL)
+        axes.tick_params(labelsize=SMALL)
+        axes.set_title(f"Spearman {row.spearman:+.2f}, p = {row.p:.2g}", fontsize=SMALL)
     return svg(figure)
 
 
@@ -233,6 +233,6 @@ def _over_depth(s: Sensitivity, axes: Axes, figure: Figure) -> str:
     axes.axhline(1, color=GREY, linewidth=0.8)
     log_axis(axes)
     axes.set_ylabel(_RATIO)
-    axes.legend(frameon=False, fontsize=8)
+    axes.legend(frameon=False, fontsize=SMALL)
     depth_axis(axes, s.measured_on.model.num_layers)
     return svg(figure)

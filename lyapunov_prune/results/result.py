@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import importlib
 import json
 import math
 import platform
@@ -170,6 +171,14 @@ class Result:
         lines = Markup("<br>").join(self.answer())
         table = Markup(self.brief().to_html(index=False, border=0, float_format=lambda x: f"{x:.4g}"))
         return Markup("<p>{}</p>{}<p>{}</p>").format(lines, table, self.unshown("to_frame() has all"))
+
+    def plot(self) -> Any:
+        """The figures that the page draws of this result, which a notebook shows; see `report.figures.Figures`.
+
+        Raises LyapunovPruneError where it has none.
+        """
+        drawing = importlib.import_module("lyapunov_prune.report.figures")  # a room above this one
+        return drawing.figures_of(self)
 
     def to_json(self) -> dict[str, Any]:
         return {"kind": type(self).__name__, **encode(self)}

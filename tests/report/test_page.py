@@ -16,6 +16,7 @@ from helpers import example, make_tiny, moe, words_of
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
+from markupsafe import escape
 from transformers import PreTrainedModel
 
 from experiments.compressions import CompressionRow, CompressionTable, compressions_figure
@@ -40,8 +41,9 @@ from lyapunov_prune.healing.rounds import Round, Stretch
 from lyapunov_prune.predictions import skip_divergence
 from lyapunov_prune.predictions.divergence import SkipDivergence, sublayer_divergence
 from lyapunov_prune.profiles import activation_statistics, sublayer_influence, sublayer_jacobians
-from lyapunov_prune.profiles.profile import profile_layers
-from lyapunov_prune.pruning.curve import evaluate_removals
+from lyapunov_prune.profiles.profile import LayerProfile, profile_layers
+from lyapunov_prune.pruning.curve import RemovalCurve, evaluate_removals
+from lyapunov_prune.pruning.plan import PruningPlan
 from lyapunov_prune.ranking import angular_distance, greedy_removal, remove_under_budget
 from lyapunov_prune.ranking.oracle import GreedyRemoval, Step
 from lyapunov_prune.report.bounds import bounds_figure, ratios_figure
@@ -125,6 +127,31 @@ def test_every_answer_is_short_and_says_more_than_a_table(run: Path) -> None:
         assert len(result.brief()) <= ROWS
         assert "nan" not in " ".join(lines).split()
         assert len(repr(result)) < 8000
+
+
+def test_the_page_opens_with_an_answer_and_explains_a_word_once(run: Path) -> None:
+    page = (run / "report.html").read_text(encoding="utf-8")
+    card = page[page.index('<section class="card">') : page.index("</section>")]
+    assert all(escape(line) in card for line in RemovalCurve.load(run / "removal.json").answer())
+    assert page.index('class="card"') < page.index('id="ask"') < page.index("Contraction and Block Influence</h2>")
+    words = re.findall("<dfn>(.*?)</dfn>", page)
+    assert {"dense", "perplexity", "ρ"} <= set(words)
+    assert len(words) == len(set(words))
+
+
+def test_a_result_plots_what_the_page_draws(run: Path, tmp_path: Path) -> None:
+    profile = LayerProfile.load(run / "profile.json")
+    figures = profile.plot()
+    assert list(figures) == ["contraction", "influence"]
+    assert figures["influence"] == (run / "figures" / "influence.svg").read_text(encoding="utf-8")
+    assert figures._repr_html_().count("<svg") == 2
+    assert [path.name for path in figures.save(tmp_path)] == ["contraction.svg", "influence.svg"]
+    assert list(profile.contraction.plot()) == ["contraction"]
+    curve = RemovalCurve.load(run / "removal.json")
+    state = replace(curve, rows=(curve.dense, replace(curve.rows[1], criterion="cut")))
+    assert curve.plot() != state.plot()
+    with pytest.raises(LyapunovPruneError, match="PruningPlan"):
+        PruningPlan.load(run / "plan-bi.json").plot()
 
 
 def test_every_figure_is_drawn_as_svg_with_labelled_axes(run: Path) -> None:

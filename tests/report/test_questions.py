@@ -5,7 +5,6 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
-import re
 import shlex
 import shutil
 from collections.abc import Iterator
@@ -57,10 +56,10 @@ def run(results: dict[str, Any], tmp_path: Path) -> Path:
     return tmp_path
 
 
-def data_of(text: str) -> dict[str, Any]:
-    found = re.search('<script type="application/json" id="data">(.*?)</script>', text, re.DOTALL)
-    assert found
-    return json.loads(found[1])
+def data_of(found: dict[str, Any] | None) -> dict[str, Any]:
+    """As the script reads it."""
+    assert found is not None
+    return json.loads(json.dumps(found, allow_nan=False))
 
 
 def test_the_answers_are_those_of_the_results(results: dict[str, Any]) -> None:
@@ -83,12 +82,32 @@ def test_the_answers_are_those_of_the_results(results: dict[str, Any]) -> None:
 def test_what_is_known_is_over_the_dense_model(results: dict[str, Any]) -> None:
     data = data_of(questions(results.values()))
     removal = results["removal"]
-    physical = [row for row in data["known"] if row["text"].startswith("removed physically")]
+    physical = [row for row in data["known"] if row["text"].startswith("cut, ")]
     assert [row["times"] for row in physical] == [row.degradation for row in removal.rows[1:]]
     tried = [row for row in data["known"] if row["text"].startswith("on the windows that checked it")]
     assert len(tried) == len(results["best"].tried)
     small = remove_layers(make_tiny("llama"), [0, 1])
     assert data["parameters"] - 2 * data["layer"] == sum(p.numel() for p in small.parameters())
+
+
+def test_what_became_of_a_cut_model_is_named_and_told_once(results: dict[str, Any]) -> None:
+    curve: RemovalCurve = results["removal"]
+    cut = replace(curve.rows[2], criterion="cut")
+    states = {"mended": 0.9, "mended, healed 3 steps": 0.8}
+    healed = [replace(cut, criterion=name, degradation=times * cut.degradation) for name, times in states.items()]
+    recovery = replace(curve, rows=(curve.dense, cut, *healed))
+    known = data_of(questions([results["profile"], curve, recovery]))["known"]
+    on = curve.measured_on.line()
+    mine = [(row["text"], row["mended"]) for row in known if row["layers"] == sorted(cut.removed)]
+    assert mine == [(f"cut, {on}", False), *((f"{name}, {on}", True) for name in states)]
+
+
+def test_it_starts_at_the_plan_that_was_made(results: dict[str, Any]) -> None:
+    profile = results["profile"]
+    plan = rank_layers(profile.contraction, profile.influence, criterion="rho").plan(3)
+    by_hand = replace(plan, criterion="given")
+    assert data_of(questions([profile], [by_hand, plan]))["start"] == {"criterion": "rho", "count": 3}
+    assert data_of(questions([profile], [by_hand]))["start"] is None
 
 
 def test_of_another_model_nothing_is_said(results: dict[str, Any]) -> None:
@@ -104,7 +123,7 @@ def test_block_influence_alone_answers_for_itself(results: dict[str, Any]) -> No
 
 def test_scores_that_rank_nothing_are_passed_over(results: dict[str, Any]) -> None:
     broken = replace(results["divergence"], variance=np.full(LAYERS, np.nan))
-    assert questions([broken]) == ""
+    assert questions([broken]) is None
     assert set(data_of(questions([results["profile"], broken]))["criteria"]) == {"bi", "blend", "rho"}
 
 
@@ -115,7 +134,7 @@ def test_layers_of_several_sizes_have_none(results: dict[str, Any]) -> None:
 
 
 def test_a_run_without_a_ranking_asks_nothing(results: dict[str, Any], tmp_path: Path) -> None:
-    assert questions([results["removal"]]) == ""
+    assert questions([results["removal"]]) is None
     results["removal"].save(tmp_path / "removal.json")
     assert 'id="ask"' not in write_report(tmp_path).read_text(encoding="utf-8")
 
@@ -214,10 +233,44 @@ def test_a_reader_chooses_and_is_answered(run: Path, page: Any, results: dict[st
             assert f"--layers {','.join(map(str, sorted(wanted)))} " in command
     page.locator("#count").fill("2")
     answers = page.locator("#answers").inner_text()
-    assert f"{results['removal'].rows[2].degradation:.3g} × dense, removed physically" in answers
+    assert f"{results['removal'].rows[2].degradation:.3g} × dense, cut" in answers
     assert "nats a token, the sum of single layers" in answers
     assert "is picked in" in answers
     assert "score" in page.locator("#strip span").first.get_attribute("title")
+
+
+def test_the_page_starts_at_its_plan_and_offers_to_mend_what_was_mended(
+    run: Path, page: Any, results: dict[str, Any]
+) -> None:
+    profile, curve = results["profile"], results["removal"]
+    plan = rank_layers(profile.contraction, profile.influence, criterion="bi").plan(2)
+    plan.save(run / "plan-bi.json")
+    cut = next(row for row in curve.rows if row.removed == plan.remove)
+    replace(curve, rows=(curve.dense, replace(cut, criterion="mended"))).save(run / "recovery.json")
+    page.goto(write_report(run).as_uri())
+    assert page.locator("#criterion").input_value() == "bi"
+    assert gone(page) == sorted(plan.remove)
+    assert " --mend " in page.locator("#command").text_content()
+    page.locator("#count").fill("1")
+    assert " --mend " not in page.locator("#command").text_content()
+
+
+@pytest.mark.parametrize("width", [400, 1280])
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_nothing_overflows_and_no_text_is_too_small(run: Path, browser: Any, width: int, scheme: str) -> None:
+    opened = browser.new_page(viewport={"width": width, "height": 900}, color_scheme=scheme)
+    opened.goto(write_report(run).as_uri())
+    opened.evaluate("document.querySelectorAll('details').forEach((d) => { d.open = true; })")
+    assert opened.evaluate("document.documentElement.scrollWidth") <= width
+    smallest = """() => Math.min(...[...document.querySelectorAll("p, td, th, dd, li, code, svg text")].map((e) => {
+        const drawn = e.ownerSVGElement;
+        const scale = drawn ? drawn.getBoundingClientRect().width / drawn.viewBox.baseVal.width : 1;
+        return parseFloat(getComputedStyle(e).fontSize) * scale;
+    }))"""
+    assert opened.evaluate(smallest) >= 11
+    ground = opened.evaluate("getComputedStyle(document.body).backgroundColor")
+    assert ground == {"light": "rgb(255, 255, 255)", "dark": "rgb(20, 20, 20)"}[scheme]
+    opened.close()
 
 
 def test_a_criterion_that_chose_one_number_shows_that(run: Path, page: Any, results: dict[str, Any]) -> None:
