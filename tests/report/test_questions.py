@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 import torch
 from helpers import LAYERS, make_tiny
+from markupsafe import escape
 
 from lyapunov_prune import rank_layers, remove_layers
 from lyapunov_prune.predictions import skip_divergence
@@ -177,7 +178,7 @@ def test_only_the_script_of_the_page_may_run(results: dict[str, Any], tmp_path: 
     digest = base64.b64encode(hashlib.sha256(code.encode()).digest()).decode()
     assert code == SCRIPT
     assert f"script-src 'sha256-{digest}'" in POLICY
-    assert f'content="{POLICY}"' in text
+    assert f'content="{escape(POLICY)}"' in text
     assert "default-src 'none'" in POLICY
 
 
