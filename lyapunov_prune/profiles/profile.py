@@ -85,7 +85,7 @@ class LayerProfile(Result):
         if self.candidates:
             lines += [
                 "These are scores, no losses: only a model without the layers shows what they cost. Next: "
-                f"lyapunov-prune prune {shlex.quote(name)} --remove {len(self.candidates)} --mend -o smaller"
+                f"lyapunov-prune shrink {shlex.quote(name)} --remove {len(self.candidates)} -o smaller"
             ]
         else:
             lines[0] = "No layer stands out as one to remove."

@@ -158,7 +158,7 @@ class LayerRanking(Ranking):
         lines.append("A score orders layers; it says neither how many can go nor what they cost together.")
         if self.what == "layers":
             lines.append(
-                f"Next: lyapunov-prune prune {shlex.quote(self.model.name)} --remove {len(some)} --mend -o smaller "
+                f"Next: lyapunov-prune shrink {shlex.quote(self.model.name)} --remove {len(some)} -o smaller "
                 "compares whole sets by their measured loss."
             )
         return lines

@@ -49,6 +49,7 @@ MODELS = (
         "Every step in order, and what text that it did not learn from says of it. A step that does not pay there is "
         "dropped, and the model goes on as it was.",
         lambda r: {},
+        leads=True,
     ),
     Section(
         COMPRESSION,

@@ -23,10 +23,10 @@ from lyapunov_prune.profiles.profile import LayerProfile
 from lyapunov_prune.pruning.curve import RemovalCurve
 from lyapunov_prune.pruning.plan import PruningPlan
 from lyapunov_prune.ranking.angular import AngularDistance
-from lyapunov_prune.ranking.criteria import CRITERIA
 from lyapunov_prune.ranking.measured import rank_by_divergence, rank_layers
 from lyapunov_prune.ranking.oracle import GreedyRemoval
 from lyapunov_prune.ranking.ranking import LayerRanking, Ranking
+from lyapunov_prune.ranking.table import CRITERIA
 from lyapunov_prune.ranking.tried import BestRemoval
 from lyapunov_prune.results.result import ModelIdentity
 
