@@ -1,4 +1,4 @@
-"""How answers say things: lists of layers, a small bar per layer, intervals."""
+"""The wording of answers: lists of layers, a small bar per layer, intervals."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ def ranges(layers: Iterable[int]) -> str:
 
 
 def bars(values: np.ndarray) -> str:
-    """One block a layer, the number of the layer before every tenth; `·` where a value is not finite.
+    """One bar per layer, with the layer number before every tenth; `·` where a value is not finite.
 
-    Heights are logarithmic where every value is above 0, else linear.
+    Heights are logarithmic if every value is above 0, else linear.
     """
     known = np.isfinite(values)
     heights = np.zeros(len(values), dtype=int)
@@ -38,5 +38,5 @@ def bars(values: np.ndarray) -> str:
 
 
 def between(low: float, high: float) -> str:
-    """A 95 % interval in words; says so where there is none (one window)."""
+    """A 95 % interval in words; for one window, that there is none."""
     return f"95 % interval {low:.3g} to {high:.3g}" if np.isfinite([low, high]).all() else "no interval: one window"
