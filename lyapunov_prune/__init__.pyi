@@ -15,7 +15,7 @@ from . import pruning as pruning
 from . import ranking as ranking
 from . import sensitivity as sensitivity
 from . import shrinking as shrinking
-from .allocation.schedules import allocate as allocate
+from .allocation.allocate import allocate as allocate
 from .bounds.check import check_bounds as check_bounds
 from .checkpoints.saving import save as save
 from .checkpoints.streamed import load_streamed as load_streamed

@@ -13,7 +13,7 @@ import pytest
 import tables
 
 from benchmarks import results
-from lyapunov_prune.allocation import schedules
+from lyapunov_prune.allocation import allocate as schedules
 from lyapunov_prune.cli.options import one_of
 from lyapunov_prune.merging import reductions
 from lyapunov_prune.registry import Registry

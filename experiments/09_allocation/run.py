@@ -34,7 +34,7 @@ from experiments.compressions import (
 )
 from experiments.statements import bullets, interval, percent, short, stated, table
 from lyapunov_prune.allocation.allocation import Allocation
-from lyapunov_prune.allocation.lyapunov import Reading
+from lyapunov_prune.allocation.amplification import Reading
 from lyapunov_prune.profiles.contraction_profile import ContractionProfile, Pooling
 
 HERE = Path(__file__).parent

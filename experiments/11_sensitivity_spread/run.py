@@ -19,7 +19,7 @@ from scipy import stats
 import lyapunov_prune as lp
 from experiments.common import Device, DType, draw, inputs, of_model
 from experiments.statements import bullets, correlation, goes_with, measured, ranked, short, table, verdict
-from lyapunov_prune.allocation.lyapunov import Reading, tolerance
+from lyapunov_prune.allocation.amplification import Reading, tolerance
 from lyapunov_prune.profiles.contraction_profile import Pooling
 from lyapunov_prune.report.drawing import COLOURS, log_axis, one_panel, svg
 from lyapunov_prune.sensitivity.sensitivity import Sensitivity

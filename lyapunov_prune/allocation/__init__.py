@@ -1,12 +1,10 @@
 """How a budget is distributed: the amount of compression of every matrix, with the budget as their mean.
 
-- `allocation`: the result; `fitting`: scale or shift targets to meet the budget; `table`: the schedules by name,
-  `schedules`: their functions;
-- one file per schedule: `uniform`, `owl`, `alpha_pruning`, `atp`, `lyapunov`, `guidelines`, `bits`.
+- `schedules/`: one file a schedule; `table` lists them by name; `allocate` calls one;
+- `allocation`: the decision; `fitting`: the arithmetic that makes its sum right;
+- `amplification`: what an error of each layer becomes at the end of the model.
 
-A new schedule is a function from a model and a budget to an `Allocation`, in a file of its own, a row in
-`table.SCHEDULES`, which help texts, model cards, docs/choices.md and the tests read, and one in `schedules`; its name
-goes into `cli.choices`.
+A new schedule is a file in `schedules` and a row in `table.SCHEDULES`; docs/adding/method.md shows one.
 """
 
 import lazy_loader

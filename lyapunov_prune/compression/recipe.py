@@ -12,10 +12,10 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
+from lyapunov_prune.allocation.allocate import allocate
 from lyapunov_prune.allocation.allocation import Allocation, Matrices
-from lyapunov_prune.allocation.atp import Score
-from lyapunov_prune.allocation.bits import require_mixed
-from lyapunov_prune.allocation.schedules import allocate
+from lyapunov_prune.allocation.schedules.atp import Score
+from lyapunov_prune.allocation.schedules.bits import require_mixed
 from lyapunov_prune.allocation.table import SCHEDULES, require_parameters
 from lyapunov_prune.arguments import checked
 from lyapunov_prune.calibration.statistics import Statistics

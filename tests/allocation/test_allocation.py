@@ -16,8 +16,8 @@ from lyapunov_prune import LyapunovPruneError
 from lyapunov_prune.allocation import Allocation
 from lyapunov_prune.allocation import fitting as module
 from lyapunov_prune.allocation.allocation import Matrices, require_sparsity
-from lyapunov_prune.allocation.atp import atp
 from lyapunov_prune.allocation.fitting import fit, shift
+from lyapunov_prune.allocation.schedules.atp import atp
 from lyapunov_prune.models.projections import find_projections
 
 Case = tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]

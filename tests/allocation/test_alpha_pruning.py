@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 
 from lyapunov_prune import LyapunovPruneError
 from lyapunov_prune.allocation.allocation import Matrices
-from lyapunov_prune.allocation.alpha_pruning import alpha_pruning, hill, tail_exponents
+from lyapunov_prune.allocation.schedules.alpha_pruning import alpha_pruning, hill, tail_exponents
 from lyapunov_prune.models.projections import find_projections
 
 

@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 
 from lyapunov_prune import LyapunovPruneError
 from lyapunov_prune.allocation.allocation import Allocation
-from lyapunov_prune.allocation.atp import atp, atp_search, steepest
+from lyapunov_prune.allocation.schedules.atp import atp, atp_search, steepest
 from lyapunov_prune.forward.reading import read
 
 

@@ -12,8 +12,8 @@ from helpers import LAYERS, make_tiny, profile_of
 from transformers import PreTrainedModel
 
 from lyapunov_prune import LyapunovPruneError
-from lyapunov_prune.allocation import bits as module
-from lyapunov_prune.allocation.bits import allocate_bits
+from lyapunov_prune.allocation.schedules import bits as module
+from lyapunov_prune.allocation.schedules.bits import allocate_bits
 from lyapunov_prune.models.structure import identify
 from lyapunov_prune.profiles import ContractionProfile
 

@@ -11,7 +11,7 @@ from helpers import make_tiny
 from transformers import AutoModelForCausalLM, GPTBigCodeConfig, MambaConfig, PreTrainedModel
 
 from lyapunov_prune import LyapunovPruneError
-from lyapunov_prune.allocation.guidelines import guidelines
+from lyapunov_prune.allocation.schedules.guidelines import guidelines
 from lyapunov_prune.forward.reading import read
 
 # What enters the MLP, and the keys and values, by the ends of their names.

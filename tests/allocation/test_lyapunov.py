@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 from transformers import PreTrainedModel
 
 from lyapunov_prune import LyapunovPruneError, allocate
-from lyapunov_prune.allocation import lyapunov as module
+from lyapunov_prune.allocation import amplification as module
 from lyapunov_prune.allocation.allocation import SPARSEST
-from lyapunov_prune.allocation.bits import allocate_bits
-from lyapunov_prune.allocation.lyapunov import log_amplification, lyapunov, lyapunov_budget, tolerance
+from lyapunov_prune.allocation.amplification import log_amplification, lyapunov, lyapunov_budget, tolerance
+from lyapunov_prune.allocation.schedules.bits import allocate_bits
 from lyapunov_prune.models.projections import find_projections
 from lyapunov_prune.profiles import ContractionProfile
 

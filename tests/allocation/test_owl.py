@@ -12,9 +12,9 @@ from helpers import captured, make_tiny
 from transformers import AutoModelForCausalLM, MixtralConfig, PreTrainedModel
 
 from lyapunov_prune import LyapunovPruneError
-from lyapunov_prune.allocation import owl as module
 from lyapunov_prune.allocation.allocation import Matrices
-from lyapunov_prune.allocation.owl import outlier_share, owl
+from lyapunov_prune.allocation.schedules import owl as module
+from lyapunov_prune.allocation.schedules.owl import outlier_share, owl
 from lyapunov_prune.checkpoints.streamed import load_streamed
 from lyapunov_prune.models.loading import load
 from lyapunov_prune.models.projections import find_projections

@@ -13,7 +13,8 @@ from helpers import make_tiny, profile_of
 from transformers import AutoModelForCausalLM, MixtralConfig, PreTrainedModel
 
 from lyapunov_prune import LyapunovPruneError, allocate, measure_contraction
-from lyapunov_prune.allocation import Allocation, schedules
+from lyapunov_prune.allocation import Allocation
+from lyapunov_prune.allocation import allocate as schedules
 from lyapunov_prune.allocation.allocation import SPARSEST
 from lyapunov_prune.allocation.table import SCHEDULES
 from lyapunov_prune.forward.reading import read

@@ -15,7 +15,7 @@ import torch
 from helpers import inputs_of, make_tiny, moe
 from transformers import PreTrainedModel
 
-from lyapunov_prune.allocation.schedules import allocate
+from lyapunov_prune.allocation.allocate import allocate
 from lyapunov_prune.allocation.table import SCHEDULES
 from lyapunov_prune.compression.compress import compress
 from lyapunov_prune.compression.method import rank_for

@@ -12,7 +12,7 @@ from torch import nn
 from transformers.models.mamba import modeling_mamba
 
 from lyapunov_prune import LyapunovPruneError, compress
-from lyapunov_prune.allocation.owl import owl
+from lyapunov_prune.allocation.schedules.owl import owl
 from lyapunov_prune.calibration.norms import input_norms
 from lyapunov_prune.calibration.statistics import Statistics
 from lyapunov_prune.calibration.streaming import stream

@@ -14,8 +14,8 @@ import transformers
 from helpers import Done, edit_json, make_tiny, moe, saved, write_gguf
 from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 
+from lyapunov_prune.allocation.allocate import allocate
 from lyapunov_prune.allocation.allocation import Allocation
-from lyapunov_prune.allocation.schedules import allocate
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.forward.own_text import self_generated
 from lyapunov_prune.models.loading import load

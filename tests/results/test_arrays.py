@@ -16,7 +16,7 @@ from helpers import LAYERS, make_tiny
 
 from lyapunov_prune import LyapunovPruneError, PruningPlan, allocate, block_influence, compress, rank_layers
 from lyapunov_prune.allocation import Allocation
-from lyapunov_prune.allocation.bits import allocate_bits
+from lyapunov_prune.allocation.schedules.bits import allocate_bits
 from lyapunov_prune.data.batch import as_batch
 from lyapunov_prune.predictions import skip_divergence
 from lyapunov_prune.profiles import sublayer_influence

@@ -8,14 +8,14 @@ from typing import Any
 from transformers import PreTrainedModel
 
 from lyapunov_prune.allocation.allocation import Allocation
-from lyapunov_prune.allocation.alpha_pruning import alpha_pruning
-from lyapunov_prune.allocation.atp import Score, atp, atp_search
-from lyapunov_prune.allocation.bits import allocate_bits
-from lyapunov_prune.allocation.guidelines import guidelines
-from lyapunov_prune.allocation.lyapunov import lyapunov, lyapunov_budget
-from lyapunov_prune.allocation.owl import owl
+from lyapunov_prune.allocation.amplification import lyapunov, lyapunov_budget
+from lyapunov_prune.allocation.schedules.alpha_pruning import alpha_pruning
+from lyapunov_prune.allocation.schedules.atp import Score, atp, atp_search
+from lyapunov_prune.allocation.schedules.bits import allocate_bits
+from lyapunov_prune.allocation.schedules.guidelines import guidelines
+from lyapunov_prune.allocation.schedules.owl import owl
+from lyapunov_prune.allocation.schedules.uniform import uniform
 from lyapunov_prune.allocation.table import SCHEDULES, require_parameters
-from lyapunov_prune.allocation.uniform import uniform
 from lyapunov_prune.arguments import checked
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.forward.reading import Readable

@@ -6,7 +6,7 @@ import numpy as np
 from transformers import PreTrainedModel
 
 from lyapunov_prune.allocation.allocation import Allocation, Matrices
-from lyapunov_prune.allocation.lyapunov import log_amplification, require_profile
+from lyapunov_prune.allocation.amplification import log_amplification, require_profile
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.profiles.contraction_profile import ContractionProfile
 
