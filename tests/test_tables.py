@@ -13,7 +13,6 @@ import pytest
 import tables
 
 from benchmarks import results
-from lyapunov_prune.allocation import allocate as schedules
 from lyapunov_prune.cli.options import one_of
 from lyapunov_prune.merging import reductions
 from lyapunov_prune.registry import Registry
@@ -22,7 +21,6 @@ from lyapunov_prune.sensitivity import studies
 TABLES = pytest.mark.parametrize("table", tables.TABLES.values(), ids=tables.TABLES)
 FUNCTIONS = {
     "reductions": reductions._FUNCTIONS,
-    "schedules": schedules._FUNCTIONS,
     "studies": studies._FUNCTIONS,
 }
 

@@ -1,4 +1,4 @@
-"""Schedules from the contraction profile: how the error of each layer grows until the end of the model."""
+"""What an error of each layer becomes at the end of the model, by its contraction profile."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
-from lyapunov_prune.allocation.allocation import SPARSEST, Allocation, Matrices, require_sparsity
-from lyapunov_prune.allocation.fitting import SPAN, fit
+from lyapunov_prune.allocation.allocation import Matrices
+from lyapunov_prune.allocation.fitting import SPAN
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.linalg import lift
 from lyapunov_prune.models.projections import weights_of
@@ -51,57 +51,9 @@ def tolerance(profile: ContractionProfile, reading: Reading = "equal-error") -> 
 
     Raises LyapunovPruneError for another reading, and like `log_amplification`.
     """
-    logs = _log_tolerance(profile, reading)
+    logs = log_tolerance(profile, reading)
     share = np.exp(logs - logs.max())
     return share / share.sum()
-
-
-def lyapunov(
-    model: PreTrainedModel, budget: float, profile: ContractionProfile, *, least: float = 0.8, most: float = 1.2
-) -> Allocation:
-    """The schedule of least error at the output under a quadratic model of the error.
-
-    Minimises `Σ_l w_l A_l s_l²`, where `w_l` is the sum of `‖W‖_F²` over the matrices of layer l and `A_l = Π_{k > l}
-    ρ_k`, subject to `Σ_l n_l s_l = S Σ_l n_l` and `least · S ≤ s_l ≤ min(most · S, 0.99)`, with `n_l` the number of
-    entries of layer l and `S` the budget. The minimum is `s_l = clip(c n_l / (w_l A_l))`, with `c` from the budget.
-    Structural sensitivity, §6.4 and Appendix E, where all layers have the same size and `n_l` cancels. The true error
-    grows more slowly than s², so the formula without bounds is too steep (same place), and the paper clamps it. Its
-    bounds are not given; these defaults are ours.
-
-    Raises LyapunovPruneError for bounds that exclude 1, a budget that the bounds exclude, a profile of another model, a
-    ρ that is not finite or not positive, and a layer of zeros.
-    """
-    require_sparsity(budget)
-    if not 0 <= least <= 1 <= most:
-        raise LyapunovPruneError(f"least {least:g}, most {most:g}; give multiples of the budget, 0 to 1 and 1 or more")
-    matrices = Matrices.of(model)
-    require_profile(profile, matrices.model)
-    w = matrices.layer_sum(weight_energy(model, matrices))
-    if not (np.isfinite(w) & (w > 0)).all():
-        layer = int(matrices.layers[np.argmin(np.isfinite(w) & (w > 0))])
-        raise LyapunovPruneError(f"the weights of layer {layer} are all zero or not finite; use another schedule")
-    logs = np.log(matrices.layer_sum(matrices.sizes)) - np.log(w) - log_amplification(profile)[matrices.layers]
-    high = min(most * budget, SPARSEST)
-    amount = fit(_exponentials(logs), matrices.sizes, budget, low=min(least * budget, high), high=high)
-    parameters = {"least": least, "most": most}
-    return matrices.allocated("lyapunov", budget, amount, parameters, profile=profile)
-
-
-def lyapunov_budget(
-    model: PreTrainedModel, budget: float, profile: ContractionProfile, *, reading: Reading = "equal-error"
-) -> Allocation:
-    """`s_l ∝ √τ_l`, with `τ` the `tolerance` by `reading`, because error energy grows as the square of the sparsity.
-
-    With the reading `equal-error` every layer adds the same error at the output, except those at the ceiling of 0.99.
-    Structural sensitivity, §6.4. Raises LyapunovPruneError for a budget outside `0 … 0.99`, another reading, a profile
-    of another model, and a ρ that is not finite or not positive.
-    """
-    require_sparsity(budget)
-    matrices = Matrices.of(model)
-    require_profile(profile, matrices.model)
-    target = _exponentials(_log_tolerance(profile, reading)[matrices.layers] / 2)
-    amount = fit(target, matrices.sizes, budget, high=SPARSEST)
-    return matrices.allocated("lyapunov-budget", budget, amount, {"reading": reading}, profile=profile)
 
 
 @torch.no_grad()
@@ -119,7 +71,7 @@ def require_profile(profile: ContractionProfile, model: ModelIdentity) -> None:
         )
 
 
-def _log_tolerance(profile: ContractionProfile, reading: str) -> np.ndarray:
+def log_tolerance(profile: ContractionProfile, reading: str) -> np.ndarray:
     """`ln τ_l` up to a constant, (L,)."""
     if reading not in get_args(Reading):
         raise LyapunovPruneError(f"unknown reading {reading!r} of the budget; give {' or '.join(get_args(Reading))}")
@@ -127,7 +79,7 @@ def _log_tolerance(profile: ContractionProfile, reading: str) -> np.ndarray:
     return logs if reading == "downstream" else -logs
 
 
-def _exponentials(logs: np.ndarray) -> np.ndarray:
+def exponentials(logs: np.ndarray) -> np.ndarray:
     """`exp(logs)` up to a common factor."""
     if np.ptp(logs) > math.log(SPAN):
         raise LyapunovPruneError("the amplifications of the layers are too far apart for float64; use another schedule")

@@ -353,7 +353,7 @@ ScheduleOptions = Annotated[
         "--schedule-option",
         metavar="NAME=VALUE",
         help="A parameter of the schedule, as least=0.7; again for another. "
-        + "; ".join(f"{name}: {', '.join(s.parameters)}" for name, s in SCHEDULES.items() if s.parameters)
+        + "; ".join(f"{name}: {', '.join(s.options())}" for name, s in SCHEDULES.items() if s.options())
         + ". As ceiling also the sensitivity.json of a study threshold.",
     ),
 ]

@@ -11,7 +11,7 @@ from typing import Any
 from transformers import PreTrainedModel
 
 from lyapunov_prune.allocation.allocation import Allocation
-from lyapunov_prune.allocation.schedules.atp import Score
+from lyapunov_prune.allocation.schedule import Score
 from lyapunov_prune.arguments import checked
 from lyapunov_prune.calibration.statistics import Statistics
 from lyapunov_prune.calibration.streaming import stream

@@ -18,7 +18,7 @@ from lyapunov_prune.results.result import MeasuredOn
 
 @dataclass(frozen=True, eq=False)
 class HeldOutLoss:
-    """The score that a search goes by (`allocation.atp.Score`).
+    """The score that a search goes by (`allocation.schedule.Score`).
 
     The first half of the windows of `reading` is what `compress` goes by, the other half what the result is scored on:
     no window does both, and the evaluation text is neither. A call costs one compression and one forward of half the

@@ -14,9 +14,8 @@ from transformers import PreTrainedModel
 
 from lyapunov_prune.allocation.allocate import allocate
 from lyapunov_prune.allocation.allocation import Allocation, Matrices
-from lyapunov_prune.allocation.schedules.atp import Score
-from lyapunov_prune.allocation.schedules.bits import require_mixed
-from lyapunov_prune.allocation.table import SCHEDULES, require_parameters
+from lyapunov_prune.allocation.schedule import Score
+from lyapunov_prune.allocation.table import SCHEDULES
 from lyapunov_prune.arguments import checked
 from lyapunov_prune.calibration.statistics import Statistics
 from lyapunov_prune.compression.masks import Pattern, as_pattern
@@ -186,9 +185,9 @@ def require_options(allocation: str | Allocation, options: Mapping[str, Any] | N
     Also for a mean of so many `bits` that schedule bits would give every layer the same.
     """
     if not isinstance(allocation, Allocation):
-        require_parameters(allocation, options or {})
-        if allocation == "bits" and bits is not None:
-            require_mixed(bits, **(options or {}))
+        schedule = SCHEDULES.make(allocation, **(options or {}))
+        if bits is not None:
+            schedule.require_choice(bits)
     elif options:
         raise LyapunovPruneError(f"the allocation is made; leave out {next(iter(options))}, or name a schedule")
 

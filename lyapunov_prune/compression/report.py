@@ -7,10 +7,10 @@ from dataclasses import dataclass
 import numpy as np
 
 from lyapunov_prune.allocation.allocation import Allocation
-from lyapunov_prune.allocation.table import SCHEDULES, Schedule
+from lyapunov_prune.allocation.table import SCHEDULES
 from lyapunov_prune.checkpoints.cards import as_text
-from lyapunov_prune.compression.method import Method
 from lyapunov_prune.compression.table import METHODS
+from lyapunov_prune.registry import Choice
 from lyapunov_prune.results.frames import pd
 from lyapunov_prune.results.result import MeasuredOn, Result
 from lyapunov_prune.results.wording import bars
@@ -158,5 +158,5 @@ class CompressionReport(Result):
         )
 
 
-def _told(name: str, entry: type[Method] | Schedule) -> str:
+def _told(name: str, entry: type[Choice]) -> str:
     return f"{name}: {entry.help} ({entry.reference})"

@@ -17,7 +17,7 @@ from lyapunov_prune.allocation import Allocation
 from lyapunov_prune.allocation import fitting as module
 from lyapunov_prune.allocation.allocation import Matrices, require_sparsity
 from lyapunov_prune.allocation.fitting import fit, shift
-from lyapunov_prune.allocation.schedules.atp import atp
+from lyapunov_prune.allocation.schedules.atp import ATP
 from lyapunov_prune.models.projections import find_projections
 
 Case = tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]
@@ -168,7 +168,7 @@ def test_planted_fault_a_segment_that_is_one_too_far_is_seen(monkeypatch: pytest
 
 @pytest.fixture
 def allocation(llama: PreTrainedModel) -> Allocation:
-    return atp(llama, 0.5)
+    return ATP().allocate(llama, 0.5)
 
 
 def test_matrices_are_those_of_the_model(llama: PreTrainedModel) -> None:

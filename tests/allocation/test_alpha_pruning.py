@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from random import Random
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,9 +16,13 @@ from hypothesis import strategies as st
 from transformers import PreTrainedModel
 
 from lyapunov_prune import LyapunovPruneError
-from lyapunov_prune.allocation.allocation import Matrices
-from lyapunov_prune.allocation.schedules.alpha_pruning import alpha_pruning, hill, tail_exponents
+from lyapunov_prune.allocation.allocation import Allocation, Matrices
+from lyapunov_prune.allocation.schedules.alpha_pruning import AlphaPruning, hill, tail_exponents
 from lyapunov_prune.models.projections import find_projections
+
+
+def alpha_pruning(model: PreTrainedModel, budget: float, **options: Any) -> Allocation:
+    return AlphaPruning(**options).allocate(model, budget)
 
 
 @pytest.mark.parametrize("alpha", [1.5, 2.0, 3.0, 6.0])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -12,8 +14,17 @@ from transformers import PreTrainedModel
 
 from lyapunov_prune import LyapunovPruneError
 from lyapunov_prune.allocation.allocation import Allocation
-from lyapunov_prune.allocation.schedules.atp import atp, atp_search, steepest
+from lyapunov_prune.allocation.schedules.atp import ATP, steepest
+from lyapunov_prune.allocation.schedules.atp_search import ATPSearch
 from lyapunov_prune.forward.reading import read
+
+
+def atp(model: PreTrainedModel, budget: float, **options: Any) -> Allocation:
+    return ATP(**options).allocate(model, budget)
+
+
+def atp_search(model: PreTrainedModel, budget: float, given: Any, **options: Any) -> Allocation:
+    return ATPSearch(**options).allocate(model, budget, given)
 
 
 @settings(max_examples=200, deadline=None)
@@ -89,7 +100,7 @@ def test_wrecks_do_not_win_the_search(llama: PreTrainedModel) -> None:
         atp_search(llama, 0.5, Valley(llama, 1.0, end=0.0))
     for trials in (0, 2.5):
         with pytest.raises(LyapunovPruneError, match="give 1 or more"):
-            atp_search(llama, 0.5, Valley(llama, 1.0), trials=trials)  # type: ignore[arg-type]
+            atp_search(llama, 0.5, Valley(llama, 1.0), trials=trials)
 
 
 def test_where_no_difference_is_left_one_trial_is_enough(llama: PreTrainedModel) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,10 +13,15 @@ from helpers import LAYERS, make_tiny, profile_of
 from transformers import PreTrainedModel
 
 from lyapunov_prune import LyapunovPruneError
-from lyapunov_prune.allocation.schedules import bits as module
-from lyapunov_prune.allocation.schedules.bits import allocate_bits
+from lyapunov_prune.allocation import Allocation
+from lyapunov_prune.allocation import amplification as module
+from lyapunov_prune.allocation.schedules.bits import Bits
 from lyapunov_prune.models.structure import identify
 from lyapunov_prune.profiles import ContractionProfile
+
+
+def allocate_bits(model: PreTrainedModel, budget: float, given: Any, **options: Any) -> Allocation:
+    return Bits(**options).allocate(model, budget, given)
 
 
 @pytest.fixture(scope="module")

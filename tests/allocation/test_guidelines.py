@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,8 +12,14 @@ from helpers import make_tiny
 from transformers import AutoModelForCausalLM, GPTBigCodeConfig, MambaConfig, PreTrainedModel
 
 from lyapunov_prune import LyapunovPruneError
-from lyapunov_prune.allocation.schedules.guidelines import guidelines
+from lyapunov_prune.allocation import Allocation
+from lyapunov_prune.allocation.schedules.guidelines import Guidelines
 from lyapunov_prune.forward.reading import read
+
+
+def guidelines(model: PreTrainedModel, budget: float, **options: Any) -> Allocation:
+    return Guidelines(**options).allocate(model, budget)
+
 
 # What enters the MLP, and the keys and values, by the ends of their names.
 ENDS = {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,11 +16,25 @@ from transformers import PreTrainedModel
 
 from lyapunov_prune import LyapunovPruneError, allocate
 from lyapunov_prune.allocation import amplification as module
-from lyapunov_prune.allocation.allocation import SPARSEST
-from lyapunov_prune.allocation.amplification import log_amplification, lyapunov, lyapunov_budget, tolerance
-from lyapunov_prune.allocation.schedules.bits import allocate_bits
+from lyapunov_prune.allocation.allocation import SPARSEST, Allocation
+from lyapunov_prune.allocation.amplification import log_amplification, tolerance
+from lyapunov_prune.allocation.schedules.bits import Bits
+from lyapunov_prune.allocation.schedules.lyapunov import Lyapunov
+from lyapunov_prune.allocation.schedules.lyapunov_budget import LyapunovBudget
 from lyapunov_prune.models.projections import find_projections
 from lyapunov_prune.profiles import ContractionProfile
+
+
+def lyapunov(model: PreTrainedModel, budget: float, given: Any, **options: Any) -> Allocation:
+    return Lyapunov(**options).allocate(model, budget, given)
+
+
+def lyapunov_budget(model: PreTrainedModel, budget: float, given: Any, **options: Any) -> Allocation:
+    return LyapunovBudget(**options).allocate(model, budget, given)
+
+
+def allocate_bits(model: PreTrainedModel, budget: float, given: Any, **options: Any) -> Allocation:
+    return Bits(**options).allocate(model, budget, given)
 
 
 @pytest.fixture(scope="module")

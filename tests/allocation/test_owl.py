@@ -12,13 +12,17 @@ from helpers import captured, make_tiny
 from transformers import AutoModelForCausalLM, MixtralConfig, PreTrainedModel
 
 from lyapunov_prune import LyapunovPruneError
-from lyapunov_prune.allocation.allocation import Matrices
-from lyapunov_prune.allocation.schedules import owl as module
-from lyapunov_prune.allocation.schedules.owl import outlier_share, owl
+from lyapunov_prune.allocation.allocation import Allocation, Matrices
+from lyapunov_prune.allocation.schedules.owl import OWL, outlier_share
+from lyapunov_prune.calibration import norms as module
 from lyapunov_prune.checkpoints.streamed import load_streamed
 from lyapunov_prune.models.loading import load
 from lyapunov_prune.models.projections import find_projections
 from lyapunov_prune.models.streamed import stream_of
+
+
+def owl(model: PreTrainedModel, budget: float, given: Any, **options: Any) -> Allocation:
+    return OWL(**options).allocate(model, budget, given)
 
 
 def reference(model: PreTrainedModel, ids: torch.Tensor, outlier: float) -> list[float]:

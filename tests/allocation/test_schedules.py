@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,6 @@ from transformers import AutoModelForCausalLM, MixtralConfig, PreTrainedModel
 
 from lyapunov_prune import LyapunovPruneError, allocate, measure_contraction
 from lyapunov_prune.allocation import Allocation
-from lyapunov_prune.allocation import allocate as schedules
 from lyapunov_prune.allocation.allocation import SPARSEST
 from lyapunov_prune.allocation.table import SCHEDULES
 from lyapunov_prune.forward.reading import read
@@ -58,7 +56,7 @@ def test_the_mean_is_the_budget_and_the_amounts_are_sparsities(
     assert (np.ptp(found.amount) == 0) == (schedule == "uniform")
     assert (found.schedule, found.unit, found.budget) == (schedule, "sparsity", budget)
     assert found.names == tuple(p.name for p in find_projections(model))
-    assert set(found.parameters) - {"beta"} == set(SCHEDULES[schedule].parameters) - {"beta"}
+    assert set(found.parameters) - {"beta"} == set(SCHEDULES[schedule].options()) - {"beta"}
     assert len(found.measured_on) == (SCHEDULES[schedule].needs is not None)
     assert str(Allocation.load(found.save(tmp_path / "allocation.json"))) == str(found)
 
@@ -104,11 +102,11 @@ def test_what_is_missing_or_unknown_is_said(llama: PreTrainedModel, ids: torch.T
     with pytest.raises(LyapunovPruneError, match=r"atp-search.*score"):
         allocate(llama, "atp-search", 0.5, batch=ids)
     for schedule, word in (("atp", {"beta": "steep"}), ("owl", {"width": None}), ("bits", {"low": "4"})):
-        with pytest.raises(LyapunovPruneError, match=f"{schedule} is .*finite"):
+        with pytest.raises(LyapunovPruneError, match=f"of {schedule} is .*finite"):
             allocate(llama, schedule, 0.5, batch=ids, profile=profile_of(llama), **word)
-    with pytest.raises(LyapunovPruneError, match=r"atp.*'tau'"):
+    with pytest.raises(LyapunovPruneError, match="atp has no tau"):
         allocate(llama, "atp", 0.5, tau=0.3)
-    with pytest.raises(LyapunovPruneError, match=r"uniform.*'tau'"):
+    with pytest.raises(LyapunovPruneError, match="uniform has no tau"):
         allocate(llama, "uniform", 0.5, tau=0.3)
 
 
@@ -116,16 +114,6 @@ def test_parameters_reach_their_schedule(llama: PreTrainedModel) -> None:
     assert allocate(llama, "atp", 0.5, beta=0.02).parameters == {"beta": 0.02}
     found = allocate(llama, "lyapunov", 0.5, profile=profile_of(llama), least=0.9, most=1.05)
     np.testing.assert_allclose([found.amount.min(), found.amount.max()], [0.45, 0.525], rtol=1e-12)
-
-
-def test_the_table_names_the_parameters_of_its_functions() -> None:
-    assert list(SCHEDULES) == sorted(SCHEDULES)
-    for name, schedule in SCHEDULES.items():
-        parameters = inspect.signature(schedules._FUNCTIONS[name]).parameters.values()
-        assert [p.name for p in parameters if p.kind is p.KEYWORD_ONLY] == list(schedule.parameters)
-        assert [p.name for p in parameters if p.kind is not p.KEYWORD_ONLY][2:] == [schedule.needs][
-            : bool(schedule.needs)
-        ]
 
 
 def test_planted_fault_a_budget_that_forgets_sizes_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:

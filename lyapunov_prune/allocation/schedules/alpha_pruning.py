@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-import numpy as np
-import torch
-from transformers import PreTrainedModel
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
-from lyapunov_prune.allocation.allocation import SPARSEST, Allocation, Matrices, require_sparsity
-from lyapunov_prune.allocation.fitting import fit
+from lyapunov_prune.allocation.schedule import Schedule
 from lyapunov_prune.errors import LyapunovPruneError
+from lyapunov_prune.lazy import np, torch
 from lyapunov_prune.linalg import lift
-from lyapunov_prune.models.projections import weights_of
 from lyapunov_prune.progress import track
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+    from lyapunov_prune.allocation.allocation import Allocation, Matrices
 
 
 def hill(eigenvalues: np.ndarray) -> float:
@@ -34,7 +37,8 @@ def hill(eigenvalues: np.ndarray) -> float:
     return 1 + k / logs
 
 
-def alpha_pruning(model: PreTrainedModel, budget: float, *, tau: float = 0.3) -> Allocation:
+@dataclass(frozen=True)
+class AlphaPruning(Schedule):
     """Sparsity increases with the tail exponent of the layer: a lighter tail (larger α) indicates less training.
 
     `s_l = η · (1 − τ + 2τ (α_l − min α) / (max α − min α))`, with `α_l` the mean of `hill` over the eigenvalues of
@@ -45,28 +49,43 @@ def alpha_pruning(model: PreTrainedModel, budget: float, *, tau: float = 0.3) ->
     Raises LyapunovPruneError for τ outside `[0, 1)`, a budget that no η meets inside `0 … 0.99`, and a matrix of which
     half the singular values vanish or are equal.
     """
-    require_sparsity(budget)
-    if not 0 <= tau < 1:
-        raise LyapunovPruneError(f"tau {tau:g} is outside [0, 1)")
-    matrices = Matrices.of(model)
-    alpha = tail_exponents(model, matrices)
-    span = alpha.max() - alpha.min()
-    place = (alpha - alpha.min()) / span if span > 0 else np.full_like(alpha, 0.5)
-    amount = fit(1 - tau + 2 * tau * place, matrices.sizes, budget, high=SPARSEST)
-    return matrices.allocated("alpha-pruning", budget, amount, {"tau": tau})
+
+    tau: float = 0.3
+
+    name = "alpha-pruning"
+    help = "layers whose spectra have the heavier tails stay denser"
+    reference = "Lu et al., NeurIPS 2024, arXiv:2410.10912, §3.2"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not 0 <= self.tau < 1:
+            raise LyapunovPruneError(f"tau {self.tau:g} is outside [0, 1)")
+
+    def allocate(self, model: PreTrainedModel, budget: float, given: Any = None) -> Allocation:
+        from lyapunov_prune.allocation.allocation import SPARSEST, Matrices, require_sparsity
+        from lyapunov_prune.allocation.fitting import fit
+
+        require_sparsity(budget)
+        matrices = Matrices.of(model)
+        alpha = tail_exponents(model, matrices)
+        span = alpha.max() - alpha.min()
+        place = (alpha - alpha.min()) / span if span > 0 else np.full_like(alpha, 0.5)
+        amount = fit(1 - self.tau + 2 * self.tau * place, matrices.sizes, budget, high=SPARSEST)
+        return matrices.allocated("alpha-pruning", budget, amount, {"tau": self.tau})
 
 
-@torch.no_grad()
 def tail_exponents(model: PreTrainedModel, matrices: Matrices) -> np.ndarray:
     """`α_l` of the layer of every matrix, (M,) float64."""
+    from lyapunov_prune.models.projections import weights_of
+
     exponents = np.zeros(len(matrices.sizes))
     counts = np.zeros(len(matrices.sizes))
     for i, (p, stored) in enumerate(weights_of(model, track(matrices.projections, "spectra"))):
-        W = lift(stored)
+        W = lift(stored.detach())
         if min(W.shape) < 2:
             continue
         values = torch.linalg.svdvals(W).cpu().numpy()
-        # Below this a float64 singular value is rounding, and the tail would be noise.
+        # Below this a singular value of float64 is rounding: the tail would be one of noise.
         noise = values.max() * max(W.shape) * np.finfo(np.float64).eps
         try:
             exponents[i] = hill(np.where(values > noise, values, 0) ** 2)

@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-import numpy as np
-from transformers import PreTrainedModel
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
-from lyapunov_prune.allocation.allocation import Allocation, Matrices
-from lyapunov_prune.allocation.amplification import log_amplification, require_profile
+from lyapunov_prune.allocation.schedule import Schedule
 from lyapunov_prune.errors import LyapunovPruneError
-from lyapunov_prune.profiles.contraction_profile import ContractionProfile
+from lyapunov_prune.lazy import np
 
-LOW, HIGH = 4, 8
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+    from lyapunov_prune.allocation.allocation import Allocation
 
 
-def allocate_bits(
-    model: PreTrainedModel, budget: float, profile: ContractionProfile, *, low: int = LOW, high: int = HIGH
-) -> Allocation:
+@dataclass(frozen=True)
+class Bits(Schedule):
     """`high` bits per weight for the layers of largest `A_l = Π_{k > l} ρ_k`, `low` bits for the others.
 
     As many layers as make the mean over all entries equal to the `budget`, in bits; the earlier layer wins a tie. The
@@ -25,28 +26,46 @@ def allocate_bits(
     the widths are ascending integers from 1 to 16, for a profile of another model, and for a ρ that is not finite or
     not positive.
     """
-    if not (low % 1 == 0 and high % 1 == 0 and 1 <= low < high <= 16):
-        raise LyapunovPruneError(f"bit widths {low:g} and {high:g}; give two integers from 1 to 16, the lower first")
-    matrices = Matrices.of(model)
-    require_profile(profile, matrices.model)
-    order = np.argsort(-log_amplification(profile), kind="stable")
-    entries = np.bincount(matrices.layers, matrices.sizes, len(order))[order]
-    wide = np.concatenate([[0.0], np.cumsum(entries)])
-    attainable = low + (high - low) * (wide / wide[-1])
-    count = int(np.argmin(np.abs(attainable - budget)))
-    if not abs(attainable[count] - budget) <= 1e-12 * high:
-        below, above = attainable[attainable < budget], attainable[attainable > budget]
-        nearest = " or ".join(repr(float(b)) for b in (*below[-1:], *above[:1]))
-        raise LyapunovPruneError(f"whole layers of {low} and {high} bits have no mean of {budget:g}; give {nearest}")
-    amount = np.where(np.isin(matrices.layers, order[:count]), float(high), float(low))
-    parameters = {"low": low, "high": high}
-    return matrices.allocated("bits", budget, amount, parameters, unit="bits", profile=profile)
 
+    low: float = 4
+    high: float = 8
 
-def require_mixed(budget: float, *, low: int = LOW, high: int = HIGH) -> None:
-    """Raise LyapunovPruneError for a mean that forces the same width on every layer."""
-    if budget in (low, high):
-        raise LyapunovPruneError(
-            f"allocation bits with a mean of {budget:g} gives every layer {budget:g} bits; give a mean between {low:g} "
-            f"and {high:g}, or allocation uniform"
-        )
+    name = "bits"
+    help = "wide weights for the layers whose errors grow most (rtn)"
+    reference = "structural sensitivity, §6.2"
+    needs = "profile"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not (self.low % 1 == 0 and self.high % 1 == 0 and 1 <= self.low < self.high <= 16):
+            raise LyapunovPruneError(
+                f"bit widths {self.low:g} and {self.high:g}; give two integers from 1 to 16, the lower first"
+            )
+
+    def allocate(self, model: PreTrainedModel, budget: float, given: Any = None) -> Allocation:
+        from lyapunov_prune.allocation.allocation import Matrices
+        from lyapunov_prune.allocation.amplification import log_amplification, require_profile
+
+        matrices = Matrices.of(model)
+        require_profile(given, matrices.model)
+        order = np.argsort(-log_amplification(given), kind="stable")
+        entries = np.bincount(matrices.layers, matrices.sizes, len(order))[order]
+        wide = np.concatenate([[0.0], np.cumsum(entries)])
+        attainable = self.low + (self.high - self.low) * (wide / wide[-1])
+        count = int(np.argmin(np.abs(attainable - budget)))
+        if not abs(attainable[count] - budget) <= 1e-12 * self.high:
+            below, above = attainable[attainable < budget], attainable[attainable > budget]
+            nearest = " or ".join(repr(float(b)) for b in (*below[-1:], *above[:1]))
+            raise LyapunovPruneError(
+                f"whole layers of {self.low} and {self.high} bits have no mean of {budget:g}; give {nearest}"
+            )
+        amount = np.where(np.isin(matrices.layers, order[:count]), float(self.high), float(self.low))
+        parameters = {"low": self.low, "high": self.high}
+        return matrices.allocated("bits", budget, amount, parameters, unit="bits", profile=given)
+
+    def require_choice(self, budget: float) -> None:
+        if budget in (self.low, self.high):
+            raise LyapunovPruneError(
+                f"allocation bits with a mean of {budget:g} gives every layer {budget:g} bits; give a mean between "
+                f"{self.low:g} and {self.high:g}, or allocation uniform"
+            )

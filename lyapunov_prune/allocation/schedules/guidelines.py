@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
 
-import numpy as np
-from transformers import PreTrainedModel
-
-from lyapunov_prune.allocation.allocation import SPARSEST, Allocation, Matrices, require_sparsity
-from lyapunov_prune.allocation.fitting import shift
+from lyapunov_prune.allocation.schedule import Schedule
 from lyapunov_prune.errors import LyapunovPruneError
-from lyapunov_prune.models.roles import role
-from lyapunov_prune.results.result import MeasuredOn
+from lyapunov_prune.lazy import np
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+    from lyapunov_prune.allocation.allocation import Allocation, Matrices
+    from lyapunov_prune.results.result import MeasuredOn
 
 
 class Catastrophe(Protocol):
@@ -27,14 +29,8 @@ class Catastrophe(Protocol):
     def calibrated_on(self) -> MeasuredOn | None: ...
 
 
-def guidelines(
-    model: PreTrainedModel,
-    budget: float,
-    *,
-    ceiling: float | Catastrophe = 0.9,
-    extra: float = 0.1,
-    protected: int = 2,
-) -> Allocation:
+@dataclass(frozen=True)
+class Guidelines(Schedule):
     """The three rules of structural sensitivity, §6.4 ("Practical compression guidelines").
 
     - The MLP input matrices (gate, up) of the first `protected` layers stay dense.
@@ -50,25 +46,40 @@ def guidelines(
     without s* or of another model, a negative `extra`, a `protected` that is not a count, and for a model whose keys
     and values, or MLP input matrices to protect, are not known by name.
     """
-    require_sparsity(budget)
-    matrices = Matrices.of(model)
-    measured_on: tuple[MeasuredOn, ...] = ()
-    if not isinstance(ceiling, float | int):
-        ceiling, measured_on = _measured(ceiling, matrices)
-    if not (0 < ceiling <= SPARSEST and extra >= 0 and protected >= 0 and protected % 1 == 0):
-        raise LyapunovPruneError(
-            f"ceiling {ceiling:g}, extra {extra:g}, protected {protected:g}; give a ceiling of more than 0 and at "
-            f"most {SPARSEST:g}, an extra of 0 or more and a number of layers"
-        )
-    roles = np.array([role(p.component) for p in matrices.projections])
-    kept = (roles == "mlp-in") & (matrices.layers < protected)
-    first = np.isin(roles, ("key", "value"))
-    if not first.any() or (protected and not kept.any()):
-        missing = "matrices into its first MLPs" if first.any() else "keys and values"
-        raise LyapunovPruneError(f"{matrices.model.name} has no {missing} known by name; use another schedule")
-    amount = shift(np.where(first, extra, 0.0), matrices.sizes, budget, high=np.where(kept, 0.0, ceiling))
-    parameters = {"ceiling": ceiling, "extra": extra, "protected": protected}
-    return matrices.allocated("guidelines", budget, amount, parameters, measured_on)
+
+    ceiling: Any = 0.9  # a number or a Catastrophe
+    extra: float = 0.1
+    protected: float = 2
+
+    name = "guidelines"
+    help = "early MLP inputs whole, keys and values sparser, a ceiling"
+    reference = "structural sensitivity, §6.4"
+
+    def allocate(self, model: PreTrainedModel, budget: float, given: Any = None) -> Allocation:
+        from lyapunov_prune.allocation.allocation import SPARSEST, Matrices, require_sparsity
+        from lyapunov_prune.allocation.fitting import shift
+        from lyapunov_prune.models.roles import role
+
+        require_sparsity(budget)
+        matrices = Matrices.of(model)
+        measured_on: tuple[MeasuredOn, ...] = ()
+        ceiling = self.ceiling
+        if not isinstance(ceiling, float | int):
+            ceiling, measured_on = _measured(ceiling, matrices)
+        if not (0 < ceiling <= SPARSEST and self.extra >= 0 and self.protected >= 0 and self.protected % 1 == 0):
+            raise LyapunovPruneError(
+                f"ceiling {ceiling:g}, extra {self.extra:g}, protected {self.protected:g}; give a ceiling of more than "
+                f"0 and at most {SPARSEST:g}, an extra of 0 or more and a number of layers"
+            )
+        roles = np.array([role(p.component) for p in matrices.projections])
+        kept = (roles == "mlp-in") & (matrices.layers < self.protected)
+        first = np.isin(roles, ("key", "value"))
+        if not first.any() or (self.protected and not kept.any()):
+            missing = "matrices into its first MLPs" if first.any() else "keys and values"
+            raise LyapunovPruneError(f"{matrices.model.name} has no {missing} known by name; use another schedule")
+        amount = shift(np.where(first, self.extra, 0.0), matrices.sizes, budget, high=np.where(kept, 0.0, ceiling))
+        parameters = {"ceiling": ceiling, "extra": self.extra, "protected": self.protected}
+        return matrices.allocated("guidelines", budget, amount, parameters, measured_on)
 
 
 def _measured(ceiling: Catastrophe, matrices: Matrices) -> tuple[float, tuple[MeasuredOn, ...]]:

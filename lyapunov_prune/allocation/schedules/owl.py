@@ -3,31 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from itertools import groupby
+from typing import TYPE_CHECKING, Any
 
-import numpy as np
-import torch
-from transformers import PreTrainedModel
-
-from lyapunov_prune.allocation.allocation import SPARSEST, Allocation, Matrices, require_sparsity
-from lyapunov_prune.allocation.fitting import shift
-from lyapunov_prune.calibration.norms import input_norms
+from lyapunov_prune.allocation.schedule import Schedule
 from lyapunov_prune.errors import LyapunovPruneError
-from lyapunov_prune.forward.reading import Readable, read
+from lyapunov_prune.lazy import np, torch
 from lyapunov_prune.linalg import lift
-from lyapunov_prune.models.projections import Projection
-from lyapunov_prune.models.streamed import layer_held
 from lyapunov_prune.progress import track
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
-def owl(
-    model: PreTrainedModel,
-    budget: float,
-    batch: Readable,
-    *,
-    outlier: float = 5.0,
-    width: float = 0.08,
-) -> Allocation:
+    from lyapunov_prune.allocation.allocation import Allocation, Matrices
+    from lyapunov_prune.forward.reading import Readable
+    from lyapunov_prune.models.projections import Projection
+
+
+@dataclass(frozen=True)
+class OWL(Schedule):
     """Sparsity decreases with the layer's share of outliers `D_l`; the paper's M is `outlier`, its λ `width`.
 
     `D_l` is the share of the scores `|W_ij| ‖x_j‖₂` of all matrices of layer l that exceed M × their mean over the
@@ -37,27 +32,48 @@ def owl(
     Raises LyapunovPruneError for a budget that no shift meets inside `0 … 0.99`, for parameters that are not positive,
     and for fused experts, whose inputs cannot be recorded.
     """
-    require_sparsity(budget)
-    if not (outlier > 0 and width >= 0):
-        raise LyapunovPruneError(f"outlier {outlier:g} and width {width:g}; give more than 0, and 0 or more")
-    reading = read(model, batch, streamed=True)
-    matrices = Matrices.of(model)
-    D = outlier_share(model, reading, matrices, outlier)
-    span = D.max() - D.min()
-    target = -2 * width * (D - D.min()) / span if span > 0 else np.zeros_like(D)
-    amount = shift(target, matrices.sizes, budget, high=SPARSEST)
-    parameters = {"outlier": outlier, "width": width}
-    return matrices.allocated("owl", budget, amount, parameters, (reading.measured_on(),))
+
+    outlier: float = 5.0
+    width: float = 0.08
+
+    name = "owl"
+    help = "layers with more outliers among their Wanda scores stay denser"
+    reference = "Yin et al., ICML 2024, arXiv:2310.05175, §3.2"
+    needs = "batch"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not (self.outlier > 0 and self.width >= 0):
+            raise LyapunovPruneError(
+                f"outlier {self.outlier:g} and width {self.width:g}; give more than 0, and 0 or more"
+            )
+
+    def allocate(self, model: PreTrainedModel, budget: float, given: Any = None) -> Allocation:
+        from lyapunov_prune.allocation.allocation import SPARSEST, Matrices, require_sparsity
+        from lyapunov_prune.allocation.fitting import shift
+        from lyapunov_prune.forward.reading import read
+
+        require_sparsity(budget)
+        reading = read(model, given, streamed=True)
+        matrices = Matrices.of(model)
+        D = outlier_share(model, reading, matrices, self.outlier)
+        span = D.max() - D.min()
+        target = -2 * self.width * (D - D.min()) / span if span > 0 else np.zeros_like(D)
+        amount = shift(target, matrices.sizes, budget, high=SPARSEST)
+        parameters = {"outlier": self.outlier, "width": self.width}
+        return matrices.allocated("owl", budget, amount, parameters, (reading.measured_on(),))
 
 
-@torch.no_grad()
 def outlier_share(model: PreTrainedModel, batch: Readable, matrices: Matrices, outlier: float) -> np.ndarray:
     """`D_l` of the layer of every matrix, (M,) float64: share of its scores above `outlier` × their mean."""
+    from lyapunov_prune.calibration.norms import input_norms
+    from lyapunov_prune.models.streamed import layer_held
+
     norms = input_norms(model, batch, matrices.projections)
 
     def scores(here: Sequence[Projection]) -> Iterator[torch.Tensor]:
         for p in here:
-            W = lift(p.weight(model)).abs()
+            W = lift(p.weight(model).detach()).abs()
             yield W * norms[p.name].to(W.device)
 
     counts: list[int] = []

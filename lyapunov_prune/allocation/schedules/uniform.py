@@ -2,18 +2,33 @@
 
 from __future__ import annotations
 
-from transformers import PreTrainedModel
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
-from lyapunov_prune.allocation.allocation import SPARSEST, Allocation, Matrices, require_sparsity
-from lyapunov_prune.allocation.fitting import fit
+from lyapunov_prune.allocation.schedule import Schedule
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+    from lyapunov_prune.allocation.allocation import Allocation
 
 
-def uniform(model: PreTrainedModel, budget: float) -> Allocation:
+@dataclass(frozen=True)
+class Uniform(Schedule):
     """`s = S` for every matrix, with `S` the budget (share of the entries set to zero).
 
     Raises LyapunovPruneError for a budget outside `0 … 0.99`.
     """
-    require_sparsity(budget)
-    matrices = Matrices.of(model)
-    amount = fit(matrices.sizes > 0, matrices.sizes, budget, high=SPARSEST)
-    return matrices.allocated("uniform", budget, amount, {})
+
+    name = "uniform"
+    help = "every matrix the same"
+    reference = "control"
+
+    def allocate(self, model: PreTrainedModel, budget: float, given: Any = None) -> Allocation:
+        from lyapunov_prune.allocation.allocation import SPARSEST, Matrices, require_sparsity
+        from lyapunov_prune.allocation.fitting import fit
+
+        require_sparsity(budget)
+        matrices = Matrices.of(model)
+        amount = fit(matrices.sizes > 0, matrices.sizes, budget, high=SPARSEST)
+        return matrices.allocated("uniform", budget, amount, {})

@@ -1,0 +1,44 @@
+"""What every schedule is: a model and a budget to an amount for every matrix. Imports no torch."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol, runtime_checkable
+
+from lyapunov_prune.registry import Choice
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+    from lyapunov_prune.allocation.allocation import Allocation
+    from lyapunov_prune.results.result import MeasuredOn
+
+
+@runtime_checkable  # `allocate` is `checked`
+class Score(Protocol):
+    """The loss of the model under an allocation, and the text it is measured on."""
+
+    @property
+    def measured_on(self) -> MeasuredOn: ...
+
+    def __call__(self, allocation: Allocation) -> float:
+        """Mean loss in nats, smaller is better; infinite or NaN for a broken model."""
+
+
+class Schedule(Choice):
+    """How much goes where. A schedule is a subclass in a file of its own and a row in `table.SCHEDULES`.
+
+    `needs` names the measurement that it goes by: a "batch", a contraction "profile" or a "score" of allocations; None
+    for one that needs none. Its parameters are its fields.
+    """
+
+    needs: ClassVar[str | None] = None
+
+    def allocate(self, model: PreTrainedModel, budget: float, given: Any = None) -> Allocation:
+        """The amount of every matrix, in the mean exactly the budget; `given` is the measurement that it needs.
+
+        Raises LyapunovPruneError for a budget that it cannot meet.
+        """
+        raise NotImplementedError
+
+    def require_choice(self, budget: float) -> None:
+        """Raise LyapunovPruneError for a budget that every matrix has to have, so that nothing is left to allocate."""

@@ -1,0 +1,62 @@
+"""ATP at the slope of least loss."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from lyapunov_prune.allocation.schedule import Schedule
+from lyapunov_prune.allocation.schedules.atp import ATP, steepest
+from lyapunov_prune.errors import LyapunovPruneError
+from lyapunov_prune.lazy import np
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+    from lyapunov_prune.allocation.allocation import Allocation
+
+
+@dataclass(frozen=True)
+class ATPSearch(Schedule):
+    """`ATP` at the β of least `score` among `β_k = k/T · min(2S, 2(1 − S)) / (L − 1)`, `k = 1 … T`, T the `trials`.
+
+    The search of Huang et al. (see `atp`), reimplemented from its description: a grid on `0 < β ≤ largest`, scored by
+    perplexity. The smaller β wins a tie. Costs one compression and one scoring per trial. `tried` of the result holds
+    every β with its score.
+
+    Raises LyapunovPruneError unless `trials` is a positive integer, when no trial has a finite loss, and like `atp`.
+    """
+
+    trials: float = 9
+
+    name = "atp-search"
+    help = "atp at the slope of least loss on held-out calibration windows"
+    reference = "Huang et al., ICML 2025, arXiv:2502.14770"
+    needs = "score"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not (self.trials >= 1 and self.trials % 1 == 0):
+            raise LyapunovPruneError(f"{self.trials:g} trials are no search; give 1 or more")
+
+    def allocate(self, model: PreTrainedModel, budget: float, given: Any = None) -> Allocation:
+        from lyapunov_prune.allocation.allocation import Matrices, require_sparsity
+        from lyapunov_prune.progress import track
+
+        require_sparsity(budget)
+        largest = steepest(budget, Matrices.of(model).model.num_layers)
+        grid = np.unique(np.linspace(0, largest, int(self.trials) + 1)[1:])  # one β alone where none but 0 is left
+        candidates = [ATP(float(beta)).allocate(model, budget) for beta in grid]
+        losses = np.array([given(allocation) for allocation in track(candidates, "search of beta")])
+        if not np.isfinite(losses).any():
+            raise LyapunovPruneError(
+                f"no trial of the search at sparsity {budget:g} left a finite loss; give a lower one"
+            )
+        best = int(np.argmin(np.where(np.isfinite(losses), losses, np.inf)))
+        return replace(
+            candidates[best],
+            schedule="atp-search",
+            parameters={"trials": float(self.trials), **candidates[best].parameters},
+            measured_on=(given.measured_on,),
+            tried=tuple(zip(grid.tolist(), losses.tolist(), strict=True)),
+        )

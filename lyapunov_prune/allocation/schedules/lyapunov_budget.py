@@ -1,0 +1,42 @@
+"""The schedule by which every layer adds the same error at the output."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from lyapunov_prune.allocation.schedule import Schedule
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+    from lyapunov_prune.allocation.allocation import Allocation
+
+
+@dataclass(frozen=True)
+class LyapunovBudget(Schedule):
+    """`s_l ∝ √τ_l`, with `τ` the `tolerance` by `reading`, because error energy grows as the square of the sparsity.
+
+    With the reading `equal-error` every layer adds the same error at the output, except those at the ceiling of 0.99.
+    Structural sensitivity, §6.4. Raises LyapunovPruneError for a budget outside `0 … 0.99`, another reading, a profile
+    of another model, and a ρ that is not finite or not positive.
+    """
+
+    reading: str = "equal-error"
+
+    name = "lyapunov-budget"
+    help = "every layer adds the same error at the output"
+    reference = "structural sensitivity, §6.4"
+    needs = "profile"
+
+    def allocate(self, model: PreTrainedModel, budget: float, given: Any = None) -> Allocation:
+        from lyapunov_prune.allocation.allocation import SPARSEST, Matrices, require_sparsity
+        from lyapunov_prune.allocation.amplification import exponentials, log_tolerance, require_profile
+        from lyapunov_prune.allocation.fitting import fit
+
+        require_sparsity(budget)
+        matrices = Matrices.of(model)
+        require_profile(given, matrices.model)
+        target = exponentials(log_tolerance(given, self.reading)[matrices.layers] / 2)
+        amount = fit(target, matrices.sizes, budget, high=SPARSEST)
+        return matrices.allocated("lyapunov-budget", budget, amount, {"reading": self.reading}, profile=given)
