@@ -17,7 +17,7 @@ from lyapunov_prune.data.batch import Split, require_disjoint
 from lyapunov_prune.evaluation.tasks import ScoredTask
 from lyapunov_prune.profiles.profile import LayerProfile, kept_profile
 from lyapunov_prune.results.files import write_whole
-from lyapunov_prune.sensitivity.studies import Change
+from lyapunov_prune.sensitivity.changes import Change
 from lyapunov_prune.sensitivity.sweep import Job, Sweep
 
 # Options of every experiment beside --model.

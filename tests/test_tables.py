@@ -16,12 +16,10 @@ from benchmarks import results
 from lyapunov_prune.cli.options import one_of
 from lyapunov_prune.merging import reductions
 from lyapunov_prune.registry import Registry
-from lyapunov_prune.sensitivity import studies
 
 TABLES = pytest.mark.parametrize("table", tables.TABLES.values(), ids=tables.TABLES)
 FUNCTIONS = {
     "reductions": reductions._FUNCTIONS,
-    "studies": studies._FUNCTIONS,
 }
 
 

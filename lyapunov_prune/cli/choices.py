@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Literal
 
 from lyapunov_prune.compression.table import METHODS
 from lyapunov_prune.ranking.table import CRITERIA
-from lyapunov_prune.sensitivity.table import STUDY_METHODS
+from lyapunov_prune.sensitivity.changes import STUDY_METHODS
 
 Derivative = Literal["difference", "jvp"]
 DeviceMap = Literal["auto"]

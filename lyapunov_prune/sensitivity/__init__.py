@@ -1,7 +1,8 @@
 """Change one thing at a time and measure the loss.
 
-- `sweep`: many small changes on one model and one text, none measured twice; `studies`: which changes, `table`: their
-  names and references;
+- `studies/`: one file a study; `table` lists them by name; `study`: what each is; `changes`: what it changes;
+- `sweep`: many small changes on one model and one text, none measured twice; `compressor`: the matrices that it puts
+  in place;
 - `sensitivity`: the map that they give; `drift`: how far the states moved; `amplification`: whether ρ says so.
 """
 

@@ -15,8 +15,8 @@ from lyapunov_prune.profiles.propagation import RESAMPLES, drawn_windows
 from lyapunov_prune.results.arrays import require_array, require_layers
 from lyapunov_prune.results.frames import pd
 from lyapunov_prune.results.result import MeasuredOn, Result
+from lyapunov_prune.sensitivity.changes import Compression
 from lyapunov_prune.sensitivity.sensitivity import Sensitivity
-from lyapunov_prune.sensitivity.studies import Compression
 
 PAPER = -0.44  # GPT-2 Small, 72 groups, p < 1e-4 (§6.6)
 

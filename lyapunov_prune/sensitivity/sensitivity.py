@@ -23,9 +23,10 @@ from lyapunov_prune.profiles.profile import LayerProfile
 from lyapunov_prune.results.frames import pd
 from lyapunov_prune.results.result import LINES, MeasuredOn, Result
 from lyapunov_prune.results.wording import bars
-from lyapunov_prune.sensitivity.studies import Change, Compression, Compressor, changes
+from lyapunov_prune.sensitivity.changes import STUDY_METHODS, Change, Compression
+from lyapunov_prune.sensitivity.compressor import Compressor
 from lyapunov_prune.sensitivity.sweep import Outcome, Sweep
-from lyapunov_prune.sensitivity.table import STUDIES, STUDY_METHODS
+from lyapunov_prune.sensitivity.table import STUDIES
 
 DEFAULT_STUDIES = ("group", "layer", "removal")
 
@@ -251,12 +252,13 @@ def measure_sensitivity(
 
         losses: dict[str, float] = {}
         for study in sorted(dict.fromkeys(studies), key=list(STUDIES).index):
-            if STUDIES[study].after_groups:
-                losses = measured(changes("group", compressor.projections, base, {}), "group")
-            asked = changes(study, compressor.projections, base, losses)
+            made = STUDIES.make(study)
+            if made.after_groups:
+                losses = measured(STUDIES.make("group").changes(compressor.projections, base, {}), "group")
+            asked = made.changes(compressor.projections, base, losses)
             while any(change.key not in outcomes for change in asked):
                 losses = measured(asked, study)
-                asked = changes(study, compressor.projections, base, losses)
+                asked = made.changes(compressor.projections, base, losses)
             pairs += [(change, outcomes[change.key]) for change in asked]
         dense = sweep.dense
     shapes = {p: p.weight(model).shape for p in compressor.projections}

@@ -33,9 +33,10 @@ from lyapunov_prune.models.projections import Projection, find_projections
 from lyapunov_prune.models.structure import find_structure
 from lyapunov_prune.profiles.profile import profile_layers
 from lyapunov_prune.report.sensitivity import sensitivity_figures
-from lyapunov_prune.sensitivity import studies
+from lyapunov_prune.sensitivity.changes import Change, Compression
+from lyapunov_prune.sensitivity.compressor import Compressor
 from lyapunov_prune.sensitivity.sensitivity import Effect, Sensitivity, measure_sensitivity
-from lyapunov_prune.sensitivity.studies import Change, Compression, Compressor, changes
+from lyapunov_prune.sensitivity.studies import layer as studies
 from lyapunov_prune.sensitivity.table import STUDIES
 
 
@@ -141,7 +142,7 @@ def test_low_rank_is_whitened_by_the_inputs_of_the_dense_model(few: torch.Tensor
 def test_rescored_greedy_is_the_best_next_group_by_hand(few: torch.Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(studies, "ROUNDS", 2)
     model = make_tiny("llama", num_hidden_layers=2)
-    groups = changes("group", find_projections(model), Compression("magnitude", 0.8, None), {})
+    groups = STUDIES.make("group").changes(find_projections(model), Compression("magnitude", 0.8, None), {})
 
     def by_hand(chosen: tuple[Change, ...]) -> float:
         twin = copy.deepcopy(model)
@@ -160,9 +161,9 @@ def test_rescored_greedy_is_the_best_next_group_by_hand(few: torch.Tensor, monke
 def test_planted_fault_matrices_of_the_next_layer_are_seen(few: torch.Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
     model = make_tiny("llama")
     ps, dense = find_projections(model), perplexity(model, few).value
-    by_layer = studies._by_layer
+    by_layer = studies.by_layer
     monkeypatch.setattr(
-        studies, "_by_layer", lambda ps: dict(zip(range(6), [*by_layer(ps).values()][::-1], strict=True))
+        studies, "by_layer", lambda ps: dict(zip(range(6), [*by_layer(ps).values()][::-1], strict=True))
     )
     found = measure_sensitivity(model, few, studies=["layer"])
     wanted = (

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -23,9 +23,14 @@ from lyapunov_prune.compression.methods.magnitude import Magnitude
 from lyapunov_prune.compression.methods.wanda import Wanda
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.models.projections import Projection, find_projections
-from lyapunov_prune.sensitivity import studies
-from lyapunov_prune.sensitivity.studies import Change, Compression, Compressor, changes
+from lyapunov_prune.sensitivity.changes import Change, Compression
+from lyapunov_prune.sensitivity.compressor import Compressor
+from lyapunov_prune.sensitivity.studies import cliff, greedy, greedy_rescored
 from lyapunov_prune.sensitivity.table import STUDIES
+
+
+def changes(study: str, ps: Sequence[Projection], base: Compression, losses: Mapping[str, float]) -> list[Change]:
+    return STUDIES.make(study).changes(tuple(ps), base, losses)
 
 
 def wanda(W: torch.Tensor, norms: torch.Tensor, sparsity: float) -> torch.Tensor:
@@ -149,7 +154,7 @@ def test_greedy_adds_group_after_group_from_the_least(ps: tuple[Projection, ...]
 
 
 def test_greedy_stops_after_its_rounds(ps: tuple[Projection, ...], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(studies, "ROUNDS", 4)
+    monkeypatch.setattr(greedy, "ROUNDS", 4)
     assert len(changes("greedy", ps, BASE, losses_of(ps))) == 4
 
 
@@ -157,7 +162,8 @@ def test_rescored_greedy_takes_the_least_loss_of_what_is_left(
     ps: tuple[Projection, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Two groups that cost nothing alone and much together: the order by their own losses takes both at once."""
-    monkeypatch.setattr(studies, "ROUNDS", 5)
+    monkeypatch.setattr(greedy, "ROUNDS", 5)
+    monkeypatch.setattr(greedy_rescored, "ROUNDS", 5)
     few = [p for p in ps if p.layer < 2]
     groups = changes("group", few, BASE, {})
     alone = {g.matrices: 0.1 * i for i, g in enumerate(groups)}
@@ -202,7 +208,7 @@ def test_a_group_that_gives_nan_is_the_worst(ps: tuple[Projection, ...]) -> None
 def test_planted_fault_the_least_component_is_not_the_cliff(
     ps: tuple[Projection, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(studies, "max", min, raising=False)
+    monkeypatch.setattr(cliff, "max", min, raising=False)
     assert {c.component for c in changes("cliff", ps, BASE, losses_of(ps))} != {"mlp.c_fc"}
 
 

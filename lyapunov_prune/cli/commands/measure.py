@@ -41,7 +41,8 @@ from lyapunov_prune.cli.terminal import Parts, say, show
 from lyapunov_prune.errors import CheckFailed, LyapunovPruneError
 from lyapunov_prune.ranking.counts import require_budget
 from lyapunov_prune.ranking.table import CRITERIA, require_ranks
-from lyapunov_prune.sensitivity.table import STUDIES, STUDY_METHODS
+from lyapunov_prune.sensitivity.changes import STUDY_METHODS
+from lyapunov_prune.sensitivity.table import STUDIES
 
 if TYPE_CHECKING:
     from lyapunov_prune.ranking.ranking import Ranking
@@ -274,8 +275,8 @@ def sensitivity(
     """
     from lyapunov_prune.models.launched import processes_of
     from lyapunov_prune.profiles.profile import kept_profile
+    from lyapunov_prune.sensitivity.changes import Compression
     from lyapunov_prune.sensitivity.sensitivity import measure_sensitivity
-    from lyapunov_prune.sensitivity.studies import Compression
 
     studies = require_studies(study)
     Compression(method, sparsity, rank).require()

@@ -1,0 +1,34 @@
+"""Study `cliff`: the most sensitive component of each layer, at five sparsities."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from lyapunov_prune.sensitivity.changes import Change, Compression
+from lyapunov_prune.sensitivity.studies.group import Group
+from lyapunov_prune.sensitivity.study import Projections, Study
+
+CLIFF_SPARSITIES = (0.3, 0.5, 0.7, 0.9, 0.95)
+
+
+@dataclass(frozen=True)
+class Cliff(Study):
+    """The most sensitive component, layer by layer, at five sparsities."""
+
+    name = "cliff"
+    help = "the most sensitive component of each layer, at five sparsities"
+    reference = "structural sensitivity, §6.1, Figure 3"
+    after_groups = True
+
+    def changes(self, ps: Projections, base: Compression, losses: Mapping[str, float]) -> list[Change]:
+        from lyapunov_prune.sensitivity.sweep import badness
+
+        alone = Group().changes(ps, base, losses)
+        worst = max(alone, key=lambda group: badness(losses[group.key])).component
+        return [
+            Change(self.name, f"{group.label}, sparsity {s:g}", group.matrices, base.at(s))
+            for s in CLIFF_SPARSITIES
+            for group in alone
+            if group.component == worst
+        ]

@@ -1,0 +1,25 @@
+"""Study `layer0`: layer 0, at rising sparsities."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from lyapunov_prune.sensitivity.changes import Change, Compression
+from lyapunov_prune.sensitivity.study import Projections, Study, by_layer
+
+FIRST_LAYER_SPARSITIES = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.97, 0.98, 0.99)
+
+
+@dataclass(frozen=True)
+class FirstLayer(Study):
+    """Layer 0 alone at rising sparsities."""
+
+    name = "layer0"
+    help = "layer 0, at rising sparsities"
+    reference = "structural sensitivity, §5"
+    takes = ("method", "rank")
+
+    def changes(self, ps: Projections, base: Compression, losses: Mapping[str, float]) -> list[Change]:
+        first = by_layer(ps)[min(by_layer(ps))]
+        return [Change(self.name, f"sparsity {s:g}", first, base.at(s)) for s in FIRST_LAYER_SPARSITIES]

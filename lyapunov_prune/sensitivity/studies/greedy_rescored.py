@@ -1,0 +1,41 @@
+"""Study `greedy-rescored`: the same, the groups left scored again after each."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from lyapunov_prune.sensitivity.changes import Change, Compression
+from lyapunov_prune.sensitivity.studies.greedy import ROUNDS
+from lyapunov_prune.sensitivity.studies.group import Group
+from lyapunov_prune.sensitivity.study import Projections, Study
+
+
+@dataclass(frozen=True)
+class GreedyRescored(Study):
+    """In each round the group goes that leaves the least loss together with those before it.
+
+    The changes are the rounds that `losses` decides, and those to measure for the next one: about `rounds × groups` in
+    all.
+    """
+
+    name = "greedy-rescored"
+    help = "the same, the groups left scored again after each (dear; not in all)"
+    reference = "structural sensitivity, §6.4, Figure 7"
+    after_groups = True
+    in_all = False
+
+    def changes(self, ps: Projections, base: Compression, losses: Mapping[str, float]) -> list[Change]:
+        from lyapunov_prune.sensitivity.sweep import badness
+
+        left, rounds = Group().changes(ps, base, losses), list[Change]()
+        taken: Projections = ()
+        while left and len(rounds) < ROUNDS:
+            tried = [Change(self.name, f"+ {g.label}", (*taken, *g.matrices), base) for g in left]
+            if not all(change.key in losses for change in tried):
+                return rounds + tried
+            best = min(range(len(left)), key=lambda i: badness(losses[tried[i].key]))
+            taken = tried[best].matrices
+            rounds.append(tried[best])
+            del left[best]
+        return rounds

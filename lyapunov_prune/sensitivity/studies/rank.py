@@ -1,0 +1,24 @@
+"""Study `rank`: all layers, at rising ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from lyapunov_prune.sensitivity.changes import Change, Compression
+from lyapunov_prune.sensitivity.study import Projections, Study
+
+UNIFORM_RANKS = (8, 16, 32, 64, 128, 256)
+
+
+@dataclass(frozen=True)
+class Rank(Study):
+    """All layers at rising ranks."""
+
+    name = "rank"
+    help = "all layers, at rising ranks"
+    reference = "structural sensitivity, §5"
+    takes = ("method",)
+
+    def changes(self, ps: Projections, base: Compression, losses: Mapping[str, float]) -> list[Change]:
+        return [Change(self.name, f"rank {r}", ps, Compression(base.method, 0.0, r)) for r in UNIFORM_RANKS]

@@ -1,0 +1,27 @@
+"""Study `threshold`: layer 0 by Wanda, at rising sparsities: where is s*."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from lyapunov_prune.sensitivity.changes import Change, Compression
+from lyapunov_prune.sensitivity.study import Projections, Study, by_layer
+
+THRESHOLD_SPARSITIES = (0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.99)
+
+
+@dataclass(frozen=True)
+class Threshold(Study):
+    """Layer 0 by Wanda at rising sparsities, which gives the threshold s*."""
+
+    name = "threshold"
+    help = "layer 0 by Wanda, at rising sparsities: where is s*"
+    reference = "structural sensitivity, §6.3, Table 2"
+    takes = ("limit",)
+
+    def changes(self, ps: Projections, base: Compression, losses: Mapping[str, float]) -> list[Change]:
+        first = by_layer(ps)[min(by_layer(ps))]
+        return [
+            Change(self.name, f"sparsity {s:g}", first, Compression("wanda", s, None)) for s in THRESHOLD_SPARSITIES
+        ]
