@@ -26,7 +26,8 @@ from lyapunov_prune.forward.hooks import run_backbone
 from lyapunov_prune.forward.reading import Reading, read
 from lyapunov_prune.linalg import lift
 from lyapunov_prune.merging.merge import merge_layers, product
-from lyapunov_prune.merging.reductions import RIDGE, HiddenMap, least_squares
+from lyapunov_prune.merging.reduction import HiddenMap
+from lyapunov_prune.merging.reductions.affine import RIDGE, least_squares
 from lyapunov_prune.merging.table import REDUCTIONS
 from lyapunov_prune.models.feedforward import FeedForward, find_feedforward
 from lyapunov_prune.progress import track

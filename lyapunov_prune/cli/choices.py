@@ -7,6 +7,7 @@ them equal.
 from typing import TYPE_CHECKING, Literal
 
 from lyapunov_prune.compression.table import METHODS
+from lyapunov_prune.merging.table import REDUCTIONS
 from lyapunov_prune.ranking.table import CRITERIA
 from lyapunov_prune.sensitivity.changes import STUDY_METHODS
 
@@ -18,15 +19,16 @@ Stored = Literal["plain", "compressed-tensors", "compact"]
 Importance = Literal["taylor", "learned"]
 Pooling = Literal["energy", "token"]
 ReadAt = Literal["layer", "branch"]
-Reduction = Literal["identity", "mean-gate", "scaled", "affine"]
 Split = Literal["evaluation", "all", "calibration"]
 What = Literal["layers", "attention", "mlp", "activation"]
 
 if TYPE_CHECKING:
     Criterion = str
     Method = str
+    Reduction = str
     StudyMethod = str
 else:  # a type checker cannot read a registry
     Criterion = Literal[tuple(CRITERIA)]
     Method = Literal[tuple(METHODS)]
+    Reduction = Literal[tuple(REDUCTIONS)]
     StudyMethod = Literal[tuple(STUDY_METHODS)]

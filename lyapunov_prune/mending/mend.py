@@ -19,7 +19,7 @@ from lyapunov_prune.linalg import lift
 from lyapunov_prune.mending.fit import FORMS, LinearMap, Sums, fit
 from lyapunov_prune.mending.place import Place, find_place, multiplied
 from lyapunov_prune.mending.report import NONE, Gap, MendReport
-from lyapunov_prune.merging.reductions import HiddenMap
+from lyapunov_prune.merging.reduction import HiddenMap
 from lyapunov_prune.models.decoder import Model, model_of
 from lyapunov_prune.models.feedforward import Affine
 from lyapunov_prune.models.hooked import hooked

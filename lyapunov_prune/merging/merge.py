@@ -19,8 +19,8 @@ from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.forward.hooks import Enough, run_backbone
 from lyapunov_prune.forward.reading import Readable, Reading
 from lyapunov_prune.linalg import lift
-from lyapunov_prune.merging.reductions import HiddenMap, hidden_map, require_reduction
-from lyapunov_prune.merging.table import REDUCTIONS
+from lyapunov_prune.merging.reduction import HiddenMap
+from lyapunov_prune.merging.table import REDUCTIONS, require_reduction
 from lyapunov_prune.models.decoder import Model, wrap_any
 from lyapunov_prune.models.feedforward import Affine, BlockParts, FeedForward, find_feedforward, lifted
 from lyapunov_prune.models.hooked import hooked
@@ -101,9 +101,9 @@ def merge_blocks(
     for block, p in zip(blocks, parts, strict=True):
         require_reduction(reduction, block)
         require_smaller(block, p)
-    needs = REDUCTIONS[reduction].needs
-    sums = sum_blocks(layers, blocks, needs, run) if needs else [None] * len(blocks)
-    taus = [hidden_map(reduction, p, s) for p, s in zip(parts, sums, strict=True)]
+    made = REDUCTIONS.make(reduction)
+    sums = sum_blocks(layers, blocks, made.needs, run) if made.needs else [None] * len(blocks)
+    taus = [made.map(p, s) for p, s in zip(parts, sums, strict=True)]
     stored = [_rounded(block, p, tau) for block, p, tau in zip(blocks, parts, taus, strict=True)]
     return tuple(
         Merged(block, reduction, tau, *affine, p.numbers)

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from lyapunov_prune.linalg import lift
-from lyapunov_prune.merging.reductions import HiddenMap
+from lyapunov_prune.merging.reduction import HiddenMap
 from lyapunov_prune.models.feedforward import FeedForward
 from lyapunov_prune.models.hooked import hooked
 

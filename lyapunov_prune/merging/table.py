@@ -1,36 +1,36 @@
-"""The reductions by name: the replacement of the hidden vector. Imports no torch."""
+"""The reductions by name: a new one is a file in `reductions` and a row here."""
 
 from __future__ import annotations
 
-from typing import Final, NamedTuple
+from typing import TYPE_CHECKING, Final
 
+from lyapunov_prune.errors import LyapunovPruneError
+from lyapunov_prune.merging.reduction import Reduction
+from lyapunov_prune.registry import Registry
 
-class Reduction(NamedTuple):
-    """One line on a reduction, its reference, the kinds of block it applies to, and the sums it needs.
+if TYPE_CHECKING:
+    from lyapunov_prune.models.feedforward import FeedForward
 
-    `blocks`: "plain", "gated" or both. `needs`: names of `calibration.blocks.SUMS`.
-    """
-
-    help: str
-    reference: str
-    blocks: tuple[str, ...]
-    needs: tuple[str, ...]
-
-
-_PAPER = "boundary depth pruning"
-_HERE = "for gates, which the paper does not treat"
-REDUCTIONS: dict[str, Reduction] = {
-    "identity": Reduction("the activation becomes the identity", _PAPER, ("plain",), ()),
-    "mean-gate": Reduction("the gate becomes its mean over tokens", _HERE, ("gated",), ("gate",)),
-    "scaled": Reduction(
-        "the gate becomes the constant that fits each unit best", _HERE, ("gated",), ("gate_up_up", "up_up")
-    ),
-    "affine": Reduction(
-        "the block becomes its own least-squares fit",
-        "ridge regression: Hoerl and Kennard, Technometrics 12, 1970",
-        ("plain", "gated"),
-        ("input", "hidden", "input_input", "hidden_input"),
-    ),
-}
+_REDUCTIONS = "lyapunov_prune.merging.reductions"
+REDUCTIONS = Registry[Reduction](
+    "reduction",
+    {
+        "identity": f"{_REDUCTIONS}.identity:Identity",
+        "mean-gate": f"{_REDUCTIONS}.mean_gate:MeanGate",
+        "scaled": f"{_REDUCTIONS}.scaled:Scaled",
+        "affine": f"{_REDUCTIONS}.affine:Affine",
+    },
+)
 # The default of `joint`: after recovery never worse than the others, on two models (experiments/33_reductions).
 DEFAULT: Final = "affine"
+
+
+def require_reduction(reduction: str, block: FeedForward) -> None:
+    """Raise LyapunovPruneError unless `reduction` is one of REDUCTIONS and applies to blocks of this kind."""
+    kind = "gated" if block.gated else "plain"
+    if kind not in REDUCTIONS[reduction].blocks:
+        fitting = " or ".join(name for name, entry in REDUCTIONS.items() if kind in entry.blocks)
+        raise LyapunovPruneError(
+            f"the feed-forward block of layer {block.layer} is {kind}, and reduction {reduction} is for "
+            f"{' and '.join(REDUCTIONS[reduction].blocks)} ones; give {fitting}"
+        )

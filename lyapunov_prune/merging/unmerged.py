@@ -12,8 +12,8 @@ from transformers import PreTrainedModel
 
 from lyapunov_prune.calibration.blocks import sum_blocks
 from lyapunov_prune.merging.merge import product, require_smaller
-from lyapunov_prune.merging.reductions import HiddenMap, gate_constant, gated_by, hidden_map, require_reduction
-from lyapunov_prune.merging.table import REDUCTIONS
+from lyapunov_prune.merging.reduction import GateConstant, HiddenMap, gated_by
+from lyapunov_prune.merging.table import REDUCTIONS, require_reduction
 from lyapunov_prune.models.compact import LAYOUTS, compact_class
 from lyapunov_prune.models.decoder import Model, wrap_any
 from lyapunov_prune.models.feedforward import Affine, FeedForward, lifted, read_feedforward
@@ -113,21 +113,21 @@ def _stand_ins(
     layers: nn.ModuleList, blocks: Sequence[FeedForward], reduction: str, run: Callable[[], None]
 ) -> list[dict[str, nn.Module]]:
     """The replacement of each module, by layer and path."""
-    needs = REDUCTIONS[reduction].needs
-    sums = sum_blocks(layers, blocks, needs, run) if needs else [None] * len(blocks)
+    chosen = REDUCTIONS.make(reduction)
+    sums = sum_blocks(layers, blocks, chosen.needs, run) if chosen.needs else [None] * len(blocks)
     made: list[dict[str, nn.Module]] = []
     for block, summed in zip(blocks, sums, strict=True):
         parts = block.parts(layers[block.layer])
-        if reduction == "identity":
+        if isinstance(chosen, GateConstant):
+            assert summed is not None
+            made.append({block.activation: Constant(chosen.constant(summed).to(parts.out[0]))})
+        elif reduction == "identity":
             made.append({block.activation: nn.Identity()})
-        elif reduction == "affine":
-            W, b = product(parts.out, hidden_map(reduction, parts, summed))
+        else:
+            W, b = product(parts.out, chosen.map(parts, summed))
             assert b is not None  # a least-squares fit has a bias
             matrix = nn.Linear(W.shape[1], W.shape[0], device="meta")
             matrix.weight, matrix.bias = nn.Parameter(W.to(parts.out[0])), nn.Parameter(b.to(parts.out[0]))
             others = () if block.block else (block.activation, block.out.module)
             made.append({block.block or block.up.module: matrix, **{path: nn.Identity() for path in others}})
-        else:
-            assert summed is not None
-            made.append({block.activation: Constant(gate_constant(reduction, summed).to(parts.out[0]))})
     return made

@@ -16,7 +16,7 @@ from lyapunov_prune.forward.hooks import require_finite
 from lyapunov_prune.mending.judge import judged_mends
 from lyapunov_prune.mending.mend import Mend
 from lyapunov_prune.merging.merge import Merged, merge_layers
-from lyapunov_prune.merging.reductions import require_reduction
+from lyapunov_prune.merging.table import require_reduction
 from lyapunov_prune.models.classifiers import looks_at_images
 from lyapunov_prune.models.decoder import Decoder, Model, model_of, wrap_any
 from lyapunov_prune.models.feedforward import find_feedforward

@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 from lyapunov_prune.arguments import checked
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.merging.merge import Merged
-from lyapunov_prune.merging.reductions import HiddenMap
+from lyapunov_prune.merging.reduction import HiddenMap
 from lyapunov_prune.models.compact import LAYOUTS, NO_ATTENTION, Layout, compact_class, is_compact
 from lyapunov_prune.models.decoder import Decoder, Model, wrap_any
 from lyapunov_prune.models.feedforward import Affine

@@ -29,7 +29,7 @@ from lyapunov_prune.data.batch import TokenBatch
 from lyapunov_prune.data.images import ImageBatch
 from lyapunov_prune.forward.hooks import hidden_of, skipped, with_hidden
 from lyapunov_prune.forward.logits import sample_inputs
-from lyapunov_prune.merging.reductions import HiddenMap
+from lyapunov_prune.merging.reduction import HiddenMap
 from lyapunov_prune.merging.replaced import hidden_replaced
 from lyapunov_prune.models.compact import LAYOUTS
 from lyapunov_prune.models.decoder import Decoder, Model, wrap_any

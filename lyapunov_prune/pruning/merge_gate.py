@@ -16,7 +16,7 @@ from torch.nn.functional import linear
 
 from lyapunov_prune.checkpoints.reloading import GateCheck
 from lyapunov_prune.merging.merge import merge_rounding
-from lyapunov_prune.merging.reductions import HiddenMap
+from lyapunov_prune.merging.reduction import HiddenMap
 from lyapunov_prune.models.feedforward import Affine, FeedForward, lifted
 
 MERGED = "merged within rounding"

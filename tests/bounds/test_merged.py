@@ -14,7 +14,7 @@ from lyapunov_prune.bounds.checkers import activation_replacement_bound, merged_
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.linalg import certified_norm, certify
 from lyapunov_prune.merging.merge import merge_rounding, product
-from lyapunov_prune.merging.reductions import HiddenMap
+from lyapunov_prune.merging.reduction import HiddenMap
 
 
 def norm(x: torch.Tensor) -> np.ndarray:

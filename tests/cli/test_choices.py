@@ -12,7 +12,6 @@ from lyapunov_prune.cli.inputs import require_studies
 from lyapunov_prune.compression import factored, packed
 from lyapunov_prune.data import batch
 from lyapunov_prune.joint.importance import IMPORTANCES
-from lyapunov_prune.merging.table import REDUCTIONS
 from lyapunov_prune.models.dispatched import AUTO
 from lyapunov_prune.models.loading import _DTYPES
 from lyapunov_prune.predictions import exits
@@ -30,7 +29,6 @@ TABLES: dict[str, tuple[Any, Iterable[str]]] = {
     "where a state is read": (choices.ReadAt, get_args(exits.ReadAt)),
     "format of compressed weights": (choices.Stored, ("plain", packed.FORMAT, factored.FORMAT)),
     "pooling": (choices.Pooling, get_args(contraction.Pooling)),
-    "reduction": (choices.Reduction, REDUCTIONS),
     "split": (choices.Split, get_args(batch.Split)),
     "what": (choices.What, FIELDS),
 }

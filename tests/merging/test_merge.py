@@ -21,7 +21,8 @@ from lyapunov_prune.calibration.blocks import sum_blocks
 from lyapunov_prune.data import ImageBatch
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.merging.merge import Merged, merge_blocks, merge_layers, merge_rounding, product
-from lyapunov_prune.merging.reductions import RIDGE, HiddenMap, least_squares
+from lyapunov_prune.merging.reduction import HiddenMap
+from lyapunov_prune.merging.reductions.affine import RIDGE, least_squares
 from lyapunov_prune.merging.table import REDUCTIONS
 from lyapunov_prune.models.feedforward import FeedForward, find_feedforward, read_feedforward
 from lyapunov_prune.models.hooked import hooked

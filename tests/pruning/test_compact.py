@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.forward.logits import cached_logits, deviation, last_logits, uncached_logits
 from lyapunov_prune.forward.sublayers import silenced
-from lyapunov_prune.merging.reductions import HiddenMap
+from lyapunov_prune.merging.reduction import HiddenMap
 from lyapunov_prune.models.compact import LAYOUTS, compact_classes
 from lyapunov_prune.models.decoder import wrap
 from lyapunov_prune.models.structure import find_layers, identify

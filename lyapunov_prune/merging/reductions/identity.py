@@ -1,0 +1,27 @@
+"""Reduction `identity`: the activation becomes the identity."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from lyapunov_prune.merging.reduction import HiddenMap, Reduction
+
+if TYPE_CHECKING:
+    from lyapunov_prune.calibration.blocks import BlockSums
+    from lyapunov_prune.models.feedforward import BlockParts
+
+
+@dataclass(frozen=True)
+class Identity(Reduction):
+    """`τ(x) = W₁ x + b₁`."""
+
+    name = "identity"
+    help = "the activation becomes the identity"
+    reference = "boundary depth pruning"
+    blocks = ("plain",)
+
+    def map(self, parts: BlockParts, sums: BlockSums | None) -> HiddenMap:
+        from lyapunov_prune.models.feedforward import lifted
+
+        return HiddenMap(*lifted(parts.up))
