@@ -15,7 +15,7 @@ from lyapunov_prune.models.streamed import require_not_streamed
 from lyapunov_prune.profiles.contraction_profile import dtype_note, floor_note
 from lyapunov_prune.results.arrays import require_array, require_layers
 from lyapunov_prune.results.frames import pd
-from lyapunov_prune.results.result import MeasuredOn, ModelIdentity, Result
+from lyapunov_prune.results.result import ROWS, MeasuredOn, ModelIdentity, Result
 
 # What a plan can take out, and the field that lists the layers.
 FIELDS = {"layers": "remove", "attention": "drop_attention", "mlp": "drop_mlp", "activation": "drop_activation"}
@@ -183,6 +183,11 @@ class PruningPlan(Result):
         if self.below_floor:
             frame["below_floor"] = np.isin(layers, self.below_floor)
         return frame
+
+    def brief(self) -> pd.DataFrame:
+        """What goes first by score, or what goes at all where the layers were given by hand."""
+        frame = self.to_frame()
+        return (frame.sort_values("rank") if "rank" in frame else frame[frame.layer.isin(self.touched)]).head(ROWS)
 
     def seen_on(self, text: MeasuredOn) -> PruningPlan:
         """This plan, to whose texts `text` belongs: merged blocks or mended gaps were fitted on it."""

@@ -157,13 +157,14 @@ def _showing(path: Path) -> Iterator[None]:
 
 def _shown(title: str, about: str, pictures: dict[str, str], result: Result, leads: bool = False) -> Shown:
     svgs = [Markup(svg) for svg in pictures.values()]
-    return Shown(title, about, result.answer(), svgs, [_table(result)], leads)
+    return Shown(title, about, result.answer(), svgs, [_table(result, result.answer())], leads)
 
 
-def _table(result: Result) -> Table:
+def _table(result: Result, told: Collection[str] = ()) -> Table:
+    """With what was measured, but for the lines that are `told` already."""
     frame = result.to_frame()
     brief, whole = _html(result.brief()), _html(frame)
-    lines = [line for line in result.headline().split("\n") if line not in result.answer()]
+    lines = [line for line in result.headline().split("\n") if line not in told]
     return Table(brief, "\n".join(lines), None if whole == brief else whole, len(frame))
 
 
