@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 from difflib import get_close_matches
 
@@ -27,6 +28,34 @@ def in_short(error: Exception, most: int) -> str:
     return f"{type(error).__name__}: {' '.join(str(error).split())[:most]}"
 
 
+# An option as messages write it, with its value: a placeholder, a number, or one of the words that messages advise.
+_VALUES = "float32|jvp|bi|kl|atp|uniform|magnitude|rtn|plain|compact|cpu|evaluation"
+# A whole command line, as `prune MODEL --on-disk`, stays one.
+_COMMAND = r"\b(?:prune|rank|eval|compress|heal|check|theorems|pip install)(?: [A-Z]+)* --\S+"
+_OPTION = re.compile(rf"{_COMMAND}|(?<![\w-])--(no-)?([a-z][a-z-]*[a-z])(?: ([A-Z]+\b|\d[\d.,:-]*\b|(?:{_VALUES})\b))?")
+
+_RENAMED = {
+    "derivative": "method",
+    "update-rank": "rank",
+    "new-tokens": "steps",
+}  # options with another parameter's name
+
+
+def in_python(message: str) -> str:
+    """`message`, which writes options of the command line, in words of Python: `--batch-size 2` is `batch_size=2`."""
+
+    def parameter(found: re.Match[str]) -> str:
+        negated, name, value = found.groups()
+        if name is None:  # a command line
+            return found[0]
+        if negated:
+            value = "False"
+        written = f"'{value}'" if value and value.islower() else value
+        return _RENAMED.get(name, name).replace("-", "_") + (f"={written}" if value else "")
+
+    return _OPTION.sub(parameter, message)
+
+
 def did_you_mean(word: str, known: Iterable[str]) -> str:
     """` (did you mean X?)` where one of the names in `known` is close to `word`; else nothing."""
     by_lower = {name.lower(): name for name in known}
@@ -37,14 +66,19 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
 class LyapunovPruneError(Exception):
     """Bad input, or a model that cannot be handled. The message names the cause and the remedy, on one printable line.
 
-    The command line prints it and ends with `exit_code`.
+    `message` speaks of options, as the command line prints it before it ends with `exit_code`; as text the error speaks
+    of parameters (`in_python`).
     """
 
     exit_code = 2
 
     def __init__(self, message: str) -> None:
         lines = map(str.strip, message.splitlines())
-        super().__init__(printable(" ".join(filter(None, lines))))
+        self.message = printable(" ".join(filter(None, lines)))
+        super().__init__(self.message)
+
+    def __str__(self) -> str:
+        return in_python(self.message)
 
 
 class NonFiniteError(LyapunovPruneError):

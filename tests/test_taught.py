@@ -237,6 +237,6 @@ def test_the_statements_follow_the_numbers(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("words", ["", "a", "1,-2", "1 2"])
 def test_a_list_of_an_option_is_refused_in_a_line(words: str) -> None:
-    with pytest.raises(LyapunovPruneError, match="--depths"):
+    with pytest.raises(LyapunovPruneError, match="depths"):
         numbers(words, "--depths")
     assert numbers("1,2e-4", "--x") == [1, 2e-4]

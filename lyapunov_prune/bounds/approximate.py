@@ -98,7 +98,7 @@ def _chosen(model: PreTrainedModel, approximations: Approximations) -> Records:
         try:
             chosen = choice if isinstance(choice, Approximation) else approximation(W, choice)
         except LyapunovPruneError as error:
-            raise LyapunovPruneError(f"{name}: {error}") from None
+            raise LyapunovPruneError(f"{name}: {error.message}") from None
         if chosen.weight.shape != W.shape:
             raise LyapunovPruneError(f"{name}: an approximation of shape {tuple(chosen.weight.shape)}")
         records[name] = Record(p, chosen)

@@ -168,6 +168,6 @@ def main() -> None:
         raise
     except BaseException as error:  # a panic of the tokenizers library is no Exception
         refusal = as_refusal(error, arguments)
-        tell(f"error: {refusal}")
+        tell(f"error: {refusal.message}")
         sys.exit(refusal.exit_code)
     sys.exit(code if isinstance(code, int) else 0)

@@ -77,7 +77,7 @@ class Recipe:
             try:
                 after = by(p, W) if by else self.method(W, amount, statistics)
             except LyapunovPruneError as error:
-                raise LyapunovPruneError(f"{p.name}: {error}") from None
+                raise LyapunovPruneError(f"{p.name}: {error.message}") from None
         told = _describe(p, self.method, W, after, statistics, self._wanted[p.name], amount)
         W.copy_(after)
         return told

@@ -97,7 +97,7 @@ def train(
             try:
                 run.take_step(stacked(examples, items), recipe.rate * schedule(step, steps))
             except LyapunovPruneError as error:
-                raise LyapunovPruneError(f"{lesson.name}: {error}") from None
+                raise LyapunovPruneError(f"{lesson.name}: {error.message}") from None
             if watch is not None:
                 watch(run.step)
             if run.step < steps and state.is_due():

@@ -261,4 +261,4 @@ def decode(kind: type[T], value: Any) -> T:
 
 
 def _reason(error: BaseException, kind: type | None) -> str:
-    return str(error) if isinstance(error, LyapunovPruneError) else format_exception(error, kind)
+    return error.message if isinstance(error, LyapunovPruneError) else format_exception(error, kind)

@@ -220,7 +220,7 @@ REFUSED: dict[str, tuple[Callable[[], PreTrainedModel], str]] = {
         r"transformer\.wte\.weight is \(97, 48\) in float32 in the compressed model and \(97, 32\) in float32",
     ),
     "vocabulary": (lambda: make_tiny("gpt2", vocab_size=99), r"transformer\.wte\.weight is \(99, 32\)"),
-    "dtype": (lambda: make_tiny("gpt2").double(), r"in float64 in the compressed model.*one dtype \(--dtype\)"),
+    "dtype": (lambda: make_tiny("gpt2").double(), r"in float64 in the compressed model.*one dtype \(dtype\)"),
     "parameter": (lambda: make_tiny("gpt2", tie_word_embeddings=False), r"lm_head\.weight is \(97, 32\).*missing"),
     "bias": (
         with_parameter("transformer.h.3.mlp.c_fc.bias"),
@@ -231,7 +231,7 @@ REFUSED: dict[str, tuple[Callable[[], PreTrainedModel], str]] = {
     "setting": (with_epsilon, "other logits"),
     "compact": (
         lambda: make_compact(make_tiny("gpt2"), Cuts(attention=(0,))),
-        r"is compact .*--format plain",
+        r"is compact .*format='plain'",
     ),
     "NaN": (with_nan, r"transformer\.h\.1\.mlp\.c_fc\.weight of the compressed model .*NaN"),
 }

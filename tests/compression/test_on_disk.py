@@ -331,7 +331,7 @@ def test_what_is_packed_needs_the_disk_of_what_is_packed(checkpoint: Path, monke
     ("how", "told"),
     [
         ({"method": "wanda", "sparsity": 0.5}, "rtn rounds, not wanda"),
-        ({"method": "rtn", "bits": 4}, "give --symmetric"),
+        ({"method": "rtn", "bits": 4}, "give symmetric"),
         ({"method": "rtn", "bits": 3, "symmetric": True}, "not 3 bits"),
         ({"method": "magnitude", "pattern": "2:4"}, "patterns of zeros"),
         ({**ROUNDED, "group_size": 5}, "groups of 5"),

@@ -129,7 +129,7 @@ def test_a_column_is_read_by_its_name(
         assert text_of(all_of(source, chatty, 9), chatty).startswith("not")  # text comes first
         with pytest.raises(LyapunovPruneError, match=r"column tale .*story, messages"):
             all_of(source, tokenizer, 200, column="tale")
-    with pytest.raises(LyapunovPruneError, match="--text-column"):
+    with pytest.raises(LyapunovPruneError, match="text_column"):
         all_of("builtin", tokenizer, 200, column="story")
 
 

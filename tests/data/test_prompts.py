@@ -69,7 +69,7 @@ def test_bos_stands_where_it_is_asked_for(file: Path) -> None:
 
 def test_the_chat_template_frames_every_prompt(file: Path) -> None:
     tokenizer = make_tokenizer(adds_bos=True)
-    with pytest.raises(LyapunovPruneError, match="leave --chat"):
+    with pytest.raises(LyapunovPruneError, match="leave chat"):
         load_prompts(file, tokenizer, chat=True)
     tokenizer.chat_template = TEMPLATE
     found = load_prompts(file, tokenizer, chat=True)

@@ -88,5 +88,5 @@ def test_slices_of_a_text_that_share_tokens_are_refused() -> None:
 
 
 def test_a_text_too_short_for_three_slices_is_refused() -> None:
-    with pytest.raises(LyapunovPruneError, match=r"6 windows.*--tokens"):
+    with pytest.raises(LyapunovPruneError, match=r"6 windows.*tokens"):
         slices(text(6))

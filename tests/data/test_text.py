@@ -219,7 +219,7 @@ def test_a_model_is_not_scored_on_what_it_was_made_with(
     require_unseen(reader, batch)
     require_unseen(model, read(source, context=100, split="evaluation"))
     for options in ({}, {"context": 128}, {"bos": True}, {"tokens": 400}, {"split": "all"}, {"tokens": 9000}):
-        with pytest.raises(LyapunovPruneError, match="--split evaluation"):
+        with pytest.raises(LyapunovPruneError, match="evaluation half"):
             require_unseen(model, read(source, **{"context": 100, **options}))
 
 
@@ -286,7 +286,7 @@ def test_bos_takes_no_text_away(read: Callable[..., TokenBatch]) -> None:
 
 
 def test_bos_from_a_tokenizer_without_one_is_refused() -> None:
-    with pytest.raises(LyapunovPruneError, match="--no-bos"):
+    with pytest.raises(LyapunovPruneError, match="bos=False"):
         load_text("builtin", make_tokenizer(eos_token="</s>"), tokens=400, context=100, bos=True)
 
 
@@ -305,7 +305,7 @@ def test_bos_from_a_tokenizer_without_one_is_refused() -> None:
         ("x.jsonl", b"", "x.jsonl holds no text"),
         ("x.txt", "café".encode("latin-1") * 9999, "UTF-8"),
         ("x.jsonl", b'{"text": "a"}\n\n{"text": \n', "line 3 is no JSON object"),
-        ("x.jsonl", b'{"txt": "a"}', "has txt.*--text-column"),
+        ("x.jsonl", b'{"txt": "a"}', "has txt.*text_column"),
         ("x.jsonl", b'{"text": "a"}\n{"txt": "a"}', "line 2 has no string 'text'"),
         ("x.jsonl", b'{"text": 3}', "line 1 has no string 'text'"),
         ("x.jsonl", b'["text"]', "line 1 is no JSON object"),
@@ -406,7 +406,7 @@ def test_the_splits_of_a_data_set_share_no_text(hub: list[tuple[Any, ...]], read
 
 
 def test_offline_asks_no_hub(hub: list[tuple[Any, ...]], read: Callable[..., TokenBatch]) -> None:
-    with pytest.raises(LyapunovPruneError, match="--offline"):
+    with pytest.raises(LyapunovPruneError, match="offline"):
         read("org/set", offline=True)
     assert hub == []
 

@@ -164,7 +164,7 @@ def test_the_text_alone_is_loaded_on_request_and_what_is_left_out_named(
     kind: str, wholes: dict[str, Path], capsys: pytest.CaptureFixture[str]
 ) -> None:
     if kind in NO_TEXT_CLASS:
-        with pytest.raises(LyapunovPruneError, match="--text-only") as error:
+        with pytest.raises(LyapunovPruneError, match="text_only") as error:
             load(wholes[kind], text_only=True)
         assert "\n" not in str(error.value)
         return
@@ -273,5 +273,5 @@ def test_a_tower_that_is_missing_is_not_made_up(wholes: dict[str, Path], tmp_pat
     loaded.tokenizer.save_pretrained(tmp_path / "text")
     config = json.loads((wholes["qwen3_5"] / "config.json").read_text())
     (tmp_path / "text" / "config.json").write_text(json.dumps(config))
-    with pytest.raises(LyapunovPruneError, match=r"33 weights .*--text-only"):
+    with pytest.raises(LyapunovPruneError, match=r"33 weights .*text_only"):
         load(tmp_path / "text")

@@ -88,7 +88,7 @@ def test_finished_windows_are_not_written_again(
     again = write_text(writer, tokens=48, context=8, batch_size=4, folder=tmp_path, resume=True)
     assert calls == [4, 2, 2]
     assert torch.equal(again.ids, whole.ids)
-    with pytest.raises(LyapunovPruneError, match="run without --resume"):
+    with pytest.raises(LyapunovPruneError, match="run without resume"):
         write_text(writer, tokens=48, context=8, seed=1, folder=tmp_path, resume=True)
 
 
@@ -115,7 +115,7 @@ def test_what_begins_a_text(writer: PreTrainedModel) -> None:
     [
         ({"tokens": 8, "context": 9}, "2 or more, and a window"),
         ({"tokens": 8, "context": 1}, "2 or more, and a window"),
-        ({"tokens": 800, "context": 800}, "lower --context"),
+        ({"tokens": 800, "context": 800}, "lower context"),
         ({"batch_size": 0}, "batch_size"),
         ({"tokens": 8, "context": 8, "temperature": 0.0}, "temperature"),
     ],

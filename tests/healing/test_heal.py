@@ -403,7 +403,7 @@ def test_what_cannot_be_healed_is_refused_in_one_line(ids: torch.Tensor) -> None
     half = copy.deepcopy(student).to(torch.bfloat16)
     stranger = make_tiny("llama", vocab_size=101)
     for arguments, changes, message in [
-        ((half, teacher, ids), {}, r"in bfloat16, .*\(--update-rank\)"),
+        ((half, teacher, ids), {}, r"in bfloat16, .*\(rank\)"),
         ((student, stranger, ids), {}, "97 and the dense one of 101"),
         ((student, teacher, ids + 60), {}, "outside the model's vocabulary"),
         ((student, teacher, ids[:0]), {}, "token ids of shape"),

@@ -83,7 +83,7 @@ def test_a_disk_that_is_full_keeps_the_last_state(tmp_path: Path, monkeypatch: p
     state = TrainingState(tmp_path, ABOUT)
     state.save(2, tensors(2))
     monkeypatch.setattr(module, "save_file", disk_full)
-    with pytest.raises(LyapunovPruneError, match=r"No space left.*--resume"):
+    with pytest.raises(LyapunovPruneError, match=r"No space left.*resume"):
         state.save(3, tensors(3))
     assert states(tmp_path) == ["step-2"]
     with pytest.raises(LyapunovPruneError, match=r"No space left.*retry"):

@@ -414,7 +414,7 @@ def test_a_folder_of_adapters(adapters: Path, run: Callable[..., Any], ids: torc
 
 
 def test_what_is_no_folder_of_adapters_has_nothing_to_merge(adapters: Path, checkpoint: Path) -> None:
-    with pytest.raises(LyapunovPruneError, match="--merge-adapter"):
+    with pytest.raises(LyapunovPruneError, match="merge_adapter"):
         load(checkpoint, merge_adapter=True)
     (adapters / "adapter_model.safetensors").rename(adapters / "adapter_model.bin")
     with pytest.raises(LyapunovPruneError, match=r"adapter_model.safetensors"):

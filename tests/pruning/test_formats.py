@@ -243,7 +243,7 @@ def test_the_plain_gate_sees_it_too(
         ({"drop_attention": range(6)}, "compact", "count positions"),
         ({"remove": [0], "drop_attention": range(1, 6)}, "compact", "no attention is left"),
         ({"drop_mlp": [1]}, "compact", "MLP of layer 1"),
-        ({"remove": [1]}, "compact", "leave out --format"),
+        ({"remove": [1]}, "compact", "leave out format"),
         ({"drop_activation": [1], "reduction": "identity"}, "compact", "gated, .*identity"),
         ({"drop_activation": [1], "reduction": "affine"}, "plain", "layer 1 is gated"),
         ({"drop_attention": [1]}, "small", "unknown format 'small'"),

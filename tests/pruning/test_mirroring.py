@@ -67,7 +67,7 @@ def test_a_matrix_with_the_wrong_sign_fails_the_gate(ids: torch.Tensor) -> None:
 
 
 def test_what_cannot_hold_it_is_refused(ids: torch.Tensor) -> None:
-    remedy = "give --format compact$"
+    remedy = "give format='compact'$"
     with pytest.raises(LyapunovPruneError, match=f"layer 1 is gated, .*{remedy}"):
         require_mirrored(find_structure(make_tiny("llama")), [1])
     with pytest.raises(LyapunovPruneError, match=f"63 hidden units.*{remedy}"):

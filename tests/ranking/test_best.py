@@ -210,7 +210,7 @@ def test_mended_sets_are_not_mended_again(
     assert str(found) == str(whole)
     loaded = BestRemoval.load(found.save(tmp_path / "best.json"))
     assert (str(loaded), loaded.finals[0].layers) == (str(found), found.finals[0].layers)
-    with pytest.raises(lp.LyapunovPruneError, match="run without --resume"):
+    with pytest.raises(lp.LyapunovPruneError, match="run without resume"):
         best_removal(model, many, REMOVE, search=40, folder=tmp_path, resume=True)
 
 
@@ -331,7 +331,7 @@ def test_finished_checks_are_not_repeated(many: torch.Tensor, tmp_path: Path, mo
     assert str(found) == str(whole)
     loaded = BestRemoval.load(found.save(tmp_path / "best.json"))
     assert (str(loaded), loaded.plan(REMOVE).remove) == (str(found), found.remove)
-    with pytest.raises(lp.LyapunovPruneError, match="run without --resume"):
+    with pytest.raises(lp.LyapunovPruneError, match="run without resume"):
         best_removal(model, many, REMOVE + 1, folder=tmp_path, resume=True)
 
 

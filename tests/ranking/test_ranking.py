@@ -157,7 +157,7 @@ def test_a_layer_that_may_go_has_a_finite_score(bad: float, protected: tuple[int
 
 @pytest.mark.parametrize("remove", [1, 4, 6, 0])
 def test_a_number_that_is_no_whole_periods_is_refused(remove: int) -> None:
-    with pytest.raises(LyapunovPruneError, match="give" if not remove else "repeat every 3; give --remove 3"):
+    with pytest.raises(LyapunovPruneError, match="give" if not remove else "repeat every 3; give remove=3"):
         rank_layers(_PROFILE, criterion="rho").plan(remove, period=3)
 
 

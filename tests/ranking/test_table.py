@@ -129,7 +129,7 @@ def test_who_ranks_what() -> None:
     assert ranked(remove=None) == ranked(remove=2, periods=True) == alone
     assert ranked("mlp", remove=2) == ranked("attention", remove=2) == {"bi", "kl", "from-end", "random"}
     assert ranked("activation", remove=2) == set()
-    with pytest.raises(LyapunovPruneError, match="unknown --what"):
+    with pytest.raises(LyapunovPruneError, match="unknown what"):
         require_ranks("bi", "heads")
     assert ranked(remove=2, streamed=True) == set(CRITERIA) - {"oracle", "best"}
     assert ranked("mlp", remove=2, streamed=True) == {"bi", "from-end", "random"}

@@ -316,7 +316,7 @@ def test_the_next_run_removes_what_killed_ones_left(tmp_path: Path) -> None:
 def test_a_folder_that_cannot_be_is_refused(name: str, tmp_path: Path) -> None:
     (tmp_path / "loop").symlink_to("loop")
     (tmp_path / "file").write_text("")
-    with pytest.raises(LyapunovPruneError, match=r"; (choose another|give another) --output"):
+    with pytest.raises(LyapunovPruneError, match=r"; (choose another|give another) output"):
         require_empty(tmp_path / name)
     assert {path.name for path in tmp_path.iterdir()} == {"loop", "file"}
 
@@ -335,7 +335,7 @@ def test_a_lock_that_cannot_be_had_is_told(tmp_path: Path, monkeypatch: pytest.M
 def test_a_run_that_cannot_be_written_is_refused(name: str, tmp_path: Path) -> None:
     (tmp_path / "loop").symlink_to("loop")
     (tmp_path / "file").write_text("")
-    with pytest.raises(LyapunovPruneError, match=r"cannot write in .*--output"):
+    with pytest.raises(LyapunovPruneError, match=r"cannot write in .*output"):
         require_writable(tmp_path / name)
 
 

@@ -257,7 +257,7 @@ def test_what_was_measured_on_something_else_is_refused(what: str, ids: torch.Te
         "dtype": {"model": make_tiny("llama").double()},
         "calibration": {"also": {"calibration": "b"}},
     }[what]
-    with pytest.raises(LyapunovPruneError, match=r"another .*--resume"):
+    with pytest.raises(LyapunovPruneError, match=r"another .*resume"):
         Sweep(**other, folder=tmp_path, resume=True)
 
 

@@ -148,7 +148,7 @@ def test_another_request_takes_nothing_of_the_last(
     monkeypatch.setattr(module, "heal", lambda *_, **__: (_ for _ in ()).throw(KeyboardInterrupt))
     with pytest.raises(KeyboardInterrupt):
         lp.shrink(reader, tokenizer, remove=2, folder=tmp_path, **SMALL)
-    with pytest.raises(LyapunovPruneError, match="run without --resume"):
+    with pytest.raises(LyapunovPruneError, match="run without resume"):
         lp.shrink(reader, tokenizer, remove=1, folder=tmp_path, resume=True, **SMALL)
 
 

@@ -90,7 +90,7 @@ def tail_exponents(model: PreTrainedModel, matrices: Matrices) -> np.ndarray:
         try:
             exponents[i] = hill(np.where(values > noise, values, 0) ** 2)
         except LyapunovPruneError as error:
-            raise LyapunovPruneError(f"{p.name}: {error}") from None
+            raise LyapunovPruneError(f"{p.name}: {error.message}") from None
         counts[i] = 1
     total = matrices.layer_sum(counts)
     if not total.all():

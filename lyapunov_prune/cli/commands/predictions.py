@@ -180,7 +180,7 @@ def hierarchy(
         try:
             paths = attention_paths(*pair, steps=new_tokens, written=both)
         except LyapunovPruneError as error:  # not every family lets its attention be seen
-            note(f"no paths through attention: {error}")
+            note(f"no paths through attention: {error.message}")
         else:
             parts.add("paths", paths)
     violated = len(probe.violations)
