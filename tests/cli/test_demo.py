@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from lyapunov_prune import PruningPlan, block_influence, measure_contraction, perplexity, remove_layers, verify_removal
+from lyapunov_prune import block_influence, measure_contraction, perplexity, remove_layers, verify_removal
 from lyapunov_prune.cli import demo as demo_module
 from lyapunov_prune.data.batch import TokenBatch
 from lyapunov_prune.errors import LyapunovPruneError
@@ -20,9 +20,10 @@ from lyapunov_prune.models.decoder import Decoder
 from lyapunov_prune.models.loading import load
 from lyapunov_prune.profiles import profile as profile_module
 from lyapunov_prune.pruning.checkpoint import write_pruned
-from lyapunov_prune.pruning.curve import RemovalCurve
-from lyapunov_prune.ranking.table import DEFAULT
 from lyapunov_prune.results.files import folder_digest
+from lyapunov_prune.shrinking import shrink as shrink_module
+from lyapunov_prune.shrinking import texts
+from lyapunov_prune.shrinking.report import Shrinking
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("smollm2")]
 
@@ -37,25 +38,27 @@ with torch.no_grad():
 """
 
 
-# Whose folder `pruned` is.
+# Whose folder `small` is.
 
 
 @pytest.fixture
 def tiny_demo(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Path]:
-    """The demo in `run`, on a tiny model, of which one layer goes."""
+    """The demo in `run`, on a tiny model."""
     loaded = load(checkpoint)
     monkeypatch.setattr(demo_module, "load", lambda name: loaded)
-    monkeypatch.setattr(demo_module, "REMOVALS", (1,))
-    monkeypatch.setattr(demo_module, "STEPS", 2)
-    monkeypatch.setattr(demo_module, "WRITTEN", ("blend", 1))
-    monkeypatch.setattr(demo_module, "RACE", {"prompt": 8, "steps": 2, "repeats": 1})
+    monkeypatch.setattr(shrink_module, "STEPS", 2)
+    monkeypatch.setattr(texts, "EVALUATED", 256)
 
-    def demo(resume: bool = False) -> Path:
+    def demo(resume: bool = False, tokens: int = 32 * 24) -> Path:
         run = checkpoint.parent / "run"
-        demo_module.run_demo(run, tokens=128, context=64, resume=resume, show=lambda *_: None)
-        return run / "pruned"
+        demo_module.run_demo(run, tokens=tokens, context=24, resume=resume, show=lambda *_: None)
+        return run / "small"
 
     return demo
+
+
+def weights(folder: Path) -> bytes:
+    return (folder / "model.safetensors").read_bytes()
 
 
 def contents(folder: Path) -> dict[str, bytes]:
@@ -63,135 +66,131 @@ def contents(folder: Path) -> dict[str, bytes]:
 
 
 def test_a_demo_replaces_the_checkpoint_of_an_earlier_one(tiny_demo: Callable[..., Path]) -> None:
-    pruned = tiny_demo()
-    first, record = contents(pruned), pruned.parent / "pruned.fingerprint"
+    small = tiny_demo()
+    first, record = weights(small), small.parent / "small.fingerprint"
+    names = {path.name for path in small.parent.iterdir()}
+    results = {f"{name}.json" for name in ("profile", "shrink", "best", "eval")}
+    assert names == results | {"report.html", "figures", "small", "small.fingerprint"}
     told = record.read_text()
     tiny_demo()
-    assert contents(pruned) == first
+    assert weights(small) == first
     assert record.read_text() != told  # written anew
     told = record.read_text()
     tiny_demo(resume=True)
-    assert record.read_text() == told == f"{folder_digest(pruned)}\n"
-    shutil.rmtree(pruned)  # as a kill leaves it before the folder has its name
-    tiny_demo(resume=True)
-    assert contents(pruned) == first
+    assert record.read_text() == told == f"{folder_digest(small)}\n"
 
 
-def own_checkpoint(pruned: Path) -> None:
+def test_a_demo_on_other_tokens_takes_nothing_of_the_last(tiny_demo: Callable[..., Path]) -> None:
+    record = tiny_demo().parent / "small.fingerprint"
+    told = record.read_text()
+    small = tiny_demo(resume=True, tokens=33 * 24)
+    assert record.read_text() == f"{folder_digest(small)}\n" != told
+
+
+def own_checkpoint(small: Path) -> None:
     """Of the very plan that the demo carries out, by `prune`."""
-    plan = PruningPlan.load(pruned.parent / f"plan-{DEFAULT}.json")
-    loaded = load(pruned.parent.parent / "tiny")
-    shutil.rmtree(pruned)
-    write_pruned(loaded.model, loaded.tokenizer, plan, pruned)
+    plan = Shrinking.load(small.parent / "shrink.json").plan
+    loaded = load(small.parent.parent / "tiny")
+    shutil.rmtree(small)
+    write_pruned(loaded.model, loaded.tokenizer, plan, small)
 
 
 OWN: dict[str, Callable[[Path], object]] = {
     "a checkpoint by prune": own_checkpoint,
-    "a file beside the weights": lambda pruned: (pruned / "notes.txt").write_text("mine"),
-    "a file below": lambda pruned: (pruned / "logs").mkdir() or (pruned / "logs/0").touch(),
-    "weights trained further": lambda pruned: (pruned / "model.safetensors").write_bytes(b"mine"),
-    "no record": lambda pruned: (pruned.parent / "pruned.fingerprint").unlink(),
-    "a link": lambda pruned: pruned.symlink_to(pruned.rename(pruned.parent / "elsewhere")),
-    "a file": lambda pruned: shutil.rmtree(pruned) or pruned.write_text("mine"),
+    "a file beside the weights": lambda small: (small / "notes.txt").write_text("mine"),
+    "a file below": lambda small: (small / "logs").mkdir() or (small / "logs/0").touch(),
+    "weights trained further": lambda small: (small / "model.safetensors").write_bytes(b"mine"),
+    "no record": lambda small: (small.parent / "small.fingerprint").unlink(),
+    "a link": lambda small: small.symlink_to(small.rename(small.parent / "elsewhere")),
+    "a file": lambda small: shutil.rmtree(small) or small.write_text("mine"),
 }
 
 
-@pytest.mark.parametrize("own", OWN.values(), ids=list(OWN))
 def test_a_folder_that_is_not_the_demo_s_is_refused_before_anything_is_measured(
-    own: Callable[[Path], object], tiny_demo: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+    tiny_demo: Callable[..., Path], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    pruned = tiny_demo()
-    own(pruned)
-    before = contents(pruned.parent)
+    whole = tiny_demo().parent.rename(tmp_path / "whole")
     monkeypatch.setattr(demo_module, "load", lambda name: pytest.fail("loaded"))
-    for resume in (False, True):
-        with pytest.raises(LyapunovPruneError, match=r"pruned.*demo") as raised:
-            tiny_demo(resume)
-        assert "\n" not in str(raised.value)
-    assert contents(pruned.parent) == before
+    for name, own in OWN.items():
+        run = Path(shutil.copytree(whole, tmp_path / "run"))  # with the times that the record knows
+        own(run / "small")
+        before = contents(run)
+        for resume in (False, True):
+            with pytest.raises(LyapunovPruneError, match="small is not what a demo left there"):
+                tiny_demo(resume)
+        assert contents(run) == before, name
+        shutil.rmtree(run)
 
 
 def test_where_nothing_can_be_written_or_drawn_nothing_is_measured(
-    tiny_demo: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+    tiny_demo: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    run = tiny_demo().parent
+    run = tmp_path / "run"
+    run.mkdir()
     monkeypatch.setattr(demo_module, "load", lambda name: pytest.fail("loaded"))
     (run / "joint.json").write_text("{}")
     with pytest.raises(LyapunovPruneError, match=r"joint\.json"):
         tiny_demo()
     shutil.rmtree(run)
     run.write_text("mine")
-    with pytest.raises(LyapunovPruneError, match="no folder"):
+    with pytest.raises(LyapunovPruneError, match="is no folder"):
         tiny_demo()
 
 
 def test_what_is_put_there_while_the_demo_runs_stays(
     tiny_demo: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    pruned, evaluate = tiny_demo(), demo_module.evaluate_removals
+    small, profiled = tiny_demo(), demo_module.kept_profile
 
     def late(*arguments: Any, **more: Any) -> Any:
-        (pruned / "notes.txt").write_text("mine")
-        return evaluate(*arguments, **more)
+        (small / "notes.txt").write_text("mine")
+        return profiled(*arguments, **more)
 
-    monkeypatch.setattr(demo_module, "evaluate_removals", late)
+    monkeypatch.setattr(demo_module, "kept_profile", late)
     with pytest.raises(LyapunovPruneError, match="move it away"):
         tiny_demo()
-    assert (pruned / "notes.txt").read_text() == "mine"
+    assert (small / "notes.txt").read_text() == "mine"
 
 
 # On the real model.
 
 
-def shorten(patch: pytest.MonkeyPatch, smollm2: Decoder) -> None:
-    """Fewer removals and a short race."""
-    patch.setattr(demo_module, "load", lambda name: smollm2)
-    patch.setattr(demo_module, "REMOVALS", (1, 4))
-    patch.setattr(demo_module, "STEPS", 4)
-    patch.setattr(demo_module, "RACE", {"prompt": 32, "steps": 4, "repeats": 2})
-
-
 @pytest.fixture(scope="session")  # a module's end may come between two of its tests under xdist
 def run(tmp_path_factory: pytest.TempPathFactory, smollm2: Decoder) -> Path:
-    """A short demo: every step of the long one, on 768 tokens, with fewer removals and a short race."""
+    """A short demo: every step of the long one, on fewer tokens and with fewer steps."""
     folder = tmp_path_factory.mktemp("demo")
     with pytest.MonkeyPatch.context() as patch:
-        shorten(patch, smollm2)
-        demo_module.run_demo(folder, tokens=768, context=128, show=lambda *_: None)
+        patch.setattr(demo_module, "load", lambda name: smollm2)
+        patch.setattr(demo_module, "PROFILED", 256)
+        patch.setattr(shrink_module, "STEPS", 8)
+        demo_module.run_demo(folder, tokens=32 * 64, context=64, show=lambda *_: None)
     return folder
 
 
-def test_the_demo_writes_every_result(run: Path) -> None:
-    names = {path.name for path in run.iterdir()}
-    plans = {f"plan-{c}.json" for c in demo_module.COMPARED}
-    results = {f"{name}.json" for name in ("profile", "removal", "recovery", "speed")}
-    assert names == results | {"report.html", "figures", "pruned", "pruned.fingerprint"} | plans
-    assert (run / "report.html").read_text().count("<svg") == 6
-    dense, cut, mended, healed = RemovalCurve.load(run / "recovery.json").rows
-    assert dense.perplexity < mended.perplexity < cut.perplexity
-    assert dense.perplexity < healed.perplexity < cut.perplexity  # four steps are too few to hold it against mended
-    curve = RemovalCurve.load(run / "removal.json")
-    assert len(curve.rows) == 1 + 2 * 3
-    assert 5 < curve.dense.perplexity < 60
-    assert all(row.perplexity > curve.dense.perplexity for row in curve.rows[1:])
+def test_the_demo_makes_a_smaller_model_that_is_healed(run: Path) -> None:
+    report = Shrinking.load(run / "shrink.json")
+    assert len(report.plan.remove) == 8
+    dense, smaller = report.evaluation.perplexities
+    assert 5 < dense.value < smaller.value < 200
+    assert report.parameters[1] < 0.85 * report.parameters[0]
+    assert (run / "report.html").read_text().count("<svg") >= 3
 
 
 def test_the_demo_resumes(run: Path, smollm2: Decoder, monkeypatch: pytest.MonkeyPatch) -> None:
-    shorten(monkeypatch, smollm2)
+    monkeypatch.setattr(demo_module, "load", lambda name: smollm2)
+    monkeypatch.setattr(demo_module, "PROFILED", 256)
     monkeypatch.setattr(profile_module, "profile_layers", lambda *a, **k: pytest.fail("repeated"))
-    for work in ("evaluate_removals", "write_pruned", "measure_speed", "mend", "heal"):
-        monkeypatch.setattr(demo_module, work, lambda *a, **k: pytest.fail("repeated"))
-    demo_module.run_demo(run, tokens=768, context=128, resume=True, show=lambda *_: None)
+    monkeypatch.setattr(demo_module, "carry_out", lambda *a, **k: pytest.fail("repeated"))
+    demo_module.run_demo(run, tokens=32 * 64, context=64, resume=True, show=lambda *_: None)
 
 
-def test_the_checkpoint_is_plain_transformers(run: Path, smollm2: Decoder, english: TokenBatch, tmp_path: Path) -> None:
-    plan = PruningPlan.load(run / f"plan-{DEFAULT}.json")
+def test_the_checkpoint_is_plain_transformers(run: Path, english: TokenBatch, tmp_path: Path) -> None:
     ids = english.ids[:1, :64]
     torch.save(ids, tmp_path / "ids.pt")
-    arguments = [sys.executable, "-c", PLAIN, run / "pruned", tmp_path / "ids.pt", tmp_path / "logits.pt"]
+    arguments = [sys.executable, "-c", PLAIN, run / "small", tmp_path / "ids.pt", tmp_path / "logits.pt"]
     subprocess.run(arguments, check=True, capture_output=True, cwd=tmp_path)
     with torch.no_grad():
-        expected = remove_layers(smollm2.model, plan)(ids).logits
+        expected = load(run / "small").model(ids).logits
     # Another process may run with another number of threads, and so in another order of sums.
     torch.testing.assert_close(torch.load(tmp_path / "logits.pt"), expected, rtol=1e-4, atol=1e-4)
 

@@ -7,7 +7,7 @@ import json
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import pytest
 from helpers import COMMANDS, TEXT, Done
@@ -75,7 +75,7 @@ def test_demo_is_one_document_with_its_parts_by_name(run: Callable[..., Done], m
     run(*COMMANDS["profile"])
     profile = LayerProfile.load("runs/tiny/profile.json")
 
-    def run_demo(folder: Path, *, resume: bool, show: Callable[[str, Result], None]) -> Path:
+    def run_demo(folder: Path, *, resume: bool, show: Callable[[str, Result], None], told: Any) -> Path:
         show("profile", profile)
         return folder / "report.html"
 

@@ -9,13 +9,9 @@ from pathlib import Path
 import pytest
 from helpers import QUICK, TEXT, Done
 
-from lyapunov_prune.cli import demo as demo_module
 from lyapunov_prune.cli import inputs
-from lyapunov_prune.models.loading import load
 from lyapunov_prune.profiles.jacobian import JacobianNorms
 from lyapunov_prune.profiles.profile import LayerProfile
-from lyapunov_prune.pruning.curve import RemovalCurve
-from lyapunov_prune.pruning.provenance import Provenance
 from lyapunov_prune.sensitivity.sensitivity import Sensitivity
 
 SENSITIVITY = ["sensitivity", "tiny", "--study", "removal", "-o", "run", *TEXT]
@@ -78,27 +74,3 @@ def test_resume_takes_no_jacobian_of_fewer_steps(run: Callable[..., Done], monke
     assert JacobianNorms.load("run/jacobian.json").steps == 3
     assert "run/jacobian.json" in run(*SENSITIVITY, "--why", "--resume").changed
     assert JacobianNorms.load("run/jacobian.json").steps == 12
-
-
-def test_a_demo_on_other_tokens_takes_nothing_of_the_last(
-    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    loaded, folder = load(str(checkpoint)), tmp_path / "demo"
-    monkeypatch.setattr(demo_module, "load", lambda name: loaded)
-    monkeypatch.setattr(demo_module, "REMOVALS", (1, 2))
-    monkeypatch.setattr(demo_module, "WRITTEN", ("blend", 2))
-    monkeypatch.setattr(demo_module, "RACE", {"prompt": 8, "steps": 2, "repeats": 1})
-
-    def texts(tokens: int, resume: bool) -> tuple[str, ...]:
-        demo_module.run_demo(folder, tokens=tokens, context=64, resume=resume, show=lambda *_: None)
-        profile = LayerProfile.load(folder / "profile.json")
-        made = Provenance.load(folder / "pruned" / "provenance.json")
-        curve = RemovalCurve.load(folder / "removal.json")
-        assert made.plan.measured_on[0] == profile.measured_on
-        return profile.measured_on.text_hash, curve.measured_on.text_hash
-
-    first = texts(128, resume=False)
-    written = {path: path.stat().st_mtime_ns for path in folder.rglob("*.json") if "plan" not in path.name}
-    assert texts(128, resume=True) == first
-    assert written == {path: path.stat().st_mtime_ns for path in written}
-    assert not set(texts(256, resume=True)) & set(first)
