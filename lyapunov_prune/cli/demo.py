@@ -21,7 +21,8 @@ from lyapunov_prune.results.files import folder_digest, require_writable, write_
 from lyapunov_prune.results.once import once
 from lyapunov_prune.results.result import Result
 from lyapunov_prune.shrinking.report import REPORT, Shrinking
-from lyapunov_prune.shrinking.shrink import Request, carry_out
+from lyapunov_prune.shrinking.request import Request
+from lyapunov_prune.shrinking.shrink import carry_out
 from lyapunov_prune.shrinking.target import Target
 from lyapunov_prune.shrinking.texts import Texts
 

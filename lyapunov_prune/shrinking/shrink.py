@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import copy
-import math
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from lyapunov_prune.arguments import Seed, checked
 from lyapunov_prune.data.batch import TokenBatch
 from lyapunov_prune.data.unseen import require_unseen
-from lyapunov_prune.errors import CheckFailed, Diverged, LyapunovPruneError
+from lyapunov_prune.errors import CheckFailed, Diverged
 from lyapunov_prune.evaluation.evaluation import Evaluation, zero_share
 from lyapunov_prune.evaluation.perplexity import perplexity
 from lyapunov_prune.evaluation.speed import measure_speed
@@ -25,7 +24,6 @@ from lyapunov_prune.healing.heal import STEPS, heal
 from lyapunov_prune.healing.report import REPORT as HEALING
 from lyapunov_prune.healing.report import Healed
 from lyapunov_prune.healing.state import clear_states
-from lyapunov_prune.models.left_out import require_whole
 from lyapunov_prune.models.plain import plain
 from lyapunov_prune.models.structure import find_structure, identify, in_eval_mode
 from lyapunov_prune.models.wrappers import loading_class
@@ -34,62 +32,16 @@ from lyapunov_prune.pruning.gate import GateReport
 from lyapunov_prune.pruning.operation import Operation
 from lyapunov_prune.pruning.removal_gate import check_removal
 from lyapunov_prune.pruning.surgery import cut
-from lyapunov_prune.ranking.counts import search_budget
 from lyapunov_prune.results.files import require_disk, require_empty
 from lyapunov_prune.results.store import Store, clear_results
 from lyapunov_prune.shrinking.choosing import Choice, Chooser
-from lyapunov_prune.shrinking.cost import Estimate, estimated
+from lyapunov_prune.shrinking.cost import Estimate
 from lyapunov_prune.shrinking.report import REPORT, Shrinking, Shrunk, Taken
-from lyapunov_prune.shrinking.target import Target, count_for
+from lyapunov_prune.shrinking.request import MENDED_SEARCH, Clock, Request, healing_minutes, search_forwards
+from lyapunov_prune.shrinking.target import Target
 from lyapunov_prune.shrinking.texts import CONTEXT, TOKENS, Texts
 from lyapunov_prune.shrinking.within import Loss, divergence, drop_of, halves, largest
 from lyapunov_prune.shrinking.written import by_hand, write_shrunk
-
-_LEAST_SEARCH = 4.0  # forwards in which a search finds anything, and
-_MENDED_SEARCH = 8.0  # those in which it compares mended sets too
-_LEAST_STEPS = 8  # of healing; in less time it is skipped
-
-
-@dataclass(frozen=True, eq=False)
-class Request:
-    """What `shrink` was asked. `words` are the options of the command line that name the texts."""
-
-    model: PreTrainedModel
-    tokenizer: PreTrainedTokenizerBase
-    target: Target
-    texts: Texts
-    minutes: float | None = None
-    seed: int = 0
-    batch_size: int = 1
-    folder: Path | None = None
-    resume: bool = False
-    words: tuple[str, ...] = ()
-
-    def require(self) -> None:
-        """Raise LyapunovPruneError for what can be refused before anything is measured."""
-        plain(self.model)
-        require_whole(self.model)
-        if self.minutes is not None and not 0 < self.minutes < math.inf:
-            raise LyapunovPruneError(f"{self.minutes:g} minutes shrink nothing; give a number above 0")
-        self.texts.require(self.model)
-
-    def count(self) -> int | None:
-        """How many layers go; None where the choice itself has to tell."""
-        return count_for(self.target, self.model) if self.target.is_counted else None
-
-    def estimate(self, remove: int | None) -> Estimate:
-        """What it will cost to remove so many layers (`count`)."""
-        return estimated(
-            self.model,
-            self.target.told(),
-            remove,
-            windows=self.texts.windows,
-            searched=self.texts.searched(self.model),
-            context=self.texts.width,
-            held_out=self.texts.evaluated,
-            writes=self.texts.learn is None,
-            minutes=self.minutes,
-        )
 
 
 @checked
@@ -152,33 +104,14 @@ def carry_out(request: Request, output: Path | None, told: Callable[[Estimate], 
     about |= {"text": "self" if texts.learn is None else texts.learn.text_hash}
     about |= {"tokens": texts.tokens, "context": texts.context, "minutes": request.minutes}
     with Store(request.folder, "shrinking", about, resume=request.resume) as store:
-        done = in_eval_mode(_run)(request.model, request, output, told, _Clock(request.minutes, store))
+        done = in_eval_mode(_run)(request.model, request, output, told, Clock(request.minutes, store))
     if request.folder is not None:
         _clear(request.folder)
     return done
 
 
-class _Clock:
-    """The time that is left of `minutes`, over all runs that went on from each other; endless if None."""
-
-    def __init__(self, minutes: float | None, store: Store) -> None:
-        self.store = store
-        self._end = math.inf if minutes is None else 60 * minutes
-        self._began = time.monotonic() - store.items().get("spent", 0.0)
-
-    def left(self) -> float:
-        return self._end - (time.monotonic() - self._began)
-
-    def once(self, key: str, value: Callable[[], Any]) -> Any:
-        """`value`, decided once: a run that goes on finds what the first one decided."""
-        if key not in self.store:
-            self.store.add(key, value())
-        self.store.add("spent", time.monotonic() - self._began)
-        return self.store[key]
-
-
 def _run(
-    model: PreTrainedModel, request: Request, output: Path | None, told: Callable[[Estimate], Any], clock: _Clock
+    model: PreTrainedModel, request: Request, output: Path | None, told: Callable[[Estimate], Any], clock: Clock
 ) -> Shrunk:
     items = None if request.target.task is None else halves(request.target.task)
     remove = clock.once("remove", request.count)
@@ -186,7 +119,7 @@ def _run(
     for place in (output, request.folder):
         if place is not None:
             require_disk(place, expected.disk, "the smaller model and the state of its healing")
-    search = clock.once("search", lambda: _search(expected, clock))
+    search = clock.once("search", lambda: search_forwards(expected, clock))
     told(expected)
     learn, judge, held_out = request.texts.filled(model, request.tokenizer, request.folder, request.resume)
     searched = request.texts.searched(model)
@@ -195,7 +128,7 @@ def _run(
         learn.take(range(searched)),
         judge,
         search=search,
-        mend=search is None or search >= _MENDED_SEARCH,
+        mend=search is None or search >= MENDED_SEARCH,
         folder=request.folder,
         resume=request.resume,
         batch_size=request.batch_size,
@@ -206,7 +139,7 @@ def _run(
     pruned, gate = made.model, check_removal(decoder, made, operation, learn)
     if not gate.passed:
         raise CheckFailed(f"the pruned model fails the gate, {gate.failure()}; nothing was written")
-    minutes = clock.once("healing", lambda: _healing_minutes(expected, clock))
+    minutes = clock.once("healing", lambda: healing_minutes(expected, clock))
     healed, healing = _healed(request, pruned, learn, expected, minutes)
     smaller = pruned if healed is None else healed.model
     require_unseen(smaller, held_out)
@@ -253,33 +186,6 @@ def _chosen(request: Request, chooser: Chooser, remove: int | None, task: Task |
     unit = "nats a token" if task is None else f"lost in the score of {task.name}"
     first = choice.taken[0]
     return replace(choice, taken=(replace(first, told=f"{first.told}; {loss:.3g} {unit}"), *choice.taken[1:]))
-
-
-def _search(expected: Estimate, clock: _Clock) -> float | None:
-    """The forwards that choosing may spend: half of the time that is not spoken for, None for as many as usual.
-
-    Raises LyapunovPruneError for a time in which nothing can be chosen.
-    """
-    if clock.left() == math.inf:
-        return None
-    layers = expected.model.num_layers
-    usual = search_budget(layers, expected.remove or max(1, layers // 4), mend=True)
-    seconds = expected.seconds
-    forward = seconds["choosing layers"] / usual  # in each of the searches
-    fixed = sum(seconds[step] for step in ("writing the text", "mending", "evaluation", "gate and files"))
-    affordable = (clock.left() - fixed) / 2 / forward
-    if affordable < _LEAST_SEARCH:
-        least = (fixed + 2 * _LEAST_SEARCH * forward) / 60
-        raise LyapunovPruneError(f"the minutes are too few to choose any layers; give about {least:.2g} or more")
-    return round(min(usual, affordable), 1)
-
-
-def _healing_minutes(expected: Estimate, clock: _Clock) -> float | None:
-    """The minutes that are left to heal in, 0 where they are too few; None for no bound."""
-    if clock.left() == math.inf:
-        return None
-    seconds = clock.left() - expected.seconds["evaluation"] - expected.seconds["gate and files"]
-    return round(seconds / 60, 2) if seconds >= _LEAST_STEPS * expected.step_seconds else 0.0
 
 
 def _healed(

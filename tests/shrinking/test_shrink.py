@@ -25,7 +25,7 @@ from lyapunov_prune.models.structure import find_structure
 from lyapunov_prune.pruning.provenance import Provenance
 from lyapunov_prune.ranking.tried import BestRemoval
 from lyapunov_prune.results.history import history_of
-from lyapunov_prune.shrinking import choosing, texts
+from lyapunov_prune.shrinking import choosing, request, texts
 from lyapunov_prune.shrinking import shrink as module
 from lyapunov_prune.shrinking.report import Shrinking
 
@@ -132,7 +132,7 @@ def test_what_goes_on_ends_as_if_it_had_never_stopped(
         lp.shrink(reader, tokenizer, tmp_path / "out", remove=2, **kept)
     assert not (tmp_path / "out").exists()
     monkeypatch.setattr(module, "heal", heal)
-    monkeypatch.setattr(module, "count_for", lambda *_: pytest.fail("counted again"))
+    monkeypatch.setattr(request, "count_for", lambda *_: pytest.fail("counted again"))
     monkeypatch.setattr(own_text, "sample", timed_alone)
     monkeypatch.setattr("lyapunov_prune.ranking.best.angular_distance", lambda *_, **__: pytest.fail("ranked again"))
     done = lp.shrink(reader, tokenizer, tmp_path / "out", remove=2, resume=True, **kept)
@@ -206,7 +206,7 @@ def test_steps_without_time_are_skipped_and_named(
         return cut(*arguments, **more)
 
     monkeypatch.setattr(module, "cut", late)
-    monkeypatch.setattr(module._Clock, "left", lambda self: left[0])
+    monkeypatch.setattr(request.Clock, "left", lambda self: left[0])
     done = lp.shrink(reader, tokenizer, remove=1, minutes=1.0, **SMALL)
     assert [(step.name, step.kept, step.told) for step in done.report.steps[1:]] == [
         ("mending", False, "no time left"),

@@ -74,7 +74,8 @@ def shrink(
     from lyapunov_prune.models.device import resolve_device
     from lyapunov_prune.pruning.on_disk import too_large
     from lyapunov_prune.results.files import require_empty
-    from lyapunov_prune.shrinking.shrink import Request, carry_out
+    from lyapunov_prune.shrinking.request import Request
+    from lyapunov_prune.shrinking.shrink import carry_out
     from lyapunov_prune.shrinking.target import Target as Wanted
     from lyapunov_prune.shrinking.texts import EVALUATED, WIDE, Texts
     from lyapunov_prune.shrinking.within import halves

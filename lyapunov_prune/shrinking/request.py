@@ -1,0 +1,113 @@
+"""What is asked for, and the time that is left for it."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from lyapunov_prune.errors import LyapunovPruneError
+from lyapunov_prune.models.left_out import require_whole
+from lyapunov_prune.models.plain import plain
+from lyapunov_prune.ranking.counts import search_budget
+from lyapunov_prune.results.store import Store
+from lyapunov_prune.shrinking.cost import Estimate, estimated
+from lyapunov_prune.shrinking.target import Target, count_for
+from lyapunov_prune.shrinking.texts import Texts
+
+_LEAST_SEARCH = 4.0  # forwards in which a search finds anything, and
+MENDED_SEARCH = 8.0  # those in which it compares mended sets too
+_LEAST_STEPS = 8  # of healing; in less time it is skipped
+
+
+@dataclass(frozen=True, eq=False)
+class Request:
+    """What `shrink` was asked. `words` are the options of the command line that name the texts."""
+
+    model: PreTrainedModel
+    tokenizer: PreTrainedTokenizerBase
+    target: Target
+    texts: Texts
+    minutes: float | None = None
+    seed: int = 0
+    batch_size: int = 1
+    folder: Path | None = None
+    resume: bool = False
+    words: tuple[str, ...] = ()
+
+    def require(self) -> None:
+        """Raise LyapunovPruneError for what can be refused before anything is measured."""
+        plain(self.model)
+        require_whole(self.model)
+        if self.minutes is not None and not 0 < self.minutes < math.inf:
+            raise LyapunovPruneError(f"{self.minutes:g} minutes shrink nothing; give a number above 0")
+        self.texts.require(self.model)
+
+    def count(self) -> int | None:
+        """How many layers go; None where the choice itself has to tell."""
+        return count_for(self.target, self.model) if self.target.is_counted else None
+
+    def estimate(self, remove: int | None) -> Estimate:
+        """What it will cost to remove so many layers (`count`)."""
+        return estimated(
+            self.model,
+            self.target.told(),
+            remove,
+            windows=self.texts.windows,
+            searched=self.texts.searched(self.model),
+            context=self.texts.width,
+            held_out=self.texts.evaluated,
+            writes=self.texts.learn is None,
+            minutes=self.minutes,
+        )
+
+
+class Clock:
+    """The time that is left of `minutes`, over all runs that went on from each other; endless if None."""
+
+    def __init__(self, minutes: float | None, store: Store) -> None:
+        self.store = store
+        self._end = math.inf if minutes is None else 60 * minutes
+        self._began = time.monotonic() - store.items().get("spent", 0.0)
+
+    def left(self) -> float:
+        return self._end - (time.monotonic() - self._began)
+
+    def once(self, key: str, value: Callable[[], Any]) -> Any:
+        """`value`, decided once: a run that goes on finds what the first one decided."""
+        if key not in self.store:
+            self.store.add(key, value())
+        self.store.add("spent", time.monotonic() - self._began)
+        return self.store[key]
+
+
+def search_forwards(expected: Estimate, clock: Clock) -> float | None:
+    """The forwards that choosing may spend: half of the time that is not spoken for, None for as many as usual.
+
+    Raises LyapunovPruneError for a time in which nothing can be chosen.
+    """
+    if clock.left() == math.inf:
+        return None
+    layers = expected.model.num_layers
+    usual = search_budget(layers, expected.remove or max(1, layers // 4), mend=True)
+    seconds = expected.seconds
+    forward = seconds["choosing layers"] / usual  # in each of the searches
+    fixed = sum(seconds[step] for step in ("writing the text", "mending", "evaluation", "gate and files"))
+    affordable = (clock.left() - fixed) / 2 / forward
+    if affordable < _LEAST_SEARCH:
+        least = (fixed + 2 * _LEAST_SEARCH * forward) / 60
+        raise LyapunovPruneError(f"the minutes are too few to choose any layers; give about {least:.2g} or more")
+    return round(min(usual, affordable), 1)
+
+
+def healing_minutes(expected: Estimate, clock: Clock) -> float | None:
+    """The minutes that are left to heal in, 0 where they are too few; None for no bound."""
+    if clock.left() == math.inf:
+        return None
+    seconds = clock.left() - expected.seconds["evaluation"] - expected.seconds["gate and files"]
+    return round(seconds / 60, 2) if seconds >= _LEAST_STEPS * expected.step_seconds else 0.0
