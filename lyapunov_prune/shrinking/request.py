@@ -27,7 +27,10 @@ _LEAST_STEPS = 8  # of healing; in less time it is skipped
 
 @dataclass(frozen=True, eq=False)
 class Request:
-    """What `shrink` was asked. `words` are the options of the command line that name the texts."""
+    """What `shrink` was asked.
+
+    `words` are the options of the command line that name the texts, `source` those that say how the model is loaded.
+    """
 
     model: PreTrainedModel
     tokenizer: PreTrainedTokenizerBase
@@ -39,6 +42,7 @@ class Request:
     folder: Path | None = None
     resume: bool = False
     words: tuple[str, ...] = ()
+    source: tuple[str, ...] = ()
 
     def require(self) -> None:
         """Raise LyapunovPruneError for what can be refused before anything is measured."""

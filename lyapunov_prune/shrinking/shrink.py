@@ -151,6 +151,7 @@ def _run(
         search=search,
         healed=heals,
         text=request.words,
+        source=request.source,
         searched=searched,
         windows=len(learn),
         context=learn.context,
@@ -218,7 +219,10 @@ def _healed(
 def _heal_words(request: Request, expected: Estimate, minutes: float | None) -> list[str]:
     words = ["--steps", f"{STEPS}"] if minutes is None else ["--minutes", f"{minutes:g}"]
     if expected.rank is not None:
-        words += ["--update-rank", f"{expected.rank}", "--dtype", str(request.model.dtype).removeprefix("torch.")]
+        words += ["--update-rank", f"{expected.rank}"]
+    dtype = str(request.model.dtype).removeprefix("torch.")
+    if dtype != "float32" and "--dtype" not in request.source:  # that of `heal`
+        words += ["--dtype", dtype]
     return words + (["--seed", f"{request.seed}"] if request.seed else [])
 
 

@@ -88,6 +88,7 @@ def by_hand(
     search: float | None,
     healed: Sequence[str] | None,
     text: Sequence[str],
+    source: Sequence[str],
     searched: int,
     windows: int,
     context: int,
@@ -97,25 +98,28 @@ def by_hand(
 ) -> tuple[str, ...]:
     """The commands that make the same model, into `output`.
 
-    `text` are the options that name the texts, `healed` those of `heal`, None where healing was not kept.
+    `text` are the options that name the texts, `source` those that say how models are loaded, `healed`
+    those of `heal`, None where healing was not kept.
     """
     name, cut = plan.model.name, f"{output}-cut"
     size = ["--context", f"{context}", "--tokens"]
     chosen = ["--remove", f"{len(plan.remove)}", "--criterion", "best"]
     if search is not None:
         chosen += ["--search", f"{search:g}"]
-    if mended is None:  # `best` has compared mended sets, which `prune` does for those that it mends
+    if mended is None:  # without --mend, `best` would compare the sets unmended
         chosen = ["--layers", ",".join(map(str, plan.remove))]
     else:
         chosen.append("--mend")
     first = output if healed is None else cut
-    commands = [["prune", name, *chosen, *text, *size, f"{searched * context}", "-o", first]]
+    commands = [["prune", name, *chosen, *source, *text, *size, f"{searched * context}", "-o", first]]
     if healed is not None:
-        source = _without_judge(text) or ["--text", "self"]
-        commands.append(["heal", cut, "--teacher", name, *healed, *source, *size, f"{windows * context}", "-o", output])
+        taught = _without_judge(text) or ["--text", "self"]
+        commands.append(
+            ["heal", cut, "--teacher", name, *healed, *source, *taught, *size, f"{windows * context}", "-o", output]
+        )
     scored = ["--context", f"{held_out.context}", "--tokens", f"{held_out.tokens}"]
     asked = [] if task is None else ["--tasks", task]
-    commands.append(["eval", output, "--against", name, "--speed", *asked, *_without_judge(text), *scored])
+    commands.append(["eval", output, "--against", name, "--speed", *asked, *source, *_without_judge(text), *scored])
     return tuple(printable(shlex.join(["lyapunov-prune", *words])) for words in commands)
 
 

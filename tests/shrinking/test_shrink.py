@@ -105,7 +105,7 @@ def test_half_precision_is_healed_by_updates_of_low_rank(
     done = lp.shrink(model, tokenizer, tmp_path / "out", remove=1, **SMALL)
     assert Healing.load(tmp_path / "out" / "healing.json").rank == 16
     assert done.model.dtype == torch.bfloat16
-    assert any("--update-rank 16" in command for command in done.report.commands)
+    assert any("--update-rank 16 --dtype bfloat16" in command for command in done.report.commands)
 
 
 def timed_alone(reading: Reading, prompts: torch.Tensor, draws: torch.Tensor, temperature: float) -> torch.Tensor:

@@ -124,6 +124,7 @@ def shrink(
         folder=folder,
         resume=resume,
         words=_words(text, judge, own),
+        source=_source(source),
     )
     if dry_run:
         request.require()
@@ -144,3 +145,9 @@ def _words(text: TextOptions, judge: str | None, own: bool) -> tuple[str, ...]:
     if text.bos is not None:
         words.append("--bos" if text.bos else "--no-bos")
     return (*words, *([] if judge is None else ["--judge", judge]))
+
+
+def _source(source: ModelOptions) -> tuple[str, ...]:
+    """The options that say which numbers are loaded, and with which part of the model."""
+    words = [] if source.dtype is None else ["--dtype", source.dtype]
+    return (*words, *(["--text-only"] if source.text_only else []))
