@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
-from transformers import PreTrainedModel
-
 from lyapunov_prune.allocation.allocation import Allocation
 from lyapunov_prune.allocation.schedule import Score
 from lyapunov_prune.allocation.table import SCHEDULES
 from lyapunov_prune.arguments import checked
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.forward.reading import Readable
+from lyapunov_prune.models.decoder import Model, model_of
 from lyapunov_prune.models.held import held
 from lyapunov_prune.profiles.contraction_profile import ContractionProfile
 
@@ -24,7 +23,7 @@ REMEDIES = {
 
 @checked
 def allocate(
-    model: PreTrainedModel,
+    model: Model,
     schedule: str,
     budget: float,
     *,
@@ -42,6 +41,7 @@ def allocate(
     Raises LyapunovPruneError for an unknown schedule or parameter, a missing measurement, and the errors of the
     schedule, in particular for a budget that it cannot meet.
     """
+    model = model_of(model)
     made = SCHEDULES.make(schedule, **parameters)
     given = None if made.needs is None else {"batch": batch, "profile": profile, "score": score}[made.needs]
     if made.needs is not None and given is None:

@@ -33,6 +33,7 @@ from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.forward.hooks import run_backbone
 from lyapunov_prune.forward.reading import Readable, Reading, read
 from lyapunov_prune.linalg import CertifiedNorm, certify
+from lyapunov_prune.models.decoder import Model
 from lyapunov_prune.models.projections import Projection, find_projections
 from lyapunov_prune.models.structure import identify, in_eval_mode
 from lyapunov_prune.progress import track
@@ -50,7 +51,7 @@ CACHE_RADII = (0.0, 0.1)
 @in_eval_mode
 @torch.no_grad()
 def check_bounds(
-    model: PreTrainedModel,
+    model: Model,
     batch: Readable,
     *,
     sparsity: float = 0.5,
@@ -71,6 +72,7 @@ def check_bounds(
     Raises LyapunovPruneError for a bad setting or batch, or for NaN in a state.
     """
     reading = read(model, batch)
+    model = reading.model
     setting = Setting(float(sparsity), rank, float(cache_radius))
     _require([setting])
     projections = find_projections(model)

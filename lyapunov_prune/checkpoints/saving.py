@@ -16,7 +16,7 @@ from lyapunov_prune.checkpoints.reloading import reload_check
 from lyapunov_prune.errors import CheckFailed
 from lyapunov_prune.forward.logits import sample_inputs
 from lyapunov_prune.models.compact import is_compact
-from lyapunov_prune.models.decoder import wrap
+from lyapunov_prune.models.decoder import Model, model_of, wrap
 from lyapunov_prune.models.left_out import require_whole
 from lyapunov_prune.models.plain import plain
 from lyapunov_prune.models.structure import in_eval_mode
@@ -26,12 +26,13 @@ from lyapunov_prune.results.result import Result
 
 
 @checked
-def save(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, target: str | Path) -> None:
+def save(model: Model, tokenizer: PreTrainedTokenizerBase, target: str | Path) -> None:
     """Write `model`, changed in memory, to the folder `target`, as the commands do: with tokenizer, history and card.
 
     The folder loads with plain transformers. Raises LyapunovPruneError for a model that cannot be written whole (one
     wrapped by adapters, or quantised in memory), and as `write_model`. `pruning.write_pruned` also runs the gate.
     """
+    model = model_of(model)
     plain(model)
     require_whole(model)
     name, steps = Path(model.config._name_or_path or type(model).__name__).name, history_of(model).steps

@@ -21,6 +21,7 @@ from lyapunov_prune.compression.recipe import recipe_for
 from lyapunov_prune.compression.report import CompressedMatrix, CompressionReport
 from lyapunov_prune.data.batch import TokenBatch
 from lyapunov_prune.forward.reading import Readable, Reading
+from lyapunov_prune.models.decoder import Model, model_of
 from lyapunov_prune.models.projections import Projection
 from lyapunov_prune.models.streamed import require_not_streamed
 from lyapunov_prune.models.structure import in_eval_mode
@@ -40,7 +41,7 @@ class Compressed:
 @checked
 @in_eval_mode
 def compress(
-    model: PreTrainedModel,
+    model: Model,
     batch: Readable | None = None,
     *,
     method: str,
@@ -68,6 +69,7 @@ def compress(
     windows (`held_out.py`). Raises LyapunovPruneError for amounts and options
     that the method does not have, a missing text or profile, and matrices shared between layers.
     """
+    model = model_of(model)
     require_not_streamed(model)
     recipe = recipe_for(
         model,

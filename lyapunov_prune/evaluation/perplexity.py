@@ -9,13 +9,13 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 from scipy import stats
-from transformers import PreTrainedModel
 
 from lyapunov_prune.arguments import checked
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.forward.hooks import final_state, require_finite
 from lyapunov_prune.forward.reading import Readable, Reading, read
 from lyapunov_prune.forward.scoring import Sum, is_large, loss_sum, mean_over, scored_in
+from lyapunov_prune.models.decoder import Model
 from lyapunov_prune.models.streamed import stream_of
 from lyapunov_prune.models.structure import in_eval_mode
 from lyapunov_prune.progress import track
@@ -131,7 +131,7 @@ def interval_of(nll: np.ndarray) -> tuple[float, float]:
 @in_eval_mode
 @torch.no_grad()
 def perplexity(
-    model: PreTrainedModel,
+    model: Model,
     batch: Readable,
     *,
     batch_size: int = 1,

@@ -15,6 +15,7 @@ from lyapunov_prune.arguments import checked, require_least
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.forward.logits import carried_on, random_images
 from lyapunov_prune.models.classifiers import looks_at_images
+from lyapunov_prune.models.decoder import Model, model_of
 from lyapunov_prune.models.held import held
 from lyapunov_prune.models.streamed import require_not_streamed
 from lyapunov_prune.models.structure import find_structure
@@ -99,9 +100,7 @@ class Speed(Result):
 
 @checked
 @torch.no_grad()
-def measure_speed(
-    models: Mapping[str, PreTrainedModel], *, prompt: int = 256, steps: int = 16, repeats: int = 5
-) -> Speed:
+def measure_speed(models: Mapping[str, Model], *, prompt: int = 256, steps: int = 16, repeats: int = 5) -> Speed:
     """Time a prefill of `prompt` tokens and `steps` cached decoding steps of every model at batch 1.
 
     For image classifiers: one forward of `prompt` images; `steps` is ignored.
@@ -113,25 +112,26 @@ def measure_speed(
     Raises LyapunovPruneError when prompt and steps do not fit the context, for text models mixed with image models, for
     a streamed model, and for zero models, prompt, steps or repeats.
     """
+    given = {name: model_of(model) for name, model in models.items()}
     require_least(1, models=len(models), prompt=prompt, steps=steps, repeats=repeats)
-    for model in models.values():
+    for model in given.values():
         require_not_streamed(model)  # this would time the disk
-    first = next(iter(models.values()))
+    first = next(iter(given.values()))
     images = looks_at_images(first)
-    if any(looks_at_images(model) != images for model in models.values()):
+    if any(looks_at_images(model) != images for model in given.values()):
         raise LyapunovPruneError("some of the models read text and some read images; time models of one kind")
     inputs = random_images(first, prompt) if images else _random_ids(first, prompt, steps)
-    prefills: dict[str, list[float]] = {name: [] for name in models}
-    decodes: dict[str, list[float]] = {name: [] for name in models}
-    with held(*models.values()):
+    prefills: dict[str, list[float]] = {name: [] for name in given}
+    decodes: dict[str, list[float]] = {name: [] for name in given}
+    with held(*given.values()):
         for turn in track(range(1 + repeats), "speed"):
-            for name, model in models.items():
+            for name, model in given.items():
                 prefill, decode = _round(model, inputs.to(model.device), prompt)
                 if turn > 0:  # the first round is warm-up
                     prefills[name].append(prefill)
                     decodes[name] += decode
     rows = []
-    for name, model in models.items():
+    for name, model in given.items():
         low, middle, high = (prompt / np.percentile(prefills[name], [75, 50, 25])).tolist()
         slow, usual, fast = [math.nan] * 3 if images else (1 / np.percentile(decodes[name], [75, 50, 25])).tolist()
         rows.append(SpeedRow(name, model.num_parameters(), middle, (low, high), usual, (slow, fast)))

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 from scipy import stats
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
 from lyapunov_prune.arguments import checked
 from lyapunov_prune.data.batch import rows_measured_on
@@ -21,6 +21,7 @@ from lyapunov_prune.data.text import begins_with_bos
 from lyapunov_prune.data.unseen import require_unseen_items, strings_of
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.evaluation.repetition import collapsed, repetition
+from lyapunov_prune.models.decoder import Model, model_of
 from lyapunov_prune.models.tokenizers import token_ids
 from lyapunov_prune.results.frames import pd
 from lyapunov_prune.results.result import LINES, MeasuredOn, Result
@@ -183,7 +184,7 @@ def load_tasks(names: Sequence[str | Path], *, few_shot: int | None = None, offl
 
 @checked
 def evaluate_tasks(
-    models: Mapping[str, PreTrainedModel],
+    models: Mapping[str, Model],
     tokenizer: PreTrainedTokenizerBase,
     tasks: Sequence[Task],
     *,
@@ -202,6 +203,7 @@ def evaluate_tasks(
     that a recorded step of a model has seen, an item that does not fit the context (nothing is truncated), and ids
     outside the vocabulary.
     """
+    given = {name: model_of(model) for name, model in models.items()}
     from lyapunov_prune.evaluation import harness
 
     bos = begins_with_bos(tokenizer, bos)
@@ -210,12 +212,12 @@ def evaluate_tasks(
     objects = {task.name: task.harness for task in tasks}
     for task in tasks:
         items = [tuple(strings_of(item)) for item in islice(task.harness.eval_docs, limit)]
-        for model in models.values():
+        for model in given.values():
             require_unseen_items(model, tokenizer, items, task.source if task.sha256 else task.name)
     scores: list[TaskScore] = []
     scored: list[ScoredTask] = []
     measured: list[MeasuredOn] = []
-    for name, model in models.items():
+    for name, model in given.items():
         harness_results, read = harness.run(model, tokenizer, objects, limit=limit, bos=bos, batch_size=batch_size)
         for task in tasks:
             scores += _scores(name, task.name, harness_results, tokenizer)
@@ -224,7 +226,7 @@ def evaluate_tasks(
         measured.append(
             rows_measured_on(model, read, names, bos=bos, seed=harness.SEED, packages=["lm-eval", "datasets"])
         )
-    return TaskScores(tuple(models), tuple(scored), tuple(scores), limit, tuple(measured))
+    return TaskScores(tuple(given), tuple(scored), tuple(scores), limit, tuple(measured))
 
 
 def _scores(

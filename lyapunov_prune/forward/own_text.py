@@ -15,6 +15,7 @@ from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.forward.decoding import draws_of, sample
 from lyapunov_prune.forward.logits import require_temperature
 from lyapunov_prune.forward.reading import read
+from lyapunov_prune.models.decoder import Model, model_of
 from lyapunov_prune.models.structure import identify, in_eval_mode
 from lyapunov_prune.progress import track
 from lyapunov_prune.results.store import Store, clear_results
@@ -48,7 +49,7 @@ def written_by(
 @checked
 @in_eval_mode
 def self_generated(
-    model: PreTrainedModel,
+    model: Model,
     *,
     tokens: int = 25600,
     context: int = 256,
@@ -69,6 +70,7 @@ def self_generated(
     tokens or longer than the model's, fewer tokens than one window, a temperature that is not above 0, and logits that
     are not finite, naming the step.
     """
+    model = model_of(model)
     require_least(1, batch_size=batch_size)
     require_temperature(temperature)
     if context < 2 or tokens < context:

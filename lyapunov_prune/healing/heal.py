@@ -30,6 +30,7 @@ from lyapunov_prune.healing.sizes import update_sizes
 from lyapunov_prune.healing.state import TrainingState
 from lyapunov_prune.healing.trained import beside, recomputed, require_few, require_trainable, trained
 from lyapunov_prune.healing.training import Budget, Tensors, Training
+from lyapunov_prune.models.decoder import Model, model_of
 from lyapunov_prune.models.launched import processes_of, require_same_models
 from lyapunov_prune.models.plain import plain
 from lyapunov_prune.models.structure import find_layers, identify, in_eval_mode
@@ -45,8 +46,8 @@ STEPS = 100
 @checked
 @in_eval_mode
 def heal(
-    student: PreTrainedModel,
-    teacher: PreTrainedModel,
+    student: Model,
+    teacher: Model,
     batch: Readable,
     *,
     steps: int | None = None,
@@ -103,6 +104,7 @@ def heal(
     a model that is not on the CPU), text shared with the judging text, evaluation text that the models were made with,
     a state of another run, and a loss or gradient of the first step that is not finite.
     """
+    student, teacher = model_of(student), model_of(teacher)
     plain(student)
     reading = read(student, batch)
     taught = read(teacher, reading)

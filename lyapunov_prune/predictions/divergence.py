@@ -19,6 +19,7 @@ from lyapunov_prune.forward.prefix import Prefix
 from lyapunov_prune.forward.reading import Readable, Reading, read
 from lyapunov_prune.forward.states import final_without_each
 from lyapunov_prune.forward.sublayers import find_sublayers, require_kind, silent
+from lyapunov_prune.models.decoder import Model
 from lyapunov_prune.models.structure import in_eval_mode
 from lyapunov_prune.predictions.tiles import MEASURES, measures
 from lyapunov_prune.progress import track
@@ -96,7 +97,7 @@ class SublayerDivergence(SkipDivergence):
 @in_eval_mode
 @torch.no_grad()
 def skip_divergence(
-    model: PreTrainedModel,
+    model: Model,
     batch: Readable,
     *,
     temperature: float = 1.0,

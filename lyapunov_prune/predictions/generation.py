@@ -23,6 +23,7 @@ from lyapunov_prune.forward.logits import (
 )
 from lyapunov_prune.forward.reading import Readable, Reading, read
 from lyapunov_prune.linalg import lift
+from lyapunov_prune.models.decoder import Model, model_of
 from lyapunov_prune.models.structure import identify, in_eval_mode
 from lyapunov_prune.predictions.softmax import divergences
 from lyapunov_prune.predictions.spaces import turn
@@ -111,8 +112,8 @@ class GenerationDivergence(Result):
 @in_eval_mode
 @torch.no_grad()
 def compare_generation(
-    dense: PreTrainedModel,
-    compressed: PreTrainedModel,
+    dense: Model,
+    compressed: Model,
     prompts: Readable,
     *,
     steps: int,
@@ -138,6 +139,7 @@ def compare_generation(
     vocabularies, ids outside them, prompts that leave no room for the steps, a temperature that is not above 0, or a
     decoder whose cached and uncached outputs differ.
     """
+    dense, compressed = model_of(dense), model_of(compressed)
     require_temperature(temperature)
     require_least(1, batch_size=batch_size)
     if seed is not None:

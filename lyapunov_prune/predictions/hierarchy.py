@@ -25,6 +25,7 @@ from lyapunov_prune.forward.reading import Readable, read
 from lyapunov_prune.forward.scoring import Scorer
 from lyapunov_prune.forward.sublayers import between_branches, find_sublayers
 from lyapunov_prune.models.compact import is_compact
+from lyapunov_prune.models.decoder import Model
 from lyapunov_prune.models.positions import stretches
 from lyapunov_prune.models.structure import Structure, identify, in_eval_mode
 from lyapunov_prune.predictions.exits import ReadAt, changed_state, dense_states
@@ -174,7 +175,7 @@ class HierarchyProbe(Result):
 @in_eval_mode
 @torch.no_grad()
 def probe_layers(
-    model: PreTrainedModel,
+    model: Model,
     prompts: Readable,
     *,
     change: Literal["dropped"] | PreTrainedModel = "dropped",
@@ -212,6 +213,7 @@ def probe_layers(
     if read_at not in get_args(ReadAt):
         raise LyapunovPruneError(f"cannot read the state at {read_at!r}; give layer or branch")
     reading = read(model, prompts)
+    model = reading.model
     batch, structure, windows = reading.batch, reading.structure, reading.windows(batch_size)
     require_context(structure, batch.context + steps - 1)
     prefix, scorer = reading.prefix, reading.scorer

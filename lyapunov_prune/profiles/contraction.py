@@ -16,6 +16,7 @@ from lyapunov_prune.arguments import Seed, checked
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.forward.reading import Readable, read
 from lyapunov_prune.forward.rounding import roughness
+from lyapunov_prune.models.decoder import Model
 from lyapunov_prune.models.quantised import UNSEEN_ROUNDING, is_packed, require_derivatives
 from lyapunov_prune.models.structure import in_eval_mode
 from lyapunov_prune.profiles.contraction_profile import (
@@ -46,7 +47,7 @@ FLOOR_TOKENS = 128
 @in_eval_mode
 @torch.no_grad()
 def measure_contraction(
-    model: PreTrainedModel,
+    model: Model,
     batch: Readable,
     *,
     epsilon: float = 1e-2,
@@ -85,6 +86,7 @@ def measure_contraction(
     derivatives.
     """
     reading = read(model, batch, streamed=True)
+    model = reading.model
     structure = reading.structure
     seeds = required(seeds, epsilon, batch_size)
     if method not in get_args(Derivative):

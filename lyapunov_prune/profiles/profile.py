@@ -15,6 +15,7 @@ from lyapunov_prune.arguments import Seed
 from lyapunov_prune.data.batch import TokenBatch
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.forward.reading import Readable, read
+from lyapunov_prune.models.decoder import Model, model_of
 from lyapunov_prune.profiles.contraction import Derivative, measure_contraction
 from lyapunov_prune.profiles.contraction_profile import ContractionProfile, Pooling, dtype_note
 from lyapunov_prune.profiles.influence import InfluenceProfile, block_influence
@@ -141,7 +142,7 @@ class LayerProfile(Result):
 
 
 def profile_layers(
-    model: PreTrainedModel,
+    model: Model,
     batch: Readable,
     *,
     epsilon: float = 1e-2,
@@ -151,6 +152,7 @@ def profile_layers(
     batch_size: int = 1,
 ) -> LayerProfile:
     """`measure_contraction` and `block_influence` on the same tokens."""
+    model = model_of(model)
     reading = read(model, batch, streamed=True)
     return LayerProfile(
         contraction=measure_contraction(

@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from transformers import PreTrainedModel
-
 from lyapunov_prune.arguments import Seed, checked
 from lyapunov_prune.data.batch import TokenBatch
 from lyapunov_prune.forward.reading import Readable, read
+from lyapunov_prune.models.decoder import Model, model_of
 from lyapunov_prune.models.streamed import stream_of
 from lyapunov_prune.models.structure import in_eval_mode
 from lyapunov_prune.profiles.propagation import listed
@@ -22,7 +21,7 @@ from lyapunov_prune.ranking.table import CRITERIA, default_criterion, require_ra
 @checked
 @in_eval_mode
 def rank(
-    model: PreTrainedModel,
+    model: Model,
     batch: Readable,
     *,
     criterion: str | None = None,
@@ -58,6 +57,7 @@ def rank(
     protected, a profile in `folder` of other settings, and (after one window) a dtype in which ρ is rounding; and as
     the measurements.
     """
+    model = model_of(model)
     streamed = stream_of(model) is not None
     if criterion is None:
         criterion = default_criterion(None if streamed else remove, what)

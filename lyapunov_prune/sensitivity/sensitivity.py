@@ -9,7 +9,6 @@ from pathlib import Path
 import numpy as np
 import torch
 from scipy import stats
-from transformers import PreTrainedModel
 
 from lyapunov_prune.arguments import checked
 from lyapunov_prune.data.batch import require_disjoint
@@ -17,6 +16,7 @@ from lyapunov_prune.data.unseen import require_unseen
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.evaluation.perplexity import interval_of
 from lyapunov_prune.forward.reading import Readable, read
+from lyapunov_prune.models.decoder import Model, model_of
 from lyapunov_prune.models.projections import Projection
 from lyapunov_prune.models.structure import identify
 from lyapunov_prune.profiles.profile import LayerProfile
@@ -194,7 +194,7 @@ class Sensitivity(Result):
 
 @checked
 def measure_sensitivity(
-    model: PreTrainedModel,
+    model: Model,
     batch: Readable,
     *,
     studies: Sequence[str] = DEFAULT_STUDIES,
@@ -221,6 +221,7 @@ def measure_sensitivity(
     Raises LyapunovPruneError for an unknown study or method, overlapping text, a missing calibration, or a profile of
     another model.
     """
+    model = model_of(model)
     base = Compression(method, float(sparsity), rank)
     base.require()
     if not limit > 0:

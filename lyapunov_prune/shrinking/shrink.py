@@ -24,6 +24,7 @@ from lyapunov_prune.healing.heal import STEPS, heal
 from lyapunov_prune.healing.report import REPORT as HEALING
 from lyapunov_prune.healing.report import Healed
 from lyapunov_prune.healing.state import clear_states
+from lyapunov_prune.models.decoder import Model, model_of
 from lyapunov_prune.models.plain import plain
 from lyapunov_prune.models.structure import find_structure, identify, in_eval_mode
 from lyapunov_prune.models.wrappers import loading_class
@@ -46,7 +47,7 @@ from lyapunov_prune.shrinking.written import by_hand, write_shrunk
 
 @checked
 def shrink(
-    model: PreTrainedModel,
+    model: Model,
     tokenizer: PreTrainedTokenizerBase,
     output: str | Path | None = None,
     *,
@@ -87,6 +88,7 @@ def shrink(
     short to judge by or that share tokens, for minutes in which no layers can be chosen, an `output` that is not empty,
     and too little memory or disk; and as `best_removal` and `heal`. Raises CheckFailed when the gate fails.
     """
+    model = model_of(model)
     place = None if folder is None else Path(folder)
     texts = Texts(batch, judge, evaluation, tokens, context)
     target = Target.of(remove, params, speedup, max_kl, max_drop)
