@@ -126,11 +126,12 @@ class BoundsReport(Result):
     def answer(self) -> list[str]:
         """Whether every bound held, and how near the nearest came."""
         worst = np.fmax.reduce(self.ratio, axis=0)
+        broken = [*self.violations, *(c for c in self._estimates if not c.holds)]
         lines = [
             f"Every bound held: {self.checks} checks of {len(self.names)} matrices on {self.inputs} inputs."
             if self.passed
-            else f"VIOLATED: {len(self.violations) or 'some'} bounds of {self.checks} checks on {self.inputs} inputs.",
-            *map(str, self.violations[:3]),
+            else f"VIOLATED: {len(broken) or 'some'} bounds of {self.checks} checks on {self.inputs} inputs.",
+            *map(str, broken[:3]),
         ]
         if np.isfinite(worst).any():
             at = int(np.nanargmax(worst))
