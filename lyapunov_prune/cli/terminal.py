@@ -72,7 +72,7 @@ def show(result: Result, as_json: bool, written: Path | None, *, full: bool = Fa
         lines += [line for line in result.headline().split("\n") if line not in lines]
     if lines:
         say("\n".join(lines))
-    _print_table(result.to_frame() if full else result.brief())
+    _print_table(result.summary() if full else result.brief())
     if not full and result.unshown(ALL):
         say(result.unshown(ALL))
     if written is not None:
