@@ -95,7 +95,7 @@ def test_every_command_prints_json(name: str) -> None:
 def test_the_gpu_is_taken_unless_a_device_is_given(run: Callable[..., Done]) -> None:
     assert ModelOptions().device == "auto"
     taken = [options(name)["--device"].default for name in GROUP.commands if "--device" in options(name)]
-    assert taken == ["auto"] * 10
+    assert taken == ["auto"] * 11
 
 
 def test_help_shows_the_defaults_of_the_command_and_the_names_of_the_table(run: Callable[..., Done]) -> None:
@@ -223,7 +223,9 @@ NEVER = {
     int: ("nan", "inf", "1.5", "1e3", str(2**53 + 1), str(10**30), str(-(10**30))),
 }
 ARGUMENTS = {"profile": ["tiny"], "rank": ["tiny"], "eval": ["tiny"], "check": ["tiny"], "sensitivity": ["tiny"]}
-ARGUMENTS |= {name: ["tiny", "-o", "out"] for name in ("prune", "compress", "heal", "joint")} | {"hierarchy": ["tiny"]}
+ARGUMENTS |= {name: ["tiny", "-o", "out"] for name in ("prune", "compress", "heal", "joint", "shrink")} | {
+    "hierarchy": ["tiny"]
+}
 
 
 def numeric_options(name: str) -> list[tuple[str, type]]:
