@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import fields
 from importlib import import_module
-from typing import Any, ClassVar, Generic, TypeVar, get_type_hints
+from typing import Any, ClassVar, Generic, TypeVar, get_args, get_type_hints
 
 from lyapunov_prune.arguments import fits, is_finite
 from lyapunov_prune.errors import LyapunovPruneError, did_you_mean
@@ -30,7 +30,8 @@ class Choice:
         for option in self.options():
             value = getattr(self, option)
             if not (fits(value, hints[option]) and is_finite(value)):
-                wanted = "a finite number" if hints[option] in (int, float) else f"{hints[option]}"
+                number = not is_finite(value) or {int, float} & {hints[option], *get_args(hints[option])}
+                wanted = "a finite number" if number else f"{hints[option]}"
                 raise LyapunovPruneError(f"{option} of {self.name} is {value!r}; give {wanted}")
 
     @classmethod

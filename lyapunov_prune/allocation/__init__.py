@@ -1,6 +1,6 @@
 """How a budget is distributed: the amount of compression of every matrix, with the budget as their mean.
 
-- `schedules/`: one file a schedule; `table` lists them by name; `allocate` calls one;
+- `schedules/`: one file a schedule; `table` lists them by name; `schedule`: what each is; `allocate` calls one;
 - `allocation`: the decision; `fitting`: the arithmetic that makes its sum right;
 - `amplification`: what an error of each layer becomes at the end of the model.
 

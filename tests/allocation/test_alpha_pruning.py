@@ -99,7 +99,7 @@ def test_a_matrix_that_is_mostly_rounding_is_refused_by_name() -> None:
 
 @pytest.mark.parametrize("tau", [-0.1, 1.0, math.nan])
 def test_a_spread_outside_its_range_is_refused(llama: PreTrainedModel, tau: float) -> None:
-    with pytest.raises(LyapunovPruneError, match=r"is outside \[0, 1\)"):
+    with pytest.raises(LyapunovPruneError, match="tau"):
         alpha_pruning(llama, 0.5, tau=tau)
 
 
