@@ -130,7 +130,7 @@ class HierarchyProbe(Result):
         lines = []
         if self.beside is not None:
             lines.append(
-                f"{self.beside.name} has {self.beside.num_layers} of the {self.measured_on.model.num_layers} layers: "
+                f"{self.beside.name} has {self.beside.num_layers} of {self.measured_on.model.num_layers} layers: "
                 "here layers of the dense model are left out by themselves; its own predictions follow."
             )
         lines += [
