@@ -36,6 +36,7 @@ from lyapunov_prune.report.sensitivity import sensitivity_figures
 from lyapunov_prune.sensitivity.changes import Change, Compression
 from lyapunov_prune.sensitivity.compressor import Compressor
 from lyapunov_prune.sensitivity.sensitivity import Effect, Sensitivity, measure_sensitivity
+from lyapunov_prune.sensitivity.studies import cliff, first_layer, greedy, greedy_rescored, rank, threshold
 from lyapunov_prune.sensitivity.studies import layer as studies
 from lyapunov_prune.sensitivity.table import STUDIES
 
@@ -140,7 +141,8 @@ def test_low_rank_is_whitened_by_the_inputs_of_the_dense_model(few: torch.Tensor
 
 
 def test_rescored_greedy_is_the_best_next_group_by_hand(few: torch.Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(studies, "ROUNDS", 2)
+    for module in (greedy, greedy_rescored):
+        monkeypatch.setattr(module, "ROUNDS", 2)
     model = make_tiny("llama", num_hidden_layers=2)
     groups = STUDIES.make("group").changes(find_projections(model), Compression("magnitude", 0.8, None), {})
 
@@ -187,17 +189,18 @@ def test_what_is_saved_is_the_share_of_multiplications(few: torch.Tensor) -> Non
 
 @pytest.mark.parametrize("family", ["gpt2", "gemma2", "phi3", "opt"])
 def test_every_study_runs(family: str, few: torch.Tensor, other: torch.Tensor, monkeypatch: Any) -> None:
-    monkeypatch.setattr(studies, "ROUNDS", 2)
-    monkeypatch.setattr(studies, "CLIFF_SPARSITIES", (0.5,))
-    monkeypatch.setattr(studies, "FIRST_LAYER_SPARSITIES", (0.3,))
-    monkeypatch.setattr(studies, "THRESHOLD_SPARSITIES", (0.9,))
-    monkeypatch.setattr(studies, "UNIFORM_RANKS", (8, 256))
+    for module in (greedy, greedy_rescored):
+        monkeypatch.setattr(module, "ROUNDS", 2)
+    monkeypatch.setattr(cliff, "CLIFF_SPARSITIES", (0.5,))
+    monkeypatch.setattr(first_layer, "FIRST_LAYER_SPARSITIES", (0.3,))
+    monkeypatch.setattr(threshold, "THRESHOLD_SPARSITIES", (0.9,))
+    monkeypatch.setattr(rank, "UNIFORM_RANKS", (8, 256))
     few, asked = few[:1, :6], [s for s in STUDIES if s != "matrix"]
     found = measure_sensitivity(make_tiny(family), few, studies=asked, calibration=other[:1, :8])
     assert list(found.to_frame().study.unique()) == asked
     assert len(found.of("greedy")) == 2
-    cliff, group = found.of("cliff"), found.of("group")
-    assert set(cliff.component) == {group.component[group.perplexity.idxmax()]}
+    rows, group = found.of("cliff"), found.of("group")
+    assert set(rows.component) == {group.component[group.perplexity.idxmax()]}
     assert found.of("greedy").regret[0] == group.regret.min()
     assert found.summary().changes.tolist() == [len(found.of(s)) for s in asked]
     assert found.of("rank").regret.tolist()[-1] == pytest.approx(0, abs=1e-4)  # 256 is no restriction
