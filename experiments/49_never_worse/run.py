@@ -15,6 +15,7 @@ import subprocess
 import sys
 import time
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -24,7 +25,7 @@ import typer
 
 import lyapunov_prune as lp
 from experiments.common import Device, DType, job_folder, load, plain, read_text
-from experiments.statements import ratio, runs, table
+from experiments.statements import counted, ratio, runs, span, table
 from lyapunov_prune.evaluation.judging import compare
 from lyapunov_prune.healing.report import Healing
 from lyapunov_prune.pruning.provenance import PROVENANCE, Provenance
@@ -132,7 +133,7 @@ def _told(output: Path) -> str:
 
 def written() -> dict[str, str]:
     results = [NeverWorse.load(path) for path in sorted(HERE.glob("*.json"))]
-    return {"setting": _setting(results), "table": _table(results)}
+    return {"setting": _setting(results), "table": _table(results), "summary": _summary(results)}
 
 
 def _setting(results: list[NeverWorse]) -> str:
@@ -160,6 +161,22 @@ def _table(results: list[NeverWorse]) -> str:
             before = s
     head = ("model, learnt from", "state", "removed", "perplexity", "/ dense", "against the state before", "minutes")
     return table(head, rows)
+
+
+def _summary(results: list[NeverWorse]) -> str:
+    """How many steps ended better, worse or not told apart on text that nobody had seen, in one sentence."""
+    if not results:
+        return "No result yet."
+    steps = [_verdict(a, b).partition(":")[0] for r in results for a, b in pairwise(r.states)]
+    verdicts = ("better", "not told apart", "kept as it was", "worse")
+    found = ", ".join(f"{steps.count(word)} {word}" for word in verdicts if word in steps)
+    models, texts = ({name(r) for r in results} for name in (lambda r: r.measured_on.model.name, lambda r: r.text))
+    over = [span(np.exp([float((r.states[i].windows - r.dense).mean()) for r in results])) for i in range(3)]
+    return (
+        f"On {counted(len(models), 'model')} and {counted(len(texts), 'calibration text')}, a quarter of the layers "
+        f"removed, {len(steps)} steps (from cut to mended, from there to healed) end on a text that nobody had seen: "
+        f"{found}. Perplexity over that of the dense model: {over[0]} cut, {over[1]} mended, {over[2]} healed."
+    )
 
 
 def _verdict(before: State, after: State) -> str:
