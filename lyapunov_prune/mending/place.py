@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -145,7 +146,7 @@ class _Layer:
             after = self.run(path, lambda m, moved=moved: m + moved) - whole  # type: ignore[misc]
             moved = moved.reshape(after.shape)
             scale = float((after * moved).sum() / moved.square().sum())
-            if scale and _same(after, scale * moved):
+            if scale and _error(after, scale * moved) <= _SAME:
                 yield path, scale
 
     def place(self, layer: int, path: str, scale: float) -> Place | None:
@@ -158,14 +159,18 @@ class _Layer:
         for channels, candidates in ((False, self._matrices(path, branch, width)), (True, self._norm(path))):
             E = (_random(width) if channels else _random(width, width)).to(m.device)
             wanted = m * (1 + E) if channels else m + m @ E.T
+            # The nearest, not the first that is near: of a norm with large weights w and 1 + w hardly differ here.
+            nearest, least = None, _SAME
             for parts in candidates:
                 with self._put_back(path):
                     for part in parts:
                         p = self.layer.get_parameter(part.name)
                         p.copy_(multiplied(p, part, E))
-                    fits = _same(branch(branch.x), wanted)
-                if fits:
-                    return Place(layer, path, scale, channels, parts, _shift(parts))
+                    error = _error(branch(branch.x), wanted)
+                if error <= least:
+                    nearest, least = parts, error
+            if nearest is not None:
+                return Place(layer, path, scale, channels, nearest, _shift(nearest))
         return None
 
     def _matrices(self, path: str, branch: Branch, width: int) -> Iterator[tuple[Part, ...]]:
@@ -229,8 +234,12 @@ def _random(*shape: int) -> torch.Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(2)) / shape[-1] ** 0.5
 
 
-def _same(one: torch.Tensor, other: torch.Tensor) -> bool:
-    return bool((one - other).norm() <= _SAME * other.norm()) and bool(other.isfinite().all())
+def _error(one: torch.Tensor, other: torch.Tensor) -> float:
+    """`‖one − other‖ / ‖other‖`; infinite where `other` is zero or not finite and `one` another."""
+    if torch.equal(one, other):
+        return 0.0
+    error = float((one - other).norm() / other.norm())
+    return error if math.isfinite(error) else math.inf
 
 
 def _float32(value: Any) -> Any:

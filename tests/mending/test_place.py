@@ -72,6 +72,15 @@ def test_kinds_of_layers(name: str, ids: torch.Tensor) -> None:
     assert require_taken(make_zoo(name), ids % 90, layer).parts == KINDS[name]
 
 
+def test_weights_of_a_norm_that_dwarf_one_do_not_hide_the_one(ids: torch.Tensor) -> None:
+    """Gemma 3 270M has weights up to 689, of which `w` and `1 + w` differ by less than a trial's tolerance."""
+    model = make_zoo("gemma2")
+    layer: Any = find_structure(model).layers[LAYER]
+    with torch.no_grad():
+        layer.post_feedforward_layernorm.weight.mul_(100).add_(300)
+    assert require_taken(model, ids).parts == KINDS["gemma2"]
+
+
 def test_the_layer_itself_is_left_as_it_was(ids: torch.Tensor) -> None:
     model = make_zoo("gemma2").bfloat16()
     before = {name: p.clone() for name, p in model.state_dict().items()}

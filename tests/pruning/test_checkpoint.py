@@ -214,7 +214,8 @@ def test_a_strange_name_is_text_in_the_card(
     write_pruned(model, tokenizer, plain, target.parent / "plain")
     write_pruned(model, tokenizer, plan, target)
     card, other = ((folder / "README.md").read_text(encoding="utf-8") for folder in (target, target.parent / "plain"))
-    assert front(card) == front(other) == {"library_name": "transformers", "tags": ["lyapunov-prune", "depth-pruning"]}
+    told = {"library_name": "transformers", "pipeline_tag": "text-generation"}
+    assert front(card) == front(other) == told | {"tags": ["lyapunov-prune", "depth-pruning"]}
     marks = [re.findall(r"^(?:#|\||`|--)", text, re.M) for text in (card, other)]
     assert marks[0] == marks[1]
     assert all(c.isprintable() for c in card.replace("\n", ""))
