@@ -169,7 +169,7 @@ def test_it_is_saved_loaded_and_told(llama: PreTrainedModel, few: torch.Tensor, 
     assert again.compressed == report.compressed
     assert again.distribution is not None
     np.testing.assert_array_equal(again.distribution.counts, report.distribution.counts)  # type: ignore[union-attr]
-    assert "42 matrices as LlamaForCausalLM holds them, 1680 inputs of its forward, 0 violations" in str(report)
+    assert "42 matrices as LlamaForCausalLM holds them, 1680 inputs of its forward, 0 violations" in report.headline()
     assert list(report.to_frame())[3:7] == ["least", "median", "quantile_99", "worst_ratio"]
     assert "median" in report.summary()
 

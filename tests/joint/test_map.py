@@ -176,8 +176,8 @@ def test_a_map_is_read_back_as_it_was(tmp_path: Path) -> None:
     assert str(again) == str(fitted)
     assert (again.errors, again.excluded) == (fitted.errors, fitted.excluded)
     np.testing.assert_array_equal(again.interval(fitted.removed), fitted.interval(fitted.removed))
-    assert "Map of degree 2 through 22 points" in str(fitted)
-    assert "leave-two-out RMSE: degree 1 2.02, degree 2 0.618; degree 3 excluded: without" in str(fitted)
+    assert "Map of degree 2 through 22 points" in fitted.headline()
+    assert "leave-two-out RMSE: degree 1 2.02, degree 2 0.618; degree 3 excluded: without" in fitted.headline()
 
 
 @pytest.mark.parametrize(
