@@ -55,7 +55,7 @@ def test_every_knob_of_a_schedule_is_reached(run: Any) -> None:
 @pytest.mark.parametrize(
     ("args", "message"),
     [
-        (["--allocation", "atp", "--schedule-option", "tau=1"], "parameter 'tau'"),
+        (["--allocation", "atp", "--schedule-option", "tau=1"], "schedule atp has no tau"),
         (["--allocation", "atp", "--schedule-option", "beta"], "'beta' is no NAME=VALUE"),
         (["--allocation", "atp", "--schedule-option", "beta=steep"], "is 'steep'"),
         (["--allocation", "atp", "--pooling", "token"], "leave out --pooling"),
