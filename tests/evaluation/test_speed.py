@@ -102,5 +102,5 @@ def test_files_from_before_images_are_of_text(llama: PreTrainedModel, tmp_path: 
 
 
 def test_text_and_images_are_not_timed_together(llama: PreTrainedModel) -> None:
-    with pytest.raises(LyapunovPruneError, match="some look at images"):
+    with pytest.raises(LyapunovPruneError, match="some of the models read text and some read images"):
         measure_speed({"a": llama, "b": make_classifier("vit")}, prompt=4)
