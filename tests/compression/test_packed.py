@@ -158,8 +158,8 @@ def test_weights_that_are_not_of_the_grid_are_not_packed(tokenizer: PreTrainedTo
         (("rtn", 3, True, "uniform"), "not 3 bits"),
         (("rtn", None, True, "uniform"), "not no bits"),
         (("rtn", 4.5, True, "bits"), r"not 4\.5 bits"),
-        (("rtn", 4, True, "bits"), "--allocation"),
-        (("rtn", 4, False, "uniform"), "--symmetric"),
+        (("rtn", 4, True, "bits"), "leave out allocation"),
+        (("rtn", 4, False, "uniform"), "give symmetric"),
     ],
 )
 def test_what_the_format_cannot_hold_is_refused(options: tuple[Any, ...], told: str) -> None:
