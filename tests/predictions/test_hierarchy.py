@@ -170,8 +170,9 @@ def test_a_violated_bound_is_counted_and_named(
     monkeypatch.setattr(module, "kl_softmax_le_range", lambda kl, span, **more: whole(kl, 1e-3 * span, **more))
     found = probe_layers(llama, prompts, steps=2, what=("mlp",))
     assert len(found.violations) == LAYERS
-    assert "6 of its bounds VIOLATED" in str(found)
-    assert "kl_softmax_le_range is VIOLATED by mlp of layer 5" in str(found)
+    assert f"{LAYERS} VIOLATED" in str(found)
+    assert f"{LAYERS} of its bounds VIOLATED" in found.headline()
+    assert "kl_softmax_le_range is VIOLATED by mlp of layer 5" in found.headline()
 
 
 def test_every_family_is_probed(family: str, prompts: torch.Tensor) -> None:

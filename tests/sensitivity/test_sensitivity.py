@@ -328,7 +328,7 @@ def test_a_result_saves_loads_and_prints(few: torch.Tensor, other: torch.Tensor,
     assert again.measured_on == found.measured_on
     assert again.calibrated_on == found.calibrated_on
     assert [again.effects[i].layer for i in (0, 6, -1)] == [None, 0, 5]
-    assert "dense perplexity" in str(found)
+    assert f"Dense perplexity {found.perplexity:.4g}" in str(found)
 
 
 @pytest.mark.parametrize("loss", [math.nan, math.inf, 1e4], ids=str)
