@@ -190,7 +190,7 @@ def test_examples_come_first_and_are_not_scored(
     assert tokenizer.decode(read[0]) == "Which melts? ice\n\nTwo and two are\nfour"
     with pytest.raises(LyapunovPruneError, match="4 items, and 4"):
         load_tasks(files, few_shot=4)
-    with pytest.raises(LyapunovPruneError, match="-1 examples"):
+    with pytest.raises(LyapunovPruneError, match="few_shot is -1"):
         load_tasks(files, few_shot=-1)
 
 
@@ -375,7 +375,9 @@ def test_eval_scores_tasks_of_both_models(
     assert (done["code"], done["err"]) == (0, "")
     found = Evaluation.load("runs/tiny/eval.json").tasks
     assert found is not None
-    assert str(found) in done["out"]
+    assert "\n".join(found.answer()) in done["out"]
+    for words in map(str.split, str(found).splitlines()):
+        assert words in [line.split() for line in done["out"].splitlines()]
     page = Path("runs/tiny/report.html").read_text(encoding="utf-8")
     assert "<h2>Tasks</h2>" in page
     assert Path("runs/tiny/figures/tasks.svg").is_file()

@@ -341,7 +341,7 @@ def test_ranked_planned_pruned_and_loaded(what: str, run: Callable[..., Any]) ->
         torch.testing.assert_close(dense(ids).logits, logits[0])
     done = run("prune", "tiny", "--plan", "runs/tiny/plan.json", "--on-disk", "-o", "on-disk")
     assert (done.code, done.changed) == (2, set())
-    assert done.err.endswith("prune it in memory")
+    assert done.err.endswith("prune it in memory\n")
     card = Path("by-plan/README.md").read_text()
     assert "saves no time or memory" in card
     assert f"of layers of the original: {', '.join(map(str, plan.touched))}." in card
