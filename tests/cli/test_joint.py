@@ -50,11 +50,11 @@ def test_a_checkpoint_with_its_decision_and_its_report(run: Callable[..., Done])
     told = Path("out/README.md").read_text()
     attention, activation = result.decision.chosen
     for line in (
-        f"{attention} attentions and {activation} activations go",
+        f"{attention} attentions and {activation} activations are removed",
         "The budget is 2 to remove. Of 3 pairs that meet it",
         "The choice is " + ("certain" if result.decision.certain else "not certain"),
         f"The noise is at most {result.decision.noise:.3g}",
-        f"has seen: {result.chosen:.4g}, dense {result.dense:.4g}",
+        f"not used above: {result.chosen:.4g}, dense {result.dense:.4g}",
         "    lyapunov-prune joint tiny --remove 2 --reduction affine --importance taylor --steps-per-point 1",
     ):
         assert line in told

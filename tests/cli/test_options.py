@@ -262,4 +262,5 @@ def test_a_number_that_is_none_is_refused_at_the_door(
 @pytest.mark.parametrize("value", ["nan", "inf", "1e999"])
 def test_a_parameter_of_a_schedule_is_a_finite_number(value: str, run_bad: Callable[..., str]) -> None:
     line = ("compress", "tiny", "--method", "magnitude", "--sparsity", "0.5", "--allocation", "atp", "-o", "out")
-    assert "beta of schedule atp" in run_bad(*line, "--schedule-option", f"beta={value}")
+    refused = run_bad(*line, "--schedule-option", f"beta={value}")
+    assert f"beta of atp is {float(value)}; give a finite number" in refused

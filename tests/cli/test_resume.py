@@ -49,7 +49,7 @@ def test_rank_replaces_no_profile_of_other_settings(run: Callable[..., Done]) ->
     [
         ["--seeds", "2", "--pooling", "token"],
         ["--seeds", "2", "--epsilon", "0.1"],
-        ["--seeds", "2", "--method", "jvp"],
+        ["--seeds", "2", "--derivative", "jvp"],
         ["--seeds", "2", "--seed", "7"],
         ["--seeds", "3"],
     ],
