@@ -13,8 +13,8 @@ from transformers import PreTrainedModel
 from lyapunov_prune import LyapunovPruneError, block_influence, compress, perplexity
 from lyapunov_prune.data.batch import as_batch
 from lyapunov_prune.forward.reading import Reading, read
+from lyapunov_prune.models.decoder import Decoder, Model
 from lyapunov_prune.models.hooked import hooked
-from lyapunov_prune.models.structure import Structure
 from lyapunov_prune.profiles.profile import profile_layers
 
 
@@ -69,18 +69,18 @@ def test_measurements_take_a_reading_for_a_batch(llama: PreTrainedModel, ids: to
 
 
 @pytest.fixture
-def readings(monkeypatch: pytest.MonkeyPatch) -> list[Structure]:
+def readings(monkeypatch: pytest.MonkeyPatch) -> list[Decoder]:
     """One entry for every time that a model is read anew."""
     from lyapunov_prune.forward import reading as module
 
-    made: list[Structure] = []
-    find: Callable[[PreTrainedModel], Structure] = module.find_structure
-    monkeypatch.setattr(module, "find_structure", lambda model: made.append(find(model)) or made[-1])
+    made: list[Decoder] = []
+    find: Callable[[Model], Decoder] = module.wrap
+    monkeypatch.setattr(module, "wrap", lambda model: made.append(find(model)) or made[-1])
     return made
 
 
 def test_both_halves_of_a_profile_share_one_reading(
-    llama: PreTrainedModel, ids: torch.Tensor, readings: list[Structure]
+    llama: PreTrainedModel, ids: torch.Tensor, readings: list[Decoder]
 ) -> None:
     profile = profile_layers(llama, ids, seeds=[0])
     assert len(readings) == 1
