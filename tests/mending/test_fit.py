@@ -115,5 +115,5 @@ def test_a_map_is_applied_in_float64_and_rounded_once() -> None:
 
 def test_nothing_that_reached_the_place_is_said() -> None:
     m, r, w = drawn(5)
-    with pytest.raises(LyapunovPruneError, match="without energy"):
+    with pytest.raises(LyapunovPruneError, match="no nonzero input"):
         fit("full", summed(torch.zeros_like(m), r, w), 0.1, shifts=False)

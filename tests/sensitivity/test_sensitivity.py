@@ -301,7 +301,7 @@ def test_without_a_profile_nothing_is_correlated(few: torch.Tensor) -> None:
     found = measure_sensitivity(make_tiny("llama"), few, studies=["removal"])
     assert found.scores == {}
     assert found.correlations().empty
-    assert "Spearman" not in str(found)
+    assert "Spearman" not in found.headline()
 
 
 def test_scores_are_those_of_the_profile(few: torch.Tensor, other: torch.Tensor) -> None:
@@ -314,7 +314,7 @@ def test_scores_are_those_of_the_profile(few: torch.Tensor, other: torch.Tensor)
     downstream = [np.prod(rho[k + 1 :]) for k in range(LAYERS)]
     np.testing.assert_allclose(found.scores["amplification"], downstream, rtol=1e-6)
     assert len(found.correlations()) == 9
-    assert str(found).count("Spearman of") == 9
+    assert found.headline().count("Spearman of") == 9
 
 
 # The file.
