@@ -105,7 +105,7 @@ def test_recovered_is_the_share_of_the_perplexity_that_removal_cost(
 def test_without_evaluation_nothing_is_said_of_recovery(ids: torch.Tensor) -> None:
     found = report(ids, BEFORE - 1)
     assert found.recovered is None
-    assert "Held-out" not in str(found)
+    assert "Held-out" not in found.headline()
     assert "recovered" not in found.about()
 
 
