@@ -25,7 +25,7 @@ Mended = tuple[tuple[Mend, ...], MendReport]
 
 
 @dataclass(frozen=True, eq=False)
-class Choice:
+class Chosen:
     """The layers that go, and the maps that close their gaps, none where they do not pay."""
 
     plan: PruningPlan
@@ -52,7 +52,7 @@ class Chooser:
     resume: bool
     batch_size: int
 
-    def choose(self, remove: int) -> Choice:
+    def choose(self, remove: int) -> Chosen:
         began = time.monotonic()
         fits: dict[tuple[int, ...], Mended] = {}
 
@@ -76,12 +76,12 @@ class Chooser:
         told = f"best of {len(found.tried)} sets by the loss"
         chosen = Taken("layers chosen", True, told, time.monotonic() - began)
         if not self.mend:
-            return Choice(plan, found, (), None, (chosen, Taken("mending", False, "no time left", 0.0)))
+            return Chosen(plan, found, (), None, (chosen, Taken("mending", False, "no time left", 0.0)))
         mends, report, mending = self._mended(plan, found, fits.get(found.remove))
         if report is not None:
             for on in (report.measured_on, *(each.measured_on for each in report.judgements)):
                 plan = plan.seen_on(on)
-        return Choice(plan, found, mends, report, (chosen, mending))
+        return Chosen(plan, found, mends, report, (chosen, mending))
 
     def _mended(
         self, plan: PruningPlan, found: BestRemoval, fitted: Mended | None

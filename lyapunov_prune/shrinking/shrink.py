@@ -35,7 +35,7 @@ from lyapunov_prune.pruning.removal_gate import check_removal
 from lyapunov_prune.pruning.surgery import cut
 from lyapunov_prune.results.files import require_disk, require_empty
 from lyapunov_prune.results.store import Store, clear_results
-from lyapunov_prune.shrinking.choosing import Choice, Chooser
+from lyapunov_prune.shrinking.choosing import Chosen, Chooser
 from lyapunov_prune.shrinking.cost import Estimate
 from lyapunov_prune.shrinking.report import REPORT, Shrinking, Shrunk, Taken
 from lyapunov_prune.shrinking.request import MENDED_SEARCH, Clock, Request, healing_minutes, search_forwards
@@ -178,7 +178,7 @@ def _run(
     return Shrunk(smaller, report)
 
 
-def _chosen(request: Request, chooser: Chooser, remove: int | None, task: Task | None) -> Choice:
+def _chosen(request: Request, chooser: Chooser, remove: int | None, task: Task | None) -> Chosen:
     """The layers that go: so many, or as many as the target allows to lose."""
     if remove is not None:
         return chooser.choose(remove)
@@ -253,7 +253,7 @@ def _write(
     output: Path,
     report: Shrinking,
     smaller: PreTrainedModel,
-    choice: Choice,
+    choice: Chosen,
     gate: GateReport,
     healed: Healed | None,
     learn: TokenBatch,

@@ -24,22 +24,22 @@ from lyapunov_prune.models.structure import find_structure, in_eval_mode
 from lyapunov_prune.predictions.divergence import divergences_of
 from lyapunov_prune.pruning.operation import Operation
 from lyapunov_prune.pruning.surgery import cut
-from lyapunov_prune.shrinking.choosing import Choice, Chooser
+from lyapunov_prune.shrinking.choosing import Chosen, Chooser
 from lyapunov_prune.shrinking.report import main_score
 from lyapunov_prune.shrinking.target import Target, least
 
 # What a choice of layers loses.
-Loss = Callable[[Choice], float]
+Loss = Callable[[Chosen], float]
 
 
-def largest(target: Target, chooser: Chooser, lost: Loss) -> tuple[Choice, float]:
+def largest(target: Target, chooser: Chooser, lost: Loss) -> tuple[Chosen, float]:
     """The choice of most layers that loses at most what `target` allows, and what it loses.
 
     Layers are chosen and mended anew for every number that is tried. Raises LyapunovPruneError where one layer loses
     more, with how much.
     """
     most = find_structure(chooser.model).num_layers - 1
-    tried: dict[int, tuple[Choice, float]] = {}
+    tried: dict[int, tuple[Chosen, float]] = {}
 
     def is_over(count: int) -> bool:
         choice = chooser.choose(count)
@@ -57,7 +57,7 @@ def largest(target: Target, chooser: Chooser, lost: Loss) -> tuple[Choice, float
 
 @in_eval_mode
 @torch.no_grad()
-def divergence(model: PreTrainedModel, chooser: Chooser, choice: Choice) -> float:
+def divergence(model: PreTrainedModel, chooser: Chooser, choice: Chosen) -> float:
     """KL(dense ‖ pruned and mended), nats a token, on the windows that no score or map has seen."""
     _, checking = apart(read(model, chooser.batch), every=2, most=None)
     removed = choice.plan.remove
@@ -104,7 +104,7 @@ def drop_of(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, task: Ta
     dense = score(model)
     decoder = plain(model)
 
-    def loss(choice: Choice) -> float:
+    def loss(choice: Chosen) -> float:
         return dense - score(cut(decoder, Operation(choice.plan, mends=choice.mends), shared=True).model)
 
     return loss
