@@ -35,7 +35,7 @@ from lyapunov_prune.pruning.removal_gate import check_removal
 from lyapunov_prune.pruning.surgery import cut
 from lyapunov_prune.results.files import require_disk, require_empty
 from lyapunov_prune.results.store import Store, clear_results
-from lyapunov_prune.shrinking.choosing import Chosen, Chooser
+from lyapunov_prune.shrinking.choosing import Chooser, Chosen
 from lyapunov_prune.shrinking.cost import Estimate
 from lyapunov_prune.shrinking.report import REPORT, Shrinking, Shrunk, Taken
 from lyapunov_prune.shrinking.request import MENDED_SEARCH, Clock, Request, healing_minutes, search_forwards

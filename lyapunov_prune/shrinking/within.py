@@ -24,7 +24,7 @@ from lyapunov_prune.models.structure import find_structure, in_eval_mode
 from lyapunov_prune.predictions.divergence import divergences_of
 from lyapunov_prune.pruning.operation import Operation
 from lyapunov_prune.pruning.surgery import cut
-from lyapunov_prune.shrinking.choosing import Chosen, Chooser
+from lyapunov_prune.shrinking.choosing import Chooser, Chosen
 from lyapunov_prune.shrinking.report import main_score
 from lyapunov_prune.shrinking.target import Target, least
 
