@@ -15,6 +15,7 @@ import lyapunov_prune as lp
 from lyapunov_prune.evaluation.judging import compare
 from lyapunov_prune.forward.reading import read
 from lyapunov_prune.mending import judge as judge_module
+from lyapunov_prune.mending.mend import fit_mends
 from lyapunov_prune.models.structure import find_structure
 from lyapunov_prune.ranking import BestRemoval, best_removal
 from lyapunov_prune.ranking import best as module
@@ -129,15 +130,16 @@ def test_sets_are_compared_mended_and_not(name: str, many: torch.Tensor, other: 
 
 
 @pytest.mark.parametrize("fault", ["maps of the check windows", "maps of the other text"])
-def test_planted_fault_maps_of_what_judges_are_seen(
-    fault: str, many: torch.Tensor, other: torch.Tensor, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_planted_fault_maps_of_what_judges_are_seen(fault: str, many: torch.Tensor, other: torch.Tensor) -> None:
     model = make_tiny("llama")
-    fit = module.fit_mends
     seen = many[1::2] if "check" in fault else other.repeat(2, 1)
-    monkeypatch.setattr(module, "fit_mends", lambda model, layers, reading, of: fit(model, layers, seen))
+
+    def fit(model: Any, layers: Any, reading: Any, of: int) -> Any:
+        return fit_mends(model, layers, seen)
+
+    found = best_removal(model, many, REMOVE, search=80, mend=True, judge=other, fit=fit)
     with pytest.raises(AssertionError):
-        require_mended(model, many, other, best_removal(model, many, REMOVE, search=80, mend=True, judge=other))
+        require_mended(model, many, other, found)
 
 
 def test_half_of_the_forwards_find_the_sets_that_are_mended(many: torch.Tensor, other: torch.Tensor) -> None:
@@ -177,13 +179,12 @@ def test_a_map_that_fits_its_text_alone_loses(
 
 
 def test_sets_that_cannot_be_mended_are_compared_as_they_are(
-    many: torch.Tensor, other: torch.Tensor, monkeypatch: pytest.MonkeyPatch, llama: PreTrainedModel
+    many: torch.Tensor, other: torch.Tensor, llama: PreTrainedModel
 ) -> None:
     def refused(model: Any, layers: Any, reading: Any, of: int) -> Any:
         raise lp.LyapunovPruneError("no place")
 
-    monkeypatch.setattr(module, "fit_mends", refused)
-    found = best_removal(llama, many, REMOVE, search=80, mend=True, judge=other)
+    found = best_removal(llama, many, REMOVE, search=80, mend=True, judge=other, fit=refused)
     assert np.isnan([final.mended for final in found.finals]).all()
     assert "better left unmended" in found.headline()
 
@@ -199,14 +200,11 @@ def test_no_text_to_judge_by_is_written_by_the_model(many: torch.Tensor, monkeyp
     assert found.other_on in found.plan(REMOVE).measured_on
 
 
-def test_mended_sets_are_not_mended_again(
-    many: torch.Tensor, other: torch.Tensor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_mended_sets_are_not_mended_again(many: torch.Tensor, other: torch.Tensor, tmp_path: Path) -> None:
     model = make_tiny("llama")
     how: dict[str, Any] = {"search": 80, "mend": True, "judge": other, "folder": tmp_path}
     whole = best_removal(model, many, REMOVE, **how)
-    monkeypatch.setattr(module, "fit_mends", pytest.fail)
-    found = best_removal(model, many, REMOVE, **how, resume=True)
+    found = best_removal(model, many, REMOVE, **how, resume=True, fit=lambda *_, **__: pytest.fail("mended again"))
     assert str(found) == str(whole)
     loaded = BestRemoval.load(found.save(tmp_path / "best.json"))
     assert (str(loaded), loaded.finals[0].layers) == (str(found), found.finals[0].layers)
@@ -214,26 +212,21 @@ def test_mended_sets_are_not_mended_again(
         best_removal(model, many, REMOVE, search=40, folder=tmp_path, resume=True)
 
 
-def test_killed_before_the_last_set_is_mended(
-    many: torch.Tensor, other: torch.Tensor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_killed_before_the_last_set_is_mended(many: torch.Tensor, other: torch.Tensor, tmp_path: Path) -> None:
     """What was measured before is taken up, and the rest is that of the model without maps."""
     model = make_tiny("llama")
     how: dict[str, Any] = {"search": 80, "mend": True, "judge": other}
     whole = best_removal(model, many, REMOVE, **how)
-    fit = module.fit_mends
     fitted: list[tuple[int, ...]] = []
 
     def dies(model: Any, layers: Any, reading: Any, of: int) -> Any:
         if len(fitted) == 1:
             raise KeyboardInterrupt
         fitted.append(layers)
-        return fit(model, layers, reading, of=of)
+        return fit_mends(model, layers, reading, of=of)
 
-    monkeypatch.setattr(module, "fit_mends", dies)
     with pytest.raises(KeyboardInterrupt):
-        best_removal(model, many, REMOVE, **how, folder=tmp_path)
-    monkeypatch.setattr(module, "fit_mends", fit)
+        best_removal(model, many, REMOVE, **how, folder=tmp_path, fit=dies)
     found = best_removal(model, many, REMOVE, **how, folder=tmp_path, resume=True)
     assert found.to_json() == whole.to_json()
 
