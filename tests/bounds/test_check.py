@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -350,7 +349,7 @@ def test_gpt2_trained_from_nothing() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("real", [False, True], ids=["random weights", "real weights"])
 def test_gpt2_small_468_matrices_by_30_settings(real: bool) -> None:
-    """14,040 checks, no violation, under ten minutes on two cores."""
+    """14,040 checks, no violation."""
     if real:
         folder = os.environ.get("LYAPUNOV_PRUNE_GPT2")
         try:
@@ -361,12 +360,10 @@ def test_gpt2_small_468_matrices_by_30_settings(real: bool) -> None:
         torch.manual_seed(0)
         model = GPT2LMHeadModel(GPT2Config()).eval()
     ids = torch.randint(50257, (1, 64), generator=torch.Generator().manual_seed(0))
-    start = time.monotonic()
     report = check_grid(model, ids)
     assert len(report.names) == 468
     assert report.checks == 14_040
     assert report.passed, str(report)
-    assert time.monotonic() - start < 600
 
 
 @pytest.mark.slow
