@@ -16,6 +16,7 @@ from helpers import LAYERS, QUICK, hooks_of, make_other, make_tiny, moe, states_
 from transformers import PreTrainedModel
 
 from lyapunov_prune import LyapunovPruneError, NonFiniteError, measure_contraction
+from lyapunov_prune.models.decoder import Decoder
 from lyapunov_prune.models.structure import find_structure
 from lyapunov_prune.profiles.propagation import direction
 from lyapunov_prune.profiles.sublayer_growth import SublayerGrowth, sublayer_growth
@@ -105,9 +106,9 @@ def test_planted_fault_a_boundary_elsewhere_breaks_the_reference(few: torch.Tens
     module = importlib.import_module("lyapunov_prune.profiles.sublayer_growth")
     right, find = sublayer_growth(model, few, seeds=(0,)), module.find_sublayers
 
-    def elsewhere(model: PreTrainedModel, layers: Any) -> Any:
-        found = find(model, layers)
-        for i, layer in enumerate(find_structure(model).layers):
+    def elsewhere(decoder: Decoder, layers: Any) -> Any:
+        found = find(decoder, layers)
+        for i, layer in enumerate(decoder.layers):
             found[i].branches["mlp"] = replace(found[i].branches["mlp"], entry=layer.mlp)
         return found
 

@@ -125,7 +125,7 @@ def test_a_list_that_does_not_follow_fails_the_gate(
 
     def turned(*given: Any) -> Any:
         pruned = right(*given)
-        pruned.config.cuts = pruned.config.cuts[::-1]
+        pruned.model.config.cuts = pruned.model.config.cuts[::-1]
         return pruned
 
     monkeypatch.setattr(shards, "_cut", turned)

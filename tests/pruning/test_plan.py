@@ -134,7 +134,7 @@ def test_a_plan_shows_scores_and_ranks(llama: PreTrainedModel) -> None:
     picked = np.array([0.0, 1.0, 0.0, 0.1, 0.0999, 0.4])
     plan = replace(PruningPlan.given(llama, [1]), criterion="bi", scores=scores, picked=picked, below_floor=(3,))
     frame = plan.to_frame()
-    assert frame["rank"].tolist() == [4, 1, 6, 2, 5, 3]
+    assert frame["rank"].fillna(0).tolist() == [4, 1, 0, 2, 5, 3]  # none without a score
     assert frame["picked"].tolist() == picked.tolist()
     assert np.flatnonzero(frame["below_floor"]).tolist() == [3]
     # Of a tenth of the draws on a layer that stays is named, the likeliest first.
