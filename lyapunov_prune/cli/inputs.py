@@ -72,12 +72,15 @@ def load_judge(
         judge = "builtin"
     if judge is None or judge == SELF:
         return second_text(read(loaded.model, batch))
-    tokens = max(1, len(batch) // share) * text.context
-    other = replace(text, text=judge, text_column=None, bos=None, tokens=tokens).load(
-        loaded, "calibration", offline=source.offline
-    )
+    other = load_beside(judge, loaded, max(1, len(batch) // share), text, source)
     require_disjoint(batch, other)
     return other
+
+
+def load_beside(name: str, loaded: Decoder, windows: int, text: TextOptions, source: ModelOptions) -> TokenBatch:
+    """So many windows of another text, as long as those of `text`."""
+    other = replace(text, text=name, text_column=None, bos=None, tokens=windows * text.context)
+    return other.load(loaded, "calibration", offline=source.offline)
 
 
 def load_prompted(

@@ -148,6 +148,10 @@ class TextOptions:
         text_option("--bos/--no-bos", help="Start windows with BOS; the tokenizer's habit if not given."),
     ] = None
 
+    def as_eval(self, context: int) -> TextOptions:
+        """The same text to score on: as much as `eval` takes, at the most, in windows of `context` tokens."""
+        return replace(self, tokens=max(context, min(self.tokens, TextOptions.tokens)), context=context)
+
     def load(
         self,
         loaded: Decoder,

@@ -18,10 +18,15 @@ from lyapunov_prune.models.classifiers import looks_at_images
 from lyapunov_prune.models.decoder import Model, model_of
 from lyapunov_prune.models.held import held
 from lyapunov_prune.models.streamed import require_not_streamed
-from lyapunov_prune.models.structure import find_structure
+from lyapunov_prune.models.structure import Structure, find_structure
 from lyapunov_prune.progress import track
 from lyapunov_prune.results.frames import pd
 from lyapunov_prune.results.result import Result, versions
+
+
+def prompt_for(structure: Structure) -> int:
+    """The tokens of a prompt that a model is timed on: 256, or half of a shorter context."""
+    return structure.at_most(512) // 2
 
 
 @dataclass(frozen=True)

@@ -60,7 +60,7 @@ def sample_inputs(decoder: Decoder, batch: Examples | Tokens | None) -> list[tor
         return [random_images(model), *given]
     window = getattr(config, "sliding_window", None) or 0
     length = max(TOKENS, window + 2 * STEPS) if window <= WINDOW_LIMIT else TOKENS
-    length = min(length, structure.max_context or length)
+    length = structure.at_most(length)
     generator = torch.Generator().manual_seed(0)
     random = torch.randint(config.vocab_size, (2, length), generator=generator)
     # Padding is no text: some families count positions past it, in one forward but not through a cache.

@@ -54,7 +54,7 @@ def fitting_and_judges(reading: Reading, judge: Tokens | None) -> tuple[Reading,
 
 def second_text(reading: Reading) -> TokenBatch:
     """A text written by the dense model in short windows. Raises like `self_generated`."""
-    context = min(_CONTEXT, reading.structure.max_context or _CONTEXT)
+    context = reading.structure.at_most(_CONTEXT)
     return self_generated(reading.model, tokens=_TOKENS, context=context, seed=_SEED)
 
 

@@ -56,6 +56,10 @@ class Structure:
         """Longest context the positions allow; None when the config names none."""
         return getattr(self.config, "max_position_embeddings", None)
 
+    def at_most(self, length: int) -> int:
+        """`length`, or the longest context where that is less."""
+        return min(length, self.max_context or length)
+
 
 def find_structure(model: PreTrainedModel) -> Structure:
     """The structure of the decoder `model`, as `find_layers` finds it.

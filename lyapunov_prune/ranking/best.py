@@ -25,9 +25,10 @@ from lyapunov_prune.ranking.candidates import SOURCES, Cost, Layers, by_directio
 from lyapunov_prune.ranking.counts import free_layers, protected_layers, require_count, search_budget
 from lyapunov_prune.ranking.tried import BestRemoval, Final, Tried
 from lyapunov_prune.results.result import decode, encode
-from lyapunov_prune.results.store import Store
-from lyapunov_prune.sensitivity.sweep import Job, Sweep, badness
+from lyapunov_prune.results.store import Store, clear_results
+from lyapunov_prune.sensitivity.sweep import Job, Sweep, badness, clear_sweep
 
+_KIND, _CHECKS = "best removal", "checks"  # of the store, and the folder of the sweep in it
 _LEAST_WINDOWS = 2
 _SEARCH_SHARE = 0.5  # of the forwards, where sets are then mended with the rest
 _FINALS = 4  # sets that are mended, at the most
@@ -105,11 +106,11 @@ def best_removal(
     if other is not None:
         about["other_on"] = encode(other.measured_on())
     with (
-        Store(folder, "best removal", about, resume=resume) as store,
+        Store(folder, _KIND, about, resume=resume) as store,
         Sweep(
             model,
             checking,
-            folder=None if folder is None else folder / "checks",
+            folder=None if folder is None else folder / _CHECKS,
             resume=resume,
             batch_size=batch_size,
         ) as sweep,
@@ -158,6 +159,12 @@ def best_removal(
         if not finals:
             return replace(found, left_out=(*left_out, "mended sets"))
         return found.with_finals(finals, other.measured_on())
+
+
+def clear_search(folder: Path) -> None:
+    """Delete what a search kept in `folder`. Raises as Store does."""
+    clear_sweep(folder / _CHECKS)
+    clear_results(folder, _KIND)
 
 
 def _held_share(scoring: Reading) -> float:

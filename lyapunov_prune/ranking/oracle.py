@@ -27,8 +27,8 @@ from lyapunov_prune.ranking.ranking import Ranking
 from lyapunov_prune.results.arrays import require_layers
 from lyapunov_prune.results.frames import pd
 from lyapunov_prune.results.result import MeasuredOn, decode, encode
-from lyapunov_prune.results.store import Store, clear_results
-from lyapunov_prune.sensitivity.sweep import DENSE, Job, Sweep, badness
+from lyapunov_prune.results.store import Store
+from lyapunov_prune.sensitivity.sweep import DENSE, Job, Sweep, badness, clear_sweep
 
 Candidates = Callable[[tuple[int, ...]], Collection[int]]
 
@@ -162,7 +162,7 @@ def greedy_removal(
     with Store(folder, "greedy removal", {**encode(measured_on), "criterion": criterion}, resume=resume) as store:
         if folder is not None and not resume and is_main():
             for path in folder.glob("step-[0-9]*"):  # also of steps that this search will not come to
-                clear_results(path, "sweep")
+                clear_sweep(path)
         removed: tuple[int, ...] = ()
         for number in range(remove):
             key = f"step {number}"

@@ -22,7 +22,7 @@ from lyapunov_prune.models.projections import Projection
 from lyapunov_prune.models.structure import in_eval_mode
 from lyapunov_prune.progress import track
 from lyapunov_prune.results.result import decode, encode
-from lyapunov_prune.results.store import Store
+from lyapunov_prune.results.store import Store, clear_results
 from lyapunov_prune.sensitivity.drift import Reference
 
 
@@ -48,6 +48,12 @@ class Outcome:
 
 
 DENSE = "dense"
+_KIND = "sweep"  # of the store
+
+
+def clear_sweep(folder: Path) -> None:
+    """Delete the outcomes that a sweep kept in `folder`. Raises as Store does."""
+    clear_results(folder, _KIND)
 
 
 def badness(loss: float) -> float:
@@ -81,7 +87,7 @@ class Sweep:
         self._processes = processes_of(model)
         self.measured_on = self.reading.measured_on()
         require_alike(self._processes, "texts", [self.measured_on.text_hash, also])
-        self._store = Store(folder, "sweep", {**encode(self.measured_on), **(also or {})}, resume=resume)
+        self._store = Store(folder, _KIND, {**encode(self.measured_on), **(also or {})}, resume=resume)
         # All processes must split the same list, whatever others have added meanwhile.
         self._processes.wait_for_everyone()
         self._ids = self.reading.windows(batch_size)

@@ -14,7 +14,7 @@ from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.forward.own_text import self_generated
 from lyapunov_prune.healing.heal import STEPS
 from lyapunov_prune.models.device import free_memory
-from lyapunov_prune.models.structure import Structure, find_structure, identify, in_eval_mode
+from lyapunov_prune.models.structure import find_structure, identify, in_eval_mode
 from lyapunov_prune.ranking.counts import search_budget
 from lyapunov_prune.results.frames import pd
 from lyapunov_prune.results.result import ModelIdentity, Result
@@ -96,12 +96,11 @@ def estimated(
 
     `held_out` tokens evaluate. With `writes` the model writes the text itself. `minutes` bound all of it.
     """
-    structure = find_structure(model)
-    layers = structure.num_layers
-    goes = max(1, layers // 4) if remove is None else remove
+    layers = find_structure(model).num_layers
+    goes = as_if(remove, layers)
     searches = 1 if remove is not None else 1 + math.ceil(math.log2(layers))
     window = window_seconds(model, context)
-    smaller = size_of(model) - goes * layer_bytes(structure) // layers
+    smaller = smaller_bytes(model, goes)
     budget = search_budget(layers, goes, mend=True) * searches
     seconds = {"writing the text": writing_seconds(model, windows, context) if writes else 0.0}
     seconds["choosing layers"] = budget * window * searched / 2
@@ -126,15 +125,19 @@ def estimated(
     )
 
 
+def as_if(remove: int | None, layers: int) -> int:
+    """The number of layers that a cost is estimated for: a quarter where it is not known yet."""
+    return max(1, layers // 4) if remove is None else remove
+
+
 def healed_by(model: PreTrainedModel, remove: int, context: int) -> tuple[int | None, int]:
     """The rank of the updates that heal, None for all weights, and the bytes of memory that this needs.
 
     All weights are trained where they are in float32 and there is room for a copy, its gradients, the two moments of
     the optimizer and the best weights so far. Raises LyapunovPruneError where there is no room for updates either.
     """
-    structure = find_structure(model)
-    smaller = size_of(model) - remove * layer_bytes(structure) // structure.num_layers
-    logits = 8 * context * structure.config.vocab_size * 4
+    smaller = smaller_bytes(model, remove)
+    logits = 8 * context * find_structure(model).config.vocab_size * 4
     free = free_memory(str(model.device))
     wide = all(p.dtype in (torch.float32, torch.float64) for p in model.parameters())
     needed = smaller + 4 * trained_bytes(model, remove, None) + logits
@@ -163,6 +166,7 @@ def _time(seconds: float) -> str:
     return f"{seconds / 60:.0f} minutes" if seconds > 90 else f"{seconds:.0f} seconds"
 
 
-def layer_bytes(structure: Structure) -> int:
-    """The bytes of all layers together."""
-    return sum(p.numel() * p.element_size() for p in structure.layers.parameters())
+def smaller_bytes(model: PreTrainedModel, remove: int) -> int:
+    """The bytes of `model` without `remove` layers of mean size."""
+    layers = find_structure(model).layers
+    return size_of(model) - remove * sum(p.numel() * p.element_size() for p in layers.parameters()) // len(layers)

@@ -16,7 +16,7 @@ from lyapunov_prune.models.left_out import require_whole
 from lyapunov_prune.models.plain import plain
 from lyapunov_prune.ranking.counts import search_budget
 from lyapunov_prune.results.store import Store
-from lyapunov_prune.shrinking.cost import Estimate, estimated
+from lyapunov_prune.shrinking.cost import Estimate, as_if, estimated
 from lyapunov_prune.shrinking.target import Target, count_for
 from lyapunov_prune.shrinking.texts import Texts
 
@@ -98,7 +98,7 @@ def search_forwards(expected: Estimate, clock: Clock) -> float | None:
     if clock.left() == math.inf:
         return None
     layers = expected.model.num_layers
-    usual = search_budget(layers, expected.remove or max(1, layers // 4), mend=True)
+    usual = search_budget(layers, as_if(expected.remove, layers), mend=True)
     seconds = expected.seconds
     forward = seconds["choosing layers"] / usual  # in each of the searches
     fixed = sum(seconds[step] for step in ("writing the text", "mending", "evaluation", "gate and files"))

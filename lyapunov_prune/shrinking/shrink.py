@@ -18,8 +18,9 @@ from lyapunov_prune.data.unseen import require_unseen
 from lyapunov_prune.errors import CheckFailed, Diverged
 from lyapunov_prune.evaluation.evaluation import Evaluation, zero_share
 from lyapunov_prune.evaluation.perplexity import perplexity
-from lyapunov_prune.evaluation.speed import measure_speed
+from lyapunov_prune.evaluation.speed import measure_speed, prompt_for
 from lyapunov_prune.evaluation.tasks import Task, evaluate_tasks
+from lyapunov_prune.forward.own_text import clear_text
 from lyapunov_prune.healing.heal import STEPS, heal
 from lyapunov_prune.healing.report import REPORT as HEALING
 from lyapunov_prune.healing.report import Healed
@@ -33,6 +34,7 @@ from lyapunov_prune.pruning.gate import GateReport
 from lyapunov_prune.pruning.operation import Operation
 from lyapunov_prune.pruning.removal_gate import check_removal
 from lyapunov_prune.pruning.surgery import cut
+from lyapunov_prune.ranking.best import clear_search
 from lyapunov_prune.results.files import require_disk, require_empty
 from lyapunov_prune.results.store import Store, clear_results
 from lyapunov_prune.shrinking.choosing import Chooser, Chosen
@@ -234,13 +236,9 @@ def _evaluation(request: Request, smaller: PreTrainedModel, held_out: TokenBatch
     return Evaluation(
         perplexities=tuple(perplexity(m, held_out, batch_size=batch_size) for m in models.values()),
         zeros=tuple(map(zero_share, models.values())),
-        speed=measure_speed(models, prompt=_prompt(dense), steps=16, repeats=3),
+        speed=measure_speed(models, prompt=prompt_for(find_structure(dense)), steps=16, repeats=3),
         tasks=None if task is None else evaluate_tasks(models, request.tokenizer, [task], batch_size=batch_size),
     )
-
-
-def _prompt(model: PreTrainedModel) -> int:
-    return min(256, (find_structure(model).max_context or 512) // 2)
 
 
 def _sizes(dense: PreTrainedModel, smaller: PreTrainedModel) -> tuple[int, int]:
@@ -280,7 +278,6 @@ def _clear(folder: Path) -> None:
     """Nothing of the work is left."""
     clear_states(folder / "heal")
     for kept in sorted(folder.glob("best-*")):
-        clear_results(kept / "checks", "sweep")
-        clear_results(kept, "best removal")
-    clear_results(folder / "text", "self-generated text")
+        clear_search(kept)
+    clear_text(folder / "text")
     clear_results(folder, "shrinking")

@@ -10,7 +10,7 @@ from typing import Literal
 from transformers import PreTrainedModel
 
 from lyapunov_prune.errors import LyapunovPruneError
-from lyapunov_prune.evaluation.speed import measure_speed
+from lyapunov_prune.evaluation.speed import measure_speed, prompt_for
 from lyapunov_prune.models.plain import plain
 from lyapunov_prune.models.structure import find_structure
 from lyapunov_prune.pruning.operation import Operation
@@ -133,7 +133,7 @@ def for_speed(speedup: float, model: PreTrainedModel) -> int:
     decoder = plain(model)
     structure = decoder.structure
     most = structure.num_layers - 1
-    prompt = min(256, (structure.max_context or 512) // 2)
+    prompt = prompt_for(structure)
 
     def ratio(count: int) -> float:
         plan = PruningPlan.given(decoder, range(structure.num_layers - count, structure.num_layers))

@@ -75,7 +75,7 @@ class Texts:
         """All three: where none is given the model writes what teaches, and the built-in text judges and evaluates."""
         held_out = self.held_out
         if held_out is None:
-            wide = min(WIDE, find_structure(model).max_context or WIDE)
+            wide = find_structure(model).at_most(WIDE)
             held_out = load_text("builtin", tokenizer, tokens=EVALUATED, context=wide, split="evaluation")
         require_unseen(model, held_out)
         judge = self.judge

@@ -64,7 +64,7 @@ def evaluate(
     from lyapunov_prune.evaluation.evaluation import Evaluation, zero_share
     from lyapunov_prune.evaluation.perplexity import perplexity
     from lyapunov_prune.evaluation.retrieval import evaluate_retrieval
-    from lyapunov_prune.evaluation.speed import measure_speed
+    from lyapunov_prune.evaluation.speed import measure_speed, prompt_for
     from lyapunov_prune.evaluation.tasks import evaluate_tasks, load_tasks
     from lyapunov_prune.models.quantised import is_packed, quantisation
     from lyapunov_prune.models.tokenizers import require_same_tokenizer
@@ -78,7 +78,7 @@ def evaluate(
     chosen = load_tasks(tasks.split(","), few_shot=few_shot, offline=source.offline) if tasks is not None else None
     sought = load_retrieval(*require_retrieval(retrieval)) if retrieval is not None else None
     first, batch = load_inputs(names[0], source, text, split, stream=stream)
-    prompt = min(256, (first.structure.max_context or 512) // 2)
+    prompt = prompt_for(first.structure)
     models = {names[0]: first.model}
     for name in names[1:]:
         other = source.load(name, stream=stream)

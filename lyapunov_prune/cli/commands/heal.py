@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -121,10 +120,8 @@ def heal(
     texts = [jobs.with_name(f"{jobs.name}-{name}") for name in ("text", "scored")]
     batch = text.load(dense, "calibration", folder=texts[0], **how)
     # As eval scores, if not told otherwise: perplexities in shorter windows are higher.
-    as_eval = TextOptions().context
-    context = text.context if "context" in given else min(as_eval, loaded.structure.max_context or as_eval)
-    scored = replace(text, tokens=max(context, min(text.tokens, 4096)), context=context)
-    held_out = scored.load(dense, "evaluation", folder=texts[1], **how)
+    context = text.context if "context" in given else loaded.structure.at_most(TextOptions.context)
+    held_out = text.as_eval(context).load(dense, "evaluation", folder=texts[1], **how)
     judging = None if judge is None else load_judge(judge, dense, batch, text, source, share=8)
     done = heal_model(
         loaded.model,

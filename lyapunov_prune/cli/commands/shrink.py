@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Annotated
 
-from lyapunov_prune.cli.inputs import draw_report, jobs_folder
+from lyapunov_prune.cli.inputs import draw_report, jobs_folder, load_beside
 from lyapunov_prune.cli.options import (
     Json,
     Judge,
@@ -77,7 +77,7 @@ def shrink(
     from lyapunov_prune.shrinking.request import Request
     from lyapunov_prune.shrinking.shrink import carry_out
     from lyapunov_prune.shrinking.target import Target as Wanted
-    from lyapunov_prune.shrinking.texts import EVALUATED, WIDE, Texts
+    from lyapunov_prune.shrinking.texts import Texts
     from lyapunov_prune.shrinking.within import halves
 
     wanted = Wanted.of(remove, params, speedup, max_kl, max_drop)
@@ -104,15 +104,12 @@ def shrink(
     learn = held_out = second = None
     if not own:
         learn = text.load(loaded, "calibration", offline=source.offline)
-        wide = min(WIDE, loaded.structure.max_context or WIDE)
-        scored = replace(text, tokens=max(wide, min(text.tokens, EVALUATED)), context=wide)
-        held_out = scored.load(loaded, "evaluation", offline=source.offline)
+        wide = loaded.structure.at_most(TextOptions.context)
+        held_out = text.as_eval(wide).load(loaded, "evaluation", offline=source.offline)
     texts = Texts(learn, None, held_out, text.tokens, text.context)
     if judge is not None and judge != SELF:
         texts.require(loaded.model)
-        tokens = texts.searched(loaded.model) // 2 * text.context
-        other = replace(text, text=judge, text_column=None, bos=None, tokens=tokens)
-        second = other.load(loaded, "calibration", offline=source.offline)
+        second = load_beside(judge, loaded, texts.searched(loaded.model) // 2, text, source)
     request = Request(
         loaded.model,
         loaded.tokenizer,
