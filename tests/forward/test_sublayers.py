@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from helpers import LAYERS, PARALLEL, TEXT, TINY, branches_of, hooks_of, make_other, make_tiny
+from helpers import LAYERS, PARALLEL, TEXT, TINY, branches_of, from_settings, hooks_of, make_other, make_tiny
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from lyapunov_prune import LyapunovPruneError, PruningPlan, rank, remove_layers, verify_removal
@@ -51,7 +51,7 @@ MIXTURES: dict[str, dict[str, Any]] = {
 
 
 def make_mixture(model_type: str) -> PreTrainedModel:
-    config = AutoConfig.for_model(
+    model = from_settings(
         model_type,
         vocab_size=97,
         hidden_size=32,
@@ -62,8 +62,6 @@ def make_mixture(model_type: str) -> PreTrainedModel:
         pad_token_id=0,
         **MIXTURES[model_type],
     )
-    torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(config).eval()
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(0.15 * torch.randn_like(parameter))
@@ -182,7 +180,7 @@ def test_families_whose_branches_cannot_be_told_apart_are_refused(model_type: st
 
 def one_branch_model() -> PreTrainedModel:
     """Nemotron-H: a layer is attention, or an MLP, or a state-space mixer, and has nothing else."""
-    config = AutoConfig.for_model(
+    return from_settings(
         "nemotron_h",
         vocab_size=97,
         hidden_size=32,
@@ -199,8 +197,6 @@ def one_branch_model() -> PreTrainedModel:
         chunk_size=8,
         pad_token_id=0,
     )
-    torch.manual_seed(0)
-    return AutoModelForCausalLM.from_config(config).eval()
 
 
 def test_layers_of_one_branch_have_one_score(ids: torch.Tensor) -> None:

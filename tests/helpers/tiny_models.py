@@ -60,10 +60,14 @@ TINY: dict[str, tuple[str, dict[str, Any]]] = {
 def make_tiny(name: str, seed: int = 0, **changes: Any) -> PreTrainedModel:
     """A random model of the family, float32, with weights large enough for every layer to matter."""
     model_type, extra = TINY[name]
-    config = transformers.AutoConfig.for_model(model_type, **{**SMALL, **extra, **changes})
+    return with_large_weights(from_settings(model_type, seed, **{**SMALL, **extra, **changes}))
+
+
+def from_settings(model_type: str, seed: int = 0, **settings: Any) -> PreTrainedModel:
+    """A random model of this config, in eval mode."""
+    config = AutoConfig.for_model(model_type, **settings)
     torch.manual_seed(seed)
-    model = AutoModelForCausalLM.from_config(config).eval()
-    return with_large_weights(model)
+    return AutoModelForCausalLM.from_config(config).eval()
 
 
 def make_small(name: str, **changes: Any) -> PreTrainedModel:
@@ -160,7 +164,7 @@ PARALLEL = {"gpt_neox", "phi", "cohere"}
 
 
 def make_other(model_type: str) -> PreTrainedModel:
-    config = transformers.AutoConfig.for_model(
+    return from_settings(
         model_type,
         vocab_size=97,
         hidden_size=32,
@@ -172,15 +176,11 @@ def make_other(model_type: str) -> PreTrainedModel:
         pad_token_id=0,
         **OTHERS[model_type][0],
     )
-    torch.manual_seed(0)
-    return transformers.AutoModelForCausalLM.from_config(config).eval()
 
 
 def other_head(model_type: str, **extra: Any) -> PreTrainedModel:
     """A family that does more to its logits than multiply by a matrix."""
-    config = AutoConfig.for_model(model_type, **SMALL, **extra)
-    torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(config).eval()
+    model = from_settings(model_type, **SMALL, **extra)
     for parameter in model.parameters():
         if parameter.ndim >= 2:
             parameter.normal_(std=0.3)
@@ -188,7 +188,7 @@ def other_head(model_type: str, **extra: Any) -> PreTrainedModel:
 
 
 def moe(model_type: str) -> PreTrainedModel:
-    config = transformers.AutoConfig.for_model(
+    return from_settings(
         model_type,
         vocab_size=97,
         hidden_size=32,
@@ -203,5 +203,3 @@ def moe(model_type: str) -> PreTrainedModel:
         num_experts_per_tok=2,
         max_position_embeddings=128,
     )
-    torch.manual_seed(0)
-    return transformers.AutoModelForCausalLM.from_config(config).eval()

@@ -7,10 +7,8 @@ from typing import Any
 import pytest
 import torch
 from families.zoo import make_zoo
-from helpers import LAYERS, TINY, make_tiny, operated
+from helpers import LAYERS, TINY, from_settings, make_tiny, operated
 from transformers import (
-    AutoConfig,
-    AutoModelForCausalLM,
     FalconH1Config,
     LlamaConfig,
     PreTrainedModel,
@@ -108,7 +106,7 @@ def test_gpt2_folds_the_layer_number_into_its_queries(ids: torch.Tensor) -> None
 
 
 def tiny_config(model_type: str, **extra: Any) -> PreTrainedModel:
-    config = AutoConfig.for_model(
+    return from_settings(
         model_type,
         vocab_size=97,
         hidden_size=32,
@@ -118,8 +116,6 @@ def tiny_config(model_type: str, **extra: Any) -> PreTrainedModel:
         num_key_value_heads=2,
         **extra,
     )
-    torch.manual_seed(0)
-    return AutoModelForCausalLM.from_config(config).eval()
 
 
 def test_an_unlisted_family_that_passes_the_gate_is_handed_out(ids: torch.Tensor) -> None:
