@@ -84,8 +84,16 @@ def launched_twice(script: Path) -> subprocess.CompletedProcess[str]:
 
     What `accelerate launch` starts for several devices; its --cpu starts one process whatever --num_processes says.
     """
+    done = _launched(script)
+    if "Signal 11 (SIGSEGV)" in done.stderr:  # gloo frees a tensor that Python frees too: pytorch issue 75529
+        print(done.stderr, file=sys.stderr)
+        done = _launched(script)
+    return done
+
+
+def _launched(script: Path) -> subprocess.CompletedProcess[str]:
     launch = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", "--master_port", free_port()]
-    env = {**os.environ, "OMP_NUM_THREADS": "1"}
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONFAULTHANDLER": "1"}
     return subprocess.run([*launch, str(script)], env=env, capture_output=True, text=True, timeout=300)
 
 
