@@ -9,11 +9,7 @@ MODEL-TEXT.json beside this file; the table of all of them goes into README.md b
 
 from __future__ import annotations
 
-import json
 import shlex
-import subprocess
-import sys
-import time
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -24,9 +20,9 @@ import pandas as pd
 import typer
 
 import lyapunov_prune as lp
+from experiments.by_commands import against, losses, run_once
 from experiments.common import Device, DType, job_folder, load, plain, read_text
 from experiments.statements import counted, ratio, runs, span, table
-from lyapunov_prune.evaluation.judging import compare
 from lyapunov_prune.healing.report import Healing
 from lyapunov_prune.pruning.provenance import PROVENANCE, Provenance
 from lyapunov_prune.results.result import MeasuredOn, Result
@@ -106,23 +102,13 @@ def main(
 
 
 def _state(output: Path, name: str, command: list[str], judged: lp.TokenBatch, before: State | None) -> State:
-    """Run a command once, and score what it wrote; its exit code 1 says that it wrote nothing."""
-    record = output.with_suffix(".json")
-    if not record.is_file():
-        print(f"lyapunov-prune {shlex.join(command)}", file=sys.stderr)
-        began = time.monotonic()
-        done = subprocess.run([sys.executable, "-m", "lyapunov_prune.cli", *command, "-o", str(output)], check=False)
-        if done.returncode not in (0, 1):
-            raise typer.Exit(done.returncode)
-        record.write_text(json.dumps({"code": done.returncode, "seconds": time.monotonic() - began}))
-    told = json.loads(record.read_text())
-    options = shlex.join([plain(word) for word in command])
-    if told["code"] == 1:
+    """What a command made; its exit code 1 says that it wrote nothing."""
+    ran = run_once(output, command)
+    if ran.code == 1:
         assert before is not None, "a plain removal fails its gate: see what the command says"
-        return State(name, options, before.removed, before.windows, told["seconds"], False, "nothing beat the start")
-    windows = lp.perplexity(lp.load(str(output)).model, judged, description=name).windows
+        return State(name, ran.options, before.removed, before.windows, ran.seconds, False, "nothing beat the start")
     removed = Provenance.load(output / PROVENANCE).plan.remove
-    return State(name, options, removed, windows, told["seconds"], True, _told(output))
+    return State(name, ran.options, removed, losses(output, judged, name), ran.seconds, True, _told(output))
 
 
 def _told(output: Path) -> str:
@@ -183,9 +169,7 @@ def _verdict(before: State, after: State) -> str:
     """What the unseen text says of a step: better or worse by the paired interval, or not to be told apart."""
     if not after.written:
         return "kept as it was"
-    found = compare(before.windows, after.windows)
-    word = "better" if found.high < 0 else "worse" if found.low > 0 else "not told apart"
-    return f"{word}: {ratio(after.windows - before.windows)}"
+    return against(before.windows, after.windows)
 
 
 if __name__ == "__main__":
