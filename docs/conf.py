@@ -9,7 +9,7 @@ project = "lyapunov_prune"
 extensions = ["myst_parser", "api_pages"]
 # The sources begin at the repository, so that links to README.md, lean/ and experiments/ hold here as they do unbuilt.
 root_doc = "docs/index"
-include_patterns = ["README.md", "docs/**", "lean/README.md", "experiments/README.md", "experiments/*/README.md"]
+include_patterns = ["README.md", "docs/**", "lean/README.md", "experiments/README.md", "experiments/**/README.md"]
 exclude_patterns = [".*", "build", "runs"]
 myst_heading_anchors = 3
 highlight_language = "text"

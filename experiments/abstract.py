@@ -11,14 +11,14 @@ from experiments.statements import bullets, short, signed, span, stated, table, 
 from lyapunov_prune.sensitivity.amplification import PAPER as DRIFT
 from lyapunov_prune.sensitivity.amplification import AmplificationDrift
 
-DRIFTS = importlib.import_module("experiments.21_drift.run")
+DRIFTS = importlib.import_module("experiments.4_hierarchy.drift.run")
 NAMED = ("GPT-2 Small", "Mistral-7B", "Qwen3-8B")
 REMOVED = 8
 WRECKED = 1000  # times the dense perplexity, from where on criteria are not compared
 
 
 def written() -> dict[str, str]:
-    columns: list[Column] = importlib.import_module("experiments.07_summary.run").columns()
+    columns: list[Column] = importlib.import_module("experiments.1_contraction.summary.run").columns()
     drift: list[tuple[str, AmplificationDrift]] = DRIFTS.of_all_models()
     return {"claims": claims(columns, drift), "verdict": verdicts(columns, drift)}
 

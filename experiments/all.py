@@ -6,7 +6,7 @@
 
 MODEL is a folder, a GGUF file, a hub id or smollm2-135m. Whatever is finished is kept in runs/experiments/: the same
 command goes on where it was stopped. After each part experiments/columns/NAME.json is written anew. --summary shows all
-columns in Tables 1, 2 and 3 beside the paper's rows; `make tables` writes them into experiments/07_summary/README.md.
+columns in Tables 1, 2 and 3 beside the paper's rows; `make tables` writes them into the page of summary.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def main(
     summary: Annotated[bool, typer.Option("--summary", help="show the tables of all columns, measure nothing")] = False,
 ) -> None:
     if summary:
-        importlib.import_module("experiments.07_summary.run").main()
+        importlib.import_module("experiments.1_contraction.summary.run").main()
         return
     if model is None:
         raise typer.BadParameter("name a model, or give --summary")

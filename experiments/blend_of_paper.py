@@ -1,4 +1,4 @@
-"""The blend of ρ and Block Influence as the paper has it; the package's is on a robust scale (38_scales)."""
+"""The blend of ρ and Block Influence as the paper has it; the package's is on a robust scale (2_criteria/scales)."""
 
 from dataclasses import replace
 

@@ -14,12 +14,12 @@ def written() -> dict[str, str]:
     """`all`: what the READMEs say between markers, under each experiment's title; `count`: how many they are."""
     parts: list[str] = []
     count = 0
-    for path in sorted(HERE.glob("*/README.md")):
+    for path in sorted(HERE.glob("*/*/README.md")):
         text = path.read_text(encoding="utf-8")
         if found := differing(text, path.parent):
             title = text.partition("\n")[0].removeprefix("# ")
             count += len(found)
-            parts += [f"**[{path.parent.name}](../experiments/{path.parent.name}/README.md)**: {title}\n", *found, ""]
+            parts += [f"**[{path.parent.name}](../{path.relative_to(HERE.parent)})**: {title}\n", *found, ""]
     return {"all": "\n".join(parts) + "\n", "count": str(count)}
 
 

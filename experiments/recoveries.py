@@ -27,9 +27,9 @@ from lyapunov_prune.models.decoder import wrap_any
 from lyapunov_prune.models.structure import identify
 from lyapunov_prune.results.result import MeasuredOn, encode
 
-VIT = "vit"  # the model that 24_vit trains
+VIT = "vit"  # the model that 5_joint/vit trains
 FOLDER = Path("runs") / "experiments" / "vit" / "model"
-FINISHED = Path(__file__).parent / "28_joint"
+FINISHED = Path(__file__).parent / "5_joint" / "joint"
 RANK, IMAGES = 8, 32  # as `joint` has them: of the updates; images in a step and in a forward
 FloatType = Annotated[str, typer.Option("--dtype", help="of the weights, which learn: float32 or wider")]
 Images = Annotated[str | None, typer.Option(help="of a ViT: mnist-5k, a folder of class folders, or an .npz")]
@@ -85,17 +85,17 @@ def subject(
 
 
 def finished(of: Subject) -> JointRun:
-    """What `joint` came to on this model (28_joint).
+    """What `joint` came to on this model (5_joint/joint).
 
     Raises LyapunovPruneError where it ran on another model, and where it has seen items of the final slice.
     """
     run = JointRun.load(FINISHED / f"{of.name}.json")
     if not run.plan.model.same_as(identify(of.model)):
-        raise LyapunovPruneError(f"28_joint/{of.name}.json is of another {of.name}; run joint and 28_joint on this one")
+        raise LyapunovPruneError(f"5_joint/joint/{of.name}.json is of another {of.name}; run it anew on this one")
     for on in (*run.importance.measured_on, *run.points.measured_on):
         if shared := of.data.final.shared_with(on):
             raise LyapunovPruneError(
-                f"the run of 28_joint has seen {shared} of what is scored at the end ({on.split}); give other data"
+                f"the run of 5_joint/joint has seen {shared} of what is scored at the end ({on.split}); give other data"
             )
     return run
 

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import tables
 import torch
 import typer
 from helpers import make_tiny, make_tokenizer
@@ -26,7 +27,7 @@ from experiments.columns import Answers, Column, correlation, mean_accuracy, pai
 from experiments.common import inputs
 from lyapunov_prune.evaluation.tasks import Task
 
-summary = importlib.import_module("experiments.07_summary.run")
+summary = importlib.import_module("experiments.1_contraction.summary.run")
 LAYERS = 5
 GRID: dict[str, Any] = {"sparsities": (0.5,), "ranks": (None, 8), "cache_radii": (0.0,)}  # of thirty settings
 
@@ -234,20 +235,20 @@ def test_few_models_give_no_correlation_and_say_so(column: Column) -> None:
 
 
 # They read committed numbers or a finished run, or make their own model.
-NO_MODEL = {"07_summary", "23_joint_map", "24_vit", "28_joint"}
-EXPERIMENTS = sorted(path.parent for path in Path(experiment.__file__).parent.glob("*/run.py"))
+NO_MODEL = {"summary", "joint_map", "vit", "joint"}
+EXPERIMENTS = sorted(path.parent for path in Path(experiment.__file__).parent.glob("*/*/run.py"))
 
 
 @pytest.mark.parametrize("folder", EXPERIMENTS, ids=lambda path: path.name)
 def test_an_experiment_runs_on_any_model_and_as_its_readme_says(folder: Path) -> None:
-    module = importlib.import_module(f"experiments.{folder.name}.run")
+    module = importlib.import_module(tables.module_of(folder.name))
     app = typer.Typer()
     app.command()(module.main)
     command = typer.main.get_command(app)
     options = {name for parameter in command.params for name in parameter.opts}
     assert folder.name in NO_MODEL or options >= {"--model", "--device", "--dtype"}
     readme = (folder / "README.md").read_text(encoding="utf-8")
-    for line in re.findall(rf"^python experiments/{folder.name}/run.py(.*)$", readme, re.MULTILINE):
+    for line in re.findall(rf"^python \S+/{folder.name}/run.py(.*)$", readme, re.MULTILINE):
         command.make_context("run.py", line.split())  # which refuses what it does not know
 
 

@@ -17,7 +17,7 @@ from experiments import by_commands
 from experiments.by_commands import against, run_once
 from lyapunov_prune.shrinking.report import Taken
 
-one_command: Any = importlib.import_module("experiments.51_shrink.run")
+one_command: Any = importlib.import_module("experiments.6_recovery.shrink.run")
 by_hand = one_command.BY_HAND
 RNG = np.random.default_rng(0)
 

@@ -1,4 +1,4 @@
-"""experiments/44_healing_ways: its ways train what they say, and the gradient of the states' loss is autograd's."""
+"""6_recovery/healing_ways: its ways train what they say, and the gradient of the states' loss is autograd's."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from lyapunov_prune.data.batch import TokenBatch
 from lyapunov_prune.forward.logits import uncached_logits
 from lyapunov_prune.healing.distillation import Distillation, distillation_loss
 
-run = importlib.import_module("experiments.44_healing_ways.run")
+run = importlib.import_module("experiments.6_recovery.healing_ways.run")
 REMOVED = (2, 3)
 
 

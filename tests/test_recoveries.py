@@ -30,9 +30,9 @@ from lyapunov_prune.joint.result import JointRun
 from lyapunov_prune.models.structure import identify
 from lyapunov_prune.pruning.plan import PruningPlan
 
-RIVALS = importlib.import_module("experiments.31_rivals.run")
-EQUAL = importlib.import_module("experiments.32_equal_time.run")
-REDUCTIONS = importlib.import_module("experiments.33_reductions.run")
+RIVALS = importlib.import_module("experiments.5_joint.rivals.run")
+EQUAL = importlib.import_module("experiments.5_joint.equal_time.run")
+REDUCTIONS = importlib.import_module("experiments.5_joint.reductions_recovered.run")
 L, STEPS = 4, 1
 
 

@@ -12,8 +12,8 @@ from helpers import make_tiny, make_tokenizer
 
 from experiments.common import BUILT_IN, of_model, plain
 
-EXPERIMENT = "04_forward_backward"
-RUN = importlib.import_module(f"experiments.{EXPERIMENT}.run")
+EXPERIMENT = "forward_backward"
+RUN = importlib.import_module(tables.module_of(EXPERIMENT))
 
 
 def test_a_second_model_leaves_the_files_of_the_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -21,8 +21,8 @@ def test_a_second_model_leaves_the_files_of_the_first(tmp_path: Path, monkeypatc
     make_tokenizer().save_pretrained(tmp_path / "other-0.1b")
     drawn = np.random.default_rng(0).integers(97, 123, 2000)
     (tmp_path / "text.txt").write_text("".join(map(chr, drawn)), encoding="utf-8")
-    here = tmp_path / EXPERIMENT
-    here.mkdir()
+    here = tmp_path / tables.HOMES[EXPERIMENT].parent.name / EXPERIMENT
+    here.mkdir(parents=True)
     first = {path.name: path.read_bytes() for path in RUN.HERE.glob("cumulative.*")}
     for name, content in first.items():
         (here / name).write_bytes(content)
@@ -32,7 +32,7 @@ def test_a_second_model_leaves_the_files_of_the_first(tmp_path: Path, monkeypatc
     assert {path.name: path.read_bytes() for path in here.glob("*.*") if path.is_file()} == first
     assert {path.name for path in (here / "other-0.1b").iterdir()} == set(first)
 
-    monkeypatch.setattr(tables, "EXPERIMENTS", tmp_path)
+    monkeypatch.setitem(tables.HOMES, EXPERIMENT, here)
     filled = tables.filled("<!-- setting -->\n<!-- end -->\n<!-- other-0.1b setting -->\n<!-- end -->\n", EXPERIMENT)
     assert [line.split(",")[0] for line in filled.splitlines() if "Losses" in line] == [
         f"Losses: {BUILT_IN}",

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import tables
 
 from experiments import abstract
 from experiments.columns import Column
@@ -33,15 +34,15 @@ from lyapunov_prune.pruning.plan import PruningPlan
 from lyapunov_prune.sensitivity.sensitivity import Sensitivity
 
 EXPERIMENTS = Path(__file__).resolve().parents[1] / "experiments"
-CLIFF = importlib.import_module("experiments.03_early_layer_cliff.run")
-GREEDY = importlib.import_module("experiments.06_greedy.run")
-METHODS = importlib.import_module("experiments.08_methods.run")
-ALLOCATION = importlib.import_module("experiments.09_allocation.run")
-SPACES = importlib.import_module("experiments.16_spaces.run")
-KINDS = importlib.import_module("experiments.20_two_kinds.run")
-DRIFT = importlib.import_module("experiments.21_drift.run")
-REACH = importlib.import_module("experiments.46_within_reach.run")
-JOINT = importlib.import_module("experiments.23_joint_map.run")
+CLIFF = importlib.import_module("experiments.1_contraction.early_layer_cliff.run")
+GREEDY = importlib.import_module("experiments.3_compression.greedy.run")
+METHODS = importlib.import_module("experiments.3_compression.methods.run")
+ALLOCATION = importlib.import_module("experiments.3_compression.allocation.run")
+SPACES = importlib.import_module("experiments.4_hierarchy.spaces.run")
+KINDS = importlib.import_module("experiments.4_hierarchy.two_kinds.run")
+DRIFT = importlib.import_module("experiments.4_hierarchy.drift.run")
+REACH = importlib.import_module("experiments.4_hierarchy.within_reach.run")
+JOINT = importlib.import_module("experiments.5_joint.joint_map.run")
 
 
 def parted(readme: str, written: dict[str, str]) -> list[str]:
@@ -59,42 +60,42 @@ def cliff() -> Sensitivity:
 
 
 EXAMINED = [
-    "03_early_layer_cliff",
-    "06_greedy",
-    "09_allocation",
-    "21_drift",
-    "23_joint_map",
-    "25_three_texts",
-    "26_reductions",
-    "27_disparity",
-    "28_joint",
-    "29_asymmetry",
-    "30_constant_bias",
-    "31_rivals",
-    "32_equal_time",
-    "33_reductions",
-    "34_mending",
-    "35_best",
-    "36_goals",
-    "37_beyond_perplexity",
-    "38_scales",
-    "39_healing_time",
-    "40_healed_spaces",
-    "41_sampled_decoding",
-    "42_verdicts",
-    "43_patterns",
-    "44_healing_ways",
-    "45_search_curve",
-    "46_within_reach",
-    "47_two_factors",
-    "48_texts_to_mend_by",
+    "early_layer_cliff",
+    "greedy",
+    "allocation",
+    "drift",
+    "joint_map",
+    "three_texts",
+    "reductions",
+    "disparity",
+    "joint",
+    "asymmetry",
+    "constant_bias",
+    "rivals",
+    "equal_time",
+    "reductions_recovered",
+    "mending",
+    "best",
+    "goals",
+    "beyond_perplexity",
+    "scales",
+    "healing_time",
+    "healed_spaces",
+    "sampled_decoding",
+    "verdicts",
+    "patterns",
+    "healing_ways",
+    "search_curve",
+    "within_reach",
+    "two_factors",
+    "texts_to_mend_by",
 ]
 
 
 @pytest.mark.parametrize("experiment", EXAMINED)
 def test_the_readme_says_what_the_numbers_say(experiment: str) -> None:
-    written = importlib.import_module(f"experiments.{experiment}.run").written()
-    assert not parted((EXPERIMENTS / experiment / "README.md").read_text(encoding="utf-8"), written), (
+    written = tables.written(experiment)
+    assert not parted((tables.HOMES[experiment] / "README.md").read_text(encoding="utf-8"), written), (
         "run `make tables`"
     )
 
@@ -387,7 +388,7 @@ def test_what_is_not_told_from_none_is_no_difference() -> None:
 
 
 def test_what_a_plan_by_bi_says_of_the_ends() -> None:
-    scales = importlib.import_module("experiments.38_scales.run")
+    scales = importlib.import_module("experiments.2_criteria.scales.run")
     results = [scales.ScalesOnOneText.load(path) for path in sorted(scales.HERE.glob("*.json"))]
     took = set()
     for result, count in itertools.product(results, scales.COUNTS):
@@ -397,7 +398,7 @@ def test_what_a_plan_by_bi_says_of_the_ends() -> None:
             assert told(kept, free) == "better"
     assert len(took) == 1
     plan = PruningPlan.given(results[0].measured_on.model, [0])
-    assert "better with both ends kept (--protect 0,-1; experiments/38_scales, one model)" in (
+    assert "better with both ends kept (--protect 0,-1; experiments/2_criteria, one model)" in (
         replace(plan, criterion="bi").headline()
     )
     assert "ends kept" not in plan.headline()

@@ -99,16 +99,16 @@ def test_planted_fault_a_table_written_by_hand_is_seen() -> None:
 def test_planted_fault_a_number_in_a_sentence_is_seen() -> None:
     sentence = "With Python ≥ 3.10 and `--alpha 0.5` ρ reads 1.02 (§6.5)."
     assert loose_numbers(sentence) == ["1.02"]
-    assert loose_numbers("Dense: <!-- 08_methods:dense -->14.5<!-- end -->.") == []
+    assert loose_numbers("Dense: <!-- methods:dense -->14.5<!-- end -->.") == []
 
 
 def test_planted_fault_a_number_that_parted_from_its_json_is_seen() -> None:
-    document = tables.EXPERIMENTS / "08_methods" / "README.md"
+    document = tables.HOMES["methods"] / "README.md"
     text = document.read_text(encoding="utf-8")
     assert "22.9" in text
-    assert tables.filled(text.replace("22.9", "21.9"), "08_methods") == text
+    assert tables.filled(text.replace("22.9", "21.9"), "methods") == text
     with pytest.raises(KeyError):
-        tables.filled("<!-- 08_methods:nothing -->\n<!-- end -->\n")
+        tables.filled("<!-- methods:nothing -->\n<!-- end -->\n")
 
 
 def private_paths(text: str) -> list[str]:
@@ -132,8 +132,8 @@ def test_planted_fault_a_path_in_a_result_is_seen() -> None:
 
 
 def test_a_marker_within_a_sentence_is_filled_there() -> None:
-    text = "Dense: <!-- 08_methods:dense -->1.2<!-- end -->, and more.\n"
-    assert tables.filled(text) == "Dense: <!-- 08_methods:dense -->14.5<!-- end -->, and more.\n"
+    text = "Dense: <!-- methods:dense -->1.2<!-- end -->, and more.\n"
+    assert tables.filled(text) == "Dense: <!-- methods:dense -->14.5<!-- end -->, and more.\n"
 
 
 def test_a_ratio_over_its_limit_is_shown_as_missed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

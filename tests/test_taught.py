@@ -21,8 +21,8 @@ from lyapunov_prune.forward.logits import uncached_logits
 from lyapunov_prune.joint.map import fit_map
 from lyapunov_prune.merging.unmerged import Unmerged
 
-ASYMMETRY = importlib.import_module("experiments.29_asymmetry.run")
-BIAS = importlib.import_module("experiments.30_constant_bias.run")
+ASYMMETRY = importlib.import_module("experiments.4_hierarchy.asymmetry.run")
+BIAS = importlib.import_module("experiments.5_joint.constant_bias.run")
 MARKS = np.array([0, 1, 2, 4, 8])
 
 

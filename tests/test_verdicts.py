@@ -15,7 +15,7 @@ from lyapunov_prune.data.choices import ChoiceItem
 from lyapunov_prune.predictions.choices import compare_choices
 from lyapunov_prune.predictions.verdict import KindVerdict, wilson
 
-VERDICTS = importlib.import_module("experiments.42_verdicts.run")
+VERDICTS = importlib.import_module("experiments.4_hierarchy.verdicts.run")
 NAN = float("nan")
 
 

@@ -1,9 +1,9 @@
 """Write every table that comes from code or from committed measurements into the documents: `make tables`.
 
 A document asks for one by `<!-- NAME -->`; what stands up to the next `<!-- end -->` is replaced: whole lines where
-the marker ends its line, a number within a sentence where it does not. A README.md of experiments/ names what
-`written()` of the run.py beside it returns; README.md and docs/ name the tables of the code, those of experiments as
-`<!-- 01_progressive_removal:NAME -->`, and what the modules of `MODULES` write alike. What an experiment has measured
+the marker ends its line, a number within a sentence where it does not. A README.md beside a run.py names what
+`written()` of it returns; all other documents name the tables of the code, and those of experiments as
+`<!-- progressive_removal:NAME -->`, and what the modules of `MODULES` write alike. What an experiment has measured
 on another model than the built-in one lies in a folder by the model's name, and is named `<!-- FOLDER NAME -->`.
 """
 
@@ -25,8 +25,9 @@ from lyapunov_prune.sensitivity.table import STUDIES
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 EXPERIMENTS = REPOSITORY / "experiments"
+HOMES = {path.parent.name: path.parent for path in sorted(EXPERIMENTS.glob("*/*/run.py"))}  # chapter, experiment
 DOCUMENTS = [
-    *sorted(EXPERIMENTS.glob("*/README.md")),  # first: docs/differences.md is made of them
+    *sorted([*EXPERIMENTS.glob("*/README.md"), *EXPERIMENTS.glob("*/*/README.md")]),  # docs/differences.md needs them
     REPOSITORY / "README.md",
     *sorted((REPOSITORY / "docs").glob("*.md")),
 ]
@@ -54,6 +55,11 @@ def markdown(table: Mapping[str, Any]) -> str:
     return "".join(f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in row)} |\n" for row in cells)
 
 
+def module_of(experiment: str) -> str:
+    """The name to import the run.py of an experiment by. Raises KeyError for an experiment that is not there."""
+    return f"experiments.{HOMES[experiment].parent.name}.{experiment}.run"
+
+
 @functools.cache
 def written(experiment: str, folder: Path | None = None) -> dict[str, str]:
     """What the run.py of an experiment, or the benchmarks, write of their committed results, by marker.
@@ -62,7 +68,7 @@ def written(experiment: str, folder: Path | None = None) -> dict[str, str]:
     """
     if str(REPOSITORY) not in sys.path:
         sys.path.insert(0, str(REPOSITORY))
-    module = importlib.import_module(MODULES.get(experiment, f"experiments.{experiment}.run"))
+    module = importlib.import_module(MODULES.get(experiment) or module_of(experiment))
     return module.written(folder) if folder else module.written()
 
 
@@ -84,12 +90,12 @@ def filled(text: str, experiment: str | None = None) -> str:
 def _of_experiment(experiment: str, name: str) -> str:
     """What a name stands for; its first word may be the folder of a model."""
     model, _, rest = name.partition(" ")
-    folder = EXPERIMENTS / experiment / model
-    return written(experiment, folder)[rest] if rest and folder.is_dir() else written(experiment)[name]
+    folder = HOMES[experiment] / model if rest else None
+    return written(experiment, folder)[rest] if folder and folder.is_dir() else written(experiment)[name]
 
 
 def experiment_of(document: Path) -> str | None:
-    return document.parent.name if document.parent.parent == EXPERIMENTS else None
+    return document.parent.name if document.parent in HOMES.values() else None
 
 
 if __name__ == "__main__":

@@ -87,7 +87,7 @@ def remove_jointly(
     recoveries share.
 
     Without `reduction` blocks are reduced by the least-squares fit: after recovery it was better than or
-    indistinguishable from the others on two models (experiments/33_reductions). `folder` keeps the unfinished work:
+    indistinguishable from the others on two models (experiments/5_joint). `folder` keeps the unfinished work:
     with `resume` an interrupted run continues from there and reaches the same decision; it is emptied when `output`
     exists.
 

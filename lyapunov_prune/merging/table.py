@@ -21,7 +21,7 @@ REDUCTIONS = Registry[Reduction](
         "affine": f"{_REDUCTIONS}.affine:Affine",
     },
 )
-# The default of `joint`: after recovery never worse than the others, on two models (experiments/33_reductions).
+# The default of `joint`: after recovery never worse than the others, on two models (experiments/5_joint).
 DEFAULT: Final = "affine"
 
 

@@ -1,6 +1,6 @@
 """Perplexity and generated text predicted from a measured divergence, by a fit over removed sets of layers.
 
-`expected.json` is written by experiments/19_prediction/expected.py from measurements.
+`expected.json` is written by experiments/4_hierarchy/prediction/expected.py from measurements.
 """
 
 from __future__ import annotations

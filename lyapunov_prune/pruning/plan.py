@@ -213,7 +213,7 @@ class PruningPlan(Result):
         if self.criterion == "bi" and ends:
             lines.append(
                 f"Layer {ends[0]} is at an end of the model: wherever bi chose one, it was better with both ends kept "
-                "(--protect 0,-1; experiments/38_scales, one model)"
+                "(--protect 0,-1; experiments/2_criteria, one model)"
             )
         return "\n".join(lines)
 

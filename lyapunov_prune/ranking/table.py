@@ -25,7 +25,7 @@ CRITERIA = Registry[Criterion](
     },
 )
 # The paper goes by `blend`. On two models and three texts `bi` is better more often than worse than every other single
-# criterion but the blend on its robust scale, from which it does not differ on the whole (experiments/25_three_texts),
+# criterion but the blend on its robust scale, from which it does not differ on the whole (experiments/2_criteria),
 # at a sixth of the forwards: it needs no rho.
 DEFAULT: Final = "bi"
 
@@ -35,8 +35,8 @@ def default_criterion(
 ) -> Literal["best", "bi"]:
     """`best` where whole layers go and their number is known, else `bi`.
 
-    On the models and texts of experiments/35_best, `best` is hardly worse than the single criterion that turns out to
-    be the best one, and no single one is that everywhere.
+    On the models and texts of experiments/2_criteria, `best` is hardly worse than the single criterion that turns out
+    to be the best one, and no single one is that everywhere.
     """
     return "best" if remove is not None and what == "layers" and not periods else DEFAULT
 

@@ -18,7 +18,7 @@ from lyapunov_prune.joint import map as module
 from lyapunov_prune.joint.map import DEGREES, design, left_out_errors, terms
 
 # Shares kept and accuracy, from the authors' page.
-PUBLISHED = np.array(importlib.import_module("experiments.23_joint_map.run").PUBLISHED)
+PUBLISHED = np.array(importlib.import_module("experiments.5_joint.joint_map.run").PUBLISHED)
 
 
 def published() -> JointMap:

@@ -14,7 +14,7 @@ import pytest
 
 from lyapunov_prune.predictions.expectation import TABLE, Expectation, Line, expectation, from_json
 
-EXPECTED = importlib.import_module("experiments.19_prediction.expected")
+EXPECTED = importlib.import_module("experiments.4_hierarchy.prediction.expected")
 
 
 def made(covered: float = 0.9, unseen: float = 0.85) -> Expectation:
@@ -76,7 +76,7 @@ def test_the_shipped_table_is_what_the_measurements_give(tmp_path: Path, monkeyp
     monkeypatch.setattr(EXPECTED, "TARGET", tmp_path / "expected.json")
     EXPECTED.main()
     fresh, shipped = (json.loads(path.read_text(encoding="utf-8")) for path in (tmp_path / "expected.json", TABLE))
-    assert fresh == shipped, "run experiments/19_prediction/expected.py"
+    assert fresh == shipped, "run experiments/4_hierarchy/prediction/expected.py"
     assert expectation().models == tuple(shipped["models"])
     assert shipped["fitted"] + shipped["held_out"] == len(EXPECTED.measured())
 

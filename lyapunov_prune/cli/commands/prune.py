@@ -170,7 +170,7 @@ def prune(
         written = write_pruned(classifier, None, plan, output, examples, format=format)
         _tell(written, as_json, output, full)
         return
-    if mend and "text" not in given:  # see experiments/48_texts_to_mend_by
+    if mend and "text" not in given:  # see experiments/6_recovery
         text = replace(text, text=SELF)
     given_plan = None if plan_file is None else _read_plan(plan_file)
     loaded, batch = load_inputs(model, source, text, merge_adapter=merge_adapter, plan=given_plan)

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from lyapunov_prune.models.feedforward import BlockParts
 
 # The ridge of the least-squares fit, over the mean variance of an input. On text that the fit has not seen it is near
-# the best of every layer of both models of experiments/26_reductions, where a small one can be worse than no block.
+# the best of every layer of both models of experiments/5_joint, where a small one can be worse than no block.
 RIDGE = 0.1
 
 

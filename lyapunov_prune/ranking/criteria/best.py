@@ -24,7 +24,7 @@ class Best(Criterion):
 
     name = "best"
     help = "what those propose, checked by the loss, and swaps"
-    reference = "measured, see experiments/35_best"
+    reference = "measured, see experiments/2_criteria"
     resumes = True
     chooses = "searches among sets"
 

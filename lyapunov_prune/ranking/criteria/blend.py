@@ -17,7 +17,7 @@ class Blend(ByProfile):
     """`α s(|ρ − 1|) + (1 − α) s(bi)`, `s(x) = (x − median) / IQR` over the layers that may go.
 
     On a scale from 0 to 1, which the paper takes, the one largest value decides how much all others weigh
-    (experiments/38_scales). Raises LyapunovPruneError for an alpha outside [0, 1].
+    (experiments/2_criteria). Raises LyapunovPruneError for an alpha outside [0, 1].
     """
 
     alpha: float = 0.5
@@ -25,7 +25,7 @@ class Blend(ByProfile):
 
     name = "blend"
     help = "alpha of rho, the rest of bi, each about its median by its quartiles"
-    reference = "structural sensitivity, §6.5; the scale by experiments/38_scales"
+    reference = "structural sensitivity, §6.5; the scale by experiments/2_criteria"
     needs = ("rho", "bi")
 
     def __post_init__(self) -> None:

@@ -1,0 +1,199 @@
+"""The best of what all cheap criteria propose, checked and searched around, against each of them alone (`best`).
+
+    python experiments/2_criteria/best/run.py [--model MODEL] --text builtin --text A.txt --text B.jsonl
+    python experiments/2_criteria/best/run.py [--model MODEL] --text A.txt --unseen B.txt --tokens 8192 --context 1024
+
+Layers are chosen on one half of a text, of which `best` keeps every second window from all scores; perplexity is
+measured on the other half, or on the text `--unseen`. Writes MODEL-TEXT.json beside this file, one a text; what all of
+them say goes into README.md by `make tables`.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import numpy as np
+import pandas as pd
+import typer
+
+import lyapunov_prune as lp
+from experiments.all import rankings
+from experiments.common import Device, DType, Inputs, inputs
+from experiments.compressions import told
+from experiments.statements import bullets, counted, ratio, short, span, table
+from lyapunov_prune.results.result import MeasuredOn, Result
+
+HERE = Path(__file__).parent
+SINGLE = ("bi", "rho", "rho, token pooling", "blend", "angular")
+COUNTS = (2, 4, 7)
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The layers chosen by `criterion` (of `best` after `tried` sets), and the loss of each window without them."""
+
+    criterion: str
+    removed: tuple[int, ...]
+    windows: np.ndarray
+    tried: int
+    forwards: float
+
+
+@dataclass(frozen=True)
+class BestOnOneText(Result):
+    """Of every criterion and number of layers: its choice. `first` is the best of the proposed sets, not searched."""
+
+    dense: np.ndarray
+    choices: tuple[Choice, ...]
+    search: float
+    measured_on: MeasuredOn
+    calibrated_on: MeasuredOn
+
+    @property
+    def text(self) -> str:
+        """The text, or what was chosen on and what judged."""
+        on, judged = (Path(each.text).stem for each in (self.calibrated_on, self.measured_on))
+        return judged if on == judged else f"{judged} by {on}"
+
+    def of(self, criterion: str, count: int) -> Choice:
+        return next(c for c in self.choices if c.criterion == criterion and len(c.removed) == count)
+
+    def single(self, count: int) -> Choice:
+        """The choice of the best single criterion, known only by the held-out loss."""
+        return min((self.of(name, count) for name in SINGLE), key=lambda c: float(np.mean(c.windows)))
+
+    def to_frame(self) -> pd.DataFrame:
+        rows = [
+            {
+                "criterion": c.criterion,
+                "removed": len(c.removed),
+                "layers": ", ".join(map(str, c.removed)),
+                "× dense": float(np.exp((c.windows - self.dense).mean())),
+                "forwards": c.forwards,
+            }
+            for c in self.choices
+        ]
+        return pd.DataFrame(rows)
+
+    def headline(self) -> str:
+        return f"{self.measured_on.line()}; chosen on {self.calibrated_on.line()}"
+
+
+def main(
+    model: str = "smollm2-135m",
+    device: Device = "auto",
+    dtype: DType = None,
+    text: Annotated[list[str] | None, typer.Option()] = None,
+    tokens: int = 4096,
+    context: int = 512,
+    search: float = 20.0,
+    unseen: str | None = None,
+) -> None:
+    for source in text or ["builtin"]:
+        given = inputs(model, source, tokens, context, unseen=unseen, device=device, dtype=dtype)
+        found = measure(given, search)
+        found.save(HERE / f"{given.loaded.model.config._name_or_path}-{found.text.replace(' ', '-')}.json")
+        print(found)
+
+
+def measure(given: Inputs, search: float) -> BestOnOneText:
+    order = rankings(given, given.profile())
+    found = [(name, order[name].plan(count).remove, 0, 0.0) for count in COUNTS for name in SINGLE]
+    for count in COUNTS:
+        folder = given.jobs / f"best-{count}-{search:g}-{given.calibration.text_hash[:16]}"
+        best = lp.ranking.best_removal(
+            given.loaded.model, given.calibration, count, search=search, folder=folder, resume=True
+        )
+        proposed = [tried for tried in best.tried if not tried.swap]
+        first = min(proposed, key=lambda tried: tried.windows.mean())
+        found.append(("first", first.layers, len(proposed), proposed[-1].forwards))
+        found.append(("best", best.remove, len(best.tried), best.forwards))
+    dense, losses = given.without(gone for _, gone, *_ in found)
+    return BestOnOneText(
+        dense=dense,
+        choices=tuple(Choice(name, gone, losses[gone], tried, forwards) for name, gone, tried, forwards in found),
+        search=search,
+        measured_on=given.evaluation.measured_on(given.loaded.model),
+        calibrated_on=given.calibration.measured_on(given.loaded.model),
+    )
+
+
+def written() -> dict[str, str]:
+    results = [BestOnOneText.load(path) for path in sorted(HERE.glob("*.json"))]
+    parts = {"setting": setting, "chosen": chosen, "verdict": verdict, "summary": summary}
+    return {name: part(results) for name, part in parts.items()}
+
+
+def setting(results: list[BestOnOneText]) -> str:
+    return bullets(
+        *(f"{r.headline()}; {short(r.search)} forwards at the most; dense perplexity {ratio(r.dense)}" for r in results)
+    )
+
+
+def _name(result: BestOnOneText) -> str:
+    return f"{result.measured_on.model.name}, {result.text}"
+
+
+def chosen(results: list[BestOnOneText]) -> str:
+    """Perplexity over that of the dense model, the best single criterion by name, and `best` over it."""
+    rows = []
+    for r in results:
+        for count in COUNTS:
+            best, first, single = r.of("best", count), r.of("first", count), r.single(count)
+            rows.append(
+                (
+                    _name(r),
+                    count,
+                    *(float(np.exp((r.of(name, count).windows - r.dense).mean())) for name in SINGLE),
+                    float(np.exp((first.windows - r.dense).mean())),
+                    float(np.exp((best.windows - r.dense).mean())),
+                    f"{ratio(best.windows - single.windows)} (`{single.criterion}`)",
+                    best.forwards,
+                )
+            )
+    head = ("model, text", "removed", *(f"`{name}`" for name in SINGLE), "checked", "`best`", "over the best single")
+    return table((*head, "forwards"), rows)
+
+
+def summary(results: list[BestOnOneText]) -> str:
+    """For docs/results.md."""
+    pairs = [(r.of("best", count), r.single(count)) for r in results for count in COUNTS]
+    over = [float(np.exp((best.windows - single.windows).mean())) for best, single in pairs]
+    models = counted(len({r.measured_on.model.name for r in results}), "model")
+    texts = counted(len({r.text for r in results}), "text")
+    return (
+        f"`--criterion best`, with {short(results[0].search)} forwards to spend, on {models} and {texts}: of "
+        f"{len(pairs)} removals of {COUNTS[0]} to {COUNTS[-1]} layers its perplexity is {span(over)} times that of the "
+        f"single criterion which turns out best, median {short(float(np.median(over)))}.\n"
+    )
+
+
+def verdict(results: list[BestOnOneText]) -> str:
+    lines = []
+    for name in dict.fromkeys(r.measured_on.model.name for r in results):
+        mine = [r for r in results if r.measured_on.model.name == name]
+        pairs = [(r.of("best", count), r.single(count)) for r in mine for count in COUNTS]
+        over = [float(np.exp((best.windows - single.windows).mean())) for best, single in pairs]
+        said = Counter(told(best, single) for best, single in pairs)
+        tally = ", ".join(f"{word} {n}" for word, n in sorted(said.items()))
+        lines.append(
+            f"{name}, {counted(len(mine), 'text')}: `best` against the single criterion that turns out best: {tally}; "
+            f"perplexity {span(over)} times its, median {short(float(np.median(over)))}."
+        )
+        for criterion in SINGLE:
+            others = [
+                float(np.exp((r.of("best", count).windows - r.of(criterion, count).windows).mean()))
+                for r in mine
+                for count in COUNTS
+            ]
+            lines.append(f"{name}: `best` over `{criterion}` {span(others)}, median {short(float(np.median(others)))}.")
+        moved = sum(r.of("best", count).removed != r.of("first", count).removed for r in mine for count in COUNTS)
+        lines.append(f"{name}: the search left the best of the proposed sets in {moved} of {len(pairs)}.")
+    return bullets(*lines)
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -1,0 +1,168 @@
+"""How ρ and Block Influence are put on one scale in a blend, and whether the ends of the model should stay (§6.5).
+
+    python experiments/2_criteria/scales/run.py [--model MODEL] --text builtin --text A.txt --text B.jsonl
+
+Layers are chosen on one half of a text; perplexity is measured on the other. Writes MODEL-TEXT.json beside this file,
+one a text; what all of them say goes into README.md by `make tables`.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import typer
+from scipy import stats
+
+from experiments.blend_of_paper import minmax
+from experiments.common import Inputs, on_each_text
+from experiments.compressions import told
+from experiments.statements import bullets, counted, ratio, runs, short, span, table
+from lyapunov_prune.ranking.candidates import least
+from lyapunov_prune.results.result import MeasuredOn, Result
+
+HERE = Path(__file__).parent
+COUNTS = (2, 4, 7)
+PAPERS = "blend, minmax"
+
+
+def ranks(x: np.ndarray) -> np.ndarray:
+    return stats.rankdata(x)
+
+
+def robust(x: np.ndarray) -> np.ndarray:
+    """About the median, by the range between the quartiles."""
+    return (x - np.median(x)) / stats.iqr(x)
+
+
+SCALES: dict[str, Callable[[np.ndarray], np.ndarray]] = {"minmax": minmax, "ranks": ranks, "robust": robust}
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The layers that go by `way`; `ends` where the first and the last layer may go too, and are scaled with."""
+
+    way: str
+    ends: bool
+    removed: tuple[int, ...]
+    windows: np.ndarray
+
+
+@dataclass(frozen=True)
+class ScalesOnOneText(Result):
+    dense: np.ndarray
+    choices: tuple[Choice, ...]
+    measured_on: MeasuredOn
+    calibrated_on: MeasuredOn
+
+    def to_frame(self) -> pd.DataFrame:
+        rows = [
+            {
+                "way": c.way,
+                "ends": c.ends,
+                "layers": runs(c.removed),
+                "× dense": float(np.exp((c.windows - self.dense).mean())),
+            }
+            for c in self.choices
+        ]
+        return pd.DataFrame(rows)
+
+    def headline(self) -> str:
+        return f"{self.measured_on.line()}; chosen on {self.calibrated_on.line()}; dense perplexity {ratio(self.dense)}"
+
+
+def measure(given: Inputs) -> ScalesOnOneText:
+    profile = given.profile()
+    away, bi = abs(profile.contraction.rho - 1), profile.influence.influence
+    chosen: dict[tuple[str, bool, int], tuple[int, ...]] = {}
+    for ends in (True, False):
+        free = tuple(range(len(bi)))[slice(None) if ends else slice(1, -1)]
+        scores = {"rho": away[list(free)], "bi": bi[list(free)]}
+        scores |= {f"blend, {name}": scale(scores["rho"]) + scale(scores["bi"]) for name, scale in SCALES.items()}
+        for way, score in scores.items():
+            for count in COUNTS:
+                chosen[way, ends, count] = least(score, count, free)
+    dense, losses = given.without(set(chosen.values()))
+    choices = tuple(Choice(way, ends, gone, losses[gone]) for (way, ends, _), gone in chosen.items())
+    model = given.loaded.model
+    return ScalesOnOneText(dense, choices, given.evaluation.measured_on(model), given.calibration.measured_on(model))
+
+
+def written() -> dict[str, str]:
+    results = [ScalesOnOneText.load(path) for path in sorted(HERE.glob("*.json"))]
+    parts = {"setting": setting, "chosen": chosen_table, "summary": summary, "verdict": verdict}
+    return {name: part(results) for name, part in parts.items()}
+
+
+def setting(results: Sequence[ScalesOnOneText]) -> str:
+    return bullets(*(r.headline() for r in results))
+
+
+def chosen_table(results: Sequence[ScalesOnOneText]) -> str:
+    """Perplexity over dense, and behind a stroke that with both ends kept."""
+    ways = list(dict.fromkeys(c.way for c in results[0].choices))
+    rows = []
+    for r in results:
+        for count in COUNTS:
+            cells = []
+            for way in ways:
+                pair = [
+                    float(np.exp((_choice(r, way, ends, count).windows - r.dense).mean())) for ends in (True, False)
+                ]
+                cells.append(" / ".join(dict.fromkeys(map(short, pair))))
+            rows.append([f"{r.measured_on.model.name}, {Path(r.measured_on.text).stem}", count, *cells])
+    return table(("model, text", "removed", *(f"`{way}`" for way in ways)), rows)
+
+
+def _choice(result: ScalesOnOneText, way: str, ends: bool, count: int) -> Choice:
+    return next(c for c in result.choices if (c.way, c.ends, len(c.removed)) == (way, ends, count))
+
+
+def summary(results: Sequence[ScalesOnOneText]) -> str:
+    cases = [(r, count) for r in results for count in COUNTS]
+    models = counted(len({r.measured_on.model.name for r in results}), "model")
+    texts = counted(len({r.measured_on.text for r in results}), "text")
+    ends = _counts([(_choice(r, "bi", False, n), _choice(r, "bi", True, n)) for r, n in cases])
+    scale = _counts([(_choice(r, "blend, robust", True, n), _choice(r, PAPERS, True, n)) for r, n in cases])
+    return (
+        f"On {models} and {texts}, {len(cases)} removals of {COUNTS[0]} to {COUNTS[-1]} layers: `bi` with the first "
+        f"and the last layer kept (`--protect 0,-1`) against `bi`: {ends}. A blend on a robust scale against one from "
+        f"0 to 1: {scale}.\n"
+    )
+
+
+def verdict(results: Sequence[ScalesOnOneText]) -> str:
+    lines = []
+    for name, own in groupby(results, key=lambda r: r.measured_on.model.name):
+        mine = list(own)
+        said = f"{name}, {counted(len(mine), 'text')}, {len(mine) * len(COUNTS)} removals"
+        cases = [(r, count) for r in mine for count in COUNTS]
+        for scale in list(SCALES)[1:]:
+            pairs = [(_choice(r, f"blend, {scale}", True, n), _choice(r, PAPERS, True, n)) for r, n in cases]
+            lines.append(f"{said}: a blend of {scale} against one from 0 to 1: {_counts(pairs)}.")
+        for way in dict.fromkeys(c.way for c in mine[0].choices):
+            pairs = [(_choice(r, way, False, n), _choice(r, way, True, n)) for r, n in cases]
+            lines.append(f"{said}: `{way}` with both ends kept against all layers free: {_counts(pairs)}.")
+    return bullets(*lines)
+
+
+def _counts(pairs: Sequence[tuple[Choice, Choice]]) -> str:
+    same = [a.removed == b.removed for a, b in pairs]
+    other = [pair for pair, alike in zip(pairs, same, strict=True) if not alike]
+    if not other:
+        return "the same layers always"
+    words = Counter(told(a, b) for a, b in other)
+    over = [float(np.exp((a.windows - b.windows).mean())) for a, b in other]
+    counts = ", ".join(f"{word} {count}" for word, count in words.most_common())
+    return f"the same layers in {sum(same)}, else {counts}; perplexity {span(over)} times the other's"
+
+
+main = on_each_text(measure, HERE)
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -1,0 +1,144 @@
+"""What each criterion's choice leaves on several texts: does the order of criteria hang on the text (§6.5, Table 3)?
+
+    python experiments/2_criteria/three_texts/run.py [--model MODEL] --text builtin --text A.txt --text B.jsonl
+
+The layers that a criterion chooses on one half of a text are removed together, and perplexity is measured on the other.
+Writes MODEL-TEXT.json beside this file, one a text; what all of them say goes into README.md by `make tables`.
+"""
+
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import typer
+
+from experiments.all import COUNTS, rankings
+from experiments.common import Inputs, on_each_text
+from experiments.compressions import ALIKE, told
+from experiments.statements import bullets, counted, ratio, table
+from lyapunov_prune.ranking.table import DEFAULT
+from lyapunov_prune.results.result import MeasuredOn, Result
+
+HERE = Path(__file__).parent
+CRITERIA = ("bi", "blend", "rho", "rho, token pooling", "angular", "from-end")
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """The layers that a criterion gives up first, and the mean loss of each window without them, nats a token."""
+
+    criterion: str
+    removed: tuple[int, ...]
+    windows: np.ndarray
+
+
+@dataclass(frozen=True)
+class OnOneText(Result):
+    """Every criterion's choice at each of `COUNTS`; `dense` holds the losses of the windows with all layers."""
+
+    dense: np.ndarray
+    chosen: tuple[Chosen, ...]
+    measured_on: MeasuredOn
+    calibrated_on: MeasuredOn
+
+    def to_frame(self) -> pd.DataFrame:
+        rows = [
+            {
+                "criterion": c.criterion,
+                "removed": len(c.removed),
+                "layers": ", ".join(map(str, c.removed)),
+                "degradation": float(np.exp((c.windows - self.dense).mean())),
+            }
+            for c in self.chosen
+        ]
+        return pd.DataFrame(rows)
+
+    def headline(self) -> str:
+        return f"{self.measured_on.line()}; chosen on {self.calibrated_on.line()}"
+
+    def of(self, criterion: str, count: int) -> Chosen:
+        return next(c for c in self.chosen if c.criterion == criterion and len(c.removed) == count)
+
+
+def measure(given: Inputs) -> OnOneText:
+    order = rankings(given, given.profile())
+    plans = {(name, count): order[name].plan(count).remove for name in CRITERIA for count in COUNTS}
+    dense, losses = given.without(plans.values())
+    return OnOneText(
+        dense=dense,
+        chosen=tuple(Chosen(name, gone, losses[gone]) for (name, _), gone in plans.items()),
+        measured_on=given.evaluation.measured_on(given.loaded.model),
+        calibrated_on=given.calibration.measured_on(given.loaded.model),
+    )
+
+
+def written() -> dict[str, str]:
+    results = [OnOneText.load(path) for path in sorted(HERE.glob("*.json"))]
+    return {"setting": setting(results), "removed": removed(results), "verdict": verdict(results)}
+
+
+def setting(results: list[OnOneText]) -> str:
+    return bullets(*(f"{r.headline()}; dense perplexity {ratio(r.dense)}" for r in results))
+
+
+def removed(results: list[OnOneText]) -> str:
+    """Perplexity over that of the dense model."""
+    head = ("removed", "criterion", *(f"{r.measured_on.model.name}, {Path(r.measured_on.text).stem}" for r in results))
+    lines = []
+    for count in COUNTS:
+        for name in CRITERIA:
+            gained = [r.of(name, count).windows - r.dense for r in results]
+            lines.append((count, f"`{name}`", *map(ratio, gained)))
+    return table(head, lines)
+
+
+def verdict(results: list[OnOneText]) -> str:
+    """The default against every other criterion, paired by window, text by text."""
+    models = sorted({r.measured_on.model.name for r in results})
+    texts = sorted({Path(r.measured_on.text).stem for r in results})
+    lines = [
+        f"{counted(len(models), 'model')} ({', '.join(models)}), {counted(len(texts), 'text')} ({', '.join(texts)})."
+    ]
+    for count in COUNTS:
+        for other in CRITERIA:
+            if other != DEFAULT:
+                said = Counter(compared(r, other, count) for r in results)
+                lines.append(
+                    f"{count} layers removed, `{DEFAULT}` against `{other}`: {_tally(said)} of {len(results)}."
+                )
+    first = [Counter(best(r, count) for r in results) for count in COUNTS]
+    lines += [
+        f"{count} layers removed, least perplexity: "
+        + ", ".join(f"`{name}` on {times}" for name, times in found.most_common())
+        + f" of {len(results)}."
+        for count, found in zip(COUNTS, first, strict=True)
+    ]
+    return bullets(*lines)
+
+
+def compared(result: OnOneText, other: str, count: int) -> str:
+    """Whether the default leaves less perplexity than `other`; the same layers are the same."""
+    mine, theirs = result.of(DEFAULT, count), result.of(other, count)
+    if mine.removed == theirs.removed:
+        return "the same layers"
+    return told(mine, theirs)
+
+
+def best(result: OnOneText, count: int) -> str:
+    return min(CRITERIA, key=lambda name: result.of(name, count).windows.mean())
+
+
+def _tally(said: Iterable[str]) -> str:
+    times = Counter(said)
+    return ", ".join(
+        f"{word} on {times[word]}" for word in ("better", "worse", ALIKE, "the same layers") if times[word]
+    )
+
+
+main = on_each_text(measure, HERE)
+
+if __name__ == "__main__":
+    typer.run(main)

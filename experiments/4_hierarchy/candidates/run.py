@@ -1,0 +1,410 @@
+"""Multiple choice: what a compression does among the options that decide, and to the likeliest tokens.
+
+    python experiments/4_hierarchy/candidates/run.py [--model MODEL] [--items FILE.jsonl]... [--text FILE]
+
+Figure 8 of the paper. Without a file: its four multiple-choice prompts. Writes candidates.json and the figures beside
+this file.
+"""
+
+from collections.abc import Sequence
+from functools import cache
+from pathlib import Path
+from typing import Annotated, Any
+
+import numpy as np
+import pandas as pd
+import torch
+import typer
+from matplotlib.axes import Axes
+from scipy import stats
+from transformers import PreTrainedModel
+
+import lyapunov_prune as lp
+from experiments.common import Device, DType, draw, load, of_model, read_text
+from experiments.hierarchies import PROMPTS, as_json, cell, interval, kept, makers, opened, percent, records
+from experiments.statements import bullets, decided, short, span, table, verdict
+from lyapunov_prune.data.choices import tokenize
+from lyapunov_prune.predictions.softmax import log_softmax
+from lyapunov_prune.progress import track
+from lyapunov_prune.report.drawing import COLOURS, GREY, log_axis, one_panel, panels, svg
+from lyapunov_prune.results.files import write_whole
+
+HERE = Path(__file__).parent
+MODELS = ("layers − 4", "attention − 8", "MLP − 8", "4 bits, a row", "8 bits, a row")
+PAPERS = MODELS[1]
+LETTERS = "ABCDEFGH"
+GOLD = {"MC1": 2, "MC2": 1, "MC3": 2, "MC4": 2}
+TOP = 10
+FORMS = ("letters", "texts")
+
+
+def main(
+    model: str = "smollm2-135m",
+    device: Device = "auto",
+    dtype: DType = None,
+    items: Annotated[list[Path] | None, typer.Option(help="JSONL of query, choices, gold; may be repeated.")] = None,
+    limit: int = 30,
+    text: str = "builtin",
+    tokens: int = 2048,
+) -> None:
+    folder = of_model(HERE, model)
+    loaded = load(model, device, dtype)
+    calibration = read_text(loaded, text, tokens, 512)
+    sets = {("paper", "letters"): papers_items()}
+    for path in items or ():
+        found = lp.data.load_items(path)[:limit]
+        if min(len(item.choices) for item in found) > 2:
+            sets[path.stem, "letters"] = tuple(map(lp.data.lettered, found))
+        sets[path.stem, "texts"] = found
+    lettered_items = [item for (_, form), found in sets.items() if form == "letters" for item in found]
+    dense = decisions(loaded, loaded.model, lettered_items)
+    rows, shifts, figures = [], [], {}
+    ratios: dict[str, list[np.ndarray]] = {}
+    lines: dict[str, str] = {}
+    for name, make in makers(loaded, calibration).items():
+        if name not in MODELS:
+            continue
+        small = cache(make)
+        for (source, form), given in sets.items():
+            measured = kept(
+                model,
+                f"choices-{name}-{source}-{form}-{len(given)}",
+                lp.predictions.ChoiceComparison,
+                calibration.measured_on(loaded.model),
+                {"items": given, "model": name},
+                lambda given=given, small=small: lp.predictions.compare_choices(
+                    loaded.model, small(), given, loaded.tokenizer
+                ),
+            )
+            lines[f"{source}, {form}"] = measured.measured_on.line()
+            rows.append({"model": name, "items": source, "form": form, **outcome(measured)})
+            ratios.setdefault(name, []).append(measured.moved / measured.radius)
+        after = decisions(loaded, small(), lettered_items)
+        shifts.append({"model": name, **shift(dense, after)})
+        if name == PAPERS:
+            figures["subspace"] = subspace_figure(dense, after)
+    answers, moved = pd.DataFrame(rows), pd.DataFrame(shifts)
+    facts = {
+        "measured on": lines,
+        "calibrated on": calibration.measured_on(loaded.model).line(),
+        "violations of the certificate": int(answers.violations.sum()),
+        "items proven": int(answers.certified.sum()),
+        f"items with an option among the {TOP} likeliest tokens, dense, letters": share(among(dense)),
+        "likeliest option of all items, dense, letters": dict(
+            zip(LETTERS, np.bincount([int(p.options.argmax()) for p in dense], minlength=4).tolist(), strict=False)
+        ),
+    }
+    write_whole(folder / "candidates.json", as_json({**facts, "choices": records(answers), "shifts": records(moved)}))
+    draw(folder, {**figures, "survival": survival_figure(answers), "certificate": certificate_figure(ratios)})
+    for name, value in facts.items():
+        print(f"{name:<60} {value}")
+    print(answers.to_string(index=False, float_format=lambda x: f"{x:.3g}"))
+    print(moved.T.to_string(float_format=lambda x: f"{x:.3g}"))
+
+
+def papers_items() -> tuple[lp.data.ChoiceItem, ...]:
+    """Its prompts name their options A) to D) themselves."""
+    return tuple(lp.data.ChoiceItem(f"{PROMPTS[k]}\nAnswer:", tuple(LETTERS[:4]), gold) for k, gold in GOLD.items())
+
+
+class Decision:
+    """`log p` of the vocabulary where the answer is given, float64; its likeliest tokens, and the options."""
+
+    def __init__(self, log_p: torch.Tensor, options: torch.Tensor) -> None:
+        self.log_p = log_p
+        self.options = log_p[options].numpy()
+        self.likeliest = log_p.topk(TOP).indices
+        self.named = options
+
+
+@torch.no_grad()
+def decisions(loaded: lp.models.Decoder, model: PreTrainedModel, items: Sequence[lp.data.ChoiceItem]) -> list[Decision]:
+    found = []
+    for item in track(items, "decisions"):
+        ids, _, context = tokenize(item, loaded.tokenizer)
+        z = model(ids[:1, :context].to(model.device)).logits[0, -1]
+        found.append(Decision(log_softmax(z, 1.0).cpu(), ids[:, context]))
+    return found
+
+
+def outcome(measured: lp.predictions.ChoiceComparison) -> dict[str, float]:
+    """Of one model and one set of items. Intervals of shares are Wilson's, 95 %."""
+    n = len(measured.gold)
+    same = int((measured.chosen("dense") == measured.chosen("compressed")).sum())
+    ratio = measured.moved / measured.radius
+    ratio = ratio[np.isfinite(ratio)]
+    return {
+        "n": n,
+        "accuracy_dense": measured.accuracy("dense"),
+        "accuracy": measured.accuracy("compressed"),
+        **with_interval("same_choice", same, n),
+        **with_interval("same_top", int(measured.same_top.sum()), n),
+        "mass_dense": float(measured.dense_mass.mean()),
+        "mass": float(measured.compressed_mass.mean()),
+        "decided": int(np.isfinite(measured.moved).sum()),
+        "certified": int(measured.certified.sum()),
+        "changed": int((measured.changed > 0).sum()),
+        "violations": len(measured.violations),
+        "moved_by_radius_least": float(ratio.min()) if len(ratio) else np.nan,
+        "moved_by_radius_median": float(np.median(ratio)) if len(ratio) else np.nan,
+    }
+
+
+def with_interval(name: str, count: int, n: int) -> dict[str, float]:
+    low, high = stats.binomtest(count, n).proportion_ci(method="wilson")
+    return {name: count / n, f"{name}_low": low, f"{name}_high": high}
+
+
+def shift(before: list[Decision], after: list[Decision]) -> dict[str, float]:
+    """How far probabilities move: of the dense model's likeliest tokens and of the options. Means over items.
+
+    `centred`: less the mean over the options of the item, which changes no choice; `spread`: how far apart the dense
+    model's options are, the same way.
+    """
+    columns: dict[str, list[float]] = {}
+
+    def note(name: str, value: float) -> None:
+        columns.setdefault(name, []).append(float(value))
+
+    for p, q in zip(before, after, strict=True):
+        top, top_after = p.log_p[p.likeliest].numpy(), q.log_p[p.likeliest].numpy()
+        note("top_probability", np.abs(np.exp(top_after) - np.exp(top)).sum())
+        note("top_log", np.abs(top_after - top).mean())
+        note("options_probability", np.abs(np.exp(q.options) - np.exp(p.options)).sum())
+        moved = q.options - p.options
+        note("options_log", np.abs(moved).mean())
+        note("options_log_centred", np.abs(moved - moved.mean()).mean())
+        note("options_spread", np.abs(p.options - p.options.mean()).mean())
+        note("options_correlation", np.corrcoef(p.options, q.options)[0, 1])
+        note("same_option", p.options.argmax() == q.options.argmax())
+        note("same_top_token", bool(p.likeliest[0] == q.likeliest[0]))
+    found: dict[str, float] = {"n": len(before)}
+    for name, values in columns.items():
+        found |= dict(zip((name, f"{name}_low", f"{name}_high"), interval(np.array(values)), strict=True))
+    return found
+
+
+def among(found: list[Decision]) -> list[bool]:
+    return [bool(torch.isin(p.named, p.likeliest).any()) for p in found]
+
+
+def share(values: list[bool]) -> str:
+    return f"{sum(values)} of {len(values)}"
+
+
+def subspace_figure(before: list[Decision], after: list[Decision]) -> str:
+    """Figure 8: log-probabilities of the dense model's likeliest tokens, and of the options, before and after."""
+    figure, column = panels(5.6, 8.2, 2)
+    pairs: list[tuple[Axes, str, str, list[tuple[np.ndarray, np.ndarray]]]] = [
+        (
+            column[0],
+            f"the {TOP} likeliest tokens",
+            COLOURS["bi"],
+            [(p.log_p[p.likeliest].numpy(), q.log_p[p.likeliest].numpy()) for p, q in zip(before, after, strict=True)],
+        ),
+        (
+            column[1],
+            "the options",
+            COLOURS["rho"],
+            [(p.options, q.options) for p, q in zip(before, after, strict=True)],
+        ),
+    ]
+    low = min(min(x.min(), y.min()) for *_, found in pairs for x, y in found) - 0.5
+    for axes, name, colour, found in pairs:
+        x, y = (np.concatenate(part) for part in zip(*found, strict=True))
+        axes.plot(x, y, "o", markersize=2.5, alpha=0.4, color=colour, label=f"{name} of {len(found)} items")
+        axes.plot([low, 0], [low, 0], color=GREY, linewidth=0.8, label="unchanged")
+        axes.set_ylim(low, 0.4)
+        axes.set_ylabel("log-probability, nats, eight attentions left out")
+        axes.legend(frameon=False, fontsize=8, loc="upper left")
+    column[1].set_xlim(low, 0.4)
+    column[1].set_xlabel("log-probability, nats, dense model")
+    return svg(figure)
+
+
+def survival_figure(answers: pd.DataFrame) -> str:
+    """How often the choice and the likeliest token stay the same; the two forms of the items below each other."""
+    forms = [form for form in FORMS if (answers.form == form).any()]
+    figure, column = panels(6.5, 1 + 2.2 * len(forms), len(forms))
+    for axes, form in zip(column, forms, strict=True):
+        part = answers[answers.form == form]
+        names = list(dict.fromkeys(part.model))
+        for k, (share_, label, colour, marker) in enumerate(
+            (
+                ("same_choice", "the choice", COLOURS["rho"], "o"),
+                ("same_top", "the likeliest token", COLOURS["bi"], "s"),
+            )
+        ):
+            counts = (part[share_] * part.n).groupby(part.model).sum()
+            n = part.groupby("model").n.sum()
+            for y, name in enumerate(names):
+                row = with_interval("of", round(counts[name]), int(n[name]))
+                bars = 100 * np.abs(np.array([[row["of_low"]], [row["of_high"]]]) - row["of"])
+                axes.errorbar(
+                    100 * row["of"],
+                    y + 0.2 * (k - 0.5),
+                    xerr=bars,
+                    fmt=marker,
+                    markersize=4,
+                    capsize=2,
+                    color=colour,
+                    label=label if y == 0 else None,
+                )
+        proven = part.groupby("model").certified.sum() / part.groupby("model").decided.sum()
+        for y, name in enumerate(names):
+            axes.plot(100 * proven[name], y + 0.3, "|", markersize=8, color=COLOURS["blend"])
+        axes.plot([], [], "|", markersize=8, color=COLOURS["blend"], label="first token proven to stay")
+        axes.set_yticks(range(len(names)), names, fontsize=8)
+        axes.set_ylim(len(names) - 0.4, -0.6)
+        axes.set_xlim(-3, 103)
+        answered = "by letters" if form == "letters" else "by their texts"
+        axes.set_ylabel(f"answered {answered}\nn = {int(part.groupby('model').n.sum().iloc[0])}")
+    column[0].legend(frameon=False, fontsize=8, ncols=3, loc="lower right", bbox_to_anchor=(1, 1))
+    column[-1].set_xlabel("items in which it stays the same, %")
+    return svg(figure)
+
+
+def certificate_figure(ratios: dict[str, list[np.ndarray]]) -> str:
+    """How far the state moved of how far it may: the theorem proves the option's token to the left of 1."""
+    figure, axes = one_panel(8.2, 3.2)
+    colours = [COLOURS[k] for k in ("bi", "from-end", "rho, token pooling", "rho", "blend", "random")]
+    for (name, found), colour in zip(ratios.items(), colours, strict=False):
+        each = np.concatenate(found)
+        ratio = np.sort(each[np.isfinite(each)])
+        shares = 100 * np.arange(1, len(ratio) + 1) / len(ratio)
+        axes.step(ratio, shares, where="post", linewidth=1.2, color=colour, label=name)
+    axes.axvline(1, color=GREY, linewidth=0.8)
+    log_axis(axes, "x")
+    axes.set_ylim(-3, 103)
+    axes.set_xlabel("how far the state moved / radius within which the option is proven to stay")
+    axes.set_ylabel("items, %")
+    axes.legend(frameon=False, fontsize=8, loc="upper left", bbox_to_anchor=(1, 1))
+    return svg(figure)
+
+
+def written(folder: Path = HERE) -> dict[str, str]:
+    found = opened(folder / "candidates.json")
+    return {
+        "setting": setting(found),
+        "survival": survival(found),
+        "shifts": shifts(found),
+        "certificate": certificate(found),
+        "verdict": against_the_paper(found),
+    }
+
+
+def setting(found: dict[str, Any]) -> str:
+    lines = [f"- {items}: {line}\n" for items, line in found["measured on"].items()]
+    return "".join(lines) + f"- removal by Block Influence: {found['calibrated on']}\n"
+
+
+def pooled(answers: pd.DataFrame, model: str, form: str) -> dict[str, Any]:
+    """Of all sets of items answered in one form: how often choice and likeliest token stay, what is proven."""
+    part = answers[(answers.model == model) & (answers.form == form)]
+    n = int(part.n.sum())
+    row: dict[str, Any] = {"n": n, "certified": int(part.certified.sum()), "decided": int(part.decided.sum())}
+    for name in ("same_choice", "same_top"):
+        row |= with_interval(name, round(float((part[name] * part.n).sum())), n)
+    return row
+
+
+def survival(found: dict[str, Any]) -> str:
+    answers, rows = found["choices"], []
+    for model in MODELS:
+        forms = [pooled(answers, model, form) for form in FORMS]
+        shares = [cell(row, name, percent) for row in forms for name in ("same_choice", "same_top")]
+        proven = f"{sum(row['certified'] for row in forms)} of {sum(row['decided'] for row in forms)}"
+        rows.append([model, *shares, proven])
+    header = [f"{form}: {what}" for form in FORMS for what in ("choice", "likeliest token")]
+    return table(["stays the same, %, by", *header, "proven"], rows)
+
+
+def shifts(found: dict[str, Any]) -> str:
+    moved = found["shifts"]
+    header = [f"Σ|Δp|, the {TOP} likeliest tokens", "Σ|Δp|, options", f"mean |Δ log p|, the {TOP} likeliest, nats"]
+    names = ("top_log", "options_log", "options_log_centred")
+    rows = [
+        [row.model, row.top_probability, row.options_probability, *(cell(row, name) for name in names)]
+        for _, row in moved.iterrows()
+    ]
+    first = moved.iloc[0]
+    header = [f"by letters, means over {first.n} items", *header, "options", "options, less their common shift"]
+    spread = cell(first, "options_spread")
+    return f"{table(header, rows)}\nThe options themselves lie {spread} nats from their mean in the dense model.\n"
+
+
+def certificate(found: dict[str, Any]) -> str:
+    answers, violations = found["choices"], found["violations of the certificate"]
+    lines = []
+    for model in MODELS:
+        part = answers[answers.model == model].dropna(subset=["moved_by_radius_median"])
+        lines.append(
+            f"{model}: {part.certified.sum()} of {part.decided.sum()} proven; the state moves "
+            f"{span(part.moved_by_radius_median)} times the radius in the median of a set of items."
+        )
+    said = "**No violation.**" if violations == 0 else f"**{violations} violations.**"
+    return f"{said}\n\n{bullets(*lines)}"
+
+
+def against_the_paper(found: dict[str, Any]) -> str:
+    answers, moved = found["choices"], found["shifts"].set_index("model")
+    letters, words = ({model: pooled(answers, model, form) for model in MODELS} for form in FORMS)
+    exact, strong = moved.loc["8 bits, a row"], moved.drop("8 bits, a row")
+    mlp, n = letters["MLP − 8"], letters["MLP − 8"]["n"]
+    less, log = moved.top_probability / moved.options_probability, moved.options_log / moved.top_log
+    taken = found["likeliest option of all items, dense, letters"]
+    letter = max(taken, key=taken.get)
+    arc = answers[(answers["items"] == "arc_easy") & (answers.form == "letters")].accuracy_dense.iloc[0]
+    right = "; ".join(
+        f"{items} {short(100 * part.accuracy_dense.iloc[0])} % right, {span(100 * part.accuracy)} % by the five models"
+        for items, part in answers[answers.form == "texts"].groupby("items", sort=False)
+    )
+    stays = {name: span(100 * words[m][name] for m in strong.index) for name in ("same_choice", "same_top")}
+    inside = found[f"items with an option among the {TOP} likeliest tokens, dense, letters"]
+    return bullets(
+        outliving(
+            [letters[m] for m in strong.index],
+            "by letters the choice outlives the likeliest token of the vocabulary, with 8 MLPs gone in "
+            f"{short(100 * mlp['same_choice'])} against {short(100 * mlp['same_top'])} %; the probabilities of options "
+            f"move {span(less)} times less than those of the {TOP} likeliest tokens.",
+        ),
+        verdict(
+            log.max() < 1 / 2,
+            f"in log-probabilities, which decide, options move {span(log)} times as far as the likeliest tokens do. A "
+            "part of it is a shift common to all options, which changes no choice; without it they move "
+            f"{span(strong.options_log_centred)} nats (8 bits: {short(exact.options_log_centred)}), and lie "
+            f"{short(exact.options_spread)} from their mean.",
+            no="Put right",
+        ),
+        verdict(
+            arc > 0.25 + 0.1,
+            f"a choice that survives need not be a good one: by letters the dense model takes {letter} in "
+            f"{taken[letter]} of {n} items (ARC-Easy: {short(100 * arc)} % right, chance is 25 %).",
+            no="Put right",
+        ),
+        outliving(
+            [words[m] for m in strong.index],
+            f"by texts choices survive in {stays['same_choice']} % (8 bits: "
+            f"{short(100 * words[exact.name]['same_choice'])}), the likeliest token in {stays['same_top']} %. "
+            f"{right}: differences within the noise of so few items; experiment 20 has more.",
+        ),
+        verdict(
+            int(inside.split()[0]) * 2 < n,
+            f"options are among the {TOP} likeliest tokens in {inside} items here (the paper: in the tail).",
+        ),
+    )
+
+
+def outliving(pooled: Sequence[dict[str, Any]], statement: str) -> str:
+    """Whether choices stay more often than the likeliest token, where intervals lie apart: no items to pair were kept.
+
+    Of models that change something: where all stays neither outlives the other.
+    """
+    longer = [row["same_choice_low"] > row["same_top_high"] for row in pooled]
+    shorter = any(row["same_choice_high"] < row["same_top_low"] for row in pooled)
+    told = f"By intervals alone, as no items to pair were kept, it is told with {sum(longer)} of {len(longer)} models"
+    return decided(all(longer), shorter, f"{statement} {told} (8 bits left out).")
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -1,0 +1,115 @@
+"""Do the later values of ρ say how far a compressed component moves the last state (§6.6: Spearman −0.44)?
+
+    python experiments/4_hierarchy/drift/run.py [--model MODEL] [--text FILE]
+
+Every component of every layer is compressed alone, lightly and at the paper's setting. Writes light.json and heavy.json
+beside this file. What they say goes into README.md by `make tables`.
+"""
+
+from pathlib import Path
+
+import numpy as np
+import typer
+
+from experiments.common import RANK, SPARSITY, Device, DType, inputs, of_model
+from experiments.statements import bullets, short, signed, stated, table
+from lyapunov_prune.sensitivity import AmplificationDrift, amplification_drift
+from lyapunov_prune.sensitivity.amplification import PAPER
+
+HERE = Path(__file__).parent
+SETTINGS: dict[str, tuple[float, int | None]] = {"light": (0.5, None), "heavy": (SPARSITY, RANK)}
+
+
+def main(
+    model: str = "smollm2-135m",
+    device: Device = "auto",
+    dtype: DType = None,
+    text: str = "builtin",
+    tokens: int = 1024,
+    context: int = 256,
+) -> None:
+    folder = of_model(HERE, model)
+    given = inputs(model, text, tokens, context, device=device, dtype=dtype)
+    contraction = given.profile().contraction
+    for name, (sparsity, rank) in SETTINGS.items():
+        found = given.sensitivity(("group",), sparsity=sparsity, rank=rank)
+        amplification_drift(found, contraction).save(folder / f"{name}.json")
+    print(*measured(folder).values(), *written(folder).values(), sep="\n\n")
+
+
+def measured(folder: Path = HERE) -> dict[str, AmplificationDrift]:
+    """The settings whose result lies in the folder."""
+    paths = {name: folder / f"{name}.json" for name in SETTINGS}
+    return {name: AmplificationDrift.load(path) for name, path in paths.items() if path.exists()}
+
+
+def of_all_models() -> list[tuple[str, AmplificationDrift]]:
+    """The settings of the built-in model and of every other that was measured, with their names."""
+    folders = (HERE, *sorted(path for path in HERE.iterdir() if path.is_dir()))
+    return [pair for folder in folders for pair in measured(folder).items()]
+
+
+def written(folder: Path = HERE) -> dict[str, str]:
+    results = measured(folder)
+    return {"setting": setting(results), "correlations": correlations(results), "verdict": verdict(results)}
+
+
+def setting(results: dict[str, AmplificationDrift]) -> str:
+    return bullets(
+        *(
+            f"{name}: {result.compression}; drift on {result.measured_on.line()}; ρ on {result.profiled_on.line()}"
+            for name, result in results.items()
+        )
+    )
+
+
+def correlations(results: dict[str, AmplificationDrift]) -> str:
+    header = ("compression", "drift with", "pooling", "Spearman", "95 % by layer", "p by layer", "p by group", "groups")
+    rows = [
+        (name, symbol, pooling, signed(rs), f"{signed(low)} to {signed(high)}", float(p), float(p_groups), groups)
+        for name, result in results.items()
+        for symbol, pooling, rs, low, high, p, p_groups, groups, _ in result.to_frame().itertuples(index=False)
+    ]
+    return table(header, rows)
+
+
+def verdict(results: dict[str, AmplificationDrift]) -> str:
+    """Every correlation with A held against the paper's, and those with ρ alone against its none."""
+    lines = []
+    for name, result in results.items():
+        for _, row in result.to_frame().iterrows():
+            said = f"{name}, {row.pooling} pooling: the correlation of drift with {row['drift with']} is "
+            if row["drift with"] == "A":
+                lines.append(beside_the_paper(said, row.spearman, row.low, row.high))
+                continue
+            sign = "positive" if row.low > 0 else "negative" if row.high < 0 else "not to be told from none"
+            found = f"{signed(row.spearman)}, {signed(row.low)} to {signed(row.high)}"
+            none = row.low <= 0 <= row.high
+            lines.append(stated(f"{said}{sign}: {found} by layer (the paper: none).", "Agrees" if none else "Differs"))
+        first = np.array(result.layers) == 0
+        lines.append(
+            f"{name}: mean drift {short(result.drift[first].mean())} from a component of layer 0, "
+            f"{short(result.drift[~first].mean())} from one of the others."
+        )
+    return bullets(*lines)
+
+
+def beside_the_paper(said: str, spearman: float, low: float, high: float) -> str:
+    """Of drift with A. The paper says not whether its drift is CKA, and so not which sign: none can agree outright."""
+    within = [signed(value) for value in (PAPER, -PAPER) if low <= value <= high]
+    outcome = (
+        f"the interval holds {' and '.join(within)}"
+        if within
+        else "of the former the same sign, and another size"
+        if high < 0
+        else "neither lies in the interval"
+    )
+    return stated(
+        f"{said}{signed(spearman)}, {signed(low)} to {signed(high)} by layer (the paper: {signed(PAPER)} if its drift "
+        f"is 1 − CKA as here, {signed(-PAPER)} in these terms if it is CKA): {outcome}.",
+        "Not decided" if within else "Differs",
+    )
+
+
+if __name__ == "__main__":
+    typer.run(main)

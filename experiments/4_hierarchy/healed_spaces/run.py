@@ -1,0 +1,181 @@
+"""Does mending or healing heal it: how far state, logits and probabilities turn before and after (representation
+hierarchies, §4: the logits turn less than the state, the probabilities more).
+
+    python experiments/4_hierarchy/healed_spaces/run.py [--model MODEL] --text A.txt --unseen B.txt
+
+Layers go by the default criterion; the gaps are mended, and the mended model healed, on the beginning of `--text`. Each
+of the three models reads what the dense model writes after the windows of `--unseen`, and what it writes itself. Writes
+spaces.json beside this file, of another model in a folder by its name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Annotated
+
+import numpy as np
+import typer
+from scipy import stats
+from transformers import PreTrainedModel
+
+import lyapunov_prune as lp
+from experiments.common import Device, DType, job_folder, load, of_model, read_text
+from experiments.statements import bullets, decided, interval, ratio, runs, short, table
+from lyapunov_prune.data.batch import require_disjoint
+from lyapunov_prune.evaluation.perplexity import interval_of
+from lyapunov_prune.ranking.table import DEFAULT
+from lyapunov_prune.results.result import MeasuredOn, Result, encode
+from lyapunov_prune.results.store import Store
+
+HERE = Path(__file__).parent
+STEPS = 100  # of healing
+SPACES = ("state h", "logits z", "probabilities p")
+
+
+@dataclass(frozen=True)
+class Spaces:
+    """A model beside the dense one, a row a prompt: `1 − cos` of h, z and p, and KL, where it reads the dense text.
+
+    `kl_own` is KL where it reads its own. `windows` are its losses on the unseen text.
+    """
+
+    state: str
+    turned: np.ndarray
+    kl: np.ndarray
+    kl_own: np.ndarray
+    windows: np.ndarray
+
+
+@dataclass(frozen=True)
+class HealedSpaces(Result):
+    removed: tuple[int, ...]
+    dense: np.ndarray
+    states: tuple[Spaces, ...]
+    steps: int
+    calibrated_on: MeasuredOn
+    measured_on: MeasuredOn
+
+    def headline(self) -> str:
+        return (
+            f"Without layers {runs(self.removed)} by `{DEFAULT}`: the first {self.steps} tokens after each of "
+            f"{len(self.states[0].kl)} windows, and losses: {self.measured_on.line()}; chosen, mended and healed on "
+            f"{self.calibrated_on.line()}"
+        )
+
+
+def main(
+    text: Annotated[str, typer.Option(help="to choose, mend and learn from")],
+    unseen: Annotated[str, typer.Option(help="to score on, and to begin texts with")],
+    model: str = "smollm2-135m",
+    device: Device = "auto",
+    dtype: DType = None,
+    remove: int = 4,
+    tokens: int = 16384,
+    scored: Annotated[int, typer.Option(help="tokens of --unseen")] = 4096,
+    context: int = 256,
+    begins: Annotated[int, typer.Option(help="tokens of a window that a text begins with")] = 64,
+    steps: Annotated[int, typer.Option(help="tokens of each text")] = 32,
+) -> None:
+    loaded = load(model, device, dtype)
+    learnt, judged = (read_text(loaded, *of, context, "all") for of in ((text, tokens), (unseen, scored)))
+    require_disjoint(learnt, judged)
+    removed = lp.rank(loaded.model, learnt, criterion=DEFAULT).plan(remove).remove
+    origins = learnt.measured_on(loaded.model), judged.measured_on(loaded.model)
+    about = {"texts": encode(origins), "removed": removed, "begins": begins, "steps": steps}
+    with Store(job_folder(model) / "healed-spaces", "healed spaces", about, resume=True) as store:
+        for name, make in makers(loaded.model, removed, learnt).items():
+            if name not in store:
+                store.add(name, compared(loaded.model, make(), judged, begins, steps))
+        rows = {name: {key: np.array(x) for key, x in store[name].items()} for name in ("cut", "mended", "healed")}
+    dense = lp.perplexity(loaded.model, judged).windows
+    found = HealedSpaces(removed, dense, tuple(Spaces(name, **row) for name, row in rows.items()), steps, *origins)
+    found.save(of_model(HERE, model) / "spaces.json")
+    print(spaces(found))
+
+
+def makers(
+    model: PreTrainedModel, removed: tuple[int, ...], learnt: lp.TokenBatch
+) -> dict[str, Callable[[], PreTrainedModel]]:
+    return {
+        "cut": lambda: lp.remove_layers(model, removed),
+        "mended": lambda: lp.mend(model, removed, learnt),
+        "healed": lambda: lp.heal(lp.mend(model, removed, learnt), model, learnt, steps=STEPS).model,
+    }
+
+
+def compared(
+    dense: PreTrainedModel, model: PreTrainedModel, judged: lp.TokenBatch, begins: int, steps: int
+) -> dict[str, list[object]]:
+    """Prompt by prompt, for intervals."""
+    found = [
+        lp.predictions.history_divergence(dense, model, replace(judged, ids=ids[None, :begins]), steps=steps)
+        for ids in judged.ids
+    ]
+    kl, kl_own = zip(*(history.mean_kl() for history in found), strict=True)
+    windows = lp.perplexity(model, judged).windows.tolist()
+    return {"turned": [h.spaces() for h in found], "kl": [*kl], "kl_own": [*kl_own], "windows": windows}
+
+
+def written(folder: Path = HERE) -> dict[str, str]:
+    found = HealedSpaces.load(folder / "spaces.json")
+    return {"setting": setting(found), "spaces": spaces(found), "verdict": verdict(found)}
+
+
+def setting(found: HealedSpaces) -> str:
+    return bullets(found.headline(), f"healed: {STEPS} steps of one window, from mended")
+
+
+def spaces(found: HealedSpaces) -> str:
+    head = ("", "perplexity / dense", *(f"1 − cos of the {space}" for space in SPACES), "p / h", "KL", "KL, own text")
+    rows = []
+    for state in found.states:
+        means = [mean(x) for x in (*state.turned.T, state.kl, state.kl_own)]
+        rows.append((state.state, ratio(state.windows - found.dense), *means[:3], ratio(amplified(state)), *means[3:]))
+    return table(head, rows)
+
+
+def mean(values: np.ndarray) -> str:
+    """With Student's interval over prompts."""
+    half = float(stats.t.ppf(0.975, len(values) - 1) * stats.sem(values))
+    return interval(float(values.mean()), float(values.mean()) - half, float(values.mean()) + half)
+
+
+def amplified(state: Spaces) -> np.ndarray:
+    """The logarithm, prompt by prompt, of how much more the probabilities turn than the state."""
+    return np.log(state.turned[:, 2] / state.turned[:, 0])
+
+
+def verdict(found: HealedSpaces) -> str:
+    """What mending and healing take from each space, paired by prompt."""
+    cut, *others = found.states
+    h, z, p = cut.turned.T
+    logits, probabilities = np.log(z / h), np.log(p / h)
+    less, more = interval_of(logits), interval_of(probabilities)
+    lines = [
+        decided(
+            less[1] < 1 < more[0],
+            less[0] > 1 or more[1] < 1,
+            f"cut, the logits turn {ratio(logits)} times as much as the state, the probabilities "
+            f"{ratio(probabilities)} times (paper: less, and more).",
+        )
+    ]
+    for state in others:
+        left = [ratio(np.log(after / before)) for before, after in zip(cut.turned.T, state.turned.T, strict=True)]
+        change = amplified(state) - amplified(cut)
+        test = stats.ttest_1samp(change, 0)
+        side = "less" if change.mean() < 0 else "more"
+        told = f"{side} than the cut's" if test.pvalue < 0.05 else "not told from the cut's"
+        each = ", ".join(f"{share} of the {space}" for share, space in zip(left, SPACES, strict=True))
+        lines.append(
+            f"{state.state}: of what the cut turns there is left, in the mean over prompts, {each}; the probabilities "
+            f"turn {ratio(amplified(state))} times as much as the state ({told}); KL "
+            f"{short(float(np.exp(np.log(state.kl / cut.kl).mean())))} of the cut's on the dense text, "
+            f"{short(float(np.exp(np.log(state.kl_own / cut.kl_own).mean())))} on its own."
+        )
+    return bullets(*lines)
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -1,0 +1,223 @@
+"""Writing that a small model does right: a line copied, two digits added; dense against compressed, item by item.
+
+    python experiments/4_hierarchy/within_reach/run.py [--model MODEL]
+
+Of GSM8K so small a model solves next to nothing (`two_kinds`), so that no compression could lose anything there.
+These two kinds of text it mostly writes right (Representation hierarchies, Figure 1 and Table 1, ask what generation
+loses).
+Prompts are drawn, with three or six examples before each; an item is right where the line that is written first is the
+one asked for. Writes reach.json and reach.svg beside this file, of another model in a folder by its name.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import typer
+from scipy import stats
+from transformers import PreTrainedModel
+
+from experiments.common import Device, DType, draw, job_folder, load, of_model, read_text
+from experiments.hierarchies import makers
+from experiments.statements import bullets, decided, interval, short, table
+from lyapunov_prune.data.text import adds_bos
+from lyapunov_prune.forward.decoding import decode_greedily
+from lyapunov_prune.forward.reading import read
+from lyapunov_prune.models.decoder import Decoder
+from lyapunov_prune.models.tokenizers import token_ids
+from lyapunov_prune.predictions.verdict import wilson
+from lyapunov_prune.report.drawing import COLOURS, one_panel, svg
+from lyapunov_prune.results.result import MeasuredOn, Result, decode, encode
+from lyapunov_prune.results.store import Store
+
+HERE = Path(__file__).parent
+WORDS = (
+    "river lamp seven green paper stone window apple music cloud table horse silver bread garden letter winter orange "
+    "bridge candle yellow forest mirror basket"
+)
+STAYS = ("attention − 4", "MLP − 4")  # of the paper's Table 2: moderate pruning preserves correct generation
+COLLAPSES = (
+    "attention − 8",
+    "MLP − 8",
+    "layers − 8",
+    "Wanda 50 %",
+    "SparseGPT 50 %",
+)  # its Tables 1, 2, Figures 1, 3, 9
+OTHERS = ("layers − 4", "4 bits, groups of 64", "8 bits, a row")
+STEPS = {"copying": 10, "adding": 4}  # tokens that are written
+
+
+@dataclass(frozen=True)
+class Row:
+    """A model, and which items it wrote right."""
+
+    model: str
+    copying: np.ndarray
+    adding: np.ndarray
+
+
+@dataclass(frozen=True)
+class Reach(Result):
+    """The dense model first."""
+
+    rows: tuple[Row, ...]
+    seed: int
+    calibrated_on: MeasuredOn
+
+    def row(self, model: str) -> Row:
+        return next(row for row in self.rows if row.model == model)
+
+    def headline(self) -> str:
+        counts = ", ".join(f"{len(getattr(self.rows[0], task))} of {task}" for task in STEPS)
+        return f"{counts}, drawn by seed {self.seed}; compressed on {self.calibrated_on.line()}"
+
+
+def main(
+    model: str = "smollm2-135m",
+    device: Device = "auto",
+    dtype: DType = None,
+    text: str = "builtin",
+    tokens: int = 2048,
+    items: int = 60,
+    seed: int = 0,
+) -> None:
+    folder, loaded = of_model(HERE, model), load(model, device, dtype)
+    learnt = read_text(loaded, text, tokens, 512)
+    tasks = {task: drawn(task, items, seed) for task in STEPS}
+    origin = learnt.measured_on(loaded.model)
+    made = {"dense": lambda: loaded.model} | makers(loaded, learnt)
+    with Store(job_folder(model) / "reach", "reach", {"text": encode(origin), "tasks": tasks}, resume=True) as store:
+        for name, make in made.items():
+            if name not in store:
+                made_now = make()
+                right = {task: answered(loaded, made_now, asked, STEPS[task]) for task, asked in tasks.items()}
+                store.add(name, encode(Row(name, **right)))
+        found = Reach(tuple(decode(Row, store[name]) for name in made), seed, origin)
+    found.save(folder / "reach.json")
+    draw(folder, {"reach": figure(found)})
+    print(reached(found))
+
+
+def drawn(task: str, items: int, seed: int) -> list[tuple[str, str]]:
+    """Prompts and the lines that are asked for, no two the same."""
+    choose = random.Random(f"{seed} {task}")
+
+    def copying() -> tuple[str, str]:
+        words = " ".join(choose.sample(WORDS.split(), 4))
+        return f"Input: {words}\nOutput:", words
+
+    def adding() -> tuple[str, str]:
+        a, b = choose.randint(1, 9), choose.randint(1, 9)
+        return f"{a} + {b} =", str(a + b)
+
+    one, examples = {"copying": (copying, 3), "adding": (adding, 6)}[task]
+    found: list[tuple[str, str]] = []
+    while len(found) < items:
+        shown, asked = [one() for _ in range(examples)], one()
+        if asked not in shown:
+            before = "".join(f"{prompt} {answer}\n" for prompt, answer in shown)
+            found.append((before + asked[0], asked[1]))
+    return found
+
+
+def answered(loaded: Decoder, model: PreTrainedModel, asked: Sequence[tuple[str, str]], steps: int) -> np.ndarray:
+    """Which items are right, those of one length written together."""
+    start = [loaded.tokenizer.bos_token_id] if adds_bos(loaded.tokenizer) else []
+    prompts = [start + token_ids(loaded.tokenizer, prompt) for prompt, _ in asked]
+    right = np.zeros(len(asked), bool)
+    for length in sorted({len(ids) for ids in prompts}):
+        here = [i for i, ids in enumerate(prompts) if len(ids) == length]
+        ids = torch.tensor([prompts[i] for i in here])
+        for i, written in zip(here, decode_greedily(read(model, ids), ids, steps).tolist(), strict=True):
+            line = str(loaded.tokenizer.decode(written)).strip().split("\n")[0].strip()
+            right[i] = line == asked[i][1]
+    return right
+
+
+def written(folder: Path = HERE) -> dict[str, str]:
+    found = Reach.load(folder / "reach.json")
+    return {"setting": bullets(found.headline()), "reach": reached(found), "verdict": against_the_paper(found)}
+
+
+def share(right: np.ndarray) -> str:
+    """Percent, with Wilson's interval at 95 %."""
+    mean = float(right.mean())
+    return f"{interval(*(100 * x for x in (mean, *wilson(mean, len(right)))))} %"
+
+
+def reached(found: Reach) -> str:
+    dense, rows = found.rows[0], []
+    for row in found.rows:
+        cells: list[object] = [row.model]
+        for task in STEPS:
+            mine, theirs = getattr(row, task), getattr(dense, task)
+            cells += [share(mine), None if row is dense else share(mine[theirs])]
+        rows.append(cells)
+    return table(["", *(h for task in STEPS for h in (f"{task}, right", "of what dense has right"))], rows)
+
+
+def kept_of(found: Reach, name: str, task: str) -> np.ndarray:
+    """Which of the items that the dense model has right are right still."""
+    return getattr(found.row(name), task)[getattr(found.rows[0], task)]
+
+
+def losing_nothing(found: Reach, name: str, task: str) -> float:
+    """The p of losing nothing (McNemar, exact, one side)."""
+    mine, theirs = (getattr(row, task) for row in (found.row(name), found.rows[0]))
+    worse, better = int((theirs & ~mine).sum()), int((mine & ~theirs).sum())
+    return float(stats.binomtest(worse, worse + better, alternative="greater").pvalue) if worse + better else 1.0
+
+
+def against_the_paper(found: Reach) -> str:
+    dense = found.rows[0]
+    lines = [
+        f"There is something to lose: {', '.join(f'{task} {share(getattr(dense, task))}' for task in STEPS)} of the "
+        "dense model's items are right."
+    ]
+    for name in (*STAYS, *COLLAPSES, *OTHERS):
+        kept = {task: kept_of(found, name, task) for task in STEPS}
+        each = "; ".join(
+            f"{task} {share(x)} (p {short(losing_nothing(found, name, task))})" for task, x in kept.items()
+        )
+        intervals = [wilson(float(right.mean()), len(right)) for right in kept.values()]
+        collapses, stays = any(high < 0.5 for _, high in intervals), all(low > 0.5 for low, _ in intervals)
+        said = f"of what dense has right, {each}."
+        if name in STAYS:
+            lines.append(
+                decided(
+                    stays,
+                    collapses,
+                    f"{name}: writing stays (the paper: of one example), more than half in both tasks; {said}",
+                )
+            )
+        elif name in COLLAPSES:
+            lines.append(decided(collapses, stays, f"{name}: writing collapses, less than half in a task; {said}"))
+        else:
+            lines.append(f"{name}: {said}")
+    return bullets(*lines)
+
+
+def figure(found: Reach) -> str:
+    """Items right by model, with Wilson's intervals."""
+    drawing, axes = one_panel(8, 4.6)
+    y = np.arange(len(found.rows))
+    for k, (task, colour, marker) in enumerate((("copying", COLOURS["rho"], "o"), ("adding", COLOURS["bi"], "s"))):
+        each: Any = [getattr(row, task) for row in found.rows]
+        mean = np.array([100 * right.mean() for right in each])
+        bars = np.abs(100 * np.array([wilson(right.mean(), len(right)) for right in each]).T - mean)
+        axes.errorbar(mean, y + 0.2 * k - 0.1, xerr=bars, fmt=marker, markersize=4, capsize=2, color=colour, label=task)
+    axes.set_yticks(y, [row.model for row in found.rows])
+    axes.invert_yaxis()
+    axes.set_xlabel("items written right, %")
+    axes.legend(frameon=False, fontsize=8, ncols=2, loc="lower left", bbox_to_anchor=(0, 1))
+    return svg(drawing)
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -1,0 +1,175 @@
+"""Perplexity over the minutes of mending and healing, for two, four and seven layers removed (§7, future work 4).
+
+    python experiments/6_recovery/healing_time/run.py [--model MODEL] --text A.txt --unseen B.txt
+
+Layers go by `angular`; the gaps are mended and the mended model healed on the beginning of `--text`, in runs of their
+own by number of steps (the learning rate falls to zero in each), and scored on that of `--unseen`. Minutes are of
+the processor, one thread, so that other work on the machine does not count. Writes minutes.json and the figure beside
+this file, of another model in a folder by its name.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import cache, partial
+from pathlib import Path
+from typing import Annotated
+
+import numpy as np
+import torch
+import typer
+from transformers import PreTrainedModel
+
+import lyapunov_prune as lp
+from experiments.common import Device, DType, draw, job_folder, load, of_model, read_text
+from experiments.statements import bullets, ratio, runs, short, table
+from lyapunov_prune.data.batch import require_disjoint
+from lyapunov_prune.evaluation.perplexity import interval_of
+from lyapunov_prune.report.drawing import COLOURS, INK, log_axis, one_panel, svg
+from lyapunov_prune.results.result import MeasuredOn, Result, encode
+from lyapunov_prune.results.store import Store
+
+HERE = Path(__file__).parent
+CRITERION = "angular"
+COUNTS = (2, 4, 7)  # layers removed
+STEPS = (10, 30, 90)  # of healing
+STEP = 256  # tokens of one
+Given = Callable[[], PreTrainedModel]
+Make = Callable[[PreTrainedModel], PreTrainedModel]
+
+
+@dataclass(frozen=True)
+class Point:
+    """Losses of the windows of the unseen text, and the seconds since the layers were chosen."""
+
+    state: str
+    steps: int
+    seconds: float
+    windows: np.ndarray
+
+
+@dataclass(frozen=True)
+class Course:
+    """Cut, mended, and healed by more and more steps."""
+
+    removed: tuple[int, ...]
+    points: tuple[Point, ...]
+
+
+@dataclass(frozen=True)
+class HealingTime(Result):
+    dense: np.ndarray
+    courses: tuple[Course, ...]
+    calibrated_on: MeasuredOn
+    measured_on: MeasuredOn
+
+    def headline(self) -> str:
+        return f"{self.measured_on.line()}; chosen, mended and healed on {self.calibrated_on.line()}"
+
+
+def main(
+    text: Annotated[str, typer.Option(help="to choose, mend and learn from")],
+    unseen: Annotated[str, typer.Option(help="to score on")],
+    model: str = "smollm2-135m",
+    device: Device = "cpu",
+    dtype: DType = None,
+    tokens: int = 16384,
+    context: int = 512,
+    scored: Annotated[int, typer.Option(help="tokens of --unseen")] = 8192,
+) -> None:
+    torch.set_num_threads(1)  # what the processor spends is then what the work takes
+    loaded = load(model, device, dtype)
+    dense, folder = loaded.model, of_model(HERE, model)
+    judged = read_text(loaded, unseen, scored, 2 * context, "all")
+    learnt = read_text(loaded, text, tokens, context, "all")
+    require_disjoint(learnt, judged)
+    origins = learnt.measured_on(dense), judged.measured_on(dense)
+    with Store(job_folder(model) / "healing-time", "healing time", {"texts": encode(origins)}, resume=True) as store:
+
+        def once(
+            state: str, removed: tuple[int, ...], make: Make, given: Given = lambda: dense, steps: int = 0
+        ) -> Point:
+            key = f"{state} {len(removed)} {steps}"
+            if key not in store:
+                start = given()
+                before = time.process_time()
+                made = make(start)
+                seconds = time.process_time() - before
+                store.add(key, {"seconds": seconds, "windows": lp.perplexity(made, judged).windows.tolist()})
+            return Point(state, steps, store[key]["seconds"], np.array(store[key]["windows"]))
+
+        whole = once("dense", (), lambda model: model)
+        ranking = lp.rank(dense, learnt, criterion=CRITERION, remove=max(COUNTS))
+        short_windows = replace(learnt, ids=learnt.ids.reshape(-1, STEP))
+        courses = []
+        for count in COUNTS:
+            removed = ranking.plan(count).remove
+            mend = cache(partial(lp.mend, dense, removed, learnt))
+            points = [once("cut", removed, lambda model, gone=removed: lp.remove_layers(model, gone))]
+            points.append(once("mended", removed, lambda _, mend=mend: mend()))
+            for steps in STEPS:
+                heal = partial(lp.heal, teacher=dense, batch=short_windows, steps=steps)
+                healed = once("healed", removed, lambda student, heal=heal: heal(student).model, mend, steps)
+                points.append(replace(healed, seconds=points[1].seconds + healed.seconds))
+            courses.append(Course(removed, tuple(points)))
+    found = HealingTime(whole.windows, tuple(courses), *origins)
+    found.save(folder / "minutes.json")
+    draw(folder, {"minutes": figure(found)})
+    print(perplexities(found))
+
+
+def figure(found: HealingTime) -> str:
+    page, axes = one_panel(6.5, 3.6)
+    for course, colour in zip(found.courses, (COLOURS["blend"], COLOURS["rho"], COLOURS["bi"]), strict=True):
+        over = [p.windows - found.dense for p in course.points]
+        middle = np.array([np.exp(o.mean()) for o in over])
+        bars = np.abs(np.array([interval_of(o) for o in over]).T - middle)
+        minutes = [p.seconds / 60 for p in course.points]
+        label = f"{len(course.removed)} layers removed"
+        axes.errorbar(minutes, middle, yerr=bars, marker="o", markersize=4, capsize=2, color=colour, label=label)
+    axes.axhline(1, color=INK, linewidth=0.8, linestyle="--", label="dense")
+    log_axis(axes)
+    axes.set(xlabel="minutes of one core since the layers were chosen", ylabel="perplexity / dense")
+    axes.legend(frameon=False, fontsize=8)
+    return svg(page)
+
+
+def written(folder: Path = HERE) -> dict[str, str]:
+    found = HealingTime.load(folder / "minutes.json")
+    return {"setting": setting(found), "minutes": perplexities(found), "verdict": verdict(found)}
+
+
+def setting(found: HealingTime) -> str:
+    return bullets(f"{found.headline()}; dense perplexity {ratio(found.dense)}")
+
+
+def perplexities(found: HealingTime) -> str:
+    rows = []
+    for course in found.courses:
+        for p in course.points:
+            over = ratio(p.windows - found.dense)
+            rows.append((runs(course.removed), p.state, p.steps or "—", p.seconds / 60, ratio(p.windows), over))
+    return table(("removed", "", "steps", "minutes of one core", "perplexity", "/ dense"), rows)
+
+
+def verdict(found: HealingTime) -> str:
+    """Of what a removal costs in nats a token, the share that is back; and what thrice the steps bring at last."""
+    lines = []
+    for course in found.courses:
+        cut, mended, *healed = (p.windows.mean() - found.dense.mean() for p in course.points)
+        back = [100 * (1 - x / cut) for x in (mended, *healed)]
+        minutes = [p.seconds / 60 for p in course.points[1:]]
+        last = ratio(course.points[-1].windows - course.points[-2].windows)
+        each = ", ".join(f"{short(b)} % after {short(m)} minutes" for b, m in zip(back[1:], minutes[1:], strict=True))
+        lines.append(
+            f"{len(course.removed)} layers: of the loss that the cut costs, mending brings {short(back[0])} % back in "
+            f"{short(minutes[0])} minutes, healing {each}; the last tripling of the steps multiplies the perplexity by "
+            f"{last}."
+        )
+    return bullets(*lines)
+
+
+if __name__ == "__main__":
+    typer.run(main)
