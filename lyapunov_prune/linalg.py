@@ -158,6 +158,39 @@ def gram(A: torch.Tensor) -> torch.Tensor:
     return G
 
 
+def basis(S: torch.Tensor) -> torch.Tensor:
+    """Eigenvectors of the smaller Gram matrix of `S`, float64 on the CPU, largest last: all that a truncation needs.
+
+    Exact enough to truncate by; the norm of what is left is certified from the truncation itself.
+    """
+    D = S.cpu().double()
+    return torch.linalg.eigh(gram(D if D.shape[0] <= D.shape[1] else D.T))[1]
+
+
+def truncate(S: torch.Tensor, rank: int, vectors: torch.Tensor) -> torch.Tensor:
+    """The rank-`rank` matrix nearest to `S` (m × n) in spectral and Frobenius norm.
+
+    `vectors` is `basis(S)`. `S` itself when it has no more rank.
+    """
+    if rank >= min(S.shape):
+        return S
+    D, top = S.cpu().double(), vectors[:, -rank:]
+    L = top @ (top.T @ D) if D.shape[0] <= D.shape[1] else (D @ top) @ top.T
+    return L.to(S)
+
+
+def smallest(score: torch.Tensor, count: int) -> torch.Tensor:
+    """True at the `count` smallest entries of `score` (any shape), counted over the whole of it, row by row."""
+    if count == 0:
+        return torch.zeros_like(score, dtype=torch.bool)
+    flat = score.flatten()
+    limit = flat.kthvalue(count).values
+    removed = flat < limit
+    ties = (flat == limit).nonzero().flatten()[: count - int(removed.sum())]
+    removed[ties] = True
+    return removed.view(score.shape)
+
+
 def _scaled(W: torch.Tensor) -> tuple[torch.Tensor, int]:
     """`W` or its transpose as a wide float64 matrix `A` on the CPU with `W = A · 2^exponent`, max |a| in [1/2, 1).
 

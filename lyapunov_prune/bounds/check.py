@@ -27,12 +27,10 @@ from lyapunov_prune.bounds.distribution import RatioDistribution
 from lyapunov_prune.bounds.report import BoundsReport, Seen, Setting, Violation
 from lyapunov_prune.bounds.trajectory import Trajectory
 from lyapunov_prune.bounds.written import written_matrices
-from lyapunov_prune.compression.methods.magnitude import Magnitude
-from lyapunov_prune.compression.methods.svd import basis, truncate
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.forward.hooks import run_backbone
 from lyapunov_prune.forward.reading import Readable, Reading, read
-from lyapunov_prune.linalg import CertifiedNorm, certify
+from lyapunov_prune.linalg import CertifiedNorm, basis, certify, smallest, truncate
 from lyapunov_prune.models.decoder import Model
 from lyapunov_prune.models.projections import Projection, find_projections
 from lyapunov_prune.models.structure import identify, in_eval_mode
@@ -209,7 +207,8 @@ class _Stage:
 
 def _sparse_stage(known: tuple[torch.Tensor, CertifiedNorm], sparsity: float, with_basis: bool) -> _Stage:
     W, norm = known
-    S = Magnitude().compress(W, sparsity)
+    count = round(sparsity * W.numel())
+    S = W.masked_fill(smallest(W.abs(), count), 0) if count else W
     return _Stage(W, norm, S, certify_difference(W, S), basis(S) if with_basis else None)
 
 

@@ -16,9 +16,8 @@ from transformers import PreTrainedModel
 
 from lyapunov_prune.arguments import checked
 from lyapunov_prune.calibration.gram import scaled
-from lyapunov_prune.compression.methods.svd import basis
 from lyapunov_prune.errors import LyapunovPruneError
-from lyapunov_prune.linalg import lift
+from lyapunov_prune.linalg import basis, lift
 from lyapunov_prune.models.compact import compact_class
 from lyapunov_prune.models.decoder import Decoder, Model, model_of, wrap_any
 from lyapunov_prune.models.plain import require_unquantised

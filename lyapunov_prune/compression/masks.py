@@ -25,18 +25,6 @@ def as_pattern(pattern: Pattern | str | None) -> Pattern | None:
     return keep, of
 
 
-def smallest(score: torch.Tensor, count: int) -> torch.Tensor:
-    """True at the `count` smallest entries of `score` (any shape), counted over the whole of it, row by row."""
-    if count == 0:
-        return torch.zeros_like(score, dtype=torch.bool)
-    flat = score.flatten()
-    limit = flat.kthvalue(count).values
-    removed = flat < limit
-    ties = (flat == limit).nonzero().flatten()[: count - int(removed.sum())]
-    removed[ties] = True
-    return removed.view(score.shape)
-
-
 def per_row(score: torch.Tensor, sparsity: float) -> torch.Tensor:
     """True at the `round(sparsity · n)` smallest entries of each row of `score` (m × n)."""
     least = score.argsort(dim=1, stable=True)[:, : round(sparsity * score.shape[1])]

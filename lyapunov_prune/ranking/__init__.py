@@ -7,7 +7,7 @@
 - `angular`, `oracle`, `best`: what the criteria of those names measure; `candidates`: the sets that `best` tries first,
   `tried`: what it has tried;
 - `stability`: how often a layer is picked when the windows are drawn anew, and ties;
-- `budget`: as many layers, or parts of layers, as a divergence allows; `amount`: as much of every matrix.
+- `budget`: as many layers, or parts of layers, as a divergence allows.
 
 A new criterion is a file in `criteria` and a row in `table.CRITERIA`; docs/adding/criterion.md shows one.
 """

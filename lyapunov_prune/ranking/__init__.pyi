@@ -1,5 +1,3 @@
-from .amount import BudgetedCompression as BudgetedCompression
-from .amount import compress_under_budget as compress_under_budget
 from .angular import AngularDistance as AngularDistance
 from .angular import angular_distance as angular_distance
 from .best import best_removal as best_removal

@@ -19,9 +19,9 @@ from lyapunov_prune.forward.reading import Readable, Reading, read
 from lyapunov_prune.forward.sublayers import named_branches, silent
 from lyapunov_prune.models.structure import identify, in_eval_mode
 from lyapunov_prune.predictions.divergence import Change, divergences_of
+from lyapunov_prune.predictions.expectation import require_budget
 from lyapunov_prune.profiles.contraction_profile import floor_note
 from lyapunov_prune.pruning.plan import PruningPlan
-from lyapunov_prune.ranking.counts import require_budget
 from lyapunov_prune.ranking.ranking import LayerRanking
 from lyapunov_prune.results.frames import pd
 from lyapunov_prune.results.result import MeasuredOn, Result

@@ -54,12 +54,6 @@ def protected_layers(layers: int, protect: Sequence[int], remove: int = 1) -> tu
     return kept
 
 
-def require_budget(max_kl: float) -> None:
-    """Raise LyapunovPruneError unless `max_kl` is a number above 0."""
-    if not max_kl > 0:
-        raise LyapunovPruneError(f"a budget of {max_kl:g} nats a token removes nothing; give a number above 0")
-
-
 def search_budget(layers: int, remove: int, mend: bool = False) -> float:
     """Forwards that `best` may spend: ten for what proposes sets, and one for 16 of the swaps that one set has.
 

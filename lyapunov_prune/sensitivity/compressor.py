@@ -11,9 +11,9 @@ from transformers import PreTrainedModel
 from lyapunov_prune.calibration.norms import input_norms
 from lyapunov_prune.calibration.statistics import Statistics
 from lyapunov_prune.calibration.streaming import stream
-from lyapunov_prune.compression.methods.svd import basis, truncate
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.forward.reading import Readable
+from lyapunov_prune.linalg import basis, truncate
 from lyapunov_prune.models.projections import Projection, find_projections
 from lyapunov_prune.sensitivity.changes import STUDY_METHODS, Change, Compression
 from lyapunov_prune.sensitivity.sweep import Job

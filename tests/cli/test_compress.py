@@ -12,8 +12,8 @@ from helpers import TEXT
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
+from lyapunov_prune.compression.amount import BudgetedCompression
 from lyapunov_prune.compression.report import CompressionReport
-from lyapunov_prune.ranking.amount import BudgetedCompression
 
 
 def test_compress_writes_a_plain_checkpoint_that_says_what_it_is(run: Any) -> None:

@@ -11,9 +11,9 @@ import pytest
 
 from lyapunov_prune.checkpoints.reloading import GateCheck
 from lyapunov_prune.compression import factored
+from lyapunov_prune.compression.amount import BudgetedCompression
 from lyapunov_prune.compression.report import REPORT
 from lyapunov_prune.evaluation.evaluation import Evaluation
-from lyapunov_prune.ranking.amount import BudgetedCompression
 
 TEXT = ("--tokens", "64", "--context", "32")
 FACTOR = ("compress", "tiny", "--method", "svd", "--format", "compact", "-o", "small")

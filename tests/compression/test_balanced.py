@@ -13,9 +13,9 @@ from lyapunov_prune.calibration.gram import root
 from lyapunov_prune.calibration.statistics import Statistics
 from lyapunov_prune.compression.methods import balanced as module
 from lyapunov_prune.compression.methods.balanced import Balanced
-from lyapunov_prune.compression.methods.svd import basis, truncate
 from lyapunov_prune.compression.methods.whitened_svd import WhitenedSVD
 from lyapunov_prune.errors import LyapunovPruneError
+from lyapunov_prune.linalg import basis, truncate
 
 
 def balanced(W: torch.Tensor, P: torch.Tensor, Q: torch.Tensor, rank: int, **options: float) -> torch.Tensor:

@@ -8,8 +8,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lyapunov_prune.compression.masks import as_pattern, n_of_m, per_row, require_pattern, row_mask, smallest
+from lyapunov_prune.compression.masks import as_pattern, n_of_m, per_row, require_pattern, row_mask
 from lyapunov_prune.errors import LyapunovPruneError
+from lyapunov_prune.linalg import smallest
 
 seeds = st.integers(0, 2**32 - 1)
 

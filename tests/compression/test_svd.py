@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from lyapunov_prune.compression.methods import svd as lowrank
-from lyapunov_prune.compression.methods.svd import basis, truncate
+from lyapunov_prune.linalg import basis, truncate
 
 SHAPES = [(12, 30), (30, 12), (16, 16), (1, 9), (9, 1)]
 

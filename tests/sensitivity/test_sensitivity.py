@@ -22,13 +22,13 @@ from transformers import PreTrainedModel
 from lyapunov_prune.calibration.norms import input_norms
 from lyapunov_prune.calibration.statistics import Statistics
 from lyapunov_prune.compression.methods.magnitude import Magnitude
-from lyapunov_prune.compression.methods.svd import basis, truncate
 from lyapunov_prune.compression.methods.wanda import Wanda
 from lyapunov_prune.compression.methods.whitened_svd import WhitenedSVD
 from lyapunov_prune.data.batch import as_batch
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.evaluation.perplexity import perplexity
 from lyapunov_prune.forward.hooks import skipped
+from lyapunov_prune.linalg import basis, truncate
 from lyapunov_prune.models.projections import Projection, find_projections
 from lyapunov_prune.models.structure import find_structure
 from lyapunov_prune.profiles.profile import profile_layers

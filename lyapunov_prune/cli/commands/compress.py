@@ -39,7 +39,7 @@ from lyapunov_prune.cli.options import (
 from lyapunov_prune.cli.records import Given
 from lyapunov_prune.cli.terminal import say, show
 from lyapunov_prune.errors import LyapunovPruneError
-from lyapunov_prune.ranking.counts import require_budget
+from lyapunov_prune.predictions.expectation import require_budget
 
 if TYPE_CHECKING:
     from lyapunov_prune.results.result import Result
@@ -81,6 +81,7 @@ def compress(
     same --output and --resume.
     """
     from lyapunov_prune.checkpoints.saving import write_model
+    from lyapunov_prune.compression.amount import compress_under_budget, require_spendable
     from lyapunov_prune.compression.compress import compress as compress_model
     from lyapunov_prune.compression.factored import require_low_rank, write_factored
     from lyapunov_prune.compression.factors import require_smaller
@@ -92,7 +93,6 @@ def compress(
     from lyapunov_prune.models.left_out import require_whole
     from lyapunov_prune.models.plain import require_unquantised
     from lyapunov_prune.predictions.expectation import expectation
-    from lyapunov_prune.ranking.amount import compress_under_budget, require_spendable
     from lyapunov_prune.results.files import require_empty
 
     require_empty(output)

@@ -39,7 +39,7 @@ from lyapunov_prune.cli.options import (
 from lyapunov_prune.cli.records import Given
 from lyapunov_prune.cli.terminal import Parts, say, show
 from lyapunov_prune.errors import CheckFailed, LyapunovPruneError
-from lyapunov_prune.ranking.counts import require_budget
+from lyapunov_prune.predictions.expectation import require_budget
 from lyapunov_prune.ranking.table import CRITERIA, require_ranks
 from lyapunov_prune.sensitivity.changes import STUDY_METHODS
 from lyapunov_prune.sensitivity.table import STUDIES

@@ -38,7 +38,8 @@ from lyapunov_prune.cli.options import (
 from lyapunov_prune.cli.records import Given
 from lyapunov_prune.cli.terminal import note, say, show
 from lyapunov_prune.errors import LyapunovPruneError
-from lyapunov_prune.ranking.counts import count_of, require_budget
+from lyapunov_prune.predictions.expectation import require_budget
+from lyapunov_prune.ranking.counts import count_of
 from lyapunov_prune.ranking.table import require_ranks
 
 if TYPE_CHECKING:

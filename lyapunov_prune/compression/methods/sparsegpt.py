@@ -6,11 +6,11 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from lyapunov_prune.calibration.gram import damped
-from lyapunov_prune.compression.masks import n_of_m, require_pattern, smallest
+from lyapunov_prune.compression.masks import n_of_m, require_pattern
 from lyapunov_prune.compression.method import Sparsifier
 from lyapunov_prune.errors import LyapunovPruneError
 from lyapunov_prune.lazy import torch
-from lyapunov_prune.linalg import lift
+from lyapunov_prune.linalg import lift, smallest
 
 if TYPE_CHECKING:
     from lyapunov_prune.calibration.statistics import Statistics

@@ -15,10 +15,10 @@ from scipy.special import rel_entr, softmax
 from transformers import PreTrainedModel
 
 from lyapunov_prune import LyapunovPruneError, NonFiniteError
+from lyapunov_prune.compression import BudgetedCompression, compress_under_budget
+from lyapunov_prune.compression import amount as module
 from lyapunov_prune.compression.compress import compress
 from lyapunov_prune.predictions import tiles as tiles_module
-from lyapunov_prune.ranking import BudgetedCompression, compress_under_budget
-from lyapunov_prune.ranking import amount as module
 from lyapunov_prune.results.history import history_of
 
 LEVELS = {"sparsity": (0.1, 0.3, 0.5, 0.7, 0.9), "bits": (8.0, 6.0, 4.0, 3.0, 2.0)}
